@@ -1,0 +1,37 @@
+"""What can go wrong, one class per exit code of the command line.
+
+The core trusts its input: everything a user hands in is checked once, where it enters, and a
+problem is one sentence that says what is wrong, where, and what to do about it.
+"""
+
+
+class MeshwiseError(Exception):
+    """Something the user can act on; the command line prints it without a traceback."""
+
+    exit_code = 2
+
+
+class ModelError(MeshwiseError):
+    """A model that cannot be found or read, or whose numbers contradict each other."""
+
+
+class ClusterError(MeshwiseError):
+    """A chip or cluster that cannot be found or read, or whose numbers make no sense."""
+
+
+class PlanError(MeshwiseError):
+    """A parallel plan that is malformed, or that does not fit the model or the cluster."""
+
+
+class WorkloadError(MeshwiseError):
+    """A batch, sequence or microbatch that makes no sense or does not divide."""
+
+
+class DataError(MeshwiseError):
+    """A file of measurements, traces or results that cannot be read as what it should be."""
+
+
+class MissingExtraError(MeshwiseError):
+    """An optional package or a device that this call needs and this machine lacks."""
+
+    exit_code = 3
