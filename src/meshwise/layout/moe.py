@@ -13,6 +13,7 @@ Source: Megatron-LM's MoE (arXiv 2504.14960) and GShard (arXiv 2006.16668) for t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -61,8 +62,13 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num) -> Iterator[Op]:
     arrivals = rows * local_experts
     sent = arrivals / cut.etp
     payload = sent * hidden * prec.act_bytes
-    on_ep = {"axis": "ep", "payload_bytes": payload, "group_size": cut.ep, "stride": cut.ep_stride}
-    on_etp = {
+    on_ep: dict[str, Any] = {
+        "axis": "ep",
+        "payload_bytes": payload,
+        "group_size": cut.ep,
+        "stride": cut.ep_stride,
+    }
+    on_etp: dict[str, Any] = {
         "axis": "tp",
         "payload_bytes": payload * cut.etp,
         "group_size": cut.etp,

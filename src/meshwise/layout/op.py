@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from meshwise.cost.op import KERNELS, Cost, matmul
 from meshwise.units import Num
@@ -86,7 +87,7 @@ def linear(
     has no weight gradient and keeps nothing.
     """
     kept = (rows if saved_rows is None else saved_rows) * d_in * batch * prec.operand_bytes
-    common = {"module": module, "name": name, "kind": "matmul", "dtype": prec.dtype}
+    common: dict[str, Any] = {"module": module, "name": name, "kind": "matmul", "dtype": prec.dtype}
     if prec.casts:
         yield from _cast(module, name, "forward", batch * rows, d_in, prec)
     yield Op(

@@ -13,6 +13,7 @@ Local shapes, with t = tp: qkv [tokens, h] x [h, (heads + 2 kv_heads) d / t]; ou
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -123,7 +124,12 @@ def column_linear(
 ) -> Iterator[Op]:
     """A linear layer cut by columns (`d_out` is local), with the exchange that enters its pair."""
     payload = cut.tokens * d_in * cut.precision.act_bytes
-    on_tp = {"axis": "tp", "payload_bytes": payload, "group_size": cut.tp, "stride": cut.tp_stride}
+    on_tp: dict[str, Any] = {
+        "axis": "tp",
+        "payload_bytes": payload,
+        "group_size": cut.tp,
+        "stride": cut.tp_stride,
+    }
     if cut.sequence_parallel:
         yield collective(module, name, "forward", "all_gather", **on_tp)
         if not cut.lora_rank:
@@ -141,7 +147,12 @@ def row_linear(
     `kept` False: its input is already kept by the op before it (fused attention keeps its output).
     """
     payload = cut.tokens * d_out * cut.precision.act_bytes
-    on_tp = {"axis": "tp", "payload_bytes": payload, "group_size": cut.tp, "stride": cut.tp_stride}
+    on_tp: dict[str, Any] = {
+        "axis": "tp",
+        "payload_bytes": payload,
+        "group_size": cut.tp,
+        "stride": cut.tp_stride,
+    }
     if cut.sequence_parallel:
         yield collective(module, name, "backward", "all_gather", **on_tp)
     # With an fp8 matmul the kept input is a narrow copy of its own, whatever came before.

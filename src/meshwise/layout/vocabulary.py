@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from meshwise.cost.op import cross_entropy, cross_entropy_backward, embedding, embedding_backward
 from meshwise.layout.cut import Cut
@@ -48,7 +49,12 @@ def _embed(model: Model, cut: Cut) -> Iterator[Op]:
 
 def _look_up(model: Model, cut: Cut) -> Iterator[Op]:
     module, prec, hidden = "embedding", cut.precision, float(model.hidden)
-    common = {"module": module, "name": "tokens", "kind": "kernel", "shape": (cut.tokens, hidden)}
+    common: dict[str, Any] = {
+        "module": module,
+        "name": "tokens",
+        "kind": "kernel",
+        "shape": (cut.tokens, hidden),
+    }
     yield Op(
         phase="forward",
         cost=embedding(cut.tokens, hidden, elem_bytes=prec.act_bytes),
@@ -57,7 +63,12 @@ def _look_up(model: Model, cut: Cut) -> Iterator[Op]:
         **common,
     )
     payload = cut.tokens * hidden * prec.act_bytes
-    on_tp = {"axis": "tp", "payload_bytes": payload, "group_size": cut.tp, "stride": cut.tp_stride}
+    on_tp: dict[str, Any] = {
+        "axis": "tp",
+        "payload_bytes": payload,
+        "group_size": cut.tp,
+        "stride": cut.tp_stride,
+    }
     kind = "reduce_scatter" if cut.sequence_parallel else "all_reduce"
     yield collective(module, "tokens", "forward", kind, **on_tp)
     if cut.sequence_parallel:
@@ -79,7 +90,12 @@ def _head(model: Model, cut: Cut) -> Iterator[Op]:
         return
     vocab = model.vocab / cut.tp
     payload = cut.tokens * hidden * prec.act_bytes
-    on_tp = {"axis": "tp", "payload_bytes": payload, "group_size": cut.tp, "stride": cut.tp_stride}
+    on_tp: dict[str, Any] = {
+        "axis": "tp",
+        "payload_bytes": payload,
+        "group_size": cut.tp,
+        "stride": cut.tp_stride,
+    }
     if cut.sequence_parallel:
         yield collective(module, "logits", "forward", "all_gather", **on_tp)
         yield collective(module, "logits", "backward", "all_gather", overlap=True, **on_tp)
@@ -92,7 +108,12 @@ def _head(model: Model, cut: Cut) -> Iterator[Op]:
 
 def _loss(cut: Cut, vocab: Num) -> Iterator[Op]:
     module, act_bytes = "head", cut.precision.act_bytes
-    common = {"module": module, "name": "cross_entropy", "kind": "kernel", "shape": (cut.tokens, vocab)}
+    common: dict[str, Any] = {
+        "module": module,
+        "name": "cross_entropy",
+        "kind": "kernel",
+        "shape": (cut.tokens, vocab),
+    }
     forward = cross_entropy(cut.tokens, vocab, elem_bytes=act_bytes)
     yield Op(phase="forward", cost=forward, saved_bytes=4.0 * cut.tokens * vocab, **common)
     yield collective(
