@@ -98,7 +98,8 @@ class Model:
     projection, `linear_bias` on the MLP and the experts, `head_bias` on the LM head. Norms:
     `num_norms` of width `hidden` per block, wherever they stand (2; 1 where one feeds attention and
     MLP both; 4 in Gemma 2); `norm_weight` is False where a norm learns nothing (OLMo).
-    `qk_norm` normalises each query and key head, or, with `qk_norm_full`, the whole projection.
+    `qk_norm` normalises each query and key head with the same weights, or, with `qk_norm_full`, has
+    weights (no bias) for the whole projection.
     `parallel_block`: attention and MLP read the same input and are added together (GPT-J).
     `sinks`: one learned softmax logit per head (gpt-oss). `sliding_window`: tokens that attention
     looks back on (0: all); each `full_attention_every`-th layer looks back on all (0: none does).
@@ -226,7 +227,7 @@ def _attention(model: Model) -> int:
     query, key = heads * model.head_dim, model.num_kv_heads * model.head_dim
     qk_norm = 0
     if model.qk_norm:
-        qk_norm = _norm(model, query + key if model.qk_norm_full else 2 * model.head_dim)
+        qk_norm = query + key if model.qk_norm_full else 2 * _norm(model, model.head_dim)
     qkv = _linear(hidden, query + 2 * key, model.qkv_bias)
     return qkv + qk_norm + _linear(query, hidden, model.out_bias) + sinks
 
@@ -305,7 +306,8 @@ def num_active_params(model: Model) -> int:
 # --- checking ----------------------------------------------------------------------------------
 
 
-def _positive(value: int, what: str, *, zero: bool = False) -> None:
+def check_count(value: int, what: str, *, zero: bool = False) -> None:
+    """Raises `ModelError` unless `value` is a count above zero (or zero, if allowed) of a sensible size."""
     if not (0 if zero else 1) <= value <= _MAX_COUNT:
         raise ModelError(f"{what} is {_shown(value)}; it must be from {0 if zero else 1} to {_MAX_COUNT}")
 
@@ -339,7 +341,7 @@ def _check_counts(part: Model | MLA | MoE | Patches, where: str) -> None:
     for field in fields(part):
         value = getattr(part, field.name)
         if isinstance(value, int) and not isinstance(value, bool):
-            _positive(value, f"{where}: {field.name}", zero=field.name in _MAY_BE_ZERO)
+            check_count(value, f"{where}: {field.name}", zero=field.name in _MAY_BE_ZERO)
 
 
 def _check_moe(model: Model, moe: MoE, where: str) -> None:
