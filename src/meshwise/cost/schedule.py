@@ -3,15 +3,19 @@
 A model is cut into `pp` stages, one per rank, and a batch into `m` microbatches that flow through
 them. One microbatch costs a stage `f_s` (F, forward), `b_s` (B, gradient of its input) and `w_s`
 (W, gradient of its weights); a schedule that does not split the backward runs B and W as one. A
-rank that holds several *chunks* of the model (`v` of them) passes each microbatch `v` times, each
-pass 1/v of the work. What a rank waits between its first and its last op is its *bubble*; the
-schedule decides how much of it there is and how many microbatches' activations wait for their
-backward meanwhile.
+rank that holds `v` chunks of the model passes each microbatch `v` times, 1/v of the work each time.
+The *bubble* is what the phase takes beyond the work of one rank, `m (F + B + W)`.
 
-Every schedule is one row of a table of coefficients, and every function here is arithmetic on
-those rows, so `schedule` may be an array: a grid of plans can hold all schedules along one axis.
-Stages are equal here; uneven stages and stragglers are simulated (`meshwise.estimate.simulate`),
-and for equal stages the two agree exactly.
+The phase is as long as the longest chain of actions that wait for each other. When all stages are
+equal a schedule has only a handful of candidates for that chain, each of them linear in the times
+and in the number of ranks to fill, so a bubble is the maximum of a few plain sums. These are the
+bubbles of the *orders* that `meshwise.estimate.simulate` plays, and the two agree exactly. The
+papers print the one candidate that wins when F = B = W, which is `published_bubble_s`.
+
+`p2p_s` is the time of one hop between neighbours, running beside the computation: it delays whoever
+waits for the data. 1F1B and DualPipe wait for it in every round, the others while they fill and drain.
+
+Everything broadcasts, `schedule` included: a grid of plans can hold all schedules along one axis.
 
 Sources: GPipe arXiv 1811.06965; 1F1B (PipeDream-Flush) and interleaved 1F1B arXiv 2104.04473;
 ZB-H1 and ZB-V arXiv 2401.10241; DualPipe arXiv 2412.19437 and, with DualPipe-V, the tables of
@@ -20,7 +24,11 @@ github.com/deepseek-ai/DualPipe.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import reduce
+
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwise.errors import PlanError
 from meshwise.units import Num
@@ -28,10 +36,13 @@ from meshwise.units import Num
 SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
 """The schedules by name; a schedule's index is its place in this tuple."""
 
-_GPIPE, _1F1B, _INTERLEAVED, _ZB_H1, _ZB_V, _DUALPIPE, _DUALPIPE_V = range(len(SCHEDULES))
+_INTERLEAVED, _ZB_V, _DUALPIPE, _DUALPIPE_V = (
+    SCHEDULES.index(name) for name in ("interleaved", "zb-v", "dualpipe", "dualpipe-v")
+)
 
-# One bubble is (pp_coef * pp - 1) * (F, B, W) . coef, divided by v where chunks are smaller stages.
-#                         gpipe 1f1b inter zb-h1 zb-v dual dual-v
+# The published bubble is (pp_coef pp - 1) (f_coef F + b_coef B + w_coef W), per chunk when interleaved.
+# F&B, the pair that DualPipe overlaps, is taken as F + B + W here: hidden communication is no work.
+#                  gpipe 1f1b inter zb-h1 zb-v dualpipe dualpipe-v
 _PP_COEF = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 1.0])
 _F_COEF = np.array([1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.5])
 _B_COEF = np.array([1.0, 1.0, 1.0, 1.0, 0.0, 2.0, 1.0])
@@ -52,75 +63,189 @@ def weight_copies(schedule: Num) -> Num:
     return _WEIGHT_COPIES[np.asarray(schedule, dtype=np.intp)]
 
 
-def bubble_s(schedule: Num, pp: Num, m: Num, v: Num, f_s: Num, b_s: Num, w_s: Num, p2p_s: Num = 0.0) -> Num:
-    """Idle time [s] of the rank that idles most, between its first and last op; equal stages."""
+def published_bubble_s(schedule: Num, pp: Num, v: Num, f_s: Num, b_s: Num, w_s: Num) -> Num:
+    """The bubble [s] as the papers print it, each for F = B = W and free communication.
+
+    ZB-V's zero counts every rank from its own first action to its own last: the ranks start and
+    end one after the other, which costs nothing only if the optimizer step does not wait for all
+    of them. `bubble_s` does wait.
+    """
     index = np.asarray(schedule, dtype=np.intp)
-    num_waits = _PP_COEF[index] * pp - 1
     wait_s = _F_COEF[index] * f_s + _B_COEF[index] * b_s + _W_COEF[index] * w_s
-    chunks = np.where(index == _INTERLEAVED, v, 1)
-    return np.where(np.asarray(pp) > 1, num_waits * (wait_s / chunks + 2 * p2p_s), 0.0)
+    return (_PP_COEF[index] * pp - 1) * wait_s / np.where(index == _INTERLEAVED, v, 1)
 
 
-def pipeline_s(schedule: Num, pp: Num, m: Num, v: Num, f_s: Num, b_s: Num, w_s: Num, p2p_s: Num = 0.0) -> Num:
-    """Time [s] of the pipeline phase: the work of `m` microbatches on the slowest stage and its bubble."""
-    return m * (f_s + b_s + w_s) + bubble_s(schedule, pp, m, v, f_s, b_s, w_s, p2p_s)
+def bubble_s(schedule: Num, pp: Num, m: Num, v: Num, f_s: Num, b_s: Num, w_s: Num, p2p_s: Num = 0.0) -> Num:
+    """Time [s] of the phase beyond the work `m (f_s + b_s + w_s)` of a rank; all stages equal.
+
+    `schedule`: index into `SCHEDULES`. `f_s`, `b_s`, `w_s`: one microbatch on one whole stage (all
+    chunks of a rank); DualPipe's stage is 1/pp of the model as everywhere. `p2p_s`: one hop.
+    Exact where `valid` holds and `p2p_s` is at most a fifth of the shortest action of a chunk;
+    ZB-H1 with fewer than `pp` microbatches (2 pp if hops take time): an upper bound.
+    """
+    sizes = (pp, m, v, f_s, b_s, w_s, p2p_s)
+    return np.where(np.asarray(pp) > 1, _choose(schedule, _BUBBLES, sizes), 0.0)
+
+
+def pipeline_s(
+    schedule: Num,
+    pp: Num,
+    m: Num,
+    v: Num,
+    f_s: Num,
+    b_s: Num,
+    w_s: Num,
+    p2p_s: Num = 0.0,
+    slowest_s: Num | None = None,
+) -> Num:
+    """Time [s] of the pipeline phase, from the first forward to the last backward of any rank.
+
+    With uneven stages `f_s`, `b_s`, `w_s` are the mean over the stages and `slowest_s` is F + B + W
+    of the slowest: the pipe fills and drains at the mean pace and runs at the slowest. That is exact
+    for GPipe if B and W are proportional to F, a few per cent off for the others; simulate to know.
+    """
+    mean_s = f_s + b_s + w_s
+    uneven_s = 0.0 if slowest_s is None else (m - 1) * (slowest_s - mean_s)
+    return m * mean_s + uneven_s + bubble_s(schedule, pp, m, v, f_s, b_s, w_s, p2p_s)
 
 
 def in_flight_microbatches(schedule: Num, pp: Num, m: Num, v: Num, stage: Num) -> Num:
-    """Peak of the activations alive on rank `stage` (0-based), in microbatches of one full stage."""
-    total = [m, m, m * v, m, 2 * m, m, 2 * m]
-    warm = [
-        m,
-        pp - stage,
-        2 * (pp - stage - 1) + (v - 1) * pp + 1,
-        pp,
-        2 * pp,
-        pp + 1,
-        2 * pp + 1,
-    ]
-    chunks = [1, 1, v, 1, 2, 1, 2]
-    counts = [np.minimum(w, t) / c for w, t, c in zip(warm, total, chunks, strict=True)]
-    index = np.asarray(schedule, dtype=np.intp)
-    return np.select([index == i for i in range(len(SCHEDULES))], counts)
+    """Peak number of microbatches alive on rank `stage` (0-based), in activations of one full stage.
+
+    A microbatch lives from its forward to the end of its backward, or of its W if that is split off
+    (an upper bound then: B already frees what only B needs). ZB-H1 delays the W of later stages
+    until all hold `pp`, as the first does in 1F1B; ZB-V holds 2 pp half-stages, DualPipe pp + 1
+    stages over both directions, DualPipe-V 2 pp + 1 half-stages. Sources as above; the interleaved
+    count is the warm-up of Megatron-LM and the one forward that follows it.
+    """
+    return _choose(schedule, _IN_FLIGHT, (pp, m, v, stage))
 
 
-def valid(schedule: Num, pp: Num, m: Num, v: Num) -> Num:
-    """Whether a schedule can run with these sizes: a boolean mask over a grid of plans."""
-    index = np.asarray(schedule, dtype=np.intp)
-    wants_v = np.select(
-        [index == _INTERLEAVED, (index == _ZB_V) | (index == _DUALPIPE_V)], [np.maximum(v, 2), 2], 1
-    )
-    dual = (np.mod(pp, 2) == 0) & (np.mod(m, 2) == 0) & (np.asarray(m) >= 2 * np.asarray(pp))
-    return (
-        (np.asarray(pp) >= 1)
-        & (np.asarray(m) >= 1)
-        & (np.asarray(v) == wants_v)
-        & np.where(index == _INTERLEAVED, np.mod(m, pp) == 0, True)
-        & np.where(index == _DUALPIPE, dual, True)
-        & np.where(index == _DUALPIPE_V, np.asarray(m) >= 2 * np.asarray(pp), True)
-    )
+def valid(schedule: Num, pp: Num, m: Num, v: Num) -> NDArray[np.bool_]:
+    """Whether a schedule can run with these sizes: a boolean mask over a grid of plans, as `check`."""
+    sizes_are_positive = (np.asarray(pp) >= 1) & (np.asarray(m) >= 1)
+    return np.logical_and(sizes_are_positive, _choose(schedule, _VALID, (pp, m, v)))
 
 
 def check(schedule: str, pp: int, m: int, v: int) -> None:
-    """Raise PlanError with one sentence where `valid` says no."""
-    schedule_index(schedule)
-    if pp < 1 or m < 1:
+    """Raise PlanError, one sentence that says what to change, where `valid` says no."""
+    index = schedule_index(schedule)
+    if min(pp, m, v) < 1:
+        raise PlanError(f"pp={pp}, vpp={v} and {m} microbatches make no pipeline; each must be at least 1")
+    if not valid(index, pp, m, v):
         raise PlanError(
-            f"a pipeline needs at least one stage and one microbatch, not pp={pp} and {m} microbatches"
+            f"schedule={schedule} cannot run pp={pp}, vpp={v} and {m} microbatches; it needs {_NEEDS[index]}"
         )
-    if schedule == "interleaved" and v < 2:
-        raise PlanError(f"schedule=interleaved needs vpp=2 or more, not vpp={v}; use vpp=2 or schedule=1f1b")
-    if schedule in ("zb-v", "dualpipe-v") and v != 2:
-        raise PlanError(f"schedule={schedule} holds two chunks per rank, not vpp={v}; use vpp=2")
-    if schedule in ("gpipe", "1f1b", "zb-h1", "dualpipe") and v != 1:
-        raise PlanError(f"schedule={schedule} holds one chunk per stage, not vpp={v}; use vpp=1")
-    if schedule == "interleaved" and m % pp:
-        raise PlanError(
-            f"schedule=interleaved needs the {m} microbatches to divide by pp={pp}; change one of them"
-        )
-    if schedule == "dualpipe" and pp % 2:
-        raise PlanError(f"schedule=dualpipe needs an even number of stages, not pp={pp}")
-    if schedule == "dualpipe" and (m % 2 or m < 2 * pp):
-        raise PlanError(f"schedule=dualpipe needs an even number of microbatches, at least {2 * pp}, not {m}")
-    if schedule == "dualpipe-v" and m < 2 * pp:
-        raise PlanError(f"schedule=dualpipe-v with pp={pp} needs at least {2 * pp} microbatches, not {m}")
+
+
+def _choose(schedule: Num, forms: tuple[Callable[..., Num], ...], args: tuple[Num, ...]) -> Num:
+    """`forms[schedule](*args)`; over an array of schedules, each form is computed once and spread."""
+    index = np.asarray(schedule, dtype=np.intp)
+    first, *others = np.unique(index)
+    chosen = forms[first](*args)
+    for i in others:
+        chosen = np.where(index == i, forms[i](*args), chosen)
+    return chosen
+
+
+def _longest(*chains_s: Num) -> Num:
+    return reduce(np.maximum, chains_s)
+
+
+def _gpipe_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num) -> Num:
+    return (pp - 1) * (f + b + w + 2 * hop)
+
+
+def _1f1b_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num) -> Num:
+    """A rank can have no more than pp microbatches out: the chain goes down and up again and again."""
+    rounds = m + pp - 1
+    return (pp - 1) * (f + b + w) + 2 * hop * (rounds - np.ceil(rounds / pp))
+
+
+def _interleaved_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num) -> Num:
+    return (pp - 1) * (f + b + w) / v + 2 * hop * (pp * v - 1)
+
+
+def _zb_h1_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num) -> Num:
+    """Delayed W's fill the drain; the shortest of F, B and W limits how much of it they fill."""
+    q, filled = pp - 1, np.minimum(m, pp) - 1
+    return q * (f + b) + _longest(
+        -filled * f + 2 * q * hop,
+        -filled * b + 3 * q * hop,
+        -filled * w + 4 * q * hop,
+    )
+
+
+def _zb_v_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num) -> Num:
+    """With F = B = W all chains but the last rank's wait for its first microbatch, q F/2, vanish."""
+    q = pp - 1
+    f, b, w = f / 2, b / 2, w / 2
+    return _longest(
+        q * b + (5 * q - 2) * hop,
+        b + (q - 1) * w + 3 * q * hop,
+        f + (q - 1) * w + (3 * q - 2) * hop,
+        (q - 1) * f + b + (5 * q - 2) * hop,
+        (2 * q - 1) * f - (q - 1) * b + (3 * q - 2) * hop,
+        2 * q * f - q * b - w + 3 * q * hop,
+        2 * q * f - (2 * q + 1) * w + 4 * q * hop,
+        2 * q * b - 2 * q * w + (6 * q - 2) * hop,
+        (2 * q - 1) * f + b - 2 * q * w + (4 * q - 2) * hop,
+        (q - 1) * f + (q + 1) * b - 2 * q * w + (6 * q - 2) * hop,
+    )
+
+
+def _dualpipe_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num) -> Num:
+    q = pp / 2 - 1
+    return hop * (m - np.ceil((m - 2) / pp)) + _longest(
+        2 * q * f + 2 * q * hop,
+        2 * q * f + q * b - q * w + 3 * q * hop,
+        (q - 1) * f + q * b + 3 * q * hop,
+        (q - 1) * f + 2 * q * b - q * w + 4 * q * hop,
+    )
+
+
+def _dualpipe_v_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num) -> Num:
+    """DualPipe over 2 pp half-stages, folded: the two halves of a microbatch's way share their ranks."""
+    q = pp - 1
+    f, b, w = f / 2, b / 2, w / 2
+    return hop * (2 * m - 2 * np.ceil((m - 1) / pp) - 2) + _longest(
+        2 * q * f + q * hop,
+        2 * q * f + q * b - q * w + 2 * q * hop,
+        (q - 1) * f + q * b + 3 * q * hop,
+        (q - 1) * f + 2 * q * b - q * w + 4 * q * hop,
+    )
+
+
+_BUBBLES = (_gpipe_s, _1f1b_s, _interleaved_s, _zb_h1_s, _zb_v_s, _dualpipe_s, _dualpipe_v_s)
+
+_IN_FLIGHT: tuple[Callable[..., Num], ...] = (
+    lambda pp, m, v, stage: m + 0.0 * stage,
+    lambda pp, m, v, stage: np.minimum(m, pp - stage),
+    lambda pp, m, v, stage: np.minimum(m * v, 2 * (pp - stage - 1) + (v - 1) * pp + 1) / v,
+    lambda pp, m, v, stage: np.minimum(m, pp) + 0.0 * stage,
+    lambda pp, m, v, stage: pp + 0.0 * stage,
+    lambda pp, m, v, stage: pp + 1.0 + 0.0 * stage,
+    lambda pp, m, v, stage: pp + 0.5 + 0.0 * stage,
+)
+
+_VALID: tuple[Callable[..., Num], ...] = (
+    lambda pp, m, v: np.equal(v, 1),
+    lambda pp, m, v: np.equal(v, 1),
+    lambda pp, m, v: np.greater(v, 1) & np.greater(pp, 1) & (np.mod(m, pp) == 0),
+    lambda pp, m, v: np.equal(v, 1),
+    lambda pp, m, v: np.equal(v, 2) & np.greater(pp, 1) & np.greater_equal(m, 2 * pp - 1),
+    lambda pp, m, v: (
+        np.equal(v, 1) & (np.mod(pp, 2) == 0) & (np.mod(m, 2) == 0) & np.greater_equal(m, 2 * pp)
+    ),
+    lambda pp, m, v: np.equal(v, 2) & np.greater(pp, 1) & np.greater_equal(m, 2 * pp),
+)
+
+_NEEDS = (
+    "vpp=1",
+    "vpp=1",
+    "vpp=2 or more, pp=2 or more, and microbatches that divide by pp",
+    "vpp=1",
+    "vpp=2, pp=2 or more, and at least 2 pp - 1 microbatches",
+    "vpp=1, an even pp, and an even number of microbatches, at least 2 pp",
+    "vpp=2, pp=2 or more, and at least 2 pp microbatches",
+)
