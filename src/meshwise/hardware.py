@@ -68,8 +68,8 @@ class Chip:
         """Dense peak [FLOP/s] of the matrix units for `dtype`; a dtype they lack runs on the vector units."""
         peak = self.matrix_flop_per_s.get(dtype) or self.vector_flop_per_s.get(dtype)
         if not peak:
-            known = ", ".join(self.matrix_flop_per_s)
-            raise ClusterError(f"chip {self.name} has no {dtype} rate; it has {known}")
+            known = ", ".join(self.matrix_flop_per_s | self.vector_flop_per_s)
+            raise ClusterError(f"chip {self.name} has no {dtype} units; choose a dtype among {known}")
         return peak
 
     def vector_peak(self, dtype: str) -> float:
@@ -225,7 +225,7 @@ def _convert(raw: Any, kind: Any, where: str) -> Any:
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        raise ClusterError(f"{where}: {error}") from None
+        raise ClusterError(f"{where}: {' '.join(str(error).split())}") from None
 
 
 def _catalog(file: str) -> dict[str, Any]:
@@ -254,11 +254,11 @@ def _by_name_or_alias(table: dict[str, Any], name: str) -> str | None:
     return next((key for key, value in table.items() if wanted == key or wanted in value.aliases), None)
 
 
-def _suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: the known names closest to `name`, or all of them."""
-    names = list(known)
-    close = difflib.get_close_matches(name.strip().lower()[:40], names, n=3)
-    return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names)}"
+def _suggestion(name: str, table: dict[str, Any]) -> str:
+    """The end of an error message: the names and aliases closest to `name`, or all names."""
+    known = [*table, *(alias for value in table.values() for alias in value.aliases)]
+    close = difflib.get_close_matches(name.strip().lower()[:40], known, n=3)
+    return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(table)}"
 
 
 def find_chip(name: str) -> Chip:
@@ -287,8 +287,8 @@ def find_cluster(text: str) -> Cluster:
             raise ClusterError(f"{text!r} is a chip; say how many, as in {chip_name}:8")
         cluster = _one_chip(chips()[chip_name])
     else:
-        known = _suggestion(name, [*entries, *chips()])
-        raise ClusterError(f"no cluster or chip is called {name!r}; {known} (chips as name:count)")
+        known = _suggestion(name, {**entries, **chips()})
+        raise ClusterError(f"no cluster or chip is called {name!r} (chips are written name:count); {known}")
     if not colon:
         return cluster
     return replace(cluster, name=text, num_chips=_parse_count(count, f"cluster {text!r}"))
@@ -310,7 +310,7 @@ def _read_cluster_file(path: Path) -> Cluster:
     where = str(path)
     try:
         if not path.is_file():
-            raise ClusterError(f"cannot read cluster file {where!r}: there is no such file")
+            raise ClusterError(f"cannot read cluster file {where!r}: no file is there")
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ClusterError(f"cannot read cluster file {where!r}: {error.strerror}") from None
