@@ -1,0 +1,105 @@
+"""How long a matmul really takes: tiles, waves, split-k, the cache, and the memory behind it.
+
+C[m,n] = A[m,k] B[k,n] is cut into tiles of `tile_m x tile_n`, one core works on one tile, and the tiles
+run in *waves* of `num_cores`. A tile loops over k: it computes 2 tile_m tile_n k FLOP, while the cache
+feeds it (tile_m + tile_n) k elements. So a big tile uses the core well, a small one wastes less at the
+edges; where there are fewer tiles than cores, the sum over k is *split* among the idle cores and added
+up afterwards. The library tries them all and we take the fastest:
+
+    tile      = max(2 tile_m tile_n k/s FLOP / core rate, (tile_m + tile_n) k/s bytes / cache rate) + overhead
+    compute   = ceil(tiles s / num_cores) tile  (+ the reduction if s > 1)
+    memory    = (A + B + C bytes) / memory bandwidth
+    time      = launch + (compute^p + memory^p)^(1/p)
+
+The power sum stands for imperfect overlap of compute and memory (p = 2.5 everywhere). The core rate
+falls with the duration of the kernel, as the power limit lowers the clock. Batched and grouped matmuls
+are `batch` times as many tiles. Constants: `efficiency.GemmEfficiency`, fitted by `meshwise fit`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwise.efficiency import GemmEfficiency
+from meshwise.units import Num
+
+TILES = ((256.0, 128.0), (128.0, 128.0), (64.0, 64.0))
+"""Rows and columns of the tiles that the libraries choose from; more shapes fit no better."""
+
+MIN_SPLIT_K = 512.0
+MAX_SPLIT = 16.0
+OVERLAP_POWER = 2.5
+THROTTLE_FROM_S = 1e-4
+THROTTLE_DECADES = 2.0
+
+
+def gemm_s(
+    m: Num,
+    n: Num,
+    k: Num,
+    *,
+    batch: Num = 1.0,
+    flop_per_s: Num,
+    memory_bytes_per_s: Num,
+    num_cores: Num = 1.0,
+    elem_bytes: Num,
+    out_bytes: Num | None = None,
+    efficiency: GemmEfficiency,
+) -> Num:
+    """Time [s] of `batch` matmuls of m x k by k x n in one kernel.
+
+    `elem_bytes` is the size of an element of A and B, `out_bytes` of C (None: the same); `flop_per_s`
+    and `memory_bytes_per_s` are the chip's published peaks. With the ideal efficiency this is
+    max(2mnk / peak, bytes / bandwidth). Everything broadcasts. Operands are taken from memory, not from
+    a warm cache.
+    """
+    written_bytes = elem_bytes if out_bytes is None else out_bytes
+    memory_s = (
+        batch
+        * (elem_bytes * (m * k + n * k) + written_bytes * (m * n))
+        / (memory_bytes_per_s * efficiency.memory_frac)
+    )
+    ideal_s = 2.0 * batch * m * n * k / flop_per_s
+    if not efficiency.tiled:
+        return efficiency.launch_s + np.maximum(ideal_s / efficiency.peak_frac, memory_s)
+    decades = np.log10(np.maximum(ideal_s, THROTTLE_FROM_S) / THROTTLE_FROM_S)
+    slowdown = 1.0 + efficiency.throttle_frac * np.minimum(decades, THROTTLE_DECADES)
+    compute_s = _tiled_s(
+        *np.broadcast_arrays(m, n, k, batch),
+        core_flop_per_s=flop_per_s * efficiency.peak_frac / (slowdown * num_cores),
+        cache_bytes_per_s=memory_bytes_per_s * efficiency.cache_speedup,
+        num_cores=num_cores,
+        elem_bytes=elem_bytes,
+        efficiency=efficiency,
+    )
+    larger = np.maximum(np.maximum(compute_s, memory_s), 1e-12)
+    smaller = np.minimum(compute_s, memory_s)
+    return efficiency.launch_s + larger * (1.0 + (smaller / larger) ** OVERLAP_POWER) ** (1.0 / OVERLAP_POWER)
+
+
+def _tiled_s(
+    m: Num,
+    n: Num,
+    k: Num,
+    batch: Num,
+    *,
+    core_flop_per_s: Num,
+    cache_bytes_per_s: Num,
+    num_cores: Num,
+    elem_bytes: Num,
+    efficiency: GemmEfficiency,
+) -> Num:
+    """Compute time of the fastest tile shape, with k split or whole. Tile shapes are the first axis."""
+    shapes = np.array(TILES).reshape(len(TILES), 2, *(1,) * np.ndim(m + core_flop_per_s))
+    rows, columns = shapes[:, 0], shapes[:, 1]
+    tiles = np.maximum(batch * np.ceil(m / rows) * np.ceil(n / columns), 1.0)
+    flop_s = 2.0 * rows * columns * k / core_flop_per_s
+    feed_s = elem_bytes * (rows + columns) * k * num_cores / cache_bytes_per_s
+    loop_s = np.maximum(flop_s, feed_s)
+    whole_s = np.ceil(tiles / num_cores) * (loop_s + efficiency.tile_s)
+
+    most = np.minimum(np.maximum(np.floor(k / MIN_SPLIT_K), 1.0), MAX_SPLIT)
+    splits = np.clip(np.floor(num_cores / tiles), 1.0, most)
+    reduce_s = efficiency.split_s + 8.0 * splits * batch * m * n / cache_bytes_per_s  # fp32, written and read
+    split_s = np.ceil(tiles * splits / num_cores) * (loop_s / splits + efficiency.tile_s) + reduce_s
+    return np.minimum(whole_s, split_s).min(axis=0)

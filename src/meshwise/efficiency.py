@@ -1,0 +1,215 @@
+"""How much of a chip's promise its kernels keep: the fitted constants of `catalog/efficiency.toml`.
+
+A data sheet gives peaks; kernels reach a share of them and pay fixed times on top. Each class of op has
+a formula in `cost/` and a handful of constants, one set per chip (and dtype), which `meshwise fit`
+computes from public measurements and writes with their source and error. A chip without measurements
+*inherits* the geometric mean of the chips of its generation, or of all chips where the generation has
+none; `Efficiency.inherited_from` says which. `IDEAL` is the chip of the data sheet: every formula falls
+back to max(FLOP / peak, bytes / bandwidth) and the bare wire.
+
+Shares (`_frac`) are of the chip's published peak. `_latency` of a link is a multiple of the latency
+that the catalog gives for that link, so that a user's own cluster keeps its meaning.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from importlib import resources
+from typing import Any, TypeVar
+
+from meshwise.errors import ClusterError
+from meshwise.hardware import Chip, chips
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmEfficiency:
+    """Constants of `cost.gemm`. The defaults are the ideal chip.
+
+    launch_s: kernel launch until the first tile starts, and drain of the last.
+    peak_frac: share of peak that a core reaches inside a tile, short kernels.
+    throttle_frac: share by which the core slows per decade of kernel duration beyond 0.1 ms (two decades
+        at most), as power limits the clock.
+    cache_speedup: bandwidth that feeds the tiles (last cache), as a multiple of memory bandwidth.
+    memory_frac: share of memory bandwidth.
+    tile_s: prologue and epilogue of one tile.
+    split_s: extra time when the sum over k is split among cores.
+    """
+
+    launch_s: float = 0.0
+    peak_frac: float = 1.0
+    throttle_frac: float = 0.0
+    cache_speedup: float = math.inf
+    memory_frac: float = 1.0
+    tile_s: float = 0.0
+    split_s: float = 0.0
+    tiled: bool = field(default=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionEfficiency:
+    """Constants of `cost.attention_kernel`. The defaults are the ideal chip.
+
+    softmax_dim: the work of the exponentials, as an equivalent extra head dimension.
+    tail: lengths of the longest tile that the last wave adds, on top of an even share.
+    backward_frac: rate of the backward relative to the forward.
+    tile: rows of a query tile (the diagonal tiles of a causal mask are computed whole).
+    decode_*: one query per sequence: launch, shares of memory bandwidth and of the matrix peak.
+    """
+
+    launch_s: float = 0.0
+    peak_frac: float = 1.0
+    softmax_dim: float = 0.0
+    tail: float = 0.0
+    memory_frac: float = math.inf
+    backward_frac: float = 1.0
+    tile: float = 0.0
+    decode_launch_s: float = 0.0
+    decode_memory_frac: float = 1.0
+    decode_peak_frac: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEfficiency:
+    """Constants of `cost.memory_kernel`: launch, share of memory bandwidth, and the cast's passes and rows.
+
+    cast_passes: how often a cast with a scale moves its bytes (once to find the scale, once to cast).
+    cast_row_s: time of one row on one core.
+    """
+
+    launch_s: float = 0.0
+    memory_frac: float = 1.0
+    cast_passes: float = 1.0
+    cast_row_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkEfficiency:
+    """Constants of one kind of link in `cost.collective`. The defaults are the ideal link.
+
+    NCCL has a *quick* protocol (LL, LL128: flags travel with the data; low latency, a share of the
+    bandwidth) and a *bulk* one (Simple: full bandwidth, a synchronisation per hop); the faster is taken.
+    tree_latency: bulk or quick hops of a tree are that much slower than of a ring; None: no trees.
+    switch_frac: share of the bandwidth when the switch adds up (NVLS, SHARP); None: it cannot.
+    own_part: a rank's own part is copied through memory: that many parts' worth of wire time.
+    """
+
+    launch_s: float = 0.0
+    quick_latency: float = 1.0
+    quick_frac: float = 1.0
+    bulk_latency: float = 1.0
+    bulk_frac: float = 1.0
+    own_part: float = 0.0
+    all_to_all_own_part: float = 0.0
+    tree_latency: float | None = None
+    switch_frac: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """All constants of one chip. `gemms` by dtype; `inner` is link level 0, `outer` the levels beyond."""
+
+    gemms: Mapping[str, GemmEfficiency] = field(default_factory=dict)
+    attention: AttentionEfficiency = AttentionEfficiency()
+    memory: MemoryEfficiency = MemoryEfficiency()
+    inner: LinkEfficiency = LinkEfficiency()
+    outer: LinkEfficiency = LinkEfficiency()
+    inherited_from: Mapping[str, str] = field(default_factory=dict)
+
+    def gemm(self, dtype: str) -> GemmEfficiency:
+        """The constants for matmuls in `dtype`; a dtype without its own shares those of bf16."""
+        shared = self.gemms.get("bf16", _IDEAL_GEMM)
+        return self.gemms.get({"fp16": "bf16"}.get(dtype, dtype), shared)
+
+
+_IDEAL_GEMM = GemmEfficiency()
+IDEAL = Efficiency()
+
+CLASSES: dict[str, type] = {
+    "gemm": GemmEfficiency,
+    "attention": AttentionEfficiency,
+    "memory": MemoryEfficiency,
+    "inner": LinkEfficiency,
+    "outer": LinkEfficiency,
+}
+"""The tables of efficiency.toml. `gemm` and `attention` hold one more level: the dtype or the kernel."""
+
+Constants = TypeVar("Constants")
+
+
+def read(text: str) -> dict[str, dict[str, Any]]:
+    """The tables of an efficiency catalog: `[class.chip.variant]` as `{class.variant: {chip: constants}}`."""
+    tables: dict[str, dict[str, Any]] = {}
+    for name, by_chip in tomllib.loads(text).items():
+        for chip, variants in by_chip.items():
+            for variant, entry in variants.items():
+                key = f"{name}.{variant}"
+                tables.setdefault(key, {})[chip] = _entry(CLASSES[name], entry, f"{key} of {chip}")
+    return tables
+
+
+def _entry(kind: type[Constants], entry: dict[str, Any], where: str) -> Constants:
+    known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
+    values = {key: value for key, value in entry.items() if key != "fit"}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ClusterError(f"efficiency.toml: {where} has {unknown[0]!r}, which is no constant of this class")
+    return kind(**values)
+
+
+@cache
+def _catalog() -> dict[str, dict[str, Any]]:
+    return read((resources.files("meshwise") / "catalog" / "efficiency.toml").read_text())
+
+
+def mean(entries: list[Constants]) -> Constants:
+    """The geometric mean of sets of constants, field by field; a field that one lacks is lacking."""
+    first = entries[0]
+    values: dict[str, Any] = {}
+    for item in fields(first):  # type: ignore[arg-type]
+        column = [getattr(entry, item.name) for entry in entries]
+        if isinstance(column[0], bool) or None in column or 0.0 in column:
+            values[item.name] = next((value for value in column if not value), column[0])
+        else:
+            values[item.name] = math.exp(sum(map(math.log, column)) / len(column))
+    return type(first)(**values)
+
+
+def _generation(chip: str) -> str:
+    return chips()[chip].generation if chip in chips() else ""
+
+
+def lookup(table: Mapping[str, Constants], chip: Chip) -> tuple[Constants, str]:
+    """The constants of `chip` and where they come from: "" (its own), its generation, or "all chips"."""
+    if chip.name in table:
+        return table[chip.name], ""
+    family = [name for name in sorted(table) if _generation(name) == chip.generation]
+    donors = family or sorted(table)
+    source = chip.generation if family else "all chips"
+    return mean([table[name] for name in donors]), f"{source} ({', '.join(donors)})"
+
+
+def constants(chip: Chip, *, tables: Mapping[str, Mapping[str, Any]] | None = None) -> Efficiency:
+    """The efficiency of `chip`, from the catalog (or from `tables`, as `read` returns them).
+
+    What the chip lacks it inherits; `inherited_from` names the source for each class it inherits.
+    """
+    tables = _catalog() if tables is None else tables
+    found: dict[str, Any] = {}
+    inherited: dict[str, str] = {}
+    for key, table in tables.items():
+        found[key], origin = lookup(table, chip)
+        if origin:
+            inherited[key] = origin
+    gemms = {key.partition(".")[2]: value for key, value in found.items() if key.startswith("gemm.")}
+    return Efficiency(
+        gemms=gemms,
+        attention=found.get("attention.flash", AttentionEfficiency()),
+        memory=found.get("memory.kernel", MemoryEfficiency()),
+        inner=found.get("inner.link", LinkEfficiency()),
+        outer=found.get("outer.link", LinkEfficiency()),
+        inherited_from=inherited,
+    )
