@@ -1,0 +1,140 @@
+"""What a caching allocator books for the tensors that a program holds.
+
+PyTorch's CUDA allocator asks the driver for segments and cuts blocks from them. A request is rounded up
+to 512 bytes. Small ones (up to 1 MiB) share segments of 2 MiB, middling ones (below 10 MiB) segments of
+20 MiB, large ones get a segment of their own, rounded up to 2 MiB. A free block is cut only where the
+rest is worth keeping: 512 bytes or more in a small segment, more than 1 MiB in a large one; else the whole
+block is booked. A freed block joins its free neighbours and stays cached. So a program's tensors may
+book more than their sum, and how much depends on the order in which they come and go.
+
+The first matrix multiplication also books a cuBLAS workspace that stays.
+
+Source: c10/cuda/CUDACachingAllocator.cpp and aten/src/ATen/cuda/CublasHandlePool.cpp of PyTorch 2.13
+(expandable segments off, the default).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+MIN_BLOCK_BYTES = 512
+SMALL_REQUEST_BYTES = 1 << 20
+SMALL_SEGMENT_BYTES = 2 << 20
+MIDDLE_SEGMENT_BYTES = 20 << 20
+LARGE_REQUEST_BYTES = 10 << 20
+SEGMENT_ROUND_BYTES = 2 << 20
+
+WORKSPACE_BYTES = {
+    "volta": 8_519_680,
+    "turing": 8_519_680,
+    "ampere": 8_519_680,
+    "ada": 8_519_680,
+    "hopper": 33_554_432,
+}
+"""Default cuBLAS workspace by chip generation: ":4096:2:16:8" in KiB, or 32 MiB on Hopper."""
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """A piece of a segment; `before` and `after` are its neighbours there."""
+
+    address: int
+    size_bytes: int
+    small: bool
+    free: bool = True
+    before: _Block | None = None
+    after: _Block | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Best fit first: the smallest, then the lowest address."""
+        return self.size_bytes, self.address
+
+
+@dataclass(slots=True, eq=False)
+class CachingAllocator:
+    """A replay of PyTorch's allocator: `allocate` and `release` by name; bytes booked now and at most."""
+
+    booked_bytes: int = 0
+    peak_bytes: int = 0
+    reserved_bytes: int = 0
+    _blocks: dict[object, _Block] = field(default_factory=dict)
+    _free: dict[bool, list[tuple[int, int]]] = field(default_factory=lambda: {True: [], False: []})
+    _by_address: dict[int, _Block] = field(default_factory=dict)
+    _next_address: int = 0
+
+    def allocate(self, name: object, size_bytes: int) -> None:
+        """Book a block of at least `size_bytes` under `name`; nothing is booked for zero bytes."""
+        if size_bytes == 0:
+            return
+        wanted = max(_round_up(size_bytes, MIN_BLOCK_BYTES), MIN_BLOCK_BYTES)
+        small = wanted <= SMALL_REQUEST_BYTES
+        block = self._best_fit(wanted, small) or self._new_segment(wanted, small)
+        rest = block.size_bytes - wanted
+        if rest >= MIN_BLOCK_BYTES if small else rest > SMALL_REQUEST_BYTES:
+            self._split(block, wanted)
+        block.free = False
+        self._blocks[name] = block
+        self.booked_bytes += block.size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.booked_bytes)
+
+    def release(self, name: object) -> None:
+        """Give the block of `name` back to the cache; a name without a block is none of ours."""
+        block = self._blocks.pop(name, None)
+        if block is None:
+            return
+        self.booked_bytes -= block.size_bytes
+        block.free = True
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and neighbour.free:
+                self._take(neighbour)
+                block = self._join(block, neighbour)
+        insort(self._free[block.small], block.order)
+
+    def _best_fit(self, wanted: int, small: bool) -> _Block | None:
+        free = self._free[small]
+        place = bisect_left(free, (wanted, -1))
+        if place == len(free):
+            return None
+        return self._by_address[free.pop(place)[1]]
+
+    def _new_segment(self, wanted: int, small: bool) -> _Block:
+        if small:
+            size = SMALL_SEGMENT_BYTES
+        elif wanted < LARGE_REQUEST_BYTES:
+            size = MIDDLE_SEGMENT_BYTES
+        else:
+            size = _round_up(wanted, SEGMENT_ROUND_BYTES)
+        block = _Block(self._next_address, size, small)
+        self._by_address[block.address] = block
+        self._next_address += size
+        self.reserved_bytes += size
+        return block
+
+    def _split(self, block: _Block, wanted: int) -> None:
+        rest = _Block(block.address + wanted, block.size_bytes - wanted, block.small)
+        rest.before, rest.after = block, block.after
+        if block.after is not None:
+            block.after.before = rest
+        block.after = rest
+        block.size_bytes = wanted
+        self._by_address[rest.address] = rest
+        insort(self._free[rest.small], rest.order)
+
+    def _take(self, block: _Block) -> None:
+        free = self._free[block.small]
+        del free[bisect_left(free, block.order)]
+
+    def _join(self, one: _Block, other: _Block) -> _Block:
+        first, second = (one, other) if one.address < other.address else (other, one)
+        first.size_bytes += second.size_bytes
+        first.after = second.after
+        if second.after is not None:
+            second.after.before = first
+        del self._by_address[second.address]
+        return first

@@ -1,0 +1,98 @@
+"""What a program knows of the place where it runs: its rank, its device, its groups, its recorder.
+
+Real or not makes no difference to the program: under `dry_run` the device is a fake one and the groups
+move nothing, under `run` they are gloo or NCCL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwise.errors import PlanError
+from meshwise.instruments.outcome import step_lines
+from meshwise.instruments.recorder import Recorder
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+"""torch's names of the dtypes that programs compute in."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Context:
+    """Where a rank runs. The default process group is initialised; `is_fake` under a dry run.
+
+    `root` is the rank that speaks: `say` prints there and nowhere else.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    recorder: Recorder
+    root: int = 0
+    is_fake: bool = False
+    quiet: bool = False
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The torch dtype that meshwise calls `name`."""
+        return TORCH_DTYPES[name]
+
+    def say(self, text: str) -> None:
+        """Print a line, on the root rank only; nothing where only the JSON document is wanted."""
+        if self.rank == self.root and not self.quiet:
+            print(text, flush=True)
+
+    def empty(self, *shape: int, dtype: torch.dtype, requires_grad: bool = False) -> torch.Tensor:
+        """A tensor on this rank's device, its elements not set."""
+        return torch.empty(shape, dtype=dtype, device=self.device, requires_grad=requires_grad)
+
+    def normal(
+        self,
+        *shape: int,
+        dtype: torch.dtype,
+        key: tuple[int, ...],
+        std: float = 1.0,
+        requires_grad: bool = False,
+    ) -> torch.Tensor:
+        """A tensor of normal numbers that depend on `key` alone: the same on any rank of any world."""
+        tensor = self.empty(*shape, dtype=dtype)
+        if not self.is_fake:
+            generator = torch.Generator(device=self.device).manual_seed(_seed(key))
+            tensor.normal_(std=std, generator=generator)
+        return tensor.requires_grad_(requires_grad)
+
+    def step(self, name: str, tensors: Mapping[str, torch.Tensor], note: str = "") -> None:
+        """Record a step and print it: `step("compute q", {"q [h, N/P, d/h]": q}, "q = input x Q")`."""
+        entries = self.recorder.step(name, tensors)
+        for line in step_lines(entries, note):
+            self.say(line)
+
+    def mesh(self, **axes: int) -> DeviceMesh:
+        """A mesh of all ranks with named axes, outermost first: `mesh(dp=2, tp=8)` puts tp on neighbours.
+
+        Only this rank's own groups are made, so that a rank of a large world costs no more than one of a
+        small. The recorder learns which group is which axis. PlanError where the axes do not cover the world.
+        """
+        if math.prod(axes.values()) != self.world_size:
+            cut = " x ".join(f"{name}={size}" for name, size in axes.items())
+            raise PlanError(f"{cut} is {math.prod(axes.values())} ranks, the world has {self.world_size}")
+        ranks = torch.arange(self.world_size, device="cpu").view(tuple(axes.values()))
+        groups = []
+        for dim, name in enumerate(axes):
+            lines = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim])
+            mine = lines[(lines == self.rank).any(dim=1)][0].tolist()
+            group = dist.new_group(mine, use_local_synchronization=True, group_desc=name)
+            self.recorder.name_axis(group, name)
+            groups.append(group)
+        kind = self.device.type
+        return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=tuple(axes))
+
+
+def _seed(key: tuple[int, ...]) -> int:
+    """63 bits that depend on every number of `key`."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()) >> 1

@@ -1,0 +1,67 @@
+"""What a dry run or a run hands back for one rank: its steps, its ledger, its peak, and what it computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwise.layout.tape import Step, Tape
+from meshwise.ledger import Ledger
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """One rank of a program, dry-run or run; `result` is what the program itself returned."""
+
+    program: str
+    ranks: int
+    rank: int
+    device: str
+    peak_bytes: float
+    steps: tuple[Step, ...]
+    ledger: Ledger
+    result: Any = None
+
+    @classmethod
+    def from_tape(cls, tape: Tape, program: str, device: str, result: Any = None) -> Outcome:
+        """The outcome that `tape` has recorded."""
+        return cls(
+            program=program,
+            ranks=tape.world_size,
+            rank=tape.rank,
+            device=device,
+            peak_bytes=tape.peak_booked_bytes,
+            steps=tuple(tape.steps),
+            ledger=tape.ledger(),
+            result=result,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `dryrun --json` and `run --json` print."""
+        return {
+            "program": self.program,
+            "ranks": self.ranks,
+            "rank": self.rank,
+            "device": self.device,
+            "peak_bytes": self.peak_bytes,
+            "steps": [step.to_json() for step in self.steps],
+            "ledger": self.ledger.to_json(),
+            "result": self.result,
+        }
+
+
+def step_lines(entries: Sequence[Step], note: str = "") -> Iterator[str]:
+    """A step as text: its name, what it computed, FLOP of all ranks, each tensor, memory now and at most."""
+    last = entries[-1]
+    yield last.step
+    if note:
+        yield note
+    if last.flop:
+        yield f"flops: {last.flop / 1e12:.2f} TFLOP"
+    for entry in entries:
+        size = f"{entry.bytes / 1e9:.2f} GB" if entry.bytes >= 1e9 else f"{entry.bytes / 1e6:.2f} MB"
+        shape = list(entry.shape)
+        yield f"{entry.name} {entry.symbols}: torch.Size({shape}), elements: {entry.elements}, size: {size}"
+    yield f"Current memory allocation: {last.current_bytes / 1e9:.2f} GB"
+    yield f"Peak memory allocation: {last.peak_bytes / 1e9:.2f} GB"

@@ -1,0 +1,40 @@
+"""`run`: the real program on real ranks, recorded while it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meshwise.instruments.context import Context
+from meshwise.instruments.launch import Place
+from meshwise.instruments.outcome import Outcome
+from meshwise.instruments.recorder import Recorder
+from meshwise.layout.tape import Tape
+from meshwise.programs import find_program
+
+
+def run_rank(place: Place, name: str, options: Any, root: int = 0, quiet: bool = False) -> Outcome:
+    """Run program `name` on this rank of an initialised world; what `launch` calls on every rank."""
+    on_cpu = place.device_type == "cpu"
+    tape = Tape("run", place.rank, place.world_size, measure=None if on_cpu else _cuda_bytes)
+    recorder = Recorder(tape, device_type=place.device_type, is_timed=on_cpu)
+    context = Context(
+        rank=place.rank,
+        world_size=place.world_size,
+        device=place.device,
+        recorder=recorder,
+        root=root,
+        quiet=quiet,
+    )
+    if not on_cpu:
+        torch.cuda.reset_peak_memory_stats()
+    with recorder:
+        result = find_program(name).main(options, context)
+    device = "cpu" if on_cpu else torch.cuda.get_device_name(place.device)
+    return Outcome.from_tape(tape, name, device, result)
+
+
+def _cuda_bytes() -> tuple[float, float]:
+    """What PyTorch's allocator has booked, now and at most."""
+    return float(torch.cuda.memory_allocated()), float(torch.cuda.max_memory_allocated())
