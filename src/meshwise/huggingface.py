@@ -581,12 +581,14 @@ def read_config(path: str | Path) -> Model:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a path"
         raise ModelError(
-            f"cannot read {path}: {reason}; give a preset or the path of a config.json"
+            f"cannot read {str(path)!r}: {reason}; give a preset or the path of a config.json"
         ) from None
     try:
         raw = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from None
+    except RecursionError:
+        raise ModelError(f"{path} is nested too deeply to be a config.json") from None
     return model_from_config(
         raw, name=path.resolve().parent.name if path.stem == "config" else path.stem, where=str(path)
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -169,7 +169,7 @@ def num_moe_layers(model: Model) -> int:
     """Blocks with experts."""
     if model.moe is None:
         return 0
-    return (model.num_layers - model.moe.first_dense_layers) // model.moe.every
+    return max(0, model.num_layers - model.moe.first_dense_layers) // model.moe.every
 
 
 def num_dense_layers(model: Model) -> int:
@@ -278,16 +278,13 @@ def params(model: Model) -> Params:
     )
 
 
-def _total(model: Model, experts_frac: tuple[int, int]) -> int:
-    parts = params(model)
-    taken, of = experts_frac
-    moe_layer = parts.router + parts.experts * taken // of + parts.shared_expert
+def _total(model: Model, parts: Params) -> int:
     return (
         parts.embedding
         + parts.positions
         + model.num_layers * (parts.attention + parts.norms_per_layer)
         + num_dense_layers(model) * parts.dense_mlp
-        + num_moe_layers(model) * moe_layer
+        + num_moe_layers(model) * (parts.router + parts.experts + parts.shared_expert)
         + parts.final_norm
         + parts.head
     )
@@ -295,12 +292,15 @@ def _total(model: Model, experts_frac: tuple[int, int]) -> int:
 
 def num_params(model: Model) -> int:
     """All parameters of `model`."""
-    return _total(model, (1, 1))
+    return _total(model, params(model))
 
 
 def num_active_params(model: Model) -> int:
     """Parameters that one token meets: of the experts, `top_k` and the shared ones; embedding included."""
-    return _total(model, (model.moe.top_k, model.moe.num_experts) if model.moe else (1, 1))
+    parts, moe = params(model), model.moe
+    if moe is not None:
+        parts = replace(parts, experts=moe.top_k * (parts.experts // moe.num_experts))
+    return _total(model, parts)
 
 
 # --- checking ----------------------------------------------------------------------------------
@@ -436,13 +436,20 @@ def model_names() -> list[str]:
     return list(models())
 
 
+def _exists(text: str) -> bool:
+    try:
+        return Path(text).exists()
+    except OSError:  # longer than a path can be
+        return False
+
+
 def find_model(text: str) -> Model:
     """The model that `text` names: a preset or its alias, a `config.json`, or a directory holding one."""
     wanted = text.lower()
     for model in models().values():
         if wanted == model.name or wanted in model.aliases:
             return model
-    if Path(text).exists() or text.endswith(".json") or "/" in text:
+    if text.endswith(".json") or "/" in text or _exists(text):
         from meshwise.huggingface import read_config
 
         return read_config(text)

@@ -1,0 +1,276 @@
+"""Configs of public models: read, counted to the last parameter, and refused in one sentence.
+
+The configs in `data/configs` hold the architecture fields of the models' own files. Each total is
+one that somebody else printed; for the rest, and for every family again, transformers 5.23 built the
+model from the same config on torch's meta device and counted its parameters.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwise.errors import ModelError
+from meshwise.huggingface import families, model_from_config, read_config
+from meshwise.model import Model, find_model, num_active_params, num_params
+
+CONFIGS = Path(__file__).parent / "data" / "configs"
+RAW = {path.stem: json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))}
+
+KERAS = "keras-hub preset metadata"
+HUB = "Hugging Face API safetensors.total"
+GGUF = "GGUF general.parameter_count"
+SAFETENSORS = "safetensors documentation, metadata parsing"
+HEADERS = "tensor headers of the checkpoint"
+TRANSFORMERS = "counted by transformers 5.23"
+
+TOTALS = [
+    ("llama-2-7b", 6_738_415_616, KERAS),
+    ("llama-2-13b", 13_015_866_880 - 40 * 64, HUB + ", less 64 rotary frequencies a layer"),
+    ("llama-2-70b", 68_976_653_312 - 80 * 64, HUB + ", less 64 rotary frequencies a layer"),
+    ("llama-3.1-8b", 8_030_261_248, HUB),
+    ("llama-3.1-70b", 70_553_706_496, HUB),
+    ("llama-3.1-405b", 405_853_388_800, HUB),
+    ("llama-3.2-1b", 1_235_814_400, TRANSFORMERS),
+    ("mistral-7b-v0.1", 7_241_732_096, GGUF),
+    ("mixtral-8x7b", 46_702_792_704, KERAS),
+    ("mixtral-8x22b", 140_620_634_112, HUB),
+    ("qwen2.5-0.5b", 494_032_768, HUB),
+    ("qwen2.5-7b", 7_615_616_512, HUB),
+    ("qwen1.5-moe-a2.7b", 14_315_784_192, KERAS),
+    ("qwen3-0.6b", 596_049_920, TRANSFORMERS),
+    ("qwen3-8b", 8_190_735_360, HUB),
+    ("qwen3-32b", 32_762_123_264, TRANSFORMERS),
+    ("qwen3-30b-a3b", 30_532_122_624, GGUF),
+    ("qwen3-235b-a22b", 235_093_634_560, HUB),
+    ("gemma-7b", 8_537_680_896, KERAS),
+    ("gemma-2-9b", 9_241_705_984, KERAS),
+    ("gemma-3-1b", 999_885_952, KERAS),
+    ("gpt2", 124_439_808, TRANSFORMERS),
+    ("gpt2-xl", 1_557_611_200, KERAS),
+    ("gpt-j-6b", 6_050_882_784, TRANSFORMERS),
+    ("gpt-neox-20b", 20_554_568_208 - 44 * 12, SAFETENSORS + ", less 12 rotary frequencies a layer"),
+    ("pythia-6.9b", 6_444_163_072 + 2 * 50432 * 4096, "arXiv 2304.01373 Table 1, plus both embeddings"),
+    ("opt-125m", 125_239_296, "Neural Compressor documentation, layer pruning of OPT-125m"),
+    ("opt-6.7b", 6_658_473_984, TRANSFORMERS),
+    ("bloom-560m", 559_214_592, SAFETENSORS),
+    ("bloom-176b", 176_247_271_424, SAFETENSORS),
+    ("falcon-7b", 6_921_720_704, TRANSFORMERS),
+    ("falcon-180b", 179_522_565_120 - 65024 * 14848, HUB + ", less its copy of the tied LM head"),
+    ("mpt-7b", 6_649_286_656, TRANSFORMERS),
+    ("phi-2", 2_779_683_840, HUB),
+    ("phi-3-mini-4k", 3_821_079_552, KERAS),
+    ("deepseek-v2-lite", 15_706_484_224, HUB),
+    ("deepseek-v2", 235_741_434_880, HUB),
+    ("deepseek-v3", 671_026_419_200, HEADERS + ", main model"),
+    ("kimi-k2", 1_026_408_232_448, HEADERS),
+    ("olmo-7b", 6_888_095_744, HUB),
+    ("olmo-2-7b", 7_298_617_344, HUB),
+    ("olmoe-1b-7b", 6_919_161_856, HUB),
+    ("gpt-oss-20b", 20_914_757_184, GGUF),
+    ("gpt-oss-120b", 116_829_156_672, GGUF),
+    ("starcoder", 15_517_456_384, TRANSFORMERS),
+    ("starcoder2-3b", 3_030_371_328, TRANSFORMERS),
+    ("stablelm-2-1.6b", 1_644_515_328, TRANSFORMERS),
+    ("stablelm-2-12b", 12_143_185_920, TRANSFORMERS),
+    ("internlm2-7b", 7_737_708_544, HEADERS),
+    ("granite-3.0-8b", 8_170_848_256, TRANSFORMERS),
+    ("dbrx", 131_596_523_520, TRANSFORMERS),
+    ("bert-base-uncased", 109_482_240, "BertModel with its pooler, " + TRANSFORMERS),
+    ("bert-base-uncased-mlm", 109_514_298, TRANSFORMERS),
+    ("vit-base-patch16-224", 86_567_656, "torchvision ViT_B_16_Weights num_params"),
+]
+
+
+@pytest.mark.parametrize(("name", "total", "source"), TOTALS, ids=[f"{n}: {s}" for n, _, s in TOTALS])
+def test_parameters_to_the_last(name: str, total: int, source: str) -> None:
+    model = read_config(CONFIGS / f"{name}.json")
+    assert model.name == name
+    assert num_params(model) == total
+
+
+def test_every_config_has_its_total_and_every_family_its_config() -> None:
+    assert [name for name, _, _ in sorted(TOTALS)] == sorted(RAW)
+    read = {raw["model_type"] for raw in RAW.values()} | {"deepseek_v3"}
+    assert read >= set(families())
+
+
+@pytest.mark.parametrize(
+    ("preset", "config"),
+    [
+        ("llama2-7b", "llama-2-7b"),
+        ("llama2-13b", "llama-2-13b"),
+        ("llama2-70b", "llama-2-70b"),
+        ("llama3-8b", "llama-3.1-8b"),
+        ("llama3-70b", "llama-3.1-70b"),
+        ("llama3-405b", "llama-3.1-405b"),
+        ("mixtral-8x7b", "mixtral-8x7b"),
+        ("mixtral-8x22b", "mixtral-8x22b"),
+        ("qwen3-0.6b", "qwen3-0.6b"),
+        ("qwen3-8b", "qwen3-8b"),
+        ("qwen3-32b", "qwen3-32b"),
+        ("qwen3-30b-a3b", "qwen3-30b-a3b"),
+        ("qwen3-235b-a22b", "qwen3-235b-a22b"),
+        ("deepseek-v2", "deepseek-v2"),
+        ("deepseek-v3", "deepseek-v3"),
+        ("gpt-oss-20b", "gpt-oss-20b"),
+        ("gpt-oss-120b", "gpt-oss-120b"),
+    ],
+)
+def test_preset_is_its_config(preset: str, config: str) -> None:
+    """Every field, not only the parameters."""
+    read = find_model(str(CONFIGS / f"{config}.json"))
+    assert replace(find_model(preset), name=config, source=read.source, checked="", aliases=()) == read
+
+
+def _read(raw: dict[str, Any]) -> Model:
+    return model_from_config(raw, name="model", where="model/config.json")
+
+
+@pytest.mark.parametrize("name", sorted(set(RAW) - {"kimi-k2", "gemma-3-1b"}))
+def test_the_class_names_the_family_if_model_type_does_not(name: str) -> None:
+    without = {key: value for key, value in RAW[name].items() if key != "model_type"}
+    assert _read(without) == _read(RAW[name])
+
+
+def test_text_config_is_the_model_and_may_omit_what_the_library_assumes() -> None:
+    """LLaVA 1.5 7B writes its language model, Vicuna 7B, as a difference from the default Llama."""
+    text_config = {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32064}
+    nested = _read({"model_type": "llava", "vision_config": {}, "text_config": text_config})
+    assert nested == _read({**RAW["llama-2-7b"], "vocab_size": 32064})
+
+
+def test_a_directory_is_read_by_its_config_and_named_by_itself(tmp_path: Path) -> None:
+    directory = tmp_path / "tiny"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(RAW["gpt2"]))
+    assert find_model(str(directory)) == find_model(str(directory / "config.json"))
+    assert find_model(str(directory)).name == "tiny"
+
+
+def test_windows() -> None:
+    """Mistral 7B: 4096 in all layers; Gemma 2 and gpt-oss every other; Gemma 3 five of six; Qwen none."""
+    windows = {name: _read(raw) for name, raw in RAW.items()}
+    seen = {name: (model.sliding_window, model.full_attention_every) for name, model in windows.items()}
+    assert seen["mistral-7b-v0.1"] == (4096, 0)
+    assert seen["gemma-2-9b"] == (4096, 2)
+    assert seen["gemma-3-1b"] == (512, 6)
+    assert seen["gpt-oss-20b"] == (128, 2)
+    assert seen["qwen2.5-7b"] == seen["mixtral-8x7b"] == seen["llama-3.1-8b"] == (0, 0)
+
+
+def test_layers_with_experts() -> None:
+    """Qwen names the dense layers, DeepSeek the first one with experts and a step."""
+    qwen = _read({**RAW["qwen3-30b-a3b"], "mlp_only_layers": [1, 0]}).moe
+    assert qwen is not None
+    assert (qwen.first_dense_layers, qwen.every) == (2, 1)
+    deepseek = _read({**RAW["deepseek-v3"], "moe_layer_freq": 4, "first_k_dense_replace": 3}).moe
+    assert deepseek is not None
+    assert (deepseek.first_dense_layers, deepseek.every) == (1, 4)  # layers 4, 8, 12, ...
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("llama-3.1-8b", {"hidden_size": None}, "hidden_size is missing"),
+        ("llama-3.1-8b", {"vocab_size": None}, "vocab_size is missing"),
+        ("gpt2", {"n_embd": None}, "n_embd is missing"),
+        ("opt-125m", {"ffn_dim": None}, "ffn_dim is missing"),
+        ("llama-3.1-8b", {"hidden_size": "4096"}, "hidden_size"),
+        ("gpt2", {"n_layer": 12.5}, "n_layer"),
+        ("llama-3.1-8b", {"hidden_size": True}, "hidden_size"),
+        ("llama-3.1-8b", {"hidden_size": float("nan")}, "hidden_size"),
+        ("llama-3.1-8b", {"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+        ("llama-3.1-8b", {"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ("llama-3.1-8b", {"intermediate_size": 10**40}, "intermediate_size is too large"),
+        ("llama-3.1-8b", {"num_attention_heads": 24}, "does not divide"),
+        ("llama-3.1-8b", {"num_key_value_heads": 5}, "do not divide"),
+        ("llama-3.1-8b", {"num_key_value_heads": 0}, "num_kv_heads is 0"),
+        ("llama-3.1-8b", {"hidden_act": "cubic"}, "cubic"),
+        ("mixtral-8x7b", {"num_experts_per_tok": 9}, "top_k is 9"),
+        ("mixtral-8x7b", {"num_local_experts": 0}, "num_experts is 0"),
+        ("qwen3-30b-a3b", {"decoder_sparse_step": 0}, "every is 0"),
+        ("qwen3-30b-a3b", {"mlp_only_layers": [3]}, "mlp_only_layers"),
+        ("qwen2.5-7b", {"use_sliding_window": True, "max_window_layers": 3}, "use_sliding_window"),
+        ("deepseek-v3", {"moe_layer_freq": 0}, "moe_layer_freq is 0"),
+        ("deepseek-v3", {"kv_lora_rank": -1}, "kv_lora_rank is -1"),
+        ("gpt-oss-20b", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("opt-125m", {"word_embed_proj_dim": 512}, "word_embed_proj_dim is 512"),
+        ("dbrx", {"ffn_config": {"moe_top_k": 4}}, "ffn_config"),
+        ("vit-base-patch16-224", {"patch_size": 0}, "patch_size is 0"),
+        ("vit-base-patch16-224", {"image_size": [224, 225]}, "224 x 225"),
+        ("llama-3.1-8b", {"model_type": "mamba"}, "'mamba' is not known"),
+        ("llama-3.1-8b", {"model_type": None, "architectures": None}, "model_type is missing"),
+    ],
+    ids=str,
+)
+def test_a_bad_config_is_refused_with_the_file_and_the_field(
+    name: str, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        _read(RAW[name] | changes)
+    message = str(caught.value)
+    assert message.startswith("model/config.json: ")
+    assert says in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"\xff\xfe\x00",
+        b"[1]",
+        b"null",
+        b'{"hidden_size": NaN}',
+        b'{"model_type": "llama", "hidden_size": 1e999}',
+        b'{"hidden_size": 1' + b"0" * 5000 + b"}",
+        b"[" * 100_000,
+    ],
+    ids=lambda text: repr(text[:30]),
+)
+def test_a_file_that_is_no_config(text: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_config(path)
+
+
+_json = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(0, 300)
+    | st.sampled_from([10**18, -1, 0, 4096, 2**63, 10**400])
+    | st.floats()
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_a_mutated_config_is_read_or_refused(data: st.DataObject) -> None:
+    """Never another exception, and what is read counts."""
+    raw = dict(RAW[data.draw(st.sampled_from(sorted(RAW)))])
+    other = RAW[data.draw(st.sampled_from(sorted(RAW)))]
+    for key in data.draw(st.lists(st.sampled_from(sorted({*raw, *other})), min_size=1, max_size=4)):
+        value = data.draw(_json | st.just(other.get(key)) | st.just(...))
+        if value is ...:
+            raw.pop(key, None)
+        else:
+            raw[key] = value
+    try:
+        model = _read(raw)
+    except ModelError as error:
+        assert "\n" not in str(error)
+        assert str(error).startswith("model/config.json")
+    else:
+        assert 0 < num_active_params(model) <= num_params(model)

@@ -1,0 +1,181 @@
+"""The model catalog and its parameter counts, against what the models' makers print."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwise.errors import ModelError
+from meshwise.model import (
+    MoE,
+    checked_model,
+    find_model,
+    is_moe_layer,
+    model_names,
+    models,
+    num_active_params,
+    num_dense_layers,
+    num_moe_layers,
+    num_params,
+    params,
+)
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_each_preset_states_its_source_and_is_found_by_name_and_alias(name: str) -> None:
+    model = find_model(name.upper())
+    assert model.name == name
+    assert model.source
+    assert model.checked.startswith("20")
+    assert all(find_model(alias) is model for alias in model.aliases)
+
+
+def test_names_and_aliases_are_unique() -> None:
+    called = [text for model in models().values() for text in (model.name, *model.aliases)]
+    assert len(called) == len(set(called))
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        pytest.param("gpt3-175b", 174.6, id="SC21 (arXiv 2104.04473) Table 2: 174.6 B"),
+        pytest.param("megatron-530b", 529.6, id="SC21 (arXiv 2104.04473) Table 1: 529.6 B"),
+        pytest.param("megatron-1t", 1008.0, id="SC21 (arXiv 2104.04473) Table 1: 1008.0 B"),
+        pytest.param("gpt-1t", 1008.0, id="SC21 (arXiv 2104.04473) Table 1: 1008.0 B, the same shape"),
+        pytest.param("megatron-22b", 22.1, id="arXiv 2205.05198 Table 3: 22 B, by equation 2 of SC21 22.1"),
+    ],
+)
+def test_megatron_models(name: str, billions: float) -> None:
+    """Equation 2 of arXiv 2104.04473 is exact but for the final norm."""
+    model = find_model(name)
+    layers, hidden = model.num_layers, model.hidden
+    equation = 12 * layers * hidden**2 + 13 * layers * hidden + (model.vocab + model.max_seq) * hidden
+    assert num_params(model) == equation + params(model).final_norm
+    assert round(num_params(model) / 1e9, 1) == billions
+
+
+@pytest.mark.parametrize(
+    ("name", "total_b", "active_b", "with_embedding", "digits"),
+    [
+        pytest.param("mixtral-8x7b", 46.7, 12.9, True, 1, id="Mistral AI, Mixtral of experts: 46.7B, 12.9B"),
+        pytest.param("mixtral-8x22b", 141, 39, True, 0, id="Mistral AI, Mixtral 8x22B: 141B, 39B"),
+        pytest.param("deepseek-v2", 236, 21, True, 0, id="arXiv 2405.04434: 236B, 21B"),
+        pytest.param("deepseek-v3", 671, 36.6, False, 1, id="DeepSeek-V3 README_WEIGHTS: 671B, 36.6B"),
+        pytest.param("qwen3-30b-a3b", 30.5, 3.3, None, 1, id="model card of Qwen3-30B-A3B: 30.5B, 3.3B"),
+        pytest.param("qwen3-235b-a22b", 235, 22, True, 0, id="model card of Qwen3-235B-A22B: 235B, 22B"),
+        pytest.param("gpt-oss-20b", 20.91, 3.61, False, 2, id="arXiv 2508.10925 Table 1: 20.91B, 3.61B"),
+        pytest.param("gpt-oss-120b", 116.83, 5.13, False, 2, id="arXiv 2508.10925 Table 1: 116.83B, 5.13B"),
+    ],
+)
+def test_active_parameters(
+    name: str, total_b: float, active_b: float, with_embedding: bool | None, digits: int
+) -> None:
+    """Makers print active parameters with the input embedding or without it."""
+    model = find_model(name)
+    active = num_active_params(model)
+    without = active - params(model).embedding
+    assert round(num_params(model) / 1e9, 0 if total_b > 200 else digits) == total_b
+    if with_embedding is None:  # the card does not say: one digit lies between the two
+        assert without / 1e9 < active_b < active / 1e9
+    else:
+        assert round((active if with_embedding else without) / 1e9, digits) == active_b
+
+
+def test_fairseq_moe_15b() -> None:
+    """The 15B MoE language model of arXiv 2112.10684, part by part (fairseq, branch moe)."""
+    model = find_model("fairseq-moe-15b")
+    parts = params(model)
+    assert [is_moe_layer(model, layer) for layer in range(4)] == [False, True, False, True]
+    assert parts.dense_mlp == 4_722_432
+    assert num_moe_layers(model) * parts.experts == 14_507_311_104
+    assert num_params(model) - 14_507_311_104 == 97_683_456
+    assert parts.positions == 0
+    assert round(num_active_params(model) / 1e6) == 154
+
+
+def test_vit_era5_sequences() -> None:
+    assert find_model("vit-era5").max_seq == 4050
+    assert find_model("vit-era5-64800").max_seq == 64800
+    assert find_model("vit-era5").patches.num_tokens == 4050  # type: ignore[union-attr]
+
+
+@given(
+    num_layers=st.integers(1, 60),
+    first=st.integers(0, 60),
+    every=st.integers(1, 70),
+)
+def test_layers_are_counted_as_they_are_named(num_layers: int, first: int, every: int) -> None:
+    moe = MoE(num_experts=4, top_k=2, ffn_hidden=8, first_dense_layers=min(first, num_layers), every=every)
+    model = replace(find_model("mixtral-8x7b"), num_layers=num_layers, moe=moe)
+    assert num_moe_layers(model) == sum(is_moe_layer(model, layer) for layer in range(num_layers))
+    assert num_moe_layers(model) + num_dense_layers(model) == num_layers
+
+
+@given(name=st.sampled_from(model_names()), layers=st.integers(1, 200))
+def test_each_layer_adds_its_parameters(name: str, layers: int) -> None:
+    model = find_model(name)
+    short, long = replace(model, num_layers=layers), replace(model, num_layers=layers + 1)
+    parts = params(model)
+    if is_moe_layer(long, layers):
+        mlp = parts.router + parts.experts + parts.shared_expert
+    else:
+        mlp = parts.dense_mlp
+    assert num_params(long) - num_params(short) == parts.attention + parts.norms_per_layer + mlp
+
+
+@given(name=st.sampled_from(model_names()))
+def test_a_token_that_visits_all_experts_meets_all_parameters(name: str) -> None:
+    model = find_model(name)
+    assert num_active_params(model) <= num_params(model)
+    if model.moe is not None:
+        model = replace(model, moe=replace(model.moe, top_k=model.moe.num_experts))
+    assert num_active_params(model) == num_params(model)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_layers": 0},
+        {"hidden": -4096},
+        {"num_heads": 10**30},
+        {"num_kv_heads": 5},
+        {"activation": "cubic"},
+        {"norm": "batchnorm"},
+        {"positions": "absolute"},
+        {"dropout_frac": float("nan")},
+        {"dropout_frac": 1.0},
+        {"vocab": 0},
+        {"moe": MoE(num_experts=4, top_k=8, ffn_hidden=64)},
+        {"moe": MoE(num_experts=4, top_k=2, ffn_hidden=64, every=0)},
+        {"moe": MoE(num_experts=4, top_k=2, ffn_hidden=64, first_dense_layers=33)},
+        {"moe": MoE(num_experts=4, top_k=2, ffn_hidden=64, num_shared_experts=1)},
+        {"moe": MoE(num_experts=4, top_k=2, ffn_hidden=64, capacity_factor=float("nan"))},
+        {"patches": find_model("vit-era5").patches},
+    ],
+    ids=str,
+)
+def test_contradictions_are_one_sentence(changes: dict[str, object]) -> None:
+    model = replace(find_model("llama3-8b"), **changes)  # type: ignore[arg-type]
+    with pytest.raises(ModelError) as caught:
+        checked_model(model, "here")
+    assert str(caught.value).startswith("here")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [{"height": 721}, {"patch": 8}, {"patch": 0}], ids=str)
+def test_patches_must_tile_the_image(changes: dict[str, int]) -> None:
+    model = find_model("vit-era5")
+    assert model.patches is not None
+    with pytest.raises(ModelError):
+        checked_model(replace(model, patches=replace(model.patches, **changes)), "here")
+
+
+@pytest.mark.parametrize("text", ["gpt5", "", "no/such/config.json", "x" * 5000, "\0.json", "."], ids=ascii)
+def test_a_model_that_is_not_there(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError):
+        find_model(text)
