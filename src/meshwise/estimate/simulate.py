@@ -168,7 +168,7 @@ def _play(stops: Ints, source: Ints, hop_s: Floats, hold_s: Floats) -> Floats:
     sources, hops, holds = source.tolist(), hop_s.tolist(), hold_s.tolist()
     starts = [0.0] * len(sources)
     ends = [-1.0] * len(sources)
-    parked: dict[int, int] = {}
+    parked: dict[int, list[int]] = {}
     limits: list[int] = stops.tolist()
     rows = [0, *limits[:-1]]
     clocks = [0.0] * len(limits)
@@ -181,7 +181,7 @@ def _play(stops: Ints, source: Ints, hop_s: Floats, hold_s: Floats) -> Floats:
             if waits_for >= 0:
                 data = ends[waits_for]
                 if data < 0:
-                    parked[waits_for] = rank
+                    parked.setdefault(waits_for, []).append(rank)
                     rows[rank] = row
                     break
                 data += hops[row]
@@ -191,10 +191,10 @@ def _play(stops: Ints, source: Ints, hop_s: Floats, hold_s: Floats) -> Floats:
             now += holds[row]
             ends[row] = now
             if row in parked:
-                ready.append(parked.pop(row))
+                ready.extend(parked.pop(row))
         clocks[rank] = now
     if parked:
-        stuck = ", ".join(str(rank) for rank in sorted(parked.values()))
+        stuck = ", ".join(str(rank) for rank in sorted(r for ranks in parked.values() for r in ranks))
         raise PlanError(f"the pipeline order deadlocks: ranks {stuck} wait for data that nobody can make")
     return np.array(starts)
 

@@ -1,0 +1,87 @@
+"""A simulated pipeline as a trace for ui.perfetto.dev or chrome://tracing.
+
+The Trace Event format: one process per rank with one track, a complete event (`ph: X`, microseconds)
+per action, and metadata events (`M`) that name processes and tracks. Times are rounded to whole
+nanoseconds before they are written, start and end alike, so events that touch never overlap. The two
+actions of a DualPipe pair have the same extent and show as one inside the other.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from meshwise.errors import MeshwiseError
+from meshwise.estimate.simulate import KINDS, Timeline
+
+_CATEGORIES = dict(zip(KINDS, ("forward", "backward", "backward_input", "backward_weight"), strict=True))
+
+
+def chrome_events(timeline: Timeline) -> list[dict[str, Any]]:
+    """The events of a timeline: names first, then every rank's actions in the order of their start."""
+    names: list[dict[str, Any]] = []
+    for rank in range(timeline.num_ranks):
+        names += [
+            _named("process_name", rank, {"name": f"rank {rank}"}),
+            _named("process_sort_index", rank, {"sort_index": rank}),
+            _named("thread_name", rank, {"name": f"pipeline {timeline.schedule}"}),
+        ]
+    starts_ns, ends_ns, frees_ns = (
+        np.rint(1e9 * t).astype(np.int64).tolist()
+        for t in (timeline.start_s, timeline.end_s, timeline.end_s + timeline.send_s)
+    )
+    columns = (timeline.rank, timeline.kind, timeline.microbatch, timeline.stage, timeline.chunk)
+    actions: list[dict[str, Any]] = []
+    for rank, kind, microbatch, stage, chunk, start, end, free in zip(
+        *(column.tolist() for column in columns), starts_ns, ends_ns, frees_ns, strict=True
+    ):
+        args = {"microbatch": microbatch, "stage": stage, "chunk": chunk}
+        name = KINDS[kind]
+        actions.append(_complete(f"{name}{microbatch}", _CATEGORIES[name], rank, start, end, args))
+        if free > end:
+            actions.append(_complete("send", "p2p", rank, end, free, args))
+    return names + actions
+
+
+def write_chrome_trace(timeline: Timeline, path: str | Path) -> None:
+    """Write the trace to `path`, whole or not at all. Raises MeshwiseError if it cannot be written."""
+    document = {"traceEvents": chrome_events(timeline), "displayTimeUnit": "ms"}
+    target = Path(path)
+    try:
+        handle, partial = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(msgspec.json.encode(document))
+            Path(partial).chmod(0o644)
+            Path(partial).replace(target)
+        except BaseException:
+            Path(partial).unlink()
+            raise
+    except OSError as cause:
+        raise MeshwiseError(
+            f"cannot write the trace {target}: {cause.strerror}; choose another path"
+        ) from cause
+
+
+def _named(name: str, rank: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": rank, "tid": 0, "args": args}
+
+
+def _complete(
+    name: str, category: str, rank: int, start_ns: int, end_ns: int, args: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": rank,
+        "tid": 0,
+        "ts": start_ns / 1000,
+        "dur": (end_ns - start_ns) / 1000,
+        "args": args,
+    }

@@ -1,0 +1,181 @@
+"""Pipeline schedules in closed form: what the papers print, and what must hold for every size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwise.cost.schedule import (
+    SCHEDULES,
+    bubble_s,
+    check,
+    in_flight_microbatches,
+    pipeline_s,
+    published_bubble_s,
+    schedule_index,
+    valid,
+    weight_copies,
+)
+from meshwise.errors import PlanError
+
+times = st.floats(0.1, 10.0)
+fields = {name: schedule_index(name) for name in SCHEDULES}
+
+
+def bubble(name: str, pp: int, m: int, v: int = 1, f: float = 1.0, b: float = 1.0, w: float = 1.0) -> float:
+    return float(bubble_s(fields[name], pp, m, v, f, b, w))
+
+
+# Bubble over work, (time of the phase / m (F + B + W)) - 1, as printed, for F, B, W = 1, 1, 1.
+FRACTIONS = [
+    pytest.param("gpipe", 8, 32, 1, 7 / 32, id="arXiv 2104.04473 sec. 2.2.1: (p-1)/m"),
+    pytest.param("1f1b", 8, 32, 1, 7 / 32, id="arXiv 2104.04473 sec. 2.2.1: (p-1)/m, same as GPipe"),
+    pytest.param("interleaved", 8, 32, 2, 7 / 64, id="arXiv 2104.04473 sec. 2.2.2: (p-1)/(v m), v=2"),
+    pytest.param("interleaved", 4, 8, 4, 3 / 32, id="arXiv 2104.04473 sec. 2.2.2: (p-1)/(v m), v=4"),
+    pytest.param("zb-h1", 8, 32, 1, 7 / 96, id="arXiv 2401.10241 sec. 2.1: a third of 1F1B"),
+    pytest.param("dualpipe", 8, 20, 1, 3 * (3 + 2 - 3) / 60, id="DualPipe README: (PP/2-1)(F&B+B-3W)"),
+]
+
+
+@pytest.mark.parametrize(("name", "pp", "m", "v", "frac"), FRACTIONS)
+def test_published_bubble_fraction(name: str, pp: int, m: int, v: int, frac: float) -> None:
+    assert bubble(name, pp, m, v) / (3 * m) == pytest.approx(frac, rel=1e-15)
+
+
+def test_gpipe_share_of_the_phase() -> None:
+    """arXiv 1811.06965 sec. 2.3: the bubble is (K-1)/(M+K-1) of the time."""
+    assert bubble("gpipe", 4, 16) / pipeline_s(fields["gpipe"], 4, 16, 1, 1.0, 1.0, 1.0) == pytest.approx(
+        3 / 19
+    )
+
+
+PEAKS = [
+    pytest.param("gpipe", 4, 16, 1, [16, 16, 16, 16], id="arXiv 2104.04473 sec. 2.2.1: GPipe keeps m"),
+    pytest.param("1f1b", 4, 16, 1, [4, 3, 2, 1], id="arXiv 2104.04473 sec. 2.2.1: 1F1B keeps p at most"),
+    pytest.param("1f1b", 4, 2, 1, [2, 2, 2, 1], id="arXiv 2104.04473 sec. 2.2.1: never more than m"),
+    pytest.param(
+        "interleaved",
+        4,
+        8,
+        2,
+        [5.5, 4.5, 3.5, 2.5],
+        id="arXiv 2205.05198 sec. 4.2.3: first stage L(1+(p-1)/(pm))",
+    ),
+    pytest.param("zb-h1", 4, 16, 1, [4, 4, 4, 4], id="arXiv 2401.10241 sec. 2.1: all as the first of 1F1B"),
+    pytest.param("zb-v", 4, 16, 2, [4, 4, 4, 4], id="arXiv 2401.10241 sec. 6: as 1F1B, balanced"),
+    pytest.param("dualpipe", 4, 16, 1, [5, 5, 5, 5], id="DualPipe README: PP+1"),
+]
+
+
+@pytest.mark.parametrize(("name", "pp", "m", "v", "peaks"), PEAKS)
+def test_published_activations_in_flight(name: str, pp: int, m: int, v: int, peaks: list[float]) -> None:
+    assert in_flight_microbatches(fields[name], pp, m, v, np.arange(pp)).tolist() == peaks
+
+
+@pytest.mark.parametrize("v", [2, 3, 4])
+@pytest.mark.parametrize("pp", [2, 4, 8])
+def test_interleaved_first_stage_holds_what_korthikanti_print(pp: int, v: int) -> None:
+    """arXiv 2205.05198 sec. 4.2.3: interleaving costs the first stage 1 + (p-1)/(p m), their m our v."""
+    first = in_flight_microbatches(fields["interleaved"], pp, 4 * pp, v, 0)
+    assert first == pytest.approx(pp * (1 + (pp - 1) / (pp * v)), rel=1e-15)
+
+
+def test_dualpipe_holds_two_copies_of_the_weights() -> None:
+    assert weight_copies(np.arange(len(SCHEDULES))).tolist() == [1, 1, 1, 1, 1, 2, 1]
+
+
+@given(pp=st.integers(2, 64), k=st.integers(2, 8), f=times)
+def test_published_form_is_exact_where_its_assumption_holds(pp: int, k: int, f: float) -> None:
+    """F = B = W. ZB-V apart: its zero does not count the wait of the last rank for its first input."""
+    pp += pp % 2
+    for name, index in fields.items():
+        v = {"interleaved": k, "zb-v": 2, "dualpipe-v": 2}.get(name, 1)
+        start_s = (pp - 1) * f / 2 if name == "zb-v" else 0.0
+        assert bubble(name, pp, k * pp, v, f, f, f) == pytest.approx(
+            float(published_bubble_s(index, pp, v, f, f, f)) + start_s, rel=1e-12
+        )
+
+
+@given(pp=st.integers(2, 32), m=st.integers(1, 128), f=times, b=times, short=st.floats(0.01, 1.0))
+def test_zb_h1_keeps_its_published_form_while_w_is_shortest(
+    pp: int, m: int, f: float, b: float, short: float
+) -> None:
+    w = short * min(f, b)
+    published = float(published_bubble_s(fields["zb-h1"], pp, 1, f, b, w))
+    assert bubble("zb-h1", pp, pp + m, 1, f, b, w) == pytest.approx(published, rel=1e-12)
+
+
+@given(f=times, b=times, w=times, hop=st.floats(0.0, 1.0), m=st.integers(1, 50))
+def test_one_stage_has_no_bubble(f: float, b: float, w: float, hop: float, m: int) -> None:
+    every = np.arange(len(SCHEDULES))
+    assert not bubble_s(every, 1, m, 2, f, b, w, hop).any()
+
+
+@given(pp=st.integers(2, 16), k=st.integers(2, 6), f=times, b=times, w=times, hop=st.floats(0.01, 1.0))
+def test_a_slow_link_between_stages_is_never_free(
+    pp: int, k: int, f: float, b: float, w: float, hop: float
+) -> None:
+    pp += pp % 2
+    v = np.array([1, 1, k, 1, 2, 1, 2])
+    every = np.arange(len(SCHEDULES))
+    free, slow, slower = (bubble_s(every, pp, k * pp, v, f, b, w, h) for h in (0.0, hop, 2 * hop))
+    assert (slow > free).all() and (slower > slow).all()
+
+
+@given(data=st.data())
+def test_a_grid_equals_one_plan_at_a_time(data: st.DataObject) -> None:
+    pp = np.array(data.draw(st.lists(st.integers(1, 32), min_size=2, max_size=4)))
+    m = np.array(data.draw(st.lists(st.integers(1, 64), min_size=2, max_size=3)))[:, None]
+    f, b, w, hop = (data.draw(times) for _ in range(4))
+    v = data.draw(st.integers(1, 4))
+    every = np.arange(len(SCHEDULES))[:, None, None]
+    grids: list[tuple[Any, Any]] = [
+        (pipeline_s(every, pp, m, v, f, b, w, hop), lambda s, p, n: pipeline_s(s, p, n, v, f, b, w, hop)),
+        (in_flight_microbatches(every, pp, m, v, 0), lambda s, p, n: in_flight_microbatches(s, p, n, v, 0)),
+        (valid(every, pp, m, v), lambda s, p, n: valid(s, p, n, v)),
+    ]
+    for grid, one in grids:
+        loop = [[[one(s, p, n) for p in pp] for n in m[:, 0]] for s in range(len(SCHEDULES))]
+        assert np.array_equal(np.broadcast_to(grid, np.shape(loop)), loop)
+
+
+@given(name=st.sampled_from(SCHEDULES), pp=st.integers(0, 9), m=st.integers(0, 40), v=st.integers(0, 4))
+def test_check_raises_exactly_where_valid_says_no(name: str, pp: int, m: int, v: int) -> None:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        runs = bool(valid(fields[name], pp, m, v)) and v > 0
+    if runs:
+        check(name, pp, m, v)
+    else:
+        with pytest.raises(PlanError):
+            check(name, pp, m, v)
+
+
+REFUSED = [
+    ("interleaved", 4, 6, 2, "divide by pp"),
+    ("interleaved", 4, 8, 1, "vpp=2 or more"),
+    ("1f1b", 4, 8, 2, "vpp=1"),
+    ("zb-v", 4, 6, 2, "at least 2 pp - 1"),
+    ("dualpipe", 3, 12, 1, "an even pp"),
+    ("dualpipe", 4, 6, 1, "at least 2 pp"),
+    ("dualpipe", 4, 9, 1, "an even number of microbatches"),
+    ("gpipe", 4, 0, 1, "at least 1"),
+    ("pipedream", 4, 8, 1, "unknown pipeline schedule 'pipedream'"),
+]
+
+
+@pytest.mark.parametrize(("name", "pp", "m", "v", "says"), REFUSED)
+def test_refusal_says_what_is_needed(name: str, pp: int, m: int, v: int, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        check(name, pp, m, v)
+
+
+@given(pp=st.integers(1, 32), m=st.integers(1, 64), f=times, slower=st.floats(1.0, 2.0))
+def test_the_slowest_stage_paces_the_phase(pp: int, m: int, f: float, slower: float) -> None:
+    index = fields["1f1b"]
+    even = pipeline_s(index, pp, m, 1, f, f, f)
+    uneven = pipeline_s(index, pp, m, 1, f, f, f, slowest_s=3 * f * slower)
+    assert uneven - even == pytest.approx((m - 1) * 3 * f * (slower - 1), abs=1e-9 * float(even))
