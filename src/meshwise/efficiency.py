@@ -57,7 +57,6 @@ class AttentionEfficiency:
     tail: lengths of the longest tile that the last wave adds, on top of an even share.
     backward_frac: rate of the backward relative to the forward.
     tile: rows of a query tile (the diagonal tiles of a causal mask are computed whole).
-    decode_*: one query per sequence: launch, shares of memory bandwidth and of the matrix peak.
     """
 
     launch_s: float = 0.0
@@ -67,23 +66,37 @@ class AttentionEfficiency:
     memory_frac: float = math.inf
     backward_frac: float = 1.0
     tile: float = 0.0
-    decode_launch_s: float = 0.0
-    decode_memory_frac: float = 1.0
-    decode_peak_frac: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeEfficiency:
+    """Constants of decode attention in `cost.attention_kernel`. The defaults are the ideal chip."""
+
+    launch_s: float = 0.0
+    memory_frac: float = 1.0
+    peak_frac: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEfficiency:
-    """Constants of `cost.memory_kernel`: launch, share of memory bandwidth, and the cast's passes and rows.
+    """Constants of `cost.memory_kernel` for streaming kernels: launch and share of memory bandwidth."""
 
-    cast_passes: how often a cast with a scale moves its bytes (once to find the scale, once to cast).
-    cast_row_s: time of one row on one core.
+    launch_s: float = 0.0
+    memory_frac: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastEfficiency:
+    """Constants of `cost.memory_kernel` for casts with a scale, to fp8 or fp4.
+
+    passes: how often the bytes are moved (once to find the scale, once to cast). row_s: time of one row
+    on one core.
     """
 
     launch_s: float = 0.0
     memory_frac: float = 1.0
-    cast_passes: float = 1.0
-    cast_row_s: float = 0.0
+    passes: float = 1.0
+    row_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +123,13 @@ class LinkEfficiency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """All constants of one chip. `gemms` by dtype; `inner` is link level 0, `outer` the levels beyond."""
+    """All constants of one chip: `gemms` and `casts` by dtype; `inner` for link level 0, `outer` beyond."""
 
     gemms: Mapping[str, GemmEfficiency] = field(default_factory=dict)
     attention: AttentionEfficiency = AttentionEfficiency()
+    decode: DecodeEfficiency = DecodeEfficiency()
     memory: MemoryEfficiency = MemoryEfficiency()
+    casts: Mapping[str, CastEfficiency] = field(default_factory=dict)
     inner: LinkEfficiency = LinkEfficiency()
     outer: LinkEfficiency = LinkEfficiency()
     inherited_from: Mapping[str, str] = field(default_factory=dict)
@@ -124,18 +139,25 @@ class Efficiency:
         shared = self.gemms.get("bf16", _IDEAL_GEMM)
         return self.gemms.get({"fp16": "bf16"}.get(dtype, dtype), shared)
 
+    def cast(self, dtype: str) -> CastEfficiency:
+        """The constants for casts with a scale to `dtype`."""
+        return self.casts.get(dtype, _IDEAL_CAST)
+
 
 _IDEAL_GEMM = GemmEfficiency()
+_IDEAL_CAST = CastEfficiency()
 IDEAL = Efficiency()
 
 CLASSES: dict[str, type] = {
     "gemm": GemmEfficiency,
     "attention": AttentionEfficiency,
+    "decode": DecodeEfficiency,
     "memory": MemoryEfficiency,
+    "cast": CastEfficiency,
     "inner": LinkEfficiency,
     "outer": LinkEfficiency,
 }
-"""The tables of efficiency.toml. `gemm` and `attention` hold one more level: the dtype or the kernel."""
+"""The classes of op in efficiency.toml."""
 
 Constants = TypeVar("Constants")
 
@@ -144,6 +166,8 @@ def read(text: str) -> dict[str, dict[str, Any]]:
     """The tables of an efficiency catalog: `[class.chip.variant]` as `{class.variant: {chip: constants}}`."""
     tables: dict[str, dict[str, Any]] = {}
     for name, by_chip in tomllib.loads(text).items():
+        if name == "about":
+            continue
         for chip, variants in by_chip.items():
             for variant, entry in variants.items():
                 key = f"{name}.{variant}"
@@ -153,7 +177,7 @@ def read(text: str) -> dict[str, dict[str, Any]]:
 
 def _entry(kind: type[Constants], entry: dict[str, Any], where: str) -> Constants:
     known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
-    values = {key: value for key, value in entry.items() if key != "fit"}
+    values = {key: value for key, value in entry.items() if key not in ("fit", "source")}
     unknown = sorted(set(values) - known)
     if unknown:
         raise ClusterError(f"efficiency.toml: {where} has {unknown[0]!r}, which is no constant of this class")
@@ -204,10 +228,11 @@ def constants(chip: Chip, *, tables: Mapping[str, Mapping[str, Any]] | None = No
         found[key], origin = lookup(table, chip)
         if origin:
             inherited[key] = origin
-    gemms = {key.partition(".")[2]: value for key, value in found.items() if key.startswith("gemm.")}
     return Efficiency(
-        gemms=gemms,
+        gemms={key[5:]: value for key, value in found.items() if key.startswith("gemm.")},
+        casts={key[5:]: value for key, value in found.items() if key.startswith("cast.")},
         attention=found.get("attention.flash", AttentionEfficiency()),
+        decode=found.get("decode.flash", DecodeEfficiency()),
         memory=found.get("memory.kernel", MemoryEfficiency()),
         inner=found.get("inner.link", LinkEfficiency()),
         outer=found.get("outer.link", LinkEfficiency()),

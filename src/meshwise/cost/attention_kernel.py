@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwise.cost.op import attended_pairs
-from meshwise.efficiency import AttentionEfficiency
+from meshwise.efficiency import AttentionEfficiency, DecodeEfficiency
 from meshwise.units import Num
 
 
@@ -73,7 +73,7 @@ def decode_attention_s(
     v_dim: Num,
     flop_per_s: Num,
     memory_bytes_per_s: Num,
-    efficiency: AttentionEfficiency,
+    efficiency: DecodeEfficiency,
 ) -> Num:
     """Time [s] of attention with one new query per sequence over `seq_k` cached tokens.
 
@@ -82,6 +82,6 @@ def decode_attention_s(
     queries then have qk_dim = kv_rank + rope_dim and v_dim = kv_rank.
     """
     tokens = batch * seq_k
-    memory_s = tokens * kv_bytes_per_token / (memory_bytes_per_s * efficiency.decode_memory_frac)
-    compute_s = 2.0 * tokens * heads * (qk_dim + v_dim) / (flop_per_s * efficiency.decode_peak_frac)
-    return efficiency.decode_launch_s + np.hypot(memory_s, compute_s)
+    memory_s = tokens * kv_bytes_per_token / (memory_bytes_per_s * efficiency.memory_frac)
+    compute_s = 2.0 * tokens * heads * (qk_dim + v_dim) / (flop_per_s * efficiency.peak_frac)
+    return efficiency.launch_s + np.hypot(memory_s, compute_s)

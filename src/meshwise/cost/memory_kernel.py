@@ -8,7 +8,7 @@ block of threads per row: short rows cost their fixed time.
 
 from __future__ import annotations
 
-from meshwise.efficiency import MemoryEfficiency
+from meshwise.efficiency import CastEfficiency, MemoryEfficiency
 from meshwise.units import Num
 
 
@@ -25,9 +25,9 @@ def scaled_cast_s(
     out_bytes: Num,
     memory_bytes_per_s: Num,
     num_cores: Num = 1.0,
-    efficiency: MemoryEfficiency,
+    efficiency: CastEfficiency,
 ) -> Num:
     """Time [s] to cast `rows x columns` elements of `in_bytes` to scaled ones of `out_bytes`."""
-    moved_bytes = efficiency.cast_passes * rows * columns * (in_bytes + out_bytes)
-    kernel_s = memory_kernel_s(moved_bytes, memory_bytes_per_s=memory_bytes_per_s, efficiency=efficiency)
-    return kernel_s + rows * efficiency.cast_row_s / num_cores
+    moved_bytes = efficiency.passes * rows * columns * (in_bytes + out_bytes)
+    moving_s = moved_bytes / (memory_bytes_per_s * efficiency.memory_frac)
+    return efficiency.launch_s + moving_s + rows * efficiency.row_s / num_cores
