@@ -1,4 +1,4 @@
-"""Draws the figures of docs/pipeline.md and prints its table: `python docs/figures/pipeline.py`."""
+"""Draws the figures of docs/pipeline.md and prints its tables: `python docs/figures/pipeline.py`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,22 @@ def table(pp: int, m: int) -> str:
     return "\n".join(lines)
 
 
+def hops_table(pp: int, microbatches: tuple[int, ...]) -> str:
+    """How many hops between ranks the phase waits for, played, with short hops."""
+    hop_s = 2.0**-10
+    lines = [
+        "| schedule | " + " | ".join(f"m = {m}" for m in microbatches) + " |",
+        "| --- |" + " --- |" * len(microbatches),
+    ]
+    for name in closed_form.SCHEDULES:
+        waits = [
+            (timeline(name, pp, m, p2p_s=hop_s).makespan_s - timeline(name, pp, m).makespan_s) / hop_s
+            for m in microbatches
+        ]
+        lines.append(f"| `{name}` | " + " | ".join(f"{wait:g}" for wait in waits) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     here = Path(__file__).parent
     titles = {}
@@ -62,7 +78,7 @@ def main() -> None:
         here / "pipeline_uneven.png",
         unit_name="F = B = W of one stage",
     )
-    print(table(8, 32))
+    print(table(8, 32), hops_table(8, (16, 64, 256)), sep="\n\n")
 
 
 if __name__ == "__main__":

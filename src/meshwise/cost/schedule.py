@@ -84,7 +84,7 @@ def bubble_s(schedule: Num, pp: Num, m: Num, v: Num, f_s: Num, b_s: Num, w_s: Nu
     ZB-H1 with fewer than `pp` microbatches (2 pp if hops take time): an upper bound.
     """
     sizes = (pp, m, v, f_s, b_s, w_s, p2p_s)
-    return np.where(np.asarray(pp) > 1, _choose(schedule, _BUBBLES, sizes), 0.0)
+    return np.where(np.asarray(pp) > 1, _choose(schedule, _BUBBLES, sizes), 0.0)[()]
 
 
 def pipeline_s(
@@ -102,7 +102,8 @@ def pipeline_s(
 
     With uneven stages `f_s`, `b_s`, `w_s` are the mean over the stages and `slowest_s` is F + B + W
     of the slowest: the pipe fills and drains at the mean pace and runs at the slowest. That is exact
-    for GPipe if B and W are proportional to F, a few per cent off for the others; simulate to know.
+    for GPipe if B and W are proportional to F, and an upper bound for 1F1B; the others differ by some
+    per cent either way, less the more microbatches there are. `simulate` is exact for all.
     """
     mean_s = f_s + b_s + w_s
     uneven_s = 0.0 if slowest_s is None else (m - 1) * (slowest_s - mean_s)

@@ -146,7 +146,8 @@ def simulate(
     compute_s = compute_s * _per("rank", slowdown, pp)[rank]
     first = np.flatnonzero(paired)
     compute_s[first + 1] = pair_frac * (compute_s[first] + compute_s[first + 1])
-    compute_s[first] = 0.0
+    send_s[first + 1] += send_s[first]  # a pair computes together and then sends both results
+    compute_s[first] = send_s[first] = 0.0
 
     if p2p_overlaps:
         send_s = np.zeros_like(send_s)

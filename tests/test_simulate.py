@@ -1,0 +1,250 @@
+"""The simulated pipeline: equal to the closed forms where those hold, and right where they do not.
+
+Times are whole numbers, so sums are exact and equal means equal.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from meshwise.cost import schedule as closed_form
+from meshwise.errors import MeshwiseError, PlanError
+from meshwise.estimate.simulate import KINDS, Timeline, _play, simulate
+from meshwise.report.chrome_trace import chrome_events, write_chrome_trace
+
+CHUNKED = ("interleaved", "zb-v", "dualpipe-v")
+ticks = st.integers(10, 40)
+
+
+@st.composite
+def pipelines(draw: st.DrawFn, full: bool = False) -> tuple[str, int, int, int]:
+    """A schedule that can run: name, pp, m, v; `full`: with microbatches to fill the pipe twice."""
+    name = draw(st.sampled_from(closed_form.SCHEDULES))
+    v = draw(st.integers(2, 4)) if name == "interleaved" else 2 if name in CHUNKED else 1
+    pp = draw(st.integers(2, 9))
+    m = draw(st.integers(2 * pp if full else 1, 40))
+    if name == "interleaved":
+        m = pp * draw(st.integers(2 if full else 1, 4))
+    if name == "dualpipe":
+        pp, m = 2 * pp, 2 * m
+    assume(closed_form.valid(closed_form.schedule_index(name), pp, m, v))
+    return name, pp, m, v
+
+
+def chunks(name: str, v: int) -> int:
+    return v if name in CHUNKED else 1
+
+
+def played(
+    plan: tuple[str, int, int, int], f: int, b: int, w: int, hop: int = 0, **options: object
+) -> Timeline:
+    """Chunk times f, b, w, so that a whole stage takes a whole number too."""
+    name, pp, m, v = plan
+    return simulate(name, f, b, w, pp=pp, m=m, v=v, p2p_s=hop, **options)  # type: ignore[arg-type]
+
+
+def closed_s(plan: tuple[str, int, int, int], f: int, b: int, w: int, hop: int = 0) -> float:
+    name, pp, m, v = plan
+    k = chunks(name, v)
+    return float(
+        closed_form.pipeline_s(closed_form.schedule_index(name), pp, m, v, k * f, k * b, k * w, float(hop))
+    )
+
+
+@given(plan=pipelines(), f=ticks, b=ticks, w=ticks)
+def test_time_of_equal_stages_is_the_closed_form(
+    plan: tuple[str, int, int, int], f: int, b: int, w: int
+) -> None:
+    assume(plan[0] != "zb-h1" or plan[2] >= plan[1])
+    timeline = played(plan, f, b, w)
+    assert timeline.makespan_s == closed_s(plan, f, b, w)
+    assert timeline.busy_s.tolist() == [plan[2] * chunks(plan[0], plan[3]) * (f + b + w)] * plan[1]
+
+
+@given(plan=pipelines(full=True), f=ticks, b=ticks, w=ticks, hop=st.integers(1, 2))
+def test_time_with_hops_is_the_closed_form(
+    plan: tuple[str, int, int, int], f: int, b: int, w: int, hop: int
+) -> None:
+    assert played(plan, f, b, w, hop).makespan_s == closed_s(plan, f, b, w, hop)
+
+
+@given(pp=st.integers(2, 9), m=st.integers(1, 18), f=ticks, b=ticks, w=ticks, hop=st.integers(0, 2))
+def test_zb_h1_with_few_microbatches_stays_below_the_closed_form(
+    pp: int, m: int, f: int, b: int, w: int, hop: int
+) -> None:
+    plan = ("zb-h1", pp, m, 1)
+    assert played(plan, f, b, w, hop).makespan_s <= closed_s(plan, f, b, w, hop)
+
+
+@given(plan=pipelines())
+def test_in_flight_peaks_are_the_closed_form(plan: tuple[str, int, int, int]) -> None:
+    name, pp, m, v = plan
+    peaks = closed_form.in_flight_microbatches(closed_form.schedule_index(name), pp, m, v, np.arange(pp))
+    np.testing.assert_allclose(played(plan, 1, 1, 1).peak_in_flight, peaks, rtol=1e-15)
+
+
+@given(pp=st.integers(2, 9), extra=st.integers(-1, 20), f=ticks)
+def test_zb_v_leaves_no_rank_idle_between_its_own_ends(pp: int, extra: int, f: int) -> None:
+    """arXiv 2401.10241 sec. 6: zero bubble for F = B = W."""
+    timeline = played(("zb-v", pp, 2 * pp + extra, 2), f, f, f)
+    assert timeline.span_s.tolist() == timeline.busy_s.tolist()
+
+
+slow_factors = st.lists(st.integers(1, 3), min_size=18, max_size=18)
+
+
+@given(plan=pipelines(), slow=slow_factors, hop=st.integers(0, 30), overlaps=st.booleans())
+def test_every_action_waits_for_its_data_and_for_its_rank(
+    plan: tuple[str, int, int, int], slow: list[int], hop: int, overlaps: bool
+) -> None:
+    """The two rules of a pipeline, checked from the outside on every action of the timeline."""
+    name, pp, m, v = plan
+    timeline = played(plan, 12, 15, 9, hop, slowdown=slow[:pp], p2p_overlaps=overlaps)
+    rows = list(
+        zip(
+            *(column.tolist() for column in (timeline.rank, timeline.kind, timeline.stage, timeline.chunk)),
+            *(column.tolist() for column in (timeline.microbatch, timeline.start_s, timeline.end_s)),
+            timeline.send_s.tolist(),
+            strict=True,
+        )
+    )
+    way = 2 if name == "dualpipe" else 1  # two directions are two pipelines
+    last = pp * chunks(name, v) - 1
+    done: dict[tuple[str, int, int, int], tuple[float, int]] = {}
+    for rank, kind, stage, chunk, microbatch, _, end, _ in rows:
+        label = {"F": "F", "B": "B", "I": "B", "W": "W"}[KINDS[kind]]
+        key = (label, chunk % way, stage, microbatch)
+        assert key not in done
+        done[key] = (end, rank)
+    for rank, kind, stage, chunk, microbatch, start, _, _ in rows:
+        wants = {
+            "F": ("F", chunk % way, stage - 1, microbatch) if stage else None,
+            "B": ("B", chunk % way, stage + 1, microbatch)
+            if stage < last
+            else ("F", chunk % way, stage, microbatch),
+            "W": ("B", chunk % way, stage, microbatch),
+        }["B" if KINDS[kind] == "I" else KINDS[kind]]
+        if wants:
+            ready, source = done[wants]
+            assert start >= ready + (hop if source != rank else 0)
+    for (rank, *_, end, send), (next_rank, *_, next_start, next_end, _) in pairwise(rows):
+        if rank == next_rank:
+            assert next_start >= end + send or next_end == end  # a pair shares its time
+    num_forwards = sum(KINDS[row[1]] == "F" for row in rows)
+    assert num_forwards == len([key for key in done if key[0] == "B"]) == pp * m * chunks(name, v)
+
+
+@given(plan=pipelines(), rank=st.integers(0, 17), hop=st.integers(0, 5))
+def test_a_straggler_never_helps(plan: tuple[str, int, int, int], rank: int, hop: int) -> None:
+    slowdown = np.ones(plan[1])
+    slowdown[rank % plan[1]] = 1.5
+    even = played(plan, 12, 14, 10, hop).makespan_s
+    slow = played(plan, 12, 14, 10, hop, slowdown=slowdown)
+    assert even < slow.makespan_s <= 1.5 * even
+    assert slow.makespan_s >= slow.busy_s.max() == 1.5 * slow.busy_s.min()
+
+
+@given(f=st.lists(ticks, min_size=1, max_size=8), m=st.integers(1, 30))
+def test_uneven_stages_fill_once_and_run_at_the_slowest(f: list[int], m: int) -> None:
+    """The form of `pipeline_s`, sum + (m - 1) max: GPipe takes just that, 1F1B no more."""
+    stages, pp = np.array(f), len(f)
+    mean, slowest = float(stages.mean()), 4.0 * stages.max()
+    closed = float(closed_form.pipeline_s(0, pp, m, 1, mean, 2 * mean, mean, slowest_s=slowest))
+    gpipe, one_f_one_b = (
+        simulate(name, stages, 2 * stages, stages, pp=pp, m=m).makespan_s for name in ("gpipe", "1f1b")
+    )
+    assert gpipe == 4 * (stages.sum() + (m - 1) * stages.max()) == pytest.approx(closed, rel=1e-12)
+    assert m * slowest <= one_f_one_b <= gpipe
+
+
+@given(pp=st.integers(2, 9), m=st.integers(1, 20), link=st.integers(0, 7), hop=st.integers(1, 50))
+def test_a_slow_link_costs_gpipe_one_hop_each_way(pp: int, m: int, link: int, hop: int) -> None:
+    links = np.zeros(pp)
+    links[link % (pp - 1)] = hop
+    free, slow = (simulate("gpipe", 12, 14, 10, pp=pp, m=m, p2p_s=p2p).makespan_s for p2p in (0.0, links))
+    assert slow - free == 2 * hop
+
+
+def test_orders_that_wait_for_each_other_are_an_error() -> None:
+    """Rank 0 wants row 3 before it makes row 1, rank 1 wants row 1 before it makes row 3."""
+    stops, source = np.array([2, 4]), np.array([3, -1, 1, -1])
+    with pytest.raises(PlanError, match="ranks 0, 1 wait"):
+        _play(stops, source, np.zeros(4), np.ones(4))
+
+
+def test_pairs_that_overlap_well_make_dualpipe_faster() -> None:
+    full, hidden = (simulate("dualpipe", 4, 4, 4, pp=4, m=16, pair_frac=share) for share in (1.0, 0.75))
+    pairs = np.bincount(full.rank, full.paired)
+    assert (full.busy_s - hidden.busy_s).tolist() == (3 * pairs).tolist()
+    assert hidden.makespan_s < full.makespan_s
+
+
+BAD = [
+    ({"f_s": [1.0, 2.0]}, "4 stages needs one value or 4"),
+    ({"slowdown": [1.0] * 5}, "4 ranks needs one value or 4"),
+    ({"p2p_s": float("nan")}, "finite"),
+    ({"b_s": -1.0}, "not negative"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "says"), BAD)
+def test_bad_times_are_refused(wrong: dict[str, object], says: str) -> None:
+    arguments = {"f_s": 1.0, "b_s": 1.0, "w_s": 1.0, "pp": 4, "m": 8} | wrong
+    with pytest.raises(PlanError, match=says):
+        simulate("1f1b", **arguments)  # type: ignore[arg-type]
+
+
+@settings(max_examples=30)
+@given(plan=pipelines(), hop=st.floats(0.0, 1e-4), overlaps=st.booleans(), f=st.floats(1e-6, 1e-2))
+def test_trace_events_nest_and_are_in_order(
+    plan: tuple[str, int, int, int], hop: float, overlaps: bool, f: float
+) -> None:
+    name, pp, m, v = plan
+    timeline = simulate(name, f, 1.1 * f, 0.7 * f, pp=pp, m=m, v=v, p2p_s=hop, p2p_overlaps=overlaps)
+    events = json.loads(json.dumps(chrome_events(timeline), allow_nan=False))
+    assert {e["pid"] for e in events if e["ph"] == "M" and e["name"] == "process_name"} == set(range(pp))
+    for rank in range(pp):
+        track = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
+        spans = [(round(1000 * e["ts"]), round(1000 * e["ts"]) + round(1000 * e["dur"])) for e in track]
+        for (start, end), (next_start, next_end) in pairwise(spans):
+            assert next_start >= end or (next_start, next_end) == (start, end)
+        assert len([e for e in track if e["cat"] != "p2p"]) == (timeline.rank == rank).sum()
+
+
+def test_trace_file_is_whole_or_absent(tmp_path: Path) -> None:
+    timeline = simulate("1f1b", 1e-3, 1e-3, 1e-3, pp=2, m=4)
+    target = tmp_path / "trace.json"
+    write_chrome_trace(timeline, target)
+    document = json.loads(target.read_text())
+    assert document["traceEvents"] == chrome_events(timeline)
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+    with pytest.raises(MeshwiseError, match="cannot write the trace"):
+        write_chrome_trace(timeline, tmp_path / "absent" / "trace.json")
+
+
+def test_page_shows_the_tables_that_the_figures_script_prints() -> None:
+    docs = Path(__file__).parents[1] / "docs"
+    spec = importlib.util.spec_from_file_location("pipeline_figures", docs / "figures" / "pipeline.py")
+    assert spec and spec.loader
+    figures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(figures)
+    page = (docs / "pipeline.md").read_text(encoding="utf-8")
+    assert figures.table(8, 32) in page
+    assert figures.hops_table(8, (16, 64, 256)) in page
+
+
+def test_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from meshwise.report.pipeline_plot import plot_timelines
+
+    timeline = simulate("dualpipe-v", 1, 1, 1, pp=2, m=4, v=2, p2p_s=0.1, p2p_overlaps=False)
+    plot_timelines({"two ranks": timeline}, tmp_path / "pipeline.png")
+    assert (tmp_path / "pipeline.png").read_bytes().startswith(b"\x89PNG")
