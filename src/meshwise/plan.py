@@ -20,7 +20,7 @@ from typing import Any
 from meshwise.errors import PlanError
 from meshwise.units import DTYPE_BYTES
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
 RECOMPUTE = ("none", "selective", "full")
 CP_KINDS = ("ring", "ulysses", "all_gather", "two_level")
 LAYOUTS = ("1d", "2d", "2d-cp", "2.5d", "3d")
@@ -221,6 +221,8 @@ def _consistent(plan: Plan, where: str) -> Plan:
                 f"{where}: schedule={plan.schedule} has no virtual stages; use vpp=1 or interleaved"
             )
         plan = replace(plan, schedule="interleaved")
+    if plan.schedule in ("zb-v", "dualpipe-v") and plan.vpp == 1:
+        plan = replace(plan, vpp=2)
     if plan.stages is not None and len(plan.stages) != plan.pp * plan.vpp:
         raise PlanError(
             f"{where}: stages lists {len(plan.stages)} stages but pp={plan.pp} x vpp={plan.vpp} has "

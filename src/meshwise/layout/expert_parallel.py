@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwise.errors import PlanError
+from meshwise.gpt_config import GptConfig
 from meshwise.units import Num
 
 
@@ -29,6 +30,13 @@ def capacity(num_tokens: Num, num_experts: Num, *, token_fraction: Num, top_k: i
     return np.where(
         np.greater(token_fraction, 0), np.ceil(np.multiply(token_fraction, num_tokens)), in_training
     )
+
+
+def num_slots(config: GptConfig, num_tokens: int | None = None, *, training: bool = False) -> int:
+    """Slots of an expert for a batch of `num_tokens` (None: a full batch of the config) on one rank."""
+    tokens = config.tokens_per_sample * config.batch_size_valid if num_tokens is None else num_tokens
+    token_frac = 0.0 if training else config.moe_eval_capacity_token_fraction
+    return int(capacity(tokens, config.moe_expert_count, token_fraction=token_frac, top_k=config.top_k))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

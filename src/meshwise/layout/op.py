@@ -26,7 +26,7 @@ class Op:
     them that selective recomputation drops. `num_params`: weights this op brings (in its forward row).
     `is_weight_grad`: the op may wait, as zero-bubble schedules let it. `count`: occurrences.
     A collective has `collective` (its kind), the mesh axis, its group, and `payload_bytes`, the full
-    tensor; `overlap`: it can run while the op of the same name computes.
+    tensor; it may run while the op `hides_behind` of the same module and phase computes.
     """
 
     module: str
@@ -47,7 +47,7 @@ class Op:
     group_size: Num = 1.0
     stride: Num = 1.0
     payload_bytes: Num = 0.0
-    overlap: bool = False
+    hides_behind: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -156,7 +156,7 @@ def elementwise(
 
 def collective(
     module: str, name: str, phase: str, kind: str, axis: str, payload_bytes: Num, group_size: Num, *,
-    stride: Num = 1.0, shape: tuple[Num, ...] = (), overlap: bool = False, count: Num = 1.0,
+    stride: Num = 1.0, shape: tuple[Num, ...] = (), hides_behind: str = "", count: Num = 1.0,
 ) -> Op:  # fmt: skip
     """A collective that serves op `name`; `payload_bytes` is the full tensor (see DESIGN.md)."""
     return Op(
@@ -170,7 +170,7 @@ def collective(
         group_size=group_size,
         stride=stride,
         shape=shape,
-        overlap=overlap,
+        hides_behind=hides_behind,
         count=count,
     )
 

@@ -133,10 +133,10 @@ def column_linear(
     if cut.sequence_parallel:
         yield collective(module, name, "forward", "all_gather", **on_tp)
         if not cut.lora_rank:
-            yield collective(module, name, "backward", "all_gather", overlap=True, **on_tp)
+            yield collective(module, name, "backward", "all_gather", hides_behind=name, **on_tp)
     yield from _plain(module, name, cut.tokens, d_in, d_out, cut, bias=bias, saved_rows=cut.split_tokens)
     kind = "reduce_scatter" if cut.sequence_parallel else "all_reduce"
-    yield collective(module, name, "backward", kind, overlap=True, **on_tp)
+    yield collective(module, name, "backward", kind, hides_behind=name, **on_tp)
 
 
 def row_linear(

@@ -98,11 +98,11 @@ def _head(model: Model, cut: Cut) -> Iterator[Op]:
     }
     if cut.sequence_parallel:
         yield collective(module, "logits", "forward", "all_gather", **on_tp)
-        yield collective(module, "logits", "backward", "all_gather", overlap=True, **on_tp)
+        yield collective(module, "logits", "backward", "all_gather", hides_behind="logits", **on_tp)
     for op in linear(module, "logits", cut.tokens, hidden, vocab, prec, saved_rows=cut.split_tokens):
         yield replace(op, num_params=0.0) if model.tied_embedding else op
     kind = "reduce_scatter" if cut.sequence_parallel else "all_reduce"
-    yield collective(module, "logits", "backward", kind, overlap=True, **on_tp)
+    yield collective(module, "logits", "backward", kind, hides_behind="logits", **on_tp)
     yield from _loss(cut, vocab)
 
 

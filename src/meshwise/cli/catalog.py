@@ -1,0 +1,30 @@
+"""`meshwise list`: what the catalog knows, with sources."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+
+def add_to(app: typer.Typer) -> None:
+    """Mount the command."""
+    app.command("list")(list_catalog)
+
+
+def list_catalog(
+    what: Annotated[Literal["models", "chips", "clusters"], typer.Argument(help="Which part to list.")],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """List the models, chips or clusters of the catalog, each with its source."""
+    from meshwise.report.catalog_table import catalog_rows, print_catalog
+
+    rows = catalog_rows(what)
+    if json:
+        from meshwise.cli.output import print_json
+
+        print_json({what: rows})
+    else:
+        from meshwise.cli.output import console
+
+        print_catalog(what, rows, console())

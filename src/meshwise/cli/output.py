@@ -1,0 +1,35 @@
+"""What commands print: one JSON document, or tables; everything else goes to stderr."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document on stdout; JSON has no NaN, so what is not finite becomes null."""
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(finite(document)), indent=2).decode() + "\n")
+
+
+def finite(value: Any) -> Any:
+    """`value` with every float that is not finite replaced by None, all the way down."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value.item() if hasattr(value, "item") else value
+
+
+def console() -> Console:
+    """The console that tables are printed on; a file or pipe gets 120 columns."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)

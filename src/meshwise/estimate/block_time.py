@@ -1,0 +1,143 @@
+"""From the ops of a block to its seconds: per phase, and by what they were spent on.
+
+The phases are those that a pipeline schedule moves: forward (F), gradient of the input (B), gradient
+of the weights (W), and the core attention that selective recomputation runs again. Within a phase
+the ops run one after the other. A collective that may hide behind an op costs what sticks out of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshwise.estimate.timing import Machine, OpTime, op_times
+from meshwise.layout.context import CORE
+from meshwise.layout.op import Op
+from meshwise.units import Num
+
+COMM = ("comm_tp", "comm_cp", "comm_ep")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """Seconds by what they were spent on; parts add, and their sum is the time.
+
+    `compute`: ops that the matrix or vector units bind; `memory`: ops that memory binds; `comm_*`:
+    communication that nothing hides.
+    """
+
+    compute: Num = 0.0
+    memory: Num = 0.0
+    comm_tp: Num = 0.0
+    comm_cp: Num = 0.0
+    comm_ep: Num = 0.0
+
+    def __add__(self, other: Parts) -> Parts:
+        return Parts(
+            self.compute + other.compute,
+            self.memory + other.memory,
+            self.comm_tp + other.comm_tp,
+            self.comm_cp + other.comm_cp,
+            self.comm_ep + other.comm_ep,
+        )
+
+    def __mul__(self, times: Num) -> Parts:
+        return Parts(
+            self.compute * times,
+            self.memory * times,
+            self.comm_tp * times,
+            self.comm_cp * times,
+            self.comm_ep * times,
+        )
+
+    @property
+    def total_s(self) -> Num:
+        """Their sum."""
+        return self.compute + self.memory + self.comm_tp + self.comm_cp + self.comm_ep
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockTime:
+    """One microbatch of one block: seconds by phase, bytes kept, weights, and FLOP, on one rank."""
+
+    forward: Parts
+    backward: Parts
+    weight: Parts
+    core: Parts
+    saved_bytes: Num
+    core_bytes: Num
+    num_params: Num
+    num_expert_params: Num
+    forward_flop: Num
+    hardware_flop: Num
+    core_flop: Num
+
+
+def exposed_s(op: Op, time: OpTime, ops: Sequence[Op], times: Sequence[OpTime]) -> Num:
+    """Time of the collective `op` that its `hides_behind` op does not hide.
+
+    Collectives behind one op share it: each takes a part in proportion to its own time.
+    """
+    if not op.hides_behind:
+        return time.comm_s
+    same = [
+        (other, t)
+        for other, t in zip(ops, times, strict=True)
+        if other.module == op.module and other.phase == op.phase
+    ]
+    cover_s = sum(
+        t.busy_s for other, t in same if other.name == op.hides_behind and other.kind != "collective"
+    )
+    all_s = sum(t.comm_s * other.count for other, t in same if other.hides_behind == op.hides_behind)
+    stick_out_frac = np.maximum(all_s - cover_s, 0.0) / np.maximum(all_s, 1e-30)
+    return time.comm_s * stick_out_frac
+
+
+def block_time(ops: Sequence[Op], on: Machine, *, hide: Iterable[str] = ()) -> BlockTime:
+    """Add up the ops of one block; the axes named in `hide` (tp, ep) overlap with the phase's compute."""
+    times = op_times(ops, on)
+    phases = {"forward": Parts(), "backward": Parts(), "weight": Parts(), "core": Parts()}
+    for op, time in zip(ops, times, strict=True):
+        part = _part(op, time, ops, times)
+        phase = "weight" if op.is_weight_grad else op.phase
+        phases[phase] = phases[phase] + part
+        if op.phase == "forward" and op.name in CORE:
+            phases["core"] = phases["core"] + part
+    for axis in hide:
+        for phase in ("forward", "backward"):
+            phases[phase] = _hidden(phases[phase], f"comm_{axis}")
+    forward = [op for op in ops if op.phase == "forward"]
+    matrix = [op for op in ops if op.kind in ("matmul", "attention")]
+    return BlockTime(
+        **phases,
+        saved_bytes=sum(op.saved_bytes for op in forward),
+        core_bytes=sum(op.recomputed_bytes for op in forward),
+        num_params=sum(op.num_params for op in forward if not _is_expert(op)),
+        num_expert_params=sum(op.num_params for op in forward if _is_expert(op)),
+        forward_flop=sum(op.cost.flop for op in matrix if op.phase == "forward"),
+        hardware_flop=sum(op.cost.flop for op in matrix),
+        core_flop=sum(op.cost.flop for op in matrix if op.phase == "forward" and op.name in CORE),
+    )
+
+
+def _part(op: Op, time: OpTime, ops: Sequence[Op], times: Sequence[OpTime]) -> Parts:
+    if op.kind == "collective":
+        seconds = exposed_s(op, time, ops, times) * op.count
+        return Parts(**{f"comm_{op.axis}": seconds})
+    memory_binds = np.asarray(time.memory_s) > time.compute_s
+    return Parts(
+        compute=np.where(memory_binds, 0.0, time.busy_s) * op.count,
+        memory=np.where(memory_binds, time.busy_s, 0.0) * op.count,
+    )
+
+
+def _hidden(parts: Parts, name: str) -> Parts:
+    """`parts` with the communication `name` behind the phase's compute, except what sticks out."""
+    busy_s = parts.compute + parts.memory
+    return replace(parts, **{name: np.maximum(getattr(parts, name) - busy_s, 0.0)})
+
+
+def _is_expert(op: Op) -> bool:
+    return op.name.startswith("expert_")

@@ -1,0 +1,382 @@
+"""The estimate of one plan, as a person or a program reads it: totals, shares, stages, and the ledger.
+
+FLOP. `flop_per_step` is the model's own work: the matmuls of the forward (head included; attention over
+the pairs a causal mask leaves) three times, for forward and backward; it knows no recomputation and no
+plan. MFU is that work over time x peak x ranks. HFU counts the FLOP that the ranks really do:
+recomputation and the scores that fused attention computes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from meshwise.cost.collective import sent_bytes
+from meshwise.cost.schedule import check as check_schedule
+from meshwise.errors import PlanError
+from meshwise.estimate.block_time import exposed_s
+from meshwise.estimate.degrees import Degrees, degrees
+from meshwise.estimate.memory import OVERHEAD_BYTES, Memory
+from meshwise.estimate.stage import plan_stages
+from meshwise.estimate.step import StageCost, StepCost, step_cost
+from meshwise.estimate.timing import Machine, machine, op_times
+from meshwise.hardware import Cluster
+from meshwise.layout.block import block
+from meshwise.layout.context import CORE
+from meshwise.layout.cut import Cut
+from meshwise.layout.op import Op
+from meshwise.layout.vocabulary import embed, head
+from meshwise.ledger import Ledger
+from meshwise.model import Model, num_moe_layers
+from meshwise.plan import Plan
+from meshwise.workload import Workload
+
+TIME_PARTS = (
+    *("compute", "memory", "comm_tp", "comm_cp", "comm_ep", "comm_dp", "comm_pp", "bubble", "optimizer"),
+)
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "overhead")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one plan costs; made by `estimate`."""
+
+    model: Model
+    cluster: Cluster
+    plan: Plan
+    workload: Workload
+    degrees: Degrees
+    machine: Machine
+    step: StepCost
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one step."""
+        return float(self.step.step_s)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the whole world per second."""
+        return self.workload.num_tokens / self.step_s
+
+    @property
+    def time_s(self) -> dict[str, float]:
+        """The step's seconds by what they are spent on; they add up to `step_s`."""
+        step = self.step
+        values = {
+            "compute": step.time.compute,
+            "memory": step.time.memory,
+            "comm_tp": step.time.comm_tp,
+            "comm_cp": step.time.comm_cp,
+            "comm_ep": step.time.comm_ep,
+            "comm_dp": step.comm_dp_s,
+            "comm_pp": step.comm_pp_s,
+            "bubble": step.bubble_s,
+            "optimizer": step.optimizer_s,
+        }
+        return {name: float(value) for name, value in values.items()}
+
+    @property
+    def memory_bytes(self) -> dict[str, float]:
+        """Bytes of a rank of the fullest stage at its peak, by what they hold, and their `total`."""
+        return _memory(self.step.memory)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank's memory is within the chip's."""
+        return self.memory_bytes["total"] <= self.cluster.chip.memory_bytes
+
+    @cached_property
+    def flop_per_step(self) -> float:
+        """Model FLOP of one step in the whole world (see the top of this file)."""
+        sequence = model_flop(self.model, self.workload.seq)
+        return sequence * self.workload.batch * (3.0 if self.trains else 1.0)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the step has a backward."""
+        return self.workload.kind == "train"
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP utilization: `flop_per_step` over what the ranks' peaks allow in a step."""
+        return self.flop_per_step / self._peak_flop
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOP utilization: the FLOP that the ranks do, recomputation included."""
+        return self.ledger_flop / self._peak_flop
+
+    @property
+    def _peak_flop(self) -> float:
+        return self.cluster.num_chips * self.cluster.chip.matrix_peak(self.plan.dtype) * self.step_s
+
+    @cached_property
+    def ledger_flop(self) -> float:
+        """Matrix FLOP of all ranks in a step, as the ledger has them."""
+        ledger, total = self.ledger, 0.0
+        matrix = np.array([shape.count("x") >= 3 for shape in ledger["shape"]])
+        for stage in self.step.stages:
+            mine = matrix & (ledger["rank"] == self._rank(stage))
+            per_rank = float(np.nansum((ledger["count"] * ledger["flop"])[mine]))
+            total += per_rank * float(stage.stage.ranks) * self.cluster.num_chips / self.plan.pp
+        return total
+
+    def _rank(self, stage: StageCost) -> float:
+        return float(stage.stage.index) * float(self.degrees.stride("pp"))
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Every op of a step on the first rank of each kind of stage, with counts and times."""
+        return Ledger.concat(
+            Ledger.from_rows(_stage_rows(self, stage, self._rank(stage))) for stage in self.step.stages
+        )
+
+    def notes(self) -> list[str]:
+        """What a reader should know: what does not fit, what binds, what the constants rest on."""
+        notes = [
+            "MFU counts the forward's matmuls three times, causal attention by the pairs the mask leaves; "
+            "HFU adds recomputation",
+        ]
+        total, capacity = self.memory_bytes["total"], self.cluster.chip.memory_bytes
+        if not self.fits:
+            notes.append(
+                f"out of memory: a rank needs {total / 1e9:.2f} GB but {self.cluster.chip.name} has "
+                f"{capacity / 1e9:.2f} GB, {(total - capacity) / 1e9:.2f} GB short; the largest part is "
+                + max(MEMORY_PARTS, key=lambda name: self.memory_bytes[name])
+            )
+        used = {f"gemm.{self.plan.dtype}", "attention.flash", "memory.kernel", "inner.link", "outer.link"}
+        inherited = self.machine.efficiency.inherited_from
+        for what in sorted(used & set(inherited)):
+            notes.append(f"{self.cluster.chip.name}: efficiency of {what} inherited from {inherited[what]}")
+        return notes
+
+    def to_json(self, *, ledger: bool = True) -> dict[str, Any]:
+        """The document that `meshwise estimate --json` prints."""
+        from dataclasses import asdict
+
+        from meshwise.model import num_params
+
+        document: dict[str, Any] = {
+            "model": {"name": self.model.name, "num_params": num_params(self.model)},
+            "cluster": {
+                "name": self.cluster.name,
+                "chip": self.cluster.chip.name,
+                "num_chips": self.cluster.num_chips,
+            },
+            "plan": asdict(self.plan) | {"dp": int(self.degrees.dp), "sp": self.plan.sequence_parallel},
+            "workload": asdict(self.workload),
+            "step_s": self.step_s,
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_per_gpu": self.tokens_per_s / self.cluster.num_chips,
+            "flop_per_step": self.flop_per_step,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "memory_bytes": self.memory_bytes,
+            "fits": self.fits,
+            "time_s": self.time_s,
+            "stages": [_stage_json(stage) for stage in self.step.stages],
+            "notes": self.notes(),
+        }
+        if ledger:
+            document["ledger"] = self.ledger.to_json()
+        return document
+
+
+def estimate(
+    model: Model, cluster: Cluster, plan: Plan, workload: Workload, *, ideal: bool = False
+) -> Estimate:
+    """Price one plan. PlanError or WorkloadError where it does not fit the model or the cluster.
+
+    A plan that needs more memory than the chip has is an answer (`fits` False), not an error.
+    `ideal`: kernels and links keep every promise of the data sheet.
+    """
+    check_plan(model, plan)
+    on = degrees(plan, workload, cluster.num_chips)
+    check_schedule(plan.schedule, plan.pp, int(on.num_microbatches), plan.vpp)
+    stages = plan_stages(model, on)
+    runs_on = machine(cluster, plan.dtype, ideal=ideal)
+    step = step_cost(
+        model,
+        on,
+        runs_on,
+        stages,
+        overhead_bytes=0.0 if ideal else OVERHEAD_BYTES,
+        trains=workload.kind == "train",
+    )
+    return Estimate(model, cluster, plan, workload, on, runs_on, step)
+
+
+def check_plan(model: Model, plan: Plan) -> None:
+    """Raise PlanError where the degrees do not divide what they cut."""
+    v_dims = {"heads": (model.num_heads, plan.tp), "hidden width": (model.hidden, plan.tp)}
+    if model.vocab:
+        v_dims["ffn width"] = (model.ffn_hidden, plan.tp)
+    for what, (size, degree) in v_dims.items():
+        if size % degree:
+            raise PlanError(f"tp={degree} does not divide the {size} {what} of {model.name}; use a divisor")
+    if model.num_kv_heads % plan.tp and plan.tp % model.num_kv_heads:
+        raise PlanError(
+            f"tp={plan.tp} neither divides nor is divided by the {model.num_kv_heads} key-value heads of "
+            f"{model.name}; use a divisor or a multiple"
+        )
+    ulysses = {"ulysses": plan.cp, "two_level": plan.ulysses}.get(plan.cp_kind, 1)
+    if model.num_heads % (plan.tp * ulysses):
+        raise PlanError(
+            f"tp={plan.tp} x ulysses={ulysses} does not divide the {model.num_heads} heads of {model.name}; "
+            "use degrees that do, or cp_kind=ring"
+        )
+    _check_experts(model, plan)
+
+
+def _check_experts(model: Model, plan: Plan) -> None:
+    if model.moe is None:
+        if plan.ep > 1:
+            raise PlanError(f"ep={plan.ep} but {model.name} has no experts; leave ep out")
+        return
+    if model.moe.num_experts % plan.ep:
+        raise PlanError(
+            f"ep={plan.ep} does not divide the {model.moe.num_experts} experts of {model.name}; use a divisor"
+        )
+    etp = plan.etp or plan.tp
+    if model.moe.ffn_hidden % etp:
+        raise PlanError(
+            f"etp={etp} does not divide the expert width {model.moe.ffn_hidden} of {model.name}; "
+            "use a divisor"
+        )
+
+
+def model_flop(model: Model, seq: float) -> float:
+    """Matrix FLOP of the forward of one sequence of `seq` tokens through the whole model."""
+    cut = Cut(microbatch=1.0, seq=float(seq))
+    num_moe = num_moe_layers(model)
+    parts = [(model.num_layers - num_moe, block(model, cut)), (1, embed(model, cut)), (1, head(model, cut))]
+    if num_moe:
+        parts.append((num_moe, block(model, cut, moe=True)))
+    return float(
+        sum(
+            count * op.cost.flop
+            for count, ops in parts
+            for op in ops
+            if op.phase == "forward" and op.kind in ("matmul", "attention")
+        )
+    )
+
+
+def _memory(memory: Memory) -> dict[str, float]:
+    parts = {name: float(getattr(memory, name)) for name in MEMORY_PARTS}
+    return parts | {"total": float(memory.total)}
+
+
+def _stage_json(cost: StageCost) -> dict[str, Any]:
+    stage, time = cost.stage, cost.time
+    return {
+        "index": int(stage.index),
+        "num_like_it": int(stage.ranks),
+        "dense_layers": int(stage.dense_layers),
+        "moe_layers": int(stage.moe_layers),
+        "embedding": bool(stage.embeddings),
+        "head": bool(stage.heads),
+        "forward_s": float(time.forward.total_s),
+        "backward_s": float((time.backward + time.weight).total_s),
+        "weight_grad_s": float(time.weight.total_s),
+        "memory_bytes": _memory(cost.memory),
+    }
+
+
+def _stage_rows(of: Estimate, cost: StageCost, rank: float) -> Iterator[dict[str, Any]]:
+    """The rows of one rank of a stage: its parts, each as often as it runs in a step."""
+    on, stage, cut = of.degrees, cost.stage, of.degrees.cut()
+    rounds = float(on.num_microbatches)
+    parts = [
+        ("embedding", embed(of.model, cut), float(stage.embeddings)),
+        ("layer", block(of.model, cut), float(stage.dense_layers)),
+        ("moe_layer", block(of.model, cut, moe=True) if stage.moe_layers else [], float(stage.moe_layers)),
+        ("head", head(of.model, cut), float(stage.heads)),
+    ]
+    policy = of.plan.recompute if of.trains else "none"
+    for name, ops, count in parts:
+        if not count:
+            continue
+        if not of.trains:
+            ops = [op for op in ops if op.phase == "forward"]
+        redone = policy if name.endswith("layer") else "none"
+        for row in op_rows(ops, of.machine, prefix=name, recompute=redone):
+            yield row | {"rank": rank, "count": row["count"] * count * rounds, "origin": "estimate"}
+    yield from _step_rows(of, cost, rank)
+
+
+def op_rows(
+    ops: list[Op], on: Machine, *, prefix: str = "", recompute: str = "none"
+) -> Iterator[dict[str, Any]]:
+    """One ledger row per op; recomputed forward ops come once more, as phase `recompute`."""
+    times = op_times(ops, on)
+    again = {"none": (), "selective": CORE, "full": None}[recompute]
+    for phase in ("forward", "recompute", "backward"):
+        for op, time in zip(ops, times, strict=True):
+            source = "forward" if phase == "recompute" else phase
+            if op.phase != source or (phase == "recompute" and again is not None and op.name not in again):
+                continue
+            if op.kind == "collective" and float(op.group_size) == 1:
+                continue
+            row = _op_row(op, prefix) | {"phase": phase}
+            if op.kind == "collective":
+                exposed = float(exposed_s(op, time, ops, times))
+                row |= {"comm_s": float(time.comm_s), "exposed_s": exposed, "time_s": exposed}
+            else:
+                row |= {"compute_s": float(time.compute_s), "memory_s": float(time.memory_s)}
+                row |= {"time_s": float(time.busy_s)}
+            yield row
+
+
+def _op_row(op: Op, prefix: str) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "module": ".".join(filter(None, (prefix, op.module if op.module != prefix else ""))),
+        "op": op.name,
+        "count": float(op.count),
+        "shape": tuple(float(dim) for dim in op.shape),
+        "dtype": op.dtype,
+    }
+    if op.kind == "collective":
+        return row | {
+            "collective": op.collective,
+            "axis": op.axis,
+            "group_size": float(op.group_size),
+            "payload_bytes": float(op.payload_bytes),
+            "sent_bytes": float(_sent(op)),
+        }
+    return row | {
+        "flop": float(op.cost.flop),
+        "read_bytes": float(op.cost.read_bytes),
+        "write_bytes": float(op.cost.write_bytes),
+        "saved_bytes": float(op.saved_bytes),
+        "weight_bytes": float(op.num_params) * 2.0,
+    }
+
+
+def _sent(op: Op) -> float:
+    kind = "p2p" if op.collective in ("send", "recv") else op.collective
+    return float(sent_bytes(kind, op.payload_bytes, op.group_size))  # type: ignore[arg-type]
+
+
+def _step_rows(of: Estimate, cost: StageCost, rank: float) -> Iterator[dict[str, Any]]:
+    """What happens once a step: the exchange over the replicas, and the optimizer."""
+    if not of.trains:
+        return
+    common = {"origin": "estimate", "rank": rank, "module": "step", "count": 1.0}
+    exchange_s = float(cost.comm_dp_s)
+    if float(of.degrees.replicas) > 1:
+        yield common | {
+            "op": "gradients_and_weights",
+            "phase": "step",
+            "collective": "all_reduce" if of.plan.zero == 0 else "reduce_scatter",
+            "axis": "dp",
+            "group_size": float(of.degrees.replicas),
+            "exposed_s": exchange_s,
+            "time_s": exchange_s,
+        }
+    yield common | {"op": of.plan.optimizer, "phase": "optimizer", "time_s": float(cost.optimizer_s)}

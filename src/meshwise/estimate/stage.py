@@ -1,0 +1,164 @@
+"""Pipeline stages: which layers each holds, and what one microbatch costs it.
+
+A single plan has its real stages, equal ones counted once. A grid of plans has three kinds: the
+first stage (with the embedding), the stages between, and the last (with head and loss); where pp = 1
+the first is also the last. `ranks` says how many stages are of a kind, zero where there is none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwise.errors import PlanError
+from meshwise.estimate.block_time import BlockTime, Parts
+from meshwise.estimate.degrees import Degrees
+from meshwise.model import Model, is_moe_layer, num_moe_layers
+from meshwise.plan import RECOMPUTE
+from meshwise.units import Num
+
+V_SHAPED = ("zb-v", "dualpipe-v")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stage:
+    """What one pipeline stage holds: `index` along the pipeline, and how many `ranks` hold the like."""
+
+    index: Num
+    ranks: Num
+    dense_layers: Num
+    moe_layers: Num
+    embeddings: Num
+    heads: Num
+
+    @property
+    def layers(self) -> Num:
+        """Blocks of this stage, of both kinds."""
+        return self.dense_layers + self.moe_layers
+
+
+def plan_stages(model: Model, on: Degrees) -> list[Stage]:
+    """The stages of a single plan, equal ones merged; PlanError where the layers do not divide."""
+    plan, num_stages = on.plan, int(on.pp)
+    chunks = num_stages * int(on.vpp)
+    per_chunk = list(plan.stages) if plan.stages else _even(model, chunks)
+    if sum(per_chunk) != model.num_layers:
+        raise PlanError(
+            f"stages add up to {sum(per_chunk)} layers but {model.name} has {model.num_layers}; "
+            "list all its layers"
+        )
+    firsts = np.concatenate([[0], np.cumsum(per_chunk)])
+    moe = [is_moe_layer(model, i) for i in range(model.num_layers)]
+    v_shaped = plan.schedule in V_SHAPED
+    held: list[tuple[float, float, float, float]] = []
+    for stage in range(num_stages):
+        mine = [c for c in range(chunks) if stage == _stage_of(c, num_stages, v_shaped)]
+        layers = [moe[i] for c in mine for i in range(int(firsts[c]), int(firsts[c + 1]))]
+        num_moe = float(sum(layers))
+        held.append((len(layers) - num_moe, num_moe, float(0 in mine), float(chunks - 1 in mine)))
+    counts = Counter(held)
+    return [
+        Stage(
+            index=float(held.index(kind)),
+            ranks=float(count),
+            dense_layers=kind[0],
+            moe_layers=kind[1],
+            embeddings=kind[2],
+            heads=kind[3],
+        )
+        for kind, count in counts.items()
+    ]
+
+
+def _even(model: Model, chunks: int) -> list[int]:
+    if model.num_layers % chunks:
+        raise PlanError(
+            f"{model.num_layers} layers of {model.name} do not divide by {chunks} pipeline stages "
+            "(pp x vpp); change pp or vpp, or list uneven stages as stages=a-b-..."
+        )
+    return [model.num_layers // chunks] * chunks
+
+
+def _stage_of(chunk: int, num_stages: int, v_shaped: bool) -> int:
+    """The rank that holds a chunk: round and round, or, V-shaped, down and back up."""
+    if v_shaped and chunk >= num_stages:
+        return 2 * num_stages - 1 - chunk
+    return chunk % num_stages
+
+
+def grid_stages(model: Model, on: Degrees) -> list[Stage]:
+    """First, middle and last stages over a grid of plans; layers are spread evenly."""
+    pp = np.asarray(on.pp, dtype=np.float64)
+    layers = model.num_layers / pp
+    total_moe = float(num_moe_layers(model))
+    first_dense = float(model.moe.first_dense_layers) if model.moe else 0.0
+    moe_frac = 1.0 / model.moe.every if model.moe else 0.0
+    moe_first = np.maximum(layers - first_dense, 0.0) * moe_frac
+    moe_other = (total_moe - moe_first) / np.maximum(pp - 1.0, 1.0)
+    alone = pp == 1.0
+    common = {"dense_layers": layers - moe_other, "moe_layers": moe_other, "embeddings": 0.0}
+    return [
+        Stage(
+            index=0.0,
+            ranks=1.0,
+            dense_layers=layers - moe_first,
+            moe_layers=moe_first,
+            embeddings=1.0,
+            heads=np.where(alone, 1.0, 0.0),
+        ),
+        Stage(index=1.0, ranks=np.maximum(pp - 2.0, 0.0), heads=0.0, **common),
+        Stage(index=pp - 1.0, ranks=np.where(alone, 0.0, 1.0), heads=1.0, **common),
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """The parts a stage is made of: a dense block, a MoE block (None if there is none), and the ends."""
+
+    dense: BlockTime
+    moe: BlockTime | None
+    embed: BlockTime
+    head: BlockTime
+
+    def of(self, stage: Stage) -> list[tuple[Num, BlockTime]]:
+        """How many of each part a stage holds."""
+        parts = [(stage.dense_layers, self.dense), (stage.embeddings, self.embed), (stage.heads, self.head)]
+        return parts if self.moe is None else [*parts, (stage.moe_layers, self.moe)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageTime:
+    """One microbatch on one stage: forward, backward (of the input; with recomputation), weight gradient."""
+
+    stage: Stage
+    forward: Parts
+    backward: Parts
+    weight: Parts
+
+    @property
+    def total(self) -> Parts:
+        """All three."""
+        return self.forward + self.backward + self.weight
+
+
+def recomputed(on: Degrees) -> tuple[Num, Num]:
+    """Shares of the layers whose core attention, and whose whole forward, the backward runs again."""
+    policy = np.asarray(on.recompute)
+    selective = np.where(policy == RECOMPUTE.index("selective"), 1.0, 0.0)
+    full = np.where(policy == RECOMPUTE.index("full"), 1.0, 0.0) * on.recompute_frac
+    return selective, full
+
+
+def stage_time(stage: Stage, blocks: Blocks, on: Degrees) -> StageTime:
+    """Add up the parts of a stage; only the blocks are recomputed, not embedding and head."""
+    selective, full = recomputed(on)
+    forward, backward, weight = Parts(), Parts(), Parts()
+    for count, part in blocks.of(stage):
+        forward = forward + part.forward * count
+        backward = backward + part.backward * count
+        weight = weight + part.weight * count
+        if part is blocks.dense or part is blocks.moe:
+            backward = backward + part.core * (count * selective) + part.forward * (count * full)
+    return StageTime(stage, forward, backward, weight)

@@ -1,0 +1,252 @@
+"""A whole step from its parts: blocks, stages, the pipeline, data parallelism, the optimizer.
+
+    step = m t_max + bubble + exposed p2p + exposed data-parallel exchange + optimizer
+
+m microbatches, t_max one of them on the slowest stage. All of it is arithmetic on `Degrees`, so one
+call prices one plan or a grid: what depends on few axes (a block on tp, cp and the microbatch) is
+computed along those alone, and only the last sums run over the whole grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwise.cost.schedule import bubble_s
+from meshwise.estimate.block_time import Parts, block_time
+from meshwise.estimate.degrees import Degrees, shard_ranks
+from meshwise.estimate.memory import (
+    OPTIMIZER_BYTES,
+    Memory,
+    block_input_bytes,
+    grad_bytes,
+    held_params,
+    stage_memory,
+    weight_bytes,
+)
+from meshwise.estimate.stage import Blocks, Stage, StageTime, stage_time
+from meshwise.estimate.timing import Machine
+from meshwise.layout.block import block
+from meshwise.layout.cut import Cut
+from meshwise.layout.vocabulary import embed, head
+from meshwise.model import Model, num_moe_layers
+from meshwise.plan import SCHEDULES
+from meshwise.units import Num
+
+HOST_BYTES_PER_S = 25e9  # a GPU's share of PCIe 4.0 x16, of which 32 GB/s nominal; for offloading
+OVERLAPPED_SCHEDULES = tuple(i for i, name in enumerate(SCHEDULES) if name not in ("gpipe", "1f1b"))
+"""Schedules whose messages between stages travel while other chunks compute."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepCost:
+    """A step of one plan, or of each plan of a grid.
+
+    `time` holds the parts of the slowest stage over all microbatches; with `bubble_s`, `comm_pp_s`,
+    `comm_dp_s` and `optimizer_s` they add up to `step_s`. `memory` is that of the fullest stage.
+    """
+
+    step_s: Num
+    time: Parts
+    bubble_s: Num
+    comm_pp_s: Num
+    comm_dp_s: Num
+    optimizer_s: Num
+    memory: Memory
+    stages: tuple[StageCost, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageCost:
+    """One kind of stage: what it holds, its times per microbatch, its memory at the peak."""
+
+    stage: Stage
+    time: StageTime
+    memory: Memory
+    comm_dp_s: Num
+    optimizer_s: Num
+
+
+def price_blocks(model: Model, on: Degrees, machine: Machine) -> Blocks:
+    """Time the parts of the model on one rank and one microbatch."""
+    cut: Cut = on.cut()
+    hide = [axis for axis in ("tp", "ep") if getattr(on.plan, f"overlap_{axis}")]
+    has_moe = num_moe_layers(model) > 0
+    return Blocks(
+        dense=block_time(block(model, cut), machine, hide=hide),
+        moe=block_time(block(model, cut, moe=True), machine, hide=hide) if has_moe else None,
+        embed=block_time(embed(model, cut), machine),
+        head=block_time(head(model, cut), machine),
+    )
+
+
+def step_cost(
+    model: Model, on: Degrees, machine: Machine, stages: Sequence[Stage], *, overhead_bytes: Num = 0.0,
+    trains: bool = True,
+) -> StepCost:  # fmt: skip
+    """The cost of one step of the plans `on`; `trains` False prices the forward alone."""
+    blocks = price_blocks(model, on, machine)
+    costs = tuple(
+        _stage_cost(model, stage, blocks, on, machine, overhead_bytes=overhead_bytes, trains=trains)
+        for stage in stages
+    )
+    exists = [np.asarray(cost.stage.ranks) > 0 for cost in costs]
+    times = [cost.time if trains else _forward_only(cost.time) for cost in costs]
+    slowest = _largest([time.total.total_s for time in times], exists)
+    parts = _chosen([time.total for time in times], slowest, Parts)
+    time = parts * on.num_microbatches
+    mean = [_mean([getattr(t, phase).total_s for t in times], costs, on.pp) for phase in _PHASES]
+    hop_s = _p2p_s(model, on, machine)
+    bubble = bubble_s(on.schedule, on.pp, on.num_microbatches, on.vpp, *mean, p2p_s=hop_s)
+    comm_pp = _exposed_p2p_s(on, hop_s) * (1.0 if trains else 0.5)
+    comm_dp = _largest_of([cost.comm_dp_s for cost in costs], exists) if trains else 0.0
+    optimizer = _largest_of([cost.optimizer_s for cost in costs], exists) if trains else 0.0
+    return StepCost(
+        step_s=time.total_s + bubble + comm_pp + comm_dp + optimizer,
+        time=time,
+        bubble_s=bubble,
+        comm_pp_s=comm_pp,
+        comm_dp_s=comm_dp,
+        optimizer_s=optimizer,
+        memory=_chosen(
+            [cost.memory for cost in costs], _largest([cost.memory.total for cost in costs], exists), Memory
+        ),
+        stages=costs,
+    )
+
+
+_PHASES = ("forward", "backward", "weight")
+
+
+def _forward_only(time: StageTime) -> StageTime:
+    return StageTime(time.stage, time.forward, Parts(), Parts())
+
+
+def _stage_cost(
+    model: Model, stage: Stage, blocks: Blocks, on: Degrees, machine: Machine, *, overhead_bytes: Num,
+    trains: bool,
+) -> StageCost:  # fmt: skip
+    time = stage_time(stage, blocks, on)
+    return StageCost(
+        stage=stage,
+        time=time,
+        memory=stage_memory(model, stage, blocks, on, overhead_bytes=overhead_bytes, trains=trains),
+        comm_dp_s=data_parallel_s(stage, time, blocks, on, machine),
+        optimizer_s=optimizer_s(stage, blocks, on, machine),
+    )
+
+
+def _p2p_s(model: Model, on: Degrees, machine: Machine) -> Num:
+    """Time of one message to the next stage: a block's input, its shard of each rank of tp."""
+    shard = 1.0 if on.cut().sequence_parallel else on.tp  # sent in tp pieces either way
+    return machine.collective_s("send", block_input_bytes(model, on) / shard, on.pp, on.stride("pp"))
+
+
+def _exposed_p2p_s(on: Degrees, hop_s: Num) -> Num:
+    """Messages that a stage waits for: two a microbatch and chunk, unless the schedule hides them."""
+    hidden = np.isin(np.asarray(on.schedule), OVERLAPPED_SCHEDULES) & on.plan.overlap_pp
+    return np.where(hidden | (np.asarray(on.pp) == 1), 0.0, 2.0 * hop_s * on.num_microbatches * on.vpp)
+
+
+def data_parallel_s(stage: Stage, time: StageTime, blocks: Blocks, on: Degrees, machine: Machine) -> Num:
+    """Time of exchanging gradients and weights over the replicas that no compute hides.
+
+    ZeRO-0 all-reduces gradients; 1 and 2 reduce-scatter them and all-gather the new weights; 3 gathers
+    each block's weights before its forward and its backward and scatters gradients, every microbatch.
+    The gradient of a block travels while the blocks below it compute, so at best one block's part of it
+    sticks out, and likewise the gather of the first block's weights.
+    """
+    dense, experts = held_params(stage, blocks)
+    rounds = np.where(np.asarray(on.zero) >= 3, on.num_microbatches, 1.0)
+    grads_s = _sharded_s("reduce_scatter", grad_bytes(on), dense, experts, on, machine)
+    weights_s = _sharded_s("all_gather", weight_bytes(on), dense, experts, on, machine)
+    gathers = np.where(np.asarray(on.zero) >= 3, 2.0, np.where(np.asarray(on.zero) >= 1, 1.0, 0.0))
+    # Without ZeRO the gradients come back by the second half of an all-reduce.
+    grads_s = grads_s + np.where(
+        np.asarray(on.zero) >= 1,
+        0.0,
+        _sharded_s("all_gather", grad_bytes(on), dense, experts, on, machine),
+    )
+    if not on.plan.overlap_dp:
+        return rounds * (grads_s + gathers * weights_s)
+    pieces = np.maximum(stage.layers, 1.0)
+    backward_s = (time.backward + time.weight).total_s
+    forward_s = time.forward.total_s
+    behind_backward = grads_s + np.maximum(gathers - 1.0, 0.0) * weights_s
+    behind_forward = np.minimum(gathers, 1.0) * weights_s
+    tail_s = grads_s / pieces
+    first_s = behind_forward / pieces
+    return rounds * (
+        np.maximum(behind_backward - tail_s - backward_s, 0.0)
+        + np.maximum(behind_forward - first_s - forward_s, 0.0)
+    ) + (tail_s + first_s)
+
+
+def _sharded_s(kind: str, elem_bytes: float, dense: Num, experts: Num, on: Degrees, machine: Machine) -> Num:
+    """One pass over gradients or weights: within the sharing group, then (gradients) across groups."""
+    total: Num = 0.0
+    inner_axis = "cp" if on.plan.placement.index("cp") < on.plan.placement.index("dp") else "dp"
+    stride = on.stride(inner_axis)
+    for params, replicas, step in (
+        (dense, on.replicas, stride),
+        (experts, on.expert_replicas, on.stride("tp") * on.etp * on.ep),
+    ):
+        if isinstance(params, float | int) and params == 0:
+            continue
+        group = np.minimum(on.zero_group, replicas)
+        total = total + machine.collective_s(kind, elem_bytes * params, group, step)
+        if kind == "reduce_scatter":
+            outer = replicas / group
+            total = total + machine.collective_s(
+                "all_reduce", elem_bytes * params / group, outer, step * group
+            )
+    return total
+
+
+def optimizer_s(stage: Stage, blocks: Blocks, on: Degrees, machine: Machine) -> Num:
+    """The optimizer's pass over its states: each read and written once, gradients read twice (norm, update).
+
+    Offloaded states are updated on the host: gradients go there and weights come back over PCIe.
+    """
+    dense, experts = held_params(stage, blocks)
+    params = dense / shard_ranks(on, 1) + experts / shard_ranks(on, 1, experts=True)
+    per_param = 2 * OPTIMIZER_BYTES[on.plan.optimizer] + 2 * grad_bytes(on) + weight_bytes(on)
+    on_chip = (1 - on.offload_optimizer) * per_param / machine.base.memory_bytes_per_s
+    on_host = on.offload_optimizer * (grad_bytes(on) + weight_bytes(on)) / HOST_BYTES_PER_S
+    return params * (on_chip + on_host)
+
+
+def _largest(values: Sequence[Num], exists: Sequence[Num]) -> Num:
+    """Which of `values` is largest, among those that exist."""
+    masked = [np.where(there, value, -1.0) for value, there in zip(values, exists, strict=True)]
+    if len(masked) == 1:
+        return np.zeros_like(masked[0], dtype=np.intp)
+    return np.argmax(np.stack(np.broadcast_arrays(*masked)), axis=0)
+
+
+def _largest_of(values: Sequence[Num], exists: Sequence[Num]) -> Num:
+    largest: Num = 0.0
+    for value, there in zip(values, exists, strict=True):
+        largest = np.maximum(largest, np.where(there, value, 0.0))
+    return largest
+
+
+def _chosen(items: Sequence, index: Num, kind: type) -> object:
+    """Field by field, the item that `index` names."""
+    if len(items) == 1:
+        return items[0]
+    names = kind.__dataclass_fields__
+    return kind(*(_choose([getattr(item, name) for item in items], index) for name in names))
+
+
+def _choose(values: Sequence[Num], index: Num) -> Num:
+    chosen = values[0]
+    for i, value in enumerate(values[1:], start=1):
+        chosen = np.where(index == i, value, chosen)
+    return chosen
+
+
+def _mean(values: Sequence[Num], costs: Sequence[StageCost], pp: Num) -> Num:
+    return sum(value * cost.stage.ranks for value, cost in zip(values, costs, strict=True)) / pp

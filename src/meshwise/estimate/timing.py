@@ -1,0 +1,198 @@
+"""How long the ops of a layout take on a machine: compute, memory and communication, op by op.
+
+The roofline of an op is FLOP over peak and bytes over bandwidth, both as published. What it really
+takes is longer: `cost.gemm`, `cost.attention_kernel`, `cost.memory_kernel` and `cost.collective` say
+by how much, with the chip's fitted constants (`meshwise.efficiency`; `IDEAL` is the bare roofline).
+
+One plan's ops are stacked by kind and timed in one call per kind; over a grid of plans each op is one
+call, along the axes that it depends on.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwise.cost.attention_kernel import attention_s
+from meshwise.cost.collective import collective_s
+from meshwise.cost.gemm import gemm_s
+from meshwise.cost.memory_kernel import memory_kernel_s
+from meshwise.efficiency import IDEAL, Efficiency, constants
+from meshwise.hardware import Cluster, Rates, rates
+from meshwise.layout.op import Op
+from meshwise.units import Num
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpTime:
+    """Seconds of one occurrence of an op.
+
+    `compute_s` and `memory_s` are its roofline, `busy_s` what the kernel takes; `comm_s` the links.
+    """
+
+    compute_s: Num = 0.0
+    memory_s: Num = 0.0
+    busy_s: Num = 0.0
+    comm_s: Num = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Machine:
+    """What ops are timed on: the rates of a cluster (scalars, or arrays over chips) and its efficiency.
+
+    `by_dtype` are the rates of matrix work by dtype; `base` those of the step's own.
+    """
+
+    base: Rates
+    by_dtype: dict[str, Rates]
+    efficiency: Efficiency = IDEAL
+    num_cores: Num = 1.0
+
+    def collective_s(self, kind: str, payload_bytes: Num, group_ranks: Num, stride: Num) -> Num:
+        """Time of one collective with the links to itself; `send` and `recv` are point to point."""
+        return collective_s(
+            "p2p" if kind in ("send", "recv") else kind,  # type: ignore[arg-type]
+            payload_bytes,
+            group_ranks,
+            stride=stride,
+            link_bytes_per_s=self.base.link_bytes_per_s,
+            link_latency_s=self.base.link_latency_s,
+            link_ranks=self.base.link_ranks,
+            efficiency=self.efficiency,
+        )
+
+
+def machine(cluster: Cluster, dtype: str, *, ideal: bool = False) -> Machine:
+    """The machine that a step in `dtype` runs on; attention and the rest of an fp8 step run in bf16.
+
+    `ideal`: kernels and links keep every promise of the data sheet.
+    """
+    dtypes = {dtype, "bf16" if dtype in ("fp8", "fp4") else dtype}
+    return Machine(
+        base=rates(cluster, dtype),
+        by_dtype={name: rates(cluster, name) for name in dtypes},
+        efficiency=IDEAL if ideal else constants(cluster.chip),
+        num_cores=float(max(cluster.chip.num_cores, 1)),
+    )
+
+
+def op_times(ops: Sequence[Op], on: Machine) -> list[OpTime]:
+    """The time of each op, in order."""
+    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for i, op in enumerate(ops):
+        groups[_group(op)].append(i)
+    times: list[OpTime] = [OpTime()] * len(ops)
+    for (kind, *rest), members in groups.items():
+        for i, time in zip(members, _TIMERS[kind]([ops[i] for i in members], rest, on), strict=True):
+            times[i] = time
+    return times
+
+
+def _group(op: Op) -> tuple[str, ...]:
+    if op.kind == "collective":
+        return "collective", op.collective
+    if op.kind == "attention":
+        return "attention", op.dtype, op.phase, "causal" if op.causal else "full"
+    return (op.kind, op.dtype) if op.kind == "matmul" else (op.kind,)
+
+
+def _each(ops: Sequence[Op], numbers: Sequence[tuple[Num, ...]], timer: Callable) -> list[OpTime]:
+    """Apply `timer` to each op's numbers: all at once where they are scalars."""
+    if any(np.ndim(x) for row in numbers for x in row):
+        return [timer(*row) for row in numbers]
+    stacked = timer(*np.array(numbers, dtype=np.float64).T)
+    columns = [np.broadcast_to(column, len(ops)).tolist() for column in _fields(stacked)]
+    return [OpTime(*row) for row in zip(*columns, strict=True)]
+
+
+def _fields(time: OpTime) -> tuple[Num, Num, Num, Num]:
+    return time.compute_s, time.memory_s, time.busy_s, time.comm_s
+
+
+def _matmuls(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpTime]:
+    chip, constant = on.by_dtype.get(rest[0], on.base), on.efficiency.gemm(rest[0])
+
+    def timer(batch: Num, m: Num, n: Num, k: Num, flop: Num, read: Num, write: Num) -> OpTime:
+        busy_s = gemm_s(
+            m, n, k,
+            batch=batch,
+            flop_per_s=chip.matrix_flop_per_s,
+            memory_bytes_per_s=chip.memory_bytes_per_s,
+            num_cores=on.num_cores,
+            elem_bytes=read / (batch * (m * k + k * n)),
+            out_bytes=write / (batch * m * n),
+            efficiency=constant,
+        )  # fmt: skip
+        return OpTime(flop / chip.matrix_flop_per_s, (read + write) / chip.memory_bytes_per_s, busy_s)
+
+    return _each(
+        ops, [(*op.shape, op.cost.flop, op.cost.read_bytes, op.cost.write_bytes) for op in ops], timer
+    )
+
+
+def _attentions(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpTime]:
+    dtype, phase, mask = rest
+    chip = on.by_dtype.get(dtype, on.base)
+
+    def timer(
+        batch: Num, heads: Num, kv_heads: Num, seq_q: Num, qk_dim: Num, v_dim: Num, flop: Num, moved: Num
+    ) -> OpTime:
+        dims = 3.0 * qk_dim + 2.0 * v_dim if phase == "backward" else qk_dim + v_dim
+        keys_per_query = flop / (2.0 * batch * heads * dims * seq_q)
+        busy_s = attention_s(
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            seq_q=seq_q,
+            # The length at which a causal mask leaves that many keys per query.
+            seq_k=keys_per_query + (0.5 * seq_q if mask == "causal" else 0.0),
+            qk_dim=qk_dim,
+            v_dim=v_dim,
+            causal=mask == "causal",
+            backward=phase == "backward",
+            flop_per_s=chip.matrix_flop_per_s,
+            memory_bytes_per_s=chip.memory_bytes_per_s,
+            num_cores=on.num_cores,
+            efficiency=on.efficiency.attention,
+        )
+        return OpTime(flop / chip.matrix_flop_per_s, moved / chip.memory_bytes_per_s, busy_s)
+
+    return _each(
+        ops,
+        [
+            (*op.shape[:4], *op.shape[5:], op.cost.flop, op.cost.read_bytes + op.cost.write_bytes)
+            for op in ops
+        ],
+        timer,
+    )
+
+
+def _kernels(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpTime]:
+    chip = on.base
+
+    def timer(flop: Num, moved: Num) -> OpTime:
+        busy_s = memory_kernel_s(
+            moved, memory_bytes_per_s=chip.memory_bytes_per_s, efficiency=on.efficiency.memory
+        )
+        compute_s = flop / chip.vector_flop_per_s
+        return OpTime(compute_s, moved / chip.memory_bytes_per_s, np.maximum(busy_s, compute_s))
+
+    return _each(ops, [(op.cost.flop, op.cost.read_bytes + op.cost.write_bytes) for op in ops], timer)
+
+
+def _collectives(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpTime]:
+    def timer(payload_bytes: Num, group_ranks: Num, stride: Num) -> OpTime:
+        return OpTime(comm_s=on.collective_s(rest[0], payload_bytes, group_ranks, stride))
+
+    return _each(ops, [(op.payload_bytes, op.group_size, op.stride) for op in ops], timer)
+
+
+_TIMERS = {
+    "matmul": _matmuls,
+    "attention": _attentions,
+    "kernel": _kernels,
+    "collective": _collectives,
+}

@@ -1,0 +1,166 @@
+"""An estimate as tables on a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from meshwise.estimate.nersc_2024_02 import TABLES, TOTALLED
+from meshwise.estimate.request import Answer, NotebookAnswer
+from meshwise.ledger import PHASES, Ledger
+from meshwise.units import duration, with_prefix
+
+
+def print_estimate(answer: Answer | NotebookAnswer, console: Console, *, per_layer: bool = False) -> None:
+    """Print the totals, where time and memory go, the stages, and (asked for) the ops of a layer."""
+    if isinstance(answer, NotebookAnswer):
+        _print_notebook(answer, console)
+        return
+    estimate = answer.estimate
+    _print_head(answer, console)
+    console.print(_share_table("time of a step", estimate.time_s, estimate.step_s, duration))
+    memory = dict(estimate.memory_bytes)
+    total = memory.pop("total")
+    console.print(_share_table("memory of the fullest rank", memory, total, lambda x: with_prefix(x, "B")))
+    if len(estimate.step.stages) > 1:
+        console.print(_stage_table(answer))
+    if per_layer:
+        print_ledger(answer.layer(), console)
+    for note in estimate.notes():
+        console.print(f"note: {note}")
+
+
+def _print_head(answer: Answer, console: Console) -> None:
+    estimate = answer.estimate
+    plan, on, chips = estimate.plan, estimate.degrees, estimate.cluster.num_chips
+    degrees = f"tp={plan.tp} cp={plan.cp} pp={plan.pp} dp={int(on.dp)}"
+    if estimate.model.moe:
+        degrees += f" ep={plan.ep} etp={int(on.etp)}"
+    console.print(
+        f"{estimate.model.name} on {chips} x {estimate.cluster.chip.name}: {degrees}, batch "
+        f"{estimate.workload.batch} x {estimate.workload.seq}, microbatch {estimate.workload.microbatch}"
+    )
+    verdict = "fits" if estimate.fits else "DOES NOT FIT"
+    capacity = with_prefix(estimate.cluster.chip.memory_bytes, "B")
+    lines = [
+        ("step", duration(estimate.step_s)),
+        (
+            "tokens/s",
+            f"{with_prefix(estimate.tokens_per_s, '')} ({estimate.tokens_per_s / chips:.4g} per GPU)",
+        ),
+        ("MFU / HFU", f"{estimate.mfu:.1%} / {estimate.hfu:.1%}"),
+        ("model FLOP", with_prefix(estimate.flop_per_step, "FLOP") + " per step"),
+        ("memory", f"{with_prefix(estimate.memory_bytes['total'], 'B')} of {capacity}: {verdict}"),
+    ]
+    for name, value in answer.run().items():
+        lines.append((name, _run_value(name, value)))
+    grid = Table.grid(padding=(0, 2))
+    for name, value in lines:
+        grid.add_row(name, value)
+    console.print(grid)
+
+
+def _run_value(name: str, value: float) -> str:
+    units = {
+        "run_s": duration(value),
+        "days": f"{value:.4g}",
+        "energy_joules": with_prefix(value / 3600, "Wh"),
+    }
+    return units.get(name, with_prefix(value, ""))
+
+
+def _share_table(title: str, parts: dict[str, float], total: float, show: Any) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    table.add_column("part")
+    table.add_column("value", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("")
+    for name, value in parts.items():
+        if value > 0:
+            share = value / total
+            table.add_row(name, show(value), f"{share:.1%}", "█" * max(1, round(40 * share)))
+    table.add_row("total", show(total), "100%", "")
+    return table
+
+
+def _stage_table(answer: Answer) -> Table:
+    table = Table(
+        title="pipeline stages (one microbatch)", title_justify="left", box=box.SIMPLE, pad_edge=False
+    )
+    for name in ("stage", "alike", "layers", "forward", "backward", "memory"):
+        table.add_column(name, justify="right")
+    for cost in answer.estimate.step.stages:
+        stage, time = cost.stage, cost.time
+        ends = ("embedding + " if stage.embeddings else "") + f"{int(stage.layers)}"
+        table.add_row(
+            str(int(stage.index)),
+            str(int(stage.ranks)),
+            ends + (" + head" if stage.heads else ""),
+            duration(float(time.forward.total_s)),
+            duration(float((time.backward + time.weight).total_s)),
+            with_prefix(float(cost.memory.total), "B"),
+        )
+    return table
+
+
+def print_ledger(ledger: Ledger, console: Console) -> None:
+    """Print a ledger phase by phase: what each op does, what binds it, how long it takes."""
+    for phase in PHASES:
+        rows = ledger.where(phase=phase)
+        if len(rows):
+            console.print(_phase_table(rows, phase))
+
+
+def _phase_table(ledger: Ledger, phase: str) -> Table:
+    title = f"{phase} of one layer, one microbatch, one rank"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    table.add_column("op", no_wrap=True)
+    table.add_column("shape, or collective", no_wrap=True)
+    for name in ("FLOP", "bytes", "saved", "binds", "time"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in ledger.rows():
+        moved = row["payload_bytes"] or (row["read_bytes"] or 0) + (row["write_bytes"] or 0)
+        table.add_row(
+            row["op"],
+            f"{row['collective']} over {row['axis']}={row['group_size']}"
+            if row["collective"]
+            else row["shape"],
+            with_prefix(row["flop"], "", 3) if row["flop"] else "",
+            with_prefix(moved, "", 3) if moved else "",
+            with_prefix(row["saved_bytes"], "", 3) if row["saved_bytes"] else "",
+            binds(row),
+            duration(row["time_s"] or 0.0),
+        )
+    return table
+
+
+def binds(row: dict[str, Any]) -> str:
+    """What binds an op: the links, memory or compute."""
+    if row["collective"]:
+        return "link"
+    return "memory" if (row["memory_s"] or 0.0) > (row["compute_s"] or 0.0) else "compute"
+
+
+def _print_notebook(answer: NotebookAnswer, console: Console) -> None:
+    notebook = answer.estimate
+    columns = ("layer", "flops_fwd", "weights_mem", "t_fwd", "t_comm_fwd", "t_total_fwd", "t_total_bwd")
+    for name in TABLES:
+        table = Table(title=f"{name} (TFLOP, GB, ms)", title_justify="left", box=box.SIMPLE, pad_edge=False)
+        for column in columns:
+            table.add_column(column, justify="left" if column == "layer" else "right")
+        for row in notebook.tables[name]:
+            table.add_row(*(_notebook_cell(row[column]) for column in columns))
+        console.print(table)
+        totals = notebook.totals(name)
+        for column in TOTALLED:
+            console.print(f"{column:<20}{totals[column]:>12.6f}")
+        console.print(f"time spend in comms = {notebook.comm_frac(name)}\n")
+
+
+def _notebook_cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else f"{value:.6f}"
