@@ -1,0 +1,116 @@
+"""One clock for all ranks, from the ends of their collectives.
+
+No rank leaves an all-reduce (all-gather, reduce-scatter, all-to-all, barrier) before all have entered, and
+all leave it within microseconds. So with end e[c, r] of collective c on rank r's clock, true end t[c] and
+clock offset o[r] (what rank r's clock reads too much),
+
+    e[c, r] = t[c] + o[r] + noise,      o of the lowest rank = 0.
+
+Least absolute deviations over all c and r at once (iteratively reweighted least squares): groups chain, so
+ranks that never meet in one group are aligned through those that both meet. Ranks without any common
+collective keep their own clock.
+
+Traces that name one host share its clock: there, offsets within the residual are noise and taken as 0.
+
+`residual_s` is what remains: the median over collectives of how far apart the aligned ends still are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.trace.match import Match
+from meshwise.trace.transfers import SYNCHRONISING
+
+_MAX_COLLECTIVES = 4000
+_NUM_ROUNDS = 30
+_FLOOR_NS = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """How far each rank's clock is ahead of the common one, in ns and s, and how well that is known."""
+
+    method: str
+    offsets_ns: dict[int, int]
+    residual_s: float | None
+    num_collectives: int
+
+    @property
+    def offsets_s(self) -> dict[int, float]:
+        """Seconds to subtract from a rank's own times."""
+        return {rank: offset / 1e9 for rank, offset in self.offsets_ns.items()}
+
+
+def align(ranks: Sequence[int], matches: Sequence[Match], *, one_host: bool = False) -> Alignment:
+    """The clock offsets of `ranks` from their matched collectives; `one_host`: all on one machine."""
+    if len(ranks) == 1:
+        return Alignment("one rank", {ranks[0]: 0}, 0.0, 0)
+    shared = [m for m in matches if len(m.by_rank) > 1 and m.first.kind in SYNCHRONISING]
+    shared = shared[:: 1 + len(shared) // _MAX_COLLECTIVES]
+    if not shared:
+        return Alignment("the ranks' own clocks", dict.fromkeys(ranks, 0), None, 0)
+    column = {rank: i for i, rank in enumerate(ranks)}
+    origin = min(t.end_ns for m in shared for t in m.by_rank.values())
+    end = np.full((len(shared), len(ranks)), np.nan)
+    for row, one in enumerate(shared):
+        for rank, transfer in one.by_rank.items():
+            end[row, column[rank]] = transfer.end_ns - origin
+    offset = _offsets(end)
+    residual = _residual(end - offset)
+    one_clock = one_host and bool((np.abs(offset) <= residual).all())
+    if one_clock:
+        offset, residual = np.zeros_like(offset), _residual(end)
+    return Alignment(
+        method="one host, one clock" if one_clock else "ends of collectives",
+        offsets_ns={rank: round(offset[i]) for rank, i in column.items()},
+        residual_s=residual / 1e9,
+        num_collectives=len(shared),
+    )
+
+
+def _residual(aligned: NDArray[np.float64]) -> float:
+    """Median over rows of the distance between the first and the last end."""
+    return float(np.median(np.nanmax(aligned, axis=1) - np.nanmin(aligned, axis=1)))
+
+
+def _offsets(end: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Offsets [ns] of the columns of `end` [collective, rank] (NaN: not in the group), the first at 0.
+
+    Every round solves the normal equations with the true ends eliminated; the weights 1/|error| of the
+    round before turn squares into absolute values. The first guess is the median against the mean end.
+    """
+    present = ~np.isnan(end)
+    end = np.where(present, end, 0.0)
+    weight = present.astype(np.float64)
+    offset = np.zeros(end.shape[1])
+    for _ in range(_NUM_ROUNDS):
+        total = weight.sum(axis=1)
+        share = weight / total[:, None]
+        laplacian = np.diag(weight.sum(axis=0)) - weight.T @ share
+        mean = (share * end).sum(axis=1)
+        right = (weight * (end - mean[:, None])).sum(axis=0)
+        previous, offset = offset, np.linalg.lstsq(laplacian, right, rcond=1e-12)[0]
+        if np.abs(offset - previous).max() < 0.5:
+            break
+        true_end = (share * (end - offset)).sum(axis=1)
+        error = end - offset - true_end[:, None]
+        weight = present / np.maximum(np.abs(error), _FLOOR_NS)
+    return _grounded(offset, present)
+
+
+def _grounded(offset: NDArray[np.float64], present: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Every set of ranks that are linked by groups gets offset 0 at its first rank."""
+    label = np.arange(present.shape[1])
+    links = np.unique(present, axis=0)
+    for _ in range(present.shape[1]):
+        before = label.copy()
+        for link in links:
+            label[link] = label[link].min()
+        if (before == label).all():
+            break
+    return offset - offset[label]

@@ -1,0 +1,126 @@
+"""Every collective split into waiting for the last rank and transfer.
+
+A rank that enters a collective early sits in it until the last one arrives, and the profiler books all of
+that as communication. The last rank waits for nobody, so the shortest duration is the transfer itself:
+
+    wire    = min over ranks of duration
+    wait[r] = duration[r] - wire
+    last    = the rank with the shortest duration: the straggler
+
+This needs no clock. Clocks check it: the last rank must enter before any rank has left. Collectives for
+which that fails by more than the alignment's error are not the same call and are told as a problem. With a
+trace of one rank alone nothing can be split: wire is then the whole duration, and `num_ranks` says 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from meshwise.cost.collective import Kind, sent_bytes
+from meshwise.trace.align import Alignment
+from meshwise.trace.match import Match
+from meshwise.trace.transfers import SYNCHRONISING
+
+_SLACK_S = 1e-4
+_CLOSED_FORM = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of all ranks that recorded it; times in seconds, start on the common clock."""
+
+    name: str
+    group: str
+    group_size: int | None
+    index: int
+    bytes: float | None
+    dtype: str
+    num_ranks: int
+    start_s: float
+    wire_s: float
+    wait_s: dict[int, float]
+    last_rank: int
+    sent_bytes_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """How one rank meets the others: how often it came last, how long it waited, how long they for it."""
+
+    rank: int
+    num_last: int
+    waited_s: float
+    awaited_s: float
+
+
+def collectives(
+    matches: Sequence[Match], alignment: Alignment, origin_ns: int
+) -> tuple[list[Collective], int]:
+    """The collectives in the order of time (start counted from `origin_ns`), and how many did not fit."""
+    tolerance = 1e9 * (_SLACK_S + 5 * (alignment.residual_s or 0.0))
+    fitting = [m for m in matches if _overlaps(m, alignment, tolerance)]
+    found = [_collective(m, alignment, origin_ns) for m in fitting]
+    return sorted(found, key=lambda c: (c.start_s, c.group, c.index)), len(matches) - len(fitting)
+
+
+def stragglers(found: Sequence[Collective]) -> list[Straggler]:
+    """One row per rank over the collectives that several ranks recorded."""
+    shared = [c for c in found if c.num_ranks > 1]
+    ranks = sorted({rank for c in shared for rank in c.wait_s})
+    return [
+        Straggler(
+            rank=rank,
+            num_last=sum(c.last_rank == rank for c in shared),
+            waited_s=sum(c.wait_s.get(rank, 0.0) for c in shared),
+            awaited_s=sum(sum(c.wait_s.values()) for c in shared if c.last_rank == rank),
+        )
+        for rank in ranks
+    ]
+
+
+def _overlaps(one: Match, alignment: Alignment, tolerance_ns: float) -> bool:
+    if one.first.kind not in SYNCHRONISING:
+        return True
+    start = max(t.start_ns - alignment.offsets_ns[rank] for rank, t in one.by_rank.items())
+    end = min(t.end_ns - alignment.offsets_ns[rank] for rank, t in one.by_rank.items())
+    return start <= end + tolerance_ns
+
+
+def _collective(one: Match, alignment: Alignment, origin_ns: int) -> Collective:
+    ranks = sorted(one.by_rank)
+    duration = np.array([one.by_rank[rank].end_ns - one.by_rank[rank].start_ns for rank in ranks])
+    start = np.array([one.by_rank[rank].start_ns - alignment.offsets_ns[rank] for rank in ranks])
+    shortest = int(duration.min())
+    last = ranks[int(np.lexsort((-start, duration))[0])]
+    sizes = [t.payload_bytes for t in one.by_rank.values() if t.payload_bytes is not None]
+    group_size = next((t.group_size for t in one.by_rank.values() if t.group_size), None)
+    payload = max(sizes) if sizes else None
+    speed = None
+    if one.first.kind in _CLOSED_FORM and payload and group_size and shortest:
+        speed = float(sent_bytes(cast(Kind, one.first.kind), payload, float(group_size))) / (shortest / 1e9)
+    return Collective(
+        name=one.first.kind,
+        group=one.group if isinstance(one.group, str) else _ranks_text(one.group),
+        group_size=group_size,
+        index=one.index,
+        bytes=payload,
+        dtype=one.first.dtype,
+        num_ranks=len(ranks),
+        start_s=(int(start.min()) - origin_ns) / 1e9,
+        wire_s=shortest / 1e9,
+        wait_s={rank: int(d - shortest) / 1e9 for rank, d in zip(ranks, duration, strict=True)},
+        last_rank=last,
+        sent_bytes_per_s=speed,
+    )
+
+
+def _ranks_text(ranks: tuple[int, ...]) -> str:
+    """`0-3` for consecutive ranks, `0,2,4` for others, `0,2,...,62` for many."""
+    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
+        return f"{ranks[0]}-{ranks[-1]}"
+    shown = [*map(str, ranks[:3]), "...", str(ranks[-1])] if len(ranks) > 8 else list(map(str, ranks))
+    return ",".join(shown)

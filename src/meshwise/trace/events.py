@@ -1,0 +1,167 @@
+"""What a trace holds once it is read: the events of one rank as columns.
+
+An event is an interval [start, start + duration) on a track. A track is a CPU thread or a device stream.
+Times are integers, nanoseconds since the epoch of the rank's own clock, so that nothing is rounded: the
+file's microseconds carry three decimals, and a float64 of today's date has no room for them.
+
+Every event has a kind. Three kinds are work of the device: `COMMUNICATION` (NCCL, RCCL, HCCL kernels),
+`MEMORY` (Memcpy and Memset) and `COMPUTE` (all other kernels). On a rank without a device the work is
+done by `CPU_OP` events, and communication is what gloo's worker threads record (`HOST_COMMUNICATION`).
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+class Kind(enum.IntEnum):
+    """What an event is, decided by its category and name alone."""
+
+    OTHER = 0
+    COMPUTE = 1
+    COMMUNICATION = 2
+    MEMORY = 3
+    CPU_OP = 4
+    ANNOTATION = 5
+    RUNTIME = 6
+    HOST_COMMUNICATION = 7
+    DEVICE_ANNOTATION = 8
+
+
+DEVICE_KINDS = (Kind.COMPUTE, Kind.COMMUNICATION, Kind.MEMORY)
+_COMMUNICATION = re.compile(r"nccl|rccl|hccl|gloo", re.IGNORECASE)
+_MEMORY = re.compile(r"(hip)?mem(cpy|set)|dma", re.IGNORECASE)
+_HOST_COMMUNICATION = re.compile(r"(gloo|mpi|ucc):")
+_BY_CATEGORY = {
+    "memcpy": Kind.MEMORY,
+    "memset": Kind.MEMORY,
+    "gpu_memcpy": Kind.MEMORY,
+    "gpu_memset": Kind.MEMORY,
+    "cpu_op": Kind.CPU_OP,
+    "operator": Kind.CPU_OP,
+    "user_annotation": Kind.ANNOTATION,
+    "gpu_user_annotation": Kind.DEVICE_ANNOTATION,
+    "runtime": Kind.RUNTIME,
+    "cuda_runtime": Kind.RUNTIME,
+    "cuda_driver": Kind.RUNTIME,
+    "mtia_runtime": Kind.RUNTIME,
+    "xpu_runtime": Kind.RUNTIME,
+    "privateuse1_runtime": Kind.RUNTIME,
+}
+_KERNEL_CATEGORIES = ("kernel", "mtia_ccp_events", "privateuse1_kernel", "hpu_op")
+
+
+def kind_of(category: str, name: str) -> Kind:
+    """The kind of an event from its Kineto category (any spelling since 2020) and its name."""
+    category = category.lower()
+    if category in _KERNEL_CATEGORIES:
+        if _COMMUNICATION.search(name):
+            return Kind.COMMUNICATION
+        if _MEMORY.match(name):
+            return Kind.MEMORY
+        return Kind.COMPUTE
+    kind = _BY_CATEGORY.get(category, Kind.OTHER)
+    if kind in (Kind.ANNOTATION, Kind.CPU_OP) and _HOST_COMMUNICATION.match(name):
+        return Kind.HOST_COMMUNICATION
+    return kind
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicationArgs:
+    """What the trace itself says of one communication; None where it says nothing."""
+
+    collective: str | None = None
+    in_elements: int | None = None
+    out_elements: int | None = None
+    dtype: str | None = None
+    group: str | None = None
+    group_size: int | None = None
+    ranks: tuple[int, ...] | None = None
+    sequence: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """Allocations (positive) and frees (negative bytes), in the order of time."""
+
+    time_ns: Ints
+    track: Ints
+    delta_bytes: Ints
+    total_bytes: Ints
+    on_device: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """The events of one rank, sorted by start (an enclosing event before the enclosed)."""
+
+    path: Path
+    rank: int
+    world_size: int | None
+    backend: str
+    host: str
+    groups: dict[str, tuple[int, ...]]
+    labels: tuple[tuple[str, str], ...]
+    """(category, name) of each label."""
+    label_kind: NDArray[np.int8]
+    tracks: tuple[tuple[Any, Any], ...]
+    """(pid, tid) of each track as the file names them."""
+    track_names: dict[int, str]
+    start_ns: Ints
+    duration_ns: Ints
+    label: Ints
+    track: Ints
+    stream: Ints
+    device: Ints
+    correlation: Ints
+    external_id: Ints
+    size_bytes: Ints
+    shape: Ints
+    shapes: tuple[tuple[str, str], ...]
+    """(input dims, input types) as JSON text; `shape` points here, -1 for none."""
+    communications: dict[int, CommunicationArgs]
+    memory: Memory
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> NDArray[np.int8]:
+        """The kind of every event."""
+        return self.label_kind[self.label]
+
+    @property
+    def end_ns(self) -> Ints:
+        """The end of every event."""
+        return self.start_ns + self.duration_ns
+
+    @property
+    def has_device(self) -> bool:
+        """Whether any device stream was recorded."""
+        return bool(np.isin(self.kind, DEVICE_KINDS).any())
+
+    def name(self, event: int) -> str:
+        """The name of event number `event`."""
+        return self.labels[self.label[event]][1]
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+    def where(self, *kinds: Kind) -> Ints:
+        """The numbers of the events of these kinds, in the order of time."""
+        return np.flatnonzero(np.isin(self.kind, kinds))
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something about one file that the reader of a result must know."""
+
+    file: str
+    reason: str

@@ -1,0 +1,40 @@
+"""Arithmetic on sets of half-open intervals [start, end), as two integer arrays.
+
+A set is *merged* when its intervals are sorted and do not touch: then its length is the sum of the
+lengths, and two merged sets intersect by counting, at every boundary, how many of them are open.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwise.trace.events import Ints
+
+Spans = tuple[Ints, Ints]
+
+
+def merged(start: Ints, end: Ints) -> Spans:
+    """The union of the intervals as a merged set; empty intervals vanish."""
+    keep = end > start
+    order = np.argsort(start[keep], kind="stable")
+    start, end = start[keep][order], np.maximum.accumulate(end[keep][order])
+    first = np.ones(len(start), dtype=bool)
+    first[1:] = start[1:] > end[:-1]
+    last = np.ones(len(start), dtype=bool)
+    last[:-1] = first[1:]
+    return start[first], end[last]
+
+
+def length(spans: Spans) -> int:
+    """Total length of a merged set."""
+    return int((spans[1] - spans[0]).sum())
+
+
+def intersection(a: Spans, b: Spans) -> Spans:
+    """Where two merged sets overlap, merged."""
+    time = np.concatenate([a[0], b[0], a[1], b[1]])
+    step = np.repeat(np.array([1, -1], dtype=np.int64), [len(a[0]) + len(b[0]), len(a[1]) + len(b[1])])
+    order = np.lexsort((step, time))
+    time, inside = time[order], np.cumsum(step[order]) == 2
+    both = np.flatnonzero(inside[:-1])
+    return time[both], time[both + 1]

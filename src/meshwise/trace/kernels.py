@@ -1,0 +1,55 @@
+"""Which kernels take the time: count, total, mean, spread by name, over all ranks or one.
+
+On a rank without a device, operators stand for kernels: their totals include what they call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwise.trace.breakdown import work_kind
+from meshwise.trace.events import Kind, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTotal:
+    """All runs of the kernel of one name."""
+
+    name: str
+    kind: str
+    count: int
+    total_s: float
+    mean_s: float
+    min_s: float
+    max_s: float
+
+
+def kernel_totals(traces: Sequence[Trace]) -> list[KernelTotal]:
+    """Kernels by name over all `traces`, the longest total first."""
+    durations: dict[tuple[str, str], list[np.ndarray]] = {}
+    for trace in traces:
+        kind = work_kind(trace)
+        work = np.flatnonzero(kind != Kind.OTHER)
+        order = work[np.argsort(trace.label[work], kind="stable")]
+        labels, first = np.unique(trace.label[order], return_index=True)
+        for label, runs in zip(labels, np.split(order, first[1:]), strict=False):
+            key = (trace.labels[label][1], Kind(kind[runs[0]]).name.lower())
+            durations.setdefault(key, []).append(trace.duration_ns[runs])
+    totals = [_total(*key, np.concatenate(parts)) for key, parts in durations.items()]
+    return sorted(totals, key=lambda kernel: (-kernel.total_s, kernel.name))
+
+
+def _total(name: str, kind: str, duration_ns: np.ndarray) -> KernelTotal:
+    total = int(duration_ns.sum()) / 1e9
+    return KernelTotal(
+        name=name,
+        kind=kind,
+        count=len(duration_ns),
+        total_s=total,
+        mean_s=total / len(duration_ns),
+        min_s=int(duration_ns.min()) / 1e9,
+        max_s=int(duration_ns.max()) / 1e9,
+    )

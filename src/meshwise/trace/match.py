@@ -1,0 +1,143 @@
+"""Which communication of one rank is which of another.
+
+All ranks of a process group call its collectives in one order, so the k-th call of a rank is the k-th of
+every rank. Where the trace counts the calls (a sequence number), that is the match. Where it does not,
+profilers of different ranks may have started some calls apart: each rank's list is shifted against the
+longest until kinds and sizes agree, and among the shifts that agree equally, until the ends keep the
+steadiest distance (that of the true match jitters by the network, that of a false one by whole steps).
+Where no shift fits, because a trace lacks calls or holds those of another group too, every pair of alike
+calls votes for the distance between its ends; the distance with most votes is the one between the clocks,
+and calls are the same whose ends then coincide.
+
+Sends and receives are no collectives and are not matched.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwise.trace.events import Ints
+from meshwise.trace.transfers import POINT_TO_POINT, Transfer, times
+
+_EXTRA_SHIFT = 8
+_GOOD_FIT = 0.9
+_MAX_VOTES = 5_000_000
+_SAME_END_NS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """One collective of several ranks: number `index` of its group, by rank."""
+
+    group: tuple[int, ...] | str
+    index: int
+    by_rank: dict[int, Transfer]
+
+    @property
+    def first(self) -> Transfer:
+        """The transfer of the lowest rank."""
+        return self.by_rank[min(self.by_rank)]
+
+
+def match(transfers: Mapping[int, Sequence[Transfer]]) -> list[Match]:
+    """The collectives of all ranks, matched; one of a single rank stands alone; by group and index."""
+    groups: dict[tuple[int, ...] | str, dict[int, list[Transfer]]] = defaultdict(lambda: defaultdict(list))
+    for rank in sorted(transfers):
+        for transfer in transfers[rank]:
+            if transfer.kind not in POINT_TO_POINT:
+                groups[transfer.group][rank].append(transfer)
+    matches: list[Match] = []
+    for group, members in groups.items():
+        counted = all(t.sequence is not None for found in members.values() for t in found)
+        numbers = _by_sequence(members) if counted else _by_order(members)
+        slots: dict[tuple[int, str], dict[int, Transfer]] = defaultdict(dict)
+        for rank, found in members.items():
+            for number, transfer in zip(numbers[rank], found, strict=True):
+                slots[number, transfer.kind][rank] = transfer
+        if counted:
+            matches += [Match(group, number, by_rank) for (number, _), by_rank in sorted(slots.items())]
+        else:
+            in_time = sorted(slots.values(), key=lambda by_rank: min(t.end_ns for t in by_rank.values()))
+            matches += [Match(group, index, by_rank) for index, by_rank in enumerate(in_time)]
+    return matches
+
+
+def _by_sequence(members: Mapping[int, list[Transfer]]) -> dict[int, list[int]]:
+    return {rank: [t.sequence or 0 for t in found] for rank, found in members.items()}
+
+
+def _by_order(members: Mapping[int, list[Transfer]]) -> dict[int, list[int]]:
+    """Each rank's calls numbered: equal numbers are the same call, a call of one rank alone has its own."""
+    longest = max(members.values(), key=len)
+    alone = itertools.count(2 * len(longest) + 2 * _EXTRA_SHIFT)
+    numbers = {}
+    for rank, found in members.items():
+        positions = _shifted(longest, found) or _voted(longest, found)
+        numbers[rank] = [next(alone) if position is None else position for position in positions]
+    return numbers
+
+
+def _signatures(*lists: Sequence[Transfer]) -> list[Ints]:
+    """Kind and size of every call as one number, the same number for the same pair."""
+    known: dict[tuple[str, float | None], int] = {}
+    return [
+        np.array([known.setdefault((c.kind, c.payload_bytes), len(known)) for c in calls], dtype=np.int64)
+        for calls in lists
+    ]
+
+
+def _shifted(reference: Sequence[Transfer], found: Sequence[Transfer]) -> list[int | None]:
+    """Positions in `reference` of the calls of `found` under the best shift; empty if none fits well."""
+    if found is reference:
+        return list(range(len(found)))
+    sign_a, sign_b = _signatures(reference, found)
+    (start_a, end_a), (start_b, end_b) = times(reference), times(found)
+    best, best_score = 0, (1.0, 0.0, 0.0)
+    for shift in range(-_EXTRA_SHIFT, len(reference) - len(found) + _EXTRA_SHIFT + 1):
+        a = slice(max(0, shift), min(len(sign_a), shift + len(sign_b)))
+        b = slice(max(0, -shift), max(0, -shift) + a.stop - a.start)
+        if (a.stop - a.start) * 2 < len(found):
+            continue
+        apart = end_b[b] - end_a[a]
+        clock = np.median(apart)
+        off = np.abs(apart - clock)
+        meets = (start_b[b] - clock <= end_a[a]) & (start_a[a] <= end_b[b] - clock)
+        if (sign_a[a] != sign_b[b]).any() or meets.mean() < _GOOD_FIT:
+            continue
+        score = (-float((off <= _SAME_END_NS).mean()), float(np.median(off)), float(abs(shift)))
+        if score < best_score:
+            best, best_score = shift, score
+    return list(range(best, best + len(found))) if best_score[0] <= 0.0 else []
+
+
+def _voted(reference: Sequence[Transfer], found: Sequence[Transfer]) -> list[int | None]:
+    """Positions in `reference` of the calls that end when theirs do (None: nowhere)."""
+    sign_a, sign_b = _signatures(reference, found)
+    end_a, end_b = times(reference)[1], times(found)[1]
+    reach = min(len(reference), max(1, _MAX_VOTES // len(found)))
+    b = np.repeat(np.arange(len(found)), 2 * reach + 1)
+    a = b + np.tile(np.arange(-reach, reach + 1), len(found))
+    inside = (a >= 0) & (a < len(reference))
+    b, a = b[inside], a[inside]
+    alike = sign_b[b] == sign_a[a]
+    b, a = b[alike], a[alike]
+    if not len(a):
+        return [None] * len(found)
+    votes = np.sort(end_b[b] - end_a[a])
+    count = np.searchsorted(votes, votes + _SAME_END_NS, side="right") - np.arange(len(votes))
+    most = int(count.argmax())
+    clock = np.median(votes[most : most + int(count[most])])
+    distance = np.abs(end_b[b] - end_a[a] - clock)
+    positions: list[int | None] = [None] * len(found)
+    taken: set[int] = set()
+    for pair in np.argsort(distance, kind="stable").tolist():
+        i, j = int(b[pair]), int(a[pair])
+        if distance[pair] <= _SAME_END_NS and positions[i] is None and j not in taken:
+            positions[i] = j
+            taken.add(j)
+    return positions

@@ -1,0 +1,80 @@
+"""The one-page answer about a set of traces: what `meshwise trace summary` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshwise.trace.align import Alignment, align
+from meshwise.trace.breakdown import Breakdown, breakdown
+from meshwise.trace.collectives import Collective, Straggler, collectives, stragglers
+from meshwise.trace.events import Problem, Trace
+from meshwise.trace.kernels import KernelTotal, kernel_totals
+from meshwise.trace.match import match
+from meshwise.trace.read import read_traces
+from meshwise.trace.transfers import transfers
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Ranks, kernels, clocks and collectives of one job, and what was wrong with its files."""
+
+    ranks: list[Breakdown]
+    kernels: list[KernelTotal]
+    alignment: Alignment
+    collectives: list[Collective]
+    stragglers: list[Straggler]
+    problems: list[Problem]
+
+    def to_json(self) -> dict[str, Any]:
+        """The summary as JSON values."""
+        return {
+            "ranks": [asdict(rank) for rank in self.ranks],
+            "kernels": [asdict(kernel) for kernel in self.kernels],
+            "alignment": {
+                "method": self.alignment.method,
+                "residual_s": self.alignment.residual_s,
+                "offsets_s": {str(rank): offset for rank, offset in self.alignment.offsets_s.items()},
+                "num_collectives": self.alignment.num_collectives,
+            },
+            "collectives": [_with_text_keys(asdict(one)) for one in self.collectives],
+            "stragglers": [asdict(one) for one in self.stragglers],
+            "problems": [asdict(problem) for problem in self.problems],
+        }
+
+
+def _with_text_keys(row: dict[str, Any]) -> dict[str, Any]:
+    return row | {"wait_s": {str(rank): wait for rank, wait in row["wait_s"].items()}}
+
+
+def summarize_paths(paths: Iterable[str | Path]) -> Summary:
+    """The summary of the traces in `paths` (files or folders)."""
+    traces, problems = read_traces(paths)
+    summary = summarize(traces)
+    return replace(summary, problems=problems + summary.problems)
+
+
+def summarize(traces: Sequence[Trace]) -> Summary:
+    """The summary of the traces of one job, one trace a rank."""
+    if not traces:
+        return Summary([], [], Alignment("no rank", {}, None, 0), [], [], [])
+    matches = match({trace.rank: transfers(trace) for trace in traces})
+    hosts = {trace.host for trace in traces}
+    one_host = len(hosts) == 1 and "" not in hosts
+    alignment = align([trace.rank for trace in traces], matches, one_host=one_host)
+    origin = min(int(t.start_ns[0]) - alignment.offsets_ns[t.rank] for t in traces if len(t))
+    found, num_unfit = collectives(matches, alignment, origin)
+    problems = []
+    if num_unfit:
+        reason = f"{num_unfit} collectives do not overlap in time across ranks; taken as unmatched, left out"
+        problems.append(Problem("", reason))
+    return Summary(
+        ranks=[breakdown(trace) for trace in traces],
+        kernels=kernel_totals(traces),
+        alignment=alignment,
+        collectives=found,
+        stragglers=stragglers(found),
+        problems=problems,
+    )

@@ -1,0 +1,202 @@
+"""The communications of one rank, in the order of time, with what the trace tells of each.
+
+NCCL kernels carry their collective, elements, dtype and process group (PyTorch since 2.4); older ones only
+a name, and the operator that launched them may know more. Gloo records name and shapes; a trace captured
+by meshwise adds PyTorch's flight recorder, which knows group, sequence and sizes of every call.
+
+`payload_bytes` is the full tensor: what an all-gather leaves, what a reduce-scatter or all-reduce takes,
+what an all-to-all sends in total from one rank.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from meshwise.trace.events import CommunicationArgs, Ints, Kind, Trace
+
+_KINDS = (
+    ("allreduce", "all_reduce"),
+    ("allgather", "all_gather"),
+    ("reducescatter", "reduce_scatter"),
+    ("alltoall", "all_to_all"),
+    ("barrier", "barrier"),
+    ("broadcast", "broadcast"),
+    ("sendrecv", "send_recv"),
+    ("reduce", "reduce"),
+    ("gather", "gather"),
+    ("scatter", "scatter"),
+    ("send", "send"),
+    ("recv", "recv"),
+)
+POINT_TO_POINT = ("send", "recv")
+SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "send_recv")
+"""Collectives that no rank can leave before every rank has entered."""
+_ELEMENT_BYTES = {
+    **{"double": 8, "long": 8, "int64": 8, "float64": 8, "complexfloat": 8, "long int": 8, "uint64": 8},
+    **{"float": 4, "int": 4, "float32": 4, "int32": 4, "uint32": 4, "complexdouble": 16},
+    **{"half": 2, "bfloat16": 2, "short": 2, "float16": 2, "c10::half": 2, "c10::bfloat16": 2, "uint16": 2},
+    **{"byte": 1, "char": 1, "bool": 1, "int8": 1, "uint8": 1, "unsigned char": 1, "signed char": 1},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One communication on one rank; None where the trace does not tell."""
+
+    event: int
+    kind: str
+    group: tuple[int, ...] | str
+    """The ranks of the group, else its name, else the stream it ran on."""
+    group_size: int | None
+    sequence: int | None
+    payload_bytes: float | None
+    dtype: str
+    start_ns: int
+    end_ns: int
+
+
+def collective_kind(name: str) -> str:
+    """The collective that a kernel or call performs, by its name; `unknown` where the name hides it."""
+    plain = re.sub(r"[^a-z]", "", name.lower())
+    return next((kind for part, kind in _KINDS if part in plain), "unknown")
+
+
+def transfers(trace: Trace) -> list[Transfer]:
+    """The communications of one rank in the order of their start."""
+    if trace.has_device:
+        return _kernels(trace)
+    return _host(trace)
+
+
+def _kernels(trace: Trace) -> list[Transfer]:
+    launched = {
+        int(trace.external_id[i]): args
+        for i, args in trace.communications.items()
+        if trace.label_kind[trace.label[i]] == Kind.CPU_OP and trace.external_id[i] >= 0
+    }
+    calls = _named_calls(trace)
+    kernels = trace.where(Kind.COMMUNICATION)
+    streams = {stream: k for k, stream in enumerate(np.unique(trace.stream[kernels]).tolist())}
+    found = []
+    for i in kernels.tolist():
+        launch = int(trace.external_id[i])
+        args = trace.communications.get(i) or launched.get(launch, CommunicationArgs())
+        names = (args.collective, calls.get(launch), trace.name(i))
+        kind = next((k for k in map(collective_kind, filter(None, names)) if k != "unknown"), "unknown")
+        ranks = args.ranks or trace.groups.get(args.group or "")
+        elements = max(args.in_elements or 0, args.out_elements or 0)
+        found.append(
+            Transfer(
+                event=i,
+                kind=kind,
+                group=ranks
+                or (
+                    f"group {args.group}"
+                    if args.group
+                    else f"communication stream {streams[trace.stream[i]]}"
+                ),
+                group_size=args.group_size or (len(ranks) if ranks else None),
+                sequence=args.sequence,
+                payload_bytes=float(elements * element_bytes(args.dtype)) if args.dtype else None,
+                dtype=args.dtype or "",
+                start_ns=int(trace.start_ns[i]),
+                end_ns=int(trace.end_ns[i]),
+            )
+        )
+    return found
+
+
+def _named_calls(trace: Trace) -> dict[int, str]:
+    """Name of every host event that names a collective (`nccl:all_to_all`, `c10d::...`) by external id."""
+    names = [
+        name
+        if kind in (Kind.ANNOTATION, Kind.CPU_OP) and name.startswith(("nccl:", "rccl:", "c10d::"))
+        else ""
+        for (_, name), kind in zip(trace.labels, trace.label_kind, strict=False)
+    ]
+    named = np.flatnonzero(np.array([bool(name) for name in names] or [False])[trace.label])
+    return {int(trace.external_id[i]): names[trace.label[i]] for i in named}
+
+
+def _host(trace: Trace) -> list[Transfer]:
+    recorded: dict[str, deque[dict[str, Any]]] = defaultdict(deque)
+    for call in trace.metadata.get("meshwise_collectives") or []:
+        recorded[str(call.get("profiling_name"))].append(call)
+    world = tuple(range(trace.world_size)) if trace.world_size else "world"
+    is_world = len(trace.groups) <= 1
+    found = []
+    for i in trace.where(Kind.HOST_COMMUNICATION).tolist():
+        name = trace.name(i)
+        call = recorded[name].popleft() if recorded[name] else None
+        kind = collective_kind(name)
+        if call:
+            group_name = str((call.get("process_group") or [""])[0])
+            group = trace.groups.get(group_name) or f"group {group_name}"
+            payload: float | None = _call_bytes(call)
+            dtype = str((call.get("input_dtypes") or [""])[0])
+        else:
+            group = world
+            dtype, payload = _shape_bytes(trace, i)
+            if kind == "all_gather" and payload is not None:
+                payload = payload * len(group) if is_world else None
+        found.append(
+            Transfer(
+                event=i,
+                kind=kind,
+                group=group,
+                group_size=len(group) if isinstance(group, tuple) and (call or is_world) else None,
+                sequence=call.get("collective_seq_id") if call else None,
+                payload_bytes=0.0 if kind == "barrier" else payload,
+                dtype=dtype,
+                start_ns=int(trace.start_ns[i]),
+                end_ns=int(trace.end_ns[i]),
+            )
+        )
+    return found
+
+
+def element_bytes(dtype: str | None) -> int:
+    """Bytes of one element by any name of PyTorch's traces; 1 for 8-bit floats and unknown names."""
+    return _ELEMENT_BYTES.get((dtype or "").lower(), 1)
+
+
+def _call_bytes(call: dict[str, Any]) -> float:
+    """The larger side of a call of the flight recorder."""
+    return max(
+        sum(
+            math.prod(shape) * element_bytes(dtype)
+            for shape, dtype in zip(
+                call.get(f"{side}_sizes") or [], call.get(f"{side}_dtypes") or [], strict=False
+            )
+        )
+        for side in ("input", "output")
+    )
+
+
+def _shape_bytes(trace: Trace, event: int) -> tuple[str, float | None]:
+    """dtype and bytes of the tensors that an operator took; None where shapes were not recorded."""
+    if trace.shape[event] < 0:
+        return "", None
+    dims, types = (msgspec.json.decode(text) if text else [] for text in trace.shapes[trace.shape[event]])
+    total = sum(
+        math.prod(dim) * element_bytes(dtype)
+        for dim, dtype in zip(dims, types, strict=False)
+        if isinstance(dim, list) and dtype.lower() in _ELEMENT_BYTES and all(isinstance(x, int) for x in dim)
+    )
+    return str(types[0]) if types else "", float(total)
+
+
+def times(found: Sequence[Transfer]) -> tuple[Ints, Ints]:
+    """Start and end [ns] of the transfers as arrays."""
+    return (
+        np.array([t.start_ns for t in found], dtype=np.int64),
+        np.array([t.end_ns for t in found], dtype=np.int64),
+    )
