@@ -9,14 +9,14 @@ are arrays of indices into `plan.RECOMPUTE` and `plan.SCHEDULES`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from meshwise.errors import PlanError
 from meshwise.layout.cut import Cut
 from meshwise.layout.op import precision
-from meshwise.plan import AXES, RECOMPUTE, SCHEDULES, Plan
+from meshwise.plan import RECOMPUTE, SCHEDULES, Plan
 from meshwise.units import Num
 from meshwise.workload import Workload
 
@@ -50,7 +50,7 @@ class Degrees:
     imbalance: Num = 1.0
     offload_optimizer: Num = 0.0
     offload_activations: Num = 0.0
-    plan: Plan = Plan()
+    plan: Plan = field(default_factory=Plan)
 
     @property
     def cp(self) -> Num:
@@ -109,8 +109,8 @@ def degrees(plan: Plan, workload: Workload, world: int) -> Degrees:
     etp = plan.etp or plan.tp
     if (plan.tp * plan.cp * dp) % (etp * plan.ep):
         raise PlanError(
-            f"ep={plan.ep} x etp={etp} does not divide the {plan.tp * plan.cp * dp} ranks of a pipeline stage "
-            f"(tp={plan.tp} x cp={plan.cp} x dp={dp}); use degrees that do"
+            f"ep={plan.ep} x etp={etp} does not divide the {plan.tp * plan.cp * dp} ranks of a pipeline "
+            f"stage (tp={plan.tp} x cp={plan.cp} x dp={dp}); use degrees that do"
         )
     group = plan.zero_group or dp * plan.cp
     if (dp * plan.cp) % group:
@@ -145,6 +145,3 @@ def shard_ranks(on: Degrees, from_stage: int, *, experts: bool = False) -> Num:
     """Over how many ranks ZeRO cuts what it shards from stage `from_stage` on (1 below that stage)."""
     replicas = on.expert_replicas if experts else on.replicas
     return np.where(np.asarray(on.zero) >= from_stage, np.minimum(on.zero_group, replicas), 1.0)
-
-
-__all__ = ["AXES", "Degrees", "degrees", "shard_ranks"]

@@ -10,7 +10,8 @@ computed along those alone, and only the last sums run over the whole grid.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import numpy as np
 
@@ -92,14 +93,17 @@ def step_cost(
         _stage_cost(model, stage, blocks, on, machine, overhead_bytes=overhead_bytes, trains=trains)
         for stage in stages
     )
-    exists = [np.asarray(cost.stage.ranks) > 0 for cost in costs]
+    exists = [np.where(np.asarray(cost.stage.ranks) > 0, 1.0, 0.0) for cost in costs]
     times = [cost.time if trains else _forward_only(cost.time) for cost in costs]
     slowest = _largest([time.total.total_s for time in times], exists)
-    parts = _chosen([time.total for time in times], slowest, Parts)
+    parts = _chosen([time.total for time in times], slowest)
     time = parts * on.num_microbatches
-    mean = [_mean([getattr(t, phase).total_s for t in times], costs, on.pp) for phase in _PHASES]
+    f_s, b_s, w_s = (
+        _mean([getattr(time, phase).total_s for time in times], costs, on.pp)
+        for phase in ("forward", "backward", "weight")
+    )
     hop_s = _p2p_s(model, on, machine)
-    bubble = bubble_s(on.schedule, on.pp, on.num_microbatches, on.vpp, *mean, p2p_s=hop_s)
+    bubble = bubble_s(on.schedule, on.pp, on.num_microbatches, on.vpp, f_s, b_s, w_s, p2p_s=hop_s)
     comm_pp = _exposed_p2p_s(on, hop_s) * (1.0 if trains else 0.5)
     comm_dp = _largest_of([cost.comm_dp_s for cost in costs], exists) if trains else 0.0
     optimizer = _largest_of([cost.optimizer_s for cost in costs], exists) if trains else 0.0
@@ -111,13 +115,10 @@ def step_cost(
         comm_dp_s=comm_dp,
         optimizer_s=optimizer,
         memory=_chosen(
-            [cost.memory for cost in costs], _largest([cost.memory.total for cost in costs], exists), Memory
+            [cost.memory for cost in costs], _largest([cost.memory.total for cost in costs], exists)
         ),
         stages=costs,
     )
-
-
-_PHASES = ("forward", "backward", "weight")
 
 
 def _forward_only(time: StageTime) -> StageTime:
@@ -220,7 +221,7 @@ def optimizer_s(stage: Stage, blocks: Blocks, on: Degrees, machine: Machine) -> 
 
 def _largest(values: Sequence[Num], exists: Sequence[Num]) -> Num:
     """Which of `values` is largest, among those that exist."""
-    masked = [np.where(there, value, -1.0) for value, there in zip(values, exists, strict=True)]
+    masked = [np.where(there > 0, value, -1.0) for value, there in zip(values, exists, strict=True)]
     if len(masked) == 1:
         return np.zeros_like(masked[0], dtype=np.intp)
     return np.argmax(np.stack(np.broadcast_arrays(*masked)), axis=0)
@@ -229,16 +230,19 @@ def _largest(values: Sequence[Num], exists: Sequence[Num]) -> Num:
 def _largest_of(values: Sequence[Num], exists: Sequence[Num]) -> Num:
     largest: Num = 0.0
     for value, there in zip(values, exists, strict=True):
-        largest = np.maximum(largest, np.where(there, value, 0.0))
+        largest = np.maximum(largest, np.where(there > 0, value, 0.0))
     return largest
 
 
-def _chosen(items: Sequence, index: Num, kind: type) -> object:
+_Record = TypeVar("_Record", Parts, Memory)
+
+
+def _chosen(items: Sequence[_Record], index: Num) -> _Record:
     """Field by field, the item that `index` names."""
     if len(items) == 1:
         return items[0]
-    names = kind.__dataclass_fields__
-    return kind(*(_choose([getattr(item, name) for item in items], index) for name in names))
+    names = (field.name for field in fields(items[0]))
+    return type(items[0])(*(_choose([getattr(item, name) for item in items], index) for name in names))
 
 
 def _choose(values: Sequence[Num], index: Num) -> Num:

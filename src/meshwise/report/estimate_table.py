@@ -58,8 +58,8 @@ def _print_head(answer: Answer, console: Console) -> None:
     for name, value in answer.run().items():
         lines.append((name, _run_value(name, value)))
     grid = Table.grid(padding=(0, 2))
-    for name, value in lines:
-        grid.add_row(name, value)
+    for label, text in lines:
+        grid.add_row(label, text)
     console.print(grid)
 
 
