@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from meshwise.gpt_config import GptConfig
-from meshwise.layout.expert_parallel import capacity
+from meshwise.layout.expert_parallel import num_slots
+from meshwise.programs.functions import AllToAll
 
 SAMPLE_FRACTION = 0.2
 """The share of experts whose load `expert1_balance_top` and `_bottom` add up (fairseq's)."""
@@ -242,21 +243,6 @@ class SparseDispatch:
         return parts[0] + parts[1] if len(parts) > 1 else parts[0]
 
 
-class _AllToAll(torch.autograd.Function):
-    """Equal parts of the first dim, one to each rank; the gradient takes the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(x)
-        dist.all_to_all_single(received, x, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _AllToAll.apply(grad.contiguous(), ctx.group), None
-
-
 class _ToTensorParallel(torch.autograd.Function):
     """Each rank computes a part from the same input: the gradient is the sum of theirs."""
 
@@ -284,11 +270,6 @@ class _FromTensorParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-def all_to_all(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """`x` with its first dim exchanged over `group` in equal parts; `x` itself without a group."""
-    return x if group is None else _AllToAll.apply(x.contiguous(), group)
 
 
 def to_tensor_parallel(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -385,36 +366,32 @@ class MoELayer(nn.Module):
         shard, width = self.shard, x.shape[-1]
         with shard.section("MoELayer"):
             tokens = x.reshape(-1, width)
-            num_slots = self._num_slots(len(tokens))
-            dispatch, gate_loss, metrics = self._gate(tokens, num_slots, padding, generator)
+            capacity = num_slots(self.config, len(tokens), training=self.training)
+            dispatch, gate_loss, metrics = self._gate(tokens, capacity, padding, generator)
             slots = dispatch.scatter(to_tensor_parallel(tokens, shard.tp_group))
             slots = self._exchanged(slots)
-            outputs = self.experts(slots.view(shard.ep, -1, num_slots, width))
+            outputs = self.experts(slots.view(shard.ep, -1, capacity, width))
             returned = torch.cat(outputs, dim=1).view(-1, width)
             returned = self._exchanged(returned)
             result = from_tensor_parallel(dispatch.gather(returned), shard.tp_group)
         return result.view_as(x), gate_loss, metrics
 
-    def _num_slots(self, num_tokens: int) -> int:
-        config = self.config
-        token_frac = 0.0 if self.training else config.moe_eval_capacity_token_fraction
-        return int(
-            capacity(num_tokens, config.moe_expert_count, token_fraction=token_frac, top_k=config.top_k)
-        )
-
     def _gate(
-        self, tokens: Tensor, num_slots: int, padding: Tensor | None, generator: torch.Generator | None
+        self, tokens: Tensor, capacity: int, padding: Tensor | None, generator: torch.Generator | None
     ) -> tuple[DenseDispatch | SparseDispatch, Tensor, Tensor]:
         config = self.config
         masked = padding.reshape(-1) if padding is not None and config.use_moe_pad_mask else None
         logits = F.linear(tokens, self.gate.weight)
-        routing = route(logits, num_slots, config, padding=masked, generator=generator)
+        routing = route(logits, capacity, config, padding=masked, generator=generator)
         routing = replace(
             routing, weight=[to_tensor_parallel(weight, self.shard.tp_group) for weight in routing.weight]
         )
         kind = SparseDispatch if config.use_tutel_moe else DenseDispatch
-        dispatch = kind.of(routing, config.moe_expert_count, num_slots, tokens.dtype)
+        dispatch = kind.of(routing, config.moe_expert_count, capacity, tokens.dtype)
         return dispatch, routing.gate_loss, routing.metrics
 
     def _exchanged(self, slots: Tensor) -> Tensor:
-        return slots if self.config.dummy_a2a else all_to_all(slots, self.shard.ep_group)
+        """Part i of the slots' rows to rank i, and back the second time; nothing moves without a group."""
+        if self.shard.ep_group is None or self.config.dummy_a2a:
+            return slots
+        return AllToAll.apply(slots.contiguous(), self.shard.ep_group)

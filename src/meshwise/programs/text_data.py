@@ -33,15 +33,27 @@ class Blocks:
     def __len__(self) -> int:
         return len(self.inputs)
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each block."""
+        return [int(n) for n in (self.targets != PAD).sum(axis=1)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all blocks."""
+        return sum(self.lengths)
+
+    def split(self, count: int) -> tuple[Blocks, Blocks]:
+        """The first `count` blocks, and the others."""
+        first = Blocks(self.inputs[:count], self.targets[:count])
+        return first, Blocks(self.inputs[count:], self.targets[count:])
+
     def batch(self, index: int, size: int) -> Blocks:
         """Batch `index` of `size` blocks, filled up with blocks of padding."""
         rows = slice(index * size, (index + 1) * size)
         missing = size - len(self.inputs[rows])
-        full = (np.pad(part[rows], ((0, missing), (0, 0)), constant_values=PAD) for part in self._both())
-        return Blocks(*full)
-
-    def _both(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        return self.inputs, self.targets
+        both = (self.inputs[rows], self.targets[rows])
+        return Blocks(*(np.pad(part, ((0, missing), (0, 0)), constant_values=PAD) for part in both))
 
 
 class ByteTokenizer:

@@ -1,0 +1,303 @@
+"""Evaluate a mixture-of-experts GPT on text: loss, perplexity, speed, and how the router behaves.
+
+The ranks form a mesh of dp x tp; each dp rank takes every dp-th batch of blocks, and the experts are spread
+over `ep` ranks of dp, which exchange tokens twice in each MoE layer. All ranks take the same number of steps,
+because of that exchange: who runs out of text repeats a batch that does not count. A batch is routed for
+itself, so the loss does not depend on the number of ranks.
+
+What a pass computes stays on the device until the end. `--token-loop` brings it to the host one number at a
+time instead, as fairseq's eval_lm does for its word statistics: 4 T - 1 reads a block of T tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from msgspec import Meta
+
+from meshwise.errors import PlanError, WorkloadError
+from meshwise.files import write_text
+from meshwise.gpt_config import GptConfig, find_gpt_config, with_vocab
+from meshwise.layout.expert_parallel import Placement, num_slots, place
+from meshwise.programs import Dtype
+from meshwise.programs.text_data import Blocks, Tokenizer, find_tokenizer, read_blocks, text_files
+from meshwise.programs.word_probs import WordProbs, word_document, word_probs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from meshwise.instruments.context import Context
+    from meshwise.programs.transformer_lm import TransformerDecoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the command line may choose."""
+
+    config: Annotated[str, Meta(description="preset, or file of transformer_lm_gpt fields")] = "moe-tiny"
+    override: Annotated[str, Meta(description="fields to change: decoder_layers=2,moe_freq=1")] = ""
+    text: Annotated[str, Meta(description="file or folder (default: the Python library's sources)")] = ""
+    tokenizer: Annotated[str, Meta(description="a tokenizer.json (default: bytes)")] = ""
+    max_blocks: Annotated[int, Meta(ge=0, description="blocks of the text to take (0: all)")] = 64
+    max_valid_steps: Annotated[
+        int | None, Meta(ge=0, description="last step of a rank, from 0 as fairseq counts: 4 is five steps")
+    ] = None
+    dtype: Annotated[Dtype | None, Meta(description="element type (default: the config's)")] = None
+    tp: Annotated[int, Meta(ge=1, description="tensor-parallel ranks")] = 1
+    ep: Annotated[int, Meta(ge=0, description="ranks that share the experts (0: as many as can)")] = 0
+    grouped_gemm: Annotated[bool, Meta(description="all experts of a rank in one batched GEMM")] = False
+    seed: Annotated[int, Meta(description="seed of the weights and of policies that draw")] = 1
+    checkpoint: Annotated[str, Meta(description="folder to read the weights from (default: random)")] = ""
+    save_checkpoint: Annotated[str, Meta(description="folder to write the weights to")] = ""
+    train_steps: Annotated[int, Meta(ge=0, description="training steps first, on the text that follows")] = 0
+    train_batches: Annotated[int, Meta(ge=1, description="batches of one training step, of all ranks")] = 8
+    learning_rate: Annotated[float, Meta(gt=0, description="of Adam, in training")] = 1e-3
+    gate_loss_weight: Annotated[float, Meta(ge=0, description="of load balancing, in training")] = 0.01
+    word_probs: Annotated[str, Meta(description="file for log-probabilities and word statistics")] = ""
+    token_loop: Annotated[bool, Meta(description="read the tokens one by one, as fairseq does")] = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Setting:
+    """What the options mean: the model, where it lies, how text becomes tokens."""
+
+    config: GptConfig
+    placement: Placement
+    tokenizer: Tokenizer
+    dtype: str
+
+
+def setting(options: Any, ranks: int) -> Setting:
+    """The setting of `options` (of this program or `generate`) on `ranks`; a MeshwiseError if it has none."""
+    tokenizer = find_tokenizer(options.tokenizer)
+    config = with_vocab(find_gpt_config(options.config, options.override), tokenizer.vocab_size)
+    placement = place(ranks, num_experts(config), tp=options.tp, ep=options.ep or None)
+    for name, size in (
+        ("decoder_attention_heads", config.decoder_attention_heads),
+        ("decoder_ffn_embed_dim", config.decoder_ffn_embed_dim),
+        ("moe_expert_ffn_dim", config.expert_ffn_dim),
+    ):
+        if size % options.tp:
+            raise PlanError(f"{name}={size} does not divide by tp={options.tp}; use a divisor of it")
+    return Setting(config, placement, tokenizer, options.dtype or ("fp16" if config.fp16 else "fp32"))
+
+
+def num_experts(config: GptConfig) -> int:
+    """Experts of a MoE layer, 0 in a model without one."""
+    return config.moe_expert_count if config.num_moe_layers else 0
+
+
+def num_steps(num_batches: int, dp: int, max_valid_steps: int | None) -> int:
+    """Steps of every rank: enough for all batches, and no step behind number `max_valid_steps`."""
+    needed = -(-num_batches // dp)
+    return needed if max_valid_steps is None else min(needed, max_valid_steps + 1)
+
+
+def check(options: Options, ranks: int) -> None:
+    """A MeshwiseError for what does not fit, before anything starts."""
+    found = setting(options, ranks)
+    if not any(file.stat().st_size for file in text_files(options.text)):
+        raise WorkloadError(f"{options.text} is empty; name a file or folder with text")
+    if options.train_steps and found.dtype == "fp16":
+        raise WorkloadError("training in fp16 needs loss scaling; use --dtype bf16 or fp32")
+    if options.train_steps and options.train_batches % found.placement.dp:
+        raise WorkloadError(
+            f"{options.train_batches} training batches do not divide by {found.placement.dp} data-parallel "
+            "ranks; change --train-batches"
+        )
+    if options.token_loop and not options.word_probs:
+        raise WorkloadError("--token-loop reads what --word-probs writes; give --word-probs FILE too")
+
+
+def main(options: Options, context: Context) -> dict[str, Any] | None:
+    """Evaluate on this rank; the figures of all ranks, equal on each (None: fake tensors have none)."""
+    import torch
+    import torch.distributed as dist
+
+    from meshwise.programs import lm_model
+
+    begin_s = time.perf_counter()
+    found = setting(options, context.world_size)
+    shard, groups = lm_model.join(found.placement, context)
+    evaluated, behind = _blocks(options, found)
+    model = lm_model.new_model(
+        found, shard, context, folder=options.checkpoint, seed=options.seed, grouped=options.grouped_gemm
+    )
+    train_losses: list[float] = []
+    if options.train_steps:
+        train_losses = lm_model.train(
+            model,
+            behind if len(behind) else evaluated,
+            groups,
+            found.placement,
+            context,
+            steps=options.train_steps,
+            batches=options.train_batches,
+            learning_rate=options.learning_rate,
+            gate_loss_weight=options.gate_loss_weight,
+            seed=options.seed,
+        )
+    model.eval()
+    if options.save_checkpoint:
+        lm_model.save_checkpoint(model, found.placement, context, options.save_checkpoint)
+    dist.barrier()
+    load_s = time.perf_counter() - begin_s
+    with shard.section("eval_lm"), torch.no_grad():
+        totals = _evaluate(model, evaluated, options, found, context)
+    if context.is_fake:
+        return None
+    words = _gather_words(totals.words, context) if options.word_probs else []
+    figures = torch.cat([totals.nats.view(1), totals.metrics, totals.counts])
+    if groups.dp is not None:
+        dist.all_reduce(figures, group=groups.dp)
+    model_s = torch.tensor([totals.model_s], dtype=torch.float64, device=context.device)
+    dist.all_reduce(model_s, op=dist.ReduceOp.MAX)
+    result = _result(options, found, figures.tolist(), model_s.item(), load_s, train_losses)
+    for line in _lines(result):
+        context.say(line)
+    if options.word_probs and context.rank == context.root:
+        write_text(Path(options.word_probs), json.dumps(word_document(words, found.tokenizer)))
+    return result
+
+
+@dataclass(slots=True, eq=False)
+class Totals:
+    """Sums over this rank's batches that count, still on the device: nats; routing metrics, summed over
+    layers too; [tokens, blocks, batches]. `words`: those of each block, if asked for.
+    """
+
+    nats: Tensor
+    metrics: Tensor
+    counts: Tensor
+    model_s: float
+    words: list[WordProbs]
+
+
+def _blocks(options: Options, found: Setting) -> tuple[Blocks, Blocks]:
+    """The blocks to evaluate, and those behind them, to train on."""
+    size = found.config.batch_size_valid
+    num_train = options.train_steps * options.train_batches * size
+    most = options.max_blocks + num_train if options.max_blocks else 0
+    blocks = read_blocks(options.text, found.tokenizer, found.config.tokens_per_sample, most)
+    return blocks.split(options.max_blocks or len(blocks))
+
+
+def _evaluate(
+    model: TransformerDecoder, blocks: Blocks, options: Options, found: Setting, context: Context
+) -> Totals:
+    import torch
+
+    from meshwise.programs import lm_model
+    from meshwise.programs.moe import metric_names
+
+    size, dp = found.config.batch_size_valid, found.placement.dp
+    num_batches = -(-len(blocks) // size)
+    num_metrics = len(metric_names(found.config.top_k))
+    double = {"dtype": torch.float64, "device": context.device}
+    nats, metrics = torch.zeros((), **double), torch.zeros(num_metrics, **double)
+    num_tokens = num_blocks = num_counted = 0
+    words: list[WordProbs] = []
+    scored: list[tuple[int, Blocks, Tensor]] = []
+    begin_s = time.perf_counter()
+    for step in range(num_steps(num_batches, dp, options.max_valid_steps)):
+        number = step * dp + found.placement.dp_rank(context.rank)
+        is_dummy = number >= num_batches
+        batch = blocks.batch(0 if is_dummy else number, size)
+        targets = lm_model.on_device(batch.targets, context)
+        generator = lm_model.draws(found.config, context, options.seed, number)
+        output = model(lm_model.on_device(batch.inputs, context), generator=generator)
+        logprobs = lm_model.target_logprobs(output.logits, targets)
+        if is_dummy:
+            continue
+        nats -= logprobs.sum(dtype=torch.float64)
+        for layer_metrics in output.metrics:
+            metrics += layer_metrics
+        num_tokens += batch.num_tokens
+        num_blocks += min(size, len(blocks) - number * size)
+        num_counted += 1
+        if options.token_loop:
+            words += _words_one_by_one(number * size, batch, targets, logprobs)
+        elif options.word_probs:
+            scored.append((number * size, batch, logprobs))
+    if context.device.type == "cuda":
+        torch.cuda.synchronize(context.device)
+    for first, batch, logprobs in scored:
+        words += _words_at_once(first, batch, logprobs)
+    counts = torch.tensor([num_tokens, num_blocks, num_counted], **double)
+    return Totals(nats, metrics, counts, time.perf_counter() - begin_s, words)
+
+
+def _words_at_once(first: int, batch: Blocks, logprobs: Tensor) -> list[WordProbs]:
+    """The words of a batch, its log-probabilities fetched in one copy."""
+    rows = logprobs.tolist()
+    lengths = batch.lengths
+    return [
+        word_probs(first + i, batch.targets[i, :n].tolist(), rows[i][:n], lambda number: number)
+        for i, n in enumerate(lengths)
+        if n
+    ]
+
+
+def _words_one_by_one(first: int, batch: Blocks, targets: Tensor, logprobs: Tensor) -> list[WordProbs]:
+    """The same, with a copy from the device for every number."""
+    return [
+        word_probs(first + i, targets[i, :n], logprobs[i, :n], lambda scalar: scalar.item())
+        for i, n in enumerate(batch.lengths)
+        if n
+    ]
+
+
+def _gather_words(mine: list[WordProbs], context: Context) -> list[WordProbs]:
+    """All ranks' words in the order of the text, on the root (of a tp group, one has them all)."""
+    import torch.distributed as dist
+
+    gathered: list[Any] | None = [None] * context.world_size if context.rank == context.root else None
+    dist.gather_object(mine, gathered, dst=context.root)
+    by_block = {entry.block: entry for part in gathered or [] for entry in part}
+    return [by_block[block] for block in sorted(by_block)]
+
+
+def _result(
+    options: Options, found: Setting, figures: list[float], model_s: float, load_s: float, losses: list[float]
+) -> dict[str, Any]:
+    from meshwise.programs.moe import metric_names
+
+    config, placement = found.config, found.placement
+    names = metric_names(config.top_k) if config.num_moe_layers else []
+    nats, num_tokens, num_blocks, num_batches = figures[0], *figures[-3:]
+    loss = nats / max(num_tokens, 1) / math.log(2)
+    times = num_batches * config.num_moe_layers
+    return {
+        "loss": loss,
+        "perplexity": 2.0**loss,
+        "num_tokens": int(num_tokens),
+        "num_blocks": int(num_blocks),
+        "num_batches": int(num_batches),
+        "tokens_per_s": num_tokens / model_s,
+        "model_s": model_s,
+        "load_s": load_s,
+        "dtype": found.dtype,
+        "tp": placement.tp,
+        "dp": placement.dp,
+        "ep": placement.ep,
+        "dispatch": "sparse" if config.use_tutel_moe else "dense",
+        "capacity": num_slots(config) if names else None,
+        "routing": {name: total / times for name, total in zip(names, figures[1:-3], strict=False)},
+        "train_loss": [nats / math.log(2) for nats in losses],
+    }
+
+
+def _lines(result: dict[str, Any]) -> Iterator[str]:
+    yield f"loss (base 2): {result['loss']:.4f}, perplexity: {result['perplexity']:.2f}"
+    yield (
+        f"{result['num_tokens']} tokens in {result['num_blocks']} blocks: {result['model_s']:.2f} s, "
+        f"{result['tokens_per_s']:.0f} tokens/s"
+    )
+    for name, value in result["routing"].items():
+        yield f"{name}: {value:.4g}"
