@@ -196,6 +196,7 @@ def _zb_v_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num) -> Num:
 
 
 def _dualpipe_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num) -> Num:
+    """The pairs pass a hop in every round, like 1F1B; the chains differ in how they fill and drain."""
     q = pp / 2 - 1
     return hop * (m - np.ceil((m - 2) / pp)) + _longest(
         2 * q * f + 2 * q * hop,
@@ -206,14 +207,18 @@ def _dualpipe_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num) -> Nu
 
 
 def _dualpipe_v_s(pp: Num, m: Num, v: Num, f: Num, b: Num, w: Num, hop: Num) -> Num:
-    """DualPipe over 2 pp half-stages, folded: the two halves of a microbatch's way share their ranks."""
+    """DualPipe over 2 pp half-stages, folded, so that turning round in the middle takes no hop."""
     q = pp - 1
     f, b, w = f / 2, b / 2, w / 2
-    return hop * (2 * m - 2 * np.ceil((m - 1) / pp) - 2) + _longest(
-        2 * q * f + q * hop,
-        2 * q * f + q * b - q * w + 2 * q * hop,
-        (q - 1) * f + q * b + 3 * q * hop,
-        (q - 1) * f + 2 * q * b - q * w + 4 * q * hop,
+    rounds_s = 2 * hop * (m - np.ceil((m - 1) / pp) - 1)
+    one_less_s = 2 * hop * (m - np.ceil((m - 2) / pp) - 2)
+    return _longest(
+        rounds_s + 2 * q * f + q * hop,
+        rounds_s + 2 * q * f + q * b - q * w + 2 * q * hop,
+        rounds_s + (q - 1) * f + q * b + 3 * q * hop,
+        rounds_s + (q - 1) * f + 2 * q * b - q * w + 4 * q * hop,
+        one_less_s + q * f + (q - 1) * b + 3 * q * hop,
+        one_less_s + q * f + (2 * q - 1) * b - q * w + 4 * q * hop,
     )
 
 
