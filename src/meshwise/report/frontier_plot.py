@@ -1,0 +1,217 @@
+"""Pictures of a frontier: utilization against training compute, what binds, and what the limits hang on.
+
+One device gets its curve with and without failures, and below it where the time of a step goes; several
+devices get one curve each. A path that ends in .html gets an interactive plotly page, any other a
+matplotlib picture.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from meshwise.errors import DataError, MissingExtraError
+from meshwise.frontier.run import RESOURCES, Frontier, Limits, Point
+
+COLORS = ("#4a8fc2", "#f0913a", "#8172b2", "#4fa14a", "#c44e52", "#937860", "#da8bc3", "#555555")
+WAITS = {"latency": ("#c44e52", ":"), "bubble": ("#937860", ":"), "gradients": ("#555555", ":")}
+"""Shares of a step in which what binds stands still: color and line."""
+FAILURE_COLOR = "#c44e52"
+IMAGES = (".png", ".svg", ".pdf")
+
+
+def plot_frontiers(frontiers: list[Frontier], path: str | Path) -> None:
+    """Draw the curves of `frontiers` to `path`, by its ending with matplotlib or plotly.
+
+    Raises `DataError` for an ending that is neither, `MissingExtraError` without the package.
+    """
+    path = Path(path)
+    if path.suffix == ".html":
+        _write_html(frontiers, path)
+    else:
+        pyplot = _pyplot(path)
+        single = len(frontiers) == 1
+        figure, rows = pyplot.subplots(
+            2 if single else 1,
+            1,
+            figsize=(8, 7 if single else 4.5),
+            sharex=True,
+            squeeze=False,
+            gridspec_kw={"height_ratios": [3, 2] if single else [1]},
+            layout="constrained",
+        )
+        draw_utilization(rows[0, 0], frontiers)
+        if single:
+            draw_busy(rows[1, 0], frontiers[0])
+        rows[-1, 0].set_xlabel("training compute [FLOP]")
+        figure.savefig(path, dpi=160)
+        pyplot.close(figure)
+
+
+def draw_utilization(axes: Any, frontiers: list[Frontier]) -> None:
+    """Draw utilization curves into matplotlib axes; limits are marked, failures dashed."""
+    single = len(frontiers) == 1
+    for frontier, color in zip(frontiers, COLORS, strict=False):
+        name = "without failures" if single else frontier.device.name
+        red = FAILURE_COLOR if single else color
+        for limits, kind, shade, label in (
+            (frontier.ideal, "-", color, name),
+            (frontier.with_failures, "--", red, "with failures" if single else None),
+        ):
+            flop, utilization = _curve(limits)
+            axes.plot(flop, utilization, kind, color=shade, linewidth=1.6, label=label)
+            if limits.limit is not None:
+                axes.plot(
+                    limits.limit.training_flop, limits.limit.utilization, "o", color=shade, markersize=5
+                )
+            if limits.wall is not None and single:
+                axes.axvline(limits.wall.training_flop, color=shade, linewidth=0.8, linestyle=":")
+                axes.annotate(
+                    f"wall {limits.wall.training_flop:.1e}",
+                    (limits.wall.training_flop, 0.02),
+                    xytext=(4, 0),
+                    textcoords="offset points",
+                    fontsize=8,
+                    color=shade,
+                    rotation=90,
+                    va="bottom",
+                )
+            if limits.limit is not None and single:
+                axes.annotate(
+                    f"80 % of the plateau\n{limits.limit.training_flop:.1e} FLOP",
+                    (limits.limit.training_flop, limits.limit.utilization),
+                    xytext=(8, 0) if limits is frontier.ideal else (-8, 0),
+                    textcoords="offset points",
+                    fontsize=8,
+                    color=shade,
+                    ha="left" if limits is frontier.ideal else "right",
+                    va="center",
+                )
+    axes.set_xscale("log")
+    axes.set_ylim(0, None)
+    axes.set_ylabel("utilization")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.grid(alpha=0.25)
+    legend = {} if single else {"title": "dashed: with failures; dots: 80 % of the plateau"}
+    axes.legend(frameon=False, fontsize=8, title_fontsize=8, loc="lower left", **legend)
+    run = frontiers[0].run
+    axes.set_title(
+        f"{frontiers[0].device.name + ': ' if single else ''}best run of at most "
+        f"{run.duration_s / 86400:.0f} days, batch {run.batch.name}, {run.schedule}",
+        loc="left",
+        fontsize=10,
+    )
+    _clean(axes)
+
+
+def draw_busy(axes: Any, frontier: Frontier) -> None:
+    """Draw how busy each resource is along the curve without failures, and how long all of them wait."""
+    points = [point for point in frontier.ideal.curve if point.plan]
+    flop = [point.training_flop for point in points]
+    for name, color in zip(RESOURCES, COLORS, strict=False):
+        axes.plot(flop, [point.busy_frac[name] for point in points], color=color, linewidth=1.4, label=name)
+    for name in WAITS:
+        color, line = WAITS[name]
+        axes.plot(flop, [point.time_frac[name] for point in points], line, color=color, lw=1.2, label=name)
+    axes.set_ylim(0, 1)
+    axes.set_ylabel("share of a step")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize=8, loc="center left")
+    _clean(axes)
+
+
+def plot_sensitivity(rows: list[dict[str, Any]], path: str | Path) -> None:
+    """Draw the limit and the wall of each row of `frontier.run.sensitivity`, the first row as lines."""
+    path = Path(path)
+    pyplot = _pyplot(path)
+    base, others = rows[0], rows[1:]
+    figure, axes = pyplot.subplots(figsize=(8, 0.24 * len(others) + 1), layout="constrained")
+    for key, marker, color, label in (
+        ("limit_80pct_flop", "o", COLORS[0], "80 % of the plateau"),
+        ("wall_flop", "s", FAILURE_COLOR, "wall"),
+    ):
+        found = [(row[key], place) for place, row in enumerate(others) if row[key] is not None]
+        axes.plot(*zip(*found, strict=True), marker, color=color, markersize=5, label=label, linestyle="none")
+        if base[key] is not None:
+            axes.axvline(base[key], color=color, linewidth=0.8)
+            axes.hlines(
+                [place for _, place in found], base[key], [value for value, _ in found], color=color, lw=1.2
+            )
+    axes.set_yticks(range(len(others)), [f"{row['choice']}: {row['value']}" for row in others], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("training compute [FLOP]; no mark: beyond the curve")
+    axes.grid(alpha=0.25, axis="x")
+    axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    _clean(axes)
+    figure.savefig(path, dpi=160)
+    pyplot.close(figure)
+
+
+def _curve(limits: Limits) -> tuple[list[float], list[float]]:
+    points = [point for point in limits.curve if point.plan]
+    if limits.wall is not None:
+        points.append(limits.wall)
+    return [point.training_flop for point in points], [point.utilization for point in points]
+
+
+def _clean(axes: Any) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _pyplot(path: Path) -> Any:
+    if path.suffix not in IMAGES:
+        raise DataError(f"cannot draw to {path}: its name must end in {', '.join(IMAGES)} or .html")
+    try:
+        import matplotlib
+    except ImportError:
+        raise MissingExtraError("pictures need matplotlib; install meshwise[plot]") from None
+    matplotlib.use("Agg", force=False)
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _write_html(frontiers: list[Frontier], path: Path) -> None:
+    try:
+        from plotly import graph_objects
+    except ImportError:
+        raise MissingExtraError("interactive pages need plotly; install meshwise[plot]") from None
+    figure = graph_objects.Figure()
+    for frontier, color in zip(frontiers, COLORS, strict=False):
+        for limits, dash, what in (
+            (frontier.ideal, "solid", ""),
+            (frontier.with_failures, "dash", ", with failures"),
+        ):
+            points = [point for point in limits.curve if point.plan]
+            figure.add_scatter(
+                x=[point.training_flop for point in points],
+                y=[point.utilization for point in points],
+                mode="lines",
+                name=frontier.device.name + what,
+                line={"color": color, "dash": dash},
+                text=[_hover(point) for point in points],
+                hovertemplate="%{text}<extra></extra>",
+            )
+    figure.update_layout(
+        title="Utilization of the best run against training compute (hover for its plan)",
+        template="plotly_white",
+        xaxis={"type": "log", "title": "training compute [FLOP]", "exponentformat": "power"},
+        yaxis={"title": "utilization", "tickformat": ".0%", "rangemode": "tozero"},
+    )
+    figure.write_html(path, include_plotlyjs=True)
+
+
+def _hover(point: Point) -> str:
+    plan = point.plan or {}
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in point.time_frac.items() if share > 0.005)
+    return (
+        f"{point.training_flop:.2e} FLOP, {point.utilization:.1%}<br>"
+        f"{point.params:.2e} parameters, {point.devices:.3g} devices<br>"
+        f"tp {plan['tp_in']:.0f} x {plan['tp_out']:.0f}, pp {plan['pp']:.0f}, dp {plan['dp']:.0f}, "
+        f"ep {plan['ep']:.0f}<br>"
+        f"{plan['microbatches']:.0f} microbatches of {plan['microbatch_tokens']:.0f} tokens per device<br>"
+        f"{shares}"
+    )

@@ -1,0 +1,117 @@
+"""Frontier answers as tables on a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from meshwise.units import duration, with_prefix
+
+EVERY = 5
+"""Of the points of a curve every fifth is printed: two to a decade."""
+
+
+def print_layer(document: dict[str, Any], console: Console) -> None:
+    """Print the times of one layer, what binds, and the what-ifs."""
+    table = _table("forward + backward of a microbatch", ["resource"], ["time", "of the longest"])
+    for name in ("flop_s", "memory_s", "network_s"):
+        share = document[name] / document["fwd_bwd_s"]
+        table.add_row(name.removesuffix("_s"), duration(document[name]), f"{share:.0%}")
+    console.print(table)
+    what_ifs = document["what_ifs"]
+    lines = [
+        f"{document['binds']} binds: {document['fwd_bwd_s']!r} s on a flat network",
+        f"end of batch: {duration(document['end_of_batch_s'])}",
+        f"the network would bind below {_rate(what_ifs['network_binds_below_bytes_per_s'])}, "
+        f"memory below {_rate(what_ifs['memory_binds_below_bytes_per_s'])}",
+        f"largest split before the network binds: {what_ifs['max_balanced_split']:.0f} ways balanced, "
+        f"{what_ifs['max_1d_split']:.0f} ways in one dimension",
+    ]
+    if what_ifs["memory_flop_crossing_tokens"] is not None:
+        tokens = what_ifs["memory_flop_crossing_tokens"]
+        lines.append(f"memory takes longer than arithmetic below {tokens:.0f} tokens per device")
+    if "two_level" in document:
+        two = document["two_level"]
+        lines.append(
+            f"on the device's two levels of links: {two['binds']} binds, {duration(two['fwd_bwd_s'])} "
+            f"({duration(two['inner_s'])} inside a domain, {duration(two['outer_s'])} between)"
+        )
+    for line in lines:
+        console.print(line)
+
+
+def print_run(document: dict[str, Any], console: Console) -> None:
+    """Print the curve, with failures and without, and where it ends."""
+    table = _table(
+        f"{document['device']['name']}: the best run at each training compute",
+        ["FLOP"],
+        ["utilization", "with failures", "devices", "tp", "pp", "dp"],
+        ["binds", "lost to"],
+    )
+    curves = zip(document["curve"], document["with_failures"]["curve"], strict=True)
+    for point, failing in list(curves)[::EVERY]:
+        if point["plan"] is None:
+            continue
+        plan = point["plan"]
+        table.add_row(
+            f"{point['training_flop']:.1e}",
+            f"{point['utilization']:.1%}",
+            f"{failing['utilization']:.1%}" if failing["plan"] else "none",
+            with_prefix(point["devices"], "", 3),
+            f"{plan['tp_in']:.0f} x {plan['tp_out']:.0f}",
+            f"{plan['pp']:.0f}",
+            f"{plan['dp']:.0f}",
+            point["binds"],
+            point["lost_to"],
+        )
+    console.print(table)
+    for name, limits in (("without failures", document), ("with failures", document["with_failures"])):
+        console.print(
+            f"{name}: plateau {limits['plateau']:.1%}; 80 % of it up to "
+            f"{flop(limits['limit_80pct_flop'])}; wall at {flop(limits['wall_flop'])}"
+        )
+        limit = limits["limit"]
+        if limit is not None:
+            console.print(
+                f"  there: {with_prefix(limit['devices'], '', 3)} devices, {duration(limit['training_s'])}, "
+                f"{with_prefix(limit['power_watts'], 'W', 3)}, {with_prefix(limit['energy_j'], 'J', 3)}, "
+                f"price {limit['price']:.3g}"
+            )
+
+
+def print_sensitivity(document: dict[str, Any], console: Console) -> None:
+    """Print the limits with one choice changed at a time."""
+    for title, rows in (("without failures", document["rows"]), ("", document["with_failures"])):
+        table = _table(title, ["choice", "value"], ["plateau", "80 % limit", "wall"])
+        for row in rows:
+            table.add_row(
+                row["choice"],
+                row["value"],
+                f"{row['plateau']:.1%}",
+                flop(row["limit_80pct_flop"]),
+                flop(row["wall_flop"]),
+            )
+        console.print(table)
+
+
+def flop(value: float | None) -> str:
+    """A training compute, or that the curve ends before."""
+    return "beyond the curve" if value is None else f"{value:.2g} FLOP"
+
+
+def _rate(bytes_per_s: float) -> str:
+    return with_prefix(bytes_per_s, "B/s", 3) if bytes_per_s < 1e12 else with_prefix(bytes_per_s, "B/s")
+
+
+def _table(title: str, left: list[str], right: list[str], last: list[str] | None = None) -> Table:
+    table = Table(title=title or None, box=box.SIMPLE, title_justify="left")
+    for name in left:
+        table.add_column(name)
+    for name in right:
+        table.add_column(name, justify="right")
+    for name in last or []:
+        table.add_column(name)
+    return table
