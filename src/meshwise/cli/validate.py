@@ -1,0 +1,88 @@
+"""`meshwise validate`: predicted against measured, row by row, and how wrong that is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_SHARED = Path("../shared/data")
+_DEFAULT_FILES = (
+    "published_runs.csv",
+    "measured_iterations_a100.csv",
+    "measured_ops.csv",
+    "published_micro.csv",
+)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Mount the command."""
+    app.command()(validate)
+
+
+def validate(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Option("--runs", help="CSV of measured runs or ops; repeat for several [../shared/data]."),
+    ] = None,
+    cases: Annotated[
+        Path | None, typer.Option("--cases", help="JSON of a published model's cases, held to the digit.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw predicted against measured (png, svg, pdf).")
+    ] = None,
+    write_docs: Annotated[
+        Path | None, typer.Option("--write-docs", help="Write accuracy.md and its figures to this folder.")
+    ] = None,
+    worst: Annotated[int, typer.Option(help="How many of the worst rows to print.")] = 8,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Hold the model against measurements: error per source, chip and kind, and the worst rows."""
+    if cases is not None:
+        _validate_cases(cases, json=json)
+        return
+    from meshwise.validate import validate as predict
+
+    validation = predict(runs or _shared_files())
+    if plot is not None:
+        from meshwise.report.accuracy_plot import draw_accuracy
+
+        draw_accuracy(validation, plot)
+    if write_docs is not None:
+        from meshwise.report.accuracy import write_accuracy
+
+        write_accuracy(validation, write_docs)
+    if json:
+        from meshwise.cli.output import print_json
+
+        print_json(validation.to_json())
+    else:
+        from meshwise.cli.output import console
+        from meshwise.report.accuracy_table import print_validation
+
+        print_validation(validation, console(), num_worst=worst)
+
+
+def _shared_files() -> list[Path]:
+    from meshwise.errors import DataError
+
+    found = [_SHARED / name for name in _DEFAULT_FILES if (_SHARED / name).is_file()]
+    if not found:
+        raise DataError(f"no measurements lie in {_SHARED}; name a CSV file of them with --runs")
+    return found
+
+
+def _validate_cases(path: Path, *, json: bool) -> None:
+    from meshwise.cases import check_cases
+    from meshwise.cli.output import console, print_json
+
+    document = check_cases(path)
+    if json:
+        print_json(document)
+        return
+    out = console()
+    for case in document["cases"]:
+        out.print(f"{case['name']}: largest relative difference {case['max_rel_diff']:.3g} ({case['worst']})")
+    collectives = document["collectives"]
+    out.print(f"{collectives['num']} collectives: largest {collectives['max_rel_diff']:.3g}")
