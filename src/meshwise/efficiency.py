@@ -104,8 +104,9 @@ class LinkEfficiency:
     """Constants of one kind of link in `cost.collective`. The defaults are the ideal link.
 
     NCCL has a *quick* protocol (LL, LL128: flags travel with the data; low latency, a share of the
-    bandwidth) and a *bulk* one (Simple: full bandwidth, a synchronisation per hop); the faster is taken.
-    tree_latency: bulk or quick hops of a tree are that much slower than of a ring; None: no trees.
+    bandwidth) and a *bulk* one (Simple: full bandwidth, but neighbours synchronise); the faster is taken.
+    quick_latency: delay of a hop. bulk_latency: delay that each synchronisation of the bulk protocol adds.
+    tree_latency: a hop of a tree takes that many hops of a ring; None: no trees.
     switch_frac: share of the bandwidth when the switch adds up (NVLS, SHARP); None: it cannot.
     own_part: a rank's own part is copied through memory: that many parts' worth of wire time.
     """
@@ -113,7 +114,7 @@ class LinkEfficiency:
     launch_s: float = 0.0
     quick_latency: float = 1.0
     quick_frac: float = 1.0
-    bulk_latency: float = 1.0
+    bulk_latency: float = 0.0
     bulk_frac: float = 1.0
     own_part: float = 0.0
     all_to_all_own_part: float = 0.0
@@ -128,6 +129,7 @@ class Efficiency:
     gemms: Mapping[str, GemmEfficiency] = field(default_factory=dict)
     attention: AttentionEfficiency = AttentionEfficiency()
     decode: DecodeEfficiency = DecodeEfficiency()
+    latent_decode: DecodeEfficiency = DecodeEfficiency()
     memory: MemoryEfficiency = MemoryEfficiency()
     casts: Mapping[str, CastEfficiency] = field(default_factory=dict)
     inner: LinkEfficiency = LinkEfficiency()
@@ -233,6 +235,7 @@ def constants(chip: Chip, *, tables: Mapping[str, Mapping[str, Any]] | None = No
         casts={key[5:]: value for key, value in found.items() if key.startswith("cast.")},
         attention=found.get("attention.flash", AttentionEfficiency()),
         decode=found.get("decode.flash", DecodeEfficiency()),
+        latent_decode=found.get("decode.mla", DecodeEfficiency()),
         memory=found.get("memory.kernel", MemoryEfficiency()),
         inner=found.get("inner.link", LinkEfficiency()),
         outer=found.get("outer.link", LinkEfficiency()),

@@ -46,7 +46,7 @@ Array = NDArray[np.float64]
 CAP = 0.4
 FLASH_TILE = 128.0
 PULL = 0.05
-MIN_ROWS = 40
+MIN_ROWS = 25
 ELEM_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5625}
 """Bytes of an operand's element; fp4 carries one fp8 scale for 16 elements."""
 
@@ -190,7 +190,7 @@ def _decode_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
         v_dim=shape["v_dim"],
         flop_per_s=chip.matrix_peak("bf16"),
         memory_bytes_per_s=chip.memory_bytes_per_s,
-        efficiency=efficiency.decode,
+        efficiency=efficiency.latent_decode if batch.first.variant == "mla" else efficiency.decode,
     )
 
 
@@ -458,14 +458,23 @@ def _fit_attention(bench: _Bench) -> None:
         _fit_flash(bench, "attention.flash", chip, rows)
     for chip, rows in bench.by_chip(lambda row: row.op == "attention" and not native(row)):
         _fit_flash(bench, f"attention.{rows[0].software}", chip, rows)
-    for chip, rows in bench.by_chip(lambda row: row.op == "decode"):
-        build = _decode_efficiency
-        fitted = build(fit(rows, chip, DECODE, build, bench.donor("decode.flash", chip)))
-        bench.keep("decode.flash", chip, rows, fitted, fitted.decode)
+    for name, build in (("flash", _decode_efficiency), ("mla", _latent_decode_efficiency)):
+        for chip, rows in bench.by_chip(_is_decode(name)):
+            fitted = build(fit(rows, chip, DECODE, build, bench.donor(f"decode.{name}", chip)))
+            constants = fitted.latent_decode if name == "mla" else fitted.decode
+            bench.keep(f"decode.{name}", chip, rows, fitted, constants)
+
+
+def _is_decode(name: str) -> Callable[[Measurement], bool]:
+    return lambda row: row.op == "decode" and row.variant == name
 
 
 def _decode_efficiency(values: dict[str, float]) -> Efficiency:
     return Efficiency(decode=DecodeEfficiency(**values))
+
+
+def _latent_decode_efficiency(values: dict[str, float]) -> Efficiency:
+    return Efficiency(latent_decode=DecodeEfficiency(**values))
 
 
 def _fit_flash(bench: _Bench, key: str, chip: Chip, rows: Sequence[Measurement]) -> None:

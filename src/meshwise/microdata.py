@@ -202,7 +202,9 @@ def _from_ops(row: dict[str, str], where: str) -> Measurement:
     if op in ("attn_prefill", "mla_prefill") and "cfg=" not in row["shape"]:
         return make("attention", "flash", _prefill(op, row["shape"]))
     if op in ("attn_decode", "mla_decode"):
-        return make("decode", "flash", _decode(op, row["shape"], kv_dtype or dtype))
+        return make(
+            "decode", "mla" if op == "mla_decode" else "flash", _decode(op, row["shape"], kv_dtype or dtype)
+        )
     if op.startswith("nccl_"):
         kind = {"alltoall": "all_to_all", "send_recv": "p2p"}.get(op[5:], op[5:])
         (size,) = _shape(row["shape"], "shape", "bytes")

@@ -11,7 +11,7 @@ they weigh like `softmax_dim` more head dimensions. So with P pairs of one head,
 
 The last term is not hidden: serving kernels also write the cache of keys and values, and a tile loads
 its queries before it computes. *Decode* has one query per sequence: the keys and values must be read,
-that is all, unless many heads share them. Sources of the counts: Dao, FlashAttention-2, 2023.
+that is all, unless many heads share them or the matrix unit is slow. Sources of the counts: Dao, FlashAttention-2, 2023.
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ def decode_attention_s(
 
     `kv_bytes_per_token` are the bytes that one layer's cache holds per token: 2 kv_heads head_dim bytes of
     an element for grouped-query attention, (kv_rank + rope_dim) of them for latent attention (MLA), whose
-    queries then have qk_dim = kv_rank + rope_dim and v_dim = kv_rank.
+    queries then have qk_dim = kv_rank + rope_dim and v_dim = kv_rank. Both run at
+    the constants of their own kernel (`Efficiency.decode`, `Efficiency.latent_decode`).
     """
     tokens = batch * seq_k
     memory_s = tokens * kv_bytes_per_token / (memory_bytes_per_s * efficiency.memory_frac)
     compute_s = 2.0 * tokens * heads * (qk_dim + v_dim) / (flop_per_s * efficiency.peak_frac)
-    return efficiency.launch_s + np.hypot(memory_s, compute_s)
+    return efficiency.launch_s + np.maximum(memory_s, compute_s)

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwise.efficiency import IDEAL, Efficiency, LinkEfficiency
 from meshwise.units import Num
@@ -100,6 +101,23 @@ def collective_s(
 
 
 @dataclass(frozen=True, slots=True)
+class _Step:
+    """One level of links as one protocol meets it.
+
+    `inside`, `here`: members in a domain of the level inside it, and of its own. `hop_s`: delay of one hop
+    of a lone message; `ring_s`: the sum of all delays of one pass round the ring.
+    """
+
+    inside: Num
+    here: Num
+    used: NDArray[np.bool_]
+    bytes_per_s: Num
+    hop_s: Num
+    ring_s: Num
+    efficiency: LinkEfficiency
+
+
+@dataclass(frozen=True, slots=True)
 class _Group:
     """A group on its links: per level the members inside and per domain, (bytes/s, latency), efficiency."""
 
@@ -109,20 +127,34 @@ class _Group:
     efficiencies: tuple[LinkEfficiency, ...]
 
     def launch_s(self) -> Num:
+        """The launch of the slowest kind of link that the group uses."""
         launch_s: Num = 0.0
-        for (inside, members_here), efficiency in zip(self.levels, self.efficiencies, strict=True):
-            used = np.asarray(members_here) > np.asarray(inside)
-            launch_s = np.where(used, np.maximum(launch_s, efficiency.launch_s), launch_s)
+        for step in self.steps(bulk=False):
+            launch_s = np.where(step.used, np.maximum(launch_s, step.efficiency.launch_s), launch_s)
         return launch_s
 
-    def steps(self, bulk: bool) -> list[tuple[Num, Num, Num, Num, LinkEfficiency]]:
-        """Per level: members inside, members of a domain, effective bytes/s and latency, its efficiency."""
-        rows = []
-        for level, link, efficiency in zip(self.levels, self.links, self.efficiencies, strict=True):
-            frac = efficiency.bulk_frac if bulk else efficiency.quick_frac
-            latency = efficiency.bulk_latency if bulk else efficiency.quick_latency
-            rows.append((*level, link[0] * frac, link[1] * latency, efficiency))
-        return rows
+    def steps(self, bulk: bool) -> list[_Step]:
+        """The levels, innermost first."""
+        steps = []
+        rows = zip(self.levels, self.links, self.efficiencies, strict=True)
+        for level, ((inside, here), (bytes_per_s, latency_s), efficiency) in enumerate(rows):
+            hops = self.ranks / inside - self.ranks / here
+            # Neighbours inside a node synchronise at the same time, those between nodes one by one.
+            syncs = hops if level else np.log2(here)
+            quick_s = latency_s * efficiency.quick_latency
+            sync_s = latency_s * efficiency.bulk_latency if bulk else 0.0
+            steps.append(
+                _Step(
+                    inside=inside,
+                    here=here,
+                    used=np.asarray(here) > np.asarray(inside),
+                    bytes_per_s=bytes_per_s * (efficiency.bulk_frac if bulk else efficiency.quick_frac),
+                    hop_s=quick_s + sync_s,
+                    ring_s=hops * quick_s + syncs * sync_s,
+                    efficiency=efficiency,
+                )
+            )
+        return steps
 
 
 def _ring_s(kind: Kind, payload_bytes: Num, group: _Group, *, bulk: bool) -> Num:
@@ -131,40 +163,38 @@ def _ring_s(kind: Kind, payload_bytes: Num, group: _Group, *, bulk: bool) -> Num
     ring_bytes = sent_bytes(kind, payload_bytes, group.ranks)
     own_bytes = payload_bytes / group.ranks
     wire_s: Num = 0.0
-    hops_s: Num = 0.0
-    for inside, here, bytes_per_s, latency_s, efficiency in group.steps(bulk):
-        used = np.asarray(here) > np.asarray(inside)
+    delay_s: Num = 0.0
+    for step in group.steps(bulk):
         if kind == "p2p":  # outer levels overwrite inner ones
-            wire_s = np.where(used, payload_bytes / bytes_per_s, wire_s)
-            hops_s = np.where(used, latency_s, hops_s)
+            wire_s = np.where(step.used, payload_bytes / step.bytes_per_s, wire_s)
+            delay_s = np.where(step.used, step.hop_s, delay_s)
         elif kind == "all_to_all":
-            level_bytes = payload_bytes * (here - inside) / group.ranks
-            level_bytes = level_bytes + efficiency.all_to_all_own_part * own_bytes
-            wire_s = np.maximum(wire_s, np.where(used, level_bytes / bytes_per_s, 0.0))
-            hops_s = np.maximum(hops_s, np.where(used, latency_s, 0.0))
+            level_bytes = payload_bytes * (step.here - step.inside) / group.ranks
+            level_bytes = level_bytes + step.efficiency.all_to_all_own_part * own_bytes
+            wire_s = np.maximum(wire_s, np.where(step.used, level_bytes / step.bytes_per_s, 0.0))
+            delay_s = np.maximum(delay_s, np.where(step.used, step.hop_s, 0.0))
         else:
-            level_bytes = ring_bytes / inside + efficiency.own_part * own_bytes
-            wire_s = np.maximum(wire_s, np.where(used, level_bytes / bytes_per_s, 0.0))
-            hops_s = hops_s + passes * latency_s * (group.ranks / inside - group.ranks / here)
-    return wire_s + hops_s
+            level_bytes = ring_bytes / step.inside + step.efficiency.own_part * own_bytes
+            wire_s = np.maximum(wire_s, np.where(step.used, level_bytes / step.bytes_per_s, 0.0))
+            delay_s = delay_s + passes * step.ring_s
+    return wire_s + delay_s
 
 
 def _tree_s(payload_bytes: Num, group: _Group, *, bulk: bool) -> Num:
     """All-reduce by a double binary tree over the domains of level 0, with a chain inside each."""
     wire_s: Num = 0.0
-    hops_s: Num = 0.0
-    for level, (inside, here, bytes_per_s, latency_s, efficiency) in enumerate(group.steps(bulk)):
-        used = np.asarray(here) > np.asarray(inside)
-        wire_s = np.maximum(wire_s, np.where(used, 2.0 * payload_bytes / (inside * bytes_per_s), 0.0))
-        height = np.log2(here / inside) * (efficiency.tree_latency or 1.0) if level else here - 1.0
-        hops_s = hops_s + 2.0 * latency_s * height
-    return wire_s + hops_s
+    delay_s: Num = 0.0
+    for level, step in enumerate(group.steps(bulk)):
+        level_bytes = 2.0 * payload_bytes / step.inside
+        wire_s = np.maximum(wire_s, np.where(step.used, level_bytes / step.bytes_per_s, 0.0))
+        climb = np.log2(step.here / step.inside) * (step.efficiency.tree_latency or 1.0)
+        delay_s = delay_s + 2.0 * (climb * step.hop_s if level else step.ring_s)
+    return wire_s + delay_s
 
 
 def _switch_s(payload_bytes: Num, group: _Group, switch_frac: float) -> Num:
     """All-reduce inside one domain of level 0 whose switch adds; infinite for larger groups."""
-    bytes_per_s, latency_s = group.links[0]
-    ring = group.efficiencies[0]
-    wire_s = payload_bytes * (1.0 + 1.0 / group.ranks) / (bytes_per_s * switch_frac)
-    inside_one = np.asarray(group.levels[0][1]) >= np.asarray(group.ranks)
-    return np.where(inside_one, wire_s + 2.0 * latency_s * ring.bulk_latency, np.inf)
+    step = group.steps(bulk=True)[0]
+    wire_s = payload_bytes * (1.0 + 1.0 / group.ranks) / (group.links[0][0] * switch_frac)
+    inside_one = np.asarray(step.here) >= np.asarray(group.ranks)
+    return np.where(inside_one, wire_s + 2.0 * step.hop_s, np.inf)

@@ -1,0 +1,330 @@
+"""Matmuls, attention, memory kernels: the ideal chip, properties, the fit, and measured ops where present."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwise import efficiency as eff
+from meshwise import fit
+from meshwise.cost.attention_kernel import attention_s, decode_attention_s
+from meshwise.cost.gemm import TILES, gemm_s
+from meshwise.cost.memory_kernel import memory_kernel_s, scaled_cast_s
+from meshwise.errors import ClusterError, DataError
+from meshwise.hardware import chips, find_chip
+from meshwise.microdata import OPS_COLUMNS, Measurement, read
+
+H100 = find_chip("h100")
+CHIP = {"flop_per_s": H100.matrix_peak("bf16"), "memory_bytes_per_s": H100.memory_bytes_per_s}
+CORES = float(H100.num_cores)
+REAL = eff.constants(H100)
+sizes = st.integers(1, 100_000).map(float)
+batches = st.integers(1, 64).map(float)
+
+
+# --- matmuls -----------------------------------------------------------------------------------
+
+
+@given(sizes, sizes, sizes, batches)
+def test_ideal_matmul_is_its_roofline(m, n, k, batch):
+    seconds = gemm_s(m, n, k, batch=batch, **CHIP, elem_bytes=2.0, efficiency=eff.GemmEfficiency())
+    flop_s = 2 * m * n * k * batch / CHIP["flop_per_s"]
+    bytes_s = 2 * (m * n + m * k + n * k) * batch / CHIP["memory_bytes_per_s"]
+    assert seconds == pytest.approx(max(flop_s, bytes_s), rel=1e-12)
+
+
+@given(sizes, sizes, sizes, batches, st.sampled_from(["bf16", "fp8"]))
+def test_no_matmul_beats_its_roofline(m, n, k, batch, dtype):
+    """Boost clocks above the quoted one reach a tenth beyond the published peak at most."""
+    shared = {"batch": batch, **CHIP, "elem_bytes": 2.0}
+    ideal_s = gemm_s(m, n, k, **shared, efficiency=eff.GemmEfficiency())
+    assert gemm_s(m, n, k, **shared, num_cores=CORES, efficiency=REAL.gemm(dtype)) > ideal_s / 1.1
+
+
+@given(sizes, sizes, st.integers(1, 50_000).map(float), batches)
+def test_more_batch_never_costs_less(m, n, k, batch):
+    def cost_s(b: float) -> float:
+        return float(
+            gemm_s(m, n, k, batch=b, **CHIP, num_cores=CORES, elem_bytes=2.0, efficiency=REAL.gemm("bf16"))
+        )
+
+    assert cost_s(batch) <= cost_s(2 * batch) * (1 + 1e-12)
+
+
+@given(st.lists(st.tuples(sizes, sizes, sizes, batches), min_size=1, max_size=8))
+def test_matmuls_in_an_array_are_the_loop_over_them(cases):
+    shared = {**CHIP, "num_cores": CORES, "elem_bytes": 2.0, "efficiency": REAL.gemm("bf16")}
+    m, n, k, batch = (np.array(column) for column in zip(*cases, strict=True))
+    together = gemm_s(m, n, k, batch=batch, **shared)
+    alone = [float(gemm_s(*case[:3], batch=case[3], **shared)) for case in cases]
+    np.testing.assert_allclose(together, alone, rtol=1e-12)
+
+
+def test_grid_axes_broadcast():
+    m, n = np.array([[128.0], [4096.0]]), np.array([1024.0, 2048.0, 8192.0])
+    seconds = gemm_s(m, n, 4096.0, **CHIP, num_cores=CORES, elem_bytes=2.0, efficiency=REAL.gemm("bf16"))
+    assert np.shape(seconds) == (2, 3)
+
+
+def test_one_tile_too_many_costs_a_wave():
+    """132 big tiles fit 132 cores, 133 need a second wave. Dear tiles keep the smaller shapes away."""
+    dear_s = 1e-3
+    constants = eff.GemmEfficiency(tiled=True, split_s=1.0, tile_s=dear_s)
+    rows, columns = TILES[0]
+    chip = CHIP | {"memory_bytes_per_s": 1e20, "num_cores": CORES, "elem_bytes": 2.0}
+    wave_s = 2 * rows * columns * 65536 * CORES / CHIP["flop_per_s"] + dear_s
+    assert gemm_s(rows * 132, columns, 65536.0, **chip, efficiency=constants) == pytest.approx(wave_s)
+    assert gemm_s(rows * 133, columns, 65536.0, **chip, efficiency=constants) == pytest.approx(2 * wave_s)
+
+
+def test_idle_cores_split_a_long_sum():
+    """One tile with a long k: with the sum split it beats one core by far."""
+    alone = eff.GemmEfficiency(tiled=True, split_s=1.0)
+    shared = {"flop_per_s": 1e15, "memory_bytes_per_s": 1e15, "num_cores": 100.0, "elem_bytes": 2.0}
+    size = (128.0, 128.0, 65536.0)
+    split_s = gemm_s(*size, **shared, efficiency=replace(alone, split_s=1e-6))
+    assert split_s < 0.3 * gemm_s(*size, **shared, efficiency=alone)
+
+
+# --- attention and memory ----------------------------------------------------------------------
+
+heads = st.sampled_from([1.0, 8.0, 32.0])
+sequences = st.sampled_from([128.0, 1000.0, 4096.0, 65536.0])
+
+
+@given(batches, heads, sequences, st.sampled_from([64.0, 128.0, 256.0]))
+def test_ideal_attention_is_its_flop(batch, head, seq, dim):
+    shape = {"batch": batch, "heads": head, "kv_heads": head, "seq_q": seq, "seq_k": seq}
+    shape |= {"qk_dim": dim, "v_dim": dim}
+    ideal = {**CHIP, "efficiency": eff.AttentionEfficiency()}
+    full_s = attention_s(**shape, causal=False, **ideal)
+    assert full_s == pytest.approx(4 * batch * head * seq**2 * dim / CHIP["flop_per_s"], rel=1e-12)
+    assert attention_s(**shape, causal=True, **ideal) == pytest.approx(full_s / 2, rel=1e-12)
+    assert attention_s(**shape, causal=False, backward=True, **ideal) == pytest.approx(
+        2.5 * full_s, rel=1e-12
+    )
+    for causal in (False, True):
+        real_s = attention_s(**shape, causal=causal, **CHIP, num_cores=CORES, efficiency=REAL.attention)
+        assert real_s > attention_s(**shape, causal=causal, **ideal)
+
+
+@given(batches, heads, sequences)
+def test_ideal_decode_is_its_roofline(batch, head, seq):
+    seconds = decode_attention_s(
+        batch=batch,
+        heads=head,
+        seq_k=seq,
+        kv_bytes_per_token=4 * 128.0,
+        qk_dim=128.0,
+        v_dim=128.0,
+        **CHIP,
+        efficiency=eff.DecodeEfficiency(),
+    )
+    bytes_s = batch * seq * 512 / CHIP["memory_bytes_per_s"]
+    assert seconds == pytest.approx(max(bytes_s, 4 * batch * seq * head * 128 / CHIP["flop_per_s"]))
+
+
+@given(st.floats(0.0, 1e12))
+def test_memory_kernels_and_casts_take_their_bytes(moved):
+    bandwidth = CHIP["memory_bytes_per_s"]
+    ideal = memory_kernel_s(moved, memory_bytes_per_s=bandwidth, efficiency=eff.MemoryEfficiency())
+    assert ideal == moved / bandwidth
+    assert memory_kernel_s(moved, memory_bytes_per_s=bandwidth, efficiency=REAL.memory) > ideal
+    cast = scaled_cast_s(
+        8.0, moved, out_bytes=1.0, memory_bytes_per_s=bandwidth, efficiency=eff.CastEfficiency()
+    )
+    assert cast == pytest.approx(8 * moved * 3 / bandwidth)
+
+
+# --- the catalog -------------------------------------------------------------------------------
+
+
+def test_every_chip_has_constants_and_says_what_it_inherits():
+    for chip in chips().values():
+        found = eff.constants(chip)
+        assert 0.2 < found.gemm("bf16").peak_frac <= 1.1
+        assert found.gemm("fp16") == found.gemm("bf16")
+    assert "gemm.bf16" not in eff.constants(H100).inherited_from
+    assert eff.constants(find_chip("a100-40g-sxm")).inherited_from["gemm.bf16"] == "ampere (a100-80g-sxm)"
+    assert eff.constants(find_chip("mi300x")).inherited_from["gemm.bf16"].startswith("all chips (")
+
+
+def test_a_relative_inherits_the_geometric_mean():
+    text = "\n".join(
+        f"[gemm.{chip}.bf16]\npeak_frac = {frac}\ntiled = true"
+        for chip, frac in (("h100-80g-sxm", 0.9), ("h200-sxm", 0.4))
+    )
+    found = eff.constants(find_chip("h800"), tables=eff.read(text))
+    assert found.gemm("bf16").peak_frac == pytest.approx(0.6)
+    assert found.gemm("bf16").tiled
+    assert math.isinf(found.gemm("bf16").cache_speedup)
+
+
+def test_the_ideal_chip_is_what_an_empty_catalog_gives():
+    assert eff.constants(H100, tables={}) == eff.IDEAL
+
+
+def test_a_constant_that_does_not_exist_is_refused():
+    with pytest.raises(ClusterError, match=r"gemm.bf16 of h200-sxm has 'peak'"):
+        eff.read("[gemm.h200-sxm.bf16]\npeak = 0.4")
+
+
+# --- measurements ------------------------------------------------------------------------------
+
+HEADER = ",".join(OPS_COLUMNS)
+GOOD = "H100-SXM-80GB,gemm,bfloat16,1,m=1 n=2 k=3,5.5,lib,src"
+
+
+def measurements(tmp_path: Path, *lines: str):
+    path = tmp_path / "ops.csv"
+    path.write_text("\n".join([HEADER, *lines]) + "\n")
+    return read(path)
+
+
+def test_good_rows_count_beside_bad_ones(tmp_path):
+    found = measurements(
+        tmp_path,
+        GOOD,
+        "H100-SXM-80GB,gemm,bfloat16,1,m=1 n=2 k=3,fast,lib,src",
+        "H100-SXM-80GB,gemm,bfloat16,1,m=1 n=2,5.5,lib,src",
+        "H100-SXM-80GB,gemm,bfloat16",
+        "Abacus,gemm,bfloat16,1,m=1 n=2 k=3,5.5,lib,src",
+        "H100-SXM-80GB,juggle,bfloat16,1,balls=3,5.5,lib,src",
+    )
+    assert [row.seconds for row in found.rows] == [5.5e-6]
+    reasons = [problem.reason for problem in found.problems]
+    assert "ops.csv, line 3, column latency_us: 'fast' is not a number above zero" in reasons[0]
+    assert "line 4, column shape: 'm=1 n=2' lacks k=" in reasons[1]
+    assert "line 5: the line does not have 8 cells" in reasons[2]
+    assert reasons[3] == "no chip of the catalog is called 'Abacus'"
+    assert reasons[4] == "no formula times op 'juggle' of lib"
+    assert [problem.bad_input for problem in found.problems] == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "0", ""])
+def test_a_latency_is_a_number_above_zero(tmp_path, value):
+    found = measurements(tmp_path, f"H100-SXM-80GB,gemm,bfloat16,1,m=1 n=2 k=3,{value},lib,src")
+    assert not found.rows
+    assert "column latency_us" in found.problems[0].reason
+
+
+def test_a_wrong_header_says_what_is_missing(tmp_path):
+    path = tmp_path / "ops.csv"
+    path.write_text("hardware,op,dtype,n_gpus,shape,source\n")
+    with pytest.raises(DataError, match=r"line 1: the header lacks latency_us, kernel_or_library"):
+        read(path)
+    with pytest.raises(DataError, match="cannot read"):
+        read(tmp_path / "none.csv")
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="not a CSV file"):
+        read(path)
+
+
+def test_published_figures_become_seconds(tmp_path):
+    path = tmp_path / "micro.csv"
+    path.write_text(
+        "source,hardware,op,shape_or_size,ranks,value,unit,notes\n"
+        's,A100-SXM4-80GB,"attention fwd+bwd, FA2",seq=2048 head_dim=128 causal=1,1,155,TFLOP/s,\n'
+        "s,8x H200 node,all_reduce,8GiB,8,473.1,GB/s busbw,\n"
+        "s,H200-SXM,all_gather,1048576 B,4,20,us,\n"
+    )
+    attention, reduce, gather = read(path).rows
+    # 16k tokens, hidden 2048: 8 sequences, 16 heads; forward + backward are 3.5 forwards, causal half
+    assert attention.seconds == pytest.approx(3.5 * 0.5 * 4 * 8 * 2048**2 * 16 * 128 / 155e12)
+    assert reduce.seconds == pytest.approx(2 * 7 / 8 * 8 * 2**30 / 473.1e9)
+    assert gather.seconds == pytest.approx(20e-6)
+
+
+# --- the fit -----------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(-2.0, 2.0), min_size=1, max_size=4))
+def test_minimise_finds_the_bottom_of_a_bowl(bottom):
+    found = fit.minimise(lambda point: float(((point - np.array(bottom)) ** 2).sum()), np.zeros(len(bottom)))
+    np.testing.assert_allclose(found, bottom, atol=0.02)
+
+
+def synthetic_rows(truth: eff.GemmEfficiency) -> list[Measurement]:
+    sides = [64.0, 256.0, 1024.0, 4096.0, 16384.0]
+    rows = [
+        Measurement(
+            chip=H100.name,
+            op="gemm",
+            variant="bf16",
+            software="",
+            shape={"m": m, "n": n, "k": k, "batch": 1.0, "cast": 0.0},
+            seconds=1.0,
+            source="synthetic",
+            where="",
+        )
+        for m in sides
+        for n in sides
+        for k in sides
+    ]
+    (batch,) = fit.batches(rows)
+    seconds = fit.predict_s(batch, H100, eff.Efficiency(gemms={"bf16": truth}))
+    return [replace(row, seconds=float(time)) for row, time in zip(rows, seconds, strict=True)]
+
+
+def test_fit_recovers_the_machine_that_made_the_rows():
+    truth = eff.GemmEfficiency(
+        tiled=True,
+        launch_s=4e-6,
+        peak_frac=0.7,
+        throttle_frac=0.1,
+        cache_speedup=9.0,
+        memory_frac=0.75,
+        tile_s=2e-6,
+        split_s=6e-6,
+    )
+    rows = synthetic_rows(truth)
+
+    def build(values: dict[str, float]) -> eff.Efficiency:
+        return eff.Efficiency(gemms={"bf16": eff.GemmEfficiency(tiled=True, **values)})
+
+    fitted = fit.fit(rows, H100, fit.GEMM, build, {})
+    score = fit.score("gemm.bf16", rows, H100, build(fitted))
+    assert score.held_out_rows > 20
+    assert score.median_abs_frac < 0.02
+    assert fitted["peak_frac"] == pytest.approx(0.7, rel=0.05)
+    assert fitted["memory_frac"] == pytest.approx(0.75, rel=0.05)
+
+
+def test_one_third_of_the_shapes_judges_and_the_cast_does_not_matter():
+    rows = synthetic_rows(eff.GemmEfficiency(tiled=True))
+    judging = [fit.held_out(row) for row in rows]
+    assert 0.25 < np.mean(judging) < 0.42
+    assert judging == [fit.held_out(replace(row, shape=row.shape | {"cast": 1.0})) for row in rows]
+
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+TARGETS = {"gemm": 0.08, "attention": 0.10, "collective": 0.12}
+
+
+@pytest.mark.skipif(
+    not SHARED.is_dir(), reason="the measured ops lie in ../shared/data, beside the repository"
+)
+def test_measured_ops_are_met_as_promised():
+    """Median error of the rows that no fit saw, all chips together (10 µs or 1 MiB at least)."""
+    found = read(SHARED / "measured_ops.csv", SHARED / "published_micro.csv")
+    assert not [problem for problem in found.problems if problem.bad_input]
+    # Left out: a network that its source does not describe, and FlashAttention-2 on the chip of its successor.
+    skip = {("vidur", "a100-80g-sxm"), ("vidur", H100.name), ("fa2", H100.name)}
+    judged = [
+        row
+        for row in found.rows
+        if fit.held_out(row) and fit.counts_in_full(row) and (row.software, row.chip) not in skip
+    ]
+    errors: dict[str, list[float]] = {}
+    for batch in fit.batches(judged):
+        chip = find_chip(batch.first.chip)
+        predicted = fit.predict_s(batch, chip, eff.constants(chip))
+        errors.setdefault(batch.first.op, []).extend(np.abs(predicted / batch.seconds - 1).tolist())
+    for op, target in TARGETS.items():
+        assert np.median(errors[op]) <= target, op
