@@ -12,12 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwise.estimate.timing import Machine, OpTime, op_times
+from meshwise.estimate.timing import OpTime
 from meshwise.layout.context import CORE
 from meshwise.layout.op import Op
 from meshwise.units import Num
-
-COMM = ("comm_tp", "comm_cp", "comm_ep")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,8 +69,6 @@ class BlockTime:
     num_params: Num
     num_expert_params: Num
     forward_flop: Num
-    hardware_flop: Num
-    core_flop: Num
 
 
 def exposed_s(op: Op, time: OpTime, ops: Sequence[Op], times: Sequence[OpTime]) -> Num:
@@ -95,42 +91,38 @@ def exposed_s(op: Op, time: OpTime, ops: Sequence[Op], times: Sequence[OpTime]) 
     return time.comm_s * stick_out_frac
 
 
-def block_time(ops: Sequence[Op], on: Machine, *, hide: Iterable[str] = ()) -> BlockTime:
+def block_time(ops: Sequence[Op], times: Sequence[OpTime], *, hide: Iterable[str] = ()) -> BlockTime:
     """Add up the ops of one block; the axes named in `hide` (tp, ep) overlap with the phase's compute."""
-    times = op_times(ops, on)
-    phases = {"forward": Parts(), "backward": Parts(), "weight": Parts(), "core": Parts()}
+    sums: dict[str, dict[str, Num]] = {phase: {} for phase in ("forward", "backward", "weight", "core")}
     for op, time in zip(ops, times, strict=True):
-        part = _part(op, time, ops, times)
-        phase = "weight" if op.is_weight_grad else op.phase
-        phases[phase] = phases[phase] + part
+        _spend(sums["weight" if op.is_weight_grad else op.phase], op, time, ops, times)
         if op.phase == "forward" and op.name in CORE:
-            phases["core"] = phases["core"] + part
+            _spend(sums["core"], op, time, ops, times)
+    phases = {phase: Parts(**spent) for phase, spent in sums.items()}
     for axis in hide:
         for phase in ("forward", "backward"):
             phases[phase] = _hidden(phases[phase], f"comm_{axis}")
     forward = [op for op in ops if op.phase == "forward"]
-    matrix = [op for op in ops if op.kind in ("matmul", "attention")]
+    matrix = [op for op in forward if op.kind in ("matmul", "attention")]
     return BlockTime(
         **phases,
         saved_bytes=sum(op.saved_bytes for op in forward),
         core_bytes=sum(op.recomputed_bytes for op in forward),
         num_params=sum(op.num_params for op in forward if not _is_expert(op)),
         num_expert_params=sum(op.num_params for op in forward if _is_expert(op)),
-        forward_flop=sum(op.cost.flop for op in matrix if op.phase == "forward"),
-        hardware_flop=sum(op.cost.flop for op in matrix),
-        core_flop=sum(op.cost.flop for op in matrix if op.phase == "forward" and op.name in CORE),
+        forward_flop=sum(op.cost.flop for op in matrix),
     )
 
 
-def _part(op: Op, time: OpTime, ops: Sequence[Op], times: Sequence[OpTime]) -> Parts:
+def _spend(sums: dict[str, Num], op: Op, time: OpTime, ops: Sequence[Op], times: Sequence[OpTime]) -> None:
+    """Add the time of one op to the part it is spent on; a part that nothing adds to costs nothing."""
     if op.kind == "collective":
-        seconds = exposed_s(op, time, ops, times) * op.count
-        return Parts(**{f"comm_{op.axis}": seconds})
-    memory_binds = np.asarray(time.memory_s) > time.compute_s
-    return Parts(
-        compute=np.where(memory_binds, 0.0, time.busy_s) * op.count,
-        memory=np.where(memory_binds, time.busy_s, 0.0) * op.count,
-    )
+        name = f"comm_{op.axis[:2]}"  # the axes of a tensor grid (tp_row, tp_col) are tensor parallelism
+        sums[name] = sums.get(name, 0.0) + exposed_s(op, time, ops, times) * op.count
+        return
+    by_memory_s = time.busy_s * (np.asarray(time.memory_s) > time.compute_s)
+    sums["memory"] = sums.get("memory", 0.0) + by_memory_s
+    sums["compute"] = sums.get("compute", 0.0) + (time.busy_s - by_memory_s)
 
 
 def _hidden(parts: Parts, name: str) -> Parts:

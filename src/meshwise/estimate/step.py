@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -28,7 +29,7 @@ from meshwise.estimate.memory import (
     weight_bytes,
 )
 from meshwise.estimate.stage import Blocks, Stage, StageTime, stage_time
-from meshwise.estimate.timing import Machine
+from meshwise.estimate.timing import Machine, op_times
 from meshwise.layout.block import block
 from meshwise.layout.cut import Cut
 from meshwise.layout.vocabulary import embed, head
@@ -73,14 +74,13 @@ class StageCost:
 def price_blocks(model: Model, on: Degrees, machine: Machine) -> Blocks:
     """Time the parts of the model on one rank and one microbatch."""
     cut: Cut = on.cut()
+    parts = {"dense": block(model, cut), "embed": embed(model, cut), "head": head(model, cut)}
+    if num_moe_layers(model):
+        parts["moe"] = block(model, cut, moe=True)
+    times = iter(op_times([op for ops in parts.values() for op in ops], machine))
     hide = [axis for axis in ("tp", "ep") if getattr(on.plan, f"overlap_{axis}")]
-    has_moe = num_moe_layers(model) > 0
-    return Blocks(
-        dense=block_time(block(model, cut), machine, hide=hide),
-        moe=block_time(block(model, cut, moe=True), machine, hide=hide) if has_moe else None,
-        embed=block_time(embed(model, cut), machine),
-        head=block_time(head(model, cut), machine),
-    )
+    timed = {name: block_time(ops, list(islice(times, len(ops))), hide=hide) for name, ops in parts.items()}
+    return Blocks(timed["dense"], timed.get("moe"), timed["embed"], timed["head"])
 
 
 def step_cost(

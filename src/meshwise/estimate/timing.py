@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from meshwise.cost.collective import collective_s
 from meshwise.cost.gemm import gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s
 from meshwise.efficiency import IDEAL, Efficiency, constants
-from meshwise.hardware import Cluster, Rates, rates
+from meshwise.hardware import Chip, Cluster, Rates, rates
 from meshwise.layout.op import Op
 from meshwise.units import Num
 
@@ -53,6 +54,8 @@ class Machine:
 
     def collective_s(self, kind: str, payload_bytes: Num, group_ranks: Num, stride: Num) -> Num:
         """Time of one collective with the links to itself; `send` and `recv` are point to point."""
+        if isinstance(group_ranks, float | int) and group_ranks == 1:
+            return 0.0
         return collective_s(
             "p2p" if kind in ("send", "recv") else kind,  # type: ignore[arg-type]
             payload_bytes,
@@ -74,16 +77,22 @@ def machine(cluster: Cluster, dtype: str, *, ideal: bool = False) -> Machine:
     return Machine(
         base=rates(cluster, dtype),
         by_dtype={name: rates(cluster, name) for name in dtypes},
-        efficiency=IDEAL if ideal else constants(cluster.chip),
+        efficiency=IDEAL if ideal else _constants(cluster.chip),
         num_cores=float(max(cluster.chip.num_cores, 1)),
     )
+
+
+@cache
+def _constants(chip: Chip) -> Efficiency:
+    return constants(chip)
 
 
 def op_times(ops: Sequence[Op], on: Machine) -> list[OpTime]:
     """The time of each op, in order."""
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for i, op in enumerate(ops):
-        groups[_group(op)].append(i)
+        if op.kind != "collective" or not (isinstance(op.group_size, float | int) and op.group_size == 1):
+            groups[_group(op)].append(i)
     times: list[OpTime] = [OpTime()] * len(ops)
     for (kind, *rest), members in groups.items():
         for i, time in zip(members, _TIMERS[kind]([ops[i] for i in members], rest, on), strict=True):
@@ -101,7 +110,7 @@ def _group(op: Op) -> tuple[str, ...]:
 
 def _each(ops: Sequence[Op], numbers: Sequence[tuple[Num, ...]], timer: Callable) -> list[OpTime]:
     """Apply `timer` to each op's numbers: all at once where they are scalars."""
-    if any(np.ndim(x) for row in numbers for x in row):
+    if any(isinstance(x, np.ndarray) and x.ndim for row in numbers for x in row):
         return [timer(*row) for row in numbers]
     stacked = timer(*np.array(numbers, dtype=np.float64).T)
     columns = [np.broadcast_to(column, len(ops)).tolist() for column in _fields(stacked)]

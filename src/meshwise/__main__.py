@@ -1,0 +1,5 @@
+"""`python -m meshwise`: the command line."""
+
+from meshwise.cli import main
+
+main()

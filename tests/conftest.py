@@ -1,0 +1,44 @@
+"""Shared by all tests: hypothesis without a deadline (machines are shared), and how to run the CLI."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("shared", deadline=None, max_examples=60, derandomize=True)
+settings.load_profile("shared")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left: exit code, stdout and stderr."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> Any:
+        """The one JSON document on stdout."""
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def meshwise(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    """Run the command line in this process: `meshwise("estimate", "gpt3-175b", ...)`."""
+    from meshwise.cli import main
+
+    def run(*words: str) -> Outcome:
+        monkeypatch.setattr("sys.argv", ["meshwise", *words])
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        captured = capsys.readouterr()
+        return Outcome(code, captured.out, captured.err)
+
+    return run

@@ -1,0 +1,209 @@
+"""The ops of a block: published totals, what must hold for any degrees, and arrays against loops."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwise.cost.op import KERNELS, attended_pairs, matmul
+from meshwise.layout.block import block
+from meshwise.layout.cut import Cut
+from meshwise.layout.op import Op, precision
+from meshwise.layout.vocabulary import head
+from meshwise.model import find_model, params
+
+GPT3 = find_model("gpt3-175b")
+
+
+def total(ops: list[Op], field: str, **wanted: Any) -> Any:
+    chosen = (op for op in ops if all(getattr(op, name) == value for name, value in wanted.items()))
+    return sum(getattr(op, field) * op.count for op in chosen)
+
+
+def flop(ops: list[Op], *, phase: str) -> Any:
+    return sum(op.cost.flop for op in ops if op.phase == phase and op.kind in ("matmul", "attention"))
+
+
+# Korthikanti et al., arXiv 2205.05198, Table 2: bytes kept per layer over s b h, with a heads, h wide,
+# s tokens, t tensor-parallel ranks. Statistics of the norms (4e-5 of the total) are left out there.
+KEPT = {
+    "no parallelism": (Cut(microbatch=1, seq=2048, flash=False), lambda t, r: 34 + r),
+    "tensor": (Cut(microbatch=1, seq=2048, tp=8, flash=False), lambda t, r: 10 + 24 / t + r / t),
+    "tensor + sequence": (
+        Cut(microbatch=1, seq=2048, tp=8, sequence_parallel=True, flash=False),
+        lambda t, r: (34 + r) / t,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_bytes_kept_korthikanti_table_2(name: str) -> None:
+    cut, formula = KEPT[name]
+    sbh = cut.microbatch * cut.seq * GPT3.hidden
+    expected = formula(cut.tp, 5 * GPT3.num_heads * cut.seq / GPT3.hidden)
+    kept = total(block(GPT3, cut), "saved_bytes", phase="forward")
+    assert kept / sbh == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+def test_bytes_kept_with_selective_recomputation_korthikanti_table_2(tp: int) -> None:
+    cut = Cut(microbatch=1, seq=2048, tp=tp, sequence_parallel=True, flash=False)
+    ops = block(GPT3, cut)
+    kept = total(ops, "saved_bytes") - total(ops, "recomputed_bytes")
+    assert kept / (cut.seq * GPT3.hidden) == pytest.approx(34 / tp, rel=2e-3)
+
+
+def test_bytes_kept_by_the_head_korthikanti_section_4_3() -> None:
+    """4 s b h / t (1 + v / h): the final norm and projection keep their inputs, the loss fp32 logits."""
+    ops = head(GPT3, Cut(microbatch=1, seq=2048, tp=8, sequence_parallel=True))
+    expected = 4 * 2048 * GPT3.hidden / 8 * (1 + GPT3.vocab / GPT3.hidden)
+    assert total(ops, "saved_bytes") == pytest.approx(expected, rel=2e-3)
+
+
+def test_forward_flop_korthikanti_appendix_a() -> None:
+    """A layer is 24 b s h^2 + 4 b s^2 h FLOP when the masked scores are computed too."""
+    s, h = 2048, GPT3.hidden
+    ops = block(GPT3, Cut(microbatch=1, seq=s, flash=False))
+    assert flop(ops, phase="forward") == 24 * s * h**2 + 4 * s**2 * h
+    assert flop(ops, phase="backward") == 2 * flop(ops, phase="forward")
+
+
+def test_fused_attention_skips_the_masked_half_and_computes_scores_twice() -> None:
+    s, h = 2048, GPT3.hidden
+    ops = [op for op in block(GPT3, Cut(microbatch=1, seq=s)) if op.kind == "attention"]
+    forward, backward = (op.cost.flop for op in ops)
+    assert forward == 2 * s**2 * h
+    assert backward == 2.5 * forward
+
+
+@pytest.mark.parametrize("name", ["gpt3-175b", "llama3-8b", "llama3-405b", "deepseek-v3", "mixtral-8x7b"])
+def test_parameters_of_a_block_are_those_of_the_model(name: str) -> None:
+    model = find_model(name)
+    counts = params(model)
+    moe = model.moe is not None
+    ops = block(model, Cut(microbatch=1, seq=16), moe=moe)
+    expected = counts.attention + counts.norms_per_layer
+    expected += counts.router + counts.experts + counts.shared_expert if moe else counts.dense_mlp
+    assert total(ops, "num_params") == expected
+
+
+def axis_bytes(ops: list[Op], phase: str) -> dict[str, float]:
+    wanted = [op for op in ops if op.kind == "collective" and op.phase == phase and op.axis == "tp"]
+    return {kind: sum(op.payload_bytes for op in wanted if op.collective == kind) for kind in _kinds(wanted)}
+
+
+def _kinds(ops: list[Op]) -> set[str]:
+    return {op.collective for op in ops}
+
+
+def test_tensor_parallel_exchanges_korthikanti_section_4_2() -> None:
+    """Two all-gathers and two reduce-scatters a direction; the backward gathers the kept shards again."""
+    payload = 2 * 2048 * GPT3.hidden
+    ops = block(GPT3, Cut(microbatch=1, seq=2048, tp=8, sequence_parallel=True))
+    assert axis_bytes(ops, "forward") == {"all_gather": 2 * payload, "reduce_scatter": 2 * payload}
+    assert axis_bytes(ops, "backward") == {"all_gather": 4 * payload, "reduce_scatter": 2 * payload}
+
+
+def test_tensor_parallel_all_reduces_shoeybi_figure_4() -> None:
+    payload = 2 * 2048 * GPT3.hidden
+    ops = block(GPT3, Cut(microbatch=1, seq=2048, tp=8))
+    assert axis_bytes(ops, "forward") == axis_bytes(ops, "backward") == {"all_reduce": 2 * payload}
+
+
+@given(
+    tp=st.sampled_from([1, 2, 4, 8]),
+    ulysses=st.sampled_from([1, 2, 4]),
+    ring=st.sampled_from([1, 2, 4]),
+    sp=st.booleans(),
+    flash=st.booleans(),
+    name=st.sampled_from(["gpt3-175b", "llama3-70b", "deepseek-v3", "mixtral-8x7b", "qwen3-30b-a3b"]),
+    dtype=st.sampled_from(["bf16", "fp8", "fp32"]),
+)
+def test_cutting_keeps_the_flop(
+    tp: int, ulysses: int, ring: int, sp: bool, flash: bool, name: str, dtype: str
+) -> None:
+    """The ranks of a tensor x context group do together what one rank does alone."""
+    model = replace(find_model(name), num_kv_heads=find_model(name).num_heads)  # no copies of key heads
+    cut = Cut(microbatch=2.0, seq=4096.0, flash=flash, precision=precision(dtype))
+    many = replace(cut, tp=tp, ulysses=ulysses, ring=ring, sequence_parallel=sp)
+    if model.mla and not sp:  # without it every rank computes the whole latent
+        many = replace(many, sequence_parallel=True)
+    for phase in ("forward", "backward"):
+        together = flop(block(model, many), phase=phase) * tp * ulysses * ring
+        assert together == pytest.approx(flop(block(model, cut), phase=phase), rel=1e-12)
+
+
+@given(
+    tp=st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=3), moe=st.booleans(), flash=st.booleans()
+)
+def test_a_grid_is_the_loop_over_its_points(tp: list[int], moe: bool, flash: bool) -> None:
+    model = find_model("mixtral-8x7b")
+    micro, seq = np.array([1.0, 3.0]), np.array([2048.0, 8192.0, 512.0])
+    grid = Cut(
+        microbatch=micro[:, None],
+        seq=seq,
+        tp=np.array(tp, dtype=float)[:, None, None],
+        ep=2.0,
+        sequence_parallel=True,
+        flash=flash,
+    )
+    whole = block(model, grid, moe=moe)
+    for index in np.ndindex(len(tp), 2, 3):
+        point = replace(grid, microbatch=micro[index[1]], seq=seq[index[2]], tp=float(tp[index[0]]))
+        for many, one in zip(whole, block(model, point, moe=moe), strict=True):
+            for pick in (
+                lambda op: op.cost.flop,
+                lambda op: op.cost.read_bytes,
+                lambda op: op.cost.write_bytes,
+                lambda op: op.saved_bytes,
+                lambda op: op.num_params,
+                lambda op: op.payload_bytes,
+            ):
+                shape = np.broadcast_shapes((len(tp), 2, 3), np.shape(pick(many)))
+                assert np.broadcast_to(pick(many), shape)[index] == pytest.approx(pick(one), rel=1e-12)
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64))
+def test_matmul_moves_each_operand_once(m: int, n: int, k: int) -> None:
+    cost = matmul(m, n, k, elem_bytes=2)
+    assert (cost.flop, cost.read_bytes, cost.write_bytes) == (2 * m * n * k, 2 * (m * k + k * n), 2 * m * n)
+
+
+@given(st.integers(1, 40), st.integers(0, 40), st.integers(0, 50))
+def test_attended_pairs_against_counting(seq_q: int, cached: int, window: int) -> None:
+    """The closed form counts half of the diagonal; a loop over queries counts it whole."""
+    seq_k = seq_q + cached
+    whole = attended_pairs(seq_q, seq_k, causal=True)
+    visible = [cached + i + 0.5 for i in range(seq_q)]
+    assert whole == pytest.approx(sum(visible))
+    if window:
+        cut = attended_pairs(seq_q, seq_k, causal=True, window=window)
+        assert cut <= whole
+        assert cut >= sum(min(keys, window) - 0.5 for keys in visible) - 0.5 * seq_q
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_kernels_move_more_when_there_is_more(kind: str) -> None:
+    rule = KERNELS[kind]
+    moved = [rule.forward(rows, 128.0, elem_bytes=2.0).read_bytes for rows in (1.0, 2.0, 3.0)]
+    assert all(a < b for a, b in pairwise(moved))
+
+
+def test_expert_parallelism_sends_each_token_k_times_and_back() -> None:
+    model = find_model("mixtral-8x7b")
+    cut = Cut(microbatch=1.0, seq=4096.0, ep=8.0)
+    ops = [op for op in block(model, cut, moe=True) if op.axis == "ep"]
+    assert [op.collective for op in ops] == ["all_to_all"] * 4
+    assert {op.payload_bytes for op in ops} == {2 * 4096 * model.hidden * 2}
+    matmuls = [op for op in block(model, cut, moe=True) if op.kind == "matmul"]
+    assert next(op.shape for op in matmuls if op.name == "expert_fc1") == (1.0, 2 * 4096.0 * 8 / 8, 2 * 14336.0, 4096.0)
+
+
+def test_lora_trains_only_the_adapters() -> None:
+    ops = block(find_model("llama2-7b"), Cut(microbatch=1, seq=128, lora_rank=16))
+    trained = {op.name for op in ops if op.is_weight_grad}
+    assert trained and all("lora" in name for name in trained)

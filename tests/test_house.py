@@ -1,0 +1,71 @@
+"""The house of DESIGN.md holds: imports point down, torch stays where it belongs, the CLI starts light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "meshwise"
+
+# Top to bottom; a module may import from its own layer and from those below.
+LAYERS = [
+    ("cli",),
+    ("report",),
+    ("instruments",),
+    ("programs",),
+    ("trace",),
+    ("search", "frontier", "validate", "compare", "fit", "fit_steps", "cases", "sweep", "microdata"),
+    ("estimate",),
+    ("layout",),
+    ("cost",),
+    ("model", "huggingface", "gpt_config", "hardware", "plan", "workload", "ledger", "efficiency", "catalog"),
+    ("files", "units", "errors"),
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+TORCH_ROOMS = ("instruments", "programs")
+
+
+def modules() -> list[Path]:
+    return sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> set[str]:
+    """Full names of the modules that `path` imports, anywhere in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return names
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_point_down(path: Path) -> None:
+    assert room_of(path) in LEVEL, f"{room_of(path)} has no place in the house; give it one in LAYERS"
+    for name in imports_of(path):
+        parts = name.split(".")
+        if parts[0] == "meshwise" and len(parts) > 1 and parts[1] in LEVEL:
+            assert LEVEL[parts[1]] >= LEVEL[room_of(path)], f"{room_of(path)} imports {name} from above"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_torch_is_imported_only_where_programs_run(path: Path) -> None:
+    if room_of(path) not in TORCH_ROOMS:
+        assert not [name for name in imports_of(path) if name.split(".")[0] == "torch"]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["list", "models"]])
+def test_heavy_packages_are_imported_late(words: list[str]) -> None:
+    code = (
+        "import sys; from meshwise.cli import app; app(sys.argv[1:], standalone_mode=False);"
+        "heavy = {'torch', 'pandas', 'polars', 'matplotlib', 'scipy'}; print(heavy & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"

@@ -1,0 +1,101 @@
+"""Convention nersc-2024-02 against every printed cell of the notebook, its totals, and its shares.
+
+Source of tests/data/nersc_notebook.json: the transformer-estimates notebook (upstream commit cf96a49,
+2024-01-31) at full precision.
+"""
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwise.errors import PlanError
+from meshwise.estimate.nersc_2024_02 import COLUMNS, Notebook, notebook
+from meshwise.hardware import find_cluster
+from meshwise.model import find_model
+from meshwise.plan import parse_plan
+from meshwise.workload import workload
+
+PRINTED = json.loads((Path(__file__).parent / "data" / "nersc_notebook.json").read_text())["seed"]
+PRINTED_COMM_FRAC = {"mlp": 0.019904842740418795, "sa": 0.07962667242415632}  # as the notebook prints them
+ARGUMENTS = (
+    *("estimate", "gpt3-175b", "--cluster", "nersc-notebook", "--plan", "tp=4,sp=1", "--batch", "1"),
+    *("--seq", "2048", "--convention", "nersc-2024-02", "--per-layer"),
+)
+
+
+def priced(plan: str = "tp=4,sp=1") -> Notebook:
+    cluster = find_cluster("nersc-notebook")
+    return notebook(find_model("gpt3-175b"), cluster, parse_plan(plan), workload(1, 2048))
+
+
+def check_same(ours: Any, printed: Any, where: str) -> None:
+    if isinstance(printed, float | int):
+        assert ours == pytest.approx(printed, rel=1e-9, abs=0.0), where
+    else:
+        assert (ours or None) == printed, where
+
+
+@pytest.mark.parametrize("table", ["mlp", "sa"])
+def test_every_cell(table: str) -> None:
+    ours = priced().tables[table]
+    assert [row["layer"] for row in ours] == [row["layer"] for row in PRINTED[table]]
+    for our_row, printed_row in zip(ours, PRINTED[table], strict=True):
+        assert set(printed_row) == set(COLUMNS)
+        for column, cell in printed_row.items():
+            check_same(our_row[column], cell, f"{table} {our_row['layer']} {column}")
+
+
+@pytest.mark.parametrize("table", ["mlp", "sa"])
+def test_totals_and_share_of_communication(table: str) -> None:
+    ours = priced().totals(table)
+    printed = PRINTED["sums_times_depth"][table]
+    assert set(ours) == set(printed)
+    for name, value in printed.items():
+        check_same(ours[name], value, name)
+    check_same(priced().comm_frac(table), PRINTED_COMM_FRAC[table], "time spend in comms")
+
+
+def test_command_writes_both_tables(meshwise, tmp_path: Path) -> None:
+    path = tmp_path / "tables.csv"
+    done = meshwise(*ARGUMENTS, "--csv", str(path), "--json")
+    assert done.code == 0
+    assert done.document["tables"]["mlp"]["totals"]["t_total_fwd"] == pytest.approx(
+        404.5781112174999, rel=1e-9
+    )
+    rows = list(csv.DictReader(io.StringIO(path.read_text())))
+    assert [row["table"] for row in rows] == ["mlp"] * 5 + ["sa"] * 9
+    for row, printed in zip(rows, PRINTED["mlp"] + PRINTED["sa"], strict=True):
+        for column, cell in printed.items():
+            text = row[column]
+            check_same(float(text) if text and isinstance(cell, float) else text, cell, column)
+
+
+def test_as_a_frame_it_shows_the_notebooks_columns() -> None:
+    frame = priced().to_pandas("sa")
+    assert tuple(frame.columns) == COLUMNS
+    assert len(frame) == 9
+
+
+def test_ledger_holds_the_same_totals() -> None:
+    of = priced()
+    depth = of.model.num_layers
+    forward = of.ledger.where(phase="forward").total("flop") / 1e12
+    assert forward * depth == pytest.approx(sum(of.totals(t)["flops_fwd"] for t in ("mlp", "sa")), rel=1e-12)
+    seconds = of.ledger.total("time_s") * depth
+    assert seconds == pytest.approx(of.to_json()["step_s"], rel=1e-12)
+
+
+def test_without_sequence_parallelism_nothing_is_gathered() -> None:
+    of = priced("tp=4,sp=0")
+    kinds = {row[f"comm_{way}_type"] for t in of.tables.values() for row in t for way in ("fwd", "bwd")}
+    assert kinds == {None, "reducescatter"}
+
+
+@pytest.mark.parametrize(("model", "plan"), [("llama2-7b", "tp=4"), ("gpt3-175b", "tp=2,pp=2")])
+def test_what_the_notebook_does_not_know_is_refused(model: str, plan: str) -> None:
+    with pytest.raises(PlanError, match="nersc-2024-02 knows"):
+        notebook(find_model(model), find_cluster("nersc-notebook"), parse_plan(plan), workload(1, 2048))
