@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwise.errors import PlanError
 from meshwise.instruments.outcome import step_lines
@@ -81,16 +82,16 @@ class Context:
         if math.prod(axes.values()) != self.world_size:
             cut = " x ".join(f"{name}={size}" for name, size in axes.items())
             raise PlanError(f"{cut} is {math.prod(axes.values())} ranks, the world has {self.world_size}")
-        ranks = torch.arange(self.world_size, device="cpu").view(tuple(axes.values()))
-        groups = []
-        for dim, name in enumerate(axes):
-            lines = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim])
-            mine = lines[(lines == self.rank).any(dim=1)][0].tolist()
-            group = dist.new_group(mine, use_local_synchronization=True, group_desc=name)
-            self.recorder.name_axis(group, name)
-            groups.append(group)
-        kind = self.device.type
-        return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=tuple(axes))
+        with _disable_current_modes():  # the recorder and fake tensors have no part in this
+            ranks = torch.arange(self.world_size).view(tuple(axes.values()))
+            place = [int(index) for index in (ranks == self.rank).nonzero()[0]]
+            groups = []
+            for dim, name in enumerate(axes):
+                line = ranks[(*place[:dim], slice(None), *place[dim + 1 :])]
+                group = dist.new_group(line.tolist(), use_local_synchronization=True, group_desc=name)
+                self.recorder.name_axis(group, name)
+                groups.append(group)
+            return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(axes))
 
 
 def _seed(key: tuple[int, ...]) -> int:

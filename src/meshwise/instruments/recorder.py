@@ -197,8 +197,8 @@ class Recorder(TorchDispatchMode):
         begin_s = time.perf_counter()
         result = func(*args, **kwargs)
         kind = _COLLECTIVES.get(f"{func.namespace}.{func._opname}")
-        if kind is not None and self._is_timed:
-            _wait(result)
+        if kind is not None and self._is_timed and kind[0] not in ("send", "recv"):
+            _wait(result)  # a send may wait for a receive that is yet to be posted
         elapsed_s = time.perf_counter() - begin_s
         inputs = self._tensors((args, kwargs))
         outputs = self._tensors(result)
