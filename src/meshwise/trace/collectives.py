@@ -41,10 +41,14 @@ class Collective:
     dtype: str
     num_ranks: int
     start_s: float
+    enter_s: dict[int, float]
+    """When each rank entered, on the common clock."""
     wire_s: float
     wait_s: dict[int, float]
     last_rank: int
     sent_bytes_per_s: float | None
+    events: dict[int, int]
+    """Number of the event in each rank's trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +115,12 @@ def _collective(one: Match, alignment: Alignment, origin_ns: int) -> Collective:
         dtype=one.first.dtype,
         num_ranks=len(ranks),
         start_s=(int(start.min()) - origin_ns) / 1e9,
+        enter_s={rank: int(t - origin_ns) / 1e9 for rank, t in zip(ranks, start, strict=True)},
         wire_s=shortest / 1e9,
         wait_s={rank: int(d - shortest) / 1e9 for rank, d in zip(ranks, duration, strict=True)},
         last_rank=last,
         sent_bytes_per_s=speed,
+        events={rank: one.by_rank[rank].event for rank in ranks},
     )
 
 

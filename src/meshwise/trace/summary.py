@@ -14,6 +14,7 @@ from meshwise.trace.events import Problem, Trace
 from meshwise.trace.kernels import KernelTotal, kernel_totals
 from meshwise.trace.match import match
 from meshwise.trace.read import read_traces
+from meshwise.trace.sections import Section, sections
 from meshwise.trace.transfers import transfers
 
 
@@ -21,6 +22,7 @@ from meshwise.trace.transfers import transfers
 class Summary:
     """Ranks, kernels, clocks and collectives of one job, and what was wrong with its files."""
 
+    traces: Sequence[Trace]
     ranks: list[Breakdown]
     kernels: list[KernelTotal]
     alignment: Alignment
@@ -39,14 +41,16 @@ class Summary:
                 "offsets_s": {str(rank): offset for rank, offset in self.alignment.offsets_s.items()},
                 "num_collectives": self.alignment.num_collectives,
             },
-            "collectives": [_with_text_keys(asdict(one)) for one in self.collectives],
+            "collectives": [_collective_json(one) for one in self.collectives],
             "stragglers": [asdict(one) for one in self.stragglers],
             "problems": [asdict(problem) for problem in self.problems],
         }
 
 
-def _with_text_keys(row: dict[str, Any]) -> dict[str, Any]:
-    return row | {"wait_s": {str(rank): wait for rank, wait in row["wait_s"].items()}}
+def _collective_json(one: Collective) -> dict[str, Any]:
+    row = asdict(one)
+    del row["events"], row["enter_s"]
+    return row | {"wait_s": {str(rank): wait for rank, wait in one.wait_s.items()}}
 
 
 def summarize_paths(paths: Iterable[str | Path]) -> Summary:
@@ -59,18 +63,19 @@ def summarize_paths(paths: Iterable[str | Path]) -> Summary:
 def summarize(traces: Sequence[Trace]) -> Summary:
     """The summary of the traces of one job, one trace a rank."""
     if not traces:
-        return Summary([], [], Alignment("no rank", {}, None, 0), [], [], [])
+        return Summary([], [], [], Alignment("no rank", {}, None, 0), [], [], [])
     matches = match({trace.rank: transfers(trace) for trace in traces})
     hosts = {trace.host for trace in traces}
     one_host = len(hosts) == 1 and "" not in hosts
     alignment = align([trace.rank for trace in traces], matches, one_host=one_host)
-    origin = min(int(t.start_ns[0]) - alignment.offsets_ns[t.rank] for t in traces if len(t))
+    origin = min((int(t.start_ns[0]) - alignment.offsets_ns[t.rank] for t in traces if len(t)), default=0)
     found, num_unfit = collectives(matches, alignment, origin)
     problems = []
     if num_unfit:
         reason = f"{num_unfit} collectives do not overlap in time across ranks; taken as unmatched, left out"
         problems.append(Problem("", reason))
     return Summary(
+        traces=traces,
         ranks=[breakdown(trace) for trace in traces],
         kernels=kernel_totals(traces),
         alignment=alignment,
@@ -78,3 +83,15 @@ def summarize(traces: Sequence[Trace]) -> Summary:
         stragglers=stragglers(found),
         problems=problems,
     )
+
+
+def waits_ns(found: Sequence[Collective], rank: int) -> dict[int, int]:
+    """The waiting inside each communication of one rank, by the number of its event."""
+    return {c.events[rank]: round(c.wait_s[rank] * 1e9) for c in found if rank in c.events}
+
+
+def all_sections(summary: Summary) -> list[Section]:
+    """The sections of every rank, their communication split into transfer and waiting."""
+    return [
+        row for trace in summary.traces for row in sections(trace, waits_ns(summary.collectives, trace.rank))
+    ]

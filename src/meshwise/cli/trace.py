@@ -1,0 +1,187 @@
+"""`meshwise trace`: what the profiles of all ranks of a job say, from any PyTorch (Kineto) traces."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from meshwise.errors import DataError
+
+if TYPE_CHECKING:
+    from meshwise.trace.summary import Summary
+
+Paths = Annotated[list[Path], typer.Argument(help="Trace files, or folders of them (*.json, *.json.gz).")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Limit = Annotated[int, typer.Option(help="Rows of each table.")]
+
+app = typer.Typer(
+    help="Read, align, merge and analyse the profiler traces of many ranks.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def add_to(parent: typer.Typer) -> None:
+    """Mount the commands."""
+    parent.add_typer(app, name="trace")
+
+
+@app.command()
+def summary(paths: Paths, json: Json = False, limit: Limit = 15) -> None:
+    """Where each rank's time went, the kernels, the clocks, every collective, the stragglers."""
+    from meshwise.trace.summary import summarize_paths
+
+    found = summarize_paths(paths)
+    if json:
+        from meshwise.cli.output import print_json
+
+        print_json(found.to_json())
+    else:
+        from meshwise.cli.output import console
+        from meshwise.report.trace_table import print_summary
+
+        print_summary(found, console(), limit=limit)
+    if not found.traces:
+        reasons = "; ".join(f"{problem.file}: {problem.reason}" for problem in found.problems[:3])
+        raise DataError(f"no readable trace among the files: {reasons}")
+
+
+@app.command()
+def merge(
+    paths: Paths,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write (.json or .json.gz).")],
+    json: Json = False,
+) -> None:
+    """Write one timeline of all ranks on one clock, for ui.perfetto.dev."""
+    from meshwise.trace.merge import write_merged
+
+    found = _summarized(paths)
+    num_cut = write_merged(found.traces, found.alignment, found.collectives, output)
+    if json:
+        from meshwise.cli.output import print_json
+
+        document = {"file": str(output), "num_ranks": len(found.traces), "num_cut_slices": num_cut}
+        print_json(document | {"alignment": found.to_json()["alignment"]})
+    else:
+        cut = f"; {num_cut} slices cut where the next one starts" if num_cut else ""
+        print(f"{output}: {len(found.traces)} ranks, clocks by {found.alignment.method}{cut}")
+
+
+@app.command()
+def sections(paths: Paths, json: Json = False, limit: Limit = 40) -> None:
+    """Named sections of all ranks: time, compute, communication and waiting inside; spread and straggler."""
+    from meshwise.trace.sections import joint_sections
+    from meshwise.trace.summary import all_sections
+
+    rows = all_sections(_summarized(paths))
+    if json:
+        from meshwise.cli.output import print_json
+
+        print_json(
+            {"sections": [asdict(r) for r in rows], "joint": [asdict(r) for r in joint_sections(rows)]}
+        )
+    else:
+        from meshwise.cli.output import console
+        from meshwise.report.trace_table import print_joint
+
+        print_joint(joint_sections(rows), console(), title="Sections of all ranks", limit=limit)
+
+
+@app.command()
+def table(
+    paths: Paths,
+    sort: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    rank: Annotated[int | None, typer.Option(help="Only this rank [all, and their joint table].")] = None,
+    json: Json = False,
+    limit: Limit = 25,
+) -> None:
+    """The profiler's table of each rank (fourteen columns), and the joint table of all ranks."""
+    from meshwise.report.profile_table import joint_lines, joint_operators, profile_lines
+    from meshwise.trace.operators import operator_totals
+
+    if sort not in ("cpu", "cuda"):
+        raise DataError(f"--sort {sort} is unknown; use cpu or cuda")
+    by: Literal["cpu", "cuda"] = "cpu" if sort == "cpu" else "cuda"
+    traces = _summarized(paths).traces
+    chosen = [trace for trace in traces if rank in (None, trace.rank)]
+    if not chosen:
+        raise DataError(f"no trace of rank {rank}; there are {', '.join(str(t.rank) for t in traces)}")
+    rows = {trace.rank: operator_totals(trace) for trace in chosen}
+    if json:
+        from meshwise.cli.output import print_json
+
+        ranks = {str(r): [asdict(row) for row in found] for r, found in rows.items()}
+        print_json({"ranks": ranks, "joint": [asdict(row) for row in joint_operators(rows, sort_by=by)]})
+        return
+    for one, found in rows.items():
+        print(f"{sort.upper()} time total (rank {one})\n")
+        print("\n".join(profile_lines(found, sort_by=by, limit=limit)) + "\n")
+    if len(rows) > 1:
+        print(f"{sort.upper()} time total (all {len(rows)} ranks)\n")
+        print("\n".join(joint_lines(joint_operators(rows, sort_by=by), limit=limit)))
+
+
+@app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(help="A trace file or folder.")],
+    after: Annotated[Path, typer.Argument(help="The one to compare with it.")],
+    json: Json = False,
+    limit: Limit = 30,
+) -> None:
+    """What changed between two jobs (or two traces): kernels and rank times."""
+    from meshwise.trace.breakdown import breakdown
+    from meshwise.trace.diff import kernel_changes
+
+    old, new = _summarized([before]).traces, _summarized([after]).traces
+    rows = kernel_changes(old, new)
+    if json:
+        from meshwise.cli.output import print_json
+
+        print_json(
+            {
+                "kernels": [asdict(row) | {"change_s": row.change_s} for row in rows],
+                "before": [asdict(breakdown(trace)) for trace in old],
+                "after": [asdict(breakdown(trace)) for trace in new],
+            }
+        )
+    else:
+        from meshwise.cli.output import console
+        from meshwise.report.trace_table import print_changes
+
+        print_changes(rows, console(), limit=limit)
+
+
+@app.command()
+def ledger(
+    paths: Paths,
+    csv: Annotated[Path | None, typer.Option(help="Write the ledger to this CSV file.")] = None,
+    json: Json = False,
+) -> None:
+    """Operators, kernels and collectives of all ranks as ledger rows (origin `profile`)."""
+    from meshwise.trace.rows import profile_ledger
+
+    found = profile_ledger(_summarized(paths))
+    if csv is not None:
+        found.to_csv(csv)
+    if json:
+        from meshwise.cli.output import print_json
+
+        print_json({"ledger": found.to_json()})
+    elif csv is None:
+        sys.stdout.write(found.to_csv())
+
+
+def _summarized(paths: list[Path]) -> Summary:
+    """The summary of `paths`; DataError if nothing is readable, other problems on stderr."""
+    from meshwise.trace.summary import summarize_paths
+
+    found = summarize_paths(paths)
+    for problem in found.problems:
+        print(f"meshwise: {problem.file + ': ' if problem.file else ''}{problem.reason}", file=sys.stderr)
+    if not found.traces:
+        raise DataError("none of the files is a readable trace; name PyTorch profiler traces")
+    return found

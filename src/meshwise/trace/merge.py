@@ -1,0 +1,179 @@
+"""One Perfetto timeline of all ranks on one clock.
+
+Every rank is one process; its lanes are its CPU threads, its device streams, and one lane per process
+group on which each collective is split in two: waiting for the last rank, then the transfer. Clock
+offsets are subtracted, times count from the first event of all. Slices of a lane nest, as viewers demand:
+one that would outlast the slice around it (or the next one's start) is cut there, and how many were is told.
+Arrows lead from each launching call to its kernel.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, cast
+
+import msgspec
+import numpy as np
+
+from meshwise.files import whole_file
+from meshwise.trace.align import Alignment
+from meshwise.trace.collectives import Collective
+from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace
+from meshwise.trace.nesting import launchers
+
+_BATCH = 50_000
+_FIRST_GROUP_LANE = 100_000
+
+
+def write_merged(
+    traces: Sequence[Trace], alignment: Alignment, found: Sequence[Collective], path: Path
+) -> int:
+    """Write the timeline to `path` (gzip if it ends in .gz), whole or not at all; how many slices it cut."""
+    num_cut = 0
+    origin = min((int(t.start_ns[0]) - alignment.offsets_ns[t.rank] for t in traces if len(t)), default=0)
+    with whole_file(path) as file:
+        out = cast(IO[bytes], gzip.GzipFile(fileobj=file, mode="wb", mtime=0, compresslevel=4))
+        out = out if path.name.endswith(".gz") else file
+        out.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+        first = True
+        flow = 0
+        for trace in traces:
+            shift = origin + alignment.offsets_ns[trace.rank]
+            lane, names = _lanes(trace)
+            duration, cut = nested(trace.start_ns, trace.duration_ns, lane)
+            num_cut += cut
+            arrows = _arrows(trace, lane, shift, flow)
+            flow += len(arrows) // 2
+            parts = (_names(trace, names), _slices(trace, lane, duration, shift), arrows)
+            for batch in _batched(parts):
+                out.write((b"" if first else b",\n") + _lines(batch))
+                first = False
+        lanes = _collective_lanes(found)
+        if lanes:
+            out.write(b",\n" + _lines(lanes))
+        out.write(b"\n]}\n")
+        if out is not file:
+            out.close()
+    return num_cut
+
+
+def nested(start: Ints, duration: Ints, lane: Ints) -> tuple[Ints, int]:
+    """Durations cut so that slices nest in each lane, and how many were; sorted by start, longer first."""
+    fitted = duration.copy()
+    begin, end = start.tolist(), (start + duration).tolist()
+    num_cut = 0
+    stacks: dict[int, list[int]] = defaultdict(list)
+    for i, one in enumerate(lane.tolist()):
+        stack = stacks[one]
+        while stack and end[stack[-1]] <= begin[i]:
+            stack.pop()
+        if stack and end[i] > end[stack[-1]]:
+            end[i] = end[stack[-1]]
+            fitted[i] = end[i] - begin[i]
+            num_cut += 1
+        stack.append(i)
+    return fitted, num_cut
+
+
+def _lanes(trace: Trace) -> tuple[Ints, dict[int, tuple[str, int]]]:
+    """The lane of every event, and of every lane its name and place: threads first, then streams."""
+    kind = trace.kind
+    part = np.where(np.isin(kind, DEVICE_KINDS), 1, np.where(kind == Kind.DEVICE_ANNOTATION, 2, 0))
+    lane = trace.track * 3 + part
+    names = {}
+    for one in np.unique(lane).tolist():
+        pid, tid = trace.tracks[one // 3]
+        thread = trace.track_names.get(one // 3) or f"thread {tid}"
+        text = (thread, f"stream {tid} (device {pid})", f"stream {tid} (device {pid}) sections")[one % 3]
+        names[one] = (text, (one % 3 > 0) * 1000 + one)
+    return lane, names
+
+
+def _names(trace: Trace, lanes: dict[int, tuple[str, int]]) -> Iterator[dict[str, Any]]:
+    pid = trace.rank
+    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {pid}"}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+    for lane, (name, place) in lanes.items():
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": lane, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": lane, "args": {"sort_index": place}}
+
+
+def _slices(trace: Trace, lane: Ints, duration: Ints, shift_ns: int) -> Iterator[dict[str, Any]]:
+    start = ((trace.start_ns - shift_ns) / 1000.0).tolist()
+    length = (duration / 1000.0).tolist()
+    columns = (trace.label.tolist(), lane.tolist(), trace.correlation.tolist(), trace.shape.tolist())
+    for i, (label, one, correlation, shape) in enumerate(zip(*columns, strict=True)):
+        category, name = trace.labels[label]
+        args: dict[str, Any] = {}
+        if correlation > 0:
+            args["correlation"] = correlation
+        if shape >= 0:
+            args["Input Dims"] = msgspec.Raw(trace.shapes[shape][0].encode())
+        if i in trace.communications:
+            args |= {k: v for k, v in msgspec.to_builtins(trace.communications[i]).items() if v is not None}
+        yield {
+            **{"ph": "X", "cat": category, "name": name, "pid": trace.rank, "tid": one},
+            **{"ts": start[i], "dur": length[i], "args": args},
+        }
+
+
+def _arrows(trace: Trace, lane: Ints, shift_ns: int, first_id: int) -> list[dict[str, Any]]:
+    launcher = launchers(trace)
+    kernels = np.flatnonzero((launcher >= 0) & np.isin(trace.kind, DEVICE_KINDS))
+    arrows = []
+    for number, kernel in enumerate(kernels.tolist(), start=first_id):
+        for phase, event in (("s", int(launcher[kernel])), ("f", kernel)):
+            ts = float(trace.start_ns[event] - shift_ns) / 1000.0
+            common = {"ph": phase, "cat": "launch", "name": "launch", "id": number, "pid": trace.rank}
+            arrows.append(
+                common | {"tid": int(lane[event]), "ts": ts} | ({"bp": "e"} if phase == "f" else {})
+            )
+    return arrows
+
+
+def _collective_lanes(found: Sequence[Collective]) -> list[dict[str, Any]]:
+    """Two slices a rank for every collective that several ranks recorded: waiting and transfer."""
+    groups = {group: i for i, group in enumerate(dict.fromkeys(c.group for c in found), _FIRST_GROUP_LANE)}
+    events: list[dict[str, Any]] = []
+    named = set()
+    for one in found:
+        if one.num_ranks < 2:
+            continue
+        for rank, wait in one.wait_s.items():
+            lane = {"pid": rank, "tid": groups[one.group]}
+            if (rank, one.group) not in named:
+                named.add((rank, one.group))
+                text = f"collectives of {one.group}"
+                events.append({"ph": "M", "name": "thread_name", **lane, "args": {"name": text}})
+            args = {"index": one.index, "bytes": one.bytes, "last_rank": one.last_rank}
+            entered, left = one.enter_s[rank], one.enter_s[rank] + wait
+            slices = [
+                (f"wait for rank {one.last_rank}", wait, entered),
+                (one.name, one.wire_s, left),
+            ]
+            for name, length, start in slices:
+                if length > 0:
+                    times = {"ts": round(start * 1e9) / 1000.0, "dur": round(length * 1e9) / 1000.0}
+                    events.append(
+                        {"ph": "X", "cat": "collective", "name": name, **lane, **times, "args": args}
+                    )
+    return events
+
+
+def _batched(parts: Sequence[Any]) -> Iterator[list[dict[str, Any]]]:
+    batch: list[dict[str, Any]] = []
+    for part in parts:
+        for event in part:
+            batch.append(event)
+            if len(batch) == _BATCH:
+                yield batch
+                batch = []
+    if batch:
+        yield batch
+
+
+def _lines(events: Sequence[dict[str, Any]]) -> bytes:
+    return b",\n".join(msgspec.json.Encoder().encode_lines(events).splitlines())

@@ -1,0 +1,100 @@
+"""Which host event encloses which, which one launched a kernel, and sums over everything inside.
+
+On one thread events nest: the parent of an event is the shortest one that encloses it. A kernel belongs to
+the runtime call that launched it (same correlation id), and through it to every operator and section that
+was open on that thread; where a trace lacks the call, the operator with the same external id stands in.
+Gloo's transfers run on worker threads: the k-th transfer of a kind was launched by the k-th `c10d::` call
+of that kind. So a section's device time holds its communication, which the profiler's own totals leave out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace
+from meshwise.trace.transfers import collective_kind
+
+HOST_KINDS = (Kind.CPU_OP, Kind.ANNOTATION, Kind.RUNTIME, Kind.HOST_COMMUNICATION)
+
+
+def parents(trace: Trace) -> Ints:
+    """For every event the number of the host event that encloses it on its thread, -1 for none."""
+    parent = np.full(len(trace), -1, dtype=np.int64)
+    end = trace.end_ns.tolist()
+    start = trace.start_ns.tolist()
+    track = trace.track.tolist()
+    open_events: dict[int, list[int]] = defaultdict(list)
+    for i in trace.where(*HOST_KINDS).tolist():
+        stack = open_events[track[i]]
+        while stack and end[stack[-1]] <= start[i]:
+            stack.pop()
+        if stack:
+            parent[i] = stack[-1]
+        stack.append(i)
+    return parent
+
+
+def enclosing(trace: Trace, parent: Ints, track: Ints, time_ns: Ints) -> Ints:
+    """The innermost host event open on `track` at `time_ns`, for each such pair; -1 for none."""
+    found = np.full(len(track), -1, dtype=np.int64)
+    host = trace.where(*HOST_KINDS)
+    for one in np.unique(track).tolist():
+        events = host[trace.track[host] == one]
+        asked = np.flatnonzero(track == one)
+        if not len(events):
+            continue
+        at = np.searchsorted(trace.start_ns[events], time_ns[asked], side="right") - 1
+        event = np.where(at >= 0, events[at], -1)
+        closed = (event >= 0) & (trace.end_ns[event] <= time_ns[asked])
+        while closed.any():
+            event[closed] = parent[event[closed]]
+            closed = (event >= 0) & (trace.end_ns[event] <= time_ns[asked])
+        found[asked] = event
+    return found
+
+
+def launchers(trace: Trace) -> Ints:
+    """For every kernel and every gloo transfer the host event that launched it, -1 where unknown."""
+    launcher = np.full(len(trace), -1, dtype=np.int64)
+    kernels = trace.where(*DEVICE_KINDS)
+    operators = trace.where(Kind.CPU_OP, Kind.ANNOTATION)
+    _look_up(launcher, kernels, trace.external_id, operators)
+    _look_up(launcher, kernels, trace.correlation, trace.where(Kind.RUNTIME))
+    calls: dict[str, list[int]] = defaultdict(list)
+    for i in trace.where(Kind.CPU_OP).tolist():
+        if trace.name(i).startswith("c10d::"):
+            calls[collective_kind(trace.name(i))].append(i)
+    seen: dict[str, int] = defaultdict(int)
+    for i in trace.where(Kind.HOST_COMMUNICATION).tolist():
+        kind = collective_kind(trace.name(i))
+        if seen[kind] < len(calls[kind]):
+            launcher[i] = calls[kind][seen[kind]]
+        seen[kind] += 1
+    return launcher
+
+
+def _look_up(launcher: Ints, events: Ints, ids: Ints, candidates: Ints) -> None:
+    """Fill in for `events` the candidate with the same id; ids of 0 and less say nothing."""
+    candidates = candidates[ids[candidates] > 0]
+    if not len(candidates):
+        return
+    order = np.argsort(ids[candidates], kind="stable")
+    sorted_ids = ids[candidates][order]
+    place = np.minimum(np.searchsorted(sorted_ids, ids[events]), len(sorted_ids) - 1)
+    hit = sorted_ids[place] == ids[events]
+    launcher[events[hit]] = candidates[order[place[hit]]]
+
+
+def inclusive(own: NDArray[np.int64], parent: Ints) -> NDArray[np.int64]:
+    """Sums over each event and all that it encloses; an event stands after its parent."""
+    total = own.copy()
+    depth = np.zeros(len(parent), dtype=np.int64)
+    for i in np.flatnonzero(parent >= 0).tolist():
+        depth[i] = depth[parent[i]] + 1
+    for level in range(int(depth.max(initial=0)), 0, -1):
+        events = np.flatnonzero(depth == level)
+        np.add.at(total, parent[events], total[events])
+    return total
