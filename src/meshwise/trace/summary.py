@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from meshwise.trace.align import Alignment, align
 from meshwise.trace.breakdown import Breakdown, breakdown
@@ -33,8 +35,8 @@ class Summary:
     def to_json(self) -> dict[str, Any]:
         """The summary as JSON values."""
         return {
-            "ranks": [asdict(rank) for rank in self.ranks],
-            "kernels": [asdict(kernel) for kernel in self.kernels],
+            "ranks": [msgspec.to_builtins(rank) for rank in self.ranks],
+            "kernels": [msgspec.to_builtins(kernel) for kernel in self.kernels],
             "alignment": {
                 "method": self.alignment.method,
                 "residual_s": self.alignment.residual_s,
@@ -42,15 +44,15 @@ class Summary:
                 "num_collectives": self.alignment.num_collectives,
             },
             "collectives": [_collective_json(one) for one in self.collectives],
-            "stragglers": [asdict(one) for one in self.stragglers],
-            "problems": [asdict(problem) for problem in self.problems],
+            "stragglers": [msgspec.to_builtins(one) for one in self.stragglers],
+            "problems": [msgspec.to_builtins(problem) for problem in self.problems],
         }
 
 
 def _collective_json(one: Collective) -> dict[str, Any]:
-    row = asdict(one)
+    row: dict[str, Any] = msgspec.to_builtins(one, str_keys=True)
     del row["events"], row["enter_s"]
-    return row | {"wait_s": {str(rank): wait for rank, wait in one.wait_s.items()}}
+    return row
 
 
 def summarize_paths(paths: Iterable[str | Path]) -> Summary:

@@ -82,7 +82,7 @@ def _kernels(trace: Trace) -> list[Transfer]:
         for i, args in trace.communications.items()
         if trace.label_kind[trace.label[i]] == Kind.CPU_OP and trace.external_id[i] >= 0
     }
-    calls = _named_calls(trace)
+    calls, end_ns = _named_calls(trace), trace.end_ns
     kernels = trace.where(Kind.COMMUNICATION)
     streams = {stream: k for k, stream in enumerate(np.unique(trace.stream[kernels]).tolist())}
     found = []
@@ -108,7 +108,7 @@ def _kernels(trace: Trace) -> list[Transfer]:
                 payload_bytes=float(elements * element_bytes(args.dtype)) if args.dtype else None,
                 dtype=args.dtype or "",
                 start_ns=int(trace.start_ns[i]),
-                end_ns=int(trace.end_ns[i]),
+                end_ns=int(end_ns[i]),
             )
         )
     return found
@@ -131,7 +131,7 @@ def _host(trace: Trace) -> list[Transfer]:
     for call in trace.metadata.get("meshwise_collectives") or []:
         recorded[str(call.get("profiling_name"))].append(call)
     world = tuple(range(trace.world_size)) if trace.world_size else "world"
-    is_world = len(trace.groups) <= 1
+    is_world, end_ns = len(trace.groups) <= 1, trace.end_ns
     found = []
     for i in trace.where(Kind.HOST_COMMUNICATION).tolist():
         name = trace.name(i)
@@ -157,7 +157,7 @@ def _host(trace: Trace) -> list[Transfer]:
                 payload_bytes=0.0 if kind == "barrier" else payload,
                 dtype=dtype,
                 start_ns=int(trace.start_ns[i]),
-                end_ns=int(trace.end_ns[i]),
+                end_ns=int(end_ns[i]),
             )
         )
     return found
