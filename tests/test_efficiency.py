@@ -314,7 +314,7 @@ def test_measured_ops_are_met_as_promised():
     """Median error of the rows that no fit saw, all chips together (10 µs or 1 MiB at least)."""
     found = read(SHARED / "measured_ops.csv", SHARED / "published_micro.csv")
     assert not [problem for problem in found.problems if problem.bad_input]
-    # Left out: a network that its source does not describe, and FlashAttention-2 on the chip of its successor.
+    # Left out: a network that its source does not describe, FlashAttention-2 where its successor is native.
     skip = {("vidur", "a100-80g-sxm"), ("vidur", H100.name), ("fa2", H100.name)}
     judged = [
         row

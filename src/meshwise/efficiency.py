@@ -2,7 +2,8 @@
 
 A data sheet gives peaks; kernels reach a share of them and pay fixed times on top. Each class of op has
 a formula in `cost/` and a handful of constants, one set per chip (and dtype), which `meshwise fit`
-computes from public measurements and writes with their source and error. A chip without measurements
+computes from public measurements and writes with their source and error; links beyond the node have
+theirs by the kind of network. A chip without measurements
 *inherits* the geometric mean of the chips of its generation, or of all chips where the generation has
 none; `Efficiency.inherited_from` says which. `IDEAL` is the chip of the data sheet: every formula falls
 back to max(FLOP / peak, bytes / bandwidth) and the bare wire.
@@ -14,15 +15,16 @@ that the catalog gives for that link, so that a user's own cluster keeps its mea
 from __future__ import annotations
 
 import math
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import resources
 from typing import Any, TypeVar
 
 from meshwise.errors import ClusterError
-from meshwise.hardware import Chip, chips
+from meshwise.hardware import Chip, Level, chips
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +161,7 @@ CLASSES: dict[str, type] = {
     "inner": LinkEfficiency,
     "outer": LinkEfficiency,
 }
-"""The classes of op in efficiency.toml."""
+"""The classes of op in efficiency.toml: `[class.chip.variant]`, for `outer` `[outer.network.link]`."""
 
 Constants = TypeVar("Constants")
 
@@ -208,6 +210,17 @@ def _generation(chip: str) -> str:
     return chips()[chip].generation if chip in chips() else ""
 
 
+def network(levels: Sequence[Level]) -> str:
+    """The kind of network beyond the node: the first letters of its name (`infiniband-ndr`: infiniband)."""
+    return re.match("[a-z]*", levels[1].name.lower())[0] if len(levels) > 1 else ""  # type: ignore[index]
+
+
+def _network_lookup(table: Mapping[str, Constants], name: str) -> tuple[Constants, str]:
+    if name in table:
+        return table[name], ""
+    return mean([table[key] for key in sorted(table)]), f"all networks ({', '.join(sorted(table))})"
+
+
 def lookup(table: Mapping[str, Constants], chip: Chip) -> tuple[Constants, str]:
     """The constants of `chip` and where they come from: "" (its own), its generation, or "all chips"."""
     if chip.name in table:
@@ -218,16 +231,25 @@ def lookup(table: Mapping[str, Constants], chip: Chip) -> tuple[Constants, str]:
     return mean([table[name] for name in donors]), f"{source} ({', '.join(donors)})"
 
 
-def constants(chip: Chip, *, tables: Mapping[str, Mapping[str, Any]] | None = None) -> Efficiency:
-    """The efficiency of `chip`, from the catalog (or from `tables`, as `read` returns them).
+def constants(
+    chip: Chip,
+    levels: Sequence[Level] | None = None,
+    *,
+    tables: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Efficiency:
+    """The efficiency of `chip` on links of `levels` (None: its usual ones), from the catalog or `tables`.
 
-    What the chip lacks it inherits; `inherited_from` names the source for each class it inherits.
+    `tables` are as `read` returns them. What the chip or its network lacks it inherits; `inherited_from`
+    names the source of each class that it inherits.
     """
     tables = _catalog() if tables is None else tables
     found: dict[str, Any] = {}
     inherited: dict[str, str] = {}
     for key, table in tables.items():
-        found[key], origin = lookup(table, chip)
+        if key == "outer.link":
+            found[key], origin = _network_lookup(table, network(levels or chip.levels))
+        else:
+            found[key], origin = lookup(table, chip)
         if origin:
             inherited[key] = origin
     return Efficiency(

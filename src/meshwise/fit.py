@@ -37,7 +37,7 @@ from meshwise.efficiency import (
     MemoryEfficiency,
 )
 from meshwise.files import write_text
-from meshwise.hardware import Chip, Level, find_chip
+from meshwise.hardware import Chip, find_chip, find_cluster
 from meshwise.microdata import Measurement, Problem, read
 from meshwise.units import Num
 
@@ -49,12 +49,6 @@ PULL = 0.05
 MIN_ROWS = 25
 ELEM_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5625}
 """Bytes of an operand's element; fp4 carries one fp8 scale for 16 elements."""
-
-PERLMUTTER = (
-    Level(name="nvlink3", ranks=4.0, bytes_per_s=300e9, latency_s=2.5e-6),
-    Level(name="slingshot-11", bytes_per_s=25e9, latency_s=5e-6),
-)
-"""NERSC Perlmutter: 4 A100 with NVLink, one 200 Gb/s Slingshot NIC per GPU (NERSC system documentation)."""
 
 # Constants and where their search starts: (start, least, most).
 GEMM = {
@@ -195,7 +189,9 @@ def _decode_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
 
 
 def _collective_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
-    shape, levels = batch.shape, PERLMUTTER if batch.first.software == "perlmutter" else chip.levels
+    shape, levels = batch.shape, chip.levels
+    if batch.first.software == "slingshot":
+        levels = find_cluster("perlmutter").levels
     node_ranks = np.minimum(levels[0].ranks, shape["ranks_per_node"])
     return collective_s(
         batch.first.variant,  # type: ignore[arg-type]
@@ -246,6 +242,11 @@ def held_out(row: Measurement) -> bool:
     """Whether `row` judges (one third) or fits: by a hash of its shape."""
     text = ",".join(f"{key}={value:g}" for key, value in sorted(row.shape.items()) if key != "cast")
     return zlib.crc32(f"{row.op} {text}".encode()) % 3 == 0
+
+
+def training_part(rows: Sequence[Measurement]) -> list[Measurement]:
+    """The rows that fit."""
+    return [row for row in rows if not held_out(row)]
 
 
 def counts_in_full(row: Measurement) -> bool:
@@ -300,14 +301,13 @@ Box = Mapping[str, tuple[float, float, float]]
 
 
 def fit(
-    rows: Sequence[Measurement],
+    training: Sequence[Measurement],
     chip: Chip,
     box: Box,
     build: Callable[[dict[str, float]], Efficiency],
     start: Mapping[str, float],
 ) -> dict[str, float]:
-    """The constants of `box` that make `build(constants)` predict the fitting part of `rows` best."""
-    training = [row for row in rows if not held_out(row)]
+    """The constants of `box` that make `build(constants)` predict the rows of `training` best."""
     groups = batches(training)
     weights = [np.array([1.0 if counts_in_full(row) else 0.3 for row in group.rows]) for group in groups]
     total = sum(weight.sum() for weight in weights)
@@ -331,9 +331,17 @@ def fit(
     return {name: float(f"{value:.4g}") for name, value in values(minimise(loss, origin)).items()}
 
 
-def score(name: str, rows: Sequence[Measurement], chip: Chip, efficiency: Efficiency) -> Score:
-    """How `efficiency` predicts the part of `rows` that judges."""
-    judged = [row for row in rows if held_out(row) and counts_in_full(row)]
+def score(
+    name: str,
+    rows: Sequence[Measurement],
+    chip: Chip,
+    efficiency: Efficiency,
+    *,
+    label: str = "",
+    few: bool = False,
+) -> Score:
+    """How `efficiency` predicts the part of `rows` that judges; `few`: all of them, which also fitted it."""
+    judged = [row for row in rows if (few or held_out(row)) and counts_in_full(row)]
     errors: list[tuple[float, Measurement]] = []
     for group in batches(judged):
         frac = predict_s(group, chip, efficiency) / group.seconds - 1.0
@@ -342,9 +350,9 @@ def score(name: str, rows: Sequence[Measurement], chip: Chip, efficiency: Effici
     worst = sorted(errors, key=lambda item: (-abs(item[0]), item[1].where))[:3]
     return Score(
         name=name,
-        chip=chip.name,
+        chip=label or chip.name,
         rows=len(rows),
-        held_out_rows=len(judged),
+        held_out_rows=0 if few else len(judged),
         median_abs_frac=float(np.median(np.abs(frac))),
         mean_abs_frac=float(np.mean(np.abs(frac))),
         p90_abs_frac=float(np.quantile(np.abs(frac), 0.9)),
@@ -439,7 +447,7 @@ def _fit_gemm(
 
     start = bench.donor(f"gemm.{name}", chip)
     start |= {f"cast_{key}": value for key, value in bench.donor(f"cast.{name}", chip).items()}
-    fitted = build(fit(rows, chip, free | casts, build, start))
+    fitted = build(fit(training_part(rows), chip, free | casts, build, start))
     bench.keep(f"gemm.{name}", chip, rows, fitted, fitted.gemm(name))
     if casts:
         bench.tables.setdefault(f"cast.{name}", {})[chip.name] = fitted.cast(name)
@@ -460,7 +468,7 @@ def _fit_attention(bench: _Bench) -> None:
         _fit_flash(bench, f"attention.{rows[0].software}", chip, rows)
     for name, build in (("flash", _decode_efficiency), ("mla", _latent_decode_efficiency)):
         for chip, rows in bench.by_chip(_is_decode(name)):
-            fitted = build(fit(rows, chip, DECODE, build, bench.donor(f"decode.{name}", chip)))
+            fitted = build(fit(training_part(rows), chip, DECODE, build, bench.donor(f"decode.{name}", chip)))
             constants = fitted.latent_decode if name == "mla" else fitted.decode
             bench.keep(f"decode.{name}", chip, rows, fitted, constants)
 
@@ -487,7 +495,7 @@ def _fit_flash(bench: _Bench, key: str, chip: Chip, rows: Sequence[Measurement])
     def build(values: dict[str, float]) -> Efficiency:
         return Efficiency(attention=replace(base, **values))
 
-    fitted = build(fit(rows, chip, box, build, start))
+    fitted = build(fit(training_part(rows), chip, box, build, start))
     bench.keep(key, chip, rows, fitted, fitted.attention)
 
 
@@ -497,16 +505,37 @@ _WITHOUT_SWITCH_SUMS = ("volta", "ampere", "ada")
 def _fit_links(bench: _Bench) -> None:
     for chip, rows in bench.by_chip(lambda row: row.op == "collective" and not row.software):
         box = LINK | OWN_PART | ({} if chip.generation in _WITHOUT_SWITCH_SUMS else SWITCH)
-        fitted = _inner(fit(rows, chip, box, _inner, bench.donor("inner.link", chip)))
+        fitted = _inner(fit(training_part(rows), chip, box, _inner, bench.donor("inner.link", chip)))
         bench.keep("inner.link", chip, rows, fitted, fitted.inner)
-    for chip, rows in bench.by_chip(lambda row: row.software == "perlmutter"):
-        inner = bench.tables["inner.link"].get(chip.name, LinkEfficiency())
+    _fit_networks(bench)
 
-        def build(values: dict[str, float], inner: LinkEfficiency = inner) -> Efficiency:
-            return Efficiency(inner=inner, outer=LinkEfficiency(**values))
 
-        fitted = build(fit(rows, chip, LINK | TREE, build, {"quick_latency": 1.2, "quick_frac": 0.1}))
-        bench.keep("outer.link", chip, rows, fitted, fitted.outer)
+def _fit_networks(bench: _Bench) -> None:
+    """Slingshot has a sweep over nodes; the others start there and move only what their few rows show."""
+    for network, box in (
+        ("slingshot", LINK | TREE),
+        ("efa", {key: LINK[key] for key in ("launch_s", "quick_frac", "bulk_latency", "bulk_frac")}),
+        ("infiniband", {"bulk_frac": LINK["bulk_frac"]}),
+    ):
+        rows = [row for row in bench.rows if row.software == network]
+        if not rows:
+            continue
+        chip = find_chip(rows[0].chip)
+        rows = [row for row in rows if row.chip == chip.name]
+        inner = bench.tables["inner.link"][chip.name]
+        fitted = bench.tables.get("outer.link", {}).get("slingshot")
+        base = fitted or LinkEfficiency()
+
+        def build(
+            values: dict[str, float], inner: LinkEfficiency = inner, base: LinkEfficiency = base
+        ) -> Efficiency:
+            return Efficiency(inner=inner, outer=replace(base, **values))
+
+        start = asdict(fitted) if fitted else {"quick_latency": 1.2, "quick_frac": 0.1}
+        few = len(rows) < MIN_ROWS
+        efficiency = build(fit(rows if few else training_part(rows), chip, box, build, start))
+        bench.tables.setdefault("outer.link", {})[network] = efficiency.outer
+        bench.scores.append(score("outer.link", rows, chip, efficiency, label=network, few=few))
 
 
 def _inner(values: dict[str, float]) -> Efficiency:
@@ -519,7 +548,8 @@ _HEAD = """\
 # Written by `meshwise fit`; do not edit. Constants of the formulas in `meshwise.cost`, described in
 # `meshwise.efficiency`. `fit`: rows of the class, and how the constants, fitted to two thirds of them,
 # predict the others (at least 10 us, or 1 MiB): number, median and mean of |predicted/measured - 1|, and
-# the median of its sign. An entry without `fit` follows from another of the chip (see `meshwise.fit`).
+# the median with its sign. With held_out_rows = 0 the rows were too few to spare any: the errors are of
+# the fit itself. An entry without `fit` follows from another of the same chip (see `meshwise.fit`).
 """
 
 

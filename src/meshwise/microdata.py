@@ -28,7 +28,8 @@ class Measurement:
 
     shape: gemm m n k batch cast; attention batch heads kv_heads seq qk_dim v_dim causal passes (1 forward,
     2 backward, 3 both); decode batch heads kv_len kv_bytes_per_token qk_dim v_dim; collective bytes ranks
-    ranks_per_node. software: the library generation where the constants depend on it, else "".
+    ranks_per_node. software: the library generation, or the network between nodes, where the constants
+    depend on it, else "".
     """
 
     chip: str
@@ -78,6 +79,14 @@ _HARDWARE = {
     "gb200 (4 gpus per tray)": "gb200",
     "h100, one node": "h100-80g-sxm",
 }
+_NETWORKS = (
+    ("A100, Perlmutter-like nodes", "a100-80g-sxm", "slingshot"),
+    ("4 nodes x 8 B200, 8x50GB/s EFA", "b200-sxm", "efa"),
+    ("DGX A100, 8x200Gb/s", "a100-80g-sxm", "infiniband"),
+    ("DGX H100, 8x400Gb/s", "h100-80g-sxm", "infiniband"),
+)
+"""Hardware of runs on several nodes by the start of its description: its chip and its network."""
+
 _DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "nvfp4": "fp4", "fp32": "fp32"}
 _CAST_LIBRARIES = ("CutlassFP8ScaledMMLinearKernel", "FlashInferCuteDslNvFp4LinearKernel")
 """Linear layers timed from bf16 activations: the cast is in the figure. TensorRT-LLM's fp8 ones likewise."""
@@ -286,6 +295,15 @@ def _from_published(row: dict[str, str], where: str) -> Measurement:
     elif op in ("attention fwd+bwd, FA2", "attention fwd FP16, FA2", "attention fwd FP16, FA3"):
         shape, flop = _published_attention(op, size)
         seconds, kind, variant, software = flop / (value * 1e12), "attention", "flash", op[-3:].lower()
+    elif op == "all_reduce (nccl-tests, inter-node)" and size == "peak of sweep":
+        # The peak of a sweep over sizes is what large messages reach, whatever the number of nodes.
+        shape = {"bytes": 16.0 * 2**30, "ranks": 32.0, "ranks_per_node": 8.0}
+        seconds, kind, variant = (
+            _collective_seconds("all_reduce", value, unit, shape),
+            "collective",
+            "all_reduce",
+        )
+        software = ""
     elif op in _COLLECTIVES:
         shape = _published_collective(row)
         seconds, kind, variant, software = _collective_seconds(op, value, unit, shape), "collective", op, ""
@@ -305,8 +323,10 @@ def _from_published(row: dict[str, str], where: str) -> Measurement:
 
 
 def _published_chip(hardware: str, software: str) -> tuple[str, str]:
-    if hardware.startswith("A100, Perlmutter-like nodes"):
-        return find_chip("a100-80g-sxm").name, "perlmutter"
+    """The chip and, for runs on several nodes, their network in place of the software."""
+    for start, chip, network in _NETWORKS:
+        if hardware.startswith(start):
+            return find_chip(chip).name, network
     return _chip(hardware), software
 
 
@@ -335,7 +355,7 @@ def _published_collective(row: dict[str, str]) -> dict[str, float]:
     if match is None:
         raise _Unmodelled(f"no size in {row['shape_or_size']!r}")
     ranks = _positive(row["ranks"], "ranks")
-    per_node = re.search(r"nodes? x (\d+) GPUs", row["hardware"])
+    per_node = re.search(r"nodes? x (\d+) ", row["hardware"])
     return {
         "bytes": float(match[1]) * _UNITS[match[2]],
         "ranks": ranks,

@@ -89,15 +89,16 @@ def collective_s(
         tuple(zip(link_bytes_per_s, link_latency_s, strict=True)),
         tuple(efficiency.inner if level == 0 else efficiency.outer for level in range(len(link_ranks))),
     )
-    seconds = np.minimum(
-        _ring_s(kind, payload_bytes, group, bulk=False), _ring_s(kind, payload_bytes, group, bulk=True)
+    quick, bulk = group.steps(bulk=False), group.steps(bulk=True)
+    seconds: Num = np.minimum(
+        _ring_s(kind, payload_bytes, group_ranks, quick), _ring_s(kind, payload_bytes, group_ranks, bulk)
     )
     if kind == "all_reduce" and efficiency.outer.tree_latency is not None:
-        for bulk in (False, True):
-            seconds = np.minimum(seconds, _tree_s(payload_bytes, group, bulk=bulk))
+        for steps in (quick, bulk):
+            seconds = np.minimum(seconds, _tree_s(payload_bytes, steps))
     if kind == "all_reduce" and efficiency.inner.switch_frac is not None:
-        seconds = np.minimum(seconds, _switch_s(payload_bytes, group, efficiency.inner.switch_frac))
-    return np.where(np.asarray(group_ranks) > 1, seconds + group.launch_s(), 0.0)
+        seconds = np.minimum(seconds, _switch_s(payload_bytes, group, bulk[0]))
+    return np.where(np.asarray(group_ranks) > 1, seconds + _launch_s(quick), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +127,6 @@ class _Group:
     links: tuple[tuple[Num, Num], ...]
     efficiencies: tuple[LinkEfficiency, ...]
 
-    def launch_s(self) -> Num:
-        """The launch of the slowest kind of link that the group uses."""
-        launch_s: Num = 0.0
-        for step in self.steps(bulk=False):
-            launch_s = np.where(step.used, np.maximum(launch_s, step.efficiency.launch_s), launch_s)
-        return launch_s
-
     def steps(self, bulk: bool) -> list[_Step]:
         """The levels, innermost first."""
         steps = []
@@ -157,19 +151,27 @@ class _Group:
         return steps
 
 
-def _ring_s(kind: Kind, payload_bytes: Num, group: _Group, *, bulk: bool) -> Num:
+def _launch_s(steps: Sequence[_Step]) -> Num:
+    """The launch of the slowest kind of link that the group uses."""
+    launch_s: Num = 0.0
+    for step in steps:
+        launch_s = np.where(step.used, np.maximum(launch_s, step.efficiency.launch_s), launch_s)
+    return launch_s
+
+
+def _ring_s(kind: Kind, payload_bytes: Num, group_ranks: Num, steps: Sequence[_Step]) -> Num:
     """The closed forms of the top of this file, with the bandwidth and latency of one protocol."""
     passes = 2.0 if kind == "all_reduce" else 1.0  # reduce-scatter, then all-gather
-    ring_bytes = sent_bytes(kind, payload_bytes, group.ranks)
-    own_bytes = payload_bytes / group.ranks
+    ring_bytes = sent_bytes(kind, payload_bytes, group_ranks)
+    own_bytes = payload_bytes / group_ranks
     wire_s: Num = 0.0
     delay_s: Num = 0.0
-    for step in group.steps(bulk):
+    for step in steps:
         if kind == "p2p":  # outer levels overwrite inner ones
             wire_s = np.where(step.used, payload_bytes / step.bytes_per_s, wire_s)
             delay_s = np.where(step.used, step.hop_s, delay_s)
         elif kind == "all_to_all":
-            level_bytes = payload_bytes * (step.here - step.inside) / group.ranks
+            level_bytes = payload_bytes * (step.here - step.inside) / group_ranks
             level_bytes = level_bytes + step.efficiency.all_to_all_own_part * own_bytes
             wire_s = np.maximum(wire_s, np.where(step.used, level_bytes / step.bytes_per_s, 0.0))
             delay_s = np.maximum(delay_s, np.where(step.used, step.hop_s, 0.0))
@@ -180,11 +182,11 @@ def _ring_s(kind: Kind, payload_bytes: Num, group: _Group, *, bulk: bool) -> Num
     return wire_s + delay_s
 
 
-def _tree_s(payload_bytes: Num, group: _Group, *, bulk: bool) -> Num:
+def _tree_s(payload_bytes: Num, steps: Sequence[_Step]) -> Num:
     """All-reduce by a double binary tree over the domains of level 0, with a chain inside each."""
     wire_s: Num = 0.0
     delay_s: Num = 0.0
-    for level, step in enumerate(group.steps(bulk)):
+    for level, step in enumerate(steps):
         level_bytes = 2.0 * payload_bytes / step.inside
         wire_s = np.maximum(wire_s, np.where(step.used, level_bytes / step.bytes_per_s, 0.0))
         climb = np.log2(step.here / step.inside) * (step.efficiency.tree_latency or 1.0)
@@ -192,9 +194,9 @@ def _tree_s(payload_bytes: Num, group: _Group, *, bulk: bool) -> Num:
     return wire_s + delay_s
 
 
-def _switch_s(payload_bytes: Num, group: _Group, switch_frac: float) -> Num:
+def _switch_s(payload_bytes: Num, group: _Group, step: _Step) -> Num:
     """All-reduce inside one domain of level 0 whose switch adds; infinite for larger groups."""
-    step = group.steps(bulk=True)[0]
-    wire_s = payload_bytes * (1.0 + 1.0 / group.ranks) / (group.links[0][0] * switch_frac)
+    added_bytes_per_s = group.links[0][0] * (step.efficiency.switch_frac or 1.0)
+    wire_s = payload_bytes * (1.0 + 1.0 / group.ranks) / added_bytes_per_s
     inside_one = np.asarray(step.here) >= np.asarray(group.ranks)
     return np.where(inside_one, wire_s + 2.0 * step.hop_s, np.inf)
