@@ -120,7 +120,7 @@ def _spend(sums: dict[str, Num], op: Op, time: OpTime, ops: Sequence[Op], times:
         name = f"comm_{op.axis[:2]}"  # the axes of a tensor grid (tp_row, tp_col) are tensor parallelism
         sums[name] = sums.get(name, 0.0) + exposed_s(op, time, ops, times) * op.count
         return
-    by_memory_s = time.busy_s * (np.asarray(time.memory_s) > time.compute_s)
+    by_memory_s = time.busy_s * np.where(np.asarray(time.memory_s) > time.compute_s, 1.0, 0.0)
     sums["memory"] = sums.get("memory", 0.0) + by_memory_s
     sums["compute"] = sums.get("compute", 0.0) + (time.busy_s - by_memory_s)
 

@@ -128,11 +128,15 @@ def buffer_bytes(model: Model, stage: Stage, blocks: Blocks, on: Degrees) -> Num
     (the one computing and the one prefetched); the loss one bf16 copy of the logits and its gradient.
     """
     cut = on.cut()
-    gathered = 2.0 * cut.tokens * model.hidden * cut.precision.act_bytes * (np.asarray(on.tp) > 1)
-    messages = 4.0 * block_input_bytes(model, on) * (np.asarray(on.pp) > 1)
+    gathered = (
+        2.0 * cut.tokens * model.hidden * cut.precision.act_bytes * np.where(np.asarray(on.tp) > 1, 1.0, 0.0)
+    )
+    messages = 4.0 * block_input_bytes(model, on) * np.where(np.asarray(on.pp) > 1, 1.0, 0.0)
     block_params = blocks.dense.num_params if blocks.moe is None else blocks.moe.num_params
     block_experts = 0.0 if blocks.moe is None else blocks.moe.num_expert_params
-    prefetched = 2.0 * weight_bytes(on) * (block_params + block_experts) * (np.asarray(on.zero) >= 3)
+    prefetched = (
+        2.0 * weight_bytes(on) * (block_params + block_experts) * np.where(np.asarray(on.zero) >= 3, 1.0, 0.0)
+    )
     logits = stage.heads * 2.0 * cut.precision.act_bytes * cut.tokens * model.vocab / cut.tp
     return gathered + messages + prefetched + logits
 

@@ -9,7 +9,7 @@ recomputation and the scores that fused attention computes again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,7 @@ from meshwise.errors import PlanError
 from meshwise.estimate.block_time import exposed_s
 from meshwise.estimate.degrees import Degrees, degrees
 from meshwise.estimate.memory import OVERHEAD_BYTES, Memory
+from meshwise.estimate.pipeline import play
 from meshwise.estimate.stage import plan_stages
 from meshwise.estimate.step import StageCost, StepCost, step_cost
 from meshwise.estimate.timing import Machine, machine, op_times
@@ -208,7 +209,16 @@ def estimate(
         overhead_bytes=0.0 if ideal else OVERHEAD_BYTES,
         trains=workload.kind == "train",
     )
+    if plan.stages is not None and on.pp > 1 and workload.kind == "train":
+        step = _played(model, on, step)
     return Estimate(model, cluster, plan, workload, on, runs_on, step)
+
+
+def _played(model: Model, on: Degrees, step: StepCost) -> StepCost:
+    """`step` with the bubble that its uneven stages really have: played, not the closed form's."""
+    pipeline_s = play(model, on, step.blocks, hop_s=float(step.hop_s)).makespan_s
+    bubble_s = max(pipeline_s - float(step.time.total_s), 0.0)
+    return replace(step, bubble_s=bubble_s, step_s=step.step_s - step.bubble_s + bubble_s)
 
 
 def check_plan(model: Model, plan: Plan) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -39,36 +40,45 @@ class Stage:
         return self.dense_layers + self.moe_layers
 
 
-def plan_stages(model: Model, on: Degrees) -> list[Stage]:
-    """The stages of a single plan, equal ones merged; PlanError where the layers do not divide."""
-    plan, num_stages = on.plan, int(on.pp)
-    chunks = num_stages * int(on.vpp)
-    per_chunk = list(plan.stages) if plan.stages else _even(model, chunks)
+def plan_chunks(model: Model, on: Degrees) -> list[Stage]:
+    """The chunks of a single plan in the order of the model: pp x vpp of them, each as a `Stage`.
+
+    PlanError where the layers do not divide, or where `stages` does not list them all.
+    """
+    plan, num_chunks = on.plan, int(on.pp * on.vpp)
+    per_chunk = list(plan.stages) if plan.stages else _even(model, num_chunks)
     if sum(per_chunk) != model.num_layers:
         raise PlanError(
             f"stages add up to {sum(per_chunk)} layers but {model.name} has {model.num_layers}; "
             "list all its layers"
         )
-    firsts = np.concatenate([[0], np.cumsum(per_chunk)])
-    moe = [is_moe_layer(model, i) for i in range(model.num_layers)]
-    v_shaped = plan.schedule in V_SHAPED
-    held: list[tuple[float, float, float, float]] = []
-    for stage in range(num_stages):
-        mine = [c for c in range(chunks) if stage == _stage_of(c, num_stages, v_shaped)]
-        layers = [moe[i] for c in mine for i in range(int(firsts[c]), int(firsts[c + 1]))]
-        num_moe = float(sum(layers))
-        held.append((len(layers) - num_moe, num_moe, float(0 in mine), float(chunks - 1 in mine)))
-    counts = Counter(held)
+    chunks, first = [], 0
+    for i, layers in enumerate(per_chunk):
+        moe = float(sum(is_moe_layer(model, layer) for layer in range(first, first + layers)))
+        ends = {"embeddings": float(i == 0), "heads": float(i == num_chunks - 1)}
+        chunks.append(Stage(index=float(i), ranks=1.0, dense_layers=layers - moe, moe_layers=moe, **ends))
+        first += layers
+    return chunks
+
+
+def plan_stages(model: Model, on: Degrees) -> list[Stage]:
+    """The stages of a single plan, those that hold the same merged; PlanError as `plan_chunks`."""
+    num_stages, v_shaped = int(on.pp), on.plan.schedule in V_SHAPED
+    held = np.zeros((num_stages, 4))
+    for i, chunk in enumerate(plan_chunks(model, on)):
+        contents = (chunk.dense_layers, chunk.moe_layers, chunk.embeddings, chunk.heads)
+        held[_stage_of(i, num_stages, v_shaped)] += contents
+    rows = [tuple(row) for row in held.tolist()]
     return [
         Stage(
-            index=float(held.index(kind)),
+            index=float(rows.index(row)),
             ranks=float(count),
-            dense_layers=kind[0],
-            moe_layers=kind[1],
-            embeddings=kind[2],
-            heads=kind[3],
+            dense_layers=row[0],
+            moe_layers=row[1],
+            embeddings=row[2],
+            heads=row[3],
         )
-        for kind, count in counts.items()
+        for row, count in Counter(rows).items()
     ]
 
 
@@ -98,7 +108,7 @@ def grid_stages(model: Model, on: Degrees) -> list[Stage]:
     moe_first = np.maximum(layers - first_dense, 0.0) * moe_frac
     moe_other = (total_moe - moe_first) / np.maximum(pp - 1.0, 1.0)
     alone = pp == 1.0
-    common = {"dense_layers": layers - moe_other, "moe_layers": moe_other, "embeddings": 0.0}
+    common: dict[str, Any] = {"dense_layers": layers - moe_other, "moe_layers": moe_other, "embeddings": 0.0}
     return [
         Stage(
             index=0.0,

@@ -58,6 +58,8 @@ class StepCost:
     optimizer_s: Num
     memory: Memory
     stages: tuple[StageCost, ...]
+    blocks: Blocks
+    hop_s: Num
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +105,10 @@ def step_cost(
         for phase in ("forward", "backward", "weight")
     )
     hop_s = _p2p_s(model, on, machine)
+    # The pipe fills and drains at the mean pace of the stages and runs at that of the slowest.
+    mean_s = f_s + b_s + w_s
     bubble = bubble_s(on.schedule, on.pp, on.num_microbatches, on.vpp, f_s, b_s, w_s, p2p_s=hop_s)
+    bubble = np.maximum(bubble - (time.total_s / on.num_microbatches - mean_s), 0.0)
     comm_pp = _exposed_p2p_s(on, hop_s) * (1.0 if trains else 0.5)
     comm_dp = _largest_of([cost.comm_dp_s for cost in costs], exists) if trains else 0.0
     optimizer = _largest_of([cost.optimizer_s for cost in costs], exists) if trains else 0.0
@@ -118,6 +123,8 @@ def step_cost(
             [cost.memory for cost in costs], _largest([cost.memory.total for cost in costs], exists)
         ),
         stages=costs,
+        blocks=blocks,
+        hop_s=hop_s,
     )
 
 
