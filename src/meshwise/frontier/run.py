@@ -364,7 +364,9 @@ SENSITIVITY_FLOP = 10 ** np.linspace(24, 33, 46)
 """Training computes of the curves of a sensitivity: five to a decade."""
 
 
-def sensitivity(device: Device, run: Assumptions | None = None) -> list[dict[str, Any]]:
+def sensitivity(
+    device: Device, run: Assumptions | None = None, training_flop: Num = SENSITIVITY_FLOP
+) -> list[dict[str, Any]]:
     """Plateau and limits without failures, one choice changed at a time: a row for each.
 
     Every named law and option is tried, and every number of the run at other values. The first row
@@ -383,22 +385,19 @@ def sensitivity(device: Device, run: Assumptions | None = None) -> list[dict[str
             (option, value, _changed(run, option, value)) for value in values if value != getattr(run, option)
         ]
     for number, factors in NUMBERS.items():
-        changes += [
-            (
-                number,
-                f"{getattr(run, number) * factor:.4g}",
-                _changed(run, number, getattr(run, number) * factor),
-            )
-            for factor in factors
-        ]
+        values_tried = [getattr(run, number) * factor for factor in factors]
+        changes += [(number, f"{value:.4g}", _changed(run, number, value)) for value in values_tried]
     for factor in (0.0, 0.5, 2.0):
         scaled: dict[str, Any] = {name: getattr(run, name) * factor for name in LATENCIES}
         changes.append(("all latencies", f"x {factor:g}", replace(run, **scaled)))
-    return [_row(choice, value, device, changed, None) for choice, value, changed in changes]
+    return [_row(choice, value, device, changed, None, training_flop) for choice, value, changed in changes]
 
 
 def failure_sensitivity(
-    device: Device, run: Assumptions | None = None, failures: Failures | None = None
+    device: Device,
+    run: Assumptions | None = None,
+    failures: Failures | None = None,
+    training_flop: Num = SENSITIVITY_FLOP,
 ) -> list[dict[str, Any]]:
     """Plateau and limits with failures, one rate of `failures` changed at a time, then all of them."""
     run = Assumptions() if run is None else run
@@ -413,13 +412,18 @@ def failure_sensitivity(
         factor = "/ 10" if name == "restart_s" else "x 10"
         changes.append((name, factor, replace(failures, **{name: value})))
     changes.append(("all three", "10 times better", replace(failures, **better)))
-    return [_row(choice, value, device, run, changed) for choice, value, changed in changes]
+    return [_row(choice, value, device, run, changed, training_flop) for choice, value, changed in changes]
 
 
 def _row(
-    choice: str, value: str, device: Device, run: Assumptions, failures: Failures | None
+    choice: str,
+    value: str,
+    device: Device,
+    run: Assumptions,
+    failures: Failures | None,
+    training_flop: Num,
 ) -> dict[str, Any]:
-    curve = tuple(best_runs(device, run, SENSITIVITY_FLOP, failures))
+    curve = tuple(best_runs(device, run, training_flop, failures))
     found = _limits(device, run, curve, failures)
     return {
         "choice": choice,

@@ -117,7 +117,7 @@ def draw_busy(axes: Any, frontier: Frontier) -> None:
     axes.set_ylabel("share of a step")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=8, loc="center left")
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     _clean(axes)
 
 

@@ -1,0 +1,112 @@
+"""Draws the figures of docs/frontier.md and prints its tables: `python docs/figures/frontier.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwise.frontier import Assumptions, Device, assumptions, find_device, frontier, latency_wall_flop
+from meshwise.frontier.assumptions import sizes
+from meshwise.frontier.run import RUN_UTILIZATION, failure_sensitivity, sensitivity
+from meshwise.frontier.step import all_reduce_latency_s
+from meshwise.report.frontier_plot import plot_frontiers, plot_sensitivity
+from meshwise.report.frontier_table import flop
+from meshwise.units import with_prefix
+
+CHIPS = ("v100-16g-sxm", "a100-80g-sxm", "h100-80g-sxm", "h200-sxm", "b200-sxm", "gb200-nvl72")
+
+
+def chips_table(found: list) -> str:
+    lines = [
+        "| chip | plateau | 80 % of it up to | devices there | power | wall | 80 % with failures | wall |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for one in found:
+        ideal, failing = one.ideal, one.with_failures
+        lines.append(
+            f"| {one.device.name} | {ideal.plateau:.1%} | {flop(ideal.limit_80pct_flop)} "
+            f"| {with_prefix(ideal.limit.devices, '', 3)} "
+            f"| {with_prefix(ideal.limit.devices * one.device.power_watts, 'W', 2)} "
+            f"| {flop(ideal.wall_flop)} | {flop(failing.limit_80pct_flop)} | {flop(failing.wall_flop)} |"
+        )
+    return "\n".join(lines)
+
+
+def rows_table(rows: list) -> str:
+    lines = ["| choice | value | 80 % of the plateau up to | wall |", "| --- | --- | --- | --- |"]
+    lines += [
+        f"| {row['choice']} | {row['value']} | {flop(row['limit_80pct_flop'])} | {flop(row['wall_flop'])} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def curve_table(found) -> str:
+    lines = [
+        "| FLOP | parameters | devices | tp | pp | dp | microbatches | utilization | lost to |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for point in found.ideal.curve[::10]:
+        if point.plan:
+            plan = point.plan
+            lines.append(
+                f"| {point.training_flop:.0e} | {with_prefix(point.params, '', 3)} "
+                f"| {with_prefix(point.devices, '', 3)} | {plan['tp_in']:.0f} x {plan['tp_out']:.0f} "
+                f"| {plan['pp']:.0f} | {plan['dp']:.0f} "
+                f"| {plan['microbatches']:.0f} x {plan['microbatch_tokens']:.0f} tokens "
+                f"| {point.utilization:.1%} | {point.lost_to} |"
+            )
+    return "\n".join(lines)
+
+
+def gtx_580() -> str:
+    """The published 2012 example, on the network one might have had."""
+    lines = ["| network, sent + received | batch | 80 % of the plateau up to |", "| --- | --- | --- |"]
+    for name, bytes_per_s in (("10 Gb/s Ethernet", 2.5e9), ("FDR InfiniBand", 14e9)):
+        device = Device(
+            name="GTX 580",
+            flop_per_s_8bit=4 * 1.581e12,
+            memory_bytes_per_s=192.4e9,
+            inner_bytes_per_s=bytes_per_s,
+            outer_bytes_per_s=bytes_per_s,
+            memory_bytes=1.5e9,
+            utilization=RUN_UTILIZATION,
+        )
+        for batch in ("fixed-4M", "fixed-60M"):
+            found = frontier(device, assumptions(elem_bytes=4, batch=batch))
+            lines.append(f"| {name} | {batch} | {flop(found.ideal.limit_80pct_flop)} |")
+    return "\n".join(lines)
+
+
+def walls() -> str:
+    run = Assumptions()
+    lines = ["| all-reduces | per layer and step | parameters | wall |", "| --- | --- | --- | --- |"]
+    for name, hops, ranks, inner in (
+        ("inside a node of 8", "direct", 8.0, 8.0),
+        ("between nodes, direct", "direct", 128.0, 8.0),
+        ("between 16 nodes, tree", "tree", 128.0, 8.0),
+    ):
+        layer_s = 4 * (run.kernel_s + float(all_reduce_latency_s(assumptions(hops=hops), ranks, inner)))
+        params, wall = latency_wall_flop(run, layer_s)
+        lines.append(f"| {name} | {layer_s * 1e6:.1f} µs | {params:.2g} | {flop(wall)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    here = Path(__file__).parent
+    found = [frontier(find_device(name, utilization=RUN_UTILIZATION)) for name in CHIPS]
+    h100 = found[CHIPS.index("h100-80g-sxm")]
+    plot_frontiers([h100], here / "frontier_h100.png")
+    plot_frontiers(found, here / "frontier_chips.png")
+    rows = sensitivity(h100.device)
+    plot_sensitivity(rows, here / "frontier_sensitivity.png")
+    model = sizes(h100.run, h100.ideal.limit.training_flop)
+    print(
+        f"at the limit: {float(model.params):.3g} parameters, {float(model.layers):.0f} layers of width "
+        f"{float(model.width):.0f}, {h100.ideal.limit.step_s:.2f} s a step"
+    )
+    tables = (curve_table(h100), chips_table(found), rows_table(rows))
+    print(*tables, rows_table(failure_sensitivity(h100.device)), walls(), gtx_580(), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
