@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from meshwise import efficiency as eff
 from meshwise import fit
 from meshwise.cost.attention_kernel import attention_s, decode_attention_s
+from meshwise.cost.experts import active_experts, experts_s
 from meshwise.cost.gemm import TILES, gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s, scaled_cast_s
 from meshwise.errors import ClusterError, DataError
@@ -140,6 +141,32 @@ def test_memory_kernels_and_casts_take_their_bytes(moved):
         8.0, moved, out_bytes=1.0, memory_bytes_per_s=bandwidth, efficiency=eff.CastEfficiency()
     )
     assert cast == pytest.approx(8 * moved * 3 / bandwidth)
+
+
+@pytest.mark.parametrize(
+    ("experts", "pairs", "active"),
+    [(8, 1, 1), (1, 5, 1), (2, 2, 1.5), (64, 1e9, 64), (256, 256, 256 * (1 - (255 / 256) ** 256))],
+)
+def test_active_experts(experts, pairs, active):
+    assert active_experts(experts, pairs) == pytest.approx(active, rel=1e-6)
+
+
+@given(st.floats(1.0, 1e6), st.sampled_from([8.0, 256.0]), st.sampled_from([1.0, 2.0, 8.0]))
+def test_ideal_experts_are_their_parts(tokens, experts, topk):
+    """Two grouped matmuls over the rows of the active experts, and the rows moved between them."""
+    hidden, inter = 4096.0, 1536.0
+    real = {"gemm": eff.GemmEfficiency(), "memory": eff.MemoryEfficiency()}
+    seconds = experts_s(
+        tokens, topk=topk, experts=experts, hidden=hidden, inter=inter, **CHIP, elem_bytes=2.0, **real
+    )
+    pairs = tokens * topk
+    active = active_experts(experts, pairs)
+    parts = {"batch": active, **CHIP, "elem_bytes": 2.0, "efficiency": eff.GemmEfficiency()}
+    matmuls_s = gemm_s(pairs / active, 2 * inter, hidden, **parts) + gemm_s(
+        pairs / active, hidden, inter, **parts
+    )
+    moved = 2 * pairs * (2 * hidden + 3 * inter + hidden + hidden / topk)
+    assert seconds == pytest.approx(matmuls_s + moved / CHIP["memory_bytes_per_s"])
 
 
 # --- the catalog -------------------------------------------------------------------------------
@@ -304,7 +331,7 @@ def test_one_third_of_the_shapes_judges_and_the_cast_does_not_matter():
 
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
-TARGETS = {"gemm": 0.08, "attention": 0.10, "collective": 0.12}
+TARGETS = {"gemm": 0.08, "attention": 0.10, "decode": 0.10, "collective": 0.12, "experts": 0.15}
 
 
 @pytest.mark.skipif(

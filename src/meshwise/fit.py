@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from meshwise.cost.attention_kernel import attention_s, decode_attention_s
 from meshwise.cost.collective import collective_s
+from meshwise.cost.experts import experts_s
 from meshwise.cost.gemm import gemm_s
 from meshwise.cost.memory_kernel import scaled_cast_s
 from meshwise.efficiency import (
@@ -35,6 +36,7 @@ from meshwise.efficiency import (
     GemmEfficiency,
     LinkEfficiency,
     MemoryEfficiency,
+    constants,
 )
 from meshwise.files import write_text
 from meshwise.hardware import Chip, find_chip, find_cluster
@@ -116,7 +118,13 @@ def batches(rows: Sequence[Measurement]) -> list[Batch]:
 
 def predict_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Array:
     """Predicted seconds of each row of `batch` on `chip`."""
-    times = {"gemm": _gemm_s, "attention": _attention_s, "decode": _decode_s, "collective": _collective_s}
+    times = {
+        "gemm": _gemm_s,
+        "attention": _attention_s,
+        "decode": _decode_s,
+        "experts": _experts_s,
+        "collective": _collective_s,
+    }
     return np.asarray(times[batch.first.op](batch, chip, efficiency))
 
 
@@ -185,6 +193,23 @@ def _decode_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
         flop_per_s=chip.matrix_peak("bf16"),
         memory_bytes_per_s=chip.memory_bytes_per_s,
         efficiency=efficiency.latent_decode if batch.first.variant == "mla" else efficiency.decode,
+    )
+
+
+def _experts_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
+    shape, dtype = batch.shape, batch.first.variant
+    return experts_s(
+        shape["tokens"],
+        topk=shape["topk"],
+        experts=shape["experts"],
+        hidden=shape["hidden"],
+        inter=shape["inter"] / shape["tp"],
+        flop_per_s=chip.matrix_peak(dtype),
+        memory_bytes_per_s=chip.memory_bytes_per_s,
+        num_cores=float(chip.num_cores),
+        elem_bytes=ELEM_BYTES[dtype],
+        gemm=efficiency.gemm(dtype),
+        memory=efficiency.memory,
     )
 
 
@@ -391,10 +416,10 @@ class _Bench:
         return asdict(fitted[names[0]]) if names else {}
 
     def keep(
-        self, key: str, chip: Chip, rows: Sequence[Measurement], efficiency: Efficiency, constants: Any
+        self, key: str, chip: Chip, rows: Sequence[Measurement], efficiency: Efficiency, entry: Any
     ) -> None:
-        """Stores the fitted `constants` of `key`, and the score of `efficiency`, which holds them."""
-        self.tables.setdefault(key, {})[chip.name] = constants
+        """Stores the fitted `entry` of `key`, and the score of `efficiency`, which holds it."""
+        self.tables.setdefault(key, {})[chip.name] = entry
         self.scores.append(score(key, rows, chip, efficiency))
 
 
@@ -408,6 +433,7 @@ def fit_all(paths: Sequence[Path], *, checked: str, write_to: Path | None = None
     _fit_gemms(bench)
     _fit_attention(bench)
     _fit_links(bench)
+    _score_experts(bench)
     text = to_toml(bench, checked=checked, data=[path.name for path in paths])
     if write_to is not None:
         write_text(write_to, text)
@@ -469,8 +495,8 @@ def _fit_attention(bench: _Bench) -> None:
     for name, build in (("flash", _decode_efficiency), ("mla", _latent_decode_efficiency)):
         for chip, rows in bench.by_chip(_is_decode(name)):
             fitted = build(fit(training_part(rows), chip, DECODE, build, bench.donor(f"decode.{name}", chip)))
-            constants = fitted.latent_decode if name == "mla" else fitted.decode
-            bench.keep(f"decode.{name}", chip, rows, fitted, constants)
+            entry = fitted.latent_decode if name == "mla" else fitted.decode
+            bench.keep(f"decode.{name}", chip, rows, fitted, entry)
 
 
 def _is_decode(name: str) -> Callable[[Measurement], bool]:
@@ -542,6 +568,13 @@ def _inner(values: dict[str, float]) -> Efficiency:
     return Efficiency(inner=LinkEfficiency(**values))
 
 
+def _score_experts(bench: _Bench) -> None:
+    """Experts have no constants of their own: they run at those of their matmuls, and all rows judge."""
+    for chip, rows in bench.by_chip(lambda row: row.op == "experts"):
+        known = constants(chip, tables=bench.tables)
+        bench.scores.append(score("experts", rows, chip, known, few=True))
+
+
 # --- writing -----------------------------------------------------------------------------------
 
 _HEAD = """\
@@ -559,10 +592,10 @@ def to_toml(bench: _Bench, *, checked: str, data: Sequence[str]) -> str:
     lines = [_HEAD, "[about]", f"data = {_toml(list(data))}", f'checked = "{checked}"']
     for key, table in bench.tables.items():
         name, _, variant = key.partition(".")
-        for chip, constants in table.items():
+        for chip, entry in table.items():
             lines += ["", f"[{name}.{chip}.{variant}]"]
-            for field, value in asdict(constants).items():
-                if value is not None and value != getattr(type(constants)(), field):
+            for field, value in asdict(entry).items():
+                if value is not None and value != getattr(type(entry)(), field):
                     lines.append(f"{field} = {_toml(value)}")
             if (key, chip) in scores:
                 lines += _score_lines(scores[key, chip])

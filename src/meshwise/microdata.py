@@ -24,12 +24,12 @@ from meshwise.hardware import find_chip
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One measured time. `op` is gemm, attention, decode or collective; `variant` the dtype or the kind.
+    """One measured time. `op` is gemm, attention, decode, experts or collective.
 
-    shape: gemm m n k batch cast; attention batch heads kv_heads seq qk_dim v_dim causal passes (1 forward,
-    2 backward, 3 both); decode batch heads kv_len kv_bytes_per_token qk_dim v_dim; collective bytes ranks
-    ranks_per_node. software: the library generation, or the network between nodes, where the constants
-    depend on it, else "".
+    variant: the dtype, the kernel, or the kind of collective. shape: gemm m n k batch cast; attention batch
+    heads kv_heads seq qk_dim v_dim causal passes (1 forward, 2 backward, 3 both); decode batch heads kv_len
+    kv_bytes_per_token qk_dim v_dim; experts tokens hidden inter topk experts tp; collective bytes ranks
+    ranks_per_node. software: the library, or the network between nodes, where the constants depend on it.
     """
 
     chip: str
@@ -214,6 +214,8 @@ def _from_ops(row: dict[str, str], where: str) -> Measurement:
         return make(
             "decode", "mla" if op == "mla_decode" else "flash", _decode(op, row["shape"], kv_dtype or dtype)
         )
+    if op == "moe_experts":
+        return make("experts", "bf16" if dtype == "bfloat16" else dtype, _experts(row), library)
     if op.startswith("nccl_"):
         kind = {"alltoall": "all_to_all", "send_recv": "p2p"}.get(op[5:], op[5:])
         (size,) = _shape(row["shape"], "shape", "bytes")
@@ -236,6 +238,24 @@ def _grouped(op: str, text: str) -> dict[str, float]:
     experts, hidden, inter, tokens = _shape(text, "shape", "local", "hidden", "inter", "tokens_per_expert")
     n, k = (2 * inter, hidden) if "_up_" in op else (hidden, inter)
     return {"m": tokens, "n": n, "k": k, "batch": experts, "cast": 0.0}
+
+
+# Libraries whose experts run like their matmuls: bf16 of all, fp8 with one scale per tensor of two.
+_EXPERT_LIBRARIES = {
+    "bf16": ("",),
+    "fp8": ("moe_torch_flow_cutlass", "vllm_modeloptfp8moe_flashinfer_trtllm"),
+}
+
+
+def _experts(row: dict[str, str]) -> dict[str, float]:
+    library, dtype = row["kernel_or_library"], row["dtype"]
+    if not library.startswith(_EXPERT_LIBRARIES.get(_DTYPES.get(dtype, ""), ())):
+        raise _Unmodelled(f"no formula times experts in {dtype} of {library}")
+    names = ("tokens", "hidden", "inter", "topk", "experts", "tp", "ep")
+    shape = dict(zip(names, _shape(row["shape"], "shape", *names), strict=True))
+    if shape.pop("ep") != 1:
+        raise _Unmodelled("expert-parallel rows follow the token semantics of their collector")
+    return shape
 
 
 def _prefill(op: str, text: str) -> dict[str, float]:
