@@ -267,13 +267,23 @@ class Recorder(TorchDispatchMode):
         if in_backward and phase == "backward":
             of_forward = self._labels.get(node._sequence_nr()) if node is not None else None
             if of_forward is not None:
-                module, op = of_forward[0], of_forward[1] or op
+                named_here = bool(self._op_names)  # a backward written by hand may name its own ops
+                module, op = of_forward[0], op if named_here else of_forward[1] or op
         row = self.tape.op(**{**row, "op": op, "module": module, "phase": phase})
         if not in_backward:
             self._claim(number)
-            if number not in self._rows:
-                self._rows[number] = row
-                row["saved_bytes"] = self._saved_early.pop(number, 0.0)
+            self._stand_for(number, row)
+
+    def _stand_for(self, number: int, row: dict[str, Any]) -> None:
+        """What node `number` keeps counts with the first of its rows that does its work, if any does."""
+        before = self._rows.get(number)
+        if before is None:
+            row["saved_bytes"] = self._saved_early.pop(number, 0.0)
+        elif _standing(row) > _standing(before):
+            row["saved_bytes"], before["saved_bytes"] = before["saved_bytes"], 0.0
+        else:
+            return
+        self._rows[number] = row
 
     def _label(self, torch_name: str) -> tuple[str, str]:
         module = ""
@@ -331,7 +341,12 @@ class Recorder(TorchDispatchMode):
         return tensor
 
 
-_MATMULS = ("mm", "addmm", "bmm", "baddbmm")
+_MATMULS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_")
+
+
+def _standing(row: Mapping[str, Any]) -> int:
+    """Of the rows of one autograd node: matmuls and attention first, then other ops, then collectives."""
+    return 0 if row.get("collective") else 2 if row["flop"] else 1
 
 
 def _work(func: Any, named: Mapping[str, Any], args: Any, kwargs: Any, result: Any) -> tuple[Any, float]:
@@ -353,7 +368,13 @@ def _attention_work(named: Mapping[str, Any], *, is_backward: bool) -> tuple[Any
     query, key, value = named["query"], named["key"], named["value"]
     batch, heads, seq_q, qk_dim = query.shape
     kv_heads, seq_k, v_dim = key.shape[1], key.shape[2], value.shape[3]
-    pairs = attended_pairs(seq_q, seq_k, causal=bool(named.get("is_causal", False)))
+    is_causal = bool(named.get("is_causal", False))
+    # Queries that are not the last of the sequence say which they are: begin, end, begin, end, ...
+    spans = named.get("query_spans") or [seq_k - seq_q, seq_k]
+    pairs = sum(
+        attended_pairs(end - begin, end if is_causal else seq_k, causal=is_causal)
+        for begin, end in zip(spans[::2], spans[1::2], strict=True)
+    )
     work = flash_attention_backward if is_backward else flash_attention
     sizes = (heads, kv_heads, seq_q, seq_k, qk_dim, v_dim)
     cost = work(pairs, *sizes, batch=batch, elem_bytes=query.element_size())

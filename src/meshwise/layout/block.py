@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
+from meshwise.layout import tensor_1d, tensor_2d, tensor_2d_cp, tensor_3d, tensor_25d
 from meshwise.layout.cut import Cut
 from meshwise.layout.moe import moe_mlp
 from meshwise.layout.op import Op, backward_last
-from meshwise.layout.tensor_1d import attention, mlp
 from meshwise.model import Model
+
+LAYOUTS: dict[str, ModuleType] = {
+    "1d": tensor_1d,
+    "2d": tensor_2d,
+    "2d-cp": tensor_2d_cp,
+    "2.5d": tensor_25d,
+    "3d": tensor_3d,
+}
+"""The module that states the block of each tensor layout."""
 
 
 def block(model: Model, cut: Cut, *, moe: bool = False) -> list[Op]:
@@ -14,4 +25,11 @@ def block(model: Model, cut: Cut, *, moe: bool = False) -> list[Op]:
 
     `moe`: the block's MLP is a mixture of experts.
     """
-    return backward_last([*attention(model, cut), *(moe_mlp(model, cut) if moe else mlp(model, cut))])
+    layout = LAYOUTS[cut.layout]
+    feed_forward = moe_mlp if moe else layout.mlp
+    return backward_last([*layout.attention(model, cut), *feed_forward(model, cut)])
+
+
+def shared_gradients(model: Model, cut: Cut) -> list[Op]:
+    """What the tensor-parallel ranks exchange once a step: gradients of weights that several of them hold."""
+    return list(LAYOUTS[cut.layout].shared_gradients(model, cut))

@@ -68,17 +68,23 @@ def _keys_and_values(cut: Cut, local_bytes: Num) -> Iterator[Op]:
     """Fetch the keys and values of the other ring ranks; backward also returns their gradients."""
     stride = cut.cp_stride * cut.ulysses
     if cut.gather_keys:
-        whole = local_bytes * cut.ring
-        for phase in ("forward", "backward"):
-            yield collective(MODULE, "keys_values", phase, "all_gather", "cp", whole, cut.ring, stride=stride)
-        yield collective(
-            MODULE, "keys_values", "backward", "reduce_scatter", "cp", whole, cut.ring, stride=stride
-        )
+        if cut.flash:  # separate ops gather what each of them reads
+            yield from _gathered("keys_values", cut, local_bytes)
         return
     for phase, times in (("forward", 1.0), ("backward", 2.0)):
         yield collective(
             MODULE, "keys_values", phase, "send", "cp", times * local_bytes, cut.ring,
             stride=stride, hides_behind="flash" if cut.flash else "logits", count=cut.ring - 1.0,
+        )  # fmt: skip
+
+
+def _gathered(name: str, cut: Cut, local_bytes: Num) -> Iterator[Op]:
+    """All-gather what the ring ranks hold for op `name`; only the own part is kept, so the backward repeats it."""
+    kinds = (("forward", "all_gather"), ("backward", "all_gather"), ("backward", "reduce_scatter"))
+    for phase, kind in kinds:
+        yield collective(
+            MODULE, name, phase, kind, "cp", local_bytes * cut.ring, cut.ring,
+            stride=cut.cp_stride * cut.ulysses,
         )  # fmt: skip
 
 
@@ -122,6 +128,8 @@ def _unfused(model: Model, cut: Cut, heads: Num, kv_heads: Num, qk_dim: int, v_d
     softmax_kept = KERNELS["softmax"].saved_bytes(batch * seq_q, cut.seq, elem_bytes=act_bytes)
     mask_kept = KERNELS["dropout"].saved_bytes(batch * seq_q, cut.seq, elem_bytes=act_bytes)
 
+    if cut.gather_keys:
+        yield from _gathered("logits", cut, act_bytes * k)
     yield from _batched("logits", batch, seq_q, cut.seq, qk_dim, cut, kept=act_bytes * (q + k))
     yield from (
         _core(op, softmax_kept)
@@ -132,6 +140,8 @@ def _unfused(model: Model, cut: Cut, heads: Num, kv_heads: Num, qk_dim: int, v_d
             _core(op, mask_kept)
             for op in elementwise(MODULE, "dropout_softmax", "dropout", batch * seq_q, cut.seq, prec)
         )
+    if cut.gather_keys:
+        yield from _gathered("attend", cut, act_bytes * v)
     # Without dropout the mix reads what softmax already keeps.
     dropped = act_bytes * scores if model.dropout_frac else 0.0
     yield from _batched(

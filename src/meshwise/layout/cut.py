@@ -8,9 +8,13 @@ neighbouring members in ranks; it decides which links the group lives on.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from meshwise.layout.op import Precision
 from meshwise.units import Num
+
+GRID_AXES = ("tp_col", "tp_row", "tp_depth")
+"""Names of a grid's axes, by what varies along them: the ranks of one row are a group along tp_col."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -18,8 +22,14 @@ class Cut:
     """One microbatch of `microbatch` sequences of `seq` tokens, cut by tp, cp, ep and etp.
 
     Context parallelism is `ulysses` (heads) x `ring` (sequence) = cp; `gather_keys` all-gathers keys and
-    values instead of passing them round the ring. `imbalance` is the load of the busiest expert rank over
-    the mean. `lora_rank` above 0 freezes the linear layers and trains adapters of that rank.
+    values instead of passing them round the ring.
+
+    A `layout` of several dimensions lays the tp ranks out as a `grid`, its first axis on neighbouring ranks:
+    columns x rows (2d, 2d-cp), columns x rows x depth (2.5d, 3d). `panels`: in how many pieces SUMMA sends
+    each block that both cuts share. `grid_scores` splits attention's scores over the grid, not its heads.
+
+    `imbalance` is the load of the busiest expert rank over the mean. `lora_rank` above 0 freezes the linear
+    layers and trains adapters of that rank.
     """
 
     microbatch: Num
@@ -35,6 +45,10 @@ class Cut:
     imbalance: Num = 1.0
     sequence_parallel: bool = False
     gather_keys: bool = False
+    layout: str = "1d"
+    grid: tuple[Num, ...] = ()
+    panels: Num = 1.0
+    grid_scores: bool = False
     flash: bool = True
     lora_rank: int = 0
     precision: Precision = field(default_factory=Precision)
@@ -48,3 +62,10 @@ class Cut:
     def split_tokens(self) -> Num:
         """Tokens of one rank where the ops between matmuls run: cut by tp under sequence parallelism."""
         return self.tokens / self.tp if self.sequence_parallel else self.tokens
+
+    def axis(self, dim: int) -> dict[str, Any]:
+        """Axis `dim` of the grid as the arguments of a collective: its name, group and stride."""
+        stride = self.tp_stride
+        for inner in self.grid[:dim]:
+            stride = stride * inner
+        return {"axis": GRID_AXES[dim], "group_size": self.grid[dim], "stride": stride}

@@ -49,6 +49,36 @@ def mlp(model: Model, cut: Cut) -> Iterator[Op]:
     yield from _leave(model, cut, MLP, "residual2")
 
 
+def shared_gradients(model: Model, cut: Cut) -> Iterator[Op]:
+    """Once a step, under sequence parallelism: each rank has its own tokens' part of the norms' gradients."""
+    if cut.sequence_parallel:
+        payload = norm_params(model) * cut.precision.act_bytes
+        yield collective(
+            "block", "shared_gradients", "step", "all_reduce", "tp", payload, cut.tp, stride=cut.tp_stride
+        )
+
+
+def norm_params(model: Model) -> float:
+    """Weights of the block's two norms."""
+    return 2.0 * model.hidden * (2.0 if model.norm == "layernorm" else 1.0)
+
+
+def bias_params(model: Model) -> tuple[float, float]:
+    """Biases of the linear layers that come first in their pair (qkv, fc1), and of the second ones."""
+    qkv = (model.num_heads + 2.0 * model.num_kv_heads) * model.head_dim
+    fc1 = model.ffn_hidden * (2.0 if model.gated else 1.0)
+    first = model.qkv_bias * qkv + model.linear_bias * fc1
+    return first, float(model.hidden) * (model.out_bias + model.linear_bias)
+
+
+def matrix_params(model: Model) -> float:
+    """Weights of the block's four matrices."""
+    heads = model.num_heads * model.head_dim
+    qkv = heads + 2.0 * model.num_kv_heads * model.head_dim
+    fc1 = model.ffn_hidden * (2.0 if model.gated else 1.0)
+    return float(model.hidden) * (qkv + heads + fc1 + model.ffn_hidden)
+
+
 def feed_forward(model: Model, cut: Cut, module: str, ffn_hidden: Num) -> Iterator[Op]:
     """fc1, activation, fc2: a pair of matmuls of inner width `ffn_hidden`, cut by tp."""
     width = ffn_hidden / cut.tp
