@@ -104,24 +104,34 @@ def activation_bytes(model: Model, stage: Stage, blocks: Blocks, on: Degrees) ->
     one_input = block_input_bytes(model, on)
     in_flight = in_flight_microbatches(on.schedule, on.pp, on.num_microbatches, on.vpp, stage.index)
     per_microbatch: Num = stage.embeddings * blocks.embed.saved_bytes
-    redone: Num = 0.0
     for count, part in ((stage.dense_layers, blocks.dense), (stage.moe_layers, blocks.moe)):
-        if part is None:
-            continue
-        kept = _kept_bytes(part, one_input, selective, full)
-        per_microbatch = per_microbatch + count * kept
-        redone = np.maximum(redone, np.where(np.asarray(count) > 0, part.saved_bytes - kept, 0.0))
-    # The head's logits live only while the last stage turns one microbatch around.
-    at_turn = stage.heads * blocks.head.saved_bytes
-    return per_microbatch * in_flight * (1 - on.offload_activations) + np.maximum(redone, at_turn)
+        if part is not None:
+            per_microbatch = per_microbatch + count * _kept_bytes(part, one_input, selective, full)
+    return per_microbatch * in_flight * (1 - on.offload_activations)
 
 
 def _kept_bytes(part: BlockTime, one_input: Num, selective: Num, full: Num) -> Num:
     return (1 - full) * (part.saved_bytes - selective * part.core_bytes) + full * one_input
 
 
+def turn_bytes(model: Model, stage: Stage, blocks: Blocks, on: Degrees) -> Num:
+    """Activations that live only while one microbatch turns round on a stage, whatever is in flight.
+
+    That is the larger of what the head keeps (inputs, fp32 logits) and of what one recomputed block
+    keeps beyond what was kept for it.
+    """
+    selective, full = recomputed(on)
+    one_input = block_input_bytes(model, on)
+    largest = stage.heads * blocks.head.saved_bytes
+    for count, part in ((stage.dense_layers, blocks.dense), (stage.moe_layers, blocks.moe)):
+        if part is not None:
+            redone = part.saved_bytes - _kept_bytes(part, one_input, selective, full)
+            largest = np.maximum(largest, np.where(np.asarray(count) > 0, redone, 0.0))
+    return largest
+
+
 def buffer_bytes(model: Model, stage: Stage, blocks: Blocks, on: Degrees) -> Num:
-    """Workspace: the gathered activations of sequence parallelism, pipeline messages, gathered weights.
+    """Workspace: gathered activations, pipeline messages, gathered weights, and what one turn needs.
 
     Two gathered tensors of [tokens, hidden] (forward input, backward gradient) live at once under
     sequence parallelism; a pipeline holds two messages of each direction; ZeRO-3 two gathered blocks
@@ -138,7 +148,7 @@ def buffer_bytes(model: Model, stage: Stage, blocks: Blocks, on: Degrees) -> Num
         2.0 * weight_bytes(on) * (block_params + block_experts) * np.where(np.asarray(on.zero) >= 3, 1.0, 0.0)
     )
     logits = stage.heads * 2.0 * cut.precision.act_bytes * cut.tokens * model.vocab / cut.tp
-    return gathered + messages + prefetched + logits
+    return gathered + messages + prefetched + logits + turn_bytes(model, stage, blocks, on)
 
 
 def stage_memory(

@@ -2,7 +2,7 @@
 
 A single plan has its real stages, equal ones counted once. A grid of plans has three kinds: the
 first stage (with the embedding), the stages between, and the last (with head and loss); where pp = 1
-the first is also the last. `ranks` says how many stages are of a kind, zero where there is none.
+the first is also the last, and a V-shaped schedule puts the head on the first rank too. `ranks` says how many stages are of a kind, zero where there is none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwise.errors import PlanError
 from meshwise.estimate.block_time import BlockTime, Parts
 from meshwise.estimate.degrees import Degrees
 from meshwise.model import Model, is_moe_layer, num_moe_layers
-from meshwise.plan import RECOMPUTE
+from meshwise.plan import RECOMPUTE, SCHEDULES
 from meshwise.units import Num
 
 V_SHAPED = ("zb-v", "dualpipe-v")
@@ -108,6 +108,9 @@ def grid_stages(model: Model, on: Degrees) -> list[Stage]:
     moe_first = np.maximum(layers - first_dense, 0.0) * moe_frac
     moe_other = (total_moe - moe_first) / np.maximum(pp - 1.0, 1.0)
     alone = pp == 1.0
+    # V-shaped schedules bring the model's end back to the rank of its beginning.
+    v_shaped = np.isin(np.asarray(on.schedule), [SCHEDULES.index(name) for name in V_SHAPED])
+    heads_first = np.where(alone | v_shaped, 1.0, 0.0)
     common: dict[str, Any] = {"dense_layers": layers - moe_other, "moe_layers": moe_other, "embeddings": 0.0}
     return [
         Stage(
@@ -116,10 +119,10 @@ def grid_stages(model: Model, on: Degrees) -> list[Stage]:
             dense_layers=layers - moe_first,
             moe_layers=moe_first,
             embeddings=1.0,
-            heads=np.where(alone, 1.0, 0.0),
+            heads=heads_first,
         ),
         Stage(index=1.0, ranks=np.maximum(pp - 2.0, 0.0), heads=0.0, **common),
-        Stage(index=pp - 1.0, ranks=np.where(alone, 0.0, 1.0), heads=1.0, **common),
+        Stage(index=pp - 1.0, ranks=np.where(alone, 0.0, 1.0), heads=1.0 - heads_first, **common),
     ]
 
 

@@ -1,6 +1,6 @@
 """A whole step from its parts: blocks, stages, the pipeline, data parallelism, the optimizer.
 
-    step = m t_max + bubble + exposed p2p + exposed data-parallel exchange + optimizer
+    step = m t_max + bubble + exposed p2p + exposed data-parallel exchange + optimizer + stragglers
 
 m microbatches, t_max one of them on the slowest stage. All of it is arithmetic on `Degrees`, so one
 call prices one plan or a grid: what depends on few axes (a block on tp, cp and the microbatch) is
@@ -47,7 +47,7 @@ class StepCost:
     """A step of one plan, or of each plan of a grid.
 
     `time` holds the parts of the slowest stage over all microbatches; with `bubble_s`, `comm_pp_s`,
-    `comm_dp_s` and `optimizer_s` they add up to `step_s`. `memory` is that of the fullest stage.
+    `comm_dp_s`, `optimizer_s` and `straggler_s` they add up to `step_s`. `memory` is that of the fullest stage.
     """
 
     step_s: Num
@@ -56,6 +56,7 @@ class StepCost:
     comm_pp_s: Num
     comm_dp_s: Num
     optimizer_s: Num
+    straggler_s: Num
     memory: Memory
     stages: tuple[StageCost, ...]
     blocks: Blocks
@@ -81,7 +82,11 @@ def price_blocks(model: Model, on: Degrees, machine: Machine) -> Blocks:
         parts["moe"] = block(model, cut, moe=True)
     times = iter(op_times([op for ops in parts.values() for op in ops], machine))
     hide = [axis for axis in ("tp", "ep") if getattr(on.plan, f"overlap_{axis}")]
-    timed = {name: block_time(ops, list(islice(times, len(ops))), hide=hide) for name, ops in parts.items()}
+    host_s = machine.overheads.host_s
+    timed = {
+        name: block_time(ops, list(islice(times, len(ops))), hide=hide, host_s=host_s)
+        for name, ops in parts.items()
+    }
     return Blocks(timed["dense"], timed.get("moe"), timed["embed"], timed["head"])
 
 
@@ -112,13 +117,16 @@ def step_cost(
     comm_pp = _exposed_p2p_s(on, hop_s) * (1.0 if trains else 0.5)
     comm_dp = _largest_of([cost.comm_dp_s for cost in costs], exists) if trains else 0.0
     optimizer = _largest_of([cost.optimizer_s for cost in costs], exists) if trains else 0.0
+    alone_s = time.total_s + bubble + comm_pp + comm_dp + optimizer
+    straggler = alone_s * machine.overheads.straggler_frac * np.log2(on.world)
     return StepCost(
-        step_s=time.total_s + bubble + comm_pp + comm_dp + optimizer,
+        step_s=alone_s + straggler,
         time=time,
         bubble_s=bubble,
         comm_pp_s=comm_pp,
         comm_dp_s=comm_dp,
         optimizer_s=optimizer,
+        straggler_s=straggler,
         memory=_chosen(
             [cost.memory for cost in costs], _largest([cost.memory.total for cost in costs], exists)
         ),
@@ -186,10 +194,11 @@ def data_parallel_s(stage: Stage, time: StageTime, blocks: Blocks, on: Degrees, 
     behind_forward = np.minimum(gathers, 1.0) * weights_s
     tail_s = grads_s / pieces
     first_s = behind_forward / pieces
-    return rounds * (
-        np.maximum(behind_backward - tail_s - backward_s, 0.0)
-        + np.maximum(behind_forward - first_s - forward_s, 0.0)
-    ) + (tail_s + first_s)
+    sticks_out_s = np.maximum(behind_backward - tail_s - backward_s, 0.0) + np.maximum(
+        behind_forward - first_s - forward_s, 0.0
+    )
+    hidden_s = behind_backward + behind_forward - tail_s - first_s - sticks_out_s
+    return rounds * (sticks_out_s + machine.overheads.interference_frac * hidden_s) + (tail_s + first_s)
 
 
 def _sharded_s(kind: str, elem_bytes: float, dense: Num, experts: Num, on: Degrees, machine: Machine) -> Num:
@@ -204,12 +213,13 @@ def _sharded_s(kind: str, elem_bytes: float, dense: Num, experts: Num, on: Degre
         if isinstance(params, float | int) and params == 0:
             continue
         group = np.minimum(on.zero_group, replicas)
-        total = total + machine.collective_s(kind, elem_bytes * params, group, step)
+        seconds = machine.collective_s(kind, elem_bytes * params, group, step)
         if kind == "reduce_scatter":
             outer = replicas / group
-            total = total + machine.collective_s(
+            seconds = seconds + machine.collective_s(
                 "all_reduce", elem_bytes * params / group, outer, step * group
             )
+        total = total + np.where(np.asarray(params) > 0, seconds, 0.0)  # no message where nothing is held
     return total
 
 
@@ -221,7 +231,8 @@ def optimizer_s(stage: Stage, blocks: Blocks, on: Degrees, machine: Machine) -> 
     dense, experts = held_params(stage, blocks)
     params = dense / shard_ranks(on, 1) + experts / shard_ranks(on, 1, experts=True)
     per_param = 2 * OPTIMIZER_BYTES[on.plan.optimizer] + 2 * grad_bytes(on) + weight_bytes(on)
-    on_chip = (1 - on.offload_optimizer) * per_param / machine.base.memory_bytes_per_s
+    rate = machine.base.memory_bytes_per_s * machine.efficiency.memory.memory_frac
+    on_chip = (1 - on.offload_optimizer) * per_param / rate
     on_host = on.offload_optimizer * (grad_bytes(on) + weight_bytes(on)) / HOST_BYTES_PER_S
     return params * (on_chip + on_host)
 

@@ -1,0 +1,354 @@
+"""A whole step: published facts, parts that sum, grids against single plans, others' known mistakes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwise.cost.op import matmul_flop
+from meshwise.errors import MeshwiseError, PlanError, WorkloadError
+from meshwise.estimate.degrees import degrees
+from meshwise.estimate.grid import Choices, plan_grid
+from meshwise.estimate.memory import OPTIMIZER_BYTES
+from meshwise.estimate.pipeline import play
+from meshwise.estimate.single import MEMORY_PARTS, TIME_PARTS, Estimate, estimate, model_flop
+from meshwise.estimate.stage import grid_stages, plan_stages
+from meshwise.estimate.step import step_cost
+from meshwise.estimate.timing import machine
+from meshwise.hardware import find_cluster
+from meshwise.model import find_model, num_params
+from meshwise.plan import parse_plan
+from meshwise.workload import workload
+
+GIB = 2**30
+
+
+def priced(
+    model: str = "gpt3-175b",
+    plan: str = "tp=8,pp=8",
+    *,
+    cluster: str = "a100-80g-sxm:64",
+    batch: int = 64,
+    seq: int = 2048,
+    microbatch: int = 1,
+    kind: str = "train",
+    ideal: bool = False,
+) -> Estimate:
+    load = workload(batch, seq, microbatch, kind)
+    return estimate(find_model(model), find_cluster(cluster), parse_plan(plan), load, ideal=ideal)
+
+
+# --- facts -------------------------------------------------------------------------------------
+
+# Korthikanti et al., arXiv 2205.05198, Table 3 (configurations) and Figure 1 (GiB of the layers on the
+# first pipeline stage: parameters and optimizer states; activations without recomputation under tensor
+# parallelism; with sequence parallelism and selective recomputation).
+FIGURE_1 = {
+    "megatron-22b": ("tp=8", 4, 4, 8, 45.56, 59.25, 9.56),
+    "gpt3-175b": ("tp=8,pp=8,vpp=3", 64, 1, 64, 45.56, 66.84, 12.35),
+    "megatron-530b": ("tp=8,pp=35,vpp=3", 280, 1, 280, 31.64, 114.02, 23.08),
+    "megatron-1t": ("tp=8,pp=64", 512, 1, 512, 32.96, 131.25, 26.56),
+}
+
+
+def layers_memory(name: str, extra: str) -> tuple[float, float]:
+    """GiB of (states, activations) of the layers alone on the first stage, embedding left out."""
+    plan_text, batch, micro, gpus, *_ = FIGURE_1[name]
+    model, plan = find_model(name), parse_plan(f"{plan_text},attention=unfused,zero=0,{extra}")
+    on = degrees(plan, workload(batch, 2048, micro), gpus)
+    first = replace(plan_stages(model, on)[0], embeddings=0.0, heads=0.0)
+    on_machine = machine(find_cluster(f"a100-80g-sxm:{gpus}"), "bf16", ideal=True)
+    memory = step_cost(model, on, on_machine, [first]).memory
+    states = memory.weights + memory.gradients + memory.optimizer
+    return float(states) / GIB, float(memory.activations) / GIB
+
+
+@pytest.mark.parametrize("name", FIGURE_1)
+def test_memory_korthikanti_figure_1(name: str) -> None:
+    states, activations, selective = FIGURE_1[name][4:]
+    assert layers_memory(name, "sp=0")[0] == pytest.approx(states, rel=2e-3)
+    assert layers_memory(name, "sp=0")[1] == pytest.approx(activations, rel=2e-3)
+    assert layers_memory(name, "sp=1,recompute=selective")[1] == pytest.approx(selective, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("zero", "bytes_per_param"), [(0, 16.0), (1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)]
+)
+def test_zero_divides_the_16_bytes_rajbhandari_figure_1(zero: int, bytes_per_param: float) -> None:
+    """arXiv 1910.02054: 2 + 2 + 12 bytes with fp16 gradients; stage 1, 2, 3 divide 12, 14, 16 by dp."""
+    memory = priced("llama2-7b", f"zero={zero},grad_dtype=bf16", cluster="a100-80g-sxm:64").memory_bytes
+    states = memory["weights"] + memory["gradients"] + memory["optimizer"]
+    assert states / num_params(find_model("llama2-7b")) == pytest.approx(bytes_per_param, rel=1e-9)
+
+
+def test_flop_of_llama3_405b_arxiv_2407_21783() -> None:
+    """Section 3.2: 3.8e25 FLOP for 15.6e12 tokens, by 6 FLOP per parameter and token."""
+    model = find_model("llama3-405b")
+    assert num_params(model) == 405_853_388_800
+    per_token = 3 * model_flop(model, 8192) / 8192
+    attention = 3 * 2 * 2 * 126 * 128 * 128 * 8192 / 2  # scores and mix over half of the pairs
+    assert (per_token - attention) * 15.6e12 == pytest.approx(3.8e25, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "gflop_per_token"), [("deepseek-v2", 155), ("deepseek-v3", 250), ("llama3-405b", 2448)]
+)
+def test_training_flop_per_token_arxiv_2505_09343_table_2(name: str, gflop_per_token: float) -> None:
+    """ "Insights into DeepSeek-V3", Table 2: training GFLOP per token at a sequence of 4096."""
+    per_token = 3 * model_flop(find_model(name), 4096) / 4096
+    assert per_token / 1e9 == pytest.approx(gflop_per_token, rel=0.011)
+
+
+def check_bubble_frac(schedule: str, vpp: int, expected: float) -> None:
+    """Bubble over the ideal time of `m` microbatches, embedding and head left out of the stages."""
+    model, m, pp = find_model("gpt3-175b"), 24, 8
+    plan = parse_plan(f"tp=8,pp={pp},schedule={schedule}" + (f",vpp={vpp}" if vpp > 1 else ""))
+    on = degrees(plan, workload(m, 2048), 64)
+    cluster = find_cluster("a100-80g-sxm:64")
+    stages = [replace(plan_stages(model, on)[1], index=0.0, ranks=8.0)]
+    links_free = replace(machine(cluster, "bf16", ideal=True).base, link_latency_s=(0.0, 0.0))
+    links_free = replace(links_free, link_bytes_per_s=(1e30, 1e30))
+    ideal = replace(machine(cluster, "bf16", ideal=True), base=links_free)
+    cost = step_cost(model, on, ideal, stages)
+    assert float(cost.bubble_s / cost.time.total_s) == pytest.approx(expected, rel=1e-6)
+
+
+def test_bubble_of_gpipe_and_1f1b_narayanan_equation_1() -> None:
+    """arXiv 2104.04473: (p - 1) / m."""
+    check_bubble_frac("gpipe", 1, 7 / 24)
+    check_bubble_frac("1f1b", 1, 7 / 24)
+
+
+def test_bubble_of_interleaved_1f1b_narayanan_equation_2() -> None:
+    check_bubble_frac("interleaved", 3, 7 / (3 * 24))
+
+
+# --- what must hold ----------------------------------------------------------------------------
+
+PLANS = (
+    ("gpt3-175b", "tp=8,pp=8,vpp=3,recompute=selective,attention=unfused", "a100-80g-sxm:64"),
+    ("gpt3-175b", "tp=8,pp=4,recompute=full,sp=0,zero=0", "a100-80g-sxm:64"),
+    ("llama3-8b", "zero=3", "h100-80g-sxm:64"),
+    ("llama3-70b", "tp=4,cp=2,cp_kind=ulysses,pp=2", "h100-80g-sxm:64"),
+    ("llama3-70b", "tp=2,cp=4,cp_kind=two_level,ulysses=2,zero=2", "h200-sxm:64"),
+    ("llama3-70b", "tp=2,cp=4,cp_kind=all_gather,pp=4,schedule=zb-h1", "h100-80g-sxm:64"),
+    ("mixtral-8x7b", "tp=2,ep=8,pp=2,etp=1", "h100-80g-sxm:64"),
+    ("deepseek-v2", "tp=1,ep=8,pp=4,dtype=fp8,overlap_ep=1", "h100-80g-sxm:64"),
+    ("qwen3-30b-a3b", "ep=8,pp=4,schedule=dualpipe", "h100-80g-sxm:64"),
+    ("vit-era5", "tp=8,pp=2", "h100-80g-sxm:64"),
+    ("llama2-7b", "lora_rank=16,zero=2,optimizer=adam-8bit", "a100-80g-sxm:64"),
+    ("llama2-7b", "offload_optimizer=1,offload_activations=0.5,zero=2", "a100-80g-sxm:64"),
+)
+
+
+@pytest.mark.parametrize(("model", "plan", "cluster"), PLANS, ids=[f"{m}-{p}" for m, p, _ in PLANS])
+def test_parts_sum_to_the_whole(model: str, plan: str, cluster: str) -> None:
+    if model == "deepseek-v2":
+        of = priced(model, plan, cluster=cluster, batch=512, seq=4096)
+    else:
+        of = priced(model, plan, cluster=cluster, batch=512, seq=2048)
+    assert tuple(of.time_s) == TIME_PARTS
+    assert all(part >= 0 for part in of.time_s.values())
+    assert sum(of.time_s.values()) == pytest.approx(of.step_s, rel=1e-12)
+    memory = of.memory_bytes
+    assert sum(memory[name] for name in MEMORY_PARTS) == pytest.approx(memory["total"], rel=1e-12)
+    assert 0 < of.mfu < 1
+    stages = of.to_json(ledger=False)["stages"]
+    assert sum(stage["num_like_it"] for stage in stages) == of.plan.pp
+
+
+@pytest.mark.parametrize(("model", "plan"), [("gpt3-175b", "tp=8,pp=8"), ("mixtral-8x7b", "tp=2,pp=2,ep=4")])
+def test_ledger_time_is_the_time_of_the_stages(model: str, plan: str) -> None:
+    of = priced(model, plan, cluster="h100-80g-sxm:64", batch=128)
+    rounds = float(of.degrees.num_microbatches)
+    for cost in of.step.stages:
+        rank = float(cost.stage.index) * float(of.degrees.stride("pp"))
+        mine = of.ledger.where(rank=rank, phase=("forward", "backward", "recompute"))
+        assert mine.total("time_s") == pytest.approx(rounds * float(cost.time.total.total_s), rel=1e-9)
+
+
+def test_hfu_without_recompute_exceeds_mfu_only_by_the_scores_of_fused_attention() -> None:
+    of = priced(plan="tp=8,pp=8,attention=unfused")
+    assert of.hfu == pytest.approx(of.mfu, rel=0.03)  # unfused attention computes the masked half too
+    assert of.hfu > of.mfu
+
+
+CHOICES = Choices(
+    tp=(1, 2, 8),
+    cp=(1, 2),
+    microbatch=(1, 2),
+    pp=(1, 4, 8),
+    schedules=(("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2), ("dualpipe", 1)),
+    recompute=("none", "selective", "full"),
+    zero=(0, 1, 2, 3),
+)
+
+
+@given(st.data())
+def test_a_grid_equals_its_plans_one_by_one(data: st.DataObject) -> None:
+    model, cluster = find_model("gpt3-175b"), find_cluster("a100-80g-sxm:512")
+    grid = plan_grid(model, 512, 1536, 2048, CHOICES, parse_plan(""))
+    runs_on = machine(cluster, "bf16")
+    cost = grid.price(model, runs_on)
+    cells = np.argwhere(np.broadcast_to(grid.valid, CHOICES.shape))
+    index = tuple(int(i) for i in cells[data.draw(st.integers(0, len(cells) - 1))])
+    plan, micro = grid.plan(index)
+    one = estimate(model, cluster, plan, workload(1536, 2048, micro))
+    whole = np.broadcast_to(cost.step_s, CHOICES.shape)[index]
+    assert whole == pytest.approx(one.step_s, rel=1e-9)
+    for name in MEMORY_PARTS:
+        part = np.broadcast_to(getattr(cost.memory, name), CHOICES.shape)[index]
+        assert part == pytest.approx(one.memory_bytes[name], rel=1e-9), name
+
+
+@given(
+    tp=st.sampled_from([1, 2, 4, 8]),
+    pp=st.sampled_from([1, 2, 4, 8]),
+    cp=st.sampled_from([1, 2]),
+    zero=st.integers(0, 3),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    overlap=st.booleans(),
+)
+def test_faster_machines_and_links_never_cost_time(
+    tp: int, pp: int, cp: int, zero: int, recompute: str, overlap: bool
+) -> None:
+    text = f"tp={tp},pp={pp},cp={cp},zero={zero},recompute={recompute},overlap_dp={int(overlap)}"
+    model, on = find_model("llama3-8b"), degrees(parse_plan(text), workload(256, 4096), 128)
+    runs_on = machine(find_cluster("a100-80g-sxm:128"), "bf16", ideal=True)
+    stages = plan_stages(model, on)
+    before = step_cost(model, on, runs_on, stages).step_s
+    base = runs_on.base
+    for faster in (
+        replace(base, memory_bytes_per_s=2 * base.memory_bytes_per_s),
+        replace(base, link_bytes_per_s=tuple(2 * x for x in base.link_bytes_per_s)),
+        replace(base, link_latency_s=tuple(x / 2 for x in base.link_latency_s)),
+    ):
+        after = step_cost(model, on, replace(runs_on, base=faster), stages).step_s
+        assert after <= before * (1 + 1e-12)
+
+
+def test_first_middle_and_last_of_a_grid_are_the_stages_of_a_plan() -> None:
+    model = find_model("deepseek-v2")
+    on = degrees(parse_plan("pp=4,ep=8"), workload(512, 4096), 64)
+    single = {(s.dense_layers, s.moe_layers, s.embeddings, s.heads): s.ranks for s in plan_stages(model, on)}
+    grid = {
+        tuple(float(x) for x in (s.dense_layers, s.moe_layers, s.embeddings, s.heads)): float(s.ranks)
+        for s in grid_stages(model, on)
+    }
+    assert single == grid
+
+
+def test_uneven_stages_are_played() -> None:
+    even = priced(plan="tp=8,pp=4,zero=0", batch=64)
+    uneven = priced(plan="tp=8,pp=4,zero=0,stages=30-22-22-22", batch=64)
+    assert uneven.step_s > even.step_s
+    played = play(uneven.model, uneven.degrees, uneven.step.blocks, hop_s=float(uneven.step.hop_s))
+    spent = uneven.time_s
+    assert played.makespan_s == pytest.approx(
+        spent["bubble"] + sum(spent[x] for x in TIME_PARTS[:5]), rel=1e-9
+    )
+
+
+def test_a_straggler_holds_up_the_pipeline() -> None:
+    of = priced(plan="tp=8,pp=8")
+    normal = play(of.model, of.degrees, of.step.blocks).makespan_s
+    slow = play(of.model, of.degrees, of.step.blocks, slowdown=[1, 1, 1, 1.5, 1, 1, 1, 1]).makespan_s
+    assert 1.3 * normal < slow < 1.5 * normal
+
+
+def test_optimizers_differ_by_their_states() -> None:
+    for name, per_param in OPTIMIZER_BYTES.items():
+        of = priced("llama2-7b", f"zero=0,optimizer={name}")
+        expected = per_param * num_params(find_model("llama2-7b"))
+        assert of.memory_bytes["optimizer"] == pytest.approx(expected, rel=1e-9), name
+
+
+def test_out_of_memory_is_an_answer() -> None:
+    of = priced(plan="tp=8", cluster="a100-40g-sxm:8", batch=8)
+    assert not of.fits
+    assert any("short" in note and "out of memory" in note for note in of.notes())
+
+
+# --- known mistakes of others ------------------------------------------------------------------
+
+
+def test_full_recomputation_is_one_more_forward_not_prefix_sums() -> None:
+    """A simulator summed recomputed layers as prefixes: 7.6 times the forward."""
+    with_it = priced(plan="tp=8,pp=8,recompute=full,attention=unfused")
+    without = priced(plan="tp=8,pp=8,attention=unfused")
+    layers = without.ledger.where(phase="forward", module=("layer.attention", "layer.mlp"))
+    again = with_it.ledger.where(phase="recompute")
+    assert again.total("flop") == pytest.approx(layers.total("flop"), rel=1e-12)
+    assert len(without.ledger.where(phase="recompute")) == 0
+
+
+def test_embedding_and_head_are_priced() -> None:
+    of = priced("llama3-8b", "", cluster="h100-80g-sxm:8", batch=8)
+    modules = set(of.ledger["module"])
+    assert {"embedding", "head"} <= modules
+    logits = of.ledger.where(op="logits", phase="forward", collective="")
+    assert logits["flop"].max() == matmul_flop(2048, 128256, 4096)
+
+
+def test_a_pipeline_has_a_bubble() -> None:
+    assert priced(plan="tp=8,pp=8").time_s["bubble"] > 0
+    assert priced(plan="tp=8", cluster="a100-80g-sxm:8", batch=8).time_s["bubble"] == 0
+
+
+def test_an_all_reduce_moves_twice_what_an_all_gather_moves() -> None:
+    with_sp = priced(plan="tp=8,sp=1,pp=8,attention=unfused", ideal=True)
+    without = priced(plan="tp=8,sp=0,pp=8,attention=unfused", ideal=True)
+    gathered = with_sp.ledger.where(op="qkv", collective="all_gather", phase="forward")
+    reduced = without.ledger.where(op="out_proj", collective="all_reduce", phase="forward")
+    assert reduced["payload_bytes"][0] == gathered["payload_bytes"][0]
+    assert reduced["sent_bytes"][0] == 2 * gathered["sent_bytes"][0]
+
+
+def test_selective_recomputation_counts_each_layer_once() -> None:
+    none, selective, full = (
+        priced(plan=f"tp=8,pp=8,recompute={x},attention=unfused").memory_bytes["activations"]
+        for x in ("none", "selective", "full")
+    )
+    assert full < selective < none
+    # 5 a s / h of 34 + 5 a s / h bytes, with tensor and sequence parallelism both cut by tp
+    assert selective / none == pytest.approx(34 / 114, rel=0.01)
+
+
+def test_a_slow_link_between_stages_is_not_free() -> None:
+    """Two stages share a node and the next two another: the slow hop still has its price."""
+    of = priced(plan="tp=4,pp=4,placement=tp-pp-dp-cp", cluster="a100-80g-sxm:16", batch=16)
+    inside = priced(plan="tp=4,pp=2,placement=tp-pp-dp-cp", cluster="a100-80g-sxm:8", batch=16)
+    assert of.time_s["comm_pp"] > 3 * inside.time_s["comm_pp"] > 0
+
+
+def test_stages_are_not_collapsed_into_one() -> None:
+    of = priced(plan="tp=8,pp=8")
+    memory = [float(cost.memory.total) for cost in of.step.stages]
+    assert len(of.step.stages) == 3
+    assert len(set(memory)) == 3
+
+
+# --- bad input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "batch", "error", "says"),
+    [
+        ("tp=8,pp=3", 64, PlanError, "64 ranks do not divide by tp=8 x cp=1 x pp=3"),
+        ("tp=5", 64, PlanError, "tp=5"),
+        ("tp=1,pp=64", 64, PlanError, "96 layers of gpt3-175b do not divide by 64"),
+        ("tp=8,pp=4", 63, WorkloadError, "batch 63 does not divide by dp=2"),
+        ("tp=8,pp=8,vpp=2", 63, PlanError, "microbatches that divide by pp"),
+        ("tp=8,ep=2", 64, PlanError, "has no experts"),
+        ("tp=8,pp=8,stages=12-12", 64, PlanError, "stages lists 2 stages but pp=8"),
+        ("tp=8,pp=2,stages=10-12", 64, PlanError, "add up to 22 layers but gpt3-175b has 96"),
+        ("tp=8,dp=3", 64, PlanError, "dp=3 contradicts"),
+        ("tp=8,zero_group=3", 64, PlanError, "zero_group=3 does not divide"),
+    ],
+)
+def test_plans_that_do_not_fit(plan: str, batch: int, error: type[MeshwiseError], says: str) -> None:
+    with pytest.raises(error) as caught:
+        priced(plan=plan, batch=batch)
+    assert says in str(caught.value)
