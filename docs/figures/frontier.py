@@ -102,7 +102,8 @@ def main() -> None:
     model = sizes(h100.run, h100.ideal.limit.training_flop)
     print(
         f"at the limit: {float(model.params):.3g} parameters, {float(model.layers):.0f} layers of width "
-        f"{float(model.width):.0f}, {h100.ideal.limit.step_s:.2f} s a step"
+        f"{float(model.width):.0f}, {h100.ideal.limit.step_s:.2f} s a step, an interruption every "
+        f"{h100.failures.interruption_s(h100.ideal.limit.devices):.0f} s"
     )
     tables = (curve_table(h100), chips_table(found), rows_table(rows))
     print(*tables, rows_table(failure_sensitivity(h100.device)), walls(), gtx_580(), sep="\n\n")
