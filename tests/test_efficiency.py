@@ -351,7 +351,7 @@ def test_measured_ops_are_met_as_promised():
     errors: dict[str, list[float]] = {}
     for batch in fit.batches(judged):
         chip = find_chip(batch.first.chip)
-        predicted = fit.predict_s(batch, chip, eff.constants(chip))
+        predicted = fit.predict_s(batch, chip, eff.constants(chip, fit.links(batch, chip)))
         errors.setdefault(batch.first.op, []).extend(np.abs(predicted / batch.seconds - 1).tolist())
     for op, target in TARGETS.items():
         assert np.median(errors[op]) <= target, op

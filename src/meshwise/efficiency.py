@@ -110,6 +110,7 @@ class LinkEfficiency:
     quick_latency: delay of a hop. bulk_latency: delay that each synchronisation of the bulk protocol adds.
     tree_latency: a hop of a tree takes that many hops of a ring; None: no trees.
     switch_frac: share of the bandwidth when the switch adds up (NVLS, SHARP); None: it cannot.
+    switch_latency: delay until a sum in the switch flows.
     own_part: a rank's own part is copied through memory: that many parts' worth of wire time.
     """
 
@@ -122,6 +123,7 @@ class LinkEfficiency:
     all_to_all_own_part: float = 0.0
     tree_latency: float | None = None
     switch_frac: float | None = None
+    switch_latency: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

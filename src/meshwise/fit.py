@@ -39,7 +39,7 @@ from meshwise.efficiency import (
     constants,
 )
 from meshwise.files import write_text
-from meshwise.hardware import Chip, find_chip, find_cluster
+from meshwise.hardware import Chip, Level, find_chip, find_cluster
 from meshwise.microdata import Measurement, Problem, read
 from meshwise.units import Num
 
@@ -76,11 +76,11 @@ LINK = {
     "launch_s": (6e-6, 1e-6, 5e-5),
     "quick_latency": (0.3, 0.02, 5.0),
     "quick_frac": (0.35, 0.02, 1.0),
-    "bulk_latency": (3.0, 0.1, 20.0),
+    "bulk_latency": (8.0, 0.1, 60.0),
     "bulk_frac": (0.8, 0.1, 1.0),
 }
 OWN_PART = {"own_part": (0.5, 0.01, 2.0), "all_to_all_own_part": (1.0, 0.01, 4.0)}
-SWITCH = {"switch_frac": (0.6, 0.2, 1.0)}
+SWITCH = {"switch_frac": (0.6, 0.2, 1.0), "switch_latency": (80.0, 1.0, 300.0)}
 TREE = {"tree_latency": (3.0, 0.2, 20.0)}
 
 
@@ -214,9 +214,7 @@ def _experts_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
 
 
 def _collective_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
-    shape, levels = batch.shape, chip.levels
-    if batch.first.software == "slingshot":
-        levels = find_cluster("perlmutter").levels
+    shape, levels = batch.shape, links(batch, chip)
     node_ranks = np.minimum(levels[0].ranks, shape["ranks_per_node"])
     return collective_s(
         batch.first.variant,  # type: ignore[arg-type]
@@ -227,6 +225,16 @@ def _collective_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
         link_ranks=[node_ranks, *(level.ranks for level in levels[1:])],
         efficiency=efficiency,
     )
+
+
+def links(batch: Batch, chip: Chip) -> tuple[Level, ...]:
+    """The links that `batch` ran on: those of `chip`, with the network between nodes that the rows name."""
+    network = batch.first.software
+    if network == "slingshot":
+        return find_cluster("perlmutter").levels
+    if network == "efa":
+        return (chip.levels[0], replace(chip.levels[1], name=network))
+    return chip.levels
 
 
 def constants_name(row: Measurement) -> str:

@@ -106,7 +106,7 @@ class _Step:
     """One level of links as one protocol meets it.
 
     `inside`, `here`: members in a domain of the level inside it, and of its own. `hop_s`: delay of one hop
-    of a lone message; `ring_s`: the sum of all delays of one pass round the ring.
+    of a lone message; `hops_s`, `syncs_s`: all hops of one pass round the ring, and its synchronisations.
     """
 
     inside: Num
@@ -114,7 +114,8 @@ class _Step:
     used: NDArray[np.bool_]
     bytes_per_s: Num
     hop_s: Num
-    ring_s: Num
+    hops_s: Num
+    syncs_s: Num
     efficiency: LinkEfficiency
 
 
@@ -144,7 +145,8 @@ class _Group:
                     used=np.asarray(here) > np.asarray(inside),
                     bytes_per_s=bytes_per_s * (efficiency.bulk_frac if bulk else efficiency.quick_frac),
                     hop_s=quick_s + sync_s,
-                    ring_s=hops * quick_s + syncs * sync_s,
+                    hops_s=hops * quick_s,
+                    syncs_s=syncs * sync_s,
                     efficiency=efficiency,
                 )
             )
@@ -178,7 +180,7 @@ def _ring_s(kind: Kind, payload_bytes: Num, group_ranks: Num, steps: Sequence[_S
         else:
             level_bytes = ring_bytes / step.inside + step.efficiency.own_part * own_bytes
             wire_s = np.maximum(wire_s, np.where(step.used, level_bytes / step.bytes_per_s, 0.0))
-            delay_s = delay_s + passes * step.ring_s
+            delay_s = delay_s + passes * step.hops_s + step.syncs_s  # two passes are one pipeline
     return wire_s + delay_s
 
 
@@ -190,7 +192,7 @@ def _tree_s(payload_bytes: Num, steps: Sequence[_Step]) -> Num:
         level_bytes = 2.0 * payload_bytes / step.inside
         wire_s = np.maximum(wire_s, np.where(step.used, level_bytes / step.bytes_per_s, 0.0))
         climb = np.log2(step.here / step.inside) * (step.efficiency.tree_latency or 1.0)
-        delay_s = delay_s + 2.0 * (climb * step.hop_s if level else step.ring_s)
+        delay_s = delay_s + 2.0 * (climb * step.hop_s if level else step.hops_s + step.syncs_s)
     return wire_s + delay_s
 
 
@@ -198,5 +200,6 @@ def _switch_s(payload_bytes: Num, group: _Group, step: _Step) -> Num:
     """All-reduce inside one domain of level 0 whose switch adds; infinite for larger groups."""
     added_bytes_per_s = group.links[0][0] * (step.efficiency.switch_frac or 1.0)
     wire_s = payload_bytes * (1.0 + 1.0 / group.ranks) / added_bytes_per_s
+    delay_s = group.links[0][1] * step.efficiency.switch_latency
     inside_one = np.asarray(step.here) >= np.asarray(group.ranks)
-    return np.where(inside_one, wire_s + 2.0 * step.hop_s, np.inf)
+    return np.where(inside_one, wire_s + delay_s, np.inf)
