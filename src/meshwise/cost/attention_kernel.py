@@ -11,7 +11,8 @@ they weigh like `softmax_dim` more head dimensions. So with P pairs of one head,
 
 The last term is not hidden: serving kernels also write the cache of keys and values, and a tile loads
 its queries before it computes. *Decode* has one query per sequence: the keys and values must be read,
-that is all, unless many heads share them or the matrix unit is slow. Sources of the counts: Dao, FlashAttention-2, 2023.
+that is all, unless many heads share them or the matrix unit is slow. Source of the counts: Dao,
+FlashAttention-2, 2023.
 """
 
 from __future__ import annotations
