@@ -1,0 +1,206 @@
+"""`meshwise estimate` from outside: its contract, its errors, and what survives fuzzing."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from meshwise.errors import MeshwiseError
+from meshwise.estimate.request import Budget, Request, respond
+from meshwise.ledger import COLUMNS
+from meshwise.plan import parse_plan, plan_from_dict
+
+BASE = ("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:64", "--plan", "tp=8,pp=8", "--batch", "64")
+KEYS = {
+    *("model", "cluster", "plan", "workload", "step_s", "tokens_per_s", "tokens_per_s_per_gpu"),
+    *("flop_per_step", "mfu", "hfu", "memory_bytes", "fits", "time_s", "ledger", "notes"),
+}
+
+
+def test_json_is_one_document_with_the_contracts_keys(meshwise) -> None:
+    done = meshwise(*BASE, "--json")
+    assert (done.code, done.err) == (0, "")
+    document = done.document
+    assert set(document) >= KEYS
+    assert set(document["memory_bytes"]) >= {"weights", "gradients", "optimizer", "activations", "total"}
+    assert set(document["time_s"]) >= {"compute", "memory", "comm_tp", "comm_dp", "comm_pp", "bubble"}
+    assert set(document["ledger"][0]) == set(COLUMNS)
+    assert sum(document["time_s"].values()) == pytest.approx(document["step_s"])
+
+
+def test_csv_has_the_rows_of_the_ledger(meshwise, tmp_path: Path) -> None:
+    path = tmp_path / "ledger.csv"
+    done = meshwise(*BASE, "--csv", str(path), "--json")
+    rows = list(csv.DictReader(io.StringIO(path.read_text())))
+    assert tuple(rows[0]) == COLUMNS
+    assert len(rows) == len(done.document["ledger"])
+
+
+def test_per_layer_is_one_layer_once(meshwise) -> None:
+    rows = meshwise(*BASE, "--per-layer", "--json").document["ledger"]
+    assert {row["module"] for row in rows} == {"layer.attention", "layer.mlp"}
+    assert all(row["count"] == 1 for row in rows if not row["collective"])
+
+
+def test_a_token_budget_becomes_days_cost_and_energy(meshwise) -> None:
+    done = meshwise(*BASE, "--tokens", "1e9", "--price", "2", "--watts", "500", "--json")
+    run, rate = done.document["run"], done.document["tokens_per_s"]
+    assert run["run_s"] == pytest.approx(1e9 / rate)
+    assert run["gpu_hours"] == pytest.approx(run["run_s"] * 64 / 3600)
+    assert run["cost"] == pytest.approx(2 * run["gpu_hours"])
+    assert run["energy_joules"] == pytest.approx(run["run_s"] * 64 * 500)
+
+
+def test_out_of_memory_is_exit_0_and_says_what_is_short(meshwise) -> None:
+    done = meshwise("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:8", "--plan", "tp=8", "--json")
+    assert done.code == 0
+    assert done.document["fits"] is False
+    assert any("GB short" in note for note in done.document["notes"])
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_fit_a_terminal(meshwise, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    done = meshwise(*BASE, "--per-layer")
+    assert done.code == 0
+    assert max(len(line) for line in done.out.splitlines()) <= 120
+    assert "…" not in done.out
+
+
+def test_plan_and_cluster_from_files(meshwise, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text('tp = 8\npp = 8\nrecompute = "full"\n')
+    cluster = tmp_path / "mine.toml"
+    cluster.write_text(
+        'num_chips = 64\nchip = "a100-80g-sxm"\n'
+        '[[levels]]\nname = "nvlink"\nranks = 8\nbytes_per_s = 300e9\nlatency_s = 1e-6\n'
+        '[[levels]]\nname = "ib"\nbytes_per_s = 25e9\nlatency_s = 5e-6\n'
+    )
+    done = meshwise("estimate", "gpt3-175b", "--cluster", str(cluster), "--plan", str(plan), "--json")
+    assert done.code == 0
+    assert done.document["plan"]["recompute"] == "full"
+
+
+def test_a_config_json_is_a_model(meshwise, tmp_path: Path) -> None:
+    config = {
+        **{"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008},
+        **{"num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 4096},
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    done = meshwise("estimate", str(path), "--cluster", "h100-80g-sxm:8", "--json")
+    assert done.code == 0
+    assert done.document["model"]["num_params"] == 6_738_415_616
+
+
+BAD = {
+    "unknown model": (("gpt5",), "gpt5"),
+    "unknown chip": (("gpt3-175b", "--cluster", "a1000:8"), "a1000"),
+    "chip without a count": (("gpt3-175b", "--cluster", "a100-80g-sxm"), "how many"),
+    "heads that tp does not divide": (("gpt3-175b", "--plan", "tp=7", "--cluster", "a100-80g-sxm:7"), "tp=7"),
+    "zero degree": (("gpt3-175b", "--plan", "tp=0"), "tp=0"),
+    "negative degree": (("gpt3-175b", "--plan", "pp=-2"), "pp=-2"),
+    "degree that is no number": (("gpt3-175b", "--plan", "tp=nan"), "tp=nan"),
+    "unknown plan key": (("gpt3-175b", "--plan", "tpp=2"), "tpp"),
+    "negative batch": (("gpt3-175b", "--batch", "-4"), "batch is -4"),
+    "zero sequence": (("gpt3-175b", "--seq", "0"), "seq is 0"),
+    "tokens that are no number": (("gpt3-175b", "--tokens", "nan"), "tokens is nan"),
+    "unknown convention": (("gpt3-175b", "--convention", "nersc"), "nersc"),
+    "plan file that is missing": (("gpt3-175b", "--plan", "nowhere.toml"), "nowhere.toml"),
+    "csv in a folder that is missing": (("gpt3-175b", "--csv", "/nowhere/x.csv"), "/nowhere/x.csv"),
+    "dtype that the chip lacks": (
+        ("gpt3-175b", "--cluster", "v100-16g-sxm:8", "--plan", "tp=8,dtype=bf16"),
+        "bf16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_sentence_and_exit_2(meshwise, name: str) -> None:
+    words, says = BAD[name]
+    if "--cluster" not in words:
+        words = (*words, "--cluster", "a100-80g-sxm:8")
+    done = meshwise("estimate", *words)
+    assert done.code == 2
+    assert says in done.err
+    assert done.out == ""
+    assert len(done.err.strip().splitlines()) == 1
+    assert "Traceback" not in done.err
+
+
+def test_a_file_that_is_not_toml(meshwise, tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_bytes(b"\xff\xfe tp = ")
+    done = meshwise("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:8", "--plan", str(path))
+    assert done.code == 2
+    assert str(path) in done.err
+
+
+WORDS = st.text(alphabet="tpcedk=,.:x0123456789-naif ", max_size=30)
+
+
+@given(text=st.one_of(WORDS, st.text(max_size=30)))
+def test_any_text_is_a_plan_or_a_sentence(text: str) -> None:
+    try:
+        parse_plan(text)
+    except MeshwiseError as error:
+        assert str(error)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["tp", "pp", "vpp", "zero", "layout", "stages", "sp", "placement", "imbalance", "x"]),
+        st.one_of(st.integers(), st.floats(), st.text(max_size=8), st.booleans(), st.lists(st.integers())),
+    )
+)
+def test_any_toml_value_is_a_plan_or_a_sentence(raw: dict) -> None:
+    try:
+        plan_from_dict(raw)
+    except MeshwiseError as error:
+        assert str(error)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(
+    model=st.sampled_from(["gpt3-175b", "llama3-8b", "deepseek-v3", "mixtral-8x7b", "vit-era5"]),
+    gpus=st.integers(1, 64),
+    degrees=st.fixed_dictionaries(
+        {name: st.integers(1, 8) for name in ("tp", "pp", "cp", "ep", "vpp", "etp", "zero_group")}
+    ),
+    choices=st.fixed_dictionaries(
+        {
+            "cp_kind": st.sampled_from(["ring", "ulysses", "all_gather", "two_level"]),
+            "schedule": st.sampled_from(["gpipe", "1f1b", "zb-h1", "zb-v", "dualpipe", "dualpipe-v"]),
+            "recompute": st.sampled_from(["none", "selective", "full"]),
+            "dtype": st.sampled_from(["bf16", "fp16", "fp32", "fp8", "fp4"]),
+            "zero": st.integers(0, 3),
+        }
+    ),
+    batch=st.integers(-1, 512),
+    seq=st.integers(0, 10_000),
+    micro=st.integers(0, 4),
+    tokens=st.one_of(st.none(), st.floats()),
+)
+def test_any_request_is_an_answer_or_a_sentence(
+    model, gpus, degrees, choices, batch, seq, micro, tokens
+) -> None:
+    plan = ",".join(f"{key}={value}" for key, value in (degrees | choices).items())
+    request = Request(
+        model=model,
+        cluster=f"h100-80g-sxm:{gpus}",
+        plan=plan,
+        batch=batch,
+        seq=seq,
+        microbatch=micro,
+        budget=Budget(tokens=tokens),
+    )
+    try:
+        answer = respond(request)
+    except MeshwiseError as error:
+        assert "\n" not in str(error)
+    else:
+        assert answer.estimate.step_s > 0

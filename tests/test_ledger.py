@@ -1,0 +1,88 @@
+"""The ledger: columns in and out, totals, and its exports."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwise.errors import DataError
+from meshwise.ledger import COLUMNS, TEXT_COLUMNS, Ledger
+
+ROWS = [
+    {"op": "fc1", "phase": "forward", "shape": (2, 3), "flop": 12.0, "count": 4},
+    {"op": "fc1", "phase": "backward", "shape": "3x2", "flop": 24.0, "collective": "all_gather"},
+]
+
+
+def test_totals_count_occurrences() -> None:
+    assert Ledger.from_rows(ROWS).total("flop") == 4 * 12 + 24
+    assert Ledger.from_rows(ROWS).total("comm_s") == 0.0
+
+
+def test_where_and_concat() -> None:
+    ledger = Ledger.from_rows(ROWS)
+    assert len(ledger.where(phase="forward")) == 1
+    assert len(ledger.where(phase=("forward", "backward"), op="fc1")) == 2
+    assert len(Ledger.concat([ledger, ledger])) == 4
+    assert len(Ledger.concat([])) == 0
+
+
+def test_unknown_columns_are_refused() -> None:
+    with pytest.raises(DataError, match="flops"):
+        Ledger.from_rows([{"flops": 1}])
+
+
+def test_csv_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.csv"
+    text = Ledger.from_rows(ROWS).to_csv(path)
+    rows = list(csv.DictReader(io.StringIO(path.read_text())))
+    assert path.read_text() == text
+    assert [row["shape"] for row in rows] == ["2x3", "3x2"]
+    assert [row["flop"] for row in rows] == ["12", "24"]
+    assert rows[0]["comm_s"] == ""
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot write"):
+        Ledger.from_rows(ROWS).to_csv(tmp_path / "missing" / "ledger.csv")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match="cannot write"):
+        Ledger.from_rows(ROWS).to_csv(tmp_path / "folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_frames() -> None:
+    ledger = Ledger.from_rows(ROWS)
+    assert tuple(ledger.to_pandas().columns) == COLUMNS
+    frame = ledger.to_polars()
+    assert tuple(frame.columns) == COLUMNS
+    assert frame["flop"].to_list() == [12.0, 24.0]
+
+
+def test_a_notebook_shows_the_columns_that_say_something() -> None:
+    html = Ledger.from_rows([{"op": "<fc1>", "flop": 2.0}])._repr_html_()
+    assert "&lt;fc1&gt;" in html
+    assert "comm_s" not in html
+
+
+# A lone carriage return in a name is no row break for us but is one for csv.reader.
+CELLS = st.fixed_dictionaries(
+    {},
+    optional={
+        name: st.text(st.characters(exclude_characters="\r"), max_size=5)
+        if name in TEXT_COLUMNS
+        else st.floats(allow_nan=True)
+        for name in COLUMNS
+    },
+)
+
+
+@given(st.lists(CELLS, max_size=4))
+def test_json_never_holds_nan(rows: list[dict]) -> None:
+    ledger = Ledger.from_rows(rows)
+    json.dumps(ledger.to_json(), allow_nan=False)
+    assert len(list(csv.reader(io.StringIO(ledger.to_csv())))) == len(rows) + 1
