@@ -98,7 +98,8 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, weakref.finalize] = {}
         self._weights: set[int] = set()
         self._saved: set[int] = set()
-        self._labels: dict[int, tuple[str, str]] = {}  # autograd node -> module and op of its forward
+        self._labels: dict[int | None, tuple[str, str]] = {}  # autograd node -> module and op of its forward
+        self._last_label = ("", "")
         self._rows: dict[int, dict[str, Any]] = {}  # autograd node -> row of its forward
         self._saved_early: dict[int, float] = {}  # kept before the row was written
         self._hooks: Any = None
@@ -160,9 +161,9 @@ class Recorder(TorchDispatchMode):
         """The program has come to `name`; `tensors` by what the step prints: `{"q [h, N/P, d/h]": q}`."""
         named = []
         for label, tensor in tensors.items():
-            short, _, symbols = label.partition(" ")
+            short, _, symbols = label.partition(" [")
             size_bytes = tensor.numel() * tensor.element_size()
-            named.append(Named(short, symbols, tuple(tensor.shape), size_bytes))
+            named.append(Named(short, symbols and f"[{symbols}", tuple(tensor.shape), size_bytes))
         return self.tape.step(name, named)
 
     def ledger(self) -> Ledger:

@@ -94,6 +94,12 @@ class Tape:
         if self.allocator is not None:
             self.allocator.release(name)
 
+    def rename(self, old: object, new: object) -> None:
+        """The storage of `old` is called `new` from now on."""
+        self._sizes[new] = self._sizes.pop(old)
+        if self.allocator is not None:
+            self.allocator.rename(old, new)
+
     def op(self, op: str, *, is_matmul: bool = False, **row: Any) -> dict[str, Any]:
         """One op, after its outputs came alive; `row` holds columns of the ledger. Returns the row."""
         if is_matmul and self.allocator is not None and not self._workspace_booked:

@@ -25,7 +25,7 @@ _MASK_BLOCK = 1024
 
 @custom_op("meshwise::softmax_", mutates_args={"scores"})
 def softmax_(scores: Tensor, scale: float, is_causal: bool) -> None:
-    """Softmax of `scale * scores` over the last dim, in place; `is_causal` masks what lies above the diagonal."""
+    """Softmax of `scale * scores` over the last dim, in place; `is_causal` masks above the diagonal."""
     scores.mul_(scale)
     if is_causal:
         rows, columns = scores.shape[-2:]
@@ -244,8 +244,8 @@ class Project(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         heads, tokens, width = grad.shape
         dweight = torch.bmm(x.t().expand(heads, x.shape[1], tokens), grad)
-        rows = grad.transpose(0, 1).reshape(tokens, heads * width)
-        columns = weight.transpose(1, 2).reshape(heads * width, x.shape[1])
+        rows = grad.transpose(0, 1).contiguous().view(tokens, heads * width)
+        columns = weight.transpose(1, 2).contiguous().view(heads * width, x.shape[1])
         return torch.mm(rows, columns), dweight
 
 
@@ -271,3 +271,45 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
+class AllGather(torch.autograd.Function):
+    """Parts of dim 0 from all ranks of `group`, put together; the gradient is reduce-scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """[n, ...] -> [n x ranks, ...]."""
+        ctx.group = group
+        return all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Each rank's part, summed over the ranks."""
+        return reduce_scatter(grad, ctx.group), None
+
+
+class ReduceScatter(torch.autograd.Function):
+    """The sum over all ranks of `group`, a part of dim 0 to each; the gradient is all-gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """[n x ranks, ...] -> [n, ...]."""
+        ctx.group = group
+        return reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Everybody's part goes to everybody."""
+        return all_gather(grad, ctx.group), None
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Parts of dim 0 from all ranks, in their order."""
+    out = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
+    dist.all_gather_single(out, x, group=group)
+    return out
+
+
+def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of dim 0 of the sum over all ranks."""
+    out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
+    dist.reduce_scatter_single(out, x, group=group)
+    return out

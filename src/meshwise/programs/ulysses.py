@@ -147,7 +147,7 @@ def forward(options: Options, context: Context, inputs: Mapping[str, torch.Tenso
 
     def join_tokens(name: str, tensor: torch.Tensor) -> torch.Tensor:
         with op(f"{name} transpose"):
-            return tensor.transpose(0, 1).reshape(local_heads, local_seq, width)
+            return tensor.transpose(0, 1).contiguous().view(local_heads, local_seq, width)
 
     step(
         "inputs",
@@ -201,7 +201,7 @@ def forward(options: Options, context: Context, inputs: Mapping[str, torch.Tenso
         c_ = AllToAll.apply(c.view(num, tokens, local_heads, width), exchange)
     step("all-to-all c", {f"c_ [{p}, N/P, h/{p}, d/h]": c_}, "c_ = all-to-all c")
     with op("c_ transpose"):
-        c_ = c_.transpose(0, 1).reshape(tokens, options.hidden)
+        c_ = c_.transpose(0, 1).contiguous().view(tokens, options.hidden)
     weight_o = weight_o.view(options.hidden, options.hidden)
     step("transpose and reshape c_, reshape O", {"c_ [N/P, d]": c_, "O [d, d]": weight_o})
     with op("output"):

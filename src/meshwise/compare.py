@@ -1,0 +1,91 @@
+"""Holds ledgers of one program against each other: what was estimated, dry-run, and run.
+
+Counts must agree to the last digit: rows are joined by their place in the program (module, op, phase,
+what kind of collective, shape), and every counted column is compared. Times are predictions and stay out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwise.ledger import Ledger
+
+KEY = ("module", "op", "phase", "shape", "dtype", "collective", "axis", "group_size")
+COUNTED = (
+    *("count", "flop", "read_bytes", "write_bytes", "saved_bytes", "weight_bytes"),
+    *("payload_bytes", "sent_bytes", "live_bytes", "peak_bytes"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One number of one op as each instrument gives it; None where the instrument has no such op."""
+
+    module: str
+    op: str
+    phase: str
+    column: str
+    shape: str
+    values: dict[str, float | None]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all instruments give the same number."""
+        return len(set(self.values.values())) == 1
+
+    def to_json(self) -> dict[str, Any]:
+        """The row with one key per instrument."""
+        place = {name: getattr(self, name) for name in ("module", "op", "phase", "column", "shape")}
+        return place | self.values | {"agrees": self.agrees}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All rows of a comparison, in the order of the first ledger."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def agree(self) -> bool:
+        """Whether every number agrees."""
+        return all(row.agrees for row in self.rows)
+
+    def differences(self) -> list[Row]:
+        """The rows that do not."""
+        return [row for row in self.rows if not row.agrees]
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `compare --json` prints."""
+        return {"agree": self.agree, "rows": [row.to_json() for row in self.rows]}
+
+
+def compare(ledgers: Mapping[str, Ledger], columns: Sequence[str] = COUNTED) -> Comparison:
+    """Join `ledgers`, by the instruments' names, and compare `columns`; an absent number counts as zero."""
+    tables = {name: _by_place(ledger, columns) for name, ledger in ledgers.items()}
+    places = dict.fromkeys(place for table in tables.values() for place in table)
+    rows = []
+    for place in places:
+        module, op, phase, shape = place[:4]
+        for column in columns:
+            values = {
+                name: table[place][column] if place in table else None for name, table in tables.items()
+            }
+            if any(values.values()) or None in values.values():
+                rows.append(Row(module, op, phase, column, shape, values))
+    return Comparison(tuple(rows))
+
+
+def _by_place(ledger: Ledger, columns: Sequence[str]) -> dict[tuple[Any, ...], dict[str, float]]:
+    """Totals of the rows that share a place: sums of count times number, maxima of what is alive."""
+    table: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in ledger.rows():
+        total = table.setdefault(tuple(row[name] for name in KEY), dict.fromkeys(columns, 0.0))
+        for name in columns:
+            number = row[name] or 0.0
+            if name in ("live_bytes", "peak_bytes"):
+                total[name] = max(total[name], number)
+            else:
+                total[name] += number if name == "count" else row["count"] * number
+    return table
