@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.errors import ModelError
+from meshwise.model import Model, MoE
 
 SECOND_EXPERT_POLICIES = ("all", "sampling", "random")
 
@@ -249,3 +250,36 @@ def with_vocab(config: GptConfig, vocab_size: int) -> GptConfig:
             f"vocab_size={config.vocab_size} is smaller than the tokenizer's {vocab_size}; leave it out"
         )
     return replace(config, vocab_size=config.vocab_size or vocab_size)
+
+
+def to_model(config: GptConfig, name: str = "transformer_lm_gpt") -> Model:
+    """The same architecture as a `Model`, which knows its parameters."""
+    moe = None
+    if config.num_moe_layers:
+        moe = MoE(
+            num_experts=config.moe_expert_count,
+            top_k=config.top_k,
+            ffn_hidden=config.expert_ffn_dim,
+            every=config.moe_freq,
+        )
+    return Model(
+        name=name,
+        num_layers=config.decoder_layers,
+        hidden=config.decoder_embed_dim,
+        ffn_hidden=config.decoder_ffn_embed_dim,
+        num_heads=config.decoder_attention_heads,
+        num_kv_heads=config.decoder_attention_heads,
+        head_dim=config.head_dim,
+        vocab=config.vocab_size,
+        max_seq=config.tokens_per_sample,
+        activation="gelu",
+        norm="layernorm",
+        linear_bias=True,
+        qkv_bias=True,
+        out_bias=True,
+        positions="none" if config.no_token_positional_embeddings else "sinusoidal",
+        tied_embedding=True,
+        norm_bias=True,
+        final_norm=not config.no_decoder_final_norm,
+        moe=moe,
+    )

@@ -15,16 +15,19 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
 from meshwise.errors import PlanError, WorkloadError
+from meshwise.estimate.moe_inference import new_pass, num_passes
 from meshwise.files import write_text
 from meshwise.gpt_config import GptConfig, find_gpt_config, with_vocab
 from meshwise.layout.expert_parallel import Placement, num_slots, place
+from meshwise.layout.expert_pass import forward_rows, ledger_cells
+from meshwise.layout.tape import Tape
 from meshwise.programs import Dtype
 from meshwise.programs.text_data import Blocks, Tokenizer, find_tokenizer, read_blocks, text_files
 from meshwise.programs.word_probs import WordProbs, word_document, word_probs
@@ -93,12 +96,6 @@ def num_experts(config: GptConfig) -> int:
     return config.moe_expert_count if config.num_moe_layers else 0
 
 
-def num_steps(num_batches: int, dp: int, max_valid_steps: int | None) -> int:
-    """Steps of every rank: enough for all batches, and no step behind number `max_valid_steps`."""
-    needed = -(-num_batches // dp)
-    return needed if max_valid_steps is None else min(needed, max_valid_steps + 1)
-
-
 def check(options: Options, ranks: int) -> None:
     """A MeshwiseError for what does not fit, before anything starts."""
     found = setting(options, ranks)
@@ -115,8 +112,21 @@ def check(options: Options, ranks: int) -> None:
         raise WorkloadError("--token-loop reads what --word-probs writes; give --word-probs FILE too")
 
 
+def estimate(options: Options, tape: Tape) -> None:
+    """Write the closed form of the passes of rank `tape.rank` on `tape`: what `layout.expert_pass` states."""
+    found = setting(options, tape.world_size)
+    config, placement = found.config, found.placement
+    num_batches = -(-len(_blocks(options, found)[0]) // config.batch_size_valid)
+    of = new_pass(config, ep=placement.ep, tp=placement.tp, dtype=found.dtype, grouped=options.grouped_gemm)
+    of = replace(of, tp_rank=placement.tp_rank(tape.rank))
+    for row in forward_rows(of):
+        for _ in range(num_passes(num_batches, placement.dp, options.max_valid_steps) * int(row.op.count)):
+            tape.op(row.op.name, is_matmul=row.op.kind == "matmul", **ledger_cells(row.op, of.elem_bytes))
+
+
 def main(options: Options, context: Context) -> dict[str, Any] | None:
     """Evaluate on this rank; the figures of all ranks, equal on each (None: fake tensors have none)."""
+    import numpy as np
     import torch
     import torch.distributed as dist
 
@@ -150,15 +160,16 @@ def main(options: Options, context: Context) -> dict[str, Any] | None:
     load_s = time.perf_counter() - begin_s
     with shard.section("eval_lm"), torch.no_grad():
         totals = _evaluate(model, evaluated, options, found, context)
+    counts = lm_model.on_device(np.array(totals.counts), context).double()
+    figures = torch.cat([totals.nats.view(1), totals.metrics, counts])
+    model_us = lm_model.on_device(np.array([totals.model_s * 1e6], dtype=np.int64), context)
+    if groups.dp is not None:
+        dist.all_reduce(figures, group=groups.dp)
+        dist.all_reduce(model_us, op=dist.ReduceOp.MAX, group=groups.dp)
     if context.is_fake:
         return None
     words = _gather_words(totals.words, context) if options.word_probs else []
-    figures = torch.cat([totals.nats.view(1), totals.metrics, totals.counts])
-    if groups.dp is not None:
-        dist.all_reduce(figures, group=groups.dp)
-    model_s = torch.tensor([totals.model_s], dtype=torch.float64, device=context.device)
-    dist.all_reduce(model_s, op=dist.ReduceOp.MAX)
-    result = _result(options, found, figures.tolist(), model_s.item(), load_s, train_losses)
+    result = _result(options, found, figures.tolist(), model_us.item() / 1e6, load_s, train_losses)
     for line in _lines(result):
         context.say(line)
     if options.word_probs and context.rank == context.root:
@@ -169,12 +180,12 @@ def main(options: Options, context: Context) -> dict[str, Any] | None:
 @dataclass(slots=True, eq=False)
 class Totals:
     """Sums over this rank's batches that count, still on the device: nats; routing metrics, summed over
-    layers too; [tokens, blocks, batches]. `words`: those of each block, if asked for.
+    layers too. `counts`: tokens, blocks, batches. `words`: those of each block, if asked for.
     """
 
     nats: Tensor
     metrics: Tensor
-    counts: Tensor
+    counts: tuple[int, int, int]
     model_s: float
     words: list[WordProbs]
 
@@ -205,18 +216,17 @@ def _evaluate(
     words: list[WordProbs] = []
     scored: list[tuple[int, Blocks, Tensor]] = []
     begin_s = time.perf_counter()
-    for step in range(num_steps(num_batches, dp, options.max_valid_steps)):
+    for step in range(num_passes(num_batches, dp, options.max_valid_steps)):
         number = step * dp + found.placement.dp_rank(context.rank)
         is_dummy = number >= num_batches
         batch = blocks.batch(0 if is_dummy else number, size)
         targets = lm_model.on_device(batch.targets, context)
         generator = lm_model.draws(found.config, context, options.seed, number)
-        output = model(lm_model.on_device(batch.inputs, context), generator=generator)
-        logprobs = lm_model.target_logprobs(output.logits, targets)
+        logprobs, routing = _scored(model, lm_model.on_device(batch.inputs, context), targets, generator)
         if is_dummy:
             continue
         nats -= logprobs.sum(dtype=torch.float64)
-        for layer_metrics in output.metrics:
+        for layer_metrics in routing:
             metrics += layer_metrics
         num_tokens += batch.num_tokens
         num_blocks += min(size, len(blocks) - number * size)
@@ -229,8 +239,18 @@ def _evaluate(
         torch.cuda.synchronize(context.device)
     for first, batch, logprobs in scored:
         words += _words_at_once(first, batch, logprobs)
-    counts = torch.tensor([num_tokens, num_blocks, num_counted], **double)
+    counts = (num_tokens, num_blocks, num_counted)
     return Totals(nats, metrics, counts, time.perf_counter() - begin_s, words)
+
+
+def _scored(
+    model: TransformerDecoder, inputs: Tensor, targets: Tensor, generator: Any
+) -> tuple[Tensor, list[Tensor]]:
+    """One pass: the log-probability of each target, and each MoE layer's routing metrics."""
+    from meshwise.programs.lm_model import target_logprobs
+
+    output = model(inputs, generator=generator)
+    return target_logprobs(output.logits, targets), output.metrics
 
 
 def _words_at_once(first: int, batch: Blocks, logprobs: Tensor) -> list[WordProbs]:

@@ -194,12 +194,7 @@ class DenseDispatch:
     @classmethod
     def of(cls, routing: Routing, num_experts: int, num_slots: int, dtype: torch.dtype) -> DenseDispatch:
         """One outer product a choice, expert by slot, in the precision of the gate."""
-        parts = []
-        for expert, slot, weight in zip(routing.expert, routing.slot, routing.weight, strict=True):
-            by_expert = _one_hot(expert, num_experts) * weight[:, None]
-            by_slot = _one_hot(slot.clamp_max(num_slots - 1), num_slots).to(weight.dtype)
-            parts.append(torch.bmm(by_expert.unsqueeze(-1), by_slot.unsqueeze(1)))
-        combine = parts[0] + parts[1] if len(parts) > 1 else parts[0]
+        combine = _combine_weights(routing, num_experts, num_slots)
         return cls(combine.to(dtype), combine.bool().to(dtype))
 
     def scatter(self, tokens: Tensor) -> Tensor:
@@ -209,6 +204,18 @@ class DenseDispatch:
     def gather(self, slots: Tensor) -> Tensor:
         """Each token's weighted sum [S, M] of its rows of `slots` [E C, M]."""
         return torch.mm(self.combine.view(len(self.combine), -1), slots)
+
+
+def _combine_weights(routing: Routing, num_experts: int, num_slots: int) -> Tensor:
+    """The weights [S, E, C] that the choices add up to."""
+
+    def outer(expert: Tensor, slot: Tensor, weight: Tensor) -> Tensor:
+        by_expert = _one_hot(expert, num_experts) * weight[:, None]
+        by_slot = _one_hot(slot.clamp_max(num_slots - 1), num_slots).to(weight.dtype)
+        return torch.bmm(by_expert.unsqueeze(-1), by_slot.unsqueeze(1))
+
+    parts = [outer(*choice) for choice in zip(routing.expert, routing.slot, routing.weight, strict=True)]
+    return parts[0] + parts[1] if len(parts) > 1 else parts[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,7 +240,7 @@ class SparseDispatch:
         """Rows of `tokens` [S, M] in their slots [E C, M]; empty slots are zero."""
         slots = tokens.new_zeros(self.num_rows + 1, tokens.shape[1])
         for rows in self.rows:
-            slots = slots.index_copy(0, rows, tokens)
+            slots.index_copy_(0, rows, tokens)
         return slots[:-1]
 
     def gather(self, slots: Tensor) -> Tensor:

@@ -1,0 +1,281 @@
+"""One forward pass of a mixture-of-experts GPT on one rank, op by op: the closed form of
+`programs.transformer_lm`.
+
+Notation: B sequences of T tokens, S = B T; width M, feed-forward F, experts of width X, E of them with C
+slots a rank, W ranks share them; H heads, V words, P ranks of tensor parallelism. Rows carry torch's own
+names (`mm`, `addmm`, `bmm`, ...), so that a recorder's can be laid beside them; the *role* says what the
+product is for. The matrix products, the collectives, and the kernels as large as [S, E, C], as an
+expert's rows or as attention scores are stated; what the gate does on [S, E] and smaller is not, nor
+norms, sums and embeddings on [S, M].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from meshwise.cost.collective import sent_bytes
+from meshwise.cost.op import Cost, matmul
+from meshwise.gpt_config import GptConfig
+from meshwise.layout.op import Op
+from meshwise.units import DTYPE_BYTES, Num
+
+DECODER = "eval_lm/TransformerDecoder"
+DENSE = f"{DECODER}/TransformerDecoderLayer without MoE"
+MOE = f"{DECODER}/TransformerDecoderLayer with MoE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pass:
+    """A forward pass: the architecture in `config`, and what may vary, as numbers or arrays.
+
+    `capacity` C, `ep` W, `tp` P; `dispatch` dense or sparse; `grouped`: the experts of a rank in one
+    batched GEMM. `tp_rank` matters only to which biases count as weights.
+    """
+
+    config: GptConfig
+    capacity: Num
+    ep: Num = 1
+    tp: int = 1
+    dtype: str = "fp16"
+    grouped: bool = False
+    tp_rank: int = 0
+
+    @property
+    def elem_bytes(self) -> float:
+        """Bytes of an element of weights and activations."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def gate_dtype(self) -> str:
+        """The type that the gate computes in."""
+        return "fp32" if self.config.moe_gating_use_fp32 else self.dtype
+
+    @property
+    def tokens(self) -> int:
+        """S, tokens of a rank and pass."""
+        return self.config.batch_size_valid * self.config.tokens_per_sample
+
+    @property
+    def slots(self) -> Num:
+        """E C, rows that one rank sends."""
+        return self.config.moe_expert_count * self.capacity
+
+    @property
+    def local_experts(self) -> Num:
+        """E / W."""
+        return self.config.moe_expert_count / self.ep
+
+    @property
+    def routing_size(self) -> Num:
+        """S E C, elements of a dense routing tensor."""
+        return self.tokens * self.slots
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """One kind of op: its role, and the op with its count in a whole pass."""
+
+    role: str
+    op: Op
+
+
+def forward_rows(of: Pass) -> list[Row]:
+    """Every stated op of one pass, the attention of all layers first."""
+    config = of.config
+    rows = [
+        *_attention(of, DENSE, config.num_dense_layers),
+        *_attention(of, MOE, config.num_moe_layers),
+        *_dense_feed_forward(of),
+        *(_moe_layer(of) if config.num_moe_layers else ()),
+        *_head(of),
+    ]
+    return [row for row in rows if _occurs(row.op)]
+
+
+def ledger_cells(op: Op, elem_bytes: float) -> dict[str, Any]:
+    """The ledger's columns of one occurrence of `op`, as a recorder fills them."""
+    cells: dict[str, Any] = {
+        "module": op.module,
+        "shape": tuple(int(dim) for dim in op.shape),
+        "dtype": op.dtype,
+    }
+    if op.kind == "collective":
+        sent = sent_bytes(op.collective, op.payload_bytes, op.group_size)  # type: ignore[arg-type]
+        cells |= {"collective": op.collective, "axis": op.axis, "group_size": op.group_size}
+        return cells | {"payload_bytes": op.payload_bytes, "sent_bytes": float(sent)}
+    cells |= {"flop": op.cost.flop, "read_bytes": op.cost.read_bytes, "write_bytes": op.cost.write_bytes}
+    return cells | {"weight_bytes": op.num_params * elem_bytes}
+
+
+def _occurs(op: Op) -> bool:
+    """Rows that never occur, and collectives of one rank, are not stated (arrays of ranks are)."""
+    if isinstance(op.count, int | float) and op.count == 0:
+        return False
+    alone = isinstance(op.group_size, int | float) and op.group_size == 1
+    return op.kind != "collective" or not alone
+
+
+def _attention(of: Pass, layer: str, num_layers: int) -> Iterator[Row]:
+    config, module = of.config, f"{layer}/MultiheadAttention"
+    batch, length, width = config.batch_size_valid, config.tokens_per_sample, config.decoder_embed_dim
+    heads = batch * config.decoder_attention_heads // of.tp
+    local = width // of.tp
+    scores = (heads, length, length)
+    yield _product(of, module, "qkvo", "mm", of.tokens, local, width, weights=True, count=3 * num_layers)
+    yield _product(of, module, "qkvo", "mm", of.tokens, width, local, weights=True, count=num_layers)
+    yield _product(
+        of, module, "attention", "bmm", length, length, config.head_dim, batch=heads, count=num_layers
+    )
+    yield _kernel(
+        module, "softmax", "_softmax", scores, of.dtype, of.elem_bytes, of.elem_bytes, count=num_layers
+    )
+    yield _product(
+        of, module, "attention", "bmm", length, config.head_dim, length, batch=heads, count=num_layers
+    )
+    yield _reduced(of, module, num_layers)
+
+
+def _dense_feed_forward(of: Pass) -> Iterator[Row]:
+    config, count = of.config, of.config.num_dense_layers
+    yield from _two_products(of, DENSE, "dense_ffn", of.tokens, config.decoder_ffn_embed_dim, count)
+    yield _reduced(of, DENSE, count)
+
+
+def _moe_layer(of: Pass) -> Iterator[Row]:
+    config, module, count = of.config, f"{MOE}/MoELayer", of.config.num_moe_layers
+    width, num_experts = config.decoder_embed_dim, config.moe_expert_count
+    yield _product(of, module, "gate", "mm", of.tokens, num_experts, width, weights=True, count=count)
+    if config.use_tutel_moe:
+        yield from _sparse_moves(of, module, count)
+    else:
+        yield from _dense_routing(of, module, count)
+        yield _product(of, module, "dispatch", "mm", of.slots, width, of.tokens, count=count)
+    exchange = _exchange(of, module, 2 * count)
+    yield exchange
+    yield from _experts(of, module, count)
+    parts = (of.ep, of.local_experts, of.capacity, width)
+    yield _kernel(module, "experts", "cat", parts, of.dtype, of.elem_bytes, of.elem_bytes, count)
+    if not config.use_tutel_moe:
+        yield _product(of, module, "combine", "mm", of.tokens, width, of.slots, count=count)
+    yield _reduced(of, module, count)
+
+
+def _dense_routing(of: Pass, module: str, count: int) -> Iterator[Row]:
+    """The routing as tensors [S, E, C]: an outer product a choice, their sum, and both casts."""
+    config, kind, own = of.config, of.gate_dtype, of.elem_bytes
+    size, wide = (of.tokens, config.moe_expert_count, of.capacity), DTYPE_BYTES[of.gate_dtype]
+    cost = matmul(size[1], size[2], 1.0, elem_bytes=wide, batch=size[0])
+    shape = (size[0], size[1], size[2], 1.0)
+    choices = config.top_k * count
+    outer = Op(module=module, name="bmm", phase="forward", kind="matmul", shape=shape, cost=cost, dtype=kind,
+               count=choices)  # fmt: skip
+    yield Row("combine_outer", outer)
+    sums = (config.top_k - 1) * count
+    yield _kernel(module, "routing", "add", size, kind, 2 * wide, wide, sums)
+    casts = count if kind != of.dtype else 0
+    yield _kernel(module, "routing", "_to_copy", size, of.dtype, wide, own, casts)
+    yield _kernel(module, "routing", "_to_copy", size, "bool", wide, 1.0, count)
+    yield _kernel(module, "routing", "_to_copy", size, of.dtype, 1.0, own, count)
+
+
+def _sparse_moves(of: Pass, module: str, count: int) -> Iterator[Row]:
+    """Rows copied into their slots and out again, one copy a choice each way."""
+    own, width = of.elem_bytes, of.config.decoder_embed_dim
+    slots, tokens, index = (of.slots + 1) * width * own, of.tokens * width * own, of.tokens * 8.0
+    times = of.config.top_k * count
+    into = Cost(0.0, slots + tokens + index, slots)
+    out = Cost(0.0, of.slots * width * own + index, tokens)
+    for name, shape, cost in (
+        ("index_copy_", (of.slots + 1, width), into),
+        ("index_select", (of.tokens, width), out),
+    ):
+        op = Op(module=module, name=name, phase="forward", kind="kernel", shape=shape, cost=cost,
+                dtype=of.dtype, count=times)  # fmt: skip
+        yield Row("moves", op)
+
+
+def _experts(of: Pass, module: str, count: int) -> Iterator[Row]:
+    """What W ranks sent an expert [W, 1, C, M] is copied together first; from one rank it is whole."""
+    own, ffn, rows = of.elem_bytes, of.config.expert_ffn_dim, of.ep * of.capacity
+    calls = count if of.grouped else of.local_experts * count
+    first = (of.local_experts, of.ep) if of.grouped else (of.ep, 1)
+    chunk = (*first, of.capacity, of.config.decoder_embed_dim)
+    yield _kernel(module, "chunks", "clone", chunk, of.dtype, own, own, (of.ep != 1) * calls)
+    batch = of.local_experts if of.grouped else None
+    yield from _two_products(of, module, "experts", rows, ffn, calls, batch=batch)
+
+
+def _two_products(
+    of: Pass, module: str, role: str, rows: Num, ffn: int, count: Num, *, batch: Num | None = None
+) -> Iterator[Row]:
+    """Rows [.., M] -> [.., F / P] -> GELU in fp32 -> [.., M], each product with its bias (`addmm`)."""
+    width, hidden, own = of.config.decoder_embed_dim, ffn // of.tp, of.elem_bytes
+    name = "addmm" if batch is None else "baddbmm"
+    shape = (rows, hidden) if batch is None else (batch, rows, hidden)
+    common = {"batch": 1.0 if batch is None else batch, "count": count}
+    casts = 0 if of.dtype == "fp32" else count
+    yield _product(of, module, role, name, rows, hidden, width, weights=True, bias="own", **common)
+    yield _kernel(module, role, "_to_copy", shape, "fp32", own, 4.0, casts)
+    yield _kernel(module, role, "gelu", shape, "fp32", 4.0, 4.0, count)
+    yield _kernel(module, role, "_to_copy", shape, of.dtype, 4.0, own, casts)
+    bias = "own" if of.tp_rank == 0 else "zero"
+    yield _product(of, module, role, name, rows, width, hidden, weights=True, bias=bias, **common)
+
+
+def _head(of: Pass) -> Iterator[Row]:
+    vocab, own = of.config.vocab_size, of.elem_bytes
+    logits = (of.config.batch_size_valid, of.config.tokens_per_sample, vocab)
+    yield _product(of, DECODER, "lm_head", "mm", of.tokens, vocab, of.config.decoder_embed_dim, weights=True)
+    casts = 0 if of.dtype == "fp32" else 1
+    yield _kernel("eval_lm", "loss", "_to_copy", logits, "fp32", own, 4.0, casts)
+    yield _kernel("eval_lm", "loss", "_log_softmax", logits, "fp32", 4.0, 4.0)
+
+
+def _product(
+    of: Pass, module: str, role: str, name: str, m: Num, n: Num, k: Num, *, batch: Num = 1.0,
+    count: Num = 1.0, weights: bool = False, bias: str = "",
+) -> Row:  # fmt: skip
+    """C[m, n] = A[m, k] B[k, n], `batch` times; B may be a weight, the bias one (`own`) or `zero`."""
+    added = batch * n if bias else 0.0
+    cost = matmul(m, n, k, elem_bytes=of.elem_bytes, batch=batch) + Cost(0.0, of.elem_bytes * added)
+    params = batch * n * k * weights + (added if bias == "own" else 0.0)
+    op = Op(module=module, name=name, phase="forward", kind="matmul", shape=(batch, m, n, k), cost=cost,
+            num_params=params, count=count, dtype=of.dtype)  # fmt: skip
+    return Row(role, op)
+
+
+def _kernel(
+    module: str, role: str, name: str, shape: tuple[Num, ...], dtype: str, read_bytes: float,
+    write_bytes: float, count: Num = 1.0,
+) -> Row:  # fmt: skip
+    """An element-wise kernel over `shape`, with so many bytes read and written an element."""
+    size: Num = 1.0
+    for dim in shape:
+        size = size * dim
+    op = Op(module=module, name=name, phase="forward", kind="kernel", shape=shape, dtype=dtype, count=count,
+            cost=Cost(0.0, read_bytes * size, write_bytes * size))  # fmt: skip
+    return Row(role, op)
+
+
+def _exchange(of: Pass, module: str, count: int) -> Row:
+    """The all-to-all of all slots, filled or not."""
+    width = of.config.decoder_embed_dim
+    times = 0 if of.config.dummy_a2a else count
+    op = Op(module=module, name="all_to_all", phase="forward", kind="collective", collective="all_to_all",
+            shape=(of.slots, width), axis="ep", group_size=of.ep, stride=float(of.tp), dtype=of.dtype,
+            payload_bytes=of.slots * width * of.elem_bytes, count=times)  # fmt: skip
+    return Row("exchange", op)
+
+
+def _reduced(of: Pass, module: str, count: int) -> Row:
+    """The sum over tensor-parallel ranks of a block's output."""
+    rows: tuple[int, ...] = (of.tokens,)
+    if module.endswith("MultiheadAttention"):
+        rows = (of.config.batch_size_valid, of.config.tokens_per_sample)
+    shape = (*rows, of.config.decoder_embed_dim)
+    op = Op(module=module, name="all_reduce", phase="forward", kind="collective", collective="all_reduce",
+            shape=shape, axis="tp", group_size=of.tp, dtype=of.dtype, count=count,
+            payload_bytes=of.tokens * of.config.decoder_embed_dim * of.elem_bytes)  # fmt: skip
+    return Row("tensor_parallel", op)
