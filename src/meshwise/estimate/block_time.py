@@ -22,12 +22,13 @@ from meshwise.units import Num
 class Parts:
     """Seconds by what they were spent on; parts add, and their sum is the time.
 
-    `compute`: ops that the matrix or vector units bind; `memory`: ops that memory binds; `comm_*`:
-    communication that nothing hides.
+    `compute`: ops that the matrix or vector units bind; `memory`: ops that memory binds; `host`: waiting
+    for the CPU to hand out work; `comm_*`: communication that nothing hides.
     """
 
     compute: Num = 0.0
     memory: Num = 0.0
+    host: Num = 0.0
     comm_tp: Num = 0.0
     comm_cp: Num = 0.0
     comm_ep: Num = 0.0
@@ -36,6 +37,7 @@ class Parts:
         return Parts(
             self.compute + other.compute,
             self.memory + other.memory,
+            self.host + other.host,
             self.comm_tp + other.comm_tp,
             self.comm_cp + other.comm_cp,
             self.comm_ep + other.comm_ep,
@@ -45,6 +47,7 @@ class Parts:
         return Parts(
             self.compute * times,
             self.memory * times,
+            self.host * times,
             self.comm_tp * times,
             self.comm_cp * times,
             self.comm_ep * times,
@@ -53,7 +56,7 @@ class Parts:
     @property
     def total_s(self) -> Num:
         """Their sum."""
-        return self.compute + self.memory + self.comm_tp + self.comm_cp + self.comm_ep
+        return self.compute + self.memory + self.host + self.comm_tp + self.comm_cp + self.comm_ep
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,8 +94,13 @@ def exposed_s(op: Op, time: OpTime, ops: Sequence[Op], times: Sequence[OpTime]) 
     return time.comm_s * stick_out_frac
 
 
-def block_time(ops: Sequence[Op], times: Sequence[OpTime], *, hide: Iterable[str] = ()) -> BlockTime:
-    """Add up the ops of one block; the axes named in `hide` (tp, ep) overlap with the phase's compute."""
+def block_time(
+    ops: Sequence[Op], times: Sequence[OpTime], *, hide: Iterable[str] = (), host_s: float = 0.0
+) -> BlockTime:
+    """Add up the ops of one block; the axes named in `hide` (tp, ep) overlap with the phase's compute.
+
+    `host_s` is what each op costs the CPU: a phase never takes less than its ops do there.
+    """
     sums: dict[str, dict[str, Num]] = {phase: {} for phase in ("forward", "backward", "weight", "core")}
     for op, time in zip(ops, times, strict=True):
         _spend(sums["weight" if op.is_weight_grad else op.phase], op, time, ops, times)
@@ -102,6 +110,11 @@ def block_time(ops: Sequence[Op], times: Sequence[OpTime], *, hide: Iterable[str
     for axis in hide:
         for phase in ("forward", "backward"):
             phases[phase] = _hidden(phases[phase], f"comm_{axis}")
+    weight_s = phases["weight"].total_s
+    for phase, beside_s in (("forward", 0.0), ("backward", weight_s)):
+        floor_s = host_s * _num_launches(ops, phase)
+        waiting_s = np.maximum(floor_s - phases[phase].total_s - beside_s, 0.0)
+        phases[phase] = replace(phases[phase], host=waiting_s)
     forward = [op for op in ops if op.phase == "forward"]
     matrix = [op for op in forward if op.kind in ("matmul", "attention")]
     return BlockTime(
@@ -112,6 +125,13 @@ def block_time(ops: Sequence[Op], times: Sequence[OpTime], *, hide: Iterable[str
         num_expert_params=sum(op.num_params for op in forward if _is_expert(op)),
         forward_flop=sum(op.cost.flop for op in matrix),
     )
+
+
+def _num_launches(ops: Sequence[Op], phase: str) -> Num:
+    """Ops that the host launches in a phase; a collective of one rank is none."""
+    alike = [op for op in ops if op.phase == phase]
+    groups = [op.group_size for op in alike if op.kind == "collective"]
+    return len(alike) - len(groups) + sum(np.where(np.asarray(group) > 1, 1.0, 0.0) for group in groups)
 
 
 def _spend(sums: dict[str, Num], op: Op, time: OpTime, ops: Sequence[Op], times: Sequence[OpTime]) -> None:

@@ -33,11 +33,13 @@ from meshwise.layout.op import Op
 from meshwise.layout.vocabulary import embed, head
 from meshwise.ledger import Ledger
 from meshwise.model import Model, num_moe_layers
+from meshwise.overheads import Overheads
 from meshwise.plan import Plan
 from meshwise.workload import Workload
 
 TIME_PARTS = (
-    *("compute", "memory", "comm_tp", "comm_cp", "comm_ep", "comm_dp", "comm_pp", "bubble", "optimizer"),
+    *("compute", "memory", "host", "comm_tp", "comm_cp", "comm_ep"),
+    *("comm_dp", "comm_pp", "bubble", "optimizer", "stragglers"),
 )
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "overhead")
 
@@ -71,6 +73,7 @@ class Estimate:
         values = {
             "compute": step.time.compute,
             "memory": step.time.memory,
+            "host": step.time.host,
             "comm_tp": step.time.comm_tp,
             "comm_cp": step.time.comm_cp,
             "comm_ep": step.time.comm_ep,
@@ -78,6 +81,7 @@ class Estimate:
             "comm_pp": step.comm_pp_s,
             "bubble": step.bubble_s,
             "optimizer": step.optimizer_s,
+            "stragglers": step.straggler_s,
         }
         return {name: float(value) for name, value in values.items()}
 
@@ -189,18 +193,27 @@ class Estimate:
 
 
 def estimate(
-    model: Model, cluster: Cluster, plan: Plan, workload: Workload, *, ideal: bool = False
+    model: Model,
+    cluster: Cluster,
+    plan: Plan,
+    workload: Workload,
+    *,
+    ideal: bool = False,
+    overheads: Overheads | None = None,
 ) -> Estimate:
     """Price one plan. PlanError or WorkloadError where it does not fit the model or the cluster.
 
     A plan that needs more memory than the chip has is an answer (`fits` False), not an error.
-    `ideal`: kernels and links keep every promise of the data sheet.
+    `ideal`: kernels and links keep every promise of the data sheet. `overheads`: what a step pays
+    beside its kernels (`meshwise.overheads`; None: the chip's, under today's software).
     """
     check_plan(model, plan)
     on = degrees(plan, workload, cluster.num_chips)
+    if plan.recompute_layers is not None:
+        on = replace(on, recompute_frac=min(1.0, plan.recompute_layers * plan.pp / model.num_layers))
     check_schedule(plan.schedule, plan.pp, int(on.num_microbatches), plan.vpp)
     stages = plan_stages(model, on)
-    runs_on = machine(cluster, plan.dtype, ideal=ideal)
+    runs_on = machine(cluster, plan.dtype, ideal=ideal, overheads=overheads)
     step = step_cost(
         model,
         on,

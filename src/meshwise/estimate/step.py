@@ -47,7 +47,7 @@ class StepCost:
     """A step of one plan, or of each plan of a grid.
 
     `time` holds the parts of the slowest stage over all microbatches; with `bubble_s`, `comm_pp_s`,
-    `comm_dp_s`, `optimizer_s` and `straggler_s` they add up to `step_s`. `memory` is that of the fullest stage.
+    `comm_dp_s`, `optimizer_s` and `straggler_s` they add up to `step_s`. `memory` is the fullest stage's.
     """
 
     step_s: Num

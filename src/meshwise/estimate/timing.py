@@ -24,6 +24,7 @@ from meshwise.cost.memory_kernel import memory_kernel_s
 from meshwise.efficiency import IDEAL, Efficiency, constants
 from meshwise.hardware import Chip, Cluster, Rates, rates
 from meshwise.layout.op import Op
+from meshwise.overheads import NONE, Overheads, find_overheads
 from meshwise.units import Num
 
 
@@ -51,6 +52,12 @@ class Machine:
     by_dtype: dict[str, Rates]
     efficiency: Efficiency = IDEAL
     num_cores: Num = 1.0
+    overheads: Overheads = NONE
+    power_watts: float = 0.0
+
+    def sustained_s(self, flop: Num, dtype: str) -> Num:
+        """Least time of `flop` matrix FLOP within the power limit."""
+        return flop / self.overheads.sustained_flop_per_s(dtype, self.power_watts)
 
     def collective_s(self, kind: str, payload_bytes: Num, group_ranks: Num, stride: Num) -> Num:
         """Time of one collective with the links to itself; `send` and `recv` are point to point."""
@@ -68,10 +75,13 @@ class Machine:
         )
 
 
-def machine(cluster: Cluster, dtype: str, *, ideal: bool = False) -> Machine:
+def machine(
+    cluster: Cluster, dtype: str, *, ideal: bool = False, overheads: Overheads | None = None
+) -> Machine:
     """The machine that a step in `dtype` runs on; attention and the rest of an fp8 step run in bf16.
 
-    `ideal`: kernels and links keep every promise of the data sheet.
+    `ideal`: kernels and links keep every promise of the data sheet. `overheads`: what a step pays
+    beside its kernels (None: the chip's, under today's software).
     """
     dtypes = {dtype, "bf16" if dtype in ("fp8", "fp4") else dtype}
     return Machine(
@@ -79,6 +89,8 @@ def machine(cluster: Cluster, dtype: str, *, ideal: bool = False) -> Machine:
         by_dtype={name: rates(cluster, name) for name in dtypes},
         efficiency=IDEAL if ideal else _constants(cluster.chip),
         num_cores=float(max(cluster.chip.num_cores, 1)),
+        overheads=NONE if ideal else overheads or find_overheads(cluster.chip),
+        power_watts=cluster.chip.power_watts,
     )
 
 
@@ -135,6 +147,7 @@ def _matmuls(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpTime
             out_bytes=write / (batch * m * n),
             efficiency=constant,
         )  # fmt: skip
+        busy_s = np.maximum(busy_s, on.sustained_s(flop, rest[0]))
         return OpTime(flop / chip.matrix_flop_per_s, (read + write) / chip.memory_bytes_per_s, busy_s)
 
     return _each(
@@ -167,6 +180,7 @@ def _attentions(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpT
             num_cores=on.num_cores,
             efficiency=on.efficiency.attention,
         )
+        busy_s = np.maximum(busy_s * on.overheads.attention_slowdown, on.sustained_s(flop, dtype))
         return OpTime(flop / chip.matrix_flop_per_s, moved / chip.memory_bytes_per_s, busy_s)
 
     return _each(
@@ -184,7 +198,9 @@ def _kernels(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpTime
 
     def timer(flop: Num, moved: Num) -> OpTime:
         busy_s = memory_kernel_s(
-            moved, memory_bytes_per_s=chip.memory_bytes_per_s, efficiency=on.efficiency.memory
+            moved * on.overheads.kernel_passes,
+            memory_bytes_per_s=chip.memory_bytes_per_s,
+            efficiency=on.efficiency.memory,
         )
         compute_s = flop / chip.vector_flop_per_s
         return OpTime(compute_s, moved / chip.memory_bytes_per_s, np.maximum(busy_s, compute_s))

@@ -74,8 +74,8 @@ def _section(quantity: str, rows: list[Prediction]) -> Iterator[str]:
         yield from _table([f"by {name}", *COLUMNS], ([n, *cells(s)] for n, s in group_rows(rows, key)))
     if losses := order_losses(rows):
         yield (
-            f"Order: in {len(losses)} sets of runs with the same model, batch and GPUs, the plan ranked first "
-            f"is {percent(sum(losses) / len(losses))} slower than the measured best (mean; worst "
+            f"Order: in {len(losses)} sets of runs with the same model, batch and GPUs, the plan ranked "
+            f"first is {percent(sum(losses) / len(losses))} slower than the measured best (mean; worst "
             f"{percent(max(losses))}).\n"
         )
     yield f"The {NUM_WORST} worst rows:\n"
@@ -104,8 +104,8 @@ def _not_expressed(validation: Validation) -> Iterator[str]:
     yield from _table(
         ["rows", "source", "reason"],
         (
-            [str(len(members)), source, reason]
-            for (source, reason), members in grouped(missing, lambda row: (row.source, row.reason)).items()
+            [str(len(members)), members[0].source, members[0].reason]
+            for members in grouped(missing, lambda row: (row.source, row.reason)).values()
         ),
     )
 

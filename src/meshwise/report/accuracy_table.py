@@ -113,8 +113,8 @@ def print_validation(validation: Validation, console: Console, *, num_worst: int
     if losses := order_losses(validation.of("step_s")):
         mean = sum(losses) / len(losses)
         console.print(
-            f"order: over {len(losses)} sets of competing plans the one ranked first is {percent(mean)} slower "
-            f"than the fastest (mean; worst {percent(max(losses))})"
+            f"order: over {len(losses)} sets of competing plans the one ranked first is {percent(mean)} "
+            f"slower than the fastest (mean; worst {percent(max(losses))})"
         )
     _print_reasons([row for row in validation.rows if not row.expressed], console)
 

@@ -21,6 +21,7 @@ from functools import cache
 from meshwise.errors import ClusterError, PlanError
 from meshwise.hardware import Chip, Cluster, Level, find_chip
 from meshwise.model import Model, MoE, checked_model, models, num_params
+from meshwise.overheads import SOFTWARE
 from meshwise.plan import RECOMPUTE, Plan
 from meshwise.validate.rows import Run
 from meshwise.workload import Workload, workload
@@ -37,13 +38,14 @@ class Expressed:
     cluster: Cluster
     plans: tuple[Plan, ...]
     workload: Workload
+    software: str
 
 
 def express(run: Run) -> Expressed:
     """`run` in meshwise's words; a MeshwiseError is the reason why it cannot be said."""
     if run.tp * run.pp * run.dp * (run.cp or 1) != run.gpus:
         raise PlanError(
-            f"tp={run.tp} x pp={run.pp} x dp={run.dp} x cp={run.cp or 1} are not the {run.gpus} GPUs of the row"
+            f"tp={run.tp} x pp={run.pp} x dp={run.dp} x cp={run.cp or 1} are not the row's {run.gpus} GPUs"
         )
     model = model_of(run)
     return Expressed(
@@ -51,7 +53,13 @@ def express(run: Run) -> Expressed:
         cluster=cluster_of(run),
         plans=plans_of(run, model),
         workload=workload(run.global_batch, run.seq, run.micro_batch),
+        software=software_of(run.year),
     )
+
+
+def software_of(year: int) -> str:
+    """The generation of software that was usual in `year`."""
+    return max((name for name in SOFTWARE if int(name) <= max(year, int(SOFTWARE[0]))), key=int)
 
 
 # --- hardware ----------------------------------------------------------------------------------

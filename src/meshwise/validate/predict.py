@@ -13,6 +13,7 @@ from typing import Any
 
 from meshwise.errors import ClusterError, MeshwiseError
 from meshwise.estimate.single import Estimate, estimate
+from meshwise.overheads import Tables, find_overheads
 from meshwise.validate.errors import grouped, summarize
 from meshwise.validate.express import chip_of, express
 from meshwise.validate.rows import BadRow, Run, columns, read_runs
@@ -131,12 +132,18 @@ def predict_run(run: Run) -> list[Prediction]:
     ]
 
 
-def estimate_run(run: Run) -> Estimate:
-    """The estimate of a run: of its possible plans the first that fits, or the last."""
+def estimate_run(run: Run, among: Tables | None = None) -> Estimate:
+    """The estimate of a run; `among` are the overheads to use, if not those of the catalog.
+
+    Of the plans that the row leaves open, the first whose memory fits; selective recomputation of today's
+    software (norms, activation functions) is taken to fit where half the activations do.
+    """
     said = express(run)
+    overheads = find_overheads(said.cluster.chip, said.software, among=among)
     for plan in said.plans:
-        found = estimate(said.model, said.cluster, plan, said.workload)
-        if found.fits:
+        found = estimate(said.model, said.cluster, plan, said.workload, overheads=overheads)
+        spared = 0.5 * found.memory_bytes["activations"] if plan.recompute == "selective" else 0.0
+        if found.memory_bytes["total"] - spared <= said.cluster.chip.memory_bytes:
             break
     return found
 

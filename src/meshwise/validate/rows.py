@@ -7,7 +7,8 @@ models on one A100 cluster, whose other facts (`ITERATIONS`) hold for the whole 
 and the good rows still count.
 
 Step time comes from the first of: `step_time_s`; `tokens_per_s_per_gpu`, as batch x sequence / (tokens/s x
-GPUs); `derived_step_time_s`, which a source's own FLOP convention led to.
+GPUs); `derived_step_time_s`, which a source's own FLOP convention led to. The tools that report memory
+(PyTorch, nvidia-smi) count in GiB, whatever they print, so `mem_gb_per_gpu` is GiB.
 """
 
 from __future__ import annotations
@@ -277,12 +278,11 @@ def _published(cells: Mapping[str, str], where: str) -> Run:
     measured = {name: _cell(cells, name, _number) for name in _MEASURED if cells.get(name)}
     if not measured:
         raise _BadCell(f": nothing is measured; give one of {', '.join(_MEASURED)}")
-    gibi = "gib" in str(values.get("notes", "")).lower()
     memory = measured.get("mem_gb_per_gpu")
     return Run(
         where=where,
         step_s=_step_s(values, measured),
-        memory_bytes=None if memory is None else memory * (2**30 if gibi else 1e9),
+        memory_bytes=None if memory is None else memory * 2**30,
         **values,
     )
 

@@ -1,0 +1,79 @@
+"""What real steps pay beyond their kernels: power, the host, unfused kernels, neighbours, stragglers.
+
+Kernels are measured alone and briefly; a training step runs for weeks. Five things come on top, each with
+one constant per generation of chip or of software, in `catalog/overheads.toml`, which `meshwise fit`
+redoes from published runs:
+
+- *Power.* A busy matrix unit reaches the power limit and the clock falls: a chip of W watts sustains
+  W / `joule_per_flop` FLOP/s, whatever its peak. Short or thin kernels stay below that anyway.
+- *Host.* Every op costs the CPU `host_s` before the GPU gets it, so a phase of n ops never takes less than
+  n x `host_s`: small models run at the speed of Python.
+- *Fusion.* Older software moves each tensor more often: element-wise kernels take `kernel_passes` times
+  their bytes.
+- *Interference.* Communication that hides behind compute takes cores and memory bandwidth from it:
+  `interference_frac` of its time is not won.
+- *Stragglers.* All wait for the slowest: `straggler_frac` of the step for each doubling of the ranks.
+
+Software is named by the year in which it was usual: `SOFTWARE`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from meshwise.errors import PlanError
+from meshwise.hardware import Chip
+
+SOFTWARE = ("2020", "2023", "2024")
+"""Generations of training software, oldest first; the last is the default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overheads:
+    """The constants of one chip and one generation of software; the defaults cost nothing.
+
+    `joule_per_flop` by dtype of the matmul; `attention_slowdown` is of the fused kernel of the time over
+    today's.
+    """
+
+    joule_per_flop: Mapping[str, float] = field(default_factory=dict)
+    host_s: float = 0.0
+    kernel_passes: float = 1.0
+    attention_slowdown: float = 1.0
+    interference_frac: float = 0.0
+    straggler_frac: float = 0.0
+
+    def sustained_flop_per_s(self, dtype: str, power_watts: float) -> float:
+        """What the power limit leaves of the matrix units' rate; infinite where nothing is known."""
+        joule = self.joule_per_flop.get({"fp16": "bf16"}.get(dtype, dtype))
+        return power_watts / joule if joule and power_watts else float("inf")
+
+
+NONE = Overheads()
+
+
+Tables = Mapping[str, Mapping[str, Any]]
+
+
+@cache
+def tables() -> Tables:
+    """The catalog: `power` by generation of chip, `software` by generation, and what is `common`."""
+    return tomllib.loads((resources.files("meshwise") / "catalog" / "overheads.toml").read_text())
+
+
+def find_overheads(chip: Chip, software: str = SOFTWARE[-1], *, among: Tables | None = None) -> Overheads:
+    """The overheads of `chip` under a generation of software, from the catalog (or `among` other tables).
+
+    A chip whose generation has no power figures is not limited by power. PlanError for an unknown
+    generation of software.
+    """
+    found = tables() if among is None else among
+    if software not in found["software"]:
+        raise PlanError(f"software {software!r} is unknown; choose one of {', '.join(found['software'])}")
+    power = found["power"].get(chip.generation, {})
+    return Overheads(joule_per_flop=power, **found["software"][software], **found["common"])
