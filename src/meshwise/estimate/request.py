@@ -18,7 +18,7 @@ from meshwise.files import write_text
 from meshwise.hardware import find_cluster
 from meshwise.layout.block import block
 from meshwise.ledger import Ledger
-from meshwise.model import find_model, num_moe_layers
+from meshwise.model import Model, find_model, num_moe_layers
 from meshwise.plan import parse_plan
 from meshwise.workload import workload
 
@@ -122,7 +122,7 @@ def respond(request: Request) -> Answer | NotebookAnswer:
         )
     _check_budget(request.budget)
     model, cluster, plan = find_model(request.model), find_cluster(request.cluster), parse_plan(request.plan)
-    seq = request.seq if request.seq is not None else _default_seq(model)
+    seq = request.seq if request.seq is not None else default_seq(model)
     if request.convention == "nersc-2024-02":
         load = workload(request.batch or 1, seq, request.microbatch, request.kind)
         return NotebookAnswer(notebook(model, cluster, plan, load))
@@ -134,7 +134,8 @@ def respond(request: Request) -> Answer | NotebookAnswer:
     return Answer(estimate(model, cluster, plan, load, ideal=ideal), request.budget)
 
 
-def _default_seq(model: Any) -> int:
+def default_seq(model: Model) -> int:
+    """The sequence that is meant where none is given: what the model allows, 4096 tokens at most."""
     if model.patches is not None:
         return int(model.patches.num_tokens)
     return min(model.max_seq, 4096)

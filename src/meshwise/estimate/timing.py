@@ -22,7 +22,7 @@ from meshwise.cost.collective import collective_s
 from meshwise.cost.gemm import gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s
 from meshwise.efficiency import IDEAL, Efficiency, constants
-from meshwise.hardware import Chip, Cluster, Rates, rates
+from meshwise.hardware import Chip, Cluster, Level, Rates, rates
 from meshwise.layout.op import Op
 from meshwise.overheads import NONE, Overheads, find_overheads
 from meshwise.units import Num
@@ -87,7 +87,7 @@ def machine(
     return Machine(
         base=rates(cluster, dtype),
         by_dtype={name: rates(cluster, name) for name in dtypes},
-        efficiency=IDEAL if ideal else _constants(cluster.chip),
+        efficiency=IDEAL if ideal else _constants(cluster.chip, cluster.levels),
         num_cores=float(max(cluster.chip.num_cores, 1)),
         overheads=NONE if ideal else overheads or find_overheads(cluster.chip),
         power_watts=cluster.chip.power_watts,
@@ -95,8 +95,8 @@ def machine(
 
 
 @cache
-def _constants(chip: Chip) -> Efficiency:
-    return constants(chip)
+def _constants(chip: Chip, levels: tuple[Level, ...]) -> Efficiency:
+    return constants(chip, levels)
 
 
 def op_times(ops: Sequence[Op], on: Machine) -> list[OpTime]:

@@ -1,0 +1,51 @@
+"""`meshwise search`: the fastest plans that fit, out of all."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from meshwise.cli.estimate import ClusterOption, Model
+
+
+def add_to(app: typer.Typer) -> None:
+    """Mount the command."""
+    app.command()(search)
+
+
+def search(
+    model: Model,
+    cluster: ClusterOption,
+    batch: Annotated[int, typer.Option(help="Global batch in sequences.")],
+    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence [what the model allows].")] = None,
+    plan: Annotated[str, typer.Option(help="What is fixed: dtype=fp8,cp_kind=ulysses,...")] = "",
+    schedules: Annotated[str, typer.Option(help="Schedules to try, as 1f1b,interleaved [all].")] = "",
+    top: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 5,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Price every plan of MODEL on a cluster and show the fastest that fit; exit 1 if none does."""
+    from meshwise.estimate.request import default_seq
+    from meshwise.hardware import find_cluster
+    from meshwise.model import find_model
+    from meshwise.plan import SCHEDULES, parse_plan
+    from meshwise.search import search as find
+    from meshwise.workload import workload
+
+    shape, machine = find_model(model), find_cluster(cluster)
+    load = workload(batch, seq if seq is not None else default_seq(shape))
+    names = [name.strip() for name in schedules.split(",") if name.strip()] or SCHEDULES[1:]
+    result = find(
+        shape, machine, batch=load.batch, seq=load.seq, top=top, base=parse_plan(plan), schedules=names
+    )
+    if json:
+        from meshwise.cli.output import print_json
+
+        print_json(result.to_json())
+    else:
+        from meshwise.cli.output import console
+        from meshwise.report.search_table import print_search
+
+        print_search(result, console())
+    if not result.best:
+        raise typer.Exit(1)

@@ -1,0 +1,40 @@
+"""The plans that a search found, as a table."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from meshwise.search import Result
+from meshwise.units import duration, with_prefix
+
+_COLUMNS = ("tp", "cp", "ep", "pp", "vpp", "dp", "zero")
+
+
+def print_search(result: Result, console: Console) -> None:
+    """Print how many plans there were, and the fastest that fit."""
+    rate = with_prefix(result.plans_considered / result.elapsed_s, "")
+    console.print(
+        f"{result.plans_considered:,} plans priced in {duration(result.elapsed_s)} ({rate} a second), "
+        f"{result.plans_feasible:,} fit"
+    )
+    if not result.best:
+        console.print("none fits the memory; use more or larger chips, a smaller sequence, or offloading")
+        return
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for name in ("step", "MFU", "memory", *_COLUMNS, "microbatch", "schedule", "recompute"):
+        table.add_column(name, justify="right")
+    for found in result.best:
+        plan = found.plan
+        degrees = {name: getattr(plan, name) for name in _COLUMNS} | {"dp": int(found.degrees.dp)}
+        table.add_row(
+            duration(found.step_s),
+            f"{found.mfu:.1%}",
+            with_prefix(found.memory_bytes["total"], "B"),
+            *(str(degrees[name]) for name in _COLUMNS),
+            str(found.workload.microbatch),
+            plan.schedule,
+            plan.recompute,
+        )
+    console.print(table)
