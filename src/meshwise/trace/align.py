@@ -10,7 +10,7 @@ Least absolute deviations over all c and r at once (iteratively reweighted least
 ranks that never meet in one group are aligned through those that both meet. Ranks without any common
 collective keep their own clock.
 
-Traces that name one host share its clock: there, offsets within the residual are noise and taken as 0.
+Traces that name one host share its clock: there, offsets within twice the residual are noise and taken as 0.
 
 `residual_s` is what remains: the median over collectives of how far apart the aligned ends still are.
 """
@@ -62,7 +62,7 @@ def align(ranks: Sequence[int], matches: Sequence[Match], *, one_host: bool = Fa
             end[row, column[rank]] = transfer.end_ns - origin
     offset = _offsets(end)
     residual = _residual(end - offset)
-    one_clock = one_host and bool((np.abs(offset) <= residual).all())
+    one_clock = one_host and bool((np.abs(offset) <= 2 * residual).all())
     if one_clock:
         offset, residual = np.zeros_like(offset), _residual(end)
     return Alignment(

@@ -432,8 +432,9 @@ class _Columns:
         )
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
-        info = metadata.get("distributedInfo")
-        info = info if isinstance(info, dict) else {}
+        info = {}
+        for source in ("meshwise", "distributedInfo"):
+            info |= found if isinstance(found := metadata.get(source), dict) else {}
         groups = _groups(info)
         return Trace(
             path=path,

@@ -1,0 +1,82 @@
+"""`meshwise profile -- python script.py ...`: all ranks of anybody's program captured, its code untouched."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from meshwise.errors import DataError
+
+
+def add_to(app: typer.Typer) -> None:
+    """Mount the command."""
+    settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+    app.command(context_settings=settings)(profile)
+
+
+def profile(
+    command: Annotated[list[str], typer.Argument(help="-- python script.py ..., or -- torchrun ...")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the profiles.")] = Path(
+        "profiles"
+    ),
+    shapes: Annotated[bool, typer.Option(help="Record the shapes of operators.")] = True,
+    memory: Annotated[bool, typer.Option(help="Record allocations.")] = True,
+    stacks: Annotated[bool, typer.Option("--stacks", help="Record Python stacks (slow).")] = False,
+    overhead: Annotated[
+        bool, typer.Option("--overhead", help="Run without capture first; state its overhead.")
+    ] = False,
+    limit: Annotated[int, typer.Option(help="Rows of each table.")] = 15,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Run a program and capture all its ranks, however it starts them; then summarise them together."""
+    from meshwise.instruments.profile import profile_command
+    from meshwise.trace.summary import summarize_paths
+
+    done = profile_command(
+        command,
+        output,
+        shapes=shapes,
+        memory=memory,
+        stacks=stacks,
+        compare=overhead,
+        stdout=sys.stderr if json else None,
+    )
+    if not done.files:
+        raise DataError(
+            f"{' '.join(command)} left no profile (exit code {done.exit_code}); ranks are captured from "
+            "torch.distributed.init_process_group on, and the folder must have room"
+        )
+    summary = summarize_paths(done.files)
+    if json:
+        from meshwise.cli.output import print_json
+
+        document: dict[str, Any] = {
+            "command": list(done.command),
+            "exit_code": done.exit_code,
+            "wall_s": done.wall_s,
+            "bare_s": done.bare_s,
+            "overhead_frac": done.overhead_frac,
+            "files": [str(file) for file in done.files],
+        }
+        print_json(document | summary.to_json())
+    else:
+        from meshwise.cli.output import console
+        from meshwise.report.trace_table import print_joint, print_summary
+        from meshwise.trace.sections import joint_sections
+        from meshwise.trace.summary import all_sections
+
+        screen = console()
+        print_summary(summary, screen, limit=limit)
+        rows = joint_sections(all_sections(summary))
+        if rows:
+            print_joint(rows, screen, title="Sections of all ranks", limit=limit)
+        print(f"{len(done.files)} ranks in {output} (see: meshwise trace table|sections|merge {output})")
+        if done.overhead_frac is not None:
+            bare = f"{done.wall_s:.2f} s with capture, {done.bare_s:.2f} s without"
+            print(f"overhead of the capture: {100 * done.overhead_frac:+.1f} % ({bare})")
+    if done.exit_code != 0:
+        print(f"meshwise: the program ended with exit code {done.exit_code}", file=sys.stderr)
+        raise typer.Exit(1)

@@ -1,0 +1,234 @@
+"""Captures this process's part of a job: one rank, one trace file, whole or not at all.
+
+This file needs only the standard library and torch, for it also runs inside other people's programs, whose
+Python may not hold meshwise (see `hook/sitecustomize.py`). The profiler watches all threads of the process:
+operators, kernels, shapes, allocations, and gloo's transfers on their worker threads. Into the trace go,
+besides, PyTorch's flight recorder (group, sequence and sizes of every collective; gloo's own events lack
+them) and the host's name (ranks of one host share a clock).
+
+The trace is written when the capture ends: at the end of the `with` block, when the process group is
+destroyed, at exit, or when the process is told to terminate because another rank failed. A thread waits
+for that signal, for the main thread may be stuck inside a collective that will never finish. A rank killed
+outright (SIGKILL) leaves nothing; the others do.
+
+Kineto writes without checking, so the file is written beside its place, its end is looked at, and only a
+complete one is moved to `rank-N.json`. A full disk leaves no file and one sentence.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import multiprocessing.util
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+FLIGHT_RECORDER_CALLS = "100000"
+"""Calls that the flight recorder keeps; must be in the environment before torch is imported."""
+_QUIET = "99"
+
+
+class CaptureError(OSError):
+    """A trace could not be written; the message is one sentence."""
+
+
+class Capture:
+    """The profiler of one rank. Use as a context manager, or `start` and `stop`."""
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        rank: int | None = None,
+        world_size: int | None = None,
+        *,
+        shapes: bool = True,
+        memory: bool = True,
+        stacks: bool = False,
+    ) -> None:
+        self.directory = Path(directory)
+        self.rank = rank
+        self.world_size = world_size
+        self.options = {"record_shapes": shapes, "profile_memory": memory, "with_stack": stacks}
+        self.path: Path | None = None
+        self._profiler: Any = None
+        self._started_ns = 0
+
+    def __enter__(self) -> Capture:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Begin to record; CaptureError if the folder cannot be made."""
+        os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
+        import torch
+        from torch._C._profiler import _ExperimentalConfig
+        from torch.profiler import ProfilerActivity, profile
+
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CaptureError(_sentence(self.directory, error.strerror)) from None
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        all_threads = _ExperimentalConfig(profile_all_threads=True)
+        self._profiler = profile(activities=activities, experimental_config=all_threads, **self.options)
+        self._started_ns = time.time_ns()
+        self._profiler.start()
+
+    def stop(self) -> Path | None:
+        """Stop and write the trace; its path, None when already stopped. CaptureError if it is not written."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return None
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        rank, world_size = self._place()
+        about = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "pid": os.getpid()}
+        profiler.add_metadata_json("meshwise", json.dumps(about))
+        profiler.add_metadata_json("meshwise_collectives", json.dumps(_flight_record(self._started_ns)))
+        profiler.stop()
+        self.path = _write(profiler, self.directory, rank)
+        return self.path
+
+    def _place(self) -> tuple[int, int]:
+        rank, world_size = self.rank, self.world_size
+        distributed = sys.modules.get("torch.distributed")
+        if rank is None and distributed is not None and distributed.is_initialized():
+            rank, world_size = distributed.get_rank(), distributed.get_world_size()
+        return (
+            int(os.environ.get("RANK", "0")) if rank is None else rank,
+            int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size,
+        )
+
+
+def capture_process_group(directory: str, **options: Any) -> None:
+    """Capture from `init_process_group` to `destroy_process_group`, exit or SIGTERM: what the hook installs.
+
+    To be called while `torch.distributed.distributed_c10d` has just been loaded and nobody uses it yet.
+    """
+    c10d = sys.modules["torch.distributed.distributed_c10d"]
+    init, destroy = c10d.init_process_group, c10d.destroy_process_group
+    running: list[Capture] = []
+    finishing = threading.RLock()
+
+    def finish() -> None:
+        with finishing:  # a second caller waits until the first has written
+            while running:
+                try:
+                    running.pop().stop()
+                except CaptureError as error:
+                    print(f"meshwise: {error}", file=sys.stderr, flush=True)
+
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        result = init(*args, **kwargs)
+        if not running:
+            capture = Capture(directory, c10d.get_rank(), c10d.get_world_size(), **options)
+            try:
+                capture.start()
+            except CaptureError as error:
+                print(f"meshwise: {error}", file=sys.stderr, flush=True)
+                return result
+            running.append(capture)
+            atexit.register(finish)
+            multiprocessing.util.Finalize(None, finish, exitpriority=100)
+            _on_sigterm(finish)
+        return result
+
+    def destroy_process_group(group: Any = None) -> Any:
+        if group is None or group is c10d.GroupMember.WORLD:
+            finish()
+        return destroy(group)
+
+    vars(c10d).update(init_process_group=init_process_group, destroy_process_group=destroy_process_group)
+
+
+def _on_sigterm(finish: Any) -> None:
+    """Let a thread call `finish` when SIGTERM comes, then end; a program with its own handler keeps it."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    if before != -1:
+        signal.set_wakeup_fd(before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return
+
+    def watch() -> None:
+        while os.read(read_end, 1)[0] != signal.SIGTERM:
+            pass
+        finish()
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=watch, name="meshwise capture", daemon=True).start()
+
+
+def _flight_record(since_ns: int) -> list[dict[str, Any]]:
+    """The collectives called since then, in order; empty where this torch keeps no record."""
+    try:
+        from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+
+        entries = json.loads(_dump_fr_trace_json()).get("entries") or []
+    except (ImportError, RuntimeError, ValueError):
+        return []
+    fields = [
+        *("profiling_name", "process_group", "collective_seq_id", "time_created_ns"),
+        *("input_sizes", "input_dtypes", "output_sizes", "output_dtypes"),
+    ]
+    return [
+        {name: entry.get(name) for name in fields}
+        for entry in entries
+        if entry.get("time_created_ns", since_ns) >= since_ns
+    ]
+
+
+def _write(profiler: Any, directory: Path, rank: int) -> Path:
+    """Write the trace beside its place, look at its end, move it there; never onto another one."""
+    partial = directory / f".rank-{rank}.{os.getpid()}.json"
+    try:
+        profiler.export_chrome_trace(str(partial))
+        if not _is_complete(partial):
+            raise OSError(0, "the disk is full or the file too large")
+        path = directory / f"rank-{rank}.json"
+        count = 0
+        while path.exists():
+            count += 1
+            path = directory / f"rank-{rank}-again-{count}.json"
+        return partial.replace(path)
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise CaptureError(_sentence(directory, f"{reason}, so rank {rank} leaves no profile")) from None
+    finally:
+        for left in directory.glob(f"{partial.name}*"):
+            left.unlink(missing_ok=True)
+
+
+def _is_complete(path: Path) -> bool:
+    """Whether the file ends as a JSON object does."""
+    if not path.exists() or path.stat().st_size < 2:
+        return False
+    with path.open("rb") as file:
+        file.seek(-min(64, path.stat().st_size), os.SEEK_END)
+        return file.read().rstrip().endswith(b"}")
+
+
+def _sentence(directory: Path, reason: str | None) -> str:
+    return f"cannot write the profile in {directory}: {reason}; name a writable place with room"

@@ -1,0 +1,68 @@
+"""Python imports this module at start-up when its folder is on the module path.
+
+It waits until the program imports torch.distributed, and then lets `init_process_group` start a capture.
+Nothing else is touched, and nothing is imported that the program does not import itself. A sitecustomize
+that this one hides is run too.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_HERE = str(Path(__file__).parent)
+_TARGET = "torch.distributed.distributed_c10d"
+
+
+class _Finder:
+    """Finds one module as everyone does, and has its loader install the capture afterwards."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != _TARGET:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                _install()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _install() -> None:
+    spec = importlib.util.spec_from_file_location("_meshwise_capture", Path(_HERE).parent / "capture.py")
+    if spec is None or spec.loader is None:
+        return
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    options: dict[str, Any] = {
+        "shapes": os.environ.get("MESHWISE_CAPTURE_SHAPES", "1") == "1",
+        "memory": os.environ.get("MESHWISE_CAPTURE_MEMORY", "1") == "1",
+        "stacks": os.environ.get("MESHWISE_CAPTURE_STACKS", "0") == "1",
+    }
+    module.capture_process_group(os.environ["MESHWISE_CAPTURE_DIRECTORY"], **options)
+
+
+def _run_hidden() -> None:
+    """Run the sitecustomize that would have been found without this one."""
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", [p for p in sys.path if p != _HERE])
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+if os.environ.get("MESHWISE_CAPTURE_DIRECTORY"):
+    sys.meta_path.insert(0, _Finder)
+_run_hidden()
