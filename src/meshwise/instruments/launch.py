@@ -139,7 +139,7 @@ class Ranks:
             failures = self._listen(results, timeout_s=None)
             if failures:
                 time.sleep(_COLLECT_S)
-                failures |= self._listen(results, timeout_s=0.0)
+                failures = self._listen(results, timeout_s=0.0) | failures
                 self.kill()
                 raise _first(failures)
         return [results[rank] for rank in sorted(results)]

@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from meshwise.cost.collective import sent_bytes
@@ -195,13 +196,14 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        begin_s = time.perf_counter()
-        result = func(*args, **kwargs)
         kind = _COLLECTIVES.get(f"{func.namespace}.{func._opname}")
-        if kind is not None and self._is_timed and kind[0] not in ("send", "recv"):
-            _wait(result)  # a send may wait for a receive that is yet to be posted
-        elapsed_s = time.perf_counter() - begin_s
         inputs = self._tensors((args, kwargs))
+        begin_s = time.perf_counter()
+        if kind is not None and self._is_timed and kind[0] not in ("send", "recv"):
+            result = _call_and_wait(func, args, kwargs, inputs)
+        else:  # a send may have to wait for a receive that is yet to be posted
+            result = func(*args, **kwargs)
+        elapsed_s = time.perf_counter() - begin_s
         outputs = self._tensors(result)
         for tensor in outputs:
             self._track(tensor)
@@ -266,10 +268,11 @@ class Recorder(TorchDispatchMode):
         phase = self._phases[-1] if self._phases else "backward" if in_backward else "forward"
         number = torch.autograd._get_sequence_nr() - 1
         if in_backward and phase == "backward":
-            of_forward = self._labels.get(node._sequence_nr()) if node is not None else None
-            if of_forward is not None:
-                named_here = bool(self._op_names)  # a backward written by hand may name its own ops
-                module, op = of_forward[0], op if named_here else of_forward[1] or op
+            # what adds to a parameter's gradient has no place of its own; it belongs to the op before it
+            place = None if node is None else node._sequence_nr()
+            self._last_label = self._labels.get(place, self._last_label)
+            named_here = bool(self._op_names)  # a backward written by hand may name its own ops
+            module, op = self._last_label[0], op if named_here else self._last_label[1] or op
         row = self.tape.op(**{**row, "op": op, "module": module, "phase": phase})
         if not in_backward:
             self._claim(number)
@@ -405,10 +408,27 @@ def _group(argument: Any) -> dist.ProcessGroup | None:
     return None
 
 
-def _wait(result: Any) -> None:
-    for leaf in tree_leaves(result):
-        if isinstance(leaf, torch.ScriptObject):
-            dist.Work.unbox(leaf).wait()
+def _call_and_wait(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+    """A collective, complete when this returns: its `Work` is replaced by one that is done.
+
+    gloo's threads hold the tensors of a collective a moment longer than it takes; that moment is waited
+    for, so that what is alive does not depend on it.
+    """
+    storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+    held = list(map(torch._C._storage_Use_Count, storages))
+    result = func(*args, **kwargs)
+    works = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.ScriptObject)]
+    if not works:
+        return result  # a functional collective, waited for by an op of its own
+    for work in works:
+        dist.Work.unbox(work).wait()
+    done = FakeWork().boxed()
+    result = tree_map(lambda leaf: done if isinstance(leaf, torch.ScriptObject) else leaf, result)
+    del works, work
+    patience_s = time.perf_counter() + 1.0
+    while list(map(torch._C._storage_Use_Count, storages)) > held and time.perf_counter() < patience_s:
+        time.sleep(0)
+    return result
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,16 +10,22 @@ import torch
 from meshwise.instruments.context import Context
 from meshwise.instruments.launch import Place
 from meshwise.instruments.outcome import Outcome
+from meshwise.instruments.profile import capture
 from meshwise.instruments.recorder import Recorder
 from meshwise.layout.tape import Tape
 from meshwise.programs import find_program
 
 
-def run_rank(place: Place, name: str, options: Any, root: int = 0, quiet: bool = False) -> Outcome:
-    """Run program `name` on this rank of an initialised world; what `launch` calls on every rank."""
+def run_rank(
+    place: Place, name: str, options: Any, root: int = 0, quiet: bool = False, folder: str | None = None
+) -> Outcome:
+    """Run program `name` on this rank of an initialised world; what `launch` calls on every rank.
+
+    With a `folder`, the rank's profile is written there. Profiled ops are not timed one by one.
+    """
     on_cpu = place.device_type == "cpu"
     tape = Tape("run", place.rank, place.world_size, measure=None if on_cpu else _cuda_bytes)
-    recorder = Recorder(tape, device_type=place.device_type, is_timed=on_cpu)
+    recorder = Recorder(tape, device_type=place.device_type, is_timed=on_cpu and folder is None)
     context = Context(
         rank=place.rank,
         world_size=place.world_size,
@@ -29,7 +36,8 @@ def run_rank(place: Place, name: str, options: Any, root: int = 0, quiet: bool =
     )
     if not on_cpu:
         torch.cuda.reset_peak_memory_stats()
-    with recorder:
+    profile = nullcontext() if folder is None else capture(folder, place.rank, place.world_size)
+    with profile, recorder:
         result = find_program(name).main(options, context)
     device = "cpu" if on_cpu else torch.cuda.get_device_name(place.device)
     return Outcome.from_tape(tape, name, device, result)

@@ -1,0 +1,266 @@
+"""`meshwise run`, `dryrun`, `compare`, `calibrate`: the programs, real or not, and this machine's numbers.
+
+The options of a program follow its name: `meshwise run ulysses --ranks 4 --seq 4096 --causal`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshwise.errors import MissingExtraError, PlanError
+
+if TYPE_CHECKING:
+    from meshwise.compare import Comparison
+    from meshwise.instruments.outcome import Outcome
+    from meshwise.programs import Program
+
+_ANY_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+Name = Annotated[str, typer.Argument(metavar="PROGRAM", help="ulysses, model-2d, train, ... (see --help).")]
+NumRanks = Annotated[
+    int, typer.Option("--ranks", help="Ranks in the world (0: as torchrun or srun say, or 1).")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Csv = Annotated[Path | None, typer.Option("--csv", help="Write the ledger to this file.")]
+Help = Annotated[bool, typer.Option("--help", "-h", help="Show this, and the options of PROGRAM.")]
+Root = Annotated[int, typer.Option(help="The rank that prints and whose ledger is shown.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Port = Annotated[int, typer.Option(help="Port where the ranks meet (0: a free one).")]
+Chip = Annotated[str, typer.Option("--device", help="Chip of the catalog, or cpu.")]
+
+
+def add_to(parent: typer.Typer) -> None:
+    """Mount the commands."""
+    for command in (run, dryrun, compare):
+        parent.command(context_settings=_ANY_OPTIONS, add_help_option=False)(command)
+    parent.command()(calibrate)
+
+
+def run(
+    ctx: typer.Context,
+    program: Name = "",
+    ranks: NumRanks = 0,
+    device: Device = "cpu",
+    root: Root = 0,
+    port: Port = 0,
+    profile: Annotated[Path | None, typer.Option(help="Write each rank's trace into this folder.")] = None,
+    csv: Csv = None,
+    json: Json = False,
+    show_help: Help = False,
+) -> None:
+    """Run a program on real ranks: started here, or by torchrun or srun.
+
+    On the CPU the ranks talk over gloo, on GPUs over NCCL. Each step prints its tensors, FLOP and memory.
+    """
+    found, options = _parse(ctx, program, show_help)
+    _need_torch()
+    from meshwise.instruments.launch import launch, outside_place
+    from meshwise.instruments.run import run_rank
+
+    if device not in ("cpu", "cuda"):
+        raise PlanError(f"--device {device} is unknown; use cpu or cuda (dryrun takes chips of the catalog)")
+    outside = outside_place(os.environ)
+    ranks = ranks or (outside.world_size if outside else 1)
+    if not 0 <= root < ranks:
+        raise PlanError(f"--root {root} is not a rank of {ranks}; name one from 0 to {ranks - 1}")
+    found.check(options, ranks)
+    _check_memory(found, options, ranks, device)
+    folder = str(profile) if profile else None
+    arguments = (found.name, options, root, json, folder)
+    outcomes = launch(run_rank, ranks, *arguments, device_type=device, port=port)
+    if outcomes is not None:
+        _show(outcomes[root], csv, json)
+
+
+def dryrun(
+    ctx: typer.Context,
+    program: Name = "",
+    ranks: NumRanks = 1,
+    rank: Annotated[int, typer.Option(help="The rank to be.")] = 0,
+    device: Chip = "h100-80g-sxm",
+    csv: Csv = None,
+    json: Json = False,
+    show_help: Help = False,
+) -> None:
+    """Run any rank of any world of a program on fake tensors: no GPUs, no other ranks, no memory.
+
+    Yields what `run` on that device would: shapes, FLOP, collectives, and peak memory with the caching
+    allocator's rounding and the cuBLAS workspace.
+    """
+    found, options = _parse(ctx, program, show_help)
+    _need_torch()
+    from meshwise.instruments.dry_run import dry_run
+
+    _show(dry_run(found.name, options, ranks=ranks, rank=rank, device=device, quiet=json), csv, json)
+
+
+def compare(
+    ctx: typer.Context,
+    program: Name = "",
+    ranks: NumRanks = 2,
+    rank: Annotated[int, typer.Option(help="The rank whose numbers are compared.")] = 0,
+    with_run: Annotated[
+        bool, typer.Option("--run/--no-run", help="Run it for real too, on CPU ranks of this machine.")
+    ] = True,
+    port: Port = 0,
+    json: Json = False,
+    show_help: Help = False,
+) -> None:
+    """Hold the estimate, the dry run and the real run of a program against each other, op by op.
+
+    Exit code 1 if any count differs: FLOP, shapes, bytes, collectives, payloads, tensors kept and alive.
+    """
+    found, options = _parse(ctx, program, show_help)
+    _need_torch()
+    from meshwise.instruments.compare_program import compare_program
+
+    found.check(options, ranks)
+    if with_run:
+        _check_memory(found, options, ranks, "cpu")
+    result = compare_program(found, options, ranks=ranks, rank=rank, with_run=with_run, port=port)
+    if json:
+        from meshwise.cli.output import print_json
+
+        print_json({"program": found.name, "ranks": ranks, "rank": rank} | result.to_json())
+    else:
+        _show_comparison(result)
+    if not result.agree:
+        raise typer.Exit(1)
+
+
+def calibrate(
+    device: Device = "cpu",
+    output: Annotated[Path, typer.Option("--output", "-o", help="The cluster file to write.")] = Path(
+        "this-machine.toml"
+    ),
+    ranks: Annotated[int, typer.Option(help="Ranks of the measured collectives.")] = 2,
+    quick: Annotated[bool, typer.Option(help="Fewer and smaller measurements.")] = False,
+    json: Json = False,
+) -> None:
+    """Measure this machine (GEMM by shape, memory, collectives) into a cluster file for `estimate`."""
+    _need_torch()
+    from meshwise.instruments.calibrate import calibrate as measure
+
+    found = measure(device, ranks=ranks, quick=quick)
+    found.write(output)
+    if json:
+        from meshwise.cli.output import print_json
+
+        print_json(found.to_json() | {"file": str(output)})
+        return
+    from rich.table import Table
+
+    from meshwise.cli.output import console
+    from meshwise.units import duration, with_prefix
+
+    table = Table(title=f"{found.name}: measured on {device}", title_justify="left")
+    for head in ("what", "shape", "dtype", "time", "rate"):
+        table.add_column(head, justify="left" if head in ("what", "shape", "dtype") else "right")
+    for sample in found.samples:
+        rate = with_prefix(sample.rate, sample.unit)
+        table.add_row(sample.what, sample.shape, sample.dtype, duration(sample.time_s), rate)
+    console().print(table)
+    print(f"wrote {output}; use it as --cluster {output}")
+
+
+# --- what they share ---------------------------------------------------------------------------
+
+
+def _parse(ctx: typer.Context, name: str, show_help: bool) -> tuple[Program, Any]:
+    """The program and its options; `--help` prints the options of both and ends."""
+    from meshwise.programs import PROGRAMS, find_program, parse_options
+
+    if show_help:
+        typer.echo(ctx.get_help())
+        if name:
+            _print_options(find_program(name))
+        else:
+            typer.echo(
+                f"\nPrograms: {', '.join(PROGRAMS)}; their options: meshwise {ctx.info_name} PROGRAM --help"
+            )
+        raise typer.Exit
+    if not name:
+        raise PlanError(f"name a program: {', '.join(PROGRAMS)}")
+    program = find_program(name)
+    return program, parse_options(program, ctx.args)
+
+
+def _print_options(program: Program) -> None:
+    from rich.table import Table
+
+    from meshwise.cli.output import console
+    from meshwise.programs import option_help
+
+    table = Table.grid(padding=(0, 2))
+    for row in option_help(program):
+        default = f"[{row.default}]" if row.default else ""
+        table.add_row(f"  {row.flag} {row.kind}".rstrip(), row.doc, default)
+    out = console()
+    out.print(f"\n{program.doc}\n\nOptions of {program.name}:", markup=False)
+    out.print(table, markup=False)
+
+
+def _need_torch() -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtraError('torch is not installed; run: pip install "meshwise[torch]"')
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its notes about groups are none of the user's
+
+
+def _check_memory(program: Program, options: Any, ranks: int, device: str) -> None:
+    """PlanError before a run that this machine's memory cannot hold, where the closed form can tell."""
+    from meshwise.layout.tape import Tape
+    from meshwise.units import with_prefix
+
+    if program.estimate is None or device != "cpu" or "WORLD_SIZE" in os.environ:
+        return
+    available_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    tape = Tape("estimate", 0, ranks)
+    program.estimate(options, tape)
+    if ranks * tape.peak_bytes > available_bytes:
+        need, have = (with_prefix(size, "B") for size in (ranks * tape.peak_bytes, available_bytes))
+        raise PlanError(
+            f"{program.name} on {ranks} ranks needs {need}, this machine has {have} free; "
+            "use dryrun, or smaller sizes"
+        )
+
+
+def _show(outcome: Outcome, csv: Path | None, json: bool) -> None:
+    if csv is not None:
+        outcome.ledger.to_csv(csv)
+    if json:
+        from meshwise.cli.output import print_json
+
+        print_json(outcome.to_json())
+        return
+    if outcome.result is not None:
+        typer.echo(f"result: {outcome.result}")
+    peak = f"{outcome.peak_bytes / 1e9:.2f} GB"
+    typer.echo(f"rank {outcome.rank} of {outcome.ranks} on {outcome.device}: peak memory {peak}")
+
+
+def _show_comparison(result: Comparison) -> None:
+    from rich.table import Table
+
+    from meshwise.cli.output import console
+
+    out = console()
+    differing = result.differences()
+    if differing:
+        table = Table(title="Where they differ", title_justify="left")
+        instruments = list(differing[0].values)
+        for head in ("module", "op", "phase", "shape", "column", *instruments):
+            table.add_column(head, justify="right" if head in instruments else "left")
+        for row in differing[:50]:
+            numbers = ["-" if value is None else f"{value:,.10g}" for value in row.values.values()]
+            table.add_row(row.module, row.op, row.phase, row.shape, row.column, *numbers)
+        out.print(table)
+        out.print(f"{len(differing)} of {len(result.rows)} numbers differ")
+    else:
+        names = ", ".join(result.rows[0].values) if result.rows else "no instrument"
+        out.print(f"all {len(result.rows)} numbers agree: {names}")

@@ -1,0 +1,47 @@
+"""Runs one program under all instruments and holds their ledgers against each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwise.compare import Comparison, compare
+from meshwise.errors import PlanError
+from meshwise.instruments.dry_run import dry_run
+from meshwise.instruments.launch import Ranks
+from meshwise.instruments.run import run_rank
+from meshwise.layout.tape import Tape
+from meshwise.ledger import Ledger
+from meshwise.programs import Program
+
+
+def compare_program(
+    program: Program,
+    options: Any,
+    *,
+    ranks: int,
+    rank: int = 0,
+    with_run: bool = True,
+    port: int = 0,
+    pool: Ranks | None = None,
+) -> Comparison:
+    """Estimate, dry run and (`with_run`) real CPU run of `program` on rank `rank`, number by number.
+
+    A program without a closed form is compared by its dry run and its run. `pool` is used where given,
+    else ranks are started. A machine's own additions (allocator, workspace) stay out: a CPU has none.
+    """
+    if not 0 <= rank < ranks:
+        raise PlanError(f"rank {rank} is not in a world of {ranks}; name one from 0 to {ranks - 1}")
+    if program.estimate is None and not with_run:
+        raise PlanError(f"{program.name} has no closed form; without a run there is nothing to compare with")
+    ledgers: dict[str, Ledger] = {}
+    if program.estimate is not None:
+        tape = Tape("estimate", rank, ranks)
+        program.estimate(options, tape)
+        ledgers["estimate"] = tape.ledger()
+    ledgers["dry_run"] = dry_run(program.name, options, ranks=ranks, rank=rank, device="cpu").ledger
+    if with_run and pool is not None:
+        ledgers["run"] = pool.call(run_rank, program.name, options, rank, True)[rank].ledger
+    elif with_run:
+        with Ranks(ranks, port=port) as own:
+            ledgers["run"] = own.call(run_rank, program.name, options, rank, True)[rank].ledger
+    return compare(ledgers)
