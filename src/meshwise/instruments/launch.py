@@ -241,7 +241,8 @@ def _serve(place: Place, port: int, threads: int, pipe: Connection, parent: int)
         return
     except Exception as error:
         known = error if isinstance(error, MeshwiseError) else None
-        _try_send(pipe, _Failure(place.rank, time.monotonic(), traceback.format_exc().strip(), known))
+        text = f"{type(error).__name__}: {error}\n{traceback.format_exc().strip()}"
+        _try_send(pipe, _Failure(place.rank, time.monotonic(), text, known))
         sys.stdout.flush()
         os._exit(1)
 
