@@ -200,7 +200,8 @@ def test_expert_parallelism_sends_each_token_k_times_and_back() -> None:
     assert [op.collective for op in ops] == ["all_to_all"] * 4
     assert {op.payload_bytes for op in ops} == {2 * 4096 * model.hidden * 2}
     matmuls = [op for op in block(model, cut, moe=True) if op.kind == "matmul"]
-    assert next(op.shape for op in matmuls if op.name == "expert_fc1") == (1.0, 2 * 4096.0 * 8 / 8, 2 * 14336.0, 4096.0)
+    shape = next(op.shape for op in matmuls if op.name == "expert_fc1")
+    assert shape == (1.0, 2 * 4096.0 * 8 / 8, 2 * 14336.0, 4096.0)
 
 
 def test_lora_trains_only_the_adapters() -> None:
