@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwise.estimate.moe_memory import peak_bytes, weight_bytes
 from meshwise.estimate.timing import machine, op_times
-from meshwise.gpt_config import GptConfig, to_model
+from meshwise.gpt_config import GptConfig
 from meshwise.hardware import Cluster
 from meshwise.layout.expert_parallel import capacity
 from meshwise.layout.expert_pass import Pass, Row, forward_rows
-from meshwise.model import num_params, params
 from meshwise.units import DTYPE_BYTES, Num
 
 GIB = 2.0**30
@@ -119,51 +119,7 @@ def slot_use(of: Pass) -> Num:
     return of.config.top_k * of.tokens / of.slots
 
 
-# --- parameters and memory -----------------------------------------------------------------------
-
-
-def rank_params(of: Pass) -> Num:
-    """Parameters of the first rank: experts are cut by `ep`, matrices of blocks and experts by `tp`.
-
-    The other ranks of tp lack the biases that are added behind a cut product.
-    """
-    config, model = of.config, to_model(of.config)
-    parts = params(model)
-    width, layers = config.decoder_embed_dim, config.num_moe_layers
-    cut = of.tp - 1
-    attention = config.decoder_layers * _cut_away(4 * width * width + 3 * width, cut, of.tp)
-    dense = config.num_dense_layers * _cut_away(parts.dense_mlp - width, cut, of.tp)
-    elsewhere = layers * parts.experts * (1 - 1 / of.ep)
-    experts = (
-        layers
-        * of.local_experts
-        * _cut_away(parts.experts / max(config.moe_expert_count, 1) - width, cut, of.tp)
-    )
-    return num_params(model) - attention - dense - elsewhere - experts
-
-
-def _cut_away(size: float, cut: int, tp: int) -> float:
-    """What of `size` parameters lies on the other ranks of tp."""
-    return size * cut / tp
-
-
-def weight_bytes(of: Pass) -> Num:
-    """Bytes of the parameters on one rank."""
-    return rank_params(of) * of.elem_bytes
-
-
-def routing_bytes(of: Pass) -> Num:
-    """The most that the gate's tensors [S, E, C] hold at once, in dense dispatch.
-
-    Two outer products and their sum in the gate's type, or, after the first two are gone, the sum and its two
-    casts, the mask by way of a bool.
-    """
-    if of.config.use_tutel_moe or not of.config.num_moe_layers:
-        return 0.0 * of.routing_size
-    wide = DTYPE_BYTES[of.gate_dtype]
-    summing = (2 * of.config.top_k - 1) * wide
-    casting = wide + (of.elem_bytes if of.gate_dtype != of.dtype else 0.0) + 1.0 + of.elem_bytes
-    return of.routing_size * max(summing, casting)
+# --- what a profiler of memory shows --------------------------------------------------------------
 
 
 def moe_layer_kept_bytes(of: Pass) -> Num:
@@ -209,35 +165,6 @@ def profiled_bytes(of: Pass, passes: int = 1) -> dict[str, Num]:
     }
     figures |= {f"aten::{name}": written[name] for name in ("addmm", "bmm", "gelu", "mm") if name in written}
     return {name: passes * size for name, size in figures.items()}
-
-
-def peak_bytes(of: Pass) -> Num:
-    """The most that one rank's tensors hold in a pass: weights, every layer's output, and the largest moment.
-
-    Moments: the gate of the last MoE layer; its exchange back, when slots exist four times beside the
-    routing; the loss, with logits in their own type and twice in fp32; attention, with scores before and
-    after softmax. What is [S, E] or smaller is left out (a few MB in the largest case).
-    """
-    config = of.config
-    width, heads = config.decoder_embed_dim, config.decoder_attention_heads // of.tp
-    state = of.tokens * width * of.elem_bytes
-    states = (config.decoder_layers + 1) * state
-    mask = config.tokens_per_sample**2 * of.elem_bytes
-    scores = 2.0 * config.batch_size_valid * heads * mask
-    casts = 0.0 if of.dtype == "fp32" else 4.0
-    loss = of.tokens * config.vocab_size * (of.elem_bytes + casts + 4.0)
-    kept_routing = 0.0 if config.use_tutel_moe else 2.0 * of.routing_size * of.elem_bytes
-    exchange = kept_routing + 4.0 * exchange_bytes(of) if config.num_moe_layers else 0.0
-    moments = [
-        routing_bytes(of) + mask + 2 * state,
-        exchange + mask + 2 * state,
-        loss,
-        scores + mask + 6 * state,
-    ]
-    largest = moments[0]
-    for moment in moments[1:]:
-        largest = np.maximum(largest, moment)
-    return weight_bytes(of) + states + largest
 
 
 # --- time --------------------------------------------------------------------------------------

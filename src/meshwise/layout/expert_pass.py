@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from meshwise.cost.collective import sent_bytes
 from meshwise.cost.op import Cost, matmul
 from meshwise.gpt_config import GptConfig
@@ -111,7 +113,7 @@ def ledger_cells(op: Op, elem_bytes: float) -> dict[str, Any]:
 
 def _occurs(op: Op) -> bool:
     """Rows that never occur, and collectives of one rank, are not stated (arrays of ranks are)."""
-    if isinstance(op.count, int | float) and op.count == 0:
+    if np.ndim(op.count) == 0 and op.count == 0:
         return False
     alone = isinstance(op.group_size, int | float) and op.group_size == 1
     return op.kind != "collective" or not alone
@@ -197,14 +199,19 @@ def _sparse_moves(of: Pass, module: str, count: int) -> Iterator[Row]:
 
 
 def _experts(of: Pass, module: str, count: int) -> Iterator[Row]:
-    """What W ranks sent an expert [W, 1, C, M] is copied together first; from one rank it is whole."""
+    """What W ranks sent an expert [W, 1, C, M] is copied together first, unless it lies together."""
     own, ffn, rows = of.elem_bytes, of.config.expert_ffn_dim, of.ep * of.capacity
     calls = count if of.grouped else of.local_experts * count
     first = (of.local_experts, of.ep) if of.grouped else (of.ep, 1)
     chunk = (*first, of.capacity, of.config.decoder_embed_dim)
-    yield _kernel(module, "chunks", "clone", chunk, of.dtype, own, own, (of.ep != 1) * calls)
+    yield _kernel(module, "chunks", "clone", chunk, of.dtype, own, own, is_copied(of) * calls)
     batch = of.local_experts if of.grouped else None
     yield from _two_products(of, module, "experts", rows, ffn, calls, batch=batch)
+
+
+def is_copied(of: Pass) -> Num:
+    """1 where an expert's rows lie apart: from several ranks, to a rank with several experts; else 0."""
+    return np.where(np.greater(of.ep, 1) & np.greater(of.local_experts, 1), 1.0, 0.0)
 
 
 def _two_products(

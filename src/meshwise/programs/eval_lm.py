@@ -15,7 +15,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +23,7 @@ from msgspec import Meta
 
 from meshwise.errors import PlanError, WorkloadError
 from meshwise.estimate.moe_inference import new_pass, num_passes
+from meshwise.estimate.moe_memory import peak_bytes
 from meshwise.files import write_text
 from meshwise.gpt_config import GptConfig, find_gpt_config, with_vocab
 from meshwise.layout.expert_parallel import Placement, num_slots, place
@@ -119,6 +120,8 @@ def estimate(options: Options, tape: Tape) -> None:
     num_batches = -(-len(_blocks(options, found)[0]) // config.batch_size_valid)
     of = new_pass(config, ep=placement.ep, tp=placement.tp, dtype=found.dtype, grouped=options.grouped_gemm)
     of = replace(of, tp_rank=placement.tp_rank(tape.rank))
+    tape.allocate("the largest moment of a pass", float(peak_bytes(of)))
+    tape.release("the largest moment of a pass")
     for row in forward_rows(of):
         for _ in range(num_passes(num_batches, placement.dp, options.max_valid_steps) * int(row.op.count)):
             tape.op(row.op.name, is_matmul=row.op.kind == "matmul", **ledger_cells(row.op, of.elem_bytes))
@@ -160,7 +163,8 @@ def main(options: Options, context: Context) -> dict[str, Any] | None:
     load_s = time.perf_counter() - begin_s
     with shard.section("eval_lm"), torch.no_grad():
         totals = _evaluate(model, evaluated, options, found, context)
-    counts = lm_model.on_device(np.array(totals.counts), context).double()
+    counted = np.array([totals.num_tokens, totals.num_blocks, totals.num_batches])
+    counts = lm_model.on_device(counted, context).double()
     figures = torch.cat([totals.nats.view(1), totals.metrics, counts])
     model_us = lm_model.on_device(np.array([totals.model_s * 1e6], dtype=np.int64), context)
     if groups.dp is not None:
@@ -179,15 +183,20 @@ def main(options: Options, context: Context) -> dict[str, Any] | None:
 
 @dataclass(slots=True, eq=False)
 class Totals:
-    """Sums over this rank's batches that count, still on the device: nats; routing metrics, summed over
-    layers too. `counts`: tokens, blocks, batches. `words`: those of each block, if asked for.
+    """What this rank has counted so far; tensors stay on the device.
+
+    `nats` and `metrics` (the routing metrics) are sums over its batches, the latter over layers too. `words`
+    are those of each block; `scored` are batches whose log-probabilities wait to be fetched, by first block.
     """
 
     nats: Tensor
     metrics: Tensor
-    counts: tuple[int, int, int]
-    model_s: float
-    words: list[WordProbs]
+    num_tokens: int = 0
+    num_blocks: int = 0
+    num_batches: int = 0
+    model_s: float = 0.0
+    words: list[WordProbs] = field(default_factory=list)
+    scored: list[tuple[int, Blocks, Tensor]] = field(default_factory=list)
 
 
 def _blocks(options: Options, found: Setting) -> tuple[Blocks, Blocks]:
@@ -204,43 +213,53 @@ def _evaluate(
 ) -> Totals:
     import torch
 
-    from meshwise.programs import lm_model
     from meshwise.programs.moe import metric_names
 
     size, dp = found.config.batch_size_valid, found.placement.dp
     num_batches = -(-len(blocks) // size)
-    num_metrics = len(metric_names(found.config.top_k))
     double = {"dtype": torch.float64, "device": context.device}
-    nats, metrics = torch.zeros((), **double), torch.zeros(num_metrics, **double)
-    num_tokens = num_blocks = num_counted = 0
-    words: list[WordProbs] = []
-    scored: list[tuple[int, Blocks, Tensor]] = []
+    num_metrics = len(metric_names(found.config.top_k))
+    totals = Totals(torch.zeros((), **double), torch.zeros(num_metrics, **double))
     begin_s = time.perf_counter()
     for step in range(num_passes(num_batches, dp, options.max_valid_steps)):
         number = step * dp + found.placement.dp_rank(context.rank)
-        is_dummy = number >= num_batches
-        batch = blocks.batch(0 if is_dummy else number, size)
-        targets = lm_model.on_device(batch.targets, context)
-        generator = lm_model.draws(found.config, context, options.seed, number)
-        logprobs, routing = _scored(model, lm_model.on_device(batch.inputs, context), targets, generator)
-        if is_dummy:
-            continue
-        nats -= logprobs.sum(dtype=torch.float64)
-        for layer_metrics in routing:
-            metrics += layer_metrics
-        num_tokens += batch.num_tokens
-        num_blocks += min(size, len(blocks) - number * size)
-        num_counted += 1
-        if options.token_loop:
-            words += _words_one_by_one(number * size, batch, targets, logprobs)
-        elif options.word_probs:
-            scored.append((number * size, batch, logprobs))
+        if number < num_batches:
+            totals.num_blocks += min(size, len(blocks) - number * size)
+            _pass(model, number, blocks.batch(number, size), totals, options, context)
+        else:
+            _pass(model, 0, blocks.batch(0, size), None, options, context)
     if context.device.type == "cuda":
         torch.cuda.synchronize(context.device)
-    for first, batch, logprobs in scored:
-        words += _words_at_once(first, batch, logprobs)
-    counts = (num_tokens, num_blocks, num_counted)
-    return Totals(nats, metrics, counts, time.perf_counter() - begin_s, words)
+    for first, batch, logprobs in totals.scored:
+        totals.words += _words_at_once(first, batch, logprobs)
+    totals.model_s = time.perf_counter() - begin_s
+    return totals
+
+
+def _pass(
+    model: TransformerDecoder, number: int, batch: Blocks, totals: Totals | None, options: Options,
+    context: Context,
+) -> None:  # fmt: skip
+    """One batch through the model, into `totals`; None: only so that the other ranks can go on."""
+    import torch
+
+    from meshwise.programs import lm_model
+
+    targets = lm_model.on_device(batch.targets, context)
+    generator = lm_model.draws(model.config, context, options.seed, number)
+    logprobs, routing = _scored(model, lm_model.on_device(batch.inputs, context), targets, generator)
+    if totals is None:
+        return
+    totals.nats -= logprobs.sum(dtype=torch.float64)
+    for layer_metrics in routing:
+        totals.metrics += layer_metrics
+    totals.num_tokens += batch.num_tokens
+    totals.num_batches += 1
+    first = number * len(batch)
+    if options.token_loop:
+        totals.words += _words_one_by_one(first, batch, targets, logprobs)
+    elif options.word_probs:
+        totals.scored.append((first, batch, logprobs))
 
 
 def _scored(

@@ -211,7 +211,7 @@ def _combine_weights(routing: Routing, num_experts: int, num_slots: int) -> Tens
 
     def outer(expert: Tensor, slot: Tensor, weight: Tensor) -> Tensor:
         by_expert = _one_hot(expert, num_experts) * weight[:, None]
-        by_slot = _one_hot(slot.clamp_max(num_slots - 1), num_slots).to(weight.dtype)
+        by_slot = _one_hot(slot.clamp(0, num_slots - 1), num_slots).to(weight.dtype)
         return torch.bmm(by_expert.unsqueeze(-1), by_slot.unsqueeze(1))
 
     parts = [outer(*choice) for choice in zip(routing.expert, routing.slot, routing.weight, strict=True)]

@@ -1,0 +1,541 @@
+"""The arithmetic of a mixture-of-experts evaluation, against a printed profile, oracles, the program."""
+
+import math
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.profiler import profile
+
+from meshwise.errors import MeshwiseError, ModelError, PlanError
+from meshwise.estimate import moe_inference as moe
+from meshwise.estimate.moe_memory import peak_bytes, rank_params, weight_bytes
+from meshwise.gpt_config import GptConfig, find_gpt_config, gpt_config_from_dict, to_model
+from meshwise.hardware import find_cluster
+from meshwise.instruments.dry_run import dry_run, new_tape
+from meshwise.layout.expert_parallel import capacity, place
+from meshwise.layout.expert_pass import Pass
+from meshwise.model import num_active_params, num_params
+from meshwise.programs.eval_lm import Options, estimate
+from meshwise.programs.moe import DenseDispatch, MoELayer, Shard, SparseDispatch, metric_names, route
+from meshwise.programs.transformer_lm import TransformerDecoder, init_parameters
+
+PRINTED_CONFIG = Path(__file__).parent / "data" / "fairseq_moe_lm_15b.txt"  # as fairseq's eval_lm prints it
+PASSES = 5  # max_valid_steps 4
+GIB = 2**30
+
+
+def document() -> Pass:
+    """The printed run: 4 ranks, fp16, capacity fraction 0.05, dictionary of 50264 words."""
+    config = replace(find_gpt_config(str(PRINTED_CONFIG)), vocab_size=50264)
+    return moe.new_pass(config, ep=4)
+
+
+# --- the printed profile -------------------------------------------------------------------------
+
+CALLS = {  # "# of Calls" of the profile of fairseq's eval_lm on 4 V100, rank 1
+    "aten::addmm": 7740,
+    "aten::gelu": 3870,
+    "aten::matmul": 275,
+    "aten::linear": 8015,
+    "aten::mm": 335,
+    "aten::bmm": 180,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_are_those_of_the_printed_profile(name: str) -> None:
+    assert moe.aten_calls(document(), PASSES)[name] == CALLS[name]
+
+
+def test_shapes_of_the_printed_run() -> None:
+    # The grids of its kernels: dispatch 412 tiles of 128 rows, GELU 4944 blocks of 64 x 4 elements, the
+    # routing tensor 421,888 blocks of 256.
+    of = document()
+    assert of.capacity == 103
+    assert of.slots == 412 * 128
+    assert of.local_experts == 128
+    assert of.ep * of.capacity * of.config.expert_ffn_dim == 4944 * 64 * 4
+    assert of.routing_size == 421_888 * 256
+    assert moe.expert_calls(of, PASSES) == 3840
+    assert moe.exchanges(of, PASSES) == 60
+    assert moe.exchange_bytes(of) == 81_002_496
+    assert moe.num_passes(10**6, 4, max_valid_steps=4) == PASSES
+
+
+MEMORY_GIB = {  # "CUDA Mem" (printed as Gb) of the same profile: lowest and highest rank
+    "MoELayer": (18.95, 18.95),
+    "TransformerDecoder": (1.16, 1.16),
+    "aten::bmm": (29.94, 29.94),
+    "aten::gelu": (18.81, 18.82),
+    "aten::add": (12.43, 12.43),
+    "aten::addmm": (11.91, 11.98),
+    "aten::mm": (4.07, 4.09),
+    "aten::matmul": (1.73, 1.73),
+    "aten::reshape": (2.26, 2.26),
+    "aten::type_as": (9.40, 9.49),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY_GIB)
+def test_bytes_are_those_of_the_printed_profile(name: str) -> None:
+    """To the rounding of CUDA's allocator, which books up to 1.4 % more than a tensor needs."""
+    low, high = MEMORY_GIB[name]
+    found = float(moe.profiled_bytes(document(), PASSES)[name]) / GIB
+    assert low - 0.005 - 0.014 * low <= found <= high + 0.005
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [("MoELayer", 18.948), ("aten::bmm", 29.941), ("aten::gelu", 18.809), ("aten::add", 12.42),
+     ("aten::mm", 4.07), ("aten::matmul", 1.72), ("aten::reshape", 2.263), ("aten::type_as", 9.40)],
+)  # fmt: skip
+def test_bytes_worked_out_by_hand(name: str, gib: float) -> None:
+    digits = len(str(gib).split(".")[1])
+    assert float(moe.profiled_bytes(document(), PASSES)[name]) / GIB == pytest.approx(
+        gib, abs=0.6 * 10**-digits
+    )
+
+
+def test_parameters_of_the_15b_model() -> None:
+    # Artetxe et al., arXiv 2112.10684: 15B parameters; the parts are matrix sizes.
+    of = document()
+    model = to_model(of.config)
+    assert num_params(model) == 6 * 512 * 4_722_432 + 97_683_456
+    assert rank_params(of) == 3_724_511_232
+    assert num_active_params(model) == pytest.approx(154e6, rel=0.005)
+    assert weight_bytes(of) / GIB == pytest.approx(6.94, abs=0.005)
+
+
+def test_flop_worked_out_by_hand() -> None:
+    of, giga = document(), 1e9
+    wanted = {"experts": 2986.1, "dispatch": 995.4, "combine": 995.4, "lm_head": 158.1, "attention": 154.6,
+              "qkvo": 116.0, "dense_ffn": 116.0, "gate": 9.7, "combine_outer": 2.6}  # fmt: skip
+    found = moe.flop_by_role(of)
+    assert {role: round(float(flop) / giga, 1) for role, flop in found.items()} == wanted
+    assert round(float(moe.total_flop(of)) / giga) == 5534
+    assert round(float(moe.useful_flop(of)) / giga) == 786
+    assert moe.slot_use(of) == pytest.approx(0.078, abs=0.0005)
+
+
+def test_host_reads_of_the_token_loop() -> None:
+    # 40,995 aten::item on rank 1; 35,375 on rank 0, with one block of 643 tokens. Forty are not the loop's.
+    assert moe.host_reads(2048, PASSES) + 40 == 40_995
+    assert moe.host_reads(2048, PASSES - 1) + moe.host_reads(643, 1) + 40 == 35_375
+
+
+def test_dry_run_of_the_printed_run_counts_the_same() -> None:
+    options = Options(config="en-moe-lm-15b", max_valid_steps=0, max_blocks=4)
+    outcome = dry_run("eval-lm", options, ranks=4, rank=1, device="cpu")
+    of = document()
+    calls = Counter[str]()
+    for row in outcome.ledger.rows():
+        calls[row["op"]] += row["count"]
+    for name in ("addmm", "gelu", "mm", "bmm"):
+        assert PASSES * calls[name] == CALLS[f"aten::{name}"]
+    exchanges = outcome.ledger.where(op="all_to_all")
+    assert exchanges.total("payload_bytes") == 60 / PASSES * 81_002_496
+    assert outcome.ledger.total("flop") == moe.total_flop(of)
+    assert outcome.peak_bytes == peak_bytes(of)
+
+
+# --- what-ifs ------------------------------------------------------------------------------------
+
+
+def test_memory_of_a_v100_ends_at_a_fraction_of_one_half() -> None:
+    variants = {
+        str(share): moe.new_pass(document().config, ep=4, token_fraction=share)
+        for share in (0.05, 0.25, 0.5, 1.0)
+    }
+    found = moe.what_ifs(variants, {"v100": find_cluster("v100-16g-sxm:4")})
+    assert [row.fits["v100"] for row in found] == [True, True, False, False]
+
+
+def test_capacity_of_training_shrinks_everything() -> None:
+    of = moe.new_pass(document().config, ep=4, token_fraction=0.0)
+    assert (of.capacity, of.ep * of.capacity) == (8, 32)
+    assert moe.exchange_bytes(of) / 2**20 == 6
+    parts = moe.flop_by_role(of)
+    assert round(float(parts["experts"] + parts["dispatch"] + parts["combine"]) / 1e9) == 387
+
+
+def test_sparse_dispatch_saves_its_products_and_grouping_its_launches() -> None:
+    of = document()
+    sparse = replace(of, config=replace(of.config, use_tutel_moe=True))
+    parts = moe.flop_by_role(of)
+    saved = parts["dispatch"] + parts["combine"] + parts["combine_outer"]
+    assert moe.total_flop(of) - moe.total_flop(sparse) == saved
+    grouped = moe.aten_calls(replace(of, grouped=True), PASSES)
+    assert (grouped["aten::baddbmm"], grouped["aten::addmm"]) == (2 * 30, 2 * 30)
+    assert moe.total_flop(replace(of, grouped=True)) == moe.total_flop(of)
+
+
+def test_a_grid_of_fractions_is_the_loop_over_them() -> None:
+    shares, config, cluster = np.array([0.0, 0.05, 0.25, 1.0]), document().config, find_cluster("h100-sxm:4")
+    grid = moe.new_pass(config, ep=4, token_fraction=shares)
+    for i, share in enumerate(shares):
+        one = moe.new_pass(config, ep=4, token_fraction=float(share))
+        assert moe.total_flop(grid)[i] == moe.total_flop(one)  # type: ignore[index]
+        assert moe.useful_flop(grid) == moe.useful_flop(one)
+        assert peak_bytes(grid)[i] == peak_bytes(one)  # type: ignore[index]
+        assert moe.exchange_bytes(grid)[i] == moe.exchange_bytes(one)  # type: ignore[index]
+        assert moe.pass_time(grid, cluster).total_s[i] == pytest.approx(  # type: ignore[index]
+            float(moe.pass_time(one, cluster).total_s)
+        )
+
+
+def test_a_grid_of_ranks_is_the_loop_over_them() -> None:
+    ranks, config = np.array([1.0, 4.0, 64.0, 512.0]), document().config
+    grid = moe.new_pass(config, ep=ranks)
+    for i, ep in enumerate(ranks):
+        one = moe.new_pass(config, ep=int(ep))
+        assert rank_params(grid)[i] == rank_params(one)  # type: ignore[index]
+        assert peak_bytes(grid)[i] == peak_bytes(one)  # type: ignore[index]
+        assert moe.aten_calls(grid)["aten::addmm"][i] == moe.aten_calls(one)["aten::addmm"]  # type: ignore[index]
+
+
+# --- the closed form is the program ----------------------------------------------------------------
+
+COLUMNS = ("flop", "read_bytes", "write_bytes", "weight_bytes", "payload_bytes", "sent_bytes", "group_size")
+TINY = (
+    "decoder_layers=4,tokens_per_sample=48,moe_expert_count=8,decoder_embed_dim=32,decoder_ffn_embed_dim=64,"
+    "moe_eval_capacity_token_fraction=0.1"
+)
+
+
+def table(rows: Any) -> Counter[Any]:
+    """How often each kind of op occurs, with everything that its row says but times and live bytes."""
+    counts: Counter[Any] = Counter()
+    for row in rows:
+        names = (row["module"], row["op"], row["shape"], row["dtype"], row["axis"])
+        counts[(*names, *(row[column] or 0 for column in COLUMNS))] += row["count"]
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("ranks", "override", "options"),
+    [
+        (1, "", {}),
+        (4, "", {"dtype": "bf16"}),
+        (8, "moe_expert_ffn_dim=128", {"dtype": "fp16"}),
+        (4, "batch_size_valid=3", {"tp": 2}),
+        (8, "moe_freq=1,moe_expert_count=4", {"ep": 2, "grouped_gemm": True}),
+        (2, "use_tutel_moe=True,moe_eval_capacity_token_fraction=0.9", {"dtype": "fp16"}),
+        (1, "use_tutel_moe=True,moe_top1_expert=True,moe_eval_capacity_token_fraction=0", {}),
+        (2, "moe_top1_expert=True,moe_expert_count=64,moe_eval_capacity_token_fraction=0.5", {}),
+        (8, "use_tutel_moe=True", {"tp": 4, "grouped_gemm": True}),
+        (2, "moe_freq=0", {"tp": 2}),
+        (2, "dummy_a2a=True", {}),
+    ],
+)
+def test_estimate_is_the_dry_run(ranks: int, override: str, options: dict[str, Any]) -> None:
+    """Every row that the closed form states, every FLOP and collective, and the peak, to the last byte."""
+    chosen = Options(override=f"{TINY},{override}".rstrip(","), max_blocks=6, **options)
+    for rank in {0, ranks - 1}:
+        tape = new_tape("estimate", ranks, rank, "cpu")
+        estimate(chosen, tape)
+        outcome = dry_run("eval-lm", chosen, ranks=ranks, rank=rank, device="cpu")
+        stated, seen = table(tape.ledger().rows()), table(outcome.ledger.rows())
+        assert stated == Counter({key: seen[key] for key in stated})
+        assert tape.ledger().total("flop") == outcome.ledger.total("flop")
+        in_passes = [row for row in outcome.ledger.rows() if row["collective"] and row["module"]]
+        assert table(in_passes) == Counter({key: n for key, n in stated.items() if key[4]})
+        assert tape.peak_bytes == outcome.peak_bytes
+
+
+@given(
+    layers=st.integers(1, 4), freq=st.integers(0, 3), experts=st.integers(2, 9), tokens=st.integers(2, 24),
+    batch=st.integers(1, 2), sparse=st.booleans(), grouped=st.booleans(), top1=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=12)
+def test_calls_of_the_real_program(
+    layers: int, freq: int, experts: int, tokens: int, batch: int, sparse: bool, grouped: bool, top1: bool
+) -> None:
+    """torch's own profiler counts what the closed form says, at any size."""
+    config = GptConfig(
+        decoder_layers=layers, decoder_embed_dim=8, decoder_ffn_embed_dim=12, decoder_attention_heads=2,
+        tokens_per_sample=tokens, batch_size_valid=batch, moe_freq=freq, moe_expert_count=experts,
+        moe_second_expert_policy="all", moe_top1_expert=top1, use_tutel_moe=sparse, vocab_size=11,
+    )  # fmt: skip
+    model = TransformerDecoder(config, grouped=grouped).eval()
+    init_parameters(model, seed=0)
+    words = torch.randint(4, 11, (batch, tokens))
+    with torch.no_grad(), profile() as profiler:
+        model(words)
+    counted = {event.key: event.count for event in profiler.key_averages()}
+    for name, calls in moe.aten_calls(moe.new_pass(config, dtype="fp32", grouped=grouped)).items():
+        assert counted.get(name, 0) == calls, name
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_bytes_that_a_profiler_sees_stay(dtype: str) -> None:
+    """A section's net memory is what the closed form says it keeps; ops' are their outputs."""
+    config = replace(find_gpt_config("moe-tiny", TINY), vocab_size=100)
+    model = TransformerDecoder(config, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]).eval()
+    init_parameters(model, seed=0)
+    with torch.no_grad(), profile(profile_memory=True) as profiler:
+        model(torch.randint(4, 100, (1, config.tokens_per_sample)))
+    seen = {event.key: event for event in profiler.key_averages()}
+    wanted = moe.profiled_bytes(moe.new_pass(config, dtype=dtype))
+    assert seen["MoELayer"].cpu_memory_usage == wanted["MoELayer"]
+    for name in ("aten::bmm", "aten::gelu", "aten::addmm", "aten::mm", "aten::matmul"):
+        assert seen[name].cpu_memory_usage == wanted[name], name
+
+
+# --- routing -------------------------------------------------------------------------------------
+
+
+def route_by_hand(
+    logits: torch.Tensor, slots: int, config: GptConfig, padding: torch.Tensor
+) -> list[list[tuple[int, int, float]]]:
+    """Per token its (expert, slot, weight): the words of fairseq's top2gate, one token after the other."""
+    gates = logits.double().softmax(dim=1)
+    num_tokens, num_experts = gates.shape
+    order = list(range(num_tokens))
+    if config.moe_batch_prioritized_routing:
+        order.sort(key=lambda s: -float(gates[s].max()))
+    ranked = [sorted(range(num_experts), key=lambda e: -float(gates[s, e])) for s in range(num_tokens)]
+    queue: Counter[int] = Counter()
+    taken: list[list[tuple[int, int, float]]] = [[] for _ in range(num_tokens)]
+    for choice in range(config.top_k):
+        before = Counter(queue)
+        for s in order:
+            if padding[s]:
+                continue
+            expert = ranked[s][choice]
+            slot = queue[expert]
+            queue[expert] += 1
+            if slot < slots:
+                taken[s].append((expert, slot, float(gates[s, expert])))
+        assert all(queue[e] >= before[e] for e in queue)
+    if config.top_k == 1:
+        return taken
+    for s in range(num_tokens):
+        chosen = [(e, p) for e, p in ((e, float(gates[s, e])) for e in ranked[s][:2])]
+        before_drop = sum(p for _, p in chosen)
+        kept = sum(w for _, _, w in taken[s])
+        total = before_drop if config.moe_normalize_gate_prob_before_dropping else kept
+        taken[s] = [(e, slot, w / total) for e, slot, w in taken[s]]
+    return taken
+
+
+routed = given(
+    num_tokens=st.integers(1, 20), num_experts=st.integers(2, 6), slots=st.integers(1, 8),
+    top1=st.booleans(), prioritized=st.booleans(), before=st.booleans(), pads=st.integers(0, 4),
+    seed=st.integers(0, 1000),
+)  # fmt: skip
+
+
+@routed
+def test_routing_is_the_one_by_hand(
+    num_tokens: int,
+    num_experts: int,
+    slots: int,
+    top1: bool,
+    prioritized: bool,
+    before: bool,
+    pads: int,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    logits = torch.randn(num_tokens, num_experts)
+    padding = torch.arange(num_tokens) >= num_tokens - pads
+    config = GptConfig(
+        moe_expert_count=num_experts, moe_top1_expert=top1, moe_second_expert_policy="all",
+        moe_batch_prioritized_routing=prioritized, moe_normalize_gate_prob_before_dropping=before,
+    )  # fmt: skip
+    found = route(logits, slots, config, padding=padding)
+    by_hand = route_by_hand(logits, slots, config, padding)
+    for s in range(num_tokens):
+        mine = [
+            (int(e[s]), int(p[s]), float(w[s]))
+            for e, p, k, w in zip(found.expert, found.slot, found.kept, found.weight, strict=True)
+            if k[s]
+        ]
+        assert [(e, p) for e, p, _ in mine] == [(e, p) for e, p, _ in by_hand[s]]
+        assert [w for *_, w in mine] == pytest.approx([w for *_, w in by_hand[s]], abs=1e-6)
+    places = [place for token in by_hand for place in ((e, p) for e, p, _ in token)]
+    assert len(places) == len(set(places))
+    overflow = found.metrics[metric_names(config.top_k).index("overflow_expert1")]
+    asked = int((~padding).sum())
+    assert float(overflow) == pytest.approx(
+        100 * (asked - int(found.kept[0].sum())) / max(asked, 1), abs=1e-4
+    )
+
+
+@routed
+def test_dense_and_sparse_dispatch_move_the_same_rows(
+    num_tokens: int,
+    num_experts: int,
+    slots: int,
+    top1: bool,
+    prioritized: bool,
+    before: bool,
+    pads: int,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    config = GptConfig(moe_expert_count=num_experts, moe_top1_expert=top1, moe_second_expert_policy="all")
+    padding = torch.arange(num_tokens) >= num_tokens - pads
+    routing = route(torch.randn(num_tokens, num_experts), slots, config, padding=padding)
+    tokens = torch.randn(num_tokens, 3)
+    dense = DenseDispatch.of(routing, num_experts, slots, torch.float32)
+    sparse = SparseDispatch.of(routing, num_experts, slots, torch.float32)
+    torch.testing.assert_close(dense.scatter(tokens), sparse.scatter(tokens))
+    back = torch.randn(num_experts * slots, 3)
+    torch.testing.assert_close(dense.gather(back), sparse.gather(back))
+
+
+def test_routing_metrics_by_hand() -> None:
+    # Five tokens: three want expert 0 first, one each experts 1 and 2; nobody wants 3. Two slots an expert.
+    logits = torch.log(torch.tensor([[6, 3, 1, 1.0], [6, 3, 1, 1], [6, 1, 3, 1], [3, 6, 1, 1], [1, 1, 6, 3]]))
+    config = GptConfig(moe_expert_count=4, moe_second_expert_policy="all")
+    routing = route(logits, 2, config)
+    found = dict(zip(metric_names(2), routing.metrics.tolist(), strict=True))
+    share = torch.tensor([6, 3, 1, 1.0]) / 11
+    assert found["entropy_gating"] == pytest.approx(float(-(share * share.log()).sum()))
+    assert found["overflow_expert1"] == pytest.approx(100 / 3 * 3 / 5)  # one of five finds no slot
+    assert found["unused_expert1_count"] == 1
+    assert found["expert1_balance_top"] == pytest.approx(60.0)  # the top fifth of four experts is one
+    assert found["expert1_balance_bottom"] == 0.0
+    # Second choices 1, 1, 2, 0, 3 queue behind 3, 1, 1, 0 first ones: the second 1 and the 0 overflow.
+    assert found["overflow_expert2"] == pytest.approx(40.0)
+    assert found["unused_expert2_count"] == 0
+    assert routing.weight[0][0] == pytest.approx(6 / 9)
+    assert routing.weight[0][1] == 1.0  # its second expert has no slot left: renormalised to the first alone
+
+
+def test_second_experts_that_are_drawn() -> None:
+    """`sampling` adds noise before the second choice; `random` keeps it with twice its weight."""
+    logits = torch.log(torch.tensor([0.5, 0.3, 0.2])).expand(20_000, 3)
+    draws = torch.Generator().manual_seed(3)
+    sampled = route(
+        logits, 20_000, GptConfig(moe_expert_count=3, moe_second_expert_policy="sampling"), generator=draws
+    )
+    assert (sampled.expert[1] == 1).float().mean() == pytest.approx(0.3 / 0.5, abs=0.02)
+    random = route(
+        logits, 20_000, GptConfig(moe_expert_count=3, moe_second_expert_policy="random"), generator=draws
+    )
+    assert random.kept[1].float().mean() == pytest.approx(2 * 0.3, abs=0.02)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_layer_is_the_weighted_sum_of_experts(sparse: bool, grouped: bool) -> None:
+    torch.manual_seed(0)
+    config = GptConfig(
+        decoder_embed_dim=6, decoder_ffn_embed_dim=10, moe_expert_count=5, moe_freq=1, use_tutel_moe=sparse,
+        moe_second_expert_policy="all", moe_eval_capacity_token_fraction=1.0, decoder_attention_heads=1,
+    )  # fmt: skip
+    layer = MoELayer(config, Shard(), grouped=grouped, device="cpu", dtype=torch.float32).eval()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(2, 7, 6)
+    y, _, _ = layer(x)
+    gates = (x @ layer.gate.weight.t()).softmax(dim=-1)
+    best = gates.topk(2, dim=-1)
+    fc1, fc2 = layer.experts.fc1, layer.experts.fc2
+    for b in range(2):
+        for t in range(7):
+            parts = []
+            for e in best.indices[b, t].tolist():
+                hidden = torch.nn.functional.gelu(fc1.weight[e] @ x[b, t] + fc1.bias[e])
+                parts.append(fc2.weight[e] @ hidden + fc2.bias[e])
+            share = best.values[b, t] / best.values[b, t].sum()
+            torch.testing.assert_close(
+                y[b, t], share[0] * parts[0] + share[1] * parts[1], rtol=1e-4, atol=1e-5
+            )
+
+
+@given(tokens=st.integers(1, 4096), experts=st.integers(1, 512), share=st.floats(0.001, 1))
+def test_capacity_rule(tokens: int, experts: int, share: float) -> None:
+    assert capacity(tokens, experts, token_fraction=share) == math.ceil(share * tokens)
+    assert capacity(tokens, experts, token_fraction=0.0) == 2 * math.ceil(tokens / experts)
+    assert capacity(tokens, experts, token_fraction=-1.0, top_k=1) == math.ceil(tokens / experts)
+
+
+@given(
+    tp=st.sampled_from([1, 2]), dp=st.sampled_from([1, 2, 4, 6]), experts=st.sampled_from([2, 4, 12, 24]),
+)  # fmt: skip
+def test_placement_holds_each_expert_equally_often(tp: int, dp: int, experts: int) -> None:
+    try:
+        placement = place(tp * dp, experts, tp=tp)
+    except PlanError:
+        assert dp % min(dp, experts) or experts % min(dp, experts)
+        return
+    held = Counter(
+        placement.first_expert(rank) + i for rank in range(tp * dp) for i in range(placement.local_experts)
+    )
+    assert held == Counter(dict.fromkeys(range(experts), tp * placement.num_copies))
+
+
+# --- configs -------------------------------------------------------------------------------------
+
+
+def test_printed_config_is_the_preset() -> None:
+    printed, preset = find_gpt_config(str(PRINTED_CONFIG)), find_gpt_config("en-moe-lm-15b")
+    assert replace(printed, vocab_size=50264) == preset
+
+
+@pytest.mark.parametrize("suffix", ["json", "toml", "txt"])
+def test_configs_in_every_form(tmp_path: Path, suffix: str) -> None:
+    import json
+
+    path = tmp_path / f"config.{suffix}"
+    fields = {"decoder_layers": 3, "moe_freq": 3, "moe_expert_count": 4, "use_moe_pad_mask": True}
+    texts = {
+        "json": json.dumps(fields),
+        "toml": "decoder_layers = 3\nmoe_freq = 3\nmoe_expert_count = 4\nuse_moe_pad_mask = true\n",
+        "txt": repr(fields),
+    }
+    path.write_text(texts[suffix])
+    config = find_gpt_config(str(path), "decoder_layers=6")
+    assert asdict(config) == asdict(GptConfig(**(fields | {"decoder_layers": 6})))  # type: ignore[arg-type]
+    assert config.num_moe_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        ({"decoder_layer": 3}, "unknown field 'decoder_layer'"),
+        ({"activation_fn": "relu"}, "only 'gelu'"),
+        ({"decoder_embed_dim": 100}, "does not divide by decoder_attention_heads=12"),
+        ({"decoder_layers": 0}, "whole number from 1"),
+        ({"moe_freq": 2, "moe_expert_count": 1}, "fewer than the 2 experts"),
+        ({"moe_second_expert_policy": "most"}, "choose one of all, sampling, random"),
+        ({"moe_eval_capacity_token_fraction": 2}, "share of the tokens"),
+        ({"fp16": "yes"}, "true or false"),
+        ({"decoder_output_dim": 5}, "decoder_output_dim=5 differs"),
+    ],
+)
+def test_configs_that_are_wrong(raw: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        gpt_config_from_dict(raw)
+
+
+@pytest.mark.parametrize("text", ["[1, 2", "[1, 2]", "\x00", "import os"])
+def test_files_that_are_no_config(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.txt"
+    path.write_text(text)
+    with pytest.raises(ModelError, match="config"):
+        find_gpt_config(str(path))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "experts", "tp", "ep", "says"),
+    [
+        (4, 6, 1, None, "6 experts do not divide by 4"),
+        (6, 4, 1, None, "6 data-parallel ranks do not divide by ep=4"),
+        (3, 4, 2, None, "3 ranks do not divide by tp=2"),
+        (8, 4, 1, 3, "do not divide by ep=3"),
+    ],
+)
+def test_placements_that_do_not_divide(ranks: int, experts: int, tp: int, ep: int | None, says: str) -> None:
+    with pytest.raises(MeshwiseError, match=says):
+        place(ranks, experts, tp=tp, ep=ep)
