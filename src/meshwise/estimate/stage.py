@@ -1,8 +1,9 @@
 """Pipeline stages: which layers each holds, and what one microbatch costs it.
 
-A single plan has its real stages, equal ones counted once. A grid of plans has three kinds: the
-first stage (with the embedding), the stages between, and the last (with head and loss); where pp = 1
-the first is also the last, and a V-shaped schedule puts the head on the first rank too. `ranks` says how many stages are of a kind, zero where there is none.
+A single plan has its real stages, equal ones counted once. A grid of plans has three kinds: the first
+stage (with the embedding), the stages between, and the last (with head and loss); where pp = 1 the
+first is also the last, and a V-shaped schedule puts the head on the first rank too. `ranks`
+says how many stages are of a kind, zero where there is none.
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ def print_run(document: dict[str, Any], console: Console) -> None:
             price = f", price {with_prefix(limit['price'], '', 3)}" if limit["price"] else ""
             console.print(
                 f"  there: {with_prefix(limit['devices'], '', 3)} devices, {duration(limit['training_s'])}, "
-                f"{with_prefix(limit['power_watts'], 'W', 3)}, {with_prefix(limit['energy_j'], 'J', 3)}{price}"
+                f"{with_prefix(limit['power_watts'], 'W', 3)}, {with_prefix(limit['energy_j'], 'J', 3)}"
+                + price
             )
 
 
