@@ -89,7 +89,7 @@ class Capture:
         self._profiler.start()
 
     def stop(self) -> Path | None:
-        """Stop and write the trace; its path, None when already stopped. CaptureError if it is not written."""
+        """Stop and write the trace; its path, or None when already stopped. CaptureError if not written."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return None
@@ -98,7 +98,7 @@ class Capture:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         rank, world_size = self._place()
-        about = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "pid": os.getpid()}
+        about = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "groups": _groups()}
         profiler.add_metadata_json("meshwise", json.dumps(about))
         profiler.add_metadata_json("meshwise_collectives", json.dumps(_flight_record(self._started_ns)))
         profiler.stop()
@@ -131,8 +131,8 @@ def capture_process_group(directory: str, **options: Any) -> None:
             while running:
                 try:
                     running.pop().stop()
-                except CaptureError as error:
-                    print(f"meshwise: {error}", file=sys.stderr, flush=True)
+                except Exception as error:  # the program itself must go on, whatever happens to its profile
+                    print(f"meshwise: {error or type(error).__name__}", file=sys.stderr, flush=True)
 
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         result = init(*args, **kwargs)
@@ -179,6 +179,15 @@ def _on_sigterm(finish: Any) -> None:
         os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=watch, name="meshwise capture", daemon=True).start()
+
+
+def _groups() -> dict[str, list[int]]:
+    """The ranks of every process group, by the name that traces call it."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None or not c10d.is_initialized():
+        return {}
+    world = c10d._world
+    return {name: sorted(world.pg_group_ranks.get(group) or {}) for group, name in world.pg_names.items()}
 
 
 def _flight_record(since_ns: int) -> list[dict[str, Any]]:

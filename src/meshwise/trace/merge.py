@@ -12,8 +12,9 @@ from __future__ import annotations
 import gzip
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -34,9 +35,7 @@ def write_merged(
     """Write the timeline to `path` (gzip if it ends in .gz), whole or not at all; how many slices it cut."""
     num_cut = 0
     origin = min((int(t.start_ns[0]) - alignment.offsets_ns[t.rank] for t in traces if len(t)), default=0)
-    with whole_file(path) as file:
-        out = cast(IO[bytes], gzip.GzipFile(fileobj=file, mode="wb", mtime=0, compresslevel=4))
-        out = out if path.name.endswith(".gz") else file
+    with whole_file(path) as file, _packed(file, path) as out:
         out.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         first = True
         flow = 0
@@ -55,9 +54,14 @@ def write_merged(
         if lanes:
             out.write(b",\n" + _lines(lanes))
         out.write(b"\n]}\n")
-        if out is not file:
-            out.close()
     return num_cut
+
+
+def _packed(file: BinaryIO, path: Path) -> AbstractContextManager[Any]:
+    """What to write into: a gzip stream where the name asks for one, else the file itself."""
+    if path.name.endswith(".gz"):
+        return gzip.GzipFile(fileobj=file, mode="wb", mtime=0, compresslevel=4)
+    return nullcontext(file)
 
 
 def nested(start: Ints, duration: Ints, lane: Ints) -> tuple[Ints, int]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace
 from meshwise.trace.nesting import HOST_KINDS, enclosing, inclusive, launchers, parents
@@ -51,11 +52,12 @@ def operator_totals(trace: Trace) -> list[OperatorTotal]:
     for column in columns[2:4]:
         column[kernels] = trace.duration_ns[kernels]
     shown = np.concatenate([host, kernels])
+    once = shown[~_is_repeated(trace, parent)[shown]]
     sums = [
-        np.bincount(trace.label[shown], weights=column[shown], minlength=len(trace.labels))
-        for column in columns
+        np.bincount(trace.label[events], weights=column[events], minlength=len(trace.labels))
+        for column, events in zip(columns, [shown, once] * 4, strict=True)
     ]
-    counts = np.bincount(trace.label[shown], minlength=len(trace.labels))
+    counts = np.bincount(trace.label[once], minlength=len(trace.labels))
     rows = [
         OperatorTotal(
             name=trace.labels[i][1],
@@ -73,6 +75,16 @@ def operator_totals(trace: Trace) -> list[OperatorTotal]:
         for i in np.flatnonzero(counts).tolist()
     ]
     return sorted(rows, key=lambda row: (-row.cpu_s, -row.device_s, row.name))
+
+
+def _is_repeated(trace: Trace, parent: Ints) -> NDArray[np.bool_]:
+    """Whether an event is the only one inside another of its name: PyTorch takes the two for one call."""
+    children = np.bincount(parent[parent >= 0], minlength=len(trace))
+    inner = np.flatnonzero(parent >= 0)
+    repeated = np.zeros(len(trace), dtype=bool)
+    around = parent[inner]
+    repeated[inner] = (trace.label[inner] == trace.label[around]) & (children[around] == 1)
+    return repeated
 
 
 def self_time(trace: Trace, parent: Ints) -> Ints:

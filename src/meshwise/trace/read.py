@@ -35,6 +35,7 @@ _BLOCK_BYTES = 1 << 23
 _EXACT_US = 2.0**43
 _NUM_PROBED = 100
 _EVENTS_START = re.compile(rb'"traceEvents"\s*:\s*\[')
+_DECIMAL_TS = re.compile(rb'"ts"\s*:\s*(?:"|\d+\.)')
 _FIRST_KEY = re.compile(rb'\s*\{\s*("[^"]*")\s*:')
 _EVENT_GAP = re.compile(rb"\}\s*,\s*\{\s*\Z")
 _ARRAY_END = re.compile(rb"\}\s*\]")
@@ -151,7 +152,7 @@ def read_trace(path: Path) -> tuple[Trace | None, list[str]]:
         return None, notes.sentences() or ["not a trace: it holds no traceEvents"]
     trace = columns.trace(path, metadata, notes)
     if not len(trace) and not len(trace.memory.time_ns):
-        return None, notes.sentences() or ["the trace holds no event"]
+        return None, ["the trace holds no event", *notes.sentences()]
     return trace, notes.sentences()
 
 
@@ -283,7 +284,7 @@ def _decode_piece(piece: bytes, offset: int, notes: _Notes) -> list[Any]:
     text = b"[" + piece + b"]"
     try:
         events = _decode_exact(text) if notes.exact else _decode(text)
-        if not notes.exact and any(_is_inexact(e.ts) for e in events[:_NUM_PROBED]):
+        if not notes.exact and _needs_digits(events) and _DECIMAL_TS.search(piece):
             notes.exact = True
             return _decode_exact(text)
         return events
@@ -291,10 +292,10 @@ def _decode_piece(piece: bytes, offset: int, notes: _Notes) -> list[Any]:
         return _rescued(piece, offset, notes, _ExactEvent if notes.exact else _Event)
 
 
-def _is_inexact(ts: float | str | None) -> bool:
-    if ts is None or isinstance(ts, str):
-        return ts is not None
-    return abs(ts) >= _EXACT_US and ts % 1.0 != 0.0
+def _needs_digits(events: list[Any]) -> bool:
+    """Whether these times, if they have decimals, are beyond what a float64 can hold."""
+    times = [e.ts for e in events[:_NUM_PROBED] if e.ts is not None]
+    return any(isinstance(ts, str) or abs(ts) >= _EXACT_US for ts in times)
 
 
 def _rescued(piece: bytes, offset: int, notes: _Notes, event_type: Any) -> list[Any]:
@@ -432,7 +433,7 @@ class _Columns:
         )
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
-        info = {}
+        info: dict[str, Any] = {}
         for source in ("meshwise", "distributedInfo"):
             info |= found if isinstance(found := metadata.get(source), dict) else {}
         groups = _groups(info)
@@ -506,6 +507,9 @@ def _groups(info: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         ranks = group.get("ranks") if isinstance(group, dict) else None
         if isinstance(ranks, list) and ranks:
             groups[str(group.get("pg_name"))] = tuple(int(rank) for rank in ranks)
+    captured = info.get("groups")
+    if isinstance(captured, dict):
+        groups |= {name: tuple(ranks) for name, ranks in captured.items()}
     return groups
 
 

@@ -1,0 +1,42 @@
+"""Hand-made Kineto traces with known answers, for the trace tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+BASE_NS = 1_790_857_026_000_000_000
+
+
+def kernel(name: str, start_us: float, dur_us: float, stream: int = 7, **args: Any) -> dict[str, Any]:
+    """A GPU kernel, memcpy or memset on a stream."""
+    category = {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}.get(name[:6], "kernel")
+    event = {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": stream, "ts": start_us, "dur": dur_us}
+    return event | {"args": {"device": 0, "stream": stream, **args}}
+
+
+def all_reduce(
+    start_us: float, dur_us: float, elements: int, ranks: list[int], **args: Any
+) -> dict[str, Any]:
+    """An NCCL all-reduce kernel with the metadata that PyTorch attaches."""
+    about = {"Collective name": "allreduce", "In msg nelems": elements, "Out msg nelems": elements}
+    about |= {"dtype": "BFloat16", "Group size": len(ranks), "Process Group Ranks": str(ranks)}
+    return kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)", start_us, dur_us, 20, **about, **args)
+
+
+def host(
+    category: str, name: str, start_us: float, dur_us: float, tid: int = 1, **args: Any
+) -> dict[str, Any]:
+    """An event of a CPU thread."""
+    event = {"ph": "X", "cat": category, "name": name, "pid": 100, "tid": tid, "ts": start_us, "dur": dur_us}
+    return event | {"args": args}
+
+
+def write_trace(path: Path, events: list[dict[str, Any]], rank: int | None = None, **about: Any) -> Path:
+    """A trace file in the layout that Kineto writes."""
+    head: dict[str, Any] = {"schemaVersion": 1, "baseTimeNanoseconds": BASE_NS, **about}
+    if rank is not None:
+        head["distributedInfo"] = {"backend": "nccl", "rank": rank, "world_size": 8}
+    path.write_text(json.dumps(head | {"traceEvents": events, "traceName": path.name}, indent=2))
+    return path

@@ -1,0 +1,92 @@
+"""One timeline of all ranks: it nests, it keeps one clock, it is written whole or not at all."""
+
+import gzip
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kineto import all_reduce, host, kernel, write_trace
+from meshwise.errors import DataError
+from meshwise.trace.merge import write_merged
+from meshwise.trace.summary import summarize_paths
+
+DATA = Path(__file__).parent / "data" / "traces"
+
+
+def _merged(paths, output):
+    found = summarize_paths(paths)
+    num_cut = write_merged(found.traces, found.alignment, found.collectives, output)
+    content = output.read_bytes()
+    document = json.loads(gzip.decompress(content) if output.suffix == ".gz" else content)
+    return document["traceEvents"], num_cut
+
+
+def check_nests(events):
+    """Slices of a lane are disjoint or one inside the other, to the nanosecond."""
+    lanes = defaultdict(list)
+    for e in events:
+        if e["ph"] == "X":
+            start = round(e["ts"] * 1000)
+            lanes[e["pid"], e["tid"]].append((start, -(start + round(e["dur"] * 1000))))
+    for slices in lanes.values():
+        ends = []
+        for start, end in sorted(slices):
+            while ends and ends[-1] <= start:
+                ends.pop()
+            assert not ends or -end <= ends[-1]
+            ends.append(-end)
+
+
+@pytest.mark.parametrize("folder", ["gloo4", "hta/sampled"])
+@pytest.mark.parametrize("name", ["all.json", "all.json.gz"])
+def test_real_ranks(tmp_path, folder, name):
+    events, _ = _merged([DATA / folder], tmp_path / name)
+    check_nests(events)
+    ranks = {e["pid"] for e in events}
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {rank: f"rank {rank}" for rank in ranks}
+    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    assert {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"} == named
+    assert min(e["ts"] for e in events if e["ph"] == "X") == 0
+
+
+def test_ranks_share_one_clock(tmp_path):
+    """Rank 1's clock is 3 ms ahead; in the timeline both leave the all-reduce together."""
+    for rank, offset in ((0, 0.0), (1, 3000.0)):
+        events = [
+            host("cuda_runtime", "cudaLaunchKernel", offset + 1, 4, correlation=9),
+            kernel("gemm", offset + 10, 20 + 30 * rank, correlation=9),
+            all_reduce(offset + 30 + 30 * rank, 40 - 30 * rank, 64, [0, 1]),
+        ]
+        write_trace(tmp_path / f"rank-{rank}.json", events, rank)
+    events, num_cut = _merged([tmp_path / "rank-0.json", tmp_path / "rank-1.json"], tmp_path / "all.json")
+    ends = [e["ts"] + e["dur"] for e in events if e["ph"] == "X" and e["name"].startswith("nccl")]
+    assert ends == [69.0, 69.0] and num_cut == 0
+    waits = [(e["pid"], e["ts"], e["dur"]) for e in events if e["name"] == "wait for rank 1"]
+    assert waits == [(0, 29.0, 30.0)]
+    arrows = [(e["ph"], e["pid"], e["ts"]) for e in events if e["ph"] in "sf"]
+    assert arrows == [("s", 0, 0.0), ("f", 0, 9.0), ("s", 1, 0.0), ("f", 1, 9.0)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 30), st.integers(1, 2)), min_size=1, max_size=15)
+)
+def test_any_slices_are_made_to_nest(tmp_path_factory, slices):
+    folder = tmp_path_factory.mktemp("t")
+    events = [kernel(f"k{i}", start, dur, stream) for i, (start, dur, stream) in enumerate(slices)]
+    write_trace(folder / "rank-0.json", events, 0)
+    merged, _ = _merged([folder], folder / "out")
+    check_nests(merged)
+    starts = sorted(e["ts"] for e in merged if e["ph"] == "X")
+    assert starts == sorted(float(s - min(x[0] for x in slices)) for s, _, _ in slices)
+
+
+def test_nothing_is_left_half_written(tmp_path):
+    found = summarize_paths([DATA / "gloo4"])
+    with pytest.raises(DataError, match="cannot write"):
+        write_merged(found.traces, found.alignment, found.collectives, tmp_path / "nowhere" / "all.json")
+    assert list(tmp_path.iterdir()) == []
