@@ -8,16 +8,15 @@ actions of a DualPipe pair have the same extent and show as one inside the other
 
 from __future__ import annotations
 
-import os
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from meshwise.errors import MeshwiseError
 from meshwise.estimate.simulate import KINDS, Timeline
+from meshwise.files import write_bytes
 
 _CATEGORIES = dict(zip(KINDS, ("forward", "backward", "backward_input", "backward_weight"), strict=True))
 
@@ -27,9 +26,9 @@ def chrome_events(timeline: Timeline) -> list[dict[str, Any]]:
     names: list[dict[str, Any]] = []
     for rank in range(timeline.num_ranks):
         names += [
-            _named("process_name", rank, {"name": f"rank {rank}"}),
-            _named("process_sort_index", rank, {"sort_index": rank}),
-            _named("thread_name", rank, {"name": f"pipeline {timeline.schedule}"}),
+            metadata("process_name", rank, {"name": f"rank {rank}"}),
+            metadata("process_sort_index", rank, {"sort_index": rank}),
+            metadata("thread_name", rank, {"name": f"pipeline {timeline.schedule}"}),
         ]
     starts_ns, ends_ns, frees_ns = (
         np.rint(1e9 * t).astype(np.int64).tolist()
@@ -42,39 +41,31 @@ def chrome_events(timeline: Timeline) -> list[dict[str, Any]]:
     ):
         args = {"microbatch": microbatch, "stage": stage, "chunk": chunk}
         name = KINDS[kind]
-        actions.append(_complete(f"{name}{microbatch}", _CATEGORIES[name], rank, start, end, args))
+        actions.append(complete(f"{name}{microbatch}", _CATEGORIES[name], rank, start, end, args))
         if free > end:
-            actions.append(_complete("send", "p2p", rank, end, free, args))
+            actions.append(complete("send", "p2p", rank, end, free, args))
     return names + actions
 
 
 def write_chrome_trace(timeline: Timeline, path: str | Path) -> None:
-    """Write the trace to `path`, whole or not at all. Raises MeshwiseError if it cannot be written."""
-    document = {"traceEvents": chrome_events(timeline), "displayTimeUnit": "ms"}
-    target = Path(path)
-    try:
-        handle, partial = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(msgspec.json.encode(document))
-            Path(partial).chmod(0o644)
-            Path(partial).replace(target)
-        except BaseException:
-            Path(partial).unlink()
-            raise
-    except OSError as cause:
-        raise MeshwiseError(
-            f"cannot write the trace {target}: {cause.strerror}; choose another path"
-        ) from cause
+    """Write the trace to `path`, whole or not at all. Raises DataError if it cannot be written."""
+    write_events(chrome_events(timeline), path)
 
 
-def _named(name: str, rank: int, args: dict[str, Any]) -> dict[str, Any]:
+def write_events(events: Sequence[dict[str, Any]], path: str | Path) -> None:
+    """Write events as one trace file, whole or not at all. Raises DataError if it cannot be written."""
+    write_bytes(Path(path), msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def metadata(name: str, rank: int, args: dict[str, Any]) -> dict[str, Any]:
+    """A metadata event about the process of `rank`."""
     return {"ph": "M", "name": name, "pid": rank, "tid": 0, "args": args}
 
 
-def _complete(
+def complete(
     name: str, category: str, rank: int, start_ns: int, end_ns: int, args: dict[str, Any]
 ) -> dict[str, Any]:
+    """A complete event on the track of `rank`; times in whole nanoseconds, written as microseconds."""
     return {
         "ph": "X",
         "name": name,

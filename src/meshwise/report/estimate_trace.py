@@ -1,0 +1,69 @@
+"""The step of a plan as a timeline that ui.perfetto.dev opens: one process per pipeline rank.
+
+The pipeline is played (`estimate.pipeline`), microbatch by microbatch. What happens once a step follows on
+every rank, as long as the slowest needs: the data-parallel exchange that nothing hides, the optimizer, and
+the wait for stragglers. Ranks of one stage that differ only along tp, cp or dp do the same at the same
+time, so one of them stands for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwise.errors import PlanError
+from meshwise.estimate.pipeline import play
+from meshwise.estimate.simulate import Timeline
+from meshwise.estimate.single import Estimate
+from meshwise.estimate.stage import Stage, plan_chunks
+from meshwise.report.chrome_trace import chrome_events, complete, metadata, write_events
+
+
+def write_timeline(estimate: object, path: str | Path) -> None:
+    """Write the timeline of an `Estimate` to `path`, whole or not at all.
+
+    Raises PlanError for the tables of a published convention and for a step without a backward, DataError
+    for a place that cannot be written.
+    """
+    if not isinstance(estimate, Estimate):
+        raise PlanError("this convention has tables only, no timeline; use convention default or ideal")
+    write_events(timeline_events(estimate), path)
+
+
+def timeline_events(estimate: Estimate) -> list[dict[str, Any]]:
+    """The events of all pipeline ranks in the Trace Event format."""
+    if not estimate.trains:
+        raise PlanError(f"a timeline shows a training step, not {estimate.workload.kind}; use kind train")
+    timeline = play(estimate.model, estimate.degrees, estimate.step.blocks, hop_s=float(estimate.step.hop_s))
+    return [
+        *chrome_events(timeline),
+        *_labels(timeline, plan_chunks(estimate.model, estimate.degrees)),
+        *_once_a_step(estimate, timeline),
+    ]
+
+
+def _labels(timeline: Timeline, chunks: list[Stage]) -> Iterator[dict[str, Any]]:
+    """What each rank holds, shown beside its name."""
+    for rank in range(timeline.num_ranks):
+        held = [chunks[stage] for stage in np.unique(timeline.stage[timeline.rank == rank])]
+        layers = f"{int(sum(chunk.layers for chunk in held))} layers"
+        ends = ["embedding"] * any(chunk.embeddings for chunk in held), ["head"] * any(c.heads for c in held)
+        yield metadata("process_labels", rank, {"labels": " + ".join([*ends[0], layers, *ends[1]])})
+
+
+def _once_a_step(estimate: Estimate, timeline: Timeline) -> Iterator[dict[str, Any]]:
+    step = estimate.step
+    parts = {
+        "data-parallel exchange": ("comm_dp", step.comm_dp_s),
+        estimate.plan.optimizer: ("optimizer", step.optimizer_s),
+        "stragglers": ("stragglers", step.straggler_s),
+    }
+    ends_s = np.cumsum([timeline.makespan_s, *(float(seconds) for _, seconds in parts.values())])
+    ends_ns = np.rint(1e9 * ends_s).astype(np.int64).tolist()
+    for rank in range(timeline.num_ranks):
+        for (name, (category, _)), start, end in zip(parts.items(), ends_ns, ends_ns[1:], strict=False):
+            if end > start:
+                yield complete(name, category, rank, start, end, {})
