@@ -1,17 +1,25 @@
 """What real steps pay beyond their kernels: power, the host, unfused kernels, neighbours, stragglers.
 
-Kernels are measured alone and briefly; a training step runs for weeks. Five things come on top, each with
+Kernels are measured alone and briefly; a training step runs for weeks. Seven things come on top, each with
 one constant per generation of chip or of software, in `catalog/overheads.toml`, which `meshwise fit`
 redoes from published runs:
 
 - *Power.* A busy matrix unit reaches the power limit and the clock falls: a chip of W watts sustains
   W / `joule_per_flop` FLOP/s, whatever its peak. Short or thin kernels stay below that anyway.
 - *Host.* Every op costs the CPU `host_s` before the GPU gets it, so a phase of n ops never takes less than
-  n x `host_s`: small models run at the speed of Python.
+  n x `host_s`: small models run at the speed of Python. Routing tokens to experts is many small ops more:
+  `moe_host_s` a block and phase.
 - *Fusion.* Older software moves each tensor more often: element-wise kernels take `kernel_passes` times
-  their bytes.
+  their bytes. Adding a microbatch's gradients to the sum moves `accumulate_bytes` per parameter, beyond
+  the gradient that the matmul writes anyway. Unfused attention with heads that are no multiple of 8 wide
+  misses the aligned kernels: its matmuls take `misaligned_slowdown` times as long.
 - *Interference.* Communication that hides behind compute takes cores and memory bandwidth from it:
   `interference_frac` of its time is not won.
+- *Network.* Training reaches `network_frac` of what the links between nodes give a benchmark, by the kind
+  of network.
+- *Memory.* The process takes `context_bytes` before it holds a tensor (CUDA context, NCCL's buffers,
+  library workspaces); the allocator keeps `fragment_frac` more than the tensors fill; the loss holds
+  `loss_bytes` per logit, fewer where it is fused.
 - *Stragglers.* All wait for the slowest: `straggler_frac` of the step for each doubling of the ranks.
 
 Software is named by the year in which it was usual: `SOFTWARE`.
@@ -29,8 +37,12 @@ from typing import Any
 from meshwise.errors import PlanError
 from meshwise.hardware import Chip
 
-SOFTWARE = ("2020", "2023", "2024")
-"""Generations of training software, oldest first; the last is the default."""
+SOFTWARE = ("2020", "2023", "2024-torch", "2024")
+"""Generations of training software, oldest first; the last is the default.
+
+2020: Megatron-LM and DeepSpeed with unfused attention. 2023: eager PyTorch with the first fused attention.
+2024: Transformer Engine and cuDNN; 2024-torch: compiled PyTorch and its own fused attention.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +55,21 @@ class Overheads:
 
     joule_per_flop: Mapping[str, float] = field(default_factory=dict)
     host_s: float = 0.0
+    moe_host_s: float = 0.0
     kernel_passes: float = 1.0
+    accumulate_bytes: float = 0.0
+    misaligned_slowdown: float = 1.0
     attention_slowdown: float = 1.0
     interference_frac: float = 0.0
     straggler_frac: float = 0.0
+    network_frac: Mapping[str, float] = field(default_factory=dict)
+    context_bytes: float = 0.0
+    fragment_frac: float = 0.0
+    loss_bytes: float = 8.0
+
+    def reached_frac(self, link: str) -> float:
+        """Share of a link's bandwidth that training reaches, by the name of its level."""
+        return next((frac for kind, frac in self.network_frac.items() if link.startswith(kind)), 1.0)
 
     def sustained_flop_per_s(self, dtype: str, power_watts: float) -> float:
         """What the power limit leaves of the matrix units' rate; infinite where nothing is known."""
@@ -76,4 +99,7 @@ def find_overheads(chip: Chip, software: str = SOFTWARE[-1], *, among: Tables | 
     if software not in found["software"]:
         raise PlanError(f"software {software!r} is unknown; choose one of {', '.join(found['software'])}")
     power = found["power"].get(chip.generation, {})
-    return Overheads(joule_per_flop=power, **found["software"][software], **found["common"])
+    network = found["network"]
+    return Overheads(
+        joule_per_flop=power, network_frac=network, **found["software"][software], **found["common"]
+    )

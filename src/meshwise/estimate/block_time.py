@@ -15,6 +15,7 @@ import numpy as np
 from meshwise.estimate.timing import OpTime
 from meshwise.layout.context import CORE
 from meshwise.layout.op import Op
+from meshwise.overheads import NONE, Overheads
 from meshwise.units import Num
 
 
@@ -61,7 +62,10 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockTime:
-    """One microbatch of one block: seconds by phase, bytes kept, weights, and FLOP, on one rank."""
+    """One microbatch of one block: seconds by phase, bytes kept, weights, and FLOP, on one rank.
+
+    `widest_bytes` is the largest gradient of an activation that the backward holds.
+    """
 
     forward: Parts
     backward: Parts
@@ -71,6 +75,7 @@ class BlockTime:
     core_bytes: Num
     num_params: Num
     num_expert_params: Num
+    widest_bytes: Num
     forward_flop: Num
 
 
@@ -95,11 +100,17 @@ def exposed_s(op: Op, time: OpTime, ops: Sequence[Op], times: Sequence[OpTime]) 
 
 
 def block_time(
-    ops: Sequence[Op], times: Sequence[OpTime], *, hide: Iterable[str] = (), host_s: float = 0.0
+    ops: Sequence[Op],
+    times: Sequence[OpTime],
+    *,
+    hide: Iterable[str] = (),
+    overheads: Overheads = NONE,
+    memory_bytes_per_s: Num = np.inf,
 ) -> BlockTime:
     """Add up the ops of one block; the axes named in `hide` (tp, ep) overlap with the phase's compute.
 
-    `host_s` is what each op costs the CPU: a phase never takes less than its ops do there.
+    A phase never takes less than the CPU needs to launch its ops; adding the gradients to those of the
+    microbatches before is memory traffic of the weight phase.
     """
     sums: dict[str, dict[str, Num]] = {phase: {} for phase in ("forward", "backward", "weight", "core")}
     for op, time in zip(ops, times, strict=True):
@@ -112,26 +123,40 @@ def block_time(
             phases[phase] = _hidden(phases[phase], f"comm_{axis}")
     weight_s = phases["weight"].total_s
     for phase, beside_s in (("forward", 0.0), ("backward", weight_s)):
-        floor_s = host_s * _num_launches(ops, phase)
+        floor_s = _host_s(ops, phase, overheads)
         waiting_s = np.maximum(floor_s - phases[phase].total_s - beside_s, 0.0)
         phases[phase] = replace(phases[phase], host=waiting_s)
     forward = [op for op in ops if op.phase == "forward"]
     matrix = [op for op in forward if op.kind in ("matmul", "attention")]
+    num_params = sum(op.num_params for op in forward)
+    adding_s = overheads.accumulate_bytes * num_params / memory_bytes_per_s
+    phases["weight"] = phases["weight"] + Parts(memory=adding_s)
     return BlockTime(
         **phases,
         saved_bytes=sum(op.saved_bytes for op in forward),
         core_bytes=sum(op.recomputed_bytes for op in forward),
         num_params=sum(op.num_params for op in forward if not _is_expert(op)),
         num_expert_params=sum(op.num_params for op in forward if _is_expert(op)),
+        widest_bytes=_widest_bytes(ops),
         forward_flop=sum(op.cost.flop for op in matrix),
     )
 
 
-def _num_launches(ops: Sequence[Op], phase: str) -> Num:
-    """Ops that the host launches in a phase; a collective of one rank is none."""
+def _widest_bytes(ops: Sequence[Op]) -> Num:
+    widest: Num = 0.0
+    for op in ops:
+        if op.phase == "backward" and op.kind in ("matmul", "kernel") and not op.is_weight_grad:
+            widest = np.maximum(widest, op.cost.write_bytes)
+    return widest
+
+
+def _host_s(ops: Sequence[Op], phase: str, overheads: Overheads) -> Num:
+    """Time the CPU needs to launch the ops of a phase; a collective of one rank is not launched."""
     alike = [op for op in ops if op.phase == phase]
     groups = [op.group_size for op in alike if op.kind == "collective"]
-    return len(alike) - len(groups) + sum(np.where(np.asarray(group) > 1, 1.0, 0.0) for group in groups)
+    launches = len(alike) - len(groups) + sum(np.where(np.asarray(group) > 1, 1.0, 0.0) for group in groups)
+    routing_s = overheads.moe_host_s if any(map(_is_expert, alike)) else 0.0
+    return overheads.host_s * launches + routing_s
 
 
 def _spend(sums: dict[str, Num], op: Op, time: OpTime, ops: Sequence[Op], times: Sequence[OpTime]) -> None:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from meshwise.cost.schedule import valid as valid_schedule
 from meshwise.estimate.degrees import Degrees
-from meshwise.estimate.memory import OVERHEAD_BYTES
 from meshwise.estimate.stage import grid_stages
 from meshwise.estimate.step import StepCost, step_cost
 from meshwise.estimate.timing import Machine
@@ -82,7 +81,7 @@ class Grid:
     def price(self, model: Model, machine: Machine) -> StepCost:
         """The cost of every cell; cells that are no plans hold numbers without meaning."""
         stages = grid_stages(model, self.degrees)
-        return step_cost(model, self.degrees, machine, stages, overhead_bytes=OVERHEAD_BYTES)
+        return step_cost(model, self.degrees, machine, stages)
 
 
 def plan_grid(model: Model, world: int, batch: int, seq: int, choices: Choices, base: Plan) -> Grid:

@@ -22,6 +22,7 @@ from meshwise.estimate.block_time import BlockTime
 from meshwise.estimate.degrees import Degrees, shard_ranks
 from meshwise.estimate.stage import Blocks, Stage, recomputed
 from meshwise.model import Model
+from meshwise.overheads import Overheads
 from meshwise.units import DTYPE_BYTES, Num
 
 OPTIMIZER_BYTES = {
@@ -35,8 +36,8 @@ OPTIMIZER_BYTES = {
 }
 """Bytes per parameter that each optimizer keeps beside weight and gradient."""
 
-OVERHEAD_BYTES = 1.5 * 2**30
-"""What a process takes on the chip before it holds a tensor: CUDA context, NCCL buffers, cuBLAS workspace."""
+EXPONENTIAL_BYTES = 4.0
+"""What `layout.vocabulary` keeps per logit; memory counts `Overheads.loss_bytes` in its place."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,28 +115,36 @@ def _kept_bytes(part: BlockTime, one_input: Num, selective: Num, full: Num) -> N
     return (1 - full) * (part.saved_bytes - selective * part.core_bytes) + full * one_input
 
 
-def turn_bytes(model: Model, stage: Stage, blocks: Blocks, on: Degrees) -> Num:
-    """Activations that live only while one microbatch turns round on a stage, whatever is in flight.
+def turn_bytes(model: Model, stage: Stage, blocks: Blocks, on: Degrees, loss_bytes: float) -> Num:
+    """Bytes that live only while one microbatch turns round on a stage: the larger of two moments.
 
-    That is the larger of what the head keeps (inputs, fp32 logits) and of what one recomputed block
-    keeps beyond what was kept for it.
+    At the head: its kept inputs, the logits and what the loss makes of them (`loss_bytes` per logit), and
+    its weight gradient. In a block: what recomputation brings back, the widest gradient of an activation,
+    and the gradients of its weights and of the head's, before they are added to the sum (experts add
+    theirs one by one).
     """
+    cut, elem_bytes = on.cut(), on.cut().precision.act_bytes
     selective, full = recomputed(on)
     one_input = block_input_bytes(model, on)
-    largest = stage.heads * blocks.head.saved_bytes
+    logits = cut.tokens * model.vocab / cut.tp
+    head_grads = stage.heads * elem_bytes * model.hidden * model.vocab / cut.tp
+    kept_inputs = np.maximum(blocks.head.saved_bytes - EXPONENTIAL_BYTES * logits, 0.0)
+    largest = stage.heads * (kept_inputs + loss_bytes * logits) + head_grads
     for count, part in ((stage.dense_layers, blocks.dense), (stage.moe_layers, blocks.moe)):
-        if part is not None:
-            redone = part.saved_bytes - _kept_bytes(part, one_input, selective, full)
-            largest = np.maximum(largest, np.where(np.asarray(count) > 0, redone, 0.0))
+        if part is None:
+            continue
+        redone = part.saved_bytes - _kept_bytes(part, one_input, selective, full)
+        in_block = redone + part.widest_bytes + elem_bytes * part.num_params + head_grads
+        largest = np.maximum(largest, np.where(np.asarray(count) > 0, in_block, 0.0))
     return largest
 
 
-def buffer_bytes(model: Model, stage: Stage, blocks: Blocks, on: Degrees) -> Num:
+def buffer_bytes(model: Model, stage: Stage, blocks: Blocks, on: Degrees, loss_bytes: float) -> Num:
     """Workspace: gathered activations, pipeline messages, gathered weights, and what one turn needs.
 
     Two gathered tensors of [tokens, hidden] (forward input, backward gradient) live at once under
     sequence parallelism; a pipeline holds two messages of each direction; ZeRO-3 two gathered blocks
-    (the one computing and the one prefetched); the loss one bf16 copy of the logits and its gradient.
+    (the one computing and the one prefetched).
     """
     cut = on.cut()
     gathered = (
@@ -147,20 +156,22 @@ def buffer_bytes(model: Model, stage: Stage, blocks: Blocks, on: Degrees) -> Num
     prefetched = (
         2.0 * weight_bytes(on) * (block_params + block_experts) * np.where(np.asarray(on.zero) >= 3, 1.0, 0.0)
     )
-    logits = stage.heads * 2.0 * cut.precision.act_bytes * cut.tokens * model.vocab / cut.tp
-    return gathered + messages + prefetched + logits + turn_bytes(model, stage, blocks, on)
+    return gathered + messages + prefetched + turn_bytes(model, stage, blocks, on, loss_bytes)
 
 
 def stage_memory(
-    model: Model, stage: Stage, blocks: Blocks, on: Degrees, *, overhead_bytes: Num, trains: bool = True
+    model: Model, stage: Stage, blocks: Blocks, on: Degrees, *, overheads: Overheads, trains: bool = True
 ) -> Memory:
-    """Memory of one rank of `stage` at its peak."""
+    """Memory of one rank of `stage` at its peak; beyond its tensors, what `overheads` says."""
     weights, gradients, optimizer = state_bytes(stage, blocks, on, trains=trains)
+    activations = activation_bytes(model, stage, blocks, on) if trains else block_input_bytes(model, on)
+    buffers = buffer_bytes(model, stage, blocks, on, overheads.loss_bytes)
+    tensors = weights + gradients + optimizer + activations + buffers
     return Memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=activation_bytes(model, stage, blocks, on) if trains else block_input_bytes(model, on),
-        buffers=buffer_bytes(model, stage, blocks, on),
-        overhead=overhead_bytes,
+        activations=activations,
+        buffers=buffers,
+        overhead=overheads.context_bytes + overheads.fragment_frac * tensors,
     )

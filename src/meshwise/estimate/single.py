@@ -20,7 +20,7 @@ from meshwise.cost.schedule import check as check_schedule
 from meshwise.errors import PlanError
 from meshwise.estimate.block_time import exposed_s
 from meshwise.estimate.degrees import Degrees, degrees
-from meshwise.estimate.memory import OVERHEAD_BYTES, Memory
+from meshwise.estimate.memory import Memory
 from meshwise.estimate.pipeline import play
 from meshwise.estimate.stage import plan_stages
 from meshwise.estimate.step import StageCost, StepCost, step_cost
@@ -210,6 +210,9 @@ def estimate(
     check_plan(model, plan)
     on = degrees(plan, workload, cluster.num_chips)
     if plan.recompute_layers is not None:
+        covered = plan.recompute_layers * plan.pp / model.num_layers
+        on = replace(on, recompute_frac=min(covered, 1.0))
+    if plan.recompute_layers is not None:
         on = replace(on, recompute_frac=min(1.0, plan.recompute_layers * plan.pp / model.num_layers))
     check_schedule(plan.schedule, plan.pp, int(on.num_microbatches), plan.vpp)
     stages = plan_stages(model, on)
@@ -219,7 +222,6 @@ def estimate(
         on,
         runs_on,
         stages,
-        overhead_bytes=0.0 if ideal else OVERHEAD_BYTES,
         trains=workload.kind == "train",
     )
     if plan.stages is not None and on.pp > 1 and workload.kind == "train":
@@ -329,7 +331,12 @@ def _stage_rows(of: Estimate, cost: StageCost, rank: float) -> Iterator[dict[str
             ops = [op for op in ops if op.phase == "forward"]
         redone = policy if name.endswith("layer") else "none"
         for row in op_rows(ops, of.machine, prefix=name, recompute=redone):
-            yield row | {"rank": rank, "count": row["count"] * count * rounds, "origin": "estimate"}
+            share = float(on.recompute_frac) if row["phase"] == "recompute" and redone == "full" else 1.0
+            yield row | {
+                "rank": rank,
+                "count": row["count"] * count * rounds * share,
+                "origin": "estimate",
+            }
     yield from _step_rows(of, cost, rank)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -82,24 +82,22 @@ def price_blocks(model: Model, on: Degrees, machine: Machine) -> Blocks:
         parts["moe"] = block(model, cut, moe=True)
     times = iter(op_times([op for ops in parts.values() for op in ops], machine))
     hide = [axis for axis in ("tp", "ep") if getattr(on.plan, f"overlap_{axis}")]
-    host_s = machine.overheads.host_s
+    stream = machine.base.memory_bytes_per_s * machine.efficiency.memory.memory_frac
+    common: dict[str, Any] = {"overheads": machine.overheads, "memory_bytes_per_s": stream}
     timed = {
-        name: block_time(ops, list(islice(times, len(ops))), hide=hide, host_s=host_s)
+        name: block_time(ops, list(islice(times, len(ops))), hide=hide, **common)
         for name, ops in parts.items()
     }
     return Blocks(timed["dense"], timed.get("moe"), timed["embed"], timed["head"])
 
 
 def step_cost(
-    model: Model, on: Degrees, machine: Machine, stages: Sequence[Stage], *, overhead_bytes: Num = 0.0,
+    model: Model, on: Degrees, machine: Machine, stages: Sequence[Stage], *,
     trains: bool = True,
 ) -> StepCost:  # fmt: skip
     """The cost of one step of the plans `on`; `trains` False prices the forward alone."""
     blocks = price_blocks(model, on, machine)
-    costs = tuple(
-        _stage_cost(model, stage, blocks, on, machine, overhead_bytes=overhead_bytes, trains=trains)
-        for stage in stages
-    )
+    costs = tuple(_stage_cost(model, stage, blocks, on, machine, trains=trains) for stage in stages)
     exists = [np.where(np.asarray(cost.stage.ranks) > 0, 1.0, 0.0) for cost in costs]
     times = [cost.time if trains else _forward_only(cost.time) for cost in costs]
     slowest = _largest([time.total.total_s for time in times], exists)
@@ -141,14 +139,14 @@ def _forward_only(time: StageTime) -> StageTime:
 
 
 def _stage_cost(
-    model: Model, stage: Stage, blocks: Blocks, on: Degrees, machine: Machine, *, overhead_bytes: Num,
+    model: Model, stage: Stage, blocks: Blocks, on: Degrees, machine: Machine, *,
     trains: bool,
 ) -> StageCost:  # fmt: skip
     time = stage_time(stage, blocks, on)
     return StageCost(
         stage=stage,
         time=time,
-        memory=stage_memory(model, stage, blocks, on, overhead_bytes=overhead_bytes, trains=trains),
+        memory=stage_memory(model, stage, blocks, on, overheads=machine.overheads, trains=trains),
         comm_dp_s=data_parallel_s(stage, time, blocks, on, machine),
         optimizer_s=optimizer_s(stage, blocks, on, machine),
     )

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from meshwise.cost.gemm import gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s
 from meshwise.efficiency import IDEAL, Efficiency, constants
 from meshwise.hardware import Chip, Cluster, Level, Rates, rates
+from meshwise.layout.context import CORE
 from meshwise.layout.op import Op
 from meshwise.overheads import NONE, Overheads, find_overheads
 from meshwise.units import Num
@@ -84,12 +86,17 @@ def machine(
     beside its kernels (None: the chip's, under today's software).
     """
     dtypes = {dtype, "bf16" if dtype in ("fp8", "fp4") else dtype}
+    pays = NONE if ideal else overheads or find_overheads(cluster.chip)
+    reached = [
+        level.bytes_per_s * pays.reached_frac(level.name) if i else level.bytes_per_s
+        for i, level in enumerate(cluster.levels)
+    ]
     return Machine(
-        base=rates(cluster, dtype),
+        base=replace(rates(cluster, dtype), link_bytes_per_s=tuple(reached)),
         by_dtype={name: rates(cluster, name) for name in dtypes},
         efficiency=IDEAL if ideal else _constants(cluster.chip, cluster.levels),
         num_cores=float(max(cluster.chip.num_cores, 1)),
-        overheads=NONE if ideal else overheads or find_overheads(cluster.chip),
+        overheads=pays,
         power_watts=cluster.chip.power_watts,
     )
 
@@ -117,16 +124,28 @@ def _group(op: Op) -> tuple[str, ...]:
         return "collective", op.collective
     if op.kind == "attention":
         return "attention", op.dtype, op.phase, "causal" if op.causal else "full"
-    return (op.kind, op.dtype) if op.kind == "matmul" else (op.kind,)
+    if op.kind == "matmul":
+        return "matmul", op.dtype, "scores" if op.name in CORE else "weights"
+    return (op.kind,)
 
 
 def _each(ops: Sequence[Op], numbers: Sequence[tuple[Num, ...]], timer: Callable) -> list[OpTime]:
-    """Apply `timer` to each op's numbers: all at once where they are scalars."""
+    """Apply `timer` to each op's numbers: all at once where they are scalars, alike ops once in a grid."""
     if any(isinstance(x, np.ndarray) and x.ndim for row in numbers for x in row):
-        return [timer(*row) for row in numbers]
+        timed: dict[bytes, OpTime] = {}
+        keys = [_key(row) for row in numbers]
+        for key, row in zip(keys, numbers, strict=True):
+            if key not in timed:
+                timed[key] = timer(*row)
+        return [timed[key] for key in keys]
     stacked = timer(*np.array(numbers, dtype=np.float64).T)
     columns = [np.broadcast_to(column, len(ops)).tolist() for column in _fields(stacked)]
     return [OpTime(*row) for row in zip(*columns, strict=True)]
+
+
+def _key(row: tuple[Num, ...]) -> bytes:
+    """The same bytes for the same numbers: arrays by shape and contents."""
+    return b";".join(str(np.shape(x)).encode() + np.asarray(x, dtype=np.float64).tobytes() for x in row)
 
 
 def _fields(time: OpTime) -> tuple[Num, Num, Num, Num]:
@@ -135,6 +154,7 @@ def _fields(time: OpTime) -> tuple[Num, Num, Num, Num]:
 
 def _matmuls(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpTime]:
     chip, constant = on.by_dtype.get(rest[0], on.base), on.efficiency.gemm(rest[0])
+    slowdown = on.overheads.misaligned_slowdown
 
     def timer(batch: Num, m: Num, n: Num, k: Num, flop: Num, read: Num, write: Num) -> OpTime:
         busy_s = gemm_s(
@@ -148,11 +168,18 @@ def _matmuls(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpTime
             efficiency=constant,
         )  # fmt: skip
         busy_s = np.maximum(busy_s, on.sustained_s(flop, rest[0]))
+        if rest[1] == "scores":
+            busy_s = busy_s * np.where(_aligned(m) & _aligned(n) & _aligned(k), 1.0, slowdown)
         return OpTime(flop / chip.matrix_flop_per_s, (read + write) / chip.memory_bytes_per_s, busy_s)
 
     return _each(
         ops, [(*op.shape, op.cost.flop, op.cost.read_bytes, op.cost.write_bytes) for op in ops], timer
     )
+
+
+def _aligned(size: Num) -> Any:
+    """Whether rows of `size` 16-bit elements start at multiples of 16 bytes, which the fast kernels need."""
+    return np.mod(size, 8.0) == 0.0
 
 
 def _attentions(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpTime]:

@@ -21,13 +21,16 @@ from functools import cache
 from meshwise.errors import ClusterError, PlanError
 from meshwise.hardware import Chip, Cluster, Level, find_chip
 from meshwise.model import Model, MoE, checked_model, models, num_params
-from meshwise.overheads import SOFTWARE
 from meshwise.plan import RECOMPUTE, Plan
 from meshwise.validate.rows import Run
 from meshwise.workload import Workload, workload
 
-NETWORK_LATENCY_S = {"roce": 5.6e-6, "slingshot": 5.8e-6}
-"""Hop latency of networks that a row names, other than InfiniBand's; sources in catalog/chips.toml."""
+NETWORK_LATENCY_S = {"roce": 5.6e-6, "slingshot": 5.8e-6, "omnipath": 4e-6, "infiniband": 4e-6}
+"""Hop latency of the networks that a row may name; sources in catalog/chips.toml."""
+
+
+PREDECESSORS = {"a100-80g-sxm": ("a100-40g-sxm", 2021)}
+"""What a chip's name meant before the year from which it was delivered (NVIDIA, 16 November 2020)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Expressed:
     software: str
 
 
+@cache
 def express(run: Run) -> Expressed:
     """`run` in meshwise's words; a MeshwiseError is the reason why it cannot be said."""
     if run.tp * run.pp * run.dp * (run.cp or 1) != run.gpus:
@@ -53,20 +57,46 @@ def express(run: Run) -> Expressed:
         cluster=cluster_of(run),
         plans=plans_of(run, model),
         workload=workload(run.global_batch, run.seq, run.micro_batch),
-        software=software_of(run.year),
+        software=software_of(run),
     )
 
 
-def software_of(year: int) -> str:
-    """The generation of software that was usual in `year`."""
-    return max((name for name in SOFTWARE if int(name) <= max(year, int(SOFTWARE[0]))), key=int)
+def software_of(run: Run) -> str:
+    """The generation of software (`meshwise.overheads`) that was usual in the row's year."""
+    if run.year < MODERN:
+        return "2020"
+    if run.year < 2024:
+        return "2023"
+    return "2024-torch" if re.search(r"compile|fsdp2", run.notes.lower()) else "2024"
+
+
+def memory_kind_of(notes: str) -> str:
+    """Which memory a row reports: PyTorch's `allocated` tensors or `reserved` cache, or the `device`'s.
+
+    A row that mentions reserved memory as another figure means the allocated one; torchtitan and its like
+    report what PyTorch reserved; other rows what the driver shows.
+    """
+    words = notes.lower()
+    if "reserved memory also" in words:
+        return "allocated"
+    return "reserved" if re.search(r"reserved|max over ranks|torchtitan", words) else "device"
 
 
 # --- hardware ----------------------------------------------------------------------------------
 
 
-def chip_of(text: str) -> Chip:
-    """The chip that a row means by `H100 96GB HBM2e (500W, 2.4TB/s)` or `A100-SXM4-80GB`."""
+def chip_of(text: str, year: int = 9999) -> Chip:
+    """The chip that a row means by `H100 96GB HBM2e (500W, 2.4TB/s)` or `A100-SXM4-80GB`.
+
+    A row older than the chip means its predecessor of the same name.
+    """
+    chip = _chip(text)
+    predecessor, first_year = PREDECESSORS.get(chip.name, ("", 0))
+    return find_chip(predecessor) if year < first_year else chip
+
+
+@cache
+def _chip(text: str) -> Chip:
     words = re.sub(r"\(.*?\)", " ", text.lower())
     family = re.search(r"[a-z]+\d+[a-z]?", words)
     if family is None:
@@ -84,7 +114,7 @@ def chip_of(text: str) -> Chip:
 
 def cluster_of(run: Run) -> Cluster:
     """The run's chips, nodes and network; what the row does not say is usual for the chip."""
-    chip = chip_of(run.gpu)
+    chip = chip_of(run.gpu, run.year)
     inner, *_, outer = chip.levels
     per_node = float(run.gpus_per_node or inner.ranks)
     network = run.interconnect.lower()
@@ -94,8 +124,9 @@ def cluster_of(run: Run) -> Cluster:
     if rate is not None:
         total_bytes_per_s = int(rate[1] or 1) * float(rate[2]) * 1e9 / 8
         sharing = 1.0 if "per gpu" in network else per_node
-        latency_s = next((s for word, s in NETWORK_LATENCY_S.items() if word in network), 4e-6)
-        outer = Level(name="network", bytes_per_s=total_bytes_per_s / sharing, latency_s=latency_s)
+        kind = next((word for word in NETWORK_LATENCY_S if word in network), "infiniband")
+        latency_s = NETWORK_LATENCY_S[kind]
+        outer = Level(name=kind, bytes_per_s=total_bytes_per_s / sharing, latency_s=latency_s)
     levels = (replace(inner, ranks=per_node), outer)
     return Cluster(name=run.gpu, chip=chip, num_chips=run.gpus, levels=levels)
 

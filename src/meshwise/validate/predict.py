@@ -15,7 +15,7 @@ from meshwise.errors import ClusterError, MeshwiseError
 from meshwise.estimate.single import Estimate, estimate
 from meshwise.overheads import Tables, find_overheads
 from meshwise.validate.errors import grouped, summarize
-from meshwise.validate.express import chip_of, express
+from meshwise.validate.express import chip_of, express, memory_kind_of
 from meshwise.validate.rows import BadRow, Run, columns, read_runs
 
 OP_COLUMNS = ("hardware", "op")
@@ -108,7 +108,7 @@ def predict_run(run: Run) -> list[Prediction]:
     """The predictions of one run: its step time, and its memory where that was measured."""
     measured = {"step_s": run.step_s, "memory_bytes": run.memory_bytes}
     try:
-        chip = chip_of(run.gpu).name
+        chip = chip_of(run.gpu, run.year).name
     except ClusterError as error:
         return [
             _said(run, name, value, "", reason=f"{run.where}, column gpu: {error}")
@@ -123,7 +123,7 @@ def predict_run(run: Run) -> list[Prediction]:
             for name, value in measured.items()
             if value is not None
         ]
-    predicted = {"step_s": found.step_s, "memory_bytes": found.memory_bytes["total"]}
+    predicted = {"step_s": found.step_s, "memory_bytes": reported_bytes(run, found)}
     parts = {"step_s": found.time_s, "memory_bytes": found.memory_bytes}
     return [
         _said(run, name, value, chip, predicted=predicted[name], parts=parts[name])
@@ -146,6 +146,17 @@ def estimate_run(run: Run, among: Tables | None = None) -> Estimate:
         if found.memory_bytes["total"] - spared <= said.cluster.chip.memory_bytes:
             break
     return found
+
+
+def reported_bytes(run: Run, found: Estimate) -> float:
+    """The memory that a row of this kind reports (`express.memory_kind_of`), of the estimate `found`."""
+    memory = found.memory_bytes
+    not_reported = {
+        "allocated": memory["overhead"],
+        "reserved": found.machine.overheads.context_bytes,
+        "device": 0.0,
+    }
+    return memory["total"] - not_reported[memory_kind_of(run.notes)]
 
 
 def _said(

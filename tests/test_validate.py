@@ -1,0 +1,377 @@
+"""Published runs: read, said in our words, priced, and summed up; bad rows keep their reason."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from meshwise.cli.validate import add_to
+from meshwise.errors import ClusterError, DataError, PlanError
+from meshwise.estimate.single import TIME_PARTS, estimate
+from meshwise.fit_steps import START, as_tables, touches
+from meshwise.hardware import find_chip, find_cluster
+from meshwise.model import find_model
+from meshwise.overheads import NONE, SOFTWARE, find_overheads, tables
+from meshwise.plan import parse_plan
+from meshwise.report.accuracy import accuracy_markdown, write_accuracy
+from meshwise.validate import validate
+from meshwise.validate.errors import is_held_out, order_loss, summarize
+from meshwise.validate.express import (
+    chip_of,
+    cluster_of,
+    dtype_of,
+    express,
+    memory_kind_of,
+    recompute_of,
+    zero_of,
+)
+from meshwise.validate.predict import estimate_run
+from meshwise.validate.rows import Run, read_runs
+from meshwise.workload import workload
+
+DATA = Path(__file__).parent / "data" / "validate"
+RUNS = DATA / "published_runs_excerpt.csv"
+ITERATIONS = DATA / "measured_iterations_excerpt.csv"
+
+
+def runs() -> dict[str, Run]:
+    return {run.id: run for run in read_runs(RUNS)[0]}
+
+
+def edited(tmp_path: Path, row: int, column: str, value: str) -> Path:
+    """The excerpt with one cell changed."""
+    with RUNS.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    rows[row][column] = value
+    path = tmp_path / "runs.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+# --- reading -----------------------------------------------------------------------------------
+
+
+def test_step_time_is_stated_or_follows_from_tokens_per_second() -> None:
+    found = runs()
+    assert found["kort22-22B-full"].step_s == 1.42  # stated
+    run = found["mpt-072"]  # 814 tokens/s per GPU, batch 168 of 4096 tokens, 8 GPUs
+    assert run.step_s == pytest.approx(168 * 4096 / (814 * 8), rel=1e-12)
+    assert found["simumax-llama3_70b_l12_tp4_pp1_dp2_mbc8_cef"].memory_bytes == 39.07 * 2**30
+
+
+def test_measured_iterations_carry_the_facts_of_their_file() -> None:
+    found, bad = read_runs(ITERATIONS)
+    assert not bad
+    first = found[0]
+    assert (first.gpus, first.tp, first.dp, first.hidden, first.step_s) == (64, 1, 64, 3072, 3.6383)
+    assert (first.recompute, first.dtype, first.vocab, first.gpus_per_node) == ("full", "fp16", 50257, 8)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "expected"),
+    [
+        ("hidden", "wide", "line 3, column hidden: 'wide' is not a whole number of at least 1"),
+        ("tp", "0", "column tp: '0' is not a whole number"),
+        ("layers", "", "column layers: the cell is empty"),
+        ("step_time_s", "-1", "column step_time_s: '-1' is not a number above zero"),
+        ("sequence_parallel", "maybe", "column sequence_parallel: 'maybe' is not 0 or 1"),
+        ("gpu", "Z9000", "column gpu: no chip is called"),
+        ("zero_stage_or_fsdp", "many", "none of 0, 1, 2, 3, FSDP"),
+        ("dtype", "int3", "dtype 'int3' is unknown"),
+        ("dp", "7", "are not the row's 8 GPUs"),
+    ],
+)
+def test_bad_cells_are_named_and_good_rows_count(
+    tmp_path: Path, column: str, value: str, expected: str
+) -> None:
+    validation = validate([edited(tmp_path, 1, column, value)])
+    missing = [row for row in validation.rows if not row.expressed]
+    assert [row.id for row in missing] == ["kort22-22B-selsp"]
+    assert expected in missing[0].reason
+    assert sum(row.expressed for row in validation.of("step_s")) == len(runs()) - 1
+
+
+def test_a_file_that_is_no_table_of_runs(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text("id,source,model\na,b,c\n")
+    with pytest.raises(DataError, match="line 1: the header lacks the column year, layers"):
+        validate([path])
+    with pytest.raises(DataError, match="cannot read"):
+        validate([tmp_path / "absent.csv"])
+    path.write_bytes(b"id,\xff\xfe\n")
+    with pytest.raises(DataError, match="not a CSV file in UTF-8"):
+        validate([path])
+
+
+def test_a_line_with_too_few_cells(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text(RUNS.read_text() + "short,line\n")
+    (bad,) = read_runs(path)[1]
+    assert bad.id == "short" and "does not have" in bad.reason
+
+
+# --- our words ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("A100-SXM-80GB", "a100-80g-sxm"),
+        ("A100-SXM4-80GB", "a100-80g-sxm"),
+        ("A100-40GB", "a100-40g-sxm"),
+        ("H100 96GB HBM2e (500W, 2.4TB/s)", "h100-96g-sxm"),
+        ("H100-SXM-80GB (DGX-H100)", "h100-80g-sxm"),
+        ("H100 80GB PCIe", "h100-80g-pcie"),
+        ("B200 (power limited)", "b200-sxm"),
+        ("GB300", "gb300"),
+        ("MI300X", "mi300x"),
+    ],
+)
+def test_chips_by_the_names_that_people_write(text: str, name: str) -> None:
+    assert chip_of(text).name == name
+
+
+def test_a_chip_of_a_year_before_its_larger_sister() -> None:
+    assert chip_of("A100 (DGX-A100)", 2020).name == "a100-40g-sxm"
+    assert chip_of("A100 (DGX-A100)", 2022).name == "a100-80g-sxm"
+    with pytest.raises(ClusterError):
+        chip_of("?")
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [
+        ("8x200Gb/s HDR InfiniBand per node + NVLink3/NVSwitch (Selene)", 25e9),
+        ("4x100Gb/s OmniPath per node (Jean Zay) + NVLink", 6.25e9),
+        ("RoCE 1600Gb/s per node", 25e9),
+        ("400Gb/s RDMA per GPU; NVLink", 50e9),
+        ("", 25e9),  # what the chip usually has
+    ],
+)
+def test_networks_by_their_text(text: str, bytes_per_s: float) -> None:
+    run = replace(runs()["kort22-22B-full"], interconnect=text)
+    assert cluster_of(run).levels[-1].bytes_per_s == pytest.approx(bytes_per_s)
+
+
+@pytest.mark.parametrize(
+    ("text", "stage", "group"),
+    [
+        ("0", 0, None),
+        ("1", 1, None),
+        ("1 (group 8)", 1, 8),
+        ("1 (BF16 optimizer)", 1, None),
+        ("3", 3, None),
+        ("FSDP", 3, None),
+        ("FSDP 64", 3, 64),
+        ("FSDP FULL_SHARD", 3, None),
+        ("FSDP SHARD_GRAD_OP (ZeRO-2)", 2, None),
+        ("", 1, None),
+    ],
+)
+def test_zero_by_its_text(text: str, stage: int, group: int | None) -> None:
+    assert zero_of(text, modern=True) == (stage, group)
+
+
+def test_other_words() -> None:
+    dtypes = {"mixed fp16": "fp16", "amp_bf16": "bf16", "float8 rowwise": "fp8", "fp8-mx": "fp8"}
+    assert {text: dtype_of(text) for text in dtypes} == dtypes
+    assert dtype_of("nvfp4") == "fp4"
+    assert recompute_of("full") == "full" and recompute_of("") == ""
+    with pytest.raises(PlanError):
+        recompute_of("sometimes")
+    assert memory_kind_of("memory = max over ranks, GiB") == "reserved"
+    assert memory_kind_of("mean; reserved memory also in the JSON") == "allocated"
+    assert memory_kind_of("Mem = max GPU memory on first/last nodes") == "device"
+
+
+def test_uneven_layers_leave_room_for_the_ends() -> None:
+    said = express(runs()["bs-bloom-176b"])
+    assert said.plans[0].stages == (5, *[6] * 10, 5)  # 70 layers, embedding and head on 12 stages
+    assert said.software == "2020"
+    chunks = express(runs()["mbridge-023"]).plans[0].stages
+    assert chunks is not None and len(chunks) == 64 and sum(chunks) == 126 and chunks[0] == chunks[-1] == 1
+
+
+def test_models_are_the_catalogs_where_the_name_and_width_agree() -> None:
+    found = runs()
+    deepseek = express(found["simumax-deepseekv3_l4_tp1_ep8_pp1_dp8_mbc4_cef"]).model
+    assert deepseek.mla is not None and deepseek.moe is not None
+    assert (deepseek.num_layers, deepseek.moe.first_dense_layers) == (4, 1)
+    gpt = express(found["mpt-045"]).model
+    assert not gpt.gated and gpt.dropout_frac == 0.0
+    assert express(found["internevo-tp1-z8-32"]).model.gated
+
+
+# --- overheads ---------------------------------------------------------------------------------
+
+
+def test_no_overheads_cost_nothing() -> None:
+    model, cluster = find_model("gpt3-175b"), find_cluster("a100-80g-sxm:64")
+    plan, work = parse_plan("tp=8,pp=8"), workload(64, 2048)
+    free = estimate(model, cluster, plan, work, overheads=NONE)
+    paid = estimate(model, cluster, plan, work)
+    assert free.time_s["host"] == free.time_s["stragglers"] == free.memory_bytes["overhead"] == 0.0
+    assert paid.step_s > free.step_s
+    assert sum(paid.time_s[name] for name in TIME_PARTS) == pytest.approx(paid.step_s, rel=1e-12)
+
+
+@given(
+    name=st.sampled_from(["host_s", "moe_host_s", "accumulate_bytes", "interference_frac", "straggler_frac"]),
+    value=st.floats(1e-6, 1.0),
+)
+def test_more_overhead_never_saves_time(name: str, value: float) -> None:
+    model, cluster = find_model("mixtral-8x7b"), find_cluster("h100-80g-sxm:32")
+    plan, work = parse_plan("tp=2,ep=8,zero=1"), workload(64, 4096)
+    base = find_overheads(cluster.chip)
+    less, more = (
+        estimate(model, cluster, plan, work, overheads=replace(base, **{name: factor * value})).step_s
+        for factor in (1.0, 2.0)
+    )
+    assert more >= less * (1 - 1e-12)
+
+
+def test_small_models_run_at_the_speed_of_the_host() -> None:
+    """Ten times the host's time makes a tiny model ten times slower, and a large one hardly."""
+    base = find_overheads(find_chip("a100-80g-sxm"), "2020")
+    slow = replace(base, host_s=10 * base.host_s)
+
+    def ratio(name: str, gpus: int, text: str) -> float:
+        model, cluster = find_model(name), find_cluster(f"a100-80g-sxm:{gpus}")
+        small = replace(model, num_layers=12, hidden=256, ffn_hidden=1024, num_heads=4, num_kv_heads=4)
+        small = replace(small, head_dim=64) if gpus == 1 else model
+        fast_s, slow_s = (
+            estimate(small, cluster, parse_plan(text), workload(8, 2048), overheads=each).step_s
+            for each in (base, slow)
+        )
+        return slow_s / fast_s
+
+    assert ratio("gpt3-13b", 1, "") > 5
+    assert ratio("gpt3-175b", 64, "tp=8,pp=8") < 2
+
+
+def test_a_power_limit_caps_large_matmuls_only() -> None:
+    cluster = find_cluster("h100-80g-sxm:1")
+    limited = replace(NONE, joule_per_flop={"bf16": 700 / 300e12})  # 300 TFLOP/s at 700 W
+    model, plan, work = find_model("llama3-8b"), parse_plan(""), workload(1, 4096)
+    step = estimate(model, cluster, plan, work, overheads=limited)
+    assert step.time_s["compute"] >= step.flop_per_step / 300e12
+    assert estimate(model, cluster, plan, work, overheads=NONE).step_s < step.step_s
+
+
+def test_the_catalog_holds_every_constant_of_the_fit() -> None:
+    chip = find_chip("h100-80g-sxm")
+    for software in SOFTWARE:
+        assert find_overheads(chip, software).host_s > 0
+    with pytest.raises(PlanError, match="software '1999' is unknown"):
+        find_overheads(chip, "1999")
+    found = tables()
+    for name, (_, least, most) in START.items():
+        section: object = found
+        for key in name.split("."):
+            assert isinstance(section, dict)
+            section = section[key]
+        assert isinstance(section, float | int) and least * 0.999 <= section <= most * 1.001, name
+    assert as_tables({"a.b.c": 1.0, "a.b.d": 2.0}) == {"a": {"b": {"c": 1.0, "d": 2.0}}}
+
+
+def test_constants_touch_generations_not_rows() -> None:
+    found = runs()
+    assert touches("power.ampere.bf16", found["kort22-22B-full"])
+    assert not touches("power.ampere.bf16", found["mpt-019"])
+    assert touches("software.2023.host_s", found["mpt-019"])
+    assert touches("network.omnipath", found["bs-bloom-176b"])
+    assert touches("common.straggler_frac", found["mpt-019"])
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+
+def test_summary_of_known_errors() -> None:
+    summary = summarize([0.1, -0.2, 0.3, None])
+    assert (summary.num_rows, summary.num_expressed) == (4, 3)
+    assert summary.median_abs_frac == pytest.approx(0.2)
+    assert summary.mean_abs_frac == pytest.approx(0.2)
+    assert summary.mean_signed_frac == pytest.approx(0.2 / 3)
+    assert summary.max_abs_frac == 0.3
+    assert summarize([None]).median_abs_frac is None
+
+
+def test_order_is_the_loss_of_trusting_the_prediction() -> None:
+    assert order_loss([1.0, 1.2, 1.5], [2.0, 3.0, 4.0]) == 0.0
+    assert order_loss([1.0, 1.2, 1.5], [3.0, 2.0, 4.0]) == pytest.approx(0.2)
+
+
+def test_about_half_of_the_rows_judge() -> None:
+    share = np.mean([is_held_out(f"row-{i}") for i in range(2000)])
+    assert 0.45 < share < 0.55
+
+
+# --- the whole ---------------------------------------------------------------------------------
+
+
+def test_excerpt_is_expressed_and_close() -> None:
+    validation = validate([RUNS, ITERATIONS])
+    assert all(row.expressed for row in validation.rows)
+    for row in validation.rows:
+        assert math.isfinite(row.predicted or math.nan) and row.parts
+        whole = row.parts.get("total", sum(row.parts.values()))
+        assert whole > 0
+    steps = summarize([row.error_frac for row in validation.of("step_s")])
+    assert (steps.mean_abs_frac or 1.0) < 0.15
+    korthikanti = [row.error_frac for row in validation.of("step_s") if row.id.startswith("kort22")]
+    assert (summarize(korthikanti).mean_abs_frac or 1.0) < 0.06
+
+
+def test_parts_of_a_step_add_up() -> None:
+    for run in runs().values():
+        found = estimate_run(run)
+        assert sum(found.time_s.values()) == pytest.approx(found.step_s, rel=1e-9), run.id
+
+
+def test_the_command_prints_one_document() -> None:
+    app = typer.Typer()
+    add_to(app)
+    result = CliRunner().invoke(app, ["--runs", str(RUNS), "--runs", str(ITERATIONS), "--json"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    row = document["rows"][0]
+    assert list(row) == [
+        *("id", "source", "chip", "quantity", "measured", "predicted", "error_frac", "expressed", "reason")
+    ]
+    assert row["error_frac"] == pytest.approx(row["predicted"] / row["measured"] - 1)
+    assert set(document["summary"]) == {"step_s", "memory_bytes"}
+    keys = {
+        "num_rows",
+        "num_expressed",
+        "median_abs_frac",
+        "mean_abs_frac",
+        "p90_abs_frac",
+        "mean_signed_frac",
+    }
+    assert keys <= set(document["summary"]["step_s"])
+    printed = CliRunner().invoke(app, ["--runs", str(RUNS), "--worst", "2"])
+    assert printed.exit_code == 0 and "not expressed" not in printed.output and "order:" in printed.output
+
+
+def test_the_page_shows_every_group(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    validation = validate([RUNS])
+    write_accuracy(validation, tmp_path)
+    page = (tmp_path / "accuracy.md").read_text()
+    assert (tmp_path / "figures" / "accuracy_runs.png").stat().st_size > 10_000
+    for text in ("held-out half", "by chip", "a100-80g-sxm", "Korthikanti et al. 2022", "worst rows"):
+        assert text in page
+    assert "None." in accuracy_markdown(validation)
