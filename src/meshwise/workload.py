@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from meshwise import callable_module
 from meshwise.errors import WorkloadError
 
 KINDS = ("train", "evaluate", "prefill", "decode")
@@ -50,3 +51,6 @@ def workload(batch: float, seq: float, microbatch: float = 1, kind: str = "train
             f"batch {batch} does not divide by microbatch {microbatch}; use a divisor of {batch}"
         )
     return Workload(batch=int(batch), seq=int(seq), microbatch=int(microbatch), kind=kind)
+
+
+callable_module(__name__)  # `meshwise.workload(...)` is the function, whatever was imported before
