@@ -1,0 +1,223 @@
+"""The dry run against the printed log of a real 16-GPU program, and against what a dry run may cost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from meshwise.cost.allocator import CachingAllocator
+from meshwise.errors import PlanError
+from meshwise.instruments.dry_run import dry_run, new_tape
+from meshwise.programs import find_program, make_options
+
+LOG = {"ranks": 16, "rank": 7, "device": "h100-80g-sxm"}
+SIZES = {"seq": 60000, "hidden": 16384}
+
+# Source of the golden numbers: the log of the program on 16 H100s, Ulysses attention and the 2D model.
+PEAKS_GB = {
+    "inputs": 2.27,
+    "compute q, k, v": 2.68,
+    "all-to-all q, k, v": 3.05,
+    "transpose and reshape q_, k_, v_": 3.17,
+    "A = q_ x k_t": 60.65,
+    "c = A x v_": 60.77,
+    "transpose c": 60.90,
+    "all-to-all c": 60.90,
+    "transpose and reshape c_, reshape O": 61.02,
+    "output = c x O": 61.02,
+}
+TFLOP = {"compute q, k, v": 96.64, "A = q_ x k_t": 117.96, "c = A x v_": 117.96, "output = c x O": 32.21}
+TENSORS = [
+    ("input", "[N/P, d]", (3750, 16384), 61440000, 0.12288),
+    ("Q", "[h, d, d/h]", (128, 16384, 128), 268435456, 0.536870912),
+    ("O", "[h, d/h, d]", (128, 128, 16384), 268435456, 0.536870912),
+    ("q", "[h, N/P, d/h]", (128, 3750, 128), 61440000, 0.12288),
+    ("v_", "[P, h/P, N/P, d/h]", (16, 8, 3750, 128), 61440000, 0.12288),
+    ("v_", "[h/P, N, d/h]", (8, 60000, 128), 61440000, 0.12288),
+    ("A", "[h/P, N, N]", (8, 60000, 60000), 28800000000, 57.6),
+    ("c", "[h/P, N, d/h]", (8, 60000, 128), 61440000, 0.12288),
+    ("c", "[N, h/P, d/h]", (60000, 8, 128), 61440000, 0.12288),
+    ("c_", "[P, N/P, h/P, d/h]", (16, 3750, 8, 128), 61440000, 0.12288),
+    ("c_", "[N/P, d]", (3750, 16384), 61440000, 0.12288),
+    ("O", "[d, d]", (16384, 16384), 268435456, 0.536870912),
+    ("output", "[N/P, d]", (3750, 16384), 61440000, 0.12288),
+]
+
+
+def dry(name: str, *, ranks: int, rank: int, device: str, **values: Any) -> Any:
+    return dry_run(name, make_options(find_program(name), values), ranks=ranks, rank=rank, device=device)
+
+
+@pytest.fixture(scope="module")
+def ulysses() -> Any:
+    return dry("ulysses", **LOG, **SIZES, heads=128)
+
+
+@pytest.fixture(scope="module")
+def model_2d() -> Any:
+    return dry("model-2d", **LOG, **SIZES, ffn_hidden=53248, layers=126, tp=8, dp=2)
+
+
+def test_log_peaks(ulysses: Any) -> None:
+    assert {step.step: round(step.peak_bytes / 1e9, 2) for step in ulysses.steps} == PEAKS_GB
+    assert ulysses.peak_bytes == 61018734592
+
+
+def test_log_flop(ulysses: Any) -> None:
+    counted = {step.step: round(step.flop / 1e12, 2) for step in ulysses.steps if step.flop}
+    assert counted == TFLOP
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: f"log-{tensor[0]}-{tensor[1]}")
+def test_log_tensors(tensor: tuple[Any, ...], ulysses: Any) -> None:
+    name, symbols, shape, elements, size_gb = tensor
+    (step,) = (step for step in ulysses.steps if (step.name, step.symbols) == (name, symbols))
+    assert (step.shape, step.elements, step.bytes / 1e9) == (shape, elements, size_gb)
+
+
+def test_log_second_part(model_2d: Any) -> None:
+    steps = {step.name: step for step in model_2d.steps}
+    assert steps["W1"].shape == (126, 16384, 6656)
+    assert steps["W2"].shape == (126, 6656, 16384)
+    assert steps["W1"].elements == steps["W2"].elements == 13740539904
+    assert steps["inter"].bytes == 399.36e6
+    assert steps["input_"].bytes == 983.04e6
+    assert round(steps["W1"].bytes / 1e9, 2) == 27.48
+    assert round(steps["inter"].current_bytes / 1e9, 2) == 56.50
+    assert round(steps["inter"].peak_bytes / 1e9, 2) == 61.02
+    assert round(model_2d.peak_bytes / 1e9, 2) == 61.02
+
+
+def test_machine_additions_have_rows(ulysses: Any) -> None:
+    machine = {row["op"]: row["peak_bytes"] for row in ulysses.ledger.where(module="machine").rows()}
+    tensors = max(row["peak_bytes"] for row in ulysses.ledger.where(module="ulysses").rows())
+    assert machine["cublas_workspace"] == 33554432
+    assert tensors + sum(machine.values()) == ulysses.peak_bytes
+
+
+@pytest.mark.parametrize("rank", [0, 16383])
+def test_any_rank_of_a_large_world(rank: int) -> None:
+    values = {
+        "seq": 16384 * 8,
+        "hidden": 2048,
+        "heads": 16,
+        "ring": 1024,
+        "attention": "flash",
+        "causal": True,
+    }
+    outcome = dry("ulysses", ranks=16384, rank=rank, device="h100-80g-sxm", **values)
+    exchanges = outcome.ledger.where(collective="all_to_all")
+    assert set(exchanges["group_size"]) == {16}
+    blocks = outcome.ledger.where(op="attention").total("flop")
+    assert blocks == (1 / 2 + (1023 if rank else 0)) * 4 * 128 * 128 * 128
+
+
+def test_host_memory_of_the_log_is_small() -> None:
+    """57.6 GB of scores, 2 GB of host memory at most."""
+    code = (
+        "from meshwise.programs import find_program, make_options\n"
+        "from meshwise.instruments.dry_run import dry_run\n"
+        "import resource\n"
+        "o = make_options(find_program('ulysses'), dict(seq=60000, hidden=16384, heads=128))\n"
+        "dry_run('ulysses', o, ranks=16, rank=7, device='h100-80g-sxm')\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    kib = 1024 if sys.platform == "linux" else 1
+    assert int(done.stdout) * kib < 2e9, done.stderr
+
+
+def test_fake_device_and_cpu_count_the_same() -> None:
+    """A chip adds its allocator; the program's own tensors do not depend on the device."""
+    values = {"seq": 512, "hidden": 64, "heads": 8, "backward": True}
+    on_chip, on_cpu = (dry("ulysses", ranks=4, rank=1, device=name, **values) for name in ("a100", "cpu"))
+    chip_rows = [row for row in on_chip.ledger.to_json() if row["module"] != "machine"]
+    assert chip_rows == on_cpu.ledger.to_json()
+
+
+def test_rank_outside_the_world() -> None:
+    with pytest.raises(PlanError, match="rank 16 is not in a world of 16"):
+        new_tape("dry_run", 16, 16, "cpu")
+
+
+def test_command_line(meshwise: Callable[..., Any]) -> None:
+    words = [
+        "dryrun",
+        "ulysses",
+        *["--ranks", "4", "--rank", "1", "--seq", "64", "--hidden", "32", "--heads", "4", "--json"],
+    ]
+    document = meshwise(*words).document
+    assert set(document) >= {"program", "ranks", "rank", "device", "peak_bytes", "steps", "ledger"}
+    keys = {"name", "symbols", "shape", "elements", "bytes", "flop", "current_bytes", "peak_bytes"}
+    assert all(set(step) >= keys for step in document["steps"])
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("dryrun ulysses --ranks 3 --seq 64", "--seq 64 does not divide by 3 ranks"),
+        ("dryrun ulysses --ranks 4 --heads 6", "--heads 6 does not divide by the 4 ranks"),
+        ("dryrun ulysses --ranks 2 --heads 2 --hidden 33", "--hidden 33 does not divide by --heads 2"),
+        ("dryrun ulysses --ranks 4 --ring 2", "needs --attention flash"),
+        ("dryrun ulysses --ranks 4 --ring 3", "4 ranks do not divide by --ring 3"),
+        ("dryrun ulysses --ranks 4 --rank 4", "rank 4 is not in a world of 4"),
+        ("dryrun ulysses --sequence 4", "no option --sequence"),
+        ("dryrun ulysses --seq 0", "--seq 0: expected `int` >= 1"),
+        ("dryrun ulysses --seq four", "--seq four: expected `int`"),
+        ("dryrun ulysses --seq", "--seq needs a value"),
+        ("dryrun ulysses --dtype fp12", "--dtype fp12: Invalid enum value 'fp12'"),
+        ("dryrun ulysses 4", "'4' is not an option"),
+        ("dryrun ulyses", "no program is called 'ulyses'"),
+        ("dryrun ulysses --device h200-x", "no chip is called 'h200-x'"),
+        ("dryrun model-2d --ranks 4 --tp 3", "--tp 3 x --dp 1 is 3, but there are 4 ranks"),
+        ("dryrun model-2d --ranks 4 --ffn-hidden 6", "--ffn-hidden 6 does not divide by --tp 4"),
+        ("run ulysses --ranks 2 --root 2", "--root 2 is not a rank of 2"),
+        ("run ulysses --device tpu", "--device tpu is unknown"),
+    ],
+)
+def test_bad_input_is_one_sentence(words: str, sentence: str, meshwise: Callable[..., Any]) -> None:
+    outcome = meshwise(*words.split())
+    assert outcome.code == 2
+    assert sentence in outcome.err
+    assert outcome.out == ""
+    assert len(outcome.err.strip().splitlines()) == 1
+
+
+# --- the allocator alone ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "booked_bytes"),
+    [
+        pytest.param(1, 512, id="smallest block, CUDACachingAllocator.cpp"),
+        pytest.param(513, 1024, id="rounds to 512, CUDACachingAllocator.cpp"),
+        pytest.param(122_880_000, 123_731_968, id="log, N/P x d: remainder below 1 MiB is not cut off"),
+        pytest.param(57_600_000_000, 57_600_376_832, id="log, A"),
+        pytest.param(536_870_912, 536_870_912, id="log, d x d"),
+        pytest.param(5 << 20, 5 << 20, id="5 MiB of a 20 MiB segment"),
+    ],
+)
+def test_allocator_books(size_bytes: int, booked_bytes: int) -> None:
+    allocator = CachingAllocator()
+    allocator.allocate("x", size_bytes)
+    assert allocator.booked_bytes == booked_bytes
+
+
+def test_allocator_reuses_and_joins() -> None:
+    allocator = CachingAllocator()
+    for name in "abcd":
+        allocator.allocate(name, 5 << 20)  # four blocks fill one segment of 20 MiB
+    assert allocator.reserved_bytes == 20 << 20
+    for name in "bc":
+        allocator.release(name)
+    allocator.allocate("wide", 9 << 20)  # fits only into b and c joined
+    assert allocator.reserved_bytes == 20 << 20
+    for name in ("a", "d", "wide"):
+        allocator.release(name)
+    assert allocator.booked_bytes == 0
