@@ -1,0 +1,219 @@
+"""Generation: the cache changes nothing, and each search finds what it should."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwise.gpt_config import GptConfig
+from meshwise.instruments.launch import Ranks
+from meshwise.instruments.run import run_rank
+from meshwise.programs.generate import Options, check
+from meshwise.programs.search import BeamSearch, Sampler, Search, decode, drawn
+from meshwise.programs.text_data import EOS, NUM_SPECIAL, PAD
+from meshwise.programs.transformer_lm import TransformerDecoder, init_parameters
+
+CPU = torch.device("cpu")
+
+
+@cache
+def model(vocab: int = 9, seed: int = 0, sparse: bool = True) -> TransformerDecoder:
+    """A small model in which no expert is ever full."""
+    config = GptConfig(
+        decoder_layers=2, decoder_embed_dim=8, decoder_ffn_embed_dim=16, decoder_attention_heads=2,
+        tokens_per_sample=16, moe_freq=2, moe_expert_count=4, moe_second_expert_policy="all",
+        moe_eval_capacity_token_fraction=1.0, use_tutel_moe=sparse, vocab_size=vocab,
+    )  # fmt: skip
+    made = TransformerDecoder(config, max_positions=32).eval()
+    init_parameters(made, seed)
+    return made
+
+
+@given(
+    lengths=st.lists(st.integers(1, 5), min_size=1, max_size=4), batch=st.integers(1, 3),
+    sparse=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=20)
+def test_logits_with_a_cache_are_those_without(lengths: list[int], batch: int, sparse: bool) -> None:
+    made = model(sparse=sparse)
+    tokens = torch.randint(NUM_SPECIAL, 9, (batch, sum(lengths)), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        whole = made(tokens).logits
+        cache = made.new_cache(batch, 24)
+        pieces = [made(piece, cache=cache).logits for piece in tokens.split(lengths, dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_cache_follows_the_beams_that_live() -> None:
+    made = model()
+    first, other = torch.tensor([[4, 5, 6], [7, 8, 4]]), torch.tensor([[5], [5]])
+    with torch.no_grad():
+        cache = made.new_cache(2, 8)
+        made(first, cache=cache)
+        cache.reorder(torch.tensor([1, 1]))
+        found = made(other, cache=cache).logits
+        wanted = made(torch.cat([first[[1, 1]], other], dim=1)).logits[:, -1:]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def search_of(kind: str, prompts: list[list[int]], max_tokens: int, **options: Any) -> Search:
+    width = max(map(len, prompts)) + max_tokens
+    if kind == "beam":
+        return BeamSearch(prompts, max_tokens, CPU, width=width, **options)
+    return Search(prompts, max_tokens, CPU, width=width, **options)
+
+
+def run(made: TransformerDecoder, search: Search, first: int, *, cached: bool = True) -> Search:
+    with torch.no_grad():
+        decode(made, search, first=first, cached=cached)
+    return search
+
+
+prompts_of = st.lists(
+    st.lists(st.integers(NUM_SPECIAL, 8), min_size=0, max_size=3).map(lambda words: [EOS, *words]),
+    min_size=1,
+    max_size=3,
+)
+
+
+@given(prompts=prompts_of, seed=st.integers(0, 3), kind=st.sampled_from(["greedy", "beam"]))
+@settings(max_examples=8)
+def test_texts_do_not_depend_on_the_cache_or_on_neighbours(
+    prompts: list[list[int]], seed: int, kind: str
+) -> None:
+    made, options = model(seed=seed), {"beam": 2, "length_penalty": 1.0} if kind == "beam" else {}
+    together = run(made, search_of(kind, prompts, 4, **options), min(map(len, prompts))).hypotheses()
+    for prompt, found in zip(prompts, together, strict=True):
+        alone = run(made, search_of(kind, [prompt], 4, **options), len(prompt), cached=False).hypotheses()[0]
+        assert [entry.tokens for entry in found] == [entry.tokens for entry in alone]
+        assert [entry.score for entry in found] == pytest.approx([entry.score for entry in alone], abs=1e-4)
+
+
+@given(prompts=prompts_of, seed=st.integers(0, 3))
+@settings(max_examples=8)
+def test_one_beam_is_greedy(prompts: list[list[int]], seed: int) -> None:
+    made, first = model(seed=seed), min(map(len, prompts))
+    greedy = run(made, search_of("greedy", prompts, 5), first).hypotheses()
+    beam = run(made, search_of("beam", prompts, 5, beam=1, length_penalty=1.0), first).hypotheses()
+    assert [found[0].tokens for found in beam] == [found[0].tokens for found in greedy]
+    assert [found[0].logprob for found in beam] == pytest.approx(
+        [found[0].logprob for found in greedy], abs=1e-5
+    )
+
+
+def every_text(vocab: int, max_tokens: int) -> Iterator[list[int]]:
+    """All texts of at most `max_tokens` tokens that end, or are that long."""
+    words = range(NUM_SPECIAL, vocab)
+    for length in range(max_tokens):
+        for text in product(words, repeat=length):
+            yield [*text, EOS]
+    for text in product(words, repeat=max_tokens):
+        yield list(text)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
+def test_wide_beam_search_is_exhaustive(penalty: float) -> None:
+    """With as many beams as there are texts, beam search finds the best of all, in order."""
+    vocab, max_tokens, prompt = 7, 3, [EOS, 5]
+    made, texts = model(vocab, seed=4), list(every_text(7, 3))
+    scored = []
+    with torch.no_grad():
+        for text in texts:
+            logits = made(torch.tensor([prompt + text])).logits[0].log_softmax(dim=-1)
+            logprob = sum(float(logits[len(prompt) - 1 + i, token]) for i, token in enumerate(text))
+            scored.append((logprob / len(text) ** penalty, text))
+    scored.sort(reverse=True)
+    search = search_of("beam", [prompt], max_tokens, beam=len(texts), length_penalty=penalty)
+    found = run(made, search, len(prompt)).hypotheses()[0]
+    assert len(found) == len(texts)
+    assert [entry.tokens for entry in found[:10]] == [text for _, text in scored[:10]]
+    assert [entry.score for entry in found] == pytest.approx([score for score, _ in scored], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "temperature", "wanted"),
+    [
+        (0, 1.0, 1.0, [0.5, 0.25, 0.15, 0.1]),
+        (2, 1.0, 1.0, [2 / 3, 1 / 3, 0, 0]),
+        (0, 0.7, 1.0, [2 / 3, 1 / 3, 0, 0]),  # the fewest that hold 70 %
+        (0, 0.5, 1.0, [1, 0, 0, 0]),
+        (0, 1.0, 0.5, [x / 0.345 for x in (0.25, 0.0625, 0.0225, 0.01)]),  # squares
+    ],
+)
+def test_sampling_has_the_distribution(
+    top_k: int, top_p: float, temperature: float, wanted: list[float]
+) -> None:
+    """A grid of uniform numbers in place of random ones: shares come out to the grid's step."""
+    count = 2000
+    uniform = (torch.arange(count, dtype=torch.float32)[:, None] + 0.5) / count
+    shuffled = torch.tensor([0.15, 0.5, 0.1, 0.25]).log().expand(count, 4)
+    sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, keys=())
+    tokens = drawn(shuffled, uniform, sampler)
+    shares = [float((tokens == token).float().mean()) for token in (1, 3, 0, 2)]
+    assert shares == pytest.approx(wanted, abs=2 / count)
+
+
+def test_samples_follow_their_own_key() -> None:
+    made, keys = model(), [(1, 0), (1, 1), (1, 0)]
+    sampler = Sampler(temperature=2.0, top_k=0, top_p=1.0, keys=keys)
+    prompts = [[EOS, 5]] * 3
+    found = run(made, search_of("sampling", prompts, 6, sampler=sampler), 2).hypotheses()
+    assert found[0] == found[2]
+    assert found[0] != found[1]
+
+
+def test_nothing_but_words_and_the_end_is_generated() -> None:
+    sampler = Sampler(temperature=5.0, top_k=0, top_p=1.0, keys=[(i,) for i in range(40)])
+    found = run(model(), search_of("sampling", [[EOS]] * 40, 8, sampler=sampler), 1).hypotheses()
+    tokens = [token for entry in found for token in entry[0].tokens]
+    assert set(tokens) <= {EOS, *range(NUM_SPECIAL, 9)}
+    assert PAD not in tokens
+    assert all(EOS not in entry[0].tokens[:-1] for entry in found)
+
+
+# --- over ranks ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def generate() -> Iterator[Callable[..., dict[str, Any]]]:
+    """Run the program on a pool of two ranks; the document of rank 0, once both gave the same texts."""
+    base = Options(
+        override="decoder_layers=2,moe_expert_count=4,decoder_embed_dim=16,decoder_ffn_embed_dim=32",
+        num_prompts=3,
+        prompt_tokens=5,
+        max_tokens=4,
+    )
+    with Ranks(2) as pool:
+
+        def call(**options: Any) -> dict[str, Any]:
+            chosen = replace(base, **options)
+            check(chosen, 2)
+            first, second = pool.call(run_rank, "generate", chosen, 0, True)
+            assert first.result["texts"] == second.result["texts"]
+            return dict(first.result)
+
+        yield call
+
+
+@pytest.mark.parametrize("search", ["greedy", "sampling", "beam"])
+def test_texts_do_not_depend_on_the_world(generate: Callable[..., dict[str, Any]], search: str) -> None:
+    spread = generate(search=search, beam=2)
+    for other in ({"tp": 2}, {"cache": False}, {"ep": 1}):
+        found = generate(search=search, beam=2, **other)
+        for mine, theirs in zip(spread["texts"], found["texts"], strict=True):
+            assert mine["prompt"] == theirs["prompt"]
+            for one, same in zip(mine["hypotheses"], theirs["hypotheses"], strict=True):
+                assert one["tokens"] == same["tokens"]
+                assert one["score"] == pytest.approx(same["score"], rel=1e-4)
+    assert spread["num_tokens"] == sum(len(text["hypotheses"][0]["tokens"]) for text in spread["texts"])
+
+
+def test_a_prompt_of_ones_own(generate: Callable[..., dict[str, Any]]) -> None:
+    found = generate(prompt="def main(", max_tokens=2)
+    assert [entry["prompt"] for entry in found["texts"]] == ["def main("]
