@@ -28,7 +28,9 @@ def estimate(
     seq: Annotated[int | None, typer.Option(help="Tokens of a sequence [what the model allows].")] = None,
     microbatch: Annotated[int, typer.Option(help="Sequences of a microbatch.")] = 1,
     kind: Annotated[str, typer.Option(help="train, evaluate or prefill.")] = "train",
-    convention: Annotated[str, typer.Option(help="default, ideal, or nersc-2024-02.")] = "default",
+    convention: Annotated[
+        str, typer.Option(help="default, ideal, nersc-2024-02 or nersc-2024-10.")
+    ] = "default",
     per_layer: Annotated[bool, typer.Option("--per-layer", help="Print the ops of one layer.")] = False,
     tokens: Annotated[float | None, typer.Option(help="Token budget: also print days and GPU-hours.")] = None,
     price: Annotated[float | None, typer.Option(help="Price of a GPU-hour, for the token budget.")] = None,

@@ -20,7 +20,7 @@ def print_json(document: Any) -> None:
 def finite(value: Any) -> Any:
     """`value` with every float that is not finite replaced by None, all the way down."""
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return float(value) if math.isfinite(value) else None  # a numpy float becomes a Python one
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

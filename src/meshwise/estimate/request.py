@@ -13,6 +13,7 @@ from typing import Any
 
 from meshwise.errors import PlanError, WorkloadError
 from meshwise.estimate.nersc_2024_02 import Notebook, notebook
+from meshwise.estimate.nersc_2024_10_plan import Paper, paper
 from meshwise.estimate.single import Estimate, estimate, op_rows
 from meshwise.files import write_text
 from meshwise.hardware import find_cluster
@@ -22,7 +23,7 @@ from meshwise.model import Model, find_model, num_moe_layers
 from meshwise.plan import parse_plan
 from meshwise.workload import workload
 
-CONVENTIONS = ("default", "ideal", "nersc-2024-02")
+CONVENTIONS = ("default", "ideal", "nersc-2024-02", "nersc-2024-10")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +102,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class NotebookAnswer:
-    """An answer under a convention that reproduces a published notebook."""
+    """An answer under a convention that reproduces a published notebook, or the paper that grew out of it."""
 
-    estimate: Notebook
+    estimate: Notebook | Paper
 
     def write_csv(self, path: Path, *, per_layer: bool) -> None:
-        """Write the notebook's tables, with its columns and units."""
+        """Write the published tables, with their columns and units."""
         write_text(path, self.estimate.to_csv())
 
     def to_json(self, *, per_layer: bool) -> dict[str, Any]:
@@ -130,6 +131,8 @@ def respond(request: Request) -> Answer | NotebookAnswer:
     if batch is None:
         batch = plan.data_parallel(cluster.num_chips) * request.microbatch * plan.pp
     load = workload(batch, seq, request.microbatch, request.kind)
+    if request.convention == "nersc-2024-10":
+        return NotebookAnswer(paper(model, cluster, plan, load))
     ideal = request.convention == "ideal"
     return Answer(estimate(model, cluster, plan, load, ideal=ideal), request.budget)
 

@@ -60,7 +60,7 @@ class NotebookOp:
         return self.grad_bytes + self.weight_bytes + weights + self.saved_bytes
 
 
-def _product(m: Num, n: Num, k: Num, *, batch: Num = 1.0) -> Num:
+def product_flop(m: Num, n: Num, k: Num, *, batch: Num = 1.0) -> Num:
     """FLOP of a product whose dots of length k take k multiplications and k - 1 additions."""
     return matmul_flop(m, n, k, batch=batch) - batch * m * n
 
@@ -70,8 +70,8 @@ def _linear(layer: str, rows: Num, d_in: Num, d_out: Num, *, bias: bool, **comm:
     bias_flop = rows * d_out if bias else 0.0
     return NotebookOp(
         layer=layer,
-        flop=_product(rows, d_out, d_in) + bias_flop,
-        backward_flop=_product(rows, d_in, d_out) + _product(d_in, d_out, rows) + bias_flop,
+        flop=product_flop(rows, d_out, d_in) + bias_flop,
+        backward_flop=product_flop(rows, d_in, d_out) + product_flop(d_in, d_out, rows) + bias_flop,
         in_bytes=x,
         out_bytes=y,
         saved_bytes=x,
@@ -154,8 +154,8 @@ def self_attention(
     leave = {"backward_comm": "reducescatter", **on_tp}
     head_bytes = ELEM_BYTES * local_heads * seq * dim
     score_bytes = ELEM_BYTES * scores
-    qk = _product(seq, seq, dim, batch=local_heads)
-    mix = _product(seq, dim, seq, batch=local_heads)
+    qk = product_flop(seq, seq, dim, batch=local_heads)
+    mix = product_flop(seq, dim, seq, batch=local_heads)
     return [
         _layer_norm("layer_norm_1", rows / shard, hidden, **enter),
         _linear("qkv_proj", rows, hidden, 3.0 * hidden / tp, bias=False, **leave),

@@ -8,7 +8,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from meshwise.estimate.nersc_2024_02 import TABLES, TOTALLED
+from meshwise.estimate.nersc_2024_02 import TABLES, TOTALLED, Notebook
+from meshwise.estimate.nersc_2024_10_plan import Paper
 from meshwise.estimate.request import Answer, NotebookAnswer
 from meshwise.ledger import PHASES, Ledger
 from meshwise.units import duration, with_prefix
@@ -17,7 +18,10 @@ from meshwise.units import duration, with_prefix
 def print_estimate(answer: Answer | NotebookAnswer, console: Console, *, per_layer: bool = False) -> None:
     """Print the totals, where time and memory go, the stages, and (asked for) the ops of a layer."""
     if isinstance(answer, NotebookAnswer):
-        _print_notebook(answer, console)
+        if isinstance(answer.estimate, Paper):
+            _print_paper(answer.estimate, console)
+        else:
+            _print_notebook(answer.estimate, console)
         return
     estimate = answer.estimate
     _print_head(answer, console)
@@ -144,8 +148,23 @@ def binds(row: dict[str, Any]) -> str:
     return "memory" if (row["memory_s"] or 0.0) > (row["compute_s"] or 0.0) else "compute"
 
 
-def _print_notebook(answer: NotebookAnswer, console: Console) -> None:
-    notebook = answer.estimate
+def _print_paper(paper: Paper, console: Console) -> None:
+    columns = ("name", "flops_fwd", "activation_buffer", "weights_mem", "t_fwd_comm", "t_fwd", "t_bwd")
+    title = "one layer, one microbatch (TFLOP, GB, s)"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column == "name" else "right")
+    for row in paper.rows():
+        table.add_row(*(_notebook_cell(row[column]) for column in columns))
+    console.print(table)
+    for name, value in paper.iteration.totals.items():
+        console.print(f"{name:<26}{value:>16.6f}")
+    console.print("fits" if paper.iteration.fits else "DOES NOT FIT")
+    for note in paper.notes():
+        console.print(f"note: {note}")
+
+
+def _print_notebook(notebook: Notebook, console: Console) -> None:
     columns = ("layer", "flops_fwd", "weights_mem", "t_fwd", "t_comm_fwd", "t_total_fwd", "t_total_bwd")
     for name in TABLES:
         table = Table(title=f"{name} (TFLOP, GB, ms)", title_justify="left", box=box.SIMPLE, pad_edge=False)
