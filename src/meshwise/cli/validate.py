@@ -74,15 +74,15 @@ def _shared_files() -> list[Path]:
 
 
 def _validate_cases(path: Path, *, json: bool) -> None:
+    """Print how far a published model's cases are from ours; exit code 1 where one differs."""
     from meshwise.cases import check_cases
     from meshwise.cli.output import console, print_json
+    from meshwise.report.cases_table import print_cases
 
-    document = check_cases(path)
+    checked = check_cases(path)
     if json:
-        print_json(document)
-        return
-    out = console()
-    for case in document["cases"]:
-        out.print(f"{case['name']}: largest relative difference {case['max_rel_diff']:.3g} ({case['worst']})")
-    collectives = document["collectives"]
-    out.print(f"{collectives['num']} collectives: largest {collectives['max_rel_diff']:.3g}")
+        print_json(checked.to_json())
+    else:
+        print_cases(checked, console())
+    if not checked.agrees:
+        raise typer.Exit(1)

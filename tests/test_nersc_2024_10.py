@@ -1,0 +1,343 @@
+"""Convention nersc-2024-10 against every number of the paper's own code, and the file check itself.
+
+Source of tests/data/nersc_final_cases.json: runs of ShashankSubramanian/transformer-perf-estimates at
+54278b0 (2024-10-02), as its `about` says; the golden sums of one layer below are of the same code.
+"""
+
+import csv
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwise.cases import TOLERANCE, check_cases
+from meshwise.cost import collective
+from meshwise.errors import DataError, PlanError
+from meshwise.estimate.nersc_2024_10 import COLUMNS, PaperRun, collective_s, paper_system, price
+from meshwise.estimate.nersc_2024_10_plan import Paper, paper
+from meshwise.hardware import find_cluster
+from meshwise.layout.nersc_2024_10 import PaperCut
+from meshwise.model import find_model
+from meshwise.plan import parse_plan
+from meshwise.workload import workload
+
+FILE = Path(__file__).parent / "data" / "nersc_final_cases.json"
+DOCUMENT = json.loads(FILE.read_text())
+CHECKED = check_cases(FILE)
+A100 = paper_system(find_cluster("nersc-a100"))
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "p2p")
+
+
+def gpt3(**sizes: Any) -> PaperCut:
+    given = {"strategy": "1d", "microbatch": 1.0, "seq": 2048.0, "hidden": 12288.0, "ffn": 49152.0}
+    return PaperCut(**(given | {"heads": 96.0, "m1": 4.0} | sizes))
+
+
+def on_one_stage(cut: PaperCut, **mesh: Any) -> PaperRun:
+    inside = {"tp1": np.minimum(cut.m1, 4.0), "tp2": 1.0, "dp": 1.0, "pp": 1.0}
+    return PaperRun(
+        **({"cut": cut, "num_layers": 96.0, "batch": 64.0, "dp": 1.0, "pp": 1.0} | mesh), inside=inside
+    )
+
+
+def changed(tmp_path: Path, change: Any) -> Path:
+    """The file of cases after `change`, at another place."""
+    document = json.loads(FILE.read_text())
+    change(document)
+    path = tmp_path / "cases.json"
+    path.write_text(json.dumps(document))
+    return path
+
+
+@pytest.mark.parametrize(("name", "worst"), CHECKED.cases, ids=[name for name, _ in CHECKED.cases])
+def test_every_number_of_a_case(name: str, worst: Any) -> None:
+    assert worst.rel <= TOLERANCE, f"{name}: {worst.where} is off by {worst.rel}"
+
+
+def test_every_collective() -> None:
+    assert CHECKED.num_collectives == len(DOCUMENT["collectives"]) == 170
+    assert CHECKED.collectives.rel <= TOLERANCE, CHECKED.collectives.where
+
+
+@pytest.mark.parametrize(
+    ("attention", "stored_gb", "forward_ms", "backward_ms"),
+    [("separate", (18.723, 59.794), (539.67, 368.61), (1020.29, 648.70)),
+     ("fused", (18.723, 12.702), (539.67, 307.03), (1020.29, 577.20))],
+)  # fmt: skip
+def test_gpt3_of_the_first_notebook_under_the_final_rules(
+    attention: str, stored_gb: Any, forward_ms: Any, backward_ms: Any
+) -> None:
+    tables = price(on_one_stage(gpt3(attention=attention)), A100).tables
+    for i, table in enumerate(("mlp", "sa")):
+        sums = {
+            name: 96 * sum(row[name] for row in tables[table])
+            for name in ("activation_buffer", "t_fwd", "t_bwd")
+        }
+        assert sums["activation_buffer"] == pytest.approx(stored_gb[i], abs=5e-4)
+        assert 1e3 * sums["t_fwd"] == pytest.approx(forward_ms[i], abs=5e-3)
+        assert 1e3 * sums["t_bwd"] == pytest.approx(backward_ms[i], abs=5e-3)
+
+
+# --- Properties -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["1d", "2d", "2d-seqp"])
+def test_an_array_of_grids_equals_the_loop_over_them(strategy: str) -> None:
+    m1, m2 = np.array([1.0, 2.0, 4.0, 8.0]), np.array([1.0, 1.0, 2.0, 4.0])
+    m2 = np.ones(4) if strategy == "1d" else m2
+    cut = gpt3(strategy=strategy, m1=m1, m2=m2)
+    pp = np.array([1.0, 2.0, 4.0, 8.0])
+    together = price(on_one_stage(cut, pp=pp), A100).totals
+    for i in range(4):
+        alone = replace(cut, m1=m1[i], m2=m2[i])
+        for name, value in price(on_one_stage(alone, pp=pp[i]), A100).totals.items():
+            assert np.broadcast_to(together[name], 4)[i] == pytest.approx(value, rel=1e-12), name
+
+
+@given(kind=st.sampled_from(KINDS), volume=st.floats(1.0, 1e11), inside=st.sampled_from([1.0, 2.0, 4.0]))
+def test_one_rank_is_free_and_more_bytes_never_cost_less(kind: Any, volume: float, inside: float) -> None:
+    assert collective_s(kind, volume, 1.0, 1.0, A100) == 0.0
+    ranks = 2.0 if kind == "p2p" else 8.0
+    seconds = collective_s(kind, volume, ranks, inside, A100)
+    assert 0.0 < seconds < collective_s(kind, 2.0 * volume, ranks, inside, A100)
+
+
+@pytest.mark.parametrize("strategy", ["1d", "2d", "2d-seqp"])
+def test_parts_sum_to_the_iteration(strategy: str) -> None:
+    m2 = 1.0 if strategy == "1d" else 2.0
+    totals = price(on_one_stage(gpt3(strategy=strategy, m2=m2), pp=4.0, dp=2.0), A100).totals
+    parts = ("comp", "mem", "tp_comm", "dp_comm", "pp_comm", "bubble")
+    assert sum(totals[f"t_{part}"] for part in parts) == pytest.approx(totals["t"], rel=1e-12)
+    memory = ("wts_mem", "wts_grad_mem", "wts_optimizer_states_mem", "acts_mem")
+    assert sum(totals[part] for part in memory) == pytest.approx(totals["mem"], rel=1e-12)
+
+
+def test_recomputed_scores_are_not_kept_and_their_forward_is_paid_again() -> None:
+    kept, redone = (
+        price(on_one_stage(gpt3(attention="separate", recompute=flag)), A100).tables["sa"]
+        for flag in (False, True)
+    )
+    by_name = {row["name"]: (row, again) for row, again in zip(kept, redone, strict=True)}
+    for name in ("logits", "softmax", "dpr_at"):
+        row, again = by_name[name]
+        assert again["t_bwd"] == pytest.approx(row["t_bwd"] + row["t_fwd"], rel=1e-12)
+    num_scores = 24 * 2048 * 2048
+    freed = sum(row["activation_buffer"] - again["activation_buffer"] for row, again in by_name.values())
+    assert freed * 1e9 == pytest.approx(num_scores * (2 + 1 + 2), rel=1e-12)  # softmax, mask, attend
+
+
+# --- Known slips: here, and not in `default` -----------------------------------------------------------
+
+
+def test_an_all_reduce_inside_a_domain_counts_once_here_and_twice_in_default() -> None:
+    paper_s = [collective_s(kind, 1e9, 4.0, 4.0, A100) for kind in ("all_reduce", "reduce_scatter")]
+    assert paper_s[0] == paper_s[1]
+    links = {"link_bytes_per_s": (210e9,), "link_latency_s": (0.0,), "link_ranks": (4.0,)}
+    ours_s = [collective.collective_s(kind, 1e9, 4.0, **links) for kind in ("all_reduce", "reduce_scatter")]
+    assert ours_s[0] == pytest.approx(2 * ours_s[1], rel=1e-12)
+
+
+def test_a_pipeline_that_shares_domains_pays_nothing_between_them() -> None:
+    run = on_one_stage(gpt3(), pp=8.0)
+    apart, shared = (
+        price(replace(run, inside={**run.inside, "pp": inside}), A100).pp_comm["t_fwd"]
+        for inside in (1.0, 2.0)
+    )
+    hop_s = collective_s("p2p", 2.0 * 2048 / 4 * 12288, 2.0, 2.0, A100)
+    assert shared == pytest.approx(64 * hop_s * 4 / 7, rel=1e-12)  # 4 of 7 links are fast
+    assert apart > 10 * shared
+
+
+def test_the_norm_of_the_grid_is_as_wide_as_the_sequence() -> None:
+    norm = price(on_one_stage(gpt3(strategy="2d", m1=4.0, m2=2.0)), A100).tables["mlp"][-1]
+    assert norm["name"] == "ln1"
+    assert norm["weights_mem"] * 1e9 == pytest.approx(2 * 2 * 2048 / 4, rel=1e-12)
+
+
+# --- The check of a file ------------------------------------------------------------------------------
+
+
+def test_a_changed_number_is_found_and_named(tmp_path: Path) -> None:
+    def change(document: Any) -> None:
+        document["cases"][1]["outputs"]["sa_ops"][2]["flops_bwd"] *= 1 + 1e-6
+        document["cases"][2]["outputs"]["mlp_ops"][0]["comm_bwd_type"] = "allreduce"
+        document["cases"][3]["outputs"]["mlp_ops"].pop()
+        document["cases"][4]["outputs"]["totals"]["another"] = 1.0
+        document["cases"][5]["outputs"]["mlp_ops"][2]["comm_fwd"] = [0.0, 0.0]
+        document["collectives"][7]["t_s"] *= 1.5
+
+    checked = check_cases(changed(tmp_path, change))
+    found = [difference for _, difference in checked.cases]
+    assert not checked.agrees
+    assert found[1].where == "sa_ops[softmax].flops_bwd"
+    assert found[1].rel == pytest.approx(1e-6, rel=1e-5)
+    assert (found[2].rel, found[2].where) == (1.0, "mlp_ops[fc1].comm_bwd_type")
+    assert (found[3].rel, found[3].where) == (1.0, "mlp_ops")
+    assert (found[4].rel, found[4].where) == (1.0, "totals.another")
+    assert (found[5].rel, found[5].where) == (1.0, "mlp_ops[act1].comm_fwd")
+    assert checked.collectives.where == "collectives[7].t_s"
+    assert checked.collectives.rel == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(("apart", "rel"), [(1e-21, 0.0), (1e-15, 1.0)])
+def test_the_dust_of_a_subtraction_is_no_difference(tmp_path: Path, apart: float, rel: float) -> None:
+    def change(document: Any) -> None:
+        row = document["cases"][2]["outputs"]["mlp_ops"][0]
+        assert row["t_fwd_mem"] == 0.0
+        row["t_fwd_mem"] = apart
+
+    assert check_cases(changed(tmp_path, change)).cases[2][1].rel == pytest.approx(rel, abs=1e-12)
+
+
+def _inputs(document: Any) -> Any:
+    return document["cases"][0]["inputs"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda d: d.pop("cases"), "`cases`"),
+        (lambda d: _inputs(d)["model"].pop("h"), r"`h`.*cases\[0\]|cases\[...\].inputs.model"),
+        (lambda d: _inputs(d)["model"].update(l=0), "inputs.model.l"),
+        (lambda d: _inputs(d)["model"].update(l="2048"), "inputs.model.l"),
+        (lambda d: _inputs(d).update(strategy="3d"), "3d"),
+        (lambda d: _inputs(d)["config"].pop("tp"), "inputs.config lacks tp"),
+        (lambda d: _inputs(d)["config"].update(tp=4096), "inputs.model.h is 96"),
+        (lambda d: _inputs(d)["system"].update(hbm_bandwidth=-1), "inputs.system.hbm_bandwidth"),
+        (lambda d: d["cases"][0].update(outputs={}), "outputs"),
+        (lambda d: d["collectives"][3].update(op="alltoall2"), r"collectives\[3\].*alltoall2"),
+        (lambda d: d["collectives"][3].update(system="Z9"), r"collectives\[3\].*Z9"),
+    ],
+)
+def test_what_a_file_lacks_is_said_in_one_sentence(tmp_path: Path, change: Any, says: str) -> None:
+    with pytest.raises(DataError, match=says) as error:
+        check_cases(changed(tmp_path, change))
+    assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"[1", b"\xff\xfe", b"[]", b'{"cases": [{"name": NaN}]}'])
+def test_a_file_that_is_no_json_of_cases(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "cases.json"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"cases\.json"):
+        check_cases(path)
+
+
+# --- A plan of ours -----------------------------------------------------------------------------------
+
+
+def answer(model: str, cluster: str, plan: str, batch: int, domain_ranks: float = 4, **load: Any) -> Paper:
+    """The paper's answer on `cluster` with fast domains of another size."""
+    machine = find_cluster(cluster)
+    levels = (replace(machine.levels[0], ranks=domain_ranks), machine.levels[1])
+    step = workload(batch, 2048, **load)
+    return paper(find_model(model), replace(machine, levels=levels), parse_plan(plan), step)
+
+
+def outputs_of(name: str) -> Any:
+    return next(case["outputs"] for case in DOCUMENT["cases"] if case["name"] == name)
+
+
+@pytest.mark.parametrize(
+    ("case", "model", "cluster", "domain_ranks", "plan", "batch"),
+    [
+        ("gpt3_175b_1d_a100nvs4_512", "gpt3-175b", "nersc-a100:512", 4, "tp=4,pp=16", 1024),
+        ("gpt3_175b_1d_a100_noflash", "gpt3-175b", "nersc-a100:64", 8, "tp=8,pp=8,attention=unfused", 64),
+        ("gpt3_1t_1d_h200nvs4_2048", "gpt-1t", "nersc-h200:2048", 4, "tp=4,pp=32", 4096),
+        ("gpt3_1t_2d_b200nvs8_16384", "gpt-1t", "nersc-b200:16384", 8, "layout=2d:8x1,pp=128", 4096),
+    ],
+)
+def test_a_plan_gives_the_case(
+    case: str, model: str, cluster: str, domain_ranks: float, plan: str, batch: int
+) -> None:
+    totals = answer(model, cluster, plan, batch, domain_ranks).iteration.totals
+    printed = outputs_of(case)["totals"]
+    assert {name: float(value) for name, value in totals.items()} == pytest.approx(printed, rel=1e-9, abs=0.0)
+
+
+@pytest.mark.parametrize("plan", ["tp=4,pp=4", "layout=2d:2x2,pp=4", "layout=2d-cp:2x2,pp=4"])
+def test_ledger_holds_the_time_and_the_work_of_a_layer(plan: str) -> None:
+    of = answer("gpt3-175b", "nersc-a100:32", plan, 16)
+    rows = [row for table in of.iteration.tables.values() for row in table]
+    ledger = of.ledger()
+    assert ledger.total("time_s") == pytest.approx(sum(row["t"] for row in rows), rel=1e-12)
+    flop = sum(row["flops_fwd"] + row["flops_bwd"] for row in rows)
+    assert ledger.total("flop") == pytest.approx(flop * 1e12, rel=1e-12)
+    assert ledger.total("saved_bytes") == pytest.approx(1e9 * sum(row["activation_buffer"] for row in rows))
+
+
+def test_axes_fill_a_domain_in_the_order_of_the_placement() -> None:
+    def inside(plan: str) -> Any:
+        return answer("gpt3-175b", "nersc-a100:64", plan, 64, domain_ranks=8).run.inside
+
+    assert inside("tp=4,pp=2") == {"tp1": 4.0, "tp2": 1.0, "dp": 2.0, "pp": 1.0}
+    assert inside("tp=4,pp=2,placement=pp-tp-cp-dp") == {"pp": 2.0, "tp1": 4.0, "tp2": 1.0, "dp": 1.0}
+    assert inside("layout=2d:2x4,pp=4") == {"tp1": 2.0, "tp2": 4.0, "dp": 1.0, "pp": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ("layout=2d,tp=4", "needs its grid"),
+        ("layout=3d:2x2x2", "knows layouts"),
+        ("tp=4,sp=0", "sequence parallelism"),
+        ("tp=4,zero=3", "zero=1 only"),
+        ("tp=4,recompute=full", "recompute=selective"),
+        ("layout=2d:5x1", "5 parts do not divide the 96 heads"),
+        ("layout=2d-cp:2x5", "10 parts do not divide the 2048 tokens"),
+        ("pp=5", "5 parts do not divide the 96 layers"),
+    ],
+)
+def test_a_plan_that_the_paper_does_not_know(plan: str, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        answer("gpt3-175b", "nersc-a100:40", plan, 40)
+
+
+def test_a_model_or_a_workload_that_the_paper_does_not_know() -> None:
+    with pytest.raises(PlanError, match="not llama2-7b"):
+        answer("llama2-7b", "nersc-a100:8", "tp=4", 8)
+    with pytest.raises(PlanError, match="training only"):
+        answer("gpt3-175b", "nersc-a100:8", "tp=4", 8, kind="prefill")
+
+
+def test_command_prints_the_case_and_writes_its_rows(meshwise: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    words = (
+        "estimate",
+        "gpt3-175b",
+        "--cluster",
+        "nersc-a100:512",
+        "--plan",
+        "tp=4,pp=16",
+        "--batch",
+        "1024",
+    )
+    done = meshwise(*words, "--seq", "2048", "--convention", "nersc-2024-10", "--csv", str(path), "--json")
+    assert done.code == 0
+    printed = outputs_of("gpt3_175b_1d_a100nvs4_512")
+    assert done.document["step_s"] == pytest.approx(printed["totals"]["t"], rel=1e-9)
+    assert sum(done.document["time_s"].values()) == pytest.approx(done.document["step_s"], rel=1e-12)
+    assert done.document["fits"] is True
+    rows = list(csv.DictReader(io.StringIO(path.read_text())))
+    wanted = [*printed["mlp_ops"], *printed["sa_ops"], printed["dp_comm"], printed["pp_comm"]]
+    assert [row["name"] for row in rows] == [row["name"] for row in wanted]
+    assert tuple(rows[0]) == ("table", *COLUMNS)
+    for row, cells in zip(rows, wanted, strict=True):
+        assert float(row["t"]) == pytest.approx(cells["t"], rel=1e-9)
+
+
+def test_command_checks_a_file_of_cases(meshwise: Any, tmp_path: Path) -> None:
+    done = meshwise("validate", "--cases", str(FILE), "--json")
+    assert done.code == 0
+    assert len(done.document["cases"]) == 10
+    assert max(case["max_rel_diff"] for case in done.document["cases"]) <= TOLERANCE
+    assert done.document["collectives"]["num"] == 170
+    assert "mlp_ops[dpr2]" in meshwise("validate", "--cases", str(FILE)).out
+    wrong = changed(tmp_path, lambda document: document["cases"][0]["outputs"]["totals"].update(t=1.0))
+    assert meshwise("validate", "--cases", str(wrong), "--json").code == 1
