@@ -1,0 +1,218 @@
+"""What an estimate looks like: the parts in the picture add up, no op is above a roof, names stand apart;
+the timeline lasts as long as the step."""
+
+import json
+import sys
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshwise.estimate.request import Request, respond
+from meshwise.estimate.single import Estimate
+from meshwise.report.estimate_plot import draw_memory, draw_roofline, draw_time, layer_ops
+from meshwise.report.estimate_trace import timeline_events
+from meshwise.report.figure import new_figure
+
+pytest.importorskip("matplotlib")
+
+V3_STAGES = "3-" + "4-" * 14 + "2"
+LLAMA_STAGES = "7-" + "8-" * 14 + "7"
+REAL = {
+    "gpt3-175b on 512 A100": Request(
+        model="gpt3-175b",
+        cluster="a100-80g-sxm:512",
+        plan="tp=8,pp=8,vpp=3,schedule=interleaved,recompute=selective",
+        batch=512,
+        seq=2048,
+    ),
+    "deepseek-v3 on 2048 H800": Request(
+        model="deepseek-v3",
+        cluster="h800:2048",
+        plan=f"pp=16,ep=64,schedule=dualpipe,dtype=fp8,recompute=full,overlap_ep=1,stages={V3_STAGES}",
+        batch=15360,
+        seq=4096,
+    ),
+    "llama3-405b on 16384 H100, out of memory": Request(
+        model="llama3-405b",
+        cluster="h100-80g-sxm:16384",
+        plan=f"tp=8,pp=16,stages={LLAMA_STAGES}",
+        batch=2048,
+        seq=8192,
+    ),
+}
+
+
+def priced(request: Request) -> Estimate:
+    answer = respond(request).estimate
+    assert isinstance(answer, Estimate)
+    return answer
+
+
+@pytest.fixture(params=REAL, scope="module")
+def estimate(request: pytest.FixtureRequest) -> Estimate:
+    return priced(REAL[request.param])
+
+
+@pytest.mark.parametrize("what", ["time", "memory"])
+def test_bars_start_where_the_last_one_ended_and_reach_the_total(estimate: Estimate, what: str) -> None:
+    axes = new_figure(6, 4).subplots()
+    draw, total = {
+        "time": (draw_time, estimate.step_s),
+        "memory": (draw_memory, estimate.memory_bytes["total"]),
+    }[what]
+    draw(axes, estimate)
+    *parts, whole = axes.containers[0].patches
+    ends = np.cumsum([bar.get_width() for bar in parts])
+    assert [bar.get_x() for bar in parts] == pytest.approx([0.0, *ends[:-1]], abs=1e-9 * total)
+    assert (ends[-1], whole.get_width()) == pytest.approx((total, total))
+    assert axes.get_xlim()[1] >= total * (1 - 1e-12)
+
+
+def test_the_capacity_is_in_the_picture_of_memory(estimate: Estimate) -> None:
+    axes = new_figure(6, 4).subplots()
+    draw_memory(axes, estimate)
+    (line,) = axes.get_lines()
+    assert set(line.get_xdata()) == {estimate.cluster.chip.memory_bytes}
+    assert axes.get_xlim()[1] > max(estimate.cluster.chip.memory_bytes, estimate.memory_bytes["total"])
+
+
+@pytest.fixture(scope="module")
+def roofline(estimate: Estimate) -> Any:
+    figure = new_figure(11, 6)
+    axes = figure.subplots()
+    draw_roofline(axes, estimate)
+    figure.draw_without_rendering()
+    return axes
+
+
+def test_no_op_is_above_a_roof(estimate: Estimate, roofline: Any) -> None:
+    axes = roofline
+    marks = np.concatenate([group.get_offsets() for group in axes.collections if group.get_label()[0] != "_"])
+    assert len(marks) == len(layer_ops(estimate))
+    chip = estimate.cluster.chip
+    roof = np.minimum(marks[:, 0] * chip.memory_bytes_per_s, chip.matrix_peak(estimate.plan.dtype))
+    assert (marks[:, 1] <= roof * (1 + 1e-12)).all()
+
+
+def test_names_on_the_roofline_stand_apart(estimate: Estimate, roofline: Any) -> None:
+    from matplotlib.text import Text
+
+    panels = (roofline, *roofline.child_axes)
+    for panel in panels:
+        boxes = {text.get_text(): Text.get_window_extent(text) for text in panel.texts}
+        for (name, box), (other, other_box) in combinations(boxes.items(), 2):
+            assert not box.overlaps(other_box), f"{name} lies over {other}"
+    named = {text.get_text() for panel in panels for text in panel.texts}
+    ops = layer_ops(estimate)
+    longest = np.argsort(-ops["time_s"])[:4]
+    for i in longest:
+        assert ops["op"][i] + (" bwd" if ops["phase"][i] == "backward" else "") in named
+
+
+@pytest.mark.parametrize(("suffix", "starts"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("PDF", b"%PDF")])
+def test_the_ending_names_the_format(meshwise, tmp_path: Path, suffix: str, starts: bytes) -> None:
+    path = tmp_path / f"step.{suffix}"
+    done = meshwise("estimate", "llama3-8b", "--cluster", "h100-80g-sxm:8", "--plot", str(path), "--json")
+    assert (done.code, done.err) == (0, "")
+    assert path.read_bytes().startswith(starts)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("name", "convention", "says"),
+    [
+        ("step.jpeg", "default", ".png, .svg, .pdf"),
+        ("step", "default", ".png, .svg, .pdf"),
+        ("nowhere/step.png", "default", "nowhere"),
+        ("step.png", "nersc-2024-02", "convention default"),
+    ],
+)
+def test_what_cannot_be_drawn_is_one_sentence(
+    meshwise, tmp_path: Path, name: str, convention: str, says: str
+) -> None:
+    words = ("--cluster", "a100-80g-sxm:4", "--plan", "tp=4,sp=1", "--batch", "1", "--seq", "2048")
+    done = meshwise(
+        "estimate", "gpt3-175b", *words, "--convention", convention, "--plot", str(tmp_path / name)
+    )
+    assert done.code == 2
+    assert says in done.err
+    assert len(done.err.strip().splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_matplotlib_the_sentence_says_what_to_install(
+    meshwise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    done = meshwise("estimate", "llama3-8b", "--cluster", "h100:8", "--plot", str(tmp_path / "step.png"))
+    assert done.code == 3
+    assert 'pip install "meshwise[plot]"' in done.err
+
+
+PLANS = {
+    **{
+        "one stage": "tp=8",
+        "gpipe": "tp=8,pp=4,schedule=gpipe",
+        "1f1b": "tp=8,pp=4",
+        "zb-h1": "tp=8,pp=4,schedule=zb-h1",
+    },
+    **{"interleaved": "tp=8,pp=4,vpp=2,schedule=interleaved", "zb-v": "tp=8,pp=4,vpp=2,schedule=zb-v"},
+    **{"dualpipe": "tp=8,pp=4,schedule=dualpipe", "dualpipe-v": "tp=8,pp=4,vpp=2,schedule=dualpipe-v"},
+    "uneven": "tp=8,pp=4,stages=22-26-26-22",
+}
+
+
+def gpt3(plan: str) -> Estimate:
+    return priced(Request(model="gpt3-175b", cluster="a100-80g-sxm:64", plan=plan, batch=512, seq=2048))
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_the_timeline_is_the_step(plan: str) -> None:
+    step = gpt3(plan)
+    events = timeline_events(step)
+    work = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in work} == set(range(step.plan.pp))
+    for once, seconds in (("optimizer", step.step.optimizer_s), ("comm_dp", step.step.comm_dp_s)):
+        each = [event["dur"] / 1e6 for event in work if event["cat"] == once]
+        assert each == pytest.approx([float(seconds)] * step.plan.pp, abs=1e-9)
+    # The closed form of the bubble takes the stages at their mean, which the ends of the model are not.
+    end_s = max(event["ts"] + event["dur"] for event in work) / 1e6
+    assert end_s == pytest.approx(step.step_s, rel=1e-6 if step.plan.pp == 1 else 0.03)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_the_timeline_names_every_layer_once_and_every_microbatch(plan: str) -> None:
+    step = gpt3(plan)
+    events = timeline_events(step)
+    labels = [event["args"]["labels"] for event in events if event["name"] == "process_labels"]
+    held = [int(part.split()[0]) for label in labels for part in label.split(" + ") if "layers" in part]
+    copies = 2 if step.plan.schedule == "dualpipe" else 1
+    assert sum(held) == copies * step.model.num_layers
+    assert sum("embedding" in label for label in labels) == copies
+    assert sum("head" in label for label in labels) == copies
+    forwards = [event for event in events if event["ph"] == "X" and event["cat"] == "forward"]
+    assert len(forwards) == int(step.degrees.num_microbatches) * step.plan.pp * step.plan.vpp
+
+
+def test_the_trace_file_is_one_document(meshwise, tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    words = ("--cluster", "h100-80g-sxm:8", "--plan", "pp=4", "--trace", str(path), "--json")
+    assert meshwise("estimate", "llama3-8b", *words).code == 0
+    assert {event["pid"] for event in json.loads(path.read_text())["traceEvents"]} == {0, 1, 2, 3}
+    assert [file.name for file in tmp_path.iterdir()] == ["step.json"]
+
+
+def test_what_has_no_timeline_says_so(meshwise, tmp_path: Path) -> None:
+    words = ("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:8", "--plan", "tp=8", "--batch", "1")
+    for more, says in (
+        (("--convention", "nersc-2024-02", "--trace", str(tmp_path / "x.json")), "no timeline"),
+        (("--kind", "prefill", "--trace", str(tmp_path / "x.json")), "use kind train"),
+        (("--trace", str(tmp_path / "nowhere" / "x.json")), "cannot write"),
+    ):
+        done = meshwise(*words, *more)
+        assert (done.code, len(done.err.strip().splitlines())) == (2, 1)
+        assert says in done.err
+    assert not list(tmp_path.iterdir())
