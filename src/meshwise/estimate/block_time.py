@@ -64,7 +64,8 @@ class Parts:
 class BlockTime:
     """One microbatch of one block: seconds by phase, bytes kept, weights, and FLOP, on one rank.
 
-    `widest_bytes` is the largest gradient of an activation that the backward holds.
+    `widest_bytes` is the largest gradient of an activation that the backward holds; `adding_s`, a part of
+    `weight`, is the time of adding the gradients of the weights to those of the microbatches before.
     """
 
     forward: Parts
@@ -76,6 +77,7 @@ class BlockTime:
     num_params: Num
     num_expert_params: Num
     widest_bytes: Num
+    adding_s: Num
     forward_flop: Num
 
 
@@ -138,6 +140,7 @@ def block_time(
         num_params=sum(op.num_params for op in forward if not _is_expert(op)),
         num_expert_params=sum(op.num_params for op in forward if _is_expert(op)),
         widest_bytes=_widest_bytes(ops),
+        adding_s=adding_s,
         forward_flop=sum(op.cost.flop for op in matrix),
     )
 
@@ -165,9 +168,16 @@ def _spend(sums: dict[str, Num], op: Op, time: OpTime, ops: Sequence[Op], times:
         name = f"comm_{op.axis[:2]}"  # the axes of a tensor grid (tp_row, tp_col) are tensor parallelism
         sums[name] = sums.get(name, 0.0) + exposed_s(op, time, ops, times) * op.count
         return
-    by_memory_s = time.busy_s * np.where(np.asarray(time.memory_s) > time.compute_s, 1.0, 0.0)
+    by_memory_s = time.busy_s * _memory_binds(time)
     sums["memory"] = sums.get("memory", 0.0) + by_memory_s
     sums["compute"] = sums.get("compute", 0.0) + (time.busy_s - by_memory_s)
+
+
+def _memory_binds(time: OpTime) -> Num:
+    """1 where memory takes longer than the arithmetic, else 0."""
+    if isinstance(time.memory_s, float) and isinstance(time.compute_s, float):
+        return float(time.memory_s > time.compute_s)
+    return np.where(np.asarray(time.memory_s) > time.compute_s, 1.0, 0.0)
 
 
 def _hidden(parts: Parts, name: str) -> Parts:

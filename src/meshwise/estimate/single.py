@@ -18,7 +18,7 @@ import numpy as np
 from meshwise.cost.collective import sent_bytes
 from meshwise.cost.schedule import check as check_schedule
 from meshwise.errors import PlanError
-from meshwise.estimate.block_time import exposed_s
+from meshwise.estimate.block_time import BlockTime, exposed_s
 from meshwise.estimate.degrees import Degrees, degrees
 from meshwise.estimate.memory import Memory
 from meshwise.estimate.pipeline import play
@@ -315,29 +315,51 @@ def _stage_json(cost: StageCost) -> dict[str, Any]:
 
 def _stage_rows(of: Estimate, cost: StageCost, rank: float) -> Iterator[dict[str, Any]]:
     """The rows of one rank of a stage: its parts, each as often as it runs in a step."""
-    on, stage, cut = of.degrees, cost.stage, of.degrees.cut()
-    rounds = float(on.num_microbatches)
+    on, stage, cut, blocks = of.degrees, cost.stage, of.degrees.cut(), of.step.blocks
+    moe = block(of.model, cut, moe=True) if stage.moe_layers else []
     parts = [
-        ("embedding", embed(of.model, cut), float(stage.embeddings)),
-        ("layer", block(of.model, cut), float(stage.dense_layers)),
-        ("moe_layer", block(of.model, cut, moe=True) if stage.moe_layers else [], float(stage.moe_layers)),
-        ("head", head(of.model, cut), float(stage.heads)),
+        ("embedding", embed(of.model, cut), float(stage.embeddings), blocks.embed),
+        ("layer", block(of.model, cut), float(stage.dense_layers), blocks.dense),
+        ("moe_layer", moe, float(stage.moe_layers), blocks.moe),
+        ("head", head(of.model, cut), float(stage.heads), blocks.head),
     ]
     policy = of.plan.recompute if of.trains else "none"
-    for name, ops, count in parts:
-        if not count:
+    for name, ops, count, timed in parts:
+        if not count or timed is None:
             continue
         if not of.trains:
             ops = [op for op in ops if op.phase == "forward"]
         redone = policy if name.endswith("layer") else "none"
-        for row in op_rows(ops, of.machine, prefix=name, recompute=redone):
+        rows = [
+            *op_rows(ops, of.machine, prefix=name, recompute=redone),
+            *_overhead_rows(name, timed, recompute=redone, trains=of.trains),
+        ]
+        for row in rows:
             share = float(on.recompute_frac) if row["phase"] == "recompute" and redone == "full" else 1.0
             yield row | {
                 "rank": rank,
-                "count": row["count"] * count * rounds * share,
+                "count": row.get("count", 1.0) * count * float(on.num_microbatches) * share,
                 "origin": "estimate",
             }
     yield from _step_rows(of, cost, rank)
+
+
+def _overhead_rows(
+    module: str, timed: BlockTime, *, recompute: str, trains: bool
+) -> Iterator[dict[str, Any]]:
+    """What a block waits for beside its ops: the host, and adding up its gradients."""
+    waits = {"forward": timed.forward.host}
+    if recompute == "full":
+        waits["recompute"] = timed.forward.host
+    if trains:
+        waits["backward"] = timed.backward.host
+    for phase, seconds in waits.items():
+        if float(seconds) > 0:
+            yield {"module": module, "op": "host", "phase": phase, "time_s": float(seconds)}
+    if trains and float(timed.adding_s) > 0:
+        adding_s = float(timed.adding_s)
+        row = {"module": module, "op": "add_gradients", "phase": "backward"}
+        yield row | {"memory_s": adding_s, "time_s": adding_s}
 
 
 def op_rows(

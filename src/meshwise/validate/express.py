@@ -6,7 +6,9 @@ filled by what its kind of software did in its year (`Software`), never by its s
 - until 2022 training ran in fp16 with its gradients in fp16, unfused attention, dropout, an all-reduce
   after the last backward, and no ZeRO unless stated; from 2023 on attention is fused, the exchange of
   gradients overlaps, and the optimizer is sharded;
-- a row that does not state its recomputation uses the lightest that fits the memory of its chip;
+- a row that does not state its recomputation uses none if that fits the memory of its chip, else what
+  was usual: everything until 2022, later only what costs little time;
+- matmuls with one scale per row ("rowwise") ran no faster than bf16, as the tables that name them show;
 - layers that do not divide by the stages are placed as Megatron-LM and DeepSpeed do, which count the
   embedding and the head as one layer each.
 """
@@ -62,12 +64,15 @@ def express(run: Run) -> Expressed:
 
 
 def software_of(run: Run) -> str:
-    """The generation of software (`meshwise.overheads`) that was usual in the row's year."""
+    """The generation of software (`meshwise.overheads`) that was usual in the row's year.
+
+    FSDP is PyTorch's own, unless the row follows a vendor's recipe.
+    """
     if run.year < MODERN:
         return "2020"
     if run.year < 2024:
         return "2023"
-    return "2024-torch" if re.search(r"compile|fsdp2", run.notes.lower()) else "2024"
+    return "2024-torch" if "fsdp" in run.zero.lower() and "recipe" not in run.notes else "2024"
 
 
 def memory_kind_of(notes: str) -> str:
@@ -252,10 +257,12 @@ def plans_of(run: Run, model: Model) -> tuple[Plan, ...]:
         overlap_tp=bool(re.search(r"async ?tp|overlap per the public recipe", notes)),
     )
     stated = recompute_of(run.recompute)
-    if stated and re.search(r"op-level|per-op", notes):
-        # torch's selective checkpointing by op runs every other matmul again: half the layers' worth.
-        return (replace(plan, recompute="full", recompute_layers=max(model.num_layers // run.pp // 2, 1)),)
-    return tuple(replace(plan, recompute=policy) for policy in ([stated] if stated else RECOMPUTE))
+    if stated == "selective" and software_of(run) == "2024-torch":
+        # Selective by op: every other matmul runs again, but no attention; 3/8 of the forward.
+        redone = max(3 * model.num_layers // run.pp // 8, 1)
+        return (replace(plan, recompute="full", recompute_layers=redone),)
+    silent = ("none", "selective") if modern else ("none", "full")
+    return tuple(replace(plan, recompute=policy) for policy in ([stated] if stated else silent))
 
 
 def _stages(layers: int, chunks: int) -> tuple[int, ...] | None:
@@ -291,6 +298,7 @@ def dtype_of(text: str) -> str:
     """The dtype of the matmuls that `mixed fp16`, `amp_bf16`, `float8 rowwise` or `fp8-mx` means."""
     words = text.lower()
     for dtype, pattern in (
+        ("bf16", r"rowwise"),
         ("fp4", r"fp4|float4"),
         ("fp8", r"fp8|float8"),
         ("bf16", r"bf16|bfloat16"),
