@@ -1,15 +1,16 @@
 """Captures this process's part of a job: one rank, one trace file, whole or not at all.
 
 This file needs only the standard library and torch, for it also runs inside other people's programs, whose
-Python may not hold meshwise (see `hook/sitecustomize.py`). The profiler watches all threads of the process:
-operators, kernels, shapes, allocations, and gloo's transfers on their worker threads. Into the trace go,
-besides, PyTorch's flight recorder (group, sequence and sizes of every collective; gloo's own events lack
-them) and the host's name (ranks of one host share a clock).
+Python may not hold meshwise (see `hook/sitecustomize.py`). The profiler sees operators, kernels, shapes and
+allocations of the thread that starts it, of autograd's threads and of gloo's workers. PyTorch's profiler
+can watch all other Python threads too, but then it sees no allocations: `memory=False` chooses that. Into
+the trace go, besides, PyTorch's flight recorder (group, sequence and sizes of every collective; gloo's own
+events lack them) and the ranks of every group.
 
 The trace is written when the capture ends: at the end of the `with` block, when the process group is
-destroyed, at exit, or when the process is told to terminate because another rank failed. A thread waits
-for that signal, for the main thread may be stuck inside a collective that will never finish. A rank killed
-outright (SIGKILL) leaves nothing; the others do.
+destroyed, at exit, or when the process is told to terminate because another rank failed. Should the main
+thread then be stuck inside a collective that will never finish, the group is aborted to free it. A rank
+killed outright (SIGKILL) leaves nothing; the others do.
 
 Kineto writes without checking, so the file is written beside its place, its end is looked at, and only a
 complete one is moved to `rank-N.json`. A full disk leaves no file and one sentence.
@@ -33,6 +34,7 @@ from typing import Any
 FLIGHT_RECORDER_CALLS = "100000"
 """Calls that the flight recorder keeps; must be in the environment before torch is imported."""
 _QUIET = "99"
+_GRACE_S = 5.0
 
 
 class CaptureError(OSError):
@@ -83,8 +85,8 @@ class Capture:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        all_threads = _ExperimentalConfig(profile_all_threads=True)
-        self._profiler = profile(activities=activities, experimental_config=all_threads, **self.options)
+        threads = _ExperimentalConfig(profile_all_threads=not self.options["profile_memory"])
+        self._profiler = profile(activities=activities, experimental_config=threads, **self.options)
         self._started_ns = time.time_ns()
         self._profiler.start()
 
@@ -123,62 +125,82 @@ def capture_process_group(directory: str, **options: Any) -> None:
     """
     c10d = sys.modules["torch.distributed.distributed_c10d"]
     init, destroy = c10d.init_process_group, c10d.destroy_process_group
-    running: list[Capture] = []
-    finishing = threading.RLock()
-
-    def finish() -> None:
-        with finishing:  # a second caller waits until the first has written
-            while running:
-                try:
-                    running.pop().stop()
-                except Exception as error:  # the program itself must go on, whatever happens to its profile
-                    print(f"meshwise: {error or type(error).__name__}", file=sys.stderr, flush=True)
+    life = _Life()
 
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         result = init(*args, **kwargs)
-        if not running:
+        if life.capture is None:
             capture = Capture(directory, c10d.get_rank(), c10d.get_world_size(), **options)
             try:
                 capture.start()
             except CaptureError as error:
                 print(f"meshwise: {error}", file=sys.stderr, flush=True)
                 return result
-            running.append(capture)
-            atexit.register(finish)
-            multiprocessing.util.Finalize(None, finish, exitpriority=100)
-            _on_sigterm(finish)
+            life.capture = capture
+            atexit.register(life.finish)
+            multiprocessing.util.Finalize(None, life.finish, exitpriority=100)
+            life.heed_sigterm()
         return result
 
     def destroy_process_group(group: Any = None) -> Any:
         if group is None or group is c10d.GroupMember.WORLD:
-            finish()
+            life.finish()
         return destroy(group)
 
     vars(c10d).update(init_process_group=init_process_group, destroy_process_group=destroy_process_group)
 
 
-def _on_sigterm(finish: Any) -> None:
-    """Let a thread call `finish` when SIGTERM comes, then end; a program with its own handler keeps it."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        return
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    if before != -1:
-        signal.set_wakeup_fd(before)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        return
+class _Life:
+    """The capture of this process from its start to its one end, whoever brings the end about."""
 
-    def watch() -> None:
+    def __init__(self) -> None:
+        self.capture: Capture | None = None
+        self.is_finishing = False
+        self.must_die = False
+        self.is_done = threading.Event()
+
+    def finish(self) -> None:
+        """Write the trace, if there is one to write; what goes wrong is said, the program goes on."""
+        capture, self.capture = self.capture, None
+        if capture is not None:
+            self.is_finishing = True
+            try:
+                capture.stop()
+            except Exception as error:
+                print(f"meshwise: {error or type(error).__name__}", file=sys.stderr, flush=True)
+            self.is_finishing = False
+            self.is_done.set()
+        if self.must_die and not self.is_finishing:
+            os._exit(128 + signal.SIGTERM)
+
+    def heed_sigterm(self) -> None:
+        """Finish, then end, when SIGTERM comes; a program with its own handler keeps it."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+
+        def handle(number: int, frame: Any) -> None:
+            self.must_die = True
+            self.finish()
+
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.signal(signal.SIGTERM, handle)
+        before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        if before != -1:  # someone else waits for signals so: leave it to them
+            signal.set_wakeup_fd(before)
+            return
+        threading.Thread(target=self._free_main_thread, args=(read_end,), daemon=True).start()
+
+    def _free_main_thread(self, read_end: int) -> None:
+        """Abort the process group if the main thread does not answer SIGTERM, so that it can."""
         while os.read(read_end, 1)[0] != signal.SIGTERM:
             pass
-        finish()
-        os._exit(128 + signal.SIGTERM)
-
-    threading.Thread(target=watch, name="meshwise capture", daemon=True).start()
+        if not self.is_done.wait(_GRACE_S):
+            abort = getattr(sys.modules["torch.distributed.distributed_c10d"], "_abort_process_group", None)
+            if abort is not None:
+                abort()
 
 
 def _groups() -> dict[str, list[int]]:

@@ -1,0 +1,153 @@
+"""Joint capture: every rank of somebody else's program, also when one of them dies, whole files or none."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from meshwise.errors import DataError, MissingExtraError
+from meshwise.instruments.profile import HOOK, capture_environment, profile_command
+from meshwise.trace.read import read_trace
+from meshwise.trace.summary import summarize_paths
+
+torch = pytest.importorskip("torch")
+
+PROGRAM = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def main(rank, world_size, victim):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    for _ in range(3):
+        with torch.profiler.record_function("MoELayer"):
+            x = torch.ones(16, 16) @ torch.ones(16, 16)
+            dist.all_reduce(x)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if victim >= 0:
+        dist.barrier()
+
+if __name__ == "__main__":
+    victim = int(sys.argv[1])
+    if "RANK" in os.environ:
+        main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), victim)
+    else:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[2]}
+        mp.spawn(main, args=(3, victim), nprocs=3)
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return str(tmp_path / "program.py")
+
+
+def _free_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_spawned_ranks_and_one_that_is_killed(program, tmp_path):
+    """mp.spawn, no destroy, rank 1 ends by SIGKILL: ranks 0 and 2 leave whole profiles that match."""
+    done = profile_command(
+        [sys.executable, program, "1", _free_port()], tmp_path / "out", stdout=subprocess.DEVNULL
+    )
+    assert done.exit_code != 0
+    assert [file.name for file in done.files] == ["rank-0.json", "rank-2.json"]
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["rank-0.json", "rank-2.json"]
+    found = summarize_paths(done.files)
+    assert [trace.rank for trace in found.traces] == [0, 2] and found.problems == []
+    reduced = [one for one in found.collectives if one.name == "all_reduce"]
+    assert [(one.index, one.group, one.bytes, one.num_ranks) for one in reduced] == [
+        (k, "0-2", 1024, 2) for k in (1, 2, 3)
+    ]
+    for trace in found.traces:
+        names = [trace.name(i) for i in range(len(trace))]
+        assert names.count("aten::mm") == 3 and names.count("MoELayer") == 3
+        assert len(trace.memory.time_ns) > 0 and trace.shapes
+
+
+def test_torchrun(program, tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--master-port",
+        _free_port(),
+    ]
+    done = profile_command([*command, program, "-1"], tmp_path / "out", stdout=subprocess.DEVNULL)
+    assert done.exit_code == 0 and [file.name for file in done.files] == ["rank-0.json", "rank-1.json"]
+    assert {read_trace(file)[0].world_size for file in done.files} == {2}
+
+
+def test_capture_around_ones_own_code(tmp_path, monkeypatch):
+    """Without a process group the caller tells rank and world; a second capture never replaces the first."""
+    from meshwise.instruments.profile import capture
+
+    for _ in range(2):
+        with capture(tmp_path, rank=5, world_size=8):
+            torch.ones(4, 4) @ torch.ones(4, 4)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["rank-5-again-1.json", "rank-5.json"]
+    trace, notes = read_trace(tmp_path / "rank-5.json")
+    assert (trace.rank, trace.world_size, notes) == (5, 8, [])
+    assert "aten::mm" in {trace.name(i) for i in range(len(trace))}
+
+
+def test_full_disk_leaves_nothing(tmp_path):
+    """A file size limit stands in for the full disk: one sentence, no file."""
+    code = """
+    import resource, signal, sys, torch
+    from meshwise.errors import DataError
+    from meshwise.instruments.profile import capture
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+    try:
+        with capture(sys.argv[1], rank=0, world_size=1):
+            for _ in range(100):
+                torch.ones(4, 4) @ torch.ones(4, 4)
+    except DataError as error:
+        print(error)
+    """
+    words = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), str(tmp_path / "out")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    lines = done.stdout.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith(f"cannot write the profile in {tmp_path / 'out'}")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_hook_runs_the_sitecustomize_it_hides(tmp_path):
+    """And imports nothing that the program does not import."""
+    (tmp_path / "sitecustomize.py").write_text("print('hidden one')")
+    environment = capture_environment(tmp_path / "out", shapes=True, memory=True, stacks=False)
+    path = os.pathsep.join([str(HOOK), str(tmp_path)])
+    words = [sys.executable, "-c", "import sys; print('torch' in sys.modules)"]
+    done = subprocess.run(
+        words, env=os.environ | environment | {"PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split("\n")[:2] == ["hidden one", "False"]
+
+
+def test_refusals(tmp_path):
+    (tmp_path / "rank-0.json").write_text("{}")
+    with pytest.raises(DataError, match="already holds profiles"):
+        profile_command(["python", "x.py"], tmp_path)
+    with pytest.raises(DataError, match="cannot write"):
+        profile_command(["python", "x.py"], tmp_path / "rank-0.json" / "out")
+    with pytest.raises(MissingExtraError, match="no such command"):
+        profile_command(["no-such-command-here"], tmp_path / "out")
+
+
+def test_command_without_a_process_group(meshwise, tmp_path):
+    done = meshwise("profile", "-o", str(tmp_path / "out"), "--", "python", "-c", "pass")
+    assert done.code == 2 and "left no profile" in done.err and Path(tmp_path / "out").is_dir()
