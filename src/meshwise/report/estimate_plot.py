@@ -125,7 +125,10 @@ def draw_roofline(axes: Axes, estimate: Estimate) -> None:
         inset.locator_params(nbins=6)
         _draw_ops(inset, marks, roofs)
         axes.indicate_inset_zoom(inset, edgecolor=_OTHER, alpha=0.6)
-        _draw_names(inset, marks, enlarged)
+    figure: Any = axes.get_figure(root=True)
+    figure.draw_without_rendering()  # arranges the axes, so that places in pixels are final
+    for panel in axes.child_axes:
+        _draw_names(panel, marks, enlarged)
     _draw_names(axes, marks, [i for i in named if i not in enlarged], keep_clear=axes.child_axes)
 
 
@@ -264,6 +267,7 @@ def _draw_ops(axes: Axes, marks: _Marks, roofs: _Roofs) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_major_formatter(lambda value, _: with_prefix(value, ""))
     axes.tick_params(labelsize=8)
+    axes.minorticks_off()
     axes.grid(alpha=0.25)
     _open_frame(axes)
 
@@ -288,7 +292,6 @@ def _draw_names(axes: Axes, marks: _Marks, rows: list[int], keep_clear: Sequence
     that lead to them, and of the axes in `keep_clear`. A name that finds no such place is left out.
     """
     figure: Any = axes.get_figure(root=True)
-    figure.draw_without_rendering()  # arranges the axes, so that places in pixels are final
     pixels = figure.dpi / 72
     center = axes.transData.transform(np.column_stack([marks.intensity, marks.achieved]))
     radius = marks.radius * pixels
