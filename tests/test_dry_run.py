@@ -147,11 +147,8 @@ def test_rank_outside_the_world() -> None:
 
 
 def test_command_line(meshwise: Callable[..., Any]) -> None:
-    words = [
-        "dryrun",
-        "ulysses",
-        *["--ranks", "4", "--rank", "1", "--seq", "64", "--hidden", "32", "--heads", "4", "--json"],
-    ]
+    sizes = {"--ranks": "4", "--rank": "1", "--seq": "64", "--hidden": "32", "--heads": "4"}
+    words = ["dryrun", "ulysses", *(word for pair in sizes.items() for word in pair), "--json"]
     document = meshwise(*words).document
     assert set(document) >= {"program", "ranks", "rank", "device", "peak_bytes", "steps", "ledger"}
     keys = {"name", "symbols", "shape", "elements", "bytes", "flop", "current_bytes", "peak_bytes"}

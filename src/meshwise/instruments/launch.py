@@ -195,7 +195,7 @@ def _try_send(pipe: Connection, message: Any) -> None:
     """Send; a rank that is gone is noticed where its answer is awaited."""
     try:
         pipe.send(message)
-    except (BrokenPipeError, ConnectionResetError):
+    except OSError:
         return
 
 

@@ -1,0 +1,51 @@
+"""Functions that tests run on every rank; in a module of their own, so that spawned ranks can import them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from meshwise.errors import PlanError
+from meshwise.instruments.launch import Place
+
+
+def total_of_ranks(place: Place, factor: int) -> int:
+    total = torch.tensor([float(place.rank * factor)], device=place.device)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def fail_on(place: Place, failing: int) -> None:
+    if place.rank == failing:
+        raise ValueError(f"broken on purpose on rank {failing}")
+    dist.barrier()
+
+
+def refuse_on(place: Place, failing: int) -> None:
+    if place.rank == failing:
+        raise PlanError("these sizes do not divide")
+    dist.barrier()
+
+
+def die_on(place: Place, failing: int) -> None:
+    if place.rank == failing:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def exit_on(place: Place, failing: int) -> None:
+    if place.rank == failing:
+        os._exit(7)
+    dist.barrier()
+
+
+def sleep_forever(place: Place, folder: str) -> None:
+    """Leave this rank's process id in `folder`, then never end."""
+    Path(folder, str(place.rank)).write_text(str(os.getpid()))
+    while True:
+        time.sleep(1)

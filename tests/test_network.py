@@ -1,0 +1,127 @@
+"""Predicted against measured communication, over links whose speed is known.
+
+Two hosts, each a network namespace with two ranks, joined by a virtual cable that a token bucket slows
+down. The ranks talk over gloo, as on a real cluster. The prediction knows the cable's rate, nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwise.cost.collective import collective_s
+
+pytest.importorskip("torch")
+
+RATE_BITS_PER_S = 200e6
+# TCP with timestamps over Ethernet: 1448 bytes of payload in a frame of 1514
+LINK_BYTES_PER_S = RATE_BITS_PER_S / 8 * 1448 / 1514
+RANKS_PER_HOST, NUM_HOSTS = 2, 2
+MEMORY_BYTES_PER_S = 1e10  # between ranks of a host: so fast that it does not bind
+TOLERANCE = 0.15
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[str]]:
+    """Two namespaces, 10.231.0.1 and .2, whose cable carries `RATE_BITS_PER_S` in each direction."""
+    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        pytest.skip("making hosts needs root and iproute2")
+    names = [f"meshwise-{os.getpid()}-{host}" for host in range(NUM_HOSTS)]
+    cables = [f"mw{os.getpid() % 100000}-{host}" for host in range(NUM_HOSTS)]
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"this system makes no network namespaces: {error.stderr.strip()}")
+        ip("link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
+        for host, (name, cable) in enumerate(zip(names, cables, strict=True)):
+            ip("link", "set", cable, "netns", name)
+            inside = ["netns", "exec", name]
+            ip(*inside, "ip", "link", "set", "lo", "up")
+            ip(*inside, "ip", "link", "set", cable, "name", "cable")
+            ip(*inside, "ip", "addr", "add", f"10.231.0.{host + 1}/24", "dev", "cable")
+            ip(*inside, "ip", "link", "set", "cable", "up")
+            shape = ["rate", f"{RATE_BITS_PER_S:.0f}bit", "burst", "128kb", "limit", "8mb"]
+            ip(*inside, "tc", "qdisc", "add", "dev", "cable", "root", "tbf", *shape)
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def measured(hosts: list[str]) -> list[dict[str, Any]]:
+    """What every rank measured, by rank."""
+    world_size = RANKS_PER_HOST * NUM_HOSTS
+    ranks = []
+    for rank in range(world_size):
+        environment = {
+            **os.environ,
+            **{"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank % RANKS_PER_HOST)},
+            **{"MASTER_ADDR": "10.231.0.1", "MASTER_PORT": "29512", "GLOO_SOCKET_IFNAME": "cable"},
+            "OMP_NUM_THREADS": "1",
+        }
+        command = ["ip", "netns", "exec", hosts[rank // RANKS_PER_HOST], sys.executable]
+        worker = str(Path(__file__).parent / "network_worker.py")
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        ranks.append(subprocess.Popen([*command, worker], env=environment, **pipes))
+    try:
+        outputs = [rank.communicate(timeout=180) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    failed = [error for rank, (_, error) in zip(ranks, outputs, strict=True) if rank.returncode]
+    assert not failed, failed[0]
+    result: list[dict[str, Any]] = json.loads(outputs[0][0].splitlines()[-1])
+    return result
+
+
+def predicted_s(kind: Any, payload_bytes: float) -> float:
+    """Over all ranks. Both ranks of a host share the cable. gloo reduce-scatters by an all-reduce."""
+    return float(
+        collective_s(
+            "all_reduce" if kind == "reduce_scatter" else kind,
+            payload_bytes,
+            RANKS_PER_HOST * NUM_HOSTS,
+            link_bytes_per_s=(MEMORY_BYTES_PER_S, LINK_BYTES_PER_S / RANKS_PER_HOST),
+            link_latency_s=(0.0, 0.0),
+            link_ranks=(RANKS_PER_HOST, float("inf")),
+        )
+    )
+
+
+def test_collectives_take_the_predicted_time(measured: list[dict[str, Any]]) -> None:
+    for sample in measured[0]["alone"]:
+        expected = predicted_s(sample["kind"], sample["payload_bytes"])
+        assert sample["time_s"] == pytest.approx(expected, rel=TOLERANCE), sample
+
+
+# Of the exchanges in `ulysses` two follow another directly; before the others the ranks compute, and on a
+# machine with fewer cores than ranks they do not end together: what they wait there is not the link's.
+ALIGNED = {"model-2d": ("input", "output", "W1", "W2"), "ulysses": ("k", "v")}
+
+
+@pytest.mark.parametrize("program", list(ALIGNED))
+def test_programs_communicate_as_long_as_predicted(program: str, measured: list[dict[str, Any]]) -> None:
+    """Per collective the shortest time of any rank: who comes last waits for nobody."""
+    took = predicted = 0.0
+    for rows in zip(*(rank["inside"][program] for rank in measured), strict=True):
+        if rows[0]["payload_bytes"] >= 8 << 20 and rows[0]["op"] in ALIGNED[program]:
+            count = rows[0]["count"]
+            took += count * min(row["time_s"] for row in rows)
+            predicted += count * predicted_s(rows[0]["collective"], rows[0]["payload_bytes"])
+    assert predicted > 0.1
+    assert took == pytest.approx(predicted, rel=TOLERANCE)
