@@ -1,0 +1,79 @@
+"""`meshwise fit`: every fitted constant of the catalog again, from the data."""
+
+from __future__ import annotations
+
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+OP_FILES = ("measured_ops.csv", "published_micro.csv")
+RUN_FILES = ("published_runs.csv", "measured_iterations_a100.csv")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Mount the command."""
+    app.command()(fit)
+
+
+def fit(
+    data: Annotated[Path, typer.Option(help="Folder of the measurements.")] = Path("../shared/data"),
+    only: Annotated[
+        Literal["ops", "steps", "all"], typer.Option(help="Kernels and collectives, whole steps, or both.")
+    ] = "all",
+    write: Annotated[bool, typer.Option(help="Write the catalog; --no-write only reports.")] = True,
+) -> None:
+    """Fit kernels and collectives to measured ops, then the overheads of steps to published runs."""
+    if only != "steps":
+        _fit_ops(_files(data, OP_FILES), write=write)
+    if only == "all":
+        _fit_steps_afresh(data, write=write)
+    elif only == "steps":
+        _fit_steps(_files(data, RUN_FILES), write=write)
+
+
+def _files(folder: Path, names: tuple[str, ...]) -> list[Path]:
+    from meshwise.errors import DataError
+
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise DataError(f"{folder} has no {missing[0]}; name the folder of the measurements with --data")
+    return [folder / name for name in names]
+
+
+def _catalog(name: str) -> Path:
+    import meshwise
+
+    return Path(meshwise.__file__).parent / "catalog" / name
+
+
+def _fit_ops(paths: list[Path], *, write: bool) -> None:
+    from meshwise.cli.output import console
+    from meshwise.fit import fit_all
+    from meshwise.report.fit_table import print_op_fit
+
+    today = date.today().isoformat()
+    found = fit_all(paths, checked=today, write_to=_catalog("efficiency.toml") if write else None)
+    print_op_fit(found, console())
+
+
+def _fit_steps(paths: list[Path], *, write: bool) -> None:
+    from meshwise.cli.output import console
+    from meshwise.fit_steps import fit_overheads
+    from meshwise.report.fit_table import print_step_fit
+
+    today = date.today().isoformat()
+    found = fit_overheads(paths, checked=today, write_to=_catalog("overheads.toml") if write else None)
+    print_step_fit(found, console())
+
+
+def _fit_steps_afresh(data: Path, *, write: bool) -> None:
+    """Fit the steps in a process of its own, which reads the constants of ops just written."""
+    import subprocess
+    import sys
+
+    words = ["fit", "--only", "steps", "--data", str(data), "--write" if write else "--no-write"]
+    done = subprocess.run([sys.executable, "-m", "meshwise", *words], check=False)
+    if done.returncode:
+        raise typer.Exit(done.returncode)
