@@ -1,0 +1,132 @@
+"""Collectives along one axis of the mesh, as the layouts use them; an axis of one rank exchanges nothing.
+
+What can run beside a product is started first and finished later: `start_gather(...)` returns the function
+that waits and hands over the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+Finish = Callable[[], Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Axis:
+    """A rank's place along one axis: its group, the size of it, and its index in it."""
+
+    group: dist.ProcessGroup
+    size: int
+    index: int
+
+
+def axis(mesh: DeviceMesh, name: str) -> Axis:
+    """The axis of `mesh` called `name`."""
+    return Axis(mesh.get_group(name), mesh.size(mesh.mesh_dim_names.index(name)), mesh.get_local_rank(name))
+
+
+def start_gather(x: Tensor, along: Axis, dim: int = 0) -> Finish:
+    """All-gather: the parts of all ranks, one after the other in `dim`."""
+    if along.size == 1:
+        return lambda: x
+    mine = x.movedim(dim, 0).contiguous()
+    whole = mine.new_empty(along.size * mine.shape[0], *mine.shape[1:])
+    work = dist.all_gather_single(whole, mine, group=along.group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return whole.movedim(0, dim)
+
+    return finish
+
+
+def start_scatter(x: Tensor, along: Axis, dim: int = 0) -> Finish:
+    """Reduce-scatter: this rank's part in `dim` of the sum over all ranks."""
+    if along.size == 1:
+        return lambda: x
+    whole = x.movedim(dim, 0).contiguous()
+    mine = whole.new_empty(whole.shape[0] // along.size, *whole.shape[1:])
+    work = dist.reduce_scatter_single(mine, whole, group=along.group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return mine.movedim(0, dim)
+
+    return finish
+
+
+def gather(x: Tensor, along: Axis, dim: int = 0) -> Tensor:
+    """All-gather, done."""
+    return start_gather(x, along, dim)()
+
+
+def scatter(x: Tensor, along: Axis, dim: int = 0) -> Tensor:
+    """Reduce-scatter, done."""
+    return start_scatter(x, along, dim)()
+
+
+def start_sum(x: Tensor, along: Axis) -> Finish:
+    """All-reduce, in place."""
+    if along.size == 1:
+        return lambda: x
+    work = dist.all_reduce(x, group=along.group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return x
+
+    return finish
+
+
+def all_sum(x: Tensor, along: Axis) -> Tensor:
+    """All-reduce, in place, done."""
+    return start_sum(x, along)()
+
+
+def all_max(x: Tensor, along: Axis) -> Tensor:
+    """All-reduce by maximum, in place."""
+    if along.size > 1:
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=along.group)
+    return x
+
+
+def all_to_all(x: Tensor, along: Axis) -> Tensor:
+    """Part i of dim 0 goes to rank i; the part from rank i comes to place i."""
+    if along.size == 1:
+        return x
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(out, x.contiguous(), group=along.group)
+    return out
+
+
+def start_broadcast(panel: Tensor, owner: int, along: Axis) -> Finish:
+    """Broadcast of the owner's `panel`; the others' holds the shape and is not read."""
+    if along.size == 1:
+        return lambda: panel
+    buffer = panel.contiguous() if along.index == owner else torch.empty_like(panel).contiguous()
+    work = dist.broadcast(buffer, group=along.group, group_src=owner, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return buffer
+
+    return finish
+
+
+def start_reduce(panel: Tensor, owner: int, along: Axis) -> Finish:
+    """Sum of all ranks' `panel`, right on its owner only."""
+    if along.size == 1:
+        return lambda: panel
+    work = dist.reduce(panel, group=along.group, group_dst=owner, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return panel
+
+    return finish

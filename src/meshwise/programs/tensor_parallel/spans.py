@@ -1,0 +1,69 @@
+"""Which tokens, and which columns of a matrix, a rank holds.
+
+Tokens are spans of positions, `((begin, end), ...)`. Under a causal mask later tokens cost more, so a
+sequence over n ranks is cut in 2n chunks and rank r holds the chunks r and 2n - 1 - r: all ranks see as
+many keys. Columns are index arrays, since a rank's part of a fused projection lies scattered in the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Spans = tuple[tuple[int, int], ...]
+Index = NDArray[np.int64]
+
+
+def chunk_order(num_ranks: int, *, is_causal: bool) -> list[int]:
+    """The chunks of a sequence in the order in which the ranks hold them: 0 3 1 2 for two causal ranks."""
+    if not is_causal or num_ranks == 1:
+        return list(range(num_ranks))
+    return [chunk for rank in range(num_ranks) for chunk in (rank, 2 * num_ranks - 1 - rank)]
+
+
+def rank_spans(seq: int, num_ranks: int, rank: int, *, is_causal: bool) -> Spans:
+    """The tokens of one of `num_ranks` ranks over which a sequence is cut."""
+    order = chunk_order(num_ranks, is_causal=is_causal)
+    size = seq // len(order)
+    mine = order[rank * len(order) // num_ranks : (rank + 1) * len(order) // num_ranks]
+    return tuple((chunk * size, (chunk + 1) * size) for chunk in mine)
+
+
+def part(spans: Spans, index: int, num_parts: int) -> Spans:
+    """Part `index` of the tokens of `spans`, cut into `num_parts` equal runs."""
+    total = sum(end - begin for begin, end in spans)
+    first, last = index * total // num_parts, (index + 1) * total // num_parts
+    parts, done = [], 0
+    for begin, end in spans:
+        low, high = max(first - done, 0), min(last - done, end - begin)
+        if low < high:
+            parts.append((begin + low, begin + high))
+        done += end - begin
+    return tuple(parts)
+
+
+def flat(spans: Spans, times: int = 1) -> list[int]:
+    """begin, end, begin, end, ...: as an op takes them; repeated for each of `times` query heads."""
+    return [edge for span in spans for edge in span] * times
+
+
+def positions(spans: Spans) -> Index:
+    """The position of every token."""
+    return np.concatenate([np.arange(begin, end) for begin, end in spans])
+
+
+def split(sections: Sequence[tuple[int, int]], num_parts: int, *, within: bool = False) -> list[Index]:
+    """Columns of each part of a fused matrix, whose sections are (units, width): heads and their size.
+
+    Each part takes its share of the units of every section, or, `within`, its share of every unit's width.
+    """
+    parts: list[list[Index]] = [[] for _ in range(num_parts)]
+    start = 0
+    for units, width in sections:
+        columns = np.arange(start, start + units * width).reshape(units, width)
+        for i, piece in enumerate(np.split(columns, num_parts, axis=1 if within else 0)):
+            parts[i].append(piece.ravel())
+        start += units * width
+    return [np.concatenate(pieces) for pieces in parts]
