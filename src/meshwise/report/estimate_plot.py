@@ -127,9 +127,10 @@ def draw_roofline(axes: Axes, estimate: Estimate) -> None:
         axes.indicate_inset_zoom(inset, edgecolor=_OTHER, alpha=0.6)
     figure: Any = axes.get_figure(root=True)
     figure.draw_without_rendering()  # arranges the axes, so that places in pixels are final
-    for panel in axes.child_axes:
-        _draw_names(panel, marks, enlarged)
-    _draw_names(axes, marks, [i for i in named if i not in enlarged], keep_clear=axes.child_axes)
+    insets: Sequence[Any] = axes.child_axes
+    for inset in insets:
+        _draw_names(inset, marks, enlarged)
+    _draw_names(axes, marks, [i for i in named if i not in enlarged], keep_clear=insets)
 
 
 def _below_the_roof(axes: Axes, roofs: _Roofs) -> tuple[float, float, float, float]:
