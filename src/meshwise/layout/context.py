@@ -79,7 +79,7 @@ def _keys_and_values(cut: Cut, local_bytes: Num) -> Iterator[Op]:
 
 
 def _gathered(name: str, cut: Cut, local_bytes: Num) -> Iterator[Op]:
-    """All-gather what the ring ranks hold for op `name`; kept is the own part, so the backward gathers too."""
+    """All-gather what the ring ranks hold for op `name`; only the own part is kept, for the backward."""
     kinds = (("forward", "all_gather"), ("backward", "all_gather"), ("backward", "reduce_scatter"))
     for phase, kind in kinds:
         yield collective(

@@ -7,6 +7,7 @@ A program is a module that can be imported without torch and has
     check(options, ranks)       raises a MeshwiseError for what does not fit, before anything starts
     main(options, context)      runs on every rank (imports torch inside); may return JSON values
     estimate(options, tape)     optional: writes the closed form of the same program on a tape
+    STATES_WORK_ONLY            optional: True if that closed form is the ops of a layout (see `Program`)
 
 `PROGRAMS` names them; a module is imported when its program is asked for.
 """
@@ -39,7 +40,11 @@ Dtype = Literal["bf16", "fp16", "fp32", "fp64"]
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program's name and the functions of its module."""
+    """A program's name and the functions of its module.
+
+    `states_work_only` (STATES_WORK_ONLY of the module): its closed form is the ops of a layout, which name
+    matmuls, collectives and what is kept, but not every copy in between.
+    """
 
     name: str
     options: type
@@ -47,6 +52,7 @@ class Program:
     main: Callable[[Any, Any], Any]
     estimate: Callable[..., None] | None
     doc: str
+    states_work_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,7 @@ def find_program(name: str) -> Program:
         main=module.main,
         estimate=getattr(module, "estimate", None),
         doc=(module.__doc__ or "").split("\n\n")[0],
+        states_work_only=getattr(module, "STATES_WORK_ONLY", False),
     )
 
 

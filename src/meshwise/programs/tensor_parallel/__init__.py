@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from meshwise.programs.tensor_parallel.block import Layout
 
 
+STATES_WORK_ONLY = True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What the command line may choose."""

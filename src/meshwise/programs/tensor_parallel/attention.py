@@ -152,7 +152,8 @@ class SplitHeads(torch.autograd.Function):
         ctx.on = on
         heads = qkv.view(-1, on.batch, on.heads + 2 * on.kv_heads, on.head_dim).permute(1, 2, 0, 3)
         parts = heads.split([on.heads, on.kv_heads, on.kv_heads], dim=1)
-        return tuple(part.reshape(-1, *part.shape[2:]) for part in parts)
+        copies = (part.clone(memory_format=torch.contiguous_format) for part in parts)
+        return tuple(copy.view(-1, *copy.shape[2:]) for copy in copies)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

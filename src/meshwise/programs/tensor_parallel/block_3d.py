@@ -240,7 +240,7 @@ class Layout3D(Layout):
             return ungrouped(OfActivations.apply(p, v, self.into_pair, False), on)
 
     def _score_tokens(self) -> tuple[Spans, Spans]:
-        """Queries and keys of the rank's scores: its row's share of the depth's queries, its column's keys."""
+        """Queries and keys of the rank's scores: a row's share of the depth's queries, the column's keys."""
         causal = self.model.causal
         of_depth = [
             rank_spans(self.seq, self.depth.size, i, is_causal=causal) for i in range(self.depth.size)
