@@ -31,7 +31,8 @@ bench: install
 	$(BIN)/python -m benchmarks
 
 docs: install
-	$(BIN)/python -m meshwise.report.docs
+	set -e; for figures in docs/figures/*.py; do $(BIN)/python $$figures; done
+	$(BIN)/python docs/rerun.py docs/*.md
 
 clean:
 	rm -rf .venv build dist out
