@@ -6,7 +6,7 @@ what kind of collective, shape), and every counted column is compared. Times are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,11 @@ COUNTED = (
     *("count", "flop", "read_bytes", "write_bytes", "saved_bytes", "weight_bytes"),
     *("payload_bytes", "sent_bytes", "live_bytes", "peak_bytes"),
 )
+
+
+ALIVE = ("live_bytes", "peak_bytes")
+WORK = ("count", "flop", "saved_bytes", "payload_bytes", "sent_bytes")
+"""Columns that the ops of a layout state as exactly as a program counts them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +66,49 @@ class Comparison:
         return {"agree": self.agree, "rows": [row.to_json() for row in self.rows]}
 
 
-def compare(ledgers: Mapping[str, Ledger], columns: Sequence[str] = COUNTED) -> Comparison:
-    """Join `ledgers`, by the instruments' names, and compare `columns`; an absent number counts as zero."""
+def compare(
+    ledgers: Mapping[str, Ledger], columns: Sequence[str] = COUNTED, partial: Collection[str] = ()
+) -> Comparison:
+    """Join `ledgers`, by the instruments' names, and compare `columns`; an absent number counts as zero.
+
+    `partial` instruments state only some ops, and not what is alive: where they are silent they are left out.
+    """
     tables = {name: _by_place(ledger, columns) for name, ledger in ledgers.items()}
     places = dict.fromkeys(place for table in tables.values() for place in table)
     rows = []
     for place in places:
         module, op, phase, shape = place[:4]
         for column in columns:
+            silent = partial if column in ALIVE else [name for name in partial if place not in tables[name]]
             values = {
-                name: table[place][column] if place in table else None for name, table in tables.items()
+                name: table[place][column] if place in table else None
+                for name, table in tables.items()
+                if name not in silent
             }
             if any(values.values()) or None in values.values():
                 rows.append(Row(module, op, phase, column, shape, values))
     return Comparison(tuple(rows))
+
+
+def work_of(ledger: Ledger) -> Ledger:
+    """The rows of `ledger` that a layout states: matmuls, attention, collectives, and what each op keeps.
+
+    A layout names the kernels of a block and what they cost, not the copies between them, nor how many
+    torch ops make up a kernel; so kernels are left with what they keep for the backward, by module and op.
+    """
+    rows: list[dict[str, Any]] = []
+    kept: dict[tuple[str, str, str], float] = {}
+    for row in ledger.rows():
+        place = (row["module"], row["op"], row["phase"])
+        if row["saved_bytes"]:
+            kept[place] = kept.get(place, 0.0) + row["count"] * row["saved_bytes"]
+        if row["collective"]:
+            rows.append(row | {"shape": "", "dtype": "", "saved_bytes": None})
+        elif row["flop"]:
+            rows.append(row | {"saved_bytes": None})
+    for (module, op, phase), saved_bytes in kept.items():
+        rows.append({"module": module, "op": op, "phase": phase, "saved_bytes": saved_bytes})
+    return Ledger.from_rows(rows)
 
 
 def _by_place(ledger: Ledger, columns: Sequence[str]) -> dict[tuple[Any, ...], dict[str, float]]:
@@ -84,7 +118,7 @@ def _by_place(ledger: Ledger, columns: Sequence[str]) -> dict[tuple[Any, ...], d
         total = table.setdefault(tuple(row[name] for name in KEY), dict.fromkeys(columns, 0.0))
         for name in columns:
             number = row[name] or 0.0
-            if name in ("live_bytes", "peak_bytes"):
+            if name in ALIVE:
                 total[name] = max(total[name], number)
             else:
                 total[name] += number if name == "count" else row["count"] * number

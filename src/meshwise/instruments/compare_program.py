@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwise.compare import Comparison, compare
+from meshwise.compare import WORK, Comparison, compare, work_of
 from meshwise.errors import PlanError
 from meshwise.instruments.dry_run import dry_run
 from meshwise.instruments.launch import Ranks
@@ -34,14 +34,18 @@ def compare_program(
     if program.estimate is None and not with_run:
         raise PlanError(f"{program.name} has no closed form; without a run there is nothing to compare with")
     ledgers: dict[str, Ledger] = {}
+    partial: tuple[str, ...] = ()
     if program.estimate is not None:
         tape = Tape("estimate", rank, ranks)
         program.estimate(options, tape)
         ledgers["estimate"] = tape.ledger()
+        partial = ("estimate",) if tape.is_partial else ()
     ledgers["dry_run"] = dry_run(program.name, options, ranks=ranks, rank=rank, device="cpu").ledger
     if with_run and pool is not None:
         ledgers["run"] = pool.call(run_rank, program.name, options, rank, True)[rank].ledger
     elif with_run:
         with Ranks(ranks, port=port) as own:
             ledgers["run"] = own.call(run_rank, program.name, options, rank, True)[rank].ledger
-    return compare(ledgers)
+    if program.states_work_only:
+        return compare({name: work_of(ledger) for name, ledger in ledgers.items()}, WORK)
+    return compare(ledgers, partial=partial)

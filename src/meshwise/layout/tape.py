@@ -63,7 +63,8 @@ class Tape:
     """Rows, steps and live bytes of one rank.
 
     `allocator` and `workspace_bytes` are what the machine adds to the tensors; `measure` returns the bytes
-    that a real device says are booked, now and at most.
+    that a real device says are booked, now and at most. `is_partial`: a closed form states only some of the
+    ops, and not what is alive at each.
     """
 
     origin: str
@@ -72,6 +73,7 @@ class Tape:
     allocator: CachingAllocator | None = None
     workspace_bytes: int = 0
     measure: Callable[[], tuple[float, float]] | None = None
+    is_partial: bool = False
     live_bytes: float = 0.0
     peak_bytes: float = 0.0
     steps: list[Step] = field(default_factory=list)

@@ -50,7 +50,8 @@ class Options:
     tokenizer: Annotated[str, Meta(description="a tokenizer.json (default: bytes)")] = ""
     max_blocks: Annotated[int, Meta(ge=0, description="blocks of the text to take (0: all)")] = 64
     max_valid_steps: Annotated[
-        int | None, Meta(ge=0, description="last step of a rank, from 0 as fairseq counts: 4 is five steps")
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="last step of a rank, from 0 as fairseq counts: 4 is five steps"),
     ] = None
     dtype: Annotated[Dtype | None, Meta(description="element type (default: the config's)")] = None
     tp: Annotated[int, Meta(ge=1, description="tensor-parallel ranks")] = 1
@@ -120,6 +121,7 @@ def estimate(options: Options, tape: Tape) -> None:
     num_batches = -(-len(_blocks(options, found)[0]) // config.batch_size_valid)
     of = new_pass(config, ep=placement.ep, tp=placement.tp, dtype=found.dtype, grouped=options.grouped_gemm)
     of = replace(of, tp_rank=placement.tp_rank(tape.rank))
+    tape.is_partial = True
     tape.allocate("the largest moment of a pass", float(peak_bytes(of)))
     tape.release("the largest moment of a pass")
     for row in forward_rows(of):
@@ -219,7 +221,8 @@ def _evaluate(
     num_batches = -(-len(blocks) // size)
     double = {"dtype": torch.float64, "device": context.device}
     num_metrics = len(metric_names(found.config.top_k))
-    totals = Totals(torch.zeros((), **double), torch.zeros(num_metrics, **double))
+    with context.recorder.setup():
+        totals = Totals(torch.zeros((), **double), torch.zeros(num_metrics, **double))
     begin_s = time.perf_counter()
     for step in range(num_passes(num_batches, dp, options.max_valid_steps)):
         number = step * dp + found.placement.dp_rank(context.rank)

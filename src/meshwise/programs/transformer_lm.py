@@ -278,17 +278,22 @@ def init_parameters(model: TransformerDecoder, seed: int) -> None:
     for part in parts(model):
         key = hashlib.sha256(f"{seed} {part.name}".encode()).digest()[:8]
         generator = torch.Generator().manual_seed(int.from_bytes(key) >> 1)
-        whole = _initial(part.name, part.full_shape(model.shard), generator)
-        part.piece.copy_(whole[part.bounds(model.shard)])
+        is_whole = part.full_shape(model.shard) == tuple(part.piece.shape)
+        if is_whole and part.piece.device.type == "cpu" and part.piece.dtype == torch.float32:
+            _fill(part.name, part.piece, generator)
+        else:
+            whole = torch.empty(part.full_shape(model.shard))
+            _fill(part.name, whole, generator)
+            part.piece.copy_(whole[part.bounds(model.shard)])
 
 
-def _initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    if len(shape) == 1:
-        return torch.ones(shape) if name.endswith("norm.weight") else torch.zeros(shape)
-    if name.startswith("embed_tokens"):
-        table = torch.empty(shape).normal_(0, shape[1] ** -0.5, generator=generator)
-        table[PAD] = 0
-        return table
-    gain = 2**-0.5 if any(f"{proj}_proj" in name for proj in "qkv") else 1.0
-    bound = gain * math.sqrt(6 / (shape[0] + shape[1]))
-    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+def _fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+    if tensor.dim() == 1:
+        tensor.fill_(float(name.endswith("norm.weight")))
+    elif name.startswith("embed_tokens"):
+        tensor.normal_(0, tensor.shape[1] ** -0.5, generator=generator)
+        tensor[PAD] = 0
+    else:
+        gain = 2**-0.5 if any(f"{proj}_proj" in name for proj in "qkv") else 1.0
+        bound = gain * math.sqrt(6 / sum(tensor.shape))
+        tensor.uniform_(-bound, bound, generator=generator)
