@@ -25,7 +25,7 @@ RECOMPUTE = ("none", "selective", "full")
 CP_KINDS = ("ring", "ulysses", "all_gather", "two_level")
 LAYOUTS = ("1d", "2d", "2d-cp", "2.5d", "3d")
 OPTIMIZERS = ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "muon", "sgd", "none")
-ATTENTION = ("flash", "unfused")
+ATTENTION = ("flash", "unfused", "grid")
 AXES = ("tp", "cp", "dp", "pp")
 
 
@@ -34,7 +34,8 @@ class Plan:
     """Degrees of parallelism and the choices that go with them; see `parse_plan` for the text form.
 
     `sp` None means: on wherever tp > 1. `dp` None means: what the cluster leaves.
-    `grid` is the shape of a tensor layout of two or more dimensions, e.g. (2, 2, 2).
+    `grid` is the shape of a tensor layout of two or more dimensions, e.g. (2, 2, 2); `panels`, in how many
+    pieces SUMMA sends a block; attention=grid splits the scores over the grid.
     `recompute_layers` limits full recomputation to so many layers of each stage (None: all).
     `zero` is the ZeRO stage over dp (3 is FSDP); `zero_group` shards over so many ranks of dp only
     (HSDP; None: all of them). `stages` gives uneven pipeline stages as numbers of layers.
@@ -54,6 +55,7 @@ class Plan:
     etp: int | None = None
     layout: str = "1d"
     grid: tuple[int, ...] = ()
+    panels: int = 1
     zero: int = 1
     zero_group: int | None = None
     recompute: str = "none"
@@ -108,7 +110,7 @@ _CHOICES = {
     "dtype": tuple(DTYPE_BYTES),
     "grad_dtype": ("fp32", "bf16", "fp16"),
 }
-_DEGREES = ("tp", "cp", "ulysses", "pp", "vpp", "dp", "ep", "etp", "zero_group")
+_DEGREES = ("tp", "cp", "ulysses", "pp", "vpp", "dp", "ep", "etp", "zero_group", "panels")
 _COUNTS = ("recompute_layers", "lora_rank")
 _SWITCHES = ("sp", "overlap_dp", "overlap_tp", "overlap_ep", "overlap_pp")
 _SHARES = ("offload_optimizer", "offload_activations")

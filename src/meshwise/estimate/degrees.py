@@ -15,6 +15,7 @@ import numpy as np
 
 from meshwise.errors import PlanError
 from meshwise.layout.cut import Cut
+from meshwise.layout.grid import default_grid
 from meshwise.layout.op import precision
 from meshwise.plan import RECOMPUTE, SCHEDULES, Plan
 from meshwise.units import Num
@@ -50,6 +51,7 @@ class Degrees:
     imbalance: Num = 1.0
     offload_optimizer: Num = 0.0
     offload_activations: Num = 0.0
+    grid: tuple[Num, ...] = ()
     plan: Plan = field(default_factory=Plan)
 
     @property
@@ -80,6 +82,7 @@ class Degrees:
     def cut(self) -> Cut:
         """How these plans cut one block."""
         plan = self.plan
+        on_grid = plan.layout not in ("1d", "2d-cp")  # each rank has its own part of the activations
         return Cut(
             microbatch=self.microbatch,
             seq=self.seq,
@@ -92,8 +95,12 @@ class Degrees:
             cp_stride=self.stride("cp"),
             ep_stride=self.etp * self.stride("tp"),
             imbalance=self.imbalance,
-            sequence_parallel=plan.sequence_parallel or plan.sp is None,
+            sequence_parallel=plan.sequence_parallel or plan.sp is None or on_grid,
             gather_keys=plan.cp_kind == "all_gather",
+            layout=plan.layout,
+            grid=self.grid,
+            panels=float(plan.panels),
+            grid_scores=plan.attention == "grid",
             flash=plan.attention == "flash",
             lora_rank=plan.lora_rank,
             precision=precision(plan.dtype),
@@ -117,14 +124,18 @@ def degrees(plan: Plan, workload: Workload, world: int) -> Degrees:
         raise PlanError(
             f"zero_group={group} does not divide dp={dp} x cp={plan.cp}; use a divisor of {dp * plan.cp}"
         )
+    grid = tuple(map(float, plan.grid or default_grid(plan.layout, plan.tp)))
+    tp, ring = float(plan.tp), float(plan.cp // ulysses)
+    if plan.layout == "2d-cp":  # columns x sequence: weights are cut by the columns alone
+        tp, ring, group = grid[0], grid[1], group * int(grid[1])
     return Degrees(
         world=float(world),
         microbatch=float(workload.microbatch),
         num_microbatches=float(workload.num_microbatches(dp)),
         seq=float(workload.seq),
-        tp=float(plan.tp),
+        tp=tp,
         ulysses=float(ulysses),
-        ring=float(plan.cp // ulysses),
+        ring=ring,
         pp=float(plan.pp),
         vpp=float(plan.vpp),
         dp=float(dp),
@@ -137,6 +148,7 @@ def degrees(plan: Plan, workload: Workload, world: int) -> Degrees:
         imbalance=plan.imbalance,
         offload_optimizer=plan.offload_optimizer,
         offload_activations=plan.offload_activations,
+        grid=grid,
         plan=plan,
     )
 

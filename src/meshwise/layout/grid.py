@@ -6,6 +6,7 @@ import math
 
 from meshwise.errors import PlanError
 from meshwise.model import Model
+from meshwise.plan import Plan
 
 GRID_DIMS = {"1d": 0, "2d": 2, "2d-cp": 2, "2.5d": 3, "3d": 3}
 
@@ -28,6 +29,20 @@ def default_grid(layout: str, ranks: int) -> tuple[int, ...]:
     return side, side, ranks // side**2
 
 
+def check_layout(model: Model, plan: Plan, seq: int) -> None:
+    """PlanError where a plan's layout of several dimensions does not fit the plan, the model or `seq`."""
+    if plan.cp > 1:
+        raise PlanError(f"layout={plan.layout} cuts the sequence itself; leave cp={plan.cp} out")
+    if plan.dtype in ("fp8", "fp4"):
+        raise PlanError(f"layout={plan.layout} has no casts for dtype={plan.dtype}; use bf16, or layout=1d")
+    if plan.lora_rank:
+        raise PlanError(f"layout={plan.layout} has no adapters; leave lora_rank={plan.lora_rank} out")
+    grid = plan.grid or default_grid(plan.layout, plan.tp)
+    check_grid(
+        model, plan.layout, grid, plan.tp, seq=seq, panels=plan.panels, scores_split=plan.attention == "grid"
+    )
+
+
 def check_grid(
     model: Model, layout: str, grid: tuple[int, ...], ranks: int, *, seq: int, panels: int = 1,
     scores_split: bool = False, sequence_parallel: bool = True,
@@ -37,9 +52,10 @@ def check_grid(
     _check_shape(layout, name, grid, ranks)
     if scores_split and layout in ("1d", "2d-cp"):
         raise PlanError(f"layout {name} splits heads; splitting scores over the grid needs 2d, 2.5d or 3d")
-    if layout != "1d" and (model.mla or model.qk_norm):
-        what = "latent attention" if model.mla else "norms of queries and keys"
-        raise PlanError(f"layout {name} has no {what}, which {model.name} needs; use layout=1d")
+    missing = {"experts": model.moe, "latent attention": model.mla, "norms of queries": model.qk_norm}
+    for what, present in missing.items():
+        if layout != "1d" and present:
+            raise PlanError(f"layout {name} has no {what}, which {model.name} needs; use layout=1d")
     for what, size, divisor in _divisions(
         model, layout, grid or (ranks,), seq, panels, scores_split, sequence_parallel
     ):
