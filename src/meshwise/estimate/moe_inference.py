@@ -16,12 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwise.estimate.moe_memory import peak_bytes, weight_bytes
+from meshwise.estimate.moe_memory import peak_bytes, rank_params, weight_bytes
 from meshwise.estimate.timing import machine, op_times
-from meshwise.gpt_config import GptConfig
+from meshwise.gpt_config import GptConfig, to_model
 from meshwise.hardware import Cluster
 from meshwise.layout.expert_parallel import capacity
 from meshwise.layout.expert_pass import Pass, Row, forward_rows
+from meshwise.model import num_active_params, num_params
 from meshwise.units import DTYPE_BYTES, Num
 
 GIB = 2.0**30
@@ -202,6 +203,45 @@ def pass_time(of: Pass, cluster: Cluster, *, ideal: bool = False) -> PassTime:
     return PassTime(compute_s, exchange_s, launches)
 
 
+# --- all of it ---------------------------------------------------------------------------------
+
+
+def report(of: Pass, passes: int) -> dict[str, dict[str, float]]:
+    """The whole arithmetic of `passes` passes on one rank, in groups of named numbers."""
+    model = to_model(of.config)
+    flop = flop_by_role(of)
+    groups: dict[str, dict[str, Num]] = {
+        "shapes": {
+            "tokens": of.tokens,
+            "capacity": of.capacity,
+            "slots": of.slots,
+            "local_experts": of.local_experts,
+            "rows_per_expert": of.ep * of.capacity,
+            "slot_use_frac": slot_use(of),
+        },
+        "calls": {
+            **aten_calls(of, passes),
+            "all_to_all": exchanges(of, passes),
+            "expert_ffn": expert_calls(of, passes),
+            "host_reads_of_token_loop": host_reads(of.config.tokens_per_sample, passes),
+        },
+        "parameters": {
+            "total": num_params(model),
+            "rank": rank_params(of),
+            "active_per_token": num_active_params(model),
+        },
+        "bytes": {
+            "all_to_all": exchange_bytes(of),
+            "all_to_all_sent": exchange_bytes(of) * (1 - 1 / of.ep),
+            "weights": weight_bytes(of),
+            "peak": peak_bytes(of),
+        },
+        "profiled_bytes": profiled_bytes(of, passes),
+        "flop_per_pass": {**flop, "total": total_flop(of), "useful": useful_flop(of)},
+    }
+    return {name: {key: float(x) for key, x in group.items()} for name, group in groups.items()}
+
+
 # --- what-ifs ----------------------------------------------------------------------------------
 
 
@@ -222,12 +262,10 @@ class WhatIf:
     fits: dict[str, bool]
 
 
-def what_ifs(
-    variants: dict[str, Pass], clusters: dict[str, Cluster], *, reserved_bytes: float = 0.0
-) -> list[WhatIf]:
-    """Each variant's figures, its time on each cluster, and whether it fits a chip of it.
+def what_ifs(variants: dict[str, Pass], clusters: dict[str, Cluster]) -> list[WhatIf]:
+    """Each variant's figures, its time on each cluster, and whether its tensors fit a chip of it.
 
-    `reserved_bytes` is what the driver and libraries take of a chip's memory.
+    The CUDA context and fragmentation come on top of the tensors; they are not counted.
     """
     rows = []
     for name, of in variants.items():
@@ -245,10 +283,7 @@ def what_ifs(
                 peak_bytes=peak,
                 launches=float(sum(row.op.count for row in forward_rows(of))),
                 total_s={chip: float(time.total_s) for chip, time in times.items()},
-                fits={
-                    chip: peak + reserved_bytes <= cluster.chip.memory_bytes
-                    for chip, cluster in clusters.items()
-                },
+                fits={chip: peak <= cluster.chip.memory_bytes for chip, cluster in clusters.items()},
             )
         )
     return rows
