@@ -23,7 +23,19 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for _module in ("estimate", "search", "programs", "frontier", "validate", "fit", "catalog", "trace", "profile"):
+for _module in (
+    "estimate",
+    "search",
+    "programs",
+    "frontier",
+    "validate",
+    "fit",
+    "catalog",
+    "trace",
+    "profile",
+    "moe",
+    "sweep",
+):
     importlib.import_module(f"meshwise.cli.{_module}").add_to(app)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -133,9 +133,13 @@ def _host(trace: Trace) -> list[Transfer]:
     world = tuple(range(trace.world_size)) if trace.world_size else "world"
     is_world, end_ns = len(trace.groups) <= 1, trace.end_ns
     found = []
-    for i in trace.where(Kind.HOST_COMMUNICATION).tolist():
+    events = trace.where(Kind.HOST_COMMUNICATION).tolist()
+    unrecorded = Counter(trace.name(i) for i in events)  # the recorder keeps the last calls only
+    unrecorded.subtract({name: len(calls) for name, calls in recorded.items()})
+    for i in events:
         name = trace.name(i)
-        call = recorded[name].popleft() if recorded[name] else None
+        unrecorded[name] -= 1
+        call = recorded[name].popleft() if unrecorded[name] < 0 and recorded[name] else None
         kind = collective_kind(name)
         if call:
             group_name = str((call.get("process_group") or [""])[0])

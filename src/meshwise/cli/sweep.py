@@ -1,0 +1,111 @@
+"""`meshwise sweep FILE.toml`: a grid of estimates, dry runs or runs, resumed where it was stopped."""
+
+from __future__ import annotations
+
+import csv as csv_module
+import io
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+
+def add_to(app: typer.Typer) -> None:
+    """Mount the command."""
+    app.command()(sweep)
+
+
+def sweep(
+    file: Annotated[Path, typer.Argument(help="A TOML file: verb, options, grid, results.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The SQLite file [FILE.sqlite].")
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Points at a time [a core each; runs one by one].")] = 0,
+    retry: Annotated[bool, typer.Option("--retry", help="Run failed points again.")] = False,
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="This machine, or a Ray cluster.")
+    ] = "local",
+    address: Annotated[str | None, typer.Option(help="Address of the Ray cluster [a local one].")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Where the table goes [FILE.csv].")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Where the figure goes [FILE.png].")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Run every point of a grid that is not finished yet; then table, CSV and figure of all."""
+    from meshwise.files import write_text
+    from meshwise.sweep import Store, csv_rows, read_sweep, run_sweep
+
+    wanted = read_sweep(file)
+    database = output or file.with_suffix(".sqlite")
+    with Store(database) as store:
+        finished = store.finished(with_failed=not retry)
+        num_before = sum(point.key in finished for point in wanted.points)
+        with _progress(len(wanted.points), num_before) as advance:
+            run_sweep(
+                wanted,
+                store,
+                jobs=jobs,
+                engine=engine,
+                address=address,
+                retry=retry,
+                on_answer=lambda point, answer: advance(answer.error is not None),
+            )
+        rows = store.rows(wanted)
+    text = io.StringIO()
+    csv_module.writer(text, lineterminator="\n").writerows(csv_rows(wanted, rows))
+    table = csv or database.with_suffix(".csv")
+    write_text(table, text.getvalue())
+    from meshwise.report.sweep_report import draw_sweep, print_sweep
+
+    figure = draw_sweep(wanted, rows, plot or database.with_suffix(".png"))
+    num_failed = sum(row.status == "failed" for row in rows)
+    if json:
+        from dataclasses import asdict
+
+        from meshwise.cli.output import print_json
+
+        document = {"database": str(database), "csv": str(table), "figure": figure and str(figure)}
+        numbers = {"num_points": len(wanted.points), "num_done": len(rows) - num_failed}
+        numbers["num_failed"] = num_failed
+        print_json(document | numbers | {"points": [asdict(row) for row in rows]})
+    else:
+        from meshwise.cli.output import console
+
+        print_sweep(wanted, rows, console())
+        counts = f"{len(rows) - num_failed} done, {num_failed} failed"
+        print(f"{counts}; {database}, {table}, {figure or 'no figure'}")
+    if num_failed:
+        raise typer.Exit(1)
+
+
+class _progress:
+    """A bar with the time left, on stderr: `advance(failed)` after each point."""
+
+    def __init__(self, total: int, completed: int) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        self._bar = Progress(
+            *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)
+        )
+        self._task = self._bar.add_task("points", total=total, completed=completed)
+        self._num_failed = 0
+
+    def __enter__(self) -> _progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, failed: bool) -> None:
+        self._num_failed += failed
+        text = f"points ({self._num_failed} failed)" if self._num_failed else "points"
+        self._bar.update(self._task, advance=1, description=text)

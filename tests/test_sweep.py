@@ -1,0 +1,215 @@
+"""Sweeps: the grid becomes command lines; nothing finished is lost or repeated; failures are kept."""
+
+import csv
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from meshwise import sweep as sweeps
+from meshwise.errors import DataError, MissingExtraError
+from meshwise.sweep import Store, look_up, read_sweep, run_sweep
+
+GRID = """
+verb = "estimate"
+arguments = ["gpt3-175b"]
+[options]
+cluster = "h100-80g-sxm:64"
+plan = "tp={tp},pp={pp}"
+batch = 64
+[grid]
+tp = [2, 4, 8]
+pp = [1, 4, 7]
+"""
+
+# stands in for the command line: it squares n, dies of -1, sleeps on -2, refuses -3
+FAKE_WORKER = """
+import json, os, signal, sys, time
+for line in sys.stdin:
+    n = int(json.loads(line)[2])
+    if n == -1: print("about to die", file=sys.stderr, flush=True); os.kill(os.getpid(), signal.SIGKILL)
+    if n == -2: time.sleep(60)
+    with open(sys.argv[1], "a") as log: log.write(f"{n}\\n")
+    refusal, document = "meshwise: n is bad; use another", json.dumps({"n": {"square": [n * n]}})
+    print(json.dumps((2, "", refusal) if n == -3 else (0, document, "")), flush=True)
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """Sweeps call the fake worker; returns the numbers that it was given, in order."""
+    (tmp_path / "worker.py").write_text(FAKE_WORKER)
+    log = tmp_path / "log"
+    log.touch()
+    monkeypatch.setattr(sweeps, "_WORKER", [sys.executable, str(tmp_path / "worker.py"), str(log)])
+    return lambda: [int(n) for n in log.read_text().split()]
+
+
+def _file(folder, text):
+    (folder / "sweep.toml").write_text(text)
+    return folder / "sweep.toml"
+
+
+def _numbers(folder, numbers, extra=""):
+    text = f'verb = "estimate"\n{extra}\n[grid]\nn = {list(numbers)}\n[results]\nsquare = "n.square.0"\n'
+    return read_sweep(_file(folder, text))
+
+
+def test_points_are_command_lines(tmp_path):
+    text = """
+    verb = "run"
+    arguments = ["eval-lm"]
+    [options]
+    plan = "tp={tp},ep={ep}"
+    profile = false
+    [[grid]]
+    tp = [1, 2]
+    ep = [4]
+    capacity_fraction = [0.05]
+    [[grid]]
+    tp = [2, 8]
+    ep = [4]
+    capacity_fraction = [0.05]
+    quiet = [true]
+    """
+    found = read_sweep(_file(tmp_path, text))
+    assert [" ".join(point.words) for point in found.points] == [
+        "run eval-lm --plan tp=1,ep=4 --capacity-fraction 0.05 --json",
+        "run eval-lm --plan tp=2,ep=4 --capacity-fraction 0.05 --json",
+        "run eval-lm --plan tp=2,ep=4 --capacity-fraction 0.05 --quiet --json",
+        "run eval-lm --plan tp=8,ep=4 --capacity-fraction 0.05 --quiet --json",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('verb = "estimate"', "missing required field `grid`"),
+        ('verb = "fly"\n[grid]\nn = [1]', "verb 'fly' cannot be swept"),
+        ('verb = "run"\n[grid]\nn = []', "no values for n"),
+        ('verb = "run"\narguments = ["{m}"]\n[grid]\nn = [1]', "asks for {m}"),
+        ('verb = "run"\nspeed = 1\n[grid]\nn = [1]', "unknown field `speed`"),
+        ("verb = ", "is not a sweep"),
+    ],
+)
+def test_wrong_files_are_one_sentence(tmp_path, text, reason):
+    with pytest.raises(DataError, match=r"sweep\.toml") as caught:
+        read_sweep(_file(tmp_path, text))
+    assert reason in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_failures_stop_nothing(tmp_path, fake):
+    """A worker that is killed, one that takes too long, a refusal: each keeps its reason."""
+    wanted = _numbers(tmp_path, [1, -1, 2, -2, 3, -3, 4], "timeout_s = 1.0")
+    with Store(tmp_path / "a.sqlite") as store:
+        run_sweep(wanted, store, jobs=2)
+        rows = {row.values["n"]: row for row in store.rows(wanted)}
+    assert {n: row.results["square"] for n, row in rows.items() if n > 0} == {1: 1, 2: 4, 3: 9, 4: 16}
+    assert rows[-1].error == "the process was ended by SIGKILL: about to die"
+    assert rows[-2].error == "it took longer than 1 s"
+    assert rows[-3].error == "n is bad; use another" and rows[-3].status == "failed"
+
+
+def test_finished_points_are_not_repeated(tmp_path, fake):
+    """Not when the sweep is started again, not when its grid grows; failed ones only with retry."""
+    for numbers, retry in (([1, -3], False), ([1, -3], False), ([-3, 5, 1], False), ([1, 5, -3], True)):
+        wanted = _numbers(tmp_path, numbers)
+        with Store(tmp_path / "a.sqlite") as store:
+            run_sweep(wanted, store, jobs=1, retry=retry)
+            assert [row.values["n"] for row in store.rows(wanted)] == numbers
+    assert fake() == [1, -3, 5, -3]
+
+
+def test_kill_nine_loses_only_what_was_running(tmp_path):
+    """Killed amid real estimates and started again: the rows of before are untouched, all are there."""
+    path = _file(tmp_path, GRID.replace("[1, 4, 7]", "[1, 2, 4, 8]"))
+    words = [sys.executable, "-m", "meshwise.cli.worker"]
+    command = json.dumps(["sweep", str(path), "--jobs", "1", "--json"]) + "\n"
+    query = "SELECT id, command, status, finished_at, seconds, document FROM points ORDER BY id"
+
+    tables = "SELECT count(*) FROM sqlite_master WHERE name = 'points'"
+
+    def stored():
+        if not (tmp_path / "sweep.sqlite").exists():
+            return []
+        with closing(sqlite3.connect(tmp_path / "sweep.sqlite", timeout=30)) as database:
+            return database.execute(query).fetchall() if database.execute(tables).fetchone()[0] else []
+
+    process = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    process.stdin.write(command.encode())
+    process.stdin.flush()
+    while len(stored()) < 3 and process.poll() is None:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    before = stored()
+    assert 3 <= len(before) < 12
+    done = subprocess.run(words, input=command, capture_output=True, text=True, check=True)
+    code, out, _ = json.loads(done.stdout)
+    after = stored()
+    assert code == 0 and json.loads(out)["num_done"] == 12
+    assert after[: len(before)] == before and len({row[1] for row in after}) == 12
+
+
+def test_one_writer_at_a_time(tmp_path):
+    with Store(tmp_path / "a.sqlite"), pytest.raises(DataError, match="another sweep is writing"):
+        Store(tmp_path / "a.sqlite")
+    (tmp_path / "b.sqlite").write_text("not a database, but long enough to be looked at by SQLite" * 9)
+    with pytest.raises(DataError, match="is no results file"):
+        Store(tmp_path / "b.sqlite")
+    with pytest.raises(DataError, match="cannot write"):
+        Store(tmp_path / "nowhere" / "a.sqlite")
+
+
+def test_command_line(meshwise, tmp_path):
+    """Estimates through the sweep are the estimates of the command line; pp=7 fails and is told."""
+    pytest.importorskip("matplotlib")
+    path = _file(tmp_path, GRID)
+    done = meshwise("sweep", str(path), "--json")
+    document = done.document
+    assert done.code == 1 and (document["num_done"], document["num_failed"]) == (6, 3)
+    failed = [point for point in document["points"] if point["status"] == "failed"]
+    assert {point["values"]["pp"] for point in failed} == {7} and all(point["error"] for point in failed)
+    alone = meshwise(
+        *("estimate", "gpt3-175b", "--cluster", "h100-80g-sxm:64", "--plan", "tp=4,pp=4"),
+        *("--batch", "64", "--json"),
+    ).document
+    point = next(p for p in document["points"] if p["values"] == {"tp": 4, "pp": 4})
+    assert point["results"]["step_s"] == alone["step_s"] and point["results"]["fits"] == alone["fits"]
+    table = list(csv.DictReader((tmp_path / "sweep.csv").read_text().splitlines()))
+    assert len(table) == 9 and float(table[4]["step_s"]) == alone["step_s"]
+    assert Path(document["figure"]).read_bytes().startswith(b"\x89PNG")
+    again = meshwise("sweep", str(path))
+    assert again.code == 1 and "6 done, 3 failed" in again.out
+
+
+@pytest.mark.parametrize(
+    ("path", "value"), [("a.b", 1), ("c.1", 5), ("c.-1", 5), ("c.7", None), ("a.x", None), ("a.b.c", None)]
+)
+def test_paths_into_documents(path, value):
+    assert look_up({"a": {"b": 1}, "c": [4, 5]}, path) == value
+
+
+def test_ray_is_an_extra(tmp_path, fake):
+    """With Ray installed its answers are those of this machine; without, one sentence says so."""
+    wanted = _numbers(tmp_path, [1, 2, 3, -1])
+    with Store(tmp_path / "a.sqlite") as store:
+        try:
+            import ray  # noqa: F401
+        except ImportError:
+            with pytest.raises(MissingExtraError, match="Ray is not installed"):
+                run_sweep(wanted, store, engine="ray")
+            return
+        run_sweep(wanted, store, engine="ray")
+        rows = store.rows(wanted)
+    assert [row.results["square"] for row in rows] == [1, 4, 9, None]
+    assert rows[-1].error == "the process was ended by SIGKILL: about to die"
