@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from meshwise.cli.validate import add_to
 from meshwise.errors import ClusterError, DataError, PlanError
 from meshwise.estimate.single import TIME_PARTS, estimate
-from meshwise.fit_steps import START, as_tables, touches
+from meshwise.fit_steps import LIMITS, as_tables, touches
 from meshwise.hardware import find_chip, find_cluster
 from meshwise.model import find_model
 from meshwise.overheads import NONE, SOFTWARE, find_overheads, tables
@@ -186,7 +186,7 @@ def test_zero_by_its_text(text: str, stage: int, group: int | None) -> None:
 
 
 def test_other_words() -> None:
-    dtypes = {"mixed fp16": "fp16", "amp_bf16": "bf16", "float8 rowwise": "fp8", "fp8-mx": "fp8"}
+    dtypes = {"mixed fp16": "fp16", "amp_bf16": "bf16", "float8 rowwise": "bf16", "fp8-mx": "fp8"}
     assert {text: dtype_of(text) for text in dtypes} == dtypes
     assert dtype_of("nvfp4") == "fp4"
     assert recompute_of("full") == "full" and recompute_of("") == ""
@@ -278,13 +278,13 @@ def test_the_catalog_holds_every_constant_of_the_fit() -> None:
     with pytest.raises(PlanError, match="software '1999' is unknown"):
         find_overheads(chip, "1999")
     found = tables()
-    for name, (_, least, most) in START.items():
-        section: object = found
-        for key in name.split("."):
-            assert isinstance(section, dict)
+    for name, (_, least, most) in LIMITS.items():
+        kind, *keys = name.split(".")
+        section = getattr(found, kind)
+        for key in keys:
             section = section[key]
-        assert isinstance(section, float | int) and least * 0.999 <= section <= most * 1.001, name
-    assert as_tables({"a.b.c": 1.0, "a.b.d": 2.0}) == {"a": {"b": {"c": 1.0, "d": 2.0}}}
+        assert least * 0.999 <= section <= most * 1.001, name
+    assert as_tables({name: start for name, (start, _, _) in LIMITS.items()}).software["2020"]
 
 
 def test_constants_touch_generations_not_rows() -> None:

@@ -19,7 +19,8 @@ redoes from published runs:
   of network.
 - *Memory.* The process takes `context_bytes` before it holds a tensor (CUDA context, NCCL's buffers,
   library workspaces); the allocator keeps `fragment_frac` more than the tensors fill; the loss holds
-  `loss_bytes` per logit, fewer where it is fused.
+  `loss_bytes` per logit, fewer where it is fused; software that sums gradients in a wider type than it
+  computes them in keeps both, `second_grad_bytes` a parameter.
 - *Stragglers.* All wait for the slowest: `straggler_frac` of the step for each doubling of the ranks.
 
 Software is named by the year in which it was usual: `SOFTWARE`.
@@ -30,9 +31,8 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
-from typing import Any
 
 from meshwise.errors import PlanError
 from meshwise.hardware import Chip
@@ -45,7 +45,7 @@ SOFTWARE = ("2020", "2023", "2024-torch", "2024")
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Overheads:
     """The constants of one chip and one generation of software; the defaults cost nothing.
 
@@ -66,6 +66,7 @@ class Overheads:
     context_bytes: float = 0.0
     fragment_frac: float = 0.0
     loss_bytes: float = 8.0
+    second_grad_bytes: float = 0.0
 
     def reached_frac(self, link: str) -> float:
         """Share of a link's bandwidth that training reaches, by the name of its level."""
@@ -80,13 +81,22 @@ class Overheads:
 NONE = Overheads()
 
 
-Tables = Mapping[str, Mapping[str, Any]]
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tables:
+    """All constants: `power` by generation of chip, `software` by generation, `network` by kind, `common`."""
+
+    power: Mapping[str, Mapping[str, float]]
+    software: Mapping[str, Mapping[str, float]]
+    network: Mapping[str, float]
+    common: Mapping[str, float]
 
 
 @cache
 def tables() -> Tables:
-    """The catalog: `power` by generation of chip, `software` by generation, and what is `common`."""
-    return tomllib.loads((resources.files("meshwise") / "catalog" / "overheads.toml").read_text())
+    """The catalog."""
+    raw = tomllib.loads((resources.files("meshwise") / "catalog" / "overheads.toml").read_text())
+    raw.pop("about", None)
+    return Tables(**raw)
 
 
 def find_overheads(chip: Chip, software: str = SOFTWARE[-1], *, among: Tables | None = None) -> Overheads:
@@ -95,11 +105,16 @@ def find_overheads(chip: Chip, software: str = SOFTWARE[-1], *, among: Tables | 
     A chip whose generation has no power figures is not limited by power. PlanError for an unknown
     generation of software.
     """
-    found = tables() if among is None else among
-    if software not in found["software"]:
-        raise PlanError(f"software {software!r} is unknown; choose one of {', '.join(found['software'])}")
-    power = found["power"].get(chip.generation, {})
-    network = found["network"]
+    return _find(chip.generation, software, tables() if among is None else among)
+
+
+@lru_cache(maxsize=256)
+def _find(generation: str, software: str, among: Tables) -> Overheads:
+    if software not in among.software:
+        raise PlanError(f"software {software!r} is unknown; choose one of {', '.join(among.software)}")
     return Overheads(
-        joule_per_flop=power, network_frac=network, **found["software"][software], **found["common"]
+        joule_per_flop=among.power.get(generation, {}),
+        network_frac=among.network,
+        **among.software[software],
+        **among.common,
     )

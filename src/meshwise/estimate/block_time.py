@@ -77,14 +77,18 @@ class BlockTime:
     num_params: Num
     num_expert_params: Num
     widest_bytes: Num
+    exchange_bytes: Num
     adding_s: Num
     forward_flop: Num
 
 
-def exposed_s(op: Op, time: OpTime, ops: Sequence[Op], times: Sequence[OpTime]) -> Num:
-    """Time of the collective `op` that its `hides_behind` op does not hide.
+def exposed_s(
+    op: Op, time: OpTime, ops: Sequence[Op], times: Sequence[OpTime], *, interference_frac: float = 0.0
+) -> Num:
+    """Time that the collective `op` costs: what sticks out of its `hides_behind` op, and interference.
 
-    Collectives behind one op share it: each takes a part in proportion to its own time.
+    Collectives behind one op share it: each takes a part in proportion to its own time. What is hidden
+    slows the compute that hides it by `interference_frac` of its time.
     """
     if not op.hides_behind:
         return time.comm_s
@@ -94,11 +98,13 @@ def exposed_s(op: Op, time: OpTime, ops: Sequence[Op], times: Sequence[OpTime]) 
         if other.module == op.module and other.phase == op.phase
     ]
     cover_s = sum(
-        t.busy_s for other, t in same if other.name == op.hides_behind and other.kind != "collective"
+        _all(other, t.busy_s)
+        for other, t in same
+        if other.name == op.hides_behind and other.kind != "collective"
     )
     all_s = sum(t.comm_s * other.count for other, t in same if other.hides_behind == op.hides_behind)
     stick_out_frac = np.maximum(all_s - cover_s, 0.0) / np.maximum(all_s, 1e-30)
-    return time.comm_s * stick_out_frac
+    return time.comm_s * (stick_out_frac + interference_frac * (1.0 - stick_out_frac))
 
 
 def block_time(
@@ -114,15 +120,16 @@ def block_time(
     A phase never takes less than the CPU needs to launch its ops; adding the gradients to those of the
     microbatches before is memory traffic of the weight phase.
     """
+    interference_frac = overheads.interference_frac
     sums: dict[str, dict[str, Num]] = {phase: {} for phase in ("forward", "backward", "weight", "core")}
     for op, time in zip(ops, times, strict=True):
-        _spend(sums["weight" if op.is_weight_grad else op.phase], op, time, ops, times)
+        _spend(sums["weight" if op.is_weight_grad else op.phase], op, time, ops, times, interference_frac)
         if op.phase == "forward" and op.name in CORE:
-            _spend(sums["core"], op, time, ops, times)
+            _spend(sums["core"], op, time, ops, times, interference_frac)
     phases = {phase: Parts(**spent) for phase, spent in sums.items()}
     for axis in hide:
         for phase in ("forward", "backward"):
-            phases[phase] = _hidden(phases[phase], f"comm_{axis}")
+            phases[phase] = _hidden(phases[phase], f"comm_{axis}", interference_frac)
     weight_s = phases["weight"].total_s
     for phase, beside_s in (("forward", 0.0), ("backward", weight_s)):
         floor_s = _host_s(ops, phase, overheads)
@@ -140,8 +147,9 @@ def block_time(
         num_params=sum(op.num_params for op in forward if not _is_expert(op)),
         num_expert_params=sum(op.num_params for op in forward if _is_expert(op)),
         widest_bytes=_widest_bytes(ops),
+        exchange_bytes=_exchange_bytes(ops),
         adding_s=adding_s,
-        forward_flop=sum(op.cost.flop for op in matrix),
+        forward_flop=sum(_all(op, op.cost.flop) for op in matrix),
     )
 
 
@@ -153,24 +161,51 @@ def _widest_bytes(ops: Sequence[Op]) -> Num:
     return widest
 
 
+def _exchange_bytes(ops: Sequence[Op]) -> Num:
+    """The largest tensor that a tensor-parallel exchange gathers, or brings to be scattered."""
+    largest: Num = 0.0
+    for op in ops:
+        if op.axis.startswith("tp") and op.collective != "all_reduce":
+            largest = np.maximum(largest, op.payload_bytes)
+    return largest
+
+
 def _host_s(ops: Sequence[Op], phase: str, overheads: Overheads) -> Num:
     """Time the CPU needs to launch the ops of a phase; a collective of one rank is not launched."""
     alike = [op for op in ops if op.phase == phase]
-    groups = [op.group_size for op in alike if op.kind == "collective"]
-    launches = len(alike) - len(groups) + sum(np.where(np.asarray(group) > 1, 1.0, 0.0) for group in groups)
+    launches: Num = 0.0
+    for op in alike:
+        is_launched = np.where(np.asarray(op.group_size) > 1, 1.0, 0.0) if op.kind == "collective" else 1.0
+        launches = launches + _all(op, is_launched)
     routing_s = overheads.moe_host_s if any(map(_is_expert, alike)) else 0.0
     return overheads.host_s * launches + routing_s
 
 
-def _spend(sums: dict[str, Num], op: Op, time: OpTime, ops: Sequence[Op], times: Sequence[OpTime]) -> None:
+def _spend(
+    sums: dict[str, Num],
+    op: Op,
+    time: OpTime,
+    ops: Sequence[Op],
+    times: Sequence[OpTime],
+    interference_frac: float,
+) -> None:
     """Add the time of one op to the part it is spent on; a part that nothing adds to costs nothing."""
     if op.kind == "collective":
         name = f"comm_{op.axis[:2]}"  # the axes of a tensor grid (tp_row, tp_col) are tensor parallelism
-        sums[name] = sums.get(name, 0.0) + exposed_s(op, time, ops, times) * op.count
+        sums[name] = (
+            sums.get(name, 0.0)
+            + exposed_s(op, time, ops, times, interference_frac=interference_frac) * op.count
+        )
         return
-    by_memory_s = time.busy_s * _memory_binds(time)
+    busy_s = _all(op, time.busy_s)
+    by_memory_s = busy_s * _memory_binds(time)
     sums["memory"] = sums.get("memory", 0.0) + by_memory_s
-    sums["compute"] = sums.get("compute", 0.0) + (time.busy_s - by_memory_s)
+    sums["compute"] = sums.get("compute", 0.0) + (busy_s - by_memory_s)
+
+
+def _all(op: Op, value: Num) -> Num:
+    """`value` of all occurrences of `op`; nearly all ops occur once."""
+    return value if isinstance(op.count, float) and op.count == 1.0 else value * op.count
 
 
 def _memory_binds(time: OpTime) -> Num:
@@ -180,10 +215,11 @@ def _memory_binds(time: OpTime) -> Num:
     return np.where(np.asarray(time.memory_s) > time.compute_s, 1.0, 0.0)
 
 
-def _hidden(parts: Parts, name: str) -> Parts:
+def _hidden(parts: Parts, name: str, interference_frac: float) -> Parts:
     """`parts` with the communication `name` behind the phase's compute, except what sticks out."""
-    busy_s = parts.compute + parts.memory
-    return replace(parts, **{name: np.maximum(getattr(parts, name) - busy_s, 0.0)})
+    busy_s, comm_s = parts.compute + parts.memory, getattr(parts, name)
+    sticks_out_s = np.maximum(comm_s - busy_s, 0.0)
+    return replace(parts, **{name: sticks_out_s + interference_frac * (comm_s - sticks_out_s)})
 
 
 def _is_expert(op: Op) -> bool:

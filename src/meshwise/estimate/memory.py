@@ -77,12 +77,17 @@ def held_params(stage: Stage, blocks: Blocks) -> tuple[Num, Num]:
     return dense, experts
 
 
-def state_bytes(stage: Stage, blocks: Blocks, on: Degrees, *, trains: bool = True) -> tuple[Num, Num, Num]:
-    """Bytes of weights, gradients and optimizer states of one rank."""
+def state_bytes(
+    stage: Stage, blocks: Blocks, on: Degrees, *, second_grad_bytes: float = 0.0, trains: bool = True
+) -> tuple[Num, Num, Num]:
+    """Bytes of weights, gradients and optimizer states of one rank.
+
+    `second_grad_bytes`: of a gradient in the type of the weights, where the sum is kept in a wider one.
+    """
     copies = weight_copies(on.schedule)
     sizes = (
         weight_bytes(on),
-        grad_bytes(on),
+        grad_bytes(on) + (second_grad_bytes if grad_bytes(on) > weight_bytes(on) else 0.0),
         OPTIMIZER_BYTES[on.plan.optimizer] * (1 - on.offload_optimizer),
     )
     totals: list[Num] = []
@@ -147,9 +152,10 @@ def buffer_bytes(model: Model, stage: Stage, blocks: Blocks, on: Degrees, loss_b
     (the one computing and the one prefetched).
     """
     cut = on.cut()
-    gathered = (
-        2.0 * cut.tokens * model.hidden * cut.precision.act_bytes * np.where(np.asarray(on.tp) > 1, 1.0, 0.0)
-    )
+    gathered = 2.0 * cut.tokens * model.hidden * cut.precision.act_bytes
+    if cut.layout not in ("1d", "2d-cp"):  # panels, or the blocks of a product
+        gathered = 2.0 * blocks.dense.exchange_bytes
+    gathered = gathered * np.where(np.asarray(on.tp) > 1, 1.0, 0.0)
     messages = 4.0 * block_input_bytes(model, on) * np.where(np.asarray(on.pp) > 1, 1.0, 0.0)
     block_params = blocks.dense.num_params if blocks.moe is None else blocks.moe.num_params
     block_experts = 0.0 if blocks.moe is None else blocks.moe.num_expert_params
@@ -163,7 +169,9 @@ def stage_memory(
     model: Model, stage: Stage, blocks: Blocks, on: Degrees, *, overheads: Overheads, trains: bool = True
 ) -> Memory:
     """Memory of one rank of `stage` at its peak; beyond its tensors, what `overheads` says."""
-    weights, gradients, optimizer = state_bytes(stage, blocks, on, trains=trains)
+    weights, gradients, optimizer = state_bytes(
+        stage, blocks, on, second_grad_bytes=overheads.second_grad_bytes, trains=trains
+    )
     activations = activation_bytes(model, stage, blocks, on) if trains else block_input_bytes(model, on)
     buffers = buffer_bytes(model, stage, blocks, on, overheads.loss_bytes)
     tensors = weights + gradients + optimizer + activations + buffers

@@ -10,7 +10,8 @@ computed along those alone, and only the last sums run over the whole grid.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -32,8 +33,9 @@ from meshwise.estimate.stage import Blocks, Stage, StageTime, stage_time
 from meshwise.estimate.timing import Machine, op_times
 from meshwise.layout.block import block
 from meshwise.layout.cut import Cut
+from meshwise.layout.op import precision
 from meshwise.layout.vocabulary import embed, head
-from meshwise.model import Model, num_moe_layers
+from meshwise.model import Model
 from meshwise.plan import SCHEDULES
 from meshwise.units import Num
 
@@ -77,11 +79,31 @@ class StageCost:
 def price_blocks(model: Model, on: Degrees, machine: Machine) -> Blocks:
     """Time the parts of the model on one rank and one microbatch."""
     cut: Cut = on.cut()
+    hide = tuple(axis for axis in ("tp", "ep") if getattr(on.plan, f"overlap_{axis}"))
+    numbers = {field.name: getattr(cut, field.name) for field in fields(cut) if field.name != "precision"}
+    if any(isinstance(number, np.ndarray) for number in numbers.values()):
+        return _price(model, cut, hide, machine)
+    # Plans that cut a block alike share its price, whatever their depth.
+    shape = replace(model, name="", num_layers=max(2, 1 + _first_dense(model)), source="")
+    return _price_alike(shape, tuple(numbers.items()), on.plan.dtype, hide, machine)
+
+
+def _first_dense(model: Model) -> int:
+    return model.moe.first_dense_layers if model.moe else 0
+
+
+@lru_cache(maxsize=512)
+def _price_alike(
+    model: Model, numbers: tuple[tuple[str, Any], ...], dtype: str, hide: tuple[str, ...], machine: Machine
+) -> Blocks:
+    return _price(model, Cut(precision=precision(dtype), **dict(numbers)), hide, machine)
+
+
+def _price(model: Model, cut: Cut, hide: tuple[str, ...], machine: Machine) -> Blocks:
     parts = {"dense": block(model, cut), "embed": embed(model, cut), "head": head(model, cut)}
-    if num_moe_layers(model):
+    if model.moe is not None:
         parts["moe"] = block(model, cut, moe=True)
     times = iter(op_times([op for ops in parts.values() for op in ops], machine))
-    hide = [axis for axis in ("tp", "ep") if getattr(on.plan, f"overlap_{axis}")]
     stream = machine.base.memory_bytes_per_s * machine.efficiency.memory.memory_frac
     common: dict[str, Any] = {"overheads": machine.overheads, "memory_bytes_per_s": stream}
     timed = {

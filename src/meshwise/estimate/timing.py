@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -85,25 +85,24 @@ def machine(
     `ideal`: kernels and links keep every promise of the data sheet. `overheads`: what a step pays
     beside its kernels (None: the chip's, under today's software).
     """
-    dtypes = {dtype, "bf16" if dtype in ("fp8", "fp4") else dtype}
     pays = NONE if ideal else overheads or find_overheads(cluster.chip)
-    reached = [
-        level.bytes_per_s * pays.reached_frac(level.name) if i else level.bytes_per_s
-        for i, level in enumerate(cluster.levels)
-    ]
+    return _machine(cluster.chip, cluster.levels, dtype, ideal, pays)
+
+
+@lru_cache(maxsize=256)
+def _machine(chip: Chip, levels: tuple[Level, ...], dtype: str, ideal: bool, overheads: Overheads) -> Machine:
+    cluster = Cluster(name=chip.name, chip=chip, num_chips=1, levels=levels)
+    dtypes = {dtype, "bf16" if dtype in ("fp8", "fp4") else dtype}
+    reached = [level.bytes_per_s for level in levels[:1]]
+    reached += [level.bytes_per_s * overheads.reached_frac(level.name) for level in levels[1:]]
     return Machine(
         base=replace(rates(cluster, dtype), link_bytes_per_s=tuple(reached)),
         by_dtype={name: rates(cluster, name) for name in dtypes},
-        efficiency=IDEAL if ideal else _constants(cluster.chip, cluster.levels),
-        num_cores=float(max(cluster.chip.num_cores, 1)),
-        overheads=pays,
-        power_watts=cluster.chip.power_watts,
+        efficiency=IDEAL if ideal else constants(chip, levels),
+        num_cores=float(max(chip.num_cores, 1)),
+        overheads=overheads,
+        power_watts=chip.power_watts,
     )
-
-
-@cache
-def _constants(chip: Chip, levels: tuple[Level, ...]) -> Efficiency:
-    return constants(chip, levels)
 
 
 def op_times(ops: Sequence[Op], on: Machine) -> list[OpTime]:

@@ -120,20 +120,24 @@ def _chip(text: str) -> Chip:
 def cluster_of(run: Run) -> Cluster:
     """The run's chips, nodes and network; what the row does not say is usual for the chip."""
     chip = chip_of(run.gpu, run.year)
+    levels = _levels(chip, run.gpus_per_node, run.interconnect.lower())
+    return Cluster(name=run.gpu, chip=chip, num_chips=run.gpus, levels=levels)
+
+
+@cache
+def _levels(chip: Chip, gpus_per_node: int | None, network: str) -> tuple[Level, ...]:
     inner, *_, outer = chip.levels
-    per_node = float(run.gpus_per_node or inner.ranks)
-    network = run.interconnect.lower()
+    per_node = float(gpus_per_node or inner.ranks)
     rate = re.search(r"(?:(\d+)\s*x\s*)?([\d.]+)\s*gb(?:/s|ps)", network)
     if rate is None and per_node == inner.ranks:
-        return Cluster(name=run.gpu, chip=chip, num_chips=run.gpus, levels=chip.levels)
+        return chip.levels
     if rate is not None:
         total_bytes_per_s = int(rate[1] or 1) * float(rate[2]) * 1e9 / 8
         sharing = 1.0 if "per gpu" in network else per_node
         kind = next((word for word in NETWORK_LATENCY_S if word in network), "infiniband")
         latency_s = NETWORK_LATENCY_S[kind]
         outer = Level(name=kind, bytes_per_s=total_bytes_per_s / sharing, latency_s=latency_s)
-    levels = (replace(inner, ranks=per_node), outer)
-    return Cluster(name=run.gpu, chip=chip, num_chips=run.gpus, levels=levels)
+    return replace(inner, ranks=per_node), outer
 
 
 # --- model -------------------------------------------------------------------------------------
@@ -251,7 +255,7 @@ def plans_of(run: Run, model: Model) -> tuple[Plan, ...]:
         zero=zero,
         zero_group=group,
         dtype=dtype,
-        grad_dtype=grad_dtype_of(dtype, notes),
+        grad_dtype=grad_dtype_of(dtype, run),
         attention="flash" if (modern if run.flash_attention is None else run.flash_attention) else "unfused",
         overlap_dp=overlaps and not re.search(r"no overlap|overlap features off", notes),
         overlap_tp=bool(re.search(r"async ?tp|overlap per the public recipe", notes)),
@@ -310,11 +314,15 @@ def dtype_of(text: str) -> str:
     raise PlanError(f"dtype {text!r} is unknown; write bf16, fp16, fp8, fp4 or fp32")
 
 
-def grad_dtype_of(dtype: str, notes: str) -> str:
-    """fp16 training reduces its gradients in fp16, everything later accumulates in fp32 unless stated."""
-    if "mode pure" in notes:
+def grad_dtype_of(dtype: str, run: Run) -> str:
+    """The type in which gradients are summed: 16 bits until 2023 unless stated, then fp32."""
+    words = f"{run.notes} {run.zero}".lower()
+    if "mode pure" in words:
         return "bf16"
-    return "fp16" if dtype == "fp16" else "fp32"
+    if dtype == "fp16":
+        return "fp16"
+    stated = re.search(r"fp32 grad|bf16 optimizer|fsdp", words)
+    return "fp32" if stated or run.year >= 2024 else "bf16"
 
 
 def recompute_of(text: str) -> str:
