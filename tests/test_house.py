@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "meshwise"
 
 # Top to bottom; a module may import from its own layer and from those below.
 LAYERS = [
-    ("cli",),
+    ("cli", "__main__"),
     ("report",),
     ("instruments",),
     ("programs",),
@@ -20,7 +20,18 @@ LAYERS = [
     ("estimate",),
     ("layout",),
     ("cost",),
-    ("model", "huggingface", "gpt_config", "hardware", "plan", "workload", "ledger", "efficiency", "catalog"),
+    (
+        "model",
+        "huggingface",
+        "gpt_config",
+        "hardware",
+        "plan",
+        "workload",
+        "ledger",
+        "efficiency",
+        "overheads",
+        "catalog",
+    ),
     ("files", "units", "errors"),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

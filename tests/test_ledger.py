@@ -69,6 +69,13 @@ def test_a_notebook_shows_the_columns_that_say_something() -> None:
     assert "comm_s" not in html
 
 
+def test_it_prints_as_a_table() -> None:
+    lines = repr(Ledger.from_rows(ROWS)).splitlines()
+    assert lines[0].split() == ["op", "phase", "count", "shape", "flop", "collective"]
+    assert lines[1].split() == ["fc1", "forward", "4", "2x3", "12"]
+    assert len(lines) == 3
+
+
 # A lone carriage return in a name is no row break for us but is one for csv.reader.
 CELLS = st.fixed_dictionaries(
     {},

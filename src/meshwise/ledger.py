@@ -148,6 +148,18 @@ class Ledger:
         texts = {name: pl.Series(self.columns[name], dtype=pl.String) for name in TEXT_COLUMNS}
         return pl.DataFrame({name: texts.get(name, self.columns[name]) for name in COLUMNS})
 
+    def __repr__(self) -> str:
+        """The table as text: the columns that say something."""
+        names = self.used_columns()
+        cells = [names, *([_display(row[name]) for name in names] for row in self.rows())]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
+        pads = [str.ljust if name in TEXT_COLUMNS else str.rjust for name in names]
+        lines = (
+            "  ".join(pad(cell, width) for pad, cell, width in zip(pads, line, widths, strict=True))
+            for line in cells
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
     def _repr_html_(self) -> str:
         """What a notebook shows: the columns that say something."""
         from html import escape
