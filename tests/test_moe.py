@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,32 @@ def test_a_grid_of_ranks_is_the_loop_over_them() -> None:
         assert rank_params(grid)[i] == rank_params(one)  # type: ignore[index]
         assert peak_bytes(grid)[i] == peak_bytes(one)  # type: ignore[index]
         assert moe.aten_calls(grid)["aten::addmm"][i] == moe.aten_calls(one)["aten::addmm"]  # type: ignore[index]
+
+
+def test_command_prints_it_all(meshwise: Callable[..., Any]) -> None:
+    document = meshwise("moe", "--chips", "v100-16g-sxm,h200-sxm", "--json").document
+    assert document["calls"]["aten::addmm"] == 7740
+    assert document["parameters"]["rank"] == 3_724_511_232
+    by_name = {row["name"]: row for row in document["what_ifs"]}
+    assert not by_name["fraction 0.5"]["fits"]["v100-16g-sxm"]
+    assert by_name["fraction 0.5"]["total_s"]["h200-sxm"] > by_name["sparse dispatch"]["total_s"]["h200-sxm"]
+    assert "out of memory" in meshwise("moe", "--chips", "v100-16g-sxm").out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--ranks", "3"], "512 experts do not divide by 3"),
+        (["moe-tiny"], "does not say vocab_size"),
+        (["--override", "moe_freq=0"], "no mixture-of-experts layer"),
+        (["--fractions", "2"], "not a share from 0 to 1"),
+    ],
+)
+def test_command_refuses_in_one_sentence(meshwise: Callable[..., Any], words: list[str], says: str) -> None:
+    outcome = meshwise("moe", *words)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert says in outcome.err
+    assert outcome.err.count("\n") == 1
 
 
 # --- the closed form is the program ----------------------------------------------------------------
