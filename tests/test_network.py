@@ -21,7 +21,7 @@ from meshwise.cost.collective import collective_s
 
 pytest.importorskip("torch")
 
-RATE_BITS_PER_S = 200e6
+RATE_BITS_PER_S = 100e6
 # TCP with timestamps over Ethernet: 1448 bytes of payload in a frame of 1514
 LINK_BYTES_PER_S = RATE_BITS_PER_S / 8 * 1448 / 1514
 RANKS_PER_HOST, NUM_HOSTS = 2, 2
@@ -54,6 +54,7 @@ def hosts() -> Iterator[list[str]]:
             ip(*inside, "ip", "link", "set", cable, "name", "cable")
             ip(*inside, "ip", "addr", "add", f"10.231.0.{host + 1}/24", "dev", "cable")
             ip(*inside, "ip", "link", "set", "cable", "up")
+            ip(*inside, "sysctl", "-w", "net.ipv4.tcp_slow_start_after_idle=0")
             shape = ["rate", f"{RATE_BITS_PER_S:.0f}bit", "burst", "128kb", "limit", "8mb"]
             ip(*inside, "tc", "qdisc", "add", "dev", "cable", "root", "tbf", *shape)
         yield names
@@ -116,12 +117,16 @@ ALIGNED = {"model-2d": ("input", "output", "W1", "W2"), "ulysses": ("k", "v")}
 
 @pytest.mark.parametrize("program", list(ALIGNED))
 def test_programs_communicate_as_long_as_predicted(program: str, measured: list[dict[str, Any]]) -> None:
-    """Per collective the shortest time of any rank: who comes last waits for nobody."""
-    took = predicted = 0.0
-    for rows in zip(*(rank["inside"][program] for rank in measured), strict=True):
-        if rows[0]["payload_bytes"] >= 8 << 20 and rows[0]["op"] in ALIGNED[program]:
-            count = rows[0]["count"]
-            took += count * min(row["time_s"] for row in rows)
-            predicted += count * predicted_s(rows[0]["collective"], rows[0]["payload_bytes"])
+    """Per collective the shortest time of any rank, for who comes last waits for nobody; the best run."""
+    took: dict[str, list[float]] = {}
+    predicted = 0.0
+    for number, runs in enumerate(zip(*(rank["inside"][program] for rank in measured), strict=True)):
+        for rows in zip(*runs, strict=True):
+            row = rows[0]
+            if row["payload_bytes"] >= 8 << 20 and row["op"] in ALIGNED[program]:
+                place = f"{row['op']} {row['collective']} {row['phase']}"
+                took.setdefault(place, []).append(row["count"] * min(row["time_s"] for row in rows))
+                if number == 0:
+                    predicted += row["count"] * predicted_s(row["collective"], row["payload_bytes"])
     assert predicted > 0.1
-    assert took == pytest.approx(predicted, rel=TOLERANCE)
+    assert sum(map(min, took.values())) == pytest.approx(predicted, rel=TOLERANCE)

@@ -415,7 +415,7 @@ def _call_and_wait(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor
     for, so that what is alive does not depend on it.
     """
     storages = [tensor.untyped_storage()._cdata for tensor in tensors]
-    held = list(map(torch._C._storage_Use_Count, storages))
+    held = sum(map(torch._C._storage_Use_Count, storages))
     result = func(*args, **kwargs)
     works = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.ScriptObject)]
     if not works:
@@ -425,8 +425,8 @@ def _call_and_wait(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor
     done = FakeWork().boxed()
     result = tree_map(lambda leaf: done if isinstance(leaf, torch.ScriptObject) else leaf, result)
     del works, work
-    patience_s = time.perf_counter() + 1.0
-    while list(map(torch._C._storage_Use_Count, storages)) > held and time.perf_counter() < patience_s:
+    patience_s = time.perf_counter() + 5.0
+    while sum(map(torch._C._storage_Use_Count, storages)) > held and time.perf_counter() < patience_s:
         time.sleep(0)
     return result
 

@@ -1,0 +1,165 @@
+"""Estimate, dry run and run agree to the last digit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from meshwise.compare import compare
+from meshwise.ledger import Ledger
+
+pytest.importorskip("torch")
+
+from meshwise.instruments.compare_program import compare_program
+from meshwise.instruments.dry_run import dry_run, new_tape
+from meshwise.instruments.launch import Ranks
+from meshwise.programs import find_program, make_options
+
+DTYPES = ("bf16", "fp16", "fp32", "fp64")
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Callable[[int], Ranks]]:
+    """Pools of ranks, each started when first asked for."""
+    running: dict[int, Ranks] = {}
+    yield lambda ranks: running.setdefault(ranks, Ranks(ranks)) if ranks not in running else running[ranks]
+    for pool in running.values():
+        pool.kill()
+
+
+@st.composite
+def ulysses_worlds(draw: st.DrawFn, worlds: tuple[int, ...]) -> tuple[int, int, dict[str, Any]]:
+    """(ranks, rank, options) of a ulysses that passes its check; degenerate sizes among them."""
+    ranks = draw(st.sampled_from(worlds))
+    rank = draw(st.integers(0, ranks - 1))
+    ring = draw(st.sampled_from([r for r in (1, 2, 4) if ranks % r == 0]))
+    heads = ranks // ring * draw(st.integers(1, 3))
+    return ranks, rank, {
+        "seq": ranks * draw(st.integers(1, 9)),
+        "hidden": heads * draw(st.integers(1 + (heads == 1), 8)),  # a 1 x 1 matrix is its own transpose
+        "heads": heads,
+        "ring": ring,
+        "attention": "flash" if ring > 1 else draw(st.sampled_from(["flash", "scores"])),
+        "causal": draw(st.booleans()),
+        "backward": draw(st.booleans()),
+        "dtype": draw(st.sampled_from(DTYPES)),
+    }  # fmt: skip
+
+
+@st.composite
+def model_2d_worlds(draw: st.DrawFn, worlds: tuple[int, ...]) -> tuple[int, int, dict[str, Any]]:
+    """(ranks, rank, options) of a model-2d that passes its check."""
+    ranks = draw(st.sampled_from(worlds))
+    tp = draw(st.sampled_from([t for t in (1, 2, 4) if ranks % t == 0]))
+    return ranks, draw(st.integers(0, ranks - 1)), {
+        "seq": ranks * draw(st.integers(1, 9)),
+        "hidden": ranks * draw(st.integers(1 + (ranks == 1), 4)),
+        "ffn_hidden": tp * draw(st.integers(1, 8)),
+        "layers": draw(st.integers(1, 3)),
+        "tp": tp,
+        "after_ulysses": draw(st.booleans()),
+        "backward": draw(st.booleans()),
+        "dtype": draw(st.sampled_from(DTYPES)),
+    }  # fmt: skip
+
+
+def assert_estimate_is_dry_run(name: str, ranks: int, rank: int, values: dict[str, Any], device: str) -> None:
+    """Every row, every step, and the bytes that the device's allocator books."""
+    program = find_program(name)
+    options = make_options(program, values)
+    outcome = dry_run(name, options, ranks=ranks, rank=rank, device=device)
+    tape = new_tape("estimate", ranks, rank, device)
+    assert program.estimate is not None
+    program.estimate(options, tape)
+    found = compare({"estimate": tape.ledger(), "dry_run": outcome.ledger})
+    assert found.agree, found.differences()[:3]
+    assert tuple(tape.steps) == outcome.steps
+    assert tape.peak_booked_bytes == outcome.peak_bytes
+
+
+@given(world=ulysses_worlds((1, 2, 4, 6, 64)), device=st.sampled_from(["cpu", "h100-80g-sxm", "a100"]))
+@settings(max_examples=40)
+def test_ulysses_estimate_is_dry_run(world: tuple[int, int, dict[str, Any]], device: str) -> None:
+    assert_estimate_is_dry_run("ulysses", *world, device)
+
+
+@given(world=model_2d_worlds((1, 2, 4, 6, 64)), device=st.sampled_from(["cpu", "h100-80g-sxm"]))
+@settings(max_examples=30)
+def test_model_2d_estimate_is_dry_run(world: tuple[int, int, dict[str, Any]], device: str) -> None:
+    assert_estimate_is_dry_run("model-2d", *world, device)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_log_sizes_estimate_is_dry_run(backward: bool) -> None:
+    values = {"seq": 60000, "hidden": 16384, "heads": 128, "backward": backward}
+    assert_estimate_is_dry_run("ulysses", 16, 7, values, "h100-80g-sxm")
+
+
+def assert_all_agree(name: str, ranks: int, rank: int, values: dict[str, Any], pool: Ranks) -> None:
+    program = find_program(name)
+    options = make_options(program, values)
+    found = compare_program(program, options, ranks=ranks, rank=rank, pool=pool)
+    assert found.rows and set(found.rows[0].values) == {"estimate", "dry_run", "run"}
+    assert found.agree, found.differences()[:3]
+
+
+@given(world=ulysses_worlds((2, 4)))
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_ulysses_run_agrees(world: tuple[int, int, dict[str, Any]], pools: Callable[[int], Ranks]) -> None:
+    assert_all_agree("ulysses", *world, pools(world[0]))
+
+
+@given(world=model_2d_worlds((2, 4)))
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_model_2d_run_agrees(world: tuple[int, int, dict[str, Any]], pools: Callable[[int], Ranks]) -> None:
+    assert_all_agree("model-2d", *world, pools(world[0]))
+
+
+# --- the join alone -----------------------------------------------------------------------------
+
+
+def rows(**changed: Any) -> list[dict[str, Any]]:
+    row = {"module": "m", "op": "q", "phase": "forward", "shape": (2, 3), "flop": 12.0, "write_bytes": 6.0}
+    return [row | changed, row | {"op": "k"}]
+
+
+def test_equal_ledgers_agree() -> None:
+    found = compare({"estimate": Ledger.from_rows(rows()), "run": Ledger.from_rows(rows())})
+    assert found.agree and not found.differences()
+
+
+def test_a_changed_number_is_found() -> None:
+    found = compare({"estimate": Ledger.from_rows(rows()), "run": Ledger.from_rows(rows(flop=13.0))})
+    (row,) = found.differences()
+    assert (row.op, row.column, row.values) == ("q", "flop", {"estimate": 12.0, "run": 13.0})
+    assert not found.agree
+
+
+def test_a_missing_row_is_found() -> None:
+    found = compare({"estimate": Ledger.from_rows(rows()), "run": Ledger.from_rows(rows()[1:])})
+    assert {row.op for row in found.differences()} == {"q"}
+    assert all(row.values["run"] is None for row in found.differences())
+
+
+def test_count_is_occurrences() -> None:
+    """Two rows of one place are one row that occurs twice."""
+    twice = Ledger.from_rows([*rows()[:1], *rows()[:1]])
+    once = Ledger.from_rows([rows()[0] | {"count": 2}])
+    assert compare({"estimate": twice, "run": once}).agree
+
+
+def test_command_says_no_with_exit_code_1(
+    meshwise: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["compare", "ulysses", "--ranks", "4", "--no-run", "--seq", "16", "--hidden", "8", "--heads", "4"]
+    agreed = meshwise(*words, "--json")
+    assert agreed.code == 0 and agreed.document["agree"] is True
+    assert {"module", "op", "phase", "column", "estimate", "dry_run"} <= set(agreed.document["rows"][0])
+    monkeypatch.setattr("meshwise.layout.ulysses.attended_pairs", lambda *sizes, causal: 1.0)
+    monkeypatch.setattr("meshwise.layout.writer.matmul_flop", lambda *sizes, batch: 1.0)
+    differed = meshwise(*words, "--json")
+    assert differed.code == 1 and differed.document["agree"] is False

@@ -1,0 +1,71 @@
+"""The programs compute what one process computes: outputs and every gradient, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from meshwise.instruments.launch import Ranks
+from meshwise.instruments.run import run_rank
+from meshwise.programs import find_program, make_options
+
+ULYSSES = {"seq": 48, "hidden": 24, "heads": 4, "dtype": "fp64", "backward": True, "check": True}
+MODEL_2D = {
+    "seq": 32,
+    "hidden": 16,
+    "ffn_hidden": 24,
+    "layers": 3,
+    "dtype": "fp64",
+    "backward": True,
+    "check": True,
+}
+TOLERANCE = 1e-12
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+def differences(pool: Ranks, name: str, **values: Any) -> dict[str, float]:
+    program = find_program(name)
+    options = make_options(program, values)
+    program.check(options, 4)
+    result: dict[str, float] = pool.call(run_rank, name, options, 0, True)[0].result["max_abs_diff"]
+    return result
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"attention": "scores"},
+        {"attention": "flash"},
+        {"attention": "flash", "ring": 2},
+        {"attention": "flash", "ring": 4},
+    ],
+    ids=lambda form: "-".join(map(str, form.values())),
+)
+def test_ulysses_equals_one_process(form: dict[str, Any], causal: bool, pool: Ranks) -> None:
+    found = differences(pool, "ulysses", **ULYSSES, **form, causal=causal)
+    assert set(found) == {"output", "d input", "d Q", "d K", "d V", "d O"}
+    assert max(found.values()) < TOLERANCE, found
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("after_ulysses", [False, True])
+def test_model_2d_equals_one_process(tp: int, after_ulysses: bool, pool: Ranks) -> None:
+    found = differences(pool, "model-2d", **MODEL_2D, tp=tp, after_ulysses=after_ulysses)
+    assert set(found) == {"output", "d input", "dW1", "dW2"}
+    assert max(found.values()) < TOLERANCE, found
+
+
+def test_a_wrong_result_would_be_seen(pool: Ranks) -> None:
+    """In bf16 the same check reports differences far above the tolerance."""
+    found = differences(pool, "ulysses", **ULYSSES | {"dtype": "bf16"})
+    assert min(found.values()) > 1e-4
