@@ -88,9 +88,18 @@ def _gathered(name: str, cut: Cut, local_bytes: Num) -> Iterator[Op]:
         )  # fmt: skip
 
 
+def _pairs(model: Model, seq: Num) -> Num:
+    """Query-key pairs of the mean layer: each `full_attention_every`-th looks back on all tokens."""
+    near = attended_pairs(seq, seq, causal=model.causal, window=model.sliding_window)
+    if not (model.sliding_window and model.full_attention_every):
+        return near
+    far = attended_pairs(seq, seq, causal=model.causal)
+    return near + (far - near) / model.full_attention_every
+
+
 def _flash(model: Model, cut: Cut, heads: Num, kv_heads: Num, qk_dim: int, v_dim: int) -> Iterator[Op]:
     seq_q = cut.seq / cut.ring
-    pairs = attended_pairs(cut.seq, cut.seq, causal=model.causal, window=model.sliding_window) / cut.ring
+    pairs = _pairs(model, cut.seq) / cut.ring
     act_bytes = cut.precision.act_bytes
     arguments = (pairs, heads, kv_heads, seq_q, cut.seq, qk_dim, v_dim)
     shape = (cut.microbatch, *arguments[1:])
