@@ -1,6 +1,7 @@
 """Sweeps: the grid becomes command lines; nothing finished is lost or repeated; failures are kept."""
 
 import csv
+import importlib.util
 import json
 import os
 import signal
@@ -199,17 +200,17 @@ def test_paths_into_documents(path, value):
     assert look_up({"a": {"b": 1}, "c": [4, 5]}, path) == value
 
 
-def test_ray_is_an_extra(tmp_path, fake):
+def test_ray_is_an_extra(tmp_path):
     """With Ray installed its answers are those of this machine; without, one sentence says so."""
-    wanted = _numbers(tmp_path, [1, 2, 3, -1])
-    with Store(tmp_path / "a.sqlite") as store:
-        try:
-            import ray  # noqa: F401
-        except ImportError:
+    wanted = read_sweep(_file(tmp_path, GRID.replace("[2, 4, 8]", "[4]")))
+    with Store(tmp_path / "ray.sqlite") as store, Store(tmp_path / "local.sqlite") as local:
+        if importlib.util.find_spec("ray") is None:
             with pytest.raises(MissingExtraError, match="Ray is not installed"):
                 run_sweep(wanted, store, engine="ray")
             return
         run_sweep(wanted, store, engine="ray")
-        rows = store.rows(wanted)
-    assert [row.results["square"] for row in rows] == [1, 4, 9, None]
-    assert rows[-1].error == "the process was ended by SIGKILL: about to die"
+        run_sweep(wanted, local)
+        answers = [
+            [(row.status, row.results, row.error) for row in one.rows(wanted)] for one in (store, local)
+        ]
+    assert answers[0] == answers[1] and [status for status, _, _ in answers[0]] == ["done", "done", "failed"]

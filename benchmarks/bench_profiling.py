@@ -1,0 +1,117 @@
+"""What capturing costs and how fast traces are read, on this machine.
+
+Run: python -m benchmarks profiling
+
+Capture: the time of one small matrix product (five profiler events) bare and
+under the capture, its start and its end. Reading: a synthetic trace of the given size, in the layout that
+Kineto writes, read and summarised in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+_READ = """
+import resource, sys, time
+from pathlib import Path
+from meshwise.trace.read import read_trace
+begin = time.perf_counter()
+trace, notes = read_trace(Path(sys.argv[1]))
+seconds = time.perf_counter() - begin
+print(seconds, len(trace), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)
+"""
+
+
+def capture_overhead() -> None:
+    """Print the cost of a small operator bare and captured, and of starting and ending a capture."""
+    import torch
+
+    from meshwise.instruments.capture import Capture
+
+    torch.set_num_threads(1)
+    x = torch.randn(32, 32)
+
+    def product_us(count: int = 5000) -> float:
+        begin = time.perf_counter()
+        for _ in range(count):
+            x @ x
+        return (time.perf_counter() - begin) / count * 1e6
+
+    product_us()
+    bare = min(product_us() for _ in range(7))
+    print(f"bare: {bare:.2f} µs a product")
+    with tempfile.TemporaryDirectory() as folder:
+        Capture(folder, 0, 1).__enter__().stop()  # the first start loads the profiler
+        for name, options in (
+            ("times only", {"shapes": False, "memory": False}),
+            ("shapes, memory (the default)", {}),
+            ("and stacks", {"stacks": True}),
+        ):
+            capture = Capture(folder, 0, 1, **options)
+            begin = time.perf_counter()
+            capture.start()
+            started = time.perf_counter() - begin
+            cost = min(product_us() for _ in range(7)) - bare
+            begin = time.perf_counter()
+            path = capture.stop()
+            ended = time.perf_counter() - begin
+            size = path.stat().st_size if path else 0
+            print(
+                f"{name}: +{cost:.2f} µs a product, start {started * 1e3:.1f} ms, "
+                f"end {ended:.2f} s for {size / 1e6:.0f} MB"
+            )
+
+
+def reading(megabytes: int) -> None:
+    """Print time and memory of reading a trace of `megabytes`."""
+    name = "void at::native::vectorized_elementwise_kernel<4, at::native::AddFunctor<float>>" + "x" * 60
+    event = {
+        **{
+            "ph": "X",
+            "cat": "kernel",
+            "name": name,
+            "pid": 0,
+            "tid": 7,
+            "ts": 4335915688805.797,
+            "dur": 12.345,
+        },
+        "args": {
+            "External id": 1,
+            "device": 0,
+            "context": 1,
+            "stream": 7,
+            "correlation": 135071,
+            "grid": [4, 1, 1],
+        },
+    }
+    text = "  " + json.dumps(event)
+    count = megabytes * 1_000_000 // (len(text) + 2)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rank-0.json"
+        with path.open("w") as file:
+            file.write('{"schemaVersion": 1, "distributedInfo": {"rank": 0}, "traceEvents": [\n')
+            file.write(",\n".join([text] * count))
+            file.write('\n], "traceName": "x"}\n')
+        words = [sys.executable, "-c", _READ, str(path)]
+        seconds, events, peak_gb = subprocess.run(
+            words, capture_output=True, text=True, check=True
+        ).stdout.split()
+        size = path.stat().st_size / 1e6
+    print(
+        f"read {size:.0f} MB, {int(events):,} events: {float(seconds):.2f} s, {float(peak_gb):.2f} GB at most"
+    )
+
+
+def main() -> None:
+    """All figures."""
+    reading(270)
+    capture_overhead()
+
+
+if __name__ == "__main__":
+    main()
