@@ -284,6 +284,18 @@ def test_full_recomputation_is_one_more_forward_not_prefix_sums() -> None:
     assert len(without.ledger.where(phase="recompute")) == 0
 
 
+def test_recomputation_by_count_lies_between_none_and_full() -> None:
+    base = "tp=8,pp=8,attention=unfused,recompute=full"
+    some = priced(plan=f"{base},recompute_layers=3")
+    full, none = priced(plan=base), priced(plan=base.replace("full", "none"))
+    again, whole = some.ledger.where(phase="recompute"), full.ledger.where(phase="recompute")
+    assert again.total("flop") == pytest.approx(whole.total("flop") * 3 / 12, rel=1e-12)
+    assert none.step_s < some.step_s < full.step_s
+    activations = [of.memory_bytes["activations"] for of in (full, some, none)]
+    assert activations == sorted(activations)
+    assert priced(plan=f"{base},recompute_layers=12").step_s == pytest.approx(full.step_s, rel=1e-12)
+
+
 def test_embedding_and_head_are_priced() -> None:
     of = priced("llama3-8b", "", cluster="h100-80g-sxm:8", batch=8)
     modules = set(of.ledger["module"])
