@@ -22,6 +22,9 @@ d domains: 2 log2 d slow hops instead of 2 (d-1)), and lets the switch add where
 bytes per rank instead of 2 c V). It takes the fastest and so do we. `efficiency.LinkEfficiency` holds
 the constants; level 0 uses `inner`, the levels beyond `outer`.
 
+Every algorithm above is a straight line in V: a delay, plus V times the seconds per byte of its slowest
+level. The lines depend on the group and its links alone, so those of a plain group are kept.
+
 Sources: Thakur, Rabenseifner, Gropp, IJHPCA 2005 (rings); the hierarchical form as in the public
 transformer-perf-estimates model of NERSC; NCCL's documentation of NCCL_PROTO and NCCL_ALGO.
 """
@@ -30,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -59,12 +63,6 @@ def sent_bytes(kind: Kind, payload_bytes: Num, group_ranks: Num) -> Num:
     return payload_bytes * peers_frac
 
 
-def _levels(group_ranks: Num, stride: Num, link_ranks: Sequence[Num]) -> list[tuple[Num, Num]]:
-    """Per level, innermost first: members per domain of the level inside it, and per domain of its own."""
-    outer = [members(group_ranks, stride, ranks) for ranks in link_ranks[:-1]] + [group_ranks]
-    return list(zip([1.0, *outer[:-1]], outer, strict=True))
-
-
 def collective_s(
     kind: Kind,
     payload_bytes: Num,
@@ -83,22 +81,63 @@ def collective_s(
     is free. Assumes that nothing else uses the links. An all-to-all with uneven splits takes as long as
     its most loaded rank: pass that rank's bytes.
     """
-    group = _Group(
-        group_ranks,
-        _levels(group_ranks, stride, link_ranks),
-        tuple(zip(link_bytes_per_s, link_latency_s, strict=True)),
-        tuple(efficiency.inner if level == 0 else efficiency.outer for level in range(len(link_ranks))),
-    )
-    quick, bulk = group.steps(bulk=False), group.steps(bulk=True)
-    seconds: Num = np.minimum(
-        _ring_s(kind, payload_bytes, group_ranks, quick), _ring_s(kind, payload_bytes, group_ranks, bulk)
-    )
-    if kind == "all_reduce" and efficiency.outer.tree_latency is not None:
-        for steps in (quick, bulk):
-            seconds = np.minimum(seconds, _tree_s(payload_bytes, steps))
-    if kind == "all_reduce" and efficiency.inner.switch_frac is not None:
-        seconds = np.minimum(seconds, _switch_s(payload_bytes, group, bulk[0]))
-    return np.where(np.asarray(group_ranks) > 1, seconds + _launch_s(quick), 0.0)
+    links = tuple(zip(link_bytes_per_s, link_latency_s, link_ranks, strict=True))
+    group = _Group(group_ranks, stride, links, efficiency.inner, efficiency.outer)
+    try:
+        lines: Sequence[_Line] = _kept_lines(kind, group)
+    except TypeError:  # arrays have no hash
+        lines = _lines(kind, group)
+    seconds: Num = lines[0].delay_s + payload_bytes * lines[0].s_per_byte
+    for line in lines[1:]:
+        seconds = np.minimum(seconds, line.delay_s + payload_bytes * line.s_per_byte)
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One algorithm and protocol: `delay_s`, however small the tensor, and seconds per byte of it."""
+
+    delay_s: Num
+    s_per_byte: Num
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A group on its links: per level (bytes/s, latency, ranks of a domain), innermost first."""
+
+    ranks: Num
+    stride: Num
+    links: tuple[tuple[Num, Num, Num], ...]
+    inner: LinkEfficiency
+    outer: LinkEfficiency
+
+    def steps(self, bulk: bool) -> list[_Step]:
+        """The levels, innermost first, as one protocol meets them."""
+        steps = []
+        inside: Num = 1.0
+        for level, (bytes_per_s, latency_s, domain_ranks) in enumerate(self.links):
+            outermost = level == len(self.links) - 1
+            here = self.ranks if outermost else members(self.ranks, self.stride, domain_ranks)
+            efficiency = self.outer if level else self.inner
+            hops = self.ranks / inside - self.ranks / here
+            # Neighbours inside a node synchronise at the same time, those between nodes one by one.
+            syncs = hops if level else np.log2(here)
+            quick_s = latency_s * efficiency.quick_latency
+            sync_s = latency_s * efficiency.bulk_latency if bulk else 0.0
+            steps.append(
+                _Step(
+                    inside=inside,
+                    here=here,
+                    used=np.asarray(here) > np.asarray(inside),
+                    bytes_per_s=bytes_per_s * (efficiency.bulk_frac if bulk else efficiency.quick_frac),
+                    hop_s=quick_s + sync_s,
+                    hops_s=hops * quick_s,
+                    syncs_s=syncs * sync_s,
+                    efficiency=efficiency,
+                )
+            )
+            inside = here
+        return steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,38 +158,23 @@ class _Step:
     efficiency: LinkEfficiency
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """A group on its links: per level the members inside and per domain, (bytes/s, latency), efficiency."""
+def _lines(kind: Kind, group: _Group) -> list[_Line]:
+    """All that the library can choose from, launch included; a group of one uses no level and is free."""
+    protocols = [group.steps(bulk=False), group.steps(bulk=True)]
+    lines = [_ring(kind, group.ranks, steps) for steps in protocols]
+    if kind == "all_reduce" and group.outer.tree_latency is not None:
+        lines += [_tree(steps) for steps in protocols]
+    if kind == "all_reduce" and group.inner.switch_frac is not None:
+        lines.append(_switch(group, protocols[1][0]))
+    launch_s = _launch_s(protocols[0])
+    return [_Line(line.delay_s + launch_s, line.s_per_byte) for line in lines]
 
-    ranks: Num
-    levels: list[tuple[Num, Num]]
-    links: tuple[tuple[Num, Num], ...]
-    efficiencies: tuple[LinkEfficiency, ...]
 
-    def steps(self, bulk: bool) -> list[_Step]:
-        """The levels, innermost first."""
-        steps = []
-        rows = zip(self.levels, self.links, self.efficiencies, strict=True)
-        for level, ((inside, here), (bytes_per_s, latency_s), efficiency) in enumerate(rows):
-            hops = self.ranks / inside - self.ranks / here
-            # Neighbours inside a node synchronise at the same time, those between nodes one by one.
-            syncs = hops if level else np.log2(here)
-            quick_s = latency_s * efficiency.quick_latency
-            sync_s = latency_s * efficiency.bulk_latency if bulk else 0.0
-            steps.append(
-                _Step(
-                    inside=inside,
-                    here=here,
-                    used=np.asarray(here) > np.asarray(inside),
-                    bytes_per_s=bytes_per_s * (efficiency.bulk_frac if bulk else efficiency.quick_frac),
-                    hop_s=quick_s + sync_s,
-                    hops_s=hops * quick_s,
-                    syncs_s=syncs * sync_s,
-                    efficiency=efficiency,
-                )
-            )
-        return steps
+@lru_cache(maxsize=4096)
+def _kept_lines(kind: Kind, group: _Group) -> tuple[_Line, ...]:
+    """The lines of a group of plain numbers, each once."""
+    lines = [_Line(float(line.delay_s), float(line.s_per_byte)) for line in _lines(kind, group)]
+    return tuple(dict.fromkeys(lines))
 
 
 def _launch_s(steps: Sequence[_Step]) -> Num:
@@ -161,45 +185,43 @@ def _launch_s(steps: Sequence[_Step]) -> Num:
     return launch_s
 
 
-def _ring_s(kind: Kind, payload_bytes: Num, group_ranks: Num, steps: Sequence[_Step]) -> Num:
+def _ring(kind: Kind, group_ranks: Num, steps: Sequence[_Step]) -> _Line:
     """The closed forms of the top of this file, with the bandwidth and latency of one protocol."""
     passes = 2.0 if kind == "all_reduce" else 1.0  # reduce-scatter, then all-gather
-    ring_bytes = sent_bytes(kind, payload_bytes, group_ranks)
-    own_bytes = payload_bytes / group_ranks
-    wire_s: Num = 0.0
+    ring_part = sent_bytes(kind, 1.0, group_ranks)
+    own_part = 1.0 / group_ranks
+    wire: Num = 0.0
     delay_s: Num = 0.0
     for step in steps:
         if kind == "p2p":  # outer levels overwrite inner ones
-            wire_s = np.where(step.used, payload_bytes / step.bytes_per_s, wire_s)
+            wire = np.where(step.used, 1.0 / step.bytes_per_s, wire)
             delay_s = np.where(step.used, step.hop_s, delay_s)
         elif kind == "all_to_all":
-            level_bytes = payload_bytes * (step.here - step.inside) / group_ranks
-            level_bytes = level_bytes + step.efficiency.all_to_all_own_part * own_bytes
-            wire_s = np.maximum(wire_s, np.where(step.used, level_bytes / step.bytes_per_s, 0.0))
+            part = (step.here - step.inside) / group_ranks + step.efficiency.all_to_all_own_part * own_part
+            wire = np.maximum(wire, np.where(step.used, part / step.bytes_per_s, 0.0))
             delay_s = np.maximum(delay_s, np.where(step.used, step.hop_s, 0.0))
         else:
-            level_bytes = ring_bytes / step.inside + step.efficiency.own_part * own_bytes
-            wire_s = np.maximum(wire_s, np.where(step.used, level_bytes / step.bytes_per_s, 0.0))
+            part = ring_part / step.inside + step.efficiency.own_part * own_part
+            wire = np.maximum(wire, np.where(step.used, part / step.bytes_per_s, 0.0))
             delay_s = delay_s + passes * step.hops_s + step.syncs_s  # two passes are one pipeline
-    return wire_s + delay_s
+    return _Line(delay_s, wire)
 
 
-def _tree_s(payload_bytes: Num, steps: Sequence[_Step]) -> Num:
+def _tree(steps: Sequence[_Step]) -> _Line:
     """All-reduce by a double binary tree over the domains of level 0, with a chain inside each."""
-    wire_s: Num = 0.0
+    wire: Num = 0.0
     delay_s: Num = 0.0
     for level, step in enumerate(steps):
-        level_bytes = 2.0 * payload_bytes / step.inside
-        wire_s = np.maximum(wire_s, np.where(step.used, level_bytes / step.bytes_per_s, 0.0))
+        wire = np.maximum(wire, np.where(step.used, 2.0 / step.inside / step.bytes_per_s, 0.0))
         climb = np.log2(step.here / step.inside) * (step.efficiency.tree_latency or 1.0)
         delay_s = delay_s + 2.0 * (climb * step.hop_s if level else step.hops_s + step.syncs_s)
-    return wire_s + delay_s
+    return _Line(delay_s, wire)
 
 
-def _switch_s(payload_bytes: Num, group: _Group, step: _Step) -> Num:
-    """All-reduce inside one domain of level 0 whose switch adds; infinite for larger groups."""
-    added_bytes_per_s = group.links[0][0] * (step.efficiency.switch_frac or 1.0)
-    wire_s = payload_bytes * (1.0 + 1.0 / group.ranks) / added_bytes_per_s
-    delay_s = group.links[0][1] * step.efficiency.switch_latency
+def _switch(group: _Group, step: _Step) -> _Line:
+    """All-reduce inside one domain of level 0 whose switch adds; never done for larger groups."""
+    bytes_per_s, latency_s, _ = group.links[0]
+    added_bytes_per_s = bytes_per_s * (group.inner.switch_frac or 1.0)
     inside_one = np.asarray(step.here) >= np.asarray(group.ranks)
-    return np.where(inside_one, wire_s + delay_s, np.inf)
+    delay_s = np.where(inside_one, latency_s * group.inner.switch_latency, np.inf)
+    return _Line(delay_s, (1.0 + 1.0 / group.ranks) / added_bytes_per_s)
