@@ -32,7 +32,7 @@ bench: install
 
 docs: install
 	set -e; for figures in docs/figures/*.py; do $(BIN)/python $$figures; done
-	$(BIN)/python docs/rerun.py docs/*.md
+	$(BIN)/python docs/rerun.py README.md docs/*.md
 
 clean:
 	rm -rf .venv build dist out

@@ -50,8 +50,11 @@ def test_a_failing_example_stops_the_tool() -> None:
         rerun.rerun("```console\n$ meshwise estimate gpt5 2>&1\n```\n")
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
+PAGES = [*sorted(DOCS.glob("*.md")), *sorted(DOCS.parent.glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_figures_and_links_of_a_page_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
-            assert (DOCS / target).exists(), target
+            assert (page.parent / target).exists(), target
