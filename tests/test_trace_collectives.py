@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kineto import all_reduce, kernel, write_trace
+from meshwise.trace.sections import joint_sections
 from meshwise.trace.summary import all_sections, summarize_paths
 from meshwise.trace.transfers import collective_kind
 
@@ -134,6 +135,8 @@ def test_real_gloo_ranks():
     gathered = next(one for one in found.collectives if one.name == "all_gather")
     assert gathered.bytes == 4 * 64 * 64 * 4
     assert max(found.stragglers, key=lambda row: row.awaited_s).rank == 3
+    joint = {(row.name, row.quantity): row.straggler for row in joint_sections(all_sections(found))}
+    assert joint["MoELayer", "wait"] == joint["MoELayer", "communication"] == 3
     layers = [row for row in all_sections(found) if row.name == "MoELayer"]
     assert [row.count for row in layers] == [3] * 4
     for row in layers:

@@ -57,7 +57,8 @@ def test_times_as_text(tmp_path):
 @pytest.mark.parametrize("block", [64, 300, 1000, 4096])
 @pytest.mark.parametrize("packed", [False, True])
 def test_pieces_do_not_matter(tmp_path, monkeypatch, block, packed):
-    events = [*EVENTS, {"ph": "M", "name": "thread_name", "pid": 100, "tid": 1, "args": {"name": "main"}}]
+    turned = [dict(reversed(event.items())) if i % 3 else event for i, event in enumerate(EVENTS)]
+    events = [*turned, {"ph": "M", "name": "thread_name", "pid": 100, "tid": 1, "args": {"name": "main"}}]
     path = write_trace(tmp_path / "rank-3.json", events, 3)
     whole, _ = read_trace(path)
     if packed:

@@ -36,8 +36,10 @@ _EXACT_US = 2.0**43
 _NUM_PROBED = 100
 _EVENTS_START = re.compile(rb'"traceEvents"\s*:\s*\[')
 _DECIMAL_TS = re.compile(rb'"ts"\s*:\s*(?:"|\d+\.)')
-_FIRST_KEY = re.compile(rb'\s*\{\s*("[^"]*")\s*:')
-_EVENT_GAP = re.compile(rb"\}\s*,\s*\{\s*\Z")
+_EVENT_OPEN = rb'\{\s*"(?:ph|name|cat|pid|tid|ts|dur|args|id|bp|s|tts|tdur|cname)"\s*:'
+_EVENT_START = re.compile(_EVENT_OPEN)
+_EVENT_END = re.compile(rb"\}\s*,\s*\Z")
+_EVENT_GAP = re.compile(rb"(?<=\})\s*,\s*(?=" + _EVENT_OPEN + rb")")
 _ARRAY_END = re.compile(rb"\}\s*\]")
 _STRING_VALUE = re.compile(rb'(:\s*")(.*?)("\s*(?:,\s*"[^"]*"\s*:|[}\]]))', re.DOTALL)
 _LONE_QUOTE = re.compile(rb'(?<!\\)"')
@@ -205,16 +207,14 @@ def decoded_pieces(
         return
     metadata.setdefault("traceEvents", True)
     offset = start.end()
-    first = _FIRST_KEY.match(buffer)
-    key = first.group(1) if first else b'"ph"'
     for block in blocks:
         buffer += block
-        cut = _last_gap(buffer, key)
+        cut = _last_gap(buffer)
         if cut:
             yield decode(buffer[:cut], offset, notes)
             offset += cut + 1
             buffer = buffer[cut + 1 :].lstrip(b", \n\r\t")
-    events, trailer = _last_events(buffer, key, notes)
+    events, trailer = _last_events(buffer, notes)
     if events:
         yield decode(events, offset, notes)
     metadata |= _metadata(b"{" + trailer.lstrip(b", \r\n\t")) if trailer.strip(b"} \r\n\t") else {}
@@ -250,23 +250,24 @@ def _unpacked(file: BinaryIO) -> Iterator[bytes]:
         raise EOFError
 
 
-def _last_gap(buffer: bytes, key: bytes) -> int:
+def _last_gap(buffer: bytes) -> int:
     """Where the last complete event of `buffer` ends: behind its `}`; 0 if no boundary is in sight."""
-    position = buffer.rfind(key)
+    position = buffer.rfind(b"{")
     while position > 0:
-        gap = _EVENT_GAP.search(buffer, max(0, position - 64), position)
-        if gap:
-            return gap.start() + 1
-        position = buffer.rfind(key, 0, position)
+        if _EVENT_START.match(buffer, position):
+            end = _EVENT_END.search(buffer, max(0, position - 64), position)
+            if end:
+                return end.start() + 1
+        position = buffer.rfind(b"{", 0, position)
     return 0
 
 
-def _last_events(buffer: bytes, key: bytes, notes: _Notes) -> tuple[bytes, bytes]:
+def _last_events(buffer: bytes, notes: _Notes) -> tuple[bytes, bytes]:
     """The rest of the array split into its events and what follows the array's end."""
     if buffer.lstrip()[:1] in (b"]", b""):
         notes.truncated |= not buffer.strip()
         return b"", buffer.lstrip()[1:]
-    last = _last_gap(buffer, key)
+    last = _last_gap(buffer)
     for end in _ARRAY_END.finditer(buffer, last):
         text = buffer[last : end.start() + 1].lstrip(b", \r\n\t")
         try:
@@ -300,10 +301,8 @@ def _needs_digits(events: list[Any]) -> bool:
 
 def _rescued(piece: bytes, offset: int, notes: _Notes, event_type: Any) -> list[Any]:
     """The events of a damaged piece, one by one."""
-    key = _FIRST_KEY.match(piece)
-    gap = re.compile(rb"(?<=\})\s*,\s*(?=\{\s*" + (key.group(1) if key else b'"ph"') + rb"\s*:)")
     events = []
-    for text in gap.split(piece):
+    for text in _EVENT_GAP.split(piece):
         try:
             events.append(msgspec.json.decode(text, type=event_type))
             continue

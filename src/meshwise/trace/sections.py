@@ -17,6 +17,8 @@ from meshwise.trace.events import Ints, Kind, Trace
 from meshwise.trace.nesting import inclusive, launchers, parents
 from meshwise.trace.operators import self_time
 
+_HAS_WAITING = ("communication", "wait")
+
 
 @dataclass(frozen=True, slots=True)
 class Section:
@@ -34,7 +36,10 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """One quantity over all ranks: imbalance is max / mean, the straggler the rank with the most."""
+    """One quantity over all ranks: imbalance is max / mean, the straggler the rank with the most.
+
+    Of communication and waiting, it is the rank with the least: the one that the others waited for.
+    """
 
     name: str
     quantity: str
@@ -104,7 +109,7 @@ def joint(values: Mapping[tuple[str, str], Mapping[int, float]]) -> list[Joint]:
                 mean_s=mean,
                 max_s=float(seconds.max()),
                 imbalance=float(seconds.max()) / mean if mean else 1.0,
-                straggler=ranks[int(seconds.argmax())],
+                straggler=ranks[int((-seconds if quantity in _HAS_WAITING else seconds).argmax())],
             )
         )
     return rows
