@@ -22,8 +22,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
@@ -105,6 +112,7 @@ class Recorder(TorchDispatchMode):
         self._saved_early: dict[int, float] = {}  # kept before the row was written
         self._hooks: Any = None
         self._storage_resize: Any = None
+        self._shape_rules: Any = None
 
     # --- what a program says -----------------------------------------------------------------
 
@@ -137,7 +145,7 @@ class Recorder(TorchDispatchMode):
 
     def weights(self, *tensors: torch.Tensor) -> None:
         """These tensors are weights: not counted as kept for the backward, but as read by an op."""
-        self._weights.update(tensor.untyped_storage()._cdata for tensor in tensors)
+        self._weights.update(_local(tensor).untyped_storage()._cdata for tensor in tensors)
 
     def track(self, *tensors: torch.Tensor) -> None:
         """Count tensors that were made outside the recorder as alive."""
@@ -183,19 +191,32 @@ class Recorder(TorchDispatchMode):
             recorder._resized(storage, size_bytes)
             return recorder._storage_resize(storage, size_bytes)
 
+        self._shape_rules = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def unseen(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():  # DTensor tries an op's full shape on fake tensors, once
+                return recorder._shape_rules(*args, **kwargs)
+
         Storage.resize_ = resize_
+        ShardingPropagator._propagate_tensor_meta_non_cached = unseen
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         Storage.resize_ = self._storage_resize
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._shape_rules
         self._hooks.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if DTensor in types:
+            return NotImplemented  # let it come back as ops on its local tensors
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        if _is_bookkeeping(args, kwargs):
+            with _disable_current_modes():
+                return func(*args, **kwargs)
         kind = _COLLECTIVES.get(f"{func.namespace}.{func._opname}")
         inputs = self._tensors((args, kwargs))
         begin_s = time.perf_counter()
@@ -331,7 +352,7 @@ class Recorder(TorchDispatchMode):
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Autograd keeps `tensor`; its storage counts once, with the op that keeps it first."""
-        storage = tensor.untyped_storage()
+        storage = _local(tensor).untyped_storage()
         key = storage._cdata
         if self._pauses or key in self._weights or key in self._saved or key not in self._live:
             return tensor
@@ -406,6 +427,19 @@ def _group(argument: Any) -> dist.ProcessGroup | None:
         with suppress(RuntimeError):
             return dist.ProcessGroup.unbox(argument)
     return None
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a distributed tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _is_bookkeeping(args: Any, kwargs: Any) -> bool:
+    """Whether an op of a dry run works on real tensors: those in which a device mesh keeps its ranks."""
+    if not isinstance(_get_current_dispatch_mode(), FakeTensorMode):
+        return False
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return bool(tensors) and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
 def _call_and_wait(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
