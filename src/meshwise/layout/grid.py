@@ -12,7 +12,7 @@ GRID_DIMS = {"1d": 0, "2d": 2, "2d-cp": 2, "2.5d": 3, "3d": 3}
 
 
 def default_grid(layout: str, ranks: int) -> tuple[int, ...]:
-    """The squarest grid of `ranks` ranks; PlanError where the layout has none of that size."""
+    """The grid of `ranks` ranks nearest to a square or a cube; PlanError where the layout has none."""
     if layout == "1d":
         return ()
     if layout in ("2d", "2d-cp"):
@@ -25,7 +25,8 @@ def default_grid(layout: str, ranks: int) -> tuple[int, ...]:
                 f"layout 3d is a cube, and {ranks} ranks are none; use {side**3} or {(side + 1) ** 3} ranks"
             )
         return side, side, side
-    side = next(size for size in range(round(ranks ** (1 / 3)) + 1, 0, -1) if ranks % size**2 == 0)
+    sides = [size for size in range(1, math.isqrt(ranks) + 1) if ranks % size**2 == 0]
+    side = min(sides, key=lambda size: abs(math.log(size**3 / ranks)))
     return side, side, ranks // side**2
 
 

@@ -1,0 +1,306 @@
+"""Tensor layouts in closed form: asymptotics, what holds for any grid, how one contains another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwise.cost.collective import sent_bytes
+from meshwise.errors import PlanError
+from meshwise.estimate.block_time import block_time
+from meshwise.estimate.degrees import degrees
+from meshwise.estimate.single import check_plan, estimate
+from meshwise.estimate.timing import machine, op_times
+from meshwise.hardware import find_cluster
+from meshwise.layout.block import block, shared_gradients
+from meshwise.layout.cut import Cut
+from meshwise.layout.grid import default_grid
+from meshwise.layout.op import Op
+from meshwise.layout.tensor_1d import bias_params, matrix_params, norm_params
+from meshwise.model import find_model
+from meshwise.plan import parse_plan
+from meshwise.units import Num
+from meshwise.workload import workload
+
+GPT3 = find_model("gpt3-175b")
+# No limit of heads: so many that any grid divides them.
+WIDE = replace(GPT3, num_heads=2**30, num_kv_heads=2**30, head_dim=1)
+
+
+def cut(layout: str, grid: tuple[Num, ...], **options: Any) -> Cut:
+    tp = np.prod(np.broadcast_arrays(*grid), axis=0) if grid else 1.0
+    return Cut(microbatch=1.0, seq=2048.0, tp=tp, layout=layout, grid=grid, sequence_parallel=True, **options)
+
+
+def volume_bytes(ops: list[Op]) -> Num:
+    """What one rank sends for a block, forward and backward."""
+    return sum(
+        sent_bytes(op.collective, op.payload_bytes, op.group_size) * op.count  # type: ignore[arg-type]
+        for op in ops
+        if op.kind == "collective"
+    )
+
+
+def total(ops: list[Op], field: str) -> Num:
+    return sum(getattr(op, field) * op.count for op in ops)
+
+
+def flop(ops: list[Op]) -> Num:
+    return sum(op.cost.flop * op.count for op in ops if op.kind in ("matmul", "attention"))
+
+
+# --- asymptotics -------------------------------------------------------------------------------
+
+SIDE = 2.0 ** np.arange(6, 13)
+
+
+@pytest.mark.parametrize("attention", [{}, {"flash": False}, {"flash": False, "grid_scores": True}])
+@pytest.mark.parametrize(
+    ("layout", "grid", "num_ranks", "exponent"),
+    [
+        pytest.param("2d", (SIDE, SIDE), SIDE**2, -1 / 2, id="SUMMA, van de Geijn and Watts 1997"),
+        pytest.param("3d", (SIDE, SIDE, SIDE), SIDE**3, -2 / 3, id="3D, Agarwal et al. 1995"),
+    ],
+)
+def test_volume_per_rank_falls_as_published(
+    layout: str, grid: tuple[Num, ...], num_ranks: Num, exponent: float, attention: dict[str, bool]
+) -> None:
+    volume = volume_bytes(block(WIDE, cut(layout, grid, **attention)))
+    slopes = np.diff(np.log(volume)) / np.diff(np.log(num_ranks))
+    assert slopes[0] == pytest.approx(exponent, abs=0.02)  # (q - 1) / q of a gather, at 64 ranks
+    assert slopes[-1] == pytest.approx(exponent, abs=0.001)
+
+
+def test_volume_of_one_dimension_does_not_fall() -> None:
+    tp = 2.0 ** np.arange(6, 13)
+    volume = volume_bytes(block(WIDE, Cut(microbatch=1.0, seq=2048.0, tp=tp, sequence_parallel=True)))
+    assert np.diff(np.log(volume)) == pytest.approx(0.0, abs=0.02)
+
+
+def test_depth_trades_weights_for_volume_of_activations() -> None:
+    """Tesseract (arXiv 2105.14500): the same ranks, deeper: smaller panels of activations, more weights."""
+    long = replace(WIDE, max_seq=2**20)
+    layouts = [cut("2.5d", (side, side, 4096.0 / side**2)) for side in (64.0, 32.0, 16.0)]
+    ops = [block(long, replace(one, seq=2.0**20)) for one in layouts]
+    weights = [total(each, "num_params") for each in ops]
+    broadcast = [
+        sum(
+            op.payload_bytes * op.count for op in each if op.axis == "tp_col" and op.collective == "broadcast"
+        )
+        for each in ops
+    ]
+    assert weights == sorted(weights)
+    assert broadcast == sorted(broadcast, reverse=True)
+
+
+# --- any grid ----------------------------------------------------------------------------------
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> Cut:
+    layout = draw(st.sampled_from(["2d", "2d-cp", "2.5d", "3d"]))
+    a, b, c = (float(draw(st.integers(1, 8))) for _ in range(3))
+    grid = {"2d": (a, b), "2d-cp": (a, b), "2.5d": (a, a, c), "3d": (a, a, a)}[layout]
+    scores_split = layout != "2d-cp" and draw(st.booleans())
+    return replace(
+        cut(layout, grid),
+        microbatch=float(draw(st.integers(1, 4))),
+        flash=not scores_split and draw(st.booleans()),
+        grid_scores=scores_split,
+        panels=float(draw(st.integers(1, 4))),
+    )
+
+
+def alone(on: Cut) -> Cut:
+    """The same block on one rank."""
+    return Cut(microbatch=on.microbatch, seq=on.seq, flash=on.flash)
+
+
+@given(cuts())
+def test_ranks_share_the_matrix_work_of_one(on: Cut) -> None:
+    assert flop(block(WIDE, on)) * on.tp == pytest.approx(flop(block(WIDE, alone(on))), rel=1e-12)
+
+
+@given(cuts())
+def test_weights_are_held_once_but_for_vectors_and_copies(on: Cut) -> None:
+    """2.5d copies the weights for each depth, 2d-cp for each row; the rest cuts matrices tp ways."""
+    copies = on.grid[-1] if on.layout in ("2.5d", "2d-cp") else 1.0
+    held = total(block(WIDE, on), "num_params")
+    first, second = bias_params(WIDE)
+    vectors = norm_params(WIDE) + second
+    whole_vectors = on.layout == "2d-cp"
+    expected = matrix_params(WIDE) * copies / on.tp + first / on.grid[1 if on.layout == "3d" else 0]
+    expected += vectors if whole_vectors else vectors / on.grid[0]
+    assert held == pytest.approx(expected, rel=1e-12)
+
+
+@given(cuts(), st.sampled_from([0.0, 0.1]))
+def test_bytes_kept_are_korthikanti_table_2_shared_by_all_ranks(on: Cut, dropout: float) -> None:
+    """(34 + 5 a s / h) s b h of arXiv 2205.05198, norms' statistics apart, over all ranks."""
+    on = replace(on, flash=False)
+    model = replace(GPT3, num_heads=96, dropout_frac=dropout)
+    heads_ratio = model.num_heads * on.seq / model.hidden
+    expected = (34 + 5 * heads_ratio) if dropout else (32 + 2 * heads_ratio)
+    ops = block(model, on)
+    statistics = sum(op.saved_bytes - 2.0 * op.shape[0] * op.shape[1] for op in ops if _is_norm(op))
+    kept = (total(ops, "saved_bytes") - statistics) * on.tp
+    assert kept / (on.microbatch * on.seq * model.hidden) == pytest.approx(expected, rel=1e-12)
+
+
+def _is_norm(op: Op) -> bool:
+    return op.name in ("norm1", "norm2") and op.kind == "kernel" and op.phase == "forward"
+
+
+@given(cuts())
+def test_arrays_of_grids_are_loops_over_grids(on: Cut) -> None:
+    scale = np.array([1.0, 2.0, 4.0])
+    grids = tuple(size * scale for size in on.grid)
+    many = block(WIDE, replace(on, grid=grids, tp=np.prod(grids, axis=0)))
+    for i in range(len(scale)):
+        grid = tuple(float(size[i]) for size in grids)
+        one = block(WIDE, replace(on, grid=grid, tp=float(np.prod(grid))))
+        for field in ("saved_bytes", "num_params", "payload_bytes", "count"):
+            for many_op, one_op in zip(many, one, strict=True):
+                value = np.broadcast_to(getattr(many_op, field), scale.shape)[i]
+                assert value == pytest.approx(getattr(one_op, field), rel=1e-12)
+
+
+@given(cuts())
+def test_more_panels_send_the_same_bytes(on: Cut) -> None:
+    finer = replace(on, panels=2.0 * on.panels)
+    assert volume_bytes(block(WIDE, finer)) == pytest.approx(volume_bytes(block(WIDE, on)), rel=1e-12)
+
+
+# --- layouts within layouts --------------------------------------------------------------------
+
+
+def facts(ops: list[Op]) -> list[tuple[Any, ...]]:
+    """What of ops can be told apart, exchanges of one rank left out."""
+    return sorted(
+        (op.module, op.name, op.phase, op.collective, float(op.payload_bytes), float(op.group_size),
+         float(op.saved_bytes), float(op.cost.flop), float(op.count))
+        for op in ops
+        if op.kind != "collective" or float(op.group_size) > 1
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_one_row_of_columns_and_sequence_is_one_dimension(flash: bool) -> None:
+    on = cut("2d-cp", (8.0, 1.0), flash=flash)
+    one = Cut(microbatch=1.0, seq=2048.0, tp=8.0, sequence_parallel=True, flash=flash)
+    assert facts(block(GPT3, on)) == facts(block(GPT3, one))
+
+
+@pytest.mark.parametrize("attention", [{}, {"flash": False, "grid_scores": True}])
+def test_one_depth_of_two_and_a_half_dimensions_is_two(attention: dict[str, bool]) -> None:
+    flat, deep = cut("2d", (4.0, 4.0), **attention), cut("2.5d", (4.0, 4.0, 1.0), **attention)
+    assert facts(block(GPT3, deep)) == facts(block(GPT3, flat))
+
+
+@pytest.mark.parametrize(("layout", "dims"), [("2d", 2), ("2d-cp", 2), ("2.5d", 3), ("3d", 3)])
+def test_a_grid_of_one_rank_exchanges_nothing_and_does_the_work_of_one(layout: str, dims: int) -> None:
+    on = cut(layout, (1.0,) * dims)
+    ops = [*block(GPT3, on), *shared_gradients(GPT3, on)]
+    assert volume_bytes(ops) == 0
+    assert all(op.group_size == 1 for op in ops if op.kind == "collective")
+    single = block(GPT3, alone(on))
+    assert flop(ops) == flop(single)
+    assert total(ops, "num_params") == total(single, "num_params")
+
+
+# --- time --------------------------------------------------------------------------------------
+
+
+def test_panels_travel_behind_panels() -> None:
+    """On links so fast that a panel takes less than its product, only the first ones are waited for."""
+    cluster = find_cluster("h100-80g-sxm:16")
+    on = replace(cut("2d", (4.0, 4.0)), seq=131072.0)
+    runs_on = machine(cluster, "bf16", ideal=True)
+
+    def comm_s(one: Cut) -> float:
+        ops = block(GPT3, one)
+        parts = block_time(ops, op_times(ops, runs_on))
+        return float((parts.forward + parts.backward + parts.weight).comm_tp)
+
+    ops = block(GPT3, on)
+    all_s = sum(
+        float(time.comm_s) * float(op.count) for op, time in zip(ops, op_times(ops, runs_on), strict=True)
+    )
+    assert comm_s(on) < all_s
+    assert comm_s(replace(on, panels=8.0)) < comm_s(on)
+
+
+@pytest.mark.parametrize("layout", ["2d:4x2", "2d:2x4", "2d-cp:4x2", "2d-cp:2x4", "2.5d:2x2x2", "3d:2x2x2"])
+def test_a_plan_reaches_the_block(layout: str) -> None:
+    """The estimate of a plan holds the ops of its layout, with all of the model's matrix work."""
+    cluster, job = find_cluster("h100-80g-sxm:64"), workload(16, 2048)
+    found = estimate(GPT3, cluster, parse_plan(f"pp=8,layout={layout}"), job)
+    plain = estimate(GPT3, cluster, parse_plan("pp=8,tp=8"), job)
+    assert found.flop_per_step == plain.flop_per_step
+    assert found.time_s["comm_tp"] > 0
+    if not layout.startswith("2d-cp"):
+        assert any(axis.startswith("tp_") for axis in found.ledger["axis"])
+    rows = found.ledger.where(phase=("forward", "backward"))
+    assert rows.total("flop") == pytest.approx(
+        plain.ledger.where(phase=("forward", "backward")).total("flop"), 0.05
+    )
+
+
+def test_columns_and_sequence_keep_a_copy_of_the_weights_in_every_row() -> None:
+    """Its rows count as replicas: ZeRO shards over them, and gradients are exchanged over them."""
+    job = workload(64, 2048)
+    on = degrees(parse_plan("pp=8,layout=2d-cp:4x2"), job, 64)
+    assert (on.tp, on.cp, on.dp, on.replicas, on.zero_group) == (4, 2, 1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("layout=2d:5x2", "which does not divide 12288"),
+        ("layout=2d:2x2,cp=2", "cuts the sequence itself"),
+        ("layout=3d:2x2x2,dtype=fp8", "no casts for dtype=fp8"),
+        ("layout=2.5d:2x4x1", "needs square grids"),
+        ("layout=3d,tp=9", "use 8 or 27 ranks"),
+        ("layout=2d-cp:2x2,attention=grid", "needs 2d, 2.5d or 3d"),
+        ("layout=3d:4x4x4", "heads of gpt3-175b by 16, which does not divide 24"),
+        ("layout=2d:2x2,lora_rank=8", "has no adapters"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_one_sentence(text: str, message: str) -> None:
+    model = replace(GPT3, num_heads=24, num_kv_heads=24) if "4x4x4" in text else GPT3
+    with pytest.raises(PlanError, match=message):
+        check_plan(model, parse_plan(text), 2048)
+
+
+def test_a_model_that_a_layout_cannot_run_is_one_sentence() -> None:
+    with pytest.raises(PlanError, match=r"no experts, which mixtral-8x7b needs; use layout=1d"):
+        check_plan(find_model("mixtral-8x7b"), parse_plan("layout=2d:2x2"), 4096)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [("layout=2d:5x2", "does not divide"), ("layout=2d:2", "needs a grid of 2 numbers")],
+)
+def test_command_line_says_so(meshwise: Callable[..., Any], words: str, text: str) -> None:
+    done = meshwise("estimate", "gpt3-175b", "--cluster", "h100-80g-sxm:64", "--plan", words, "--batch", "64")
+    assert done.code == 2
+    assert text in done.err
+    assert done.err.count("\n") <= 3
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "grid"),
+    [
+        ("1d", 8, ()), ("2d", 8, (4, 2)), ("2d", 36, (6, 6)), ("2d", 7, (7, 1)), ("2d-cp", 12, (4, 3)),
+        ("2.5d", 8, (2, 2, 2)), ("2.5d", 16, (2, 2, 4)), ("2.5d", 64, (4, 4, 4)), ("2.5d", 6, (1, 1, 6)),
+        ("3d", 27, (3, 3, 3)),
+    ],
+)  # fmt: skip
+def test_the_default_grid_is_the_squarest(layout: str, ranks: int, grid: tuple[int, ...]) -> None:
+    assert default_grid(layout, ranks) == grid

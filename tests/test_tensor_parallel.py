@@ -1,0 +1,254 @@
+"""The tensor-parallel programs equal one process, and what they do the closed form, to the last digit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+
+from meshwise.compare import WORK, compare, work_of
+from meshwise.errors import PlanError
+from meshwise.instruments.compare_program import compare_program
+from meshwise.instruments.launch import Ranks
+from meshwise.layout.tape import Tape
+from meshwise.ledger import Ledger
+from meshwise.programs import find_program
+from meshwise.programs.tensor_parallel import Options, check, estimate
+from meshwise.programs.tensor_parallel.spans import part, positions, rank_spans, split
+from part_of_pool import run_on_first
+
+PROGRAM = find_program("tensor-parallel")
+SMALL: dict[str, Any] = {"seq": 24, "microbatch": 2, "hidden": 48, "heads": 12}
+
+WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1d on 2": (2, {"layout": "1d"}),
+    "1d on 2, no sp": (2, {"layout": "1d", "sp": False}),
+    "1d on 4": (4, {"layout": "1d"}),
+    "1d on 4, no sp": (4, {"layout": "1d", "sp": False}),
+    "2d on 2x2": (4, {"layout": "2d", "grid": "2x2"}),
+    "2d on 2x3": (6, {"layout": "2d", "grid": "2x3"}),
+    "2d on 3x2": (6, {"layout": "2d", "grid": "3x2", "hidden": 72}),
+    "2d on 4x1": (4, {"layout": "2d", "grid": "4x1"}),
+    "2d-cp on 2x2": (4, {"layout": "2d-cp", "grid": "2x2"}),
+    "2d-cp on 2x3": (6, {"layout": "2d-cp", "grid": "2x3"}),
+    "2.5d on 2x2x2": (8, {"layout": "2.5d", "grid": "2x2x2"}),
+    "3d on 2x2x2": (8, {"layout": "3d", "grid": "2x2x2"}),
+}
+HEADS_SPLIT: dict[str, dict[str, Any]] = {
+    "gpt, flash": {"style": "gpt", "attention": "flash"},
+    "gpt, unfused": {"style": "gpt", "attention": "unfused", "causal": False},
+    "llama, flash": {"style": "llama", "attention": "flash", "kv_heads": 6, "causal": False, "panels": 2},
+    "llama, unfused": {"style": "llama", "attention": "unfused", "kv_heads": 4, "microbatch": 1},
+}
+SCORES_SPLIT: dict[str, dict[str, Any]] = {
+    "gpt, scores split": {"style": "gpt", "attention": "grid", "causal": False},
+    "llama, scores split": {"style": "llama", "attention": "grid", "kv_heads": 3},
+}
+
+
+def cases() -> list[Any]:
+    """Every layout on every world with two of the blocks that split heads, and all that split scores."""
+    found = []
+    for i, (world, (ranks, layout)) in enumerate(WORLDS.items()):
+        blocks = dict(list(HEADS_SPLIT.items())[i % 2 :: 2])
+        if layout["layout"] in ("2d", "2.5d", "3d"):
+            blocks |= SCORES_SPLIT
+        for name, block in blocks.items():
+            options = SMALL | layout | block
+            if options.get("kv_heads", 3) != 3:  # heads that the columns divide
+                options["kv_heads"] = 6 if "3x" in layout.get("grid", "") else 4
+            found.append(pytest.param(ranks, options, id=f"{world}: {name}"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    """Eight ranks for all tests of this file."""
+    with Ranks(8) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(("ranks", "options"), cases())
+def test_output_and_gradients_are_those_of_one_process(
+    pool: Ranks, ranks: int, options: dict[str, Any]
+) -> None:
+    """float64; inputs and all weights (biases and norms too) random, in an order that shows a wrong piece."""
+    chosen = Options(**options, dtype="fp64", check=True)
+    check(chosen, ranks)
+    outcomes = pool.call(run_on_first, ranks, chosen)
+    differences = outcomes[0].result["max_abs_diff"]
+    weights = 12 if chosen.style == "gpt" else 6
+    assert len(differences) == weights + 2
+    assert max(differences.values()) < 1e-10
+
+
+@pytest.mark.parametrize(("ranks", "options"), cases())
+def test_dry_run_counts_what_the_closed_form_says(ranks: int, options: dict[str, Any]) -> None:
+    chosen = Options(**options, dropout=0.1 if options["style"] == "gpt" else 0.0)
+    check(chosen, ranks)
+    result = compare_program(PROGRAM, chosen, ranks=ranks, rank=ranks - 1, with_run=False)
+    assert not result.differences()
+    assert {"attention", "mlp"} <= {row.module for row in result.rows}
+
+
+@pytest.mark.parametrize(
+    ("world", "dtype", "attention"),
+    [
+        ("1d on 4", "bf16", "unfused"),
+        ("1d on 4, no sp", "fp16", "flash"),
+        ("2d on 2x3", "fp32", "flash"),
+        ("2d on 2x2", "bf16", "grid"),
+        ("2d-cp on 2x2", "fp16", "unfused"),
+        ("2d-cp on 2x3", "bf16", "flash"),
+        ("2.5d on 2x2x2", "bf16", "flash"),
+        ("2.5d on 2x2x2", "fp16", "grid"),
+        ("3d on 2x2x2", "bf16", "flash"),
+        ("3d on 2x2x2", "fp32", "grid"),
+    ],
+)
+def test_every_rank_runs_what_the_closed_form_says(
+    pool: Ranks, world: str, dtype: str, attention: str
+) -> None:
+    ranks, layout = WORLDS[world]
+    options = Options(**(SMALL | layout), dtype=dtype, attention=attention, dropout=0.1)  # type: ignore[arg-type]
+    check(options, ranks)
+    tape = Tape("estimate", 0, ranks)
+    estimate(options, tape)
+    ledgers = {"estimate": tape.ledger()}
+    for rank, outcome in enumerate(pool.call(run_on_first, ranks, options)[:ranks]):
+        ledgers[f"rank {rank}"] = outcome.ledger
+    result = compare({name: work_of(ledger) for name, ledger in ledgers.items()}, WORK)
+    assert not result.differences()
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> tuple[int, dict[str, Any]]:
+    """Ranks and options that pass the check, worlds of up to 64 ranks among them."""
+    layout = draw(st.sampled_from(["1d", "2d", "2d-cp", "2.5d", "3d"]))
+    columns, rows, depth = (draw(st.integers(1, 4)) for _ in range(3))
+    grid = {
+        "1d": (columns,),
+        "2d": (columns, rows),
+        "2d-cp": (columns, rows),
+        "2.5d": (columns, columns, depth),
+        "3d": (columns,) * 3,
+    }[layout]
+    attention = draw(st.sampled_from(["flash", "unfused"] + ["grid"] * (layout in ("2d", "2.5d", "3d"))))
+    heads = columns * columns * draw(st.integers(1, 2))
+    hidden = heads * 12 * draw(st.integers(1, 2))
+    return int(np.prod(grid)), {
+        "layout": layout,
+        "grid": "x".join(map(str, grid)) if layout != "1d" else "",
+        "seq": 2 * int(np.lcm.reduce(grid)) * int(np.prod(grid)) * draw(st.integers(1, 2)),
+        "microbatch": draw(st.integers(1, 3)),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": heads if heads == columns * columns else heads // draw(st.integers(1, 2)),
+        "ffn_hidden": hidden * draw(st.sampled_from([1, 3])),
+        "style": draw(st.sampled_from(["gpt", "llama"])),
+        "attention": attention,
+        "causal": draw(st.booleans()),
+        "dropout": draw(st.sampled_from([0.0, 0.1])),
+        "dtype": draw(st.sampled_from(["bf16", "fp16", "fp32"])),
+    }  # fmt: skip
+
+
+@settings(max_examples=15)
+@given(sizes())
+def test_dry_run_of_any_sizes_counts_what_the_closed_form_says(case: tuple[int, dict[str, Any]]) -> None:
+    ranks, options = case
+    chosen = Options(**options)
+    try:
+        check(chosen, ranks)
+    except PlanError:
+        return
+    assert not compare_program(PROGRAM, chosen, ranks=ranks, rank=ranks // 2, with_run=False).differences()
+
+
+def test_a_collective_or_a_matmul_more_is_a_difference() -> None:
+    """The comparison of work sees what either side has alone."""
+    options = Options(**SMALL, layout="2d", grid="2x2")
+    tape = Tape("estimate", 0, 4)
+    estimate(options, tape)
+    told = work_of(tape.ledger())
+    rows = list(told.rows())
+    for left_out in ("broadcast", "reduce", ""):
+        gone = next(i for i, row in enumerate(rows) if row["collective"] == left_out)
+        fewer = Ledger.from_rows(rows[:gone] + rows[gone + 1 :])
+        assert compare({"estimate": told, "run": fewer}, WORK).differences()
+    assert compare({"estimate": told, "run": told}, WORK).agree
+
+
+def test_compare_on_the_command_line(meshwise: Callable[..., Any]) -> None:
+    words = ("--layout", "2.5d", "--ranks", "8", "--seq", "64", "--hidden", "64", "--heads", "4")
+    done = meshwise("compare", "tensor-parallel", *words, "--no-run", "--json")
+    assert done.code == 0
+    assert done.document["agree"] is True
+    assert {"all_reduce", "broadcast"} <= {row["collective"] for row in _ledger(meshwise, words)}
+
+
+def _ledger(meshwise: Callable[..., Any], words: tuple[str, ...]) -> list[dict[str, Any]]:
+    done = meshwise("dryrun", "tensor-parallel", *words, "--json")
+    assert json.dumps(done.document)
+    return done.document["ledger"]
+
+
+BAD = {
+    "a grid of other ranks": (4, {"layout": "2d", "grid": "2x3"}, "is not 4 ranks"),
+    "no numbers": (4, {"layout": "2d", "grid": "2xtwo"}, "write numbers as 4x2"),
+    "a grid too flat": (8, {"layout": "3d", "grid": "4x2"}, "needs a grid of 3 numbers"),
+    "no square": (8, {"layout": "2.5d", "grid": "4x2x1"}, "needs square grids"),
+    "no cube": (8, {"layout": "3d", "grid": "4x2x1"}, "needs a cube"),
+    "no cube by default": (12, {"layout": "3d"}, "use 8 or 27 ranks"),
+    "heads": (4, {"layout": "2d", "grid": "4x1", "heads": 6}, "heads of tensor-parallel by 4"),
+    "heads of a cube": (8, {"layout": "3d", "heads": 6}, "heads of tensor-parallel by 4"),
+    "width": (6, {"layout": "2d", "grid": "2x3", "hidden": 40, "heads": 4}, "by 6, which does not divide 40"),
+    "panels": (4, {"layout": "2d", "panels": 7}, "by 14, which does not divide 48"),
+    "sequence": (4, {"layout": "2d", "seq": 25}, "the sequence"),
+    "scores split in one dimension": (4, {"layout": "1d", "attention": "grid"}, "splits heads"),
+    "head width": (4, {"layout": "2d", "grid": "4x1", "attention": "grid", "heads": 24}, "the head width"),
+    "1d heads": (5, {"layout": "1d"}, "by 5, which does not divide"),
+    "heads and hidden": (2, {"heads": 7}, "does not divide by --heads 7"),
+    "check with dropout": (2, {"check": True, "dropout": 0.1}, "use --dropout 0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_fit_is_one_sentence(name: str) -> None:
+    ranks, options, message = BAD[name]
+    with pytest.raises(PlanError, match=message) as error:
+        check(Options(**(SMALL | options)), ranks)
+    assert "\n" not in str(error.value)
+
+
+@given(
+    num_ranks=st.integers(1, 6), chunk=st.integers(1, 5), num_parts=st.integers(1, 4), is_causal=st.booleans()
+)
+def test_spans_cover_a_sequence_once_and_share_causal_work(
+    num_ranks: int, chunk: int, num_parts: int, is_causal: bool
+) -> None:
+    seq = 2 * num_ranks * num_parts * chunk
+    ranks = [rank_spans(seq, num_ranks, rank, is_causal=is_causal) for rank in range(num_ranks)]
+    everything = np.concatenate([positions(spans) for spans in ranks])
+    assert sorted(everything) == list(range(seq))
+    if is_causal and num_ranks > 1:
+        assert len({positions(spans).sum() for spans in ranks}) == 1  # as many keys seen by each
+    parts = [positions(part(ranks[0], i, num_parts)) for i in range(num_parts)]
+    assert np.array_equal(np.concatenate(parts), positions(ranks[0]))
+
+
+@given(
+    sections=st.lists(st.integers(1, 4), min_size=1, max_size=3), num=st.integers(1, 4), within=st.booleans()
+)
+def test_columns_are_dealt_out_once(sections: list[int], num: int, within: bool) -> None:
+    fused = [(units * (1 if within else num), 3 * (num if within else 1)) for units in sections]
+    parts = split(fused, num, within=within)
+    assert sorted(np.concatenate(parts)) == list(range(sum(units * width for units, width in fused)))
+    assert len({len(columns) for columns in parts}) == 1
