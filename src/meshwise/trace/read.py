@@ -34,6 +34,7 @@ from meshwise.trace.events import CommunicationArgs, Ints, Kind, Memory, Problem
 _BLOCK_BYTES = 1 << 23
 _EXACT_US = 2.0**43
 _NUM_PROBED = 100
+_PROBED_BYTES = 1 << 16
 _EVENTS_START = re.compile(rb'"traceEvents"\s*:\s*\[')
 _DECIMAL_TS = re.compile(rb'"ts"\s*:\s*(?:"|\d+\.)')
 _EVENT_OPEN = rb'\{\s*"(?:ph|name|cat|pid|tid|ts|dur|args|id|bp|s|tts|tdur|cname)"\s*:'
@@ -78,11 +79,11 @@ class _Args(msgspec.Struct, gc=False):
 class _Event(msgspec.Struct, gc=False):
     ph: str = ""
     cat: str | None = None
-    name: Any = ""
+    name: str | float | None = ""
     ts: float | str | None = None
     dur: float | str | None = None
-    pid: Any = None
-    tid: Any = None
+    pid: int | str | float | None = None
+    tid: int | str | float | None = None
     args: _Args | None = None
 
 
@@ -285,7 +286,7 @@ def _decode_piece(piece: bytes, offset: int, notes: _Notes) -> list[Any]:
     text = b"[" + piece + b"]"
     try:
         events = _decode_exact(text) if notes.exact else _decode(text)
-        if not notes.exact and _needs_digits(events) and _DECIMAL_TS.search(piece):
+        if not notes.exact and _needs_digits(events) and _DECIMAL_TS.search(piece, 0, _PROBED_BYTES):
             notes.exact = True
             return _decode_exact(text)
         return events
@@ -353,7 +354,7 @@ def _metadata(text: bytes) -> dict[str, Any]:
 class _Columns:
     """Columns as they grow, piece by piece; every text is kept once."""
 
-    labels: dict[tuple[str, str], int] = field(default_factory=dict)
+    labels: dict[tuple[Any, Any], int] = field(default_factory=dict)
     tracks: dict[tuple[Any, Any], int] = field(default_factory=dict)
     track_names: dict[tuple[Any, Any], str] = field(default_factory=dict)
     shapes: dict[tuple[bytes, bytes], int] = field(default_factory=dict)
@@ -388,7 +389,7 @@ class _Columns:
             (
                 _nanoseconds([e.ts for e in spans]),
                 _nanoseconds([e.dur or 0 for e in spans]),
-                _ints([labels.setdefault((e.cat or "", str(e.name)), len(labels)) for e in spans]),
+                _ints([labels.setdefault((e.cat, e.name), len(labels)) for e in spans]),
                 _ints([tracks.setdefault((e.pid, e.tid), len(tracks)) for e in spans]),
                 _whole([a.stream for a in args]),
                 _whole([a.device for a in args]),
@@ -432,6 +433,7 @@ class _Columns:
         )
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
+        labels = tuple((category or "", str(name)) for category, name in self.labels)
         info: dict[str, Any] = {}
         for source in ("meshwise", "distributedInfo"):
             info |= found if isinstance(found := metadata.get(source), dict) else {}
@@ -443,8 +445,8 @@ class _Columns:
             backend=str(info.get("backend") or ""),
             host=str(metadata.get("host_name") or ""),
             groups=groups,
-            labels=tuple(self.labels),
-            label_kind=np.array([kind_of(*label) for label in self.labels] or [Kind.OTHER], dtype=np.int8),
+            labels=labels,
+            label_kind=np.array([kind_of(*label) for label in labels] or [Kind.OTHER], dtype=np.int8),
             tracks=tuple(self.tracks),
             track_names={i: self.track_names[t] for t, i in self.tracks.items() if t in self.track_names},
             start_ns=start,
