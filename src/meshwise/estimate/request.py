@@ -18,7 +18,7 @@ from meshwise.estimate.single import Estimate, estimate, op_rows
 from meshwise.files import write_text
 from meshwise.hardware import find_cluster
 from meshwise.layout.block import block
-from meshwise.ledger import Ledger
+from meshwise.ledger import PHASES, Ledger
 from meshwise.model import Model, find_model, num_moe_layers
 from meshwise.plan import parse_plan
 from meshwise.workload import workload
@@ -88,6 +88,10 @@ class Answer:
             for row in op_rows(block(model, cut, moe=is_moe), self.estimate.machine, prefix=name)
         )
 
+    def layer_totals(self) -> dict[str, dict[str, float]]:
+        """Sums over the ops of one layer by phase, and the share of its time that waits for links."""
+        return {phase: phase_totals(rows) for phase in PHASES if len(rows := self.layer().where(phase=phase))}
+
     def write_csv(self, path: Path, *, per_layer: bool) -> None:
         """Write the ledger of the step (or of one layer) to `path`."""
         (self.layer() if per_layer else self.estimate.ledger).to_csv(path)
@@ -96,8 +100,18 @@ class Answer:
         """The document that `--json` prints."""
         document = self.estimate.to_json(ledger=not per_layer)
         if per_layer:
-            document["ledger"] = self.layer().to_json()
+            document |= {"ledger": self.layer().to_json(), "layer": self.layer_totals()}
         return document | ({"run": self.run()} if self.budget.tokens is not None else {})
+
+
+def phase_totals(rows: Ledger) -> dict[str, float]:
+    """FLOP, bytes, kept bytes and seconds of `rows`; `comm_frac` is the share of exposed communication."""
+    totals = {
+        name: rows.total(name)
+        for name in ("flop", "read_bytes", "write_bytes", "saved_bytes", "payload_bytes", "time_s")
+    }
+    waiting_s = rows.total("exposed_s")
+    return totals | {"comm_frac": waiting_s / totals["time_s"] if totals["time_s"] else 0.0}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from meshwise.estimate.nersc_2024_02 import TABLES, TOTALLED, Notebook
 from meshwise.estimate.nersc_2024_10_plan import Paper
-from meshwise.estimate.request import Answer, NotebookAnswer
+from meshwise.estimate.request import Answer, NotebookAnswer, phase_totals
 from meshwise.ledger import PHASES, Ledger
 from meshwise.units import duration, with_prefix
 
@@ -123,22 +123,36 @@ def _phase_table(ledger: Ledger, phase: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
     table.add_column("op", no_wrap=True)
     table.add_column("shape, or collective", no_wrap=True)
-    for name in ("FLOP", "bytes", "saved", "binds", "time"):
+    for name in ("FLOP", "bytes", "FLOP/B", "saved", "binds", "time"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in ledger.rows():
-        moved = row["payload_bytes"] or (row["read_bytes"] or 0) + (row["write_bytes"] or 0)
+        flop, moved = row["flop"] or 0, (row["read_bytes"] or 0) + (row["write_bytes"] or 0)
         table.add_row(
             row["op"],
-            f"{row['collective']} over {row['axis']}={row['group_size']}"
-            if row["collective"]
-            else row["shape"],
-            with_prefix(row["flop"], "", 3) if row["flop"] else "",
-            with_prefix(moved, "", 3) if moved else "",
-            with_prefix(row["saved_bytes"], "", 3) if row["saved_bytes"] else "",
+            f"{row['collective']}, {row['axis']}={row['group_size']}" if row["collective"] else row["shape"],
+            _number(flop),
+            _number(row["payload_bytes"] or moved),
+            f"{flop / moved:.3g}" if flop and moved else "",
+            _number(row["saved_bytes"]),
             binds(row),
             duration(row["time_s"] or 0.0),
         )
+    sums = phase_totals(ledger)
+    moved = sums["read_bytes"] + sums["write_bytes"]
+    table.add_section()
+    cells = (
+        _number(sums["flop"]),
+        _number(moved),
+        f"{sums['flop'] / moved:.3g}",
+        _number(sums["saved_bytes"]),
+    )
+    waits = f"{sums['comm_frac']:.0%} link" if sums["comm_frac"] else ""
+    table.add_row("total", "", *cells, waits, duration(sums["time_s"]))
     return table
+
+
+def _number(value: float | None) -> str:
+    return with_prefix(value, "", 3) if value else ""
 
 
 def binds(row: dict[str, Any]) -> str:
