@@ -29,6 +29,7 @@ from meshwise.hardware import Cluster
 from meshwise.layout.block import block
 from meshwise.layout.context import CORE
 from meshwise.layout.cut import Cut
+from meshwise.layout.grid import check_layout
 from meshwise.layout.op import Op
 from meshwise.layout.vocabulary import embed, head
 from meshwise.ledger import Ledger
@@ -207,7 +208,7 @@ def estimate(
     `ideal`: kernels and links keep every promise of the data sheet. `overheads`: what a step pays
     beside its kernels (`meshwise.overheads`; None: the chip's, under today's software).
     """
-    check_plan(model, plan)
+    check_plan(model, plan, workload.seq)
     on = degrees(plan, workload, cluster.num_chips)
     if plan.recompute_layers is not None:
         covered = plan.recompute_layers * plan.pp / model.num_layers
@@ -236,8 +237,11 @@ def _played(model: Model, on: Degrees, step: StepCost) -> StepCost:
     return replace(step, bubble_s=bubble_s, step_s=step.step_s - step.bubble_s + bubble_s)
 
 
-def check_plan(model: Model, plan: Plan) -> None:
-    """Raise PlanError where the degrees do not divide what they cut."""
+def check_plan(model: Model, plan: Plan, seq: int = 0) -> None:
+    """Raise PlanError where the degrees do not divide what they cut; `seq` 0: any sequence."""
+    if plan.layout != "1d":
+        check_layout(model, plan, seq)
+        return
     v_dims = {"heads": (model.num_heads, plan.tp), "hidden width": (model.hidden, plan.tp)}
     if model.vocab:
         v_dims["ffn width"] = (model.ffn_hidden, plan.tp)
@@ -284,7 +288,7 @@ def model_flop(model: Model, seq: float) -> float:
         parts.append((num_moe, block(model, cut, moe=True)))
     return float(
         sum(
-            count * op.cost.flop
+            count * op.count * op.cost.flop
             for count, ops in parts
             for op in ops
             if op.phase == "forward" and op.kind in ("matmul", "attention")
@@ -377,7 +381,9 @@ def op_rows(
                 continue
             row = _op_row(op, prefix) | {"phase": phase}
             if op.kind == "collective":
-                exposed = float(exposed_s(op, time, ops, times))
+                exposed = float(
+                    exposed_s(op, time, ops, times, interference_frac=on.overheads.interference_frac)
+                )
                 row |= {"comm_s": float(time.comm_s), "exposed_s": exposed, "time_s": exposed}
             else:
                 row |= {"compute_s": float(time.compute_s), "memory_s": float(time.memory_s)}
