@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich import box
@@ -110,45 +111,47 @@ def _stage_table(answer: Answer) -> Table:
     return table
 
 
+WIDE_COLUMNS = 105
+"""Width of a terminal from which on a ledger shows its bytes too."""
+
+
 def print_ledger(ledger: Ledger, console: Console) -> None:
     """Print a ledger phase by phase: what each op does, what binds it, how long it takes."""
     for phase in PHASES:
         rows = ledger.where(phase=phase)
         if len(rows):
-            console.print(_phase_table(rows, phase))
+            console.print(_phase_table(rows, phase, wide=console.width >= WIDE_COLUMNS))
 
 
-def _phase_table(ledger: Ledger, phase: str) -> Table:
+def _phase_table(ledger: Ledger, phase: str, *, wide: bool) -> Table:
     title = f"{phase} of one layer, one microbatch, one rank"
     table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    shown = ("FLOP", "bytes", "FLOP/B", "saved", "binds", "time") if wide else ("FLOP", "binds", "time")
     table.add_column("op", no_wrap=True)
     table.add_column("shape, or collective", no_wrap=True)
-    for name in ("FLOP", "bytes", "FLOP/B", "saved", "binds", "time"):
+    for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     for row in ledger.rows():
-        flop, moved = row["flop"] or 0, (row["read_bytes"] or 0) + (row["write_bytes"] or 0)
-        table.add_row(
-            row["op"],
-            f"{row['collective']}, {row['axis']}={row['group_size']}" if row["collective"] else row["shape"],
-            _number(flop),
-            _number(row["payload_bytes"] or moved),
-            f"{flop / moved:.3g}" if flop and moved else "",
-            _number(row["saved_bytes"]),
-            binds(row),
-            duration(row["time_s"] or 0.0),
-        )
+        on_axis = f"{row['collective']}, {row['axis']}={row['group_size']}" if row["collective"] else ""
+        cells = _ledger_cells(row) | {"binds": binds(row)}
+        table.add_row(row["op"], on_axis or row["shape"], *(cells[name] for name in shown))
     sums = phase_totals(ledger)
-    moved = sums["read_bytes"] + sums["write_bytes"]
+    cells = _ledger_cells(sums | {"payload_bytes": None})
+    cells["binds"] = f"{sums['comm_frac']:.0%} link" if sums["comm_frac"] else ""
     table.add_section()
-    cells = (
-        _number(sums["flop"]),
-        _number(moved),
-        f"{sums['flop'] / moved:.3g}",
-        _number(sums["saved_bytes"]),
-    )
-    waits = f"{sums['comm_frac']:.0%} link" if sums["comm_frac"] else ""
-    table.add_row("total", "", *cells, waits, duration(sums["time_s"]))
+    table.add_row("total", "", *(cells[name] for name in shown))
     return table
+
+
+def _ledger_cells(row: Mapping[str, Any]) -> dict[str, str]:
+    flop, moved = row["flop"] or 0, (row["read_bytes"] or 0) + (row["write_bytes"] or 0)
+    return {
+        "FLOP": _number(flop),
+        "bytes": _number(row["payload_bytes"] or moved),
+        "FLOP/B": f"{flop / moved:.3g}" if flop and moved else "",
+        "saved": _number(row["saved_bytes"]),
+        "time": duration(row["time_s"] or 0.0),
+    }
 
 
 def _number(value: float | None) -> str:
