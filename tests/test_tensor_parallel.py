@@ -108,7 +108,7 @@ def test_dry_run_counts_what_the_closed_form_says(ranks: int, options: dict[str,
         ("2d-cp on 2x2", "fp16", "unfused"),
         ("2d-cp on 2x3", "bf16", "flash"),
         ("2.5d on 2x2x2", "bf16", "flash"),
-        ("2.5d on 2x2x2", "fp16", "grid"),
+        ("2.5d on 2x2x2", "fp64", "grid"),
         ("3d on 2x2x2", "bf16", "flash"),
         ("3d on 2x2x2", "fp32", "grid"),
     ],
@@ -156,7 +156,7 @@ def sizes(draw: st.DrawFn) -> tuple[int, dict[str, Any]]:
         "attention": attention,
         "causal": draw(st.booleans()),
         "dropout": draw(st.sampled_from([0.0, 0.1])),
-        "dtype": draw(st.sampled_from(["bf16", "fp16", "fp32"])),
+        "dtype": draw(st.sampled_from(["bf16", "fp16", "fp32", "fp64"])),
     }  # fmt: skip
 
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from meshwise.units import Num
 
 
@@ -70,8 +72,6 @@ def attended_pairs(seq_q: Num, seq_k: Num, *, causal: bool, window: int = 0) -> 
 
 
 def _beyond_window(seq_q: Num, seq_k: Num, window: int) -> Num:
-    import numpy as np
-
     first, last = np.maximum(seq_k - seq_q - window, 0.0), np.maximum(seq_k - window, 0.0)
     return 0.5 * (last * last - first * first)
 
@@ -109,7 +109,8 @@ class Kernel:
     """An element-wise kernel, per element of its output: FLOP, and full-size tensors moved and kept.
 
     `mask_bytes` are bytes per element that the forward writes and the backward reads beside the
-    tensors (dropout's mask); they are kept. `row_bytes` are kept per row (fp32 statistics).
+    tensors (dropout's mask); they are kept. `row_bytes` are kept per row: statistics in fp32, or in fp64
+    where the elements are.
     """
 
     flop: float
@@ -128,7 +129,7 @@ class Kernel:
         return Cost(
             self.flop * size,
             self.reads * elem_bytes * size,
-            (self.writes * elem_bytes + self.mask_bytes) * size + self.row_bytes * rows,
+            (self.writes * elem_bytes + self.mask_bytes) * size + self.statistics_bytes(rows, elem_bytes),
         )
 
     def backward(self, rows: Num, width: Num, *, elem_bytes: Num) -> Cost:
@@ -136,13 +137,19 @@ class Kernel:
         size = rows * width
         return Cost(
             self.backward_flop * size,
-            (self.backward_reads * elem_bytes + self.mask_bytes) * size + self.row_bytes * rows,
+            (self.backward_reads * elem_bytes + self.mask_bytes) * size
+            + self.statistics_bytes(rows, elem_bytes),
             self.backward_writes * elem_bytes * size,
         )
 
     def saved_bytes(self, rows: Num, width: Num, *, elem_bytes: Num) -> Num:
         """Bytes the forward keeps for the backward."""
-        return (self.saved * elem_bytes + self.mask_bytes) * (rows * width) + self.row_bytes * rows
+        kept = (self.saved * elem_bytes + self.mask_bytes) * (rows * width)
+        return kept + self.statistics_bytes(rows, elem_bytes)
+
+    def statistics_bytes(self, rows: Num, elem_bytes: Num) -> Num:
+        """Bytes of the statistics of `rows` rows of elements of `elem_bytes`."""
+        return self.row_bytes * rows * np.maximum(elem_bytes / 4.0, 1.0)
 
 
 KERNELS: dict[str, Kernel] = {

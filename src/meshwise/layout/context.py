@@ -106,7 +106,10 @@ def _flash(model: Model, cut: Cut, heads: Num, kv_heads: Num, qk_dim: int, v_dim
     kept = (
         cut.microbatch
         * seq_q
-        * (act_bytes * (heads * (qk_dim + v_dim) + kv_heads * (qk_dim + v_dim)) + 4.0 * heads)
+        * (
+            act_bytes * (heads * (qk_dim + v_dim) + kv_heads * (qk_dim + v_dim))
+            + cut.precision.stat_bytes * heads
+        )
     )
     for phase, cost in (
         ("forward", flash_attention(*arguments, batch=cut.microbatch, elem_bytes=act_bytes)),
@@ -120,7 +123,9 @@ def _flash(model: Model, cut: Cut, heads: Num, kv_heads: Num, qk_dim: int, v_dim
             shape=shape,
             cost=cost,
             saved_bytes=kept if phase == "forward" else 0.0,
-            recomputed_bytes=cut.microbatch * seq_q * 4.0 * heads if phase == "forward" else 0.0,
+            recomputed_bytes=cut.microbatch * seq_q * cut.precision.stat_bytes * heads
+            if phase == "forward"
+            else 0.0,
             causal=model.causal,
             dtype=_attention_dtype(cut),
         )

@@ -63,6 +63,11 @@ class Precision:
     operand_bytes: float = 2.0
 
     @property
+    def stat_bytes(self) -> float:
+        """Bytes of a row's statistic: fp32, or fp64 beside fp64 activations."""
+        return max(4.0, self.act_bytes)
+
+    @property
     def casts(self) -> bool:
         """Whether matmul operands must be converted from the activations' type."""
         return self.operand_bytes != self.act_bytes

@@ -35,8 +35,6 @@ from meshwise.layout.tensor_1d import ATTENTION, MLP, bias_params, norm_params
 from meshwise.model import Model
 from meshwise.units import Num
 
-STAT_BYTES = 4.0  # sums and maxima are exchanged in fp32
-
 
 def attention(model: Model, cut: Cut) -> Iterator[Op]:
     """Norm, projections, core attention, output projection, dropout, residual."""
@@ -166,7 +164,7 @@ def norm(model: Model, cut: Cut, module: str, name: str) -> Iterator[Op]:
     """A norm whose rows are spread over the ranks of a row: sums of a token are all-reduced, both ways."""
     rows, width = tokens(cut), model.hidden / cut.grid[0]
     params = norm_params(model) / 2.0 / cut.grid[0]
-    payload = KERNELS[model.norm].row_bytes * rows
+    payload = KERNELS[model.norm].statistics_bytes(rows, cut.precision.act_bytes)
     for op in elementwise(module, name, model.norm, rows, width, cut.precision, num_params=params):
         yield op
         yield collective(module, name, op.phase, "all_reduce", payload_bytes=payload, **cut.axis(0))
@@ -182,7 +180,7 @@ def softmax(rows: Num, width: Num, cut: Cut, model: Model) -> Iterator[Op]:
     for op, times in zip(ops, (2.0, 1.0), strict=True):
         yield replace(op, recomputed_bytes=op.saved_bytes)
         yield collective(
-            ATTENTION, "softmax", op.phase, "all_reduce", payload_bytes=STAT_BYTES * rows, count=times,
+            ATTENTION, "softmax", op.phase, "all_reduce", payload_bytes=prec.stat_bytes * rows, count=times,
             **cut.axis(0),
         )  # fmt: skip
     if model.dropout_frac:

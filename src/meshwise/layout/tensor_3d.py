@@ -143,7 +143,7 @@ def _linear(
 def _norm(model: Model, cut: Cut, module: str, name: str) -> Iterator[Op]:
     rows, width = _tokens(cut, ROW), model.hidden / cut.grid[COL]
     params = norm_params(model) / 2.0 / cut.grid[COL]
-    payload = KERNELS[model.norm].row_bytes * rows
+    payload = KERNELS[model.norm].statistics_bytes(rows, cut.precision.act_bytes)
     for op in elementwise(module, name, model.norm, rows, width, cut.precision, num_params=params):
         yield op
         yield collective(module, name, op.phase, "all_reduce", payload_bytes=payload, **cut.axis(COL))

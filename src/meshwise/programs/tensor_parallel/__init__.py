@@ -131,10 +131,6 @@ def cut_of(options: Options, ranks: int) -> Cut:
 
 def estimate(options: Options, tape: Tape) -> None:
     """Write the closed form of `main` on `tape`: each op of the layout, as often as it occurs."""
-    if options.dtype == "fp64":
-        raise PlanError(
-            "tensor-parallel: the closed form counts fp32 statistics; use --dtype bf16, fp16 or fp32"
-        )
     model, cut = model_of(options), cut_of(options, tape.world_size)
     for op in [*block_ops(model, cut), *shared_gradients(model, cut)]:
         if op.kind == "collective" and op.group_size == 1:
@@ -175,13 +171,13 @@ def main(options: Options, context: Context) -> dict[str, Any]:
     with recorder.setup():
         x, gradient, weights = _inputs(options, on)
     recorder.weights(*weights.values())
-    context.step("inputs", {"x [s/.., h/..]": x})
+    context.step("inputs", {"x [tokens, columns]": x})
     y = block(on, x, weights)
-    context.step("forward", {"y [s/.., h/..]": y})
+    context.step("forward", {"y [tokens, columns]": y})
     y.backward(gradient)
     sum_shared_gradients(on, weights)
     assert x.grad is not None
-    context.step("backward", {"dx [s/.., h/..]": x.grad})
+    context.step("backward", {"dx [tokens, columns]": x.grad})
     result: dict[str, Any] = {"grid": [int(size) for size in on.cut.grid]}
     if options.check and not context.is_fake:
         with recorder.setup():
