@@ -24,6 +24,10 @@ WORK = ("count", "flop", "saved_bytes", "payload_bytes", "sent_bytes")
 """Columns that the ops of a layout state as exactly as a program counts them."""
 
 
+TOTALS = ("count", "flop", "payload_bytes", "sent_bytes", "weight_bytes")
+"""Columns of `totals_of`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One number of one op as each instrument gives it; None where the instrument has no such op."""
@@ -108,6 +112,20 @@ def work_of(ledger: Ledger) -> Ledger:
             rows.append(row | {"saved_bytes": None})
     for (module, op, phase), saved_bytes in kept.items():
         rows.append({"module": module, "op": op, "phase": phase, "saved_bytes": saved_bytes})
+    return Ledger.from_rows(rows)
+
+
+def totals_of(ledger: Ledger) -> Ledger:
+    """Only matmuls, attention, collectives and states (module `states`), wherever in the program they are."""
+    rows = []
+    for row in ledger.rows():
+        is_state = row["module"] == "states"
+        if not (row["flop"] or row["collective"] or is_state):
+            continue
+        if not is_state:
+            kind = row["collective"] or ("matmul" if row["shape"].count("x") == 3 else "attention")
+            row |= {"module": "", "op": kind, "weight_bytes": None}
+        rows.append(row)
     return Ledger.from_rows(rows)
 
 

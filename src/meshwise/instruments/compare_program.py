@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwise.compare import WORK, Comparison, compare, work_of
+from meshwise.compare import TOTALS, WORK, Comparison, compare, totals_of, work_of
 from meshwise.errors import PlanError
 from meshwise.instruments.dry_run import dry_run
 from meshwise.instruments.launch import Ranks
@@ -48,4 +48,6 @@ def compare_program(
             ledgers["run"] = own.call(run_rank, program.name, options, rank, True)[rank].ledger
     if program.states_work_only:
         return compare({name: work_of(ledger) for name, ledger in ledgers.items()}, WORK)
+    if program.states_totals_only:
+        return compare({name: totals_of(ledger) for name, ledger in ledgers.items()}, TOTALS)
     return compare(ledgers, partial=partial)

@@ -7,6 +7,8 @@ A program is a module that can be imported without torch and has
     check(options, ranks)       raises a MeshwiseError for what does not fit, before anything starts
     main(options, context)      runs on every rank (imports torch inside); may return JSON values
     estimate(options, tape)     optional: writes the closed form of the same program on a tape
+    STATES_TOTALS_ONLY          optional: True if it states matmuls, attention, collectives and weights,
+                                gradients and moments alone, not where in the program they are
     STATES_WORK_ONLY            optional: True if that closed form is the ops of a layout (see `Program`)
 
 `PROGRAMS` names them; a module is imported when its program is asked for.
@@ -43,7 +45,8 @@ class Program:
     """A program's name and the functions of its module.
 
     `states_work_only` (STATES_WORK_ONLY of the module): its closed form is the ops of a layout, which name
-    matmuls, collectives and what is kept, but not every copy in between.
+    matmuls, collectives and what is kept, but not every copy in between. `states_totals_only`: it states
+    matmuls, attention, collectives and states, without their modules.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Program:
     estimate: Callable[..., None] | None
     doc: str
     states_work_only: bool = False
+    states_totals_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ def find_program(name: str) -> Program:
         estimate=getattr(module, "estimate", None),
         doc=(module.__doc__ or "").split("\n\n")[0],
         states_work_only=getattr(module, "STATES_WORK_ONLY", False),
+        states_totals_only=getattr(module, "STATES_TOTALS_ONLY", False),
     )
 
 

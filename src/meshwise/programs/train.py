@@ -13,12 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta
 
 from meshwise.errors import ModelError, PlanError
+from meshwise.layout.tape import Tape
+from meshwise.layout.train import Training, write_train
 from meshwise.model import Model, checked_model, find_model
 from meshwise.plan import Plan, parse_plan
+from meshwise.units import DTYPE_BYTES
 from meshwise.workload import workload
 
 if TYPE_CHECKING:
     from meshwise.instruments.context import Context
+
+
+STATES_TOTALS_ONLY = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,10 @@ def check(options: Options, ranks: int) -> None:
             raise PlanError(
                 f"train: the program is built for {name}={value}, not {name}={getattr(plan, name)}"
             )
+    if plan.dtype not in ("bf16", "fp16", "fp32"):
+        raise PlanError(
+            f"train: dtype={plan.dtype} is not one that the program computes in; use bf16, fp16 or fp32"
+        )
     if not plan.sequence_parallel and plan.tp > 1:
         raise PlanError("train: the program is built for sp=1 with tp > 1, not sp=0")
     for what, number in (("seq", options.seq), ("heads", model.num_heads), ("kv heads", model.num_kv_heads),
@@ -80,6 +90,24 @@ def the_model(options: Options) -> Model:
     if options.layers:
         model = checked_model(replace(model, num_layers=options.layers), model.name)
     return model
+
+
+def estimate(options: Options, tape: Tape) -> None:
+    """Write the closed form of `main` on `tape`: its matmuls, attention, collectives and states."""
+    plan = the_plan(options)
+    dp = plan.data_parallel(tape.world_size)
+    training = Training(
+        model=the_model(options),
+        tp=plan.tp,
+        dp=dp,
+        batch=options.microbatch,
+        seq=options.seq,
+        microbatches=(options.batch or dp * options.microbatch) // (dp * options.microbatch),
+        steps=options.steps,
+        dtype=plan.dtype,
+        elem_bytes=int(DTYPE_BYTES[plan.dtype]),
+    )
+    write_train(training, tape)
 
 
 def main(options: Options, context: Context) -> dict[str, Any]:
@@ -133,9 +161,7 @@ def main(options: Options, context: Context) -> dict[str, Any]:
             dist.all_reduce(total, op=dist.ReduceOp.AVG, group=data_group)
         losses.append(None if context.is_fake else float(total))
     states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
-    return {
-        "losses": losses,
-        "parameter_bytes": local_bytes(parameters),
-        "gradient_bytes": grad_bytes,
-        "optimizer_bytes": local_bytes(states),
-    }
+    held = {"parameters": local_bytes(parameters), "gradients": grad_bytes, "optimizer": local_bytes(states)}
+    for name, size_bytes in held.items():
+        recorder.tape.op(name, module="states", phase="step", weight_bytes=size_bytes)
+    return {"losses": losses, "bytes": held}
