@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 from meshwise.cli.validate import add_to
 from meshwise.errors import ClusterError, DataError, PlanError
 from meshwise.estimate.single import TIME_PARTS, estimate
-from meshwise.fit_steps import LIMITS, as_tables, touches
+from meshwise.fit_steps import LIMITS, as_tables, search, step_miss, to_toml, touches
 from meshwise.hardware import find_chip, find_cluster
 from meshwise.model import find_model
 from meshwise.overheads import NONE, SOFTWARE, find_overheads, tables
@@ -375,3 +376,32 @@ def test_the_page_shows_every_group(tmp_path: Path) -> None:
     for text in ("held-out half", "by chip", "a100-80g-sxm", "Korthikanti et al. 2022", "worst rows"):
         assert text in page
     assert "None." in accuracy_markdown(validation)
+
+
+def test_a_fit_finds_the_constant_that_made_the_data() -> None:
+    """Runs whose step time is predicted with a constant of 9e-5 s give that constant back."""
+    truth = {name: start for name, (start, _, _) in LIMITS.items()} | {"software.2020.host_s": 9e-5}
+    made = as_tables(truth)
+    rows = [
+        replace(run, step_s=estimate_run(run, made).step_s)
+        for run in read_runs(ITERATIONS)[0]
+        if not is_held_out(run.id)
+    ]
+    start = truth | {"software.2020.host_s": LIMITS["software.2020.host_s"][0]}
+    found = search(start, ["software.2020.host_s"], rows, step_miss)
+    assert found["software.2020.host_s"] == pytest.approx(9e-5, rel=0.05)
+    assert {name: value for name, value in found.items() if "host_s" not in name} == {
+        name: value for name, value in truth.items() if "host_s" not in name
+    }
+
+
+def test_the_written_constants_are_the_fitted_ones() -> None:
+    constants = {name: start for name, (start, _, _) in LIMITS.items()}
+    text = to_toml(constants, 0.1, 0.2, checked="2026-11-20", data=["runs.csv"])
+    written = tomllib.loads(text)
+    assert written.pop("about")["fit"] == {"fitted": 0.1, "held_out": 0.2}
+    for name, value in constants.items():
+        section = written
+        for key in name.split("."):
+            section = section[key]
+        assert section == pytest.approx(value, rel=1e-3)

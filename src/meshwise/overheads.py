@@ -1,6 +1,6 @@
 """What real steps pay beyond their kernels: power, the host, unfused kernels, neighbours, stragglers.
 
-Kernels are measured alone and briefly; a training step runs for weeks. Seven things come on top, each with
+Kernels are measured alone and briefly; a training step runs for weeks. Eight things come on top, each with
 one constant per generation of chip or of software, in `catalog/overheads.toml`, which `meshwise fit`
 redoes from published runs:
 
@@ -10,13 +10,16 @@ redoes from published runs:
   n x `host_s`: small models run at the speed of Python. Routing tokens to experts is many small ops more:
   `moe_host_s` a block and phase.
 - *Fusion.* Older software moves each tensor more often: element-wise kernels take `kernel_passes` times
-  their bytes. Adding a microbatch's gradients to the sum moves `accumulate_bytes` per parameter, beyond
-  the gradient that the matmul writes anyway. Unfused attention with heads that are no multiple of 8 wide
-  misses the aligned kernels: its matmuls take `misaligned_slowdown` times as long.
+  their bytes, casts to fp8 and fp4 (which look for the scale first) `cast_passes` times. Adding a
+  microbatch's gradients to the sum moves `accumulate_bytes` per parameter, beyond the gradient that the
+  matmul writes anyway. Unfused attention with heads that are no multiple of 8 wide misses the aligned
+  kernels: its matmuls take `misaligned_slowdown` times as long.
 - *Interference.* Communication that hides behind compute takes cores and memory bandwidth from it:
   `interference_frac` of its time is not won.
 - *Network.* Training reaches `network_frac` of what the links between nodes give a benchmark, by the kind
   of network.
+- *Messages.* Gradients travel in buckets of `bucket_bytes`; under ZeRO-3 a block's weights come in
+  `messages_per_block`. On many ranks the hops of each message count.
 - *Memory.* The process takes `context_bytes` before it holds a tensor (CUDA context, NCCL's buffers,
   library workspaces); the allocator keeps `fragment_frac` more than the tensors fill; the loss holds
   `loss_bytes` per logit, fewer where it is fused; software that sums gradients in a wider type than it
@@ -57,11 +60,14 @@ class Overheads:
     host_s: float = 0.0
     moe_host_s: float = 0.0
     kernel_passes: float = 1.0
+    cast_passes: float = 1.0
     accumulate_bytes: float = 0.0
     misaligned_slowdown: float = 1.0
     attention_slowdown: float = 1.0
     interference_frac: float = 0.0
     straggler_frac: float = 0.0
+    bucket_bytes: float = float("inf")
+    messages_per_block: float = 0.0
     network_frac: Mapping[str, float] = field(default_factory=dict)
     context_bytes: float = 0.0
     fragment_frac: float = 0.0
@@ -83,9 +89,15 @@ NONE = Overheads()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tables:
-    """All constants: `power` by generation of chip, `software` by generation, `network` by kind, `common`."""
+    """All constants: `power` and `older_attention` by generation of chip, `software` by its own, `network` by
+    kind, and what is `common`.
+
+    `older_attention` is the time of the fused attention before the one written for that generation, over
+    that one's; software with an `attention_slowdown` runs it.
+    """
 
     power: Mapping[str, Mapping[str, float]]
+    older_attention: Mapping[str, float]
     software: Mapping[str, Mapping[str, float]]
     network: Mapping[str, float]
     common: Mapping[str, float]
@@ -112,9 +124,12 @@ def find_overheads(chip: Chip, software: str = SOFTWARE[-1], *, among: Tables | 
 def _find(generation: str, software: str, among: Tables) -> Overheads:
     if software not in among.software:
         raise PlanError(f"software {software!r} is unknown; choose one of {', '.join(among.software)}")
+    constants = dict(among.software[software])
+    if "attention_slowdown" in constants:
+        constants["attention_slowdown"] *= among.older_attention.get(generation, 1.0)
     return Overheads(
         joule_per_flop=among.power.get(generation, {}),
         network_frac=among.network,
-        **among.software[software],
+        **constants,
         **among.common,
     )

@@ -134,6 +134,7 @@ def step_cost(
     mean_s = f_s + b_s + w_s
     bubble = bubble_s(on.schedule, on.pp, on.num_microbatches, on.vpp, f_s, b_s, w_s, p2p_s=hop_s)
     bubble = np.maximum(bubble - (time.total_s / on.num_microbatches - mean_s), 0.0)
+    bubble = np.where(np.asarray(on.pp) > 1, bubble, 0.0)
     comm_pp = _exposed_p2p_s(on, hop_s) * (1.0 if trains else 0.5)
     comm_dp = _largest_of([cost.comm_dp_s for cost in costs], exists) if trains else 0.0
     optimizer = _largest_of([cost.optimizer_s for cost in costs], exists) if trains else 0.0
@@ -192,18 +193,20 @@ def data_parallel_s(stage: Stage, time: StageTime, blocks: Blocks, on: Degrees, 
     ZeRO-0 all-reduces gradients; 1 and 2 reduce-scatter them and all-gather the new weights; 3 gathers
     each block's weights before its forward and its backward and scatters gradients, every microbatch.
     The gradient of a block travels while the blocks below it compute, so at best one block's part of it
-    sticks out, and likewise the gather of the first block's weights.
+    sticks out, and likewise the gather of the first block's weights. All of it travels in messages: those
+    of a block under ZeRO-3, buckets otherwise (`Overheads.messages_per_block`, `bucket_bytes`).
     """
     dense, experts = held_params(stage, blocks)
+    of_blocks = machine.overheads.messages_per_block * stage.layers
     rounds = np.where(np.asarray(on.zero) >= 3, on.num_microbatches, 1.0)
-    grads_s = _sharded_s("reduce_scatter", grad_bytes(on), dense, experts, on, machine)
-    weights_s = _sharded_s("all_gather", weight_bytes(on), dense, experts, on, machine)
+    grads_s = _sharded_s("reduce_scatter", grad_bytes(on), dense, experts, of_blocks, on, machine)
+    weights_s = _sharded_s("all_gather", weight_bytes(on), dense, experts, of_blocks, on, machine)
     gathers = np.where(np.asarray(on.zero) >= 3, 2.0, np.where(np.asarray(on.zero) >= 1, 1.0, 0.0))
     # Without ZeRO the gradients come back by the second half of an all-reduce.
     grads_s = grads_s + np.where(
         np.asarray(on.zero) >= 1,
         0.0,
-        _sharded_s("all_gather", grad_bytes(on), dense, experts, on, machine),
+        _sharded_s("all_gather", grad_bytes(on), dense, experts, of_blocks, on, machine),
     )
     if not on.plan.overlap_dp:
         return rounds * (grads_s + gathers * weights_s)
@@ -221,7 +224,15 @@ def data_parallel_s(stage: Stage, time: StageTime, blocks: Blocks, on: Degrees, 
     return rounds * (sticks_out_s + machine.overheads.interference_frac * hidden_s) + (tail_s + first_s)
 
 
-def _sharded_s(kind: str, elem_bytes: float, dense: Num, experts: Num, on: Degrees, machine: Machine) -> Num:
+def _sharded_s(
+    kind: str,
+    elem_bytes: float,
+    dense: Num,
+    experts: Num,
+    messages_of_blocks: Num,
+    on: Degrees,
+    machine: Machine,
+) -> Num:
     """One pass over gradients or weights: within the sharing group, then (gradients) across groups."""
     total: Num = 0.0
     inner_axis = "cp" if on.plan.placement.index("cp") < on.plan.placement.index("dp") else "dp"
@@ -233,12 +244,14 @@ def _sharded_s(kind: str, elem_bytes: float, dense: Num, experts: Num, on: Degre
         if isinstance(params, float | int) and params == 0:
             continue
         group = np.minimum(on.zero_group, replicas)
-        seconds = machine.collective_s(kind, elem_bytes * params, group, step)
+        in_buckets = elem_bytes * params / machine.overheads.bucket_bytes
+        messages = np.maximum(np.where(np.asarray(on.zero) >= 3, messages_of_blocks, in_buckets), 1.0)
+        message_bytes = elem_bytes * params / messages
+        seconds = machine.collective_s(kind, message_bytes, group, step)
         if kind == "reduce_scatter":
             outer = replicas / group
-            seconds = seconds + machine.collective_s(
-                "all_reduce", elem_bytes * params / group, outer, step * group
-            )
+            seconds = seconds + machine.collective_s("all_reduce", message_bytes / group, outer, step * group)
+        seconds = messages * seconds
         total = total + np.where(np.asarray(params) > 0, seconds, 0.0)  # no message where nothing is held
     return total
 

@@ -125,7 +125,7 @@ def _group(op: Op) -> tuple[str, ...]:
         return "attention", op.dtype, op.phase, "causal" if op.causal else "full"
     if op.kind == "matmul":
         return "matmul", op.dtype, "scores" if op.name in CORE else "weights"
-    return (op.kind,)
+    return op.kind, "cast" if op.name.endswith("_cast") else "other"
 
 
 def _each(ops: Sequence[Op], numbers: Sequence[tuple[Num, ...]], timer: Callable) -> list[OpTime]:
@@ -221,10 +221,11 @@ def _attentions(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpT
 
 def _kernels(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpTime]:
     chip = on.base
+    passes = on.overheads.cast_passes if rest[0] == "cast" else on.overheads.kernel_passes
 
     def timer(flop: Num, moved: Num) -> OpTime:
         busy_s = memory_kernel_s(
-            moved * on.overheads.kernel_passes,
+            moved * passes,
             memory_bytes_per_s=chip.memory_bytes_per_s,
             efficiency=on.efficiency.memory,
         )

@@ -238,7 +238,6 @@ def plans_of(run: Run, model: Model) -> tuple[Plan, ...]:
     vpp = run.virtual_pp or 1
     if run.pp == 1:
         vpp = 1
-    overlaps = modern or zero == 3
     plan = Plan(
         tp=run.tp,
         sp=(modern or "sequence parallelism" in notes) and run.tp > 1
@@ -257,7 +256,7 @@ def plans_of(run: Run, model: Model) -> tuple[Plan, ...]:
         dtype=dtype,
         grad_dtype=grad_dtype_of(dtype, run),
         attention="flash" if (modern if run.flash_attention is None else run.flash_attention) else "unfused",
-        overlap_dp=overlaps and not re.search(r"no overlap|overlap features off", notes),
+        overlap_dp=modern and not re.search(r"no overlap|overlap features off", notes),
         overlap_tp=bool(re.search(r"async ?tp|overlap per the public recipe", notes)),
     )
     stated = recompute_of(run.recompute)

@@ -18,6 +18,9 @@ from meshwise.validate.errors import grouped, summarize
 from meshwise.validate.express import chip_of, express, memory_kind_of
 from meshwise.validate.rows import BadRow, Run, columns, read_runs
 
+COMPETING = ("source", "model", "layers", "hidden", "heads", "seq", "gpu", "gpus", "global_batch", "dtype")
+"""What runs have in common that differ only in their plan."""
+
 OP_COLUMNS = ("hardware", "op")
 """Columns that tell a file of ops and collectives from one of runs."""
 
@@ -173,7 +176,7 @@ def _said(
         reason=reason,
         where=run.where,
         parts=parts or {},
-        group=(run.source, run.layers, run.hidden, run.heads, run.seq, run.global_batch, run.gpus, run.dtype),
+        group=tuple(getattr(run, name) for name in COMPETING),
     )
 
 
