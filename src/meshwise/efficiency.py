@@ -19,7 +19,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -102,6 +102,56 @@ class CastEfficiency:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsEfficiency:
+    """Constants of `cost.experts`: how a library's grouped matmuls differ from plain ones of their dtype.
+
+    launch_s: sorting tokens by expert and launching it all. peak_frac, memory_frac: multiples of the
+    matmul's own. passes: how often all tokens are moved whatever their experts (routing, casts).
+    """
+
+    launch_s: float = 0.0
+    peak_frac: float = 1.0
+    memory_frac: float = 1.0
+    passes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchEfficiency:
+    """Constants of `cost.dispatch` for one library and direction. The defaults are the ideal machine.
+
+    launch_s: an exchange of nothing. rank_s, node_s: more of that for each doubling of the ranks of a node,
+    and of the nodes; expert_s: for each expert. token_s: time of one core for one token.
+    inner_frac, outer_frac: shares of the links' bandwidth. core_bytes_per_s: what one core forwards inside
+    a node of what comes from other nodes.
+    crowded_frac: share of the bandwidth between nodes that is left among more than four.
+    """
+
+    launch_s: float = 0.0
+    rank_s: float = 0.0
+    node_s: float = 0.0
+    expert_s: float = 0.0
+    token_s: float = 0.0
+    inner_frac: float = 1.0
+    outer_frac: float = 1.0
+    core_bytes_per_s: float = math.inf
+    crowded_frac: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerEfficiency:
+    """Constants of an all-reduce by reading the peers' memory (`cost.collective.peer_all_reduce_s`).
+
+    host_s: least time of a call that no graph replays. launch_s: kernel launch; wait_s: one wait for all
+    peers; link_frac: share of the link's bandwidth.
+    """
+
+    host_s: float = 0.0
+    launch_s: float = 0.0
+    wait_s: float = 0.0
+    link_frac: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinkEfficiency:
     """Constants of one kind of link in `cost.collective`. The defaults are the ideal link.
 
@@ -128,7 +178,11 @@ class LinkEfficiency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """All constants of one chip: `gemms` and `casts` by dtype; `inner` for link level 0, `outer` beyond."""
+    """All constants of one chip: `inner` for link level 0, `outer` beyond.
+
+    `gemms` and `casts` go by dtype, `experts` by dtype and library (`fp8_block-triton`), `dispatches` by
+    library and direction (`deepep-normal-combine`).
+    """
 
     gemms: Mapping[str, GemmEfficiency] = field(default_factory=dict)
     attention: AttentionEfficiency = AttentionEfficiency()
@@ -136,6 +190,9 @@ class Efficiency:
     latent_decode: DecodeEfficiency = DecodeEfficiency()
     memory: MemoryEfficiency = MemoryEfficiency()
     casts: Mapping[str, CastEfficiency] = field(default_factory=dict)
+    experts: Mapping[str, ExpertsEfficiency] = field(default_factory=dict)
+    dispatches: Mapping[str, DispatchEfficiency] = field(default_factory=dict)
+    peer: PeerEfficiency = PeerEfficiency()
     inner: LinkEfficiency = LinkEfficiency()
     outer: LinkEfficiency = LinkEfficiency()
     inherited_from: Mapping[str, str] = field(default_factory=dict)
@@ -160,6 +217,9 @@ CLASSES: dict[str, type] = {
     "decode": DecodeEfficiency,
     "memory": MemoryEfficiency,
     "cast": CastEfficiency,
+    "experts": ExpertsEfficiency,
+    "dispatch": DispatchEfficiency,
+    "peer": PeerEfficiency,
     "inner": LinkEfficiency,
     "outer": LinkEfficiency,
 }
@@ -244,19 +304,35 @@ def constants(
     `tables` are as `read` returns them. What the chip or its network lacks it inherits; `inherited_from`
     names the source of each class that it inherits.
     """
-    tables = _catalog() if tables is None else tables
+    links = tuple(chip.levels if levels is None else levels)
+    return _known_constants(chip, links) if tables is None else _constants(chip, links, tables)
+
+
+@lru_cache(maxsize=1024)
+def _known_constants(chip: Chip, levels: tuple[Level, ...]) -> Efficiency:
+    return _constants(chip, levels, _catalog())
+
+
+def _constants(chip: Chip, levels: tuple[Level, ...], tables: Mapping[str, Mapping[str, Any]]) -> Efficiency:
     found: dict[str, Any] = {}
     inherited: dict[str, str] = {}
     for key, table in tables.items():
         if key == "outer.link":
-            found[key], origin = _network_lookup(table, network(levels or chip.levels))
+            found[key], origin = _network_lookup(table, network(levels))
         else:
             found[key], origin = lookup(table, chip)
         if origin:
             inherited[key] = origin
+
+    def by_variant(name: str) -> dict[str, Any]:
+        return {key[len(name) + 1 :]: entry for key, entry in found.items() if key.startswith(f"{name}.")}
+
     return Efficiency(
-        gemms={key[5:]: value for key, value in found.items() if key.startswith("gemm.")},
-        casts={key[5:]: value for key, value in found.items() if key.startswith("cast.")},
+        gemms=by_variant("gemm"),
+        casts=by_variant("cast"),
+        experts=by_variant("experts"),
+        dispatches=by_variant("dispatch"),
+        peer=found.get("peer.all_reduce", PeerEfficiency()),
         attention=found.get("attention.flash", AttentionEfficiency()),
         decode=found.get("decode.flash", DecodeEfficiency()),
         latent_decode=found.get("decode.mla", DecodeEfficiency()),

@@ -24,18 +24,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.cost.attention_kernel import attention_s, decode_attention_s
-from meshwise.cost.collective import collective_s
+from meshwise.cost.collective import collective_s, peer_all_reduce_s
+from meshwise.cost.dispatch import (
+    copies_by_expert,
+    copies_by_rank,
+    copies_spread,
+    dispatch_s,
+    low_latency_cores,
+)
 from meshwise.cost.experts import experts_s
 from meshwise.cost.gemm import gemm_s
-from meshwise.cost.memory_kernel import scaled_cast_s
+from meshwise.cost.memory_kernel import memory_kernel_s, scaled_cast_s
 from meshwise.efficiency import (
     AttentionEfficiency,
     CastEfficiency,
     DecodeEfficiency,
+    DispatchEfficiency,
     Efficiency,
+    ExpertsEfficiency,
     GemmEfficiency,
     LinkEfficiency,
     MemoryEfficiency,
+    PeerEfficiency,
     constants,
 )
 from meshwise.files import write_text
@@ -49,8 +59,11 @@ CAP = 0.4
 FLASH_TILE = 128.0
 PULL = 0.05
 MIN_ROWS = 25
-ELEM_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5625}
-"""Bytes of an operand's element; fp4 carries one fp8 scale for 16 elements."""
+ELEM_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "fp4": 0.5625, "w4a16": 0.53125}
+"""Bytes of an operand's element; fp4 carries one fp8 scale for 16 elements, mxfp4 weights one for 32."""
+
+EXPERT_MATMULS = {"fp8_block": "fp8", "w4a16": "bf16"}
+"""Dtype of the matmuls of experts, where it is not that of their weights."""
 
 # Constants and where their search starts: (start, least, most).
 GEMM = {
@@ -80,6 +93,23 @@ LINK = {
     "bulk_frac": (0.8, 0.1, 1.0),
 }
 OWN_PART = {"own_part": (0.5, 0.01, 2.0), "all_to_all_own_part": (1.0, 0.01, 4.0)}
+EXPERTS = {
+    "launch_s": (1e-5, 1e-7, 1e-4),
+    "peak_frac": (0.8, 0.1, 1.5),
+    "memory_frac": (0.8, 0.1, 1.2),
+    "passes": (1.0, 0.01, 30.0),
+}
+DISPATCH = {
+    "launch_s": (1e-5, 1e-6, 1e-4),
+    "token_s": (1e-5, 1e-9, 1e-4),
+    "inner_frac": (0.6, 0.05, 1.0),
+}
+PEER = {
+    "host_s": (2e-5, 1e-6, 2e-4),
+    "launch_s": (3e-6, 1e-7, 3e-5),
+    "wait_s": (1e-6, 1e-7, 2e-5),
+    "link_frac": (0.6, 0.1, 1.0),
+}
 SWITCH = {"switch_frac": (0.6, 0.2, 1.0), "switch_latency": (80.0, 1.0, 300.0)}
 TREE = {"tree_latency": (3.0, 0.2, 20.0)}
 
@@ -122,8 +152,11 @@ def predict_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Array:
         "gemm": _gemm_s,
         "attention": _attention_s,
         "decode": _decode_s,
+        "memory": _memory_s,
         "experts": _experts_s,
+        "dispatch": _dispatch_s,
         "collective": _collective_s,
+        "peer_all_reduce": _peer_all_reduce_s,
     }
     return np.asarray(times[batch.first.op](batch, chip, efficiency))
 
@@ -196,25 +229,90 @@ def _decode_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
     )
 
 
+def _memory_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
+    return memory_kernel_s(
+        batch.shape["bytes"], memory_bytes_per_s=chip.memory_bytes_per_s, efficiency=efficiency.memory
+    )
+
+
 def _experts_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
-    shape, dtype = batch.shape, batch.first.variant
+    shape, variant = batch.shape, batch.first.variant
+    dtype = EXPERT_MATMULS.get(variant, variant)
     return experts_s(
         shape["tokens"],
-        topk=shape["topk"],
-        experts=shape["experts"],
+        topk=shape["local_topk"],
+        experts=shape["experts"] / shape["ep"],
         hidden=shape["hidden"],
         inter=shape["inter"] / shape["tp"],
+        active=shape["active"],
+        moved_topk=shape["moved_topk"],
         flop_per_s=chip.matrix_peak(dtype),
         memory_bytes_per_s=chip.memory_bytes_per_s,
         num_cores=float(chip.num_cores),
         elem_bytes=ELEM_BYTES[dtype],
+        weight_bytes=ELEM_BYTES[variant],
         gemm=efficiency.gemm(dtype),
         memory=efficiency.memory,
+        efficiency=efficiency.experts.get(constants_name(batch.first), ExpertsEfficiency()),
+    )
+
+
+DEEPEP_MOST_NODES = 4.0
+"""Nodes that DeepEP's own benchmark routes a token to at most."""
+
+
+def _dispatch_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
+    shape, variant = batch.shape, batch.first.variant
+    ranks, per_node = shape["ranks"], shape["ranks_per_node"]
+    all_cores = float(chip.num_cores)
+    if variant.startswith("deepep-normal"):
+        copies = copies_by_rank(shape["topk"], ranks, per_node, most_nodes=DEEPEP_MOST_NODES)
+        cores: Num = shape["cores"]
+    elif variant.startswith("deepep-ll"):
+        copies = copies_by_expert(shape["topk"], ranks, per_node)
+        cores = low_latency_cores(shape["experts"], all_cores)
+    else:
+        copies, cores = copies_spread(shape["topk"], ranks), all_cores
+    return dispatch_s(
+        shape["tokens"],
+        copies,
+        token_bytes=shape["token_bytes"],
+        ranks=ranks,
+        ranks_per_node=per_node,
+        experts=shape["experts"],
+        num_cores=cores,
+        inner_bytes_per_s=chip.levels[0].bytes_per_s,
+        outer_bytes_per_s=chip.levels[1].bytes_per_s,
+        efficiency=efficiency.dispatches.get(variant, DispatchEfficiency()),
+    )
+
+
+def _peer_all_reduce_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
+    shape, links = batch.shape, chip.levels
+    library_s = collective_s(
+        "all_reduce",
+        shape["bytes"],
+        shape["ranks"],
+        link_bytes_per_s=[level.bytes_per_s for level in links],
+        link_latency_s=[level.latency_s for level in links],
+        link_ranks=[level.ranks for level in links],
+        efficiency=efficiency,
+    )
+    return peer_all_reduce_s(
+        shape["bytes"],
+        shape["ranks"],
+        link_bytes_per_s=links[0].bytes_per_s,
+        memory_bytes_per_s=chip.memory_bytes_per_s,
+        library_s=library_s,
+        graph=shape["graph"],
+        efficiency=efficiency.peer,
     )
 
 
 def _collective_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
     shape, levels = batch.shape, links(batch, chip)
+    if batch.first.software == "ring":
+        efficiency = replace(efficiency, inner=replace(efficiency.inner, switch_frac=None))
     node_ranks = np.minimum(levels[0].ranks, shape["ranks_per_node"])
     return collective_s(
         batch.first.variant,  # type: ignore[arg-type]
@@ -271,9 +369,14 @@ class FitReport:
     toml: str
 
 
+_NOT_OF_THE_SHAPE = ("cast", "active", "local_topk", "moved_topk")
+"""What varies with the library and the routing: the same shape stays on one side all the same."""
+
+
 def held_out(row: Measurement) -> bool:
     """Whether `row` judges (one third) or fits: by a hash of its shape."""
-    text = ",".join(f"{key}={value:g}" for key, value in sorted(row.shape.items()) if key != "cast")
+    shape = sorted((key, value) for key, value in row.shape.items() if key not in _NOT_OF_THE_SHAPE)
+    text = ",".join(f"{key}={value:g}" for key, value in shape)
     return zlib.crc32(f"{row.op} {text}".encode()) % 3 == 0
 
 
@@ -282,9 +385,12 @@ def training_part(rows: Sequence[Measurement]) -> list[Measurement]:
     return [row for row in rows if not held_out(row)]
 
 
+_BY_SIZE = ("collective", "peer_all_reduce")
+
+
 def counts_in_full(row: Measurement) -> bool:
     """Whether `row` is long enough to count in the scores: 10 µs, or 1 MiB of a collective."""
-    return row.shape["bytes"] >= 2**20 if row.op == "collective" else row.seconds >= 10e-6
+    return row.shape["bytes"] >= 2**20 if row.op in _BY_SIZE else row.seconds >= 10e-6
 
 
 def minimise(loss: Callable[[Array], float], start: Array, *, rounds: int = 4, steps: int = 400) -> Array:
@@ -416,6 +522,10 @@ class _Bench:
         ranked = sorted(chips.items(), key=lambda item: (-len(item[1]), item[0]))
         return [(find_chip(name), rows) for name, rows in ranked if len(rows) >= MIN_ROWS]
 
+    def names(self, op: str) -> list[str]:
+        """What the constants of `op` are called, in order."""
+        return sorted({constants_name(row) for row in self.rows if row.op == op})
+
     def donor(self, key: str, chip: Chip) -> dict[str, float]:
         """Where the search for `chip` starts: at the first fitted chip of its generation, or of all."""
         fitted = self.tables.get(key, {})
@@ -441,7 +551,9 @@ def fit_all(paths: Sequence[Path], *, checked: str, write_to: Path | None = None
     _fit_gemms(bench)
     _fit_attention(bench)
     _fit_links(bench)
-    _score_experts(bench)
+    _fit_experts(bench)
+    _fit_dispatches(bench)
+    _fit_peers(bench)
     text = to_toml(bench, checked=checked, data=[path.name for path in paths])
     if write_to is not None:
         write_text(write_to, text)
@@ -576,11 +688,65 @@ def _inner(values: dict[str, float]) -> Efficiency:
     return Efficiency(inner=LinkEfficiency(**values))
 
 
-def _score_experts(bench: _Bench) -> None:
-    """Experts have no constants of their own: they run at those of their matmuls, and all rows judge."""
-    for chip, rows in bench.by_chip(lambda row: row.op == "experts"):
+def _fit_experts(bench: _Bench) -> None:
+    """Per dtype and library: how its grouped matmuls differ from the plain ones, which are known by now."""
+    for name in bench.names("experts"):
+        for chip, rows in bench.by_chip(_is("experts", name)):
+            known = constants(chip, tables=bench.tables)
+
+            def build(values: dict[str, float], known: Efficiency = known, name: str = name) -> Efficiency:
+                return replace(known, experts={name: ExpertsEfficiency(**values)})
+
+            key = f"experts.{name}"
+            fitted = build(fit(training_part(rows), chip, EXPERTS, build, bench.donor(key, chip)))
+            bench.keep(key, chip, rows, fitted, fitted.experts[name])
+
+
+def _fit_dispatches(bench: _Bench) -> None:
+    """Per library and direction; constants that the rows of a chip never exercise are left out."""
+    for name in bench.names("dispatch"):
+        for chip, rows in bench.by_chip(_is("dispatch", name)):
+
+            def build(values: dict[str, float], name: str = name) -> Efficiency:
+                return Efficiency(dispatches={name: DispatchEfficiency(**values)})
+
+            key, box = f"dispatch.{name}", _dispatch_box(rows)
+            fitted = build(fit(training_part(rows), chip, box, build, bench.donor(key, chip)))
+            bench.keep(key, chip, rows, fitted, fitted.dispatches[name])
+
+
+def _dispatch_box(rows: Sequence[Measurement]) -> dict[str, tuple[float, float, float]]:
+    def values(name: str) -> set[float]:
+        return {row.shape[name] for row in rows}
+
+    box = dict(DISPATCH)
+    if len(values("ranks_per_node")) > 1:
+        box["rank_s"] = (1e-6, 1e-8, 1e-5)
+    if len(values("experts")) > 2:
+        box["expert_s"] = (1e-8, 1e-10, 1e-7)
+    nodes = {row.shape["ranks"] / row.shape["ranks_per_node"] for row in rows}
+    if len(nodes) > 1:
+        box |= {"node_s": (1e-5, 1e-7, 1e-4), "outer_frac": (0.8, 0.1, 1.2)}
+        if values("cores") != {0.0}:
+            box |= {"crowded_frac": (0.5, 0.1, 1.0), "core_bytes_per_s": (1e10, 1e9, 1e11)}
+    return box
+
+
+def _fit_peers(bench: _Bench) -> None:
+    """Custom all-reduces, between the collectives of the library that they leave large tensors to."""
+    for chip, rows in bench.by_chip(lambda row: row.op == "peer_all_reduce"):
         known = constants(chip, tables=bench.tables)
-        bench.scores.append(score("experts", rows, chip, known, few=True))
+
+        def build(values: dict[str, float], known: Efficiency = known) -> Efficiency:
+            return replace(known, peer=PeerEfficiency(**values))
+
+        key = "peer.all_reduce"
+        fitted = build(fit(training_part(rows), chip, PEER, build, bench.donor(key, chip)))
+        bench.keep(key, chip, rows, fitted, fitted.peer)
+
+
+def _is(op: str, name: str) -> Callable[[Measurement], bool]:
+    return lambda row: row.op == op and constants_name(row) == name
 
 
 # --- writing -----------------------------------------------------------------------------------

@@ -15,7 +15,9 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
+from statistics import NormalDist
 
 from meshwise.cost.collective import sent_bytes
 from meshwise.errors import ClusterError, DataError
@@ -24,12 +26,15 @@ from meshwise.hardware import find_chip
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One measured time. `op` is gemm, attention, decode, experts or collective.
+    """One measured time. `op` is gemm, attention, decode, memory, experts, dispatch, collective or
+    peer_all_reduce.
 
     variant: the dtype, the kernel, or the kind of collective. shape: gemm m n k batch cast; attention batch
     heads kv_heads seq qk_dim v_dim causal passes (1 forward, 2 backward, 3 both); decode batch heads kv_len
-    kv_bytes_per_token qk_dim v_dim; experts tokens hidden inter topk experts tp; collective bytes ranks
-    ranks_per_node. software: the library, or the network between nodes, where the constants depend on it.
+    kv_bytes_per_token qk_dim v_dim; memory bytes; experts tokens hidden inter topk experts tp, of one rank;
+    dispatch tokens token_bytes topk experts ranks ranks_per_node cores (0: as many as the kernel takes);
+    collective bytes ranks ranks_per_node; peer_all_reduce bytes ranks graph. software: the library, or the
+    network between nodes, where the constants depend on it.
     """
 
     chip: str
@@ -93,6 +98,7 @@ _CAST_LIBRARIES = ("CutlassFP8ScaledMMLinearKernel", "FlashInferCuteDslNvFp4Line
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_NO_SWITCH = " (NVLS disabled)"
 
 
 class _Unmodelled(Exception):
@@ -164,11 +170,18 @@ def _positive(text: str, column: str) -> float:
 
 
 def _chip(text: str) -> str:
-    name = text.strip().lower()
+    name = _known_chip(text.strip().lower())
+    if name is None:
+        raise _Unmodelled(f"no chip of the catalog is called {text!r}")
+    return name
+
+
+@lru_cache
+def _known_chip(name: str) -> str | None:
     try:
         return find_chip(_HARDWARE.get(name, name)).name
     except ClusterError:
-        raise _Unmodelled(f"no chip of the catalog is called {text!r}") from None
+        return None
 
 
 def _shape(text: str, column: str, *names: str) -> Iterator[float]:
@@ -208,14 +221,27 @@ def _from_ops(row: dict[str, str], where: str) -> Measurement:
         return make("gemm", _dtype(dtype), {"m": m, "n": n, "k": k, "batch": 1.0, "cast": cast})
     if op.startswith("grouped_gemm"):
         return make("gemm", _dtype(dtype), _grouped(op, row["shape"]))
-    if op in ("attn_prefill", "mla_prefill") and "cfg=" not in row["shape"]:
+    if op == "bmm":
+        batch, m, n, k = _shape(row["shape"], "shape", "batch", "m", "n", "k")
+        return make("gemm", _dtype(dtype), {"m": m, "n": n, "k": k, "batch": batch, "cast": 0.0})
+    if op in _STREAMING_BYTES:
+        return make("memory", "kernel", {"bytes": _STREAMING_BYTES[op] * _elements(row["shape"])})
+    if op in ("attn_prefill", "mla_prefill"):
         return make("attention", "flash", _prefill(op, row["shape"]))
     if op in ("attn_decode", "mla_decode"):
         return make(
             "decode", "mla" if op == "mla_decode" else "flash", _decode(op, row["shape"], kv_dtype or dtype)
         )
     if op == "moe_experts":
-        return make("experts", "bf16" if dtype == "bfloat16" else dtype, _experts(row), library)
+        if dtype not in _EXPERT_DTYPES:
+            raise _BadCell("dtype", f"{dtype!r} is not one of {', '.join(_EXPERT_DTYPES)}")
+        return make("experts", _EXPERT_DTYPES[dtype], _experts(row), _expert_library(row))
+    if op.startswith(("deepep_", "trtllm_alltoall_")):
+        return make("dispatch", *_dispatch(op, dtype, library, ranks, row["shape"]))
+    if op == "custom_allreduce":
+        (size,) = _shape(row["shape"], "shape", "bytes")
+        graph = float(library.endswith("_graph"))
+        return make("peer_all_reduce", "all_reduce", {"bytes": size, "ranks": ranks, "graph": graph})
     if op.startswith("nccl_"):
         kind = {"alltoall": "all_to_all", "send_recv": "p2p"}.get(op[5:], op[5:])
         (size,) = _shape(row["shape"], "shape", "bytes")
@@ -224,6 +250,8 @@ def _from_ops(row: dict[str, str], where: str) -> Measurement:
             (per_node,) = _shape(row["shape"], "shape", "gpus_per_node")
         shape = {"bytes": size, "ranks": ranks, "ranks_per_node": min(per_node, ranks)}
         return make("collective", kind, shape, "vidur" if source.startswith("VIDUR") else "")
+    if op == "quantize_act":
+        raise _Unmodelled("the figure is the difference of two kernels, not the time of one")
     raise _Unmodelled(f"no formula times op {op!r} of {library}")
 
 
@@ -240,25 +268,161 @@ def _grouped(op: str, text: str) -> dict[str, float]:
     return {"m": tokens, "n": n, "k": k, "batch": experts, "cast": 0.0}
 
 
-# Libraries whose experts run like their matmuls: bf16 of all, fp8 with one scale per tensor of two.
-_EXPERT_LIBRARIES = {
-    "bf16": ("",),
-    "fp8": ("moe_torch_flow_cutlass", "vllm_modeloptfp8moe_flashinfer_trtllm"),
+# Bytes that a streaming kernel of V100's list moves per element, by what it reads and writes.
+_STREAMING_BYTES = {"elementwise_add": 12.0, "cast": 5.0, "gelu": 8.0, "softmax": 4.0}
+
+
+def _elements(text: str) -> float:
+    if "elements=" in text:
+        return next(_shape(text, "shape", "elements"))
+    rows, columns = _shape(text, "shape", "rows", "cols")
+    return rows * columns
+
+
+# --- experts: one rank of an expert-parallel group ----------------------------------------------
+#
+# The collector (aiconfigurator, collector/vllm/collect_moe.py and helper.py) runs one physical rank, the
+# first of `ep`. All `tokens` reach it with the router's scores over all experts, and it computes the
+# choices that fall on its own experts / ep. `balanced` scores deal the choices out evenly; `pl<alpha>`
+# draws the experts' shares from a power law on [1, 0.8 tokens] (on [0.01, 2] where there are no more
+# choices than experts), rounds them to whole tokens, and hands the first rank the busiest group.
+#
+# vLLM 0.24 routes DeepSeek-V3 (256 experts of hidden size 7168) as the model does: of 8 groups of experts
+# a token may use 4. Balanced scores name one expert in each group, so only 4 choices remain; the others
+# are ties, which go to the first experts of all, on the first rank. Choices drawn from a power law crowd
+# in fewer groups: a simulation of the router leaves 2 of 8 tied and 180 of 256 experts with work.
+
+_EXPERT_DTYPES = {
+    "bfloat16": "bf16",
+    "fp8": "fp8",
+    "fp8_block": "fp8_block",
+    "nvfp4": "fp4",
+    "w4a16_mxfp4": "w4a16",
 }
+_WITHOUT_GROUPS = ("vllm_fused_moe", "moe_torch_flow_cutlass")
+"""Collectors that route DeepSeek-V3 freely: of vLLM 0.14, and of TensorRT-LLM."""
+
+_EXPERT_LIBRARIES = ("triton", "cutlass", "trtllm")
+
+
+def _expert_library(row: dict[str, str]) -> str:
+    """The library that runs the experts, as the constants name it: TensorRT-LLM's own is `torch_flow`."""
+    library = row["kernel_or_library"]
+    if library.startswith("moe_torch_flow"):
+        return "torch_flow"
+    return next((name for name in _EXPERT_LIBRARIES if f"_{name}" in library), "triton")
 
 
 def _experts(row: dict[str, str]) -> dict[str, float]:
-    library, dtype = row["kernel_or_library"], row["dtype"]
-    if not library.startswith(_EXPERT_LIBRARIES.get(_DTYPES.get(dtype, ""), ())):
-        raise _Unmodelled(f"no formula times experts in {dtype} of {library}")
     names = ("tokens", "hidden", "inter", "topk", "experts", "tp", "ep")
     shape = dict(zip(names, _shape(row["shape"], "shape", *names), strict=True))
-    if shape.pop("ep") != 1:
-        raise _Unmodelled("expert-parallel rows follow the token semantics of their collector")
-    return shape
+    deepseek = (shape["hidden"], shape["experts"]) == (7168, 256)
+    limited = deepseek and row["kernel_or_library"] not in _WITHOUT_GROUPS
+    law = re.search(r"dist=pl([\d.]+)", row["shape"])
+    routed = _routed(shape, float(law[1]) if law else None, limited=limited)
+    # vLLM's Triton kernels keep a row for every choice, wherever its expert is; the others only their own.
+    keeps_all = _expert_library(row) == "triton" and _EXPERT_DTYPES[row["dtype"]] in ("bf16", "fp8_block")
+    return shape | routed | {"moved_topk": shape["topk"] if keeps_all else routed["local_topk"]}
+
+
+def _routed(shape: dict[str, float], alpha: float | None, *, limited: bool) -> dict[str, float]:
+    """Choices per token that fall on the first rank, and how many of its experts have work.
+
+    `alpha` is that of the power law, None for balanced scores; `limited`: to 4 of 8 groups of experts.
+    """
+    tokens, topk, experts, ep = (shape[name] for name in ("tokens", "topk", "experts", "ep"))
+    tied, reached_frac = (0.0, 1.0) if not limited else (4.0, 1 / 2) if alpha is None else (2.0, 180 / 256)
+    busier, active_frac = 1.0, 1.0
+    if alpha is not None:
+        span = (1.0, 0.8 * tokens) if tokens * topk > experts else (0.01, 2.0)
+        busier += _largest_of(ep) * _spread(alpha, *span) / math.sqrt(experts / ep)
+        active_frac = _active_frac(alpha, *span, tokens * topk / experts)
+    scored = busier * (topk - tied) / ep
+    pairs = max(1.0, math.ceil(tokens * min(scored + tied, topk, experts / ep)))
+    reached = active_frac * experts / ep * (reached_frac if ep == 1 else 1.0)
+    return {"local_topk": pairs / tokens, "active": max(1.0, min(reached, tokens * scored + tied, pairs))}
+
+
+def _largest_of(count: float) -> float:
+    """The expected largest of `count` standard normals (Blom 1958)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+
+
+def _spread(alpha: float, low: float, high: float) -> float:
+    """Standard deviation over mean of the power law x^-alpha on [low, high]."""
+
+    moments = [_moment(order, alpha, low, high) for order in range(3)]
+    return math.sqrt(moments[2] * moments[0] / moments[1] ** 2 - 1.0)
+
+
+def _mean(alpha: float, low: float, high: float) -> float:
+    return _moment(1, alpha, low, high) / _moment(0, alpha, low, high)
+
+
+def _active_frac(alpha: float, low: float, high: float, mean_tokens: float) -> float:
+    """Share of experts with a token, of shares drawn from the power law, `mean_tokens` each on average.
+
+    Those below half a token round to none; what they lose in sum goes to as many idle experts.
+    """
+    half = min(max(0.5 * _mean(alpha, low, high) / mean_tokens, low), high)
+    above = _moment(0, alpha, half, high) / _moment(0, alpha, low, high)
+    lost = _moment(1, alpha, low, half) / _moment(1, alpha, low, high) * mean_tokens
+    return min(above + lost, 1.0)
+
+
+def _moment(order: int, alpha: float, low: float, high: float) -> float:
+    power = order + 1.0 - alpha
+    return (high**power - low**power) / power
+
+
+# --- dispatch and combine -----------------------------------------------------------------------
+
+
+_SIDES = {"NVLinkTwoSided": "two-sided", "NVLinkOneSided": "one-sided"}
+
+
+def _dispatch(op: str, dtype: str, library: str, ranks: float, text: str) -> tuple[str, dict[str, float]]:
+    """The variant and the shape of a token exchange. Every rank holds `tokens` tokens.
+
+    Tokens leave in `dtype` with their scales and come back in bf16, unless the combine is the one of low
+    precision; `prepare` exchanges the choices alone.
+    """
+    tokens, hidden, topk, experts = _shape(text, "shape", "tokens", "hidden", "topk", "experts")
+    deepep = op.startswith("deepep_")
+    nodes = next(_shape(text, "shape", "nodes")) if deepep else 1.0
+    cores = next(_shape(text, "shape", "sms")) if "sms=" in text else 0.0
+    if op.endswith("prepare"):
+        token_bytes = 4.0 * topk
+    elif op.endswith("combine") or dtype == "bfloat16":
+        token_bytes = 2.0 * hidden
+    elif dtype == "nvfp4":
+        token_bytes = (1 / 2 + 1 / 16) * hidden
+    else:  # DeepEP scales fp8 by groups of 128, TensorRT-LLM by tensor
+        token_bytes = (1.0 + 4 / 128 if deepep else 1.0) * hidden
+    name = op.replace("alltoall", _SIDES.get(library, "")).replace("_", "-")
+    shape = {
+        "tokens": tokens,
+        "token_bytes": token_bytes,
+        "topk": topk,
+        "experts": experts,
+        "ranks": ranks,
+        "ranks_per_node": ranks / nodes,
+        "cores": cores,
+    }
+    return name, shape
+
+
+# --- attention ----------------------------------------------------------------------------------
 
 
 def _prefill(op: str, text: str) -> dict[str, float]:
+    if "cfg=" in text:  # one sequence; heads-kvheads-dim, or heads-kvrank-rope for latent attention
+        (seq,) = _shape(text, "shape", "s")
+        heads, kv_heads, qk_dim = _config(text)
+        batch, v_dim = 1.0, qk_dim
+        if op == "mla_prefill":
+            kv_heads, qk_dim, v_dim = heads, 128 + qk_dim, 128.0
+        return _causal(batch, seq, heads, kv_heads, qk_dim, v_dim)
     batch, seq, heads = _shape(text, "shape", "b", "s", "h")
     if op == "mla_prefill":  # DeepSeek's dimensions: 128 + rope to compare, 128 to weigh
         (rope,) = _shape(text, "shape", "rope")
@@ -266,6 +430,13 @@ def _prefill(op: str, text: str) -> dict[str, float]:
     else:
         kv_heads, qk_dim = _shape(text, "shape", "kv", "d")
         v_dim = qk_dim
+    return _causal(batch, seq, heads, kv_heads, qk_dim, v_dim)
+
+
+def _causal(
+    batch: float, seq: float, heads: float, kv_heads: float, qk_dim: float, v_dim: float
+) -> dict[str, float]:
+    """The shape of a forward pass under a causal mask."""
     return {
         "batch": batch,
         "heads": heads,
@@ -278,14 +449,20 @@ def _prefill(op: str, text: str) -> dict[str, float]:
     }
 
 
+def _config(text: str) -> tuple[float, float, float]:
+    """Heads, key-value heads (or rank) and dimension of a cell like `cfg=16-1-256`."""
+    match = re.search(r"cfg=(\d+)-(\d+)-(\d+)", text)
+    if match is None:
+        raise _BadCell("shape", f"{text!r} lacks cfg=heads-kv-dim")
+    heads, kv, dim = map(float, match.groups())
+    return heads, kv, dim
+
+
 def _decode(op: str, text: str, kv_dtype: str) -> dict[str, float]:
     batch, kv_len = _shape(text, "shape", "b", "kvlen")
     elem_bytes = 1.0 if kv_dtype == "fp8" else 2.0
     if "cfg=" in text:  # heads-kvheads-dim, or heads-kvrank-rope for latent attention
-        match = re.search(r"cfg=(\d+)-(\d+)-(\d+)", text)
-        if match is None:
-            raise _BadCell("shape", f"{text!r} lacks cfg=heads-kv-dim")
-        heads, kv, dim = map(float, match.groups())
+        heads, kv, dim = _config(text)
     elif op == "mla_decode":
         heads, kv, dim = _shape(text, "shape", "h", "kvrank", "rope")
     else:
@@ -324,9 +501,10 @@ def _from_published(row: dict[str, str], where: str) -> Measurement:
             "all_reduce",
         )
         software = ""
-    elif op in _COLLECTIVES:
+    elif op.removesuffix(_NO_SWITCH) in _COLLECTIVES:
+        kind, variant = "collective", op.removesuffix(_NO_SWITCH)
         shape = _published_collective(row)
-        seconds, kind, variant, software = _collective_seconds(op, value, unit, shape), "collective", op, ""
+        seconds, software = _collective_seconds(variant, value, unit, shape), "" if op == variant else "ring"
     else:
         raise _Unmodelled(f"no formula times {op!r} in {unit}")
     chip, software = _published_chip(row["hardware"], software)

@@ -39,7 +39,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.efficiency import IDEAL, Efficiency, LinkEfficiency
+from meshwise.efficiency import IDEAL, Efficiency, LinkEfficiency, PeerEfficiency
 from meshwise.units import Num
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "p2p"]
@@ -91,6 +91,33 @@ def collective_s(
     for line in lines[1:]:
         seconds = np.minimum(seconds, line.delay_s + payload_bytes * line.s_per_byte)
     return seconds
+
+
+def peer_all_reduce_s(
+    payload_bytes: Num,
+    group_ranks: Num,
+    *,
+    link_bytes_per_s: Num,
+    memory_bytes_per_s: Num,
+    library_s: Num = np.inf,
+    graph: Num = 1.0,
+    efficiency: PeerEfficiency,
+) -> Num:
+    """Time [s] of an all-reduce whose kernel reads the peers' memory over the links of one node.
+
+    In one shot every rank reads the whole tensor of its n - 1 peers; in two it sums its nth part and then
+    reads the sums of the others, and waits twice. `library_s` is the time of the library's own
+    all-reduce, which takes over where it is faster. `graph` is 1 where a CUDA graph replays the call; where
+    it is 0 the host takes `host_s` to call, and the tensor is copied first. Source: vLLM's custom all-reduce.
+    """
+    rate_bytes_per_s = link_bytes_per_s * efficiency.link_frac
+    one_shot_s = efficiency.wait_s + payload_bytes * (group_ranks - 1.0) / rate_bytes_per_s
+    two_shot_s = (
+        2.0 * efficiency.wait_s + sent_bytes("all_reduce", payload_bytes, group_ranks) / rate_bytes_per_s
+    )
+    kernel_s = np.minimum(efficiency.launch_s + np.minimum(one_shot_s, two_shot_s), library_s)
+    copied_s = kernel_s + 2.0 * payload_bytes / memory_bytes_per_s
+    return np.where(np.asarray(graph) > 0, kernel_s, np.maximum(copied_s, efficiency.host_s))
 
 
 @dataclass(frozen=True, slots=True)

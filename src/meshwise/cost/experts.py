@@ -6,18 +6,26 @@ routing E (1 - (1 - 1/E)^P) experts are active. The rows are sorted by expert, m
 (side by side, hidden -> 2 inter), activated, multiplied by down (inter -> hidden), and summed back with
 the router's weights. So a layer is two matmuls of P / active rows, one per active expert, and three
 passes over the rows that only move memory: gather, activate, combine.
+
+Under expert parallelism a rank holds only some of the experts: pass those, and as `topk` the choices of a
+token that fall on them, which may be less than one. Libraries that keep a row for every choice, whether its
+expert is here or not, move `moved_topk` rows a token. Weights of fewer bits than their matmul computes in
+(w4a16) are `weight_bytes` an element in memory.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from meshwise.cost.gemm import gemm_s
+from meshwise.cost.gemm import GROUPED_TILES, gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s
-from meshwise.efficiency import GemmEfficiency, MemoryEfficiency
+from meshwise.efficiency import ExpertsEfficiency, GemmEfficiency, MemoryEfficiency
 from meshwise.units import Num
+
+_PLAIN_MATMULS = ExpertsEfficiency()
 
 
 def active_experts(experts: Num, pairs: Num) -> Num:
@@ -32,21 +40,28 @@ def experts_s(
     experts: Num,
     hidden: Num,
     inter: Num,
+    active: Num | None = None,
+    moved_topk: Num | None = None,
     flop_per_s: Num,
     memory_bytes_per_s: Num,
     num_cores: Num = 1.0,
     elem_bytes: Num,
+    weight_bytes: Num | None = None,
     act_bytes: Num = 2.0,
     gemm: GemmEfficiency,
     memory: MemoryEfficiency,
+    efficiency: ExpertsEfficiency = _PLAIN_MATMULS,
 ) -> Num:
     """Time [s] of the gated experts of one layer for `tokens` tokens, all experts on this rank.
 
-    `elem_bytes` is the size of an element of the matmuls' operands, `act_bytes` of what lies between them.
-    Assumes even routing; under uneven routing the busiest rank's tokens are what to pass.
+    `elem_bytes` is the size of an element of the matmuls' operands, `weight_bytes` of the right one (None:
+    the same), `act_bytes` of what lies between them. `active` experts have work (None: as many as under
+    even routing), and rows for `moved_topk` choices a token are moved (None: `topk`). `efficiency` are
+    constants of the library, on top of those of its matmuls and memory kernels. Assumes even routing;
+    under uneven routing the busiest rank's tokens are what to pass.
     """
     pairs = tokens * topk
-    active = active_experts(experts, pairs)
+    active = active_experts(experts, pairs) if active is None else active
     rows = pairs / active
     grouped = partial(
         gemm_s,
@@ -55,13 +70,24 @@ def experts_s(
         memory_bytes_per_s=memory_bytes_per_s,
         num_cores=num_cores,
         elem_bytes=elem_bytes,
+        right_bytes=weight_bytes,
         out_bytes=act_bytes,
-        efficiency=gemm,
+        tiles=GROUPED_TILES,
+        efficiency=replace(
+            gemm,
+            peak_frac=gemm.peak_frac * efficiency.peak_frac,
+            memory_frac=gemm.memory_frac * efficiency.memory_frac,
+        ),
     )
     up_s, down_s = grouped(rows, 2.0 * inter, hidden), grouped(rows, hidden, inter)
-    per_pair = (2.0 * hidden, 3.0 * inter, hidden + hidden / topk)  # elements: gather, activate, combine
-    moved = [act_bytes * pairs * elements for elements in per_pair]
+    moved = tokens * (topk if moved_topk is None else moved_topk)
+    elements = (  # gathered; activated; combined, with what all tokens cost
+        2.0 * hidden * moved,
+        3.0 * inter * moved,
+        hidden * moved + (1.0 + efficiency.passes) * hidden * tokens,
+    )
     moves_s = [
-        memory_kernel_s(size, memory_bytes_per_s=memory_bytes_per_s, efficiency=memory) for size in moved
+        memory_kernel_s(act_bytes * count, memory_bytes_per_s=memory_bytes_per_s, efficiency=memory)
+        for count in elements
     ]
-    return up_s + down_s + moves_s[0] + moves_s[1] + moves_s[2]
+    return efficiency.launch_s + up_s + down_s + moves_s[0] + moves_s[1] + moves_s[2]

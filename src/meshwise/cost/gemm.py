@@ -26,6 +26,9 @@ from meshwise.units import Num
 TILES = ((256.0, 128.0), (128.0, 128.0), (64.0, 64.0))
 """Rows and columns of the tiles that the libraries choose from; more shapes fit no better."""
 
+GROUPED_TILES = (*TILES, (16.0, 128.0))
+"""Those of grouped matmuls: an expert may have few rows."""
+
 MIN_SPLIT_K = 512.0
 MAX_SPLIT = 16.0
 OVERLAP_POWER = 2.5
@@ -43,20 +46,24 @@ def gemm_s(
     memory_bytes_per_s: Num,
     num_cores: Num = 1.0,
     elem_bytes: Num,
+    right_bytes: Num | None = None,
     out_bytes: Num | None = None,
+    tiles: tuple[tuple[float, float], ...] = TILES,
     efficiency: GemmEfficiency,
 ) -> Num:
     """Time [s] of `batch` matmuls of m x k by k x n in one kernel.
 
-    `elem_bytes` is the size of an element of A and B, `out_bytes` of C (None: the same); `flop_per_s`
-    and `memory_bytes_per_s` are the chip's published peaks. With the ideal efficiency this is
+    `elem_bytes` is the size of an element of A, `right_bytes` of B and `out_bytes` of C (None: the same);
+    B may be stored in fewer bits than it is computed in. `tiles` are the rows and columns to choose from.
+    `flop_per_s` and `memory_bytes_per_s` are the chip's published peaks. With the ideal efficiency this is
     max(2mnk / peak, bytes / bandwidth). Everything broadcasts. Operands are taken from memory, not from
     a warm cache.
     """
     written_bytes = elem_bytes if out_bytes is None else out_bytes
+    right_frac = 1.0 if right_bytes is None else right_bytes / elem_bytes
     memory_s = (
         batch
-        * (elem_bytes * (m * k + n * k) + written_bytes * (m * n))
+        * (elem_bytes * (m * k + n * k * right_frac) + written_bytes * (m * n))
         / (memory_bytes_per_s * efficiency.memory_frac)
     )
     ideal_s = 2.0 * batch * m * n * k / flop_per_s
@@ -70,6 +77,8 @@ def gemm_s(
         cache_bytes_per_s=memory_bytes_per_s * efficiency.cache_speedup,
         num_cores=num_cores,
         elem_bytes=elem_bytes,
+        right_frac=right_frac,
+        tile_shapes=tiles,
         efficiency=efficiency,
     )
     larger = np.maximum(np.maximum(compute_s, memory_s), 1e-12)
@@ -87,14 +96,16 @@ def _tiled_s(
     cache_bytes_per_s: Num,
     num_cores: Num,
     elem_bytes: Num,
+    right_frac: Num,
+    tile_shapes: tuple[tuple[float, float], ...],
     efficiency: GemmEfficiency,
 ) -> Num:
     """Compute time of the fastest tile shape, with k split or whole. Tile shapes are the first axis."""
-    shapes = np.array(TILES).reshape(len(TILES), 2, *(1,) * np.ndim(m + core_flop_per_s))
+    shapes = np.array(tile_shapes).reshape(len(tile_shapes), 2, *(1,) * np.ndim(m + core_flop_per_s))
     rows, columns = shapes[:, 0], shapes[:, 1]
     tiles = np.maximum(batch * np.ceil(m / rows) * np.ceil(n / columns), 1.0)
     flop_s = 2.0 * rows * columns * k / core_flop_per_s
-    feed_s = elem_bytes * (rows + columns) * k * num_cores / cache_bytes_per_s
+    feed_s = elem_bytes * (rows + columns * right_frac) * k * num_cores / cache_bytes_per_s
     loop_s = np.maximum(flop_s, feed_s)
     whole_s = np.ceil(tiles / num_cores) * (loop_s + efficiency.tile_s)
 

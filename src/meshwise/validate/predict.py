@@ -1,7 +1,8 @@
 """Every row of the files, with what meshwise predicts for it.
 
 A row of a run gives up to two predictions: `step_s`, and `memory_bytes` where memory was measured. A row
-of an op or a collective gives one: `gemm_s`, `attention_s`, `decode_s` or `collective_s`.
+of an op or a collective gives one: `gemm_s`, `attention_s`, `decode_s`, `memory_s`, `experts_s`,
+`dispatch_s`, `collective_s` or `peer_all_reduce_s`.
 """
 
 from __future__ import annotations
@@ -186,14 +187,14 @@ def _said(
 def predict_ops(path: Path) -> list[Prediction]:
     """The predictions of a file of op and collective latencies."""
     from meshwise import efficiency, microdata
-    from meshwise.fit import batches, predict_s
+    from meshwise.fit import batches, links, predict_s
     from meshwise.hardware import find_chip
 
     found = microdata.read(path)
     rows: list[Prediction] = []
     for batch in batches(found.rows):
         chip = find_chip(batch.first.chip)
-        predicted = predict_s(batch, chip, efficiency.constants(chip))
+        predicted = predict_s(batch, chip, efficiency.constants(chip, links(batch, chip)))
         for row, seconds in zip(batch.rows, predicted.tolist(), strict=True):
             rows.append(
                 Prediction(
