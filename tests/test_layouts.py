@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,7 @@ from meshwise.layout.op import Op
 from meshwise.layout.tensor_1d import bias_params, matrix_params, norm_params
 from meshwise.model import find_model
 from meshwise.plan import parse_plan
+from meshwise.report.layout_plot import MATRICES, Block, held_blocks, plot_blocks, plot_scaling
 from meshwise.units import Num
 from meshwise.workload import workload
 
@@ -212,6 +216,57 @@ def test_a_grid_of_one_rank_exchanges_nothing_and_does_the_work_of_one(layout: s
     single = block(GPT3, alone(on))
     assert flop(ops) == flop(single)
     assert total(ops, "num_params") == total(single, "num_params")
+
+
+# --- who holds which block ---------------------------------------------------------------------
+
+GRIDS = {"1d": (4,), "2d": (4, 2), "2d-cp": (2, 4), "2.5d": (2, 2, 4), "3d": (2, 2, 2)}
+
+
+@pytest.mark.parametrize("layout", GRIDS)
+def test_blocks_cover_each_matrix_and_are_those_of_the_closed_form(layout: str) -> None:
+    """Blocks are equal or apart; their shares are the weights and kept activations that a layout states."""
+    grid = GRIDS[layout]
+    num = int(np.prod(grid))
+    held = [held_blocks(layout, grid, rank) for rank in range(num)]
+    on = cut(layout, () if layout == "1d" else tuple(map(float, grid)))
+    ops = {
+        op.name: op
+        for op in block(GPT3, replace(on, tp=float(num), flash=False))
+        if op.phase == "forward" and op.kind == "matmul" and op.saved_bytes
+    }
+    for name, op, whole in (
+        ("x", ops["fc1"], 2.0 * on.seq * GPT3.hidden),
+        ("inside", ops["fc2"], 2.0 * on.seq * GPT3.ffn_hidden),
+    ):
+        assert op.saved_bytes == float(_area(held[0][name])) * whole
+    for name, op in (("W first", ops["fc1"]), ("W second", ops["fc2"])):
+        matrix = float(_area(held[0][name])) * GPT3.hidden * GPT3.ffn_hidden
+        assert matrix < op.num_params < matrix * 1.001  # and a bias
+    for name in MATRICES:
+        different = {blocks[name] for blocks in held}
+        assert sum(map(_area, different)) == 1
+        assert len({_area(one) for one in different}) == 1
+        for (rows, columns), (other_rows, other_columns) in combinations(different, 2):
+            assert not (_overlap(rows, other_rows) and _overlap(columns, other_columns))
+
+
+def _area(of: Block) -> Fraction:
+    return (of[0][1] - of[0][0]) * (of[1][1] - of[1][0])
+
+
+def _overlap(one: tuple[Fraction, Fraction], other: tuple[Fraction, Fraction]) -> bool:
+    return max(one[0], other[0]) < min(one[1], other[1])
+
+
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot_blocks({"3d": (2, 2, 2)}, tmp_path / "blocks.png")
+    points = plot_scaling(
+        {"job": (GPT3, 2048)}, find_cluster("h100-80g-sxm:64"), [4, 8, 64], tmp_path / "scaling.png"
+    )
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("blocks.png", "scaling.png"))
+    assert {point.layout for point in points["job"] if point.ranks == 8} == set(GRIDS)
 
 
 # --- time --------------------------------------------------------------------------------------
