@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.cost.collective import collective_s, members, sent_bytes
-from meshwise.efficiency import IDEAL, constants
+from meshwise.cost.collective import collective_s, members, peer_all_reduce_s, sent_bytes
+from meshwise.efficiency import IDEAL, PeerEfficiency, constants
 from meshwise.hardware import find_chip
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "p2p")
@@ -140,3 +140,20 @@ def test_published_bus_bandwidth(chip, kind, ranks, busbw, tolerance):
         efficiency=constants(machine),
     )
     assert sent_bytes(kind, 16 * 2**30, ranks) / seconds == pytest.approx(busbw, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "expected_s"),
+    [
+        pytest.param(2, 900e3, 1e-6 + 900e3 / 450e9, id="two ranks read each other"),
+        pytest.param(8, 900.0, 1e-6 + 7 * 900 / 450e9, id="one shot of a small tensor"),
+        pytest.param(8, 9e6, 2e-6 + 2 * 7 / 8 * 9e6 / 450e9, id="two shots of a large one"),
+    ],
+)
+def test_all_reduce_through_the_peers_memory(ranks, size, expected_s):
+    machine = {"link_bytes_per_s": 450e9, "memory_bytes_per_s": 3e12}
+    waits = PeerEfficiency(wait_s=1e-6, host_s=2e-5)
+    assert peer_all_reduce_s(size, ranks, **machine, efficiency=waits) == pytest.approx(expected_s)
+    called_s = peer_all_reduce_s(size, ranks, **machine, graph=0.0, efficiency=waits)
+    assert called_s == pytest.approx(max(2e-5, expected_s + 2 * size / 3e12))
+    assert peer_all_reduce_s(size, ranks, **machine, library_s=1e-9, efficiency=waits) == 1e-9

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from meshwise import efficiency as eff
 from meshwise import fit
+from meshwise.cost import dispatch
 from meshwise.cost.attention_kernel import attention_s, decode_attention_s
 from meshwise.cost.experts import active_experts, experts_s
 from meshwise.cost.gemm import TILES, gemm_s
@@ -169,6 +170,68 @@ def test_ideal_experts_are_their_parts(tokens, experts, topk):
     assert seconds == pytest.approx(matmuls_s + moved / CHIP["memory_bytes_per_s"])
 
 
+@given(st.floats(1.0, 1e5), st.floats(0.01, 8.0), st.sampled_from([1.0, 8.0, 256.0]))
+def test_weights_of_fewer_bits_and_more_moves_change_only_their_bytes(tokens, topk, experts):
+    shape = {"topk": topk, "experts": experts, "hidden": 4096.0, "inter": 1536.0, "num_cores": CORES}
+    real = {"gemm": REAL.gemm("bf16"), "memory": REAL.memory}
+
+    def cost_s(**changed: float) -> float:
+        return float(experts_s(tokens, **shape, **CHIP, elem_bytes=2.0, **real, **changed))
+
+    plain_s = cost_s()
+    assert cost_s(weight_bytes=2.0, moved_topk=topk) == pytest.approx(plain_s, rel=1e-12)
+    assert cost_s(weight_bytes=0.5) <= plain_s
+    assert cost_s(moved_topk=2 * topk) > plain_s
+
+
+# --- dispatch and combine ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("copies", "inner", "outer"),
+    [
+        # a node of 8: 8 (1 - (7/8)^8) ranks are met, 7/8 of them are others
+        pytest.param(dispatch.copies_by_rank(8.0, 8.0, 8.0), 5.2511 * 7 / 8, 0.0, id="by rank, one node"),
+        # 4 nodes: 4 (1 - (3/4)^8) are met, 3/4 of them are others
+        pytest.param(dispatch.copies_by_rank(8.0, 32.0, 8.0), 7.17760 * 7 / 8, 3.5996 * 3 / 4, id="4 nodes"),
+        pytest.param(
+            dispatch.copies_by_rank(8.0, 64.0, 8.0, most_nodes=4.0),
+            7.17760 * 7 / 8,
+            3.5996 * 7 / 8,
+            id="8 nodes, at most 4 per token",
+        ),
+        pytest.param(dispatch.copies_by_expert(8.0, 16.0, 8.0), 8 * 7 / 16, 4.0, id="by expert, 2 nodes"),
+        pytest.param(dispatch.copies_spread(8.0, 4.0), 3.0, 0.0, id="spread over 4 ranks"),
+        pytest.param(dispatch.copies_spread(8.0, 64.0), 8 * 63 / 64, 0.0, id="spread over 64 ranks"),
+    ],
+)
+def test_copies_of_a_token(copies, inner, outer):
+    assert copies.inner == pytest.approx(inner, rel=1e-4)
+    assert copies.outer == pytest.approx(outer, rel=1e-4)
+
+
+@pytest.mark.parametrize(("experts", "cores"), [(8, 8), (128, 128), (160, 80), (256, 128), (384, 128)])
+def test_cores_of_the_low_latency_kernels(experts, cores):
+    """DeepEP: ceil(experts / cores) experts a core, on as few cores as that needs; H100 has 132."""
+    assert dispatch.low_latency_cores(float(experts), CORES) == cores
+
+
+@given(
+    st.floats(1.0, 1e5),
+    st.sampled_from([8.0, 16.0, 64.0]),
+    st.sampled_from(sorted(eff.constants(H100).dispatches)),
+)
+def test_a_dispatch_is_its_busiest_link_and_never_beats_it(tokens, ranks, library):
+    copies = dispatch.copies_by_rank(8.0, ranks, 8.0)
+    shape = {"token_bytes": 7392.0, "ranks": ranks, "ranks_per_node": 8.0, "experts": 256.0}
+    links = {"num_cores": 20.0, "inner_bytes_per_s": 450e9, "outer_bytes_per_s": 50e9}
+    ideal_s = dispatch.dispatch_s(tokens, copies, **shape, **links, efficiency=eff.DispatchEfficiency())
+    assert ideal_s == pytest.approx(tokens * 7392 * max(copies.inner / 450e9, copies.outer / 50e9))
+    real = eff.constants(H100).dispatches[library]
+    real_s = dispatch.dispatch_s(tokens, copies, **shape, **links, efficiency=real)
+    assert ideal_s <= real_s <= dispatch.dispatch_s(2 * tokens, copies, **shape, **links, efficiency=real)
+
+
 # --- the catalog -------------------------------------------------------------------------------
 
 
@@ -268,6 +331,59 @@ def test_published_figures_become_seconds(tmp_path):
     assert gather.seconds == pytest.approx(20e-6)
 
 
+EXPERTS = "B200-SXM,moe_experts,fp8_block,1,tokens={} hidden={} inter=2048 topk=8 experts={} tp=1 {},9,{},src"
+VLLM, TRTLLM = "vllm_fp8moe_triton_tritonexperts", "moe_torch_flow_cutlass"
+
+
+@pytest.mark.parametrize(
+    ("line", "local_topk", "active"),
+    [
+        pytest.param((32, 4096, 128, "ep=1 dist=balanced", VLLM), 8, 128, id="all here"),
+        pytest.param((32, 4096, 128, "ep=8 dist=balanced", VLLM), 1, 16, id="an eighth of 8 choices"),
+        pytest.param((1, 4096, 128, "ep=32 dist=balanced", VLLM), 1, 1, id="the first choice is always here"),
+        pytest.param((4096, 7168, 256, "ep=32 dist=balanced", TRTLLM), 0.25, 8, id="free routing"),
+        # 4 of 8 groups: one scored choice in each of 4, of which a quarter of the first is here; 4 ties
+        pytest.param((4096, 7168, 256, "ep=32 dist=balanced", VLLM), 4 / 32 + 4, 8, id="ties on rank 0"),
+        pytest.param((4096, 7168, 256, "ep=1 dist=balanced", VLLM), 8, 128, id="half of the groups"),
+    ],
+)
+def test_choices_of_the_first_rank_as_the_collector_routes_them(tmp_path, line, local_topk, active):
+    (row,) = measurements(tmp_path, EXPERTS.format(*line)).rows
+    assert row.shape["local_topk"] == pytest.approx(local_topk)
+    assert row.shape["active"] == pytest.approx(active)
+
+
+def test_a_power_law_crowds_the_first_rank(tmp_path):
+    """Simulating the collector gives 1.55 and 2.83 times an even share for 512 tokens on 128 experts."""
+    lines = [EXPERTS.format(512, 4096, 128, f"ep={ep} dist=pl1.01", VLLM) for ep in (8, 32)]
+    rows = measurements(tmp_path, *lines).rows
+    crowded = [row.shape["local_topk"] * row.shape["ep"] / 8 for row in rows]
+    assert crowded == pytest.approx([1.55, 2.83], rel=0.15)
+    assert all(row.shape["active"] <= 128 / row.shape["ep"] for row in rows)
+
+
+def test_tokens_leave_with_their_scales_and_come_back_in_bf16(tmp_path):
+    deepep, trtllm = (
+        "tokens=4 hidden=7168 topk=8 experts=256 nodes=2",
+        "tokens=4 hidden=7168 topk=8 experts=256",
+    )
+    rows = measurements(
+        tmp_path,
+        f"H100-SXM-80GB,deepep_normal_dispatch,fp8,16,{deepep} sms=20,60,DeepEP normal,src",
+        f"H100-SXM-80GB,deepep_ll_combine,bf16,16,{deepep},60,DeepEP low-latency,src",
+        f"GB200,trtllm_alltoall_dispatch,nvfp4,8,{trtllm},60,NVLinkOneSided,src",
+        f"GB200,trtllm_alltoall_combine,nvfp4,8,{trtllm},60,NVLinkTwoSided,src",
+    ).rows
+    assert [row.variant for row in rows] == [
+        "deepep-normal-dispatch",
+        "deepep-ll-combine",
+        "trtllm-one-sided-dispatch",
+        "trtllm-two-sided-combine",
+    ]
+    assert [row.shape["token_bytes"] for row in rows] == [7168 + 56 * 4, 14336, 3584 + 448, 14336]
+    assert [row.shape["ranks_per_node"] for row in rows] == [8, 8, 8, 8]
+
+
 # --- the fit -----------------------------------------------------------------------------------
 
 
@@ -331,7 +447,15 @@ def test_one_third_of_the_shapes_judges_and_the_cast_does_not_matter():
 
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
-TARGETS = {"gemm": 0.08, "attention": 0.10, "decode": 0.10, "collective": 0.12, "experts": 0.15}
+TARGETS = {
+    "gemm": 0.08,
+    "attention": 0.10,
+    "decode": 0.10,
+    "collective": 0.12,
+    "experts": 0.15,
+    "dispatch": 0.08,
+    "peer_all_reduce": 0.10,
+}
 
 
 @pytest.mark.skipif(
@@ -341,6 +465,7 @@ def test_measured_ops_are_met_as_promised():
     """Median error of the rows that no fit saw, all chips together (10 µs or 1 MiB at least)."""
     found = read(SHARED / "measured_ops.csv", SHARED / "published_micro.csv")
     assert not [problem for problem in found.problems if problem.bad_input]
+    assert len(found.rows) >= 0.95 * (len(found.rows) + len(found.problems))
     # Left out: a network that its source does not describe, FlashAttention-2 where its successor is native.
     skip = {("vidur", "a100-80g-sxm"), ("vidur", H100.name), ("fa2", H100.name)}
     judged = [
