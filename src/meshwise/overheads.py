@@ -15,7 +15,8 @@ redoes from published runs:
   matmul writes anyway. Unfused attention with heads that are no multiple of 8 wide misses the aligned
   kernels: its matmuls take `misaligned_slowdown` times as long.
 - *Interference.* Communication that hides behind compute takes cores and memory bandwidth from it:
-  `interference_frac` of its time is not won.
+  `interference_frac` of its time is not won. Of the tensor-parallel exchanges that a schedule could hide
+  behind a matmul, software leaves `tp_exposed_frac` open.
 - *Network.* Training reaches `network_frac` of what the links between nodes give a benchmark, by the kind
   of network.
 - *Messages.* Gradients travel in buckets of `bucket_bytes`; under ZeRO-3 a block's weights come in
@@ -65,6 +66,7 @@ class Overheads:
     misaligned_slowdown: float = 1.0
     attention_slowdown: float = 1.0
     interference_frac: float = 0.0
+    tp_exposed_frac: float = 0.0
     straggler_frac: float = 0.0
     bucket_bytes: float = float("inf")
     messages_per_block: float = 0.0
@@ -73,6 +75,10 @@ class Overheads:
     fragment_frac: float = 0.0
     loss_bytes: float = 8.0
     second_grad_bytes: float = 0.0
+
+    def not_hidden_frac(self, axis: str) -> float:
+        """Share of hidden communication's time that is paid all the same, by its mesh axis."""
+        return self.tp_exposed_frac if axis.startswith("tp") else self.interference_frac
 
     def reached_frac(self, link: str) -> float:
         """Share of a link's bandwidth that training reaches, by the name of its level."""

@@ -83,12 +83,12 @@ class BlockTime:
 
 
 def exposed_s(
-    op: Op, time: OpTime, ops: Sequence[Op], times: Sequence[OpTime], *, interference_frac: float = 0.0
+    op: Op, time: OpTime, ops: Sequence[Op], times: Sequence[OpTime], overheads: Overheads = NONE
 ) -> Num:
     """Time that the collective `op` costs: what sticks out of its `hides_behind` op, and interference.
 
     Collectives behind one op share it: each takes a part in proportion to its own time. What is hidden
-    slows the compute that hides it by `interference_frac` of its time.
+    is not all won: it slows the compute that hides it, or the software does not hide it at all.
     """
     if not op.hides_behind:
         return time.comm_s
@@ -104,7 +104,7 @@ def exposed_s(
     )
     all_s = sum(t.comm_s * other.count for other, t in same if other.hides_behind == op.hides_behind)
     stick_out_frac = np.maximum(all_s - cover_s, 0.0) / np.maximum(all_s, 1e-30)
-    return time.comm_s * (stick_out_frac + interference_frac * (1.0 - stick_out_frac))
+    return time.comm_s * (stick_out_frac + overheads.not_hidden_frac(op.axis) * (1.0 - stick_out_frac))
 
 
 def block_time(
@@ -120,16 +120,15 @@ def block_time(
     A phase never takes less than the CPU needs to launch its ops; adding the gradients to those of the
     microbatches before is memory traffic of the weight phase.
     """
-    interference_frac = overheads.interference_frac
     sums: dict[str, dict[str, Num]] = {phase: {} for phase in ("forward", "backward", "weight", "core")}
     for op, time in zip(ops, times, strict=True):
-        _spend(sums["weight" if op.is_weight_grad else op.phase], op, time, ops, times, interference_frac)
+        _spend(sums["weight" if op.is_weight_grad else op.phase], op, time, ops, times, overheads)
         if op.phase == "forward" and op.name in CORE:
-            _spend(sums["core"], op, time, ops, times, interference_frac)
+            _spend(sums["core"], op, time, ops, times, overheads)
     phases = {phase: Parts(**spent) for phase, spent in sums.items()}
     for axis in hide:
         for phase in ("forward", "backward"):
-            phases[phase] = _hidden(phases[phase], f"comm_{axis}", interference_frac)
+            phases[phase] = _hidden(phases[phase], f"comm_{axis}", overheads.interference_frac)
     weight_s = phases["weight"].total_s
     for phase, beside_s in (("forward", 0.0), ("backward", weight_s)):
         floor_s = _host_s(ops, phase, overheads)
@@ -187,15 +186,12 @@ def _spend(
     time: OpTime,
     ops: Sequence[Op],
     times: Sequence[OpTime],
-    interference_frac: float,
+    overheads: Overheads,
 ) -> None:
     """Add the time of one op to the part it is spent on; a part that nothing adds to costs nothing."""
     if op.kind == "collective":
         name = f"comm_{op.axis[:2]}"  # the axes of a tensor grid (tp_row, tp_col) are tensor parallelism
-        sums[name] = (
-            sums.get(name, 0.0)
-            + exposed_s(op, time, ops, times, interference_frac=interference_frac) * op.count
-        )
+        sums[name] = sums.get(name, 0.0) + exposed_s(op, time, ops, times, overheads) * op.count
         return
     busy_s = _all(op, time.busy_s)
     by_memory_s = busy_s * _memory_binds(time)
