@@ -14,7 +14,7 @@ from meshwise.programs import find_program, make_options
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 PAYLOAD_BYTES = (8 << 20,)
 # All-to-all drives several TCP streams at once through the cable; how they share it varies.
-REPEATS = {"all_reduce": 2, "all_gather": 2, "all_to_all": 4}
+REPEATS = {"all_reduce": 2, "all_gather": 2, "all_to_all": 6}
 NUM_RUNS = 2
 PROGRAMS: dict[str, dict[str, Any]] = {
     "model-2d": {

@@ -55,7 +55,7 @@ def hosts() -> Iterator[list[str]]:
             ip(*inside, "ip", "addr", "add", f"10.231.0.{host + 1}/24", "dev", "cable")
             ip(*inside, "ip", "link", "set", "cable", "up")
             ip(*inside, "sysctl", "-w", "net.ipv4.tcp_slow_start_after_idle=0")
-            shape = ["rate", f"{RATE_BITS_PER_S:.0f}bit", "burst", "128kb", "limit", "8mb"]
+            shape = ["rate", f"{RATE_BITS_PER_S:.0f}bit", "burst", "128kb", "limit", "1mb"]
             ip(*inside, "tc", "qdisc", "add", "dev", "cable", "root", "tbf", *shape)
         yield names
     finally:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwise.errors import PlanError
@@ -82,6 +84,7 @@ class Context:
         if math.prod(axes.values()) != self.world_size:
             cut = " x ".join(f"{name}={size}" for name, size in axes.items())
             raise PlanError(f"{cut} is {math.prod(axes.values())} ranks, the world has {self.world_size}")
+        _forget_groups()
         with _disable_current_modes():  # the recorder and fake tensors have no part in this
             ranks = torch.arange(self.world_size).view(tuple(axes.values()))
             place = [int(index) for index in (ranks == self.rank).nonzero()[0]]
@@ -92,6 +95,13 @@ class Context:
                 self.recorder.name_axis(group, name)
                 groups.append(group)
             return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(axes))
+
+
+def _forget_groups() -> None:
+    """DTensor remembers by a mesh's shape how it redistributes; a new mesh of that shape has new groups."""
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()
 
 
 def _seed(key: tuple[int, ...]) -> int:
