@@ -381,9 +381,7 @@ def op_rows(
                 continue
             row = _op_row(op, prefix) | {"phase": phase}
             if op.kind == "collective":
-                exposed = float(
-                    exposed_s(op, time, ops, times, interference_frac=on.overheads.interference_frac)
-                )
+                exposed = float(exposed_s(op, time, ops, times, on.overheads))
                 row |= {"comm_s": float(time.comm_s), "exposed_s": exposed, "time_s": exposed}
             else:
                 row |= {"compute_s": float(time.compute_s), "memory_s": float(time.memory_s)}
