@@ -8,12 +8,11 @@ backward; what is kept are the own ones. Fused attention is one op; separate ops
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from meshwise.instruments.recorder import Recorder
 from meshwise.programs.tensor_parallel.exchange import Axis, all_max, all_sum, gather, scatter
 from meshwise.programs.tensor_parallel.kernels import (
     divide_rows_,
@@ -25,6 +24,9 @@ from meshwise.programs.tensor_parallel.kernels import (
     span_attention_backward,
 )
 from meshwise.programs.tensor_parallel.spans import Spans, chunk_order, flat, rank_spans
+
+if TYPE_CHECKING:
+    from meshwise.instruments.recorder import Recorder
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwise.instruments.context import Context
 from meshwise.layout.cut import Cut
 from meshwise.model import Model
 from meshwise.programs.tensor_parallel.attention import drop
@@ -31,6 +30,9 @@ from meshwise.programs.tensor_parallel.kernels import (
     norm_sums,
 )
 from meshwise.programs.tensor_parallel.spans import Index, Spans
+
+if TYPE_CHECKING:
+    from meshwise.instruments.context import Context
 
 Weights = Mapping[str, Tensor]
 Pieces = dict[str, tuple[Index, ...]]

@@ -7,12 +7,11 @@ both at once. The rows of a `Rows` layout may stand on a grid of several, each w
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from meshwise.instruments.context import Context
 from meshwise.layout.cut import Cut
 from meshwise.model import Model
 from meshwise.programs.tensor_parallel.attention import Heads, Sequence, core_attention
@@ -35,6 +34,9 @@ from meshwise.programs.tensor_parallel.exchange import (
     start_sum,
 )
 from meshwise.programs.tensor_parallel.spans import Index, Spans, part, split
+
+if TYPE_CHECKING:
+    from meshwise.instruments.context import Context
 
 
 class Layout1D(Layout):

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from meshwise.instruments.context import Context
 from meshwise.layout.cut import Cut
 from meshwise.model import Model
 from meshwise.programs.tensor_parallel.attention import (
@@ -47,6 +46,9 @@ from meshwise.programs.tensor_parallel.exchange import (
     start_sum,
 )
 from meshwise.programs.tensor_parallel.spans import Index, Spans, flat, part, rank_spans, split
+
+if TYPE_CHECKING:
+    from meshwise.instruments.context import Context
 
 # --- products of blocks ------------------------------------------------------------------------
 

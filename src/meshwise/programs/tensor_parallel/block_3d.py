@@ -6,13 +6,12 @@ Rank (i, j, l) stands at depth i, row j, column l. The axis `depth` joins the ra
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from meshwise.instruments.context import Context
 from meshwise.layout.cut import Cut
 from meshwise.model import Model
 from meshwise.programs.tensor_parallel.attention import Heads, Sequence, core_attention, drop, softmax
@@ -37,6 +36,9 @@ from meshwise.programs.tensor_parallel.exchange import (
     start_scatter,
 )
 from meshwise.programs.tensor_parallel.spans import Index, Spans, flat, part, rank_spans, split
+
+if TYPE_CHECKING:
+    from meshwise.instruments.context import Context
 
 
 @dataclass(frozen=True, slots=True, eq=False)

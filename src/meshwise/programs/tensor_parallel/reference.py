@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwise.instruments.context import Context
 from meshwise.model import Model
 from meshwise.programs.tensor_parallel.block import Layout, Weights, shapes
 from meshwise.programs.tensor_parallel.exchange import all_max
 from meshwise.programs.tensor_parallel.kernels import EPSILON
 from meshwise.programs.tensor_parallel.spans import positions
+
+if TYPE_CHECKING:
+    from meshwise.instruments.context import Context
 
 
 def whole_weights(model: Model, context: Context, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
