@@ -9,7 +9,7 @@ Source: the tensor-parallel tutorial and `fully_shard` of PyTorch 2.13.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from meshwise.instruments.recorder import Recorder
 from meshwise.model import Model
 from meshwise.programs.functions import FlashAttention
+
+if TYPE_CHECKING:
+    from meshwise.instruments.recorder import Recorder
 
 
 class Attention(nn.Module):

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwise.instruments.context import Context
-
 if TYPE_CHECKING:
+    from meshwise.instruments.context import Context
     from meshwise.programs import model_2d, ulysses
 
 
