@@ -362,6 +362,33 @@ def test_a_power_law_crowds_the_first_rank(tmp_path):
     assert all(row.shape["active"] <= 128 / row.shape["ep"] for row in rows)
 
 
+def routed_to_first_rank(ranks: int, rng: np.random.Generator) -> float:
+    """Choices here of 512 tokens that draw by a power law and may use 4 of 8 groups of experts."""
+    tokens, topk, experts, groups = 512, 8, 256, 8
+    share = ((409.6**-0.01 - 1) * rng.random(experts) + 1) ** -100
+    by_rank = share.reshape(ranks, -1)
+    busiest = by_rank.sum(axis=1).argmax()
+    by_rank[[0, busiest]] = by_rank[[busiest, 0]]
+    drawn = np.log(share) + rng.gumbel(size=(tokens, experts))
+    scores = np.zeros((tokens, experts))
+    np.put_along_axis(scores, np.argsort(-drawn, axis=1)[:, :topk], 1.0, axis=1)
+    best_two = np.minimum(scores.reshape(tokens, groups, -1).sum(axis=2), 2)
+    allowed = np.zeros((tokens, groups))
+    np.put_along_axis(allowed, np.argsort(-best_two, axis=1, kind="stable")[:, :4], 1.0, axis=1)
+    limited = np.repeat(allowed, experts // groups, axis=1) * (1.0 + scores)
+    chosen = np.argsort(-limited, axis=1, kind="stable")[:, :topk]
+    return float((chosen < experts // ranks).sum() / tokens)
+
+
+@pytest.mark.parametrize("ranks", [8, 16, 32])
+def test_group_limited_routing_of_a_power_law_is_as_simulated(tmp_path, ranks):
+    rng = np.random.default_rng(0)
+    simulated = np.mean([routed_to_first_rank(ranks, rng) for _ in range(10)])
+    line = EXPERTS.format(512, 7168, 256, f"ep={ranks} dist=pl1.01", VLLM)
+    (row,) = measurements(tmp_path, line).rows
+    assert row.shape["local_topk"] == pytest.approx(simulated, rel=0.12)
+
+
 def test_tokens_leave_with_their_scales_and_come_back_in_bf16(tmp_path):
     deepep, trtllm = (
         "tokens=4 hidden=7168 topk=8 experts=256 nodes=2",

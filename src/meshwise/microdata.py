@@ -290,7 +290,7 @@ def _elements(text: str) -> float:
 # vLLM 0.24 routes DeepSeek-V3 (256 experts of hidden size 7168) as the model does: of 8 groups of experts
 # a token may use 4. Balanced scores name one expert in each group, so only 4 choices remain; the others
 # are ties, which go to the first experts of all, on the first rank. Choices drawn from a power law crowd
-# in fewer groups: a simulation of the router leaves 2 of 8 tied and 180 of 256 experts with work.
+# in fewer groups, nearly always the busiest among them: the first rank keeps its choices and gains a tie.
 
 _EXPERT_DTYPES = {
     "bfloat16": "bf16",
@@ -331,15 +331,16 @@ def _routed(shape: dict[str, float], alpha: float | None, *, limited: bool) -> d
     `alpha` is that of the power law, None for balanced scores; `limited`: to 4 of 8 groups of experts.
     """
     tokens, topk, experts, ep = (shape[name] for name in ("tokens", "topk", "experts", "ep"))
-    tied, reached_frac = (0.0, 1.0) if not limited else (4.0, 1 / 2) if alpha is None else (2.0, 180 / 256)
+    dealt_out = limited and alpha is None
+    kept, tied = (4.0, 4.0) if dealt_out else (topk, 1.0 if limited else 0.0)
     busier, active_frac = 1.0, 1.0
     if alpha is not None:
         span = (1.0, 0.8 * tokens) if tokens * topk > experts else (0.01, 2.0)
         busier += _largest_of(ep) * _spread(alpha, *span) / math.sqrt(experts / ep)
         active_frac = _active_frac(alpha, *span, tokens * topk / experts)
-    scored = busier * (topk - tied) / ep
+    scored = busier * kept / ep
     pairs = max(1.0, math.ceil(tokens * min(scored + tied, topk, experts / ep)))
-    reached = active_frac * experts / ep * (reached_frac if ep == 1 else 1.0)
+    reached = active_frac * experts / ep * (0.5 if dealt_out and ep == 1 else 1.0)
     return {"local_topk": pairs / tokens, "active": max(1.0, min(reached, tokens * scored + tied, pairs))}
 
 
