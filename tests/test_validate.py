@@ -230,7 +230,9 @@ def test_no_overheads_cost_nothing() -> None:
 
 
 @given(
-    name=st.sampled_from(["host_s", "moe_host_s", "accumulate_bytes", "interference_frac", "straggler_frac"]),
+    name=st.sampled_from(
+        ["host_s", "moe_host_s", "accumulate_bytes", "interference_frac", "straggler_frac", "skew_s"]
+    ),
     value=st.floats(1e-6, 1.0),
 )
 def test_more_overhead_never_saves_time(name: str, value: float) -> None:

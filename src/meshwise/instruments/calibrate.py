@@ -27,8 +27,8 @@ from meshwise.cost.collective import Kind, collective_s
 from meshwise.cost.op import matmul_flop
 from meshwise.errors import PlanError
 from meshwise.files import write_text
-from meshwise.instruments.context import TORCH_DTYPES
 from meshwise.instruments.launch import Place, Ranks, check_world
+from meshwise.programs.context import TORCH_DTYPES
 
 CPU_DTYPES = ("fp32", "bf16", "fp64")
 CUDA_DTYPES = ("bf16", "fp16", "fp32", "fp64")

@@ -19,11 +19,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshwise.cost.allocator import WORKSPACE_BYTES, CachingAllocator
 from meshwise.errors import PlanError
 from meshwise.hardware import find_chip
-from meshwise.instruments.context import Context
 from meshwise.instruments.outcome import Outcome
 from meshwise.instruments.recorder import Recorder
 from meshwise.layout.tape import Tape
 from meshwise.programs import find_program
+from meshwise.programs.context import Context
 
 FAKE_DEVICE = "fakegpu"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,19 +48,3 @@ class Outcome:
             "ledger": self.ledger.to_json(),
             "result": self.result,
         }
-
-
-def step_lines(entries: Sequence[Step], note: str = "") -> Iterator[str]:
-    """A step as text: its name, what it computed, FLOP of all ranks, each tensor, memory now and at most."""
-    last = entries[-1]
-    yield last.step
-    if note:
-        yield note
-    if last.flop:
-        yield f"flops: {last.flop / 1e12:.2f} TFLOP"
-    for entry in entries:
-        size = f"{entry.bytes / 1e9:.2f} GB" if entry.bytes >= 1e9 else f"{entry.bytes / 1e6:.2f} MB"
-        shape = list(entry.shape)
-        yield f"{entry.name} {entry.symbols}: torch.Size({shape}), elements: {entry.elements}, size: {size}"
-    yield f"Current memory allocation: {last.current_bytes / 1e9:.2f} GB"
-    yield f"Peak memory allocation: {last.peak_bytes / 1e9:.2f} GB"

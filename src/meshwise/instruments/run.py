@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from meshwise.instruments.context import Context
 from meshwise.instruments.launch import Place
 from meshwise.instruments.outcome import Outcome
 from meshwise.instruments.profile import capture
 from meshwise.instruments.recorder import Recorder
 from meshwise.layout.tape import Tape
 from meshwise.programs import find_program
+from meshwise.programs.context import Context
 
 
 def run_rank(

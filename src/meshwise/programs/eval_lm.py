@@ -36,7 +36,7 @@ from meshwise.programs.word_probs import WordProbs, word_document, word_probs
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from meshwise.instruments.context import Context
+    from meshwise.programs.context import Context
     from meshwise.programs.transformer_lm import TransformerDecoder
 
 

@@ -27,7 +27,7 @@ from meshwise.programs.eval_lm import Setting, setting
 from meshwise.programs.text_data import EOS, read_blocks
 
 if TYPE_CHECKING:
-    from meshwise.instruments.context import Context
+    from meshwise.programs.context import Context
     from meshwise.programs.search import Hypothesis, Search
 
 

@@ -29,7 +29,7 @@ from meshwise.model import Model
 from meshwise.programs.functions import FlashAttention
 
 if TYPE_CHECKING:
-    from meshwise.instruments.recorder import Recorder
+    from meshwise.programs.context import Recorder
 
 
 class Attention(nn.Module):

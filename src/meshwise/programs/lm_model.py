@@ -31,7 +31,7 @@ from meshwise.programs.text_data import PAD, Blocks
 from meshwise.programs.transformer_lm import TransformerDecoder, init_parameters
 
 if TYPE_CHECKING:
-    from meshwise.instruments.context import Context
+    from meshwise.programs.context import Context
     from meshwise.programs.eval_lm import Setting
 
 

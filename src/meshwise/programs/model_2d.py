@@ -24,7 +24,7 @@ from meshwise.units import DTYPE_BYTES
 if TYPE_CHECKING:
     import torch
 
-    from meshwise.instruments.context import Context
+    from meshwise.programs.context import Context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from meshwise.instruments.context import Context
     from meshwise.programs import model_2d, ulysses
+    from meshwise.programs.context import Context
 
 
 def plain_attention(x: Tensor, weights: list[Tensor], *, is_causal: bool) -> Tensor:

@@ -21,7 +21,7 @@ from meshwise.units import DTYPE_BYTES
 from meshwise.workload import workload
 
 if TYPE_CHECKING:
-    from meshwise.instruments.context import Context
+    from meshwise.programs.context import Context
 
 
 STATES_TOTALS_ONLY = True

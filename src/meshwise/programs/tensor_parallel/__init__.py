@@ -26,7 +26,7 @@ from meshwise.programs import Dtype
 if TYPE_CHECKING:
     import torch
 
-    from meshwise.instruments.context import Context
+    from meshwise.programs.context import Context
     from meshwise.programs.tensor_parallel.block import Layout
 
 

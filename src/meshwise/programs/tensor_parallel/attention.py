@@ -26,7 +26,7 @@ from meshwise.programs.tensor_parallel.kernels import (
 from meshwise.programs.tensor_parallel.spans import Spans, chunk_order, flat, rank_spans
 
 if TYPE_CHECKING:
-    from meshwise.instruments.recorder import Recorder
+    from meshwise.programs.context import Recorder
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -32,7 +32,7 @@ from meshwise.programs.tensor_parallel.kernels import (
 from meshwise.programs.tensor_parallel.spans import Index, Spans
 
 if TYPE_CHECKING:
-    from meshwise.instruments.context import Context
+    from meshwise.programs.context import Context
 
 Weights = Mapping[str, Tensor]
 Pieces = dict[str, tuple[Index, ...]]

@@ -36,7 +36,7 @@ from meshwise.programs.tensor_parallel.exchange import (
 from meshwise.programs.tensor_parallel.spans import Index, Spans, part, split
 
 if TYPE_CHECKING:
-    from meshwise.instruments.context import Context
+    from meshwise.programs.context import Context
 
 
 class Layout1D(Layout):

@@ -48,7 +48,7 @@ from meshwise.programs.tensor_parallel.exchange import (
 from meshwise.programs.tensor_parallel.spans import Index, Spans, flat, part, rank_spans, split
 
 if TYPE_CHECKING:
-    from meshwise.instruments.context import Context
+    from meshwise.programs.context import Context
 
 # --- products of blocks ------------------------------------------------------------------------
 

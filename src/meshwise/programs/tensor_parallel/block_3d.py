@@ -38,7 +38,7 @@ from meshwise.programs.tensor_parallel.exchange import (
 from meshwise.programs.tensor_parallel.spans import Index, Spans, flat, part, rank_spans, split
 
 if TYPE_CHECKING:
-    from meshwise.instruments.context import Context
+    from meshwise.programs.context import Context
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,7 @@ from meshwise.programs.tensor_parallel.kernels import EPSILON
 from meshwise.programs.tensor_parallel.spans import positions
 
 if TYPE_CHECKING:
-    from meshwise.instruments.context import Context
+    from meshwise.programs.context import Context
 
 
 def whole_weights(model: Model, context: Context, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:

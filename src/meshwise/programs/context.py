@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,11 +21,40 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwise.errors import PlanError
-from meshwise.instruments.outcome import step_lines
-from meshwise.instruments.recorder import Recorder
+from meshwise.layout.tape import Step, Tape
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 """torch's names of the dtypes that programs compute in."""
+
+
+class Recorder(Protocol):
+    """What a program may tell whoever records it (`meshwise.instruments.recorder` listens)."""
+
+    tape: Tape
+
+    def section(self, name: str) -> AbstractContextManager[None]:
+        """Rows inside belong to module `name` (joined to the sections around it with a slash)."""
+
+    def op(self, name: str) -> AbstractContextManager[None]:
+        """Rows inside carry `name` as their op."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Rows inside belong to phase `name`; without one it is forward, or backward inside autograd."""
+
+    def setup(self) -> AbstractContextManager[None]:
+        """Tensors made inside are alive and counted; ops inside write no rows (inputs, weights, checks)."""
+
+    def weights(self, *tensors: torch.Tensor) -> None:
+        """These tensors are weights: not counted as kept for the backward, but as read by an op."""
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Call the rows of each submodule by its path (layer numbers left out), its parameters weights."""
+
+    def name_axis(self, group: dist.ProcessGroup, axis: str) -> None:
+        """Collectives of `group` run along the mesh axis `axis`."""
+
+    def step(self, name: str, tensors: Mapping[str, torch.Tensor]) -> list[Step]:
+        """The program has come to `name`; `tensors` by what the step prints: `{"q [h, N/P, d/h]": q}`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,3 +138,19 @@ def _forget_groups() -> None:
 def _seed(key: tuple[int, ...]) -> int:
     """63 bits that depend on every number of `key`."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()) >> 1
+
+
+def step_lines(entries: Sequence[Step], note: str = "") -> Iterator[str]:
+    """A step as text: its name, what it computed, FLOP of all ranks, each tensor, memory now and at most."""
+    last = entries[-1]
+    yield last.step
+    if note:
+        yield note
+    if last.flop:
+        yield f"flops: {last.flop / 1e12:.2f} TFLOP"
+    for entry in entries:
+        size = f"{entry.bytes / 1e9:.2f} GB" if entry.bytes >= 1e9 else f"{entry.bytes / 1e6:.2f} MB"
+        shape = list(entry.shape)
+        yield f"{entry.name} {entry.symbols}: torch.Size({shape}), elements: {entry.elements}, size: {size}"
+    yield f"Current memory allocation: {last.current_bytes / 1e9:.2f} GB"
+    yield f"Peak memory allocation: {last.peak_bytes / 1e9:.2f} GB"
