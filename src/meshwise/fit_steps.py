@@ -80,6 +80,8 @@ START: dict[str, tuple[float, float, float]] = {
     "network.roce": (0.8, 0.2, 1.0),
     "common.interference_frac": (0.1, 0.01, 0.5),
     "common.bucket_bytes": (1.6e8, 2.5e7, 1e9),
+    "common.skew_s": (2e-5, 1e-6, 1e-4),
+    "common.expert_imbalance": (1.1, 1.0, 1.5),
     "common.straggler_frac": (0.005, 0.0005, 0.02),
 }
 

@@ -25,7 +25,9 @@ redoes from published runs:
   library workspaces); the allocator keeps `fragment_frac` more than the tensors fill; the loss holds
   `loss_bytes` per logit, fewer where it is fused; software that sums gradients in a wider type than it
   computes them in keeps both, `second_grad_bytes` a parameter.
-- *Stragglers.* All wait for the slowest: `straggler_frac` of the step for each doubling of the ranks.
+- *Stragglers.* All wait for the slowest: `straggler_frac` of the step for each doubling of the ranks, and
+  `skew_s` before each exchange within a block. Experts are not equally liked: unless a run forces its
+  tokens to be spread evenly, the busiest rank has `expert_imbalance` times the mean.
 
 Software is named by the year in which it was usual: `SOFTWARE`.
 """
@@ -68,6 +70,8 @@ class Overheads:
     interference_frac: float = 0.0
     tp_exposed_frac: float = 0.0
     straggler_frac: float = 0.0
+    skew_s: float = 0.0
+    expert_imbalance: float = 1.0
     bucket_bytes: float = float("inf")
     messages_per_block: float = 0.0
     network_frac: Mapping[str, float] = field(default_factory=dict)

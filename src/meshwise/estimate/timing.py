@@ -237,7 +237,8 @@ def _kernels(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpTime
 
 def _collectives(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpTime]:
     def timer(payload_bytes: Num, group_ranks: Num, stride: Num) -> OpTime:
-        return OpTime(comm_s=on.collective_s(rest[0], payload_bytes, group_ranks, stride))
+        waiting_s = np.where(np.asarray(group_ranks) > 1, on.overheads.skew_s, 0.0)
+        return OpTime(comm_s=on.collective_s(rest[0], payload_bytes, group_ranks, stride) + waiting_s)
 
     return _each(ops, [(op.payload_bytes, op.group_size, op.stride) for op in ops], timer)
 

@@ -8,7 +8,7 @@ of an op or a collective gives one: `gemm_s`, `attention_s`, `decode_s`, `memory
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,9 @@ def estimate_run(run: Run, among: Tables | None = None) -> Estimate:
     """
     said = express(run)
     overheads = find_overheads(said.cluster.chip, said.software, among=among)
+    imbalance = overheads.expert_imbalance if run.experts and "force-balanced" not in run.notes else 1.0
     for plan in said.plans:
+        plan = replace(plan, imbalance=imbalance)
         found = estimate(said.model, said.cluster, plan, said.workload, overheads=overheads)
         spared = 0.5 * found.memory_bytes["activations"] if plan.recompute == "selective" else 0.0
         if found.memory_bytes["total"] - spared <= said.cluster.chip.memory_bytes:
