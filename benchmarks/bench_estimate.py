@@ -1,5 +1,6 @@
 """Speed of `estimate`: whole processes, one estimate, a grid of blocks, a million plans."""
 
+import itertools
 import subprocess
 import sys
 
@@ -24,9 +25,13 @@ def process(*words: str) -> None:
     subprocess.run([sys.executable, "-m", "meshwise", *words], check=True, capture_output=True)
 
 
+SEQUENCES = itertools.count(128, 8)
+
+
 def one_estimate() -> None:
-    cluster = find_cluster("a100-80g-sxm:512")
-    estimate(GPT3, cluster, parse_plan("tp=8,pp=8,vpp=3,recompute=selective"), workload(512, 2048))
+    """A new sequence each time: blocks that were priced before are remembered."""
+    plan, load = parse_plan("tp=8,pp=8,vpp=3,recompute=selective"), workload(512, next(SEQUENCES))
+    estimate(GPT3, find_cluster("a100-80g-sxm:512"), plan, load)
 
 
 def block_grid() -> int:

@@ -10,6 +10,7 @@ are arrays of indices into `plan.RECOMPUTE` and `plan.SCHEDULES`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -81,30 +82,35 @@ class Degrees:
 
     def cut(self) -> Cut:
         """How these plans cut one block."""
-        plan = self.plan
-        on_grid = plan.layout not in ("1d", "2d-cp")  # each rank has its own part of the activations
-        return Cut(
-            microbatch=self.microbatch,
-            seq=self.seq,
-            tp=self.tp,
-            ulysses=self.ulysses,
-            ring=self.ring,
-            ep=self.ep,
-            etp=self.etp,
-            tp_stride=self.stride("tp"),
-            cp_stride=self.stride("cp"),
-            ep_stride=self.etp * self.stride("tp"),
-            imbalance=self.imbalance,
-            sequence_parallel=plan.sequence_parallel or plan.sp is None or on_grid,
-            gather_keys=plan.cp_kind == "all_gather",
-            layout=plan.layout,
-            grid=self.grid,
-            panels=float(plan.panels),
-            grid_scores=plan.attention == "grid",
-            flash=plan.attention == "flash",
-            lora_rank=plan.lora_rank,
-            precision=precision(plan.dtype),
-        )
+        return _cut(self)
+
+
+@lru_cache(maxsize=4)  # every part of an estimate asks for it
+def _cut(on: Degrees) -> Cut:
+    plan = on.plan
+    on_grid = plan.layout not in ("1d", "2d-cp")  # each rank has its own part of the activations
+    return Cut(
+        microbatch=on.microbatch,
+        seq=on.seq,
+        tp=on.tp,
+        ulysses=on.ulysses,
+        ring=on.ring,
+        ep=on.ep,
+        etp=on.etp,
+        tp_stride=on.stride("tp"),
+        cp_stride=on.stride("cp"),
+        ep_stride=on.etp * on.stride("tp"),
+        imbalance=on.imbalance,
+        sequence_parallel=plan.sequence_parallel or plan.sp is None or on_grid,
+        gather_keys=plan.cp_kind == "all_gather",
+        layout=plan.layout,
+        grid=on.grid,
+        panels=float(plan.panels),
+        grid_scores=plan.attention == "grid",
+        flash=plan.attention == "flash",
+        lora_rank=plan.lora_rank,
+        precision=precision(plan.dtype),
+    )
 
 
 def degrees(plan: Plan, workload: Workload, world: int) -> Degrees:

@@ -138,8 +138,13 @@ def _each(ops: Sequence[Op], numbers: Sequence[tuple[Num, ...]], timer: Callable
                 timed[key] = timer(*row)
         return [timed[key] for key in keys]
     stacked = timer(*np.array(numbers, dtype=np.float64).T)
-    columns = [np.broadcast_to(column, len(ops)).tolist() for column in _fields(stacked)]
+    columns = [_listed(column, len(ops)) for column in _fields(stacked)]
     return [OpTime(*row) for row in zip(*columns, strict=True)]
+
+
+def _listed(column: Num, length: int) -> list[float]:
+    """A column of `length` numbers, all the same where it is a scalar."""
+    return list(map(float, np.ravel(column))) if np.ndim(column) else [float(column)] * length
 
 
 def _key(row: tuple[Num, ...]) -> bytes:
