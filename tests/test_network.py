@@ -11,7 +11,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ LINK_BYTES_PER_S = RATE_BITS_PER_S / 8 * 1448 / 1514
 RANKS_PER_HOST, NUM_HOSTS = 2, 2
 MEMORY_BYTES_PER_S = 1e10  # between ranks of a host: so fast that it does not bind
 TOLERANCE = 0.15
+ATTEMPTS = 3
 
 
 def ip(*words: str) -> None:
@@ -63,9 +65,17 @@ def hosts() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
+Measured = list[dict[str, Any]]
+
+
 @pytest.fixture(scope="module")
-def measured(hosts: list[str]) -> list[dict[str, Any]]:
-    """What every rank measured, by rank."""
+def measured(hosts: list[str]) -> Callable[[int], Measured]:
+    """What every rank measured, by rank, at the first, second, ... attempt."""
+    return cache(lambda attempt: measure(hosts))
+
+
+def measure(hosts: list[str]) -> Measured:
+    """Start the ranks on their hosts and wait for what they measured."""
     world_size = RANKS_PER_HOST * NUM_HOSTS
     ranks = []
     for rank in range(world_size):
@@ -86,7 +96,7 @@ def measured(hosts: list[str]) -> list[dict[str, Any]]:
             rank.kill()
     failed = [error for rank, (_, error) in zip(ranks, outputs, strict=True) if rank.returncode]
     assert not failed, failed[0]
-    result: list[dict[str, Any]] = json.loads(outputs[0][0].splitlines()[-1])
+    result: Measured = json.loads(outputs[0][0].splitlines()[-1])
     return result
 
 
@@ -104,10 +114,24 @@ def predicted_s(kind: Any, payload_bytes: float) -> float:
     )
 
 
-def test_collectives_take_the_predicted_time(measured: list[dict[str, Any]]) -> None:
-    for sample in measured[0]["alone"]:
-        expected = predicted_s(sample["kind"], sample["payload_bytes"])
-        assert sample["time_s"] == pytest.approx(expected, rel=TOLERANCE), sample
+def check_within(
+    measured: Callable[[int], Measured], pairs: Callable[[Measured], list[tuple[float, float]]]
+) -> None:
+    """All of (measured, predicted) agree at one of three attempts: what else the machine does is noise."""
+    for attempt in range(ATTEMPTS):
+        times = pairs(measured(attempt))
+        if all(took == pytest.approx(predicted, rel=TOLERANCE) for took, predicted in times):
+            return
+    assert [took for took, _ in times] == pytest.approx([predicted for _, predicted in times], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "all_to_all"])
+def test_collectives_take_the_predicted_time(kind: str, measured: Callable[[int], Measured]) -> None:
+    def pairs(results: Measured) -> list[tuple[float, float]]:
+        samples = [sample for sample in results[0]["alone"] if sample["kind"] == kind]
+        return [(sample["time_s"], predicted_s(kind, sample["payload_bytes"])) for sample in samples]
+
+    check_within(measured, pairs)
 
 
 # Of the exchanges in `ulysses` two follow another directly; before the others the ranks compute, and on a
@@ -116,8 +140,15 @@ ALIGNED = {"model-2d": ("input", "output", "W1", "W2"), "ulysses": ("k", "v")}
 
 
 @pytest.mark.parametrize("program", list(ALIGNED))
-def test_programs_communicate_as_long_as_predicted(program: str, measured: list[dict[str, Any]]) -> None:
-    """Per collective the shortest time of any rank, for who comes last waits for nobody; the best run."""
+def test_programs_communicate_as_long_as_predicted(program: str, measured: Callable[[int], Measured]) -> None:
+    check_within(measured, lambda results: [exchanges(program, results)])
+
+
+def exchanges(program: str, measured: Measured) -> tuple[float, float]:
+    """Measured and predicted seconds of a program's large exchanges.
+
+    Per collective the shortest time of any rank, for who comes last waits for nobody; the best run.
+    """
     took: dict[str, list[float]] = {}
     predicted = 0.0
     for number, runs in enumerate(zip(*(rank["inside"][program] for rank in measured), strict=True)):
@@ -129,4 +160,4 @@ def test_programs_communicate_as_long_as_predicted(program: str, measured: list[
                 if number == 0:
                     predicted += row["count"] * predicted_s(row["collective"], row["payload_bytes"])
     assert predicted > 0.1
-    assert sum(map(min, took.values())) == pytest.approx(predicted, rel=TOLERANCE)
+    return sum(map(min, took.values())), predicted

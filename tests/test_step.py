@@ -247,7 +247,7 @@ def test_uneven_stages_are_played() -> None:
     played = play(uneven.model, uneven.degrees, uneven.step.blocks, hop_s=float(uneven.step.hop_s))
     spent = uneven.time_s
     assert played.makespan_s == pytest.approx(
-        spent["bubble"] + sum(spent[x] for x in TIME_PARTS[:6]), rel=1e-9
+        spent["bubble"] + spent["comm_pp"] + sum(spent[x] for x in TIME_PARTS[:6]), rel=1e-9
     )
 
 

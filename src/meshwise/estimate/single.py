@@ -232,9 +232,13 @@ def estimate(
 
 def _played(model: Model, on: Degrees, step: StepCost) -> StepCost:
     """`step` with the bubble that its uneven stages really have: played, not the closed form's."""
-    pipeline_s = play(model, on, step.blocks, hop_s=float(step.hop_s)).makespan_s
-    bubble_s = max(pipeline_s - float(step.time.total_s), 0.0)
-    return replace(step, bubble_s=bubble_s, step_s=step.step_s - step.bubble_s + bubble_s)
+    alone_s, with_hops_s = (
+        play(model, on, step.blocks, hop_s=hop_s).makespan_s for hop_s in (0.0, float(step.hop_s))
+    )
+    bubble_s = max(alone_s - float(step.time.total_s), 0.0)
+    comm_pp_s = with_hops_s - alone_s
+    changed_s = bubble_s + comm_pp_s - step.bubble_s - step.comm_pp_s
+    return replace(step, bubble_s=bubble_s, comm_pp_s=comm_pp_s, step_s=step.step_s + changed_s)
 
 
 def check_plan(model: Model, plan: Plan, seq: int = 0) -> None:

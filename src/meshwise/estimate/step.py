@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -36,12 +36,9 @@ from meshwise.layout.cut import Cut
 from meshwise.layout.op import precision
 from meshwise.layout.vocabulary import embed, head
 from meshwise.model import Model
-from meshwise.plan import SCHEDULES
 from meshwise.units import Num
 
 HOST_BYTES_PER_S = 25e9  # a GPU's share of PCIe 4.0 x16, of which 32 GB/s nominal; for offloading
-OVERLAPPED_SCHEDULES = tuple(i for i, name in enumerate(SCHEDULES) if name not in ("gpipe", "1f1b"))
-"""Schedules whose messages between stages travel while other chunks compute."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,12 +127,13 @@ def step_cost(
         for phase in ("forward", "backward", "weight")
     )
     hop_s = _p2p_s(model, on, machine)
+    fill = partial(bubble_s, on.schedule, on.pp, on.num_microbatches, on.vpp, f_s, b_s, w_s)
+    waiting_s = fill(p2p_s=0.0)
     # The pipe fills and drains at the mean pace of the stages and runs at that of the slowest.
-    mean_s = f_s + b_s + w_s
-    bubble = bubble_s(on.schedule, on.pp, on.num_microbatches, on.vpp, f_s, b_s, w_s, p2p_s=hop_s)
-    bubble = np.maximum(bubble - (time.total_s / on.num_microbatches - mean_s), 0.0)
-    bubble = np.where(np.asarray(on.pp) > 1, bubble, 0.0)
-    comm_pp = _exposed_p2p_s(on, hop_s) * (1.0 if trains else 0.5)
+    lead_s = time.total_s / on.num_microbatches - (f_s + b_s + w_s)
+    bubble = np.where(np.asarray(on.pp) > 1, np.maximum(waiting_s - lead_s, 0.0), 0.0)
+    comm_pp = fill(p2p_s=hop_s) - waiting_s + _held_s(on, hop_s)
+    comm_pp = comm_pp * (1.0 if trains else 0.5)
     comm_dp = _largest_of([cost.comm_dp_s for cost in costs], exists) if trains else 0.0
     optimizer = _largest_of([cost.optimizer_s for cost in costs], exists) if trains else 0.0
     alone_s = time.total_s + bubble + comm_pp + comm_dp + optimizer
@@ -181,10 +179,10 @@ def _p2p_s(model: Model, on: Degrees, machine: Machine) -> Num:
     return machine.collective_s("send", block_input_bytes(model, on) / shard, on.pp, on.stride("pp"))
 
 
-def _exposed_p2p_s(on: Degrees, hop_s: Num) -> Num:
-    """Messages that a stage waits for: two a microbatch and chunk, unless the schedule hides them."""
-    hidden = np.isin(np.asarray(on.schedule), OVERLAPPED_SCHEDULES) & on.plan.overlap_pp
-    return np.where(hidden | (np.asarray(on.pp) == 1), 0.0, 2.0 * hop_s * on.num_microbatches * on.vpp)
+def _held_s(on: Degrees, hop_s: Num) -> Num:
+    """Time a stage is held by its own messages, two a microbatch and chunk, where they do not overlap."""
+    held_s = 2.0 * hop_s * on.num_microbatches * on.vpp
+    return np.where((np.asarray(on.pp) > 1) & (not on.plan.overlap_pp), held_s, 0.0)
 
 
 def data_parallel_s(stage: Stage, time: StageTime, blocks: Blocks, on: Degrees, machine: Machine) -> Num:
