@@ -159,6 +159,7 @@ def degrees(plan: Plan, workload: Workload, world: int) -> Degrees:
     )
 
 
+@lru_cache(maxsize=32)  # the same for every stage
 def shard_ranks(on: Degrees, from_stage: int, *, experts: bool = False) -> Num:
     """Over how many ranks ZeRO cuts what it shards from stage `from_stage` on (1 below that stage)."""
     replicas = on.expert_replicas if experts else on.replicas

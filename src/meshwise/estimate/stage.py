@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,8 @@ def plan_chunks(model: Model, on: Degrees) -> list[Stage]:
         )
     chunks, first = [], 0
     for i, layers in enumerate(per_chunk):
-        moe = float(sum(is_moe_layer(model, layer) for layer in range(first, first + layers)))
+        mine = range(first, first + layers) if model.moe else ()
+        moe = float(sum(is_moe_layer(model, layer) for layer in mine))
         ends = {"embeddings": float(i == 0), "heads": float(i == num_chunks - 1)}
         chunks.append(Stage(index=float(i), ranks=1.0, dense_layers=layers - moe, moe_layers=moe, **ends))
         first += layers
@@ -65,21 +67,26 @@ def plan_chunks(model: Model, on: Degrees) -> list[Stage]:
 def plan_stages(model: Model, on: Degrees) -> list[Stage]:
     """The stages of a single plan, those that hold the same merged; PlanError as `plan_chunks`."""
     num_stages, v_shaped = int(on.pp), on.plan.schedule in V_SHAPED
-    held = np.zeros((num_stages, 4))
+    held: list[tuple[Num, Num, Num, Num]] = [(0.0, 0.0, 0.0, 0.0)] * num_stages
     for i, chunk in enumerate(plan_chunks(model, on)):
-        contents = (chunk.dense_layers, chunk.moe_layers, chunk.embeddings, chunk.heads)
-        held[_stage_of(i, num_stages, v_shaped)] += contents
-    rows = [tuple(row) for row in held.tolist()]
+        stage = _stage_of(i, num_stages, v_shaped)
+        dense, moe, embeddings, heads = held[stage]
+        held[stage] = (
+            dense + chunk.dense_layers,
+            moe + chunk.moe_layers,
+            embeddings + chunk.embeddings,
+            heads + chunk.heads,
+        )
     return [
         Stage(
-            index=float(rows.index(row)),
+            index=float(held.index(row)),
             ranks=float(count),
             dense_layers=row[0],
             moe_layers=row[1],
             embeddings=row[2],
             heads=row[3],
         )
-        for row, count in Counter(rows).items()
+        for row, count in Counter(held).items()
     ]
 
 
@@ -157,6 +164,7 @@ class StageTime:
         return self.forward + self.backward + self.weight
 
 
+@lru_cache(maxsize=4)  # the same for every stage
 def recomputed(on: Degrees) -> tuple[Num, Num]:
     """Shares of the layers whose core attention, and whose whole forward, the backward runs again."""
     policy = np.asarray(on.recompute)

@@ -130,7 +130,7 @@ def _group(op: Op) -> tuple[str, ...]:
 
 def _each(ops: Sequence[Op], numbers: Sequence[tuple[Num, ...]], timer: Callable) -> list[OpTime]:
     """Apply `timer` to each op's numbers: all at once where they are scalars, alike ops once in a grid."""
-    if any(isinstance(x, np.ndarray) and x.ndim for row in numbers for x in row):
+    if _is_grid(numbers):
         timed: dict[bytes, OpTime] = {}
         keys = [_key(row) for row in numbers]
         for key, row in zip(keys, numbers, strict=True):
@@ -140,6 +140,11 @@ def _each(ops: Sequence[Op], numbers: Sequence[tuple[Num, ...]], timer: Callable
     stacked = timer(*np.array(numbers, dtype=np.float64).T)
     columns = [_listed(column, len(ops)) for column in _fields(stacked)]
     return [OpTime(*row) for row in zip(*columns, strict=True)]
+
+
+def _is_grid(numbers: Sequence[tuple[Num, ...]]) -> bool:
+    """Whether any of the numbers is an array."""
+    return any(isinstance(x, np.ndarray) and x.ndim for row in numbers for x in row)
 
 
 def _listed(column: Num, length: int) -> list[float]:
@@ -245,7 +250,12 @@ def _collectives(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[Op
         waiting_s = np.where(np.asarray(group_ranks) > 1, on.overheads.skew_s, 0.0)
         return OpTime(comm_s=on.collective_s(rest[0], payload_bytes, group_ranks, stride) + waiting_s)
 
-    return _each(ops, [(op.payload_bytes, op.group_size, op.stride) for op in ops], timer)
+    numbers = [(op.payload_bytes, op.group_size, op.stride) for op in ops]
+    if _is_grid(numbers):
+        return _each(ops, numbers, timer)
+    # What a group costs is remembered for scalars, so one call each is cheaper than an array of few.
+    timed = {row: timer(*row) for row in set(numbers)}
+    return [timed[row] for row in numbers]
 
 
 _TIMERS = {
