@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.errors import PlanError
+from meshwise.overheads import SOFTWARE
 from meshwise.units import DTYPE_BYTES
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
@@ -38,7 +39,8 @@ class Plan:
     pieces SUMMA sends a block; attention=grid splits the scores over the grid.
     `recompute_layers` limits full recomputation to so many layers of each stage (None: all).
     `zero` is the ZeRO stage over dp (3 is FSDP); `zero_group` shards over so many ranks of dp only
-    (HSDP; None: all of them). `stages` gives uneven pipeline stages as numbers of layers.
+    (HSDP; None: all of them). `software` is the generation of the training software whose overheads a step
+    pays (`meshwise.overheads`). `stages` gives uneven pipeline stages as numbers of layers.
     """
 
     tp: int = 1
@@ -72,6 +74,7 @@ class Plan:
     overlap_pp: bool = True
     lora_rank: int = 0
     imbalance: float = 1.0
+    software: str = SOFTWARE[-1]
     placement: tuple[str, ...] = AXES
 
     @property
@@ -108,6 +111,7 @@ _CHOICES = {
     "optimizer": OPTIMIZERS,
     "attention": ATTENTION,
     "dtype": tuple(DTYPE_BYTES),
+    "software": SOFTWARE,
     "grad_dtype": ("fp32", "bf16", "fp16"),
 }
 _DEGREES = ("tp", "cp", "ulysses", "pp", "vpp", "dp", "ep", "etp", "zero_group", "panels")

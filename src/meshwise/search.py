@@ -21,6 +21,7 @@ from meshwise.estimate.single import Estimate, estimate
 from meshwise.estimate.timing import machine
 from meshwise.hardware import Cluster
 from meshwise.model import Model
+from meshwise.overheads import find_overheads
 from meshwise.plan import RECOMPUTE, SCHEDULES, Plan
 from meshwise.workload import workload
 
@@ -110,7 +111,8 @@ def search(
     base = base or Plan()
     space = choices(model, cluster.num_chips, batch, seq, schedules)
     grid = plan_grid(model, cluster.num_chips, batch, seq, space, base)
-    cost = grid.price(model, machine(cluster, base.dtype))
+    pays = find_overheads(cluster.chip, base.software)
+    cost = grid.price(model, machine(cluster, base.dtype, overheads=pays))
     # Without a pipeline every schedule is the same plan; it counts once, as 1f1b.
     distinct = (grid.degrees.pp > 1) | (grid.degrees.schedule == SCHEDULES.index("1f1b"))
     plans = grid.valid & distinct

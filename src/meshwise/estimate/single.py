@@ -34,7 +34,7 @@ from meshwise.layout.op import Op
 from meshwise.layout.vocabulary import embed, head
 from meshwise.ledger import Ledger
 from meshwise.model import Model, num_moe_layers
-from meshwise.overheads import Overheads
+from meshwise.overheads import Overheads, find_overheads
 from meshwise.plan import Plan
 from meshwise.workload import Workload
 
@@ -206,25 +206,17 @@ def estimate(
 
     A plan that needs more memory than the chip has is an answer (`fits` False), not an error.
     `ideal`: kernels and links keep every promise of the data sheet. `overheads`: what a step pays
-    beside its kernels (`meshwise.overheads`; None: the chip's, under today's software).
+    beside its kernels (`meshwise.overheads`; None: the chip's, under the plan's software).
     """
     check_plan(model, plan, workload.seq)
     on = degrees(plan, workload, cluster.num_chips)
     if plan.recompute_layers is not None:
-        covered = plan.recompute_layers * plan.pp / model.num_layers
-        on = replace(on, recompute_frac=min(covered, 1.0))
-    if plan.recompute_layers is not None:
         on = replace(on, recompute_frac=min(1.0, plan.recompute_layers * plan.pp / model.num_layers))
     check_schedule(plan.schedule, plan.pp, int(on.num_microbatches), plan.vpp)
     stages = plan_stages(model, on)
-    runs_on = machine(cluster, plan.dtype, ideal=ideal, overheads=overheads)
-    step = step_cost(
-        model,
-        on,
-        runs_on,
-        stages,
-        trains=workload.kind == "train",
-    )
+    pays = overheads or find_overheads(cluster.chip, plan.software)
+    runs_on = machine(cluster, plan.dtype, ideal=ideal, overheads=pays)
+    step = step_cost(model, on, runs_on, stages, trains=workload.kind == "train")
     if plan.stages is not None and on.pp > 1 and workload.kind == "train":
         step = _played(model, on, step)
     return Estimate(model, cluster, plan, workload, on, runs_on, step)
