@@ -251,6 +251,18 @@ def test_uneven_stages_are_played() -> None:
     )
 
 
+def test_dualpipe_shares_both_ends_of_the_model() -> None:
+    """A rank holds stage r and pp - 1 - r and runs half of the microbatches through each."""
+    of = priced("llama3-8b", "pp=4,schedule=dualpipe,zero=0", cluster="h100-80g-sxm:4", batch=32)
+    assert [(s["num_like_it"], s["dense_layers"]) for s in of.to_json(ledger=False)["stages"]] == [
+        (2, 8),
+        (2, 8),
+    ]
+    played = play(of.model, of.degrees, of.step.blocks, hop_s=float(of.step.hop_s))
+    closed = sum(of.time_s[name] for name in (*TIME_PARTS[:6], "bubble", "comm_pp"))
+    assert closed == pytest.approx(played.makespan_s, rel=0.03)
+
+
 def test_a_straggler_holds_up_the_pipeline() -> None:
     of = priced(plan="tp=8,pp=8")
     normal = play(of.model, of.degrees, of.step.blocks).makespan_s

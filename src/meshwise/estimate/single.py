@@ -36,6 +36,7 @@ from meshwise.ledger import Ledger
 from meshwise.model import Model, num_moe_layers
 from meshwise.overheads import Overheads, find_overheads
 from meshwise.plan import Plan
+from meshwise.units import Num
 from meshwise.workload import Workload
 
 TIME_PARTS = (
@@ -302,8 +303,8 @@ def _stage_json(cost: StageCost) -> dict[str, Any]:
     return {
         "index": int(stage.index),
         "num_like_it": int(stage.ranks),
-        "dense_layers": int(stage.dense_layers),
-        "moe_layers": int(stage.moe_layers),
+        "dense_layers": _count(stage.dense_layers),
+        "moe_layers": _count(stage.moe_layers),
         "embedding": bool(stage.embeddings),
         "head": bool(stage.heads),
         "forward_s": float(time.forward.total_s),
@@ -311,6 +312,11 @@ def _stage_json(cost: StageCost) -> dict[str, Any]:
         "weight_grad_s": float(time.weight.total_s),
         "memory_bytes": _memory(cost.memory),
     }
+
+
+def _count(value: Num) -> float:
+    """A number of layers, whole except where DualPipe shares them between two directions."""
+    return int(value) if float(value).is_integer() else float(value)
 
 
 def _stage_rows(of: Estimate, cost: StageCost, rank: float) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -67,7 +66,7 @@ def plan_chunks(model: Model, on: Degrees) -> list[Stage]:
 def plan_stages(model: Model, on: Degrees) -> list[Stage]:
     """The stages of a single plan, those that hold the same merged; PlanError as `plan_chunks`."""
     num_stages, v_shaped = int(on.pp), on.plan.schedule in V_SHAPED
-    held: list[tuple[Num, Num, Num, Num]] = [(0.0, 0.0, 0.0, 0.0)] * num_stages
+    held: list[_Held] = [(0.0, 0.0, 0.0, 0.0)] * num_stages
     for i, chunk in enumerate(plan_chunks(model, on)):
         stage = _stage_of(i, num_stages, v_shaped)
         dense, moe, embeddings, heads = held[stage]
@@ -77,6 +76,8 @@ def plan_stages(model: Model, on: Degrees) -> list[Stage]:
             embeddings + chunk.embeddings,
             heads + chunk.heads,
         )
+    if on.plan.schedule == "dualpipe":  # half of the microbatches run through the mirrored stage
+        held = [_mean_of(one, other) for one, other in zip(held, reversed(held), strict=True)]
     return [
         Stage(
             index=float(held.index(row)),
@@ -88,6 +89,14 @@ def plan_stages(model: Model, on: Degrees) -> list[Stage]:
         )
         for row, count in Counter(held).items()
     ]
+
+
+_Held = tuple[Num, Num, Num, Num]
+
+
+def _mean_of(one: _Held, other: _Held) -> _Held:
+    dense, moe, embeddings, heads = (0.5 * (a + b) for a, b in zip(one, other, strict=True))
+    return dense, moe, embeddings, heads
 
 
 def _even(model: Model, chunks: int) -> list[int]:
@@ -118,19 +127,37 @@ def grid_stages(model: Model, on: Degrees) -> list[Stage]:
     alone = pp == 1.0
     # V-shaped schedules bring the model's end back to the rank of its beginning.
     v_shaped = np.isin(np.asarray(on.schedule), [SCHEDULES.index(name) for name in V_SHAPED])
-    heads_first = np.where(alone | v_shaped, 1.0, 0.0)
-    common: dict[str, Any] = {"dense_layers": layers - moe_other, "moe_layers": moe_other, "embeddings": 0.0}
+    # DualPipe runs half of the microbatches each way: the ends share embedding, head, and their layers.
+    mirrored = (np.asarray(on.schedule) == SCHEDULES.index("dualpipe")) & ~alone
+    share = np.where(mirrored, 0.5, 1.0)
+    heads_first = np.where(alone | v_shaped, 1.0, np.where(mirrored, 0.5, 0.0))
+    moe_last = np.where(mirrored, 0.5 * (moe_first + moe_other), moe_other)
+    moe_first = np.where(mirrored, moe_last, moe_first)
     return [
         Stage(
             index=0.0,
             ranks=1.0,
             dense_layers=layers - moe_first,
             moe_layers=moe_first,
-            embeddings=1.0,
+            embeddings=share,
             heads=heads_first,
         ),
-        Stage(index=1.0, ranks=np.maximum(pp - 2.0, 0.0), heads=0.0, **common),
-        Stage(index=pp - 1.0, ranks=np.where(alone, 0.0, 1.0), heads=1.0 - heads_first, **common),
+        Stage(
+            index=1.0,
+            ranks=np.maximum(pp - 2.0, 0.0),
+            dense_layers=layers - moe_other,
+            moe_layers=moe_other,
+            embeddings=0.0,
+            heads=0.0,
+        ),
+        Stage(
+            index=pp - 1.0,
+            ranks=np.where(alone, 0.0, 1.0),
+            dense_layers=layers - moe_last,
+            moe_layers=moe_last,
+            embeddings=1.0 - share,
+            heads=1.0 - heads_first,
+        ),
     ]
 
 

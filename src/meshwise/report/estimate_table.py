@@ -99,7 +99,7 @@ def _stage_table(answer: Answer) -> Table:
         table.add_column(name, justify="right")
     for cost in answer.estimate.step.stages:
         stage, time = cost.stage, cost.time
-        ends = ("embedding + " if stage.embeddings else "") + f"{int(stage.layers)}"
+        ends = ("embedding + " if stage.embeddings else "") + f"{float(stage.layers):g}"
         table.add_row(
             str(int(stage.index)),
             str(int(stage.ranks)),
