@@ -77,7 +77,9 @@ class FileTokenizer:
         try:
             from tokenizers import Tokenizer
         except ImportError:
-            raise MissingExtraError("tokenizers is not installed; run: pip install tokenizers") from None
+            raise MissingExtraError(
+                'tokenizers is not installed; run: pip install "meshwise[text]"'
+            ) from None
         if not Path(path).is_file():
             raise WorkloadError(f"no tokenizer file {path}; leave --tokenizer out for bytes")
         try:
