@@ -129,11 +129,6 @@ _NO_EFFECT = frozenset({
 _MAX_COUNT = 10**9
 
 
-def gpt_config_names() -> list[str]:
-    """The presets."""
-    return list(_presets())
-
-
 def find_gpt_config(text: str, overrides: str = "") -> GptConfig:
     """The preset named `text`, or the config in the file at that path, with `overrides` (`key=value,...`)."""
     raw = _presets().get(text)

@@ -62,7 +62,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockTime:
-    """One microbatch of one block: seconds by phase, bytes kept, weights, and FLOP, on one rank.
+    """One microbatch of one block: seconds by phase, bytes kept, weights, on one rank.
 
     `widest_bytes` is the largest gradient of an activation that the backward holds; `adding_s`, a part of
     `weight`, is the time of adding the gradients of the weights to those of the microbatches before.
@@ -79,7 +79,6 @@ class BlockTime:
     widest_bytes: Num
     exchange_bytes: Num
     adding_s: Num
-    forward_flop: Num
 
 
 def exposed_s(
@@ -135,7 +134,6 @@ def block_time(
         waiting_s = np.maximum(floor_s - phases[phase].total_s - beside_s, 0.0)
         phases[phase] = replace(phases[phase], host=waiting_s)
     forward = [op for op in ops if op.phase == "forward"]
-    matrix = [op for op in forward if op.kind in ("matmul", "attention")]
     num_params = sum(op.num_params for op in forward)
     adding_s = overheads.accumulate_bytes * num_params / memory_bytes_per_s
     phases["weight"] = phases["weight"] + Parts(memory=adding_s)
@@ -148,7 +146,6 @@ def block_time(
         widest_bytes=_widest_bytes(ops),
         exchange_bytes=_exchange_bytes(ops),
         adding_s=adding_s,
-        forward_flop=sum(_all(op, op.cost.flop) for op in matrix),
     )
 
 

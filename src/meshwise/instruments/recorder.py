@@ -156,16 +156,6 @@ class Recorder(TorchDispatchMode):
         """Collectives of `group` run along the mesh axis `axis`."""
         self._axes[group.group_name] = axis
 
-    def watch(self, model: torch.nn.Module) -> None:
-        """Call the rows of each submodule by its path (layer numbers left out), its parameters weights."""
-        self.weights(*model.parameters())
-        for path, module in model.named_modules():
-            name = "/".join(part for part in path.split(".") if not part.isdecimal())
-            if not name:
-                continue
-            module.register_forward_pre_hook(lambda *_, name=name: self._modules.append("/" + name))
-            module.register_forward_hook(lambda *_: self._modules.pop() and None, always_call=True)
-
     def step(self, name: str, tensors: Mapping[str, torch.Tensor]) -> list[Step]:
         """The program has come to `name`; `tensors` by what the step prints: `{"q [h, N/P, d/h]": q}`."""
         named = []

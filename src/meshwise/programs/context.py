@@ -47,9 +47,6 @@ class Recorder(Protocol):
     def weights(self, *tensors: torch.Tensor) -> None:
         """These tensors are weights: not counted as kept for the backward, but as read by an op."""
 
-    def watch(self, model: torch.nn.Module) -> None:
-        """Call the rows of each submodule by its path (layer numbers left out), its parameters weights."""
-
     def name_axis(self, group: dist.ProcessGroup, axis: str) -> None:
         """Collectives of `group` run along the mesh axis `axis`."""
 
