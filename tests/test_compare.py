@@ -17,6 +17,7 @@ pytest.importorskip("torch")
 from meshwise.instruments.compare_program import compare_program
 from meshwise.instruments.dry_run import dry_run, new_tape
 from meshwise.instruments.launch import Ranks
+from meshwise.instruments.run import run_rank
 from meshwise.programs import find_program, make_options
 
 DTYPES = ("bf16", "fp16", "fp32", "fp64")
@@ -117,6 +118,16 @@ def test_ulysses_run_agrees(world: tuple[int, int, dict[str, Any]], pools: Calla
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_model_2d_run_agrees(world: tuple[int, int, dict[str, Any]], pools: Callable[[int], Ranks]) -> None:
     assert_all_agree("model-2d", *world, pools(world[0]))
+
+
+def test_lifetimes_do_not_depend_on_gloos_threads(pools: Callable[[int], Ranks]) -> None:
+    """What is alive at each op is the same on every rank of every run, with the machine busy or not."""
+    values = {"seq": 64, "hidden": 64, "heads": 8, "backward": True, "dtype": "fp32"}
+    options = make_options(find_program("ulysses"), values)
+    expected = dry_run("ulysses", options, ranks=4, device="cpu").ledger
+    for _ in range(10):
+        for outcome in pools(4).call(run_rank, "ulysses", options, 0, True):
+            assert not compare({"dry_run": expected, "run": outcome.ledger}).differences()
 
 
 # --- the join alone -----------------------------------------------------------------------------

@@ -133,6 +133,21 @@ def test_host_memory_of_the_log_is_small() -> None:
     assert int(done.stdout) * kib < 2e9, done.stderr
 
 
+def test_every_rank_in_one_process_whatever_ran_before() -> None:
+    """Autograd at work before the fake device exists; then several worlds of DTensors, one after another."""
+    code = (
+        "import torch\n"
+        "from meshwise.programs import find_program, make_options\n"
+        "from meshwise.instruments.dry_run import dry_run\n"
+        "torch.ones(2, requires_grad=True).sum().backward()\n"
+        "o = make_options(find_program('train'), dict(model='llama3-8b', layers=1, plan='tp=2', seq=64))\n"
+        "print(*(dry_run('train', o, ranks=4, rank=rank, device='a100').peak_bytes for rank in range(4)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len(set(done.stdout.split())) == 1
+
+
 def test_fake_device_and_cpu_count_the_same() -> None:
     """A chip adds its allocator; the program's own tensors do not depend on the device."""
     values = {"seq": 512, "hidden": 64, "heads": 8, "backward": True}

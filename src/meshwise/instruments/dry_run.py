@@ -3,6 +3,10 @@
 The program runs on fake tensors (shapes without memory) of a made-up device kind and a fake process group
 that moves nothing. It does everything else: autograd, DTensor, FSDP. What it would hold is fed to a replay
 of the caching allocator of the named chip, so that the peak is the one the real device would report.
+
+The backward runs in the calling thread. Autograd would start one thread a device, once in a process: too
+early if that is before the fake device exists, and with caches of DTensor (they are a thread's own) that
+outlive the world they describe.
 """
 
 from __future__ import annotations
@@ -63,7 +67,7 @@ def dry_run(
     )
     dist.init_process_group(f"cpu:fake,{FAKE_DEVICE}:fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
-        with FakeTensorMode(), recorder:
+        with torch.autograd.set_multithreading_enabled(False), FakeTensorMode(), recorder:
             result = program.main(options, context)
         return Outcome.from_tape(tape, name, device, result)
     finally:

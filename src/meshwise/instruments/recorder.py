@@ -13,6 +13,7 @@ forward op whose gradient it computes (autograd numbers its nodes; the numbers j
 
 from __future__ import annotations
 
+import ctypes
 import time
 import weakref
 from collections.abc import Iterator, Mapping
@@ -211,7 +212,7 @@ class Recorder(TorchDispatchMode):
         inputs = self._tensors((args, kwargs))
         begin_s = time.perf_counter()
         if kind is not None and self._is_timed and kind[0] not in ("send", "recv"):
-            result = _call_and_wait(func, args, kwargs, inputs)
+            result = _complete(func, args, kwargs)
         else:  # a send may have to wait for a receive that is yet to be posted
             result = func(*args, **kwargs)
         elapsed_s = time.perf_counter() - begin_s
@@ -432,27 +433,46 @@ def _is_bookkeeping(args: Any, kwargs: Any) -> bool:
     return bool(tensors) and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
-def _call_and_wait(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
-    """A collective, complete when this returns: its `Work` is replaced by one that is done.
+def _complete(func: Any, args: Any, kwargs: Any) -> Any:
+    """A collective of gloo, complete when this returns: its `Work` is replaced by one that is done.
 
-    gloo's threads hold the tensors of a collective a moment longer than it takes; that moment is waited
-    for, so that what is alive does not depend on it.
+    gloo's threads let go of the tensors of a collective when they are scheduled, some time after the wait
+    is over. So they get others over the same memory, which own nothing: what the program's tensors live
+    does not depend on threads. The results of a functional collective, made inside it, are copied.
     """
-    storages = [tensor.untyped_storage()._cdata for tensor in tensors]
-    held = sum(map(torch._C._storage_Use_Count, storages))
-    result = func(*args, **kwargs)
-    works = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.ScriptObject)]
-    if not works:
-        return result  # a functional collective, waited for by an op of its own
-    for work in works:
-        dist.Work.unbox(work).wait()
-    done = FakeWork().boxed()
-    result = tree_map(lambda leaf: done if isinstance(leaf, torch.ScriptObject) else leaf, result)
-    del works, work
-    patience_s = time.perf_counter() + 5.0
-    while sum(map(torch._C._storage_Use_Count, storages)) > held and time.perf_counter() < patience_s:
-        time.sleep(0)
-    return result
+    storages: dict[int, torch.UntypedStorage] = {}
+    originals: dict[int, torch.Tensor] = {}
+
+    def stand_in(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.untyped_storage().nbytes():
+            return leaf
+        storage = leaf.untyped_storage()
+        if storage._cdata not in storages:
+            storages[storage._cdata] = _unowned(storage)
+        view = torch.empty(0, dtype=leaf.dtype)
+        view.set_(storages[storage._cdata], leaf.storage_offset(), leaf.size(), leaf.stride())
+        originals[id(view)] = leaf
+        return view
+
+    def finished(leaf: Any) -> Any:
+        if isinstance(leaf, torch.ScriptObject):
+            dist.Work.unbox(leaf).wait()
+            return FakeWork().boxed()
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if func.namespace == "_c10d_functional":
+            torch.ops._c10d_functional.wait_tensor(leaf)
+            return originals[id(leaf)] if id(leaf) in originals else leaf.clone()
+        return originals.get(id(leaf), leaf)
+
+    stand_ins = tree_map(stand_in, (args, kwargs))
+    return tree_map(finished, func(*stand_ins[0], **stand_ins[1]))
+
+
+def _unowned(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """A storage over the memory of `storage`, in main memory, that does not keep it alive."""
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
