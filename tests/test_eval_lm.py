@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 from torch.profiler import profile
 
 from meshwise.errors import DataError, MeshwiseError, ModelError, PlanError, WorkloadError
@@ -80,6 +81,9 @@ def together(pool: Ranks, options: Options) -> list[Outcome]:
         ("moe_second_expert_policy='sampling',use_tutel_moe=True", {"tp": 2}),
         ("moe_second_expert_policy='random',moe_batch_prioritized_routing=True", {}),
         ("moe_top1_expert=True,batch_size_valid=3,use_moe_pad_mask=True", {"tp": 2}),
+        ("vocab_size=301", {"tp": 4}),  # 76 rows of the embedding a rank, the last three are padding
+        ("vocab_size=301", {"tp": 2, "train_steps": 2, "train_batches": 4}),
+        ("vocab_size=301", {"tp": 2, "dtype": "fp64"}),
         ("", {"train_steps": 2, "train_batches": 4}),
         ("use_tutel_moe=True", {"train_steps": 2, "train_batches": 4, "tp": 2, "grouped_gemm": True}),
         ("moe_expert_count=2", {"train_steps": 1, "train_batches": 4}),
@@ -146,6 +150,20 @@ def test_checkpoint_is_read_by_any_world(ranks: Ranks, tmp_path: Path) -> None:
     for options in ({}, {"tp": 4}, {"ep": 2}):
         found = together(ranks, replace(read, **options))[0].result  # type: ignore[arg-type]
         assert found["loss"] == pytest.approx(saved["loss"], rel=1e-6)
+
+
+def test_padding_of_the_vocabulary_is_not_in_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    wide = replace(BASE, override=f"{TINY},vocab_size=301")
+    wanted = alone(wide).result["loss"]
+    for tp in (4, 2, 1):
+        folder = tmp_path / str(tp)
+        saved = together(ranks, replace(wide, tp=tp, save_checkpoint=str(folder)))[0].result
+        assert saved["loss"] == pytest.approx(wanted, rel=1e-6)
+        with safe_open(folder / "shared.safetensors", framework="pt") as tensors:
+            assert tensors.get_slice("embed_tokens.weight").get_shape() == [301, 16]
+        for other in (1, 2, 4):
+            read = replace(wide, tp=other, checkpoint=str(folder), seed=99)
+            assert together(ranks, read)[0].result["loss"] == pytest.approx(wanted, rel=1e-6)
 
 
 def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:

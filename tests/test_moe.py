@@ -258,6 +258,8 @@ def table(rows: Any) -> Counter[Any]:
         (2, "moe_top1_expert=True,moe_expert_count=64,moe_eval_capacity_token_fraction=0.5", {}),
         (8, "use_tutel_moe=True", {"tp": 4, "grouped_gemm": True}),
         (2, "moe_freq=0", {"tp": 2}),
+        (4, "vocab_size=301", {"tp": 4, "dtype": "bf16"}),  # 76 words a rank, three of the last one padding
+        (4, "vocab_size=2001,moe_expert_count=2", {"tp": 2, "dtype": "fp16"}),
         (2, "dummy_a2a=True", {}),
     ],
 )

@@ -39,8 +39,16 @@ def new_pass(
     share = config.moe_eval_capacity_token_fraction if token_fraction is None else token_fraction
     tokens = config.batch_size_valid * config.tokens_per_sample
     slots = capacity(tokens, max(config.moe_expert_count, 1), token_fraction=share, top_k=config.top_k)
-    number = float(slots) if np.ndim(slots) == 0 else slots
-    return Pass(config=config, capacity=number, ep=ep, tp=tp, dtype=dtype, grouped=grouped)
+    return Pass(
+        config=config,
+        batch=config.batch_size_valid,
+        length=config.tokens_per_sample,
+        capacity=float(slots) if np.ndim(slots) == 0 else slots,
+        ep=ep,
+        tp=tp,
+        dtype=dtype,
+        grouped=grouped,
+    )
 
 
 def num_passes(num_batches: int, dp: int, max_valid_steps: int | None) -> int:
@@ -139,7 +147,7 @@ def decoder_kept_bytes(of: Pass) -> Num:
     """What a pass leaves: the logits and every layer's output, the embedded input among them."""
     config = of.config
     states = (config.decoder_layers + 1) * config.decoder_embed_dim
-    return of.tokens * (config.vocab_size + states) * of.elem_bytes
+    return of.tokens * (of.local_words + states) * of.elem_bytes
 
 
 def profiled_bytes(of: Pass, passes: int = 1) -> dict[str, Num]:

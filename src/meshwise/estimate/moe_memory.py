@@ -20,7 +20,7 @@ FIRST_POSITION = 2
 
 
 def rank_params(of: Pass) -> Num:
-    """Parameters that a rank holds: experts are cut by `ep`, matrices of blocks and experts by `tp`.
+    """Parameters that a rank holds: experts are cut by `ep`; words and matrices, experts' too, by `tp`.
 
     The biases that are added behind a cut product are held by the first rank of tp; others hold zeros.
     """
@@ -32,7 +32,8 @@ def rank_params(of: Pass) -> Num:
     blocks = config.decoder_layers * attention + config.num_dense_layers * (parts.dense_mlp - width)
     cut = blocks + layers * of.local_experts * (expert - width)
     biases = 0.0 if of.tp_rank == 0 else _zero_biases(of)
-    return num_params(model) - elsewhere - cut * (1 - 1 / of.tp) - biases
+    words = (config.vocab_size - of.local_words) * width
+    return num_params(model) - elsewhere - cut * (1 - 1 / of.tp) - words - biases
 
 
 def _zero_biases(of: Pass) -> Num:
@@ -70,12 +71,16 @@ def peak_bytes(of: Pass) -> Num:
 
 
 def standing_bytes(of: Pass) -> Num:
-    """What is alive throughout: weights and positions, running sums in fp64, inputs and targets in int64."""
-    config = of.config
-    rows = config.tokens_per_sample + FIRST_POSITION
-    constants = rows * config.decoder_embed_dim + (0.0 if of.tp_rank == 0 else _zero_biases(of))
-    sums = 8.0 * (2 + 4 * config.top_k)
-    return weight_bytes(of) + constants * of.elem_bytes + sums + 2 * 8.0 * of.tokens
+    """What is alive throughout: the model, running sums in fp64, inputs and targets in int64."""
+    sums = 8.0 * (2 + 4 * of.config.top_k)
+    return model_bytes(of, of.config.tokens_per_sample) + sums + 2 * 8.0 * of.tokens
+
+
+def model_bytes(of: Pass, max_positions: int) -> Num:
+    """Weights, the table of positions, and zeros in the place of biases that another rank adds."""
+    rows = max_positions + FIRST_POSITION
+    constants = rows * of.config.decoder_embed_dim + (0.0 if of.tp_rank == 0 else _zero_biases(of))
+    return weight_bytes(of) + constants * of.elem_bytes
 
 
 def moments(of: Pass) -> dict[str, Num]:
@@ -84,13 +89,16 @@ def moments(of: Pass) -> dict[str, Num]:
     In layer i (from 0), i + 1 layers' outputs are alive (the embedding is one), the attention mask, and which
     tokens are padding; in the MLP's half also the layer's sum so far and its norm.
     """
+    after = _in_layer(of, of.config.decoder_layers) - of.tokens
+    return model_moments(of) | {"loss": after + _loss_bytes(of)}
+
+
+def model_moments(of: Pass) -> dict[str, Num]:
+    """The moments inside the model, up to its last layer."""
     config, own, tokens = of.config, of.elem_bytes, of.tokens
     state = tokens * config.decoder_embed_dim * own
-    mask = config.tokens_per_sample**2 * own if config.tokens_per_sample > 1 else 0.0
-    found = {
-        "attention": _in_layer(of, config.decoder_layers - 1) + mask + state + _attention_bytes(of),
-        "loss": _in_layer(of, config.decoder_layers) - tokens + _loss_bytes(of),
-    }
+    mask = of.length * of.keys * own if of.length > 1 else 0.0
+    found = {"attention": _in_layer(of, config.decoder_layers - 1) + mask + state + _attention_bytes(of)}
     dense = [i for i in range(config.decoder_layers) if not config.is_moe_layer(i)]
     if dense:
         hidden = _hidden_bytes(of, tokens, config.decoder_ffn_embed_dim)
@@ -120,18 +128,19 @@ def _layer_scalars(of: Pass) -> float:
 
 def _attention_bytes(of: Pass) -> Num:
     """Queries, keys, values, scores before and after softmax, and the mix."""
-    config = of.config
-    heads = config.batch_size_valid * config.decoder_attention_heads // of.tp
-    scores = heads * config.tokens_per_sample**2
-    return (4 * of.tokens * (config.decoder_embed_dim // of.tp) + 2 * scores) * of.elem_bytes
+    scores = of.heads * of.length * of.keys
+    return (4 * of.tokens * (of.config.decoder_embed_dim // of.tp) + 2 * scores) * of.elem_bytes
 
 
 def _loss_bytes(of: Pass) -> Num:
     """Logits, their log-softmax, and beside them the logits in fp32; if they are, then the targets' shares.
 
-    Of a target, its log-probability with and without padding (fp32), and whether it is padding.
+    Of a target, its log-probability with and without padding (fp32), and whether it is padding. Cut over tp:
+    logits, what they are above the largest, its exponential, and two numbers a token.
     """
-    size = of.tokens * of.config.vocab_size
+    size = float(of.tokens * of.local_words)
+    if of.tp > 1:
+        return size * (of.elem_bytes + 8.0) + 8.0 * of.tokens
     beside = 9.0 * of.tokens if of.dtype == "fp32" else 4.0 * size
     return size * (of.elem_bytes + 4.0) + beside
 

@@ -39,6 +39,11 @@ def num_slots(config: GptConfig, num_tokens: int | None = None, *, training: boo
     return int(capacity(tokens, config.moe_expert_count, token_fraction=token_frac, top_k=config.top_k))
 
 
+def num_local_words(vocab_size: int, tp: int) -> int:
+    """Rows of the embedding on one of `tp` ranks: the vocabulary, padded to what they divide."""
+    return -(-vocab_size // tp)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """A world of tp x dp ranks, tp on neighbours; each `ep` consecutive ranks of dp share the experts.

@@ -102,15 +102,15 @@ class Tape:
         if self.allocator is not None:
             self.allocator.rename(old, new)
 
-    def op(self, op: str, *, is_matmul: bool = False, **row: Any) -> dict[str, Any]:
-        """One op, after its outputs came alive; `row` holds columns of the ledger. Returns the row."""
+    def op(self, op: str, *, is_matmul: bool = False, count: float = 1, **row: Any) -> dict[str, Any]:
+        """`count` alike ops, after their outputs came alive; `row` has columns of the ledger. Returns it."""
         if is_matmul and self.allocator is not None and not self._workspace_booked:
             self._workspace_booked = True
             self.allocator.allocate("cublas workspace", self.workspace_bytes)
-        full = {"phase": "forward", **row, "op": op}
+        full = {"phase": "forward", **row, "op": op, "count": count}
         full |= {"live_bytes": self.live_bytes, "peak_bytes": self.peak_bytes}
         self._rows.append(full)
-        self._flop_since_step += row.get("flop") or 0.0
+        self._flop_since_step += count * (row.get("flop") or 0.0)
         return full
 
     def step(self, step: str, tensors: Iterable[Named]) -> list[Step]:
@@ -158,11 +158,11 @@ class Tape:
         for row in self._rows:
             key = tuple(row.get(name) for name in _MERGED_BY)
             first = merged.setdefault(key, row | {"count": 0, "origin": self.origin, "rank": self.rank})
-            first["count"] += 1
+            first["count"] += row["count"]
             for name in ("live_bytes", "peak_bytes"):
                 first[name] = max(first[name], row[name])
             if "time_s" in row and first["count"] > 1:  # the mean over the occurrences
-                first["time_s"] += (row["time_s"] - first["time_s"]) / first["count"]
+                first["time_s"] += (row["time_s"] - first["time_s"]) * row["count"] / first["count"]
         return Ledger.from_rows([*merged.values(), *self._machine_rows()])
 
     def _machine_rows(self) -> list[dict[str, Any]]:

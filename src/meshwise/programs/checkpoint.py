@@ -65,7 +65,7 @@ def load(model: TransformerDecoder, folder: Path) -> None:
         try:
             with safe_open(folder / file, framework="pt") as tensors:
                 for part in held:
-                    _fill(part, tensors.get_slice(part.name), model.shard, folder)
+                    _fill(part, tensors.get_slice(part.name), folder)
         except OSError as error:
             raise DataError(f"cannot read {folder / file}: {error.strerror or error}") from None
         except _safetensors().SafetensorError as error:
@@ -85,12 +85,13 @@ def read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def _fill(part: Part, stored: Any, shard: Shard, folder: Path) -> None:
-    shape, wanted = tuple(stored.get_shape()), part.full_shape(shard)
+def _fill(part: Part, stored: Any, folder: Path) -> None:
+    shape, wanted = tuple(stored.get_shape()), part.full_shape
     if shape != wanted:
         sizes = ["x".join(map(str, dims)) for dims in (shape, wanted)]
         raise ModelError(f"checkpoint {folder}: {part.name} is {sizes[0]}, the config asks for {sizes[1]}")
-    part.piece.copy_(stored[part.bounds(shard)])
+    if part.piece.numel():  # a rank beyond the last word holds none of the embedding
+        part.piece.copy_(stored[part.bounds])
 
 
 def _write(model: TransformerDecoder, partial: Path, *, is_writer: bool, is_first: bool) -> dict[str, str]:
@@ -122,12 +123,16 @@ def _all_parts(model: TransformerDecoder) -> list[Part]:
 
 
 def _whole(part: Part, shard: Shard) -> Tensor:
+    """The whole tensor, from the tp ranks' pieces; the last of them may be shorter than the others."""
     piece = part.piece.detach().contiguous()
     if part.dim is None or shard.tp_group is None:
         return piece.cpu().clone()
+    missing = list(piece.shape)
+    missing[part.dim] = -(-part.length // shard.tp) - piece.shape[part.dim]
+    piece = torch.cat([piece, piece.new_zeros(missing)], dim=part.dim)
     pieces = [torch.empty_like(piece) for _ in range(shard.tp)]
     dist.all_gather(pieces, piece, group=shard.tp_group)
-    return torch.cat(pieces, dim=part.dim).cpu()
+    return torch.cat(pieces, dim=part.dim).narrow(part.dim, 0, part.length).contiguous().cpu()
 
 
 def _make(partial: Path, folder: Path) -> None:

@@ -124,9 +124,10 @@ def estimate(options: Options, tape: Tape) -> None:
     tape.is_partial = True
     tape.allocate("the largest moment of a pass", float(peak_bytes(of)))
     tape.release("the largest moment of a pass")
-    for row in forward_rows(of):
-        for _ in range(num_passes(num_batches, placement.dp, options.max_valid_steps) * int(row.op.count)):
-            tape.op(row.op.name, is_matmul=row.op.kind == "matmul", **ledger_cells(row.op, of.elem_bytes))
+    passes = num_passes(num_batches, placement.dp, options.max_valid_steps)
+    for row in forward_rows(of) if passes else ():
+        cells, count = ledger_cells(row.op, of.elem_bytes), passes * int(row.op.count)
+        tape.op(row.op.name, is_matmul=row.op.kind == "matmul", count=count, **cells)
 
 
 def main(options: Options, context: Context) -> dict[str, Any] | None:
@@ -269,10 +270,8 @@ def _scored(
     model: TransformerDecoder, inputs: Tensor, targets: Tensor, generator: Any
 ) -> tuple[Tensor, list[Tensor]]:
     """One pass: the log-probability of each target, and each MoE layer's routing metrics."""
-    from meshwise.programs.lm_model import target_logprobs
-
     output = model(inputs, generator=generator)
-    return target_logprobs(output.logits, targets), output.metrics
+    return model.embed_tokens.target_logprobs(output.logits, targets), output.metrics
 
 
 def _words_at_once(first: int, batch: Blocks, logprobs: Tensor) -> list[WordProbs]:

@@ -43,6 +43,7 @@ class Options:
     num_prompts: Annotated[int, Meta(ge=1, description="prompts to cut from the text")] = 4
     prompt_tokens: Annotated[int, Meta(ge=1, description="tokens of each of them")] = 32
     max_tokens: Annotated[int, Meta(ge=1, description="tokens to generate at most, the end included")] = 32
+    min_tokens: Annotated[int, Meta(ge=0, description="tokens before the end may come")] = 0
     search: Annotated[Literal["greedy", "sampling", "beam"], Meta(description="how to choose")] = "greedy"
     beam: Annotated[int, Meta(ge=1, description="sequences that live side by side in beam search")] = 5
     length_penalty: Annotated[
@@ -87,7 +88,8 @@ def main(options: Options, context: Context) -> dict[str, Any] | None:
     mine = list(range(found.placement.dp_rank(context.rank), len(prompts), dp))
     num_rows = -(-len(prompts) // dp)
     numbers = mine + [0] * (num_rows - len(mine))  # who has fewer prompts repeats the first
-    search = _search(options, [prompts[number] for number in numbers], numbers, columns, context)
+    with context.recorder.setup():
+        search = _search(options, [prompts[number] for number in numbers], numbers, columns, context)
     dist.barrier()
     load_s = time.perf_counter() - begin_s
     begin_s = time.perf_counter()
@@ -141,7 +143,12 @@ def _search(
 ) -> Search:
     from meshwise.programs.search import BeamSearch, Sampler, Search
 
-    where = {"device": context.device, "width": width}
+    where: dict[str, Any] = {
+        "device": context.device,
+        "width": width,
+        "min_tokens": options.min_tokens,
+        "is_fake": context.is_fake,
+    }
     if options.search == "beam":
         return BeamSearch(
             rows, options.max_tokens, **where, beam=options.beam, length_penalty=options.length_penalty

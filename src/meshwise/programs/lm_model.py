@@ -27,7 +27,7 @@ from meshwise.gpt_config import GptConfig
 from meshwise.layout.expert_parallel import Placement
 from meshwise.programs import checkpoint
 from meshwise.programs.moe import Shard
-from meshwise.programs.text_data import PAD, Blocks
+from meshwise.programs.text_data import Blocks
 from meshwise.programs.transformer_lm import TransformerDecoder, init_parameters
 
 if TYPE_CHECKING:
@@ -119,13 +119,6 @@ def draws(config: GptConfig, context: Context, *key: int) -> torch.Generator | N
     return torch.Generator(device=context.device).manual_seed(seed)
 
 
-def target_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """Natural log-probability of each target token, fp32 like `targets`; 0 where that is padding."""
-    logprobs = logits.float().log_softmax(dim=-1)
-    chosen = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    return chosen.masked_fill(targets == PAD, 0.0)
-
-
 def train(
     model: TransformerDecoder, blocks: Blocks, groups: Groups, placement: Placement, context: Context, *,
     steps: int, batches: int, learning_rate: float, gate_loss_weight: float, seed: int,
@@ -146,7 +139,8 @@ def train(
             output = model(
                 on_device(batch.inputs, context), generator=draws(model.config, context, seed, number)
             )
-            nats = -target_logprobs(output.logits, on_device(batch.targets, context)).sum()
+            targets = on_device(batch.targets, context)
+            nats = -model.embed_tokens.target_logprobs(output.logits, targets).sum()
             balance = sum(output.gate_loss, start=nats.new_zeros(()))
             (nats / num_tokens + gate_loss_weight * balance / batches).backward()
             total += nats.detach() / num_tokens

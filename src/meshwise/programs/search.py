@@ -20,14 +20,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwise.programs.text_data import BOS, EOS, PAD, UNK
+from meshwise.programs.text_data import EOS, PAD, UNK
 
 if TYPE_CHECKING:
-    from meshwise.programs.transformer_lm import TransformerDecoder
+    from meshwise.programs.transformer_lm import KVCache, TransformerDecoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +56,30 @@ class Sampler:
 class Search:
     """B prompts with K sequences each: greedy, or drawn with a `sampler` (K = 1); see also `BeamSearch`.
 
-    `width`: columns of the buffer, enough for the longest prompt of all ranks and `max_tokens`.
+    `width`: columns of the buffer, enough for the longest prompt of all ranks and `max_tokens`. `min_tokens`:
+    so many come before the end may. `is_fake`: on a device without memory, which nothing is copied to.
     """
 
     def __init__(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, device: torch.device, *, width: int,
-        num_live: int = 1, sampler: Sampler | None = None,
+        num_live: int = 1, min_tokens: int = 0, sampler: Sampler | None = None, is_fake: bool = False,
     ) -> None:  # fmt: skip
-        self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        self.max_tokens, self.sampler = max_tokens, sampler
+        def placed(values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
+            if is_fake:
+                return torch.empty(np.shape(values), dtype=dtype, device=device)
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        self.lengths = placed([len(prompt) for prompt in prompts])
+        self.max_tokens, self.min_tokens, self.sampler = max_tokens, min_tokens, sampler
         rows = [[*prompt, *[PAD] * (width - len(prompt))] for prompt in prompts]
-        self.tokens = torch.tensor(rows, device=device).unsqueeze(1).repeat(1, num_live, 1)
+        self.tokens = placed(rows).unsqueeze(1).repeat(1, num_live, 1)
         self.logprob = torch.zeros(len(prompts), num_live, device=device)
         self.done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-        self.uniform = None if sampler is None else _uniform(sampler.keys, max_tokens).to(device)
+        self.uniform = None if sampler is None else placed(_uniform(sampler.keys, max_tokens), torch.float32)
 
     def advance(self, column: int, logprobs: Tensor) -> Tensor | None:
         """Decide on `column` from log-probabilities [B, K, V]; which rows live on, if not each its own."""
-        generated = column - self.lengths + 1
+        generated = self._generated(column, logprobs)
         active = (generated > 0) & ~self.done
         chosen = self._chosen(logprobs[:, 0], generated)
         gained = logprobs[:, 0].gather(1, chosen[:, None])
@@ -80,6 +87,13 @@ class Search:
         self.tokens[:, 0, column] = torch.where(active, chosen, self.tokens[:, 0, column])
         self.done |= active & ((chosen == EOS) | (generated == self.max_tokens))
         return None
+
+    def _generated(self, column: int, logprobs: Tensor) -> Tensor:
+        """Tokens of each prompt with that of `column`; while too few, `logprobs` of the end becomes -inf."""
+        generated = column - self.lengths + 1
+        if self.min_tokens:
+            logprobs[:, :, EOS].masked_fill_((generated <= self.min_tokens)[:, None], -math.inf)
+        return generated
 
     def _chosen(self, logprobs: Tensor, generated: Tensor) -> Tensor:
         if self.sampler is None or self.uniform is None:
@@ -99,9 +113,11 @@ class BeamSearch(Search):
 
     def __init__(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, device: torch.device, *, width: int,
-        beam: int, length_penalty: float,
+        beam: int, length_penalty: float, min_tokens: int = 0, is_fake: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(prompts, max_tokens, device, width=width, num_live=beam)
+        super().__init__(
+            prompts, max_tokens, device, width=width, num_live=beam, min_tokens=min_tokens, is_fake=is_fake
+        )
         self.beam, self.length_penalty = beam, length_penalty
         self.logprob[:, 1:] = -math.inf  # so far, all live sequences are one
         self.ended = self.tokens.clone()
@@ -112,7 +128,7 @@ class BeamSearch(Search):
     def advance(self, column: int, logprobs: Tensor) -> Tensor | None:
         """As above; the rows that live on are [B K]."""
         num_prompts, beam, vocab = logprobs.shape
-        generated = column - self.lengths + 1
+        generated = self._generated(column, logprobs)
         active = (generated > 0) & ~self.done
         totals = (self.logprob.unsqueeze(-1) + logprobs).flatten(1)
         best, place = totals.topk(min(2 * beam, totals.shape[1]), dim=1)
@@ -186,23 +202,33 @@ def decode(
     cache = model.new_cache(num_prompts * num_live, width) if cached else None
     known = 0
     for column in range(first, width):
-        fed = search.tokens[:, :, known:column].flatten(0, 1)
-        logprobs = model(fed, cache=cache).logits[:, -1].float().log_softmax(dim=-1)
-        logprobs[:, [BOS, PAD, UNK]] = -math.inf
+        logprobs = _next_logprobs(model, search.tokens[:, :, known:column].flatten(0, 1), cache)
         origin = search.advance(column, logprobs.view(num_prompts, num_live, -1))
+        del logprobs
         if cache is not None:
             known = column
             if origin is not None:
                 cache.reorder(origin)
-        if not is_fake and _all_done(search.done, group):
+        open_prompts = _num_open(search.done, group)
+        if not is_fake and int(open_prompts) == 0:
             return
 
 
-def _all_done(done: Tensor, group: dist.ProcessGroup | None) -> bool:
+def _next_logprobs(model: TransformerDecoder, tokens: Tensor, cache: KVCache | None) -> Tensor:
+    """Log-probabilities [B, V] of what follows `tokens` [B, T]: words, or the end."""
+    logits = model(tokens, cache=cache, last_only=True).logits
+    logprobs = model.embed_tokens.logprobs(logits.squeeze(1))
+    logprobs[:, :EOS] = -math.inf
+    logprobs[:, UNK] = -math.inf
+    return logprobs
+
+
+def _num_open(done: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Prompts of all ranks of `group` that are not done."""
     open_prompts = (~done).sum()
     if group is not None:
         dist.all_reduce(open_prompts, group=group)
-    return int(open_prompts) == 0
+    return open_prompts
 
 
 def _until_end(tokens: list[int]) -> list[int]:
@@ -228,10 +254,10 @@ def _padded(x: Tensor, count: int, value: Any) -> Tensor:
     return torch.cat([x, x.new_full((x.shape[0], missing, *x.shape[2:]), value)], dim=1)
 
 
-def _uniform(keys: Sequence[tuple[int, ...]], count: int) -> Tensor:
+def _uniform(keys: Sequence[tuple[int, ...]], count: int) -> list[list[float]]:
     """`count` numbers in [0, 1) for each key."""
     rows = []
     for key in keys:
-        seed = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8]) >> 1
-        rows.append(torch.rand(count, generator=torch.Generator().manual_seed(seed)))
-    return torch.stack(rows)
+        seed = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8])
+        rows.append(np.random.default_rng(seed).random(count, dtype=np.float32).tolist())
+    return rows

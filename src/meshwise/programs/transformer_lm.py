@@ -2,9 +2,9 @@
 
 Pre-norm blocks, GELU, tied embedding, sinusoidal positions; every `moe_freq`-th block has experts
 (`programs.moe`) in place of its feed-forward. The model is plain: it knows the tensors that its rank
-holds, and a `Shard` says how they are cut. Attention heads, the feed-forward and each expert's hidden
-width are cut over tp, the experts over ep, the batch over the rest. `parts` names every local piece of
-every tensor as a checkpoint does, whatever the cut: seeds and checkpoints do not depend on the world.
+holds, and a `Shard` says how they are cut. Words, attention heads, the feed-forward and each expert's
+hidden width are cut over tp, the experts over ep, the batch over the rest. `parts` names every local piece
+of every tensor as a checkpoint does, whatever the cut: seeds and checkpoints do not depend on the world.
 
 The projections of attention add their bias after the product, and after the sum over tp where it is cut;
 the feed-forward's two matrices add theirs within the product (`addmm`), on one rank of tp.
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from meshwise.gpt_config import GptConfig
 from meshwise.programs.moe import Linear, MoELayer, Shard, from_tensor_parallel, gelu, to_tensor_parallel
 from meshwise.programs.text_data import PAD
+from meshwise.programs.vocabulary import Vocabulary
 
 
 @dataclass(slots=True, eq=False)
@@ -36,13 +37,28 @@ class KVCache:
 
     def reorder(self, rows: Tensor) -> None:
         """Row b becomes what row `rows[b]` was: beams that live on take their history along."""
-        self.keys = [keys.index_select(0, rows) for keys in self.keys]
-        self.values = [values.index_select(0, rows) for values in self.values]
+        for stores in (self.keys, self.values):
+            for layer in range(len(stores)):  # one at a time: the old one goes before the next is made
+                stores[layer] = stores[layer].index_select(0, rows)
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B heads, past + T, head_dim] of a layer, the new [B heads, T, head_dim] added.
+
+        Both are views: a product reads the cache where it lies.
+        """
+        start, stop = self.length, self.length + key.shape[1]
+        both = (self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1))
+        for store, new in zip(both, (key, value), strict=True):
+            store[:, start:stop] = new
+        return both[0][:, :stop], both[1][:, :stop]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderOutput:
-    """Logits [B, T, V]; the embedded input and each layer's output [B, T, M]; per MoE layer the rest."""
+    """Logits of this rank's words [B, T, n] (see `programs.vocabulary`), or of the last token's [B, 1, n].
+
+    `inner_states`: the embedded input and each layer's output [B, T, M]; the rest is per MoE layer.
+    """
 
     logits: Tensor
     inner_states: list[Tensor]
@@ -71,7 +87,7 @@ class MultiheadAttention(nn.Module):
             query, key, value = (self._heads(x, proj) for proj in (self.q_proj, self.k_proj, self.v_proj))
             query = query * self.head_dim**-0.5
             if cache is not None:
-                key, value = _extended(cache, layer, key, value, batch)
+                key, value = cache.extend(layer, key, value)
             scores = torch.bmm(query, key.transpose(1, 2))
             if mask is not None:
                 scores += mask
@@ -84,14 +100,6 @@ class MultiheadAttention(nn.Module):
         """[B, T, M] -> [B heads, T, head_dim]."""
         y = F.linear(x, proj.weight).add_(proj.bias)
         return y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2).flatten(0, 1)
-
-
-def _extended(cache: KVCache, layer: int, key: Tensor, value: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-    """The keys and values of all tokens so far, after adding the new ones [B heads, T, head_dim]."""
-    start, stop = cache.length, cache.length + key.shape[1]
-    for store, new in ((cache.keys[layer], key), (cache.values[layer], value)):
-        store[:, :, start:stop] = new.unflatten(0, (batch, -1))
-    return tuple(store[layer][:, :, :stop].flatten(0, 1) for store in (cache.keys, cache.values))
 
 
 class TransformerDecoderLayer(nn.Module):
@@ -147,7 +155,7 @@ class TransformerDecoder(nn.Module):
         super().__init__()
         self.config, self.shard = config, shard
         width, where = config.decoder_embed_dim, {"device": device, "dtype": dtype}
-        self.embed_tokens = Linear(config.vocab_size, width, **where)
+        self.embed_tokens = Vocabulary(config.vocab_size, width, shard, **where)
         self.layers = nn.ModuleList(
             TransformerDecoderLayer(config, layer, shard, grouped=grouped, **where)
             for layer in range(config.decoder_layers)
@@ -157,9 +165,13 @@ class TransformerDecoder(nn.Module):
         self.register_buffer("positions", table.to(dtype), persistent=False)
 
     def forward(
-        self, tokens: Tensor, *, cache: KVCache | None = None, generator: torch.Generator | None = None
-    ) -> DecoderOutput:
-        """Logits for tokens [B, T], which may end in padding; with a `cache`, for those that follow it."""
+        self, tokens: Tensor, *, cache: KVCache | None = None, generator: torch.Generator | None = None,
+        last_only: bool = False,
+    ) -> DecoderOutput:  # fmt: skip
+        """Logits for tokens [B, T], which may end in padding; with a `cache`, for those that follow it.
+
+        `last_only`: of the last token alone, all that a search needs.
+        """
         with self.shard.section("TransformerDecoder"):
             x = self._embedded(tokens, past=0 if cache is None else cache.length)
             padding = tokens == PAD
@@ -173,9 +185,11 @@ class TransformerDecoder(nn.Module):
                     output.metrics.append(metrics)
             if cache is not None:
                 cache.length += tokens.shape[1]
+            if last_only:
+                x = x[:, -1:]
             if self.layer_norm is not None:
                 x = self.layer_norm(x)
-            return replace(output, logits=F.linear(x, self.embed_tokens.weight))
+            return replace(output, logits=self.embed_tokens.logits(x))
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for `batch` sequences of up to `capacity` tokens."""
@@ -188,7 +202,7 @@ class TransformerDecoder(nn.Module):
         return KVCache(keys, values)
 
     def _embedded(self, tokens: Tensor, past: int) -> Tensor:
-        x = F.embedding(tokens, self.embed_tokens.weight, padding_idx=PAD)
+        x = self.embed_tokens.embed(tokens)
         if not self.config.no_scale_embedding:
             x = x * math.sqrt(self.config.decoder_embed_dim)
         if not self.config.no_token_positional_embeddings:
@@ -226,6 +240,7 @@ def _log_step(half: int) -> float:
 # --- the pieces of the parameters -----------------------------------------------------------------
 
 _CUT_DIM = {
+    "embed_tokens.weight": 0,
     **{f"{proj}.{kind}": 0 for proj in ("q_proj", "k_proj", "v_proj", "fc1") for kind in ("weight", "bias")},
     "out_proj.weight": 1,
     "fc2.weight": 1,
@@ -238,35 +253,49 @@ class Part:
     """One tensor of the model by its name in a checkpoint, and the piece of it that this rank holds.
 
     `piece` is a view of the parameter: what is copied into it changes the model. `dim`: where the tensor
-    is cut over tp (None: whole).
+    is cut over tp (None: whole); there it is `length` long, and the piece begins at `start`.
     """
 
     name: str
     piece: Tensor
     dim: int | None
     is_expert: bool
+    length: int = 0
+    start: int = 0
 
-    def full_shape(self, shard: Shard) -> tuple[int, ...]:
+    @property
+    def full_shape(self) -> tuple[int, ...]:
         """Shape of the whole tensor."""
-        return tuple(n * (shard.tp if i == self.dim else 1) for i, n in enumerate(self.piece.shape))
+        return tuple(self.length if i == self.dim else n for i, n in enumerate(self.piece.shape))
 
-    def bounds(self, shard: Shard) -> tuple[slice, ...]:
+    @property
+    def bounds(self) -> tuple[slice, ...]:
         """Where in the whole tensor the piece lies."""
-        starts = (n * (shard.tp_rank if i == self.dim else 0) for i, n in enumerate(self.piece.shape))
+        starts = (self.start if i == self.dim else 0 for i in range(self.piece.dim()))
         return tuple(slice(start, start + n) for start, n in zip(starts, self.piece.shape, strict=True))
 
 
 def parts(model: TransformerDecoder) -> Iterator[Part]:
     """Every piece that this rank holds; experts one by one, by their number in the whole layer."""
+    shard, words = model.shard, model.embed_tokens
     for name, parameter in model.named_parameters():
         dim = _CUT_DIM.get(".".join(name.split(".")[-2:]))
-        if ".experts." not in name:
-            yield Part(name, parameter.data, dim, is_expert=False)
-            continue
-        before, after = name.split(".experts.")
-        for i, piece in enumerate(parameter.data):
-            expert = model.shard.ep_rank * len(parameter) + i
-            yield Part(f"{before}.experts.{expert}.{after}", piece, dim, is_expert=True)
+        if parameter is words.weight:  # its padding is no part of the model
+            piece = parameter.data[: words.num_words]
+            yield Part(name, piece, dim, is_expert=False, length=words.vocab_size, start=words.first)
+        elif ".experts." not in name:
+            yield Part(name, parameter.data, dim, is_expert=False, **_span(parameter, dim, shard))
+        else:
+            before, after = name.split(".experts.")
+            for i, piece in enumerate(parameter.data):
+                expert = f"{before}.experts.{shard.ep_rank * len(parameter) + i}.{after}"
+                yield Part(expert, piece, dim, is_expert=True, **_span(piece, dim, shard))
+
+
+def _span(piece: Tensor, dim: int | None, shard: Shard) -> dict[str, int]:
+    """The length of a tensor that is cut evenly along `dim`, and where this rank's piece begins."""
+    local = 0 if dim is None else piece.shape[dim]
+    return {"length": local * shard.tp, "start": local * shard.tp_rank}
 
 
 def init_parameters(model: TransformerDecoder, seed: int) -> None:
@@ -278,13 +307,13 @@ def init_parameters(model: TransformerDecoder, seed: int) -> None:
     for part in parts(model):
         key = hashlib.sha256(f"{seed} {part.name}".encode()).digest()[:8]
         generator = torch.Generator().manual_seed(int.from_bytes(key) >> 1)
-        is_whole = part.full_shape(model.shard) == tuple(part.piece.shape)
+        is_whole = part.full_shape == tuple(part.piece.shape)
         if is_whole and part.piece.device.type == "cpu" and part.piece.dtype == torch.float32:
             _fill(part.name, part.piece, generator)
         else:
-            whole = torch.empty(part.full_shape(model.shard))
+            whole = torch.empty(part.full_shape)
             _fill(part.name, whole, generator)
-            part.piece.copy_(whole[part.bounds(model.shard)])
+            part.piece.copy_(whole[part.bounds])
 
 
 def _fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
