@@ -249,6 +249,26 @@ class Project(torch.autograd.Function):
         return torch.mm(rows, columns), dweight
 
 
+class MatMul(torch.autograd.Function):
+    """x [n, k] times W [k, m], whose gradients are two matmuls of one form.
+
+    torch's own take another where a matrix is its own transpose, as one of a single element is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """[n, k] x [k, m] -> [n, m]."""
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """dW = x^T dy, then dx = dy W^T."""
+        x, weight = ctx.saved_tensors
+        dweight = torch.mm(x.t(), grad)
+        return torch.mm(grad, weight.t()), dweight
+
+
 class AllToAll(torch.autograd.Function):
     """Part i of dim 0 goes to rank i of `group`; the part from rank i comes to place i. Its own inverse."""
 

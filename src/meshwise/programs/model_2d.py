@@ -185,9 +185,7 @@ def layer(
     shown: dict[str, torch.Tensor] | None,
 ) -> torch.Tensor:
     """x [N/P, d] -> x + relu(x W1) W2, over the TP ranks of `group`."""
-    from torch import mm
-
-    from meshwise.programs.functions import AllGather, ReduceScatter
+    from meshwise.programs.functions import AllGather, MatMul, ReduceScatter
 
     op = context.recorder.op
     with op("input"):
@@ -196,11 +194,11 @@ def layer(
         weights = {"W1 [L, d, d'/TP]": shown["W1"], "W2 [L, d'/TP, d]": shown["W2"]}
         context.step("2D model parallel", {"input_ [N/DP, d]": gathered, **weights})
     with op("inter"):
-        inter = mm(gathered, weight_in).relu_()
+        inter = MatMul.apply(gathered, weight_in).relu_()
     if shown is not None:
         context.step("inter = input x W1", {"inter [N/DP, d'/TP]": inter})
     with op("output"):
-        partial = mm(inter, weight_out)
+        partial = MatMul.apply(inter, weight_out)
         summed = ReduceScatter.apply(partial, group)
     with op("residual"):
         return x + summed

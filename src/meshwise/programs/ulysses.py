@@ -127,9 +127,16 @@ def weight_shapes(hidden: int, width: int) -> dict[str, tuple[int, int]]:
 
 def forward(options: Options, context: Context, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The steps of the program; nothing that it names is freed before it returns."""
-    from torch import bmm, mm
+    from torch import bmm
 
-    from meshwise.programs.functions import AllToAll, FlashAttention, Project, RingAttention, Scores
+    from meshwise.programs.functions import (
+        AllToAll,
+        FlashAttention,
+        MatMul,
+        Project,
+        RingAttention,
+        Scores,
+    )
 
     op, step = context.recorder.op, context.step
     num = context.world_size // options.ring
@@ -205,7 +212,7 @@ def forward(options: Options, context: Context, inputs: Mapping[str, torch.Tenso
     weight_o = weight_o.view(options.hidden, options.hidden)
     step("transpose and reshape c_, reshape O", {"c_ [N/P, d]": c_, "O [d, d]": weight_o})
     with op("output"):
-        output = mm(c_, weight_o)
+        output = MatMul.apply(c_, weight_o)
     step("output = c x O", {"output [N/P, d]": output})
     return output
 
