@@ -25,8 +25,7 @@ check: install
 	$(BIN)/pytest tests/test_house.py
 
 test: check
-	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/test_network.py --ignore tests/test_compare.py
-	$(BIN)/pytest tests/test_compare.py  # counts what lives in a process, so it has one of its own
+	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/test_network.py
 	$(BIN)/pytest tests/test_network.py  # measures time, so nothing runs beside it
 
 bench: install
