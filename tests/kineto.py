@@ -25,6 +25,18 @@ def all_reduce(
     return kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)", start_us, dur_us, 20, **about, **args)
 
 
+def message(
+    kind: str, start_us: float, dur_us: float, elements: int, peer: int, **args: Any
+) -> dict[str, Any]:
+    """An NCCL send to, or receive from, `peer`, with the metadata that PyTorch attaches."""
+    about = {"Collective name": kind, "In msg nelems": elements, "Out msg nelems": elements, "dtype": "Float"}
+    about |= {"Group size": 4, "Process Group Ranks": "[0, 1, 2, 3]", "Process Group Name": "0"}
+    about |= {"Dst Rank" if kind == "send" else "Src Rank": peer}
+    return kernel(
+        "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", start_us, dur_us, 24, **about, **args
+    )
+
+
 def host(
     category: str, name: str, start_us: float, dur_us: float, tid: int = 1, **args: Any
 ) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kineto import all_reduce, kernel, write_trace
+from kineto import all_reduce, host, kernel, message, write_trace
 from meshwise.trace.sections import joint_sections
 from meshwise.trace.summary import all_sections, summarize_paths
 from meshwise.trace.transfers import collective_kind
@@ -98,6 +98,111 @@ def test_groups_chain_the_clocks(tmp_path):
         write_trace(tmp_path / f"rank-{rank}.json", events, rank)
     found = summarize_paths([tmp_path])
     assert [found.alignment.offsets_s[r] * 1e6 for r in range(4)] == pytest.approx(offsets, abs=0.01)
+
+
+@given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 400)), min_size=1, max_size=6), st.data())
+def test_messages_of_a_pipeline(tmp_path_factory, arrivals, data):
+    """Four stages, each sends forward and back, on clocks seconds apart that only the messages link."""
+    folder = tmp_path_factory.mktemp("job")
+    clocks = data.draw(st.lists(st.integers(-5_000_000, 5_000_000), min_size=4, max_size=4))
+    events = {rank: [] for rank in range(4)}
+    for step, (sender, receiver) in enumerate(arrivals):
+        for hop, (a, b) in enumerate(((0, 1), (1, 2), (2, 3), (3, 2), (2, 1), (1, 0))):
+            at = 10_000.0 * step + 1000.0 * hop
+            end = at + max(sender, receiver) + WIRE_US
+            numbers = {"Seq": 100 * a + step}  # of one rank: of no use to the other
+            for rank, kind, start, peer in ((a, "send", sender, b), (b, "recv", receiver, a)):
+                args = (at + start + clocks[rank], end - at - start, 250 * (hop + 1), peer)
+                events[rank].append(message(kind, *args, **numbers))
+    for rank, found in events.items():
+        write_trace(folder / f"rank-{rank}.json", found, rank)
+    found = summarize_paths([folder])
+    assert found.problems == []
+    for rank, clock in enumerate(clocks):
+        assert found.alignment.offsets_s[rank] == pytest.approx((clock - clocks[0]) / 1e6, abs=2e-9)
+    assert len(found.collectives) == 6 * len(arrivals)
+    for one in found.collectives:
+        a, b = map(int, one.group.split("->"))
+        sender, receiver = arrivals[one.index]
+        assert (one.name, one.num_ranks, one.wire_s) == (
+            "send_recv",
+            2,
+            pytest.approx(WIRE_US / 1e6, abs=4e-9),
+        )
+        assert one.wait_s[a] == pytest.approx(max(0, receiver - sender) / 1e6, abs=4e-9)
+        assert one.wait_s[b] == pytest.approx(max(0, sender - receiver) / 1e6, abs=4e-9)
+        assert one.sent_bytes_per_s == pytest.approx(one.bytes / one.wire_s)
+        hop = {"0->1": 1, "1->2": 2, "2->3": 3, "3->2": 4, "2->1": 5, "1->0": 6}[one.group]
+        assert one.bytes == 1000 * hop
+
+
+def test_message_whose_other_side_is_missing(tmp_path):
+    write_trace(tmp_path / "rank-0.json", [message("send", 0, 10, 5, 1), message("send", 20, 10, 5, 3)], 0)
+    write_trace(tmp_path / "rank-1.json", [message("recv", 4, 6, 5, 0)], 1)
+    found = {one.group: one for one in summarize_paths([tmp_path]).collectives}
+    assert found["0->1"].wait_s == {0: pytest.approx(4e-6), 1: 0.0} and found["0->1"].last_rank == 1
+    assert (found["0->3"].name, found["0->3"].num_ranks) == ("send", 1)
+
+
+def test_buffered_messages(tmp_path):
+    """Gloo: a send is over at once; the receiver's waiting is what passed before the send began."""
+    peer = {"Input Dims": [[[250]], [], [], []], "Input type": ["TensorList", "", "Scalar", "Scalar"]}
+    shape = {"Input Dims": [[250]], "Input type": ["float"]}
+    starts = {0: ("send", 100.0, 3.0, 1), 1: ("recv", 40.0, 85.0, 0)}
+    for rank, (kind, start, length, other) in starts.items():
+        call = peer | {"Concrete Inputs": ["", "", str(other), "0"]}
+        name = "c10d::send" if kind == "send" else "c10d::recv_"
+        events = [host("cpu_op", name, start - 2, 4, **call)]
+        events.append(host("user_annotation", f"gloo:{kind}", start, length, **shape))
+        write_trace(tmp_path / f"rank-{rank}.json", events, rank, host_name="one")
+    (one,) = summarize_paths([tmp_path]).collectives
+    assert (one.name, one.group, one.bytes, one.last_rank) == ("send_recv", "0->1", 1000, 0)
+    assert one.wait_s == {0: 0.0, 1: pytest.approx(60e-6)} and one.wire_s == pytest.approx(25e-6)
+
+
+def test_uneven_all_to_all(tmp_path):
+    """Ranks send different amounts; without sequence numbers the calls match all the same."""
+    splits = [[100, 300], [250, 150], [50, 350], [200, 200]]
+    for rank in range(2):
+        events = []
+        for step, split in enumerate(splits):
+            about = {"Collective name": "all_to_allv", "In msg nelems": split[rank], "Out msg nelems": 200}
+            about |= {"dtype": "Float", "Process Group Ranks": "[0, 1]", "Group size": 2}
+            name = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+            late = 7.0 * step * rank
+            events.append(kernel(name, 1000.0 * step + late, 60 - late, 20, **about))
+        write_trace(tmp_path / f"rank-{rank}.json", events, rank)
+    found = summarize_paths([tmp_path]).collectives
+    assert [one.name for one in found] == ["all_to_all"] * 4 and {one.num_ranks for one in found} == {2}
+    for one, split in zip(found, splits, strict=True):
+        assert one.bytes == 4 * max(split)
+        uneven = {0: 4.0 * split[0], 1: 4.0 * split[1]} if split[0] != split[1] else None
+        assert one.bytes_by_rank == uneven
+
+
+def test_two_groups_of_the_same_ranks(tmp_path):
+    """Each counts its own calls; the same number in both is not the same call."""
+    for rank in (0, 1):
+        events = []
+        for k in range(3):
+            for g, name in enumerate(("11", "12")):
+                about = {"Seq": k, "Process Group Name": name}
+                start = 1000.0 * k + 300 * g + 5 * rank * (g + 1)
+                events.append(all_reduce(start, 50 - 5 * rank * (g + 1), 10 * (g + 1), [0, 1], **about))
+        write_trace(tmp_path / f"rank-{rank}.json", events, rank)
+    found = summarize_paths([tmp_path]).collectives
+    assert [(one.group, one.index) for one in found] == [
+        (f"0,1 ({name})", k) for k in range(3) for name in ("11", "12")
+    ]
+    assert {(one.bytes, round(one.wait_s[0] * 1e6)) for one in found} == {(20, 5), (40, 10)}
+
+
+def test_coalesced_calls_share_a_number(tmp_path):
+    for rank in (0, 1):
+        events = [all_reduce(100.0 * k + 2 * rank, 50 - 2 * rank, 10 + k, [0, 1], Seq=4) for k in range(3)]
+        write_trace(tmp_path / f"rank-{rank}.json", events, rank)
+    found = summarize_paths([tmp_path]).collectives
+    assert [(one.index, one.bytes, one.num_ranks) for one in found] == [(4, 20, 2), (4, 22, 2), (4, 24, 2)]
 
 
 def test_calls_that_never_met_are_told(tmp_path):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 
 from kineto import BASE_NS, host, kernel, write_trace
 from meshwise.errors import DataError
-from meshwise.trace import read
+from meshwise.trace import decode
 from meshwise.trace.events import Kind, kind_of
 from meshwise.trace.read import read_trace, read_traces
+from meshwise.trace.summary import summarize_paths
 
 DATA = Path(__file__).parent / "data" / "traces"
 EVENTS = [host("cpu_op", f"aten::op{i}", 10.0 * i, 7.125, **{"External id": i + 1}) for i in range(50)]
@@ -64,7 +66,7 @@ def test_pieces_do_not_matter(tmp_path, monkeypatch, block, packed):
     if packed:
         path = tmp_path / "packed"
         path.write_bytes(gzip.compress((tmp_path / "rank-3.json").read_bytes()))
-    monkeypatch.setattr(read, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(decode, "_BLOCK_BYTES", block)
     pieces, notes = read_trace(path)
     assert notes == [] and pieces.rank == 3 and len(pieces) == 50
     assert pieces.start_ns.tolist() == whole.start_ns.tolist()
@@ -98,6 +100,80 @@ def test_damage_stays_local(tmp_path):
     assert len(trace) == 49 and 'run "fast" op20' in names and "aten::\ufffd\ufffd7" in names
     assert any(note.startswith("2 events") and "repaired" in note for note in notes)
     assert any(note.startswith("1 events could not be read") for note in notes)
+
+
+def test_not_a_number_costs_nothing_but_itself(tmp_path):
+    """Kineto writes the bandwidth of an empty copy as `inf`, Python's json writes NaN and Infinity."""
+    content = write_trace(tmp_path / "a.json", EVENTS, 0).read_text()
+    for old, new in (("op3", "nan"), ("op17", "-inf"), ("op49", "NaN")):
+        content = content.replace(f'"aten::{old}",', f'"aten::{old}", "id": {new},')
+    (tmp_path / "a.json").write_text(content.replace('"ts": 80.0', '"ts": Infinity'))
+    trace, notes = read_trace(tmp_path / "a.json")
+    assert len(trace) == 49 and "aten::op49" in {trace.name(i) for i in range(len(trace))}
+    assert notes == [
+        "4 values are no numbers (nan, inf); taken as missing",
+        "1 events could not be read and are left out",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "lost"),
+    [
+        ({"args": ["x"]}, 0),
+        ({"pid": True}, 0),
+        ({"name": ["x"]}, 0),
+        ({"ts": "noon"}, 1),
+        ({"ts": 1e30}, 1),
+        ({"dur": 1e30}, 1),
+        ({"ts": None}, 1),
+    ],
+    ids=str,
+)
+def test_fields_of_another_type(tmp_path, change, lost):
+    """An event is kept as far as its times are times; others are not touched."""
+    events = [*EVENTS[:20], EVENTS[20] | change, *EVENTS[21:]]
+    trace, notes = read_trace(write_trace(tmp_path / "a.json", events, 0))
+    assert len(trace) == 50 - lost and (trace.duration_ns == 7125).all()
+    assert any("could not be read" in note for note in notes) == bool(lost)
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"distributedInfo": {"rank": 3, "pg_config": 5}},
+        {"distributedInfo": {"rank": "3", "pg_config": [{"pg_name": "0", "ranks": ["a"]}, 7]}},
+        {"distributedInfo": [1], "meshwise": {"rank": 3.0, "groups": {"0": 5}}, "meshwise_collectives": "x"},
+    ],
+    ids=str,
+)
+def test_odd_metadata(tmp_path, about):
+    """What is no list of ranks is no group; the events count."""
+    found = summarize_paths([write_trace(tmp_path / "a.json", [host("cpu_op", "gloo:x", 0, 5)], **about)])
+    assert [one.rank for one in found.ranks] == [3] and found.traces[0].groups == {}
+
+
+def test_hand_made_events(tmp_path):
+    """Without phase, process, thread and arguments, behind a trailing comma, an event is still an event."""
+    text = '{"traceEvents": [{"cat": "kernel", "name": "k", "ts": 5, "dur": 2},\n null,\n'
+    (tmp_path / "rank0.json").write_text(text + '{"cat": "kernel", "name": "k", "ts": 9, "dur": 2},]}')
+    trace, notes = read_trace(tmp_path / "rank0.json")
+    assert trace.start_ns.tolist() == [5000, 9000] and trace.has_device
+    assert notes[0].startswith("1 events could not be read")
+
+
+@pytest.mark.parametrize("at", [0.01, 0.4, 0.9, 1.0])
+def test_damaged_gzip_gives_what_comes_before(tmp_path, at):
+    """A flipped byte, the last of them in the checksum: everything before it is used, and it is said."""
+    rng = random.Random(0)
+    events = [host("cpu_op", f"op{rng.random()}", float(i), rng.random()) for i in range(400)]
+    packed = bytearray(gzip.compress(write_trace(tmp_path / "rank-0.json", events, 0).read_bytes(), mtime=0))
+    packed[min(int(at * len(packed)), len(packed) - 8)] ^= 0xFF
+    (tmp_path / "rank-0.json").write_bytes(packed)
+    traces, problems = read_traces([tmp_path])
+    assert any("damaged" in p.reason or "ends in the middle" in p.reason for p in problems)
+    found = sum(len(trace) for trace in traces)
+    assert found == 400 if at == 1.0 else found <= 400 * at + 100
+    assert at < 0.1 or found >= 400 * at - 150
 
 
 def test_ids_above_int64():

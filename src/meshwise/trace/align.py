@@ -7,8 +7,9 @@ clock offset o[r] (what rank r's clock reads too much),
     e[c, r] = t[c] + o[r] + noise,      o of the lowest rank = 0.
 
 Least absolute deviations over all c and r at once (iteratively reweighted least squares): groups chain, so
-ranks that never meet in one group are aligned through those that both meet. Ranks without any common
-collective keep their own clock.
+ranks that never meet in one group are aligned through those that both meet. Where collectives leave ranks
+unlinked (the stages of a pipeline), messages link them: a send and its receive end together too, though less
+exactly. Ranks without anything in common keep their own clock.
 
 Traces that name one host share its clock: there, offsets within twice the residual are noise and taken as 0.
 
@@ -50,8 +51,10 @@ def align(ranks: Sequence[int], matches: Sequence[Match], *, one_host: bool = Fa
     """The clock offsets of `ranks` from their matched collectives; `one_host`: all on one machine."""
     if len(ranks) == 1:
         return Alignment("one rank", {ranks[0]: 0}, 0.0, 0)
-    shared = [m for m in matches if len(m.by_rank) > 1 and m.first.kind in SYNCHRONISING]
-    shared = shared[:: 1 + len(shared) // _MAX_COLLECTIVES]
+    met = [m for m in matches if len(m.by_rank) > 1]
+    shared = _thinned([m for m in met if not m.is_message and m.kind in SYNCHRONISING])
+    if not _is_linked(ranks, shared):
+        shared += _thinned([m for m in met if m.is_message and not m.first.is_buffered])
     if not shared:
         return Alignment("the ranks' own clocks", dict.fromkeys(ranks, 0), None, 0)
     column = {rank: i for i, rank in enumerate(ranks)}
@@ -71,6 +74,19 @@ def align(ranks: Sequence[int], matches: Sequence[Match], *, one_host: bool = Fa
         residual_s=residual / 1e9,
         num_collectives=len(shared),
     )
+
+
+def _thinned(matches: Sequence[Match]) -> list[Match]:
+    return list(matches[:: 1 + len(matches) // _MAX_COLLECTIVES])
+
+
+def _is_linked(ranks: Sequence[int], matches: Sequence[Match]) -> bool:
+    """Whether the matches chain all ranks together."""
+    linked, rest = {ranks[0]}, [set(one.by_rank) for one in matches]
+    while near := [members for members in rest if members & linked]:
+        rest = [members for members in rest if not members & linked]
+        linked = linked.union(*near)
+    return linked >= set(ranks)
 
 
 def _residual(aligned: NDArray[np.float64]) -> float:

@@ -10,6 +10,12 @@ that as communication. The last rank waits for nobody, so the shortest duration 
 This needs no clock. Clocks check it: the last rank must enter before any rank has left. Collectives for
 which that fails by more than the alignment's error are not the same call and are told as a problem. With a
 trace of one rank alone nothing can be split: wire is then the whole duration, and `num_ranks` says 1.
+
+A send and its receive are split the same way where both sides work until the message is over (NCCL). Gloo's
+sends are buffered and end at once; there the clocks must tell:
+
+    wait[receiver] = start of the send - start of the receive, if positive
+    wire           = duration of the receive - wait[receiver]
 """
 
 from __future__ import annotations
@@ -38,6 +44,9 @@ class Collective:
     group_size: int | None
     index: int
     bytes: float | None
+    """The full tensor; of an all-to-all with uneven splits what the rank that sends most sends."""
+    bytes_by_rank: dict[int, float] | None
+    """Where they differ."""
     dtype: str
     num_ranks: int
     start_s: float
@@ -87,41 +96,62 @@ def stragglers(found: Sequence[Collective]) -> list[Straggler]:
 
 
 def _overlaps(one: Match, alignment: Alignment, tolerance_ns: float) -> bool:
-    if one.first.kind not in SYNCHRONISING:
+    """Whether the calls can have met: all enter before one leaves; what is received was sent before."""
+    starts = {rank: t.start_ns - alignment.offsets_ns[rank] for rank, t in one.by_rank.items()}
+    ends = {rank: t.end_ns - alignment.offsets_ns[rank] for rank, t in one.by_rank.items()}
+    if one.is_message:
+        sent = [starts[rank] for rank, t in one.by_rank.items() if t.kind == "send"]
+        received = [ends[rank] for rank, t in one.by_rank.items() if t.kind == "recv"]
+        return max(sent, default=0) <= min(received, default=np.inf) + tolerance_ns
+    if one.kind not in SYNCHRONISING:
         return True
-    start = max(t.start_ns - alignment.offsets_ns[rank] for rank, t in one.by_rank.items())
-    end = min(t.end_ns - alignment.offsets_ns[rank] for rank, t in one.by_rank.items())
-    return start <= end + tolerance_ns
+    return max(starts.values()) <= min(ends.values()) + tolerance_ns
 
 
 def _collective(one: Match, alignment: Alignment, origin_ns: int) -> Collective:
     ranks = sorted(one.by_rank)
     duration = np.array([one.by_rank[rank].end_ns - one.by_rank[rank].start_ns for rank in ranks])
     start = np.array([one.by_rank[rank].start_ns - alignment.offsets_ns[rank] for rank in ranks])
-    shortest = int(duration.min())
     last = ranks[int(np.lexsort((-start, duration))[0])]
-    sizes = [t.payload_bytes for t in one.by_rank.values() if t.payload_bytes is not None]
+    wire, wait = int(duration.min()), duration - duration.min()
+    if len(ranks) > 1 and any(t.is_buffered for t in one.by_rank.values()):
+        last = ranks[int(start.argmax())]
+        is_receiver = np.array([one.by_rank[rank].kind == "recv" for rank in ranks])
+        late = np.where(is_receiver, start.max() - start, 0)
+        wire = int((duration - np.minimum(late, duration))[is_receiver][0])
+        wait = np.where(is_receiver, duration - wire, np.maximum(duration - wire, 0))
+    sizes = {rank: t.payload_bytes for rank, t in sorted(one.by_rank.items()) if t.payload_bytes is not None}
     group_size = next((t.group_size for t in one.by_rank.values() if t.group_size), None)
-    payload = max(sizes) if sizes else None
-    speed = None
-    if one.first.kind in _CLOSED_FORM and payload and group_size and shortest:
-        speed = float(sent_bytes(cast(Kind, one.first.kind), payload, float(group_size))) / (shortest / 1e9)
+    payload = max(sizes.values(), default=None)
+    text = one.group if isinstance(one.group, str) else _ranks_text(one.group)
     return Collective(
-        name=one.first.kind,
-        group=one.group if isinstance(one.group, str) else _ranks_text(one.group),
-        group_size=group_size,
+        name=one.kind,
+        group=f"{text} ({one.group_name})" if one.group_name else text,
+        group_size=2 if one.is_message else group_size,
         index=one.index,
         bytes=payload,
+        bytes_by_rank=sizes if len(set(sizes.values())) > 1 else None,
         dtype=one.first.dtype,
         num_ranks=len(ranks),
         start_s=(int(start.min()) - origin_ns) / 1e9,
         enter_s={rank: int(t - origin_ns) / 1e9 for rank, t in zip(ranks, start, strict=True)},
-        wire_s=shortest / 1e9,
-        wait_s={rank: int(d - shortest) / 1e9 for rank, d in zip(ranks, duration, strict=True)},
+        wire_s=wire / 1e9,
+        wait_s={rank: int(w) / 1e9 for rank, w in zip(ranks, wait, strict=True)},
         last_rank=last,
-        sent_bytes_per_s=speed,
+        sent_bytes_per_s=_speed(one.kind, payload, group_size, wire),
         events={rank: one.by_rank[rank].event for rank in ranks},
     )
+
+
+def _speed(kind: str, payload: float | None, group_size: int | None, wire_ns: int) -> float | None:
+    """Bytes that leave a rank over the time on the wire; None where the trace does not tell enough."""
+    if not payload or not wire_ns:
+        return None
+    if kind == "send_recv":
+        return payload / (wire_ns / 1e9)
+    if kind not in _CLOSED_FORM or not group_size:
+        return None
+    return float(sent_bytes(cast(Kind, kind), payload, float(group_size))) / (wire_ns / 1e9)
 
 
 def _ranks_text(ranks: tuple[int, ...]) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,6 +38,8 @@ class Kind(enum.IntEnum):
     DEVICE_ANNOTATION = 8
 
 
+POINT_TO_POINT_CALLS = ("c10d::send", "c10d::recv_")
+"""Operators whose third argument is the other rank."""
 DEVICE_KINDS = (Kind.COMPUTE, Kind.COMMUNICATION, Kind.MEMORY)
 _COMMUNICATION = re.compile(r"nccl|rccl|hccl|gloo", re.IGNORECASE)
 _MEMORY = re.compile(r"(hip)?mem(cpy|set)|dma", re.IGNORECASE)
@@ -87,6 +90,9 @@ class CommunicationArgs:
     group_size: int | None = None
     ranks: tuple[int, ...] | None = None
     sequence: int | None = None
+    source: int | None = None
+    """Of a message between two ranks: who sends, who receives."""
+    destination: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,6 +156,19 @@ class Trace:
     def name(self, event: int) -> str:
         """The name of event number `event`."""
         return self.labels[self.label[event]][1]
+
+    def tensors(self, shape: int) -> list[tuple[list[int], str]]:
+        """Dims and dtype of the plain tensors among the inputs; `shape` is from the column of that name."""
+        if shape < 0:
+            return []
+        dims, types = (msgspec.json.decode(text) if text else None for text in self.shapes[shape])
+        if not isinstance(dims, list) or not isinstance(types, list):
+            return []
+        return [
+            (dim, str(dtype))
+            for dim, dtype in zip(dims, types, strict=False)
+            if isinstance(dim, list) and all(isinstance(size, int) for size in dim)
+        ]
 
     def __len__(self) -> int:
         return len(self.start_ns)

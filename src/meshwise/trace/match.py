@@ -9,7 +9,9 @@ Where no shift fits, because a trace lacks calls or holds those of another group
 calls votes for the distance between its ends; the distance with most votes is the one between the clocks,
 and calls are the same whose ends then coincide.
 
-Sends and receives are no collectives and are not matched.
+A message is matched the same way: the k-th send from rank a to rank b in a group is the k-th receive of rank
+b from rank a. Sequence numbers do not help there, for each rank counts its own. A buffered send (gloo's) may
+end long before its receive begins, so those are counted off, and only if both sides recorded as many.
 """
 
 from __future__ import annotations
@@ -22,19 +24,25 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwise.trace.events import Ints
-from meshwise.trace.transfers import POINT_TO_POINT, Transfer, times
+from meshwise.trace.transfers import Transfer, times
 
 _EXTRA_SHIFT = 8
 _GOOD_FIT = 0.9
 _MAX_VOTES = 5_000_000
 _SAME_END_NS = 1_000_000
+_UNEVEN = ("all_to_all", "gather", "scatter")
+"""Collectives whose size differs between ranks."""
+
+Group = tuple[int, ...] | str
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """One collective of several ranks: number `index` of its group, by rank."""
+    """One communication of several ranks, by rank: number `index` of its group (of its pair, a message)."""
 
-    group: tuple[int, ...] | str
+    group: Group
+    group_name: str
+    """Not empty where another group has the same ranks."""
     index: int
     by_rank: dict[int, Transfer]
 
@@ -43,28 +51,75 @@ class Match:
         """The transfer of the lowest rank."""
         return self.by_rank[min(self.by_rank)]
 
+    @property
+    def kind(self) -> str:
+        """The collective; `send_recv` for a message of which both sides are known."""
+        return "send_recv" if self.is_message and len(self.by_rank) > 1 else self.first.kind
+
+    @property
+    def is_message(self) -> bool:
+        """Whether this is a send and its receive (or one of them alone)."""
+        return self.first.is_message
+
 
 def match(transfers: Mapping[int, Sequence[Transfer]]) -> list[Match]:
-    """The collectives of all ranks, matched; one of a single rank stands alone; by group and index."""
-    groups: dict[tuple[int, ...] | str, dict[int, list[Transfer]]] = defaultdict(lambda: defaultdict(list))
+    """The communications of all ranks, matched; one of a single rank stands alone; by group and index."""
+    groups: dict[tuple[Group, str], dict[int, list[Transfer]]] = defaultdict(lambda: defaultdict(list))
+    pairs: dict[tuple[Group, str, int | None, int | None], dict[int, list[Transfer]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for rank in sorted(transfers):
-        for transfer in transfers[rank]:
-            if transfer.kind not in POINT_TO_POINT:
-                groups[transfer.group][rank].append(transfer)
+        for one in transfers[rank]:
+            if one.is_message:
+                pairs[one.group, one.group_name, one.source, one.destination][rank].append(one)
+            else:
+                groups[one.group, one.group_name][rank].append(one)
+    names: dict[Group, set[str]] = defaultdict(set)
+    for group, name in groups:
+        names[group].add(name)
     matches: list[Match] = []
-    for group, members in groups.items():
-        counted = all(t.sequence is not None for found in members.values() for t in found)
-        numbers = _by_sequence(members) if counted else _by_order(members)
-        slots: dict[tuple[int, str], dict[int, Transfer]] = defaultdict(dict)
-        for rank, found in members.items():
-            for number, transfer in zip(numbers[rank], found, strict=True):
-                slots[number, transfer.kind][rank] = transfer
-        if counted:
-            matches += [Match(group, number, by_rank) for (number, _), by_rank in sorted(slots.items())]
-        else:
-            in_time = sorted(slots.values(), key=lambda by_rank: min(t.end_ns for t in by_rank.values()))
-            matches += [Match(group, index, by_rank) for index, by_rank in enumerate(in_time)]
+    for (group, name), members in groups.items():
+        matches += _collectives(group, name if len(names[group]) > 1 else "", members)
+    for (_, _, source, destination), members in pairs.items():
+        matches += _messages(source, destination, members)
     return matches
+
+
+def _collectives(group: Group, name: str, members: Mapping[int, list[Transfer]]) -> list[Match]:
+    counted = all(t.sequence is not None for found in members.values() for t in found)
+    numbers = _by_sequence(members) if counted else _by_order(members)
+    slots: dict[tuple[int, str, int], dict[int, Transfer]] = defaultdict(dict)
+    for rank, found in members.items():
+        seen: dict[tuple[int, str], int] = defaultdict(int)  # coalesced calls share a sequence number
+        for number, transfer in zip(numbers[rank], found, strict=True):
+            slots[number, transfer.kind, seen[number, transfer.kind]][rank] = transfer
+            seen[number, transfer.kind] += 1
+    if counted:
+        return [Match(group, name, number, by_rank) for (number, _, _), by_rank in sorted(slots.items())]
+    in_time = sorted(slots.values(), key=lambda by_rank: min(t.end_ns for t in by_rank.values()))
+    return [Match(group, name, index, by_rank) for index, by_rank in enumerate(in_time)]
+
+
+def _messages(
+    source: int | None, destination: int | None, members: Mapping[int, list[Transfer]]
+) -> list[Match]:
+    """The messages of one rank to another; those whose other side is not known stand alone."""
+    known = source is not None and destination is not None and source != destination
+    group = f"{'?' if source is None else source}->{'?' if destination is None else destination}"
+    buffered = any(t.is_buffered for found in members.values() for t in found)
+    if not known or (buffered and len({len(found) for found in members.values()}) > 1):
+        return [
+            Match(group, "", index, {rank: transfer})
+            for rank, found in members.items()
+            for index, transfer in enumerate(found)
+        ]
+    numbers = {rank: list(range(len(found))) for rank, found in members.items()}
+    slots: dict[int, dict[int, Transfer]] = defaultdict(dict)
+    for rank, order in (numbers if buffered else _by_order(members)).items():
+        for number, transfer in zip(order, members[rank], strict=True):
+            slots[number][rank] = transfer
+    in_time = sorted(slots.values(), key=lambda by_rank: min(t.end_ns for t in by_rank.values()))
+    return [Match(group, "", index, by_rank) for index, by_rank in enumerate(in_time)]
 
 
 def _by_sequence(members: Mapping[int, list[Transfer]]) -> dict[int, list[int]]:
@@ -83,12 +138,14 @@ def _by_order(members: Mapping[int, list[Transfer]]) -> dict[int, list[int]]:
 
 
 def _signatures(*lists: Sequence[Transfer]) -> list[Ints]:
-    """Kind and size of every call as one number, the same number for the same pair."""
+    """Kind and size of every call as one number, the same for the calls of two ranks that may be one."""
     known: dict[tuple[str, float | None], int] = {}
-    return [
-        np.array([known.setdefault((c.kind, c.payload_bytes), len(known)) for c in calls], dtype=np.int64)
-        for calls in lists
-    ]
+
+    def number(call: Transfer) -> int:
+        kind = "message" if call.is_message else call.kind
+        return known.setdefault((kind, None if kind in _UNEVEN else call.payload_bytes), len(known))
+
+    return [np.array([number(call) for call in calls], dtype=np.int64) for calls in lists]
 
 
 def _shifted(reference: Sequence[Transfer], found: Sequence[Transfer]) -> list[int | None]:

@@ -1,11 +1,8 @@
 """Reading Kineto traces: any size, any age, and what is left of a broken one.
 
-A trace file is a JSON object whose `traceEvents` array holds nearly all of it. It is never held whole:
-blocks are cut where one event ends and the next begins, each piece is decoded into typed structs, and
-only numpy columns stay. So memory is a few tens of bytes an event, a gzip file is read as it unpacks, and
-damage stays local: in a piece that does not decode, every event is tried alone, repaired where old
-writers left quotes unescaped or bytes that are not UTF-8, and counted as lost where that fails. What was
-inferred, repaired or lost is said, as a `Problem` of the file.
+A trace file is a JSON object whose `traceEvents` array holds nearly all of it. Its events come by the piece
+(see `decode`), and only numpy columns stay: memory is a few tens of bytes an event. What was inferred,
+repaired or lost is said, as a `Problem` of the file.
 
 Timestamps are microseconds with three decimals. Since 2024 they count from `baseTimeNanoseconds`, and
 below 2**43 µs a float64 rounds to the right nanosecond; older files count from 1970, where it does not,
@@ -15,87 +12,34 @@ so there the digits themselves are read.
 from __future__ import annotations
 
 import collections
-import functools
 import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.errors import DataError
-from meshwise.trace.events import CommunicationArgs, Ints, Kind, Memory, Problem, Trace, kind_of
+from meshwise.trace.decode import NOTHING, Args, Notes, decoded_pieces
+from meshwise.trace.events import (
+    POINT_TO_POINT_CALLS,
+    CommunicationArgs,
+    Ints,
+    Kind,
+    Memory,
+    Problem,
+    Trace,
+    kind_of,
+)
 
-_BLOCK_BYTES = 1 << 23
-_EXACT_US = 2.0**43
-_NUM_PROBED = 100
-_PROBED_BYTES = 1 << 16
-_EVENTS_START = re.compile(rb'"traceEvents"\s*:\s*\[')
-_DECIMAL_TS = re.compile(rb'"ts"\s*:\s*(?:"|\d+\.)')
-_EVENT_OPEN = rb'\{\s*"(?:ph|name|cat|pid|tid|ts|dur|args|id|bp|s|tts|tdur|cname)"\s*:'
-_EVENT_START = re.compile(_EVENT_OPEN)
-_EVENT_END = re.compile(rb"\}\s*,\s*\Z")
-_EVENT_GAP = re.compile(rb"(?<=\})\s*,\s*(?=" + _EVENT_OPEN + rb")")
-_ARRAY_END = re.compile(rb"\}\s*\]")
-_STRING_VALUE = re.compile(rb'(:\s*")(.*?)("\s*(?:,\s*"[^"]*"\s*:|[}\]]))', re.DOTALL)
-_LONE_QUOTE = re.compile(rb'(?<!\\)"')
-_CONTROL = re.compile(rb"[\x00-\x1f]")
 _RANK_IN_NAME = re.compile(r"(?:rank|worker|trainer)[-_. ]?(\d+)", re.IGNORECASE)
-
-
-_NOTHING = msgspec.Raw(b"")
-
-
-class _Args(msgspec.Struct, gc=False):
-    """The arguments that an analysis uses; `Any` where writers disagree about the type."""
-
-    stream: Any = None
-    device: Any = None
-    correlation: Any = None
-    external: Any = msgspec.field(name="External id", default=None)
-    external_old: Any = msgspec.field(name="external id", default=None)
-    size: Any = msgspec.field(name="bytes", default=None)
-    dims: msgspec.Raw = msgspec.field(name="Input Dims", default=_NOTHING)
-    types: msgspec.Raw = msgspec.field(name="Input type", default=_NOTHING)
-    collective: Any = msgspec.field(name="Collective name", default=None)
-    in_elements: Any = msgspec.field(name="In msg nelems", default=None)
-    out_elements: Any = msgspec.field(name="Out msg nelems", default=None)
-    dtype: Any = None
-    group: Any = msgspec.field(name="Process Group Name", default=None)
-    group_size: Any = msgspec.field(name="Group size", default=None)
-    ranks: Any = msgspec.field(name="Process Group Ranks", default=None)
-    sequence: Any = msgspec.field(name="Seq", default=None)
-    delta: Any = msgspec.field(name="Bytes", default=None)
-    total: Any = msgspec.field(name="Total Allocated", default=None)
-    device_type: Any = msgspec.field(name="Device Type", default=None)
-    label: Any = msgspec.field(name="name", default=None)
-
-
-class _Event(msgspec.Struct, gc=False):
-    ph: str = ""
-    cat: str | None = None
-    name: str | float | None = ""
-    ts: float | str | None = None
-    dur: float | str | None = None
-    pid: int | str | float | None = None
-    tid: int | str | float | None = None
-    args: _Args | None = None
-
-
-class _ExactEvent(_Event, gc=False):
-    ts: Decimal | None = None  # type: ignore[assignment]
-    dur: Decimal | None = None  # type: ignore[assignment]
-
-
-_NO_ARGS = _Args()
-_decode = msgspec.json.Decoder(list[_Event]).decode
-_decode_exact = msgspec.json.Decoder(list[_ExactEvent]).decode
-_BROKEN = (msgspec.DecodeError, UnicodeDecodeError)
+_MAX_US = 2.0**52
+_NO_TIME = np.iinfo(np.int64).min
+_NO_ARGS = Args()
 
 
 def read_traces(paths: Iterable[str | Path]) -> tuple[list[Trace], list[Problem]]:
@@ -146,208 +90,17 @@ def trace_files(paths: Iterable[str | Path]) -> list[Path]:
 
 def read_trace(path: Path) -> tuple[Trace | None, list[str]]:
     """The trace in one file (rank -1 if nothing tells it; None if nothing is left), and what is wrong."""
-    notes = _Notes()
+    notes = Notes()
     columns = _Columns()
     metadata: dict[str, Any] = {}
-    for events in decoded_pieces(path, notes, metadata, _decode_piece):
-        columns.add(events)
+    for events in decoded_pieces(path, notes, metadata):
+        columns.add(events, notes)
     if not metadata and not len(columns):
         return None, notes.sentences() or ["not a trace: it holds no traceEvents"]
     trace = columns.trace(path, metadata, notes)
     if not len(trace) and not len(trace.memory.time_ns):
         return None, ["the trace holds no event", *notes.sentences()]
     return trace, notes.sentences()
-
-
-@dataclass(slots=True)
-class _Notes:
-    """What happened while one file was read."""
-
-    exact: bool = False
-    unreadable: str = ""
-    truncated: bool = False
-    num_lost: int = 0
-    num_repaired: int = 0
-    first_bad_byte: int | None = None
-    others: list[str] = field(default_factory=list)
-
-    def sentences(self) -> list[str]:
-        found = [self.unreadable] if self.unreadable else []
-        if self.truncated:
-            found.append("the file ends in the middle; what comes before is used")
-        where = f", the first near byte {self.first_bad_byte}"
-        if self.num_repaired:
-            found.append(f"{self.num_repaired} events held bad UTF-8 or quotes and were repaired{where}")
-        if self.num_lost:
-            found.append(f"{self.num_lost} events could not be read and are left out{where}")
-        return found + self.others
-
-
-def decoded_pieces(
-    path: Path, notes: _Notes, metadata: dict[str, Any], decode: Callable[[bytes, int, _Notes], list[Any]]
-) -> Iterator[list[Any]]:
-    """The events of a file by the thousand, as `decode` makes them; fills `notes` and `metadata`."""
-    blocks = _blocks(path, notes)
-    buffer = b""
-    start = None
-    for block in blocks:
-        buffer += block
-        if start := _EVENTS_START.search(buffer):
-            metadata |= _metadata(buffer[: start.start()].rstrip().rstrip(b",") + b"}")
-            buffer = buffer[start.end() :]
-            break
-        if buffer.lstrip()[:1] == b"[":
-            start = re.match(rb"\s*\[", buffer)
-            buffer = buffer.lstrip()[1:]
-            break
-    if not start:
-        if not notes.unreadable:
-            notes.unreadable = (
-                "the file is empty" if not buffer.strip() else "not a trace: no traceEvents in it"
-            )
-        return
-    metadata.setdefault("traceEvents", True)
-    offset = start.end()
-    for block in blocks:
-        buffer += block
-        cut = _last_gap(buffer)
-        if cut:
-            yield decode(buffer[:cut], offset, notes)
-            offset += cut + 1
-            buffer = buffer[cut + 1 :].lstrip(b", \n\r\t")
-    events, trailer = _last_events(buffer, notes)
-    if events:
-        yield decode(events, offset, notes)
-    metadata |= _metadata(b"{" + trailer.lstrip(b", \r\n\t")) if trailer.strip(b"} \r\n\t") else {}
-
-
-def _blocks(path: Path, notes: _Notes) -> Iterator[bytes]:
-    """The unpacked bytes of a file; stops with a note where a damaged one ends."""
-    try:
-        with path.open("rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
-            file.seek(0)
-            if packed:
-                yield from _unpacked(file)
-            else:
-                yield from iter(functools.partial(file.read, _BLOCK_BYTES), b"")
-    except OSError as error:
-        notes.unreadable = f"cannot be read: {error.strerror}"
-    except zlib.error:
-        notes.truncated = True
-    except EOFError:
-        notes.truncated = True
-
-
-def _unpacked(file: BinaryIO) -> Iterator[bytes]:
-    engine = zlib.decompressobj(wbits=31)
-    for packed in iter(functools.partial(file.read, _BLOCK_BYTES // 8), b""):
-        while packed:
-            yield engine.decompress(packed, _BLOCK_BYTES)
-            packed = engine.unconsumed_tail or engine.unused_data
-            if engine.eof and packed:
-                engine = zlib.decompressobj(wbits=31)
-    if not engine.eof:
-        raise EOFError
-
-
-def _last_gap(buffer: bytes) -> int:
-    """Where the last complete event of `buffer` ends: behind its `}`; 0 if no boundary is in sight."""
-    position = buffer.rfind(b"{")
-    while position > 0:
-        if _EVENT_START.match(buffer, position):
-            end = _EVENT_END.search(buffer, max(0, position - 64), position)
-            if end:
-                return end.start() + 1
-        position = buffer.rfind(b"{", 0, position)
-    return 0
-
-
-def _last_events(buffer: bytes, notes: _Notes) -> tuple[bytes, bytes]:
-    """The rest of the array split into its events and what follows the array's end."""
-    if buffer.lstrip()[:1] in (b"]", b""):
-        notes.truncated |= not buffer.strip()
-        return b"", buffer.lstrip()[1:]
-    last = _last_gap(buffer)
-    for end in _ARRAY_END.finditer(buffer, last):
-        text = buffer[last : end.start() + 1].lstrip(b", \r\n\t")
-        try:
-            msgspec.json.decode(b"[" + text + b"]")
-        except _BROKEN:
-            if not _repaired(text):
-                continue
-        return buffer[: end.start() + 1], buffer[end.end() :]
-    notes.truncated = True
-    return buffer[:last], b""
-
-
-def _decode_piece(piece: bytes, offset: int, notes: _Notes) -> list[Any]:
-    """Events of a piece of the array, exact to the nanosecond."""
-    text = b"[" + piece + b"]"
-    try:
-        events = _decode_exact(text) if notes.exact else _decode(text)
-        if not notes.exact and _needs_digits(events) and _DECIMAL_TS.search(piece, 0, _PROBED_BYTES):
-            notes.exact = True
-            return _decode_exact(text)
-        return events
-    except _BROKEN:
-        return _rescued(piece, offset, notes, _ExactEvent if notes.exact else _Event)
-
-
-def _needs_digits(events: list[Any]) -> bool:
-    """Whether these times, if they have decimals, are beyond what a float64 can hold."""
-    times = [e.ts for e in events[:_NUM_PROBED] if e.ts is not None]
-    return any(isinstance(ts, str) or abs(ts) >= _EXACT_US for ts in times)
-
-
-def _rescued(piece: bytes, offset: int, notes: _Notes, event_type: Any) -> list[Any]:
-    """The events of a damaged piece, one by one."""
-    events = []
-    for text in _EVENT_GAP.split(piece):
-        try:
-            events.append(msgspec.json.decode(text, type=event_type))
-            continue
-        except _BROKEN:
-            if notes.first_bad_byte is None:
-                notes.first_bad_byte = offset + piece.find(text)
-        repaired = _repaired(text)
-        if repaired:
-            notes.num_repaired += 1
-            events.append(msgspec.json.decode(repaired, type=event_type))
-        else:
-            notes.num_lost += 1
-    return events
-
-
-def _repaired(text: bytes) -> bytes:
-    """An event made readable: bad UTF-8 replaced, stray quotes and control characters escaped; or nothing."""
-    text = text.decode("utf-8", "replace").encode()
-
-    def escape(match: re.Match[bytes]) -> bytes:
-        inner = _LONE_QUOTE.sub(rb"\"", match.group(2))
-        return match.group(1) + _CONTROL.sub(b" ", inner) + match.group(3)
-
-    for candidate in (text, _STRING_VALUE.sub(escape, text)):
-        try:
-            msgspec.json.decode(candidate, type=_Event)
-        except _BROKEN:
-            continue
-        return candidate
-    return b""
-
-
-def _metadata(text: bytes) -> dict[str, Any]:
-    """What a file says outside its events; of a damaged head at least rank and base time."""
-    try:
-        found = msgspec.json.decode(text.decode("utf-8", "replace"))
-        return found if isinstance(found, dict) else {}
-    except _BROKEN:
-        fields: dict[str, Any] = {}
-        if rank := re.search(rb'"rank"\s*:\s*(\d+)', text):
-            fields["distributedInfo"] = {"rank": int(rank.group(1))}
-        if base := re.search(rb'"baseTimeNanoseconds"\s*:\s*(\d+)', text):
-            fields["baseTimeNanoseconds"] = int(base.group(1))
-        return fields
 
 
 @dataclass(slots=True)
@@ -368,7 +121,8 @@ class _Columns:
     def __len__(self) -> int:
         return self.num_events + self.num_events_of_memory
 
-    def add(self, events: list[Any]) -> None:
+    def add(self, events: list[Any], notes: Notes) -> None:
+        """Take in a piece; complete events without a usable time are counted as lost."""
         by_phase: dict[str, list[Any]] = collections.defaultdict(list)
         for e in events:
             by_phase[e.ph].append(e)
@@ -377,18 +131,28 @@ class _Columns:
         for e in by_phase["M"]:
             if e.name == "thread_name" and e.args:
                 self.track_names[e.pid, e.tid] = str(e.args.label or "")
-        spans = [e for e in by_phase["X"] if e.ts is not None and e.cat != "Trace"]
-        if not spans:
-            return
+        spans = [e for e in by_phase["X"] if e.cat != "Trace"]
+        start, duration = _nanoseconds([e.ts for e in spans]), _nanoseconds([e.dur or 0 for e in spans])
+        timed = (start != _NO_TIME) & (duration != _NO_TIME)
+        if not timed.all():
+            notes.num_lost += int((~timed).sum())
+            spans = [e for e, is_timed in zip(spans, timed.tolist(), strict=True) if is_timed]
+        if spans:
+            self._add_spans(spans, start[timed], duration[timed])
+
+    def _add_spans(self, spans: list[Any], start: Ints, duration: Ints) -> None:
         labels, tracks = self.labels, self.tracks
         args = [e.args or _NO_ARGS for e in spans]
-        for i, a in enumerate(args):
+        for i, (e, a) in enumerate(zip(spans, args, strict=True)):
             if a.collective is not None or a.group is not None:
                 self.communications[self.num_events + i] = _communication(a)
+            elif e.name in POINT_TO_POINT_CALLS:
+                peer = _peer(a.concrete)
+                self.communications[self.num_events + i] = CommunicationArgs(source=peer, destination=peer)
         self.parts.append(
             (
-                _nanoseconds([e.ts for e in spans]),
-                _nanoseconds([e.dur or 0 for e in spans]),
+                start,
+                duration,
                 _ints([labels.setdefault((e.cat, e.name), len(labels)) for e in spans]),
                 _ints([tracks.setdefault((e.pid, e.tid), len(tracks)) for e in spans]),
                 _whole([a.stream for a in args]),
@@ -396,27 +160,30 @@ class _Columns:
                 _whole([a.correlation for a in args]),
                 _whole([a.external if a.external is not None else a.external_old for a in args]),
                 _whole([a.size for a in args]),
-                _ints([-1 if a.dims is _NOTHING else self._shape(a) for a in args]),
+                _ints([-1 if a.dims is NOTHING else self._shape(a) for a in args]),
             )
         )
         self.num_events += len(spans)
 
-    def _shape(self, args: _Args) -> int:
+    def _shape(self, args: Args) -> int:
         return self.shapes.setdefault((bytes(args.dims), bytes(args.types)), len(self.shapes))
 
     def _add_memory(self, events: list[Any]) -> None:
-        if events:
-            columns = (
-                _nanoseconds([e.ts for e in events]),
-                _ints([self.tracks.setdefault((e.pid, e.tid), len(self.tracks)) for e in events]),
-                _whole([e.args.delta for e in events]),
-                _whole([e.args.total for e in events]),
-                _ints([e.args.device_type not in (0, None) for e in events]),
-            )
-            self.memory.append(columns)
-            self.num_events_of_memory += len(events)
+        if not events:
+            return
+        time = _nanoseconds([e.ts for e in events])
+        columns = (
+            time,
+            _ints([self.tracks.setdefault((e.pid, e.tid), len(self.tracks)) for e in events]),
+            _whole([e.args.delta for e in events]),
+            _whole([e.args.total for e in events]),
+            _ints([e.args.device_type not in (0, None) for e in events]),
+        )
+        known = time != _NO_TIME
+        self.memory.append(tuple(column[known] for column in columns))
+        self.num_events_of_memory += int(known.sum())
 
-    def trace(self, path: Path, metadata: dict[str, Any], notes: _Notes) -> Trace:
+    def trace(self, path: Path, metadata: dict[str, Any], notes: Notes) -> Trace:
         if self.num_unpaired:
             notes.others.append(
                 f"{self.num_unpaired} begin/end events are left out; only complete ones are read"
@@ -427,6 +194,7 @@ class _Columns:
             notes.others.append(f"{(duration < 0).sum()} events end before they start; taken as empty")
             duration = np.maximum(duration, 0)
         base = _whole_number(metadata.get("baseTimeNanoseconds") or 0)
+        base = base if 0 <= base < _MAX_US * 1000 else 0
         order = np.lexsort((-duration, start))
         start, duration, label, track, stream, device, correlation, external, size, shape = (
             column[order] for column in (start + base, duration, *columns[2:])
@@ -473,10 +241,7 @@ def _memory(parts: list[tuple[Ints, ...]], base_ns: int) -> Memory:
     return Memory(time + base_ns, track, delta, total, on_device.astype(bool))
 
 
-def _communication(args: _Args) -> CommunicationArgs:
-    ranks = args.ranks
-    if isinstance(ranks, str):
-        ranks = [int(x) for x in re.findall(r"\d+", ranks)] if "..." not in ranks else None
+def _communication(args: Args) -> CommunicationArgs:
     return CommunicationArgs(
         collective=None if args.collective is None else str(args.collective),
         in_elements=_size(args.in_elements),
@@ -484,12 +249,20 @@ def _communication(args: _Args) -> CommunicationArgs:
         dtype=None if args.dtype is None else str(args.dtype),
         group=None if args.group is None else str(args.group),
         group_size=_size(args.group_size),
-        ranks=tuple(ranks) if isinstance(ranks, list) and ranks else None,
+        ranks=_ranks(args.ranks),
         sequence=_size(args.sequence),
+        source=_size(args.source),
+        destination=_size(args.destination),
     )
 
 
-def _rank(path: Path, info: dict[str, Any], notes: _Notes) -> int:
+def _peer(inputs: msgspec.Raw) -> int | None:
+    """The other rank of a send or receive, from the operator's concrete inputs."""
+    values = msgspec.json.decode(inputs) if bytes(inputs) else None
+    return _size(values[2]) if isinstance(values, list) and len(values) > 2 else None
+
+
+def _rank(path: Path, info: dict[str, Any], notes: Notes) -> int:
     rank = _size(info.get("rank"))
     if rank is not None:
         return rank
@@ -503,15 +276,25 @@ def _rank(path: Path, info: dict[str, Any], notes: _Notes) -> int:
 
 
 def _groups(info: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    groups = {}
-    for group in info.get("pg_config") or []:
-        ranks = group.get("ranks") if isinstance(group, dict) else None
-        if isinstance(ranks, list) and ranks:
-            groups[str(group.get("pg_name"))] = tuple(int(rank) for rank in ranks)
+    """The ranks of each process group by its name; from PyTorch's list or meshwise's own table."""
+    configured = info.get("pg_config")
+    pairs = [
+        (group.get("pg_name"), group.get("ranks"))
+        for group in (configured if isinstance(configured, list) else [])
+        if isinstance(group, dict)
+    ]
     captured = info.get("groups")
-    if isinstance(captured, dict):
-        groups |= {name: tuple(ranks) for name, ranks in captured.items()}
-    return groups
+    pairs += captured.items() if isinstance(captured, dict) else []
+    return {str(name): ranks for name, value in pairs if (ranks := _ranks(value))}
+
+
+def _ranks(value: Any) -> tuple[int, ...] | None:
+    """The ranks of a group as a list or its text; None where the text is cut short or no list of ranks."""
+    if isinstance(value, str):
+        value = re.findall(r"\d+", value) if "..." not in value else None
+    ranks = [_size(rank) for rank in value] if isinstance(value, list) else []
+    known = tuple(rank for rank in ranks if rank is not None)
+    return known if known and len(known) == len(ranks) else None
 
 
 def _free_rank(taken: set[int]) -> int:
@@ -522,12 +305,23 @@ def _free_rank(taken: set[int]) -> int:
 
 
 def _nanoseconds(values: list[Any]) -> Ints:
-    """Microseconds as integer nanoseconds; Decimal and text are taken digit by digit."""
+    """Microseconds as integer nanoseconds, Decimal and text digit by digit; _NO_TIME for no time."""
     array = np.array(values)
     if array.dtype.kind in "fi":
+        usable = np.abs(array) < _MAX_US
+        array = np.where(usable, array, 0)
         whole = np.floor(array)
-        return whole.astype(np.int64) * 1000 + np.rint((array - whole) * 1000.0).astype(np.int64)
-    return _ints([round(Decimal(value) * 1000) for value in values])
+        exact = whole.astype(np.int64) * 1000 + np.rint((array - whole) * 1000.0).astype(np.int64)
+        return np.where(usable, exact, _NO_TIME)
+    return _ints([_exact_nanoseconds(value) for value in values])
+
+
+def _exact_nanoseconds(value: Any) -> int:
+    try:
+        exact = Decimal(value)
+        return round(exact * 1000) if abs(exact) < _MAX_US else _NO_TIME
+    except (TypeError, ValueError, InvalidOperation):
+        return _NO_TIME
 
 
 def _ints(values: list[int]) -> Ints:

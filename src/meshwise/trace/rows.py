@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from meshwise.cost.collective import sent_bytes
@@ -113,10 +112,7 @@ def _context(trace: Trace, parent: Ints) -> tuple[list[str], list[bool]]:
 
 def _shape(trace: Trace, shape: int) -> tuple[str, str]:
     """The first tensor an operator took: its shape and dtype; the rest is in the trace."""
-    if shape < 0:
-        return "", ""
-    dims, types = (msgspec.json.decode(text) if text else [] for text in trace.shapes[shape])
-    first = next((k for k, dim in enumerate(dims) if isinstance(dim, list) and dim), None)
-    if first is None or not all(isinstance(x, int) for x in dims[first]):
-        return "", ""
-    return "x".join(map(str, dims[first])) if math.prod(dims[first]) else "", str(types[first])
+    for dims, dtype in trace.tensors(shape):
+        if dims:
+            return "x".join(map(str, dims)) if math.prod(dims) else "", dtype
+    return "", ""

@@ -5,7 +5,7 @@ a name, and the operator that launched them may know more. Gloo records name and
 by meshwise adds PyTorch's flight recorder, which knows group, sequence and sizes of every call.
 
 `payload_bytes` is the full tensor: what an all-gather leaves, what a reduce-scatter or all-reduce takes,
-what an all-to-all sends in total from one rank.
+what an all-to-all sends in total from this rank (with uneven splits, ranks differ), what a message holds.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import math
 import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
 
-from meshwise.trace.events import CommunicationArgs, Ints, Kind, Trace
+from meshwise.trace.events import POINT_TO_POINT_CALLS, CommunicationArgs, Ints, Kind, Trace
 
 _KINDS = (
     ("allreduce", "all_reduce"),
@@ -55,12 +55,36 @@ class Transfer:
     kind: str
     group: tuple[int, ...] | str
     """The ranks of the group, else its name, else the stream it ran on."""
+    group_name: str
+    """Its name in the program, for several groups may have the same ranks; empty where unknown."""
     group_size: int | None
     sequence: int | None
     payload_bytes: float | None
     dtype: str
     start_ns: int
     end_ns: int
+    source: int | None = None
+    """Of a message: who sends, who receives."""
+    destination: int | None = None
+    is_buffered: bool = False
+    """Whether a send may end before the other side has begun to receive."""
+
+    @property
+    def is_message(self) -> bool:
+        """Whether this is a send or a receive."""
+        return self.kind in POINT_TO_POINT
+
+
+class _Recorded(msgspec.Struct):
+    """A call as PyTorch's flight recorder knows it."""
+
+    profiling_name: str | None = None
+    process_group: list[str] | None = None
+    collective_seq_id: int | None = None
+    input_sizes: list[list[int]] | None = None
+    input_dtypes: list[str] | None = None
+    output_sizes: list[list[int]] | None = None
+    output_dtypes: list[str] | None = None
 
 
 def collective_kind(name: str) -> str:
@@ -92,26 +116,43 @@ def _kernels(trace: Trace) -> list[Transfer]:
         names = (args.collective, calls.get(launch), trace.name(i))
         kind = next((k for k in map(collective_kind, filter(None, names)) if k != "unknown"), "unknown")
         ranks = args.ranks or trace.groups.get(args.group or "")
-        elements = max(args.in_elements or 0, args.out_elements or 0)
+        named = f"group {args.group}" if args.group else f"communication stream {streams[trace.stream[i]]}"
+        source, destination = _ends(trace.rank, kind, args, ranks)
         found.append(
             Transfer(
                 event=i,
                 kind=kind,
-                group=ranks
-                or (
-                    f"group {args.group}"
-                    if args.group
-                    else f"communication stream {streams[trace.stream[i]]}"
-                ),
+                group=ranks or named,
+                group_name=args.group or "",
                 group_size=args.group_size or (len(ranks) if ranks else None),
                 sequence=args.sequence,
-                payload_bytes=float(elements * element_bytes(args.dtype)) if args.dtype else None,
+                payload_bytes=_elements(kind, args) * element_bytes(args.dtype) if args.dtype else None,
                 dtype=args.dtype or "",
                 start_ns=int(trace.start_ns[i]),
                 end_ns=int(end_ns[i]),
+                source=source,
+                destination=destination,
             )
         )
     return found
+
+
+def _elements(kind: str, args: CommunicationArgs) -> float:
+    """Elements of the full tensor; of an all-to-all those that leave this rank."""
+    taken, left = args.in_elements or 0, args.out_elements or 0
+    return float(taken if kind == "all_to_all" and taken else max(taken, left))
+
+
+def _ends(
+    rank: int, kind: str, args: CommunicationArgs, ranks: tuple[int, ...] | None
+) -> tuple[int | None, int | None]:
+    """Who sends and who receives a message; a pair needs no peer named."""
+    if kind not in POINT_TO_POINT:
+        return None, None
+    peer = args.destination if kind == "send" else args.source
+    if peer is None and ranks and len(ranks) == 2 and rank in ranks:
+        peer = ranks[1 - ranks.index(rank)]
+    return (rank, peer) if kind == "send" else (peer, rank)
 
 
 def _named_calls(trace: Trace) -> dict[int, str]:
@@ -127,11 +168,10 @@ def _named_calls(trace: Trace) -> dict[int, str]:
 
 
 def _host(trace: Trace) -> list[Transfer]:
-    recorded: dict[str, deque[dict[str, Any]]] = defaultdict(deque)
-    for call in trace.metadata.get("meshwise_collectives") or []:
-        recorded[str(call.get("profiling_name"))].append(call)
+    recorded = _flight_record(trace)
     world = tuple(range(trace.world_size)) if trace.world_size else "world"
     is_world, end_ns = len(trace.groups) <= 1, trace.end_ns
+    peers = _peers(trace)
     found = []
     events = trace.where(Kind.HOST_COMMUNICATION).tolist()
     unrecorded = Counter(trace.name(i) for i in events)  # the recorder keeps the last calls only
@@ -141,30 +181,54 @@ def _host(trace: Trace) -> list[Transfer]:
         unrecorded[name] -= 1
         call = recorded[name].popleft() if unrecorded[name] < 0 and recorded[name] else None
         kind = collective_kind(name)
+        group_name = (call.process_group or [""])[0] if call else ""
         if call:
-            group_name = str((call.get("process_group") or [""])[0])
             group = trace.groups.get(group_name) or f"group {group_name}"
-            payload: float | None = _call_bytes(call)
-            dtype = str((call.get("input_dtypes") or [""])[0])
+            payload: float | None = _call_bytes(call, kind)
+            dtype = (call.input_dtypes or [""])[0]
         else:
             group = world
             dtype, payload = _shape_bytes(trace, i)
             if kind == "all_gather" and payload is not None:
                 payload = payload * len(group) if is_world else None
+        args = peers[kind].popleft() if peers[kind] else CommunicationArgs()
+        source, destination = _ends(trace.rank, kind, args, None)
         found.append(
             Transfer(
                 event=i,
                 kind=kind,
                 group=group,
+                group_name=group_name,
                 group_size=len(group) if isinstance(group, tuple) and (call or is_world) else None,
-                sequence=call.get("collective_seq_id") if call else None,
+                sequence=call.collective_seq_id if call else None,
                 payload_bytes=0.0 if kind == "barrier" else payload,
                 dtype=dtype,
                 start_ns=int(trace.start_ns[i]),
                 end_ns=int(end_ns[i]),
+                source=source,
+                destination=destination,
+                is_buffered=kind in POINT_TO_POINT,
             )
         )
     return found
+
+
+def _flight_record(trace: Trace) -> dict[str, deque[_Recorded]]:
+    """The recorded calls in order, by the name that their events bear; none where the record is damaged."""
+    recorded: dict[str, deque[_Recorded]] = defaultdict(deque)
+    with suppress(msgspec.ValidationError):
+        for call in msgspec.convert(trace.metadata.get("meshwise_collectives") or [], list[_Recorded]):
+            recorded[str(call.profiling_name)].append(call)
+    return recorded
+
+
+def _peers(trace: Trace) -> dict[str, deque[CommunicationArgs]]:
+    """The other rank of every send and receive, in order: gloo's events do not know it, their calls do."""
+    peers: dict[str, deque[CommunicationArgs]] = defaultdict(deque)
+    for i in sorted(trace.communications):
+        if trace.label_kind[trace.label[i]] == Kind.CPU_OP and trace.name(i) in POINT_TO_POINT_CALLS:
+            peers[collective_kind(trace.name(i))].append(trace.communications[i])
+    return peers
 
 
 def element_bytes(dtype: str | None) -> int:
@@ -172,30 +236,29 @@ def element_bytes(dtype: str | None) -> int:
     return _ELEMENT_BYTES.get((dtype or "").lower(), 1)
 
 
-def _call_bytes(call: dict[str, Any]) -> float:
-    """The larger side of a call of the flight recorder."""
-    return max(
-        sum(
-            math.prod(shape) * element_bytes(dtype)
-            for shape, dtype in zip(
-                call.get(f"{side}_sizes") or [], call.get(f"{side}_dtypes") or [], strict=False
+def _call_bytes(call: _Recorded, kind: str) -> float:
+    """The larger side of a call of the flight recorder; of an all-to-all what this rank sends."""
+    sides = ((call.input_sizes, call.input_dtypes), (call.output_sizes, call.output_dtypes))
+    sums = [
+        float(
+            sum(
+                math.prod(shape) * element_bytes(dtype)
+                for shape, dtype in zip(sizes or [], dtypes or [], strict=False)
             )
         )
-        for side in ("input", "output")
-    )
+        for sizes, dtypes in sides
+    ]
+    return sums[0] if kind == "all_to_all" else max(sums)
 
 
 def _shape_bytes(trace: Trace, event: int) -> tuple[str, float | None]:
     """dtype and bytes of the tensors that an operator took; None where shapes were not recorded."""
     if trace.shape[event] < 0:
         return "", None
-    dims, types = (msgspec.json.decode(text) if text else [] for text in trace.shapes[trace.shape[event]])
-    total = sum(
-        math.prod(dim) * element_bytes(dtype)
-        for dim, dtype in zip(dims, types, strict=False)
-        if isinstance(dim, list) and dtype.lower() in _ELEMENT_BYTES and all(isinstance(x, int) for x in dim)
-    )
-    return str(types[0]) if types else "", float(total)
+    tensors = trace.tensors(int(trace.shape[event]))
+    known = [(dims, dtype) for dims, dtype in tensors if dtype.lower() in _ELEMENT_BYTES]
+    total = sum(math.prod(dims) * element_bytes(dtype) for dims, dtype in known)
+    return (tensors[0][1] if tensors else ""), float(total)
 
 
 def times(found: Sequence[Transfer]) -> tuple[Ints, Ints]:

@@ -1,0 +1,364 @@
+"""From the bytes of a trace file to typed events, piece by piece.
+
+A file is never held whole: blocks are cut where one event ends and the next begins, and each piece is decoded
+into typed structs. Damage stays local: in a piece that does not decode, every event is tried alone and
+repaired where writers left quotes unescaped, bytes that are not UTF-8, `nan` and `inf` (JSON has neither), or
+a field of another type than everybody else writes. What cannot be repaired is counted as lost.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+_BLOCK_BYTES = 1 << 23
+_EXACT_US = 2.0**43
+_NUM_PROBED = 100
+_PROBED_BYTES = 1 << 16
+_CAREFUL_BYTES = 64
+_EVENTS_START = re.compile(rb'"traceEvents"\s*:\s*\[')
+_DECIMAL_TS = re.compile(rb'"ts"\s*:\s*(?:"|\d+\.)')
+_EVENT_OPEN = rb'\{\s*"(?:ph|name|cat|pid|tid|ts|dur|args|id|bp|s|tts|tdur|cname)"\s*:'
+_EVENT_START = re.compile(_EVENT_OPEN)
+_EVENT_END = re.compile(rb"\}\s*,\s*\Z")
+_EVENT_GAP = re.compile(rb"(?<=\})\s*,\s*(?=" + _EVENT_OPEN + rb")")
+_ARRAY_END = re.compile(rb"\}\s*(,?\s*\])")
+_STRING_VALUE = re.compile(rb'(:\s*")(.*?)("\s*(?:,\s*"[^"]*"\s*:|[}\]]))', re.DOTALL)
+_LONE_QUOTE = re.compile(rb'(?<!\\)"')
+_CONTROL = re.compile(rb"[\x00-\x1f]")
+_NOT_A_NUMBER = re.compile(rb"(?<=[:\[,\s])[-+]?(?:nan|inf(?:inity)?)(?=\s*[,}\]])", re.IGNORECASE)
+_BROKEN = (msgspec.DecodeError, UnicodeDecodeError)
+NOTHING = msgspec.Raw(b"")
+
+
+class Args(msgspec.Struct, gc=False):
+    """The arguments that an analysis uses; `Any` where writers disagree about the type."""
+
+    stream: Any = None
+    device: Any = None
+    correlation: Any = None
+    external: Any = msgspec.field(name="External id", default=None)
+    external_old: Any = msgspec.field(name="external id", default=None)
+    size: Any = msgspec.field(name="bytes", default=None)
+    dims: msgspec.Raw = msgspec.field(name="Input Dims", default=NOTHING)
+    types: msgspec.Raw = msgspec.field(name="Input type", default=NOTHING)
+    concrete: msgspec.Raw = msgspec.field(name="Concrete Inputs", default=NOTHING)
+    collective: Any = msgspec.field(name="Collective name", default=None)
+    in_elements: Any = msgspec.field(name="In msg nelems", default=None)
+    out_elements: Any = msgspec.field(name="Out msg nelems", default=None)
+    source: Any = msgspec.field(name="Src Rank", default=None)
+    destination: Any = msgspec.field(name="Dst Rank", default=None)
+    dtype: Any = None
+    group: Any = msgspec.field(name="Process Group Name", default=None)
+    group_size: Any = msgspec.field(name="Group size", default=None)
+    ranks: Any = msgspec.field(name="Process Group Ranks", default=None)
+    sequence: Any = msgspec.field(name="Seq", default=None)
+    delta: Any = msgspec.field(name="Bytes", default=None)
+    total: Any = msgspec.field(name="Total Allocated", default=None)
+    device_type: Any = msgspec.field(name="Device Type", default=None)
+    label: Any = msgspec.field(name="name", default=None)
+
+
+class Event(msgspec.Struct, gc=False):
+    """One event as everybody writes it; hand-made traces leave out that it is a complete one (`X`)."""
+
+    ph: str = "X"
+    cat: str | None = None
+    name: str | float | None = ""
+    ts: float | str | None = None
+    dur: float | str | None = None
+    pid: int | str | float | None = None
+    tid: int | str | float | None = None
+    args: Args | None = None
+
+
+class ExactEvent(Event, gc=False):
+    """The same, its times digit by digit."""
+
+    ts: Decimal | None = None  # type: ignore[assignment]
+    dur: Decimal | None = None  # type: ignore[assignment]
+
+
+class _LooseEvent(msgspec.Struct, gc=False):
+    """An event of which any field may be anything."""
+
+    ph: Any = "X"
+    cat: Any = None
+    name: Any = ""
+    ts: Any = None
+    dur: Any = None
+    pid: Any = None
+    tid: Any = None
+    args: msgspec.Raw = NOTHING
+
+
+_decode = msgspec.json.Decoder(list[Event]).decode
+_decode_exact = msgspec.json.Decoder(list[ExactEvent]).decode
+
+
+@dataclass(slots=True)
+class Notes:
+    """What happened while one file was read."""
+
+    exact: bool = False
+    unreadable: str = ""
+    truncated: bool = False
+    num_lost: int = 0
+    num_repaired: int = 0
+    num_not_numbers: int = 0
+    first_bad_byte: int | None = None
+    others: list[str] = field(default_factory=list)
+
+    def sentences(self) -> list[str]:
+        """All of it, for the reader of the result."""
+        found = [self.unreadable] if self.unreadable else []
+        if self.truncated:
+            found.append("the file ends in the middle; what comes before is used")
+        where = "" if self.first_bad_byte is None else f", the first near byte {self.first_bad_byte}"
+        if self.num_not_numbers:
+            found.append(f"{self.num_not_numbers} values are no numbers (nan, inf); taken as missing")
+        if self.num_repaired:
+            found.append(
+                f"{self.num_repaired} events held bad UTF-8, quotes or types and were repaired{where}"
+            )
+        if self.num_lost:
+            found.append(f"{self.num_lost} events could not be read and are left out{where}")
+        return found + self.others
+
+
+def decoded_pieces(path: Path, notes: Notes, metadata: dict[str, Any]) -> Iterator[list[Event]]:
+    """The events of a file by the thousand; fills `notes` and `metadata`."""
+    blocks = _blocks(path, notes)
+    buffer = b""
+    start = None
+    for block in blocks:
+        buffer += block
+        if start := _EVENTS_START.search(buffer):
+            metadata |= _metadata(buffer[: start.start()].rstrip().rstrip(b",") + b"}")
+            buffer = buffer[start.end() :]
+            break
+        if buffer.lstrip()[:1] == b"[":
+            start = re.match(rb"\s*\[", buffer)
+            buffer = buffer.lstrip()[1:]
+            break
+    if not start:
+        if buffer.strip():
+            notes.unreadable = notes.unreadable or "not a trace: no traceEvents in it"
+        elif not notes.others:
+            notes.unreadable = notes.unreadable or "the file is empty"
+        return
+    metadata.setdefault("traceEvents", True)
+    offset = start.end()
+    for block in blocks:
+        buffer += block
+        cut = _last_gap(buffer)
+        if cut:
+            yield _decode_piece(buffer[:cut], offset, notes)
+            offset += cut + 1
+            buffer = buffer[cut + 1 :].lstrip(b", \n\r\t")
+    events, trailer = _last_events(buffer, notes)
+    if events:
+        yield _decode_piece(events, offset, notes)
+    metadata |= _metadata(b"{" + trailer.lstrip(b", \r\n\t")) if trailer.strip(b"} \r\n\t") else {}
+
+
+def _blocks(path: Path, notes: Notes) -> Iterator[bytes]:
+    """The unpacked bytes of a file; stops with a note where a damaged one ends."""
+    try:
+        with path.open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            if packed:
+                yield from _unpacked(file, notes)
+            else:
+                yield from iter(functools.partial(file.read, _BLOCK_BYTES), b"")
+    except OSError as error:
+        notes.unreadable = f"cannot be read: {error.strerror}"
+
+
+def _unpacked(file: BinaryIO, notes: Notes) -> Iterator[bytes]:
+    """The content of a gzip file of one or several members, up to its end or its first damage."""
+    engine = zlib.decompressobj(wbits=31)
+    for packed in iter(functools.partial(file.read, _BLOCK_BYTES // 8), b""):
+        while packed:
+            before = engine.copy()
+            try:
+                yield engine.decompress(packed, _BLOCK_BYTES)
+            except zlib.error:
+                notes.others.append("the gzip data is damaged; only what comes before the damage is used")
+                yield from _up_to_damage(before, packed)
+                return
+            packed = engine.unconsumed_tail or engine.unused_data
+            if engine.eof and packed:
+                if packed[:2] != b"\x1f\x8b":
+                    notes.others.append("bytes behind the end of the gzip data are ignored")
+                    return
+                engine = zlib.decompressobj(wbits=31)
+    notes.truncated |= not engine.eof
+
+
+def _up_to_damage(engine: Any, packed: bytes, step: int = _CAREFUL_BYTES) -> Iterator[bytes]:
+    """What `packed` still holds before it breaks, to the byte."""
+    for at in range(0, len(packed), step):
+        before = engine.copy()
+        try:
+            yield engine.decompress(packed[at : at + step])
+        except zlib.error:
+            if step > 1:
+                yield from _up_to_damage(before, packed[at : at + step], 1)
+            return
+
+
+def _last_gap(buffer: bytes) -> int:
+    """Where the last complete event of `buffer` ends: behind its `}`; 0 if no boundary is in sight."""
+    position = buffer.rfind(b"{")
+    while position > 0:
+        if _EVENT_START.match(buffer, position):
+            end = _EVENT_END.search(buffer, max(0, position - 64), position)
+            if end:
+                return end.start() + 1
+        position = buffer.rfind(b"{", 0, position)
+    return 0
+
+
+def _last_events(buffer: bytes, notes: Notes) -> tuple[bytes, bytes]:
+    """The rest of the array split into its events and what follows the array's end."""
+    if buffer.lstrip()[:1] in (b"]", b""):
+        notes.truncated |= not buffer.strip()
+        return b"", buffer.lstrip()[1:]
+    last = _last_gap(buffer)
+    for end in _ARRAY_END.finditer(buffer, last):
+        text = buffer[last : end.start() + 1].lstrip(b", \r\n\t")
+        try:
+            msgspec.json.decode(b"[" + text + b"]")
+        except _BROKEN:
+            if _rescue(text, Event) is None:
+                continue
+        return buffer[: end.start() + 1], buffer[end.end() :]
+    notes.truncated = True
+    return buffer[:last], b""
+
+
+def _decode_piece(piece: bytes, offset: int, notes: Notes) -> list[Any]:
+    """Events of a piece of the array, exact to the nanosecond."""
+    try:
+        return _decoded(piece, notes)
+    except _BROKEN:
+        cured, count = _NOT_A_NUMBER.subn(b"null", piece)
+        notes.num_not_numbers += count
+        try:
+            if count:
+                return _decoded(cured, notes)
+        except _BROKEN:
+            pass
+        return _rescued(cured, offset, notes)
+
+
+def _decoded(piece: bytes, notes: Notes) -> list[Any]:
+    text = b"[" + piece + b"]"
+    events = _decode_exact(text) if notes.exact else _decode(text)
+    if not notes.exact and _needs_digits(events) and _DECIMAL_TS.search(piece, 0, _PROBED_BYTES):
+        notes.exact = True
+        return _decode_exact(text)
+    return events
+
+
+def _needs_digits(events: list[Any]) -> bool:
+    """Whether these times, if they have decimals, are beyond what a float64 can hold."""
+    times = [e.ts for e in events[:_NUM_PROBED] if e.ts is not None]
+    return any(isinstance(ts, str) or abs(ts) >= _EXACT_US for ts in times)
+
+
+def _rescued(piece: bytes, offset: int, notes: Notes) -> list[Any]:
+    """The events of a damaged piece, one by one."""
+    event_type = ExactEvent if notes.exact else Event
+    events = []
+    for text in _alone(piece):
+        try:
+            events.append(msgspec.json.decode(text, type=event_type))
+            continue
+        except _BROKEN:
+            if notes.first_bad_byte is None:
+                notes.first_bad_byte = offset + max(0, piece.find(text))
+        saved = _rescue(text, event_type)
+        if saved is None:
+            notes.num_lost += 1
+        else:
+            notes.num_repaired += 1
+            events.append(saved)
+    return events
+
+
+def _alone(piece: bytes) -> Iterator[bytes]:
+    """The texts of the events of a piece, apart."""
+    for text in _EVENT_GAP.split(piece):
+        try:
+            yield from map(bytes, msgspec.json.decode(b"[" + text + b"]", type=list[msgspec.Raw]))
+        except _BROKEN:
+            yield text
+
+
+def _rescue(text: bytes, event_type: Any) -> Any:
+    """A damaged event, its UTF-8, quotes, control characters and types repaired; None if in vain."""
+    text = _NOT_A_NUMBER.sub(b"null", text.decode("utf-8", "replace").encode())
+
+    def escape(match: re.Match[bytes]) -> bytes:
+        inner = _LONE_QUOTE.sub(rb"\"", match.group(2))
+        return match.group(1) + _CONTROL.sub(b" ", inner) + match.group(3)
+
+    for candidate in (text, _STRING_VALUE.sub(escape, text)):
+        try:
+            return msgspec.json.decode(candidate, type=event_type)
+        except _BROKEN:
+            pass
+        try:
+            loose = msgspec.json.decode(candidate, type=_LooseEvent)
+            return _tightened(loose, event_type)
+        except (*_BROKEN, ArithmeticError, TypeError, ValueError):
+            continue
+    return None
+
+
+def _tightened(loose: _LooseEvent, event_type: Any) -> Any:
+    """The event with every field of its type; its times must be numbers, other fields are made to fit."""
+
+    def fitting(value: Any) -> Any:
+        return value if value is None or (isinstance(value, str | float | int)) else str(value)
+
+    to_time = Decimal if event_type is ExactEvent else float
+    try:
+        args = msgspec.json.decode(loose.args, type=Args) if bytes(loose.args) else None
+    except _BROKEN:
+        args = None
+    return event_type(
+        ph=str(loose.ph),
+        cat=None if loose.cat is None else str(loose.cat),
+        name=fitting(loose.name),
+        ts=None if loose.ts is None else to_time(str(loose.ts)),
+        dur=None if loose.dur is None else to_time(str(loose.dur)),
+        pid=fitting(loose.pid),
+        tid=fitting(loose.tid),
+        args=args,
+    )
+
+
+def _metadata(text: bytes) -> dict[str, Any]:
+    """What a file says outside its events; of a damaged head at least rank and base time."""
+    try:
+        found = msgspec.json.decode(text.decode("utf-8", "replace"))
+        return found if isinstance(found, dict) else {}
+    except _BROKEN:
+        fields: dict[str, Any] = {}
+        if rank := re.search(rb'"rank"\s*:\s*(\d+)', text):
+            fields["distributedInfo"] = {"rank": int(rank.group(1))}
+        if base := re.search(rb'"baseTimeNanoseconds"\s*:\s*(\d+)', text):
+            fields["baseTimeNanoseconds"] = int(base.group(1))
+        return fields
