@@ -1,6 +1,7 @@
 """Generation: the cache changes nothing, and each search finds what it should."""
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -11,10 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwise.estimate.generation import peak_bytes
 from meshwise.gpt_config import GptConfig
+from meshwise.instruments.compare_program import compare_program
+from meshwise.instruments.dry_run import dry_run, new_tape
 from meshwise.instruments.launch import Ranks
 from meshwise.instruments.run import run_rank
-from meshwise.programs.generate import Options, check
+from meshwise.programs import find_program
+from meshwise.programs.generate import Options, check, estimate, generation
 from meshwise.programs.search import BeamSearch, Sampler, Search, decode, drawn
 from meshwise.programs.text_data import EOS, NUM_SPECIAL, PAD
 from meshwise.programs.transformer_lm import TransformerDecoder, init_parameters
@@ -177,6 +182,74 @@ def test_nothing_but_words_and_the_end_is_generated() -> None:
     assert all(EOS not in entry[0].tokens[:-1] for entry in found)
 
 
+@pytest.mark.parametrize("kind", ["greedy", "beam"])
+def test_no_text_ends_before_its_least_length(kind: str) -> None:
+    prompts, options = [[EOS], [EOS, 5, 6]], {"beam": 3, "length_penalty": 1.0} if kind == "beam" else {}
+    for least in range(5):
+        found = run(model(), search_of(kind, prompts, 4, min_tokens=least, **options), 1).hypotheses()
+        lengths = [len([t for t in entry.tokens if t != EOS]) for texts in found for entry in texts]
+        assert min(lengths) >= least
+    assert lengths == [4] * len(lengths)
+
+
+# --- the closed form is the program --------------------------------------------------------------
+
+TINY = "decoder_layers=4,moe_expert_count=8,decoder_embed_dim=32,decoder_ffn_embed_dim=64"
+COLUMNS = ("flop", "read_bytes", "write_bytes", "weight_bytes", "payload_bytes", "sent_bytes", "group_size")
+
+
+def table(rows: Iterable[dict[str, Any]]) -> Counter[Any]:
+    """How often each kind of op occurs, with everything that its row says but times and live bytes."""
+    counts: Counter[Any] = Counter()
+    for row in rows:
+        names = (row["module"], row["op"], row["shape"], row["dtype"], row["axis"])
+        counts[(*names, *(row[column] or 0 for column in COLUMNS))] += row["count"]
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("ranks", "override", "options"),
+    [
+        (1, "", {"max_tokens": 1}),
+        (2, "", {"dtype": "bf16"}),
+        (1, "", {"cache": False}),
+        (2, "", {"cache": False, "search": "beam", "beam": 3}),
+        (4, "", {"tp": 2, "dtype": "fp16"}),
+        (2, "vocab_size=301", {"search": "beam", "tp": 2, "dtype": "bf16"}),
+        (2, "vocab_size=30001", {"search": "beam", "beam": 2}),  # the search is the largest moment
+        (4, "vocab_size=3001", {"search": "sampling", "tp": 4}),
+        (2, "moe_top1_expert=True", {"capacity_fraction": 0.0, "num_prompts": 1}),  # a slot an expert
+        (8, "moe_freq=1", {"num_prompts": 3}),  # ranks without a prompt
+        (2, "moe_freq=0", {"search": "sampling", "top_k": 3}),
+        (1, "", {"prompt_tokens": 100, "num_prompts": 6}),
+    ],
+)
+def test_estimate_is_the_dry_run(ranks: int, override: str, options: dict[str, Any]) -> None:
+    """Every stated row, every FLOP and collective, and the peak, to the last byte."""
+    sizes: dict[str, Any] = {"prompt_tokens": 7, "max_tokens": 5} | options
+    chosen = Options(override=f"{TINY},{override}".rstrip(","), **sizes)
+    for rank in {0, ranks - 1}:
+        tape = new_tape("estimate", ranks, rank, "cpu")
+        estimate(chosen, tape)
+        outcome = dry_run("generate", chosen, ranks=ranks, rank=rank, device="cpu")
+        stated, seen = table(tape.ledger().rows()), table(outcome.ledger.rows())
+        assert stated == Counter({key: seen[key] for key in stated})
+        assert tape.ledger().total("flop") == outcome.ledger.total("flop")
+        collectives = [row for row in outcome.ledger.rows() if row["collective"] and row["module"]]
+        assert table(collectives) == Counter({key: n for key, n in stated.items() if key[4]})
+        assert tape.peak_bytes == outcome.peak_bytes
+
+
+def test_cache_of_keys_and_values_by_hand() -> None:
+    # Two prompts of 8 tokens (the end before them included) and 5 more: 13 columns, 4 layers, 2 heads of 8.
+    options = Options(override=TINY, prompt_tokens=7, max_tokens=5, num_prompts=4, dtype="bf16", tp=2)
+    of = generation(options, ranks=4)
+    assert of.cache_bytes == 2 * 4 * (2 * 2 * 13 * 8) * 2
+    assert [(one.length, one.keys) for one in of.passes] == [(8, 8), (1, 9), (1, 10), (1, 11), (1, 12)]
+    beams = generation(replace(options, search="beam", beam=3), ranks=4)
+    assert beams.cache_bytes == 3 * of.cache_bytes
+
+
 # --- over ranks ------------------------------------------------------------------------------------
 
 
@@ -212,6 +285,26 @@ def test_texts_do_not_depend_on_the_world(generate: Callable[..., dict[str, Any]
                 assert one["tokens"] == same["tokens"]
                 assert one["score"] == pytest.approx(same["score"], rel=1e-4)
     assert spread["num_tokens"] == sum(len(text["hypotheses"][0]["tokens"]) for text in spread["texts"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"search": "beam", "beam": 2},
+        {"search": "sampling", "tp": 2, "override": f"{TINY},vocab_size=301"},
+    ],
+)
+def test_real_run_holds_what_the_closed_form_says(options: dict[str, Any]) -> None:
+    """The three instruments agree on every number, and the run on the peak."""
+    sizes: dict[str, Any] = {"override": TINY, "prompt_tokens": 5, "max_tokens": 3, "min_tokens": 3} | options
+    chosen = Options(**sizes)
+    program = find_program("generate")
+    with Ranks(2) as pool:
+        found = compare_program(program, chosen, ranks=2, pool=pool)
+        outcome = pool.call(run_rank, "generate", chosen, 0, True)[0]
+    assert found.agree, found.differences()[:3]
+    assert outcome.peak_bytes == peak_bytes(generation(chosen, ranks=2))
 
 
 def test_a_prompt_of_ones_own(generate: Callable[..., dict[str, Any]]) -> None:

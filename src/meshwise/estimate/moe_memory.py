@@ -89,8 +89,12 @@ def moments(of: Pass) -> dict[str, Num]:
     In layer i (from 0), i + 1 layers' outputs are alive (the embedding is one), the attention mask, and which
     tokens are padding; in the MLP's half also the layer's sum so far and its norm.
     """
-    after = _in_layer(of, of.config.decoder_layers) - of.tokens
-    return model_moments(of) | {"loss": after + _loss_bytes(of)}
+    return model_moments(of) | {"loss": after_last_layer(of) + _loss_bytes(of)}
+
+
+def after_last_layer(of: Pass) -> Num:
+    """What a pass leaves beside its logits: every layer's output, and the routing's numbers."""
+    return _in_layer(of, of.config.decoder_layers) - of.tokens
 
 
 def model_moments(of: Pass) -> dict[str, Num]:
@@ -127,9 +131,17 @@ def _layer_scalars(of: Pass) -> float:
 
 
 def _attention_bytes(of: Pass) -> Num:
-    """Queries, keys, values, scores before and after softmax, and the mix."""
-    scores = of.heads * of.length * of.keys
-    return (4 * of.tokens * (of.config.decoder_embed_dim // of.tp) + 2 * scores) * of.elem_bytes
+    """The largest of: queries as they are and scaled, keys and values; what attention reads and its result,
+    between scores before and after softmax, or with its heads joined, or with the block's output.
+
+    With a cache, attention reads keys and values there.
+    """
+    whole, scores = of.tokens * of.config.decoder_embed_dim, of.heads * of.length * of.keys
+    cut = whole // of.tp
+    read = 1 if of.cached else 3
+    joined = cut if of.length > 1 and of.config.decoder_attention_heads > of.tp else 0
+    attending = (read + 1) * cut + scores + max(scores, joined, whole)
+    return max(4 * cut, attending) * of.elem_bytes
 
 
 def _loss_bytes(of: Pass) -> Num:

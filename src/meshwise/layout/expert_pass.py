@@ -256,8 +256,9 @@ def _experts(of: Pass, module: str, count: int) -> Iterator[Row]:
 
 
 def is_copied(of: Pass) -> Num:
-    """1 where an expert's rows lie apart: from several ranks, to a rank with several experts; else 0."""
-    return np.where(np.greater(of.ep, 1) & np.greater(of.local_experts, 1), 1.0, 0.0)
+    """1 where an expert's rows lie apart: some of each of several ranks, and other experts'; else 0."""
+    apart = np.greater(of.ep, 1) & np.greater(of.local_experts, 1) & np.greater(of.capacity, 1)
+    return np.where(apart, 1.0, 0.0)
 
 
 def _two_products(

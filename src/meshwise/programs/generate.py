@@ -22,6 +22,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from msgspec import Meta
 
 from meshwise.errors import WorkloadError
+from meshwise.estimate.generation import peak_bytes
+from meshwise.layout.expert_pass import ledger_cells
+from meshwise.layout.generation import Generation, generation_rows
+from meshwise.layout.tape import Tape
 from meshwise.programs import Dtype
 from meshwise.programs.eval_lm import Setting, setting
 from meshwise.programs.text_data import EOS, read_blocks
@@ -68,6 +72,37 @@ def check(options: Options, ranks: int) -> None:
     _prompts(options, _setting(options, ranks))
 
 
+def estimate(options: Options, tape: Tape) -> None:
+    """Write the closed form of rank `tape.rank` on `tape`: what `layout.generation` states of every pass."""
+    of = generation(options, tape.world_size, tape.rank)
+    tape.is_partial = True
+    tape.allocate("the largest moment", peak_bytes(of))
+    tape.release("the largest moment")
+    for row in generation_rows(of):
+        cells = ledger_cells(row.op, of.passes[0].elem_bytes)
+        tape.op(row.op.name, is_matmul=row.op.kind == "matmul", count=int(row.op.count), **cells)
+
+
+def generation(options: Options, ranks: int, rank: int = 0) -> Generation:
+    """What `options` mean for rank `rank` of `ranks`, in the words of the closed form."""
+    found = _setting(options, ranks)
+    prompts = _prompts(options, found)
+    lengths = [len(prompt) for prompt in prompts]
+    return Generation(
+        config=found.config,
+        placement=found.placement,
+        num_prompts=-(-len(prompts) // found.placement.dp),
+        first=min(lengths),
+        columns=max(lengths) + options.max_tokens,
+        max_tokens=options.max_tokens,
+        num_live=options.beam if options.search == "beam" else 1,
+        search=options.search,
+        cached=options.cache,
+        dtype=found.dtype,
+        tp_rank=found.placement.tp_rank(rank),
+    )
+
+
 def main(options: Options, context: Context) -> dict[str, Any] | None:
     """Generate on this rank; all texts, equal on each rank (None: fake tensors have none)."""
     import torch
@@ -106,7 +141,8 @@ def main(options: Options, context: Context) -> dict[str, Any] | None:
         return None
     texts = search.hypotheses()[: len(mine)]
     parts: list[Any] = [None] * context.world_size
-    dist.all_gather_object(parts, (dict(zip(mine, texts, strict=True)), time.perf_counter() - begin_s))
+    with context.recorder.setup():
+        dist.all_gather_object(parts, (dict(zip(mine, texts, strict=True)), time.perf_counter() - begin_s))
     hypotheses = {number: found for part, _ in parts for number, found in part.items()}
     model_s = max(seconds for _, seconds in parts)
     result = _result(options, found, prompts, hypotheses, model_s, load_s)

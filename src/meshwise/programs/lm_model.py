@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.profiler import record_function
+from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwise.gpt_config import GptConfig
 from meshwise.layout.expert_parallel import Placement
@@ -90,10 +91,12 @@ def new_model(
             dtype=context.dtype(found.dtype),
         )
         context.recorder.weights(*model.parameters())
-        if folder:
-            checkpoint.load(model, Path(folder))
-        elif not context.is_fake:
-            init_parameters(model, seed)
+        # The whole tensors that pieces are cut from lie on the host and are no memory of the program's.
+        with nullcontext() if context.is_fake else _disable_current_modes():
+            if folder:
+                checkpoint.load(model, Path(folder))
+            elif not context.is_fake:
+                init_parameters(model, seed)
     return model
 
 

@@ -137,7 +137,7 @@ class BeamSearch(Search):
         candidates[:, :, column] = token
 
         ends = (token == EOS) | (generated == self.max_tokens)[:, None]
-        ends[:, beam:] = False
+        ends[:, beam:].fill_(False)
         ends &= active[:, None] & best.isfinite()
         self._keep_ended(candidates, best, ends, generated.clamp_min(1))
         lives, rank = best.masked_fill(token == EOS, -math.inf).topk(min(beam, best.shape[1]), dim=1)
@@ -209,8 +209,7 @@ def decode(
             known = column
             if origin is not None:
                 cache.reorder(origin)
-        open_prompts = _num_open(search.done, group)
-        if not is_fake and int(open_prompts) == 0:
+        if _all_done(search.done, group, is_fake):
             return
 
 
@@ -218,17 +217,17 @@ def _next_logprobs(model: TransformerDecoder, tokens: Tensor, cache: KVCache | N
     """Log-probabilities [B, V] of what follows `tokens` [B, T]: words, or the end."""
     logits = model(tokens, cache=cache, last_only=True).logits
     logprobs = model.embed_tokens.logprobs(logits.squeeze(1))
-    logprobs[:, :EOS] = -math.inf
-    logprobs[:, UNK] = -math.inf
+    logprobs[:, :EOS].fill_(-math.inf)
+    logprobs[:, UNK].fill_(-math.inf)
     return logprobs
 
 
-def _num_open(done: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Prompts of all ranks of `group` that are not done."""
+def _all_done(done: Tensor, group: dist.ProcessGroup | None, is_fake: bool) -> bool:
+    """Whether no rank of `group` has a prompt left; fake tensors do not say, and there always is one."""
     open_prompts = (~done).sum()
     if group is not None:
         dist.all_reduce(open_prompts, group=group)
-    return open_prompts
+    return not is_fake and int(open_prompts) == 0
 
 
 def _until_end(tokens: list[int]) -> list[int]:

@@ -66,8 +66,10 @@ class ByteTokenizer:
         return np.frombuffer(content, dtype=np.uint8).astype(np.int64) + NUM_SPECIAL
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of `tokens`; special ones are left out, broken characters marked."""
-        return bytes(t - NUM_SPECIAL for t in tokens if t >= NUM_SPECIAL).decode(errors="replace")
+        """The text of `tokens`; special ones are left out, broken characters and words beyond it marked."""
+        no_text = 255  # a byte that UTF-8 does not have
+        codes = (min(t - NUM_SPECIAL, no_text) for t in tokens if t >= NUM_SPECIAL)
+        return bytes(codes).decode(errors="replace")
 
 
 class FileTokenizer:

@@ -40,7 +40,7 @@ class Vocabulary(nn.Module):
         self.num_words = min(rows, vocab_size - self.first)
         self.weight = nn.Parameter(torch.empty(rows, width, device=device, dtype=dtype))
         if self.num_words < rows:
-            self.weight.data[self.num_words :] = 0
+            self.weight.data[self.num_words :].zero_()
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Tokens [B, T] -> their rows [B, T, M]; the gradient of the padding token is zero."""
@@ -57,7 +57,7 @@ class Vocabulary(nn.Module):
         """[B, T, M] -> the logits [B, T, n] of this rank's words."""
         logits = F.linear(to_tensor_parallel(x, self.shard.tp_group), self.weight)
         if self.num_words < len(self.weight):
-            logits[..., self.num_words :] = -math.inf
+            logits[..., self.num_words :].fill_(-math.inf)
         return logits
 
     def target_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
