@@ -24,7 +24,7 @@ WORK = ("count", "flop", "saved_bytes", "payload_bytes", "sent_bytes")
 """Columns that the ops of a layout state as exactly as a program counts them."""
 
 
-TOTALS = ("count", "flop", "payload_bytes", "sent_bytes", "weight_bytes")
+TOTALS = ("count", "flop", "payload_bytes", "sent_bytes", "weight_bytes", "saved_bytes")
 """Columns of `totals_of`."""
 
 
@@ -124,7 +124,7 @@ def totals_of(ledger: Ledger) -> Ledger:
             continue
         if not is_state:
             kind = row["collective"] or ("matmul" if row["shape"].count("x") == 3 else "attention")
-            row |= {"module": "", "op": kind, "weight_bytes": None}
+            row |= {"module": "", "op": kind, "weight_bytes": None, "saved_bytes": None}
         rows.append(row)
     return Ledger.from_rows(rows)
 

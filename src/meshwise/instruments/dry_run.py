@@ -110,3 +110,5 @@ def _register_fake_device() -> None:
     module.stream = lambda stream: stream if stream is not None else _Stream()
     module.current_stream = lambda *_: _Stream()
     module.synchronize = lambda *_: None
+    module.get_rng_state = module.set_rng_state = lambda *_: None  # so do pipelines
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]  # checkpointing asks

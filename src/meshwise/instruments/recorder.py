@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint as checkpointing
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -37,6 +38,7 @@ from torch.utils.flop_counter import flop_registry
 
 from meshwise.cost.collective import sent_bytes
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
+from meshwise.instruments.kept import Held, Kept, recomputation_hook
 from meshwise.layout.tape import Named, Step, Tape
 from meshwise.ledger import Ledger
 
@@ -111,7 +113,9 @@ class Recorder(TorchDispatchMode):
         self._last_label = ("", "")
         self._rows: dict[int, dict[str, Any]] = {}  # autograd node -> row of its forward
         self._saved_early: dict[int, float] = {}  # kept before the row was written
+        self._kept = Kept()
         self._hooks: Any = None
+        self._recomputation: Any = None
         self._storage_resize: Any = None
         self._shape_rules: Any = None
 
@@ -157,6 +161,10 @@ class Recorder(TorchDispatchMode):
         """Collectives of `group` run along the mesh axis `axis`."""
         self._axes[group.group_name] = axis
 
+    def kept_peak_bytes(self) -> float:
+        """The most bytes that autograd kept for the backward at once, weights apart."""
+        return self._kept.peak_bytes
+
     def step(self, name: str, tensors: Mapping[str, torch.Tensor]) -> list[Step]:
         """The program has come to `name`; `tensors` by what the step prints: `{"q [h, N/P, d/h]": q}`."""
         named = []
@@ -173,8 +181,10 @@ class Recorder(TorchDispatchMode):
     # --- the dispatcher ----------------------------------------------------------------------
 
     def __enter__(self) -> Recorder:
-        self._hooks = saved_tensors_hooks(self._keep, lambda tensor: tensor)
+        self._hooks = saved_tensors_hooks(self._keep, lambda held: held.tensor)
         self._hooks.__enter__()
+        self._recomputation = checkpointing._recomputation_hook
+        checkpointing._recomputation_hook = recomputation_hook(self._hold)
         self._storage_resize = Storage.resize_
         recorder = self
 
@@ -196,6 +206,7 @@ class Recorder(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         Storage.resize_ = self._storage_resize
+        checkpointing._recomputation_hook = self._recomputation
         ShardingPropagator._propagate_tensor_meta_non_cached = self._shape_rules
         self._hooks.__exit__(*error)
 
@@ -341,12 +352,14 @@ class Recorder(TorchDispatchMode):
             self.tape.allocate(key, size_bytes)
             self._live[key] = weakref.finalize(storage, self._freed, key)
 
-    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _keep(self, tensor: torch.Tensor) -> Any:
         """Autograd keeps `tensor`; its storage counts once, with the op that keeps it first."""
         storage = _local(tensor).untyped_storage()
         key = storage._cdata
+        held = Held(tensor)
+        self._hold(tensor, held)
         if self._pauses or key in self._weights or key in self._saved or key not in self._live:
-            return tensor
+            return held
         self._saved.add(key)
         number = torch.autograd._get_sequence_nr() - 1
         self._claim(number)
@@ -354,7 +367,13 @@ class Recorder(TorchDispatchMode):
             self._rows[number]["saved_bytes"] += storage.nbytes()
         else:
             self._saved_early[number] = self._saved_early.get(number, 0.0) + storage.nbytes()
-        return tensor
+        return held
+
+    def _hold(self, tensor: torch.Tensor, holder: object) -> None:
+        """`tensor` is kept for the backward for as long as `holder` is there."""
+        storage = _local(tensor).untyped_storage()
+        if not self._pauses and storage._cdata in self._live and storage._cdata not in self._weights:
+            self._kept.hold(storage, holder)
 
 
 _MATMULS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_")

@@ -50,6 +50,9 @@ class Recorder(Protocol):
     def name_axis(self, group: dist.ProcessGroup, axis: str) -> None:
         """Collectives of `group` run along the mesh axis `axis`."""
 
+    def kept_peak_bytes(self) -> float:
+        """The most bytes that autograd kept for the backward at once, weights apart."""
+
     def step(self, name: str, tensors: Mapping[str, torch.Tensor]) -> list[Step]:
         """The program has come to `name`; `tensors` by what the step prints: `{"q [h, N/P, d/h]": q}`."""
 
@@ -119,10 +122,14 @@ class Context:
             groups = []
             for dim, name in enumerate(axes):
                 line = ranks[(*place[:dim], slice(None), *place[dim + 1 :])]
-                group = dist.new_group(line.tolist(), use_local_synchronization=True, group_desc=name)
-                self.recorder.name_axis(group, name)
-                groups.append(group)
+                groups.append(self.group(name, line.tolist()))
             return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(axes))
+
+    def group(self, axis: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """A group of `ranks`, this rank among them, known to the recorder as mesh axis `axis`."""
+        group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=axis)
+        self.recorder.name_axis(group, axis)
+        return group
 
 
 def _forget_groups() -> None:

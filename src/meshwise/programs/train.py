@@ -1,8 +1,10 @@
-"""A training step of a Llama-shaped model on torch's own parts, cut as a `Plan` says.
+"""A training step of a GPT- or Llama-shaped model on torch's own parts, cut as a `Plan` says.
 
 Tensor parallelism with sequence parallelism by DTensor (`tp`), sharded data parallelism by FSDP2 (`zero=3`),
-AdamW. Gradients of several microbatches add up before the optimizer steps. Plans with other axes are priced
-by `meshwise estimate` and refused here.
+pipelines by torch.distributed.pipelining (`pp`, `vpp`, `schedule`), context parallelism by torch's ring
+attention (`cp`, `cp_kind`), recomputation by torch.utils.checkpoint (`recompute`), AdamW. Gradients of
+several microbatches add up before the optimizer steps. Dropout is left out. Other plans are priced by
+`meshwise estimate` and refused here.
 """
 
 from __future__ import annotations
@@ -12,13 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
+from meshwise.cost import schedule as pipeline_schedule
 from meshwise.errors import ModelError, PlanError
+from meshwise.estimate.degrees import Degrees, degrees
+from meshwise.estimate.simulate import KINDS, simulate
+from meshwise.estimate.stage import plan_chunks
 from meshwise.layout.tape import Tape
-from meshwise.layout.train import Training, write_train
+from meshwise.layout.train import write_train
+from meshwise.layout.training import Piece, Training
 from meshwise.model import Model, checked_model, find_model
 from meshwise.plan import Plan, parse_plan
 from meshwise.units import DTYPE_BYTES
-from meshwise.workload import workload
+from meshwise.workload import Workload, workload
 
 if TYPE_CHECKING:
     from meshwise.programs.context import Context
@@ -26,43 +33,75 @@ if TYPE_CHECKING:
 
 STATES_TOTALS_ONLY = True
 
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+CP_KINDS = ("ring", "all_gather")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What the command line may choose."""
 
-    model: Annotated[str, Meta(description="preset, or path of a config.json; Llama-shaped")] = "llama2-7b"
+    model: Annotated[str, Meta(description="preset, or path of a config.json; GPT- or Llama-shaped")] = (
+        "llama2-7b"
+    )
     layers: Annotated[int, Meta(ge=0, description="cut the model to so many layers (0: all)")] = 0
-    plan: Annotated[str, Meta(description="tp=2,zero=3,dtype=bf16; dp is what tp leaves")] = "tp=1,zero=3"
-    batch: Annotated[int, Meta(ge=0, description="sequences in a step (0: one a data-parallel rank)")] = 0
+    plan: Annotated[
+        str,
+        Meta(
+            description="tp=2,cp=2,pp=2,vpp=2,schedule=gpipe|1f1b|interleaved,cp_kind=ring|all_gather,"
+            "recompute=none|selective|full,dtype=bf16|fp16|fp32|fp64; dp is what they leave"
+        ),
+    ] = "tp=1,zero=3"
+    batch: Annotated[int, Meta(ge=0, description="sequences in a step (0: pp microbatches a replica)")] = 0
     microbatch: Annotated[int, Meta(ge=1, description="sequences at once on a rank")] = 1
     seq: Annotated[int, Meta(ge=2, description="tokens of a sequence")] = 2048
     steps: Annotated[int, Meta(ge=1, description="training steps on the same batch")] = 1
     lr: Annotated[float, Meta(gt=0, description="learning rate of AdamW")] = 1e-3
+    check: Annotated[
+        bool, Meta(description="compare losses and gradients with one process that holds everything")
+    ] = False
     seed: Annotated[int, Meta(description="seed of weights and tokens")] = 0
 
 
 def check(options: Options, ranks: int) -> None:
     """PlanError, ModelError or WorkloadError for what does not fit or is not built."""
     plan, model = the_plan(options), the_model(options)
-    dp = plan.data_parallel(ranks)
-    built = {"pp": 1, "cp": 1, "ep": 1, "layout": "1d", "recompute": "none", "zero": 3, "optimizer": "adam"}
-    for name, value in built.items():
-        if getattr(plan, name) != value:
-            raise PlanError(
-                f"train: the program is built for {name}={value}, not {name}={getattr(plan, name)}"
-            )
-    if plan.dtype not in ("bf16", "fp16", "fp32"):
-        raise PlanError(
-            f"train: dtype={plan.dtype} is not one that the program computes in; use bf16, fp16 or fp32"
-        )
+    plan.data_parallel(ranks)
+    built: dict[str, tuple[Any, ...]] = {
+        "ep": (1,), "layout": ("1d",), "zero": (3,), "zero_group": (None,), "optimizer": ("adam",),
+        "attention": ("flash",), "lora_rank": (0,), "recompute_layers": (None,), "schedule": SCHEDULES,
+        "cp_kind": CP_KINDS, "dtype": ("bf16", "fp16", "fp32", "fp64"), "stages": (None,),
+        "placement": (Plan().placement,),
+    }  # fmt: skip
+    for name, values in built.items():
+        value = getattr(plan, name)
+        if value not in values and not (name == "schedule" and plan.pp == 1):
+            known = " or ".join(f"{name}={known}" for known in values)
+            raise PlanError(f"train: the program is built for {known}, not {name}={value}")
     if not plan.sequence_parallel and plan.tp > 1:
         raise PlanError("train: the program is built for sp=1 with tp > 1, not sp=0")
-    for what, number in (("seq", options.seq), ("heads", model.num_heads), ("kv heads", model.num_kv_heads),
-                         ("ffn width", model.ffn_hidden), ("vocabulary", model.vocab)):  # fmt: skip
-        if number % plan.tp:
-            raise PlanError(f"train: {what} {number} does not divide by tp={plan.tp}")
-    workload(options.batch or dp * options.microbatch, options.seq, options.microbatch).num_microbatches(dp)
+    if plan.vpp > 1 and plan.pp == 1:
+        raise PlanError(f"train: vpp={plan.vpp} needs a pipeline; use pp=2 or more, or leave vpp out")
+    parts = plan.tp * (2 * plan.cp if plan.cp > 1 else 1)
+    for what, number, divisor in (
+        ("seq", options.seq, parts), ("heads", model.num_heads, plan.tp),
+        ("kv heads", model.num_kv_heads, plan.tp), ("ffn width", model.ffn_hidden, plan.tp),
+        ("vocabulary", model.vocab, plan.tp),
+    ):  # fmt: skip
+        if number % divisor:
+            by = f"tp={plan.tp}" if divisor == plan.tp else f"{divisor}: two parts for each rank of cp x tp"
+            raise PlanError(f"train: {what} {number} does not divide by {by}")
+    if model.positions == "learned" and options.seq > model.max_seq:
+        raise PlanError(f"train: seq {options.seq} exceeds the {model.max_seq} positions of {model.name}")
+    on = the_degrees(options, ranks)
+    if plan.pp > 1:
+        plan_chunks(model, on)
+        num = int(on.num_microbatches)
+        pipeline_schedule.check(plan.schedule, plan.pp, num, plan.vpp)
+        if plan.schedule == "1f1b" and num < plan.pp:
+            raise PlanError(
+                f"train: schedule=1f1b of torch needs at least pp={plan.pp} microbatches, not {num}"
+            )
 
 
 def the_plan(options: Options) -> Plan:
@@ -72,96 +111,149 @@ def the_plan(options: Options) -> Plan:
 
 
 def the_model(options: Options) -> Model:
-    """The model, cut to its first layers where asked; ModelError if it is not shaped like Llama."""
+    """The model without dropout, cut to its first layers where asked; ModelError for another shape."""
     model = find_model(options.model)
     has = {
         "a mixture of experts": model.moe is not None,
         "latent attention": model.mla is not None,
-        "biases": model.linear_bias or model.qkv_bias or model.out_bias,
-        "tied embeddings": model.tied_embedding,
-        "an MLP that is not SwiGLU": model.activation != "swiglu",
-        f"{model.norm}": model.norm != "rmsnorm",
+        f"the activation {model.activation}": model.activation not in ("swiglu", "gelu"),
         "norms of queries and keys": model.qk_norm,
-        f"{model.positions} positions": model.positions != "rotary",
+        "norms without weights": not model.norm_weight,
+        f"{model.positions} positions": model.positions not in ("rotary", "learned"),
+        f"{model.num_norms} norms a block": model.num_norms != 2 or not model.final_norm,
+        "a norm of embeddings": model.embedding_norm,
+        "a parallel block": model.parallel_block,
+        "sinks": model.sinks,
+        "a sliding window": model.sliding_window > 0,
+        "attention that sees what follows": not model.causal,
+        "no language-model head, or more than one": not model.lm_head or model.head_bias or model.pooler,
+        "patches": model.patches is not None,
+        "token types": model.token_types > 0,
     }
     for what, is_there in has.items():
         if is_there:
-            raise ModelError(f"train: {model.name} has {what}; choose a Llama-shaped model")
-    if options.layers:
-        model = checked_model(replace(model, num_layers=options.layers), model.name)
-    return model
+            raise ModelError(f"train: {model.name} has {what}; choose a GPT- or Llama-shaped model")
+    layers = options.layers or model.num_layers
+    return checked_model(replace(model, num_layers=layers, dropout_frac=0.0), model.name)
+
+
+def the_workload(options: Options, ranks: int) -> Workload:
+    """Batch, sequence and microbatch; by default as many microbatches as stages a replica."""
+    plan = the_plan(options)
+    dp = plan.data_parallel(ranks)
+    return workload(options.batch or dp * plan.pp * options.microbatch, options.seq, options.microbatch)
+
+
+def the_degrees(options: Options, ranks: int) -> Degrees:
+    """The plan as numbers."""
+    return degrees(the_plan(options), the_workload(options, ranks), ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands on each axis: tp on neighbours, then cp, dp, pp."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+    @classmethod
+    def of(cls, rank: int, plan: Plan, dp: int) -> Place:
+        """The place of `rank` in a world of dp replicas."""
+        rest, tp = divmod(rank, plan.tp)
+        rest, cp = divmod(rest, plan.cp)
+        pp, dp_rank = divmod(rest, dp)
+        return cls(tp, cp, dp_rank, pp)
+
+
+def rank_layers(options: Options, ranks: int, pp_rank: int) -> dict[int, range]:
+    """The layers of each stage that a rank of the pipeline holds, round and round."""
+    plan = the_plan(options)
+    chunks = plan_chunks(the_model(options), the_degrees(options, ranks))
+    ends = [0]
+    for chunk in chunks:
+        ends.append(ends[-1] + int(chunk.layers))
+    return {stage: range(ends[stage], ends[stage + 1]) for stage in range(pp_rank, len(chunks), plan.pp)}
 
 
 def estimate(options: Options, tape: Tape) -> None:
-    """Write the closed form of `main` on `tape`: its matmuls, attention, collectives and states."""
-    plan = the_plan(options)
-    dp = plan.data_parallel(tape.world_size)
-    training = Training(
-        model=the_model(options),
+    """Write the closed form of `main` on `tape`: matmuls, attention, collectives, states, activations."""
+    write_train(the_training(options, tape.rank, tape.world_size), tape)
+
+
+def the_training(options: Options, rank: int, ranks: int) -> Training:
+    """The numbers that the closed form takes, of one rank."""
+    plan, model, on = the_plan(options), the_model(options), the_degrees(options, ranks)
+    place = Place.of(rank, plan, int(on.dp))
+    held = rank_layers(options, ranks, place.pp)
+    return Training(
+        model=model,
+        cut=on.cut(),
         tp=plan.tp,
-        dp=dp,
-        batch=options.microbatch,
-        seq=options.seq,
-        microbatches=(options.batch or dp * options.microbatch) // (dp * options.microbatch),
+        cp=plan.cp,
+        pp=plan.pp,
+        shards=int(on.dp) * plan.cp,
+        shard=place.dp * plan.cp + place.cp,
+        ring_rank=place.cp,
+        pieces={stage: piece_of(layers, model.num_layers) for stage, layers in held.items()},
+        order=rank_order(plan, place.pp, int(on.num_microbatches)),
+        microbatches=int(on.num_microbatches),
         steps=options.steps,
+        recompute=plan.recompute,
+        cp_kind=plan.cp_kind,
         dtype=plan.dtype,
         elem_bytes=int(DTYPE_BYTES[plan.dtype]),
+        state_bytes=8 if plan.dtype == "fp64" else 4,
     )
-    write_train(training, tape)
+
+
+def piece_of(layers: range, num_layers: int) -> Piece:
+    """A stage of `layers`, with the ends of the model that it has."""
+    return Piece(layers=len(layers), has_embedding=layers.start == 0, has_head=layers.stop == num_layers)
+
+
+def rank_order(plan: Plan, pp_rank: int, num_microbatches: int) -> tuple[tuple[str, int], ...]:
+    """What a rank does in a step: (F or B, which of its pieces)."""
+    if plan.pp == 1:
+        return (("F", 0), ("B", 0)) * num_microbatches
+    played = simulate(plan.schedule, 1.0, 1.0, 1.0, pp=plan.pp, m=num_microbatches, v=plan.vpp)
+    mine = played.rank == pp_rank
+    actions = zip(played.kind[mine], played.chunk[mine], strict=True)
+    return tuple((KINDS[kind], int(chunk)) for kind, chunk in actions)
 
 
 def main(options: Options, context: Context) -> dict[str, Any]:
-    """`steps` steps; returns the losses and the bytes of parameters, gradients and optimizer states."""
+    """`steps` steps; returns the losses and the bytes of parameters, gradients and optimizer states.
+
+    With `--check` also how far the first loss and its gradients are from one process that holds everything.
+    """
     import torch
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.parallel import loss_parallel
-    from torch.nn import functional as F
 
-    from meshwise.programs.llama import Decoder, cut_tensors, local_bytes, shard_states
+    from meshwise.programs.parallelize import local_bytes
+    from meshwise.programs.train_reference import differences
+    from meshwise.programs.training import Trainer
 
-    model, plan, recorder = the_model(options), the_plan(options), context.recorder
-    dp = plan.data_parallel(context.world_size)
-    mesh = context.mesh(dp=dp, tp=plan.tp)
-    data_group = mesh.get_group("dp")
-    num = (options.batch or dp * options.microbatch) // (dp * options.microbatch)
+    recorder = context.recorder
+    trainer = Trainer(options, context)
     with recorder.setup():
-        with torch.device(context.device):
-            torch.manual_seed(options.seed)
-            decoder = Decoder(model, options.seq, recorder)
-        if plan.tp > 1:
-            cut_tensors(decoder, mesh["tp"])
-        shard_states(decoder, mesh["dp"], context.dtype(plan.dtype))
-        parameters = list(decoder.parameters())
+        parameters = trainer.parameters()
         recorder.weights(*parameters)
         optimizer = torch.optim.AdamW(parameters, lr=options.lr, foreach=False)
-        shape = dp, num, options.microbatch, options.seq + 1
-        tokens = torch.randint(model.vocab, shape, device=context.device)[context.rank // plan.tp]
-    losses = []
-    for _ in range(options.steps):
-        total = torch.zeros((), device=context.device)
-        for number, part in enumerate(tokens):
-            decoder.set_requires_gradient_sync(number == num - 1)
-            with loss_parallel():
-                logits = decoder(part[:, :-1])
-                with recorder.section("loss"):
-                    loss = F.cross_entropy(logits.float().flatten(0, 1), part[:, 1:].flatten()) / num
-                    if isinstance(loss, DTensor):
-                        total += loss.detach().full_tensor()
-                    else:
-                        total += loss.detach()
-                loss.backward()
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    losses, found = [], {}
+    for number in range(options.steps):
+        loss = trainer.forward_backward()
+        grad_bytes = local_bytes([p.grad for p in parameters if p.grad is not None])
+        if options.check and number == 0 and loss is not None:
+            with recorder.setup():
+                found = {"differences": differences(trainer, loss)}
         with recorder.phase("optimizer"):
             optimizer.step()
-        grad_bytes = local_bytes(grads)
-        del grads, logits, loss
         optimizer.zero_grad()
-        with recorder.setup():
-            dist.all_reduce(total, op=dist.ReduceOp.AVG, group=data_group)
-        losses.append(None if context.is_fake else float(total))
+        losses.append(loss)
     states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     held = {"parameters": local_bytes(parameters), "gradients": grad_bytes, "optimizer": local_bytes(states)}
     for name, size_bytes in held.items():
         recorder.tape.op(name, module="states", phase="step", weight_bytes=size_bytes)
-    return {"losses": losses, "bytes": held}
+    recorder.tape.op("activations", module="states", phase="step", saved_bytes=recorder.kept_peak_bytes())
+    return {"losses": losses, "bytes": held, **found}

@@ -1,0 +1,103 @@
+"""Activations that a training step keeps for its backward: the most bytes at once, and what they are.
+
+What each op keeps is what the layout says (`Op.saved_bytes`), which `estimate` adds up too. Torch's parts
+keep more, and each difference is a row of its own (module `activations`):
+
+- `gathered`: DTensor keeps the gathered input of a pair of matmuls, where the layout keeps the rank's part;
+- `inputs`: the numbers of the tokens are inputs, alive from the beginning: not counted, as the layout does;
+- `loss weight`: the loss keeps what its tokens weigh together, one number;
+- `fp64 logits`: it computes in the type of the states, where the layout's is always fp32.
+"""
+
+from __future__ import annotations
+
+from meshwise.layout.op import Op
+from meshwise.layout.tape import Tape
+from meshwise.layout.tensor_1d import ATTENTION
+from meshwise.layout.train_rows import GATHERED
+from meshwise.layout.training import Piece, Training, piece_ops
+
+
+def write_kept(t: Training, tape: Tape) -> None:
+    """The peak of what is kept; and what one microbatch keeps, op by op, and of which difference."""
+    tape.op("activations", module="states", phase="step", saved_bytes=kept_peak_bytes(t))
+    place = {"module": "activations", "phase": "forward", "dtype": t.dtype}
+    for piece in t.pieces.values():
+        for count, ops in piece_ops(t, piece):
+            for op in (op for op in ops if op.phase == "forward"):
+                name = f"{op.module}/{op.name}"
+                if op.saved_bytes:
+                    tape.op(name, **place, saved_bytes=float(op.saved_bytes), count=count)
+                for why, size_bytes in beyond_bytes(t, op).items():
+                    if size_bytes:
+                        tape.op(f"{name}: {why}", **place, saved_bytes=size_bytes, count=count)
+
+
+def kept_peak_bytes(t: Training) -> float:
+    """The most bytes that are kept at once, over the rank's order of forwards and backwards."""
+    pieces = list(t.pieces.values())
+    alive, peak = 0.0, 0.0
+    for kind, place in t.order:
+        size = kept_bytes(t, pieces[place])
+        alive += size if kind == "F" else 0.0
+        peak = max(peak, alive + (redone_bytes(t, pieces[place]) if kind == "B" else 0.0))
+        alive -= size if kind == "B" else 0.0
+    return peak
+
+
+def kept_bytes(t: Training, piece: Piece) -> float:
+    """What one microbatch keeps of `piece` between its forward and its backward."""
+    return sum(count * _part_bytes(t, ops) for count, ops in piece_ops(t, piece))
+
+
+def _part_bytes(t: Training, ops: list[Op]) -> float:
+    """What one microbatch keeps of one part: a block, or an end of the model."""
+    forward = [op for op in ops if op.phase == "forward"]
+    if t.recompute == "full" and is_block(ops):
+        return block_input_bytes(t)
+    dropped = sum(float(op.recomputed_bytes) for op in forward) if t.recompute == "selective" else 0.0
+    return sum(op_kept_bytes(t, op) for op in forward) - dropped
+
+
+def is_block(ops: list[Op]) -> bool:
+    """Whether `ops` are those of a block."""
+    return ops[0].module == ATTENTION
+
+
+def block_input_bytes(t: Training) -> float:
+    """What a block begins with: the rank's part of the tokens."""
+    return t.batch * t.seq / t.tp * t.model.hidden * float(t.elem_bytes)
+
+
+def op_kept_bytes(t: Training, op: Op) -> float:
+    """What one op keeps: as the layout says, and what torch's parts add."""
+    return float(op.saved_bytes) + sum(beyond_bytes(t, op).values())
+
+
+def beyond_bytes(t: Training, op: Op) -> dict[str, float]:
+    """What torch's parts keep beyond what the layout says, by name."""
+    tokens = t.batch * t.seq
+    if op.kind == "matmul" and op.name in GATHERED and t.tp > 1:
+        return {"gathered": (t.tp - 1) / t.tp * tokens * t.model.hidden * t.elem_bytes}
+    if op.kind == "kernel" and op.name == "cross_entropy":
+        wide = (t.state_bytes - 4.0) * tokens * t.model.vocab / t.tp
+        return {"loss weight": float(t.state_bytes), "fp64 logits": wide}
+    if op.module == "embedding" and op.name == "tokens" and op.kind == "kernel":
+        return {"inputs": -float(op.saved_bytes)}
+    return {}
+
+
+def redone_bytes(t: Training, piece: Piece) -> float:
+    """How much more than after its forward is kept while the last block of `piece` is done again.
+
+    Its head has let go by then. (What selective recomputation brings back is less than the block's MLP,
+    which has let go too.)
+    """
+    if t.recompute != "full" or not piece.layers:
+        return 0.0
+    block_bytes, head_bytes = 0.0, 0.0
+    for _, ops in piece_ops(t, piece):
+        whole = sum(op_kept_bytes(t, op) for op in ops if op.phase == "forward")
+        block_bytes = whole if is_block(ops) else block_bytes
+        head_bytes = whole if ops[0].module == "head" else head_bytes
+    return block_bytes - block_input_bytes(t) - head_bytes

@@ -1,0 +1,79 @@
+"""What the closed form of a training step is of: a model, how it is cut, and one rank's share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshwise.layout.block import block
+from meshwise.layout.cut import Cut
+from meshwise.layout.op import Op
+from meshwise.layout.vocabulary import embed, head
+from meshwise.model import Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Consecutive layers of a model, and whether its two ends are with them: one stage of a pipeline."""
+
+    layers: int
+    has_embedding: bool
+    has_head: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A model, how it is cut, and one rank's share of a step.
+
+    `cut` is how the layout cuts a block; `shards` ranks share the weights, of which this is number `shard`;
+    `ring_rank` is its place in the ring of context parallelism. `pieces` are this rank's, by the number of
+    their stage; `order` is what the rank does in a step, (F or B, place in `pieces`). `elem_bytes` is what it
+    computes in, `state_bytes` what it keeps states in.
+    """
+
+    model: Model
+    cut: Cut
+    tp: int
+    cp: int
+    pp: int
+    shards: int
+    shard: int
+    ring_rank: int
+    pieces: dict[int, Piece]
+    order: tuple[tuple[str, int], ...]
+    microbatches: int
+    steps: int
+    recompute: str
+    cp_kind: str
+    dtype: str
+    elem_bytes: int
+    state_bytes: int
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a microbatch."""
+        return int(self.cut.microbatch)
+
+    @property
+    def seq(self) -> int:
+        """Tokens of each sequence that a tensor-parallel group works on."""
+        return int(self.cut.seq) // self.cp
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return self.pp * len(self.pieces)
+
+    @property
+    def state_dtype(self) -> str:
+        """The name of what states are kept in."""
+        return "fp64" if self.state_bytes == 8 else "fp32"
+
+
+def piece_ops(t: Training, piece: Piece) -> Iterator[tuple[int, list[Op]]]:
+    """The parts of a piece, and how often each occurs."""
+    if piece.has_embedding:
+        yield 1, embed(t.model, t.cut)
+    yield piece.layers, block(t.model, t.cut)
+    if piece.has_head:
+        yield 1, head(t.model, t.cut)
