@@ -72,6 +72,31 @@ def merge(
 
 
 @app.command()
+def plot(
+    paths: Paths,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to draw (.png, .svg, .pdf).")] = Path(
+        "ranks.png"
+    ),
+    json: Json = False,
+) -> None:
+    """Draw all ranks in one picture: what each did when, and why the slow one is slow."""
+    from meshwise.report.trace_plot import draw_ranks
+
+    found = _summarized(paths)
+    draw_ranks(found.partitions, found.alignment, found.findings, output)
+    if json:
+        from meshwise.cli.output import print_json
+
+        print_json({"file": str(output), "findings": found.to_json()["findings"]})
+    else:
+        from meshwise.cli.output import console
+        from meshwise.report.trace_table import print_findings
+
+        print_findings(found.findings, console())
+        print(f"{output}: {len(found.traces)} ranks")
+
+
+@app.command()
 def sections(paths: Paths, json: Json = False, limit: Limit = 40) -> None:
     """Named sections of all ranks: time, compute, communication and waiting inside; spread and straggler."""
     from meshwise.trace.sections import joint_sections

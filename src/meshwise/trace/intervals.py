@@ -38,3 +38,13 @@ def intersection(a: Spans, b: Spans) -> Spans:
     time, inside = time[order], np.cumsum(step[order]) == 2
     both = np.flatnonzero(inside[:-1])
     return time[both], time[both + 1]
+
+
+def difference(a: Spans, b: Spans) -> Spans:
+    """What of `a` lies outside `b`, merged."""
+    time = np.concatenate([a[0], a[1], b[0], b[1]])
+    step = np.repeat(np.array([1, -1, 2, -2], dtype=np.int64), [len(a[0]), len(a[0]), len(b[0]), len(b[0])])
+    order = np.argsort(time, kind="stable")
+    time, inside = time[order], np.cumsum(step[order]) == 1
+    alone = np.flatnonzero(inside[:-1])
+    return merged(time[alone], time[alone + 1])

@@ -25,6 +25,8 @@ class KernelTotal:
     mean_s: float
     min_s: float
     max_s: float
+    share_frac: float
+    """Of the sum over all kernels."""
 
 
 def kernel_totals(traces: Sequence[Trace]) -> list[KernelTotal]:
@@ -38,11 +40,13 @@ def kernel_totals(traces: Sequence[Trace]) -> list[KernelTotal]:
         for label, runs in zip(labels, np.split(order, first[1:]), strict=False):
             key = (trace.labels[label][1], Kind(kind[runs[0]]).name.lower())
             durations.setdefault(key, []).append(trace.duration_ns[runs])
-    totals = [_total(*key, np.concatenate(parts)) for key, parts in durations.items()]
+    runs_of = {key: np.concatenate(parts) for key, parts in durations.items()}
+    whole = sum(int(runs.sum()) for runs in runs_of.values()) / 1e9
+    totals = [_total(*key, runs, whole) for key, runs in runs_of.items()]
     return sorted(totals, key=lambda kernel: (-kernel.total_s, kernel.name))
 
 
-def _total(name: str, kind: str, duration_ns: np.ndarray) -> KernelTotal:
+def _total(name: str, kind: str, duration_ns: np.ndarray, whole_s: float) -> KernelTotal:
     total = int(duration_ns.sum()) / 1e9
     return KernelTotal(
         name=name,
@@ -52,4 +56,5 @@ def _total(name: str, kind: str, duration_ns: np.ndarray) -> KernelTotal:
         mean_s=total / len(duration_ns),
         min_s=int(duration_ns.min()) / 1e9,
         max_s=int(duration_ns.max()) / 1e9,
+        share_frac=total / whole_s if whole_s else 0.0,
     )

@@ -12,9 +12,12 @@ import msgspec
 from meshwise.trace.align import Alignment, align
 from meshwise.trace.breakdown import Breakdown, breakdown
 from meshwise.trace.collectives import Collective, Straggler, collectives, stragglers
+from meshwise.trace.copies import CopyTotal, copy_totals
 from meshwise.trace.events import Problem, Trace
+from meshwise.trace.findings import Finding, findings
 from meshwise.trace.kernels import KernelTotal, kernel_totals
 from meshwise.trace.match import match
+from meshwise.trace.partition import Partition, partition
 from meshwise.trace.read import read_traces
 from meshwise.trace.sections import Section, sections
 from meshwise.trace.transfers import transfers
@@ -26,17 +29,31 @@ class Summary:
 
     traces: Sequence[Trace]
     ranks: list[Breakdown]
+    partitions: list[Partition]
     kernels: list[KernelTotal]
+    copies: list[CopyTotal]
     alignment: Alignment
     collectives: list[Collective]
     stragglers: list[Straggler]
+    findings: list[Finding]
     problems: list[Problem]
 
     def to_json(self) -> dict[str, Any]:
         """The summary as JSON values."""
         return {
-            "ranks": [msgspec.to_builtins(rank) for rank in self.ranks],
+            "findings": [msgspec.to_builtins(finding) for finding in self.findings],
+            "ranks": [
+                msgspec.to_builtins(rank)
+                | {
+                    "busy_frac": rank.busy_s / rank.span_s if rank.span_s else None,
+                    "exposed_transfer_s": parts.seconds["transfer"],
+                    "exposed_wait_s": parts.seconds["wait"],
+                    "host_bound_s": parts.host_bound_s,
+                }
+                for rank, parts in zip(self.ranks, self.partitions, strict=True)
+            ],
             "kernels": [msgspec.to_builtins(kernel) for kernel in self.kernels],
+            "copies": [msgspec.to_builtins(copy) for copy in self.copies],
             "alignment": {
                 "method": self.alignment.method,
                 "residual_s": self.alignment.residual_s,
@@ -65,7 +82,7 @@ def summarize_paths(paths: Iterable[str | Path]) -> Summary:
 def summarize(traces: Sequence[Trace]) -> Summary:
     """The summary of the traces of one job, one trace a rank."""
     if not traces:
-        return Summary([], [], [], Alignment("no rank", {}, None, 0), [], [], [])
+        return Summary([], [], [], [], [], Alignment("no rank", {}, None, 0), [], [], [], [])
     matches = match({trace.rank: transfers(trace) for trace in traces})
     hosts = {trace.host for trace in traces}
     one_host = len(hosts) == 1 and "" not in hosts
@@ -76,13 +93,17 @@ def summarize(traces: Sequence[Trace]) -> Summary:
     if num_unfit:
         reason = f"{num_unfit} collectives do not overlap in time across ranks; taken as unmatched, left out"
         problems.append(Problem("", reason))
+    partitions = [partition(trace, waits_ns(found, trace.rank)) for trace in traces]
     return Summary(
         traces=traces,
         ranks=[breakdown(trace) for trace in traces],
+        partitions=partitions,
         kernels=kernel_totals(traces),
+        copies=copy_totals(traces),
         alignment=alignment,
         collectives=found,
         stragglers=stragglers(found),
+        findings=findings(traces, partitions, found),
         problems=problems,
     )
 
