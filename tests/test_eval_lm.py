@@ -1,7 +1,7 @@
 """Evaluation over ranks: the loss does not depend on how the model is spread, nor on how it is read."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -198,6 +198,22 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing(
     with pytest.raises(DataError, match="No space left on device"):
         alone(replace(BASE, save_checkpoint=str(tmp_path / "weights")))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_bare_run_gives_the_same_and_records_nothing(ranks: Ranks) -> None:
+    recorded = together(ranks, BASE)[0]
+    bare = ranks.call(run_rank, "eval-lm", BASE, 0, True, None, False)[0]
+    assert bare.result["loss"] == recorded.result["loss"]
+    assert bare.result["routing"] == recorded.result["routing"]
+    assert len(recorded.ledger) > 0
+    assert len(bare.ledger) == 0
+    assert bare.to_json()["peak_bytes"] is None
+
+
+def test_a_ledger_that_is_not_kept_cannot_be_written(meshwise: Callable[..., Any]) -> None:
+    outcome = meshwise("run", "eval-lm", "--no-ledger", "--csv", "ledger.csv")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "--no-ledger leaves out" in outcome.err
 
 
 # --- text and positions ----------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from meshwise.instruments.dry_run import dry_run, new_tape
 from meshwise.layout.expert_parallel import capacity, place
 from meshwise.layout.expert_pass import Pass
 from meshwise.model import num_active_params, num_params
+from meshwise.programs import generate
 from meshwise.programs.eval_lm import Options, estimate
 from meshwise.programs.moe import DenseDispatch, MoELayer, Shard, SparseDispatch, metric_names, route
 from meshwise.programs.transformer_lm import TransformerDecoder, init_parameters
@@ -211,6 +212,30 @@ def test_command_prints_it_all(meshwise: Callable[..., Any]) -> None:
     assert "out of memory" in meshwise("moe", "--chips", "v100-16g-sxm").out
 
 
+def test_programs_side_by_side_are_their_dry_runs(meshwise: Callable[..., Any]) -> None:
+    """Calls, FLOP and exchanges of eval-lm and generate, as `moe` shows them, are those that are counted."""
+    words = ["--prompt-tokens", "6", "--max-tokens", "4", "--beam", "2", "--chips", "h100-80g-sxm"]
+    sizes = f"{TINY},vocab_size=300"
+    document = meshwise("moe", "moe-tiny", "--override", sizes, "--dtype", "bf16", "--json", *words).document
+    evaluated = Options(override=sizes, max_blocks=1, max_valid_steps=0, dtype="bf16")
+    generated = generate.Options(
+        override=sizes, num_prompts=4, prompt_tokens=5, max_tokens=4, search="beam", beam=2, dtype="bf16",
+        capacity_fraction=0,
+    )  # fmt: skip
+    for name, key, options in (("eval-lm", "eval_lm", evaluated), ("generate", "generate", generated)):
+        ledger = dry_run(name, options, ranks=4, device="cpu").ledger
+        shown = document["programs"][key]
+        for call, count in shown["calls"].items():
+            assert count == sum(ledger.where(op=call)["count"]), call
+        exchanged = ledger.where(op="all_to_all")
+        assert shown["exchanges"] == sum(exchanged["count"])
+        assert shown["exchange_bytes"] == exchanged.total("payload_bytes")
+        assert shown["flop"] == ledger.total("flop")
+    parts = [document["programs"][f"generate_{name}"] for name in ("prefill", "decode")]
+    assert document["programs"]["generate"]["flop"] == sum(part["flop"] for part in parts)
+    assert "generate, prompt" in meshwise("moe", "--show", "programs").out
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -218,6 +243,9 @@ def test_command_prints_it_all(meshwise: Callable[..., Any]) -> None:
         (["moe-tiny"], "does not say vocab_size"),
         (["--override", "moe_freq=0"], "no mixture-of-experts layer"),
         (["--fractions", "2"], "not a share from 0 to 1"),
+        (["--dtype", "int4"], "choose one of fp16"),
+        (["--show", "all of it"], "choose one of counts"),
+        (["--tp", "5"], "decoder_attention_heads=12 does not divide by tp=5"),
     ],
 )
 def test_command_refuses_in_one_sentence(meshwise: Callable[..., Any], words: list[str], says: str) -> None:

@@ -181,7 +181,7 @@ def _read(path: Path) -> dict[str, Any]:
             raw = ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
         kind = {".toml": "TOML", ".json": "JSON"}.get(path.suffix, "a Python dictionary")
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0].partition(": <")[0] if str(error) else type(error).__name__
         raise ModelError(f"config {path} is not {kind}: {reason}") from None
     if not isinstance(raw, dict):
         raise ModelError(f"config {path} holds a {type(raw).__name__}; it must hold a dictionary of fields")

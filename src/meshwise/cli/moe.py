@@ -9,8 +9,13 @@ import typer
 from meshwise.errors import WorkloadError
 
 if TYPE_CHECKING:
+    from meshwise.estimate.generation import Work
     from meshwise.estimate.moe_inference import WhatIf
     from meshwise.layout.expert_pass import Pass
+
+
+DTYPES = ("fp16", "bf16", "fp32", "fp64")
+SHOWN = ("counts", "what-ifs", "programs", "all")
 
 
 def add_to(parent: typer.Typer) -> None:
@@ -22,10 +27,10 @@ def moe(
     config: Annotated[str, typer.Argument(help="A preset or file of transformer_lm_gpt fields.")] = (
         "en-moe-lm-15b"
     ),
-    ranks: Annotated[int, typer.Option(help="Ranks that share the experts.")] = 4,
-    passes: Annotated[int, typer.Option(help="Forward passes of a rank.")] = 5,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks that share the experts.")] = 4,
+    passes: Annotated[int, typer.Option(min=1, help="Forward passes of a rank.")] = 5,
     dtype: Annotated[str, typer.Option(help="Element type.")] = "fp16",
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of each of them.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of each of them.")] = 1,
     override: Annotated[str, typer.Option(help="Fields to change: decoder_layers=2,moe_freq=1.")] = "",
     fractions: Annotated[
         str, typer.Option(help="Capacity fractions of the what-ifs; 0 is the rule of training.")
@@ -33,35 +38,68 @@ def moe(
     chips: Annotated[str, typer.Option(help="Chips of the what-ifs.")] = (
         "v100-16g-sxm,a100-80g-sxm,h100-80g-sxm,h200-sxm"
     ),
+    prompts: Annotated[int, typer.Option(min=1, help="Texts that a rank generates at a time.")] = 1,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated after it.")] = 200,
+    beam: Annotated[int, typer.Option(min=1, help="Beams of a text (1: greedy).")] = 5,
+    show: Annotated[str, typer.Option(help="What to print: counts, what-ifs, programs, or all.")] = "all",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Count what evaluating a mixture-of-experts GPT costs a rank, and what would change it.
 
     The what-ifs vary capacity, dispatch, grouped GEMM and ranks: memory, exchange, useful FLOP, time a pass.
+    The programs eval-lm and generate are shown side by side.
     """
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
     from meshwise.cli.output import print_json
-    from meshwise.estimate.moe_inference import new_pass, report, what_ifs
+    from meshwise.estimate.generation import peak_bytes as generation_peak
+    from meshwise.estimate.generation import side_by_side
+    from meshwise.estimate.moe_inference import has_rate, new_pass, report, what_ifs
     from meshwise.gpt_config import find_gpt_config
     from meshwise.hardware import find_cluster
-    from meshwise.layout.expert_parallel import place
+    from meshwise.layout.expert_parallel import check_tp, place
+    from meshwise.layout.generation import Generation
 
+    for name, value, choices in (("dtype", dtype, DTYPES), ("show", show, SHOWN)):
+        if value not in choices:
+            raise WorkloadError(f"--{name} {value} is unknown; choose one of {', '.join(choices)}")
     found = find_gpt_config(config, override)
     if not found.num_moe_layers:
         raise WorkloadError(f"{config} has no mixture-of-experts layer; set moe_freq and moe_expert_count")
     if not found.vocab_size:
         raise WorkloadError(f"{config} does not say vocab_size; add --override vocab_size=N")
-    place(ranks, found.moe_expert_count, ep=ranks)
+    placement = place(ranks * tp, found.moe_expert_count, tp=tp, ep=ranks)
+    check_tp(found, tp)
     of = new_pass(found, ep=ranks, tp=tp, dtype=dtype)
     document = report(of, passes)
     shares = [_share(text) for text in fractions.split(",")]
     clusters = {chip: find_cluster(f"{chip}:{ranks * tp}") for chip in chips.split(",")}
     rows = what_ifs(_variants(of, shares), clusters)
+    generation = Generation(
+        config=replace(found, use_tutel_moe=True),
+        placement=placement,
+        num_prompts=prompts,
+        first=prompt_tokens,
+        columns=prompt_tokens + max_tokens,
+        max_tokens=max_tokens,
+        num_live=beam,
+        search="beam" if beam > 1 else "greedy",
+        dtype=dtype,
+    )
+    programs = side_by_side(of, generation, {chip: c for chip, c in clusters.items() if has_rate(c, of)})
+    memory = {"cache_bytes": generation.cache_bytes, "peak_bytes": generation_peak(generation)}
     if as_json:
-        print_json(document | {"what_ifs": [asdict(row) for row in rows]})
+        beside = {name: asdict(work) for name, work in programs.items()}
+        beside["generate"] |= memory
+        print_json(document | {"what_ifs": [asdict(row) for row in rows], "programs": beside})
         return
-    _show(document, rows)
+    if show in ("counts", "all"):
+        _show_counts(document)
+    if show in ("what-ifs", "all"):
+        _show_what_ifs(rows)
+    if show in ("programs", "all"):
+        _show_programs(programs, memory)
 
 
 def _share(text: str) -> float:
@@ -99,11 +137,10 @@ def _variants(of: Pass, shares: list[float]) -> dict[str, Pass]:
     return variants
 
 
-def _show(document: dict[str, Any], rows: list[WhatIf]) -> None:
+def _show_counts(document: dict[str, Any]) -> None:
     from rich.table import Table
 
     from meshwise.cli.output import console
-    from meshwise.units import duration, with_prefix
 
     out = console()
     for name, group in document.items():
@@ -112,17 +149,17 @@ def _show(document: dict[str, Any], rows: list[WhatIf]) -> None:
             shown = f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
             table.add_row(key, shown)
         out.print(table, "")
-    table = Table(title="what if (one pass, one rank)", title_justify="left")
-    for heading in (
-        "",
-        "slots",
-        "exchange",
-        "FLOP",
-        "useful",
-        "peak",
-        "launches",
-        *(rows[0].fits if rows else ()),
-    ):
+
+
+def _show_what_ifs(rows: list[WhatIf]) -> None:
+    from rich.table import Table
+
+    from meshwise.cli.output import console
+    from meshwise.units import duration, with_prefix
+
+    table = Table(title="what if (one pass, one rank)", title_justify="left", padding=0)
+    heads = ("", "slots", "exchange", "FLOP", "useful", "peak", "launches")
+    for heading in (*heads, *(rows[0].fits if rows else ())):
         table.add_column(heading, justify="right" if heading else "left")
     for row in rows:
         times = []
@@ -139,4 +176,52 @@ def _show(document: dict[str, Any], rows: list[WhatIf]) -> None:
             f"{row.launches:,.0f}",
             *times,
         )
-    out.print(table)
+    console().print(table)
+
+
+def _show_programs(programs: dict[str, Work], memory: dict[str, float]) -> None:
+    from rich.table import Table
+
+    from meshwise.cli.output import console
+    from meshwise.units import duration, with_prefix
+
+    table = Table(title="the programs eval-lm and generate (one rank)", title_justify="left")
+    heads = {
+        "eval_lm": "eval-lm, a pass",
+        "generate_prefill": "generate, prompt",
+        "generate_decode": "its tokens",
+        "generate": "all of it",
+    }
+    table.add_column("")
+    for name in programs:
+        table.add_column(heads[name], justify="right")
+    works = list(programs.values())
+
+    def add(title: str, *cells: str) -> None:
+        table.add_row(title, *cells)
+
+    add("passes", *(f"{work.passes:,}" for work in works))
+    add("tokens scored or generated", *(f"{work.tokens:,}" for work in works))
+    for call in sorted({call for work in works for call in work.calls}):
+        add(f"aten::{call}", *(f"{work.calls.get(call, 0):,.0f}" for work in works))
+    add("all-to-alls", *(f"{work.exchanges:,.0f}" for work in works))
+    add("their bytes", *(with_prefix(work.exchange_bytes, "B") for work in works))
+    add("their bytes a token", *(_a_token(work, work.exchange_bytes, "B") for work in works))
+    add("FLOP", *(with_prefix(work.flop, "FLOP") for work in works))
+    add("FLOP a token", *(_a_token(work, work.flop, "FLOP") for work in works))
+    add("launches", *(f"{work.launches:,.0f}" for work in works))
+    for title, key in (("keys and values", "cache_bytes"), ("peak", "peak_bytes")):
+        add(title, "", "", "", with_prefix(memory[key], "B"))
+    for chip in works[0].seconds:
+        add(f"{chip}", *(duration(work.seconds[chip]) for work in works))
+        add(
+            f"{chip}, a token",
+            *(duration(work.seconds[chip] / work.tokens) if work.tokens else "" for work in works),
+        )
+    console().print("", table)
+
+
+def _a_token(work: Work, amount: float, unit: str) -> str:
+    from meshwise.units import with_prefix
+
+    return with_prefix(amount / work.tokens, unit) if work.tokens else ""

@@ -50,12 +50,17 @@ def run(
     profile: Annotated[Path | None, typer.Option(help="Write each rank's trace into this folder.")] = None,
     csv: Csv = None,
     json: Json = False,
+    ledger: Annotated[
+        bool, typer.Option("--ledger/--no-ledger", help="Record every op, or run at full speed.")
+    ] = True,
     show_help: Help = False,
 ) -> None:
     """Run a program on real ranks: started here, or by torchrun or srun.
 
     On the CPU the ranks talk over gloo, on GPUs over NCCL. Each step prints its tensors, FLOP and memory.
     """
+    if csv is not None and not ledger:
+        raise PlanError("--csv writes the ledger, which --no-ledger leaves out; give one of them")
     found, options = _parse(ctx, program, show_help)
     _need_torch()
     from meshwise.instruments.launch import launch, outside_place
@@ -70,10 +75,10 @@ def run(
     found.check(options, ranks)
     _check_memory(found, options, ranks, device)
     folder = str(profile) if profile else None
-    arguments = (found.name, options, root, json, folder)
+    arguments = (found.name, options, root, json, folder, ledger)
     outcomes = launch(run_rank, ranks, *arguments, device_type=device, port=port)
     if outcomes is not None:
-        _show(outcomes[root], csv, json)
+        _show(outcomes[root], csv, json, says_result=found.says_result)
 
 
 def dryrun(
@@ -95,7 +100,8 @@ def dryrun(
     _need_torch()
     from meshwise.instruments.dry_run import dry_run
 
-    _show(dry_run(found.name, options, ranks=ranks, rank=rank, device=device, quiet=json), csv, json)
+    outcome = dry_run(found.name, options, ranks=ranks, rank=rank, device=device, quiet=json)
+    _show(outcome, csv, json, says_result=found.says_result)
 
 
 def compare(
@@ -230,7 +236,9 @@ def _check_memory(program: Program, options: Any, ranks: int, device: str) -> No
         )
 
 
-def _show(outcome: Outcome, csv: Path | None, json: bool) -> None:
+def _show(outcome: Outcome, csv: Path | None, json: bool, *, says_result: bool) -> None:
+    from meshwise.units import with_prefix
+
     if csv is not None:
         outcome.ledger.to_csv(csv)
     if json:
@@ -238,9 +246,9 @@ def _show(outcome: Outcome, csv: Path | None, json: bool) -> None:
 
         print_json(outcome.to_json())
         return
-    if outcome.result is not None:
+    if outcome.result is not None and not says_result:
         typer.echo(f"result: {outcome.result}")
-    peak = f"{outcome.peak_bytes / 1e9:.2f} GB"
+    peak = with_prefix(outcome.peak_bytes, "B") if outcome.peak_bytes else "not recorded"
     typer.echo(f"rank {outcome.rank} of {outcome.ranks} on {outcome.device}: peak memory {peak}")
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from meshwise.estimate.moe_memory import after_last_layer, model_bytes, model_moments
 from meshwise.estimate.timing import machine, op_times
 from meshwise.hardware import Cluster
-from meshwise.layout.expert_pass import Pass, Row
+from meshwise.layout.expert_pass import Pass, Row, forward_rows
 from meshwise.layout.generation import Generation, merged, pass_rows
 from meshwise.units import Num
 
@@ -130,18 +130,26 @@ def work(rows: list[Row], passes: int, tokens: int, clusters: dict[str, Cluster]
     )
 
 
-def prefill_and_decode(of: Generation, clusters: dict[str, Cluster]) -> tuple[Work, Work]:
-    """The first pass, and all that follow it; of the tokens, those that a pass decides on."""
+def side_by_side(evaluated: Pass, of: Generation, clusters: dict[str, Cluster]) -> dict[str, Work]:
+    """One pass of eval_lm, and of generate its first pass, those after it, and all.
+
+    Their tokens are those that are scored, and those that are decided on; a text counts once, whatever beams
+    compete for it.
+    """
     first = merged(pass_rows(of, of.passes[0]))
     rest = merged(row for one in of.passes[1:] for row in pass_rows(of, one))
-    decided = of.num_passes - 1
-    return (
-        work(first, 1, of.num_prompts, clusters, of.dtype),
-        work(rest, decided, of.num_prompts * decided, clusters, of.dtype),
-    )
+    num, prompts, dtype = of.num_passes, of.num_prompts, of.dtype
+    return {
+        "eval_lm": work(forward_rows(evaluated), 1, evaluated.tokens, clusters, dtype),
+        "generate_prefill": work(first, 1, prompts, clusters, dtype),
+        "generate_decode": work(rest, num - 1, prompts * (num - 1), clusters, dtype),
+        "generate": work(merged([*first, *rest]), num, prompts * num, clusters, dtype),
+    }
 
 
 def _seconds(rows: list[Row], cluster: Cluster, dtype: str) -> float:
     ops = [row.op for row in rows]
     times = op_times(ops, machine(cluster, dtype))
+    if not ops:
+        return 0.0
     return float(sum(op.count * (time.busy_s + time.comm_s) for op, time in zip(ops, times, strict=True)))

@@ -277,7 +277,7 @@ def what_ifs(variants: dict[str, Pass], clusters: dict[str, Cluster]) -> list[Wh
     """
     rows = []
     for name, of in variants.items():
-        times = {chip: pass_time(of, cluster) for chip, cluster in clusters.items() if _has_rate(cluster, of)}
+        times = {chip: pass_time(of, cluster) for chip, cluster in clusters.items() if has_rate(cluster, of)}
         peak = float(peak_bytes(of))
         rows.append(
             WhatIf(
@@ -297,6 +297,7 @@ def what_ifs(variants: dict[str, Pass], clusters: dict[str, Cluster]) -> list[Wh
     return rows
 
 
-def _has_rate(cluster: Cluster, of: Pass) -> bool:
+def has_rate(cluster: Cluster, of: Pass) -> bool:
+    """Whether the chip computes in the type of the pass."""
     chip = cluster.chip
     return of.dtype in chip.matrix_flop_per_s or of.dtype in chip.vector_flop_per_s

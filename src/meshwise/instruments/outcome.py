@@ -43,7 +43,7 @@ class Outcome:
             "ranks": self.ranks,
             "rank": self.rank,
             "device": self.device,
-            "peak_bytes": self.peak_bytes,
+            "peak_bytes": self.peak_bytes or None,  # nobody looked
             "steps": [step.to_json() for step in self.steps],
             "ledger": self.ledger.to_json(),
             "result": self.result,

@@ -1,4 +1,4 @@
-"""`run`: the real program on real ranks, recorded while it runs."""
+"""`run`: the real program on real ranks, recorded while it runs, or bare."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from meshwise.instruments.launch import Place
 from meshwise.instruments.outcome import Outcome
 from meshwise.instruments.profile import capture
 from meshwise.instruments.recorder import Recorder
+from meshwise.instruments.unrecorded import Unrecorded
 from meshwise.layout.tape import Tape
 from meshwise.programs import find_program
 from meshwise.programs.context import Context
 
 
 def run_rank(
-    place: Place, name: str, options: Any, root: int = 0, quiet: bool = False, folder: str | None = None
-) -> Outcome:
+    place: Place, name: str, options: Any, root: int = 0, quiet: bool = False, folder: str | None = None,
+    recorded: bool = True,
+) -> Outcome:  # fmt: skip
     """Run program `name` on this rank of an initialised world; what `launch` calls on every rank.
 
-    With a `folder`, the rank's profile is written there. Profiled ops are not timed one by one.
+    With a `folder`, the rank's profile is written there. Profiled ops are not timed one by one. Not
+    `recorded`: nothing is counted, and the program runs at the speed it has without us.
     """
     on_cpu = place.device_type == "cpu"
     tape = Tape("run", place.rank, place.world_size, measure=None if on_cpu else _cuda_bytes)
-    recorder = Recorder(tape, device_type=place.device_type, is_timed=on_cpu and folder is None)
+    kind = Recorder if recorded else Unrecorded
+    recorder = kind(tape, device_type=place.device_type, is_timed=on_cpu and folder is None)
     context = Context(
         rank=place.rank,
         world_size=place.world_size,

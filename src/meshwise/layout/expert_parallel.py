@@ -44,6 +44,17 @@ def num_local_words(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // tp)
 
 
+def check_tp(config: GptConfig, tp: int) -> None:
+    """PlanError where `tp` does not divide heads or hidden widths."""
+    for name, size in (
+        ("decoder_attention_heads", config.decoder_attention_heads),
+        ("decoder_ffn_embed_dim", config.decoder_ffn_embed_dim),
+        ("moe_expert_ffn_dim", config.expert_ffn_dim),
+    ):
+        if size % tp:
+            raise PlanError(f"{name}={size} does not divide by tp={tp}; use a divisor of it")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """A world of tp x dp ranks, tp on neighbours; each `ep` consecutive ranks of dp share the experts.

@@ -10,6 +10,7 @@ A program is a module that can be imported without torch and has
     STATES_TOTALS_ONLY          optional: True if it states matmuls, attention, collectives and weights,
                                 gradients and moments alone, not where in the program they are
     STATES_WORK_ONLY            optional: True if that closed form is the ops of a layout (see `Program`)
+    SAYS_RESULT                 optional: True if it prints what `main` returns itself
 
 `PROGRAMS` names them; a module is imported when its program is asked for.
 """
@@ -57,6 +58,7 @@ class Program:
     doc: str
     states_work_only: bool = False
     states_totals_only: bool = False
+    says_result: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ def find_program(name: str) -> Program:
         doc=(module.__doc__ or "").split("\n\n")[0],
         states_work_only=getattr(module, "STATES_WORK_ONLY", False),
         states_totals_only=getattr(module, "STATES_TOTALS_ONLY", False),
+        says_result=getattr(module, "SAYS_RESULT", False),
     )
 
 

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
-from meshwise.errors import PlanError, WorkloadError
+from meshwise.errors import WorkloadError
 from meshwise.estimate.moe_inference import new_pass, num_passes
 from meshwise.estimate.moe_memory import peak_bytes
 from meshwise.files import write_text
 from meshwise.gpt_config import GptConfig, find_gpt_config, with_vocab
-from meshwise.layout.expert_parallel import Placement, num_slots, place
+from meshwise.layout.expert_parallel import Placement, check_tp, num_slots, place
 from meshwise.layout.expert_pass import forward_rows, ledger_cells
 from meshwise.layout.tape import Tape
 from meshwise.programs import Dtype
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
     from meshwise.programs.context import Context
     from meshwise.programs.transformer_lm import TransformerDecoder
+
+SAYS_RESULT = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +85,7 @@ def setting(options: Any, ranks: int) -> Setting:
     tokenizer = find_tokenizer(options.tokenizer)
     config = with_vocab(find_gpt_config(options.config, options.override), tokenizer.vocab_size)
     placement = place(ranks, num_experts(config), tp=options.tp, ep=options.ep or None)
-    for name, size in (
-        ("decoder_attention_heads", config.decoder_attention_heads),
-        ("decoder_ffn_embed_dim", config.decoder_ffn_embed_dim),
-        ("moe_expert_ffn_dim", config.expert_ffn_dim),
-    ):
-        if size % options.tp:
-            raise PlanError(f"{name}={size} does not divide by tp={options.tp}; use a divisor of it")
+    check_tp(config, options.tp)
     return Setting(config, placement, tokenizer, options.dtype or ("fp16" if config.fp16 else "fp32"))
 
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from meshwise.programs.context import Context
     from meshwise.programs.search import Hypothesis, Search
 
+SAYS_RESULT = True
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
