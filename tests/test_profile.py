@@ -104,6 +104,30 @@ def test_capture_around_ones_own_code(tmp_path, monkeypatch):
     assert "aten::mm" in {trace.name(i) for i in range(len(trace))}
 
 
+def test_cost_of_a_capture(tmp_path):
+    """The host's events counted as the trace holds them, the cost of one measured, and the sum."""
+    from meshwise.instruments.capture import Capture
+    from meshwise.instruments.capture_cost import CaptureCost, capture_cost
+
+    with Capture(tmp_path, 0, 1) as done:
+        for _ in range(50):
+            torch.ones(4, 4) @ torch.ones(4, 4)
+    cost = capture_cost(done)
+    trace, _ = read_trace(tmp_path / "rank-0.json")
+    assert cost.num_events == len(trace) + len(trace.memory.time_ns) >= 250
+    assert 0 < cost.event_s < 1e-3 and cost.run_s > 0 and cost.stop_s > 0
+    assert CaptureCost(1000, 2e-6, 0.012, 0.0, 0.0).overhead_frac == pytest.approx(0.2)
+
+
+def test_run_states_what_its_profile_costs(meshwise, tmp_path):
+    small = ("--seq", "64", "--hidden", "32", "--heads", "4")
+    done = meshwise("run", "ulysses", "--ranks", "2", *small, "--profile", str(tmp_path / "out"), "--json")
+    assert done.code == 0 and len(list((tmp_path / "out").iterdir())) == 2
+    found = done.document["capture"]
+    assert found["num_events"] > 0 and found["inside_s"] <= found["run_s"]
+    assert found["inside_s"] == pytest.approx(min(found["run_s"], found["num_events"] * found["event_s"]))
+
+
 def test_full_disk_leaves_nothing(tmp_path):
     """A file size limit stands in for the full disk: one sentence, no file."""
     code = """

@@ -250,6 +250,8 @@ def _show(outcome: Outcome, csv: Path | None, json: bool, *, says_result: bool) 
         typer.echo(f"result: {outcome.result}")
     peak = with_prefix(outcome.peak_bytes, "B") if outcome.peak_bytes else "not recorded"
     typer.echo(f"rank {outcome.rank} of {outcome.ranks} on {outcome.device}: peak memory {peak}")
+    if outcome.capture is not None:
+        typer.echo(f"overhead of the capture: {outcome.capture}")
 
 
 def _show_comparison(result: Comparison) -> None:

@@ -57,10 +57,12 @@ class Capture:
         self.directory = Path(directory)
         self.rank = rank
         self.world_size = world_size
-        self.options = {"record_shapes": shapes, "profile_memory": memory, "with_stack": stacks}
+        self.options = {"shapes": shapes, "memory": memory, "stacks": stacks}
         self.path: Path | None = None
+        self.start_s = self.run_s = self.stop_s = 0.0
+        """How long starting took, what lay between, and ending with all its writing."""
         self._profiler: Any = None
-        self._started_ns = 0
+        self._started_ns, self._started_s = 0, 0.0
 
     def __enter__(self) -> Capture:
         self.start()
@@ -73,6 +75,7 @@ class Capture:
 
     def start(self) -> None:
         """Begin to record; CaptureError if the folder cannot be made."""
+        begin = time.perf_counter()
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
         import torch
         from torch._C._profiler import _ExperimentalConfig
@@ -85,10 +88,17 @@ class Capture:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        threads = _ExperimentalConfig(profile_all_threads=not self.options["profile_memory"])
-        self._profiler = profile(activities=activities, experimental_config=threads, **self.options)
+        self._profiler = profile(
+            activities=activities,
+            experimental_config=_ExperimentalConfig(profile_all_threads=not self.options["memory"]),
+            record_shapes=self.options["shapes"],
+            profile_memory=self.options["memory"],
+            with_stack=self.options["stacks"],
+        )
         self._started_ns = time.time_ns()
         self._profiler.start()
+        self._started_s = time.perf_counter()
+        self.start_s = self._started_s - begin
 
     def stop(self) -> Path | None:
         """Stop and write the trace; its path, or None when already stopped. CaptureError if not written."""
@@ -99,12 +109,15 @@ class Capture:
 
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        stopped_s = time.perf_counter()
+        self.run_s = stopped_s - self._started_s
         rank, world_size = self._place()
         about = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "groups": _groups()}
         profiler.add_metadata_json("meshwise", json.dumps(about))
         profiler.add_metadata_json("meshwise_collectives", json.dumps(_flight_record(self._started_ns)))
         profiler.stop()
         self.path = _write(profiler, self.directory, rank)
+        self.stop_s = time.perf_counter() - stopped_s
         return self.path
 
     def _place(self) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from meshwise.instruments.capture_cost import CaptureCost
 from meshwise.layout.tape import Step, Tape
 from meshwise.ledger import Ledger
 
@@ -21,9 +22,13 @@ class Outcome:
     steps: tuple[Step, ...]
     ledger: Ledger
     result: Any = None
+    capture: CaptureCost | None = None
+    """What its profile cost, of a run with `--profile`."""
 
     @classmethod
-    def from_tape(cls, tape: Tape, program: str, device: str, result: Any = None) -> Outcome:
+    def from_tape(
+        cls, tape: Tape, program: str, device: str, result: Any = None, capture: CaptureCost | None = None
+    ) -> Outcome:
         """The outcome that `tape` has recorded."""
         return cls(
             program=program,
@@ -34,6 +39,7 @@ class Outcome:
             steps=tuple(tape.steps),
             ledger=tape.ledger(),
             result=result,
+            capture=capture,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -47,4 +53,4 @@ class Outcome:
             "steps": [step.to_json() for step in self.steps],
             "ledger": self.ledger.to_json(),
             "result": self.result,
-        }
+        } | ({} if self.capture is None else {"capture": self.capture.to_json()})

@@ -31,7 +31,7 @@ HOOK = Path(__file__).parent / "hook"
 @contextmanager
 def capture(
     directory: str | Path, rank: int | None = None, world_size: int | None = None, **options: bool
-) -> Iterator[None]:
+) -> Iterator[Capture]:
     """Record this rank while the block runs and write `directory/rank-N.json`.
 
     `rank` and `world_size` default to those of the process group, else of torchrun's environment. Options:
@@ -41,7 +41,7 @@ def capture(
     recorder = Capture(directory, rank, world_size, **options)
     try:
         with recorder:
-            yield
+            yield recorder
     except CaptureError as error:
         raise DataError(str(error)) from None
 
