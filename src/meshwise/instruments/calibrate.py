@@ -210,26 +210,33 @@ def collective_samples(place: Place, quick: bool) -> list[Sample]:
     return samples
 
 
-def collective_time_s(place: Place, kind: Kind, payload_bytes: int, *, repeats: int = 5) -> float:
-    """Seconds of one collective over `payload_bytes`, the fastest repetition of the slowest rank."""
+def collective_time_s(
+    place: Place,
+    kind: Kind,
+    payload_bytes: int,
+    *,
+    repeats: int = 5,
+    meet: Callable[[], Any] = dist.barrier,
+) -> float:
+    """Seconds of one collective over `payload_bytes`, the fastest repetition of the slowest rank.
+
+    `meet` brings the ranks together before each repetition; the first one is not counted.
+    """
     num = payload_bytes // 4 // place.world_size
     full = torch.ones(num * place.world_size, device=place.device)
+    other = torch.empty_like(full)
     part = torch.ones(num, device=place.device)
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(full),
         "all_gather": lambda: dist.all_gather_single(full, part),
-        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(full), full),
+        "all_to_all": lambda: dist.all_to_all_single(other, full),
         "broadcast": lambda: dist.broadcast(full, 0),
         "reduce_scatter": lambda: dist.reduce_scatter_single(part, full),
     }
     times = []
     for _ in range(repeats + 1):
-        dist.barrier()
-        begin_s = time.perf_counter()
-        calls[kind]()
-        if place.device_type != "cpu":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin_s)
+        meet()
+        times.append(_elapsed_s(calls[kind], 1, place.device_type))
     slowest = torch.tensor(times[1:], device=place.device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return float(slowest.min())
