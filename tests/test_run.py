@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -153,27 +155,103 @@ def test_meeting_point_prefers_what_is_said() -> None:
     assert meeting_point(said) == "tcp://10.0.0.1:1234"
 
 
-def test_srun_and_torchrun_need_no_other_command() -> None:
-    """The same words on every rank; rank 0 prints the one document, the others nothing."""
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        ({"RANK": "two", "WORLD_SIZE": "4"}, "RANK=two, which is not a count"),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK is 4 in a world of 4 (WORLD_SIZE); ranks count from 0"),
+        ({"SLURM_STEP_NUM_TASKS": "2(x3)", "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS=2(x3), which is not"),
+    ],
+)
+def test_environments_that_make_no_sense(environment: dict[str, str], sentence: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(sentence)):
+        outside_place(environment)
+
+
+@pytest.mark.parametrize("port", ["70000", "http", "-1"])
+def test_meeting_at_no_port(port: str) -> None:
+    with pytest.raises(PlanError, match=f"MASTER_PORT={port}, which is not a number up to 65535"):
+        meeting_point({"MASTER_PORT": port})
+
+
+SMALL = ["run", "ulysses", "--seq", "16", "--hidden", "8", "--heads", "2", "--json"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = ["run", "ulysses", "--seq", "16", "--hidden", "8", "--heads", "2", "--json"]
-    worlds = [
-        {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)} if rank else {
-            "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"
-        }
-        for rank in range(2)
-    ]  # fmt: skip
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "meshwise", *words]
-    jobs = [
+        return int(free.getsockname()[1])
+
+
+def srun(*words: str) -> list[subprocess.Popen[str]]:
+    """Two ranks of one machine, with what srun says to each."""
+    common = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "GLOO_SOCKET_IFNAME": "lo"}
+    common |= {"MASTER_PORT": str(free_port())}
+    return [
         subprocess.Popen(
-            command, env=common | world, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, *words],
+            env=os.environ | common | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        for world in worlds
+        for rank in range(2)
     ]
+
+
+def test_srun_needs_no_other_command() -> None:
+    """The same words on every rank; rank 0 prints the one document, the other nothing."""
+    jobs = srun("-m", "meshwise", *SMALL)
     outputs = [job.communicate(timeout=120) for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], outputs
-    assert '"ranks": 2' in outputs[0][0]
+    assert json.loads(outputs[0][0])["ranks"] == 2
     assert outputs[1][0] == ""
+
+
+def test_torchrun_needs_no_other_command() -> None:
+    done = subprocess.run([*TORCHRUN, "-m", "meshwise", *SMALL], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ranks"] == 2
+
+
+LOST = "meshwise: rank 0: it lost the connection to another rank, whose error says why\n"
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "first"),
+    [
+        ("fail_on", 1, "meshwise: rank 1 failed: ValueError: broken on purpose on rank 1\n"),
+        ("refuse_on", 2, "meshwise: rank 1: these sizes do not divide\n"),
+        ("die_on", -signal.SIGKILL, ""),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others_under_srun(function: str, code: int, first: str) -> None:
+    """The other waits in a barrier, and would for half an hour."""
+    jobs = srun(str(Path(__file__).parent / "outside_job.py"), function)
+    errors = [job.communicate(timeout=120)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [1, code]
+    assert errors[0] == LOST
+    assert errors[1].startswith(first)
+
+
+def test_the_rank_that_failed_speaks_first_under_torchrun() -> None:
+    job = str(Path(__file__).parent / "outside_job.py")
+    done = subprocess.run([*TORCHRUN, job, "fail_on"], capture_output=True, text=True, timeout=120)
+    said = [line for line in done.stderr.splitlines() if line.startswith("meshwise: ")]
+    assert done.returncode == 1
+    assert said[0] == "meshwise: rank 1 failed: ValueError: broken on purpose on rank 1"
+    assert "\n".join([*said[1:], ""]) in ("", LOST)  # torchrun may end the other before it notices
+
+
+def test_a_port_in_use_outside() -> None:
+    """Rank 0 is to hold the meeting point; the sentence names it."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        world = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        words = [sys.executable, "-m", "meshwise", *SMALL]
+        done = subprocess.run(words, env=os.environ | world, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"meshwise: rank 0: tcp://127.0.0.1:{port} is in use; set MASTER_ADDR")

@@ -73,7 +73,8 @@ def run(
     if not 0 <= root < ranks:
         raise PlanError(f"--root {root} is not a rank of {ranks}; name one from 0 to {ranks - 1}")
     found.check(options, ranks)
-    _check_memory(found, options, ranks, device)
+    if outside is None and device == "cpu":
+        _check_memory(found, options, ranks)
     folder = str(profile) if profile else None
     arguments = (found.name, options, root, json, folder, ledger)
     outcomes = launch(run_rank, ranks, *arguments, device_type=device, port=port)
@@ -126,7 +127,7 @@ def compare(
 
     found.check(options, ranks)
     if with_run:
-        _check_memory(found, options, ranks, "cpu")
+        _check_memory(found, options, ranks)
     result = compare_program(found, options, ranks=ranks, rank=rank, with_run=with_run, port=port)
     if json:
         from meshwise.cli.output import print_json
@@ -218,12 +219,12 @@ def _need_torch() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its notes about groups are none of the user's
 
 
-def _check_memory(program: Program, options: Any, ranks: int, device: str) -> None:
+def _check_memory(program: Program, options: Any, ranks: int) -> None:
     """PlanError before a run that this machine's memory cannot hold, where the closed form can tell."""
     from meshwise.layout.tape import Tape
     from meshwise.units import with_prefix
 
-    if program.estimate is None or device != "cpu" or "WORLD_SIZE" in os.environ:
+    if program.estimate is None:
         return
     available_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     tape = Tape("estimate", 0, ranks)

@@ -33,8 +33,10 @@ from meshwise.errors import MeshwiseError, MissingExtraError, PlanError
 RANKS_PER_CORE = 16
 """So many CPU ranks a core; beyond that they starve each other, and each holds about 0.3 GB."""
 
+_LAST_PORT = 65535
 _COLLECT_S = 0.5  # after the first failure, wait so long for one that happened before it
 _TIMEOUT_S = 1800.0
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words
 
 
 class RankError(MeshwiseError):
@@ -83,12 +85,12 @@ class Ranks:
 
     def __init__(self, ranks: int, *, device_type: str = "cpu", port: int = 0) -> None:
         check_world(ranks, device_type)
+        if not 0 <= port <= _LAST_PORT:
+            raise PlanError(f"--port {port} is no port; name one up to {_LAST_PORT}, or leave it out")
         try:
             self._store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         except (RuntimeError, dist.DistError) as error:
-            if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
-                raise
-            raise PlanError(f"port {port} is in use; name another with --port, or leave it out") from None
+            raise _cannot_meet(error, f"port {port}", "name another with --port, or leave it out") from None
         threads = max(1, (os.cpu_count() or 1) // ranks)
         context = mp.get_context("spawn")
         self._pipes: list[Connection] = []
@@ -175,6 +177,13 @@ class _Failure:
     known: MeshwiseError | None
 
 
+def _failure(rank: int, error: Exception) -> _Failure:
+    """What `rank` says of the error that it is handling."""
+    known = error if isinstance(error, MeshwiseError) else None
+    text = f"{type(error).__name__}: {error}\n{traceback.format_exc().strip()}"
+    return _Failure(rank, time.monotonic(), text, known)
+
+
 def _first(failures: Mapping[int, _Failure]) -> MeshwiseError:
     """The error of the rank that failed first; a rank that was killed had no time to say when."""
     first = min(failures.values(), key=lambda failure: failure.at_s)
@@ -240,9 +249,7 @@ def _serve(place: Place, port: int, threads: int, pipe: Connection, parent: int)
     except EOFError:
         return
     except Exception as error:
-        known = error if isinstance(error, MeshwiseError) else None
-        text = f"{type(error).__name__}: {error}\n{traceback.format_exc().strip()}"
-        _try_send(pipe, _Failure(place.rank, time.monotonic(), text, known))
+        _try_send(pipe, _failure(place.rank, error))
         sys.stdout.flush()
         os._exit(1)
 
@@ -270,19 +277,34 @@ def _join(place: Place, **how: Any) -> None:
 def outside_place(environ: Mapping[str, str], device_type: str = "cpu") -> Place | None:
     """This process's place in the world of torchrun or srun; None where neither started it."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-        return Place(rank, world_size, int(environ.get("LOCAL_RANK", "0")), device_type)
-    world_size = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
-    if world_size > 1:
-        return Place(int(environ["SLURM_PROCID"]), world_size, int(environ["SLURM_LOCALID"]), device_type)
-    return None
+        names = "RANK", "WORLD_SIZE", "LOCAL_RANK"
+    elif environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        names = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
+    else:
+        return None
+    rank, world_size, local_rank = (_number(environ, name) for name in names)
+    if rank >= world_size:
+        raise PlanError(f"{names[0]} is {rank} in a world of {world_size} ({names[1]}); ranks count from 0")
+    return Place(rank, world_size, local_rank, device_type)
 
 
 def meeting_point(environ: Mapping[str, str]) -> str:
     """Where the ranks of an outside world meet: MASTER_ADDR and MASTER_PORT, or Slurm's first node."""
     address = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
-    job = int(environ.get("SLURM_JOB_ID", "0"))
-    return f"tcp://{address}:{environ.get('MASTER_PORT') or 20000 + job % 10000}"
+    if environ.get("MASTER_PORT"):
+        port = _number(environ, "MASTER_PORT", most=_LAST_PORT)
+    else:
+        port = 20000 + _number(environ, "SLURM_JOB_ID") % 10000
+    return f"tcp://{address}:{port}"
+
+
+def _number(environ: Mapping[str, str], name: str, most: int | None = None) -> int:
+    """A count from the environment, 0 where it is not set."""
+    text = environ.get(name, "0")
+    if not text.isdecimal() or (most is not None and int(text) > most):
+        kind = "a count" if most is None else f"a number up to {most}"
+        raise PlanError(f"the environment says {name}={text}, which is not {kind}; set or unset it")
+    return int(text)
 
 
 def first_host(nodes: str) -> str:
@@ -294,13 +316,45 @@ def first_host(nodes: str) -> str:
 
 
 def _call_here(function: Callable[..., Any], place: Place, *args: Any) -> list[Any] | None:
-    """Be one rank of an outside world; rank 0 returns every rank's result."""
-    if not dist.is_initialized():
-        _join(place, init_method=meeting_point(os.environ))
+    """Be one rank of an outside world; rank 0 returns every rank's result.
+
+    A rank that fails says so before its process, and with that its connections, ends. The others notice,
+    and say that they lost it.
+    """
     try:
+        _join_outside(place)
         result = function(place, *args)
         results: list[Any] | None = [None] * place.world_size if place.rank == 0 else None
         dist.gather_object(result, results)
-        return results
-    finally:
-        dist.destroy_process_group()
+    except Exception as error:
+        raise _first({place.rank: _failure(place.rank, _explained(error))}) from None
+    dist.destroy_process_group()
+    return results
+
+
+def _join_outside(place: Place) -> None:
+    """Join the world that the environment describes; PlanError where its ranks cannot meet."""
+    if place.device_type == "cuda":
+        check_world(place.local_rank + 1, "cuda")
+    point = meeting_point(os.environ)
+    try:
+        _join(place, init_method=point)
+    except (RuntimeError, dist.DistError, OSError) as error:
+        raise _cannot_meet(error, point, "set MASTER_ADDR and MASTER_PORT on every rank") from None
+
+
+def _cannot_meet(error: Exception, point: str, advice: str) -> Exception:
+    """A PlanError for what torch says of a place where ranks should meet, else `error` itself."""
+    text = str(error).lower()
+    if "eaddrinuse" in text or "address already in use" in text:
+        return PlanError(f"{point} is in use; {advice}")
+    if isinstance(error, dist.DistNetworkError):
+        return PlanError(f"the ranks cannot meet at {point}; {advice}")
+    return error
+
+
+def _explained(error: Exception) -> Exception:
+    """`error`, or that another rank is gone, which has an error of its own to tell."""
+    if any(sign in str(error) for sign in _LOST):
+        return RankError("it lost the connection to another rank, whose error says why")
+    return error
