@@ -34,6 +34,7 @@ for _module in (
     "trace",
     "profile",
     "moe",
+    "serve",
     "sweep",
 ):
     importlib.import_module(f"meshwise.cli.{_module}").add_to(app)

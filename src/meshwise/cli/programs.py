@@ -224,9 +224,9 @@ def _check_memory(program: Program, options: Any, ranks: int) -> None:
     from meshwise.layout.tape import Tape
     from meshwise.units import with_prefix
 
-    if program.estimate is None:
+    available_bytes = _available_bytes()
+    if program.estimate is None or available_bytes is None:
         return
-    available_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     tape = Tape("estimate", 0, ranks)
     program.estimate(options, tape)
     if ranks * tape.peak_bytes > available_bytes:
@@ -235,6 +235,13 @@ def _check_memory(program: Program, options: Any, ranks: int) -> None:
             f"{program.name} on {ranks} ranks needs {need}, this machine has {have} free; "
             "use dryrun, or smaller sizes"
         )
+
+
+def _available_bytes() -> float | None:
+    """Memory that new processes can take, what the system caches included; None where Linux does not say."""
+    path = Path("/proc/meminfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _show(outcome: Outcome, csv: Path | None, json: bool, *, says_result: bool) -> None:
