@@ -49,15 +49,20 @@ START: dict[str, tuple[float, float, float]] = {
     "power.blackwell-ultra.fp4": (0.25e-12, 0.1e-12, 0.8e-12),
     "power.cdna3.bf16": (1.4e-12, 0.7e-12, 3e-12),
     "power.cdna3.fp8": (0.75e-12, 0.3e-12, 2e-12),
+    "older_attention.ampere": (1.5, 1.0, 3.0),
     "older_attention.hopper": (1.9, 1.0, 3.0),
     "older_attention.blackwell": (2.0, 1.0, 4.0),
     "software.2020.host_s": (6e-5, 1e-5, 2e-4),
+    "software.2020.microbatch_s": (1e-3, 1e-4, 5e-3),
+    "software.2020.interference_frac": (0.1, 0.01, 0.5),
     "software.2020.tp_exposed_frac": (0.2, 0.05, 1.0),
     "software.2020.messages_per_block": (12.0, 12.0, 12.0),
+    "software.2020.shard_copy_s": (8e-6, 2e-6, 2e-5),
     "software.2020.kernel_passes": (1.2, 1.0, 4.0),
     "software.2020.accumulate_bytes": (6.0, 2.0, 20.0),
     "software.2020.misaligned_slowdown": (6.0, 1.0, 40.0),
     "software.2023.host_s": (3e-5, 5e-6, 1e-4),
+    "software.2023.interference_frac": (0.1, 0.01, 0.5),
     "software.2023.tp_exposed_frac": (0.2, 0.05, 1.0),
     "software.2023.messages_per_block": (1.0, 1.0, 1.0),
     "software.2023.kernel_passes": (1.5, 1.0, 4.0),
@@ -65,6 +70,7 @@ START: dict[str, tuple[float, float, float]] = {
     "software.2023.accumulate_bytes": (8.0, 2.0, 20.0),
     "software.2023.attention_slowdown": (1.4, 1.0, 3.0),
     "software.2024-torch.host_s": (1.5e-5, 5e-6, 1e-4),
+    "software.2024-torch.interference_frac": (0.1, 0.01, 0.5),
     "software.2024-torch.tp_exposed_frac": (0.5, 0.05, 1.0),
     "software.2024-torch.messages_per_block": (1.0, 1.0, 1.0),
     "software.2024-torch.kernel_passes": (1.2, 1.0, 4.0),
@@ -72,15 +78,24 @@ START: dict[str, tuple[float, float, float]] = {
     "software.2024-torch.accumulate_bytes": (8.0, 2.0, 20.0),
     "software.2024-torch.attention_slowdown": (1.1, 1.0, 3.0),
     "software.2024.host_s": (1.5e-5, 5e-6, 1e-4),
-    "software.2024.moe_host_s": (2e-3, 1e-4, 1e-2),
+    "software.2024.moe_host_s": (4e-3, 1e-4, 1e-2),
+    "software.2024.interference_frac": (0.1, 0.01, 0.5),
     "software.2024.tp_exposed_frac": (0.5, 0.05, 1.0),
     "software.2024.messages_per_block": (1.0, 1.0, 1.0),
     "software.2024.kernel_passes": (1.2, 1.0, 4.0),
     "software.2024.cast_passes": (1.5, 1.0, 8.0),
     "software.2024.accumulate_bytes": (6.0, 2.0, 20.0),
-    "network.omnipath": (0.7, 0.2, 1.0),
+    "software.2026.host_s": (1.5e-5, 5e-6, 1e-4),
+    "software.2026.moe_host_s": (2e-3, 1e-4, 1e-2),
+    "software.2026.interference_frac": (0.1, 0.01, 0.5),
+    "software.2026.tp_exposed_frac": (0.5, 0.05, 1.0),
+    "software.2026.messages_per_block": (1.0, 1.0, 1.0),
+    "software.2026.kernel_passes": (1.2, 1.0, 4.0),
+    "software.2026.cast_passes": (1.5, 1.0, 8.0),
+    "software.2026.accumulate_bytes": (6.0, 2.0, 20.0),
+    "network.omnipath": (0.7, 0.1, 1.0),
     "network.roce": (0.8, 0.2, 1.0),
-    "common.interference_frac": (0.1, 0.01, 0.5),
+    "common.unaligned_frac": (0.5, 0.1, 2.0),
     "common.bucket_bytes": (1.6e8, 2.5e7, 1e9),
     "common.skew_s": (2e-5, 1e-6, 1e-4),
     "common.expert_imbalance": (1.1, 1.0, 1.5),
@@ -101,6 +116,9 @@ MEMORY_START: dict[str, tuple[float, float, float]] = {
     "software.2024.context_bytes": (2e9, 1e9, 10e9),
     "software.2024.fragment_frac": (0.05, 0.01, 0.3),
     "software.2024.loss_bytes": (4.0, 2.0, 20.0),
+    "software.2026.context_bytes": (2e9, 1e9, 10e9),
+    "software.2026.fragment_frac": (0.05, 0.01, 0.3),
+    "software.2026.loss_bytes": (4.0, 2.0, 20.0),
 }
 """The same for memory; no row determines those of 2023, nor what 2024 books beyond its tensors."""
 
@@ -140,7 +158,17 @@ def touches(name: str, run: Run) -> bool:
         return old and chip_of(run.gpu, run.year).generation == key
     if kind == "network":
         return any(level.name.startswith(key) for level in cluster_of(run).levels)
-    return kind == "common" or software_of(run) == key
+    if kind == "common":
+        return _TOUCHED.get(key, lambda run: True)(run)
+    return software_of(run) == key
+
+
+_TOUCHED: dict[str, Callable[[Run], bool]] = {
+    "unaligned_frac": lambda run: (run.vocab // run.tp) % 8 > 0,
+    "bucket_bytes": lambda run: run.dp > 1,
+    "expert_imbalance": lambda run: bool(run.experts),
+}
+"""The runs that a common constant bears on, where not on all."""
 
 
 def fit_overheads(paths: Sequence[Path], *, checked: str, write_to: Path | None = None) -> StepFit:

@@ -7,20 +7,26 @@ redoes from published runs:
 - *Power.* A busy matrix unit reaches the power limit and the clock falls: a chip of W watts sustains
   W / `joule_per_flop` FLOP/s, whatever its peak. Short or thin kernels stay below that anyway.
 - *Host.* Every op costs the CPU `host_s` before the GPU gets it, so a phase of n ops never takes less than
-  n x `host_s`: small models run at the speed of Python. Routing tokens to experts is many small ops more:
-  `moe_host_s` a block and phase.
+  n x `host_s`: small models run at the speed of Python. A microbatch begins with `microbatch_s` in which the
+  GPU waits for its tokens, masks and positions. Where each launch waits for its kernel
+  (`launches_block`: CUDA_LAUNCH_BLOCKING=1) the two times add up. Routing tokens to experts is many small
+  ops more: `moe_host_s` a block and phase.
 - *Fusion.* Older software moves each tensor more often: element-wise kernels take `kernel_passes` times
   their bytes, casts to fp8 and fp4 (which look for the scale first) `cast_passes` times. Adding a
   microbatch's gradients to the sum moves `accumulate_bytes` per parameter, beyond the gradient that the
-  matmul writes anyway. Unfused attention with heads that are no multiple of 8 wide misses the aligned
-  kernels: its matmuls take `misaligned_slowdown` times as long.
+  matmul writes anyway.
+- *Alignment.* Matrix units are fed 16 bytes at a time. A weight whose rows start at multiples of only 8, 4
+  or 2 bytes (a vocabulary of 50257 that nobody padded) makes its matmuls `unaligned_frac` longer each time
+  the 16 are halved. Unfused attention with heads that are no multiple of 8 wide misses the fast kernels
+  altogether: its matmuls take `misaligned_slowdown` times as long.
 - *Interference.* Communication that hides behind compute takes cores and memory bandwidth from it:
   `interference_frac` of its time is not won. Of the tensor-parallel exchanges that a schedule could hide
   behind a matmul, software leaves `tp_exposed_frac` open.
-- *Network.* Training reaches `network_frac` of what the links between nodes give a benchmark, by the kind
-  of network.
+- *Network.* The collectives of training reach `network_frac` of what the links between nodes give a
+  benchmark, by the kind of network; messages from one rank to another reach all of it.
 - *Messages.* Gradients travel in buckets of `bucket_bytes`; under ZeRO-3 a block's weights come in
-  `messages_per_block`. On many ranks the hops of each message count.
+  `messages_per_block`. On many ranks the hops of each message count. Before PyTorch gathered into one tensor
+  (`_all_gather_base`, 2021), each rank's shard of such a message was copied by itself: `shard_copy_s`.
 - *Memory.* The process takes `context_bytes` before it holds a tensor (CUDA context, NCCL's buffers,
   library workspaces); the allocator keeps `fragment_frac` more than the tensors fill; the loss holds
   `loss_bytes` per logit, fewer where it is fused; software that sums gradients in a wider type than it
@@ -43,11 +49,12 @@ from importlib import resources
 from meshwise.errors import PlanError
 from meshwise.hardware import Chip
 
-SOFTWARE = ("2020", "2023", "2024-torch", "2024")
+SOFTWARE = ("2020", "2023", "2024-torch", "2024", "2026")
 """Generations of training software, oldest first; the last is the default.
 
 2020: Megatron-LM and DeepSpeed with unfused attention. 2023: eager PyTorch with the first fused attention.
 2024: Transformer Engine and cuDNN; 2024-torch: compiled PyTorch and its own fused attention.
+2026: whole iterations in a CUDA graph, with nothing in a mixture of experts that waits for the host.
 """
 
 
@@ -62,10 +69,13 @@ class Overheads:
     joule_per_flop: Mapping[str, float] = field(default_factory=dict)
     host_s: float = 0.0
     moe_host_s: float = 0.0
+    launches_block: bool = False
+    microbatch_s: float = 0.0
     kernel_passes: float = 1.0
     cast_passes: float = 1.0
     accumulate_bytes: float = 0.0
     misaligned_slowdown: float = 1.0
+    unaligned_frac: float = 0.0
     attention_slowdown: float = 1.0
     interference_frac: float = 0.0
     tp_exposed_frac: float = 0.0
@@ -74,6 +84,7 @@ class Overheads:
     expert_imbalance: float = 1.0
     bucket_bytes: float = float("inf")
     messages_per_block: float = 0.0
+    shard_copy_s: float = 0.0
     network_frac: Mapping[str, float] = field(default_factory=dict)
     context_bytes: float = 0.0
     fragment_frac: float = 0.0
@@ -82,6 +93,8 @@ class Overheads:
 
     def not_hidden_frac(self, axis: str) -> float:
         """Share of hidden communication's time that is paid all the same, by its mesh axis."""
+        if self.launches_block:
+            return 1.0
         return self.tp_exposed_frac if axis.startswith("tp") else self.interference_frac
 
     def reached_frac(self, link: str) -> float:

@@ -27,6 +27,7 @@ CP_KINDS = ("ring", "ulysses", "all_gather", "two_level")
 LAYOUTS = ("1d", "2d", "2d-cp", "2.5d", "3d")
 OPTIMIZERS = ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "muon", "sgd", "none")
 ATTENTION = ("flash", "unfused", "grid")
+DISPATCH = ("per_expert", "per_rank")
 AXES = ("tp", "cp", "dp", "pp")
 
 
@@ -37,6 +38,8 @@ class Plan:
     `sp` None means: on wherever tp > 1. `dp` None means: what the cluster leaves.
     `grid` is the shape of a tensor layout of two or more dimensions, e.g. (2, 2, 2); `panels`, in how many
     pieces SUMMA sends a block; attention=grid splits the scores over the grid.
+    `dispatch`: a token goes to its experts by a plain all-to-all, once per_expert, or once per_rank that holds
+    some of them (and once to each node, which passes it on), as DeepEP and HybridEP do.
     `recompute_layers` limits full recomputation to so many layers of each stage (None: all).
     `zero` is the ZeRO stage over dp (3 is FSDP); `zero_group` shards over so many ranks of dp only
     (HSDP; None: all of them). `software` is the generation of the training software whose overheads a step
@@ -55,6 +58,7 @@ class Plan:
     dp: int | None = None
     ep: int = 1
     etp: int | None = None
+    dispatch: str = "per_expert"
     layout: str = "1d"
     grid: tuple[int, ...] = ()
     panels: int = 1
@@ -110,6 +114,7 @@ _CHOICES = {
     "layout": LAYOUTS,
     "optimizer": OPTIMIZERS,
     "attention": ATTENTION,
+    "dispatch": DISPATCH,
     "dtype": tuple(DTYPE_BYTES),
     "software": SOFTWARE,
     "grad_dtype": ("fp32", "bf16", "fp16"),

@@ -13,14 +13,17 @@ of V bytes, with c = (n-1)/n,
     all-reduce                      reduce-scatter + all-gather
     broadcast, reduce               the same with c = 1 (pipelined in chunks)
     all-to-all                      max over levels of  V (m_i - m_{i-1}) / (n B_i)  + the largest latency
+    dispatch                        the same with  V (1 - m_{i-1}/m_i) d(n/m_{i-1}) / (d(n) B_i)
     p2p                             V / B + latency  on the outermost level the group spans
 
-where hops = sum over levels of latency_i (n/m_{i-1} - n/m_i). That is the ideal machine. A real library
-(NCCL) pays a launch, has two protocols (quick: low latency, a share of the bandwidth; bulk: the full
-bandwidth, slower hops), copies a rank's own part, climbs trees where rings are long (an all-reduce over
-d domains: 2 log2 d slow hops instead of 2 (d-1)), and lets the switch add where it can (V (1 + 1/n)
-bytes per rank instead of 2 c V). It takes the fastest and so do we. `efficiency.LinkEfficiency` holds
-the constants; level 0 uses `inner`, the levels beyond `outer`.
+where hops = sum over levels of latency_i (n/m_{i-1} - n/m_i); a dispatch sends each token once to each
+of the d(places) = places (1 - (1 - 1/places)^k) ranks, and nodes, that its k choices meet.
+
+That is the ideal machine. A real library (NCCL) pays a launch, has two protocols (quick: low latency, a
+share of the bandwidth; bulk: the full bandwidth, slower hops), copies a rank's own part, climbs trees
+where rings are long (an all-reduce over d domains: 2 log2 d slow hops instead of 2 (d-1)), and lets the
+switch add where it can (V (1 + 1/n) bytes per rank instead of 2 c V). It takes the fastest and so do we.
+`efficiency.LinkEfficiency` holds the constants; level 0 uses `inner`, the levels beyond `outer`.
 
 Every algorithm above is a straight line in V: a delay, plus V times the seconds per byte of its slowest
 level. The lines depend on the group and its links alone, so those of a plain group are kept.
@@ -39,10 +42,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.cost.experts import active_experts
 from meshwise.efficiency import IDEAL, Efficiency, LinkEfficiency, PeerEfficiency
 from meshwise.units import Num
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "p2p"]
+Kind = Literal[
+    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "dispatch", "broadcast", "reduce", "p2p"
+]
 
 
 def members(group_ranks: Num, stride: Num, level_ranks: Num) -> Num:
@@ -72,17 +78,19 @@ def collective_s(
     link_bytes_per_s: Sequence[Num],
     link_latency_s: Sequence[Num],
     link_ranks: Sequence[Num],
+    choices: float = 0.0,
     efficiency: Efficiency = IDEAL,
 ) -> Num:
     """Time [s] of one collective over `payload_bytes`, the full tensor.
 
     That is what an all-gather leaves, what a reduce-scatter or an all-reduce takes, and what an
-    all-to-all sends in total from one rank, its own part included. Everything broadcasts; a group of one
-    is free. Assumes that nothing else uses the links. An all-to-all with uneven splits takes as long as
-    its most loaded rank: pass that rank's bytes.
+    all-to-all sends in total from one rank, its own part included. A `dispatch` is an all-to-all of tokens
+    that choose `choices` ranks each. Everything broadcasts; a group of one is free. Assumes that nothing
+    else uses the links. An all-to-all with uneven splits takes as long as its most loaded rank: pass that
+    rank's bytes.
     """
     links = tuple(zip(link_bytes_per_s, link_latency_s, link_ranks, strict=True))
-    group = _Group(group_ranks, stride, links, efficiency.inner, efficiency.outer)
+    group = _Group(group_ranks, stride, links, efficiency.inner, efficiency.outer, choices)
     try:
         lines: Sequence[_Line] = _kept_lines(kind, group)
     except TypeError:  # arrays have no hash
@@ -137,6 +145,7 @@ class _Group:
     links: tuple[tuple[Num, Num, Num], ...]
     inner: LinkEfficiency
     outer: LinkEfficiency
+    choices: float = 0.0
 
     def steps(self, bulk: bool) -> list[_Step]:
         """The levels, innermost first, as one protocol meets them."""
@@ -188,7 +197,7 @@ class _Step:
 def _lines(kind: Kind, group: _Group) -> list[_Line]:
     """All that the library can choose from, launch included; a group of one uses no level and is free."""
     protocols = [group.steps(bulk=False), group.steps(bulk=True)]
-    lines = [_ring(kind, group.ranks, steps) for steps in protocols]
+    lines = [_ring(kind, group, steps) for steps in protocols]
     if kind == "all_reduce" and group.outer.tree_latency is not None:
         lines += [_tree(steps) for steps in protocols]
     if kind == "all_reduce" and group.inner.switch_frac is not None:
@@ -212,19 +221,19 @@ def _launch_s(steps: Sequence[_Step]) -> Num:
     return launch_s
 
 
-def _ring(kind: Kind, group_ranks: Num, steps: Sequence[_Step]) -> _Line:
+def _ring(kind: Kind, group: _Group, steps: Sequence[_Step]) -> _Line:
     """The closed forms of the top of this file, with the bandwidth and latency of one protocol."""
     passes = 2.0 if kind == "all_reduce" else 1.0  # reduce-scatter, then all-gather
-    ring_part = sent_bytes(kind, 1.0, group_ranks)
-    own_part = 1.0 / group_ranks
+    ring_part = sent_bytes(kind, 1.0, group.ranks)
+    own_part = 1.0 / group.ranks
     wire: Num = 0.0
     delay_s: Num = 0.0
     for step in steps:
         if kind == "p2p":  # outer levels overwrite inner ones
             wire = np.where(step.used, 1.0 / step.bytes_per_s, wire)
             delay_s = np.where(step.used, step.hop_s, delay_s)
-        elif kind == "all_to_all":
-            part = (step.here - step.inside) / group_ranks + step.efficiency.all_to_all_own_part * own_part
+        elif kind in ("all_to_all", "dispatch"):
+            part = _leaving(kind, group, step) + step.efficiency.all_to_all_own_part * own_part
             wire = np.maximum(wire, np.where(step.used, part / step.bytes_per_s, 0.0))
             delay_s = np.maximum(delay_s, np.where(step.used, step.hop_s, 0.0))
         else:
@@ -232,6 +241,16 @@ def _ring(kind: Kind, group_ranks: Num, steps: Sequence[_Step]) -> _Line:
             wire = np.maximum(wire, np.where(step.used, part / step.bytes_per_s, 0.0))
             delay_s = delay_s + passes * step.hops_s + step.syncs_s  # two passes are one pipeline
     return _Line(delay_s, wire)
+
+
+def _leaving(kind: Kind, group: _Group, step: _Step) -> Num:
+    """Share of the payload that a rank sends over the links of this level."""
+    if kind == "all_to_all":
+        return (step.here - step.inside) / group.ranks
+    met = active_experts(group.ranks / step.inside, group.choices) / active_experts(
+        group.ranks, group.choices
+    )
+    return met * (1.0 - step.inside / step.here)
 
 
 def _tree(steps: Sequence[_Step]) -> _Line:

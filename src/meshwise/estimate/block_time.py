@@ -116,8 +116,8 @@ def block_time(
 ) -> BlockTime:
     """Add up the ops of one block; the axes named in `hide` (tp, ep) overlap with the phase's compute.
 
-    A phase never takes less than the CPU needs to launch its ops; adding the gradients to those of the
-    microbatches before is memory traffic of the weight phase.
+    A phase never takes less than the CPU needs to launch its ops, and that much more where launches block;
+    adding the gradients to those of the microbatches before is memory traffic of the weight phase.
     """
     sums: dict[str, dict[str, Num]] = {phase: {} for phase in ("forward", "backward", "weight", "core")}
     for op, time in zip(ops, times, strict=True):
@@ -131,7 +131,8 @@ def block_time(
     weight_s = phases["weight"].total_s
     for phase, beside_s in (("forward", 0.0), ("backward", weight_s)):
         floor_s = _host_s(ops, phase, overheads)
-        waiting_s = np.maximum(floor_s - phases[phase].total_s - beside_s, 0.0)
+        busy_s = 0.0 if overheads.launches_block else phases[phase].total_s + beside_s
+        waiting_s = np.maximum(floor_s - busy_s, 0.0)
         phases[phase] = replace(phases[phase], host=waiting_s)
     forward = [op for op in ops if op.phase == "forward"]
     num_params = sum(op.num_params for op in forward)

@@ -101,6 +101,7 @@ def _cut(on: Degrees) -> Cut:
         cp_stride=on.stride("cp"),
         ep_stride=on.etp * on.stride("tp"),
         imbalance=on.imbalance,
+        dispatch_per_rank=plan.dispatch == "per_rank",
         sequence_parallel=plan.sequence_parallel or plan.sp is None or on_grid,
         gather_keys=plan.cp_kind == "all_gather",
         layout=plan.layout,

@@ -107,7 +107,10 @@ def _price(model: Model, cut: Cut, hide: tuple[str, ...], machine: Machine) -> B
         name: block_time(ops, list(islice(times, len(ops))), hide=hide, **common)
         for name, ops in parts.items()
     }
-    return Blocks(timed["dense"], timed.get("moe"), timed["embed"], timed["head"])
+    embedded = replace(
+        timed["embed"], forward=timed["embed"].forward + Parts(host=machine.overheads.microbatch_s)
+    )
+    return Blocks(timed["dense"], timed.get("moe"), embedded, timed["head"])
 
 
 def step_cost(
@@ -249,7 +252,8 @@ def _sharded_s(
         if kind == "reduce_scatter":
             outer = replicas / group
             seconds = seconds + machine.collective_s("all_reduce", message_bytes / group, outer, step * group)
-        seconds = messages * seconds
+        copies_s = np.where(np.asarray(on.zero) >= 3, machine.overheads.shard_copy_s * group, 0.0)
+        seconds = messages * (seconds + copies_s)
         total = total + np.where(np.asarray(params) > 0, seconds, 0.0)  # no message where nothing is held
     return total
 

@@ -10,9 +10,10 @@ call, along the axes that it depends on.
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -47,11 +48,13 @@ class OpTime:
 class Machine:
     """What ops are timed on: the rates of a cluster (scalars, or arrays over chips) and its efficiency.
 
-    `by_dtype` are the rates of matrix work by dtype; `base` those of the step's own.
+    `by_dtype` are the rates of matrix work by dtype; `base` those of the step's own. `reached_frac` is
+    the share of each level's link that collectives reach (empty: all of it).
     """
 
     base: Rates
     by_dtype: dict[str, Rates]
+    reached_frac: tuple[float, ...] = ()
     efficiency: Efficiency = IDEAL
     num_cores: Num = 1.0
     overheads: Overheads = NONE
@@ -61,18 +64,25 @@ class Machine:
         """Least time of `flop` matrix FLOP within the power limit."""
         return flop / self.overheads.sustained_flop_per_s(dtype, self.power_watts)
 
-    def collective_s(self, kind: str, payload_bytes: Num, group_ranks: Num, stride: Num) -> Num:
+    def collective_s(
+        self, kind: str, payload_bytes: Num, group_ranks: Num, stride: Num, choices: float = 0.0
+    ) -> Num:
         """Time of one collective with the links to itself; `send` and `recv` are point to point."""
         if isinstance(group_ranks, float | int) and group_ranks == 1:
             return 0.0
+        alone = kind in ("send", "recv")
+        link_bytes_per_s = self.base.link_bytes_per_s
+        if self.reached_frac and not alone:
+            link_bytes_per_s = tuple(map(operator.mul, link_bytes_per_s, self.reached_frac))
         return collective_s(
-            "p2p" if kind in ("send", "recv") else kind,  # type: ignore[arg-type]
+            "p2p" if alone else kind,  # type: ignore[arg-type]
             payload_bytes,
             group_ranks,
             stride=stride,
-            link_bytes_per_s=self.base.link_bytes_per_s,
+            link_bytes_per_s=link_bytes_per_s,
             link_latency_s=self.base.link_latency_s,
             link_ranks=self.base.link_ranks,
+            choices=choices,
             efficiency=self.efficiency,
         )
 
@@ -93,10 +103,9 @@ def machine(
 def _machine(chip: Chip, levels: tuple[Level, ...], dtype: str, ideal: bool, overheads: Overheads) -> Machine:
     cluster = Cluster(name=chip.name, chip=chip, num_chips=1, levels=levels)
     dtypes = {dtype, "bf16" if dtype in ("fp8", "fp4") else dtype}
-    reached = [level.bytes_per_s for level in levels[:1]]
-    reached += [level.bytes_per_s * overheads.reached_frac(level.name) for level in levels[1:]]
     return Machine(
-        base=replace(rates(cluster, dtype), link_bytes_per_s=tuple(reached)),
+        base=rates(cluster, dtype),
+        reached_frac=(1.0, *(overheads.reached_frac(level.name) for level in levels[1:])),
         by_dtype={name: rates(cluster, name) for name in dtypes},
         efficiency=IDEAL if ideal else constants(chip, levels),
         num_cores=float(max(chip.num_cores, 1)),
@@ -120,11 +129,15 @@ def op_times(ops: Sequence[Op], on: Machine) -> list[OpTime]:
 
 def _group(op: Op) -> tuple[str, ...]:
     if op.kind == "collective":
-        return "collective", op.collective
+        return "collective", "dispatch" if op.choices else op.collective, str(op.choices)
     if op.kind == "attention":
         return "attention", op.dtype, op.phase, "causal" if op.causal else "full"
     if op.kind == "matmul":
-        return "matmul", op.dtype, "scores" if op.name in CORE else "weights"
+        return (
+            "matmul",
+            op.dtype,
+            "weights" if np.any(op.num_params) or op.module == "head" or op.name not in CORE else "scores",
+        )
     return op.kind, "cast" if op.name.endswith("_cast") else "other"
 
 
@@ -163,9 +176,11 @@ def _fields(time: OpTime) -> tuple[Num, Num, Num, Num]:
 
 def _matmuls(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpTime]:
     chip, constant = on.by_dtype.get(rest[0], on.base), on.efficiency.gemm(rest[0])
-    slowdown = on.overheads.misaligned_slowdown
+    scores_slowdown, unaligned_frac = on.overheads.misaligned_slowdown, on.overheads.unaligned_frac
 
-    def timer(batch: Num, m: Num, n: Num, k: Num, flop: Num, read: Num, write: Num) -> OpTime:
+    def timer(
+        batch: Num, m: Num, n: Num, k: Num, flop: Num, read: Num, write: Num, d_in: Num, d_out: Num
+    ) -> OpTime:
         busy_s = gemm_s(
             m, n, k,
             batch=batch,
@@ -178,17 +193,31 @@ def _matmuls(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpTime
         )  # fmt: skip
         busy_s = np.maximum(busy_s, on.sustained_s(flop, rest[0]))
         if rest[1] == "scores":
-            busy_s = busy_s * np.where(_aligned(m) & _aligned(n) & _aligned(k), 1.0, slowdown)
+            busy_s = busy_s * np.where(_aligned(m) & _aligned(n) & _aligned(k), 1.0, scores_slowdown)
+        elif unaligned_frac:
+            busy_s = busy_s * (1.0 + unaligned_frac * np.maximum(_halvings(d_in), _halvings(d_out)))
         return OpTime(flop / chip.matrix_flop_per_s, (read + write) / chip.memory_bytes_per_s, busy_s)
 
-    return _each(
-        ops, [(*op.shape, op.cost.flop, op.cost.read_bytes, op.cost.write_bytes) for op in ops], timer
-    )
+    # The weight's dimensions are the row lengths of all operands: (n, k), or (m, n) of its gradient.
+    weights = [op.shape[1:3] if op.is_weight_grad else op.shape[2:4] for op in ops]
+    numbers = [
+        (*op.shape, op.cost.flop, op.cost.read_bytes, op.cost.write_bytes, *weight)
+        for op, weight in zip(ops, weights, strict=True)
+    ]
+    return _each(ops, numbers, timer)
 
 
 def _aligned(size: Num) -> Any:
     """Whether rows of `size` 16-bit elements start at multiples of 16 bytes, which the fast kernels need."""
     return np.mod(size, 8.0) == 0.0
+
+
+_HALVINGS = np.array([0.0, 3.0, 2.0, 3.0, 1.0, 3.0, 2.0, 3.0])
+
+
+def _halvings(size: Num) -> Any:
+    """How often 16 bytes must be halved until rows of `size` 16-bit elements start at multiples of them."""
+    return _HALVINGS[np.mod(size, 8.0).astype(np.intp)]
 
 
 def _attentions(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpTime]:
@@ -246,9 +275,13 @@ def _kernels(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpTime
 
 
 def _collectives(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpTime]:
+    choices = float(rest[1])
+
     def timer(payload_bytes: Num, group_ranks: Num, stride: Num) -> OpTime:
         waiting_s = np.where(np.asarray(group_ranks) > 1, on.overheads.skew_s, 0.0)
-        return OpTime(comm_s=on.collective_s(rest[0], payload_bytes, group_ranks, stride) + waiting_s)
+        return OpTime(
+            comm_s=on.collective_s(rest[0], payload_bytes, group_ranks, stride, choices) + waiting_s
+        )
 
     numbers = [(op.payload_bytes, op.group_size, op.stride) for op in ops]
     if _is_grid(numbers):

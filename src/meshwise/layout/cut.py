@@ -28,7 +28,8 @@ class Cut:
     columns x rows (2d, 2d-cp), columns x rows x depth (2.5d, 3d). `panels`: in how many pieces SUMMA sends
     each block that both cuts share. `grid_scores` splits attention's scores over the grid, not its heads.
 
-    `imbalance` is the load of the busiest expert rank over the mean. `lora_rank` above 0 freezes the linear
+    `imbalance` is the load of the busiest expert rank over the mean. `dispatch_per_rank` sends a token once
+    to each rank that holds some of its experts. `lora_rank` above 0 freezes the linear
     layers and trains adapters of that rank.
     """
 
@@ -43,6 +44,7 @@ class Cut:
     cp_stride: Num = 1.0
     ep_stride: Num = 1.0
     imbalance: Num = 1.0
+    dispatch_per_rank: bool = False
     sequence_parallel: bool = False
     gather_keys: bool = False
     layout: str = "1d"

@@ -3,7 +3,9 @@
 Each rank routes its own tokens (cut by tp): a small matmul scores the experts, the top k are taken,
 and each token is copied k times and sent by all-to-all over `ep` to the ranks that hold its experts.
 The etp ranks of an expert gather the arrivals, compute, and reduce-scatter; a second all-to-all
-brings the results home, where they are weighed and added. Balanced routing gives each of the E/ep
+brings the results home, where they are weighed and added. Where the dispatch is per rank (DeepEP, HybridEP)
+a token goes once to each of the d(ep) ranks that hold some of its experts, d(n) = n (1 - (1 - 1/n)^k), and
+on its way once to each node. Balanced routing gives each of the E/ep
 local experts k T etp ep / E rows, T the tokens a rank routes; `imbalance` scales the busiest rank. With a
 capacity factor c every expert computes exactly c k T / E rows from each rank, full or not.
 
@@ -17,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwise.cost.experts import active_experts
 from meshwise.layout.cut import Cut
 from meshwise.layout.op import Op, collective, elementwise, linear, precision
 from meshwise.layout.tensor_1d import feed_forward, norm
@@ -62,11 +65,14 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num) -> Iterator[Op]:
     arrivals = rows * local_experts
     sent = arrivals / cut.etp
     payload = sent * hidden * prec.act_bytes
+    per_rank = cut.dispatch_per_rank and not moe.capacity_factor
+    copies_frac = active_experts(cut.ep, moe.top_k) / moe.top_k if per_rank else 1.0
     on_ep: dict[str, Any] = {
         "axis": "ep",
-        "payload_bytes": payload,
+        "payload_bytes": payload * copies_frac,
         "group_size": cut.ep,
         "stride": cut.ep_stride,
+        "choices": float(moe.top_k) if per_rank else 0.0,
     }
     on_etp: dict[str, Any] = {
         "axis": "tp",

@@ -26,7 +26,8 @@ class Op:
     them that selective recomputation drops. `num_params`: weights this op brings (in its forward row).
     `is_weight_grad`: the op may wait, as zero-bubble schedules let it. `count`: occurrences.
     A collective has `collective` (its kind), the mesh axis, its group, and `payload_bytes`, the full
-    tensor; it may run while the op `hides_behind` of the same module and phase computes.
+    tensor; in a dispatch of tokens `choices` says how many destinations each token chooses, of which it is
+    sent to each rank, and each node, once (0: no dispatch). It may run while the op `hides_behind` of the same module and phase computes.
     """
 
     module: str
@@ -47,6 +48,7 @@ class Op:
     group_size: Num = 1.0
     stride: Num = 1.0
     payload_bytes: Num = 0.0
+    choices: float = 0.0
     hides_behind: str = ""
 
 
@@ -162,6 +164,7 @@ def elementwise(
 def collective(
     module: str, name: str, phase: str, kind: str, axis: str, payload_bytes: Num, group_size: Num, *,
     stride: Num = 1.0, shape: tuple[Num, ...] = (), hides_behind: str = "", count: Num = 1.0,
+    choices: float = 0.0,
 ) -> Op:  # fmt: skip
     """A collective that serves op `name`; `payload_bytes` is the full tensor (see DESIGN.md)."""
     return Op(
@@ -177,6 +180,7 @@ def collective(
         shape=shape,
         hides_behind=hides_behind,
         count=count,
+        choices=choices,
     )
 
 

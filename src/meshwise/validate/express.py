@@ -8,6 +8,10 @@ filled by what its kind of software did in its year (`Software`), never by its s
   gradients overlaps, and the optimizer is sharded;
 - a row that does not state its recomputation uses none if that fits the memory of its chip, else what
   was usual: everything until 2022, later only what costs little time;
+- the vocabulary is as wide as the row says; what tp does not divide is cut off, not padded (vTrain's model
+  has `vocab_size // world_size` rows a rank, of 50257);
+- on Omni-Path every launch waited for its kernel: NCCL hung without CUDA_LAUNCH_BLOCKING=1
+  (bigscience, train/tr11-176B-ml/chronicles-prequel.md, "dealing with JZ hanging on the large model");
 - matmuls with one scale per row ("rowwise") ran no faster than bf16, as the tables that name them show;
 - layers that do not divide by the stages are placed as Megatron-LM and DeepSpeed do, which count the
   embedding and the head as one layer each.
@@ -35,6 +39,10 @@ PREDECESSORS = {"a100-80g-sxm": ("a100-40g-sxm", 2021)}
 """What a chip's name meant before the year from which it was delivered (NVIDIA, 16 November 2020)."""
 
 
+GRAPHED = (2026, 6)
+"""The release of Megatron-Bridge whose recipes first put whole iterations in a CUDA graph (v0.5.0)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Expressed:
     """A run in meshwise's words. `plans` differ only in what the row leaves open, lightest first."""
@@ -44,6 +52,7 @@ class Expressed:
     plans: tuple[Plan, ...]
     workload: Workload
     software: str
+    launches_block: bool
 
 
 @cache
@@ -60,6 +69,7 @@ def express(run: Run) -> Expressed:
         plans=plans_of(run, model),
         workload=workload(run.global_batch, run.seq, run.micro_batch),
         software=software_of(run),
+        launches_block="omnipath" in run.interconnect.lower(),
     )
 
 
@@ -72,7 +82,15 @@ def software_of(run: Run) -> str:
         return "2020"
     if run.year < 2024:
         return "2023"
-    return "2024-torch" if "fsdp" in run.zero.lower() and "recipe" not in run.notes else "2024"
+    if "fsdp" in run.zero.lower() and "recipe" not in run.notes:
+        return "2024-torch"
+    return "2026" if released(run) >= GRAPHED else "2024"
+
+
+def released(run: Run) -> tuple[int, int]:
+    """Year and month of the software: those of `release 26.04`, else the first of the row's year."""
+    found = re.search(r"release (\d\d)\.(\d\d)", run.source)
+    return (2000 + int(found[1]), int(found[2])) if found else (run.year, 1)
 
 
 def memory_kind_of(notes: str) -> str:
@@ -162,7 +180,7 @@ def model_of(run: Run) -> Model:
         num_layers=run.layers,
         ffn_hidden=run.ffn_hidden,
         num_kv_heads=run.kv_heads,
-        vocab=_padded(run.vocab, run.tp),
+        vocab=run.vocab - run.vocab % run.tp,
         max_seq=run.seq,
         moe=_experts(known, run),
     )
@@ -183,11 +201,6 @@ def _experts(model: Model, run: Run) -> MoE | None:
     )
 
 
-def _padded(vocab: int, tp: int) -> int:
-    """The vocabulary as Megatron-LM pads it: to a multiple of 128 tp."""
-    return -(-vocab // (128 * tp)) * 128 * tp
-
-
 def _plain_model(run: Run) -> Model:
     """A GPT or Llama-like model: gated if that explains its parameters (or, unstated, its width) better."""
     moe = None
@@ -203,7 +216,7 @@ def _plain_model(run: Run) -> Model:
             num_heads=run.heads,
             num_kv_heads=run.kv_heads,
             head_dim=run.hidden // run.heads,
-            vocab=_padded(run.vocab, run.tp),
+            vocab=run.vocab - run.vocab % run.tp,
             max_seq=run.seq,
             activation="swiglu" if gated else "gelu",
             norm="rmsnorm" if gated else "layernorm",
@@ -250,6 +263,7 @@ def plans_of(run: Run, model: Model) -> tuple[Plan, ...]:
         schedule="interleaved" if vpp > 1 else "1f1b",
         stages=_stages(model.num_layers, run.pp * vpp),
         ep=run.ep or 1,
+        dispatch="per_rank" if "recipe" in notes else "per_expert",
         etp=1 if model.moe is not None else None,
         zero=zero,
         zero_group=group,
@@ -257,7 +271,7 @@ def plans_of(run: Run, model: Model) -> tuple[Plan, ...]:
         grad_dtype=grad_dtype_of(dtype, run),
         attention="flash" if (modern if run.flash_attention is None else run.flash_attention) else "unfused",
         overlap_dp=modern and not re.search(r"no overlap|overlap features off", notes),
-        overlap_tp=bool(re.search(r"async ?tp|overlap per the public recipe", notes)),
+        overlap_tp=bool(re.search(r"async ?tp|per (the public )?recipe", notes)),
     )
     stated = recompute_of(run.recompute)
     if stated == "selective" and software_of(run) == "2024-torch":

@@ -144,6 +144,8 @@ def estimate_run(run: Run, among: Tables | None = None) -> Estimate:
     """
     said = express(run)
     overheads = find_overheads(said.cluster.chip, said.software, among=among)
+    if said.launches_block:
+        overheads = replace(overheads, launches_block=True)
     imbalance = overheads.expert_imbalance if run.experts and "force-balanced" not in run.notes else 1.0
     for plan in said.plans:
         plan = replace(plan, imbalance=imbalance)
