@@ -1,9 +1,7 @@
-"""The training step: the same losses in every world, and the same counts by every instrument."""
+"""The training step: the same losses and gradients in every world, the same counts by every instrument."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +10,26 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
+
+from meshwise.estimate.single import estimate as priced
+from meshwise.hardware import find_cluster
 from meshwise.instruments.compare_program import compare_program
+from meshwise.instruments.dry_run import dry_run
 from meshwise.instruments.launch import Ranks
 from meshwise.instruments.run import run_rank
+from meshwise.layout.tape import Tape
 from meshwise.model import num_params
-from meshwise.programs import find_program, make_options
-from meshwise.programs.train import the_model
+from meshwise.programs import find_program, make_options, parse_options
+from meshwise.programs.parts import Parts
+from meshwise.programs.ring import own_places
+from meshwise.programs.train import the_model, the_plan
+from meshwise.workload import workload
 
-TINY = str(Path(__file__).parent / "data" / "tiny_llama.json")
+DATA = Path(__file__).parent / "data"
+MODELS = {"llama": str(DATA / "tiny_llama.json"), "gpt": str(DATA / "tiny_gpt2.json")}
+TRAIN = find_program("train")
 
 
 @pytest.fixture(scope="module")
@@ -29,53 +39,138 @@ def pool() -> Iterator[Ranks]:
 
 
 def train_options(**values: Any) -> Any:
-    return make_options(find_program("train"), {"model": TINY, "seq": 16, **values})
+    return make_options(TRAIN, {"seq": 16, **values, "model": MODELS[values.get("model", "llama")]})
 
 
-def test_losses_do_not_depend_on_the_world(pool: Ranks) -> None:
-    """Four sequences a step in fp32: on four data-parallel ranks, on 2 x 2, on one."""
+# --- numbers: N ranks compute what one does ----------------------------------------------------
+
+PLANS = [
+    ("tp=1", "llama", 4),  # dp
+    ("tp=2", "llama", 4),
+    ("tp=2,recompute=selective", "gpt", 4),
+    ("pp=4,schedule=gpipe", "llama", 4),
+    ("pp=2,recompute=full", "gpt", 8),
+    ("pp=2,vpp=2,tp=2", "gpt", 4),
+    ("cp=2,cp_kind=ring", "llama", 4),
+    ("cp=4,cp_kind=all_gather", "gpt", 2),
+    ("cp=2,pp=2,recompute=full", "llama", 4),
+    ("cp=2,tp=2,recompute=selective", "llama", 4),
+]
+
+
+@pytest.mark.parametrize(("plan", "model", "batch"), PLANS)
+def test_loss_and_gradients_are_those_of_one_rank(plan: str, model: str, batch: int, pool: Ranks) -> None:
+    """In fp64, to 1e-10 of the largest gradient; several microbatches where there is a pipeline."""
+    layers = 4 if "pp=4" in plan else 0
+    found = checked(pool, plan=f"{plan},dtype=fp64", model=model, batch=batch, layers=layers)
+    assert found["differences"]["loss"] < 1e-10
+    assert found["differences"]["gradients"] < 1e-10
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2", "cp=2,recompute=full"])
+def test_fp32_agrees_to_its_precision(plan: str, pool: Ranks) -> None:
+    found = checked(pool, plan=f"{plan},dtype=fp32", batch=4)
+    assert found["differences"]["loss"] < 1e-6
+    assert found["differences"]["gradients"] < 1e-6
+
+
+def test_a_difference_is_found(pool: Ranks) -> None:
+    """bf16 rounds: the check must see it."""
+    assert checked(pool, plan="tp=2,dtype=bf16", batch=4)["differences"]["gradients"] > 1e-4
+
+
+def checked(pool: Ranks, **values: Any) -> Any:
+    results = pool.call(run_rank, "train", train_options(check=True, **values), 0, True)
+    assert len({str(result.result["losses"]) for result in results}) == 1  # every rank knows the loss
+    return results[0].result
+
+
+def test_losses_fall_alike_in_every_world(pool: Ranks) -> None:
+    """Four sequences a step in fp32, three steps: the optimizer is the same too."""
     losses = [
         pool.call(run_rank, "train", train_options(plan=plan, batch=4, steps=3), 0, True)[0].result["losses"]
-        for plan in ("tp=1,dtype=fp32", "tp=2,dtype=fp32")
+        for plan in ("tp=1,dtype=fp32", "tp=2,dtype=fp32", "pp=2,cp=2,dtype=fp32")
     ]
     with Ranks(1) as alone:
         options = train_options(plan="tp=1,dtype=fp32", batch=4, steps=3)
-        losses.append(alone.call(run_rank, "train", options, 0, True)[0].result["losses"])
-    assert losses[0] == pytest.approx(losses[2], rel=1e-5)
-    assert losses[1] == pytest.approx(losses[2], rel=1e-5)
-    assert losses[2][0] > losses[2][1] > losses[2][2]
+        expected = alone.call(run_rank, "train", options, 0, True)[0].result["losses"]
+    assert all(found == pytest.approx(expected, rel=1e-5) for found in losses[1:])
+    assert expected[0] > expected[1] > expected[2]
 
 
-@pytest.mark.parametrize("plan", ["tp=1,dtype=fp32", "tp=2,dtype=bf16"])
-def test_all_instruments_agree(plan: str, pool: Ranks) -> None:
-    options = train_options(plan=plan, batch=8)
-    found = compare_program(find_program("train"), options, ranks=4, rank=2, pool=pool)
+def test_a_ring_rank_holds_the_tokens_that_torch_balances() -> None:
+    order = _HeadTailLoadBalancer(24, 3, "cpu")._generate_indices()[0]
+    assert torch.cat([own_places(24, 3, rank, torch.device("cpu")) for rank in range(3)]).equal(order.long())
+
+
+@pytest.mark.parametrize(("rows", "number"), [(7, 3), (2, 5), (8, 4), (10, 4)])
+def test_parts_are_those_of_chunk(rows: int, number: int) -> None:
+    whole = torch.arange(rows * 3).view(rows, 3)
+    chunks = list(whole.chunk(number))
+    parts = Parts(whole, number, 0)
+    assert all(parts[place].equal(chunk) for place, chunk in enumerate(chunks))
+    assert all(parts[place].numel() == 0 for place in range(len(chunks), len(parts)))
+    assert parts[-1].numel() == parts[number - 1].numel()
+
+
+# --- counts: closed form = dry run = run -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rank", "plan", "model"),
+    [
+        (2, "tp=1,dtype=fp32", "llama"),
+        (3, "tp=2,dtype=bf16,recompute=full", "gpt"),
+        (1, "pp=2,cp=2,dtype=bf16", "llama"),
+        (2, "pp=2,vpp=2,tp=2,dtype=bf16,recompute=selective", "gpt"),
+        (3, "tp=2,cp=2,cp_kind=all_gather,dtype=fp64", "llama"),
+    ],
+)
+def test_all_instruments_agree(rank: int, plan: str, model: str, pool: Ranks) -> None:
+    """FLOP, collectives, states, and the peak of activations, to the last digit."""
+    options = train_options(plan=plan, batch=8, model=model)
+    found = compare_program(TRAIN, options, ranks=4, rank=rank, pool=pool)
     assert set(found.rows[0].values) == {"estimate", "dry_run", "run"}
+    assert "saved_bytes" in {row.column for row in found.rows if row.op == "activations"}
     assert found.agree, found.differences()[:3]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "rank", "options"),
+    ("ranks", "rank", "words"),
     [
-        (5, 4, "--plan tp=1,dtype=fp32 --batch 10 --microbatch 2 --seq 16 --layers 2"),
-        (4, 2, "--plan tp=2,dtype=bf16 --batch 2 --microbatch 1 --seq 4 --layers 1"),
-        (6, 1, "--plan tp=2,dtype=fp32 --batch 18 --microbatch 2 --seq 48 --layers 2"),
+        (5, 4, "llama --plan tp=1,dtype=fp32 --batch 10 --microbatch 2 --layers 2"),
+        (4, 2, "llama --plan tp=2,dtype=bf16 --batch 2 --seq 4 --layers 1"),
+        (6, 1, "gpt --plan tp=2,dtype=fp32 --batch 18 --microbatch 2 --seq 48 --steps 2 --layers 1"),
+        (40, 39, "gpt --plan dtype=bf16,recompute=full --layers 2"),
+        (16, 9, "llama --plan tp=2,cp=4,dtype=bf16,cp_kind=all_gather,recompute=selective --layers 1"),
+        (12, 5, "gpt --plan tp=2,cp=3,dtype=fp64 --seq 24 --batch 4 --layers 1"),
+        (8, 5, "llama --plan pp=2,tp=2,dtype=bf16,recompute=full --batch 16"),
+        (8, 0, "gpt --plan pp=4,schedule=gpipe,dtype=bf16 --batch 8 --layers 4"),
+        (8, 7, "llama --plan pp=4,dtype=bf16 --batch 8 --layers 4 --steps 2"),
+        (8, 3, "gpt --plan pp=2,vpp=4,tp=2,dtype=bf16 --batch 4 --layers 8"),
+        (8, 6, "llama --plan pp=2,vpp=5,dtype=bf16,recompute=selective --batch 8 --layers 10"),
+        (16, 11, "llama --plan pp=2,cp=2,tp=2,vpp=2,dtype=bf16 --batch 4 --layers 4"),
     ],
 )
-def test_estimate_is_dry_run(ranks: int, rank: int, options: str) -> None:
-    """Each in a process of its own, as users run it: DTensor keeps plans of worlds that are gone."""
-    words = [sys.executable, "-m", "meshwise", "compare", "train", "--ranks", str(ranks), "--rank", str(rank)]
-    words += ["--no-run", "--model", TINY, *options.split()]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_estimate_is_dry_run(ranks: int, rank: int, words: str) -> None:
+    model, *rest = words.split()
+    seq = [] if "--seq" in words else ["--seq", "16"]
+    options = parse_options(TRAIN, ["--model", MODELS[model], *seq, *rest])
+    found = compare_program(TRAIN, options, ranks=ranks, rank=rank, with_run=False)
+    assert found.agree, found.differences()[:3]
+
+
+@pytest.mark.parametrize("rank", [0, 3, 5, 6])
+def test_every_rank_of_a_pipeline_agrees(rank: int) -> None:
+    """Ends and middle, each with what it hands on and keeps."""
+    options = train_options(plan="pp=4,tp=2,dtype=bf16", layers=4, batch=5, model="gpt")
+    assert compare_program(TRAIN, options, ranks=8, rank=rank, with_run=False).agree
 
 
 def test_a_real_model_agrees() -> None:
     """Llama 3 8B, four of its layers, one rank of 64."""
-    options = make_options(
-        find_program("train"), {"model": "llama3-8b", "plan": "tp=8,dtype=bf16", "seq": 8192, "layers": 4}
-    )
-    found = compare_program(find_program("train"), options, ranks=64, rank=13, with_run=False)
+    options = make_options(TRAIN, {"model": "llama3-8b", "plan": "tp=8,dtype=bf16", "seq": 8192, "layers": 4})
+    found = compare_program(TRAIN, options, ranks=64, rank=13, with_run=False)
     assert found.agree, found.differences()[:3]
     held = {row.op: row.values["dry_run"] for row in found.rows if row.column == "weight_bytes"}
     norms = (2 * 4 + 1) * 4096  # every tensor-parallel rank keeps them all
@@ -84,20 +179,101 @@ def test_a_real_model_agrees() -> None:
     assert held["optimizer"] == 2 * held["parameters"]
 
 
+def test_gpt3_on_a_pipeline_agrees() -> None:
+    """ "gpt"-3 175B, a layer a stage: biases, learned positions, a table that is embedding and head."""
+    values = {"model": "gpt3-175b", "layers": 8, "batch": 16, "seq": 2048}
+    options = make_options(TRAIN, {**values, "plan": "tp=8,pp=8,dtype=bf16,recompute=full"})
+    for rank in (3, 127):
+        found = compare_program(TRAIN, options, ranks=128, rank=rank, with_run=False)
+        assert found.agree, found.differences()[:3]
+    tied = [row for row in found.rows if row.op == "all_reduce" and row.column == "payload_bytes"]
+    assert 4 * 51200 / 8 / 2 * 12288 in {row.values["dry_run"] for row in tied}  # fp32, tp=8, dp=2
+
+
+# --- activations: what the estimate says, and each difference ----------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "layers", "in_flight"),
+    [
+        ("gpt3-13b", "tp=1", 2, 1),
+        ("llama3-8b", "tp=8", 2, 1),
+        ("gpt3-13b", "tp=8,recompute=selective", 2, 1),
+        ("llama3-8b", "pp=4,tp=2", 8, 4),
+        ("gpt3-13b", "cp=2", 1, 1),
+    ],
+)
+def test_activations_are_the_estimates_and_named_differences(
+    name: str, plan: str, layers: int, in_flight: int
+) -> None:
+    """At its peak the first rank keeps what `estimate` prices, the head's, and what named rows add."""
+    values = {"model": name, "seq": 2048, "layers": layers, "plan": f"{plan},dtype=bf16", "batch": 16}
+    options = make_options(TRAIN, values)
+    tape = Tape("estimate", 0, 16)
+    TRAIN.estimate(options, tape)  # type: ignore[misc]
+    rows = [row for row in tape.ledger().rows() if row["module"] == "activations"]
+    beyond = {row["op"]: row["count"] * row["saved_bytes"] for row in rows if ":" in row["op"]}
+    head = sum(
+        row["saved_bytes"] for row in rows if row["op"].startswith("head/") and row["op"] not in beyond
+    )
+    counted = peak(dry_run("train", options, ranks=16, device="cpu").ledger)
+    price = priced(the_model(options), find_cluster("h100-80g-sxm:16"), the_plan(options), workload(16, 2048))
+    assert counted == price.to_json()["memory_bytes"]["activations"] + head + in_flight * sum(beyond.values())
+    assert {name.split(": ")[1] for name in beyond} <= {"gathered", "inputs", "loss weight"}
+
+
+def peak(ledger: Any) -> float:
+    return float(ledger.where(module="states", op="activations").total("saved_bytes"))
+
+
+def test_recomputation_keeps_inputs_and_one_block() -> None:
+    """One block's activations while it is done again, and the inputs of all: arXiv 2205.05198, section 4."""
+    options = {
+        kind: train_options(plan=f"tp=2,dtype=bf16,recompute={kind}", layers=8) for kind in ("none", "full")
+    }
+    alone = train_options(plan="tp=2,dtype=bf16", layers=1)
+    kept = {kind: counted_peak(options[kind]) for kind in options}
+    block = (kept["none"] - counted_peak(alone)) / 7
+    block_input = 16 / 2 * 32 * 2  # tokens of the rank, hidden width, bytes
+    assert kept["full"] == 7 * block_input + block
+
+
+def counted_peak(options: Any) -> float:
+    return peak(dry_run("train", options, ranks=2, device="cpu").ledger)
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--plan pp=2", "built for pp=1, not pp=2"),
+        ("--plan ep=2", "built for ep=1, not ep=2"),
+        ("--plan zero=1", "built for zero=3, not zero=1"),
+        ("--plan pp=2,schedule=dualpipe", "not schedule=dualpipe"),
+        ("--plan cp=2,cp_kind=ulysses", "not cp_kind=ulysses"),
         ("--plan tp=2,sp=0", "not sp=0"),
+        ("--plan vpp=2", "vpp=2 needs a pipeline"),
         ("--plan tp=4", "kv heads 2 does not divide by tp=4"),
         ("--plan tp=2 --seq 15", "seq 15 does not divide by tp=2"),
+        ("--plan cp=2 --seq 18", "seq 18 does not divide by 4"),
+        ("--plan pp=4", "2 layers of tiny_llama do not divide by 4 pipeline stages"),
+        ("--plan pp=2 --batch 2", "needs at least pp=2 microbatches, not 1"),
         ("--batch 3", "batch 3 does not divide by dp=4"),
-        ("--plan dtype=fp8", "dtype=fp8 is not one that the program computes in"),
-        ("--model gpt3-175b", "choose a Llama-shaped model"),
+        ("--plan dtype=fp8", "not dtype=fp8"),
+        ("--model mixtral-8x7b", "has a mixture of experts"),
+        ("--model qwen3-8b", "norms of queries and keys"),
+        (f"--model {MODELS['gpt']} --seq 128", "exceeds the 64 positions"),
     ],
 )
 def test_what_is_not_built_is_said(words: str, sentence: str, meshwise: Callable[..., Any]) -> None:
-    model = [] if "--model" in words else ["--model", TINY]
+    model = [] if "--model" in words else ["--model", MODELS["llama"]]
     outcome = meshwise("dryrun", "train", "--ranks", "4", *model, *words.split())
     assert outcome.code == 2
     assert sentence in outcome.err
+
+
+def test_help_names_what_a_plan_may_say(meshwise: Callable[..., Any]) -> None:
+    text = " ".join(meshwise("run", "train", "--help").out.split())
+    for word in ("--plan", "--check", "--microbatch", "tp, cp, pp, vpp", "schedule=gpipe|1f1b", "full"):
+        assert word in text

@@ -11,6 +11,8 @@ keep more, and each difference is a row of its own (module `activations`):
 
 from __future__ import annotations
 
+from typing import Any
+
 from meshwise.layout.op import Op
 from meshwise.layout.tape import Tape
 from meshwise.layout.tensor_1d import ATTENTION
@@ -21,7 +23,7 @@ from meshwise.layout.training import Piece, Training, piece_ops
 def write_kept(t: Training, tape: Tape) -> None:
     """The peak of what is kept; and what one microbatch keeps, op by op, and of which difference."""
     tape.op("activations", module="states", phase="step", saved_bytes=kept_peak_bytes(t))
-    place = {"module": "activations", "phase": "forward", "dtype": t.dtype}
+    place: dict[str, Any] = {"module": "activations", "phase": "forward", "dtype": t.dtype}
     for piece in t.pieces.values():
         for count, ops in piece_ops(t, piece):
             for op in (op for op in ops if op.phase == "forward"):

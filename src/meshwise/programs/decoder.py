@@ -37,12 +37,12 @@ CoreAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Setting:
     """What the modules of a decoder share: the tokens they see, how they attend, what they keep.
 
-    `places`: positions in the sequence of the tokens that pass through attention (of one sequence);
-    `own_places`: of those between the matmuls, a part of them under sequence parallelism.
+    `turns`: of the tokens that pass through attention, how rotary positions turn them (`Rotate`);
+    `own_places`: positions of those between the matmuls, a part of them under sequence parallelism.
     `recompute`: none, selective (the core attention) or full (each block).
     """
 
-    places: Tensor
+    turns: tuple[Tensor, Tensor]
     own_places: Tensor
     recorder: Recorder
     attend: CoreAttention = lambda q, k, v: Attend.apply(q, k, v, True)
@@ -96,7 +96,7 @@ class Attention(nn.Module):
         setting = self.setting
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q, self.k, self.v))
         if self.is_rotary:
-            q, k = (Rotate.apply(part, setting.places) for part in (q, k))
+            q, k = (Rotate.apply(part, *setting.turns) for part in (q, k))
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if setting.recompute == "selective":
             mixed = setting.redone(setting.attend, q, k, v)

@@ -62,26 +62,30 @@ class SwiGLU(torch.autograd.Function):
 
 
 class Rotate(torch.autograd.Function):
-    """Rotary embedding, halves paired, base 10,000; keeps nothing: the way back turns the other way."""
+    """Rotary embedding, halves paired; keeps nothing: the way back turns the other way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
-        """[batch, tokens, heads, width], each token turned by its place in the sequence."""
-        ctx.places = places
-        return _turned(x, places, 1.0)
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[batch, tokens, heads, width], each token turned by its angles (`turns`)."""
+        ctx.turns = cos, sin
+        return _turned(x, cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """The inverse of a rotation is its transpose."""
-        return _turned(grad, ctx.places, -1.0), None
+        cos, sin = ctx.turns
+        return _turned(grad, cos, -sin), None, None
 
 
-def _turned(x: Tensor, places: Tensor, sign: float) -> Tensor:
-    width = x.shape[-1]
-    wide = lse_dtype(x)
-    frequencies = 10000.0 ** (-torch.arange(0, width, 2, device=x.device, dtype=wide) / width)
+def turns(places: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the angles of heads at `places`, base 10,000: [tokens, 1, width / 2] each."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    frequencies = 10000.0 ** (-torch.arange(0, width, 2, device=places.device, dtype=wide) / width)
     angles = torch.outer(places.to(wide), frequencies).unsqueeze(1)
-    cos, sin = angles.cos().to(x.dtype), (sign * angles.sin()).to(x.dtype)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 

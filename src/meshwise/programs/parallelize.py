@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from meshwise.programs.decoder import Decoder
+from meshwise.programs.parts import cut_on_demand
 
 
 def cut_tensors(decoder: Decoder, mesh: DeviceMesh) -> None:
@@ -79,10 +80,11 @@ def shard_states(
     for modules in _groups(decoder):
         _materialize(modules, names, device, kept, seed)
         is_block = modules[0] in decoder.layers.values()
-        fully_shard(
-            modules if len(modules) > 1 else modules[0], mesh=mesh, mp_policy=policy,
-            reshard_after_forward=reshard_after_forward and is_block,
-        )  # fmt: skip
+        with cut_on_demand():
+            fully_shard(
+                modules if len(modules) > 1 else modules[0], mesh=mesh, mp_policy=policy,
+                reshard_after_forward=reshard_after_forward and is_block,
+            )  # fmt: skip
     fully_shard(decoder, mesh=mesh, mp_policy=policy)
 
 

@@ -48,8 +48,9 @@ class Options:
     plan: Annotated[
         str,
         Meta(
-            description="tp=2,cp=2,pp=2,vpp=2,schedule=gpipe|1f1b|interleaved,cp_kind=ring|all_gather,"
-            "recompute=none|selective|full,dtype=bf16|fp16|fp32|fp64; dp is what they leave"
+            description="tp, cp, pp, vpp, schedule=gpipe|1f1b|interleaved, cp_kind=ring|all_gather, "
+            "recompute=none|selective|full, dtype=bf16|fp16|fp32|fp64, joined by commas as in tp=2,pp=2; "
+            "dp is what they leave"
         ),
     ] = "tp=1,zero=3"
     batch: Annotated[int, Meta(ge=0, description="sequences in a step (0: pp microbatches a replica)")] = 0

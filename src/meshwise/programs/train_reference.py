@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwise.programs.decoder import TABLE, TIED, Decoder, Setting
+from meshwise.programs.decoder_kernels import turns
 from meshwise.programs.parallelize import fill
 
 if TYPE_CHECKING:
@@ -39,22 +40,21 @@ def differences(trainer: Trainer, loss: float) -> dict[str, float]:
 
 
 def reference_step(trainer: Trainer) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients, by name, of the whole model on the whole batch."""
+    """Loss and gradients, by name, of the whole model on the whole batch, in the type of the states."""
     options, model, device = trainer.options, trainer.model, trainer.context.device
     dtype = torch.float64 if trainer.plan.dtype == "fp64" else torch.float32
     places = torch.arange(options.seq, device=device)
-    setting = Setting(places=places, own_places=places, recorder=trainer.context.recorder)
+    angles = turns(places, model.head_dim, dtype)
+    setting = Setting(turns=angles, own_places=places, recorder=trainer.context.recorder)
     with torch.device(device):
         decoder = Decoder(model, setting, range(model.num_layers)).to(dtype)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             fill(decoder.alias(name), parameter, options.seed)
-    compute = trainer.context.dtype(trainer.plan.dtype)
     total = 0.0
     batch = trainer.all_tokens().flatten(0, 1)
     for sequence in batch.split(1):
-        with torch.autocast(device.type, compute, enabled=compute in (torch.bfloat16, torch.float16)):
-            loss = decoder(sequence[:, :-1], sequence[:, 1:]) / len(batch)
+        loss = decoder(sequence[:, :-1], sequence[:, 1:]) / len(batch)
         loss.backward()
         total += float(loss.detach())
     grads = {name: parameter.grad for name, parameter in decoder.named_parameters()}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwise.programs.decoder import Decoder, Setting
-from meshwise.programs.decoder_kernels import Attend
+from meshwise.programs.decoder_kernels import Attend, turns
 from meshwise.programs.parallelize import cut_tensors, shard_states
 from meshwise.programs.pipeline import make_schedule
 from meshwise.programs.ring import RingAttend, own_places
@@ -38,6 +38,7 @@ class Trainer:
         self.ring = context.group("cp", ring) if plan.cp > 1 else None
         self.ends = self._ends()
         with context.recorder.setup():
+            self.places = own_places(options.seq, plan.cp, place.cp, context.device)
             self.setting = self._setting()
             layers = rank_layers(options, context.world_size, place.pp)
             self.pieces = {stage: self._piece(held) for stage, held in layers.items()}
@@ -108,11 +109,11 @@ class Trainer:
 
     def _setting(self) -> Setting:
         plan, place, context = self.plan, self.place, self.context
-        places = own_places(self.options.seq, plan.cp, place.cp, context.device)
-        own = places.chunk(plan.tp)[place.tp].contiguous()
-        context.recorder.weights(places, own)  # constants
+        angles = turns(self.places, self.model.head_dim, context.dtype(plan.dtype))
+        own = self.places.chunk(plan.tp)[place.tp].contiguous()
+        context.recorder.weights(*angles, own)  # constants
         return Setting(
-            places=places, own_places=own, recorder=context.recorder, attend=self._attend,
+            turns=angles, own_places=own, recorder=context.recorder, attend=self._attend,
             recompute=plan.recompute,
         )  # fmt: skip
 
@@ -146,7 +147,7 @@ class Trainer:
     def _tokens(self) -> tuple[Tensor, Tensor]:
         """This rank's tokens and those that follow them, [microbatches x sequences, own tokens] each."""
         mine = self.all_tokens()[self.place.dp]
-        tokens, labels = (part[:, self.setting.places].contiguous() for part in (mine[:, :-1], mine[:, 1:]))
+        tokens, labels = (part[:, self.places].contiguous() for part in (mine[:, :-1], mine[:, 1:]))
         return tokens, labels
 
     def all_tokens(self) -> Tensor:

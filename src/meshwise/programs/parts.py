@@ -1,0 +1,41 @@
+"""FSDP2 cuts each weight into one part a rank to take its own; here a part is cut when it is asked for.
+
+In a dry run of a large world, all those views of every weight take longer than the step itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+
+class Parts:
+    """The parts of `whole` along `dim` as `torch.chunk` cuts them, empty ones behind, each made on demand."""
+
+    def __init__(self, whole: Tensor, number: int, dim: int) -> None:
+        self._whole, self._number, self._dim = whole, number, dim
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, place: int) -> Tensor:
+        rows = self._whole.shape[self._dim]
+        size = -(-rows // self._number)
+        begin = min(range(self._number)[place] * size, rows)
+        part = self._whole.narrow(self._dim, begin, min(size, rows - begin))
+        return part if part.shape[self._dim] else torch.empty_like(part).view(-1)
+
+
+@contextmanager
+def cut_on_demand() -> Iterator[None]:
+    """FSDP2 makes only the parts that it takes."""
+    before = _fsdp_param._chunk_with_empty
+    _fsdp_param._chunk_with_empty = Parts
+    try:
+        yield
+    finally:
+        _fsdp_param._chunk_with_empty = before
