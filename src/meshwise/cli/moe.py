@@ -218,7 +218,7 @@ def _show_programs(programs: dict[str, Work], memory: dict[str, float]) -> None:
             f"{chip}, a token",
             *(duration(work.seconds[chip] / work.tokens) if work.tokens else "" for work in works),
         )
-    console().print("", table)
+    console().print(table)
 
 
 def _a_token(work: Work, amount: float, unit: str) -> str:

@@ -261,17 +261,16 @@ def _experts_s(of: Serving, sequences: Num, tokens: int) -> Num:
         act_bytes=form.act_bytes,
         gemm=on.efficiency.gemm(instance.dtype),
         memory=on.efficiency.memory,
-        efficiency=_library(of),
+        efficiency=on.efficiency.experts.get(_library(of), ExpertsEfficiency()),
     )
 
 
-def _library(of: Serving) -> ExpertsEfficiency:
-    """Constants of the grouped matmuls: of the first library that was measured on this chip, or the first."""
+def _library(of: Serving) -> str:
+    """The library of the grouped matmuls: the first that was measured on this chip, or else anywhere."""
     known = of.machine.efficiency
     names = [name for name in _LIBRARIES.get(of.instance.dtype, ()) if name in known.experts]
     here = [name for name in names if f"experts.{name}" not in known.inherited_from]
-    chosen = next(iter(here or names), None)
-    return known.experts[chosen] if chosen else ExpertsEfficiency()
+    return next(iter(here or names), "")
 
 
 def _joined_s(of: Serving, sequences: Num, tokens: int) -> Num:
@@ -397,7 +396,8 @@ def notes(of: Serving) -> list[str]:
     """What a reader should know: which constants come from another chip, and what is left out."""
     inherited = of.machine.efficiency.inherited_from
     used = {"decode.mla" if of.instance.model.mla else "decode.flash", f"gemm.{of.instance.dtype}"}
-    used |= {f"experts.{name}" for name in _LIBRARIES.get(of.instance.dtype, ()) if of.instance.model.moe}
+    if of.instance.model.moe is not None:
+        used.add(f"experts.{_library(of)}")
     said = [
         f"{of.cluster.chip.name}: {name} inherited from {inherited[name]}"
         for name in sorted(used & set(inherited))
