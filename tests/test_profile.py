@@ -6,6 +6,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from meshwise.errors import DataError, MissingExtraError
@@ -89,6 +90,42 @@ def test_torchrun(program, tmp_path):
     done = profile_command([*command, program, "-1"], tmp_path / "out", stdout=subprocess.DEVNULL)
     assert done.exit_code == 0 and [file.name for file in done.files] == ["rank-0.json", "rank-1.json"]
     assert {read_trace(file)[0].world_size for file in done.files} == {2}
+
+
+AWKWARD = """
+import os, torch, torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+for rank in (0, 1):
+    if os.fork() == 0:
+        torch.set_num_threads(1)
+        for port in PORTS:
+            url = f"tcp://127.0.0.1:{port}"
+            dist.init_process_group("gloo", init_method=url, rank=rank, world_size=2)
+            dist.all_reduce(torch.ones(4, 4) @ torch.ones(4, 4))
+            with profile(activities=[ProfilerActivity.CPU]) as own:
+                torch.ones(2, 2).exp()
+            assert "aten::exp" in {row.key for row in own.key_averages()}
+            dist.barrier()
+            dist.destroy_process_group()
+        os._exit(0)
+assert [os.waitpid(-1, 0)[1] for rank in (0, 1)] == [0, 0]
+"""
+
+
+def test_programs_that_do_as_they_please(tmp_path):
+    """Forked ranks, a profiler of their own, two process groups in turn, no ordinary exit: all is there."""
+    (tmp_path / "awkward.py").write_text(AWKWARD.replace("PORTS", f"({_free_port()}, {_free_port()})"))
+    done = profile_command([sys.executable, str(tmp_path / "awkward.py")], tmp_path / "out")
+    assert done.exit_code == 0 and len(done.files) == 6
+    found = summarize_paths(done.files)
+    assert [trace.rank for trace in found.traces] == [0, 1]
+    for trace in found.traces:
+        names = [trace.name(i) for i in range(len(trace))]
+        assert names.count("aten::mm") == 2 and names.count("gloo:all_reduce") == 2
+        assert (np.diff(trace.start_ns) >= 0).all() and "aten::exp" not in names
+    reduced = [one for one in found.collectives if one.name == "all_reduce"]
+    assert [(one.bytes, one.num_ranks) for one in reduced] == [(64, 2), (64, 2)]
+    assert all("further part" in problem.reason for problem in found.problems)
 
 
 def test_capture_around_ones_own_code(tmp_path, monkeypatch):

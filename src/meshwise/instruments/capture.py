@@ -7,10 +7,14 @@ can watch all other Python threads too, but then it sees no allocations: `memory
 the trace go, besides, PyTorch's flight recorder (group, sequence and sizes of every collective; gloo's own
 events lack them) and the ranks of every group.
 
-The trace is written when the capture ends: at the end of the `with` block, when the process group is
-destroyed, at exit, or when the process is told to terminate because another rank failed. Should the main
-thread then be stuck inside a collective that will never finish, the group is aborted to free it. A rank
-killed outright (SIGKILL) leaves nothing; the others do.
+The trace is written when the capture ends: at the end of the `with` block, at exit (`os._exit` too), or when
+the process is told to terminate because another rank failed. Should the main thread then be stuck inside a
+collective that will never finish, the group is aborted to free it. A rank killed outright (SIGKILL) leaves
+nothing; the others do. Writing takes time, so it waits until the process ends: a program that destroys its
+process group and makes another must not find its ranks apart by that.
+
+PyTorch has one profiler. Where the program starts its own, the capture gives way: it writes what it has,
+rests, and goes on in a second file (`rank-N-again-1.json`) when the program's profiler has ended.
 
 Kineto writes without checking, so the file is written beside its place, its end is looked at, and only a
 complete one is moved to `rank-N.json`. A full disk leaves no file and one sentence.
@@ -27,9 +31,10 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 FLIGHT_RECORDER_CALLS = "100000"
 """Calls that the flight recorder keeps; must be in the environment before torch is imported."""
@@ -61,6 +66,8 @@ class Capture:
         self.path: Path | None = None
         self.start_s = self.run_s = self.stop_s = 0.0
         """How long starting took, what lay between, and ending with all its writing."""
+        self._groups: dict[str, list[int]] = {}
+        self._calls: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._profiler: Any = None
         self._started_ns, self._started_s = 0, 0.0
 
@@ -112,13 +119,20 @@ class Capture:
         stopped_s = time.perf_counter()
         self.run_s = stopped_s - self._started_s
         rank, world_size = self._place()
-        about = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "groups": _groups()}
-        profiler.add_metadata_json("meshwise", json.dumps(about))
-        profiler.add_metadata_json("meshwise_collectives", json.dumps(_flight_record(self._started_ns)))
+        self.remember()
+        about = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "pid": os.getpid()}
+        profiler.add_metadata_json("meshwise", json.dumps(about | {"groups": self._groups}))
+        profiler.add_metadata_json("meshwise_collectives", json.dumps(list(self._calls.values())))
         profiler.stop()
         self.path = _write(profiler, self.directory, rank)
         self.stop_s = time.perf_counter() - stopped_s
         return self.path
+
+    def remember(self) -> None:
+        """Keep what is known of groups and collectives by now; to be called before they are destroyed."""
+        self._groups |= _groups()
+        for call in _flight_record(self._started_ns):
+            self._calls[call["time_created_ns"], call["profiling_name"], call["collective_seq_id"]] = call
 
     def _place(self) -> tuple[int, int]:
         rank, world_size = self.rank, self.world_size
@@ -132,7 +146,7 @@ class Capture:
 
 
 def capture_process_group(directory: str, **options: Any) -> None:
-    """Capture from `init_process_group` to `destroy_process_group`, exit or SIGTERM: what the hook installs.
+    """Capture from `init_process_group` to the end of the process: what the hook installs.
 
     To be called while `torch.distributed.distributed_c10d` has just been loaded and nobody uses it yet.
     """
@@ -142,22 +156,13 @@ def capture_process_group(directory: str, **options: Any) -> None:
 
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         result = init(*args, **kwargs)
-        if life.capture is None:
-            capture = Capture(directory, c10d.get_rank(), c10d.get_world_size(), **options)
-            try:
-                capture.start()
-            except CaptureError as error:
-                print(f"meshwise: {error}", file=sys.stderr, flush=True)
-                return result
-            life.capture = capture
-            atexit.register(life.finish)
-            multiprocessing.util.Finalize(None, life.finish, exitpriority=100)
-            life.heed_sigterm()
+        if not life.has_begun:
+            life.begin(lambda: Capture(directory, c10d.get_rank(), c10d.get_world_size(), **options))
         return result
 
     def destroy_process_group(group: Any = None) -> Any:
-        if group is None or group is c10d.GroupMember.WORLD:
-            life.finish()
+        if life.capture is not None:
+            life.capture.remember()
         return destroy(group)
 
     vars(c10d).update(init_process_group=init_process_group, destroy_process_group=destroy_process_group)
@@ -168,23 +173,94 @@ class _Life:
 
     def __init__(self) -> None:
         self.capture: Capture | None = None
-        self.is_finishing = False
+        self.has_begun = False
+        self.is_at_work = False
+        self.is_waiting = False
         self.must_die = False
         self.is_done = threading.Event()
 
-    def finish(self) -> None:
-        """Write the trace, if there is one to write; what goes wrong is said, the program goes on."""
+    def begin(self, make: Callable[[], Capture]) -> None:
+        """Start the capture that `make` makes, and see to it that it ends before the process does."""
+        from torch._C._autograd import _profiler_enabled
+
+        self.has_begun = True
+        self.make = make
+        self.is_waiting = _profiler_enabled()
+        if not self.is_waiting:
+            self.resume()
+        atexit.register(self.finish)
+        multiprocessing.util.Finalize(None, self.finish, exitpriority=100)
+        leave = os._exit
+
+        def finish_and_leave(status: int) -> NoReturn:
+            self.finish()
+            leave(status)
+
+        os._exit = finish_and_leave
+        self.leave = leave
+        self.heed_sigterm()
+        self.give_way()
+
+    def resume(self) -> None:
+        """Start a capture; what goes wrong is said, the program goes on."""
+        self.is_at_work = True
+        try:
+            capture = self.make()
+            capture.start()
+            self.capture = capture
+        except Exception as error:
+            print(f"meshwise: {error or type(error).__name__}", file=sys.stderr, flush=True)
+        self.is_at_work = False
+
+    def pause(self) -> None:
+        """Write the trace so far, if there is one to write; what goes wrong is said, the program goes on."""
         capture, self.capture = self.capture, None
-        if capture is not None:
-            self.is_finishing = True
-            try:
-                capture.stop()
-            except Exception as error:
-                print(f"meshwise: {error or type(error).__name__}", file=sys.stderr, flush=True)
-            self.is_finishing = False
-            self.is_done.set()
-        if self.must_die and not self.is_finishing:
-            os._exit(128 + signal.SIGTERM)
+        if capture is None:
+            return
+        self.is_at_work = True
+        try:
+            capture.stop()
+        except Exception as error:
+            print(f"meshwise: {error or type(error).__name__}", file=sys.stderr, flush=True)
+        self.is_at_work = False
+
+    def finish(self) -> None:
+        """Write the trace and, if the process was told to terminate, end it."""
+        if self.is_at_work:
+            return
+        self.pause()
+        self.is_done.set()
+        self.die_if_told()
+
+    def die_if_told(self) -> None:
+        """End the process if SIGTERM has come, the trace written."""
+        if self.must_die:
+            self.pause()
+            self.leave(128 + signal.SIGTERM)
+
+    def give_way(self) -> None:
+        """Let the program use PyTorch's profiler, of which there is one, for itself."""
+        import torch.autograd.profiler as module
+
+        prepare, leave = module.profile._prepare_trace, module.profile.__exit__
+
+        def prepare_trace(profile: Any) -> None:
+            if not self.is_at_work and self.capture is not None:
+                self.pause()
+                self.is_waiting = True
+                self.die_if_told()
+            prepare(profile)
+
+        def exit_profile(profile: Any, *error: Any) -> Any:
+            result = leave(profile, *error)
+            if not self.is_at_work and self.is_waiting:
+                self.is_waiting = False
+                self.resume()
+                self.die_if_told()
+            return result
+
+        module.profile._prepare_trace = prepare_trace
+        module.profile.__exit__ = exit_profile
 
     def heed_sigterm(self) -> None:
         """Finish, then end, when SIGTERM comes; a program with its own handler keeps it."""

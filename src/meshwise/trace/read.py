@@ -35,6 +35,7 @@ from meshwise.trace.events import (
     Trace,
     kind_of,
 )
+from meshwise.trace.join import is_continued, joined
 
 _RANK_IN_NAME = re.compile(r"(?:rank|worker|trainer)[-_. ]?(\d+)", re.IGNORECASE)
 _MAX_US = 2.0**52
@@ -45,8 +46,9 @@ _NO_ARGS = Args()
 def read_traces(paths: Iterable[str | Path]) -> tuple[list[Trace], list[Problem]]:
     """The traces of all ranks in `paths` (files, or folders searched throughout), sorted by rank.
 
-    A file that cannot be read is a problem, not an error; a path that does not exist, or paths that hold
-    no trace file at all, raise DataError.
+    The parts of one capture are one trace; of other files of one rank, the first is taken. A file that cannot
+    be read is a problem, not an error; a path that does not exist, or paths that hold no trace file at all,
+    raise DataError.
     """
     traces: list[Trace] = []
     problems: list[Problem] = []
@@ -58,8 +60,12 @@ def read_traces(paths: Iterable[str | Path]) -> tuple[list[Trace], list[Problem]
             continue
         if trace.rank < 0:
             nameless.append(trace)
-        elif any(trace.rank == other.rank for other in traces):
-            reason = f"rank {trace.rank} is already read from another file; skipped, read it on its own"
+        elif twin := next((other for other in traces if trace.rank == other.rank), None):
+            if is_continued(twin, trace):
+                traces[traces.index(twin)] = joined([twin, trace])
+                reason = f"a further part of rank {trace.rank}; what lies between the parts was not recorded"
+            else:
+                reason = f"rank {trace.rank} is already read from another file; skipped, read it on its own"
             problems.append(Problem(str(path), reason))
         else:
             traces.append(trace)
