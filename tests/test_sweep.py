@@ -1,7 +1,6 @@
 """Sweeps: the grid becomes command lines; nothing finished is lost or repeated; failures are kept."""
 
 import csv
-import importlib.util
 import json
 import os
 import signal
@@ -98,6 +97,9 @@ def test_points_are_command_lines(tmp_path):
         ('verb = "run"\narguments = ["{m}"]\n[grid]\nn = [1]', "asks for {m}"),
         ('verb = "run"\nspeed = 1\n[grid]\nn = [1]', "unknown field `speed`"),
         ("verb = ", "is not a sweep"),
+        ('verb = "run"\narguments = ["{n"]\n[grid]\nn = [1]', "cannot be filled in"),
+        ('verb = "run"\narguments = ["{n!x}"]\n[grid]\nn = [1]', "cannot be filled in"),
+        ('verb = "run"\ntimeout_s = 0\n[grid]\nn = [1]', "timeout_s is 0"),
     ],
 )
 def test_wrong_files_are_one_sentence(tmp_path, text, reason):
@@ -200,17 +202,62 @@ def test_paths_into_documents(path, value):
     assert look_up({"a": {"b": 1}, "c": [4, 5]}, path) == value
 
 
-def test_ray_is_an_extra(tmp_path):
-    """With Ray installed its answers are those of this machine; without, one sentence says so."""
+def test_unknown_option_is_the_file_s_fault(meshwise, tmp_path):
+    """One sentence for the whole sweep, and no point stored."""
+    path = _file(tmp_path, GRID.replace("batch = 64", "bacth = 64"))
+    done = meshwise("sweep", str(path))
+    assert done.code == 2 and "--bacth" in done.err and "correct the file" in done.err
+    with closing(sqlite3.connect(tmp_path / "sweep.sqlite")) as database:
+        assert database.execute("SELECT count(*) FROM points").fetchone() == (0,)
+
+
+def test_interrupted_says_how_to_go_on(tmp_path, fake, monkeypatch, capsys):
+    from meshwise.cli.sweep import sweep
+
+    path = _file(tmp_path, 'verb = "estimate"\n[grid]\nn = [1, 2, 3]\n[results]\nsquare = "n.square.0"\n')
+    real = Store.add
+
+    def add(self, point, answer):
+        real(self, point, answer)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Store, "add", add)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(path, jobs=1)
+    assert "1 of 3 points are kept" in capsys.readouterr().err
+    with Store(tmp_path / "sweep.sqlite") as store:
+        assert len(store.finished()) == 1
+
+
+def test_full_disk_is_one_sentence(tmp_path, fake):
+    """A database limited to its first pages stands in for the full disk; what is stored stays."""
+    wanted = _numbers(tmp_path, range(200))
+    with Store(tmp_path / "a.sqlite") as store:
+        store._database.execute("PRAGMA max_page_count = 4")
+        with pytest.raises(DataError, match="full; make room and start again"):
+            run_sweep(wanted, store, jobs=1)
+    with Store(tmp_path / "a.sqlite") as store:
+        assert 0 < len(store.rows(wanted)) < 200
+
+
+def test_ray_on_this_machine(tmp_path):
+    """Its answers are those of this machine without it."""
+    pytest.importorskip("ray", reason="Ray is an extra; .ci/run installs it")
     wanted = read_sweep(_file(tmp_path, GRID.replace("[2, 4, 8]", "[4]")))
     with Store(tmp_path / "ray.sqlite") as store, Store(tmp_path / "local.sqlite") as local:
-        if importlib.util.find_spec("ray") is None:
-            with pytest.raises(MissingExtraError, match="Ray is not installed"):
-                run_sweep(wanted, store, engine="ray")
-            return
         run_sweep(wanted, store, engine="ray")
         run_sweep(wanted, local)
         answers = [
             [(row.status, row.results, row.error) for row in one.rows(wanted)] for one in (store, local)
         ]
     assert answers[0] == answers[1] and [status for status, _, _ in answers[0]] == ["done", "done", "failed"]
+
+
+def test_ray_is_an_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    wanted = _numbers(tmp_path, [1])
+    with (
+        Store(tmp_path / "a.sqlite") as store,
+        pytest.raises(MissingExtraError, match="Ray is not installed"),
+    ):
+        run_sweep(wanted, store, engine="ray")

@@ -67,6 +67,7 @@ CREATE TABLE IF NOT EXISTS points (
     error TEXT
 )
 """
+_UNKNOWN_OPTION = re.compile(r"no such option|has no option", re.IGNORECASE)
 _DEFAULT_RESULTS = {
     "estimate": {
         "step_s": "step_s",
@@ -144,6 +145,8 @@ def read_sweep(path: Path) -> Sweep:
         raise DataError(f"{path} is not a sweep: {error}") from None
     if file.verb not in VERBS:
         raise DataError(f"{path}: verb {file.verb!r} cannot be swept; use {', '.join(VERBS)}")
+    if file.timeout_s is not None and not file.timeout_s > 0:
+        raise DataError(f"{path}: timeout_s is {file.timeout_s:g}; give seconds above 0, or leave it out")
     grids = file.grid if isinstance(file.grid, list) else [file.grid]
     empty = [key for grid in grids for key, values in grid.items() if not values]
     if empty or not any(grids):
@@ -163,12 +166,15 @@ def _words(path: Path, file: _File, values: Mapping[str, Scalar]) -> tuple[str, 
     used: set[str] = set()
 
     def filled(text: str) -> str:
-        names = {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
-        unknown = names - values.keys()
-        if unknown:
-            raise DataError(f"{path}: {text!r} asks for {{{min(unknown)}}}, which the grid does not have")
-        used.update(names)
-        return text.format_map(values)
+        try:
+            names = {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
+            unknown = names - values.keys()
+            if unknown:
+                raise DataError(f"{path}: {text!r} asks for {{{min(unknown)}}}, which the grid does not have")
+            used.update(names)
+            return text.format_map(values)
+        except ValueError as error:
+            raise DataError(f"{path}: {text!r} cannot be filled in: {error}; write {{key}}") from None
 
     words = [file.verb, *(filled(argument) for argument in file.arguments)]
     options = {key: filled(value) if isinstance(value, str) else value for key, value in file.options.items()}
@@ -277,7 +283,8 @@ def run_sweep(
     """Run what is not finished yet and store each answer as it comes.
 
     `jobs` points at a time (0: one a core for estimates, one for real runs); `retry` runs failed points
-    again; `address` is that of a Ray cluster. Points are handed out in the order of the grid.
+    again; `address` is that of a Ray cluster. Points are handed out in the order of the grid. DataError if
+    the verb has no such option, for then the file is wrong and not the point.
     """
     finished = store.finished(with_failed=not retry)
     todo = [point for point in sweep.points if point.key not in finished]
@@ -288,6 +295,10 @@ def run_sweep(
         _through_ray(sweep, todo, address) if engine == "ray" else _locally(sweep, todo, min(jobs, len(todo)))
     )
     for point, answer in answers:
+        if answer.error and _UNKNOWN_OPTION.search(answer.error):
+            raise DataError(
+                f"the sweep has an option that its verb has not: {answer.error}; correct the file"
+            )
         store.add(point, answer)
         on_answer(point, answer)
 
@@ -443,7 +454,7 @@ def _scratch_file() -> IO[str]:
 
 def _last_line(text: str) -> str:
     lines = [line for line in text.strip().splitlines() if line.strip()]
-    return lines[-1].removeprefix("meshwise: ") if lines else ""
+    return lines[-1].removeprefix("meshwise: ").removeprefix("Error: ") if lines else ""
 
 
 def _through_ray(sweep: Sweep, todo: Sequence[Point], address: str | None) -> Iterator[tuple[Point, Answer]]:

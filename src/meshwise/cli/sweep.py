@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv as csv_module
 import io
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -39,16 +40,22 @@ def sweep(
     with Store(database) as store:
         finished = store.finished(with_failed=not retry)
         num_before = sum(point.key in finished for point in wanted.points)
-        with _progress(len(wanted.points), num_before) as advance:
-            run_sweep(
-                wanted,
-                store,
-                jobs=jobs,
-                engine=engine,
-                address=address,
-                retry=retry,
-                on_answer=lambda point, answer: advance(answer.error is not None),
-            )
+        try:
+            with _progress(len(wanted.points), num_before) as advance:
+                run_sweep(
+                    wanted,
+                    store,
+                    jobs=jobs,
+                    engine=engine,
+                    address=address,
+                    retry=retry,
+                    on_answer=lambda point, answer: advance(answer.error is not None),
+                )
+        except KeyboardInterrupt:
+            num_kept = len(store.rows(wanted))
+            kept = f"{num_kept} of {len(wanted.points)} points are kept in {database}"
+            print(f"meshwise: stopped; {kept}; the same command goes on", file=sys.stderr)
+            raise
         rows = store.rows(wanted)
     text = io.StringIO()
     csv_module.writer(text, lineterminator="\n").writerows(csv_rows(wanted, rows))
