@@ -290,6 +290,10 @@ def test_positions_are_those_of_fairseq() -> None:
         (4, {"dtype": "fp16", "train_steps": 1}, WorkloadError, "loss scaling"),
         (4, {"train_steps": 1, "train_batches": 3}, WorkloadError, "3 training batches do not divide by 4"),
         (4, {"token_loop": True}, WorkloadError, "give --word-probs FILE"),
+        (4, {"word_probs": "/none/words.json"}, DataError, "there is no folder /none"),
+        (4, {"word_probs": "/"}, DataError, "it is a folder"),
+        (4, {"save_checkpoint": "/"}, DataError, "checkpoint / exists"),
+        (4, {"checkpoint": "/none"}, DataError, "is no checkpoint"),
     ],
 )
 def test_wrong_input_is_one_sentence(

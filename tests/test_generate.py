@@ -12,13 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwise.errors import MeshwiseError, WorkloadError
 from meshwise.estimate.generation import peak_bytes
 from meshwise.gpt_config import GptConfig
 from meshwise.instruments.compare_program import compare_program
 from meshwise.instruments.dry_run import dry_run, new_tape
 from meshwise.instruments.launch import Ranks
 from meshwise.instruments.run import run_rank
-from meshwise.programs import find_program
+from meshwise.programs import find_program, parse_options
 from meshwise.programs.generate import Options, check, estimate, generation
 from meshwise.programs.search import BeamSearch, Sampler, Search, decode, drawn
 from meshwise.programs.text_data import EOS, NUM_SPECIAL, PAD
@@ -305,6 +306,25 @@ def test_real_run_holds_what_the_closed_form_says(options: dict[str, Any]) -> No
         outcome = pool.call(run_rank, "generate", chosen, 0, True)[0]
     assert found.agree, found.differences()[:3]
     assert outcome.peak_bytes == peak_bytes(generation(chosen, ranks=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"min_tokens": 9, "max_tokens": 8}, "--min-tokens 9 is more than --max-tokens 8"),
+        ({"prompt_tokens": 10**8}, "too short for 4 prompts"),
+        ({"checkpoint": "/none"}, "is no checkpoint"),
+    ],
+)
+def test_wrong_input_is_one_sentence(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(MeshwiseError, match=says) as caught:
+        check(Options(**options), 1)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_choice_that_is_not_there_names_those_that_are() -> None:
+    with pytest.raises(WorkloadError, match="--search most: choose one of greedy, sampling, beam"):
+        parse_options(find_program("generate"), ["--search", "most"])
 
 
 def test_a_prompt_of_ones_own(generate: Callable[..., dict[str, Any]]) -> None:

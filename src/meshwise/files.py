@@ -17,6 +17,17 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
+def check_writable(path: Path) -> None:
+    """DataError if a file at `path` cannot be made: before the work whose result it is to hold."""
+    folder = path.parent
+    if path.is_dir():
+        raise DataError(f"cannot write {path}: it is a folder; name a file")
+    if not folder.is_dir():
+        raise DataError(f"cannot write {path}: there is no folder {folder}; make it, or name another place")
+    if not os.access(folder, os.W_OK):
+        raise DataError(f"cannot write {path}: {folder} is not writable; name another place")
+
+
 def write_bytes(path: Path, content: bytes) -> None:
     """Write `content` to `path` whole or not at all; a place that cannot be written raises DataError."""
     with whole_file(path) as file:

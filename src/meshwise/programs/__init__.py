@@ -37,6 +37,10 @@ PROGRAMS = {
     "generate": "meshwise.programs.generate",
 }
 
+MOST_RANKS = 1 << 24
+"""A mesh lists its ranks one by one."""
+_MOST = 1 << 53
+
 Dtype = Literal["bf16", "fp16", "fp32", "fp64"]
 """Element types that the programs compute in."""
 
@@ -79,7 +83,7 @@ def find_program(name: str) -> Program:
     return Program(
         name=name,
         options=module.Options,
-        check=module.check,
+        check=_in_a_world(module.check),
         main=module.main,
         estimate=getattr(module, "estimate", None),
         doc=(module.__doc__ or "").split("\n\n")[0],
@@ -87,6 +91,17 @@ def find_program(name: str) -> Program:
         states_totals_only=getattr(module, "STATES_TOTALS_ONLY", False),
         says_result=getattr(module, "SAYS_RESULT", False),
     )
+
+
+def _in_a_world(check: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
+    """`check`, after the one thing that holds for every program."""
+
+    def checked(options: Any, ranks: int) -> None:
+        if not 1 <= ranks <= MOST_RANKS:
+            raise PlanError(f"{ranks} ranks; a world has from 1 to {MOST_RANKS}")
+        check(options, ranks)
+
+    return checked
 
 
 def parse_options(program: Program, words: Sequence[str]) -> Any:
@@ -127,10 +142,15 @@ def make_options(program: Program, values: Mapping[str, Any]) -> Any:
         if kind is None:
             raise WorkloadError(f"{program.name} has no option {name!r}")
         try:
-            msgspec.convert(value, kind, strict=False)
+            number = msgspec.convert(value, kind, strict=False)
         except msgspec.ValidationError as error:
+            choices = get_args(_bare(kind)) if get_origin(_bare(kind)) is Literal else ()
             text = str(error).replace("Expected", "expected")
+            if choices:
+                text = f"choose one of {', '.join(map(str, choices))}"
             raise WorkloadError(f"{program.name}: {_flag(name)} {value}: {text}") from None
+        if isinstance(number, int) and abs(number) > _MOST:
+            raise WorkloadError(f"{program.name}: {_flag(name)} {value} is too large; the most is {_MOST}")
     return msgspec.convert(dict(values), program.options, strict=False)
 
 

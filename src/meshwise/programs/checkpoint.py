@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwise.errors import DataError, MissingExtraError, ModelError
+from meshwise.programs.checkpoint_index import INDEX, read_index
 from meshwise.programs.moe import Shard
 from meshwise.programs.transformer_lm import Part, TransformerDecoder, parts
 
-INDEX = "checkpoint.json"
 SHARED = "shared.safetensors"
 
 
@@ -70,19 +70,6 @@ def load(model: TransformerDecoder, folder: Path) -> None:
             raise DataError(f"cannot read {folder / file}: {error.strerror or error}") from None
         except _safetensors().SafetensorError as error:
             raise DataError(f"{folder / file} is damaged: {error}") from None
-
-
-def read_index(folder: Path) -> dict[str, Any]:
-    """The contents of `checkpoint.json`; DataError if there is no checkpoint in `folder`."""
-    try:
-        index = json.loads((folder / INDEX).read_text())
-    except OSError:
-        raise DataError(f"{folder} is no checkpoint: it has no {INDEX}") from None
-    except ValueError:
-        raise DataError(f"{folder / INDEX} is damaged: it is not JSON") from None
-    if not isinstance(index, dict) or not isinstance(index.get("tensors"), dict):
-        raise DataError(f"{folder / INDEX} is damaged: it lists no tensors")
-    return index
 
 
 def _fill(part: Part, stored: Any, folder: Path) -> None:

@@ -21,15 +21,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
-from meshwise.errors import WorkloadError
+from meshwise.errors import DataError, WorkloadError
 from meshwise.estimate.moe_inference import new_pass, num_passes
 from meshwise.estimate.moe_memory import peak_bytes
-from meshwise.files import write_text
+from meshwise.files import check_writable, write_text
 from meshwise.gpt_config import GptConfig, find_gpt_config, with_vocab
 from meshwise.layout.expert_parallel import Placement, check_tp, num_slots, place
 from meshwise.layout.expert_pass import forward_rows, ledger_cells
 from meshwise.layout.tape import Tape
 from meshwise.programs import Dtype
+from meshwise.programs.checkpoint_index import read_index
 from meshwise.programs.text_data import Blocks, Tokenizer, find_tokenizer, read_blocks, text_files
 from meshwise.programs.word_probs import WordProbs, word_document, word_probs
 
@@ -82,6 +83,8 @@ class Setting:
 
 def setting(options: Any, ranks: int) -> Setting:
     """The setting of `options` (of this program or `generate`) on `ranks`; a MeshwiseError if it has none."""
+    if options.checkpoint:
+        read_index(Path(options.checkpoint))
     tokenizer = find_tokenizer(options.tokenizer)
     config = with_vocab(find_gpt_config(options.config, options.override), tokenizer.vocab_size)
     placement = place(ranks, num_experts(config), tp=options.tp, ep=options.ep or None)
@@ -106,6 +109,10 @@ def check(options: Options, ranks: int) -> None:
             f"{options.train_batches} training batches do not divide by {found.placement.dp} data-parallel "
             "ranks; change --train-batches"
         )
+    if options.word_probs:
+        check_writable(Path(options.word_probs))
+    if options.save_checkpoint and Path(options.save_checkpoint).exists():
+        raise DataError(f"checkpoint {options.save_checkpoint} exists; name another folder or remove it")
     if options.token_loop and not options.word_probs:
         raise WorkloadError("--token-loop reads what --word-probs writes; give --word-probs FILE too")
 

@@ -71,6 +71,10 @@ class Options:
 
 def check(options: Options, ranks: int) -> None:
     """A MeshwiseError for what does not fit, before anything starts."""
+    if options.min_tokens > options.max_tokens:
+        raise WorkloadError(
+            f"--min-tokens {options.min_tokens} is more than --max-tokens {options.max_tokens}; lower it"
+        )
     _prompts(options, _setting(options, ranks))
 
 
@@ -170,8 +174,8 @@ def _prompts(options: Options, found: Setting) -> list[list[int]]:
     prompts = [[EOS, *block[:n]] for block, n in zip(blocks.targets.tolist(), blocks.lengths, strict=True)]
     if len(prompts) < options.num_prompts:
         raise WorkloadError(
-            f"the text has {len(prompts)} prompts of {options.prompt_tokens} tokens, "
-            f"not {options.num_prompts}; lower --num-prompts"
+            f"the text is too short for {options.num_prompts} prompts of {options.prompt_tokens} tokens; "
+            "lower --num-prompts or --prompt-tokens"
         )
     return prompts
 
