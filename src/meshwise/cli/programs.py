@@ -70,9 +70,9 @@ def run(
         raise PlanError(f"--device {device} is unknown; use cpu or cuda (dryrun takes chips of the catalog)")
     outside = outside_place(os.environ)
     ranks = ranks or (outside.world_size if outside else 1)
+    found.check(options, ranks)
     if not 0 <= root < ranks:
         raise PlanError(f"--root {root} is not a rank of {ranks}; name one from 0 to {ranks - 1}")
-    found.check(options, ranks)
     if outside is None and device == "cpu":
         _check_memory(found, options, ranks)
     folder = str(profile) if profile else None

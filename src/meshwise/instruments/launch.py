@@ -184,6 +184,16 @@ def _failure(rank: int, error: Exception) -> _Failure:
     return _Failure(rank, time.monotonic(), text, known)
 
 
+def _explained(error: Exception) -> Exception:
+    """`error` in a sentence, if it is one that needs no traceback."""
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
+        return PlanError("its memory does not hold the tensors; use smaller sizes or more ranks, or dryrun")
+    if any(sign in text for sign in _LOST):
+        return RankError("it lost the connection to another rank, whose error says why")
+    return error
+
+
 def _first(failures: Mapping[int, _Failure]) -> MeshwiseError:
     """The error of the rank that failed first; a rank that was killed had no time to say when."""
     first = min(failures.values(), key=lambda failure: failure.at_s)
@@ -249,7 +259,7 @@ def _serve(place: Place, port: int, threads: int, pipe: Connection, parent: int)
     except EOFError:
         return
     except Exception as error:
-        _try_send(pipe, _failure(place.rank, error))
+        _try_send(pipe, _failure(place.rank, _explained(error)))
         sys.stdout.flush()
         os._exit(1)
 
@@ -350,11 +360,4 @@ def _cannot_meet(error: Exception, point: str, advice: str) -> Exception:
         return PlanError(f"{point} is in use; {advice}")
     if isinstance(error, dist.DistNetworkError):
         return PlanError(f"the ranks cannot meet at {point}; {advice}")
-    return error
-
-
-def _explained(error: Exception) -> Exception:
-    """`error`, or that another rank is gone, which has an error of its own to tell."""
-    if any(sign in str(error) for sign in _LOST):
-        return RankError("it lost the connection to another rank, whose error says why")
     return error

@@ -34,7 +34,7 @@ class Options:
     seq: Annotated[int, Meta(ge=1, description="tokens in the whole sequence, N")] = 4096
     hidden: Annotated[int, Meta(ge=1, description="width of the model, d")] = 1024
     ffn_hidden: Annotated[int, Meta(ge=0, description="inner width f (0: 4 x hidden)")] = 0
-    layers: Annotated[int, Meta(ge=1, description="layers, L")] = 2
+    layers: Annotated[int, Meta(ge=1, le=100_000, description="layers, L")] = 2
     tp: Annotated[int, Meta(ge=0, description="tensor-parallel ranks (0: what dp leaves)")] = 0
     dp: Annotated[int, Meta(ge=0, description="data-parallel ranks (0: what tp leaves)")] = 0
     dtype: Annotated[Dtype, Meta(description="element type")] = "bf16"
