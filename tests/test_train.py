@@ -29,6 +29,7 @@ from meshwise.workload import workload
 
 DATA = Path(__file__).parent / "data"
 MODELS = {"llama": str(DATA / "tiny_llama.json"), "gpt": str(DATA / "tiny_gpt2.json")}
+MODELS["moe"] = str(DATA / "tiny_mixtral.json")  # four experts, two a token
 TRAIN = find_program("train")
 
 
@@ -55,6 +56,9 @@ PLANS = [
     ("cp=4,cp_kind=all_gather", "gpt", 2),
     ("cp=2,pp=2,recompute=full", "llama", 4),
     ("cp=2,tp=2,recompute=selective", "llama", 4),
+    ("ep=4", "moe", 4),
+    ("tp=2,ep=2,etp=1,recompute=full", "moe", 4),
+    ("pp=2,ep=2", "moe", 4),
 ]
 
 
@@ -124,6 +128,7 @@ def test_parts_are_those_of_chunk(rows: int, number: int) -> None:
         (1, "pp=2,cp=2,dtype=bf16", "llama"),
         (2, "pp=2,vpp=2,tp=2,dtype=bf16,recompute=selective", "gpt"),
         (3, "tp=2,cp=2,cp_kind=all_gather,dtype=fp64", "llama"),
+        (1, "pp=2,ep=2,dtype=bf16,recompute=full", "moe"),
     ],
 )
 def test_all_instruments_agree(rank: int, plan: str, model: str, pool: Ranks) -> None:
@@ -149,6 +154,8 @@ def test_all_instruments_agree(rank: int, plan: str, model: str, pool: Ranks) ->
         (8, 7, "llama --plan pp=4,dtype=bf16 --batch 8 --layers 4 --steps 2"),
         (8, 3, "gpt --plan pp=2,vpp=4,tp=2,dtype=bf16 --batch 4 --layers 8"),
         (8, 6, "llama --plan pp=2,vpp=5,dtype=bf16,recompute=selective --batch 8 --layers 10"),
+        (8, 3, "moe --plan tp=2,ep=4,etp=1,dtype=fp64,recompute=full --batch 8"),
+        (16, 9, "moe --plan cp=2,ep=2,pp=2,dtype=bf16,recompute=selective"),
         (16, 11, "llama --plan pp=2,cp=2,tp=2,vpp=2,dtype=bf16 --batch 4 --layers 4"),
     ],
 )
@@ -248,7 +255,9 @@ def counted_peak(options: Any) -> float:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--plan ep=2", "built for ep=1, not ep=2"),
+        ("--plan ep=2", "has no experts to spread over ep=2"),
+        (f"--model {MODELS['moe']} --plan tp=2,ep=2 --seq 16", "does not cut experts; add etp=1"),
+        (f"--model {MODELS['moe']} --plan tp=2,ep=2,etp=1 --seq 6", "3 tokens in a row, whose choices 6"),
         ("--plan zero=1", "built for zero=3, not zero=1"),
         ("--plan pp=2,schedule=dualpipe", "not schedule=dualpipe"),
         ("--plan cp=2,cp_kind=ulysses", "not cp_kind=ulysses"),
@@ -261,7 +270,7 @@ def counted_peak(options: Any) -> float:
         ("--plan pp=2 --batch 2", "needs at least pp=2 microbatches, not 1"),
         ("--batch 3", "batch 3 does not divide by dp=4"),
         ("--plan dtype=fp8", "not dtype=fp8"),
-        ("--model mixtral-8x7b", "has a mixture of experts"),
+        ("--model deepseek-v3", "has shared experts"),
         ("--model qwen3-8b", "norms of queries and keys"),
         (f"--model {MODELS['gpt']} --seq 128", "exceeds the 64 positions"),
     ],
@@ -275,5 +284,5 @@ def test_what_is_not_built_is_said(words: str, sentence: str, meshwise: Callable
 
 def test_help_names_what_a_plan_may_say(meshwise: Callable[..., Any]) -> None:
     text = " ".join(meshwise("run", "train", "--help").out.split())
-    for word in ("--plan", "--check", "--microbatch", "tp, cp, pp, vpp", "schedule=gpipe|1f1b", "full"):
+    for word in ("--plan", "--check", "--microbatch", "tp, cp, ep, pp, vpp", "schedule=gpipe|1f1b", "full"):
         assert word in text

@@ -6,7 +6,10 @@ keep more, and each difference is a row of its own (module `activations`):
 - `gathered`: DTensor keeps the gathered input of a pair of matmuls, where the layout keeps the rank's part;
 - `inputs`: the numbers of the tokens are inputs, alive from the beginning: not counted, as the layout does;
 - `loss weight`: the loss keeps what its tokens weigh together, one number;
-- `fp64 logits`: it computes in the type of the states, where the layout's is always fp32.
+- `fp64 logits`: it computes in the type of the states, where the layout's is always fp32;
+- `router type`, `router fp64`: a router computes in the type of the rest, the layout's in bf16, and its
+  probabilities are of the type of the states;
+- `gates`: the weights of the experts' answers, one number a copy.
 """
 
 from __future__ import annotations
@@ -84,22 +87,36 @@ def beyond_bytes(t: Training, op: Op) -> dict[str, float]:
     if op.kind == "kernel" and op.name == "cross_entropy":
         wide = (t.state_bytes - 4.0) * tokens * t.model.vocab / t.tp
         return {"loss weight": float(t.state_bytes), "fp64 logits": wide}
+    routed = tokens / t.tp
+    if op.name == "router" and op.kind == "matmul":
+        return {"router type": (t.elem_bytes - 2.0) * routed * t.model.hidden}
+    if op.name == "router_softmax" and t.model.moe is not None:
+        return {"router fp64": (t.state_bytes - 4.0) * routed * t.model.moe.num_experts}
+    if op.name == "combine" and op.kind == "kernel" and t.model.moe is not None:
+        return {"gates": routed * t.model.moe.top_k * float(t.elem_bytes)}
     if op.module == "embedding" and op.name == "tokens" and op.kind == "kernel":
         return {"inputs": -float(op.saved_bytes)}
     return {}
 
 
 def redone_bytes(t: Training, piece: Piece) -> float:
-    """How much more than after its forward is kept while the last block of `piece` is done again.
+    """How much more than after its forward is kept at most while a block of `piece` is done again.
 
-    Its head has let go by then. (What selective recomputation brings back is less than the block's MLP,
-    which has let go too.)
+    The head, and the blocks behind, have let go by then. (What selective recomputation brings back is less
+    than the block's MLP, which has let go too.)
     """
-    if t.recompute != "full" or not piece.layers:
+    if t.recompute != "full":
         return 0.0
-    block_bytes, head_bytes = 0.0, 0.0
+    head_bytes, of_block = 0.0, {}
     for _, ops in piece_ops(t, piece):
         whole = sum(op_kept_bytes(t, op) for op in ops if op.phase == "forward")
-        block_bytes = whole if is_block(ops) else block_bytes
-        head_bytes = whole if ops[0].module == "head" else head_bytes
-    return block_bytes - block_input_bytes(t) - head_bytes
+        if is_block(ops):
+            of_block[any(op.module == "moe" for op in ops)] = whole
+        elif ops[0].module == "head":
+            head_bytes = whole
+    gone = head_bytes
+    extra = 0.0
+    for has_experts in reversed(piece.has_experts):
+        gone += block_input_bytes(t)  # it is part of what comes back
+        extra = max(extra, of_block[has_experts] - gone)
+    return extra

@@ -2,7 +2,8 @@
 
 The differences to what the layout states:
 
-- q, k and v are three matmuls, gate and up two; the gradient of a weight is the transpose of the layout's;
+- q, k and v are three matmuls, gate and up two; the gradient of a weight is the transpose of the layout's,
+  but for stacks of experts;
 - DTensor keeps the gathered input of a pair of matmuls (`GATHERED`), so the backward gathers nothing again;
 - `attention` under context parallelism is `layout.train_ring`.
 """
@@ -36,7 +37,7 @@ def write_ops(t: Training, ops: list[Op], tape: Tape, *, count: int) -> None:
 
 
 def _is_redone(t: Training, op: Op) -> bool:
-    in_block = op.module in ("attention", "mlp")
+    in_block = op.module in ("attention", "mlp", "moe")
     return in_block and (t.recompute == "full" or (t.recompute == "selective" and op.name in CORE))
 
 
@@ -46,6 +47,10 @@ def rows_of(t: Training, op: Op) -> Iterator[Row]:
         yield from _matmul_rows(t, op)
     elif op.kind == "attention":
         yield from _attention_rows(t, op)
+    elif op.kind == "collective" and op.axis == "ep" and op.group_size > 1:
+        rows = int(op.payload_bytes) // (t.model.hidden * t.elem_bytes)
+        shape = (rows, t.model.hidden)
+        yield collective_row(op.collective, op.phase, shape, "ep", t.ep, t.elem_bytes, t.dtype)
     elif op.kind == "collective" and op.axis == "tp" and op.group_size > 1 and not _is_kept(op):
         yield from _exchange_rows(t, op)
 
@@ -61,20 +66,21 @@ def widths(t: Training, name: str, width: int) -> list[int]:
     if name == "qkv":
         narrow = m.num_kv_heads * m.head_dim // t.tp
         return [width - 2 * narrow, narrow, narrow]
-    return [width // 2] * 2 if name == "fc1" and m.gated else [width]
+    return [width // 2] * 2 if name in ("fc1", "expert_fc1") and m.gated else [width]
 
 
 def _matmul_rows(t: Training, op: Op) -> Iterator[Row]:
-    _, rows, columns, depth = (int(size) for size in op.shape)
-    if op.phase == "forward":
-        shapes = [(1, rows, part, depth) for part in widths(t, op.name, columns)]
+    batch, rows, columns, depth = (int(size) for size in op.shape)
+    is_stack = op.name.startswith("expert_")  # of experts: stored d_in x d_out, as the layout has it
+    if op.phase == "forward" or (op.is_weight_grad and is_stack):
+        shapes = [(batch, rows, part, depth) for part in widths(t, op.name, columns)]
     elif op.is_weight_grad:  # the layout's is d_in x d_out, torch's d_out x d_in
-        shapes = [(1, part, rows, depth) for part in widths(t, op.name, columns)]
+        shapes = [(batch, part, rows, depth) for part in widths(t, op.name, columns)]
     else:
-        shapes = [(1, rows, columns, part) for part in widths(t, op.name, depth)]
+        shapes = [(batch, rows, columns, part) for part in widths(t, op.name, depth)]
     for shape in shapes:
         _, m, n, k = shape
-        flop = float(matmul_flop(m, n, k))
+        flop = float(matmul_flop(m, n, k, batch=batch))
         yield {"op": "matmul", "phase": op.phase, "shape": shape, "dtype": t.dtype, "flop": flop}
 
 

@@ -29,12 +29,14 @@ ACTIVE_STAGES = 3
 class Group:
     """Weights that are gathered together, as a tensor-parallel rank has them; `is_block`: those of a block.
 
-    `summed` are those of which every tensor-parallel rank has its own part of the gradient.
+    `summed` are those of which every tensor-parallel rank has its own part of the gradient. `is_experts`: the
+    experts of a block, a group of their own among the ranks that hold the same.
     """
 
     shapes: tuple[Shape, ...]
     summed: tuple[Shape, ...]
     is_block: bool = False
+    is_experts: bool = False
 
     def padded_elements(self, shards: int) -> int:
         """Elements that are moved: each first dim rounded up to a multiple of the ranks."""
@@ -49,16 +51,28 @@ class Group:
         return total
 
 
-def block_group(t: Training) -> Group:
-    """A block: two norms and its linear layers."""
+def block_groups(t: Training, *, has_experts: bool) -> list[Group]:
+    """A block: two norms and its linear layers; and its experts."""
     m = t.model
     h, wide, narrow = m.hidden, m.num_heads * m.head_dim // t.tp, m.num_kv_heads * m.head_dim // t.tp
     inner = m.ffn_hidden // t.tp
     layers = [*((width, h, m.qkv_bias) for width in (wide, narrow, narrow)), (h, wide, m.out_bias)]
-    layers += [*((inner, h, m.linear_bias) for _ in range(1 + m.gated)), (h, inner, m.linear_bias)]
-    linears = [shape for d_out, d_in, bias in layers for shape in [(d_out, d_in), (d_out,)][: 1 + bias]]
+    mlp = [*((inner, h, m.linear_bias) for _ in range(1 + m.gated)), (h, inner, m.linear_bias)]
+    linears = [
+        shape
+        for d_out, d_in, bias in layers + ([] if has_experts else mlp)
+        for shape in [(d_out, d_in), (d_out,)][: 1 + bias]
+    ]
     norms = 2 * _norm(t)
-    return Group((*norms, *linears), norms, is_block=True)
+    if not has_experts or m.moe is None:
+        return [Group((*norms, *linears), norms, is_block=True)]
+    router, number, width = (m.moe.num_experts, h), m.moe.num_experts // t.ep, m.moe.ffn_hidden
+    # A stack is cut along its width, so that width comes first here.
+    stacks = (*[(h, number * width)] * (1 + m.gated), (width, number * h))
+    return [
+        Group((*norms, *linears, router), (*norms, router), is_block=True),
+        Group(stacks, (), is_block=True, is_experts=True),
+    ]
 
 
 def end_groups(t: Training, piece: Piece) -> list[Group]:
@@ -81,7 +95,15 @@ def _norm(t: Training) -> tuple[Shape, ...]:
 
 def groups(t: Training, piece: Piece) -> list[Group]:
     """All groups of a piece."""
-    return end_groups(t, piece) + [block_group(t)] * piece.layers
+    blocks = [block_groups(t, has_experts=has_experts) for has_experts in piece.has_experts]
+    return end_groups(t, piece) + [group for groups in blocks for group in groups]
+
+
+def shards_of(t: Training, group: Group) -> tuple[int, int]:
+    """Among how many ranks a group is spread, and which of them this is."""
+    if not group.is_experts:
+        return t.shards, t.shard
+    return t.experts_shards, 0  # equal parts, so that any rank's will do
 
 
 def gathers(t: Training) -> list[int]:
@@ -108,16 +130,17 @@ def write_weights(t: Training, tape: Tape) -> None:
     in_pipeline = gathers(t) if t.pp > 1 else [0] * len(t.pieces)
     for place, piece in enumerate(t.pieces.values()):
         for group in groups(t, piece):
-            moved = (group.padded_elements(t.shards),)
-            if t.shards > 1:
-                gather = collective_row("all_gather", "forward", moved, "dp", t.shards, t.elem_bytes, t.dtype)
+            shards, _ = shards_of(t, group)
+            moved = (group.padded_elements(shards),)
+            if shards > 1:
+                gather = collective_row("all_gather", "forward", moved, "dp", shards, t.elem_bytes, t.dtype)
                 if t.pp > 1:
                     tape.op(**gather, count=t.steps * in_pipeline[place])
                 else:
                     tape.op(**gather, count=t.steps * t.microbatches)
                     if group.is_block:
                         tape.op(**gather | {"phase": "backward"}, count=t.steps * t.microbatches)
-                reduce = ("reduce_scatter", "backward", moved, "dp", t.shards, t.state_bytes, t.state_dtype)
+                reduce = ("reduce_scatter", "backward", moved, "dp", shards, t.state_bytes, t.state_dtype)
                 tape.op(**collective_row(*reduce), count=t.steps)
         write_tied(t, piece, tape)
         for group in groups(t, piece):
@@ -140,7 +163,9 @@ def write_tied(t: Training, piece: Piece, tape: Tape) -> None:
 def write_states(t: Training, tape: Tape) -> None:
     """Bytes of parameters, gradients and both moments."""
     held = sum(
-        group.local_elements(t.shards, t.shard) for piece in t.pieces.values() for group in groups(t, piece)
+        group.local_elements(*shards_of(t, group))
+        for piece in t.pieces.values()
+        for group in groups(t, piece)
     )
     for name, copies in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
         tape.op(name, module="states", phase="step", weight_bytes=copies * held * t.state_bytes)

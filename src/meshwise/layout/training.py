@@ -14,9 +14,12 @@ from meshwise.model import Model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Consecutive layers of a model, and whether its two ends are with them: one stage of a pipeline."""
+    """Consecutive layers of a model, and whether its two ends are with them: one stage of a pipeline.
 
-    layers: int
+    `has_experts`: of each layer in turn, whether its MLP is a mixture of experts.
+    """
+
+    has_experts: tuple[bool, ...]
     has_embedding: bool
     has_head: bool
 
@@ -25,10 +28,11 @@ class Piece:
 class Training:
     """A model, how it is cut, and one rank's share of a step.
 
-    `cut` is how the layout cuts a block; `shards` ranks share the weights, of which this is number `shard`;
-    `ring_rank` is its place in the ring of context parallelism. `pieces` are this rank's, by the number of
-    their stage; `order` is what the rank does in a step, (F or B, place in `pieces`). `elem_bytes` is what it
-    computes in, `state_bytes` what it keeps states in.
+    `cut` is how the layout cuts a block; `shards` ranks share the weights, of which this is number `shard`,
+    `experts_shards` the experts that this one holds; `ring_rank` is its place in the ring of context
+    parallelism. `pieces` are this rank's, by the number of their stage; `order` is what the rank does in a
+    step, (F or B, place in `pieces`). `elem_bytes` is what it computes in, `state_bytes` what it keeps
+    states in.
     """
 
     model: Model
@@ -36,8 +40,10 @@ class Training:
     tp: int
     cp: int
     pp: int
+    ep: int
     shards: int
     shard: int
+    experts_shards: int
     ring_rank: int
     pieces: dict[int, Piece]
     order: tuple[tuple[str, int], ...]
@@ -74,6 +80,7 @@ def piece_ops(t: Training, piece: Piece) -> Iterator[tuple[int, list[Op]]]:
     """The parts of a piece, and how often each occurs."""
     if piece.has_embedding:
         yield 1, embed(t.model, t.cut)
-    yield piece.layers, block(t.model, t.cut)
+    for has_experts in sorted(set(piece.has_experts)):
+        yield piece.has_experts.count(has_experts), block(t.model, t.cut, moe=has_experts)
     if piece.has_head:
         yield 1, head(t.model, t.cut)

@@ -131,6 +131,12 @@ class Context:
         self.recorder.name_axis(group, axis)
         return group
 
+    def line(self, axis: str, ranks: Sequence[int]) -> DeviceMesh:
+        """A mesh of one axis over `ranks`, this rank among them."""
+        with _disable_current_modes():
+            group = self.group(axis, ranks)
+            return DeviceMesh.from_group(group, self.device.type, mesh_dim_names=(axis,))
+
 
 def _forget_groups() -> None:
     """DTensor remembers by a mesh's shape how it redistributes; a new mesh of that shape has new groups."""

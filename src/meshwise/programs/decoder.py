@@ -21,8 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from meshwise.model import Model
+from meshwise.model import Model, is_moe_layer
 from meshwise.programs.decoder_kernels import Attend, Norm, Rotate, SwiGLU
+from meshwise.programs.local import local
+from meshwise.programs.mixture import Mixture, Routes
 
 if TYPE_CHECKING:
     from meshwise.programs.context import Recorder
@@ -39,7 +41,8 @@ class Setting:
 
     `turns`: of the tokens that pass through attention, how rotary positions turn them (`Rotate`);
     `own_places`: positions of those between the matmuls, a part of them under sequence parallelism.
-    `recompute`: none, selective (the core attention) or full (each block).
+    `routes`: where tokens go whose layer has experts. `recompute`: none, selective (the core attention) or
+    full (each block).
     """
 
     turns: tuple[Tensor, Tensor]
@@ -47,6 +50,7 @@ class Setting:
     recorder: Recorder
     attend: CoreAttention = lambda q, k, v: Attend.apply(q, k, v, True)
     recompute: str = "none"
+    routes: Routes | None = None
 
     def redone(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """`function(*inputs)`, run a second time in the backward, which keeps only the inputs till then."""
@@ -125,10 +129,11 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each behind a norm and beside a residual."""
 
-    def __init__(self, model: Model, setting: Setting) -> None:
+    def __init__(self, model: Model, setting: Setting, has_experts: bool) -> None:
         super().__init__()
         self.norm1, self.norm2 = DecoderNorm(model), DecoderNorm(model)
-        self.attention, self.mlp = Attention(model, setting), FeedForward(model)
+        self.attention = Attention(model, setting)
+        self.mlp = Mixture(model, setting) if has_experts else FeedForward(model)
         self.setting = setting
 
     def forward(self, x: Tensor) -> Tensor:
@@ -182,7 +187,9 @@ class Decoder(nn.Module):
         super().__init__()
         is_first, is_last = layers.start == 0, layers.stop == model.num_layers
         self.embedding = Embedding(model, setting) if is_first else None
-        self.layers = nn.ModuleDict({str(number): Block(model, setting) for number in layers})
+        self.layers = nn.ModuleDict(
+            {str(number): Block(model, setting, is_moe_layer(model, number)) for number in layers}
+        )
         self.head = Head(model) if is_last else None
         self.is_tied, self.setting = model.tied_embedding, setting
         self.tie()
@@ -228,14 +235,3 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     wide = logits if logits.dtype == torch.float64 else logits.float()
     loss = F.cross_entropy(wide.flatten(0, 1), labels.flatten())
     return loss.to_local() if isinstance(loss, DTensor) else loss
-
-
-def local(x: Tensor) -> Tensor:
-    """This rank's part; of a weight that several ranks hold, each finds its own part of the gradient."""
-    if not isinstance(x, DTensor):
-        return x
-    if not any(placement.is_replicate() for placement in x.placements):
-        return x.to_local()
-    from torch.distributed.tensor import Partial
-
-    return x.to_local(grad_placements=[Partial()] * len(x.placements))

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from meshwise.programs.decoder import Decoder
+from meshwise.programs.mixture import Mixture
 from meshwise.programs.parts import cut_on_demand
 
 
@@ -45,30 +46,40 @@ def cut_tensors(decoder: Decoder, mesh: DeviceMesh) -> None:
         whole = distribute_tensor(decoder.embedding.positions.data, mesh, [Replicate()])
         decoder.embedding.positions = nn.Parameter(whole)
     for layer in decoder.layers.values():
-        parallelize_module(layer, mesh, block_plan(rows, is_gated=layer.mlp.gate is not None))
+        parallelize_module(layer, mesh, block_plan(rows, layer.mlp))
+        if isinstance(layer.mlp, Mixture):
+            whole = distribute_tensor(layer.mlp.router.weight.data, mesh, [Replicate()])
+            layer.mlp.router.weight = nn.Parameter(whole)
 
 
-def block_plan(rows: Shard, *, is_gated: bool) -> dict[str, Any]:
-    """The styles of a block's modules; `rows` is how activations between them are cut."""
+def block_plan(rows: Shard, mlp: nn.Module) -> dict[str, Any]:
+    """The styles of a block's modules; `rows` is how activations between them are cut.
+
+    Experts take each rank's own tokens, as they are.
+    """
     gather = {"input_layouts": (rows,), "desired_input_layouts": (Replicate(),)}
-    return {
+    plan: dict[str, Any] = {
         "norm1": SequenceParallel(),
         "attention": PrepareModuleInput(**gather),
         **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
         "attention.out": RowwiseParallel(output_layouts=rows),
         "norm2": SequenceParallel(),
-        "mlp": PrepareModuleInput(**gather),
-        **({"mlp.gate": ColwiseParallel()} if is_gated else {}),
-        "mlp.up": ColwiseParallel(),
-        "mlp.down": RowwiseParallel(output_layouts=rows),
     }
+    if isinstance(mlp, Mixture):
+        return plan
+    columns = ["mlp.up"] if mlp.gate is None else ["mlp.gate", "mlp.up"]
+    plan |= {"mlp": PrepareModuleInput(**gather), **{name: ColwiseParallel() for name in columns}}
+    return plan | {"mlp.down": RowwiseParallel(output_layouts=rows)}
 
 
 def shard_states(
-    decoder: Decoder, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype, seed: int | None, *,
-    reshard_after_forward: bool,
+    decoder: Decoder, mesh: DeviceMesh, experts_mesh: DeviceMesh | None, device: torch.device,
+    dtype: torch.dtype, seed: int | None, *, reshard_after_forward: bool,
 ) -> None:  # fmt: skip
     """FSDP2 over `mesh`: the embedding, each block, the head; computes in `dtype`.
+
+    Experts are spread over `experts_mesh`, the ranks that hold the same ones, along the width of their
+    matrices; FSDP2 divides the sum of their gradients by the number of these ranks, not by the replicas.
 
     The decoder comes without storage (meta tensors); each group gets its weights on `device` (from `seed`;
     None leaves them unset) just before it is cut, so that never more than one is whole. Blocks are gathered
@@ -81,6 +92,12 @@ def shard_states(
         _materialize(modules, names, device, kept, seed)
         is_block = modules[0] in decoder.layers.values()
         with cut_on_demand():
+            if is_block and isinstance(modules[0].mlp, Mixture):
+                experts = modules[0].mlp.experts
+                fully_shard(
+                    experts, mesh=experts_mesh, mp_policy=policy, shard_placement_fn=lambda _: Shard(1),
+                    reshard_after_forward=reshard_after_forward,
+                )  # fmt: skip
             fully_shard(
                 modules if len(modules) > 1 else modules[0], mesh=mesh, mp_policy=policy,
                 reshard_after_forward=reshard_after_forward and is_block,
@@ -110,7 +127,7 @@ def _materialize(
             if id(parameter) not in made:
                 whole = torch.empty(parameter.shape, dtype=dtype, device=device)
                 if seed is not None:
-                    fill(names[id(parameter)], whole, seed)
+                    fill(names[id(parameter)], whole, seed, getattr(owner, "first", 0))
                 if isinstance(parameter, DTensor):
                     mesh, placements = parameter.device_mesh, parameter.placements
                     whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
@@ -118,8 +135,15 @@ def _materialize(
             setattr(owner, key, made[id(parameter)])
 
 
-def fill(name: str, tensor: Tensor, seed: int) -> None:
-    """Norms' weights one, biases zero, matrices normal with deviation width^-1/2."""
+def fill(name: str, tensor: Tensor, seed: int, first: int = 0) -> None:
+    """Norms' weights one, biases zero, matrices normal with deviation width^-1/2.
+
+    A stack of experts is filled one by one, numbered from `first`.
+    """
+    if tensor.dim() == 3:
+        for number, expert in enumerate(tensor, first):
+            fill(f"{name}.{number}", expert, seed)
+        return
     if tensor.dim() == 1:
         tensor.fill_(float(name.endswith("weight")))
         return

@@ -1,10 +1,10 @@
-"""A training step of a GPT- or Llama-shaped model on torch's own parts, cut as a `Plan` says.
+"""A training step of a GPT-, Llama- or Mixtral-shaped model on torch's own parts, cut as a `Plan` says.
 
 Tensor parallelism with sequence parallelism by DTensor (`tp`), sharded data parallelism by FSDP2 (`zero=3`),
 pipelines by torch.distributed.pipelining (`pp`, `vpp`, `schedule`), context parallelism by torch's ring
-attention (`cp`, `cp_kind`), recomputation by torch.utils.checkpoint (`recompute`), AdamW. Gradients of
-several microbatches add up before the optimizer steps. Dropout is left out. Other plans are priced by
-`meshwise estimate` and refused here.
+attention (`cp`, `cp_kind`), experts spread over neighbours by its functional all-to-all (`ep`), recomputation
+by torch.utils.checkpoint (`recompute`), AdamW. Gradients of several microbatches add up before the optimizer
+steps. Dropout is left out. Other plans are priced by `meshwise estimate` and refused here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwise.estimate.stage import plan_chunks
 from meshwise.layout.tape import Tape
 from meshwise.layout.train import write_train
 from meshwise.layout.training import Piece, Training
-from meshwise.model import Model, checked_model, find_model
+from meshwise.model import Model, checked_model, find_model, is_moe_layer
 from meshwise.plan import Plan, parse_plan
 from meshwise.units import DTYPE_BYTES
 from meshwise.workload import Workload, workload
@@ -41,14 +41,14 @@ CP_KINDS = ("ring", "all_gather")
 class Options:
     """What the command line may choose."""
 
-    model: Annotated[str, Meta(description="preset, or path of a config.json; GPT- or Llama-shaped")] = (
+    model: Annotated[str, Meta(description="preset, or path of a config.json; like GPT, Llama, Mixtral")] = (
         "llama2-7b"
     )
     layers: Annotated[int, Meta(ge=0, description="cut the model to so many layers (0: all)")] = 0
     plan: Annotated[
         str,
         Meta(
-            description="tp, cp, pp, vpp, schedule=gpipe|1f1b|interleaved, cp_kind=ring|all_gather, "
+            description="tp, cp, ep, pp, vpp, schedule=gpipe|1f1b|interleaved, cp_kind=ring|all_gather, "
             "recompute=none|selective|full, dtype=bf16|fp16|fp32|fp64, joined by commas as in tp=2,pp=2; "
             "dp is what they leave"
         ),
@@ -69,10 +69,10 @@ def check(options: Options, ranks: int) -> None:
     plan, model = the_plan(options), the_model(options)
     plan.data_parallel(ranks)
     built: dict[str, tuple[Any, ...]] = {
-        "ep": (1,), "layout": ("1d",), "zero": (3,), "zero_group": (None,), "optimizer": ("adam",),
-        "attention": ("flash",), "lora_rank": (0,), "recompute_layers": (None,), "schedule": SCHEDULES,
-        "cp_kind": CP_KINDS, "dtype": ("bf16", "fp16", "fp32", "fp64"), "stages": (None,),
-        "placement": (Plan().placement,),
+        "layout": ("1d",), "zero": (3,), "zero_group": (None,), "optimizer": ("adam",), "lora_rank": (0,),
+        "attention": ("flash",), "recompute_layers": (None,), "schedule": SCHEDULES, "cp_kind": CP_KINDS,
+        "dtype": ("bf16", "fp16", "fp32", "fp64"), "stages": (None,), "dispatch": ("per_expert",),
+        "imbalance": (1.0,), "placement": (Plan().placement,),
     }  # fmt: skip
     for name, values in built.items():
         value = getattr(plan, name)
@@ -95,6 +95,7 @@ def check(options: Options, ranks: int) -> None:
     if model.positions == "learned" and options.seq > model.max_seq:
         raise PlanError(f"train: seq {options.seq} exceeds the {model.max_seq} positions of {model.name}")
     on = the_degrees(options, ranks)
+    _check_experts(options, on)
     if plan.pp > 1:
         plan_chunks(model, on)
         num = int(on.num_microbatches)
@@ -103,6 +104,26 @@ def check(options: Options, ranks: int) -> None:
             raise PlanError(
                 f"train: schedule=1f1b of torch needs at least pp={plan.pp} microbatches, not {num}"
             )
+
+
+def _check_experts(options: Options, on: Degrees) -> None:
+    plan, model = the_plan(options), the_model(options)
+    if model.moe is None:
+        if plan.ep > 1:
+            raise PlanError(f"train: {model.name} has no experts to spread over ep={plan.ep}; leave ep out")
+        return
+    if on.etp > 1:
+        raise PlanError("train: the program does not cut experts; add etp=1 to the plan")
+    alike = int(on.expert_replicas)
+    run = options.seq // plan.tp // (2 * plan.cp if plan.cp > 1 else 1)
+    for what, number, divisor in (
+        ("experts", model.moe.num_experts, plan.ep),
+        ("hidden width", model.hidden, alike), ("experts' width", model.moe.ffn_hidden, alike),
+        (f"seq {options.seq} leaves each rank {run} tokens in a row, whose choices", run * model.moe.top_k,
+         model.moe.num_experts),
+    ):  # fmt: skip
+        if number % divisor:
+            raise PlanError(f"train: {what} {number} does not divide by {divisor}, so that all are alike")
 
 
 def the_plan(options: Options) -> Plan:
@@ -115,7 +136,11 @@ def the_model(options: Options) -> Model:
     """The model without dropout, cut to its first layers where asked; ModelError for another shape."""
     model = find_model(options.model)
     has = {
-        "a mixture of experts": model.moe is not None,
+        "shared experts": model.moe is not None and model.moe.shared_ffn_hidden > 0,
+        "a router with biases or gates": model.moe is not None
+        and (model.moe.router_bias or model.moe.shared_gate),
+        "a capacity of experts": model.moe is not None and model.moe.capacity_factor > 0,
+        "experts with biases": model.moe is not None and model.linear_bias,
         "latent attention": model.mla is not None,
         f"the activation {model.activation}": model.activation not in ("swiglu", "gelu"),
         "norms of queries and keys": model.qk_norm,
@@ -133,7 +158,7 @@ def the_model(options: Options) -> Model:
     }
     for what, is_there in has.items():
         if is_there:
-            raise ModelError(f"train: {model.name} has {what}; choose a GPT- or Llama-shaped model")
+            raise ModelError(f"train: {model.name} has {what}; choose one shaped like GPT, Llama or Mixtral")
     layers = options.layers or model.num_layers
     return checked_model(replace(model, num_layers=layers, dropout_frac=0.0), model.name)
 
@@ -194,10 +219,12 @@ def the_training(options: Options, rank: int, ranks: int) -> Training:
         tp=plan.tp,
         cp=plan.cp,
         pp=plan.pp,
+        ep=plan.ep,
+        experts_shards=int(on.expert_replicas),
         shards=int(on.dp) * plan.cp,
         shard=place.dp * plan.cp + place.cp,
         ring_rank=place.cp,
-        pieces={stage: piece_of(layers, model.num_layers) for stage, layers in held.items()},
+        pieces={stage: piece_of(layers, model) for stage, layers in held.items()},
         order=rank_order(plan, place.pp, int(on.num_microbatches)),
         microbatches=int(on.num_microbatches),
         steps=options.steps,
@@ -209,9 +236,13 @@ def the_training(options: Options, rank: int, ranks: int) -> Training:
     )
 
 
-def piece_of(layers: range, num_layers: int) -> Piece:
+def piece_of(layers: range, model: Model) -> Piece:
     """A stage of `layers`, with the ends of the model that it has."""
-    return Piece(layers=len(layers), has_embedding=layers.start == 0, has_head=layers.stop == num_layers)
+    return Piece(
+        has_experts=tuple(is_moe_layer(model, layer) for layer in layers),
+        has_embedding=layers.start == 0,
+        has_head=layers.stop == model.num_layers,
+    )
 
 
 def rank_order(plan: Plan, pp_rank: int, num_microbatches: int) -> tuple[tuple[str, int], ...]:

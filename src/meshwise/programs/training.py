@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwise.programs.decoder import Decoder, Setting
 from meshwise.programs.decoder_kernels import Attend, turns
+from meshwise.programs.mixture import Experts, Routes, routes
 from meshwise.programs.parallelize import cut_tensors, shard_states
 from meshwise.programs.pipeline import make_schedule
 from meshwise.programs.ring import RingAttend, own_places
@@ -37,6 +40,7 @@ class Trainer:
         ring = [context.rank + (number - place.cp) * plan.tp for number in range(plan.cp)]
         self.ring = context.group("cp", ring) if plan.cp > 1 else None
         self.ends = self._ends()
+        self.experts, self.experts_mesh = self._expert_groups()
         with context.recorder.setup():
             self.places = own_places(options.seq, plan.cp, place.cp, context.device)
             self.setting = self._setting()
@@ -58,6 +62,7 @@ class Trainer:
             )  # outputs are views: none is written
             losses = self._step(self.tokens, self.labels)
         self._sum_tied_gradients()
+        self._scale_gradients_of_experts()
         with self.context.recorder.setup():
             total = torch.zeros((), dtype=torch.float64, device=self.context.device)
             for loss in losses:
@@ -87,6 +92,18 @@ class Trainer:
             self.mesh.get_group("pp"), self.context,
         )  # fmt: skip
 
+    def _expert_groups(self) -> tuple[dist.ProcessGroup | None, DeviceMesh | None]:
+        """The neighbours that share the experts, and the ranks of the stage that hold the same ones."""
+        context, ep = self.context, self.plan.ep
+        if self.model.moe is None:
+            return None, None
+        stage_ranks = context.world_size // self.plan.pp
+        first = context.rank // stage_ranks * stage_ranks
+        own = context.rank // ep * ep
+        sharing = context.group("ep", range(own, own + ep)) if ep > 1 else None
+        alike = range(first + context.rank % ep, first + stage_ranks, ep)
+        return sharing, context.line("dp", alike)
+
     def _ends(self) -> dist.ProcessGroup | None:
         """The first and the last rank of this rank's pipeline, each with its copy of a tied table."""
         num, place = self.plan.pp, self.place.pp
@@ -107,6 +124,16 @@ class Trainer:
                 if grad.numel():
                     dist.all_reduce(grad, group=self.ends)
 
+    def _scale_gradients_of_experts(self) -> None:
+        """From the mean over the ranks that hold the same experts, dp cp tp / ep, to the mean over dp cp."""
+        if self.plan.tp == self.plan.ep:
+            return
+        with self.context.recorder.phase("backward"):
+            for piece in self.pieces.values():
+                for module in piece.modules():
+                    for parameter in module.parameters() if isinstance(module, Experts) else ():
+                        parameter.grad.mul_(self.plan.tp / self.plan.ep)
+
     def _setting(self) -> Setting:
         plan, place, context = self.plan, self.place, self.context
         angles = turns(self.places, self.model.head_dim, context.dtype(plan.dtype))
@@ -114,8 +141,16 @@ class Trainer:
         context.recorder.weights(*angles, own)  # constants
         return Setting(
             turns=angles, own_places=own, recorder=context.recorder, attend=self._attend,
-            recompute=plan.recompute,
+            recompute=plan.recompute, routes=self._routes(own),
         )  # fmt: skip
+
+    def _routes(self, own: Tensor) -> Routes | None:
+        """Where the tokens at places `own` go."""
+        if self.model.moe is None:
+            return None
+        found = routes(own, self.options.microbatch, self.model, self.experts)
+        self.context.recorder.weights(found.experts, found.sources, found.back)  # constants
+        return found
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention, to the keys of all ranks of a ring."""
@@ -132,11 +167,11 @@ class Trainer:
             cut_tensors(decoder, self.mesh["tp"])
         seed = None if context.is_fake else self.options.seed
         shard_states(
-            decoder, self.mesh["dp"], context.device, context.dtype(plan.dtype), seed,
+            decoder, self.mesh["dp"], self.experts_mesh, context.device, context.dtype(plan.dtype), seed,
             reshard_after_forward=plan.pp == 1,
         )  # fmt: skip
-        for module in (decoder.embedding, decoder.head, *decoder.layers.values()):
-            if module is not None:
+        for module in decoder.modules():
+            if isinstance(module, FSDPModule):
                 module.register_forward_pre_hook(self._note_weights)
         return decoder
 
