@@ -170,12 +170,25 @@ def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     alone(replace(BASE, save_checkpoint=str(folder)))
     for change, says in (
+        ("decoder_ffn_embed_dim=64", "has decoder_ffn_embed_dim=32, the config 64"),
+        ("moe_expert_count=8", "has moe_expert_count=4, the config 8"),
+        ("moe_expert_count=2", "has moe_expert_count=4, the config 2"),
+        ("decoder_layers=4", "has decoder_layers=2, the config 4"),
+        ("moe_freq=1", "use --override moe_freq=2"),
+        ("vocab_size=400", "has vocab_size=260"),
+    ):
+        with pytest.raises(ModelError, match=says):
+            check(replace(BASE, override=f"{TINY},{change}", checkpoint=str(folder)), 1)
+    index = folder / "checkpoint.json"
+    text = index.read_text()
+    index.write_text(text.replace('"config"', '"made"'))  # tensors are looked at too, where no config is
+    for change, says in (
         ("decoder_ffn_embed_dim=64", "fc1.weight is 32x16, the config asks for 64x16"),
-        ("moe_expert_count=8", "config asks for"),
         ("decoder_layers=4", "has no tensor layers"),
     ):
         with pytest.raises(ModelError, match=says):
             alone(replace(BASE, override=f"{TINY},{change}", checkpoint=str(folder)))
+    index.write_text(text)
     with pytest.raises(DataError, match="exists; name another folder"):
         alone(replace(BASE, save_checkpoint=str(folder)))
     with pytest.raises(DataError, match="is no checkpoint"):

@@ -30,7 +30,7 @@ from meshwise.layout.expert_parallel import Placement, check_tp, num_slots, plac
 from meshwise.layout.expert_pass import forward_rows, ledger_cells
 from meshwise.layout.tape import Tape
 from meshwise.programs import Dtype
-from meshwise.programs.checkpoint_index import read_index
+from meshwise.programs.checkpoint_index import check_config
 from meshwise.programs.text_data import Blocks, Tokenizer, find_tokenizer, read_blocks, text_files
 from meshwise.programs.word_probs import WordProbs, word_document, word_probs
 
@@ -83,10 +83,10 @@ class Setting:
 
 def setting(options: Any, ranks: int) -> Setting:
     """The setting of `options` (of this program or `generate`) on `ranks`; a MeshwiseError if it has none."""
-    if options.checkpoint:
-        read_index(Path(options.checkpoint))
     tokenizer = find_tokenizer(options.tokenizer)
     config = with_vocab(find_gpt_config(options.config, options.override), tokenizer.vocab_size)
+    if options.checkpoint:
+        check_config(Path(options.checkpoint), config)
     placement = place(ranks, num_experts(config), tp=options.tp, ep=options.ep or None)
     check_tp(config, options.tp)
     return Setting(config, placement, tokenizer, options.dtype or ("fp16" if config.fp16 else "fp32"))
