@@ -4,15 +4,19 @@ Kernels are measured alone and briefly; a training step runs for weeks. Eight th
 one constant per generation of chip or of software, in `catalog/overheads.toml`, which `meshwise fit`
 redoes from published runs:
 
-- *Power.* A busy matrix unit reaches the power limit and the clock falls: a chip of W watts sustains
-  W / `joule_per_flop` FLOP/s, whatever its peak. Short or thin kernels stay below that anyway.
+- *Power.* A busy matrix unit reaches the power limit and the clock falls: the chip of its generation that
+  may use most, W watts, sustains W / `joule_per_flop` FLOP/s, whatever its peak. Power grows with the clock
+  times the square of a voltage that grows with the clock, so a chip held to w watts sustains (w/W)^(1/3) of
+  that. Short or thin kernels stay below it anyway.
 - *Host.* Every op costs the CPU `host_s` before the GPU gets it, so a phase of n ops never takes less than
   n x `host_s`: small models run at the speed of Python. A microbatch begins with `microbatch_s` in which the
   GPU waits for its tokens, masks and positions. Where each launch waits for its kernel
   (`launches_block`: CUDA_LAUNCH_BLOCKING=1) the two times add up. Routing tokens to experts is many small
   ops more: `moe_host_s` a block and phase.
 - *Fusion.* Older software moves each tensor more often: element-wise kernels take `kernel_passes` times
-  their bytes, casts to fp8 and fp4 (which look for the scale first) `cast_passes` times. Adding a
+  their bytes, casts to fp8 and fp4 (which look for the scale first) `cast_passes` times, and biases of
+  experts, which Megatron-LM adds expert by expert in fp32, with what can then no longer be fused,
+  `expert_bias_passes` times. Adding a
   microbatch's gradients to the sum moves `accumulate_bytes` per parameter, beyond the gradient that the
   matmul writes anyway.
 - *Alignment.* Matrix units are fed 16 bytes at a time. A weight whose rows start at multiples of only 8, 4
@@ -45,9 +49,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib import resources
+from typing import Any
 
 from meshwise.errors import PlanError
 from meshwise.hardware import Chip
+
+FULL_WATTS = {
+    "ampere": 400.0,
+    "hopper": 700.0,
+    "blackwell": 1200.0,
+    "blackwell-ultra": 1400.0,
+    "cdna3": 750.0,
+}
+"""The most that a chip of the generation may use (data sheets, as in catalog/chips.toml)."""
+
+CLOCK_POWER = 1.0 / 3.0
+"""Exponent of the clock over power, where voltage follows the clock (Horowitz, ISSCC 2014: P = C V^2 f)."""
 
 SOFTWARE = ("2020", "2023", "2024-torch", "2024", "2026")
 """Generations of training software, oldest first; the last is the default.
@@ -67,12 +84,14 @@ class Overheads:
     """
 
     joule_per_flop: Mapping[str, float] = field(default_factory=dict)
+    full_watts: float = 1.0
     host_s: float = 0.0
     moe_host_s: float = 0.0
     launches_block: bool = False
     microbatch_s: float = 0.0
     kernel_passes: float = 1.0
     cast_passes: float = 1.0
+    expert_bias_passes: float = 1.0
     accumulate_bytes: float = 0.0
     misaligned_slowdown: float = 1.0
     unaligned_frac: float = 0.0
@@ -104,7 +123,9 @@ class Overheads:
     def sustained_flop_per_s(self, dtype: str, power_watts: float) -> float:
         """What the power limit leaves of the matrix units' rate; infinite where nothing is known."""
         joule = self.joule_per_flop.get({"fp16": "bf16"}.get(dtype, dtype))
-        return power_watts / joule if joule and power_watts else float("inf")
+        if not joule or not power_watts:
+            return float("inf")
+        return self.full_watts / joule * (power_watts / self.full_watts) ** CLOCK_POWER
 
 
 NONE = Overheads()
@@ -147,12 +168,12 @@ def find_overheads(chip: Chip, software: str = SOFTWARE[-1], *, among: Tables | 
 def _find(generation: str, software: str, among: Tables) -> Overheads:
     if software not in among.software:
         raise PlanError(f"software {software!r} is unknown; choose one of {', '.join(among.software)}")
-    constants = dict(among.software[software])
+    constants: dict[str, Any] = {**among.software[software], **among.common}
     if "attention_slowdown" in constants:
         constants["attention_slowdown"] *= among.older_attention.get(generation, 1.0)
     return Overheads(
         joule_per_flop=among.power.get(generation, {}),
+        full_watts=FULL_WATTS.get(generation, 1.0),
         network_frac=among.network,
         **constants,
-        **among.common,
     )

@@ -38,8 +38,8 @@ class Plan:
     `sp` None means: on wherever tp > 1. `dp` None means: what the cluster leaves.
     `grid` is the shape of a tensor layout of two or more dimensions, e.g. (2, 2, 2); `panels`, in how many
     pieces SUMMA sends a block; attention=grid splits the scores over the grid.
-    `dispatch`: a token goes to its experts by a plain all-to-all, once per_expert, or once per_rank that holds
-    some of them (and once to each node, which passes it on), as DeepEP and HybridEP do.
+    `dispatch`: a token goes to its experts by a plain all-to-all, once per_expert, or once per_rank that
+    holds some of them (and once to each node, which passes it on), as DeepEP and HybridEP do.
     `recompute_layers` limits full recomputation to so many layers of each stage (None: all).
     `zero` is the ZeRO stage over dp (3 is FSDP); `zero_group` shards over so many ranks of dp only
     (HSDP; None: all of them). `software` is the generation of the training software whose overheads a step
@@ -170,11 +170,11 @@ def _value(key: str, value: Any, where: str) -> Any:
             raise PlanError(f"{at} must be 0 or 1")
         return known[str(value).lower()]
     if key in ("grid", "stages"):
-        parts = str(value).replace("x", "-").split("-") if isinstance(value, str | int) else value
+        parts = value if isinstance(value, list | tuple) else str(value).replace("x", "-").split("-")
         return tuple(_integer(part, at, least=1) for part in parts)
     if key == "placement":
-        axes = tuple(value.split("-") if isinstance(value, str) else value)
-        if sorted(axes) != sorted(AXES):
+        axes = tuple(value) if isinstance(value, list | tuple) else tuple(str(value).split("-"))
+        if sorted(map(str, axes)) != sorted(AXES):
             raise PlanError(f"{at} must order the axes {', '.join(AXES)}, as in tp-cp-dp-pp")
         return axes
     if key in _SHARES:

@@ -138,7 +138,9 @@ def _group(op: Op) -> tuple[str, ...]:
             op.dtype,
             "weights" if np.any(op.num_params) or op.module == "head" or op.name not in CORE else "scores",
         )
-    return op.kind, "cast" if op.name.endswith("_cast") else "other"
+    if op.name.endswith("_cast"):
+        return op.kind, "cast"
+    return op.kind, "expert_bias" if op.name in ("expert_fc1_bias", "expert_fc2_bias") else "other"
 
 
 def _each(ops: Sequence[Op], numbers: Sequence[tuple[Num, ...]], timer: Callable) -> list[OpTime]:
@@ -260,7 +262,9 @@ def _attentions(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpT
 
 def _kernels(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpTime]:
     chip = on.base
-    passes = on.overheads.cast_passes if rest[0] == "cast" else on.overheads.kernel_passes
+    pays = on.overheads
+    times = {"cast": pays.cast_passes, "expert_bias": pays.expert_bias_passes, "other": pays.kernel_passes}
+    passes = times[rest[0]]
 
     def timer(flop: Num, moved: Num) -> OpTime:
         busy_s = memory_kernel_s(

@@ -88,14 +88,16 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num) -> Iterator[Op]:
         yield collective(MODULE, "dispatch", phase, "all_to_all", **on_ep)
     yield collective(MODULE, "expert_fc1", "forward", "all_gather", **on_etp)
     yield from linear(
-        MODULE, "expert_fc1", rows, hidden, fc1_width, prec, batch=local_experts, bias=model.linear_bias
-    )
+        MODULE, "expert_fc1", rows, hidden, fc1_width, prec, batch=local_experts, bias=model.linear_bias,
+        grouped=True,
+    )  # fmt: skip
     yield collective(MODULE, "expert_fc1", "backward", "reduce_scatter", **on_etp)
     yield from elementwise(MODULE, "expert_act", model.activation, arrivals, width, prec)
     yield collective(MODULE, "expert_fc2", "backward", "all_gather", **on_etp)
     yield from linear(
-        MODULE, "expert_fc2", rows, width, hidden, prec, batch=local_experts, bias=model.linear_bias
-    )
+        MODULE, "expert_fc2", rows, width, hidden, prec, batch=local_experts, bias=model.linear_bias,
+        grouped=True,
+    )  # fmt: skip
     yield collective(MODULE, "expert_fc2", "forward", "reduce_scatter", **on_etp)
     for phase in ("forward", "backward"):
         yield collective(MODULE, "combine", phase, "all_to_all", **on_ep)

@@ -26,8 +26,8 @@ class Op:
     them that selective recomputation drops. `num_params`: weights this op brings (in its forward row).
     `is_weight_grad`: the op may wait, as zero-bubble schedules let it. `count`: occurrences.
     A collective has `collective` (its kind), the mesh axis, its group, and `payload_bytes`, the full
-    tensor; in a dispatch of tokens `choices` says how many destinations each token chooses, of which it is
-    sent to each rank, and each node, once (0: no dispatch). It may run while the op `hides_behind` of the same module and phase computes.
+    tensor; it may run while the op `hides_behind` of the same module and phase computes. In a dispatch of
+    tokens each token chooses so many `choices`, and is sent once to each rank, and node, that they meet.
     """
 
     module: str
@@ -85,13 +85,13 @@ def precision(dtype: str) -> Precision:
 
 def linear(
     module: str, name: str, rows: Num, d_in: Num, d_out: Num, prec: Precision, *, bias: bool = False,
-    batch: Num = 1.0, saved_rows: Num | None = None, frozen: bool = False,
+    batch: Num = 1.0, saved_rows: Num | None = None, frozen: bool = False, grouped: bool = False,
 ) -> Iterator[Op]:  # fmt: skip
     """Y[rows, d_out] = X[rows, d_in] W + b, forward and backward, `batch` times (grouped, one W each).
 
     Keeps X: `saved_rows` of it where only a shard is kept (None: all rows; 0: another op keeps it).
-    The bias is added in the matmul's epilogue; its gradient is a reduction of its own. A `frozen` layer
-    has no weight gradient and keeps nothing.
+    The bias is added in the matmul's epilogue (a `grouped` matmul has none: a kernel adds it); its gradient
+    is a reduction of its own. A `frozen` layer has no weight gradient and keeps nothing.
     """
     kept = (rows if saved_rows is None else saved_rows) * d_in * batch * prec.operand_bytes
     common: dict[str, Any] = {"module": module, "name": name, "kind": "matmul", "dtype": prec.dtype}
@@ -105,6 +105,8 @@ def linear(
         num_params=batch * (d_in * d_out + (d_out if bias else 0.0)),
         **common,
     )
+    if bias and grouped:
+        yield kernel(module, f"{name}_bias", "add_bias", batch * rows, d_out, prec, phase="forward")
     if prec.casts:
         yield from _cast(module, name, "backward", batch * rows, d_out, prec)
     yield Op(
