@@ -38,6 +38,6 @@ def check_config(folder: Path, config: GptConfig) -> None:
         found = stored.get(name, wanted) if isinstance(stored, dict) else wanted
         if found != wanted:
             raise ModelError(
-                f"checkpoint {folder} has {name}={found}, the config {wanted}; use --override {name}={found}, "
-                "or name another checkpoint"
+                f"checkpoint {folder} has {name}={found}, the config {wanted}; "
+                f"use --override {name}={found}, or name another checkpoint"
             )
