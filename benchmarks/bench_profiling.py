@@ -3,9 +3,9 @@
 Run: python -m benchmarks profiling
 
 Capture: the time of one small matrix product (five profiler events) bare and under the capture, its start
-and its end; then training steps of a small MLP, bare and captured in turns (CPU time of one thread), against
-what `run --profile` says that the capture cost. Reading: a synthetic trace of the given size, in the layout
-that Kineto writes, read in a process of its own.
+and its end; then training steps of a small MLP, bare and captured in turns, against what `run --profile` says
+that the capture cost. Reading: a synthetic trace of the given size, in the layout that Kineto writes, read in
+a process of its own. All in CPU time of one thread, so that what else the machine does counts little.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import time
 from pathlib import Path
 
 _READ = """
-import resource, sys, time
+import re, sys, time
 from pathlib import Path
 from meshwise.trace.read import read_trace
-begin = time.perf_counter()
+begin = time.process_time()
 trace, notes = read_trace(Path(sys.argv[1]))
-seconds = time.perf_counter() - begin
-print(seconds, len(trace), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)
+seconds = time.process_time() - begin
+peak_kb = re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]
+print(seconds, len(trace), int(peak_kb) * 1.024e-6)
 """
 
 
@@ -38,10 +39,10 @@ def capture_overhead() -> None:
     x = torch.randn(32, 32)
 
     def product_us(count: int = 5000) -> float:
-        begin = time.perf_counter()
+        begin = time.thread_time()
         for _ in range(count):
             x @ x
-        return (time.perf_counter() - begin) / count * 1e6
+        return (time.thread_time() - begin) / count * 1e6
 
     product_us()
     bare = min(product_us() for _ in range(7))
@@ -54,13 +55,13 @@ def capture_overhead() -> None:
             ("and stacks", {"stacks": True}),
         ):
             capture = Capture(folder, 0, 1, **options)
-            begin = time.perf_counter()
+            begin = time.process_time()
             capture.start()
-            started = time.perf_counter() - begin
+            started = time.process_time() - begin
             cost = min(product_us() for _ in range(7)) - bare
-            begin = time.perf_counter()
+            begin = time.process_time()
             path = capture.stop()
-            ended = time.perf_counter() - begin
+            ended = time.process_time() - begin
             size = path.stat().st_size if path else 0
             print(
                 f"{name}: +{cost:.2f} µs a product, start {started * 1e3:.1f} ms, "
@@ -100,10 +101,9 @@ def capture_overhead_of_training(rounds: int = 7, steps: int = 40) -> None:
                 captured.append(train())
                 capture.stop()
                 cost = capture_cost(capture)
-                if cost is not None and cost.overhead_frac is not None:
-                    stated.append(cost.overhead_frac)
+                stated.append(0.0 if cost is None else cost.num_events * cost.event_s / steps)
         bare_s, captured_s = sorted(bare)[rounds // 2], sorted(captured)[rounds // 2]
-        added, told = captured_s / bare_s - 1, sorted(stated)[len(stated) // 2]
+        added, told = captured_s / bare_s - 1, sorted(stated)[rounds // 2] / bare_s
         print(
             f"training steps of width {width}: {bare_s * 1e3:.2f} ms bare, {captured_s * 1e3:.2f} ms "
             f"captured ({100 * added:+.0f} %; stated {100 * told:+.0f} %)"
