@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from meshwise.instruments import run
-from meshwise.instruments.calibrate import collective_time_s
 from meshwise.instruments.launch import Place, launch
+from meshwise.instruments.measure import collective_time_s
 from meshwise.instruments.recorder import Recorder
 from meshwise.ledger import Ledger
 from meshwise.programs import find_program, make_options

@@ -24,7 +24,7 @@ from importlib import resources
 from typing import Any, TypeVar
 
 from meshwise.errors import ClusterError
-from meshwise.hardware import Chip, Level, chips
+from meshwise.hardware import MEASURED, Chip, Level, chips
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,8 +302,11 @@ def constants(
     """The efficiency of `chip` on links of `levels` (None: its usual ones), from the catalog or `tables`.
 
     `tables` are as `read` returns them. What the chip or its network lacks it inherits; `inherited_from`
-    names the source of each class that it inherits.
+    names the source of each class that it inherits. From a chip whose own rates were measured nothing is
+    taken off.
     """
+    if chip.vendor == MEASURED:
+        return IDEAL
     links = tuple(chip.levels if levels is None else levels)
     return _known_constants(chip, links) if tables is None else _constants(chip, links, tables)
 

@@ -40,6 +40,10 @@ class Level:
     ranks: float = math.inf
 
 
+MEASURED = "measured"
+"""The vendor of a chip whose rates are those that its kernels reach, not a maker's: `meshwise calibrate`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chip:
     """One accelerator as its maker describes it: dense peaks, memory, power, and its usual links.

@@ -144,14 +144,18 @@ def calibrate(
     output: Annotated[Path, typer.Option("--output", "-o", help="The cluster file to write.")] = Path(
         "this-machine.toml"
     ),
-    ranks: Annotated[int, typer.Option(help="Ranks of the measured collectives.")] = 2,
+    ranks: Annotated[
+        int, typer.Option(help="Ranks of the measured collectives (0: two on a CPU, else all GPUs).")
+    ] = 0,
     quick: Annotated[bool, typer.Option(help="Fewer and smaller measurements.")] = False,
     json: Json = False,
 ) -> None:
     """Measure this machine (GEMM by shape, memory, collectives) into a cluster file for `estimate`."""
     _need_torch()
+    from meshwise.files import check_writable
     from meshwise.instruments.calibrate import calibrate as measure
 
+    check_writable(output)
     found = measure(device, ranks=ranks, quick=quick)
     found.write(output)
     if json:

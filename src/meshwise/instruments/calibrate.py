@@ -1,9 +1,10 @@
 """`calibrate`: what this machine really does, as a cluster file that `estimate` reads.
 
-Each sample is the fastest of several repetitions: interference only ever adds time. The chip's matrix rate
-by dtype is the best of its GEMM samples, its memory rate that of a copy (read plus write), its vector rate
-that of a multiply-add inside the cache. Bandwidth and latency of the link are fitted to the collectives
-(least squares of the relative error), with the same formulas that `estimate` uses.
+The chip's matrix rate by dtype is the best of its GEMM samples, its memory rate that of a copy (read plus
+write). Its vector rate on a CPU is that of a multiply-add inside the cache; on a GPU that of its fp32 GEMMs,
+which run on the ordinary units (on AMD's matrix units: there it is a bound). Bandwidth and latency of the
+link are fitted to the collectives (least squares of the relative error), with the same formulas that
+`estimate` uses. As these rates are what kernels reach, `estimate` takes no efficiency off them.
 """
 
 from __future__ import annotations
@@ -13,38 +14,20 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from meshwise.cost.collective import Kind, collective_s
-from meshwise.cost.op import matmul_flop
+from meshwise.cost.collective import collective_s
 from meshwise.errors import PlanError
 from meshwise.files import write_text
-from meshwise.instruments.launch import Place, Ranks, check_world
-from meshwise.programs.context import TORCH_DTYPES
-
-CPU_DTYPES = ("fp32", "bf16", "fp64")
-CUDA_DTYPES = ("bf16", "fp16", "fp32", "fp64")
-COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "all_gather", "all_to_all")
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One measurement: `time_s` of one call, `rate` in `unit` (FLOP/s, or bytes/s of what it is about)."""
-
-    what: str
-    shape: str
-    dtype: str
-    time_s: float
-    rate: float
-    unit: str
+from meshwise.hardware import MEASURED
+from meshwise.instruments.launch import Ranks, check_world
+from meshwise.instruments.measure import COLLECTIVES, Sample, collective_samples, op_samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +70,7 @@ class Calibration:
             f"latency_s = {self.link_latency_s:.3e}",
             "",
             "[chip]",
-            'vendor = "measured"',
+            f'vendor = "{MEASURED}"',
             f'generation = "{self.name}"',
             f"memory_bytes = {self.memory_bytes:.4e}",
             f"memory_bytes_per_s = {self.memory_bytes_per_s:.4e}",
@@ -107,29 +90,38 @@ class Calibration:
         write_text(path, self.to_toml())
 
 
-def calibrate(device: str = "cpu", *, ranks: int = 2, quick: bool = False) -> Calibration:
-    """Measure `device` (cpu or cuda) of this machine, and collectives over `ranks` of it."""
+def calibrate(device: str = "cpu", *, ranks: int = 0, quick: bool = False) -> Calibration:
+    """Measure `device` (cpu or cuda) of this machine, and collectives over `ranks` of it.
+
+    0 ranks: two on a CPU, all GPUs. PlanError or MissingExtraError for what this machine has not.
+    """
     if device not in ("cpu", "cuda"):
         raise PlanError(f"--device {device} is unknown; use cpu or cuda")
-    check_world(1 if ranks == 1 else ranks, device)
-    on_cpu = device == "cpu"
-    samples = [*gemm_samples(device, quick), *memory_samples(device, quick)]
-    if not on_cpu:
-        samples += gpu_samples()
-    bandwidth, latency = float("nan"), float("nan")
+    ranks = ranks or (2 if device == "cpu" else max(1, torch.cuda.device_count()))
+    check_world(ranks, device)
+    try:
+        samples = op_samples(device, quick)
+    except torch.OutOfMemoryError:
+        raise PlanError(
+            "the GPU's free memory does not hold the operands; free some, or use --quick"
+        ) from None
+    if device == "cuda":
+        torch.cuda.empty_cache()  # the first rank measures on the same GPU
     if ranks > 1:
         with Ranks(ranks, device_type=device) as pool:
-            measured = pool.call(collective_samples, quick)[0]
-        samples += measured
-        bandwidth, latency = fit_link(measured, ranks)
-    best = {
-        name: max((s.rate for s in samples if s.what == name), default=0.0)
-        for name in ("copy", "multiply-add")
-    }
-    dtypes = CPU_DTYPES if on_cpu else CUDA_DTYPES
-    matrix = {
-        dtype: max(s.rate for s in samples if s.what == "gemm" and s.dtype == dtype) for dtype in dtypes
-    }
+            samples += pool.call(collective_samples, quick)[0]
+    return from_samples(samples, device, ranks)
+
+
+def from_samples(samples: Sequence[Sample], device: str, ranks: int) -> Calibration:
+    """The rates that follow from what was measured on this machine."""
+    matrix: dict[str, float] = {}
+    for sample in samples:
+        if sample.what == "gemm":
+            matrix[sample.dtype] = max(sample.rate, matrix.get(sample.dtype, 0.0))
+    best = {sample.what: sample.rate for sample in samples if sample.what in ("copy", "multiply-add")}
+    between = [sample for sample in samples if sample.what in COLLECTIVES]
+    bandwidth, latency = fit_link(between, ranks) if between else (best["copy"], 0.0)
     name = _machine_name(device)
     return Calibration(
         name=name,
@@ -137,113 +129,21 @@ def calibrate(device: str = "cpu", *, ranks: int = 2, quick: bool = False) -> Ca
         memory_bytes=_memory_bytes(device),
         memory_bytes_per_s=best["copy"],
         matrix_flop_per_s=matrix,
-        vector_flop_per_s={"fp32": best["multiply-add"]},
-        link_name="gloo" if on_cpu else "nccl",
-        link_bytes_per_s=bandwidth if ranks > 1 else best["copy"],
-        link_latency_s=latency if ranks > 1 else 0.0,
+        vector_flop_per_s={"fp32": best.get("multiply-add", matrix["fp32"])},
+        link_name="gloo" if device == "cpu" else "nccl",
+        link_bytes_per_s=bandwidth,
+        link_latency_s=latency,
         samples=tuple(samples),
         source=f"meshwise calibrate on {name}, torch {torch.__version__}",
         checked=time.strftime("%Y-%m-%d"),
     )
 
 
-def gemm_samples(device: str, quick: bool) -> list[Sample]:
-    """Square and long GEMMs in every dtype."""
-    sides = (256, 512) if quick else (256, 512, 1024, 2048) if device == "cpu" else (512, 2048, 8192)
-    shapes = [(side, side, side) for side in sides] + [
-        (sides[-1], sides[-1], 128),
-        (64, sides[-1], sides[-1]),
-    ]
-    samples = []
-    for dtype in CPU_DTYPES if device == "cpu" else CUDA_DTYPES:
-        for m, n, k in shapes:
-            a, b = (
-                torch.ones(*shape, dtype=TORCH_DTYPES[dtype], device=device) for shape in ((m, k), (k, n))
-            )
-            seconds = fastest_s(partial(torch.mm, a, b), device)
-            rate = float(matmul_flop(m, n, k)) / seconds
-            samples.append(Sample("gemm", f"{m}x{n}x{k}", dtype, seconds, rate, "FLOP/s"))
-    return samples
+def fit_link(samples: Sequence[Sample], ranks: int) -> tuple[float, float]:
+    """(bytes/s, latency in seconds) of one link level that explain the collectives best.
 
-
-def memory_samples(device: str, quick: bool) -> list[Sample]:
-    """A copy beyond the caches, counted as bytes read plus written; a multiply-add inside them."""
-    size = (64 if quick else 256) << 20
-    source = torch.ones(size // 4, device=device)
-    target = torch.empty_like(source)
-    seconds = fastest_s(lambda: target.copy_(source), device)
-    copy = Sample("copy", str(size), "fp32", seconds, 2 * size / seconds, "B/s")
-    num = (1 << 15) if device == "cpu" else (1 << 22)
-    x, y, z = (torch.ones(num, device=device) for _ in range(3))
-    seconds = fastest_s(lambda: z.addcmul_(x, y), device)
-    return [copy, Sample("multiply-add", str(num), "fp32", seconds, 2 * num / seconds, "FLOP/s")]
-
-
-def gpu_samples() -> list[Sample]:
-    """Fused attention, a cast, and the floor of a kernel launch."""
-    from meshwise.programs.functions import flash_attention
-
-    samples = []
-    for tokens in (2048, 8192):
-        q = torch.ones(1, 16, tokens, 128, dtype=torch.bfloat16, device="cuda")
-        seconds = fastest_s(partial(flash_attention, q, q, q, True), "cuda")
-        flop = 2.0 * 16 * tokens * tokens * 128
-        samples.append(
-            Sample("attention", f"16x{tokens}x128 causal", "bf16", seconds, flop / seconds, "FLOP/s")
-        )
-    wide = torch.ones(1 << 26, device="cuda")
-    seconds = fastest_s(lambda: wide.to(torch.bfloat16), "cuda")
-    samples.append(Sample("cast", "fp32 to bf16", "bf16", seconds, 6 * (1 << 26) / seconds, "B/s"))
-    one = torch.ones(1, device="cuda")
-    seconds = fastest_s(lambda: one.add_(1), "cuda")
-    return [*samples, Sample("launch", "1", "fp32", seconds, 1 / seconds, "1/s")]
-
-
-def collective_samples(place: Place, quick: bool) -> list[Sample]:
-    """Runs on every rank: each kind at several payloads; the time is that of the slowest rank."""
-    sizes = (1 << 12, 1 << 20, 1 << 23) if quick else (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 25)
-    samples = []
-    for kind in COLLECTIVES:
-        for size in sizes:
-            seconds = collective_time_s(place, kind, size)
-            samples.append(Sample(kind, str(size), "fp32", seconds, size / seconds, "B/s"))
-    return samples
-
-
-def collective_time_s(
-    place: Place,
-    kind: Kind,
-    payload_bytes: int,
-    *,
-    repeats: int = 5,
-    meet: Callable[[], Any] = dist.barrier,
-) -> float:
-    """Seconds of one collective over `payload_bytes`, the fastest repetition of the slowest rank.
-
-    `meet` brings the ranks together before each repetition; the first one is not counted.
+    Where the best latency would be negative it is 0, and the bandwidth the best without one.
     """
-    num = payload_bytes // 4 // place.world_size
-    full = torch.ones(num * place.world_size, device=place.device)
-    other = torch.empty_like(full)
-    part = torch.ones(num, device=place.device)
-    calls: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: dist.all_reduce(full),
-        "all_gather": lambda: dist.all_gather_single(full, part),
-        "all_to_all": lambda: dist.all_to_all_single(other, full),
-        "broadcast": lambda: dist.broadcast(full, 0),
-        "reduce_scatter": lambda: dist.reduce_scatter_single(part, full),
-    }
-    times = []
-    for _ in range(repeats + 1):
-        meet()
-        times.append(_elapsed_s(calls[kind], 1, place.device_type))
-    slowest = torch.tensor(times[1:], device=place.device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest.min())
-
-
-def fit_link(samples: list[Sample], ranks: int) -> tuple[float, float]:
-    """(bytes/s, latency in seconds) of one link level that explain the collectives best."""
     one: dict[str, Any] = {"link_bytes_per_s": (1.0,), "link_ranks": (math.inf,)}
     kinds = {kind: kind for kind in COLLECTIVES}
     rows = []
@@ -252,30 +152,12 @@ def fit_link(samples: list[Sample], ranks: int) -> tuple[float, float]:
         wire = collective_s(kind, payload_bytes, ranks, link_latency_s=(0.0,), **one)
         hops = collective_s(kind, 0.0, ranks, link_latency_s=(1.0,), **one)
         rows.append([float(wire) / sample.time_s, float(hops) / sample.time_s])
-    (per_byte, latency), *_ = np.linalg.lstsq(np.array(rows), np.ones(len(rows)), rcond=None)
-    return 1.0 / max(per_byte, 1e-15), max(latency, 0.0)
-
-
-def fastest_s(function: Callable[[], Any], device: str, *, repeats: int = 5) -> float:
-    """Seconds of the fastest of several calls, after one to warm up; short ones are timed in batches."""
-    function()
-    calls = 1
-    while True:
-        seconds = [_elapsed_s(function, calls, device) for _ in range(repeats)]
-        if min(seconds) * calls > 1e-3 or calls >= 1024:
-            return min(seconds)
-        calls *= 8
-
-
-def _elapsed_s(function: Callable[[], Any], calls: int, device: str) -> float:
-    if device != "cpu":
-        torch.cuda.synchronize()
-    begin_s = time.perf_counter()
-    for _ in range(calls):
-        function()
-    if device != "cpu":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - begin_s) / calls
+    table, target = np.array(rows), np.ones(len(rows))
+    (per_byte, latency), *_ = np.linalg.lstsq(table, target, rcond=None)
+    if per_byte <= 0 or latency < 0:
+        (per_byte,), *_ = np.linalg.lstsq(table[:, :1], target, rcond=None)
+        latency = 0.0
+    return 1.0 / float(per_byte), float(latency)
 
 
 def _memory_bytes(device: str) -> float:

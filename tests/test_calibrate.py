@@ -1,0 +1,250 @@
+"""Calibration: sums to check by hand, a file that `estimate` reads, and a GPU's path by stand-ins."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from meshwise.cost.collective import collective_s
+from meshwise.efficiency import IDEAL, constants
+from meshwise.errors import PlanError
+from meshwise.hardware import find_cluster
+from meshwise.instruments import measure
+from meshwise.instruments.calibrate import calibrate, fit_link, from_samples
+from meshwise.instruments.launch import Ranks
+from meshwise.instruments.measure import COLLECTIVES, EFFORTS, Sample
+
+QUICK = EFFORTS["cpu", True]
+
+
+@pytest.fixture(scope="module")
+def samples() -> Iterator[list[Sample]]:
+    """Everything that `calibrate --quick` measures on this machine."""
+    with Ranks(2) as pool:
+        yield [*measure.op_samples("cpu", True), *pool.call(measure.collective_samples, True)[0]]
+
+
+def test_rates_are_work_by_time(samples: list[Sample]) -> None:
+    """FLOP and bytes written out; the rate times the time is the work."""
+    work = {
+        ("gemm", "256x256x128", "fp32"): 2 * 256 * 256 * 128,
+        ("gemm", "64x256x256", "bf16"): 2 * 64 * 256 * 256,
+        ("copy", str(32 << 20), "fp32"): 2 * (32 << 20),
+        ("multiply-add", "32768", "fp32"): 2 * 32768,
+        ("attention", "16x128x128", "bf16"): 4 * 16 * 128 * (128 * 128 / 2),
+        ("attention backward", "16x128x128", "bf16"): 10 * 16 * 128 * (128 * 128 / 2),
+        ("cast", f"{8 << 20} to bf16", "fp32"): 6 * (8 << 20),
+        ("launch", "1", "fp32"): 1,
+        ("all_reduce", str(1 << 20), "fp32"): 1 << 20,
+    }
+    found = {(sample.what, sample.shape, sample.dtype): sample.rate * sample.time_s for sample in samples}
+    assert {key: found[key] for key in work} == pytest.approx(work)
+    assert all(0 < sample.time_s < 10 for sample in samples)
+    assert {sample.what for sample in samples} >= set(COLLECTIVES)
+
+
+def test_the_file_is_read_back(samples: list[Sample], tmp_path: Path, meshwise: Callable[..., Any]) -> None:
+    file = tmp_path / "here.toml"
+    found = from_samples(samples, "cpu", 2)
+    found.write(file)
+    cluster = find_cluster(str(file))
+    assert cluster.num_chips == 2
+    assert cluster.chip.matrix_flop_per_s == pytest.approx(found.matrix_flop_per_s, rel=1e-3)
+    assert cluster.chip.memory_bytes_per_s == pytest.approx(found.memory_bytes_per_s, rel=1e-3)
+    (level,) = cluster.levels
+    assert (level.bytes_per_s, level.latency_s) == pytest.approx(
+        (found.link_bytes_per_s, found.link_latency_s), rel=1e-3
+    )
+    assert constants(cluster.chip) is IDEAL  # the rates are what kernels reach
+    words = ["--cluster", str(file), "--plan", "tp=2,dtype=fp32", "--batch", "2", "--seq", "64", "--json"]
+    model = str(Path(__file__).parent / "data" / "tiny_llama.json")
+    assert meshwise("estimate", model, *words).document["step_s"] > 0
+
+
+@pytest.mark.parametrize("latency_s", [0.0, 5e-6, 1e-3])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_link_is_found_again(latency_s: float, ranks: int) -> None:
+    """Times made by the formula give the link that made them."""
+    link: dict[str, Any] = {"link_bytes_per_s": (3e9,), "link_latency_s": (latency_s,)}
+    made = [
+        Sample(
+            kind,
+            str(size),
+            "fp32",
+            float(collective_s(kind, size, ranks, link_ranks=(math.inf,), **link)),
+            0,
+            "",
+        )
+        for kind in COLLECTIVES
+        for size in (1 << 12, 1 << 20, 1 << 25)
+    ]
+    assert fit_link(made, ranks) == pytest.approx((3e9, latency_s), rel=1e-6, abs=1e-15)
+
+
+def test_a_link_has_no_negative_latency() -> None:
+    """Small payloads that are faster than their share of large ones."""
+    made = [
+        Sample("all_gather", str(size), "fp32", time_s, 0, "")
+        for size, time_s in ((1 << 10, 1e-8), (1 << 20, 2e-3), (1 << 24, 4e-2))
+    ]
+    bandwidth, latency = fit_link(made, 2)
+    assert latency == 0.0 and 0 < bandwidth < math.inf
+
+
+def test_the_fastest_batch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever disturbs the others."""
+    took = iter([5.0, 4.0, 3.0, 2.0, 9.0])
+    monkeypatch.setattr(measure, "elapsed_s", lambda call, num, device: next(took))
+    assert measure.fastest_s(lambda: None, "cpu", QUICK) == 2.0
+
+
+def test_short_calls_are_timed_in_long_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[int] = []
+
+    def elapsed_s(call: Callable[[], Any], num: int, device: str) -> float:
+        batches.append(num)
+        return 1e-6
+
+    monkeypatch.setattr(measure, "elapsed_s", elapsed_s)
+    effort = EFFORTS["cuda", False]
+    assert measure.fastest_s(lambda: None, "cuda", effort) == 1e-6
+    longest = max(batches)
+    assert longest * 1e-6 >= effort.batch_s
+    assert sum(num for num in batches if num == longest) * 1e-6 >= effort.total_s
+
+
+# --- the path of a GPU ---------------------------------------------------------------------------
+
+
+class Gpu:
+    """Stand-ins for torch.cuda: events that tell a clock of their own, and the properties of a chip."""
+
+    def __init__(self, capability: tuple[int, int], cache_bytes: int) -> None:
+        self.calls: list[str] = []
+        self.now_ms = 0.0
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+                self.at_ms = -1.0
+
+            def record(self) -> None:
+                gpu.calls.append("record")
+                self.at_ms = gpu.now_ms
+
+            def synchronize(self) -> None:
+                gpu.calls.append("wait")
+
+            def elapsed_time(self, end: Any) -> float:
+                assert gpu.calls[-1] == "wait"
+                return float(end.at_ms - self.at_ms)
+
+        self.Event = Event
+        self.get_device_capability = lambda: capability
+        self.get_device_properties = lambda _: SimpleNamespace(L2_cache_size=cache_bytes)
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+    def run(self) -> None:
+        self.calls.append("run")
+        self.now_ms += 2.0
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gpu]:
+    def make(capability: tuple[int, int] = (9, 0), cache_bytes: int = 50 << 20) -> Gpu:
+        made = Gpu(capability, cache_bytes)
+        for name in ("Event", "synchronize", "get_device_capability", "get_device_properties"):
+            monkeypatch.setattr(torch.cuda, name, getattr(made, name))
+        return made
+
+    return make
+
+
+def test_a_gpu_is_timed_between_events(gpu: Callable[..., Gpu]) -> None:
+    made = gpu()
+    assert measure.elapsed_s(made.run, 3, "cuda") == pytest.approx(2e-3)
+    assert made.calls == ["synchronize", "record", "run", "run", "run", "record", "wait"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtypes"),
+    [
+        ((7, 0), ("fp16", "fp32", "fp64")),
+        ((8, 0), ("bf16", "fp16", "tf32", "fp32", "fp64")),
+        ((9, 0), ("fp8", "bf16", "fp16", "tf32", "fp32", "fp64")),
+    ],
+)
+def test_dtypes_of_a_gpu(
+    capability: tuple[int, int], dtypes: tuple[str, ...], gpu: Callable[..., Gpu]
+) -> None:
+    gpu(capability)
+    assert measure.gemm_dtypes("cuda") == dtypes
+
+
+@pytest.mark.parametrize(("side", "sets"), [(512, 64), (2048, 7), (8192, 1)])
+def test_no_operand_is_left_in_the_cache(side: int, sets: int, gpu: Callable[..., Gpu]) -> None:
+    """A and B in bf16 are 1, 16 and 256 MiB; the cache of 50 MiB is passed twice before they come again."""
+    gpu()
+    operand_bytes = 2 * side * side * 2
+    assert measure._num_operands(operand_bytes, "cuda") == sets
+    assert sets == 64 or (sets - 1) * operand_bytes <= 100 << 20 < sets * operand_bytes
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "bf16", "fp16", "tf32", "fp32", "fp64"])
+def test_every_matmul_of_a_gpu_is_one(dtype: str) -> None:
+    """The calls are the GPU's, here on a CPU: A [m,k] times B [k,n] leaves [m,n]."""
+    (call,) = measure.gemm(dtype, 64, 32, 48, "cpu")
+    assert call().shape == (64, 32)
+
+
+def test_memory_of_a_gpu_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(device: str, quick: bool) -> list[Sample]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("meshwise.instruments.calibrate.op_samples", full)
+    with pytest.raises(PlanError, match="free memory does not hold the operands"):
+        calibrate("cuda")
+
+
+# --- the command -----------------------------------------------------------------------------------
+
+
+def test_command(meshwise: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "here.toml"
+    outcome = meshwise("calibrate", "--quick", "--ranks", "1", "-o", str(file), "--json")
+    document = json.loads(outcome.out)
+    assert document["file"] == str(file) and document["num_ranks"] == 1
+    assert find_cluster(str(file)).chip.memory_bytes_per_s > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        ("--device tpu", 2, "--device tpu is unknown"),
+        ("--device cuda", 3, "no CUDA device"),
+        ("--ranks -1", 2, "-1 ranks; a world has at least one"),
+        ("--ranks 100000", 2, "more than this machine takes"),
+        ("-o no/such/folder.toml", 2, "there is no folder no/such"),
+    ],
+)
+def test_what_cannot_be_measured(
+    words: str, code: int, sentence: str, meshwise: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    outcome = meshwise("calibrate", *words.split())
+    assert (outcome.code, outcome.out) == (code, "")
+    assert sentence in outcome.err
