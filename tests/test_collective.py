@@ -157,3 +157,32 @@ def test_all_reduce_through_the_peers_memory(ranks, size, expected_s):
     called_s = peer_all_reduce_s(size, ranks, **machine, graph=0.0, efficiency=waits)
     assert called_s == pytest.approx(max(2e-5, expected_s + 2 * size / 3e12))
     assert peer_all_reduce_s(size, ranks, **machine, library_s=1e-9, efficiency=waits) == 1e-9
+
+
+def test_a_dispatch_inside_one_node_is_an_all_to_all_of_what_it_sends():
+    alone = collective_s("all_to_all", 1e9, 8.0, **LINKS_OF_A_NODE)
+    assert collective_s("dispatch", 1e9, 8.0, choices=8.0, **LINKS_OF_A_NODE) == pytest.approx(alone)
+
+
+def test_a_dispatch_crosses_to_each_node_once():
+    """Four nodes of 8, 8 choices: a token meets 4 (1 - (3/4)^8) nodes, three quarters of them others."""
+    ranks, choices, token_bytes = 32.0, 8.0, 1e6
+    met_ranks, met_nodes = (places * (1 - (1 - 1 / places) ** choices) for places in (32.0, 4.0))
+    seconds = collective_s("dispatch", met_ranks * token_bytes, ranks, choices=choices, **LINKS_OF_A_NODE)
+    assert seconds == pytest.approx(met_nodes * 0.75 * token_bytes / 50e9)
+
+
+@given(st.sampled_from([8.0, 16.0, 32.0, 64.0]), st.floats(1, 16))
+def test_a_dispatch_per_rank_never_takes_longer_than_a_copy_per_expert(ranks, choices):
+    sent = ranks * (1 - (1 - 1 / ranks) ** choices)
+    per_rank = collective_s("dispatch", sent * 1e6, ranks, choices=choices, **LINKS_OF_A_NODE)
+    per_expert = collective_s("all_to_all", choices * 1e6, ranks, **LINKS_OF_A_NODE)
+    inside = sent * 1e6 * (1 - 1 / min(ranks, 8)) / 450e9  # a node passes on inside what came from others
+    assert per_rank <= max(per_expert, inside) * (1 + 1e-9)
+
+
+LINKS_OF_A_NODE = {
+    "link_bytes_per_s": (450e9, 50e9),
+    "link_latency_s": (0.0, 0.0),
+    "link_ranks": (8.0, np.inf),
+}

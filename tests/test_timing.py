@@ -7,11 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwise.estimate.block_time import block_time
 from meshwise.estimate.timing import Machine, machine, op_times
 from meshwise.hardware import find_cluster, rates, stack_rates
 from meshwise.layout.block import block
 from meshwise.layout.cut import Cut
+from meshwise.layout.vocabulary import head
 from meshwise.model import find_model
+from meshwise.overheads import FULL_WATTS, NONE, Overheads
 
 CHIPS = ("a100-80g-sxm:64", "h100-80g-sxm:64", "b200-sxm:64", "mi300x:64")
 GPT3 = find_model("gpt3-175b")
@@ -72,3 +75,42 @@ def test_a_real_machine_never_beats_its_data_sheet(chip: str) -> None:
     for op, ours, best in zip(ops, real, op_times(ops, ideal(chip)), strict=True):
         assert ours.busy_s >= best.compute_s, op.name
         assert ours.comm_s >= 0.95 * best.comm_s, op.name
+
+
+@pytest.mark.parametrize("vocab, halvings", [(50304, 0), (50260, 1), (50258, 2), (50257, 3)])
+def test_a_vocabulary_off_16_bytes_takes_its_halvings_longer(vocab: int, halvings: int) -> None:
+    on = machine(find_cluster("a100-80g-sxm:8"), "fp16", overheads=NONE)
+    pays = replace(on, overheads=Overheads(unaligned_frac=0.5))
+    ops = [
+        op for op in head(replace(GPT3, vocab=vocab), Cut(microbatch=1.0, seq=2048.0)) if op.kind == "matmul"
+    ]
+    assert len(ops) == 3
+    for fast, slow in zip(op_times(ops, on), op_times(ops, pays), strict=True):
+        assert slow.busy_s == pytest.approx(fast.busy_s * (1.0 + 0.5 * halvings))
+
+
+def test_launches_that_block_add_up_with_the_kernels() -> None:
+    on = machine(find_cluster("a100-80g-sxm:8"), "bf16", overheads=NONE)
+    ops = block(GPT3, Cut(microbatch=1.0, seq=2048.0))
+    times = op_times(ops, on)
+    queued, blocked = (
+        block_time(ops, times, overheads=Overheads(host_s=1e-5, launches_block=blocks))
+        for blocks in (False, True)
+    )
+    launches = sum(op.phase == "forward" and op.kind != "collective" for op in ops)
+    assert queued.forward.host == 0.0  # the kernels of GPT-3 are longer than their launches
+    assert blocked.forward.host == pytest.approx(1e-5 * launches)
+
+
+def test_the_clock_follows_the_cube_root_of_the_power() -> None:
+    pays = Overheads(joule_per_flop={"bf16": 1e-12}, full_watts=FULL_WATTS["hopper"])
+    assert pays.sustained_flop_per_s("bf16", 700.0) == pytest.approx(700e12)
+    assert pays.sustained_flop_per_s("bf16", 87.5) == pytest.approx(350e12)
+    assert pays.sustained_flop_per_s("bf16", 0.0) == float("inf")
+
+
+def test_messages_between_two_ranks_reach_the_whole_link() -> None:
+    on = machine(find_cluster("a100-80g-sxm:64"), "bf16", overheads=NONE)
+    slow = replace(on, reached_frac=(1.0, 0.25))
+    assert slow.collective_s("send", 1e9, 2.0, 8.0) == on.collective_s("send", 1e9, 2.0, 8.0)
+    assert slow.collective_s("all_reduce", 1e9, 2.0, 8.0) > 3 * on.collective_s("all_reduce", 1e9, 2.0, 8.0)
