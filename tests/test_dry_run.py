@@ -148,6 +148,16 @@ def test_every_rank_in_one_process_whatever_ran_before() -> None:
     assert len(set(done.stdout.split())) == 1
 
 
+@pytest.mark.parametrize("verb", ["run ulysses", "dryrun ulysses", "compare ulysses", "calibrate"])
+def test_missing_torch_is_said(
+    verb: str, meshwise: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    outcome = meshwise(*verb.split())
+    assert (outcome.code, outcome.out) == (3, "")
+    assert outcome.err == 'meshwise: torch is not installed; run: pip install "meshwise[torch]"\n'
+
+
 def test_fake_device_and_cpu_count_the_same() -> None:
     """A chip adds its allocator; the program's own tensors do not depend on the device."""
     values = {"seq": 512, "hidden": 64, "heads": 8, "backward": True}
@@ -199,6 +209,7 @@ def test_command_line(meshwise: Callable[..., Any]) -> None:
         ("dryrun ulysses --seq 99999999999999999999", "--seq 99999999999999999999 is too large"),
         ("dryrun model-2d --layers 4503599627370496", "--layers 4503599627370496: expected `int` <= 100000"),
         ("dryrun ulysses --seq 4503599627370496", "more bytes than can be addressed"),
+        ("run generate --prompt-tokens 4503599627370496", "memory does not hold lists of these sizes"),
         ("run ulysses --ranks 1 --port 70000", "--port 70000 is no port"),
     ],
 )

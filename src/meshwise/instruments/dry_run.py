@@ -70,6 +70,8 @@ def dry_run(
         with torch.autograd.set_multithreading_enabled(False), FakeTensorMode(), recorder:
             result = program.main(options, context)
         return Outcome.from_tape(tape, name, device, result)
+    except MemoryError:
+        raise PlanError(f"{name}: this machine's memory does not hold lists of these sizes") from None
     except (OverflowError, RuntimeError) as error:
         if "overflow" in str(error) or "too big to convert" in str(error):
             raise PlanError(f"{name}: a tensor of these sizes has more bytes than can be addressed") from None

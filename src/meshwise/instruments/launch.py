@@ -187,7 +187,7 @@ def _failure(rank: int, error: Exception) -> _Failure:
 def _explained(error: Exception) -> Exception:
     """`error` in a sentence, if it is one that needs no traceback."""
     text = str(error)
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
         return PlanError("its memory does not hold the tensors; use smaller sizes or more ranks, or dryrun")
     if any(sign in text for sign in _LOST):
         return RankError("it lost the connection to another rank, whose error says why")

@@ -94,12 +94,15 @@ def find_program(name: str) -> Program:
 
 
 def _in_a_world(check: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
-    """`check`, after the one thing that holds for every program."""
+    """`check`, with what holds for every program."""
 
     def checked(options: Any, ranks: int) -> None:
         if not 1 <= ranks <= MOST_RANKS:
             raise PlanError(f"{ranks} ranks; a world has from 1 to {MOST_RANKS}")
-        check(options, ranks)
+        try:
+            check(options, ranks)
+        except MemoryError:
+            raise PlanError("this machine's memory does not hold lists of these sizes") from None
 
     return checked
 
