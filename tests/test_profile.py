@@ -104,7 +104,9 @@ for rank in (0, 1):
             dist.all_reduce(torch.ones(4, 4) @ torch.ones(4, 4))
             with profile(activities=[ProfilerActivity.CPU]) as own:
                 torch.ones(2, 2).exp()
+                dist.all_reduce(torch.ones(3))
             assert "aten::exp" in {row.key for row in own.key_averages()}
+            own.export_chrome_trace(f"own-{rank}-{port}.json.gz")
             dist.barrier()
             dist.destroy_process_group()
         os._exit(0)
@@ -112,19 +114,24 @@ assert [os.waitpid(-1, 0)[1] for rank in (0, 1)] == [0, 0]
 """
 
 
-def test_programs_that_do_as_they_please(tmp_path):
+def test_programs_that_do_as_they_please(tmp_path, monkeypatch):
     """Forked ranks, a profiler of their own, two process groups in turn, no ordinary exit: all is there."""
     (tmp_path / "awkward.py").write_text(AWKWARD.replace("PORTS", f"({_free_port()}, {_free_port()})"))
+    monkeypatch.chdir(tmp_path)
     done = profile_command([sys.executable, str(tmp_path / "awkward.py")], tmp_path / "out")
-    assert done.exit_code == 0 and len(done.files) == 6
+    assert done.exit_code == 0 and len(done.files) == 10
+    for path in (own := list(tmp_path.glob("own-*.json.gz"))):
+        trace, _ = read_trace(path)
+        assert "aten::exp" in {trace.name(i) for i in range(len(trace))}
+    assert len(own) == 4
     found = summarize_paths(done.files)
     assert [trace.rank for trace in found.traces] == [0, 1]
     for trace in found.traces:
         names = [trace.name(i) for i in range(len(trace))]
-        assert names.count("aten::mm") == 2 and names.count("gloo:all_reduce") == 2
-        assert (np.diff(trace.start_ns) >= 0).all() and "aten::exp" not in names
+        assert names.count("aten::mm") == 2 and names.count("gloo:all_reduce") == 4
+        assert (np.diff(trace.start_ns) >= 0).all() and names.count("aten::exp") == 2
     reduced = [one for one in found.collectives if one.name == "all_reduce"]
-    assert [(one.bytes, one.num_ranks) for one in reduced] == [(64, 2), (64, 2)]
+    assert [(one.bytes, one.num_ranks) for one in reduced] == [(64, 2), (12, 2)] * 2
     assert all("further part" in problem.reason for problem in found.problems)
 
 

@@ -14,7 +14,7 @@ nothing; the others do. Writing takes time, so it waits until the process ends: 
 process group and makes another must not find its ranks apart by that.
 
 PyTorch has one profiler. Where the program starts its own, the capture gives way: it writes what it has,
-rests, and goes on in a second file (`rank-N-again-1.json`) when the program's profiler has ended.
+keeps a copy of the program's trace when that has ended (`rank-N-again-1.json`), and goes on in a third file.
 
 Kineto writes without checking, so the file is written beside its place, its end is looked at, and only a
 complete one is moved to `rank-N.json`. A full disk leaves no file and one sentence.
@@ -26,6 +26,7 @@ import atexit
 import json
 import multiprocessing.util
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -107,6 +108,10 @@ class Capture:
         self._started_s = time.perf_counter()
         self.start_s = self._started_s - begin
 
+    def adopt(self, profiler: Any, started_ns: int) -> None:
+        """Take a profiler that somebody else has started (then, at the latest), to stop and write it."""
+        self._profiler, self._started_ns = profiler, started_ns
+
     def stop(self) -> Path | None:
         """Stop and write the trace; its path, or None when already stopped. CaptureError if not written."""
         profiler, self._profiler = self._profiler, None
@@ -157,7 +162,8 @@ def capture_process_group(directory: str, **options: Any) -> None:
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         result = init(*args, **kwargs)
         if not life.has_begun:
-            life.begin(lambda: Capture(directory, c10d.get_rank(), c10d.get_world_size(), **options))
+            place = c10d.get_rank(), c10d.get_world_size()
+            life.begin(lambda: Capture(directory, *place, **options))
         return result
 
     def destroy_process_group(group: Any = None) -> Any:
@@ -168,6 +174,50 @@ def capture_process_group(directory: str, **options: Any) -> None:
     vars(c10d).update(init_process_group=init_process_group, destroy_process_group=destroy_process_group)
 
 
+class _Guest:
+    """A profiler that the program itself has started, with the methods that a capture needs of one."""
+
+    def __init__(self, profile: Any, leave: Callable[[], Any]) -> None:
+        self.profile = profile
+        self.leave = leave
+        self.has_ended = False
+        self.result: Any = None
+
+    def add_metadata_json(self, key: str, value: str) -> None:
+        """Into the running trace."""
+        import torch
+
+        torch.autograd._add_metadata_json(key, value)
+
+    def stop(self) -> None:
+        """Let it end as it would have."""
+        self.has_ended = True
+        self.result = self.leave()
+
+    def export_chrome_trace(self, path: str) -> None:
+        """Write its trace; PyTorch does that once only (see `share`)."""
+        self.profile.kineto_results.save(path)
+
+    def share(self, path: Path) -> None:
+        """Give the program its trace from our copy whenever it asks for it."""
+        self.profile.kineto_results = _Saved(self.profile.kineto_results, path)
+
+
+class _Saved:
+    """Results of a profiler whose trace is written already."""
+
+    def __init__(self, results: Any, path: Path) -> None:
+        self._results = results
+        self._path = path
+
+    def save(self, path: str) -> None:
+        """A copy of the trace."""
+        shutil.copyfile(self._path, path)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._results, name)
+
+
 class _Life:
     """The capture of this process from its start to its one end, whoever brings the end about."""
 
@@ -176,6 +226,7 @@ class _Life:
         self.has_begun = False
         self.is_at_work = False
         self.is_waiting = False
+        self.waiting_since_ns = 0
         self.must_die = False
         self.is_done = threading.Event()
 
@@ -185,7 +236,7 @@ class _Life:
 
         self.has_begun = True
         self.make = make
-        self.is_waiting = _profiler_enabled()
+        self.is_waiting, self.waiting_since_ns = _profiler_enabled(), time.time_ns()
         if not self.is_waiting:
             self.resume()
         atexit.register(self.finish)
@@ -247,20 +298,36 @@ class _Life:
         def prepare_trace(profile: Any) -> None:
             if not self.is_at_work and self.capture is not None:
                 self.pause()
-                self.is_waiting = True
+                self.is_waiting, self.waiting_since_ns = True, time.time_ns()
                 self.die_if_told()
             prepare(profile)
 
         def exit_profile(profile: Any, *error: Any) -> Any:
-            result = leave(profile, *error)
-            if not self.is_at_work and self.is_waiting:
-                self.is_waiting = False
-                self.resume()
-                self.die_if_told()
-            return result
+            if self.is_at_work or not self.is_waiting:
+                return leave(profile, *error)
+            guest = _Guest(profile, lambda: leave(profile, *error))
+            self.is_at_work = True
+            self.keep(guest)
+            self.is_waiting = False
+            self.resume()
+            self.die_if_told()
+            return guest.result
 
         module.profile._prepare_trace = prepare_trace
         module.profile.__exit__ = exit_profile
+
+    def keep(self, guest: _Guest) -> None:
+        """End the program's own profiler and keep a copy of its trace as a part of ours."""
+        capture = self.make()
+        capture.adopt(guest, self.waiting_since_ns)
+        try:
+            path = capture.stop()
+            if path is not None:
+                guest.share(path)
+        except Exception as error:
+            print(f"meshwise: {error or type(error).__name__}", file=sys.stderr, flush=True)
+        if not guest.has_ended:
+            guest.stop()
 
     def heed_sigterm(self) -> None:
         """Finish, then end, when SIGTERM comes; a program with its own handler keeps it."""
