@@ -127,7 +127,7 @@ def block_time(
     phases = {phase: Parts(**spent) for phase, spent in sums.items()}
     for axis in hide:
         for phase in ("forward", "backward"):
-            phases[phase] = _hidden(phases[phase], f"comm_{axis}", overheads.interference_frac)
+            phases[phase] = _hidden(phases[phase], f"comm_{axis}", overheads.not_hidden_frac(axis))
     weight_s = phases["weight"].total_s
     for phase, beside_s in (("forward", 0.0), ("backward", weight_s)):
         floor_s = _host_s(ops, phase, overheads)
