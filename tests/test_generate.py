@@ -305,6 +305,7 @@ def test_real_run_holds_what_the_closed_form_says(options: dict[str, Any]) -> No
         found = compare_program(program, chosen, ranks=2, pool=pool)
         outcome = pool.call(run_rank, "generate", chosen, 0, True)[0]
     assert found.agree, found.differences()[:3]
+    assert found.rows[-1].values["estimate"] == outcome.peak_bytes
     assert outcome.peak_bytes == peak_bytes(generation(chosen, ranks=2))
 
 

@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from meshwise.ledger import Ledger
 
 KEY = ("module", "op", "phase", "shape", "dtype", "collective", "axis", "group_size")
@@ -75,7 +77,8 @@ def compare(
 ) -> Comparison:
     """Join `ledgers`, by the instruments' names, and compare `columns`; an absent number counts as zero.
 
-    `partial` instruments state only some ops, and not what is alive: where they are silent they are left out.
+    `partial` instruments state only some ops, and not what is alive at each: where they are silent they are
+    left out. They do state the most that is ever alive, and that is one more row, of no module.
     """
     tables = {name: _by_place(ledger, columns) for name, ledger in ledgers.items()}
     places = dict.fromkeys(place for table in tables.values() for place in table)
@@ -91,6 +94,9 @@ def compare(
             }
             if any(values.values()) or None in values.values():
                 rows.append(Row(module, op, phase, column, shape, values))
+    if partial and "peak_bytes" in columns:
+        peaks = {name: float(np.nanmax(ledger["peak_bytes"])) for name, ledger in ledgers.items()}
+        rows.append(Row("", "whole program", "", "peak_bytes", "", dict(peaks)))
     return Comparison(tuple(rows))
 
 
