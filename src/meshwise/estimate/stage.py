@@ -100,10 +100,12 @@ def _mean_of(one: _Held, other: _Held) -> _Held:
 
 
 def _even(model: Model, chunks: int) -> list[int]:
-    if model.num_layers % chunks:
+    most, spare = divmod(model.num_layers, chunks)
+    if spare:
+        uneven = "-".join(map(str, [most + 1] * spare + [most] * (chunks - spare)))
         raise PlanError(
             f"{model.num_layers} layers of {model.name} do not divide by {chunks} pipeline stages "
-            "(pp x vpp); change pp or vpp, or list uneven stages as stages=a-b-..."
+            f"(pp x vpp); change pp or vpp, or list uneven stages: stages={uneven}"
         )
     return [model.num_layers // chunks] * chunks
 
