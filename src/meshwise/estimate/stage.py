@@ -101,6 +101,11 @@ def _mean_of(one: _Held, other: _Held) -> _Held:
 
 def _even(model: Model, chunks: int) -> list[int]:
     most, spare = divmod(model.num_layers, chunks)
+    if not most:
+        raise PlanError(
+            f"{model.num_layers} layers of {model.name} cannot fill {chunks} pipeline stages (pp x vpp); "
+            "use fewer"
+        )
     if spare:
         uneven = "-".join(map(str, [most + 1] * spare + [most] * (chunks - spare)))
         raise PlanError(
