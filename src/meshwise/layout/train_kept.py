@@ -45,9 +45,25 @@ def kept_peak_bytes(t: Training) -> float:
     for kind, place in t.order:
         size = kept_bytes(t, pieces[place])
         alive += size if kind == "F" else 0.0
-        peak = max(peak, alive + (redone_bytes(t, pieces[place]) if kind == "B" else 0.0))
-        alive -= size if kind == "B" else 0.0
+        peak = max(peak, alive + (redone_bytes(t, pieces[place]) if kind in ("B", "I") else 0.0))
+        if kind in ("B", "W"):
+            alive -= size - (left_bytes(t, pieces[place]) if kind == "W" else 0.0)
     return peak
+
+
+def left_bytes(t: Training, piece: Piece) -> float:
+    """What stays kept of a microbatch to the end of the step, on the last stage, if its backward is split.
+
+    The half that makes gradients of weights lets go of what their ops kept; what the others kept goes with
+    the graph, which torch's schedules hold by its loss.
+    """
+    if not piece.has_head:
+        return 0.0
+    total = 0.0
+    for count, ops in piece_ops(t, piece):
+        free = [op for op in ops if op.phase == "forward" and op.kind != "matmul" and not op.num_params]
+        total += count * sum(op_kept_bytes(t, op) for op in free)
+    return total - t.state_bytes  # the loss lets go of its weight
 
 
 def kept_bytes(t: Training, piece: Piece) -> float:

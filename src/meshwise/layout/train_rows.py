@@ -104,15 +104,13 @@ def _exchange_rows(t: Training, op: Op) -> Iterator[Row]:
 
 
 def write_handovers(t: Training, stage: int, tape: Tape) -> None:
-    """What a stage hands on to the next one, forward, and back to the one before, backward."""
+    """What a stage hands on to the next one and back to the one before, unless they are of the same rank."""
     if t.pp == 1:
         return
     shape = (t.batch, t.seq // t.tp, t.model.hidden)
     count = t.steps * t.microbatches
-    for is_there, ways in (
-        (stage > 0, (("recv", "forward"), ("send", "forward"))),
-        (stage < t.num_stages - 1, (("send", "forward"), ("recv", "forward"))),
-    ):
-        for kind, phase in ways if is_there else ():
-            row = collective_row(kind, phase, shape, "pp", t.pp, t.elem_bytes, t.dtype)
+    neighbours = [near for near in (stage - 1, stage + 1) if 0 <= near < t.num_stages]
+    for _ in (near for near in neighbours if near not in t.pieces):
+        for kind in ("send", "recv"):
+            row = collective_row(kind, "forward", shape, "pp", t.pp, t.elem_bytes, t.dtype)
             tape.op(**row, count=count)

@@ -149,8 +149,12 @@ def write_weights(t: Training, tape: Tape) -> None:
 
 
 def write_tied(t: Training, piece: Piece, tape: Tape) -> None:
-    """A tied table has a copy at each end of a pipeline; once a step both get the sum of their gradients."""
-    if not t.model.tied_embedding or piece.has_embedding == piece.has_head:
+    """A tied table has a copy at each end of a pipeline; once a step both get the sum of their gradients.
+
+    Where one rank has both ends, nothing is exchanged.
+    """
+    ends = [held for held in t.pieces.values() if held.has_embedding or held.has_head]
+    if not t.model.tied_embedding or piece not in ends or len(ends) == 2 or t.pp == 1:
         return
     table = Group(((t.model.vocab // t.tp, t.model.hidden),), ())
     rows = table.local_elements(t.shards, t.shard) // t.model.hidden

@@ -31,7 +31,7 @@ class Training:
     `cut` is how the layout cuts a block; `shards` ranks share the weights, of which this is number `shard`,
     `experts_shards` the experts that this one holds; `ring_rank` is its place in the ring of context
     parallelism. `pieces` are this rank's, by the number of their stage; `order` is what the rank does in a
-    step, (F or B, place in `pieces`). `elem_bytes` is what it computes in, `state_bytes` what it keeps
+    step, (F, B, I or W, place in `pieces`). `elem_bytes` is what it computes in, `state_bytes` what it keeps
     states in.
     """
 

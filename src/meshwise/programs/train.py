@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 STATES_TOTALS_ONLY = True
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-v")
 CP_KINDS = ("ring", "all_gather")
 
 
@@ -48,7 +48,7 @@ class Options:
     plan: Annotated[
         str,
         Meta(
-            description="tp, cp, ep, pp, vpp, schedule=gpipe|1f1b|interleaved, cp_kind=ring|all_gather, "
+            description="tp, cp, ep, pp, vpp, schedule=gpipe|1f1b|interleaved|zb-v, cp_kind=ring|all_gather, "
             "recompute=none|selective|full, dtype=bf16|fp16|fp32|fp64, joined by commas as in tp=2,pp=2; "
             "dp is what they leave"
         ),
@@ -94,6 +94,11 @@ def check(options: Options, ranks: int) -> None:
             raise PlanError(f"train: {what} {number} does not divide by {by}")
     if model.positions == "learned" and options.seq > model.max_seq:
         raise PlanError(f"train: seq {options.seq} exceeds the {model.max_seq} positions of {model.name}")
+    if plan.pp > 1 and plan.schedule == "zb-v" and plan.recompute != "none":
+        raise PlanError(
+            f"train: schedule=zb-v of torch would recompute once for each weight; use recompute=none, not "
+            f"recompute={plan.recompute}"
+        )
     on = the_degrees(options, ranks)
     _check_experts(options, on)
     if plan.pp > 1:
@@ -194,13 +199,16 @@ class Place:
 
 
 def rank_layers(options: Options, ranks: int, pp_rank: int) -> dict[int, range]:
-    """The layers of each stage that a rank of the pipeline holds, round and round."""
+    """The layers of each stage that a rank of the pipeline holds: round and round, or down and back up."""
     plan = the_plan(options)
     chunks = plan_chunks(the_model(options), the_degrees(options, ranks))
     ends = [0]
     for chunk in chunks:
         ends.append(ends[-1] + int(chunk.layers))
-    return {stage: range(ends[stage], ends[stage + 1]) for stage in range(pp_rank, len(chunks), plan.pp)}
+    stages = list(range(pp_rank, len(chunks), plan.pp))
+    if plan.schedule == "zb-v":
+        stages = [pp_rank, 2 * plan.pp - 1 - pp_rank]
+    return {stage: range(ends[stage], ends[stage + 1]) for stage in stages}
 
 
 def estimate(options: Options, tape: Tape) -> None:
@@ -246,7 +254,7 @@ def piece_of(layers: range, model: Model) -> Piece:
 
 
 def rank_order(plan: Plan, pp_rank: int, num_microbatches: int) -> tuple[tuple[str, int], ...]:
-    """What a rank does in a step: (F or B, which of its pieces)."""
+    """What a rank does in a step: (F, B, I or W, which of its pieces)."""
     if plan.pp == 1:
         return (("F", 0), ("B", 0)) * num_microbatches
     played = simulate(plan.schedule, 1.0, 1.0, 1.0, pp=plan.pp, m=num_microbatches, v=plan.vpp)

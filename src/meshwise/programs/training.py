@@ -107,7 +107,8 @@ class Trainer:
     def _ends(self) -> dist.ProcessGroup | None:
         """The first and the last rank of this rank's pipeline, each with its copy of a tied table."""
         num, place = self.plan.pp, self.place.pp
-        if num == 1 or not self.model.tied_embedding or place not in (0, num - 1):
+        is_folded = self.plan.schedule == "zb-v"  # both ends are the first rank's
+        if num == 1 or is_folded or not self.model.tied_embedding or place not in (0, num - 1):
             return None
         per_stage = self.context.world_size // num
         first = self.context.rank - place * per_stage
@@ -115,14 +116,14 @@ class Trainer:
 
     def _sum_tied_gradients(self) -> None:
         """Both copies of a tied table get the sum of their gradients, as Megatron-LM does it."""
+        tables = [table for piece in self.pieces.values() if (table := piece.tied()) is not None]
+        grads = [table.grad.to_local() for table in tables]
         with self.context.recorder.phase("backward"):
-            for piece in self.pieces.values():
-                table = piece.tied()
-                if table is None or self.ends is None:
-                    continue
-                grad = table.grad.to_local()
-                if grad.numel():
-                    dist.all_reduce(grad, group=self.ends)
+            if len(grads) == 2:  # a V-shaped schedule brings the model's end back to the first rank
+                grads[0].add_(grads[1])
+                grads[1].copy_(grads[0])
+            elif grads and grads[0].numel():
+                dist.all_reduce(grads[0], group=self.ends)
 
     def _scale_gradients_of_experts(self) -> None:
         """From the mean over the ranks that hold the same experts, dp cp tp / ep, to the mean over dp cp."""
