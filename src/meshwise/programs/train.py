@@ -71,7 +71,7 @@ def check(options: Options, ranks: int) -> None:
     built: dict[str, tuple[Any, ...]] = {
         "layout": ("1d",), "zero": (3,), "zero_group": (None,), "optimizer": ("adam",), "lora_rank": (0,),
         "attention": ("flash",), "recompute_layers": (None,), "schedule": SCHEDULES, "cp_kind": CP_KINDS,
-        "dtype": ("bf16", "fp16", "fp32", "fp64"), "stages": (None,), "dispatch": ("per_expert",),
+        "dtype": ("bf16", "fp16", "fp32", "fp64"), "dispatch": ("per_expert",),
         "imbalance": (1.0,), "placement": (Plan().placement,),
     }  # fmt: skip
     for name, values in built.items():
