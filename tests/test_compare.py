@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,17 +136,6 @@ def test_lifetimes_do_not_depend_on_gloos_threads(pools: Callable[[int], Ranks])
     for _ in range(10):
         for outcome in pools(4).call(run_rank, "ulysses", options, 0, True):
             assert not compare({"dry_run": expected, "run": outcome.ledger}).differences()
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")
-def test_a_second_run_adds_no_threads(pools: Callable[[int], Ranks]) -> None:
-    """Groups, each with threads and connections, are made once in the world of a pool."""
-    options = make_options(find_program("ulysses"), {"seq": 16, "hidden": 8, "heads": 4})
-    threads = []
-    for _ in range(2):
-        pools(4).call(run_rank, "ulysses", options, 0, True)
-        threads.append([len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in pools(4).pids])
-    assert threads[0] == threads[1]
 
 
 # --- the join alone -----------------------------------------------------------------------------

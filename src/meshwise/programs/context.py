@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -72,7 +71,6 @@ class Context:
     root: int = 0
     is_fake: bool = False
     quiet: bool = False
-    _taken: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter)
 
     def dtype(self, name: str) -> torch.dtype:
         """The torch dtype that meshwise calls `name`."""
@@ -128,17 +126,8 @@ class Context:
             return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(axes))
 
     def group(self, axis: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A group of `ranks`, this rank among them, known to the recorder as mesh axis `axis`.
-
-        Each call in a run gives another one. Ranks that run several programs use those of the last again,
-        for a group holds threads and connections until the world ends.
-        """
-        place = axis, tuple(ranks)
-        key = *place, self._taken[place]
-        self._taken[place] += 1
-        if key not in _groups or _groups[key] not in dist.distributed_c10d._world.pg_names:
-            _groups[key] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=axis)
-        group = _groups[key]
+        """A group of `ranks`, this rank among them, known to the recorder as mesh axis `axis`."""
+        group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=axis)
         self.recorder.name_axis(group, axis)
         return group
 
@@ -147,10 +136,6 @@ class Context:
         with _disable_current_modes():
             group = self.group(axis, ranks)
             return DeviceMesh.from_group(group, self.device.type, mesh_dim_names=(axis,))
-
-
-_groups: dict[tuple[str, tuple[int, ...], int], dist.ProcessGroup] = {}
-"""The groups of this process, by axis, ranks and number; after the end of their world made anew."""
 
 
 def _forget_groups() -> None:
