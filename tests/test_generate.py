@@ -1,7 +1,6 @@
 """Generation: the cache changes nothing, and each search finds what it should."""
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -12,15 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from closed_form import check_estimate_is_the_dry_run
 from meshwise.errors import MeshwiseError, WorkloadError
 from meshwise.estimate.generation import peak_bytes
 from meshwise.gpt_config import GptConfig
 from meshwise.instruments.compare_program import compare_program
-from meshwise.instruments.dry_run import dry_run, new_tape
 from meshwise.instruments.launch import Ranks
 from meshwise.instruments.run import run_rank
 from meshwise.programs import find_program, parse_options
-from meshwise.programs.generate import Options, check, estimate, generation
+from meshwise.programs.generate import Options, check, generation
 from meshwise.programs.search import BeamSearch, Sampler, Search, decode, drawn
 from meshwise.programs.text_data import EOS, NUM_SPECIAL, PAD
 from meshwise.programs.transformer_lm import TransformerDecoder, init_parameters
@@ -196,16 +195,6 @@ def test_no_text_ends_before_its_least_length(kind: str) -> None:
 # --- the closed form is the program --------------------------------------------------------------
 
 TINY = "decoder_layers=4,moe_expert_count=8,decoder_embed_dim=32,decoder_ffn_embed_dim=64"
-COLUMNS = ("flop", "read_bytes", "write_bytes", "weight_bytes", "payload_bytes", "sent_bytes", "group_size")
-
-
-def table(rows: Iterable[dict[str, Any]]) -> Counter[Any]:
-    """How often each kind of op occurs, with everything that its row says but times and live bytes."""
-    counts: Counter[Any] = Counter()
-    for row in rows:
-        names = (row["module"], row["op"], row["shape"], row["dtype"], row["axis"])
-        counts[(*names, *(row[column] or 0 for column in COLUMNS))] += row["count"]
-    return counts
 
 
 @pytest.mark.parametrize(
@@ -229,16 +218,7 @@ def test_estimate_is_the_dry_run(ranks: int, override: str, options: dict[str, A
     """Every stated row, every FLOP and collective, and the peak, to the last byte."""
     sizes: dict[str, Any] = {"prompt_tokens": 7, "max_tokens": 5} | options
     chosen = Options(override=f"{TINY},{override}".rstrip(","), **sizes)
-    for rank in {0, ranks - 1}:
-        tape = new_tape("estimate", ranks, rank, "cpu")
-        estimate(chosen, tape)
-        outcome = dry_run("generate", chosen, ranks=ranks, rank=rank, device="cpu")
-        stated, seen = table(tape.ledger().rows()), table(outcome.ledger.rows())
-        assert stated == Counter({key: seen[key] for key in stated})
-        assert tape.ledger().total("flop") == outcome.ledger.total("flop")
-        collectives = [row for row in outcome.ledger.rows() if row["collective"] and row["module"]]
-        assert table(collectives) == Counter({key: n for key, n in stated.items() if key[4]})
-        assert tape.peak_bytes == outcome.peak_bytes
+    check_estimate_is_the_dry_run("generate", chosen, ranks)
 
 
 def test_cache_of_keys_and_values_by_hand() -> None:

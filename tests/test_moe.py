@@ -14,17 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import profile
 
+from closed_form import check_estimate_is_the_dry_run
 from meshwise.errors import MeshwiseError, ModelError, PlanError
 from meshwise.estimate import moe_inference as moe
 from meshwise.estimate.moe_memory import peak_bytes, rank_params, weight_bytes
 from meshwise.gpt_config import GptConfig, find_gpt_config, gpt_config_from_dict, to_model
 from meshwise.hardware import find_cluster
-from meshwise.instruments.dry_run import dry_run, new_tape
+from meshwise.instruments.dry_run import dry_run
 from meshwise.layout.expert_parallel import capacity, place
 from meshwise.layout.expert_pass import Pass
 from meshwise.model import num_active_params, num_params
 from meshwise.programs import generate
-from meshwise.programs.eval_lm import Options, estimate
+from meshwise.programs.eval_lm import Options
 from meshwise.programs.moe import DenseDispatch, MoELayer, Shard, SparseDispatch, metric_names, route
 from meshwise.programs.transformer_lm import TransformerDecoder, init_parameters
 
@@ -257,20 +258,10 @@ def test_command_refuses_in_one_sentence(meshwise: Callable[..., Any], words: li
 
 # --- the closed form is the program ----------------------------------------------------------------
 
-COLUMNS = ("flop", "read_bytes", "write_bytes", "weight_bytes", "payload_bytes", "sent_bytes", "group_size")
 TINY = (
     "decoder_layers=4,tokens_per_sample=48,moe_expert_count=8,decoder_embed_dim=32,decoder_ffn_embed_dim=64,"
     "moe_eval_capacity_token_fraction=0.1"
 )
-
-
-def table(rows: Any) -> Counter[Any]:
-    """How often each kind of op occurs, with everything that its row says but times and live bytes."""
-    counts: Counter[Any] = Counter()
-    for row in rows:
-        names = (row["module"], row["op"], row["shape"], row["dtype"], row["axis"])
-        counts[(*names, *(row[column] or 0 for column in COLUMNS))] += row["count"]
-    return counts
 
 
 @pytest.mark.parametrize(
@@ -294,16 +285,7 @@ def table(rows: Any) -> Counter[Any]:
 def test_estimate_is_the_dry_run(ranks: int, override: str, options: dict[str, Any]) -> None:
     """Every row that the closed form states, every FLOP and collective, and the peak, to the last byte."""
     chosen = Options(override=f"{TINY},{override}".rstrip(","), max_blocks=6, **options)
-    for rank in {0, ranks - 1}:
-        tape = new_tape("estimate", ranks, rank, "cpu")
-        estimate(chosen, tape)
-        outcome = dry_run("eval-lm", chosen, ranks=ranks, rank=rank, device="cpu")
-        stated, seen = table(tape.ledger().rows()), table(outcome.ledger.rows())
-        assert stated == Counter({key: seen[key] for key in stated})
-        assert tape.ledger().total("flop") == outcome.ledger.total("flop")
-        in_passes = [row for row in outcome.ledger.rows() if row["collective"] and row["module"]]
-        assert table(in_passes) == Counter({key: n for key, n in stated.items() if key[4]})
-        assert tape.peak_bytes == outcome.peak_bytes
+    check_estimate_is_the_dry_run("eval-lm", chosen, ranks)
 
 
 @given(

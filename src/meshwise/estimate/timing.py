@@ -133,11 +133,8 @@ def _group(op: Op) -> tuple[str, ...]:
     if op.kind == "attention":
         return "attention", op.dtype, op.phase, "causal" if op.causal else "full"
     if op.kind == "matmul":
-        return (
-            "matmul",
-            op.dtype,
-            "weights" if np.any(op.num_params) or op.module == "head" or op.name not in CORE else "scores",
-        )
+        is_core = op.name in CORE and op.module != "head"  # the head has logits too
+        return "matmul", op.dtype, "scores" if is_core else "weights"
     if op.name.endswith("_cast"):
         return op.kind, "cast"
     return op.kind, "expert_bias" if op.name in ("expert_fc1_bias", "expert_fc2_bias") else "other"

@@ -180,7 +180,7 @@ def model_of(run: Run) -> Model:
         num_layers=run.layers,
         ffn_hidden=run.ffn_hidden,
         num_kv_heads=run.kv_heads,
-        vocab=run.vocab - run.vocab % run.tp,
+        vocab=_vocab(run),
         max_seq=run.seq,
         moe=_experts(known, run),
     )
@@ -201,6 +201,11 @@ def _experts(model: Model, run: Run) -> MoE | None:
     )
 
 
+def _vocab(run: Run) -> int:
+    """The vocabulary as wide as the row says, without what tp does not divide (see the top of this file)."""
+    return run.vocab - run.vocab % run.tp
+
+
 def _plain_model(run: Run) -> Model:
     """A GPT or Llama-like model: gated if that explains its parameters (or, unstated, its width) better."""
     moe = None
@@ -216,7 +221,7 @@ def _plain_model(run: Run) -> Model:
             num_heads=run.heads,
             num_kv_heads=run.kv_heads,
             head_dim=run.hidden // run.heads,
-            vocab=run.vocab - run.vocab % run.tp,
+            vocab=_vocab(run),
             max_seq=run.seq,
             activation="swiglu" if gated else "gelu",
             norm="rmsnorm" if gated else "layernorm",
