@@ -11,12 +11,12 @@ from meshwise.estimate.block_time import block_time
 from meshwise.estimate.grid import Choices, plan_grid
 from meshwise.estimate.single import estimate
 from meshwise.estimate.timing import Machine, machine, op_times
-from meshwise.hardware import find_cluster, rates, stack_rates
-from meshwise.layout.block import block
-from meshwise.layout.cut import Cut
-from meshwise.model import find_model
-from meshwise.plan import parse_plan
-from meshwise.workload import workload
+from meshwise.machine.hardware import find_cluster, rates, stack_rates
+from meshwise.model.architecture import find_model
+from meshwise.plan.plan import parse_plan
+from meshwise.plan.workload import workload
+from meshwise.program.block import block
+from meshwise.program.cut import Cut
 
 GPT3 = find_model("gpt3-175b")
 

@@ -18,9 +18,16 @@ if hasattr(os, "sched_setaffinity"):
 
 import numpy as np
 
-from meshwise.frontier import Assumptions, LinearLayer, best_runs, find_device, frontier, layer_times
-from meshwise.frontier.assumptions import sizes
-from meshwise.frontier.run import CURVE_FLOP, RUN_UTILIZATION, search_grid
+from meshwise.published.frontier import (
+    Assumptions,
+    LinearLayer,
+    best_runs,
+    find_device,
+    frontier,
+    layer_times,
+)
+from meshwise.published.frontier.assumptions import sizes
+from meshwise.published.frontier.run import CURVE_FLOP, RUN_UTILIZATION, search_grid
 
 
 def best_of_three(call: Callable[[], Any]) -> float:

@@ -33,7 +33,7 @@ def capture_overhead() -> None:
     """Print the cost of a small operator bare and captured, and of starting and ending a capture."""
     import torch
 
-    from meshwise.instruments.capture import Capture
+    from meshwise.runtime.capture import Capture
 
     torch.set_num_threads(1)
     x = torch.randn(32, 32)
@@ -73,8 +73,8 @@ def capture_overhead_of_training(rounds: int = 7, steps: int = 40) -> None:
     """Print how much longer training steps take captured, measured and as estimated by `capture_cost`."""
     import torch
 
-    from meshwise.instruments.capture import Capture
-    from meshwise.instruments.capture_cost import capture_cost
+    from meshwise.runtime.capture import Capture
+    from meshwise.runtime.capture_cost import capture_cost
 
     torch.set_num_threads(1)
     for width in (64, 512):

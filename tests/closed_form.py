@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from meshwise.instruments.dry_run import dry_run, new_tape
-from meshwise.programs import find_program
+from meshwise.runtime.dry_run import dry_run, new_tape
+from meshwise.runtime.programs import find_program
 
 COLUMNS = ("flop", "read_bytes", "write_bytes", "weight_bytes", "payload_bytes", "sent_bytes", "group_size")
 

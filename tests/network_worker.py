@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwise.instruments import run
-from meshwise.instruments.launch import Place, launch
-from meshwise.instruments.measure import collective_time_s
-from meshwise.instruments.recorder import Recorder
-from meshwise.ledger import Ledger
-from meshwise.programs import find_program, make_options
+from meshwise.core.ledger import Ledger
+from meshwise.runtime import run
+from meshwise.runtime.launch import Place, launch
+from meshwise.runtime.measure import collective_time_s
+from meshwise.runtime.programs import find_program, make_options
+from meshwise.runtime.recorder import Recorder
 
 RATE_BYTES_PER_S = 50e6 / 8
 BURST_BYTES = 128 << 10  # a timer that is late by 20 ms costs the cable nothing

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 import ranks
-from meshwise.errors import MeshwiseError
-from meshwise.instruments.launch import launch
+from meshwise.core.errors import MeshwiseError
+from meshwise.runtime.launch import launch
 
 if __name__ == "__main__":
     try:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from meshwise.instruments.launch import Place
-from meshwise.instruments.outcome import Outcome
-from meshwise.instruments.run import run_rank
-from meshwise.programs.tensor_parallel import Options
+from meshwise.runtime.launch import Place
+from meshwise.runtime.outcome import Outcome
+from meshwise.runtime.programs.tensor_parallel import Options
+from meshwise.runtime.run import run_rank
 
 NUM_GROUPS = {"1d": 1, "2d": 2, "2d-cp": 2, "2.5d": 5, "3d": 3}
 

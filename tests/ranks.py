@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwise.errors import PlanError
-from meshwise.instruments.launch import Place
+from meshwise.core.errors import PlanError
+from meshwise.runtime.launch import Place
 
 
 def total_of_ranks(place: Place, factor: int) -> int:

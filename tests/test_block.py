@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.cost.op import KERNELS, attended_pairs, matmul
-from meshwise.layout.block import block
-from meshwise.layout.cut import Cut
-from meshwise.layout.op import Op, precision
-from meshwise.layout.vocabulary import head
-from meshwise.model import find_model, params
+from meshwise.model.architecture import find_model, params
+from meshwise.program.block import block
+from meshwise.program.cut import Cut
+from meshwise.program.op import Op, precision
+from meshwise.program.vocabulary import head
 
 GPT3 = find_model("gpt3-175b")
 

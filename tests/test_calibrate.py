@@ -15,14 +15,14 @@ pytest.importorskip("torch")
 
 import torch
 
+from meshwise.core.errors import PlanError
 from meshwise.cost.collective import collective_s
-from meshwise.efficiency import IDEAL, constants
-from meshwise.errors import PlanError
-from meshwise.hardware import find_cluster
-from meshwise.instruments import measure
-from meshwise.instruments.calibrate import calibrate, fit_link, from_samples
-from meshwise.instruments.launch import Ranks
-from meshwise.instruments.measure import COLLECTIVES, EFFORTS, Sample
+from meshwise.machine.efficiency import IDEAL, constants
+from meshwise.machine.hardware import find_cluster
+from meshwise.runtime import measure
+from meshwise.runtime.calibrate import calibrate, fit_link, from_samples
+from meshwise.runtime.launch import Ranks
+from meshwise.runtime.measure import COLLECTIVES, EFFORTS, Sample
 
 QUICK = EFFORTS["cpu", True]
 
@@ -215,7 +215,7 @@ def test_memory_of_a_gpu_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr("meshwise.instruments.calibrate.op_samples", full)
+    monkeypatch.setattr("meshwise.runtime.calibrate.op_samples", full)
     with pytest.raises(PlanError, match="free memory does not hold the operands"):
         calibrate("cuda")
 

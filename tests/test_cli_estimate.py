@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwise.errors import MeshwiseError
-from meshwise.estimate.request import Budget, Request, respond
-from meshwise.ledger import COLUMNS
-from meshwise.plan import parse_plan, plan_from_dict
+from meshwise.core.errors import MeshwiseError
+from meshwise.core.ledger import COLUMNS
+from meshwise.plan.plan import parse_plan, plan_from_dict
+from meshwise.report.request import Budget, Request, respond
 
 BASE = ("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:64", "--plan", "tp=8,pp=8", "--batch", "64")
 KEYS = {

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.cost.collective import collective_s, members, peer_all_reduce_s, sent_bytes
-from meshwise.efficiency import IDEAL, PeerEfficiency, constants
-from meshwise.hardware import find_chip
+from meshwise.machine.efficiency import IDEAL, PeerEfficiency, constants
+from meshwise.machine.hardware import find_chip
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "p2p")
 LINKS = {

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwise.compare import compare
-from meshwise.ledger import Ledger
+from meshwise.core.compare import compare
+from meshwise.core.ledger import Ledger
 
 pytest.importorskip("torch")
 
-from meshwise.instruments.compare_program import compare_program
-from meshwise.instruments.dry_run import dry_run, new_tape
-from meshwise.instruments.launch import Ranks
-from meshwise.instruments.run import run_rank
-from meshwise.programs import find_program, make_options
+from meshwise.runtime.compare_program import compare_program
+from meshwise.runtime.dry_run import dry_run, new_tape
+from meshwise.runtime.launch import Ranks
+from meshwise.runtime.programs import find_program, make_options
+from meshwise.runtime.run import run_rank
 
 DTYPES = ("bf16", "fp16", "fp32", "fp64")
 
@@ -178,7 +178,7 @@ def test_command_says_no_with_exit_code_1(
     agreed = meshwise(*words, "--json")
     assert agreed.code == 0 and agreed.document["agree"] is True
     assert {"module", "op", "phase", "column", "estimate", "dry_run"} <= set(agreed.document["rows"][0])
-    monkeypatch.setattr("meshwise.layout.ulysses.attended_pairs", lambda *sizes, causal: 1.0)
-    monkeypatch.setattr("meshwise.layout.writer.matmul_flop", lambda *sizes, batch: 1.0)
+    monkeypatch.setattr("meshwise.program.ulysses.attended_pairs", lambda *sizes, causal: 1.0)
+    monkeypatch.setattr("meshwise.program.writer.matmul_flop", lambda *sizes, batch: 1.0)
     differed = meshwise(*words, "--json")
     assert differed.code == 1 and differed.document["agree"] is False

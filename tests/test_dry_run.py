@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("torch")
 
+from meshwise.core.errors import PlanError
 from meshwise.cost.allocator import CachingAllocator
-from meshwise.errors import PlanError
-from meshwise.instruments.dry_run import dry_run, new_tape
-from meshwise.programs import find_program, make_options
+from meshwise.runtime.dry_run import dry_run, new_tape
+from meshwise.runtime.programs import find_program, make_options
 
 LOG = {"ranks": 16, "rank": 7, "device": "h100-80g-sxm"}
 SIZES = {"seq": 60000, "hidden": 16384}
@@ -121,8 +121,8 @@ def test_any_rank_of_a_large_world(rank: int) -> None:
 def test_host_memory_of_the_log_is_small() -> None:
     """57.6 GB of scores, 2 GB of host memory at most."""
     code = (
-        "from meshwise.programs import find_program, make_options\n"
-        "from meshwise.instruments.dry_run import dry_run\n"
+        "from meshwise.runtime.programs import find_program, make_options\n"
+        "from meshwise.runtime.dry_run import dry_run\n"
         "import resource\n"
         "o = make_options(find_program('ulysses'), dict(seq=60000, hidden=16384, heads=128))\n"
         "dry_run('ulysses', o, ranks=16, rank=7, device='h100-80g-sxm')\n"
@@ -137,8 +137,8 @@ def test_every_rank_in_one_process_whatever_ran_before() -> None:
     """Autograd at work before the fake device exists; then several worlds of DTensors, one after another."""
     code = (
         "import torch\n"
-        "from meshwise.programs import find_program, make_options\n"
-        "from meshwise.instruments.dry_run import dry_run\n"
+        "from meshwise.runtime.programs import find_program, make_options\n"
+        "from meshwise.runtime.dry_run import dry_run\n"
         "torch.ones(2, requires_grad=True).sum().backward()\n"
         "o = make_options(find_program('train'), dict(model='llama3-8b', layers=1, plan='tp=2', seq=64))\n"
         "print(*(dry_run('train', o, ranks=4, rank=rank, device='a100').peak_bytes for rank in range(4)))"

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise import efficiency as eff
-from meshwise import fit
+from meshwise.calibrate import fit
+from meshwise.calibrate.microdata import OPS_COLUMNS, Measurement, read
+from meshwise.core.errors import ClusterError, DataError
 from meshwise.cost import dispatch
 from meshwise.cost.attention_kernel import attention_s, decode_attention_s
 from meshwise.cost.experts import active_experts, experts_s
 from meshwise.cost.gemm import TILES, gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s, scaled_cast_s
-from meshwise.errors import ClusterError, DataError
-from meshwise.hardware import chips, find_chip
-from meshwise.microdata import OPS_COLUMNS, Measurement, read
+from meshwise.machine import efficiency as eff
+from meshwise.machine.hardware import chips, find_chip
 
 H100 = find_chip("h100")
 CHIP = {"flop_per_s": H100.matrix_peak("bf16"), "memory_bytes_per_s": H100.memory_bytes_per_s}

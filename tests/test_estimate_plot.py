@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwise.estimate.request import Request, respond
 from meshwise.estimate.single import Estimate
 from meshwise.report.estimate_plot import draw_memory, draw_roofline, draw_time, layer_ops
 from meshwise.report.estimate_trace import timeline_events
 from meshwise.report.figure import new_figure
+from meshwise.report.request import Request, respond
 
 pytest.importorskip("matplotlib")
 

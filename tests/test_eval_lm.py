@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch.profiler import profile
 
-from meshwise.errors import DataError, MeshwiseError, ModelError, PlanError, WorkloadError
-from meshwise.estimate.moe_inference import host_reads
-from meshwise.instruments.launch import Place, Ranks
-from meshwise.instruments.outcome import Outcome
-from meshwise.instruments.run import run_rank
-from meshwise.programs.eval_lm import Options, check
-from meshwise.programs.text_data import EOS, PAD, ByteTokenizer, find_tokenizer, read_blocks
-from meshwise.programs.transformer_lm import sinusoidal_positions
+from meshwise.core.errors import DataError, MeshwiseError, ModelError, PlanError, WorkloadError
+from meshwise.published.moe_inference import host_reads
+from meshwise.runtime.launch import Place, Ranks
+from meshwise.runtime.outcome import Outcome
+from meshwise.runtime.programs.eval_lm import Options, check
+from meshwise.runtime.programs.text_data import EOS, PAD, ByteTokenizer, find_tokenizer, read_blocks
+from meshwise.runtime.programs.transformer_lm import sinusoidal_positions
+from meshwise.runtime.run import run_rank
 
 TINY = (
     "decoder_layers=2,tokens_per_sample=32,moe_expert_count=4,decoder_embed_dim=16,decoder_ffn_embed_dim=32,"

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from meshwise.cli.frontier import app
-from meshwise.errors import ClusterError, MeshwiseError, WorkloadError
-from meshwise.frontier import (
+from meshwise.core.errors import ClusterError, MeshwiseError, WorkloadError
+from meshwise.machine.hardware import find_chip
+from meshwise.published.frontier import (
     Assumptions,
     Device,
     Failures,
@@ -35,11 +36,11 @@ from meshwise.frontier import (
     power_and_cost,
     sensitivity,
 )
-from meshwise.frontier.assumptions import sizes
-from meshwise.frontier.failures import checkpoint_interval_s, goodput, young_interval_s
-from meshwise.frontier.layer import PATTERNS, all_reduce_words, all_reduce_words_by_level
-from meshwise.frontier.run import RUN_UTILIZATION, search_grid
-from meshwise.frontier.step import (
+from meshwise.published.frontier.assumptions import sizes
+from meshwise.published.frontier.failures import checkpoint_interval_s, goodput, young_interval_s
+from meshwise.published.frontier.layer import PATTERNS, all_reduce_words, all_reduce_words_by_level
+from meshwise.published.frontier.run import RUN_UTILIZATION, search_grid
+from meshwise.published.frontier.step import (
     Split,
     all_reduce_latency_s,
     held_bytes,
@@ -47,7 +48,6 @@ from meshwise.frontier.step import (
     step_s,
     utilization,
 )
-from meshwise.hardware import find_chip
 
 H100 = Device(
     name="H100 SXM5",

@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from closed_form import check_estimate_is_the_dry_run
-from meshwise.errors import MeshwiseError, WorkloadError
-from meshwise.estimate.generation import peak_bytes
-from meshwise.gpt_config import GptConfig
-from meshwise.instruments.compare_program import compare_program
-from meshwise.instruments.launch import Ranks
-from meshwise.instruments.run import run_rank
-from meshwise.programs import find_program, parse_options
-from meshwise.programs.generate import Options, check, generation
-from meshwise.programs.search import BeamSearch, Sampler, Search, decode, drawn
-from meshwise.programs.text_data import EOS, NUM_SPECIAL, PAD
-from meshwise.programs.transformer_lm import TransformerDecoder, init_parameters
+from meshwise.core.errors import MeshwiseError, WorkloadError
+from meshwise.model.gpt_config import GptConfig
+from meshwise.published.generation import peak_bytes
+from meshwise.runtime.compare_program import compare_program
+from meshwise.runtime.launch import Ranks
+from meshwise.runtime.programs import find_program, parse_options
+from meshwise.runtime.programs.generate import Options, check, generation
+from meshwise.runtime.programs.search import BeamSearch, Sampler, Search, decode, drawn
+from meshwise.runtime.programs.text_data import EOS, NUM_SPECIAL, PAD
+from meshwise.runtime.programs.transformer_lm import TransformerDecoder, init_parameters
+from meshwise.runtime.run import run_rank
 
 CPU = torch.device("cpu")
 

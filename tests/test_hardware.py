@@ -19,9 +19,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwise.core.errors import ClusterError
 from meshwise.cost.collective import collective_s
-from meshwise.errors import ClusterError
-from meshwise.hardware import (
+from meshwise.machine.hardware import (
     Chip,
     Cluster,
     chips,

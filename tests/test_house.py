@@ -11,31 +11,21 @@ SOURCE = Path(__file__).parent.parent / "src" / "meshwise"
 
 # Top to bottom; a module may import from its own layer and from those below.
 LAYERS = [
-    ("cli", "__main__"),
-    ("report",),
-    ("instruments",),
-    ("programs",),
-    ("trace",),
-    ("search", "frontier", "validate", "compare", "fit", "fit_steps", "cases", "sweep", "microdata"),
+    ("__main__",),
+    ("cli",),
+    ("api",),
+    ("report", "sweep"),
+    ("runtime",),
+    ("trace", "search", "serve", "calibrate", "published"),
     ("estimate",),
-    ("layout",),
+    ("program",),
     ("cost",),
-    (
-        "model",
-        "huggingface",
-        "gpt_config",
-        "hardware",
-        "plan",
-        "workload",
-        "ledger",
-        "efficiency",
-        "overheads",
-        "catalog",
-    ),
-    ("files", "units", "errors"),
+    ("plan",),
+    ("model", "machine"),
+    ("core",),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-TORCH_ROOMS = ("instruments", "programs")
+TORCH_ROOMS = ("runtime",)
 
 
 def modules() -> list[Path]:

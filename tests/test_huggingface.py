@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwise.errors import ModelError
-from meshwise.huggingface import families, model_from_config, read_config
-from meshwise.model import Model, find_model, num_active_params, num_params
+from meshwise.core.errors import ModelError
+from meshwise.model.architecture import Model, find_model, num_active_params, num_params
+from meshwise.model.huggingface import families, model_from_config, read_config
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 RAW = {path.stem: json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))}

@@ -14,23 +14,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwise.core.errors import PlanError
+from meshwise.core.units import Num
 from meshwise.cost.collective import sent_bytes
-from meshwise.errors import PlanError
 from meshwise.estimate.block_time import block_time
 from meshwise.estimate.degrees import degrees
 from meshwise.estimate.single import check_plan, estimate
 from meshwise.estimate.timing import machine, op_times
-from meshwise.hardware import find_cluster
-from meshwise.layout.block import block, shared_gradients
-from meshwise.layout.cut import Cut
-from meshwise.layout.grid import default_grid
-from meshwise.layout.op import Op
-from meshwise.layout.tensor_1d import bias_params, matrix_params, norm_params
-from meshwise.model import find_model
-from meshwise.plan import parse_plan
+from meshwise.machine.hardware import find_cluster
+from meshwise.model.architecture import find_model
+from meshwise.plan.plan import parse_plan
+from meshwise.plan.workload import workload
+from meshwise.program.block import block, shared_gradients
+from meshwise.program.cut import Cut
+from meshwise.program.grid import default_grid
+from meshwise.program.op import Op
+from meshwise.program.tensor_1d import bias_params, matrix_params, norm_params
 from meshwise.report.layout_plot import MATRICES, Block, held_blocks, plot_blocks, plot_scaling
-from meshwise.units import Num
-from meshwise.workload import workload
 
 GPT3 = find_model("gpt3-175b")
 # No limit of heads: so many that any grid divides them.

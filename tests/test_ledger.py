@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.errors import DataError
-from meshwise.ledger import COLUMNS, TEXT_COLUMNS, Ledger
+from meshwise.core.errors import DataError
+from meshwise.core.ledger import COLUMNS, TEXT_COLUMNS, Ledger
 
 ROWS = [
     {"op": "fc1", "phase": "forward", "shape": (2, 3), "flop": 12.0, "count": 4},

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.errors import ModelError
-from meshwise.model import (
+from meshwise.core.errors import ModelError
+from meshwise.model.architecture import (
     MoE,
     checked_model,
     find_model,

@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 from torch.profiler import profile
 
 from closed_form import check_estimate_is_the_dry_run
-from meshwise.errors import MeshwiseError, ModelError, PlanError
-from meshwise.estimate import moe_inference as moe
-from meshwise.estimate.moe_memory import peak_bytes, rank_params, weight_bytes
-from meshwise.gpt_config import GptConfig, find_gpt_config, gpt_config_from_dict, to_model
-from meshwise.hardware import find_cluster
-from meshwise.instruments.dry_run import dry_run
-from meshwise.layout.expert_parallel import capacity, place
-from meshwise.layout.expert_pass import Pass
-from meshwise.model import num_active_params, num_params
-from meshwise.programs import generate
-from meshwise.programs.eval_lm import Options
-from meshwise.programs.moe import DenseDispatch, MoELayer, Shard, SparseDispatch, metric_names, route
-from meshwise.programs.transformer_lm import TransformerDecoder, init_parameters
+from meshwise.core.errors import MeshwiseError, ModelError, PlanError
+from meshwise.machine.hardware import find_cluster
+from meshwise.model.architecture import num_active_params, num_params
+from meshwise.model.gpt_config import GptConfig, find_gpt_config, gpt_config_from_dict, to_model
+from meshwise.program.expert_parallel import capacity, place
+from meshwise.program.expert_pass import Pass
+from meshwise.published import moe_inference as moe
+from meshwise.published.moe_memory import peak_bytes, rank_params, weight_bytes
+from meshwise.runtime.dry_run import dry_run
+from meshwise.runtime.programs import generate
+from meshwise.runtime.programs.eval_lm import Options
+from meshwise.runtime.programs.moe import DenseDispatch, MoELayer, Shard, SparseDispatch, metric_names, route
+from meshwise.runtime.programs.transformer_lm import TransformerDecoder, init_parameters
 
 PRINTED_CONFIG = Path(__file__).parent / "data" / "fairseq_moe_lm_15b.txt"  # as fairseq's eval_lm prints it
 PASSES = 5  # max_valid_steps 4

@@ -16,16 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.cases import TOLERANCE, check_cases
+from meshwise.core.errors import DataError, PlanError
 from meshwise.cost import collective
-from meshwise.errors import DataError, PlanError
-from meshwise.estimate.nersc_2024_10 import COLUMNS, PaperRun, collective_s, paper_system, price
-from meshwise.estimate.nersc_2024_10_plan import Paper, paper
-from meshwise.hardware import find_cluster
-from meshwise.layout.nersc_2024_10 import PaperCut
-from meshwise.model import find_model
-from meshwise.plan import parse_plan
-from meshwise.workload import workload
+from meshwise.machine.hardware import find_cluster
+from meshwise.model.architecture import find_model
+from meshwise.plan.plan import parse_plan
+from meshwise.plan.workload import workload
+from meshwise.published.cases import TOLERANCE, check_cases
+from meshwise.published.nersc_2024_10 import COLUMNS, PaperRun, collective_s, paper_system, price
+from meshwise.published.nersc_2024_10_ops import PaperCut
+from meshwise.published.nersc_2024_10_plan import Paper, paper
 
 FILE = Path(__file__).parent / "data" / "nersc_final_cases.json"
 DOCUMENT = json.loads(FILE.read_text())

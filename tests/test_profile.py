@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwise.errors import DataError, MissingExtraError
-from meshwise.instruments.profile import HOOK, capture_environment, profile_command
+from meshwise.core.errors import DataError, MissingExtraError
+from meshwise.runtime.profile import HOOK, capture_environment, profile_command
 from meshwise.trace.read import read_trace
 from meshwise.trace.summary import summarize_paths
 
@@ -137,7 +137,7 @@ def test_programs_that_do_as_they_please(tmp_path, monkeypatch):
 
 def test_capture_around_ones_own_code(tmp_path, monkeypatch):
     """Without a process group the caller tells rank and world; a second capture never replaces the first."""
-    from meshwise.instruments.profile import capture
+    from meshwise.runtime.profile import capture
 
     for _ in range(2):
         with capture(tmp_path, rank=5, world_size=8):
@@ -150,8 +150,8 @@ def test_capture_around_ones_own_code(tmp_path, monkeypatch):
 
 def test_cost_of_a_capture(tmp_path):
     """The host's events counted as the trace holds them, the cost of one measured, and the sum."""
-    from meshwise.instruments.capture import Capture
-    from meshwise.instruments.capture_cost import CaptureCost, capture_cost
+    from meshwise.runtime.capture import Capture
+    from meshwise.runtime.capture_cost import CaptureCost, capture_cost
 
     with Capture(tmp_path, 0, 1) as done:
         for _ in range(50):
@@ -176,8 +176,8 @@ def test_full_disk_leaves_nothing(tmp_path):
     """A file size limit stands in for the full disk: one sentence, no file."""
     code = """
     import resource, signal, sys, torch
-    from meshwise.errors import DataError
-    from meshwise.instruments.profile import capture
+    from meshwise.core.errors import DataError
+    from meshwise.runtime.profile import capture
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
     try:

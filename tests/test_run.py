@@ -19,8 +19,8 @@ import pytest
 pytest.importorskip("torch")
 
 import ranks as on_ranks
-from meshwise.errors import MissingExtraError, PlanError
-from meshwise.instruments.launch import (
+from meshwise.core.errors import MissingExtraError, PlanError
+from meshwise.runtime.launch import (
     RANKS_PER_CORE,
     RankError,
     Ranks,
@@ -81,7 +81,7 @@ def test_no_rank_outlives_the_launcher(how: signal.Signals, tmp_path: Path) -> N
     script = tmp_path / "job.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from meshwise.instruments.launch import launch\n"
+        "from meshwise.runtime.launch import launch\n"
         "from ranks import sleep_forever\n"
         f"if __name__ == '__main__': launch(sleep_forever, 2, {str(tmp_path)!r})\n"
     )

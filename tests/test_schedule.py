@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwise.core.errors import PlanError
 from meshwise.cost.schedule import (
     SCHEDULES,
     bubble_s,
@@ -20,7 +21,6 @@ from meshwise.cost.schedule import (
     valid,
     weight_copies,
 )
-from meshwise.errors import PlanError
 
 times = st.floats(0.1, 10.0)
 fields = {name: schedule_index(name) for name in SCHEDULES}

@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 from meshwise.estimate.single import estimate
-from meshwise.hardware import find_cluster
-from meshwise.model import find_model
-from meshwise.plan import parse_plan
-from meshwise.search import search
-from meshwise.workload import workload
+from meshwise.machine.hardware import find_cluster
+from meshwise.model.architecture import find_model
+from meshwise.plan.plan import parse_plan
+from meshwise.plan.workload import workload
+from meshwise.search.search import search
 
 
 def test_the_best_plan_is_the_best_of_all_priced_one_by_one() -> None:

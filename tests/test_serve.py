@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwise.errors import MeshwiseError, PlanError, WorkloadError
-from meshwise.estimate import serving as est
-from meshwise.hardware import find_cluster
-from meshwise.layout.serving import Instance, check_instance
-from meshwise.model import find_model, num_params
+from meshwise.core.errors import MeshwiseError, PlanError, WorkloadError
+from meshwise.machine.hardware import find_cluster
+from meshwise.model.architecture import find_model, num_params
+from meshwise.program.serving import Instance, check_instance
+from meshwise.serve import serving as est
 
 
 def server(model: str, cluster: str, *, prompt: int = 2048, output: int = 256, **plan: Any) -> est.Serving:

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.cost import schedule as closed_form
-from meshwise.errors import MeshwiseError, PlanError
-from meshwise.estimate.simulate import KINDS, Timeline, _play, simulate
+from meshwise.cost.simulate import KINDS, Timeline, _play, simulate
 from meshwise.report.chrome_trace import chrome_events, write_chrome_trace
 
 CHUNKED = ("interleaved", "zb-v", "dualpipe-v")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwise.core.errors import MeshwiseError, PlanError, WorkloadError
 from meshwise.cost.op import matmul_flop
-from meshwise.errors import MeshwiseError, PlanError, WorkloadError
 from meshwise.estimate.degrees import degrees
 from meshwise.estimate.grid import Choices, plan_grid
 from meshwise.estimate.memory import OPTIMIZER_BYTES
@@ -17,10 +17,10 @@ from meshwise.estimate.single import MEMORY_PARTS, TIME_PARTS, Estimate, estimat
 from meshwise.estimate.stage import grid_stages, plan_stages
 from meshwise.estimate.step import step_cost
 from meshwise.estimate.timing import machine
-from meshwise.hardware import find_cluster
-from meshwise.model import find_model, num_params
-from meshwise.plan import parse_plan
-from meshwise.workload import workload
+from meshwise.machine.hardware import find_cluster
+from meshwise.model.architecture import find_model, num_params
+from meshwise.plan.plan import parse_plan
+from meshwise.plan.workload import workload
 
 GIB = 2**30
 

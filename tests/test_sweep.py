@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwise import sweep as sweeps
-from meshwise.errors import DataError, MissingExtraError
-from meshwise.sweep import Store, look_up, read_sweep, run_sweep
+from meshwise.core.errors import DataError, MissingExtraError
+from meshwise.sweep import sweep as sweeps
+from meshwise.sweep.sweep import Store, look_up, read_sweep, run_sweep
 
 GRID = """
 verb = "estimate"

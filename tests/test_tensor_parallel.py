@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from meshwise.compare import WORK, compare, work_of
-from meshwise.errors import PlanError
-from meshwise.instruments.compare_program import compare_program
-from meshwise.instruments.launch import Ranks
-from meshwise.layout.tape import Tape
-from meshwise.ledger import Ledger
-from meshwise.programs import find_program
-from meshwise.programs.tensor_parallel import Options, check, estimate
-from meshwise.programs.tensor_parallel.spans import part, positions, rank_spans, split
+from meshwise.core.compare import WORK, compare, work_of
+from meshwise.core.errors import PlanError
+from meshwise.core.ledger import Ledger
+from meshwise.program.tape import Tape
+from meshwise.runtime.compare_program import compare_program
+from meshwise.runtime.launch import Ranks
+from meshwise.runtime.programs import find_program
+from meshwise.runtime.programs.tensor_parallel import Options, check, estimate
+from meshwise.runtime.programs.tensor_parallel.spans import part, positions, rank_spans, split
 from part_of_pool import run_on_first
 
 PROGRAM = find_program("tensor-parallel")

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from meshwise.estimate.block_time import block_time
 from meshwise.estimate.timing import Machine, machine, op_times
-from meshwise.hardware import find_cluster, rates, stack_rates
-from meshwise.layout.block import block
-from meshwise.layout.cut import Cut
-from meshwise.layout.vocabulary import head
-from meshwise.model import find_model
-from meshwise.overheads import FULL_WATTS, NONE, Overheads
+from meshwise.machine.hardware import find_cluster, rates, stack_rates
+from meshwise.machine.overheads import FULL_WATTS, NONE, Overheads
+from meshwise.model.architecture import find_model
+from meshwise.program.block import block
+from meshwise.program.cut import Cut
+from meshwise.program.vocabulary import head
 
 CHIPS = ("a100-80g-sxm:64", "h100-80g-sxm:64", "b200-sxm:64", "mi300x:64")
 GPT3 = find_model("gpt3-175b")

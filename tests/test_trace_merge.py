@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kineto import all_reduce, host, kernel, write_trace
-from meshwise.errors import DataError
+from meshwise.core.errors import DataError
 from meshwise.trace.merge import write_merged
 from meshwise.trace.summary import summarize_paths
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kineto import BASE_NS, host, kernel, write_trace
-from meshwise.errors import DataError
+from meshwise.core.errors import DataError
 from meshwise.trace import decode
 from meshwise.trace.events import Kind, kind_of
 from meshwise.trace.read import read_trace, read_traces

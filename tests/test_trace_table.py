@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kineto import all_reduce, host, kernel, write_trace
-from meshwise.ledger import Ledger
+from meshwise.core.ledger import Ledger
 from meshwise.report.profile_table import COLUMNS, memory_text, profile_lines, time_text
 from meshwise.trace.diff import kernel_changes
 from meshwise.trace.operators import operator_totals

@@ -14,18 +14,18 @@ import torch
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 
 from meshwise.estimate.single import estimate as priced
-from meshwise.hardware import find_cluster
-from meshwise.instruments.compare_program import compare_program
-from meshwise.instruments.dry_run import dry_run
-from meshwise.instruments.launch import Ranks
-from meshwise.instruments.run import run_rank
-from meshwise.layout.tape import Tape
-from meshwise.model import num_params
-from meshwise.programs import find_program, make_options, parse_options
-from meshwise.programs.parts import Parts
-from meshwise.programs.ring import own_places
-from meshwise.programs.train import the_model, the_plan
-from meshwise.workload import workload
+from meshwise.machine.hardware import find_cluster
+from meshwise.model.architecture import num_params
+from meshwise.plan.workload import workload
+from meshwise.program.tape import Tape
+from meshwise.runtime.compare_program import compare_program
+from meshwise.runtime.dry_run import dry_run
+from meshwise.runtime.launch import Ranks
+from meshwise.runtime.programs import find_program, make_options, parse_options
+from meshwise.runtime.programs.parts import Parts
+from meshwise.runtime.programs.ring import own_places
+from meshwise.runtime.programs.train import the_model, the_plan
+from meshwise.runtime.run import run_rank
 
 DATA = Path(__file__).parent / "data"
 MODELS = {"llama": str(DATA / "tiny_llama.json"), "gpt": str(DATA / "tiny_gpt2.json")}

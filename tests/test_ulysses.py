@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from meshwise.instruments.launch import Ranks
-from meshwise.instruments.run import run_rank
-from meshwise.programs import find_program, make_options
+from meshwise.runtime.launch import Ranks
+from meshwise.runtime.programs import find_program, make_options
+from meshwise.runtime.run import run_rank
 
 ULYSSES = {"seq": 48, "hidden": 24, "heads": 4, "dtype": "fp64", "backward": True, "check": True}
 MODEL_2D = {

@@ -16,18 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from meshwise.cli.validate import add_to
-from meshwise.errors import ClusterError, DataError, PlanError
-from meshwise.estimate.single import TIME_PARTS, estimate
-from meshwise.fit_steps import LIMITS, as_tables, search, step_miss, to_toml, touches
-from meshwise.hardware import find_chip, find_cluster
-from meshwise.model import find_model
-from meshwise.overheads import NONE, SOFTWARE, find_overheads, tables
-from meshwise.plan import parse_plan
-from meshwise.report.accuracy import accuracy_markdown, write_accuracy
-from meshwise.validate import validate
-from meshwise.validate.errors import is_held_out, order_loss, summarize
-from meshwise.validate.express import (
+from meshwise.calibrate.fit_steps import LIMITS, as_tables, search, step_miss, to_toml, touches
+from meshwise.calibrate.validate import validate
+from meshwise.calibrate.validate.errors import is_held_out, order_loss, summarize
+from meshwise.calibrate.validate.express import (
     chip_of,
     cluster_of,
     dtype_of,
@@ -36,9 +28,17 @@ from meshwise.validate.express import (
     recompute_of,
     zero_of,
 )
-from meshwise.validate.predict import estimate_run
-from meshwise.validate.rows import Run, read_runs
-from meshwise.workload import workload
+from meshwise.calibrate.validate.predict import estimate_run
+from meshwise.calibrate.validate.rows import Run, read_runs
+from meshwise.cli.validate import add_to
+from meshwise.core.errors import ClusterError, DataError, PlanError
+from meshwise.estimate.single import TIME_PARTS, estimate
+from meshwise.machine.hardware import find_chip, find_cluster
+from meshwise.machine.overheads import NONE, SOFTWARE, find_overheads, tables
+from meshwise.model.architecture import find_model
+from meshwise.plan.plan import parse_plan
+from meshwise.plan.workload import workload
+from meshwise.report.accuracy import accuracy_markdown, write_accuracy
 
 DATA = Path(__file__).parent / "data" / "validate"
 RUNS = DATA / "published_runs_excerpt.csv"

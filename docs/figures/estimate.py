@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwise.estimate.request import Request, respond
+from meshwise.report.request import Request, respond
 from meshwise.report.estimate_plot import draw_estimate
 
 STEPS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from meshwise.cost import schedule as closed_form
-from meshwise.estimate.simulate import Timeline, simulate
+from meshwise.cost.simulate import Timeline, simulate
 from meshwise.report.pipeline_plot import plot_timelines
 
 CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}

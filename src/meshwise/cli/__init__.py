@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from meshwise.errors import MeshwiseError
+from meshwise.core.errors import MeshwiseError
 
 app = typer.Typer(
     name="meshwise",

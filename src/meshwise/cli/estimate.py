@@ -41,7 +41,7 @@ def estimate(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Price one training step (or forward) of MODEL under a parallel plan, without running it."""
-    from meshwise.estimate.request import Budget, Request, respond
+    from meshwise.report.request import Budget, Request, respond
 
     request = Request(
         model=model,

@@ -34,7 +34,7 @@ def fit(
 
 
 def _files(folder: Path, names: tuple[str, ...]) -> list[Path]:
-    from meshwise.errors import DataError
+    from meshwise.core.errors import DataError
 
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
@@ -49,8 +49,8 @@ def _catalog(name: str) -> Path:
 
 
 def _fit_ops(paths: list[Path], *, write: bool) -> None:
+    from meshwise.calibrate.fit import fit_all
     from meshwise.cli.output import console
-    from meshwise.fit import fit_all
     from meshwise.report.fit_table import print_op_fit
 
     today = date.today().isoformat()
@@ -59,8 +59,8 @@ def _fit_ops(paths: list[Path], *, write: bool) -> None:
 
 
 def _fit_steps(paths: list[Path], *, write: bool) -> None:
+    from meshwise.calibrate.fit_steps import fit_overheads
     from meshwise.cli.output import console
-    from meshwise.fit_steps import fit_overheads
     from meshwise.report.fit_table import print_step_fit
 
     today = date.today().isoformat()

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwise.errors import WorkloadError
+from meshwise.core.errors import WorkloadError
 
 app = typer.Typer(help="Where scaling stops, and what stops it.", no_args_is_help=True)
 
@@ -51,9 +51,9 @@ def layer(
     as_json: Json = False,
 ) -> None:
     """Time a linear layer, forward and backward, on one microbatch."""
-    from meshwise.frontier.device import Device, find_device
-    from meshwise.frontier.document import layer_document
-    from meshwise.frontier.layer import LinearLayer
+    from meshwise.published.frontier.device import Device, find_device
+    from meshwise.published.frontier.document import layer_document
+    from meshwise.published.frontier.layer import LinearLayer
 
     if chip is not None:
         device = find_device(chip, utilization=utilization)
@@ -90,9 +90,9 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Find the best utilization at each training compute, and the largest runs."""
-    from meshwise.frontier.device import find_device
-    from meshwise.frontier.document import run_document
-    from meshwise.frontier.run import frontier
+    from meshwise.published.frontier.device import find_device
+    from meshwise.published.frontier.document import run_document
+    from meshwise.published.frontier.run import frontier
 
     run_settings, failures = _settings(settings, months)
     found = [frontier(find_device(name, utilization=utilization), run_settings, failures) for name in chip]
@@ -118,9 +118,9 @@ def sensitivity(
     as_json: Json = False,
 ) -> None:
     """Change one choice at a time and find the limits again."""
-    from meshwise.frontier.device import find_device
-    from meshwise.frontier.run import failure_sensitivity
-    from meshwise.frontier.run import sensitivity as vary
+    from meshwise.published.frontier.device import find_device
+    from meshwise.published.frontier.run import failure_sensitivity
+    from meshwise.published.frontier.run import sensitivity as vary
 
     run_settings, failures = _settings(settings, months)
     device = find_device(chip, utilization=utilization)
@@ -146,8 +146,8 @@ def _show(document: dict[str, Any], printer: str, as_json: bool) -> None:
 
 
 def _settings(settings: list[str] | None, months: float) -> tuple[Any, Any]:
-    from meshwise.frontier.assumptions import MONTH_S, assumptions
-    from meshwise.frontier.failures import Failures
+    from meshwise.published.frontier.assumptions import MONTH_S, assumptions
+    from meshwise.published.frontier.failures import Failures
 
     pairs: dict[str, str | float] = {"duration_s": months * MONTH_S}
     for text in settings or []:

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwise.errors import WorkloadError
+from meshwise.core.errors import WorkloadError
 
 if TYPE_CHECKING:
-    from meshwise.estimate.generation import Work
-    from meshwise.estimate.moe_inference import WhatIf
-    from meshwise.layout.expert_pass import Pass
+    from meshwise.program.expert_pass import Pass
+    from meshwise.published.generation import Work
+    from meshwise.published.moe_inference import WhatIf
 
 
 DTYPES = ("fp16", "bf16", "fp32", "fp64")
@@ -53,13 +53,13 @@ def moe(
     from dataclasses import asdict, replace
 
     from meshwise.cli.output import print_json
-    from meshwise.estimate.generation import peak_bytes as generation_peak
-    from meshwise.estimate.generation import side_by_side
-    from meshwise.estimate.moe_inference import has_rate, new_pass, report, what_ifs
-    from meshwise.gpt_config import find_gpt_config
-    from meshwise.hardware import find_cluster
-    from meshwise.layout.expert_parallel import check_tp, place
-    from meshwise.layout.generation import Generation
+    from meshwise.machine.hardware import find_cluster
+    from meshwise.model.gpt_config import find_gpt_config
+    from meshwise.program.expert_parallel import check_tp, place
+    from meshwise.program.generation import Generation
+    from meshwise.published.generation import peak_bytes as generation_peak
+    from meshwise.published.generation import side_by_side
+    from meshwise.published.moe_inference import has_rate, new_pass, report, what_ifs
 
     for name, value, choices in (("dtype", dtype, DTYPES), ("show", show, SHOWN)):
         if value not in choices:
@@ -116,7 +116,7 @@ def _variants(of: Pass, shares: list[float]) -> dict[str, Pass]:
     """The config as it is and with one thing changed at a time."""
     from dataclasses import replace
 
-    from meshwise.estimate.moe_inference import new_pass
+    from meshwise.published.moe_inference import new_pass
 
     config = of.config
     same: dict[str, Any] = {"tp": of.tp, "dtype": of.dtype}
@@ -155,7 +155,7 @@ def _show_what_ifs(rows: list[WhatIf]) -> None:
     from rich.table import Table
 
     from meshwise.cli.output import console
-    from meshwise.units import duration, with_prefix
+    from meshwise.core.units import duration, with_prefix
 
     table = Table(title="what if (one pass, one rank)", title_justify="left", padding=0)
     heads = ("", "slots", "exchange", "FLOP", "useful", "peak", "launches")
@@ -183,7 +183,7 @@ def _show_programs(programs: dict[str, Work], memory: dict[str, float]) -> None:
     from rich.table import Table
 
     from meshwise.cli.output import console
-    from meshwise.units import duration, with_prefix
+    from meshwise.core.units import duration, with_prefix
 
     table = Table(title="the programs eval-lm and generate (one rank)", title_justify="left")
     heads = {
@@ -222,6 +222,6 @@ def _show_programs(programs: dict[str, Work], memory: dict[str, float]) -> None:
 
 
 def _a_token(work: Work, amount: float, unit: str) -> str:
-    from meshwise.units import with_prefix
+    from meshwise.core.units import with_prefix
 
     return with_prefix(amount / work.tokens, unit) if work.tokens else ""

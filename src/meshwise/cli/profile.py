@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwise.errors import DataError
+from meshwise.core.errors import DataError
 
 
 def add_to(app: typer.Typer) -> None:
@@ -32,7 +32,7 @@ def profile(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Run a program and capture all its ranks, however it starts them; then summarise them together."""
-    from meshwise.instruments.profile import profile_command
+    from meshwise.runtime.profile import profile_command
     from meshwise.trace.summary import summarize_paths
 
     done = profile_command(

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwise.errors import MissingExtraError, PlanError
+from meshwise.core.errors import MissingExtraError, PlanError
 
 if TYPE_CHECKING:
-    from meshwise.compare import Comparison
-    from meshwise.instruments.outcome import Outcome
-    from meshwise.programs import Program
+    from meshwise.core.compare import Comparison
+    from meshwise.runtime.outcome import Outcome
+    from meshwise.runtime.programs import Program
 
 _ANY_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -63,8 +63,8 @@ def run(
         raise PlanError("--csv writes the ledger, which --no-ledger leaves out; give one of them")
     found, options = _parse(ctx, program, show_help)
     _need_torch()
-    from meshwise.instruments.launch import launch, outside_place
-    from meshwise.instruments.run import run_rank
+    from meshwise.runtime.launch import launch, outside_place
+    from meshwise.runtime.run import run_rank
 
     if device not in ("cpu", "cuda"):
         raise PlanError(f"--device {device} is unknown; use cpu or cuda (dryrun takes chips of the catalog)")
@@ -99,7 +99,7 @@ def dryrun(
     """
     found, options = _parse(ctx, program, show_help)
     _need_torch()
-    from meshwise.instruments.dry_run import dry_run
+    from meshwise.runtime.dry_run import dry_run
 
     outcome = dry_run(found.name, options, ranks=ranks, rank=rank, device=device, quiet=json)
     _show(outcome, csv, json, says_result=found.says_result)
@@ -123,7 +123,7 @@ def compare(
     """
     found, options = _parse(ctx, program, show_help)
     _need_torch()
-    from meshwise.instruments.compare_program import compare_program
+    from meshwise.runtime.compare_program import compare_program
 
     found.check(options, ranks)
     if with_run:
@@ -152,8 +152,8 @@ def calibrate(
 ) -> None:
     """Measure this machine (GEMM by shape, memory, collectives) into a cluster file for `estimate`."""
     _need_torch()
-    from meshwise.files import check_writable
-    from meshwise.instruments.calibrate import calibrate as measure
+    from meshwise.core.files import check_writable
+    from meshwise.runtime.calibrate import calibrate as measure
 
     check_writable(output)
     found = measure(device, ranks=ranks, quick=quick)
@@ -166,7 +166,7 @@ def calibrate(
     from rich.table import Table
 
     from meshwise.cli.output import console
-    from meshwise.units import duration, with_prefix
+    from meshwise.core.units import duration, with_prefix
 
     table = Table(title=f"{found.name}: measured on {device}", title_justify="left")
     for head in ("what", "shape", "dtype", "time", "rate"):
@@ -183,7 +183,7 @@ def calibrate(
 
 def _parse(ctx: typer.Context, name: str, show_help: bool) -> tuple[Program, Any]:
     """The program and its options; `--help` prints the options of both and ends."""
-    from meshwise.programs import PROGRAMS, find_program, parse_options
+    from meshwise.runtime.programs import PROGRAMS, find_program, parse_options
 
     if show_help:
         typer.echo(ctx.get_help())
@@ -204,7 +204,7 @@ def _print_options(program: Program) -> None:
     from rich.table import Table
 
     from meshwise.cli.output import console
-    from meshwise.programs import option_help
+    from meshwise.runtime.programs import option_help
 
     table = Table.grid(padding=(0, 2))
     for row in option_help(program):
@@ -225,8 +225,8 @@ def _need_torch() -> None:
 
 def _check_memory(program: Program, options: Any, ranks: int) -> None:
     """PlanError before a run that this machine's memory cannot hold, where the closed form can tell."""
-    from meshwise.layout.tape import Tape
-    from meshwise.units import with_prefix
+    from meshwise.core.units import with_prefix
+    from meshwise.program.tape import Tape
 
     available_bytes = _available_bytes()
     if program.estimate is None or available_bytes is None:
@@ -249,7 +249,7 @@ def _available_bytes() -> float | None:
 
 
 def _show(outcome: Outcome, csv: Path | None, json: bool, *, says_result: bool) -> None:
-    from meshwise.units import with_prefix
+    from meshwise.core.units import with_prefix
 
     if csv is not None:
         outcome.ledger.to_csv(csv)

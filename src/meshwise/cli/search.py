@@ -25,12 +25,12 @@ def search(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Price every plan of MODEL on a cluster and show the fastest that fit; exit 1 if none does."""
-    from meshwise.estimate.request import default_seq
-    from meshwise.hardware import find_cluster
-    from meshwise.model import find_model
-    from meshwise.plan import SCHEDULES, parse_plan
-    from meshwise.search import search as find
-    from meshwise.workload import workload
+    from meshwise.machine.hardware import find_cluster
+    from meshwise.model.architecture import find_model
+    from meshwise.plan.plan import SCHEDULES, parse_plan
+    from meshwise.plan.workload import workload
+    from meshwise.report.request import default_seq
+    from meshwise.search.search import search as find
 
     shape, machine = find_model(model), find_cluster(cluster)
     load = workload(batch, seq if seq is not None else default_seq(shape))

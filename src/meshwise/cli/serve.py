@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from meshwise.estimate.serving import Serving
+    from meshwise.serve.serving import Serving
 
 _PLAN_FIELDS = ("tp", "dp", "ep", "etp", "dtype")
 
@@ -43,10 +43,10 @@ def serve(
 
     Kernels are timed by models fitted to measurements of serving kernels; routing is even, nothing overlaps.
     """
-    from meshwise.errors import WorkloadError
-    from meshwise.estimate import serving as est
-    from meshwise.hardware import find_cluster
-    from meshwise.model import find_model
+    from meshwise.core.errors import WorkloadError
+    from meshwise.machine.hardware import find_cluster
+    from meshwise.model.architecture import find_model
+    from meshwise.serve import serving as est
 
     where = find_cluster(cluster)
     instance = _instance(find_model(model), where.num_chips, plan, kv_dtype)
@@ -87,9 +87,9 @@ def serve(
 
 def _instance(model: Any, world: int, text: str, kv_dtype: str) -> Any:
     """The instance that `text` describes on `world` ranks; PlanError for what serving has no word for."""
-    from meshwise.errors import PlanError
-    from meshwise.layout.serving import Instance
-    from meshwise.plan import Plan, parse_plan
+    from meshwise.core.errors import PlanError
+    from meshwise.plan.plan import Plan, parse_plan
+    from meshwise.program.serving import Instance
 
     if kv_dtype not in ("bf16", "fp8"):
         raise PlanError(f"--kv-dtype {kv_dtype} is unknown; choose bf16 or fp8")
@@ -104,7 +104,7 @@ def _instance(model: Any, world: int, text: str, kv_dtype: str) -> Any:
 
 
 def _sequences(text: str, dp: int) -> list[int]:
-    from meshwise.errors import WorkloadError
+    from meshwise.core.errors import WorkloadError
 
     counts = []
     for word in text.split(","):
@@ -120,7 +120,7 @@ def _show(of: Serving, document: dict[str, Any], token_ms: float | None) -> None
     from rich.table import Table
 
     from meshwise.cli.output import console
-    from meshwise.units import duration, with_prefix
+    from meshwise.core.units import duration, with_prefix
 
     instance, out = of.instance, console()
     degrees = ", ".join(f"{name}={getattr(instance, name)}" for name in _PLAN_FIELDS)

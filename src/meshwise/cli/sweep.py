@@ -32,8 +32,8 @@ def sweep(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Run every point of a grid that is not finished yet; then table, CSV and figure of all."""
-    from meshwise.files import write_text
-    from meshwise.sweep import Store, csv_rows, read_sweep, run_sweep
+    from meshwise.core.files import write_text
+    from meshwise.sweep.sweep import Store, csv_rows, read_sweep, run_sweep
 
     wanted = read_sweep(file)
     database = output or file.with_suffix(".sqlite")

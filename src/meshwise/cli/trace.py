@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from meshwise.errors import DataError
+from meshwise.core.errors import DataError
 
 if TYPE_CHECKING:
     from meshwise.trace.summary import Summary

@@ -42,7 +42,7 @@ def validate(
     if cases is not None:
         _validate_cases(cases, json=json)
         return
-    from meshwise.validate import validate as predict
+    from meshwise.calibrate.validate import validate as predict
 
     validation = predict(runs or _shared_files())
     if plot is not None:
@@ -65,7 +65,7 @@ def validate(
 
 
 def _shared_files() -> list[Path]:
-    from meshwise.errors import DataError
+    from meshwise.core.errors import DataError
 
     found = [_SHARED / name for name in _DEFAULT_FILES if (_SHARED / name).is_file()]
     if not found:
@@ -75,8 +75,8 @@ def _shared_files() -> list[Path]:
 
 def _validate_cases(path: Path, *, json: bool) -> None:
     """Print how far a published model's cases are from ours; exit code 1 where one differs."""
-    from meshwise.cases import check_cases
     from meshwise.cli.output import console, print_json
+    from meshwise.published.cases import check_cases
     from meshwise.report.cases_table import print_cases
 
     checked = check_cases(path)

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from meshwise.core.units import Num
 from meshwise.cost.op import attended_pairs
-from meshwise.efficiency import AttentionEfficiency, DecodeEfficiency
-from meshwise.units import Num
+from meshwise.machine.efficiency import AttentionEfficiency, DecodeEfficiency
 
 
 def attention_s(

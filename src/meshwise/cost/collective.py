@@ -42,9 +42,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.core.units import Num
 from meshwise.cost.experts import active_experts
-from meshwise.efficiency import IDEAL, Efficiency, LinkEfficiency, PeerEfficiency
-from meshwise.units import Num
+from meshwise.machine.efficiency import IDEAL, Efficiency, LinkEfficiency, PeerEfficiency
 
 Kind = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "dispatch", "broadcast", "reduce", "p2p"

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwise.core.units import Num
 from meshwise.cost.experts import active_experts
-from meshwise.efficiency import DispatchEfficiency
-from meshwise.units import Num
+from meshwise.machine.efficiency import DispatchEfficiency
 
 CROWD_NODES = 4.0
 

@@ -20,10 +20,10 @@ from functools import partial
 
 import numpy as np
 
+from meshwise.core.units import Num
 from meshwise.cost.gemm import GROUPED_TILES, gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s
-from meshwise.efficiency import ExpertsEfficiency, GemmEfficiency, MemoryEfficiency
-from meshwise.units import Num
+from meshwise.machine.efficiency import ExpertsEfficiency, GemmEfficiency, MemoryEfficiency
 
 _PLAIN_MATMULS = ExpertsEfficiency()
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwise.efficiency import GemmEfficiency
-from meshwise.units import Num
+from meshwise.core.units import Num
+from meshwise.machine.efficiency import GemmEfficiency
 
 TILES = ((256.0, 128.0), (128.0, 128.0), (64.0, 64.0))
 """Rows and columns of the tiles that the libraries choose from; more shapes fit no better."""

@@ -8,8 +8,8 @@ block of threads per row: short rows cost their fixed time.
 
 from __future__ import annotations
 
-from meshwise.efficiency import CastEfficiency, MemoryEfficiency
-from meshwise.units import Num
+from meshwise.core.units import Num
+from meshwise.machine.efficiency import CastEfficiency, MemoryEfficiency
 
 
 def memory_kernel_s(moved_bytes: Num, *, memory_bytes_per_s: Num, efficiency: MemoryEfficiency) -> Num:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwise.units import Num
+from meshwise.core.units import Num
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ The *bubble* is what the phase takes beyond the work of one rank, `m (F + B + W)
 The phase is as long as the longest chain of actions that wait for each other. When all stages are
 equal a schedule has only a handful of candidates for that chain, each of them linear in the times
 and in the number of ranks to fill, so a bubble is the maximum of a few plain sums. These are the
-bubbles of the *orders* that `meshwise.estimate.simulate` plays, and the two agree exactly. The
+bubbles of the *orders* that `meshwise.cost.simulate` plays, and the two agree exactly. The
 papers print the one candidate that wins when F = B = W, which is `published_bubble_s`.
 
 `p2p_s` is the time of one hop between neighbours, running beside the computation: it delays whoever
@@ -30,8 +30,8 @@ from functools import reduce
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.errors import PlanError
-from meshwise.units import Num
+from meshwise.core.errors import PlanError
+from meshwise.core.units import Num
 
 SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
 """The schedules by name; a schedule's index is its place in this tuple."""

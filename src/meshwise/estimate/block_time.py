@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshwise.core.units import Num
 from meshwise.estimate.timing import OpTime
-from meshwise.layout.context import CORE
-from meshwise.layout.op import Op
-from meshwise.overheads import NONE, Overheads
-from meshwise.units import Num
+from meshwise.machine.overheads import NONE, Overheads
+from meshwise.program.context import CORE
+from meshwise.program.op import Op
 
 
 @dataclass(frozen=True, slots=True, eq=False)

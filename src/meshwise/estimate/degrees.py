@@ -14,13 +14,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from meshwise.errors import PlanError
-from meshwise.layout.cut import Cut
-from meshwise.layout.grid import default_grid
-from meshwise.layout.op import precision
-from meshwise.plan import RECOMPUTE, SCHEDULES, Plan
-from meshwise.units import Num
-from meshwise.workload import Workload
+from meshwise.core.errors import PlanError
+from meshwise.core.units import Num
+from meshwise.plan.plan import RECOMPUTE, SCHEDULES, Plan
+from meshwise.plan.workload import Workload
+from meshwise.program.cut import Cut
+from meshwise.program.grid import default_grid
+from meshwise.program.op import precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

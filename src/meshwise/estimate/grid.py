@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.core.units import Num
 from meshwise.cost.schedule import valid as valid_schedule
 from meshwise.estimate.degrees import Degrees
 from meshwise.estimate.stage import grid_stages
 from meshwise.estimate.step import StepCost, step_cost
 from meshwise.estimate.timing import Machine
-from meshwise.model import Model
-from meshwise.plan import RECOMPUTE, SCHEDULES, Plan
-from meshwise.units import Num
+from meshwise.model.architecture import Model
+from meshwise.plan.plan import RECOMPUTE, SCHEDULES, Plan
 
 AXES = ("tp", "cp", "ep", "microbatch", "pp", "schedule", "recompute", "zero")
 

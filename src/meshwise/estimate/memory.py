@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.cost.schedule import in_flight_microbatches, weight_copies
 from meshwise.estimate.block_time import BlockTime
 from meshwise.estimate.degrees import Degrees, shard_ranks
 from meshwise.estimate.stage import Blocks, Stage, recomputed
-from meshwise.model import Model
-from meshwise.overheads import Overheads
-from meshwise.units import DTYPE_BYTES, Num
+from meshwise.machine.overheads import Overheads
+from meshwise.model.architecture import Model
 
 OPTIMIZER_BYTES = {
     "adam": 12.0,  # fp32 master, m, v

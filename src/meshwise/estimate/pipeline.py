@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from meshwise.cost.simulate import Timeline, simulate
 from meshwise.estimate.degrees import Degrees
-from meshwise.estimate.simulate import Timeline, simulate
 from meshwise.estimate.stage import Blocks, plan_chunks, stage_time
-from meshwise.model import Model
+from meshwise.model.architecture import Model
 
 
 def play(

@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from meshwise.core.errors import PlanError
+from meshwise.core.ledger import Ledger
+from meshwise.core.units import Num
 from meshwise.cost.collective import sent_bytes
 from meshwise.cost.schedule import check as check_schedule
-from meshwise.errors import PlanError
 from meshwise.estimate.block_time import BlockTime, exposed_s
 from meshwise.estimate.degrees import Degrees, degrees
 from meshwise.estimate.memory import Memory
@@ -25,19 +27,17 @@ from meshwise.estimate.pipeline import play
 from meshwise.estimate.stage import plan_stages
 from meshwise.estimate.step import StageCost, StepCost, step_cost
 from meshwise.estimate.timing import Machine, machine, op_times
-from meshwise.hardware import Cluster
-from meshwise.layout.block import block
-from meshwise.layout.context import CORE
-from meshwise.layout.cut import Cut
-from meshwise.layout.grid import check_layout
-from meshwise.layout.op import Op
-from meshwise.layout.vocabulary import embed, head
-from meshwise.ledger import Ledger
-from meshwise.model import Model, num_moe_layers
-from meshwise.overheads import Overheads, find_overheads
-from meshwise.plan import Plan
-from meshwise.units import Num
-from meshwise.workload import Workload
+from meshwise.machine.hardware import Cluster
+from meshwise.machine.overheads import Overheads, find_overheads
+from meshwise.model.architecture import Model, num_moe_layers
+from meshwise.plan.plan import Plan
+from meshwise.plan.workload import Workload
+from meshwise.program.block import block
+from meshwise.program.context import CORE
+from meshwise.program.cut import Cut
+from meshwise.program.grid import check_layout
+from meshwise.program.op import Op
+from meshwise.program.vocabulary import embed, head
 
 TIME_PARTS = (
     *("compute", "memory", "host", "comm_tp", "comm_cp", "comm_ep"),
@@ -166,7 +166,7 @@ class Estimate:
         """The document that `meshwise estimate --json` prints."""
         from dataclasses import asdict
 
-        from meshwise.model import num_params
+        from meshwise.model.architecture import num_params
 
         document: dict[str, Any] = {
             "model": {"name": self.model.name, "num_params": num_params(self.model)},
@@ -207,7 +207,7 @@ def estimate(
 
     A plan that needs more memory than the chip has is an answer (`fits` False), not an error.
     `ideal`: kernels and links keep every promise of the data sheet. `overheads`: what a step pays
-    beside its kernels (`meshwise.overheads`; None: the chip's, under the plan's software).
+    beside its kernels (`meshwise.machine.overheads`; None: the chip's, under the plan's software).
     """
     check_plan(model, plan, workload.seq)
     on = degrees(plan, workload, cluster.num_chips)

@@ -14,12 +14,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from meshwise.errors import PlanError
+from meshwise.core.errors import PlanError
+from meshwise.core.units import Num
 from meshwise.estimate.block_time import BlockTime, Parts
 from meshwise.estimate.degrees import Degrees
-from meshwise.model import Model, is_moe_layer, num_moe_layers
-from meshwise.plan import RECOMPUTE, SCHEDULES
-from meshwise.units import Num
+from meshwise.model.architecture import Model, is_moe_layer, num_moe_layers
+from meshwise.plan.plan import RECOMPUTE, SCHEDULES
 
 V_SHAPED = ("zb-v", "dualpipe-v")
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from meshwise.core.units import Num
 from meshwise.cost.schedule import bubble_s
 from meshwise.estimate.block_time import Parts, block_time
 from meshwise.estimate.degrees import Degrees, shard_ranks
@@ -31,12 +32,11 @@ from meshwise.estimate.memory import (
 )
 from meshwise.estimate.stage import Blocks, Stage, StageTime, stage_time
 from meshwise.estimate.timing import Machine, op_times
-from meshwise.layout.block import block
-from meshwise.layout.cut import Cut
-from meshwise.layout.op import precision
-from meshwise.layout.vocabulary import embed, head
-from meshwise.model import Model
-from meshwise.units import Num
+from meshwise.model.architecture import Model
+from meshwise.program.block import block
+from meshwise.program.cut import Cut
+from meshwise.program.op import precision
+from meshwise.program.vocabulary import embed, head
 
 HOST_BYTES_PER_S = 25e9  # a GPU's share of PCIe 4.0 x16, of which 32 GB/s nominal; for offloading
 

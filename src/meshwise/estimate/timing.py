@@ -2,7 +2,7 @@
 
 The roofline of an op is FLOP over peak and bytes over bandwidth, both as published. What it really
 takes is longer: `cost.gemm`, `cost.attention_kernel`, `cost.memory_kernel` and `cost.collective` say
-by how much, with the chip's fitted constants (`meshwise.efficiency`; `IDEAL` is the bare roofline).
+by how much, with the chip's fitted constants (`meshwise.machine.efficiency`; `IDEAL` is the bare roofline).
 
 One plan's ops are stacked by kind and timed in one call per kind; over a grid of plans each op is one
 call, along the axes that it depends on.
@@ -19,16 +19,16 @@ from typing import Any
 
 import numpy as np
 
+from meshwise.core.units import Num
 from meshwise.cost.attention_kernel import attention_s
 from meshwise.cost.collective import collective_s
 from meshwise.cost.gemm import gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s
-from meshwise.efficiency import IDEAL, Efficiency, constants
-from meshwise.hardware import Chip, Cluster, Level, Rates, rates
-from meshwise.layout.context import CORE
-from meshwise.layout.op import Op
-from meshwise.overheads import NONE, Overheads, find_overheads
-from meshwise.units import Num
+from meshwise.machine.efficiency import IDEAL, Efficiency, constants
+from meshwise.machine.hardware import Chip, Cluster, Level, Rates, rates
+from meshwise.machine.overheads import NONE, Overheads, find_overheads
+from meshwise.program.context import CORE
+from meshwise.program.op import Op
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from meshwise.files import write_text
+from meshwise.calibrate.validate.errors import grouped, is_held_out, summarize
+from meshwise.calibrate.validate.predict import Prediction, Validation
+from meshwise.core.files import write_text
 from meshwise.report.accuracy_plot import LABELS, draw_accuracy
 from meshwise.report.accuracy_table import (
     COLUMNS,
@@ -22,8 +24,6 @@ from meshwise.report.accuracy_table import (
     quantity_text,
     worst_rows,
 )
-from meshwise.validate.errors import grouped, is_held_out, summarize
-from meshwise.validate.predict import Prediction, Validation
 
 FIGURE = "accuracy_{}.png"
 NUM_WORST = 10

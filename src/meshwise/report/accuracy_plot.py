@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwise.errors import DataError, MissingExtraError
-from meshwise.validate.errors import grouped
-from meshwise.validate.predict import Prediction, Validation
+from meshwise.calibrate.validate.errors import grouped
+from meshwise.calibrate.validate.predict import Prediction, Validation
+from meshwise.core.errors import DataError, MissingExtraError
 
 LABELS = {
     "step_s": "step time [s]",

@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from meshwise.units import duration, with_prefix
-from meshwise.validate.errors import ErrorSummary, grouped, order_loss, summarize
-from meshwise.validate.predict import Prediction, Validation, competing
+from meshwise.calibrate.validate.errors import ErrorSummary, grouped, order_loss, summarize
+from meshwise.calibrate.validate.predict import Prediction, Validation, competing
+from meshwise.core.units import duration, with_prefix
 
 if TYPE_CHECKING:
     from rich.console import Console

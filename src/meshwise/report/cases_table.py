@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from meshwise.cases import TOLERANCE, CaseCheck
+from meshwise.published.cases import TOLERANCE, CaseCheck
 
 
 def print_cases(checked: CaseCheck, console: Console) -> None:

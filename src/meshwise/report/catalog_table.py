@@ -8,9 +8,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from meshwise.hardware import chips, cluster_names, find_cluster
-from meshwise.model import models, num_active_params, num_params
-from meshwise.units import with_prefix
+from meshwise.core.units import with_prefix
+from meshwise.machine.hardware import chips, cluster_names, find_cluster
+from meshwise.model.architecture import models, num_active_params, num_params
 
 
 def catalog_rows(what: str) -> list[dict[str, Any]]:

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwise.estimate.simulate import KINDS, Timeline
-from meshwise.files import write_bytes
+from meshwise.core.files import write_bytes
+from meshwise.cost.simulate import KINDS, Timeline
 
 _CATEGORIES = dict(zip(KINDS, ("forward", "backward", "backward_input", "backward_weight"), strict=True))
 

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.errors import PlanError
-from meshwise.estimate.request import Answer, Budget
+from meshwise.core.errors import PlanError
+from meshwise.core.ledger import Ledger
+from meshwise.core.units import duration, with_prefix
 from meshwise.estimate.single import Estimate
-from meshwise.ledger import Ledger
-from meshwise.model import num_moe_layers
-from meshwise.plan import Plan
+from meshwise.model.architecture import num_moe_layers
+from meshwise.plan.plan import Plan
 from meshwise.report.figure import check_format, new_figure, save_figure
-from meshwise.units import duration, with_prefix
+from meshwise.report.request import Answer, Budget
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

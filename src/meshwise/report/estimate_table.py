@@ -9,11 +9,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from meshwise.estimate.nersc_2024_02 import TABLES, TOTALLED, Notebook
-from meshwise.estimate.nersc_2024_10_plan import Paper
-from meshwise.estimate.request import Answer, NotebookAnswer, phase_totals
-from meshwise.ledger import PHASES, Ledger
-from meshwise.units import duration, with_prefix
+from meshwise.core.ledger import PHASES, Ledger
+from meshwise.core.units import duration, with_prefix
+from meshwise.published.nersc_2024_02 import TABLES, TOTALLED, Notebook
+from meshwise.published.nersc_2024_10_plan import Paper
+from meshwise.report.request import Answer, NotebookAnswer, phase_totals
 
 
 def print_estimate(answer: Answer | NotebookAnswer, console: Console, *, per_layer: bool = False) -> None:

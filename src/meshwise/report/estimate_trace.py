@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.errors import PlanError
+from meshwise.core.errors import PlanError
+from meshwise.cost.simulate import Timeline
 from meshwise.estimate.pipeline import play
-from meshwise.estimate.simulate import Timeline
 from meshwise.estimate.single import Estimate
 from meshwise.estimate.stage import Stage, plan_chunks
 from meshwise.report.chrome_trace import chrome_events, complete, metadata, write_events

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwise.errors import DataError, MissingExtraError
-from meshwise.files import whole_file
+from meshwise.core.errors import DataError, MissingExtraError
+from meshwise.core.files import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

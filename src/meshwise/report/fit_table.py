@@ -6,8 +6,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from meshwise.fit import FitReport
-from meshwise.fit_steps import StepFit
+from meshwise.calibrate.fit import FitReport
+from meshwise.calibrate.fit_steps import StepFit
 
 
 def print_op_fit(found: FitReport, console: Console) -> None:

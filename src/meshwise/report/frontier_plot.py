@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from meshwise.errors import DataError, MissingExtraError
-from meshwise.frontier.run import RESOURCES, Frontier, Limits, Point
+from meshwise.core.errors import DataError, MissingExtraError
+from meshwise.published.frontier.run import RESOURCES, Frontier, Limits, Point
 
 COLORS = ("#4a8fc2", "#f0913a", "#8172b2", "#4fa14a", "#c44e52", "#937860", "#da8bc3", "#555555")
 WAITS = {"latency": ("#c44e52", ":"), "bubble": ("#937860", ":"), "gradients": ("#555555", ":")}

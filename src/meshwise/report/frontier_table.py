@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from meshwise.units import duration, with_prefix
+from meshwise.core.units import duration, with_prefix
 
 EVERY = 5
 """Of the points of a curve every fifth is printed: two to a decade."""

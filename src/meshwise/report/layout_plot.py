@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from meshwise.core.errors import MissingExtraError, PlanError
+from meshwise.core.units import Num
 from meshwise.cost.collective import sent_bytes
-from meshwise.errors import MissingExtraError, PlanError
 from meshwise.estimate.block_time import block_time
 from meshwise.estimate.timing import machine, op_times
-from meshwise.hardware import Cluster
-from meshwise.layout.block import block
-from meshwise.layout.cut import Cut
-from meshwise.layout.grid import check_grid
-from meshwise.layout.op import Op
-from meshwise.model import Model
-from meshwise.units import Num
+from meshwise.machine.hardware import Cluster
+from meshwise.model.architecture import Model
+from meshwise.program.block import block
+from meshwise.program.cut import Cut
+from meshwise.program.grid import check_grid
+from meshwise.program.op import Op
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

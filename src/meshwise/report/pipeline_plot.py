@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwise.errors import MissingExtraError
-from meshwise.estimate.simulate import KINDS, Timeline
+from meshwise.core.errors import MissingExtraError
+from meshwise.cost.simulate import KINDS, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

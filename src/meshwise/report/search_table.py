@@ -6,8 +6,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from meshwise.search import Result
-from meshwise.units import duration, with_prefix
+from meshwise.core.units import duration, with_prefix
+from meshwise.search.search import Result
 
 _COLUMNS = ("tp", "cp", "ep", "pp", "vpp", "dp", "zero")
 

@@ -14,8 +14,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from meshwise.errors import DataError
-from meshwise.sweep import Row, Sweep, csv_rows
+from meshwise.core.errors import DataError
+from meshwise.sweep.sweep import Row, Sweep, csv_rows
 
 _MAX_PANELS = 4
 _MAX_LINES = 20

@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from meshwise.core.units import duration, with_prefix
 from meshwise.trace.collectives import Collective, Straggler
 from meshwise.trace.copies import CopyTotal
 from meshwise.trace.diff import KernelChange
@@ -15,7 +16,6 @@ from meshwise.trace.findings import Finding
 from meshwise.trace.kernels import KernelTotal
 from meshwise.trace.sections import Joint
 from meshwise.trace.summary import Summary
-from meshwise.units import duration, with_prefix
 
 _NAME_WIDTH = 60
 

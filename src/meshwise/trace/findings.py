@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwise.core.units import duration, with_prefix
 from meshwise.trace.breakdown import work_kind
 from meshwise.trace.collectives import Collective
 from meshwise.trace.events import Kind, Trace
 from meshwise.trace.partition import PARTS, Partition
-from meshwise.units import duration, with_prefix
 
 _MIN_FRAC = 0.02
 """A finding about single ranks or groups is worth at least this share of the span."""

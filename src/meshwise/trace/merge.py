@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
-from meshwise.files import whole_file
+from meshwise.core.files import whole_file
 from meshwise.trace.align import Alignment
 from meshwise.trace.collectives import Collective
 from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.errors import DataError
+from meshwise.core.errors import DataError
 from meshwise.trace.decode import NOTHING, Args, Notes, decoded_pieces
 from meshwise.trace.events import (
     POINT_TO_POINT_CALLS,

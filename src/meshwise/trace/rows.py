@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from meshwise.core.ledger import COLLECTIVES, Ledger
 from meshwise.cost.collective import sent_bytes
-from meshwise.ledger import COLLECTIVES, Ledger
 from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace
 from meshwise.trace.nesting import launchers, parents
 from meshwise.trace.operators import self_time

@@ -1,0 +1,265 @@
+"""Fits the overheads of real steps (`meshwise.machine.overheads`) to published runs.
+
+Half of the rows fit, half only judge, by a hash of their id (`validate.errors.is_held_out`). A constant
+belongs to a generation of chips, a generation of software, or to all rows; none to a row or a source. The
+constants minimise
+
+    sum of w min(|log(predicted / measured)|, 0.4) / sum of w  +  pull x sum of log(constant / start)^2
+
+with w = 1 / sqrt(rows of the same source), so that a table of 500 rows does not drown one of 7. The cap
+keeps a few odd rows from deciding, the pull keeps what the rows do not determine at its start, which is
+the physical guess of `START`. The search walks along one constant after the other with shrinking steps;
+it prices only the rows that the constant touches. The same data give the same file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwise.calibrate.validate.errors import is_held_out, summarize
+from meshwise.calibrate.validate.express import chip_of, cluster_of, software_of
+from meshwise.calibrate.validate.predict import estimate_run, reported_bytes
+from meshwise.calibrate.validate.rows import Run, read_runs
+from meshwise.core.errors import MeshwiseError
+from meshwise.core.files import write_text
+from meshwise.machine.overheads import Tables
+
+CAP = 0.4
+PULL = 0.002
+STEPS = (1.3, 1.12, 1.05, 1.02)
+
+# Where the search starts, and the least and most that make sense; all three are one where the software says
+# what it does: DeepSpeed's ZeRO-3 gathers each of a block's tensors by itself, FSDP a block at once. Power
+# may not hold an A100 far below the 271 TFLOP/s that large matmuls sustain on it (stas00/ml-engineering,
+# compute/accelerator/README.md, MAMF table).
+START: dict[str, tuple[float, float, float]] = {
+    "power.ampere.bf16": (1.5e-12, 1.2e-12, 1.53e-12),
+    "power.hopper.bf16": (1.05e-12, 0.7e-12, 1.2e-12),
+    "power.hopper.fp8": (0.55e-12, 0.3e-12, 1.2e-12),
+    "power.blackwell.bf16": (1.05e-12, 0.6e-12, 1.25e-12),
+    "power.blackwell.fp8": (0.5e-12, 0.2e-12, 1.1e-12),
+    "power.blackwell.fp4": (0.28e-12, 0.1e-12, 0.9e-12),
+    "power.blackwell-ultra.bf16": (0.92e-12, 0.5e-12, 1.6e-12),
+    "power.blackwell-ultra.fp8": (0.46e-12, 0.2e-12, 1.0e-12),
+    "power.blackwell-ultra.fp4": (0.25e-12, 0.1e-12, 0.8e-12),
+    "power.cdna3.bf16": (1.4e-12, 0.7e-12, 3e-12),
+    "power.cdna3.fp8": (0.75e-12, 0.3e-12, 2e-12),
+    "older_attention.ampere": (1.5, 1.0, 3.0),
+    "older_attention.hopper": (1.9, 1.0, 3.0),
+    "older_attention.blackwell": (2.0, 1.0, 4.0),
+    "software.2020.host_s": (6e-5, 1e-5, 2e-4),
+    "software.2020.microbatch_s": (1e-3, 1e-4, 5e-3),
+    "software.2020.interference_frac": (0.1, 0.01, 0.5),
+    "software.2020.tp_exposed_frac": (0.2, 0.05, 1.0),
+    "software.2020.messages_per_block": (12.0, 12.0, 12.0),
+    "software.2020.shard_copy_s": (8e-6, 2e-6, 2e-5),
+    "software.2020.kernel_passes": (1.2, 1.0, 4.0),
+    "software.2020.accumulate_bytes": (6.0, 2.0, 20.0),
+    "software.2020.misaligned_slowdown": (6.0, 1.0, 40.0),
+    "software.2023.host_s": (3e-5, 5e-6, 1e-4),
+    "software.2023.interference_frac": (0.1, 0.01, 0.5),
+    "software.2023.tp_exposed_frac": (0.2, 0.05, 1.0),
+    "software.2023.messages_per_block": (1.0, 1.0, 1.0),
+    "software.2023.kernel_passes": (1.5, 1.0, 4.0),
+    "software.2023.cast_passes": (2.0, 1.0, 8.0),
+    "software.2023.accumulate_bytes": (8.0, 2.0, 20.0),
+    "software.2023.attention_slowdown": (1.4, 1.0, 3.0),
+    "software.2024-torch.host_s": (1.5e-5, 5e-6, 1e-4),
+    "software.2024-torch.interference_frac": (0.1, 0.01, 0.5),
+    "software.2024-torch.tp_exposed_frac": (0.5, 0.05, 1.0),
+    "software.2024-torch.messages_per_block": (1.0, 1.0, 1.0),
+    "software.2024-torch.kernel_passes": (1.2, 1.0, 4.0),
+    "software.2024-torch.cast_passes": (2.0, 1.0, 8.0),
+    "software.2024-torch.accumulate_bytes": (8.0, 2.0, 20.0),
+    "software.2024-torch.attention_slowdown": (1.1, 1.0, 3.0),
+    "software.2024.host_s": (1.5e-5, 5e-6, 1e-4),
+    "software.2024.moe_host_s": (4e-3, 1e-4, 1e-2),
+    "software.2024.interference_frac": (0.1, 0.01, 0.5),
+    "software.2024.tp_exposed_frac": (0.5, 0.05, 1.0),
+    "software.2024.messages_per_block": (1.0, 1.0, 1.0),
+    "software.2024.kernel_passes": (1.2, 1.0, 4.0),
+    "software.2024.expert_bias_passes": (16.0, 1.0, 30.0),
+    "software.2024.cast_passes": (1.5, 1.0, 8.0),
+    "software.2024.accumulate_bytes": (6.0, 2.0, 20.0),
+    "software.2026.host_s": (1.5e-5, 5e-6, 1e-4),
+    "software.2026.moe_host_s": (2e-3, 1e-4, 1e-2),
+    "software.2026.interference_frac": (0.1, 0.01, 0.5),
+    "software.2026.tp_exposed_frac": (0.5, 0.05, 1.0),
+    "software.2026.messages_per_block": (1.0, 1.0, 1.0),
+    "software.2026.kernel_passes": (1.2, 1.0, 4.0),
+    "software.2026.expert_bias_passes": (4.0, 1.0, 30.0),
+    "software.2026.cast_passes": (1.5, 1.0, 8.0),
+    "software.2026.accumulate_bytes": (6.0, 2.0, 20.0),
+    "network.omnipath": (0.7, 0.1, 1.0),
+    "network.roce": (0.8, 0.2, 1.0),
+    "common.unaligned_frac": (0.5, 0.1, 2.0),
+    "common.bucket_bytes": (1.6e8, 2.5e7, 1e9),
+    "common.skew_s": (2e-5, 1e-6, 1e-4),
+    "common.expert_imbalance": (1.1, 1.0, 1.5),
+    "common.straggler_frac": (0.005, 0.0005, 0.02),
+}
+
+MEMORY_START: dict[str, tuple[float, float, float]] = {
+    "software.2020.context_bytes": (4e9, 1e9, 10e9),
+    "software.2020.fragment_frac": (0.1, 0.01, 0.3),
+    "software.2020.loss_bytes": (8.0, 2.0, 20.0),
+    "software.2020.second_grad_bytes": (2.0, 2.0, 2.0),
+    "software.2023.context_bytes": (2e9, 1e9, 10e9),
+    "software.2023.fragment_frac": (0.05, 0.01, 0.3),
+    "software.2023.loss_bytes": (8.0, 2.0, 20.0),
+    "software.2024-torch.context_bytes": (2e9, 1e9, 10e9),
+    "software.2024-torch.fragment_frac": (0.05, 0.01, 0.3),
+    "software.2024-torch.loss_bytes": (8.0, 2.0, 20.0),
+    "software.2024.context_bytes": (2e9, 1e9, 10e9),
+    "software.2024.fragment_frac": (0.05, 0.01, 0.3),
+    "software.2024.loss_bytes": (4.0, 2.0, 20.0),
+    "software.2026.context_bytes": (2e9, 1e9, 10e9),
+    "software.2026.fragment_frac": (0.05, 0.01, 0.3),
+    "software.2026.loss_bytes": (4.0, 2.0, 20.0),
+}
+"""The same for memory; no row determines those of 2023, nor what 2024 books beyond its tensors."""
+
+LIMITS = START | MEMORY_START
+Constants = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepFit:
+    """Fitted constants, their mean absolute error on the fitting and on the judging half, and the file."""
+
+    constants: Constants
+    fitted_mean_abs_frac: float
+    held_out_mean_abs_frac: float
+    toml: str
+
+
+def as_tables(constants: Constants) -> Tables:
+    """Dotted names as tables."""
+    tables: dict[str, Any] = {}
+    for name, value in constants.items():
+        *path, last = name.split(".")
+        table = tables
+        for key in path:
+            table = table.setdefault(key, {})
+        table[last] = value
+    return Tables(**tables)
+
+
+def touches(name: str, run: Run) -> bool:
+    """Whether the constant `name` bears on `run`."""
+    kind, key = name.split(".")[:2]
+    if kind == "power":
+        return chip_of(run.gpu, run.year).generation == key
+    if kind == "older_attention":
+        old = software_of(run) in ("2023", "2024-torch")
+        return old and chip_of(run.gpu, run.year).generation == key
+    if kind == "network":
+        return any(level.name.startswith(key) for level in cluster_of(run).levels)
+    if kind == "common":
+        return _TOUCHED.get(key, lambda run: True)(run)
+    return software_of(run) == key
+
+
+_TOUCHED: dict[str, Callable[[Run], bool]] = {
+    "unaligned_frac": lambda run: (run.vocab // run.tp) % 8 > 0,
+    "bucket_bytes": lambda run: run.dp > 1,
+    "expert_imbalance": lambda run: bool(run.experts),
+}
+"""The runs that a common constant bears on, where not on all."""
+
+
+def fit_overheads(paths: Sequence[Path], *, checked: str, write_to: Path | None = None) -> StepFit:
+    """Fit all constants to the runs of `paths`; write the catalog to `write_to` if given."""
+    runs = [run for path in paths for run in read_runs(path)[0] if run.step_s and _priced(run)]
+    training = [run for run in runs if not is_held_out(run.id)]
+    constants = {name: start for name, (start, _, _) in LIMITS.items()}
+    constants = search(constants, MEMORY_START, [run for run in training if run.memory_bytes], memory_miss)
+    constants = search(constants, START, training, step_miss)
+    found = as_tables(constants)
+    errors = {run.id: math.exp(step_miss(run, found)) - 1.0 for run in runs}
+    halves = [[errors[run.id] for run in runs if is_held_out(run.id) is held] for held in (False, True)]
+    fitted, judged = (summarize(half).mean_abs_frac or 0.0 for half in halves)
+    text = to_toml(constants, fitted, judged, checked=checked, data=[path.name for path in paths])
+    if write_to is not None:
+        write_text(write_to, text)
+    return StepFit(constants, fitted, judged, text)
+
+
+def _priced(run: Run) -> bool:
+    try:
+        estimate_run(run)
+    except MeshwiseError:
+        return False
+    return True
+
+
+def step_miss(run: Run, tables: Tables) -> float:
+    return math.log(estimate_run(run, tables).step_s / (run.step_s or 1.0))
+
+
+def memory_miss(run: Run, tables: Tables) -> float:
+    return math.log(reported_bytes(run, estimate_run(run, tables)) / (run.memory_bytes or 1.0))
+
+
+def search(
+    constants: Constants, names: Iterable[str], training: Sequence[Run], miss: Callable[..., float]
+) -> Constants:
+    """`constants` with those of `names` moved, one after the other, to where `miss` is least."""
+
+    def losses(rows: Sequence[Run], at: Constants) -> dict[str, float]:
+        tables = as_tables(at)
+        return {run.id: min(abs(miss(run, tables)), CAP) for run in rows}
+
+    best = dict(constants)
+    counts = Counter(run.source for run in training)
+    weight = {run.id: counts[run.source] ** -0.5 for run in training}
+    total = sum(weight.values())
+    loss = losses(training, best)
+    for step in STEPS:
+        for name in names:
+            rows = [run for run in training if touches(name, run)]
+            for factor in (step, 1.0 / step):
+                while (trial := _moved(best, name, factor)) != best:
+                    new = losses(rows, trial)
+                    gain = sum(weight[i] * (loss[i] - value) for i, value in new.items()) / total
+                    if gain + PULL * (_bent(best, name) - _bent(trial, name)) <= 1e-7:
+                        break
+                    best, loss = trial, loss | new
+    return best
+
+
+def _moved(constants: Constants, name: str, factor: float) -> Constants:
+    """`constants` with `name` times `factor`, within its limits."""
+    _, least, most = LIMITS[name]
+    return constants | {name: min(max(constants[name] * factor, least), most)}
+
+
+def _bent(constants: Constants, name: str) -> float:
+    return math.log(constants[name] / LIMITS[name][0]) ** 2
+
+
+_HEAD = """\
+# Written by `meshwise fit`; do not edit. What real steps pay beyond their kernels, described in
+# `meshwise.machine.overheads`, fitted to published runs as `meshwise.calibrate.fit_steps` says. `fit`: mean
+# of |predicted / measured - 1| over the half of the rows that fitted, and over the half that only judges.
+"""
+
+
+def to_toml(constants: Constants, fitted: float, judged: float, *, checked: str, data: Sequence[str]) -> str:
+    """The catalog as text."""
+    constants = dict(sorted(constants.items(), key=lambda item: item[0].rpartition(".")[0]))
+    lines = [_HEAD, "[about]", "data = [" + ", ".join(f'"{name}"' for name in data) + "]"]
+    lines += [f'checked = "{checked}"', f"fit = {{ fitted = {fitted:.4f}, held_out = {judged:.4f} }}"]
+    section = ""
+    for name, value in constants.items():
+        table, _, field = name.rpartition(".")
+        if table != section:
+            lines += ["", f"[{table}]"]
+            section = table
+        lines.append(f"{field} = {value:.4g}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,572 @@
+"""Measured latencies of single ops and collectives, read from CSV into one plain form.
+
+Two kinds of file are read, told apart by their header: one latency a row
+(`hardware,op,dtype,n_gpus,shape,latency_us,kernel_or_library,source`), and figures as publications print
+them (`source,hardware,op,shape_or_size,ranks,value,unit,notes`: microseconds, milliseconds, TFLOP/s, or
+NCCL's bus bandwidth). Each row becomes a `Measurement` of an op that `cost/` can time, or a `Problem`
+that says in one sentence why not: a cell that is wrong (with file, line and column), or an op or a
+machine that the model does not know. Good rows count whatever the others hold.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from statistics import NormalDist
+
+from meshwise.core.errors import ClusterError, DataError
+from meshwise.cost.collective import sent_bytes
+from meshwise.machine.hardware import find_chip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One measured time. `op` is gemm, attention, decode, memory, experts, dispatch, collective or
+    peer_all_reduce.
+
+    variant: the dtype, the kernel, or the kind of collective. shape: gemm m n k batch cast; attention batch
+    heads kv_heads seq qk_dim v_dim causal passes (1 forward, 2 backward, 3 both); decode batch heads kv_len
+    kv_bytes_per_token qk_dim v_dim; memory bytes; experts tokens hidden inter topk experts tp, of one rank;
+    dispatch tokens token_bytes topk experts ranks ranks_per_node cores (0: as many as the kernel takes);
+    collective bytes ranks ranks_per_node; peer_all_reduce bytes ranks graph. software: the library, or the
+    network between nodes, where the constants depend on it.
+    """
+
+    chip: str
+    op: str
+    variant: str
+    software: str
+    shape: dict[str, float]
+    seconds: float
+    source: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A row that is no measurement of ours: its input is bad, or it is merely not modelled."""
+
+    where: str
+    reason: str
+    bad_input: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """What files held, in their order."""
+
+    rows: list[Measurement] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+OPS_COLUMNS = ("hardware", "op", "dtype", "n_gpus", "shape", "latency_us", "kernel_or_library", "source")
+PUBLISHED_COLUMNS = ("source", "hardware", "op", "shape_or_size", "ranks", "value", "unit", "notes")
+
+# Names that the files give to chips of the catalog, beyond its own names and aliases.
+_HARDWARE = {
+    "a100-sxm-80gb": "a100-80g-sxm",
+    "a100-sxm4-80gb": "a100-80g-sxm",
+    "h100-sxm-80gb": "h100-80g-sxm",
+    "h100-sxm5-80gb": "h100-80g-sxm",
+    "h200-sxm-141gb": "h200-sxm",
+    "h20": "h20-96g-sxm",
+    "h800": "h800-80g-sxm",
+    "8x h200 (nvlink4, nvswitch)": "h200-sxm",
+    "8x h200 node": "h200-sxm",
+    "8x b200 (nvlink5)": "b200-sxm",
+    "8x b200 node": "b200-sxm",
+    "8x a100 (nvlink3)": "a100-80g-sxm",
+    "gb200 (4 gpus per tray)": "gb200",
+    "h100, one node": "h100-80g-sxm",
+}
+_NETWORKS = (
+    ("A100, Perlmutter-like nodes", "a100-80g-sxm", "slingshot"),
+    ("4 nodes x 8 B200, 8x50GB/s EFA", "b200-sxm", "efa"),
+    ("DGX A100, 8x200Gb/s", "a100-80g-sxm", "infiniband"),
+    ("DGX H100, 8x400Gb/s", "h100-80g-sxm", "infiniband"),
+)
+"""Hardware of runs on several nodes by the start of its description: its chip and its network."""
+
+_DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "nvfp4": "fp4", "fp32": "fp32"}
+_CAST_LIBRARIES = ("CutlassFP8ScaledMMLinearKernel", "FlashInferCuteDslNvFp4LinearKernel")
+"""Linear layers timed from bf16 activations: the cast is in the figure. TensorRT-LLM's fp8 ones likewise."""
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 2**10, "MB": 2**20, "GB": 2**30}
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_NO_SWITCH = " (NVLS disabled)"
+
+
+class _Unmodelled(Exception):
+    """The row is sound, but no formula of ours times it."""
+
+
+class _BadCell(Exception):
+    def __init__(self, column: str, reason: str) -> None:
+        super().__init__(reason)
+        self.column = column
+
+
+def read(*paths: Path) -> Measurements:
+    """The measurements of `paths`. A file that cannot be read or has the wrong header raises DataError."""
+    found = Measurements()
+    for path in paths:
+        _read_file(path, found)
+    return found
+
+
+def _read_file(path: Path, into: Measurements) -> None:
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            table = csv.DictReader(file)
+            convert = _converter(path, table.fieldnames or [])
+            for row in table:
+                where = f"{path.name}:{table.line_num}"
+                try:
+                    if None in row.values() or None in row:
+                        raise _BadCell("", f"the line does not have {len(table.fieldnames or [])} cells")
+                    into.rows.append(convert(row, where))
+                except _BadCell as error:
+                    column = f", column {error.column}" if error.column else ""
+                    into.problems.append(
+                        Problem(
+                            where=where,
+                            reason=f"{path}, line {table.line_num}{column}: {error}",
+                            bad_input=True,
+                        )
+                    )
+                except _Unmodelled as error:
+                    into.problems.append(Problem(where=where, reason=str(error), bad_input=False))
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} is not a CSV file in UTF-8: {error}") from None
+
+
+def _converter(path: Path, header: Sequence[str]) -> Callable[[dict[str, str], str], Measurement]:
+    for columns, convert in ((OPS_COLUMNS, _from_ops), (PUBLISHED_COLUMNS, _from_published)):
+        if set(columns) <= set(header):
+            return convert
+    nearest = max((OPS_COLUMNS, PUBLISHED_COLUMNS), key=lambda columns: len(set(columns) & set(header)))
+    missing = ", ".join(name for name in nearest if name not in header)
+    raise DataError(f"{path}, line 1: the header lacks {missing}; expected {', '.join(nearest)}")
+
+
+# --- cells -------------------------------------------------------------------------------------
+
+
+def _positive(text: str, column: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise _BadCell(column, f"{text!r} is not a number above zero")
+    return value
+
+
+def _chip(text: str) -> str:
+    name = _known_chip(text.strip().lower())
+    if name is None:
+        raise _Unmodelled(f"no chip of the catalog is called {text!r}")
+    return name
+
+
+@lru_cache
+def _known_chip(name: str) -> str | None:
+    try:
+        return find_chip(_HARDWARE.get(name, name)).name
+    except ClusterError:
+        return None
+
+
+def _shape(text: str, column: str, *names: str) -> Iterator[float]:
+    """The numbers called `names` in a cell like `m=16 n=512 k=1024`."""
+    cells = dict(re.findall(r"(\w+)=(\S+)", text))
+    for name in names:
+        if name not in cells:
+            raise _BadCell(column, f"{text!r} lacks {name}=")
+        yield _positive(cells[name], column)
+
+
+# --- one latency a row -------------------------------------------------------------------------
+
+
+def _from_ops(row: dict[str, str], where: str) -> Measurement:
+    seconds = _positive(row["latency_us"], "latency_us") * 1e-6
+    ranks = _positive(row["n_gpus"], "n_gpus")
+    library, source, op = row["kernel_or_library"], row["source"], row["op"]
+    dtype, _, kv_dtype = row["dtype"].partition("/kv:")
+    chip = _chip(row["hardware"])
+
+    def make(op: str, variant: str, shape: dict[str, float], software: str = "") -> Measurement:
+        return Measurement(
+            chip=chip,
+            op=op,
+            variant=variant,
+            software=software,
+            shape=shape,
+            seconds=seconds,
+            source=source,
+            where=where,
+        )
+
+    if op == "gemm":
+        m, n, k = _shape(row["shape"], "shape", "m", "n", "k")
+        cast = float(library in _CAST_LIBRARIES)
+        return make("gemm", _dtype(dtype), {"m": m, "n": n, "k": k, "batch": 1.0, "cast": cast})
+    if op.startswith("grouped_gemm"):
+        return make("gemm", _dtype(dtype), _grouped(op, row["shape"]))
+    if op == "bmm":
+        batch, m, n, k = _shape(row["shape"], "shape", "batch", "m", "n", "k")
+        return make("gemm", _dtype(dtype), {"m": m, "n": n, "k": k, "batch": batch, "cast": 0.0})
+    if op in _STREAMING_BYTES:
+        return make("memory", "kernel", {"bytes": _STREAMING_BYTES[op] * _elements(row["shape"])})
+    if op in ("attn_prefill", "mla_prefill"):
+        return make("attention", "flash", _prefill(op, row["shape"]))
+    if op in ("attn_decode", "mla_decode"):
+        return make(
+            "decode", "mla" if op == "mla_decode" else "flash", _decode(op, row["shape"], kv_dtype or dtype)
+        )
+    if op == "moe_experts":
+        if dtype not in _EXPERT_DTYPES:
+            raise _BadCell("dtype", f"{dtype!r} is not one of {', '.join(_EXPERT_DTYPES)}")
+        return make("experts", _EXPERT_DTYPES[dtype], _experts(row), _expert_library(row))
+    if op.startswith(("deepep_", "trtllm_alltoall_")):
+        return make("dispatch", *_dispatch(op, dtype, library, ranks, row["shape"]))
+    if op == "custom_allreduce":
+        (size,) = _shape(row["shape"], "shape", "bytes")
+        graph = float(library.endswith("_graph"))
+        return make("peer_all_reduce", "all_reduce", {"bytes": size, "ranks": ranks, "graph": graph})
+    if op.startswith("nccl_"):
+        kind = {"alltoall": "all_to_all", "send_recv": "p2p"}.get(op[5:], op[5:])
+        (size,) = _shape(row["shape"], "shape", "bytes")
+        per_node = ranks
+        if "gpus_per_node=" in row["shape"]:
+            (per_node,) = _shape(row["shape"], "shape", "gpus_per_node")
+        shape = {"bytes": size, "ranks": ranks, "ranks_per_node": min(per_node, ranks)}
+        return make("collective", kind, shape, "vidur" if source.startswith("VIDUR") else "")
+    if op == "quantize_act":
+        raise _Unmodelled("the figure is the difference of two kernels, not the time of one")
+    raise _Unmodelled(f"no formula times op {op!r} of {library}")
+
+
+def _dtype(text: str) -> str:
+    if text not in _DTYPES:
+        raise _BadCell("dtype", f"{text!r} is not one of {', '.join(_DTYPES)}")
+    return _DTYPES[text]
+
+
+def _grouped(op: str, text: str) -> dict[str, float]:
+    """A grouped matmul: one matmul per local expert; `up` holds gate and up side by side."""
+    experts, hidden, inter, tokens = _shape(text, "shape", "local", "hidden", "inter", "tokens_per_expert")
+    n, k = (2 * inter, hidden) if "_up_" in op else (hidden, inter)
+    return {"m": tokens, "n": n, "k": k, "batch": experts, "cast": 0.0}
+
+
+# Bytes that a streaming kernel of V100's list moves per element, by what it reads and writes.
+_STREAMING_BYTES = {"elementwise_add": 12.0, "cast": 5.0, "gelu": 8.0, "softmax": 4.0}
+
+
+def _elements(text: str) -> float:
+    if "elements=" in text:
+        return next(_shape(text, "shape", "elements"))
+    rows, columns = _shape(text, "shape", "rows", "cols")
+    return rows * columns
+
+
+# --- experts: one rank of an expert-parallel group ----------------------------------------------
+#
+# The collector (aiconfigurator, collector/vllm/collect_moe.py and helper.py) runs one physical rank, the
+# first of `ep`. All `tokens` reach it with the router's scores over all experts, and it computes the
+# choices that fall on its own experts / ep. `balanced` scores deal the choices out evenly; `pl<alpha>`
+# draws the experts' shares from a power law on [1, 0.8 tokens] (on [0.01, 2] where there are no more
+# choices than experts), rounds them to whole tokens, and hands the first rank the busiest group.
+#
+# vLLM 0.24 routes DeepSeek-V3 (256 experts of hidden size 7168) as the model does: of 8 groups of experts
+# a token may use 4. Balanced scores name one expert in each group, so only 4 choices remain; the others
+# are ties, which go to the first experts of all, on the first rank. Choices drawn from a power law crowd
+# in fewer groups, nearly always the busiest among them: the first rank keeps its choices and gains a tie.
+
+_EXPERT_DTYPES = {
+    "bfloat16": "bf16",
+    "fp8": "fp8",
+    "fp8_block": "fp8_block",
+    "nvfp4": "fp4",
+    "w4a16_mxfp4": "w4a16",
+}
+_WITHOUT_GROUPS = ("vllm_fused_moe", "moe_torch_flow_cutlass")
+"""Collectors that route DeepSeek-V3 freely: of vLLM 0.14, and of TensorRT-LLM."""
+
+_EXPERT_LIBRARIES = ("triton", "cutlass", "trtllm")
+
+
+def _expert_library(row: dict[str, str]) -> str:
+    """The library that runs the experts, as the constants name it: TensorRT-LLM's own is `torch_flow`."""
+    library = row["kernel_or_library"]
+    if library.startswith("moe_torch_flow"):
+        return "torch_flow"
+    return next((name for name in _EXPERT_LIBRARIES if f"_{name}" in library), "triton")
+
+
+def _experts(row: dict[str, str]) -> dict[str, float]:
+    names = ("tokens", "hidden", "inter", "topk", "experts", "tp", "ep")
+    shape = dict(zip(names, _shape(row["shape"], "shape", *names), strict=True))
+    deepseek = (shape["hidden"], shape["experts"]) == (7168, 256)
+    limited = deepseek and row["kernel_or_library"] not in _WITHOUT_GROUPS
+    law = re.search(r"dist=pl([\d.]+)", row["shape"])
+    routed = _routed(shape, float(law[1]) if law else None, limited=limited)
+    # vLLM's Triton kernels keep a row for every choice, wherever its expert is; the others only their own.
+    keeps_all = _expert_library(row) == "triton" and _EXPERT_DTYPES[row["dtype"]] in ("bf16", "fp8_block")
+    return shape | routed | {"moved_topk": shape["topk"] if keeps_all else routed["local_topk"]}
+
+
+def _routed(shape: dict[str, float], alpha: float | None, *, limited: bool) -> dict[str, float]:
+    """Choices per token that fall on the first rank, and how many of its experts have work.
+
+    `alpha` is that of the power law, None for balanced scores; `limited`: to 4 of 8 groups of experts.
+    """
+    tokens, topk, experts, ep = (shape[name] for name in ("tokens", "topk", "experts", "ep"))
+    dealt_out = limited and alpha is None
+    kept, tied = (4.0, 4.0) if dealt_out else (topk, 1.0 if limited else 0.0)
+    busier, active_frac = 1.0, 1.0
+    if alpha is not None:
+        span = (1.0, 0.8 * tokens) if tokens * topk > experts else (0.01, 2.0)
+        busier += _largest_of(ep) * _spread(alpha, *span) / math.sqrt(experts / ep)
+        active_frac = _active_frac(alpha, *span, tokens * topk / experts)
+    scored = busier * kept / ep
+    pairs = max(1.0, math.ceil(tokens * min(scored + tied, topk, experts / ep)))
+    reached = active_frac * experts / ep * (0.5 if dealt_out and ep == 1 else 1.0)
+    return {"local_topk": pairs / tokens, "active": max(1.0, min(reached, tokens * scored + tied, pairs))}
+
+
+def _largest_of(count: float) -> float:
+    """The expected largest of `count` standard normals (Blom 1958)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+
+
+def _spread(alpha: float, low: float, high: float) -> float:
+    """Standard deviation over mean of the power law x^-alpha on [low, high]."""
+
+    moments = [_moment(order, alpha, low, high) for order in range(3)]
+    return math.sqrt(moments[2] * moments[0] / moments[1] ** 2 - 1.0)
+
+
+def _mean(alpha: float, low: float, high: float) -> float:
+    return _moment(1, alpha, low, high) / _moment(0, alpha, low, high)
+
+
+def _active_frac(alpha: float, low: float, high: float, mean_tokens: float) -> float:
+    """Share of experts with a token, of shares drawn from the power law, `mean_tokens` each on average.
+
+    Those below half a token round to none; what they lose in sum goes to as many idle experts.
+    """
+    half = min(max(0.5 * _mean(alpha, low, high) / mean_tokens, low), high)
+    above = _moment(0, alpha, half, high) / _moment(0, alpha, low, high)
+    lost = _moment(1, alpha, low, half) / _moment(1, alpha, low, high) * mean_tokens
+    return min(above + lost, 1.0)
+
+
+def _moment(order: int, alpha: float, low: float, high: float) -> float:
+    power = order + 1.0 - alpha
+    return (high**power - low**power) / power
+
+
+# --- dispatch and combine -----------------------------------------------------------------------
+
+
+_SIDES = {"NVLinkTwoSided": "two-sided", "NVLinkOneSided": "one-sided"}
+
+
+def _dispatch(op: str, dtype: str, library: str, ranks: float, text: str) -> tuple[str, dict[str, float]]:
+    """The variant and the shape of a token exchange. Every rank holds `tokens` tokens.
+
+    Tokens leave in `dtype` with their scales and come back in bf16, unless the combine is the one of low
+    precision; `prepare` exchanges the choices alone.
+    """
+    tokens, hidden, topk, experts = _shape(text, "shape", "tokens", "hidden", "topk", "experts")
+    deepep = op.startswith("deepep_")
+    nodes = next(_shape(text, "shape", "nodes")) if deepep else 1.0
+    cores = next(_shape(text, "shape", "sms")) if "sms=" in text else 0.0
+    if op.endswith("prepare"):
+        token_bytes = 4.0 * topk
+    elif op.endswith("combine") or dtype == "bfloat16":
+        token_bytes = 2.0 * hidden
+    elif dtype == "nvfp4":
+        token_bytes = (1 / 2 + 1 / 16) * hidden
+    else:  # DeepEP scales fp8 by groups of 128, TensorRT-LLM by tensor
+        token_bytes = (1.0 + 4 / 128 if deepep else 1.0) * hidden
+    name = op.replace("alltoall", _SIDES.get(library, "")).replace("_", "-")
+    shape = {
+        "tokens": tokens,
+        "token_bytes": token_bytes,
+        "topk": topk,
+        "experts": experts,
+        "ranks": ranks,
+        "ranks_per_node": ranks / nodes,
+        "cores": cores,
+    }
+    return name, shape
+
+
+# --- attention ----------------------------------------------------------------------------------
+
+
+def _prefill(op: str, text: str) -> dict[str, float]:
+    if "cfg=" in text:  # one sequence; heads-kvheads-dim, or heads-kvrank-rope for latent attention
+        (seq,) = _shape(text, "shape", "s")
+        heads, kv_heads, qk_dim = _config(text)
+        batch, v_dim = 1.0, qk_dim
+        if op == "mla_prefill":
+            kv_heads, qk_dim, v_dim = heads, 128 + qk_dim, 128.0
+        return _causal(batch, seq, heads, kv_heads, qk_dim, v_dim)
+    batch, seq, heads = _shape(text, "shape", "b", "s", "h")
+    if op == "mla_prefill":  # DeepSeek's dimensions: 128 + rope to compare, 128 to weigh
+        (rope,) = _shape(text, "shape", "rope")
+        kv_heads, qk_dim, v_dim = heads, 128 + rope, 128.0
+    else:
+        kv_heads, qk_dim = _shape(text, "shape", "kv", "d")
+        v_dim = qk_dim
+    return _causal(batch, seq, heads, kv_heads, qk_dim, v_dim)
+
+
+def _causal(
+    batch: float, seq: float, heads: float, kv_heads: float, qk_dim: float, v_dim: float
+) -> dict[str, float]:
+    """The shape of a forward pass under a causal mask."""
+    return {
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "seq": seq,
+        "qk_dim": qk_dim,
+        "v_dim": v_dim,
+        "causal": 1.0,
+        "passes": 1.0,
+    }
+
+
+def _config(text: str) -> tuple[float, float, float]:
+    """Heads, key-value heads (or rank) and dimension of a cell like `cfg=16-1-256`."""
+    match = re.search(r"cfg=(\d+)-(\d+)-(\d+)", text)
+    if match is None:
+        raise _BadCell("shape", f"{text!r} lacks cfg=heads-kv-dim")
+    heads, kv, dim = map(float, match.groups())
+    return heads, kv, dim
+
+
+def _decode(op: str, text: str, kv_dtype: str) -> dict[str, float]:
+    batch, kv_len = _shape(text, "shape", "b", "kvlen")
+    elem_bytes = 1.0 if kv_dtype == "fp8" else 2.0
+    if "cfg=" in text:  # heads-kvheads-dim, or heads-kvrank-rope for latent attention
+        heads, kv, dim = _config(text)
+    elif op == "mla_decode":
+        heads, kv, dim = _shape(text, "shape", "h", "kvrank", "rope")
+    else:
+        heads, kv, dim = _shape(text, "shape", "h", "kv", "d")
+    latent = op == "mla_decode"
+    return {
+        "batch": batch,
+        "heads": heads,
+        "kv_len": kv_len,
+        "kv_bytes_per_token": elem_bytes * (kv + dim if latent else 2 * kv * dim),
+        "qk_dim": kv + dim if latent else dim,
+        "v_dim": kv if latent else dim,
+    }
+
+
+# --- figures as published ----------------------------------------------------------------------
+
+
+def _from_published(row: dict[str, str], where: str) -> Measurement:
+    op, unit, size = row["op"], row["unit"], row["shape_or_size"]
+    value = _positive(row["value"], "value")
+    if op.startswith("GEMM ") and unit == "us":
+        m, n, k = _shape(size, "shape_or_size", "m", "n", "k")
+        variant = _dtype(op.split()[1])
+        shape = {"m": m, "n": n, "k": k, "batch": 1.0, "cast": float(variant == "fp8")}
+        seconds, kind, software = value * 1e-6, "gemm", "trtllm" if variant == "fp8" else ""
+    elif op in ("attention fwd+bwd, FA2", "attention fwd FP16, FA2", "attention fwd FP16, FA3"):
+        shape, flop = _published_attention(op, size)
+        seconds, kind, variant, software = flop / (value * 1e12), "attention", "flash", op[-3:].lower()
+    elif op == "all_reduce (nccl-tests, inter-node)" and size == "peak of sweep":
+        # The peak of a sweep over sizes is what large messages reach, whatever the number of nodes.
+        shape = {"bytes": 16.0 * 2**30, "ranks": 32.0, "ranks_per_node": 8.0}
+        seconds, kind, variant = (
+            _collective_seconds("all_reduce", value, unit, shape),
+            "collective",
+            "all_reduce",
+        )
+        software = ""
+    elif op.removesuffix(_NO_SWITCH) in _COLLECTIVES:
+        kind, variant = "collective", op.removesuffix(_NO_SWITCH)
+        shape = _published_collective(row)
+        seconds, software = _collective_seconds(variant, value, unit, shape), "" if op == variant else "ring"
+    else:
+        raise _Unmodelled(f"no formula times {op!r} in {unit}")
+    chip, software = _published_chip(row["hardware"], software)
+    return Measurement(
+        chip=chip,
+        op=kind,
+        variant=variant,
+        software=software,
+        shape=shape,
+        seconds=seconds,
+        source=row["source"],
+        where=where,
+    )
+
+
+def _published_chip(hardware: str, software: str) -> tuple[str, str]:
+    """The chip and, for runs on several nodes, their network in place of the software."""
+    for start, chip, network in _NETWORKS:
+        if hardware.startswith(start):
+            return find_chip(chip).name, network
+    return _chip(hardware), software
+
+
+def _published_attention(op: str, text: str) -> tuple[dict[str, float], float]:
+    """Shape and FLOP as FlashAttention's benchmark counts them: 16k tokens, hidden 2048, half if causal."""
+    cells = dict(re.findall(r"(\w+)=(\d+)", text))
+    if not {"seq", "head_dim", "causal"} <= set(cells):
+        raise _BadCell("shape_or_size", f"{text!r} lacks seq=, head_dim= or causal=")
+    seq, dim, causal = float(cells["seq"]), float(cells["head_dim"]), float(cells["causal"])
+    heads, batch, both = 2048 / dim, 16384 / seq, "fwd+bwd" in op
+    shape = {
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": heads,
+        "seq": seq,
+        "qk_dim": dim,
+        "v_dim": dim,
+        "causal": causal,
+        "passes": 3.0 if both else 1.0,
+    }
+    return shape, 4 * batch * seq**2 * heads * dim * (0.5 if causal else 1.0) * (3.5 if both else 1.0)
+
+
+def _published_collective(row: dict[str, str]) -> dict[str, float]:
+    match = re.fullmatch(r"([\d.]+)\s*([KMG]?i?B)", row["shape_or_size"])
+    if match is None:
+        raise _Unmodelled(f"no size in {row['shape_or_size']!r}")
+    ranks = _positive(row["ranks"], "ranks")
+    per_node = re.search(r"nodes? x (\d+) ", row["hardware"])
+    return {
+        "bytes": float(match[1]) * _UNITS[match[2]],
+        "ranks": ranks,
+        "ranks_per_node": min(float(per_node[1]), ranks) if per_node else ranks,
+    }
+
+
+def _collective_seconds(op: str, value: float, unit: str, shape: dict[str, float]) -> float:
+    if unit.startswith("us"):
+        return value * 1e-6
+    if unit == "ms":
+        return value * 1e-3
+    if unit == "GB/s busbw":  # bus bandwidth is what one rank's link carries: sent bytes over time
+        return float(sent_bytes(op, shape["bytes"], shape["ranks"])) / (value * 1e9)  # type: ignore[arg-type]
+    raise _Unmodelled(f"{unit!r} of a collective is not a time or a bus bandwidth")

@@ -1,0 +1,188 @@
+"""The one table that every instrument fills: a row is one op in one phase on one rank.
+
+Quantities of a row are those of **one occurrence**; `count` says how often it occurs in a step. So
+`flop` belongs to `shape`, and a total is `sum(count * column)`, which `Ledger.total` computes. A
+communication is a row of its own: the op it serves in `op`, its kind in `collective`, the full
+tensor in `payload_bytes`, what this rank puts on the wire in `sent_bytes`.
+
+A ledger is columns, not objects: numpy arrays of equal length, in the order of `COLUMNS`. Absent
+numbers are NaN inside and empty (CSV) or null (JSON) outside.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.core.errors import DataError, MissingExtraError
+from meshwise.core.files import write_text
+
+if TYPE_CHECKING:
+    import pandas
+    import polars
+
+TEXT_COLUMNS = ("origin", "module", "op", "phase", "shape", "dtype", "collective", "axis")
+COLUMNS = (
+    *("origin", "rank", "module", "op", "phase", "count", "shape", "dtype"),
+    *("flop", "read_bytes", "write_bytes", "saved_bytes", "weight_bytes"),
+    *("collective", "axis", "group_size", "payload_bytes", "sent_bytes"),
+    *("compute_s", "memory_s", "comm_s", "exposed_s", "time_s", "start_s"),
+    *("live_bytes", "peak_bytes"),
+)
+ORIGINS = ("estimate", "dry_run", "run", "profile")
+PHASES = ("forward", "backward", "recompute", "optimizer", "step")
+COLLECTIVES = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "send",
+    "recv",
+)
+
+
+def shape_text(shape: Sequence[float]) -> str:
+    """`(2048, 12288)` as the text of a cell: `2048x12288`; a scalar is the empty text."""
+    return "x".join(f"{dim:.15g}" for dim in shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ledger:
+    """Columns by name, all of one length; make one with `Ledger.from_rows`."""
+
+    columns: dict[str, NDArray[Any]]
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Mapping[str, Any]]) -> Ledger:
+        """A ledger of `rows`; a row may leave columns out, `shape` may be a tuple or its text."""
+        rows = list(rows)
+        unknown = {name for row in rows for name in row} - set(COLUMNS)
+        if unknown:
+            raise DataError(
+                f"a ledger has no column {', '.join(sorted(unknown))}; it has {', '.join(COLUMNS)}"
+            )
+        columns: dict[str, NDArray[Any]] = {}
+        for name in COLUMNS:
+            if name in TEXT_COLUMNS:
+                cells = [row.get(name) or "" for row in rows]
+                texts = [cell if isinstance(cell, str) else shape_text(cell) for cell in cells]
+                columns[name] = np.array(texts, dtype=object)
+            else:
+                empty = 1.0 if name == "count" else math.nan
+                numbers = (row.get(name) for row in rows)
+                columns[name] = np.array([empty if x is None else x for x in numbers], dtype=np.float64)
+        return cls(columns)
+
+    @classmethod
+    def concat(cls, ledgers: Iterable[Ledger]) -> Ledger:
+        """The rows of all `ledgers`, one after the other."""
+        parts = [ledger.columns for ledger in ledgers] or [cls.from_rows([]).columns]
+        return cls({name: np.concatenate([part[name] for part in parts]) for name in COLUMNS})
+
+    def __len__(self) -> int:
+        return len(self.columns["op"])
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self.columns[name]
+
+    def where(self, **wanted: Any) -> Ledger:
+        """The rows whose columns equal `wanted`; a tuple or list admits any of its values."""
+        keep = np.ones(len(self), dtype=bool)
+        for name, value in wanted.items():
+            column = self.columns[name]
+            keep &= np.isin(column, list(value)) if isinstance(value, tuple | list) else column == value
+        return Ledger({name: column[keep] for name, column in self.columns.items()})
+
+    def total(self, name: str) -> float:
+        """Sum over the rows of `count` times the column `name`; rows without a number add nothing."""
+        return float(np.nansum(self.columns["count"] * self.columns[name]))
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The rows as dictionaries, absent numbers as None."""
+        for i in range(len(self)):
+            yield {name: _cell(self.columns[name][i]) for name in COLUMNS}
+
+    def used_columns(self) -> list[str]:
+        """The columns in which some row says something."""
+        return [name for name in COLUMNS if any(_cell(x) not in (None, "") for x in self.columns[name])]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The rows as JSON values (whole numbers as integers, absent ones as null)."""
+        return list(self.rows())
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """The table as CSV text; written to `path` too, whole or not at all."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for row in self.rows():
+            writer.writerow(["" if row[name] is None else row[name] for name in COLUMNS])
+        if path is not None:
+            write_text(Path(path), out.getvalue())
+        return out.getvalue()
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """The table as a pandas frame (needs pandas)."""
+        try:
+            import pandas as pd
+        except ImportError:
+            raise MissingExtraError('pandas is not installed; run: pip install "meshwise[frames]"') from None
+        return pd.DataFrame(self.columns)
+
+    def to_polars(self) -> polars.DataFrame:
+        """The table as a polars frame (needs polars)."""
+        try:
+            import polars as pl
+        except ImportError:
+            raise MissingExtraError('polars is not installed; run: pip install "meshwise[frames]"') from None
+        texts = {name: pl.Series(self.columns[name], dtype=pl.String) for name in TEXT_COLUMNS}
+        return pl.DataFrame({name: texts.get(name, self.columns[name]) for name in COLUMNS})
+
+    def __repr__(self) -> str:
+        """The table as text: the columns that say something."""
+        names = self.used_columns()
+        cells = [names, *([_display(row[name]) for name in names] for row in self.rows())]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
+        pads = [str.ljust if name in TEXT_COLUMNS else str.rjust for name in names]
+        lines = (
+            "  ".join(pad(cell, width) for pad, cell, width in zip(pads, line, widths, strict=True))
+            for line in cells
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the columns that say something."""
+        from html import escape
+
+        names = self.used_columns()
+        head = "".join(f"<th>{escape(name)}</th>" for name in names)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{escape(_display(row[name]))}</td>" for name in names) + "</tr>"
+            for row in self.rows()
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    number = float(value)
+    if not math.isfinite(number):
+        return None
+    return int(number) if number.is_integer() and abs(number) < 2**63 else number
+
+
+def _display(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,346 @@
+"""How much of a chip's promise its kernels keep: the fitted constants of `catalog/efficiency.toml`.
+
+A data sheet gives peaks; kernels reach a share of them and pay fixed times on top. Each class of op has
+a formula in `cost/` and a handful of constants, one set per chip (and dtype), which `meshwise fit`
+computes from public measurements and writes with their source and error; links beyond the node have
+theirs by the kind of network. A chip without measurements
+*inherits* the geometric mean of the chips of its generation, or of all chips where the generation has
+none; `Efficiency.inherited_from` says which. `IDEAL` is the chip of the data sheet: every formula falls
+back to max(FLOP / peak, bytes / bandwidth) and the bare wire.
+
+Shares (`_frac`) are of the chip's published peak. `_latency` of a link is a multiple of the latency
+that the catalog gives for that link, so that a user's own cluster keeps its meaning.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache, lru_cache
+from importlib import resources
+from typing import Any, TypeVar
+
+from meshwise.core.errors import ClusterError
+from meshwise.machine.hardware import MEASURED, Chip, Level, chips
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmEfficiency:
+    """Constants of `cost.gemm`. The defaults are the ideal chip.
+
+    launch_s: kernel launch until the first tile starts, and drain of the last.
+    peak_frac: share of peak that a core reaches inside a tile, short kernels.
+    throttle_frac: share by which the core slows per decade of kernel duration beyond 0.1 ms (two decades
+        at most), as power limits the clock.
+    cache_speedup: bandwidth that feeds the tiles (last cache), as a multiple of memory bandwidth.
+    memory_frac: share of memory bandwidth.
+    tile_s: prologue and epilogue of one tile.
+    split_s: extra time when the sum over k is split among cores.
+    """
+
+    launch_s: float = 0.0
+    peak_frac: float = 1.0
+    throttle_frac: float = 0.0
+    cache_speedup: float = math.inf
+    memory_frac: float = 1.0
+    tile_s: float = 0.0
+    split_s: float = 0.0
+    tiled: bool = field(default=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionEfficiency:
+    """Constants of `cost.attention_kernel`. The defaults are the ideal chip.
+
+    softmax_dim: the work of the exponentials, as an equivalent extra head dimension.
+    tail: lengths of the longest tile that the last wave adds, on top of an even share.
+    backward_frac: rate of the backward relative to the forward.
+    tile: rows of a query tile (the diagonal tiles of a causal mask are computed whole).
+    """
+
+    launch_s: float = 0.0
+    peak_frac: float = 1.0
+    softmax_dim: float = 0.0
+    tail: float = 0.0
+    memory_frac: float = math.inf
+    backward_frac: float = 1.0
+    tile: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeEfficiency:
+    """Constants of decode attention in `cost.attention_kernel`. The defaults are the ideal chip."""
+
+    launch_s: float = 0.0
+    memory_frac: float = 1.0
+    peak_frac: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEfficiency:
+    """Constants of `cost.memory_kernel` for streaming kernels: launch and share of memory bandwidth."""
+
+    launch_s: float = 0.0
+    memory_frac: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastEfficiency:
+    """Constants of `cost.memory_kernel` for casts with a scale, to fp8 or fp4.
+
+    passes: how often the bytes are moved (once to find the scale, once to cast). row_s: time of one row
+    on one core.
+    """
+
+    launch_s: float = 0.0
+    memory_frac: float = 1.0
+    passes: float = 1.0
+    row_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsEfficiency:
+    """Constants of `cost.experts`: how a library's grouped matmuls differ from plain ones of their dtype.
+
+    launch_s: sorting tokens by expert and launching it all. peak_frac, memory_frac: multiples of the
+    matmul's own. passes: how often all tokens are moved whatever their experts (routing, casts).
+    """
+
+    launch_s: float = 0.0
+    peak_frac: float = 1.0
+    memory_frac: float = 1.0
+    passes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchEfficiency:
+    """Constants of `cost.dispatch` for one library and direction. The defaults are the ideal machine.
+
+    launch_s: an exchange of nothing. rank_s, node_s: more of that for each doubling of the ranks of a node,
+    and of the nodes; expert_s: for each expert. token_s: time of one core for one token.
+    inner_frac, outer_frac: shares of the links' bandwidth. core_bytes_per_s: what one core forwards inside
+    a node of what comes from other nodes.
+    crowded_frac: share of the bandwidth between nodes that is left among more than four.
+    """
+
+    launch_s: float = 0.0
+    rank_s: float = 0.0
+    node_s: float = 0.0
+    expert_s: float = 0.0
+    token_s: float = 0.0
+    inner_frac: float = 1.0
+    outer_frac: float = 1.0
+    core_bytes_per_s: float = math.inf
+    crowded_frac: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerEfficiency:
+    """Constants of an all-reduce by reading the peers' memory (`cost.collective.peer_all_reduce_s`).
+
+    host_s: least time of a call that no graph replays. launch_s: kernel launch; wait_s: one wait for all
+    peers; link_frac: share of the link's bandwidth.
+    """
+
+    host_s: float = 0.0
+    launch_s: float = 0.0
+    wait_s: float = 0.0
+    link_frac: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkEfficiency:
+    """Constants of one kind of link in `cost.collective`. The defaults are the ideal link.
+
+    NCCL has a *quick* protocol (LL, LL128: flags travel with the data; low latency, a share of the
+    bandwidth) and a *bulk* one (Simple: full bandwidth, but neighbours synchronise); the faster is taken.
+    quick_latency: delay of a hop. bulk_latency: delay that each synchronisation of the bulk protocol adds.
+    tree_latency: a hop of a tree takes that many hops of a ring; None: no trees.
+    switch_frac: share of the bandwidth when the switch adds up (NVLS, SHARP); None: it cannot.
+    switch_latency: delay until a sum in the switch flows.
+    own_part: a rank's own part is copied through memory: that many parts' worth of wire time.
+    """
+
+    launch_s: float = 0.0
+    quick_latency: float = 1.0
+    quick_frac: float = 1.0
+    bulk_latency: float = 0.0
+    bulk_frac: float = 1.0
+    own_part: float = 0.0
+    all_to_all_own_part: float = 0.0
+    tree_latency: float | None = None
+    switch_frac: float | None = None
+    switch_latency: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """All constants of one chip: `inner` for link level 0, `outer` beyond.
+
+    `gemms` and `casts` go by dtype, `experts` by dtype and library (`fp8_block-triton`), `dispatches` by
+    library and direction (`deepep-normal-combine`).
+    """
+
+    gemms: Mapping[str, GemmEfficiency] = field(default_factory=dict)
+    attention: AttentionEfficiency = AttentionEfficiency()
+    decode: DecodeEfficiency = DecodeEfficiency()
+    latent_decode: DecodeEfficiency = DecodeEfficiency()
+    memory: MemoryEfficiency = MemoryEfficiency()
+    casts: Mapping[str, CastEfficiency] = field(default_factory=dict)
+    experts: Mapping[str, ExpertsEfficiency] = field(default_factory=dict)
+    dispatches: Mapping[str, DispatchEfficiency] = field(default_factory=dict)
+    peer: PeerEfficiency = PeerEfficiency()
+    inner: LinkEfficiency = LinkEfficiency()
+    outer: LinkEfficiency = LinkEfficiency()
+    inherited_from: Mapping[str, str] = field(default_factory=dict)
+
+    def gemm(self, dtype: str) -> GemmEfficiency:
+        """The constants for matmuls in `dtype`; a dtype without its own shares those of bf16."""
+        shared = self.gemms.get("bf16", _IDEAL_GEMM)
+        return self.gemms.get({"fp16": "bf16"}.get(dtype, dtype), shared)
+
+    def cast(self, dtype: str) -> CastEfficiency:
+        """The constants for casts with a scale to `dtype`."""
+        return self.casts.get(dtype, _IDEAL_CAST)
+
+
+_IDEAL_GEMM = GemmEfficiency()
+_IDEAL_CAST = CastEfficiency()
+IDEAL = Efficiency()
+
+CLASSES: dict[str, type] = {
+    "gemm": GemmEfficiency,
+    "attention": AttentionEfficiency,
+    "decode": DecodeEfficiency,
+    "memory": MemoryEfficiency,
+    "cast": CastEfficiency,
+    "experts": ExpertsEfficiency,
+    "dispatch": DispatchEfficiency,
+    "peer": PeerEfficiency,
+    "inner": LinkEfficiency,
+    "outer": LinkEfficiency,
+}
+"""The classes of op in efficiency.toml: `[class.chip.variant]`, for `outer` `[outer.network.link]`."""
+
+Constants = TypeVar("Constants")
+
+
+def read(text: str) -> dict[str, dict[str, Any]]:
+    """The tables of an efficiency catalog: `[class.chip.variant]` as `{class.variant: {chip: constants}}`."""
+    tables: dict[str, dict[str, Any]] = {}
+    for name, by_chip in tomllib.loads(text).items():
+        if name == "about":
+            continue
+        for chip, variants in by_chip.items():
+            for variant, entry in variants.items():
+                key = f"{name}.{variant}"
+                tables.setdefault(key, {})[chip] = _entry(CLASSES[name], entry, f"{key} of {chip}")
+    return tables
+
+
+def _entry(kind: type[Constants], entry: dict[str, Any], where: str) -> Constants:
+    known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
+    values = {key: value for key, value in entry.items() if key not in ("fit", "source")}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ClusterError(f"efficiency.toml: {where} has {unknown[0]!r}, which is no constant of this class")
+    return kind(**values)
+
+
+@cache
+def _catalog() -> dict[str, dict[str, Any]]:
+    return read((resources.files("meshwise") / "catalog" / "efficiency.toml").read_text())
+
+
+def mean(entries: list[Constants]) -> Constants:
+    """The geometric mean of sets of constants, field by field; a field that one lacks is lacking."""
+    first = entries[0]
+    values: dict[str, Any] = {}
+    for item in fields(first):  # type: ignore[arg-type]
+        column = [getattr(entry, item.name) for entry in entries]
+        if isinstance(column[0], bool) or None in column or 0.0 in column:
+            values[item.name] = next((value for value in column if not value), column[0])
+        else:
+            values[item.name] = math.exp(sum(map(math.log, column)) / len(column))
+    return type(first)(**values)
+
+
+def _generation(chip: str) -> str:
+    return chips()[chip].generation if chip in chips() else ""
+
+
+def network(levels: Sequence[Level]) -> str:
+    """The kind of network beyond the node: the first letters of its name (`infiniband-ndr`: infiniband)."""
+    return re.match("[a-z]*", levels[1].name.lower())[0] if len(levels) > 1 else ""  # type: ignore[index]
+
+
+def _network_lookup(table: Mapping[str, Constants], name: str) -> tuple[Constants, str]:
+    if name in table:
+        return table[name], ""
+    return mean([table[key] for key in sorted(table)]), f"all networks ({', '.join(sorted(table))})"
+
+
+def lookup(table: Mapping[str, Constants], chip: Chip) -> tuple[Constants, str]:
+    """The constants of `chip` and where they come from: "" (its own), its generation, or "all chips"."""
+    if chip.name in table:
+        return table[chip.name], ""
+    family = [name for name in sorted(table) if _generation(name) == chip.generation]
+    donors = family or sorted(table)
+    source = chip.generation if family else "all chips"
+    return mean([table[name] for name in donors]), f"{source} ({', '.join(donors)})"
+
+
+def constants(
+    chip: Chip,
+    levels: Sequence[Level] | None = None,
+    *,
+    tables: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Efficiency:
+    """The efficiency of `chip` on links of `levels` (None: its usual ones), from the catalog or `tables`.
+
+    `tables` are as `read` returns them. What the chip or its network lacks it inherits; `inherited_from`
+    names the source of each class that it inherits. From a chip whose own rates were measured nothing is
+    taken off.
+    """
+    if chip.vendor == MEASURED:
+        return IDEAL
+    links = tuple(chip.levels if levels is None else levels)
+    return _known_constants(chip, links) if tables is None else _constants(chip, links, tables)
+
+
+@lru_cache(maxsize=1024)
+def _known_constants(chip: Chip, levels: tuple[Level, ...]) -> Efficiency:
+    return _constants(chip, levels, _catalog())
+
+
+def _constants(chip: Chip, levels: tuple[Level, ...], tables: Mapping[str, Mapping[str, Any]]) -> Efficiency:
+    found: dict[str, Any] = {}
+    inherited: dict[str, str] = {}
+    for key, table in tables.items():
+        if key == "outer.link":
+            found[key], origin = _network_lookup(table, network(levels))
+        else:
+            found[key], origin = lookup(table, chip)
+        if origin:
+            inherited[key] = origin
+
+    def by_variant(name: str) -> dict[str, Any]:
+        return {key[len(name) + 1 :]: entry for key, entry in found.items() if key.startswith(f"{name}.")}
+
+    return Efficiency(
+        gemms=by_variant("gemm"),
+        casts=by_variant("cast"),
+        experts=by_variant("experts"),
+        dispatches=by_variant("dispatch"),
+        peer=found.get("peer.all_reduce", PeerEfficiency()),
+        attention=found.get("attention.flash", AttentionEfficiency()),
+        decode=found.get("decode.flash", DecodeEfficiency()),
+        latent_decode=found.get("decode.mla", DecodeEfficiency()),
+        memory=found.get("memory.kernel", MemoryEfficiency()),
+        inner=found.get("inner.link", LinkEfficiency()),
+        outer=found.get("outer.link", LinkEfficiency()),
+        inherited_from=inherited,
+    )

@@ -1,0 +1,388 @@
+"""Chips and clusters: how fast they compute, how much they remember, how they are linked.
+
+A `Cluster` is one kind of chip, a number of them, and the links between them as nested *levels*,
+innermost first: level 0 joins the ranks of a node (NVLink), level 1 the nodes (InfiniBand), and so
+on. A level's `ranks` is the size of one of its domains; the outermost level spans the cluster.
+
+Bandwidth is per rank and per direction. The numbers are data: `catalog/chips.toml` and
+`catalog/clusters.toml`, each entry with its source and the date it was checked.
+"""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import math
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwise.core.errors import ClusterError
+from meshwise.core.units import DTYPE_BYTES, Num
+
+MAX_CHIPS = 10**9
+"""No cluster is larger: a count above this is a typing error, and the cost model stays exact below it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Level:
+    """One kind of link. `ranks`: ranks in one domain of this level (infinite: the whole cluster)."""
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    ranks: float = math.inf
+
+
+MEASURED = "measured"
+"""The vendor of a chip whose rates are those that its kernels reach, not a maker's: `meshwise calibrate`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chip:
+    """One accelerator as its maker describes it: dense peaks, memory, power, and its usual links.
+
+    `matrix_flop_per_s` are the peaks of the matrix units by dtype, without sparsity;
+    `vector_flop_per_s` those of the ordinary units. `generation` names the family whose fitted
+    efficiencies the chip shares. `num_cores` counts SMs, CUs or their like.
+    """
+
+    name: str
+    vendor: str
+    generation: str
+    memory_bytes: float
+    memory_bytes_per_s: float
+    matrix_flop_per_s: dict[str, float]
+    vector_flop_per_s: dict[str, float]
+    levels: tuple[Level, ...]
+    num_cores: int = 0
+    cache_bytes: float = 0.0
+    power_watts: float = 0.0
+    aliases: tuple[str, ...] = ()
+    source: str = ""
+    checked: str = ""
+
+    def matrix_peak(self, dtype: str) -> float:
+        """Dense peak [FLOP/s] of the matrix units for `dtype`; a dtype they lack runs on the vector units."""
+        peak = self.matrix_flop_per_s.get(dtype) or self.vector_flop_per_s.get(dtype)
+        if not peak:
+            known = ", ".join(self.matrix_flop_per_s | self.vector_flop_per_s)
+            raise ClusterError(f"chip {self.name} has no {dtype} units; choose a dtype among {known}")
+        return peak
+
+    def vector_peak(self, dtype: str) -> float:
+        """Peak [FLOP/s] of the vector units for `dtype`; narrower types run at the fp32 rate at least."""
+        return self.vector_flop_per_s.get(dtype) or self.vector_flop_per_s["fp32"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Cluster:
+    """`num_chips` of `chip`, joined by `levels` (innermost first)."""
+
+    name: str
+    chip: Chip
+    num_chips: int
+    levels: tuple[Level, ...]
+    source: str = ""
+    checked: str = ""
+
+
+# --- reading -----------------------------------------------------------------------------------
+
+
+class _LevelEntry(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    ranks: int | None = None
+
+
+class _ChipEntry(msgspec.Struct, forbid_unknown_fields=True):
+    vendor: str
+    generation: str
+    memory_bytes: float
+    memory_bytes_per_s: float
+    matrix_flop_per_s: dict[str, float]
+    vector_flop_per_s: dict[str, float]
+    levels: list[_LevelEntry] = []
+    num_cores: int = 0
+    cache_bytes: float = 0.0
+    power_watts: float = 0.0
+    aliases: list[str] = []
+    source: str = ""
+    checked: datetime.date | None = None
+
+
+class _ClusterEntry(msgspec.Struct, forbid_unknown_fields=True):
+    num_chips: int
+    chip: str | _ChipEntry
+    levels: list[_LevelEntry] | None = None
+    aliases: list[str] = []
+    source: str = ""
+    checked: datetime.date | None = None
+
+
+def _positive(value: float, what: str, *, zero: bool = False) -> float:
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        kind = "a finite number, zero or more" if zero else "a finite number above zero"
+        raise ClusterError(f"{what} is {value}; it must be {kind}")
+    return float(value)
+
+
+def _count(value: int, what: str) -> int:
+    if not 1 <= value <= MAX_CHIPS:
+        raise ClusterError(f"{what} is {_short(value)}; it must be from 1 to {MAX_CHIPS:,}")
+    return value
+
+
+def _short(value: int) -> str:
+    return str(value) if abs(value) < 10**18 else f"a number of {value.bit_length()} bits"
+
+
+def _levels(entries: list[_LevelEntry], where: str) -> tuple[Level, ...]:
+    if not entries:
+        raise ClusterError(f"{where}: levels is empty; give at least one link level")
+    levels: list[Level] = []
+    for entry in entries:
+        at = f"{where}, level {entry.name!r}"
+        if levels and not math.isfinite(levels[-1].ranks):
+            raise ClusterError(
+                f"{where}, level {levels[-1].name!r}: ranks is missing; only the last may lack it"
+            )
+        ranks = math.inf if entry.ranks is None else _count(entry.ranks, f"{at}: ranks")
+        if levels and ranks <= levels[-1].ranks:
+            raise ClusterError(f"{at}: ranks must grow outward; list the innermost level first")
+        levels.append(
+            Level(
+                name=entry.name,
+                bytes_per_s=_positive(entry.bytes_per_s, f"{at}: bytes_per_s"),
+                latency_s=_positive(entry.latency_s, f"{at}: latency_s", zero=True),
+                ranks=ranks,
+            )
+        )
+    levels[-1] = replace(levels[-1], ranks=math.inf)
+    return tuple(levels)
+
+
+def _check_rates(table: dict[str, float], what: str) -> None:
+    for dtype, rate in table.items():
+        if dtype not in DTYPE_BYTES:
+            raise ClusterError(f"{what} names the unknown dtype {dtype!r}; use {', '.join(DTYPE_BYTES)}")
+        _positive(rate, f"{what}.{dtype}")
+
+
+def _chip_from_entry(name: str, entry: _ChipEntry, where: str) -> Chip:
+    at = f"{where}, chip {name!r}"
+    _check_rates(entry.matrix_flop_per_s, f"{at}: matrix_flop_per_s")
+    _check_rates(entry.vector_flop_per_s, f"{at}: vector_flop_per_s")
+    if "fp32" not in entry.vector_flop_per_s:
+        raise ClusterError(f"{at}: vector_flop_per_s lacks fp32; every chip needs that rate")
+    return Chip(
+        name=name,
+        vendor=entry.vendor,
+        generation=entry.generation,
+        memory_bytes=_positive(entry.memory_bytes, f"{at}: memory_bytes"),
+        memory_bytes_per_s=_positive(entry.memory_bytes_per_s, f"{at}: memory_bytes_per_s"),
+        matrix_flop_per_s=entry.matrix_flop_per_s,
+        vector_flop_per_s=entry.vector_flop_per_s,
+        levels=_levels(entry.levels, at),
+        num_cores=_count(entry.num_cores, f"{at}: num_cores") if entry.num_cores else 0,
+        cache_bytes=_positive(entry.cache_bytes, f"{at}: cache_bytes", zero=True),
+        power_watts=_positive(entry.power_watts, f"{at}: power_watts", zero=True),
+        aliases=tuple(entry.aliases),
+        source=entry.source,
+        checked=_iso(entry.checked),
+    )
+
+
+def _iso(date: datetime.date | None) -> str:
+    return date.isoformat() if date else ""
+
+
+def _cluster_from_entry(name: str, entry: _ClusterEntry, where: str) -> Cluster:
+    at = f"{where}, cluster {name!r}"
+    if isinstance(entry.chip, str):
+        try:
+            chip = find_chip(entry.chip)
+        except ClusterError as error:
+            raise ClusterError(f"{at}: {error}") from None
+    else:
+        own_levels = entry.chip.levels or entry.levels or []
+        chip = _chip_from_entry(name, msgspec.structs.replace(entry.chip, levels=own_levels), where)
+    return Cluster(
+        name=name,
+        chip=chip,
+        num_chips=_count(entry.num_chips, f"{at}: num_chips"),
+        levels=_levels(entry.levels, at) if entry.levels is not None else chip.levels,
+        source=entry.source,
+        checked=_iso(entry.checked),
+    )
+
+
+def _convert(raw: Any, kind: Any, where: str) -> Any:
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise ClusterError(f"{where}: {' '.join(str(error).split())}") from None
+
+
+def _catalog(file: str) -> dict[str, Any]:
+    return tomllib.loads((resources.files("meshwise") / "catalog" / file).read_text(encoding="utf-8"))
+
+
+@cache
+def chips() -> dict[str, Chip]:
+    """All chips of the catalog by name."""
+    entries = _convert(_catalog("chips.toml"), dict[str, _ChipEntry], "chips.toml")
+    return {name: _chip_from_entry(name, entry, "chips.toml") for name, entry in entries.items()}
+
+
+@cache
+def _cluster_entries() -> dict[str, _ClusterEntry]:
+    return _convert(_catalog("clusters.toml"), dict[str, _ClusterEntry], "clusters.toml")
+
+
+def cluster_names() -> list[str]:
+    """The names of the cluster presets."""
+    return list(_cluster_entries())
+
+
+def _by_name_or_alias(table: dict[str, Any], name: str) -> str | None:
+    wanted = name.strip().lower()
+    return next((key for key, value in table.items() if wanted == key or wanted in value.aliases), None)
+
+
+def _suggestion(name: str, table: dict[str, Any]) -> str:
+    """The end of an error message: the names and aliases closest to `name`, or all names."""
+    known = [*table, *(alias for value in table.values() for alias in value.aliases)]
+    close = difflib.get_close_matches(name.strip().lower()[:40], known, n=3)
+    return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(table)}"
+
+
+def find_chip(name: str) -> Chip:
+    """The chip of the catalog called `name` (or one of its aliases)."""
+    key = _by_name_or_alias(chips(), name)
+    if key is None:
+        raise ClusterError(f"no chip is called {name!r}; {_suggestion(name, chips())}")
+    return chips()[key]
+
+
+def find_cluster(text: str) -> Cluster:
+    """The cluster that `text` names: a preset, `preset:count`, `chip:count`, or the path of a TOML file.
+
+    A text with a `/` or the ending `.toml` is a path. The file holds the fields of one entry of
+    `catalog/clusters.toml` at its top level; its `chip` is a name of the catalog or a table with the
+    fields of `catalog/chips.toml`.
+    """
+    if text.endswith(".toml") or "/" in text:
+        return _read_cluster_file(Path(text))
+    name, colon, count = text.partition(":")
+    entries = _cluster_entries()
+    if (preset := _by_name_or_alias(entries, name)) is not None:
+        cluster = _cluster_from_entry(preset, entries[preset], "clusters.toml")
+    elif (chip_name := _by_name_or_alias(chips(), name)) is not None:
+        if not colon:
+            raise ClusterError(f"{text!r} is a chip; say how many, as in {chip_name}:8")
+        cluster = _one_chip(chips()[chip_name])
+    else:
+        known = _suggestion(name, {**entries, **chips()})
+        raise ClusterError(f"no cluster or chip is called {name!r} (chips are written name:count); {known}")
+    if not colon:
+        return cluster
+    return replace(cluster, name=text, num_chips=_parse_count(count, f"cluster {text!r}"))
+
+
+def _one_chip(chip: Chip) -> Cluster:
+    return Cluster(
+        name=chip.name, chip=chip, num_chips=1, levels=chip.levels, source=chip.source, checked=chip.checked
+    )
+
+
+def _parse_count(text: str, where: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 12):
+        raise ClusterError(f"{where}: {text!r} is not a number of chips; write one as in dgx-h100:512")
+    return _count(int(text), f"{where}: the number of chips")
+
+
+def _read_cluster_file(path: Path) -> Cluster:
+    where = str(path)
+    try:
+        if not path.is_file():
+            raise ClusterError(f"cannot read cluster file {where!r}: no file is there")
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ClusterError(f"cannot read cluster file {where!r}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ClusterError(f"cannot read cluster file {where!r}: it is not text") from None
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, or a number of thousands of digits
+        raise ClusterError(f"{where!r} is not valid TOML: {error}") from None
+    return _cluster_from_entry(path.stem, _convert(raw, _ClusterEntry, where), where)
+
+
+# --- numbers for the cost model ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rates:
+    """The rates of a chip at one dtype; each may be an array over chips, so that one call costs many.
+
+    `link_bytes_per_s`, `link_latency_s` and `link_ranks` hold one entry per level, innermost first.
+    """
+
+    matrix_flop_per_s: Num
+    vector_flop_per_s: Num
+    memory_bytes_per_s: Num
+    memory_bytes: Num
+    link_bytes_per_s: tuple[Num, ...]
+    link_latency_s: tuple[Num, ...]
+    link_ranks: tuple[Num, ...]
+    chip: Chip | None = field(default=None)
+
+
+def rates(cluster: Cluster, dtype: str) -> Rates:
+    """The numbers of `cluster` that the cost model computes with, for matrix work in `dtype`."""
+    return Rates(
+        matrix_flop_per_s=cluster.chip.matrix_peak(dtype),
+        vector_flop_per_s=cluster.chip.vector_peak(dtype),
+        memory_bytes_per_s=cluster.chip.memory_bytes_per_s,
+        memory_bytes=cluster.chip.memory_bytes,
+        link_bytes_per_s=tuple(level.bytes_per_s for level in cluster.levels),
+        link_latency_s=tuple(level.latency_s for level in cluster.levels),
+        link_ranks=tuple(level.ranks for level in cluster.levels),
+        chip=cluster.chip,
+    )
+
+
+def stack_rates(each: Sequence[Rates]) -> Rates:
+    """The rates of several chips as one: every field a 1-D array over `each`, so that one call costs all.
+
+    Machines with fewer link levels repeat their outermost one, which changes no time: nothing is left to
+    cross there. `chip` is None, because there are several.
+    """
+    import numpy as np  # here, because the catalog alone is read without numpy
+
+    if not each:
+        raise ClusterError("there are no rates to stack; give at least one cluster")
+    num_levels = max(len(one.link_ranks) for one in each)
+
+    def over_chips(values: Iterable[Num]) -> Num:
+        return np.array(list(values), dtype=np.float64)
+
+    def per_level(rows: list[tuple[Num, ...]]) -> tuple[Num, ...]:
+        return tuple(over_chips(row[min(i, len(row) - 1)] for row in rows) for i in range(num_levels))
+
+    return Rates(
+        matrix_flop_per_s=over_chips(one.matrix_flop_per_s for one in each),
+        vector_flop_per_s=over_chips(one.vector_flop_per_s for one in each),
+        memory_bytes_per_s=over_chips(one.memory_bytes_per_s for one in each),
+        memory_bytes=over_chips(one.memory_bytes for one in each),
+        link_bytes_per_s=per_level([one.link_bytes_per_s for one in each]),
+        link_latency_s=per_level([one.link_latency_s for one in each]),
+        link_ranks=per_level([one.link_ranks for one in each]),
+    )

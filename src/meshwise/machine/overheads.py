@@ -1,0 +1,179 @@
+"""What real steps pay beyond their kernels: power, the host, unfused kernels, neighbours, stragglers.
+
+Kernels are measured alone and briefly; a training step runs for weeks. Eight things come on top, each with
+one constant per generation of chip or of software, in `catalog/overheads.toml`, which `meshwise fit`
+redoes from published runs:
+
+- *Power.* A busy matrix unit reaches the power limit and the clock falls: the chip of its generation that
+  may use most, W watts, sustains W / `joule_per_flop` FLOP/s, whatever its peak. Power grows with the clock
+  times the square of a voltage that grows with the clock, so a chip held to w watts sustains (w/W)^(1/3) of
+  that. Short or thin kernels stay below it anyway.
+- *Host.* Every op costs the CPU `host_s` before the GPU gets it, so a phase of n ops never takes less than
+  n x `host_s`: small models run at the speed of Python. A microbatch begins with `microbatch_s` in which the
+  GPU waits for its tokens, masks and positions. Where each launch waits for its kernel
+  (`launches_block`: CUDA_LAUNCH_BLOCKING=1) the two times add up. Routing tokens to experts is many small
+  ops more: `moe_host_s` a block and phase.
+- *Fusion.* Older software moves each tensor more often: element-wise kernels take `kernel_passes` times
+  their bytes, casts to fp8 and fp4 (which look for the scale first) `cast_passes` times, and biases of
+  experts, which Megatron-LM adds expert by expert in fp32, with what can then no longer be fused,
+  `expert_bias_passes` times. Adding a
+  microbatch's gradients to the sum moves `accumulate_bytes` per parameter, beyond the gradient that the
+  matmul writes anyway.
+- *Alignment.* Matrix units are fed 16 bytes at a time. A weight whose rows start at multiples of only 8, 4
+  or 2 bytes (a vocabulary of 50257 that nobody padded) makes its matmuls `unaligned_frac` longer each time
+  the 16 are halved. Unfused attention with heads that are no multiple of 8 wide misses the fast kernels
+  altogether: its matmuls take `misaligned_slowdown` times as long.
+- *Interference.* Communication that hides behind compute takes cores and memory bandwidth from it:
+  `interference_frac` of its time is not won. Of the tensor-parallel exchanges that a schedule could hide
+  behind a matmul, software leaves `tp_exposed_frac` open.
+- *Network.* The collectives of training reach `network_frac` of what the links between nodes give a
+  benchmark, by the kind of network; messages from one rank to another reach all of it.
+- *Messages.* Gradients travel in buckets of `bucket_bytes`; under ZeRO-3 a block's weights come in
+  `messages_per_block`. On many ranks the hops of each message count. Before PyTorch gathered into one tensor
+  (`_all_gather_base`, 2021), each rank's shard of such a message was copied by itself: `shard_copy_s`.
+- *Memory.* The process takes `context_bytes` before it holds a tensor (CUDA context, NCCL's buffers,
+  library workspaces); the allocator keeps `fragment_frac` more than the tensors fill; the loss holds
+  `loss_bytes` per logit, fewer where it is fused; software that sums gradients in a wider type than it
+  computes them in keeps both, `second_grad_bytes` a parameter.
+- *Stragglers.* All wait for the slowest: `straggler_frac` of the step for each doubling of the ranks, and
+  `skew_s` before each exchange within a block. Experts are not equally liked: unless a run forces its
+  tokens to be spread evenly, the busiest rank has `expert_imbalance` times the mean.
+
+Software is named by the year in which it was usual: `SOFTWARE`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from importlib import resources
+from typing import Any
+
+from meshwise.core.errors import PlanError
+from meshwise.machine.hardware import Chip
+
+FULL_WATTS = {
+    "ampere": 400.0,
+    "hopper": 700.0,
+    "blackwell": 1200.0,
+    "blackwell-ultra": 1400.0,
+    "cdna3": 750.0,
+}
+"""The most that a chip of the generation may use (data sheets, as in catalog/chips.toml)."""
+
+CLOCK_POWER = 1.0 / 3.0
+"""Exponent of the clock over power, where voltage follows the clock (Horowitz, ISSCC 2014: P = C V^2 f)."""
+
+SOFTWARE = ("2020", "2023", "2024-torch", "2024", "2026")
+"""Generations of training software, oldest first; the last is the default.
+
+2020: Megatron-LM and DeepSpeed with unfused attention. 2023: eager PyTorch with the first fused attention.
+2024: Transformer Engine and cuDNN; 2024-torch: compiled PyTorch and its own fused attention.
+2026: whole iterations in a CUDA graph, with nothing in a mixture of experts that waits for the host.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Overheads:
+    """The constants of one chip and one generation of software; the defaults cost nothing.
+
+    `joule_per_flop` by dtype of the matmul; `attention_slowdown` is of the fused kernel of the time over
+    today's.
+    """
+
+    joule_per_flop: Mapping[str, float] = field(default_factory=dict)
+    full_watts: float = 1.0
+    host_s: float = 0.0
+    moe_host_s: float = 0.0
+    launches_block: bool = False
+    microbatch_s: float = 0.0
+    kernel_passes: float = 1.0
+    cast_passes: float = 1.0
+    expert_bias_passes: float = 1.0
+    accumulate_bytes: float = 0.0
+    misaligned_slowdown: float = 1.0
+    unaligned_frac: float = 0.0
+    attention_slowdown: float = 1.0
+    interference_frac: float = 0.0
+    tp_exposed_frac: float = 0.0
+    straggler_frac: float = 0.0
+    skew_s: float = 0.0
+    expert_imbalance: float = 1.0
+    bucket_bytes: float = float("inf")
+    messages_per_block: float = 0.0
+    shard_copy_s: float = 0.0
+    network_frac: Mapping[str, float] = field(default_factory=dict)
+    context_bytes: float = 0.0
+    fragment_frac: float = 0.0
+    loss_bytes: float = 8.0
+    second_grad_bytes: float = 0.0
+
+    def not_hidden_frac(self, axis: str) -> float:
+        """Share of hidden communication's time that is paid all the same, by its mesh axis."""
+        if self.launches_block:
+            return 1.0
+        return self.tp_exposed_frac if axis.startswith("tp") else self.interference_frac
+
+    def reached_frac(self, link: str) -> float:
+        """Share of a link's bandwidth that training reaches, by the name of its level."""
+        return next((frac for kind, frac in self.network_frac.items() if link.startswith(kind)), 1.0)
+
+    def sustained_flop_per_s(self, dtype: str, power_watts: float) -> float:
+        """What the power limit leaves of the matrix units' rate; infinite where nothing is known."""
+        joule = self.joule_per_flop.get({"fp16": "bf16"}.get(dtype, dtype))
+        if not joule or not power_watts:
+            return float("inf")
+        return self.full_watts / joule * (power_watts / self.full_watts) ** CLOCK_POWER
+
+
+NONE = Overheads()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tables:
+    """All constants: `power` and `older_attention` by generation of chip, `software` by its own, `network` by
+    kind, and what is `common`.
+
+    `older_attention` is the time of the fused attention before the one written for that generation, over
+    that one's; software with an `attention_slowdown` runs it.
+    """
+
+    power: Mapping[str, Mapping[str, float]]
+    older_attention: Mapping[str, float]
+    software: Mapping[str, Mapping[str, float]]
+    network: Mapping[str, float]
+    common: Mapping[str, float]
+
+
+@cache
+def tables() -> Tables:
+    """The catalog."""
+    raw = tomllib.loads((resources.files("meshwise") / "catalog" / "overheads.toml").read_text())
+    raw.pop("about", None)
+    return Tables(**raw)
+
+
+def find_overheads(chip: Chip, software: str = SOFTWARE[-1], *, among: Tables | None = None) -> Overheads:
+    """The overheads of `chip` under a generation of software, from the catalog (or `among` other tables).
+
+    A chip whose generation has no power figures is not limited by power. PlanError for an unknown
+    generation of software.
+    """
+    return _find(chip.generation, software, tables() if among is None else among)
+
+
+@lru_cache(maxsize=256)
+def _find(generation: str, software: str, among: Tables) -> Overheads:
+    if software not in among.software:
+        raise PlanError(f"software {software!r} is unknown; choose one of {', '.join(among.software)}")
+    constants: dict[str, Any] = {**among.software[software], **among.common}
+    if "attention_slowdown" in constants:
+        constants["attention_slowdown"] *= among.older_attention.get(generation, 1.0)
+    return Overheads(
+        joule_per_flop=among.power.get(generation, {}),
+        full_watts=FULL_WATTS.get(generation, 1.0),
+        network_frac=among.network,
+        **constants,
+    )

@@ -1,0 +1,280 @@
+"""The config of a GPT decoder with mixtures of experts, in the field names of fairseq's `transformer_lm_gpt`.
+
+fairseq keeps a model as a flat dictionary of some eighty fields. Those that shape the computation are
+the fields of `GptConfig`; those that choose a variant which `meshwise.runtime.programs` does not have are
+admitted only at the value it does have; those that matter to training or logging alone are read over.
+A field that fairseq does not print is an error: a typo must not silently change a measurement.
+
+A config is a preset, or a file that holds the dictionary: JSON, TOML, or the Python literal that
+fairseq prints. Notation elsewhere: S tokens a rank and pass, M `decoder_embed_dim`, F the width of the
+feed-forward, E `moe_expert_count`, V `vocab_size`.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import tomllib
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from meshwise.core.errors import ModelError
+from meshwise.model.architecture import Model, MoE
+
+SECOND_EXPERT_POLICIES = ("all", "sampling", "random")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GptConfig:
+    """A pre-norm GPT decoder, GELU, tied embedding; defaults are those of `transformer_lm_gpt`.
+
+    Layer `i` (from 0) is a MoE layer if `moe_freq` > 0 and `i + 1` divides by `moe_freq`.
+    `moe_eval_capacity_token_fraction`: an expert takes at most that share of a batch's tokens in
+    evaluation; 0 or less: the training rule. `use_tutel_moe`: sparse dispatch in place of the dense
+    einsum. `vocab_size` is not among fairseq's fields (it comes with the dictionary); 0 means: what the
+    tokenizer has.
+    """
+
+    decoder_layers: int = 12
+    decoder_embed_dim: int = 768
+    decoder_ffn_embed_dim: int = 3072
+    decoder_attention_heads: int = 12
+    tokens_per_sample: int = 1024
+    batch_size_valid: int = 1
+    no_decoder_final_norm: bool = False
+    no_scale_embedding: bool = False
+    no_token_positional_embeddings: bool = False
+    fp16: bool = False
+    moe_freq: int = 0
+    moe_expert_count: int = 0
+    moe_expert_ffn_dim: int = 0
+    moe_top1_expert: bool = False
+    moe_gating_use_fp32: bool = True
+    moe_second_expert_policy: str = "sampling"
+    moe_normalize_gate_prob_before_dropping: bool = False
+    moe_batch_prioritized_routing: bool = False
+    moe_eval_capacity_token_fraction: float = 0.25
+    use_moe_pad_mask: bool = False
+    use_tutel_moe: bool = False
+    dummy_a2a: bool = False
+    vocab_size: int = 0
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.decoder_embed_dim // self.decoder_attention_heads
+
+    @property
+    def expert_ffn_dim(self) -> int:
+        """Width of one expert: `moe_expert_ffn_dim`, or that of the dense layers where it is 0."""
+        return self.moe_expert_ffn_dim or self.decoder_ffn_embed_dim
+
+    @property
+    def top_k(self) -> int:
+        """Experts that a token visits."""
+        return 1 if self.moe_top1_expert else 2
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts."""
+        return self.decoder_layers // self.moe_freq if self.moe_freq else 0
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Layers with an ordinary feed-forward."""
+        return self.decoder_layers - self.num_moe_layers
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether layer `layer` (from 0) has experts."""
+        return self.moe_freq > 0 and (layer + 1) % self.moe_freq == 0
+
+
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "_name": ("transformer_lm_gpt",),
+    "activation_fn": ("gelu",),
+    "decoder_normalize_before": (True,),
+    "share_decoder_input_output_embed": (True,),
+    "adaptive_softmax_cutoff": (None,),
+    "character_embeddings": (False,),
+    "adaptive_input": (False,),
+    "decoder_learned_pos": (False,),
+    "layernorm_embedding": (False,),
+    "decoder_layers_to_keep": (None,),
+    "quant_noise_pq": (0,),
+    "quant_noise_scalar": (0,),
+    "alternate_decoder_ffn_embed_dim": (0,),
+    "use_stable_embedding": (False,),
+    "base_layers": (0,),
+    "add_bos_token": (False,),
+}
+"""Fields that choose a variant, and the values we compute."""
+
+# fmt: off
+_NO_EFFECT = frozenset({
+    "dropout", "attention_dropout", "activation_dropout", "relu_dropout", "decoder_layerdrop",
+    "adaptive_softmax_dropout", "adaptive_softmax_factor", "character_filters", "character_embedding_dim",
+    "char_embedder_highway_layers", "adaptive_input_factor", "adaptive_input_cutoff",
+    "tie_adaptive_weights", "tie_adaptive_proj", "checkpoint_activations", "offload_activations",
+    "quant_noise_pq_block_size", "min_params_to_wrap", "moe_normalize_expert_grad", "record_a2a_perf_stats",
+    "base_sublayers", "base_shuffle", "max_target_positions", "tpu", "memory_efficient_fp16",
+    "fp16_no_flatten_grads", "ddp_backend", "world_size", "distributed_rank", "batch_size", "source",
+    "checked",
+})
+# fmt: on
+"""Fields of training, logging, the launcher, or of variants that are switched off."""
+
+_MAX_COUNT = 10**9
+
+
+def find_gpt_config(text: str, overrides: str = "") -> GptConfig:
+    """The preset named `text`, or the config in the file at that path, with `overrides` (`key=value,...`)."""
+    raw = _presets().get(text)
+    if raw is None:
+        path = Path(text)
+        if not path.exists():
+            raise ModelError(f"no config {text!r}; give a file or one of {', '.join(_presets())}")
+        raw = _read(path)
+    return gpt_config_from_dict({**raw, **_parsed_overrides(overrides)}, where=text)
+
+
+def gpt_config_from_dict(raw: dict[str, Any], where: str = "config") -> GptConfig:
+    """A checked config from a dictionary of fairseq's fields; ModelError names the field that is wrong."""
+    known = {field.name for field in fields(GptConfig)}
+    allowed = known | set(_ONLY) | _NO_EFFECT | {"decoder_input_dim", "decoder_output_dim"}
+    unknown = sorted(map(str, set(raw) - allowed))
+    if unknown:
+        raise ModelError(f"{where}: unknown field {unknown[0]!r}; it is not one of transformer_lm_gpt")
+    for name, only in _ONLY.items():
+        if name in raw and raw[name] not in only:
+            raise ModelError(f"{where}: {name}={raw[name]!r} is not supported; only {only[0]!r} is")
+    values = {name: _value(name, raw[name], where) for name in known & set(raw)}
+    config = GptConfig(**values)
+    for name in ("decoder_input_dim", "decoder_output_dim"):
+        if raw.get(name, config.decoder_embed_dim) != config.decoder_embed_dim:
+            raise ModelError(
+                f"{where}: {name}={raw[name]!r} differs from decoder_embed_dim={config.decoder_embed_dim}; "
+                "projections of the embedding are not supported"
+            )
+    return _consistent(config, where)
+
+
+@cache
+def _presets() -> dict[str, dict[str, Any]]:
+    return tomllib.loads((resources.files("meshwise") / "catalog" / "transformer_lm.toml").read_text())
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ModelError(f"cannot read config {path}: {reason}") from None
+    try:
+        if path.suffix == ".toml":
+            raw = tomllib.loads(text)
+        elif path.suffix == ".json":
+            raw = json.loads(text)
+        else:
+            raw = ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        kind = {".toml": "TOML", ".json": "JSON"}.get(path.suffix, "a Python dictionary")
+        reason = str(error).splitlines()[0].partition(": <")[0] if str(error) else type(error).__name__
+        raise ModelError(f"config {path} is not {kind}: {reason}") from None
+    if not isinstance(raw, dict):
+        raise ModelError(f"config {path} holds a {type(raw).__name__}; it must hold a dictionary of fields")
+    return raw
+
+
+def _parsed_overrides(text: str) -> dict[str, Any]:
+    raw: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not equals:
+            raise ModelError(f"override {item!r} is not field=value; write for example decoder_layers=4")
+        try:
+            raw[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            raw[name] = {"true": True, "false": False}.get(value.lower(), value)
+    return raw
+
+
+def _value(name: str, value: Any, where: str) -> Any:
+    at = f"{where}: {name}={value!r}"
+    default = GptConfig.__dataclass_fields__[name].default
+    if isinstance(default, bool):
+        if value not in (True, False):
+            raise ModelError(f"{at} must be true or false")
+        return bool(value)
+    if isinstance(default, str):
+        if value not in SECOND_EXPERT_POLICIES:
+            raise ModelError(f"{at} is unknown; choose one of {', '.join(SECOND_EXPERT_POLICIES)}")
+        return value
+    if isinstance(default, float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value <= 1:
+            raise ModelError(f"{at} must be a share of the tokens, at most 1")
+        return float(value)
+    if value is None and default == 0:
+        return 0
+    least = 0 if default == 0 else 1
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MAX_COUNT:
+        raise ModelError(f"{at} must be a whole number from {least} to {_MAX_COUNT}")
+    return value
+
+
+def _consistent(config: GptConfig, where: str) -> GptConfig:
+    if config.decoder_embed_dim % config.decoder_attention_heads:
+        raise ModelError(
+            f"{where}: decoder_embed_dim={config.decoder_embed_dim} does not divide by "
+            f"decoder_attention_heads={config.decoder_attention_heads}"
+        )
+    if config.num_moe_layers and config.moe_expert_count < config.top_k:
+        raise ModelError(
+            f"{where}: moe_expert_count={config.moe_expert_count} is fewer than the {config.top_k} experts "
+            "that a token visits; raise it or set moe_freq=0"
+        )
+    return config
+
+
+def with_vocab(config: GptConfig, vocab_size: int) -> GptConfig:
+    """`config` with the vocabulary of a tokenizer, unless it names a larger one itself."""
+    if config.vocab_size and config.vocab_size < vocab_size:
+        raise ModelError(
+            f"vocab_size={config.vocab_size} is smaller than the tokenizer's {vocab_size}; leave it out"
+        )
+    return replace(config, vocab_size=config.vocab_size or vocab_size)
+
+
+def to_model(config: GptConfig, name: str = "transformer_lm_gpt") -> Model:
+    """The same architecture as a `Model`, which knows its parameters."""
+    moe = None
+    if config.num_moe_layers:
+        moe = MoE(
+            num_experts=config.moe_expert_count,
+            top_k=config.top_k,
+            ffn_hidden=config.expert_ffn_dim,
+            every=config.moe_freq,
+        )
+    return Model(
+        name=name,
+        num_layers=config.decoder_layers,
+        hidden=config.decoder_embed_dim,
+        ffn_hidden=config.decoder_ffn_embed_dim,
+        num_heads=config.decoder_attention_heads,
+        num_kv_heads=config.decoder_attention_heads,
+        head_dim=config.head_dim,
+        vocab=config.vocab_size,
+        max_seq=config.tokens_per_sample,
+        activation="gelu",
+        norm="layernorm",
+        linear_bias=True,
+        qkv_bias=True,
+        out_bias=True,
+        positions="none" if config.no_token_positional_embeddings else "sinusoidal",
+        tied_embedding=True,
+        norm_bias=True,
+        final_norm=not config.no_decoder_final_norm,
+        moe=moe,
+    )

@@ -1,0 +1,192 @@
+"""Core attention: scores, softmax, mix, with heads cut by tp and the sequence by context parallelism.
+
+Each rank holds heads/tp heads of seq/cp tokens. *Ulysses* exchanges them by all-to-all for
+heads/(tp u) heads of u times the tokens, and back (arXiv 2309.14509). *Ring* passes keys and values
+round a ring of r ranks, one block a step, while the scores of the block before are computed
+(arXiv 2310.01889); the causal mask is balanced by giving each rank an early and a late part.
+*All-gather* fetches all keys and values first (Llama 3, arXiv 2407.21783). u x r = cp; two-level
+context parallelism uses Ulysses inside and the ring outside (USP, arXiv 2405.07719).
+
+The attention is fused (flash), or as separate ops that write the scores: logits, softmax, dropout,
+attend. `CORE` names the ops that selective recomputation runs again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from meshwise.core.units import Num
+from meshwise.cost.op import (
+    KERNELS,
+    attended_pairs,
+    flash_attention,
+    flash_attention_backward,
+    matmul,
+)
+from meshwise.model.architecture import Model
+from meshwise.program.cut import Cut
+from meshwise.program.op import Op, collective, elementwise
+
+MODULE = "attention"
+CORE = ("flash", "logits", "softmax", "dropout_softmax", "attend")
+
+
+def core_attention(model: Model, cut: Cut, qk_dim: int, v_dim: int, kv_heads: Num) -> Iterator[Op]:
+    """Ops from projected q, k, v to the mixed values, with the exchanges of context parallelism.
+
+    `kv_heads` are the key and value heads of one tensor-parallel rank (at least one).
+    """
+    heads = model.num_heads / cut.tp
+    act_bytes = cut.precision.act_bytes
+    # Ulysses needs at least one key head for each of its ranks; fewer are repeated before the exchange.
+    kv_sent = np.maximum(kv_heads, cut.ulysses)
+    kv_local = kv_sent / cut.ulysses
+    q_bytes = cut.tokens * heads * qk_dim * act_bytes
+    kv_bytes = cut.tokens * kv_sent * (qk_dim + v_dim) * act_bytes
+    out_bytes = cut.tokens * heads * v_dim * act_bytes
+
+    yield from _exchange("ulysses_qkv", cut, q_bytes + kv_bytes)
+    yield from _keys_and_values(cut, cut.tokens * cut.ulysses * kv_local * (qk_dim + v_dim) * act_bytes)
+    if cut.flash:
+        yield from _flash(model, cut, heads / cut.ulysses, kv_local, qk_dim, v_dim)
+    else:
+        yield from _unfused(model, cut, heads / cut.ulysses, kv_local, qk_dim, v_dim)
+    yield from _exchange("ulysses_out", cut, out_bytes)
+
+
+def _exchange(name: str, cut: Cut, payload_bytes: Num) -> Iterator[Op]:
+    for phase in ("forward", "backward"):
+        yield collective(
+            MODULE, name, phase, "all_to_all", "cp", payload_bytes, cut.ulysses, stride=cut.cp_stride
+        )
+
+
+def _keys_and_values(cut: Cut, local_bytes: Num) -> Iterator[Op]:
+    """Fetch the keys and values of the other ring ranks; backward also returns their gradients."""
+    stride = cut.cp_stride * cut.ulysses
+    if cut.gather_keys:
+        if cut.flash:  # separate ops gather what each of them reads
+            yield from _gathered("keys_values", cut, local_bytes)
+        return
+    for phase, times in (("forward", 1.0), ("backward", 2.0)):
+        yield collective(
+            MODULE, "keys_values", phase, "send", "cp", times * local_bytes, cut.ring,
+            stride=stride, hides_behind="flash" if cut.flash else "logits", count=cut.ring - 1.0,
+        )  # fmt: skip
+
+
+def _gathered(name: str, cut: Cut, local_bytes: Num) -> Iterator[Op]:
+    """All-gather what the ring ranks hold for op `name`; only the own part is kept, for the backward."""
+    kinds = (("forward", "all_gather"), ("backward", "all_gather"), ("backward", "reduce_scatter"))
+    for phase, kind in kinds:
+        yield collective(
+            MODULE, name, phase, kind, "cp", local_bytes * cut.ring, cut.ring,
+            stride=cut.cp_stride * cut.ulysses,
+        )  # fmt: skip
+
+
+def _pairs(model: Model, seq: Num) -> Num:
+    """Query-key pairs of the mean layer: each `full_attention_every`-th looks back on all tokens."""
+    near = attended_pairs(seq, seq, causal=model.causal, window=model.sliding_window)
+    if not (model.sliding_window and model.full_attention_every):
+        return near
+    far = attended_pairs(seq, seq, causal=model.causal)
+    return near + (far - near) / model.full_attention_every
+
+
+def _flash(model: Model, cut: Cut, heads: Num, kv_heads: Num, qk_dim: int, v_dim: int) -> Iterator[Op]:
+    seq_q = cut.seq / cut.ring
+    pairs = _pairs(model, cut.seq) / cut.ring
+    act_bytes = cut.precision.act_bytes
+    arguments = (pairs, heads, kv_heads, seq_q, cut.seq, qk_dim, v_dim)
+    shape = (cut.microbatch, *arguments[1:])
+    kept = (
+        cut.microbatch
+        * seq_q
+        * (
+            act_bytes * (heads * (qk_dim + v_dim) + kv_heads * (qk_dim + v_dim))
+            + cut.precision.stat_bytes * heads
+        )
+    )
+    for phase, cost in (
+        ("forward", flash_attention(*arguments, batch=cut.microbatch, elem_bytes=act_bytes)),
+        ("backward", flash_attention_backward(*arguments, batch=cut.microbatch, elem_bytes=act_bytes)),
+    ):
+        yield Op(
+            module=MODULE,
+            name="flash",
+            phase=phase,
+            kind="attention",
+            shape=shape,
+            cost=cost,
+            saved_bytes=kept if phase == "forward" else 0.0,
+            recomputed_bytes=cut.microbatch * seq_q * cut.precision.stat_bytes * heads
+            if phase == "forward"
+            else 0.0,
+            causal=model.causal,
+            dtype=_attention_dtype(cut),
+        )
+
+
+def _unfused(model: Model, cut: Cut, heads: Num, kv_heads: Num, qk_dim: int, v_dim: int) -> Iterator[Op]:
+    """Scores written to memory: all of them, the masked half too. Keeps q, k, v and what softmax gave."""
+    prec = cut.precision
+    seq_q, batch = cut.seq / cut.ring, cut.microbatch * heads
+    q, k = batch * seq_q * qk_dim, cut.microbatch * kv_heads * seq_q * qk_dim
+    v = cut.microbatch * kv_heads * seq_q * v_dim
+    scores = batch * seq_q * cut.seq
+    act_bytes = prec.act_bytes
+    softmax_kept = KERNELS["softmax"].saved_bytes(batch * seq_q, cut.seq, elem_bytes=act_bytes)
+    mask_kept = KERNELS["dropout"].saved_bytes(batch * seq_q, cut.seq, elem_bytes=act_bytes)
+
+    if cut.gather_keys:
+        yield from _gathered("logits", cut, act_bytes * k)
+    yield from _batched("logits", batch, seq_q, cut.seq, qk_dim, cut, kept=act_bytes * (q + k))
+    yield from (
+        _core(op, softmax_kept)
+        for op in elementwise(MODULE, "softmax", "softmax", batch * seq_q, cut.seq, prec)
+    )
+    if model.dropout_frac:
+        yield from (
+            _core(op, mask_kept)
+            for op in elementwise(MODULE, "dropout_softmax", "dropout", batch * seq_q, cut.seq, prec)
+        )
+    if cut.gather_keys:
+        yield from _gathered("attend", cut, act_bytes * v)
+    # Without dropout the mix reads what softmax already keeps.
+    dropped = act_bytes * scores if model.dropout_frac else 0.0
+    yield from _batched(
+        "attend", batch, seq_q, v_dim, cut.seq, cut, kept=act_bytes * v + dropped, recomputed=dropped
+    )
+
+
+def _batched(
+    name: str, batch: Num, m: Num, n: Num, k: Num, cut: Cut, *, kept: Num, recomputed: Num = 0.0
+) -> Iterator[Op]:
+    """A batched product of two activations: forward, then the gradient of each operand."""
+    prec = cut.precision
+    dims = (("forward", m, n, k), ("backward", m, k, n), ("backward", k, n, m))
+    for i, (phase, rows, cols, depth) in enumerate(dims):
+        yield Op(
+            module=MODULE,
+            name=name,
+            phase=phase,
+            kind="matmul",
+            shape=(batch, rows, cols, depth),
+            cost=matmul(rows, cols, depth, elem_bytes=prec.act_bytes, batch=batch),
+            saved_bytes=kept if i == 0 else 0.0,
+            recomputed_bytes=recomputed if i == 0 else 0.0,
+            dtype=_attention_dtype(cut),
+        )
+
+
+def _core(op: Op, kept: Num) -> Op:
+    return replace(op, recomputed_bytes=kept) if op.phase == "forward" else op
+
+
+def _attention_dtype(cut: Cut) -> str:
+    """Attention runs in the activations' type: fp8 and fp4 steps compute it in bf16."""
+    return "bf16" if cut.precision.casts else cut.precision.dtype

@@ -1,0 +1,73 @@
+"""How a plan cuts one block: the degrees and strides that local shapes are made of.
+
+`Cut` is what a layout reads. Its numbers may be arrays over a grid of plans; its switches say which
+ops exist, so a grid holds one value of each. A group's stride is the distance between its
+neighbouring members in ranks; it decides which links the group lives on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwise.core.units import Num
+from meshwise.program.op import Precision
+
+GRID_AXES = ("tp_col", "tp_row", "tp_depth")
+"""Names of a grid's axes, by what varies along them: the ranks of one row are a group along tp_col."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Cut:
+    """One microbatch of `microbatch` sequences of `seq` tokens, cut by tp, cp, ep and etp.
+
+    Context parallelism is `ulysses` (heads) x `ring` (sequence) = cp; `gather_keys` all-gathers keys and
+    values instead of passing them round the ring.
+
+    A `layout` of several dimensions lays the tp ranks out as a `grid`, its first axis on neighbouring ranks:
+    columns x rows (2d, 2d-cp), columns x rows x depth (2.5d, 3d). `panels`: in how many pieces SUMMA sends
+    each block that both cuts share. `grid_scores` splits attention's scores over the grid, not its heads.
+
+    `imbalance` is the load of the busiest expert rank over the mean. `dispatch_per_rank` sends a token once
+    to each rank that holds some of its experts. `lora_rank` above 0 freezes the linear
+    layers and trains adapters of that rank.
+    """
+
+    microbatch: Num
+    seq: Num
+    tp: Num = 1.0
+    ulysses: Num = 1.0
+    ring: Num = 1.0
+    ep: Num = 1.0
+    etp: Num = 1.0
+    tp_stride: Num = 1.0
+    cp_stride: Num = 1.0
+    ep_stride: Num = 1.0
+    imbalance: Num = 1.0
+    dispatch_per_rank: bool = False
+    sequence_parallel: bool = False
+    gather_keys: bool = False
+    layout: str = "1d"
+    grid: tuple[Num, ...] = ()
+    panels: Num = 1.0
+    grid_scores: bool = False
+    flash: bool = True
+    lora_rank: int = 0
+    precision: Precision = field(default_factory=Precision)
+
+    @property
+    def tokens(self) -> Num:
+        """Tokens of a microbatch that one tensor-parallel group works on."""
+        return self.microbatch * self.seq / (self.ulysses * self.ring)
+
+    @property
+    def split_tokens(self) -> Num:
+        """Tokens of one rank where the ops between matmuls run: cut by tp under sequence parallelism."""
+        return self.tokens / self.tp if self.sequence_parallel else self.tokens
+
+    def axis(self, dim: int) -> dict[str, Any]:
+        """Axis `dim` of the grid as the arguments of a collective: its name, group and stride."""
+        stride = self.tp_stride
+        for inner in self.grid[:dim]:
+            stride = stride * inner
+        return {"axis": GRID_AXES[dim], "group_size": self.grid[dim], "stride": stride}

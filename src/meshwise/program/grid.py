@@ -1,0 +1,117 @@
+"""Grids of tensor-parallel ranks: the one a layout takes by default, and whether a block can be cut by it."""
+
+from __future__ import annotations
+
+import math
+
+from meshwise.core.errors import PlanError
+from meshwise.model.architecture import Model
+from meshwise.plan.plan import Plan
+
+GRID_DIMS = {"1d": 0, "2d": 2, "2d-cp": 2, "2.5d": 3, "3d": 3}
+
+
+def default_grid(layout: str, ranks: int) -> tuple[int, ...]:
+    """The grid of `ranks` ranks nearest to a square or a cube; PlanError where the layout has none."""
+    if layout == "1d":
+        return ()
+    if layout in ("2d", "2d-cp"):
+        rows = next(size for size in range(math.isqrt(ranks), 0, -1) if ranks % size == 0)
+        return ranks // rows, rows
+    if layout == "3d":
+        side = round(ranks ** (1 / 3))
+        if side**3 != ranks:
+            raise PlanError(
+                f"layout 3d is a cube, and {ranks} ranks are none; use {side**3} or {(side + 1) ** 3} ranks"
+            )
+        return side, side, side
+    sides = [size for size in range(1, math.isqrt(ranks) + 1) if ranks % size**2 == 0]
+    side = min(sides, key=lambda size: abs(math.log(size**3 / ranks)))
+    return side, side, ranks // side**2
+
+
+def check_layout(model: Model, plan: Plan, seq: int) -> None:
+    """PlanError where a plan's layout of several dimensions does not fit the plan, the model or `seq`."""
+    if plan.cp > 1:
+        raise PlanError(f"layout={plan.layout} cuts the sequence itself; leave cp={plan.cp} out")
+    if plan.dtype in ("fp8", "fp4"):
+        raise PlanError(f"layout={plan.layout} has no casts for dtype={plan.dtype}; use bf16, or layout=1d")
+    if plan.lora_rank:
+        raise PlanError(f"layout={plan.layout} has no adapters; leave lora_rank={plan.lora_rank} out")
+    grid = plan.grid or default_grid(plan.layout, plan.tp)
+    check_grid(
+        model, plan.layout, grid, plan.tp, seq=seq, panels=plan.panels, scores_split=plan.attention == "grid"
+    )
+
+
+def check_grid(
+    model: Model, layout: str, grid: tuple[int, ...], ranks: int, *, seq: int, panels: int = 1,
+    scores_split: bool = False, sequence_parallel: bool = True,
+) -> None:  # fmt: skip
+    """PlanError, naming the number, where `layout` on `grid` does not divide ranks, model or sequence."""
+    name = ":".join(filter(None, (layout, "x".join(map(str, grid)))))
+    _check_shape(layout, name, grid, ranks)
+    if scores_split and layout in ("1d", "2d-cp"):
+        raise PlanError(f"layout {name} splits heads; splitting scores over the grid needs 2d, 2.5d or 3d")
+    missing = {"experts": model.moe, "latent attention": model.mla, "norms of queries": model.qk_norm}
+    for what, present in missing.items():
+        if layout != "1d" and present:
+            raise PlanError(f"layout {name} has no {what}, which {model.name} needs; use layout=1d")
+    for what, size, divisor in _divisions(
+        model, layout, grid or (ranks,), seq, panels, scores_split, sequence_parallel
+    ):
+        if size % divisor:
+            raise PlanError(
+                f"layout {name} cuts the {what} of {model.name} by {divisor}, which does not divide {size}; "
+                "use another grid"
+            )
+
+
+def _check_shape(layout: str, name: str, grid: tuple[int, ...], ranks: int) -> None:
+    if len(grid) != GRID_DIMS[layout]:
+        example = "x".join("2" * GRID_DIMS[layout])
+        raise PlanError(
+            f"layout {name} needs a grid of {GRID_DIMS[layout]} numbers, as in {layout}:{example}"
+        )
+    if layout == "1d":
+        return
+    if min(grid) < 1 or math.prod(grid) != ranks:
+        raise PlanError(
+            f"the grid of layout {name} is not {ranks} ranks; use factors whose product is {ranks}"
+        )
+    if layout == "2.5d" and grid[0] != grid[1]:
+        raise PlanError(f"layout {name} needs square grids, columns x rows x depth, as in 2.5d:2x2x4")
+    if layout == "3d" and len(set(grid)) > 1:
+        raise PlanError(f"layout {name} needs a cube, as in 3d:2x2x2")
+
+
+def _divisions(
+    model: Model, layout: str, grid: tuple[int, ...], seq: int, panels: int, scores_split: bool, sp: bool
+) -> list[tuple[str, int, int]]:
+    """What is cut, its size, and by how much."""
+    hidden, ffn = ("hidden width", model.hidden), ("ffn width", model.ffn_hidden)
+    inner = ("width of all heads", model.num_heads * model.head_dim)
+    heads = [("heads", model.num_heads), ("key-value heads", model.num_kv_heads)]
+    tokens, halves = ("sequence", seq), 2 if model.causal else 1
+    columns = grid[0]
+    if layout in ("1d", "2d-cp"):
+        rows = grid[1] if layout == "2d-cp" else 1
+        across = (halves * rows if rows > 1 else 1, columns * rows if sp else 1)
+        return [
+            *((*what, columns) for what in (ffn, *heads)),
+            *((*tokens, divisor) for divisor in across),
+        ]
+    if layout == "3d":
+        side = columns
+        cuts = [(*what, side * side) for what in (hidden, ffn, inner)]
+        cuts += [(*tokens, halves * side if side > 1 else 1), (*tokens, side * side)]
+        if scores_split:
+            return [*cuts, ("head width", model.head_dim, side)]
+        return [*cuts, *((*what, side * side) for what in heads)]
+    rows, depth = grid[1], grid[2] if layout == "2.5d" else 1
+    steps = panels * math.lcm(columns, rows)
+    cuts = [(*what, steps) for what in (hidden, ffn, inner)]
+    cuts.append((*tokens, halves * rows * depth if rows * depth > 1 else 1))
+    if scores_split:
+        return [*cuts, (*tokens, steps * depth), ("head width", model.head_dim, columns)]
+    return [*cuts, *((*what, columns) for what in heads)]

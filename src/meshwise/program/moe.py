@@ -1,0 +1,104 @@
+"""The MLP of a mixture-of-experts layer under expert parallelism (ep) and expert tensor parallelism (etp).
+
+Each rank routes its own tokens (cut by tp): a small matmul scores the experts, the top k are taken,
+and each token is copied k times and sent by all-to-all over `ep` to the ranks that hold its experts.
+The etp ranks of an expert gather the arrivals, compute, and reduce-scatter; a second all-to-all
+brings the results home, where they are weighed and added. Where the dispatch is per rank (DeepEP, HybridEP)
+a token goes once to each of the d(ep) ranks that hold some of its experts, d(n) = n (1 - (1 - 1/n)^k), and
+on its way once to each node. Balanced routing gives each of the E/ep
+local experts k T etp ep / E rows, T the tokens a rank routes; `imbalance` scales the busiest rank. With a
+capacity factor c every expert computes exactly c k T / E rows from each rank, full or not.
+
+Source: Megatron-LM's MoE (arXiv 2504.14960) and GShard (arXiv 2006.16668) for the capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from meshwise.core.units import Num
+from meshwise.cost.experts import active_experts
+from meshwise.model.architecture import Model, MoE
+from meshwise.program.cut import Cut
+from meshwise.program.op import Op, collective, elementwise, linear, precision
+from meshwise.program.tensor_1d import feed_forward, norm
+
+MODULE = "moe"
+
+
+def moe_mlp(model: Model, cut: Cut) -> Iterator[Op]:
+    """Norm, router, dispatch, experts, combine, shared experts, residual."""
+    assert model.moe is not None
+    moe, prec = model.moe, cut.precision
+    if model.num_norms > 1:
+        yield from norm(model, cut, MODULE, "norm2")
+    tokens = cut.tokens / cut.tp
+    # The router runs in fp32; its input is the norm's output, which it keeps.
+    yield from linear(
+        MODULE, "router", tokens, model.hidden, float(moe.num_experts), precision("bf16"), saved_rows=tokens,
+        bias=moe.router_bias,
+    )  # fmt: skip
+    yield from elementwise(
+        MODULE, "router_softmax", "softmax", tokens, float(moe.num_experts), precision("fp32")
+    )
+    yield from _experts(model, moe, cut, tokens)
+    if moe.shared_ffn_hidden:
+        yield from feed_forward(model, cut, "shared_expert", float(moe.shared_ffn_hidden))
+    yield from elementwise(MODULE, "residual2", "residual", cut.split_tokens, model.hidden, prec)
+
+
+def expert_rows(moe: MoE, cut: Cut, tokens: Num) -> Num:
+    """Rows that each local expert computes on the busiest rank, `tokens` routed by every rank."""
+    sources = cut.ep * cut.etp
+    if moe.capacity_factor:
+        return np.ceil(moe.capacity_factor * moe.top_k * tokens / moe.num_experts) * sources
+    return moe.top_k * tokens * sources / moe.num_experts * cut.imbalance
+
+
+def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num) -> Iterator[Op]:
+    prec, hidden = cut.precision, model.hidden
+    local_experts = moe.num_experts / cut.ep
+    rows = expert_rows(moe, cut, tokens)
+    arrivals = rows * local_experts
+    sent = arrivals / cut.etp
+    payload = sent * hidden * prec.act_bytes
+    per_rank = cut.dispatch_per_rank and not moe.capacity_factor
+    copies_frac = active_experts(cut.ep, moe.top_k) / moe.top_k if per_rank else 1.0
+    on_ep: dict[str, Any] = {
+        "axis": "ep",
+        "payload_bytes": payload * copies_frac,
+        "group_size": cut.ep,
+        "stride": cut.ep_stride,
+        "choices": float(moe.top_k) if per_rank else 0.0,
+    }
+    on_etp: dict[str, Any] = {
+        "axis": "tp",
+        "payload_bytes": payload * cut.etp,
+        "group_size": cut.etp,
+        "stride": cut.tp_stride,
+    }
+    width = moe.ffn_hidden / cut.etp
+    fc1_width = 2.0 * width if model.gated else width
+
+    yield from elementwise(MODULE, "dispatch", "copy", sent, hidden, prec)
+    for phase in ("forward", "backward"):
+        yield collective(MODULE, "dispatch", phase, "all_to_all", **on_ep)
+    yield collective(MODULE, "expert_fc1", "forward", "all_gather", **on_etp)
+    yield from linear(
+        MODULE, "expert_fc1", rows, hidden, fc1_width, prec, batch=local_experts, bias=model.linear_bias,
+        grouped=True,
+    )  # fmt: skip
+    yield collective(MODULE, "expert_fc1", "backward", "reduce_scatter", **on_etp)
+    yield from elementwise(MODULE, "expert_act", model.activation, arrivals, width, prec)
+    yield collective(MODULE, "expert_fc2", "backward", "all_gather", **on_etp)
+    yield from linear(
+        MODULE, "expert_fc2", rows, width, hidden, prec, batch=local_experts, bias=model.linear_bias,
+        grouped=True,
+    )  # fmt: skip
+    yield collective(MODULE, "expert_fc2", "forward", "reduce_scatter", **on_etp)
+    for phase in ("forward", "backward"):
+        yield collective(MODULE, "combine", phase, "all_to_all", **on_ep)
+    yield from elementwise(MODULE, "combine", "scale_by_gate", sent, hidden, prec)

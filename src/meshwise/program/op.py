@@ -1,0 +1,200 @@
+"""The words in which a layout states a block: ops and collectives, each once, with local shapes.
+
+A layout is a function that returns a list of `Op`: everything one rank does for one block and one
+microbatch, forward and backward, in order. It says *what* is done; `estimate` says how long it
+takes, `compare` holds a running program against it. Fields may be arrays: one list of ops then
+states the block for a whole grid of plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwise.core.units import Num
+from meshwise.cost.op import KERNELS, Cost, matmul
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Op:
+    """One op, or one collective, in one phase on one rank.
+
+    `kind`: matmul, attention, kernel (element-wise), or collective.
+    `shape`: of a matmul (batch, m, n, k); of attention (batch, heads, kv_heads, seq_q, seq_k, qk_dim,
+    v_dim); else of the result. `saved_bytes` are kept for the backward, `recomputed_bytes` the part of
+    them that selective recomputation drops. `num_params`: weights this op brings (in its forward row).
+    `is_weight_grad`: the op may wait, as zero-bubble schedules let it. `count`: occurrences.
+    A collective has `collective` (its kind), the mesh axis, its group, and `payload_bytes`, the full
+    tensor; it may run while the op `hides_behind` of the same module and phase computes. In a dispatch of
+    tokens each token chooses so many `choices`, and is sent once to each rank, and node, that they meet.
+    """
+
+    module: str
+    name: str
+    phase: str
+    kind: str
+    shape: tuple[Num, ...] = ()
+    cost: Cost = field(default_factory=Cost)
+    saved_bytes: Num = 0.0
+    recomputed_bytes: Num = 0.0
+    num_params: Num = 0.0
+    count: Num = 1.0
+    is_weight_grad: bool = False
+    causal: bool = False
+    dtype: str = ""
+    collective: str = ""
+    axis: str = ""
+    group_size: Num = 1.0
+    stride: Num = 1.0
+    payload_bytes: Num = 0.0
+    choices: float = 0.0
+    hides_behind: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Precision:
+    """Bytes per element of what a block moves: activations, matmul operands, and weights.
+
+    Under fp8 and fp4 the matmul operands are narrow and the activations between them stay bf16, so each
+    operand is cast first: a kernel of its own. `dtype` names the matrix rate that the matmuls run at.
+    """
+
+    dtype: str = "bf16"
+    act_bytes: float = 2.0
+    operand_bytes: float = 2.0
+
+    @property
+    def stat_bytes(self) -> float:
+        """Bytes of a row's statistic: fp32, or fp64 beside fp64 activations."""
+        return max(4.0, self.act_bytes)
+
+    @property
+    def casts(self) -> bool:
+        """Whether matmul operands must be converted from the activations' type."""
+        return self.operand_bytes != self.act_bytes
+
+
+def precision(dtype: str) -> Precision:
+    """How a step in `dtype` stores activations and matmul operands."""
+    sizes = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0}
+    if dtype in sizes:
+        return Precision(dtype=dtype, act_bytes=sizes[dtype], operand_bytes=sizes[dtype])
+    return Precision(dtype=dtype, act_bytes=2.0, operand_bytes={"fp8": 1.0, "fp4": 0.5}[dtype])
+
+
+def linear(
+    module: str, name: str, rows: Num, d_in: Num, d_out: Num, prec: Precision, *, bias: bool = False,
+    batch: Num = 1.0, saved_rows: Num | None = None, frozen: bool = False, grouped: bool = False,
+) -> Iterator[Op]:  # fmt: skip
+    """Y[rows, d_out] = X[rows, d_in] W + b, forward and backward, `batch` times (grouped, one W each).
+
+    Keeps X: `saved_rows` of it where only a shard is kept (None: all rows; 0: another op keeps it).
+    The bias is added in the matmul's epilogue (a `grouped` matmul has none: a kernel adds it); its gradient
+    is a reduction of its own. A `frozen` layer has no weight gradient and keeps nothing.
+    """
+    kept = (rows if saved_rows is None else saved_rows) * d_in * batch * prec.operand_bytes
+    common: dict[str, Any] = {"module": module, "name": name, "kind": "matmul", "dtype": prec.dtype}
+    if prec.casts:
+        yield from _cast(module, name, "forward", batch * rows, d_in, prec)
+    yield Op(
+        phase="forward",
+        shape=(batch, rows, d_out, d_in),
+        cost=matmul(rows, d_out, d_in, elem_bytes=prec.operand_bytes, out_bytes=prec.act_bytes, batch=batch),
+        saved_bytes=0.0 if frozen else kept,
+        num_params=batch * (d_in * d_out + (d_out if bias else 0.0)),
+        **common,
+    )
+    if bias and grouped:
+        yield kernel(module, f"{name}_bias", "add_bias", batch * rows, d_out, prec, phase="forward")
+    if prec.casts:
+        yield from _cast(module, name, "backward", batch * rows, d_out, prec)
+    yield Op(
+        phase="backward",
+        shape=(batch, rows, d_in, d_out),
+        cost=matmul(rows, d_in, d_out, elem_bytes=prec.operand_bytes, out_bytes=prec.act_bytes, batch=batch),
+        **common,
+    )
+    if frozen:
+        return
+    yield Op(
+        phase="backward",
+        shape=(batch, d_in, d_out, rows),
+        cost=matmul(d_in, d_out, rows, elem_bytes=prec.operand_bytes, out_bytes=prec.act_bytes, batch=batch),
+        is_weight_grad=True,
+        **common,
+    )
+    if bias:
+        yield kernel(module, f"{name}_bias", "add_bias", batch * rows, d_out, prec, phase="backward")
+
+
+def _cast(module: str, name: str, phase: str, rows: Num, width: Num, prec: Precision) -> Iterator[Op]:
+    size = rows * width
+    cost = Cost(2.0 * size, prec.act_bytes * size, 2.0 * prec.operand_bytes * size)  # and its transpose
+    yield Op(module=module, name=f"{name}_cast", phase=phase, kind="kernel", shape=(rows, width), cost=cost)
+
+
+def kernel(
+    module: str, name: str, kind: str, rows: Num, width: Num, prec: Precision, *, phase: str,
+    num_params: Num = 0.0, is_weight_grad: bool = False,
+) -> Op:  # fmt: skip
+    """One phase of the element-wise kernel `kind` of `cost.op.KERNELS` on `rows` x `width` elements."""
+    rule = KERNELS[kind]
+    forward = phase == "forward"
+    return Op(
+        module=module,
+        name=name,
+        phase=phase,
+        kind="kernel",
+        shape=(rows, width),
+        cost=(rule.forward if forward else rule.backward)(rows, width, elem_bytes=prec.act_bytes),
+        saved_bytes=rule.saved_bytes(rows, width, elem_bytes=prec.act_bytes) if forward else 0.0,
+        num_params=num_params if forward else 0.0,
+        is_weight_grad=is_weight_grad,
+        dtype=prec.dtype,
+    )
+
+
+def elementwise(
+    module: str, name: str, kind: str, rows: Num, width: Num, prec: Precision, *, num_params: Num = 0.0
+) -> Iterator[Op]:
+    """Both phases of an element-wise kernel."""
+    yield kernel(module, name, kind, rows, width, prec, phase="forward", num_params=num_params)
+    yield kernel(module, name, kind, rows, width, prec, phase="backward")
+
+
+def collective(
+    module: str, name: str, phase: str, kind: str, axis: str, payload_bytes: Num, group_size: Num, *,
+    stride: Num = 1.0, shape: tuple[Num, ...] = (), hides_behind: str = "", count: Num = 1.0,
+    choices: float = 0.0,
+) -> Op:  # fmt: skip
+    """A collective that serves op `name`; `payload_bytes` is the full tensor (see DESIGN.md)."""
+    return Op(
+        module=module,
+        name=name,
+        phase=phase,
+        kind="collective",
+        collective=kind,
+        axis=axis,
+        payload_bytes=payload_bytes,
+        group_size=group_size,
+        stride=stride,
+        shape=shape,
+        hides_behind=hides_behind,
+        count=count,
+        choices=choices,
+    )
+
+
+def backward_last(ops: list[Op]) -> list[Op]:
+    """`ops` as they run: all forward ones in order, then the backward ones, last module first."""
+    forward = [op for op in ops if op.phase == "forward"]
+    groups: list[list[Op]] = []
+    for op in ops:
+        if op.phase == "forward":
+            continue
+        if groups and groups[-1][0].name == op.name and groups[-1][0].module == op.module:
+            groups[-1].append(op)
+        else:
+            groups.append([op])
+    return forward + [op for group in reversed(groups) for op in group]

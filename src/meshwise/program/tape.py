@@ -1,0 +1,176 @@
+"""The running account of a program: its ops in order, the tensors alive, and named steps.
+
+A closed form writes a tape by hand, a recorder writes one while the torch program runs. Both call the
+same four methods, so that the two agree wherever the program is what the closed form says:
+
+    tape.allocate(name, size_bytes), tape.release(name)     a tensor's storage comes and goes
+    tape.op(...)                                            one ledger row
+    tape.step(name, tensors)                                what the program prints at this point
+
+`live_bytes` of a row is what is alive after its op, `peak_bytes` the most that was alive up to then; both
+are sums of tensors. Steps carry the same two as the machine books them: with a caching allocator, its
+rounding and the cuBLAS workspace come on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from math import prod
+from typing import Any
+
+from meshwise.core.ledger import Ledger
+from meshwise.cost.allocator import CachingAllocator
+
+_MERGED_BY = (
+    *("module", "op", "phase", "shape", "dtype", "flop", "read_bytes", "write_bytes", "saved_bytes"),
+    *("weight_bytes", "collective", "axis", "group_size", "payload_bytes", "sent_bytes"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A tensor as a step prints it: `Named("q", "[h, N/P, d/h]", (128, 3750, 128), 122_880_000)`."""
+
+    name: str
+    symbols: str
+    shape: tuple[int, ...]
+    size_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One tensor of one step of a program; the step's FLOP, of all ranks, stand with its last tensor."""
+
+    step: str
+    name: str
+    symbols: str
+    shape: tuple[int, ...]
+    elements: int
+    bytes: float
+    flop: float
+    flop_per_rank: float
+    current_bytes: float
+    peak_bytes: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The step as JSON values."""
+        return asdict(self) | {"shape": list(self.shape)}
+
+
+@dataclass(slots=True, eq=False)
+class Tape:
+    """Rows, steps and live bytes of one rank.
+
+    `allocator` and `workspace_bytes` are what the machine adds to the tensors; `measure` returns the bytes
+    that a real device says are booked, now and at most. `is_partial`: a closed form states only some of the
+    ops, and not what is alive at each.
+    """
+
+    origin: str
+    rank: int = 0
+    world_size: int = 1
+    allocator: CachingAllocator | None = None
+    workspace_bytes: int = 0
+    measure: Callable[[], tuple[float, float]] | None = None
+    is_partial: bool = False
+    live_bytes: float = 0.0
+    peak_bytes: float = 0.0
+    steps: list[Step] = field(default_factory=list)
+    _rows: list[dict[str, Any]] = field(default_factory=list)
+    _sizes: dict[object, float] = field(default_factory=dict)
+    _flop_since_step: float = 0.0
+    _workspace_booked: bool = False
+
+    def allocate(self, name: object, size_bytes: float) -> None:
+        """A storage of `size_bytes` comes alive under `name`."""
+        self._sizes[name] = size_bytes
+        self.live_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if self.allocator is not None:
+            self.allocator.allocate(name, int(size_bytes))
+
+    def release(self, name: object) -> None:
+        """The storage of `name` is given back."""
+        self.live_bytes -= self._sizes.pop(name)
+        if self.allocator is not None:
+            self.allocator.release(name)
+
+    def rename(self, old: object, new: object) -> None:
+        """The storage of `old` is called `new` from now on."""
+        self._sizes[new] = self._sizes.pop(old)
+        if self.allocator is not None:
+            self.allocator.rename(old, new)
+
+    def op(self, op: str, *, is_matmul: bool = False, count: float = 1, **row: Any) -> dict[str, Any]:
+        """`count` alike ops, after their outputs came alive; `row` has columns of the ledger. Returns it."""
+        if is_matmul and self.allocator is not None and not self._workspace_booked:
+            self._workspace_booked = True
+            self.allocator.allocate("cublas workspace", self.workspace_bytes)
+        full = {"phase": "forward", **row, "op": op, "count": count}
+        full |= {"live_bytes": self.live_bytes, "peak_bytes": self.peak_bytes}
+        self._rows.append(full)
+        self._flop_since_step += count * (row.get("flop") or 0.0)
+        return full
+
+    def step(self, step: str, tensors: Iterable[Named]) -> list[Step]:
+        """The program has come to `step` and shows `tensors`; FLOP are those since the last step."""
+        tensors = list(tensors)
+        entries = []
+        for tensor in tensors:
+            last = tensor is tensors[-1]
+            flop = self._flop_since_step if last else 0.0
+            entries.append(
+                Step(
+                    step=step,
+                    name=tensor.name,
+                    symbols=tensor.symbols,
+                    shape=tensor.shape,
+                    elements=prod(tensor.shape),
+                    bytes=tensor.size_bytes,
+                    flop=flop * self.world_size,
+                    flop_per_rank=flop,
+                    current_bytes=self.current_booked_bytes,
+                    peak_bytes=self.peak_booked_bytes,
+                )
+            )
+        self._flop_since_step = 0.0
+        self.steps += entries
+        return entries
+
+    @property
+    def current_booked_bytes(self) -> float:
+        """Bytes the machine has booked now; without a caching allocator the sum of the live tensors."""
+        if self.measure is not None:
+            return self.measure()[0]
+        return self.live_bytes if self.allocator is None else float(self.allocator.booked_bytes)
+
+    @property
+    def peak_booked_bytes(self) -> float:
+        """The most bytes the machine had booked so far."""
+        if self.measure is not None:
+            return self.measure()[1]
+        return self.peak_bytes if self.allocator is None else float(self.allocator.peak_bytes)
+
+    def ledger(self) -> Ledger:
+        """The rows so far; equal ones are one row with a count, in the order of their first."""
+        merged: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for row in self._rows:
+            key = tuple(row.get(name) for name in _MERGED_BY)
+            first = merged.setdefault(key, row | {"count": 0, "origin": self.origin, "rank": self.rank})
+            first["count"] += row["count"]
+            for name in ("live_bytes", "peak_bytes"):
+                first[name] = max(first[name], row[name])
+            if "time_s" in row and first["count"] > 1:  # the mean over the occurrences
+                first["time_s"] += (row["time_s"] - first["time_s"]) * row["count"] / first["count"]
+        return Ledger.from_rows([*merged.values(), *self._machine_rows()])
+
+    def _machine_rows(self) -> list[dict[str, Any]]:
+        """What the machine books beyond the program's tensors, named."""
+        if self.allocator is None:
+            return []
+        workspace_bytes = self.workspace_bytes if self._workspace_booked else 0
+        rounding_bytes = self.allocator.peak_bytes - self.peak_bytes - workspace_bytes
+        beyond = {"cublas_workspace": workspace_bytes, "allocator_rounding": rounding_bytes}
+        rank = {"origin": self.origin, "rank": self.rank, "module": "machine", "phase": "step"}
+        return [{**rank, "op": op, "peak_bytes": size_bytes} for op, size_bytes in beyond.items()]

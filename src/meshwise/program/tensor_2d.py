@@ -1,0 +1,249 @@
+"""One block under two-dimensional tensor parallelism: SUMMA on a grid of c columns x r rows.
+
+Every matrix is cut both ways. A rank holds the activations of T/r tokens in h/c of their width, and of a
+weight [K, N] the block [K/r, N/c]. Three products of such blocks, each an outer loop over panels, serve
+each other's gradients (SUMMA: van de Geijn and Watts 1997; as in Optimus, arXiv 2104.05343):
+
+    ab   C = A B    broadcast panels of A's columns in the row, of B's rows in the column; add up C
+    abt  C = A B'   broadcast panels of B's rows in the column; reduce panels of C's columns in the row
+    atb  C = A' B   broadcast panels of A's columns in the row; reduce panels of C's rows in the column
+
+Y = X W is ab forward, dX = dY W' is abt, dW = X' dY is atb. There are `panels` x lcm(c, r) panels, so that
+one rank owns each in either cut; the first is waited for, the others travel while panels multiply. Norms
+see h/c of a token's width and all-reduce its sums over the row. A rank keeps its own blocks alone.
+
+Attention, *heads split*: each rank has heads/c heads of its row's tokens, and all-gathers keys and values
+over the column. *Scores split* (`grid_scores`): each rank has d/c of the width of every head; the scores
+are an abt product [T/r, s/c], softmax all-reduces maxima and sums over the row, the mix is an ab product.
+
+The row's tokens may be cut once more by a depth, whose ranks share the weights: see `tensor_25d`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from meshwise.core.units import Num
+from meshwise.cost.op import KERNELS, Cost, matmul
+from meshwise.model.architecture import Model
+from meshwise.program.context import core_attention
+from meshwise.program.cut import Cut
+from meshwise.program.op import Op, collective, elementwise, kernel
+from meshwise.program.tensor_1d import ATTENTION, MLP, bias_params, norm_params
+
+
+def attention(model: Model, cut: Cut) -> Iterator[Op]:
+    """Norm, projections, core attention, output projection, dropout, residual."""
+    width = (model.num_heads + 2.0 * model.num_kv_heads) * model.head_dim
+    yield from norm(model, cut, ATTENTION, "norm1")
+    yield from linear(ATTENTION, "qkv", model.hidden, width, cut, bias=model.qkv_bias)
+    if model.positions == "rotary":
+        turned = (model.num_heads + model.num_kv_heads) * model.head_dim / cut.grid[0]
+        yield from elementwise(ATTENTION, "rotary", "rotary", tokens(cut), turned, cut.precision)
+    yield from _scores_split(model, cut) if cut.grid_scores else _heads_split(model, cut)
+    d_in = float(model.num_heads * model.head_dim)
+    kept = cut.grid_scores or not cut.flash
+    yield from linear(ATTENTION, "out_proj", d_in, model.hidden, cut, bias=model.out_bias, kept=kept)
+    yield from _leave(model, cut, ATTENTION, "residual1")
+
+
+def mlp(model: Model, cut: Cut) -> Iterator[Op]:
+    """Norm, fc1, activation, fc2, dropout, residual."""
+    if model.num_norms > 1:
+        yield from norm(model, cut, MLP, "norm2")
+    ffn, width = float(model.ffn_hidden), model.ffn_hidden / cut.grid[0]
+    fc1 = 2.0 * ffn if model.gated else ffn
+    yield from linear(MLP, "fc1", model.hidden, fc1, cut, bias=model.linear_bias)
+    yield from elementwise(MLP, model.activation, model.activation, tokens(cut), width, cut.precision)
+    yield from linear(MLP, "fc2", ffn, model.hidden, cut, bias=model.linear_bias)
+    yield from _leave(model, cut, MLP, "residual2")
+
+
+def shared_gradients(model: Model, cut: Cut) -> Iterator[Op]:
+    """Once a step: norms and biases, held by every rank of a column, sum what their tokens contribute."""
+    vectors = (norm_params(model) + sum(bias_params(model))) / cut.grid[0]
+    payload = vectors * cut.precision.act_bytes
+    yield collective("block", "shared_gradients", "step", "all_reduce", payload_bytes=payload, **_column(cut))
+
+
+def tokens(cut: Cut) -> Num:
+    """Tokens of one rank."""
+    return cut.tokens / (cut.grid[1] * _depth(cut))
+
+
+def num_panels(cut: Cut) -> Num:
+    """Panels of one product."""
+    columns, rows = (np.asarray(size).astype(np.int64) for size in cut.grid[:2])
+    return cut.panels * np.lcm(columns, rows).astype(np.float64)
+
+
+def _depth(cut: Cut) -> Num:
+    return cut.grid[2] if len(cut.grid) > 2 else 1.0
+
+
+def _column(cut: Cut) -> dict[str, Any]:
+    """The ranks that hold the same columns: all rows, of all depths."""
+    axis = cut.axis(1)
+    if len(cut.grid) < 3:
+        return axis
+    return axis | {"axis": "tp_seq", "group_size": cut.grid[1] * cut.grid[2]}
+
+
+# --- products ----------------------------------------------------------------------------------
+
+
+def summa(
+    form: str, module: str, name: str, phase: str, m: Num, n: Num, k: Num, cut: Cut, *, batch: Num = 1.0,
+    saved_bytes: Num = 0.0, recomputed_bytes: Num = 0.0, num_params: Num = 0.0, is_weight_grad: bool = False,
+) -> Iterator[Op]:  # fmt: skip
+    """`batch` products C = A B, A B' or A' B of blocks, panel by panel.
+
+    m, n, k are what the rank multiplies in total: of the dim that the panels run along, all of it.
+    """
+    panels, prec = num_panels(cut), cut.precision
+    m, n, k = {"ab": (m, n, k / panels), "abt": (m, n / panels, k), "atb": (m / panels, n, k)}[form]
+    row, column = cut.axis(0), cut.axis(1)
+    a, b, c = m * k, k * n, m * n
+    moves: dict[str, list[tuple[str, Num, dict[str, Any]]]] = {
+        "ab": [("broadcast", a, row), ("broadcast", b, column)],
+        "abt": [("broadcast", b, column), ("reduce", c, row)],
+        "atb": [("broadcast", a, row), ("reduce", c, column)],
+    }
+    for kind, size, axis in moves[form]:
+        sent: dict[str, Any] = {"payload_bytes": batch * size * prec.act_bytes, **axis}
+        yield collective(module, name, phase, kind, **sent)
+        yield collective(module, name, phase, kind, hides_behind=name, count=panels - 1.0, **sent)
+    cost = matmul(m, n, k, elem_bytes=prec.operand_bytes, out_bytes=prec.act_bytes, batch=batch)
+    common: dict[str, Any] = {
+        "module": module,
+        "name": name,
+        "phase": phase,
+        "kind": "matmul",
+        "shape": (batch, m, n, k),
+        "dtype": prec.dtype,
+        "is_weight_grad": is_weight_grad,
+    }
+    yield Op(
+        cost=cost,
+        saved_bytes=saved_bytes,
+        recomputed_bytes=recomputed_bytes,
+        num_params=num_params,
+        **common,
+    )
+    added = Cost(0.0, batch * c * prec.act_bytes) if form == "ab" else Cost()  # C is read again and added to
+    yield Op(cost=cost + added, count=panels - 1.0, **common)
+
+
+def linear(
+    module: str, name: str, d_in: Num, d_out: Num, cut: Cut, *, bias: bool = False, kept: bool = True
+) -> Iterator[Op]:
+    """Y = X W + b with X [tokens, d_in] and W [d_in, d_out] cut both ways, forward and backward.
+
+    The bias is added with the first panel. `kept` False: the op before keeps X already.
+    """
+    rows, columns, local_in = tokens(cut), d_out / cut.grid[0], d_in / cut.grid[0]
+    saved = rows * local_in * cut.precision.act_bytes if kept else 0.0
+    params = d_in * d_out / (cut.grid[0] * cut.grid[1]) + (columns if bias else 0.0)
+    yield from summa(
+        "ab", module, name, "forward", rows, columns, d_in, cut, saved_bytes=saved, num_params=params
+    )
+    yield from summa("abt", module, name, "backward", rows, d_in, columns, cut)
+    yield from summa("atb", module, name, "backward", d_in, columns, rows, cut, is_weight_grad=True)
+    if bias:
+        yield kernel(module, f"{name}_bias", "add_bias", rows, columns, cut.precision, phase="backward")
+
+
+# --- between the products ----------------------------------------------------------------------
+
+
+def norm(model: Model, cut: Cut, module: str, name: str) -> Iterator[Op]:
+    """A norm whose rows are spread over the ranks of a row: sums of a token are all-reduced, both ways."""
+    rows, width = tokens(cut), model.hidden / cut.grid[0]
+    params = norm_params(model) / 2.0 / cut.grid[0]
+    payload = KERNELS[model.norm].statistics_bytes(rows, cut.precision.act_bytes)
+    for op in elementwise(module, name, model.norm, rows, width, cut.precision, num_params=params):
+        yield op
+        yield collective(module, name, op.phase, "all_reduce", payload_bytes=payload, **cut.axis(0))
+
+
+def softmax(rows: Num, width: Num, cut: Cut, model: Model) -> Iterator[Op]:
+    """Softmax, and dropout, of rows of scores that are spread over a row of ranks.
+
+    The forward all-reduces maxima, then sums; the backward the products of probability and gradient.
+    """
+    prec = cut.precision
+    ops = list(elementwise(ATTENTION, "softmax", "softmax", rows, width, prec))
+    for op, times in zip(ops, (2.0, 1.0), strict=True):
+        yield replace(op, recomputed_bytes=op.saved_bytes)
+        yield collective(
+            ATTENTION, "softmax", op.phase, "all_reduce", payload_bytes=prec.stat_bytes * rows, count=times,
+            **cut.axis(0),
+        )  # fmt: skip
+    if model.dropout_frac:
+        for op in elementwise(ATTENTION, "dropout_softmax", "dropout", rows, width, prec):
+            yield replace(op, recomputed_bytes=op.saved_bytes)
+
+
+def _leave(model: Model, cut: Cut, module: str, name: str) -> Iterator[Op]:
+    rows, width = tokens(cut), model.hidden / cut.grid[0]
+    if model.dropout_frac:
+        yield from elementwise(module, "dropout", "dropout", rows, width, cut.precision)
+    yield from elementwise(module, name, "residual", rows, width, cut.precision)
+
+
+# --- core attention ----------------------------------------------------------------------------
+
+
+def _heads_split(model: Model, cut: Cut) -> Iterator[Op]:
+    """heads/c heads a rank: context parallelism over the column, by all-gather of keys and values."""
+    column = _column(cut)
+    inner = replace(cut, tp=cut.grid[0], ring=column["group_size"], ulysses=1.0, gather_keys=True)
+    kv_heads = model.num_kv_heads / cut.grid[0]
+    for op in core_attention(model, inner, model.head_dim, model.head_dim, kv_heads):
+        if op.kind != "collective":
+            yield op
+        elif op.collective != "all_to_all":
+            yield replace(op, **column)
+
+
+def _scores_split(model: Model, cut: Cut) -> Iterator[Op]:
+    """d/c of every head a rank; queries that share keys are rows of one product."""
+    act_bytes = cut.precision.act_bytes
+    columns = cut.grid[0]
+    batch = cut.microbatch * model.num_kv_heads
+    num_q = tokens(cut) / cut.microbatch * model.num_heads / model.num_kv_heads
+    dim, width = model.head_dim / columns, cut.seq / columns
+    scores_bytes = batch * num_q * width * act_bytes
+    q_bytes = batch * num_q * dim * act_bytes
+    k_bytes = batch * tokens(cut) / cut.microbatch * dim * act_bytes
+    dropped = scores_bytes if model.dropout_frac else 0.0
+    size: dict[str, Any] = {"cut": cut, "batch": batch}
+
+    yield from _depth_keys("logits", cut, k_bytes)
+    yield from summa(
+        "abt", ATTENTION, "logits", "forward", num_q, cut.seq, dim, saved_bytes=q_bytes + k_bytes, **size
+    )
+    yield from summa("ab", ATTENTION, "logits", "backward", num_q, dim, cut.seq, **size)
+    yield from summa("atb", ATTENTION, "logits", "backward", cut.seq, dim, num_q, **size)
+    yield from softmax(batch * num_q, width, cut, model)
+    yield from _depth_keys("attend", cut, k_bytes)
+    yield from summa(
+        "ab", ATTENTION, "attend", "forward", num_q, dim, cut.seq,
+        saved_bytes=k_bytes + dropped, recomputed_bytes=dropped, **size,
+    )  # fmt: skip
+    yield from summa("abt", ATTENTION, "attend", "backward", num_q, cut.seq, dim, **size)
+    yield from summa("atb", ATTENTION, "attend", "backward", cut.seq, dim, num_q, **size)
+
+
+def _depth_keys(name: str, cut: Cut, local_bytes: Num) -> Iterator[Op]:
+    """Keys (values) of the other depths: gathered forward and backward, their gradients returned."""
+    if len(cut.grid) < 3:
+        return
+    payload = local_bytes * cut.grid[2]
+    kinds = (("forward", "all_gather"), ("backward", "all_gather"), ("backward", "reduce_scatter"))
+    for phase, kind in kinds:
+        yield collective(ATTENTION, name, phase, kind, payload_bytes=payload, **cut.axis(2))

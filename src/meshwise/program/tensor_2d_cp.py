@@ -1,0 +1,55 @@
+"""One block cut by columns and by sequence: m1 tensor-parallel ranks x m2 context-parallel ones.
+
+The m1 ranks of a row work as in one dimension (`tensor_1d`, with sequence parallelism among them), each
+row on its own 1/m2 of the sequence; keys and values are all-gathered over the m2 rows. Weights are cut by
+m1 alone: every row holds a copy, and sums its gradients with the others once a step.
+
+Source: the layout `2d-seqp` of ShashankSubramanian/transformer-perf-estimates (arXiv 2410.00273).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshwise.model.architecture import Model
+from meshwise.program import tensor_1d
+from meshwise.program.cut import Cut
+from meshwise.program.op import Op, collective
+from meshwise.program.tensor_1d import bias_params, matrix_params, norm_params
+
+
+def attention(model: Model, cut: Cut) -> Iterator[Op]:
+    """The attention of one row, with the keys and values of all."""
+    yield from _on_grid(tensor_1d.attention(model, _row(cut)), cut)
+
+
+def mlp(model: Model, cut: Cut) -> Iterator[Op]:
+    """The MLP of one row."""
+    yield from _on_grid(tensor_1d.mlp(model, _row(cut)), cut)
+
+
+def shared_gradients(model: Model, cut: Cut) -> Iterator[Op]:
+    """Once a step: norms over a row, whose ranks see different tokens; then all weights over the rows."""
+    norms, (first, second) = norm_params(model), bias_params(model)
+    sums = [((matrix_params(model) + first) / cut.grid[0] + norms + second, cut.axis(1))]
+    if cut.sequence_parallel:
+        sums.insert(0, (norms, cut.axis(0)))
+    for size, axis in sums:
+        payload = size * cut.precision.act_bytes
+        yield collective("block", "shared_gradients", "step", "all_reduce", payload_bytes=payload, **axis)
+
+
+def _row(cut: Cut) -> Cut:
+    """The cut of one row in the words of one dimension."""
+    return replace(cut, tp=cut.grid[0], ring=cut.grid[1], ulysses=1.0, gather_keys=True)
+
+
+def _on_grid(ops: Iterator[Op], cut: Cut) -> Iterator[Op]:
+    """`ops` with their collectives on the axes of the grid: tp is the row, cp the column."""
+    axes = {"tp": cut.axis(0), "cp": cut.axis(1)}
+    for op in ops:
+        if op.kind != "collective":
+            yield op
+        elif op.collective != "all_to_all":
+            yield replace(op, **axes[op.axis])

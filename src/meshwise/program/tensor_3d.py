@@ -1,0 +1,189 @@
+"""One block under three-dimensional tensor parallelism: a cube of q x q x q ranks.
+
+A product C = A B of all p = q^3 ranks (Agarwal et al. 1995; for transformers arXiv 2105.14450). Rank
+(i, j, l) - depth, row, column of the cube - multiplies the blocks A_il B_lj. It holds 1/q of each, so it
+
+    all-gathers A_il [T/q, K/q] over j and B_lj [K/q, N/q] over i, multiplies,
+    and reduce-scatters the sum C_ij over l,
+
+every tensor T K / q^3 at rest: nothing is held twice but vectors. What it sends falls as p^(-2/3). The
+backward gathers dC, B and A in the same way and scatters dA and dB. A product hands its result on with the
+roles of j and l swapped, so the second product of a pair (out_proj after qkv, fc2 after fc1) swaps them
+back. In the residual stream, rank (i, j, l) has the tokens (i, j), T/q^2 of them, in h/q of their width;
+inside a pair the tokens (i, l).
+
+Attention, *heads split*: heads/q heads of the tokens (i, l) become heads/q^2 heads of the tokens i by an
+all-to-all over l (Ulysses), and keys and values are all-gathered over i. *Scores split* (`grid_scores`):
+each rank has d/q of the width of every head. Q gathered over l is the tokens of a depth, K gathered over i
+those of a column: the two cover all pairs, and Q K' and P V are products of the cube like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from meshwise.core.units import Num
+from meshwise.cost.op import KERNELS, matmul
+from meshwise.model.architecture import Model
+from meshwise.program.context import core_attention
+from meshwise.program.cut import Cut
+from meshwise.program.op import Op, collective, elementwise, kernel
+from meshwise.program.tensor_1d import ATTENTION, MLP, bias_params, norm_params
+from meshwise.program.tensor_2d import softmax
+
+COL, ROW, DEPTH = 0, 1, 2
+FIRST, SECOND = (ROW, DEPTH, COL), (COL, DEPTH, ROW)
+"""Axes over which a product gathers A, gathers B, and scatters C: first and second of a pair."""
+
+
+def attention(model: Model, cut: Cut) -> Iterator[Op]:
+    """Norm, projections, core attention, output projection, dropout, residual."""
+    width = (model.num_heads + 2.0 * model.num_kv_heads) * model.head_dim
+    yield from _norm(model, cut, ATTENTION, "norm1")
+    yield from _linear(FIRST, ATTENTION, "qkv", model.hidden, width, cut, bias=model.qkv_bias)
+    if model.positions == "rotary":
+        turned = (model.num_heads + model.num_kv_heads) * model.head_dim / cut.grid[ROW]
+        yield from elementwise(ATTENTION, "rotary", "rotary", _tokens(cut, COL), turned, cut.precision)
+    yield from _scores_split(model, cut) if cut.grid_scores else _heads_split(model, cut)
+    d_in = float(model.num_heads * model.head_dim)
+    yield from _linear(SECOND, ATTENTION, "out_proj", d_in, model.hidden, cut, bias=model.out_bias)
+    yield from _leave(model, cut, ATTENTION, "residual1")
+
+
+def mlp(model: Model, cut: Cut) -> Iterator[Op]:
+    """Norm, fc1, activation, fc2, dropout, residual."""
+    if model.num_norms > 1:
+        yield from _norm(model, cut, MLP, "norm2")
+    ffn, width = float(model.ffn_hidden), model.ffn_hidden / cut.grid[ROW]
+    fc1 = 2.0 * ffn if model.gated else ffn
+    yield from _linear(FIRST, MLP, "fc1", model.hidden, fc1, cut, bias=model.linear_bias)
+    yield from elementwise(MLP, model.activation, model.activation, _tokens(cut, COL), width, cut.precision)
+    yield from _linear(SECOND, MLP, "fc2", ffn, model.hidden, cut, bias=model.linear_bias)
+    yield from _leave(model, cut, MLP, "residual2")
+
+
+def shared_gradients(model: Model, cut: Cut) -> Iterator[Op]:
+    """Once a step: norms summed over the row axis, then norms and biases over the depth."""
+    first, second = bias_params(model)
+    norms = norm_params(model) / cut.grid[COL]
+    vectors = norms + second / cut.grid[COL] + first / cut.grid[ROW]
+    for size, axis in ((norms, ROW), (vectors, DEPTH)):
+        yield collective(
+            "block", "shared_gradients", "step", "all_reduce",
+            payload_bytes=size * cut.precision.act_bytes, **cut.axis(axis),
+        )  # fmt: skip
+
+
+def _tokens(cut: Cut, dim: int) -> Num:
+    """Tokens of one rank where the depth and axis `dim` cut them."""
+    return cut.tokens / (cut.grid[DEPTH] * cut.grid[dim])
+
+
+# --- products ----------------------------------------------------------------------------------
+
+
+def product(
+    axes: tuple[int, int, int], module: str, name: str, m: Num, n: Num, k: Num, cut: Cut, *, batch: Num = 1.0,
+    transposed: bool = False, saved_bytes: Num = 0.0, recomputed_bytes: Num = 0.0, num_params: Num = 0.0,
+    is_weight: bool = False,
+) -> Iterator[Op]:  # fmt: skip
+    """`batch` products C = A B (or A B', `transposed`) of gathered blocks, forward and backward.
+
+    m, n, k are of the blocks that the rank multiplies. Of the backward's exchanges, A's gather and dA's
+    scatter run beside a product that does not need them.
+    """
+    prec = cut.precision
+    a, b, c = (batch * size * prec.act_bytes for size in (m * k, k * n, m * n))
+    over_a, over_b, over_c = (cut.axis(dim) for dim in axes)
+
+    def exchange(phase: str, kind: str, payload_bytes: Num, axis: dict[str, Any], behind: str = "") -> Op:
+        return collective(module, name, phase, kind, payload_bytes=payload_bytes, hides_behind=behind, **axis)
+
+    def multiply(phase: str, m: Num, n: Num, k: Num, **fields: Any) -> Op:
+        cost = matmul(m, n, k, elem_bytes=prec.operand_bytes, out_bytes=prec.act_bytes, batch=batch)
+        common: dict[str, Any] = {"module": module, "name": name, "phase": phase, "kind": "matmul"}
+        return Op(shape=(batch, m, n, k), cost=cost, dtype=prec.dtype, **common, **fields)
+
+    yield exchange("forward", "all_gather", a, over_a)
+    yield exchange("forward", "all_gather", b, over_b)
+    kept = {"saved_bytes": saved_bytes, "recomputed_bytes": recomputed_bytes}
+    yield multiply("forward", m, n, k, num_params=num_params, **kept)
+    yield exchange("forward", "reduce_scatter", c, over_c)
+    yield exchange("backward", "all_gather", c, over_c)
+    yield exchange("backward", "all_gather", b, over_b)
+    yield exchange("backward", "all_gather", a, over_a, behind=name)
+    yield multiply("backward", m, k, n)
+    yield exchange("backward", "reduce_scatter", a, over_a, behind=name)
+    dims = (n, k, m) if transposed else (k, n, m)
+    yield multiply("backward", *dims, is_weight_grad=is_weight)
+    yield exchange("backward", "reduce_scatter", b, over_b)
+
+
+def _linear(
+    axes: tuple[int, int, int], module: str, name: str, d_in: Num, d_out: Num, cut: Cut, *, bias: bool
+) -> Iterator[Op]:
+    """Y = X W + b; the bias is added in the product, by the first rank of the axis that scatters Y."""
+    over_a, over_b, over_c = (cut.grid[dim] for dim in axes)
+    m, n, k = cut.tokens / over_b, d_out / over_a, d_in / over_c
+    yield from product(
+        axes, module, name, m, n, k, cut,
+        saved_bytes=m / over_a * k * cut.precision.act_bytes,
+        num_params=k / over_b * n + (n if bias else 0.0),
+        is_weight=True,
+    )  # fmt: skip
+    if bias:
+        yield kernel(module, f"{name}_bias", "add_bias", m, n, cut.precision, phase="backward")
+
+
+# --- between the products ----------------------------------------------------------------------
+
+
+def _norm(model: Model, cut: Cut, module: str, name: str) -> Iterator[Op]:
+    rows, width = _tokens(cut, ROW), model.hidden / cut.grid[COL]
+    params = norm_params(model) / 2.0 / cut.grid[COL]
+    payload = KERNELS[model.norm].statistics_bytes(rows, cut.precision.act_bytes)
+    for op in elementwise(module, name, model.norm, rows, width, cut.precision, num_params=params):
+        yield op
+        yield collective(module, name, op.phase, "all_reduce", payload_bytes=payload, **cut.axis(COL))
+
+
+def _leave(model: Model, cut: Cut, module: str, name: str) -> Iterator[Op]:
+    rows, width = _tokens(cut, ROW), model.hidden / cut.grid[COL]
+    if model.dropout_frac:
+        yield from elementwise(module, "dropout", "dropout", rows, width, cut.precision)
+    yield from elementwise(module, name, "residual", rows, width, cut.precision)
+
+
+# --- core attention ----------------------------------------------------------------------------
+
+
+def _heads_split(model: Model, cut: Cut) -> Iterator[Op]:
+    """heads/q by projection, 1/q of those by all-to-all over the columns, keys gathered over the depth."""
+    col, row, depth = cut.grid
+    inner = replace(cut, tp=row, ulysses=col, ring=depth, gather_keys=True)
+    axes = {"all_to_all": cut.axis(COL), "all_gather": cut.axis(DEPTH), "reduce_scatter": cut.axis(DEPTH)}
+    for op in core_attention(model, inner, model.head_dim, model.head_dim, model.num_kv_heads / row):
+        yield replace(op, **axes[op.collective]) if op.kind == "collective" else op
+
+
+def _scores_split(model: Model, cut: Cut) -> Iterator[Op]:
+    """d/q of every head a rank; queries that share keys are rows of one product."""
+    col, row, depth = cut.grid
+    act_bytes = cut.precision.act_bytes
+    batch = cut.microbatch * model.num_kv_heads
+    num_q = cut.seq / depth * model.num_heads / model.num_kv_heads
+    num_k, dim = cut.seq / col, model.head_dim / row
+    q_bytes, k_bytes = batch * num_q / col * dim * act_bytes, batch * num_k / depth * dim * act_bytes
+    dropped = batch * num_q / row * num_k * act_bytes if model.dropout_frac else 0.0
+
+    yield from product(
+        SECOND, ATTENTION, "logits", num_q, num_k, dim, cut, batch=batch, transposed=True,
+        saved_bytes=q_bytes + k_bytes,
+    )  # fmt: skip
+    yield from softmax(batch * num_q / row, num_k, cut, model)
+    yield from product(
+        FIRST, ATTENTION, "attend", num_q, dim, num_k, cut, batch=batch,
+        saved_bytes=k_bytes + dropped, recomputed_bytes=dropped,
+    )  # fmt: skip

@@ -1,0 +1,308 @@
+"""Cases of a published model, held against our reproduction number by number.
+
+A file of cases (JSON) has two lists. `cases`: each with `inputs` (a model, a machine, a plan, in the
+paper's units: TFLOP/s, GB, GB/s) and `outputs` (rows of ops, rows of communication, totals), which we
+compute again from the inputs alone, under convention `nersc-2024-10`. `collectives`: times of single
+collectives on the paper's machines. A difference is relative to the larger of the two numbers; a text
+that differs, or a cell that we do not have, counts as 1. Numbers less than 1e-18 apart (1e-18 s, 1e-6 FLOP,
+1e-9 bytes) are equal: such dust is left where two equal times are subtracted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+
+from meshwise.core.errors import DataError
+from meshwise.cost.collective import Kind
+from meshwise.machine.hardware import cluster_names, find_cluster
+from meshwise.published.nersc_2024_10 import (
+    GB,
+    TFLOP,
+    PaperLink,
+    PaperRun,
+    PaperSystem,
+    collective_s,
+    paper_system,
+    price,
+)
+from meshwise.published.nersc_2024_10_ops import PaperCut
+
+TOLERANCE = 1e-9
+_DUST = 1e-18
+
+_Count = Annotated[float, msgspec.Meta(ge=1, le=1e12, multiple_of=1)]
+_Positive = Annotated[float, msgspec.Meta(gt=0)]
+_Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+_STRATEGIES = {"1d": "1d", "2d": "2d", "seqp": "2d-seqp", "2d-seqp": "2d-seqp"}
+
+
+class _ModelEntry(msgspec.Struct):
+    l: _Count  # noqa: E741  (the paper's names: sequence, width, heads, layers, MLP width)
+    e: _Count
+    h: _Count
+    depth: _Count
+    f: _Count
+
+
+class _SystemEntry(msgspec.Struct):
+    matrix_flops_fp16: _Positive
+    vector_flops_fp16: _Positive
+    hbm_bandwidth: _Positive
+    hbm_capacity: _Positive
+    nvlink_bandwidth: _Positive
+    nvlink_eff: _Share
+    nvlink_latency: Annotated[float, msgspec.Meta(ge=0)]
+    ib_bandwidth: _Positive
+    ib_eff: _Share
+    ib_latency: Annotated[float, msgspec.Meta(ge=0)]
+    nic_factor: _Positive
+    summa_nb: _Count = 4.0
+    element_size: _Positive = 2e-9
+    mask_element_size: _Positive = 1e-9
+
+
+class _Inside(msgspec.Struct):
+    dp: _Count
+    pp: _Count
+    tp: _Count | None = None
+    tp1: _Count | None = None
+    tp2: _Count | None = None
+
+
+class _Config(msgspec.Struct):
+    dp: _Count
+    pp: _Count
+    mbs: _Count
+    nv: _Inside
+    tp: _Count | None = None
+    m1: _Count | None = None
+    m2: _Count | None = None
+    nb: _Count | None = None
+    flash: bool = True
+    recompute: bool = False
+    attention_recompute: bool = False
+    attention: Literal["", "fused", "separate", "summa"] = ""
+
+
+class _Inputs(msgspec.Struct):
+    model: _ModelEntry
+    system: _SystemEntry
+    strategy: Literal["1d", "2d", "seqp", "2d-seqp"]
+    global_batch_size: _Count
+    config: _Config
+    system_name: str = ""
+
+
+class _Case(msgspec.Struct):
+    name: str
+    inputs: _Inputs
+    outputs: Annotated[dict[str, Any], msgspec.Meta(min_length=1)]
+
+
+class _Collective(msgspec.Struct):
+    system: str
+    op: str
+    n_gpus: _Count
+    in_fast_domain: _Count
+    volume_GB: Annotated[float, msgspec.Meta(ge=0)]
+    t_s: Annotated[float, msgspec.Meta(ge=0)]
+
+
+class _File(msgspec.Struct):
+    cases: list[_Case]
+    collectives: list[_Collective] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far one number of a case is from ours, and which one it is."""
+
+    rel: float
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class CaseCheck:
+    """The largest difference of each case by its name, and that of the collectives."""
+
+    cases: tuple[tuple[str, Difference], ...]
+    num_collectives: int
+    collectives: Difference
+
+    @property
+    def agrees(self) -> bool:
+        """Whether no difference is above `TOLERANCE`."""
+        return max([self.collectives.rel, *(worst.rel for _, worst in self.cases)]) <= TOLERANCE
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `meshwise validate --cases FILE --json` prints."""
+        return {
+            "agree": self.agrees,
+            "cases": [
+                {"name": name, "max_rel_diff": worst.rel, "worst": worst.where} for name, worst in self.cases
+            ],
+            "collectives": {
+                "num": self.num_collectives,
+                "max_rel_diff": self.collectives.rel,
+                "worst": self.collectives.where,
+            },
+        }
+
+
+def check_cases(path: Path) -> CaseCheck:
+    """Compute every case and collective of `path` again; DataError says what the file lacks."""
+    file = _read(path)
+    cases = tuple(
+        (case.name, _worst(_differences(_outputs(case.inputs, f"{path}, case {case.name!r}"), case.outputs)))
+        for case in file.cases
+    )
+    systems = {case.inputs.system_name: _system(case.inputs.system) for case in file.cases}
+    times = [
+        _difference(
+            _collective_s(one, systems, f"{path}, collectives[{i}]"), one.t_s, f"collectives[{i}].t_s"
+        )
+        for i, one in enumerate(file.collectives)
+    ]
+    return CaseCheck(cases, len(times), _worst(iter(times)))
+
+
+def _read(path: Path) -> _File:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_File)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; name a JSON file of cases") from None
+    except msgspec.ValidationError as error:
+        raise DataError(f"{path} is not a file of cases: {error}") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise DataError(f"{path} is not valid JSON: {error}") from None
+
+
+# --- From a file's words to ours ----------------------------------------------------------------------
+
+
+def _outputs(inputs: _Inputs, where: str) -> dict[str, Any]:
+    """What the file calls `outputs`, computed from `inputs`."""
+    priced = price(_run(inputs, where), _system(inputs.system))
+    return {
+        "mlp_ops": priced.tables["mlp"],
+        "sa_ops": priced.tables["sa"],
+        "dp_comm": priced.dp_comm,
+        "pp_comm": priced.pp_comm,
+        "totals": priced.totals,
+        "fits": bool(priced.fits),
+    }
+
+
+def _run(inputs: _Inputs, where: str) -> PaperRun:
+    model, config = inputs.model, inputs.config
+    degrees = {"m1": "tp"} if inputs.strategy == "1d" else {"m1": "m1", "m2": "m2"}
+    axes = {"tp1": "tp"} if inputs.strategy == "1d" else {"tp1": "tp1", "tp2": "tp2"}
+    grid = {ours: _given(config, theirs, f"{where}: inputs.config") for ours, theirs in degrees.items()}
+    placed = {ours: _given(config.nv, theirs, f"{where}: inputs.config.nv") for ours, theirs in axes.items()}
+    cut = PaperCut(
+        strategy=_STRATEGIES[inputs.strategy],
+        microbatch=config.mbs,
+        seq=model.l,
+        hidden=model.e,
+        ffn=model.f,
+        heads=model.h,
+        **grid,
+        panels=config.nb or inputs.system.summa_nb,
+        attention=config.attention or ("fused" if config.flash else "separate"),
+        recompute=config.recompute or config.attention_recompute,
+        elem_bytes=inputs.system.element_size * GB,
+        mask_bytes=inputs.system.mask_element_size * GB,
+    )
+    for what, size, degree in (
+        ("model.h", model.h, cut.m1),
+        ("model.f", model.f, cut.m1),
+        ("model.e", model.e, max(cut.m1, cut.m2, model.h)),
+        ("model.l", model.l, max(cut.m1, cut.m2) if inputs.strategy == "2d" else cut.m1 * cut.m2),
+        ("model.depth", model.depth, config.pp),
+        ("global_batch_size", inputs.global_batch_size, config.dp * config.mbs),
+    ):
+        if degree > size:
+            raise DataError(f"{where}: inputs.{what} is {size:g}, too small to be cut into {degree:g} parts")
+    return PaperRun(
+        cut=cut,
+        num_layers=model.depth,
+        batch=inputs.global_batch_size,
+        dp=config.dp,
+        pp=config.pp,
+        inside={"tp2": 1.0, "dp": config.nv.dp, "pp": config.nv.pp, **placed},
+    )
+
+
+def _given(entry: _Config | _Inside, name: str, where: str) -> float:
+    value = getattr(entry, name)
+    if value is None:
+        raise DataError(f"{where} lacks {name}, which its strategy needs")
+    return float(value)
+
+
+def _system(entry: _SystemEntry) -> PaperSystem:
+    return PaperSystem(
+        matrix_flop_per_s=entry.matrix_flops_fp16 * TFLOP,
+        vector_flop_per_s=entry.vector_flops_fp16 * TFLOP,
+        memory_bytes_per_s=entry.hbm_bandwidth * GB,
+        memory_bytes=entry.hbm_capacity * GB,
+        fast=PaperLink(
+            bytes_per_s=entry.nvlink_bandwidth * entry.nvlink_eff * GB, latency_s=entry.nvlink_latency
+        ),
+        slow=PaperLink(bytes_per_s=entry.ib_bandwidth * entry.ib_eff * GB, latency_s=entry.ib_latency),
+        nics_per_rank=entry.nic_factor,
+    )
+
+
+def _collective_s(one: _Collective, systems: dict[str, PaperSystem], where: str) -> float:
+    """Seconds of `one` on the published machine of that name, else on that of a case of the file."""
+    kinds: dict[str, Kind] = {kind.replace("_", ""): kind for kind in get_args(Kind)}
+    if one.op not in kinds:
+        raise DataError(f"{where}: op {one.op!r} is unknown; choose one of {', '.join(kinds)}")
+    preset = f"nersc-{one.system.lower()}"
+    if preset in cluster_names():
+        system = paper_system(find_cluster(preset))
+    elif one.system in systems:
+        system = systems[one.system]
+    else:
+        raise DataError(f"{where}: system {one.system!r} is neither published nor that of a case of the file")
+    volume_bytes = one.volume_GB * GB
+    return float(collective_s(kinds[one.op], volume_bytes, one.n_gpus, one.in_fast_domain, system))
+
+
+# --- Comparing ----------------------------------------------------------------------------------------
+
+
+def _differences(ours: Any, theirs: Any, where: str = "") -> Iterator[Difference]:
+    """One difference for every cell of `theirs`."""
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        for name, value in theirs.items():
+            yield from _differences(ours.get(name), value, f"{where}.{name}" if where else name)
+    elif isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
+        for i, (mine, value) in enumerate(zip(ours, theirs, strict=True)):
+            label = value.get("name", i) if isinstance(value, dict) else i
+            yield from _differences(mine, value, f"{where}[{label}]")
+    else:
+        yield _difference(ours, theirs, where)
+
+
+def _difference(ours: Any, theirs: Any, where: str) -> Difference:
+    numbers = [x for x in (ours, theirs) if isinstance(x, int | float) and not isinstance(x, bool)]
+    if len(numbers) < 2:
+        same = type(ours) is type(theirs) and ours == theirs
+        return Difference(float(not same), where)
+    largest = max(abs(x) for x in numbers)
+    if not math.isfinite(largest):
+        return Difference(1.0, where)
+    apart = abs(ours - theirs)
+    return Difference(float(apart / largest) if apart > _DUST else 0.0, where)
+
+
+def _worst(differences: Iterator[Difference]) -> Difference:
+    return max(differences, key=lambda one: one.rel, default=Difference(0.0, ""))

@@ -1,0 +1,183 @@
+"""What a run is assumed to be: its laws and named choices, and the sizes they give it.
+
+Training compute C fixes the model: C = 6 N D, with D tokens, L layers and B tokens per batch from N by
+three laws. A layer is two maps, width x 5 width and back (feed-forward and heads), so N = 10 L width^2.
+The run takes D / B steps and has to end within its duration T, so a step may take T B / D.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.core.errors import WorkloadError
+from meshwise.core.units import Num
+from meshwise.published.frontier.laws import KINDS, Law, catalog, find_law, law_names
+from meshwise.published.frontier.layer import PATTERNS, require_positive
+
+MAPS = 2
+"""Linear maps per layer."""
+WIDENING = 5.0
+"""Inner width over model width: 4 for the feed-forward part, 1 for the heads."""
+MONTH_S = 30 * 86400.0
+
+NUMBERS: dict[str, tuple[float, ...]] = {
+    "duration_s": (1 / 3, 2.0, 3.0),
+    "elem_bytes": (0.5, 2.0),
+    "num_experts": (8.0,),
+    "sequential_maps": (2.0,),
+}
+"""Numbers of `Assumptions`, with the factors that `sensitivity` tries."""
+LATENCIES = ("kernel_s", "base_s", "inner_step_s", "outer_step_s")
+"""Latencies of `Assumptions`: a kernel, an all-reduce, one step inside a domain, one between domains."""
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "schedule": ("1f1b", "interleaved", "zero-bubble"),
+    "network": ("two-level", "flat"),
+    "all_reduce": tuple(PATTERNS),
+    "hops": ("direct", "tree"),
+    "latency": ("on-stream", "hidden"),
+    "capacity": ("checked", "ignored"),
+}
+"""Named choices, the default first; `Assumptions` says what each means."""
+
+
+def _law(kind: str) -> Law:
+    return find_law(kind, law_names(kind)[0])
+
+
+def _latency(what: str) -> Any:
+    return field(default_factory=lambda: catalog()["latency"][what])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Assumptions:
+    """Everything about a run but its device: each entry is a choice that can be replaced.
+
+    - `tokens` (of all parameters), `depth` and `batch` (of active parameters): the laws.
+    - `schedule`: `1f1b`; `interleaved` searches the virtual stages; `zero-bubble` has no fill and drain.
+    - `network`: `two-level`, or `flat`: every rank in one domain.
+    - `all_reduce`: words through a port, see `layer`.
+    - `hops`: an all-reduce over many domains takes two outer steps (`direct`, as the reduce-scatter
+      and multicast of the source's layer), or 2 log2(domains) (`tree`, NCCL's).
+    - `latency`: `on-stream`: each kernel and collective occupies its stream for its latency;
+      `hidden`: latencies count in the fill and on the critical path only.
+    - `capacity`: whether weights, optimizer and activations must fit in memory.
+    - `sequential_maps`: kernels and collectives of a layer that wait for each other, per direction.
+    - `num_experts`: experts of which a token passes one; all weights are in experts.
+    """
+
+    tokens: Law = field(default_factory=lambda: _law("tokens"))
+    depth: Law = field(default_factory=lambda: _law("depth"))
+    batch: Law = field(default_factory=lambda: _law("batch"))
+    duration_s: float = 3 * MONTH_S
+    elem_bytes: float = 2.0
+    num_experts: float = 1.0
+    sequential_maps: float = MAPS
+    schedule: str = "1f1b"
+    network: str = "two-level"
+    all_reduce: str = "multicast"
+    hops: str = "direct"
+    latency: str = "on-stream"
+    capacity: str = "checked"
+    kernel_s: float = _latency("kernel_s")
+    base_s: float = _latency("base_s")
+    inner_step_s: float = _latency("inner_step_s")
+    outer_step_s: float = _latency("outer_step_s")
+
+    def __post_init__(self) -> None:
+        for what in NUMBERS:
+            require_positive(getattr(self, what), f"run: {what}")
+        if self.num_experts < 1:
+            raise WorkloadError(f"run: num_experts is {self.num_experts}; a model has at least one")
+        for what in LATENCIES:
+            value = getattr(self, what)
+            if not (math.isfinite(value) and value >= 0):
+                raise WorkloadError(f"run: {what} is {value}; a latency must be finite and zero or more")
+        for what, known in OPTIONS.items():
+            if getattr(self, what) not in known:
+                raise WorkloadError(
+                    f"run: {what} is {getattr(self, what)!r}; it must be one of {', '.join(known)}"
+                )
+
+
+def assumptions(**settings: str | float) -> Assumptions:
+    """`Assumptions` from plain values: a law by name or as `COEFFICIENT,EXPONENT`, numbers as text or not."""
+    numbers = (*NUMBERS, *LATENCIES)
+    values: dict[str, Any] = {}
+    for key, value in settings.items():
+        if key in KINDS:
+            values[key] = find_law(key, str(value))
+        elif key in OPTIONS:
+            values[key] = str(value)
+        elif key in numbers:
+            try:
+                values[key] = float(value)
+            except ValueError:
+                raise WorkloadError(f"run: {key} is {value!r}; it must be a number") from None
+        else:
+            known = ", ".join([*KINDS, *OPTIONS, *numbers])
+            raise WorkloadError(f"run: there is no choice called {key!r}; choices: {known}")
+    return Assumptions(**values)
+
+
+# --- sizes ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sizes:
+    """The model and batch of a run of `training_flop`; `step_s` is the time a step may take."""
+
+    training_flop: Num
+    params: Num
+    total_params: Num
+    tokens: Num
+    layers: Num
+    width: Num
+    batch_tokens: Num
+    step_s: Num
+
+
+def sizes(run: Assumptions, training_flop: Num) -> Sizes:
+    """What the laws of `run` make of `training_flop`; sizes are real numbers, not rounded."""
+    training_flop = np.asarray(training_flop, dtype=np.float64)
+    params = _solve(lambda n: 6 * n * run.tokens(n * run.num_experts), training_flop)
+    tokens = run.tokens(params * run.num_experts)
+    layers, batch = run.depth(params), run.batch(params)
+    return Sizes(
+        training_flop=training_flop,
+        params=params,
+        total_params=params * run.num_experts,
+        tokens=tokens,
+        layers=layers,
+        width=np.sqrt(params / (MAPS * WIDENING * layers)),
+        batch_tokens=batch,
+        step_s=run.duration_s * batch / tokens,
+    )
+
+
+def _solve(growing: Callable[[Num], Num], target: Num) -> NDArray[np.float64]:
+    """The parameters at which the function `growing` reaches `target`, by bisection of the exponent."""
+    low = np.full(np.shape(target), 0.0)
+    high = np.full(np.shape(target), 25.0)
+    for _ in range(100):
+        middle = (low + high) / 2
+        above = growing(10**middle) > target
+        low, high = np.where(above, low, middle), np.where(above, middle, high)
+    return 10 ** ((low + high) / 2)
+
+
+def latency_wall_flop(run: Assumptions, layer_s: float) -> tuple[float, float]:
+    """Parameters and training compute at which `layer_s` per layer and step alone fill the duration.
+
+    With the default laws N = (T B / (20 x 0.088 x layer_s)) ** (1 / 1.27). No number of devices helps.
+    """
+    require_positive(layer_s, "layer_s")
+    params = _solve(
+        lambda n: run.tokens(n * run.num_experts) / run.batch(n) * run.depth(n) * layer_s, run.duration_s
+    )
+    return float(params), float(6 * params * run.tokens(params * run.num_experts))

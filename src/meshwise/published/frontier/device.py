@@ -1,0 +1,100 @@
+"""A device as the frontier model sees it: one rate each for arithmetic, memory and the network.
+
+Two conventions differ from the rest of meshwise, because the model's source has them. Arithmetic is
+rated at 8 bits and slows down in proportion to the width of a word. And a network port is rated by
+what it sends *and* receives, added up: 900e9 bytes/s for the NVLink of an H100, which the catalog
+lists as 450e9 per direction. `device_from_chip` is the one place where the two meet.
+
+A network has up to two levels: `inner` joins the ranks of a domain (an NVLink node or rack), `outer`
+joins domains. A flat network is one infinite domain, with both levels at the same rate.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshwise.core.errors import ClusterError
+from meshwise.core.units import Num
+from meshwise.machine.hardware import Chip, Level, chips, find_chip, find_cluster
+
+BASE_UTILIZATION = 0.8
+"""Share of the peaks of arithmetic and memory that throttling leaves: the source notebook's default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Device:
+    """What a device does per second. Rates may be arrays, to cost many devices in one call.
+
+    `inner_bytes_per_s` and `outer_bytes_per_s` are sent plus received bytes of one rank.
+    `utilization` derates arithmetic and memory, but not the network.
+
+    Raises `ClusterError` if a rate is missing, not above zero, or not a number.
+    """
+
+    name: str
+    flop_per_s_8bit: Num
+    memory_bytes_per_s: Num
+    inner_bytes_per_s: Num
+    outer_bytes_per_s: Num
+    domain_ranks: float = math.inf
+    memory_bytes: float = math.inf
+    power_watts: float = 0.0
+    utilization: Num = BASE_UTILIZATION
+
+    def __post_init__(self) -> None:
+        for what in ("flop_per_s_8bit", "memory_bytes_per_s", "memory_bytes", "domain_ranks"):
+            _require_positive(getattr(self, what), f"device {self.name}: {what}")
+        for what in ("inner_bytes_per_s", "outer_bytes_per_s"):
+            _require_positive(getattr(self, what), f"device {self.name} has no network: {what}")
+        if not np.all((np.asarray(self.utilization) > 0) & (np.asarray(self.utilization) <= 1)):
+            raise ClusterError(
+                f"device {self.name}: utilization is {self.utilization}; it must be above 0 and at most 1"
+            )
+
+    def flat(self) -> Device:
+        """The same device with every rank of the cluster in one domain."""
+        return replace(self, domain_ranks=math.inf, outer_bytes_per_s=self.inner_bytes_per_s)
+
+
+def _require_positive(value: Num, what: str) -> None:
+    if not np.all(np.asarray(value) > 0):
+        raise ClusterError(f"{what} is {value}; it must be a number above zero")
+
+
+def device_from_chip(
+    chip: Chip, levels: tuple[Level, ...] | None = None, *, utilization: Num = BASE_UTILIZATION
+) -> Device:
+    """The device that `chip` is, with its usual links or with `levels`.
+
+    The 8-bit rate is twice the dense 16-bit one, so that a chip without 8-bit units is rated on what
+    it has. The domain is the widest level inside the outermost; one level alone is a flat network.
+    Bandwidth per direction doubles, because a port here is rated by sent plus received bytes.
+    """
+    levels = chip.levels if levels is None else levels
+    if not levels:
+        raise ClusterError(f"chip {chip.name} has no network: give it at least one level of links")
+    inner, outer = (levels[-2], levels[-1]) if len(levels) > 1 else (levels[0], levels[0])
+    dtype = "bf16" if "bf16" in chip.matrix_flop_per_s else "fp16"
+    return Device(
+        name=chip.name,
+        flop_per_s_8bit=2 * chip.matrix_peak(dtype),
+        memory_bytes_per_s=chip.memory_bytes_per_s,
+        inner_bytes_per_s=2 * inner.bytes_per_s,
+        outer_bytes_per_s=2 * outer.bytes_per_s,
+        domain_ranks=inner.ranks,
+        memory_bytes=chip.memory_bytes,
+        power_watts=chip.power_watts,
+        utilization=utilization,
+    )
+
+
+def find_device(text: str, *, utilization: Num = BASE_UTILIZATION) -> Device:
+    """The device that `text` names: a chip of the catalog, a cluster preset, or a cluster's TOML file."""
+    known = {name for key, chip in chips().items() for name in (key, *chip.aliases)}
+    if text.lower() in known:
+        return device_from_chip(find_chip(text), utilization=utilization)
+    cluster = find_cluster(text)
+    return replace(device_from_chip(cluster.chip, cluster.levels, utilization=utilization), name=cluster.name)

@@ -1,0 +1,104 @@
+"""Answers as plain values, ready for JSON: numbers that do not exist are None, never NaN or infinite."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from meshwise.published.frontier.assumptions import LATENCIES, NUMBERS, OPTIONS
+from meshwise.published.frontier.device import Device
+from meshwise.published.frontier.laws import KINDS
+from meshwise.published.frontier.layer import (
+    LinearLayer,
+    end_of_batch_s,
+    layer_times,
+    layer_what_ifs,
+    require_positive,
+    share_domain,
+)
+from meshwise.published.frontier.run import Frontier, Limits, Point, power_and_cost
+
+
+def layer_document(device: Device, layer: LinearLayer, batch: float) -> dict[str, Any]:
+    """One layer on one microbatch: on a flat network, what-ifs, and on the device's two levels if any."""
+    require_positive(batch, "batch")
+    flat = device.flat()
+    times = layer_times(flat, layer, batch)
+    document: dict[str, Any] = {
+        "device": _device(device),
+        "fwd_bwd_s": float(times.fwd_bwd_s),
+        "flop_s": float(times.flop_s),
+        "memory_s": float(times.memory_s),
+        "network_s": float(times.network_s),
+        "binds": str(times.binds),
+        "end_of_batch_s": float(end_of_batch_s(flat, layer)),
+        "what_ifs": {
+            name: _finite(float(value)) for name, value in layer_what_ifs(flat, layer, batch).items()
+        },
+    }
+    if not math.isinf(device.domain_ranks):
+        inner_in, inner_out = share_domain(device, layer.d_in, layer.d_out, layer.tp_in, layer.tp_out)
+        two = layer_times(device, layer, batch, inner_in=inner_in, inner_out=inner_out)
+        document["two_level"] = {
+            "fwd_bwd_s": float(two.fwd_bwd_s),
+            "inner_s": float(two.inner_s),
+            "outer_s": float(two.outer_s),
+            "inner_in": float(inner_in),
+            "inner_out": float(inner_out),
+            "binds": str(two.binds),
+        }
+    return document
+
+
+def run_document(
+    found: Frontier, *, watts: float | None = None, price_per_device_hour: float | None = None
+) -> dict[str, Any]:
+    """A frontier without failures, and under `with_failures` the same with them."""
+    watts = found.device.power_watts if watts is None else watts
+    price = 0.0 if price_per_device_hour is None else price_per_device_hour
+    failures = found.failures
+    return {
+        "device": _device(found.device),
+        "assumptions": {
+            **{kind: _law(getattr(found.run, kind)) for kind in KINDS},
+            **{name: getattr(found.run, name) for name in (*OPTIONS, *NUMBERS, *LATENCIES)},
+        },
+        "failures": {
+            "device_hours_between_interruptions": failures.device_s_between_interruptions / 3600,
+            "storage_bytes_per_s": failures.storage_bytes_per_s,
+            "restart_s": failures.restart_s,
+            "source": failures.source,
+        },
+        "power_and_cost": {"watts_per_device": watts, "price_per_device_hour": price},
+        **_limits(found.ideal, watts, price),
+        "with_failures": _limits(found.with_failures, watts, price),
+    }
+
+
+def _law(law: Any) -> dict[str, str]:
+    return {"name": law.name, "source": law.source}
+
+
+def _limits(found: Limits, watts: float, price: float) -> dict[str, Any]:
+    return {
+        "plateau": found.plateau,
+        "limit_80pct_flop": found.limit_80pct_flop,
+        "wall_flop": found.wall_flop,
+        "limit": _point(found.limit, watts, price) if found.limit else None,
+        "wall": _point(found.wall, watts, price) if found.wall else None,
+        "curve": [_point(point, watts, price) for point in found.curve],
+    }
+
+
+def _point(point: Point, watts: float, price: float) -> dict[str, Any]:
+    return {**asdict(point), **power_and_cost(point, watts, price)}
+
+
+def _device(device: Device) -> dict[str, Any]:
+    values = asdict(device)
+    return {name: _finite(value) if isinstance(value, float) else value for name, value in values.items()}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,438 @@
+"""A whole training run: the best parallelism at each training compute, and where the curve ends.
+
+The degrees tp_in, tp_out, pp, v and ep lie on powers of two, the tokens of a microbatch on those and
+1.5 times those, each a numpy axis. dp is not searched: for any choice of the rest, the smallest dp
+that ends in time wastes the least, and is known in closed form. So every plan of the grid is considered.
+
+docs/frontier.md derives each term, with its source and what it leaves out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+
+from meshwise.core.errors import WorkloadError
+from meshwise.core.units import Num
+from meshwise.published.frontier.assumptions import (
+    LATENCIES,
+    NUMBERS,
+    OPTIONS,
+    WIDENING,
+    Assumptions,
+    Sizes,
+    sizes,
+)
+from meshwise.published.frontier.device import Device
+from meshwise.published.frontier.failures import Failures
+from meshwise.published.frontier.laws import KINDS, find_law, law_names
+from meshwise.published.frontier.layer import require_positive, share_domain
+from meshwise.published.frontier.step import (
+    LayerStreams,
+    Split,
+    StepParts,
+    held_bytes,
+    layer_streams,
+    step_parts,
+    step_s,
+    utilization,
+)
+
+RUN_UTILIZATION = 0.7
+"""Base utilization of a whole run: the plateau of the published curve is 69.7 %."""
+LIMIT_FRAC = 0.8
+"""A run is limited where its utilization falls below this share of the plateau (the source's definition)."""
+PLAN_FIELDS = ("tp_in", "tp_out", "pp", "interleave", "ep", "inner_in", "inner_out")
+"""What a plan says besides dp, microbatches, and the tokens of one on one device."""
+RESOURCES = ("compute", "memory", "network inside", "network between")
+"""What works during a step; the network's two levels lie inside a domain and between domains."""
+SHARES = (*RESOURCES, "latency", "bubble", "gradients")
+"""What the time of a step goes to."""
+LEAST_GOODPUT = 1e-3
+"""Runs that keep a smaller share of their time are not looked for."""
+CURVE_FLOP = 10 ** np.linspace(22, 33, 111)
+"""Training computes of a curve: 1e22 to 1e33 FLOP, ten to a decade."""
+
+# --- the search ---------------------------------------------------------------------------------------
+
+
+def search_grid(device: Device, run: Assumptions) -> Split:
+    """The splits searched, one numpy axis per degree; domains are shared out to move the fewest bytes."""
+    powers = 2.0 ** np.arange(18)
+    axes: tuple[Any, ...] = np.ix_(
+        powers[:13],
+        powers[:15],
+        powers[:12],
+        powers[:7] if run.schedule == "interleaved" else powers[:1],
+        powers[: math.floor(math.log2(run.num_experts)) + 1],
+        np.outer(powers[1:17], [1.0, 1.5]).ravel(),
+    )
+    tp_in, tp_out, pp, interleave, ep, tokens = axes
+    inner_in, inner_out = share_domain(device, 1.0, WIDENING, tp_in, tp_out, run.all_reduce)
+    return Split(
+        tp_in=tp_in,
+        tp_out=tp_out,
+        pp=pp,
+        interleave=interleave,
+        ep=ep,
+        tokens=tokens,
+        inner_in=inner_in,
+        inner_out=inner_out,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Choice:
+    """One plan: scalars only."""
+
+    split: Split
+    dp: float
+    microbatches: float
+
+    @property
+    def devices(self) -> float:
+        return float(self.split.tp_in * self.split.tp_out * self.split.pp * self.dp)
+
+
+def _best(
+    device: Device, run: Assumptions, model: Sizes, split: Split, parts: StepParts, budget_s: float
+) -> _Choice | None:
+    """The plan with the highest utilization among those whose step takes at most `budget_s`."""
+    room = (budget_s - parts.bubble_s - parts.gradient_s) / parts.microbatch_s
+    fits = (
+        (room >= 1)
+        & (parts.critical_s + parts.gradient_s <= budget_s)
+        & (split.pp * split.interleave <= model.layers)
+    )
+    # The fewest replicas: as many microbatches on each as there is room for.
+    tokens = model.batch_tokens / split.tokens
+    dp = split.ep * np.ceil(tokens / (np.floor(np.where(fits, room, 1.0)) * split.ep))
+    microbatches = np.ceil(tokens / dp)
+    if run.capacity == "checked":
+        fits = fits & (held_bytes(run, parts, split, dp, microbatches) <= device.memory_bytes)
+    devices = split.tp_in * split.tp_out * split.pp * dp
+    value = np.where(fits, utilization(device, run, model, devices, step_s(parts, microbatches)), 0.0)
+    index = np.unravel_index(int(np.argmax(value)), value.shape)
+    if value[index] == 0:
+        return None
+
+    def pick(array: Num) -> float:
+        return float(np.broadcast_to(array, value.shape)[index])
+
+    chosen = Split(**{item.name: pick(getattr(split, item.name)) for item in fields(Split)})
+    return _Choice(split=chosen, dp=pick(dp), microbatches=pick(microbatches))
+
+
+# --- answers ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Point:
+    """The best run of one training compute; without `plan` there is none, and utilization is zero.
+
+    `time_frac` are the `SHARES` of a step: the stream that binds is busy with arithmetic, memory or one
+    level of the network, and idle for its latencies; bubble and gradients come on top. `binds` is the
+    largest share, `lost_to` the largest that is not compute. `busy_frac` are the shares of a step that each
+    resource moves or computes, overlapped or not. With failures, `utilization` includes the goodput, and
+    `training_s` the time lost.
+    """
+
+    training_flop: float
+    utilization: float = 0.0
+    plan: dict[str, float] | None = None
+    binds: str | None = None
+    lost_to: str | None = None
+    time_frac: dict[str, float] = field(default_factory=dict)
+    busy_frac: dict[str, float] = field(default_factory=dict)
+    params: float = 0.0
+    devices: float = 0.0
+    step_s: float = 0.0
+    training_s: float = 0.0
+    goodput: float = 1.0
+
+
+def _time_frac(streams: LayerStreams, model: Sizes, choice: _Choice, parts: StepParts) -> dict[str, float]:
+    flop_s, memory_s = float(streams.flop_s), float(streams.memory_s)
+    inner_s, outer_s = float(streams.inner_s), float(streams.outer_s)
+    pipeline_s = choice.microbatches * float(parts.microbatch_s) + float(parts.bubble_s)
+    arithmetic = "compute" if flop_s >= memory_s else "memory"
+    busy_s = max(flop_s, memory_s)
+    layers = float(model.layers)
+    times = dict.fromkeys(SHARES, 0.0)
+    if pipeline_s < parts.critical_s:
+        times[arithmetic] = layers * busy_s
+        times["network inside"] = layers * inner_s
+        times["network between"] = layers * outer_s
+        times["latency"] = float(parts.critical_s) - layers * (busy_s + inner_s + outer_s)
+    else:
+        passes = choice.microbatches * layers / float(choice.split.pp)
+        if busy_s + streams.kernel_latency_s >= streams.steady_s:
+            times[arithmetic] = passes * busy_s
+            times["latency"] = passes * float(streams.kernel_latency_s)
+        else:
+            times["network inside" if inner_s >= outer_s else "network between"] = passes * max(
+                inner_s, outer_s
+            )
+            times["latency"] = passes * float(streams.collective_latency_s)
+        times["bubble"] = float(parts.bubble_s)
+    times["gradients"] = float(parts.gradient_s)
+    total = sum(times.values())
+    return {name: seconds / total for name, seconds in times.items()}
+
+
+def _busy_frac(streams: LayerStreams, model: Sizes, choice: _Choice, seconds: float) -> dict[str, float]:
+    passes = choice.microbatches * float(model.layers) / float(choice.split.pp)
+    busy_s = (streams.flop_s, streams.memory_s, streams.inner_s, streams.outer_s)
+    return {name: passes * float(one) / seconds for name, one in zip(RESOURCES, busy_s, strict=True)}
+
+
+def _point(device: Device, run: Assumptions, model: Sizes, choice: _Choice, goodput: float) -> Point:
+    split = choice.split
+    parts = step_parts(device, run, model, split, choice.dp)
+    seconds = float(step_s(parts, choice.microbatches))
+    devices = choice.devices
+    streams = layer_streams(device, run, model, split)
+    shares = _time_frac(streams, model, choice, parts)
+    return Point(
+        training_flop=float(model.training_flop),
+        utilization=goodput * float(utilization(device, run, model, devices, seconds)),
+        plan={
+            **{name: float(getattr(split, name)) for name in PLAN_FIELDS},
+            "dp": choice.dp,
+            "microbatches": choice.microbatches,
+            "microbatch_tokens": float(split.tokens),
+        },
+        binds=max(shares, key=lambda name: shares[name]),
+        lost_to=max((name for name in shares if name != "compute"), key=lambda name: shares[name]),
+        time_frac=shares,
+        busy_frac=_busy_frac(streams, model, choice, seconds),
+        params=float(model.params),
+        devices=devices,
+        step_s=seconds,
+        training_s=float(model.tokens / model.batch_tokens) * seconds / goodput,
+        goodput=goodput,
+    )
+
+
+def best_runs(
+    device: Device, run: Assumptions, training_flop: Num, failures: Failures | None = None
+) -> list[Point]:
+    """The best run at each `training_flop`, one `Point` each.
+
+    With `failures` the time lost must fit in the duration too: the search is repeated with the time
+    that the goodput of its own answer leaves, until both agree. Goodput falls with the devices, and a
+    shorter time needs more of them, so the repetition ends at the best agreement, or at none.
+    """
+    return [points[-1] for points in _best_runs(device, run, training_flop, (failures,))]
+
+
+def _best_runs(
+    device: Device, run: Assumptions, training_flop: Num, scenarios: Sequence[Failures | None]
+) -> list[list[Point]]:
+    """For each `training_flop` the best run under each of `scenarios`; the parts of a step are shared."""
+    device = device.flat() if run.network == "flat" else device
+    grid = search_grid(device, run)
+    table = sizes(run, np.ravel(training_flop))
+    rows = zip(*(getattr(table, item.name) for item in fields(Sizes)), strict=True)
+    names = [item.name for item in fields(Sizes)]
+    points = []
+    for row in rows:
+        model = Sizes(**dict(zip(names, row, strict=True)))
+        usable = max(int(np.count_nonzero(np.asarray(grid.pp) <= model.layers)), 1)
+        split = replace(grid, pp=np.asarray(grid.pp)[:, :, :usable])
+        # dp is not known before the search: price the gradient reduction of very many replicas.
+        parts = step_parts(device, run, model, split, model.batch_tokens)
+        points.append([_best_run(device, run, model, split, parts, failures) for failures in scenarios])
+    return points
+
+
+def _best_run(
+    device: Device,
+    run: Assumptions,
+    model: Sizes,
+    split: Split,
+    parts: StepParts,
+    failures: Failures | None,
+) -> Point:
+    goodput = 1.0
+    while goodput >= LEAST_GOODPUT:
+        choice = _best(device, run, model, split, parts, float(model.step_s) * goodput)
+        if choice is None:
+            break
+        if failures is None:
+            return _point(device, run, model, choice, 1.0)
+        reached = float(failures.goodput(model.total_params, choice.devices))
+        if reached >= goodput * (1 - 1e-6):
+            return _point(device, run, model, choice, reached)
+        goodput = reached
+    return Point(training_flop=float(model.training_flop))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Limits:
+    """A curve and the runs where it ends, each None if the curve does not reach its end.
+
+    `limit`: the largest run at 80 % of the plateau or more; `wall`: the largest at all.
+    """
+
+    curve: tuple[Point, ...]
+    plateau: float
+    limit: Point | None
+    wall: Point | None
+
+    @property
+    def limit_80pct_flop(self) -> float | None:
+        return self.limit.training_flop if self.limit else None
+
+    @property
+    def wall_flop(self) -> float | None:
+        return self.wall.training_flop if self.wall else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Frontier:
+    """The limits of `device` under `run`, without failures and with them."""
+
+    device: Device
+    run: Assumptions
+    failures: Failures
+    ideal: Limits
+    with_failures: Limits
+
+
+def frontier(
+    device: Device,
+    run: Assumptions | None = None,
+    failures: Failures | None = None,
+    training_flop: Num = CURVE_FLOP,
+) -> Frontier:
+    """Utilization against training compute for `device`, where it ends, and the same with failures.
+
+    `training_flop` are the computes of the curve; a limit is found to a tenth of their spacing.
+    """
+    run = Assumptions() if run is None else run
+    failures = Failures.llama3() if failures is None else failures
+    flop = np.sort(np.ravel(np.asarray(training_flop, dtype=np.float64)))
+    require_positive(flop, "training_flop")
+    ideal, failing = zip(*_best_runs(device, run, flop, (None, failures)), strict=True)
+    return Frontier(
+        device=device,
+        run=run,
+        failures=failures,
+        ideal=_limits(device, run, ideal, None),
+        with_failures=_limits(device, run, failing, failures),
+    )
+
+
+def _limits(device: Device, run: Assumptions, curve: tuple[Point, ...], failures: Failures | None) -> Limits:
+    plateau = max(point.utilization for point in curve)
+
+    def last(least: float) -> Point | None:
+        reached = [i for i, point in enumerate(curve) if point.plan and point.utilization >= least]
+        if not reached or reached[-1] == len(curve) - 1:
+            return None
+        low, high = curve[reached[-1]], curve[reached[-1] + 1]
+        between = np.geomspace(low.training_flop, high.training_flop, 11)[1:-1]
+        finer = [low, *best_runs(device, run, between, failures)]
+        return [point for point in finer if point.plan and point.utilization >= least][-1]
+
+    return Limits(curve=curve, plateau=plateau, limit=last(LIMIT_FRAC * plateau), wall=last(0.0))
+
+
+def power_and_cost(point: Point, watts: float, price_per_device_hour: float) -> dict[str, float]:
+    """Power [W], energy [J], device-hours and price of a run, at these watts and price per device."""
+    for what, value in (("watts", watts), ("price per device-hour", price_per_device_hour)):
+        if not (math.isfinite(value) and value >= 0):
+            raise WorkloadError(f"{what} is {value}; it must be a finite number, zero or more")
+    device_hours = point.devices * point.training_s / 3600
+    return {
+        "power_watts": point.devices * watts,
+        "energy_j": point.devices * watts * point.training_s,
+        "device_hours": device_hours,
+        "price": device_hours * price_per_device_hour,
+    }
+
+
+# --- sensitivity --------------------------------------------------------------------------------------
+
+
+SENSITIVITY_FLOP = 10 ** np.linspace(24, 33, 46)
+"""Training computes of the curves of a sensitivity: five to a decade."""
+
+
+def sensitivity(
+    device: Device, run: Assumptions | None = None, training_flop: Num = SENSITIVITY_FLOP
+) -> list[dict[str, Any]]:
+    """Plateau and limits without failures, one choice changed at a time: a row for each.
+
+    Every named law and option is tried, and every number of the run at other values. The first row
+    is `run` itself.
+    """
+    run = Assumptions() if run is None else run
+    changes: list[tuple[str, str, Assumptions]] = [("as given", "", run)]
+    for kind in KINDS:
+        changes += [
+            (kind, name, _changed(run, kind, find_law(kind, name)))
+            for name in law_names(kind)
+            if name != getattr(run, kind).name
+        ]
+    for option, values in OPTIONS.items():
+        changes += [
+            (option, value, _changed(run, option, value)) for value in values if value != getattr(run, option)
+        ]
+    for number, factors in NUMBERS.items():
+        values_tried = [getattr(run, number) * factor for factor in factors]
+        changes += [(number, f"{value:.4g}", _changed(run, number, value)) for value in values_tried]
+    for factor in (0.0, 0.5, 2.0):
+        scaled: dict[str, Any] = {name: getattr(run, name) * factor for name in LATENCIES}
+        changes.append(("all latencies", f"x {factor:g}", replace(run, **scaled)))
+    return [_row(choice, value, device, changed, None, training_flop) for choice, value, changed in changes]
+
+
+def failure_sensitivity(
+    device: Device,
+    run: Assumptions | None = None,
+    failures: Failures | None = None,
+    training_flop: Num = SENSITIVITY_FLOP,
+) -> list[dict[str, Any]]:
+    """Plateau and limits with failures, one rate of `failures` changed at a time, then all of them."""
+    run = Assumptions() if run is None else run
+    failures = Failures.llama3() if failures is None else failures
+    better: dict[str, Any] = {
+        "device_s_between_interruptions": 10 * failures.device_s_between_interruptions,
+        "restart_s": failures.restart_s / 10,
+        "storage_bytes_per_s": 10 * failures.storage_bytes_per_s,
+    }
+    changes = [("with failures", "as given", failures)]
+    for name, value in better.items():
+        factor = "/ 10" if name == "restart_s" else "x 10"
+        changes.append((name, factor, replace(failures, **{name: value})))
+    changes.append(("all three", "10 times better", replace(failures, **better)))
+    return [_row(choice, value, device, run, changed, training_flop) for choice, value, changed in changes]
+
+
+def _row(
+    choice: str,
+    value: str,
+    device: Device,
+    run: Assumptions,
+    failures: Failures | None,
+    training_flop: Num,
+) -> dict[str, Any]:
+    curve = tuple(best_runs(device, run, training_flop, failures))
+    found = _limits(device, run, curve, failures)
+    return {
+        "choice": choice,
+        "value": value,
+        "plateau": found.plateau,
+        "limit_80pct_flop": found.limit_80pct_flop,
+        "wall_flop": found.wall_flop,
+    }
+
+
+def _changed(run: Assumptions, name: str, value: Any) -> Assumptions:
+    return replace(run, **{name: value})

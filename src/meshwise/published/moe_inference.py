@@ -1,0 +1,303 @@
+"""What the evaluation of a mixture-of-experts GPT costs a rank, in closed form, and what would change it.
+
+Everything is a sum over the rows of `layout.expert_pass`: the calls of torch's ops as its profiler counts
+them, bytes that a profiler sees stay behind, FLOP by what they are for, and how many of them are useful,
+that is, spent on tokens that the router sent and not on empty slots or on moving tokens by products.
+Memory and time follow. The fields of a `Pass` may be arrays, so a what-if is the same call on a grid.
+
+The example that all this was derived from is the evaluation of fairseq's 15B model on four V100; its
+printed profile is held against these functions in `tests/test_moe.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwise.core.units import DTYPE_BYTES, Num
+from meshwise.estimate.timing import machine, op_times
+from meshwise.machine.hardware import Cluster
+from meshwise.model.architecture import num_active_params, num_params
+from meshwise.model.gpt_config import GptConfig, to_model
+from meshwise.program.expert_parallel import capacity
+from meshwise.program.expert_pass import Pass, Row, forward_rows
+from meshwise.published.moe_memory import peak_bytes, rank_params, weight_bytes
+
+GIB = 2.0**30
+
+
+def new_pass(
+    config: GptConfig, *, ep: Num = 1, tp: int = 1, dtype: str = "fp16", grouped: bool = False,
+    token_fraction: Num | None = None,
+) -> Pass:  # fmt: skip
+    """The pass of `config` in evaluation, with the capacity that its fraction (or `token_fraction`) gives.
+
+    A `token_fraction` of 0 is the rule of training.
+    """
+    share = config.moe_eval_capacity_token_fraction if token_fraction is None else token_fraction
+    tokens = config.batch_size_valid * config.tokens_per_sample
+    slots = capacity(tokens, max(config.moe_expert_count, 1), token_fraction=share, top_k=config.top_k)
+    return Pass(
+        config=config,
+        batch=config.batch_size_valid,
+        length=config.tokens_per_sample,
+        capacity=float(slots) if np.ndim(slots) == 0 else slots,
+        ep=ep,
+        tp=tp,
+        dtype=dtype,
+        grouped=grouped,
+    )
+
+
+def num_passes(num_batches: int, dp: int, max_valid_steps: int | None) -> int:
+    """Passes of every rank: enough for all batches, and none behind number `max_valid_steps`, counted from 0.
+
+    fairseq's eval_lm breaks *behind* that number, so `max_valid_steps=4` is five passes.
+    """
+    needed = -(-num_batches // dp)
+    return needed if max_valid_steps is None else min(needed, max_valid_steps + 1)
+
+
+# --- calls -------------------------------------------------------------------------------------
+
+
+def aten_calls(of: Pass, passes: int = 1) -> dict[str, Num]:
+    """Calls of torch's ops on one rank, as its profiler counts them (composite ones beside their parts)."""
+    rows = forward_rows(of)
+    products = {name: _count(rows, name) for name in ("addmm", "mm", "bmm", "baddbmm", "gelu")}
+    moves = sum(row.op.count for row in rows if row.role in ("dispatch", "combine"))
+    matmuls = products["mm"] - moves  # the products that are linear layers without a bias
+    calls = products | {"matmul": matmuls, "linear": products["addmm"] + matmuls}
+    return {f"aten::{name}": passes * calls[name] for name in calls}
+
+
+def exchanges(of: Pass, passes: int = 1) -> Num:
+    """All-to-alls of one rank: two in each MoE layer."""
+    return passes * _count(forward_rows(of), "all_to_all")
+
+
+def exchange_bytes(of: Pass) -> Num:
+    """Bytes of one all-to-all on one rank, the part that it keeps included."""
+    return of.slots * of.config.decoder_embed_dim * of.elem_bytes
+
+
+def expert_calls(of: Pass, passes: int = 1) -> Num:
+    """Feed-forwards of experts on one rank, where a loop runs over them."""
+    return passes * of.local_experts * of.config.num_moe_layers
+
+
+def host_reads(block_tokens: int, blocks: int) -> int:
+    """Single numbers that the token loop of eval_lm fetches from the device: 4 a token, one less a block."""
+    return blocks * (4 * block_tokens - 1)
+
+
+def _count(rows: Iterable[Row], name: str) -> Num:
+    return sum((row.op.count for row in rows if row.op.name == name), start=0)
+
+
+# --- FLOP --------------------------------------------------------------------------------------
+
+
+def flop_by_role(of: Pass) -> dict[str, Num]:
+    """FLOP of one pass on one rank, by what they are for."""
+    parts: dict[str, Num] = {}
+    for row in forward_rows(of):
+        if row.op.kind == "matmul":
+            parts[row.role] = parts.get(row.role, 0.0) + row.op.count * row.op.cost.flop
+    return parts
+
+
+def total_flop(of: Pass) -> Num:
+    """FLOP of one pass on one rank."""
+    return sum(flop_by_role(of).values())
+
+
+def useful_flop(of: Pass) -> Num:
+    """FLOP that the answer needs: every token at its `top_k` experts, none moved by a matrix product."""
+    config, parts = of.config, flop_by_role(of)
+    spent_on_routing = ("experts", "dispatch", "combine", "combine_outer")
+    rest = sum(flop for role, flop in parts.items() if role not in spent_on_routing)
+    visits = config.top_k * of.tokens * config.num_moe_layers
+    return rest + visits * 4.0 * config.decoder_embed_dim * (config.expert_ffn_dim // of.tp)
+
+
+def slot_use(of: Pass) -> Num:
+    """Share of the slots that tokens can fill at most."""
+    return of.config.top_k * of.tokens / of.slots
+
+
+# --- what a profiler of memory shows --------------------------------------------------------------
+
+
+def moe_layer_kept_bytes(of: Pass) -> Num:
+    """What is alive of a dense MoE layer's own tensors when it ends, before they go.
+
+    Combine weights and mask [S, E, C]; what came in, what the experts made, what came back [E C, M]; the
+    result [S, M]; gate loss and metrics in the gate's type (one entropy, four numbers a choice).
+    """
+    config = of.config
+    scalars = (2 + 4 * config.top_k) * DTYPE_BYTES[of.gate_dtype]
+    slots = 3 * of.slots * config.decoder_embed_dim
+    return (2 * of.routing_size + slots + of.tokens * config.decoder_embed_dim) * of.elem_bytes + scalars
+
+
+def decoder_kept_bytes(of: Pass) -> Num:
+    """What a pass leaves: the logits and every layer's output, the embedded input among them."""
+    config = of.config
+    states = (config.decoder_layers + 1) * config.decoder_embed_dim
+    return of.tokens * (of.local_words + states) * of.elem_bytes
+
+
+def profiled_bytes(of: Pass, passes: int = 1) -> dict[str, Num]:
+    """Bytes that a memory profile of `passes` dense passes gives: sections their net, ops their outputs."""
+    rows, config = forward_rows(of), of.config
+    written: dict[str, Num] = {}
+    for row in rows:
+        written[row.op.name] = written.get(row.op.name, 0.0) + row.op.count * row.op.cost.write_bytes
+    moves = sum(row.op.count * row.op.cost.write_bytes for row in rows if row.role in ("dispatch", "combine"))
+    chunks = sum(row.op.count * row.op.cost.write_bytes for row in rows if row.role == "chunks")
+    narrowed = sum(
+        row.op.count * row.op.cost.write_bytes
+        for row in rows
+        if row.op.name == "_to_copy" and row.role in ("dense_ffn", "experts") and row.op.dtype == of.dtype
+    )
+    residuals = 2 * config.decoder_layers * of.tokens * config.decoder_embed_dim * of.elem_bytes
+    figures = {
+        "MoELayer": config.num_moe_layers * moe_layer_kept_bytes(of),
+        "TransformerDecoder": decoder_kept_bytes(of),
+        "aten::add": written.get("add", 0.0) + residuals,
+        "aten::reshape": chunks,
+        "aten::type_as": narrowed,
+        "aten::matmul": written["mm"] - moves,
+    }
+    figures |= {f"aten::{name}": written[name] for name in ("addmm", "bmm", "gelu", "mm") if name in written}
+    return {name: passes * size for name, size in figures.items()}
+
+
+# --- time --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PassTime:
+    """Seconds of one pass on one rank: kernels, links, and how many kernels and collectives are launched."""
+
+    compute_s: Num
+    exchange_s: Num
+    launches: Num
+
+    @property
+    def total_s(self) -> Num:
+        """Both, one after the other: fairseq waits for each exchange."""
+        return self.compute_s + self.exchange_s
+
+
+def pass_time(of: Pass, cluster: Cluster, *, ideal: bool = False) -> PassTime:
+    """Time of one pass on `cluster` by the model of kernels and links of `estimate.timing`.
+
+    The GPU's side only: a host that launches kernels more slowly than they run, as a loop over experts
+    makes it, adds to that; `launches` counts the stated ops. `ideal`: every kernel at the roofline.
+    """
+    ops = [row.op for row in forward_rows(of)]
+    times = op_times(ops, machine(cluster, of.dtype, ideal=ideal))
+    compute_s: Num = 0.0
+    exchange_s: Num = 0.0
+    launches: Num = 0.0
+    for op, time in zip(ops, times, strict=True):
+        compute_s = compute_s + op.count * time.busy_s
+        exchange_s = exchange_s + op.count * time.comm_s
+        launches = launches + op.count
+    return PassTime(compute_s, exchange_s, launches)
+
+
+# --- all of it ---------------------------------------------------------------------------------
+
+
+def report(of: Pass, passes: int) -> dict[str, dict[str, float]]:
+    """The whole arithmetic of `passes` passes on one rank, in groups of named numbers."""
+    model = to_model(of.config)
+    flop = flop_by_role(of)
+    groups: dict[str, dict[str, Num]] = {
+        "shapes": {
+            "tokens": of.tokens,
+            "capacity": of.capacity,
+            "slots": of.slots,
+            "local_experts": of.local_experts,
+            "rows_per_expert": of.ep * of.capacity,
+            "slot_use_frac": slot_use(of),
+        },
+        "calls": {
+            **aten_calls(of, passes),
+            "all_to_all": exchanges(of, passes),
+            "expert_ffn": expert_calls(of, passes),
+            "host_reads_of_token_loop": host_reads(of.config.tokens_per_sample, passes),
+        },
+        "parameters": {
+            "total": num_params(model),
+            "rank": rank_params(of),
+            "active_per_token": num_active_params(model),
+        },
+        "bytes": {
+            "all_to_all": exchange_bytes(of),
+            "all_to_all_sent": exchange_bytes(of) * (1 - 1 / of.ep),
+            "weights": weight_bytes(of),
+            "peak": peak_bytes(of),
+        },
+        "profiled_bytes": profiled_bytes(of, passes),
+        "flop_per_pass": {**flop, "total": total_flop(of), "useful": useful_flop(of)},
+    }
+    return {name: {key: float(x) for key, x in group.items()} for name, group in groups.items()}
+
+
+# --- what-ifs ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WhatIf:
+    """One variant of the evaluation in figures, for one rank and pass."""
+
+    name: str
+    capacity: float
+    expert_rows: float
+    exchange_bytes: float
+    flop: float
+    useful_frac: float
+    weight_bytes: float
+    peak_bytes: float
+    launches: float
+    total_s: dict[str, float]
+    fits: dict[str, bool]
+
+
+def what_ifs(variants: dict[str, Pass], clusters: dict[str, Cluster]) -> list[WhatIf]:
+    """Each variant's figures, its time on each cluster, and whether its tensors fit a chip of it.
+
+    The CUDA context and fragmentation come on top of the tensors; they are not counted.
+    """
+    rows = []
+    for name, of in variants.items():
+        times = {chip: pass_time(of, cluster) for chip, cluster in clusters.items() if has_rate(cluster, of)}
+        peak = float(peak_bytes(of))
+        rows.append(
+            WhatIf(
+                name=name,
+                capacity=float(of.capacity),
+                expert_rows=float(of.ep * of.capacity),
+                exchange_bytes=float(exchange_bytes(of)),
+                flop=float(total_flop(of)),
+                useful_frac=float(useful_flop(of) / total_flop(of)),
+                weight_bytes=float(weight_bytes(of)),
+                peak_bytes=peak,
+                launches=float(sum(row.op.count for row in forward_rows(of))),
+                total_s={chip: float(time.total_s) for chip, time in times.items()},
+                fits={chip: peak <= cluster.chip.memory_bytes for chip, cluster in clusters.items()},
+            )
+        )
+    return rows
+
+
+def has_rate(cluster: Cluster, of: Pass) -> bool:
+    """Whether the chip computes in the type of the pass."""
+    chip = cluster.chip
+    return of.dtype in chip.matrix_flop_per_s or of.dtype in chip.vector_flop_per_s

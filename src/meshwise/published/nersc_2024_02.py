@@ -1,0 +1,228 @@
+"""Convention `nersc-2024-02`: the two tables of the transformer-estimates notebook, cell by cell.
+
+The notebook's time of an op is its roofline at published peaks (matmuls at the matrix rate, the rest at
+the fp16 vector rate), plus its communication at the flat bandwidth of the level that the group fits in.
+Units are the notebook's: TFLOP, GB (1e9 bytes), ms. `totals` are its column sums times the depth.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from meshwise.core.errors import PlanError
+from meshwise.core.ledger import Ledger
+from meshwise.estimate.single import check_plan
+from meshwise.machine.hardware import Cluster
+from meshwise.model.architecture import Model
+from meshwise.plan.plan import Plan
+from meshwise.plan.workload import Workload
+from meshwise.published.nersc_2024_02_ops import NotebookOp, mlp, self_attention
+
+COLUMNS = (
+    *("layer", "flops_fwd", "activation_in_mem", "activation_in_other_mem", "activation_out_mem"),
+    *("activation_buffer", "weights_mem", "total_mem_fwd", "flops_bwd", "activation_grad_mem"),
+    *("weights_grad_mem", "total_mem_bwd", "comm_bwd", "comm_bwd_type", "comm_size", "comm_fwd"),
+    *("comm_fwd_type", "t_comp_fwd", "t_mem_fwd", "t_comp_bwd", "t_mem_bwd", "intensity", "t_fwd", "t_bwd"),
+    *("comm_topology", "t_comm_fwd", "t_comm_bwd", "t_total_fwd", "t_total_bwd", "frac_t_comm_fwd"),
+    "frac_t_comm_bwd",
+)
+TOTALLED = (
+    *("activation_buffer", "weights_mem", "weights_grad_mem", "flops_fwd", "flops_bwd"),
+    *("t_total_fwd", "t_total_bwd", "t_comm_fwd", "t_comm_bwd"),
+)
+TABLES = ("mlp", "sa")
+_TFLOP, _GB, _MS = 1e12, 1e9, 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Notebook:
+    """The notebook's answer for one plan; `tables` maps `mlp` and `sa` to rows of `COLUMNS`."""
+
+    model: Model
+    cluster: Cluster
+    plan: Plan
+    workload: Workload
+    tables: dict[str, list[dict[str, Any]]]
+
+    def totals(self, table: str) -> dict[str, float]:
+        """Column sums over the rows of a table, times the number of layers."""
+        rows, depth = self.tables[table], self.model.num_layers
+        return {name: sum(row[name] for row in rows) * depth for name in TOTALLED}
+
+    def comm_frac(self, table: str) -> float:
+        """The notebook's "time spend in comms": share of the forward."""
+        rows = self.tables[table]
+        return sum(row["t_comm_fwd"] for row in rows) / sum(row["t_total_fwd"] for row in rows)
+
+    def to_csv(self) -> str:
+        """Both tables, one after the other, with a first column `table`; absent cells are empty."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(("table", *COLUMNS))
+        for table in TABLES:
+            for row in self.tables[table]:
+                writer.writerow((table, *("" if row[name] is None else row[name] for name in COLUMNS)))
+        return out.getvalue()
+
+    def to_pandas(self, table: str) -> Any:
+        """One table as the DataFrame that the notebook displays."""
+        import pandas as pd
+
+        return pd.DataFrame(self.tables[table], columns=list(COLUMNS))
+
+    @property
+    def ledger(self) -> Ledger:
+        """The same ops as ledger rows, one layer, in SI units."""
+        return Ledger.from_rows(
+            row for table in TABLES for cells in self.tables[table] for row in _ledger_rows(table, cells)
+        )
+
+    def _sum(self, name: str) -> float:
+        return sum(self.totals(table)[name] for table in TABLES)
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `meshwise estimate --json` prints under this convention."""
+        forward_s, backward_s = (self._sum(f"t_total_{way}") * _MS for way in ("fwd", "bwd"))
+        comm_s = sum(self._sum(f"t_comm_{way}") for way in ("fwd", "bwd")) * _MS
+        step_s = forward_s + backward_s
+        flop = sum(self._sum(f"flops_{way}") for way in ("fwd", "bwd")) * _TFLOP
+        memory = {
+            "weights": self._sum("weights_mem") * _GB,
+            "gradients": self._sum("weights_grad_mem") * _GB,
+            "optimizer": 0.0,
+            "activations": self._sum("activation_buffer") * _GB,
+            "buffers": 0.0,
+        }
+        memory["total"] = sum(memory.values())
+        peak = self.cluster.chip.matrix_peak("fp16") * step_s
+        return {
+            "model": {"name": self.model.name},
+            "cluster": {"name": self.cluster.name, "chip": self.cluster.chip.name},
+            "plan": {"tp": self.plan.tp, "sp": self.plan.sequence_parallel},
+            "workload": {"batch": self.workload.batch, "seq": self.workload.seq},
+            "convention": "nersc-2024-02",
+            "tables": {
+                name: {
+                    "rows": self.tables[name],
+                    "totals": self.totals(name),
+                    "comm_frac": self.comm_frac(name),
+                }
+                for name in TABLES
+            },
+            "step_s": step_s,
+            "tokens_per_s": self.workload.num_tokens / step_s,
+            "tokens_per_s_per_gpu": self.workload.num_tokens / step_s / self.plan.tp,
+            "flop_per_step": flop * self.plan.tp,
+            "mfu": flop / peak,
+            "hfu": flop / peak,
+            "memory_bytes": memory,
+            "fits": memory["total"] <= self.cluster.chip.memory_bytes,
+            "time_s": {"compute": step_s - comm_s, "comm_tp": comm_s},
+            "ledger": self.ledger.to_json(),
+            "notes": [
+                "the notebook's own counting and timing: blocks only, one flat bandwidth, no optimizer"
+            ],
+        }
+
+
+def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> Notebook:
+    """Price one layer as the notebook does; PlanError for what it does not know."""
+    known = (
+        model.activation == "gelu" and model.num_kv_heads == model.num_heads and not (model.moe or model.mla)
+    )
+    if not known:
+        raise PlanError(f"convention nersc-2024-02 knows GPT blocks only, not {model.name}; use default")
+    for axis in ("pp", "cp", "ep"):
+        if getattr(plan, axis) > 1:
+            raise PlanError(
+                f"convention nersc-2024-02 knows tensor parallelism only, not {axis}; use default"
+            )
+    check_plan(model, plan)
+    sizes = (float(workload.batch), float(workload.seq), float(model.hidden))
+    sp = plan.sequence_parallel
+    ops = {
+        "mlp": mlp(*sizes, float(model.ffn_hidden), float(plan.tp), sequence_parallel=sp),
+        "sa": self_attention(*sizes, float(model.num_heads), float(plan.tp), sequence_parallel=sp),
+    }
+    tables = {name: [_row(op, cluster) for op in table] for name, table in ops.items()}
+    return Notebook(model, cluster, plan, workload, tables)
+
+
+def _row(op: NotebookOp, cluster: Cluster) -> dict[str, Any]:
+    chip = cluster.chip
+    peak = chip.matrix_peak("fp16") if op.matmul else chip.vector_peak("fp16")
+    inside = op.comm_size <= cluster.levels[0].ranks
+    link = cluster.levels[0 if inside else -1]
+    row: dict[str, Any] = {
+        "layer": op.layer,
+        "activation_in_mem": op.in_bytes / _GB,
+        "activation_in_other_mem": op.other_bytes / _GB,
+        "activation_out_mem": op.out_bytes / _GB,
+        "activation_buffer": op.saved_bytes / _GB,
+        "weights_mem": op.weight_bytes / _GB,
+        "weights_grad_mem": op.weight_bytes / _GB,
+        "activation_grad_mem": op.grad_bytes / _GB,
+        "comm_size": op.comm_size or None,
+        "comm_topology": ("nvlink" if inside else "ib") if op.comm_size else None,
+    }
+    ways = (
+        ("fwd", op.flop, op.forward_bytes, op.forward_comm),
+        ("bwd", op.backward_flop, op.backward_bytes, op.backward_comm),
+    )
+    for way, flop, moved, comm in ways:
+        comm_bytes = op.comm_bytes if comm and op.comm_size > 1 else 0.0
+        row |= {
+            f"flops_{way}": flop / _TFLOP,
+            f"total_mem_{way}": moved / _GB,
+            f"comm_{way}": comm_bytes / _GB if comm else None,
+            f"comm_{way}_type": comm or None,
+            f"t_comp_{way}": flop / peak / _MS,
+            f"t_mem_{way}": moved / chip.memory_bytes_per_s / _MS,
+            f"t_comm_{way}": comm_bytes / link.bytes_per_s / _MS,
+        }
+        row[f"t_{way}"] = max(row[f"t_comp_{way}"], row[f"t_mem_{way}"])
+        row[f"t_total_{way}"] = row[f"t_{way}"] + row[f"t_comm_{way}"]
+        row[f"frac_t_comm_{way}"] = row[f"t_comm_{way}"] / row[f"t_total_{way}"]
+    row["intensity"] = row["t_comp_fwd"] / row["t_mem_fwd"]
+    return row
+
+
+def _ledger_rows(table: str, cells: dict[str, Any]) -> list[dict[str, Any]]:
+    names = {"allgather": "all_gather", "reducescatter": "reduce_scatter"}
+    rows = []
+    for way, phase in (("fwd", "forward"), ("bwd", "backward")):
+        common = {"origin": "estimate", "rank": 0.0, "module": table, "op": cells["layer"], "phase": phase}
+        moved = cells[f"total_mem_{way}"] * _GB
+        out = cells["activation_out_mem"] * _GB if way == "fwd" else math.nan
+        rows.append(
+            common
+            | {
+                "flop": cells[f"flops_{way}"] * _TFLOP,
+                "read_bytes": moved - (0.0 if math.isnan(out) else out),
+                "write_bytes": out,
+                "saved_bytes": cells["activation_buffer"] * _GB if way == "fwd" else 0.0,
+                "weight_bytes": cells["weights_mem"] * _GB if way == "fwd" else 0.0,
+                "compute_s": cells[f"t_comp_{way}"] * _MS,
+                "memory_s": cells[f"t_mem_{way}"] * _MS,
+                "time_s": cells[f"t_{way}"] * _MS,
+            }
+        )
+        if cells[f"comm_{way}"]:
+            comm_s = cells[f"t_comm_{way}"] * _MS
+            rows.append(
+                common
+                | {
+                    "collective": names[cells[f"comm_{way}_type"]],
+                    "axis": "tp",
+                    "group_size": cells["comm_size"],
+                    "payload_bytes": cells[f"comm_{way}"] * _GB,
+                    "comm_s": comm_s,
+                    "exposed_s": comm_s,
+                    "time_s": comm_s,
+                }
+            )
+    return rows

@@ -1,0 +1,317 @@
+"""Convention `nersc-2024-10`: one training iteration as the NERSC paper prices it, row by row.
+
+Time of an op, in one direction: 20 us + FLOP / (80 % of the peak), or its traffic at the full memory
+bandwidth, whichever is longer, plus its communication. Reported memory time is what shows behind compute.
+
+Time of a collective of V bytes over n ranks, t of them in each fast domain (links of B_f, hop l_f; else
+B_s, l_s), with c = (n-1)/n, or 1 for broadcast, reduce and p2p:
+
+    t = 1        l_s (n-1) + c V / B_s
+    t = n        l_f (n-1) + c V / B_f
+    else, k = n // t domains   max(c V / (nics t B_s), c V / B_f) + l_s (k-1) + l_f (n-k)
+
+A layer takes F forward and B backward. With L layers a stage, p stages, M microbatches, T(W) the time to
+gather (forward) or reduce-scatter (backward) the weights of a layer over the data-parallel group:
+
+    busy = (F + B) M L + 2 M p2p        bubble = (p-1) busy / M
+    data parallel = T + (L-1) max(T - F, 0) + T + (L-1) max(T - B, 0)
+    iteration = busy + bubble + data parallel
+
+Memory: weights, gradients of the same size, three times both for Adam (sharded over the data-parallel
+group, which in 2d-seqp holds the m2 ranks too), and what min(p, M) microbatches keep.
+
+Known slips, kept: an all-reduce counts twice only in the last case; a pipeline that shares domains pays
+nothing for the links between them; work of the vector units inside fused attention is scaled up by matrix
+peak / vector peak, so FLOP are not all true FLOP; the p2p volume is the stored input of `ln1`, whatever
+its width. Units of rows and totals are the paper's: TFLOP, GB (1e9 bytes), s.
+
+Sources: S. Subramanian et al., arXiv 2410.00273; ShashankSubramanian/transformer-perf-estimates at 54278b0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshwise.core.units import Num
+from meshwise.cost.collective import Kind
+from meshwise.machine.hardware import Cluster
+from meshwise.published.nersc_2024_10_ops import Comm, PaperCut, PaperOp, Work, layer
+
+LAUNCH_S = 20e-6
+COMPUTE_EFFICIENCY = 0.8
+LINK_EFFICIENCY = 0.7
+LINK_EFFICIENCY_OF = {"nersc-b200-next": 0.8}
+OPTIMIZER_FACTOR = 6.0  # fp32 weights and two moments: 12 bytes for each 2 of a weight
+
+TABLES = ("mlp", "sa")
+COLUMNS = (
+    *("name", "weights_mem", "weights_grad_mem", "flops_fwd", "activation_buffer", "comm_fwd"),
+    *("comm_fwd_type", "flops_bwd", "comm_bwd", "comm_bwd_type", "mem_fwd", "mem_bwd", "comm_fwd_size"),
+    *("comm_fwd_topology", "comm_bwd_size", "comm_bwd_topology", "use_tensor_cores", "t_fwd", "t_fwd_comm"),
+    *("t_fwd_comp", "t_fwd_mem", "intensity_fwd", "t_bwd", "t_bwd_comm", "t_bwd_comp", "t_bwd_mem"),
+    *("intensity_bwd", "t"),
+)
+TFLOP, GB = 1e12, 1e9
+WAYS = (("fwd", "forward"), ("bwd", "backward"))
+
+Row = dict[str, Any]
+_Placed = tuple[Kind, Num, Num, Num]  # of a collective: kind, bytes, ranks, and ranks in one fast domain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PaperLink:
+    """A link as it is used: bandwidth after its efficiency, and the latency of a hop."""
+
+    bytes_per_s: Num
+    latency_s: Num
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PaperSystem:
+    """The paper's machine: two peaks, one memory, fast links inside a domain and slow ones between."""
+
+    matrix_flop_per_s: Num
+    vector_flop_per_s: Num
+    memory_bytes_per_s: Num
+    memory_bytes: Num
+    fast: PaperLink
+    slow: PaperLink
+    nics_per_rank: Num = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PaperRun:
+    """One iteration: a layer as it is cut, how many, the global batch, and the mesh.
+
+    `inside` says for the axes tp1, tp2, dp and pp how many members share one fast domain.
+    """
+
+    cut: PaperCut
+    num_layers: Num
+    batch: Num
+    dp: Num
+    pp: Num
+    inside: Mapping[str, Num]
+
+    @property
+    def num_microbatches(self) -> Num:
+        """Microbatches of one data-parallel rank."""
+        return self.batch // self.dp // self.cut.microbatch
+
+    @property
+    def stage_layers(self) -> Num:
+        """Layers of one pipeline stage."""
+        return self.num_layers // self.pp
+
+    @property
+    def groups(self) -> dict[str, tuple[Num, Num]]:
+        """Ranks of a tensor-parallel axis, and how many of them share a fast domain."""
+        return {
+            "": (1.0, 1.0),
+            "tp1": (self.cut.m1, self.inside["tp1"]),
+            "tp2": (self.cut.m2, self.inside["tp2"]),
+        }
+
+    @property
+    def weight_group(self) -> tuple[Num, Num]:
+        """Ranks that share the same weights, and how many of them share a fast domain."""
+        if self.cut.strategy != "2d-seqp":
+            return self.dp, self.inside["dp"]
+        return self.dp * self.cut.m2, self.inside["dp"] * self.inside["tp2"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Iteration:
+    """Rows of `COLUMNS` for each table and for the two other communications, and the paper's totals."""
+
+    tables: dict[str, list[Row]]
+    dp_comm: Row
+    pp_comm: Row
+    totals: dict[str, Num]
+    fits: Any
+
+
+def price(run: PaperRun, system: PaperSystem) -> Iteration:
+    """Price one iteration; every number of `run` and `system` may be an array, and they broadcast."""
+    ops = layer(run.cut)
+    tables = {name: [_op_row(op, run, system) for op in ops[name]] for name in TABLES}
+    rows = [row for name in TABLES for row in tables[name]]
+    p2p_gb = next(row["activation_buffer"] for row in rows if row["name"] == "ln1")
+    dp_comm, pp_comm = _dp_row(rows, run, system), _pp_row(p2p_gb, run, system)
+    totals = _totals(rows, dp_comm, pp_comm, run)
+    return Iteration(tables, dp_comm, pp_comm, totals, totals["mem"] * GB <= system.memory_bytes)
+
+
+def paper_system(cluster: Cluster) -> PaperSystem:
+    """`cluster` as the paper sees it: fp16 peaks, its innermost links fast, its outermost ones slow."""
+    efficiency = LINK_EFFICIENCY_OF.get(cluster.chip.name, LINK_EFFICIENCY)
+    fast, slow = (
+        PaperLink(bytes_per_s=efficiency * level.bytes_per_s, latency_s=level.latency_s)
+        for level in (cluster.levels[0], cluster.levels[-1])
+    )
+    return PaperSystem(
+        matrix_flop_per_s=cluster.chip.matrix_peak("fp16"),
+        vector_flop_per_s=cluster.chip.vector_peak("fp16"),
+        memory_bytes_per_s=cluster.chip.memory_bytes_per_s,
+        memory_bytes=cluster.chip.memory_bytes,
+        fast=fast,
+        slow=slow,
+    )
+
+
+def collective_s(kind: Kind, volume_bytes: Num, ranks: Num, inside: Num, system: PaperSystem) -> Num:
+    """Time [s] of a collective over `ranks`, of which `inside` share each fast domain."""
+    fast, slow, domains = system.fast, system.slow, ranks // inside
+    moved = volume_bytes * (1.0 if kind in ("broadcast", "reduce", "p2p") else (ranks - 1.0) / ranks)
+    on_slow = slow.latency_s * (ranks - 1.0) + moved / slow.bytes_per_s
+    on_fast = fast.latency_s * (ranks - 1.0) + moved / fast.bytes_per_s
+    rings_s = np.maximum(moved / (system.nics_per_rank * inside * slow.bytes_per_s), moved / fast.bytes_per_s)
+    hops_s = slow.latency_s * (domains - 1.0) + fast.latency_s * (ranks - domains)
+    on_both = (2.0 if kind == "all_reduce" else 1.0) * rings_s + hops_s
+    across = on_fast if kind == "p2p" else np.where(np.equal(domains, 1.0), on_fast, on_both)
+    seconds = np.where(np.equal(inside, 1.0), on_slow, across)
+    return np.where(np.greater(ranks, 1.0) & np.greater(volume_bytes, 0.0), seconds, 0.0)[()]
+
+
+# --- Rows -------------------------------------------------------------------------------------------
+
+
+def _op_row(op: PaperOp, run: PaperRun, system: PaperSystem) -> Row:
+    peak = system.matrix_flop_per_s if op.matmul else system.vector_flop_per_s
+    cells: Row = {
+        "name": op.name,
+        "weights_mem": op.weight_bytes / GB,
+        "weights_grad_mem": op.weight_bytes / GB,
+        "activation_buffer": op.saved_bytes / GB,
+        "use_tensor_cores": op.matmul,
+    }
+    for way, direction in WAYS:
+        work: Work = getattr(op, direction)
+        flop = work.flop + work.vector_flop * system.matrix_flop_per_s / system.vector_flop_per_s
+        compute_s = LAUNCH_S + flop / (COMPUTE_EFFICIENCY * peak)
+        memory_s = work.traffic_bytes / system.memory_bytes_per_s
+        busy_s = np.maximum(compute_s, memory_s)
+        comm_s = _exposed_s(comm_seconds(work, op.panels, run, system), busy_s, op.panels)
+        cells |= _comm_cells(way, [_placed(comm, run) for comm in work.comms])
+        cells |= {
+            f"flops_{way}": flop / TFLOP,
+            f"mem_{way}": work.traffic_bytes / GB,
+            f"t_{way}": busy_s + comm_s,
+            f"t_{way}_comm": comm_s,
+            f"t_{way}_comp": compute_s,
+            f"t_{way}_mem": np.maximum(memory_s - compute_s, 0.0),
+            f"intensity_{way}": compute_s / memory_s,
+        }
+    cells["t_bwd"] = cells["t_bwd"] + (cells["t_fwd"] if op.recompute else 0.0)
+    return _row(cells)
+
+
+def comm_seconds(work: Work, panels: Num | None, run: PaperRun, system: PaperSystem) -> list[Num]:
+    """Seconds of each communication of `work`, all panels together."""
+    steps = 1.0 if panels is None else panels
+    placed = [_placed(comm, run) for comm in work.comms]
+    return [steps * collective_s(kind, volume / steps, n, t, system) for kind, volume, n, t in placed]
+
+
+def _exposed_s(seconds: list[Num], busy_s: Num, panels: Num | None) -> Num:
+    """What `seconds` of communication add: all, or in panels the first and what compute does not hide."""
+    total: Num = sum(seconds, 0.0)
+    return total if panels is None else total / panels + np.maximum(total - busy_s, 0.0)
+
+
+def _placed(comm: Comm, run: PaperRun) -> _Placed:
+    """`comm` on its group; in a group of one it moves nothing."""
+    ranks, inside = run.groups[comm.axis]
+    return comm.kind, comm.volume_bytes * np.greater(ranks, 1.0), ranks, inside
+
+
+def _comm_cells(way: str, comms: list[_Placed]) -> Row:
+    """The four cells of a row on its communications: numbers for one, lists for several."""
+    cells: list[Any] = [0.0, "none", 0.0, "none"]
+    if comms:
+        each = [[volume / GB, kind.replace("_", ""), *group] for kind, volume, *group in comms]
+        cells = each[0] if len(each) == 1 else [list(column) for column in zip(*each, strict=True)]
+    names = (f"comm_{way}", f"comm_{way}_type", f"comm_{way}_size", f"comm_{way}_topology")
+    return dict(zip(names, cells, strict=True))
+
+
+def _row(cells: Row) -> Row:
+    """`cells` in the order of the columns; absent ones are zero."""
+    cells["t"] = cells["t_fwd"] + cells["t_bwd"]
+    return {column: cells.get(column, 0.0) for column in COLUMNS}
+
+
+def _comm_row(name: str, comms: dict[str, _Placed], seconds: dict[str, Num]) -> Row:
+    cells: Row = {"name": name, "use_tensor_cores": False}
+    for way, _ in WAYS:
+        cells |= _comm_cells(way, [comms[way]])
+        cells |= {f"t_{way}": seconds[way], f"t_{way}_comm": seconds[way]}
+    return _row(cells)
+
+
+def _dp_row(rows: list[Row], run: PaperRun, system: PaperSystem) -> Row:
+    """Weights gathered beside the first forward, gradients scattered beside the last backward."""
+    volume_bytes = _sum(rows, "weights_mem") * GB
+    group = run.weight_group
+    comms: dict[str, _Placed] = {
+        "fwd": ("all_gather", volume_bytes, *group),
+        "bwd": ("reduce_scatter", volume_bytes, *group),
+    }
+    seconds = {}
+    for way, comm in comms.items():
+        one = collective_s(*comm, system)
+        seconds[way] = one + np.maximum(one - _sum(rows, f"t_{way}"), 0.0) * (run.stage_layers - 1.0)
+    return _comm_row("dp_comms", comms, seconds)
+
+
+def _pp_row(volume_gb: Num, run: PaperRun, system: PaperSystem) -> Row:
+    """One hop for every microbatch each way; of mixed links only the fast ones cost anything."""
+    pp, inside = run.pp, run.inside["pp"]
+    comm: _Placed = ("p2p", volume_gb * GB, 2.0, inside)
+    num_links = np.maximum(pp - 1.0, 1.0)
+    num_slow = np.trunc(pp / inside - 1.0)
+    charged_frac = np.where(np.greater(inside, 1.0), (num_links - num_slow) / num_links, 1.0)[()]
+    hops_s = run.num_microbatches * charged_frac * collective_s(*comm, system) * np.greater(pp, 1.0)
+    return _comm_row("pp_comms", {"fwd": comm, "bwd": comm}, {"fwd": hops_s, "bwd": hops_s})
+
+
+def _sum(rows: list[Row], *columns: str) -> Num:
+    return sum((row[column] for row in rows for column in columns), 0.0)
+
+
+def _totals(rows: list[Row], dp_comm: Row, pp_comm: Row, run: PaperRun) -> dict[str, Num]:
+    """The paper's totals of one iteration on one GPU."""
+    per_iteration = run.stage_layers * run.num_microbatches
+    busy_s = _sum(rows, "t_fwd", "t_bwd") * per_iteration + pp_comm["t"]
+    bubble_s = (run.pp - 1.0) * busy_s / run.num_microbatches
+    step_s = busy_s + bubble_s + dp_comm["t"]
+    parts = {
+        "comp": _sum(rows, "t_fwd_comp", "t_bwd_comp") * per_iteration,
+        "mem": _sum(rows, "t_fwd_mem", "t_bwd_mem") * per_iteration,
+        "tp_comm": _sum(rows, "t_fwd_comm", "t_bwd_comm") * per_iteration,
+        "dp_comm": dp_comm["t"],
+        "pp_comm": pp_comm["t"],
+        "bubble": bubble_s,
+    }
+    weights = _sum(rows, "weights_mem") * run.stage_layers
+    memory = {
+        "wts_mem": weights,
+        "wts_grad_mem": weights,
+        "wts_optimizer_states_mem": OPTIMIZER_FACTOR * weights / run.weight_group[0],
+        "acts_mem": _sum(rows, "activation_buffer")
+        * run.stage_layers
+        * np.minimum(run.pp, run.num_microbatches),
+    }
+    return {
+        "t": step_s,
+        "flops_per_gpu": _sum(rows, "flops_fwd", "flops_bwd") * per_iteration,
+        "mem": sum(memory.values(), 0.0),
+        **{f"t_{name}": seconds for name, seconds in parts.items()},
+        **{f"{name}_frac": seconds / step_s for name, seconds in parts.items()},
+        **memory,
+        "throughput_samples_per_s": run.batch / step_s,
+    }

@@ -1,0 +1,238 @@
+"""A plan of ours under convention `nersc-2024-10`: what the paper would say about it, as tables and JSON.
+
+The paper searches two things that a `Plan` does not name. The placement: here the axes fill a fast domain
+in the order of `plan.placement`, each with the members that divide what room is left. The panels of SUMMA:
+here the fewest, max(m1, m2). `layout=2d-cp` is the paper's `2d-seqp`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from meshwise.core.errors import PlanError
+from meshwise.core.ledger import Ledger
+from meshwise.machine.hardware import Cluster
+from meshwise.model.architecture import Model
+from meshwise.plan.plan import Plan
+from meshwise.plan.workload import Workload
+from meshwise.published.nersc_2024_10 import (
+    COLUMNS,
+    GB,
+    TABLES,
+    TFLOP,
+    WAYS,
+    Iteration,
+    PaperRun,
+    Row,
+    comm_seconds,
+    paper_system,
+    price,
+)
+from meshwise.published.nersc_2024_10_ops import PaperCut, PaperOp, layer
+
+_STRATEGY_OF_LAYOUT = {"1d": "1d", "2d": "2d", "2d-cp": "2d-seqp"}
+_ONLY = {"cp": (1,), "ep": (1,), "vpp": (1,), "schedule": ("1f1b",), "zero": (1,), "optimizer": ("adam",)}
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """The paper's answer for one plan."""
+
+    model: Model
+    cluster: Cluster
+    plan: Plan
+    workload: Workload
+    run: PaperRun
+    iteration: Iteration
+
+    def rows(self) -> list[Row]:
+        """Every row, with a first column `table`, communications of pipeline and data parallelism last."""
+        priced = self.iteration
+        others = [{"table": "other"} | row for row in (priced.dp_comm, priced.pp_comm)]
+        return [{"table": name} | row for name in TABLES for row in priced.tables[name]] + others
+
+    def to_csv(self) -> str:
+        """All rows in the units of the paper; several communications in one cell are joined by `+`."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(("table", *COLUMNS))
+        for row in self.rows():
+            writer.writerow("+".join(map(str, x)) if isinstance(x, list) else x for x in row.values())
+        return out.getvalue()
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `meshwise estimate --json` prints under this convention."""
+        totals = {name: float(value) for name, value in self.iteration.totals.items()}
+        step_s, ranks = totals["t"], self.plan.model_ranks * self.run.dp
+        flop = totals["flops_per_gpu"] * TFLOP
+        peak = self.cluster.chip.matrix_peak("fp16") * step_s
+        shown = {"memory": "mem", "comm_tp": "tp_comm", "comm_dp": "dp_comm", "comm_pp": "pp_comm"}
+        time_s = {name: totals[f"t_{part}"] for name, part in (shown | {"bubble": "bubble"}).items()}
+        memory = {
+            "weights": totals["wts_mem"] * GB,
+            "gradients": totals["wts_grad_mem"] * GB,
+            "optimizer": totals["wts_optimizer_states_mem"] * GB,
+            "activations": totals["acts_mem"] * GB,
+            "buffers": 0.0,
+            "total": totals["mem"] * GB,
+        }
+        cut = self.run.cut
+        return {
+            "model": {"name": self.model.name},
+            "cluster": {"name": self.cluster.name, "chip": self.cluster.chip.name},
+            "plan": {
+                **{"strategy": cut.strategy, "attention": cut.attention, "inside": self.run.inside},
+                **{"m1": int(cut.m1), "m2": int(cut.m2), "pp": self.plan.pp, "dp": int(self.run.dp)},
+            },
+            "workload": {"batch": self.workload.batch, "seq": self.workload.seq},
+            "convention": "nersc-2024-10",
+            "tables": self.iteration.tables,
+            "dp_comm": self.iteration.dp_comm,
+            "pp_comm": self.iteration.pp_comm,
+            "totals": totals,
+            "step_s": step_s,
+            "tokens_per_s": self.workload.num_tokens / step_s,
+            "tokens_per_s_per_gpu": self.workload.num_tokens / step_s / ranks,
+            "flop_per_step": flop * ranks,
+            "mfu": flop / peak,
+            "hfu": flop / peak,
+            "memory_bytes": memory,
+            "fits": bool(self.iteration.fits),
+            "time_s": {"compute": step_s - sum(time_s.values()), **time_s},
+            "ledger": self.ledger().to_json(),
+            "notes": self.notes(),
+        }
+
+    def ledger(self) -> Ledger:
+        """The ops of one layer, one microbatch, on one rank; all traffic stands under `read_bytes`."""
+        rows = []
+        for table, ops in layer(self.run.cut).items():
+            for op, cells in zip(ops, self.iteration.tables[table], strict=True):
+                common = {"origin": "estimate", "rank": 0.0, "module": table, "op": op.name}
+                for way, phase in WAYS:
+                    rows += [common | {"phase": phase} | row for row in self._ledger_rows(op, cells, way)]
+        return Ledger.from_rows(rows)
+
+    def _ledger_rows(self, op: PaperOp, cells: Row, way: str) -> list[dict[str, Any]]:
+        """One direction of an op, and its communications, which share what the op waits for them."""
+        work = op.forward if way == "fwd" else op.backward
+        compute_s, wait_s = cells[f"t_{way}_comp"], cells[f"t_{way}_comm"]
+        kept = {"saved_bytes": op.saved_bytes, "weight_bytes": op.weight_bytes} if way == "fwd" else {}
+        rows = [
+            {
+                "flop": cells[f"flops_{way}"] * TFLOP,
+                "read_bytes": work.traffic_bytes,
+                "compute_s": compute_s,
+                "memory_s": compute_s / cells[f"intensity_{way}"],
+                "time_s": cells[f"t_{way}"] - wait_s,
+                **kept,
+            }
+        ]
+        seconds = comm_seconds(work, op.panels, self.run, paper_system(self.cluster))
+        for comm, comm_s in zip(work.comms, seconds, strict=True):
+            if comm_s > 0:
+                exposed_s = wait_s * comm_s / sum(seconds)
+                rows.append(
+                    {
+                        "collective": comm.kind,
+                        "axis": comm.axis,
+                        "group_size": self.run.groups[comm.axis][0],
+                        "payload_bytes": comm.volume_bytes,
+                        "comm_s": comm_s,
+                        "exposed_s": exposed_s,
+                        "time_s": exposed_s,
+                    }
+                )
+        return rows
+
+    def notes(self) -> list[str]:
+        """What a reader should know about these numbers."""
+        notes = ["the paper's own counting and timing, its known slips included: blocks only, no embeddings"]
+        if self.run.cut.strategy == "2d":
+            notes.append(f"SUMMA in {self.run.cut.panels:g} panels, the fewest that its grid allows")
+        return notes
+
+
+def paper(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> Paper:
+    """Price a plan as the paper does; PlanError for what it does not know."""
+    run = _paper_run(model, cluster, plan, workload)
+    return Paper(model, cluster, plan, workload, run, price(run, paper_system(cluster)))
+
+
+def _paper_run(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> PaperRun:
+    _check_known(model, plan, workload)
+    m1, m2 = plan.grid if plan.layout != "1d" else (plan.tp, 1)
+    strategy = _STRATEGY_OF_LAYOUT[plan.layout]
+    for what, size, degree in (
+        ("heads", model.num_heads, m1),
+        ("hidden width", model.hidden, math.lcm(m1, m2) if strategy == "2d" else m1),
+        ("ffn width", model.ffn_hidden, math.lcm(m1, m2) if strategy == "2d" else m1),
+        ("tokens of a sequence", workload.seq, m2 if strategy == "2d" else m1 * m2),
+        ("layers", model.num_layers, plan.pp),
+    ):
+        if size % degree:
+            raise PlanError(
+                f"{degree} parts do not divide the {size} {what} of {model.name} under layout={plan.layout} "
+                f"tp={plan.tp} pp={plan.pp}; use degrees that do"
+            )
+    dp = plan.data_parallel(cluster.num_chips)
+    workload.num_microbatches(dp)
+    cut = PaperCut(
+        strategy=strategy,
+        microbatch=float(workload.microbatch),
+        seq=float(workload.seq),
+        hidden=float(model.hidden),
+        ffn=float(model.ffn_hidden),
+        heads=float(model.num_heads),
+        m1=float(m1),
+        m2=float(m2),
+        panels=float(max(m1, m2)),
+        attention="fused" if plan.attention == "flash" else "separate",
+        recompute=plan.recompute == "selective",
+    )
+    sizes = {"tp1": m1, "tp2": m2, "dp": dp, "pp": plan.pp}
+    order = [axis for name in plan.placement for axis in {"tp": ("tp1", "tp2"), "cp": ()}.get(name, (name,))]
+    return PaperRun(
+        cut=cut,
+        num_layers=float(model.num_layers),
+        batch=float(workload.batch),
+        dp=float(dp),
+        pp=float(plan.pp),
+        inside=_inside({axis: sizes[axis] for axis in order}, cluster.levels[0].ranks),
+    )
+
+
+def _check_known(model: Model, plan: Plan, workload: Workload) -> None:
+    """PlanError for a model, plan or workload that the paper has no numbers for."""
+    says = "convention nersc-2024-10 knows"
+    gpt = model.activation == "gelu" and model.num_kv_heads == model.num_heads
+    if not gpt or model.moe or model.mla:
+        raise PlanError(f"{says} GPT and ViT blocks only, not {model.name}; use default")
+    if workload.kind != "train":
+        raise PlanError(f"{says} training only, not {workload.kind}; use default")
+    for name, known in _ONLY.items():
+        if getattr(plan, name) not in known:
+            raise PlanError(f"{says} {name}={known[0]} only, not {getattr(plan, name)}; use default")
+    if plan.layout not in _STRATEGY_OF_LAYOUT:
+        raise PlanError(f"{says} layouts {', '.join(_STRATEGY_OF_LAYOUT)}, not {plan.layout}; use default")
+    if plan.layout != "1d" and not plan.grid:
+        raise PlanError(f"layout={plan.layout} needs its grid here, as in layout={plan.layout}:4x2")
+    if plan.recompute == "full" or (plan.recompute == "selective" and plan.layout != "1d"):
+        raise PlanError(f"{says} recompute=selective under layout=1d only; use recompute=none, or default")
+    if plan.tp > 1 and not plan.sequence_parallel:
+        raise PlanError(f"{says} tensor with sequence parallelism only; leave sp=0 out, or use default")
+
+
+def _inside(sizes: dict[str, int], domain_ranks: float) -> dict[str, float]:
+    """Members of each axis in one fast domain, which the axes fill in their order with what divides."""
+    if math.prod(sizes.values()) <= domain_ranks:
+        return {axis: float(size) for axis, size in sizes.items()}
+    room, inside = int(domain_ranks), {}
+    for axis, size in sizes.items():
+        inside[axis] = float(math.gcd(size, room))
+        room //= int(inside[axis])
+    return inside

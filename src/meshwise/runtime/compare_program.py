@@ -1,0 +1,56 @@
+"""Runs one program under all instruments and holds their ledgers against each other."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from meshwise.core.compare import TOTALS, WORK, Comparison, compare, totals_of, work_of
+from meshwise.core.errors import PlanError
+from meshwise.core.ledger import Ledger
+from meshwise.program.tape import Tape
+from meshwise.runtime.dry_run import dry_run
+from meshwise.runtime.launch import Ranks
+from meshwise.runtime.programs import Program
+from meshwise.runtime.run import run_rank
+
+
+def compare_program(
+    program: Program,
+    options: Any,
+    *,
+    ranks: int,
+    rank: int = 0,
+    with_run: bool = True,
+    port: int = 0,
+    pool: Ranks | None = None,
+) -> Comparison:
+    """Estimate, dry run and (`with_run`) real CPU run of `program` on rank `rank`, number by number.
+
+    A program without a closed form is compared by its dry run and its run. `pool` is used where given,
+    else ranks are started. A machine's own additions (allocator, workspace) stay out: a CPU has none.
+    """
+    if not 0 <= rank < ranks:
+        raise PlanError(f"rank {rank} is not in a world of {ranks}; name one from 0 to {ranks - 1}")
+    if program.estimate is None and not with_run:
+        raise PlanError(f"{program.name} has no closed form; without a run there is nothing to compare with")
+    ledgers: dict[str, Ledger] = {}
+    partial: tuple[str, ...] = ()
+    if program.estimate is not None:
+        tape = Tape("estimate", rank, ranks)
+        program.estimate(options, tape)
+        ledgers["estimate"] = tape.ledger()
+        partial = ("estimate",) if tape.is_partial else ()
+    ledgers["dry_run"] = dry_run(program.name, options, ranks=ranks, rank=rank, device="cpu").ledger
+    if with_run:
+        with nullcontext(pool) if pool is not None else Ranks(ranks, port=port) as started:
+            ledgers["run"] = started.call(run_rank, program.name, options, rank, True)[rank].ledger
+    return _compared(program, ledgers, partial)
+
+
+def _compared(program: Program, ledgers: dict[str, Ledger], partial: tuple[str, ...]) -> Comparison:
+    if program.states_work_only:
+        return compare({name: work_of(ledger) for name, ledger in ledgers.items()}, WORK)
+    if program.states_totals_only:
+        return compare({name: totals_of(ledger) for name, ledger in ledgers.items()}, TOTALS)
+    return compare(ledgers, partial=partial)

@@ -1,0 +1,120 @@
+"""`dry_run`: any rank of any world of a real program, in one process, without its devices.
+
+The program runs on fake tensors (shapes without memory) of a made-up device kind and a fake process group
+that moves nothing. It does everything else: autograd, DTensor, FSDP. What it would hold is fed to a replay
+of the caching allocator of the named chip, so that the peak is the one the real device would report.
+
+The backward runs in the calling thread. Autograd would start one thread a device, once in a process: too
+early if that is before the fake device exists, and with caches of DTensor (they are a thread's own) that
+outlive the world they describe.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from meshwise.core.errors import PlanError
+from meshwise.cost.allocator import WORKSPACE_BYTES, CachingAllocator
+from meshwise.machine.hardware import find_chip
+from meshwise.program.tape import Tape
+from meshwise.runtime.outcome import Outcome
+from meshwise.runtime.programs import find_program
+from meshwise.runtime.programs.context import Context
+from meshwise.runtime.recorder import Recorder
+
+FAKE_DEVICE = "fakegpu"
+
+
+def new_tape(origin: str, ranks: int, rank: int, device: str) -> Tape:
+    """A tape for a rank on `device`: a chip of the catalog with its allocator, or `cpu`, which has none."""
+    if not 0 <= rank < ranks:
+        raise PlanError(f"rank {rank} is not in a world of {ranks}; name one from 0 to {ranks - 1}")
+    if device == "cpu":
+        return Tape(origin, rank, ranks)
+    chip = find_chip(device)
+    if chip.vendor not in ("nvidia", "amd"):
+        return Tape(origin, rank, ranks)
+    workspace_bytes = WORKSPACE_BYTES.get(chip.generation, 0)
+    return Tape(origin, rank, ranks, allocator=CachingAllocator(), workspace_bytes=workspace_bytes)
+
+
+def dry_run(
+    name: str, options: Any, *, ranks: int, rank: int = 0, device: str, quiet: bool = True
+) -> Outcome:
+    """What rank `rank` of `ranks` does in program `name` on `device` (a chip's name, or `cpu`)."""
+    program = find_program(name)
+    program.check(options, ranks)
+    tape = new_tape("dry_run", ranks, rank, device)
+    if dist.is_initialized():
+        raise PlanError("a process group is initialised already; a dry run needs a process of its own")
+    _register_fake_device()
+    recorder = Recorder(tape, device_type=FAKE_DEVICE)
+    context = Context(
+        rank=rank,
+        world_size=ranks,
+        device=torch.device(FAKE_DEVICE, 0),
+        recorder=recorder,
+        root=rank,
+        is_fake=True,
+        quiet=quiet,
+    )
+    dist.init_process_group(f"cpu:fake,{FAKE_DEVICE}:fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        with torch.autograd.set_multithreading_enabled(False), FakeTensorMode(), recorder:
+            result = program.main(options, context)
+        return Outcome.from_tape(tape, name, device, result)
+    except MemoryError:
+        raise PlanError(f"{name}: this machine's memory does not hold lists of these sizes") from None
+    except (OverflowError, RuntimeError) as error:
+        if "overflow" in str(error) or "too big to convert" in str(error):
+            raise PlanError(f"{name}: a tensor of these sizes has more bytes than can be addressed") from None
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+class _Stream:
+    """A stream or event of the fake device: everything happens at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device_index = 0
+
+    def wait_stream(self, _: Any) -> None: ...
+    def wait_event(self, _: Any) -> None: ...
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Stream()
+
+    def record(self, _: Any = None) -> None: ...
+    def wait(self, _: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+@cache
+def _register_fake_device() -> None:
+    """Give torch's spare device slot a name and stand-ins for streams. Private API of torch 2.13."""
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _setup_privateuseone_for_python_backend(FAKE_DEVICE)
+    module = getattr(torch, FAKE_DEVICE)
+    module.Stream = module.Event = _Stream
+    module.stream = lambda stream: stream if stream is not None else _Stream()
+    module.current_stream = lambda *_: _Stream()
+    module.synchronize = lambda *_: None
+    module.get_rng_state = module.set_rng_state = lambda *_: None  # so do pipelines
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]  # checkpointing asks

@@ -1,0 +1,363 @@
+"""Starts the ranks of a program and hears them out.
+
+On one machine the ranks are processes of our own: they meet at a store that the parent holds, talk over
+gloo (CPU) or NCCL (GPUs), and answer through a pipe each. The first rank that fails ends the job; its
+error is the one reported, the others are stopped. A rank also dies with its parent, so that nothing is
+left behind. Where `torchrun` or `srun` has started this process already, it is one rank of the world that
+their environment describes, and nothing is started.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import multiprocessing as mp
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwise.core.errors import MeshwiseError, MissingExtraError, PlanError
+
+RANKS_PER_CORE = 16
+"""So many CPU ranks a core; beyond that they starve each other, and each holds about 0.3 GB."""
+
+_LAST_PORT = 65535
+_COLLECT_S = 0.5  # after the first failure, wait so long for one that happened before it
+_TIMEOUT_S = 1800.0
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words
+
+
+class RankError(MeshwiseError):
+    """A rank failed while the program ran; the message begins with that rank's own error."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One rank of a world: its number, the world's size, its number on its machine, its kind of device."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device_type: str = "cpu"
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank computes on."""
+        return torch.device("cpu") if self.device_type == "cpu" else torch.device("cuda", self.local_rank)
+
+
+def launch(
+    function: Callable[..., Any], ranks: int, *args: Any, device_type: str = "cpu", port: int = 0
+) -> list[Any] | None:
+    """Call `function(place, *args)` on every rank; the results by rank.
+
+    `function` and `args` must be picklable. `port` is where the ranks meet (0: a free one). In a world
+    that torchrun or srun started, rank 0 gets the results and the others None.
+    """
+    outside = outside_place(os.environ, device_type)
+    if outside is not None:
+        if ranks != outside.world_size:
+            raise PlanError(f"--ranks {ranks} contradicts the {outside.world_size} ranks that were started")
+        return _call_here(function, outside, *args)
+    with Ranks(ranks, device_type=device_type, port=port) as pool:
+        return pool.call(function, *args)
+
+
+class Ranks:
+    """A pool of ranks on this machine, one process each, ready for several calls.
+
+    Use as a context manager: `with Ranks(4) as ranks: ranks.call(function, *args)`.
+    """
+
+    def __init__(self, ranks: int, *, device_type: str = "cpu", port: int = 0) -> None:
+        check_world(ranks, device_type)
+        if not 0 <= port <= _LAST_PORT:
+            raise PlanError(f"--port {port} is no port; name one up to {_LAST_PORT}, or leave it out")
+        try:
+            self._store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        except (RuntimeError, dist.DistError) as error:
+            raise _cannot_meet(error, f"port {port}", "name another with --port, or leave it out") from None
+        threads = max(1, (os.cpu_count() or 1) // ranks)
+        context = mp.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            place = Place(rank, ranks, rank, device_type)
+            arguments = (place, self._store.port, threads, theirs, os.getpid())
+            process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            for pipe in self._pipes:
+                _try_send(pipe, None)
+            for process in self._processes:
+                process.join(timeout=5)
+        self.kill()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [process.pid or 0 for process in self._processes]
+
+    def kill(self) -> None:
+        """Stop every rank at once."""
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """The results of `function(place, *args)` by rank; RankError (or the rank's own MeshwiseError)."""
+        for pipe in self._pipes:
+            _try_send(pipe, (function, args))
+        results: dict[int, Any] = {}
+        while len(results) < len(self._pipes):
+            failures = self._listen(results, timeout_s=None)
+            if failures:
+                time.sleep(_COLLECT_S)
+                failures = self._listen(results, timeout_s=0.0) | failures
+                self.kill()
+                raise _first(failures)
+        return [results[rank] for rank in sorted(results)]
+
+    def _listen(self, results: dict[int, Any], timeout_s: float | None) -> dict[int, _Failure]:
+        """Take in what ranks have answered; those that failed or died, by rank."""
+        waiting = [rank for rank in range(len(self._pipes)) if rank not in results]
+        handles: dict[Any, int] = {self._pipes[rank]: rank for rank in waiting}
+        handles |= {self._processes[rank].sentinel: rank for rank in waiting}
+        failures: dict[int, _Failure] = {}
+        for rank in {handles[ready] for ready in wait(list(handles), timeout_s)}:
+            try:
+                answer = self._pipes[rank].recv() if self._pipes[rank].poll() else None
+            except EOFError:
+                answer = None
+            if answer is None:
+                self._processes[rank].join(timeout=5)
+                failures[rank] = _Failure(rank, 0.0, _death(self._processes[rank].exitcode), None)
+            elif isinstance(answer, _Failure):
+                failures[rank] = answer
+            else:
+                results[rank] = answer[0]
+        return failures
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What a rank says when it fails; `known` is a MeshwiseError, else `text` is a traceback."""
+
+    rank: int
+    at_s: float
+    text: str
+    known: MeshwiseError | None
+
+
+def _failure(rank: int, error: Exception) -> _Failure:
+    """What `rank` says of the error that it is handling."""
+    known = error if isinstance(error, MeshwiseError) else None
+    text = f"{type(error).__name__}: {error}\n{traceback.format_exc().strip()}"
+    return _Failure(rank, time.monotonic(), text, known)
+
+
+def _explained(error: Exception) -> Exception:
+    """`error` in a sentence, if it is one that needs no traceback."""
+    text = str(error)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
+        return PlanError("its memory does not hold the tensors; use smaller sizes or more ranks, or dryrun")
+    if any(sign in text for sign in _LOST):
+        return RankError("it lost the connection to another rank, whose error says why")
+    return error
+
+
+def _first(failures: Mapping[int, _Failure]) -> MeshwiseError:
+    """The error of the rank that failed first; a rank that was killed had no time to say when."""
+    first = min(failures.values(), key=lambda failure: failure.at_s)
+    if first.known is not None:
+        return type(first.known)(f"rank {first.rank}: {first.known}")
+    return RankError(f"rank {first.rank} failed: {first.text}")
+
+
+def _death(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        hint = "; the system may be out of memory" if name == "SIGKILL" else ""
+        return f"it was ended by {name}{hint}"
+    return f"it ended with exit code {exit_code} before it was done"
+
+
+def _try_send(pipe: Connection, message: Any) -> None:
+    """Send; a rank that is gone is noticed where its answer is awaited."""
+    try:
+        pipe.send(message)
+    except OSError:
+        return
+
+
+def check_world(ranks: int, device_type: str) -> None:
+    """PlanError or MissingExtraError for a world that this machine cannot hold."""
+    if ranks < 1:
+        raise PlanError(f"{ranks} ranks; a world has at least one")
+    if device_type == "cuda":
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise MissingExtraError("this machine has no CUDA device; run with --device cpu, or use dryrun")
+        if ranks > count:
+            raise PlanError(
+                f"{ranks} ranks on {count} GPUs; run at most {count} here, or use srun or torchrun"
+            )
+        return
+    most = RANKS_PER_CORE * (os.cpu_count() or 1)
+    if ranks > most:
+        raise PlanError(
+            f"{ranks} ranks are more than this machine takes ({RANKS_PER_CORE} a core, {most}); "
+            "use dryrun, or start them on several machines with srun or torchrun"
+        )
+
+
+# --- inside a rank -----------------------------------------------------------------------------
+
+
+def _serve(place: Place, port: int, threads: int, pipe: Connection, parent: int) -> None:
+    """The life of a rank: join the group, answer calls until told to stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent handles it
+    _die_with_parent(parent)
+    torch.set_num_threads(threads)
+    if place.device_type == "cpu":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        _join(place, store=store)
+        while (call := pipe.recv()) is not None:
+            function, args = call
+            pipe.send((function(place, *args),))
+        dist.destroy_process_group()
+    except EOFError:
+        return
+    except Exception as error:
+        _try_send(pipe, _failure(place.rank, _explained(error)))
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def _die_with_parent(parent: int) -> None:
+    """Linux ends this process when its parent goes, however it goes."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _join(place: Place, **how: Any) -> None:
+    backend = "gloo" if place.device_type == "cpu" else "cpu:gloo,cuda:nccl"
+    if place.device_type != "cpu":
+        torch.cuda.set_device(place.device)
+        how["device_id"] = place.device
+    timeout = datetime.timedelta(seconds=_TIMEOUT_S)
+    dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timeout, **how)
+
+
+# --- a world that someone else started ---------------------------------------------------------
+
+
+def outside_place(environ: Mapping[str, str], device_type: str = "cpu") -> Place | None:
+    """This process's place in the world of torchrun or srun; None where neither started it."""
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        names = "RANK", "WORLD_SIZE", "LOCAL_RANK"
+    elif environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        names = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
+    else:
+        return None
+    rank, world_size, local_rank = (_number(environ, name) for name in names)
+    if rank >= world_size:
+        raise PlanError(f"{names[0]} is {rank} in a world of {world_size} ({names[1]}); ranks count from 0")
+    return Place(rank, world_size, local_rank, device_type)
+
+
+def meeting_point(environ: Mapping[str, str]) -> str:
+    """Where the ranks of an outside world meet: MASTER_ADDR and MASTER_PORT, or Slurm's first node."""
+    address = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
+    if environ.get("MASTER_PORT"):
+        port = _number(environ, "MASTER_PORT", most=_LAST_PORT)
+    else:
+        port = 20000 + _number(environ, "SLURM_JOB_ID") % 10000
+    return f"tcp://{address}:{port}"
+
+
+def _number(environ: Mapping[str, str], name: str, most: int | None = None) -> int:
+    """A count from the environment, 0 where it is not set."""
+    text = environ.get(name, "0")
+    if not text.isdecimal() or (most is not None and int(text) > most):
+        kind = "a count" if most is None else f"a number up to {most}"
+        raise PlanError(f"the environment says {name}={text}, which is not {kind}; set or unset it")
+    return int(text)
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list: `gpu[003-010,12],cpu1` -> `gpu003`."""
+    match = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
+    if match is None:
+        raise PlanError(f"SLURM_STEP_NODELIST is {nodes!r}; set MASTER_ADDR to the first node")
+    return match[1] + (match[2] or "")
+
+
+def _call_here(function: Callable[..., Any], place: Place, *args: Any) -> list[Any] | None:
+    """Be one rank of an outside world; rank 0 returns every rank's result.
+
+    A rank that fails says so before its process, and with that its connections, ends. The others notice,
+    and say that they lost it.
+    """
+    try:
+        _join_outside(place)
+        result = function(place, *args)
+        results: list[Any] | None = [None] * place.world_size if place.rank == 0 else None
+        dist.gather_object(result, results)
+    except Exception as error:
+        raise _first({place.rank: _failure(place.rank, _explained(error))}) from None
+    dist.destroy_process_group()
+    return results
+
+
+def _join_outside(place: Place) -> None:
+    """Join the world that the environment describes; PlanError where its ranks cannot meet."""
+    if place.device_type == "cuda":
+        check_world(place.local_rank + 1, "cuda")
+    point = meeting_point(os.environ)
+    try:
+        _join(place, init_method=point)
+    except (RuntimeError, dist.DistError, OSError) as error:
+        raise _cannot_meet(error, point, "set MASTER_ADDR and MASTER_PORT on every rank") from None
+
+
+def _cannot_meet(error: Exception, point: str, advice: str) -> Exception:
+    """A PlanError for what torch says of a place where ranks should meet, else `error` itself."""
+    text = str(error).lower()
+    if "eaddrinuse" in text or "address already in use" in text:
+        return PlanError(f"{point} is in use; {advice}")
+    if isinstance(error, dist.DistNetworkError):
+        return PlanError(f"the ranks cannot meet at {point}; {advice}")
+    return error

@@ -1,0 +1,112 @@
+"""`profile`: the traces of all ranks of a program, its own code untouched.
+
+Around code of one's own, on each rank:
+
+    with capture("profiles", rank, world_size):
+        ...
+
+Around a whole program, `profile_command` starts it with a hook on the module path. Every Python process
+that it starts, by whatever means (torchrun, mp.spawn, mpirun, subprocess), then captures itself from
+`init_process_group` on, and leaves `rank-N.json` in the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwise.core.errors import DataError, MissingExtraError
+from meshwise.runtime.capture import FLIGHT_RECORDER_CALLS, Capture, CaptureError
+
+HOOK = Path(__file__).parent / "hook"
+
+
+@contextmanager
+def capture(
+    directory: str | Path, rank: int | None = None, world_size: int | None = None, **options: bool
+) -> Iterator[Capture]:
+    """Record this rank while the block runs and write `directory/rank-N.json`.
+
+    `rank` and `world_size` default to those of the process group, else of torchrun's environment. Options:
+    `shapes`, `memory` (on) and `stacks` (off). DataError if the trace cannot be written; nothing is then
+    left half-written.
+    """
+    recorder = Capture(directory, rank, world_size, **options)
+    try:
+        with recorder:
+            yield recorder
+    except CaptureError as error:
+        raise DataError(str(error)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """What became of a profiled command; `bare_s` is its time without capture, if it was measured."""
+
+    command: tuple[str, ...]
+    exit_code: int
+    wall_s: float
+    bare_s: float | None
+    files: tuple[Path, ...]
+
+    @property
+    def overhead_frac(self) -> float | None:
+        """Time added by the capture, as a share of the bare time."""
+        return None if not self.bare_s else self.wall_s / self.bare_s - 1
+
+
+def profile_command(
+    command: Sequence[str],
+    directory: Path,
+    *,
+    shapes: bool = True,
+    memory: bool = True,
+    stacks: bool = False,
+    compare: bool = False,
+    stdout: Any = None,
+) -> Profiled:
+    """Run `command` with every rank captured into `directory`; `compare` runs it bare first, for comparison.
+
+    Raises DataError if the folder already holds profiles or the command does not exist.
+    """
+    if directory.is_dir() and any(directory.glob("rank-*.json*")):
+        raise DataError(f"{directory} already holds profiles; name another folder or empty it")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"cannot write {directory}: {error.strerror}; name a writable place") from None
+    bare_s = _run(command, dict(os.environ), stdout)[1] if compare else None
+    environment = capture_environment(directory, shapes=shapes, memory=memory, stacks=stacks)
+    exit_code, wall_s = _run(command, dict(os.environ) | environment, stdout)
+    files = tuple(sorted(directory.glob("rank-*.json")))
+    return Profiled(tuple(command), exit_code, wall_s, bare_s, files)
+
+
+def capture_environment(directory: Path, *, shapes: bool, memory: bool, stacks: bool) -> dict[str, str]:
+    """The environment variables that make every rank of a program capture itself."""
+    search = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        "PYTHONPATH": os.pathsep.join(search),
+        "MESHWISE_CAPTURE_DIRECTORY": str(directory.resolve()),
+        "MESHWISE_CAPTURE_SHAPES": str(int(shapes)),
+        "MESHWISE_CAPTURE_MEMORY": str(int(memory)),
+        "MESHWISE_CAPTURE_STACKS": str(int(stacks)),
+        "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDER_CALLS),
+    }
+
+
+def _run(command: Sequence[str], environment: dict[str, str], stdout: Any) -> tuple[int, float]:
+    program = sys.executable if command[0] in ("python", "python3") else command[0]
+    begin = time.perf_counter()
+    try:
+        done = subprocess.run([program, *command[1:]], env=environment, stdout=stdout, check=False)
+    except FileNotFoundError:
+        raise MissingExtraError(f"no such command: {command[0]}; give it as python script.py ...") from None
+    return done.returncode, time.perf_counter() - begin

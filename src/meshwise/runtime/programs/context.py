@@ -1,0 +1,166 @@
+"""What a program knows of the place where it runs: its rank, its device, its groups, its recorder.
+
+Real or not makes no difference to the program: under `dry_run` the device is a fake one and the groups
+move nothing, under `run` they are gloo or NCCL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.utils._python_dispatch import _disable_current_modes
+
+from meshwise.core.errors import PlanError
+from meshwise.program.tape import Step, Tape
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+"""torch's names of the dtypes that programs compute in."""
+
+
+class Recorder(Protocol):
+    """What a program may tell whoever records it (`meshwise.runtime.recorder` listens)."""
+
+    tape: Tape
+
+    def section(self, name: str) -> AbstractContextManager[None]:
+        """Rows inside belong to module `name` (joined to the sections around it with a slash)."""
+
+    def op(self, name: str) -> AbstractContextManager[None]:
+        """Rows inside carry `name` as their op."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Rows inside belong to phase `name`; without one it is forward, or backward inside autograd."""
+
+    def setup(self) -> AbstractContextManager[None]:
+        """Tensors made inside are alive and counted; ops inside write no rows (inputs, weights, checks)."""
+
+    def weights(self, *tensors: torch.Tensor) -> None:
+        """These tensors are weights: not counted as kept for the backward, but as read by an op."""
+
+    def name_axis(self, group: dist.ProcessGroup, axis: str) -> None:
+        """Collectives of `group` run along the mesh axis `axis`."""
+
+    def kept_peak_bytes(self) -> float:
+        """The most bytes that autograd kept for the backward at once, weights apart."""
+
+    def step(self, name: str, tensors: Mapping[str, torch.Tensor]) -> list[Step]:
+        """The program has come to `name`; `tensors` by what the step prints: `{"q [h, N/P, d/h]": q}`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Context:
+    """Where a rank runs. The default process group is initialised; `is_fake` under a dry run.
+
+    `root` is the rank that speaks: `say` prints there and nowhere else.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    recorder: Recorder
+    root: int = 0
+    is_fake: bool = False
+    quiet: bool = False
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The torch dtype that meshwise calls `name`."""
+        return TORCH_DTYPES[name]
+
+    def say(self, text: str) -> None:
+        """Print a line, on the root rank only; nothing where only the JSON document is wanted."""
+        if self.rank == self.root and not self.quiet:
+            print(text, flush=True)
+
+    def empty(self, *shape: int, dtype: torch.dtype, requires_grad: bool = False) -> torch.Tensor:
+        """A tensor on this rank's device, its elements not set."""
+        return torch.empty(shape, dtype=dtype, device=self.device, requires_grad=requires_grad)
+
+    def normal(
+        self,
+        *shape: int,
+        dtype: torch.dtype,
+        key: tuple[int, ...],
+        std: float = 1.0,
+        requires_grad: bool = False,
+    ) -> torch.Tensor:
+        """A tensor of normal numbers that depend on `key` alone: the same on any rank of any world."""
+        tensor = self.empty(*shape, dtype=dtype)
+        if not self.is_fake:
+            generator = torch.Generator(device=self.device).manual_seed(_seed(key))
+            tensor.normal_(std=std, generator=generator)
+        return tensor.requires_grad_(requires_grad)
+
+    def step(self, name: str, tensors: Mapping[str, torch.Tensor], note: str = "") -> None:
+        """Record a step and print it: `step("compute q", {"q [h, N/P, d/h]": q}, "q = input x Q")`."""
+        entries = self.recorder.step(name, tensors)
+        for line in step_lines(entries, note):
+            self.say(line)
+
+    def mesh(self, **axes: int) -> DeviceMesh:
+        """A mesh of all ranks with named axes, outermost first: `mesh(dp=2, tp=8)` puts tp on neighbours.
+
+        Only this rank's own groups are made, so that a rank of a large world costs no more than one of a
+        small. The recorder learns which group is which axis. PlanError where the axes do not cover the world.
+        """
+        if math.prod(axes.values()) != self.world_size:
+            cut = " x ".join(f"{name}={size}" for name, size in axes.items())
+            raise PlanError(f"{cut} is {math.prod(axes.values())} ranks, the world has {self.world_size}")
+        _forget_groups()
+        with _disable_current_modes():  # the recorder and fake tensors have no part in this
+            ranks = torch.arange(self.world_size).view(tuple(axes.values()))
+            place = [int(index) for index in (ranks == self.rank).nonzero()[0]]
+            groups = []
+            for dim, name in enumerate(axes):
+                line = ranks[(*place[:dim], slice(None), *place[dim + 1 :])]
+                groups.append(self.group(name, line.tolist()))
+            return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(axes))
+
+    def group(self, axis: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """A group of `ranks`, this rank among them, known to the recorder as mesh axis `axis`."""
+        group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=axis)
+        self.recorder.name_axis(group, axis)
+        return group
+
+    def line(self, axis: str, ranks: Sequence[int]) -> DeviceMesh:
+        """A mesh of one axis over `ranks`, this rank among them."""
+        with _disable_current_modes():
+            group = self.group(axis, ranks)
+            return DeviceMesh.from_group(group, self.device.type, mesh_dim_names=(axis,))
+
+
+def _forget_groups() -> None:
+    """DTensor remembers by a mesh's shape how it redistributes; a new mesh of that shape has new groups."""
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()
+
+
+def _seed(key: tuple[int, ...]) -> int:
+    """63 bits that depend on every number of `key`."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()) >> 1
+
+
+def step_lines(entries: Sequence[Step], note: str = "") -> Iterator[str]:
+    """A step as text: its name, what it computed, FLOP of all ranks, each tensor, memory now and at most."""
+    last = entries[-1]
+    yield last.step
+    if note:
+        yield note
+    if last.flop:
+        yield f"flops: {last.flop / 1e12:.2f} TFLOP"
+    for entry in entries:
+        size = f"{entry.bytes / 1e9:.2f} GB" if entry.bytes >= 1e9 else f"{entry.bytes / 1e6:.2f} MB"
+        shape = list(entry.shape)
+        yield f"{entry.name} {entry.symbols}: torch.Size({shape}), elements: {entry.elements}, size: {size}"
+    yield f"Current memory allocation: {last.current_bytes / 1e9:.2f} GB"
+    yield f"Peak memory allocation: {last.peak_bytes / 1e9:.2f} GB"

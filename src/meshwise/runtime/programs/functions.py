@@ -1,0 +1,335 @@
+"""The differentiable pieces that the sequence-parallel programs share.
+
+Where torch's own ops would hide memory or pick a kernel by device, the piece is an op of its own
+(`meshwise::...`), one row in a ledger: the same on a CPU, a GPU, and a fake device. The kernels inside are
+torch's. Attention tensors are [batch, heads, tokens, head size].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.library import custom_op
+
+from meshwise.core.errors import MissingExtraError
+
+aten = torch.ops.aten
+_MASK_BLOCK = 1024
+
+
+# --- attention with the score matrix in memory -------------------------------------------------
+
+
+@custom_op("meshwise::softmax_", mutates_args={"scores"})
+def softmax_(scores: Tensor, scale: float, is_causal: bool) -> None:
+    """Softmax of `scale * scores` over the last dim, in place; `is_causal` masks above the diagonal."""
+    scores.mul_(scale)
+    if is_causal:
+        rows, columns = scores.shape[-2:]
+        for begin in range(0, rows, _MASK_BLOCK):
+            end = min(begin + _MASK_BLOCK, rows)
+            scores[..., begin:end, end:columns].fill_(float("-inf"))
+            size = end - begin
+            above = torch.ones(size, size, dtype=torch.bool, device=scores.device).triu(1)
+            scores[..., begin:end, begin:end].masked_fill_(above, float("-inf"))
+    aten._softmax.out(scores, -1, False, out=scores)
+
+
+@softmax_.register_fake
+def _(scores: Tensor, scale: float, is_causal: bool) -> None:
+    return None
+
+
+@custom_op("meshwise::softmax_backward_", mutates_args={"grad"})
+def softmax_backward_(grad: Tensor, probabilities: Tensor, scale: float) -> None:
+    """Gradient of `softmax_`, in place of the gradient of its result."""
+    aten._softmax_backward_data.out(grad, probabilities, -1, grad.dtype, grad_input=grad)
+    grad.mul_(scale)
+
+
+@softmax_backward_.register_fake
+def _(grad: Tensor, probabilities: Tensor, scale: float) -> None:
+    return None
+
+
+class Scores(torch.autograd.Function):
+    """A = softmax(q k^T / sqrt(d)) of [heads, tokens, d] tensors: one matrix, kept for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
+        """[heads, N, d] x 2 -> [heads, N, N]."""
+        ctx.scale = q.shape[-1] ** -0.5
+        scores = torch.bmm(q, k.transpose(1, 2))
+        softmax_(scores, ctx.scale, is_causal)
+        ctx.save_for_backward(q, k, scores)
+        return scores
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Works inside `grad`: the product with v is the only one to read A, so nobody else holds it."""
+        q, k, probabilities = ctx.saved_tensors
+        softmax_backward_(grad, probabilities, ctx.scale)
+        return torch.bmm(grad, k), torch.bmm(grad.transpose(1, 2), q), None
+
+
+# --- attention without it ----------------------------------------------------------------------
+
+
+@custom_op("meshwise::flash_attention", mutates_args=())
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Fused attention: output, and log-sum-exp per query in fp32 (fp64 inputs: fp64)."""
+    if query.device.type == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)
+    else:
+        _check_flash_dtype(query)
+        out, lse = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)[:2]
+    return out.contiguous(), lse.contiguous()
+
+
+@flash_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=lse_dtype(query))
+
+
+@custom_op("meshwise::flash_attention_backward", mutates_args=())
+def flash_attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v; `out` and `lse` may be those of a longer attention that this block is part of."""
+    if query.device.type == "cpu":
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, out, lse, 0.0, is_causal
+        )
+    else:
+        sizes = query.shape[2], key.shape[2]
+        none = torch.empty(0, dtype=torch.uint64, device=query.device)
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            grad, query, key, value, out, lse, None, None, *sizes, 0.0, is_causal, none, none
+        )
+    return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
+
+
+@flash_attention_backward.register_fake
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def lse_dtype(query: Tensor) -> torch.dtype:
+    """The dtype of log-sum-exp, in which blocks of attention are merged too."""
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+def _check_flash_dtype(query: Tensor) -> None:
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        raise MissingExtraError("flash attention on a GPU takes bf16 or fp16; choose --dtype bf16")
+
+
+class FlashAttention(torch.autograd.Function):
+    """Fused attention with its backward; keeps q, k, v, the output and log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        """[batch, heads, tokens, d] x 3 -> the same."""
+        out, lse = flash_attention(q, k, v, is_causal)
+        ctx.is_causal = is_causal
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Recomputes the scores from log-sum-exp."""
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv = flash_attention_backward(grad, q, k, v, out, lse, ctx.is_causal)
+        return dq, dk, dv, None
+
+
+# --- attention over a ring of ranks ------------------------------------------------------------
+
+
+@custom_op("meshwise::merge_attention_", mutates_args={"out", "lse"})
+def merge_attention_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Take one more block of keys into `out` and `lse`: each output weighs as much as its softmax sum."""
+    both = torch.logaddexp(lse, block_lse)
+    out.mul_((lse - both).exp_().unsqueeze(-1))
+    out.addcmul_(block_out.to(out.dtype), (block_lse - both).exp_().unsqueeze(-1))
+    lse.copy_(both)
+
+
+@merge_attention_.register_fake
+def _(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    return None
+
+
+class RingAttention(torch.autograd.Function):
+    """Attention whose keys and values are spread over `group`: each rank's travel once around the ring.
+
+    Rank r holds the r-th part of the sequence. Under a causal mask a rank skips the parts behind its own,
+    so later ranks work longer. The backward sends keys and values around again, their gradients with them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, group: dist.ProcessGroup
+    ) -> Tensor:
+        """[batch, heads, local tokens, d] x 3 -> the same."""
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        out, lse = flash_attention(q, k, v, is_causal)
+        total = out.to(lse.dtype)
+        del out
+        block_k, block_v = k, v
+        for hop in range(1, size):
+            block_k, block_v = pass_on([block_k, block_v], group)
+            if is_causal and hop > rank:
+                continue
+            block_out, block_lse = flash_attention(q, block_k, block_v, False)
+            merge_attention_(total, lse, block_out, block_lse)
+            del block_out, block_lse
+        del block_k, block_v
+        result = total.to(q.dtype)
+        ctx.is_causal, ctx.group = is_causal, group
+        ctx.save_for_backward(q, k, v, result, lse)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        """Gradients of a block of keys gather what each rank adds, and end where the block began."""
+        q, k, v, out, lse = ctx.saved_tensors
+        rank, size = dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
+        dq, dk, dv = flash_attention_backward(grad, q, k, v, out, lse, ctx.is_causal)
+        for hop in range(1, size):
+            k, v, dk, dv = pass_on([k, v, dk, dv], ctx.group)
+            if ctx.is_causal and hop > rank:
+                continue
+            block = flash_attention_backward(grad, q, k, v, out, lse, False)
+            for total, part in zip((dq, dk, dv), block, strict=True):
+                total.add_(part)
+            del block, total, part
+        if size > 1:
+            dk, dv = pass_on([dk, dv], ctx.group)
+        return dq, dk, dv, None, None
+
+
+def pass_on(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Send `tensors` to the next rank of the ring and return those of the one before."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    after, before = (dist.get_global_rank(group, (rank + step) % size) for step in (1, -1))
+    received = [torch.empty_like(tensor) for tensor in tensors]
+    sends = [dist.P2POp(dist.isend, tensor, after, group) for tensor in tensors]
+    receives = [dist.P2POp(dist.irecv, tensor, before, group) for tensor in received]
+    for work in dist.batch_isend_irecv(sends + receives):
+        work.wait()
+    return received
+
+
+# --- matmuls and collectives -------------------------------------------------------------------
+
+
+class Project(torch.autograd.Function):
+    """x [N, d] times one matrix per head, W [h, d, e] -> [h, N, e]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """x is read by every head, not copied."""
+        ctx.save_for_backward(x, weight)
+        return torch.bmm(x.expand(weight.shape[0], *x.shape), weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """dx sums over heads inside one matmul, [N, h e] x [h e, d]."""
+        x, weight = ctx.saved_tensors
+        heads, tokens, width = grad.shape
+        dweight = torch.bmm(x.t().expand(heads, x.shape[1], tokens), grad)
+        rows = grad.transpose(0, 1).contiguous().view(tokens, heads * width)
+        columns = weight.transpose(1, 2).contiguous().view(heads * width, x.shape[1])
+        return torch.mm(rows, columns), dweight
+
+
+class MatMul(torch.autograd.Function):
+    """x [n, k] times W [k, m], whose gradients are two matmuls of one form.
+
+    torch's own take another where a matrix is its own transpose, as one of a single element is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """[n, k] x [k, m] -> [n, m]."""
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """dW = x^T dy, then dx = dy W^T."""
+        x, weight = ctx.saved_tensors
+        dweight = torch.mm(x.t(), grad)
+        return torch.mm(grad, weight.t()), dweight
+
+
+class AllToAll(torch.autograd.Function):
+    """Part i of dim 0 goes to rank i of `group`; the part from rank i comes to place i. Its own inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """`x` is contiguous and keeps its shape."""
+        ctx.group = group
+        return all_to_all(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The same exchange, of the gradient."""
+        return all_to_all(grad.contiguous(), ctx.group), None
+
+
+def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The exchange of `AllToAll`, without a gradient."""
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=group)
+    return out
+
+
+class AllGather(torch.autograd.Function):
+    """Parts of dim 0 from all ranks of `group`, put together; the gradient is reduce-scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """[n, ...] -> [n x ranks, ...]."""
+        ctx.group = group
+        return all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Each rank's part, summed over the ranks."""
+        return reduce_scatter(grad, ctx.group), None
+
+
+class ReduceScatter(torch.autograd.Function):
+    """The sum over all ranks of `group`, a part of dim 0 to each; the gradient is all-gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """[n x ranks, ...] -> [n, ...]."""
+        ctx.group = group
+        return reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Everybody's part goes to everybody."""
+        return all_gather(grad, ctx.group), None
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Parts of dim 0 from all ranks, in their order."""
+    out = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
+    dist.all_gather_single(out, x, group=group)
+    return out
+
+
+def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of dim 0 of the sum over all ranks."""
+    out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
+    dist.reduce_scatter_single(out, x, group=group)
+    return out

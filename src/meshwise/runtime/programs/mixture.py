@@ -1,0 +1,121 @@
+"""A mixture of experts in place of a block's MLP, its experts spread over the ranks of a group.
+
+Each rank routes its own tokens: a router gives every expert a probability, each token visits k experts, and
+what they answer is weighed by theirs. Copies of the tokens go to the ranks that hold their experts by
+all-to-all and come back by another.
+
+Which experts a token visits is set by its place in the sequence, not by the router, so that all get the
+same number (Megatron-LM's `--moe-router-force-load-balancing`): every rank's shapes are known beforehand, and
+every world computes the same. The router still learns, through the weights of the answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single
+from torch.nn import functional as F
+
+from meshwise.model.architecture import Model
+from meshwise.runtime.programs.decoder_kernels import SwiGLU
+from meshwise.runtime.programs.local import local
+
+if TYPE_CHECKING:
+    from meshwise.runtime.programs.decoder import Setting
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routes:
+    """Where the tokens of a microbatch go, constants all.
+
+    `experts` [tokens, k]: of each token's copies; `sources` [k tokens]: whose copies they are, sorted by
+    expert; `back` [k tokens]: where each token's copies stand in that order. `group`: the ranks that hold the
+    experts, None where this rank holds all.
+    """
+
+    experts: Tensor
+    sources: Tensor
+    back: Tensor
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that share the experts."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+
+def routes(places: Tensor, sequences: int, model: Model, group: dist.ProcessGroup | None = None) -> Routes:
+    """The routes of tokens at `places` of each of `sequences` sequences."""
+    assert model.moe is not None
+    choices = torch.arange(model.moe.top_k, device=places.device)
+    experts = (places[:, None] * model.moe.top_k + choices).remainder(model.moe.num_experts)
+    experts = experts.repeat(sequences, 1)
+    order = experts.flatten().argsort(stable=True)
+    return Routes(experts, order // model.moe.top_k, order.argsort(), group)
+
+
+class Experts(nn.Module):
+    """The MLPs of this rank's experts, a matrix each in three (or two) stacks; `first` is its first one."""
+
+    def __init__(self, model: Model, ranks: int, rank: int) -> None:
+        super().__init__()
+        assert model.moe is not None
+        number, width = model.moe.num_experts // ranks, model.moe.ffn_hidden
+        self.number, self.first = number, rank * number
+        self.gate = nn.Parameter(torch.empty(number, model.hidden, width)) if model.gated else None
+        self.up = nn.Parameter(torch.empty(number, model.hidden, width))
+        self.down = nn.Parameter(torch.empty(number, width, model.hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[experts, rows, hidden] -> the same."""
+        if self.gate is None:
+            return torch.bmm(F.gelu(torch.bmm(x, self.up)), self.down)
+        return torch.bmm(SwiGLU.apply(torch.bmm(x, self.gate), torch.bmm(x, self.up)), self.down)
+
+
+class Mixture(nn.Module):
+    """Router and experts."""
+
+    def __init__(self, model: Model, setting: Setting) -> None:
+        super().__init__()
+        assert model.moe is not None and setting.routes is not None
+        group = setting.routes.group
+        rank = 0 if group is None else dist.get_rank(group)
+        self.router = nn.Linear(model.hidden, model.moe.num_experts, bias=False)
+        self.experts = Experts(model, setting.routes.ranks, rank)
+        self.setting = setting
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, own tokens, hidden] -> the same."""
+        way = self.setting.routes
+        assert way is not None
+        tokens, num_choices = x.flatten(0, 1), way.experts.shape[1]
+        logits = F.linear(tokens, local(self.router.weight))
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        gates = wide.softmax(-1).gather(1, way.experts).to(x.dtype)
+        copies = tokens.index_select(0, way.sources)
+        arrived = _by_expert(_exchange(copies, way), way, self.experts.number)
+        answers = _exchange(_by_rank(self.experts(arrived), way), way)
+        weighed = answers.index_select(0, way.back) * gates.view(-1, 1)
+        return weighed.view(-1, num_choices, x.shape[-1]).sum(1).view(x.shape)
+
+
+def _exchange(copies: Tensor, way: Routes) -> Tensor:
+    """Copies to the ranks of their experts, or back: an equal part to each."""
+    if way.group is None:
+        return copies
+    return all_to_all_single(copies, None, None, way.group)
+
+
+def _by_expert(copies: Tensor, way: Routes, experts: int) -> Tensor:
+    """Copies as they arrived, [ranks x experts x rows, hidden] -> [experts, ranks x rows, hidden]."""
+    return copies.view(way.ranks, experts, -1, copies.shape[-1]).transpose(0, 1).flatten(1, 2)
+
+
+def _by_rank(answers: Tensor, way: Routes) -> Tensor:
+    """The inverse of `_by_expert`."""
+    return answers.unflatten(1, (way.ranks, -1)).transpose(0, 1).flatten(0, 2)

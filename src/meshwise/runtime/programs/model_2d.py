@@ -1,0 +1,226 @@
+"""A 2D-parallel MLP of L layers: tensor parallelism inside, data parallelism outside.
+
+Every rank holds N/P tokens of the sequence and a share of the weights, W1 [d, f/TP] and W2 [f/TP, d] of
+each layer. A layer gathers the tokens of its TP ranks, multiplies by W1 and W2, and scatters the sum of
+the ranks' results back: x + relu(x W1) W2. The gradients of the weights are summed over the DP ranks.
+
+By default it follows Ulysses attention over the same ranks, whose output it takes: attention, then MLP,
+as in a transformer. Source: Megatron-LM, arXiv 1909.08053, with sequence parallelism, arXiv 2205.05198.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from msgspec import Meta
+
+from meshwise.core.errors import PlanError
+from meshwise.core.units import DTYPE_BYTES
+from meshwise.program.model_2d import Model2D, write_model_2d
+from meshwise.program.tape import Tape
+from meshwise.runtime.programs import Dtype, ulysses
+
+if TYPE_CHECKING:
+    import torch
+
+    from meshwise.runtime.programs.context import Context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the command line may choose."""
+
+    seq: Annotated[int, Meta(ge=1, description="tokens in the whole sequence, N")] = 4096
+    hidden: Annotated[int, Meta(ge=1, description="width of the model, d")] = 1024
+    ffn_hidden: Annotated[int, Meta(ge=0, description="inner width f (0: 4 x hidden)")] = 0
+    layers: Annotated[int, Meta(ge=1, le=100_000, description="layers, L")] = 2
+    tp: Annotated[int, Meta(ge=0, description="tensor-parallel ranks (0: what dp leaves)")] = 0
+    dp: Annotated[int, Meta(ge=0, description="data-parallel ranks (0: what tp leaves)")] = 0
+    dtype: Annotated[Dtype, Meta(description="element type")] = "bf16"
+    after_ulysses: Annotated[bool, Meta(description="run Ulysses attention before it, forward only")] = True
+    heads: Annotated[int, Meta(ge=0, description="attention heads (0: of size 128, at least one a rank)")] = 0
+    backward: Annotated[bool, Meta(description="run the backward too, and all-reduce its gradients")] = False
+    check: Annotated[bool, Meta(description="compare with one process that holds everything")] = False
+    seed: Annotated[int, Meta(description="seed of inputs and weights")] = 0
+
+
+def check(options: Options, ranks: int) -> None:
+    """PlanError for what does not divide."""
+    tp, dp = degrees(options, ranks)
+    if tp * dp != ranks:
+        raise PlanError(f"model-2d: --tp {tp} x --dp {dp} is {tp * dp}, but there are {ranks} ranks")
+    if options.seq % ranks:
+        raise PlanError(
+            f"model-2d: --seq {options.seq} does not divide by {ranks} ranks; use a multiple of {ranks}"
+        )
+    if inner_width(options) % tp:
+        raise PlanError(f"model-2d: --ffn-hidden {inner_width(options)} does not divide by --tp {tp}")
+    if options.after_ulysses:
+        ulysses.check(attention_options(options, ranks), ranks)
+
+
+def degrees(options: Options, ranks: int) -> tuple[int, int]:
+    """(tp, dp); where both are left out, all ranks are tensor-parallel."""
+    tp = options.tp or max(1, ranks // (options.dp or 1))
+    return tp, options.dp or max(1, ranks // tp)
+
+
+def inner_width(options: Options) -> int:
+    """f, the width between W1 and W2."""
+    return options.ffn_hidden or 4 * options.hidden
+
+
+def attention_options(options: Options, ranks: int) -> ulysses.Options:
+    """The Ulysses attention that goes before."""
+    heads = options.heads or max(1, options.hidden // 128)
+    if not options.heads and heads % ranks:
+        heads = ranks
+    return ulysses.Options(
+        seq=options.seq, hidden=options.hidden, heads=heads, dtype=options.dtype, seed=options.seed
+    )
+
+
+def estimate(options: Options, tape: Tape) -> None:
+    """Write the closed form of `main` on `tape`."""
+    tp, dp = degrees(options, tape.world_size)
+    before = ulysses.sizes(attention_options(options, tape.world_size), tape.world_size)
+    sizes = Model2D(
+        tp=tp,
+        dp=dp,
+        seq=options.seq,
+        hidden=options.hidden,
+        inner=inner_width(options),
+        layers=options.layers,
+        dtype=options.dtype,
+        elem_bytes=int(DTYPE_BYTES[options.dtype]),
+        has_backward=options.backward,
+        before=before if options.after_ulysses else None,
+    )
+    write_model_2d(sizes, tape)
+
+
+def main(options: Options, context: Context) -> dict[str, Any] | None:
+    """Forward, and backward if asked; with `--check`, the largest difference to a single process."""
+    import torch
+
+    tp, dp = degrees(options, context.world_size)
+    start = _start(options, context)
+    mesh = context.mesh(dp=dp, tp=tp)
+    with context.recorder.setup():
+        start.requires_grad_(options.backward)
+        first, second = local_weights(options, context, tp, mesh.get_local_rank("tp"))
+        context.recorder.weights(first, second)
+        grads = [torch.zeros_like(weight) for weight in (first, second)] if options.backward else []
+        layers = list(zip(_leaves(first, grads[:1]), _leaves(second, grads[1:]), strict=True))
+    with context.recorder.section("model-2d"), torch.set_grad_enabled(options.backward):
+        output = forward(context, start, layers, mesh.get_group("tp"), {"W1": first, "W2": second})
+    if options.backward:
+        backward(options, context, output, grads, mesh.get_group("dp"))
+    if not options.check or context.is_fake:
+        return None
+    from meshwise.runtime.programs.reference import model_2d_difference
+
+    with context.recorder.setup():
+        return {"max_abs_diff": model_2d_difference(options, context, tp, start, grads, output)}
+
+
+def _start(options: Options, context: Context) -> torch.Tensor:
+    """This rank's N/P tokens: what attention leaves, or made up."""
+    import torch
+
+    if not options.after_ulysses:
+        with context.recorder.setup():
+            tokens, key = options.seq // context.world_size, (options.seed, 0, context.rank)
+            return context.normal(tokens, options.hidden, dtype=context.dtype(options.dtype), key=key)
+    attention = attention_options(options, context.world_size)
+    with context.recorder.section("ulysses"), torch.no_grad():
+        return ulysses.forward(attention, context, ulysses.make_inputs(attention, context))
+
+
+def local_weights(
+    options: Options, context: Context, tp: int, place: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """W1 [L, d, f/TP] and W2 [L, f/TP, d] of tensor-parallel rank `place`."""
+    dtype, inner = context.dtype(options.dtype), inner_width(options) // tp
+    shapes = (options.layers, options.hidden, inner), (options.layers, inner, options.hidden)
+    keys = (options.seed, 11, place), (options.seed, 12, place)
+    stds = options.hidden**-0.5, inner_width(options) ** -0.5
+    first, second = (
+        context.normal(*shape, dtype=dtype, key=key, std=std)
+        for shape, key, std in zip(shapes, keys, stds, strict=True)
+    )
+    return first, second
+
+
+def _leaves(weight: torch.Tensor, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One leaf per layer in the storage of `weight`; its gradient adds up in the storage of `grads`."""
+    layers = [layer.detach() for layer in weight]
+    for grad in grads:
+        for layer, part in zip(layers, grad, strict=True):
+            layer.requires_grad_().grad = part
+    return layers
+
+
+def forward(
+    context: Context,
+    x: torch.Tensor,
+    layers: list[tuple[torch.Tensor, torch.Tensor]],
+    group: Any,
+    shown: dict[str, torch.Tensor],
+) -> torch.Tensor:
+    """All layers; the steps are those of the first, and the end."""
+    for number, (weight_in, weight_out) in enumerate(layers):
+        x = layer(context, x, weight_in, weight_out, group, shown if number == 0 else None)
+    context.step("output = all layers", {"output [N/P, d]": x})
+    return x
+
+
+def layer(
+    context: Context,
+    x: torch.Tensor,
+    weight_in: torch.Tensor,
+    weight_out: torch.Tensor,
+    group: Any,
+    shown: dict[str, torch.Tensor] | None,
+) -> torch.Tensor:
+    """x [N/P, d] -> x + relu(x W1) W2, over the TP ranks of `group`."""
+    from meshwise.runtime.programs.functions import AllGather, MatMul, ReduceScatter
+
+    op = context.recorder.op
+    with op("input"):
+        gathered = AllGather.apply(x, group)
+    if shown is not None:
+        weights = {"W1 [L, d, d'/TP]": shown["W1"], "W2 [L, d'/TP, d]": shown["W2"]}
+        context.step("2D model parallel", {"input_ [N/DP, d]": gathered, **weights})
+    with op("inter"):
+        inter = MatMul.apply(gathered, weight_in).relu_()
+    if shown is not None:
+        context.step("inter = input x W1", {"inter [N/DP, d'/TP]": inter})
+    with op("output"):
+        partial = MatMul.apply(inter, weight_out)
+        summed = ReduceScatter.apply(partial, group)
+    with op("residual"):
+        return x + summed
+
+
+def backward(
+    options: Options, context: Context, output: torch.Tensor, grads: list[torch.Tensor], group: Any
+) -> None:
+    """Gradients for a made-up gradient of the output; weights' are summed over the DP ranks of `group`."""
+    import torch.distributed as dist
+
+    recorder = context.recorder
+    with recorder.setup():
+        gradient = output_gradient(options, context, context.rank, output)
+    output.backward(gradient)
+    with recorder.section("model-2d"), recorder.phase("backward"):
+        for name, grad in zip(("W1", "W2"), grads, strict=True):
+            with recorder.op(name):
+                dist.all_reduce(grad, group=group)
+    context.step("backward", {"dW1 [L, d, d'/TP]": grads[0], "dW2 [L, d'/TP, d]": grads[1]})
+
+
+def output_gradient(options: Options, context: Context, rank: int, output: torch.Tensor) -> torch.Tensor:
+    """The made-up gradient of the tokens of `rank`."""
+    return context.normal(*output.shape, dtype=output.dtype, key=(options.seed, 13, rank))

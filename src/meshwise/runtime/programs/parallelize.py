@@ -1,0 +1,158 @@
+"""How a decoder is cut over ranks, applied from outside to a plain one.
+
+Tensor and sequence parallelism (DTensor): q, k, v, gate and up are cut by columns, out and down by rows, the
+embedding and the head by vocabulary; norms and residuals run on a part of the sequence each. Data
+parallelism (FSDP2): weights, gradients and optimizer states of the embedding, of each block and of the head
+are spread over the replicas, gathered where they are used; they are kept, and reduced, in fp32.
+
+Source: the tensor-parallel tutorial, `fully_shard`, and torchtitan's `parallelize_llama`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from meshwise.runtime.programs.decoder import Decoder
+from meshwise.runtime.programs.mixture import Mixture
+from meshwise.runtime.programs.parts import cut_on_demand
+
+
+def cut_tensors(decoder: Decoder, mesh: DeviceMesh) -> None:
+    """Tensor and sequence parallelism over `mesh`, in place."""
+    rows = Shard(1)
+    ends: dict[str, Any] = {
+        "embedding.tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=rows),
+        "head.norm": SequenceParallel(),
+        "head.logits": ColwiseParallel(input_layouts=rows, use_local_output=False),
+    }
+    held = {name for name in ends if getattr(decoder, name.split(".")[0]) is not None}
+    parallelize_module(decoder, mesh, {name: style for name, style in ends.items() if name in held})
+    decoder.tie()
+    if decoder.embedding is not None and decoder.embedding.positions is not None:
+        whole = distribute_tensor(decoder.embedding.positions.data, mesh, [Replicate()])
+        decoder.embedding.positions = nn.Parameter(whole)
+    for layer in decoder.layers.values():
+        parallelize_module(layer, mesh, block_plan(rows, layer.mlp))
+        if isinstance(layer.mlp, Mixture):
+            whole = distribute_tensor(layer.mlp.router.weight.data, mesh, [Replicate()])
+            layer.mlp.router.weight = nn.Parameter(whole)
+
+
+def block_plan(rows: Shard, mlp: nn.Module) -> dict[str, Any]:
+    """The styles of a block's modules; `rows` is how activations between them are cut.
+
+    Experts take each rank's own tokens, as they are.
+    """
+    gather = {"input_layouts": (rows,), "desired_input_layouts": (Replicate(),)}
+    plan: dict[str, Any] = {
+        "norm1": SequenceParallel(),
+        "attention": PrepareModuleInput(**gather),
+        **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
+        "attention.out": RowwiseParallel(output_layouts=rows),
+        "norm2": SequenceParallel(),
+    }
+    if isinstance(mlp, Mixture):
+        return plan
+    columns = ["mlp.up"] if mlp.gate is None else ["mlp.gate", "mlp.up"]
+    plan |= {"mlp": PrepareModuleInput(**gather), **{name: ColwiseParallel() for name in columns}}
+    return plan | {"mlp.down": RowwiseParallel(output_layouts=rows)}
+
+
+def shard_states(
+    decoder: Decoder, mesh: DeviceMesh, experts_mesh: DeviceMesh | None, device: torch.device,
+    dtype: torch.dtype, seed: int | None, *, reshard_after_forward: bool,
+) -> None:  # fmt: skip
+    """FSDP2 over `mesh`: the embedding, each block, the head; computes in `dtype`.
+
+    Experts are spread over `experts_mesh`, the ranks that hold the same ones, along the width of their
+    matrices; FSDP2 divides the sum of their gradients by the number of these ranks, not by the replicas.
+
+    The decoder comes without storage (meta tensors); each group gets its weights on `device` (from `seed`;
+    None leaves them unset) just before it is cut, so that never more than one is whole. Blocks are gathered
+    again in the backward if `reshard_after_forward`; the ends stay gathered till then.
+    """
+    kept = torch.float64 if dtype == torch.float64 else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=kept)
+    names = {id(parameter): decoder.alias(name) for name, parameter in decoder.named_parameters()}
+    for modules in _groups(decoder):
+        _materialize(modules, names, device, kept, seed)
+        is_block = modules[0] in decoder.layers.values()
+        with cut_on_demand():
+            if is_block and isinstance(modules[0].mlp, Mixture):
+                experts = modules[0].mlp.experts
+                fully_shard(
+                    experts, mesh=experts_mesh, mp_policy=policy, shard_placement_fn=lambda _: Shard(1),
+                    reshard_after_forward=reshard_after_forward,
+                )  # fmt: skip
+            fully_shard(
+                modules if len(modules) > 1 else modules[0], mesh=mesh, mp_policy=policy,
+                reshard_after_forward=reshard_after_forward and is_block,
+            )  # fmt: skip
+    fully_shard(decoder, mesh=mesh, mp_policy=policy)
+
+
+def _groups(decoder: Decoder) -> list[list[nn.Module]]:
+    """What is gathered together; a table that is embedding and head at once makes them one group."""
+    ends = [module for module in (decoder.embedding, decoder.head) if module is not None]
+    blocks: list[list[nn.Module]] = [[layer] for layer in decoder.layers.values()]
+    return [ends, *blocks] if decoder.tie() else [*([end] for end in ends), *blocks]
+
+
+def _materialize(
+    modules: list[nn.Module],
+    names: dict[int, str],
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int | None,
+) -> None:
+    """Give the parameters of `modules` storage, and numbers that depend on their name and `seed` alone."""
+    made: dict[int, nn.Parameter] = {}  # a tied one is made once
+    owners = [owner for module in modules for owner in module.modules()]
+    for owner in owners:
+        for key, parameter in list(owner.named_parameters(recurse=False)):
+            if id(parameter) not in made:
+                whole = torch.empty(parameter.shape, dtype=dtype, device=device)
+                if seed is not None:
+                    fill(names[id(parameter)], whole, seed, getattr(owner, "first", 0))
+                if isinstance(parameter, DTensor):
+                    mesh, placements = parameter.device_mesh, parameter.placements
+                    whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+                made[id(parameter)] = nn.Parameter(whole)
+            setattr(owner, key, made[id(parameter)])
+
+
+def fill(name: str, tensor: Tensor, seed: int, first: int = 0) -> None:
+    """Norms' weights one, biases zero, matrices normal with deviation width^-1/2.
+
+    A stack of experts is filled one by one, numbered from `first`.
+    """
+    if tensor.dim() == 3:
+        for number, expert in enumerate(tensor, first):
+            fill(f"{name}.{number}", expert, seed)
+        return
+    if tensor.dim() == 1:
+        tensor.fill_(float(name.endswith("weight")))
+        return
+    key = hashlib.sha256(f"{seed} {name}".encode()).digest()[:8]
+    generator = torch.Generator(device=tensor.device).manual_seed(int.from_bytes(key) >> 1)
+    tensor.normal_(std=tensor.shape[-1] ** -0.5, generator=generator)
+
+
+def local_bytes(tensors: list[Tensor]) -> int:
+    """Bytes that this rank holds of `tensors`."""
+    parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(part.numel() * part.element_size() for part in parts)

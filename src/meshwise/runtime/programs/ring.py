@@ -1,0 +1,74 @@
+"""Attention over a sequence that is spread over the ranks of a ring: torch's context parallelism.
+
+`torch.distributed.tensor.experimental` passes keys and values round the ring and merges the blocks'
+outputs. It knows torch's own attention kernels on GPUs; here the same templates call
+`meshwise::grouped_attention`, which runs everywhere and keeps what it says it keeps.
+
+Under a causal mask each rank holds an early and a late part of the sequence (torch's head-tail balance), so
+that all work alike. Source: arXiv 2310.01889; torch/distributed/tensor/experimental/_context_parallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.experimental._context_parallel import _attention
+
+from meshwise.runtime.programs.decoder_kernels import grouped_attention, grouped_attention_backward
+
+ROTATIONS = {"ring": _attention._RotateMethod.ALL_TO_ALL, "all_gather": _attention._RotateMethod.ALL_GATHER}
+"""How keys and values come round, by the names of a `Plan`: a hop at a time, or all at once."""
+
+
+def own_places(seq: int, ranks: int, rank: int, device: torch.device) -> Tensor:
+    """The tokens of a sequence that `rank` of a ring holds: one part from its front, one from its back."""
+    parts = torch.arange(seq, device=device).chunk(2 * ranks)
+    return torch.cat([parts[rank], parts[2 * ranks - 1 - rank]])
+
+
+class RingAttend(torch.autograd.Function):
+    """Causal attention of a rank's queries to the keys of all ranks; keeps what `Attend` keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, kind: str) -> Tensor:
+        """[batch, heads, own tokens, width] -> [batch, own tokens, heads, width]."""
+        with _options(q, kind):
+            out, lse = _attention._templated_ring_attention(
+                group, 2, grouped_attention, q, k, v, is_causal=True
+            )
+        out = out.transpose(1, 2).contiguous()
+        ctx.group, ctx.kind = group, kind
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        """Keys and values come round again, and their gradients after them."""
+        q, k, v, out, lse = ctx.saved_tensors
+
+        def op(*, logsumexp: Tensor, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
+            return grouped_attention_backward(lse=logsumexp, **named)
+
+        with _options(q, ctx.kind):
+            dq, dk, dv = _attention._templated_ring_attention_backward(
+                ctx.group, 2, op, grad.transpose(1, 2), "grad", q, k, v, out.transpose(1, 2), lse, True
+            )
+        return dq, dk, dv, None, None
+
+
+@contextmanager
+def _options(q: Tensor, kind: str) -> Iterator[None]:
+    """torch's options of context parallelism, for this call."""
+    options = _attention._cp_options
+    before = options.convert_to_f32, options.enable_load_balance, options.rotate_method
+    options.convert_to_f32, options.enable_load_balance = q.dtype != torch.float64, True
+    options.rotate_method = ROTATIONS[kind]
+    try:
+        yield
+    finally:
+        options.convert_to_f32, options.enable_load_balance, options.rotate_method = before

@@ -1,0 +1,262 @@
+"""Decoding: from the probabilities of the next token to texts, on the device until the end.
+
+A `Search` holds B prompts x K sequences in one buffer of tokens and decides, column by column, what comes
+next; columns that lie in a prompt are given. `decode` feeds a model and stops when every prompt of every
+rank is done.
+
+*Greedy* takes the likeliest token. *Sampling* draws, for each prompt from a generator of its own, so that
+a text depends on no other. *Beam search* keeps the K likeliest sequences alive: of the candidates (each
+live sequence with each token) the best 2 K are looked at; those that end among the best K are finished,
+the best K that do not end live on. A prompt is done with K finished sequences, or when they have
+`max_tokens`. A finished sequence scores log-probability / length^penalty; its end counts as a token. So
+it is in fairseq's SequenceGenerator.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwise.runtime.programs.text_data import EOS, PAD, UNK
+
+if TYPE_CHECKING:
+    from meshwise.runtime.programs.transformer_lm import KVCache, TransformerDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """Generated tokens, the end included; their log-probability [nats] and their score."""
+
+    tokens: list[int]
+    logprob: float
+    score: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """How to draw: `temperature` divides the logits; `top_k` 0 and `top_p` 1 leave all tokens in.
+
+    `keys`: one a prompt, from which its random numbers follow.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    keys: Sequence[tuple[int, ...]]
+
+
+class Search:
+    """B prompts with K sequences each: greedy, or drawn with a `sampler` (K = 1); see also `BeamSearch`.
+
+    `width`: columns of the buffer, enough for the longest prompt of all ranks and `max_tokens`. `min_tokens`:
+    so many come before the end may. `is_fake`: on a device without memory, which nothing is copied to.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, device: torch.device, *, width: int,
+        num_live: int = 1, min_tokens: int = 0, sampler: Sampler | None = None, is_fake: bool = False,
+    ) -> None:  # fmt: skip
+        def placed(values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
+            if is_fake:
+                return torch.empty(np.shape(values), dtype=dtype, device=device)
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        self.lengths = placed([len(prompt) for prompt in prompts])
+        self.max_tokens, self.min_tokens, self.sampler = max_tokens, min_tokens, sampler
+        rows = [[*prompt, *[PAD] * (width - len(prompt))] for prompt in prompts]
+        self.tokens = placed(rows).unsqueeze(1).repeat(1, num_live, 1)
+        self.logprob = torch.zeros(len(prompts), num_live, device=device)
+        self.done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+        self.uniform = None if sampler is None else placed(_uniform(sampler.keys, max_tokens), torch.float32)
+
+    def advance(self, column: int, logprobs: Tensor) -> Tensor | None:
+        """Decide on `column` from log-probabilities [B, K, V]; which rows live on, if not each its own."""
+        generated = self._generated(column, logprobs)
+        active = (generated > 0) & ~self.done
+        chosen = self._chosen(logprobs[:, 0], generated)
+        gained = logprobs[:, 0].gather(1, chosen[:, None])
+        self.logprob += torch.where(active[:, None], gained, 0.0)
+        self.tokens[:, 0, column] = torch.where(active, chosen, self.tokens[:, 0, column])
+        self.done |= active & ((chosen == EOS) | (generated == self.max_tokens))
+        return None
+
+    def _generated(self, column: int, logprobs: Tensor) -> Tensor:
+        """Tokens of each prompt with that of `column`; while too few, `logprobs` of the end becomes -inf."""
+        generated = column - self.lengths + 1
+        if self.min_tokens:
+            logprobs[:, :, EOS].masked_fill_((generated <= self.min_tokens)[:, None], -math.inf)
+        return generated
+
+    def _chosen(self, logprobs: Tensor, generated: Tensor) -> Tensor:
+        if self.sampler is None or self.uniform is None:
+            return logprobs.argmax(dim=-1)
+        column = (generated - 1).clamp(0, self.max_tokens - 1)
+        return drawn(logprobs, self.uniform.gather(1, column[:, None]), self.sampler)
+
+    def hypotheses(self) -> list[list[Hypothesis]]:
+        """Per prompt what was generated, best first."""
+        parts = (self.tokens[:, 0], self.lengths, self.logprob[:, 0])
+        rows = zip(*(part.tolist() for part in parts), strict=True)
+        return [[Hypothesis(_until_end(row[length:]), p, p)] for row, length, p in rows]
+
+
+class BeamSearch(Search):
+    """Beam search with K = `beam`."""
+
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, device: torch.device, *, width: int,
+        beam: int, length_penalty: float, min_tokens: int = 0, is_fake: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            prompts, max_tokens, device, width=width, num_live=beam, min_tokens=min_tokens, is_fake=is_fake
+        )
+        self.beam, self.length_penalty = beam, length_penalty
+        self.logprob[:, 1:] = -math.inf  # so far, all live sequences are one
+        self.ended = self.tokens.clone()
+        self.ended_logprob = torch.full_like(self.logprob, -math.inf)
+        self.ended_score = torch.full_like(self.logprob, -math.inf)
+        self.num_ended = torch.zeros_like(self.lengths)
+
+    def advance(self, column: int, logprobs: Tensor) -> Tensor | None:
+        """As above; the rows that live on are [B K]."""
+        num_prompts, beam, vocab = logprobs.shape
+        generated = self._generated(column, logprobs)
+        active = (generated > 0) & ~self.done
+        totals = (self.logprob.unsqueeze(-1) + logprobs).flatten(1)
+        best, place = totals.topk(min(2 * beam, totals.shape[1]), dim=1)
+        parent, token = place // vocab, place % vocab
+        candidates = self.tokens.gather(1, _wide(parent, self.tokens))
+        candidates[:, :, column] = token
+
+        ends = (token == EOS) | (generated == self.max_tokens)[:, None]
+        ends[:, beam:].fill_(False)
+        ends &= active[:, None] & best.isfinite()
+        self._keep_ended(candidates, best, ends, generated.clamp_min(1))
+        lives, rank = best.masked_fill(token == EOS, -math.inf).topk(min(beam, best.shape[1]), dim=1)
+
+        live = candidates.gather(1, _wide(rank, candidates))
+        origin = torch.arange(beam, device=token.device).expand(num_prompts, beam)
+        origin = torch.where(active[:, None], _padded(parent.gather(1, rank), beam, 0), origin)
+        live = torch.where(active[:, None, None], _padded(live, beam, PAD), self.tokens)
+        self.logprob = torch.where(active[:, None], _padded(lives, beam, -math.inf), self.logprob)
+        self.tokens = live
+        self.done |= active & ((self.num_ended >= beam) | (generated == self.max_tokens))
+        first = torch.arange(num_prompts, device=token.device)[:, None] * beam
+        return (first + origin).flatten()
+
+    def _keep_ended(self, candidates: Tensor, logprob: Tensor, ends: Tensor, generated: Tensor) -> None:
+        """Take the candidates that end to the K best of the finished."""
+        score = (logprob / generated[:, None] ** self.length_penalty).masked_fill(~ends, -math.inf)
+        scores = torch.cat([self.ended_score, score], dim=1)
+        logprobs = torch.cat([self.ended_logprob, logprob], dim=1)
+        sequences = torch.cat([self.ended, candidates], dim=1)
+        self.ended_score, place = scores.topk(self.beam, dim=1)
+        self.ended_logprob = logprobs.gather(1, place)
+        self.ended = sequences.gather(1, _wide(place, sequences))
+        self.num_ended = self.num_ended + ends.sum(dim=1)
+
+    def hypotheses(self) -> list[list[Hypothesis]]:
+        """Per prompt the finished sequences, best first."""
+        parts = (self.ended, self.ended_logprob, self.ended_score)
+        found = []
+        for length, *columns in zip(self.lengths.tolist(), *(part.tolist() for part in parts), strict=True):
+            entries = [(row, p, s) for row, p, s in zip(*columns, strict=True) if s > -math.inf]
+            found.append([Hypothesis(_until_end(row[length:]), p, s) for row, p, s in entries])
+        return found
+
+
+def drawn(logprobs: Tensor, uniform: Tensor, sampler: Sampler) -> Tensor:
+    """One token a row from log-probabilities [B, V] and numbers [B, 1] uniform in [0, 1)."""
+    likely, order = (
+        (logprobs / sampler.temperature).softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+    )
+    before = likely.cumsum(dim=-1) - likely
+    keep = before < sampler.top_p
+    if sampler.top_k:
+        keep &= torch.arange(likely.shape[1], device=likely.device) < sampler.top_k
+    kept = likely * keep
+    reached = kept.cumsum(dim=-1) / kept.sum(dim=-1, keepdim=True)
+    place = (reached <= uniform).sum(dim=-1, keepdim=True)
+    last = keep.sum(dim=-1, keepdim=True) - 1  # where rounding leaves the sum just below 1
+    return order.gather(1, torch.minimum(place, last)).squeeze(1)
+
+
+def decode(
+    model: TransformerDecoder, search: Search, *, first: int, cached: bool = True,
+    group: dist.ProcessGroup | None = None, is_fake: bool = False,
+) -> None:  # fmt: skip
+    """Run `search` on `model` from column `first` (at most the shortest prompt's length, and at least 1).
+
+    `group`: the ranks that take the same steps. Not `cached`: every step computes all tokens anew. Of the
+    special tokens only the end is ever predicted.
+    """
+    num_prompts, num_live, width = search.tokens.shape
+    cache = model.new_cache(num_prompts * num_live, width) if cached else None
+    known = 0
+    for column in range(first, width):
+        logprobs = _next_logprobs(model, search.tokens[:, :, known:column].flatten(0, 1), cache)
+        origin = search.advance(column, logprobs.view(num_prompts, num_live, -1))
+        del logprobs
+        if cache is not None:
+            known = column
+            if origin is not None:
+                cache.reorder(origin)
+        if _all_done(search.done, group, is_fake):
+            return
+
+
+def _next_logprobs(model: TransformerDecoder, tokens: Tensor, cache: KVCache | None) -> Tensor:
+    """Log-probabilities [B, V] of what follows `tokens` [B, T]: words, or the end."""
+    logits = model(tokens, cache=cache, last_only=True).logits
+    logprobs = model.embed_tokens.logprobs(logits.squeeze(1))
+    logprobs[:, :EOS].fill_(-math.inf)
+    logprobs[:, UNK].fill_(-math.inf)
+    return logprobs
+
+
+def _all_done(done: Tensor, group: dist.ProcessGroup | None, is_fake: bool) -> bool:
+    """Whether no rank of `group` has a prompt left; fake tensors do not say, and there always is one."""
+    open_prompts = (~done).sum()
+    if group is not None:
+        dist.all_reduce(open_prompts, group=group)
+    return not is_fake and int(open_prompts) == 0
+
+
+def _until_end(tokens: list[int]) -> list[int]:
+    """`tokens` up to and with the first end of sentence, or up to the padding."""
+    for i, token in enumerate(tokens):
+        if token == EOS:
+            return tokens[: i + 1]
+        if token == PAD:
+            return tokens[:i]
+    return tokens
+
+
+def _wide(index: Tensor, like: Tensor) -> Tensor:
+    """[B, n] as an index [B, n, width] that gathers whole rows of `like`."""
+    return index.unsqueeze(-1).expand(-1, -1, like.shape[-1])
+
+
+def _padded(x: Tensor, count: int, value: Any) -> Tensor:
+    """`x` [B, n, ...] with dim 1 filled up to `count`."""
+    missing = count - x.shape[1]
+    if not missing:
+        return x
+    return torch.cat([x, x.new_full((x.shape[0], missing, *x.shape[2:]), value)], dim=1)
+
+
+def _uniform(keys: Sequence[tuple[int, ...]], count: int) -> list[list[float]]:
+    """`count` numbers in [0, 1) for each key."""
+    rows = []
+    for key in keys:
+        seed = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8])
+        rows.append(np.random.default_rng(seed).random(count, dtype=np.float32).tolist())
+    return rows

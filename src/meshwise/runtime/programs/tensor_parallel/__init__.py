@@ -1,0 +1,231 @@
+"""A transformer block under tensor parallelism in 1, 2, 2.5 or 3 dimensions: forward, backward, one step.
+
+Every layout computes the same block and is written on plain collectives: 1d (column and row matmuls), 2d
+(SUMMA), 2d-cp (columns x sequence), 2.5d (depths of SUMMA grids) and 3d (a cube). `--check` compares the
+output and every gradient with one process that holds everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from msgspec import Meta
+
+from meshwise.core.errors import PlanError
+from meshwise.cost.collective import sent_bytes
+from meshwise.model.architecture import Model, checked_model
+from meshwise.program.block import block as block_ops
+from meshwise.program.block import shared_gradients
+from meshwise.program.cut import Cut
+from meshwise.program.grid import check_grid, default_grid
+from meshwise.program.op import Op, precision
+from meshwise.program.tape import Tape
+from meshwise.runtime.programs import Dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from meshwise.runtime.programs.context import Context
+    from meshwise.runtime.programs.tensor_parallel.block import Layout
+
+
+STATES_WORK_ONLY = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the command line may choose."""
+
+    layout: Annotated[
+        Literal["1d", "2d", "2d-cp", "2.5d", "3d"], Meta(description="how the ranks cut a matrix")
+    ] = "1d"
+    grid: Annotated[str, Meta(description="ranks along each axis, as 4x2 (empty: the squarest)")] = ""
+    seq: Annotated[int, Meta(ge=1, description="tokens of a sequence, s")] = 1024
+    microbatch: Annotated[int, Meta(ge=1, description="sequences, b")] = 1
+    hidden: Annotated[int, Meta(ge=1, description="width of the model, h")] = 1024
+    heads: Annotated[int, Meta(ge=1, description="attention heads")] = 16
+    kv_heads: Annotated[int, Meta(ge=0, description="key and value heads (0: as many)")] = 0
+    ffn_hidden: Annotated[int, Meta(ge=0, description="inner width of the MLP (0: 4 x hidden)")] = 0
+    style: Annotated[
+        Literal["gpt", "llama"],
+        Meta(description="gpt: LayerNorm, GELU, biases; llama: RMSNorm, SwiGLU, none"),
+    ] = "gpt"
+    attention: Annotated[
+        Literal["flash", "unfused", "grid"],
+        Meta(description="fused; separate ops with heads split; or with scores split over the grid"),
+    ] = "flash"
+    causal: Annotated[bool, Meta(description="a token sees only those before it")] = True
+    dropout: Annotated[float, Meta(ge=0, lt=1, description="share of activations that dropout zeroes")] = 0.0
+    sp: Annotated[bool, Meta(description="1d: cut the tokens between the matmuls too")] = True
+    panels: Annotated[int, Meta(ge=1, description="2d, 2.5d: pieces of each block that SUMMA sends")] = 1
+    dtype: Annotated[Dtype, Meta(description="element type")] = "bf16"
+    check: Annotated[bool, Meta(description="compare with one process that holds everything")] = False
+    seed: Annotated[int, Meta(description="seed of inputs and weights")] = 0
+
+
+def check(options: Options, ranks: int) -> None:
+    """PlanError for a grid or a size that does not divide."""
+    checked_model(model_of(options), "tensor-parallel")
+    if options.hidden % options.heads:
+        raise PlanError(
+            f"tensor-parallel: --hidden {options.hidden} does not divide by --heads {options.heads}"
+        )
+    if options.check and options.dropout:
+        raise PlanError("tensor-parallel: --check needs the same numbers everywhere; use --dropout 0")
+    cut = cut_of(options, ranks)
+    check_grid(
+        model_of(options), cut.layout, tuple(int(size) for size in cut.grid), ranks, seq=options.seq,
+        panels=options.panels, scores_split=cut.grid_scores, sequence_parallel=cut.sequence_parallel,
+    )  # fmt: skip
+
+
+def model_of(options: Options) -> Model:
+    """A model of one block."""
+    is_gpt = options.style == "gpt"
+    return Model(
+        name="tensor-parallel",
+        num_layers=1,
+        hidden=options.hidden,
+        ffn_hidden=options.ffn_hidden or 4 * options.hidden,
+        num_heads=options.heads,
+        num_kv_heads=options.kv_heads or options.heads,
+        head_dim=options.hidden // options.heads,
+        vocab=1,
+        max_seq=options.seq,
+        activation="gelu" if is_gpt else "swiglu",
+        norm="layernorm" if is_gpt else "rmsnorm",
+        linear_bias=is_gpt,
+        qkv_bias=is_gpt,
+        out_bias=is_gpt,
+        positions="none",
+        tied_embedding=True,
+        causal=options.causal,
+        dropout_frac=options.dropout,
+    )
+
+
+def cut_of(options: Options, ranks: int) -> Cut:
+    """How `ranks` ranks cut the block; PlanError for a grid that is not one."""
+    grid = default_grid(options.layout, ranks)
+    if options.grid and options.layout != "1d":
+        try:
+            grid = tuple(int(size) for size in options.grid.split("x"))
+        except ValueError:
+            raise PlanError(
+                f"tensor-parallel: --grid {options.grid} is not a grid; write numbers as 4x2"
+            ) from None
+    return Cut(
+        microbatch=float(options.microbatch),
+        seq=float(options.seq),
+        tp=float(ranks),
+        layout=options.layout,
+        grid=tuple(float(size) for size in grid),
+        panels=float(options.panels),
+        sequence_parallel=options.sp or options.layout not in ("1d", "2d-cp"),
+        flash=options.attention == "flash",
+        grid_scores=options.attention == "grid",
+        precision=precision(options.dtype),
+    )
+
+
+def estimate(options: Options, tape: Tape) -> None:
+    """Write the closed form of `main` on `tape`: each op of the layout, as often as it occurs."""
+    model, cut = model_of(options), cut_of(options, tape.world_size)
+    for op in [*block_ops(model, cut), *shared_gradients(model, cut)]:
+        if op.kind == "collective" and op.group_size == 1:
+            continue
+        for _ in range(int(op.count)):
+            _write(op, options, tape)
+
+
+def _write(op: Op, options: Options, tape: Tape) -> None:
+    row: dict[str, Any] = {"module": op.module, "phase": op.phase, "dtype": options.dtype}
+    if op.kind == "collective":
+        row |= {
+            "collective": op.collective,
+            "axis": op.axis,
+            "group_size": float(op.group_size),
+            "payload_bytes": float(op.payload_bytes),
+            "sent_bytes": float(sent_bytes(op.collective, op.payload_bytes, op.group_size)),  # type: ignore[arg-type]
+        }
+    else:
+        is_counted = op.kind in ("matmul", "attention")  # a recorder counts FLOP of these alone
+        row |= {
+            "shape": op.shape,
+            "flop": float(op.cost.flop) if is_counted else 0.0,
+            "read_bytes": float(op.cost.read_bytes),
+            "write_bytes": float(op.cost.write_bytes),
+            "saved_bytes": float(op.saved_bytes),
+        }
+    tape.op(op.name, is_matmul=op.kind == "matmul", **row)
+
+
+def main(options: Options, context: Context) -> dict[str, Any]:
+    """Forward, backward, and the sum of shared gradients; with `--check`, the differences to one process."""
+    from meshwise.runtime.programs.tensor_parallel.block import block, sum_shared_gradients
+    from meshwise.runtime.programs.tensor_parallel.reference import differences
+
+    recorder = context.recorder
+    on = _layout(options, context)
+    with recorder.setup():
+        x, gradient, weights = _inputs(options, on)
+    recorder.weights(*weights.values())
+    context.step("inputs", {"x [tokens, columns]": x})
+    y = block(on, x, weights)
+    context.step("forward", {"y [tokens, columns]": y})
+    y.backward(gradient)
+    sum_shared_gradients(on, weights)
+    assert x.grad is not None
+    context.step("backward", {"dx [tokens, columns]": x.grad})
+    result: dict[str, Any] = {"grid": [int(size) for size in on.cut.grid]}
+    if options.check and not context.is_fake:
+        with recorder.setup():
+            result["max_abs_diff"] = differences(on, x, y, weights, options.seed)
+    return result
+
+
+def _layout(options: Options, context: Context) -> Layout:
+    from meshwise.runtime.programs.tensor_parallel.block_1d import Layout1D
+    from meshwise.runtime.programs.tensor_parallel.block_2d import Layout2D
+    from meshwise.runtime.programs.tensor_parallel.block_2d_cp import Layout2DCP
+    from meshwise.runtime.programs.tensor_parallel.block_3d import Layout3D
+    from meshwise.runtime.programs.tensor_parallel.block_25d import Layout25D
+
+    kinds: dict[str, type[Layout]] = {
+        "1d": Layout1D,
+        "2d": Layout2D,
+        "2d-cp": Layout2DCP,
+        "2.5d": Layout25D,
+        "3d": Layout3D,
+    }
+    return kinds[options.layout](context, model_of(options), cut_of(options, context.world_size))
+
+
+def _inputs(options: Options, on: Layout) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """x, the gradient of the output, and the weights: with `--check` cut from whole ones, else local ones."""
+    from meshwise.runtime.programs.tensor_parallel.reference import (
+        my_part,
+        my_pieces,
+        whole_activations,
+        whole_weights,
+    )
+
+    context, dtype = on.context, on.context.dtype(options.dtype)
+    if options.check and not context.is_fake:
+        weights = my_pieces(on, whole_weights(on.model, context, dtype, options.seed))
+        x, gradient = (my_part(on, whole_activations(on, dtype, options.seed, place)) for place in (0, 1))
+        return x.requires_grad_(), gradient, {name: w.requires_grad_() for name, w in weights.items()}
+    num_tokens = sum(end - begin for begin, end in on.tokens) * on.batch
+    x, gradient = (
+        context.normal(num_tokens, len(on.columns), dtype=dtype, key=(options.seed, place, context.rank))
+        for place in (0, 1)
+    )
+    weights = {
+        name: context.normal(
+            *(len(index) for index in piece), dtype=dtype, key=(options.seed, 2, place),
+            std=len(piece[0]) ** -0.5, requires_grad=True,
+        )
+        for place, (name, piece) in enumerate(on.pieces().items())
+    }  # fmt: skip
+    return x.requires_grad_(), gradient, weights

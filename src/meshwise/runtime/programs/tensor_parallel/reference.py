@@ -1,0 +1,105 @@
+"""What every layout must equal: the block in one process, in the plainest form, in float64."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwise.model.architecture import Model
+from meshwise.runtime.programs.tensor_parallel.block import Layout, Weights, shapes
+from meshwise.runtime.programs.tensor_parallel.exchange import all_max
+from meshwise.runtime.programs.tensor_parallel.kernels import EPSILON
+from meshwise.runtime.programs.tensor_parallel.spans import positions
+
+if TYPE_CHECKING:
+    from meshwise.runtime.programs.context import Context
+
+
+def whole_weights(model: Model, context: Context, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
+    """The block's weights, all of them random, the same on every rank."""
+    found = {}
+    for place, (name, shape) in enumerate(shapes(model).items()):
+        std = shape[0] ** -0.5 if len(shape) == 2 else 0.1
+        weight = context.normal(*shape, dtype=dtype, key=(seed, 1, place), std=std)
+        found[name] = weight + 1 if name.startswith("norm") and name.endswith("weight") else weight
+    return found
+
+
+def whole_activations(on: Layout, dtype: torch.dtype, seed: int, place: int) -> Tensor:
+    """[seq, batch, hidden] random numbers, the same on every rank."""
+    return on.context.normal(on.seq, on.batch, on.model.hidden, dtype=dtype, key=(seed, 2, place))
+
+
+def my_part(on: Layout, whole: Tensor) -> Tensor:
+    """What the rank holds of [seq, batch, hidden] between the matmuls: [tokens x batch, columns]."""
+    return whole[positions(on.tokens)][:, :, on.columns].flatten(0, 1)
+
+
+def my_pieces(on: Layout, whole: Weights) -> dict[str, Tensor]:
+    """What the rank holds of each weight."""
+    pieces = {}
+    for name, indices in on.pieces().items():
+        piece = whole[name]
+        for dim, index in enumerate(indices):
+            piece = piece.index_select(dim, torch.from_numpy(index).to(piece.device))
+        pieces[name] = piece
+    return pieces
+
+
+def plain_block(model: Model, x: Tensor, w: Weights) -> Tensor:
+    """The block on [seq, batch, hidden]."""
+    seq, batch, _ = x.shape
+    heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
+    qkv = _linear(_norm(x, w, "norm1"), w, "qkv").view(seq, batch, -1, dim).permute(1, 2, 0, 3)
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    k, v = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (k, v))
+    scores = q @ k.transpose(2, 3) / dim**0.5
+    if model.causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+    mixed = (scores.softmax(-1) @ v).permute(2, 0, 1, 3).flatten(2)
+    x = x + _linear(mixed, w, "out_proj")
+    y = _linear(_norm(x, w, "norm2"), w, "fc1")
+    if model.gated:
+        gate, up = y.chunk(2, -1)
+        y = F.silu(gate) * up
+    else:
+        y = F.gelu(y)
+    return x + _linear(y, w, "fc2")
+
+
+def _norm(x: Tensor, w: Weights, name: str) -> Tensor:
+    if f"{name}.bias" in w:
+        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], EPSILON)
+    return F.rms_norm(x, x.shape[-1:], w[f"{name}.weight"], EPSILON)
+
+
+def _linear(x: Tensor, w: Weights, name: str) -> Tensor:
+    y = x @ w[f"{name}.weight"]
+    return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
+
+
+def differences(on: Layout, x: Tensor, y: Tensor, weights: Weights, seed: int) -> dict[str, float]:
+    """Largest difference, on any rank, of the output and of every gradient to those of one process."""
+    dtype = y.dtype
+    whole = whole_weights(on.model, on.context, dtype, seed)
+    whole_x, whole_dy = (whole_activations(on, dtype, seed, place).double() for place in (0, 1))
+    with torch.enable_grad():
+        whole_x.requires_grad_()
+        leaves = {name: weight.double().requires_grad_() for name, weight in whole.items()}
+        expected = plain_block(on.model, whole_x, leaves)
+        expected.backward(whole_dy)
+    grads = my_pieces(on, {name: _grad(leaf) for name, leaf in leaves.items()})
+    pairs = {"output": (y, my_part(on, expected)), "d input": (_grad(x), my_part(on, _grad(whole_x)))}
+    pairs |= {f"d {name}": (_grad(weight), grads[name]) for name, weight in weights.items()}
+    largest = torch.stack([(one.double() - other).abs().max() for one, other in pairs.values()]).detach()
+    for along in on.axes:
+        all_max(largest, along)
+    return dict(zip(pairs, largest.tolist(), strict=True))
+
+
+def _grad(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad

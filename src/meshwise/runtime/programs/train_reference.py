@@ -1,0 +1,69 @@
+"""The same training step in one process that holds everything, to compare losses and gradients with."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshwise.runtime.programs.decoder import TABLE, TIED, Decoder, Setting
+from meshwise.runtime.programs.decoder_kernels import turns
+from meshwise.runtime.programs.mixture import routes
+from meshwise.runtime.programs.parallelize import fill
+
+if TYPE_CHECKING:
+    from meshwise.runtime.programs.training import Trainer
+
+
+def differences(trainer: Trainer, loss: float) -> dict[str, float]:
+    """Largest differences of all ranks: of the loss, over the loss; of gradients, over their largest number.
+
+    Every rank computes the reference, and compares its own pieces' gradients, put together, with it.
+    """
+    expected, grads = reference_step(trainer)
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
+        logging.ERROR
+    )  # of two gathers a tensor
+    largest = max(grad.abs().max() for grad in grads.values())
+    worst = torch.zeros(2, dtype=torch.float64, device=trainer.context.device)
+    worst[0] = abs(loss - expected) / abs(expected)
+    for piece in trainer.pieces.values():
+        for name, parameter in piece.named_parameters():
+            assert parameter.grad is not None
+            grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+            expected_grad = grads[name]
+            if grad.dim() == 3:  # the experts that this rank holds
+                first = (trainer.context.rank % trainer.plan.ep) * len(grad)
+                expected_grad = expected_grad[first : first + len(grad)]
+            worst[1] = torch.maximum(worst[1], (grad - expected_grad).abs().max() / largest)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return {"loss": float(worst[0]), "gradients": float(worst[1])}
+
+
+def reference_step(trainer: Trainer) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients, by name, of the whole model on the whole batch, in the type of the states."""
+    options, model, device = trainer.options, trainer.model, trainer.context.device
+    dtype = torch.float64 if trainer.plan.dtype == "fp64" else torch.float32
+    places = torch.arange(options.seq, device=device)
+    angles = turns(places, model.head_dim, dtype)
+    way = routes(places, 1, model) if model.moe else None
+    setting = Setting(turns=angles, own_places=places, recorder=trainer.context.recorder, routes=way)
+    with torch.device(device):
+        decoder = Decoder(model, setting, range(model.num_layers)).to(dtype)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            fill(decoder.alias(name), parameter, options.seed)
+    total = 0.0
+    batch = trainer.all_tokens().flatten(0, 1)
+    for sequence in batch.split(1):
+        loss = decoder(sequence[:, :-1], sequence[:, 1:]) / len(batch)
+        loss.backward()
+        total += float(loss.detach())
+    grads = {name: parameter.grad for name, parameter in decoder.named_parameters()}
+    if decoder.tie():
+        grads[TIED] = grads[TABLE]
+    return total, grads

@@ -1,0 +1,193 @@
+"""One rank of a training step: its piece of the model, cut as the plan says, and its tokens."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import loss_parallel
+
+from meshwise.runtime.programs.decoder import Decoder, Setting
+from meshwise.runtime.programs.decoder_kernels import Attend, turns
+from meshwise.runtime.programs.mixture import Experts, Routes, routes
+from meshwise.runtime.programs.parallelize import cut_tensors, shard_states
+from meshwise.runtime.programs.pipeline import make_schedule
+from meshwise.runtime.programs.ring import RingAttend, own_places
+from meshwise.runtime.programs.train import Options, Place, rank_layers, the_degrees, the_model, the_plan
+
+if TYPE_CHECKING:
+    from meshwise.runtime.programs.context import Context
+
+
+class Trainer:
+    """The modules, groups and tokens of a rank, and how it runs a step."""
+
+    def __init__(self, options: Options, context: Context) -> None:
+        self.options, self.context = options, context
+        self.plan, self.model = the_plan(options), the_model(options)
+        on = the_degrees(options, context.world_size)
+        self.dp, self.num = int(on.dp), int(on.num_microbatches)
+        self.place = Place.of(context.rank, self.plan, self.dp)
+        plan, place = self.plan, self.place
+        self.mesh = context.mesh(pp=plan.pp, dp=self.dp * plan.cp, tp=plan.tp)
+        ring = [context.rank + (number - place.cp) * plan.tp for number in range(plan.cp)]
+        self.ring = context.group("cp", ring) if plan.cp > 1 else None
+        self.ends = self._ends()
+        self.experts, self.experts_mesh = self._expert_groups()
+        with context.recorder.setup():
+            self.places = own_places(options.seq, plan.cp, place.cp, context.device)
+            self.setting = self._setting()
+            layers = rank_layers(options, context.world_size, place.pp)
+            self.pieces = {stage: self._piece(held) for stage, held in layers.items()}
+            self.tokens, self.labels = self._tokens()
+            context.recorder.weights(self.tokens, self.labels)  # inputs, not activations
+        self._step = self._alone if plan.pp == 1 else self._pipeline()
+
+    def parameters(self) -> list[Tensor]:
+        """All weights of this rank."""
+        return [parameter for piece in self.pieces.values() for parameter in piece.parameters()]
+
+    def forward_backward(self) -> float | None:
+        """All microbatches; the mean loss of the whole batch (None where numbers are not real)."""
+        with warnings.catch_warnings(), loss_parallel() if self.plan.tp > 1 else nullcontext():
+            warnings.filterwarnings(
+                "ignore", message="FSDP2-wrapped module"
+            )  # outputs are views: none is written
+            losses = self._step(self.tokens, self.labels)
+        self._sum_tied_gradients()
+        self._scale_gradients_of_experts()
+        with self.context.recorder.setup():
+            total = torch.zeros((), dtype=torch.float64, device=self.context.device)
+            for loss in losses:
+                total += loss.detach()
+            dist.all_reduce(total, op=dist.ReduceOp.AVG, group=self.mesh.get_group("dp"))
+            if self.plan.pp > 1:
+                dist.all_reduce(total, group=self.mesh.get_group("pp"))
+        return None if self.context.is_fake else float(total)
+
+    def _alone(self, tokens: Tensor, labels: Tensor) -> list[Tensor]:
+        """Without a pipeline: forward and backward of one microbatch after the other."""
+        decoder, losses = self.pieces[0], []
+        parts = zip(tokens.chunk(self.num), labels.chunk(self.num), strict=True)
+        for number, (part, targets) in enumerate(parts):
+            decoder.set_requires_gradient_sync(number == self.num - 1)
+            loss = decoder(part, targets) / self.num
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    def _pipeline(self) -> Callable[[Tensor, Tensor], list[Tensor]]:
+        plan = self.plan
+        tokens = self.options.seq // plan.cp // plan.tp
+        shape = (self.options.microbatch, tokens, self.model.hidden)
+        return make_schedule(
+            plan.schedule, self.pieces, plan.pp * plan.vpp, self.num, (shape, self.context.dtype(plan.dtype)),
+            self.mesh.get_group("pp"), self.context,
+        )  # fmt: skip
+
+    def _expert_groups(self) -> tuple[dist.ProcessGroup | None, DeviceMesh | None]:
+        """The neighbours that share the experts, and the ranks of the stage that hold the same ones."""
+        context, ep = self.context, self.plan.ep
+        if self.model.moe is None:
+            return None, None
+        stage_ranks = context.world_size // self.plan.pp
+        first = context.rank // stage_ranks * stage_ranks
+        own = context.rank // ep * ep
+        sharing = context.group("ep", range(own, own + ep)) if ep > 1 else None
+        alike = range(first + context.rank % ep, first + stage_ranks, ep)
+        return sharing, context.line("dp", alike)
+
+    def _ends(self) -> dist.ProcessGroup | None:
+        """The first and the last rank of this rank's pipeline, each with its copy of a tied table."""
+        num, place = self.plan.pp, self.place.pp
+        is_folded = self.plan.schedule == "zb-v"  # both ends are the first rank's
+        if num == 1 or is_folded or not self.model.tied_embedding or place not in (0, num - 1):
+            return None
+        per_stage = self.context.world_size // num
+        first = self.context.rank - place * per_stage
+        return self.context.group("pp", [first, first + (num - 1) * per_stage])
+
+    def _sum_tied_gradients(self) -> None:
+        """Both copies of a tied table get the sum of their gradients, as Megatron-LM does it."""
+        tables = [table for piece in self.pieces.values() if (table := piece.tied()) is not None]
+        grads = [table.grad.to_local() for table in tables]
+        with self.context.recorder.phase("backward"):
+            if len(grads) == 2:  # a V-shaped schedule brings the model's end back to the first rank
+                grads[0].add_(grads[1])
+                grads[1].copy_(grads[0])
+            elif grads and grads[0].numel():
+                dist.all_reduce(grads[0], group=self.ends)
+
+    def _scale_gradients_of_experts(self) -> None:
+        """From the mean over the ranks that hold the same experts, dp cp tp / ep, to the mean over dp cp."""
+        if self.plan.tp == self.plan.ep:
+            return
+        with self.context.recorder.phase("backward"):
+            for piece in self.pieces.values():
+                for module in piece.modules():
+                    for parameter in module.parameters() if isinstance(module, Experts) else ():
+                        parameter.grad.mul_(self.plan.tp / self.plan.ep)
+
+    def _setting(self) -> Setting:
+        plan, place, context = self.plan, self.place, self.context
+        angles = turns(self.places, self.model.head_dim, context.dtype(plan.dtype))
+        own = self.places.chunk(plan.tp)[place.tp].contiguous()
+        context.recorder.weights(*angles, own)  # constants
+        return Setting(
+            turns=angles, own_places=own, recorder=context.recorder, attend=self._attend,
+            recompute=plan.recompute, routes=self._routes(own),
+        )  # fmt: skip
+
+    def _routes(self, own: Tensor) -> Routes | None:
+        """Where the tokens at places `own` go."""
+        if self.model.moe is None:
+            return None
+        found = routes(own, self.options.microbatch, self.model, self.experts)
+        self.context.recorder.weights(found.experts, found.sources, found.back)  # constants
+        return found
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention, to the keys of all ranks of a ring."""
+        if self.ring is None:
+            return Attend.apply(q, k, v, True)
+        return RingAttend.apply(q, k, v, self.ring, self.plan.cp_kind)
+
+    def _piece(self, layers: range) -> Decoder:
+        """Some layers of the model, cut by tp and spread over the replicas."""
+        plan, context = self.plan, self.context
+        with torch.device("meta"):
+            decoder = Decoder(self.model, self.setting, layers)
+        if plan.tp > 1:
+            cut_tensors(decoder, self.mesh["tp"])
+        seed = None if context.is_fake else self.options.seed
+        shard_states(
+            decoder, self.mesh["dp"], self.experts_mesh, context.device, context.dtype(plan.dtype), seed,
+            reshard_after_forward=plan.pp == 1,
+        )  # fmt: skip
+        for module in decoder.modules():
+            if isinstance(module, FSDPModule):
+                module.register_forward_pre_hook(self._note_weights)
+        return decoder
+
+    def _note_weights(self, module: nn.Module, _: object) -> None:
+        """What FSDP has gathered of the weights are weights too."""
+        self.context.recorder.weights(*module.parameters())
+
+    def _tokens(self) -> tuple[Tensor, Tensor]:
+        """This rank's tokens and those that follow them, [microbatches x sequences, own tokens] each."""
+        mine = self.all_tokens()[self.place.dp]
+        tokens, labels = (part[:, self.places].contiguous() for part in (mine[:, :-1], mine[:, 1:]))
+        return tokens, labels
+
+    def all_tokens(self) -> Tensor:
+        """The tokens of a step in the whole world: [replicas, microbatches x sequences, tokens + 1]."""
+        torch.manual_seed(self.options.seed)
+        shape = self.dp, self.num * self.options.microbatch, self.options.seq + 1
+        return torch.randint(self.model.vocab, shape).to(self.context.device)

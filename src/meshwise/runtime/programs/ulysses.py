@@ -1,0 +1,237 @@
+"""Ulysses attention: the sequence is spread over all ranks, but while attention runs it is the heads.
+
+Every rank holds N/P tokens and all weights. It projects its tokens to q, k, v of all h heads; an
+all-to-all turns that into all tokens of h/P heads; attention runs there; a second all-to-all turns the
+result back, and the output projection follows. With `--ring R` the exchange spans only U = P/R ranks, and
+keys and values travel around R ranks instead: two levels, for machines whose inner links are faster.
+
+Source: DeepSpeed-Ulysses, arXiv 2309.14509; two levels: USP, arXiv 2405.07719.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from msgspec import Meta
+
+from meshwise.core.errors import PlanError
+from meshwise.core.units import DTYPE_BYTES
+from meshwise.program.tape import Tape
+from meshwise.program.ulysses import Ulysses, write_ulysses
+from meshwise.runtime.programs import Dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from meshwise.runtime.programs.context import Context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the command line may choose."""
+
+    seq: Annotated[int, Meta(ge=1, description="tokens in the whole sequence, N")] = 4096
+    hidden: Annotated[int, Meta(ge=1, description="width of the model, d")] = 1024
+    heads: Annotated[int, Meta(ge=1, description="attention heads, h")] = 16
+    dtype: Annotated[Dtype, Meta(description="element type")] = "bf16"
+    attention: Annotated[
+        Literal["scores", "flash"], Meta(description="keep the N x N score matrix, or never make it")
+    ] = "scores"
+    causal: Annotated[bool, Meta(description="a token sees only those before it")] = False
+    ring: Annotated[int, Meta(ge=1, description="ranks of the ring around the exchange, R")] = 1
+    backward: Annotated[bool, Meta(description="run the backward too, and all-reduce its gradients")] = False
+    check: Annotated[bool, Meta(description="compare with one process that holds everything")] = False
+    seed: Annotated[int, Meta(description="seed of inputs and weights")] = 0
+
+
+def check(options: Options, ranks: int) -> None:
+    """PlanError for what does not divide or does not go together."""
+    if ranks % options.ring:
+        raise PlanError(f"ulysses: {ranks} ranks do not divide by --ring {options.ring}")
+    exchange = ranks // options.ring
+    if options.seq % ranks:
+        raise PlanError(
+            f"ulysses: --seq {options.seq} does not divide by {ranks} ranks; use a multiple of {ranks}"
+        )
+    if options.heads % exchange:
+        raise PlanError(
+            f"ulysses: --heads {options.heads} does not divide by the {exchange} ranks that exchange heads; "
+            f"use a multiple of {exchange}, or --ring to exchange among fewer"
+        )
+    if options.hidden % options.heads:
+        raise PlanError(f"ulysses: --hidden {options.hidden} does not divide by --heads {options.heads}")
+    if options.ring > 1 and options.attention != "flash":
+        raise PlanError("ulysses: --ring passes keys between ranks and needs --attention flash")
+
+
+def sizes(options: Options, ranks: int) -> Ulysses:
+    """The numbers that the closed form takes."""
+    return Ulysses(
+        ranks=ranks,
+        ring=options.ring,
+        seq=options.seq,
+        hidden=options.hidden,
+        heads=options.heads,
+        dtype=options.dtype,
+        elem_bytes=int(DTYPE_BYTES[options.dtype]),
+        is_flash=options.attention == "flash",
+        is_causal=options.causal,
+        has_backward=options.backward,
+    )
+
+
+def estimate(options: Options, tape: Tape) -> None:
+    """Write the closed form of `main` on `tape`."""
+    write_ulysses(sizes(options, tape.world_size), tape)
+
+
+def main(options: Options, context: Context) -> dict[str, Any] | None:
+    """Forward, and backward if asked; with `--check`, the largest difference to a single process."""
+    import torch
+
+    recorder = context.recorder
+    inputs = make_inputs(options, context)
+    with recorder.section("ulysses"), torch.set_grad_enabled(options.backward):
+        output = forward(options, context, inputs)
+    if options.backward:
+        backward(options, context, inputs, output)
+    if not options.check or context.is_fake:
+        return None
+    from meshwise.runtime.programs.reference import ulysses_difference
+
+    with recorder.setup():
+        return {"max_abs_diff": ulysses_difference(options, context, inputs, output)}
+
+
+def make_inputs(options: Options, context: Context) -> dict[str, torch.Tensor]:
+    """This rank's tokens, and the four weights that every rank holds."""
+    tokens, width = options.seq // context.world_size, options.hidden // options.heads
+    shared: dict[str, Any] = {"dtype": context.dtype(options.dtype), "requires_grad": options.backward}
+    with context.recorder.setup():
+        x = context.normal(tokens, options.hidden, key=(options.seed, 0, context.rank), **shared)
+        std = options.hidden**-0.5
+        weights = {
+            name: context.normal(options.heads, *shape, key=(options.seed, place), std=std, **shared)
+            for place, (name, shape) in enumerate(weight_shapes(options.hidden, width).items(), start=1)
+        }
+    context.recorder.weights(*weights.values())
+    return {"input": x, **weights}
+
+
+def weight_shapes(hidden: int, width: int) -> dict[str, tuple[int, int]]:
+    """Per head: Q, K, V take the model's width to the head's, O back."""
+    return {"Q": (hidden, width), "K": (hidden, width), "V": (hidden, width), "O": (width, hidden)}
+
+
+def forward(options: Options, context: Context, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The steps of the program; nothing that it names is freed before it returns."""
+    from torch import bmm
+
+    from meshwise.runtime.programs.functions import (
+        AllToAll,
+        FlashAttention,
+        MatMul,
+        Project,
+        RingAttention,
+        Scores,
+    )
+
+    op, step = context.recorder.op, context.step
+    num = context.world_size // options.ring
+    mesh = context.mesh(ring=options.ring, ulysses=num)
+    exchange = mesh.get_group("ulysses")
+    x, weight_q, weight_k, weight_v, weight_o = inputs.values()
+    tokens, width = x.shape[0], options.hidden // options.heads
+    local_heads, local_seq = options.heads // num, tokens * num
+    p, n = ("P", "N") if options.ring == 1 else ("U", "N/R")
+    spread, gathered = f"[{p}, h/{p}, N/P, d/h]", f"[h/{p}, {n}, d/h]"
+
+    def to_heads(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        with op(name):
+            return AllToAll.apply(tensor.view(num, local_heads, tokens, width), exchange)
+
+    def join_tokens(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        with op(f"{name} transpose"):
+            return tensor.transpose(0, 1).contiguous().view(local_heads, local_seq, width)
+
+    step(
+        "inputs",
+        {
+            "input [N/P, d]": x,
+            "Q [h, d, d/h]": weight_q,
+            "K [h, d, d/h]": weight_k,
+            "V [h, d, d/h]": weight_v,
+            "O [h, d/h, d]": weight_o,
+        },
+    )
+    with op("q"):
+        q = Project.apply(x, weight_q)
+    with op("k"):
+        k = Project.apply(x, weight_k)
+    with op("v"):
+        v = Project.apply(x, weight_v)
+    shown = {"q [h, N/P, d/h]": q, "k [h, N/P, d/h]": k, "v [h, N/P, d/h]": v}
+    step("compute q, k, v", shown, "q = input x Q, k = input x K, v = input x V")
+
+    q_, k_, v_ = to_heads("q", q), to_heads("k", k), to_heads("v", v)
+    step("all-to-all q, k, v", {f"q_ {spread}": q_, f"k_ {spread}": k_, f"v_ {spread}": v_})
+
+    q_ = join_tokens("q", q_)
+    k_ = join_tokens("k", k_)
+    v_ = join_tokens("v", v_)
+    shown = {f"q_ {gathered}": q_, f"k_ {gathered}": k_, f"v_ {gathered}": v_}
+    step("transpose and reshape q_, k_, v_", shown, "transpose(0, 1) q_, k_, v_ & reshape")
+
+    if options.attention == "scores":
+        with op("A"):
+            scores = Scores.apply(q_, k_, options.causal)
+        step("A = q_ x k_t", {f"A [h/{p}, N, N]": scores})
+        with op("c"):
+            c = bmm(scores, v_)
+        step("c = A x v_", {f"c {gathered}": c})
+    else:
+        batched = [tensor.unsqueeze(0) for tensor in (q_, k_, v_)]
+        with op("attention"):
+            if options.ring == 1:
+                c = FlashAttention.apply(*batched, options.causal)
+            else:
+                c = RingAttention.apply(*batched, options.causal, mesh.get_group("ring"))
+        c = c.squeeze(0)
+        step("c = attention of q_, k_, v_", {f"c {gathered}": c})
+
+    with op("c transpose"):
+        c = c.transpose(0, 1).contiguous()
+    step("transpose c", {f"c [{n}, h/{p}, d/h]": c}, "transpose(0, 1) c")
+    with op("c"):
+        c_ = AllToAll.apply(c.view(num, tokens, local_heads, width), exchange)
+    step("all-to-all c", {f"c_ [{p}, N/P, h/{p}, d/h]": c_}, "c_ = all-to-all c")
+    with op("c_ transpose"):
+        c_ = c_.transpose(0, 1).contiguous().view(tokens, options.hidden)
+    weight_o = weight_o.view(options.hidden, options.hidden)
+    step("transpose and reshape c_, reshape O", {"c_ [N/P, d]": c_, "O [d, d]": weight_o})
+    with op("output"):
+        output = MatMul.apply(c_, weight_o)
+    step("output = c x O", {"output [N/P, d]": output})
+    return output
+
+
+def backward(
+    options: Options, context: Context, inputs: Mapping[str, torch.Tensor], output: torch.Tensor
+) -> None:
+    """Gradients of the inputs for a made-up gradient of the output; weights' are summed over all ranks."""
+    import torch.distributed as dist
+
+    recorder = context.recorder
+    with recorder.setup():
+        key = (options.seed, 5, context.rank)
+        gradient = context.normal(*output.shape, dtype=output.dtype, key=key)
+    output.backward(gradient)
+    x, *weights = inputs.values()
+    with recorder.section("ulysses"), recorder.phase("backward"):
+        for name, weight in list(inputs.items())[1:]:
+            with recorder.op(name):
+                dist.all_reduce(weight.grad)
+    shown = {"d input [N/P, d]": x.grad, "dQ [h, d, d/h]": weights[0].grad, "dO [h, d/h, d]": weights[3].grad}
+    context.step("backward", {name: grad for name, grad in shown.items() if grad is not None})

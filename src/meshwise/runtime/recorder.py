@@ -1,0 +1,507 @@
+"""Counts what a torch program does while it runs, real or on fake tensors, into a `Ledger`.
+
+Every op and every collective of a program passes torch's dispatcher, below autograd; the recorder sits
+there. Per op it notes shapes, FLOP (of matmuls and attention) and bytes; per collective its kind, mesh
+axis, group and payload. A tensor's storage is alive from the op that makes it until its last reference
+goes. What autograd keeps for the backward is counted with the op that first keeps it, each storage once,
+weights apart.
+
+A row is called by the program, not by torch: `module` is the path of the sections around it, `op` the
+name given with `recorder.op("q")`, else torch's own. In the backward an op belongs to the section of the
+forward op whose gradient it computes (autograd numbers its nodes; the numbers join the two).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint as checkpointing
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from meshwise.core.ledger import Ledger
+from meshwise.cost.collective import sent_bytes
+from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
+from meshwise.program.tape import Named, Step, Tape
+from meshwise.runtime.kept import Held, Kept, recomputation_hook
+
+aten = torch.ops.aten
+
+DTYPE_NAMES = {
+    **{torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"},
+    **{torch.int64: "int64", torch.int32: "int32", torch.uint8: "uint8", torch.bool: "bool"},
+}
+
+_NO_WORK = frozenset(
+    ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view", "wait_tensor")
+)
+
+_COLLECTIVES: dict[str, tuple[str, int | None]] = {
+    # kind, and which argument is the full tensor (None: the result)
+    "c10d.allreduce_": ("all_reduce", 0),
+    "c10d.allreduce_coalesced_": ("all_reduce", 0),
+    "c10d._allgather_base_": ("all_gather", 0),
+    "c10d.allgather_": ("all_gather", 0),
+    "c10d.allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "c10d._reduce_scatter_base_": ("reduce_scatter", 1),
+    "c10d.reduce_scatter_": ("reduce_scatter", 1),
+    "c10d.reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "c10d.alltoall_base_": ("all_to_all", 1),
+    "c10d.alltoall_": ("all_to_all", 1),
+    "c10d.broadcast_": ("broadcast", 0),
+    "c10d.reduce_": ("reduce", 0),
+    "c10d.send": ("send", 0),
+    "c10d.recv_": ("recv", 0),
+    "_c10d_functional.all_reduce": ("all_reduce", 0),
+    "_c10d_functional.all_reduce_": ("all_reduce", 0),
+    "_c10d_functional.all_reduce_coalesced": ("all_reduce", 0),
+    "_c10d_functional.all_gather_into_tensor": ("all_gather", None),
+    "_c10d_functional.all_gather_into_tensor_out": ("all_gather", None),
+    "_c10d_functional.all_gather_into_tensor_coalesced": ("all_gather", None),
+    "_c10d_functional.reduce_scatter_tensor": ("reduce_scatter", 0),
+    "_c10d_functional.reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
+    "_c10d_functional.all_to_all_single": ("all_to_all", 0),
+    "_c10d_functional.broadcast": ("broadcast", 0),
+}
+
+Storage = torch.UntypedStorage
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the distinct elements of `tensor`: an expanded tensor counts what it expands."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+class Recorder(TorchDispatchMode):
+    """Writes a `Tape` while torch runs; use it as a context manager around the program.
+
+    `device_type` limits it to tensors on that kind of device. `is_timed` measures each op on the host's
+    clock, collectives to their completion: for CPU runs, where an op returns when it is done.
+    """
+
+    def __init__(self, tape: Tape, *, device_type: str = "cpu", is_timed: bool = False) -> None:
+        super().__init__()
+        self.tape = tape
+        self._device_type = device_type
+        self._is_timed = is_timed
+        self._modules: list[str] = []
+        self._op_names: list[str] = []
+        self._phases: list[str] = []
+        self._pauses = 0
+        self._axes: dict[str, str] = {}
+        self._live: dict[int, weakref.finalize] = {}
+        self._weights: set[int] = set()
+        self._saved: set[int] = set()
+        self._labels: dict[int | None, tuple[str, str]] = {}  # autograd node -> module and op of its forward
+        self._last_label = ("", "")
+        self._rows: dict[int, dict[str, Any]] = {}  # autograd node -> row of its forward
+        self._saved_early: dict[int, float] = {}  # kept before the row was written
+        self._kept = Kept()
+        self._hooks: Any = None
+        self._recomputation: Any = None
+        self._storage_resize: Any = None
+        self._shape_rules: Any = None
+
+    # --- what a program says -----------------------------------------------------------------
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Rows inside belong to module `name` (joined to the sections around it with a slash)."""
+        with _pushed(self._modules, name):
+            yield
+
+    @contextmanager
+    def op(self, name: str) -> Iterator[None]:
+        """Rows inside carry `name` as their op."""
+        with _pushed(self._op_names, name):
+            yield
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Rows inside belong to phase `name`; without one it is forward, or backward inside autograd."""
+        with _pushed(self._phases, name):
+            yield
+
+    @contextmanager
+    def setup(self) -> Iterator[None]:
+        """Tensors made inside are alive and counted; ops inside write no rows (inputs, weights, checks)."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+
+    def weights(self, *tensors: torch.Tensor) -> None:
+        """These tensors are weights: not counted as kept for the backward, but as read by an op."""
+        self._weights.update(_local(tensor).untyped_storage()._cdata for tensor in tensors)
+
+    def track(self, *tensors: torch.Tensor) -> None:
+        """Count tensors that were made outside the recorder as alive."""
+        for tensor in tensors:
+            self._track(tensor)
+
+    def name_axis(self, group: dist.ProcessGroup, axis: str) -> None:
+        """Collectives of `group` run along the mesh axis `axis`."""
+        self._axes[group.group_name] = axis
+
+    def kept_peak_bytes(self) -> float:
+        """The most bytes that autograd kept for the backward at once, weights apart."""
+        return self._kept.peak_bytes
+
+    def step(self, name: str, tensors: Mapping[str, torch.Tensor]) -> list[Step]:
+        """The program has come to `name`; `tensors` by what the step prints: `{"q [h, N/P, d/h]": q}`."""
+        named = []
+        for label, tensor in tensors.items():
+            short, _, symbols = label.partition(" [")
+            size_bytes = tensor.numel() * tensor.element_size()
+            named.append(Named(short, symbols and f"[{symbols}", tuple(tensor.shape), size_bytes))
+        return self.tape.step(name, named)
+
+    def ledger(self) -> Ledger:
+        """The rows so far."""
+        return self.tape.ledger()
+
+    # --- the dispatcher ----------------------------------------------------------------------
+
+    def __enter__(self) -> Recorder:
+        self._hooks = saved_tensors_hooks(self._keep, lambda held: held.tensor)
+        self._hooks.__enter__()
+        self._recomputation = checkpointing._recomputation_hook
+        checkpointing._recomputation_hook = recomputation_hook(self._hold)
+        self._storage_resize = Storage.resize_
+        recorder = self
+
+        def resize_(storage: torch.UntypedStorage, size_bytes: int) -> Any:
+            recorder._resized(storage, size_bytes)
+            return recorder._storage_resize(storage, size_bytes)
+
+        self._shape_rules = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def unseen(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():  # DTensor tries an op's full shape on fake tensors, once
+                return recorder._shape_rules(*args, **kwargs)
+
+        Storage.resize_ = resize_
+        ShardingPropagator._propagate_tensor_meta_non_cached = unseen
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        Storage.resize_ = self._storage_resize
+        checkpointing._recomputation_hook = self._recomputation
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._shape_rules
+        self._hooks.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if DTensor in types:
+            return NotImplemented  # let it come back as ops on its local tensors
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        if _is_bookkeeping(args, kwargs):
+            with _disable_current_modes():
+                return func(*args, **kwargs)
+        kind = _COLLECTIVES.get(f"{func.namespace}.{func._opname}")
+        inputs = self._tensors((args, kwargs))
+        begin_s = time.perf_counter()
+        if kind is not None and self._is_timed and kind[0] not in ("send", "recv"):
+            result = _complete(func, args, kwargs)
+        else:  # a send may have to wait for a receive that is yet to be posted
+            result = func(*args, **kwargs)
+        elapsed_s = time.perf_counter() - begin_s
+        outputs = self._tensors(result)
+        for tensor in outputs:
+            self._track(tensor)
+        if self._pauses or func._opname in _NO_WORK:
+            return result
+        if kind is not None:
+            row = self._collective_row(*kind, args, result)
+        else:
+            written = _written(func, args, kwargs, inputs, outputs)
+            if not written:
+                return result  # a view
+            row = self._op_row(func, args, kwargs, result, inputs, written)
+        if self._is_timed:
+            row["time_s"] = elapsed_s
+        self._write(row)
+        return result
+
+    def _tensors(self, tree: Any) -> list[torch.Tensor]:
+        """The distinct tensors in `tree` that lie on the recorded kind of device."""
+        leaves = {id(leaf): leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
+        return [leaf for leaf in leaves.values() if leaf.device.type == self._device_type]
+
+    def _op_row(
+        self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Any], written: list[Any]
+    ) -> dict[str, Any]:
+        named = dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)) | kwargs
+        shape, flop = _work(func, named, args, kwargs, result)
+        weights = [tensor for tensor in inputs if tensor.untyped_storage()._cdata in self._weights]
+        return {
+            "op": func._opname,
+            "shape": shape or tuple(written[0].shape),
+            "dtype": _dtype_name(written[0].dtype),
+            "flop": flop,
+            "read_bytes": sum(map(tensor_bytes, inputs)),
+            "write_bytes": sum(map(tensor_bytes, written)),
+            "weight_bytes": sum(map(tensor_bytes, weights)),
+            "is_matmul": bool(shape) and func._opname in _MATMULS,
+        }
+
+    def _collective_row(self, kind: str, full: int | None, args: Any, result: Any) -> dict[str, Any]:
+        group = next(filter(None, map(_group, reversed(args))))
+        tensors = tree_leaves(result if full is None else args[full])
+        payload_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        size = group.size()
+        wire = {"send": "p2p", "recv": ""}.get(kind, kind)
+        return {
+            "op": kind,
+            "shape": tuple(tensors[0].shape),
+            "dtype": _dtype_name(tensors[0].dtype),
+            "collective": kind,
+            "axis": self._axes.get(group.group_name, "world"),
+            "group_size": size,
+            "payload_bytes": payload_bytes,
+            "sent_bytes": float(sent_bytes(wire, payload_bytes, size)) if wire else 0.0,  # type: ignore[arg-type]
+        }
+
+    def _write(self, row: dict[str, Any]) -> None:
+        """Put a row on the tape under the names of its place in the program."""
+        node = torch._C._current_autograd_node()
+        in_backward = torch._C._current_graph_task_id() != -1
+        module, op = self._label(row["op"])
+        phase = self._phases[-1] if self._phases else "backward" if in_backward else "forward"
+        number = torch.autograd._get_sequence_nr() - 1
+        if in_backward and phase == "backward":
+            # what adds to a parameter's gradient has no place of its own; it belongs to the op before it
+            place = None if node is None else node._sequence_nr()
+            self._last_label = self._labels.get(place, self._last_label)
+            named_here = bool(self._op_names)  # a backward written by hand may name its own ops
+            module, op = self._last_label[0], op if named_here else self._last_label[1] or op
+        row = self.tape.op(**{**row, "op": op, "module": module, "phase": phase})
+        if not in_backward:
+            self._claim(number)
+            self._stand_for(number, row)
+
+    def _stand_for(self, number: int, row: dict[str, Any]) -> None:
+        """What node `number` keeps counts with the first of its rows that does its work, if any does."""
+        before = self._rows.get(number)
+        if before is None:
+            row["saved_bytes"] = self._saved_early.pop(number, 0.0)
+        elif _standing(row) > _standing(before):
+            row["saved_bytes"], before["saved_bytes"] = before["saved_bytes"], 0.0
+        else:
+            return
+        self._rows[number] = row
+
+    def _label(self, torch_name: str) -> tuple[str, str]:
+        module = ""
+        for name in self._modules:
+            module = name[1:] if name.startswith("/") else f"{module}/{name}".lstrip("/")
+        return module, self._op_names[-1] if self._op_names else torch_name
+
+    def _claim(self, number: int) -> None:
+        """The autograd node `number` belongs to the place where the program is now."""
+        module, _ = self._label("")
+        self._labels.setdefault(number, (module, self._op_names[-1] if self._op_names else ""))
+
+    # --- storages ----------------------------------------------------------------------------
+
+    def _track(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live or storage.nbytes() == 0:
+            return
+        self.tape.allocate(key, storage.nbytes())
+        self._live[key] = weakref.finalize(storage, self._freed, key)
+
+    def _freed(self, key: int) -> None:
+        if self._live.pop(key, None) is not None:
+            self.tape.release(key)
+        self._weights.discard(key)
+        self._saved.discard(key)
+
+    def _resized(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        """FSDP frees and refills its unsharded parameters by resizing their storages."""
+        key = storage._cdata
+        if storage.device.type != self._device_type:
+            return
+        finalizer = self._live.pop(key, None)
+        if finalizer is not None:
+            finalizer.detach()
+            self.tape.release(key)
+        if size_bytes:
+            self.tape.allocate(key, size_bytes)
+            self._live[key] = weakref.finalize(storage, self._freed, key)
+
+    def _keep(self, tensor: torch.Tensor) -> Any:
+        """Autograd keeps `tensor`; its storage counts once, with the op that keeps it first."""
+        storage = _local(tensor).untyped_storage()
+        key = storage._cdata
+        held = Held(tensor)
+        self._hold(tensor, held)
+        if self._pauses or key in self._weights or key in self._saved or key not in self._live:
+            return held
+        self._saved.add(key)
+        number = torch.autograd._get_sequence_nr() - 1
+        self._claim(number)
+        if number in self._rows:
+            self._rows[number]["saved_bytes"] += storage.nbytes()
+        else:
+            self._saved_early[number] = self._saved_early.get(number, 0.0) + storage.nbytes()
+        return held
+
+    def _hold(self, tensor: torch.Tensor, holder: object) -> None:
+        """`tensor` is kept for the backward for as long as `holder` is there."""
+        storage = _local(tensor).untyped_storage()
+        if not self._pauses and storage._cdata in self._live and storage._cdata not in self._weights:
+            self._kept.hold(storage, holder)
+
+
+_MATMULS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_")
+
+
+def _standing(row: Mapping[str, Any]) -> int:
+    """Of the rows of one autograd node: matmuls and attention first, then other ops, then collectives."""
+    return 0 if row.get("collective") else 2 if row["flop"] else 1
+
+
+def _work(func: Any, named: Mapping[str, Any], args: Any, kwargs: Any, result: Any) -> tuple[Any, float]:
+    """Shape in the words of `layout.op` and FLOP of a matmul or attention; () and 0 for other ops."""
+    if func._opname in _MATMULS:
+        left = named.get("mat1", named.get("batch1", named.get("self")))
+        right = named.get("mat2", named.get("batch2"))
+        batch = left.shape[0] if left.dim() == 3 else 1
+        m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+        return (batch, m, n, k), float(matmul_flop(m, n, k, batch=batch))
+    if "attention" in func._opname and "query" in named:
+        return _attention_work(named, is_backward="backward" in func._opname)
+    formula = flop_registry.get(func._overloadpacket)
+    return (), float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
+
+
+def _attention_work(named: Mapping[str, Any], *, is_backward: bool) -> tuple[Any, float]:
+    """Tensors are [batch, heads, tokens, head size]; under a causal mask, what the kernels really do."""
+    query, key, value = named["query"], named["key"], named["value"]
+    batch, heads, seq_q, qk_dim = query.shape
+    kv_heads, seq_k, v_dim = key.shape[1], key.shape[2], value.shape[3]
+    is_causal = bool(named.get("is_causal", False))
+    # Queries that are not the last of the sequence say which they are: begin, end, begin, end, ...
+    spans = named.get("query_spans") or [seq_k - seq_q, seq_k]
+    pairs = sum(
+        attended_pairs(end - begin, end if is_causal else seq_k, causal=is_causal)
+        for begin, end in zip(spans[::2], spans[1::2], strict=True)
+    )
+    work = flash_attention_backward if is_backward else flash_attention
+    sizes = (heads, kv_heads, seq_q, seq_k, qk_dim, v_dim)
+    cost = work(pairs, *sizes, batch=batch, elem_bytes=query.element_size())
+    return (batch, *sizes), float(cost.flop)
+
+
+def _written(
+    func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The tensors that an op writes: those it mutates, and outputs in storages of their own."""
+    if func._schema.is_mutable:
+        named = dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)) | kwargs
+        mutated = [arg.name for arg in func._schema.arguments if arg.alias_info and arg.alias_info.is_write]
+        return [leaf for name in mutated for leaf in tree_leaves(named.get(name)) if leaf is not None]
+    known = {tensor.untyped_storage()._cdata for tensor in inputs}
+    return [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
+
+
+def _group(argument: Any) -> dist.ProcessGroup | None:
+    """The process group that `argument` of a collective is or names."""
+    if isinstance(argument, str):
+        with suppress(ValueError):
+            return dist.distributed_c10d._resolve_process_group(argument)
+    if isinstance(argument, torch.ScriptObject):
+        with suppress(RuntimeError):
+            return dist.ProcessGroup.unbox(argument)
+    return None
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a distributed tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _is_bookkeeping(args: Any, kwargs: Any) -> bool:
+    """Whether an op of a dry run works on real tensors: those in which a device mesh keeps its ranks."""
+    if not isinstance(_get_current_dispatch_mode(), FakeTensorMode):
+        return False
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return bool(tensors) and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+
+
+def _complete(func: Any, args: Any, kwargs: Any) -> Any:
+    """A collective of gloo, complete when this returns: its `Work` is replaced by one that is done.
+
+    gloo's threads let go of the tensors of a collective when they are scheduled, some time after the wait
+    is over. So they get others over the same memory, which own nothing: what the program's tensors live
+    does not depend on threads. The results of a functional collective, made inside it, are copied.
+    """
+    storages: dict[int, torch.UntypedStorage] = {}
+    originals: dict[int, torch.Tensor] = {}
+
+    def stand_in(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.untyped_storage().nbytes():
+            return leaf
+        storage = leaf.untyped_storage()
+        if storage._cdata not in storages:
+            storages[storage._cdata] = _unowned(storage)
+        view = torch.empty(0, dtype=leaf.dtype)
+        view.set_(storages[storage._cdata], leaf.storage_offset(), leaf.size(), leaf.stride())
+        originals[id(view)] = leaf
+        return view
+
+    def finished(leaf: Any) -> Any:
+        if isinstance(leaf, torch.ScriptObject):
+            dist.Work.unbox(leaf).wait()
+            return FakeWork().boxed()
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if func.namespace == "_c10d_functional":
+            torch.ops._c10d_functional.wait_tensor(leaf)
+            return originals[id(leaf)] if id(leaf) in originals else leaf.clone()
+        return originals.get(id(leaf), leaf)
+
+    stand_ins = tree_map(stand_in, (args, kwargs))
+    return tree_map(finished, func(*stand_ins[0], **stand_ins[1]))
+
+
+def _unowned(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """A storage over the memory of `storage`, in main memory, that does not keep it alive."""
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+@contextmanager
+def _pushed(stack: list[str], item: str) -> Iterator[None]:
+    stack.append(item)
+    try:
+        yield
+    finally:
+        stack.pop()

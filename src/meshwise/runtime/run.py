@@ -1,0 +1,54 @@
+"""`run`: the real program on real ranks, recorded while it runs, or bare."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from meshwise.program.tape import Tape
+from meshwise.runtime.capture_cost import capture_cost
+from meshwise.runtime.launch import Place
+from meshwise.runtime.outcome import Outcome
+from meshwise.runtime.profile import capture
+from meshwise.runtime.programs import find_program
+from meshwise.runtime.programs.context import Context
+from meshwise.runtime.recorder import Recorder
+from meshwise.runtime.unrecorded import Unrecorded
+
+
+def run_rank(
+    place: Place, name: str, options: Any, root: int = 0, quiet: bool = False, folder: str | None = None,
+    recorded: bool = True,
+) -> Outcome:  # fmt: skip
+    """Run program `name` on this rank of an initialised world; what `launch` calls on every rank.
+
+    With a `folder`, the rank's profile is written there, and what that cost is told. Profiled ops are not
+    timed one by one. Not `recorded`: nothing is counted, and the program runs at the speed it has without us.
+    """
+    on_cpu = place.device_type == "cpu"
+    tape = Tape("run", place.rank, place.world_size, measure=None if on_cpu else _cuda_bytes)
+    kind = Recorder if recorded else Unrecorded
+    recorder = kind(tape, device_type=place.device_type, is_timed=on_cpu and folder is None)
+    context = Context(
+        rank=place.rank,
+        world_size=place.world_size,
+        device=place.device,
+        recorder=recorder,
+        root=root,
+        quiet=quiet,
+    )
+    if not on_cpu:
+        torch.cuda.reset_peak_memory_stats()
+    profile = nullcontext() if folder is None else capture(folder, place.rank, place.world_size)
+    with profile as captured, recorder:
+        result = find_program(name).main(options, context)
+    cost = None if captured is None else capture_cost(captured)
+    device = "cpu" if on_cpu else torch.cuda.get_device_name(place.device)
+    return Outcome.from_tape(tape, name, device, result, cost)
+
+
+def _cuda_bytes() -> tuple[float, float]:
+    """What PyTorch's allocator has booked, now and at most."""
+    return float(torch.cuda.memory_allocated()), float(torch.cuda.max_memory_allocated())

@@ -1,0 +1,1 @@
+"""The best plan for a model on a cluster."""

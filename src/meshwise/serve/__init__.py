@@ -1,0 +1,1 @@
+"""An inference server: requests over passes of a model."""

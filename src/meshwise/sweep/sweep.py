@@ -1,0 +1,499 @@
+"""A grid of runs of one command, kept in one SQLite file as they come.
+
+A TOML file names a verb (`estimate`, `dryrun`, `run`), what is the same for all points, and the grid:
+
+    verb = "estimate"
+    arguments = ["gpt3-175b"]
+    [options]
+    cluster = "h100-80g-sxm:512"
+    plan = "tp={tp},pp={pp}"            # {key} takes the value of the point
+    batch = 512
+    [grid]                              # every combination; a key that no {key} uses becomes --key
+    tp = [1, 2, 4, 8]
+    pp = [1, 2, 4, 8]
+    [results]                           # columns: a path into the JSON document of the command
+    step_s = "step_s"
+    memory_bytes = "memory_bytes.total"
+
+`[[grid]]`, written several times, is the union of several grids. A point is the command line that it
+stands for, and that is its key in the file: a finished point is never run again, whatever becomes of the
+sweep or of the TOML file, and a point is stored in one transaction, so that kill -9 loses only what was
+running. A failed point keeps its error and stops nothing.
+
+Points run in worker processes on this machine, or through Ray on many. A worker that dies takes only its
+point with it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import itertools
+import json
+import os
+import queue
+import re
+import signal
+import sqlite3
+import string
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import msgspec
+
+from meshwise.core.errors import DataError, MissingExtraError
+
+Scalar = str | int | float | bool
+Engine = Literal["local", "ray"]
+VERBS = ("estimate", "dryrun", "run")
+_WORKER = [sys.executable, "-m", "meshwise.cli.worker"]
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS points (
+    id INTEGER PRIMARY KEY,
+    command TEXT NOT NULL UNIQUE,
+    point TEXT NOT NULL,
+    status TEXT NOT NULL CHECK (status IN ('done', 'failed')),
+    finished_at TEXT NOT NULL,
+    seconds REAL NOT NULL,
+    document TEXT,
+    error TEXT
+)
+"""
+_UNKNOWN_OPTION = re.compile(r"no such option|has no option", re.IGNORECASE)
+_DEFAULT_RESULTS = {
+    "estimate": {
+        "step_s": "step_s",
+        "tokens_per_s": "tokens_per_s",
+        "mfu": "mfu",
+        "memory_bytes": "memory_bytes.total",
+        "fits": "fits",
+    },
+    "dryrun": {"peak_bytes": "peak_bytes"},
+    "run": {"peak_bytes": "peak_bytes"},
+}
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    """The TOML file as written."""
+
+    verb: str
+    grid: dict[str, list[Scalar]] | list[dict[str, list[Scalar]]]
+    arguments: list[str] = []
+    options: dict[str, Scalar] = {}
+    results: dict[str, str] = {}
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One combination of the grid and the command line that it stands for."""
+
+    values: dict[str, Scalar]
+    words: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """The command line as one text."""
+        return json.dumps(self.words)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a point's command left: its document, or the sentence that it failed with."""
+
+    document: Any
+    error: str | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A finished point with the columns that `[results]` asks for; None where the document lacks one."""
+
+    values: dict[str, Scalar]
+    status: str
+    seconds: float
+    results: dict[str, Any]
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A sweep as read from its file: all its points, in the order of the grid."""
+
+    verb: str
+    points: tuple[Point, ...]
+    results: dict[str, str]
+    timeout_s: float | None
+
+
+def read_sweep(path: Path) -> Sweep:
+    """Read and check a sweep file; DataError with one sentence for whatever is wrong in it."""
+    try:
+        file = msgspec.toml.decode(path.read_bytes(), type=_File)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; name a TOML file") from None
+    except (msgspec.DecodeError, ValueError) as error:
+        raise DataError(f"{path} is not a sweep: {error}") from None
+    if file.verb not in VERBS:
+        raise DataError(f"{path}: verb {file.verb!r} cannot be swept; use {', '.join(VERBS)}")
+    if file.timeout_s is not None and not file.timeout_s > 0:
+        raise DataError(f"{path}: timeout_s is {file.timeout_s:g}; give seconds above 0, or leave it out")
+    grids = file.grid if isinstance(file.grid, list) else [file.grid]
+    empty = [key for grid in grids for key, values in grid.items() if not values]
+    if empty or not any(grids):
+        raise DataError(f"{path}: the grid has no values for {', '.join(empty) or 'anything'}; list some")
+    points: dict[str, Point] = {}
+    for grid in grids:
+        for combination in itertools.product(*grid.values()):
+            values = dict(zip(grid, combination, strict=True))
+            point = Point(values, _words(path, file, values))
+            points.setdefault(point.key, point)
+    results = file.results or _DEFAULT_RESULTS[file.verb]
+    return Sweep(file.verb, tuple(points.values()), results, file.timeout_s)
+
+
+def _words(path: Path, file: _File, values: Mapping[str, Scalar]) -> tuple[str, ...]:
+    """The command line of one point: placeholders filled in, the other grid values as options."""
+    used: set[str] = set()
+
+    def filled(text: str) -> str:
+        try:
+            names = {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
+            unknown = names - values.keys()
+            if unknown:
+                raise DataError(f"{path}: {text!r} asks for {{{min(unknown)}}}, which the grid does not have")
+            used.update(names)
+            return text.format_map(values)
+        except ValueError as error:
+            raise DataError(f"{path}: {text!r} cannot be filled in: {error}; write {{key}}") from None
+
+    words = [file.verb, *(filled(argument) for argument in file.arguments)]
+    options = {key: filled(value) if isinstance(value, str) else value for key, value in file.options.items()}
+    options |= {key: value for key, value in values.items() if key not in used}
+    for key, value in options.items():
+        flag = "--" + key.replace("_", "-")
+        if isinstance(value, bool):
+            words += [flag] if value else []
+        else:
+            words += [flag, str(value)]
+    return (*words, "--json")
+
+
+class Store:
+    """The results of a sweep in one SQLite file; one sweep at a time writes to it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with ExitStack() as opened:
+            try:
+                lock = opened.enter_context(path.open("ab"))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._database = opened.enter_context(closing(sqlite3.connect(path)))
+                self._database.execute(_SCHEMA)
+            except BlockingIOError:
+                raise DataError(
+                    f"another sweep is writing to {path}; wait for it, name another file"
+                ) from None
+            except OSError as error:
+                raise DataError(f"cannot write {path}: {error.strerror}; name a writable place") from None
+            except sqlite3.DatabaseError as error:
+                raise DataError(f"{path} is no results file of a sweep ({error}); name another") from None
+            self._opened = opened.pop_all()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def add(self, point: Point, answer: Answer) -> None:
+        """Keep the answer of a point; once this returns, nothing that happens to the process loses it."""
+        row = (
+            point.key,
+            json.dumps(point.values),
+            "failed" if answer.error else "done",
+            time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            answer.seconds,
+            None if answer.error else json.dumps(answer.document),
+            answer.error,
+        )
+        try:
+            with self._database:
+                columns = "command, point, status, finished_at, seconds, document, error"
+                query = f"INSERT OR REPLACE INTO points ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)"
+                self._database.execute(query, row)
+        except sqlite3.OperationalError as error:
+            raise DataError(f"cannot write {self.path}: {error}; make room and start again") from None
+
+    def finished(self, *, with_failed: bool = True) -> set[str]:
+        """The keys of the points that need not run again."""
+        status = ("done", "failed") if with_failed else ("done", "done")
+        rows = self._database.execute("SELECT command FROM points WHERE status IN (?, ?)", status)
+        return {key for (key,) in rows}
+
+    def rows(self, sweep: Sweep) -> list[Row]:
+        """The finished points of a sweep in the order of its grid."""
+        query = "SELECT command, status, seconds, document, error FROM points"
+        found = {key: rest for key, *rest in self._database.execute(query)}
+        rows = []
+        for point in sweep.points:
+            if point.key in found:
+                status, seconds, text, error = found[point.key]
+                document = json.loads(text) if text else None
+                results = {name: look_up(document, path) for name, path in sweep.results.items()}
+                rows.append(Row(point.values, status, seconds, results, error))
+        return rows
+
+
+def look_up(document: Any, path: str) -> Any:
+    """What `memory_bytes.total` or `steps.0.flop` names in a JSON document; None where it is not."""
+    for part in path.split("."):
+        if isinstance(document, dict) and part in document:
+            document = document[part]
+        elif (
+            isinstance(document, list)
+            and re.fullmatch(r"-?\d+", part)
+            and -len(document) <= int(part) < len(document)
+        ):
+            document = document[int(part)]
+        else:
+            return None
+    return document
+
+
+def run_sweep(
+    sweep: Sweep,
+    store: Store,
+    *,
+    jobs: int = 0,
+    engine: Engine = "local",
+    address: str | None = None,
+    retry: bool = False,
+    on_answer: Callable[[Point, Answer], None] = lambda point, answer: None,
+) -> None:
+    """Run what is not finished yet and store each answer as it comes.
+
+    `jobs` points at a time (0: one a core for estimates, one for real runs); `retry` runs failed points
+    again; `address` is that of a Ray cluster. Points are handed out in the order of the grid. DataError if
+    the verb has no such option, for then the file is wrong and not the point.
+    """
+    finished = store.finished(with_failed=not retry)
+    todo = [point for point in sweep.points if point.key not in finished]
+    if not todo:
+        return
+    jobs = jobs or (os.cpu_count() or 1 if sweep.verb == "estimate" else 1)
+    answers = (
+        _through_ray(sweep, todo, address) if engine == "ray" else _locally(sweep, todo, min(jobs, len(todo)))
+    )
+    for point, answer in answers:
+        if answer.error and _UNKNOWN_OPTION.search(answer.error):
+            raise DataError(
+                f"the sweep has an option that its verb has not: {answer.error}; correct the file"
+            )
+        store.add(point, answer)
+        on_answer(point, answer)
+
+
+def _locally(sweep: Sweep, todo: Sequence[Point], jobs: int) -> Iterator[tuple[Point, Answer]]:
+    """Answers as they come from `jobs` threads, each with a worker process of its own."""
+    waiting: queue.SimpleQueue[Point] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[tuple[Point, Answer] | BaseException] = queue.SimpleQueue()
+    stop = threading.Event()
+    for point in todo:
+        waiting.put(point)
+
+    def serve(worker: Worker) -> None:
+        try:
+            while not stop.is_set():
+                point = waiting.get_nowait()
+                answers.put((point, answer_of(worker, sweep, point.words)))
+        except queue.Empty:
+            return
+        except BaseException as error:
+            answers.put(error)
+
+    workers = [Worker() for _ in range(jobs)]
+    threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in workers]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in todo:
+            found = answers.get()
+            if isinstance(found, BaseException):
+                raise found
+            yield found
+    finally:
+        stop.set()
+        for worker in workers:
+            worker.end()
+        for thread in threads:
+            thread.join()
+        for worker in workers:
+            worker.close()
+
+
+def answer_of(worker: Worker, sweep: Sweep, words: Sequence[str]) -> Answer:
+    """Run one command in a worker; real and dry runs get a fresh one each time."""
+    begin = time.monotonic()
+    try:
+        code, out, err = worker.call(words, sweep.timeout_s)
+    except _WorkerError as error:
+        return Answer(None, str(error), time.monotonic() - begin)
+    finally:
+        if sweep.verb != "estimate":
+            worker.end()
+    seconds = time.monotonic() - begin
+    try:
+        document = json.loads(out)
+    except ValueError:
+        return Answer(None, _last_line(err) or f"exit code {code}, no JSON document", seconds)
+    return Answer(document, None, seconds)
+
+
+class _WorkerError(Exception):
+    """The worker gave no answer; the message says why."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """A process that runs command lines of meshwise one after the other; started when first needed."""
+
+    _process: subprocess.Popen[str] | None = None
+    _errors: IO[str] = field(default_factory=lambda: _scratch_file())
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the worker for good."""
+        self.end()
+        self._errors.close()
+
+    def call(self, words: Sequence[str], timeout_s: float | None) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr of `meshwise WORDS`; _WorkerError if it dies or is too slow."""
+        process = self._started()
+        assert process.stdin is not None and process.stdout is not None
+        late = threading.Event()
+
+        def expire() -> None:
+            late.set()
+            self.end()
+
+        clock = threading.Timer(timeout_s or threading.TIMEOUT_MAX, expire)
+        clock.daemon = True
+        if timeout_s:
+            clock.start()
+        try:
+            process.stdin.write(json.dumps(list(words)) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except (BrokenPipeError, ValueError):
+            line = ""
+        finally:
+            clock.cancel()
+        if line:
+            code, out, err = json.loads(line)
+            return code, out, err
+        if late.is_set():
+            raise _WorkerError(f"it took longer than {timeout_s:g} s")
+        raise _WorkerError(self._cause_of_death(process))
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is None or self._process.poll() is not None:
+            self._errors.seek(0)
+            self._errors.truncate()
+            self._process = subprocess.Popen(
+                _WORKER,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                start_new_session=True,
+            )
+        return self._process
+
+    def _cause_of_death(self, process: subprocess.Popen[str]) -> str:
+        code = process.wait()
+        self.end()
+        self._errors.seek(0)
+        said = _last_line(self._errors.read())
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"the process {how}" + (f": {said}" if said else "")
+
+    def end(self) -> None:
+        """End the worker and every process that it started."""
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with suppress(OSError):
+                        pipe.close()
+
+
+def _scratch_file() -> IO[str]:
+    """A nameless file for what a worker says on stderr."""
+    handle, path = tempfile.mkstemp()
+    Path(path).unlink()
+    return os.fdopen(handle, "w+", errors="replace")
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return lines[-1].removeprefix("meshwise: ").removeprefix("Error: ") if lines else ""
+
+
+def _through_ray(sweep: Sweep, todo: Sequence[Point], address: str | None) -> Iterator[tuple[Point, Answer]]:
+    """Answers as they come from a Ray cluster (a local one without `address`); each point is a task."""
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError:
+        raise MissingExtraError('Ray is not installed; run: pip install "meshwise[ray]"') from None
+    with _ray_session(ray, address):
+        task = ray.remote(max_retries=0)(_ray_point)
+        pending = {task.remote(sweep, point.words): point for point in todo}
+        while pending:
+            ready, _ = ray.wait(list(pending), num_returns=1)
+            for reference in ready:
+                point = pending.pop(reference)
+                try:
+                    yield point, ray.get(reference)
+                except ray.exceptions.RayError as error:
+                    yield point, Answer(None, f"Ray: {_last_line(str(error))}", 0.0)
+
+
+def _ray_point(sweep: Sweep, words: Sequence[str]) -> Answer:
+    with Worker() as worker:
+        return answer_of(worker, sweep, words)
+
+
+@contextmanager
+def _ray_session(ray: Any, address: str | None) -> Iterator[None]:
+    ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def csv_rows(sweep: Sweep, rows: Sequence[Row]) -> Iterator[list[Any]]:
+    """The finished points as a table: grid values, results, status, seconds, error; the head first."""
+    keys = list(dict.fromkeys(key for point in sweep.points for key in point.values))
+    yield [*keys, *sweep.results, "status", "seconds", "error"]
+    for row in rows:
+        cells = [row.values.get(key, "") for key in keys] + [row.results[name] for name in sweep.results]
+        yield ["" if cell is None else cell for cell in cells] + [row.status, row.seconds, row.error or ""]
