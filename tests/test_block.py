@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.cost.op import KERNELS, attended_pairs, matmul
-from meshwise.model.architecture import find_model, params
+from meshwise.model.architecture import Layer, find_model, params
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op, precision
@@ -85,7 +85,7 @@ def test_parameters_of_a_block_are_those_of_the_model(name: str) -> None:
     model = find_model(name)
     counts = params(model)
     moe = model.moe is not None
-    ops = block(model, Cut(microbatch=1, seq=16), moe=moe)
+    ops = block(model, Cut(microbatch=1, seq=16), Layer(moe=moe))
     expected = counts.attention + counts.norms_per_layer
     expected += counts.router + counts.experts + counts.shared_expert if moe else counts.dense_mlp
     assert total(ops, "num_params") == expected
@@ -151,10 +151,10 @@ def test_a_grid_is_the_loop_over_its_points(tp: list[int], moe: bool, flash: boo
         sequence_parallel=True,
         flash=flash,
     )
-    whole = block(model, grid, moe=moe)
+    whole = block(model, grid, Layer(moe=moe))
     for index in np.ndindex(len(tp), 2, 3):
         point = replace(grid, microbatch=micro[index[1]], seq=seq[index[2]], tp=float(tp[index[0]]))
-        for many, one in zip(whole, block(model, point, moe=moe), strict=True):
+        for many, one in zip(whole, block(model, point, Layer(moe=moe)), strict=True):
             for pick in (
                 lambda op: op.cost.flop,
                 lambda op: op.cost.read_bytes,
@@ -196,10 +196,10 @@ def test_kernels_move_more_when_there_is_more(kind: str) -> None:
 def test_expert_parallelism_sends_each_token_k_times_and_back() -> None:
     model = find_model("mixtral-8x7b")
     cut = Cut(microbatch=1.0, seq=4096.0, ep=8.0)
-    ops = [op for op in block(model, cut, moe=True) if op.axis == "ep"]
+    ops = [op for op in block(model, cut, Layer(moe=True)) if op.axis == "ep"]
     assert [op.collective for op in ops] == ["all_to_all"] * 4
     assert {op.payload_bytes for op in ops} == {2 * 4096 * model.hidden * 2}
-    matmuls = [op for op in block(model, cut, moe=True) if op.kind == "matmul"]
+    matmuls = [op for op in block(model, cut, Layer(moe=True)) if op.kind == "matmul"]
     shape = next(op.shape for op in matmuls if op.name == "expert_fc1")
     assert shape == (1.0, 2 * 4096.0 * 8 / 8, 2 * 14336.0, 4096.0)
 

@@ -29,7 +29,7 @@ from meshwise.estimate.step import StageCost, StepCost, step_cost
 from meshwise.estimate.timing import Machine, machine, op_times
 from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import Overheads, find_overheads
-from meshwise.model.architecture import Model, num_moe_layers
+from meshwise.model.architecture import Layer, Model, num_moe_layers
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
 from meshwise.program.block import block
@@ -282,7 +282,7 @@ def model_flop(model: Model, seq: float) -> float:
     num_moe = num_moe_layers(model)
     parts = [(model.num_layers - num_moe, block(model, cut)), (1, embed(model, cut)), (1, head(model, cut))]
     if num_moe:
-        parts.append((num_moe, block(model, cut, moe=True)))
+        parts.append((num_moe, block(model, cut, Layer(moe=True))))
     return float(
         sum(
             count * op.count * op.cost.flop
@@ -322,7 +322,7 @@ def _count(value: Num) -> float:
 def _stage_rows(of: Estimate, cost: StageCost, rank: float) -> Iterator[dict[str, Any]]:
     """The rows of one rank of a stage: its parts, each as often as it runs in a step."""
     on, stage, cut, blocks = of.degrees, cost.stage, of.degrees.cut(), of.step.blocks
-    moe = block(of.model, cut, moe=True) if stage.moe_layers else []
+    moe = block(of.model, cut, Layer(moe=True)) if stage.moe_layers else []
     parts = [
         ("embedding", embed(of.model, cut), float(stage.embeddings), blocks.embed),
         ("layer", block(of.model, cut), float(stage.dense_layers), blocks.dense),

@@ -32,7 +32,7 @@ from meshwise.estimate.memory import (
 )
 from meshwise.estimate.stage import Blocks, Stage, StageTime, stage_time
 from meshwise.estimate.timing import Machine, op_times
-from meshwise.model.architecture import Model
+from meshwise.model.architecture import Layer, Model
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.op import precision
@@ -99,7 +99,7 @@ def _price_alike(
 def _price(model: Model, cut: Cut, hide: tuple[str, ...], machine: Machine) -> Blocks:
     parts = {"dense": block(model, cut), "embed": embed(model, cut), "head": head(model, cut)}
     if model.moe is not None:
-        parts["moe"] = block(model, cut, moe=True)
+        parts["moe"] = block(model, cut, Layer(moe=True))
     times = iter(op_times([op for ops in parts.values() for op in ops], machine))
     stream = machine.base.memory_bytes_per_s * machine.efficiency.memory.memory_frac
     common: dict[str, Any] = {"overheads": machine.overheads, "memory_bytes_per_s": stream}

@@ -157,6 +157,29 @@ class Model:
         return self.activation in _GATED
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Layer:
+    """What makes one block of a model differ from its others: experts or not, and its attention's window.
+
+    `window`: tokens that its attention looks back on (0: all of them).
+    """
+
+    moe: bool = False
+    window: int = 0
+
+
+def layer_kind(model: Model, layer: int) -> Layer:
+    """The kind of block `layer` (from 0)."""
+    every = model.full_attention_every
+    looks_back_on_all = every > 0 and (layer + 1) % every == 0
+    return Layer(is_moe_layer(model, layer), 0 if looks_back_on_all else model.sliding_window)
+
+
+def layer_kinds(model: Model) -> tuple[Layer, ...]:
+    """The distinct kinds of a model's blocks, in the order in which they first appear."""
+    return tuple(dict.fromkeys(layer_kind(model, layer) for layer in range(model.num_layers)))
+
+
 def is_moe_layer(model: Model, layer: int) -> bool:
     """Whether block `layer` (from 0) has experts."""
     moe = model.moe

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from meshwise.model.architecture import Model
+from meshwise.model.architecture import Layer, Model
 from meshwise.program import tensor_1d, tensor_2d, tensor_2d_cp, tensor_3d, tensor_25d
 from meshwise.program.cut import Cut
 from meshwise.program.moe import moe_mlp
@@ -20,13 +20,10 @@ LAYOUTS: dict[str, ModuleType] = {
 """The module that states the block of each tensor layout."""
 
 
-def block(model: Model, cut: Cut, *, moe: bool = False) -> list[Op]:
-    """The ops of one block, forward then backward, in the order in which they run.
-
-    `moe`: the block's MLP is a mixture of experts.
-    """
+def block(model: Model, cut: Cut, layer: Layer = Layer()) -> list[Op]:  # noqa: B008
+    """The ops of one block of the kind `layer`, forward then backward, in the order in which they run."""
     layout = LAYOUTS[cut.layout]
-    feed_forward = moe_mlp if moe else layout.mlp
+    feed_forward = moe_mlp if layer.moe else layout.mlp
     return backward_last([*layout.attention(model, cut), *feed_forward(model, cut)])
 
 

@@ -23,7 +23,8 @@ class Op:
     `kind`: matmul, attention, kernel (element-wise), or collective.
     `shape`: of a matmul (batch, m, n, k); of attention (batch, heads, kv_heads, seq_q, seq_k, qk_dim,
     v_dim); else of the result. `saved_bytes` are kept for the backward, `recomputed_bytes` the part of
-    them that selective recomputation drops. `num_params`: weights this op brings (in its forward row).
+    them that selective recomputation drops. `num_params`: weights this op brings (in its forward row),
+    `num_frozen` those of them that do not train.
     `is_weight_grad`: the op may wait, as zero-bubble schedules let it. `count`: occurrences.
     A collective has `collective` (its kind), the mesh axis, its group, and `payload_bytes`, the full
     tensor; it may run while the op `hides_behind` of the same module and phase computes. In a dispatch of
@@ -39,6 +40,7 @@ class Op:
     saved_bytes: Num = 0.0
     recomputed_bytes: Num = 0.0
     num_params: Num = 0.0
+    num_frozen: Num = 0.0
     count: Num = 1.0
     is_weight_grad: bool = False
     causal: bool = False

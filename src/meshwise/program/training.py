@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwise.model.architecture import Model
+from meshwise.model.architecture import Layer, Model
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op
@@ -81,6 +81,6 @@ def piece_ops(t: Training, piece: Piece) -> Iterator[tuple[int, list[Op]]]:
     if piece.has_embedding:
         yield 1, embed(t.model, t.cut)
     for has_experts in sorted(set(piece.has_experts)):
-        yield piece.has_experts.count(has_experts), block(t.model, t.cut, moe=has_experts)
+        yield piece.has_experts.count(has_experts), block(t.model, t.cut, Layer(moe=has_experts))
     if piece.has_head:
         yield 1, head(t.model, t.cut)

@@ -16,7 +16,7 @@ from meshwise.core.files import write_text
 from meshwise.core.ledger import PHASES, Ledger
 from meshwise.estimate.single import Estimate, estimate, op_rows
 from meshwise.machine.hardware import find_cluster
-from meshwise.model.architecture import Model, find_model, num_moe_layers
+from meshwise.model.architecture import Layer, Model, find_model, num_moe_layers
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import workload
 from meshwise.program.block import block
@@ -85,7 +85,7 @@ class Answer:
         return Ledger.from_rows(
             row | {"origin": "estimate"}
             for name, is_moe in kinds
-            for row in op_rows(block(model, cut, moe=is_moe), self.estimate.machine, prefix=name)
+            for row in op_rows(block(model, cut, Layer(moe=is_moe)), self.estimate.machine, prefix=name)
         )
 
     def layer_totals(self) -> dict[str, dict[str, float]]:
