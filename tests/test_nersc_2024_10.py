@@ -168,7 +168,7 @@ def test_a_changed_number_is_found_and_named(tmp_path: Path) -> None:
         document["cases"][1]["outputs"]["sa_ops"][2]["flops_bwd"] *= 1 + 1e-6
         document["cases"][2]["outputs"]["mlp_ops"][0]["comm_bwd_type"] = "allreduce"
         document["cases"][3]["outputs"]["mlp_ops"].pop()
-        document["cases"][4]["outputs"]["totals"]["another"] = 1.0
+        document["cases"][4]["inputs"]["n_gpus"] = 1024
         document["cases"][5]["outputs"]["mlp_ops"][2]["comm_fwd"] = [0.0, 0.0]
         document["collectives"][7]["t_s"] *= 1.5
 
@@ -179,7 +179,7 @@ def test_a_changed_number_is_found_and_named(tmp_path: Path) -> None:
     assert found[1].rel == pytest.approx(1e-6, rel=1e-5)
     assert (found[2].rel, found[2].where) == (1.0, "mlp_ops[fc1].comm_bwd_type")
     assert (found[3].rel, found[3].where) == (1.0, "mlp_ops")
-    assert (found[4].rel, found[4].where) == (1.0, "totals.another")
+    assert (found[4].rel, found[4].where) == (0.5, "inputs.n_gpus")
     assert (found[5].rel, found[5].where) == (1.0, "mlp_ops[act1].comm_fwd")
     assert checked.collectives.where == "collectives[7].t_s"
     assert checked.collectives.rel == pytest.approx(1 / 3)
@@ -211,6 +211,33 @@ def _inputs(document: Any) -> Any:
         (lambda d: _inputs(d)["config"].update(tp=4096), "inputs.model.h is 96"),
         (lambda d: _inputs(d)["system"].update(hbm_bandwidth=-1), "inputs.system.hbm_bandwidth"),
         (lambda d: d["cases"][0].update(outputs={}), "outputs"),
+        (lambda d: d.update(more=[]), "unknown field `more`"),
+        (lambda d: _inputs(d).update(layout="attn2d"), r"unknown field `layout`.*inputs"),
+        (lambda d: _inputs(d).update(strategy="attn2d"), "attn2d.*inputs.strategy"),
+        (lambda d: _inputs(d)["config"].update(attn2d=True), r"unknown field `attn2d`.*inputs\.config"),
+        (lambda d: _inputs(d)["config"].update(attention="attn2d"), r"attn2d.*inputs\.config\.attention"),
+        (lambda d: _inputs(d)["config"].update(attention="summa"), "attention is summa"),
+        (lambda d: _inputs(d)["config"].update(flash=True, attention="separate"), "flash is True"),
+        (lambda d: _inputs(d)["config"].update(nb=8), "nb is 8"),
+        (lambda d: _inputs(d)["config"].update(m2=2), "inputs.config has m2"),
+        (lambda d: _inputs(d)["config"]["nv"].update(tp2=2), "inputs.config.nv has tp2"),
+        (lambda d: _inputs(d)["config"]["nv"].update(dp=2), "inputs.system.nvlink_size is 4"),
+        (lambda d: _inputs(d)["system"].update(empirical=True), r"inputs\.system\.empirical"),
+        (lambda d: _inputs(d)["system"].update(flops_units=1e-9), r"inputs\.system\.flops_units"),
+        (
+            lambda d: d["cases"][0]["outputs"].update(attn2d_ops=[]),
+            "outputs has the unknown key 'attn2d_ops'",
+        ),
+        (
+            lambda d: d["cases"][0]["outputs"]["totals"].update(a=1.0),
+            "outputs.totals has the unknown key 'a'",
+        ),
+        (
+            lambda d: d["cases"][0]["outputs"]["sa_ops"][1].update(a=1.0),
+            r"sa_ops\[.*\] has the unknown key 'a'",
+        ),
+        (lambda d: d["collectives"][3].update(algorithm="tree"), r"unknown field `algorithm`.*collectives"),
+        (lambda d: d["collectives"][3].update(in_fast_domain=64), "in_fast_domain is 64"),
         (lambda d: d["collectives"][3].update(op="alltoall2"), r"collectives\[3\].*alltoall2"),
         (lambda d: d["collectives"][3].update(system="Z9"), r"collectives\[3\].*Z9"),
     ],
@@ -251,6 +278,7 @@ def outputs_of(name: str) -> Any:
         ("gpt3_175b_1d_a100_noflash", "gpt3-175b", "nersc-a100:64", 8, "tp=8,pp=8,attention=unfused", 64),
         ("gpt3_1t_1d_h200nvs4_2048", "gpt-1t", "nersc-h200:2048", 4, "tp=4,pp=32", 4096),
         ("gpt3_1t_2d_b200nvs8_16384", "gpt-1t", "nersc-b200:16384", 8, "layout=2d:8x1,pp=128", 4096),
+        ("gpt3_1t_2d_a100nvs4_4096", "gpt-1t", "nersc-a100:4096", 4, "layout=2d:4x1,pp=128,panels=8", 4096),
     ],
 )
 def test_a_plan_gives_the_case(
@@ -285,9 +313,11 @@ def test_axes_fill_a_domain_in_the_order_of_the_placement() -> None:
     ("plan", "says"),
     [
         ("layout=2d,tp=4", "needs its grid"),
-        ("layout=3d:2x2x2", "knows layouts"),
-        ("tp=4,sp=0", "sequence parallelism"),
-        ("tp=4,zero=3", "zero=1 only"),
+        ("layout=3d:2x2x2", "only layout=1d or layout=2d"),
+        ("tp=4,sp=0", "sp=0 with tp=4"),
+        ("tp=4,zero=3", "zero=3, only zero=1"),
+        ("layout=2d:4x1,recompute=selective", "recompute=selective"),
+        ("layout=2d-cp:4x1,attention=grid", "attention=grid"),
         ("tp=4,recompute=full", "recompute=selective"),
         ("layout=2d:5x1", "5 parts do not divide the 96 heads"),
         ("layout=2d-cp:2x5", "10 parts do not divide the 2048 tokens"),
@@ -300,9 +330,9 @@ def test_a_plan_that_the_paper_does_not_know(plan: str, says: str) -> None:
 
 
 def test_a_model_or_a_workload_that_the_paper_does_not_know() -> None:
-    with pytest.raises(PlanError, match="not llama2-7b"):
+    with pytest.raises(PlanError, match="of llama2-7b"):
         answer("llama2-7b", "nersc-a100:8", "tp=4", 8)
-    with pytest.raises(PlanError, match="training only"):
+    with pytest.raises(PlanError, match="kind=prefill, only kind=train"):
         answer("gpt3-175b", "nersc-a100:8", "tp=4", 8, kind="prefill")
 
 

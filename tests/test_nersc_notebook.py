@@ -97,5 +97,5 @@ def test_without_sequence_parallelism_nothing_is_gathered() -> None:
 
 @pytest.mark.parametrize(("model", "plan"), [("llama2-7b", "tp=4"), ("gpt3-175b", "tp=2,pp=2")])
 def test_what_the_notebook_does_not_know_is_refused(model: str, plan: str) -> None:
-    with pytest.raises(PlanError, match="nersc-2024-02 knows"):
+    with pytest.raises(PlanError, match="nersc-2024-02 does not price"):
         notebook(find_model(model), find_cluster("nersc-notebook"), parse_plan(plan), workload(1, 2048))

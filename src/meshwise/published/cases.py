@@ -11,7 +11,7 @@ that differs, or a cell that we do not have, counts as 1. Numbers less than 1e-1
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -39,10 +39,15 @@ _DUST = 1e-18
 _Count = Annotated[float, msgspec.Meta(ge=1, le=1e12, multiple_of=1)]
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+_KINDS: dict[str, Kind] = {kind.replace("_", ""): kind for kind in get_args(Kind)}
 _STRATEGIES = {"1d": "1d", "2d": "2d", "seqp": "2d-seqp", "2d-seqp": "2d-seqp"}
 
 
-class _ModelEntry(msgspec.Struct):
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """An object of the file: a key that it does not name is refused, with its place."""
+
+
+class _ModelEntry(_Entry):
     l: _Count  # noqa: E741  (the paper's names: sequence, width, heads, layers, MLP width)
     e: _Count
     h: _Count
@@ -50,7 +55,7 @@ class _ModelEntry(msgspec.Struct):
     f: _Count
 
 
-class _SystemEntry(msgspec.Struct):
+class _SystemEntry(_Entry):
     matrix_flops_fp16: _Positive
     vector_flops_fp16: _Positive
     hbm_bandwidth: _Positive
@@ -65,9 +70,13 @@ class _SystemEntry(msgspec.Struct):
     summa_nb: _Count = 4.0
     element_size: _Positive = 2e-9
     mask_element_size: _Positive = 1e-9
+    nvlink_size: _Count = math.inf
+    vector_flops_fp32: _Positive = 1.0  # the paper's model reads the fp16 rate only
+    flops_units: Annotated[float, msgspec.Meta(ge=1e-12, le=1e-12)] = 1e-12
+    empirical: Literal[False] = False
 
 
-class _Inside(msgspec.Struct):
+class _Inside(_Entry):
     dp: _Count
     pp: _Count
     tp: _Count | None = None
@@ -75,7 +84,7 @@ class _Inside(msgspec.Struct):
     tp2: _Count | None = None
 
 
-class _Config(msgspec.Struct):
+class _Config(_Entry):
     dp: _Count
     pp: _Count
     mbs: _Count
@@ -84,39 +93,48 @@ class _Config(msgspec.Struct):
     m1: _Count | None = None
     m2: _Count | None = None
     nb: _Count | None = None
-    flash: bool = True
+    flash: bool | None = None
     recompute: bool = False
     attention_recompute: bool = False
     attention: Literal["", "fused", "separate", "summa"] = ""
 
 
-class _Inputs(msgspec.Struct):
+class _Inputs(_Entry):
     model: _ModelEntry
     system: _SystemEntry
     strategy: Literal["1d", "2d", "seqp", "2d-seqp"]
     global_batch_size: _Count
     config: _Config
+    model_name: str = ""
     system_name: str = ""
+    n_gpus: _Count | None = None
+    n_microbatches: _Count | None = None
+    pp_p2p_volume_GB: float | None = None
 
 
-class _Case(msgspec.Struct):
+class _Case(_Entry):
     name: str
     inputs: _Inputs
     outputs: Annotated[dict[str, Any], msgspec.Meta(min_length=1)]
+    note: str = ""
 
 
-class _Collective(msgspec.Struct):
+class _Collective(_Entry):
     system: str
     op: str
     n_gpus: _Count
     in_fast_domain: _Count
     volume_GB: Annotated[float, msgspec.Meta(ge=0)]
     t_s: Annotated[float, msgspec.Meta(ge=0)]
+    nvlink_size: _Count = math.inf
 
 
-class _File(msgspec.Struct):
+class _File(_Entry):
     cases: list[_Case]
     collectives: list[_Collective] = []
+    about: str = ""
+    units: dict[str, str] = {}
+    conventions: dict[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +174,10 @@ class CaseCheck:
 
 
 def check_cases(path: Path) -> CaseCheck:
-    """Compute every case and collective of `path` again; DataError says what the file lacks."""
+    """Compute every case and collective of `path` again; DataError says what is missing or not known."""
     file = _read(path)
     cases = tuple(
-        (case.name, _worst(_differences(_outputs(case.inputs, f"{path}, case {case.name!r}"), case.outputs)))
-        for case in file.cases
+        (case.name, _worst(_case_differences(case, f"{path}, case {case.name!r}"))) for case in file.cases
     )
     systems = {case.inputs.system_name: _system(case.inputs.system) for case in file.cases}
     times = [
@@ -169,7 +186,7 @@ def check_cases(path: Path) -> CaseCheck:
         )
         for i, one in enumerate(file.collectives)
     ]
-    return CaseCheck(cases, len(times), _worst(iter(times)))
+    return CaseCheck(cases, len(times), _worst(times))
 
 
 def _read(path: Path) -> _File:
@@ -186,10 +203,12 @@ def _read(path: Path) -> _File:
 # --- From a file's words to ours ----------------------------------------------------------------------
 
 
-def _outputs(inputs: _Inputs, where: str) -> dict[str, Any]:
-    """What the file calls `outputs`, computed from `inputs`."""
-    priced = price(_run(inputs, where), _system(inputs.system))
-    return {
+def _case_differences(case: _Case, where: str) -> Iterator[Difference]:
+    """Every number of the outputs, and those of the inputs that follow from the others."""
+    inputs = case.inputs
+    run = _run(inputs, where)
+    priced = price(run, _system(inputs.system))
+    outputs = {
         "mlp_ops": priced.tables["mlp"],
         "sa_ops": priced.tables["sa"],
         "dp_comm": priced.dp_comm,
@@ -197,53 +216,84 @@ def _outputs(inputs: _Inputs, where: str) -> dict[str, Any]:
         "totals": priced.totals,
         "fits": bool(priced.fits),
     }
+    yield from _differences(outputs, case.outputs, f"{where}: outputs")
+    derived = {
+        "n_gpus": run.cut.m1 * run.cut.m2 * run.dp * run.pp,
+        "n_microbatches": run.num_microbatches,
+        "pp_p2p_volume_GB": priced.pp_comm["comm_fwd"],
+    }
+    stated = {name: value for name in derived if (value := getattr(inputs, name)) is not None}
+    yield from _differences(derived, stated, f"{where}: inputs", "inputs")
 
 
 def _run(inputs: _Inputs, where: str) -> PaperRun:
-    model, config = inputs.model, inputs.config
-    degrees = {"m1": "tp"} if inputs.strategy == "1d" else {"m1": "m1", "m2": "m2"}
-    axes = {"tp1": "tp"} if inputs.strategy == "1d" else {"tp1": "tp1", "tp2": "tp2"}
-    grid = {ours: _given(config, theirs, f"{where}: inputs.config") for ours, theirs in degrees.items()}
-    placed = {ours: _given(config.nv, theirs, f"{where}: inputs.config.nv") for ours, theirs in axes.items()}
+    model, config, one_dim = inputs.model, inputs.config, inputs.strategy == "1d"
+    strategy = _STRATEGIES[inputs.strategy]
+    m1, m2 = _degrees(
+        config, ("tp",) if one_dim else ("m1", "m2"), ("tp", "m1", "m2"), f"{where}: inputs.config"
+    )
+    tp1, tp2 = _degrees(
+        config.nv, ("tp",) if one_dim else ("tp1", "tp2"), ("tp", "tp1", "tp2"), f"{where}: inputs.config.nv"
+    )
+    attention = config.attention or ("separate" if config.flash is False else "fused")
+    for unknown, what in (
+        (config.nb is not None and strategy != "2d", "nb"),
+        (attention == "summa" and strategy != "2d", "attention"),
+        (config.flash is not None and config.flash != (attention == "fused"), "flash"),
+    ):
+        if unknown:
+            raise DataError(
+                f"{where}: inputs.config.{what} is {getattr(config, what)}, which does not go with strategy "
+                f"{inputs.strategy} and attention {attention}; leave it out"
+            )
     cut = PaperCut(
-        strategy=_STRATEGIES[inputs.strategy],
+        strategy=strategy,
         microbatch=config.mbs,
         seq=model.l,
         hidden=model.e,
         ffn=model.f,
         heads=model.h,
-        **grid,
+        m1=m1,
+        m2=m2,
         panels=config.nb or inputs.system.summa_nb,
-        attention=config.attention or ("fused" if config.flash else "separate"),
+        attention=attention,
         recompute=config.recompute or config.attention_recompute,
         elem_bytes=inputs.system.element_size * GB,
         mask_bytes=inputs.system.mask_element_size * GB,
     )
     for what, size, degree in (
-        ("model.h", model.h, cut.m1),
-        ("model.f", model.f, cut.m1),
-        ("model.e", model.e, max(cut.m1, cut.m2, model.h)),
-        ("model.l", model.l, max(cut.m1, cut.m2) if inputs.strategy == "2d" else cut.m1 * cut.m2),
+        ("model.h", model.h, m1),
+        ("model.f", model.f, m1),
+        ("model.e", model.e, max(m1, m2, model.h)),
+        ("model.l", model.l, max(m1, m2) if strategy == "2d" else m1 * m2),
         ("model.depth", model.depth, config.pp),
         ("global_batch_size", inputs.global_batch_size, config.dp * config.mbs),
+        ("system.nvlink_size", inputs.system.nvlink_size, tp1 * tp2 * config.nv.dp * config.nv.pp),
     ):
         if degree > size:
-            raise DataError(f"{where}: inputs.{what} is {size:g}, too small to be cut into {degree:g} parts")
+            raise DataError(f"{where}: inputs.{what} is {size:g}, too small for {degree:g} parts")
+    inside = {"tp1": tp1, "tp2": tp2, "dp": config.nv.dp, "pp": config.nv.pp}
     return PaperRun(
         cut=cut,
         num_layers=model.depth,
         batch=inputs.global_batch_size,
         dp=config.dp,
         pp=config.pp,
-        inside={"tp2": 1.0, "dp": config.nv.dp, "pp": config.nv.pp, **placed},
+        inside=inside,
     )
 
 
-def _given(entry: _Config | _Inside, name: str, where: str) -> float:
-    value = getattr(entry, name)
-    if value is None:
-        raise DataError(f"{where} lacks {name}, which its strategy needs")
-    return float(value)
+def _degrees(
+    entry: _Config | _Inside, wanted: tuple[str, ...], known: tuple[str, ...], where: str
+) -> tuple[float, float]:
+    """The values of `wanted`, the second one 1 if it is not; none of the others in `known` may be given."""
+    for name in known:
+        value = getattr(entry, name)
+        if (value is None) == (name in wanted):
+            what = "lacks" if value is None else "has"
+            raise DataError(f"{where} {what} {name}; its strategy needs {' and '.join(wanted)} only")
+    first, second = (*(getattr(entry, name) for name in wanted), 1.0)[:2]
+    return float(first), float(second)
 
 
 def _system(entry: _SystemEntry) -> PaperSystem:
@@ -262,9 +312,10 @@ def _system(entry: _SystemEntry) -> PaperSystem:
 
 def _collective_s(one: _Collective, systems: dict[str, PaperSystem], where: str) -> float:
     """Seconds of `one` on the published machine of that name, else on that of a case of the file."""
-    kinds: dict[str, Kind] = {kind.replace("_", ""): kind for kind in get_args(Kind)}
-    if one.op not in kinds:
-        raise DataError(f"{where}: op {one.op!r} is unknown; choose one of {', '.join(kinds)}")
+    if one.op not in _KINDS:
+        raise DataError(f"{where}: op {one.op!r} is unknown; choose one of {', '.join(_KINDS)}")
+    if one.in_fast_domain > min(one.n_gpus, one.nvlink_size):
+        raise DataError(f"{where}: in_fast_domain is {one.in_fast_domain:g}, more than n_gpus or nvlink_size")
     preset = f"nersc-{one.system.lower()}"
     if preset in cluster_names():
         system = paper_system(find_cluster(preset))
@@ -272,22 +323,25 @@ def _collective_s(one: _Collective, systems: dict[str, PaperSystem], where: str)
         system = systems[one.system]
     else:
         raise DataError(f"{where}: system {one.system!r} is neither published nor that of a case of the file")
-    volume_bytes = one.volume_GB * GB
-    return float(collective_s(kinds[one.op], volume_bytes, one.n_gpus, one.in_fast_domain, system))
+    return float(collective_s(_KINDS[one.op], one.volume_GB * GB, one.n_gpus, one.in_fast_domain, system))
 
 
 # --- Comparing ----------------------------------------------------------------------------------------
 
 
-def _differences(ours: Any, theirs: Any, where: str = "") -> Iterator[Difference]:
-    """One difference for every cell of `theirs`."""
+def _differences(ours: Any, theirs: Any, place: str, where: str = "") -> Iterator[Difference]:
+    """One difference for every cell of `theirs`; DataError for a key that we do not know."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         for name, value in theirs.items():
-            yield from _differences(ours.get(name), value, f"{where}.{name}" if where else name)
+            if name not in ours:
+                raise DataError(
+                    f"{place}{where and '.' + where} has the unknown key {name!r}; known: {', '.join(ours)}"
+                )
+            yield from _differences(ours[name], value, place, f"{where}.{name}" if where else name)
     elif isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
         for i, (mine, value) in enumerate(zip(ours, theirs, strict=True)):
             label = value.get("name", i) if isinstance(value, dict) else i
-            yield from _differences(mine, value, f"{where}[{label}]")
+            yield from _differences(mine, value, place, f"{where}[{label}]")
     else:
         yield _difference(ours, theirs, where)
 
@@ -304,5 +358,5 @@ def _difference(ours: Any, theirs: Any, where: str) -> Difference:
     return Difference(float(apart / largest) if apart > _DUST else 0.0, where)
 
 
-def _worst(differences: Iterator[Difference]) -> Difference:
+def _worst(differences: Iterable[Difference]) -> Difference:
     return max(differences, key=lambda one: one.rel, default=Difference(0.0, ""))

@@ -13,13 +13,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.core.errors import PlanError
 from meshwise.core.ledger import Ledger
-from meshwise.estimate.single import check_plan
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
+from meshwise.published.convention import ANY, Scope
 from meshwise.published.nersc_2024_02_ops import NotebookOp, mlp, self_attention
 
 COLUMNS = (
@@ -35,6 +34,21 @@ TOTALLED = (
     *("t_total_fwd", "t_total_bwd", "t_comm_fwd", "t_comm_bwd"),
 )
 TABLES = ("mlp", "sa")
+SCOPE = Scope(
+    convention="nersc-2024-02",
+    plan={
+        **{
+            "tp": ANY,
+            "sp": ANY,
+            "dp": (None, 1),
+            "dtype": ("bf16", "fp16"),
+            "attention": ("flash", "unfused"),
+        },
+        **{"zero": (1, 0), "optimizer": ("adam", "none")},
+    },
+    workload={"batch": ANY, "seq": ANY, "microbatch": ANY},
+)
+"""The notebook's tensors are 2 bytes wide, its attention is unfused, and it has no optimizer."""
 _TFLOP, _GB, _MS = 1e12, 1e9, 1e-3
 
 
@@ -131,17 +145,16 @@ class Notebook:
 
 def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> Notebook:
     """Price one layer as the notebook does; PlanError for what it does not know."""
-    known = (
-        model.activation == "gelu" and model.num_kv_heads == model.num_heads and not (model.moe or model.mla)
+    SCOPE.check(model, plan, workload)
+    SCOPE.check_divides(
+        model, {name: (getattr(model, name), plan.tp) for name in ("num_heads", "hidden", "ffn_hidden")}
     )
-    if not known:
-        raise PlanError(f"convention nersc-2024-02 knows GPT blocks only, not {model.name}; use default")
-    for axis in ("pp", "cp", "ep"):
-        if getattr(plan, axis) > 1:
-            raise PlanError(
-                f"convention nersc-2024-02 knows tensor parallelism only, not {axis}; use default"
-            )
-    check_plan(model, plan)
+    if plan.data_parallel(cluster.num_chips) > 1:
+        raise SCOPE.refusal(
+            f"{cluster.num_chips} chips of which tp={plan.tp} are used, only one tensor-parallel group"
+        )
+    if workload.microbatch not in (1, workload.batch):
+        raise SCOPE.refusal(f"microbatches of {workload.microbatch}, only a batch in one piece")
     sizes = (float(workload.batch), float(workload.seq), float(model.hidden))
     sp = plan.sequence_parallel
     ops = {

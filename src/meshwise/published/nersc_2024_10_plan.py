@@ -19,6 +19,7 @@ from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
+from meshwise.published.convention import ANY, Scope
 from meshwise.published.nersc_2024_10 import (
     COLUMNS,
     GB,
@@ -35,7 +36,17 @@ from meshwise.published.nersc_2024_10 import (
 from meshwise.published.nersc_2024_10_ops import PaperCut, PaperOp, layer
 
 _STRATEGY_OF_LAYOUT = {"1d": "1d", "2d": "2d", "2d-cp": "2d-seqp"}
-_ONLY = {"cp": (1,), "ep": (1,), "vpp": (1,), "schedule": ("1f1b",), "zero": (1,), "optimizer": ("adam",)}
+_ATTENTION = {"flash": "fused", "unfused": "separate", "grid": "summa"}
+SCOPE = Scope(
+    convention="nersc-2024-10",
+    plan={
+        **dict.fromkeys(("tp", "sp", "pp", "dp", "grid", "panels", "placement"), ANY),
+        **{"layout": tuple(_STRATEGY_OF_LAYOUT), "attention": tuple(_ATTENTION)},
+        **{"recompute": ("none", "selective"), "dtype": ("bf16", "fp16")},
+    },
+    workload={"batch": ANY, "seq": ANY, "microbatch": ANY},
+)
+"""The paper's tensors are 2 bytes wide, its optimizer is sharded over the replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +164,9 @@ class Paper:
         """What a reader should know about these numbers."""
         notes = ["the paper's own counting and timing, its known slips included: blocks only, no embeddings"]
         if self.run.cut.strategy == "2d":
-            notes.append(f"SUMMA in {self.run.cut.panels:g} panels, the fewest that its grid allows")
+            notes.append(
+                f"SUMMA in {self.run.cut.panels:g} panels: plan.panels times the longer side of the grid"
+            )
         return notes
 
 
@@ -167,18 +180,20 @@ def _paper_run(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -
     _check_known(model, plan, workload)
     m1, m2 = plan.grid if plan.layout != "1d" else (plan.tp, 1)
     strategy = _STRATEGY_OF_LAYOUT[plan.layout]
-    for what, size, degree in (
-        ("heads", model.num_heads, m1),
-        ("hidden width", model.hidden, math.lcm(m1, m2) if strategy == "2d" else m1),
-        ("ffn width", model.ffn_hidden, math.lcm(m1, m2) if strategy == "2d" else m1),
-        ("tokens of a sequence", workload.seq, m2 if strategy == "2d" else m1 * m2),
-        ("layers", model.num_layers, plan.pp),
-    ):
-        if size % degree:
-            raise PlanError(
-                f"{degree} parts do not divide the {size} {what} of {model.name} under layout={plan.layout} "
-                f"tp={plan.tp} pp={plan.pp}; use degrees that do"
-            )
+    grid_attention = plan.attention == "grid"
+    both = math.lcm(m1, m2) if strategy == "2d" else m1
+    rows = (both if grid_attention else m2) if strategy == "2d" else m1 * m2
+    SCOPE.check_divides(
+        model,
+        {
+            "heads": (model.num_heads, 1 if grid_attention else m1),
+            "hidden width": (model.hidden, both),
+            "width of a head": (model.head_dim, m1 if grid_attention else 1),
+            "ffn width": (model.ffn_hidden, both),
+            "tokens of a sequence": (workload.seq, rows),
+            "layers": (model.num_layers, plan.pp),
+        },
+    )
     dp = plan.data_parallel(cluster.num_chips)
     workload.num_microbatches(dp)
     cut = PaperCut(
@@ -190,8 +205,8 @@ def _paper_run(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -
         heads=float(model.num_heads),
         m1=float(m1),
         m2=float(m2),
-        panels=float(max(m1, m2)),
-        attention="fused" if plan.attention == "flash" else "separate",
+        panels=float(plan.panels * max(m1, m2)),
+        attention=_ATTENTION[plan.attention],
         recompute=plan.recompute == "selective",
     )
     sizes = {"tp1": m1, "tp2": m2, "dp": dp, "pp": plan.pp}
@@ -208,23 +223,19 @@ def _paper_run(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -
 
 def _check_known(model: Model, plan: Plan, workload: Workload) -> None:
     """PlanError for a model, plan or workload that the paper has no numbers for."""
-    says = "convention nersc-2024-10 knows"
-    gpt = model.activation == "gelu" and model.num_kv_heads == model.num_heads
-    if not gpt or model.moe or model.mla:
-        raise PlanError(f"{says} GPT and ViT blocks only, not {model.name}; use default")
-    if workload.kind != "train":
-        raise PlanError(f"{says} training only, not {workload.kind}; use default")
-    for name, known in _ONLY.items():
-        if getattr(plan, name) not in known:
-            raise PlanError(f"{says} {name}={known[0]} only, not {getattr(plan, name)}; use default")
-    if plan.layout not in _STRATEGY_OF_LAYOUT:
-        raise PlanError(f"{says} layouts {', '.join(_STRATEGY_OF_LAYOUT)}, not {plan.layout}; use default")
+    SCOPE.check(model, plan, workload)
+    if plan.layout == "1d" and plan.grid:
+        raise SCOPE.refusal("a grid with layout=1d")
     if plan.layout != "1d" and not plan.grid:
         raise PlanError(f"layout={plan.layout} needs its grid here, as in layout={plan.layout}:4x2")
-    if plan.recompute == "full" or (plan.recompute == "selective" and plan.layout != "1d"):
-        raise PlanError(f"{says} recompute=selective under layout=1d only; use recompute=none, or default")
-    if plan.tp > 1 and not plan.sequence_parallel:
-        raise PlanError(f"{says} tensor with sequence parallelism only; leave sp=0 out, or use default")
+    if plan.layout != "2d" and plan.panels > 1:
+        raise SCOPE.refusal(f"panels={plan.panels} with layout={plan.layout}, only with layout=2d")
+    if plan.layout != "2d" and plan.attention == "grid":
+        raise SCOPE.refusal(f"attention=grid with layout={plan.layout}, only with layout=2d")
+    if plan.recompute == "selective" and (plan.layout, plan.attention) != ("1d", "unfused"):
+        raise SCOPE.refusal("recompute=selective but of attention=unfused with layout=1d")
+    if plan.sp is not None and plan.sp != (plan.tp > 1):
+        raise SCOPE.refusal(f"sp={int(plan.sp)} with tp={plan.tp}, only sp=1 wherever tp > 1")
 
 
 def _inside(sizes: dict[str, int], domain_ranks: float) -> dict[str, float]:

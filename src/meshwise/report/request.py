@@ -138,8 +138,13 @@ def respond(request: Request) -> Answer | NotebookAnswer:
     _check_budget(request.budget)
     model, cluster, plan = find_model(request.model), find_cluster(request.cluster), parse_plan(request.plan)
     seq = request.seq if request.seq is not None else default_seq(model)
+    if request.convention.startswith("nersc") and request.budget != Budget():
+        raise PlanError(
+            f"convention {request.convention} does not price a whole run; leave out --tokens, --price and "
+            "--watts, or use convention default"
+        )
     if request.convention == "nersc-2024-02":
-        load = workload(request.batch or 1, seq, request.microbatch, request.kind)
+        load = workload(1 if request.batch is None else request.batch, seq, request.microbatch, request.kind)
         return NotebookAnswer(notebook(model, cluster, plan, load))
     batch = request.batch
     if batch is None:

@@ -1,0 +1,146 @@
+"""A published convention uses what the user states, or refuses it: every field and every option is walked."""
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwise.core.errors import MeshwiseError, PlanError
+from meshwise.machine.hardware import find_cluster
+from meshwise.model.architecture import Model, find_model
+from meshwise.plan.plan import Plan, parse_plan
+from meshwise.plan.workload import Workload, workload
+from meshwise.published.nersc_2024_02 import notebook
+from meshwise.published.nersc_2024_10_plan import paper
+
+GPT3 = find_model("gpt3-175b")
+BASES = {  # convention: plans to start from, on this cluster and batch
+    "nersc-2024-02": ("nersc-notebook", 1, ({"tp": "4", "sp": "1"},)),
+    "nersc-2024-10": (
+        "nersc-a100:32",
+        16,
+        (
+            {"tp": "4", "pp": "2"},
+            {"tp": "4", "pp": "2", "attention": "unfused"},
+            {"layout": "2d:2x2", "pp": "2"},
+            {"layout": "2d-cp:2x2", "pp": "2"},
+        ),
+    ),
+}
+OTHER_VALUES = {  # of keys whose other values are words
+    **{"sp": ["0"], "cp_kind": ["ulysses"], "schedule": ["gpipe", "interleaved", "zb-h1"]},
+    **{"layout": ["2d:2x2", "2d-cp:2x2", "3d:2x2x2"], "grid": ["4x1"], "stages": ["40-56"]},
+    **{"recompute": ["selective", "full"], "dtype": ["fp32", "fp8"], "optimizer": ["sgd", "adam-fp32"]},
+    **{"grad_dtype": ["bf16"], "attention": ["grid"], "dispatch": ["per_rank"], "zero": ["2", "3"]},
+    **{"placement": ["dp-pp-cp-tp"], "imbalance": ["1.5"], "offload_optimizer": ["0.5"]},
+    **{"offload_activations": ["0.5"], "software": ["2021"]},
+}
+OUTSIDE_BLOCKS = {  # parts of a model that the published models say they leave out, and names
+    *("name", "source", "checked", "aliases", "vocab", "max_seq", "extra_position_rows", "tied_embedding"),
+    *("token_types", "embedding_norm", "final_norm", "patches", "lm_head", "head_bias", "mlm_transform"),
+    *("pooler", "num_classes"),
+    *("causal", "dropout_frac", "qkv_bias"),  # always the full square, with dropout, without bias
+}
+
+
+def answer(convention: str, plan: dict[str, str], model: Model = GPT3, **load: Any) -> str:
+    """All that a convention says, as text."""
+    cluster, batch, _ = BASES[convention]
+    price: Any = notebook if convention == "nersc-2024-02" else paper
+    text = ",".join(f"{key}={value}" for key, value in plan.items())
+    step = workload(**({"batch": batch, "seq": 2048} | load))
+    priced = price(model, find_cluster(cluster), parse_plan(text), step).to_json()
+    return json.dumps({key: priced[key] for key in ("tables", "step_s", "memory_bytes")}, default=float)
+
+
+def changed_or_refused(before: str, convention: str, plan: dict[str, str], **rest: Any) -> bool:
+    try:
+        return answer(convention, plan, **rest) != before
+    except MeshwiseError as error:
+        assert "\n" not in str(error)
+        return True
+
+
+@pytest.mark.parametrize("key", [item.name for item in fields(Plan)])
+@pytest.mark.parametrize("convention", BASES)
+def test_every_plan_key_is_used_or_refused(convention: str, key: str) -> None:
+    default = {item.name: item.default for item in fields(Plan)}[key]
+    flipped = {True: ["0"], False: ["1"]}
+    other = flipped[default] if isinstance(default, bool) else ["2"] if default in (None, 0, 1) else ["other"]
+    for base in BASES[convention][2]:
+        before = answer(convention, base)
+        for value in OTHER_VALUES.get(key, other):
+            if base.get(key) != value and not (key == "grid" and ":" in base.get("layout", "")):
+                assert changed_or_refused(before, convention, base | {key: value}), f"{base} {key}={value}"
+
+
+@pytest.mark.parametrize("field", [item.name for item in fields(Model) if item.name not in OUTSIDE_BLOCKS])
+@pytest.mark.parametrize("convention", BASES)
+def test_every_feature_of_a_block_is_used_or_refused(convention: str, field: str) -> None:
+    value = getattr(GPT3, field)
+    other = not value if isinstance(value, bool) else 2 * value + 8 if isinstance(value, int | float) else "x"
+    base = BASES[convention][2][0]
+    model = replace(GPT3, **{field: other})
+    assert changed_or_refused(answer(convention, base), convention, base, model=model)
+
+
+@pytest.mark.parametrize("load", [{"batch": 32}, {"seq": 1024}, {"microbatch": 2}, {"kind": "prefill"}])
+@pytest.mark.parametrize("convention", BASES)
+def test_every_field_of_a_workload_is_used_or_refused(convention: str, load: dict[str, Any]) -> None:
+    assert {item.name for item in fields(Workload)} >= set(load)
+    base = BASES[convention][2][0]
+    assert changed_or_refused(answer(convention, base), convention, base, **({"batch": 16} | load))
+
+
+@pytest.mark.parametrize(
+    ("convention", "stated"),
+    [
+        ("nersc-2024-02", {"dp": "1"}),
+        ("nersc-2024-02", {"dtype": "fp16", "attention": "unfused"}),
+        ("nersc-2024-02", {"zero": "0", "optimizer": "none"}),
+        ("nersc-2024-10", {"dp": "4", "sp": "1", "zero": "1", "schedule": "1f1b", "dtype": "fp16"}),
+    ],
+)
+def test_what_a_convention_does_anyway_may_be_stated(convention: str, stated: dict[str, str]) -> None:
+    base = BASES[convention][2][0]
+    assert answer(convention, base | stated) == answer(convention, base)
+
+
+def test_a_refusal_names_the_value_and_what_is_known() -> None:
+    with pytest.raises(PlanError) as error:
+        answer("nersc-2024-02", {"tp": "4", "zero": "3"})
+    assert str(error.value) == (
+        "convention nersc-2024-02 does not price zero=3, only zero=1 or zero=0; use convention default"
+    )
+
+
+def test_the_notebook_prices_one_group() -> None:
+    with pytest.raises(PlanError, match="4 chips of which tp=2 are used"):
+        answer("nersc-2024-02", {"tp": "2"})
+    with pytest.raises(PlanError, match="in one piece"):
+        answer("nersc-2024-02", {"tp": "4"}, batch=8, microbatch=2)
+
+
+@pytest.mark.parametrize("convention", BASES)
+@pytest.mark.parametrize("option", ["--tokens", "--price", "--watts", "--plot", "--trace"])
+def test_options_of_other_conventions_are_refused(
+    convention: str, option: str, meshwise: Any, tmp_path: Path
+) -> None:
+    value = str(tmp_path / "file.png") if option in ("--plot", "--trace") else "1e9"
+    words = ("estimate", "gpt3-175b", "--cluster", "nersc-notebook", "--plan", "tp=4", "--batch", "1")
+    done = meshwise(*words, "--convention", convention, option, value)
+    assert done.code == 2
+    assert convention in done.err or "this convention" in done.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_ideal_is_the_default_path_and_refuses_nothing(meshwise: Any) -> None:
+    words = ("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:64", "--batch", "64", "--tokens", "1e9")
+    plan = "tp=4,pp=4,zero=2,recompute=full,dtype=fp16,attention=unfused,imbalance=1.2,overlap_dp=0"
+    step_s = [
+        meshwise(*words, "--plan", plan, "--convention", convention, "--json").document["step_s"]
+        for convention in ("ideal", "default")
+    ]
+    assert step_s[0] < step_s[1]
