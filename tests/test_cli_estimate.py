@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.ledger import COLUMNS
-from meshwise.plan.plan import parse_plan, plan_from_dict
 from meshwise.report.request import Budget, Request, respond
 
 BASE = ("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:64", "--plan", "tp=8,pp=8", "--batch", "64")
@@ -106,8 +105,8 @@ BAD = {
     "negative degree": (("gpt3-175b", "--plan", "pp=-2"), "pp=-2"),
     "degree that is no number": (("gpt3-175b", "--plan", "tp=nan"), "tp=nan"),
     "unknown plan key": (("gpt3-175b", "--plan", "tpp=2"), "tpp"),
-    "negative batch": (("gpt3-175b", "--batch", "-4"), "batch is -4"),
-    "zero sequence": (("gpt3-175b", "--seq", "0"), "seq is 0"),
+    "negative batch": (("gpt3-175b", "--batch", "-4"), "batch=-4"),
+    "zero sequence": (("gpt3-175b", "--seq", "0"), "seq=0"),
     "tokens that are no number": (("gpt3-175b", "--tokens", "nan"), "tokens is nan"),
     "unknown convention": (("gpt3-175b", "--convention", "nersc"), "nersc"),
     "plan file that is missing": (("gpt3-175b", "--plan", "nowhere.toml"), "nowhere.toml"),
@@ -138,30 +137,6 @@ def test_a_file_that_is_not_toml(meshwise, tmp_path: Path) -> None:
     done = meshwise("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:8", "--plan", str(path))
     assert done.code == 2
     assert str(path) in done.err
-
-
-WORDS = st.text(alphabet="tpcedk=,.:x0123456789-naif ", max_size=30)
-
-
-@given(text=st.one_of(WORDS, st.text(max_size=30)))
-def test_any_text_is_a_plan_or_a_sentence(text: str) -> None:
-    try:
-        parse_plan(text)
-    except MeshwiseError as error:
-        assert str(error)
-
-
-@given(
-    st.dictionaries(
-        st.sampled_from(["tp", "pp", "vpp", "zero", "layout", "stages", "sp", "placement", "imbalance", "x"]),
-        st.one_of(st.integers(), st.floats(), st.text(max_size=8), st.booleans(), st.lists(st.integers())),
-    )
-)
-def test_any_toml_value_is_a_plan_or_a_sentence(raw: dict) -> None:
-    try:
-        plan_from_dict(raw)
-    except MeshwiseError as error:
-        assert str(error)
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])

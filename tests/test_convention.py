@@ -11,7 +11,7 @@ from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import Model, find_model
 from meshwise.plan.plan import Plan, parse_plan
-from meshwise.plan.workload import Workload, workload
+from meshwise.plan.workload import Workload
 from meshwise.published.nersc_2024_02 import notebook
 from meshwise.published.nersc_2024_10_plan import paper
 
@@ -50,7 +50,7 @@ def answer(convention: str, plan: dict[str, str], model: Model = GPT3, **load: A
     cluster, batch, _ = BASES[convention]
     price: Any = notebook if convention == "nersc-2024-02" else paper
     text = ",".join(f"{key}={value}" for key, value in plan.items())
-    step = workload(**({"batch": batch, "seq": 2048} | load))
+    step = Workload(**({"batch": batch, "seq": 2048} | load))
     priced = price(model, find_cluster(cluster), parse_plan(text), step).to_json()
     return json.dumps({key: priced[key] for key in ("tables", "step_s", "memory_bytes")}, default=float)
 

@@ -24,7 +24,7 @@ from meshwise.estimate.timing import machine, op_times
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import find_model
 from meshwise.plan.plan import parse_plan
-from meshwise.plan.workload import workload
+from meshwise.plan.workload import Workload
 from meshwise.program.block import block, shared_gradients
 from meshwise.program.cut import Cut
 from meshwise.program.grid import default_grid
@@ -294,7 +294,7 @@ def test_panels_travel_behind_panels() -> None:
 @pytest.mark.parametrize("layout", ["2d:4x2", "2d:2x4", "2d-cp:4x2", "2d-cp:2x4", "2.5d:2x2x2", "3d:2x2x2"])
 def test_a_plan_reaches_the_block(layout: str) -> None:
     """The estimate of a plan holds the ops of its layout, with all of the model's matrix work."""
-    cluster, job = find_cluster("h100-80g-sxm:64"), workload(16, 2048)
+    cluster, job = find_cluster("h100-80g-sxm:64"), Workload(batch=16, seq=2048)
     found = estimate(GPT3, cluster, parse_plan(f"pp=8,layout={layout}"), job)
     plain = estimate(GPT3, cluster, parse_plan("pp=8,tp=8"), job)
     assert found.flop_per_step == plain.flop_per_step
@@ -309,7 +309,7 @@ def test_a_plan_reaches_the_block(layout: str) -> None:
 
 def test_columns_and_sequence_keep_a_copy_of_the_weights_in_every_row() -> None:
     """Its rows count as replicas: ZeRO shards over them, and gradients are exchanged over them."""
-    job = workload(64, 2048)
+    job = Workload(batch=64, seq=2048)
     on = degrees(parse_plan("pp=8,layout=2d-cp:4x2"), job, 64)
     assert (on.tp, on.cp, on.dp, on.replicas, on.zero_group) == (4, 2, 1, 2, 2)
 
@@ -322,7 +322,7 @@ def test_columns_and_sequence_keep_a_copy_of_the_weights_in_every_row() -> None:
         ("layout=3d:2x2x2,dtype=fp8", "no casts for dtype=fp8"),
         ("layout=2.5d:2x4x1", "needs square grids"),
         ("layout=3d,tp=9", "use 8 or 27 ranks"),
-        ("layout=2d-cp:2x2,attention=grid", "needs 2d, 2.5d or 3d"),
+        ("layout=2d-cp:2x2,attention=grid", "use layout=2d, 2.5d or 3d"),
         ("layout=3d:4x4x4", "heads of gpt3-175b by 16, which does not divide 24"),
         ("layout=2d:2x2,lora_rank=8", "has no adapters"),
     ],

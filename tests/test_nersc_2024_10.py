@@ -21,7 +21,7 @@ from meshwise.cost import collective
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import find_model
 from meshwise.plan.plan import parse_plan
-from meshwise.plan.workload import workload
+from meshwise.plan.workload import Workload
 from meshwise.published.cases import TOLERANCE, check_cases
 from meshwise.published.nersc_2024_10 import COLUMNS, PaperRun, collective_s, paper_system, price
 from meshwise.published.nersc_2024_10_ops import PaperCut
@@ -263,7 +263,7 @@ def answer(model: str, cluster: str, plan: str, batch: int, domain_ranks: float 
     """The paper's answer on `cluster` with fast domains of another size."""
     machine = find_cluster(cluster)
     levels = (replace(machine.levels[0], ranks=domain_ranks), machine.levels[1])
-    step = workload(batch, 2048, **load)
+    step = Workload(batch=batch, seq=2048, **load)
     return paper(find_model(model), replace(machine, levels=levels), parse_plan(plan), step)
 
 

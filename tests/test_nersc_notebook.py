@@ -16,7 +16,7 @@ from meshwise.core.errors import PlanError
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import find_model
 from meshwise.plan.plan import parse_plan
-from meshwise.plan.workload import workload
+from meshwise.plan.workload import Workload
 from meshwise.published.nersc_2024_02 import COLUMNS, Notebook, notebook
 
 PRINTED = json.loads((Path(__file__).parent / "data" / "nersc_notebook.json").read_text())["seed"]
@@ -29,7 +29,7 @@ ARGUMENTS = (
 
 def priced(plan: str = "tp=4,sp=1") -> Notebook:
     cluster = find_cluster("nersc-notebook")
-    return notebook(find_model("gpt3-175b"), cluster, parse_plan(plan), workload(1, 2048))
+    return notebook(find_model("gpt3-175b"), cluster, parse_plan(plan), Workload(batch=1, seq=2048))
 
 
 def check_same(ours: Any, printed: Any, where: str) -> None:
@@ -98,4 +98,6 @@ def test_without_sequence_parallelism_nothing_is_gathered() -> None:
 @pytest.mark.parametrize(("model", "plan"), [("llama2-7b", "tp=4"), ("gpt3-175b", "tp=2,pp=2")])
 def test_what_the_notebook_does_not_know_is_refused(model: str, plan: str) -> None:
     with pytest.raises(PlanError, match="nersc-2024-02 does not price"):
-        notebook(find_model(model), find_cluster("nersc-notebook"), parse_plan(plan), workload(1, 2048))
+        notebook(
+            find_model(model), find_cluster("nersc-notebook"), parse_plan(plan), Workload(batch=1, seq=2048)
+        )

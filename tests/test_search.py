@@ -9,7 +9,7 @@ from meshwise.estimate.single import estimate
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import find_model
 from meshwise.plan.plan import parse_plan
-from meshwise.plan.workload import workload
+from meshwise.plan.workload import Workload
 from meshwise.search.search import search
 
 
@@ -27,7 +27,7 @@ def test_the_best_plan_is_the_best_of_all_priced_one_by_one() -> None:
     ):
         text = f"tp={tp},pp={pp},vpp={vpp},recompute={recompute},zero={zero}"
         try:
-            of = estimate(model, cluster, parse_plan(text), workload(16, 1024, micro))
+            of = estimate(model, cluster, parse_plan(text), Workload(batch=16, seq=1024, microbatch=micro))
         except MeshwiseError:
             continue
         if of.fits:

@@ -20,7 +20,7 @@ from meshwise.estimate.timing import machine
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import find_model, num_params
 from meshwise.plan.plan import parse_plan
-from meshwise.plan.workload import workload
+from meshwise.plan.workload import Workload
 
 GIB = 2**30
 
@@ -36,7 +36,7 @@ def priced(
     kind: str = "train",
     ideal: bool = False,
 ) -> Estimate:
-    load = workload(batch, seq, microbatch, kind)
+    load = Workload(batch=batch, seq=seq, microbatch=microbatch, kind=kind)
     return estimate(find_model(model), find_cluster(cluster), parse_plan(plan), load, ideal=ideal)
 
 
@@ -57,7 +57,7 @@ def layers_memory(name: str, extra: str) -> tuple[float, float]:
     """GiB of (states, activations) of the layers alone on the first stage, embedding left out."""
     plan_text, batch, micro, gpus, *_ = FIGURE_1[name]
     model, plan = find_model(name), parse_plan(f"{plan_text},attention=unfused,zero=0,{extra}")
-    on = degrees(plan, workload(batch, 2048, micro), gpus)
+    on = degrees(plan, Workload(batch=batch, seq=2048, microbatch=micro), gpus)
     first = replace(plan_stages(model, on)[0], embeddings=0.0, heads=0.0)
     on_machine = machine(find_cluster(f"a100-80g-sxm:{gpus}"), "bf16", ideal=True)
     memory = step_cost(model, on, on_machine, [first]).memory
@@ -105,7 +105,7 @@ def check_bubble_frac(schedule: str, vpp: int, expected: float) -> None:
     """Bubble over the ideal time of `m` microbatches, embedding and head left out of the stages."""
     model, m, pp = find_model("gpt3-175b"), 24, 8
     plan = parse_plan(f"tp=8,pp={pp},schedule={schedule}" + (f",vpp={vpp}" if vpp > 1 else ""))
-    on = degrees(plan, workload(m, 2048), 64)
+    on = degrees(plan, Workload(batch=m, seq=2048), 64)
     cluster = find_cluster("a100-80g-sxm:64")
     stages = [replace(plan_stages(model, on)[1], index=0.0, ranks=8.0)]
     links_free = replace(machine(cluster, "bf16", ideal=True).base, link_latency_s=(0.0, 0.0))
@@ -195,7 +195,7 @@ def test_a_grid_equals_its_plans_one_by_one(data: st.DataObject) -> None:
     cells = np.argwhere(np.broadcast_to(grid.valid, CHOICES.shape))
     index = tuple(int(i) for i in cells[data.draw(st.integers(0, len(cells) - 1))])
     plan, micro = grid.plan(index)
-    one = estimate(model, cluster, plan, workload(1536, 2048, micro))
+    one = estimate(model, cluster, plan, Workload(batch=1536, seq=2048, microbatch=micro))
     whole = np.broadcast_to(cost.step_s, CHOICES.shape)[index]
     assert whole == pytest.approx(one.step_s, rel=1e-9)
     for name in MEMORY_PARTS:
@@ -215,7 +215,7 @@ def test_faster_machines_and_links_never_cost_time(
     tp: int, pp: int, cp: int, zero: int, recompute: str, overlap: bool
 ) -> None:
     text = f"tp={tp},pp={pp},cp={cp},zero={zero},recompute={recompute},overlap_dp={int(overlap)}"
-    model, on = find_model("llama3-8b"), degrees(parse_plan(text), workload(256, 4096), 128)
+    model, on = find_model("llama3-8b"), degrees(parse_plan(text), Workload(batch=256, seq=4096), 128)
     runs_on = machine(find_cluster("a100-80g-sxm:128"), "bf16", ideal=True)
     stages = plan_stages(model, on)
     before = step_cost(model, on, runs_on, stages).step_s
@@ -231,7 +231,7 @@ def test_faster_machines_and_links_never_cost_time(
 
 def test_first_middle_and_last_of_a_grid_are_the_stages_of_a_plan() -> None:
     model = find_model("deepseek-v2")
-    on = degrees(parse_plan("pp=4,ep=8"), workload(512, 4096), 64)
+    on = degrees(parse_plan("pp=4,ep=8"), Workload(batch=512, seq=4096), 64)
     single = {(s.dense_layers, s.moe_layers, s.embeddings, s.heads): s.ranks for s in plan_stages(model, on)}
     grid = {
         tuple(float(x) for x in (s.dense_layers, s.moe_layers, s.embeddings, s.heads)): float(s.ranks)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
 from meshwise.estimate.single import estimate as priced
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import num_params
-from meshwise.plan.workload import workload
+from meshwise.plan.workload import Workload
 from meshwise.program.tape import Tape
 from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.dry_run import dry_run
@@ -228,7 +228,9 @@ def test_activations_are_the_estimates_and_named_differences(
         row["saved_bytes"] for row in rows if row["op"].startswith("head/") and row["op"] not in beyond
     )
     counted = peak(dry_run("train", options, ranks=16, device="cpu").ledger)
-    price = priced(the_model(options), find_cluster("h100-80g-sxm:16"), the_plan(options), workload(16, 2048))
+    price = priced(
+        the_model(options), find_cluster("h100-80g-sxm:16"), the_plan(options), Workload(batch=16, seq=2048)
+    )
     assert counted == price.to_json()["memory_bytes"]["activations"] + head + in_flight * sum(beyond.values())
     assert {name.split(": ")[1] for name in beyond} <= {"gathered", "inputs", "loss weight"}
 

@@ -37,7 +37,7 @@ from meshwise.machine.hardware import find_chip, find_cluster
 from meshwise.machine.overheads import NONE, SOFTWARE, find_overheads, tables
 from meshwise.model.architecture import find_model
 from meshwise.plan.plan import parse_plan
-from meshwise.plan.workload import workload
+from meshwise.plan.workload import Workload
 from meshwise.report.accuracy import accuracy_markdown, write_accuracy
 
 DATA = Path(__file__).parent / "data" / "validate"
@@ -221,7 +221,7 @@ def test_models_are_the_catalogs_where_the_name_and_width_agree() -> None:
 
 def test_no_overheads_cost_nothing() -> None:
     model, cluster = find_model("gpt3-175b"), find_cluster("a100-80g-sxm:64")
-    plan, work = parse_plan("tp=8,pp=8"), workload(64, 2048)
+    plan, work = parse_plan("tp=8,pp=8"), Workload(batch=64, seq=2048)
     free = estimate(model, cluster, plan, work, overheads=NONE)
     paid = estimate(model, cluster, plan, work)
     assert free.time_s["host"] == free.time_s["stragglers"] == free.memory_bytes["overhead"] == 0.0
@@ -237,7 +237,7 @@ def test_no_overheads_cost_nothing() -> None:
 )
 def test_more_overhead_never_saves_time(name: str, value: float) -> None:
     model, cluster = find_model("mixtral-8x7b"), find_cluster("h100-80g-sxm:32")
-    plan, work = parse_plan("tp=2,ep=8,zero=1"), workload(64, 4096)
+    plan, work = parse_plan("tp=2,ep=8,zero=1"), Workload(batch=64, seq=4096)
     base = find_overheads(cluster.chip)
     less, more = (
         estimate(model, cluster, plan, work, overheads=replace(base, **{name: factor * value})).step_s
@@ -256,7 +256,7 @@ def test_small_models_run_at_the_speed_of_the_host() -> None:
         small = replace(model, num_layers=12, hidden=256, ffn_hidden=1024, num_heads=4, num_kv_heads=4)
         small = replace(small, head_dim=64) if gpus == 1 else model
         fast_s, slow_s = (
-            estimate(small, cluster, parse_plan(text), workload(8, 2048), overheads=each).step_s
+            estimate(small, cluster, parse_plan(text), Workload(batch=8, seq=2048), overheads=each).step_s
             for each in (base, slow)
         )
         return slow_s / fast_s
@@ -268,7 +268,7 @@ def test_small_models_run_at_the_speed_of_the_host() -> None:
 def test_a_power_limit_caps_large_matmuls_only() -> None:
     cluster = find_cluster("h100-80g-sxm:1")
     limited = replace(NONE, joule_per_flop={"bf16": 700 / 300e12})  # 300 TFLOP/s at 700 W
-    model, plan, work = find_model("llama3-8b"), parse_plan(""), workload(1, 4096)
+    model, plan, work = find_model("llama3-8b"), parse_plan(""), Workload(batch=1, seq=4096)
     step = estimate(model, cluster, plan, work, overheads=limited)
     assert step.time_s["compute"] >= step.flop_per_step / 300e12
     assert estimate(model, cluster, plan, work, overheads=NONE).step_s < step.step_s

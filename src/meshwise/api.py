@@ -40,11 +40,11 @@ def estimate(
     from meshwise.machine.hardware import find_cluster
     from meshwise.model.architecture import find_model
     from meshwise.plan.plan import parse_plan
-    from meshwise.plan.workload import workload
+    from meshwise.plan.workload import Workload
 
     return price(
         find_model(model) if isinstance(model, str) else model,
         find_cluster(cluster) if isinstance(cluster, str) else cluster,
         parse_plan(plan) if isinstance(plan, str) else plan,
-        workload(batch, seq, microbatch, kind),
+        Workload(batch=batch, seq=seq, microbatch=microbatch, kind=kind),
     )

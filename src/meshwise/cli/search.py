@@ -28,12 +28,12 @@ def search(
     from meshwise.machine.hardware import find_cluster
     from meshwise.model.architecture import find_model
     from meshwise.plan.plan import SCHEDULES, parse_plan
-    from meshwise.plan.workload import workload
+    from meshwise.plan.workload import Workload
     from meshwise.report.request import default_seq
     from meshwise.search.search import search as find
 
     shape, machine = find_model(model), find_cluster(cluster)
-    load = workload(batch, seq if seq is not None else default_seq(shape))
+    load = Workload(batch=batch, seq=seq if seq is not None else default_seq(shape))
     names = [name.strip() for name in schedules.split(",") if name.strip()] or SCHEDULES[1:]
     result = find(
         shape, machine, batch=load.batch, seq=load.seq, top=top, base=parse_plan(plan), schedules=names

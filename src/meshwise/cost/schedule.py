@@ -32,9 +32,7 @@ from numpy.typing import NDArray
 
 from meshwise.core.errors import PlanError
 from meshwise.core.units import Num
-
-SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
-"""The schedules by name; a schedule's index is its place in this tuple."""
+from meshwise.plan.plan import SCHEDULES
 
 _INTERLEAVED, _ZB_V, _DUALPIPE, _DUALPIPE_V = (
     SCHEDULES.index(name) for name in ("interleaved", "zb-v", "dualpipe", "dualpipe-v")

@@ -209,6 +209,9 @@ def estimate(
     `ideal`: kernels and links keep every promise of the data sheet. `overheads`: what a step pays
     beside its kernels (`meshwise.machine.overheads`; None: the chip's, under the plan's software).
     """
+    for key, priced in (("implementation", "megatron"), ("frozen_dtype", None), ("kv_dtype", "bf16")):
+        if (value := getattr(plan, key)) != priced:
+            raise PlanError(f"{key}={value} is not priced yet; leave it out")
     check_plan(model, plan, workload.seq)
     on = degrees(plan, workload, cluster.num_chips)
     if plan.recompute_layers is not None:

@@ -13,21 +13,25 @@ from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from meshwise.core.errors import PlanError
-from meshwise.core.units import DTYPE_BYTES
 from meshwise.machine.overheads import SOFTWARE
+from meshwise.plan.fields import Field, check_fields, choice, number, order, read_field, sizes, switch, whole
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
 RECOMPUTE = ("none", "selective", "full")
 CP_KINDS = ("ring", "ulysses", "all_gather", "two_level")
-LAYOUTS = ("1d", "2d", "2d-cp", "2.5d", "3d")
+GRID_DIMS = {"1d": 0, "2d": 2, "2d-cp": 2, "2.5d": 3, "3d": 3}
+"""The tensor-parallel layouts, and how many numbers the grid of each has."""
 OPTIMIZERS = ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "muon", "sgd", "none")
 ATTENTION = ("flash", "unfused", "grid")
 DISPATCH = ("per_expert", "per_rank")
+IMPLEMENTATIONS = ("megatron", "fsdp2", "huggingface")
+DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 AXES = ("tp", "cp", "dp", "pp")
 
 
@@ -35,15 +39,8 @@ AXES = ("tp", "cp", "dp", "pp")
 class Plan:
     """Degrees of parallelism and the choices that go with them; see `parse_plan` for the text form.
 
-    `sp` None means: on wherever tp > 1. `dp` None means: what the cluster leaves.
-    `grid` is the shape of a tensor layout of two or more dimensions, e.g. (2, 2, 2); `panels`, in how many
-    pieces SUMMA sends a block; attention=grid splits the scores over the grid.
-    `dispatch`: a token goes to its experts by a plain all-to-all, once per_expert, or once per_rank that
-    holds some of them (and once to each node, which passes it on), as DeepEP and HybridEP do.
-    `recompute_layers` limits full recomputation to so many layers of each stage (None: all).
-    `zero` is the ZeRO stage over dp (3 is FSDP); `zero_group` shards over so many ranks of dp only
-    (HSDP; None: all of them). `software` is the generation of the training software whose overheads a step
-    pays (`meshwise.machine.overheads`). `stages` gives uneven pipeline stages as numbers of layers.
+    Making one raises PlanError where a value, or a combination of values, makes no sense on any model.
+    A grid sets tp, 1f1b with vpp > 1 is interleaved, and zb-v and dualpipe-v have vpp=2.
     """
 
     tp: int = 1
@@ -77,9 +74,19 @@ class Plan:
     overlap_ep: bool = False
     overlap_pp: bool = True
     lora_rank: int = 0
+    frozen_dtype: str | None = None
+    kv_dtype: str = "bf16"
     imbalance: float = 1.0
+    implementation: str = "megatron"
     software: str = SOFTWARE[-1]
     placement: tuple[str, ...] = AXES
+
+    def __post_init__(self) -> None:
+        check_fields(self, KEYS, PlanError)
+        for name, value in _implied(self):
+            object.__setattr__(self, name, value)
+        for sentence in _conflicts(self):
+            raise PlanError(sentence)
 
     @property
     def sequence_parallel(self) -> bool:
@@ -107,33 +114,144 @@ class Plan:
         return dp
 
 
-_CHOICES = {
-    "schedule": SCHEDULES,
-    "recompute": RECOMPUTE,
-    "cp_kind": CP_KINDS,
-    "layout": LAYOUTS,
-    "optimizer": OPTIMIZERS,
-    "attention": ATTENTION,
-    "dispatch": DISPATCH,
-    "dtype": tuple(DTYPE_BYTES),
-    "software": SOFTWARE,
-    "grad_dtype": ("fp32", "bf16", "fp16"),
+KEYS: dict[str, Field] = {
+    "tp": whole("tensor parallelism: ranks that cut each matrix"),
+    "sp": switch("sequence parallelism: the activations between matmuls are cut too [where tp > 1]"),
+    "cp": whole("context parallelism: ranks that cut the sequence"),
+    "cp_kind": choice("how the ranks of cp exchange keys and values", CP_KINDS),
+    "ulysses": whole("ranks of cp that exchange heads, with cp_kind=two_level"),
+    "pp": whole("pipeline parallelism: stages"),
+    "vpp": whole("chunks of layers on each stage"),
+    "schedule": choice("order of forwards and backwards in the pipeline", SCHEDULES),
+    "stages": sizes("layers of each of the pp x vpp stages, where uneven", "-"),
+    "dp": whole("data parallelism [what the cluster leaves]"),
+    "ep": whole("expert parallelism: ranks over which the experts are spread"),
+    "etp": whole("ranks that cut each matrix of an expert [tp]"),
+    "dispatch": choice("a token is sent once for each expert, or once for each rank and node", DISPATCH),
+    "layout": choice("form of tensor parallelism; layout=2d:4x2 gives the grid too", tuple(GRID_DIMS)),
+    "grid": sizes("shape of the grid of a layout beyond 1d; sets tp", "x"),
+    "panels": whole("pieces in which SUMMA sends a block, with layout=2d or 2.5d"),
+    "zero": whole("sharded over dp x cp: 1 optimizer states, 2 gradients too, 3 weights too (FSDP)", 0, 3),
+    "zero_group": whole("ranks that share states (HSDP) [all of dp x cp]"),
+    "recompute": choice("what the backward computes again", RECOMPUTE),
+    "recompute_layers": whole("layers of each stage that recompute=full covers [all]", 0),
+    "dtype": choice("type of the matmuls", DTYPES),
+    "optimizer": choice("optimizer, and the type of its states", OPTIMIZERS),
+    "grad_dtype": choice("type in which gradients are summed", ("fp32", "bf16", "fp16")),
+    "attention": choice("fused, unfused, or scores split over the grid of the layout", ATTENTION),
+    "offload_optimizer": number("share of the optimizer states in host memory", 0, 1),
+    "offload_activations": number("share of the activations in host memory", 0, 1),
+    "overlap_dp": switch("data-parallel exchanges run beside compute"),
+    "overlap_tp": switch("tensor-parallel exchanges run beside compute"),
+    "overlap_ep": switch("expert-parallel exchanges run beside compute"),
+    "overlap_pp": switch("messages between pipeline stages run beside compute"),
+    "lora_rank": whole("rank of LoRA adapters; the model's own weights are frozen [0: no adapters]", 0),
+    "frozen_dtype": choice("type in which frozen weights are kept (QLoRA) [dtype]", ("fp8", "int4", "fp4")),
+    "kv_dtype": choice("type of the key-value cache of serving", ("bf16", "fp8")),
+    "imbalance": number("load of the busiest expert rank over the mean", 1),
+    "implementation": choice("whose training software runs the plan", IMPLEMENTATIONS),
+    "software": choice("generation of software, whose overheads a step has", SOFTWARE),
+    "placement": order("axes from neighbouring ranks outwards", AXES),
 }
-_DEGREES = ("tp", "cp", "ulysses", "pp", "vpp", "dp", "ep", "etp", "zero_group", "panels")
-_COUNTS = ("recompute_layers", "lora_rank")
-_SWITCHES = ("sp", "overlap_dp", "overlap_tp", "overlap_ep", "overlap_pp")
-_SHARES = ("offload_optimizer", "offload_activations")
-_FIELDS = tuple(field.name for field in fields(Plan))
+"""What each field may hold, and what it means."""
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Plan)}
+
+
+def _implied(plan: Plan) -> Iterator[tuple[str, Any]]:
+    """What the fields of a plan imply for each other, as new values of fields."""
+    if plan.grid and plan.layout != "1d" and plan.tp == 1:
+        yield "tp", math.prod(plan.grid)
+    if plan.schedule == "1f1b" and plan.vpp > 1:
+        yield "schedule", "interleaved"
+    if plan.schedule in ("zb-v", "dualpipe-v") and plan.vpp == 1:
+        yield "vpp", 2
+
+
+def _conflicts(plan: Plan) -> Iterator[str]:
+    """One sentence for each contradiction, and for each key that nothing would read."""
+    layout, dims = plan.layout, GRID_DIMS[plan.layout]
+    shape = "x".join(map(str, plan.grid))
+    if plan.grid and layout == "1d":
+        yield f"grid={shape} needs a layout with a grid; add layout=2d, 2d-cp, 2.5d or 3d"
+    if plan.grid and layout != "1d" and len(plan.grid) != dims:
+        yield f"layout={layout} needs a grid of {dims} numbers, as in layout={layout}:{'x'.join('2' * dims)}"
+    if plan.grid and math.prod(plan.grid) != plan.tp:
+        yield f"the grid {shape} has {math.prod(plan.grid)} ranks but tp={plan.tp}; leave tp out"
+    if plan.panels > 1 and layout not in ("2d", "2.5d"):
+        yield f"panels={plan.panels} needs SUMMA, which layout={layout} does not use; use layout=2d or 2.5d"
+    if plan.attention == "grid" and layout not in ("2d", "2.5d", "3d"):
+        yield f"attention=grid splits scores over a grid, not with layout={layout}; use layout=2d, 2.5d or 3d"
+    if plan.sp is False and layout in ("2d", "2.5d", "3d"):
+        yield f"layout={layout} always cuts the activations; leave sp=0 out"
+    if plan.ulysses > 1 and plan.cp_kind != "two_level":
+        yield f"ulysses={plan.ulysses} needs cp_kind=two_level, not {plan.cp_kind}"
+    if plan.schedule in ("gpipe", "zb-h1") and plan.vpp > 1:
+        yield f"schedule={plan.schedule} has no virtual stages; use vpp=1 or schedule=interleaved"
+    if plan.stages is not None and len(plan.stages) != plan.pp * plan.vpp:
+        yield (
+            f"stages lists {len(plan.stages)} stages but pp={plan.pp} x vpp={plan.vpp} has "
+            f"{plan.pp * plan.vpp}; list one number of layers for each"
+        )
+    if plan.zero_group is not None and plan.zero == 0:
+        yield f"zero_group={plan.zero_group} shares states, which zero=0 does not shard; use zero=1, 2 or 3"
+    if plan.recompute_layers is not None and plan.recompute != "full":
+        yield f"recompute_layers={plan.recompute_layers} needs recompute=full, not {plan.recompute}"
+    if plan.frozen_dtype is not None and not plan.lora_rank:
+        yield f"frozen_dtype={plan.frozen_dtype} needs frozen weights; add lora_rank, as in lora_rank=16"
 
 
 def parse_plan(text: str) -> Plan:
     """The plan that `text` spells: `tp=8,pp=4,schedule=1f1b,...`, or the path of a TOML file of these keys.
 
-    A layout of several dimensions names its grid: `layout=2d:4x2`. Uneven stages are `stages=10-12-10`,
-    a placement `placement=tp-pp-dp-cp`. What is left out has the default of `Plan`.
+    A layout with a grid may name it: `layout=2d:4x2`. Uneven stages are `stages=10-12-10`, a placement
+    `placement=tp-pp-dp-cp`. What is left out has the default of `Plan`.
+
+    Raises:
+        PlanError: The text or the file cannot be read, or `Plan` refuses what it says.
     """
-    if text.endswith(".toml"):
-        return plan_from_dict(_read_toml(Path(text)), where=text)
+    if not text.endswith(".toml"):
+        return Plan(**plan_keys(text))
+    try:
+        return Plan(**plan_keys(text))
+    except PlanError as error:
+        raise PlanError(f"{text}: {error}") from None
+
+
+def plan_keys(text: str) -> dict[str, Any]:
+    """The keys that `text` (or the TOML file of that path) states, each with a checked value."""
+    raw = _read_toml(Path(text)) if text.endswith(".toml") else _read_items(text)
+    layout, colon, grid = str(raw.get("layout", "")).partition(":")
+    if colon:
+        if "grid" in raw:
+            raise PlanError(f"layout={raw['layout']} and grid={raw['grid']} both give a grid; give it once")
+        raw |= {"layout": layout, "grid": grid}
+    for key in raw:
+        if key not in KEYS:
+            raise PlanError(f"unknown plan key {key!r}; known keys: {', '.join(KEYS)}")
+    return {key: read_field(key, value, KEYS, PlanError) for key, value in raw.items()}
+
+
+def plan_text(plan: Plan) -> str:
+    """The shortest text that `parse_plan` turns back into an equal plan."""
+    stated = {key: getattr(plan, key) for key in KEYS if getattr(plan, key) != DEFAULTS[key]}
+    for key in tuple(stated):
+        fewer = {other: value for other, value in stated.items() if other != key}
+        if _makes(fewer, plan):
+            stated = fewer
+    texts = {key: KEYS[key].show(value) for key, value in stated.items()}
+    if "grid" in texts:
+        texts["layout"] += f":{texts.pop('grid')}"
+    return ",".join(f"{key}={text}" for key, text in texts.items())
+
+
+def _makes(keys: dict[str, Any], plan: Plan) -> bool:
+    try:
+        return Plan(**keys) == plan
+    except PlanError:
+        return False
+
+
+def _read_items(text: str) -> dict[str, Any]:
     raw: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
@@ -142,104 +260,7 @@ def parse_plan(text: str) -> Plan:
         if key in raw:
             raise PlanError(f"plan {text!r} gives {key} twice; give it once")
         raw[key] = value
-    return plan_from_dict(raw, where=f"plan {text!r}")
-
-
-def plan_from_dict(raw: dict[str, Any], where: str = "plan") -> Plan:
-    """A checked `Plan` from values as text or as TOML types; PlanError names the key that is wrong."""
-    unknown = sorted(set(raw) - set(_FIELDS))
-    if unknown:
-        raise PlanError(f"{where}: unknown key {unknown[0]!r}; known keys: {', '.join(_FIELDS)}")
-    values = {key: _value(key, value, where) for key, value in raw.items()}
-    if isinstance(values.get("layout"), tuple):
-        values["layout"], values["grid"] = values["layout"]
-    return _consistent(Plan(**values), where)
-
-
-def _value(key: str, value: Any, where: str) -> Any:
-    at = f"{where}: {key}={value}"
-    if key == "layout":
-        return _layout(str(value), at)
-    if key in _CHOICES:
-        if value not in _CHOICES[key]:
-            raise PlanError(f"{at} is unknown; choose one of {', '.join(_CHOICES[key])}")
-        return value
-    if key in _SWITCHES:
-        known = {"0": False, "1": True, "false": False, "true": True}
-        if str(value).lower() not in known:
-            raise PlanError(f"{at} must be 0 or 1")
-        return known[str(value).lower()]
-    if key in ("grid", "stages"):
-        parts = value if isinstance(value, list | tuple) else str(value).replace("x", "-").split("-")
-        return tuple(_integer(part, at, least=1) for part in parts)
-    if key == "placement":
-        axes = tuple(value) if isinstance(value, list | tuple) else tuple(str(value).split("-"))
-        if sorted(map(str, axes)) != sorted(AXES):
-            raise PlanError(f"{at} must order the axes {', '.join(AXES)}, as in tp-cp-dp-pp")
-        return axes
-    if key in _SHARES:
-        return _number(value, at, least=0.0, most=1.0)
-    if key == "imbalance":
-        return _number(value, at, least=1.0)
-    if key == "zero":
-        return _integer(value, at, least=0, most=3)
-    return _integer(value, at, least=1 if key in _DEGREES else 0)
-
-
-def _layout(text: str, at: str) -> tuple[str, tuple[int, ...]]:
-    name, colon, grid = text.partition(":")
-    if name not in LAYOUTS:
-        raise PlanError(f"{at} is unknown; choose one of {', '.join(LAYOUTS)}, with a grid as in 2d:4x2")
-    dims = tuple(_integer(part, at, least=1) for part in grid.split("x")) if colon else ()
-    wanted = {"1d": (0, 1), "2d": (0, 2), "2d-cp": (0, 2), "2.5d": (0, 3), "3d": (0, 3)}[name]
-    if len(dims) not in wanted:
-        raise PlanError(f"{at} needs a grid of {wanted[1]} numbers, as in {name}:{'x'.join('2' * wanted[1])}")
-    return name, dims
-
-
-def _integer(value: Any, at: str, *, least: int, most: int | None = None) -> int:
-    try:
-        number = int(value) if not isinstance(value, float) or value.is_integer() else None
-    except (TypeError, ValueError, OverflowError):
-        number = None
-    if number is None or isinstance(value, bool) or number < least or (most is not None and number > most):
-        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise PlanError(f"{at} must be a whole number {limits}")
-    return number
-
-
-def _number(value: Any, at: str, *, least: float, most: float = math.inf) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not (least <= number <= most) or math.isinf(number):
-        limits = f"at least {least:g}" if math.isinf(most) else f"from {least:g} to {most:g}"
-        raise PlanError(f"{at} must be a number {limits}")
-    return number
-
-
-def _consistent(plan: Plan, where: str) -> Plan:
-    """`plan` with what its fields imply for each other, or PlanError where they contradict."""
-    if plan.layout != "1d" and plan.grid and math.prod(plan.grid) != plan.tp:
-        if plan.tp != 1:
-            shape = "x".join(map(str, plan.grid))
-            raise PlanError(f"{where}: the grid {shape} has {math.prod(plan.grid)} ranks but tp={plan.tp}")
-        plan = replace(plan, tp=math.prod(plan.grid))
-    if plan.schedule in ("1f1b", "gpipe", "zb-h1") and plan.vpp > 1:
-        if plan.schedule != "1f1b":
-            raise PlanError(
-                f"{where}: schedule={plan.schedule} has no virtual stages; use vpp=1 or interleaved"
-            )
-        plan = replace(plan, schedule="interleaved")
-    if plan.schedule in ("zb-v", "dualpipe-v") and plan.vpp == 1:
-        plan = replace(plan, vpp=2)
-    if plan.stages is not None and len(plan.stages) != plan.pp * plan.vpp:
-        raise PlanError(
-            f"{where}: stages lists {len(plan.stages)} stages but pp={plan.pp} x vpp={plan.vpp} has "
-            f"{plan.pp * plan.vpp}; list one number of layers for each"
-        )
-    return plan
+    return raw
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from meshwise.core.errors import WorkloadError
+from meshwise.plan.fields import check_fields, choice, whole
 
 KINDS = ("train", "evaluate", "prefill", "decode")
+FIELDS = {
+    "batch": whole("sequences of a step in the whole world"),
+    "seq": whole("tokens of a sequence"),
+    "microbatch": whole("sequences that a rank works on at a time"),
+    "kind": choice("what is done with the model", KINDS),
+}
+"""What each field of a `Workload` may hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,12 +22,21 @@ class Workload:
     """One step: `batch` sequences of `seq` tokens in the whole world, `microbatch` of them at a time.
 
     `kind` is train, evaluate (forward only), prefill, or decode (one new token against `seq` cached).
+    Making one raises WorkloadError where a number makes no sense or the microbatch does not divide the batch.
     """
 
     batch: int
     seq: int
     microbatch: int = 1
     kind: str = "train"
+
+    def __post_init__(self) -> None:
+        check_fields(self, FIELDS, WorkloadError)
+        if self.batch % self.microbatch:
+            raise WorkloadError(
+                f"batch={self.batch} does not divide by microbatch={self.microbatch}; "
+                f"use a divisor of {self.batch}"
+            )
 
     @property
     def num_tokens(self) -> int:
@@ -35,18 +51,3 @@ class Workload:
                 f"use a multiple of {dp * self.microbatch}"
             )
         return self.batch // (dp * self.microbatch)
-
-
-def workload(batch: float, seq: float, microbatch: float = 1, kind: str = "train") -> Workload:
-    """A checked `Workload`; WorkloadError names the number that is wrong."""
-    if kind not in KINDS:
-        raise WorkloadError(f"workload kind {kind!r} is unknown; choose one of {', '.join(KINDS)}")
-    numbers = {"batch": batch, "seq": seq, "microbatch": microbatch}
-    for name, value in numbers.items():
-        if not math.isfinite(value) or value < 1 or value != int(value):
-            raise WorkloadError(f"{name} is {value}; it must be a whole number of at least 1")
-    if batch % microbatch:
-        raise WorkloadError(
-            f"batch {batch} does not divide by microbatch {microbatch}; use a divisor of {batch}"
-        )
-    return Workload(batch=int(batch), seq=int(seq), microbatch=int(microbatch), kind=kind)

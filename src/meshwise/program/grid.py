@@ -6,9 +6,7 @@ import math
 
 from meshwise.core.errors import PlanError
 from meshwise.model.architecture import Model
-from meshwise.plan.plan import Plan
-
-GRID_DIMS = {"1d": 0, "2d": 2, "2d-cp": 2, "2.5d": 3, "3d": 3}
+from meshwise.plan.plan import GRID_DIMS, Plan
 
 
 def default_grid(layout: str, ranks: int) -> tuple[int, ...]:

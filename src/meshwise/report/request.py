@@ -18,7 +18,7 @@ from meshwise.estimate.single import Estimate, estimate, op_rows
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import Layer, Model, find_model, num_moe_layers
 from meshwise.plan.plan import parse_plan
-from meshwise.plan.workload import workload
+from meshwise.plan.workload import Workload
 from meshwise.program.block import block
 from meshwise.published.nersc_2024_02 import Notebook, notebook
 from meshwise.published.nersc_2024_10_plan import Paper, paper
@@ -144,12 +144,17 @@ def respond(request: Request) -> Answer | NotebookAnswer:
             "--watts, or use convention default"
         )
     if request.convention == "nersc-2024-02":
-        load = workload(1 if request.batch is None else request.batch, seq, request.microbatch, request.kind)
+        load = Workload(
+            batch=1 if request.batch is None else request.batch,
+            seq=seq,
+            microbatch=request.microbatch,
+            kind=request.kind,
+        )
         return NotebookAnswer(notebook(model, cluster, plan, load))
     batch = request.batch
     if batch is None:
         batch = plan.data_parallel(cluster.num_chips) * request.microbatch * plan.pp
-    load = workload(batch, seq, request.microbatch, request.kind)
+    load = Workload(batch=batch, seq=seq, microbatch=request.microbatch, kind=request.kind)
     if request.convention == "nersc-2024-10":
         return NotebookAnswer(paper(model, cluster, plan, load))
     ideal = request.convention == "ideal"

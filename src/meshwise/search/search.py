@@ -23,7 +23,7 @@ from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import find_overheads
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import RECOMPUTE, SCHEDULES, Plan
-from meshwise.plan.workload import workload
+from meshwise.plan.workload import Workload
 
 MAX_TP = 64
 MAX_CP = 16
@@ -124,6 +124,6 @@ def search(
     best = []
     for cell in fastest[np.argsort(step_s[fastest], kind="stable")]:
         plan, microbatch = grid.plan(tuple(int(i) for i in np.unravel_index(cell, space.shape)))
-        best.append(estimate(model, cluster, plan, workload(batch, seq, microbatch)))
+        best.append(estimate(model, cluster, plan, Workload(batch=batch, seq=seq, microbatch=microbatch)))
     considered = int(np.broadcast_to(plans, space.shape).sum())
     return Result(considered, num_feasible, time.perf_counter() - started, tuple(best))

@@ -29,7 +29,7 @@ from meshwise.core.errors import ClusterError, PlanError
 from meshwise.machine.hardware import Chip, Cluster, Level, find_chip
 from meshwise.model.architecture import Model, MoE, checked_model, models, num_params
 from meshwise.plan.plan import RECOMPUTE, Plan
-from meshwise.plan.workload import Workload, workload
+from meshwise.plan.workload import Workload
 
 NETWORK_LATENCY_S = {"roce": 5.6e-6, "slingshot": 5.8e-6, "omnipath": 4e-6, "infiniband": 4e-6}
 """Hop latency of the networks that a row may name; sources in catalog/chips.toml."""
@@ -67,7 +67,7 @@ def express(run: Run) -> Expressed:
         model=model,
         cluster=cluster_of(run),
         plans=plans_of(run, model),
-        workload=workload(run.global_batch, run.seq, run.micro_batch),
+        workload=Workload(batch=run.global_batch, seq=run.seq, microbatch=run.micro_batch),
         software=software_of(run),
         launches_block="omnipath" in run.interconnect.lower(),
     )

@@ -22,7 +22,7 @@ from meshwise.estimate.degrees import Degrees, degrees
 from meshwise.estimate.stage import plan_chunks
 from meshwise.model.architecture import Model, checked_model, find_model, is_moe_layer
 from meshwise.plan.plan import Plan, parse_plan
-from meshwise.plan.workload import Workload, workload
+from meshwise.plan.workload import Workload
 from meshwise.program.tape import Tape
 from meshwise.program.train import write_train
 from meshwise.program.training import Piece, Training
@@ -172,7 +172,8 @@ def the_workload(options: Options, ranks: int) -> Workload:
     """Batch, sequence and microbatch; by default as many microbatches as stages a replica."""
     plan = the_plan(options)
     dp = plan.data_parallel(ranks)
-    return workload(options.batch or dp * plan.pp * options.microbatch, options.seq, options.microbatch)
+    batch = options.batch or dp * plan.pp * options.microbatch
+    return Workload(batch=batch, seq=options.seq, microbatch=options.microbatch)
 
 
 def the_degrees(options: Options, ranks: int) -> Degrees:

@@ -1,0 +1,188 @@
+"""Plans and workloads are checked when made, with one sentence wherever they come from."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from meshwise.core.errors import MeshwiseError, PlanError, WorkloadError
+from meshwise.plan.plan import AXES, DEFAULTS, GRID_DIMS, KEYS, Plan, parse_plan, plan_keys, plan_text
+from meshwise.plan.workload import Workload
+
+DEGREES = st.integers(1, 8)
+SIZES = st.lists(DEGREES, min_size=1, max_size=4).map(tuple)
+
+
+def values_of(name: str) -> st.SearchStrategy[Any]:
+    """Values that the key `name` may have."""
+    kind = KEYS[name].values
+    if kind.startswith("one of "):
+        return st.sampled_from(kind.removeprefix("one of ").split(", "))
+    if kind.startswith("a whole number"):
+        return DEGREES if "least" in kind else st.integers(0, 3)
+    if kind.startswith("a number"):
+        return st.floats(0, 1) if "from 0 to 1" in kind else st.floats(1, 9)
+    return (
+        st.booleans()
+        if kind == "0 or 1"
+        else SIZES
+        if "numbers" in kind
+        else st.permutations(AXES).map(tuple)
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any plan: some keys, each with a value of its own, that do not contradict each other."""
+    keys = draw(st.sets(st.sampled_from(list(KEYS)), max_size=6))
+    stated = {key: draw(values_of(key)) for key in sorted(keys)}
+    if stated.get("layout", "1d") != "1d":
+        dims = GRID_DIMS[stated["layout"]]
+        stated["grid"] = draw(st.lists(DEGREES, min_size=dims, max_size=dims).map(tuple))
+    try:
+        return Plan(**stated)
+    except PlanError:
+        assume(False)
+        raise
+
+
+@given(plans())
+def test_the_text_of_a_plan_is_the_plan(plan: Plan) -> None:
+    assert parse_plan(plan_text(plan)) == plan
+
+
+@given(plans())
+def test_no_key_of_the_text_can_be_left_out(plan: Plan) -> None:
+    items = [item for item in plan_text(plan).split(",") if item]
+    for left_out in items:
+        try:
+            shorter = parse_plan(",".join(item for item in items if item != left_out))
+        except PlanError:
+            continue
+        assert shorter != plan
+
+
+@given(plans())
+def test_making_a_plan_again_changes_nothing(plan: Plan) -> None:
+    assert replace(plan) == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "implied"),
+    [
+        ("vpp=2,pp=2", {"schedule": "interleaved"}),
+        ("schedule=zb-v", {"vpp": 2}),
+        ("schedule=dualpipe-v,pp=4", {"vpp": 2}),
+        ("layout=2d:4x2", {"grid": (4, 2), "tp": 8}),
+        ("layout=2.5d,grid=2x2x2", {"tp": 8}),
+        ("tp=2,pp=2,cp=2", {"sequence_parallel": True, "model_ranks": 8}),
+    ],
+)
+def test_what_a_plan_implies(text: str, implied: dict[str, Any]) -> None:
+    plan = parse_plan(text)
+    assert {name: getattr(plan, name) for name in implied} == implied
+
+
+WRONG = {
+    "zero=9": "zero=9 must be a whole number from 0 to 3",
+    "tp=0": "tp=0 must be a whole number of at least 1",
+    "tp=1.5": "tp=1.5 must be a whole number",
+    "tp=True": "tp=True must be a whole number",
+    "schedule=x": "schedule=x must be one of gpipe, 1f1b",
+    "sp=2": "sp=2 must be 0 or 1",
+    "imbalance=nan": "imbalance=nan must be a number of at least 1",
+    "offload_optimizer=inf": "offload_optimizer=inf must be a number from 0 to 1",
+    "stages=4-x": "stages=4-x must be whole numbers",
+    "placement=tp-tp-dp-pp": "placement=tp-tp-dp-pp must be tp, cp, dp, pp in some order",
+    "layout=2d,grid=3": "layout=2d needs a grid of 2 numbers",
+    "layout=2d,grid=2x2,tp=8": "the grid 2x2 has 4 ranks but tp=8",
+    "grid=2x2": "grid=2x2 needs a layout with a grid",
+    "panels=2": "panels=2 needs SUMMA",
+    "layout=3d,panels=2": "panels=2 needs SUMMA",
+    "attention=grid": "attention=grid splits scores over a grid",
+    "layout=2d,sp=0": "layout=2d always cuts the activations",
+    "cp=4,ulysses=2": "ulysses=2 needs cp_kind=two_level",
+    "recompute_layers=2": "recompute_layers=2 needs recompute=full",
+    "zero=0,zero_group=8": "zero=0 does not shard",
+    "frozen_dtype=fp4": "frozen_dtype=fp4 needs frozen weights",
+    "schedule=zb-h1,vpp=2": "schedule=zb-h1 has no virtual stages",
+    "pp=2,stages=3-4-5": "stages lists 3 stages but pp=2 x vpp=1 has 2",
+    "kv_dtype=fp4": "kv_dtype=fp4 must be one of bf16, fp8",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_wrong_plan_is_one_sentence_from_text_objects_and_files(text: str, tmp_path: Path) -> None:
+    stated = dict(item.split("=") for item in text.split(","))
+    file = tmp_path / "plan.toml"
+    file.write_text("".join(f'{key} = "{value}"\n' for key, value in stated.items()))
+    said = []
+    for make in (lambda: parse_plan(text), lambda: Plan(**stated), lambda: parse_plan(str(file))):
+        with pytest.raises(PlanError) as caught:
+            make()
+        said.append(str(caught.value))
+    assert said[0].startswith(WRONG[text]) or WRONG[text] in said[0]
+    assert said[1] == said[0]
+    assert said[2] == f"{file}: {said[0]}"
+
+
+@pytest.mark.parametrize(
+    "values", [{"zero": 9}, {"tp": 1.5}, {"tp": True}, {"sp": 2}, {"grid": (3,), "layout": "2d"}]
+)
+def test_values_that_are_no_text_are_checked_alike(values: dict[str, Any]) -> None:
+    with pytest.raises(PlanError):
+        Plan(**values)
+
+
+def test_whole_floats_become_whole_numbers() -> None:
+    assert repr(Plan(tp=8.0).tp) == "8"
+    assert repr(Workload(batch=64.0, seq=1024).batch) == "64"
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"seq": -1}, "seq=-1 must be a whole number of at least 1"),
+        ({"batch": 1.5}, "batch=1.5 must be a whole number"),
+        ({"batch": float("nan")}, "batch=nan must be"),
+        ({"microbatch": 0}, "microbatch=0 must be"),
+        ({"kind": "training"}, "kind=training must be one of train, evaluate, prefill, decode"),
+        ({"microbatch": 3}, "batch=8 does not divide by microbatch=3"),
+    ],
+)
+def test_a_wrong_workload_is_one_sentence(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(WorkloadError, match=says):
+        Workload(**({"batch": 8, "seq": 128} | values))
+
+
+def test_keys_that_are_stated_are_told_from_defaults() -> None:
+    assert plan_keys("pp=1,layout=2d:4x2") == {"pp": 1, "layout": "2d", "grid": (4, 2)}
+
+
+def test_every_key_has_a_default_and_a_meaning() -> None:
+    assert list(DEFAULTS) == list(KEYS)
+    assert all(field.doc for field in KEYS.values())
+
+
+@given(st.text(alphabet="tpcedk=,.:x0123456789-naif ", max_size=30) | st.text(max_size=30))
+def test_any_text_is_a_plan_or_a_sentence(text: str) -> None:
+    try:
+        parse_plan(text)
+    except MeshwiseError as error:
+        assert str(error)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["tp", "pp", "vpp", "zero", "layout", "stages", "sp", "placement", "imbalance"]),
+        st.one_of(st.integers(), st.floats(), st.text(max_size=8), st.booleans(), st.lists(st.integers())),
+    )
+)
+def test_any_value_is_a_plan_or_a_sentence(raw: dict[str, Any]) -> None:
+    try:
+        Plan(**raw)
+    except MeshwiseError as error:
+        assert "\n" not in str(error)
