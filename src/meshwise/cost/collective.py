@@ -26,7 +26,7 @@ switch add where it can (V (1 + 1/n) bytes per rank instead of 2 c V). It takes 
 `efficiency.LinkEfficiency` holds the constants; level 0 uses `inner`, the levels beyond `outer`.
 
 Every algorithm above is a straight line in V: a delay, plus V times the seconds per byte of its slowest
-level. The lines depend on the group and its links alone, so those of a plain group are kept.
+level. The lines depend on the group and its links alone (`collective_lines`).
 
 Sources: Thakur, Rabenseifner, Gropp, IJHPCA 2005 (rings); the hierarchical form as in the public
 transformer-perf-estimates model of NERSC; NCCL's documentation of NCCL_PROTO and NCCL_ALGO.
@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import reduce
 from typing import Literal
 
 import numpy as np
@@ -69,6 +69,14 @@ def sent_bytes(kind: Kind, payload_bytes: Num, group_ranks: Num) -> Num:
     return payload_bytes * peers_frac
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One algorithm and protocol: `delay_s`, however small the tensor, and seconds per byte of it."""
+
+    delay_s: Num
+    s_per_byte: Num
+
+
 def collective_s(
     kind: Kind,
     payload_bytes: Num,
@@ -90,15 +98,39 @@ def collective_s(
     rank's bytes.
     """
     links = tuple(zip(link_bytes_per_s, link_latency_s, link_ranks, strict=True))
+    return fastest_s(
+        collective_lines(kind, group_ranks, stride, links, efficiency, choices=choices), payload_bytes
+    )
+
+
+def fastest_s(lines: Sequence[Line], payload_bytes: Num) -> Num:
+    """Time [s] of the fastest of `lines` for `payload_bytes`."""
+    return reduce(np.minimum, [line.delay_s + payload_bytes * line.s_per_byte for line in lines])
+
+
+def collective_lines(
+    kind: Kind,
+    group_ranks: Num,
+    stride: Num,
+    links: tuple[tuple[Num, Num, Num], ...],
+    efficiency: Efficiency,
+    *,
+    choices: float = 0.0,
+) -> list[Line]:
+    """All that the library can choose from for a group, launch included; a group of one is free.
+
+    `links`: per level (bytes/s, latency, ranks of a domain), innermost first. A caller that times many
+    payloads of one group computes its lines once.
+    """
     group = _Group(group_ranks, stride, links, efficiency.inner, efficiency.outer, choices)
-    try:
-        lines: Sequence[_Line] = _kept_lines(kind, group)
-    except TypeError:  # arrays have no hash
-        lines = _lines(kind, group)
-    seconds: Num = lines[0].delay_s + payload_bytes * lines[0].s_per_byte
-    for line in lines[1:]:
-        seconds = np.minimum(seconds, line.delay_s + payload_bytes * line.s_per_byte)
-    return seconds
+    protocols = [group.steps(bulk=False), group.steps(bulk=True)]
+    lines = [_ring(kind, group, steps) for steps in protocols]
+    if kind == "all_reduce" and group.outer.tree_latency is not None:
+        lines += [_tree(steps) for steps in protocols]
+    if kind == "all_reduce" and group.inner.switch_frac is not None:
+        lines.append(_switch(group, protocols[1][0]))
+    launch_s = _launch_s(protocols[0])
+    return [Line(line.delay_s + launch_s, line.s_per_byte) for line in lines]
 
 
 def peer_all_reduce_s(
@@ -126,14 +158,6 @@ def peer_all_reduce_s(
     kernel_s = np.minimum(efficiency.launch_s + np.minimum(one_shot_s, two_shot_s), library_s)
     copied_s = kernel_s + 2.0 * payload_bytes / memory_bytes_per_s
     return np.where(np.asarray(graph) > 0, kernel_s, np.maximum(copied_s, efficiency.host_s))
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """One algorithm and protocol: `delay_s`, however small the tensor, and seconds per byte of it."""
-
-    delay_s: Num
-    s_per_byte: Num
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,25 +218,6 @@ class _Step:
     efficiency: LinkEfficiency
 
 
-def _lines(kind: Kind, group: _Group) -> list[_Line]:
-    """All that the library can choose from, launch included; a group of one uses no level and is free."""
-    protocols = [group.steps(bulk=False), group.steps(bulk=True)]
-    lines = [_ring(kind, group, steps) for steps in protocols]
-    if kind == "all_reduce" and group.outer.tree_latency is not None:
-        lines += [_tree(steps) for steps in protocols]
-    if kind == "all_reduce" and group.inner.switch_frac is not None:
-        lines.append(_switch(group, protocols[1][0]))
-    launch_s = _launch_s(protocols[0])
-    return [_Line(line.delay_s + launch_s, line.s_per_byte) for line in lines]
-
-
-@lru_cache(maxsize=4096)
-def _kept_lines(kind: Kind, group: _Group) -> tuple[_Line, ...]:
-    """The lines of a group of plain numbers, each once."""
-    lines = [_Line(float(line.delay_s), float(line.s_per_byte)) for line in _lines(kind, group)]
-    return tuple(dict.fromkeys(lines))
-
-
 def _launch_s(steps: Sequence[_Step]) -> Num:
     """The launch of the slowest kind of link that the group uses."""
     launch_s: Num = 0.0
@@ -221,7 +226,7 @@ def _launch_s(steps: Sequence[_Step]) -> Num:
     return launch_s
 
 
-def _ring(kind: Kind, group: _Group, steps: Sequence[_Step]) -> _Line:
+def _ring(kind: Kind, group: _Group, steps: Sequence[_Step]) -> Line:
     """The closed forms of the top of this file, with the bandwidth and latency of one protocol."""
     passes = 2.0 if kind == "all_reduce" else 1.0  # reduce-scatter, then all-gather
     ring_part = sent_bytes(kind, 1.0, group.ranks)
@@ -240,7 +245,7 @@ def _ring(kind: Kind, group: _Group, steps: Sequence[_Step]) -> _Line:
             part = ring_part / step.inside + step.efficiency.own_part * own_part
             wire = np.maximum(wire, np.where(step.used, part / step.bytes_per_s, 0.0))
             delay_s = delay_s + passes * step.hops_s + step.syncs_s  # two passes are one pipeline
-    return _Line(delay_s, wire)
+    return Line(delay_s, wire)
 
 
 def _leaving(kind: Kind, group: _Group, step: _Step) -> Num:
@@ -253,7 +258,7 @@ def _leaving(kind: Kind, group: _Group, step: _Step) -> Num:
     return met * (1.0 - step.inside / step.here)
 
 
-def _tree(steps: Sequence[_Step]) -> _Line:
+def _tree(steps: Sequence[_Step]) -> Line:
     """All-reduce by a double binary tree over the domains of level 0, with a chain inside each."""
     wire: Num = 0.0
     delay_s: Num = 0.0
@@ -261,13 +266,13 @@ def _tree(steps: Sequence[_Step]) -> _Line:
         wire = np.maximum(wire, np.where(step.used, 2.0 / step.inside / step.bytes_per_s, 0.0))
         climb = np.log2(step.here / step.inside) * (step.efficiency.tree_latency or 1.0)
         delay_s = delay_s + 2.0 * (climb * step.hop_s if level else step.hops_s + step.syncs_s)
-    return _Line(delay_s, wire)
+    return Line(delay_s, wire)
 
 
-def _switch(group: _Group, step: _Step) -> _Line:
+def _switch(group: _Group, step: _Step) -> Line:
     """All-reduce inside one domain of level 0 whose switch adds; never done for larger groups."""
     bytes_per_s, latency_s, _ = group.links[0]
     added_bytes_per_s = bytes_per_s * (group.inner.switch_frac or 1.0)
     inside_one = np.asarray(step.here) >= np.asarray(group.ranks)
     delay_s = np.where(inside_one, latency_s * group.inner.switch_latency, np.inf)
-    return _Line(delay_s, (1.0 + 1.0 / group.ranks) / added_bytes_per_s)
+    return Line(delay_s, (1.0 + 1.0 / group.ranks) / added_bytes_per_s)

@@ -1,38 +1,58 @@
-"""How long the ops of a layout take on a machine: compute, memory and communication, op by op.
+"""How long the ops of a program take on a machine: compute, memory and communication, op by op.
 
 The roofline of an op is FLOP over peak and bytes over bandwidth, both as published. What it really
-takes is longer: `cost.gemm`, `cost.attention_kernel`, `cost.memory_kernel` and `cost.collective` say
-by how much, with the chip's fitted constants (`meshwise.machine.efficiency`; `IDEAL` is the bare roofline).
+takes is longer: the formulas of `cost` say by how much, with the chip's fitted constants
+(`meshwise.machine.efficiency`; `IDEAL` is the bare roofline).
 
-One plan's ops are stacked by kind and timed in one call per kind; over a grid of plans each op is one
-call, along the axes that it depends on.
+Ops of one kind that vary along the same axes are stacked along a new first axis and timed in one call,
+be they those of one plan or of a grid of plans.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwise.core.units import Num
-from meshwise.cost.attention_kernel import attention_s
-from meshwise.cost.collective import collective_s
+from meshwise.cost.attention_kernel import attention_s, decode_attention_s
+from meshwise.cost.collective import Line, collective_lines, fastest_s, peer_all_reduce_s
+from meshwise.cost.dispatch import copies_by_expert, copies_by_rank, dispatch_s, low_latency_cores
+from meshwise.cost.experts import experts_s
 from meshwise.cost.gemm import gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s
-from meshwise.machine.efficiency import IDEAL, Efficiency, constants
+from meshwise.machine.efficiency import IDEAL, Efficiency, ExpertsEfficiency, constants
 from meshwise.machine.hardware import Chip, Cluster, Level, Rates, rates
 from meshwise.machine.overheads import NONE, Overheads, find_overheads
 from meshwise.program.context import CORE
-from meshwise.program.op import Op
+from meshwise.program.op import Op, precision
+
+DISPATCH_CORES = 24.0
+"""Cores that DeepEP's normal kernels run on; its low-latency ones take as many as serve the experts."""
+
+DISPATCH_NODES = 4.0
+"""Nodes that a token is routed to at most (DeepSeek-V3, arXiv 2412.19437)."""
+
+STACK_CELLS = 2**15
+"""Numbers that are timed in one call at most: more do not stay in the cache."""
+
+EXPERT_LIBRARIES = {
+    "bf16": ("bf16-triton", "bf16-trtllm"),
+    "fp16": ("bf16-triton", "bf16-trtllm"),
+    "fp8": ("fp8_block-triton", "fp8_block-trtllm"),
+    "fp4": ("fp4-trtllm",),
+}
+"""Libraries of grouped matmuls by dtype, the preferred one first."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OpTime:
+class OpTime(NamedTuple):
     """Seconds of one occurrence of an op.
 
     `compute_s` and `memory_s` are its roofline, `busy_s` what the kernel takes; `comm_s` the links.
@@ -68,23 +88,27 @@ class Machine:
         self, kind: str, payload_bytes: Num, group_ranks: Num, stride: Num, choices: float = 0.0
     ) -> Num:
         """Time of one collective with the links to itself; `send` and `recv` are point to point."""
-        if isinstance(group_ranks, float | int) and group_ranks == 1:
-            return 0.0
-        alone = kind in ("send", "recv")
-        link_bytes_per_s = self.base.link_bytes_per_s
-        if self.reached_frac and not alone:
-            link_bytes_per_s = tuple(map(operator.mul, link_bytes_per_s, self.reached_frac))
-        return collective_s(
-            "p2p" if alone else kind,  # type: ignore[arg-type]
-            payload_bytes,
-            group_ranks,
-            stride=stride,
-            link_bytes_per_s=link_bytes_per_s,
-            link_latency_s=self.base.link_latency_s,
-            link_ranks=self.base.link_ranks,
-            choices=choices,
-            efficiency=self.efficiency,
-        )
+        lines = _lines(self, kind, _frozen(group_ranks), _frozen(stride), choices)
+        return fastest_s(lines, payload_bytes)
+
+
+def _frozen(number: Num) -> tuple[bytes, tuple[int, ...]]:
+    """A number or an array as something that can be looked up: its contents and its shape."""
+    array = np.asarray(number, dtype=np.float64)
+    return array.tobytes(), array.shape
+
+
+@lru_cache(maxsize=4096)  # what a group is asked to exchange changes more often than the group
+def _lines(
+    machine: Machine, kind: Any, ranks: tuple[bytes, Any], stride: tuple[bytes, Any], choices: float
+) -> list[Line]:
+    base, is_message = machine.base, kind in ("send", "recv")
+    fracs = machine.reached_frac if machine.reached_frac and not is_message else (1.0,) * len(base.link_ranks)
+    bytes_per_s = map(operator.mul, base.link_bytes_per_s, fracs)
+    sizes, strides = (np.frombuffer(content).reshape(shape) for content, shape in (ranks, stride))
+    links = tuple(zip(bytes_per_s, base.link_latency_s, base.link_ranks, strict=True))
+    kind = "p2p" if is_message else kind
+    return collective_lines(kind, sizes, strides, links, machine.efficiency, choices=choices)
 
 
 def machine(
@@ -95,8 +119,8 @@ def machine(
     `ideal`: kernels and links keep every promise of the data sheet. `overheads`: what a step pays
     beside its kernels (None: the chip's, under today's software).
     """
-    pays = NONE if ideal else overheads or find_overheads(cluster.chip)
-    return _machine(cluster.chip, cluster.levels, dtype, ideal, pays)
+    overheads = NONE if ideal else overheads or find_overheads(cluster.chip)
+    return _machine(cluster.chip, cluster.levels, dtype, ideal, overheads)
 
 
 @lru_cache(maxsize=256)
@@ -114,96 +138,111 @@ def _machine(chip: Chip, levels: tuple[Level, ...], dtype: str, ideal: bool, ove
     )
 
 
-def op_times(ops: Sequence[Op], on: Machine) -> list[OpTime]:
+def experts_library(efficiency: Efficiency, dtype: str) -> str:
+    """The library of the grouped matmuls: the first that was measured on this chip, or else anywhere."""
+    names = [name for name in EXPERT_LIBRARIES.get(dtype, ()) if name in efficiency.experts]
+    here = [name for name in names if f"experts.{name}" not in efficiency.inherited_from]
+    return next(iter(here or names), "")
+
+
+class _Timer(NamedTuple):
+    """How ops of one kind are timed.
+
+    `traits` tell apart ops that cannot be timed together; `numbers` of each op are stacked and passed to
+    `seconds`, after the machine and one op that has the traits.
+    """
+
+    traits: Callable[[Op], tuple[Any, ...]]
+    numbers: Callable[[Op], tuple[Num, ...]]
+    seconds: Callable[..., OpTime]
+
+
+def op_times(ops: Sequence[Op], machine: Machine) -> list[OpTime]:
     """The time of each op, in order."""
-    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    groups: dict[Any, list[int]] = defaultdict(list)
     for i, op in enumerate(ops):
-        if op.kind != "collective" or not (isinstance(op.group_size, float | int) and op.group_size == 1):
-            groups[_group(op)].append(i)
-    times: list[OpTime] = [OpTime()] * len(ops)
-    for (kind, *rest), members in groups.items():
-        for i, time in zip(members, _TIMERS[kind]([ops[i] for i in members], rest, on), strict=True):
-            times[i] = time
+        kind = op.library if op.kind == "collective" and op.library else op.kind
+        size = op.payload_bytes if op.kind == "collective" else op.cost.read_bytes
+        groups[kind, getattr(size, "shape", ()), *_TIMERS[kind].traits(op)].append(i)
+    times, ndim = [OpTime()] * len(ops), 1 + np.ndim(machine.base.memory_bytes_per_s)
+    for (kind, shape, *_), alike in groups.items():
+        timer, most = _TIMERS[kind], max(1, STACK_CELLS // max(1, math.prod(shape)))
+        for members in (alike[i : i + most] for i in range(0, len(alike), most)):
+            stacks = _stacked([timer.numbers(ops[i]) for i in members], ndim)
+            for i, time in zip(members, _each(timer.seconds(machine, ops[members[0]], *stacks)), strict=True):
+                times[i] = time
     return times
 
 
-def _group(op: Op) -> tuple[str, ...]:
-    if op.kind == "collective":
-        return "collective", "dispatch" if op.choices else op.collective, str(op.choices)
-    if op.kind == "attention":
-        return "attention", op.dtype, op.phase, "causal" if op.causal else "full"
-    if op.kind == "matmul":
-        is_core = op.name in CORE and op.module != "head"  # the head has logits too
-        return "matmul", op.dtype, "scores" if is_core else "weights"
-    if op.name.endswith("_cast"):
-        return op.kind, "cast"
-    return op.kind, "expert_bias" if op.name in ("expert_fc1_bias", "expert_fc2_bias") else "other"
+def _stacked(rows: Sequence[tuple[Num, ...]], ndim: int) -> list[NDArray[np.float64]]:
+    """Each number of several ops as one array [ops, *axes] of at least `ndim` dimensions that line up."""
+    stacks = []
+    for column in zip(*rows, strict=True):
+        if len({getattr(number, "shape", ()) for number in column}) > 1:
+            column = np.broadcast_arrays(*column)
+        stacks.append(np.array(column, dtype=np.float64))
+    ndim = max(ndim, *(stack.ndim for stack in stacks))
+    return [stack.reshape(len(rows), *(1,) * (ndim - stack.ndim), *stack.shape[1:]) for stack in stacks]
 
 
-def _each(ops: Sequence[Op], numbers: Sequence[tuple[Num, ...]], timer: Callable) -> list[OpTime]:
-    """Apply `timer` to each op's numbers: all at once where they are scalars, alike ops once in a grid."""
-    if _is_grid(numbers):
-        timed: dict[bytes, OpTime] = {}
-        keys = [_key(row) for row in numbers]
-        for key, row in zip(keys, numbers, strict=True):
-            if key not in timed:
-                timed[key] = timer(*row)
-        return [timed[key] for key in keys]
-    stacked = timer(*np.array(numbers, dtype=np.float64).T)
-    columns = [_listed(column, len(ops)) for column in _fields(stacked)]
-    return [OpTime(*row) for row in zip(*columns, strict=True)]
+def _each(stack: OpTime) -> Iterable[OpTime]:
+    """The time of each op from one `OpTime` of stacks; numbers become plain floats."""
+    fields: list[Any] = [np.asarray(field) for field in stack]
+    return map(OpTime, *(field.tolist() if field.ndim == 1 else field for field in fields))
 
 
-def _is_grid(numbers: Sequence[tuple[Num, ...]]) -> bool:
-    """Whether any of the numbers is an array."""
-    return any(isinstance(x, np.ndarray) and x.ndim for row in numbers for x in row)
+# --- kernels -----------------------------------------------------------------------------------
 
 
-def _listed(column: Num, length: int) -> list[float]:
-    """A column of `length` numbers, all the same where it is a scalar."""
-    return list(map(float, np.ravel(column))) if np.ndim(column) else [float(column)] * length
+def _moved(op: Op) -> Num:
+    return op.cost.read_bytes + op.cost.write_bytes
 
 
-def _key(row: tuple[Num, ...]) -> bytes:
-    """The same bytes for the same numbers: arrays by shape and contents."""
-    return b";".join(str(np.shape(x)).encode() + np.asarray(x, dtype=np.float64).tobytes() for x in row)
+def _none(stack: Num) -> Num:
+    """No time, for each op of a stack."""
+    return np.zeros(np.shape(stack)[0])
 
 
-def _fields(time: OpTime) -> tuple[Num, Num, Num, Num]:
-    return time.compute_s, time.memory_s, time.busy_s, time.comm_s
+def _roofline(machine: Machine, dtype: str, flop: Num, moved: Num, busy_s: Num) -> OpTime:
+    chip = machine.by_dtype.get(dtype, machine.base)
+    moving_s = moved / chip.memory_bytes_per_s
+    return OpTime(flop / chip.matrix_flop_per_s, moving_s, busy_s, _none(moving_s))
 
 
-def _matmuls(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpTime]:
-    chip, constant = on.by_dtype.get(rest[0], on.base), on.efficiency.gemm(rest[0])
-    scores_slowdown, unaligned_frac = on.overheads.misaligned_slowdown, on.overheads.unaligned_frac
+def _matmul_traits(op: Op) -> tuple[Any, ...]:
+    return op.dtype, op.name in CORE and op.module != "head"  # the head has logits too
 
-    def timer(
-        batch: Num, m: Num, n: Num, k: Num, flop: Num, read: Num, write: Num, d_in: Num, d_out: Num
-    ) -> OpTime:
-        busy_s = gemm_s(
-            m, n, k,
-            batch=batch,
-            flop_per_s=chip.matrix_flop_per_s,
-            memory_bytes_per_s=chip.memory_bytes_per_s,
-            num_cores=on.num_cores,
-            elem_bytes=read / (batch * (m * k + k * n)),
-            out_bytes=write / (batch * m * n),
-            efficiency=constant,
-        )  # fmt: skip
-        busy_s = np.maximum(busy_s, on.sustained_s(flop, rest[0]))
-        if rest[1] == "scores":
-            busy_s = busy_s * np.where(_aligned(m) & _aligned(n) & _aligned(k), 1.0, scores_slowdown)
-        elif unaligned_frac:
-            busy_s = busy_s * (1.0 + unaligned_frac * np.maximum(_halvings(d_in), _halvings(d_out)))
-        return OpTime(flop / chip.matrix_flop_per_s, (read + write) / chip.memory_bytes_per_s, busy_s)
 
+def _matmul_numbers(op: Op) -> tuple[Num, ...]:
     # The weight's dimensions are the row lengths of all operands: (n, k), or (m, n) of its gradient.
-    weights = [op.shape[1:3] if op.is_weight_grad else op.shape[2:4] for op in ops]
-    numbers = [
-        (*op.shape, op.cost.flop, op.cost.read_bytes, op.cost.write_bytes, *weight)
-        for op, weight in zip(ops, weights, strict=True)
-    ]
-    return _each(ops, numbers, timer)
+    weight = op.shape[1:3] if op.is_weight_grad else op.shape[2:4]
+    return *op.shape, op.cost.flop, op.cost.read_bytes, op.cost.write_bytes, *weight
+
+
+def _matmuls(
+    machine: Machine, op: Op, batch: Num, m: Num, n: Num, k: Num, flop: Num, read: Num, write: Num,
+    d_in: Num, d_out: Num,
+) -> OpTime:  # fmt: skip
+    chip, overheads = machine.by_dtype.get(op.dtype, machine.base), machine.overheads
+    busy_s = gemm_s(
+        m, n, k,
+        batch=batch,
+        flop_per_s=chip.matrix_flop_per_s,
+        memory_bytes_per_s=chip.memory_bytes_per_s,
+        num_cores=machine.num_cores,
+        elem_bytes=read / (batch * (m * k + k * n)),
+        out_bytes=write / (batch * m * n),
+        efficiency=machine.efficiency.gemm(op.dtype),
+    )  # fmt: skip
+    busy_s = np.maximum(busy_s, machine.sustained_s(flop, op.dtype))
+    _, is_core = _matmul_traits(op)
+    if is_core:
+        busy_s = busy_s * np.where(
+            _aligned(m) & _aligned(n) & _aligned(k), 1.0, overheads.misaligned_slowdown
+        )
+    else:
+        busy_s = busy_s * (1.0 + overheads.unaligned_frac * np.maximum(_halvings(d_in), _halvings(d_out)))
+    return _roofline(machine, op.dtype, flop, read + write, busy_s)
 
 
 def _aligned(size: Num) -> Any:
@@ -219,82 +258,192 @@ def _halvings(size: Num) -> Any:
     return _HALVINGS[np.mod(size, 8.0).astype(np.intp)]
 
 
-def _attentions(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpTime]:
-    dtype, phase, mask = rest
-    chip = on.by_dtype.get(dtype, on.base)
+def _attention_numbers(op: Op) -> tuple[Num, ...]:
+    batch, heads, kv_heads, seq_q, _, qk_dim, v_dim = op.shape
+    return batch, heads, kv_heads, seq_q, qk_dim, v_dim, op.cost.flop, _moved(op)
 
-    def timer(
-        batch: Num, heads: Num, kv_heads: Num, seq_q: Num, qk_dim: Num, v_dim: Num, flop: Num, moved: Num
-    ) -> OpTime:
-        dims = 3.0 * qk_dim + 2.0 * v_dim if phase == "backward" else qk_dim + v_dim
-        keys_per_query = flop / (2.0 * batch * heads * dims * seq_q)
-        busy_s = attention_s(
-            batch=batch,
-            heads=heads,
-            kv_heads=kv_heads,
-            seq_q=seq_q,
-            # The length at which a causal mask leaves that many keys per query.
-            seq_k=keys_per_query + (0.5 * seq_q if mask == "causal" else 0.0),
-            qk_dim=qk_dim,
-            v_dim=v_dim,
-            causal=mask == "causal",
-            backward=phase == "backward",
-            flop_per_s=chip.matrix_flop_per_s,
-            memory_bytes_per_s=chip.memory_bytes_per_s,
-            num_cores=on.num_cores,
-            efficiency=on.efficiency.attention,
+
+def _attentions(
+    machine: Machine, op: Op, batch: Num, heads: Num, kv_heads: Num, seq_q: Num, qk_dim: Num, v_dim: Num,
+    flop: Num, moved: Num,
+) -> OpTime:  # fmt: skip
+    chip, backward = machine.by_dtype.get(op.dtype, machine.base), op.phase == "backward"
+    dims = 3.0 * qk_dim + 2.0 * v_dim if backward else qk_dim + v_dim
+    keys_per_query = flop / (2.0 * batch * heads * dims * seq_q)
+    busy_s = attention_s(
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        seq_q=seq_q,
+        # The length at which a causal mask leaves that many keys per query.
+        seq_k=keys_per_query + (0.5 * seq_q if op.causal else 0.0),
+        qk_dim=qk_dim,
+        v_dim=v_dim,
+        causal=op.causal,
+        backward=backward,
+        flop_per_s=chip.matrix_flop_per_s,
+        memory_bytes_per_s=chip.memory_bytes_per_s,
+        num_cores=machine.num_cores,
+        efficiency=machine.efficiency.attention,
+    )
+    busy_s = np.maximum(busy_s * machine.overheads.attention_slowdown, machine.sustained_s(flop, op.dtype))
+    return _roofline(machine, op.dtype, flop, moved, busy_s)
+
+
+def _decode_numbers(op: Op) -> tuple[Num, ...]:
+    batch, heads, _, _, seq_k, qk_dim, v_dim = op.shape
+    return batch, heads, seq_k, qk_dim, v_dim, op.cost.flop, op.cost.read_bytes, _moved(op)
+
+
+def _decode_attentions(
+    machine: Machine, op: Op, batch: Num, heads: Num, seq_k: Num, qk_dim: Num, v_dim: Num, flop: Num,
+    read: Num, moved: Num,
+) -> OpTime:  # fmt: skip
+    chip, efficiency = machine.by_dtype.get(op.dtype, machine.base), machine.efficiency
+    busy_s = decode_attention_s(
+        batch=batch,
+        heads=heads,
+        seq_k=seq_k,
+        kv_bytes_per_token=read / (batch * seq_k),
+        qk_dim=qk_dim,
+        v_dim=v_dim,
+        flop_per_s=chip.matrix_flop_per_s,
+        memory_bytes_per_s=chip.memory_bytes_per_s,
+        efficiency=efficiency.latent_decode if op.library == "mla" else efficiency.decode,
+    )
+    return _roofline(machine, op.dtype, flop, moved, busy_s)
+
+
+def _grouped_experts(
+    machine: Machine,
+    op: Op,
+    tokens: Num,
+    top_k: Num,
+    experts: Num,
+    hidden: Num,
+    inter: Num,
+    flop: Num,
+    moved: Num,
+) -> OpTime:
+    chip, efficiency, form = (
+        machine.by_dtype.get(op.dtype, machine.base),
+        machine.efficiency,
+        precision(op.dtype),
+    )
+    library = experts_library(efficiency, op.dtype)
+    busy_s = experts_s(
+        tokens,
+        topk=top_k,
+        experts=experts,
+        hidden=hidden,
+        inter=inter,
+        flop_per_s=chip.matrix_flop_per_s,
+        memory_bytes_per_s=chip.memory_bytes_per_s,
+        num_cores=machine.num_cores,
+        elem_bytes=form.operand_bytes,
+        act_bytes=form.act_bytes,
+        gemm=efficiency.gemm(op.dtype),
+        memory=efficiency.memory,
+        efficiency=efficiency.experts.get(library, ExpertsEfficiency()),
+    )
+    return _roofline(machine, op.dtype, flop, moved, busy_s)
+
+
+def _kernel_traits(op: Op) -> tuple[str]:
+    """Which of the software's passes over its bytes a kernel takes."""
+    if op.name.endswith("_cast"):
+        return ("cast_passes",)
+    return ("expert_bias_passes" if op.name in ("expert_fc1_bias", "expert_fc2_bias") else "kernel_passes",)
+
+
+def _kernels(machine: Machine, op: Op, flop: Num, moved: Num) -> OpTime:
+    busy_s = memory_kernel_s(
+        moved * getattr(machine.overheads, *_kernel_traits(op)),
+        memory_bytes_per_s=machine.base.memory_bytes_per_s,
+        efficiency=machine.efficiency.memory,
+    )
+    compute_s, moving_s = flop / machine.base.vector_flop_per_s, moved / machine.base.memory_bytes_per_s
+    return OpTime(compute_s, moving_s, np.maximum(busy_s, compute_s), _none(moving_s))
+
+
+# --- communication -----------------------------------------------------------------------------
+
+
+def _exchange_numbers(op: Op) -> tuple[Num, ...]:
+    return op.payload_bytes, op.group_size, op.stride
+
+
+def _exchanged(comm_s: Num) -> OpTime:
+    return OpTime(_none(comm_s), _none(comm_s), _none(comm_s), comm_s)
+
+
+def _collectives(machine: Machine, op: Op, payload_bytes: Num, ranks: Num, stride: Num) -> OpTime:
+    kind = "dispatch" if op.choices else op.collective
+    waiting_s = np.where(ranks > 1, machine.overheads.skew_s, 0.0)
+    return _exchanged(machine.collective_s(kind, payload_bytes, ranks, stride, op.choices) + waiting_s)
+
+
+def _peer_all_reduces(machine: Machine, op: Op, payload_bytes: Num, ranks: Num, stride: Num) -> OpTime:
+    """Inside a node by reading the peers' memory, where that is faster than the library."""
+    library_s = machine.collective_s("all_reduce", payload_bytes, ranks, stride)
+    peer_s = peer_all_reduce_s(
+        payload_bytes,
+        ranks,
+        link_bytes_per_s=machine.base.link_bytes_per_s[0],
+        memory_bytes_per_s=machine.base.memory_bytes_per_s,
+        library_s=library_s,
+        efficiency=machine.efficiency.peer,
+    )
+    is_inside = (ranks > 1) & (ranks * stride <= machine.base.link_ranks[0])
+    return _exchanged(np.where(is_inside, peer_s, library_s))
+
+
+def _dispatch_numbers(op: Op) -> tuple[Num, ...]:
+    tokens, experts, _ = op.shape
+    return tokens, experts, op.payload_bytes, op.group_size, op.stride
+
+
+def _dispatches(
+    machine: Machine, op: Op, tokens: Num, experts: Num, payload_bytes: Num, ranks: Num, stride: Num
+) -> OpTime:
+    """Tokens to their experts (dispatch) or back (combine) by DeepEP's kernels."""
+    efficiency = machine.efficiency.dispatches.get(f"{op.library}-{op.name}")
+    if efficiency is None:  # a machine that no such library was measured on
+        return _exchanged(machine.collective_s("all_to_all", payload_bytes, ranks, stride))
+    links, per_node = machine.base.link_bytes_per_s, np.minimum(ranks, machine.base.link_ranks[0])
+    if op.library == "deepep-ll":
+        copies = copies_by_expert(op.choices, ranks, per_node)
+        num_cores = low_latency_cores(experts, machine.num_cores)
+    else:
+        copies = copies_by_rank(op.choices, ranks, per_node, most_nodes=DISPATCH_NODES)
+        num_cores = DISPATCH_CORES
+    return _exchanged(
+        dispatch_s(
+            tokens,
+            copies,
+            token_bytes=payload_bytes / (tokens * op.choices),
+            ranks=ranks,
+            ranks_per_node=per_node,
+            experts=experts,
+            num_cores=num_cores,
+            inner_bytes_per_s=links[0],
+            outer_bytes_per_s=links[-1],
+            efficiency=efficiency,
         )
-        busy_s = np.maximum(busy_s * on.overheads.attention_slowdown, on.sustained_s(flop, dtype))
-        return OpTime(flop / chip.matrix_flop_per_s, moved / chip.memory_bytes_per_s, busy_s)
-
-    return _each(
-        ops,
-        [
-            (*op.shape[:4], *op.shape[5:], op.cost.flop, op.cost.read_bytes + op.cost.write_bytes)
-            for op in ops
-        ],
-        timer,
     )
 
 
-def _kernels(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpTime]:
-    chip = on.base
-    pays = on.overheads
-    times = {"cast": pays.cast_passes, "expert_bias": pays.expert_bias_passes, "other": pays.kernel_passes}
-    passes = times[rest[0]]
-
-    def timer(flop: Num, moved: Num) -> OpTime:
-        busy_s = memory_kernel_s(
-            moved * passes,
-            memory_bytes_per_s=chip.memory_bytes_per_s,
-            efficiency=on.efficiency.memory,
-        )
-        compute_s = flop / chip.vector_flop_per_s
-        return OpTime(compute_s, moved / chip.memory_bytes_per_s, np.maximum(busy_s, compute_s))
-
-    return _each(ops, [(op.cost.flop, op.cost.read_bytes + op.cost.write_bytes) for op in ops], timer)
-
-
-def _collectives(ops: Sequence[Op], rest: Sequence[str], on: Machine) -> list[OpTime]:
-    choices = float(rest[1])
-
-    def timer(payload_bytes: Num, group_ranks: Num, stride: Num) -> OpTime:
-        waiting_s = np.where(np.asarray(group_ranks) > 1, on.overheads.skew_s, 0.0)
-        return OpTime(
-            comm_s=on.collective_s(rest[0], payload_bytes, group_ranks, stride, choices) + waiting_s
-        )
-
-    numbers = [(op.payload_bytes, op.group_size, op.stride) for op in ops]
-    if _is_grid(numbers):
-        return _each(ops, numbers, timer)
-    # What a group costs is remembered for scalars, so one call each is cheaper than an array of few.
-    timed = {row: timer(*row) for row in set(numbers)}
-    return [timed[row] for row in numbers]
-
-
 _TIMERS = {
-    "matmul": _matmuls,
-    "attention": _attentions,
-    "kernel": _kernels,
-    "collective": _collectives,
+    "matmul": _Timer(_matmul_traits, _matmul_numbers, _matmuls),
+    "attention": _Timer(lambda op: (op.dtype, op.phase, op.causal), _attention_numbers, _attentions),
+    "decode_attention": _Timer(lambda op: (op.dtype, op.library), _decode_numbers, _decode_attentions),
+    "experts": _Timer(
+        lambda op: (op.dtype,), lambda op: (*op.shape, op.cost.flop, _moved(op)), _grouped_experts
+    ),
+    "kernel": _Timer(_kernel_traits, lambda op: (op.cost.flop, _moved(op)), _kernels),
+    "collective": _Timer(lambda op: (op.collective, op.choices), _exchange_numbers, _collectives),
+    "peer": _Timer(lambda _: (), _exchange_numbers, _peer_all_reduces),
+    "deepep-ll": _Timer(lambda op: (op.name, op.choices), _dispatch_numbers, _dispatches),
+    "deepep-normal": _Timer(lambda op: (op.name, op.choices), _dispatch_numbers, _dispatches),
 }
+"""By kind of op; a collective that has a library of its own, by that."""

@@ -20,15 +20,19 @@ from meshwise.cost.op import KERNELS, Cost, matmul
 class Op:
     """One op, or one collective, in one phase on one rank.
 
-    `kind`: matmul, attention, kernel (element-wise), or collective.
+    `kind`: matmul, attention, decode_attention (one query a sequence over its cache), experts (the grouped
+    matmuls of a serving engine), kernel (element-wise), or collective.
     `shape`: of a matmul (batch, m, n, k); of attention (batch, heads, kv_heads, seq_q, seq_k, qk_dim,
-    v_dim); else of the result. `saved_bytes` are kept for the backward, `recomputed_bytes` the part of
-    them that selective recomputation drops. `num_params`: weights this op brings (in its forward row),
-    `num_frozen` those of them that do not train.
+    v_dim); of experts (tokens, choices of a token among them, experts, hidden, width); of a dispatch by
+    DeepEP (tokens, experts, hidden); else of the result. `saved_bytes` are kept for the backward,
+    `recomputed_bytes` the part of them that selective recomputation drops. `num_params`: weights this op
+    brings (in its forward row), `num_frozen` those of them that do not train.
     `is_weight_grad`: the op may wait, as zero-bubble schedules let it. `count`: occurrences.
     A collective has `collective` (its kind), the mesh axis, its group, and `payload_bytes`, the full
     tensor; it may run while the op `hides_behind` of the same module and phase computes. In a dispatch of
     tokens each token chooses so many `choices`, and is sent once to each rank, and node, that they meet.
+    `library`: whose kernel does it, where there are several: `mla` for decode attention over latents; for a
+    collective `peer` (all-reduce by reading the memory of the peers), `deepep-ll` or `deepep-normal`.
     """
 
     module: str
@@ -52,6 +56,7 @@ class Op:
     payload_bytes: Num = 0.0
     choices: float = 0.0
     hides_behind: str = ""
+    library: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
