@@ -12,7 +12,7 @@ from meshwise.estimate.grid import Choices, plan_grid
 from meshwise.estimate.single import estimate
 from meshwise.estimate.timing import Machine, machine, op_times
 from meshwise.machine.hardware import find_cluster, rates, stack_rates
-from meshwise.model.architecture import find_model
+from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import workload
 from meshwise.program.block import block

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.cost.op import KERNELS, attended_pairs, matmul
-from meshwise.model.architecture import Layer, find_model, params
+from meshwise.model.architecture import Layer
+from meshwise.model.find import find_model
+from meshwise.model.weights import params
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op, precision

@@ -9,7 +9,8 @@ import pytest
 
 from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.machine.hardware import find_cluster
-from meshwise.model.architecture import Model, find_model
+from meshwise.model.architecture import Model
+from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan, parse_plan
 from meshwise.plan.workload import Workload
 from meshwise.published.nersc_2024_02 import notebook

@@ -17,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwise.core.errors import ModelError
-from meshwise.model.architecture import Model, find_model, num_active_params, num_params
+from meshwise.model.architecture import Model
+from meshwise.model.find import find_model
 from meshwise.model.huggingface import families, model_from_config, read_config
+from meshwise.model.weights import num_active_params, num_params
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 RAW = {path.stem: json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))}

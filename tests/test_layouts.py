@@ -22,7 +22,7 @@ from meshwise.estimate.degrees import degrees
 from meshwise.estimate.single import check_plan, estimate
 from meshwise.estimate.timing import machine, op_times
 from meshwise.machine.hardware import find_cluster
-from meshwise.model.architecture import find_model
+from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
 from meshwise.program.block import block, shared_gradients

@@ -17,8 +17,8 @@ from torch.profiler import profile
 from closed_form import check_estimate_is_the_dry_run
 from meshwise.core.errors import MeshwiseError, ModelError, PlanError
 from meshwise.machine.hardware import find_cluster
-from meshwise.model.architecture import num_active_params, num_params
 from meshwise.model.gpt_config import GptConfig, find_gpt_config, gpt_config_from_dict, to_model
+from meshwise.model.weights import num_active_params, num_params
 from meshwise.program.expert_parallel import capacity, place
 from meshwise.program.expert_pass import Pass
 from meshwise.published import moe_inference as moe

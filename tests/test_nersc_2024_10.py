@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from meshwise.core.errors import DataError, PlanError
 from meshwise.cost import collective
 from meshwise.machine.hardware import find_cluster
-from meshwise.model.architecture import find_model
+from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
 from meshwise.published.cases import TOLERANCE, check_cases

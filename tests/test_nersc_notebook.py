@@ -14,7 +14,7 @@ import pytest
 
 from meshwise.core.errors import PlanError
 from meshwise.machine.hardware import find_cluster
-from meshwise.model.architecture import find_model
+from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
 from meshwise.published.nersc_2024_02 import COLUMNS, Notebook, notebook

@@ -7,7 +7,7 @@ import pytest
 from meshwise.core.errors import MeshwiseError
 from meshwise.estimate.single import estimate
 from meshwise.machine.hardware import find_cluster
-from meshwise.model.architecture import find_model
+from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
 from meshwise.search.search import search

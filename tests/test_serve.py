@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from meshwise.core.errors import MeshwiseError, PlanError, WorkloadError
 from meshwise.machine.hardware import find_cluster
-from meshwise.model.architecture import find_model, num_params
+from meshwise.model.find import find_model
+from meshwise.model.weights import num_params
 from meshwise.program.serving import Instance, check_instance
 from meshwise.serve import serving as est
 

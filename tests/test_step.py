@@ -18,7 +18,8 @@ from meshwise.estimate.stage import grid_stages, plan_stages
 from meshwise.estimate.step import step_cost
 from meshwise.estimate.timing import machine
 from meshwise.machine.hardware import find_cluster
-from meshwise.model.architecture import find_model, num_params
+from meshwise.model.find import find_model
+from meshwise.model.weights import num_params
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
 

@@ -11,7 +11,7 @@ from meshwise.estimate.block_time import block_time
 from meshwise.estimate.timing import Machine, machine, op_times
 from meshwise.machine.hardware import find_cluster, rates, stack_rates
 from meshwise.machine.overheads import FULL_WATTS, NONE, Overheads
-from meshwise.model.architecture import find_model
+from meshwise.model.find import find_model
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.vocabulary import head

@@ -15,7 +15,7 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
 
 from meshwise.estimate.single import estimate as priced
 from meshwise.machine.hardware import find_cluster
-from meshwise.model.architecture import num_params
+from meshwise.model.weights import num_params
 from meshwise.plan.workload import Workload
 from meshwise.program.tape import Tape
 from meshwise.runtime.compare_program import compare_program

@@ -35,7 +35,7 @@ from meshwise.core.errors import ClusterError, DataError, PlanError
 from meshwise.estimate.single import TIME_PARTS, estimate
 from meshwise.machine.hardware import find_chip, find_cluster
 from meshwise.machine.overheads import NONE, SOFTWARE, find_overheads, tables
-from meshwise.model.architecture import find_model
+from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
 from meshwise.report.accuracy import accuracy_markdown, write_accuracy

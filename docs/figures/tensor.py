@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwise.machine.hardware import find_cluster
-from meshwise.model.architecture import find_model
+from meshwise.model.find import find_model
 from meshwise.report.layout_plot import Point, plot_blocks, plot_scaling
 
 RANKS = [2**power for power in range(2, 13)]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from meshwise.machine.hardware import Cluster as Cluster
     from meshwise.machine.hardware import find_cluster as find_cluster
     from meshwise.model.architecture import Model as Model
-    from meshwise.model.architecture import find_model as find_model
+    from meshwise.model.find import find_model as find_model
     from meshwise.plan.plan import Plan as Plan
     from meshwise.plan.plan import parse_plan as parse_plan
     from meshwise.plan.workload import Workload as Workload
@@ -38,7 +38,7 @@ _HOME = {
     "Plan": "plan.plan",
     "Workload": "plan.workload",
     "find_cluster": "machine.hardware",
-    "find_model": "model.architecture",
+    "find_model": "model.find",
     "parse_plan": "plan.plan",
 }
 """The module of each public name that is imported when it is first used."""

@@ -38,7 +38,7 @@ def estimate(
     """
     from meshwise.estimate.single import estimate as price
     from meshwise.machine.hardware import find_cluster
-    from meshwise.model.architecture import find_model
+    from meshwise.model.find import find_model
     from meshwise.plan.plan import parse_plan
     from meshwise.plan.workload import Workload
 

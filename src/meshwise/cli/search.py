@@ -26,7 +26,7 @@ def search(
 ) -> None:
     """Price every plan of MODEL on a cluster and show the fastest that fit; exit 1 if none does."""
     from meshwise.machine.hardware import find_cluster
-    from meshwise.model.architecture import find_model
+    from meshwise.model.find import find_model
     from meshwise.plan.plan import SCHEDULES, parse_plan
     from meshwise.plan.workload import Workload
     from meshwise.report.request import default_seq

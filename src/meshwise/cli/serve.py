@@ -45,7 +45,7 @@ def serve(
     """
     from meshwise.core.errors import WorkloadError
     from meshwise.machine.hardware import find_cluster
-    from meshwise.model.architecture import find_model
+    from meshwise.model.find import find_model
     from meshwise.serve import serving as est
 
     where = find_cluster(cluster)

@@ -166,7 +166,7 @@ class Estimate:
         """The document that `meshwise estimate --json` prints."""
         from dataclasses import asdict
 
-        from meshwise.model.architecture import num_params
+        from meshwise.model.weights import num_params
 
         document: dict[str, Any] = {
             "model": {"name": self.model.name, "num_params": num_params(self.model)},

@@ -1,4 +1,4 @@
-"""Models: the shape of a transformer, and how many parameters that shape holds.
+"""Models: the shape of a transformer.
 
 A `Model` is an architecture, not its weights: `num_layers` blocks of width `hidden`, each an
 attention with `num_heads` query heads of width `head_dim` (and `num_kv_heads` key and value heads:
@@ -13,14 +13,7 @@ checked), from a Hugging Face `config.json`, or from arguments.
 from __future__ import annotations
 
 import math
-import tomllib
-from dataclasses import dataclass, fields, replace
-from functools import cache
-from importlib import resources
-from pathlib import Path
-from typing import Any
-
-import msgspec
+from dataclasses import dataclass, fields
 
 from meshwise.core.errors import ModelError
 
@@ -52,9 +45,11 @@ class MoE:
 
     Layer `i` (from 0) is MoE if `i >= first_dense_layers` and `i - first_dense_layers + 1` divides by
     `every`. `ffn_hidden` is the width of one expert, `shared_ffn_hidden` of all shared experts
-    together. An expert takes at most `capacity_factor * top_k * tokens / num_experts` tokens; 0 is
-    dropless. `shared_gate`: a sigmoid gate (one output) scales the shared experts. `router_bias`: one
-    bias per expert, whether of the linear layer (gpt-oss) or for balance (DeepSeek-V3).
+    together (`num_shared_experts` only says how many there are). An expert takes at most
+    `capacity_factor * top_k * tokens / num_experts` tokens; 0 is dropless. `shared_gate`: a sigmoid gate
+    (one output) scales the shared experts. `router_bias`: the router's linear layer has a bias (gpt-oss).
+    `balance_bias`: one number per expert is added to the scores and moved by a rule, not by a gradient
+    (DeepSeek-V3).
     """
 
     num_experts: int
@@ -67,6 +62,7 @@ class MoE:
     capacity_factor: float = 0.0
     shared_gate: bool = False
     router_bias: bool = False
+    balance_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +99,16 @@ class Model:
     `parallel_block`: attention and MLP read the same input and are added together (GPT-J).
     `sinks`: one learned softmax logit per head (gpt-oss). `sliding_window`: tokens that attention
     looks back on (0: all); each `full_attention_every`-th layer looks back on all (0: none does).
+    `attention_softcap`, `logit_softcap`: scores, and the LM head's logits, pass through a tanh (Gemma 2).
     Learned positions have `max_seq + extra_position_rows` rows. `token_types`, `mlm_transform` (dense
-    layer and norm before the tied LM head), `pooler` and `num_classes` (a classifier on one token) are
-    parts of encoders; `lm_head` is False for a model that ends with its last norm.
+    layer, activation and norm before the LM head), `pooler` (dense layer and tanh) and `num_classes` (a
+    classifier), both on one token, are parts of encoders; `lm_head` is False for a model that ends with its
+    last norm. `mtp_layers`: modules of multi-token prediction, each a norm of the embedding and one of the
+    hidden state, their projection, a block like the last one, and the model's own head again (DeepSeek-V3);
+    they are trained, but not served.
+
+    `ffn_hidden` is unused where every layer has experts. Descriptive, without a cost: `name`, `source`,
+    `checked`, `aliases`, and, unless positions are learned, `max_seq`, which limits a workload.
     """
 
     name: str
@@ -134,6 +137,8 @@ class Model:
     qk_norm_full: bool = False
     parallel_block: bool = False
     sinks: bool = False
+    attention_softcap: bool = False
+    logit_softcap: bool = False
     sliding_window: int = 0
     full_attention_every: int = 0
     extra_position_rows: int = 0
@@ -143,6 +148,7 @@ class Model:
     mlm_transform: bool = False
     pooler: bool = False
     num_classes: int = 0
+    mtp_layers: int = 0
     dropout_frac: float = 0.0
     mla: MLA | None = None
     moe: MoE | None = None
@@ -200,132 +206,6 @@ def num_dense_layers(model: Model) -> int:
     return model.num_layers - num_moe_layers(model)
 
 
-# --- parameters --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Params:
-    """Numbers of parameters by part, exact.
-
-    `attention` (with its q, k and latent norms and sinks) and `norms_per_layer` are of one layer,
-    `dense_mlp` of one dense layer; `router` (with the gate of the shared experts), `experts` (all of
-    them) and `shared_expert` of one MoE layer. `embedding` holds tokens, token types, patches, class
-    token and embedding norm; `head` the untied LM head and whatever else follows the last block.
-    """
-
-    embedding: int
-    positions: int
-    attention: int
-    dense_mlp: int
-    router: int
-    experts: int
-    shared_expert: int
-    norms_per_layer: int
-    final_norm: int
-    head: int
-
-
-def _linear(inputs: int, outputs: int, bias: bool) -> int:
-    return inputs * outputs + bias * outputs
-
-
-def _norm(model: Model, width: int) -> int:
-    return width * (model.norm_weight + model.norm_bias)
-
-
-def _attention(model: Model) -> int:
-    hidden, heads, mla = model.hidden, model.num_heads, model.mla
-    sinks = model.sinks * heads
-    if mla is not None:
-        query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-        if mla.q_lora_rank:
-            rank = mla.q_lora_rank
-            queries = _linear(hidden, rank, model.qkv_bias) + _norm(model, rank) + rank * query
-        else:
-            queries = hidden * query
-        latent = _linear(hidden, mla.kv_lora_rank + mla.qk_rope_head_dim, model.qkv_bias)
-        expand = mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        out = _linear(heads * mla.v_head_dim, hidden, model.out_bias)
-        return queries + latent + _norm(model, mla.kv_lora_rank) + expand + out + sinks
-    query, key = heads * model.head_dim, model.num_kv_heads * model.head_dim
-    qk_norm = 0
-    if model.qk_norm:
-        qk_norm = query + key if model.qk_norm_full else 2 * _norm(model, model.head_dim)
-    qkv = _linear(hidden, query + 2 * key, model.qkv_bias)
-    return qkv + qk_norm + _linear(query, hidden, model.out_bias) + sinks
-
-
-def _mlp(model: Model, width: int) -> int:
-    up = _linear(model.hidden, (1 + model.gated) * width, model.linear_bias)
-    return up + _linear(width, model.hidden, model.linear_bias)
-
-
-def _embedding(model: Model) -> int:
-    total = model.hidden * (model.vocab + model.token_types)
-    if model.patches is not None:
-        pixels = model.patches.channels * model.patches.patch**2
-        total += _linear(pixels, model.hidden, bias=True) + model.patches.class_token * model.hidden
-    return total + model.embedding_norm * _norm(model, model.hidden)
-
-
-def _head(model: Model) -> int:
-    hidden = model.hidden
-    total = model.pooler * _linear(hidden, hidden, bias=True)
-    total += _linear(hidden, model.num_classes, bias=True)
-    if model.patches is not None:
-        total += _linear(hidden, model.patches.out_channels * model.patches.patch**2, model.head_bias)
-    if model.lm_head and model.vocab:
-        total += model.mlm_transform * (_linear(hidden, hidden, bias=True) + _norm(model, hidden))
-        total += (not model.tied_embedding) * hidden * model.vocab + model.head_bias * model.vocab
-    return total
-
-
-def params(model: Model) -> Params:
-    """The parameters of `model`, part by part."""
-    moe = model.moe
-    return Params(
-        embedding=_embedding(model),
-        positions=model.hidden * (model.max_seq + model.extra_position_rows)
-        if model.positions == "learned"
-        else 0,
-        attention=_attention(model),
-        dense_mlp=_mlp(model, model.ffn_hidden),
-        router=_linear(model.hidden, moe.num_experts, moe.router_bias) + moe.shared_gate * model.hidden
-        if moe
-        else 0,
-        experts=moe.num_experts * _mlp(model, moe.ffn_hidden) if moe else 0,
-        shared_expert=_mlp(model, moe.shared_ffn_hidden) if moe and moe.shared_ffn_hidden else 0,
-        norms_per_layer=model.num_norms * _norm(model, model.hidden),
-        final_norm=model.final_norm * _norm(model, model.hidden),
-        head=_head(model),
-    )
-
-
-def _total(model: Model, parts: Params) -> int:
-    return (
-        parts.embedding
-        + parts.positions
-        + model.num_layers * (parts.attention + parts.norms_per_layer)
-        + num_dense_layers(model) * parts.dense_mlp
-        + num_moe_layers(model) * (parts.router + parts.experts + parts.shared_expert)
-        + parts.final_norm
-        + parts.head
-    )
-
-
-def num_params(model: Model) -> int:
-    """All parameters of `model`."""
-    return _total(model, params(model))
-
-
-def num_active_params(model: Model) -> int:
-    """Parameters that one token meets: of the experts, `top_k` and the shared ones; embedding included."""
-    parts, moe = params(model), model.moe
-    if moe is not None:
-        parts = replace(parts, experts=moe.top_k * (parts.experts // moe.num_experts))
-    return _total(model, parts)
-
-
 # --- checking ----------------------------------------------------------------------------------
 
 
@@ -346,7 +226,7 @@ def _one_of(value: str, known: tuple[str, ...], what: str) -> None:
 
 _MAY_BE_ZERO = {
     "vocab",
-    "num_norms",
+    "mtp_layers",
     "sliding_window",
     "full_attention_every",
     "extra_position_rows",
@@ -368,6 +248,8 @@ def _check_counts(part: Model | MLA | MoE | Patches, where: str) -> None:
 
 
 def _check_moe(model: Model, moe: MoE, where: str) -> None:
+    if moe.shared_gate and not moe.shared_ffn_hidden:
+        raise ModelError(f"{where}: shared_gate needs shared experts; give shared_ffn_hidden")
     if moe.top_k > moe.num_experts:
         raise ModelError(
             f"{where}: top_k is {moe.top_k} of {moe.num_experts} experts; a token cannot visit more than all"
@@ -397,6 +279,7 @@ def checked_model(model: Model, where: str) -> Model:
         )
     if not 0 <= model.dropout_frac < 1:
         raise ModelError(f"{where}: dropout is {model.dropout_frac}; it must be at least 0 and below 1")
+    _check_features(model, where)
     if model.mla is not None:
         _check_counts(model.mla, where)
     if model.moe is not None:
@@ -407,6 +290,32 @@ def checked_model(model: Model, where: str) -> Model:
     if model.patches is not None:
         _check_patches(model, model.patches, where)
     return model
+
+
+def _check_features(model: Model, where: str) -> None:
+    """Features that only mean something beside another one."""
+    if model.num_norms not in (1, 2, 4):
+        raise ModelError(f"{where}: num_norms is {model.num_norms}; a block has 1, 2 or 4 norms")
+    learned, parallel = model.positions == "learned", model.parallel_block
+    mla_width = model.mla and model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim
+    has_logits = model.lm_head and model.vocab > 0
+    has_pixels = model.patches is not None and model.patches.out_channels > 0
+    for what, contradicts, needs in (
+        ("full_attention_every", model.full_attention_every and not model.sliding_window, "a sliding_window"),
+        ("qk_norm_full", model.qk_norm_full and not model.qk_norm, "qk_norm"),
+        ("extra_position_rows", model.extra_position_rows and not learned, "learned positions"),
+        ("parallel_block", parallel and model.num_norms == 4, "1 or 2 norms"),
+        ("parallel_block", parallel and (model.moe or model.mla), "a block without experts or MLA"),
+        ("mla", mla_width and mla_width != model.head_dim, f"head_dim {mla_width}"),
+        ("mla", model.mla and model.num_kv_heads != model.num_heads, "num_kv_heads equal to num_heads"),
+        ("mla", model.mla and model.qk_norm, "qk_norm off; its latents have norms of their own"),
+        ("mlm_transform", model.mlm_transform and not has_logits, "an LM head"),
+        ("logit_softcap", model.logit_softcap and not has_logits, "an LM head"),
+        ("mtp_layers", model.mtp_layers and not has_logits, "an LM head"),
+        ("head_bias", model.head_bias and not (has_logits or has_pixels), "a head"),
+    ):
+        if contradicts:
+            raise ModelError(f"{where}: {what} needs {needs}; change one of the two")
 
 
 def _check_patches(model: Model, patches: Patches, where: str) -> None:
@@ -420,62 +329,3 @@ def _check_patches(model: Model, patches: Patches, where: str) -> None:
         raise ModelError(
             f"{where}: max_seq is {model.max_seq}, but the image has {patches.num_tokens} tokens"
         )
-
-
-# --- reading -----------------------------------------------------------------------------------
-
-
-@cache
-def models() -> dict[str, Model]:
-    """All models of the catalog by name."""
-    text = (resources.files("meshwise") / "catalog" / "models.toml").read_text()
-    raw = tomllib.loads(text)
-    families = raw["families"]
-    return {
-        name: _model_from_entry(name, families[entry.pop("family")] | entry, "models.toml")
-        for name, entry in raw["models"].items()
-    }
-
-
-def _model_from_entry(name: str, entry: dict[str, Any], where: str) -> Model:
-    """A model from the fields of `Model`; heads are `hidden / num_heads` wide and MHA if not stated."""
-    at = f"{where}, model {name!r}"
-    entry = {
-        "name": name,
-        "num_kv_heads": entry.get("num_heads"),
-        "head_dim": entry.get("hidden", 0) // entry.get("num_heads", 1),
-    } | entry
-    if "checked" in entry:
-        entry["checked"] = str(entry["checked"])
-    try:
-        model = msgspec.convert(entry, Model)
-    except msgspec.ValidationError as error:
-        raise ModelError(f"{at}: {error}") from None
-    return checked_model(model, at)
-
-
-def model_names() -> list[str]:
-    """The names of the model presets."""
-    return list(models())
-
-
-def _exists(text: str) -> bool:
-    try:
-        return Path(text).exists()
-    except OSError:  # longer than a path can be
-        return False
-
-
-def find_model(text: str) -> Model:
-    """The model that `text` names: a preset or its alias, a `config.json`, or a directory holding one."""
-    wanted = text.lower()
-    for model in models().values():
-        if wanted == model.name or wanted in model.aliases:
-            return model
-    if text.endswith(".json") or "/" in text or _exists(text):
-        from meshwise.model.huggingface import read_config
-
-        return read_config(text)
-    raise ModelError(
-        f"no model is called {text!r}; give the path of a config.json or one of {', '.join(models())}"
-    )

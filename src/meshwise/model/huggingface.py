@@ -76,6 +76,10 @@ class _Config(msgspec.Struct):
     max_window_layers: int = 28
     sliding_window_pattern: int = 6
     layer_types: list[str] | None = None
+    is_causal: bool = True
+    use_bidirectional_attention: bool = False
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
     alibi: bool = False
     multi_query: bool = True
     new_decoder_architecture: bool = False
@@ -96,6 +100,7 @@ class _Config(msgspec.Struct):
     decoder_sparse_step: int = 1
     mlp_only_layers: list[int] = []
     topk_method: str = ""
+    num_nextn_predict_layers: int = 0
     ffn_config: _FfnConfig | None = None
     # encoders
     word_embed_proj_dim: int | None = None
@@ -104,12 +109,16 @@ class _Config(msgspec.Struct):
     image_size: int | tuple[int, int] = 224
     patch_size: int = 16
     num_channels: int = 3
+    is_decoder: bool = False
     num_labels: int | None = None
     id2label: dict[str, Any] | None = None
 
 
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-_NULL_MEANS_NONE = ("num_key_value_heads", "head_dim", "sliding_window", "q_lora_rank", "num_experts")
+_NULL_MEANS_NONE = (
+    "num_key_value_heads", "head_dim", "sliding_window", "q_lora_rank", "num_experts",
+    "attn_logit_softcapping", "final_logit_softcapping",
+)  # fmt: skip
 
 
 class _Spelling(msgspec.Struct, forbid_unknown_fields=True):
@@ -178,6 +187,7 @@ def _block(c: _Config) -> _Fields:
         "vocab": c.vocab_size,
         "max_seq": c.max_position_embeddings,
         "tied_embedding": c.tie_word_embeddings,
+        "causal": c.is_causal and not c.use_bidirectional_attention,
         "dropout_frac": c.dropout,
     }
 
@@ -309,12 +319,20 @@ def _gemma(c: _Config) -> _Fields:
 
 
 def _gemma2(c: _Config) -> _Fields:
-    return _gemma(c) | _window(c, full_attention_every=2) | {"num_norms": 4}
+    windows = _window(c, full_attention_every=2)
+    return _gemma(c) | windows | _softcaps(c) | {"num_norms": 4}
 
 
 def _gemma3(c: _Config) -> _Fields:
     windows = _window(c, full_attention_every=c.sliding_window_pattern)
-    return _gemma(c) | windows | {"num_norms": 4, "qk_norm": True}
+    return _gemma(c) | windows | _softcaps(c) | {"num_norms": 4, "qk_norm": True}
+
+
+def _softcaps(c: _Config) -> _Fields:
+    return {
+        "attention_softcap": bool(c.attn_logit_softcapping),
+        "logit_softcap": bool(c.final_logit_softcapping),
+    }
 
 
 def _deepseek(c: _Config) -> _Fields:
@@ -329,6 +347,7 @@ def _deepseek(c: _Config) -> _Fields:
         "mla": mla,
         "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
         "num_kv_heads": c.num_attention_heads,
+        "mtp_layers": c.num_nextn_predict_layers,
     }
     if c.num_experts is None:
         return fields
@@ -338,7 +357,7 @@ def _deepseek(c: _Config) -> _Fields:
         c.moe_intermediate_size,
         num_shared_experts=num_shared,
         shared_ffn_hidden=num_shared * c.moe_intermediate_size,
-        router_bias=c.topk_method == "noaux_tc",
+        balance_bias=c.topk_method == "noaux_tc",
         **_deepseek_pattern(c),
     )
     return fields | {"moe": moe}
@@ -478,7 +497,7 @@ def _bert(c: _Config) -> _Fields:
     labels = {"": 0, "MaskedLM": 0, "PreTraining": 2, "NextSentencePrediction": 2}
     predicts_words = head in ("MaskedLM", "PreTraining")
     return _gpt_like(c) | {
-        "causal": False,
+        "causal": c.is_decoder,
         "final_norm": False,
         "embedding_norm": True,
         "token_types": c.type_vocab_size,

@@ -39,7 +39,7 @@ def moe_mlp(model: Model, cut: Cut) -> Iterator[Op]:
     # The router runs in fp32; its input is the norm's output, which it keeps.
     yield from linear(
         MODULE, "router", tokens, model.hidden, float(moe.num_experts), precision("bf16"), saved_rows=tokens,
-        bias=moe.router_bias,
+        bias=moe.router_bias or moe.balance_bias,
     )  # fmt: skip
     yield from elementwise(
         MODULE, "router_softmax", "softmax", tokens, float(moe.num_experts), precision("fp32")

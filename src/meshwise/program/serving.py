@@ -117,7 +117,7 @@ def _around_experts(of: Instance, cut: Cut) -> Iterator[Op]:
         yield from norm(model, cut, MOE, "norm2")
     yield from linear(
         MOE, "router", cut.tokens, model.hidden, float(moe.num_experts), precision("bf16"),
-        bias=moe.router_bias,
+        bias=moe.router_bias or moe.balance_bias,
     )  # fmt: skip
     yield from elementwise(
         MOE, "router_softmax", "softmax", cut.tokens, float(moe.num_experts), precision("fp32")

@@ -19,8 +19,8 @@ import numpy as np
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.estimate.timing import machine, op_times
 from meshwise.machine.hardware import Cluster
-from meshwise.model.architecture import num_active_params, num_params
 from meshwise.model.gpt_config import GptConfig, to_model
+from meshwise.model.weights import num_active_params, num_params
 from meshwise.program.expert_parallel import capacity
 from meshwise.program.expert_pass import Pass, Row, forward_rows
 from meshwise.published.moe_memory import peak_bytes, rank_params, weight_bytes

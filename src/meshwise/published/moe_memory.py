@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from meshwise.core.units import DTYPE_BYTES, Num
-from meshwise.model.architecture import num_params, params
 from meshwise.model.gpt_config import to_model
+from meshwise.model.weights import num_params, params
 from meshwise.program.expert_pass import Pass, is_copied
 
 FIRST_POSITION = 2

@@ -10,7 +10,8 @@ from rich.table import Table
 
 from meshwise.core.units import with_prefix
 from meshwise.machine.hardware import chips, cluster_names, find_cluster
-from meshwise.model.architecture import models, num_active_params, num_params
+from meshwise.model.find import models
+from meshwise.model.weights import num_active_params, num_params
 
 
 def catalog_rows(what: str) -> list[dict[str, Any]]:

@@ -16,7 +16,8 @@ from meshwise.core.files import write_text
 from meshwise.core.ledger import PHASES, Ledger
 from meshwise.estimate.single import Estimate, estimate, op_rows
 from meshwise.machine.hardware import find_cluster
-from meshwise.model.architecture import Layer, Model, find_model, num_moe_layers
+from meshwise.model.architecture import Layer, Model, num_moe_layers
+from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
 from meshwise.program.block import block

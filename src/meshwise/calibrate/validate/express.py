@@ -27,7 +27,9 @@ from functools import cache
 from meshwise.calibrate.validate.rows import Run
 from meshwise.core.errors import ClusterError, PlanError
 from meshwise.machine.hardware import Chip, Cluster, Level, find_chip
-from meshwise.model.architecture import Model, MoE, checked_model, models, num_params
+from meshwise.model.architecture import Model, MoE, checked_model
+from meshwise.model.find import models
+from meshwise.model.weights import num_params
 from meshwise.plan.plan import RECOMPUTE, Plan
 from meshwise.plan.workload import Workload
 

@@ -20,7 +20,8 @@ from meshwise.cost import schedule as pipeline_schedule
 from meshwise.cost.simulate import KINDS, simulate
 from meshwise.estimate.degrees import Degrees, degrees
 from meshwise.estimate.stage import plan_chunks
-from meshwise.model.architecture import Model, checked_model, find_model, is_moe_layer
+from meshwise.model.architecture import Model, checked_model, is_moe_layer
+from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan, parse_plan
 from meshwise.plan.workload import Workload
 from meshwise.program.tape import Tape

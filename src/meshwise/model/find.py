@@ -1,0 +1,69 @@
+"""Finding a model: a preset of the catalog (`catalog/models.toml`), an alias of one, or a `config.json`."""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwise.core.errors import ModelError
+from meshwise.model.architecture import Model, checked_model
+from meshwise.model.huggingface import read_config
+
+
+@cache
+def models() -> dict[str, Model]:
+    """All models of the catalog by name."""
+    text = (resources.files("meshwise") / "catalog" / "models.toml").read_text()
+    raw = tomllib.loads(text)
+    families = raw["families"]
+    return {
+        name: _model_from_entry(name, families[entry.pop("family")] | entry, "models.toml")
+        for name, entry in raw["models"].items()
+    }
+
+
+def _model_from_entry(name: str, entry: dict[str, Any], where: str) -> Model:
+    """A model from the fields of `Model`; heads are `hidden / num_heads` wide and MHA if not stated."""
+    at = f"{where}, model {name!r}"
+    entry = {
+        "name": name,
+        "num_kv_heads": entry.get("num_heads"),
+        "head_dim": entry.get("hidden", 0) // entry.get("num_heads", 1),
+    } | entry
+    if "checked" in entry:
+        entry["checked"] = str(entry["checked"])
+    try:
+        model = msgspec.convert(entry, Model)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"{at}: {error}") from None
+    return checked_model(model, at)
+
+
+def model_names() -> list[str]:
+    """The names of the model presets."""
+    return list(models())
+
+
+def _exists(text: str) -> bool:
+    try:
+        return Path(text).exists()
+    except OSError:  # longer than a path can be
+        return False
+
+
+def find_model(text: str) -> Model:
+    """The model that `text` names: a preset or its alias, a `config.json`, or a directory holding one."""
+    wanted = text.lower()
+    for model in models().values():
+        if wanted == model.name or wanted in model.aliases:
+            return model
+    if text.endswith(".json") or "/" in text or _exists(text):
+        return read_config(text)
+    raise ModelError(
+        f"no model is called {text!r}; give the path of a config.json or one of {', '.join(models())}"
+    )

@@ -1,0 +1,385 @@
+"""The weights of a model, each named once: numbers of parameters, what a rank holds, and what trains.
+
+A model is an embedding, blocks, and a head (and modules of multi-token prediction). Each of these parts
+is a tuple of `Weight`s. A weight says its shape, which of its dims tensor parallelism cuts, and which op
+brings it; nothing else in this package counts weights. `program.held` says what a rank of each layout holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from meshwise.model.architecture import Layer, Model, layer_kind, num_dense_layers, num_moe_layers
+
+COLUMNS, ROWS, WHOLE = "columns", "rows", ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """One weight of a part of a model.
+
+    `module` and `op` name the op that brings it; `name` is the layer it belongs to. `shape` is [d_in, d_out]
+    of a matrix, [width] of a vector, the number of experts in front where each has its own (`is_expert`).
+
+    `cut` is the dim that tensor parallelism cuts: the last (`columns`), that before it (`rows`), or none. At
+    most `units` ranks have different parts (0: any number): with fewer key-value heads than ranks, several
+    hold the same head.
+
+    `gradient`: a rank's gradient of a weight that is not cut is `whole`, or of the rank's own `tokens` where
+    sequence parallelism cuts them, or always of its own `part` (heads, or tokens that it routes); the last
+    two are summed over the ranks. `trains` is False for what no gradient moves.
+    """
+
+    module: str
+    op: str
+    name: str
+    shape: tuple[int, ...]
+    cut: str = WHOLE
+    units: int = 0
+    gradient: str = "whole"
+    is_expert: bool = False
+    is_adapter: bool = False
+    trains: bool = True
+
+    @property
+    def size(self) -> int:
+        """Its number of parameters."""
+        return math.prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix (or one of each expert), not a vector."""
+        return len(self.shape) == (3 if self.is_expert else 2)
+
+
+Weights = tuple[Weight, ...]
+
+
+def num_weights(weights: Iterable[Weight]) -> int:
+    """Parameters of `weights` together."""
+    return sum(weight.size for weight in weights)
+
+
+# --- blocks ------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def block_weights(model: Model, layer: Layer, lora_rank: int = 0) -> Weights:
+    """The weights of one block; with `lora_rank`, frozen, and with the adapters that train beside them."""
+    weights = (*_attention(model), *(_moe(model) if layer.moe else _mlp(model)))
+    return with_adapters(weights, lora_rank) if lora_rank else weights
+
+
+def frozen(weights: Weights) -> Weights:
+    """`weights`, none of which trains."""
+    return tuple(replace(weight, trains=False) for weight in weights)
+
+
+def with_adapters(weights: Weights, rank: int) -> Weights:
+    """`weights` frozen, and beside each linear layer [d_in, d_out] adapters [d_in, rank], [rank, d_out].
+
+    Linear layers are those that `target_modules="all-linear"` of PEFT finds in Llama: each projection of
+    attention, MLP and shared experts by itself. Routers, and experts (one tensor for all there), have none.
+    """
+    return (*frozen(weights), *(adapter for weight in weights for adapter in _adapters(weight, rank)))
+
+
+def has_adapters(weight: Weight) -> bool:
+    """Whether LoRA puts adapters beside `weight`."""
+    return weight.is_matrix and not weight.is_expert and weight.op != "router"
+
+
+def _adapters(weight: Weight, rank: int) -> Iterator[Weight]:
+    if not has_adapters(weight):
+        return
+    d_in, d_out = weight.shape
+    # Beside a cut layer, the adapter that is not cut sees the rank's part of the other one.
+    gradient = "part" if weight.cut else weight.gradient
+    for side, shape, cut in (("a", (d_in, rank), ROWS), ("b", (rank, d_out), COLUMNS)):
+        mine = cut if weight.cut == cut else WHOLE
+        yield replace(
+            weight,
+            op=f"{weight.name}_lora_{side}",
+            name=f"{weight.name}_lora_{side}",
+            shape=shape,
+            cut=mine,
+            units=weight.units if mine else 0,
+            gradient=gradient,
+            is_adapter=True,
+        )
+
+
+def _linear(
+    module: str, op: str, name: str, d_in: int, d_out: int, *, bias: bool, cut: str = WHOLE, units: int = 0,
+    gradient: str = "whole", experts: int = 0,
+) -> Iterator[Weight]:  # fmt: skip
+    """A matrix, and its bias, which is cut if the columns are."""
+    stack = (experts,) if experts else ()
+    matrix = Weight(
+        module=module, op=op, name=name, shape=(*stack, d_in, d_out), cut=cut, units=units, gradient=gradient,
+        is_expert=experts > 0,
+    )  # fmt: skip
+    yield matrix
+    if bias:
+        yield replace(matrix, name=f"{name}_bias", shape=(*stack, d_out), cut=WHOLE if cut == ROWS else cut)
+
+
+def _norm(
+    model: Model, module: str, op: str, width: int, *, name: str = "", gradient: str = "tokens"
+) -> Iterator[Weight]:
+    """Weight and bias of a norm, as far as the model's norms have them."""
+    name = name or op
+    if model.norm_weight:
+        yield Weight(module=module, op=op, name=name, shape=(width,), gradient=gradient)
+    if model.norm_bias:
+        yield Weight(module=module, op=op, name=f"{name}_bias", shape=(width,), gradient=gradient)
+
+
+def _block_norm(model: Model, module: str, number: int) -> Iterator[Weight]:
+    """The norm before attention (`number` 1) or MLP (2), and that behind it, as far as the block has them."""
+    # Two norms of a parallel block see all tokens, of which each rank has the gradient of its own part.
+    gradient = "part" if model.parallel_block and model.num_norms > 1 else "tokens"
+    if number <= model.num_norms:
+        yield from _norm(model, module, f"norm{number}", model.hidden, gradient=gradient)
+    if model.num_norms == 4:
+        yield from _norm(model, module, f"post_norm{number}", model.hidden)
+
+
+def _attention(model: Model) -> Iterator[Weight]:
+    yield from _block_norm(model, "attention", 1)
+    yield from _grouped_qkv(model) if model.mla is None else _latent_qkv(model)
+    if model.sinks:
+        yield Weight(module="attention", op="core", name="sinks", shape=(model.num_heads,), cut=COLUMNS)
+    v_dim = model.head_dim if model.mla is None else model.mla.v_head_dim
+    yield from _linear(
+        "attention", "out_proj", "o", model.num_heads * v_dim, model.hidden, bias=model.out_bias, cut=ROWS
+    )
+
+
+def _grouped_qkv(model: Model) -> Iterator[Weight]:
+    query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    for name, width, heads in (
+        ("q", query, 0),
+        ("k", key, model.num_kv_heads),
+        ("v", key, model.num_kv_heads),
+    ):
+        yield from _linear(
+            "attention", "qkv", name, model.hidden, width, bias=model.qkv_bias, cut=COLUMNS, units=heads
+        )
+    if model.qk_norm_full:  # a weight for every element of the projection, no bias
+        for name, width, heads in (("q_norm", query, 0), ("k_norm", key, model.num_kv_heads)):
+            yield Weight(
+                module="attention", op="qk_norm", name=name, shape=(width,), cut=COLUMNS, units=heads
+            )
+    elif model.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            yield from _norm(model, "attention", "qk_norm", model.head_dim, name=name, gradient="part")
+
+
+def _latent_qkv(model: Model) -> Iterator[Weight]:
+    mla, heads = model.mla, model.num_heads
+    assert mla is not None
+    query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+
+    def down(name: str, rank: int) -> Iterator[Weight]:
+        return _linear("attention", name, name, model.hidden, rank, bias=model.qkv_bias, gradient="tokens")
+
+    if mla.q_lora_rank:
+        yield from down("q_down", mla.q_lora_rank)
+        yield from _norm(model, "attention", "q_norm", mla.q_lora_rank)
+        yield from _linear("attention", "q_up", "q_up", mla.q_lora_rank, query, bias=False, cut=COLUMNS)
+    else:
+        yield from _linear("attention", "q", "q", model.hidden, query, bias=False, cut=COLUMNS)
+    yield from down("kv_down", mla.kv_lora_rank + mla.qk_rope_head_dim)
+    yield from _norm(model, "attention", "kv_norm", mla.kv_lora_rank)
+    expanded = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    yield from _linear("attention", "kv_up", "kv_up", mla.kv_lora_rank, expanded, bias=False, cut=COLUMNS)
+
+
+def _mlp(model: Model) -> Iterator[Weight]:
+    yield from _block_norm(model, "mlp", 2)
+    yield from _feed_forward(model, "mlp", model.ffn_hidden)
+
+
+def _feed_forward(
+    model: Model, module: str, ffn_hidden: int, *, prefix: str = "", experts: int = 0
+) -> Iterator[Weight]:
+    for name in ("gate", "up") if model.gated else ("up",):
+        yield from _linear(
+            module, f"{prefix}fc1", f"{prefix}{name}", model.hidden, ffn_hidden, bias=model.linear_bias,
+            cut=COLUMNS, experts=experts,
+        )  # fmt: skip
+    yield from _linear(
+        module, f"{prefix}fc2", f"{prefix}down", ffn_hidden, model.hidden, bias=model.linear_bias, cut=ROWS,
+        experts=experts,
+    )  # fmt: skip
+
+
+def _moe(model: Model) -> Iterator[Weight]:
+    moe = model.moe
+    assert moe is not None
+    yield from _block_norm(model, "moe", 2)
+    yield from _linear(
+        "moe", "router", "router", model.hidden, moe.num_experts, bias=moe.router_bias, gradient="part"
+    )
+    if moe.balance_bias:
+        yield Weight(module="moe", op="router", name="balance_bias", shape=(moe.num_experts,), trains=False)
+    yield from _feed_forward(model, "moe", moe.ffn_hidden, prefix="expert_", experts=moe.num_experts)
+    if moe.shared_ffn_hidden:
+        yield from _feed_forward(model, "shared_expert", moe.shared_ffn_hidden)
+    if moe.shared_gate:
+        yield from _linear(
+            "shared_expert", "gate", "shared_gate", model.hidden, 1, bias=False, gradient="tokens"
+        )
+
+
+# --- the ends ----------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def embedding_weights(model: Model) -> Weights:
+    """The weights before the first block: tokens or patches, positions, and what is added to them."""
+    return tuple(_embedding(model))
+
+
+@lru_cache(maxsize=256)
+def head_weights(model: Model) -> Weights:
+    """The weights behind the last block; the table of a tied embedding is the embedding's."""
+    return tuple(_head(model))
+
+
+@lru_cache(maxsize=256)
+def mtp_weights(model: Model) -> Weights:
+    """One module of multi-token prediction, its block apart: two norms, their projection, and a last norm.
+
+    Embedding and head are the model's own. Source: DeepSeek-V3, arXiv 2412.19437, section 2.2.
+    """
+    names = ("embedding_norm", "hidden_norm", "final_norm")
+    norms = [weight for name in names for weight in _norm(model, "mtp", name, model.hidden)]
+    return (
+        *norms,
+        *_linear("mtp", "projection", "projection", 2 * model.hidden, model.hidden, bias=False, cut=COLUMNS),
+    )
+
+
+def _embedding(model: Model) -> Iterator[Weight]:
+    hidden, patches = model.hidden, model.patches
+
+    def rows(op: str, number: int, cut: str = WHOLE) -> Iterator[Weight]:
+        gradient = "whole" if cut else "tokens"
+        if number:
+            yield Weight(
+                module="embedding", op=op, name=op, shape=(number, hidden), cut=cut, gradient=gradient
+            )
+
+    yield from rows("tokens", model.vocab, ROWS)
+    if patches is not None:
+        pixels = patches.channels * patches.patch**2
+        yield from _linear(
+            "embedding", "patch_proj", "patch_proj", pixels, hidden, bias=True, gradient="tokens"
+        )
+        yield from rows("class_token", int(patches.class_token))
+    yield from rows("token_types", model.token_types)
+    if model.positions == "learned":
+        yield from rows("positions", model.max_seq + model.extra_position_rows)
+    if model.embedding_norm:
+        yield from _norm(model, "embedding", "norm", hidden)
+
+
+def _head(model: Model) -> Iterator[Weight]:
+    hidden, patches = model.hidden, model.patches
+    if model.final_norm:
+        yield from _norm(model, "head", "final_norm", hidden)
+    if model.mlm_transform:
+        yield from _linear("head", "transform", "transform", hidden, hidden, bias=True, gradient="tokens")
+        yield from _norm(model, "head", "transform_norm", hidden)
+    if model.lm_head and model.vocab:
+        logits = _linear("head", "logits", "logits", hidden, model.vocab, bias=model.head_bias, cut=COLUMNS)
+        yield from (weight for weight in logits if not (model.tied_embedding and weight.is_matrix))
+    if patches is not None and patches.out_channels:
+        width = patches.out_channels * patches.patch**2
+        yield from _linear(
+            "head", "pixel_head", "pixel_head", hidden, width, bias=model.head_bias, gradient="tokens"
+        )
+    if model.pooler:
+        yield from _linear("head", "pooler", "pooler", hidden, hidden, bias=True)
+    if model.num_classes:
+        yield from _linear("head", "classifier", "classifier", hidden, model.num_classes, bias=True)
+
+
+# --- counts ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Params:
+    """Numbers of parameters by part, exact.
+
+    `attention` (with its q, k and latent norms and sinks) and `norms_per_layer` are of one layer,
+    `dense_mlp` of one dense layer; `router` (with the gate of the shared experts), `experts` (all of
+    them) and `shared_expert` of one MoE layer. `embedding` holds tokens, token types, patches, class
+    token and embedding norm; `head` the untied LM head and whatever else follows the last norm.
+    """
+
+    embedding: int
+    positions: int
+    attention: int
+    dense_mlp: int
+    router: int
+    experts: int
+    shared_expert: int
+    norms_per_layer: int
+    final_norm: int
+    head: int
+
+
+def params(model: Model) -> Params:
+    """The parameters of `model`, part by part."""
+    dense = block_weights(model, Layer())
+    experts = block_weights(model, Layer(moe=True)) if model.moe else ()
+
+    def count(weights: Weights, module: str, *names: str) -> int:
+        return num_weights(w for w in weights if w.module == module and (not names or w.op in names))
+
+    norms = num_weights(w for w in dense if w.op.removeprefix("post_") in ("norm1", "norm2"))
+    gate = count(experts, "shared_expert", "gate")
+    positions = count(embedding_weights(model), "embedding", "positions")
+    final_norm = count(head_weights(model), "head", "final_norm")
+    return Params(
+        embedding=num_weights(embedding_weights(model)) - positions,
+        positions=positions,
+        attention=count(dense, "attention") - count(dense, "attention", "norm1", "post_norm1"),
+        dense_mlp=count(dense, "mlp", "fc1", "fc2"),
+        router=count(experts, "moe", "router") + gate,
+        experts=num_weights(w for w in experts if w.is_expert),
+        shared_expert=count(experts, "shared_expert") - gate,
+        norms_per_layer=norms,
+        final_norm=final_norm,
+        head=num_weights(head_weights(model)) - final_norm,
+    )
+
+
+def num_params(model: Model) -> int:
+    """All parameters of `model`, as makers count them: without modules of multi-token prediction."""
+    dense, experts = num_dense_layers(model), num_moe_layers(model)
+    total = num_weights(embedding_weights(model)) + num_weights(head_weights(model))
+    for layers, layer in ((dense, Layer()), (experts, Layer(moe=True))):
+        total += layers and layers * num_weights(block_weights(model, layer))
+    return total
+
+
+def num_mtp_params(model: Model) -> int:
+    """Parameters of the modules of multi-token prediction, the shared embedding and head apart."""
+    block = block_weights(model, layer_kind(model, model.num_layers - 1))
+    return model.mtp_layers * (num_weights(mtp_weights(model)) + num_weights(block))
+
+
+def num_active_params(model: Model) -> int:
+    """Parameters that one token meets: of the experts, `top_k` and the shared ones; embedding included."""
+    moe = model.moe
+    if moe is None:
+        return num_params(model)
+    one_expert = params(model).experts // moe.num_experts
+    return num_params(model) - num_moe_layers(model) * (moe.num_experts - moe.top_k) * one_expert
