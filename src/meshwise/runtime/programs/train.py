@@ -144,7 +144,7 @@ def the_model(options: Options) -> Model:
     has = {
         "shared experts": model.moe is not None and model.moe.shared_ffn_hidden > 0,
         "a router with biases or gates": model.moe is not None
-        and (model.moe.router_bias or model.moe.shared_gate),
+        and (model.moe.router_bias or model.moe.balance_bias or model.moe.shared_gate),
         "a capacity of experts": model.moe is not None and model.moe.capacity_factor > 0,
         "experts with biases": model.moe is not None and model.linear_bias,
         "latent attention": model.mla is not None,
@@ -161,6 +161,8 @@ def the_model(options: Options) -> Model:
         "no language-model head, or more than one": not model.lm_head or model.head_bias or model.pooler,
         "patches": model.patches is not None,
         "token types": model.token_types > 0,
+        "multi-token prediction": model.mtp_layers > 0,
+        "capped scores or logits": model.attention_softcap or model.logit_softcap,
     }
     for what, is_there in has.items():
         if is_there:
