@@ -13,7 +13,7 @@ from meshwise.cost.collective import collective_s, members, peer_all_reduce_s, s
 from meshwise.machine.efficiency import IDEAL, PeerEfficiency, constants
 from meshwise.machine.hardware import find_chip
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "p2p")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "send")
 LINKS = {
     "link_bytes_per_s": (300e9, 25e9),
     "link_latency_s": (2e-6, 5e-6),
@@ -56,8 +56,8 @@ def test_members_of_a_strided_group_in_a_domain(group, stride, domain, inside):
         pytest.param("broadcast", 8, 1, 1 / 300 + 7 * 2e-6, id="broadcast passes it on"),
         pytest.param("all_to_all", 16, 1, 8 / 16 / 25 + 5e-6, id="half the peers are in the other node"),
         pytest.param("all_to_all", 8, 1, 7 / 8 / 300 + 2e-6, id="all-to-all in one node"),
-        pytest.param("p2p", 2, 1, 1 / 300 + 2e-6, id="neighbours in a node"),
-        pytest.param("p2p", 4, 8, 1 / 25 + 5e-6, id="neighbours in other nodes"),
+        pytest.param("send", 2, 1, 1 / 300 + 2e-6, id="neighbours in a node"),
+        pytest.param("send", 4, 8, 1 / 25 + 5e-6, id="neighbours in other nodes"),
     ],
 )
 def test_ideal_closed_forms(kind, group, stride, expected_s):

@@ -672,7 +672,7 @@ def test_any_file_is_a_cluster_or_an_error(tmp_path_factory: pytest.TempPathFact
 
 # --- many chips in one call -------------------------------------------------------------------------------
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "p2p")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
 
 
 @given(

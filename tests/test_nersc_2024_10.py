@@ -31,7 +31,7 @@ FILE = Path(__file__).parent / "data" / "nersc_final_cases.json"
 DOCUMENT = json.loads(FILE.read_text())
 CHECKED = check_cases(FILE)
 A100 = paper_system(find_cluster("nersc-a100"))
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "p2p")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "send")
 
 
 def gpt3(**sizes: Any) -> PaperCut:
@@ -103,7 +103,7 @@ def test_an_array_of_grids_equals_the_loop_over_them(strategy: str) -> None:
 @given(kind=st.sampled_from(KINDS), volume=st.floats(1.0, 1e11), inside=st.sampled_from([1.0, 2.0, 4.0]))
 def test_one_rank_is_free_and_more_bytes_never_cost_less(kind: Any, volume: float, inside: float) -> None:
     assert collective_s(kind, volume, 1.0, 1.0, A100) == 0.0
-    ranks = 2.0 if kind == "p2p" else 8.0
+    ranks = 2.0 if kind == "send" else 8.0
     seconds = collective_s(kind, volume, ranks, inside, A100)
     assert 0.0 < seconds < collective_s(kind, 2.0 * volume, ranks, inside, A100)
 
@@ -149,7 +149,7 @@ def test_a_pipeline_that_shares_domains_pays_nothing_between_them() -> None:
         price(replace(run, inside={**run.inside, "pp": inside}), A100).pp_comm["t_fwd"]
         for inside in (1.0, 2.0)
     )
-    hop_s = collective_s("p2p", 2.0 * 2048 / 4 * 12288, 2.0, 2.0, A100)
+    hop_s = collective_s("send", 2.0 * 2048 / 4 * 12288, 2.0, 2.0, A100)
     assert shared == pytest.approx(64 * hop_s * 4 / 7, rel=1e-12)  # 4 of 7 links are fast
     assert apart > 10 * shared
 

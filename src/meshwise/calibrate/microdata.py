@@ -243,7 +243,7 @@ def _from_ops(row: dict[str, str], where: str) -> Measurement:
         graph = float(library.endswith("_graph"))
         return make("peer_all_reduce", "all_reduce", {"bytes": size, "ranks": ranks, "graph": graph})
     if op.startswith("nccl_"):
-        kind = {"alltoall": "all_to_all", "send_recv": "p2p"}.get(op[5:], op[5:])
+        kind = {"alltoall": "all_to_all", "send_recv": "send"}.get(op[5:], op[5:])
         (size,) = _shape(row["shape"], "shape", "bytes")
         per_node = ranks
         if "gpus_per_node=" in row["shape"]:

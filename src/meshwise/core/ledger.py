@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,16 +39,13 @@ COLUMNS = (
 )
 ORIGINS = ("estimate", "dry_run", "run", "profile")
 PHASES = ("forward", "backward", "recompute", "optimizer", "step")
-COLLECTIVES = (
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "send",
+Collective = Literal[
+    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "dispatch", "broadcast", "reduce", "send",
     "recv",
-)
+]  # fmt: skip
+"""All kinds of communication. A `dispatch` is an all-to-all of tokens that each go to the ranks of their
+choice; `send` and `recv` are the two ends of one message."""
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 
 def shape_text(shape: Sequence[float]) -> str:

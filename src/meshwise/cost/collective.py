@@ -14,7 +14,7 @@ of V bytes, with c = (n-1)/n,
     broadcast, reduce               the same with c = 1 (pipelined in chunks)
     all-to-all                      max over levels of  V (m_i - m_{i-1}) / (n B_i)  + the largest latency
     dispatch                        the same with  V (1 - m_{i-1}/m_i) d(n/m_{i-1}) / (d(n) B_i)
-    p2p                             V / B + latency  on the outermost level the group spans
+    send, recv                      V / B + latency  on the outermost level the group spans
 
 where hops = sum over levels of latency_i (n/m_{i-1} - n/m_i); a dispatch sends each token once to each
 of the d(places) = places (1 - (1 - 1/places)^k) ranks, and nodes, that its k choices meet.
@@ -37,18 +37,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.core.ledger import Collective
 from meshwise.core.units import Num
 from meshwise.cost.experts import active_experts
 from meshwise.machine.efficiency import IDEAL, Efficiency, LinkEfficiency, PeerEfficiency
-
-Kind = Literal[
-    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "dispatch", "broadcast", "reduce", "p2p"
-]
 
 
 def members(group_ranks: Num, stride: Num, level_ranks: Num) -> Num:
@@ -56,15 +52,18 @@ def members(group_ranks: Num, stride: Num, level_ranks: Num) -> Num:
     return np.minimum(group_ranks, np.maximum(1.0, np.floor(level_ranks / np.asarray(stride, float))))
 
 
-def sent_bytes(kind: Kind, payload_bytes: Num, group_ranks: Num) -> Num:
+def sent_bytes(kind: Collective, payload_bytes: Num, group_ranks: Num) -> Num:
     """Bytes that one rank sends for a collective over `payload_bytes` (the full tensor, see DESIGN).
 
-    Ring algorithms; a broadcast or reduce passes the whole tensor on; a group of one sends nothing.
+    Ring algorithms; a broadcast or reduce passes the whole tensor on; a group of one sends nothing, and who
+    receives a message does not either.
     """
     peers_frac = (group_ranks - 1.0) / group_ranks
     if kind == "all_reduce":
         return 2.0 * payload_bytes * peers_frac
-    if kind in ("broadcast", "reduce", "p2p"):
+    if kind == "recv":
+        return 0.0 * payload_bytes
+    if kind in ("broadcast", "reduce", "send"):
         return payload_bytes * np.where(np.asarray(group_ranks) > 1, 1.0, 0.0)
     return payload_bytes * peers_frac
 
@@ -78,7 +77,7 @@ class Line:
 
 
 def collective_s(
-    kind: Kind,
+    kind: Collective,
     payload_bytes: Num,
     group_ranks: Num,
     *,
@@ -109,7 +108,7 @@ def fastest_s(lines: Sequence[Line], payload_bytes: Num) -> Num:
 
 
 def collective_lines(
-    kind: Kind,
+    kind: Collective,
     group_ranks: Num,
     stride: Num,
     links: tuple[tuple[Num, Num, Num], ...],
@@ -226,7 +225,7 @@ def _launch_s(steps: Sequence[_Step]) -> Num:
     return launch_s
 
 
-def _ring(kind: Kind, group: _Group, steps: Sequence[_Step]) -> Line:
+def _ring(kind: Collective, group: _Group, steps: Sequence[_Step]) -> Line:
     """The closed forms of the top of this file, with the bandwidth and latency of one protocol."""
     passes = 2.0 if kind == "all_reduce" else 1.0  # reduce-scatter, then all-gather
     ring_part = sent_bytes(kind, 1.0, group.ranks)
@@ -234,7 +233,7 @@ def _ring(kind: Kind, group: _Group, steps: Sequence[_Step]) -> Line:
     wire: Num = 0.0
     delay_s: Num = 0.0
     for step in steps:
-        if kind == "p2p":  # outer levels overwrite inner ones
+        if kind in ("send", "recv"):  # outer levels overwrite inner ones
             wire = np.where(step.used, 1.0 / step.bytes_per_s, wire)
             delay_s = np.where(step.used, step.hop_s, delay_s)
         elif kind in ("all_to_all", "dispatch"):
@@ -248,7 +247,7 @@ def _ring(kind: Kind, group: _Group, steps: Sequence[_Step]) -> Line:
     return Line(delay_s, wire)
 
 
-def _leaving(kind: Kind, group: _Group, step: _Step) -> Num:
+def _leaving(kind: Collective, group: _Group, step: _Step) -> Num:
     """Share of the payload that a rank sends over the links of this level."""
     if kind == "all_to_all":
         return (step.here - step.inside) / group.ranks

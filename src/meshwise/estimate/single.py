@@ -18,7 +18,6 @@ import numpy as np
 from meshwise.core.errors import PlanError
 from meshwise.core.ledger import Ledger
 from meshwise.core.units import Num
-from meshwise.cost.collective import sent_bytes
 from meshwise.cost.schedule import check as check_schedule
 from meshwise.estimate.block_time import BlockTime, exposed_s
 from meshwise.estimate.degrees import Degrees, degrees
@@ -37,6 +36,7 @@ from meshwise.program.context import CORE
 from meshwise.program.cut import Cut
 from meshwise.program.grid import check_layout
 from meshwise.program.op import Op
+from meshwise.program.row import op_row
 from meshwise.program.vocabulary import embed, head
 
 TIME_PARTS = (
@@ -384,7 +384,8 @@ def op_rows(
                 continue
             if op.kind == "collective" and float(op.group_size) == 1:
                 continue
-            row = _op_row(op, prefix) | {"phase": phase}
+            module = ".".join(filter(None, (prefix, op.module if op.module != prefix else "")))
+            row = op_row(op) | {"module": module, "phase": phase}
             if op.kind == "collective":
                 exposed = float(exposed_s(op, time, ops, times, on.overheads))
                 row |= {"comm_s": float(time.comm_s), "exposed_s": exposed, "time_s": exposed}
@@ -392,36 +393,6 @@ def op_rows(
                 row |= {"compute_s": float(time.compute_s), "memory_s": float(time.memory_s)}
                 row |= {"time_s": float(time.busy_s)}
             yield row
-
-
-def _op_row(op: Op, prefix: str) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "module": ".".join(filter(None, (prefix, op.module if op.module != prefix else ""))),
-        "op": op.name,
-        "count": float(op.count),
-        "shape": tuple(float(dim) for dim in op.shape),
-        "dtype": op.dtype,
-    }
-    if op.kind == "collective":
-        return row | {
-            "collective": op.collective,
-            "axis": op.axis,
-            "group_size": float(op.group_size),
-            "payload_bytes": float(op.payload_bytes),
-            "sent_bytes": float(_sent(op)),
-        }
-    return row | {
-        "flop": float(op.cost.flop),
-        "read_bytes": float(op.cost.read_bytes),
-        "write_bytes": float(op.cost.write_bytes),
-        "saved_bytes": float(op.saved_bytes),
-        "weight_bytes": float(op.num_params) * 2.0,
-    }
-
-
-def _sent(op: Op) -> float:
-    kind = "p2p" if op.collective in ("send", "recv") else op.collective
-    return float(sent_bytes(kind, op.payload_bytes, op.group_size))  # type: ignore[arg-type]
 
 
 def _step_rows(of: Estimate, cost: StageCost, rank: float) -> Iterator[dict[str, Any]]:

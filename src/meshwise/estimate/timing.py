@@ -107,7 +107,6 @@ def _lines(
     bytes_per_s = map(operator.mul, base.link_bytes_per_s, fracs)
     sizes, strides = (np.frombuffer(content).reshape(shape) for content, shape in (ranks, stride))
     links = tuple(zip(bytes_per_s, base.link_latency_s, base.link_ranks, strict=True))
-    kind = "p2p" if is_message else kind
     return collective_lines(kind, sizes, strides, links, machine.efficiency, choices=choices)
 
 

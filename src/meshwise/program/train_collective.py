@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from meshwise.cost.collective import Kind, sent_bytes
+from meshwise.cost.collective import sent_bytes
 
 
 def collective_row(
@@ -13,8 +13,6 @@ def collective_row(
 ) -> dict[str, Any]:
     """A collective over the full tensor of `shape`."""
     payload_bytes = prod(shape) * elem_bytes
-    wires: dict[str, Kind] = {"send": "p2p"}
-    sent = 0.0 if kind == "recv" else sent_bytes(wires.get(kind, kind), payload_bytes, ranks)  # type: ignore[arg-type]
     return {
         "op": kind,
         "phase": phase,
@@ -24,5 +22,5 @@ def collective_row(
         "axis": axis,
         "group_size": ranks,
         "payload_bytes": payload_bytes,
-        "sent_bytes": float(sent),
+        "sent_bytes": float(sent_bytes(kind, payload_bytes, ranks)),  # type: ignore[arg-type]
     }

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from meshwise.cost.collective import Kind, sent_bytes
+from meshwise.cost.collective import sent_bytes
 from meshwise.cost.op import matmul_flop
 from meshwise.program.tape import Named, Tape
 
@@ -97,8 +97,7 @@ class Writer:
         if out:
             self.new(out, *(result_shape(kind, shape, group_size)))
         payload_bytes = prod(shape) * self.elem_bytes
-        wires: dict[str, Kind] = {"send": "p2p"}
-        sent = 0.0 if kind == "recv" else sent_bytes(wires.get(kind, kind), payload_bytes, group_size)  # type: ignore[arg-type]
+        sent = sent_bytes(kind, payload_bytes, group_size)  # type: ignore[arg-type]
         self.tape.op(
             op,
             module=self.module,

@@ -14,12 +14,12 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from meshwise.core.errors import DataError
-from meshwise.cost.collective import Kind
+from meshwise.core.ledger import COLLECTIVES
 from meshwise.machine.hardware import cluster_names, find_cluster
 from meshwise.published.nersc_2024_10 import (
     GB,
@@ -28,6 +28,7 @@ from meshwise.published.nersc_2024_10 import (
     PaperRun,
     PaperSystem,
     collective_s,
+    paper_name,
     paper_system,
     price,
 )
@@ -39,7 +40,7 @@ _DUST = 1e-18
 _Count = Annotated[float, msgspec.Meta(ge=1, le=1e12, multiple_of=1)]
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
-_KINDS: dict[str, Kind] = {kind.replace("_", ""): kind for kind in get_args(Kind)}
+_KINDS = {paper_name(kind): kind for kind in COLLECTIVES if kind != "recv"}
 _STRATEGIES = {"1d": "1d", "2d": "2d", "seqp": "2d-seqp", "2d-seqp": "2d-seqp"}
 
 

@@ -36,8 +36,8 @@ from typing import Any
 
 import numpy as np
 
+from meshwise.core.ledger import Collective
 from meshwise.core.units import Num
-from meshwise.cost.collective import Kind
 from meshwise.machine.hardware import Cluster
 from meshwise.published.nersc_2024_10_ops import Comm, PaperCut, PaperOp, Work, layer
 
@@ -59,7 +59,7 @@ TFLOP, GB = 1e12, 1e9
 WAYS = (("fwd", "forward"), ("bwd", "backward"))
 
 Row = dict[str, Any]
-_Placed = tuple[Kind, Num, Num, Num]  # of a collective: kind, bytes, ranks, and ranks in one fast domain
+_Placed = tuple[Collective, Num, Num, Num]  # kind, bytes, ranks, and ranks in one fast domain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -163,16 +163,16 @@ def paper_system(cluster: Cluster) -> PaperSystem:
     )
 
 
-def collective_s(kind: Kind, volume_bytes: Num, ranks: Num, inside: Num, system: PaperSystem) -> Num:
+def collective_s(kind: Collective, volume_bytes: Num, ranks: Num, inside: Num, system: PaperSystem) -> Num:
     """Time [s] of a collective over `ranks`, of which `inside` share each fast domain."""
     fast, slow, domains = system.fast, system.slow, ranks // inside
-    moved = volume_bytes * (1.0 if kind in ("broadcast", "reduce", "p2p") else (ranks - 1.0) / ranks)
+    moved = volume_bytes * (1.0 if kind in ("broadcast", "reduce", "send") else (ranks - 1.0) / ranks)
     on_slow = slow.latency_s * (ranks - 1.0) + moved / slow.bytes_per_s
     on_fast = fast.latency_s * (ranks - 1.0) + moved / fast.bytes_per_s
     rings_s = np.maximum(moved / (system.nics_per_rank * inside * slow.bytes_per_s), moved / fast.bytes_per_s)
     hops_s = slow.latency_s * (domains - 1.0) + fast.latency_s * (ranks - domains)
     on_both = (2.0 if kind == "all_reduce" else 1.0) * rings_s + hops_s
-    across = on_fast if kind == "p2p" else np.where(np.equal(domains, 1.0), on_fast, on_both)
+    across = on_fast if kind == "send" else np.where(np.equal(domains, 1.0), on_fast, on_both)
     seconds = np.where(np.equal(inside, 1.0), on_slow, across)
     return np.where(np.greater(ranks, 1.0) & np.greater(volume_bytes, 0.0), seconds, 0.0)[()]
 
@@ -233,10 +233,15 @@ def _comm_cells(way: str, comms: list[_Placed]) -> Row:
     """The four cells of a row on its communications: numbers for one, lists for several."""
     cells: list[Any] = [0.0, "none", 0.0, "none"]
     if comms:
-        each = [[volume / GB, kind.replace("_", ""), *group] for kind, volume, *group in comms]
+        each = [[volume / GB, paper_name(kind), *group] for kind, volume, *group in comms]
         cells = each[0] if len(each) == 1 else [list(column) for column in zip(*each, strict=True)]
     names = (f"comm_{way}", f"comm_{way}_type", f"comm_{way}_size", f"comm_{way}_topology")
     return dict(zip(names, cells, strict=True))
+
+
+def paper_name(kind: Collective) -> str:
+    """What the paper calls a collective."""
+    return "p2p" if kind == "send" else kind.replace("_", "")
 
 
 def _row(cells: Row) -> Row:
@@ -271,7 +276,7 @@ def _dp_row(rows: list[Row], run: PaperRun, system: PaperSystem) -> Row:
 def _pp_row(volume_gb: Num, run: PaperRun, system: PaperSystem) -> Row:
     """One hop for every microbatch each way; of mixed links only the fast ones cost anything."""
     pp, inside = run.pp, run.inside["pp"]
-    comm: _Placed = ("p2p", volume_gb * GB, 2.0, inside)
+    comm: _Placed = ("send", volume_gb * GB, 2.0, inside)
     num_links = np.maximum(pp - 1.0, 1.0)
     num_slow = np.trunc(pp / inside - 1.0)
     charged_frac = np.where(np.greater(inside, 1.0), (num_links - num_slow) / num_links, 1.0)[()]

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwise.core.ledger import Collective
 from meshwise.core.units import Num
-from meshwise.cost.collective import Kind
 from meshwise.cost.op import matmul_flop
 from meshwise.published.nersc_2024_02_ops import ELEM_BYTES, MASK_BYTES, product_flop
 
@@ -38,7 +38,7 @@ class Comm:
     `volume_bytes` is the full tensor, as it counts where the axis has more than one rank.
     """
 
-    kind: Kind
+    kind: Collective
     axis: str
     volume_bytes: Num
 

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwise.cost.collective import Kind
+from meshwise.core.ledger import Collective
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
 from meshwise.runtime.launch import Place
 from meshwise.runtime.programs import functions
 from meshwise.runtime.programs.context import TORCH_DTYPES
 
-COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "all_gather", "all_to_all")
+COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "all_to_all")
 _MOST_CALLS = 1 << 16
 _MOST_OPERANDS = 64
 
@@ -222,7 +222,7 @@ def collective_samples(place: Place, quick: bool) -> list[Sample]:
 
 def collective_time_s(
     place: Place,
-    kind: Kind,
+    kind: Collective,
     payload_bytes: int,
     *,
     repeats: int = 5,

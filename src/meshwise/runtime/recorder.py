@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from meshwise.core.ledger import Ledger
+from meshwise.core.ledger import Collective, Ledger
 from meshwise.cost.collective import sent_bytes
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
 from meshwise.program.tape import Named, Step, Tape
@@ -53,7 +53,7 @@ _NO_WORK = frozenset(
     ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view", "wait_tensor")
 )
 
-_COLLECTIVES: dict[str, tuple[str, int | None]] = {
+_COLLECTIVES: dict[str, tuple[Collective, int | None]] = {
     # kind, and which argument is the full tensor (None: the result)
     "c10d.allreduce_": ("all_reduce", 0),
     "c10d.allreduce_coalesced_": ("all_reduce", 0),
@@ -266,12 +266,11 @@ class Recorder(TorchDispatchMode):
             "is_matmul": bool(shape) and func._opname in _MATMULS,
         }
 
-    def _collective_row(self, kind: str, full: int | None, args: Any, result: Any) -> dict[str, Any]:
+    def _collective_row(self, kind: Collective, full: int | None, args: Any, result: Any) -> dict[str, Any]:
         group = next(filter(None, map(_group, reversed(args))))
         tensors = tree_leaves(result if full is None else args[full])
         payload_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         size = group.size()
-        wire = {"send": "p2p", "recv": ""}.get(kind, kind)
         return {
             "op": kind,
             "shape": tuple(tensors[0].shape),
@@ -280,7 +279,7 @@ class Recorder(TorchDispatchMode):
             "axis": self._axes.get(group.group_name, "world"),
             "group_size": size,
             "payload_bytes": payload_bytes,
-            "sent_bytes": float(sent_bytes(wire, payload_bytes, size)) if wire else 0.0,  # type: ignore[arg-type]
+            "sent_bytes": float(sent_bytes(kind, payload_bytes, size)),
         }
 
     def _write(self, row: dict[str, Any]) -> None:

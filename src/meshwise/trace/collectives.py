@@ -26,7 +26,8 @@ from typing import cast
 
 import numpy as np
 
-from meshwise.cost.collective import Kind, sent_bytes
+from meshwise.core.ledger import Collective as Kind
+from meshwise.cost.collective import sent_bytes
 from meshwise.trace.align import Alignment
 from meshwise.trace.match import Match
 from meshwise.trace.transfers import SYNCHRONISING

@@ -133,7 +133,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = DecoderNorm(model), DecoderNorm(model)
         self.attention = Attention(model, setting)
-        self.mlp = Mixture(model, setting) if has_experts else FeedForward(model)
+        self.mlp = Mixture(model, setting.routes) if has_experts else FeedForward(model)
         self.setting = setting
 
     def forward(self, x: Tensor) -> Tensor:

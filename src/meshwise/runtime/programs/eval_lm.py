@@ -23,15 +23,14 @@ from msgspec import Meta
 
 from meshwise.core.errors import DataError, WorkloadError
 from meshwise.core.files import check_writable, write_text
-from meshwise.model.gpt_config import GptConfig, find_gpt_config, with_vocab
-from meshwise.program.expert_parallel import Placement, check_tp, num_slots, place
+from meshwise.program.expert_parallel import num_slots
 from meshwise.program.expert_pass import forward_rows, ledger_cells
 from meshwise.program.tape import Tape
 from meshwise.published.moe_inference import new_pass, num_passes
 from meshwise.published.moe_memory import peak_bytes
 from meshwise.runtime.programs import Dtype
-from meshwise.runtime.programs.checkpoint_index import check_config
-from meshwise.runtime.programs.text_data import Blocks, Tokenizer, find_tokenizer, read_blocks, text_files
+from meshwise.runtime.programs.lm_setting import Setting, setting
+from meshwise.runtime.programs.text_data import Blocks, read_blocks, text_files
 from meshwise.runtime.programs.word_probs import WordProbs, word_document, word_probs
 
 if TYPE_CHECKING:
@@ -69,32 +68,6 @@ class Options:
     gate_loss_weight: Annotated[float, Meta(ge=0, description="of load balancing, in training")] = 0.01
     word_probs: Annotated[str, Meta(description="file for log-probabilities and word statistics")] = ""
     token_loop: Annotated[bool, Meta(description="read the tokens one by one, as fairseq does")] = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Setting:
-    """What the options mean: the model, where it lies, how text becomes tokens."""
-
-    config: GptConfig
-    placement: Placement
-    tokenizer: Tokenizer
-    dtype: str
-
-
-def setting(options: Any, ranks: int) -> Setting:
-    """The setting of `options` (of this program or `generate`) on `ranks`; a MeshwiseError if it has none."""
-    tokenizer = find_tokenizer(options.tokenizer)
-    config = with_vocab(find_gpt_config(options.config, options.override), tokenizer.vocab_size)
-    if options.checkpoint:
-        check_config(Path(options.checkpoint), config)
-    placement = place(ranks, num_experts(config), tp=options.tp, ep=options.ep or None)
-    check_tp(config, options.tp)
-    return Setting(config, placement, tokenizer, options.dtype or ("fp16" if config.fp16 else "fp32"))
-
-
-def num_experts(config: GptConfig) -> int:
-    """Experts of a MoE layer, 0 in a model without one."""
-    return config.moe_expert_count if config.num_moe_layers else 0
 
 
 def check(options: Options, ranks: int) -> None:

@@ -27,7 +27,7 @@ from meshwise.program.generation import Generation, generation_rows
 from meshwise.program.tape import Tape
 from meshwise.published.generation import peak_bytes
 from meshwise.runtime.programs import Dtype
-from meshwise.runtime.programs.eval_lm import Setting, setting
+from meshwise.runtime.programs.lm_setting import Setting, setting
 from meshwise.runtime.programs.text_data import EOS, read_blocks
 
 if TYPE_CHECKING:

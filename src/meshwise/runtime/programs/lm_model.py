@@ -33,7 +33,7 @@ from meshwise.runtime.programs.transformer_lm import TransformerDecoder, init_pa
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context
-    from meshwise.runtime.programs.eval_lm import Setting
+    from meshwise.runtime.programs.lm_setting import Setting
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ every world computes the same. The router still learns, through the weights of t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,9 +22,6 @@ from torch.nn import functional as F
 from meshwise.model.architecture import Model
 from meshwise.runtime.programs.decoder_kernels import SwiGLU
 from meshwise.runtime.programs.local import local
-
-if TYPE_CHECKING:
-    from meshwise.runtime.programs.decoder import Setting
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,19 +76,18 @@ class Experts(nn.Module):
 class Mixture(nn.Module):
     """Router and experts."""
 
-    def __init__(self, model: Model, setting: Setting) -> None:
+    def __init__(self, model: Model, routes: Routes | None) -> None:
         super().__init__()
-        assert model.moe is not None and setting.routes is not None
-        group = setting.routes.group
+        assert model.moe is not None and routes is not None
+        group = routes.group
         rank = 0 if group is None else dist.get_rank(group)
         self.router = nn.Linear(model.hidden, model.moe.num_experts, bias=False)
-        self.experts = Experts(model, setting.routes.ranks, rank)
-        self.setting = setting
+        self.experts = Experts(model, routes.ranks, rank)
+        self.routes = routes
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, own tokens, hidden] -> the same."""
-        way = self.setting.routes
-        assert way is not None
+        way = self.routes
         tokens, num_choices = x.flatten(0, 1), way.experts.shape[1]
         logits = F.linear(tokens, local(self.router.weight))
         wide = logits if logits.dtype == torch.float64 else logits.float()

@@ -122,7 +122,11 @@ def main(options: Options, context: Context) -> dict[str, Any] | None:
     from meshwise.runtime.programs.reference import model_2d_difference
 
     with context.recorder.setup():
-        return {"max_abs_diff": model_2d_difference(options, context, tp, start, grads, output)}
+        shards = [local_weights(options, context, tp, place) for place in range(tp)]
+        ranks = range(context.world_size) if options.backward else ()
+        parts = [output_gradient(options, context, rank, output) for rank in ranks]
+        column = context.rank % tp
+        return {"max_abs_diff": model_2d_difference(start, shards, column, grads, parts, output)}
 
 
 def _start(options: Options, context: Context) -> torch.Tensor:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from meshwise.runtime.programs import model_2d, ulysses
-    from meshwise.runtime.programs.context import Context
 
 
 def plain_attention(x: Tensor, weights: list[Tensor], *, is_causal: bool) -> Tensor:
@@ -23,40 +18,6 @@ def plain_attention(x: Tensor, weights: list[Tensor], *, is_causal: bool) -> Ten
     return torch.einsum("hnm,hme,hed->nd", scores.softmax(-1), v, weights[3])
 
 
-def ulysses_difference(
-    options: ulysses.Options, context: Context, inputs: Mapping[str, Tensor], output: Tensor
-) -> dict[str, float]:
-    """Largest difference on any rank, of the output and of every gradient, to one process in float64."""
-    with torch.enable_grad():
-        parts = [_tokens(options, context, 0, rank) for rank in range(context.world_size)]
-        x = torch.cat(parts).double().requires_grad_()
-        weights = [tensor.detach().double().requires_grad_() for tensor in list(inputs.values())[1:]]
-        expected = plain_attention(x, weights, is_causal=options.causal)
-    mine = slice(context.rank * output.shape[0], (context.rank + 1) * output.shape[0])
-    pairs = {"output": (output, expected[mine])}
-    if options.backward:
-        parts = [_tokens(options, context, 5, rank) for rank in range(context.world_size)]
-        expected.backward(torch.cat(parts).double())
-        for name, one, all_tokens in zip(inputs, inputs.values(), [x, *weights], strict=True):
-            gradient = all_tokens.grad
-            assert gradient is not None
-            pairs[f"d {name}"] = (one.grad, gradient[mine] if name == "input" else gradient)
-    return {name: largest_difference(*pair) for name, pair in pairs.items()}
-
-
-def largest_difference(one: Tensor | None, other: Tensor) -> float:
-    """The largest absolute difference over all elements and all ranks."""
-    assert one is not None
-    difference = (one.detach().double() - other.detach()).abs().max()
-    dist.all_reduce(difference, op=dist.ReduceOp.MAX)
-    return float(difference)
-
-
-def _tokens(options: ulysses.Options, context: Context, place: int, rank: int) -> Tensor:
-    shape = options.seq // context.world_size, options.hidden
-    return context.normal(*shape, dtype=context.dtype(options.dtype), key=(options.seed, place, rank))
-
-
 def plain_mlp(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Layers x + relu(x W1) W2 of [L, d, f] and [L, f, d] weights, one after the other."""
     for weight_in, weight_out in zip(first, second, strict=True):
@@ -64,33 +25,68 @@ def plain_mlp(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     return x
 
 
-def model_2d_difference(
-    options: model_2d.Options, context: Context, tp: int, start: Tensor, grads: list[Tensor], output: Tensor
-) -> dict[str, float]:
+def ulysses_difference(
+    inputs: Mapping[str, Tensor], tokens: Sequence[Tensor], grads: Sequence[Tensor], output: Tensor, *,
+    is_causal: bool,
+) -> dict[str, float]:  # fmt: skip
     """Largest difference on any rank, of the output and of every gradient, to one process in float64.
 
-    `start` is this rank's input of the layers, `grads` the gradients of W1, W2.
+    `inputs` are this rank's tokens and the weights; `tokens` and `grads` (of the output; empty without a
+    backward) those of all ranks.
     """
-    from meshwise.runtime.programs.model_2d import local_weights, output_gradient
-
-    column = context.rank % tp
+    mine = _rows_of(output)
     with torch.enable_grad():
-        shards = [local_weights(options, context, tp, place) for place in range(tp)]
+        x = torch.cat(list(tokens)).double().requires_grad_()
+        weights = [tensor.detach().double().requires_grad_() for tensor in list(inputs.values())[1:]]
+        expected = plain_attention(x, weights, is_causal=is_causal)
+    pairs = {"output": (output, expected[mine])}
+    if grads:
+        expected.backward(torch.cat(list(grads)).double())
+        for name, one, whole in zip(inputs, inputs.values(), [x, *weights], strict=True):
+            assert whole.grad is not None
+            pairs[f"d {name}"] = (one.grad, whole.grad[mine] if name == "input" else whole.grad)
+    return _largest_differences(pairs)
+
+
+def model_2d_difference(
+    start: Tensor, shards: Sequence[tuple[Tensor, Tensor]], column: int, weight_grads: Sequence[Tensor],
+    grads: Sequence[Tensor], output: Tensor,
+) -> dict[str, float]:  # fmt: skip
+    """Largest difference on any rank, of the output and of every gradient, to one process in float64.
+
+    `start` is this rank's input of the layers, `shards` are W1, W2 of each tensor-parallel rank, of which
+    this one is number `column`; `weight_grads` are its gradients of them, `grads` those of all outputs.
+    """
+    mine, tp = _rows_of(output), len(shards)
+    with torch.enable_grad():
         first = torch.cat([shard[0] for shard in shards], dim=2).double().requires_grad_()
         second = torch.cat([shard[1] for shard in shards], dim=1).double().requires_grad_()
         x = _from_all_ranks(start).double().requires_grad_()
         expected = plain_mlp(x, first, second)
-    rows = output.shape[0]
-    mine = slice(context.rank * rows, (context.rank + 1) * rows)
     pairs = {"output": (output, expected[mine])}
-    if options.backward:
-        parts = [output_gradient(options, context, rank, output) for rank in range(context.world_size)]
-        expected.backward(torch.cat(parts).double())
+    if grads:
+        expected.backward(torch.cat(list(grads)).double())
         assert x.grad is not None and first.grad is not None and second.grad is not None
         pairs["d input"] = (start.grad, x.grad[mine])
-        pairs["dW1"] = (grads[0], first.grad.chunk(tp, dim=2)[column])
-        pairs["dW2"] = (grads[1], second.grad.chunk(tp, dim=1)[column])
-    return {name: largest_difference(*pair) for name, pair in pairs.items()}
+        pairs["dW1"] = (weight_grads[0], first.grad.chunk(tp, dim=2)[column])
+        pairs["dW2"] = (weight_grads[1], second.grad.chunk(tp, dim=1)[column])
+    return _largest_differences(pairs)
+
+
+def _rows_of(output: Tensor) -> slice:
+    """The rows of the whole output that this rank has."""
+    return slice(dist.get_rank() * output.shape[0], (dist.get_rank() + 1) * output.shape[0])
+
+
+def _largest_differences(pairs: Mapping[str, tuple[Tensor | None, Tensor]]) -> dict[str, float]:
+    """Of each pair, the largest absolute difference over all elements and all ranks."""
+    found = {}
+    for name, (one, other) in pairs.items():
+        assert one is not None
+        difference = (one.detach().double() - other.detach()).abs().max()
+        dist.all_reduce(difference, op=dist.ReduceOp.MAX)
+        found[name] = float(difference)
+    return found
 
 
 def _from_all_ranks(x: Tensor) -> Tensor:

@@ -102,7 +102,23 @@ def main(options: Options, context: Context) -> dict[str, Any] | None:
     from meshwise.runtime.programs.reference import ulysses_difference
 
     with recorder.setup():
-        return {"max_abs_diff": ulysses_difference(options, context, inputs, output)}
+        ranks = range(context.world_size)
+        shape = inputs["input"].shape
+        tokens = [_tokens(options, context, shape, _INPUT, rank) for rank in ranks]
+        grads = [_tokens(options, context, shape, _GRADIENT, rank) for rank in ranks if options.backward]
+        found = ulysses_difference(inputs, tokens, grads, output, is_causal=options.causal)
+        return {"max_abs_diff": found}
+
+
+_INPUT, _GRADIENT = 0, 5
+"""Keys of the random numbers of tokens; those of the weights lie between."""
+
+
+def _tokens(
+    options: Options, context: Context, shape: tuple[int, ...], key: int, rank: int, **how: Any
+) -> torch.Tensor:
+    """The made-up tokens, or their gradient, of `rank`."""
+    return context.normal(*shape, dtype=context.dtype(options.dtype), key=(options.seed, key, rank), **how)
 
 
 def make_inputs(options: Options, context: Context) -> dict[str, torch.Tensor]:
@@ -110,7 +126,8 @@ def make_inputs(options: Options, context: Context) -> dict[str, torch.Tensor]:
     tokens, width = options.seq // context.world_size, options.hidden // options.heads
     shared: dict[str, Any] = {"dtype": context.dtype(options.dtype), "requires_grad": options.backward}
     with context.recorder.setup():
-        x = context.normal(tokens, options.hidden, key=(options.seed, 0, context.rank), **shared)
+        shape, grad = (tokens, options.hidden), options.backward
+        x = _tokens(options, context, shape, _INPUT, context.rank, requires_grad=grad)
         std = options.hidden**-0.5
         weights = {
             name: context.normal(options.heads, *shape, key=(options.seed, place), std=std, **shared)
@@ -225,8 +242,7 @@ def backward(
 
     recorder = context.recorder
     with recorder.setup():
-        key = (options.seed, 5, context.rank)
-        gradient = context.normal(*output.shape, dtype=output.dtype, key=key)
+        gradient = _tokens(options, context, output.shape, _GRADIENT, context.rank)
     output.backward(gradient)
     x, *weights = inputs.values()
     with recorder.section("ulysses"), recorder.phase("backward"):

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from msgspec import Meta
 
 from meshwise.core.errors import PlanError
-from meshwise.cost.collective import sent_bytes
 from meshwise.model.architecture import Model, checked_model
 from meshwise.program.block import block as block_ops
 from meshwise.program.block import shared_gradients
 from meshwise.program.cut import Cut
 from meshwise.program.grid import check_grid, default_grid
-from meshwise.program.op import Op, precision
+from meshwise.program.op import precision
+from meshwise.program.row import op_row
 from meshwise.program.tape import Tape
 from meshwise.runtime.programs import Dtype
 
@@ -135,30 +135,10 @@ def estimate(options: Options, tape: Tape) -> None:
     for op in [*block_ops(model, cut), *shared_gradients(model, cut)]:
         if op.kind == "collective" and op.group_size == 1:
             continue
-        for _ in range(int(op.count)):
-            _write(op, options, tape)
-
-
-def _write(op: Op, options: Options, tape: Tape) -> None:
-    row: dict[str, Any] = {"module": op.module, "phase": op.phase, "dtype": options.dtype}
-    if op.kind == "collective":
-        row |= {
-            "collective": op.collective,
-            "axis": op.axis,
-            "group_size": float(op.group_size),
-            "payload_bytes": float(op.payload_bytes),
-            "sent_bytes": float(sent_bytes(op.collective, op.payload_bytes, op.group_size)),  # type: ignore[arg-type]
-        }
-    else:
-        is_counted = op.kind in ("matmul", "attention")  # a recorder counts FLOP of these alone
-        row |= {
-            "shape": op.shape,
-            "flop": float(op.cost.flop) if is_counted else 0.0,
-            "read_bytes": float(op.cost.read_bytes),
-            "write_bytes": float(op.cost.write_bytes),
-            "saved_bytes": float(op.saved_bytes),
-        }
-    tape.op(op.name, is_matmul=op.kind == "matmul", **row)
+        row = op_row(op) | {"dtype": options.dtype}
+        if op.kind == "kernel":
+            row["flop"] = 0.0  # a recorder counts FLOP of matmuls and attention alone
+        tape.op(is_matmul=op.kind == "matmul", **row)
 
 
 def main(options: Options, context: Context) -> dict[str, Any]:
