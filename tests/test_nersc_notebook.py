@@ -74,12 +74,6 @@ def test_command_writes_both_tables(meshwise, tmp_path: Path) -> None:
             check_same(float(text) if text and isinstance(cell, float) else text, cell, column)
 
 
-def test_as_a_frame_it_shows_the_notebooks_columns() -> None:
-    frame = priced().to_pandas("sa")
-    assert tuple(frame.columns) == COLUMNS
-    assert len(frame) == 9
-
-
 def test_ledger_holds_the_same_totals() -> None:
     of = priced()
     depth = of.model.num_layers

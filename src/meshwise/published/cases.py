@@ -24,7 +24,6 @@ from meshwise.machine.hardware import cluster_names, find_cluster
 from meshwise.published.nersc_2024_10 import (
     GB,
     TFLOP,
-    PaperLink,
     PaperRun,
     PaperSystem,
     collective_s,
@@ -303,10 +302,10 @@ def _system(entry: _SystemEntry) -> PaperSystem:
         vector_flop_per_s=entry.vector_flops_fp16 * TFLOP,
         memory_bytes_per_s=entry.hbm_bandwidth * GB,
         memory_bytes=entry.hbm_capacity * GB,
-        fast=PaperLink(
-            bytes_per_s=entry.nvlink_bandwidth * entry.nvlink_eff * GB, latency_s=entry.nvlink_latency
-        ),
-        slow=PaperLink(bytes_per_s=entry.ib_bandwidth * entry.ib_eff * GB, latency_s=entry.ib_latency),
+        fast_bytes_per_s=entry.nvlink_bandwidth * entry.nvlink_eff * GB,
+        fast_latency_s=entry.nvlink_latency,
+        slow_bytes_per_s=entry.ib_bandwidth * entry.ib_eff * GB,
+        slow_latency_s=entry.ib_latency,
         nics_per_rank=entry.nic_factor,
     )
 

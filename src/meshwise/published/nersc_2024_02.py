@@ -7,9 +7,8 @@ Units are the notebook's: TFLOP, GB (1e9 bytes), ms. `totals` are its column sum
 
 from __future__ import annotations
 
-import csv
-import io
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
+from meshwise.published.answer import TABLES, WAYS, LedgerRow, comm_row, csv_text, document, op_rows, work_row
 from meshwise.published.convention import ANY, Scope
 from meshwise.published.nersc_2024_02_ops import NotebookOp, mlp, self_attention
 
@@ -33,23 +33,17 @@ TOTALLED = (
     *("activation_buffer", "weights_mem", "weights_grad_mem", "flops_fwd", "flops_bwd"),
     *("t_total_fwd", "t_total_bwd", "t_comm_fwd", "t_comm_bwd"),
 )
-TABLES = ("mlp", "sa")
 SCOPE = Scope(
     convention="nersc-2024-02",
     plan={
-        **{
-            "tp": ANY,
-            "sp": ANY,
-            "dp": (None, 1),
-            "dtype": ("bf16", "fp16"),
-            "attention": ("flash", "unfused"),
-        },
-        **{"zero": (1, 0), "optimizer": ("adam", "none")},
+        **{"tp": ANY, "sp": ANY, "dp": (None, 1), "dtype": ("bf16", "fp16"), "zero": (1, 0)},
+        **{"attention": ("flash", "unfused"), "optimizer": ("adam", "none")},
     },
     workload={"batch": ANY, "seq": ANY, "microbatch": ANY},
 )
 """The notebook's tensors are 2 bytes wide, its attention is unfused, and it has no optimizer."""
 _TFLOP, _GB, _MS = 1e12, 1e9, 1e-3
+_COLLECTIVES = {"allgather": "all_gather", "reducescatter": "reduce_scatter"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +67,9 @@ class Notebook:
         return sum(row["t_comm_fwd"] for row in rows) / sum(row["t_total_fwd"] for row in rows)
 
     def to_csv(self) -> str:
-        """Both tables, one after the other, with a first column `table`; absent cells are empty."""
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(("table", *COLUMNS))
-        for table in TABLES:
-            for row in self.tables[table]:
-                writer.writerow((table, *("" if row[name] is None else row[name] for name in COLUMNS)))
-        return out.getvalue()
-
-    def to_pandas(self, table: str) -> Any:
-        """One table as the DataFrame that the notebook displays."""
-        import pandas as pd
-
-        return pd.DataFrame(self.tables[table], columns=list(COLUMNS))
+        """Both tables, one after the other, with a first column `table`."""
+        rows = ({"table": table, **row} for table in TABLES for row in self.tables[table])
+        return csv_text(("table", *COLUMNS), rows)
 
     @property
     def ledger(self) -> Ledger:
@@ -95,52 +78,35 @@ class Notebook:
             row for table in TABLES for cells in self.tables[table] for row in _ledger_rows(table, cells)
         )
 
-    def _sum(self, name: str) -> float:
-        return sum(self.totals(table)[name] for table in TABLES)
+    def _sum(self, *names: str) -> float:
+        return sum(self.totals(table)[name] for name in names for table in TABLES)
 
     def to_json(self) -> dict[str, Any]:
         """The document that `meshwise estimate --json` prints under this convention."""
-        forward_s, backward_s = (self._sum(f"t_total_{way}") * _MS for way in ("fwd", "bwd"))
-        comm_s = sum(self._sum(f"t_comm_{way}") for way in ("fwd", "bwd")) * _MS
-        step_s = forward_s + backward_s
-        flop = sum(self._sum(f"flops_{way}") for way in ("fwd", "bwd")) * _TFLOP
-        memory = {
-            "weights": self._sum("weights_mem") * _GB,
-            "gradients": self._sum("weights_grad_mem") * _GB,
-            "optimizer": 0.0,
-            "activations": self._sum("activation_buffer") * _GB,
-            "buffers": 0.0,
+        tables = {
+            name: {"rows": self.tables[name], "totals": self.totals(name), "comm_frac": self.comm_frac(name)}
+            for name in TABLES
         }
-        memory["total"] = sum(memory.values())
-        peak = self.cluster.chip.matrix_peak("fp16") * step_s
-        return {
-            "model": {"name": self.model.name},
-            "cluster": {"name": self.cluster.name, "chip": self.cluster.chip.name},
-            "plan": {"tp": self.plan.tp, "sp": self.plan.sequence_parallel},
-            "workload": {"batch": self.workload.batch, "seq": self.workload.seq},
-            "convention": "nersc-2024-02",
-            "tables": {
-                name: {
-                    "rows": self.tables[name],
-                    "totals": self.totals(name),
-                    "comm_frac": self.comm_frac(name),
-                }
-                for name in TABLES
+        return document(
+            SCOPE.convention,
+            self.model,
+            self.cluster,
+            self.workload,
+            plan={"tp": self.plan.tp, "sp": self.plan.sequence_parallel},
+            ranks=self.plan.tp,
+            tables={"tables": tables},
+            step_s=self._sum("t_total_fwd", "t_total_bwd") * _MS,
+            flop=self._sum("flops_fwd", "flops_bwd") * _TFLOP,
+            memory_bytes={
+                "weights": self._sum("weights_mem") * _GB,
+                "gradients": self._sum("weights_grad_mem") * _GB,
+                "optimizer": 0.0,
+                "activations": self._sum("activation_buffer") * _GB,
             },
-            "step_s": step_s,
-            "tokens_per_s": self.workload.num_tokens / step_s,
-            "tokens_per_s_per_gpu": self.workload.num_tokens / step_s / self.plan.tp,
-            "flop_per_step": flop * self.plan.tp,
-            "mfu": flop / peak,
-            "hfu": flop / peak,
-            "memory_bytes": memory,
-            "fits": memory["total"] <= self.cluster.chip.memory_bytes,
-            "time_s": {"compute": step_s - comm_s, "comm_tp": comm_s},
-            "ledger": self.ledger.to_json(),
-            "notes": [
-                "the notebook's own counting and timing: blocks only, one flat bandwidth, no optimizer"
-            ],
-        }
+            comm_s={"comm_tp": self._sum("t_comm_fwd", "t_comm_bwd") * _MS},
+            ledger=self.ledger,
+            notes=["the notebook's own counting and timing: blocks only, one flat bandwidth, no optimizer"],
+        )
 
 
 def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> Notebook:
@@ -204,38 +170,25 @@ def _row(op: NotebookOp, cluster: Cluster) -> dict[str, Any]:
     return row
 
 
-def _ledger_rows(table: str, cells: dict[str, Any]) -> list[dict[str, Any]]:
-    names = {"allgather": "all_gather", "reducescatter": "reduce_scatter"}
-    rows = []
-    for way, phase in (("fwd", "forward"), ("bwd", "backward")):
-        common = {"origin": "estimate", "rank": 0.0, "module": table, "op": cells["layer"], "phase": phase}
-        moved = cells[f"total_mem_{way}"] * _GB
-        out = cells["activation_out_mem"] * _GB if way == "fwd" else math.nan
-        rows.append(
-            common
-            | {
-                "flop": cells[f"flops_{way}"] * _TFLOP,
-                "read_bytes": moved - (0.0 if math.isnan(out) else out),
-                "write_bytes": out,
-                "saved_bytes": cells["activation_buffer"] * _GB if way == "fwd" else 0.0,
-                "weight_bytes": cells["weights_mem"] * _GB if way == "fwd" else 0.0,
-                "compute_s": cells[f"t_comp_{way}"] * _MS,
-                "memory_s": cells[f"t_mem_{way}"] * _MS,
-                "time_s": cells[f"t_{way}"] * _MS,
-            }
-        )
-        if cells[f"comm_{way}"]:
-            comm_s = cells[f"t_comm_{way}"] * _MS
-            rows.append(
-                common
-                | {
-                    "collective": names[cells[f"comm_{way}_type"]],
-                    "axis": "tp",
-                    "group_size": cells["comm_size"],
-                    "payload_bytes": cells[f"comm_{way}"] * _GB,
-                    "comm_s": comm_s,
-                    "exposed_s": comm_s,
-                    "time_s": comm_s,
-                }
+def _ledger_rows(table: str, cells: dict[str, Any]) -> Iterator[LedgerRow]:
+    """One op in both directions, and its communications."""
+    kept = {
+        "saved_bytes": cells["activation_buffer"] * _GB,
+        "weight_bytes": cells["weights_mem"] * _GB,
+    }
+    for way, phase in WAYS:
+        rows = [
+            work_row(
+                flop=cells[f"flops_{way}"] * _TFLOP,
+                traffic_bytes=cells[f"total_mem_{way}"] * _GB,
+                compute_s=cells[f"t_comp_{way}"] * _MS,
+                memory_s=cells[f"t_mem_{way}"] * _MS,
+                time_s=cells[f"t_{way}"] * _MS,
+                write_bytes=cells["activation_out_mem"] * _GB if way == "fwd" else math.nan,
             )
-    return rows
+        ]
+        if payload_gb := cells[f"comm_{way}"]:
+            kind = _COLLECTIVES[cells[f"comm_{way}_type"]]
+            comm_s = cells[f"t_comm_{way}"] * _MS
+            rows.append(comm_row(kind, "tp", cells["comm_size"], payload_gb * _GB, comm_s, comm_s))
+        yield from op_rows(table, cells["layer"], phase, kept, rows)

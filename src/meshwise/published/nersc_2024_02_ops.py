@@ -56,8 +56,8 @@ class NotebookOp:
     @property
     def backward_bytes(self) -> Num:
         """Traffic of the backward."""
-        weights = self.weight_bytes if self.matmul else 0.0
-        return self.grad_bytes + self.weight_bytes + weights + self.saved_bytes
+        weights = 2.0 * self.weight_bytes if self.matmul else self.weight_bytes
+        return self.grad_bytes + weights + self.saved_bytes
 
 
 def product_flop(m: Num, n: Num, k: Num, *, batch: Num = 1.0) -> Num:
@@ -65,7 +65,7 @@ def product_flop(m: Num, n: Num, k: Num, *, batch: Num = 1.0) -> Num:
     return matmul_flop(m, n, k, batch=batch) - batch * m * n
 
 
-def _linear(layer: str, rows: Num, d_in: Num, d_out: Num, *, bias: bool, **comm: Any) -> NotebookOp:
+def _linear(layer: str, rows: Num, d_in: Num, d_out: Num, *, bias: bool = True, **comm: Any) -> NotebookOp:
     x, y = ELEM_BYTES * rows * d_in, ELEM_BYTES * rows * d_out
     bias_flop = rows * d_out if bias else 0.0
     return NotebookOp(
@@ -82,46 +82,29 @@ def _linear(layer: str, rows: Num, d_in: Num, d_out: Num, *, bias: bool, **comm:
     )
 
 
-def _pointwise(layer: str, size: Num, flop: Num, backward_flop: Num, grads: float, **comm: Any) -> NotebookOp:
-    tensor = ELEM_BYTES * size
+_KERNELS: dict[str, tuple[tuple[float, float], tuple[float, float], float, float]] = {
+    # FLOP forward and backward, each an element and a row; gradients moved, in tensors; rows of weights
+    "activation": ((1, 0), (1, 0), 1, 0),
+    "dropout": ((1, 0), (1, 0), 1, 0),
+    "softmax": ((3, -1), (4, -1), 2, 0),
+    "layer_norm": ((9, 0), (13, -4), 2, 2),
+}
+
+
+def _kernel(layer: str, kind: str, rows: Num, width: Num, **comm: Any) -> NotebookOp:
+    """An element-wise op; all keep their input, but dropout keeps the mask that it reads."""
+    flop, backward_flop, grads, weights = _KERNELS[kind]
+    size, mask = rows * width, kind == "dropout"
     return NotebookOp(
         layer=layer,
-        flop=flop,
-        backward_flop=backward_flop,
-        in_bytes=tensor,
-        out_bytes=tensor,
-        saved_bytes=tensor,
-        grad_bytes=grads * tensor,
-        **comm,
-    )
-
-
-def _dropout(layer: str, size: Num, **comm: Any) -> NotebookOp:
-    tensor, mask = ELEM_BYTES * size, MASK_BYTES * size
-    return NotebookOp(
-        layer=layer,
-        flop=size,
-        backward_flop=size,
-        in_bytes=tensor,
-        other_bytes=mask,
-        out_bytes=tensor,
-        saved_bytes=mask,
-        grad_bytes=tensor,
-        **comm,
-    )
-
-
-def _layer_norm(layer: str, rows: Num, width: Num, **comm: Any) -> NotebookOp:
-    tensor = ELEM_BYTES * rows * width
-    return NotebookOp(
-        layer=layer,
-        flop=9.0 * rows * width,
-        backward_flop=13.0 * rows * width - 4.0 * rows,
-        in_bytes=tensor,
-        out_bytes=tensor,
-        saved_bytes=tensor,
-        weight_bytes=2.0 * ELEM_BYTES * width,
-        grad_bytes=2.0 * tensor,
+        flop=flop[0] * size + flop[1] * rows,
+        backward_flop=backward_flop[0] * size + backward_flop[1] * rows,
+        in_bytes=ELEM_BYTES * size,
+        other_bytes=MASK_BYTES * size * mask,
+        out_bytes=ELEM_BYTES * size,
+        saved_bytes=(MASK_BYTES if mask else ELEM_BYTES) * size,
+        weight_bytes=weights * ELEM_BYTES * width,
+        grad_bytes=grads * ELEM_BYTES * size,
         **comm,
     )
 
@@ -129,15 +112,15 @@ def _layer_norm(layer: str, rows: Num, width: Num, **comm: Any) -> NotebookOp:
 def mlp(batch: Num, seq: Num, hidden: Num, ffn: Num, tp: Num, *, sequence_parallel: bool) -> list[NotebookOp]:
     """Table `mlp`: fc1, act, dpr1, fc2, dpr2 of one layer on one rank."""
     rows, width = batch * seq, ffn / tp
-    shard = tp if sequence_parallel else 1.0
-    on_tp: dict[str, Any] = {"comm_bytes": ELEM_BYTES * rows * hidden, "comm_size": tp}
-    gather = {"backward_comm": "allgather", **on_tp} if sequence_parallel else {}
+    shard_rows = rows / tp if sequence_parallel else rows
+    group: dict[str, Any] = {"comm_bytes": ELEM_BYTES * rows * hidden, "comm_size": tp}
+    gather = {"backward_comm": "allgather", **group} if sequence_parallel else {}
     return [
-        _linear("fc1", rows, hidden, width, bias=True, backward_comm="reducescatter", **on_tp),
-        _pointwise("act", rows * width, rows * width, rows * width, 1.0),
-        _dropout("dpr1", rows * width),
-        _linear("fc2", rows, width, hidden, bias=True, forward_comm="reducescatter", **on_tp),
-        _dropout("dpr2", rows / shard * hidden, **gather),
+        _linear("fc1", rows, hidden, width, backward_comm="reducescatter", **group),
+        _kernel("act", "activation", rows, width),
+        _kernel("dpr1", "dropout", rows, width),
+        _linear("fc2", rows, width, hidden, forward_comm="reducescatter", **group),
+        _kernel("dpr2", "dropout", shard_rows, hidden, **gather),
     ]
 
 
@@ -145,35 +128,30 @@ def self_attention(
     batch: Num, seq: Num, hidden: Num, heads: Num, tp: Num, *, sequence_parallel: bool
 ) -> list[NotebookOp]:
     """Table `sa`: both norms, qkv, the four ops of the scores, the output projection, its dropout."""
-    rows, dim = batch * seq, hidden / heads
-    shard = tp if sequence_parallel else 1.0
-    local_heads, scores = batch * heads / tp, batch * heads / tp * seq * seq
-    on_tp: dict[str, Any] = {"comm_bytes": ELEM_BYTES * rows * hidden, "comm_size": tp}
-    enter = {"forward_comm": "allgather", **on_tp} if sequence_parallel else {}
-    gather = {"backward_comm": "allgather", **on_tp} if sequence_parallel else {}
-    leave = {"backward_comm": "reducescatter", **on_tp}
-    head_bytes = ELEM_BYTES * local_heads * seq * dim
-    score_bytes = ELEM_BYTES * scores
+    rows, dim, local_heads = batch * seq, hidden / heads, batch * heads / tp
+    shard_rows = rows / tp if sequence_parallel else rows
+    group: dict[str, Any] = {"comm_bytes": ELEM_BYTES * rows * hidden, "comm_size": tp}
+    enter = {"forward_comm": "allgather", **group} if sequence_parallel else {}
+    gather = {"backward_comm": "allgather", **group} if sequence_parallel else {}
+    leave = {"backward_comm": "reducescatter", **group}
+    head = ELEM_BYTES * local_heads * seq * dim
+    score = ELEM_BYTES * local_heads * seq * seq
     qk = product_flop(seq, seq, dim, batch=local_heads)
     mix = product_flop(seq, dim, seq, batch=local_heads)
     return [
-        _layer_norm("layer_norm_1", rows / shard, hidden, **enter),
+        _kernel("layer_norm_1", "layer_norm", shard_rows, hidden, **enter),
         _linear("qkv_proj", rows, hidden, 3.0 * hidden / tp, bias=False, **leave),
         NotebookOp(
-            layer="logits", flop=qk, backward_flop=2.0 * mix, in_bytes=head_bytes, other_bytes=head_bytes,
-            out_bytes=score_bytes, saved_bytes=2.0 * head_bytes, grad_bytes=score_bytes + 2.0 * head_bytes,
-            matmul=True,
+            layer="logits", flop=qk, backward_flop=2.0 * mix, in_bytes=head, other_bytes=head,
+            out_bytes=score, saved_bytes=2.0 * head, grad_bytes=score + 2.0 * head, matmul=True,
         ),
-        _pointwise(
-            "softmax", scores, 3.0 * scores - local_heads * seq, 4.0 * scores - local_heads * seq, 2.0
-        ),
-        _dropout("dropout_softmax", scores),
+        _kernel("softmax", "softmax", local_heads * seq, seq),
+        _kernel("dropout_softmax", "dropout", local_heads * seq, seq),
         NotebookOp(
-            layer="attend", flop=mix, backward_flop=qk + mix, in_bytes=score_bytes, other_bytes=head_bytes,
-            out_bytes=head_bytes, saved_bytes=score_bytes + head_bytes, grad_bytes=score_bytes + head_bytes,
-            matmul=True,
+            layer="attend", flop=mix, backward_flop=qk + mix, in_bytes=score, other_bytes=head,
+            out_bytes=head, saved_bytes=score + head, grad_bytes=score + head, matmul=True,
         ),
-        _linear("v_proj", rows, hidden / tp, hidden, bias=True, forward_comm="reducescatter", **on_tp),
-        _dropout("dropout", rows / shard * hidden, **gather),
-        _layer_norm("layer_norm_2", rows / shard, hidden, **enter),
+        _linear("v_proj", rows, hidden / tp, hidden, forward_comm="reducescatter", **group),
+        _kernel("dropout", "dropout", shard_rows, hidden, **gather),
+        _kernel("layer_norm_2", "layer_norm", shard_rows, hidden, **enter),
     ]  # fmt: skip

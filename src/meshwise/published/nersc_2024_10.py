@@ -39,6 +39,7 @@ import numpy as np
 from meshwise.core.ledger import Collective
 from meshwise.core.units import Num
 from meshwise.machine.hardware import Cluster
+from meshwise.published.answer import TABLES, WAYS
 from meshwise.published.nersc_2024_10_ops import Comm, PaperCut, PaperOp, Work, layer
 
 LAUNCH_S = 20e-6
@@ -47,7 +48,6 @@ LINK_EFFICIENCY = 0.7
 LINK_EFFICIENCY_OF = {"nersc-b200-next": 0.8}
 OPTIMIZER_FACTOR = 6.0  # fp32 weights and two moments: 12 bytes for each 2 of a weight
 
-TABLES = ("mlp", "sa")
 COLUMNS = (
     *("name", "weights_mem", "weights_grad_mem", "flops_fwd", "activation_buffer", "comm_fwd"),
     *("comm_fwd_type", "flops_bwd", "comm_bwd", "comm_bwd_type", "mem_fwd", "mem_bwd", "comm_fwd_size"),
@@ -56,30 +56,26 @@ COLUMNS = (
     *("intensity_bwd", "t"),
 )
 TFLOP, GB = 1e12, 1e9
-WAYS = (("fwd", "forward"), ("bwd", "backward"))
 
 Row = dict[str, Any]
 _Placed = tuple[Collective, Num, Num, Num]  # kind, bytes, ranks, and ranks in one fast domain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PaperLink:
-    """A link as it is used: bandwidth after its efficiency, and the latency of a hop."""
-
-    bytes_per_s: Num
-    latency_s: Num
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PaperSystem:
-    """The paper's machine: two peaks, one memory, fast links inside a domain and slow ones between."""
+    """The paper's machine: two peaks, one memory, fast links inside a domain and slow ones between.
+
+    A bandwidth of links is what is left after their efficiency, a latency is that of a hop.
+    """
 
     matrix_flop_per_s: Num
     vector_flop_per_s: Num
     memory_bytes_per_s: Num
     memory_bytes: Num
-    fast: PaperLink
-    slow: PaperLink
+    fast_bytes_per_s: Num
+    fast_latency_s: Num
+    slow_bytes_per_s: Num
+    slow_latency_s: Num
     nics_per_rank: Num = 1.0
 
 
@@ -148,29 +144,28 @@ def price(run: PaperRun, system: PaperSystem) -> Iteration:
 
 def paper_system(cluster: Cluster) -> PaperSystem:
     """`cluster` as the paper sees it: fp16 peaks, its innermost links fast, its outermost ones slow."""
-    efficiency = LINK_EFFICIENCY_OF.get(cluster.chip.name, LINK_EFFICIENCY)
-    fast, slow = (
-        PaperLink(bytes_per_s=efficiency * level.bytes_per_s, latency_s=level.latency_s)
-        for level in (cluster.levels[0], cluster.levels[-1])
-    )
+    efficiency, chip = LINK_EFFICIENCY_OF.get(cluster.chip.name, LINK_EFFICIENCY), cluster.chip
     return PaperSystem(
-        matrix_flop_per_s=cluster.chip.matrix_peak("fp16"),
-        vector_flop_per_s=cluster.chip.vector_peak("fp16"),
-        memory_bytes_per_s=cluster.chip.memory_bytes_per_s,
-        memory_bytes=cluster.chip.memory_bytes,
-        fast=fast,
-        slow=slow,
+        matrix_flop_per_s=chip.matrix_peak("fp16"),
+        vector_flop_per_s=chip.vector_peak("fp16"),
+        memory_bytes_per_s=chip.memory_bytes_per_s,
+        memory_bytes=chip.memory_bytes,
+        fast_bytes_per_s=efficiency * cluster.levels[0].bytes_per_s,
+        fast_latency_s=cluster.levels[0].latency_s,
+        slow_bytes_per_s=efficiency * cluster.levels[-1].bytes_per_s,
+        slow_latency_s=cluster.levels[-1].latency_s,
     )
 
 
 def collective_s(kind: Collective, volume_bytes: Num, ranks: Num, inside: Num, system: PaperSystem) -> Num:
     """Time [s] of a collective over `ranks`, of which `inside` share each fast domain."""
-    fast, slow, domains = system.fast, system.slow, ranks // inside
     moved = volume_bytes * (1.0 if kind in ("broadcast", "reduce", "send") else (ranks - 1.0) / ranks)
-    on_slow = slow.latency_s * (ranks - 1.0) + moved / slow.bytes_per_s
-    on_fast = fast.latency_s * (ranks - 1.0) + moved / fast.bytes_per_s
-    rings_s = np.maximum(moved / (system.nics_per_rank * inside * slow.bytes_per_s), moved / fast.bytes_per_s)
-    hops_s = slow.latency_s * (domains - 1.0) + fast.latency_s * (ranks - domains)
+    fast_s, slow_s = moved / system.fast_bytes_per_s, moved / system.slow_bytes_per_s
+    on_fast = system.fast_latency_s * (ranks - 1.0) + fast_s
+    on_slow = system.slow_latency_s * (ranks - 1.0) + slow_s
+    domains = ranks // inside
+    hops_s = system.slow_latency_s * (domains - 1.0) + system.fast_latency_s * (ranks - domains)
+    rings_s = np.maximum(slow_s / (system.nics_per_rank * inside), fast_s)
     on_both = (2.0 if kind == "all_reduce" else 1.0) * rings_s + hops_s
     across = on_fast if kind == "send" else np.where(np.equal(domains, 1.0), on_fast, on_both)
     seconds = np.where(np.equal(inside, 1.0), on_slow, across)

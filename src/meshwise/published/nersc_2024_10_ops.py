@@ -20,15 +20,13 @@ Sources: S. Subramanian et al., arXiv 2410.00273; ShashankSubramanian/transforme
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from meshwise.core.ledger import Collective
 from meshwise.core.units import Num
 from meshwise.cost.op import matmul_flop
 from meshwise.published.nersc_2024_02_ops import ELEM_BYTES, MASK_BYTES, product_flop
-
-STRATEGIES = ("1d", "2d", "2d-seqp")
-ATTENTION = ("fused", "separate", "summa")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +41,17 @@ class Comm:
     volume_bytes: Num
 
 
-_NOTHING = Comm("reduce_scatter", "", 0.0)
+Comms = tuple[Comm, ...]
+_NOTHING: Comms = (Comm("reduce_scatter", "", 0.0),)
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What an op does in one direction.
-
-    `vector_flop` are FLOP that the vector units do inside a matmul op.
-    """
+    """What an op does in one direction; `vector_flop` are done by the vector units inside a matmul op."""
 
     flop: Num
     traffic_bytes: Num
-    comms: tuple[Comm, ...] = ()
+    comms: Comms = ()
     vector_flop: Num = 0.0
 
 
@@ -81,8 +77,8 @@ class PaperOp:
 class PaperCut:
     """Sizes of one layer and one microbatch, and the m1 x m2 grid that cuts them (1d: m2 = 1).
 
-    `attention`: one fused kernel, separate ops, or (2d only) separate ops by SUMMA. `recompute`: separate
-    ops keep no scores and redo them in the backward.
+    `strategy`: 1d, 2d or 2d-seqp. `attention`: one `fused` kernel, `separate` ops, or (2d only) separate ops
+    by `summa`. `recompute`: separate ops keep no scores and redo them in the backward.
     """
 
     strategy: str
@@ -111,304 +107,228 @@ class PaperCut:
 
     @property
     def shard_rows(self) -> Num:
-        """Tokens on one rank where m1 cuts the sequence too."""
-        return self.microbatch * (self.local_seq // self.m1)
+        """Tokens on one rank where m1 cuts the sequence too (not in 2d, where it cuts the width)."""
+        return self.rows if self.strategy == "2d" else self.microbatch * (self.local_seq // self.m1)
 
     @property
-    def head_dim(self) -> Num:
-        """Width of a head."""
-        return self.hidden // self.heads
-
-    @property
-    def local_heads(self) -> Num:
-        """Heads of the microbatch on one rank."""
-        return self.microbatch * (self.heads // self.m1)
+    def shard_width(self) -> Num:
+        """Width of an activation between two linear layers on one rank."""
+        return self.hidden // self.m1 if self.strategy == "2d" else self.hidden
 
 
 def layer(cut: PaperCut) -> dict[str, list[PaperOp]]:
     """The tables `mlp` and `sa` of one layer."""
+    rows, width = cut.rows, cut.ffn // cut.m1
+    fc2_bias_rows = cut.shard_rows if cut.strategy == "2d-seqp" else rows
+    vproj_bias_width = cut.hidden if cut.strategy == "1d" else cut.hidden // cut.m1
+    return {
+        "mlp": [
+            _linear("fc1", cut, cut.hidden, cut.ffn),
+            _kernel("fc1-bias", "bias", cut, rows, width),
+            _kernel("act1", "gelu", cut, rows, width),
+            _kernel("dpr1", "dropout", cut, rows, width),
+            _linear("fc2", cut, cut.ffn, cut.hidden, by_rows=True),
+            _kernel("fc2-bias", "bias", cut, fc2_bias_rows, cut.shard_width),
+            _kernel("dpr2", "dropout", cut, cut.shard_rows, cut.shard_width),
+            _norm("ln1", cut),
+        ],
+        "sa": [
+            _linear("qkv", cut, cut.hidden, 3.0 * cut.hidden),
+            *_attention(cut),
+            _linear("vproj", cut, cut.hidden, cut.hidden, by_rows=True),
+            _kernel("vproj-bias", "bias", cut, rows, vproj_bias_width),
+            _kernel("dpr_v", "dropout", cut, cut.shard_rows, cut.shard_width),
+            _norm("ln2", cut),
+        ],
+    }
+
+
+# --- Products: C[m,n] = A[m,k] B[k,n] -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """`batch` products on one rank."""
+
+    m: Num
+    n: Num
+    k: Num
+    batch: Num = 1.0
+
+    @property
+    def sizes(self) -> tuple[Num, Num, Num]:
+        """Elements of A, B and C."""
+        m, n, k = self.batch * self.m, self.n, self.k
+        return m * k, self.batch * k * n, m * n
+
+    @property
+    def flop(self) -> Num:
+        return product_flop(self.m, self.n, self.k, batch=self.batch)
+
+    @property
+    def backward_flop(self) -> Num:
+        """Of dA = dC B' and dB = A' dC."""
+        to_a = product_flop(self.m, self.k, self.n, batch=self.batch)
+        return to_a + product_flop(self.k, self.n, self.m, batch=self.batch)
+
+
+def _linear(name: str, cut: PaperCut, d_in: Num, d_out: Num, *, by_rows: bool = False) -> PaperOp:
+    """A weight cut in columns (the gradient of the input is summed over m1), or `by_rows` (the output is)."""
+    s, m1 = cut.elem_bytes, cut.m1
     if cut.strategy == "2d":
-        return {"mlp": _mlp_summa(cut), "sa": _attention_summa(cut)}
-    return {"mlp": _mlp_columns(cut), "sa": _attention_columns(cut)}
-
-
-def _mlp_columns(cut: PaperCut) -> list[PaperOp]:
-    width = cut.ffn // cut.m1
-    fc2_rows = cut.rows if cut.strategy == "1d" else cut.shard_rows
-    return [
-        _linear_in("fc1", cut, cut.ffn),
-        _bias("fc1-bias", cut, cut.rows, width),
-        _gelu("act1", cut, cut.rows * width),
-        _dropout("dpr1", cut, cut.rows * width),
-        _linear_out("fc2", cut, cut.ffn),
-        _bias("fc2-bias", cut, fc2_rows, cut.hidden),
-        _dropout("dpr2", cut, cut.shard_rows * cut.hidden),
-        _norm_columns("ln1", cut),
-    ]
-
-
-def _attention_columns(cut: PaperCut) -> list[PaperOp]:
-    bias_width = cut.hidden if cut.strategy == "1d" else cut.hidden // cut.m1
-    return [
-        _linear_in("qkv", cut, 3.0 * cut.hidden),
-        *_scores(cut),
-        _linear_out("vproj", cut, cut.hidden),
-        _bias("vproj-bias", cut, cut.rows, bias_width),
-        _dropout("dpr_v", cut, cut.shard_rows * cut.hidden),
-        _norm_columns("ln2", cut),
-    ]
-
-
-def _mlp_summa(cut: PaperCut) -> list[PaperOp]:
-    ffn_width, width = cut.ffn // cut.m1, cut.hidden // cut.m1
-    return [
-        _summa("fc1", cut, cut.hidden, cut.ffn),
-        _bias("fc1-bias", cut, cut.rows, ffn_width),
-        _gelu("act1", cut, cut.rows * ffn_width),
-        _dropout("dpr1", cut, cut.rows * ffn_width),
-        _summa("fc2", cut, cut.ffn, cut.hidden),
-        _bias("fc2-bias", cut, cut.rows, width),
-        _dropout("dpr2", cut, cut.rows * width),
-        _norm_summa("ln1", cut),
-    ]
-
-
-def _attention_summa(cut: PaperCut) -> list[PaperOp]:
-    width = cut.hidden // cut.m1
-    return [
-        _summa("qkv", cut, cut.hidden, 3.0 * cut.hidden),
-        *(_scores_summa(cut) if cut.attention == "summa" else _scores(cut)),
-        _summa("vproj", cut, cut.hidden, cut.hidden),
-        _bias("vproj-bias", cut, cut.rows, width),
-        _dropout("dpr_v", cut, cut.rows * width),
-        _norm_summa("ln2", cut),
-    ]
-
-
-# --- Linear layers ----------------------------------------------------------------------------------
-
-
-def _linear_in(name: str, cut: PaperCut, d_out: Num) -> PaperOp:
-    """From the hidden width to columns: the gradient of the input is summed over m1."""
-    enter = Comm("reduce_scatter", "tp1", cut.elem_bytes * cut.rows * cut.hidden)
-    return _linear(name, cut, cut.hidden, d_out // cut.m1, leave=_NOTHING, enter=enter)
-
-
-def _linear_out(name: str, cut: PaperCut, d_in: Num) -> PaperOp:
-    """From rows back to the hidden width: the output is summed over m1."""
-    leave = Comm("reduce_scatter", "tp1", cut.elem_bytes * cut.rows * cut.hidden)
-    return _linear(name, cut, d_in // cut.m1, cut.hidden, leave=leave, enter=_NOTHING)
-
-
-def _linear(name: str, cut: PaperCut, d_in: Num, d_out: Num, *, leave: Comm, enter: Comm) -> PaperOp:
-    rows = cut.rows
-    x, y, w = (cut.elem_bytes * size for size in (rows * d_in, rows * d_out, d_in * d_out))
-    grad_flop = product_flop(rows, d_in, d_out) + product_flop(d_in, d_out, rows)
+        product = _Product(cut.rows, d_out // m1, d_in)
+        x, w, y = (s * size for size in product.sizes)
+        op = _summa_op(
+            name, cut, product, matmul_flop(cut.rows, product.n, d_in), (x, w, y), _summa_comms(x, w)
+        )
+        return replace(
+            op, saved_bytes=s * cut.rows * (d_in // m1), weight_bytes=s * (d_in // cut.m2) * product.n
+        )
+    product = _Product(cut.rows, d_out, d_in // m1) if by_rows else _Product(cut.rows, d_out // m1, d_in)
+    x, w, y = (s * size for size in product.sizes)
+    summed: Comms = (Comm("reduce_scatter", "tp1", s * cut.rows * cut.hidden),)
     return PaperOp(
         name=name,
-        forward=Work(product_flop(rows, d_out, d_in), x + y + w, (leave,)),
-        backward=Work(grad_flop, 2.0 * (x + y + w), (enter,)),
+        forward=Work(product.flop, x + w + y, summed if by_rows else _NOTHING),
+        backward=Work(product.backward_flop, 2.0 * (x + w + y), _NOTHING if by_rows else summed),
         saved_bytes=x,
         weight_bytes=w,
         matmul=True,
     )
 
 
-def _summa(name: str, cut: PaperCut, d_in: Num, d_out: Num) -> PaperOp:
-    """SUMMA: panels of the input travel along rows (m1 ranks), panels of the weights along columns (m2)."""
-    rows, width = cut.rows, d_out // cut.m1
-    x, w, y = (cut.elem_bytes * size for size in (rows * d_in, d_in * width, rows * width))
-    traffic = x + w + y * cut.panels
-    along_rows, along_columns = ("tp1", x), ("tp2", w)
+def _summa_op(
+    name: str, cut: PaperCut, product: _Product, flop: Num, moved: Sequence[Num], comms: tuple[Comms, Comms]
+) -> PaperOp:
+    """A product in panels: bytes of its blocks A, B, C are `moved`, the last once a panel."""
+    traffic = moved[0] + moved[1] + moved[2] * cut.panels
     return PaperOp(
         name=name,
-        forward=Work(
-            matmul_flop(rows, width, d_in),
-            traffic,
-            (Comm("broadcast", *along_rows), Comm("broadcast", *along_columns)),
-        ),
-        backward=Work(
-            product_flop(rows, d_in, width) + product_flop(d_in, width, rows),
-            2.0 * traffic,
-            (
-                *(Comm("broadcast", *along_columns), Comm("reduce", *along_rows)),
-                *(Comm("broadcast", *along_rows), Comm("reduce", *along_columns)),
-            ),
-        ),
-        saved_bytes=cut.elem_bytes * rows * (d_in // cut.m1),
-        weight_bytes=cut.elem_bytes * (d_in // cut.m2) * width,
+        forward=Work(flop, traffic, comms[0]),
+        backward=Work(product.backward_flop, 2.0 * traffic, comms[1]),
         matmul=True,
         panels=cut.panels,
     )
 
 
-# --- Attention --------------------------------------------------------------------------------------
+def _summa_comms(along_rows: Num, along_columns: Num, *, transposed: bool = False) -> tuple[Comms, Comms]:
+    """Of C = A B forward and backward: A travels in rows of the grid (m1 ranks), B in columns (m2).
+
+    `transposed`: of C = A B', where C is summed in rows.
+    """
+    send_row, sum_row = Comm("broadcast", "tp1", along_rows), Comm("reduce", "tp1", along_rows)
+    send_column, sum_column = Comm("broadcast", "tp2", along_columns), Comm("reduce", "tp2", along_columns)
+    if transposed:
+        return (send_column, sum_row), (send_row, send_column, send_row, sum_column)
+    return (send_row, send_column), (send_column, sum_row, send_row, sum_column)
 
 
-def _scores(cut: PaperCut) -> list[PaperOp]:
-    """From queries, keys and values to their mixture, heads over m1; keys and values gathered over m2."""
-    heads, seq_q, seq_k, dim = cut.local_heads, cut.local_seq, cut.seq, cut.head_dim
-    s, num_scores, rows = cut.elem_bytes, heads * seq_q * seq_k, heads * seq_q
-    score, query, key = s * num_scores, s * rows * dim, s * heads * seq_k * dim
-    qk = product_flop(seq_q, seq_k, dim, batch=heads)  # also the gradient of the scores
-    mix = product_flop(seq_q, dim, seq_k, batch=heads)  # also the gradient of the queries
-    to_keys = product_flop(seq_k, dim, seq_q, batch=heads)  # gradient of the keys or of the values
+def _attention(cut: PaperCut) -> list[PaperOp]:
+    """From queries, keys and values to their mixture; SUMMA cuts the width of heads by m1, else heads are."""
+    summa, head_dim = cut.attention == "summa", cut.hidden // cut.heads
+    dim = head_dim // cut.m1 if summa else head_dim
+    heads = cut.microbatch * (cut.heads if summa else cut.heads // cut.m1)
+    rows = heads * cut.local_seq
+    logits = _Product(cut.local_seq, cut.seq, dim, heads)
+    attend = _Product(cut.local_seq, dim, cut.seq, heads)
+    query, key, score = (cut.elem_bytes * size for size in logits.sizes)
     if cut.attention == "fused":
-        return [
+        return [_fused(cut, logits, attend)]
+    if summa:
+        attend_flop, moved = matmul_flop(attend.m, attend.n, attend.k, batch=heads), (score, key, query)
+        first = _summa_op(
+            "logits", cut, logits, logits.flop, moved, _summa_comms(score, key, transposed=True)
+        )
+        last = _summa_op("attend", cut, attend, attend_flop, moved, _summa_comms(score, key))
+        softmax_comm: Comms = (Comm("all_reduce", "tp1", cut.elem_bytes * rows),) * 2
+        width, redone = cut.seq // cut.m1, False
+    else:
+        traffic, backward_traffic = query + key + score, 3.0 * query + key + 2.0 * score
+        gather, backward_gather = _gather(cut, key)
+        first, last = (
             PaperOp(
-                name="fusedla",
-                forward=Work(
-                    qk + mix,
-                    2.0 * query + 2.0 * key + s * rows,
-                    _gather(cut, 2.0 * key),
-                    vector_flop=4.0 * num_scores - rows,
-                ),
-                backward=Work(
-                    mix + 2.0 * to_keys + 2.0 * qk,
-                    6.0 * query + 2.0 * key + 2.0 * s * rows,
-                    _gather_and_scatter(cut, 2.0 * key),
-                    vector_flop=9.0 * num_scores - 2.0 * rows,
-                ),
-                saved_bytes=4.0 * query + 2.0 * s * rows,
+                name=name,
+                forward=Work(product.flop, traffic, gather),
+                backward=Work(product.backward_flop, backward_traffic, backward_gather),
                 matmul=True,
             )
-        ]
-    kept = 0.0 if cut.recompute else 1.0
+            for name, product in (("logits", logits), ("attend", attend))
+        )
+        softmax_comm, width, redone = (), cut.seq, cut.recompute
+    kept_scores = 0.0 if redone else cut.elem_bytes * rows * width
     return [
-        PaperOp(
-            name="logits",
-            forward=Work(qk, query + key + score, _gather(cut, key)),
-            backward=Work(mix + to_keys, 3.0 * query + key + 2.0 * score, _gather_and_scatter(cut, key)),
-            saved_bytes=2.0 * query,
-            matmul=True,
-            recompute=cut.recompute,
-        ),
-        _softmax(cut, rows, seq_k),
-        _dropout("dpr_at", cut, num_scores, recompute=cut.recompute),
-        PaperOp(
-            name="attend",
-            forward=Work(mix, score + key + query, _gather(cut, key)),
-            backward=Work(qk + to_keys, 3.0 * query + 2.0 * score + key, _gather_and_scatter(cut, key)),
-            saved_bytes=kept * score + query,
-            matmul=True,
-        ),
+        replace(first, saved_bytes=2.0 * query, recompute=redone),
+        _kernel("softmax", "softmax", cut, rows, width, comms=softmax_comm, recompute=cut.recompute),
+        _kernel("dpr_at", "dropout", cut, rows, width, recompute=redone),
+        replace(last, saved_bytes=kept_scores + query),
     ]
 
 
-def _gather(cut: PaperCut, volume_bytes: Num) -> tuple[Comm, ...]:
-    return () if cut.strategy == "1d" else (Comm("all_gather", "tp2", volume_bytes),)
-
-
-def _gather_and_scatter(cut: PaperCut, volume_bytes: Num) -> tuple[Comm, ...]:
-    scatter = Comm("reduce_scatter", "tp2", volume_bytes)
-    return () if cut.strategy == "1d" else (*_gather(cut, volume_bytes), scatter)
-
-
-def _scores_summa(cut: PaperCut) -> list[PaperOp]:
-    """The same with blocks of scores seq/m2 x seq/m1 of every head, multiplied by SUMMA."""
-    heads, seq_q, seq_k, dim = cut.microbatch * cut.heads, cut.local_seq, cut.seq, cut.head_dim // cut.m1
-    s, rows, local_k = cut.elem_bytes, heads * seq_q, cut.seq // cut.m1
-    score, query, key = s * rows * seq_k, s * rows * dim, s * heads * seq_k * dim
-    traffic = score + key + query * cut.panels
-    to_keys = product_flop(seq_k, dim, seq_q, batch=heads)
-    along_rows, along_columns = ("tp1", score), ("tp2", key)
-    return [
-        PaperOp(
-            name="logits",
-            forward=Work(
-                product_flop(seq_q, seq_k, dim, batch=heads),
-                traffic,
-                (Comm("broadcast", *along_columns), Comm("reduce", *along_rows)),
-            ),
-            backward=Work(
-                product_flop(seq_q, dim, seq_k, batch=heads) + to_keys,
-                2.0 * traffic,
-                (
-                    *(Comm("broadcast", *along_rows), Comm("broadcast", *along_columns)),
-                    *(Comm("broadcast", *along_rows), Comm("reduce", *along_columns)),
-                ),
-            ),
-            saved_bytes=2.0 * query,
-            matmul=True,
-            panels=cut.panels,
-        ),
-        _softmax(cut, rows, local_k, comms=(Comm("all_reduce", "tp1", s * rows),)),
-        _dropout("dpr_at", cut, rows * local_k),
-        PaperOp(
-            name="attend",
-            forward=Work(
-                matmul_flop(seq_q, dim, seq_k, batch=heads),
-                traffic,
-                (Comm("broadcast", *along_rows), Comm("broadcast", *along_columns)),
-            ),
-            backward=Work(
-                product_flop(seq_q, seq_k, dim, batch=heads) + to_keys,
-                2.0 * traffic,
-                (
-                    *(Comm("broadcast", *along_columns), Comm("reduce", *along_rows)),
-                    *(Comm("broadcast", *along_rows), Comm("reduce", *along_columns)),
-                ),
-            ),
-            saved_bytes=s * rows * local_k + query,
-            matmul=True,
-            panels=cut.panels,
-        ),
-    ]
-
-
-# --- Element-wise kernels ---------------------------------------------------------------------------
-
-
-def _softmax(cut: PaperCut, rows: Num, width: Num, comms: tuple[Comm, ...] = ()) -> PaperOp:
-    size = rows * width
-    tensor = cut.elem_bytes * size
+def _fused(cut: PaperCut, logits: _Product, attend: _Product) -> PaperOp:
+    """One kernel, whose backward computes the scores again; softmax and dropout run on the vector units."""
+    query, key, score = (cut.elem_bytes * size for size in logits.sizes)
+    rows, num_scores = logits.batch * logits.m, score / cut.elem_bytes
+    gather, backward_gather = _gather(cut, 2.0 * key)
+    moved, backward_moved = 2.0 * (query + key), 6.0 * query + 2.0 * key
+    row_bytes, flop = cut.elem_bytes * rows, logits.backward_flop + attend.backward_flop + logits.flop
     return PaperOp(
-        name="softmax",
-        forward=Work(3.0 * size - rows, 2.0 * tensor, comms),
-        backward=Work(4.0 * size - rows, 3.0 * tensor, comms),
-        saved_bytes=0.0 if cut.recompute else tensor,
-        recompute=cut.recompute,
+        name="fusedla",
+        forward=Work(logits.flop + attend.flop, moved + row_bytes, gather, 4.0 * num_scores - rows),
+        backward=Work(flop, backward_moved + 2.0 * row_bytes, backward_gather, 9.0 * num_scores - 2.0 * rows),
+        saved_bytes=4.0 * query + 2.0 * row_bytes,
+        matmul=True,
     )
 
 
-def _bias(name: str, cut: PaperCut, rows: Num, width: Num) -> PaperOp:
-    work = Work(rows * width, cut.elem_bytes * (rows * width + width))
-    return PaperOp(name=name, forward=work, backward=work, weight_bytes=cut.elem_bytes * width)
+def _gather(cut: PaperCut, volume_bytes: Num) -> tuple[Comms, Comms]:
+    """Keys and values are gathered over m2; backward again, and their gradients are scattered."""
+    if cut.strategy == "1d":
+        return (), ()
+    gather = Comm("all_gather", "tp2", volume_bytes)
+    return (gather,), (gather, Comm("reduce_scatter", "tp2", volume_bytes))
 
 
-def _gelu(name: str, cut: PaperCut, size: Num) -> PaperOp:
-    tensor = cut.elem_bytes * size
-    forward, backward = Work(8.0 * size, 2.0 * tensor), Work(13.0 * size, 3.0 * tensor)
-    return PaperOp(name=name, forward=forward, backward=backward, saved_bytes=tensor)
+# --- Element-wise kernels on rows x width elements ----------------------------------------------------
+
+_Size = tuple[float, float, float]  # so many times the elements, the rows, the width
+_KERNELS: dict[str, tuple[_Size, _Size, _Size, _Size, float, float]] = {
+    # FLOP forward and backward, traffic forward and backward in tensors, tensors kept, rows of weights
+    "bias": ((1, 0, 0), (1, 0, 0), (1, 0, 1), (1, 0, 1), 0, 1),
+    "gelu": ((8, 0, 0), (13, 0, 0), (2, 0, 0), (3, 0, 0), 1, 0),
+    "dropout": ((1, 0, 0), (1, 0, 0), (2, 0, 0), (2, 0, 0), 0, 0),
+    "softmax": ((3, -1, 0), (4, -1, 0), (2, 0, 0), (3, 0, 0), 1, 0),
+    "layernorm": ((9, 0, 0), (12, -4, 0), (2, 2, 2), (5, 0, 2), 1, 2),
+}
 
 
-def _dropout(name: str, cut: PaperCut, size: Num, *, recompute: bool = False) -> PaperOp:
-    mask = cut.mask_bytes * size
-    work = Work(size, 2.0 * cut.elem_bytes * size + mask)
-    saved = 0.0 if recompute else mask
-    return PaperOp(name=name, forward=work, backward=work, saved_bytes=saved, recompute=recompute)
+def _kernel(
+    name: str, kind: str, cut: PaperCut, rows: Num, width: Num, *, comms: Comms = (), recompute: bool = False
+) -> PaperOp:
+    """One kernel; `comms`: one forward and one backward. Dropout reads, writes and keeps a mask too."""
+    flop, grad_flop, moved, grad_moved, kept, weights = _KERNELS[kind]
+    mask_bytes = cut.mask_bytes * rows * width if kind == "dropout" else 0.0
 
+    def total(size: _Size) -> Num:
+        return size[0] * rows * width + size[1] * rows + size[2] * width
 
-def _norm_columns(name: str, cut: PaperCut) -> PaperOp:
-    volume = cut.elem_bytes * cut.rows * cut.hidden
-    gather, scatter = Comm("all_gather", "tp1", volume), Comm("reduce_scatter", "tp1", volume)
-    return _norm(name, cut, cut.shard_rows, cut.hidden, gather, scatter)
-
-
-def _norm_summa(name: str, cut: PaperCut) -> PaperOp:
-    """Mean and deviation are summed over m1; `seq // m1` is the paper's slip for `hidden // m1`."""
-    sums = 2.0 * cut.hidden // cut.m1 + 2.0 * cut.microbatch * cut.seq // cut.m2
-    forward = Comm("all_reduce", "tp1", cut.elem_bytes * 2.0 * cut.rows)
-    backward = Comm("all_reduce", "tp1", cut.elem_bytes * sums)
-    return _norm(name, cut, cut.rows, cut.seq // cut.m1, forward, backward)
-
-
-def _norm(name: str, cut: PaperCut, rows: Num, width: Num, forward: Comm, backward: Comm) -> PaperOp:
-    s, size = cut.elem_bytes, rows * width
     return PaperOp(
         name=name,
-        forward=Work(9.0 * size, s * (2.0 * size + 2.0 * rows + 2.0 * width), (forward,)),
-        backward=Work(12.0 * size - 4.0 * rows, s * (5.0 * size + 2.0 * width), (backward,)),
-        saved_bytes=s * size,
-        weight_bytes=2.0 * s * width,
+        forward=Work(total(flop), cut.elem_bytes * total(moved) + mask_bytes, comms[:1]),
+        backward=Work(total(grad_flop), cut.elem_bytes * total(grad_moved) + mask_bytes, comms[1:]),
+        saved_bytes=0.0 if recompute else kept * cut.elem_bytes * rows * width + mask_bytes,
+        weight_bytes=weights * cut.elem_bytes * width,
+        recompute=recompute,
     )
+
+
+def _norm(name: str, cut: PaperCut) -> PaperOp:
+    """Gathers over m1; in 2d it sums means and deviations there, `seq // m1` wide by the paper's slip."""
+    if cut.strategy == "2d":
+        sums = 2.0 * cut.hidden // cut.m1 + 2.0 * cut.microbatch * cut.seq // cut.m2
+        both: list[tuple[Collective, Num]] = [("all_reduce", 2.0 * cut.rows), ("all_reduce", sums)]
+    else:
+        size = cut.rows * cut.hidden
+        both = [("all_gather", size), ("reduce_scatter", size)]
+    comms = tuple(Comm(kind, "tp1", cut.elem_bytes * size) for kind, size in both)
+    width = cut.seq // cut.m1 if cut.strategy == "2d" else cut.hidden
+    return _kernel(name, "layernorm", cut, cut.shard_rows, width, comms=comms)

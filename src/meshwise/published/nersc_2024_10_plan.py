@@ -7,9 +7,8 @@ here the fewest, max(m1, m2). `layout=2d-cp` is the paper's `2d-seqp`.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +18,12 @@ from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
+from meshwise.published.answer import TABLES, WAYS, LedgerRow, comm_row, csv_text, document, op_rows, work_row
 from meshwise.published.convention import ANY, Scope
 from meshwise.published.nersc_2024_10 import (
     COLUMNS,
     GB,
-    TABLES,
     TFLOP,
-    WAYS,
     Iteration,
     PaperRun,
     Row,
@@ -68,104 +66,78 @@ class Paper:
 
     def to_csv(self) -> str:
         """All rows in the units of the paper; several communications in one cell are joined by `+`."""
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(("table", *COLUMNS))
-        for row in self.rows():
-            writer.writerow("+".join(map(str, x)) if isinstance(x, list) else x for x in row.values())
-        return out.getvalue()
+        return csv_text(("table", *COLUMNS), self.rows())
 
     def to_json(self) -> dict[str, Any]:
         """The document that `meshwise estimate --json` prints under this convention."""
         totals = {name: float(value) for name, value in self.iteration.totals.items()}
-        step_s, ranks = totals["t"], self.plan.model_ranks * self.run.dp
-        flop = totals["flops_per_gpu"] * TFLOP
-        peak = self.cluster.chip.matrix_peak("fp16") * step_s
+        cut, priced = self.run.cut, self.iteration
         shown = {"memory": "mem", "comm_tp": "tp_comm", "comm_dp": "dp_comm", "comm_pp": "pp_comm"}
-        time_s = {name: totals[f"t_{part}"] for name, part in (shown | {"bubble": "bubble"}).items()}
-        memory = {
-            "weights": totals["wts_mem"] * GB,
-            "gradients": totals["wts_grad_mem"] * GB,
-            "optimizer": totals["wts_optimizer_states_mem"] * GB,
-            "activations": totals["acts_mem"] * GB,
-            "buffers": 0.0,
-            "total": totals["mem"] * GB,
-        }
-        cut = self.run.cut
-        return {
-            "model": {"name": self.model.name},
-            "cluster": {"name": self.cluster.name, "chip": self.cluster.chip.name},
-            "plan": {
+        return document(
+            SCOPE.convention,
+            self.model,
+            self.cluster,
+            self.workload,
+            plan={
                 **{"strategy": cut.strategy, "attention": cut.attention, "inside": self.run.inside},
                 **{"m1": int(cut.m1), "m2": int(cut.m2), "pp": self.plan.pp, "dp": int(self.run.dp)},
             },
-            "workload": {"batch": self.workload.batch, "seq": self.workload.seq},
-            "convention": "nersc-2024-10",
-            "tables": self.iteration.tables,
-            "dp_comm": self.iteration.dp_comm,
-            "pp_comm": self.iteration.pp_comm,
-            "totals": totals,
-            "step_s": step_s,
-            "tokens_per_s": self.workload.num_tokens / step_s,
-            "tokens_per_s_per_gpu": self.workload.num_tokens / step_s / ranks,
-            "flop_per_step": flop * ranks,
-            "mfu": flop / peak,
-            "hfu": flop / peak,
-            "memory_bytes": memory,
-            "fits": bool(self.iteration.fits),
-            "time_s": {"compute": step_s - sum(time_s.values()), **time_s},
-            "ledger": self.ledger().to_json(),
-            "notes": self.notes(),
-        }
+            ranks=self.plan.model_ranks * self.run.dp,
+            tables={
+                **{"tables": priced.tables, "dp_comm": priced.dp_comm, "pp_comm": priced.pp_comm},
+                "totals": totals,
+            },
+            step_s=totals["t"],
+            flop=totals["flops_per_gpu"] * TFLOP,
+            memory_bytes={
+                "weights": totals["wts_mem"] * GB,
+                "gradients": totals["wts_grad_mem"] * GB,
+                "optimizer": totals["wts_optimizer_states_mem"] * GB,
+                "activations": totals["acts_mem"] * GB,
+            },
+            comm_s={name: totals[f"t_{part}"] for name, part in (shown | {"bubble": "bubble"}).items()},
+            ledger=self.ledger,
+            notes=self.notes(),
+        )
 
+    @property
     def ledger(self) -> Ledger:
-        """The ops of one layer, one microbatch, on one rank; all traffic stands under `read_bytes`."""
-        rows = []
-        for table, ops in layer(self.run.cut).items():
-            for op, cells in zip(ops, self.iteration.tables[table], strict=True):
-                common = {"origin": "estimate", "rank": 0.0, "module": table, "op": op.name}
-                for way, phase in WAYS:
-                    rows += [common | {"phase": phase} | row for row in self._ledger_rows(op, cells, way)]
-        return Ledger.from_rows(rows)
+        """The ops of one layer, one microbatch, on one rank."""
+        tables = layer(self.run.cut)
+        return Ledger.from_rows(
+            row
+            for table in TABLES
+            for op, cells in zip(tables[table], self.iteration.tables[table], strict=True)
+            for way, phase in WAYS
+            for row in op_rows(
+                table,
+                op.name,
+                phase,
+                {"saved_bytes": op.saved_bytes, "weight_bytes": op.weight_bytes},
+                self._ledger_rows(op, cells, way),
+            )
+        )
 
-    def _ledger_rows(self, op: PaperOp, cells: Row, way: str) -> list[dict[str, Any]]:
+    def _ledger_rows(self, op: PaperOp, cells: Row, way: str) -> Iterator[LedgerRow]:
         """One direction of an op, and its communications, which share what the op waits for them."""
         work = op.forward if way == "fwd" else op.backward
         compute_s, wait_s = cells[f"t_{way}_comp"], cells[f"t_{way}_comm"]
-        kept = {"saved_bytes": op.saved_bytes, "weight_bytes": op.weight_bytes} if way == "fwd" else {}
-        rows = [
-            {
-                "flop": cells[f"flops_{way}"] * TFLOP,
-                "read_bytes": work.traffic_bytes,
-                "compute_s": compute_s,
-                "memory_s": compute_s / cells[f"intensity_{way}"],
-                "time_s": cells[f"t_{way}"] - wait_s,
-                **kept,
-            }
-        ]
+        memory_s = compute_s / cells[f"intensity_{way}"]
+        yield work_row(
+            cells[f"flops_{way}"] * TFLOP, work.traffic_bytes, compute_s, memory_s, cells[f"t_{way}"] - wait_s
+        )
         seconds = comm_seconds(work, op.panels, self.run, paper_system(self.cluster))
         for comm, comm_s in zip(work.comms, seconds, strict=True):
             if comm_s > 0:
-                exposed_s = wait_s * comm_s / sum(seconds)
-                rows.append(
-                    {
-                        "collective": comm.kind,
-                        "axis": comm.axis,
-                        "group_size": self.run.groups[comm.axis][0],
-                        "payload_bytes": comm.volume_bytes,
-                        "comm_s": comm_s,
-                        "exposed_s": exposed_s,
-                        "time_s": exposed_s,
-                    }
-                )
-        return rows
+                ranks, exposed_s = self.run.groups[comm.axis][0], wait_s * comm_s / sum(seconds)
+                yield comm_row(comm.kind, comm.axis, ranks, comm.volume_bytes, comm_s, exposed_s)
 
     def notes(self) -> list[str]:
         """What a reader should know about these numbers."""
         notes = ["the paper's own counting and timing, its known slips included: blocks only, no embeddings"]
         if self.run.cut.strategy == "2d":
             notes.append(
-                f"SUMMA in {self.run.cut.panels:g} panels: plan.panels times the longer side of the grid"
+                f"SUMMA in {self.run.cut.panels:g} steps: `panels` times the longer side of the grid"
             )
         return notes
 
