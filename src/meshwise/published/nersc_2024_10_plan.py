@@ -82,7 +82,7 @@ class Paper:
                 **{"strategy": cut.strategy, "attention": cut.attention, "inside": self.run.inside},
                 **{"m1": int(cut.m1), "m2": int(cut.m2), "pp": self.plan.pp, "dp": int(self.run.dp)},
             },
-            ranks=self.plan.model_ranks * self.run.dp,
+            ranks=self.plan.model_ranks * float(self.run.dp),
             tables={
                 **{"tables": priced.tables, "dp_comm": priced.dp_comm, "pp_comm": priced.pp_comm},
                 "totals": totals,
