@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.calibrate import fit
+from meshwise.calibrate import fit, ops
 from meshwise.calibrate.microdata import OPS_COLUMNS, Measurement, read
 from meshwise.core.errors import ClusterError, DataError
 from meshwise.cost import dispatch
@@ -437,8 +437,8 @@ def synthetic_rows(truth: eff.GemmEfficiency) -> list[Measurement]:
         for n in sides
         for k in sides
     ]
-    (batch,) = fit.batches(rows)
-    seconds = fit.predict_s(batch, H100, eff.Efficiency(gemms={"bf16": truth}))
+    (batch,) = ops.batches(rows)
+    seconds = ops.predict_s(batch, H100, eff.Efficiency(gemms={"bf16": truth}))
     return [replace(row, seconds=float(time)) for row, time in zip(rows, seconds, strict=True)]
 
 
@@ -501,9 +501,9 @@ def test_measured_ops_are_met_as_promised():
         if fit.held_out(row) and fit.counts_in_full(row) and (row.software, row.chip) not in skip
     ]
     errors: dict[str, list[float]] = {}
-    for batch in fit.batches(judged):
+    for batch in ops.batches(judged):
         chip = find_chip(batch.first.chip)
-        predicted = fit.predict_s(batch, chip, eff.constants(chip, fit.links(batch, chip)))
+        predicted = ops.predict_s(batch, chip, eff.constants(chip, ops.links(batch, chip)))
         errors.setdefault(batch.first.op, []).extend(np.abs(predicted / batch.seconds - 1).tolist())
     for op, target in TARGETS.items():
         assert np.median(errors[op]) <= target, op

@@ -12,24 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace as restated
 from typer.testing import CliRunner
 
+from meshwise.calibrate.defaults import defaults_of, entries, released
+from meshwise.calibrate.errors import is_held_out, order_loss, summarize
+from meshwise.calibrate.express import express
 from meshwise.calibrate.fit_steps import LIMITS, as_tables, search, step_miss, to_toml, touches
-from meshwise.calibrate.validate import validate
-from meshwise.calibrate.validate.errors import is_held_out, order_loss, summarize
-from meshwise.calibrate.validate.express import (
-    chip_of,
-    cluster_of,
-    dtype_of,
-    express,
-    memory_kind_of,
-    recompute_of,
-    zero_of,
-)
-from meshwise.calibrate.validate.predict import estimate_run
-from meshwise.calibrate.validate.rows import Run, read_runs
+from meshwise.calibrate.runs import PROSE, Run, read_runs
+from meshwise.calibrate.validate import estimate_run, validate
 from meshwise.cli.validate import add_to
 from meshwise.core.errors import ClusterError, DataError, PlanError
 from meshwise.estimate.single import TIME_PARTS, estimate
@@ -78,7 +71,8 @@ def test_measured_iterations_carry_the_facts_of_their_file() -> None:
     assert not bad
     first = found[0]
     assert (first.gpus, first.tp, first.dp, first.hidden, first.step_s) == (64, 1, 64, 3072, 3.6383)
-    assert (first.recompute, first.dtype, first.vocab, first.gpus_per_node) == ("full", "fp16", 50257, 8)
+    assert (first.recompute_kind, first.dtype, first.vocab_padded_to) == ("full", "fp16", 50257)
+    assert express(first).cluster.levels[-1].bytes_per_s == 12.5e9  # 800 Gb/s for the 8 GPUs of a node
 
 
 @pytest.mark.parametrize(
@@ -89,10 +83,14 @@ def test_measured_iterations_carry_the_facts_of_their_file() -> None:
         ("layers", "", "column layers: the cell is empty"),
         ("step_time_s", "-1", "column step_time_s: '-1' is not a number above zero"),
         ("sequence_parallel", "maybe", "column sequence_parallel: 'maybe' is not 0 or 1"),
-        ("gpu", "Z9000", "column gpu: no chip is called"),
-        ("zero_stage_or_fsdp", "many", "none of 0, 1, 2, 3, FSDP"),
+        ("network_gbit_per_s_per_gpu", "8x50GB/s", "'8x50GB/s' is not a number above zero"),
+        ("power_watts", "700 W", "column power_watts: '700 W' is not a number"),
+        ("chip", "Z9000", "line 3, column chip: no chip is called"),
+        ("zero_stage", "FSDP", "column zero_stage: 'FSDP' is not one of 0, 1, 2, 3"),
+        ("network", "carrier pigeon", "is not one of none, infiniband, roce"),
         ("dtype", "int3", "dtype 'int3' is unknown"),
         ("dp", "7", "are not the row's 8 GPUs"),
+        ("recompute_layers", "4", "only full recomputation is of some layers"),
     ],
 )
 def test_bad_cells_are_named_and_good_rows_count(
@@ -117,6 +115,15 @@ def test_a_file_that_is_no_table_of_runs(tmp_path: Path) -> None:
         validate([path])
 
 
+def test_a_column_that_nobody_reads_is_told_and_a_misspelled_one_refused(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text(RUNS.read_text().replace("facts_from", "colour", 1))
+    assert validate([path]).warnings == (f"{path}, line 1: no such column, so not read: colour",)
+    path.write_text(RUNS.read_text().replace("zero_group", "zero_groups", 1))
+    with pytest.raises(DataError, match="no column is called 'zero_groups'; do you mean 'zero_group'"):
+        validate([path])
+
+
 def test_a_line_with_too_few_cells(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     path.write_text(RUNS.read_text() + "short,line\n")
@@ -124,96 +131,150 @@ def test_a_line_with_too_few_cells(tmp_path: Path) -> None:
     assert bad.id == "short" and "does not have" in bad.reason
 
 
+@given(words=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=60))
+@settings(max_examples=25, deadline=None)
+def test_prose_changes_nothing(tmp_path_factory: pytest.TempPathFactory, words: str) -> None:
+    path = tmp_path_factory.mktemp("prose") / "runs.csv"
+    with RUNS.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        row.update(dict.fromkeys((*PROSE, "source"), f"recipe release 26.06 {words}"))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    changed = [restated(run, source="", where="") for run in read_runs(path)[0]]
+    assert changed == [restated(run, source="", where="") for run in read_runs(RUNS)[0]]
+
+
 # --- our words ---------------------------------------------------------------------------------
 
+DENSE, MIXTURE = "mbridge-053", "simumax-deepseekv3_l4_tp1_ep8_pp1_dp8_mbc4_cef"
+STATED = {  # column: a run, and another value that the column could hold
+    "layers": (DENSE, 40),
+    "hidden": (DENSE, 4096),
+    "ffn_hidden": (DENSE, 8192),
+    "heads": (DENSE, 32),
+    "kv_heads": (DENSE, 64),
+    "vocab": (DENSE, 256000),
+    "vocab_padded_to": (DENSE, 256000),
+    "seq_len": (DENSE, 4096),
+    "experts": (MIXTURE, 128),
+    "topk": (MIXTURE, 4),
+    "expert_ffn": (MIXTURE, 1024),
+    "first_dense_layers": (MIXTURE, 3),
+    "shared_expert_ffn": (MIXTURE, 0),
+    "mla": (MIXTURE, False),
+    "chip": (DENSE, "h200-sxm"),
+    "power_watts": (DENSE, 350.0),
+    "scale_up_ranks": (DENSE, 64),
+    "gpus_per_node": (DENSE, 4),
+    "network": (DENSE, "roce"),
+    "network_gbit_per_s_per_gpu": (DENSE, 100.0),
+    "framework": (DENSE, "torchtitan"),
+    "framework_release": ("mpt-019", "24.06"),
+    "year": ("mpt-019", 2025),
+    "virtual_pp": (DENSE, 1),
+    "ep": (MIXTURE, 4),
+    "sequence_parallel": (DENSE, False),
+    "zero_stage": (DENSE, 3),
+    "zero_group": ("internevo-tp1-z8-32", 16),
+    "micro_batch": ("kort22-22B-full", 2),
+    "global_batch": (DENSE, 512),
+    "recompute_kind": (DENSE, "full"),
+    "dtype": (DENSE, "bf16"),
+    "fp8_recipe": (DENSE, "rowwise"),
+    "grad_dtype": (DENSE, "fp32"),
+    "optimizer": (DENSE, "sgd"),
+    "attention_kernel": (DENSE, "unfused"),
+    "tp_comm_overlap": (DENSE, False),
+    "grad_reduce_overlap": (DENSE, False),
+    "moe_a2a_overlap": (MIXTURE, True),
+    "cuda_graph": (DENSE, "full"),
+    "launch_blocking": (DENSE, True),
+    "dispatcher": (MIXTURE, "deepep"),
+    "routing": (MIXTURE, "forced_balance"),
+}
+
+
+@pytest.mark.parametrize("column", STATED)
+def test_no_stated_fact_is_ignored(column: str) -> None:
+    row_id, value = STATED[column]
+    run = runs()[row_id]
+    if column == "gpus_per_node":  # counts where the row does not say how many NVLink joins
+        run = restated(run, scale_up_ranks=None)
+    assert getattr(run, column) != value
+    before, after = (estimate_run(express(each)) for each in (run, restated(run, **{column: value})))
+    assert (before.step_s, before.memory_bytes) != (after.step_s, after.memory_bytes)
+
 
 @pytest.mark.parametrize(
-    ("text", "name"),
+    ("column", "value", "words"),
     [
-        ("A100-SXM-80GB", "a100-80g-sxm"),
-        ("A100-SXM4-80GB", "a100-80g-sxm"),
-        ("A100-40GB", "a100-40g-sxm"),
-        ("H100 96GB HBM2e (500W, 2.4TB/s)", "h100-96g-sxm"),
-        ("H100-SXM-80GB (DGX-H100)", "h100-80g-sxm"),
-        ("H100 80GB PCIe", "h100-80g-pcie"),
-        ("B200 (power limited)", "b200-sxm"),
-        ("GB300", "gb300"),
-        ("MI300X", "mi300x"),
+        ("param_gather_overlap", False, "param_gather_overlap is priced like grad_reduce_overlap"),
+        ("recompute_kind", "per_op", "3/8 of the layers"),
+        ("cuda_graph", "partial", "cuda_graph partial"),
+        ("fp8_recipe", "rowwise", "bf16 matmuls"),
+        ("dispatcher", "allgather", "priced as alltoall"),
     ],
 )
-def test_chips_by_the_names_that_people_write(text: str, name: str) -> None:
-    assert chip_of(text).name == name
+def test_what_is_said_only_nearly_is_told(column: str, value: object, words: str) -> None:
+    run = runs()[DENSE]
+    assert not express(run).approximations
+    assert words in " ".join(express(restated(run, **{column: value})).approximations)
 
 
-def test_a_chip_of_a_year_before_its_larger_sister() -> None:
-    assert chip_of("A100 (DGX-A100)", 2020).name == "a100-40g-sxm"
-    assert chip_of("A100 (DGX-A100)", 2022).name == "a100-80g-sxm"
-    with pytest.raises(ClusterError):
-        chip_of("?")
+def test_networks_by_their_columns() -> None:
+    run = runs()["kort22-22B-full"]
+    levels = express(restated(run, network="roce", network_gbit_per_s_per_gpu=200.0)).cluster.levels
+    assert (levels[-1].name, levels[-1].bytes_per_s, levels[0].ranks) == ("roce", 25e9, 8.0)
+    usual = express(restated(run, network=None, network_gbit_per_s_per_gpu=None)).cluster
+    assert usual.levels is usual.chip.levels
+    rack = restated(runs()["mbridge-023"], scale_up_ranks=64)
+    assert express(rack).cluster.levels[0].ranks == 64.0
+    with pytest.raises(ClusterError, match="network is none, but 256 GPUs are more than the 72"):
+        express(restated(runs()["mbridge-023"], network="none"))
 
 
-@pytest.mark.parametrize(
-    ("text", "bytes_per_s"),
-    [
-        ("8x200Gb/s HDR InfiniBand per node + NVLink3/NVSwitch (Selene)", 25e9),
-        ("4x100Gb/s OmniPath per node (Jean Zay) + NVLink", 6.25e9),
-        ("RoCE 1600Gb/s per node", 25e9),
-        ("400Gb/s RDMA per GPU; NVLink", 50e9),
-        ("", 25e9),  # what the chip usually has
-    ],
-)
-def test_networks_by_their_text(text: str, bytes_per_s: float) -> None:
-    run = replace(runs()["kort22-22B-full"], interconnect=text)
-    assert cluster_of(run).levels[-1].bytes_per_s == pytest.approx(bytes_per_s)
-
-
-@pytest.mark.parametrize(
-    ("text", "stage", "group"),
-    [
-        ("0", 0, None),
-        ("1", 1, None),
-        ("1 (group 8)", 1, 8),
-        ("1 (BF16 optimizer)", 1, None),
-        ("3", 3, None),
-        ("FSDP", 3, None),
-        ("FSDP 64", 3, 64),
-        ("FSDP FULL_SHARD", 3, None),
-        ("FSDP SHARD_GRAD_OP (ZeRO-2)", 2, None),
-        ("", 1, None),
-    ],
-)
-def test_zero_by_its_text(text: str, stage: int, group: int | None) -> None:
-    assert zero_of(text, modern=True) == (stage, group)
-
-
-def test_other_words() -> None:
-    dtypes = {"mixed fp16": "fp16", "amp_bf16": "bf16", "float8 rowwise": "bf16", "fp8-mx": "fp8"}
-    assert {text: dtype_of(text) for text in dtypes} == dtypes
-    assert dtype_of("nvfp4") == "fp4"
-    assert recompute_of("full") == "full" and recompute_of("") == ""
-    with pytest.raises(PlanError):
-        recompute_of("sometimes")
-    assert memory_kind_of("memory = max over ranks, GiB") == "reserved"
-    assert memory_kind_of("mean; reserved memory also in the JSON") == "allocated"
-    assert memory_kind_of("Mem = max GPU memory on first/last nodes") == "device"
+def test_frameworks_by_their_release() -> None:
+    run = runs()["kort22-22B-full"]
+    assert defaults_of(run).software == "2020"
+    newer = restated(run, framework_release="24.05")
+    assert released(newer) == "2024-05"
+    assert defaults_of(newer).attention_kernel == "flash"
+    assert released(restated(run, framework_release="2c8b595", year=2025)) == "2025-01"
+    assert released(restated(run, framework_release="2024-12-30")) == "2024-12"
+    assert defaults_of(restated(run, framework="mine", year=2025)).names == ("",)
+    for entry in entries():
+        assert entry.source and entry.software in SOFTWARE
+        assert (entry.graphed_software or SOFTWARE[-1]) in SOFTWARE
 
 
 def test_uneven_layers_leave_room_for_the_ends() -> None:
     said = express(runs()["bs-bloom-176b"])
     assert said.plans[0].stages == (5, *[6] * 10, 5)  # 70 layers, embedding and head on 12 stages
-    assert said.software == "2020"
+    assert said.plans[0].software == "2020" and said.overheads().launches_block
     chunks = express(runs()["mbridge-023"]).plans[0].stages
     assert chunks is not None and len(chunks) == 64 and sum(chunks) == 126 and chunks[0] == chunks[-1] == 1
 
 
 def test_models_are_the_catalogs_where_the_name_and_width_agree() -> None:
     found = runs()
-    deepseek = express(found["simumax-deepseekv3_l4_tp1_ep8_pp1_dp8_mbc4_cef"]).model
+    deepseek = express(found[MIXTURE]).model
     assert deepseek.mla is not None and deepseek.moe is not None
     assert (deepseek.num_layers, deepseek.moe.first_dense_layers) == (4, 1)
+    unnamed = express(restated(found[MIXTURE], model="mine")).model
+    assert unnamed.mla == deepseek.mla
     gpt = express(found["mpt-045"]).model
     assert not gpt.gated and gpt.dropout_frac == 0.0
     assert express(found["internevo-tp1-z8-32"]).model.gated
+
+
+def test_vocabularies_are_padded_as_the_framework_does() -> None:
+    run = restated(runs()["kort22-22B-full"], vocab=50257)
+    assert express(run).model.vocab == 51200  # 50 x 128 x tp, as Megatron-LM prints it
+    assert express(restated(run, vocab_padded_to=50257)).model.vocab == 50256  # what tp=8 leaves
+    assert express(restated(run, framework="mine", year=2025)).model.vocab == 50256
 
 
 # --- overheads ---------------------------------------------------------------------------------
@@ -291,7 +352,7 @@ def test_the_catalog_holds_every_constant_of_the_fit() -> None:
 
 
 def test_constants_touch_generations_not_rows() -> None:
-    found = runs()
+    found = {row_id: express(run) for row_id, run in runs().items()}
     assert touches("power.ampere.bf16", found["kort22-22B-full"])
     assert not touches("power.ampere.bf16", found["mpt-019"])
     assert touches("software.2023.host_s", found["mpt-019"])
@@ -340,7 +401,7 @@ def test_excerpt_is_expressed_and_close() -> None:
 
 def test_parts_of_a_step_add_up() -> None:
     for run in runs().values():
-        found = estimate_run(run)
+        found = estimate_run(express(run))
         assert sum(found.time_s.values()) == pytest.approx(found.step_s, rel=1e-9), run.id
 
 
@@ -352,18 +413,13 @@ def test_the_command_prints_one_document() -> None:
     document = json.loads(result.stdout)
     row = document["rows"][0]
     assert list(row) == [
-        *("id", "source", "chip", "quantity", "measured", "predicted", "error_frac", "expressed", "reason")
+        *("id", "source", "chip", "quantity", "measured", "predicted", "error_frac", "expressed"),
+        *("interval", "reason", "fits", "approximations"),
     ]
     assert row["error_frac"] == pytest.approx(row["predicted"] / row["measured"] - 1)
     assert set(document["summary"]) == {"step_s", "memory_bytes"}
-    keys = {
-        "num_rows",
-        "num_expressed",
-        "median_abs_frac",
-        "mean_abs_frac",
-        "p90_abs_frac",
-        "mean_signed_frac",
-    }
+    keys = {"num_rows", "num_expressed", "median_abs_frac", "mean_abs_frac", "p90_abs_frac"}
+    keys |= {"mean_signed_frac", "coverage_frac"}
     assert keys <= set(document["summary"]["step_s"])
     printed = CliRunner().invoke(app, ["--runs", str(RUNS), "--worst", "2"])
     assert printed.exit_code == 0 and "not expressed" not in printed.output and "order:" in printed.output
@@ -385,7 +441,7 @@ def test_a_fit_finds_the_constant_that_made_the_data() -> None:
     truth = {name: start for name, (start, _, _) in LIMITS.items()} | {"software.2020.host_s": 9e-5}
     made = as_tables(truth)
     rows = [
-        replace(run, step_s=estimate_run(run, made).step_s)
+        express(restated(run, step_time_s=estimate_run(express(run), made).step_s))
         for run in read_runs(ITERATIONS)[0]
         if not is_held_out(run.id)
     ]

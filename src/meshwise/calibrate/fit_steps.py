@@ -1,6 +1,6 @@
 """Fits the overheads of real steps (`meshwise.machine.overheads`) to published runs.
 
-Half of the rows fit, half only judge, by a hash of their id (`validate.errors.is_held_out`). A constant
+Half of the rows fit, half only judge, by a hash of their id (`errors.is_held_out`). A constant
 belongs to a generation of chips, a generation of software, or to all rows; none to a row or a source. The
 constants minimise
 
@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwise.calibrate.validate.errors import is_held_out, summarize
-from meshwise.calibrate.validate.express import chip_of, cluster_of, software_of
-from meshwise.calibrate.validate.predict import estimate_run, reported_bytes
-from meshwise.calibrate.validate.rows import Run, read_runs
+from meshwise.calibrate.errors import is_held_out, summarize
+from meshwise.calibrate.express import Expressed, express
+from meshwise.calibrate.runs import Run, read_runs
+from meshwise.calibrate.validate import estimate_run, reported_bytes
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.files import write_text
 from meshwise.machine.overheads import Tables
@@ -150,39 +150,43 @@ def as_tables(constants: Constants) -> Tables:
     return Tables(**tables)
 
 
-def touches(name: str, run: Run) -> bool:
-    """Whether the constant `name` bears on `run`."""
+def touches(name: str, expressed: Expressed) -> bool:
+    """Whether the constant `name` bears on a run."""
     kind, key = name.split(".")[:2]
+    chip, software = expressed.cluster.chip, expressed.plans[0].software
     if kind == "power":
-        return chip_of(run.gpu, run.year).generation == key
+        return chip.generation == key
     if kind == "older_attention":
-        old = software_of(run) in ("2023", "2024-torch")
-        return old and chip_of(run.gpu, run.year).generation == key
+        return software in ("2023", "2024-torch") and chip.generation == key
     if kind == "network":
-        return any(level.name.startswith(key) for level in cluster_of(run).levels)
+        return any(level.name.startswith(key) for level in expressed.cluster.levels)
     if kind == "common":
-        return _TOUCHED.get(key, lambda run: True)(run)
-    return software_of(run) == key
+        return _TOUCHED.get(key, lambda _: True)(expressed)
+    return software == key
 
 
-_TOUCHED: dict[str, Callable[[Run], bool]] = {
-    "unaligned_frac": lambda run: (run.vocab // run.tp) % 8 > 0,
-    "bucket_bytes": lambda run: run.dp > 1,
-    "expert_imbalance": lambda run: bool(run.experts),
+_TOUCHED: dict[str, Callable[[Expressed], bool]] = {
+    "unaligned_frac": lambda expressed: (expressed.model.vocab // expressed.run.tp) % 8 > 0,
+    "bucket_bytes": lambda expressed: expressed.run.dp > 1,
+    "expert_imbalance": lambda expressed: expressed.model.moe is not None,
 }
 """The runs that a common constant bears on, where not on all."""
 
 
 def fit_overheads(paths: Sequence[Path], *, checked: str, write_to: Path | None = None) -> StepFit:
     """Fit all constants to the runs of `paths`; write the catalog to `write_to` if given."""
-    runs = [run for path in paths for run in read_runs(path)[0] if run.step_s and _priced(run)]
-    training = [run for run in runs if not is_held_out(run.id)]
+    runs = [each for path in paths for run in read_runs(path)[0] if run.step_s and (each := _priced(run))]
+    training = [each for each in runs if not is_held_out(each.run.id)]
     constants = {name: start for name, (start, _, _) in LIMITS.items()}
-    constants = search(constants, MEMORY_START, [run for run in training if run.memory_bytes], memory_miss)
+    constants = search(
+        constants, MEMORY_START, [each for each in training if each.run.memory_bytes], memory_miss
+    )
     constants = search(constants, START, training, step_miss)
     found = as_tables(constants)
-    errors = {run.id: math.exp(step_miss(run, found)) - 1.0 for run in runs}
-    halves = [[errors[run.id] for run in runs if is_held_out(run.id) is held] for held in (False, True)]
+    halves = [
+        [math.exp(step_miss(each, found)) - 1.0 for each in runs if is_held_out(each.run.id) is held]
+        for held in (False, True)
+    ]
     fitted, judged = (summarize(half).mean_abs_frac or 0.0 for half in halves)
     text = to_toml(constants, fitted, judged, checked=checked, data=[path.name for path in paths])
     if write_to is not None:
@@ -190,39 +194,43 @@ def fit_overheads(paths: Sequence[Path], *, checked: str, write_to: Path | None 
     return StepFit(constants, fitted, judged, text)
 
 
-def _priced(run: Run) -> bool:
+def _priced(run: Run) -> Expressed | None:
     try:
-        estimate_run(run)
+        expressed = express(run)
+        estimate_run(expressed)
     except MeshwiseError:
-        return False
-    return True
+        return None
+    return expressed
 
 
-def step_miss(run: Run, tables: Tables) -> float:
-    return math.log(estimate_run(run, tables).step_s / (run.step_s or 1.0))
+def step_miss(expressed: Expressed, tables: Tables) -> float:
+    """Log of the predicted over the measured step time."""
+    return math.log(estimate_run(expressed, tables).step_s / (expressed.run.step_s or 1.0))
 
 
-def memory_miss(run: Run, tables: Tables) -> float:
-    return math.log(reported_bytes(run, estimate_run(run, tables)) / (run.memory_bytes or 1.0))
+def memory_miss(expressed: Expressed, tables: Tables) -> float:
+    """Log of the predicted over the measured memory."""
+    found = reported_bytes(expressed, estimate_run(expressed, tables), tables)
+    return math.log(found / (expressed.run.memory_bytes or 1.0))
 
 
 def search(
-    constants: Constants, names: Iterable[str], training: Sequence[Run], miss: Callable[..., float]
+    constants: Constants, names: Iterable[str], training: Sequence[Expressed], miss: Callable[..., float]
 ) -> Constants:
     """`constants` with those of `names` moved, one after the other, to where `miss` is least."""
 
-    def losses(rows: Sequence[Run], at: Constants) -> dict[str, float]:
+    def losses(rows: Sequence[Expressed], at: Constants) -> dict[str, float]:
         tables = as_tables(at)
-        return {run.id: min(abs(miss(run, tables)), CAP) for run in rows}
+        return {each.run.id: min(abs(miss(each, tables)), CAP) for each in rows}
 
     best = dict(constants)
-    counts = Counter(run.source for run in training)
-    weight = {run.id: counts[run.source] ** -0.5 for run in training}
+    counts = Counter(each.run.source for each in training)
+    weight = {each.run.id: counts[each.run.source] ** -0.5 for each in training}
     total = sum(weight.values())
     loss = losses(training, best)
     for step in STEPS:
         for name in names:
-            rows = [run for run in training if touches(name, run)]
+            rows = [each for each in training if touches(name, each)]
             for factor in (step, 1.0 / step):
                 while (trial := _moved(best, name, factor)) != best:
                     new = losses(rows, trial)

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 import typer
 
 OP_FILES = ("measured_ops.csv", "published_micro.csv")
-RUN_FILES = ("published_runs.csv", "measured_iterations_a100.csv")
+RUN_FILES = ("measured_iterations_a100.csv",)
+"""Measured runs beside the published ones, which ship with the package."""
 
 
 def add_to(app: typer.Typer) -> None:
@@ -30,7 +31,9 @@ def fit(
     if only == "all":
         _fit_steps_afresh(data, write=write)
     elif only == "steps":
-        _fit_steps(_files(data, RUN_FILES), write=write)
+        from meshwise.calibrate.runs import published_runs
+
+        _fit_steps([published_runs(), *_files(data, RUN_FILES)], write=write)
 
 
 def _files(folder: Path, names: tuple[str, ...]) -> list[Path]:

@@ -7,13 +7,8 @@ from typing import Annotated
 
 import typer
 
-_SHARED = Path("../shared/data")
-_DEFAULT_FILES = (
-    "published_runs.csv",
-    "measured_iterations_a100.csv",
-    "measured_ops.csv",
-    "published_micro.csv",
-)
+DATA_FILES = ("measured_iterations_a100.csv", "measured_ops.csv", "published_micro.csv")
+"""Tables of measurements that do not ship with the package."""
 
 
 def add_to(app: typer.Typer) -> None:
@@ -24,7 +19,10 @@ def add_to(app: typer.Typer) -> None:
 def validate(
     runs: Annotated[
         list[Path] | None,
-        typer.Option("--runs", help="CSV of measured runs or ops; repeat for several [../shared/data]."),
+        typer.Option("--runs", help="CSV of measured runs or ops; repeat for several [the published runs]."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Folder of more tables: iterations, ops, collectives.")
     ] = None,
     cases: Annotated[
         Path | None, typer.Option("--cases", help="JSON of a published model's cases, held to the digit.")
@@ -44,7 +42,9 @@ def validate(
         return
     from meshwise.calibrate.validate import validate as predict
 
-    validation = predict(runs or _shared_files())
+    validation = predict(_files(runs, data))
+    for warning in validation.warnings:
+        typer.echo(warning, err=True)
     if plot is not None:
         from meshwise.report.accuracy_plot import draw_accuracy
 
@@ -64,13 +64,15 @@ def validate(
         print_validation(validation, console(), num_worst=worst)
 
 
-def _shared_files() -> list[Path]:
+def _files(runs: list[Path] | None, data: Path | None) -> list[Path]:
+    """The files that the options name; without any, the runs that ship with the package."""
+    from meshwise.calibrate.runs import published_runs
     from meshwise.core.errors import DataError
 
-    found = [_SHARED / name for name in _DEFAULT_FILES if (_SHARED / name).is_file()]
-    if not found:
-        raise DataError(f"no measurements lie in {_SHARED}; name a CSV file of them with --runs")
-    return found
+    tables = [data / name for name in DATA_FILES if (data / name).is_file()] if data else []
+    if data and not tables:
+        raise DataError(f"{data} has none of {', '.join(DATA_FILES)}; name the folder of these tables")
+    return [*(runs or [published_runs()]), *tables]
 
 
 def _validate_cases(path: Path, *, json: bool) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from meshwise.calibrate.validate.errors import grouped, is_held_out, summarize
-from meshwise.calibrate.validate.predict import Prediction, Validation
+from meshwise.calibrate.errors import grouped, is_held_out, summarize
+from meshwise.calibrate.validate import Prediction, Validation
 from meshwise.core.files import write_text
 from meshwise.report.accuracy_plot import LABELS, draw_accuracy
 from meshwise.report.accuracy_table import (

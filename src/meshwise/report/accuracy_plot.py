@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwise.calibrate.validate.errors import grouped
-from meshwise.calibrate.validate.predict import Prediction, Validation
+from meshwise.calibrate.errors import grouped
+from meshwise.calibrate.validate import Prediction, Validation
 from meshwise.core.errors import DataError, MissingExtraError
 
 LABELS = {

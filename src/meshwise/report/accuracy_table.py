@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from meshwise.calibrate.validate.errors import ErrorSummary, grouped, order_loss, summarize
-from meshwise.calibrate.validate.predict import Prediction, Validation, competing
+from meshwise.calibrate.errors import ErrorSummary, grouped, order_loss, summarize
+from meshwise.calibrate.validate import Prediction, Validation, competing
 from meshwise.core.units import duration, with_prefix
 
 if TYPE_CHECKING:

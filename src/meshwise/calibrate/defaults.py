@@ -1,0 +1,79 @@
+"""What a training framework does where a run does not say: `catalog/frameworks.toml`.
+
+Blank cells of a run are filled from the first entry that names its framework and is not older than its
+release. Only what changes a prediction has a default; facts of the model and the hardware have none.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import cache
+from importlib import resources
+
+import msgspec
+
+from meshwise.calibrate.runs import Run
+
+
+class Defaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of the catalog. Fields with the name of a column of `Run` fill its blank cells.
+
+    `cp_kind` and `software` are values of `meshwise.plan.Plan`; `graphed_software` is the software of a run
+    whose iteration is one CUDA graph, if not the same. `recompute_tried` lists the policies to try, lightest
+    first, where a run states none.
+    """
+
+    names: tuple[str, ...]
+    source: str
+    software: str
+    graphed_software: str = ""
+    until: str = "9999-12"
+
+    zero_stage: int = 1
+    sequence_parallel: bool = True
+    attention_kernel: str = "flash"
+    optimizer: str = "adam"
+    grad_dtype: str = "fp32"
+    tp_comm_overlap: bool = False
+    grad_reduce_overlap: bool = True
+    moe_a2a_overlap: bool = False
+    cuda_graph: str = "none"
+    launch_blocking: bool = False
+    dispatcher: str = "alltoall"
+    routing: str = "learned"
+    memory_kind: str = "device"
+
+    cp_kind: str = "ring"
+    dropout_frac: float = 0.0
+    vocab_multiple: int = 1
+    recompute_tried: tuple[str, ...] = ("none", "selective")
+
+
+@cache
+def entries() -> tuple[Defaults, ...]:
+    """The catalog, in its order."""
+    text = (resources.files("meshwise") / "catalog" / "frameworks.toml").read_text()
+    return msgspec.convert(tuple(tomllib.loads(text)["frameworks"]), tuple[Defaults, ...])
+
+
+def defaults_of(run: Run) -> Defaults:
+    """The entry for the framework and release of `run`; an unknown framework has the entry without a name."""
+    known = {name for entry in entries() for name in entry.names}
+    name = (run.framework or "").lower()
+    name = name if name in known else ""
+    month = released(run)
+    return next(entry for entry in entries() if name in entry.names and month <= entry.until)
+
+
+def released(run: Run) -> str:
+    """Year and month of a release like 26.04.01 or 2024-12; without one, January of the run's year."""
+    found = re.fullmatch(r"(?:20)?(\d\d)[.-](0[1-9]|1[0-2])(?:[.-]\d\d)?", run.framework_release or "")
+    return f"20{found[1]}-{found[2]}" if found else f"{run.year}-01"
+
+
+def filled(run: Run) -> Run:
+    """`run` with its blank cells filled by the defaults of its framework."""
+    defaults = defaults_of(run)
+    blank = [name for name in Defaults.__struct_fields__ if getattr(run, name, "") is None]
+    return msgspec.structs.replace(run, **{name: getattr(defaults, name) for name in blank})

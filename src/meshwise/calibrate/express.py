@@ -1,0 +1,325 @@
+"""From a measured run to what the estimate takes: model, cluster, plans, workload, overheads.
+
+The columns of the row count and nothing else; blank ones are filled by the defaults of its framework
+(`defaults`). Where meshwise has no word for a stated fact, the nearest is taken and `approximations` says
+so. Beyond that:
+
+- what tp does not divide of the vocabulary is cut off where the row states the padded width or its framework
+  does not pad (vTrain's model has `vocab_size // world_size` rows a rank, of 50257);
+- matmuls with one scale per row (fp8_recipe rowwise) ran no faster than bf16, as the tables that name them
+  show (torchtitan, benchmarks of 2025);
+- selective checkpointing per op (torchtitan) keeps every other matmul and the attention: 3/8 of the forward
+  run again;
+- layers that do not divide by the stages are placed as Megatron-LM and DeepSpeed do, which count the
+  embedding and the head as one layer each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from meshwise.calibrate.defaults import Defaults, defaults_of, filled
+from meshwise.calibrate.runs import Run
+from meshwise.core.errors import ClusterError, PlanError
+from meshwise.machine.hardware import Chip, Cluster, Level, find_chip
+from meshwise.machine.overheads import Overheads, Tables, find_overheads
+from meshwise.model.architecture import MLA, Model, MoE, checked_model
+from meshwise.model.find import find_model, models
+from meshwise.model.weights import num_params
+from meshwise.plan.plan import Plan
+from meshwise.plan.workload import Workload
+
+NETWORK_LATENCY_S = {
+    **{"infiniband": 4e-6, "omnipath": 4e-6, "slingshot": 5.8e-6},
+    **{"roce": 5.6e-6, "efa": 5.6e-6, "ethernet": 5.6e-6},
+}
+"""Hop latency of networks; sources in catalog/chips.toml. EFA and Ethernet are taken to be as RoCE."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expressed:
+    """A run in meshwise's words. `plans` differ only in what the row leaves open, lightest first."""
+
+    run: Run
+    model: Model
+    cluster: Cluster
+    plans: tuple[Plan, ...]
+    workload: Workload
+    approximations: tuple[str, ...]
+
+    def overheads(self, among: Tables | None = None) -> Overheads:
+        """The overheads of the run's chip and software, of the catalog or `among` other tables."""
+        found = find_overheads(self.cluster.chip, self.plans[0].software, among=among)
+        return replace(found, launches_block=True) if self.run.launch_blocking else found
+
+    def imbalance(self, overheads: Overheads) -> float:
+        """Tokens of the busiest expert-parallel rank over the mean."""
+        learned = self.model.moe is not None and self.run.routing == "learned"
+        return overheads.expert_imbalance if learned else 1.0
+
+
+@cache
+def express(run: Run) -> Expressed:
+    """`run` in meshwise's words; a MeshwiseError is the reason why it cannot be said."""
+    if run.tp * run.pp * run.dp * (run.cp or 1) != run.gpus:
+        raise PlanError(
+            f"tp={run.tp} x pp={run.pp} x dp={run.dp} x cp={run.cp or 1} are not the row's {run.gpus} GPUs"
+        )
+    defaults, run = defaults_of(run), filled(run)
+    model = model_of(run, defaults)
+    return Expressed(
+        run=run,
+        model=model,
+        cluster=cluster_of(run),
+        plans=plans_of(run, model, defaults),
+        workload=Workload(batch=run.global_batch, seq=run.seq_len, microbatch=run.micro_batch),
+        approximations=tuple(approximations(run)),
+    )
+
+
+def approximations(run: Run) -> Iterator[str]:
+    """What the row states and the plan can only say nearly."""
+    if run.recompute_kind == "per_op":
+        yield "recompute_kind per_op is priced as full recomputation of 3/8 of the layers"
+    if run.fp8_recipe == "rowwise":
+        yield "fp8_recipe rowwise is priced as bf16 matmuls"
+    if None is not run.param_gather_overlap != run.grad_reduce_overlap:
+        yield "param_gather_overlap is priced like grad_reduce_overlap"
+    if run.cuda_graph == "partial":
+        yield "cuda_graph partial is priced as none"
+    if run.dispatcher == "allgather":
+        yield "dispatcher allgather is priced as alltoall"
+
+
+# --- hardware ----------------------------------------------------------------------------------
+
+
+def cluster_of(run: Run) -> Cluster:
+    """The run's chips, NVLink domains and network; what the row does not say is usual for the chip."""
+    chip = _chip(run.chip, run.power_watts)
+    domain = run.scale_up_ranks or run.gpus_per_node
+    levels = _levels(chip, domain, run.network, run.network_gbit_per_s_per_gpu)
+    if run.network == "none" and run.gpus > levels[0].ranks:
+        raise ClusterError(
+            f"network is none, but {run.gpus} GPUs are more than the {levels[0].ranks:.0f} of one domain; "
+            "name the network"
+        )
+    return Cluster(name=run.chip, chip=chip, num_chips=run.gpus, levels=levels)
+
+
+@cache
+def _chip(name: str, power_watts: float | None) -> Chip:
+    chip = find_chip(name)
+    return chip if power_watts is None else replace(chip, power_watts=power_watts)
+
+
+@cache
+def _levels(
+    chip: Chip, domain: int | None, network: str | None, gbit_per_s: float | None
+) -> tuple[Level, ...]:
+    """One domain of direct links, and the network between domains; cached: equal levels are one object."""
+    inner, *_, outer = chip.levels
+    ranks = float(domain or inner.ranks)
+    name = network if network in NETWORK_LATENCY_S else None
+    if name is None and gbit_per_s is None and ranks == inner.ranks:
+        return chip.levels
+    if name is not None:
+        outer = replace(outer, name=name, latency_s=NETWORK_LATENCY_S[name])
+    if gbit_per_s is not None:
+        outer = replace(outer, bytes_per_s=gbit_per_s * 1e9 / 8)
+    return replace(inner, ranks=ranks), outer
+
+
+# --- model -------------------------------------------------------------------------------------
+
+
+def model_of(run: Run, defaults: Defaults) -> Model:
+    """The catalog's model of that name and width with the row's numbers, or one of these numbers alone."""
+    known = _known_model(run)
+    if known is None:
+        return checked_model(_plain_model(run, defaults), run.model)
+    model = replace(
+        known,
+        num_layers=run.layers,
+        ffn_hidden=run.ffn_hidden,
+        num_kv_heads=run.kv_heads,
+        vocab=vocab_of(run, defaults),
+        max_seq=run.seq_len,
+        mla=_latent(run, known.mla),
+        moe=_experts(run, known.moe),
+    )
+    return checked_model(model, run.model)
+
+
+def _letters(text: str) -> str:
+    return "".join(letter for letter in text.lower() if letter.isalnum())
+
+
+@cache
+def _by_letters() -> dict[str, Model]:
+    return {_letters(name): model for model in models().values() for name in (model.name, *model.aliases)}
+
+
+def _known_model(run: Run) -> Model | None:
+    """The catalog's model whose name begins the row's (`llama3_405b truncated to 4 layers`), if as wide."""
+    name = _letters(run.model)
+    begins = [letters for letters in _by_letters() if name.startswith(letters)]
+    known = _by_letters()[max(begins, key=len)] if begins else None
+    return known if known and (known.hidden, known.num_heads) == (run.hidden, run.heads) else None
+
+
+def _experts(run: Run, known: MoE | None) -> MoE | None:
+    if not run.experts:
+        return None
+    base = known or MoE(num_experts=run.experts, top_k=1, ffn_hidden=run.ffn_hidden)
+    shared = base.shared_ffn_hidden if run.shared_expert_ffn is None else run.shared_expert_ffn
+    first = base.first_dense_layers if run.first_dense_layers is None else run.first_dense_layers
+    return replace(
+        base,
+        num_experts=run.experts,
+        top_k=run.topk or base.top_k,
+        ffn_hidden=run.expert_ffn or base.ffn_hidden,
+        first_dense_layers=first,
+        shared_ffn_hidden=shared,
+        num_shared_experts=(base.num_shared_experts or 1) if shared else 0,
+    )
+
+
+def _latent(run: Run, known: MLA | None) -> MLA | None:
+    """Latent attention: of DeepSeek-V3's dimensions where the row says no more than that there is one."""
+    if run.mla is None:
+        return known
+    return (known or find_model("deepseek-v3").mla) if run.mla else None
+
+
+def vocab_of(run: Run, defaults: Defaults) -> int:
+    """Rows of the embedding: as padded where stated, else as the framework pads; a multiple of tp."""
+    if run.vocab_padded_to is not None or defaults.vocab_multiple == 1:
+        width = run.vocab_padded_to or run.vocab
+        return width - width % run.tp
+    multiple = defaults.vocab_multiple * run.tp
+    return -(-run.vocab // multiple) * multiple
+
+
+def _plain_model(run: Run, defaults: Defaults) -> Model:
+    """A GPT or Llama-like model: gated if that explains its parameters (or, unstated, its width) better."""
+
+    def candidate(gated: bool) -> Model:
+        return Model(
+            name=run.model,
+            num_layers=run.layers,
+            hidden=run.hidden,
+            ffn_hidden=run.ffn_hidden,
+            num_heads=run.heads,
+            num_kv_heads=run.kv_heads,
+            head_dim=run.hidden // run.heads,
+            vocab=vocab_of(run, defaults),
+            max_seq=run.seq_len,
+            activation="swiglu" if gated else "gelu",
+            norm="rmsnorm" if gated else "layernorm",
+            norm_bias=not gated,
+            linear_bias=not gated,
+            qkv_bias=not gated,
+            out_bias=not gated,
+            positions="rotary" if gated else "learned",
+            tied_embedding=not gated,
+            dropout_frac=0.0 if gated else defaults.dropout_frac,
+            mla=_latent(run, None),
+            moe=_experts(run, None),
+        )
+
+    both = candidate(True), candidate(False)
+    if run.params_b is None:
+        return both[run.ffn_hidden >= 4 * run.hidden]
+    stated = run.params_b * 1e9
+    return min(both, key=lambda model: abs(math.log(num_params(model) / stated)))
+
+
+# --- plan --------------------------------------------------------------------------------------
+
+_OPTIMIZERS = {"adamw": "adam", "decoupled_adamw": "adam"}
+_DISPATCH = {"alltoall": "per_expert", "allgather": "per_expert"}
+
+
+def plans_of(run: Run, model: Model, defaults: Defaults) -> tuple[Plan, ...]:
+    """The plan of a filled row, once for each recomputation that the row leaves possible."""
+    dtype = dtype_of(run)
+    vpp = (run.virtual_pp or 1) if run.pp > 1 else 1
+    plan = Plan(
+        tp=run.tp,
+        sp=bool(run.sequence_parallel) and run.tp > 1,
+        cp=run.cp or 1,
+        cp_kind=defaults.cp_kind,
+        pp=run.pp,
+        vpp=vpp,
+        schedule="interleaved" if vpp > 1 else "1f1b",
+        stages=_stages(model.num_layers, run.pp * vpp),
+        ep=run.ep or 1,
+        dispatch=_DISPATCH.get(run.dispatcher or "", "per_rank"),
+        etp=1 if model.moe is not None else None,
+        zero=run.zero_stage or 0,
+        zero_group=run.zero_group,
+        dtype=dtype,
+        optimizer=_OPTIMIZERS.get(run.optimizer or "", run.optimizer or ""),
+        grad_dtype=grad_dtype_of(run, dtype),
+        attention="unfused" if run.attention_kernel == "unfused" else "flash",
+        overlap_dp=bool(run.grad_reduce_overlap),
+        overlap_tp=bool(run.tp_comm_overlap),
+        overlap_ep=bool(run.moe_a2a_overlap),
+        software=(run.cuda_graph == "full" and defaults.graphed_software) or defaults.software,
+    )
+    if run.recompute_layers is not None and run.recompute_kind != "full":
+        raise PlanError(
+            f"recompute_layers is {run.recompute_layers} but recompute_kind is {run.recompute_kind}; "
+            "only full recomputation is of some layers"
+        )
+    if run.recompute_kind == "per_op":
+        return (
+            replace(plan, recompute="full", recompute_layers=max(3 * model.num_layers // run.pp // 8, 1)),
+        )
+    tried = (run.recompute_kind,) if run.recompute_kind else defaults.recompute_tried
+    return tuple(replace(plan, recompute=policy, recompute_layers=run.recompute_layers) for policy in tried)
+
+
+def _stages(layers: int, chunks: int) -> tuple[int, ...] | None:
+    """Uneven stages where `layers` do not divide: the embedding and the head count as a layer each."""
+    if layers % chunks == 0:
+        return None
+    if layers + 2 < chunks:
+        raise PlanError(f"{layers} layers cannot fill {chunks} pipeline stages (pp x vpp)")
+    most = -(-(layers + 2) // chunks)
+    counts = [most] * chunks
+    counts[0] -= 1
+    spare = sum(counts) - layers  # what the last stages have less
+    for i in range(spare):
+        counts[chunks - 1 - i % max(chunks - 1, 1)] -= 1
+    return tuple(counts)
+
+
+_DTYPES = {
+    "fp4": ("fp4", "float4"),
+    "fp8": ("fp8", "float8"),
+    "bf16": ("bf16", "bfloat16"),
+    "fp16": ("fp16", "float16", "half"),
+    "fp32": ("fp32", "float32"),
+}
+
+
+def dtype_of(run: Run) -> str:
+    """The dtype of the matmuls: the narrowest that the cell names (`mixed fp16`, `amp_bf16`, `fp8-mx`)."""
+    if run.fp8_recipe == "rowwise":
+        return "bf16"
+    for dtype, words in _DTYPES.items():
+        if any(word in run.dtype.lower() for word in words):
+            return dtype
+    raise PlanError(f"dtype {run.dtype!r} is unknown; write one of {', '.join(_DTYPES)}")
+
+
+def grad_dtype_of(run: Run, dtype: str) -> str:
+    """The type in which gradients are summed."""
+    if run.grad_dtype == "as_computed":
+        return dtype if dtype in ("fp16", "fp32") else "bf16"
+    return run.grad_dtype or ""

@@ -1,0 +1,309 @@
+"""Measured training runs, read from CSV: one `Run` a row, one field a column.
+
+Two kinds of file are read, told apart by their header. *Published runs* (`docs/data.md` documents every
+column; `catalog/published_runs.csv` ships with the package) state model, hardware, software and plan in
+columns, and at least one of step time, tokens/s and memory. *Measured iterations* are a grid of plans of
+GPT models on one A100 cluster, whose other facts (`ITERATIONS`) hold for the whole file.
+
+A blank cell means unknown: the field is None. Units are part of the column's name, so a cell is a bare
+number or one of a few words; anything else is refused, and so is a column that looks like a misspelled
+one. A row that cannot be read becomes a `BadRow` that names file, line, column and what is expected; the
+good rows still count. Columns for people (`PROSE`) are never read.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import msgspec
+
+from meshwise.core.errors import DataError
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=10**12, description="a whole number of at least 1")]
+CountOrZero = Annotated[int, msgspec.Meta(ge=0, le=10**12, description="a whole number of at least 0")]
+Number = Annotated[float, msgspec.Meta(gt=0, le=1e18, description="a number above zero")]
+Switch = Annotated[bool, msgspec.Meta(description="0 or 1")]
+Text = Annotated[str, msgspec.Meta(description="a text")]
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One measured run as its row states it, a field a column; None where the row does not say.
+
+    `where` is not a column: it names the file and the line.
+    """
+
+    id: Text
+    source: Text
+    year: Count
+
+    model: Text
+    params_b: Number | None = None
+    layers: Count
+    hidden: Count
+    ffn_hidden: Count
+    heads: Count
+    kv_heads: Count
+    vocab: Count
+    vocab_padded_to: Count | None = None
+    seq_len: Count
+    experts: Count | None = None
+    topk: Count | None = None
+    expert_ffn: Count | None = None
+    first_dense_layers: CountOrZero | None = None
+    shared_expert_ffn: CountOrZero | None = None
+    mla: Switch | None = None
+
+    chip: Text
+    power_watts: Number | None = None
+    gpus: Count
+    gpus_per_node: Count | None = None
+    scale_up_ranks: Count | None = None
+    network: Literal["none", "infiniband", "roce", "omnipath", "slingshot", "efa", "ethernet"] | None = None
+    network_gbit_per_s_per_gpu: Number | None = None
+
+    framework: Text | None = None
+    framework_release: Text | None = None
+
+    tp: Count
+    pp: Count
+    virtual_pp: Count | None = None
+    dp: Count
+    cp: Count | None = None
+    ep: Count | None = None
+    sequence_parallel: Switch | None = None
+    zero_stage: Literal[0, 1, 2, 3] | None = None
+    zero_group: Count | None = None
+    micro_batch: Count
+    global_batch: Count
+
+    recompute_kind: Literal["none", "selective", "per_op", "full"] | None = None
+    recompute_layers: Count | None = None
+    dtype: Text
+    fp8_recipe: (
+        Literal["tensorwise", "current", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4", "mxfp4"] | None
+    ) = None
+    grad_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    optimizer: Literal["adam", "adamw", "decoupled_adamw", "adam-8bit", "muon", "sgd"] | None = None
+    attention_kernel: (
+        Literal["unfused", "flash", "flash1", "flash2", "flash3", "flash4", "cudnn", "sdpa", "flex"] | None
+    ) = None
+    tp_comm_overlap: Switch | None = None
+    grad_reduce_overlap: Switch | None = None
+    param_gather_overlap: Switch | None = None
+    moe_a2a_overlap: Switch | None = None
+    cuda_graph: Literal["none", "partial", "full"] | None = None
+    launch_blocking: Switch | None = None
+    dispatcher: Literal["alltoall", "allgather", "deepep", "hybridep", "flex"] | None = None
+    routing: Literal["learned", "forced_balance"] | None = None
+    data_kind: Literal["mock", "real"] | None = None
+
+    step_time_s: Number | None = None
+    tokens_per_s_per_gpu: Number | None = None
+    derived_step_time_s: Number | None = None
+    mem_gb_per_gpu: Number | None = None
+    memory_kind: Literal["allocated", "reserved", "device"] | None = None
+
+    where: str = ""
+
+    @property
+    def step_s(self) -> float | None:
+        """Measured seconds of a step: stated, from tokens/s, or from TFLOP/s by the source's convention."""
+        if self.step_time_s is None and self.tokens_per_s_per_gpu is not None:
+            return self.global_batch * self.seq_len / (self.tokens_per_s_per_gpu * self.gpus)
+        return self.step_time_s or self.derived_step_time_s
+
+    @property
+    def memory_bytes(self) -> float | None:
+        """Measured bytes of a GPU: what reports memory (PyTorch, nvidia-smi) counts in GiB."""
+        return None if self.mem_gb_per_gpu is None else self.mem_gb_per_gpu * 2**30
+
+
+PROSE = (
+    *("notes", "facts_from", "tier", "derivation", "gpu", "interconnect", "tflops_per_gpu", "mfu"),
+    *("zero_stage_or_fsdp", "recompute", "flash_attention"),
+)
+"""Columns for people, and the source's own words for what other columns state: known, and never read."""
+
+MEASURED = ("step_time_s", "tokens_per_s_per_gpu", "derived_step_time_s", "mem_gb_per_gpu")
+
+_TYPES = {name: kind for name, kind in get_type_hints(Run, include_extras=True).items() if name != "where"}
+_REQUIRED = tuple(
+    field.name for field in msgspec.structs.fields(Run) if field.required and field.name in _TYPES
+)
+
+ITERATIONS = {
+    "source": "vTrain ground truth",
+    "year": "2022",
+    "vocab": "50257",
+    "vocab_padded_to": "50257",
+    "chip": "a100-80g-sxm",
+    "gpus_per_node": "8",
+    "scale_up_ranks": "8",
+    "network": "infiniband",
+    "network_gbit_per_s_per_gpu": "100",
+    "framework": "megatron-deepspeed",
+    "zero_stage": "0",
+    "sequence_parallel": "0",
+    "recompute_kind": "full",
+    "dtype": "fp16",
+    "grad_dtype": "fp16",
+    "attention_kernel": "unfused",
+}
+"""Facts of every measured iteration: Megatron-DeepSpeed under 1F1B. Source: vTrain (MICRO 2024), public
+ground truth; 80 GB and InfiniBand assumed, as the platform of that paper."""
+
+_ITERATION_COLUMNS = ("gpus", "global_batch", "micro_batch", "hidden", "heads", "layers", "tp", "dp", "pp")
+_ITERATION_HEADER = (*_ITERATION_COLUMNS, "sequence", "measured_ms", "kind", "calculon_ms")
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A line that is no run, and the sentence that says why."""
+
+    id: str
+    source: str
+    where: str
+    reason: str
+
+
+class _BadCell(Exception):
+    pass
+
+
+def published_runs() -> Path:
+    """The published runs that ship with the package."""
+    return Path(str(resources.files("meshwise") / "catalog" / "published_runs.csv"))
+
+
+def read_runs(path: Path) -> tuple[list[Run], list[BadRow]]:
+    """The runs of one CSV file and its bad rows; DataError for a file that is no such table."""
+    runs: list[Run] = []
+    bad: list[BadRow] = []
+    header = columns(path)
+    iterations = is_iterations(header)
+    _check_header(path, header, iterations=iterations)
+    for line, cells in _lines(path):
+        found = _read_line(cells, path, line, len(header), iterations=iterations)
+        (runs if isinstance(found, Run) else bad).append(found)  # type: ignore[arg-type]
+    return runs, bad
+
+
+def columns(path: Path) -> list[str]:
+    """The header of a CSV file."""
+    return next((list(cells) for line, cells in _lines(path, header=True)), [])
+
+
+def is_iterations(header: Sequence[str]) -> bool:
+    """Whether a header is that of measured iterations."""
+    return "measured_ms" in header and "seq_len" not in header
+
+
+def _lines(path: Path, *, header: bool = False) -> Iterator[tuple[int, dict[str, str]]]:
+    """Line number and cells of each line of a CSV file; of its header alone, where only that is asked for."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            table = csv.DictReader(file)
+            if header:
+                yield 1, dict.fromkeys(table.fieldnames or [], "")
+                return
+            for cells in table:
+                yield table.line_num, cells
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; name a CSV file of measurements") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} is not a CSV file in UTF-8: {error}") from None
+
+
+def _check_header(path: Path, header: Sequence[str], *, iterations: bool) -> None:
+    wanted = (*_ITERATION_COLUMNS, "sequence", "measured_ms") if iterations else _REQUIRED
+    if missing := [name for name in wanted if name not in header]:
+        raise DataError(
+            f"{path}, line 1: the header lacks the column {', '.join(missing)}; a table of runs has "
+            f"{', '.join(_REQUIRED)} and one of {', '.join(MEASURED)}"
+        )
+    if iterations:
+        return
+    if not set(MEASURED) & set(header):
+        raise DataError(
+            f"{path}, line 1: the header has no measured column; add one of {', '.join(MEASURED)}"
+        )
+    for name in unread_columns(header):
+        if near := difflib.get_close_matches(name, _TYPES, n=1, cutoff=0.8):
+            raise DataError(f"{path}, line 1: no column is called {name!r}; do you mean {near[0]!r}?")
+
+
+def unread_columns(header: Sequence[str]) -> list[str]:
+    """Columns of a table of runs that are neither read nor known to be for people."""
+    known = _ITERATION_HEADER if is_iterations(header) else (*_TYPES, *PROSE)
+    return [name for name in header if name not in known]
+
+
+def _read_line(
+    cells: Mapping[str, str], path: Path, line: int, width: int, *, iterations: bool
+) -> Run | BadRow:
+    where = f"{path}, line {line}"
+    try:
+        if None in cells or None in cells.values():
+            raise _BadCell(f": the line does not have {width} cells")
+        texts = {name: text.strip() for name, text in cells.items()}
+        return _run(_as_published(texts, line) if iterations else texts, where)
+    except _BadCell as error:
+        row_id, source = cells.get("id") or f"{path.stem}-{line}", cells.get("source") or path.stem
+        return BadRow(row_id, source, where, f"{where}{error}")
+
+
+def _run(texts: Mapping[str, str], where: str) -> Run:
+    values = {name: _value(name, texts[name], kind) for name, kind in _TYPES.items() if texts.get(name)}
+    if missing := [name for name in _REQUIRED if name not in values]:
+        raise _BadCell(f", column {missing[0]}: the cell is empty; give a value")
+    if not set(MEASURED) & set(values):
+        raise _BadCell(
+            f": nothing is measured; give one of {', '.join(MEASURED)} (TFLOP/s and MFU follow conventions "
+            "that differ from source to source)"
+        )
+    return Run(where=where, **values)
+
+
+def _value(column: str, text: str, kind: Any) -> Any:
+    try:
+        return msgspec.convert(text, kind, strict=False)
+    except msgspec.ValidationError:
+        shown = text if len(text) <= 40 else text[:37] + "..."
+        raise _BadCell(f", column {column}: {shown!r} is not {_expected(kind)}") from None
+
+
+def _expected(kind: Any) -> str:
+    """What a cell of this type holds, in words."""
+    options = [option for option in (kind, *get_args(kind)) if option is not type(None)]
+    for option in options:
+        for meta in getattr(option, "__metadata__", ()):
+            return str(meta.description)
+    words = next(get_args(option) for option in options if getattr(option, "__origin__", None) is Literal)
+    return "one of " + ", ".join(map(str, words))
+
+
+def _as_published(texts: Mapping[str, str], line: int) -> dict[str, str]:
+    """A measured iteration in the columns of published runs."""
+    missing = [name for name in (*_ITERATION_COLUMNS, "sequence", "measured_ms") if not texts[name]]
+    if missing:
+        raise _BadCell(f", column {missing[0]}: the cell is empty; give a value")
+    known = {name: texts[name] for name in _ITERATION_COLUMNS}
+    kind = texts.get("kind") or "iterations"
+    hidden = _value("hidden", texts["hidden"], Count)
+    return {
+        **ITERATIONS,
+        **known,
+        "id": f"{kind}-{line}",
+        "source": f"{ITERATIONS['source']}, {kind}",
+        "model": f"GPT {texts['layers']}x{hidden}",
+        "ffn_hidden": str(4 * hidden),
+        "kv_heads": texts["heads"],
+        "seq_len": texts["sequence"],
+        "step_time_s": str(_value("measured_ms", texts["measured_ms"], Number) / 1e3),
+    }

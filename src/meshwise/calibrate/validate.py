@@ -1,0 +1,225 @@
+"""Every row of files of measurements, with what meshwise predicts for it.
+
+A row of a run gives up to two predictions: `step_s`, and `memory_bytes` where memory was measured; they
+come from `meshwise.estimate.single.estimate`, as for everybody. A row of an op or a collective gives one:
+`gemm_s`, `attention_s`, `decode_s`, `memory_s`, `experts_s`, `dispatch_s`, `collective_s` or
+`peer_all_reduce_s`. Rows that cannot be read or expressed keep their place and their reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from meshwise.calibrate.errors import grouped, summarize
+from meshwise.calibrate.express import Expressed, express
+from meshwise.calibrate.microdata import OPS_COLUMNS
+from meshwise.calibrate.microdata import read as read_ops
+from meshwise.calibrate.ops import batches, links, predict_s
+from meshwise.calibrate.runs import BadRow, Run, columns, read_runs, unread_columns
+from meshwise.core.errors import ClusterError, MeshwiseError
+from meshwise.estimate.single import Estimate, estimate
+from meshwise.machine.efficiency import constants
+from meshwise.machine.hardware import find_chip
+from meshwise.machine.overheads import Tables
+
+COMPETING = (
+    "source",
+    "model",
+    "layers",
+    "hidden",
+    "heads",
+    "seq_len",
+    "chip",
+    "gpus",
+    "global_batch",
+    "dtype",
+)
+"""What runs have in common that differ only in their plan."""
+
+_OP_COLUMNS = set(OPS_COLUMNS[:2])
+"""Columns that tell a file of ops and collectives from one of runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One measured number and the one predicted for it, or the reason why there is none.
+
+    `parts` are the seconds (or bytes) that `predicted` is made of; `fits` says whether the run's memory is
+    predicted to be enough, `approximations` what of the row the plan says only nearly. `group` names rows
+    that compete: the same model, batch and number of GPUs.
+    """
+
+    id: str
+    source: str
+    chip: str
+    quantity: str
+    measured: float | None = None
+    predicted: float | None = None
+    reason: str = ""
+    fits: bool | None = None
+    approximations: tuple[str, ...] = ()
+    parts: dict[str, float] = field(default_factory=dict)
+    group: tuple[Any, ...] = ()
+
+    @property
+    def expressed(self) -> bool:
+        """Whether there is a prediction."""
+        return self.predicted is not None
+
+    @property
+    def error_frac(self) -> float | None:
+        """(predicted - measured) / measured."""
+        if self.predicted is None or self.measured is None:
+            return None
+        return self.predicted / self.measured - 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The row that `meshwise validate --json` prints. Intervals are not predicted yet."""
+        names = ("id", "source", "chip", "quantity", "measured", "predicted", "error_frac", "expressed")
+        return {name: getattr(self, name) for name in names} | {
+            "interval": None,
+            "reason": self.reason or None,
+            "fits": self.fits,
+            "approximations": self.approximations,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """All predictions, in the order of the files, and warnings about what was not read of them."""
+
+    rows: list[Prediction]
+    warnings: tuple[str, ...] = ()
+
+    def of(self, quantity: str) -> list[Prediction]:
+        """The rows of one quantity."""
+        return [row for row in self.rows if row.quantity == quantity]
+
+    @property
+    def quantities(self) -> list[str]:
+        """The quantities, in order of appearance."""
+        return list(dict.fromkeys(row.quantity for row in self.rows))
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `meshwise validate --json` prints."""
+        summary = {
+            quantity: asdict(summarize([row.error_frac for row in self.of(quantity)]))
+            | {"coverage_frac": None}
+            for quantity in self.quantities
+        }
+        rows = [row.to_json() for row in self.rows]
+        return {"rows": rows, "summary": summary, "warnings": self.warnings}
+
+
+def validate(paths: Iterable[Path]) -> Validation:
+    """Predict every row of `paths`; DataError for a file that cannot be read as a table of measurements."""
+    rows: list[Prediction] = []
+    warnings: list[str] = []
+    for path in paths:
+        header = columns(path)
+        if set(header) >= _OP_COLUMNS:
+            rows += predict_ops(path)
+            continue
+        runs, bad = read_runs(path)
+        rows += [prediction for run in runs for prediction in predict_run(run)]
+        rows += map(_unread, bad)
+        if unread := unread_columns(header):
+            warnings.append(f"{path}, line 1: no such column, so not read: {', '.join(unread)}")
+    return Validation(rows, tuple(warnings))
+
+
+def _unread(row: BadRow) -> Prediction:
+    return Prediction(id=row.id, source=row.source, chip="", quantity="step_s", reason=row.reason)
+
+
+# --- runs --------------------------------------------------------------------------------------
+
+
+def predict_run(run: Run) -> list[Prediction]:
+    """The predictions of one run: its step time, and its memory where that was measured."""
+    chip = ""
+    try:
+        chip = find_chip(run.chip).name
+        expressed = express(run)
+        found = estimate_run(expressed)
+    except MeshwiseError as error:
+        column = ", column chip" if isinstance(error, ClusterError) and not chip else ""
+        reason = f"{run.where}{column}: {error}"
+        return list(_predictions(run, chip, reason=reason))
+    predicted = {"step_s": found.step_s, "memory_bytes": reported_bytes(expressed, found)}
+    parts = {"step_s": found.time_s, "memory_bytes": found.memory_bytes}
+    rows = _predictions(run, chip, fits=found.fits, approximations=expressed.approximations)
+    return [replace(row, predicted=predicted[row.quantity], parts=parts[row.quantity]) for row in rows]
+
+
+def _predictions(run: Run, chip: str, **shared: Any) -> Iterator[Prediction]:
+    """What was measured, each still without a prediction."""
+    for quantity in ("step_s", "memory_bytes"):
+        if (measured := getattr(run, quantity)) is not None:
+            group = tuple(getattr(run, name) for name in COMPETING)
+            yield Prediction(
+                id=run.id, source=run.source, chip=chip, quantity=quantity, measured=measured, group=group,
+                **shared,
+            )  # fmt: skip
+
+
+def estimate_run(expressed: Expressed, among: Tables | None = None) -> Estimate:
+    """The estimate of a run; `among` are the overheads to use, if not those of the catalog.
+
+    Of the plans that the row leaves open, the first whose memory fits; selective recomputation of today's
+    software (norms, activation functions) is taken to fit where half the activations do.
+    """
+    overheads = expressed.overheads(among)
+    imbalance = expressed.imbalance(overheads)
+    for plan in expressed.plans:
+        plan = replace(plan, imbalance=imbalance)
+        found = estimate(expressed.model, expressed.cluster, plan, expressed.workload, overheads=overheads)
+        spared = 0.5 * found.memory_bytes["activations"] if plan.recompute == "selective" else 0.0
+        if found.memory_bytes["total"] - spared <= expressed.cluster.chip.memory_bytes:
+            break
+    return found
+
+
+def reported_bytes(expressed: Expressed, found: Estimate, among: Tables | None = None) -> float:
+    """The memory that the run reports, of the estimate `found`.
+
+    PyTorch's `allocated` tensors, those and its cache (`reserved`), or all of the `device`'s.
+    """
+    not_reported = {
+        "allocated": found.memory_bytes["overhead"],
+        "reserved": expressed.overheads(among).context_bytes,
+        "device": 0.0,
+    }
+    return found.memory_bytes["total"] - not_reported[expressed.run.memory_kind or "device"]
+
+
+def competing(rows: Sequence[Prediction]) -> list[list[Prediction]]:
+    """Groups of expressed runs of one model, batch and number of GPUs, with at least two plans each."""
+    expressed = [row for row in rows if row.expressed and row.group]
+    return [group for group in grouped(expressed, lambda row: row.group).values() if len(group) > 1]
+
+
+# --- ops and collectives -----------------------------------------------------------------------
+
+
+def predict_ops(path: Path) -> list[Prediction]:
+    """The predictions of a file of op and collective latencies."""
+    found = read_ops(path)
+    rows: list[Prediction] = []
+    for batch in batches(found.rows):
+        chip = find_chip(batch.first.chip)
+        predicted = predict_s(batch, chip, constants(chip, links(batch, chip)))
+        rows += [
+            Prediction(
+                id=row.where, source=row.source, chip=row.chip, quantity=f"{row.op}_s",
+                measured=row.seconds, predicted=seconds,
+            )
+            for row, seconds in zip(batch.rows, predicted.tolist(), strict=True)
+        ]  # fmt: skip
+    return rows + [
+        Prediction(id=problem.where, source=path.stem, chip="", quantity="op_s", reason=problem.reason)
+        for problem in found.problems
+    ]
