@@ -207,6 +207,8 @@ def vocab_of(run: Run, defaults: Defaults) -> int:
 def _plain_model(run: Run, defaults: Defaults) -> Model:
     """A GPT or Llama-like model: gated if that explains its parameters (or, unstated, its width) better."""
 
+    mla = _latent(run, None)
+
     def candidate(gated: bool) -> Model:
         return Model(
             name=run.model,
@@ -214,8 +216,8 @@ def _plain_model(run: Run, defaults: Defaults) -> Model:
             hidden=run.hidden,
             ffn_hidden=run.ffn_hidden,
             num_heads=run.heads,
-            num_kv_heads=run.kv_heads,
-            head_dim=run.hidden // run.heads,
+            num_kv_heads=run.heads if mla else run.kv_heads,
+            head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else run.hidden // run.heads,
             vocab=vocab_of(run, defaults),
             max_seq=run.seq_len,
             activation="swiglu" if gated else "gelu",
@@ -227,7 +229,7 @@ def _plain_model(run: Run, defaults: Defaults) -> Model:
             positions="rotary" if gated else "learned",
             tied_embedding=not gated,
             dropout_frac=0.0 if gated else defaults.dropout_frac,
-            mla=_latent(run, None),
+            mla=mla,
             moe=_experts(run, None),
         )
 

@@ -66,15 +66,15 @@ def choice(doc: str, names: tuple[str, ...]) -> Field:
     return Field(f"one of {', '.join(names)}", lambda value: by_name[str(value)], doc)
 
 
-def sizes(doc: str, joined: str) -> Field:
-    """Whole numbers of at least 1, as text joined by `joined`."""
-    one = whole(doc)
+def sizes(doc: str, joined: str, least: int = 1) -> Field:
+    """Whole numbers of at least `least`, as text joined by `joined`."""
+    one = whole(doc, least)
 
     def read(value: Any) -> tuple[int, ...]:
         parts = value if isinstance(value, list | tuple) else str(value).split(joined)
         return tuple(one.read(part) for part in parts)
 
-    values = f"whole numbers of at least 1, as in {joined.join('342')}"
+    values = f"whole numbers of at least {least}, as in {joined.join('342')}"
     return Field(values, read, doc, lambda parts: joined.join(map(str, parts)))
 
 

@@ -123,7 +123,7 @@ KEYS: dict[str, Field] = {
     "pp": whole("pipeline parallelism: stages"),
     "vpp": whole("chunks of layers on each stage"),
     "schedule": choice("order of forwards and backwards in the pipeline", SCHEDULES),
-    "stages": sizes("layers of each of the pp x vpp stages, where uneven", "-"),
+    "stages": sizes("layers of each of the pp x vpp stages, where uneven; 0: only embedding or head", "-", 0),
     "dp": whole("data parallelism [what the cluster leaves]"),
     "ep": whole("expert parallelism: ranks over which the experts are spread"),
     "etp": whole("ranks that cut each matrix of an expert [tp]"),
