@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwise.core.errors import MeshwiseError
+import meshwise as mw
 from meshwise.core.ledger import COLUMNS
-from meshwise.report.request import Budget, Request, respond
+from meshwise.report.token_budget import TokenBudget
 
 BASE = ("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:64", "--plan", "tp=8,pp=8", "--batch", "64")
 KEYS = {
@@ -107,7 +107,10 @@ BAD = {
     "unknown plan key": (("gpt3-175b", "--plan", "tpp=2"), "tpp"),
     "negative batch": (("gpt3-175b", "--batch", "-4"), "batch=-4"),
     "zero sequence": (("gpt3-175b", "--seq", "0"), "seq=0"),
-    "tokens that are no number": (("gpt3-175b", "--tokens", "nan"), "tokens is nan"),
+    "tokens that are no number": (
+        ("gpt3-175b", "--tokens", "nan"),
+        "--tokens nan must be a number above zero",
+    ),
     "unknown convention": (("gpt3-175b", "--convention", "nersc"), "nersc"),
     "plan file that is missing": (("gpt3-175b", "--plan", "nowhere.toml"), "nowhere.toml"),
     "csv in a folder that is missing": (("gpt3-175b", "--csv", "/nowhere/x.csv"), "/nowhere/x.csv"),
@@ -164,18 +167,11 @@ def test_any_request_is_an_answer_or_a_sentence(
     model, gpus, degrees, choices, batch, seq, micro, tokens
 ) -> None:
     plan = ",".join(f"{key}={value}" for key, value in (degrees | choices).items())
-    request = Request(
-        model=model,
-        cluster=f"h100-80g-sxm:{gpus}",
-        plan=plan,
-        batch=batch,
-        seq=seq,
-        microbatch=micro,
-        budget=Budget(tokens=tokens),
-    )
     try:
-        answer = respond(request)
-    except MeshwiseError as error:
+        found = mw.estimate(model, f"h100-80g-sxm:{gpus}", plan, batch=batch, seq=seq, microbatch=micro)
+        run = TokenBudget(tokens=tokens).run(found)
+    except mw.MeshwiseError as error:
         assert "\n" not in str(error)
     else:
-        assert answer.estimate.step_s > 0
+        assert found.step_s > 0
+        assert not run or run["run_s"] > 0

@@ -10,50 +10,44 @@ from typing import Any
 import numpy as np
 import pytest
 
+import meshwise as mw
 from meshwise.estimate.single import Estimate
 from meshwise.report.estimate_plot import draw_memory, draw_roofline, draw_time, layer_ops
 from meshwise.report.estimate_trace import timeline_events
 from meshwise.report.figure import new_figure
-from meshwise.report.request import Request, respond
 
 pytest.importorskip("matplotlib")
 
 V3_STAGES = "3-" + "4-" * 14 + "2"
 LLAMA_STAGES = "7-" + "8-" * 14 + "7"
 REAL = {
-    "gpt3-175b on 512 A100": Request(
-        model="gpt3-175b",
-        cluster="a100-80g-sxm:512",
-        plan="tp=8,pp=8,vpp=3,schedule=interleaved,recompute=selective",
-        batch=512,
-        seq=2048,
-    ),
-    "deepseek-v3 on 2048 H800": Request(
-        model="deepseek-v3",
-        cluster="h800:2048",
-        plan=f"pp=16,ep=64,schedule=dualpipe,dtype=fp8,recompute=full,overlap_ep=1,stages={V3_STAGES}",
-        batch=15360,
-        seq=4096,
-    ),
-    "llama3-405b on 16384 H100, out of memory": Request(
-        model="llama3-405b",
-        cluster="h100-80g-sxm:16384",
-        plan=f"tp=8,pp=16,stages={LLAMA_STAGES}",
-        batch=2048,
-        seq=8192,
-    ),
+    "gpt3-175b on 512 A100": {
+        "model": "gpt3-175b",
+        "cluster": "a100-80g-sxm:512",
+        "plan": "tp=8,pp=8,vpp=3,schedule=interleaved,recompute=selective",
+        "batch": 512,
+        "seq": 2048,
+    },
+    "deepseek-v3 on 2048 H800": {
+        "model": "deepseek-v3",
+        "cluster": "h800:2048",
+        "plan": f"pp=16,ep=64,schedule=dualpipe,dtype=fp8,recompute=full,overlap_ep=1,stages={V3_STAGES}",
+        "batch": 15360,
+        "seq": 4096,
+    },
+    "llama3-405b on 16384 H100, out of memory": {
+        "model": "llama3-405b",
+        "cluster": "h100-80g-sxm:16384",
+        "plan": f"tp=8,pp=16,stages={LLAMA_STAGES}",
+        "batch": 2048,
+        "seq": 8192,
+    },
 }
-
-
-def priced(request: Request) -> Estimate:
-    answer = respond(request).estimate
-    assert isinstance(answer, Estimate)
-    return answer
 
 
 @pytest.fixture(params=REAL, scope="module")
 def estimate(request: pytest.FixtureRequest) -> Estimate:
-    return priced(REAL[request.param])
+    return mw.estimate(**REAL[request.param])
 
 
 @pytest.mark.parametrize("what", ["time", "memory"])
@@ -127,7 +121,7 @@ def test_the_ending_names_the_format(meshwise, tmp_path: Path, suffix: str, star
         ("step.jpeg", "default", ".png, .svg, .pdf"),
         ("step", "default", ".png, .svg, .pdf"),
         ("nowhere/step.png", "default", "nowhere"),
-        ("step.png", "nersc-2024-02", "convention default"),
+        ("step.png", "nersc-2024-02", "leave --plot out"),
     ],
 )
 def test_what_cannot_be_drawn_is_one_sentence(
@@ -166,7 +160,7 @@ PLANS = {
 
 
 def gpt3(plan: str) -> Estimate:
-    return priced(Request(model="gpt3-175b", cluster="a100-80g-sxm:64", plan=plan, batch=512, seq=2048))
+    return mw.estimate("gpt3-175b", "a100-80g-sxm:64", plan, batch=512, seq=2048)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -208,7 +202,7 @@ def test_the_trace_file_is_one_document(meshwise, tmp_path: Path) -> None:
 def test_what_has_no_timeline_says_so(meshwise, tmp_path: Path) -> None:
     words = ("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:8", "--plan", "tp=8", "--batch", "1")
     for more, says in (
-        (("--convention", "nersc-2024-02", "--trace", str(tmp_path / "x.json")), "no timeline"),
+        (("--convention", "nersc-2024-02", "--trace", str(tmp_path / "x.json")), "leave --trace out"),
         (("--kind", "prefill", "--trace", str(tmp_path / "x.json")), "use kind train"),
         (("--trace", str(tmp_path / "nowhere" / "x.json")), "cannot write"),
     ):

@@ -8,8 +8,9 @@ import pytest
 import meshwise
 
 NAMES = {
-    *("Cluster", "Ledger", "Model", "Plan", "Workload", "__version__"),
-    *("estimate", "find_cluster", "find_model", "parse_plan"),
+    *("Cluster", "Estimate", "Ledger", "MeshwiseError", "Model", "Plan", "Workload", "__version__"),
+    *("compare", "dry_run", "estimate", "frontier", "profile", "reproduce", "run", "search", "validate"),
+    *("find_cluster", "find_model", "parse_plan", "plan_text"),
 }
 
 

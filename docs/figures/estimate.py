@@ -4,38 +4,38 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwise.report.request import Request, respond
+import meshwise as mw
 from meshwise.report.estimate_plot import draw_estimate
 
 STEPS = {
-    "gpt3": Request(
-        model="gpt3-175b",
-        cluster="a100-80g-sxm:512",
-        plan="tp=8,pp=8,vpp=3,recompute=selective",
-        batch=512,
-        seq=2048,
-    ),
-    "deepseek": Request(
-        model="deepseek-v3",
-        cluster="h800:2048",
-        plan="pp=16,ep=64,schedule=dualpipe,dtype=fp8,recompute=full,overlap_ep=1,"
+    "gpt3": {
+        "model": "gpt3-175b",
+        "cluster": "a100-80g-sxm:512",
+        "plan": "tp=8,pp=8,vpp=3,recompute=selective",
+        "batch": 512,
+        "seq": 2048,
+    },
+    "deepseek": {
+        "model": "deepseek-v3",
+        "cluster": "h800:2048",
+        "plan": "pp=16,ep=64,schedule=dualpipe,dtype=fp8,recompute=full,overlap_ep=1,"
         + f"stages=3-{'4-' * 14}2",
-        batch=15360,
-        seq=4096,
-    ),
-    "llama": Request(
-        model="llama3-405b",
-        cluster="h100-80g-sxm:16384",
-        plan=f"tp=8,pp=16,stages=7-{'8-' * 14}7",
-        batch=2048,
-        seq=8192,
-    ),
+        "batch": 15360,
+        "seq": 4096,
+    },
+    "llama": {
+        "model": "llama3-405b",
+        "cluster": "h100-80g-sxm:16384",
+        "plan": f"tp=8,pp=16,stages=7-{'8-' * 14}7",
+        "batch": 2048,
+        "seq": 8192,
+    },
 }
 
 
 def main() -> None:
-    for name, request in STEPS.items():
-        draw_estimate(respond(request).estimate, Path(__file__).parent / f"estimate_{name}.png")
+    for name, step in STEPS.items():
+        draw_estimate(mw.estimate(**step), Path(__file__).parent / f"estimate_{name}.png")
 
 
 if __name__ == "__main__":

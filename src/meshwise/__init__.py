@@ -17,34 +17,51 @@ from typing import TYPE_CHECKING, Any
 from meshwise import estimate as _estimate_folder  # noqa: F401
 from meshwise import search as _search_folder  # noqa: F401
 from meshwise import serve as _serve_folder  # noqa: F401
-from meshwise.api import estimate
+from meshwise.api import (
+    compare,
+    dry_run,
+    estimate,
+    frontier,
+    profile,
+    reproduce,
+    run,
+    search,
+    validate,
+)
 
 if TYPE_CHECKING:
+    from meshwise.core.errors import MeshwiseError as MeshwiseError
     from meshwise.core.ledger import Ledger as Ledger
+    from meshwise.estimate.single import Estimate as Estimate
     from meshwise.machine.hardware import Cluster as Cluster
     from meshwise.machine.hardware import find_cluster as find_cluster
     from meshwise.model.architecture import Model as Model
     from meshwise.model.find import find_model as find_model
     from meshwise.plan.plan import Plan as Plan
     from meshwise.plan.plan import parse_plan as parse_plan
+    from meshwise.plan.plan import plan_text as plan_text
     from meshwise.plan.workload import Workload as Workload
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Cluster": "machine.hardware",
+    "Estimate": "estimate.single",
     "Ledger": "core.ledger",
+    "MeshwiseError": "core.errors",
     "Model": "model.architecture",
     "Plan": "plan.plan",
     "Workload": "plan.workload",
     "find_cluster": "machine.hardware",
     "find_model": "model.find",
     "parse_plan": "plan.plan",
+    "plan_text": "plan.plan",
 }
 """The module of each public name that is imported when it is first used."""
 
-__all__ = ["Cluster", "Ledger", "Model", "Plan", "Workload", "__version__"]
-__all__ += ["estimate", "find_cluster", "find_model", "parse_plan"]
+__all__ = ["Cluster", "Estimate", "Ledger", "MeshwiseError", "Model", "Plan", "Workload", "__version__"]
+__all__ += ["compare", "dry_run", "estimate", "frontier", "profile", "reproduce", "run", "search", "validate"]
+__all__ += ["find_cluster", "find_model", "parse_plan", "plan_text"]
 
 
 def __getattr__(name: str) -> Any:

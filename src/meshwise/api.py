@@ -1,50 +1,387 @@
-"""The verbs of the library: each takes names or objects, and imports what it needs when it is called."""
+"""The verbs of the library: each takes names or objects, and imports what it needs when it is called.
+
+Where a verb takes a model, a cluster or a plan, it takes an object or what the command line takes: a preset,
+a path, or the text of a plan. A problem that the user can act on is a `MeshwiseError` of one sentence.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib.util
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwise.core.errors import MissingExtraError, WorkloadError
 
 if TYPE_CHECKING:
+    from meshwise.calibrate.validate import Validation
+    from meshwise.core.compare import Comparison
     from meshwise.estimate.single import Estimate
     from meshwise.machine.hardware import Cluster
     from meshwise.model.architecture import Model
     from meshwise.plan.plan import Plan
+    from meshwise.plan.workload import Workload
+    from meshwise.published.frontier.run import Frontier
+    from meshwise.published.nersc_2024_02 import Notebook
+    from meshwise.published.nersc_2024_10_plan import Paper
+    from meshwise.runtime.outcome import Outcome
+    from meshwise.runtime.profile import Profiled
+    from meshwise.search.search import Result
+
+PUBLISHED = ("nersc-2024-02", "nersc-2024-10")
+"""The published models that `reproduce` prices with, by the name of their convention."""
 
 
 def estimate(
-    model: str | Model,
-    cluster: str | Cluster,
-    plan: str | Plan = "",
+    model: str | Path | Model,
+    cluster: str | Path | Cluster,
+    plan: str | Path | Plan = "",
     *,
-    batch: int,
-    seq: int,
+    batch: int | None = None,
+    seq: int | None = None,
     microbatch: int = 1,
     kind: str = "train",
+    ideal: bool = False,
 ) -> Estimate:
-    """Price one training step (or one forward pass) of `model` on `cluster` under `plan`.
+    """Price one training step, or one forward pass, of `model` on `cluster` under `plan`.
 
     Args:
         model: A `Model`, a preset (`"llama3-8b"`) or the path of a config.json.
         cluster: A `Cluster`, a preset, `"chip:count"`, or the path of a TOML file.
         plan: A `Plan`, its text (`"tp=8,pp=4"`), or the path of a TOML file.
-        batch: Global batch in sequences.
-        seq: Tokens of a sequence.
+        batch: Global batch in sequences; by default each replica has as many microbatches as stages.
+        seq: Tokens of a sequence; by default what the model allows, at most 4096.
         microbatch: Sequences of a microbatch.
         kind: `train`, `evaluate`, `prefill` or `decode`.
+        ideal: Kernels and links reach the peaks of the data sheet.
+
+    Returns:
+        Times in seconds, memory in bytes, and the ledger of all ops. A plan that needs more memory than
+        the chip has is an answer too (`fits` is False).
 
     Raises:
-        MeshwiseError: A name is unknown, or the plan does not divide model, batch or cluster. A plan that
-            needs more memory than the chip has is an answer (`fits` is False), not an error.
+        MeshwiseError: A name is unknown, or the plan does not divide model, batch or cluster.
     """
     from meshwise.estimate.single import estimate as price
-    from meshwise.machine.hardware import find_cluster
+
+    shape, machine, cut = _model(model), _cluster(cluster), _plan(plan)
+    work = _workload(shape, machine, cut, batch=batch, seq=seq, microbatch=microbatch, kind=kind)
+    return price(shape, machine, cut, work, ideal=ideal)
+
+
+def reproduce(
+    convention: str,
+    model: str | Path | Model,
+    cluster: str | Path | Cluster,
+    plan: str | Path | Plan = "",
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    microbatch: int = 1,
+    kind: str = "train",
+) -> Notebook | Paper:
+    """Price a step as a published model does, to the digit; its tables have their own columns and units.
+
+    Args:
+        convention: `nersc-2024-02` or `nersc-2024-10`.
+        model, cluster, plan, batch, seq, microbatch, kind: As in `estimate`; the notebook of 2024-02 has
+            one sequence by default.
+
+    Raises:
+        MeshwiseError: As in `estimate`, or the published model does not know what is asked.
+    """
+    from meshwise.published.nersc_2024_02 import notebook
+    from meshwise.published.nersc_2024_10_plan import paper
+
+    if convention not in PUBLISHED:
+        raise WorkloadError(f"convention={convention} must be one of {', '.join(PUBLISHED)}")
+    price = notebook if convention == "nersc-2024-02" else paper
+    if batch is None and price is notebook:
+        batch = 1
+    shape, machine, cut = _model(model), _cluster(cluster), _plan(plan)
+    work = _workload(shape, machine, cut, batch=batch, seq=seq, microbatch=microbatch, kind=kind)
+    return price(shape, machine, cut, work)
+
+
+def search(
+    model: str | Path | Model,
+    cluster: str | Path | Cluster,
+    plan: str | Path | Plan = "",
+    *,
+    batch: int,
+    seq: int | None = None,
+    schedules: Sequence[str] = (),
+    top: int = 5,
+) -> Result:
+    """Price every plan of `model` on `cluster` and keep the fastest that fit.
+
+    Args:
+        model: A `Model`, a preset or the path of a config.json.
+        cluster: A `Cluster`, a preset, `"chip:count"`, or the path of a TOML file.
+        plan: What is fixed, as in `estimate`.
+        batch: Global batch in sequences.
+        seq: Tokens of a sequence; by default what the model allows, at most 4096.
+        schedules: Pipeline schedules to try; by default all but GPipe.
+        top: How many plans to keep.
+
+    Returns:
+        How many plans there are, and the fastest that fit (`best`), fastest first; none where none fits.
+
+    Raises:
+        MeshwiseError: A name is unknown or a number makes no sense.
+    """
+    from meshwise.plan.plan import SCHEDULES
+    from meshwise.plan.workload import Workload
+    from meshwise.search.search import search as find
+
+    if top < 1:
+        raise WorkloadError(f"top={top} must be a whole number of at least 1")
+    shape, machine = _model(model), _cluster(cluster)
+    work = Workload(batch=batch, seq=_seq(shape, seq))
+    names = schedules or SCHEDULES[1:]
+    return find(shape, machine, batch=work.batch, seq=work.seq, top=top, base=_plan(plan), schedules=names)
+
+
+def dry_run(
+    program: str,
+    *,
+    ranks: int = 1,
+    rank: int = 0,
+    device: str = "h100-80g-sxm",
+    quiet: bool = True,
+    **options: str | int | float | bool,
+) -> Outcome:
+    """Run one rank of any world of a program on fake tensors: no GPU, no other ranks, no memory.
+
+    Args:
+        program: The name of a program: ulysses, model-2d, train, tensor-parallel, eval-lm, generate.
+        ranks: Ranks in the world.
+        rank: The rank to be.
+        device: A chip of the catalog, whose allocator is replayed, or `cpu`.
+        quiet: Whether the program prints nothing.
+        options: The options of the program, as `seq=4096`.
+
+    Returns:
+        Shapes, FLOP, collectives and peak memory [bytes] as that rank would have them.
+
+    Raises:
+        MissingExtraError: torch is not installed.
+        MeshwiseError: An option is unknown or does not fit.
+    """
+    found, checked = _program(program, options)
+    from meshwise.runtime.dry_run import dry_run as play
+
+    return play(found.name, checked, ranks=ranks, rank=rank, device=device, quiet=quiet)
+
+
+def run(
+    program: str,
+    *,
+    ranks: int = 0,
+    device: str = "cpu",
+    root: int = 0,
+    port: int = 0,
+    profile: str | Path | None = None,
+    recorded: bool = True,
+    quiet: bool = True,
+    **options: str | int | float | bool,
+) -> Outcome | None:
+    """Run a program on real ranks: started here, or by torchrun or srun.
+
+    Ranks that are started here are processes that import the main module again: a script that calls this
+    does so under `if __name__ == "__main__":`.
+
+    Args:
+        program: The name of a program, as in `dry_run`.
+        ranks: Ranks in the world; 0 for what torchrun or srun started, or 1.
+        device: `cpu` (over gloo) or `cuda` (over NCCL).
+        root: The rank whose outcome is returned, and that prints.
+        port: Port where the ranks meet; 0 for a free one.
+        profile: A folder for each rank's trace.
+        recorded: Record every op, or run at full speed.
+        quiet: Whether the program prints nothing.
+        options: The options of the program, as `seq=4096`.
+
+    Returns:
+        What rank `root` did; None on the other ranks that torchrun or srun started.
+
+    Raises:
+        MissingExtraError: torch or the device is missing.
+        MeshwiseError: An option is unknown or does not fit, or a rank failed.
+    """
+    found, checked = _program(program, options)
+    from meshwise.runtime.start import start
+
+    folder = None if profile is None else str(profile)
+    return start(
+        found, checked, ranks=ranks, device=device, root=root, port=port, folder=folder, recorded=recorded,
+        quiet=quiet,
+    )  # fmt: skip
+
+
+def compare(
+    program: str,
+    *,
+    ranks: int = 2,
+    rank: int = 0,
+    with_run: bool = True,
+    port: int = 0,
+    **options: str | int | float | bool,
+) -> Comparison:
+    """Hold the estimate, the dry run and the real CPU run of a program against each other, op by op.
+
+    Args:
+        program: The name of a program, as in `dry_run`.
+        ranks: Ranks in the world.
+        rank: The rank whose numbers are compared.
+        with_run: Whether it is run for real too; the ranks are started as in `run`.
+        port: Port where the ranks meet; 0 for a free one.
+        options: The options of the program, as `seq=4096`.
+
+    Returns:
+        Every count of every op, and whether all agree.
+
+    Raises:
+        MissingExtraError: torch is not installed.
+        MeshwiseError: An option is unknown or does not fit, or a rank failed.
+    """
+    found, checked = _program(program, options)
+    from meshwise.runtime.compare_program import compare_program
+    from meshwise.runtime.start import check_memory
+
+    found.check(checked, ranks)
+    if with_run:
+        check_memory(found, checked, ranks)
+    return compare_program(found, checked, ranks=ranks, rank=rank, with_run=with_run, port=port)
+
+
+def profile(
+    command: Sequence[str],
+    directory: str | Path = "profiles",
+    *,
+    shapes: bool = True,
+    memory: bool = True,
+    stacks: bool = False,
+    overhead: bool = False,
+    stdout: Any = None,
+) -> Profiled:
+    """Run any command and capture all its ranks, its code untouched.
+
+    Args:
+        command: The program and its arguments: `("torchrun", "--nproc-per-node=4", "train.py")`.
+        directory: Folder for the traces, one `rank-N.json` each.
+        shapes: Record the shapes of operators.
+        memory: Record allocations.
+        stacks: Record Python stacks (slow).
+        overhead: Run it without capture first, to state what the capture costs.
+        stdout: Where the command prints, as in `subprocess.run`.
+
+    Returns:
+        Its exit code, its time in seconds, and the files of the traces.
+
+    Raises:
+        MissingExtraError: torch is not installed, or there is no such command.
+        DataError: The folder holds profiles already or cannot be written.
+    """
+    need_torch()
+    from meshwise.runtime.profile import profile_command
+
+    return profile_command(
+        command, Path(directory), shapes=shapes, memory=memory, stacks=stacks, compare=overhead, stdout=stdout
+    )
+
+
+def frontier(
+    chip: str | Path, *, months: float = 3.0, utilization: float = 0.7, **settings: str | float
+) -> Frontier:
+    """Find the best utilization of `chip` at each training compute, and the largest runs.
+
+    Args:
+        chip: A chip or cluster of the catalog, or the path of a TOML file.
+        months: Longest duration of a run, in months of 30 days.
+        utilization: Share of the peaks that throttling leaves.
+        settings: A law, an option or a number of the run, as `schedule="interleaved"` (docs/frontier.md).
+
+    Raises:
+        MeshwiseError: A name is unknown or a number makes no sense.
+    """
+    from meshwise.published.frontier.assumptions import MONTH_S, assumptions
+    from meshwise.published.frontier.device import find_device
+    from meshwise.published.frontier.failures import Failures
+    from meshwise.published.frontier.run import frontier as find
+
+    of_failures = ("device_s_between_interruptions", "storage_bytes_per_s", "restart_s")
+    failures = Failures.llama3().changed(**{key: settings.pop(key) for key in of_failures if key in settings})
+    run_settings = assumptions(**({"duration_s": months * MONTH_S} | settings))
+    return find(find_device(str(chip), utilization=utilization), run_settings, failures)
+
+
+def validate(runs: Iterable[str | Path]) -> Validation:
+    """Predict every row of files of measurements, and say how wrong the predictions are.
+
+    Args:
+        runs: CSV files of measured runs, ops or collectives.
+
+    Raises:
+        DataError: A file cannot be read as a table of measurements.
+    """
+    from meshwise.calibrate.validate import validate as predict
+
+    return predict(map(Path, runs))
+
+
+# --- what they share ---------------------------------------------------------------------------
+
+
+def _model(model: str | Path | Model) -> Model:
     from meshwise.model.find import find_model
+
+    return find_model(str(model)) if isinstance(model, str | Path) else model
+
+
+def _cluster(cluster: str | Path | Cluster) -> Cluster:
+    from meshwise.machine.hardware import find_cluster
+
+    return find_cluster(str(cluster)) if isinstance(cluster, str | Path) else cluster
+
+
+def _plan(plan: str | Path | Plan) -> Plan:
     from meshwise.plan.plan import parse_plan
+
+    return parse_plan(str(plan)) if isinstance(plan, str | Path) else plan
+
+
+def _seq(model: Model, seq: int | None) -> int:
+    """The sequence that is meant where none is given: what the model allows, 4096 tokens at most."""
+    if seq is not None:
+        return seq
+    return int(model.patches.num_tokens) if model.patches is not None else min(model.max_seq, 4096)
+
+
+def _workload(
+    model: Model, cluster: Cluster, plan: Plan, *,
+    batch: int | None, seq: int | None, microbatch: int, kind: str,
+) -> Workload:  # fmt: skip
     from meshwise.plan.workload import Workload
 
-    return price(
-        find_model(model) if isinstance(model, str) else model,
-        find_cluster(cluster) if isinstance(cluster, str) else cluster,
-        parse_plan(plan) if isinstance(plan, str) else plan,
-        Workload(batch=batch, seq=seq, microbatch=microbatch, kind=kind),
-    )
+    if batch is None:
+        batch = plan.data_parallel(cluster.num_chips) * microbatch * plan.pp
+    return Workload(batch=batch, seq=_seq(model, seq), microbatch=microbatch, kind=kind)
+
+
+def _program(name: str, options: dict[str, str | int | float | bool]) -> tuple[Any, Any]:
+    """The program called `name` and its checked options; MissingExtraError without torch."""
+    from meshwise.runtime.programs import find_program, make_options
+
+    found = find_program(name)
+    checked = make_options(found, options)
+    need_torch()
+    return found, checked
+
+
+def need_torch() -> None:
+    """MissingExtraError where torch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtraError('torch is not installed; run: pip install "meshwise[torch]"')
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its notes about groups are none of the user's

@@ -8,10 +8,25 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import Any
 
 import typer
+import typer.core
 
 from meshwise.core.errors import MeshwiseError
+
+
+class Command(typer.core.TyperCommand):
+    """A command that refuses an option given twice, of which it would use only the last."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words of the command line into the parameters of the command."""
+        *_, order = self.make_parser(ctx).parse_args(args=list(args))
+        for param in self.params:
+            if param.param_type_name == "option" and not param.multiple and order.count(param) > 1:
+                raise MeshwiseError(f"{param.opts[0]} is given {order.count(param)} times; give it once")
+        return super().parse_args(ctx, args)
+
 
 app = typer.Typer(
     name="meshwise",
@@ -40,12 +55,35 @@ for _module in (
     importlib.import_module(f"meshwise.cli.{_module}").add_to(app)
 
 
+for _commands in (app, *(group.typer_instance for group in app.registered_groups)):
+    for _command in getattr(_commands, "registered_commands", ()):
+        _command.cls = Command
+
+_UsageError: Any = typer.BadParameter.__base__
+INTERRUPTED = 130
+"""Exit code after SIGINT, as shells have it."""
+
+
 def main() -> None:
     """Run the command line; a problem the user can act on is one sentence and an exit code."""
     try:
-        app()
+        exit_code = app(standalone_mode=False)
+        if exit_code == INTERRUPTED:
+            raise KeyboardInterrupt
+        sys.exit(exit_code)
     except MeshwiseError as error:
-        print(f"meshwise: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _end(str(error), error.exit_code)
+    except _UsageError as error:
+        if "NoArgs" in type(error).__name__:  # the help itself
+            error.show()
+            sys.exit(2)
+        _end(error.format_message(), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        _end("interrupted", INTERRUPTED)
     except BrokenPipeError:
         sys.exit(0)
+
+
+def _end(sentence: str, exit_code: int) -> None:
+    print(f"meshwise: {sentence}", file=sys.stderr)
+    sys.exit(exit_code)

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from meshwise import api
+from meshwise.cli.output import console, print_json
+from meshwise.core.errors import PlanError
+
+if TYPE_CHECKING:
+    from meshwise.published.nersc_2024_02 import Notebook
+    from meshwise.published.nersc_2024_10_plan import Paper
 
 Model = Annotated[str, typer.Argument(help="A preset (gpt3-175b) or the path of a config.json.")]
 ClusterOption = Annotated[
@@ -27,7 +35,7 @@ def estimate(
     ] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens of a sequence [what the model allows].")] = None,
     microbatch: Annotated[int, typer.Option(help="Sequences of a microbatch.")] = 1,
-    kind: Annotated[str, typer.Option(help="train, evaluate or prefill.")] = "train",
+    kind: Annotated[str, typer.Option(help="train, evaluate, prefill or decode.")] = "train",
     convention: Annotated[
         str, typer.Option(help="default, ideal, nersc-2024-02 or nersc-2024-10.")
     ] = "default",
@@ -41,36 +49,57 @@ def estimate(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Price one training step (or forward) of MODEL under a parallel plan, without running it."""
-    from meshwise.report.request import Budget, Request, respond
+    inputs: dict[str, Any] = {"batch": batch, "seq": seq, "microbatch": microbatch, "kind": kind}
+    if convention in api.PUBLISHED:
+        others = {"--tokens": tokens, "--price": price, "--watts": watts, "--plot": plot, "--trace": trace}
+        _refuse(convention, others | {"--per-layer": per_layer or None})
+        tables = api.reproduce(convention, model, cluster, plan, **inputs)
+        _print_tables(tables, csv, json)
+        return
+    if convention not in ("default", "ideal"):
+        known = ", ".join(("default", "ideal", *api.PUBLISHED))
+        raise PlanError(f"--convention {convention} must be one of {known}")
+    from meshwise.report.token_budget import TokenBudget
 
-    request = Request(
-        model=model,
-        cluster=cluster,
-        plan=plan,
-        batch=batch,
-        seq=seq,
-        microbatch=microbatch,
-        kind=kind,
-        convention=convention,
-        budget=Budget(tokens=tokens, price_per_gpu_hour=price, watts=watts),
-    )
-    answer = respond(request)
+    budget = TokenBudget(tokens=tokens, price_per_gpu_hour=price, watts=watts)
+    found = api.estimate(model, cluster, plan, ideal=convention == "ideal", **inputs)
+    run = budget.run(found)
     if csv is not None:
-        answer.write_csv(csv, per_layer=per_layer)
+        (found.layer() if per_layer else found.ledger).to_csv(csv)
     if plot is not None:
         from meshwise.report.estimate_plot import draw_estimate
 
-        draw_estimate(answer.estimate, plot)
+        draw_estimate(found, plot)
     if trace is not None:
         from meshwise.report.estimate_trace import write_timeline
 
-        write_timeline(answer.estimate, trace)
+        write_timeline(found, trace)
+    from meshwise.report.estimate_table import layer_totals, print_estimate
+
+    if not json:
+        print_estimate(found, console(), run=run, per_layer=per_layer)
+        return
+    document = found.to_json(ledger=not per_layer) | ({"run": run} if run else {})
+    if per_layer:
+        layer = found.layer()
+        document |= {"ledger": layer.to_json(), "layer": layer_totals(layer)}
+    print_json(document)
+
+
+def _refuse(convention: str, options: dict[str, Any]) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise PlanError(f"convention {convention} has tables of one step only; leave {option} out")
+
+
+def _print_tables(tables: Notebook | Paper, csv: Path | None, json: bool) -> None:
+    """Print the tables of a published model, and write them with its columns and units to `csv`."""
+    from meshwise.core.files import write_text
+    from meshwise.report.estimate_table import print_published
+
+    if csv is not None:
+        write_text(csv, tables.to_csv())
     if json:
-        from meshwise.cli.output import print_json
-
-        print_json(answer.to_json(per_layer=per_layer))
+        print_json(tables.to_json())
     else:
-        from meshwise.cli.output import console
-        from meshwise.report.estimate_table import print_estimate
-
-        print_estimate(answer, console(), per_layer=per_layer)
+        print_published(tables, console())

@@ -5,13 +5,14 @@ The options of a program follow its name: `meshwise run ulysses --ranks 4 --seq 
 
 from __future__ import annotations
 
-import os
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwise.core.errors import MissingExtraError, PlanError
+from meshwise import api
+from meshwise.core.errors import PlanError
 
 if TYPE_CHECKING:
     from meshwise.core.compare import Comparison
@@ -62,24 +63,12 @@ def run(
     if csv is not None and not ledger:
         raise PlanError("--csv writes the ledger, which --no-ledger leaves out; give one of them")
     found, options = _parse(ctx, program, show_help)
-    _need_torch()
-    from meshwise.runtime.launch import launch, outside_place
-    from meshwise.runtime.run import run_rank
-
-    if device not in ("cpu", "cuda"):
-        raise PlanError(f"--device {device} is unknown; use cpu or cuda (dryrun takes chips of the catalog)")
-    outside = outside_place(os.environ)
-    ranks = ranks or (outside.world_size if outside else 1)
-    found.check(options, ranks)
-    if not 0 <= root < ranks:
-        raise PlanError(f"--root {root} is not a rank of {ranks}; name one from 0 to {ranks - 1}")
-    if outside is None and device == "cpu":
-        _check_memory(found, options, ranks)
-    folder = str(profile) if profile else None
-    arguments = (found.name, options, root, json, folder, ledger)
-    outcomes = launch(run_rank, ranks, *arguments, device_type=device, port=port)
-    if outcomes is not None:
-        _show(outcomes[root], csv, json, says_result=found.says_result)
+    outcome = api.run(
+        found.name, ranks=ranks, device=device, root=root, port=port, profile=profile, recorded=ledger,
+        quiet=json, **options,
+    )  # fmt: skip
+    if outcome is not None:
+        _show(outcome, csv, json, says_result=found.says_result)
 
 
 def dryrun(
@@ -98,10 +87,7 @@ def dryrun(
     allocator's rounding and the cuBLAS workspace.
     """
     found, options = _parse(ctx, program, show_help)
-    _need_torch()
-    from meshwise.runtime.dry_run import dry_run
-
-    outcome = dry_run(found.name, options, ranks=ranks, rank=rank, device=device, quiet=json)
+    outcome = api.dry_run(found.name, ranks=ranks, rank=rank, device=device, quiet=json, **options)
     _show(outcome, csv, json, says_result=found.says_result)
 
 
@@ -122,13 +108,7 @@ def compare(
     Exit code 1 if any count differs: FLOP, shapes, bytes, collectives, payloads, tensors kept and alive.
     """
     found, options = _parse(ctx, program, show_help)
-    _need_torch()
-    from meshwise.runtime.compare_program import compare_program
-
-    found.check(options, ranks)
-    if with_run:
-        _check_memory(found, options, ranks)
-    result = compare_program(found, options, ranks=ranks, rank=rank, with_run=with_run, port=port)
+    result = api.compare(found.name, ranks=ranks, rank=rank, with_run=with_run, port=port, **options)
     if json:
         from meshwise.cli.output import print_json
 
@@ -151,7 +131,7 @@ def calibrate(
     json: Json = False,
 ) -> None:
     """Measure this machine (GEMM by shape, memory, collectives) into a cluster file for `estimate`."""
-    _need_torch()
+    api.need_torch()
     from meshwise.core.files import check_writable
     from meshwise.runtime.calibrate import calibrate as measure
 
@@ -181,7 +161,7 @@ def calibrate(
 # --- what they share ---------------------------------------------------------------------------
 
 
-def _parse(ctx: typer.Context, name: str, show_help: bool) -> tuple[Program, Any]:
+def _parse(ctx: typer.Context, name: str, show_help: bool) -> tuple[Program, dict[str, Any]]:
     """The program and its options; `--help` prints the options of both and ends."""
     from meshwise.runtime.programs import PROGRAMS, find_program, parse_options
 
@@ -197,7 +177,8 @@ def _parse(ctx: typer.Context, name: str, show_help: bool) -> tuple[Program, Any
     if not name:
         raise PlanError(f"name a program: {', '.join(PROGRAMS)}")
     program = find_program(name)
-    return program, parse_options(program, ctx.args)
+    options = parse_options(program, ctx.args)
+    return program, {field.name: getattr(options, field.name) for field in fields(options)}
 
 
 def _print_options(program: Program) -> None:
@@ -213,39 +194,6 @@ def _print_options(program: Program) -> None:
     out = console()
     out.print(f"\n{program.doc}\n\nOptions of {program.name}:", markup=False)
     out.print(table, markup=False)
-
-
-def _need_torch() -> None:
-    import importlib.util
-
-    if importlib.util.find_spec("torch") is None:
-        raise MissingExtraError('torch is not installed; run: pip install "meshwise[torch]"')
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its notes about groups are none of the user's
-
-
-def _check_memory(program: Program, options: Any, ranks: int) -> None:
-    """PlanError before a run that this machine's memory cannot hold, where the closed form can tell."""
-    from meshwise.core.units import with_prefix
-    from meshwise.program.tape import Tape
-
-    available_bytes = _available_bytes()
-    if program.estimate is None or available_bytes is None:
-        return
-    tape = Tape("estimate", 0, ranks)
-    program.estimate(options, tape)
-    if ranks * tape.peak_bytes > available_bytes:
-        need, have = (with_prefix(size, "B") for size in (ranks * tape.peak_bytes, available_bytes))
-        raise PlanError(
-            f"{program.name} on {ranks} ranks needs {need}, this machine has {have} free; "
-            "use dryrun, or smaller sizes"
-        )
-
-
-def _available_bytes() -> float | None:
-    """Memory that new processes can take, what the system caches included; None where Linux does not say."""
-    path = Path("/proc/meminfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _show(outcome: Outcome, csv: Path | None, json: bool, *, says_result: bool) -> None:

@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
+from meshwise import api
 from meshwise.cli.estimate import ClusterOption, Model
+from meshwise.cli.output import console, print_json
 
 
 def add_to(app: typer.Typer) -> None:
@@ -25,25 +27,11 @@ def search(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Price every plan of MODEL on a cluster and show the fastest that fit; exit 1 if none does."""
-    from meshwise.machine.hardware import find_cluster
-    from meshwise.model.find import find_model
-    from meshwise.plan.plan import SCHEDULES, parse_plan
-    from meshwise.plan.workload import Workload
-    from meshwise.report.request import default_seq
-    from meshwise.search.search import search as find
-
-    shape, machine = find_model(model), find_cluster(cluster)
-    load = Workload(batch=batch, seq=seq if seq is not None else default_seq(shape))
-    names = [name.strip() for name in schedules.split(",") if name.strip()] or SCHEDULES[1:]
-    result = find(
-        shape, machine, batch=load.batch, seq=load.seq, top=top, base=parse_plan(plan), schedules=names
-    )
+    names = [name.strip() for name in schedules.split(",") if name.strip()]
+    result = api.search(model, cluster, plan, batch=batch, seq=seq, schedules=names, top=top)
     if json:
-        from meshwise.cli.output import print_json
-
         print_json(result.to_json())
     else:
-        from meshwise.cli.output import console
         from meshwise.report.search_table import print_search
 
         print_search(result, console())

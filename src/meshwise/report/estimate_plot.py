@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.core.errors import PlanError
 from meshwise.core.ledger import Ledger
 from meshwise.core.units import duration, with_prefix
 from meshwise.estimate.single import Estimate
 from meshwise.model.architecture import num_moe_layers
 from meshwise.plan.plan import Plan
 from meshwise.report.figure import check_format, new_figure, save_figure
-from meshwise.report.request import Answer, Budget
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,16 +45,14 @@ _NAMED_FRAC = 0.01
 Floats = NDArray[np.float64]
 
 
-def draw_estimate(estimate: object, path: str | Path) -> None:
+def draw_estimate(estimate: Estimate, path: str | Path) -> None:
     """Draw an `Estimate` to `path`: time, memory and roofline, in the format that its ending names.
 
-    Raises DataError for another ending or a place that cannot be written, PlanError for the tables of a
-    published convention, MissingExtraError without matplotlib.
+    Raises DataError for another ending or a place that cannot be written, MissingExtraError without
+    matplotlib.
     """
     path = Path(path)
     check_format(path)
-    if not isinstance(estimate, Estimate):
-        raise PlanError("this convention has tables only, no picture; use convention default or ideal")
     figure = new_figure(11, 9)
     figure.suptitle(_title(estimate), x=0.01, ha="left", fontsize=10.5)
     axes: dict[str, Axes] = figure.subplot_mosaic(
@@ -183,7 +179,7 @@ def _marks(estimate: Estimate) -> _Marks:
 
 def layer_ops(estimate: Estimate) -> Ledger:
     """The ops (not the collectives) of the kind of layer that the model has most of, one microbatch."""
-    model, ledger = estimate.model, Answer(estimate, Budget()).layer()
+    model, ledger = estimate.model, estimate.layer()
     kind = "moe_layer" if 2 * num_moe_layers(model) >= model.num_layers else "layer"
     of_kind = np.array([module.partition(".")[0] == kind for module in ledger["module"]])
     phases = list(PHASES) if estimate.trains else ["forward"]

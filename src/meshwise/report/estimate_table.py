@@ -11,35 +11,29 @@ from rich.table import Table
 
 from meshwise.core.ledger import PHASES, Ledger
 from meshwise.core.units import duration, with_prefix
+from meshwise.estimate.single import Estimate
 from meshwise.published.nersc_2024_02 import TABLES, TOTALLED, Notebook
 from meshwise.published.nersc_2024_10_plan import Paper
-from meshwise.report.request import Answer, NotebookAnswer, phase_totals
 
 
-def print_estimate(answer: Answer | NotebookAnswer, console: Console, *, per_layer: bool = False) -> None:
-    """Print the totals, where time and memory go, the stages, and (asked for) the ops of a layer."""
-    if isinstance(answer, NotebookAnswer):
-        if isinstance(answer.estimate, Paper):
-            _print_paper(answer.estimate, console)
-        else:
-            _print_notebook(answer.estimate, console)
-        return
-    estimate = answer.estimate
-    _print_head(answer, console)
+def print_estimate(
+    estimate: Estimate, console: Console, *, run: Mapping[str, float], per_layer: bool = False
+) -> None:
+    """Print the totals (of a whole `run` too), the parts, the stages, and perhaps the ops of a layer."""
+    _print_head(estimate, run, console)
     console.print(_share_table("time of a step", estimate.time_s, estimate.step_s, duration))
     memory = dict(estimate.memory_bytes)
     total = memory.pop("total")
     console.print(_share_table("memory of the fullest rank", memory, total, lambda x: with_prefix(x, "B")))
     if len(estimate.step.stages) > 1:
-        console.print(_stage_table(answer))
+        console.print(_stage_table(estimate))
     if per_layer:
-        print_ledger(answer.layer(), console)
+        print_ledger(estimate.layer(), console)
     for note in estimate.notes():
         console.print(f"note: {note}")
 
 
-def _print_head(answer: Answer, console: Console) -> None:
-    estimate = answer.estimate
+def _print_head(estimate: Estimate, run: Mapping[str, float], console: Console) -> None:
     plan, on, chips = estimate.plan, estimate.degrees, estimate.cluster.num_chips
     degrees = f"tp={plan.tp} cp={plan.cp} pp={plan.pp} dp={int(on.dp)}"
     if estimate.model.moe:
@@ -60,8 +54,7 @@ def _print_head(answer: Answer, console: Console) -> None:
         ("model FLOP", with_prefix(estimate.flop_per_step, "FLOP") + " per step"),
         ("memory", f"{with_prefix(estimate.memory_bytes['total'], 'B')} of {capacity}: {verdict}"),
     ]
-    for name, value in answer.run().items():
-        lines.append((name, _run_value(name, value)))
+    lines += [(name, _run_value(name, value)) for name, value in run.items()]
     grid = Table.grid(padding=(0, 2))
     for label, text in lines:
         grid.add_row(label, text)
@@ -91,13 +84,13 @@ def _share_table(title: str, parts: dict[str, float], total: float, show: Any) -
     return table
 
 
-def _stage_table(answer: Answer) -> Table:
+def _stage_table(estimate: Estimate) -> Table:
     table = Table(
         title="pipeline stages (one microbatch)", title_justify="left", box=box.SIMPLE, pad_edge=False
     )
     for name in ("stage", "alike", "layers", "forward", "backward", "memory"):
         table.add_column(name, justify="right")
-    for cost in answer.estimate.step.stages:
+    for cost in estimate.step.stages:
         stage, time = cost.stage, cost.time
         ends = ("embedding + " if stage.embeddings else "") + f"{float(stage.layers):g}"
         table.add_row(
@@ -109,6 +102,18 @@ def _stage_table(answer: Answer) -> Table:
             with_prefix(float(cost.memory.total), "B"),
         )
     return table
+
+
+def layer_totals(ledger: Ledger) -> dict[str, dict[str, float]]:
+    """FLOP, bytes and seconds of each phase; `comm_frac` is the share of exposed communication."""
+    return {phase: _totals(rows) for phase in PHASES if len(rows := ledger.where(phase=phase))}
+
+
+def _totals(rows: Ledger) -> dict[str, float]:
+    columns = ("flop", "read_bytes", "write_bytes", "saved_bytes", "payload_bytes", "time_s")
+    totals = {name: rows.total(name) for name in columns}
+    exposed_s = rows.total("exposed_s")
+    return totals | {"comm_frac": exposed_s / totals["time_s"] if totals["time_s"] else 0.0}
 
 
 WIDE_COLUMNS = 105
@@ -135,7 +140,7 @@ def _phase_table(ledger: Ledger, phase: str, *, wide: bool) -> Table:
         on_axis = f"{row['collective']}, {row['axis']}={row['group_size']}" if row["collective"] else ""
         cells = _ledger_cells(row) | {"binds": binds(row)}
         table.add_row(row["op"], on_axis or row["shape"], *(cells[name] for name in shown))
-    sums = phase_totals(ledger)
+    sums = _totals(ledger)
     cells = _ledger_cells(sums | {"payload_bytes": None})
     cells["binds"] = f"{sums['comm_frac']:.0%} link" if sums["comm_frac"] else ""
     table.add_section()
@@ -163,6 +168,11 @@ def binds(row: dict[str, Any]) -> str:
     if row["collective"]:
         return "link"
     return "memory" if (row["memory_s"] or 0.0) > (row["compute_s"] or 0.0) else "compute"
+
+
+def print_published(answer: Notebook | Paper, console: Console) -> None:
+    """Print the tables of a published model."""
+    (_print_paper if isinstance(answer, Paper) else _print_notebook)(answer, console)  # type: ignore[arg-type]
 
 
 def _print_paper(paper: Paper, console: Console) -> None:

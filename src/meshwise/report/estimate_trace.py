@@ -22,14 +22,11 @@ from meshwise.estimate.stage import Stage, plan_chunks
 from meshwise.report.chrome_trace import chrome_events, complete, metadata, write_events
 
 
-def write_timeline(estimate: object, path: str | Path) -> None:
+def write_timeline(estimate: Estimate, path: str | Path) -> None:
     """Write the timeline of an `Estimate` to `path`, whole or not at all.
 
-    Raises PlanError for the tables of a published convention and for a step without a backward, DataError
-    for a place that cannot be written.
+    Raises PlanError for a step without a backward, DataError for a place that cannot be written.
     """
-    if not isinstance(estimate, Estimate):
-        raise PlanError("this convention has tables only, no timeline; use convention default or ideal")
     write_events(timeline_events(estimate), path)
 
 

@@ -22,7 +22,7 @@ from meshwise.estimate.timing import machine
 from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import find_overheads
 from meshwise.model.architecture import Model
-from meshwise.plan.plan import RECOMPUTE, SCHEDULES, Plan
+from meshwise.plan.plan import RECOMPUTE, SCHEDULES, Plan, plan_text
 from meshwise.plan.workload import Workload
 
 MAX_TP = 64
@@ -51,6 +51,7 @@ class Result:
             "best": [
                 {
                     "plan": found.to_json(ledger=False)["plan"],
+                    "plan_text": plan_text(found.plan),
                     "microbatch": found.workload.microbatch,
                     "step_s": found.step_s,
                     "mfu": found.mfu,
