@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from figures import figures_script
 from meshwise.core.errors import PlanError
 from meshwise.core.units import Num
 from meshwise.cost.collective import sent_bytes
@@ -30,8 +31,9 @@ from meshwise.program.cut import Cut
 from meshwise.program.grid import default_grid
 from meshwise.program.op import Op
 from meshwise.program.tensor_1d import bias_params, matrix_params, norm_params
-from meshwise.report.layout_plot import MATRICES, Block, held_blocks, plot_blocks, plot_scaling
 
+FIGURES = figures_script("tensor")
+Block = tuple[tuple[Fraction, Fraction], tuple[Fraction, Fraction]]
 GPT3 = find_model("gpt3-175b")
 # No limit of heads: so many that any grid divides them.
 WIDE = replace(GPT3, num_heads=2**30, num_kv_heads=2**30, head_dim=1)
@@ -228,7 +230,7 @@ def test_blocks_cover_each_matrix_and_are_those_of_the_closed_form(layout: str) 
     """Blocks are equal or apart; their shares are the weights and kept activations that a layout states."""
     grid = GRIDS[layout]
     num = int(np.prod(grid))
-    held = [held_blocks(layout, grid, rank) for rank in range(num)]
+    held = [FIGURES.held_blocks(layout, grid, rank) for rank in range(num)]
     on = cut(layout, () if layout == "1d" else tuple(map(float, grid)))
     ops = {
         op.name: op
@@ -243,7 +245,7 @@ def test_blocks_cover_each_matrix_and_are_those_of_the_closed_form(layout: str) 
     for name, op in (("W first", ops["fc1"]), ("W second", ops["fc2"])):
         matrix = float(_area(held[0][name])) * GPT3.hidden * GPT3.ffn_hidden
         assert matrix < op.num_params < matrix * 1.001  # and a bias
-    for name in MATRICES:
+    for name in FIGURES.MATRICES:
         different = {blocks[name] for blocks in held}
         assert sum(map(_area, different)) == 1
         assert len({_area(one) for one in different}) == 1
@@ -261,8 +263,8 @@ def _overlap(one: tuple[Fraction, Fraction], other: tuple[Fraction, Fraction]) -
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    plot_blocks({"3d": (2, 2, 2)}, tmp_path / "blocks.png")
-    points = plot_scaling(
+    FIGURES.plot_blocks({"3d": (2, 2, 2)}, tmp_path / "blocks.png")
+    points = FIGURES.plot_scaling(
         {"job": (GPT3, 2048)}, find_cluster("h100-80g-sxm:64"), [4, 8, 64], tmp_path / "scaling.png"
     )
     assert all((tmp_path / name).stat().st_size > 10_000 for name in ("blocks.png", "scaling.png"))

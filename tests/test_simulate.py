@@ -5,7 +5,6 @@ Times are whole numbers, so sums are exact and equal means equal.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -15,10 +14,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from figures import DOCS, figures_script
 from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.cost import schedule as closed_form
 from meshwise.cost.simulate import KINDS, Timeline, _play, simulate
-from meshwise.report.chrome_trace import chrome_events, write_chrome_trace
+from meshwise.report.chrome_trace import chrome_events, write_events
 
 CHUNKED = ("interleaved", "zb-v", "dualpipe-v")
 ticks = st.integers(10, 40)
@@ -222,29 +222,23 @@ def test_trace_events_nest_and_are_in_order(
 def test_trace_file_is_whole_or_absent(tmp_path: Path) -> None:
     timeline = simulate("1f1b", 1e-3, 1e-3, 1e-3, pp=2, m=4)
     target = tmp_path / "trace.json"
-    write_chrome_trace(timeline, target)
+    write_events(chrome_events(timeline), target)
     document = json.loads(target.read_text())
     assert document["traceEvents"] == chrome_events(timeline)
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
     with pytest.raises(MeshwiseError, match="cannot write"):
-        write_chrome_trace(timeline, tmp_path / "absent" / "trace.json")
+        write_events(chrome_events(timeline), tmp_path / "absent" / "trace.json")
 
 
 def test_page_shows_the_tables_that_the_figures_script_prints() -> None:
-    docs = Path(__file__).parents[1] / "docs"
-    spec = importlib.util.spec_from_file_location("pipeline_figures", docs / "figures" / "pipeline.py")
-    assert spec and spec.loader
-    figures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(figures)
-    page = (docs / "pipeline.md").read_text(encoding="utf-8")
+    page = (DOCS / "pipeline.md").read_text(encoding="utf-8")
+    figures = figures_script("pipeline")
     assert figures.table(8, 32) in page
     assert figures.hops_table(8, (16, 64, 256)) in page
 
 
 def test_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from meshwise.report.pipeline_plot import plot_timelines
-
     timeline = simulate("dualpipe-v", 1, 1, 1, pp=2, m=4, v=2, p2p_s=0.1, p2p_overlaps=False)
-    plot_timelines({"two ranks": timeline}, tmp_path / "pipeline.png")
+    figures_script("pipeline").plot_timelines({"two ranks": timeline}, tmp_path / "pipeline.png")
     assert (tmp_path / "pipeline.png").read_bytes().startswith(b"\x89PNG")

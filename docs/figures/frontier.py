@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwise.published.frontier import Assumptions, Device, assumptions, find_device, frontier, latency_wall_flop
+from meshwise.core.units import with_prefix
+from meshwise.published.frontier import (
+    Assumptions,
+    Device,
+    assumptions,
+    find_device,
+    frontier,
+    latency_wall_flop,
+)
 from meshwise.published.frontier.assumptions import sizes
 from meshwise.published.frontier.run import RUN_UTILIZATION, failure_sensitivity, sensitivity
 from meshwise.published.frontier.step import all_reduce_latency_s
 from meshwise.report.frontier_plot import plot_frontiers, plot_sensitivity
 from meshwise.report.frontier_table import flop
-from meshwise.core.units import with_prefix
 
 CHIPS = ("v100-16g-sxm", "a100-80g-sxm", "h100-80g-sxm", "h200-sxm", "b200-sxm", "gb200-nvl72")
 

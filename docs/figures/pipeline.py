@@ -3,14 +3,88 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from meshwise.cost import schedule as closed_form
-from meshwise.cost.simulate import Timeline, simulate
-from meshwise.report.pipeline_plot import plot_timelines
+from meshwise.cost.simulate import KINDS, Timeline, simulate
+from meshwise.report.figure import new_figure, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
+
+
+_COLORS = {
+    "F": ("#9ecae8", "#4a8fc2"),
+    "B": ("#a8d8a0", "#4fa14a"),
+    "I": ("#a8d8a0", "#4fa14a"),
+    "W": ("#fdd0a2", "#f0913a"),
+}
+_SEND_COLOR = "#d62728"
+_MAX_NUMBERED = 700
+
+
+def draw_timeline(axes: Axes, timeline: Timeline, title: str) -> None:
+    """Draw a timeline into matplotlib axes.
+
+    Blue is forward, green the backward (its input half where it is split), orange the weight half, white is
+    bubble; second and later chunks of a rank are darker. In a DualPipe pair the forward is the upper half.
+    """
+    start, end = timeline.start_s, timeline.end_s
+    below_pair = np.append(False, timeline.paired[:-1])
+    bottom = timeline.rank + np.where(timeline.paired, -0.42, np.where(below_pair, 0.0, -0.42))
+    height = np.where(timeline.paired | below_pair, 0.42, 0.84)
+    for kind, name in enumerate(KINDS):
+        for chunk in range(timeline.chunk.max() + 1):
+            rows = np.flatnonzero((timeline.kind == kind) & (timeline.chunk == chunk))
+            axes.barh(
+                bottom[rows],
+                (end - start)[rows],
+                height[rows],
+                start[rows],
+                align="edge",
+                color=_COLORS[name][min(chunk, 1)],
+                edgecolor="white",
+                linewidth=0.4,
+            )
+    sends = np.flatnonzero(timeline.send_s)
+    axes.barh(timeline.rank[sends], timeline.send_s[sends], 0.84, end[sends], color=_SEND_COLOR)
+    if len(start) <= _MAX_NUMBERED:
+        for row in range(len(start)):
+            axes.text(
+                (start[row] + end[row]) / 2,
+                bottom[row] + height[row] / 2,
+                str(timeline.microbatch[row]),
+                ha="center",
+                va="center",
+                fontsize=5.5 if height[row] > 0.5 else 4.0,
+                color="#222222",
+            )
+    axes.set_ylim(timeline.num_ranks - 0.5, -0.5)
+    axes.set_xlim(0, timeline.makespan_s)
+    axes.set_yticks(range(timeline.num_ranks), [f"rank {r}" for r in range(timeline.num_ranks)], fontsize=7)
+    axes.tick_params(axis="x", labelsize=7)
+    axes.tick_params(axis="y", length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.set_title(title, loc="left", fontsize=8.5)
+
+
+def plot_timelines(timelines: dict[str, Timeline], path: Path, *, unit_name: str = "s") -> None:
+    """Write one picture with the timelines below each other on a common time axis, by title."""
+    heights = [0.24 * timeline.num_ranks + 0.45 for timeline in timelines.values()]
+    figure = new_figure(10, sum(heights) + 0.3)
+    rows = figure.subplots(
+        len(timelines), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
+    )
+    for axes, (title, played) in zip(rows[:, 0], timelines.items(), strict=True):
+        draw_timeline(axes, played, title)
+    rows[-1, 0].set_xlim(0, max(played.makespan_s for played in timelines.values()))
+    rows[-1, 0].set_xlabel(f"time [{unit_name}]", fontsize=8)
+    save_figure(figure, path)
 
 
 def timeline(schedule: str, pp: int, m: int, **options: object) -> Timeline:

@@ -47,11 +47,6 @@ def chrome_events(timeline: Timeline) -> list[dict[str, Any]]:
     return names + actions
 
 
-def write_chrome_trace(timeline: Timeline, path: str | Path) -> None:
-    """Write the trace to `path`, whole or not at all. Raises DataError if it cannot be written."""
-    write_events(chrome_events(timeline), path)
-
-
 def write_events(events: Sequence[dict[str, Any]], path: str | Path) -> None:
     """Write events as one trace file, whole or not at all. Raises DataError if it cannot be written."""
     write_bytes(Path(path), msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}))
