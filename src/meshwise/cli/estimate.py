@@ -52,7 +52,7 @@ def estimate(
     inputs: dict[str, Any] = {"batch": batch, "seq": seq, "microbatch": microbatch, "kind": kind}
     if convention in api.PUBLISHED:
         others = {"--tokens": tokens, "--price": price, "--watts": watts, "--plot": plot, "--trace": trace}
-        _refuse(convention, others | {"--per-layer": per_layer or None})
+        _refuse(convention, others)  # not --per-layer: the published tables are of one layer anyway
         tables = api.reproduce(convention, model, cluster, plan, **inputs)
         _print_tables(tables, csv, json)
         return
