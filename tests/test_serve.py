@@ -10,17 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwise.core.errors import MeshwiseError, PlanError, WorkloadError
+from meshwise.core.units import Num
+from meshwise.estimate.timing import op_times
 from meshwise.machine.hardware import find_cluster
+from meshwise.model.architecture import layer_kinds
 from meshwise.model.find import find_model
 from meshwise.model.weights import num_params
-from meshwise.program.serving import Instance, check_instance
+from meshwise.plan.plan import Plan
+from meshwise.program.block import block
+from meshwise.program.cut import Cut
+from meshwise.program.op import precision
+from meshwise.program.serving import cache_bytes, serving_block, serving_embed, serving_head
+from meshwise.program.vocabulary import embed, head
 from meshwise.serve import serving as est
 
 
 def server(model: str, cluster: str, *, prompt: int = 2048, output: int = 256, **plan: Any) -> est.Serving:
-    where = find_cluster(cluster)
-    plan.setdefault("dp", where.num_chips // plan.get("tp", 1))
-    return est.serving(Instance(model=find_model(model), **plan), where, prompt=prompt, output=output)
+    return est.serving(find_model(model), find_cluster(cluster), Plan(**plan), prompt=prompt, output=output)
 
 
 # --- by hand -------------------------------------------------------------------------------------
@@ -45,7 +51,7 @@ def test_one_rank_holds_all_weights() -> None:
     ],
 )
 def test_cache_of_a_sequence(model: str, plan: dict[str, Any], by_hand: int) -> None:
-    assert est.cache_bytes(server(model, f"h200-sxm:{plan.get('tp', 1)}", **plan)) == by_hand
+    assert est.sequence_bytes(server(model, f"h200-sxm:{plan.get('tp', 1)}", **plan)) == by_hand
 
 
 def test_the_most_sequences_are_the_last_that_fit() -> None:
@@ -121,8 +127,11 @@ def test_prefill_of_deepseek_v3() -> None:
 @settings(max_examples=25)
 def test_more_work_takes_longer(model: str, sequences: int, prompt: int) -> None:
     of = server(model, "h200-sxm:8", tp=4, ep=1 if model == "llama3-8b" else 4)
-    one, more = (est.pass_time(of, float(n), 1, float(prompt)).total_s for n in (sequences, 2 * sequences))
-    longer = est.pass_time(of, float(sequences), 1, 2.0 * prompt).total_s
+
+    def decode_s(sequences: int, past: int) -> Num:
+        return est.pass_time(of, of.cut("decode", float(sequences), past=float(past))).total_s
+
+    one, more, longer = (decode_s(sequences * n, prompt * m) for n, m in ((1, 1), (2, 1), (1, 2)))
     assert one <= more * (1 + 1e-9)
     assert one <= longer * (1 + 1e-9)
     assert more <= 2 * one * (1 + 1e-9)
@@ -148,12 +157,53 @@ def test_sequences_within_a_limit() -> None:
 def test_experts_do_the_same_work_however_they_are_spread() -> None:
     """Token-expert pairs of all ranks: top_k a token, with and without an exchange, cut or not."""
     for tp, ep, etp in ((8, 8, 1), (8, 1, 8), (2, 8, 1), (1, 8, 1), (4, 4, 1)):
-        instance = Instance(model=find_model("mixtral-8x7b"), tp=tp, dp=8 // tp, ep=ep, etp=etp)
-        check_instance(instance)
-        work = est.experts_of(instance, 10.0, 1)
-        copies = instance.world / instance.expert_ranks
-        pairs = float(np.asarray(work.tokens * work.top_k)) * ep * copies
-        assert pairs == pytest.approx(10 * instance.dp * 2)
+        of = server("mixtral-8x7b", "h200-sxm:8", tp=tp, ep=ep, etp=etp)
+        ops = est.pass_ops(of.model, of.cut("decode", 10.0, past=100.0))
+        tokens, top_k, *_ = next(op.shape for op in ops if op.kind == "experts")
+        copies = 8 / (ep * etp)
+        assert float(tokens * top_k) * ep * copies == pytest.approx(10 * of.dp * 2)
+
+
+@given(
+    model=st.sampled_from(["llama3-8b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-20b", "qwen3-30b-a3b"]),
+    kind=st.sampled_from(["prefill", "decode"]),
+    tp=st.sampled_from([1.0, 2.0, 8.0]), ep=st.sampled_from([1.0, 4.0, 8.0]), etp=st.sampled_from([1.0, 2.0]),
+)  # fmt: skip
+@settings(max_examples=30)
+def test_a_pass_holds_the_weights_of_training(
+    model: str, kind: str, tp: float, ep: float, etp: float
+) -> None:
+    cut = Cut(microbatch=3.0, seq=5.0, past=7.0, kind=kind, tp=tp, ep=ep, etp=etp)
+    of = find_model(model)
+    pairs = [(embed(of, cut), serving_embed(of, cut)), (head(of, cut), serving_head(of, cut))]
+    pairs += [(block(of, cut, layer), serving_block(of, cut, layer)) for layer in layer_kinds(of)]
+    for trained, served in pairs:
+        assert sum(op.num_params for op in served) == pytest.approx(sum(op.num_params for op in trained))
+
+
+def test_a_window_bounds_cache_and_attention() -> None:
+    model = find_model("gpt-oss-20b")
+    cut = Cut(microbatch=2.0, seq=1.0, past=1000.0, kind="decode")
+    for layer in layer_kinds(model):
+        op = next(op for op in serving_block(model, cut, layer) if op.kind == "decode_attention")
+        kept = min(layer.window or 1000, 1000)
+        assert op.cost.read_bytes == 2 * kept * 2 * 8 * 64 * 2  # 8 key-value heads of 64, in bf16
+        assert cache_bytes(model, cut, layer) == op.cost.read_bytes / kept * min(layer.window or 1001, 1001)
+
+
+def test_a_grid_of_instances_is_its_instances() -> None:
+    """Degrees as arrays give the times of each: with an exchange of tokens, and without."""
+    model, machine = find_model("deepseek-v3"), est.machine(find_cluster("h200-sxm:32"), "fp8")
+    degrees = np.array([[1.0, 8.0, 1.0], [8.0, 8.0, 1.0], [4.0, 16.0, 1.0], [4.0, 1.0, 4.0]]).T
+    common: dict[str, Any] = {"microbatch": 6.0, "seq": 1.0, "past": 900.0, "precision": precision("fp8")}
+    for kind in ("prefill", "decode"):
+        tp, ep, etp = degrees
+        grid = op_times(est.pass_ops(model, Cut(kind=kind, tp=tp, ep=ep, etp=etp, **common)), machine)
+        for i, (tp, ep, etp) in enumerate(degrees.T.tolist()):
+            alone = op_times(est.pass_ops(model, Cut(kind=kind, tp=tp, ep=ep, etp=etp, **common)), machine)
+            for many, one in zip(grid, alone, strict=True):
+                for cells, number in zip(many, one, strict=True):
+                    assert np.broadcast_to(cells, 4)[i] == pytest.approx(number, rel=1e-12, abs=1e-18)
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -184,7 +234,7 @@ def test_command(meshwise: Callable[..., Any]) -> None:
         (["--prompt", "999999"], "are more than the 32768"),
         (["--sequences", "1,none"], "'none' is not a number of sequences"),
         (["--plan", "tp=4,ep=8", "--sequences", "3"], "that dp=2 divides"),
-        (["--kv-dtype", "int4"], "choose bf16 or fp8"),
+        (["--plan", "tp=8,kv_dtype=int4"], "kv_dtype=int4 must be one of bf16, fp8"),
         (["--memory-frac", "0"], "above 0 and at most 1"),
         (["--token-ms", "0"], "must be above zero"),
         (["--engine-ms", "-1"], "zero or more"),

@@ -4,16 +4,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwise.estimate.block_time import block_time
 from meshwise.estimate.timing import Machine, machine, op_times
 from meshwise.machine.hardware import find_cluster, rates, stack_rates
 from meshwise.machine.overheads import FULL_WATTS, NONE, Overheads
+from meshwise.model.architecture import Layer
 from meshwise.model.find import find_model
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
+from meshwise.program.op import precision
 from meshwise.program.vocabulary import head
 
 CHIPS = ("a100-80g-sxm:64", "h100-80g-sxm:64", "b200-sxm:64", "mi300x:64")
@@ -114,3 +116,27 @@ def test_messages_between_two_ranks_reach_the_whole_link() -> None:
     slow = replace(on, reached_frac=(1.0, 0.25))
     assert slow.collective_s("send", 1e9, 2.0, 8.0) == on.collective_s("send", 1e9, 2.0, 8.0)
     assert slow.collective_s("all_reduce", 1e9, 2.0, 8.0) > 3 * on.collective_s("all_reduce", 1e9, 2.0, 8.0)
+
+
+@given(
+    model=st.sampled_from(["gpt3-175b", "mixtral-8x7b", "deepseek-v3"]),
+    tp=st.sampled_from([1.0, 2.0, 8.0]), ring=st.sampled_from([1.0, 2.0]), ep=st.sampled_from([1.0, 4.0]),
+    dtype=st.sampled_from(["bf16", "fp8"]), flash=st.booleans(), sequence_parallel=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=15)
+def test_ops_timed_together_take_as_long_as_one_by_one(
+    model: str, tp: float, ring: float, ep: float, dtype: str, flash: bool, sequence_parallel: bool
+) -> None:
+    """However long the list, and whichever axes of a grid its ops vary along."""
+    on = machine(find_cluster("h100-80g-sxm:64"), dtype)
+    micro, eps = np.array([[1.0], [3.0]]), np.array([ep, 8.0])
+    cut = Cut(
+        microbatch=micro, seq=2048.0, tp=tp, ring=ring, ep=eps, flash=flash, precision=precision(dtype),
+        sequence_parallel=sequence_parallel,
+    )  # fmt: skip
+    layer = Layer(moe=find_model(model).moe is not None)
+    together = op_times(block(find_model(model), cut, layer), on)
+    first = block(find_model(model), replace(cut, microbatch=1.0, ep=ep), layer)
+    for many, op in zip(together, first, strict=True):
+        for cells, number in zip(many, op_times([op], on)[0], strict=True):
+            assert np.broadcast_to(cells, (2, 2))[0, 0] == pytest.approx(number, rel=1e-12, abs=1e-18)

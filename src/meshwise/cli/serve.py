@@ -9,8 +9,6 @@ import typer
 if TYPE_CHECKING:
     from meshwise.serve.serving import Serving
 
-_PLAN_FIELDS = ("tp", "dp", "ep", "etp", "dtype")
-
 
 def add_to(parent: typer.Typer) -> None:
     """Mount the command."""
@@ -23,14 +21,13 @@ def serve(
         str, typer.Option("--cluster", help="A preset, chip:count (h200-sxm:8), or a TOML file.")
     ],
     plan: Annotated[
-        str, typer.Option(help="tp, ep, etp and dtype: tp=8,ep=8,dtype=fp8; the rest is dp. [tp=all]")
+        str, typer.Option(help="tp, ep, etp, dtype, kv_dtype: tp=8,ep=8,dtype=fp8; the rest is dp. [tp=all]")
     ] = "",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 2048,
     output: Annotated[int, typer.Option(min=1, help="Tokens generated after it.")] = 256,
     sequences: Annotated[
         str, typer.Option(help="Running sequences of the instance: 1,8,64. [powers of two, up to what fits]")
     ] = "",
-    kv_dtype: Annotated[str, typer.Option(help="Type of the cache: bf16 or fp8.")] = "bf16",
     token_ms: Annotated[
         float | None,
         typer.Option(help="A token may take so long: also say how many sequences that allows."),
@@ -46,31 +43,32 @@ def serve(
     from meshwise.core.errors import WorkloadError
     from meshwise.machine.hardware import find_cluster
     from meshwise.model.find import find_model
+    from meshwise.plan.plan import parse_plan
     from meshwise.serve import serving as est
 
     where = find_cluster(cluster)
-    instance = _instance(find_model(model), where.num_chips, plan, kv_dtype)
     of = est.serving(
-        instance, where, prompt=prompt, output=output, memory_frac=memory_frac, engine_s=engine_ms / 1e3
-    )
-    most = est.max_sequences(of) * instance.dp
-    rows = est.rows(of, _sequences(sequences, instance.dp) if sequences else est.batches(of))
+        find_model(model), where, parse_plan(plan or f"tp={where.num_chips}"),
+        prompt=prompt, output=output, memory_frac=memory_frac, engine_s=engine_ms / 1e3,
+    )  # fmt: skip
+    most = est.max_sequences(of) * of.dp
+    rows = est.rows(of, _sequences(sequences, of.dp) if sequences else est.batches(of))
     limit: int | None = None
     if token_ms is not None:
         if not token_ms > 0:
             raise WorkloadError(f"--token-ms is {token_ms}; it must be above zero")
         limit = est.sequences_within(of, token_ms / 1e3)
     document: dict[str, Any] = {
-        "model": instance.model.name,
+        "model": of.model.name,
         "cluster": {"name": where.name, "chip": where.chip.name, "num_chips": where.num_chips},
-        "plan": {name: getattr(instance, name) for name in _PLAN_FIELDS} | {"kv_dtype": kv_dtype},
+        "plan": {name: getattr(of.plan, name) for name in est.PLAN_KEYS},
         "prompt": prompt,
         "output": output,
         "weight_bytes": est.weight_bytes(of),
-        "cache_bytes_per_sequence": est.cache_bytes(of),
+        "cache_bytes_per_sequence": est.sequence_bytes(of),
         "max_sequences": most,
         "first_token_s": est.first_token_s(of),
-        "prompt_tokens_per_s_per_gpu": prompt * instance.dp / est.prompt_s(of) / instance.world,
+        "prompt_tokens_per_s_per_gpu": prompt / est.prompt_s(of) / of.plan.tp,
         "sequences_within_limit": limit,
         "batches": rows,
         "notes": est.notes(of),
@@ -83,24 +81,6 @@ def serve(
         _show(of, document, token_ms)
     if not most:
         raise typer.Exit(1)
-
-
-def _instance(model: Any, world: int, text: str, kv_dtype: str) -> Any:
-    """The instance that `text` describes on `world` ranks; PlanError for what serving has no word for."""
-    from meshwise.core.errors import PlanError
-    from meshwise.plan.plan import Plan, parse_plan
-    from meshwise.program.serving import Instance
-
-    if kv_dtype not in ("bf16", "fp8"):
-        raise PlanError(f"--kv-dtype {kv_dtype} is unknown; choose bf16 or fp8")
-    plan = parse_plan(text or f"tp={world}")
-    default = Plan()
-    for name in Plan.__dataclass_fields__:
-        if name not in _PLAN_FIELDS and getattr(plan, name) != getattr(default, name):
-            raise PlanError(f"serve has no {name}; it knows {', '.join(_PLAN_FIELDS)}")
-    dp = plan.data_parallel(world)
-    etp = plan.etp or (plan.tp if plan.ep == 1 and model.moe is not None else 1)
-    return Instance(model=model, tp=plan.tp, dp=dp, ep=plan.ep, etp=etp, dtype=plan.dtype, kv_dtype=kv_dtype)
 
 
 def _sequences(text: str, dp: int) -> list[int]:
@@ -121,10 +101,11 @@ def _show(of: Serving, document: dict[str, Any], token_ms: float | None) -> None
 
     from meshwise.cli.output import console
     from meshwise.core.units import duration, with_prefix
+    from meshwise.serve.serving import PLAN_KEYS
 
-    instance, out = of.instance, console()
-    degrees = ", ".join(f"{name}={getattr(instance, name)}" for name in _PLAN_FIELDS)
-    out.print(f"{instance.model.name} on {of.cluster.num_chips} x {of.cluster.chip.name}: {degrees}")
+    out = console()
+    degrees = ", ".join(f"{name}={getattr(of.plan, name)}" for name in PLAN_KEYS)
+    out.print(f"{of.model.name} on {of.cluster.num_chips} x {of.cluster.chip.name}: {degrees}")
     out.print(
         f"weights {with_prefix(document['weight_bytes'], 'B')} a GPU, cache "
         f"{with_prefix(document['cache_bytes_per_sequence'], 'B')} a GPU for a sequence of {of.prompt} + "

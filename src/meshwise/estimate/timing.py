@@ -416,20 +416,19 @@ def _dispatches(
     else:
         copies = copies_by_rank(op.choices, ranks, per_node, most_nodes=DISPATCH_NODES)
         num_cores = DISPATCH_CORES
-    return _exchanged(
-        dispatch_s(
-            tokens,
-            copies,
-            token_bytes=payload_bytes / (tokens * op.choices),
-            ranks=ranks,
-            ranks_per_node=per_node,
-            experts=experts,
-            num_cores=num_cores,
-            inner_bytes_per_s=links[0],
-            outer_bytes_per_s=links[-1],
-            efficiency=efficiency,
-        )
+    exchange_s = dispatch_s(
+        tokens,
+        copies,
+        token_bytes=payload_bytes / (tokens * op.choices),
+        ranks=ranks,
+        ranks_per_node=per_node,
+        experts=experts,
+        num_cores=num_cores,
+        inner_bytes_per_s=links[0],
+        outer_bytes_per_s=links[-1],
+        efficiency=efficiency,
     )
+    return _exchanged(np.where(ranks > 1, exchange_s, 0.0))
 
 
 _TIMERS = {

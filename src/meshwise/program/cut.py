@@ -31,6 +31,9 @@ class Cut:
     `imbalance` is the load of the busiest expert rank over the mean. `dispatch_per_rank` sends a token once
     to each rank that holds some of its experts. `lora_rank` above 0 freezes the linear
     layers and trains adapters of that rank.
+
+    `kind` is that of the workload: train, evaluate, prefill or decode. The last has `past` cached tokens of
+    each sequence, and one new one (`seq`); the cache has `kv_bytes` an element.
     """
 
     microbatch: Num
@@ -54,6 +57,9 @@ class Cut:
     flash: bool = True
     lora_rank: int = 0
     precision: Precision = field(default_factory=Precision)
+    kind: str = "train"
+    past: Num = 0.0
+    kv_bytes: float = 2.0
 
     @property
     def tokens(self) -> Num:

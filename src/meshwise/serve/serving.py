@@ -1,10 +1,8 @@
 """Serving in closed form: time to the first token, time of each one after it, what fits, tokens a second.
 
-A pass is the sum of its kernels, one after the other, as a CUDA graph replays them: the ordinary ones by the
-model of `estimate.timing`; attention of one query a sequence, experts, their exchange, and the all-reduce
-inside a node by the models of the kernels that serving engines run, with constants fitted to published
-measurements of each (`cost.attention_kernel`, `cost.experts`, `cost.dispatch`, `cost.collective`). Nothing
-overlaps. The engine's own time between passes is what the caller says (0: none), and routing is even.
+A pass is the sum of its ops, one after the other, as a CUDA graph replays them (`program.serving` states
+them, `estimate.timing` times them). Nothing overlaps. The engine's own time between passes is what the caller
+says (0: none), and routing is even.
 
 Memory of a rank: weights, the cache of all its sequences at full length, what the largest pass works on, and
 the process's context. Arrays of sequences broadcast.
@@ -12,52 +10,150 @@ the process's context. Arrays of sequences broadcast.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from meshwise.core.errors import WorkloadError
-from meshwise.core.units import Num
-from meshwise.cost.attention_kernel import decode_attention_s
-from meshwise.cost.collective import peer_all_reduce_s
-from meshwise.cost.dispatch import copies_by_expert, copies_by_rank, dispatch_s, low_latency_cores
-from meshwise.cost.experts import experts_s
-from meshwise.estimate.timing import Machine, machine, op_times
-from meshwise.machine.efficiency import ExpertsEfficiency
+from meshwise.core.errors import PlanError, WorkloadError
+from meshwise.core.units import DTYPE_BYTES, Num
+from meshwise.estimate.timing import Machine, experts_library, machine, op_times
 from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import NONE, find_overheads
-from meshwise.model.architecture import num_dense_layers, num_moe_layers
+from meshwise.model.architecture import Layer, Model, layer_kind
+from meshwise.plan.plan import DEFAULTS, Plan
+from meshwise.program.cut import Cut
 from meshwise.program.op import Op, precision
 from meshwise.program.serving import (
-    Instance,
-    attends,
-    cache_bytes_per_token,
-    cached_tokens,
-    check_instance,
-    end_params,
-    ends_ops,
-    experts_of,
-    layer_ops,
-    layer_params,
+    cache_bytes,
+    serving_block,
+    serving_embed,
+    serving_head,
+    working_bytes,
 )
 
 PREFILL_TOKENS = 8192
 """Tokens that engines take in one pass of prompts, or one prompt if that is longer (vLLM, SGLang)."""
 
-DISPATCH_CORES = 24.0
-"""Cores that DeepEP's normal kernels run on; its low-latency ones take as many as serve the experts."""
-
-DISPATCH_NODES = 4.0
-"""Nodes that a token is routed to at most (DeepSeek-V3, arXiv 2412.19437)."""
-
-_LIBRARIES = {
-    "bf16": ("bf16-triton", "bf16-trtllm"),
-    "fp16": ("bf16-triton", "bf16-trtllm"),
-    "fp8": ("fp8_block-triton", "fp8_block-trtllm"),
-    "fp4": ("fp4-trtllm",),
-}
+PLAN_KEYS = ("tp", "dp", "ep", "etp", "dtype", "kv_dtype")
 PARTS = ("attention", "projections", "mlp", "experts", "comm_tp", "comm_ep", "ends", "engine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Serving:
+    """What is served: prompts of `prompt` tokens, `output` tokens generated after each, on `cluster`.
+
+    `plan` has its dp and etp filled in. `memory_frac`: share of the memory that the engine may take.
+    `engine_s`: its own time between passes.
+    """
+
+    model: Model
+    plan: Plan
+    cluster: Cluster
+    machine: Machine
+    prompt: int
+    output: int
+    memory_frac: float = 0.9
+    engine_s: float = 0.0
+
+    @property
+    def dp(self) -> int:
+        """Groups of tp ranks, each with sequences of its own."""
+        return self.cluster.num_chips // self.plan.tp
+
+    def cut(self, kind: str, sequences: Num, *, past: Num = 0.0) -> Cut:
+        """How a pass is cut: prompts, or a token of each of `sequences` on every dp rank behind `past`."""
+        plan = self.plan
+        return Cut(
+            kind=kind,
+            microbatch=sequences,
+            seq=float(self.prompt if kind == "prefill" else 1),
+            past=past,
+            tp=float(plan.tp),
+            ep=float(plan.ep),
+            etp=float(plan.etp or 1),
+            kv_bytes=DTYPE_BYTES[plan.kv_dtype],
+            precision=precision(plan.dtype),
+        )
+
+
+def serving(
+    model: Model, cluster: Cluster, plan: Plan, *, prompt: int, output: int, memory_frac: float = 0.9,
+    engine_s: float = 0.0,
+) -> Serving:  # fmt: skip
+    """A checked `Serving`; PlanError or WorkloadError where something does not fit."""
+    plan = _instance(model, plan, cluster.num_chips)
+    if model.patches is not None or not model.causal:
+        raise WorkloadError(f"{model.name} does not generate text; name a decoder")
+    if prompt + output > model.max_seq:
+        raise WorkloadError(
+            f"prompt {prompt} + output {output} tokens are more than the {model.max_seq} of {model.name}; "
+            "ask for fewer"
+        )
+    if not 0 < memory_frac <= 1:
+        raise WorkloadError(f"--memory-frac is {memory_frac}; it must be above 0 and at most 1")
+    if not 0 <= engine_s < np.inf:
+        raise WorkloadError(f"--engine-ms is {1e3 * engine_s:g}; it must be a number of zero or more")
+    return Serving(
+        model=model, plan=plan, cluster=cluster, machine=machine(cluster, plan.dtype, overheads=NONE),
+        prompt=prompt, output=output, memory_frac=memory_frac, engine_s=engine_s,
+    )  # fmt: skip
+
+
+def _instance(model: Model, plan: Plan, world: int) -> Plan:
+    """`plan` with its dp and etp; PlanError where it is no plan of an instance of `world` ranks."""
+    for name, default in DEFAULTS.items():
+        if name not in PLAN_KEYS and getattr(plan, name) != default:
+            raise PlanError(f"serve has no {name}; it knows {', '.join(PLAN_KEYS)}")
+    dp = plan.data_parallel(world)
+    etp = plan.etp or (plan.tp if plan.ep == 1 and model.moe is not None else 1)
+    plan = replace(plan, dp=dp, etp=etp)
+    for what, size in (("heads", model.num_heads), ("ffn width", model.ffn_hidden)):
+        if size % plan.tp:
+            raise PlanError(f"tp={plan.tp} does not divide the {size} {what} of {model.name}; use a divisor")
+    if model.num_kv_heads % plan.tp and plan.tp % model.num_kv_heads:
+        raise PlanError(
+            f"tp={plan.tp} neither divides nor is divided by the {model.num_kv_heads} key-value heads of "
+            f"{model.name}; use a divisor or a multiple"
+        )
+    ranks = plan.ep * etp
+    if model.moe is None:
+        if ranks > 1:
+            raise PlanError(f"{model.name} has no experts; leave ep and etp out")
+        return plan
+    for what, size, name, degree in (
+        ("experts", model.moe.num_experts, "ep", plan.ep),
+        ("expert width", model.moe.ffn_hidden, "etp", etp),
+    ):
+        if size % degree:
+            raise PlanError(
+                f"{name}={degree} does not divide the {size} {what} of {model.name}; use a divisor"
+            )
+    if ranks % plan.tp or world % ranks:
+        raise PlanError(
+            f"ep={plan.ep} x etp={etp} must be a multiple of tp={plan.tp} and divide the {world} ranks, so "
+            "that experts are spread at least as wide as attention"
+        )
+    if ranks > plan.tp and etp > 1:
+        raise PlanError(f"experts on several dp ranks are not cut too: use etp=1 with ep={ranks}")
+    return plan
+
+
+# --- passes ------------------------------------------------------------------------------------
+
+
+def layers(model: Model) -> dict[Layer, int]:
+    """How many layers of each kind the model has."""
+    return Counter(layer_kind(model, layer) for layer in range(model.num_layers))
+
+
+def pass_ops(model: Model, cut: Cut) -> list[Op]:
+    """Every op of a pass, each with how often it occurs."""
+    ops = [*serving_embed(model, cut), *serving_head(model, cut)]
+    for layer, num_layers in layers(model).items():
+        ops += [replace(op, count=op.count * num_layers) for op in serving_block(model, cut, layer)]
+    return ops
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,337 +168,147 @@ class PassTime:
         return sum(self.parts.values())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Serving:
-    """What is served: prompts of `prompt` tokens, `output` tokens generated after each, on `cluster`.
-
-    `memory_frac`: share of the memory that the engine may take. `engine_s`: its own time between passes.
-    """
-
-    instance: Instance
-    cluster: Cluster
-    machine: Machine
-    prompt: int
-    output: int
-    memory_frac: float = 0.9
-    engine_s: float = 0.0
+def pass_time(serving: Serving, cut: Cut) -> PassTime:
+    """The time of one pass: that of its ops, and the engine's own."""
+    parts: dict[str, Num] = dict.fromkeys(PARTS, 0.0)
+    parts["engine"] = serving.engine_s
+    ops = pass_ops(serving.model, cut)
+    for op, time in zip(ops, op_times(ops, serving.machine), strict=True):
+        parts[_part(op)] += op.count * (time.busy_s + time.comm_s)
+    return PassTime(parts)
 
 
-def serving(
-    instance: Instance, cluster: Cluster, *, prompt: int, output: int, memory_frac: float = 0.9,
-    engine_s: float = 0.0,
-) -> Serving:  # fmt: skip
-    """A checked `Serving`; PlanError or WorkloadError where something does not fit."""
-    check_instance(instance)
-    model = instance.model
-    if model.patches is not None or not model.causal:
-        raise WorkloadError(f"{model.name} does not generate text; name a decoder")
-    if prompt + output > model.max_seq:
-        raise WorkloadError(
-            f"prompt {prompt} + output {output} tokens are more than the {model.max_seq} of {model.name}; "
-            "ask for fewer"
-        )
-    if not 0 < memory_frac <= 1:
-        raise WorkloadError(f"--memory-frac is {memory_frac}; it must be above 0 and at most 1")
-    if not 0 <= engine_s < np.inf:
-        raise WorkloadError(f"--engine-ms is {1e3 * engine_s:g}; it must be a number of zero or more")
-    on = machine(cluster, instance.dtype, overheads=NONE)
-    return Serving(
-        instance=instance, cluster=cluster, machine=on, prompt=prompt, output=output,
-        memory_frac=memory_frac, engine_s=engine_s,
-    )  # fmt: skip
+def _part(op: Op) -> str:
+    if op.module in ("embedding", "head"):
+        return "ends"
+    if op.kind == "collective":  # after an exchange, the tp ranks gather what each of them got back
+        return "comm_ep" if op.axis == "ep" or op.collective == "all_gather" else "comm_tp"
+    if op.kind == "experts":
+        return "experts"
+    if op.kind in ("attention", "decode_attention"):
+        return "attention"
+    return "projections" if op.module == "attention" else "mlp"
 
 
 # --- memory ------------------------------------------------------------------------------------
 
 
-def weight_bytes(of: Serving) -> float:
-    """Bytes of the weights on one rank: matrices of the layers in `dtype`, embedding and head in bf16."""
-    model, instance = of.instance.model, of.instance
-    layers = num_dense_layers(model) * layer_params(instance, moe=False)
-    if num_moe_layers(model):
-        layers += num_moe_layers(model) * layer_params(instance, moe=True)
-    form = precision(instance.dtype)
-    return layers * form.operand_bytes + end_params(instance) * form.act_bytes
+def weight_bytes(serving: Serving) -> float:
+    """Bytes of the weights on one rank: layers in the plan's dtype, embedding and head in bf16."""
+    form = precision(serving.plan.dtype)
+    return sum(
+        float(op.count * op.num_params) * (form.act_bytes if _part(op) == "ends" else form.operand_bytes)
+        for op in pass_ops(serving.model, serving.cut("decode", 1.0, past=1.0))
+    )
 
 
-def cache_bytes(of: Serving) -> float:
+def sequence_bytes(serving: Serving) -> float:
     """Bytes of the cache of one sequence at full length, on one rank of those that hold it."""
-    whole = float(cached_tokens(of.instance.model, of.prompt + of.output))
-    return whole * cache_bytes_per_token(of.instance)
+    last = serving.cut("decode", 1.0, past=serving.prompt + serving.output - 1.0)
+    return sum(
+        num_layers * float(cache_bytes(serving.model, last, layer))
+        for layer, num_layers in layers(serving.model).items()
+    )
 
 
-def working_bytes(of: Serving) -> float:
-    """What the largest pass of prompts works on: four tensors of the residual stream, and the widest pair.
-
-    The widest are the hidden rows of the feed-forward or of a token's experts, in and out of the activation.
-    """
-    model, instance = of.instance.model, of.instance
-    tokens = max(PREFILL_TOKENS, of.prompt)
-    widths = [model.ffn_hidden / instance.tp] if num_dense_layers(model) else []
-    if model.moe is not None:
-        rows = model.moe.top_k * instance.tp / instance.expert_ranks
-        widths.append(rows * (model.moe.ffn_hidden / instance.etp + model.hidden))
-    return tokens * (4.0 * model.hidden + 3.0 * max(widths)) * precision(instance.dtype).act_bytes
-
-
-def memory_bytes(of: Serving, sequences: Num) -> dict[str, Num]:
+def memory_bytes(serving: Serving, sequences: Num) -> dict[str, Num]:
     """Bytes of one rank with `sequences` at full length on each dp rank, by what they hold."""
-    context = find_overheads(of.cluster.chip).context_bytes
-    cache = np.asarray(sequences, dtype=np.float64) * cache_bytes(of)
+    largest = serving.cut("prefill", max(PREFILL_TOKENS / serving.prompt, 1.0))
+    context = find_overheads(serving.cluster.chip).context_bytes
     return {
-        "weights": weight_bytes(of),
-        "cache": cache,
-        "working": working_bytes(of) + context,
+        "weights": weight_bytes(serving),
+        "cache": np.asarray(sequences, dtype=np.float64) * sequence_bytes(serving),
+        "working": working_bytes(serving.model, largest) + context,
     }
 
 
-def max_sequences(of: Serving) -> int:
+def max_sequences(serving: Serving) -> int:
     """Sequences at full length for which every dp rank has room; 0 if not even the weights fit."""
-    memory = memory_bytes(of, 0.0)
-    room = of.memory_frac * of.cluster.chip.memory_bytes - float(memory["weights"] + memory["working"])
-    return max(int(room // cache_bytes(of)), 0)
-
-
-# --- time --------------------------------------------------------------------------------------
-
-
-def pass_time(of: Serving, sequences: Num, tokens: int, past: Num) -> PassTime:
-    """One pass of `tokens` new tokens of each of `sequences` on every dp rank, behind `past` cached ones."""
-    model, instance = of.instance.model, of.instance
-    parts: dict[str, Num] = dict.fromkeys(PARTS, 0.0)
-    dense, moe = num_dense_layers(model), num_moe_layers(model)
-    for count, is_moe in ((dense, False), (moe, True)):
-        if not count:
-            continue
-        ops = layer_ops(instance, sequences, tokens, moe=is_moe)
-        for op, seconds in zip(ops, _ops_s(of, ops), strict=True):
-            parts[_part(op)] += count * seconds
-        if is_moe:
-            parts["experts"] += count * _experts_s(of, sequences, tokens)
-            exchange = "comm_ep" if instance.exchanges else "comm_tp"
-            parts[exchange] += count * _joined_s(of, sequences, tokens)
-    if tokens == 1:
-        parts["attention"] += _decode_s(of, sequences, past)
-    parts["ends"] += sum(_ops_s(of, ends_ops(instance, sequences, tokens)))
-    parts["engine"] += of.engine_s
-    return PassTime(parts)
-
-
-def _part(op: Op) -> str:
-    if op.kind == "collective":
-        return "comm_tp"
-    if op.kind == "attention":
-        return "attention"
-    return "projections" if op.module == "attention" else "mlp"
-
-
-def _ops_s(of: Serving, ops: list[Op]) -> list[Num]:
-    """Seconds of each op; an all-reduce inside a node by reading the peers' memory."""
-    times = op_times(ops, of.machine)
-    return [
-        _all_reduce_s(of, op.payload_bytes, op.group_size)
-        if op.collective == "all_reduce"
-        else op.count * (time.busy_s + time.comm_s)
-        for op, time in zip(ops, times, strict=True)
-    ]
-
-
-def _all_reduce_s(of: Serving, payload_bytes: Num, ranks: Num) -> Num:
-    if float(np.max(ranks)) == 1:
-        return 0.0
-    on = of.machine
-    library_s = on.collective_s("all_reduce", payload_bytes, ranks, 1.0)
-    if float(np.max(ranks)) > on.base.link_ranks[0]:
-        return library_s
-    return peer_all_reduce_s(
-        payload_bytes,
-        ranks,
-        link_bytes_per_s=on.base.link_bytes_per_s[0],
-        memory_bytes_per_s=on.base.memory_bytes_per_s,
-        library_s=library_s,
-        efficiency=on.efficiency.peer,
-    )
-
-
-def _decode_s(of: Serving, sequences: Num, past: Num) -> Num:
-    """Attention of all layers over what they keep of `past` tokens."""
-    on, kernel, model = of.machine, attends(of.instance), of.instance.model
-    constants = on.efficiency.latent_decode if kernel.is_latent else on.efficiency.decode
-    mean = cached_tokens(model, past) / model.num_layers  # windows make some layers shorter
-    return model.num_layers * decode_attention_s(
-        batch=sequences,
-        heads=kernel.heads,
-        seq_k=mean,
-        kv_bytes_per_token=cache_bytes_per_token(of.instance),
-        qk_dim=kernel.qk_dim,
-        v_dim=kernel.v_dim,
-        flop_per_s=on.by_dtype.get("bf16", on.base).matrix_flop_per_s,
-        memory_bytes_per_s=on.base.memory_bytes_per_s,
-        efficiency=constants,
-    )
-
-
-def _experts_s(of: Serving, sequences: Num, tokens: int) -> Num:
-    on, instance = of.machine, of.instance
-    moe = instance.model.moe
-    assert moe is not None
-    work, form = experts_of(instance, sequences, tokens), precision(instance.dtype)
-    return experts_s(
-        work.tokens,
-        topk=work.top_k,
-        experts=work.experts,
-        hidden=float(instance.model.hidden),
-        inter=moe.ffn_hidden / instance.etp,
-        flop_per_s=on.base.matrix_flop_per_s,
-        memory_bytes_per_s=on.base.memory_bytes_per_s,
-        num_cores=on.num_cores,
-        elem_bytes=form.operand_bytes,
-        act_bytes=form.act_bytes,
-        gemm=on.efficiency.gemm(instance.dtype),
-        memory=on.efficiency.memory,
-        efficiency=on.efficiency.experts.get(_library(of), ExpertsEfficiency()),
-    )
-
-
-def _library(of: Serving) -> str:
-    """The library of the grouped matmuls: the first that was measured on this chip, or else anywhere."""
-    known = of.machine.efficiency
-    names = [name for name in _LIBRARIES.get(of.instance.dtype, ()) if name in known.experts]
-    here = [name for name in names if f"experts.{name}" not in known.inherited_from]
-    return next(iter(here or names), "")
-
-
-def _joined_s(of: Serving, sequences: Num, tokens: int) -> Num:
-    """Until all tp ranks have the experts' results: a sum, or the exchange there and back, and a gather."""
-    instance, on, hidden = of.instance, of.machine, of.instance.model.hidden
-    form = precision(instance.dtype)
-    whole = np.asarray(sequences, dtype=np.float64) * tokens
-    if not instance.exchanges:
-        return _all_reduce_s(of, whole * hidden * form.act_bytes, float(instance.tp))
-    way_there = _dispatch_s(of, whole / instance.tp, "dispatch", hidden * form.operand_bytes, tokens)
-    way_back = _dispatch_s(of, whole / instance.tp, "combine", hidden * form.act_bytes, tokens)
-    gathered = on.collective_s("all_gather", whole * hidden * form.act_bytes, float(instance.tp), 1.0)
-    return way_there + way_back + gathered
-
-
-def _dispatch_s(of: Serving, tokens: Num, way: str, token_bytes: float, new_tokens: int) -> Num:
-    """One way of the exchange: DeepEP's low-latency kernels in decoding, its normal ones for prompts."""
-    instance, on = of.instance, of.machine
-    moe = instance.model.moe
-    assert moe is not None
-    ranks, links = float(instance.ep), on.base.link_bytes_per_s
-    per_node = min(ranks, float(on.base.link_ranks[0]))
-    decoding = new_tokens == 1
-    constants = on.efficiency.dispatches.get(f"deepep-{'ll' if decoding else 'normal'}-{way}")
-    if constants is None:  # a machine that no such library was measured on
-        payload = tokens * moe.top_k * token_bytes
-        return on.collective_s("all_to_all", payload, ranks, 1.0)
-    top_k, experts = float(moe.top_k), float(moe.num_experts)
-    copies = (
-        copies_by_expert(top_k, ranks, per_node)
-        if decoding
-        else copies_by_rank(top_k, ranks, per_node, most_nodes=DISPATCH_NODES)
-    )
-    return dispatch_s(
-        tokens,
-        copies,
-        token_bytes=token_bytes,
-        ranks=ranks,
-        ranks_per_node=per_node,
-        experts=experts,
-        num_cores=low_latency_cores(experts, on.num_cores) if decoding else DISPATCH_CORES,
-        inner_bytes_per_s=links[0],
-        outer_bytes_per_s=links[-1],
-        efficiency=constants,
-    )
+    memory = memory_bytes(serving, 0.0)
+    room = serving.memory_frac * serving.cluster.chip.memory_bytes
+    return max(int((room - float(memory["weights"] + memory["working"])) // sequence_bytes(serving)), 0)
 
 
 # --- answers -----------------------------------------------------------------------------------
 
 
-def first_token_s(of: Serving) -> float:
+def first_token_s(serving: Serving) -> float:
     """Time to the first token of a prompt that finds the instance idle."""
-    return float(pass_time(of, 1.0, of.prompt, 0.0).total_s)
+    return float(pass_time(serving, serving.cut("prefill", 1.0)).total_s)
 
 
-def prompt_s(of: Serving) -> float:
+def prompt_s(serving: Serving) -> float:
     """Time that a dp rank spends on each prompt, where several go into one pass."""
-    together = max(PREFILL_TOKENS // of.prompt, 1)
-    return float(pass_time(of, float(together), of.prompt, 0.0).total_s) / together
+    together = max(PREFILL_TOKENS // serving.prompt, 1)
+    return float(pass_time(serving, serving.cut("prefill", float(together))).total_s) / together
 
 
-def token_time(of: Serving, sequences: Num) -> PassTime:
+def token_time(serving: Serving, sequences: Num) -> PassTime:
     """The mean pass of decoding: caches half through the output."""
-    return pass_time(of, np.asarray(sequences, dtype=np.float64), 1, of.prompt + of.output / 2.0)
+    past = serving.prompt + serving.output / 2.0
+    return pass_time(serving, serving.cut("decode", np.asarray(sequences, dtype=np.float64), past=past))
 
 
-def batches(of: Serving) -> list[int]:
+def batches(serving: Serving) -> list[int]:
     """Sequences of the instance worth a row: powers of two a dp rank, and the most that fit."""
-    most = max_sequences(of)
+    most = max_sequences(serving)
     counts = [2**i for i in range(20) if 2**i < most] + ([most] if most else [])
-    return [count * of.instance.dp for count in counts]
+    return [count * serving.dp for count in counts]
 
 
-def sequences_within(of: Serving, token_s: float) -> int:
+def sequences_within(serving: Serving, token_s: float) -> int:
     """The most sequences of the instance that fit and get a token each `token_s`; 0 if none does."""
-    most = max_sequences(of)
-    if not most:
+    counts = np.arange(1.0, max_sequences(serving) + 1.0)
+    if not counts.size:
         return 0
-    counts = np.arange(1, most + 1, dtype=np.float64)
-    quick = np.broadcast_to(np.asarray(token_time(of, counts).total_s), counts.shape) <= token_s
-    return int(counts[quick][-1]) * of.instance.dp if quick.any() else 0
+    quick = counts[np.asarray(token_time(serving, counts).total_s) <= token_s]
+    return int(quick[-1]) * serving.dp if quick.size else 0
 
 
-def rows(of: Serving, sequences: list[int]) -> list[dict[str, Any]]:
+def rows(serving: Serving, sequences: list[int]) -> list[dict[str, Any]]:
     """What each number of running sequences of the whole instance gives; they divide by dp.
 
     `tokens_per_s` counts generated tokens while only decoding; `with_prefill_per_s` the same where the
     instance takes the prompts too, one batch after the other.
     """
-    instance = of.instance
-    each = np.array([count / instance.dp for count in sequences])
-    if not len(each):
-        return []
-    time = token_time(of, each)
-    total_s = np.broadcast_to(np.asarray(time.total_s, dtype=np.float64), each.shape)
-    prompts_s, memory = prompt_s(of), memory_bytes(of, each)
+    num_chips, room = serving.cluster.num_chips, serving.memory_frac * serving.cluster.chip.memory_bytes
+    each = np.array(sequences, dtype=np.float64) / serving.dp
+    time, memory, prompt = token_time(serving, each).parts, memory_bytes(serving, each), prompt_s(serving)
+
+    def of(number: int, parts: dict[str, Num]) -> dict[str, float]:
+        return {name: float(np.broadcast_to(part, each.shape)[number]) for name, part in parts.items()}
+
     found = []
     for i, count in enumerate(sequences):
-        step_s = float(total_s[i])
-        in_all_s = each[i] * prompts_s + of.output * step_s
-        used = {name: float(np.broadcast_to(size, each.shape)[i]) for name, size in memory.items()}
+        time_s, used = of(i, time), of(i, memory)
+        token_s, total = sum(time_s.values()), sum(used.values())
+        tokens_per_s = count / token_s
+        with_prefill_per_s = count * serving.output / (each[i] * prompt + serving.output * token_s)
         found.append(
             {
                 "sequences": count,
-                "token_s": step_s,
-                "tokens_per_s_per_sequence": 1.0 / step_s,
-                "tokens_per_s": count / step_s,
-                "tokens_per_s_per_gpu": count / step_s / instance.world,
-                "with_prefill_per_s": float(count * of.output / in_all_s),
-                "with_prefill_per_s_per_gpu": float(count * of.output / in_all_s / instance.world),
-                "memory_bytes": used | {"total": sum(used.values())},
-                "time_s": {
-                    name: float(np.broadcast_to(np.asarray(part, dtype=np.float64), each.shape)[i])
-                    for name, part in time.parts.items()
-                },
-                "fits": bool(sum(used.values()) <= of.memory_frac * of.cluster.chip.memory_bytes),
+                "token_s": token_s,
+                "tokens_per_s_per_sequence": 1.0 / token_s,
+                "tokens_per_s": tokens_per_s,
+                "tokens_per_s_per_gpu": tokens_per_s / num_chips,
+                "with_prefill_per_s": float(with_prefill_per_s),
+                "with_prefill_per_s_per_gpu": float(with_prefill_per_s / num_chips),
+                "memory_bytes": used | {"total": total},
+                "time_s": time_s,
+                "fits": total <= room,
             }
         )
     return found
 
 
-def notes(of: Serving) -> list[str]:
+def notes(serving: Serving) -> list[str]:
     """What a reader should know: which constants come from another chip, and what is left out."""
-    inherited = of.machine.efficiency.inherited_from
-    used = {"decode.mla" if of.instance.model.mla else "decode.flash", f"gemm.{of.instance.dtype}"}
-    if of.instance.model.moe is not None:
-        used.add(f"experts.{_library(of)}")
-    said = [
-        f"{of.cluster.chip.name}: {name} inherited from {inherited[name]}"
-        for name in sorted(used & set(inherited))
-    ]
+    efficiency, dtype = serving.machine.efficiency, serving.plan.dtype
+    used = {"decode.mla" if serving.model.mla else "decode.flash", f"gemm.{dtype}"}
+    if serving.model.moe is not None:
+        used.add(f"experts.{experts_library(efficiency, dtype)}")
+    chip, inherited = serving.cluster.chip.name, efficiency.inherited_from
     return [
-        *said,
+        *(f"{chip}: {name} inherited from {inherited[name]}" for name in sorted(used & set(inherited))),
         "even routing, kernels one after the other, no queue; the engine takes --engine-ms between passes",
     ]
