@@ -1,11 +1,19 @@
 """The public surface: what `import meshwise` offers, that it is light, and that order does not matter."""
 
+import importlib
+import inspect
+import os
+import re
 import subprocess
 import sys
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 import meshwise
+import typed_script
+from meshwise.runtime.programs import PROGRAMS, find_program
 
 NAMES = {
     *("Cluster", "Estimate", "Ledger", "MeshwiseError", "Model", "Plan", "Workload", "__version__"),
@@ -48,3 +56,35 @@ def test_verbs_can_be_called_whatever_was_imported_before(before: str) -> None:
 def test_an_unknown_name_is_one_sentence() -> None:
     with pytest.raises(AttributeError, match="meshwise has no 'price'"):
         _ = meshwise.price
+
+
+def test_a_script_that_uses_all_of_it_is_typed() -> None:
+    root = Path(__file__).parent.parent
+    words = ("--strict", "--follow-imports=silent", f"--cache-dir={root / '.mypy_cache' / 'strict'}")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *words, typed_script.__file__],
+        env=os.environ | {"MYPYPATH": str(root / "src")}, cwd=root, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    used = set(re.findall(r"\bmw\.(\w+)", Path(typed_script.__file__).read_text()))
+    assert used == NAMES - {"__version__"}
+
+
+def test_the_script_runs(tmp_path: Path) -> None:
+    typed_script.main(tmp_path)
+
+
+@pytest.mark.parametrize("verb", ["dry_run", "run", "compare", "profile"])
+def test_verbs_that_need_torch_say_so(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torch" else find_spec(name))
+    with pytest.raises(meshwise.MeshwiseError, match="torch is not installed") as error:
+        getattr(meshwise, verb)("ulysses")
+    assert error.value.exit_code == 3  # type: ignore[attr-defined]
+
+
+def test_options_of_programs_have_names_of_their_own() -> None:
+    for name in PROGRAMS:
+        options = {field.name for field in fields(find_program(name).options)}
+        for verb in (meshwise.run, meshwise.dry_run, meshwise.compare):
+            assert not options & set(inspect.signature(verb).parameters)

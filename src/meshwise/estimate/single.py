@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.core.errors import PlanError
+from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.ledger import Ledger
 from meshwise.core.units import Num
 from meshwise.cost.schedule import check as check_schedule
@@ -224,6 +224,10 @@ def estimate(
     for key, priced in (("implementation", "megatron"), ("frozen_dtype", None), ("kv_dtype", "bf16")):
         if (value := getattr(plan, key)) != priced:
             raise PlanError(f"{key}={value} is not priced yet; leave it out")
+    if model.positions == "learned" and workload.seq > model.max_seq:
+        raise WorkloadError(
+            f"seq={workload.seq} exceeds the {model.max_seq} learned positions of {model.name}"
+        )
     check_plan(model, plan, workload.seq)
     on = degrees(plan, workload, cluster.num_chips)
     if plan.recompute_layers is not None:

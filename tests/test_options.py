@@ -1,0 +1,128 @@
+"""Nothing that is stated is ignored: every option of `estimate` and `search` changes what comes out, or is
+refused in one sentence; JSON is one document; an interrupt is one line."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from meshwise import api
+from meshwise.cli import app
+
+BASES = {
+    "estimate": ("gpt3-175b", "--cluster", "a100-80g-sxm:64", "--plan", "tp=8,pp=8", "--batch", "64"),
+    "search": ("llama3-8b", "--cluster", "h100-80g-sxm:4", "--batch", "8", "--seq", "2048"),
+}
+OTHERS = {  # option: words that state something else than the base; where there are several, each
+    "estimate": {
+        "--plan": [("--plan", "tp=4")],
+        "--batch": [("--batch", "128"), ("--batch", "-1")],
+        "--seq": [("--seq", "1024"), ("--seq", "4096")],
+        "--microbatch": [("--microbatch", "2"), ("--microbatch", "3")],
+        "--kind": [("--kind", "evaluate"), ("--kind", "training")],
+        "--convention": [("--convention", "ideal"), ("--convention", "nersc-2024-10"), ("--convention", "x")],
+        "--per-layer": [("--per-layer",), ("--per-layer", "--convention", "nersc-2024-10")],
+        "--tokens": [("--tokens", "1e9"), ("--tokens", "1e9", "--kind", "evaluate"), ("--tokens", "-1")],
+        "--price": [("--tokens", "1e9", "--price", "2"), ("--price", "2")],
+        "--watts": [("--tokens", "1e9", "--watts", "500"), ("--watts", "500")],
+        "--csv": [("--csv", "FOLDER/rows.csv"), ("--csv", "/nowhere/rows.csv")],
+        "--plot": [("--plot", "FOLDER/step.png"), ("--plot", "FOLDER/step.gif")],
+        "--trace": [("--trace", "FOLDER/step.json"), ("--trace", "FOLDER/step.json", "--kind", "evaluate")],
+        "--json": [("--json",)],
+        "--cluster": [("--cluster", "a100-80g-sxm:128"), ("--cluster", "a100")],
+    },
+    "search": {
+        "--plan": [("--plan", "dtype=fp8"), ("--plan", "dtype=x")],
+        "--batch": [("--batch", "16"), ("--batch", "0")],
+        "--seq": [("--seq", "1024")],
+        "--schedules": [("--schedules", "gpipe"), ("--schedules", "gpipes")],
+        "--top": [("--top", "2"), ("--top", "0")],
+        "--json": [("--json",)],
+        "--cluster": [("--cluster", "h100-80g-sxm:8")],
+    },
+}
+CASES = [(verb, option, words) for verb in OTHERS for option, each in OTHERS[verb].items() for words in each]
+TIMES = ("elapsed_s", "plans_per_s")
+
+
+def what_comes_out(done: Any, folder: Path) -> Any:
+    """The document without what differs from run to run, and the files that were written."""
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    if not done.out.startswith("{"):
+        return done.out, files
+    return {key: value for key, value in done.document.items() if key not in TIMES}, files
+
+
+@pytest.mark.parametrize("verb", BASES)
+def test_every_option_is_walked(verb: str) -> None:
+    command = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
+    options = {param.opts[0] for param in command.params if param.param_type_name == "option"}
+    assert options == set(OTHERS[verb])
+
+
+@pytest.mark.parametrize(("verb", "option", "words"), CASES, ids=[" ".join(case[2]) for case in CASES])
+def test_an_option_changes_what_comes_out_or_is_refused(
+    meshwise: Any, tmp_path: Path, verb: str, option: str, words: tuple[str, ...]
+) -> None:
+    if option == "--plot":
+        pytest.importorskip("matplotlib")
+    base, stated = BASES[verb], tuple(word.replace("FOLDER", str(tmp_path)) for word in words)
+    as_json = () if option == "--json" else ("--json",)
+    before = what_comes_out(meshwise(verb, *base, *as_json), tmp_path)
+    if option in base:
+        at = base.index(option)
+        base = base[:at] + base[at + 2 :]
+    done = meshwise(verb, *base, *stated, *as_json)
+    if done.code == 2:
+        assert len(done.err.strip().splitlines()) == 1
+        assert done.err.startswith("meshwise: ")
+        assert done.out == ""
+    else:
+        assert done.code == 0
+        assert what_comes_out(done, tmp_path) != before
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:64", "--plan", "tp=8", "--plan", "pp=8"),
+        ("frontier", "layer", "--d-in", "8", "--d-in", "16", "--d-out", "8", "--batch", "8"),
+        ("run", "ulysses", "--ranks", "2", "--ranks", "4"),
+    ],
+)
+def test_an_option_given_twice_is_refused(meshwise: Any, words: tuple[str, ...]) -> None:
+    done = meshwise(*words)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("meshwise: --") and done.err.endswith(" is given 2 times; give it once\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--plann", "tp=8"), "No such option"),
+        (("--batch", "many"), "--batch"),
+        ((), "Missing"),
+    ],
+)
+def test_words_that_are_no_command_are_one_sentence(meshwise: Any, words: tuple[str, ...], says: str) -> None:
+    done = meshwise("estimate", "gpt3-175b", *words)
+    assert (done.code, done.out) == (2, "")
+    assert says in done.err
+    assert len(done.err.strip().splitlines()) == 1
+
+
+def test_an_interrupt_is_one_line_and_code_130(meshwise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "estimate", lambda *args, **options: signal.raise_signal(signal.SIGINT))
+    done = meshwise("estimate", *BASES["estimate"])
+    assert (done.code, done.out, done.err) == (130, "", "meshwise: interrupted\n")
+
+
+def test_best_plans_go_into_estimate_as_they_are(meshwise: Any) -> None:
+    for found in meshwise("search", *BASES["search"], "--json").document["best"]:
+        words = ("--plan", found["plan_text"], "--microbatch", str(found["microbatch"]), "--json")
+        priced = meshwise("estimate", *BASES["search"], *words).document
+        assert {key: priced[key] for key in ("step_s", "mfu", "memory_bytes")} == {
+            key: found[key] for key in ("step_s", "mfu", "memory_bytes")
+        }

@@ -1,0 +1,50 @@
+"""A user's script that uses the whole library; `mypy --strict` passes on it (see test_public)."""
+
+from pathlib import Path
+from typing import assert_type
+
+import meshwise as mw
+
+
+def main(folder: Path) -> None:
+    priced = mw.estimate("llama3-8b", "h100-80g-sxm:64", "tp=2,zero=3", batch=128, seq=8192)
+    assert_type(priced, mw.Estimate)
+    assert_type(priced.step_s, float)
+    assert_type(priced.ledger, mw.Ledger)
+    model, cluster = mw.find_model("llama3-8b"), mw.find_cluster("h100-80g-sxm:64")
+    assert_type((model, cluster), tuple[mw.Model, mw.Cluster])
+    plan = mw.Plan(tp=2, zero=3)
+    assert mw.parse_plan(mw.plan_text(plan)) == plan
+    same = mw.estimate(model, cluster, plan, batch=128, seq=8192)
+    assert same.step_s == priced.step_s
+    assert mw.Workload(batch=128, seq=8192) == same.workload
+
+    found = mw.search(model, "h100-80g-sxm:8", "dtype=bf16", batch=8, seq=8192, top=1)
+    best = found.best[0]
+    again = mw.estimate(model, "h100-80g-sxm:8", mw.plan_text(best.plan), batch=8, seq=8192,
+                        microbatch=best.workload.microbatch)  # fmt: skip
+    assert again.step_s == best.step_s
+    tables = mw.reproduce("nersc-2024-02", "gpt3-175b", "nersc-notebook", "tp=4,sp=1")
+    (folder / "tables.csv").write_text(tables.to_csv())
+    try:
+        mw.estimate("llama3-8b", "h100-80g-sxm:8", mw.Plan(tp=3), batch=8)
+    except mw.MeshwiseError as error:
+        print(error)
+
+
+def what_takes_longer(folder: Path) -> None:
+    outcome = mw.dry_run("ulysses", ranks=4, seq=256, device="cpu")
+    assert_type(outcome.peak_bytes, float)
+    assert mw.compare("ulysses", ranks=2, with_run=False, seq=256).agree
+    ran = mw.run("ulysses", ranks=2, seq=256)
+    assert ran is not None and ran.peak_bytes > 0
+    profiled = mw.profile(["torchrun", "--nproc-per-node=2", "train.py"], folder)
+    assert_type(profiled.exit_code, int)
+    limits = mw.frontier("h100-80g-sxm", months=3, utilization=0.7, schedule="interleaved").ideal
+    print(limits)
+    validation = mw.validate([folder / "runs.csv"])
+    print(validation.to_json())
+
+
+if __name__ == "__main__":
+    main(Path())
