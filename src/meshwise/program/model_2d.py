@@ -13,11 +13,10 @@ and M = N/DP inside one, with f' = f/TP columns of W1 and rows of W2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from meshwise.program.tape import Tape
-from meshwise.program.ulysses import WEIGHTS, Ulysses, write_ulysses
-from meshwise.program.writer import Writer
+from meshwise.program.lifetime import Event, Script, Tensor
+from meshwise.program.ulysses import Ulysses, ulysses_forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,89 +30,99 @@ class Model2D:
     inner: int
     layers: int
     dtype: str
-    elem_bytes: int
     has_backward: bool
     before: Ulysses | None
 
+    @property
+    def tokens(self) -> int:
+        """n, tokens that a rank holds between layers."""
+        return self.seq // (self.tp * self.dp)
 
-def write_model_2d(m: Model2D, tape: Tape) -> None:
+    @property
+    def gathered(self) -> int:
+        """M, tokens that a rank holds inside a layer."""
+        return self.seq // self.dp
+
+    @property
+    def part(self) -> int:
+        """f', columns of W1 and rows of W2."""
+        return self.inner // self.tp
+
+
+@dataclass(slots=True, eq=False)
+class _Layer:
+    """A layer's weights, their gradients, and what its backward needs, as views and tensors."""
+
+    weights: list[Tensor]
+    grads: list[Tensor]
+    gathered: Tensor
+    inter: Tensor
+
+
+def model_2d_program(m: Model2D, rank: int) -> list[Event]:
     """The whole program: attention before it, forward, backward if it has one."""
-    write = Writer(tape=tape, module="model-2d", dtype=m.dtype, elem_bytes=m.elem_bytes)
-    tokens, part = m.seq // (m.tp * m.dp), m.inner // m.tp
+    s = Script(module="model-2d", rank=rank, dtype=m.dtype, has_backward=m.has_backward)
     if m.before is None:
-        write.new("start", tokens, m.hidden)
+        start = s.new("start", m.tokens, m.hidden)
     else:
-        write_ulysses(m.before, tape)
-        write.free("input", *WEIGHTS)
-        write.rename("output", "start")
-    for name in ("W1", "W2", *(("dW1", "dW2") if m.has_backward else ())):
-        write.new(name, m.layers, m.hidden, part)
-    x = "start"
-    for layer in range(m.layers):
-        x = _layer(m, write, layer, x)
-    write.step("output = all layers", ("output", "[N/P, d]", (tokens, m.hidden)))
-    if m.has_backward:
-        _backward(m, write.in_phase("backward"))
+        start, kept = ulysses_forward(m.before, replace(s, module="ulysses", has_backward=False))
+        s.returns(kept.x, *kept.weights)
+    shapes = (m.layers, m.hidden, m.part), (m.layers, m.part, m.hidden)
+    weights = [s.new(f"W{i}", *shape, is_weight=True) for i, shape in enumerate(shapes, start=1)]
+    grads = [s.new(f"dW{i}", *shape) for i, shape in enumerate(shapes, start=1) if m.has_backward]
+    layers, x = [], start
+    for number in range(m.layers):
+        layer, x = _layer(m, s, x, weights, grads, number)
+        layers.append(layer)
+    s.step("output = all layers", ("[N/P, d]", x.view("output", m.tokens, m.hidden)))
+    left = _backward(m, replace(s, phase="backward"), layers, grads) if m.has_backward else []
+    s.returns(start, x, *weights, *grads, *left)
+    return s.events
 
 
-def _layer(m: Model2D, write: Writer, layer: int, x: str) -> str:
-    """x + relu(x W1) W2; returns the name of the result. `start` outlives the layers."""
-    part, tokens, gathered = m.inner // m.tp, m.seq // (m.tp * m.dp), m.seq // m.dp
-    full, inner, weight = gathered * m.hidden, gathered * part, m.hidden * part
-    names = [f"{name} {layer}" for name in ("input_", "inter", "partial", "summed")]
-    saves = float(m.has_backward)
-    write.collective("input", "all_gather", (gathered, m.hidden), "tp", m.tp, out=names[0])
-    if layer == 0:
-        first = "W1", "[L, d, d'/TP]", (m.layers, m.hidden, part)
-        second = "W2", "[L, d'/TP, d]", (m.layers, part, m.hidden)
-        write.step("2D model parallel", ("input_", "[N/DP, d]", (gathered, m.hidden)), first, second)
-    shape = 1, gathered, part, m.hidden
-    write.matmul("inter", shape, names[1], read=full + weight, weight=weight, saved=saves * full)
-    kept_bytes = saves * inner * m.elem_bytes
-    write.kernel("inter", (gathered, part), read=inner, written=inner, saved_bytes=kept_bytes)
-    if layer == 0:
-        write.step("inter = input x W1", ("inter", "[N/DP, d'/TP]", (gathered, part)))
-    shape = 1, gathered, m.hidden, part
-    write.matmul("output", shape, names[2], read=inner + weight, weight=weight)
-    write.collective("output", "reduce_scatter", (gathered, m.hidden), "tp", m.tp, out=names[3])
-    result, size = f"x {layer}", tokens * m.hidden
-    write.kernel("residual", (tokens, m.hidden), out=result, read=2 * size, written=size)
-    write.free(*(names[2:] if m.has_backward else names))
-    if x != "start":
-        write.free(x)
-    return result
+def _layer(
+    m: Model2D, s: Script, x: Tensor, weights: list[Tensor], grads: list[Tensor], number: int
+) -> tuple[_Layer, Tensor]:
+    """x + relu(x W1) W2."""
+    mine = [weight.view(weight.name, *weight.shape[1:]) for weight in weights]
+    full, inner = (m.gathered, m.hidden), (m.gathered, m.part)
+    gathered = s.collective("input", "all_gather", full, "tp", m.tp, x, "input_")
+    if number == 0:
+        symbols = ("[N/DP, d]", "[L, d, d'/TP]", "[L, d'/TP, d]")
+        s.step("2D model parallel", *zip(symbols, (gathered, *weights), strict=True))
+    inter = s.matmul("inter", (1, *inner, m.hidden), (gathered, mine[0]), saves=(gathered,))
+    s.op("inter", "kernel", inner, reads=(inter,), writes=(inter,), saves=(inter,))
+    if number == 0:
+        s.step("inter = input x W1", ("[N/DP, d'/TP]", inter.view("inter", *inner)))
+    partial = s.matmul("output", (1, *full, m.part), (inter, mine[1]), "partial")
+    summed = s.collective("output", "reduce_scatter", full, "tp", m.tp, partial, "summed")
+    result = s.kernel("residual", (m.tokens, m.hidden), (x, summed), "x")
+    s.returns(gathered, inter, partial, summed, x)
+    return _Layer(mine, [grad.view(grad.name, *grad.shape[1:]) for grad in grads], gathered, inter), result
 
 
-def _backward(m: Model2D, write: Writer) -> None:
+def _backward(m: Model2D, s: Script, layers: list[_Layer], grads: list[Tensor]) -> list[Tensor]:
     """From a gradient of the output, last layer first; weights' gradients add up in their buffers."""
-    part, tokens, gathered = m.inner // m.tp, m.seq // (m.tp * m.dp), m.seq // m.dp
-    full, inner, weight, size = gathered * m.hidden, gathered * part, m.hidden * part, tokens * m.hidden
-    write.new("d output", tokens, m.hidden)
-    grad = "d output"
-    for layer in reversed(range(m.layers)):
-        write.collective("output", "all_gather", (gathered, m.hidden), "tp", m.tp, out="d partial")
-        write.matmul("output", (1, part, m.hidden, gathered), "dW", read=inner + full)
-        shape = 1, gathered, part, m.hidden
-        write.matmul("output", shape, "d relu", read=full + weight, weight=weight)
-        write.free("d partial")
-        write.kernel("output", (part, m.hidden), read=2 * weight, written=weight)
-        write.free("dW")
-        write.kernel("inter", (gathered, part), out="d inter", read=2 * inner, written=inner)
-        write.free("d relu", f"inter {layer}")
-        write.matmul("inter", (1, m.hidden, part, gathered), "dW", read=inner + full)
-        shape = 1, gathered, m.hidden, part
-        write.matmul("inter", shape, "d input_", read=inner + weight, weight=weight)
-        write.free("d inter", f"input_ {layer}")
-        write.kernel("inter", (m.hidden, part), read=2 * weight, written=weight)
-        write.free("dW")
-        write.collective("input", "reduce_scatter", (gathered, m.hidden), "tp", m.tp, out="d summed")
-        write.free("d input_")
-        total = f"dx {layer}"
-        write.kernel("input", (tokens, m.hidden), out=total, read=2 * size, written=size)
-        write.free("d summed", *([] if grad == "d output" else [grad]))
-        grad = total
-    shapes = {"W1": (m.layers, m.hidden, part), "W2": (m.layers, part, m.hidden)}
-    for name, weights in shapes.items():
-        write.collective(name, "all_reduce", weights, "dp", m.dp)
-    symbols = ("dW1", "[L, d, d'/TP]", shapes["W1"]), ("dW2", "[L, d'/TP, d]", shapes["W2"])
-    write.step("backward", *symbols)
+    full, inner = (m.gathered, m.hidden), (m.gathered, m.part)
+    first = grad = s.new("d output", m.tokens, m.hidden)
+    for layer in reversed(layers):
+        partial = s.collective("output", "all_gather", full, "tp", m.tp, grad, "d partial")
+        d_weight = s.matmul("output", (1, m.part, m.hidden, m.gathered), (layer.inter, partial), "dW")
+        d_relu = s.matmul("output", (1, *inner, m.hidden), (partial, layer.weights[1]), "d relu")
+        _add_to(s, "output", layer.grads[1], d_weight)
+        d_inter = s.kernel("inter", inner, (d_relu, layer.inter), "d inter")
+        d_weight = s.matmul("inter", (1, m.hidden, m.part, m.gathered), (layer.gathered, d_inter), "dW")
+        d_gathered = s.matmul("inter", (1, *full, m.part), (d_inter, layer.weights[0]), "d input_")
+        s.returns(layer.gathered)
+        _add_to(s, "inter", layer.grads[0], d_weight)
+        summed = s.collective("input", "reduce_scatter", full, "tp", m.tp, d_gathered, "d summed")
+        grad = s.kernel("input", (m.tokens, m.hidden), (summed, grad), "dx")
+    for name, each in zip(("W1", "W2"), grads, strict=True):
+        s.collective(name, "all_reduce", each.shape, "dp", m.dp, each)
+    s.step("backward", *zip(("[L, d, d'/TP]", "[L, d'/TP, d]"), grads, strict=True))
+    return [first, grad]
+
+
+def _add_to(s: Script, name: str, total: Tensor, grad: Tensor) -> None:
+    """A layer's gradient is added to its place in the buffer of all layers."""
+    s.op(name, "kernel", total.shape, reads=(total, grad), writes=(total,))

@@ -17,12 +17,11 @@ A transpose copies only where both swapped dims are longer than one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward
-from meshwise.program.tape import Tape
-from meshwise.program.writer import Writer
+from meshwise.program.lifetime import Event, Script, Tensor
 
 WEIGHTS = ("Q", "K", "V", "O")
 
@@ -37,7 +36,6 @@ class Ulysses:
     hidden: int
     heads: int
     dtype: str
-    elem_bytes: int
     is_flash: bool
     is_causal: bool
     has_backward: bool
@@ -68,218 +66,221 @@ class Ulysses:
         return self.tokens * self.exchange
 
     @property
-    def stat_bytes(self) -> int:
-        """Bytes of one log-sum-exp, and of an element while blocks of a ring are merged."""
-        return max(4, self.elem_bytes)
+    def stat_dtype(self) -> str:
+        """The type of a log-sum-exp, and of what blocks of a ring are merged in."""
+        return "fp64" if self.dtype == "fp64" else "fp32"
 
     @property
-    def is_widened(self) -> bool:
-        """Whether merging a ring's blocks takes a wider type."""
-        return self.stat_bytes > self.elem_bytes
+    def block(self) -> tuple[int, int, int, int]:
+        """Shape of queries, keys or values in attention: one sequence."""
+        return 1, self.local_heads, self.local_seq, self.width
 
 
-def write_ulysses(u: Ulysses, tape: Tape) -> None:
+@dataclass(slots=True, eq=False)
+class Kept:
+    """What the backward needs of the forward; of attention its scores, or its output and log-sum-exp."""
+
+    x: Tensor
+    weights: list[Tensor]
+    qkv: list[Tensor]
+    c_: Tensor
+    saved: tuple[Tensor, ...]
+
+
+def ulysses_program(u: Ulysses, rank: int) -> list[Event]:
     """The whole program: inputs, forward, backward if it has one."""
-    write = Writer(tape=tape, module="ulysses", dtype=u.dtype, elem_bytes=u.elem_bytes)
-    write.new("input", u.tokens, u.hidden)
-    for name in WEIGHTS:
-        write.new(name, u.hidden, u.hidden)
-    _forward(u, write)
-    if u.has_backward:
-        _backward(u, write.in_phase("backward"))
+    script = Script(module="ulysses", rank=rank, dtype=u.dtype, has_backward=u.has_backward)
+    output, kept = ulysses_forward(u, script)
+    grads = _backward(u, replace(script, phase="backward"), kept) if u.has_backward else []
+    script.returns(kept.x, *kept.weights, output, *grads)
+    return script.events
 
 
-def _forward(u: Ulysses, write: Writer) -> None:
-    """From the inputs to `output`. What the program names lives until it returns."""
+def ulysses_forward(u: Ulysses, s: Script) -> tuple[Tensor, Kept]:
+    """From inputs to `output`, and what a backward needs; the inputs are among it."""
     n, d, e = u.tokens, u.hidden, u.width
-    tokens, square, saves = n * d, d * d, float(u.has_backward)
     p, long = ("P", "N") if u.ring == 1 else ("U", "N/R")
     gathered = f"[h/{p}, {long}, d/h]"
     grid, heads = (u.exchange, u.local_heads, n, e), (u.local_heads, u.local_seq, e)
 
-    projections = [(name, "[h, d, d/h]", (u.heads, d, e)) for name in "QKV"]
-    write.step("inputs", ("input", "[N/P, d]", (n, d)), *projections, ("O", "[h, d/h, d]", (u.heads, e, d)))
-    for name in "qkv":
-        kept = saves * tokens if name == "q" else 0.0
-        write.matmul(name, (u.heads, n, e, d), name, read=tokens + square, weight=square, saved=kept)
-    write.step("compute q, k, v", *((name, "[h, N/P, d/h]", (u.heads, n, e)) for name in "qkv"))
-    for name in "qkv":
-        write.collective(name, "all_to_all", grid, "ulysses", u.exchange, out=f"{name}_")
-    write.step("all-to-all q, k, v", *((f"{name}_", f"[{p}, h/{p}, N/P, d/h]", grid) for name in "qkv"))
-    attended = [
-        _swap(write, f"{name} transpose", f"{name}_", (u.local_heads, u.exchange, n, e)) for name in "qkv"
+    x = s.new("input", n, d)
+    weights = [s.new(name, u.heads, *((e, d) if name == "O" else (d, e)), is_weight=True) for name in WEIGHTS]
+    symbols = ["[h, d, d/h]"] * 3 + ["[h, d/h, d]"]
+    s.step("inputs", ("[N/P, d]", x), *zip(symbols, weights, strict=True))
+    qkv = [
+        s.matmul(name, (u.heads, n, e, d), (x, weight), saves=(x,) if name == "q" else ())
+        for name, weight in zip("qkv", weights, strict=False)
     ]
-    write.step("transpose and reshape q_, k_, v_", *((f"{name}_", gathered, heads) for name in "qkv"))
-    if u.is_flash:
-        _flash_forward(u, write)
-        write.step("c = attention of q_, k_, v_", ("c", gathered, heads))
-    else:
-        matrix = (u.local_heads, u.local_seq, u.local_seq)
-        size = u.local_heads * u.local_seq**2
-        write.matmul("A", (*matrix, e), "A", read=2 * tokens, saved=saves * (2 * tokens + size))
-        write.kernel("A", matrix, read=size, written=size)
-        write.step("A = q_ x k_t", ("A", f"[h/{p}, N, N]", matrix))
-        shape = u.local_heads, u.local_seq, e, u.local_seq
-        write.matmul("c", shape, "c", read=size + tokens, saved=saves * tokens)
-        write.step("c = A x v_", ("c", gathered, heads))
-    is_kept = u.is_flash and u.has_backward  # the fused backward needs its output
-    c = _swap(write, "c transpose", "c", (u.local_seq, u.local_heads, e), keep=is_kept)
-    write.step("transpose c", ("c", f"[{long}, h/{p}, d/h]", (u.local_seq, u.local_heads, e)))
+    s.step("compute q, k, v", *(("[h, N/P, d/h]", each) for each in qkv))
+    sent = [
+        s.collective(name, "all_to_all", grid, "ulysses", u.exchange, each, f"{name}_")
+        for name, each in zip("qkv", qkv, strict=True)
+    ]
+    s.step("all-to-all q, k, v", *((f"[{p}, h/{p}, N/P, d/h]", each) for each in sent))
+    swapped = [
+        _swap(s, f"{name} transpose", each, (u.local_heads, u.exchange, n, e))
+        for name, each in zip("qkv", sent, strict=True)
+    ]
+    q_, k_, v_ = (each.view(f"{name}_", *heads) for name, each in zip("qkv", swapped, strict=True))
+    s.step("transpose and reshape q_, k_, v_", *((gathered, each) for each in (q_, k_, v_)))
+    attend = _flash_forward if u.is_flash else _scores_forward
+    c, saved = attend(u, s, q_, k_, v_)
+    s.step("c = attention of q_, k_, v_" if u.is_flash else "c = A x v_", (gathered, c.view("c", *heads)))
+    c = _swap(s, "c transpose", c, (u.local_seq, u.local_heads, e))
+    s.step("transpose c", (f"[{long}, h/{p}, d/h]", c.view("c", u.local_seq, u.local_heads, e)))
     blocks = (u.exchange, n, u.local_heads, e)
-    write.collective("c", "all_to_all", blocks, "ulysses", u.exchange, out="c_")
-    write.step("all-to-all c", ("c_", f"[{p}, N/P, h/{p}, d/h]", blocks))
-    c_ = _swap(write, "c_ transpose", "c_", (n, u.exchange, u.local_heads, e))
-    write.step("transpose and reshape c_, reshape O", ("c_", "[N/P, d]", (n, d)), ("O", "[d, d]", (d, d)))
-    write.matmul("output", (1, n, d, d), "output", read=tokens + square, weight=square, saved=saves * tokens)
-    write.step("output = c x O", ("output", "[N/P, d]", (n, d)))
+    back = s.collective("c", "all_to_all", blocks, "ulysses", u.exchange, c, "c_")
+    s.step("all-to-all c", (f"[{p}, N/P, h/{p}, d/h]", back))
+    c_ = _swap(s, "c_ transpose", back, (n, u.exchange, u.local_heads, e))
+    shown = c_.view("c_", n, d), weights[3].view("O", d, d)
+    s.step("transpose and reshape c_, reshape O", ("[N/P, d]", shown[0]), ("[d, d]", shown[1]))
+    output = s.matmul("output", (1, n, d, d), (c_, weights[3]), saves=(c_,))
+    s.step("output = c x O", ("[N/P, d]", output.view("output", n, d)))
+    s.returns(*qkv, c, q_, k_, v_, c_, *(() if u.is_flash else saved))
+    return output, Kept(x, weights, [q_, k_, v_], c_, saved)
 
-    write.free("q", "k", "v", *([] if is_kept and c == "c" else [c]))
-    if not u.has_backward:
-        write.free(*attended, c_, *([] if u.is_flash else ["A"]))
 
-
-def _backward(u: Ulysses, write: Writer) -> None:
+def _backward(u: Ulysses, s: Script, kept: Kept) -> list[Tensor]:
     """From a gradient of `output` to those of the inputs, in the order in which autograd takes the nodes."""
     n, d, e = u.tokens, u.hidden, u.width
-    tokens, square = n * d, d * d
-    names = [_swapped(f"{name}_", u.exchange, u.local_heads) for name in "qkv"]
-    c_ = _swapped("c_", n, u.exchange)
-    write.new("d output", n, d)
-    write.matmul("output", (1, d, d, n), "dO", read=2 * tokens)
-    write.matmul("output", (1, n, d, d), "dc_", read=tokens + square, weight=square)
-    write.free(c_)
-    _exchange_back(u, write, "c", "dc_", (u.exchange, n, u.local_heads, e))
-    if u.is_flash:
-        _flash_backward(u, write)
-        write.free("c all-to-all", *names, "c", "lse")
-    else:
-        matrix = (u.local_heads, u.local_seq, u.local_seq)
-        size = u.local_heads * u.local_seq**2
-        thin = (u.local_heads, u.local_seq, e, u.local_seq)
-        write.matmul("c", thin, "dv_", read=size + tokens)
-        write.matmul("c", (*matrix, e), "dA", read=2 * tokens)
-        write.free("c all-to-all", names[2])
-        write.kernel("A", matrix, read=2 * size, written=size)
-        write.matmul("A", thin, "dq_", read=size + tokens)
-        write.matmul("A", thin, "dk_", read=size + tokens)
-        write.free("dA", names[0], names[1], "A")
-    for name in "vkq":
-        _exchange_back(u, write, name, f"d{name}_", (u.exchange, u.local_heads, n, e))
-    total = ""
-    for name in "vkq":
-        total = _project_back(u, write, name, total)
-    for name in WEIGHTS:
-        shape = (u.heads, e, d) if name == "O" else (u.heads, d, e)
-        write.collective(name, "all_reduce", shape, "world", u.ranks)
-    grads = ("dQ", "[h, d, d/h]", (u.heads, d, e)), ("dO", "[h, d/h, d]", (u.heads, e, d))
-    write.step("backward", ("d input", "[N/P, d]", (n, d)), *grads)
+    grad = s.new("d output", n, d)
+    d_out = s.matmul("output", (1, d, d, n), (kept.c_, grad), "dO")
+    dc_ = s.matmul("output", (1, n, d, d), (grad, kept.weights[3]), "dc_")
+    s.returns(kept.c_)
+    dc = _exchange_back(u, s, "c", dc_, (u.exchange, n, u.local_heads, e))
+    attend_back = _flash_backward if u.is_flash else _scores_backward
+    dq_, dk_, dv_ = attend_back(u, s, dc, kept)
+    shape = (u.exchange, u.local_heads, n, e)
+    grads = [_exchange_back(u, s, name, each, shape) for name, each in (("v", dv_), ("k", dk_), ("q", dq_))]
+    total: Tensor | None = None
+    d_weights = [d_out]
+    for name, each, weight in zip("vkq", grads, kept.weights[2::-1], strict=True):
+        d_weight, total = _project_back(u, s, name, each, kept.x, weight, total)
+        d_weights.insert(0, d_weight)
+    assert total is not None
+    shapes = [(u.heads, *((e, d) if name == "O" else (d, e))) for name in WEIGHTS]
+    for name, whole, d_weight in zip(WEIGHTS, shapes, d_weights, strict=True):
+        s.collective(name, "all_reduce", whole, "world", u.ranks, d_weight)
+    shown = d_weights[0].view("dQ", *shapes[0]), d_weights[3].view("dO", *shapes[3])
+    s.step("backward", ("[N/P, d]", total.view("d input", n, d)), ("[h, d, d/h]", shown[0]),
+           ("[h, d/h, d]", shown[1]))  # fmt: skip
+    return [grad, total, *d_weights]
 
 
-def _exchange_back(u: Ulysses, write: Writer, name: str, grad: str, shape: tuple[int, int, int, int]) -> None:
-    """The gradient `grad` undergoes transpose and all-to-all in reverse and becomes `<name> all-to-all`."""
-    sent = _swap(write, name, grad, shape, keep=True)
-    write.collective(name, "all_to_all", shape, "ulysses", u.exchange, out=f"{name} all-to-all")
-    write.free(*{sent, grad})
+def _exchange_back(u: Ulysses, s: Script, name: str, grad: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The gradient `grad` undergoes transpose and all-to-all in reverse."""
+    sent = _swap(s, name, grad, shape)
+    arrived = s.collective(name, "all_to_all", shape, "ulysses", u.exchange, sent, f"{name} all-to-all")
+    s.returns(sent, grad)
+    return arrived
 
 
-def _project_back(u: Ulysses, write: Writer, name: str, total: str) -> str:
-    """Backward of x W: dW, and dx as one matmul over all heads; dx is added to `total`."""
+def _project_back(
+    u: Ulysses, s: Script, name: str, grad: Tensor, x: Tensor, weight: Tensor, total: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Backward of x W: dW, and dx as one matmul over all heads, added to `total`."""
     n, d, e = u.tokens, u.hidden, u.width
-    grad, dx = f"{name} all-to-all", f"dx {name}"
-    write.matmul(name, (u.heads, d, e, n), f"d{name.upper()}", read=2 * n * d)
-    rows = _swap(write, name, grad, (n, u.heads, e), keep=True)
-    columns = _swap(write, name, name.upper(), (u.heads, e, d), keep=True, at=1, weight=True)
-    in_place = columns == name.upper()
-    write.matmul(name, (1, n, d, d), dx, read=n * d + d * d, weight=d * d * in_place)
-    write.free(*{rows, grad}, *([] if in_place else [columns]))
-    if not total:
-        return dx
-    summed = f"{total} + {dx}"
-    write.kernel(name, (n, d), out=summed, read=2 * n * d, written=n * d)
-    write.free(total, dx)
-    return summed
+    d_weight = s.matmul(name, (u.heads, d, e, n), (x, grad), f"d{name.upper()}")
+    rows = _swap(s, name, grad, (n, u.heads, e))
+    columns = _swap(s, name, weight, (u.heads, e, d), at=1)
+    dx = s.matmul(name, (1, n, d, d), (rows, columns), "dx")
+    s.returns(rows, grad, columns)
+    return d_weight, dx if total is None else s.kernel(name, (n, d), (total, dx), "dx")
+
+
+# --- attention with the scores in memory ---------------------------------------------------------
+
+
+def _scores_forward(
+    u: Ulysses, s: Script, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The mixed values, and the scores, which the backward needs."""
+    matrix = (u.local_heads, u.local_seq, u.local_seq)
+    scores = s.matmul("A", (*matrix, u.width), (q, k), saves=(q, k), saves_result=True)
+    s.op("A", "kernel", matrix, reads=(scores,), writes=(scores,))
+    p = "P" if u.ring == 1 else "U"
+    s.step("A = q_ x k_t", (f"[h/{p}, N, N]", scores))
+    return s.matmul("c", _thin(u), (scores, v), saves=(v,)), (scores,)
+
+
+def _scores_backward(u: Ulysses, s: Script, grad: Tensor, kept: Kept) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values; that of the scores is made in place."""
+    (q, k, v), (scores,) = kept.qkv, kept.saved
+    matrix = (u.local_heads, u.local_seq, u.local_seq)
+    dv = s.matmul("c", _thin(u), (scores, grad), "dv_")
+    d_scores = s.matmul("c", (*matrix, u.width), (grad, v), "dA")
+    s.op("A", "kernel", matrix, reads=(d_scores, scores), writes=(d_scores,))
+    dq = s.matmul("A", _thin(u), (d_scores, k), "dq_")
+    dk = s.matmul("A", _thin(u), (d_scores, q), "dk_")
+    s.returns(d_scores, q, k, scores)
+    return dq, dk, dv
+
+
+def _thin(u: Ulysses) -> tuple[int, int, int, int]:
+    """The product of a matrix of scores with queries, keys or values."""
+    return u.local_heads, u.local_seq, u.width, u.local_seq
 
 
 # --- fused attention, alone or over a ring ------------------------------------------------------
 
 
-def _flash_forward(u: Ulysses, write: Writer) -> None:
-    """Makes `c`, and `lse` where a backward follows."""
-    block = (1, u.local_heads, u.local_seq, u.width)
-    size = u.local_heads * u.local_seq * u.width
-    wide = u.stat_bytes / u.elem_bytes  # elements of the wider type
-    stats = u.local_heads * u.local_seq * wide
-    wide_dtype = "fp64" if u.stat_bytes == 8 else "fp32"
-    saved = (4 * size + stats) * u.elem_bytes if u.has_backward else 0.0
-    out = "c block" if u.ring > 1 and u.is_widened else "c"
-    _flash_block(u, write, out, "lse", is_own=True, saved_bytes=saved)
-    total = out
-    if out != "c":
-        total = "c total"
-        write.tape.allocate(total, size * u.stat_bytes)
-        write.kernel("attention", block, read=size, written=size * wide, dtype=wide_dtype)
-        write.free(out)
+def _flash_forward(
+    u: Ulysses, s: Script, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The mixed values, which the backward needs too, with the log-sum-exp."""
+    out, lse = _flash_block(u, s, q, k, v, is_own=True)
+    is_widened = u.ring > 1 and u.stat_dtype != u.dtype
+    total = s.kernel("attention", u.block, (out,), "total", dtype=u.stat_dtype) if is_widened else out
     for hop in range(1, u.ring):
-        _pass_on(u, write, hop, "kv")
-        if _sees(u, write.tape.rank, hop):
-            _flash_block(u, write, "block", "block lse")
-            merged = size * wide + stats
-            write.kernel("attention", block, read=merged + size + stats, written=merged, dtype=wide_dtype)
-            write.free("block", "block lse")
-    if u.ring > 1:
-        write.free(*(f"{name} hop {u.ring - 1}" for name in "kv"))
-    if total != "c":
-        write.kernel("attention", block, out="c", read=size * wide, written=size)
-        write.free(total)
-    if not u.has_backward:
-        write.free("lse")
+        k, v = _pass_on(u, s, (k, v))
+        if _sees(u, s.rank, hop):
+            block, block_lse = _flash_block(u, s, q, k, v)
+            reads, writes = (total, lse, block, block_lse), (total, lse)
+            s.op("attention", "kernel", u.block, reads=reads, writes=writes, dtype=u.stat_dtype)
+    s.returns(k, v)
+    c = s.kernel("attention", u.block, (total,), "c") if is_widened else out
+    s.returns(total, lse)
+    return c, (c, lse)
 
 
-def _flash_backward(u: Ulysses, write: Writer) -> None:
-    """Makes `dq_`, `dk_`, `dv_`; those of keys and values travel with them around the ring."""
-    block = (1, u.local_heads, u.local_seq, u.width)
-    size = u.local_heads * u.local_seq * u.width
-    grads = ("dq_", "dk_", "dv_") if u.ring == 1 else ("dq_", "dk hop 0", "dv hop 0")
-    _flash_block_backward(u, write, grads, is_own=True)
+def _flash_backward(u: Ulysses, s: Script, grad: Tensor, kept: Kept) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values; those of the latter two travel with them around the ring."""
+    q, k, v = kept.qkv
+    dq, dk, dv = _flash_block_backward(u, s, (grad, q, k, v, *kept.saved), is_own=True)
     for hop in range(1, u.ring):
-        _pass_on(u, write, hop, ("k", "v", "dk", "dv"))
-        if _sees(u, write.tape.rank, hop):
-            parts = ("part q", "part k", "part v")
-            _flash_block_backward(u, write, parts)
-            for _ in parts:
-                write.kernel("attention", block, read=2 * size, written=size)
-            write.free(*parts)
+        k, v, dk, dv = _pass_on(u, s, (k, v, dk, dv))
+        if _sees(u, s.rank, hop):
+            parts = _flash_block_backward(u, s, (grad, q, k, v, *kept.saved))
+            for total, part in zip((dq, dk, dv), parts, strict=True):
+                s.op("attention", "kernel", u.block, reads=(total, part), writes=(total,))
+            s.returns(*parts)
     if u.ring > 1:
-        last = u.ring - 1
-        _pass_on(u, write, u.ring, ("dk", "dv"))
-        write.free(*(f"{name} hop {last}" for name in "kv"))
-        for name in ("dk", "dv"):
-            write.rename(f"{name} hop {u.ring}", f"{name}_")
+        dk, dv = _pass_on(u, s, (dk, dv))
+    s.returns(k, v, grad, *kept.qkv, *kept.saved)
+    return dq, dk, dv
 
 
 def _flash_block(
-    u: Ulysses, write: Writer, out: str, lse: str, *, is_own: bool = False, saved_bytes: float = 0.0
-) -> None:
-    shape, pairs = _block_shape(u), _pairs(u, is_own)
-    size = u.local_heads * u.local_seq * u.width
-    stats = u.local_heads * u.local_seq * u.stat_bytes / u.elem_bytes
-    cost = flash_attention(pairs, *shape[1:], batch=1, elem_bytes=u.elem_bytes)
-    write.new(out, size)
-    write.tape.allocate(lse, stats * u.elem_bytes)
-    flop = float(cost.flop)
-    write.kernel("attention", shape, read=3 * size, written=size + stats, flop=flop, saved_bytes=saved_bytes)
+    u: Ulysses, s: Script, q: Tensor, k: Tensor, v: Tensor, *, is_own: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Attention of the own queries to one block of keys, of which the own block is saved."""
+    out = Tensor("out", u.block, u.dtype)
+    lse = Tensor("lse", u.block[:3], u.stat_dtype)
+    shape, made = _block_shape(u), (out, lse)
+    cost = flash_attention(_pairs(u, is_own), *shape[1:], batch=1, elem_bytes=1.0)
+    saves = (q, k, v, *made) if is_own else ()
+    s.op("attention", "attention", shape, reads=(q, k, v), makes=made, saves=saves, flop=cost.flop)
+    return made
 
 
 def _flash_block_backward(
-    u: Ulysses, write: Writer, grads: tuple[str, str, str], *, is_own: bool = False
-) -> None:
-    shape, pairs = _block_shape(u), _pairs(u, is_own)
-    size = u.local_heads * u.local_seq * u.width
-    stats = u.local_heads * u.local_seq * u.stat_bytes / u.elem_bytes
-    cost = flash_attention_backward(pairs, *shape[1:], batch=1, elem_bytes=u.elem_bytes)
-    for name in grads:
-        write.new(name, size)
-    write.kernel("attention", shape, read=5 * size + stats, written=3 * size, flop=float(cost.flop))
+    u: Ulysses, s: Script, reads: Sequence[Tensor], *, is_own: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = _block_shape(u)
+    cost = flash_attention_backward(_pairs(u, is_own), *shape[1:], batch=1, elem_bytes=1.0)
+    dq, dk, dv = (Tensor(name, u.block, u.dtype) for name in ("dq", "dk", "dv"))
+    s.op("attention", "attention", shape, reads=reads, makes=(dq, dk, dv), flop=cost.flop)
+    return dq, dk, dv
 
 
 def _block_shape(u: Ulysses) -> tuple[int, ...]:
@@ -295,39 +296,20 @@ def _sees(u: Ulysses, rank: int, hop: int) -> bool:
     return not u.is_causal or hop <= rank // u.exchange
 
 
-def _pass_on(u: Ulysses, write: Writer, hop: int, names: Iterable[str]) -> None:
-    """Tensors move one rank on: new ones come, then the last hop's go (q_, k_, v_ stay)."""
-    names = tuple(names)
-    block = (1, u.local_heads, u.local_seq, u.width)
-    for name in names:
-        write.new(f"{name} hop {hop}", *block)
-    for kind in ("send", "recv"):
-        for _ in names:
-            write.collective("attention", kind, block, "ring", u.ring)
-    write.free(*(f"{name} hop {hop - 1}" for name in names if hop > 1 or name.startswith("d")))
+def _pass_on(u: Ulysses, s: Script, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors move one rank on: those of the rank before arrive in new memory, then the old ones go."""
+    arrived = [s.new(tensor.name, *u.block) for tensor in tensors]
+    for tensor in tensors:
+        s.collective("attention", "send", u.block, "ring", u.ring, tensor)
+    for tensor in arrived:
+        s.collective("attention", "recv", u.block, "ring", u.ring, tensor)
+    s.returns(*tensors)
+    return arrived
 
 
 # --- transposes ----------------------------------------------------------------------------------
 
 
-def _swap(
-    write: Writer,
-    op: str,
-    name: str,
-    shape: tuple[int, ...],
-    *,
-    keep: bool = False,
-    at: int = 0,
-    weight: bool = False,
-) -> str:
-    """Tensor `name`, dims `at` and `at + 1` swapped to `shape`: copied, unless one of them is 1. Its name."""
-    result = _swapped(name, shape[at], shape[at + 1])
-    if result != name:
-        write.copy(op, shape, result, weight=weight)
-        if not keep:
-            write.free(name)
-    return result
-
-
-def _swapped(name: str, one: int, other: int) -> str:
-    return f"{name} swapped" if one > 1 and other > 1 else name
+def _swap(s: Script, op: str, tensor: Tensor, shape: tuple[int, ...], *, at: int = 0) -> Tensor:
+    """`tensor` with dims `at` and `at + 1` swapped to `shape`: copied, unless one of them is 1."""
+    return s.kernel(op, shape, (tensor,)) if min(shape[at : at + 2]) > 1 else tensor

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta
 
 from meshwise.core.errors import PlanError
-from meshwise.core.units import DTYPE_BYTES
-from meshwise.program.model_2d import Model2D, write_model_2d
+from meshwise.program.lifetime import play
+from meshwise.program.model_2d import Model2D, model_2d_program
 from meshwise.program.tape import Tape
 from meshwise.runtime.programs import Dtype, ulysses
 
@@ -93,11 +93,10 @@ def estimate(options: Options, tape: Tape) -> None:
         inner=inner_width(options),
         layers=options.layers,
         dtype=options.dtype,
-        elem_bytes=int(DTYPE_BYTES[options.dtype]),
         has_backward=options.backward,
         before=before if options.after_ulysses else None,
     )
-    write_model_2d(sizes, tape)
+    play(model_2d_program(sizes, tape.rank), tape)
 
 
 def main(options: Options, context: Context) -> dict[str, Any] | None:

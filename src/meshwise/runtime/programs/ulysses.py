@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from msgspec import Meta
 
 from meshwise.core.errors import PlanError
-from meshwise.core.units import DTYPE_BYTES
+from meshwise.program.lifetime import play
 from meshwise.program.tape import Tape
-from meshwise.program.ulysses import Ulysses, write_ulysses
+from meshwise.program.ulysses import Ulysses, ulysses_program
 from meshwise.runtime.programs import Dtype
 
 if TYPE_CHECKING:
@@ -75,7 +75,6 @@ def sizes(options: Options, ranks: int) -> Ulysses:
         hidden=options.hidden,
         heads=options.heads,
         dtype=options.dtype,
-        elem_bytes=int(DTYPE_BYTES[options.dtype]),
         is_flash=options.attention == "flash",
         is_causal=options.causal,
         has_backward=options.backward,
@@ -84,7 +83,7 @@ def sizes(options: Options, ranks: int) -> Ulysses:
 
 def estimate(options: Options, tape: Tape) -> None:
     """Write the closed form of `main` on `tape`."""
-    write_ulysses(sizes(options, tape.world_size), tape)
+    play(ulysses_program(sizes(options, tape.world_size), tape.rank), tape)
 
 
 def main(options: Options, context: Context) -> dict[str, Any] | None:

@@ -1,0 +1,206 @@
+"""A program of one rank as a list of ops and the tensors they read and make; what is alive follows from it.
+
+A tensor is alive from the op that makes it to the last one that reads it: what a backward op needs stays
+until then. A function holds what it names until it returns, which is a point of the program of its own
+(`Script.returns`). Bytes read and written by an op are those of its tensors, so nothing is stated twice.
+
+`play` writes the running account on a tape, live bytes of every op included; `peak_bytes` gives the most
+that is alive, for one program or, where sizes are arrays, for a grid of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from meshwise.core.ledger import Collective
+from meshwise.core.units import DTYPE_BYTES, Num
+from meshwise.cost.op import Cost, matmul_flop
+from meshwise.program.op import Op
+from meshwise.program.row import op_row
+from meshwise.program.tape import Named, Tape
+
+ELEMENT_BYTES = DTYPE_BYTES | {"int64": 8.0, "bool": 1.0}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """`shape` elements of `dtype`; a view lies in the memory of another tensor, `storage`."""
+
+    name: str
+    shape: tuple[Num, ...]
+    dtype: str
+    is_weight: bool = False
+    storage: Tensor | None = None
+
+    @property
+    def elements(self) -> Num:
+        """Their number."""
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> Num:
+        """Of the elements."""
+        return self.elements * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def memory(self) -> Tensor:
+        """The tensor that this one lies in: itself, unless it is a view."""
+        return self.storage or self
+
+    def view(self, name: str, *shape: Num) -> Tensor:
+        """Some of its elements under another name and shape."""
+        return Tensor(name, shape, self.dtype, self.is_weight, self.memory)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Event:
+    """A point of a program: an op or none, the tensors that it reads and makes, and what is shown."""
+
+    op: Op | None = None
+    reads: Sequence[Tensor] = ()
+    makes: Sequence[Tensor] = ()
+    step: str = ""
+    shown: Sequence[tuple[str, Tensor]] = ()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Script:
+    """Writes down a program: each method adds an event and returns the tensor that it makes.
+
+    Ops are those of `rank`, and belong to `module` and `phase`; tensors are of `dtype` unless told otherwise.
+    `has_backward`: what ops save is kept for it, else nothing is.
+    """
+
+    module: str
+    dtype: str
+    rank: int = 0
+    phase: str = "forward"
+    has_backward: bool = False
+    events: list[Event] = field(default_factory=list)
+
+    def new(self, name: str, *shape: Num, dtype: str = "", is_weight: bool = False) -> Tensor:
+        """A tensor that no stated op makes: an input, a weight, a buffer."""
+        tensor = Tensor(name, shape, dtype or self.dtype, is_weight)
+        self.events.append(Event(makes=(tensor,)))
+        return tensor
+
+    def returns(self, *tensors: Tensor) -> None:
+        """A function that names these tensors returns here, or the program that holds them ends."""
+        self.events.append(Event(reads=tensors))
+
+    def step(self, name: str, *shown: tuple[str, Tensor]) -> None:
+        """The program shows tensors, each with the symbols of its shape."""
+        self.events.append(Event(step=name, shown=shown))
+
+    def op(
+        self, name: str, kind: str, shape: tuple[Num, ...], *, reads: Sequence[Tensor],
+        makes: Sequence[Tensor] = (), writes: Sequence[Tensor] = (), saves: Sequence[Tensor] = (),
+        flop: Num = 0.0, count: Num = 1.0, dtype: str = "",
+    ) -> None:  # fmt: skip
+        """An op that makes new tensors and `writes` into others; it `saves` some for its backward."""
+        moved = sum(tensor.bytes for tensor in reads), sum(tensor.bytes for tensor in (*makes, *writes))
+        op = Op(
+            module=self.module,
+            name=name,
+            phase=self.phase,
+            kind=kind,
+            shape=shape,
+            cost=Cost(flop, *moved),
+            saved_bytes=sum(tensor.bytes for tensor in saves) if self.has_backward else 0.0,
+            num_params=sum(tensor.elements for tensor in reads if tensor.is_weight),
+            count=count,
+            dtype=dtype or self.dtype,
+        )
+        self.events.append(Event(op, (*reads, *writes), makes))
+
+    def matmul(
+        self, name: str, shape: tuple[Num, Num, Num, Num], reads: Sequence[Tensor], out: str = "", *,
+        saves: Sequence[Tensor] = (), saves_result: bool = False, count: Num = 1.0,
+    ) -> Tensor:  # fmt: skip
+        """A product of `shape` (batch, m, n, k)."""
+        batch, m, n, k = shape
+        made = Tensor(out or name, (batch, m, n), self.dtype)
+        saves, flop = (*saves, made) if saves_result else saves, matmul_flop(m, n, k, batch=batch)
+        self.op(name, "matmul", shape, reads=reads, makes=(made,), saves=saves, flop=flop, count=count)
+        return made
+
+    def kernel(
+        self, name: str, shape: tuple[Num, ...], reads: Sequence[Tensor], out: str = "", *, dtype: str = "",
+        **how: Any,
+    ) -> Tensor:  # fmt: skip
+        """An element-wise kernel with a result of `shape`."""
+        made = Tensor(out or name, shape, dtype or self.dtype)
+        self.op(name, "kernel", shape, reads=reads, makes=(made,), dtype=dtype, **how)
+        return made
+
+    def collective(
+        self, name: str, kind: Collective, shape: tuple[Num, ...], axis: str, group_size: Num, reads: Tensor,
+        out: str = "", *, dtype: str = "", stride: Num = 1.0, count: Num = 1.0,
+    ) -> Tensor:  # fmt: skip
+        """A collective over the full tensor of `shape`, cut along its first dim; in place without `out`."""
+        full = Tensor(out, shape, dtype or self.dtype)
+        rows = shape[0] // group_size if kind == "reduce_scatter" else shape[0]
+        made = Tensor(out, (rows, *shape[1:]), full.dtype) if out else reads
+        op = Op(
+            module=self.module,
+            name=name,
+            phase=self.phase,
+            kind="collective",
+            collective=kind,
+            shape=shape,
+            dtype=full.dtype,
+            axis=axis,
+            group_size=group_size,
+            stride=stride,
+            payload_bytes=full.bytes,
+            count=count,
+        )
+        self.events.append(Event(op, (reads,), (made,) if out else ()))
+        return made
+
+
+def lifetimes(events: Sequence[Event]) -> Iterator[tuple[Event, list[Tensor]]]:
+    """Each event, and the tensors whose memory is given back after it."""
+    last: dict[Tensor, int] = {}
+    for i, event in enumerate(events):
+        for tensor in (*event.makes, *event.reads):
+            last[tensor.memory] = i
+    gone: list[list[Tensor]] = [[] for _ in events]
+    for tensor, i in last.items():
+        gone[i].append(tensor)
+    return zip(events, gone, strict=True)
+
+
+def play(events: Sequence[Event], tape: Tape) -> None:
+    """Write the program on `tape`: its ops with what is alive at each, and its steps."""
+    for event, gone in lifetimes(events):
+        for tensor in event.makes:
+            tape.allocate(tensor, float(tensor.bytes))
+        if event.op is not None:
+            row = op_row(event.op, weight_elem_bytes=ELEMENT_BYTES[event.op.dtype])
+            tape.op(is_matmul=event.op.kind == "matmul", **row)
+        if event.step:
+            named = (Named(t.name, symbols, t.shape, float(t.bytes)) for symbols, t in event.shown)  # type: ignore[arg-type]
+            tape.step(event.step, named)
+        for tensor in gone:
+            tape.release(tensor)
+
+
+def peak_bytes(events: Sequence[Event]) -> Num:
+    """The most bytes that the tensors of a program hold at once."""
+    live: Num = 0.0
+    peak: Num = 0.0
+    for event, gone in lifetimes(events):
+        live = live + _bytes_of(event.makes)
+        peak = np.maximum(peak, live)
+        live = live - _bytes_of(gone)
+    return peak
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> Num:
+    return sum((tensor.bytes for tensor in tensors), start=0.0)
