@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from meshwise.cli.output import console, print_json
+
 
 def add_to(app: typer.Typer) -> None:
     """Mount the command."""
@@ -21,10 +23,6 @@ def list_catalog(
 
     rows = catalog_rows(what)
     if json:
-        from meshwise.cli.output import print_json
-
         print_json({what: rows})
     else:
-        from meshwise.cli.output import console
-
         print_catalog(what, rows, console())

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from meshwise.cli.output import console
+
 OP_FILES = ("measured_ops.csv", "published_micro.csv")
 RUN_FILES = ("measured_iterations_a100.csv",)
 """Measured runs beside the published ones, which ship with the package."""
@@ -53,7 +55,6 @@ def _catalog(name: str) -> Path:
 
 def _fit_ops(paths: list[Path], *, write: bool) -> None:
     from meshwise.calibrate.fit import fit_all
-    from meshwise.cli.output import console
     from meshwise.report.fit_table import print_op_fit
 
     today = date.today().isoformat()
@@ -63,7 +64,6 @@ def _fit_ops(paths: list[Path], *, write: bool) -> None:
 
 def _fit_steps(paths: list[Path], *, write: bool) -> None:
     from meshwise.calibrate.fit_steps import fit_overheads
-    from meshwise.cli.output import console
     from meshwise.report.fit_table import print_step_fit
 
     today = date.today().isoformat()

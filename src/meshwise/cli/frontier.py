@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from meshwise.cli.output import console, print_json
 from meshwise.core.errors import WorkloadError
 
 app = typer.Typer(help="Where scaling stops, and what stops it.", no_args_is_help=True)
@@ -135,8 +136,6 @@ def sensitivity(
 
 
 def _show(document: dict[str, Any], printer: str, as_json: bool) -> None:
-    from meshwise.cli.output import console, print_json
-
     if as_json:
         print_json(document)
     else:

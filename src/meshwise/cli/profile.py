@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from meshwise.cli.output import console, print_json
 from meshwise.core.errors import DataError
 
 
@@ -51,8 +52,6 @@ def profile(
         )
     summary = summarize_paths(done.files)
     if json:
-        from meshwise.cli.output import print_json
-
         document: dict[str, Any] = {
             "command": list(done.command),
             "exit_code": done.exit_code,
@@ -63,7 +62,6 @@ def profile(
         }
         print_json(document | summary.to_json())
     else:
-        from meshwise.cli.output import console
         from meshwise.report.trace_table import print_joint, print_summary
         from meshwise.trace.sections import joint_sections
         from meshwise.trace.summary import all_sections

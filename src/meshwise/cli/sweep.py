@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from meshwise.cli.output import console, print_json
+
 
 def add_to(app: typer.Typer) -> None:
     """Mount the command."""
@@ -68,15 +70,11 @@ def sweep(
     if json:
         from dataclasses import asdict
 
-        from meshwise.cli.output import print_json
-
         document = {"database": str(database), "csv": str(table), "figure": figure and str(figure)}
         numbers = {"num_points": len(wanted.points), "num_done": len(rows) - num_failed}
         numbers["num_failed"] = num_failed
         print_json(document | numbers | {"points": [asdict(row) for row in rows]})
     else:
-        from meshwise.cli.output import console
-
         print_sweep(wanted, rows, console())
         counts = f"{len(rows) - num_failed} done, {num_failed} failed"
         print(f"{counts}; {database}, {table}, {figure or 'no figure'}")

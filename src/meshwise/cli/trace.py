@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from meshwise.cli.output import console, print_json
 from meshwise.core.errors import DataError
 
 if TYPE_CHECKING:
@@ -37,11 +38,8 @@ def summary(paths: Paths, json: Json = False, limit: Limit = 15) -> None:
 
     found = summarize_paths(paths)
     if json:
-        from meshwise.cli.output import print_json
-
         print_json(found.to_json())
     else:
-        from meshwise.cli.output import console
         from meshwise.report.trace_table import print_summary
 
         print_summary(found, console(), limit=limit)
@@ -62,8 +60,6 @@ def merge(
     found = _summarized(paths)
     num_cut = write_merged(found.traces, found.alignment, found.collectives, output)
     if json:
-        from meshwise.cli.output import print_json
-
         document = {"file": str(output), "num_ranks": len(found.traces), "num_cut_slices": num_cut}
         print_json(document | {"alignment": found.to_json()["alignment"]})
     else:
@@ -85,11 +81,8 @@ def plot(
     found = _summarized(paths)
     draw_ranks(found.partitions, found.alignment, found.findings, output)
     if json:
-        from meshwise.cli.output import print_json
-
         print_json({"file": str(output), "findings": found.to_json()["findings"]})
     else:
-        from meshwise.cli.output import console
         from meshwise.report.trace_table import print_findings
 
         print_findings(found.findings, console())
@@ -104,13 +97,10 @@ def sections(paths: Paths, json: Json = False, limit: Limit = 40) -> None:
 
     rows = all_sections(_summarized(paths))
     if json:
-        from meshwise.cli.output import print_json
-
         print_json(
             {"sections": [asdict(r) for r in rows], "joint": [asdict(r) for r in joint_sections(rows)]}
         )
     else:
-        from meshwise.cli.output import console
         from meshwise.report.trace_table import print_joint
 
         print_joint(joint_sections(rows), console(), title="Sections of all ranks", limit=limit)
@@ -137,8 +127,6 @@ def table(
         raise DataError(f"no trace of rank {rank}; there are {', '.join(str(t.rank) for t in traces)}")
     rows = {trace.rank: operator_totals(trace) for trace in chosen}
     if json:
-        from meshwise.cli.output import print_json
-
         ranks = {str(r): [asdict(row) for row in found] for r, found in rows.items()}
         print_json({"ranks": ranks, "joint": [asdict(row) for row in joint_operators(rows, sort_by=by)]})
         return
@@ -164,8 +152,6 @@ def diff(
     old, new = _summarized([before]).traces, _summarized([after]).traces
     rows = kernel_changes(old, new)
     if json:
-        from meshwise.cli.output import print_json
-
         print_json(
             {
                 "kernels": [asdict(row) | {"change_s": row.change_s} for row in rows],
@@ -174,7 +160,6 @@ def diff(
             }
         )
     else:
-        from meshwise.cli.output import console
         from meshwise.report.trace_table import print_changes
 
         print_changes(rows, console(), limit=limit)
@@ -193,8 +178,6 @@ def ledger(
     if csv is not None:
         found.to_csv(csv)
     if json:
-        from meshwise.cli.output import print_json
-
         print_json({"ledger": found.to_json()})
     elif csv is None:
         sys.stdout.write(found.to_csv())

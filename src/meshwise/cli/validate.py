@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from meshwise.cli.output import console, print_json
+
 DATA_FILES = ("measured_iterations_a100.csv", "measured_ops.csv", "published_micro.csv")
 """Tables of measurements that do not ship with the package."""
 
@@ -54,11 +56,8 @@ def validate(
 
         write_accuracy(validation, write_docs)
     if json:
-        from meshwise.cli.output import print_json
-
         print_json(validation.to_json())
     else:
-        from meshwise.cli.output import console
         from meshwise.report.accuracy_table import print_validation
 
         print_validation(validation, console(), num_worst=worst)
@@ -77,7 +76,6 @@ def _files(runs: list[Path] | None, data: Path | None) -> list[Path]:
 
 def _validate_cases(path: Path, *, json: bool) -> None:
     """Print how far a published model's cases are from ours; exit code 1 where one differs."""
-    from meshwise.cli.output import console, print_json
     from meshwise.published.cases import check_cases
     from meshwise.report.cases_table import print_cases
 

@@ -20,10 +20,10 @@ from meshwise.report.accuracy_table import (
     group_rows,
     order_losses,
     parts_text,
-    percent,
     quantity_text,
     worst_rows,
 )
+from meshwise.report.table import percent
 
 FIGURE = "accuracy_{}.png"
 NUM_WORST = 10

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshwise.calibrate.errors import grouped
 from meshwise.calibrate.validate import Prediction, Validation
-from meshwise.core.errors import DataError, MissingExtraError
+from meshwise.core.errors import DataError
+from meshwise.report.figure import check_format, new_figure, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 LABELS = {
     "step_s": "step time [s]",
@@ -20,10 +25,7 @@ LABELS = {
 
 def draw_accuracy(validation: Validation, path: Path) -> None:
     """Draw one panel per quantity that has predictions."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtraError('matplotlib is not installed; run: pip install "meshwise[plot]"') from None
+    check_format(path)
     panels = {
         quantity: rows
         for quantity in validation.quantities
@@ -31,20 +33,14 @@ def draw_accuracy(validation: Validation, path: Path) -> None:
     }
     if not panels:
         raise DataError("no row was expressed, so there is nothing to draw")
-    figure = Figure(figsize=(5.2 * len(panels), 5.0), layout="constrained")
+    figure = new_figure(5.2 * len(panels), 5.0)
     all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (quantity, rows) in zip(all_axes, panels.items(), strict=True):
         _draw_panel(axes, quantity, rows)
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot draw {path}: {error}") from None
+    save_figure(figure, path)
 
 
-def _draw_panel(axes: object, quantity: str, rows: list[Prediction]) -> None:
-    from matplotlib.axes import Axes
-
-    assert isinstance(axes, Axes)
+def _draw_panel(axes: Axes, quantity: str, rows: list[Prediction]) -> None:
     values = [value for row in rows for value in (row.measured or 0.0, row.predicted or 0.0)]
     low, high = min(values) / 1.3, max(values) * 1.3
     axes.fill_between([low, high], [low * 0.9, high * 0.9], [low * 1.1, high * 1.1], color="#dddddd", lw=0)

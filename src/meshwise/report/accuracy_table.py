@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from meshwise.calibrate.errors import ErrorSummary, grouped, order_loss, summarize
 from meshwise.calibrate.validate import Prediction, Validation, competing
 from meshwise.core.units import duration, with_prefix
+from meshwise.report.table import percent, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,24 +32,9 @@ GROUPS: tuple[tuple[str, Callable[[Prediction], str]], ...] = (
 
 def cells(summary: ErrorSummary) -> list[str]:
     """A summary as text, in the order of `COLUMNS`."""
-    if summary.median_abs_frac is None:
-        return [str(summary.num_rows), "0", "", "", "", "", ""]
-    return [
-        str(summary.num_rows),
-        str(summary.num_expressed),
-        percent(summary.median_abs_frac),
-        percent(summary.mean_abs_frac),
-        percent(summary.p90_abs_frac),
-        percent(summary.max_abs_frac),
-        percent(summary.mean_signed_frac, sign=True),
-    ]
-
-
-def percent(frac: float | None, *, sign: bool = False) -> str:
-    """`0.0423` as `4.2 %`."""
-    if frac is None:
-        return ""
-    return f"{100 * frac:+.1f} %" if sign else f"{100 * frac:.1f} %"
+    fracs = (summary.median_abs_frac, summary.mean_abs_frac, summary.p90_abs_frac, summary.max_abs_frac)
+    bias = percent(summary.mean_signed_frac, sign=True)
+    return [str(summary.num_rows), str(summary.num_expressed), *map(percent, fracs), bias]
 
 
 def group_rows(
@@ -89,20 +75,12 @@ def order_losses(rows: Sequence[Prediction]) -> list[float]:
 
 def print_validation(validation: Validation, console: Console, *, num_worst: int) -> None:
     """Print all quantities, then what could not be expressed."""
-    from rich.table import Table
-
     for quantity in validation.quantities:
         rows = validation.of(quantity)
-        table = Table(title=quantity, title_justify="left", box=None)
-        table.add_column("", no_wrap=True)
-        for column in COLUMNS:
-            table.add_column(column, justify="right")
-        table.add_row("all", *cells(summarize([row.error_frac for row in rows])))
+        lines = [["all", *cells(summarize([row.error_frac for row in rows]))]]
         for _, key in GROUPS:
-            table.add_section()
-            for label, summary in group_rows(rows, key):
-                table.add_row(label[-60:], *cells(summary))
-        console.print(table)
+            lines += [[label[-60:], *cells(summary)] for label, summary in group_rows(rows, key)]
+        console.print(table(quantity, ("", *COLUMNS), lines))
         for row in worst_rows(rows, num_worst):
             console.print(
                 f"  {percent(row.error_frac, sign=True):>9}  {row.id}: measured "

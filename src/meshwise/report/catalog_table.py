@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from meshwise.core.units import with_prefix
 from meshwise.machine.hardware import chips, cluster_names, find_cluster
 from meshwise.model.find import models
 from meshwise.model.weights import num_active_params, num_params
+from meshwise.report.table import table
+
+_MODEL_FIELDS = ("num_layers", "hidden", "num_heads", "source", "checked")
+_CHIP_FIELDS = (
+    *("generation", "memory_bytes", "memory_bytes_per_s", "matrix_flop_per_s", "vector_flop_per_s"),
+    *("levels", "source", "checked"),
+)
+_LEVEL_FIELDS = ("name", "bytes_per_s", "latency_s")
 
 
 def catalog_rows(what: str) -> list[dict[str, Any]]:
@@ -21,55 +28,33 @@ def catalog_rows(what: str) -> list[dict[str, Any]]:
 
 def _models() -> list[dict[str, Any]]:
     return [
-        {
-            "name": name,
-            "num_params": num_params(model),
-            "num_active_params": num_active_params(model),
-            "num_layers": model.num_layers,
-            "hidden": model.hidden,
-            "num_heads": model.num_heads,
-            "source": model.source,
-            "checked": model.checked,
-        }
+        {"name": name, "num_params": num_params(model), "num_active_params": num_active_params(model)}
+        | _plain(model, _MODEL_FIELDS)
         for name, model in models().items()
     ]
 
 
 def _chips() -> list[dict[str, Any]]:
     return [
-        {
-            "name": name,
-            "generation": chip.generation,
-            "memory_bytes": chip.memory_bytes,
-            "memory_bytes_per_s": chip.memory_bytes_per_s,
-            "matrix_flop_per_s": chip.matrix_flop_per_s,
-            "vector_flop_per_s": chip.vector_flop_per_s,
-            "levels": [
-                {"name": level.name, "bytes_per_s": level.bytes_per_s, "latency_s": level.latency_s}
-                for level in chip.levels
-            ],
-            "source": chip.source,
-            "checked": chip.checked,
-        }
+        {"name": name}
+        | _plain(chip, _CHIP_FIELDS)
+        | {"levels": [_plain(level, _LEVEL_FIELDS) for level in chip.levels]}
         for name, chip in chips().items()
     ]
 
 
 def _clusters() -> list[dict[str, Any]]:
-    return [
-        {
-            "name": name,
-            "chip": cluster.chip.name,
-            "num_chips": cluster.num_chips,
-            "links": ", ".join(
-                f"{level.name} {with_prefix(level.bytes_per_s, 'B/s')}" for level in cluster.levels
-            ),
-            "source": cluster.source,
-            "checked": cluster.checked,
-        }
-        for name in cluster_names()
-        for cluster in (find_cluster(name),)
-    ]
+    rows = []
+    for name in cluster_names():
+        cluster = find_cluster(name)
+        links = (f"{level.name} {with_prefix(level.bytes_per_s, 'B/s')}" for level in cluster.levels)
+        entry = {"name": name, "chip": cluster.chip.name, "num_chips": cluster.num_chips}
+        rows.append(entry | {"links": ", ".join(links)} | _plain(cluster, ("source", "checked")))
+    return rows
+
+
+def _plain(record: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}
 
 
 _SHOWN = {
@@ -78,20 +63,18 @@ _SHOWN = {
     "clusters": ("name", "chip", "num_chips", "links"),
 }
 _UNITS = {"memory_bytes": "B", "memory_bytes_per_s": "B/s", "bf16": "FLOP/s"}
+_COUNTS = ("num_layers", "hidden", "num_heads", "num_chips")
 
 
 def print_catalog(what: str, rows: list[dict[str, Any]], console: Console) -> None:
     """Print one part of the catalog; `--json` has every field and the sources."""
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for name in _SHOWN[what]:
-        table.add_column(name, justify="left" if name in ("name", "generation", "chip", "links") else "right")
-    for row in rows:
-        cells = row | {"bf16": row["matrix_flop_per_s"].get("bf16", 0.0)} if what == "chips" else row
-        table.add_row(*(_cell(name, cells[name]) for name in _SHOWN[what]))
-    console.print(table)
+    shown = _SHOWN[what]
+    left = ("name", "generation", "chip", "links")
+    console.print(table("", shown, ([_cell(name, row) for name in shown] for row in rows), left=left))
 
 
-def _cell(name: str, value: Any) -> str:
-    if isinstance(value, str) or name in ("num_layers", "hidden", "num_heads", "num_chips"):
+def _cell(name: str, row: Mapping[str, Any]) -> str:
+    value = row["matrix_flop_per_s"].get("bf16", 0.0) if name == "bf16" else row[name]
+    if isinstance(value, str) or name in _COUNTS:
         return str(value)
     return with_prefix(value, _UNITS.get(name, "")) if value else "-"

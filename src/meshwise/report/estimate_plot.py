@@ -22,7 +22,7 @@ from meshwise.core.units import duration, with_prefix
 from meshwise.estimate.single import Estimate
 from meshwise.model.architecture import num_moe_layers
 from meshwise.plan.plan import Plan
-from meshwise.report.figure import check_format, new_figure, save_figure
+from meshwise.report.figure import check_format, new_figure, open_frame, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -234,7 +234,7 @@ def _waterfall(
     axes.tick_params(axis="y", length=0)
     axes.grid(alpha=0.25, axis="x")
     axes.set_axisbelow(True)
-    _open_frame(axes)
+    open_frame(axes)
 
 
 def _draw_ops(axes: Axes, marks: _Marks, roofs: _Roofs) -> None:
@@ -266,7 +266,7 @@ def _draw_ops(axes: Axes, marks: _Marks, roofs: _Roofs) -> None:
     axes.tick_params(labelsize=8)
     axes.minorticks_off()
     axes.grid(alpha=0.25)
-    _open_frame(axes)
+    open_frame(axes)
 
 
 def _write(axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], **look: Any) -> Any:
@@ -335,8 +335,3 @@ def _line_boxes(start: Floats, end: Floats) -> Floats:
 def _touch(some: Floats, others: Floats) -> bool:
     """Whether any box of `some` overlaps any of `others`, rows of (left, bottom, right, top)."""
     return bool(((some[:, None, :2] < others[:, 2:]) & (some[:, None, 2:] > others[:, :2])).all(axis=2).any())
-
-
-def _open_frame(axes: Axes) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)

@@ -9,6 +9,7 @@ from meshwise.core.errors import DataError, MissingExtraError
 from meshwise.core.files import whole_file
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -41,3 +42,8 @@ def save_figure(figure: Figure, path: Path) -> None:
     check_format(path)
     with whole_file(path) as file:
         figure.savefig(file, format=path.suffix.lower().removeprefix("."), dpi=DOTS_PER_INCH)
+
+
+def open_frame(axes: Axes) -> None:
+    """Leave out the lines above and to the right of the axes."""
+    axes.spines[["top", "right"]].set_visible(False)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from meshwise.core.units import duration, with_prefix
+from meshwise.report.table import table
 
 EVERY = 5
 """Of the points of a curve every fifth is printed: two to a decade."""
@@ -16,11 +15,12 @@ EVERY = 5
 
 def print_layer(document: dict[str, Any], console: Console) -> None:
     """Print the times of one layer, what binds, and the what-ifs."""
-    table = _table("forward + backward of a microbatch", ["resource"], ["time", "of the longest"])
-    for name in ("flop_s", "memory_s", "network_s"):
-        share = document[name] / document["fwd_bwd_s"]
-        table.add_row(name.removesuffix("_s"), duration(document[name]), f"{share:.0%}")
-    console.print(table)
+    rows = [
+        (name.removesuffix("_s"), duration(document[name]), f"{document[name] / document['fwd_bwd_s']:.0%}")
+        for name in ("flop_s", "memory_s", "network_s")
+    ]
+    title, columns = "forward + backward of a microbatch", ("resource", "time", "of the longest")
+    console.print(table(title, columns, rows))
     what_ifs = document["what_ifs"]
     lines = [
         f"{document['binds']} binds: {document['fwd_bwd_s']!r} s on a flat network",
@@ -45,18 +45,9 @@ def print_layer(document: dict[str, Any], console: Console) -> None:
 
 def print_run(document: dict[str, Any], console: Console) -> None:
     """Print the curve, with failures and without, and where it ends."""
-    table = _table(
-        f"{document['device']['name']}: the best run at each training compute",
-        ["FLOP"],
-        ["utilization", "with failures", "devices", "tp", "pp", "dp"],
-        ["binds", "lost to"],
-    )
     curves = zip(document["curve"], document["with_failures"]["curve"], strict=True)
-    for point, failing in list(curves)[::EVERY]:
-        if point["plan"] is None:
-            continue
-        plan = point["plan"]
-        table.add_row(
+    rows = [
+        (
             f"{point['training_flop']:.1e}",
             f"{point['utilization']:.1%}",
             f"{failing['utilization']:.1%}" if failing["plan"] else "none",
@@ -67,7 +58,12 @@ def print_run(document: dict[str, Any], console: Console) -> None:
             point["binds"],
             point["lost_to"],
         )
-    console.print(table)
+        for point, failing in list(curves)[::EVERY]
+        if (plan := point["plan"]) is not None
+    ]
+    title = f"{document['device']['name']}: the best run at each training compute"
+    columns = ("FLOP", "utilization", "with failures", "devices", "tp", "pp", "dp", "binds", "lost to")
+    console.print(table(title, columns, rows, left=("FLOP", "binds", "lost to")))
     for name, limits in (("without failures", document), ("with failures", document["with_failures"])):
         console.print(
             f"{name}: plateau {limits['plateau']:.1%}; 80 % of it up to "
@@ -86,16 +82,15 @@ def print_run(document: dict[str, Any], console: Console) -> None:
 def print_sensitivity(document: dict[str, Any], console: Console) -> None:
     """Print the limits with one choice changed at a time."""
     for title, rows in (("without failures", document["rows"]), ("", document["with_failures"])):
-        table = _table(title, ["choice", "value"], ["plateau", "80 % limit", "wall"])
-        for row in rows:
-            table.add_row(
-                row["choice"],
-                row["value"],
-                f"{row['plateau']:.1%}",
-                flop(row["limit_80pct_flop"]),
-                flop(row["wall_flop"]),
+        cells = [
+            (
+                *(row["choice"], row["value"], f"{row['plateau']:.1%}"),
+                *(flop(row["limit_80pct_flop"]), flop(row["wall_flop"])),
             )
-        console.print(table)
+            for row in rows
+        ]
+        columns = ("choice", "value", "plateau", "80 % limit", "wall")
+        console.print(table(title, columns, cells, left=columns[:2]))
 
 
 def flop(value: float | None) -> str:
@@ -105,14 +100,3 @@ def flop(value: float | None) -> str:
 
 def _rate(bytes_per_s: float) -> str:
     return with_prefix(bytes_per_s, "B/s", 3) if bytes_per_s < 1e12 else with_prefix(bytes_per_s, "B/s")
-
-
-def _table(title: str, left: list[str], right: list[str], last: list[str] | None = None) -> Table:
-    table = Table(title=title or None, box=box.SIMPLE, title_justify="left")
-    for name in left:
-        table.add_column(name)
-    for name in right:
-        table.add_column(name, justify="right")
-    for name in last or []:
-        table.add_column(name)
-    return table

@@ -7,7 +7,7 @@ the sum of all self times.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from meshwise.trace.operators import OperatorTotal
@@ -45,17 +45,21 @@ def profile_lines(
     cpu_s = sum(row.self_cpu_s for row in rows)
     device_s = sum(row.self_device_s for row in rows if row.kind in ("compute", "communication", "memory"))
     ordered = sorted(rows, key=lambda row: -(row.cpu_s if sort_by == "cpu" else row.device_s))
-    rule = "  ".join(["-" * _NAME_WIDTH, *["-" * _WIDTH] * len(COLUMNS)])
-    yield rule
-    yield "  ".join(["Name".rjust(_NAME_WIDTH), *(name.rjust(_WIDTH) for name in COLUMNS)])
-    yield rule
-    for row in ordered[:limit]:
-        name = row.name if len(row.name) <= _NAME_WIDTH else row.name[: _NAME_WIDTH - 3] + "..."
-        cells = _cells(row, cpu_s, device_s)
-        yield "  ".join([name.rjust(_NAME_WIDTH), *(cell.rjust(_WIDTH) for cell in cells)])
-    yield rule
+    yield from _table(COLUMNS, ((row.name, *_cells(row, cpu_s, device_s)) for row in ordered[:limit]))
     yield f"Self CPU time total: {time_text(cpu_s)}"
     yield f"Self CUDA time total: {time_text(device_s)}"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Lines of a table: names (cut where they are long) and cells, all flush right between rules."""
+    rule = "  ".join(["-" * _NAME_WIDTH, *["-" * _WIDTH] * len(columns)])
+    yield rule
+    yield "  ".join(["Name".rjust(_NAME_WIDTH), *(column.rjust(_WIDTH) for column in columns)])
+    yield rule
+    for name, *cells in rows:
+        short = name if len(name) <= _NAME_WIDTH else name[: _NAME_WIDTH - 3] + "..."
+        yield "  ".join([short.rjust(_NAME_WIDTH), *(cell.rjust(_WIDTH) for cell in cells)])
+    yield rule
 
 
 def _cells(row: OperatorTotal, cpu_s: float, device_s: float) -> tuple[str, ...]:
@@ -63,20 +67,11 @@ def _cells(row: OperatorTotal, cpu_s: float, device_s: float) -> tuple[str, ...]
         return f"{100 * part / whole if whole else 0.0:.2f}%"
 
     return (
-        percent(row.self_cpu_s, cpu_s),
-        time_text(row.self_cpu_s),
-        percent(row.cpu_s, cpu_s),
-        time_text(row.cpu_s),
-        time_text(row.cpu_s / row.count),
-        time_text(row.self_device_s),
-        percent(row.self_device_s, device_s),
-        time_text(row.device_s),
-        time_text(row.device_s / row.count),
-        memory_text(row.cpu_bytes),
-        memory_text(row.self_cpu_bytes),
-        memory_text(row.device_bytes),
-        memory_text(row.self_device_bytes),
-        str(row.count),
+        *(percent(row.self_cpu_s, cpu_s), time_text(row.self_cpu_s), percent(row.cpu_s, cpu_s)),
+        *(time_text(row.cpu_s), time_text(row.cpu_s / row.count), time_text(row.self_device_s)),
+        *(percent(row.self_device_s, device_s), time_text(row.device_s), time_text(row.device_s / row.count)),
+        *(memory_text(row.cpu_bytes), memory_text(row.self_cpu_bytes)),
+        *(memory_text(row.device_bytes), memory_text(row.self_device_bytes), str(row.count)),
     )
 
 
@@ -92,14 +87,12 @@ def joint_operators(rows: Mapping[int, Sequence[OperatorTotal]], *, sort_by: Sor
 
 def joint_lines(rows: Sequence[Joint], *, limit: int = 25) -> Iterator[str]:
     """The joint table as lines of text."""
-    head = ("quantity", "ranks", "min", "mean", "max", "imbalance", "straggler")
-    rule = "  ".join(["-" * _NAME_WIDTH, *["-" * _WIDTH] * len(head)])
-    yield rule
-    yield "  ".join(["Name".rjust(_NAME_WIDTH), *(name.rjust(_WIDTH) for name in head)])
-    yield rule
-    for row in rows[:limit]:
-        name = row.name if len(row.name) <= _NAME_WIDTH else row.name[: _NAME_WIDTH - 3] + "..."
-        cells = (row.quantity, str(row.num_ranks), *map(time_text, (row.min_s, row.mean_s, row.max_s)))
-        cells += (f"{row.imbalance:.3f}", f"rank {row.straggler}")
-        yield "  ".join([name.rjust(_NAME_WIDTH), *(cell.rjust(_WIDTH) for cell in cells)])
-    yield rule
+    columns = ("quantity", "ranks", "min", "mean", "max", "imbalance", "straggler")
+    cells = (
+        (
+            *(row.name, row.quantity, str(row.num_ranks), time_text(row.min_s), time_text(row.mean_s)),
+            *(time_text(row.max_s), f"{row.imbalance:.3f}", f"rank {row.straggler}"),
+        )
+        for row in rows[:limit]
+    )
+    return _table(columns, cells)

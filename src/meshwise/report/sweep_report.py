@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from meshwise.core.errors import DataError
+from meshwise.core.errors import MissingExtraError
+from meshwise.report.figure import check_format, new_figure, save_figure
+from meshwise.report.table import table
 from meshwise.sweep.sweep import Row, Sweep, csv_rows
 
 _MAX_PANELS = 4
@@ -24,14 +24,12 @@ _MAX_LINES = 20
 def print_sweep(sweep: Sweep, rows: Sequence[Row], console: Console) -> None:
     """Print the table of all finished points; an error stands in its row, shortened."""
     head, *lines = csv_rows(sweep, rows)
-    texts = [[f"{cell:.6g}" if isinstance(cell, float) else str(cell) for cell in line] for line in lines]
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for i, name in enumerate(head):
-        width = max([len(name), *(len(line[i]) for line in texts)])
-        table.add_column(name, no_wrap=True, min_width=None if name == "error" else width)
-    for line in texts:
-        table.add_row(*line)
-    console.print(table)
+    texts = [[f"{cell:.6g}" if isinstance(cell, float) else cell for cell in line] for line in lines]
+    shown = table("", head, texts, left=head)
+    for i, column in enumerate(shown.columns[:-1]):  # the last one, an error, gives way
+        column.no_wrap, column.min_width = True, max(len(str(line[i])) for line in [head, *texts])
+    shown.columns[-1].no_wrap = True
+    console.print(shown)
 
 
 def draw_sweep(sweep: Sweep, rows: Sequence[Row], path: Path) -> Path | None:
@@ -42,11 +40,11 @@ def draw_sweep(sweep: Sweep, rows: Sequence[Row], path: Path) -> Path | None:
     ]
     if not panels:
         return None
+    check_format(path)
     try:
-        from matplotlib.figure import Figure
-    except ImportError:
+        figure = new_figure(5.5 * len(panels), 4)
+    except MissingExtraError:
         return None
-    figure = Figure(figsize=(5.5 * len(panels), 4), layout="constrained")
     axis = _axis(sweep)
     for panel, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for label, x, y in _lines(done, axis, name):
@@ -55,10 +53,7 @@ def draw_sweep(sweep: Sweep, rows: Sequence[Row], path: Path) -> Path | None:
         panel.set_title(name)
         if axis and len(panel.lines) > 1:
             panel.legend(fontsize="x-small")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot write {path}: {error}; name a writable png, svg or pdf") from None
+    save_figure(figure, path)
     return path
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from meshwise.core.units import duration, with_prefix
+from meshwise.report.table import percent, table
 from meshwise.trace.collectives import Collective, Straggler
 from meshwise.trace.copies import CopyTotal
 from meshwise.trace.diff import KernelChange
@@ -18,13 +17,6 @@ from meshwise.trace.sections import Joint
 from meshwise.trace.summary import Summary
 
 _NAME_WIDTH = 60
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, box=box.SIMPLE, title_justify="left", pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
-    return table
 
 
 def print_findings(found: Sequence[Finding], console: Console) -> None:
@@ -43,7 +35,7 @@ def print_summary(summary: Summary, console: Console, *, limit: int = 15) -> Non
         _print_copies(summary.copies, console)
     alignment = summary.alignment
     residual = (
-        "" if alignment.residual_s is None else f", ends then differ by {duration(alignment.residual_s)}"
+        f", ends then differ by {_time(alignment.residual_s)}" if alignment.residual_s is not None else ""
     )
     console.print(f"Clocks: {alignment.method} ({alignment.num_collectives} collectives{residual})")
     if summary.collectives:
@@ -57,91 +49,100 @@ def print_summary(summary: Summary, console: Console, *, limit: int = 15) -> Non
 
 
 def _print_ranks(summary: Summary, console: Console) -> None:
-    columns = ("rank", "span", "compute", "communication", "exposed", "memory", "idle", "host-bound")
-    table = _table("Where the time of each rank went", *columns, "busy", "overlap")
+    columns = ("rank", "span", "compute", "communication", "exposed", "memory", "idle", "host-bound", "busy")
+    rows = []
     for rank, parts in zip(summary.ranks, summary.partitions, strict=True):
         times = [rank.span_s, rank.compute_s, rank.communication_s, rank.exposed_communication_s]
         times += [rank.memory_s, rank.idle_s]
-        host = "" if parts.host_bound_s is None else duration(parts.host_bound_s)
-        busy = f"{100 * rank.busy_s / rank.span_s:.1f} %" if rank.span_s else ""
-        overlap = "" if rank.overlap_frac is None else f"{100 * rank.overlap_frac:.1f} %"
-        table.add_row(f"{rank.rank} ({rank.device})", *map(duration, times), host, busy, overlap)
-    console.print(table)
+        busy_frac = rank.busy_s / rank.span_s if rank.span_s else None
+        cells = (*map(duration, times), _time(parts.host_bound_s), percent(busy_frac))
+        rows.append((f"{rank.rank} ({rank.device})", *cells, percent(rank.overlap_frac)))
+    title = "Where the time of each rank went"
+    console.print(table(title, (*columns, "overlap"), rows, no_wrap=True))
 
 
 def _print_kernels(kernels: Sequence[KernelTotal], console: Console, limit: int) -> None:
-    table = _table(
-        f"The {min(limit, len(kernels))} longest kernels of {len(kernels)}, all ranks", "name", "kind"
-    )
-    for column in ("count", "total", "share", "mean"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for kernel in kernels[:limit]:
-        share = f"{100 * kernel.share_frac:.1f} %"
-        cells = (str(kernel.count), duration(kernel.total_s), share, duration(kernel.mean_s))
-        table.add_row(_short(kernel.name), kernel.kind, *cells)
-    console.print(table)
+    columns = ("name", "kind", "count", "total", "share", "mean")
+    rows = [
+        (
+            *(_short(kernel.name), kernel.kind, kernel.count, duration(kernel.total_s)),
+            *(percent(kernel.share_frac), duration(kernel.mean_s)),
+        )
+        for kernel in kernels[:limit]
+    ]
+    title = f"The {len(rows)} longest kernels of {len(kernels)}, all ranks"
+    console.print(table(title, columns, rows, no_wrap=True))
 
 
 def _print_copies(copies: Sequence[CopyTotal], console: Console) -> None:
-    table = _table(
-        "Copies", "kind", "count", "total", "bytes", "smallest", "median", "largest", "bytes a second"
-    )
+    columns = ("kind", "count", "total", "bytes", "smallest", "median", "largest", "bytes a second")
+    rows = []
     for copy in copies:
         sizes = (copy.bytes, copy.min_bytes, copy.median_bytes, copy.max_bytes)
-        cells = ["" if size is None else with_prefix(size, "B") for size in sizes]
-        speed = "" if copy.bytes_per_s is None else with_prefix(copy.bytes_per_s, "B/s")
-        table.add_row(copy.kind, str(copy.count), duration(copy.total_s), *cells, speed)
-    console.print(table)
+        speed = _with_prefix(copy.bytes_per_s, "B/s")
+        cells = (_with_prefix(size, "B") for size in sizes)
+        rows.append((copy.kind, copy.count, duration(copy.total_s), *cells, speed))
+    console.print(table("Copies", columns, rows, no_wrap=True))
 
 
 def _print_stragglers(found: Sequence[Straggler], console: Console, limit: int) -> None:
     """Those that were awaited longest, in the order of ranks."""
     shown = sorted(sorted(found, key=lambda row: -row.awaited_s)[:limit], key=lambda row: row.rank)
     title = "Who waits for whom" if len(shown) == len(found) else f"The {len(shown)} most awaited ranks"
-    table = _table(title, "rank", "came last", "waited", "others waited for it")
-    for row in shown:
-        table.add_row(str(row.rank), str(row.num_last), duration(row.waited_s), duration(row.awaited_s))
-    console.print(table)
+    columns = ("rank", "came last", "waited", "others waited for it")
+    rows = [(row.rank, row.num_last, duration(row.waited_s), duration(row.awaited_s)) for row in shown]
+    console.print(table(title, columns, rows, no_wrap=True))
 
 
 def _print_collectives(found: Sequence[Collective], console: Console, limit: int) -> None:
     longest = sorted(found, key=lambda c: -(c.wire_s + max(c.wait_s.values())))[:limit]
-    table = _table(
-        f"The {len(longest)} longest collectives of {len(found)}",
-        *("collective", "group", "bytes", "wire", "bytes/s sent", "longest wait", "last rank"),
-    )
-    for one in longest:
-        size = "" if one.bytes is None else with_prefix(one.bytes, "B")
-        speed = "" if one.sent_bytes_per_s is None else with_prefix(one.sent_bytes_per_s, "B/s")
-        last = str(one.last_rank) if one.num_ranks > 1 else "(one rank seen)"
-        cells = (one.group, size, duration(one.wire_s), speed, duration(max(one.wait_s.values())), last)
-        table.add_row(f"{one.name} {one.index}", *cells)
-    console.print(table)
+    columns = ("collective", "group", "bytes", "wire", "bytes/s sent", "longest wait", "last rank")
+    rows = [
+        (
+            *(f"{one.name} {one.index}", one.group, _with_prefix(one.bytes, "B"), duration(one.wire_s)),
+            *(_with_prefix(one.sent_bytes_per_s, "B/s"), duration(max(one.wait_s.values()))),
+            one.last_rank if one.num_ranks > 1 else "(one rank seen)",
+        )
+        for one in longest
+    ]
+    title = f"The {len(longest)} longest collectives of {len(found)}"
+    console.print(table(title, columns, rows, no_wrap=True))
 
 
 def print_joint(rows: Sequence[Joint], console: Console, *, title: str, limit: int = 40) -> None:
     """Print one table of all ranks: spread, imbalance and straggler of each row."""
-    table = _table(title, "section", "quantity", "min", "mean", "max", "imbalance", "straggler")
-    for row in rows[:limit]:
-        cells = (duration(row.min_s), duration(row.mean_s), duration(row.max_s))
-        table.add_row(_short(row.name), row.quantity, *cells, f"{row.imbalance:.3f}", str(row.straggler))
-    console.print(table)
+    columns = ("section", "quantity", "min", "mean", "max", "imbalance", "straggler")
+    cells = [
+        (
+            *(_short(row.name), row.quantity, *map(duration, (row.min_s, row.mean_s, row.max_s))),
+            *(f"{row.imbalance:.3f}", row.straggler),
+        )
+        for row in rows[:limit]
+    ]
+    console.print(table(title, columns, cells, no_wrap=True))
 
 
 def print_changes(rows: Sequence[KernelChange], console: Console, *, limit: int = 30) -> None:
     """Print what changed between two sets of traces."""
-    table = _table("Kernels, before and after", "name", "count", "total before", "total after", "change")
-    for row in rows[:limit]:
-        sign = "+" if row.change_s >= 0 else "-"
-        cells = (
-            duration(row.total_before_s),
-            duration(row.total_after_s),
-            sign + duration(abs(row.change_s)),
+    columns = ("name", "count", "total before", "total after", "change")
+    before, after = sum(row.total_before_s for row in rows), sum(row.total_after_s for row in rows)
+    cells = [
+        (
+            *(_short(row.name), f"{row.count_before} -> {row.count_after}", duration(row.total_before_s)),
+            *(duration(row.total_after_s), ("+" if row.change_s >= 0 else "-") + duration(abs(row.change_s))),
         )
-        table.add_row(_short(row.name), f"{row.count_before} -> {row.count_after}", *cells)
-    before, after = sum(r.total_before_s for r in rows), sum(r.total_after_s for r in rows)
-    table.add_row("all", "", duration(before), duration(after), f"{after - before:+.6g} s")
-    console.print(table)
+        for row in rows[:limit]
+    ]
+    cells.append(("all", "", duration(before), duration(after), f"{after - before:+.6g} s"))
+    console.print(table("Kernels, before and after", columns, cells, no_wrap=True))
+
+
+def _time(seconds: float | None) -> str:
+    return "" if seconds is None else duration(seconds)
+
+
+def _with_prefix(value: float | None, unit: str) -> str:
+    return "" if value is None else with_prefix(value, unit)
 
 
 def _short(name: str) -> str:
