@@ -455,15 +455,17 @@ def test_fit_recovers_the_machine_that_made_the_rows():
     )
     rows = synthetic_rows(truth)
 
-    def build(values: dict[str, float]) -> eff.Efficiency:
-        return eff.Efficiency(gemms={"bf16": eff.GemmEfficiency(tiled=True, **values)})
+    def build(entries: fit.Entries) -> eff.Efficiency:
+        return eff.Efficiency(gemms={"bf16": entries["gemm.bf16"]})
 
-    fitted = fit.fit(rows, H100, fit.GEMM, build, {})
-    score = fit.score("gemm.bf16", rows, H100, build(fitted))
+    middle = {name: start for name, (start, _, _) in fit.GEMM.items()}
+    start = {"gemm.bf16": eff.GemmEfficiency(tiled=True, **middle)}
+    fitted = fit.fit(rows, H100, {"gemm.bf16": fit.GEMM}, build, start)
+    score = fit.score("gemm.bf16", rows, H100, build(fitted), label=H100.name, few=False)
     assert score.held_out_rows > 20
     assert score.median_abs_frac < 0.02
-    assert fitted["peak_frac"] == pytest.approx(0.7, rel=0.05)
-    assert fitted["memory_frac"] == pytest.approx(0.75, rel=0.05)
+    assert fitted["gemm.bf16"].peak_frac == pytest.approx(0.7, rel=0.05)
+    assert fitted["gemm.bf16"].memory_frac == pytest.approx(0.75, rel=0.05)
 
 
 def test_one_third_of_the_shapes_judges_and_the_cast_does_not_matter():

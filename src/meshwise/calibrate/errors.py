@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,9 @@ def is_held_out(row_id: str) -> bool:
     return zlib.crc32(row_id.encode()) % 2 == 0
 
 
-def grouped(items: Iterable[Item], key: Callable[[Item], Hashable]) -> dict[Hashable, list[Item]]:
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
     """`items` by `key`, in the order of first appearance."""
-    groups: dict[Hashable, list[Item]] = {}
+    groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups

@@ -15,28 +15,28 @@ data give the same file.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from meshwise.calibrate.catalog_text import catalog_text
+from meshwise.calibrate.errors import grouped
 from meshwise.calibrate.microdata import Measurement, Problem, read
-from meshwise.calibrate.ops import Array, batches, constants_name, predict_s
+from meshwise.calibrate.ops import Array, batches, constants_name, links, predict_s
+from meshwise.core.errors import MissingExtraError
 from meshwise.core.files import write_text
 from meshwise.machine.efficiency import (
+    CLASSES,
     AttentionEfficiency,
     CastEfficiency,
-    DecodeEfficiency,
-    DispatchEfficiency,
     Efficiency,
-    ExpertsEfficiency,
     GemmEfficiency,
-    LinkEfficiency,
     MemoryEfficiency,
-    PeerEfficiency,
     constants,
+    lookup,
 )
 from meshwise.machine.hardware import Chip, find_chip
 
@@ -96,6 +96,12 @@ TREE = {"tree_latency": (3.0, 0.2, 20.0)}
 
 # --- fitting -----------------------------------------------------------------------------------
 
+Boxes = Mapping[str, Mapping[str, tuple[float, float, float]]]
+"""What a search moves: constants by the key of their entry in the catalog (`gemm.bf16`)."""
+
+Entries = dict[str, Any]
+"""Entries of the catalog, by key."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
@@ -109,13 +115,12 @@ class Score:
     mean_abs_frac: float
     p90_abs_frac: float
     bias_frac: float
-    worst: tuple[tuple[str, float], ...]
     sources: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitReport:
-    """The fitted tables, their scores, the rows that could not be used, and the catalog as text."""
+    """The scores of the fitted tables, the rows that could not be used, and the catalog as text."""
 
     scores: list[Score]
     problems: list[Problem]
@@ -133,11 +138,6 @@ def held_out(row: Measurement) -> bool:
     return zlib.crc32(f"{row.op} {text}".encode()) % 3 == 0
 
 
-def training_part(rows: Sequence[Measurement]) -> list[Measurement]:
-    """The rows that fit."""
-    return [row for row in rows if not held_out(row)]
-
-
 _BY_SIZE = ("collective", "peer_all_reduce")
 
 
@@ -149,78 +149,54 @@ def counts_in_full(row: Measurement) -> bool:
 def minimise(loss: Callable[[Array], float], start: Array, *, rounds: int = 4, steps: int = 400) -> Array:
     """The minimum of `loss` near `start` by the Nelder-Mead simplex, restarted `rounds` times.
 
-    Source: Nelder and Mead, The Computer Journal 7, 1965, with their coefficients.
+    Source: Nelder and Mead, The Computer Journal 7, 1965.
     """
+    try:
+        from scipy.optimize import minimize
+    except ImportError:
+        raise MissingExtraError('scipy is not installed; run: pip install "meshwise[dev]"') from None
     best = np.asarray(start, float)
+    limits = {"maxiter": steps + 1, "maxfev": np.inf, "fatol": 1e-7, "xatol": np.inf}
     for turn in range(rounds):
         size = 0.4 if turn % 2 == 0 else -0.25
-        points = np.vstack([best, best + size * np.eye(len(best))])
-        values = np.array([loss(point) for point in points])
-        for _ in range(steps):
-            order = np.argsort(values, kind="stable")
-            points, values = points[order], values[order]
-            if values[-1] - values[0] < 1e-7:
-                break
-            centre = points[:-1].mean(axis=0)
-            for factor in _moves(loss, centre, points, values):
-                points[-1], values[-1] = factor
-                break
-            else:
-                points[1:] = points[0] + 0.5 * (points[1:] - points[0])
-                values[1:] = [loss(point) for point in points[1:]]
-        best = points[np.argmin(values)]
+        simplex = np.vstack([best, best + size * np.eye(len(best))])
+        best = minimize(loss, best, method="Nelder-Mead", options=limits | {"initial_simplex": simplex}).x
     return best
 
 
-def _moves(
-    loss: Callable[[Array], float], centre: Array, points: Array, values: Array
-) -> list[tuple[Array, float]]:
-    """The accepted move of the worst point (reflect, expand or contract), or none."""
-    reflected = centre + (centre - points[-1])
-    value = loss(reflected)
-    if value < values[0]:
-        expanded = centre + 2.0 * (centre - points[-1])
-        further = loss(expanded)
-        return [(expanded, further)] if further < value else [(reflected, value)]
-    if value < values[-2]:
-        return [(reflected, value)]
-    contracted = centre + 0.5 * ((reflected if value < values[-1] else points[-1]) - centre)
-    nearer = loss(contracted)
-    return [(contracted, nearer)] if nearer < min(value, values[-1]) else []
-
-
-Box = Mapping[str, tuple[float, float, float]]
-
-
 def fit(
-    training: Sequence[Measurement],
+    rows: Sequence[Measurement],
     chip: Chip,
-    box: Box,
-    build: Callable[[dict[str, float]], Efficiency],
-    start: Mapping[str, float],
-) -> dict[str, float]:
-    """The constants of `box` that make `build(constants)` predict the rows of `training` best."""
-    groups = batches(training)
+    boxes: Boxes,
+    build: Callable[[Entries], Efficiency],
+    start: Entries,
+) -> Entries:
+    """The entries that make `build(entries)` predict `rows` best.
+
+    The search moves the constants of `boxes`, each within its limits, from those of `start`.
+    """
+    groups = batches(rows)
     weights = [np.array([1.0 if counts_in_full(row) else 0.3 for row in group.rows]) for group in groups]
     total = sum(weight.sum() for weight in weights)
-    low, high = (np.log([box[name][side] for name in box]) for side in (1, 2))
-    origin = np.clip(np.log([start.get(name, box[name][0]) for name in box]), low, high)
+    names = [(key, name) for key, box in boxes.items() for name in box]
+    low, high = (np.log([boxes[key][name][side] for key, name in names]) for side in (1, 2))
+    origin = np.clip(np.log([getattr(start[key], name) for key, name in names]), low, high)
 
-    def values(point: Array) -> dict[str, float]:
-        return dict(zip(box, np.exp(np.clip(point, low, high)).tolist(), strict=True))
+    def entries(point: Array) -> Entries:
+        values = dict(zip(names, np.exp(np.clip(point, low, high)).tolist(), strict=True))
+        return {key: replace(start[key], **{name: values[key, name] for name in boxes[key]}) for key in boxes}
+
+    def miss(efficiency: Efficiency) -> float:
+        logs = [np.abs(np.log(predict_s(group, chip, efficiency) / group.seconds)) for group in groups]
+        return sum(float(w @ np.minimum(log, CAP)) for w, log in zip(weights, logs, strict=True)) / total
 
     def loss(point: Array) -> float:
-        efficiency = build(values(point))
-        misses = sum(
-            float(
-                weight @ np.minimum(np.abs(np.log(predict_s(group, chip, efficiency) / group.seconds)), CAP)
-            )
-            for group, weight in zip(groups, weights, strict=True)
-        )
         outside = float(np.abs(point - np.clip(point, low, high)).sum())
-        return misses / total + PULL * float(((point - origin) ** 2).sum()) / len(training) + outside
+        pull = PULL * float(((point - origin) ** 2).sum()) / len(rows)
+        return miss(build(entries(point))) + pull + outside
 
-    return {name: float(f"{value:.4g}") for name, value in values(minimise(loss, origin)).items()}
+    best = np.exp(np.clip(minimise(loss, origin), low, high))
+    return entries(np.log([float(f"{value:.4g}") for value in best]))
 
 
 def score(
@@ -229,38 +205,29 @@ def score(
     chip: Chip,
     efficiency: Efficiency,
     *,
-    label: str = "",
-    few: bool = False,
+    label: str,
+    few: bool,
 ) -> Score:
     """How `efficiency` predicts the part of `rows` that judges; `few`: all of them, which also fitted it."""
     judged = [row for row in rows if (few or held_out(row)) and counts_in_full(row)]
-    errors: list[tuple[float, Measurement]] = []
-    for group in batches(judged):
-        frac = predict_s(group, chip, efficiency) / group.seconds - 1.0
-        errors += zip(frac.tolist(), group.rows, strict=True)
-    frac = np.array([error for error, _ in errors]) if errors else np.array([np.nan])
-    worst = sorted(errors, key=lambda item: (-abs(item[0]), item[1].where))[:3]
+    errors = [predict_s(group, chip, efficiency) / group.seconds - 1.0 for group in batches(judged)]
+    frac = np.concatenate(errors) if errors else np.array([np.nan])
     return Score(
         name=name,
-        chip=label or chip.name,
+        chip=label,
         rows=len(rows),
         held_out_rows=0 if few else len(judged),
         median_abs_frac=float(np.median(np.abs(frac))),
         mean_abs_frac=float(np.mean(np.abs(frac))),
         p90_abs_frac=float(np.quantile(np.abs(frac), 0.9)),
         bias_frac=float(np.median(frac)),
-        worst=tuple((f"{row.where} {_describe(row)}", error) for error, row in worst),
         sources=tuple(sorted({row.source for row in rows})),
     )
 
 
-def _describe(row: Measurement) -> str:
-    return " ".join([row.variant, *(f"{key}={value:g}" for key, value in row.shape.items())])
-
-
 @dataclass(slots=True)
 class _Bench:
-    """The rows at hand, and what has been fitted so far."""
+    """The rows at hand, and what has been fitted so far: tables as `machine.efficiency.read` returns them."""
 
     rows: list[Measurement]
     tables: dict[str, dict[str, Any]]
@@ -268,30 +235,59 @@ class _Bench:
 
     def by_chip(self, keep: Callable[[Measurement], bool]) -> list[tuple[Chip, list[Measurement]]]:
         """The rows to keep, per chip; the chip with the most rows first."""
-        chips: dict[str, list[Measurement]] = {}
-        for row in self.rows:
-            if keep(row):
-                chips.setdefault(row.chip, []).append(row)
+        chips = grouped(filter(keep, self.rows), lambda row: row.chip)
         ranked = sorted(chips.items(), key=lambda item: (-len(item[1]), item[0]))
         return [(find_chip(name), rows) for name, rows in ranked if len(rows) >= MIN_ROWS]
 
-    def names(self, op: str) -> list[str]:
-        """What the constants of `op` are called, in order."""
-        return sorted({constants_name(row) for row in self.rows if row.op == op})
+    def each(self, op: str) -> Iterator[tuple[str, Chip, list[Measurement]]]:
+        """Name of the constants, chip and rows of `op`, by library and dtype."""
+        for name in sorted({constants_name(row) for row in self.rows if row.op == op}):
+            for chip, rows in self.by_chip(_named(op, name)):
+                yield name, chip, rows
 
-    def donor(self, key: str, chip: Chip) -> dict[str, float]:
-        """Where the search for `chip` starts: at the first fitted chip of its generation, or of all."""
+    def donor(self, key: str, chip: Chip) -> Any:
+        """Where the search for `chip` starts: the first fitted chip of its generation, or of all; or None."""
         fitted = self.tables.get(key, {})
-        kin = [name for name in fitted if find_chip(name).generation == chip.generation]
-        names = kin or list(fitted)
-        return asdict(fitted[names[0]]) if names else {}
+        of_chips = key != "outer.link"
+        kin = [name for name in fitted if of_chips and find_chip(name).generation == chip.generation]
+        return fitted[(kin or list(fitted))[0]] if fitted else None
 
-    def keep(
-        self, key: str, chip: Chip, rows: Sequence[Measurement], efficiency: Efficiency, entry: Any
-    ) -> None:
-        """Stores the fitted `entry` of `key`, and the score of `efficiency`, which holds it."""
-        self.tables.setdefault(key, {})[chip.name] = entry
-        self.scores.append(score(key, rows, chip, efficiency))
+    def fit(
+        self, chip: Chip, rows: Sequence[Measurement], boxes: Boxes, bases: Entries | None = None,
+        *, name: str = "", keep_as: str = "",
+    ) -> Any:  # fmt: skip
+        """Fit the entries of `boxes`, keep them with the score of the first, and return that one.
+
+        `bases` hold the constants that do not move. The entries are those of `chip`, or of the network
+        `name`; `keep_as` is the first one's key, where it is kept under another than it is used.
+        """
+        key, name = next(iter(boxes)), name or chip.name
+        few = len(rows) < MIN_ROWS
+        levels = links(batches(rows)[0], chip)
+        known = {
+            other: table if other == "outer.link" else {chip.name: lookup(table, chip)[0]}
+            for other, table in self.tables.items()
+        }
+
+        def build(entries: Entries) -> Efficiency:
+            return constants(chip, levels, tables=known | {key: {name: entries[key]} for key in entries})
+
+        training = rows if few else [row for row in rows if not held_out(row)]
+        start = {key: self._start(key, chip, box, (bases or {}).get(key)) for key, box in boxes.items()}
+        fitted = fit(training, chip, boxes, build, start)
+        for each, entry in fitted.items():
+            self.tables.setdefault(keep_as or each, {})[name] = entry
+        self.scores.append(score(keep_as or key, rows, chip, build(fitted), label=name, few=few))
+        return fitted[key]
+
+    def _start(self, key: str, chip: Chip, box: Mapping[str, tuple[float, float, float]], base: Any) -> Any:
+        donor = self.donor(key, chip)
+        values = {name: getattr(donor, name, None) or start for name, (start, _, _) in box.items()}
+        return replace(base or CLASSES[key.partition(".")[0]](), **values)
+
+
+def _named(op: str, name: str) -> Callable[[Measurement], bool]:
+    return lambda row: row.op == op and constants_name(row) == name
 
 
 def fit_all(paths: Sequence[Path], *, checked: str, write_to: Path | None = None) -> FitReport:
@@ -301,12 +297,8 @@ def fit_all(paths: Sequence[Path], *, checked: str, write_to: Path | None = None
     """
     found = read(*paths)
     bench = _Bench(found.rows, {}, [])
-    _fit_gemms(bench)
-    _fit_attention(bench)
-    _fit_links(bench)
-    _fit_experts(bench)
-    _fit_dispatches(bench)
-    _fit_peers(bench)
+    for fit_class in (_fit_gemms, _fit_attention, _fit_links, _fit_experts, _fit_dispatches, _fit_peers):
+        fit_class(bench)
     text = to_toml(bench, checked=checked, data=[path.name for path in paths])
     if write_to is not None:
         write_text(write_to, text)
@@ -315,42 +307,31 @@ def fit_all(paths: Sequence[Path], *, checked: str, write_to: Path | None = None
 
 def _fit_gemms(bench: _Bench) -> None:
     """bf16 first: its launch and memory bandwidth hold for streaming kernels, casts and other dtypes too."""
-    for chip, rows in bench.by_chip(lambda row: row.op == "gemm" and constants_name(row) == "bf16"):
-        gemm = _fit_gemm(bench, "bf16", chip, rows, GemmEfficiency(tiled=True))
+    for chip, rows in bench.by_chip(_named("gemm", "bf16")):
+        gemm = bench.fit(chip, rows, {"gemm.bf16": GEMM}, {"gemm.bf16": GemmEfficiency(tiled=True)})
         streaming = MemoryEfficiency(launch_s=gemm.launch_s, memory_frac=gemm.memory_frac)
         bench.tables.setdefault("memory.kernel", {})[chip.name] = streaming
     for name in ("fp8", "fp4", "fp8-trtllm"):
-        for chip, rows in bench.by_chip(_is_gemm(name)):
-            own = bench.tables["gemm.bf16"].get(chip.name, GemmEfficiency(launch_s=GEMM["launch_s"][0]))
-            _fit_gemm(bench, name, chip, rows, GemmEfficiency(tiled=True, launch_s=own.launch_s))
+        for chip, rows in bench.by_chip(_plain_gemm(name)):
+            _fit_narrow_gemm(bench, name, chip, rows)
 
 
-def _is_gemm(name: str) -> Callable[[Measurement], bool]:
+def _plain_gemm(name: str) -> Callable[[Measurement], bool]:
     return lambda row: row.op == "gemm" and row.shape["batch"] == 1 and constants_name(row) == name
 
 
-def _fit_gemm(
-    bench: _Bench, name: str, chip: Chip, rows: Sequence[Measurement], base: GemmEfficiency
-) -> GemmEfficiency:
-    """Fits the matmuls of one dtype and, where the rows include it, the cast of their left operand."""
-    casts = {f"cast_{key}": value for key, value in CAST.items()} if rows[0].shape["cast"] else {}
-    free = {key: value for key, value in GEMM.items() if not (key == "launch_s" and base.launch_s)}
-    streaming = bench.tables.get("memory.kernel", {}).get(chip.name, MemoryEfficiency())
-
-    def build(values: dict[str, float]) -> Efficiency:
-        gemm = replace(base, **{key: values[key] for key in free})  # type: ignore[arg-type]
-        cast = {key[5:]: values[key] for key in casts}
-        return Efficiency(
-            gemms={name: gemm}, casts={name: CastEfficiency(memory_frac=streaming.memory_frac, **cast)}
-        )
-
-    start = bench.donor(f"gemm.{name}", chip)
-    start |= {f"cast_{key}": value for key, value in bench.donor(f"cast.{name}", chip).items()}
-    fitted = build(fit(training_part(rows), chip, free | casts, build, start))
-    bench.keep(f"gemm.{name}", chip, rows, fitted, fitted.gemm(name))
-    if casts:
-        bench.tables.setdefault(f"cast.{name}", {})[chip.name] = fitted.cast(name)
-    return fitted.gemm(name)
+def _fit_narrow_gemm(bench: _Bench, name: str, chip: Chip, rows: Sequence[Measurement]) -> None:
+    """The matmuls of one dtype below bf16 and, where the rows include it, the cast of their left operand."""
+    own = bench.tables["gemm.bf16"].get(chip.name, GemmEfficiency(launch_s=GEMM["launch_s"][0]))
+    streaming = bench.tables["memory.kernel"].get(chip.name, MemoryEfficiency())
+    bases: Entries = {
+        f"gemm.{name}": GemmEfficiency(tiled=True, launch_s=own.launch_s),
+        f"cast.{name}": CastEfficiency(memory_frac=streaming.memory_frac),
+    }
+    boxes: dict[str, Any] = {f"gemm.{name}": {key: box for key, box in GEMM.items() if key != "launch_s"}}
+    if rows[0].shape["cast"]:
+        boxes[f"cast.{name}"] = CAST
+    bench.fit(chip, rows, boxes, bases)
 
 
 _NATIVE_FLASH = {"ampere": "fa2", "hopper": "fa3"}
@@ -362,110 +343,57 @@ def _fit_attention(bench: _Bench) -> None:
         return row.software in ("", _NATIVE_FLASH.get(find_chip(row.chip).generation))
 
     for chip, rows in bench.by_chip(lambda row: row.op == "attention" and native(row)):
-        _fit_flash(bench, "attention.flash", chip, rows)
+        _fit_flash(bench, "flash", chip, rows)
     for chip, rows in bench.by_chip(lambda row: row.op == "attention" and not native(row)):
-        _fit_flash(bench, f"attention.{rows[0].software}", chip, rows)
-    for name, build in (("flash", _decode_efficiency), ("mla", _latent_decode_efficiency)):
-        for chip, rows in bench.by_chip(_is_decode(name)):
-            fitted = build(fit(training_part(rows), chip, DECODE, build, bench.donor(f"decode.{name}", chip)))
-            entry = fitted.latent_decode if name == "mla" else fitted.decode
-            bench.keep(f"decode.{name}", chip, rows, fitted, entry)
+        _fit_flash(bench, rows[0].software, chip, rows)
+    for name, chip, rows in bench.each("decode"):
+        bench.fit(chip, rows, {f"decode.{name}": DECODE})
 
 
-def _is_decode(name: str) -> Callable[[Measurement], bool]:
-    return lambda row: row.op == "decode" and row.variant == name
-
-
-def _decode_efficiency(values: dict[str, float]) -> Efficiency:
-    return Efficiency(decode=DecodeEfficiency(**values))
-
-
-def _latent_decode_efficiency(values: dict[str, float]) -> Efficiency:
-    return Efficiency(latent_decode=DecodeEfficiency(**values))
-
-
-def _fit_flash(bench: _Bench, key: str, chip: Chip, rows: Sequence[Measurement]) -> None:
+def _fit_flash(bench: _Bench, name: str, chip: Chip, rows: Sequence[Measurement]) -> None:
     """A chip without rows of the backward keeps the backward of the chip where its search starts."""
-    start = bench.donor("attention.flash", chip)
-    box = ATTENTION | (BACKWARD if any(row.shape["passes"] > 1 for row in rows) else {})
-    backward_frac = start.get("backward_frac", BACKWARD["backward_frac"][0])
+    donor = bench.donor("attention.flash", chip)
+    backward_frac = donor.backward_frac if donor else BACKWARD["backward_frac"][0]
     base = AttentionEfficiency(tile=FLASH_TILE, backward_frac=backward_frac)
-
-    def build(values: dict[str, float]) -> Efficiency:
-        return Efficiency(attention=replace(base, **values))
-
-    fitted = build(fit(training_part(rows), chip, box, build, start))
-    bench.keep(key, chip, rows, fitted, fitted.attention)
+    box = ATTENTION | (BACKWARD if any(row.shape["passes"] > 1 for row in rows) else {})
+    bench.fit(chip, rows, {"attention.flash": box}, {"attention.flash": base}, keep_as=f"attention.{name}")
 
 
 _WITHOUT_SWITCH_SUMS = ("volta", "ampere", "ada")
 
 
 def _fit_links(bench: _Bench) -> None:
+    """Links of a node, then networks.
+
+    Slingshot has a sweep over nodes; the other networks start there and move only what their few rows show.
+    """
     for chip, rows in bench.by_chip(lambda row: row.op == "collective" and not row.software):
         box = LINK | OWN_PART | ({} if chip.generation in _WITHOUT_SWITCH_SUMS else SWITCH)
-        fitted = _inner(fit(training_part(rows), chip, box, _inner, bench.donor("inner.link", chip)))
-        bench.keep("inner.link", chip, rows, fitted, fitted.inner)
-    _fit_networks(bench)
-
-
-def _fit_networks(bench: _Bench) -> None:
-    """Slingshot has a sweep over nodes; the others start there and move only what their few rows show."""
+        bench.fit(chip, rows, {"inner.link": box})
+    slow_start = {"quick_latency": (1.2, 0.02, 5.0), "quick_frac": (0.1, 0.02, 1.0)}
+    base = None
     for network, box in (
-        ("slingshot", LINK | TREE),
-        ("efa", {key: LINK[key] for key in ("launch_s", "quick_frac", "bulk_latency", "bulk_frac")}),
+        ("slingshot", LINK | slow_start | TREE),
+        ("efa", {name: LINK[name] for name in ("launch_s", "quick_frac", "bulk_latency", "bulk_frac")}),
         ("infiniband", {"bulk_frac": LINK["bulk_frac"]}),
     ):
-        rows = [row for row in bench.rows if row.software == network]
-        if not rows:
-            continue
-        chip = find_chip(rows[0].chip)
-        rows = [row for row in rows if row.chip == chip.name]
-        inner = bench.tables["inner.link"][chip.name]
-        fitted = bench.tables.get("outer.link", {}).get("slingshot")
-        base = fitted or LinkEfficiency()
-
-        def build(
-            values: dict[str, float], inner: LinkEfficiency = inner, base: LinkEfficiency = base
-        ) -> Efficiency:
-            return Efficiency(inner=inner, outer=replace(base, **values))
-
-        start = asdict(fitted) if fitted else {"quick_latency": 1.2, "quick_frac": 0.1}
-        few = len(rows) < MIN_ROWS
-        efficiency = build(fit(rows if few else training_part(rows), chip, box, build, start))
-        bench.tables.setdefault("outer.link", {})[network] = efficiency.outer
-        bench.scores.append(score("outer.link", rows, chip, efficiency, label=network, few=few))
-
-
-def _inner(values: dict[str, float]) -> Efficiency:
-    return Efficiency(inner=LinkEfficiency(**values))
+        if rows := [row for row in bench.rows if row.software == network]:
+            rows = [row for row in rows if row.chip == rows[0].chip]
+            chip, boxes = find_chip(rows[0].chip), {"outer.link": box}
+            fitted = bench.fit(chip, rows, boxes, {"outer.link": base}, name=network)
+            base = base or fitted
 
 
 def _fit_experts(bench: _Bench) -> None:
     """Per dtype and library: how its grouped matmuls differ from the plain ones, which are known by now."""
-    for name in bench.names("experts"):
-        for chip, rows in bench.by_chip(_is("experts", name)):
-            known = constants(chip, tables=bench.tables)
-
-            def build(values: dict[str, float], known: Efficiency = known, name: str = name) -> Efficiency:
-                return replace(known, experts={name: ExpertsEfficiency(**values)})
-
-            key = f"experts.{name}"
-            fitted = build(fit(training_part(rows), chip, EXPERTS, build, bench.donor(key, chip)))
-            bench.keep(key, chip, rows, fitted, fitted.experts[name])
+    for name, chip, rows in bench.each("experts"):
+        bench.fit(chip, rows, {f"experts.{name}": EXPERTS})
 
 
 def _fit_dispatches(bench: _Bench) -> None:
     """Per library and direction; constants that the rows of a chip never exercise are left out."""
-    for name in bench.names("dispatch"):
-        for chip, rows in bench.by_chip(_is("dispatch", name)):
-
-            def build(values: dict[str, float], name: str = name) -> Efficiency:
-                return Efficiency(dispatches={name: DispatchEfficiency(**values)})
-
-            key, box = f"dispatch.{name}", _dispatch_box(rows)
-            fitted = build(fit(training_part(rows), chip, box, build, bench.donor(key, chip)))
-            bench.keep(key, chip, rows, fitted, fitted.dispatches[name])
+    for name, chip, rows in bench.each("dispatch"):
+        bench.fit(chip, rows, {f"dispatch.{name}": _dispatch_box(rows)})
 
 
 def _dispatch_box(rows: Sequence[Measurement]) -> dict[str, tuple[float, float, float]]:
@@ -488,18 +416,7 @@ def _dispatch_box(rows: Sequence[Measurement]) -> dict[str, tuple[float, float, 
 def _fit_peers(bench: _Bench) -> None:
     """Custom all-reduces, between the collectives of the library that they leave large tensors to."""
     for chip, rows in bench.by_chip(lambda row: row.op == "peer_all_reduce"):
-        known = constants(chip, tables=bench.tables)
-
-        def build(values: dict[str, float], known: Efficiency = known) -> Efficiency:
-            return replace(known, peer=PeerEfficiency(**values))
-
-        key = "peer.all_reduce"
-        fitted = build(fit(training_part(rows), chip, PEER, build, bench.donor(key, chip)))
-        bench.keep(key, chip, rows, fitted, fitted.peer)
-
-
-def _is(op: str, name: str) -> Callable[[Measurement], bool]:
-    return lambda row: row.op == op and constants_name(row) == name
+        bench.fit(chip, rows, {"peer.all_reduce": PEER})
 
 
 # --- writing -----------------------------------------------------------------------------------
@@ -516,36 +433,21 @@ _HEAD = """\
 def to_toml(bench: _Bench, *, checked: str, data: Sequence[str]) -> str:
     """The catalog as text: one table per class, chip and variant, with its score and sources."""
     scores = {(score.name, score.chip): score for score in bench.scores}
-    lines = [_HEAD, "[about]", f"data = {_toml(list(data))}", f'checked = "{checked}"']
+    sections: dict[str, dict[str, Any]] = {"about": {"data": data, "checked": checked}}
     for key, table in bench.tables.items():
         name, _, variant = key.partition(".")
         for chip, entry in table.items():
-            lines += ["", f"[{name}.{chip}.{variant}]"]
-            for field, value in asdict(entry).items():
-                if value is not None and value != getattr(type(entry)(), field):
-                    lines.append(f"{field} = {_toml(value)}")
-            if (key, chip) in scores:
-                lines += _score_lines(scores[key, chip])
-    return "\n".join(lines) + "\n"
+            ideal = asdict(type(entry)())
+            values = {
+                field: value for field, value in asdict(entry).items() if value not in (None, ideal[field])
+            }
+            if found := scores.get((key, chip)):
+                values |= {"fit": _rounded(found), "source": found.sources}
+            sections[f"{name}.{chip}.{variant}"] = values
+    return catalog_text(_HEAD, sections)
 
 
-def _score_lines(score: Score) -> list[str]:
-    numbers = {
-        "rows": score.rows,
-        "held_out_rows": score.held_out_rows,
-        "median_abs_frac": round(score.median_abs_frac, 4),
-        "mean_abs_frac": round(score.mean_abs_frac, 4),
-        "bias_frac": round(score.bias_frac, 4),
-    }
-    inside = ", ".join(f"{key} = {_toml(value)}" for key, value in numbers.items())
-    return [f"fit = {{ {inside} }}", f"source = {_toml(list(score.sources))}"]
-
-
-def _toml(value: float | bool | str | list[str]) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _rounded(score: Score) -> dict[str, float]:
+    names = ("median_abs_frac", "mean_abs_frac", "bias_frac")
+    counts = {"rows": score.rows, "held_out_rows": score.held_out_rows}
+    return counts | {name: round(getattr(score, name), 4) for name in names}

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwise.calibrate.catalog_text import catalog_text
 from meshwise.calibrate.errors import is_held_out, summarize
 from meshwise.calibrate.express import Expressed, express
 from meshwise.calibrate.runs import Run, read_runs
@@ -260,14 +261,9 @@ _HEAD = """\
 
 def to_toml(constants: Constants, fitted: float, judged: float, *, checked: str, data: Sequence[str]) -> str:
     """The catalog as text."""
-    constants = dict(sorted(constants.items(), key=lambda item: item[0].rpartition(".")[0]))
-    lines = [_HEAD, "[about]", "data = [" + ", ".join(f'"{name}"' for name in data) + "]"]
-    lines += [f'checked = "{checked}"', f"fit = {{ fitted = {fitted:.4f}, held_out = {judged:.4f} }}"]
-    section = ""
-    for name, value in constants.items():
+    about = {"data": data, "checked": checked, "fit": {"fitted": fitted, "held_out": judged}}
+    sections: dict[str, dict[str, Any]] = {"about": about}
+    for name, value in sorted(constants.items(), key=lambda item: item[0].rpartition(".")[0]):
         table, _, field = name.rpartition(".")
-        if table != section:
-            lines += ["", f"[{table}]"]
-            section = table
-        lines.append(f"{field} = {value:.4g}")
-    return "\n".join(lines) + "\n"
+        sections.setdefault(table, {})[field] = value
+    return catalog_text(_HEAD, sections)
