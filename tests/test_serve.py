@@ -212,9 +212,9 @@ def test_a_grid_of_instances_is_its_instances() -> None:
 def test_command(meshwise: Callable[..., Any]) -> None:
     words = ["serve", "deepseek-v3", "--cluster", "h200-sxm:8", "--plan", "tp=8,ep=8,dtype=fp8"]
     document = meshwise(*words, "--sequences", "1,64", "--token-ms", "40", "--json").document
-    assert [row["sequences"] for row in document["batches"]] == [1, 64]
+    assert [row["sequences"] for row in document["passes"]] == [1, 64]
     assert 64 <= document["sequences_within_limit"] <= document["max_sequences"]
-    assert document["batches"][0]["tokens_per_s"] < document["batches"][1]["tokens_per_s"]
+    assert document["passes"][0]["tokens_per_s"] < document["passes"][1]["tokens_per_s"]
     shown = meshwise(*words).out
     assert "first token after" in shown
     assert f"room for {document['max_sequences']} sequences" in shown
@@ -232,12 +232,13 @@ def test_command(meshwise: Callable[..., Any]) -> None:
         (["--plan", "tp=8,ep=4"], "must be a multiple of tp=8"),
         (["--plan", "tp=2,ep=4,etp=2"], "not cut too"),
         (["--prompt", "999999"], "are more than the 32768"),
-        (["--sequences", "1,none"], "'none' is not a number of sequences"),
-        (["--plan", "tp=4,ep=8", "--sequences", "3"], "that dp=2 divides"),
+        (["--sequences", "1,none"], "'none' is no number of sequences"),
+        (["--plan", "tp=4,ep=8", "--sequences", "3"], "3 sequences cannot be spread over dp=2"),
         (["--plan", "tp=8,kv_dtype=int4"], "kv_dtype=int4 must be one of bf16, fp8"),
         (["--memory-frac", "0"], "above 0 and at most 1"),
         (["--token-ms", "0"], "must be above zero"),
         (["--engine-ms", "-1"], "zero or more"),
+        (["--prompt", "0"], "prompt=0 must be a whole number of at least 1"),
     ],
 )
 def test_wrong_input_is_one_sentence(meshwise: Callable[..., Any], words: list[str], says: str) -> None:

@@ -26,6 +26,7 @@ from meshwise.api import (
     reproduce,
     run,
     search,
+    serve,
     validate,
 )
 
@@ -60,7 +61,8 @@ _HOME = {
 """The module of each public name that is imported when it is first used."""
 
 __all__ = ["Cluster", "Estimate", "Ledger", "MeshwiseError", "Model", "Plan", "Workload", "__version__"]
-__all__ += ["compare", "dry_run", "estimate", "frontier", "profile", "reproduce", "run", "search", "validate"]
+__all__ += ["compare", "dry_run", "estimate", "frontier", "profile", "reproduce", "run", "search", "serve"]
+__all__ += ["validate"]
 __all__ += ["find_cluster", "find_model", "parse_plan", "plan_text"]
 
 

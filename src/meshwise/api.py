@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from meshwise.runtime.outcome import Outcome
     from meshwise.runtime.profile import Profiled
     from meshwise.search.search import Result
+    from meshwise.serve.answer import Answer
 
 PUBLISHED = ("nersc-2024-02", "nersc-2024-10")
 """The published models that `reproduce` prices with, by the name of their convention."""
@@ -141,6 +142,49 @@ def search(
     work = Workload(batch=batch, seq=_seq(shape, seq))
     names = schedules or SCHEDULES[1:]
     return find(shape, machine, batch=work.batch, seq=work.seq, top=top, base=_plan(plan), schedules=names)
+
+
+def serve(
+    model: str | Path | Model,
+    cluster: str | Path | Cluster,
+    plan: str | Path | Plan = "",
+    *,
+    prompt: int = 2048,
+    output: int = 256,
+    sequences: Sequence[int] = (),
+    token_s: float | None = None,
+    memory_frac: float = 0.9,
+    engine_s: float = 0.0,
+) -> Answer:
+    """Estimate an inference server: time to first token, time per token, what fits, tokens a second.
+
+    Args:
+        model: A `Model`, a preset or the path of a config.json.
+        cluster: A `Cluster`, a preset, `"chip:count"`, or the path of a TOML file: one instance.
+        plan: tp, ep, etp, dtype and kv_dtype; what tp leaves of the cluster is dp. By default tp is all.
+        prompt: Tokens of a prompt.
+        output: Tokens generated after it.
+        sequences: Numbers of running sequences of the instance; by default powers of two up to what fits.
+        token_s: Latency target per output token [s].
+        memory_frac: Share of the memory that the engine may take.
+        engine_s: The engine's own time between two passes [s].
+
+    Returns:
+        Times in seconds, memory in bytes. An instance without room for one sequence is an answer too
+        (`max_sequences` is 0).
+
+    Raises:
+        MeshwiseError: A name is unknown, or the plan does not divide model or cluster.
+    """
+    from meshwise.serve.answer import answer
+    from meshwise.serve.serving import serving
+
+    machine = _cluster(cluster)
+    instance = serving(
+        _model(model), machine, _plan(plan or f"tp={machine.num_chips}"), prompt=prompt, output=output,
+        memory_frac=memory_frac, engine_s=engine_s,
+    )  # fmt: skip
+    return answer(instance, sequences, token_s)
 
 
 def dry_run(

@@ -23,7 +23,7 @@ def search(
     seq: Annotated[int | None, typer.Option(help="Tokens of a sequence [what the model allows].")] = None,
     plan: Annotated[str, typer.Option(help="What is fixed: dtype=fp8,cp_kind=ulysses,...")] = "",
     schedules: Annotated[str, typer.Option(help="Schedules to try, as 1f1b,interleaved [all].")] = "",
-    top: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 5,
+    top: Annotated[int, typer.Option(help="How many plans to show.")] = 5,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Price every plan of MODEL on a cluster and show the fastest that fit; exit 1 if none does."""

@@ -86,6 +86,9 @@ def serving(
     plan = _instance(model, plan, cluster.num_chips)
     if model.patches is not None or not model.causal:
         raise WorkloadError(f"{model.name} does not generate text; name a decoder")
+    for name, tokens in (("prompt", prompt), ("output", output)):
+        if tokens < 1:
+            raise WorkloadError(f"{name}={tokens} must be a whole number of at least 1")
     if prompt + output > model.max_seq:
         raise WorkloadError(
             f"prompt {prompt} + output {output} tokens are more than the {model.max_seq} of {model.name}; "

@@ -1,0 +1,57 @@
+"""What an inference server gives, as text and a table."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from meshwise.core.units import duration, with_prefix
+from meshwise.serve.answer import Answer
+
+_HEADINGS = ("sequences", "a token", "tokens/s", "a GPU", "with prompts", "memory", "largest parts")
+
+
+def print_serving(answer: Answer, console: Console) -> None:
+    """Print what fits, the first token, and a row for each number of running sequences."""
+    document = answer.to_json()
+    cluster, plan = document["cluster"], document["plan"]
+    keys = ", ".join(f"{name}={value}" for name, value in plan.items())
+    console.print(f"{document['model']} on {cluster['num_chips']} x {cluster['chip']}: {keys}")
+    console.print(
+        f"weights {with_prefix(document['weight_bytes'], 'B')} a GPU, cache "
+        f"{with_prefix(document['cache_bytes_per_sequence'], 'B')} a GPU for a sequence of "
+        f"{document['prompt']} + {document['output']} tokens"
+    )
+    console.print(
+        f"first token after {duration(document['first_token_s'])}; "
+        f"{document['prompt_tokens_per_s_per_gpu']:,.0f} prompt tokens/s a GPU"
+    )
+    if document["max_sequences"]:
+        console.print(f"room for {document['max_sequences']:,} sequences")
+    else:
+        console.print(
+            "out of memory: not one sequence fits beside the weights; use more GPUs or a narrower type"
+        )
+    if answer.token_s is not None:
+        within = document["sequences_within_limit"]
+        console.print(f"within {1e3 * answer.token_s:g} ms a token: {within:,} sequences")
+    if not document["passes"]:
+        return
+    table = Table()
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="left" if heading == "largest parts" else "right")
+    for row in document["passes"]:
+        parts = sorted(row["time_s"].items(), key=lambda part: -part[1])[:3]
+        shares = ", ".join(f"{name} {seconds / row['token_s']:.0%}" for name, seconds in parts if seconds)
+        table.add_row(
+            f"{row['sequences']:,}",
+            duration(row["token_s"]),
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['tokens_per_s_per_gpu']:,.0f}",
+            f"{row['with_prefill_per_s_per_gpu']:,.0f}",
+            with_prefix(row["memory_bytes"]["total"], "B") if row["fits"] else "out of memory",
+            shares,
+        )
+    console.print(table)
+    for note in document["notes"]:
+        console.print(f"note: {note}")

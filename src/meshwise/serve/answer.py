@@ -1,0 +1,76 @@
+"""The answer of `serve`: what fits, the time to the first token, and decode passes by number of sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from meshwise.core.errors import WorkloadError
+from meshwise.serve import serving as est
+from meshwise.serve.serving import PLAN_KEYS, Serving
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """Figures of `serving` for numbers of running sequences, and for a latency target per token [s]."""
+
+    serving: Serving
+    sequences: tuple[int, ...]
+    token_s: float | None = None
+
+    @property
+    def max_sequences(self) -> int:
+        """Sequences of the whole instance for which there is memory."""
+        return est.max_sequences(self.serving) * self.serving.dp
+
+    @property
+    def first_token_s(self) -> float:
+        """Time to the first token of a prompt that finds the instance idle."""
+        return est.first_token_s(self.serving)
+
+    @property
+    def sequences_within_limit(self) -> int | None:
+        """The most sequences that fit and meet the latency target; None without a target."""
+        return None if self.token_s is None else est.sequences_within(self.serving, self.token_s)
+
+    @cached_property
+    def passes(self) -> list[dict[str, Any]]:
+        """Time, rates and memory of a decode pass, for each number of running sequences."""
+        return est.rows(self.serving, list(self.sequences))
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `meshwise serve --json` prints."""
+        of = self.serving
+        return {
+            "model": of.model.name,
+            "cluster": {
+                "name": of.cluster.name,
+                "chip": of.cluster.chip.name,
+                "num_chips": of.cluster.num_chips,
+            },
+            "plan": {name: getattr(of.plan, name) for name in PLAN_KEYS},
+            "prompt": of.prompt,
+            "output": of.output,
+            "weight_bytes": est.weight_bytes(of),
+            "cache_bytes_per_sequence": est.sequence_bytes(of),
+            "max_sequences": self.max_sequences,
+            "first_token_s": self.first_token_s,
+            "prompt_tokens_per_s_per_gpu": of.prompt / est.prompt_s(of) / of.plan.tp,
+            "sequences_within_limit": self.sequences_within_limit,
+            "passes": self.passes,
+            "notes": est.notes(of),
+        }
+
+
+def answer(serving: Serving, sequences: Sequence[int] = (), token_s: float | None = None) -> Answer:
+    """The answer for `serving`; by default with powers of two of sequences, up to what fits."""
+    for count in sequences:
+        if count < 1 or count % serving.dp:
+            raise WorkloadError(
+                f"{count} sequences cannot be spread over dp={serving.dp}; use a multiple of {serving.dp}"
+            )
+    if token_s is not None and not token_s > 0:
+        raise WorkloadError(f"a latency target of {1e3 * token_s:g} ms per token must be above zero")
+    return Answer(serving, tuple(sequences) or tuple(est.batches(serving)), token_s)
