@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,8 @@ from meshwise.machine.hardware import Chip, Cluster, Level, Rates, rates
 from meshwise.machine.overheads import NONE, Overheads, find_overheads
 from meshwise.program.context import CORE
 from meshwise.program.op import Op, precision
+
+Stack: TypeAlias = NDArray[np.float64]
 
 DISPATCH_CORES = 24.0
 """Cores that DeepEP's normal kernels run on; its low-latency ones take as many as serve the experts."""
@@ -79,6 +81,10 @@ class Machine:
     num_cores: Num = 1.0
     overheads: Overheads = NONE
     power_watts: float = 0.0
+
+    def rates(self, op: Op) -> Rates:
+        """The rates of the matrix work in the dtype of `op`; the step's own where it has none."""
+        return self.by_dtype.get(op.dtype, self.base)
 
     def sustained_s(self, flop: Num, dtype: str) -> Num:
         """Least time of `flop` matrix FLOP within the power limit."""
@@ -137,43 +143,39 @@ def _machine(chip: Chip, levels: tuple[Level, ...], dtype: str, ideal: bool, ove
     )
 
 
-def experts_library(efficiency: Efficiency, dtype: str) -> str:
-    """The library of the grouped matmuls: the first that was measured on this chip, or else anywhere."""
-    names = [name for name in EXPERT_LIBRARIES.get(dtype, ()) if name in efficiency.experts]
-    here = [name for name in names if f"experts.{name}" not in efficiency.inherited_from]
-    return next(iter(here or names), "")
-
-
-class _Timer(NamedTuple):
-    """How ops of one kind are timed.
-
-    `traits` tell apart ops that cannot be timed together; `numbers` of each op are stacked and passed to
-    `seconds`, after the machine and one op that has the traits.
-    """
-
-    traits: Callable[[Op], tuple[Any, ...]]
-    numbers: Callable[[Op], tuple[Num, ...]]
-    seconds: Callable[..., OpTime]
-
-
 def op_times(ops: Sequence[Op], machine: Machine) -> list[OpTime]:
     """The time of each op, in order."""
     groups: dict[Any, list[int]] = defaultdict(list)
     for i, op in enumerate(ops):
         kind = op.library if op.kind == "collective" and op.library else op.kind
         size = op.payload_bytes if op.kind == "collective" else op.cost.read_bytes
-        groups[kind, getattr(size, "shape", ()), *_TIMERS[kind].traits(op)].append(i)
+        groups[kind, getattr(size, "shape", ()), *_TRAITS[kind](op)].append(i)
     times, ndim = [OpTime()] * len(ops), 1 + np.ndim(machine.base.memory_bytes_per_s)
     for (kind, shape, *_), alike in groups.items():
-        timer, most = _TIMERS[kind], max(1, STACK_CELLS // max(1, math.prod(shape)))
+        most = max(1, STACK_CELLS // max(1, math.prod(shape)))
         for members in (alike[i : i + most] for i in range(0, len(alike), most)):
-            stacks = _stacked([timer.numbers(ops[i]) for i in members], ndim)
-            for i, time in zip(members, _each(timer.seconds(machine, ops[members[0]], *stacks)), strict=True):
+            stacks = _stacked([_numbers(ops[i]) for i in members], ndim)
+            for i, time in zip(members, _each(_timed(machine, kind, ops[members[0]], stacks)), strict=True):
                 times[i] = time
     return times
 
 
-def _stacked(rows: Sequence[tuple[Num, ...]], ndim: int) -> list[NDArray[np.float64]]:
+def _numbers(op: Op) -> tuple[Num, ...]:
+    """What is stacked of an op: its shape as far as its time depends on it, and its cost or its exchange."""
+    if op.kind == "collective":
+        return (
+            *(op.shape if op.library.startswith("deepep") else ()),
+            op.payload_bytes,
+            op.group_size,
+            op.stride,
+        )
+    cost = op.cost.flop, op.cost.read_bytes, op.cost.write_bytes
+    if op.kind == "matmul":
+        return *op.shape, float(op.is_weight_grad), *cost
+    return cost if op.kind == "kernel" else (*op.shape, *cost)
+
+
+def _stacked(rows: Sequence[tuple[Num, ...]], ndim: int) -> list[Stack]:
     """Each number of several ops as one array [ops, *axes] of at least `ndim` dimensions that line up."""
     stacks = []
     for column in zip(*rows, strict=True):
@@ -182,6 +184,17 @@ def _stacked(rows: Sequence[tuple[Num, ...]], ndim: int) -> list[NDArray[np.floa
         stacks.append(np.array(column, dtype=np.float64))
     ndim = max(ndim, *(stack.ndim for stack in stacks))
     return [stack.reshape(len(rows), *(1,) * (ndim - stack.ndim), *stack.shape[1:]) for stack in stacks]
+
+
+def _timed(machine: Machine, kind: str, op: Op, stacks: list[Stack]) -> OpTime:
+    """The times of ops that have the kind and the traits of `op`, as stacks."""
+    seconds, none = _SECONDS[kind](machine, op, *stacks), np.zeros(len(stacks[0]))
+    if op.kind == "collective":
+        return OpTime(none, none, none, seconds)
+    flop, read_bytes, write_bytes = stacks[-3:]
+    rates = machine.base if kind == "kernel" else machine.rates(op)
+    rate = rates.vector_flop_per_s if kind == "kernel" else rates.matrix_flop_per_s
+    return OpTime(flop / rate, (read_bytes + write_bytes) / rates.memory_bytes_per_s, seconds, none)
 
 
 def _each(stack: OpTime) -> Iterable[OpTime]:
@@ -193,58 +206,35 @@ def _each(stack: OpTime) -> Iterable[OpTime]:
 # --- kernels -----------------------------------------------------------------------------------
 
 
-def _moved(op: Op) -> Num:
-    return op.cost.read_bytes + op.cost.write_bytes
+def _is_core(op: Op) -> bool:
+    return op.name in CORE and op.module != "head"  # the head has logits too
 
 
-def _none(stack: Num) -> Num:
-    """No time, for each op of a stack."""
-    return np.zeros(np.shape(stack)[0])
-
-
-def _roofline(machine: Machine, dtype: str, flop: Num, moved: Num, busy_s: Num) -> OpTime:
-    chip = machine.by_dtype.get(dtype, machine.base)
-    moving_s = moved / chip.memory_bytes_per_s
-    return OpTime(flop / chip.matrix_flop_per_s, moving_s, busy_s, _none(moving_s))
-
-
-def _matmul_traits(op: Op) -> tuple[Any, ...]:
-    return op.dtype, op.name in CORE and op.module != "head"  # the head has logits too
-
-
-def _matmul_numbers(op: Op) -> tuple[Num, ...]:
-    # The weight's dimensions are the row lengths of all operands: (n, k), or (m, n) of its gradient.
-    weight = op.shape[1:3] if op.is_weight_grad else op.shape[2:4]
-    return *op.shape, op.cost.flop, op.cost.read_bytes, op.cost.write_bytes, *weight
-
-
-def _matmuls(
-    machine: Machine, op: Op, batch: Num, m: Num, n: Num, k: Num, flop: Num, read: Num, write: Num,
-    d_in: Num, d_out: Num,
-) -> OpTime:  # fmt: skip
-    chip, overheads = machine.by_dtype.get(op.dtype, machine.base), machine.overheads
+def _matmul_s(
+    machine: Machine, op: Op, batch: Stack, m: Stack, n: Stack, k: Stack, is_weight_grad: Stack, flop: Stack,
+    read: Stack, write: Stack,
+) -> Num:  # fmt: skip
+    rates, overheads = machine.rates(op), machine.overheads
     busy_s = gemm_s(
         m, n, k,
         batch=batch,
-        flop_per_s=chip.matrix_flop_per_s,
-        memory_bytes_per_s=chip.memory_bytes_per_s,
+        flop_per_s=rates.matrix_flop_per_s,
+        memory_bytes_per_s=rates.memory_bytes_per_s,
         num_cores=machine.num_cores,
         elem_bytes=read / (batch * (m * k + k * n)),
         out_bytes=write / (batch * m * n),
         efficiency=machine.efficiency.gemm(op.dtype),
     )  # fmt: skip
     busy_s = np.maximum(busy_s, machine.sustained_s(flop, op.dtype))
-    _, is_core = _matmul_traits(op)
-    if is_core:
-        busy_s = busy_s * np.where(
-            _aligned(m) & _aligned(n) & _aligned(k), 1.0, overheads.misaligned_slowdown
-        )
-    else:
-        busy_s = busy_s * (1.0 + overheads.unaligned_frac * np.maximum(_halvings(d_in), _halvings(d_out)))
-    return _roofline(machine, op.dtype, flop, read + write, busy_s)
+    if _is_core(op):
+        aligned = _aligned(m) & _aligned(n) & _aligned(k)
+        return busy_s * np.where(aligned, 1.0, overheads.misaligned_slowdown)
+    # The weight's dimensions are the row lengths of all operands: (n, k), or (m, n) of its gradient.
+    halvings = np.maximum(_halvings(n), _halvings(np.where(is_weight_grad, m, k)))
+    return busy_s * (1.0 + overheads.unaligned_frac * halvings)
 
 
-def _aligned(size: Num) -> Any:
+def _aligned(size: Stack) -> Any:
     """Whether rows of `size` 16-bit elements start at multiples of 16 bytes, which the fast kernels need."""
     return np.mod(size, 8.0) == 0.0
 
@@ -252,21 +242,16 @@ def _aligned(size: Num) -> Any:
 _HALVINGS = np.array([0.0, 3.0, 2.0, 3.0, 1.0, 3.0, 2.0, 3.0])
 
 
-def _halvings(size: Num) -> Any:
+def _halvings(size: Stack) -> Any:
     """How often 16 bytes must be halved until rows of `size` 16-bit elements start at multiples of them."""
     return _HALVINGS[np.mod(size, 8.0).astype(np.intp)]
 
 
-def _attention_numbers(op: Op) -> tuple[Num, ...]:
-    batch, heads, kv_heads, seq_q, _, qk_dim, v_dim = op.shape
-    return batch, heads, kv_heads, seq_q, qk_dim, v_dim, op.cost.flop, _moved(op)
-
-
-def _attentions(
-    machine: Machine, op: Op, batch: Num, heads: Num, kv_heads: Num, seq_q: Num, qk_dim: Num, v_dim: Num,
-    flop: Num, moved: Num,
-) -> OpTime:  # fmt: skip
-    chip, backward = machine.by_dtype.get(op.dtype, machine.base), op.phase == "backward"
+def _attention_s(
+    machine: Machine, op: Op, batch: Stack, heads: Stack, kv_heads: Stack, seq_q: Stack, seq_k: Stack,
+    qk_dim: Stack, v_dim: Stack, flop: Stack, *_: Stack,
+) -> Num:  # fmt: skip
+    rates, backward = machine.rates(op), op.phase == "backward"
     dims = 3.0 * qk_dim + 2.0 * v_dim if backward else qk_dim + v_dim
     keys_per_query = flop / (2.0 * batch * heads * dims * seq_q)
     busy_s = attention_s(
@@ -280,109 +265,93 @@ def _attentions(
         v_dim=v_dim,
         causal=op.causal,
         backward=backward,
-        flop_per_s=chip.matrix_flop_per_s,
-        memory_bytes_per_s=chip.memory_bytes_per_s,
+        flop_per_s=rates.matrix_flop_per_s,
+        memory_bytes_per_s=rates.memory_bytes_per_s,
         num_cores=machine.num_cores,
         efficiency=machine.efficiency.attention,
     )
-    busy_s = np.maximum(busy_s * machine.overheads.attention_slowdown, machine.sustained_s(flop, op.dtype))
-    return _roofline(machine, op.dtype, flop, moved, busy_s)
+    return np.maximum(busy_s * machine.overheads.attention_slowdown, machine.sustained_s(flop, op.dtype))
 
 
-def _decode_numbers(op: Op) -> tuple[Num, ...]:
-    batch, heads, _, _, seq_k, qk_dim, v_dim = op.shape
-    return batch, heads, seq_k, qk_dim, v_dim, op.cost.flop, op.cost.read_bytes, _moved(op)
-
-
-def _decode_attentions(
-    machine: Machine, op: Op, batch: Num, heads: Num, seq_k: Num, qk_dim: Num, v_dim: Num, flop: Num,
-    read: Num, moved: Num,
-) -> OpTime:  # fmt: skip
-    chip, efficiency = machine.by_dtype.get(op.dtype, machine.base), machine.efficiency
-    busy_s = decode_attention_s(
+def _decode_attention_s(
+    machine: Machine, op: Op, batch: Stack, heads: Stack, kv_heads: Stack, seq_q: Stack, seq_k: Stack,
+    qk_dim: Stack, v_dim: Stack, flop: Stack, read: Stack, *_: Stack,
+) -> Num:  # fmt: skip
+    rates, efficiency = machine.rates(op), machine.efficiency
+    return decode_attention_s(
         batch=batch,
         heads=heads,
         seq_k=seq_k,
         kv_bytes_per_token=read / (batch * seq_k),
         qk_dim=qk_dim,
         v_dim=v_dim,
-        flop_per_s=chip.matrix_flop_per_s,
-        memory_bytes_per_s=chip.memory_bytes_per_s,
+        flop_per_s=rates.matrix_flop_per_s,
+        memory_bytes_per_s=rates.memory_bytes_per_s,
         efficiency=efficiency.latent_decode if op.library == "mla" else efficiency.decode,
     )
-    return _roofline(machine, op.dtype, flop, moved, busy_s)
 
 
-def _grouped_experts(
+def _experts_s(
     machine: Machine,
     op: Op,
-    tokens: Num,
-    top_k: Num,
-    experts: Num,
-    hidden: Num,
-    inter: Num,
-    flop: Num,
-    moved: Num,
-) -> OpTime:
-    chip, efficiency, form = (
-        machine.by_dtype.get(op.dtype, machine.base),
-        machine.efficiency,
-        precision(op.dtype),
-    )
-    library = experts_library(efficiency, op.dtype)
-    busy_s = experts_s(
+    tokens: Stack,
+    top_k: Stack,
+    experts: Stack,
+    hidden: Stack,
+    width: Stack,
+    *_: Stack,
+) -> Num:
+    rates, efficiency, form = machine.rates(op), machine.efficiency, precision(op.dtype)
+    return experts_s(
         tokens,
         topk=top_k,
         experts=experts,
         hidden=hidden,
-        inter=inter,
-        flop_per_s=chip.matrix_flop_per_s,
-        memory_bytes_per_s=chip.memory_bytes_per_s,
+        inter=width,
+        flop_per_s=rates.matrix_flop_per_s,
+        memory_bytes_per_s=rates.memory_bytes_per_s,
         num_cores=machine.num_cores,
         elem_bytes=form.operand_bytes,
         act_bytes=form.act_bytes,
         gemm=efficiency.gemm(op.dtype),
         memory=efficiency.memory,
-        efficiency=efficiency.experts.get(library, ExpertsEfficiency()),
+        efficiency=efficiency.experts.get(experts_library(efficiency, op.dtype), ExpertsEfficiency()),
     )
-    return _roofline(machine, op.dtype, flop, moved, busy_s)
 
 
-def _kernel_traits(op: Op) -> tuple[str]:
+def experts_library(efficiency: Efficiency, dtype: str) -> str:
+    """The library of the grouped matmuls: the first that was measured on this chip, or else anywhere."""
+    names = [name for name in EXPERT_LIBRARIES.get(dtype, ()) if name in efficiency.experts]
+    here = [name for name in names if f"experts.{name}" not in efficiency.inherited_from]
+    return next(iter(here or names), "")
+
+
+def _passes(op: Op) -> str:
     """Which of the software's passes over its bytes a kernel takes."""
     if op.name.endswith("_cast"):
-        return ("cast_passes",)
-    return ("expert_bias_passes" if op.name in ("expert_fc1_bias", "expert_fc2_bias") else "kernel_passes",)
+        return "cast_passes"
+    return "expert_bias_passes" if op.name in ("expert_fc1_bias", "expert_fc2_bias") else "kernel_passes"
 
 
-def _kernels(machine: Machine, op: Op, flop: Num, moved: Num) -> OpTime:
+def _kernel_s(machine: Machine, op: Op, flop: Stack, read: Stack, write: Stack) -> Num:
     busy_s = memory_kernel_s(
-        moved * getattr(machine.overheads, *_kernel_traits(op)),
+        (read + write) * getattr(machine.overheads, _passes(op)),
         memory_bytes_per_s=machine.base.memory_bytes_per_s,
         efficiency=machine.efficiency.memory,
     )
-    compute_s, moving_s = flop / machine.base.vector_flop_per_s, moved / machine.base.memory_bytes_per_s
-    return OpTime(compute_s, moving_s, np.maximum(busy_s, compute_s), _none(moving_s))
+    return np.maximum(busy_s, flop / machine.base.vector_flop_per_s)
 
 
 # --- communication -----------------------------------------------------------------------------
 
 
-def _exchange_numbers(op: Op) -> tuple[Num, ...]:
-    return op.payload_bytes, op.group_size, op.stride
-
-
-def _exchanged(comm_s: Num) -> OpTime:
-    return OpTime(_none(comm_s), _none(comm_s), _none(comm_s), comm_s)
-
-
-def _collectives(machine: Machine, op: Op, payload_bytes: Num, ranks: Num, stride: Num) -> OpTime:
+def _collective_s(machine: Machine, op: Op, payload_bytes: Stack, ranks: Stack, stride: Stack) -> Num:
     kind = "dispatch" if op.choices else op.collective
     waiting_s = np.where(ranks > 1, machine.overheads.skew_s, 0.0)
-    return _exchanged(machine.collective_s(kind, payload_bytes, ranks, stride, op.choices) + waiting_s)
+    return machine.collective_s(kind, payload_bytes, ranks, stride, op.choices) + waiting_s
 
 
-def _peer_all_reduces(machine: Machine, op: Op, payload_bytes: Num, ranks: Num, stride: Num) -> OpTime:
+def _peer_all_reduce_s(machine: Machine, op: Op, payload_bytes: Stack, ranks: Stack, stride: Stack) -> Num:
     """Inside a node by reading the peers' memory, where that is faster than the library."""
     library_s = machine.collective_s("all_reduce", payload_bytes, ranks, stride)
     peer_s = peer_all_reduce_s(
@@ -394,21 +363,17 @@ def _peer_all_reduces(machine: Machine, op: Op, payload_bytes: Num, ranks: Num, 
         efficiency=machine.efficiency.peer,
     )
     is_inside = (ranks > 1) & (ranks * stride <= machine.base.link_ranks[0])
-    return _exchanged(np.where(is_inside, peer_s, library_s))
+    return np.where(is_inside, peer_s, library_s)
 
 
-def _dispatch_numbers(op: Op) -> tuple[Num, ...]:
-    tokens, experts, _ = op.shape
-    return tokens, experts, op.payload_bytes, op.group_size, op.stride
-
-
-def _dispatches(
-    machine: Machine, op: Op, tokens: Num, experts: Num, payload_bytes: Num, ranks: Num, stride: Num
-) -> OpTime:
+def _deepep_s(
+    machine: Machine, op: Op, tokens: Stack, experts: Stack, hidden: Stack, payload_bytes: Stack,
+    ranks: Stack, stride: Stack,
+) -> Num:  # fmt: skip
     """Tokens to their experts (dispatch) or back (combine) by DeepEP's kernels."""
     efficiency = machine.efficiency.dispatches.get(f"{op.library}-{op.name}")
     if efficiency is None:  # a machine that no such library was measured on
-        return _exchanged(machine.collective_s("all_to_all", payload_bytes, ranks, stride))
+        return machine.collective_s("all_to_all", payload_bytes, ranks, stride)
     links, per_node = machine.base.link_bytes_per_s, np.minimum(ranks, machine.base.link_ranks[0])
     if op.library == "deepep-ll":
         copies = copies_by_expert(op.choices, ranks, per_node)
@@ -428,20 +393,31 @@ def _dispatches(
         outer_bytes_per_s=links[-1],
         efficiency=efficiency,
     )
-    return _exchanged(np.where(ranks > 1, exchange_s, 0.0))
+    return np.where(ranks > 1, exchange_s, 0.0)
 
 
-_TIMERS = {
-    "matmul": _Timer(_matmul_traits, _matmul_numbers, _matmuls),
-    "attention": _Timer(lambda op: (op.dtype, op.phase, op.causal), _attention_numbers, _attentions),
-    "decode_attention": _Timer(lambda op: (op.dtype, op.library), _decode_numbers, _decode_attentions),
-    "experts": _Timer(
-        lambda op: (op.dtype,), lambda op: (*op.shape, op.cost.flop, _moved(op)), _grouped_experts
-    ),
-    "kernel": _Timer(_kernel_traits, lambda op: (op.cost.flop, _moved(op)), _kernels),
-    "collective": _Timer(lambda op: (op.collective, op.choices), _exchange_numbers, _collectives),
-    "peer": _Timer(lambda _: (), _exchange_numbers, _peer_all_reduces),
-    "deepep-ll": _Timer(lambda op: (op.name, op.choices), _dispatch_numbers, _dispatches),
-    "deepep-normal": _Timer(lambda op: (op.name, op.choices), _dispatch_numbers, _dispatches),
+_SECONDS: dict[str, Callable[..., Num]] = {
+    "matmul": _matmul_s,
+    "attention": _attention_s,
+    "decode_attention": _decode_attention_s,
+    "experts": _experts_s,
+    "kernel": _kernel_s,
+    "collective": _collective_s,
+    "peer": _peer_all_reduce_s,
+    "deepep-ll": _deepep_s,
+    "deepep-normal": _deepep_s,
 }
-"""By kind of op; a collective that has a library of its own, by that."""
+"""What times a stack of ops, by their kind, or by the library of a collective that has one of its own."""
+
+_TRAITS: dict[str, Callable[[Op], tuple[Any, ...]]] = {
+    "matmul": lambda op: (op.dtype, _is_core(op)),
+    "attention": lambda op: (op.dtype, op.phase, op.causal),
+    "decode_attention": lambda op: (op.dtype, op.library),
+    "experts": lambda op: (op.dtype,),
+    "kernel": lambda op: (_passes(op),),
+    "collective": lambda op: (op.collective, op.choices),
+    "peer": lambda op: (),
+    "deepep-ll": lambda op: (op.name, op.choices),
+    "deepep-normal": lambda op: (op.name, op.choices),
+}
+"""What tells apart ops of one kind that cannot be timed together."""
