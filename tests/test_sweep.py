@@ -173,6 +173,16 @@ def test_one_writer_at_a_time(tmp_path):
         Store(tmp_path / "nowhere" / "a.sqlite")
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [(("--address", "auto"), "add --engine ray"), (("--engine", "ray", "--jobs", "2"), "--engine local")],
+)
+def test_an_option_of_the_other_engine_is_refused(meshwise, tmp_path, options, reason):
+    done = meshwise("sweep", str(_file(tmp_path, GRID)), *options)
+    assert done.code == 2
+    assert reason in done.err
+
+
 def test_command_line(meshwise, tmp_path):
     """Estimates through the sweep are the estimates of the command line; pp=7 fails and is told."""
     pytest.importorskip("matplotlib")

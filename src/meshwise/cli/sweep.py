@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv as csv_module
-import io
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -34,7 +32,7 @@ def sweep(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Run every point of a grid that is not finished yet; then table, CSV and figure of all."""
-    from meshwise.core.files import write_text
+    from meshwise.core.files import csv_text, write_text
     from meshwise.sweep.sweep import Store, csv_rows, read_sweep, run_sweep
 
     wanted = read_sweep(file)
@@ -59,10 +57,8 @@ def sweep(
             print(f"meshwise: stopped; {kept}; the same command goes on", file=sys.stderr)
             raise
         rows = store.rows(wanted)
-    text = io.StringIO()
-    csv_module.writer(text, lineterminator="\n").writerows(csv_rows(wanted, rows))
     table = csv or database.with_suffix(".csv")
-    write_text(table, text.getvalue())
+    write_text(table, csv_text(csv_rows(wanted, rows)))
     from meshwise.report.sweep_report import draw_sweep, print_sweep
 
     figure = draw_sweep(wanted, rows, plot or database.with_suffix(".png"))
@@ -70,10 +66,10 @@ def sweep(
     if json:
         from dataclasses import asdict
 
-        document = {"database": str(database), "csv": str(table), "figure": figure and str(figure)}
-        numbers = {"num_points": len(wanted.points), "num_done": len(rows) - num_failed}
-        numbers["num_failed"] = num_failed
-        print_json(document | numbers | {"points": [asdict(row) for row in rows]})
+        files = {"database": str(database), "csv": str(table), "figure": figure and str(figure)}
+        numbers = {"num_done": len(rows) - num_failed, "num_failed": num_failed}
+        points = [asdict(row) for row in rows]
+        print_json(files | {"num_points": len(wanted.points)} | numbers | {"points": points})
     else:
         print_sweep(wanted, rows, console())
         counts = f"{len(rows) - num_failed} done, {num_failed} failed"
@@ -86,20 +82,16 @@ class _progress:
     """A bar with the time left, on stderr: `advance(failed)` after each point."""
 
     def __init__(self, total: int, completed: int) -> None:
+        from rich import progress
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        self._bar = Progress(
-            *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)
+        columns = (
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
         )
+        times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
+        self._bar = progress.Progress(*columns, *times, console=Console(stderr=True))
         self._task = self._bar.add_task("points", total=total, completed=completed)
         self._num_failed = 0
 

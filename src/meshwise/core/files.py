@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from meshwise.core.errors import DataError
 
@@ -15,6 +17,13 @@ from meshwise.core.errors import DataError
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` whole or not at all; a place that cannot be written raises DataError."""
     write_bytes(path, text.encode())
+
+
+def csv_text(rows: Iterable[Iterable[Any]]) -> str:
+    """`rows` (the head first) as CSV; None is an empty cell."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(rows)
+    return out.getvalue()
 
 
 def check_writable(path: Path) -> None:

@@ -11,8 +11,6 @@ numbers are NaN inside and empty (CSV) or null (JSON) outside.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.errors import DataError, MissingExtraError
-from meshwise.core.files import write_text
+from meshwise.core.files import csv_text, write_text
 
 if TYPE_CHECKING:
     import pandas
@@ -119,14 +117,10 @@ class Ledger:
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """The table as CSV text; written to `path` too, whole or not at all."""
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for row in self.rows():
-            writer.writerow(["" if row[name] is None else row[name] for name in COLUMNS])
+        text = csv_text([COLUMNS, *(row.values() for row in self.rows())])
         if path is not None:
-            write_text(Path(path), out.getvalue())
-        return out.getvalue()
+            write_text(Path(path), text)
+        return text
 
     def to_pandas(self) -> pandas.DataFrame:
         """The table as a pandas frame (needs pandas)."""

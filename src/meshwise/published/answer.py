@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from meshwise.core.files import csv_text
 from meshwise.core.ledger import Ledger
 from meshwise.core.units import Num
 from meshwise.machine.hardware import Cluster
@@ -21,15 +20,11 @@ WAYS = (("fwd", "forward"), ("bwd", "backward"))
 LedgerRow = dict[str, Any]
 
 
-def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+def table_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     """`rows` in the order of `columns`; absent cells are empty, several values in a cell joined by `+`."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(columns)
-    for row in rows:
-        cells = (row.get(column) for column in columns)
-        writer.writerow("+".join(map(str, cell)) if isinstance(cell, list) else cell for cell in cells)
-    return out.getvalue()
+    cells = ([row.get(column) for column in columns] for row in rows)
+    joined = (["+".join(map(str, x)) if isinstance(x, list) else x for x in row] for row in cells)
+    return csv_text([columns, *joined])
 
 
 def document(

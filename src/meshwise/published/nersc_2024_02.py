@@ -17,7 +17,16 @@ from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
-from meshwise.published.answer import TABLES, WAYS, LedgerRow, comm_row, csv_text, document, op_rows, work_row
+from meshwise.published.answer import (
+    TABLES,
+    WAYS,
+    LedgerRow,
+    comm_row,
+    document,
+    op_rows,
+    table_csv,
+    work_row,
+)
 from meshwise.published.convention import ANY, Scope
 from meshwise.published.nersc_2024_02_ops import NotebookOp, mlp, self_attention
 
@@ -69,7 +78,7 @@ class Notebook:
     def to_csv(self) -> str:
         """Both tables, one after the other, with a first column `table`."""
         rows = ({"table": table, **row} for table in TABLES for row in self.tables[table])
-        return csv_text(("table", *COLUMNS), rows)
+        return table_csv(("table", *COLUMNS), rows)
 
     @property
     def ledger(self) -> Ledger:

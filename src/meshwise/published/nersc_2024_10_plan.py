@@ -18,7 +18,16 @@ from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
-from meshwise.published.answer import TABLES, WAYS, LedgerRow, comm_row, csv_text, document, op_rows, work_row
+from meshwise.published.answer import (
+    TABLES,
+    WAYS,
+    LedgerRow,
+    comm_row,
+    document,
+    op_rows,
+    table_csv,
+    work_row,
+)
 from meshwise.published.convention import ANY, Scope
 from meshwise.published.nersc_2024_10 import (
     COLUMNS,
@@ -66,7 +75,7 @@ class Paper:
 
     def to_csv(self) -> str:
         """All rows in the units of the paper; several communications in one cell are joined by `+`."""
-        return csv_text(("table", *COLUMNS), self.rows())
+        return table_csv(("table", *COLUMNS), self.rows())
 
     def to_json(self) -> dict[str, Any]:
         """The document that `meshwise estimate --json` prints under this convention."""

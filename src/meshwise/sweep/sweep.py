@@ -42,7 +42,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -257,15 +258,9 @@ class Store:
 def look_up(document: Any, path: str) -> Any:
     """What `memory_bytes.total` or `steps.0.flop` names in a JSON document; None where it is not."""
     for part in path.split("."):
-        if isinstance(document, dict) and part in document:
-            document = document[part]
-        elif (
-            isinstance(document, list)
-            and re.fullmatch(r"-?\d+", part)
-            and -len(document) <= int(part) < len(document)
-        ):
-            document = document[int(part)]
-        else:
+        try:
+            document = document[int(part) if isinstance(document, list) else part]
+        except (KeyError, IndexError, TypeError, ValueError):
             return None
     return document
 
@@ -286,6 +281,12 @@ def run_sweep(
     again; `address` is that of a Ray cluster. Points are handed out in the order of the grid. DataError if
     the verb has no such option, for then the file is wrong and not the point.
     """
+    if engine == "local" and address is not None:
+        raise DataError(f"--address {address} is that of a Ray cluster; add --engine ray, or leave it out")
+    if engine == "ray" and jobs:
+        raise DataError(
+            f"--jobs {jobs} is for --engine local; leave it out, Ray knows its cluster"
+        )
     finished = store.finished(with_failed=not retry)
     todo = [point for point in sweep.points if point.key not in finished]
     if not todo:
@@ -305,38 +306,27 @@ def run_sweep(
 
 def _locally(sweep: Sweep, todo: Sequence[Point], jobs: int) -> Iterator[tuple[Point, Answer]]:
     """Answers as they come from `jobs` threads, each with a worker process of its own."""
-    waiting: queue.SimpleQueue[Point] = queue.SimpleQueue()
-    answers: queue.SimpleQueue[tuple[Point, Answer] | BaseException] = queue.SimpleQueue()
-    stop = threading.Event()
-    for point in todo:
-        waiting.put(point)
-
-    def serve(worker: Worker) -> None:
-        try:
-            while not stop.is_set():
-                point = waiting.get_nowait()
-                answers.put((point, answer_of(worker, sweep, point.words)))
-        except queue.Empty:
-            return
-        except BaseException as error:
-            answers.put(error)
-
     workers = [Worker() for _ in range(jobs)]
-    threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in workers]
-    for thread in threads:
-        thread.start()
+    idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    for worker in workers:
+        idle.put(worker)
+
+    def answered(point: Point) -> tuple[Point, Answer]:
+        worker = idle.get()
+        try:
+            return point, answer_of(worker, sweep, point.words)
+        finally:
+            idle.put(worker)
+
+    threads = ThreadPoolExecutor(jobs)
     try:
-        for _ in todo:
-            found = answers.get()
-            if isinstance(found, BaseException):
-                raise found
-            yield found
+        for done in as_completed([threads.submit(answered, point) for point in todo]):
+            yield done.result()
     finally:
-        stop.set()
+        threads.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
             worker.end()
-        for thread in threads:
-            thread.join()
+        threads.shutdown()
         for worker in workers:
             worker.close()
 
@@ -368,13 +358,7 @@ class Worker:
     """A process that runs command lines of meshwise one after the other; started when first needed."""
 
     _process: subprocess.Popen[str] | None = None
-    _errors: IO[str] = field(default_factory=lambda: _scratch_file())
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    _errors: IO[str] = field(default_factory=lambda: _stderr_file())
 
     def close(self) -> None:
         """End the worker for good."""
@@ -428,9 +412,9 @@ class Worker:
         code = process.wait()
         self.end()
         self._errors.seek(0)
-        said = _last_line(self._errors.read())
+        last_line = _last_line(self._errors.read())
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"the process {how}" + (f": {said}" if said else "")
+        return f"the process {how}" + (f": {last_line}" if last_line else "")
 
     def end(self) -> None:
         """End the worker and every process that it started."""
@@ -445,11 +429,8 @@ class Worker:
                         pipe.close()
 
 
-def _scratch_file() -> IO[str]:
-    """A nameless file for what a worker says on stderr."""
-    handle, path = tempfile.mkstemp()
-    Path(path).unlink()
-    return os.fdopen(handle, "w+", errors="replace")
+def _stderr_file() -> IO[str]:
+    return tempfile.TemporaryFile("w+", errors="replace")
 
 
 def _last_line(text: str) -> str:
@@ -463,7 +444,8 @@ def _through_ray(sweep: Sweep, todo: Sequence[Point], address: str | None) -> It
         ray = importlib.import_module("ray")
     except ImportError:
         raise MissingExtraError('Ray is not installed; run: pip install "meshwise[ray]"') from None
-    with _ray_session(ray, address):
+    ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
         task = ray.remote(max_retries=0)(_ray_point)
         pending = {task.remote(sweep, point.words): point for point in todo}
         while pending:
@@ -474,20 +456,16 @@ def _through_ray(sweep: Sweep, todo: Sequence[Point], address: str | None) -> It
                     yield point, ray.get(reference)
                 except ray.exceptions.RayError as error:
                     yield point, Answer(None, f"Ray: {_last_line(str(error))}", 0.0)
+    finally:
+        ray.shutdown()
 
 
 def _ray_point(sweep: Sweep, words: Sequence[str]) -> Answer:
-    with Worker() as worker:
-        return answer_of(worker, sweep, words)
-
-
-@contextmanager
-def _ray_session(ray: Any, address: str | None) -> Iterator[None]:
-    ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    worker = Worker()
     try:
-        yield
+        return answer_of(worker, sweep, words)
     finally:
-        ray.shutdown()
+        worker.close()
 
 
 def csv_rows(sweep: Sweep, rows: Sequence[Row]) -> Iterator[list[Any]]:
