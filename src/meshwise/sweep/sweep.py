@@ -284,9 +284,7 @@ def run_sweep(
     if engine == "local" and address is not None:
         raise DataError(f"--address {address} is that of a Ray cluster; add --engine ray, or leave it out")
     if engine == "ray" and jobs:
-        raise DataError(
-            f"--jobs {jobs} is for --engine local; leave it out, Ray knows its cluster"
-        )
+        raise DataError(f"--jobs {jobs} is for --engine local; leave it out, Ray knows its cluster")
     finished = store.finished(with_failed=not retry)
     todo = [point for point in sweep.points if point.key not in finished]
     if not todo:
