@@ -15,10 +15,12 @@ def add_to(app: typer.Typer) -> None:
 
 
 def list_catalog(
-    what: Annotated[Literal["models", "chips", "clusters"], typer.Argument(help="Which part to list.")],
+    what: Annotated[
+        Literal["models", "chips", "clusters", "plan"], typer.Argument(help="Which part to list.")
+    ],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """List the models, chips or clusters of the catalog, each with its source."""
+    """List the models, chips or clusters of the catalog with their sources, or the keys of a plan."""
     from meshwise.report.catalog_table import catalog_rows, print_catalog
 
     rows = catalog_rows(what)

@@ -29,7 +29,7 @@ def add_to(app: typer.Typer) -> None:
 def estimate(
     model: Model,
     cluster: ClusterOption,
-    plan: Annotated[str, typer.Option(help="tp=8,pp=4,... (see docs/notation.md) or a TOML file.")] = "",
+    plan: Annotated[str, typer.Option(help="tp=8,pp=4,... (keys: meshwise list plan) or a TOML file.")] = "",
     batch: Annotated[
         int | None, typer.Option(help="Global batch in sequences [one microbatch each].")
     ] = None,

@@ -11,6 +11,7 @@ from meshwise.core.units import with_prefix
 from meshwise.machine.hardware import chips, cluster_names, find_cluster
 from meshwise.model.find import models
 from meshwise.model.weights import num_active_params, num_params
+from meshwise.plan.plan import DEFAULTS, KEYS
 from meshwise.report.table import table
 
 _MODEL_FIELDS = ("num_layers", "hidden", "num_heads", "source", "checked")
@@ -23,7 +24,7 @@ _LEVEL_FIELDS = ("name", "bytes_per_s", "latency_s")
 
 def catalog_rows(what: str) -> list[dict[str, Any]]:
     """The entries of one part of the catalog as plain values (SI units)."""
-    return {"models": _models, "chips": _chips, "clusters": _clusters}[what]()
+    return {"models": _models, "chips": _chips, "clusters": _clusters, "plan": _plan_keys}[what]()
 
 
 def _models() -> list[dict[str, Any]]:
@@ -57,10 +58,20 @@ def _plain(record: object, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names}
 
 
+def _plan_keys() -> list[dict[str, Any]]:
+    rows = []
+    for key, field in KEYS.items():
+        default = DEFAULTS[key]
+        shown = "" if default in (None, ()) else field.show(default)
+        rows.append({"key": key, "values": field.values, "default": shown, "meaning": field.doc})
+    return rows
+
+
 _SHOWN = {
     "models": ("name", "num_params", "num_active_params", "num_layers", "hidden", "num_heads"),
     "chips": ("name", "generation", "memory_bytes", "memory_bytes_per_s", "bf16"),
     "clusters": ("name", "chip", "num_chips", "links"),
+    "plan": ("key", "default", "meaning", "values"),
 }
 _UNITS = {"memory_bytes": "B", "memory_bytes_per_s": "B/s", "bf16": "FLOP/s"}
 _COUNTS = ("num_layers", "hidden", "num_heads", "num_chips")
@@ -69,7 +80,7 @@ _COUNTS = ("num_layers", "hidden", "num_heads", "num_chips")
 def print_catalog(what: str, rows: list[dict[str, Any]], console: Console) -> None:
     """Print one part of the catalog; `--json` has every field and the sources."""
     shown = _SHOWN[what]
-    left = ("name", "generation", "chip", "links")
+    left = ("name", "generation", "chip", "links", *_SHOWN["plan"])
     console.print(table("", shown, ([_cell(name, row) for name in shown] for row in rows), left=left))
 
 
