@@ -94,7 +94,7 @@ def test_points_are_command_lines(tmp_path):
         ('verb = "estimate"', "missing required field `grid`"),
         ('verb = "fly"\n[grid]\nn = [1]', "verb 'fly' cannot be swept"),
         ('verb = "run"\n[grid]\nn = []', "no values for n"),
-        ('verb = "run"\narguments = ["{m}"]\n[grid]\nn = [1]', "asks for {m}"),
+        ('verb = "run"\narguments = ["{m}"]\n[grid]\nn = [1]', "uses {m}, which is not a key"),
         ('verb = "run"\nspeed = 1\n[grid]\nn = [1]', "unknown field `speed`"),
         ("verb = ", "is not a sweep"),
         ('verb = "run"\narguments = ["{n"]\n[grid]\nn = [1]', "cannot be filled in"),
@@ -116,7 +116,7 @@ def test_failures_stop_nothing(tmp_path, fake):
         rows = {row.values["n"]: row for row in store.rows(wanted)}
     assert {n: row.results["square"] for n, row in rows.items() if n > 0} == {1: 1, 2: 4, 3: 9, 4: 16}
     assert rows[-1].error == "the process was ended by SIGKILL: about to die"
-    assert rows[-2].error == "it took longer than 1 s"
+    assert rows[-2].error == "it took longer than timeout_s = 1 s"
     assert rows[-3].error == "n is bad; use another" and rows[-3].status == "failed"
 
 
@@ -167,7 +167,7 @@ def test_one_writer_at_a_time(tmp_path):
     with Store(tmp_path / "a.sqlite"), pytest.raises(DataError, match="another sweep is writing"):
         Store(tmp_path / "a.sqlite")
     (tmp_path / "b.sqlite").write_text("not a database, but long enough to be looked at by SQLite" * 9)
-    with pytest.raises(DataError, match="is no results file"):
+    with pytest.raises(DataError, match="is not a results file"):
         Store(tmp_path / "b.sqlite")
     with pytest.raises(DataError, match="cannot write"):
         Store(tmp_path / "nowhere" / "a.sqlite")

@@ -1,4 +1,4 @@
-"""`meshwise list`: what the catalog knows, with sources."""
+"""`meshwise list`: the entries of the catalog, with sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshwise frontier`: one layer, a whole run, and what the answer hangs on."""
+"""`meshwise frontier`: one layer, a whole run, and the sensitivity of the answer to its assumptions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from meshwise.cli.output import console, print_json
 from meshwise.core.errors import WorkloadError
 
-app = typer.Typer(help="Where scaling stops, and what stops it.", no_args_is_help=True)
+app = typer.Typer(help="The largest efficient training run, and what limits it.", no_args_is_help=True)
 
 
 def add_to(parent: typer.Typer) -> None:

@@ -54,7 +54,7 @@ def sweep(
         except KeyboardInterrupt:
             num_kept = len(store.rows(wanted))
             kept = f"{num_kept} of {len(wanted.points)} points are kept in {database}"
-            print(f"meshwise: stopped; {kept}; the same command goes on", file=sys.stderr)
+            print(f"meshwise: stopped; {kept}; run the same command to continue", file=sys.stderr)
             raise
         rows = store.rows(wanted)
     table = csv or database.with_suffix(".csv")

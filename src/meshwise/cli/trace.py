@@ -1,4 +1,4 @@
-"""`meshwise trace`: what the profiles of all ranks of a job say, from any PyTorch (Kineto) traces."""
+"""`meshwise trace`: read, align, merge and analyse PyTorch (Kineto) traces of all ranks of a job."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_to(parent: typer.Typer) -> None:
 
 @app.command()
 def summary(paths: Paths, json: Json = False, limit: Limit = 15) -> None:
-    """Where each rank's time went, the kernels, the clocks, every collective, the stragglers."""
+    """Time of each rank by kind, kernels, clocks, collectives, stragglers and findings."""
     from meshwise.trace.summary import summarize_paths
 
     found = summarize_paths(paths)

@@ -27,7 +27,7 @@ def validate(
         Path | None, typer.Option("--data", help="Folder of more tables: iterations, ops, collectives.")
     ] = None,
     cases: Annotated[
-        Path | None, typer.Option("--cases", help="JSON of a published model's cases, held to the digit.")
+        Path | None, typer.Option("--cases", help="JSON of a published model's cases: compare every number.")
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw predicted against measured (png, svg, pdf).")
@@ -38,7 +38,7 @@ def validate(
     worst: Annotated[int, typer.Option(help="How many of the worst rows to print.")] = 8,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Hold the model against measurements: error per source, chip and kind, and the worst rows."""
+    """Compare predictions with measurements: error per source, chip and kind, and the worst rows."""
     if cases is not None:
         _validate_cases(cases, json=json)
         return

@@ -62,7 +62,7 @@ def document(
 def work_row(
     flop: Num, traffic_bytes: Num, compute_s: Num, memory_s: Num, time_s: Num, write_bytes: float = math.nan
 ) -> LedgerRow:
-    """The ledger row of an op in one direction; all traffic is read unless `write_bytes` is told apart."""
+    """The ledger row of an op in one direction; all traffic counts as read where `write_bytes` is NaN."""
     return {
         "flop": flop,
         "read_bytes": traffic_bytes - (0.0 if math.isnan(write_bytes) else write_bytes),
@@ -89,7 +89,7 @@ def comm_row(kind: str, axis: str, ranks: Num, payload_bytes: Num, comm_s: Num, 
 def op_rows(
     module: str, op: str, phase: str, kept: dict[str, Num], rows: Iterable[LedgerRow]
 ) -> Iterator[LedgerRow]:
-    """`rows` with what they share; the forward's own row, the first one, holds what the op keeps."""
+    """`rows` with the columns they share; the first row of the forward also has `kept`, what the op saves."""
     for i, row in enumerate(rows):
         first = kept if phase == "forward" and i == 0 else {}
         yield {"origin": "estimate", "rank": 0.0, "module": module, "op": op, "phase": phase, **row, **first}

@@ -1,11 +1,11 @@
-"""Cases of a published model, held against our reproduction number by number.
+"""Cases of a published model, compared with our reproduction number by number.
 
 A file of cases (JSON) has two lists. `cases`: each with `inputs` (a model, a machine, a plan, in the
 paper's units: TFLOP/s, GB, GB/s) and `outputs` (rows of ops, rows of communication, totals), which we
 compute again from the inputs alone, under convention `nersc-2024-10`. `collectives`: times of single
 collectives on the paper's machines. A difference is relative to the larger of the two numbers; a text
 that differs, or a cell that we do not have, counts as 1. Numbers less than 1e-18 apart (1e-18 s, 1e-6 FLOP,
-1e-9 bytes) are equal: such dust is left where two equal times are subtracted.
+1e-9 bytes) are equal: differences of two equal times leave such remainders.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from meshwise.published.nersc_2024_10 import (
 from meshwise.published.nersc_2024_10_ops import PaperCut
 
 TOLERANCE = 1e-9
-_DUST = 1e-18
+_ROUNDING = 1e-18
 
 _Count = Annotated[float, msgspec.Meta(ge=1, le=1e12, multiple_of=1)]
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -355,7 +355,7 @@ def _difference(ours: Any, theirs: Any, where: str) -> Difference:
     if not math.isfinite(largest):
         return Difference(1.0, where)
     apart = abs(ours - theirs)
-    return Difference(float(apart / largest) if apart > _DUST else 0.0, where)
+    return Difference(float(apart / largest) if apart > _ROUNDING else 0.0, where)
 
 
 def _worst(differences: Iterable[Difference]) -> Difference:

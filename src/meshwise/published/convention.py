@@ -1,7 +1,7 @@
 """What a published model prices, and the refusal of everything else that a user states.
 
-A published model reproduces its source to the digit, so it cannot make room for a choice that the source
-does not have. Its `Scope` lists the fields of plan, model and workload that it knows; a field that is not
+A published model reproduces its source to the digit, so it cannot price a choice that the source does not
+have. Its `Scope` lists the fields of plan, model and workload that it knows; a field that is not
 listed must have its default. A refusal is one sentence.
 """
 

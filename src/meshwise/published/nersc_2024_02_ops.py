@@ -1,11 +1,11 @@
 """The block of the transformer-estimates notebook (convention `nersc-2024-02`), op for op as printed.
 
 A GPT block under 1D tensor parallelism with sequence parallelism, in two tables: `mlp` and `sa` (self
-attention, with both layer norms). Its rules, kept as they are, right or wrong:
+attention, with both layer norms). Its rules, reproduced with their errors:
 
 - A dot product of length k is 2k - 1 FLOP, a bias one more per output. Additions of a reduction are free.
-- Forward traffic: inputs, weights and outputs once. Backward traffic: gradients of the inputs' and
-  outputs' that `grad` says, weight gradients, weights (matmuls), and what was kept.
+- Forward traffic: inputs, weights and outputs once. Backward traffic: `grad_bytes`, weight gradients,
+  weights (matmuls only), and what the forward saved.
 - A communication moves the whole tensor once (no ring factor) at one flat bandwidth, and serves one op.
 - No bias on qkv, no residual adds, no embedding, no head; backward all-gathers of the inputs are missing.
 

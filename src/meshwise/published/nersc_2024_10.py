@@ -18,12 +18,12 @@ gather (forward) or reduce-scatter (backward) the weights of a layer over the da
     iteration = busy + bubble + data parallel
 
 Memory: weights, gradients of the same size, three times both for Adam (sharded over the data-parallel
-group, which in 2d-seqp holds the m2 ranks too), and what min(p, M) microbatches keep.
+group, which in 2d-seqp includes the m2 ranks), and the saved activations of min(p, M) microbatches.
 
-Known slips, kept: an all-reduce counts twice only in the last case; a pipeline that shares domains pays
-nothing for the links between them; work of the vector units inside fused attention is scaled up by matrix
-peak / vector peak, so FLOP are not all true FLOP; the p2p volume is the stored input of `ln1`, whatever
-its width. Units of rows and totals are the paper's: TFLOP, GB (1e9 bytes), s.
+Known errors of the paper's code, reproduced: an all-reduce counts twice only in the last case; a pipeline
+that shares domains has free links between them; work of the vector units inside fused attention is scaled
+up by matrix peak / vector peak, so it is not counted in true FLOP; the p2p volume is the stored input of
+`ln1`, whatever its width. Units of rows and totals are the paper's: TFLOP, GB (1e9 bytes), s.
 
 Sources: S. Subramanian et al., arXiv 2410.00273; ShashankSubramanian/transformer-perf-estimates at 54278b0.
 """
@@ -46,7 +46,7 @@ LAUNCH_S = 20e-6
 COMPUTE_EFFICIENCY = 0.8
 LINK_EFFICIENCY = 0.7
 LINK_EFFICIENCY_OF = {"nersc-b200-next": 0.8}
-OPTIMIZER_FACTOR = 6.0  # fp32 weights and two moments: 12 bytes for each 2 of a weight
+OPTIMIZER_FACTOR = 6.0  # fp32 weights and two Adam states: 12 bytes for each 2 of a weight
 
 COLUMNS = (
     *("name", "weights_mem", "weights_grad_mem", "flops_fwd", "activation_buffer", "comm_fwd"),
@@ -83,7 +83,7 @@ class PaperSystem:
 class PaperRun:
     """One iteration: a layer as it is cut, how many, the global batch, and the mesh.
 
-    `inside` says for the axes tp1, tp2, dp and pp how many members share one fast domain.
+    `inside`: how many members of the axes tp1, tp2, dp and pp share one fast domain.
     """
 
     cut: PaperCut

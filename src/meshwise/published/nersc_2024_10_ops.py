@@ -10,9 +10,9 @@ keeps for the backward, its weights; and what it communicates. The strategies:
   weights; the panels of the inputs are broadcast in steps (`panels`). Attention as in `2d-seqp`, or by
   SUMMA too.
 
-The paper's rules, kept as they are, right or wrong: a dot of length k is 2k - 1 FLOP (2k in SUMMA);
+The rules of the paper's code, reproduced with their errors: a dot of length k is 2k - 1 FLOP (2k in SUMMA);
 biases are ops of their own, qkv has none; what is left over in a division is dropped; the 2d norm is
-seq / m1 wide where hidden / m1 is meant; the 1d biases behind fc2 and vproj run on all rows; the gradient
+seq / m1 wide where it should be hidden / m1; the 1d biases behind fc2 and vproj run on all rows; the gradient
 of a gather is labelled a reduce-scatter; inputs of fc1 and qkv are kept whole.
 
 Sources: S. Subramanian et al., arXiv 2410.00273; ShashankSubramanian/transformer-perf-estimates at 54278b0.
@@ -322,7 +322,7 @@ def _kernel(
 
 
 def _norm(name: str, cut: PaperCut) -> PaperOp:
-    """Gathers over m1; in 2d it sums means and deviations there, `seq // m1` wide by the paper's slip."""
+    """Gathers over m1; in 2d it sums means and deviations there, `seq // m1` wide (the paper's error)."""
     if cut.strategy == "2d":
         sums = 2.0 * cut.hidden // cut.m1 + 2.0 * cut.microbatch * cut.seq // cut.m2
         both: list[tuple[Collective, Num]] = [("all_reduce", 2.0 * cut.rows), ("all_reduce", sums)]

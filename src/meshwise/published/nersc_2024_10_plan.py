@@ -1,4 +1,4 @@
-"""A plan of ours under convention `nersc-2024-10`: what the paper would say about it, as tables and JSON.
+"""A plan of ours under convention `nersc-2024-10`: priced as the paper prices it, as tables and JSON.
 
 The paper searches two things that a `Plan` does not name. The placement: here the axes fill a fast domain
 in the order of `plan.placement`, each with the members that divide what room is left. The panels of SUMMA:
@@ -143,7 +143,7 @@ class Paper:
 
     def notes(self) -> list[str]:
         """What a reader should know about these numbers."""
-        notes = ["the paper's own counting and timing, its known slips included: blocks only, no embeddings"]
+        notes = ["the paper's own counting and timing, its known errors included: blocks only, no embeddings"]
         if self.run.cut.strategy == "2d":
             notes.append(
                 f"SUMMA in {self.run.cut.panels:g} steps: `panels` times the longer side of the grid"

@@ -2,7 +2,7 @@
 
 The Trace Event format: one process per rank with one track, a complete event (`ph: X`, microseconds)
 per action, and metadata events (`M`) that name processes and tracks. Times are rounded to whole
-nanoseconds before they are written, start and end alike, so events that touch never overlap. The two
+nanoseconds before they are written, so that adjacent events never overlap. The two
 actions of a DualPipe pair have the same extent and show as one inside the other.
 """
 

@@ -200,7 +200,7 @@ def _title(estimate: Estimate) -> str:
 
 
 def plan_words(plan: Plan) -> str:
-    """What of a plan is not its default, nearly as the command line spells it; long lists are cut short."""
+    """The keys of a plan that differ from the default, as on the command line; long lists are shortened."""
     usual = Plan()
     chosen = {field.name: getattr(plan, field.name) for field in fields(Plan) if field.name != "dp"}
     return ", ".join(f"{key}={_word(value)}" for key, value in chosen.items() if value != getattr(usual, key))

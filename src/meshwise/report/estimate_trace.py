@@ -1,6 +1,6 @@
 """The step of a plan as a timeline that ui.perfetto.dev opens: one process per pipeline rank.
 
-The pipeline is played (`estimate.pipeline`), microbatch by microbatch. What happens once a step follows on
+The pipeline is simulated (`estimate.pipeline`), microbatch by microbatch. What happens once a step follows on
 every rank, as long as the slowest needs: the data-parallel exchange that nothing hides, the optimizer, and
 the wait for stragglers. Ranks of one stage that differ only along tp, cp or dp do the same at the same
 time, so one of them stands for all.
@@ -43,7 +43,7 @@ def timeline_events(estimate: Estimate) -> list[dict[str, Any]]:
 
 
 def _labels(timeline: Timeline, chunks: list[Stage]) -> Iterator[dict[str, Any]]:
-    """What each rank holds, shown beside its name."""
+    """The layers of each rank, shown beside its name."""
     for rank in range(timeline.num_ranks):
         held = [chunks[stage] for stage in np.unique(timeline.stage[timeline.rank == rank])]
         layers = f"{int(sum(chunk.layers for chunk in held))} layers"

@@ -94,7 +94,7 @@ def print_sensitivity(document: dict[str, Any], console: Console) -> None:
 
 
 def flop(value: float | None) -> str:
-    """A training compute, or that the curve ends before."""
+    """A training compute, or that it lies beyond the curve."""
     return "beyond the curve" if value is None else f"{value:.2g} FLOP"
 
 

@@ -1,4 +1,4 @@
-"""A grid of runs of one command, kept in one SQLite file as they come.
+"""Runs one command for every point of a grid and stores the results in one SQLite file.
 
 A TOML file names a verb (`estimate`, `dryrun`, `run`), what is the same for all points, and the grid:
 
@@ -117,7 +117,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A finished point with the columns that `[results]` asks for; None where the document lacks one."""
+    """A finished point with the columns that `[results]` asks for; None where the document has none."""
 
     values: dict[str, Scalar]
     status: str
@@ -171,7 +171,7 @@ def _words(path: Path, file: _File, values: Mapping[str, Scalar]) -> tuple[str, 
             names = {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
             unknown = names - values.keys()
             if unknown:
-                raise DataError(f"{path}: {text!r} asks for {{{min(unknown)}}}, which the grid does not have")
+                raise DataError(f"{path}: {text!r} uses {{{min(unknown)}}}, which is not a key of the grid")
             used.update(names)
             return text.format_map(values)
         except ValueError as error:
@@ -207,7 +207,7 @@ class Store:
             except OSError as error:
                 raise DataError(f"cannot write {path}: {error.strerror}; name a writable place") from None
             except sqlite3.DatabaseError as error:
-                raise DataError(f"{path} is no results file of a sweep ({error}); name another") from None
+                raise DataError(f"{path} is not a results file of a sweep ({error}); name another") from None
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Store:
@@ -284,7 +284,7 @@ def run_sweep(
     if engine == "local" and address is not None:
         raise DataError(f"--address {address} is that of a Ray cluster; add --engine ray, or leave it out")
     if engine == "ray" and jobs:
-        raise DataError(f"--jobs {jobs} is for --engine local; leave it out, Ray knows its cluster")
+        raise DataError(f"--jobs {jobs} is for --engine local; leave it out with Ray")
     finished = store.finished(with_failed=not retry)
     todo = [point for point in sweep.points if point.key not in finished]
     if not todo:
@@ -296,7 +296,7 @@ def run_sweep(
     for point, answer in answers:
         if answer.error and _UNKNOWN_OPTION.search(answer.error):
             raise DataError(
-                f"the sweep has an option that its verb has not: {answer.error}; correct the file"
+                f"an option of the sweep is unknown to its verb: {answer.error}; correct the file"
             )
         store.add(point, answer)
         on_answer(point, answer)
@@ -389,7 +389,7 @@ class Worker:
             code, out, err = json.loads(line)
             return code, out, err
         if late.is_set():
-            raise _WorkerError(f"it took longer than {timeout_s:g} s")
+            raise _WorkerError(f"it took longer than timeout_s = {timeout_s:g} s")
         raise _WorkerError(self._cause_of_death(process))
 
     def _started(self) -> subprocess.Popen[str]:

@@ -43,7 +43,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "latency": ("on-stream", "hidden"),
     "capacity": ("checked", "ignored"),
 }
-"""Named choices, the default first; `Assumptions` says what each means."""
+"""Named choices, the default first; their meanings are at `Assumptions`."""
 
 
 def _law(kind: str) -> Law:

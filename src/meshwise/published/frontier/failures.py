@@ -27,7 +27,7 @@ from meshwise.published.frontier.laws import catalog
 from meshwise.published.frontier.layer import require_positive
 
 CHECKPOINT_BYTES_PER_PARAM = 14.0
-"""fp32 weights and two moments, and the 16-bit weights: what mixed-precision Adam keeps."""
+"""fp32 weights, two Adam states and 16-bit weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

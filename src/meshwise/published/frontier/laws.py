@@ -67,7 +67,7 @@ def law_names(kind: str) -> list[str]:
 
 
 def find_law(kind: str, text: str) -> Law:
-    """The law of `kind` called `text`, or the power law that `COEFFICIENT,EXPONENT` spells."""
+    """The law of `kind` called `text`, or the power law written `COEFFICIENT,EXPONENT`."""
     entries = catalog()[kind]
     if text in entries:
         entry = entries[text]

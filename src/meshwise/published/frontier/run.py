@@ -47,11 +47,11 @@ RUN_UTILIZATION = 0.7
 LIMIT_FRAC = 0.8
 """A run is limited where its utilization falls below this share of the plateau (the source's definition)."""
 PLAN_FIELDS = ("tp_in", "tp_out", "pp", "interleave", "ep", "inner_in", "inner_out")
-"""What a plan says besides dp, microbatches, and the tokens of one on one device."""
+"""Fields of a plan besides dp, microbatches, and the tokens of a microbatch on one device."""
 RESOURCES = ("compute", "memory", "network inside", "network between")
-"""What works during a step; the network's two levels lie inside a domain and between domains."""
+"""Resources used in a step; the two levels of the network are inside a domain and between domains."""
 SHARES = (*RESOURCES, "latency", "bubble", "gradients")
-"""What the time of a step goes to."""
+"""Parts of the time of a step."""
 LEAST_GOODPUT = 1e-3
 """Runs that keep a smaller share of their time are not looked for."""
 CURVE_FLOP = 10 ** np.linspace(22, 33, 111)
@@ -63,7 +63,7 @@ CURVE_FLOP = 10 ** np.linspace(22, 33, 111)
 def search_grid(device: Device, run: Assumptions) -> Split:
     """The splits searched, one numpy axis per degree; domains are shared out to move the fewest bytes."""
     powers = 2.0 ** np.arange(18)
-    axes: tuple[Any, ...] = np.ix_(
+    tp_in, tp_out, pp, interleave, ep, tokens = np.ix_(
         powers[:13],
         powers[:15],
         powers[:12],
@@ -71,18 +71,8 @@ def search_grid(device: Device, run: Assumptions) -> Split:
         powers[: math.floor(math.log2(run.num_experts)) + 1],
         np.outer(powers[1:17], [1.0, 1.5]).ravel(),
     )
-    tp_in, tp_out, pp, interleave, ep, tokens = axes
     inner_in, inner_out = share_domain(device, 1.0, WIDENING, tp_in, tp_out, run.all_reduce)
-    return Split(
-        tp_in=tp_in,
-        tp_out=tp_out,
-        pp=pp,
-        interleave=interleave,
-        ep=ep,
-        tokens=tokens,
-        inner_in=inner_in,
-        inner_out=inner_out,
-    )
+    return Split(tp_in, tp_out, pp, interleave, ep, tokens, inner_in, inner_out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,7 +113,7 @@ def _best(
     def pick(array: Num) -> float:
         return float(np.broadcast_to(array, value.shape)[index])
 
-    chosen = Split(**{item.name: pick(getattr(split, item.name)) for item in fields(Split)})
+    chosen = Split(*(pick(getattr(split, item.name)) for item in fields(Split)))
     return _Choice(split=chosen, dp=pick(dp), microbatches=pick(microbatches))
 
 
@@ -236,11 +226,9 @@ def _best_runs(
     """For each `training_flop` the best run under each of `scenarios`; the parts of a step are shared."""
     device = device.flat() if run.network == "flat" else device
     grid = search_grid(device, run)
-    table = sizes(run, np.ravel(training_flop))
-    rows = zip(*(getattr(table, item.name) for item in fields(Sizes)), strict=True)
-    names = [item.name for item in fields(Sizes)]
+    table, names = sizes(run, np.ravel(training_flop)), [item.name for item in fields(Sizes)]
     points = []
-    for row in rows:
+    for row in zip(*(getattr(table, name) for name in names), strict=True):
         model = Sizes(**dict(zip(names, row, strict=True)))
         usable = max(int(np.count_nonzero(np.asarray(grid.pp) <= model.layers)), 1)
         split = replace(grid, pp=np.asarray(grid.pp)[:, :, :usable])
@@ -251,12 +239,7 @@ def _best_runs(
 
 
 def _best_run(
-    device: Device,
-    run: Assumptions,
-    model: Sizes,
-    split: Split,
-    parts: StepParts,
-    failures: Failures | None,
+    device: Device, run: Assumptions, model: Sizes, split: Split, parts: StepParts, failures: Failures | None
 ) -> Point:
     goodput = 1.0
     while goodput >= LEAST_GOODPUT:
@@ -375,15 +358,11 @@ def sensitivity(
     run = Assumptions() if run is None else run
     changes: list[tuple[str, str, Assumptions]] = [("as given", "", run)]
     for kind in KINDS:
-        changes += [
-            (kind, name, _changed(run, kind, find_law(kind, name)))
-            for name in law_names(kind)
-            if name != getattr(run, kind).name
-        ]
+        others = [name for name in law_names(kind) if name != getattr(run, kind).name]
+        changes += [(kind, name, _changed(run, kind, find_law(kind, name))) for name in others]
     for option, values in OPTIONS.items():
-        changes += [
-            (option, value, _changed(run, option, value)) for value in values if value != getattr(run, option)
-        ]
+        others = [value for value in values if value != getattr(run, option)]
+        changes += [(option, value, _changed(run, option, value)) for value in others]
     for number, factors in NUMBERS.items():
         values_tried = [getattr(run, number) * factor for factor in factors]
         changes += [(number, f"{value:.4g}", _changed(run, number, value)) for value in values_tried]
@@ -416,14 +395,9 @@ def failure_sensitivity(
 
 
 def _row(
-    choice: str,
-    value: str,
-    device: Device,
-    run: Assumptions,
-    failures: Failures | None,
-    training_flop: Num,
+    choice: str, value: str, device: Device, run: Assumptions, failures: Failures | None, flop: Num
 ) -> dict[str, Any]:
-    curve = tuple(best_runs(device, run, training_flop, failures))
+    curve = tuple(best_runs(device, run, flop, failures))
     found = _limits(device, run, curve, failures)
     return {
         "choice": choice,

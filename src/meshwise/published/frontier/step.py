@@ -27,10 +27,10 @@ from meshwise.published.frontier.device import Device
 from meshwise.published.frontier.layer import LinearLayer, gradient_reduction_s, layer_times
 
 OPTIMIZER_BYTES = 12.0
-"""fp32 weight and two moments per parameter, spread over the replicas."""
+"""fp32 weight and two Adam states per parameter, spread over the replicas."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Split:
     """How devices share the work, but for dp; fields broadcast against each other.
 
