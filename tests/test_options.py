@@ -101,6 +101,24 @@ def test_an_option_given_twice_is_refused(meshwise: Any, words: tuple[str, ...])
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (
+            ("layer", "--d-in", "8", "--d-out", "8", "--batch", "8", "--memory-bytes-per-s", "1e12"),
+            "--chip v100",
+        ),
+        (("run", "--set", "schedule=1f1b", "--set", "schedule=interleaved"), "--set gives schedule twice"),
+    ],
+)
+def test_an_option_of_frontier_without_effect_is_refused(
+    meshwise: Any, words: tuple[str, ...], says: str
+) -> None:
+    done = meshwise("frontier", *words, "--chip", "v100-16g-sxm")
+    assert (done.code, done.out) == (2, "")
+    assert says in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
         (("--plann", "tp=8"), "No such option"),
         (("--batch", "many"), "--batch"),
         ((), "Missing"),

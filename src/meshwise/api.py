@@ -350,15 +350,11 @@ def frontier(
     Raises:
         MeshwiseError: A name is unknown or a number makes no sense.
     """
-    from meshwise.published.frontier.assumptions import MONTH_S, assumptions
     from meshwise.published.frontier.device import find_device
-    from meshwise.published.frontier.failures import Failures
     from meshwise.published.frontier.run import frontier as find
+    from meshwise.published.frontier.run import settings_of
 
-    of_failures = ("device_s_between_interruptions", "storage_bytes_per_s", "restart_s")
-    failures = Failures.llama3().changed(**{key: settings.pop(key) for key in of_failures if key in settings})
-    run_settings = assumptions(**({"duration_s": months * MONTH_S} | settings))
-    return find(find_device(str(chip), utilization=utilization), run_settings, failures)
+    return find(find_device(str(chip), utilization=utilization), *settings_of(months, settings))
 
 
 def validate(runs: Iterable[str | Path]) -> Validation:

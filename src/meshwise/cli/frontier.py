@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from meshwise import api
 from meshwise.cli.output import console, print_json
 from meshwise.core.errors import WorkloadError
 
@@ -27,8 +28,6 @@ Settings = Annotated[
 ]
 Utilization = Annotated[float, typer.Option(help="Share of the peaks that throttling leaves.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw to this .png, .svg, .pdf or .html file.")]
-
-FAILURE_KEYS = ("device_s_between_interruptions", "storage_bytes_per_s", "restart_s")
 
 
 @app.command()
@@ -56,7 +55,15 @@ def layer(
     from meshwise.published.frontier.document import layer_document
     from meshwise.published.frontier.layer import LinearLayer
 
+    rates = {
+        "--flop-per-s-8bit": flop_per_s_8bit,
+        "--memory-bytes-per-s": memory_bytes_per_s,
+        "--network-bytes-per-s": network_bytes_per_s,
+    }
     if chip is not None:
+        for option, value in rates.items():
+            if value is not None:
+                raise WorkloadError(f"--chip {chip} has its own rates; leave {option} out")
         device = find_device(chip, utilization=utilization)
     elif flop_per_s_8bit is None or memory_bytes_per_s is None or network_bytes_per_s is None:
         raise WorkloadError(
@@ -91,12 +98,10 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Find the best utilization at each training compute, and the largest runs."""
-    from meshwise.published.frontier.device import find_device
     from meshwise.published.frontier.document import run_document
-    from meshwise.published.frontier.run import frontier
 
-    run_settings, failures = _settings(settings, months)
-    found = [frontier(find_device(name, utilization=utilization), run_settings, failures) for name in chip]
+    pairs = _pairs(settings)
+    found = [api.frontier(name, months=months, utilization=utilization, **pairs) for name in chip]
     if plot is not None:
         from meshwise.report.frontier_plot import plot_frontiers
 
@@ -120,10 +125,10 @@ def sensitivity(
 ) -> None:
     """Change one choice at a time and find the limits again."""
     from meshwise.published.frontier.device import find_device
-    from meshwise.published.frontier.run import failure_sensitivity
+    from meshwise.published.frontier.run import failure_sensitivity, settings_of
     from meshwise.published.frontier.run import sensitivity as vary
 
-    run_settings, failures = _settings(settings, months)
+    run_settings, failures = settings_of(months, _pairs(settings))
     device = find_device(chip, utilization=utilization)
     rows = vary(device, run_settings)
     failure_rows = failure_sensitivity(device, run_settings, failures)
@@ -144,17 +149,16 @@ def _show(document: dict[str, Any], printer: str, as_json: bool) -> None:
         getattr(frontier_table, printer)(document, console())
 
 
-def _settings(settings: list[str] | None, months: float) -> tuple[Any, Any]:
-    from meshwise.published.frontier.assumptions import MONTH_S, assumptions
-    from meshwise.published.frontier.failures import Failures
-
-    pairs: dict[str, str | float] = {"duration_s": months * MONTH_S}
+def _pairs(settings: list[str] | None) -> dict[str, str]:
+    """`KEY=VALUE` texts as a dict; WorkloadError for one that is malformed or repeated."""
+    pairs: dict[str, str] = {}
     for text in settings or []:
         key, equals, value = text.partition("=")
         if not equals:
             raise WorkloadError(
                 f"--set {text!r} is not KEY=VALUE; write for example --set schedule=interleaved"
             )
+        if key in pairs:
+            raise WorkloadError(f"--set gives {key} twice; give it once")
         pairs[key] = value
-    of_failures = {key: pairs.pop(key) for key in FAILURE_KEYS if key in pairs}
-    return assumptions(**pairs), Failures.llama3().changed(**of_failures)
+    return pairs

@@ -30,6 +30,9 @@ CHECKPOINT_BYTES_PER_PARAM = 14.0
 """fp32 weights, two Adam states and 16-bit weights."""
 
 
+FAILURE_NUMBERS = ("device_s_between_interruptions", "storage_bytes_per_s", "restart_s")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Failures:
     """How often devices interrupt a run, and how fast it saves and restarts.
@@ -43,7 +46,7 @@ class Failures:
     source: str = ""
 
     def __post_init__(self) -> None:
-        for what in ("device_s_between_interruptions", "storage_bytes_per_s", "restart_s"):
+        for what in FAILURE_NUMBERS:
             require_positive(getattr(self, what), f"failures: {what}")
 
     @classmethod
@@ -59,12 +62,11 @@ class Failures:
 
     def changed(self, **settings: str | float) -> Failures:
         """These failures with other numbers, given as text or not."""
-        known = ("device_s_between_interruptions", "storage_bytes_per_s", "restart_s")
         values: dict[str, Any] = {}
         for name, value in settings.items():
-            if name not in known:
+            if name not in FAILURE_NUMBERS:
                 raise WorkloadError(
-                    f"failures: there is no number called {name!r}; known: {', '.join(known)}"
+                    f"failures: there is no number called {name!r}; known: {', '.join(FAILURE_NUMBERS)}"
                 )
             try:
                 values[name] = float(value)

@@ -10,7 +10,7 @@ docs/frontier.md derives each term, with its source and what it leaves out.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -20,15 +20,17 @@ from meshwise.core.errors import WorkloadError
 from meshwise.core.units import Num
 from meshwise.published.frontier.assumptions import (
     LATENCIES,
+    MONTH_S,
     NUMBERS,
     OPTIONS,
     WIDENING,
     Assumptions,
     Sizes,
+    assumptions,
     sizes,
 )
 from meshwise.published.frontier.device import Device
-from meshwise.published.frontier.failures import Failures
+from meshwise.published.frontier.failures import FAILURE_NUMBERS, Failures
 from meshwise.published.frontier.laws import KINDS, find_law, law_names
 from meshwise.published.frontier.layer import require_positive, share_domain
 from meshwise.published.frontier.step import (
@@ -285,6 +287,14 @@ class Frontier:
     failures: Failures
     ideal: Limits
     with_failures: Limits
+
+
+def settings_of(months: float, settings: Mapping[str, str | float]) -> tuple[Assumptions, Failures]:
+    """The assumptions and the failures of a run of at most `months`, with `settings` by name replaced."""
+    of_failures = {key: value for key, value in settings.items() if key in FAILURE_NUMBERS}
+    of_run = {key: value for key, value in settings.items() if key not in FAILURE_NUMBERS}
+    run = assumptions(**({"duration_s": months * MONTH_S} | of_run))
+    return run, Failures.llama3().changed(**of_failures)
 
 
 def frontier(
