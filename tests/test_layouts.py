@@ -30,7 +30,6 @@ from meshwise.program.block import block, shared_gradients
 from meshwise.program.cut import Cut
 from meshwise.program.grid import default_grid
 from meshwise.program.op import Op
-from meshwise.program.tensor_1d import bias_params, matrix_params, norm_params
 
 FIGURES = figures_script("tensor")
 Block = tuple[tuple[Fraction, Fraction], tuple[Fraction, Fraction]]
@@ -138,10 +137,11 @@ def test_weights_are_held_once_but_for_vectors_and_copies(on: Cut) -> None:
     """2.5d copies the weights for each depth, 2d-cp for each row; the rest cuts matrices tp ways."""
     copies = on.grid[-1] if on.layout in ("2.5d", "2d-cp") else 1.0
     held = total(block(WIDE, on), "num_params")
-    first, second = bias_params(WIDE)
-    vectors = norm_params(WIDE) + second
+    inner, h, f = WIDE.num_heads * WIDE.head_dim, WIDE.hidden, WIDE.ffn_hidden
+    matrices = 4 * h * inner + 2 * h * f
+    first, vectors = 3 * inner + f, 4 * h + 2 * h  # biases of qkv and fc1; two norms, biases of the others
     whole_vectors = on.layout == "2d-cp"
-    expected = matrix_params(WIDE) * copies / on.tp + first / on.grid[1 if on.layout == "3d" else 0]
+    expected = matrices * copies / on.tp + first / on.grid[1 if on.layout == "3d" else 0]
     expected += vectors if whole_vectors else vectors / on.grid[0]
     assert held == pytest.approx(expected, rel=1e-12)
 

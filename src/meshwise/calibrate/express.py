@@ -150,8 +150,14 @@ def model_of(run: Run, defaults: Defaults) -> Model:
         max_seq=run.seq_len,
         mla=_latent(run, known.mla),
         moe=_experts(run, known.moe),
+        mtp_layers=known.mtp_layers if _predicts_further(run, known) else 0,
     )
     return checked_model(model, run.model)
+
+
+def _predicts_further(run: Run, known: Model) -> bool:
+    """Whether a run trains multi-token prediction: not where its name says so, nor in a truncated model."""
+    return run.layers == known.num_layers and "w/o MTP" not in run.model
 
 
 def _letters(text: str) -> str:

@@ -63,12 +63,13 @@ def attended_pairs(seq_q: Num, seq_k: Num, *, causal: bool, window: int = 0) -> 
 
     Kernels skip the masked half in tiles; the pairs inside the diagonal tiles are not counted, so a
     square causal attention costs half. Query i of the last `seq_q` of `seq_k` tokens sees
-    seq_k - seq_q + i + 1 keys. With a `window`, a query sees at most so many (counted as if each did).
+    seq_k - seq_q + i + 1 keys. With a `window`, a query sees at most so many (counted as if each did), or,
+    without a causal mask, so many in both directions.
     """
     pairs = seq_q * (seq_k - 0.5 * seq_q) if causal else seq_q * seq_k
     if not window:
         return pairs
-    return pairs - _beyond_window(seq_q, seq_k, window) if causal else pairs
+    return pairs - (1.0 if causal else 2.0) * _beyond_window(seq_q, seq_k, window)
 
 
 def _beyond_window(seq_q: Num, seq_k: Num, window: int) -> Num:
@@ -170,6 +171,9 @@ KERNELS: dict[str, Kernel] = {
     "rotary": Kernel(flop=3, backward_flop=3),
     "add_bias": Kernel(flop=1, backward_flop=1, backward_writes=0),
     "copy": Kernel(flop=0, backward_flop=0),
+    "tanh": Kernel(flop=6, backward_flop=3, backward_reads=2, saved=1),
+    "softcap": Kernel(flop=8, backward_flop=5, backward_reads=2, saved=1),  # tanh between two products
+    "alibi": Kernel(flop=2, backward_flop=0, backward_reads=0, backward_writes=0),
     "scale_by_gate": Kernel(flop=1, backward_flop=2, backward_reads=2, saved=1),
 }
 

@@ -296,8 +296,8 @@ def _check_experts(model: Model, plan: Plan) -> None:
 
 
 def model_flop(model: Model, seq: float) -> float:
-    """Matrix FLOP of the forward of one sequence of `seq` tokens through the whole model."""
-    cut = Cut(microbatch=1.0, seq=float(seq))
+    """Matrix FLOP of the forward of one sequence of `seq` tokens, multi-token prediction apart."""
+    cut = Cut(microbatch=1.0, seq=float(seq), kind="evaluate")
     num_moe = num_moe_layers(model)
     parts = [(model.num_layers - num_moe, block(model, cut)), (1, embed(model, cut)), (1, head(model, cut))]
     if num_moe:

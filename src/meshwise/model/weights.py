@@ -226,7 +226,9 @@ def _moe(model: Model) -> Iterator[Weight]:
         "moe", "router", "router", model.hidden, moe.num_experts, bias=moe.router_bias, gradient="part"
     )
     if moe.balance_bias:
-        yield Weight(module="moe", op="router", name="balance_bias", shape=(moe.num_experts,), trains=False)
+        yield Weight(
+            module="moe", op="balance_bias", name="balance_bias", shape=(moe.num_experts,), trains=False
+        )
     yield from _feed_forward(model, "moe", moe.ffn_hidden, prefix="expert_", experts=moe.num_experts)
     if moe.shared_ffn_hidden:
         yield from _feed_forward(model, "shared_expert", moe.shared_ffn_hidden)
@@ -352,7 +354,7 @@ def params(model: Model) -> Params:
         positions=positions,
         attention=count(dense, "attention") - count(dense, "attention", "norm1", "post_norm1"),
         dense_mlp=count(dense, "mlp", "fc1", "fc2"),
-        router=count(experts, "moe", "router") + gate,
+        router=count(experts, "moe", "router", "balance_bias") + gate,
         experts=num_weights(w for w in experts if w.is_expert),
         shared_expert=count(experts, "shared_expert") - gate,
         norms_per_layer=norms,

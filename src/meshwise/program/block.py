@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
 from types import ModuleType
 
 from meshwise.model.architecture import Layer, Model
+from meshwise.model.weights import block_weights
 from meshwise.program import tensor_1d, tensor_2d, tensor_2d_cp, tensor_3d, tensor_25d
 from meshwise.program.cut import Cut
+from meshwise.program.held import hold
 from meshwise.program.moe import moe_mlp
 from meshwise.program.op import Op, backward_last
 
@@ -22,11 +26,24 @@ LAYOUTS: dict[str, ModuleType] = {
 
 def block(model: Model, cut: Cut, layer: Layer = Layer()) -> list[Op]:  # noqa: B008
     """The ops of one block of the kind `layer`, forward then backward, in the order in which they run."""
-    layout = LAYOUTS[cut.layout]
+    return backward_last(block_ops(model, cut, layer))
+
+
+def block_ops(model: Model, cut: Cut, layer: Layer) -> list[Op]:
+    """The ops of one block, the backward ops of each beside its forward."""
+    layout, own = LAYOUTS[cut.layout], of_layer(model, layer)
     feed_forward = moe_mlp if layer.moe else layout.mlp
-    return backward_last([*layout.attention(model, cut), *feed_forward(model, cut)])
+    ops = [*layout.attention(own, cut), *feed_forward(own, cut)]
+    return hold(ops, block_weights(model, layer, cut.lora_rank), cut, layout.shards)
 
 
-def shared_gradients(model: Model, cut: Cut) -> list[Op]:
-    """What the tensor-parallel ranks exchange once a step: gradients of weights that several of them hold."""
-    return list(LAYOUTS[cut.layout].shared_gradients(model, cut))
+@lru_cache(maxsize=256)
+def of_layer(model: Model, layer: Layer) -> Model:
+    """`model` with the window of one of its layers, whose block is to be stated."""
+    return replace(model, sliding_window=layer.window, full_attention_every=0)
+
+
+def shared_gradients(model: Model, cut: Cut, layer: Layer = Layer()) -> list[Op]:  # noqa: B008
+    """What the tensor-parallel ranks exchange once a step for one block: gradients that they share."""
+    weights = block_weights(model, layer, cut.lora_rank)
+    return list(LAYOUTS[cut.layout].shared_gradients(weights, cut))

@@ -21,6 +21,7 @@ import numpy as np
 from meshwise.core.units import Num
 from meshwise.cost.op import (
     KERNELS,
+    Cost,
     attended_pairs,
     flash_attention,
     flash_attention_backward,
@@ -31,7 +32,7 @@ from meshwise.program.cut import Cut
 from meshwise.program.op import Op, collective, elementwise
 
 MODULE = "attention"
-CORE = ("flash", "logits", "softmax", "dropout_softmax", "attend")
+CORE = ("flash", "logits", "softcap", "alibi", "softmax", "dropout_softmax", "attend")
 
 
 def core_attention(model: Model, cut: Cut, qk_dim: int, v_dim: int, kv_heads: Num) -> Iterator[Op]:
@@ -88,18 +89,17 @@ def _gathered(name: str, cut: Cut, local_bytes: Num) -> Iterator[Op]:
         )  # fmt: skip
 
 
-def _pairs(model: Model, seq: Num) -> Num:
-    """Query-key pairs of the mean layer: each `full_attention_every`-th looks back on all tokens."""
-    near = attended_pairs(seq, seq, causal=model.causal, window=model.sliding_window)
-    if not (model.sliding_window and model.full_attention_every):
-        return near
-    far = attended_pairs(seq, seq, causal=model.causal)
-    return near + (far - near) / model.full_attention_every
+def score_kernels(model: Model) -> list[str]:
+    """What is done to each score before the softmax; fused attention does it on the way."""
+    return ["softcap"] * model.attention_softcap + ["alibi"] * (model.positions == "alibi")
 
 
 def _flash(model: Model, cut: Cut, heads: Num, kv_heads: Num, qk_dim: int, v_dim: int) -> Iterator[Op]:
     seq_q = cut.seq / cut.ring
-    pairs = _pairs(model, cut.seq) / cut.ring
+    pairs = attended_pairs(cut.seq, cut.seq, causal=model.causal, window=model.sliding_window) / cut.ring
+    kernels = [KERNELS[name] for name in score_kernels(model)]
+    score_flop = cut.microbatch * heads * pairs * sum(one.flop for one in kernels)
+    backward_flop = score_flop + cut.microbatch * heads * pairs * sum(one.backward_flop for one in kernels)
     act_bytes = cut.precision.act_bytes
     arguments = (pairs, heads, kv_heads, seq_q, cut.seq, qk_dim, v_dim)
     shape = (cut.microbatch, *arguments[1:])
@@ -111,10 +111,11 @@ def _flash(model: Model, cut: Cut, heads: Num, kv_heads: Num, qk_dim: int, v_dim
             + cut.precision.stat_bytes * heads
         )
     )
-    for phase, cost in (
-        ("forward", flash_attention(*arguments, batch=cut.microbatch, elem_bytes=act_bytes)),
-        ("backward", flash_attention_backward(*arguments, batch=cut.microbatch, elem_bytes=act_bytes)),
+    for phase, work, beside_flop in (
+        ("forward", flash_attention, score_flop),
+        ("backward", flash_attention_backward, backward_flop),
     ):
+        cost = work(*arguments, batch=cut.microbatch, elem_bytes=act_bytes) + Cost(beside_flop)
         yield Op(
             module=MODULE,
             name="flash",
@@ -145,6 +146,9 @@ def _unfused(model: Model, cut: Cut, heads: Num, kv_heads: Num, qk_dim: int, v_d
     if cut.gather_keys:
         yield from _gathered("logits", cut, act_bytes * k)
     yield from _batched("logits", batch, seq_q, cut.seq, qk_dim, cut, kept=act_bytes * (q + k))
+    for name in score_kernels(model):
+        for op in elementwise(MODULE, name, name, batch * seq_q, cut.seq, prec):
+            yield _core(op, op.saved_bytes)
     yield from (
         _core(op, softmax_kept)
         for op in elementwise(MODULE, "softmax", "softmax", batch * seq_q, cut.seq, prec)

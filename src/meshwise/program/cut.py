@@ -29,8 +29,12 @@ class Cut:
     each block that both cuts share. `grid_scores` splits attention's scores over the grid, not its heads.
 
     `imbalance` is the load of the busiest expert rank over the mean. `dispatch_per_rank` sends a token once
-    to each rank that holds some of its experts. `lora_rank` above 0 freezes the linear
-    layers and trains adapters of that rank.
+    to each rank that holds some of its experts.
+
+    `lora_rank` above 0 freezes all weights and trains adapters of that rank; the frozen matrices of blocks
+    have `frozen_bytes` a parameter (None: like other weights).
+
+    `implementation` says whose software does the ops.
 
     `kind` is that of the workload: train, evaluate, prefill or decode. The last has `past` cached tokens of
     each sequence, and one new one (`seq`); the cache has `kv_bytes` an element.
@@ -56,6 +60,8 @@ class Cut:
     grid_scores: bool = False
     flash: bool = True
     lora_rank: int = 0
+    frozen_bytes: float | None = None
+    implementation: str = "megatron"
     precision: Precision = field(default_factory=Precision)
     kind: str = "train"
     past: Num = 0.0

@@ -51,7 +51,12 @@ def check_grid(
     _check_shape(layout, name, grid, ranks)
     if scores_split and layout in ("1d", "2d-cp"):
         raise PlanError(f"layout {name} splits heads; splitting scores over the grid needs 2d, 2.5d or 3d")
-    missing = {"experts": model.moe, "latent attention": model.mla, "norms of queries": model.qk_norm}
+    missing = {
+        "experts": model.moe,
+        "latent attention": model.mla,
+        "norms of queries": model.qk_norm,
+        "sinks": model.sinks,
+    }
     for what, present in missing.items():
         if layout != "1d" and present:
             raise PlanError(f"layout {name} has no {what}, which {model.name} needs; use layout=1d")

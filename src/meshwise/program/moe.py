@@ -23,8 +23,8 @@ from meshwise.core.units import Num
 from meshwise.cost.experts import active_experts
 from meshwise.model.architecture import Model, MoE
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, collective, elementwise, linear, precision
-from meshwise.program.tensor_1d import feed_forward, norm
+from meshwise.program.op import Op, collective, elementwise, kernel, linear, precision
+from meshwise.program.tensor_1d import dequantized, feed_forward, leave, norm, plain_linear
 
 MODULE = "moe"
 
@@ -32,22 +32,35 @@ MODULE = "moe"
 def moe_mlp(model: Model, cut: Cut) -> Iterator[Op]:
     """Norm, router, dispatch, experts, combine, shared experts, residual."""
     assert model.moe is not None
-    moe, prec = model.moe, cut.precision
+    moe = model.moe
     if model.num_norms > 1:
         yield from norm(model, cut, MODULE, "norm2")
     tokens = cut.tokens / cut.tp
     # The router runs in fp32; its input is the norm's output, which it keeps.
     yield from linear(
         MODULE, "router", tokens, model.hidden, float(moe.num_experts), precision("bf16"), saved_rows=tokens,
-        bias=moe.router_bias or moe.balance_bias,
+        bias=moe.router_bias, frozen=cut.lora_rank > 0,
     )  # fmt: skip
+    if moe.balance_bias:
+        scores = (tokens, float(moe.num_experts), precision("fp32"))
+        yield kernel(MODULE, "balance_bias", "residual", *scores, phase="forward")
     yield from elementwise(
         MODULE, "router_softmax", "softmax", tokens, float(moe.num_experts), precision("fp32")
     )
     yield from _experts(model, moe, cut, tokens)
     if moe.shared_ffn_hidden:
-        yield from feed_forward(model, cut, "shared_expert", float(moe.shared_ffn_hidden))
-    yield from elementwise(MODULE, "residual2", "residual", cut.split_tokens, model.hidden, prec)
+        yield from shared_expert(model, cut)
+    yield from leave(model, cut, MODULE, 2)
+
+
+def shared_expert(model: Model, cut: Cut) -> Iterator[Op]:
+    """The MLP that all tokens visit, and the gate that scales it, where there is one."""
+    assert model.moe is not None
+    module, rows = "shared_expert", cut.split_tokens
+    yield from feed_forward(model, cut, module, float(model.moe.shared_ffn_hidden))
+    if model.moe.shared_gate:
+        yield from plain_linear(module, "gate", rows, model.hidden, {"shared_gate": 1.0}, cut, saved_rows=0.0)
+        yield from elementwise(module, "gate_scale", "scale_by_gate", rows, model.hidden, cut.precision)
 
 
 def expert_rows(moe: MoE, cut: Cut, tokens: Num) -> Num:
@@ -83,21 +96,23 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num) -> Iterator[Op]:
     width = moe.ffn_hidden / cut.etp
     fc1_width = 2.0 * width if model.gated else width
 
+    def grouped(name: str, rows: Num, d_in: Num, d_out: Num) -> Iterator[Op]:
+        if cut.lora_rank:
+            yield from dequantized(MODULE, name, local_experts * d_in * d_out, cut)
+        yield from linear(
+            MODULE, name, rows, d_in, d_out, prec, batch=local_experts, bias=model.linear_bias, grouped=True,
+            frozen=cut.lora_rank > 0,
+        )  # fmt: skip
+
     yield from elementwise(MODULE, "dispatch", "copy", sent, hidden, prec)
     for phase in ("forward", "backward"):
         yield collective(MODULE, "dispatch", phase, "all_to_all", **on_ep)
     yield collective(MODULE, "expert_fc1", "forward", "all_gather", **on_etp)
-    yield from linear(
-        MODULE, "expert_fc1", rows, hidden, fc1_width, prec, batch=local_experts, bias=model.linear_bias,
-        grouped=True,
-    )  # fmt: skip
+    yield from grouped("expert_fc1", rows, hidden, fc1_width)
     yield collective(MODULE, "expert_fc1", "backward", "reduce_scatter", **on_etp)
     yield from elementwise(MODULE, "expert_act", model.activation, arrivals, width, prec)
     yield collective(MODULE, "expert_fc2", "backward", "all_gather", **on_etp)
-    yield from linear(
-        MODULE, "expert_fc2", rows, width, hidden, prec, batch=local_experts, bias=model.linear_bias,
-        grouped=True,
-    )  # fmt: skip
+    yield from grouped("expert_fc2", rows, width, hidden)
     yield collective(MODULE, "expert_fc2", "forward", "reduce_scatter", **on_etp)
     for phase in ("forward", "backward"):
         yield collective(MODULE, "combine", phase, "all_to_all", **on_ep)

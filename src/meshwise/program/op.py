@@ -10,10 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwise.core.units import Num
 from meshwise.cost.op import KERNELS, Cost, matmul
+from meshwise.model.weights import Weight
+
+
+class Held(NamedTuple):
+    """A weight as a rank holds it: 1 / `shards` of it."""
+
+    weight: Weight
+    shards: Num
+
+    @property
+    def num_params(self) -> Num:
+        """Its parameters on one rank."""
+        return self.weight.size / self.shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -25,8 +38,9 @@ class Op:
     `shape`: of a matmul (batch, m, n, k); of attention (batch, heads, kv_heads, seq_q, seq_k, qk_dim,
     v_dim); of experts (tokens, choices of a token among them, experts, hidden, width); of a dispatch by
     DeepEP (tokens, experts, hidden); else of the result. `saved_bytes` are kept for the backward,
-    `recomputed_bytes` the part of them that selective recomputation drops. `num_params`: weights this op
-    brings (in its forward row), `num_frozen` those of them that do not train.
+    `recomputed_bytes` the part of them that selective recomputation drops. `num_params`: parameters
+    of the `weights` that this op brings (in its forward row); `num_frozen`: those of them that do not train;
+    `num_quantized`: those of the frozen ones that are kept in `Cut.frozen_bytes` each.
     `is_weight_grad`: the op may wait, as zero-bubble schedules let it. `count`: occurrences.
     A collective has `collective` (its kind), the mesh axis, its group, and `payload_bytes`, the full
     tensor; it may run while the op `hides_behind` of the same module and phase computes. In a dispatch of
@@ -45,6 +59,8 @@ class Op:
     recomputed_bytes: Num = 0.0
     num_params: Num = 0.0
     num_frozen: Num = 0.0
+    num_quantized: Num = 0.0
+    weights: tuple[Held, ...] = ()
     count: Num = 1.0
     is_weight_grad: bool = False
     causal: bool = False
@@ -109,7 +125,6 @@ def linear(
         shape=(batch, rows, d_out, d_in),
         cost=matmul(rows, d_out, d_in, elem_bytes=prec.operand_bytes, out_bytes=prec.act_bytes, batch=batch),
         saved_bytes=0.0 if frozen else kept,
-        num_params=batch * (d_in * d_out + (d_out if bias else 0.0)),
         **common,
     )
     if bias and grouped:
@@ -143,7 +158,7 @@ def _cast(module: str, name: str, phase: str, rows: Num, width: Num, prec: Preci
 
 def kernel(
     module: str, name: str, kind: str, rows: Num, width: Num, prec: Precision, *, phase: str,
-    num_params: Num = 0.0, is_weight_grad: bool = False,
+    is_weight_grad: bool = False,
 ) -> Op:  # fmt: skip
     """One phase of the element-wise kernel `kind` of `cost.op.KERNELS` on `rows` x `width` elements."""
     rule = KERNELS[kind]
@@ -156,17 +171,14 @@ def kernel(
         shape=(rows, width),
         cost=(rule.forward if forward else rule.backward)(rows, width, elem_bytes=prec.act_bytes),
         saved_bytes=rule.saved_bytes(rows, width, elem_bytes=prec.act_bytes) if forward else 0.0,
-        num_params=num_params if forward else 0.0,
         is_weight_grad=is_weight_grad,
         dtype=prec.dtype,
     )
 
 
-def elementwise(
-    module: str, name: str, kind: str, rows: Num, width: Num, prec: Precision, *, num_params: Num = 0.0
-) -> Iterator[Op]:
+def elementwise(module: str, name: str, kind: str, rows: Num, width: Num, prec: Precision) -> Iterator[Op]:
     """Both phases of an element-wise kernel."""
-    yield kernel(module, name, kind, rows, width, prec, phase="forward", num_params=num_params)
+    yield kernel(module, name, kind, rows, width, prec, phase="forward")
     yield kernel(module, name, kind, rows, width, prec, phase="backward")
 
 

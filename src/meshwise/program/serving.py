@@ -131,8 +131,10 @@ def _experts(model: Model, cut: Cut, stated: list[Op]) -> Iterator[Op]:
     """
     moe, hidden, form = model.moe, float(model.hidden), cut.precision
     assert moe is not None
-    on_one_rank = moe_mlp(model, replace(cut, tp=1.0))
-    yield from (op for op in _forward(on_one_rank) if op.name.startswith("router"))
+    held = {op.name: op for op in stated if op.kind != "collective"}
+    for op in _forward(moe_mlp(model, replace(cut, tp=1.0))):
+        if op.name in ("router", "router_softmax", "balance_bias"):
+            yield replace(op, num_params=held[op.name].num_params, weights=held[op.name].weights)
     yield _exchange(model, moe, cut, "dispatch", form.operand_bytes)
     yield _grouped(model, moe, cut, sum(op.num_params for op in stated if op.name.startswith("expert_")))
     yield _exchange(model, moe, cut, "combine", form.act_bytes)

@@ -15,7 +15,7 @@ from meshwise.program import tensor_2d
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op, collective
 
-shared_gradients = tensor_2d.shared_gradients
+shards, shared_gradients = tensor_2d.shards, tensor_2d.shared_gradients
 
 
 def attention(model: Model, cut: Cut) -> Iterator[Op]:

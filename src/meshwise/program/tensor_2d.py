@@ -30,10 +30,17 @@ import numpy as np
 from meshwise.core.units import Num
 from meshwise.cost.op import KERNELS, Cost, matmul
 from meshwise.model.architecture import Model
-from meshwise.program.context import core_attention
+from meshwise.model.weights import Weight, Weights
+from meshwise.program.context import core_attention, score_kernels
 from meshwise.program.cut import Cut
+from meshwise.program.held import num_held
 from meshwise.program.op import Op, collective, elementwise, kernel
-from meshwise.program.tensor_1d import ATTENTION, MLP, bias_params, norm_params
+from meshwise.program.tensor_1d import ATTENTION, MLP
+
+
+def shards(weight: Weight, cut: Cut) -> Num:
+    """Over how many ranks a weight is cut: matrices both ways, vectors over the columns."""
+    return cut.grid[0] * cut.grid[1] if weight.is_matrix else cut.grid[0]
 
 
 def attention(model: Model, cut: Cut) -> Iterator[Op]:
@@ -48,7 +55,7 @@ def attention(model: Model, cut: Cut) -> Iterator[Op]:
     d_in = float(model.num_heads * model.head_dim)
     kept = cut.grid_scores or not cut.flash
     yield from linear(ATTENTION, "out_proj", d_in, model.hidden, cut, bias=model.out_bias, kept=kept)
-    yield from _leave(model, cut, ATTENTION, "residual1")
+    yield from _leave(model, cut, ATTENTION, 1)
 
 
 def mlp(model: Model, cut: Cut) -> Iterator[Op]:
@@ -60,13 +67,13 @@ def mlp(model: Model, cut: Cut) -> Iterator[Op]:
     yield from linear(MLP, "fc1", model.hidden, fc1, cut, bias=model.linear_bias)
     yield from elementwise(MLP, model.activation, model.activation, tokens(cut), width, cut.precision)
     yield from linear(MLP, "fc2", ffn, model.hidden, cut, bias=model.linear_bias)
-    yield from _leave(model, cut, MLP, "residual2")
+    yield from _leave(model, cut, MLP, 2)
 
 
-def shared_gradients(model: Model, cut: Cut) -> Iterator[Op]:
+def shared_gradients(weights: Weights, cut: Cut) -> Iterator[Op]:
     """Once a step: norms and biases, held by every rank of a column, sum what their tokens contribute."""
-    vectors = (norm_params(model) + sum(bias_params(model))) / cut.grid[0]
-    payload = vectors * cut.precision.act_bytes
+    vectors = tuple(weight for weight in weights if not weight.is_matrix)
+    payload = num_held(vectors, cut, shards) * cut.precision.act_bytes
     yield collective("block", "shared_gradients", "step", "all_reduce", payload_bytes=payload, **_column(cut))
 
 
@@ -98,7 +105,7 @@ def _column(cut: Cut) -> dict[str, Any]:
 
 def summa(
     form: str, module: str, name: str, phase: str, m: Num, n: Num, k: Num, cut: Cut, *, batch: Num = 1.0,
-    saved_bytes: Num = 0.0, recomputed_bytes: Num = 0.0, num_params: Num = 0.0, is_weight_grad: bool = False,
+    saved_bytes: Num = 0.0, recomputed_bytes: Num = 0.0, is_weight_grad: bool = False,
 ) -> Iterator[Op]:  # fmt: skip
     """`batch` products C = A B, A B' or A' B of blocks, panel by panel.
 
@@ -127,13 +134,7 @@ def summa(
         "dtype": prec.dtype,
         "is_weight_grad": is_weight_grad,
     }
-    yield Op(
-        cost=cost,
-        saved_bytes=saved_bytes,
-        recomputed_bytes=recomputed_bytes,
-        num_params=num_params,
-        **common,
-    )
+    yield Op(cost=cost, saved_bytes=saved_bytes, recomputed_bytes=recomputed_bytes, **common)
     added = Cost(0.0, batch * c * prec.act_bytes) if form == "ab" else Cost()  # C is read again and added to
     yield Op(cost=cost + added, count=panels - 1.0, **common)
 
@@ -147,10 +148,7 @@ def linear(
     """
     rows, columns, local_in = tokens(cut), d_out / cut.grid[0], d_in / cut.grid[0]
     saved = rows * local_in * cut.precision.act_bytes if kept else 0.0
-    params = d_in * d_out / (cut.grid[0] * cut.grid[1]) + (columns if bias else 0.0)
-    yield from summa(
-        "ab", module, name, "forward", rows, columns, d_in, cut, saved_bytes=saved, num_params=params
-    )
+    yield from summa("ab", module, name, "forward", rows, columns, d_in, cut, saved_bytes=saved)
     yield from summa("abt", module, name, "backward", rows, d_in, columns, cut)
     yield from summa("atb", module, name, "backward", d_in, columns, rows, cut, is_weight_grad=True)
     if bias:
@@ -163,19 +161,21 @@ def linear(
 def norm(model: Model, cut: Cut, module: str, name: str) -> Iterator[Op]:
     """A norm whose rows are spread over the ranks of a row: sums of a token are all-reduced, both ways."""
     rows, width = tokens(cut), model.hidden / cut.grid[0]
-    params = norm_params(model) / 2.0 / cut.grid[0]
     payload = KERNELS[model.norm].statistics_bytes(rows, cut.precision.act_bytes)
-    for op in elementwise(module, name, model.norm, rows, width, cut.precision, num_params=params):
+    for op in elementwise(module, name, model.norm, rows, width, cut.precision):
         yield op
         yield collective(module, name, op.phase, "all_reduce", payload_bytes=payload, **cut.axis(0))
 
 
 def softmax(rows: Num, width: Num, cut: Cut, model: Model) -> Iterator[Op]:
-    """Softmax, and dropout, of rows of scores that are spread over a row of ranks.
+    """Softmax, what comes before it, and dropout, of rows of scores that are spread over a row of ranks.
 
     The forward all-reduces maxima, then sums; the backward the products of probability and gradient.
     """
     prec = cut.precision
+    for name in score_kernels(model):
+        for op in elementwise(ATTENTION, name, name, rows, width, prec):
+            yield replace(op, recomputed_bytes=op.saved_bytes)
     ops = list(elementwise(ATTENTION, "softmax", "softmax", rows, width, prec))
     for op, times in zip(ops, (2.0, 1.0), strict=True):
         yield replace(op, recomputed_bytes=op.saved_bytes)
@@ -188,11 +188,13 @@ def softmax(rows: Num, width: Num, cut: Cut, model: Model) -> Iterator[Op]:
             yield replace(op, recomputed_bytes=op.saved_bytes)
 
 
-def _leave(model: Model, cut: Cut, module: str, name: str) -> Iterator[Op]:
+def _leave(model: Model, cut: Cut, module: str, number: int) -> Iterator[Op]:
     rows, width = tokens(cut), model.hidden / cut.grid[0]
+    if model.num_norms == 4:
+        yield from norm(model, cut, module, f"post_norm{number}")
     if model.dropout_frac:
         yield from elementwise(module, "dropout", "dropout", rows, width, cut.precision)
-    yield from elementwise(module, name, "residual", rows, width, cut.precision)
+    yield from elementwise(module, f"residual{number}", "residual", rows, width, cut.precision)
 
 
 # --- core attention ----------------------------------------------------------------------------

@@ -12,11 +12,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from meshwise.core.units import Num
 from meshwise.model.architecture import Model
+from meshwise.model.weights import Weight, Weights
 from meshwise.program import tensor_1d
 from meshwise.program.cut import Cut
+from meshwise.program.held import num_held
 from meshwise.program.op import Op, collective
-from meshwise.program.tensor_1d import bias_params, matrix_params, norm_params
+
+
+def shards(weight: Weight, cut: Cut) -> Num:
+    """Over how many ranks a weight is cut: those of a row."""
+    return tensor_1d.shards(weight, _row(cut))
 
 
 def attention(model: Model, cut: Cut) -> Iterator[Op]:
@@ -29,15 +36,12 @@ def mlp(model: Model, cut: Cut) -> Iterator[Op]:
     yield from _on_grid(tensor_1d.mlp(model, _row(cut)), cut)
 
 
-def shared_gradients(model: Model, cut: Cut) -> Iterator[Op]:
-    """Once a step: norms over a row, whose ranks see different tokens; then all weights over the rows."""
-    norms, (first, second) = norm_params(model), bias_params(model)
-    sums = [((matrix_params(model) + first) / cut.grid[0] + norms + second, cut.axis(1))]
-    if cut.sequence_parallel:
-        sums.insert(0, (norms, cut.axis(0)))
-    for size, axis in sums:
-        payload = size * cut.precision.act_bytes
-        yield collective("block", "shared_gradients", "step", "all_reduce", payload_bytes=payload, **axis)
+def shared_gradients(weights: Weights, cut: Cut) -> Iterator[Op]:
+    """Once a step: what a row shares, as in one dimension; then all weights over the rows."""
+    for op in tensor_1d.shared_gradients(weights, _row(cut)):
+        yield replace(op, axis=cut.axis(0)["axis"])
+    payload = num_held(weights, cut, shards) * cut.precision.act_bytes
+    yield collective("block", "shared_gradients", "step", "all_reduce", payload_bytes=payload, **cut.axis(1))
 
 
 def _row(cut: Cut) -> Cut:

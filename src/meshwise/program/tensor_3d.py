@@ -27,15 +27,24 @@ from typing import Any
 from meshwise.core.units import Num
 from meshwise.cost.op import KERNELS, matmul
 from meshwise.model.architecture import Model
+from meshwise.model.weights import COLUMNS, Weight, Weights
 from meshwise.program.context import core_attention
 from meshwise.program.cut import Cut
+from meshwise.program.held import num_held
 from meshwise.program.op import Op, collective, elementwise, kernel
-from meshwise.program.tensor_1d import ATTENTION, MLP, bias_params, norm_params
+from meshwise.program.tensor_1d import ATTENTION, MLP
 from meshwise.program.tensor_2d import softmax
 
 COL, ROW, DEPTH = 0, 1, 2
 FIRST, SECOND = (ROW, DEPTH, COL), (COL, DEPTH, ROW)
 """Axes over which a product gathers A, gathers B, and scatters C: first and second of a pair."""
+
+
+def shards(weight: Weight, cut: Cut) -> Num:
+    """Over how many ranks a weight is cut: matrices over all, vectors like the columns they belong to."""
+    if weight.is_matrix:
+        return cut.grid[COL] * cut.grid[ROW] * cut.grid[DEPTH]
+    return cut.grid[ROW] if weight.cut == COLUMNS else cut.grid[COL]
 
 
 def attention(model: Model, cut: Cut) -> Iterator[Op]:
@@ -49,7 +58,7 @@ def attention(model: Model, cut: Cut) -> Iterator[Op]:
     yield from _scores_split(model, cut) if cut.grid_scores else _heads_split(model, cut)
     d_in = float(model.num_heads * model.head_dim)
     yield from _linear(SECOND, ATTENTION, "out_proj", d_in, model.hidden, cut, bias=model.out_bias)
-    yield from _leave(model, cut, ATTENTION, "residual1")
+    yield from _leave(model, cut, ATTENTION, 1)
 
 
 def mlp(model: Model, cut: Cut) -> Iterator[Op]:
@@ -61,19 +70,18 @@ def mlp(model: Model, cut: Cut) -> Iterator[Op]:
     yield from _linear(FIRST, MLP, "fc1", model.hidden, fc1, cut, bias=model.linear_bias)
     yield from elementwise(MLP, model.activation, model.activation, _tokens(cut, COL), width, cut.precision)
     yield from _linear(SECOND, MLP, "fc2", ffn, model.hidden, cut, bias=model.linear_bias)
-    yield from _leave(model, cut, MLP, "residual2")
+    yield from _leave(model, cut, MLP, 2)
 
 
-def shared_gradients(model: Model, cut: Cut) -> Iterator[Op]:
+def shared_gradients(weights: Weights, cut: Cut) -> Iterator[Op]:
     """Once a step: norms summed over the row axis, then norms and biases over the depth."""
-    first, second = bias_params(model)
-    norms = norm_params(model) / cut.grid[COL]
-    vectors = norms + second / cut.grid[COL] + first / cut.grid[ROW]
-    for size, axis in ((norms, ROW), (vectors, DEPTH)):
+    vectors = tuple(weight for weight in weights if not weight.is_matrix)
+    norms = tuple(weight for weight in vectors if weight.gradient != "whole")
+    for summed, axis in ((norms, ROW), (vectors, DEPTH)):
+        payload = num_held(summed, cut, shards) * cut.precision.act_bytes
         yield collective(
-            "block", "shared_gradients", "step", "all_reduce",
-            payload_bytes=size * cut.precision.act_bytes, **cut.axis(axis),
-        )  # fmt: skip
+            "block", "shared_gradients", "step", "all_reduce", payload_bytes=payload, **cut.axis(axis)
+        )
 
 
 def _tokens(cut: Cut, dim: int) -> Num:
@@ -86,8 +94,7 @@ def _tokens(cut: Cut, dim: int) -> Num:
 
 def product(
     axes: tuple[int, int, int], module: str, name: str, m: Num, n: Num, k: Num, cut: Cut, *, batch: Num = 1.0,
-    transposed: bool = False, saved_bytes: Num = 0.0, recomputed_bytes: Num = 0.0, num_params: Num = 0.0,
-    is_weight: bool = False,
+    transposed: bool = False, saved_bytes: Num = 0.0, recomputed_bytes: Num = 0.0, is_weight: bool = False,
 ) -> Iterator[Op]:  # fmt: skip
     """`batch` products C = A B (or A B', `transposed`) of gathered blocks, forward and backward.
 
@@ -108,8 +115,7 @@ def product(
 
     yield exchange("forward", "all_gather", a, over_a)
     yield exchange("forward", "all_gather", b, over_b)
-    kept = {"saved_bytes": saved_bytes, "recomputed_bytes": recomputed_bytes}
-    yield multiply("forward", m, n, k, num_params=num_params, **kept)
+    yield multiply("forward", m, n, k, saved_bytes=saved_bytes, recomputed_bytes=recomputed_bytes)
     yield exchange("forward", "reduce_scatter", c, over_c)
     yield exchange("backward", "all_gather", c, over_c)
     yield exchange("backward", "all_gather", b, over_b)
@@ -129,9 +135,7 @@ def _linear(
     m, n, k = cut.tokens / over_b, d_out / over_a, d_in / over_c
     yield from product(
         axes, module, name, m, n, k, cut,
-        saved_bytes=m / over_a * k * cut.precision.act_bytes,
-        num_params=k / over_b * n + (n if bias else 0.0),
-        is_weight=True,
+        saved_bytes=m / over_a * k * cut.precision.act_bytes, is_weight=True,
     )  # fmt: skip
     if bias:
         yield kernel(module, f"{name}_bias", "add_bias", m, n, cut.precision, phase="backward")
@@ -142,18 +146,19 @@ def _linear(
 
 def _norm(model: Model, cut: Cut, module: str, name: str) -> Iterator[Op]:
     rows, width = _tokens(cut, ROW), model.hidden / cut.grid[COL]
-    params = norm_params(model) / 2.0 / cut.grid[COL]
     payload = KERNELS[model.norm].statistics_bytes(rows, cut.precision.act_bytes)
-    for op in elementwise(module, name, model.norm, rows, width, cut.precision, num_params=params):
+    for op in elementwise(module, name, model.norm, rows, width, cut.precision):
         yield op
         yield collective(module, name, op.phase, "all_reduce", payload_bytes=payload, **cut.axis(COL))
 
 
-def _leave(model: Model, cut: Cut, module: str, name: str) -> Iterator[Op]:
+def _leave(model: Model, cut: Cut, module: str, number: int) -> Iterator[Op]:
     rows, width = _tokens(cut, ROW), model.hidden / cut.grid[COL]
+    if model.num_norms == 4:
+        yield from _norm(model, cut, module, f"post_norm{number}")
     if model.dropout_frac:
         yield from elementwise(module, "dropout", "dropout", rows, width, cut.precision)
-    yield from elementwise(module, name, "residual", rows, width, cut.precision)
+    yield from elementwise(module, f"residual{number}", "residual", rows, width, cut.precision)
 
 
 # --- core attention ----------------------------------------------------------------------------

@@ -1,123 +1,170 @@
-"""The two ends of a model: embedding (or patches) before the blocks; norm, head and loss after them.
+"""The two ends of a model: embedding (or patches) before the blocks; norm, heads and loss after them.
 
 The vocabulary is cut by tp, padded so that it divides (Megatron-LM pads to a multiple of 128 tp; a
 catalog entry states its own width). Each rank looks up the tokens it holds and the partial rows are
 summed; the head computes vocab/tp logits per token, and the loss exchanges three numbers per token.
+
+Modules of multi-token prediction follow the head: each looks up the token after the next one, projects it
+together with the hidden state, and runs a block and the model's head again (arXiv 2412.19437, section 2.2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from meshwise.core.units import Num
 from meshwise.cost.op import cross_entropy, cross_entropy_backward, embedding, embedding_backward
-from meshwise.model.architecture import Model
+from meshwise.model.architecture import Model, layer_kind
+from meshwise.model.weights import embedding_weights, frozen, head_weights, mtp_weights
+from meshwise.program.block import block_ops
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, backward_last, collective, elementwise, linear
-from meshwise.program.tensor_1d import norm
+from meshwise.program.held import hold
+from meshwise.program.op import Op, Precision, backward_last, collective, elementwise, linear
+from meshwise.program.tensor_1d import column_linear, norm, on_tp, shards, summing
 
 
 def embed(model: Model, cut: Cut) -> list[Op]:
-    """Token (or patch) embedding, positions and their dropout, forward and backward."""
-    return backward_last(list(_embed(model, cut)))
+    """Embedding of tokens or patches, positions and what else is added, forward and backward.
+
+    Under LoRA it is frozen: it has no backward and keeps nothing.
+    """
+    weights = embedding_weights(model)
+    if not cut.lora_rank:
+        return backward_last(hold(_embed(model, cut), weights, cut, shards))
+    forward = [replace(op, saved_bytes=0.0) for op in _embed(model, cut) if op.phase == "forward"]
+    return hold(forward, frozen(weights), cut, shards)
 
 
 def head(model: Model, cut: Cut) -> list[Op]:
-    """Final norm, LM head (or pixel head) and loss, forward and backward."""
-    return backward_last(list(_head(model, cut)))
+    """Final norm, the model's heads and the loss, and multi-token prediction, forward and backward."""
+    weights = head_weights(model)
+    ops = hold(_head(model, cut), frozen(weights) if cut.lora_rank else weights, cut, shards)
+    if cut.kind == "train":
+        for _ in range(model.mtp_layers):
+            ops += _predict_further(model, cut)
+    return backward_last(ops)
+
+
+# --- embedding ---------------------------------------------------------------------------------
 
 
 def _embed(model: Model, cut: Cut) -> Iterator[Op]:
-    module, prec = "embedding", cut.precision
-    if model.patches is not None:
-        patch = model.patches.channels * float(model.patches.patch**2)
-        yield from linear(
-            module, "patch_proj", cut.split_tokens, patch, float(model.hidden), prec, bias=True,
-        )  # fmt: skip
-    else:
-        yield from _look_up(model, cut)
-    if model.positions == "learned":
-        yield from elementwise(
-            module, "positions", "residual", cut.split_tokens, model.hidden, prec,
-            num_params=float((model.max_seq + model.extra_position_rows) * model.hidden),
-        )  # fmt: skip
-    if model.dropout_frac:
-        yield from elementwise(module, "dropout", "dropout", cut.split_tokens, model.hidden, prec)
-
-
-def _look_up(model: Model, cut: Cut) -> Iterator[Op]:
     module, prec, hidden = "embedding", cut.precision, float(model.hidden)
-    common: dict[str, Any] = {
-        "module": module,
-        "name": "tokens",
-        "kind": "kernel",
-        "shape": (cut.tokens, hidden),
-    }
-    yield Op(
-        phase="forward",
-        cost=embedding(cut.tokens, hidden, elem_bytes=prec.act_bytes),
-        saved_bytes=8.0 * cut.tokens,
-        num_params=model.vocab * hidden / cut.tp,
-        **common,
+    patches, rows = model.patches, cut.split_tokens
+    if patches is not None:
+        pixels = patches.channels * float(patches.patch**2)
+        yield from linear(module, "patch_proj", rows, pixels, hidden, prec, bias=True)
+        if patches.class_token:
+            yield from elementwise(module, "class_token", "copy", cut.microbatch, hidden, prec)
+    if model.vocab:
+        yield from _look_up(model, cut, module)
+    if model.token_types:
+        yield from elementwise(module, "token_types", "residual", rows, hidden, prec)
+    if model.positions in ("learned", "sinusoidal"):
+        yield from elementwise(module, "positions", "residual", rows, hidden, prec)
+    if model.embedding_norm:
+        yield from norm(model, cut, module, "norm")
+    if model.dropout_frac:
+        yield from elementwise(module, "dropout", "dropout", rows, hidden, prec)
+
+
+def _look_up(model: Model, cut: Cut, module: str) -> Iterator[Op]:
+    hidden, elem_bytes = float(model.hidden), cut.precision.act_bytes
+    both = Op(module=module, name="tokens", phase="forward", kind="kernel", shape=(cut.tokens, hidden))
+    yield replace(
+        both, cost=embedding(cut.tokens, hidden, elem_bytes=elem_bytes), saved_bytes=8.0 * cut.tokens
     )
-    payload = cut.tokens * hidden * prec.act_bytes
-    on_tp: dict[str, Any] = {
-        "axis": "tp",
-        "payload_bytes": payload,
-        "group_size": cut.tp,
-        "stride": cut.tp_stride,
-    }
-    kind = "reduce_scatter" if cut.sequence_parallel else "all_reduce"
-    yield collective(module, "tokens", "forward", kind, **on_tp)
+    yield on_tp(module, "tokens", "forward", summing(cut), hidden, cut)
     if cut.sequence_parallel:
-        yield collective(module, "tokens", "backward", "all_gather", **on_tp)
-    backward = embedding_backward(cut.tokens, hidden, elem_bytes=prec.act_bytes)
-    yield Op(phase="backward", cost=backward, is_weight_grad=True, **common)
+        yield on_tp(module, "tokens", "backward", "all_gather", hidden, cut)
+    cost = embedding_backward(cut.tokens, hidden, elem_bytes=elem_bytes)
+    yield replace(both, phase="backward", cost=cost, is_weight_grad=True)
+
+
+# --- head --------------------------------------------------------------------------------------
 
 
 def _head(model: Model, cut: Cut) -> Iterator[Op]:
     module, prec, hidden = "head", cut.precision, float(model.hidden)
+    is_frozen = cut.lora_rank > 0
     if model.final_norm:
         yield from norm(model, cut, module, "final_norm")
-    if model.patches is not None:
+    if model.patches is not None and model.patches.out_channels:
         width = model.patches.out_channels * float(model.patches.patch**2)
-        if width:
-            yield from linear(module, "pixel_head", cut.split_tokens, hidden, width, prec, bias=True)
-        return
-    if not model.vocab or not model.lm_head:
-        return
-    vocab = model.vocab / cut.tp
-    payload = cut.tokens * hidden * prec.act_bytes
-    on_tp: dict[str, Any] = {
-        "axis": "tp",
-        "payload_bytes": payload,
-        "group_size": cut.tp,
-        "stride": cut.tp_stride,
-    }
-    if cut.sequence_parallel:
-        yield collective(module, "logits", "forward", "all_gather", **on_tp)
-        yield collective(module, "logits", "backward", "all_gather", hides_behind="logits", **on_tp)
-    for op in linear(module, "logits", cut.tokens, hidden, vocab, prec, saved_rows=cut.split_tokens):
-        yield replace(op, num_params=0.0) if model.tied_embedding else op
-    kind = "reduce_scatter" if cut.sequence_parallel else "all_reduce"
-    yield collective(module, "logits", "backward", kind, hides_behind="logits", **on_tp)
-    yield from _loss(cut, vocab)
+        yield from linear(
+            module,
+            "pixel_head",
+            cut.split_tokens,
+            hidden,
+            width,
+            prec,
+            bias=model.head_bias,
+            frozen=is_frozen,
+        )
+    if model.pooler:
+        yield from linear(module, "pooler", cut.microbatch, hidden, hidden, prec, bias=True, frozen=is_frozen)
+        yield from elementwise(module, "pooler_tanh", "tanh", cut.microbatch, hidden, prec)
+    if model.num_classes:
+        classes = float(model.num_classes)
+        yield from linear(
+            module, "classifier", cut.microbatch, hidden, classes, prec, bias=True, frozen=is_frozen
+        )
+    if model.vocab and model.lm_head:
+        yield from _predict(model, cut, "")
 
 
-def _loss(cut: Cut, vocab: Num) -> Iterator[Op]:
-    module, act_bytes = "head", cut.precision.act_bytes
-    common: dict[str, Any] = {
-        "module": module,
-        "name": "cross_entropy",
-        "kind": "kernel",
-        "shape": (cut.tokens, vocab),
-    }
-    forward = cross_entropy(cut.tokens, vocab, elem_bytes=act_bytes)
-    yield Op(phase="forward", cost=forward, saved_bytes=4.0 * cut.tokens * vocab, **common)
+def _predict(model: Model, cut: Cut, prefix: str) -> Iterator[Op]:
+    """Logits of every token, and their loss."""
+    module, prec, hidden, is_frozen = "head", cut.precision, float(model.hidden), cut.lora_rank > 0
+    if model.mlm_transform:
+        rows = cut.split_tokens
+        yield from linear(module, "transform", rows, hidden, hidden, prec, bias=True, frozen=is_frozen)
+        yield from elementwise(module, "transform_act", model.activation, rows, hidden, prec)
+        yield from norm(model, cut, module, "transform_norm")
+    vocab, name = model.vocab / cut.tp, f"{prefix}logits"
+    yield from column_linear(module, name, hidden, {name: vocab}, cut, bias=model.head_bias, frozen=is_frozen)
+    if model.logit_softcap:
+        yield from elementwise(module, f"{prefix}logit_softcap", "softcap", cut.tokens, vocab, prec)
+    yield from _loss(cut, vocab, f"{prefix}cross_entropy", prec)
+
+
+def _loss(cut: Cut, vocab: Num, name: str, prec: Precision) -> Iterator[Op]:
+    tokens = cut.tokens
+    both = Op(module="head", name=name, phase="forward", kind="kernel", shape=(tokens, vocab))
+    forward = cross_entropy(tokens, vocab, elem_bytes=prec.act_bytes)
+    yield replace(both, cost=forward, saved_bytes=4.0 * tokens * vocab)
     yield collective(
-        module, "cross_entropy", "forward", "all_reduce", "tp", 4.0 * cut.tokens, cut.tp,
-        stride=cut.tp_stride, count=3.0,
-    )  # fmt: skip
-    yield Op(phase="backward", cost=cross_entropy_backward(cut.tokens, vocab, elem_bytes=act_bytes), **common)
+        "head", name, "forward", "all_reduce", "tp", 4.0 * tokens, cut.tp, stride=cut.tp_stride, count=3.0
+    )
+    backward = cross_entropy_backward(tokens, vocab, elem_bytes=prec.act_bytes)
+    yield replace(both, phase="backward", cost=backward)
+
+
+# --- multi-token prediction ----------------------------------------------------------------------
+
+
+def _predict_further(model: Model, cut: Cut) -> list[Op]:
+    """One module: next token's embedding and hidden state, normalised, projected, a block, the head."""
+    weights = mtp_weights(model)
+    ops = [
+        *_join(model, cut),
+        *block_ops(model, cut, layer_kind(model, model.num_layers - 1)),
+        *norm(model, cut, "mtp", "final_norm"),
+        *_predict(model, cut, "mtp_"),
+    ]
+    return hold(ops, frozen(weights) if cut.lora_rank else weights, cut, shards)
+
+
+def _join(model: Model, cut: Cut) -> Iterator[Op]:
+    module, hidden = "mtp", float(model.hidden)
+    look_up = _look_up(model, cut, module)
+    yield from (op for op in look_up if not (cut.lora_rank and op.phase == "backward"))
+    for name in ("embedding_norm", "hidden_norm"):
+        yield from norm(model, cut, module, name)
+    yield from elementwise(module, "concatenate", "copy", cut.split_tokens, 2.0 * hidden, cut.precision)
+    local = {"projection": hidden / cut.tp}
+    yield from column_linear(module, "projection", 2.0 * hidden, local, cut, frozen=cut.lora_rank > 0)
+    yield on_tp(module, "projection_rows", "forward", "all_gather", hidden, cut)
+    if cut.sequence_parallel:
+        yield on_tp(module, "projection_rows", "backward", "all_gather", hidden, cut)

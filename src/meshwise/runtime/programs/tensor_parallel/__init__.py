@@ -98,6 +98,7 @@ def model_of(options: Options) -> Model:
         linear_bias=is_gpt,
         qkv_bias=is_gpt,
         out_bias=is_gpt,
+        norm_bias=is_gpt,
         positions="none",
         tied_embedding=True,
         causal=options.causal,

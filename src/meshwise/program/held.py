@@ -1,0 +1,55 @@
+"""What a rank holds of a model's weights, and which op brings each of them.
+
+A layout says over how many ranks it cuts a weight (`shards`); a weight is then part of the op that it names,
+in that op's forward row. Every weight finds its op: over all ranks, each weight counted once, the ops of a
+program hold the parameters of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from meshwise.core.units import Num
+from meshwise.model.weights import Weight, Weights, has_adapters
+from meshwise.program.cut import Cut
+from meshwise.program.op import Held, Op
+
+Shards = Callable[[Weight, Cut], Num]
+
+
+def hold(ops: Iterable[Op], weights: Weights, cut: Cut, shards: Shards) -> list[Op]:
+    """`ops`, of which the first forward op of its name brings each weight."""
+    core = "flash" if cut.flash else "softmax"
+    brought: dict[tuple[str, str], list[Held]] = {}
+    for weight in weights:
+        op_name = core if weight.op == "core" else weight.op
+        brought.setdefault((weight.module, op_name), []).append(Held(weight, shards(weight, cut)))
+    holding = []
+    for op in ops:
+        if op.phase == "forward" and op.kind != "collective" and (op.module, op.name) in brought:
+            op = _with_weights(op, tuple(brought.pop((op.module, op.name))), cut)
+        holding.append(op)
+    assert not brought, f"no op brings the weights {sorted(brought)}"
+    return holding
+
+
+def _with_weights(op: Op, weights: tuple[Held, ...], cut: Cut) -> Op:
+    frozen = [held for held in weights if not held.weight.trains]
+    return replace(
+        op,
+        weights=weights,
+        num_params=sum(held.num_params for held in weights),
+        num_frozen=sum(held.num_params for held in frozen),
+        num_quantized=sum(held.num_params for held in frozen if cut.lora_rank and _is_narrow(held.weight)),
+    )
+
+
+def _is_narrow(weight: Weight) -> bool:
+    """Whether QLoRA keeps a frozen weight in few bits: the matrices of blocks, experts too, but no router."""
+    return has_adapters(weight) or (weight.is_expert and weight.is_matrix)
+
+
+def num_held(weights: Weights, cut: Cut, shards: Shards) -> Num:
+    """Parameters of `weights` that one rank holds."""
+    return sum(weight.size / shards(weight, cut) for weight in weights)

@@ -1,0 +1,169 @@
+"""Each weight is named once: over all ranks of any layout, the ops hold exactly the model's parameters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwise.core.errors import PlanError
+from meshwise.model.architecture import Layer, Model, layer_kind
+from meshwise.model.find import find_model, model_names
+from meshwise.model.huggingface import read_config
+from meshwise.model.weights import block_weights, num_mtp_params, num_params
+from meshwise.program.block import block, shared_gradients
+from meshwise.program.cut import Cut
+from meshwise.program.grid import check_grid
+from meshwise.program.op import Op
+from meshwise.program.vocabulary import embed, head
+
+CONFIGS = sorted((Path(__file__).parent / "data" / "configs").glob("*.json"))
+MODELS = {
+    **{f"preset {name}": find_model(name) for name in model_names()},
+    **{f"config {path.stem}": read_config(path) for path in CONFIGS},
+}
+
+
+def parts(model: Model, cut: Cut) -> Iterator[tuple[int, list[Op]]]:
+    """How often each part of a model occurs, and its ops."""
+    kinds = Counter(layer_kind(model, number) for number in range(model.num_layers))
+    yield from ((count, block(model, cut, layer)) for layer, count in kinds.items())
+    yield from ((1, embed(model, cut)), (1, head(model, cut)))
+
+
+def counted_once(model: Model, cut: Cut) -> float:
+    """Parameters on all ranks that share a model, slices that several of them hold counted once."""
+    return sum(
+        count * held.num_params * held.shards
+        for count, ops in parts(model, cut)
+        for op in ops
+        for held in op.weights
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_rank_holds_all(name: str) -> None:
+    model, cut = MODELS[name], Cut(microbatch=1.0, seq=64.0)
+    held = sum(count * sum(op.num_params for op in ops) for count, ops in parts(model, cut))
+    assert held == num_params(model) + num_mtp_params(model)
+
+
+@given(
+    name=st.sampled_from(list(MODELS)),
+    tp=st.sampled_from([1.0, 2.0, 4.0, 8.0, 16.0]),
+    ep=st.sampled_from([1.0, 2.0, 8.0]),
+    etp=st.sampled_from([1.0, 2.0, 4.0]),
+    flash=st.booleans(),
+    sp=st.booleans(),
+    lora_rank=st.sampled_from([0, 8]),
+)
+def test_ranks_hold_all_together(
+    name: str, tp: float, ep: float, etp: float, flash: bool, sp: bool, lora_rank: int
+) -> None:
+    """Any degrees; what a rank multiplies has the size of the matrices that it holds; adapters are extra."""
+    model = MODELS[name]
+    cut = Cut(microbatch=1.0, seq=64.0, tp=tp, ep=ep, etp=etp, flash=flash, sequence_parallel=sp)
+    cut = replace(cut, lora_rank=lora_rank)
+    adapters = sum(
+        count * held.num_params * held.shards
+        for count, ops in parts(model, cut)
+        for op in ops
+        for held in op.weights
+        if held.weight.is_adapter
+    )
+    assert counted_once(model, cut) - adapters == num_params(model) + num_mtp_params(model)
+    assert bool(adapters) == bool(lora_rank)
+    for _, ops in parts(model, cut):
+        for op in ops:
+            assert op.num_params == sum(held.num_params for held in op.weights)
+            matrices = sum(held.num_params for held in op.weights if held.weight.is_matrix)
+            if op.kind == "matmul" and matrices:
+                assert matrices == pytest.approx(op.shape[0] * op.shape[2] * op.shape[3], rel=1e-12)
+
+
+GRIDS = [("2d", (2, 2)), ("2d", (4, 2)), ("2d-cp", (2, 4)), ("2.5d", (2, 2, 4)), ("3d", (2, 2, 2))]
+
+
+@given(name=st.sampled_from(list(MODELS)), layout=st.sampled_from(GRIDS), scores=st.booleans())
+def test_grids_hold_all_together(name: str, layout: tuple[str, tuple[int, ...]], scores: bool) -> None:
+    """Blocks of layouts of several dimensions, wherever a model can be cut by them."""
+    model, (kind, grid) = MODELS[name], layout
+    scores = scores and kind != "2d-cp"
+    try:
+        check_grid(model, kind, grid, prod(grid), seq=4096, scores_split=scores)
+    except PlanError:
+        return
+    sizes = tuple(map(float, grid))
+    cut = Cut(microbatch=1.0, seq=4096.0, layout=kind, grid=sizes, tp=prod(sizes), sequence_parallel=True)
+    cut = replace(cut, grid_scores=scores, flash=not scores)
+    ops = block(model, cut)
+    assert sum(held.num_params * held.shards for op in ops for held in op.weights) == sum(
+        weight.size for weight in block_weights(model, Layer())
+    )
+    assert max(held.shards for op in ops for held in op.weights) <= prod(grid)
+
+
+def test_multi_token_prediction_deepseek_v3_readme_weights() -> None:
+    """README_WEIGHTS of DeepSeek-V3: 11.5B parameters of its own, the shared embedding and head apart."""
+    assert num_mtp_params(find_model("deepseek-v3")) == pytest.approx(11.5e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "trainable"),
+    [
+        pytest.param("llama2-7b", 39_976_960, id="PEFT, Llama 2 7B, rank 16, all linear layers: 39,976,960"),
+        pytest.param("llama3-8b", 41_943_040, id="PEFT, Llama 3 8B, rank 16, all linear layers: 41,943,040"),
+    ],
+)
+def test_trainable_parameters_of_adapters(name: str, trainable: int) -> None:
+    model, cut = find_model(name), Cut(microbatch=1.0, seq=64.0, lora_rank=16)
+    ops = [(count, op) for count, ops in parts(model, cut) for op in ops]
+    assert sum(count * (op.num_params - op.num_frozen) for count, op in ops) == trainable
+    assert sum(count * op.num_frozen for count, op in ops) == num_params(model)
+    assert {op.name for _, op in ops if op.is_weight_grad} == {
+        f"{part}_lora_{side}" for part in ("q", "k", "v", "o", "gate", "up", "down") for side in "ab"
+    }
+
+
+def test_balance_biases_do_not_train() -> None:
+    """DeepSeek-V3 moves them by a rule; everything else trains."""
+    model = find_model("deepseek-v3")
+    frozen = {
+        op.name for _, ops in parts(model, Cut(microbatch=1.0, seq=64.0)) for op in ops if op.num_frozen
+    }
+    assert frozen == {"balance_bias"}
+
+
+@given(st.sampled_from(["llama3-8b", "mixtral-8x7b", "deepseek-v3"]), st.sampled_from([0.5, 1.0]))
+def test_narrow_frozen_weights_are_widened_before_each_use(name: str, frozen_bytes: float) -> None:
+    """QLoRA: each frozen matrix of a block is read in few bits and written wide, forward and backward."""
+    model, plain = find_model(name), Cut(microbatch=1.0, seq=64.0, lora_rank=8)
+    layer = layer_kind(model, model.num_layers - 1)
+    ops = block(model, replace(plain, frozen_bytes=frozen_bytes), layer)
+    widened = [op for op in ops if op.name.endswith("_dequantize")]
+    narrow = sum(op.num_quantized for op in ops)
+    for phase in ("forward", "backward"):
+        mine = [op for op in widened if op.phase == phase]
+        assert sum(op.cost.read_bytes for op in mine) == frozen_bytes * narrow
+        assert sum(op.cost.write_bytes for op in mine) == 2.0 * narrow
+    assert len(block(model, plain, layer)) == len(ops) - len(widened)
+    vectors = sum(w.size for w in block_weights(model, layer) if not w.is_matrix or w.op == "router")
+    assert narrow + vectors == sum(w.size for w in block_weights(model, layer))
+
+
+def test_shared_gradients_are_of_norms_and_of_copied_heads() -> None:
+    """Under sequence parallelism norms see a rank's own tokens; 16 ranks hold 8 key-value heads twice."""
+    model = find_model("llama3-8b")
+    cut = Cut(microbatch=1.0, seq=64.0, tp=16.0, sequence_parallel=True)
+    norms, copies = shared_gradients(model, cut)
+    assert (norms.payload_bytes, norms.group_size) == (2 * 2 * model.hidden, 16)
+    assert (copies.payload_bytes, copies.group_size) == (2 * 2 * model.hidden * model.head_dim, 2)
+    assert [
+        op.group_size for op in shared_gradients(model, replace(cut, tp=8.0, sequence_parallel=False))
+    ] == [1]
