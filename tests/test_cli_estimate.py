@@ -106,6 +106,7 @@ BAD = {
     "degree that is no number": (("gpt3-175b", "--plan", "tp=nan"), "tp=nan"),
     "unknown plan key": (("gpt3-175b", "--plan", "tpp=2"), "tpp"),
     "negative batch": (("gpt3-175b", "--batch", "-4"), "batch=-4"),
+    "sequence beyond learned positions": (("gpt3-175b", "--seq", "4096"), "2048 learned positions"),
     "zero sequence": (("gpt3-175b", "--seq", "0"), "seq=0"),
     "tokens that are no number": (
         ("gpt3-175b", "--tokens", "nan"),
