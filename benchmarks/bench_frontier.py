@@ -18,16 +18,10 @@ if hasattr(os, "sched_setaffinity"):
 
 import numpy as np
 
-from meshwise.published.frontier import (
-    Assumptions,
-    LinearLayer,
-    best_runs,
-    find_device,
-    frontier,
-    layer_times,
-)
-from meshwise.published.frontier.assumptions import sizes
-from meshwise.published.frontier.run import CURVE_FLOP, RUN_UTILIZATION, search_grid
+from meshwise.published.frontier.assumptions import Assumptions, sizes
+from meshwise.published.frontier.device import find_device
+from meshwise.published.frontier.layer import LinearLayer, layer_times
+from meshwise.published.frontier.run import CURVE_FLOP, RUN_UTILIZATION, best_runs, frontier, search_grid
 
 
 def best_of_three(call: Callable[[], Any]) -> float:

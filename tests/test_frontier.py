@@ -16,30 +16,29 @@ from typer.testing import CliRunner
 from meshwise.cli.frontier import app
 from meshwise.core.errors import ClusterError, MeshwiseError, WorkloadError
 from meshwise.machine.hardware import find_chip
-from meshwise.published.frontier import (
-    Assumptions,
-    Device,
-    Failures,
-    Frontier,
-    Law,
+from meshwise.published.frontier.assumptions import Assumptions, assumptions, latency_wall_flop, sizes
+from meshwise.published.frontier.device import Device, device_from_chip, find_device
+from meshwise.published.frontier.failures import Failures, checkpoint_interval_s, goodput, young_interval_s
+from meshwise.published.frontier.laws import Law
+from meshwise.published.frontier.layer import (
+    PATTERNS,
     LinearLayer,
-    assumptions,
-    best_runs,
-    device_from_chip,
+    all_reduce_words,
+    all_reduce_words_by_level,
     end_of_batch_s,
-    failure_sensitivity,
-    find_device,
-    frontier,
-    latency_wall_flop,
     layer_times,
     layer_what_ifs,
+)
+from meshwise.published.frontier.run import (
+    RUN_UTILIZATION,
+    Frontier,
+    best_runs,
+    failure_sensitivity,
+    frontier,
     power_and_cost,
+    search_grid,
     sensitivity,
 )
-from meshwise.published.frontier.assumptions import sizes
-from meshwise.published.frontier.failures import checkpoint_interval_s, goodput, young_interval_s
-from meshwise.published.frontier.layer import PATTERNS, all_reduce_words, all_reduce_words_by_level
-from meshwise.published.frontier.run import RUN_UTILIZATION, search_grid
 from meshwise.published.frontier.step import (
     Split,
     all_reduce_latency_s,
@@ -506,6 +505,23 @@ def test_layer_command_on_a_chip_also_knows_its_two_levels() -> None:
     two = json.loads(CliRunner().invoke(app, words, catch_exceptions=False).stdout)["two_level"]
     assert two["inner_in"] * two["inner_out"] <= 8
     assert two["binds"] == "network"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            "layer --d-in 8 --d-out 8 --batch 8 --chip h100-80g-sxm --network-bytes-per-s 1e9",
+            "leave --network-bytes-per-s out",
+        ),
+        ("run --chip h100-80g-sxm --months 3 --set duration_s=1e6", "both give the duration"),
+        ("run --chip h100-80g-sxm --set schedule=1f1b --set schedule=interleaved", "schedule twice"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(meshwise, words: str, says: str) -> None:
+    done = meshwise("frontier", *words.split())
+    assert done.code == 2
+    assert says in done.err
 
 
 def test_run_command_on_a_users_own_device(tmp_path: Path) -> None:

@@ -5,16 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwise.core.units import with_prefix
-from meshwise.published.frontier import (
-    Assumptions,
-    Device,
-    assumptions,
-    find_device,
-    frontier,
-    latency_wall_flop,
-)
-from meshwise.published.frontier.assumptions import sizes
-from meshwise.published.frontier.run import RUN_UTILIZATION, failure_sensitivity, sensitivity
+from meshwise.published.frontier.assumptions import Assumptions, assumptions, latency_wall_flop, sizes
+from meshwise.published.frontier.device import Device, find_device
+from meshwise.published.frontier.run import RUN_UTILIZATION, failure_sensitivity, frontier, sensitivity
 from meshwise.published.frontier.step import all_reduce_latency_s
 from meshwise.report.frontier_plot import plot_frontiers, plot_sensitivity
 from meshwise.report.frontier_table import flop

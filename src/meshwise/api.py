@@ -337,13 +337,13 @@ def profile(
 
 
 def frontier(
-    chip: str | Path, *, months: float = 3.0, utilization: float = 0.7, **settings: str | float
+    chip: str | Path, *, months: float | None = None, utilization: float = 0.7, **settings: str | float
 ) -> Frontier:
     """Find the best utilization of `chip` at each training compute, and the largest runs.
 
     Args:
         chip: A chip or cluster of the catalog, or the path of a TOML file.
-        months: Longest duration of a run, in months of 30 days.
+        months: Longest duration of a run, in months of 30 days; 3 by default.
         utilization: Share of the peaks that throttling leaves.
         settings: A law, an option or a number of the run, as `schedule="interleaved"` (docs/frontier.md).
 

@@ -27,6 +27,7 @@ Settings = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Replace a law, an option or a number; repeatable."),
 ]
 Utilization = Annotated[float, typer.Option(help="Share of the peaks that throttling leaves.")]
+Months = Annotated[float | None, typer.Option(help="Longest duration, in months of 30 days [3].")]
 Plot = Annotated[Path | None, typer.Option(help="Draw to this .png, .svg, .pdf or .html file.")]
 
 
@@ -89,7 +90,7 @@ def layer(
 @app.command()
 def run(
     chip: Annotated[list[str], Chip],
-    months: Annotated[float, typer.Option(help="Longest duration, in months of 30 days.")] = 3.0,
+    months: Months = None,
     utilization: Utilization = 0.7,
     settings: Settings = None,
     watts: Annotated[float | None, typer.Option(help="Watts per device, all included.")] = None,
@@ -117,7 +118,7 @@ def run(
 @app.command()
 def sensitivity(
     chip: Annotated[str, Chip],
-    months: Annotated[float, typer.Option(help="Longest duration, in months of 30 days.")] = 3.0,
+    months: Months = None,
     utilization: Utilization = 0.7,
     settings: Settings = None,
     plot: Plot = None,

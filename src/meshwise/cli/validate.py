@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from meshwise.cli.output import console, print_json
+from meshwise.core.errors import DataError
 
 DATA_FILES = ("measured_iterations_a100.csv", "measured_ops.csv", "published_micro.csv")
 """Tables of measurements that do not ship with the package."""
@@ -40,6 +41,9 @@ def validate(
 ) -> None:
     """Compare predictions with measurements: error per source, chip and kind, and the worst rows."""
     if cases is not None:
+        others = {"--runs": runs, "--data": data, "--plot": plot, "--write-docs": write_docs}
+        if unused := [option for option, value in others.items() if value]:
+            raise DataError(f"--cases compares its own file only; leave {unused[0]} out")
         _validate_cases(cases, json=json)
         return
     from meshwise.calibrate.validate import validate as predict
@@ -66,7 +70,6 @@ def validate(
 def _files(runs: list[Path] | None, data: Path | None) -> list[Path]:
     """The files that the options name; without any, the runs that ship with the package."""
     from meshwise.calibrate.runs import published_runs
-    from meshwise.core.errors import DataError
 
     tables = [data / name for name in DATA_FILES if (data / name).is_file()] if data else []
     if data and not tables:

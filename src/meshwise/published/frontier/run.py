@@ -289,11 +289,13 @@ class Frontier:
     with_failures: Limits
 
 
-def settings_of(months: float, settings: Mapping[str, str | float]) -> tuple[Assumptions, Failures]:
-    """The assumptions and the failures of a run of at most `months`, with `settings` by name replaced."""
+def settings_of(months: float | None, settings: Mapping[str, str | float]) -> tuple[Assumptions, Failures]:
+    """The assumptions and the failures of a run of at most `months` [3], with `settings` by name replaced."""
+    if months is not None and "duration_s" in settings:
+        raise WorkloadError(f"duration_s and months={months:g} both give the duration; leave one of them out")
     of_failures = {key: value for key, value in settings.items() if key in FAILURE_NUMBERS}
     of_run = {key: value for key, value in settings.items() if key not in FAILURE_NUMBERS}
-    run = assumptions(**({"duration_s": months * MONTH_S} | of_run))
+    run = assumptions(**({"duration_s": (3.0 if months is None else months) * MONTH_S} | of_run))
     return run, Failures.llama3().changed(**of_failures)
 
 
