@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 import numpy as np
+from meshwise.estimate.block_time import block_time
 
 from benchmarks.timing import median_s, report
-from meshwise.estimate.block_time import block_time
 from meshwise.estimate.grid import Choices, plan_grid
 from meshwise.estimate.single import estimate
 from meshwise.estimate.timing import Machine, machine, op_times

@@ -188,7 +188,7 @@ def test_the_timeline_names_every_layer_once_and_every_microbatch(plan: str) -> 
     assert sum("embedding" in label for label in labels) == copies
     assert sum("head" in label for label in labels) == copies
     forwards = [event for event in events if event["ph"] == "X" and event["cat"] == "forward"]
-    assert len(forwards) == int(step.degrees.num_microbatches) * step.plan.pp * step.plan.vpp
+    assert len(forwards) == int(step.mesh.num_microbatches) * step.plan.pp * step.plan.vpp
 
 
 def test_the_trace_file_is_one_document(meshwise, tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ LAYERS = [
     ("trace", "search", "serve", "calibrate", "published"),
     ("estimate",),
     ("program",),
-    ("cost",),
     ("plan",),
+    ("cost",),
     ("model", "machine"),
     ("core",),
 ]

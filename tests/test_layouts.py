@@ -18,17 +18,17 @@ from figures import figures_script
 from meshwise.core.errors import PlanError
 from meshwise.core.units import Num
 from meshwise.cost.collective import sent_bytes
-from meshwise.estimate.block_time import block_time
-from meshwise.estimate.degrees import degrees
-from meshwise.estimate.single import check_plan, estimate
+from meshwise.estimate.part import PricedOp, price_parts
+from meshwise.estimate.single import estimate
 from meshwise.estimate.timing import machine, op_times
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
+from meshwise.plan.layouts import check_layout, default_grid
+from meshwise.plan.mesh import resolve
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
 from meshwise.program.block import block, shared_gradients
 from meshwise.program.cut import Cut
-from meshwise.program.grid import default_grid
 from meshwise.program.op import Op
 
 FIGURES = figures_script("tensor")
@@ -282,8 +282,9 @@ def test_panels_travel_behind_panels() -> None:
 
     def comm_s(one: Cut) -> float:
         ops = block(GPT3, one)
-        parts = block_time(ops, op_times(ops, runs_on))
-        return float((parts.forward + parts.backward + parts.weight).comm_tp)
+        rows = price_parts({"layer": ops}, runs_on)["layer"].rows
+        on_links = (row for row in rows if isinstance(row, PricedOp) and row.op.kind == "collective")
+        return float(sum(row.spent_s for row in on_links))
 
     ops = block(GPT3, on)
     all_s = sum(
@@ -312,7 +313,7 @@ def test_a_plan_reaches_the_block(layout: str) -> None:
 def test_columns_and_sequence_keep_a_copy_of_the_weights_in_every_row() -> None:
     """Its rows count as replicas: ZeRO shards over them, and gradients are exchanged over them."""
     job = Workload(batch=64, seq=2048)
-    on = degrees(parse_plan("pp=8,layout=2d-cp:4x2"), job, 64)
+    on = resolve(GPT3, parse_plan("pp=8,layout=2d-cp:4x2"), job, find_cluster("h100-80g-sxm:64"))
     assert (on.tp, on.cp, on.dp, on.replicas, on.zero_group) == (4, 2, 1, 2, 2)
 
 
@@ -332,12 +333,12 @@ def test_columns_and_sequence_keep_a_copy_of_the_weights_in_every_row() -> None:
 def test_a_plan_that_does_not_fit_is_one_sentence(text: str, message: str) -> None:
     model = replace(GPT3, num_heads=24, num_kv_heads=24) if "4x4x4" in text else GPT3
     with pytest.raises(PlanError, match=message):
-        check_plan(model, parse_plan(text), 2048)
+        check_layout(model, parse_plan(text), 2048)
 
 
 def test_a_model_that_a_layout_cannot_run_is_one_sentence() -> None:
     with pytest.raises(PlanError, match=r"no experts, which mixtral-8x7b needs; use layout=1d"):
-        check_plan(find_model("mixtral-8x7b"), parse_plan("layout=2d:2x2"), 4096)
+        check_layout(find_model("mixtral-8x7b"), parse_plan("layout=2d:2x2"), 4096)
 
 
 @pytest.mark.parametrize(

@@ -2,25 +2,24 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.core.errors import MeshwiseError, PlanError, WorkloadError
 from meshwise.cost.op import matmul_flop
-from meshwise.estimate.degrees import degrees
-from meshwise.estimate.grid import Choices, plan_grid
+from meshwise.cost.simulate import Timeline
 from meshwise.estimate.memory import OPTIMIZER_BYTES
 from meshwise.estimate.pipeline import play
 from meshwise.estimate.single import MEMORY_PARTS, TIME_PARTS, Estimate, estimate, model_flop
-from meshwise.estimate.stage import grid_stages, plan_stages
 from meshwise.estimate.step import step_cost
 from meshwise.estimate.timing import machine
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.model.weights import num_params
+from meshwise.plan.mesh import resolve
 from meshwise.plan.plan import parse_plan
+from meshwise.plan.stages import stages_of
 from meshwise.plan.workload import Workload
 
 GIB = 2**30
@@ -58,10 +57,10 @@ def layers_memory(name: str, extra: str) -> tuple[float, float]:
     """GiB of (states, activations) of the layers alone on the first stage, embedding left out."""
     plan_text, batch, micro, gpus, *_ = FIGURE_1[name]
     model, plan = find_model(name), parse_plan(f"{plan_text},attention=unfused,zero=0,{extra}")
-    on = degrees(plan, Workload(batch=batch, seq=2048, microbatch=micro), gpus)
-    first = replace(plan_stages(model, on)[0], embeddings=0.0, heads=0.0)
-    on_machine = machine(find_cluster(f"a100-80g-sxm:{gpus}"), "bf16", ideal=True)
-    memory = step_cost(model, on, on_machine, [first]).memory
+    cluster = find_cluster(f"a100-80g-sxm:{gpus}")
+    mesh = resolve(model, plan, Workload(batch=batch, seq=2048, microbatch=micro), cluster)
+    first = replace(stages_of(model, mesh)[0], embeddings=0.0, heads=0.0)
+    memory = step_cost(model, mesh, machine(cluster, "bf16", ideal=True), [first]).stages[0].memory
     states = memory.weights + memory.gradients + memory.optimizer
     return float(states) / GIB, float(memory.activations) / GIB
 
@@ -106,14 +105,14 @@ def check_bubble_frac(schedule: str, vpp: int, expected: float) -> None:
     """Bubble over the ideal time of `m` microbatches, embedding and head left out of the stages."""
     model, m, pp = find_model("gpt3-175b"), 24, 8
     plan = parse_plan(f"tp=8,pp={pp},schedule={schedule}" + (f",vpp={vpp}" if vpp > 1 else ""))
-    on = degrees(plan, Workload(batch=m, seq=2048), 64)
     cluster = find_cluster("a100-80g-sxm:64")
-    stages = [replace(plan_stages(model, on)[1], index=0.0, ranks=8.0)]
+    mesh = resolve(model, plan, Workload(batch=m, seq=2048), cluster)
+    stages = [replace(stages_of(model, mesh)[1], index=0.0, num_stages=8.0)]
     links_free = replace(machine(cluster, "bf16", ideal=True).base, link_latency_s=(0.0, 0.0))
     links_free = replace(links_free, link_bytes_per_s=(1e30, 1e30))
     ideal = replace(machine(cluster, "bf16", ideal=True), base=links_free)
-    cost = step_cost(model, on, ideal, stages)
-    assert float(cost.bubble_s / cost.time.total_s) == pytest.approx(expected, rel=1e-6)
+    cost = step_cost(model, mesh, ideal, stages)
+    assert float(cost.bubble_s / cost.work_s) == pytest.approx(expected, rel=1e-6)
 
 
 def test_bubble_of_gpipe_and_1f1b_narayanan_equation_1() -> None:
@@ -160,48 +159,10 @@ def test_parts_sum_to_the_whole(model: str, plan: str, cluster: str) -> None:
     assert sum(stage["num_like_it"] for stage in stages) == of.plan.pp
 
 
-@pytest.mark.parametrize(("model", "plan"), [("gpt3-175b", "tp=8,pp=8"), ("mixtral-8x7b", "tp=2,pp=2,ep=4")])
-def test_ledger_time_is_the_time_of_the_stages(model: str, plan: str) -> None:
-    of = priced(model, plan, cluster="h100-80g-sxm:64", batch=128)
-    rounds = float(of.degrees.num_microbatches)
-    for cost in of.step.stages:
-        rank = float(cost.stage.index) * float(of.degrees.stride("pp"))
-        mine = of.ledger.where(rank=rank, phase=("forward", "backward", "recompute"))
-        assert mine.total("time_s") == pytest.approx(rounds * float(cost.time.total.total_s), rel=1e-9)
-
-
 def test_hfu_without_recompute_exceeds_mfu_only_by_the_scores_of_fused_attention() -> None:
     of = priced(plan="tp=8,pp=8,attention=unfused")
     assert of.hfu == pytest.approx(of.mfu, rel=0.03)  # unfused attention computes the masked half too
     assert of.hfu > of.mfu
-
-
-CHOICES = Choices(
-    tp=(1, 2, 8),
-    cp=(1, 2),
-    microbatch=(1, 2),
-    pp=(1, 4, 8),
-    schedules=(("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2), ("dualpipe", 1)),
-    recompute=("none", "selective", "full"),
-    zero=(0, 1, 2, 3),
-)
-
-
-@given(st.data())
-def test_a_grid_equals_its_plans_one_by_one(data: st.DataObject) -> None:
-    model, cluster = find_model("gpt3-175b"), find_cluster("a100-80g-sxm:512")
-    grid = plan_grid(model, 512, 1536, 2048, CHOICES, parse_plan(""))
-    runs_on = machine(cluster, "bf16")
-    cost = grid.price(model, runs_on)
-    cells = np.argwhere(np.broadcast_to(grid.valid, CHOICES.shape))
-    index = tuple(int(i) for i in cells[data.draw(st.integers(0, len(cells) - 1))])
-    plan, micro = grid.plan(index)
-    one = estimate(model, cluster, plan, Workload(batch=1536, seq=2048, microbatch=micro))
-    whole = np.broadcast_to(cost.step_s, CHOICES.shape)[index]
-    assert whole == pytest.approx(one.step_s, rel=1e-9)
-    for name in MEMORY_PARTS:
-        part = np.broadcast_to(getattr(cost.memory, name), CHOICES.shape)[index]
-        assert part == pytest.approx(one.memory_bytes[name], rel=1e-9), name
 
 
 @given(
@@ -216,36 +177,29 @@ def test_faster_machines_and_links_never_cost_time(
     tp: int, pp: int, cp: int, zero: int, recompute: str, overlap: bool
 ) -> None:
     text = f"tp={tp},pp={pp},cp={cp},zero={zero},recompute={recompute},overlap_dp={int(overlap)}"
-    model, on = find_model("llama3-8b"), degrees(parse_plan(text), Workload(batch=256, seq=4096), 128)
-    runs_on = machine(find_cluster("a100-80g-sxm:128"), "bf16", ideal=True)
-    stages = plan_stages(model, on)
-    before = step_cost(model, on, runs_on, stages).step_s
+    model, cluster = find_model("llama3-8b"), find_cluster("a100-80g-sxm:128")
+    mesh = resolve(model, parse_plan(text), Workload(batch=256, seq=4096), cluster)
+    runs_on = machine(cluster, "bf16", ideal=True)
+    before = step_cost(model, mesh, runs_on).step_s
     base = runs_on.base
     for faster in (
         replace(base, memory_bytes_per_s=2 * base.memory_bytes_per_s),
         replace(base, link_bytes_per_s=tuple(2 * x for x in base.link_bytes_per_s)),
         replace(base, link_latency_s=tuple(x / 2 for x in base.link_latency_s)),
     ):
-        after = step_cost(model, on, replace(runs_on, base=faster), stages).step_s
+        after = step_cost(model, mesh, replace(runs_on, base=faster)).step_s
         assert after <= before * (1 + 1e-12)
 
 
-def test_first_middle_and_last_of_a_grid_are_the_stages_of_a_plan() -> None:
-    model = find_model("deepseek-v2")
-    on = degrees(parse_plan("pp=4,ep=8"), Workload(batch=512, seq=4096), 64)
-    single = {(s.dense_layers, s.moe_layers, s.embeddings, s.heads): s.ranks for s in plan_stages(model, on)}
-    grid = {
-        tuple(float(x) for x in (s.dense_layers, s.moe_layers, s.embeddings, s.heads)): float(s.ranks)
-        for s in grid_stages(model, on)
-    }
-    assert single == grid
+def played_pipeline(of: Estimate) -> Timeline:
+    return play(of.model, of.mesh, of.step, of.machine, hop_s=float(of.step.hop_s))
 
 
 def test_uneven_stages_are_played() -> None:
     even = priced(plan="tp=8,pp=4,zero=0", batch=64)
     uneven = priced(plan="tp=8,pp=4,zero=0,stages=30-22-22-22", batch=64)
     assert uneven.step_s > even.step_s
-    played = play(uneven.model, uneven.degrees, uneven.step.blocks, hop_s=float(uneven.step.hop_s))
+    played = played_pipeline(uneven)
     spent = uneven.time_s
     assert played.makespan_s == pytest.approx(
         spent["bubble"] + spent["comm_pp"] + sum(spent[x] for x in TIME_PARTS[:6]), rel=1e-9
@@ -259,15 +213,15 @@ def test_dualpipe_shares_both_ends_of_the_model() -> None:
         (2, 8),
         (2, 8),
     ]
-    played = play(of.model, of.degrees, of.step.blocks, hop_s=float(of.step.hop_s))
+    played = played_pipeline(of)
     closed = sum(of.time_s[name] for name in (*TIME_PARTS[:6], "bubble", "comm_pp"))
     assert closed == pytest.approx(played.makespan_s, rel=0.03)
 
 
 def test_a_straggler_holds_up_the_pipeline() -> None:
     of = priced(plan="tp=8,pp=8")
-    normal = play(of.model, of.degrees, of.step.blocks).makespan_s
-    slow = play(of.model, of.degrees, of.step.blocks, slowdown=[1, 1, 1, 1.5, 1, 1, 1, 1]).makespan_s
+    normal = play(of.model, of.mesh, of.step, of.machine).makespan_s
+    slow = play(of.model, of.mesh, of.step, of.machine, slowdown=[1, 1, 1, 1.5, 1, 1, 1, 1]).makespan_s
     assert 1.3 * normal < slow < 1.5 * normal
 
 
@@ -363,7 +317,8 @@ def test_stages_are_not_collapsed_into_one() -> None:
     [
         ("tp=8,pp=3", 64, PlanError, "64 ranks do not divide by tp=8 x cp=1 x pp=3"),
         ("tp=5", 64, PlanError, "tp=5"),
-        ("tp=1,pp=64", 64, PlanError, "96 layers of gpt3-175b do not divide by 64"),
+        ("tp=8,pp=4,vpp=9", 64, PlanError, "96 layers of gpt3-175b do not divide by 36 chunks"),
+        ("tp=1,pp=64,vpp=2", 64, PlanError, "cannot fill 128 pipeline stages"),
         ("tp=8,pp=4", 63, WorkloadError, "batch 63 does not divide by dp=2"),
         ("tp=8,pp=8,vpp=2", 63, PlanError, "microbatches that divide by pp"),
         ("tp=8,ep=2", 64, PlanError, "has no experts"),

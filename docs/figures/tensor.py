@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from meshwise.program.grid import check_grid
 
 from meshwise.core.errors import PlanError
 from meshwise.core.units import Num
 from meshwise.cost.collective import sent_bytes
-from meshwise.estimate.block_time import block_time
-from meshwise.estimate.timing import machine, op_times
+from meshwise.estimate.part import price_parts
+from meshwise.estimate.timing import machine
 from meshwise.machine.hardware import Cluster, find_cluster
 from meshwise.model.architecture import Model
 from meshwise.model.find import find_model
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
-from meshwise.program.grid import check_grid
 from meshwise.program.op import Op
 from meshwise.report.figure import new_figure, save_figure
 
@@ -161,16 +161,15 @@ def scaling(
             sequence_parallel=True,
         )  # fmt: skip
         ops = block(model, cut)
-        cost = block_time(ops, op_times(ops, runs_on))
-        kept = (STATE_BYTES * cost.num_params + cost.saved_bytes) * model.num_layers
-        total = cost.forward + cost.backward + cost.weight
+        cost = price_parts({"layer": ops}, runs_on)["layer"]
+        kept = (STATE_BYTES * cost.dense_params + cost.saved_bytes) * model.num_layers
         yield Point(
             layout=layout,
             grid=grid,
             ranks=count,
             sent_bytes=float(sum(map(_sent_bytes, ops))),
             memory_bytes=float(kept + 2.0 * cost.exchange_bytes),
-            time_s=float(total.total_s),
+            time_s=float(cost.forward_s + cost.backward_s + cost.weight_s),
             fits=bool(fitting),
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,11 +108,10 @@ def reproduce(
 def search(
     model: str | Path | Model,
     cluster: str | Path | Cluster,
-    plan: str | Path | Plan = "",
+    plan: str | Path | Plan | Mapping[str, Sequence[Any]] = "",
     *,
     batch: int,
     seq: int | None = None,
-    schedules: Sequence[str] = (),
     top: int = 5,
 ) -> Result:
     """Price every plan of `model` on `cluster` and keep the fastest that fit.
@@ -120,10 +119,10 @@ def search(
     Args:
         model: A `Model`, a preset or the path of a config.json.
         cluster: A `Cluster`, a preset, `"chip:count"`, or the path of a TOML file.
-        plan: What is fixed, as in `estimate`.
+        plan: Keys that are fixed, as in `estimate`, or the values that each may have: `"tp=4|8,zero=1"`, or
+            a mapping of keys to values. All others are searched, or have their default.
         batch: Global batch in sequences.
         seq: Tokens of a sequence; by default what the model allows, at most 4096.
-        schedules: Pipeline schedules to try; by default all but GPipe.
         top: How many plans to keep.
 
     Returns:
@@ -132,7 +131,6 @@ def search(
     Raises:
         MeshwiseError: A name is unknown or a number makes no sense.
     """
-    from meshwise.plan.plan import SCHEDULES
     from meshwise.plan.workload import Workload
     from meshwise.search.search import search as find
 
@@ -140,8 +138,7 @@ def search(
         raise WorkloadError(f"top={top} must be a whole number of at least 1")
     shape, machine = _model(model), _cluster(cluster)
     work = Workload(batch=batch, seq=_seq(shape, seq))
-    names = schedules or SCHEDULES[1:]
-    return find(shape, machine, batch=work.batch, seq=work.seq, top=top, base=_plan(plan), schedules=names)
+    return find(shape, machine, batch=work.batch, seq=work.seq, top=top, stated=_choices(plan))
 
 
 def serve(
@@ -384,6 +381,15 @@ def _cluster(cluster: str | Path | Cluster) -> Cluster:
     from meshwise.machine.hardware import find_cluster
 
     return find_cluster(str(cluster)) if isinstance(cluster, str | Path) else cluster
+
+
+def _choices(plan: str | Path | Plan | Mapping[str, Sequence[Any]]) -> Mapping[str, Sequence[Any]]:
+    """The values that each stated key of a plan may have."""
+    from meshwise.plan.plan import Plan, plan_choices, plan_text
+
+    if isinstance(plan, Mapping):
+        return plan
+    return plan_choices(plan_text(plan) if isinstance(plan, Plan) else str(plan))
 
 
 def _plan(plan: str | Path | Plan) -> Plan:

@@ -21,14 +21,14 @@ def search(
     cluster: ClusterOption,
     batch: Annotated[int, typer.Option(help="Global batch in sequences.")],
     seq: Annotated[int | None, typer.Option(help="Tokens of a sequence [what the model allows].")] = None,
-    plan: Annotated[str, typer.Option(help="What is fixed: dtype=fp8,cp_kind=ulysses,...")] = "",
-    schedules: Annotated[str, typer.Option(help="Schedules to try, as 1f1b,interleaved [all].")] = "",
+    plan: Annotated[
+        str, typer.Option(help="Keys that are fixed, or the values to try: tp=4|8,dtype=fp8,...")
+    ] = "",
     top: Annotated[int, typer.Option(help="How many plans to show.")] = 5,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Price every plan of MODEL on a cluster and show the fastest that fit; exit 1 if none does."""
-    names = [name.strip() for name in schedules.split(",") if name.strip()]
-    result = api.search(model, cluster, plan, batch=batch, seq=seq, schedules=names, top=top)
+    result = api.search(model, cluster, plan, batch=batch, seq=seq, top=top)
     if json:
         print_json(result.to_json())
     else:

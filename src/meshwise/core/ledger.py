@@ -36,7 +36,7 @@ COLUMNS = (
     *("live_bytes", "peak_bytes"),
 )
 ORIGINS = ("estimate", "dry_run", "run", "profile")
-PHASES = ("forward", "backward", "recompute", "optimizer", "step")
+PHASES = ("forward", "backward", "recompute", "optimizer", "step", "peak")
 Collective = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "dispatch", "broadcast", "reduce", "send",
     "recv",

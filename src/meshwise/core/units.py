@@ -7,13 +7,13 @@ quantity is a `Num`: a float, or an array of floats whose axes are the axes of a
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    Num: TypeAlias = float | NDArray[np.float64]
+    Num: TypeAlias = float | NDArray[np.floating[Any]]
 else:
     Num: TypeAlias = object
 

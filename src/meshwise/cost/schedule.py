@@ -32,7 +32,9 @@ from numpy.typing import NDArray
 
 from meshwise.core.errors import PlanError
 from meshwise.core.units import Num
-from meshwise.plan.plan import SCHEDULES
+
+SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
+"""The schedules by name; a schedule's index is its place in this tuple."""
 
 _INTERLEAVED, _ZB_V, _DUALPIPE, _DUALPIPE_V = (
     SCHEDULES.index(name) for name in ("interleaved", "zb-v", "dualpipe", "dualpipe-v")
@@ -133,7 +135,7 @@ def check(schedule: str, pp: int, m: int, v: int) -> None:
         raise PlanError(f"pp={pp}, vpp={v} and {m} microbatches make no pipeline; each must be at least 1")
     if not valid(index, pp, m, v):
         raise PlanError(
-            f"schedule={schedule} cannot run pp={pp}, vpp={v} and {m} microbatches; it needs {_NEEDS[index]}"
+            f"schedule={schedule} cannot run pp={pp}, vpp={v} and {m} microbatches; it needs {NEEDS[index]}"
         )
 
 
@@ -244,7 +246,7 @@ _VALID: tuple[Callable[..., Num], ...] = (
     lambda pp, m, v: np.equal(v, 2) & np.greater(pp, 1) & np.greater_equal(m, 2 * pp),
 )
 
-_NEEDS = (
+NEEDS = (
     "vpp=1",
     "vpp=1",
     "vpp=2 or more, pp=2 or more, and microbatches that divide by pp",

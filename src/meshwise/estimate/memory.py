@@ -4,7 +4,7 @@ States, per parameter a rank holds: the weight itself (2 bytes in mixed precisio
 the optimizer's numbers (Adam in mixed precision: fp32 master weight and two moments, 12 bytes). ZeRO
 cuts over the replicas the optimizer states (stage 1), the gradients too (2), the weights too (3):
 arXiv 1910.02054. With fp16 gradients that is the 16 bytes per parameter of that paper; Megatron keeps
-gradients in fp32, 18 bytes.
+gradients in fp32, 18 bytes. Frozen weights have neither gradient nor optimizer states.
 
 Activations: what the forward keeps, per microbatch, times the microbatches in flight on that stage
 under the schedule. Selective recomputation drops the core attention's (arXiv 2205.05198), full
@@ -13,17 +13,22 @@ recomputation keeps only each block's input, and at the peak one block whole whi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.cost.schedule import in_flight_microbatches, weight_copies
-from meshwise.estimate.block_time import BlockTime
-from meshwise.estimate.degrees import Degrees, shard_ranks
-from meshwise.estimate.stage import Blocks, Stage, recomputed
+from meshwise.estimate.part import Part
 from meshwise.machine.overheads import Overheads
 from meshwise.model.architecture import Model
+from meshwise.plan.mesh import Mesh
+from meshwise.plan.plan import RECOMPUTE
+from meshwise.plan.stages import Stage
+from meshwise.program.cut import Cut
+from meshwise.program.exchange import Held
+from meshwise.program.parts import block_input_bytes
 
 OPTIMIZER_BYTES = {
     "adam": 12.0,  # fp32 master, m, v
@@ -37,7 +42,10 @@ OPTIMIZER_BYTES = {
 """Bytes per parameter that each optimizer keeps beside weight and gradient."""
 
 EXPONENTIAL_BYTES = 4.0
-"""What `layout.vocabulary` keeps per logit; memory counts `Overheads.loss_bytes` in its place."""
+"""What `program.vocabulary` keeps per logit; memory counts `Overheads.loss_bytes` in its place."""
+
+MAX_GATHERED_BLOCKS = 2.0
+"""Blocks that ZeRO-3 holds whole at once: the one that computes and the one prefetched."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,126 +62,51 @@ class Memory:
     @property
     def total(self) -> Num:
         """All of it."""
-        return (
-            self.weights + self.gradients + self.optimizer + self.activations + self.buffers + self.overhead
-        )
+        return sum(getattr(self, field.name) for field in fields(self))
 
 
-def weight_bytes(on: Degrees) -> float:
+def weight_bytes(mesh: Mesh) -> float:
     """Bytes of one weight: 4 in fp32 and tf32, 2 under every narrower type (fp8 keeps bf16 weights)."""
-    return max(2.0, DTYPE_BYTES[on.plan.dtype])
+    return max(2.0, DTYPE_BYTES[mesh.plan.dtype])
 
 
-def grad_bytes(on: Degrees) -> float:
+def grad_bytes(mesh: Mesh) -> float:
     """Bytes of one gradient as it is accumulated and reduced."""
-    return DTYPE_BYTES[on.plan.grad_dtype]
+    return DTYPE_BYTES[mesh.plan.grad_dtype]
 
 
-def held_params(stage: Stage, blocks: Blocks) -> tuple[Num, Num]:
-    """Parameters on one rank of a stage: dense ones, and those of experts."""
-    parts = blocks.of(stage)
-    dense = sum(count * part.num_params for count, part in parts)
-    experts = sum(count * part.num_expert_params for count, part in parts)
-    return dense, experts
+def recomputed(stage: Stage, mesh: Mesh) -> tuple[Num, Num]:
+    """Shares of a stage's layers whose core attention, and whose whole forward, the backward runs again."""
+    selective = (mesh.recompute == RECOMPUTE.index("selective")) * 1.0
+    full = (mesh.recompute == RECOMPUTE.index("full")) * 1.0
+    return selective, full * np.minimum(mesh.recompute_layers / np.maximum(stage.num_layers, 1.0), 1.0)
 
 
-def state_bytes(
-    stage: Stage, blocks: Blocks, on: Degrees, *, second_grad_bytes: float = 0.0, trains: bool = True
-) -> tuple[Num, Num, Num]:
-    """Bytes of weights, gradients and optimizer states of one rank.
+def contents(stage: Stage, parts: Sequence[Part]) -> list[tuple[Num, Part]]:
+    """How many of each part a stage holds; `parts` are embedding, blocks by kind, head, in this order."""
+    return list(zip((stage.embeddings, *stage.layers, stage.heads), parts, strict=True))
 
-    `second_grad_bytes`: of a gradient in the type of the weights, where the sum is kept in a wider one.
-    """
-    copies = weight_copies(on.schedule)
-    sizes = (
-        weight_bytes(on),
-        grad_bytes(on) + (second_grad_bytes if grad_bytes(on) > weight_bytes(on) else 0.0),
-        OPTIMIZER_BYTES[on.plan.optimizer] * (1 - on.offload_optimizer),
+
+def held_params(stage: Stage, parts: Sequence[Part]) -> Held:
+    """Weights on one rank of a stage."""
+    held = contents(stage, parts)
+    dense = sum(count * part.dense_params for count, part in held)
+    experts = sum(count * part.expert_params for count, part in held)
+    return Held(
+        dense=dense,
+        experts=experts,
+        dense_trained=dense - sum(count * part.dense_frozen for count, part in held),
+        experts_trained=experts - sum(count * part.expert_frozen for count, part in held),
     )
-    totals: list[Num] = []
-    for per_param, from_stage in zip(sizes, (3, 2, 1), strict=True):
-        dense, experts = held_params(stage, blocks)
-        shard = dense / shard_ranks(on, from_stage) + experts / shard_ranks(on, from_stage, experts=True)
-        totals.append(copies * per_param * shard * (1.0 if trains or from_stage == 3 else 0.0))
-    return totals[0], totals[1], totals[2]
-
-
-def block_input_bytes(model: Model, on: Degrees) -> Num:
-    """The input of a block as a rank keeps it."""
-    cut = on.cut()
-    return cut.split_tokens * model.hidden * cut.precision.act_bytes
-
-
-def activation_bytes(model: Model, stage: Stage, blocks: Blocks, on: Degrees) -> Num:
-    """Bytes kept for the backward on one rank of a stage when most microbatches are in flight."""
-    selective, full = recomputed(on)
-    one_input = block_input_bytes(model, on)
-    in_flight = in_flight_microbatches(on.schedule, on.pp, on.num_microbatches, on.vpp, stage.index)
-    per_microbatch: Num = stage.embeddings * blocks.embed.saved_bytes
-    for count, part in ((stage.dense_layers, blocks.dense), (stage.moe_layers, blocks.moe)):
-        if part is not None:
-            per_microbatch = per_microbatch + count * _kept_bytes(part, one_input, selective, full)
-    return per_microbatch * in_flight * (1 - on.offload_activations)
-
-
-def _kept_bytes(part: BlockTime, one_input: Num, selective: Num, full: Num) -> Num:
-    return (1 - full) * (part.saved_bytes - selective * part.core_bytes) + full * one_input
-
-
-def turn_bytes(model: Model, stage: Stage, blocks: Blocks, on: Degrees, loss_bytes: float) -> Num:
-    """Bytes that live only while one microbatch turns round on a stage: the larger of two moments.
-
-    At the head: its kept inputs, the logits and what the loss makes of them (`loss_bytes` per logit), and
-    its weight gradient. In a block: what recomputation brings back, the widest gradient of an activation,
-    and the gradients of its weights and of the head's, before they are added to the sum (experts add
-    theirs one by one).
-    """
-    cut, elem_bytes = on.cut(), on.cut().precision.act_bytes
-    selective, full = recomputed(on)
-    one_input = block_input_bytes(model, on)
-    logits = cut.tokens * model.vocab / cut.tp
-    head_grads = stage.heads * elem_bytes * model.hidden * model.vocab / cut.tp
-    kept_inputs = np.maximum(blocks.head.saved_bytes - EXPONENTIAL_BYTES * logits, 0.0)
-    largest = stage.heads * (kept_inputs + loss_bytes * logits) + head_grads
-    for count, part in ((stage.dense_layers, blocks.dense), (stage.moe_layers, blocks.moe)):
-        if part is None:
-            continue
-        redone = part.saved_bytes - _kept_bytes(part, one_input, selective, full)
-        in_block = redone + part.widest_bytes + elem_bytes * part.num_params + head_grads
-        largest = np.maximum(largest, np.where(np.asarray(count) > 0, in_block, 0.0))
-    return largest
-
-
-def buffer_bytes(model: Model, stage: Stage, blocks: Blocks, on: Degrees, loss_bytes: float) -> Num:
-    """Workspace: gathered activations, pipeline messages, gathered weights, and what one turn needs.
-
-    Two gathered tensors of [tokens, hidden] (forward input, backward gradient) live at once under
-    sequence parallelism; a pipeline holds two messages of each direction; ZeRO-3 two gathered blocks
-    (the one computing and the one prefetched).
-    """
-    cut = on.cut()
-    gathered = 2.0 * cut.tokens * model.hidden * cut.precision.act_bytes
-    if cut.layout not in ("1d", "2d-cp"):  # panels, or the blocks of a product
-        gathered = 2.0 * blocks.dense.exchange_bytes
-    gathered = gathered * np.where(np.asarray(on.tp) > 1, 1.0, 0.0)
-    messages = 4.0 * block_input_bytes(model, on) * np.where(np.asarray(on.pp) > 1, 1.0, 0.0)
-    block_params = blocks.dense.num_params if blocks.moe is None else blocks.moe.num_params
-    block_experts = 0.0 if blocks.moe is None else blocks.moe.num_expert_params
-    prefetched = (
-        2.0 * weight_bytes(on) * (block_params + block_experts) * np.where(np.asarray(on.zero) >= 3, 1.0, 0.0)
-    )
-    return gathered + messages + prefetched + turn_bytes(model, stage, blocks, on, loss_bytes)
 
 
 def stage_memory(
-    model: Model, stage: Stage, blocks: Blocks, on: Degrees, *, overheads: Overheads, trains: bool = True
+    model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut, overheads: Overheads
 ) -> Memory:
     """Memory of one rank of `stage` at its peak; beyond its tensors, what `overheads` says."""
-    weights, gradients, optimizer = state_bytes(
-        stage, blocks, on, second_grad_bytes=overheads.second_grad_bytes, trains=trains
-    )
-    activations = activation_bytes(model, stage, blocks, on) if trains else block_input_bytes(model, on)
-    buffers = buffer_bytes(model, stage, blocks, on, overheads.loss_bytes)
+    weights, gradients, optimizer = state_bytes(held_params(stage, parts), mesh, overheads)
+    activations = _activation_bytes(model, stage, parts, mesh, cut)
+    buffers = _buffer_bytes(model, stage, parts, mesh, cut, overheads.loss_bytes)
     tensors = weights + gradients + optimizer + activations + buffers
     return Memory(
         weights=weights,
@@ -183,3 +116,100 @@ def stage_memory(
         buffers=buffers,
         overhead=overheads.context_bytes + overheads.fragment_frac * tensors,
     )
+
+
+def state_bytes(held: Held, mesh: Mesh, overheads: Overheads) -> tuple[Num, Num, Num]:
+    """Bytes of weights, gradients and optimizer states of one rank.
+
+    Where gradients are summed in a wider type than they are computed in, `second_grad_bytes` are kept too.
+    """
+    in_two_types = grad_bytes(mesh) > weight_bytes(mesh)
+    per_grad = grad_bytes(mesh) + overheads.second_grad_bytes * in_two_types
+    per_state = OPTIMIZER_BYTES[mesh.plan.optimizer] * (1.0 - mesh.offload_optimizer)
+    copies = weight_copies(mesh.schedule)
+
+    def shard(dense: Num, experts: Num, from_stage: int) -> Num:
+        return copies * (
+            dense / mesh.shard_ranks(from_stage, mesh.replicas)
+            + experts / mesh.shard_ranks(from_stage, mesh.expert_replicas)
+        )
+
+    weights = weight_bytes(mesh) * shard(held.dense, held.experts, 3)
+    if not mesh.trains:
+        return weights, 0.0, 0.0
+    trained = held.dense_trained, held.experts_trained
+    return weights, per_grad * shard(*trained, 2), per_state * shard(*trained, 1)
+
+
+def _kept_bytes(part: Part, one_input: Num, selective: Num, full: Num) -> Num:
+    """What a block keeps of a microbatch under recomputation."""
+    return (1.0 - full) * (part.saved_bytes - selective * part.core_bytes) + full * one_input
+
+
+def microbatch_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut) -> Num:
+    """What a stage keeps of one microbatch between its forward and its backward, the head's part left out."""
+    selective, full = recomputed(stage, mesh)
+    one_input = block_input_bytes(model, cut)
+    embedding, *blocks, _ = parts
+    kept = stage.embeddings * embedding.saved_bytes
+    for count, part in zip(stage.layers, blocks, strict=True):
+        kept = kept + count * _kept_bytes(part, one_input, selective, full)
+    return kept
+
+
+def _activation_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut) -> Num:
+    """Bytes kept for the backward on one rank of a stage when most microbatches are in flight."""
+    if not mesh.trains:
+        return block_input_bytes(model, cut)
+    in_flight = in_flight_microbatches(mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp, stage.index)
+    kept = microbatch_bytes(model, stage, parts, mesh, cut)
+    return kept * in_flight * (1.0 - mesh.offload_activations)
+
+
+def _turn_bytes(
+    model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut, loss_bytes: float
+) -> Num:
+    """Bytes that live only while one microbatch turns round on a stage: the larger of two moments.
+
+    At the head: its kept inputs, the logits and what the loss makes of them (`loss_bytes` per logit), and
+    its weight gradient. In a block: what recomputation brings back, the widest gradient of an activation,
+    and the gradients of its weights and of the head's, before they are added to the sum (experts add
+    theirs one by one).
+    """
+    elem_bytes = cut.precision.act_bytes
+    selective, full = recomputed(stage, mesh)
+    one_input = block_input_bytes(model, cut)
+    _, *blocks, head = parts
+    logits = cut.tokens * model.vocab / cut.tp
+    trains_head = (head.dense_frozen == 0) * 1.0
+    head_grads = stage.heads * elem_bytes * model.hidden * model.vocab / cut.tp * trains_head
+    kept_inputs = np.maximum(head.saved_bytes - EXPONENTIAL_BYTES * logits, 0.0)
+    largest = stage.heads * (kept_inputs + loss_bytes * logits) + head_grads
+    for count, part in zip(stage.layers, blocks, strict=True):
+        redone = part.saved_bytes - _kept_bytes(part, one_input, selective, full)
+        trained = part.dense_params - part.dense_frozen
+        in_block = redone + part.widest_bytes + elem_bytes * trained + head_grads
+        largest = np.maximum(largest, in_block * (count > 0))
+    return largest
+
+
+def _buffer_bytes(
+    model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut, loss_bytes: float
+) -> Num:
+    """Workspace: gathered activations, pipeline messages, gathered weights, and what one turn needs.
+
+    Two gathered tensors of [tokens, hidden] (forward input, backward gradient) live at once under
+    sequence parallelism; a pipeline holds two messages of each direction; ZeRO-3 two gathered blocks
+    (the one computing and the one prefetched).
+    """
+    _, *blocks, _ = parts
+    gathered = 2.0 * cut.tokens * model.hidden * cut.precision.act_bytes
+    if cut.layout not in ("1d", "2d-cp"):  # panels, or the blocks of a product
+        gathered = 2.0 * blocks[0].exchange_bytes
+    gathered = gathered * (mesh.tp > 1)
+    messages = 4.0 * block_input_bytes(model, cut) * (mesh.pp > 1)
+    widest: Num = 0.0
+    for part in blocks:
+        widest = np.maximum(widest, part.dense_params + part.expert_params)
+    whole = MAX_GATHERED_BLOCKS * weight_bytes(mesh) * widest * (mesh.zero >= 3)
+    return gathered + messages + whole + _turn_bytes(model, stage, parts, mesh, cut, loss_bytes)

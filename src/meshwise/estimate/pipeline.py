@@ -1,9 +1,4 @@
-"""The pipeline of one plan, played out rank by rank: uneven stages, stragglers, and the timeline.
-
-The closed forms of `cost.schedule` suppose stages alike. Here every chunk has its own layers (the
-first its embedding, the last its head), every rank its own speed, and `estimate.simulate` plays the
-schedule.
-"""
+"""The pipeline of one plan, played out rank by rank: the timeline, with uneven stages and stragglers."""
 
 from __future__ import annotations
 
@@ -12,26 +7,33 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshwise.cost.simulate import Timeline, simulate
-from meshwise.estimate.degrees import Degrees
-from meshwise.estimate.stage import Blocks, plan_chunks, stage_time
+from meshwise.estimate.step import StepCost, stage_time
+from meshwise.estimate.timing import Machine
 from meshwise.model.architecture import Model
+from meshwise.plan.mesh import Mesh
+from meshwise.plan.stages import chunks
 
 
 def play(
-    model: Model, on: Degrees, blocks: Blocks, *, hop_s: float = 0.0, slowdown: Sequence[float] | float = 1.0
-) -> Timeline:
+    model: Model, mesh: Mesh, step: StepCost, machine: Machine, *, hop_s: float = 0.0,
+    slowdown: Sequence[float] | float = 1.0,
+) -> Timeline:  # fmt: skip
     """Play the pipeline of one plan; `slowdown` stretches the compute of a rank (or of each)."""
-    times = [stage_time(chunk, blocks, on) for chunk in plan_chunks(model, on)]
+    parts = list(step.parts.values())
+    times = [
+        stage_time(model, chunk, parts, mesh, step.cut, machine)
+        for chunk in chunks(model, int(mesh.pp), int(mesh.vpp), mesh.plan.stages)
+    ]
     phases = (
-        np.array([float(getattr(time, phase).total_s) for time in times])
-        for phase in ("forward", "backward", "weight")
+        np.array([float(getattr(time, phase)) for time in times])
+        for phase in ("forward_s", "backward_s", "weight_s")
     )
     return simulate(
-        on.plan.schedule,
+        mesh.plan.schedule,
         *phases,
-        pp=int(on.pp),
-        m=int(on.num_microbatches),
-        v=int(on.vpp),
+        pp=int(mesh.pp),
+        m=int(mesh.num_microbatches),
+        v=int(mesh.vpp),
         p2p_s=hop_s,
         slowdown=slowdown,
     )

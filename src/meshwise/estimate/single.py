@@ -1,47 +1,38 @@
 """The estimate of one plan, as a person or a program reads it: totals, shares, stages, and the ledger.
 
-FLOP. `flop_per_step` is the model's own work: the matmuls of the forward (head included; attention over
-the pairs a causal mask leaves) three times, for forward and backward; it knows no recomputation and no
-plan. MFU is that work over time x peak x ranks. HFU counts the FLOP that the ranks really do:
-recomputation and the scores that fused attention computes again.
+FLOP. `flop_per_step` is the model's own work: the matmuls of the forward (head included; attention counts
+only unmasked query-key pairs) three times, for forward and backward; it knows no recomputation and no plan.
+Frozen weights have no gradient, so their matmuls count twice. MFU is that work over time x peak x ranks. HFU
+counts the FLOP that the ranks really do: recomputation and the scores that fused attention computes again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
-from meshwise.core.errors import PlanError, WorkloadError
+from meshwise.core.errors import PlanError
 from meshwise.core.ledger import Ledger
-from meshwise.core.units import Num
-from meshwise.cost.schedule import check as check_schedule
-from meshwise.estimate.block_time import BlockTime, exposed_s
-from meshwise.estimate.degrees import Degrees, degrees
-from meshwise.estimate.memory import Memory
-from meshwise.estimate.pipeline import play
-from meshwise.estimate.stage import plan_stages
+from meshwise.estimate.memory import contents, recomputed
+from meshwise.estimate.part import CORE_PHASE
+from meshwise.estimate.rows import part_rows, spent_on, step_rows
 from meshwise.estimate.step import StageCost, StepCost, step_cost
-from meshwise.estimate.timing import Machine, machine, op_times
+from meshwise.estimate.timing import Machine, machine
 from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import Overheads, find_overheads
-from meshwise.model.architecture import Layer, Model, num_moe_layers
+from meshwise.model.architecture import Model, layer_kind, layer_kinds
+from meshwise.model.weights import num_params
+from meshwise.plan.mesh import Mesh, resolve
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
-from meshwise.program.block import block
-from meshwise.program.context import CORE
 from meshwise.program.cut import Cut
-from meshwise.program.grid import check_layout
-from meshwise.program.op import Op
-from meshwise.program.row import op_row
-from meshwise.program.vocabulary import embed, head
+from meshwise.program.parts import EMBEDDING, HEAD, layer_names, parts
 
 TIME_PARTS = (
-    *("compute", "memory", "host", "comm_tp", "comm_cp", "comm_ep"),
-    *("comm_dp", "comm_pp", "bubble", "optimizer", "stragglers"),
+    *("compute", "memory", "host", "comm_tp", "comm_cp", "comm_ep", "comm_dp", "comm_pp"),
+    *("offload", "bubble", "optimizer", "stragglers"),
 )
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "overhead")
 
@@ -54,7 +45,7 @@ class Estimate:
     cluster: Cluster
     plan: Plan
     workload: Workload
-    degrees: Degrees
+    mesh: Mesh
     machine: Machine
     step: StepCost
 
@@ -68,29 +59,31 @@ class Estimate:
         """Tokens of the whole world per second."""
         return self.workload.num_tokens / self.step_s
 
-    @property
+    @cached_property
     def time_s(self) -> dict[str, float]:
-        """The step's seconds by what they are spent on; they add up to `step_s`."""
-        step = self.step
-        values = {
-            "compute": step.time.compute,
-            "memory": step.time.memory,
-            "host": step.time.host,
-            "comm_tp": step.time.comm_tp,
-            "comm_cp": step.time.comm_cp,
-            "comm_ep": step.time.comm_ep,
-            "comm_dp": step.comm_dp_s,
-            "comm_pp": step.comm_pp_s,
-            "bubble": step.bubble_s,
-            "optimizer": step.optimizer_s,
-            "stragglers": step.straggler_s,
-        }
-        return {name: float(value) for name, value in values.items()}
+        """Seconds of the rank that sets the pace by what they are spent on; their sum is `step_s`."""
+        seconds = dict.fromkeys(TIME_PARTS, 0.0)
+        for row in self._rows(self.pace):
+            if "time_s" in row:
+                seconds[spent_on({"memory_s": None, "compute_s": None, "collective": "", **row})] += (
+                    row.get("count", 1.0) * row["time_s"]
+                )
+        return seconds
+
+    @property
+    def pace(self) -> StageCost:
+        """The slowest stage, which sets the pace."""
+        return self.step.stages[int(self.step.pace)]
+
+    @property
+    def pace_rank(self) -> int:
+        """The first rank of the stage that sets the pace."""
+        return int(self.pace.stage.index * self.mesh.stride("pp"))
 
     @property
     def memory_bytes(self) -> dict[str, float]:
         """Bytes of a rank of the fullest stage at its peak, by what they hold, and their `total`."""
-        return _memory(self.step.memory)
+        return memory_parts(self.step.stages[int(self.step.fullest)])
 
     @property
     def fits(self) -> bool:
@@ -100,13 +93,15 @@ class Estimate:
     @cached_property
     def flop_per_step(self) -> float:
         """Model FLOP of one step in the whole world (see the top of this file)."""
-        sequence = model_flop(self.model, self.workload.seq)
-        return sequence * self.workload.batch * (3.0 if self.trains else 1.0)
+        lora_rank = self.plan.lora_rank if self.trains else 0
+        return self.workload.batch * model_flop(
+            self.model, self.workload.seq, trains=self.trains, lora_rank=lora_rank
+        )
 
     @property
     def trains(self) -> bool:
         """Whether the step has a backward."""
-        return self.workload.kind == "train"
+        return self.mesh.trains
 
     @property
     def mfu(self) -> float:
@@ -116,31 +111,54 @@ class Estimate:
     @property
     def hfu(self) -> float:
         """Hardware FLOP utilization: the FLOP that the ranks do, recomputation included."""
-        return self.ledger_flop / self._peak_flop
+        return self.hardware_flop / self._peak_flop
 
     @property
     def _peak_flop(self) -> float:
         return self.cluster.num_chips * self.cluster.chip.matrix_peak(self.plan.dtype) * self.step_s
 
     @cached_property
-    def ledger_flop(self) -> float:
-        """Matrix FLOP of all ranks in a step, as the ledger has them."""
-        ledger, total = self.ledger, 0.0
-        matrix = np.array([shape.count("x") >= 3 for shape in ledger["shape"]])
-        for stage in self.step.stages:
-            mine = matrix & (ledger["rank"] == self._rank(stage))
-            per_rank = float(np.nansum((ledger["count"] * ledger["flop"])[mine]))
-            total += per_rank * float(stage.stage.ranks) * self.cluster.num_chips / self.plan.pp
-        return total
+    def hardware_flop(self) -> float:
+        """Matrix FLOP of all ranks in a step."""
+        total = 0.0
+        for cost in self.step.stages:
+            per_microbatch = sum(
+                float(count) * self._part_flop(name, cost)
+                for (count, _), name in zip(
+                    contents(cost.stage, list(self.step.parts.values())), self.step.parts, strict=True
+                )
+            )
+            total += per_microbatch * float(cost.stage.num_stages)
+        ranks = self.cluster.num_chips / self.plan.pp
+        return total * float(self.mesh.num_microbatches) * ranks
 
-    def _rank(self, stage: StageCost) -> float:
-        return float(stage.stage.index) * float(self.degrees.stride("pp"))
+    def _part_flop(self, name: str, cost: StageCost) -> float:
+        flop = self.step.parts[name].flop
+        if not self.trains:
+            return float(flop.get("forward", 0.0))
+        selective, full = recomputed(cost.stage, self.mesh)
+        if name in (EMBEDDING, HEAD):
+            selective, full = 0.0, 0.0
+        once = sum(float(flop.get(phase, 0.0)) for phase in ("forward", "backward", "weight"))
+        return once + float(selective * flop.get(CORE_PHASE, 0.0) + full * flop.get("forward", 0.0))
 
     @cached_property
     def ledger(self) -> Ledger:
-        """Every op of a step on the first rank of each kind of stage, with counts and times."""
-        return Ledger.concat(
-            Ledger.from_rows(_stage_rows(self, stage, self._rank(stage))) for stage in self.step.stages
+        """Every op of a step on the first rank of each kind of stage; each rank's rows add up to the step."""
+        return Ledger.from_rows(row for cost in self.step.stages for row in self._rows(cost))
+
+    def _rows(self, cost: StageCost) -> Iterator[dict[str, Any]]:
+        return step_rows(self.model, self.mesh, self.step, cost)
+
+    def layer(self) -> Ledger:
+        """The ops of one layer of each kind, one microbatch, on one rank."""
+        phases = ("forward", "backward") if self.trains else ("forward",)
+        again = {"selective": (CORE_PHASE,), "full": ("recompute",)}.get(self.plan.recompute, ())
+        phases = (phases[0], *(again if self.trains else ()), *phases[1:])
+        return Ledger.from_rows(
+            row | {"origin": "estimate"}
+            for name in layer_names(self.model)
+            for row in part_rows(name, self.step.parts[name], phases)
         )
 
     def layer(self) -> Ledger:
@@ -158,9 +176,13 @@ class Estimate:
     def notes(self) -> list[str]:
         """What a reader should know: what does not fit, what binds, what the constants rest on."""
         notes = [
-            "MFU counts the forward's matmuls three times, causal attention by the pairs the mask leaves; "
+            "MFU counts the forward's matmuls three times, causal attention by unmasked query-key pairs; "
             "HFU adds recomputation",
         ]
+        if self.trains and self.plan.lora_rank:
+            notes.append(
+                "MFU under LoRA counts matmuls of frozen weights twice: they have no weight gradient"
+            )
         total, capacity = self.memory_bytes["total"], self.cluster.chip.memory_bytes
         if not self.fits:
             notes.append(
@@ -176,10 +198,6 @@ class Estimate:
 
     def to_json(self, *, ledger: bool = True) -> dict[str, Any]:
         """The document that `meshwise estimate --json` prints."""
-        from dataclasses import asdict
-
-        from meshwise.model.weights import num_params
-
         document: dict[str, Any] = {
             "model": {"name": self.model.name, "num_params": num_params(self.model)},
             "cluster": {
@@ -187,7 +205,7 @@ class Estimate:
                 "chip": self.cluster.chip.name,
                 "num_chips": self.cluster.num_chips,
             },
-            "plan": asdict(self.plan) | {"dp": int(self.degrees.dp), "sp": self.plan.sequence_parallel},
+            "plan": asdict(self.plan) | {"dp": int(self.mesh.dp), "sp": self.plan.sequence_parallel},
             "workload": asdict(self.workload),
             "step_s": self.step_s,
             "tokens_per_s": self.tokens_per_s,
@@ -198,7 +216,8 @@ class Estimate:
             "memory_bytes": self.memory_bytes,
             "fits": self.fits,
             "time_s": self.time_s,
-            "stages": [_stage_json(stage) for stage in self.step.stages],
+            "pace_rank": self.pace_rank,
+            "stages": [_stage_json(self.model, cost) for cost in self.step.stages],
             "notes": self.notes(),
         }
         if ledger:
@@ -219,212 +238,61 @@ def estimate(
 
     A plan that needs more memory than the chip has is an answer (`fits` False), not an error.
     `ideal`: kernels and links keep every promise of the data sheet. `overheads`: what a step pays
-    beside its kernels (`meshwise.machine.overheads`; None: the chip's, under the plan's software).
+    beside its kernels (`machine.overheads`; None: the chip's, under the plan's software).
     """
     for key, priced in (("implementation", "megatron"), ("frozen_dtype", None), ("kv_dtype", "bf16")):
         if (value := getattr(plan, key)) != priced:
             raise PlanError(f"{key}={value} is not priced yet; leave it out")
-    if model.positions == "learned" and workload.seq > model.max_seq:
-        raise WorkloadError(
-            f"seq={workload.seq} exceeds the {model.max_seq} learned positions of {model.name}"
-        )
-    check_plan(model, plan, workload.seq)
-    on = degrees(plan, workload, cluster.num_chips)
-    if plan.recompute_layers is not None:
-        on = replace(on, recompute_frac=min(1.0, plan.recompute_layers * plan.pp / model.num_layers))
-    check_schedule(plan.schedule, plan.pp, int(on.num_microbatches), plan.vpp)
-    stages = plan_stages(model, on)
-    pays = overheads or find_overheads(cluster.chip, plan.software)
-    runs_on = machine(cluster, plan.dtype, ideal=ideal, overheads=pays)
-    step = step_cost(model, on, runs_on, stages, trains=workload.kind == "train")
-    if plan.stages is not None and on.pp > 1 and workload.kind == "train":
-        step = _played(model, on, step)
-    return Estimate(model, cluster, plan, workload, on, runs_on, step)
-
-
-def _played(model: Model, on: Degrees, step: StepCost) -> StepCost:
-    """`step` with the bubble that its uneven stages really have: played, not the closed form's."""
-    alone_s, with_hops_s = (
-        play(model, on, step.blocks, hop_s=hop_s).makespan_s for hop_s in (0.0, float(step.hop_s))
+    mesh = resolve(model, plan, workload, cluster)
+    runs_on = machine(
+        cluster, plan.dtype, ideal=ideal, overheads=overheads or find_overheads(cluster.chip, plan.software)
     )
-    bubble_s = max(alone_s - float(step.time.total_s), 0.0)
-    comm_pp_s = with_hops_s - alone_s
-    changed_s = bubble_s + comm_pp_s - step.bubble_s - step.comm_pp_s
-    return replace(step, bubble_s=bubble_s, comm_pp_s=comm_pp_s, step_s=step.step_s + changed_s)
+    return Estimate(model, cluster, plan, workload, mesh, runs_on, step_cost(model, mesh, runs_on))
 
 
-def check_plan(model: Model, plan: Plan, seq: int = 0) -> None:
-    """Raise PlanError where the degrees do not divide what they cut; `seq` 0: any sequence."""
-    if plan.layout != "1d":
-        check_layout(model, plan, seq)
-        return
-    v_dims = {"heads": (model.num_heads, plan.tp), "hidden width": (model.hidden, plan.tp)}
-    if model.vocab:
-        v_dims["ffn width"] = (model.ffn_hidden, plan.tp)
-    for what, (size, degree) in v_dims.items():
-        if size % degree:
-            raise PlanError(f"tp={degree} does not divide the {size} {what} of {model.name}; use a divisor")
-    if model.num_kv_heads % plan.tp and plan.tp % model.num_kv_heads:
-        raise PlanError(
-            f"tp={plan.tp} neither divides nor is divided by the {model.num_kv_heads} key-value heads of "
-            f"{model.name}; use a divisor or a multiple"
-        )
-    ulysses = {"ulysses": plan.cp, "two_level": plan.ulysses}.get(plan.cp_kind, 1)
-    if model.num_heads % (plan.tp * ulysses):
-        raise PlanError(
-            f"tp={plan.tp} x ulysses={ulysses} does not divide the {model.num_heads} heads of {model.name}; "
-            "use degrees that do, or cp_kind=ring"
-        )
-    _check_experts(model, plan)
+def model_flop(model: Model, seq: float, *, trains: bool = False, lora_rank: int = 0) -> float:
+    """Matrix FLOP of one sequence of `seq` tokens through the whole model, multi-token prediction apart.
 
-
-def _check_experts(model: Model, plan: Plan) -> None:
-    if model.moe is None:
-        if plan.ep > 1:
-            raise PlanError(f"ep={plan.ep} but {model.name} has no experts; leave ep out")
-        return
-    if model.moe.num_experts % plan.ep:
-        raise PlanError(
-            f"ep={plan.ep} does not divide the {model.moe.num_experts} experts of {model.name}; use a divisor"
-        )
-    etp = plan.etp or plan.tp
-    if model.moe.ffn_hidden % etp:
-        raise PlanError(
-            f"etp={etp} does not divide the expert width {model.moe.ffn_hidden} of {model.name}; "
-            "use a divisor"
-        )
-
-
-def model_flop(model: Model, seq: float) -> float:
-    """Matrix FLOP of the forward of one sequence of `seq` tokens, multi-token prediction apart."""
-    cut = Cut(microbatch=1.0, seq=float(seq), kind="evaluate")
-    num_moe = num_moe_layers(model)
-    parts = [(model.num_layers - num_moe, block(model, cut)), (1, embed(model, cut)), (1, head(model, cut))]
-    if num_moe:
-        parts.append((num_moe, block(model, cut, Layer(moe=True))))
+    `trains`: forward and backward, the forward's three times (twice where the weights are frozen).
+    """
+    ops = parts(model, Cut(microbatch=1.0, seq=float(seq), lora_rank=lora_rank, kind="evaluate"))
+    names = dict(zip(layer_kinds(model), layer_names(model), strict=True))
+    counts = dict.fromkeys(ops, 0) | {EMBEDDING: 1, HEAD: 1}
+    for layer in range(model.num_layers):
+        counts[names[layer_kind(model, layer)]] += 1
     return float(
         sum(
-            count * op.count * op.cost.flop
-            for count, ops in parts
-            for op in ops
+            counts[name] * op.count * op.cost.flop * (1 if not trains else 2 if op.num_frozen else 3)
+            for name, of_part in ops.items()
+            for op in of_part
             if op.phase == "forward" and op.kind in ("matmul", "attention")
         )
     )
 
 
-def _memory(memory: Memory) -> dict[str, float]:
-    parts = {name: float(getattr(memory, name)) for name in MEMORY_PARTS}
-    return parts | {"total": float(memory.total)}
+def memory_parts(cost: StageCost) -> dict[str, float]:
+    """Bytes of a stage's rank at its peak by what they hold, and their `total`."""
+    held = {name: float(getattr(cost.memory, name)) for name in MEMORY_PARTS}
+    return held | {"total": sum(held.values())}
 
 
-def _stage_json(cost: StageCost) -> dict[str, Any]:
+def _stage_json(model: Model, cost: StageCost) -> dict[str, Any]:
     stage, time = cost.stage, cost.time
+    layers = dict(zip(layer_kinds(model), stage.layers, strict=True))
     return {
         "index": int(stage.index),
-        "num_like_it": int(stage.ranks),
-        "dense_layers": _count(stage.dense_layers),
-        "moe_layers": _count(stage.moe_layers),
+        "num_like_it": int(stage.num_stages),
+        "dense_layers": _count(sum(float(count) for kind, count in layers.items() if not kind.moe)),
+        "moe_layers": _count(sum(float(count) for kind, count in layers.items() if kind.moe)),
         "embedding": bool(stage.embeddings),
         "head": bool(stage.heads),
-        "forward_s": float(time.forward.total_s),
-        "backward_s": float((time.backward + time.weight).total_s),
-        "weight_grad_s": float(time.weight.total_s),
-        "memory_bytes": _memory(cost.memory),
+        "forward_s": float(time.forward_s),
+        "backward_s": float(time.backward_s + time.weight_s),
+        "weight_grad_s": float(time.weight_s),
+        "memory_bytes": memory_parts(cost),
     }
 
 
-def _count(value: Num) -> float:
+def _count(value: float) -> float:
     """A number of layers, whole except where DualPipe shares them between two directions."""
     return int(value) if float(value).is_integer() else float(value)
-
-
-def _stage_rows(of: Estimate, cost: StageCost, rank: float) -> Iterator[dict[str, Any]]:
-    """The rows of one rank of a stage: its parts, each as often as it runs in a step."""
-    on, stage, cut, blocks = of.degrees, cost.stage, of.degrees.cut(), of.step.blocks
-    moe = block(of.model, cut, Layer(moe=True)) if stage.moe_layers else []
-    parts = [
-        ("embedding", embed(of.model, cut), float(stage.embeddings), blocks.embed),
-        ("layer", block(of.model, cut), float(stage.dense_layers), blocks.dense),
-        ("moe_layer", moe, float(stage.moe_layers), blocks.moe),
-        ("head", head(of.model, cut), float(stage.heads), blocks.head),
-    ]
-    policy = of.plan.recompute if of.trains else "none"
-    for name, ops, count, timed in parts:
-        if not count or timed is None:
-            continue
-        if not of.trains:
-            ops = [op for op in ops if op.phase == "forward"]
-        redone = policy if name.endswith("layer") else "none"
-        rows = [
-            *op_rows(ops, of.machine, prefix=name, recompute=redone),
-            *_overhead_rows(name, timed, recompute=redone, trains=of.trains),
-        ]
-        for row in rows:
-            share = float(on.recompute_frac) if row["phase"] == "recompute" and redone == "full" else 1.0
-            yield row | {
-                "rank": rank,
-                "count": row.get("count", 1.0) * count * float(on.num_microbatches) * share,
-                "origin": "estimate",
-            }
-    yield from _step_rows(of, cost, rank)
-
-
-def _overhead_rows(
-    module: str, timed: BlockTime, *, recompute: str, trains: bool
-) -> Iterator[dict[str, Any]]:
-    """What a block waits for beside its ops: the host, and adding up its gradients."""
-    waits = {"forward": timed.forward.host}
-    if recompute == "full":
-        waits["recompute"] = timed.forward.host
-    if trains:
-        waits["backward"] = timed.backward.host
-    for phase, seconds in waits.items():
-        if float(seconds) > 0:
-            yield {"module": module, "op": "host", "phase": phase, "time_s": float(seconds)}
-    if trains and float(timed.adding_s) > 0:
-        adding_s = float(timed.adding_s)
-        row = {"module": module, "op": "add_gradients", "phase": "backward"}
-        yield row | {"memory_s": adding_s, "time_s": adding_s}
-
-
-def op_rows(
-    ops: list[Op], on: Machine, *, prefix: str = "", recompute: str = "none"
-) -> Iterator[dict[str, Any]]:
-    """One ledger row per op; recomputed forward ops come once more, as phase `recompute`."""
-    times = op_times(ops, on)
-    again = {"none": (), "selective": CORE, "full": None}[recompute]
-    for phase in ("forward", "recompute", "backward"):
-        for op, time in zip(ops, times, strict=True):
-            source = "forward" if phase == "recompute" else phase
-            if op.phase != source or (phase == "recompute" and again is not None and op.name not in again):
-                continue
-            if op.kind == "collective" and float(op.group_size) == 1:
-                continue
-            module = ".".join(filter(None, (prefix, op.module if op.module != prefix else "")))
-            row = op_row(op) | {"module": module, "phase": phase}
-            if op.kind == "collective":
-                exposed = float(exposed_s(op, time, ops, times, on.overheads))
-                row |= {"comm_s": float(time.comm_s), "exposed_s": exposed, "time_s": exposed}
-            else:
-                row |= {"compute_s": float(time.compute_s), "memory_s": float(time.memory_s)}
-                row |= {"time_s": float(time.busy_s)}
-            yield row
-
-
-def _step_rows(of: Estimate, cost: StageCost, rank: float) -> Iterator[dict[str, Any]]:
-    """What happens once a step: the exchange over the replicas, and the optimizer."""
-    if not of.trains:
-        return
-    common = {"origin": "estimate", "rank": rank, "module": "step", "count": 1.0}
-    exchange_s = float(cost.comm_dp_s)
-    if float(of.degrees.replicas) > 1:
-        yield common | {
-            "op": "gradients_and_weights",
-            "phase": "step",
-            "collective": "all_reduce" if of.plan.zero == 0 else "reduce_scatter",
-            "axis": "dp",
-            "group_size": float(of.degrees.replicas),
-            "exposed_s": exchange_s,
-            "time_s": exchange_s,
-        }
-    yield common | {"op": of.plan.optimizer, "phase": "optimizer", "time_s": float(cost.optimizer_s)}

@@ -29,7 +29,7 @@ from meshwise.cost.experts import experts_s
 from meshwise.cost.gemm import gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s
 from meshwise.machine.efficiency import IDEAL, Efficiency, ExpertsEfficiency, constants
-from meshwise.machine.hardware import Chip, Cluster, Level, Rates, rates
+from meshwise.machine.hardware import Chip, Cluster, Level, Rates, host_bytes_per_s, rates
 from meshwise.machine.overheads import NONE, Overheads, find_overheads
 from meshwise.program.context import CORE
 from meshwise.program.op import Op, precision
@@ -71,7 +71,8 @@ class Machine:
     """What ops are timed on: the rates of a cluster (scalars, or arrays over chips) and its efficiency.
 
     `by_dtype` are the rates of matrix work by dtype; `base` those of the step's own. `reached_frac` is
-    the share of each level's link that collectives reach (empty: all of it).
+    the share of each level's link that collectives reach (empty: all of it), `host_bytes_per_s` the chip's
+    link to its host, per direction.
     """
 
     base: Rates
@@ -81,6 +82,7 @@ class Machine:
     num_cores: Num = 1.0
     overheads: Overheads = NONE
     power_watts: float = 0.0
+    host_bytes_per_s: float = np.inf
 
     def rates(self, op: Op) -> Rates:
         """The rates of the matrix work in the dtype of `op`; the step's own where it has none."""
@@ -140,6 +142,7 @@ def _machine(chip: Chip, levels: tuple[Level, ...], dtype: str, ideal: bool, ove
         num_cores=float(max(chip.num_cores, 1)),
         overheads=overheads,
         power_watts=chip.power_watts,
+        host_bytes_per_s=host_bytes_per_s(chip) or np.inf,
     )
 
 

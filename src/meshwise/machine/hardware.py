@@ -64,6 +64,7 @@ class Chip:
     num_cores: int = 0
     cache_bytes: float = 0.0
     power_watts: float = 0.0
+    host_bytes_per_s: float = 0.0
     aliases: tuple[str, ...] = ()
     source: str = ""
     checked: str = ""
@@ -93,6 +94,15 @@ class Cluster:
     checked: str = ""
 
 
+HOST_LINK_FRAC = 25.0 / 32.0
+"""Share of a host link that large copies from pinned memory reach: 25 of the 32 GB/s of PCIe 4.0 x16."""
+
+
+def host_bytes_per_s(chip: Chip) -> float:
+    """What copies to the host or back reach, per direction; 0 where the catalog does not say."""
+    return HOST_LINK_FRAC * chip.host_bytes_per_s
+
+
 # --- reading -----------------------------------------------------------------------------------
 
 
@@ -114,6 +124,7 @@ class _ChipEntry(msgspec.Struct, forbid_unknown_fields=True):
     num_cores: int = 0
     cache_bytes: float = 0.0
     power_watts: float = 0.0
+    host_bytes_per_s: float = 0.0
     aliases: list[str] = []
     source: str = ""
     checked: datetime.date | None = None
@@ -195,6 +206,7 @@ def _chip_from_entry(name: str, entry: _ChipEntry, where: str) -> Chip:
         num_cores=_count(entry.num_cores, f"{at}: num_cores") if entry.num_cores else 0,
         cache_bytes=_positive(entry.cache_bytes, f"{at}: cache_bytes", zero=True),
         power_watts=_positive(entry.power_watts, f"{at}: power_watts", zero=True),
+        host_bytes_per_s=_positive(entry.host_bytes_per_s, f"{at}: host_bytes_per_s", zero=True),
         aliases=tuple(entry.aliases),
         source=entry.source,
         checked=_iso(entry.checked),

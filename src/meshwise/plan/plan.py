@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from meshwise.core.errors import PlanError
+from meshwise.core.errors import MeshwiseError, PlanError
+from meshwise.core.units import Num
+from meshwise.cost.schedule import SCHEDULES
 from meshwise.machine.overheads import SOFTWARE
 from meshwise.plan.fields import Field, check_fields, choice, number, order, read_field, sizes, switch, whole
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
 RECOMPUTE = ("none", "selective", "full")
 CP_KINDS = ("ring", "ulysses", "all_gather", "two_level")
 GRID_DIMS = {"1d": 0, "2d": 2, "2d-cp": 2, "2.5d": 3, "3d": 3}
@@ -167,8 +168,76 @@ def _implied(plan: Plan) -> Iterator[tuple[str, Any]]:
         yield "vpp", 2
 
 
+NUMBERS = (
+    *("tp", "cp", "ulysses", "pp", "vpp", "schedule", "dp", "ep", "etp", "zero_group", "imbalance"),
+    *("recompute", "recompute_layers", "zero", "offload_optimizer", "offload_activations"),
+    *("overlap_dp", "overlap_pp"),
+)
+"""Keys that are numbers (see `number_of`), so that a grid of plans can have an axis of each."""
+
+
+def number_of(key: str, value: Any) -> float:
+    """A value of `key` as the number that formulas take; 0 (or infinite: all layers) where it is left out."""
+    if key == "schedule":
+        return float(SCHEDULES.index(value))
+    if key == "recompute":
+        return float(RECOMPUTE.index(value))
+    if key == "recompute_layers":
+        return math.inf if value is None else float(value)
+    return float(value or 0.0)
+
+
+def numbers_of(plan: Plan) -> dict[str, Num]:
+    """All `NUMBERS` of one plan."""
+    return {key: number_of(key, getattr(plan, key)) for key in NUMBERS}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rule:
+    """Where a rule is broken (a truth value, or one for each cell of a grid), and how one plan is told."""
+
+    is_broken: Any
+    sentence: Callable[[], str]
+    error: type[MeshwiseError] = PlanError
+
+
+def number_rules(cp_kind: str, sizes: Mapping[str, Num]) -> Iterator[Rule]:
+    """Rules among the numbers `sizes` of one plan or of a grid of plans, whatever the model."""
+
+    def whole_number(key: str) -> int:
+        return int(sizes[key])
+
+    yield Rule(
+        (sizes["ulysses"] > 1) & (cp_kind != "two_level"),
+        lambda: f"ulysses={whole_number('ulysses')} needs cp_kind=two_level, not {cp_kind}",
+    )
+    yield Rule(
+        ((sizes["schedule"] == SCHEDULES.index("gpipe")) | (sizes["schedule"] == SCHEDULES.index("zb-h1")))
+        & (sizes["vpp"] > 1),
+        lambda: (
+            f"schedule={SCHEDULES[whole_number('schedule')]} has no virtual stages; use vpp=1 or "
+            "schedule=interleaved"
+        ),
+    )
+    yield Rule(
+        (sizes["zero_group"] > 0) & (sizes["zero"] == 0),
+        lambda: (
+            f"zero_group={whole_number('zero_group')} shares states, which zero=0 does not shard; use "
+            "zero=1, 2 or 3"
+        ),
+    )
+    yield Rule(
+        (sizes["recompute_layers"] < math.inf) & (sizes["recompute"] != RECOMPUTE.index("full")),
+        lambda: (
+            f"recompute_layers={whole_number('recompute_layers')} needs recompute=full, not "
+            f"{RECOMPUTE[whole_number('recompute')]}"
+        ),
+    )
+
+
 def _conflicts(plan: Plan) -> Iterator[str]:
     """One sentence for each contradiction, and for each key that nothing would read."""
+    yield from (rule.sentence() for rule in number_rules(plan.cp_kind, numbers_of(plan)) if rule.is_broken)
     layout, dims = plan.layout, GRID_DIMS[plan.layout]
     shape = "x".join(map(str, plan.grid))
     if plan.grid and layout == "1d":
@@ -183,19 +252,11 @@ def _conflicts(plan: Plan) -> Iterator[str]:
         yield f"attention=grid splits scores over a grid, not with layout={layout}; use layout=2d, 2.5d or 3d"
     if plan.sp is False and layout in ("2d", "2.5d", "3d"):
         yield f"layout={layout} always cuts the activations; leave sp=0 out"
-    if plan.ulysses > 1 and plan.cp_kind != "two_level":
-        yield f"ulysses={plan.ulysses} needs cp_kind=two_level, not {plan.cp_kind}"
-    if plan.schedule in ("gpipe", "zb-h1") and plan.vpp > 1:
-        yield f"schedule={plan.schedule} has no virtual stages; use vpp=1 or schedule=interleaved"
     if plan.stages is not None and len(plan.stages) != plan.pp * plan.vpp:
         yield (
             f"stages lists {len(plan.stages)} stages but pp={plan.pp} x vpp={plan.vpp} has "
             f"{plan.pp * plan.vpp}; list one number of layers for each"
         )
-    if plan.zero_group is not None and plan.zero == 0:
-        yield f"zero_group={plan.zero_group} shares states, which zero=0 does not shard; use zero=1, 2 or 3"
-    if plan.recompute_layers is not None and plan.recompute != "full":
-        yield f"recompute_layers={plan.recompute_layers} needs recompute=full, not {plan.recompute}"
     if plan.frozen_dtype is not None and not plan.lora_rank:
         yield f"frozen_dtype={plan.frozen_dtype} needs frozen weights; add lora_rank, as in lora_rank=16"
 
@@ -219,6 +280,20 @@ def parse_plan(text: str) -> Plan:
 
 def plan_keys(text: str) -> dict[str, Any]:
     """The keys that `text` (or the TOML file of that path) states, each with a checked value."""
+    return {key: read_field(key, value, KEYS, PlanError) for key, value in _read(text).items()}
+
+
+def plan_choices(text: str) -> dict[str, tuple[Any, ...]]:
+    """The same where a key may have several values: `tp=4|8`, or a list in a TOML file."""
+    found = {}
+    for key, value in _read(text).items():
+        values = value if isinstance(value, list) else value.split("|") if isinstance(value, str) else [value]
+        found[key] = tuple(dict.fromkeys(read_field(key, one, KEYS, PlanError) for one in values))
+    return found
+
+
+def _read(text: str) -> dict[str, Any]:
+    """The keys of a plan's text or file as they are written; `layout=2d:4x2` is a layout and a grid."""
     raw = _read_toml(Path(text)) if text.endswith(".toml") else _read_items(text)
     layout, colon, grid = str(raw.get("layout", "")).partition(":")
     if colon:
@@ -228,7 +303,7 @@ def plan_keys(text: str) -> dict[str, Any]:
     for key in raw:
         if key not in KEYS:
             raise PlanError(f"unknown plan key {key!r}; known keys: {', '.join(KEYS)}")
-    return {key: read_field(key, value, KEYS, PlanError) for key, value in raw.items()}
+    return raw
 
 
 def plan_text(plan: Plan) -> str:

@@ -194,7 +194,7 @@ def _title(estimate: Estimate) -> str:
     verdict = "memory fits" if estimate.fits else "memory DOES NOT FIT"
     return (
         f"{where}, batch {load.batch} x {load.seq}\n"
-        f"{plan}{', ' if plan else ''}dp={int(estimate.degrees.dp)}\n"
+        f"{plan}{', ' if plan else ''}dp={int(estimate.mesh.dp)}\n"
         f"step {duration(estimate.step_s)}, {rate}, MFU {estimate.mfu:.1%}, HFU {estimate.hfu:.1%}, {verdict}"
     )
 

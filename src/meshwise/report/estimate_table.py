@@ -34,7 +34,7 @@ def print_estimate(
 
 
 def _print_head(estimate: Estimate, run: Mapping[str, float], console: Console) -> None:
-    plan, on, chips = estimate.plan, estimate.degrees, estimate.cluster.num_chips
+    plan, on, chips = estimate.plan, estimate.mesh, estimate.cluster.num_chips
     degrees = f"tp={plan.tp} cp={plan.cp} pp={plan.pp} dp={int(on.dp)}"
     if estimate.model.moe:
         degrees += f" ep={plan.ep} etp={int(on.etp)}"
@@ -92,13 +92,13 @@ def _stage_table(estimate: Estimate) -> Table:
         table.add_column(name, justify="right")
     for cost in estimate.step.stages:
         stage, time = cost.stage, cost.time
-        ends = ("embedding + " if stage.embeddings else "") + f"{float(stage.layers):g}"
+        ends = ("embedding + " if stage.embeddings else "") + f"{float(stage.num_layers):g}"
         table.add_row(
             str(int(stage.index)),
-            str(int(stage.ranks)),
+            str(int(stage.num_stages)),
             ends + (" + head" if stage.heads else ""),
-            duration(float(time.forward.total_s)),
-            duration(float((time.backward + time.weight).total_s)),
+            duration(float(time.forward_s)),
+            duration(float(time.backward_s + time.weight_s)),
             with_prefix(float(cost.memory.total), "B"),
         )
     return table

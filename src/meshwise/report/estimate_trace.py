@@ -18,7 +18,7 @@ from meshwise.core.errors import PlanError
 from meshwise.cost.simulate import Timeline
 from meshwise.estimate.pipeline import play
 from meshwise.estimate.single import Estimate
-from meshwise.estimate.stage import Stage, plan_chunks
+from meshwise.plan.stages import Stage, chunks
 from meshwise.report.chrome_trace import chrome_events, complete, metadata, write_events
 
 
@@ -34,20 +34,23 @@ def timeline_events(estimate: Estimate) -> list[dict[str, Any]]:
     """The events of all pipeline ranks in the Trace Event format."""
     if not estimate.trains:
         raise PlanError(f"a timeline shows a training step, not {estimate.workload.kind}; use kind train")
-    timeline = play(estimate.model, estimate.degrees, estimate.step.blocks, hop_s=float(estimate.step.hop_s))
+    plan = estimate.plan
+    timeline = play(
+        estimate.model, estimate.mesh, estimate.step, estimate.machine, hop_s=float(estimate.step.hop_s)
+    )
     return [
         *chrome_events(timeline),
-        *_labels(timeline, plan_chunks(estimate.model, estimate.degrees)),
+        *_labels(timeline, chunks(estimate.model, plan.pp, plan.vpp, plan.stages)),
         *_once_a_step(estimate, timeline),
     ]
 
 
-def _labels(timeline: Timeline, chunks: list[Stage]) -> Iterator[dict[str, Any]]:
+def _labels(timeline: Timeline, held: list[Stage]) -> Iterator[dict[str, Any]]:
     """The layers of each rank, shown beside its name."""
     for rank in range(timeline.num_ranks):
-        held = [chunks[stage] for stage in np.unique(timeline.stage[timeline.rank == rank])]
-        layers = f"{int(sum(chunk.layers for chunk in held))} layers"
-        ends = ["embedding"] * any(chunk.embeddings for chunk in held), ["head"] * any(c.heads for c in held)
+        mine = [held[stage] for stage in np.unique(timeline.stage[timeline.rank == rank])]
+        layers = f"{int(sum(chunk.num_layers for chunk in mine))} layers"
+        ends = ["embedding"] * any(chunk.embeddings for chunk in mine), ["head"] * any(c.heads for c in mine)
         yield metadata("process_labels", rank, {"labels": " + ".join([*ends[0], layers, *ends[1]])})
 
 

@@ -16,14 +16,15 @@ from msgspec import Meta
 
 from meshwise.core.errors import ModelError, PlanError
 from meshwise.core.units import DTYPE_BYTES
-from meshwise.cost import schedule as pipeline_schedule
 from meshwise.cost.simulate import KINDS, simulate
-from meshwise.estimate.degrees import Degrees, degrees
-from meshwise.estimate.stage import plan_chunks
+from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import Model, checked_model, is_moe_layer
 from meshwise.model.find import find_model
+from meshwise.plan.mesh import Mesh, resolve
 from meshwise.plan.plan import Plan, parse_plan
+from meshwise.plan.stages import FOLDED, ROUND, V_SHAPED, chunks, rank_of_chunk
 from meshwise.plan.workload import Workload
+from meshwise.program.parts import cut_of
 from meshwise.program.tape import Tape
 from meshwise.program.train import write_train
 from meshwise.program.training import Piece, Training
@@ -100,19 +101,17 @@ def check(options: Options, ranks: int) -> None:
             f"train: schedule=zb-v of torch would recompute once for each weight; use recompute=none, not "
             f"recompute={plan.recompute}"
         )
-    on = the_degrees(options, ranks)
+    on = the_mesh(options, ranks)
     _check_experts(options, on)
     if plan.pp > 1:
-        plan_chunks(model, on)
         num = int(on.num_microbatches)
-        pipeline_schedule.check(plan.schedule, plan.pp, num, plan.vpp)
         if plan.schedule == "1f1b" and num < plan.pp:
             raise PlanError(
                 f"train: schedule=1f1b of torch needs at least pp={plan.pp} microbatches, not {num}"
             )
 
 
-def _check_experts(options: Options, on: Degrees) -> None:
+def _check_experts(options: Options, on: Mesh) -> None:
     plan, model = the_plan(options), the_model(options)
     if model.moe is None:
         if plan.ep > 1:
@@ -179,9 +178,10 @@ def the_workload(options: Options, ranks: int) -> Workload:
     return Workload(batch=batch, seq=options.seq, microbatch=options.microbatch)
 
 
-def the_degrees(options: Options, ranks: int) -> Degrees:
-    """The plan as numbers."""
-    return degrees(the_plan(options), the_workload(options, ranks), ranks)
+def the_mesh(options: Options, ranks: int) -> Mesh:
+    """The plan resolved on `ranks` ranks; what chip they are does not matter here."""
+    cluster = find_cluster(f"h100-80g-sxm:{ranks}")
+    return resolve(the_model(options), the_plan(options), the_workload(options, ranks), cluster)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,13 +205,11 @@ class Place:
 def rank_layers(options: Options, ranks: int, pp_rank: int) -> dict[int, range]:
     """The layers of each stage that a rank of the pipeline holds: round and round, or down and back up."""
     plan = the_plan(options)
-    chunks = plan_chunks(the_model(options), the_degrees(options, ranks))
     ends = [0]
-    for chunk in chunks:
-        ends.append(ends[-1] + int(chunk.layers))
-    stages = list(range(pp_rank, len(chunks), plan.pp))
-    if plan.schedule == "zb-v":
-        stages = [pp_rank, 2 * plan.pp - 1 - pp_rank]
+    for chunk in chunks(the_model(options), plan.pp, plan.vpp, plan.stages):
+        ends.append(ends[-1] + int(chunk.num_layers))
+    folding = FOLDED if plan.schedule in V_SHAPED else ROUND
+    stages = [i for i in range(plan.pp * plan.vpp) if rank_of_chunk(i, plan.pp, folding) == pp_rank]
     return {stage: range(ends[stage], ends[stage + 1]) for stage in stages}
 
 
@@ -222,12 +220,12 @@ def estimate(options: Options, tape: Tape) -> None:
 
 def the_training(options: Options, rank: int, ranks: int) -> Training:
     """The numbers that the closed form takes, of one rank."""
-    plan, model, on = the_plan(options), the_model(options), the_degrees(options, ranks)
+    plan, model, on = the_plan(options), the_model(options), the_mesh(options, ranks)
     place = Place.of(rank, plan, int(on.dp))
     held = rank_layers(options, ranks, place.pp)
     return Training(
         model=model,
-        cut=on.cut(),
+        cut=cut_of(on),
         tp=plan.tp,
         cp=plan.cp,
         pp=plan.pp,

@@ -20,7 +20,7 @@ from meshwise.runtime.programs.mixture import Experts, Routes, routes
 from meshwise.runtime.programs.parallelize import cut_tensors, shard_states
 from meshwise.runtime.programs.pipeline import make_schedule
 from meshwise.runtime.programs.ring import RingAttend, own_places
-from meshwise.runtime.programs.train import Options, Place, rank_layers, the_degrees, the_model, the_plan
+from meshwise.runtime.programs.train import Options, Place, rank_layers, the_mesh, the_model, the_plan
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context
@@ -32,7 +32,7 @@ class Trainer:
     def __init__(self, options: Options, context: Context) -> None:
         self.options, self.context = options, context
         self.plan, self.model = the_plan(options), the_model(options)
-        on = the_degrees(options, context.world_size)
+        on = the_mesh(options, context.world_size)
         self.dp, self.num = int(on.dp), int(on.num_microbatches)
         self.place = Place.of(context.rank, self.plan, self.dp)
         plan, place = self.plan, self.place

@@ -14,10 +14,10 @@ from msgspec import Meta
 
 from meshwise.core.errors import PlanError
 from meshwise.model.architecture import Model, checked_model
+from meshwise.plan.layouts import check_grid, default_grid
 from meshwise.program.block import block as block_ops
 from meshwise.program.block import shared_gradients
 from meshwise.program.cut import Cut
-from meshwise.program.grid import check_grid, default_grid
 from meshwise.program.op import precision
 from meshwise.program.row import op_row
 from meshwise.program.tape import Tape

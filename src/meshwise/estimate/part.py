@@ -1,0 +1,248 @@
+"""From the ops of a part to its seconds, by phase; one microbatch on one rank.
+
+The phases are those that a pipeline schedule moves: forward (F), gradient of the input (B), gradient of the
+weights (W), and the core attention that selective recomputation runs again. Within a phase the ops run one
+after the other. A collective that may hide behind compute costs what sticks out of it, and what hiding it
+takes from that compute: its *exposed share*. Every second of a phase belongs to an op or to a named wait, so
+the rows of a part add up to its phases.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshwise.core.units import Num
+from meshwise.estimate.timing import Machine, OpTime, op_times
+from meshwise.machine.overheads import Overheads
+from meshwise.program.context import CORE
+from meshwise.program.op import Op
+
+FORWARD, BACKWARD, WEIGHT, CORE_PHASE = "forward", "backward", "weight", "core"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PricedOp:
+    """An op with its roofline, and `spent_s`: what all its occurrences add to their phase."""
+
+    op: Op
+    time: OpTime
+    phase: str
+    spent_s: Num
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wait:
+    """Time of a phase that is no op of the layout: waiting for the host, or adding up gradients."""
+
+    name: str
+    phase: str
+    spent_s: Num
+    is_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One microbatch of one part on one rank: seconds by phase, bytes kept, weights.
+
+    `core_bytes` of the `saved_bytes` go under selective recomputation. `dense_params` and `expert_params`
+    are weights held, `dense_frozen` and `expert_frozen` those of them that do not train. `widest_bytes` is
+    the largest gradient of an activation that the backward holds, `exchange_bytes` the largest tensor that
+    a tensor-parallel exchange gathers. `flop` is matrix work by phase.
+    """
+
+    rows: tuple[PricedOp | Wait, ...]
+    forward_s: Num
+    backward_s: Num
+    weight_s: Num
+    core_s: Num
+    saved_bytes: Num
+    core_bytes: Num
+    dense_params: Num
+    dense_frozen: Num
+    expert_params: Num
+    expert_frozen: Num
+    widest_bytes: Num
+    exchange_bytes: Num
+    flop: dict[str, Num]
+
+    def at(self, index: Any) -> Part:
+        """The part of the cells `index` of its grid, without its rows."""
+
+        def take(value: Num) -> Num:
+            return value[index] if isinstance(value, np.ndarray) and value.ndim else value
+
+        names = [name for name in Part.__slots__ if name not in ("rows", "flop")]
+        taken = {name: take(getattr(self, name)) for name in names}
+        return Part(rows=(), flop={phase: take(flop) for phase, flop in self.flop.items()}, **taken)
+
+
+def price_parts(
+    parts: dict[str, list[Op]], machine: Machine, *, hide: Iterable[str] = (), first: str = ""
+) -> dict[str, Part]:
+    """Time the ops of all `parts` together; the axes named in `hide` (tp, ep) overlap with compute.
+
+    A microbatch begins with the part `first`: it waits there for its tokens, masks and positions.
+    """
+    times = iter(op_times([op for ops in parts.values() for op in ops], machine))
+    return {
+        name: _part(ops, [next(times) for _ in ops], machine, tuple(hide), begins=name == first)
+        for name, ops in parts.items()
+    }
+
+
+def _part(
+    ops: Sequence[Op], times: Sequence[OpTime], machine: Machine, hide: Sequence[str], *, begins: bool
+) -> Part:
+    overheads = machine.overheads
+    priced = _hidden_behind_compute(_priced(ops, times, overheads), hide, overheads)
+    forward = [op for op in ops if op.phase == FORWARD]
+    waits = list(_waits(ops, priced, overheads))
+    params = sum(op.num_params - op.num_frozen for op in forward)
+    stream_bytes_per_s = machine.base.memory_bytes_per_s * machine.efficiency.memory.memory_frac
+    adding_s = overheads.accumulate_bytes * params / stream_bytes_per_s
+    waits.append(Wait("add_gradients", WEIGHT, adding_s, is_memory=True))
+    if begins:
+        waits.append(Wait("next_microbatch", FORWARD, overheads.microbatch_s))
+    seconds: dict[str, Num] = defaultdict(float)
+    flop: dict[str, Num] = defaultdict(float)
+    rows: tuple[PricedOp | Wait, ...] = (*priced, *waits)
+    for row in rows:
+        seconds[row.phase] = seconds[row.phase] + row.spent_s
+    for done in priced:
+        if done.op.kind in ("matmul", "attention"):
+            phases = (done.phase, CORE_PHASE) if is_core(done.op) else (done.phase,)
+            for phase in phases:
+                flop[phase] = flop[phase] + done.op.count * done.op.cost.flop
+    experts = [op for op in forward if is_expert(op)]
+    dense = [op for op in forward if not is_expert(op)]
+    return Part(
+        rows=rows,
+        forward_s=seconds[FORWARD],
+        backward_s=seconds[BACKWARD],
+        weight_s=seconds[WEIGHT],
+        core_s=sum(row.spent_s for row in priced if is_core(row.op)),
+        saved_bytes=sum(op.saved_bytes for op in forward),
+        core_bytes=sum(op.recomputed_bytes for op in forward),
+        dense_params=sum(op.num_params for op in dense),
+        dense_frozen=sum(op.num_frozen for op in dense),
+        expert_params=sum(op.num_params for op in experts),
+        expert_frozen=sum(op.num_frozen for op in experts),
+        widest_bytes=_widest_bytes(ops),
+        exchange_bytes=_exchange_bytes(ops),
+        flop=dict(flop),
+    )
+
+
+def is_expert(op: Op) -> bool:
+    """Whether an op belongs to the experts, which expert parallelism spreads."""
+    return op.name.startswith("expert_")
+
+
+def is_core(op: Op) -> bool:
+    """Whether selective recomputation runs this op of the forward again."""
+    return op.phase == FORWARD and op.name in CORE and op.module != "head"
+
+
+def _priced(ops: Sequence[Op], times: Sequence[OpTime], overheads: Overheads) -> list[PricedOp]:
+    """Each op with what it adds to its phase, after hiding behind the op that it names."""
+    shares = _exposed_shares(ops, times, overheads)
+    found = []
+    for op, time in zip(ops, times, strict=True):
+        if op.kind == "collective":
+            if isinstance(op.group_size, float) and op.group_size == 1.0:
+                continue
+            key = op.module, op.phase, op.hides_behind
+            spent_s = time.comm_s * op.count * (shares[key] if op.hides_behind else 1.0)
+        else:
+            spent_s = time.busy_s * op.count
+        found.append(PricedOp(op, time, WEIGHT if op.is_weight_grad else op.phase, spent_s))
+    return found
+
+
+def _exposed_shares(
+    ops: Sequence[Op], times: Sequence[OpTime], overheads: Overheads
+) -> dict[tuple[str, str, str], Num]:
+    """Share of their time that the collectives behind an op cost, by its module, phase and name.
+
+    Collectives behind one op share it, each in proportion to its own time.
+    """
+    hidden_s: dict[tuple[str, str, str], Num] = defaultdict(float)
+    axes: dict[tuple[str, str, str], str] = {}
+    for op, time in zip(ops, times, strict=True):
+        if op.hides_behind:
+            key = op.module, op.phase, op.hides_behind
+            hidden_s[key] = hidden_s[key] + time.comm_s * op.count
+            axes[key] = op.axis
+    cover_s: dict[tuple[str, str, str], Num] = defaultdict(float)
+    for op, time in zip(ops, times, strict=True):
+        key = op.module, op.phase, op.name
+        if key in hidden_s and op.kind != "collective":
+            cover_s[key] = cover_s[key] + time.busy_s * op.count
+    return {
+        key: exposed_share(all_s, cover_s[key], overheads.not_hidden_frac(axes[key]))
+        for key, all_s in hidden_s.items()
+    }
+
+
+def exposed_share(comm_s: Num, cover_s: Num, not_hidden_frac: float) -> Num:
+    """Share of `comm_s` that is paid behind `cover_s` of compute: what sticks out, and interference."""
+    sticks_out = np.maximum(comm_s - cover_s, 0.0) / np.maximum(comm_s, 1e-30)
+    return sticks_out + not_hidden_frac * (1.0 - sticks_out)
+
+
+def _hidden_behind_compute(
+    priced: list[PricedOp], hide: Sequence[str], overheads: Overheads
+) -> list[PricedOp]:
+    """`priced` with the collectives of the axes `hide` behind all compute of their phase."""
+    for axis in hide:
+        for phase in (FORWARD, BACKWARD):
+            mine = [row for row in priced if row.phase == phase]
+            busy_s = sum(row.spent_s for row in mine if row.op.kind != "collective")
+            behind = [row for row in mine if row.op.kind == "collective" and row.op.axis[:2] == axis]
+            share = exposed_share(sum(row.spent_s for row in behind), busy_s, overheads.not_hidden_frac(axis))
+            chosen = set(map(id, behind))
+            priced = [
+                PricedOp(row.op, row.time, phase, row.spent_s * share) if id(row) in chosen else row
+                for row in priced
+            ]
+    return priced
+
+
+def _waits(ops: Sequence[Op], priced: Sequence[PricedOp], overheads: Overheads) -> Iterator[Wait]:
+    """What a phase waits for the CPU to launch its ops; where launches block, all of that time."""
+    for phase, phases in ((FORWARD, (FORWARD,)), (BACKWARD, (BACKWARD, WEIGHT))):
+        busy_s = sum(row.spent_s for row in priced if row.phase in phases)
+        launches_s = _launches_s(ops, phase, overheads)
+        yield Wait("host", phase, np.maximum(launches_s - (0.0 if overheads.launches_block else busy_s), 0.0))
+
+
+def _launches_s(ops: Sequence[Op], phase: str, overheads: Overheads) -> Num:
+    """Time the CPU needs to launch the ops of a phase; a collective of one rank is not launched."""
+    alike = [op for op in ops if op.phase == phase]
+    launches: Num = 0.0
+    for op in alike:
+        is_launched = (op.group_size > 1) * 1.0 if op.kind == "collective" else 1.0
+        launches = launches + op.count * is_launched
+    routing_s = overheads.moe_host_s if any(map(is_expert, alike)) else 0.0
+    return overheads.host_s * launches + routing_s
+
+
+def _widest_bytes(ops: Sequence[Op]) -> Num:
+    widest: Num = 0.0
+    for op in ops:
+        if op.phase == BACKWARD and op.kind in ("matmul", "kernel") and not op.is_weight_grad:
+            widest = np.maximum(widest, op.cost.write_bytes)
+    return widest
+
+
+def _exchange_bytes(ops: Sequence[Op]) -> Num:
+    largest: Num = 0.0
+    for op in ops:
+        if op.axis.startswith("tp") and op.collective != "all_reduce":
+            largest = np.maximum(largest, op.payload_bytes)
+    return largest

@@ -1,0 +1,181 @@
+"""The ledger of one plan: every op, exchange and wait of a step, on the first rank of each kind of stage.
+
+A rank is busy or waiting for the whole step, so the rows of each rank add up to `step_s`: its parts as often
+as they run, its messages, what sticks out of its exchanges, the optimizer; and what it waits for: the bubble,
+ranks that exchange or update more than it does, stragglers. Six rows more, of module `memory`, say what the
+rank holds at its peak (`live_bytes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from typing import Any
+
+from meshwise.cost.collective import sent_bytes
+from meshwise.estimate.memory import contents, recomputed
+from meshwise.estimate.part import CORE_PHASE, Part, PricedOp, Wait, is_core
+from meshwise.estimate.step import StageCost, StepCost, hop_bytes
+from meshwise.model.architecture import Model
+from meshwise.plan.mesh import Mesh
+from meshwise.program.exchange import Exchange
+from meshwise.program.row import op_row
+
+Row = dict[str, Any]
+
+SPENT = {
+    "host": "host",
+    "next_microbatch": "host",
+    "add_gradients": "memory",
+    "offload": "offload",
+    "bubble": "bubble",
+    "stragglers": "stragglers",
+}
+"""What the time of a row that is no op of the layout is spent on, by its name; see `spent_on`."""
+
+
+def spent_on(row: Row) -> str:
+    """The part of the step that a row's time belongs to: compute, memory, comm_tp, bubble, ..."""
+    if row["op"] in SPENT:
+        return SPENT[row["op"]]
+    if row["phase"] == "optimizer":
+        return "optimizer"
+    if row["collective"]:
+        return f"comm_{row['axis'][:2]}"
+    return "memory" if (row["memory_s"] or 0.0) > (row["compute_s"] or 0.0) else "compute"
+
+
+def step_rows(model: Model, mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
+    """All rows of the first rank of a stage."""
+    common = {"origin": "estimate", "rank": float(cost.stage.index) * float(mesh.stride("pp"))}
+    m = float(mesh.num_microbatches)
+    for row in _part_rows(mesh, step, cost):
+        yield common | row | {"count": row.get("count", 1.0) * m}
+    for row in (*_pipeline_rows(model, mesh, step, cost), *_once_a_step(mesh, step, cost)):
+        yield common | row
+    for field in fields(cost.memory):
+        held = float(getattr(cost.memory, field.name))
+        yield common | {"module": "memory", "op": field.name, "phase": "peak", "live_bytes": held}
+
+
+# --- one microbatch ----------------------------------------------------------------------------
+
+
+def part_rows(name: str, part: Part, phases: Iterable[str]) -> Iterator[Row]:
+    """The rows of one part, once, in the order of `phases`: forward, recompute, core, backward."""
+    for phase in phases:
+        for row in part.rows:
+            runs_in = {"weight": "backward"}.get(row.phase, row.phase)
+            if phase == CORE_PHASE:
+                if isinstance(row, PricedOp) and is_core(row.op):
+                    yield _row(name, row, "recompute")
+            elif runs_in == ("forward" if phase == "recompute" else phase):
+                yield _row(name, row, phase)
+
+
+def _part_rows(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
+    """What a stage does for one microbatch."""
+    selective, full = map(float, recomputed(cost.stage, mesh))
+    for (count, part), name in zip(contents(cost.stage, list(step.parts.values())), step.parts, strict=True):
+        times = float(count)
+        if not times:
+            continue
+        shares = {"forward": 1.0}
+        if mesh.trains:
+            is_block = name not in ("embedding", "head")
+            again = {"recompute": full, CORE_PHASE: selective} if is_block else {}
+            shares |= {phase: share for phase, share in again.items() if share} | {"backward": 1.0}
+        for phase, share in shares.items():
+            for row in part_rows(name, part, (phase,)):
+                yield row | {"count": row.get("count", 1.0) * times * share}
+    for phase in ("forward", "backward"):
+        waited_s = float(getattr(cost.time, f"offload_{phase}_s"))
+        if waited_s > 0:
+            yield {"module": "step", "op": "offload", "phase": phase, "time_s": waited_s}
+
+
+def _row(part: str, row: PricedOp | Wait, phase: str) -> Row:
+    if isinstance(row, Wait):
+        spent_s = float(row.spent_s)
+        found: Row = {"module": part, "op": row.name, "phase": phase, "time_s": spent_s}
+        return found | ({"memory_s": spent_s} if row.is_memory else {})
+    op, time, count = row.op, row.time, float(row.op.count)
+    once_s = float(row.spent_s) / count if count else 0.0
+    module = part if op.module == part else f"{part}.{op.module}"
+    found = op_row(op) | {"module": module, "phase": phase, "time_s": once_s}
+    if op.kind == "collective":
+        return found | {"comm_s": float(time.comm_s), "exposed_s": once_s}
+    return found | {"compute_s": float(time.compute_s), "memory_s": float(time.memory_s)}
+
+
+def _on_links(collective: str, axis: str, group_size: Any, payload_bytes: Any) -> Row:
+    return {
+        "collective": collective,
+        "axis": axis,
+        "group_size": float(group_size),
+        "payload_bytes": float(payload_bytes),
+        "sent_bytes": float(sent_bytes(collective, payload_bytes, group_size)),  # type: ignore[arg-type]
+    }
+
+
+# --- the pipeline, and once a step --------------------------------------------------------------
+
+
+def _pipeline_rows(model: Model, mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
+    """Messages to the neighbouring stages, and what a rank waits for while others work."""
+    if float(mesh.pp) == 1.0:
+        return
+    hops = float(mesh.num_microbatches * mesh.vpp)
+    paid_s = float(step.comm_pp_s)
+    ways = ("forward", "backward") if mesh.trains else ("forward",)
+    for phase in ways:
+        sent = _on_links("send", "pp", 2.0, hop_bytes(model, step.cut))
+        waited_s = paid_s / (hops * len(ways))
+        yield sent | {
+            "module": "pipeline",
+            "op": "activations" if phase == "forward" else "gradients",
+            "phase": phase,
+            "count": hops,
+            "comm_s": float(step.hop_s),
+            "exposed_s": waited_s,
+            "time_s": waited_s,
+        }
+    own_s = float(cost.time.total_s * mesh.num_microbatches)
+    idle_s = float(step.work_s) + float(step.bubble_s) - own_s
+    yield {"module": "pipeline", "op": "bubble", "phase": "step", "time_s": idle_s}
+
+
+def _once_a_step(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
+    """The exchanges of the replicas, the optimizer, and waiting for ranks that take longer."""
+    if mesh.trains:
+        on_links_s = sum(float(seconds) for _, seconds in cost.exchanged)
+        share = float(cost.comm_dp_s) / on_links_s if on_links_s else 0.0
+        for exchange, seconds in cost.exchanged:
+            if float(exchange.count) and float(exchange.group_size) > 1:
+                yield _exchange_row(exchange, float(seconds), share)
+        waited_s = float(step.comm_dp_s) - float(cost.comm_dp_s)
+        if waited_s > 0:
+            yield {
+                "module": "step", "op": "wait_for_exchange", "phase": "step", "collective": "all_reduce",
+                "axis": "dp", "time_s": waited_s,
+            }  # fmt: skip
+        own_s = float(cost.optimizer_s)
+        yield {"module": "step", "op": mesh.plan.optimizer, "phase": "optimizer", "time_s": own_s}
+        if float(step.optimizer_s) > own_s:
+            waited_s = float(step.optimizer_s) - own_s
+            yield {"module": "step", "op": "wait_for_optimizer", "phase": "optimizer", "time_s": waited_s}
+    yield {"module": "step", "op": "stragglers", "phase": "step", "time_s": float(step.straggler_s)}
+
+
+def _exchange_row(exchange: Exchange, seconds: float, share: float) -> Row:
+    count = float(exchange.count)
+    row = _on_links(exchange.collective, "dp", exchange.group_size, exchange.payload_bytes)
+    return row | {
+        "module": "step",
+        "op": exchange.op,
+        "phase": exchange.behind or "step",
+        "count": count,
+        "comm_s": seconds / count,
+        "exposed_s": seconds / count * share,
+        "time_s": seconds / count * share,
+    }

@@ -1,0 +1,345 @@
+"""A plan resolved on a world of ranks: the sizes of every axis, and whether they fit model and workload.
+
+A `Mesh` holds one plan, or a grid of plans: then a size is an array whose axes are those of the grid, and a
+size that does not vary along an axis has length one there. One plan is a grid of one whose sizes are plain
+floats; the same arithmetic serves both. Choices that change which ops exist (sequence parallelism, the
+layout, dtypes, ...) are the same for a whole grid and stay in `plan`.
+
+`rules` says, in the order in which a person is told, what makes a mesh invalid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from meshwise.core.errors import WorkloadError
+from meshwise.core.units import Num
+from meshwise.cost.schedule import NEEDS, SCHEDULES, valid
+from meshwise.machine.hardware import Cluster
+from meshwise.model.architecture import Model
+from meshwise.plan.layouts import check_layout, default_grid
+from meshwise.plan.plan import NUMBERS, Plan, Rule, number_rules, numbers_of
+from meshwise.plan.workload import Workload
+
+_INTERLEAVED, _ONE_F_ONE_B = SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")
+_FOLDED = tuple(SCHEDULES.index(name) for name in ("zb-v", "dualpipe-v"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Mesh:
+    """The sizes of one plan, or of a grid of plans, over `world` ranks; see `Plan` for their meaning.
+
+    `microbatch` in sequences, `num_microbatches` of one data-parallel rank. `schedule` and `recompute` are
+    indices into `SCHEDULES` and `RECOMPUTE`. `ulysses` x `ring` is the context-parallel degree.
+    `grid` are the axes of a tensor layout of several dimensions. `recompute_layers` is infinite where all
+    layers of a stage are recomputed. `overlap_dp` and `overlap_pp` are 0 or 1.
+    """
+
+    world: float
+    batch: float
+    seq: float
+    microbatch: Num
+    num_microbatches: Num
+    tp: Num = 1.0
+    ulysses: Num = 1.0
+    ring: Num = 1.0
+    pp: Num = 1.0
+    vpp: Num = 1.0
+    schedule: Num = 1.0
+    dp: Num = 1.0
+    ep: Num = 1.0
+    etp: Num = 1.0
+    zero: Num = 1.0
+    zero_group: Num = 1.0
+    recompute: Num = 0.0
+    recompute_layers: Num = np.inf
+    imbalance: Num = 1.0
+    offload_optimizer: Num = 0.0
+    offload_activations: Num = 0.0
+    overlap_dp: Num = 1.0
+    overlap_pp: Num = 1.0
+    grid: tuple[Num, ...] = ()
+    kind: str = "train"
+    plan: Plan = field(default_factory=Plan)
+
+    @property
+    def cp(self) -> Num:
+        """The context-parallel degree."""
+        return self.ulysses * self.ring
+
+    @property
+    def replicas(self) -> Num:
+        """Ranks that hold the same dense weights: data and context parallel ones."""
+        return self.dp * self.cp
+
+    @property
+    def expert_replicas(self) -> Num:
+        """Ranks that hold the same experts."""
+        return self.tp * self.cp * self.dp / (self.etp * self.ep)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the step has a backward."""
+        return self.kind == "train"
+
+    def shard_ranks(self, from_stage: int, replicas: Num) -> Num:
+        """Over how many of `replicas` ranks ZeRO shards what it shards from stage `from_stage` on."""
+        sharded = (self.zero >= from_stage) * 1.0
+        return sharded * np.minimum(self.zero_group, replicas) + (1.0 - sharded)
+
+    def stride(self, axis: str) -> Num:
+        """Distance in ranks between neighbours along a mesh axis, by the plan's placement."""
+        sizes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
+        stride: Num = 1.0
+        for inner in self.plan.placement:
+            if inner == axis:
+                break
+            stride = stride * sizes[inner]
+        return stride
+
+
+def mesh_of(plan: Plan, workload: Workload, world: int, sizes: dict[str, Num], microbatch: Num) -> Mesh:
+    """The mesh of `plan` with the numbers `sizes` (one for each of `NUMBERS`), unchecked.
+
+    What a plan leaves out follows: dp is what the world leaves, etp is tp, ZeRO shards over all replicas.
+    """
+    tp, cp, pp, vpp, schedule = (sizes[key] for key in ("tp", "cp", "pp", "vpp", "schedule"))
+    ulysses: Num = {"ulysses": cp, "two_level": sizes["ulysses"]}.get(plan.cp_kind, 1.0)
+    ring = cp / ulysses
+    grid: tuple[Num, ...] = ()
+    dp = np.maximum(world // (tp * cp * pp), 1.0)
+    # 1F1B with several chunks a rank is interleaved; a V has two.
+    schedule = schedule + (_INTERLEAVED - _ONE_F_ONE_B) * ((schedule == _ONE_F_ONE_B) & (vpp > 1))
+    vpp = vpp + sum((schedule == folded) * 1.0 for folded in _FOLDED) * (vpp == 1)
+    group = sizes["zero_group"] + (sizes["zero_group"] == 0) * dp * cp
+    etp = sizes["etp"] + (sizes["etp"] == 0) * tp
+    if plan.layout != "1d":
+        grid = tuple(map(float, plan.grid or default_grid(plan.layout, plan.tp)))
+    if plan.layout == "2d-cp":  # columns x sequence: weights are cut by the columns alone
+        tp, ring, group = grid[0], grid[1], group * grid[1]
+    return Mesh(
+        world=float(world),
+        batch=float(workload.batch),
+        seq=float(workload.seq),
+        microbatch=microbatch,
+        num_microbatches=np.maximum(workload.batch // (dp * microbatch), 1.0),
+        tp=tp,
+        ulysses=ulysses,
+        ring=ring,
+        vpp=vpp,
+        schedule=schedule,
+        dp=dp,
+        etp=etp,
+        zero_group=group,
+        grid=grid,
+        kind=workload.kind,
+        plan=plan,
+        **{
+            key: sizes[key]
+            for key in NUMBERS
+            if key not in ("tp", "cp", "ulysses", "vpp", "schedule", "dp", "etp", "zero_group")
+        },
+    )
+
+
+def resolve(model: Model, plan: Plan, workload: Workload, cluster: Cluster) -> Mesh:
+    """The mesh of one plan on all ranks of `cluster`.
+
+    Raises:
+        PlanError: The degrees do not divide the world, the model, or each other.
+        WorkloadError: The batch does not divide into microbatches of the data-parallel ranks.
+    """
+    sizes = numbers_of(plan)
+    if plan.layout != "1d":
+        check_layout(model, plan, workload.seq)
+    mesh = mesh_of(plan, workload, cluster.num_chips, sizes, float(workload.microbatch))
+    for rule in rules(model, mesh, sizes, cluster):
+        if rule.is_broken:
+            raise rule.error(rule.sentence())
+    return mesh
+
+
+# --- rules -------------------------------------------------------------------------------------
+
+
+def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> Iterator[Rule]:
+    """Every rule that the plans of `mesh` must keep, in the order in which a person is told.
+
+    `sizes`: the numbers as the plan states them. Rules of layouts of several dimensions are `check_layout`'s.
+    """
+    yield from _sequence_rules(model, mesh)
+    yield from number_rules(mesh.plan.cp_kind, sizes)
+    yield from _world_rules(mesh, sizes)
+    if mesh.plan.layout == "1d":
+        yield from _model_rules(model, mesh)
+    else:
+        yield Rule(
+            sizes["cp"] > 1,
+            lambda: f"layout={mesh.plan.layout} cuts the sequence itself; leave cp={_int(sizes['cp'])} out",
+        )
+    yield from _expert_rules(model, mesh)
+    yield from _replica_rules(mesh, sizes)
+    yield Rule(
+        valid(mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp) == 0,
+        lambda: (
+            f"schedule={SCHEDULES[_int(mesh.schedule)]} cannot run pp={_int(mesh.pp)}, vpp={_int(mesh.vpp)} "
+            f"and {_int(mesh.num_microbatches)} microbatches; it needs {NEEDS[_int(mesh.schedule)]}"
+        ),
+    )
+    yield from _stage_rules(model, mesh)
+    yield Rule(
+        (mesh.offload_optimizer + mesh.offload_activations > 0) & (cluster.chip.host_bytes_per_s == 0),
+        lambda: (
+            f"{cluster.chip.name} has no host_bytes_per_s, the rate of its host link, which offloading "
+            "needs; add it to a cluster file, or leave offloading out"
+        ),
+    )
+
+
+def _int(value: Num) -> int:
+    return int(value)
+
+
+def _world_rules(mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
+    tp, cp, pp, world = sizes["tp"], sizes["cp"], sizes["pp"], _int(mesh.world)
+
+    def degrees() -> str:
+        return f"tp={_int(tp)} x cp={_int(cp)} x pp={_int(pp)}"
+
+    yield Rule(
+        mesh.world % (tp * cp * pp) != 0,
+        lambda: f"{world} ranks do not divide by {degrees()}; use a multiple of {_int(tp * cp * pp)}",
+    )
+    yield Rule(
+        (sizes["dp"] != 0) & (sizes["dp"] != mesh.dp),
+        lambda: (
+            f"dp={_int(sizes['dp'])} contradicts {world} ranks / ({degrees()}) = {_int(mesh.dp)}; leave dp "
+            "out or change the number of ranks"
+        ),
+    )
+    yield Rule(
+        mesh.batch % mesh.microbatch != 0,
+        lambda: (
+            f"batch {_int(mesh.batch)} does not divide by microbatch {_int(mesh.microbatch)}; use a divisor "
+            f"of {_int(mesh.batch)}"
+        ),
+        WorkloadError,
+    )
+    yield Rule(
+        mesh.batch % (mesh.dp * mesh.microbatch) != 0,
+        lambda: (
+            f"batch {_int(mesh.batch)} does not divide by dp={_int(mesh.dp)} x microbatch="
+            f"{_int(mesh.microbatch)}; use a multiple of {_int(mesh.dp * mesh.microbatch)}"
+        ),
+        WorkloadError,
+    )
+
+
+def _sequence_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
+    yield Rule(
+        (model.positions == "learned") & (mesh.seq > model.max_seq),
+        lambda: f"seq={_int(mesh.seq)} exceeds the {model.max_seq} learned positions of {model.name}",
+        WorkloadError,
+    )
+
+
+def _model_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
+    tp, ulysses, name = mesh.tp, mesh.ulysses, model.name
+    widths = {"heads": model.num_heads, "hidden width": model.hidden}
+    if model.vocab:
+        widths["ffn width"] = model.ffn_hidden
+    for what, size in widths.items():
+        yield Rule(
+            size % tp != 0,
+            lambda what=what, size=size: (  # type: ignore[misc]
+                f"tp={_int(tp)} does not divide the {size} {what} of {name}; use a divisor"
+            ),
+        )
+    kv_heads = model.num_kv_heads
+    yield Rule(
+        (kv_heads % tp != 0) & (tp % kv_heads != 0),
+        lambda: (
+            f"tp={_int(tp)} neither divides nor is divided by the {kv_heads} key-value heads of {name}; "
+            "use a divisor or a multiple"
+        ),
+    )
+    yield Rule(
+        mesh.cp % ulysses != 0,
+        lambda: f"ulysses={_int(ulysses)} does not divide cp={_int(mesh.cp)}; use a divisor of it",
+    )
+    yield Rule(
+        model.num_heads % (tp * ulysses) != 0,
+        lambda: (
+            f"tp={_int(tp)} x ulysses={_int(ulysses)} does not divide the {model.num_heads} heads of {name}; "
+            "use degrees that do, or cp_kind=ring"
+        ),
+    )
+    yield Rule(
+        mesh.seq % mesh.cp != 0,
+        lambda: f"cp={_int(mesh.cp)} does not divide the sequence of {_int(mesh.seq)} tokens; use a divisor",
+    )
+
+
+def _expert_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
+    ep, etp, moe, name = mesh.ep, mesh.etp, model.moe, model.name
+    if moe is None:
+        yield Rule(ep > 1, lambda: f"ep={_int(ep)} but {name} has no experts; leave ep out")
+        return
+    yield Rule(
+        moe.num_experts % ep != 0,
+        lambda: f"ep={_int(ep)} does not divide the {moe.num_experts} experts of {name}; use a divisor",
+    )
+    yield Rule(
+        moe.ffn_hidden % etp != 0,
+        lambda: f"etp={_int(etp)} does not divide the expert width {moe.ffn_hidden} of {name}; use a divisor",
+    )
+    ranks = mesh.tp * mesh.cp * mesh.dp
+    yield Rule(
+        ranks % (etp * ep) != 0,
+        lambda: (
+            f"ep={_int(ep)} x etp={_int(etp)} does not divide the {_int(ranks)} ranks of a pipeline stage "
+            f"(tp={_int(mesh.tp)} x cp={_int(mesh.cp)} x dp={_int(mesh.dp)}); use degrees that do"
+        ),
+    )
+
+
+def _replica_rules(mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
+    group, cp = sizes["zero_group"] + (sizes["zero_group"] == 0) * 1.0, sizes["cp"]
+    yield Rule(
+        (mesh.dp * cp) % group != 0,
+        lambda: (
+            f"zero_group={_int(group)} does not divide dp={_int(mesh.dp)} x cp={_int(cp)}; use a divisor of "
+            f"{_int(mesh.dp * cp)}"
+        ),
+    )
+
+
+def _stage_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
+    layers, stages = model.num_layers, mesh.plan.stages
+    yield Rule(
+        mesh.pp * mesh.vpp > layers + 2,  # the first and the last may hold an end of the model alone
+        lambda: (
+            f"{layers} layers of {model.name} cannot fill {_int(mesh.pp * mesh.vpp)} pipeline stages "
+            "(pp x vpp); use fewer"
+        ),
+    )
+    if stages is None:
+        num_chunks = mesh.pp * mesh.vpp
+        yield Rule(
+            (mesh.schedule == _INTERLEAVED) & (-layers % num_chunks > 2),
+            lambda: (
+                f"{layers} layers of {model.name} do not divide by {_int(num_chunks)} chunks (pp x vpp) of "
+                "an interleaved schedule, whose first and last may be one shorter; change pp or vpp, or "
+                "list uneven stages, as in stages=3-2-3-2"
+            ),
+        )
+    else:
+        yield Rule(
+            sum(stages) != layers,
+            lambda: (
+                f"stages add up to {sum(stages)} layers but {model.name} has {layers}; list all its layers"
+            ),
+        )

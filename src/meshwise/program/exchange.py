@@ -1,0 +1,130 @@
+"""What the replicas of a model exchange once a step, or once a microbatch: gradients and weights.
+
+ZeRO-0 all-reduces gradients; 1 and 2 reduce-scatter them and all-gather the new weights; 3 (FSDP) gathers the
+weights of each block before its forward and its backward and reduce-scatters gradients, every microbatch
+(arXiv 1910.02054). Where ZeRO shards over a group of the replicas only, the shards of gradients are summed
+across groups. Dense weights are exchanged over data and context parallel ranks, experts over the ranks that
+hold the same ones. Only weights that train have gradients. All of it travels in messages: those of a block
+under ZeRO-3, buckets otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshwise.core.units import Num
+from meshwise.model.architecture import Model
+from meshwise.plan.mesh import Mesh
+from meshwise.plan.stages import Stage
+from meshwise.program.block import shared_gradients
+from meshwise.program.cut import GRID_AXES, Cut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Held:
+    """Weights on one rank of a stage: dense ones and those of experts, and how many of each train."""
+
+    dense: Num
+    experts: Num
+    dense_trained: Num
+    experts_trained: Num
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Exchange:
+    """`count` alike collectives of a step; `payload_bytes` is the full tensor of one.
+
+    `behind`: the phase whose compute may hide it. `shards_copied`: ranks whose shards old software copies
+    one by one, for each message.
+    """
+
+    op: str
+    collective: str
+    behind: str
+    payload_bytes: Num
+    group_size: Num
+    stride: Num
+    count: Num
+    shards_copied: Num = 0.0
+
+
+def exchanges(
+    held: Held, layers: Num, mesh: Mesh, *, grad_bytes: float, weight_bytes: float, bucket_bytes: float,
+    messages_per_block: float,
+) -> Iterator[Exchange]:  # fmt: skip
+    """The exchanges of one rank of a stage of `layers` blocks in one step."""
+    inner = "cp" if mesh.plan.placement.index("cp") < mesh.plan.placement.index("dp") else "dp"
+    expert_stride = mesh.stride("tp") * mesh.etp * mesh.ep
+    of_blocks = messages_per_block * layers
+    sharded, gathered = (mesh.zero >= 1) * 1.0, (mesh.zero >= 3) * 1.0
+    rounds = 1.0 + gathered * (mesh.num_microbatches - 1.0)
+    for name, params, trained, replicas, stride in (
+        ("", held.dense, held.dense_trained, mesh.replicas, mesh.stride(inner)),
+        ("expert_", held.experts, held.experts_trained, mesh.expert_replicas, expert_stride),
+    ):
+        if isinstance(params, float | int) and params == 0:
+            continue
+        group = np.minimum(mesh.zero_group, replicas)
+
+        def messages(elem_bytes: float, params: Num) -> Num:
+            in_buckets = elem_bytes * params / bucket_bytes
+            number = np.maximum(gathered * of_blocks + (1.0 - gathered) * in_buckets, 1.0)
+            return number * (params > 0)  # no message where nothing is held
+
+        grads = messages(grad_bytes, trained)
+        grad_payload = grad_bytes * trained / np.maximum(grads, 1.0)
+        moved = gathered * params + (1.0 - gathered) * trained  # frozen weights do not change
+        weights = messages(weight_bytes, moved)
+        weight_payload = weight_bytes * moved / np.maximum(weights, 1.0)
+        copied = gathered * group
+        of_grads: dict[str, Any] = {"behind": "backward", "payload_bytes": grad_payload}
+        yield Exchange(
+            op=f"{name}gradients", collective="reduce_scatter", group_size=group, stride=stride,
+            count=rounds * grads, shards_copied=copied, **of_grads,
+        )  # fmt: skip
+        yield Exchange(
+            op=f"{name}gradients", collective="all_reduce", behind="backward",
+            payload_bytes=grad_payload / group, group_size=replicas / group, stride=stride * group,
+            count=rounds * grads,
+        )  # fmt: skip
+        # Without ZeRO the gradients come back by the second half of an all-reduce.
+        yield Exchange(
+            op=f"{name}gradients", collective="all_gather", group_size=group, stride=stride,
+            count=(1.0 - sharded) * grads, **of_grads,
+        )  # fmt: skip
+        of_weights: dict[str, Any] = {"payload_bytes": weight_payload, "group_size": group, "stride": stride}
+        yield Exchange(
+            op=f"{name}weights", collective="all_gather", behind="forward", shards_copied=copied,
+            count=rounds * sharded * weights, **of_weights,
+        )  # fmt: skip
+        yield Exchange(
+            op=f"{name}weights", collective="all_gather", behind="backward", shards_copied=copied,
+            count=rounds * gathered * weights, **of_weights,
+        )  # fmt: skip
+
+
+def shared_weights(model: Model, stage: Stage, mesh: Mesh, cut: Cut, grad_bytes: float) -> Iterator[Exchange]:
+    """Gradients of weights that several ranks of one replica hold, summed once a step.
+
+    A tied embedding lies on the first stage and on that of the head; under sequence parallelism and in
+    layouts of several dimensions ranks of a tensor-parallel group see different tokens of the same norms.
+    """
+    if model.tied_embedding and mesh.plan.lora_rank == 0:
+        apart = (stage.embeddings != stage.heads) * (mesh.pp > 1) * 1.0
+        yield Exchange(
+            op="tied_embedding", collective="all_reduce", behind="",
+            payload_bytes=grad_bytes * model.vocab * model.hidden / cut.tp, group_size=1.0 + apart,
+            stride=mesh.stride("pp") * np.maximum(mesh.pp - 1.0, 1.0), count=apart,
+        )  # fmt: skip
+    replicated = ("cp",) if cut.layout != "2d-cp" else ("cp", GRID_AXES[1])
+    for op in shared_gradients(model, cut):
+        if op.axis not in replicated:  # those are replicas, whose exchange is `exchanges`'
+            yield Exchange(
+                op="shared_norms", collective=op.collective, behind="",
+                payload_bytes=op.payload_bytes * stage.num_layers, group_size=op.group_size,
+                stride=op.stride, count=(stage.num_layers > 0) * 1.0,
+            )  # fmt: skip

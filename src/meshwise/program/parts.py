@@ -1,0 +1,71 @@
+"""The parts that one rank's model is made of: embedding, one block of each kind of layer, head.
+
+Each part is a list of ops, forward and backward, for one microbatch. How often a rank runs each part is its
+pipeline stage's affair (`meshwise.estimate.stage`).
+"""
+
+from __future__ import annotations
+
+from meshwise.core.units import Num
+from meshwise.model.architecture import Model, layer_kinds
+from meshwise.plan.mesh import Mesh
+from meshwise.program.block import block
+from meshwise.program.cut import Cut
+from meshwise.program.op import Op, precision
+from meshwise.program.vocabulary import embed, head
+
+EMBEDDING, HEAD = "embedding", "head"
+
+
+def layer_names(model: Model) -> tuple[str, ...]:
+    """Names of the parts that are blocks: one for each kind of layer, in the order of `layer_kinds`."""
+    kinds = layer_kinds(model)
+    windows = len({kind.window for kind in kinds}) > 1
+    return tuple(
+        ("moe_layer" if kind.moe else "layer") + (f"_window{kind.window}" if windows and kind.window else "")
+        for kind in kinds
+    )
+
+
+def parts(model: Model, cut: Cut) -> dict[str, list[Op]]:
+    """The ops of every part, by name."""
+    blocks = zip(layer_names(model), layer_kinds(model), strict=True)
+    return {
+        EMBEDDING: embed(model, cut),
+        **{name: block(model, cut, kind) for name, kind in blocks},
+        HEAD: head(model, cut),
+    }
+
+
+def cut_of(mesh: Mesh) -> Cut:
+    """How the plans of `mesh` cut one microbatch of a block."""
+    plan = mesh.plan
+    on_grid = plan.layout not in ("1d", "2d-cp")  # each rank has its own part of the activations
+    return Cut(
+        microbatch=mesh.microbatch,
+        seq=mesh.seq,
+        tp=mesh.tp,
+        ulysses=mesh.ulysses,
+        ring=mesh.ring,
+        ep=mesh.ep,
+        etp=mesh.etp,
+        tp_stride=mesh.stride("tp"),
+        cp_stride=mesh.stride("cp"),
+        ep_stride=mesh.etp * mesh.stride("tp"),
+        imbalance=mesh.imbalance,
+        dispatch_per_rank=plan.dispatch == "per_rank",
+        sequence_parallel=plan.sequence_parallel or plan.sp is None or on_grid,
+        gather_keys=plan.cp_kind == "all_gather",
+        layout=plan.layout,
+        grid=mesh.grid,
+        panels=float(plan.panels),
+        grid_scores=plan.attention == "grid",
+        flash=plan.attention == "flash",
+        lora_rank=plan.lora_rank,
+        precision=precision(plan.dtype),
+    )
+
+
+def block_input_bytes(model: Model, cut: Cut) -> Num:
+    """The input of a block as a rank keeps it: its part of the tokens."""
+    return cut.split_tokens * model.hidden * cut.precision.act_bytes

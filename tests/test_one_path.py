@@ -1,0 +1,118 @@
+"""One path, for random plans: the ledger adds up to the step, memory to its total, a grid is its plans."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from meshwise.core.errors import MeshwiseError
+from meshwise.cost.schedule import SCHEDULES
+from meshwise.estimate.grid import ROWS, TAIL, Cells, price_grid
+from meshwise.estimate.single import Estimate, estimate
+from meshwise.machine.hardware import find_cluster
+from meshwise.model.find import find_model
+from meshwise.plan.plan import AXES, CP_KINDS, KEYS, OPTIMIZERS, RECOMPUTE, Plan
+from meshwise.plan.workload import Workload
+
+MODELS = ("gpt3-175b", "llama3-70b", "mixtral-8x7b", "deepseek-v3", "llama3-8b")
+CLUSTERS = ("h100-80g-sxm:64", "h100-80g-sxm:256", "a100-80g-sxm:512")
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "tp": (1, 2, 4, 8, 3), "sp": (None, True, False), "cp": (1, 2, 4), "cp_kind": CP_KINDS,
+    "ulysses": (1, 2), "pp": (1, 2, 4, 8, 16, 7), "vpp": (1, 2, 3), "schedule": SCHEDULES,
+    "stages": (None, (17, 15), (20, 28, 20, 28)), "dp": (None, 8, 16), "ep": (1, 2, 8), "etp": (None, 1, 2),
+    "dispatch": ("per_expert", "per_rank"), "layout": ("1d", "2d", "2d-cp", "2.5d", "3d"),
+    "grid": ((), (2, 2), (4, 2)), "panels": (1, 2), "zero": (0, 1, 2, 3), "zero_group": (None, 4, 8),
+    "recompute": RECOMPUTE, "recompute_layers": (None, 1, 3), "dtype": ("bf16", "fp8", "fp32"),
+    "optimizer": OPTIMIZERS, "grad_dtype": ("fp32", "bf16"), "attention": ("flash", "unfused", "grid"),
+    "offload_optimizer": (0.0, 0.5, 1.0), "offload_activations": (0.0, 0.3, 1.0),
+    "overlap_dp": (True, False), "overlap_tp": (False, True), "overlap_ep": (False, True),
+    "overlap_pp": (True, False), "lora_rank": (0, 16), "frozen_dtype": (None, "fp4"), "kv_dtype": ("bf16",),
+    "imbalance": (1.0, 1.3), "implementation": ("megatron",), "software": ("2026", "2023"),
+    "placement": (AXES, ("tp", "pp", "dp", "cp")), "microbatch": (1, 2, 3),
+}  # fmt: skip
+"""Values of every key of a plan, some of which cannot go together."""
+
+
+def test_every_key_is_tried() -> None:
+    assert set(VALUES) == {*KEYS, "microbatch"}
+
+
+def price(model: str, cluster: str, plan: dict[str, Any], load: Workload) -> Estimate:
+    plan = dict(plan)
+    load = replace(load, microbatch=plan.pop("microbatch", 1))
+    return estimate(find_model(model), find_cluster(cluster), Plan(**plan), load)
+
+
+def drawn_plan(data: st.DataObject, num_keys: int) -> dict[str, Any]:
+    keys = data.draw(st.lists(st.sampled_from(sorted(VALUES)), max_size=num_keys, unique=True))
+    return {key: data.draw(st.sampled_from(VALUES[key]), label=key) for key in keys}
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.filter_too_much])
+@given(st.data(), st.sampled_from(MODELS), st.sampled_from(CLUSTERS), st.sampled_from(["train", "evaluate"]))
+def test_the_rows_of_every_rank_add_up_to_the_step(
+    data: st.DataObject, model: str, cluster: str, kind: str
+) -> None:
+    try:
+        of = price(model, cluster, drawn_plan(data, 8), Workload(batch=768, seq=4096, kind=kind))
+    except MeshwiseError:
+        assume(False)
+    assert of.pace_rank in set(of.ledger["rank"])
+    for rank in set(of.ledger["rank"]):
+        assert of.ledger.where(rank=rank).total("time_s") == pytest.approx(of.step_s, rel=1e-12)
+    assert sum(of.time_s.values()) == pytest.approx(of.step_s, rel=1e-12)
+    assert min(of.time_s.values()) >= 0
+    held = [of.ledger.where(rank=rank, phase="peak").total("live_bytes") for rank in set(of.ledger["rank"])]
+    assert max(held) == pytest.approx(of.memory_bytes["total"], rel=1e-12)
+    stages = of.to_json(ledger=False)["stages"]
+    assert sum(stage["num_like_it"] for stage in stages) == of.plan.pp
+    assert 0 < of.mfu <= of.hfu * (1 + 1e-12) or kind != "train" or of.plan.lora_rank
+
+
+def chosen(cells: Cells, index: tuple[int, ...]) -> dict[str, Any]:
+    """The values of the keys that vary, in one cell."""
+    tail = [key for key in TAIL if key in cells.values]
+    rows = [key for key in ROWS if key in cells.values]
+    found = {key: cells.values[key][i] for key, i in zip(tail, index, strict=False)}
+    return found | {key: cells.values[key][at[index[-1]]] for key, at in zip(rows, cells.rows, strict=True)}
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data(), st.sampled_from(MODELS), st.sampled_from(CLUSTERS))
+def test_a_grid_is_its_plans(data: st.DataObject, model: str, cluster: str) -> None:
+    """A cell is what `estimate` gives for its plan, and is missing exactly where `estimate` refuses it."""
+    keys = data.draw(st.lists(st.sampled_from(sorted(VALUES)), min_size=1, max_size=4, unique=True))
+    space = {key: VALUES[key] for key in keys}
+    base = {key: value for key, value in drawn_plan(data, 4).items() if key not in (*keys, "microbatch")}
+    try:
+        plan = Plan(**base)
+    except MeshwiseError:
+        assume(False)
+    load = Workload(batch=768, seq=4096)
+    found: dict[tuple[str, ...], tuple[float, float]] = {}
+    for cells in price_grid(find_model(model), find_cluster(cluster), load, space, plan):
+        step_s, memory = cells.array(cells.step.step_s), cells.array(cells.step.memory_bytes)
+        broken = np.broadcast_to(cells.broken, cells.shape)
+        for index in np.ndindex(cells.shape):
+            if not broken[index]:
+                values = chosen(cells, index)
+                cell = tuple(repr((cells.switches | values)[key]) for key in keys)
+                found[cell] = step_s[index], memory[index]
+    cells_ = list(itertools.product(*space.values()))
+    for cell in data.draw(st.lists(st.sampled_from(cells_), min_size=10, max_size=30)):
+        values = dict(zip(keys, cell, strict=True))
+        try:
+            of = price(model, cluster, base | values, load)
+        except MeshwiseError as error:
+            assert tuple(map(repr, cell)) not in found, str(error)
+        else:
+            step, memory_bytes = found[tuple(map(repr, cell))]
+            assert step == pytest.approx(of.step_s, rel=1e-12)
+            assert memory_bytes == pytest.approx(of.memory_bytes["total"], rel=1e-12)
