@@ -1,64 +1,155 @@
-"""The search against pricing every plan of a small space one by one."""
+"""The search against pricing every plan of a space one by one; what is stated is obeyed; the command."""
 
 import itertools
+from typing import Any
 
 import pytest
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.estimate.single import estimate
+from meshwise.estimate.single import Estimate, estimate
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
-from meshwise.plan.plan import parse_plan
+from meshwise.plan.plan import Plan, plan_text
 from meshwise.plan.workload import Workload
-from meshwise.search.search import search
+from meshwise.search.search import free_values, search
+
+SPACES: dict[str, tuple[str, str, dict[str, tuple[Any, ...]]]] = {
+    "degrees": ("llama3-8b", "h100-80g-sxm:8", {"schedule": ("1f1b",), "dtype": ("bf16",)}),
+    "schedules": ("llama3-8b", "h100-80g-sxm:16", {"tp": (2,), "zero": (1, 3), "recompute": ("none",)}),
+    "experts": (
+        "mixtral-8x7b",
+        "h100-80g-sxm:16",
+        {"pp": (1, 2), "vpp": (1,), "schedule": ("1f1b", "zb-h1"), "recompute": ("full",), "cp": (1, 2)},
+    ),
+    "offload": (
+        "llama3-70b",
+        "h100-80g-sxm:32",
+        {
+            "tp": (4, 8), "pp": (1, 4), "vpp": (1,), "schedule": ("1f1b",), "microbatch": (1, 2),
+            "offload_optimizer": (0.0, 0.5), "offload_activations": (0.0, 1.0), "recompute": ("none", "full"),
+            "recompute_layers": (None, 5), "zero_group": (None, 2), "overlap_dp": (False, True),
+        },
+    ),
+    "layouts": (
+        "llama3-8b",
+        "h100-80g-sxm:16",
+        {
+            "layout": ("1d", "2d", "2d-cp", "3d"), "tp": (4, 8), "pp": (1, 2), "cp": (1,), "vpp": (1,),
+            "panels": (1, 2), "schedule": ("1f1b",), "sp": (None, True), "zero": (1,),
+        },
+    ),
+}  # fmt: skip
 
 
-def test_the_best_plan_is_the_best_of_all_priced_one_by_one() -> None:
-    model, cluster = find_model("llama3-8b"), find_cluster("h100-80g-sxm:8")
-    found = search(model, cluster, batch=16, seq=1024, schedules=("1f1b", "interleaved"))
-    steps, feasible = [], 0
-    for tp, pp, vpp, micro, recompute, zero in itertools.product(
-        (1, 2, 4, 8),
-        (1, 2, 4, 8),
-        (1, 2, 4, 8, 16),
-        (1, 2, 4, 8, 16),
-        ("none", "selective", "full"),
-        range(4),
-    ):
-        text = f"tp={tp},pp={pp},vpp={vpp},recompute={recompute},zero={zero}"
+@pytest.mark.parametrize("name", SPACES)
+def test_the_best_plan_is_the_best_of_all_priced_one_by_one(name: str) -> None:
+    model_name, cluster_name, stated = SPACES[name]
+    model, cluster = find_model(model_name), find_cluster(cluster_name)
+    load = Workload(batch=16, seq=2048)
+    found = search(model, cluster, batch=16, seq=2048, stated=stated)
+    space = free_values(model, cluster.num_chips, load) | stated
+    fitting: dict[tuple[float, float], Estimate] = {}
+    for values in itertools.product(*space.values()):
+        plan = dict(zip(space, values, strict=True))
+        microbatch = plan.pop("microbatch")
         try:
-            of = estimate(model, cluster, parse_plan(text), Workload(batch=16, seq=1024, microbatch=micro))
+            of = estimate(model, cluster, Plan(**plan), Workload(batch=16, seq=2048, microbatch=microbatch))
         except MeshwiseError:
             continue
         if of.fits:
-            feasible += 1
-            steps.append(of.step_s)
-    assert found.plans_feasible == feasible
-    assert [of.step_s for of in found.best] == pytest.approx(sorted(steps)[:5], rel=1e-9)
+            fitting[of.step_s, of.memory_bytes["total"]] = of
+    assert found.plans_feasible >= len(fitting)  # different plans may cost the same
+    assert len(fitting) > 5
+    fastest = sorted(fitting)[0]
+    assert found.best[0].step_s == pytest.approx(fastest[0], rel=1e-12)
+    for of in found.best:
+        assert any(of.step_s == pytest.approx(step, rel=1e-12) for step, _ in sorted(fitting)[:5])
+    least_memory = min(memory for _, memory in fitting)
+    assert found.pareto[0].step_s == pytest.approx(fastest[0], rel=1e-12)
+    if len(found.pareto) < 30:
+        assert found.pareto[-1].memory_bytes == pytest.approx(least_memory, rel=1e-12)
+
+
+ARGUMENTS = ("search", "mixtral-8x7b", "--cluster", "h100-80g-sxm:64", "--batch", "256", "--seq", "4096")
+KEYS = {"plans_considered", "plans_feasible", "elapsed_s", "plans_per_s", "best", "pareto", "nearest_miss"}
 
 
 def test_command(meshwise) -> None:
-    arguments = ("search", "mixtral-8x7b", "--cluster", "h100-80g-sxm:64", "--batch", "256", "--seq", "4096")
-    done = meshwise(*arguments, "--top", "3", "--json")
+    done = meshwise(*ARGUMENTS, "--top", "3", "--json")
     assert done.code == 0
     document = done.document
-    assert set(document) == {"plans_considered", "plans_feasible", "elapsed_s", "plans_per_s", "best"}
+    assert set(document) >= KEYS
     assert 0 < document["plans_feasible"] <= document["plans_considered"]
     steps = [best["step_s"] for best in document["best"]]
     assert steps == sorted(steps)
     assert len(steps) == 3
-    assert "mixtral" not in meshwise(*arguments).err
+    assert "mixtral" not in meshwise(*ARGUMENTS).err
+
+
+def test_a_found_plan_goes_into_estimate_as_it_is(meshwise) -> None:
+    for best in meshwise(*ARGUMENTS, "--top", "4", "--json").document["best"]:
+        words = ("--plan", best["plan_text"], "--microbatch", str(best["microbatch"]))
+        again = meshwise("estimate", *ARGUMENTS[1:], *words, "--json").document
+        for key in ("step_s", "mfu", "memory_bytes"):
+            assert again[key] == best[key]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("tp=8", "pp=4", "zero=1", "dp=8", "ep=4", "schedule=zb-h1", "recompute=full,recompute_layers=3"),
+        *(
+            "zero=2,zero_group=4",
+            "offload_optimizer=0.5",
+            "offload_activations=1",
+            "overlap_tp=1",
+            "dtype=fp8",
+        ),
+        *("cp=2,cp_kind=ulysses", "placement=tp-pp-dp-cp", "tp=2|4,pp=2"),
+    ],
+)
+def test_what_is_stated_is_obeyed(meshwise, text: str) -> None:
+    document = meshwise(*ARGUMENTS, "--plan", text, "--json").document
+    assert document["best"]
+    for best in document["best"]:
+        for item in text.split(","):
+            key, _, values = item.partition("=")
+            value = best["plan"][key]
+            shown = (
+                "-".join(value) if isinstance(value, list) else str(int(value) if value is True else value)
+            )
+            assert shown.removesuffix(".0") in values.split("|"), best["plan_text"]
 
 
 def test_nothing_fits_is_exit_1(meshwise) -> None:
-    done = meshwise(
-        "search", "gpt3-175b", "--cluster", "v100-16g-sxm:8", "--plan", "dtype=fp16", "--batch", "8"
-    )
+    arguments = ("search", "gpt3-175b", "--cluster", "v100-16g-sxm:8", "--plan", "dtype=fp16", "--batch", "8")
+    done = meshwise(*arguments)
     assert done.code == 1
     assert "none fits" in done.out
+    miss = meshwise(*arguments, "--json").document["nearest_miss"]
+    assert miss["short_bytes"] == pytest.approx(miss["memory_bytes"] - 16.94e9)
+    again = meshwise(
+        "estimate", *arguments[1:4], "--plan", miss["plan_text"], "--batch", "8", "--microbatch",
+        str(miss["microbatch"]), "--json",
+    ).document  # fmt: skip
+    assert again["memory_bytes"]["total"] == pytest.approx(miss["memory_bytes"], rel=1e-12)
+
+
+def test_nothing_divides_is_exit_1_with_the_reason(meshwise) -> None:
+    done = meshwise("search", "gpt3-175b", "--cluster", "a100-80g-sxm:8", "--plan", "tp=5", "--batch", "8")
+    assert done.code == 1
+    assert "8 ranks do not divide by tp=5" in done.out
 
 
 def test_bad_input_is_exit_2(meshwise) -> None:
     base = ("search", "gpt3-175b", "--cluster", "a100-80g-sxm:8")
     assert meshwise(*base, "--batch", "0").code == 2
-    assert meshwise(*base, "--batch", "8", "--schedules", "2f2b").code == 2
+    assert meshwise(*base, "--batch", "8", "--plan", "schedule=2f2b").code == 2
+    assert meshwise(*base, "--batch", "8", "--plan", "speed=9").code == 2
+
+
+def test_a_text_names_every_found_plan() -> None:
+    model, cluster = find_model("deepseek-v3"), find_cluster("h100-80g-sxm:2048")
+    found = search(model, cluster, batch=4096, seq=4096, stated={"dtype": ("fp8",), "zero": (1,)}, top=3)
+    texts = [plan_text(of.plan) for of in found.best]
+    assert len(set(zip(texts, (of.workload.microbatch for of in found.best), strict=True))) == 3

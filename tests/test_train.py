@@ -261,7 +261,7 @@ def counted_peak(options: Any) -> float:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--plan ep=2", "has no experts to spread over ep=2"),
+        ("--plan ep=2", "has no experts"),
         (f"--model {MODELS['moe']} --plan tp=2,ep=2 --seq 16", "does not cut experts; add etp=1"),
         (f"--model {MODELS['moe']} --plan tp=2,ep=2,etp=1 --seq 6", "3 tokens in a row, whose choices 6"),
         ("--plan zero=1", "built for zero=3, not zero=1"),
@@ -273,7 +273,7 @@ def counted_peak(options: Any) -> float:
         ("--plan tp=4", "kv heads 2 does not divide by tp=4"),
         ("--plan tp=2 --seq 15", "seq 15 does not divide by tp=2"),
         ("--plan cp=2 --seq 18", "seq 18 does not divide by 4"),
-        ("--plan pp=4", "2 layers of tiny_llama cannot fill 4 pipeline stages"),
+        ("--plan pp=8 --ranks 8", "2 layers of tiny_llama cannot fill 8 pipeline stages"),
         ("--plan pp=2 --batch 2", "needs at least pp=2 microbatches, not 1"),
         ("--batch 3", "batch 3 does not divide by dp=4"),
         ("--plan dtype=fp8", "not dtype=fp8"),

@@ -211,5 +211,6 @@ def _buffer_bytes(
     widest: Num = 0.0
     for part in blocks:
         widest = np.maximum(widest, part.dense_params + part.expert_params)
-    whole = MAX_GATHERED_BLOCKS * weight_bytes(mesh) * widest * (mesh.zero >= 3)
+    sharded = (mesh.zero >= 3) & ((mesh.replicas > 1) | (mesh.expert_replicas > 1))
+    whole = MAX_GATHERED_BLOCKS * weight_bytes(mesh) * widest * sharded
     return gathered + messages + whole + _turn_bytes(model, stage, parts, mesh, cut, loss_bytes)

@@ -61,10 +61,15 @@ def step_rows(model: Model, mesh: Mesh, step: StepCost, cost: StageCost) -> Iter
 # --- one microbatch ----------------------------------------------------------------------------
 
 
-def part_rows(name: str, part: Part, phases: Iterable[str]) -> Iterator[Row]:
-    """The rows of one part, once, in the order of `phases`: forward, recompute, core, backward."""
+def part_rows(name: str, part: Part, phases: Iterable[str], *, waits: bool = True) -> Iterator[Row]:
+    """The rows of one part, once, in the order of `phases`: forward, recompute, core, backward.
+
+    `waits` False leaves out what is no op of the layout.
+    """
     for phase in phases:
         for row in part.rows:
+            if isinstance(row, Wait) and not (waits and float(row.spent_s)):
+                continue
             runs_in = {"weight": "backward"}.get(row.phase, row.phase)
             if phase == CORE_PHASE:
                 if isinstance(row, PricedOp) and is_core(row.op):

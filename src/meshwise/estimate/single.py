@@ -158,7 +158,7 @@ class Estimate:
         return Ledger.from_rows(
             row | {"origin": "estimate"}
             for name in layer_names(self.model)
-            for row in part_rows(name, self.step.parts[name], phases)
+            for row in part_rows(name, self.step.parts[name], phases, waits=False)
         )
 
     def layer(self) -> Ledger:
