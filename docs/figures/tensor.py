@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from meshwise.program.grid import check_grid
 
 from meshwise.core.errors import PlanError
 from meshwise.core.units import Num
@@ -21,6 +20,7 @@ from meshwise.estimate.timing import machine
 from meshwise.machine.hardware import Cluster, find_cluster
 from meshwise.model.architecture import Model
 from meshwise.model.find import find_model
+from meshwise.plan.layouts import check_grid
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op

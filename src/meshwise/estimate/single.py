@@ -161,18 +161,6 @@ class Estimate:
             for row in part_rows(name, self.step.parts[name], phases, waits=False)
         )
 
-    def layer(self) -> Ledger:
-        """The ops of one layer (and, where there are such, one MoE layer), one microbatch, on one rank."""
-        moe = num_moe_layers(self.model)
-        kinds = [("layer", False)] * (moe < self.model.num_layers) + [("moe_layer", True)] * (moe > 0)
-        return Ledger.from_rows(
-            row | {"origin": "estimate"}
-            for name, is_moe in kinds
-            for row in op_rows(
-                block(self.model, self.degrees.cut(), Layer(moe=is_moe)), self.machine, prefix=name
-            )
-        )
-
     def notes(self) -> list[str]:
         """What a reader should know: what does not fit, what binds, what the constants rest on."""
         notes = [
