@@ -5,16 +5,16 @@ import subprocess
 import sys
 
 import numpy as np
-from meshwise.estimate.block_time import block_time
 
 from benchmarks.timing import median_s, report
-from meshwise.estimate.grid import Choices, plan_grid
+from meshwise.estimate.grid import price_grid
+from meshwise.estimate.part import price_parts
 from meshwise.estimate.single import estimate
-from meshwise.estimate.timing import Machine, machine, op_times
+from meshwise.estimate.timing import Machine
 from meshwise.machine.hardware import find_cluster, rates, stack_rates
 from meshwise.model.find import find_model
-from meshwise.plan.plan import parse_plan
-from meshwise.plan.workload import workload
+from meshwise.plan.plan import Plan, parse_plan
+from meshwise.plan.workload import Workload
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 
@@ -30,7 +30,7 @@ SEQUENCES = itertools.count(128, 8)
 
 def one_estimate() -> None:
     """A new sequence each time: blocks that were priced before are remembered."""
-    plan, load = parse_plan("tp=8,pp=8,vpp=3,recompute=selective"), workload(512, next(SEQUENCES))
+    plan, load = parse_plan("tp=8,pp=8,vpp=3,recompute=selective"), Workload(batch=512, seq=next(SEQUENCES))
     estimate(GPT3, find_cluster("a100-80g-sxm:512"), plan, load)
 
 
@@ -45,29 +45,29 @@ def block_grid() -> int:
         tp=np.array([1.0, 2.0, 4.0, 8.0, 16.0])[:, None, None, None],
         sequence_parallel=True,
     )
-    ops = block(GPT3, cut)
-    return int(np.size(block_time(ops, op_times(ops, on)).forward.total_s))
+    return int(np.size(price_parts({"layer": block(GPT3, cut)}, on)["layer"].forward_s))
 
 
-MILLION = Choices(
-    tp=(1, 2, 3, 4, 6, 8, 12, 16),
-    cp=(1, 2, 4, 8),
-    microbatch=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384),
-    pp=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96),
-    schedules=(
-        *(("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-v", 2), ("dualpipe", 1), ("dualpipe-v", 2)),
-        *(("interleaved", vpp) for vpp in (2, 3, 4, 6, 8, 12, 16)),
-    ),
-    recompute=("none", "selective", "full"),
-    zero=(0, 1, 2, 3),
-)
+MANY = {
+    "tp": (1, 2, 3, 4, 6, 8, 12, 16),
+    "cp": (1, 2, 4, 8),
+    "microbatch": (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384),
+    "pp": (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v"),
+    "vpp": (1, 2, 3, 4, 6, 8, 12, 16),
+    "recompute": ("none", "selective", "full"),
+    "zero": (0, 1, 2, 3),
+    "offload_optimizer": (0.0, 1.0),
+    "overlap_dp": (False, True),
+    "overlap_pp": (False, True),
+}
 
 
-def million_plans() -> int:
-    grid = plan_grid(GPT3, 512, 1536, 2048, MILLION, parse_plan(""))
-    cost = grid.price(GPT3, machine(find_cluster("a100-80g-sxm:512"), "bf16"))
-    total = np.broadcast_shapes(np.shape(cost.step_s), np.shape(cost.memory.total))
-    return int(np.prod(total))
+def many_plans() -> int:
+    """Every valid plan of a space of 30 million combinations; what is invalid is not priced."""
+    cluster, load = find_cluster("a100-80g-sxm:512"), Workload(batch=1536, seq=2048)
+    cells = price_grid(GPT3, cluster, load, MANY, Plan())
+    return sum(int(np.size(one.array(one.step.step_s))) for one in cells)
 
 
 def main() -> None:
@@ -76,4 +76,4 @@ def main() -> None:
     report("meshwise estimate (process)", median_s(lambda: process("estimate", *arguments)), 0.6)
     report("one estimate in a process", median_s(one_estimate, 51), 0.002)
     report(f"a grid of {block_grid():,} blocks", median_s(block_grid), 0.1)
-    report(f"a grid of {million_plans():,} plans", median_s(million_plans, 3), 1.0)
+    report(f"a grid of {many_plans():,} plans", median_s(many_plans, 3), 1.0)
