@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from meshwise.program.grid import check_grid
 
 from meshwise.core.errors import PlanError
 from meshwise.model.architecture import Layer, Model, layer_kind
@@ -19,7 +20,6 @@ from meshwise.model.huggingface import read_config
 from meshwise.model.weights import block_weights, num_mtp_params, num_params
 from meshwise.program.block import block, shared_gradients
 from meshwise.program.cut import Cut
-from meshwise.program.grid import check_grid
 from meshwise.program.op import Op
 from meshwise.program.vocabulary import embed, head
 
