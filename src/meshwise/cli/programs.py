@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshwise import api
+from meshwise.cli.output import console, print_json
 from meshwise.core.errors import PlanError
 
 if TYPE_CHECKING:
@@ -110,8 +111,6 @@ def compare(
     found, options = _parse(ctx, program, show_help)
     result = api.compare(found.name, ranks=ranks, rank=rank, with_run=with_run, port=port, **options)
     if json:
-        from meshwise.cli.output import print_json
-
         print_json({"program": found.name, "ranks": ranks, "rank": rank} | result.to_json())
     else:
         _show_comparison(result)
@@ -139,22 +138,17 @@ def calibrate(
     found = measure(device, ranks=ranks, quick=quick)
     found.write(output)
     if json:
-        from meshwise.cli.output import print_json
-
         print_json(found.to_json() | {"file": str(output)})
         return
-    from rich.table import Table
-
-    from meshwise.cli.output import console
     from meshwise.core.units import duration, with_prefix
+    from meshwise.report.table import table
 
-    table = Table(title=f"{found.name}: measured on {device}", title_justify="left")
-    for head in ("what", "shape", "dtype", "time", "rate"):
-        table.add_column(head, justify="left" if head in ("what", "shape", "dtype") else "right")
-    for sample in found.samples:
-        rate = with_prefix(sample.rate, sample.unit)
-        table.add_row(sample.what, sample.shape, sample.dtype, duration(sample.time_s), rate)
-    console().print(table)
+    rows = [
+        (one.what, one.shape, one.dtype, duration(one.time_s), with_prefix(one.rate, one.unit))
+        for one in found.samples
+    ]
+    columns = ("what", "shape", "dtype", "time", "rate")
+    console().print(table(f"{found.name}: measured on {device}", columns, rows, left=columns[:3]))
     print(f"wrote {output}; use it as --cluster {output}")
 
 
@@ -184,7 +178,6 @@ def _parse(ctx: typer.Context, name: str, show_help: bool) -> tuple[Program, dic
 def _print_options(program: Program) -> None:
     from rich.table import Table
 
-    from meshwise.cli.output import console
     from meshwise.runtime.programs import option_help
 
     table = Table.grid(padding=(0, 2))
@@ -202,8 +195,6 @@ def _show(outcome: Outcome, csv: Path | None, json: bool, *, says_result: bool) 
     if csv is not None:
         outcome.ledger.to_csv(csv)
     if json:
-        from meshwise.cli.output import print_json
-
         print_json(outcome.to_json())
         return
     if outcome.result is not None and not says_result:
@@ -215,22 +206,18 @@ def _show(outcome: Outcome, csv: Path | None, json: bool, *, says_result: bool) 
 
 
 def _show_comparison(result: Comparison) -> None:
-    from rich.table import Table
+    from meshwise.report.table import table
 
-    from meshwise.cli.output import console
-
-    out = console()
-    differing = result.differences()
-    if differing:
-        table = Table(title="Where they differ", title_justify="left")
-        instruments = list(differing[0].values)
-        for head in ("module", "op", "phase", "shape", "column", *instruments):
-            table.add_column(head, justify="right" if head in instruments else "left")
-        for row in differing[:50]:
-            numbers = ["-" if value is None else f"{value:,.10g}" for value in row.values.values()]
-            table.add_row(row.module, row.op, row.phase, row.shape, row.column, *numbers)
-        out.print(table)
-        out.print(f"{len(differing)} of {len(result.rows)} numbers differ")
-    else:
-        names = ", ".join(result.rows[0].values) if result.rows else "no instrument"
-        out.print(f"all {len(result.rows)} numbers agree: {names}")
+    out, differing = console(), result.differences()
+    instruments = list(result.rows[0].values) if result.rows else []
+    if not differing:
+        out.print(f"all {len(result.rows)} numbers agree: {', '.join(instruments)}")
+        return
+    place = ("module", "op", "phase", "shape", "column")
+    rows = [
+        [getattr(row, name) for name in place]
+        + ["-" if value is None else f"{value:,.10g}" for value in row.values.values()]
+        for row in differing[:50]
+    ]
+    out.print(table("Where they differ", (*place, *instruments), rows, left=place))
+    out.print(f"{len(differing)} of {len(result.rows)} numbers differ")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 
 from meshwise.core.units import duration, with_prefix
+from meshwise.report.table import table
 from meshwise.serve.answer import Answer
 
 _HEADINGS = ("sequences", "a token", "tokens/s", "a GPU", "with prompts", "memory", "largest parts")
@@ -37,21 +37,19 @@ def print_serving(answer: Answer, console: Console) -> None:
         console.print(f"within {1e3 * answer.token_s:g} ms a token: {within:,} sequences")
     if not document["passes"]:
         return
-    table = Table()
-    for heading in _HEADINGS:
-        table.add_column(heading, justify="left" if heading == "largest parts" else "right")
+    rows = []
     for row in document["passes"]:
         parts = sorted(row["time_s"].items(), key=lambda part: -part[1])[:3]
-        shares = ", ".join(f"{name} {seconds / row['token_s']:.0%}" for name, seconds in parts if seconds)
-        table.add_row(
+        cells = (
             f"{row['sequences']:,}",
             duration(row["token_s"]),
             f"{row['tokens_per_s']:,.0f}",
             f"{row['tokens_per_s_per_gpu']:,.0f}",
             f"{row['with_prefill_per_s_per_gpu']:,.0f}",
             with_prefix(row["memory_bytes"]["total"], "B") if row["fits"] else "out of memory",
-            shares,
+            ", ".join(f"{name} {seconds / row['token_s']:.0%}" for name, seconds in parts if seconds),
         )
-    console.print(table)
+        rows.append(cells)
+    console.print(table("", _HEADINGS, rows, left=_HEADINGS[-1:]))
     for note in document["notes"]:
         console.print(f"note: {note}")
