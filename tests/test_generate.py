@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from closed_form import check_estimate_is_the_dry_run
 from meshwise.core.errors import MeshwiseError, WorkloadError
 from meshwise.model.gpt_config import GptConfig
-from meshwise.published.generation import peak_bytes
+from meshwise.program.generation import generation_events
+from meshwise.program.lifetime import peak_bytes
 from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program, parse_options
@@ -286,7 +287,7 @@ def test_real_run_holds_what_the_closed_form_says(options: dict[str, Any]) -> No
         outcome = pool.call(run_rank, "generate", chosen, 0, True)[0]
     assert found.agree, found.differences()[:3]
     assert found.rows[-1].values["estimate"] == outcome.peak_bytes
-    assert outcome.peak_bytes == peak_bytes(generation(chosen, ranks=2))
+    assert outcome.peak_bytes == peak_bytes(generation_events(generation(chosen, ranks=2)))
 
 
 @pytest.mark.parametrize(

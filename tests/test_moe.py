@@ -20,11 +20,11 @@ from meshwise.machine.hardware import find_cluster
 from meshwise.model.gpt_config import GptConfig, find_gpt_config, gpt_config_from_dict, to_model
 from meshwise.model.weights import num_active_params, num_params
 from meshwise.program.expert_parallel import capacity, place
-from meshwise.program.expert_pass import Pass
+from meshwise.program.expert_pass import Pass, evaluation, rank_params
+from meshwise.program.lifetime import peak_bytes
 from meshwise.published import moe_inference as moe
-from meshwise.published.moe_memory import peak_bytes, rank_params, weight_bytes
 from meshwise.runtime.dry_run import dry_run
-from meshwise.runtime.programs import generate
+from meshwise.runtime.programs import find_program, generate, make_options
 from meshwise.runtime.programs.eval_lm import Options
 from meshwise.runtime.programs.moe import DenseDispatch, MoELayer, Shard, SparseDispatch, metric_names, route
 from meshwise.runtime.programs.transformer_lm import TransformerDecoder, init_parameters
@@ -113,7 +113,7 @@ def test_parameters_of_the_15b_model() -> None:
     assert num_params(model) == 6 * 512 * 4_722_432 + 97_683_456
     assert rank_params(of) == 3_724_511_232
     assert num_active_params(model) == pytest.approx(154e6, rel=0.005)
-    assert weight_bytes(of) / GIB == pytest.approx(6.94, abs=0.005)
+    assert 2 * rank_params(of) / GIB == pytest.approx(6.94, abs=0.005)
 
 
 def test_flop_worked_out_by_hand() -> None:
@@ -145,7 +145,7 @@ def test_dry_run_of_the_printed_run_counts_the_same() -> None:
     exchanges = outcome.ledger.where(op="all_to_all")
     assert exchanges.total("payload_bytes") == 60 / PASSES * 81_002_496
     assert outcome.ledger.total("flop") == moe.total_flop(of)
-    assert outcome.peak_bytes == peak_bytes(of)
+    assert outcome.peak_bytes == peak_bytes(evaluation(of))
 
 
 # --- what-ifs ------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def test_a_grid_of_fractions_is_the_loop_over_them() -> None:
         one = moe.new_pass(config, ep=4, token_fraction=float(share))
         assert moe.total_flop(grid)[i] == moe.total_flop(one)  # type: ignore[index]
         assert moe.useful_flop(grid) == moe.useful_flop(one)
-        assert peak_bytes(grid)[i] == peak_bytes(one)  # type: ignore[index]
+        assert peak_bytes(evaluation(grid))[i] == peak_bytes(evaluation(one))  # type: ignore[index]
         assert moe.exchange_bytes(grid)[i] == moe.exchange_bytes(one)  # type: ignore[index]
         assert moe.pass_time(grid, cluster).total_s[i] == pytest.approx(  # type: ignore[index]
             float(moe.pass_time(one, cluster).total_s)
@@ -199,7 +199,7 @@ def test_a_grid_of_ranks_is_the_loop_over_them() -> None:
     for i, ep in enumerate(ranks):
         one = moe.new_pass(config, ep=int(ep))
         assert rank_params(grid)[i] == rank_params(one)  # type: ignore[index]
-        assert peak_bytes(grid)[i] == peak_bytes(one)  # type: ignore[index]
+        assert peak_bytes(evaluation(grid))[i] == peak_bytes(evaluation(one))  # type: ignore[index]
         assert moe.aten_calls(grid)["aten::addmm"][i] == moe.aten_calls(one)["aten::addmm"]  # type: ignore[index]
 
 
@@ -286,6 +286,43 @@ def test_estimate_is_the_dry_run(ranks: int, override: str, options: dict[str, A
     """Every row that the closed form states, every FLOP and collective, and the peak, to the last byte."""
     chosen = Options(override=f"{TINY},{override}".rstrip(","), max_blocks=6, **options)
     check_estimate_is_the_dry_run("eval-lm", chosen, ranks)
+
+
+SIZES = st.fixed_dictionaries({
+    "decoder_layers": st.integers(1, 4), "tokens_per_sample": st.sampled_from([1, 2, 24]),
+    "moe_expert_count": st.sampled_from([2, 4, 16]), "decoder_attention_heads": st.sampled_from([1, 4]),
+    "decoder_embed_dim": st.sampled_from([16, 64]), "decoder_ffn_embed_dim": st.sampled_from([8, 256]),
+    "moe_freq": st.integers(0, 3), "batch_size_valid": st.integers(1, 3), "use_tutel_moe": st.booleans(),
+    "moe_top1_expert": st.booleans(), "moe_gating_use_fp32": st.booleans(),
+    "no_decoder_final_norm": st.booleans(), "vocab_size": st.sampled_from([260, 3001]),
+    "moe_eval_capacity_token_fraction": st.sampled_from([0.0, 0.05, 1.0]),
+})  # fmt: skip
+
+
+@given(
+    sizes=SIZES, ranks=st.sampled_from([1, 2, 4]), tp=st.sampled_from([1, 2]), grouped=st.booleans(),
+    dtype=st.sampled_from(["fp32", "bf16", "fp64"]), generates=st.booleans(), cached=st.booleans(),
+    search=st.sampled_from(["greedy", "sampling", "beam"]),
+)  # fmt: skip
+@settings(max_examples=12)
+def test_lifetimes_are_those_of_the_program(
+    sizes: dict[str, Any], ranks: int, tp: int, grouped: bool, dtype: str, generates: bool, cached: bool,
+    search: str,
+) -> None:  # fmt: skip
+    """The peak is exact whichever moment of whichever model is the largest."""
+    override = ",".join(f"{name}={size}" for name, size in sizes.items())
+    values: dict[str, Any] = {"override": override, "dtype": dtype, "tp": tp}
+    if generates:
+        values |= {"num_prompts": 3, "prompt_tokens": 5, "max_tokens": 2, "search": search, "cache": cached}
+    else:
+        values |= {"max_blocks": 1, "grouped_gemm": grouped}
+    program = find_program("generate" if generates else "eval-lm")
+    options = make_options(program, values)
+    try:
+        program.check(options, ranks)
+    except PlanError:
+        return
+    check_estimate_is_the_dry_run(program.name, options, ranks)
 
 
 @given(

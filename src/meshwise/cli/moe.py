@@ -56,8 +56,8 @@ def moe(
     from meshwise.machine.hardware import find_cluster
     from meshwise.model.gpt_config import find_gpt_config
     from meshwise.program.expert_parallel import check_tp, place
-    from meshwise.program.generation import Generation
-    from meshwise.published.generation import peak_bytes as generation_peak
+    from meshwise.program.generation import Generation, generation_events
+    from meshwise.program.lifetime import peak_bytes
     from meshwise.published.generation import side_by_side
     from meshwise.published.moe_inference import has_rate, new_pass, report, what_ifs
 
@@ -88,7 +88,10 @@ def moe(
         dtype=dtype,
     )
     programs = side_by_side(of, generation, {chip: c for chip, c in clusters.items() if has_rate(c, of)})
-    memory = {"cache_bytes": generation.cache_bytes, "peak_bytes": generation_peak(generation)}
+    memory = {
+        "cache_bytes": generation.cache_bytes,
+        "peak_bytes": float(peak_bytes(generation_events(generation))),
+    }
     if as_json:
         beside = {name: asdict(work) for name, work in programs.items()}
         beside["generate"] |= memory

@@ -1,29 +1,28 @@
-"""One forward pass of a mixture-of-experts GPT on one rank, op by op: the closed form of
-`programs.transformer_lm`.
+"""One forward pass of a mixture-of-experts GPT on one rank, op by op with its tensors: what
+`runtime.programs.transformer_lm` does.
 
 Notation: B sequences of T tokens, S = B T; width M, feed-forward F, experts of width X, E of them with C
 slots a rank, W ranks share them; H heads, V words, P ranks of tensor parallelism, n = ceil(V / P) words on
-each. Rows carry torch's own names (`mm`, `addmm`, `bmm`, ...), so that a recorder's can be laid beside them;
-the *role* says what the product is for. The matrix products, the collectives, what goes into a cache of keys
+each. Ops carry torch's own names (`mm`, `addmm`, `bmm`, ...), so that a recorder's can be laid beside them;
+their *part* says what they are for. The matrix products, the collectives, what goes into a cache of keys
 and values, and the kernels as large as [S, E, C], as an expert's rows, as attention scores or as logits are
-stated; what the gate does on [S, E] and smaller is not, nor norms, sums and embeddings on [S, M].
+stated; what the gate does on [S, E] and smaller is not, nor norms, sums and embeddings on [S, M], but the
+tensors that these leave are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from meshwise.core.units import DTYPE_BYTES, Num
-from meshwise.cost.collective import sent_bytes
-from meshwise.cost.op import Cost, matmul
+from meshwise.cost.op import matmul_flop
 from meshwise.model.gpt_config import GptConfig
 from meshwise.program.expert_parallel import num_local_words
-from meshwise.program.op import Op
+from meshwise.program.lifetime import Event, Script, Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,143 +115,239 @@ class Pass:
         return f"{self.decoder}/TransformerDecoderLayer with MoE"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Row:
-    """One kind of op: its role, and the op with its count in a whole pass."""
-
-    role: str
-    op: Op
+FIRST_POSITION = 2
+"""Rows of the table of positions before that of the first token: fairseq's padding index, and one."""
 
 
-def forward_rows(of: Pass) -> list[Row]:
-    """Every stated op of one evaluation pass, loss included; the attention of all layers first."""
-    return occurring([*model_rows(of), *_loss(of)])
+def new_script(of: Pass) -> Script:
+    """An empty program in the type of `of`."""
+    return Script(module=of.section, dtype=of.dtype, rank=of.tp_rank)
 
 
-def model_rows(of: Pass) -> Iterator[Row]:
-    """The ops of the model alone, from tokens to logits."""
+def evaluation(of: Pass) -> list[Event]:
+    """One pass of evaluation on a rank: the model, its running sums, a batch through it, and its loss."""
+    s = new_script(of)
     config = of.config
-    yield _reduced(of, of.decoder, 1, role="embedding")
-    yield from _attention(of, of.dense, config.num_dense_layers)
-    yield from _attention(of, of.moe, config.num_moe_layers)
-    yield from _dense_feed_forward(of)
-    if config.num_moe_layers:
-        yield from _moe_layer(of)
-    rows, width = of.logits[0] * of.logits[1], config.decoder_embed_dim
-    yield product(of, of.decoder, "lm_head", "mm", rows, of.local_words, width, weights=True)
+    held = [s.new("inputs", of.tokens, dtype="int64"), s.new("targets", of.tokens, dtype="int64")]
+    held.append(s.new("running sums", 2 + 4 * config.top_k, dtype="fp64"))
+    weights = model_tensors(of, s, config.tokens_per_sample)
+    logits, left = forward(of, s, weights)
+    _loss(of, s, logits)
+    s.returns(*held, *weights.values(), *left, logits)
+    return s.events
 
 
-def occurring(rows: Iterable[Row]) -> list[Row]:
-    """`rows` without those that never occur, and without collectives of one rank (arrays of ranks stay)."""
-    return [row for row in rows if _occurs(row.op)]
+def model_tensors(of: Pass, s: Script, max_positions: int) -> dict[str, Tensor]:
+    """What a rank holds of the model, all layers together: weights, positions, zeros for others' biases.
 
-
-def ledger_cells(op: Op, elem_bytes: float) -> dict[str, Any]:
-    """The ledger's columns of one occurrence of `op`, as a recorder fills them."""
-    cells: dict[str, Any] = {
-        "module": op.module,
-        "shape": tuple(int(dim) for dim in op.shape),
-        "dtype": op.dtype,
+    Experts are cut by `ep`; words and matrices, experts' too, by `tp`. A bias that is added behind a cut
+    product is a weight of the first rank of tp alone.
+    """
+    config, width, local = of.config, of.config.decoder_embed_dim, of.config.decoder_embed_dim // of.tp
+    layers, dense, moe = config.decoder_layers, config.num_dense_layers, config.num_moe_layers
+    experts = (moe, of.local_experts if moe else 0)
+    shapes: dict[str, tuple[Num, ...]] = {
+        "embed": (of.local_words, width),
+        "norms": (layers, 4, width),
+        "qkv": (layers, 3, local, width),
+        "qkv_bias": (layers, 3, local),
+        "out": (layers, width, local),
+        "out_bias": (layers, width),
+        "gate": (moe, config.moe_expert_count, width),
+        "final_norm": (0 if config.no_decoder_final_norm else 2, width),
     }
-    if op.kind == "collective":
-        sent = sent_bytes(op.collective, op.payload_bytes, op.group_size)  # type: ignore[arg-type]
-        cells |= {"collective": op.collective, "axis": op.axis, "group_size": op.group_size}
-        return cells | {"payload_bytes": op.payload_bytes, "sent_bytes": float(sent)}
-    cells |= {"flop": op.cost.flop, "read_bytes": op.cost.read_bytes, "write_bytes": op.cost.write_bytes}
-    return cells | {"weight_bytes": op.num_params * elem_bytes}
-
-
-def _occurs(op: Op) -> bool:
-    if np.ndim(op.count) == 0 and op.count == 0:
-        return False
-    alone = isinstance(op.group_size, int | float) and op.group_size == 1
-    return op.kind != "collective" or not alone
-
-
-def _attention(of: Pass, layer: str, num_layers: int) -> Iterator[Row]:
-    config, module = of.config, f"{layer}/MultiheadAttention"
-    width, dim = config.decoder_embed_dim, config.head_dim
-    local, scores = width // of.tp, (of.heads, of.length, of.keys)
-    on_heads: dict[str, Any] = {"batch": of.heads, "count": num_layers}
-    yield product(of, module, "qkvo", "mm", of.tokens, local, width, weights=True, count=3 * num_layers)
-    yield product(of, module, "qkvo", "mm", of.tokens, width, local, weights=True, count=num_layers)
-    if of.cached:  # read as what is overwritten, and as what is new
-        new, own = (of.heads, of.length, dim), of.elem_bytes
-        yield kernel(module, "cache", "copy_", new, of.dtype, 2 * own, own, 2 * num_layers)
-    yield product(of, module, "attention", "bmm", of.length, of.keys, dim, **on_heads)
-    yield kernel(module, "softmax", "_softmax", scores, of.dtype, of.elem_bytes, of.elem_bytes, num_layers)
-    yield product(of, module, "attention", "bmm", of.length, dim, of.keys, **on_heads)
-    yield _reduced(of, module, num_layers)
-
-
-def _dense_feed_forward(of: Pass) -> Iterator[Row]:
-    config, count = of.config, of.config.num_dense_layers
-    yield from _two_products(of, of.dense, "dense_ffn", of.tokens, config.decoder_ffn_embed_dim, count)
-    yield _reduced(of, of.dense, count)
-
-
-def _moe_layer(of: Pass) -> Iterator[Row]:
-    config, module, count = of.config, f"{of.moe}/MoELayer", of.config.num_moe_layers
-    width, num_experts = config.decoder_embed_dim, config.moe_expert_count
-    yield product(of, module, "gate", "mm", of.tokens, num_experts, width, weights=True, count=count)
-    if config.use_tutel_moe:
-        yield from _sparse_moves(of, module, count)
-    else:
-        yield from _dense_routing(of, module, count)
-        yield product(of, module, "dispatch", "mm", of.slots, width, of.tokens, count=count)
-    exchange = _exchange(of, module, 2 * count)
-    yield exchange
-    yield from _experts(of, module, count)
-    parts = (of.ep, of.local_experts, of.capacity, width)
-    yield kernel(module, "experts", "cat", parts, of.dtype, of.elem_bytes, of.elem_bytes, count)
-    if not config.use_tutel_moe:
-        yield product(of, module, "combine", "mm", of.tokens, width, of.slots, count=count)
-    yield _reduced(of, module, count)
-
-
-def _dense_routing(of: Pass, module: str, count: int) -> Iterator[Row]:
-    """The routing as tensors [S, E, C]: an outer product a choice, their sum, and both casts."""
-    config, kind, own = of.config, of.gate_dtype, of.elem_bytes
-    size, wide = (of.tokens, config.moe_expert_count, of.capacity), DTYPE_BYTES[of.gate_dtype]
-    cost = matmul(size[1], size[2], 1.0, elem_bytes=wide, batch=size[0])
-    shape = (size[0], size[1], size[2], 1.0)
-    choices = config.top_k * count
-    outer = Op(module=module, name="bmm", phase="forward", kind="matmul", shape=shape, cost=cost, dtype=kind,
-               count=choices)  # fmt: skip
-    yield Row("combine_outer", outer)
-    sums = (config.top_k - 1) * count
-    yield kernel(module, "routing", "add", size, kind, 2 * wide, wide, sums)
-    casts = count if kind != of.dtype else 0
-    yield kernel(module, "routing", "_to_copy", size, of.dtype, wide, own, casts)
-    yield kernel(module, "routing", "_to_copy", size, "bool", wide, 1.0, count)
-    yield kernel(module, "routing", "_to_copy", size, of.dtype, 1.0, own, count)
-
-
-def _sparse_moves(of: Pass, module: str, count: int) -> Iterator[Row]:
-    """Rows copied into their slots and out again, one copy a choice each way."""
-    own, width = of.elem_bytes, of.config.decoder_embed_dim
-    slots, tokens, index = (of.slots + 1) * width * own, of.tokens * width * own, of.tokens * 8.0
-    times = of.config.top_k * count
-    into = Cost(0.0, slots + tokens + index, slots)
-    out = Cost(0.0, of.slots * width * own + index, tokens)
-    for name, shape, cost in (
-        ("index_copy_", (of.slots + 1, width), into),
-        ("index_select", (of.tokens, width), out),
+    for name, stack, ffn in (
+        ("dense", (dense,), config.decoder_ffn_embed_dim // of.tp),
+        ("experts", experts, config.expert_ffn_dim // of.tp),
     ):
-        op = Op(module=module, name=name, phase="forward", kind="kernel", shape=shape, cost=cost,
-                dtype=of.dtype, count=times)  # fmt: skip
-        yield Row("moves", op)
+        shapes |= {f"{name}_fc1": (*stack, ffn, width), f"{name}_fc1_bias": (*stack, ffn)}
+        shapes |= {f"{name}_fc2": (*stack, width, ffn), f"{name}_fc2_bias": (*stack, width)}
+    shapes["positions"] = (max_positions + FIRST_POSITION, width)
+    constant = {"positions"} | ({"dense_fc2_bias", "experts_fc2_bias"} if of.tp_rank else set())
+    return {name: s.new(name, *shape, is_weight=name not in constant) for name, shape in shapes.items()}
 
 
-def _experts(of: Pass, module: str, count: int) -> Iterator[Row]:
-    """What W ranks sent an expert [W, 1, C, M] is copied together first, unless it lies together."""
-    own, ffn, rows = of.elem_bytes, of.config.expert_ffn_dim, of.ep * of.capacity
-    calls = count if of.grouped else of.local_experts * count
-    first = (of.local_experts, of.ep) if of.grouped else (of.ep, 1)
-    chunk = (*first, of.capacity, of.config.decoder_embed_dim)
-    yield kernel(module, "chunks", "clone", chunk, of.dtype, own, own, is_copied(of) * calls)
-    batch = of.local_experts if of.grouped else None
-    yield from _two_products(of, module, "experts", rows, ffn, calls, batch=batch)
+def rank_params(of: Pass) -> Num:
+    """Parameters that a rank holds."""
+    tensors = model_tensors(of, new_script(of), 0).values()
+    return sum((tensor.elements for tensor in tensors if tensor.is_weight), start=0.0)
+
+
+def forward(
+    of: Pass, s: Script, weights: dict[str, Tensor], cache: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """From tokens to logits, and what else the pass leaves: each layer's output, the routing's numbers.
+
+    Alike layers are stated once, as often as they occur, where the last of them stands: more is alive there
+    than in those before.
+    """
+    s = replace(s, module=of.decoder)
+    config, shape = of.config, (of.tokens, of.config.decoder_embed_dim)
+    x = s.new("embedded", *shape)
+    _reduced(of, s, x, "embedding")
+    padding = s.new("padding", of.tokens, dtype="bool")
+    mask = [s.new("mask", of.length, of.keys)] if of.length > 1 else []
+    left = [x]
+    kinds = [config.is_moe_layer(i) for i in range(config.decoder_layers)]
+    for i, is_moe in enumerate(kinds):
+        if is_moe in kinds[i + 1 :]:
+            x = s.new("x", *shape, reads=(x,))
+            left += [x, *_routing_numbers(of, s)] if is_moe else [x]
+        else:
+            module = of.moe if is_moe else of.dense
+            x, numbers = _layer(of, replace(s, module=module, times=kinds.count(is_moe)), weights, x, cache)
+            left += [x, *numbers]
+    rows = of.logits[0] * of.logits[1]
+    normed = x if config.no_decoder_final_norm else s.new("normed", rows, shape[1], reads=(x,))
+    lines = normed.view("rows", rows, shape[1])
+    logits = s.matmul("mm", (1.0, rows, of.local_words, shape[1]), (lines, weights["embed"]), part="lm_head")
+    s.returns(*mask, padding, normed)
+    return logits, left
+
+
+def _layer(
+    of: Pass, s: Script, weights: dict[str, Tensor], x: Tensor, cache: Tensor | None
+) -> tuple[Tensor, list[Tensor]]:
+    """Attention, then the feed-forward or the experts; with experts, the routing's numbers too."""
+    attended = _attention(of, s, weights, x, cache)
+    middle = s.new("x", *x.shape, reads=(x, attended))
+    normed = s.new("normed", *x.shape, reads=(middle,))
+    numbers: list[Tensor] = []
+    if s.module == of.moe:
+        result, numbers = _experts_layer(of, replace(s, module=f"{of.moe}/MoELayer"), weights, normed)
+    else:
+        ffn = of.config.decoder_ffn_embed_dim
+        result = _feed_forward(of, s, weights, "dense", normed, of.tokens, ffn, part="dense_ffn")
+        _reduced(of, s, result)
+    out = s.new("x", *x.shape, reads=(middle, result))
+    s.returns(middle, normed)
+    return out, numbers
+
+
+def _attention(of: Pass, s: Script, weights: dict[str, Tensor], x: Tensor, cache: Tensor | None) -> Tensor:
+    """Scores and their softmax in memory; with a cache, keys and values are read where it keeps them."""
+    s = replace(s, module=f"{s.module}/MultiheadAttention")
+    width, dim, heads = of.config.decoder_embed_dim, of.config.head_dim, of.heads
+    local = width // of.tp
+    normed = s.new("normed", of.tokens, width, reads=(x,))
+    matrix = weights["qkv"].view("qkv", local, width)
+    q, k, v = (
+        s.matmul("mm", (1.0, of.tokens, local, width), (normed, matrix), name, part="qkvo") for name in "qkv"
+    )
+    scaled = s.new("q scaled", heads, of.length, dim, reads=(q, k, v))
+    keys, values = (each.view(each.name, heads, of.keys, dim) for each in (k, v))
+    if cache is not None:
+        for new in (k, v):
+            own = new.view("new", heads, of.length, dim)
+            store = cache.view("store", *own.shape)
+            s.op("copy_", "kernel", own.shape, reads=(store, own), writes=(store,), part="cache")
+        s.returns(k, v)
+        keys = values = cache.view("store", heads, of.keys, dim)
+    scores = s.matmul("bmm", (heads, of.length, of.keys, dim), (scaled, keys), "scores", part="attention")
+    shares = s.kernel("_softmax", (heads, of.length, of.keys), (scores,), part="softmax")
+    mixed = s.matmul("bmm", (heads, of.length, dim, of.keys), (shares, values), "mixed", part="attention")
+    if of.length > 1 and of.config.decoder_attention_heads > of.tp:
+        mixed = s.new("joined", of.tokens, local, reads=(mixed,))
+    rows, matrix = mixed.view("mixed", of.tokens, local), weights["out"].view("out", width, local)
+    out = s.matmul("mm", (1.0, of.tokens, width, local), (rows, matrix), "out", part="qkvo")
+    _reduced(of, s, out)
+    s.returns(normed, scaled, keys, values, scores, mixed)
+    return out
+
+
+def _feed_forward(
+    of: Pass, s: Script, weights: dict[str, Tensor], name: str, rows: Tensor, num_rows: Num, ffn: int, *,
+    part: str, batch: Num | None = None, count: Num = 1.0,
+) -> Tensor:  # fmt: skip
+    """Rows [.., M] -> [.., F / P] -> GELU in fp32 -> [.., M], each product with its bias (`addmm`)."""
+    width, hidden = of.config.decoder_embed_dim, ffn // of.tp
+    op, size = ("addmm", 1.0) if batch is None else ("baddbmm", batch)
+    shape = (num_rows, hidden) if batch is None else (batch, num_rows, hidden)
+    how: dict[str, Any] = {"part": part, "count": count}
+    fc1, bias1, fc2, bias2 = (weights[f"{name}_{each}"] for each in ("fc1", "fc1_bias", "fc2", "fc2_bias"))
+    first = fc1.view("fc1", size, hidden, width), bias1.view("bias", size, hidden)
+    second = fc2.view("fc2", size, width, hidden), bias2.view("bias", size, width)
+    rows = rows.view("rows", size, num_rows, width)
+    inner = s.matmul(op, (size, num_rows, hidden, width), (rows, *first), **how)
+    wide = inner if of.dtype == "fp32" else s.kernel("_to_copy", shape, (inner,), dtype="fp32", **how)
+    wide = s.kernel("gelu", shape, (wide,), dtype="fp32", **how)
+    active = wide if of.dtype == "fp32" else s.kernel("_to_copy", shape, (wide,), **how)
+    s.returns(inner)
+    return s.matmul(op, (size, num_rows, width, hidden), (active, *second), **how)
+
+
+# --- experts -----------------------------------------------------------------------------------
+
+
+def _experts_layer(of: Pass, s: Script, weights: dict[str, Tensor], x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Gate, dispatch, all-to-all, experts, all-to-all, combine: the result and the routing's numbers."""
+    width, num_experts = of.config.decoder_embed_dim, of.config.moe_expert_count
+    matrix = weights["gate"].view("gate", num_experts, width)
+    logits = s.matmul("mm", (1.0, of.tokens, num_experts, width), (x, matrix), part="gate")
+    numbers = _routing_numbers(of, s)
+    dispatch: type[_Dense | _Sparse] = _Sparse if of.config.use_tutel_moe else _Dense
+    ways = dispatch(of, s, logits)
+    arrived = _exchanged(of, s, ways.scatter(x))
+    made = _expert_results(of, s, weights, arrived)
+    parts = (of.ep, of.local_experts, of.capacity, width)
+    returned = _travelling(of, "returned", of.slots, width)
+    s.op("cat", "kernel", parts, reads=(made[0].view("parts", *parts),), makes=returned, part="experts")
+    back = _exchanged(of, s, returned)
+    result = ways.gather(back)
+    _reduced(of, s, result)
+    s.returns(*arrived, *made, *back, *ways.tensors)
+    return result, numbers
+
+
+def _travelling(of: Pass, name: str, rows: Num, width: int) -> tuple[Tensor, Tensor]:
+    """Rows of slots that go through an exchange, and those that stay since there is none: one is empty."""
+    share = np.where(np.greater(of.ep, 1) & (not of.config.dummy_a2a), 1.0, 0.0)
+    return Tensor(name, (share, rows, width), of.dtype), Tensor(name, (1.0 - share, rows, width), of.dtype)
+
+
+def _exchanged(of: Pass, s: Script, slots: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The all-to-all of all slots, filled or not."""
+    sent, stay = slots
+    width = of.config.decoder_embed_dim
+    arrived = s.new("arrived", sent.shape[0], of.slots, width, reads=(sent,))
+    s.collective(
+        "all_to_all", "all_to_all", (of.slots, width), "ep", of.ep, arrived, stride=float(of.tp),
+        count=0 if of.config.dummy_a2a else 1, part="exchange",
+    )  # fmt: skip
+    s.returns(sent)
+    return arrived, stay
+
+
+def _expert_results(of: Pass, s: Script, weights: dict[str, Tensor], slots: Sequence[Tensor]) -> list[Tensor]:
+    """What W ranks sent an expert [W, 1, C, M] is copied together first, unless it lies together.
+
+    In a loop over experts the results of those before stay while the last one is computed.
+    """
+    num_rows, width, ffn = of.ep * of.capacity, of.config.decoder_embed_dim, of.config.expert_ffn_dim
+
+    def together(chunk: tuple[Num, ...], count: Num) -> Tensor:
+        moved, rows = slots[0].view("chunk", *chunk), Tensor("rows", (is_copied(of), *chunk), of.dtype)
+        copies = is_copied(of) * count
+        s.op("clone", "kernel", chunk, reads=(moved,), makes=(rows,), count=copies, part="chunks")
+        return rows
+
+    def answer(rows: Tensor, count: Num, batch: Num | None = None) -> Tensor:
+        how: dict[str, Any] = {"part": "experts", "count": count, "batch": batch}
+        return _feed_forward(of, s, weights, "experts", rows, num_rows, ffn, **how)
+
+    if of.grouped:
+        rows = together((of.local_experts, of.ep, of.capacity, width), 1.0)
+        made = [answer(rows, 1.0, of.local_experts)]
+    else:
+        chunk, num_before = (of.ep, 1, of.capacity, width), of.local_experts - 1
+        rows_before = together(chunk, num_before)
+        answer(rows_before, num_before)
+        before = s.new("before", num_before, num_rows, width)
+        rows = together(chunk, 1.0)
+        s.returns(rows_before)
+        made = [answer(rows, 1.0), before]
+    s.returns(rows)
+    return made
 
 
 def is_copied(of: Pass) -> Num:
@@ -261,94 +356,144 @@ def is_copied(of: Pass) -> Num:
     return np.where(apart, 1.0, 0.0)
 
 
-def _two_products(
-    of: Pass, module: str, role: str, rows: Num, ffn: int, count: Num, *, batch: Num | None = None
-) -> Iterator[Row]:
-    """Rows [.., M] -> [.., F / P] -> GELU in fp32 -> [.., M], each product with its bias (`addmm`)."""
-    width, hidden, own = of.config.decoder_embed_dim, ffn // of.tp, of.elem_bytes
-    name = "addmm" if batch is None else "baddbmm"
-    shape = (rows, hidden) if batch is None else (batch, rows, hidden)
-    common = {"batch": 1.0 if batch is None else batch, "count": count}
-    casts = 0 if of.dtype == "fp32" else count
-    yield product(of, module, role, name, rows, hidden, width, weights=True, bias="own", **common)
-    yield kernel(module, role, "_to_copy", shape, "fp32", own, 4.0, casts)
-    yield kernel(module, role, "gelu", shape, "fp32", 4.0, 4.0, count)
-    yield kernel(module, role, "_to_copy", shape, of.dtype, 4.0, own, casts)
-    bias = "own" if of.tp_rank == 0 else "zero"
-    yield product(of, module, role, name, rows, width, hidden, weights=True, bias=bias, **common)
+def _routing_numbers(of: Pass, s: Script) -> list[Tensor]:
+    """The gate loss of one MoE layer, and its routing metrics, which are of fp32 at least."""
+    metrics_dtype = "fp64" if of.gate_dtype == "fp64" else "fp32"
+    metrics = s.new("metrics", 1 + 4 * of.config.top_k, dtype=metrics_dtype)
+    return [s.new("gate loss", 1, dtype=of.gate_dtype), metrics]
 
 
-def _loss(of: Pass) -> Iterator[Row]:
+def _choices(of: Pass, s: Script) -> list[Tensor]:
+    """Of each choice of each token: its expert and slot, whether it is kept, and its weight."""
+    dtypes = ("int64", "int64", "bool", of.gate_dtype)
+    return [s.new("choice", of.tokens, dtype=dtype) for _ in range(of.config.top_k) for dtype in dtypes]
+
+
+class _Dense:
+    """The routing as tensors [S, E, C]: an outer product a choice, their sum, and both casts."""
+
+    def __init__(self, of: Pass, s: Script, logits: Tensor) -> None:
+        self.of, self.s = of, s
+        num_experts, gate = of.config.moe_expert_count, replace(s, dtype=of.gate_dtype)
+        size = (of.tokens, num_experts, of.capacity)
+        choices, parts = _choices(of, s), []
+        for _ in range(of.config.top_k):
+            factors = gate.new("expert", of.tokens, num_experts), gate.new("slot", of.tokens, of.capacity)
+            parts.append(gate.matmul("bmm", (*size, 1.0), factors, part="combine_outer"))
+            gate.returns(*factors)
+        total = gate.kernel("add", size, parts, part="routing") if len(parts) > 1 else parts[0]
+        s.returns(*parts)
+        is_cast = of.gate_dtype != of.dtype
+        combine = s.kernel("_to_copy", size, (total,), part="routing") if is_cast else total
+        flags = s.kernel("_to_copy", size, (total,), dtype="bool", part="routing")
+        self.tensors = [combine, s.kernel("_to_copy", size, (flags,), part="routing")]
+        s.returns(total, logits, *choices)
+
+    def scatter(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens into their slots by a product."""
+        of, width = self.of, self.of.config.decoder_embed_dim
+        made, flop = _travelling(of, "slots", of.slots, width), matmul_flop(of.slots, width, of.tokens)
+        shape = (1.0, of.slots, width, of.tokens)
+        self.s.op("mm", "matmul", shape, reads=(self.tensors[1], tokens), makes=made, flop=flop,
+                  part="dispatch")  # fmt: skip
+        return made
+
+    def gather(self, slots: Sequence[Tensor]) -> Tensor:
+        """And out again by another."""
+        of, width = self.of, self.of.config.decoder_embed_dim
+        rows = slots[0].view("slots", of.slots, width)
+        shape = (1.0, of.tokens, width, of.slots)
+        return self.s.matmul("mm", shape, (self.tensors[0], rows), part="combine")
+
+
+class _Sparse:
+    """The routing as a row of the slots and a weight for each token and choice."""
+
+    def __init__(self, of: Pass, s: Script, logits: Tensor) -> None:
+        self.of, self.s = of, s
+        choices = _choices(of, s)
+        self.rows = [s.new("row", of.tokens, dtype="int64") for _ in range(of.config.top_k)]
+        self.weights = [s.new("weight", of.tokens) for _ in range(of.config.top_k)]
+        self.tensors = [*self.rows, *self.weights]
+        s.returns(logits, *choices)
+
+    def scatter(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows copied into their slots, one copy a choice; one more row takes what is dropped."""
+        of, width = self.of, self.of.config.decoder_embed_dim
+        made, shape = _travelling(of, "slots", of.slots + 1, width), (of.slots + 1, width)
+        self.s.events.append(Event(makes=made))
+        slots = made[0].view("slots", *shape)
+        for index in self.rows:
+            self.s.op("index_copy_", "kernel", shape, reads=(slots, tokens, index), writes=(slots,),
+                      part="moves")  # fmt: skip
+        return made
+
+    def gather(self, slots: Sequence[Tensor]) -> Tensor:
+        """And out again, each weighed."""
+        of, s, shape = self.of, self.s, (self.of.tokens, self.of.config.decoder_embed_dim)
+        rows = slots[0].view("slots", of.slots, shape[1])
+        found = []
+        for _ in self.rows:
+            index = s.new("place", of.tokens, dtype="int64")
+            found.append(s.kernel("index_select", shape, (rows, index), part="moves"))
+        parts = [s.new("weighed", *shape, reads=(each, *self.weights)) for each in found]
+        result = s.new("result", *shape, reads=parts) if len(parts) > 1 else parts[0]
+        s.returns(*found, *parts)
+        return result
+
+
+# --- loss --------------------------------------------------------------------------------------
+
+
+def _loss(of: Pass, s: Script, logits: Tensor) -> None:
     """The log-softmax of the logits; cut over tp, three numbers of a token are summed or compared."""
-    casts = 0 if of.dtype == "fp32" else 1
-    yield kernel(of.section, "loss", "_to_copy", of.logits, "fp32", of.elem_bytes, 4.0, casts)
+    row = (*of.logits[:-1], 1)
     if of.tp == 1:
-        yield kernel(of.section, "loss", "_log_softmax", of.logits, "fp32", 4.0, 4.0)
-        return
-    yield from shifted_logits(of, of.logits)
-    yield reduced_numbers(of, (*of.logits[:2], 1), 3)
+        rows = log_softmax(of, s, logits, of.logits)
+        chosen = s.new("chosen", *row, dtype="fp32", reads=(rows,))
+    else:
+        shifted, total = shifted_logits(of, s, logits, of.logits)
+        chosen = s.new("own", *row, dtype="fp32", reads=(shifted, total))
+        reduced_numbers(of, s, chosen)
+        s.returns(shifted, total)
+    is_padding = s.new("is padding", of.tokens, dtype="bool")
+    s.new("log-probabilities", of.tokens, dtype="fp32", reads=(chosen, is_padding))
 
 
-def shifted_logits(of: Pass, shape: tuple[int, ...], times: int = 1) -> Iterator[Row]:
-    """Logits less one number a row (`times` such sums), and their exponentials."""
-    size, rows = float(prod(shape)), float(prod(shape[:-1]))
-    cost = Cost(0.0, 4.0 * (size + rows), 4.0 * size)
-    op = Op(module=of.section, name="sub", phase="forward", kind="kernel", shape=shape, dtype="fp32",
-            cost=cost, count=times)  # fmt: skip
-    yield Row("loss", op)
-    yield kernel(of.section, "loss", "exp", shape, "fp32", 4.0, 4.0)
+def log_softmax(of: Pass, s: Script, logits: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Of rows that lie whole on a rank, in fp32."""
+    wide = logits
+    if of.dtype != "fp32":
+        wide = s.kernel("_to_copy", shape, (logits.view("logits", *shape),), dtype="fp32", part="loss")
+    return s.kernel("_log_softmax", shape, (wide,), dtype="fp32", part="loss")
 
 
-def reduced_numbers(of: Pass, shape: tuple[int, ...], count: int) -> Row:
-    """All-reduces over tp of so many fp32 numbers."""
-    op = Op(module=of.section, name="all_reduce", phase="forward", kind="collective",
-            collective="all_reduce", shape=shape, axis="tp", group_size=of.tp, dtype="fp32", count=count,
-            payload_bytes=4.0 * prod(shape))  # fmt: skip
-    return Row("tensor_parallel", op)
+def shifted_logits(of: Pass, s: Script, logits: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Logits less the largest of all ranks; the log of the sum of all their exponentials."""
+    row = (*shape[:-1], 1)
+    wide = logits.view("logits", *shape)
+    if of.dtype != "fp32":
+        wide = s.kernel("_to_copy", shape, (wide,), dtype="fp32", part="loss")
+    largest = s.new("largest", *row, dtype="fp32")
+    reduced_numbers(of, s, largest)
+    shifted = s.kernel("sub", shape, (wide, largest), dtype="fp32", part="loss")
+    powers = s.kernel("exp", shape, (shifted,), dtype="fp32", part="loss")
+    total = s.new("total", *row, dtype="fp32", reads=(powers,))
+    reduced_numbers(of, s, total)
+    log_total = s.new("log total", *row, dtype="fp32", reads=(total,))
+    s.returns(largest, total, logits)
+    return shifted, log_total
 
 
-def product(
-    of: Pass, module: str, role: str, name: str, m: Num, n: Num, k: Num, *, batch: Num = 1.0,
-    count: Num = 1.0, weights: bool = False, bias: str = "",
-) -> Row:  # fmt: skip
-    """C[m, n] = A[m, k] B[k, n], `batch` times; B may be a weight, the bias one (`own`) or `zero`."""
-    added = batch * n if bias else 0.0
-    cost = matmul(m, n, k, elem_bytes=of.elem_bytes, batch=batch) + Cost(0.0, of.elem_bytes * added)
-    params = batch * n * k * weights + (added if bias == "own" else 0.0)
-    op = Op(module=module, name=name, phase="forward", kind="matmul", shape=(batch, m, n, k), cost=cost,
-            num_params=params, count=count, dtype=of.dtype)  # fmt: skip
-    return Row(role, op)
+def reduced_numbers(of: Pass, s: Script, numbers: Tensor) -> None:
+    """An all-reduce over tp of a number in fp32 a token."""
+    part = "tensor_parallel"
+    s.collective("all_reduce", "all_reduce", numbers.shape, "tp", of.tp, numbers, dtype="fp32", part=part)
 
 
-def kernel(
-    module: str, role: str, name: str, shape: tuple[Num, ...], dtype: str, read_bytes: float,
-    write_bytes: float, count: Num = 1.0,
-) -> Row:  # fmt: skip
-    """An element-wise kernel over `shape`, with so many bytes read and written an element."""
-    size: Num = 1.0
-    for dim in shape:
-        size = size * dim
-    op = Op(module=module, name=name, phase="forward", kind="kernel", shape=shape, dtype=dtype, count=count,
-            cost=Cost(0.0, read_bytes * size, write_bytes * size))  # fmt: skip
-    return Row(role, op)
-
-
-def _exchange(of: Pass, module: str, count: int) -> Row:
-    """The all-to-all of all slots, filled or not."""
-    width = of.config.decoder_embed_dim
-    times = 0 if of.config.dummy_a2a else count
-    op = Op(module=module, name="all_to_all", phase="forward", kind="collective", collective="all_to_all",
-            shape=(of.slots, width), axis="ep", group_size=of.ep, stride=float(of.tp), dtype=of.dtype,
-            payload_bytes=of.slots * width * of.elem_bytes, count=times)  # fmt: skip
-    return Row("exchange", op)
-
-
-def _reduced(of: Pass, module: str, count: int, role: str = "tensor_parallel") -> Row:
+def _reduced(of: Pass, s: Script, x: Tensor, part: str = "tensor_parallel") -> None:
     """The sum over tensor-parallel ranks of a block's output, or of the embedding."""
-    whole = role == "embedding" or module.endswith("MultiheadAttention")
+    whole = part == "embedding" or s.module.endswith("MultiheadAttention")
     rows = (of.batch, of.length) if whole else (of.tokens,)
     shape = (*rows, of.config.decoder_embed_dim)
-    op = Op(module=module, name="all_reduce", phase="forward", kind="collective", collective="all_reduce",
-            shape=shape, axis="tp", group_size=of.tp, dtype=of.dtype, count=count,
-            payload_bytes=of.tokens * of.config.decoder_embed_dim * of.elem_bytes)  # fmt: skip
-    return Row(role, op)
+    s.collective("all_reduce", "all_reduce", shape, "tp", of.tp, x, part=part)

@@ -9,23 +9,17 @@ and values). Texts are unknown here: none ends before `max_tokens`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
-from meshwise.cost.op import Cost
+from meshwise.core.units import Num
 from meshwise.model.gpt_config import GptConfig
 from meshwise.program.expert_parallel import Placement, num_slots
-from meshwise.program.expert_pass import (
-    Pass,
-    Row,
-    kernel,
-    model_rows,
-    occurring,
-    reduced_numbers,
-    shifted_logits,
-)
+from meshwise.program.expert_pass import Pass, forward, log_softmax, model_tensors, shifted_logits
+from meshwise.program.lifetime import Event, Script, Tensor, ops_of
 from meshwise.program.op import Op
 
 SECTION = "generate"
@@ -103,58 +97,125 @@ class Generation:
         return 2 * self.config.decoder_layers * self.store_bytes
 
 
-def pass_rows(of: Generation, one: Pass) -> list[Row]:
+def generation_events(of: Generation) -> list[Event]:
+    """All passes, each with the decision after it."""
+    s = _new_script(of)
+    held, cache = _held(of, s)
+    origin: list[Tensor] = []
+    for one in of.passes:
+        before, origin = origin, _pass(of, one, s, held, cache)
+        s.returns(*before)  # which beams live on is known until the next pass has decided
+    s.returns(*held.values(), *origin, *([] if cache is None else [cache]))
+    return s.events
+
+
+def pass_ops(of: Generation, one: Pass) -> list[tuple[str, Op]]:
     """The stated ops of one pass, of the decision after it and of the order of the cache."""
-    return occurring([*model_rows(one), *_logprobs(one), *_reordered(of, one), _agreed(of)])
+    s = _new_script(of)
+    _pass(of, one, s, *_held(of, s))
+    return ops_of(s.events)
 
 
-def generation_rows(of: Generation) -> list[Row]:
-    """The stated ops of all passes."""
-    return merged(row for one in of.passes for row in pass_rows(of, one))
+def merged(ops: Iterable[tuple[str, Op]]) -> list[tuple[str, Op]]:
+    """`ops` with alike ones as one, their counts added."""
+    found: dict[tuple[object, ...], Op] = {}
+    for part, op in ops:
+        key = (part, op.module, op.name, op.shape, op.dtype, op.axis, op.num_params, op.cost.read_bytes)
+        count = op.count + (found[key].count if key in found else 0.0)
+        found[key] = replace(op, count=count)
+    return [(str(key[0]), op) for key, op in found.items()]
 
 
-def merged(rows: Iterable[Row]) -> list[Row]:
-    """`rows` with alike ones as one, their counts added."""
-    found: dict[tuple[object, ...], Row] = {}
-    for row in rows:
-        op = row.op
-        key = (row.role, op.module, op.name, op.shape, op.dtype, op.axis, op.num_params)
-        before = found.get(key)
-        count = op.count + (0 if before is None else before.op.count)
-        found[key] = Row(row.role, replace(op, count=count))
-    return list(found.values())
+def _new_script(of: Generation) -> Script:
+    return Script(module=SECTION, dtype=of.dtype, rank=of.tp_rank)
 
 
-def _logprobs(one: Pass) -> Iterator[Row]:
+def _held(of: Generation, s: Script) -> tuple[dict[str, Tensor], Tensor | None]:
+    """What is alive throughout: the model and the state of the search; and the cache."""
+    prompts, rows, columns = of.num_prompts, of.sequences, of.columns
+    held = model_tensors(of.passes[0], s, columns)
+    state: dict[str, tuple[tuple[Num, ...], str]] = {
+        "lengths": ((prompts,), "int64"),
+        "done": ((prompts,), "bool"),
+        "tokens": ((rows, columns), "int64"),
+        "logprob": ((rows,), "fp32"),
+    }
+    if of.search == "sampling":
+        state["uniform"] = ((prompts, of.max_tokens), "fp32")
+    if of.search == "beam":
+        state |= {"ended": ((rows, columns), "int64"), "num_ended": ((prompts,), "int64")}
+        state |= {"ended_logprob": ((rows,), "fp32"), "ended_score": ((rows,), "fp32")}
+    held |= {name: s.new(name, *shape, dtype=dtype) for name, (shape, dtype) in state.items()}
+    cache = s.new("cache", 2 * of.config.decoder_layers, *of.store_shape) if of.cached else None
+    return held, cache
+
+
+def _pass(
+    of: Generation, one: Pass, s: Script, held: dict[str, Tensor], cache: Tensor | None
+) -> list[Tensor]:
+    """One pass, the decision after it, and the cache in a new order; which beams live on."""
+    logits, left = forward(one, s, held, cache)
+    s.returns(*left)
+    logprobs = _logprobs(one, s, logits)
+    origin = _CHOICES[of.search](of, s)
+    s.returns(logprobs)
+    if origin and cache is not None:
+        store, count = cache.view("store", *of.store_shape), 2 * of.config.decoder_layers
+        s.kernel("index_select", of.store_shape, (store, *origin), count=count, part="reorder")
+    num_open = s.new("open prompts", dtype="int64")
+    placed: dict[str, Any] = {"stride": float(of.placement.tp), "dtype": "int64", "part": "agreement"}
+    s.collective("all_reduce", "all_reduce", (), "dp", of.placement.dp, num_open, **placed)
+    return origin
+
+
+def _logprobs(one: Pass, s: Script, logits: Tensor) -> Tensor:
     """The log-softmax of the last token; over tp from two numbers a row, then whole rows on each rank."""
     shape = (one.batch, one.local_words)
-    casts = 0 if one.dtype == "fp32" else 1
-    yield kernel(SECTION, "loss", "_to_copy", shape, "fp32", one.elem_bytes, 4.0, casts)
     if one.tp == 1:
-        yield kernel(SECTION, "loss", "_log_softmax", shape, "fp32", 4.0, 4.0)
-        return
-    yield from shifted_logits(one, shape, times=2)
-    yield reduced_numbers(one, (one.batch, 1), 2)
-    gathered = (one.tp, *shape)
-    op = Op(module=SECTION, name="all_gather", phase="forward", kind="collective", collective="all_gather",
-            shape=gathered, axis="tp", group_size=one.tp, dtype="fp32",
-            payload_bytes=4.0 * prod(gathered))  # fmt: skip
-    yield Row("tensor_parallel", op)
+        rows = log_softmax(one, s, logits, shape)
+        s.returns(logits)
+        return rows
+    shifted, total = shifted_logits(one, s, logits, shape)
+    own = s.kernel("sub", shape, (shifted, total), dtype="fp32", part="loss")
+    gathered: tuple[int, ...] = (one.tp, *shape)
+    how: dict[str, Any] = {"dtype": "fp32", "part": "tensor_parallel"}
+    parts = s.collective("all_gather", "all_gather", gathered, "tp", one.tp, own, "parts", **how)
+    joined = s.new("joined", *gathered, dtype="fp32", reads=(parts,)) if one.batch > 1 else parts
+    s.returns(logits, shifted, total, parts)
+    return joined
 
 
-def _reordered(of: Generation, one: Pass) -> Iterator[Row]:
-    """Keys and values of all layers, copied in the order of the beams that live on."""
-    if of.search != "beam" or not of.cached:
-        return
-    cost = Cost(0.0, of.store_bytes + 8.0 * of.sequences, of.store_bytes)
-    op = Op(module=SECTION, name="index_select", phase="forward", kind="kernel", shape=of.store_shape,
-            dtype=one.dtype, cost=cost, count=2 * of.config.decoder_layers)  # fmt: skip
-    yield Row("reorder", op)
+# --- the choice of a token, after `runtime.programs.search` -------------------------------------
 
 
-def _agreed(of: Generation) -> Row:
-    """The ranks of dp agree on how many prompts are open."""
-    op = Op(module=SECTION, name="all_reduce", phase="forward", kind="collective", collective="all_reduce",
-            axis="dp", group_size=of.placement.dp, stride=float(of.placement.tp), dtype="int64",
-            payload_bytes=8.0)  # fmt: skip
-    return Row("agreement", op)
+def _greedy(of: Generation, s: Script) -> list[Tensor]:
+    """The likeliest token of each prompt, what that adds, and the column of all of them."""
+    s.returns(*_local(s, of.num_prompts, int64=3, bool=1, fp32=1))
+    return []
+
+
+def _sampled(of: Generation, s: Script) -> list[Tensor]:
+    """Probabilities in order and their places, three sums along them, and which words stay in."""
+    named = _local(s, of.num_prompts, int64=2, bool=1, fp32=2)
+    s.returns(*named, *_local(s, of.num_prompts * of.config.vocab_size, int64=1, bool=1, fp32=5))
+    return []
+
+
+def _beams(of: Generation, s: Script) -> list[Tensor]:
+    """All totals, the best 2 K with their tokens so far, and those joined to the ones that ended."""
+    prompts, live, columns = of.num_prompts, of.num_live, of.columns
+    num = min(2 * live, live * of.config.vocab_size)
+    named = _local(s, prompts, int64=2, bool=1)
+    totals = s.new("totals", of.sequences, of.config.vocab_size, dtype="fp32")
+    candidates = _local(s, prompts * num, int64=3 + columns, bool=1, fp32=2)
+    joined = _local(s, prompts * (live + num), int64=columns, fp32=2)
+    s.returns(*named, totals, *candidates, *joined, *_local(s, prompts * live, int64=columns + 1))
+    return [s.new("origin", of.sequences, dtype="int64")]
+
+
+_CHOICES = {"greedy": _greedy, "sampling": _sampled, "beam": _beams}
+
+
+def _local(s: Script, size: Num, **counts: int) -> list[Tensor]:
+    """So many numbers of each type, `size` times, that a function names."""
+    return [s.new("local", count, size, dtype=dtype) for dtype, count in counts.items()]

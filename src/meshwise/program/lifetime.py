@@ -59,13 +59,17 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Event:
-    """A point of a program: an op or none, the tensors that it reads and makes, and what is shown."""
+    """A point of a program: an op or none, the tensors that it reads and makes, and what is shown.
+
+    `part`: of what part of the model the op is, where modules do not tell.
+    """
 
     op: Op | None = None
     reads: Sequence[Tensor] = ()
     makes: Sequence[Tensor] = ()
     step: str = ""
     shown: Sequence[tuple[str, Tensor]] = ()
+    part: str = ""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -73,7 +77,7 @@ class Script:
     """Writes down a program: each method adds an event and returns the tensor that it makes.
 
     Ops are those of `rank`, and belong to `module` and `phase`; tensors are of `dtype` unless told otherwise.
-    `has_backward`: what ops save is kept for it, else nothing is.
+    `has_backward`: what ops save is kept for it, else nothing is. Ops occur `times` times their own count.
     """
 
     module: str
@@ -81,12 +85,15 @@ class Script:
     rank: int = 0
     phase: str = "forward"
     has_backward: bool = False
+    times: Num = 1.0
     events: list[Event] = field(default_factory=list)
 
-    def new(self, name: str, *shape: Num, dtype: str = "", is_weight: bool = False) -> Tensor:
-        """A tensor that no stated op makes: an input, a weight, a buffer."""
+    def new(
+        self, name: str, *shape: Num, dtype: str = "", is_weight: bool = False, reads: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """A tensor that no stated op makes: an input, a weight, a buffer; or one that reads others."""
         tensor = Tensor(name, shape, dtype or self.dtype, is_weight)
-        self.events.append(Event(makes=(tensor,)))
+        self.events.append(Event(reads=reads, makes=(tensor,)))
         return tensor
 
     def returns(self, *tensors: Tensor) -> None:
@@ -100,7 +107,7 @@ class Script:
     def op(
         self, name: str, kind: str, shape: tuple[Num, ...], *, reads: Sequence[Tensor],
         makes: Sequence[Tensor] = (), writes: Sequence[Tensor] = (), saves: Sequence[Tensor] = (),
-        flop: Num = 0.0, count: Num = 1.0, dtype: str = "",
+        flop: Num = 0.0, count: Num = 1.0, dtype: str = "", part: str = "",
     ) -> None:  # fmt: skip
         """An op that makes new tensors and `writes` into others; it `saves` some for its backward."""
         moved = sum(tensor.bytes for tensor in reads), sum(tensor.bytes for tensor in (*makes, *writes))
@@ -113,20 +120,20 @@ class Script:
             cost=Cost(flop, *moved),
             saved_bytes=sum(tensor.bytes for tensor in saves) if self.has_backward else 0.0,
             num_params=sum(tensor.elements for tensor in reads if tensor.is_weight),
-            count=count,
+            count=self.times * count,
             dtype=dtype or self.dtype,
         )
-        self.events.append(Event(op, (*reads, *writes), makes))
+        self.events.append(Event(op, (*reads, *writes), makes, part=part))
 
     def matmul(
         self, name: str, shape: tuple[Num, Num, Num, Num], reads: Sequence[Tensor], out: str = "", *,
-        saves: Sequence[Tensor] = (), saves_result: bool = False, count: Num = 1.0,
+        saves: Sequence[Tensor] = (), saves_result: bool = False, **how: Any,
     ) -> Tensor:  # fmt: skip
         """A product of `shape` (batch, m, n, k)."""
         batch, m, n, k = shape
         made = Tensor(out or name, (batch, m, n), self.dtype)
         saves, flop = (*saves, made) if saves_result else saves, matmul_flop(m, n, k, batch=batch)
-        self.op(name, "matmul", shape, reads=reads, makes=(made,), saves=saves, flop=flop, count=count)
+        self.op(name, "matmul", shape, reads=reads, makes=(made,), saves=saves, flop=flop, **how)
         return made
 
     def kernel(
@@ -140,12 +147,14 @@ class Script:
 
     def collective(
         self, name: str, kind: Collective, shape: tuple[Num, ...], axis: str, group_size: Num, reads: Tensor,
-        out: str = "", *, dtype: str = "", stride: Num = 1.0, count: Num = 1.0,
+        out: str = "", *, dtype: str = "", stride: Num = 1.0, count: Num = 1.0, part: str = "",
     ) -> Tensor:  # fmt: skip
         """A collective over the full tensor of `shape`, cut along its first dim; in place without `out`."""
         full = Tensor(out, shape, dtype or self.dtype)
-        rows = shape[0] // group_size if kind == "reduce_scatter" else shape[0]
-        made = Tensor(out, (rows, *shape[1:]), full.dtype) if out else reads
+        made = reads
+        if out:
+            rows = shape[0] // group_size if kind == "reduce_scatter" else shape[0]
+            made = Tensor(out, (rows, *shape[1:]), full.dtype)
         op = Op(
             module=self.module,
             name=name,
@@ -158,9 +167,9 @@ class Script:
             group_size=group_size,
             stride=stride,
             payload_bytes=full.bytes,
-            count=count,
+            count=self.times * count,
         )
-        self.events.append(Event(op, (reads,), (made,) if out else ()))
+        self.events.append(Event(op, (reads,), (made,) if out else (), part=part))
         return made
 
 
@@ -176,6 +185,17 @@ def lifetimes(events: Sequence[Event]) -> Iterator[tuple[Event, list[Tensor]]]:
     return zip(events, gone, strict=True)
 
 
+def ops_of(events: Iterable[Event]) -> list[tuple[str, Op]]:
+    """The ops that occur, collectives of more than one rank among them, each with its part of the model."""
+    return [(event.part, event.op) for event in events if event.op is not None and _occurs(event.op)]
+
+
+def _occurs(op: Op) -> bool:
+    if np.ndim(op.count) == 0 and op.count == 0:
+        return False
+    return op.kind != "collective" or bool(np.any(np.greater(op.group_size, 1)))
+
+
 def play(events: Sequence[Event], tape: Tape) -> None:
     """Write the program on `tape`: its ops with what is alive at each, and its steps."""
     for event, gone in lifetimes(events):
@@ -189,6 +209,16 @@ def play(events: Sequence[Event], tape: Tape) -> None:
             tape.step(event.step, named)
         for tensor in gone:
             tape.release(tensor)
+
+
+def write_ops(events: Sequence[Event], tape: Tape, times: int = 1) -> None:
+    """Write on `tape` a program that states only some of its ops, done so many `times`, and its peak."""
+    tape.is_partial = True
+    tape.allocate("the peak", float(peak_bytes(events)))
+    tape.release("the peak")
+    for _, op in ops_of(events) if times else ():
+        row = op_row(op, weight_elem_bytes=ELEMENT_BYTES[op.dtype])
+        tape.op(is_matmul=op.kind == "matmul", **row | {"count": times * row["count"]})
 
 
 def peak_bytes(events: Sequence[Event]) -> Num:

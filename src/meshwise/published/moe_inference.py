@@ -1,6 +1,6 @@
 """What the evaluation of a mixture-of-experts GPT costs a rank, in closed form, and what would change it.
 
-Everything is a sum over the rows of `layout.expert_pass`: the calls of torch's ops as its profiler counts
+Everything is a sum over the ops of `program.expert_pass`: the calls of torch's ops as its profiler counts
 them, bytes that a profiler sees stay behind, FLOP by what they are for, and how many of them are useful,
 that is, spent on tokens that the router sent and not on empty slots or on moving tokens by products.
 Memory and time follow. The fields of a `Pass` may be arrays, so a what-if is the same call on a grid.
@@ -22,8 +22,9 @@ from meshwise.machine.hardware import Cluster
 from meshwise.model.gpt_config import GptConfig, to_model
 from meshwise.model.weights import num_active_params, num_params
 from meshwise.program.expert_parallel import capacity
-from meshwise.program.expert_pass import Pass, Row, forward_rows
-from meshwise.published.moe_memory import peak_bytes, rank_params, weight_bytes
+from meshwise.program.expert_pass import Pass, evaluation, rank_params
+from meshwise.program.lifetime import ops_of, peak_bytes
+from meshwise.program.op import Op
 
 GIB = 2.0**30
 
@@ -65,9 +66,9 @@ def num_passes(num_batches: int, dp: int, max_valid_steps: int | None) -> int:
 
 def aten_calls(of: Pass, passes: int = 1) -> dict[str, Num]:
     """Calls of torch's ops on one rank, as its profiler counts them (composite ones beside their parts)."""
-    rows = forward_rows(of)
-    products = {name: _count(rows, name) for name in ("addmm", "mm", "bmm", "baddbmm", "gelu")}
-    moves = sum(row.op.count for row in rows if row.role in ("dispatch", "combine"))
+    ops = ops_of(evaluation(of))
+    products = {name: _count(ops, name) for name in ("addmm", "mm", "bmm", "baddbmm", "gelu")}
+    moves = sum(op.count for part, op in ops if part in ("dispatch", "combine"))
     matmuls = products["mm"] - moves  # the products that are linear layers without a bias
     calls = products | {"matmul": matmuls, "linear": products["addmm"] + matmuls}
     return {f"aten::{name}": passes * calls[name] for name in calls}
@@ -75,7 +76,7 @@ def aten_calls(of: Pass, passes: int = 1) -> dict[str, Num]:
 
 def exchanges(of: Pass, passes: int = 1) -> Num:
     """All-to-alls of one rank: two in each MoE layer."""
-    return passes * _count(forward_rows(of), "all_to_all")
+    return passes * _count(ops_of(evaluation(of)), "all_to_all")
 
 
 def exchange_bytes(of: Pass) -> Num:
@@ -93,8 +94,8 @@ def host_reads(block_tokens: int, blocks: int) -> int:
     return blocks * (4 * block_tokens - 1)
 
 
-def _count(rows: Iterable[Row], name: str) -> Num:
-    return sum((row.op.count for row in rows if row.op.name == name), start=0)
+def _count(ops: Iterable[tuple[str, Op]], name: str) -> Num:
+    return sum((op.count for _, op in ops if op.name == name), start=0)
 
 
 # --- FLOP --------------------------------------------------------------------------------------
@@ -103,9 +104,9 @@ def _count(rows: Iterable[Row], name: str) -> Num:
 def flop_by_role(of: Pass) -> dict[str, Num]:
     """FLOP of one pass on one rank, by what they are for."""
     parts: dict[str, Num] = {}
-    for row in forward_rows(of):
-        if row.op.kind == "matmul":
-            parts[row.role] = parts.get(row.role, 0.0) + row.op.count * row.op.cost.flop
+    for part, op in ops_of(evaluation(of)):
+        if op.kind == "matmul":
+            parts[part] = parts.get(part, 0.0) + op.count * op.cost.flop
     return parts
 
 
@@ -152,17 +153,18 @@ def decoder_kept_bytes(of: Pass) -> Num:
 
 def profiled_bytes(of: Pass, passes: int = 1) -> dict[str, Num]:
     """Bytes that a memory profile of `passes` dense passes gives: sections their net, ops their outputs."""
-    rows, config = forward_rows(of), of.config
+    config = of.config
     written: dict[str, Num] = {}
-    for row in rows:
-        written[row.op.name] = written.get(row.op.name, 0.0) + row.op.count * row.op.cost.write_bytes
-    moves = sum(row.op.count * row.op.cost.write_bytes for row in rows if row.role in ("dispatch", "combine"))
-    chunks = sum(row.op.count * row.op.cost.write_bytes for row in rows if row.role == "chunks")
-    narrowed = sum(
-        row.op.count * row.op.cost.write_bytes
-        for row in rows
-        if row.op.name == "_to_copy" and row.role in ("dense_ffn", "experts") and row.op.dtype == of.dtype
-    )
+    moves: Num = 0.0
+    chunks: Num = 0.0
+    narrowed: Num = 0.0
+    for part, op in ops_of(evaluation(of)):
+        size_bytes = op.count * op.cost.write_bytes
+        written[op.name] = written.get(op.name, 0.0) + size_bytes
+        moves = moves + size_bytes * (part in ("dispatch", "combine"))
+        chunks = chunks + size_bytes * (part == "chunks")
+        is_narrowed = op.name == "_to_copy" and part in ("dense_ffn", "experts") and op.dtype == of.dtype
+        narrowed = narrowed + size_bytes * is_narrowed
     residuals = 2 * config.decoder_layers * of.tokens * config.decoder_embed_dim * of.elem_bytes
     figures = {
         "MoELayer": config.num_moe_layers * moe_layer_kept_bytes(of),
@@ -199,7 +201,7 @@ def pass_time(of: Pass, cluster: Cluster, *, ideal: bool = False) -> PassTime:
     The GPU's side only: a host that launches kernels more slowly than they run, as a loop over experts
     makes it, adds to that; `launches` counts the stated ops. `ideal`: every kernel at the roofline.
     """
-    ops = [row.op for row in forward_rows(of)]
+    ops = [op for _, op in ops_of(evaluation(of))]
     times = op_times(ops, machine(cluster, of.dtype, ideal=ideal))
     compute_s: Num = 0.0
     exchange_s: Num = 0.0
@@ -241,8 +243,8 @@ def report(of: Pass, passes: int) -> dict[str, dict[str, float]]:
         "bytes": {
             "all_to_all": exchange_bytes(of),
             "all_to_all_sent": exchange_bytes(of) * (1 - 1 / of.ep),
-            "weights": weight_bytes(of),
-            "peak": peak_bytes(of),
+            "weights": rank_params(of) * of.elem_bytes,
+            "peak": peak_bytes(evaluation(of)),
         },
         "profiled_bytes": profiled_bytes(of, passes),
         "flop_per_pass": {**flop, "total": total_flop(of), "useful": useful_flop(of)},
@@ -278,7 +280,7 @@ def what_ifs(variants: dict[str, Pass], clusters: dict[str, Cluster]) -> list[Wh
     rows = []
     for name, of in variants.items():
         times = {chip: pass_time(of, cluster) for chip, cluster in clusters.items() if has_rate(cluster, of)}
-        peak = float(peak_bytes(of))
+        peak = float(peak_bytes(evaluation(of)))
         rows.append(
             WhatIf(
                 name=name,
@@ -287,9 +289,9 @@ def what_ifs(variants: dict[str, Pass], clusters: dict[str, Cluster]) -> list[Wh
                 exchange_bytes=float(exchange_bytes(of)),
                 flop=float(total_flop(of)),
                 useful_frac=float(useful_flop(of) / total_flop(of)),
-                weight_bytes=float(weight_bytes(of)),
+                weight_bytes=float(rank_params(of) * of.elem_bytes),
                 peak_bytes=peak,
-                launches=float(sum(row.op.count for row in forward_rows(of))),
+                launches=float(sum(op.count for _, op in ops_of(evaluation(of)))),
                 total_s={chip: float(time.total_s) for chip, time in times.items()},
                 fits={chip: peak <= cluster.chip.memory_bytes for chip, cluster in clusters.items()},
             )

@@ -24,10 +24,10 @@ from msgspec import Meta
 from meshwise.core.errors import DataError, WorkloadError
 from meshwise.core.files import check_writable, write_text
 from meshwise.program.expert_parallel import num_slots
-from meshwise.program.expert_pass import forward_rows, ledger_cells
+from meshwise.program.expert_pass import evaluation
+from meshwise.program.lifetime import write_ops
 from meshwise.program.tape import Tape
 from meshwise.published.moe_inference import new_pass, num_passes
-from meshwise.published.moe_memory import peak_bytes
 from meshwise.runtime.programs import Dtype
 from meshwise.runtime.programs.lm_setting import Setting, setting
 from meshwise.runtime.programs.text_data import Blocks, read_blocks, text_files
@@ -91,19 +91,13 @@ def check(options: Options, ranks: int) -> None:
 
 
 def estimate(options: Options, tape: Tape) -> None:
-    """Write the closed form of the passes of rank `tape.rank` on `tape`: what `layout.expert_pass` states."""
+    """Write the passes of rank `tape.rank` on `tape`: what `program.expert_pass` states of them."""
     found = setting(options, tape.world_size)
     config, placement = found.config, found.placement
     num_batches = -(-len(_blocks(options, found)[0]) // config.batch_size_valid)
     of = new_pass(config, ep=placement.ep, tp=placement.tp, dtype=found.dtype, grouped=options.grouped_gemm)
     of = replace(of, tp_rank=placement.tp_rank(tape.rank))
-    tape.is_partial = True
-    tape.allocate("the largest moment of a pass", float(peak_bytes(of)))
-    tape.release("the largest moment of a pass")
-    passes = num_passes(num_batches, placement.dp, options.max_valid_steps)
-    for row in forward_rows(of) if passes else ():
-        cells, count = ledger_cells(row.op, of.elem_bytes), passes * int(row.op.count)
-        tape.op(row.op.name, is_matmul=row.op.kind == "matmul", count=count, **cells)
+    write_ops(evaluation(of), tape, times=num_passes(num_batches, placement.dp, options.max_valid_steps))
 
 
 def main(options: Options, context: Context) -> dict[str, Any] | None:

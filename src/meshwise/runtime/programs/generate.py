@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from msgspec import Meta
 
 from meshwise.core.errors import WorkloadError
-from meshwise.program.expert_pass import ledger_cells
-from meshwise.program.generation import Generation, generation_rows
+from meshwise.program.generation import Generation, generation_events
+from meshwise.program.lifetime import write_ops
 from meshwise.program.tape import Tape
-from meshwise.published.generation import peak_bytes
 from meshwise.runtime.programs import Dtype
 from meshwise.runtime.programs.lm_setting import Setting, setting
 from meshwise.runtime.programs.text_data import EOS, read_blocks
@@ -79,14 +78,8 @@ def check(options: Options, ranks: int) -> None:
 
 
 def estimate(options: Options, tape: Tape) -> None:
-    """Write the closed form of rank `tape.rank` on `tape`: what `layout.generation` states of every pass."""
-    of = generation(options, tape.world_size, tape.rank)
-    tape.is_partial = True
-    tape.allocate("the largest moment", peak_bytes(of))
-    tape.release("the largest moment")
-    for row in generation_rows(of):
-        cells = ledger_cells(row.op, of.passes[0].elem_bytes)
-        tape.op(row.op.name, is_matmul=row.op.kind == "matmul", count=int(row.op.count), **cells)
+    """Write the closed form of rank `tape.rank` on `tape`: what `program.generation` states of every pass."""
+    write_ops(generation_events(generation(options, tape.world_size, tape.rank)), tape)
 
 
 def generation(options: Options, ranks: int, rank: int = 0) -> Generation:
