@@ -21,7 +21,7 @@ from meshwise.calibrate.defaults import defaults_of, entries, released
 from meshwise.calibrate.errors import is_held_out, order_loss, summarize
 from meshwise.calibrate.express import express
 from meshwise.calibrate.fit_steps import LIMITS, as_tables, search, step_miss, to_toml, touches
-from meshwise.calibrate.runs import PROSE, Run, read_runs
+from meshwise.calibrate.runs import PROSE, Run, published_runs, read_runs
 from meshwise.calibrate.validate import estimate_run, validate
 from meshwise.cli.validate import add_to
 from meshwise.core.errors import ClusterError, DataError, PlanError
@@ -145,6 +145,18 @@ def test_prose_changes_nothing(tmp_path_factory: pytest.TempPathFactory, words: 
         writer.writerows(rows)
     changed = [restated(run, source="", where="") for run in read_runs(path)[0]]
     assert changed == [restated(run, source="", where="") for run in read_runs(RUNS)[0]]
+
+
+def test_the_page_of_the_format_names_every_column() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
+    for column in (*Run.__struct_fields__[:-1], *PROSE):
+        assert f"`{column}`" in page, column
+
+
+def test_the_published_runs_ship_with_the_package() -> None:
+    found, bad = read_runs(published_runs())
+    assert len(found) >= 374 and not bad
+    assert all(run.source and released(run) >= "2020-01" for run in found)
 
 
 # --- our words ---------------------------------------------------------------------------------
@@ -422,7 +434,7 @@ def test_the_command_prints_one_document() -> None:
     keys |= {"mean_signed_frac", "coverage_frac"}
     assert keys <= set(document["summary"]["step_s"])
     printed = CliRunner().invoke(app, ["--runs", str(RUNS), "--worst", "2"])
-    assert printed.exit_code == 0 and "not expressed" not in printed.output and "order:" in printed.output
+    assert printed.exit_code == 0 and "not expressed" not in printed.output and "Order:" in printed.output
 
 
 def test_the_page_shows_every_group(tmp_path: Path) -> None:
@@ -431,7 +443,14 @@ def test_the_page_shows_every_group(tmp_path: Path) -> None:
     write_accuracy(validation, tmp_path)
     page = (tmp_path / "accuracy.md").read_text()
     assert (tmp_path / "figures" / "accuracy_runs.png").stat().st_size > 10_000
-    for text in ("held-out half", "by chip", "a100-80g-sxm", "Korthikanti et al. 2022", "worst rows"):
+    for text in (
+        "held-out half",
+        "by chip",
+        "a100-80g-sxm",
+        "Korthikanti et al. 2022",
+        "worst rows",
+        "by scale",
+    ):
         assert text in page
     assert "None." in accuracy_markdown(validation)
 

@@ -10,7 +10,6 @@ machine that the model does not know. Good rows count whatever the others hold.
 
 from __future__ import annotations
 
-import csv
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist
 
+from meshwise.calibrate.table import BadCell, header, lines
 from meshwise.core.errors import ClusterError, DataError
 from meshwise.cost.collective import sent_bytes
 from meshwise.machine.hardware import find_chip
@@ -105,12 +105,6 @@ class _Unmodelled(Exception):
     """The row is sound, but no formula of ours times it."""
 
 
-class _BadCell(Exception):
-    def __init__(self, column: str, reason: str) -> None:
-        super().__init__(reason)
-        self.column = column
-
-
 def read(*paths: Path) -> Measurements:
     """The measurements of `paths`. A file that cannot be read or has the wrong header raises DataError."""
     found = Measurements()
@@ -120,39 +114,25 @@ def read(*paths: Path) -> Measurements:
 
 
 def _read_file(path: Path, into: Measurements) -> None:
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            table = csv.DictReader(file)
-            convert = _converter(path, table.fieldnames or [])
-            for row in table:
-                where = f"{path.name}:{table.line_num}"
-                try:
-                    if None in row.values() or None in row:
-                        raise _BadCell("", f"the line does not have {len(table.fieldnames or [])} cells")
-                    into.rows.append(convert(row, where))
-                except _BadCell as error:
-                    column = f", column {error.column}" if error.column else ""
-                    into.problems.append(
-                        Problem(
-                            where=where,
-                            reason=f"{path}, line {table.line_num}{column}: {error}",
-                            bad_input=True,
-                        )
-                    )
-                except _Unmodelled as error:
-                    into.problems.append(Problem(where=where, reason=str(error), bad_input=False))
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} is not a CSV file in UTF-8: {error}") from None
+    convert = _converter(path, header(path))
+    for number, cells, problem in lines(path):
+        try:
+            if problem is not None:
+                raise problem
+            into.rows.append(convert(cells, f"{path.name}:{number}"))
+        except BadCell as error:
+            reason = f"{path}, line {number}{error}"
+            into.problems.append(Problem(where=f"{path.name}:{number}", reason=reason, bad_input=True))
+        except _Unmodelled as error:
+            into.problems.append(Problem(where=f"{path.name}:{number}", reason=str(error), bad_input=False))
 
 
-def _converter(path: Path, header: Sequence[str]) -> Callable[[dict[str, str], str], Measurement]:
+def _converter(path: Path, names: Sequence[str]) -> Callable[[dict[str, str], str], Measurement]:
     for columns, convert in ((OPS_COLUMNS, _from_ops), (PUBLISHED_COLUMNS, _from_published)):
-        if set(columns) <= set(header):
+        if set(columns) <= set(names):
             return convert
-    nearest = max((OPS_COLUMNS, PUBLISHED_COLUMNS), key=lambda columns: len(set(columns) & set(header)))
-    missing = ", ".join(name for name in nearest if name not in header)
+    nearest = max((OPS_COLUMNS, PUBLISHED_COLUMNS), key=lambda columns: len(set(columns) & set(names)))
+    missing = ", ".join(name for name in nearest if name not in names)
     raise DataError(f"{path}, line 1: the header lacks {missing}; expected {', '.join(nearest)}")
 
 
@@ -165,7 +145,7 @@ def _positive(text: str, column: str) -> float:
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
-        raise _BadCell(column, f"{text!r} is not a number above zero")
+        raise BadCell(f"{text!r} is not a number above zero", column)
     return value
 
 
@@ -189,7 +169,7 @@ def _shape(text: str, column: str, *names: str) -> Iterator[float]:
     cells = dict(re.findall(r"(\w+)=(\S+)", text))
     for name in names:
         if name not in cells:
-            raise _BadCell(column, f"{text!r} lacks {name}=")
+            raise BadCell(f"{text!r} lacks {name}=", column)
         yield _positive(cells[name], column)
 
 
@@ -234,7 +214,7 @@ def _from_ops(row: dict[str, str], where: str) -> Measurement:
         )
     if op == "moe_experts":
         if dtype not in _EXPERT_DTYPES:
-            raise _BadCell("dtype", f"{dtype!r} is not one of {', '.join(_EXPERT_DTYPES)}")
+            raise BadCell(f"{dtype!r} is not one of {', '.join(_EXPERT_DTYPES)}", "dtype")
         return make("experts", _EXPERT_DTYPES[dtype], _experts(row), _expert_library(row))
     if op.startswith(("deepep_", "trtllm_alltoall_")):
         return make("dispatch", *_dispatch(op, dtype, library, ranks, row["shape"]))
@@ -257,7 +237,7 @@ def _from_ops(row: dict[str, str], where: str) -> Measurement:
 
 def _dtype(text: str) -> str:
     if text not in _DTYPES:
-        raise _BadCell("dtype", f"{text!r} is not one of {', '.join(_DTYPES)}")
+        raise BadCell(f"{text!r} is not one of {', '.join(_DTYPES)}", "dtype")
     return _DTYPES[text]
 
 
@@ -454,7 +434,7 @@ def _config(text: str) -> tuple[float, float, float]:
     """Heads, key-value heads (or rank) and dimension of a cell like `cfg=16-1-256`."""
     match = re.search(r"cfg=(\d+)-(\d+)-(\d+)", text)
     if match is None:
-        raise _BadCell("shape", f"{text!r} lacks cfg=heads-kv-dim")
+        raise BadCell(f"{text!r} lacks cfg=heads-kv-dim", "shape")
     heads, kv, dim = map(float, match.groups())
     return heads, kv, dim
 
@@ -533,7 +513,7 @@ def _published_attention(op: str, text: str) -> tuple[dict[str, float], float]:
     """Shape and FLOP as FlashAttention's benchmark counts them: 16k tokens, hidden 2048, half if causal."""
     cells = dict(re.findall(r"(\w+)=(\d+)", text))
     if not {"seq", "head_dim", "causal"} <= set(cells):
-        raise _BadCell("shape_or_size", f"{text!r} lacks seq=, head_dim= or causal=")
+        raise BadCell(f"{text!r} lacks seq=, head_dim= or causal=", "shape_or_size")
     seq, dim, causal = float(cells["seq"]), float(cells["head_dim"]), float(cells["causal"])
     heads, batch, both = 2048 / dim, 16384 / seq, "fwd+bwd" in op
     shape = {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.calibrate.errors import grouped
 from meshwise.calibrate.microdata import Measurement
 from meshwise.core.units import Num
 from meshwise.cost.attention_kernel import attention_s, decode_attention_s
@@ -50,9 +52,7 @@ class Batch:
 
 def batches(rows: Sequence[Measurement]) -> list[Batch]:
     """`rows` in batches that one call of `predict_s` takes, each in the order of `rows`."""
-    groups: dict[tuple[str, ...], list[Measurement]] = {}
-    for row in rows:
-        groups.setdefault((row.chip, row.op, row.variant, row.software), []).append(row)
+    groups = grouped(rows, lambda row: (row.chip, row.op, row.variant, row.software))
     return [
         Batch(
             group,
@@ -65,7 +65,7 @@ def batches(rows: Sequence[Measurement]) -> list[Batch]:
 
 def predict_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Array:
     """Predicted seconds of each row of `batch` on `chip`."""
-    times = {
+    times: dict[str, Callable[[Batch, Chip, Efficiency], Num]] = {
         "gemm": _gemm_s,
         "attention": _attention_s,
         "decode": _decode_s,
@@ -78,17 +78,20 @@ def predict_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Array:
     return np.asarray(times[batch.first.op](batch, chip, efficiency))
 
 
+def _rates(chip: Chip, dtype: str = "bf16") -> dict[str, Any]:
+    return {"flop_per_s": chip.matrix_peak(dtype), "memory_bytes_per_s": chip.memory_bytes_per_s}
+
+
+def _columns(batch: Batch, *names: str) -> dict[str, Any]:
+    return {name: batch.shape[name] for name in names}
+
+
 def _gemm_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
     shape, dtype, name = batch.shape, batch.first.variant, constants_name(batch.first)
-    memory_bytes_per_s, cores = chip.memory_bytes_per_s, float(chip.num_cores)
     gemm = gemm_s(
-        shape["m"],
-        shape["n"],
-        shape["k"],
-        batch=shape["batch"],
-        flop_per_s=chip.matrix_peak(dtype),
-        memory_bytes_per_s=memory_bytes_per_s,
-        num_cores=cores,
+        **_columns(batch, "m", "n", "k", "batch"),
+        **_rates(chip, dtype),
+        num_cores=float(chip.num_cores),
         elem_bytes=ELEM_BYTES[dtype],
         out_bytes=2.0,
         efficiency=efficiency.gemm(name),
@@ -99,49 +102,40 @@ def _gemm_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
         shape["m"],
         shape["k"],
         out_bytes=ELEM_BYTES[dtype],
-        memory_bytes_per_s=memory_bytes_per_s,
-        num_cores=cores,
+        memory_bytes_per_s=chip.memory_bytes_per_s,
+        num_cores=float(chip.num_cores),
         efficiency=efficiency.cast(name),
     )
 
 
 def _attention_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
-    shape = batch.shape
+    shared = _columns(batch, "batch", "heads", "kv_heads", "qk_dim", "v_dim") | _rates(chip)
+    seq, causal, passes = (batch.shape[name] for name in ("seq", "causal", "passes"))
 
-    def kernel_s(causal: bool, backward: bool) -> Num:
-        return attention_s(
-            batch=shape["batch"],
-            heads=shape["heads"],
-            kv_heads=shape["kv_heads"],
-            seq_q=shape["seq"],
-            seq_k=shape["seq"],
-            qk_dim=shape["qk_dim"],
-            v_dim=shape["v_dim"],
-            causal=causal,
-            backward=backward,
-            flop_per_s=chip.matrix_peak("bf16"),
-            memory_bytes_per_s=chip.memory_bytes_per_s,
-            num_cores=float(chip.num_cores),
-            efficiency=efficiency.attention,
+    def kernel_s(backward: bool) -> Num:
+        masked_s, whole_s = (
+            attention_s(
+                **shared,
+                seq_q=seq,
+                seq_k=seq,
+                causal=masked,
+                backward=backward,
+                num_cores=float(chip.num_cores),
+                efficiency=efficiency.attention,
+            )
+            for masked in (True, False)
         )
+        return np.where(causal > 0, masked_s, whole_s)
 
-    causal, passes = shape["causal"] > 0, shape["passes"]  # passes: 1 forward, 2 backward, 3 both
-    forward_s = np.where(causal, kernel_s(True, False), kernel_s(False, False))
-    backward_s = np.where(causal, kernel_s(True, True), kernel_s(False, True))
-    return np.where(passes != 2, forward_s, 0.0) + np.where(passes >= 2, backward_s, 0.0)
+    # passes: 1 forward, 2 backward, 3 both
+    return np.where(passes != 2, kernel_s(False), 0.0) + np.where(passes >= 2, kernel_s(True), 0.0)
 
 
 def _decode_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
-    shape = batch.shape
     return decode_attention_s(
-        batch=shape["batch"],
-        heads=shape["heads"],
-        seq_k=shape["kv_len"],
-        kv_bytes_per_token=shape["kv_bytes_per_token"],
-        qk_dim=shape["qk_dim"],
-        v_dim=shape["v_dim"],
-        flop_per_s=chip.matrix_peak("bf16"),
-        memory_bytes_per_s=chip.memory_bytes_per_s,
+        **_columns(batch, "batch", "heads", "kv_bytes_per_token", "qk_dim", "v_dim"),
+        **_rates(chip),
+        seq_k=batch.shape["kv_len"],
         efficiency=efficiency.latent_decode if batch.first.variant == "mla" else efficiency.decode,
     )
 
@@ -156,15 +150,11 @@ def _experts_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
     shape, variant = batch.shape, batch.first.variant
     dtype = EXPERT_MATMULS.get(variant, variant)
     return experts_s(
-        shape["tokens"],
+        **_columns(batch, "tokens", "hidden", "active", "moved_topk"),
+        **_rates(chip, dtype),
         topk=shape["local_topk"],
         experts=shape["experts"] / shape["ep"],
-        hidden=shape["hidden"],
         inter=shape["inter"] / shape["tp"],
-        active=shape["active"],
-        moved_topk=shape["moved_topk"],
-        flop_per_s=chip.matrix_peak(dtype),
-        memory_bytes_per_s=chip.memory_bytes_per_s,
         num_cores=float(chip.num_cores),
         elem_bytes=ELEM_BYTES[dtype],
         weight_bytes=ELEM_BYTES[variant],
@@ -180,23 +170,19 @@ DEEPEP_MOST_NODES = 4.0
 
 def _dispatch_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
     shape, variant = batch.shape, batch.first.variant
-    ranks, per_node = shape["ranks"], shape["ranks_per_node"]
-    all_cores = float(chip.num_cores)
+    places = (shape["topk"], shape["ranks"], shape["ranks_per_node"])
+    cores: Num = float(chip.num_cores)
     if variant.startswith("deepep-normal"):
-        copies = copies_by_rank(shape["topk"], ranks, per_node, most_nodes=DEEPEP_MOST_NODES)
-        cores: Num = shape["cores"]
+        copies = copies_by_rank(*places, most_nodes=DEEPEP_MOST_NODES)
+        cores = shape["cores"]
     elif variant.startswith("deepep-ll"):
-        copies = copies_by_expert(shape["topk"], ranks, per_node)
-        cores = low_latency_cores(shape["experts"], all_cores)
+        copies = copies_by_expert(*places)
+        cores = low_latency_cores(shape["experts"], cores)
     else:
-        copies, cores = copies_spread(shape["topk"], ranks), all_cores
+        copies = copies_spread(*places[:2])
     return dispatch_s(
-        shape["tokens"],
-        copies,
-        token_bytes=shape["token_bytes"],
-        ranks=ranks,
-        ranks_per_node=per_node,
-        experts=shape["experts"],
+        **_columns(batch, "tokens", "token_bytes", "ranks", "ranks_per_node", "experts"),
+        copies=copies,
         num_cores=cores,
         inner_bytes_per_s=chip.levels[0].bytes_per_s,
         outer_bytes_per_s=chip.levels[1].bytes_per_s,
@@ -205,23 +191,14 @@ def _dispatch_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
 
 
 def _peer_all_reduce_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
-    shape, links = batch.shape, chip.levels
-    library_s = collective_s(
-        "all_reduce",
-        shape["bytes"],
-        shape["ranks"],
-        link_bytes_per_s=[level.bytes_per_s for level in links],
-        link_latency_s=[level.latency_s for level in links],
-        link_ranks=[level.ranks for level in links],
-        efficiency=efficiency,
-    )
+    size, ranks = batch.shape["bytes"], batch.shape["ranks"]
     return peer_all_reduce_s(
-        shape["bytes"],
-        shape["ranks"],
-        link_bytes_per_s=links[0].bytes_per_s,
+        size,
+        ranks,
+        link_bytes_per_s=chip.levels[0].bytes_per_s,
         memory_bytes_per_s=chip.memory_bytes_per_s,
-        library_s=library_s,
-        graph=shape["graph"],
+        library_s=collective_s("all_reduce", size, ranks, **_links(chip.levels), efficiency=efficiency),
+        graph=batch.shape["graph"],
         efficiency=efficiency.peer,
     )
 
@@ -231,15 +208,17 @@ def _collective_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
     if batch.first.software == "ring":
         efficiency = replace(efficiency, inner=replace(efficiency.inner, switch_frac=None))
     node_ranks = np.minimum(levels[0].ranks, shape["ranks_per_node"])
-    return collective_s(
-        batch.first.variant,  # type: ignore[arg-type]
-        shape["bytes"],
-        shape["ranks"],
-        link_bytes_per_s=[level.bytes_per_s for level in levels],
-        link_latency_s=[level.latency_s for level in levels],
-        link_ranks=[node_ranks, *(level.ranks for level in levels[1:])],
-        efficiency=efficiency,
-    )
+    between = _links(levels) | {"link_ranks": [node_ranks, *(level.ranks for level in levels[1:])]}
+    kind: Any = batch.first.variant
+    return collective_s(kind, shape["bytes"], shape["ranks"], **between, efficiency=efficiency)
+
+
+def _links(levels: Sequence[Level]) -> dict[str, Any]:
+    return {
+        "link_bytes_per_s": [level.bytes_per_s for level in levels],
+        "link_latency_s": [level.latency_s for level in levels],
+        "link_ranks": [level.ranks for level in levels],
+    }
 
 
 def links(batch: Batch, chip: Chip) -> tuple[Level, ...]:

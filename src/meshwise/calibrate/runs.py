@@ -13,9 +13,8 @@ good rows still count. Columns for people (`PROSE`) are never read.
 
 from __future__ import annotations
 
-import csv
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 
+from meshwise.calibrate.table import BadCell, header, lines
 from meshwise.core.errors import DataError
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=10**12, description="a whole number of at least 1")]
@@ -158,8 +158,10 @@ ITERATIONS = {
 """Facts of every measured iteration: Megatron-DeepSpeed under 1F1B. Source: vTrain (MICRO 2024), public
 ground truth; 80 GB and InfiniBand assumed, as the platform of that paper."""
 
-_ITERATION_COLUMNS = ("gpus", "global_batch", "micro_batch", "hidden", "heads", "layers", "tp", "dp", "pp")
-_ITERATION_HEADER = (*_ITERATION_COLUMNS, "sequence", "measured_ms", "kind", "calculon_ms")
+_ITERATION_COLUMNS = (
+    *("gpus", "global_batch", "micro_batch", "hidden", "heads", "layers"),
+    *("tp", "dp", "pp", "sequence", "measured_ms"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +174,6 @@ class BadRow:
     reason: str
 
 
-class _BadCell(Exception):
-    pass
-
-
 def published_runs() -> Path:
     """The published runs that ship with the package."""
     return Path(str(resources.files("meshwise") / "catalog" / "published_runs.csv"))
@@ -183,88 +181,57 @@ def published_runs() -> Path:
 
 def read_runs(path: Path) -> tuple[list[Run], list[BadRow]]:
     """The runs of one CSV file and its bad rows; DataError for a file that is no such table."""
+    names = header(path)
+    _check_header(path, names)
     runs: list[Run] = []
     bad: list[BadRow] = []
-    header = columns(path)
-    iterations = is_iterations(header)
-    _check_header(path, header, iterations=iterations)
-    for line, cells in _lines(path):
-        found = _read_line(cells, path, line, len(header), iterations=iterations)
-        (runs if isinstance(found, Run) else bad).append(found)  # type: ignore[arg-type]
+    for number, cells, problem in lines(path):
+        where = f"{path}, line {number}"
+        try:
+            if problem is not None:
+                raise problem
+            runs.append(_run(_as_published(cells, number) if is_iterations(names) else cells, where))
+        except BadCell as error:
+            row_id, source = cells.get("id") or f"{path.stem}-{number}", cells.get("source") or path.stem
+            bad.append(BadRow(row_id, source, where, f"{where}{error}"))
     return runs, bad
 
 
-def columns(path: Path) -> list[str]:
-    """The header of a CSV file."""
-    return next((list(cells) for line, cells in _lines(path, header=True)), [])
-
-
-def is_iterations(header: Sequence[str]) -> bool:
+def is_iterations(names: Sequence[str]) -> bool:
     """Whether a header is that of measured iterations."""
-    return "measured_ms" in header and "seq_len" not in header
+    return "measured_ms" in names and "seq_len" not in names
 
 
-def _lines(path: Path, *, header: bool = False) -> Iterator[tuple[int, dict[str, str]]]:
-    """Line number and cells of each line of a CSV file; of its header alone, where only that is asked for."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            table = csv.DictReader(file)
-            if header:
-                yield 1, dict.fromkeys(table.fieldnames or [], "")
-                return
-            for cells in table:
-                yield table.line_num, cells
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; name a CSV file of measurements") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} is not a CSV file in UTF-8: {error}") from None
-
-
-def _check_header(path: Path, header: Sequence[str], *, iterations: bool) -> None:
-    wanted = (*_ITERATION_COLUMNS, "sequence", "measured_ms") if iterations else _REQUIRED
-    if missing := [name for name in wanted if name not in header]:
+def _check_header(path: Path, names: Sequence[str]) -> None:
+    wanted = _ITERATION_COLUMNS if is_iterations(names) else _REQUIRED
+    if missing := [name for name in wanted if name not in names]:
         raise DataError(
             f"{path}, line 1: the header lacks the column {', '.join(missing)}; a table of runs has "
             f"{', '.join(_REQUIRED)} and one of {', '.join(MEASURED)}"
         )
-    if iterations:
-        return
-    if not set(MEASURED) & set(header):
+    if not {*MEASURED, "measured_ms"} & set(names):
         raise DataError(
             f"{path}, line 1: the header has no measured column; add one of {', '.join(MEASURED)}"
         )
-    for name in unread_columns(header):
+    for name in unread_columns(names):
         if near := difflib.get_close_matches(name, _TYPES, n=1, cutoff=0.8):
             raise DataError(f"{path}, line 1: no column is called {name!r}; do you mean {near[0]!r}?")
 
 
-def unread_columns(header: Sequence[str]) -> list[str]:
+def unread_columns(names: Sequence[str]) -> list[str]:
     """Columns of a table of runs that are neither read nor known to be for people."""
-    known = _ITERATION_HEADER if is_iterations(header) else (*_TYPES, *PROSE)
-    return [name for name in header if name not in known]
-
-
-def _read_line(
-    cells: Mapping[str, str], path: Path, line: int, width: int, *, iterations: bool
-) -> Run | BadRow:
-    where = f"{path}, line {line}"
-    try:
-        if None in cells or None in cells.values():
-            raise _BadCell(f": the line does not have {width} cells")
-        texts = {name: text.strip() for name, text in cells.items()}
-        return _run(_as_published(texts, line) if iterations else texts, where)
-    except _BadCell as error:
-        row_id, source = cells.get("id") or f"{path.stem}-{line}", cells.get("source") or path.stem
-        return BadRow(row_id, source, where, f"{where}{error}")
+    iterations = (*_ITERATION_COLUMNS, "kind", "calculon_ms")
+    known = iterations if is_iterations(names) else (*_TYPES, *PROSE)
+    return [name for name in names if name not in known]
 
 
 def _run(texts: Mapping[str, str], where: str) -> Run:
     values = {name: _value(name, texts[name], kind) for name, kind in _TYPES.items() if texts.get(name)}
     if missing := [name for name in _REQUIRED if name not in values]:
-        raise _BadCell(f", column {missing[0]}: the cell is empty; give a value")
+        raise BadCell("the cell is empty; give a value", missing[0])
     if not set(MEASURED) & set(values):
-        raise _BadCell(
-            f": nothing is measured; give one of {', '.join(MEASURED)} (TFLOP/s and MFU follow conventions "
+        raise BadCell(
+            f"nothing is measured; give one of {', '.join(MEASURED)} (TFLOP/s and MFU follow conventions "
             "that differ from source to source)"
         )
     return Run(where=where, **values)
@@ -275,7 +242,7 @@ def _value(column: str, text: str, kind: Any) -> Any:
         return msgspec.convert(text, kind, strict=False)
     except msgspec.ValidationError:
         shown = text if len(text) <= 40 else text[:37] + "..."
-        raise _BadCell(f", column {column}: {shown!r} is not {_expected(kind)}") from None
+        raise BadCell(f"{shown!r} is not {_expected(kind)}", column) from None
 
 
 def _expected(kind: Any) -> str:
@@ -290,17 +257,14 @@ def _expected(kind: Any) -> str:
 
 def _as_published(texts: Mapping[str, str], line: int) -> dict[str, str]:
     """A measured iteration in the columns of published runs."""
-    missing = [name for name in (*_ITERATION_COLUMNS, "sequence", "measured_ms") if not texts[name]]
-    if missing:
-        raise _BadCell(f", column {missing[0]}: the cell is empty; give a value")
-    known = {name: texts[name] for name in _ITERATION_COLUMNS}
-    kind = texts.get("kind") or "iterations"
+    if missing := [name for name in _ITERATION_COLUMNS if not texts[name]]:
+        raise BadCell("the cell is empty; give a value", missing[0])
     hidden = _value("hidden", texts["hidden"], Count)
     return {
         **ITERATIONS,
-        **known,
-        "id": f"{kind}-{line}",
-        "source": f"{ITERATIONS['source']}, {kind}",
+        **{name: texts[name] for name in _ITERATION_COLUMNS if name in _TYPES},
+        "id": f"{texts.get('kind') or 'iterations'}-{line}",
+        "source": f"{ITERATIONS['source']}, {texts.get('kind') or 'iterations'}",
         "model": f"GPT {texts['layers']}x{hidden}",
         "ffn_hidden": str(4 * hidden),
         "kv_heads": texts["heads"],

@@ -18,7 +18,8 @@ from meshwise.calibrate.express import Expressed, express
 from meshwise.calibrate.microdata import OPS_COLUMNS
 from meshwise.calibrate.microdata import read as read_ops
 from meshwise.calibrate.ops import batches, links, predict_s
-from meshwise.calibrate.runs import BadRow, Run, columns, read_runs, unread_columns
+from meshwise.calibrate.runs import BadRow, Run, read_runs, unread_columns
+from meshwise.calibrate.table import header
 from meshwise.core.errors import ClusterError, MeshwiseError
 from meshwise.estimate.single import Estimate, estimate
 from meshwise.machine.efficiency import constants
@@ -48,8 +49,8 @@ class Prediction:
     """One measured number and the one predicted for it, or the reason why there is none.
 
     `parts` are the seconds (or bytes) that `predicted` is made of; `fits` says whether the run's memory is
-    predicted to be enough, `approximations` what of the row the plan says only nearly. `group` names rows
-    that compete: the same model, batch and number of GPUs.
+    predicted to be enough, `approximations` what of the row the plan says only nearly. `regime` says what
+    kind of run it is, by aspect; `group` names rows that compete: the same model, batch and number of GPUs.
     """
 
     id: str
@@ -62,6 +63,7 @@ class Prediction:
     fits: bool | None = None
     approximations: tuple[str, ...] = ()
     parts: dict[str, float] = field(default_factory=dict)
+    regime: dict[str, str] = field(default_factory=dict)
     group: tuple[Any, ...] = ()
 
     @property
@@ -119,14 +121,14 @@ def validate(paths: Iterable[Path]) -> Validation:
     rows: list[Prediction] = []
     warnings: list[str] = []
     for path in paths:
-        header = columns(path)
-        if set(header) >= _OP_COLUMNS:
+        names = header(path)
+        if set(names) >= _OP_COLUMNS:
             rows += predict_ops(path)
             continue
         runs, bad = read_runs(path)
         rows += [prediction for run in runs for prediction in predict_run(run)]
         rows += map(_unread, bad)
-        if unread := unread_columns(header):
+        if unread := unread_columns(names):
             warnings.append(f"{path}, line 1: no such column, so not read: {', '.join(unread)}")
     return Validation(rows, tuple(warnings))
 
@@ -159,11 +161,26 @@ def _predictions(run: Run, chip: str, **shared: Any) -> Iterator[Prediction]:
     """What was measured, each still without a prediction."""
     for quantity in ("step_s", "memory_bytes"):
         if (measured := getattr(run, quantity)) is not None:
-            group = tuple(getattr(run, name) for name in COMPETING)
             yield Prediction(
-                id=run.id, source=run.source, chip=chip, quantity=quantity, measured=measured, group=group,
+                id=run.id,
+                source=run.source,
+                chip=chip,
+                quantity=quantity,
+                measured=measured,
+                regime=regime_of(run),
+                group=tuple(getattr(run, name) for name in COMPETING),
                 **shared,
-            )  # fmt: skip
+            )
+
+
+def regime_of(run: Run) -> dict[str, str]:
+    """The kind of a run, by aspect."""
+    sizes = ((8, "1 to 8 GPUs"), (128, "9 to 128 GPUs"), (1000, "129 to 1,000 GPUs"))
+    return {
+        "kind": "mixture of experts" if run.experts else "dense",
+        "scale": next((name for most, name in sizes if run.gpus <= most), "1,001 GPUs and more"),
+        "framework": run.framework or "unknown",
+    }
 
 
 def estimate_run(expressed: Expressed, among: Tables | None = None) -> Estimate:

@@ -20,6 +20,8 @@ LABELS = {
     "attention_s": "attention [s]",
     "decode_s": "decode attention [s]",
     "collective_s": "collective [s]",
+    "experts_s": "experts [s]",
+    "dispatch_s": "dispatch and combine [s]",
 }
 
 

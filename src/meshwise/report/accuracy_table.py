@@ -1,54 +1,117 @@
-"""Errors as tables: per quantity the summary, each source and chip, and the worst rows with their parts."""
+"""Errors as tables, for the console and for a page: the summary, each group of rows, the worst rows."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwise.calibrate.errors import ErrorSummary, grouped, order_loss, summarize
+from meshwise.calibrate.errors import grouped, is_held_out, order_loss, summarize
 from meshwise.calibrate.validate import Prediction, Validation, competing
 from meshwise.core.units import duration, with_prefix
-from meshwise.report.table import percent, table
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 COLUMNS = ("rows", "expressed", "median", "mean", "p90", "max", "bias")
 
-MAX_REASONS = 20
+
+def _aspect(name: str) -> Callable[[Prediction], str]:
+    return lambda row: row.regime.get(name, "")
 
 
-def publication(row: Prediction) -> str:
-    """The source of a row without the version, section or table within it."""
-    return re.split(r" @| section| \(|, release| Tables?\b", row.source)[0]
+GROUPS: dict[str, Callable[[Prediction], str]] = {
+    "kind": _aspect("kind"),
+    "scale": _aspect("scale"),
+    "chip": lambda row: row.chip or "unknown",
+    "framework": _aspect("framework"),
+    # the publication: without the version, section or table within it
+    "source": lambda row: re.split(r" @| section| \(|, release| Tables?\b", row.source)[0],
+    "half": lambda row: ("held-out half" if is_held_out(row.id) else "fitted half") if row.regime else "",
+}
+"""What rows are grouped by; rows without a name are in no group."""
 
 
-GROUPS: tuple[tuple[str, Callable[[Prediction], str]], ...] = (
-    ("source", publication),
-    ("chip", lambda row: row.chip or "unknown"),
-)
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table as text; the first column is a name, the others align right where `numbers`."""
+
+    header: tuple[str, ...]
+    rows: list[list[str]]
+    numbers: bool = True
 
 
-def cells(summary: ErrorSummary) -> list[str]:
-    """A summary as text, in the order of `COLUMNS`."""
-    fracs = (summary.median_abs_frac, summary.mean_abs_frac, summary.p90_abs_frac, summary.max_abs_frac)
-    bias = percent(summary.mean_signed_frac, sign=True)
-    return [str(summary.num_rows), str(summary.num_expressed), *map(percent, fracs), bias]
+def error_table(name: str, groups: Iterable[tuple[str, Sequence[Prediction]]]) -> Table:
+    """One line of errors for each of the named `groups`."""
+    return Table((name, *COLUMNS), [[label, *_cells(rows)] for label, rows in groups])
 
 
-def group_rows(
-    rows: Sequence[Prediction], key: Callable[[Prediction], str]
-) -> Iterator[tuple[str, ErrorSummary]]:
-    """Name and summary of each group of `rows`."""
-    for name, members in grouped(rows, key).items():
-        yield str(name), summarize([row.error_frac for row in members])
+def _cells(rows: Sequence[Prediction]) -> list[str]:
+    summary = summarize([row.error_frac for row in rows])
+    sizes = (summary.median_abs_frac, summary.mean_abs_frac, summary.p90_abs_frac, summary.max_abs_frac)
+    counts = [str(summary.num_rows), str(summary.num_expressed)]
+    return [*counts, *map(percent, sizes), percent(summary.mean_signed_frac, sign=True)]
 
 
-def worst_rows(rows: Sequence[Prediction], count: int) -> list[Prediction]:
-    """The `count` rows whose error is largest."""
-    known = [row for row in rows if row.error_frac is not None]
-    return sorted(known, key=lambda row: -abs(row.error_frac or 0.0))[:count]
+def group_tables(rows: Sequence[Prediction]) -> Iterator[Table]:
+    """The errors of `rows` by each of `GROUPS` that tells some of them apart."""
+    for name, key in GROUPS.items():
+        groups = {label: members for label, members in grouped(rows, key).items() if label}
+        if len(groups) > 1 or (groups and name in ("source", "chip")):
+            yield error_table(f"by {name}", sorted(groups.items(), key=lambda item: _leading_number(item[0])))
+
+
+def _leading_number(label: str) -> int:
+    """The number that a label begins with; 0, which keeps the order of the rows, if there is none."""
+    digits = label.split(" ")[0].replace(",", "")
+    return int(digits) if digits.isdecimal() else 0
+
+
+def worst_table(rows: Sequence[Prediction], count: int) -> Table:
+    """The `count` rows whose error is largest, with the largest parts of their prediction."""
+    known = sorted((row for row in rows if row.expressed), key=lambda row: -abs(row.error_frac or 0.0))
+    lines = [
+        [
+            row.id,
+            percent(row.error_frac, sign=True),
+            quantity_text(row.measured, row.quantity),
+            quantity_text(row.predicted, row.quantity),
+            _parts_text(row),
+        ]
+        for row in known[:count]
+    ]
+    header = ("worst rows", "error", "measured", "predicted", "parts of the prediction")
+    return Table(header, lines, numbers=False)
+
+
+def reasons_table(rows: Sequence[Prediction]) -> Table:
+    """Why rows are not expressed."""
+    groups = grouped([row for row in rows if not row.expressed], lambda row: (row.source, row.reason))
+    lines = [[reason, source, str(len(members))] for (source, reason), members in groups.items()]
+    return Table(("not expressed", "source", "rows"), lines, numbers=False)
+
+
+def order_text(rows: Sequence[Prediction]) -> str:
+    """How much slower than the measured best the plans are that we rank first; "" where none compete."""
+    losses = [
+        order_loss([row.measured or 0.0 for row in group], [row.predicted or 0.0 for row in group])
+        for group in competing(rows)
+    ]
+    if not losses:
+        return ""
+    mean, worst = percent(sum(losses) / len(losses)), percent(max(losses))
+    return (
+        f"Order: in {len(losses)} sets of runs with the same model, batch and GPUs, the plan ranked first is "
+        f"{mean} slower than the measured best (mean; worst {worst})."
+    )
+
+
+def percent(frac: float | None, *, sign: bool = False) -> str:
+    """`0.0423` as `4.2 %`."""
+    if frac is None:
+        return ""
+    return f"{100 * frac:+.1f} %" if sign else f"{100 * frac:.1f} %"
 
 
 def quantity_text(value: float | None, quantity: str) -> str:
@@ -58,48 +121,35 @@ def quantity_text(value: float | None, quantity: str) -> str:
     return with_prefix(value, "B") if quantity.endswith("bytes") else duration(value)
 
 
-def parts_text(row: Prediction) -> str:
+def _parts_text(row: Prediction) -> str:
     """The largest parts of a prediction: `compute 1.2 s, bubble 0.1 s`."""
     parts = [(name, value) for name, value in row.parts.items() if name != "total" and value]
     largest = sorted(parts, key=lambda item: -item[1])[:5]
     return ", ".join(f"{name} {quantity_text(value, row.quantity)}" for name, value in largest)
 
 
-def order_losses(rows: Sequence[Prediction]) -> list[float]:
-    """Per group of competing runs, how much slower than the best the run is that we rank first."""
-    return [
-        order_loss([row.measured or 0.0 for row in group], [row.predicted or 0.0 for row in group])
-        for group in competing(rows)
-    ]
-
-
 def print_validation(validation: Validation, console: Console, *, num_worst: int) -> None:
     """Print all quantities, then what could not be expressed."""
     for quantity in validation.quantities:
         rows = validation.of(quantity)
-        lines = [["all", *cells(summarize([row.error_frac for row in rows]))]]
-        for _, key in GROUPS:
-            lines += [[label[-60:], *cells(summary)] for label, summary in group_rows(rows, key)]
-        console.print(table(quantity, ("", *COLUMNS), lines))
-        for row in worst_rows(rows, num_worst):
-            console.print(
-                f"  {percent(row.error_frac, sign=True):>9}  {row.id}: measured "
-                f"{quantity_text(row.measured, quantity)}, predicted {quantity_text(row.predicted, quantity)}"
-                + (f" = {parts_text(row)}" if row.parts else ""),
-                soft_wrap=True,
-            )
-    if losses := order_losses(validation.of("step_s")):
-        mean = sum(losses) / len(losses)
-        console.print(
-            f"order: over {len(losses)} sets of competing plans the one ranked first is {percent(mean)} "
-            f"slower than the fastest (mean; worst {percent(max(losses))})"
-        )
-    _print_reasons([row for row in validation.rows if not row.expressed], console)
+        _print(error_table(quantity, [("all", rows)]), console)
+        for table in (*group_tables(rows), worst_table(rows, num_worst)):
+            _print(table, console)
+    if order := order_text(validation.of("step_s")):
+        console.print(order)
+    _print(reasons_table(validation.rows), console)
 
 
-def _print_reasons(rows: Sequence[Prediction], console: Console) -> None:
-    by_reason = grouped(rows, lambda row: row.reason)
-    for reason, members in list(by_reason.items())[:MAX_REASONS]:
-        console.print(f"not expressed, {len(members)} rows: {reason}", soft_wrap=True)
-    if len(by_reason) > MAX_REASONS:
-        console.print(f"not expressed for {len(by_reason) - MAX_REASONS} other reasons: see --json")
+def _print(table: Table, console: Console) -> None:
+    from rich.table import Table as RichTable
+
+    if not table.rows:
+        return
+    shown = RichTable(box=None, pad_edge=False)
+    for i, name in enumerate(table.header):
+        is_number = i > 0 and table.numbers
+        shown.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+    for row in table.rows:
+        shown.add_row(*row)
+    console.print(shown)
+    console.print()
