@@ -41,7 +41,7 @@ def estimate(
     *,
     batch: int | None = None,
     seq: int | None = None,
-    microbatch: int = 1,
+    microbatch: int | None = None,
     kind: str = "train",
     ideal: bool = False,
 ) -> Estimate:
@@ -53,7 +53,7 @@ def estimate(
         plan: A `Plan`, its text (`"tp=8,pp=4"`), or the path of a TOML file.
         batch: Global batch in sequences; by default each replica has as many microbatches as stages.
         seq: Tokens of a sequence; by default what the model allows, at most 4096.
-        microbatch: Sequences of a microbatch.
+        microbatch: Sequences of a microbatch; by default 1, and in decoding all of a data-parallel rank.
         kind: `train`, `evaluate`, `prefill` or `decode`.
         ideal: Kernels and links reach the peaks of the data sheet.
 
@@ -79,7 +79,7 @@ def reproduce(
     *,
     batch: int | None = None,
     seq: int | None = None,
-    microbatch: int = 1,
+    microbatch: int | None = None,
     kind: str = "train",
 ) -> Notebook | Paper:
     """Price a step as a published model does, to the digit; its tables have their own columns and units.
@@ -407,12 +407,14 @@ def _seq(model: Model, seq: int | None) -> int:
 
 def _workload(
     model: Model, cluster: Cluster, plan: Plan, *,
-    batch: int | None, seq: int | None, microbatch: int, kind: str,
+    batch: int | None, seq: int | None, microbatch: int | None, kind: str,
 ) -> Workload:  # fmt: skip
     from meshwise.plan.workload import Workload
 
     if batch is None:
-        batch = plan.data_parallel(cluster.num_chips) * microbatch * plan.pp
+        batch = plan.data_parallel(cluster.num_chips) * (microbatch or 1) * plan.pp
+    if microbatch is None:  # an engine decodes all its sequences together
+        microbatch = max(batch // plan.data_parallel(cluster.num_chips), 1) if kind == "decode" else 1
     return Workload(batch=batch, seq=_seq(model, seq), microbatch=microbatch, kind=kind)
 
 

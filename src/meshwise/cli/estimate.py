@@ -34,7 +34,9 @@ def estimate(
         int | None, typer.Option(help="Global batch in sequences [one microbatch each].")
     ] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens of a sequence [what the model allows].")] = None,
-    microbatch: Annotated[int, typer.Option(help="Sequences of a microbatch.")] = 1,
+    microbatch: Annotated[
+        int | None, typer.Option(help="Sequences of a microbatch [1; in decoding, all of a rank].")
+    ] = None,
     kind: Annotated[str, typer.Option(help="train, evaluate, prefill or decode.")] = "train",
     convention: Annotated[
         str, typer.Option(help="default, ideal, nersc-2024-02 or nersc-2024-10.")

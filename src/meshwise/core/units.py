@@ -25,6 +25,7 @@ DTYPE_BYTES: dict[str, float] = {
     "fp16": 2.0,
     "fp8": 1.0,
     "fp4": 0.5,
+    "int4": 0.5,
 }
 """Bytes of one element as it lies in memory (tf32 is stored as fp32)."""
 

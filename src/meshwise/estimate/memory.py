@@ -22,13 +22,14 @@ from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.cost.schedule import in_flight_microbatches, weight_copies
 from meshwise.estimate.part import Part
 from meshwise.machine.overheads import Overheads
-from meshwise.model.architecture import Model
+from meshwise.model.architecture import Model, layer_kinds
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import RECOMPUTE
 from meshwise.plan.stages import Stage
 from meshwise.program.cut import Cut
 from meshwise.program.exchange import Held
 from meshwise.program.parts import block_input_bytes
+from meshwise.program.serving import cache_bytes, working_bytes
 
 OPTIMIZER_BYTES = {
     "adam": 12.0,  # fp32 master, m, v
@@ -56,6 +57,7 @@ class Memory:
     gradients: Num
     optimizer: Num
     activations: Num
+    cache: Num
     buffers: Num
     overhead: Num
 
@@ -97,6 +99,8 @@ def held_params(stage: Stage, parts: Sequence[Part]) -> Held:
         experts=experts,
         dense_trained=dense - sum(count * part.dense_frozen for count, part in held),
         experts_trained=experts - sum(count * part.expert_frozen for count, part in held),
+        dense_quantized=sum(count * part.dense_quantized for count, part in held),
+        experts_quantized=sum(count * part.expert_quantized for count, part in held),
     )
 
 
@@ -104,7 +108,9 @@ def stage_memory(
     model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut, overheads: Overheads
 ) -> Memory:
     """Memory of one rank of `stage` at its peak; beyond its tensors, what `overheads` says."""
-    weights, gradients, optimizer = state_bytes(held_params(stage, parts), mesh, overheads)
+    if mesh.serves:
+        return _serving_memory(model, stage, parts, mesh, cut, overheads)
+    weights, gradients, optimizer = state_bytes(held_params(stage, parts), mesh, cut, overheads)
     activations = _activation_bytes(model, stage, parts, mesh, cut)
     buffers = _buffer_bytes(model, stage, parts, mesh, cut, overheads.loss_bytes)
     tensors = weights + gradients + optimizer + activations + buffers
@@ -113,12 +119,36 @@ def stage_memory(
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
+        cache=0.0,
         buffers=buffers,
         overhead=overheads.context_bytes + overheads.fragment_frac * tensors,
     )
 
 
-def state_bytes(held: Held, mesh: Mesh, overheads: Overheads) -> tuple[Num, Num, Num]:
+def _serving_memory(
+    model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut, overheads: Overheads
+) -> Memory:
+    """Of a serving engine: weights (layers in the plan's dtype, the ends in bf16), cache, and one pass."""
+    embedding, *blocks, head = parts
+    form = cut.precision
+    ends = stage.embeddings * embedding.dense_params + stage.heads * head.dense_params
+    weights = form.act_bytes * ends
+    cache: Num = 0.0
+    for count, part, kind in zip(stage.layers, blocks, layer_kinds(model), strict=True):
+        weights = weights + form.operand_bytes * count * (part.dense_params + part.expert_params)
+        cache = cache + count * mesh.num_microbatches * cache_bytes(model, cut, kind)
+    return Memory(
+        weights=weights,
+        gradients=0.0,
+        optimizer=0.0,
+        activations=0.0,
+        cache=cache,
+        buffers=working_bytes(model, cut),
+        overhead=overheads.context_bytes,
+    )
+
+
+def state_bytes(held: Held, mesh: Mesh, cut: Cut, overheads: Overheads) -> tuple[Num, Num, Num]:
     """Bytes of weights, gradients and optimizer states of one rank.
 
     Where gradients are summed in a wider type than they are computed in, `second_grad_bytes` are kept too.
@@ -135,6 +165,9 @@ def state_bytes(held: Held, mesh: Mesh, overheads: Overheads) -> tuple[Num, Num,
         )
 
     weights = weight_bytes(mesh) * shard(held.dense, held.experts, 3)
+    if cut.frozen_bytes is not None:
+        spared = weight_bytes(mesh) - cut.frozen_bytes
+        weights = weights - spared * shard(held.dense_quantized, held.experts_quantized, 3)
     if not mesh.trains:
         return weights, 0.0, 0.0
     trained = held.dense_trained, held.experts_trained

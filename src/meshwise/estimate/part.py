@@ -22,6 +22,8 @@ from meshwise.machine.overheads import Overheads
 from meshwise.program.context import CORE
 from meshwise.program.op import Op
 
+MATRIX_KINDS = ("matmul", "attention", "decode_attention", "experts")
+"""Kinds of op whose FLOP are matrix work."""
 FORWARD, BACKWARD, WEIGHT, CORE_PHASE = "forward", "backward", "weight", "core"
 
 
@@ -49,10 +51,11 @@ class Wait:
 class Part:
     """One microbatch of one part on one rank: seconds by phase, bytes kept, weights.
 
-    `core_bytes` of the `saved_bytes` go under selective recomputation. `dense_params` and `expert_params`
-    are weights held, `dense_frozen` and `expert_frozen` those of them that do not train. `widest_bytes` is
-    the largest gradient of an activation that the backward holds, `exchange_bytes` the largest tensor that
-    a tensor-parallel exchange gathers. `flop` is matrix work by phase.
+    `core_bytes` of the `saved_bytes` go under selective recomputation. `dense_params` and `expert_params` are
+    weights held, `dense_frozen` and `expert_frozen` those of them that do not train, `dense_quantized` and
+    `expert_quantized` those kept in the plan's `frozen_dtype`. `widest_bytes` is the largest gradient of an
+    activation that the backward holds, `exchange_bytes` the largest tensor that a tensor-parallel exchange
+    gathers. `flop` is matrix work by phase.
     """
 
     rows: tuple[PricedOp | Wait, ...]
@@ -64,8 +67,10 @@ class Part:
     core_bytes: Num
     dense_params: Num
     dense_frozen: Num
+    dense_quantized: Num
     expert_params: Num
     expert_frozen: Num
+    expert_quantized: Num
     widest_bytes: Num
     exchange_bytes: Num
     flop: dict[str, Num]
@@ -114,7 +119,7 @@ def _part(
     for row in rows:
         seconds[row.phase] = seconds[row.phase] + row.spent_s
     for done in priced:
-        if done.op.kind in ("matmul", "attention"):
+        if done.op.kind in MATRIX_KINDS:
             phases = (done.phase, CORE_PHASE) if is_core(done.op) else (done.phase,)
             for phase in phases:
                 flop[phase] = flop[phase] + done.op.count * done.op.cost.flop
@@ -130,8 +135,10 @@ def _part(
         core_bytes=sum(op.recomputed_bytes for op in forward),
         dense_params=sum(op.num_params for op in dense),
         dense_frozen=sum(op.num_frozen for op in dense),
+        dense_quantized=sum(op.num_quantized for op in dense),
         expert_params=sum(op.num_params for op in experts),
         expert_frozen=sum(op.num_frozen for op in experts),
+        expert_quantized=sum(op.num_quantized for op in experts),
         widest_bytes=_widest_bytes(ops),
         exchange_bytes=_exchange_bytes(ops),
         flop=dict(flop),

@@ -13,10 +13,9 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from meshwise.core.errors import PlanError
 from meshwise.core.ledger import Ledger
 from meshwise.estimate.memory import contents, recomputed
-from meshwise.estimate.part import CORE_PHASE
+from meshwise.estimate.part import CORE_PHASE, MATRIX_KINDS
 from meshwise.estimate.rows import part_rows, spent_on, step_rows
 from meshwise.estimate.step import StageCost, StepCost, step_cost
 from meshwise.estimate.timing import Machine, machine
@@ -34,7 +33,7 @@ TIME_PARTS = (
     *("compute", "memory", "host", "comm_tp", "comm_cp", "comm_ep", "comm_dp", "comm_pp"),
     *("offload", "bubble", "optimizer", "stragglers"),
 )
-MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "overhead")
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "cache", "buffers", "overhead")
 
 
 @dataclass(frozen=True)
@@ -93,9 +92,8 @@ class Estimate:
     @cached_property
     def flop_per_step(self) -> float:
         """Model FLOP of one step in the whole world (see the top of this file)."""
-        lora_rank = self.plan.lora_rank if self.trains else 0
         return self.workload.batch * model_flop(
-            self.model, self.workload.seq, trains=self.trains, lora_rank=lora_rank
+            self.model, self.workload.seq, kind=self.workload.kind, lora_rank=self.plan.lora_rank
         )
 
     @property
@@ -228,22 +226,29 @@ def estimate(
     `ideal`: kernels and links keep every promise of the data sheet. `overheads`: what a step pays
     beside its kernels (`machine.overheads`; None: the chip's, under the plan's software).
     """
-    for key, priced in (("implementation", "megatron"), ("frozen_dtype", None), ("kv_dtype", "bf16")):
-        if (value := getattr(plan, key)) != priced:
-            raise PlanError(f"{key}={value} is not priced yet; leave it out")
     mesh = resolve(model, plan, workload, cluster)
-    runs_on = machine(
-        cluster, plan.dtype, ideal=ideal, overheads=overheads or find_overheads(cluster.chip, plan.software)
-    )
+    pays = overheads or find_overheads(cluster.chip, plan.software)
+    if mesh.serves:  # an engine replays its passes as graphs, and alone on its chips
+        pays = Overheads(context_bytes=pays.context_bytes)
+    runs_on = machine(cluster, plan.dtype, ideal=ideal, overheads=pays)
     return Estimate(model, cluster, plan, workload, mesh, runs_on, step_cost(model, mesh, runs_on))
 
 
-def model_flop(model: Model, seq: float, *, trains: bool = False, lora_rank: int = 0) -> float:
+def model_flop(model: Model, seq: float, *, kind: str = "evaluate", lora_rank: int = 0) -> float:
     """Matrix FLOP of one sequence of `seq` tokens through the whole model, multi-token prediction apart.
 
-    `trains`: forward and backward, the forward's three times (twice where the weights are frozen).
+    Training is the forward three times (twice where the weights are frozen); decoding is one token behind
+    `seq` cached ones.
     """
-    ops = parts(model, Cut(microbatch=1.0, seq=float(seq), lora_rank=lora_rank, kind="evaluate"))
+    trains, decodes = kind == "train", kind == "decode"
+    cut = Cut(
+        microbatch=1.0,
+        seq=1.0 if decodes else float(seq),
+        past=float(seq) if decodes else 0.0,
+        lora_rank=lora_rank,
+        kind="evaluate" if trains else kind,
+    )
+    ops = parts(model, cut)
     names = dict(zip(layer_kinds(model), layer_names(model), strict=True))
     counts = dict.fromkeys(ops, 0) | {EMBEDDING: 1, HEAD: 1}
     for layer in range(model.num_layers):
@@ -253,7 +258,7 @@ def model_flop(model: Model, seq: float, *, trains: bool = False, lora_rank: int
             counts[name] * op.count * op.cost.flop * (1 if not trains else 2 if op.num_frozen else 3)
             for name, of_part in ops.items()
             for op in of_part
-            if op.phase == "forward" and op.kind in ("matmul", "attention")
+            if op.phase == "forward" and op.kind in MATRIX_KINDS
         )
     )
 

@@ -21,9 +21,18 @@ from meshwise.cost.schedule import NEEDS, SCHEDULES, valid
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.layouts import check_layout, default_grid
-from meshwise.plan.plan import NUMBERS, Plan, Rule, number_rules, numbers_of
+from meshwise.plan.plan import DEFAULTS, KEYS, NUMBERS, Plan, Rule, number_of, number_rules, numbers_of
 from meshwise.plan.workload import Workload
 
+SERVING = ("prefill", "decode")
+"""Kinds of work that a serving engine does."""
+TRAINING_KEYS = (
+    *("zero", "zero_group", "recompute", "recompute_layers", "optimizer", "grad_dtype", "offload_optimizer"),
+    *("offload_activations", "overlap_dp", "lora_rank"),
+)
+"""Keys of a plan that mean nothing without a backward."""
+ENGINE_KEYS = ("tp", "pp", "dp", "ep", "etp", "dtype", "kv_dtype", "placement")
+"""Keys of a plan that a serving engine knows."""
 _INTERLEAVED, _ONE_F_ONE_B = SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")
 _FOLDED = tuple(SCHEDULES.index(name) for name in ("zb-v", "dualpipe-v"))
 
@@ -81,6 +90,11 @@ class Mesh:
         return self.tp * self.cp * self.dp / (self.etp * self.ep)
 
     @property
+    def serves(self) -> bool:
+        """Whether a serving engine runs the pass."""
+        return self.kind in SERVING
+
+    @property
     def trains(self) -> bool:
         """Whether the step has a backward."""
         return self.kind == "train"
@@ -104,7 +118,8 @@ class Mesh:
 def mesh_of(plan: Plan, workload: Workload, world: int, sizes: dict[str, Num], microbatch: Num) -> Mesh:
     """The mesh of `plan` with the numbers `sizes` (one for each of `NUMBERS`), unchecked.
 
-    What a plan leaves out follows: dp is what the world leaves, etp is tp, ZeRO shards over all replicas.
+    What a plan leaves out follows: dp is what the world leaves, etp is tp (1 where an engine spreads
+    experts), ZeRO shards over all replicas.
     """
     tp, cp, pp, vpp, schedule = (sizes[key] for key in ("tp", "cp", "pp", "vpp", "schedule"))
     ulysses: Num = {"ulysses": cp, "two_level": sizes["ulysses"]}.get(plan.cp_kind, 1.0)
@@ -115,7 +130,8 @@ def mesh_of(plan: Plan, workload: Workload, world: int, sizes: dict[str, Num], m
     schedule = schedule + (_INTERLEAVED - _ONE_F_ONE_B) * ((schedule == _ONE_F_ONE_B) & (vpp > 1))
     vpp = vpp + sum((schedule == folded) * 1.0 for folded in _FOLDED) * (vpp == 1)
     group = sizes["zero_group"] + (sizes["zero_group"] == 0) * dp * cp
-    etp = sizes["etp"] + (sizes["etp"] == 0) * tp
+    etp_left_out = 1.0 + (sizes["ep"] == 1) * (tp - 1.0) if workload.kind in SERVING else tp
+    etp = sizes["etp"] + (sizes["etp"] == 0) * etp_left_out
     if plan.layout != "1d":
         grid = tuple(map(float, plan.grid or default_grid(plan.layout, plan.tp)))
     if plan.layout == "2d-cp":  # columns x sequence: weights are cut by the columns alone
@@ -170,7 +186,7 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
 
     `sizes`: the numbers as the plan states them. Rules of layouts of several dimensions are `check_layout`'s.
     """
-    yield from _sequence_rules(model, mesh)
+    yield from _kind_rules(model, mesh, sizes)
     yield from number_rules(mesh.plan.cp_kind, sizes)
     yield from _world_rules(mesh, sizes)
     if mesh.plan.layout == "1d":
@@ -238,7 +254,37 @@ def _world_rules(mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
     )
 
 
-def _sequence_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
+def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
+    kind = mesh.kind
+    unknown: tuple[str, ...] = ("kv_dtype",) if mesh.trains else (*TRAINING_KEYS, "kv_dtype")
+    if mesh.serves:
+        unknown = tuple(key for key in KEYS if key not in ENGINE_KEYS)
+    for key in unknown:
+        default, value = DEFAULTS[key], getattr(mesh.plan, key)
+        yield Rule(
+            sizes[key] != number_of(key, default) if key in sizes else value != default,
+            lambda key=key, value=value: (  # type: ignore[misc]
+                f"{key}={KEYS[key].show(value)} means nothing to kind={kind}; leave it out"
+            ),
+        )
+    yield Rule(
+        mesh.serves & (model.patches is not None or not model.causal),
+        lambda: f"{model.name} does not generate text; name a decoder for kind={kind}",
+        WorkloadError,
+    )
+    if mesh.serves and model.moe is not None:
+        spread = mesh.ep * mesh.etp
+        yield Rule(
+            spread % mesh.tp != 0,
+            lambda: (
+                f"ep={_int(mesh.ep)} x etp={_int(mesh.etp)} must be a multiple of tp={_int(mesh.tp)}, so "
+                "that experts are spread at least as wide as attention"
+            ),
+        )
+        yield Rule(
+            (spread > mesh.tp) & (mesh.etp > 1),
+            lambda: f"experts on several dp ranks are not cut too: use etp=1 with ep={_int(spread)}",
+        )
     yield Rule(
         (model.positions == "learned") & (mesh.seq > model.max_seq),
         lambda: f"seq={_int(mesh.seq)} exceeds the {model.max_seq} learned positions of {model.name}",

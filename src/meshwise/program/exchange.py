@@ -26,12 +26,14 @@ from meshwise.program.cut import GRID_AXES, Cut
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Held:
-    """Weights on one rank of a stage: dense ones and those of experts, and how many of each train."""
+    """Weights on one rank of a stage: dense ones and experts, and how many of each train or are quantized."""
 
     dense: Num
     experts: Num
     dense_trained: Num
     experts_trained: Num
+    dense_quantized: Num = 0.0
+    experts_quantized: Num = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

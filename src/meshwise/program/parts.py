@@ -6,12 +6,13 @@ pipeline stage's affair (`meshwise.estimate.stage`).
 
 from __future__ import annotations
 
-from meshwise.core.units import Num
+from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.model.architecture import Model, layer_kinds
-from meshwise.plan.mesh import Mesh
+from meshwise.plan.mesh import SERVING, Mesh
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op, precision
+from meshwise.program.serving import serving_block, serving_embed, serving_head
 from meshwise.program.vocabulary import embed, head
 
 EMBEDDING, HEAD = "embedding", "head"
@@ -28,22 +29,28 @@ def layer_names(model: Model) -> tuple[str, ...]:
 
 
 def parts(model: Model, cut: Cut) -> dict[str, list[Op]]:
-    """The ops of every part, by name."""
+    """The ops of every part, by name, as training software or a serving engine runs them."""
+    serves = cut.kind in SERVING
+    first, middle, last = (serving_embed, serving_block, serving_head) if serves else (embed, block, head)
     blocks = zip(layer_names(model), layer_kinds(model), strict=True)
     return {
-        EMBEDDING: embed(model, cut),
-        **{name: block(model, cut, kind) for name, kind in blocks},
-        HEAD: head(model, cut),
+        EMBEDDING: first(model, cut),
+        **{name: middle(model, cut, kind) for name, kind in blocks},
+        HEAD: last(model, cut),
     }
 
 
 def cut_of(mesh: Mesh) -> Cut:
     """How the plans of `mesh` cut one microbatch of a block."""
     plan = mesh.plan
+    decodes = mesh.kind == "decode"
     on_grid = plan.layout not in ("1d", "2d-cp")  # each rank has its own part of the activations
     return Cut(
+        kind=mesh.kind,
         microbatch=mesh.microbatch,
-        seq=mesh.seq,
+        seq=1.0 if decodes else mesh.seq,
+        past=mesh.seq if decodes else 0.0,
+        kv_bytes=DTYPE_BYTES[plan.kv_dtype],
         tp=mesh.tp,
         ulysses=mesh.ulysses,
         ring=mesh.ring,
@@ -62,6 +69,8 @@ def cut_of(mesh: Mesh) -> Cut:
         grid_scores=plan.attention == "grid",
         flash=plan.attention == "flash",
         lora_rank=plan.lora_rank,
+        frozen_bytes=None if plan.frozen_dtype is None else DTYPE_BYTES[plan.frozen_dtype],
+        implementation=plan.implementation,
         precision=precision(plan.dtype),
     )
 
