@@ -124,7 +124,7 @@ class Kernel:
     mask_bytes: float = 0.0
     row_bytes: float = 0.0
 
-    def forward(self, rows: Num, width: Num, *, elem_bytes: Num) -> Cost:
+    def forward(self, rows: Num, width: Num, *, elem_bytes: float) -> Cost:
         """Cost on `rows` x `width` elements, forward."""
         size = rows * width
         return Cost(
@@ -133,7 +133,7 @@ class Kernel:
             (self.writes * elem_bytes + self.mask_bytes) * size + self.statistics_bytes(rows, elem_bytes),
         )
 
-    def backward(self, rows: Num, width: Num, *, elem_bytes: Num) -> Cost:
+    def backward(self, rows: Num, width: Num, *, elem_bytes: float) -> Cost:
         """Cost on `rows` x `width` elements, backward."""
         size = rows * width
         return Cost(
@@ -143,14 +143,14 @@ class Kernel:
             self.backward_writes * elem_bytes * size,
         )
 
-    def saved_bytes(self, rows: Num, width: Num, *, elem_bytes: Num) -> Num:
+    def saved_bytes(self, rows: Num, width: Num, *, elem_bytes: float) -> Num:
         """Bytes the forward keeps for the backward."""
         kept = (self.saved * elem_bytes + self.mask_bytes) * (rows * width)
         return kept + self.statistics_bytes(rows, elem_bytes)
 
-    def statistics_bytes(self, rows: Num, elem_bytes: Num) -> Num:
+    def statistics_bytes(self, rows: Num, elem_bytes: float) -> Num:
         """Bytes of the statistics of `rows` rows of elements of `elem_bytes`."""
-        return self.row_bytes * rows * np.maximum(elem_bytes / 4.0, 1.0)
+        return self.row_bytes * rows * max(elem_bytes / 4.0, 1.0)
 
 
 KERNELS: dict[str, Kernel] = {

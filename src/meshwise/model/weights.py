@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from meshwise.model.architecture import Layer, Model, layer_kind, num_dense_layers, num_moe_layers
@@ -30,7 +30,8 @@ class Weight:
 
     `gradient`: a rank's gradient of a weight that is not cut is `whole`, or of the rank's own `tokens` where
     sequence parallelism cuts them, or always of its own `part` (heads, or tokens that it routes); the last
-    two are summed over the ranks. `trains` is False for what no gradient moves.
+    two are summed over the ranks. `trains` is False for what no gradient moves. `size` is its number of
+    parameters; `is_matrix` tells a matrix (or one of each expert) from a vector.
     """
 
     module: str
@@ -43,16 +44,12 @@ class Weight:
     is_expert: bool = False
     is_adapter: bool = False
     trains: bool = True
+    size: int = field(init=False)
+    is_matrix: bool = field(init=False)
 
-    @property
-    def size(self) -> int:
-        """Its number of parameters."""
-        return math.prod(self.shape)
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether it is a matrix (or one of each expert), not a vector."""
-        return len(self.shape) == (3 if self.is_expert else 2)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", math.prod(self.shape))
+        object.__setattr__(self, "is_matrix", len(self.shape) == (3 if self.is_expert else 2))
 
 
 Weights = tuple[Weight, ...]

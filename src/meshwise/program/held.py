@@ -24,22 +24,28 @@ def hold(ops: Iterable[Op], weights: Weights, cut: Cut, shards: Shards) -> list[
     brought: dict[tuple[str, str], list[Held]] = {}
     for weight in weights:
         op_name = core if weight.op == "core" else weight.op
-        brought.setdefault((weight.module, op_name), []).append(Held(weight, shards(weight, cut)))
+        ways = shards(weight, cut)
+        held = Held(weight, ways, weight.size / ways)
+        brought.setdefault((weight.module, op_name), []).append(held)
     holding = []
     for op in ops:
-        if op.phase == "forward" and op.kind != "collective" and (op.module, op.name) in brought:
-            op = _with_weights(op, tuple(brought.pop((op.module, op.name))), cut)
+        if op.phase == "forward" and op.kind != "collective":
+            mine = brought.pop((op.module, op.name), None)
+            op = op if mine is None else _with_weights(op, tuple(mine), cut)
         holding.append(op)
     assert not brought, f"no op brings the weights {sorted(brought)}"
     return holding
 
 
 def _with_weights(op: Op, weights: tuple[Held, ...], cut: Cut) -> Op:
+    num_params = sum([held.num_params for held in weights])
     frozen = [held for held in weights if not held.weight.trains]
+    if not frozen:
+        return replace(op, weights=weights, num_params=num_params)
     return replace(
         op,
         weights=weights,
-        num_params=sum(held.num_params for held in weights),
+        num_params=num_params,
         num_frozen=sum(held.num_params for held in frozen),
         num_quantized=sum(held.num_params for held in frozen if cut.lora_rank and _is_narrow(held.weight)),
     )

@@ -18,15 +18,11 @@ from meshwise.model.weights import Weight
 
 
 class Held(NamedTuple):
-    """A weight as a rank holds it: 1 / `shards` of it."""
+    """A weight as a rank holds it: 1 / `shards` of it, `num_params` parameters."""
 
     weight: Weight
     shards: Num
-
-    @property
-    def num_params(self) -> Num:
-        """Its parameters on one rank."""
-        return self.weight.size / self.shards
+    num_params: Num
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
