@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from meshwise.cost.op import KERNELS, attended_pairs, matmul
 from meshwise.model.architecture import Layer
 from meshwise.model.find import find_model
+from meshwise.model.huggingface import model_from_config
 from meshwise.model.weights import params
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
@@ -210,3 +211,79 @@ def test_lora_trains_only_the_adapters() -> None:
     ops = block(find_model("llama2-7b"), Cut(microbatch=1, seq=128, lora_rank=16))
     trained = {op.name for op in ops if op.is_weight_grad}
     assert trained and all("lora" in name for name in trained)
+
+
+# --- implementations -----------------------------------------------------------------------------
+
+TINY: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "head_dim": 32, "num_hidden_layers": 2, "vocab_size": 512, "sliding_window": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "flash", "kept"),
+    [
+        ("llama", True, 1_348_608),
+        ("qwen2", True, 1_348_608),
+        ("mistral", True, 1_348_608),
+        ("qwen3", True, 1_599_488),
+        ("llama", False, 1_836_032),
+        ("qwen3", False, 2_086_912),
+    ],
+)
+def test_bytes_kept_by_transformers_5_23(family: str, flash: bool, kept: int) -> None:
+    """Storages that autograd holds for one more layer, 2 sequences of 64 tokens, bf16, PyTorch on a CPU."""
+    model = model_from_config(TINY | {"model_type": family}, name="tiny")
+    cut = Cut(microbatch=2.0, seq=64.0, flash=flash, implementation="huggingface")
+    assert total(block(model, cut), "saved_bytes") == kept
+
+
+@given(name=st.sampled_from(["llama3-8b", "gpt3-175b", "mixtral-8x7b", "deepseek-v3"]), flash=st.booleans())
+def test_kernels_that_are_not_fused_move_and_keep_more(name: str, flash: bool) -> None:
+    model, cut = find_model(name), Cut(microbatch=1.0, seq=1024.0, flash=flash)
+    fused, eager = (
+        block(model, replace(cut, implementation=how), Layer(moe=model.moe is not None))
+        for how in ("megatron", "huggingface")
+    )
+    for one, other in zip(fused, eager, strict=True):
+        assert other.cost.flop == one.cost.flop
+        assert other.saved_bytes >= one.saved_bytes >= one.recomputed_bytes
+        assert other.saved_bytes >= other.recomputed_bytes
+        assert other.cost.read_bytes >= one.cost.read_bytes
+        assert other.cost.write_bytes >= one.cost.write_bytes
+
+
+# --- parallel blocks -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_norms", [1, 2])
+@pytest.mark.parametrize("sp", [False, True])
+def test_a_parallel_block_pays_one_pair_of_exchanges(num_norms: int, sp: bool) -> None:
+    """GPT-NeoX: `x + attn(ln1(x)) + mlp(ln2(x))` needs an exchange where it begins and one where it ends."""
+    model = replace(GPT3, parallel_block=True, num_norms=num_norms)
+    cut = Cut(microbatch=1, seq=2048, tp=8, sequence_parallel=sp)
+    ops, payload = block(model, cut), 2 * 2048 * GPT3.hidden
+    if sp:
+        assert axis_bytes(ops, "forward") == {"all_gather": payload, "reduce_scatter": payload}
+        assert axis_bytes(ops, "backward") == {"all_gather": 2 * payload, "reduce_scatter": payload}
+    else:
+        assert axis_bytes(ops, "forward") == axis_bytes(ops, "backward") == {"all_reduce": payload}
+
+
+@given(
+    tp=st.sampled_from([1.0, 2.0, 8.0]),
+    sp=st.booleans(),
+    flash=st.booleans(),
+    num_norms=st.sampled_from([1, 2]),
+)
+def test_a_parallel_block_multiplies_what_another_does_and_keeps_no_more(
+    tp: float, sp: bool, flash: bool, num_norms: int
+) -> None:
+    cut = Cut(microbatch=2.0, seq=512.0, tp=tp, sequence_parallel=sp, flash=flash)
+    one = replace(GPT3, num_norms=num_norms)
+    plain, parallel = (block(replace(one, parallel_block=is_parallel), cut) for is_parallel in (False, True))
+    for phase in ("forward", "backward"):
+        assert flop(parallel, phase=phase) == flop(plain, phase=phase)
+    statistics = 2 * 8.0 * cut.tokens  # of norms of all tokens
+    assert total(parallel, "saved_bytes") <= total(plain, "saved_bytes") + statistics

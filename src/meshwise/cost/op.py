@@ -178,6 +178,30 @@ KERNELS: dict[str, Kernel] = {
 }
 
 
+EAGER_KERNELS: dict[str, Kernel] = {
+    # As modules of the library `transformers` do them, op by op in PyTorch: every result is written, and
+    # autograd keeps what each op needs. RMSNorm computes in fp32 and keeps that copy (4 bytes) and what it
+    # multiplies by the weights; SwiGLU keeps both factors of its product and the input of SiLU; softmax its
+    # result in fp32, and the copy that multiplies the values. LayerNorm, GELU and dropout are one op each.
+    "rmsnorm": Kernel(
+        flop=4, backward_flop=9, reads=10, writes=6, backward_reads=19, backward_writes=13, saved=1,
+        mask_bytes=4, row_bytes=4,
+    ),
+    "swiglu": Kernel(
+        flop=6, backward_flop=11, reads=3, writes=2, backward_reads=6, backward_writes=3, saved=3
+    ),
+    "geglu": Kernel(
+        flop=9, backward_flop=16, reads=3, writes=2, backward_reads=6, backward_writes=3, saved=3
+    ),
+    "reglu": Kernel(flop=2, backward_flop=4, reads=3, writes=2, backward_reads=6, backward_writes=3, saved=2),
+    "softmax": Kernel(
+        flop=5, backward_flop=4, reads=4, writes=2, backward_reads=3, backward_writes=4, saved=1, mask_bytes=4
+    ),
+    "rotary": Kernel(flop=3, backward_flop=3, reads=5.5, writes=4.5, backward_reads=5.5, backward_writes=4.5),
+}  # fmt: skip
+"""Kernels that are not fused: where they differ from `KERNELS`."""
+
+
 def embedding(rows: Num, width: Num, *, elem_bytes: Num) -> Cost:
     """Look-up of `rows` rows of a table: each read and written once (and the int64 index)."""
     return Cost(0.0, rows * (width * elem_bytes + 8.0), rows * width * elem_bytes)

@@ -11,6 +11,7 @@ from meshwise.model.weights import block_weights
 from meshwise.program import tensor_1d, tensor_2d, tensor_2d_cp, tensor_3d, tensor_25d
 from meshwise.program.cut import Cut
 from meshwise.program.held import hold
+from meshwise.program.implementation import as_done_by
 from meshwise.program.moe import moe_mlp
 from meshwise.program.op import Op, backward_last
 
@@ -34,7 +35,8 @@ def block_ops(model: Model, cut: Cut, layer: Layer) -> list[Op]:
     layout, own = LAYOUTS[cut.layout], of_layer(model, layer)
     feed_forward = moe_mlp if layer.moe else layout.mlp
     ops = [*layout.attention(own, cut), *feed_forward(own, cut)]
-    return hold(ops, block_weights(model, layer, cut.lora_rank), cut, layout.shards)
+    ops = hold(ops, block_weights(model, layer, cut.lora_rank), cut, layout.shards)
+    return as_done_by(cut.implementation, ops)
 
 
 @lru_cache(maxsize=256)

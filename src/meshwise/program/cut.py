@@ -34,7 +34,7 @@ class Cut:
     `lora_rank` above 0 freezes all weights and trains adapters of that rank; the frozen matrices of blocks
     have `frozen_bytes` a parameter (None: like other weights).
 
-    `implementation` says whose software does the ops.
+    `implementation` says whose software does the ops (`program.implementation`).
 
     `kind` is that of the workload: train, evaluate, prefill or decode. The last has `past` cached tokens of
     each sequence, and one new one (`seq`); the cache has `kv_bytes` an element.

@@ -37,6 +37,7 @@ class Op:
     `recomputed_bytes` the part of them that selective recomputation drops. `num_params`: parameters
     of the `weights` that this op brings (in its forward row); `num_frozen`: those of them that do not train;
     `num_quantized`: those of the frozen ones that are kept in `Cut.frozen_bytes` each.
+    `kernel`: its row in the table of element-wise kernels.
     `is_weight_grad`: the op may wait, as zero-bubble schedules let it. `count`: occurrences.
     A collective has `collective` (its kind), the mesh axis, its group, and `payload_bytes`, the full
     tensor; it may run while the op `hides_behind` of the same module and phase computes. In a dispatch of
@@ -57,6 +58,7 @@ class Op:
     num_frozen: Num = 0.0
     num_quantized: Num = 0.0
     weights: tuple[Held, ...] = ()
+    kernel: str = ""
     count: Num = 1.0
     is_weight_grad: bool = False
     causal: bool = False
@@ -167,6 +169,7 @@ def kernel(
         shape=(rows, width),
         cost=(rule.forward if forward else rule.backward)(rows, width, elem_bytes=prec.act_bytes),
         saved_bytes=rule.saved_bytes(rows, width, elem_bytes=prec.act_bytes) if forward else 0.0,
+        kernel=kind,
         is_weight_grad=is_weight_grad,
         dtype=prec.dtype,
     )

@@ -20,6 +20,7 @@ from meshwise.model.weights import embedding_weights, frozen, head_weights, mtp_
 from meshwise.program.block import block_ops
 from meshwise.program.cut import Cut
 from meshwise.program.held import hold
+from meshwise.program.implementation import as_done_by
 from meshwise.program.op import Op, Precision, backward_last, collective, elementwise, linear
 from meshwise.program.tensor_1d import column_linear, norm, on_tp, shards, summing
 
@@ -31,15 +32,18 @@ def embed(model: Model, cut: Cut) -> list[Op]:
     """
     weights = embedding_weights(model)
     if not cut.lora_rank:
-        return backward_last(hold(_embed(model, cut), weights, cut, shards))
-    forward = [replace(op, saved_bytes=0.0) for op in _embed(model, cut) if op.phase == "forward"]
-    return hold(forward, frozen(weights), cut, shards)
+        ops = hold(_embed(model, cut), weights, cut, shards)
+        return backward_last(as_done_by(cut.implementation, ops))
+    forward = [op for op in _embed(model, cut) if op.phase == "forward"]
+    ops = as_done_by(cut.implementation, hold(forward, frozen(weights), cut, shards))
+    return [replace(op, saved_bytes=0.0) for op in ops]
 
 
 def head(model: Model, cut: Cut) -> list[Op]:
     """Final norm, the model's heads and the loss, and multi-token prediction, forward and backward."""
     weights = head_weights(model)
     ops = hold(_head(model, cut), frozen(weights) if cut.lora_rank else weights, cut, shards)
+    ops = as_done_by(cut.implementation, ops)
     if cut.kind == "train":
         for _ in range(model.mtp_layers):
             ops += _predict_further(model, cut)

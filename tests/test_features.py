@@ -1,0 +1,165 @@
+"""No field of a model is read past: changing it changes the parameters or the ops, or it says what it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwise.cost.op import attended_pairs
+from meshwise.model.architecture import (
+    MLA,
+    Model,
+    MoE,
+    Patches,
+    checked_model,
+    layer_kind,
+    layer_kinds,
+)
+from meshwise.model.find import find_model
+from meshwise.model.huggingface import read_config
+from meshwise.program.block import block
+from meshwise.program.cut import Cut
+from meshwise.program.op import Op
+from meshwise.program.vocabulary import embed, head
+
+CONFIGS = Path(__file__).parent / "data" / "configs"
+GPT, LLAMA, MIXTRAL, DEEPSEEK, VIT, GPT_OSS = (
+    find_model(name)
+    for name in ("gpt3-175b", "llama3-8b", "mixtral-8x7b", "deepseek-v3", "vit-era5", "gpt-oss-20b")
+)
+BERT = read_config(CONFIGS / "bert-base-uncased.json")
+VIT_B = read_config(CONFIGS / "vit-base-patch16-224.json")
+
+
+def price(model: Model) -> Counter[tuple[Any, ...]]:
+    """Everything that the ops of a model say, at two degrees of tensor parallelism, and how often."""
+    found: Counter[tuple[Any, ...]] = Counter()
+    for flash in (True, False):
+        cut = Cut(microbatch=2.0, seq=256.0, tp=2.0, ep=2.0, flash=flash)
+        for number in range(model.num_layers):
+            found.update(map(_said, block(model, cut, layer_kind(model, number))))
+        found.update(map(_said, [*embed(model, cut), *head(model, cut)]))
+    return found
+
+
+def _said(op: Op) -> tuple[Any, ...]:
+    cost = (float(op.cost.flop), float(op.cost.read_bytes), float(op.cost.write_bytes))
+    sizes = (float(op.saved_bytes), float(op.num_params), float(op.num_frozen), float(op.payload_bytes))
+    return (op.module, op.name, op.phase, op.kind, op.shape, op.collective, *cost, *sizes, float(op.count))
+
+
+SHORT = {"num_layers": 4}
+CHANGES: dict[str, tuple[Model, dict[str, Any]]] = {
+    "num_layers": (LLAMA, {"num_layers": 5}),
+    "hidden": (LLAMA, {"hidden": 2048}),
+    "ffn_hidden": (LLAMA, {"ffn_hidden": 8192}),
+    "num_heads": (LLAMA, {"num_heads": 16}),
+    "num_kv_heads": (LLAMA, {"num_kv_heads": 4}),
+    "head_dim": (LLAMA, {"head_dim": 64}),
+    "vocab": (LLAMA, {"vocab": 32000}),
+    "max_seq": (GPT, {"max_seq": 1024}),
+    "activation": (LLAMA, {"activation": "geglu"}),
+    "norm": (LLAMA, {"norm": "layernorm"}),
+    "linear_bias": (LLAMA, {"linear_bias": True}),
+    "qkv_bias": (LLAMA, {"qkv_bias": True}),
+    "out_bias": (LLAMA, {"out_bias": True}),
+    "positions": (LLAMA, {"positions": "none"}),
+    "tied_embedding": (LLAMA, {"tied_embedding": True}),
+    "causal": (LLAMA, {"causal": False}),
+    "norm_bias": (LLAMA, {"norm_bias": True}),
+    "norm_weight": (LLAMA, {"norm_weight": False}),
+    "num_norms": (LLAMA, {"num_norms": 4}),
+    "final_norm": (LLAMA, {"final_norm": False}),
+    "embedding_norm": (LLAMA, {"embedding_norm": True}),
+    "qk_norm": (LLAMA, {"qk_norm": True}),
+    "qk_norm_full": (replace(LLAMA, qk_norm=True), {"qk_norm_full": True}),
+    "parallel_block": (LLAMA, {"parallel_block": True}),
+    "sinks": (LLAMA, {"sinks": True}),
+    "attention_softcap": (LLAMA, {"attention_softcap": True}),
+    "logit_softcap": (LLAMA, {"logit_softcap": True}),
+    "sliding_window": (LLAMA, {"sliding_window": 64}),
+    "full_attention_every": (replace(LLAMA, sliding_window=64), {"full_attention_every": 2}),
+    "extra_position_rows": (GPT, {"extra_position_rows": 2}),
+    "token_types": (BERT, {"token_types": 3}),
+    "lm_head": (LLAMA, {"lm_head": False}),
+    "head_bias": (LLAMA, {"head_bias": True}),
+    "mlm_transform": (LLAMA, {"mlm_transform": True}),
+    "pooler": (BERT, {"pooler": False}),
+    "num_classes": (VIT_B, {"num_classes": 10}),
+    "mtp_layers": (LLAMA, {"mtp_layers": 1}),
+    "dropout_frac": (LLAMA, {"dropout_frac": 0.1}),
+    "mla": (DEEPSEEK, {"mla": None}),
+    "moe": (MIXTRAL, {"moe": None}),
+    "patches": (VIT_B, {"patches": replace(VIT_B.patches, class_token=False), "max_seq": 196}),  # type: ignore[type-var]
+}
+DESCRIPTIVE = {"name", "source", "checked", "aliases"}
+PARTS: dict[str, tuple[Model, list[str], dict[str, Any]]] = {
+    "mla": (DEEPSEEK, [field.name for field in fields(MLA)], {}),
+    "moe": (
+        replace(DEEPSEEK, linear_bias=True),
+        [field.name for field in fields(MoE) if field.name != "num_shared_experts"],
+        {
+            "first_dense_layers": 1,
+            "every": 2,
+            "capacity_factor": 1.25,
+            "shared_gate": True,
+            "router_bias": True,
+            "balance_bias": False,
+        },
+    ),
+    "patches": (VIT_B, [field.name for field in fields(Patches)], {"class_token": False, "out_channels": 3}),
+}
+
+
+def test_every_field_is_changed_or_descriptive() -> None:
+    assert set(CHANGES) | DESCRIPTIVE == {field.name for field in fields(Model)}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_a_field_changes_the_ops(field: str) -> None:
+    model, changes = CHANGES[field]
+    model = replace(model, **SHORT)
+    changed = checked_model(replace(model, **changes), field)
+    assert price(changed) != price(model)
+
+
+@pytest.mark.parametrize(
+    ("part", "field"), [(part, field) for part, (_, names, _) in PARTS.items() for field in names]
+)
+def test_a_field_of_a_part_changes_the_ops(part: str, field: str) -> None:
+    model, _, special = PARTS[part]
+    model = replace(model, **SHORT)
+    whole = getattr(model, part)
+    value = special.get(field, 2 * getattr(whole, field))
+    changed: dict[str, Any] = {part: replace(whole, **{field: value})}
+    if part == "mla":
+        mla = changed[part]
+        changed["head_dim"] = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    if part == "patches":
+        changed["max_seq"] = changed[part].num_tokens
+    assert price(checked_model(replace(model, **changed), field)) != price(model)
+
+
+def test_windows_are_those_of_the_layers() -> None:
+    """gpt-oss: every other layer looks back on 128 tokens, the others on all; none on the mean of both."""
+    near, far = layer_kinds(GPT_OSS)
+    cut = Cut(microbatch=1.0, seq=4096.0)
+    pairs = {
+        layer: next(op for op in block(GPT_OSS, cut, layer) if op.name == "flash").cost.flop
+        / (4.0 * GPT_OSS.num_heads * GPT_OSS.head_dim)
+        for layer in (near, far)
+    }
+    assert (near.window, far.window) == (128, 0)
+    assert pairs[near] == attended_pairs(4096, 4096, causal=True, window=128)
+    assert pairs[far] == attended_pairs(4096, 4096, causal=True)
+
+
+def test_multi_token_prediction_is_trained_and_not_served() -> None:
+    cut = Cut(microbatch=1.0, seq=64.0)
+    without = replace(DEEPSEEK, mtp_layers=0)
+    assert len(head(DEEPSEEK, cut)) > len(head(without, cut))
+    assert len(head(DEEPSEEK, replace(cut, kind="decode"))) == len(head(without, cut))
