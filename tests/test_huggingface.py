@@ -167,6 +167,22 @@ def test_windows() -> None:
     assert seen["qwen2.5-7b"] == seen["mixtral-8x7b"] == seen["llama-3.1-8b"] == (0, 0)
 
 
+def test_features_that_a_config_states() -> None:
+    """Capped scores and logits, multi-token prediction, and who sees what follows."""
+    gemma2, gemma3 = (_read(RAW[name]) for name in ("gemma-2-9b", "gemma-3-1b"))
+    assert (gemma2.attention_softcap, gemma2.logit_softcap, gemma2.num_norms) == (True, True, 4)
+    assert (gemma3.attention_softcap, gemma3.logit_softcap, gemma3.num_norms) == (False, False, 4)
+    assert not _read({**RAW["gemma-2-9b"], "attn_logit_softcapping": None}).attention_softcap
+    assert [_read(RAW[name]).mtp_layers for name in ("deepseek-v3", "kimi-k2", "deepseek-v2")] == [1, 0, 0]
+    assert not _read(RAW["bert-base-uncased"]).causal
+    assert _read({**RAW["bert-base-uncased"], "is_decoder": True}).causal
+    assert not _read({**RAW["gemma-3-1b"], "use_bidirectional_attention": True}).causal
+    assert not _read({**RAW["qwen2.5-7b"], "is_causal": False}).causal
+    assert _read(RAW["gpt-oss-20b"]).moe.router_bias  # type: ignore[union-attr]
+    assert not _read(RAW["deepseek-v3"]).moe.router_bias  # type: ignore[union-attr]
+    assert _read(RAW["deepseek-v3"]).moe.balance_bias  # type: ignore[union-attr]
+
+
 def test_layers_with_experts() -> None:
     """Qwen names the dense layers, DeepSeek the first one with experts and a step."""
     qwen = _read({**RAW["qwen3-30b-a3b"], "mlp_only_layers": [1, 0]}).moe
