@@ -354,11 +354,12 @@ def frontier(
     return find(find_device(str(chip), utilization=utilization), *settings_of(months, settings))
 
 
-def validate(runs: Iterable[str | Path]) -> Validation:
+def validate(runs: Iterable[str | Path] = ()) -> Validation:
     """Predict every row of files of measurements, and say how wrong the predictions are.
 
     Args:
-        runs: CSV files of measured runs, ops or collectives.
+        runs: CSV files of measured runs, ops or collectives; none: the published runs that ship with the
+            package.
 
     Raises:
         DataError: A file cannot be read as a table of measurements.

@@ -60,7 +60,7 @@ def entries() -> tuple[Defaults, ...]:
 def defaults_of(run: Run) -> Defaults:
     """The entry for the framework and release of `run`; an unknown framework has the entry without a name."""
     known = {name for entry in entries() for name in entry.names}
-    name = (run.framework or "").lower()
+    name = (run.framework or "").lower().replace("_", "-").replace(" ", "-")
     name = name if name in known else ""
     month = released(run)
     return next(entry for entry in entries() if name in entry.names and month <= entry.until)

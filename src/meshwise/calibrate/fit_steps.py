@@ -28,17 +28,18 @@ from meshwise.calibrate.runs import Run, read_runs
 from meshwise.calibrate.validate import estimate_run, reported_bytes
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.files import write_text
-from meshwise.machine.overheads import Tables
+from meshwise.machine.overheads import SOFTWARE, Tables
 
 CAP = 0.4
 PULL = 0.002
 STEPS = (1.3, 1.12, 1.05, 1.02)
 
-# Where the search starts, and the least and most that make sense; all three are one where the software says
-# what it does: DeepSpeed's ZeRO-3 gathers each of a block's tensors by itself, FSDP a block at once. Power
-# may not hold an A100 far below the 271 TFLOP/s that large matmuls sustain on it (stas00/ml-engineering,
-# compute/accelerator/README.md, MAMF table).
-START: dict[str, tuple[float, float, float]] = {
+Box = tuple[float, float, float]
+"""Where the search of a constant starts, and the least and most that make sense."""
+
+# Power may not hold an A100 far below the 271 TFLOP/s that large matmuls sustain on it
+# (stas00/ml-engineering, compute/accelerator/README.md, MAMF table).
+_CHIPS: dict[str, Box] = {
     "power.ampere.bf16": (1.5e-12, 1.2e-12, 1.53e-12),
     "power.hopper.bf16": (1.05e-12, 0.7e-12, 1.2e-12),
     "power.hopper.fp8": (0.55e-12, 0.3e-12, 1.2e-12),
@@ -53,49 +54,46 @@ START: dict[str, tuple[float, float, float]] = {
     "older_attention.ampere": (1.5, 1.0, 3.0),
     "older_attention.hopper": (1.9, 1.0, 3.0),
     "older_attention.blackwell": (2.0, 1.0, 4.0),
-    "software.2020.host_s": (6e-5, 1e-5, 2e-4),
-    "software.2020.microbatch_s": (1e-3, 1e-4, 5e-3),
-    "software.2020.interference_frac": (0.1, 0.01, 0.5),
-    "software.2020.tp_exposed_frac": (0.2, 0.05, 1.0),
-    "software.2020.messages_per_block": (12.0, 12.0, 12.0),
-    "software.2020.shard_copy_s": (8e-6, 2e-6, 2e-5),
-    "software.2020.kernel_passes": (1.2, 1.0, 4.0),
-    "software.2020.accumulate_bytes": (6.0, 2.0, 20.0),
-    "software.2020.misaligned_slowdown": (6.0, 1.0, 40.0),
-    "software.2023.host_s": (3e-5, 5e-6, 1e-4),
-    "software.2023.interference_frac": (0.1, 0.01, 0.5),
-    "software.2023.tp_exposed_frac": (0.2, 0.05, 1.0),
-    "software.2023.messages_per_block": (1.0, 1.0, 1.0),
-    "software.2023.kernel_passes": (1.5, 1.0, 4.0),
-    "software.2023.cast_passes": (2.0, 1.0, 8.0),
-    "software.2023.accumulate_bytes": (8.0, 2.0, 20.0),
-    "software.2023.attention_slowdown": (1.4, 1.0, 3.0),
-    "software.2024-torch.host_s": (1.5e-5, 5e-6, 1e-4),
-    "software.2024-torch.interference_frac": (0.1, 0.01, 0.5),
-    "software.2024-torch.tp_exposed_frac": (0.5, 0.05, 1.0),
-    "software.2024-torch.messages_per_block": (1.0, 1.0, 1.0),
-    "software.2024-torch.kernel_passes": (1.2, 1.0, 4.0),
-    "software.2024-torch.cast_passes": (2.0, 1.0, 8.0),
-    "software.2024-torch.accumulate_bytes": (8.0, 2.0, 20.0),
-    "software.2024-torch.attention_slowdown": (1.1, 1.0, 3.0),
-    "software.2024.host_s": (1.5e-5, 5e-6, 1e-4),
-    "software.2024.moe_host_s": (4e-3, 1e-4, 1e-2),
-    "software.2024.interference_frac": (0.1, 0.01, 0.5),
-    "software.2024.tp_exposed_frac": (0.5, 0.05, 1.0),
-    "software.2024.messages_per_block": (1.0, 1.0, 1.0),
-    "software.2024.kernel_passes": (1.2, 1.0, 4.0),
-    "software.2024.expert_bias_passes": (16.0, 1.0, 30.0),
-    "software.2024.cast_passes": (1.5, 1.0, 8.0),
-    "software.2024.accumulate_bytes": (6.0, 2.0, 20.0),
-    "software.2026.host_s": (1.5e-5, 5e-6, 1e-4),
-    "software.2026.moe_host_s": (2e-3, 1e-4, 1e-2),
-    "software.2026.interference_frac": (0.1, 0.01, 0.5),
-    "software.2026.tp_exposed_frac": (0.5, 0.05, 1.0),
-    "software.2026.messages_per_block": (1.0, 1.0, 1.0),
-    "software.2026.kernel_passes": (1.2, 1.0, 4.0),
-    "software.2026.expert_bias_passes": (4.0, 1.0, 30.0),
-    "software.2026.cast_passes": (1.5, 1.0, 8.0),
-    "software.2026.accumulate_bytes": (6.0, 2.0, 20.0),
+}
+
+# By software: least and most, and the start of each generation that has the constant. All are one where the
+# software says what it does: DeepSpeed's ZeRO-3 gathers each of a block's tensors by itself, FSDP a block.
+_Starts = dict[str, float]
+_SOFTWARE: dict[str, tuple[float, float, _Starts]] = {
+    "host_s": (
+        5e-6,
+        2e-4,
+        {"2020": 6e-5, "2023": 3e-5, "2024-torch": 1.5e-5, "2024": 1.5e-5, "2026": 1.5e-5},
+    ),
+    "moe_host_s": (1e-4, 1e-2, {"2024": 4e-3, "2026": 2e-3}),
+    "microbatch_s": (1e-4, 5e-3, {"2020": 1e-3}),
+    "interference_frac": (0.01, 0.5, dict.fromkeys(SOFTWARE, 0.1)),
+    "tp_exposed_frac": (0.05, 1.0, {"2020": 0.2, "2023": 0.2, "2024-torch": 0.5, "2024": 0.5, "2026": 0.5}),
+    "messages_per_block": (
+        1.0,
+        12.0,
+        {"2020": 12.0, "2023": 1.0, "2024-torch": 1.0, "2024": 1.0, "2026": 1.0},
+    ),
+    "shard_copy_s": (2e-6, 2e-5, {"2020": 8e-6}),
+    "kernel_passes": (1.0, 4.0, {"2020": 1.2, "2023": 1.5, "2024-torch": 1.2, "2024": 1.2, "2026": 1.2}),
+    "expert_bias_passes": (1.0, 30.0, {"2024": 16.0, "2026": 4.0}),
+    "cast_passes": (1.0, 8.0, {"2023": 2.0, "2024-torch": 2.0, "2024": 1.5, "2026": 1.5}),
+    "accumulate_bytes": (2.0, 20.0, {"2020": 6.0, "2023": 8.0, "2024-torch": 8.0, "2024": 6.0, "2026": 6.0}),
+    "misaligned_slowdown": (1.0, 40.0, {"2020": 6.0}),
+    "attention_slowdown": (1.0, 3.0, {"2023": 1.4, "2024-torch": 1.1}),
+}
+_STATED = ("messages_per_block", "second_grad_bytes")
+"""Constants that the software states: they do not move."""
+
+_MEMORY: dict[str, tuple[float, float, _Starts]] = {
+    "context_bytes": (1e9, 10e9, dict.fromkeys(SOFTWARE, 2e9) | {"2020": 4e9}),
+    "fragment_frac": (0.01, 0.3, dict.fromkeys(SOFTWARE, 0.05) | {"2020": 0.1}),
+    "loss_bytes": (2.0, 20.0, dict.fromkeys(SOFTWARE, 8.0) | {"2024": 4.0, "2026": 4.0}),
+    "second_grad_bytes": (2.0, 2.0, {"2020": 2.0}),
+}
+"""The same for memory; no row determines those of 2023, nor what 2024 books beyond its tensors."""
+
+_ALL: dict[str, Box] = {
     "network.omnipath": (0.7, 0.1, 1.0),
     "network.roce": (0.8, 0.2, 1.0),
     "common.unaligned_frac": (0.5, 0.1, 2.0),
@@ -105,26 +103,18 @@ START: dict[str, tuple[float, float, float]] = {
     "common.straggler_frac": (0.005, 0.0005, 0.02),
 }
 
-MEMORY_START: dict[str, tuple[float, float, float]] = {
-    "software.2020.context_bytes": (4e9, 1e9, 10e9),
-    "software.2020.fragment_frac": (0.1, 0.01, 0.3),
-    "software.2020.loss_bytes": (8.0, 2.0, 20.0),
-    "software.2020.second_grad_bytes": (2.0, 2.0, 2.0),
-    "software.2023.context_bytes": (2e9, 1e9, 10e9),
-    "software.2023.fragment_frac": (0.05, 0.01, 0.3),
-    "software.2023.loss_bytes": (8.0, 2.0, 20.0),
-    "software.2024-torch.context_bytes": (2e9, 1e9, 10e9),
-    "software.2024-torch.fragment_frac": (0.05, 0.01, 0.3),
-    "software.2024-torch.loss_bytes": (8.0, 2.0, 20.0),
-    "software.2024.context_bytes": (2e9, 1e9, 10e9),
-    "software.2024.fragment_frac": (0.05, 0.01, 0.3),
-    "software.2024.loss_bytes": (4.0, 2.0, 20.0),
-    "software.2026.context_bytes": (2e9, 1e9, 10e9),
-    "software.2026.fragment_frac": (0.05, 0.01, 0.3),
-    "software.2026.loss_bytes": (4.0, 2.0, 20.0),
-}
-"""The same for memory; no row determines those of 2023, nor what 2024 books beyond its tensors."""
 
+def _by_software(table: dict[str, tuple[float, float, _Starts]]) -> dict[str, Box]:
+    return {
+        f"software.{software}.{name}": (start, start, start) if name in _STATED else (start, least, most)
+        for software in SOFTWARE
+        for name, (least, most, starts) in table.items()
+        if (start := starts.get(software)) is not None
+    }
+
+
+START = _CHIPS | _by_software(_SOFTWARE) | _ALL
+MEMORY_START = _by_software(_MEMORY)
 LIMITS = START | MEMORY_START
 Constants = dict[str, float]
 

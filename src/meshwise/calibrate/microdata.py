@@ -176,60 +176,52 @@ def _shape(text: str, column: str, *names: str) -> Iterator[float]:
 # --- one latency a row -------------------------------------------------------------------------
 
 
+Stated = tuple[str, str, dict[str, float], str]
+"""Op, variant, shape and software of a row."""
+
+
 def _from_ops(row: dict[str, str], where: str) -> Measurement:
     seconds = _positive(row["latency_us"], "latency_us") * 1e-6
     ranks = _positive(row["n_gpus"], "n_gpus")
-    library, source, op = row["kernel_or_library"], row["source"], row["op"]
-    dtype, _, kv_dtype = row["dtype"].partition("/kv:")
     chip = _chip(row["hardware"])
+    op, variant, shape, software = _stated(row, ranks)
+    return Measurement(
+        chip=chip, op=op, variant=variant, software=software, shape=shape, seconds=seconds,
+        source=row["source"], where=where,
+    )  # fmt: skip
 
-    def make(op: str, variant: str, shape: dict[str, float], software: str = "") -> Measurement:
-        return Measurement(
-            chip=chip,
-            op=op,
-            variant=variant,
-            software=software,
-            shape=shape,
-            seconds=seconds,
-            source=source,
-            where=where,
-        )
 
-    if op == "gemm":
-        m, n, k = _shape(row["shape"], "shape", "m", "n", "k")
-        cast = float(library in _CAST_LIBRARIES)
-        return make("gemm", _dtype(dtype), {"m": m, "n": n, "k": k, "batch": 1.0, "cast": cast})
+def _stated(row: dict[str, str], ranks: float) -> Stated:
+    op, text, library = row["op"], row["shape"], row["kernel_or_library"]
+    dtype, _, kv_dtype = row["dtype"].partition("/kv:")
+    if op in ("gemm", "bmm"):
+        sizes = dict(zip("mnk", _shape(text, "shape", *"mnk"), strict=True))
+        batch = next(_shape(text, "shape", "batch")) if op == "bmm" else 1.0
+        return "gemm", _dtype(dtype), sizes | {"batch": batch, "cast": float(library in _CAST_LIBRARIES)}, ""
     if op.startswith("grouped_gemm"):
-        return make("gemm", _dtype(dtype), _grouped(op, row["shape"]))
-    if op == "bmm":
-        batch, m, n, k = _shape(row["shape"], "shape", "batch", "m", "n", "k")
-        return make("gemm", _dtype(dtype), {"m": m, "n": n, "k": k, "batch": batch, "cast": 0.0})
+        return "gemm", _dtype(dtype), _grouped(op, text), ""
     if op in _STREAMING_BYTES:
-        return make("memory", "kernel", {"bytes": _STREAMING_BYTES[op] * _elements(row["shape"])})
+        return "memory", "kernel", {"bytes": _STREAMING_BYTES[op] * _elements(text)}, ""
     if op in ("attn_prefill", "mla_prefill"):
-        return make("attention", "flash", _prefill(op, row["shape"]))
+        return "attention", "flash", _prefill(op, text), ""
     if op in ("attn_decode", "mla_decode"):
-        return make(
-            "decode", "mla" if op == "mla_decode" else "flash", _decode(op, row["shape"], kv_dtype or dtype)
-        )
+        return "decode", "mla" if op == "mla_decode" else "flash", _decode(op, text, kv_dtype or dtype), ""
     if op == "moe_experts":
         if dtype not in _EXPERT_DTYPES:
             raise BadCell(f"{dtype!r} is not one of {', '.join(_EXPERT_DTYPES)}", "dtype")
-        return make("experts", _EXPERT_DTYPES[dtype], _experts(row), _expert_library(row))
+        return "experts", _EXPERT_DTYPES[dtype], _experts(row), _expert_library(row)
     if op.startswith(("deepep_", "trtllm_alltoall_")):
-        return make("dispatch", *_dispatch(op, dtype, library, ranks, row["shape"]))
+        return "dispatch", *_dispatch(op, dtype, library, ranks, text), ""
     if op == "custom_allreduce":
-        (size,) = _shape(row["shape"], "shape", "bytes")
+        (size,) = _shape(text, "shape", "bytes")
         graph = float(library.endswith("_graph"))
-        return make("peer_all_reduce", "all_reduce", {"bytes": size, "ranks": ranks, "graph": graph})
+        return "peer_all_reduce", "all_reduce", {"bytes": size, "ranks": ranks, "graph": graph}, ""
     if op.startswith("nccl_"):
         kind = {"alltoall": "all_to_all", "send_recv": "send"}.get(op[5:], op[5:])
-        (size,) = _shape(row["shape"], "shape", "bytes")
-        per_node = ranks
-        if "gpus_per_node=" in row["shape"]:
-            (per_node,) = _shape(row["shape"], "shape", "gpus_per_node")
+        (size,) = _shape(text, "shape", "bytes")
+        per_node = next(_shape(text, "shape", "gpus_per_node")) if "gpus_per_node=" in text else ranks
         shape = {"bytes": size, "ranks": ranks, "ranks_per_node": min(per_node, ranks)}
-        return make("collective", kind, shape, "vidur" if source.startswith("VIDUR") else "")
+        return "collective", kind, shape, "vidur" if row["source"].startswith("VIDUR") else ""
     if op == "quantize_act":
         raise _Unmodelled("the figure is the difference of two kernels, not the time of one")
     raise _Unmodelled(f"no formula times op {op!r} of {library}")
@@ -397,37 +389,23 @@ def _dispatch(op: str, dtype: str, library: str, ranks: float, text: str) -> tup
 
 
 def _prefill(op: str, text: str) -> dict[str, float]:
+    latent = op == "mla_prefill"
     if "cfg=" in text:  # one sequence; heads-kvheads-dim, or heads-kvrank-rope for latent attention
-        (seq,) = _shape(text, "shape", "s")
-        heads, kv_heads, qk_dim = _config(text)
-        batch, v_dim = 1.0, qk_dim
-        if op == "mla_prefill":
-            kv_heads, qk_dim, v_dim = heads, 128 + qk_dim, 128.0
-        return _causal(batch, seq, heads, kv_heads, qk_dim, v_dim)
-    batch, seq, heads = _shape(text, "shape", "b", "s", "h")
-    if op == "mla_prefill":  # DeepSeek's dimensions: 128 + rope to compare, 128 to weigh
-        (rope,) = _shape(text, "shape", "rope")
-        kv_heads, qk_dim, v_dim = heads, 128 + rope, 128.0
+        batch, (seq,), (heads, kv_heads, dim) = 1.0, _shape(text, "shape", "s"), _config(text)
     else:
-        kv_heads, qk_dim = _shape(text, "shape", "kv", "d")
-        v_dim = qk_dim
-    return _causal(batch, seq, heads, kv_heads, qk_dim, v_dim)
+        batch, seq, heads = _shape(text, "shape", "b", "s", "h")
+        kv_heads = heads if latent else next(_shape(text, "shape", "kv"))
+        dim = next(_shape(text, "shape", "rope" if latent else "d"))
+    # DeepSeek's dimensions: 128 + rope to compare, 128 to weigh
+    kv_heads, qk_dim, v_dim = (heads, 128 + dim, 128.0) if latent else (kv_heads, dim, dim)
+    return _attention(batch, seq, heads, kv_heads, qk_dim, v_dim, causal=1.0, passes=1.0)
 
 
-def _causal(
-    batch: float, seq: float, heads: float, kv_heads: float, qk_dim: float, v_dim: float
+def _attention(
+    batch: float, seq: float, heads: float, kv_heads: float, qk_dim: float, v_dim: float, **rest: float
 ) -> dict[str, float]:
-    """The shape of a forward pass under a causal mask."""
-    return {
-        "batch": batch,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "seq": seq,
-        "qk_dim": qk_dim,
-        "v_dim": v_dim,
-        "causal": 1.0,
-        "passes": 1.0,
-    }
+    names = ("batch", "seq", "heads", "kv_heads", "qk_dim", "v_dim")
+    return dict(zip(names, (batch, seq, heads, kv_heads, qk_dim, v_dim), strict=True)) | rest
 
 
 def _config(text: str) -> tuple[float, float, float]:
@@ -463,42 +441,36 @@ def _decode(op: str, text: str, kv_dtype: str) -> dict[str, float]:
 
 
 def _from_published(row: dict[str, str], where: str) -> Measurement:
-    op, unit, size = row["op"], row["unit"], row["shape_or_size"]
-    value = _positive(row["value"], "value")
-    if op.startswith("GEMM ") and unit == "us":
-        m, n, k = _shape(size, "shape_or_size", "m", "n", "k")
-        variant = _dtype(op.split()[1])
-        shape = {"m": m, "n": n, "k": k, "batch": 1.0, "cast": float(variant == "fp8")}
-        seconds, kind, software = value * 1e-6, "gemm", "trtllm" if variant == "fp8" else ""
-    elif op in ("attention fwd+bwd, FA2", "attention fwd FP16, FA2", "attention fwd FP16, FA3"):
-        shape, flop = _published_attention(op, size)
-        seconds, kind, variant, software = flop / (value * 1e12), "attention", "flash", op[-3:].lower()
-    elif op == "all_reduce (nccl-tests, inter-node)" and size == "peak of sweep":
-        # The peak of a sweep over sizes is what large messages reach, whatever the number of nodes.
-        shape = {"bytes": 16.0 * 2**30, "ranks": 32.0, "ranks_per_node": 8.0}
-        seconds, kind, variant = (
-            _collective_seconds("all_reduce", value, unit, shape),
-            "collective",
-            "all_reduce",
-        )
-        software = ""
-    elif op.removesuffix(_NO_SWITCH) in _COLLECTIVES:
-        kind, variant = "collective", op.removesuffix(_NO_SWITCH)
-        shape = _published_collective(row)
-        seconds, software = _collective_seconds(variant, value, unit, shape), "" if op == variant else "ring"
-    else:
-        raise _Unmodelled(f"no formula times {op!r} in {unit}")
+    (op, variant, shape, software), seconds = _published(row, _positive(row["value"], "value"))
     chip, software = _published_chip(row["hardware"], software)
     return Measurement(
-        chip=chip,
-        op=kind,
-        variant=variant,
-        software=software,
-        shape=shape,
-        seconds=seconds,
-        source=row["source"],
-        where=where,
-    )
+        chip=chip, op=op, variant=variant, software=software, shape=shape, seconds=seconds,
+        source=row["source"], where=where,
+    )  # fmt: skip
+
+
+def _published(row: dict[str, str], value: float) -> tuple[Stated, float]:
+    """What a figure is of, and its seconds."""
+    op, unit, size = row["op"], row["unit"], row["shape_or_size"]
+    if op.startswith("GEMM ") and unit == "us":
+        variant = _dtype(op.split()[1])
+        sizes = dict(zip("mnk", _shape(size, "shape_or_size", *"mnk"), strict=True))
+        shape = sizes | {"batch": 1.0, "cast": float(variant == "fp8")}
+        return ("gemm", variant, shape, "trtllm" if variant == "fp8" else ""), value * 1e-6
+    if op in ("attention fwd+bwd, FA2", "attention fwd FP16, FA2", "attention fwd FP16, FA3"):
+        shape, flop = _published_attention(op, size)
+        return ("attention", "flash", shape, op[-3:].lower()), flop / (value * 1e12)
+    kind = op.removesuffix(_NO_SWITCH)
+    if op == "all_reduce (nccl-tests, inter-node)" and size == "peak of sweep":
+        # The peak of a sweep over sizes is what large messages reach, whatever the number of nodes.
+        op = kind = "all_reduce"
+        shape = {"bytes": 16.0 * 2**30, "ranks": 32.0, "ranks_per_node": 8.0}
+    elif kind in _COLLECTIVES:
+        shape = _published_collective(row)
+    else:
+        raise _Unmodelled(f"no formula times {op!r} in {unit}")
+    seconds = _collective_seconds(kind, value, unit, shape)
+    return ("collective", kind, shape, "" if op == kind else "ring"), seconds
 
 
 def _published_chip(hardware: str, software: str) -> tuple[str, str]:
@@ -516,16 +488,8 @@ def _published_attention(op: str, text: str) -> tuple[dict[str, float], float]:
         raise BadCell(f"{text!r} lacks seq=, head_dim= or causal=", "shape_or_size")
     seq, dim, causal = float(cells["seq"]), float(cells["head_dim"]), float(cells["causal"])
     heads, batch, both = 2048 / dim, 16384 / seq, "fwd+bwd" in op
-    shape = {
-        "batch": batch,
-        "heads": heads,
-        "kv_heads": heads,
-        "seq": seq,
-        "qk_dim": dim,
-        "v_dim": dim,
-        "causal": causal,
-        "passes": 3.0 if both else 1.0,
-    }
+    passes = 3.0 if both else 1.0
+    shape = _attention(batch, seq, heads, heads, dim, dim, causal=causal, passes=passes)
     return shape, 4 * batch * seq**2 * heads * dim * (0.5 if causal else 1.0) * (3.5 if both else 1.0)
 
 

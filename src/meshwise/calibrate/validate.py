@@ -18,7 +18,7 @@ from meshwise.calibrate.express import Expressed, express
 from meshwise.calibrate.microdata import OPS_COLUMNS
 from meshwise.calibrate.microdata import read as read_ops
 from meshwise.calibrate.ops import batches, links, predict_s
-from meshwise.calibrate.runs import BadRow, Run, read_runs, unread_columns
+from meshwise.calibrate.runs import BadRow, Run, published_runs, read_runs, unread_columns
 from meshwise.calibrate.table import header
 from meshwise.core.errors import ClusterError, MeshwiseError
 from meshwise.estimate.single import Estimate, estimate
@@ -116,11 +116,11 @@ class Validation:
         return {"rows": rows, "summary": summary, "warnings": self.warnings}
 
 
-def validate(paths: Iterable[Path]) -> Validation:
-    """Predict every row of `paths`; DataError for a file that cannot be read as a table of measurements."""
+def validate(paths: Iterable[Path] = ()) -> Validation:
+    """Predict every row of `paths`, or of the published runs; DataError for a file that is no such table."""
     rows: list[Prediction] = []
     warnings: list[str] = []
-    for path in paths:
+    for path in tuple(paths) or (published_runs(),):
         names = header(path)
         if set(names) >= _OP_COLUMNS:
             rows += predict_ops(path)

@@ -132,15 +132,16 @@ def print_validation(validation: Validation, console: Console, *, num_worst: int
     """Print all quantities, then what could not be expressed."""
     for quantity in validation.quantities:
         rows = validation.of(quantity)
-        _print(error_table(quantity, [("all", rows)]), console)
+        print_table(error_table(quantity, [("all", rows)]), console)
         for table in (*group_tables(rows), worst_table(rows, num_worst)):
-            _print(table, console)
+            print_table(table, console)
     if order := order_text(validation.of("step_s")):
         console.print(order)
-    _print(reasons_table(validation.rows), console)
+    print_table(reasons_table(validation.rows), console)
 
 
-def _print(table: Table, console: Console) -> None:
+def print_table(table: Table, console: Console) -> None:
+    """Print a table, if it has rows."""
     from rich.table import Table as RichTable
 
     if not table.rows:
