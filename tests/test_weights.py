@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwise.program.grid import check_grid
 
 from meshwise.core.errors import PlanError
 from meshwise.model.architecture import Layer, Model, layer_kind
 from meshwise.model.find import find_model, model_names
 from meshwise.model.huggingface import read_config
 from meshwise.model.weights import block_weights, num_mtp_params, num_params
+from meshwise.plan.layouts import check_grid
 from meshwise.program.block import block, shared_gradients
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op
