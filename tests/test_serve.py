@@ -1,7 +1,9 @@
 """Serving: weights and cache by hand, figures of published servers, and what is refused."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,17 +13,18 @@ from hypothesis import strategies as st
 
 from meshwise.core.errors import MeshwiseError, PlanError, WorkloadError
 from meshwise.core.units import Num
-from meshwise.estimate.timing import op_times
+from meshwise.estimate.single import estimate
+from meshwise.estimate.timing import OpTime, op_times
 from meshwise.machine.hardware import find_cluster
-from meshwise.model.architecture import layer_kinds
-from meshwise.model.find import find_model
+from meshwise.model.architecture import layer_kind, layer_kinds
+from meshwise.model.find import find_model, model_names
 from meshwise.model.weights import num_params
-from meshwise.plan.plan import Plan
-from meshwise.program.block import block
+from meshwise.plan.plan import Plan, parse_plan
+from meshwise.plan.workload import Workload
 from meshwise.program.cut import Cut
 from meshwise.program.op import precision
-from meshwise.program.serving import cache_bytes, serving_block, serving_embed, serving_head
-from meshwise.program.vocabulary import embed, head
+from meshwise.program.parts import layer_names, parts
+from meshwise.program.serving import cache_bytes, serving_block
 from meshwise.serve import serving as est
 
 
@@ -68,7 +71,7 @@ def test_a_single_token_reads_all_its_weights_once() -> None:
     ideal = replace(of, machine=est.machine(of.cluster, "bf16", ideal=True))
     embedding = 128_256 * 4096 * 2  # of which one row is read
     least_s = (est.weight_bytes(of) - embedding) / of.cluster.chip.memory_bytes_per_s
-    assert float(est.token_time(ideal, 1).total_s) == pytest.approx(least_s, rel=0.01)
+    assert float(est.token_pass(ideal, 1).total_s) == pytest.approx(least_s, rel=0.01)
 
 
 # --- published servers ---------------------------------------------------------------------------
@@ -129,7 +132,7 @@ def test_more_work_takes_longer(model: str, sequences: int, prompt: int) -> None
     of = server(model, "h200-sxm:8", tp=4, ep=1 if model == "llama3-8b" else 4)
 
     def decode_s(sequences: int, past: int) -> Num:
-        return est.pass_time(of, of.cut("decode", float(sequences), past=float(past))).total_s
+        return est.price_pass(of, of.decode(float(sequences), float(past))).total_s
 
     one, more, longer = (decode_s(sequences * n, prompt * m) for n, m in ((1, 1), (2, 1), (1, 2)))
     assert one <= more * (1 + 1e-9)
@@ -149,7 +152,7 @@ def test_an_array_of_batches_is_the_loop_over_them() -> None:
 def test_sequences_within_a_limit() -> None:
     of = server("llama3-70b", "h100-80g-sxm:8", tp=8)
     count = est.sequences_within(of, 0.02)
-    assert float(est.token_time(of, count).total_s) <= 0.02 < float(est.token_time(of, count + 1).total_s)
+    assert float(est.token_pass(of, count).total_s) <= 0.02 < float(est.token_pass(of, count + 1).total_s)
     assert est.sequences_within(of, 1e-6) == 0
     assert est.sequences_within(of, 10.0) == est.max_sequences(of)
 
@@ -158,27 +161,59 @@ def test_experts_do_the_same_work_however_they_are_spread() -> None:
     """Token-expert pairs of all ranks: top_k a token, with and without an exchange, cut or not."""
     for tp, ep, etp in ((8, 8, 1), (8, 1, 8), (2, 8, 1), (1, 8, 1), (4, 4, 1)):
         of = server("mixtral-8x7b", "h200-sxm:8", tp=tp, ep=ep, etp=etp)
-        ops = est.pass_ops(of.model, of.cut("decode", 10.0, past=100.0))
+        ops = parts(of.model, of.decode(10.0, 100.0))["moe_layer"]
         tokens, top_k, *_ = next(op.shape for op in ops if op.kind == "experts")
         copies = 8 / (ep * etp)
         assert float(tokens * top_k) * ep * copies == pytest.approx(10 * of.dp * 2)
 
 
+CONFIGS = sorted((Path(__file__).parent / "data" / "configs").glob("*.json"))
+DECODERS = {
+    model.name: model
+    for model in map(find_model, (*model_names(), *map(str, CONFIGS)))
+    if model.patches is None and model.causal
+}
+
+
 @given(
-    model=st.sampled_from(["llama3-8b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-20b", "qwen3-30b-a3b"]),
-    kind=st.sampled_from(["prefill", "decode"]),
+    name=st.sampled_from(list(DECODERS)), kind=st.sampled_from(["prefill", "decode"]),
     tp=st.sampled_from([1.0, 2.0, 8.0]), ep=st.sampled_from([1.0, 4.0, 8.0]), etp=st.sampled_from([1.0, 2.0]),
 )  # fmt: skip
-@settings(max_examples=30)
-def test_a_pass_holds_the_weights_of_training(
-    model: str, kind: str, tp: float, ep: float, etp: float
-) -> None:
+def test_all_ranks_together_hold_the_model(name: str, kind: str, tp: float, ep: float, etp: float) -> None:
+    """Each weight counted once, whatever the degrees; a rank's parameters are those of its weights."""
+    model = DECODERS[name]
     cut = Cut(microbatch=3.0, seq=5.0, past=7.0, kind=kind, tp=tp, ep=ep, etp=etp)
-    of = find_model(model)
-    pairs = [(embed(of, cut), serving_embed(of, cut)), (head(of, cut), serving_head(of, cut))]
-    pairs += [(block(of, cut, layer), serving_block(of, cut, layer)) for layer in layer_kinds(of)]
-    for trained, served in pairs:
-        assert sum(op.num_params for op in served) == pytest.approx(sum(op.num_params for op in trained))
+    names = dict(zip(layer_kinds(model), layer_names(model), strict=True))
+    counts = Counter(names[layer_kind(model, layer)] for layer in range(model.num_layers))
+    held_once = 0.0
+    for part, ops in parts(model, cut).items():
+        for op in ops:
+            assert op.num_params == pytest.approx(sum(held.num_params for held in op.weights))
+            held_once += counts.get(part, 1) * sum(held.num_params * held.shards for held in op.weights)
+    assert held_once == num_params(model)
+
+
+@given(
+    plan=st.sampled_from([
+        ("deepseek-v3", "tp=8,ep=8,dtype=fp8"), ("deepseek-v3", "ep=32,dtype=fp8"),
+        ("gpt-oss-20b", "tp=4,kv_dtype=fp8"), ("llama3-70b", "tp=8"), ("mixtral-8x7b", "tp=4,ep=8"),
+    ]),
+    each=st.integers(1, 300), past=st.integers(1, 5000),
+)  # fmt: skip
+@settings(max_examples=20)
+def test_estimate_prices_the_same_pass(plan: tuple[str, str], each: int, past: int) -> None:
+    (model, text), cluster = plan, find_cluster("h200-sxm:32")
+    of = est.serving(find_model(model), cluster, parse_plan(text), prompt=past, output=1)
+    for kind, cut in (("decode", of.decode(float(each), float(past))), ("prefill", of.prefill(float(each)))):
+        load = Workload(batch=each * of.dp, seq=past, microbatch=each, kind=kind)
+        priced = estimate(of.model, cluster, parse_plan(text), load)
+        served = est.price_pass(of, cut)
+        assert priced.step_s == pytest.approx(served.total_s, rel=1e-12)
+        assert priced.memory_bytes["weights"] == served.memory.weights
+        assert priced.memory_bytes["cache"] == pytest.approx(served.memory.cache, rel=1e-12)
+        assert sum(priced.time_s.values()) == pytest.approx(priced.step_s, rel=1e-12)
+        spent = [row.get("count", 1.0) * row["time_s"] for row in priced.ledger.rows() if row.get("time_s")]
+        assert sum(spent) == pytest.approx(priced.step_s, rel=1e-12)
 
 
 def test_a_window_bounds_cache_and_attention() -> None:
@@ -197,10 +232,14 @@ def test_a_grid_of_instances_is_its_instances() -> None:
     degrees = np.array([[1.0, 8.0, 1.0], [8.0, 8.0, 1.0], [4.0, 16.0, 1.0], [4.0, 1.0, 4.0]]).T
     common: dict[str, Any] = {"microbatch": 6.0, "seq": 1.0, "past": 900.0, "precision": precision("fp8")}
     for kind in ("prefill", "decode"):
-        tp, ep, etp = degrees
-        grid = op_times(est.pass_ops(model, Cut(kind=kind, tp=tp, ep=ep, etp=etp, **common)), machine)
-        for i, (tp, ep, etp) in enumerate(degrees.T.tolist()):
-            alone = op_times(est.pass_ops(model, Cut(kind=kind, tp=tp, ep=ep, etp=etp, **common)), machine)
+
+        def times(tp: Num, ep: Num, etp: Num, kind: str = kind) -> list[OpTime]:
+            by_part = parts(model, Cut(kind=kind, tp=tp, ep=ep, etp=etp, **common))
+            return op_times([op for ops in by_part.values() for op in ops], machine)
+
+        grid = times(*degrees)
+        for i, cell in enumerate(degrees.T.tolist()):
+            alone = times(*cell)
             for many, one in zip(grid, alone, strict=True):
                 for cells, number in zip(many, one, strict=True):
                     assert np.broadcast_to(cells, 4)[i] == pytest.approx(number, rel=1e-12, abs=1e-18)
@@ -227,9 +266,11 @@ def test_command(meshwise: Callable[..., Any]) -> None:
     ("words", "says"),
     [
         (["--plan", "tp=3"], "8 ranks do not divide by tp=3"),
-        (["--plan", "tp=8,pp=1,zero=3"], "serve has no zero"),
-        (["--plan", "tp=4,ep=3"], "ep=3 does not divide the 8 experts"),
+        (["--plan", "tp=8,pp=1,zero=3"], "zero=3 means nothing to kind=decode"),
+        (["--plan", "tp=1,ep=3"], "ep=3 does not divide the 8 experts"),
         (["--plan", "tp=8,ep=4"], "must be a multiple of tp=8"),
+        (["--plan", "tp=8,pp=1,dp=2"], "dp=2 contradicts 8 ranks"),
+        (["--plan", "tp=4,pp=2"], "serving a pipeline (pp=2) is not priced"),
         (["--plan", "tp=2,ep=4,etp=2"], "not cut too"),
         (["--prompt", "999999"], "are more than the 32768"),
         (["--sequences", "1,none"], "'none' is no number of sequences"),

@@ -2,8 +2,8 @@
 
 A rank is busy or waiting for the whole step, so the rows of each rank add up to `step_s`: its parts as often
 as they run, its messages, what sticks out of its exchanges, the optimizer; and what it waits for: the bubble,
-ranks that exchange or update more than it does, stragglers. Six rows more, of module `memory`, say what the
-rank holds at its peak (`live_bytes`).
+ranks that exchange or update more than it does, stragglers. Rows of their own, of module `memory`, say
+what the rank holds at its peak (`live_bytes`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from meshwise.estimate.rows import part_rows, spent_on, step_rows
 from meshwise.estimate.step import StageCost, StepCost, step_cost
 from meshwise.estimate.timing import Machine, machine
 from meshwise.machine.hardware import Cluster
-from meshwise.machine.overheads import Overheads, find_overheads
+from meshwise.machine.overheads import Overheads, find_overheads, serving_overheads
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.model.weights import num_params
 from meshwise.plan.mesh import Mesh, resolve
@@ -227,10 +227,10 @@ def estimate(
     beside its kernels (`machine.overheads`; None: the chip's, under the plan's software).
     """
     mesh = resolve(model, plan, workload, cluster)
-    pays = overheads or find_overheads(cluster.chip, plan.software)
-    if mesh.serves:  # an engine replays its passes as graphs, and alone on its chips
-        pays = Overheads(context_bytes=pays.context_bytes)
-    runs_on = machine(cluster, plan.dtype, ideal=ideal, overheads=pays)
+    if overheads is None:
+        chip = cluster.chip
+        overheads = serving_overheads(chip) if mesh.serves else find_overheads(chip, plan.software)
+    runs_on = machine(cluster, plan.dtype, ideal=ideal, overheads=overheads)
     return Estimate(model, cluster, plan, workload, mesh, runs_on, step_cost(model, mesh, runs_on))
 
 

@@ -155,6 +155,12 @@ def tables() -> Tables:
     return Tables(**raw)
 
 
+@lru_cache(maxsize=256)
+def serving_overheads(chip: Chip) -> Overheads:
+    """Those of a serving engine: the process's memory alone. A CUDA graph replays the kernels of a pass."""
+    return Overheads(context_bytes=find_overheads(chip).context_bytes)
+
+
 def find_overheads(chip: Chip, software: str = SOFTWARE[-1], *, among: Tables | None = None) -> Overheads:
     """The overheads of `chip` under a generation of software, from the catalog (or `among` other tables).
 

@@ -131,12 +131,12 @@ def _experts(model: Model, cut: Cut, stated: list[Op]) -> Iterator[Op]:
     """
     moe, hidden, form = model.moe, float(model.hidden), cut.precision
     assert moe is not None
-    held = {op.name: op for op in stated if op.kind != "collective"}
     for op in _forward(moe_mlp(model, replace(cut, tp=1.0))):
-        if op.name in ("router", "router_softmax", "balance_bias"):
-            yield replace(op, num_params=held[op.name].num_params, weights=held[op.name].weights)
+        if op.name.startswith("router"):
+            names = (op.name, "balance_bias") if op.kind == "kernel" else (op.name,)  # one kernel routes
+            yield _with_weights(op, [one for one in stated if one.name in names])
     yield _exchange(model, moe, cut, "dispatch", form.operand_bytes)
-    yield _grouped(model, moe, cut, sum(op.num_params for op in stated if op.name.startswith("expert_")))
+    yield _grouped(model, moe, cut, [op for op in stated if op.name.startswith("expert_")])
     yield _exchange(model, moe, cut, "combine", form.act_bytes)
     exchanged, payload = is_exchanged(cut), cut.tokens * hidden * form.act_bytes
     for kind, library, used in (("all_gather", "", exchanged), ("all_reduce", "peer", 1.0 - exchanged)):
@@ -146,8 +146,8 @@ def _experts(model: Model, cut: Cut, stated: list[Op]) -> Iterator[Op]:
         yield replace(gathered, library=library)
 
 
-def _grouped(model: Model, moe: MoE, cut: Cut, num_params: Num) -> Op:
-    """The experts on a rank, under even routing.
+def _grouped(model: Model, moe: MoE, cut: Cut, stated: list[Op]) -> Op:
+    """The experts on a rank, under even routing, in place of the `stated` ops of training.
 
     Without an exchange a rank sees all tokens of its tp group; with one, those that need one of its experts.
     """
@@ -158,15 +158,24 @@ def _grouped(model: Model, moe: MoE, cut: Cut, num_params: Num) -> Op:
     experts, hidden, width = moe.num_experts / cut.ep, float(model.hidden), moe.ffn_hidden / cut.etp
     pairs, weights = tokens * top_k, 3.0 * hidden * width
     read = active_experts(experts, pairs) * weights * form.operand_bytes + tokens * hidden * form.act_bytes
-    return Op(
+    op = Op(
         module=MOE,
         name="expert_ffn",
         phase="forward",
         kind="experts",
         shape=(tokens, top_k, experts, hidden, width),
         cost=Cost(2.0 * pairs * weights, read, tokens * hidden * form.act_bytes),
-        num_params=num_params,
         dtype=form.dtype,
+    )
+    return _with_weights(op, stated)
+
+
+def _with_weights(op: Op, stated: list[Op]) -> Op:
+    """`op` with the weights of the ops `stated`."""
+    return replace(
+        op,
+        num_params=sum(one.num_params for one in stated),
+        weights=tuple(held for one in stated for held in one.weights),
     )
 
 

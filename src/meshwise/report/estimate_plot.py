@@ -34,7 +34,7 @@ TIME_COLORS = {
 }
 MEMORY_COLORS = {
     **{"weights": "#4a8fc2", "gradients": "#9ecae8", "optimizer": "#8172b2"},
-    **{"activations": "#4fa14a", "buffers": "#a8d8a0", "overhead": "#c7b299"},
+    **{"activations": "#4fa14a", "buffers": "#a8d8a0", "overhead": "#c7b299", "cache": "#dd8452"},
 }
 PHASES = {"forward": ("#4a8fc2", "o"), "backward": ("#4fa14a", "^")}
 """Color and mark of an op on the roofline."""

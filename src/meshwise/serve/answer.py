@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwise.core.errors import WorkloadError
 from meshwise.serve import serving as est
-from meshwise.serve.serving import PLAN_KEYS, Serving
+from meshwise.serve.serving import Serving
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,14 +50,14 @@ class Answer:
                 "chip": of.cluster.chip.name,
                 "num_chips": of.cluster.num_chips,
             },
-            "plan": {name: getattr(of.plan, name) for name in PLAN_KEYS},
+            "plan": of.plan,
             "prompt": of.prompt,
             "output": of.output,
             "weight_bytes": est.weight_bytes(of),
             "cache_bytes_per_sequence": est.sequence_bytes(of),
             "max_sequences": self.max_sequences,
             "first_token_s": self.first_token_s,
-            "prompt_tokens_per_s_per_gpu": of.prompt / est.prompt_s(of) / of.plan.tp,
+            "prompt_tokens_per_s_per_gpu": of.prompt / est.prompt_s(of) / float(of.mesh.tp),
             "sequences_within_limit": self.sequences_within_limit,
             "passes": self.passes,
             "notes": est.notes(of),

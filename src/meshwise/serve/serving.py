@@ -1,8 +1,8 @@
 """Serving in closed form: time to the first token, time of each one after it, what fits, tokens a second.
 
-A pass is the sum of its ops, one after the other, as a CUDA graph replays them (`program.serving` states
-them, `estimate.timing` times them). Nothing overlaps. The engine's own time between passes is what the caller
-says (0: none), and routing is even.
+A pass is priced as `estimate` prices it: the sum of its ops, one after the other, as a CUDA graph replays
+them. Nothing overlaps. The engine's own time between passes is what the caller says (0: none), and routing
+is even.
 
 Memory of a rank: weights, the cache of all its sequences at full length, what the largest pass works on, and
 the process's context. Arrays of sequences broadcast.
@@ -10,28 +10,26 @@ the process's context. Arrays of sequences broadcast.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from meshwise.core.errors import PlanError, WorkloadError
-from meshwise.core.units import DTYPE_BYTES, Num
-from meshwise.estimate.timing import Machine, experts_library, machine, op_times
+from meshwise.core.units import Num
+from meshwise.estimate.memory import Memory, contents, stage_memory
+from meshwise.estimate.part import PricedOp, price_parts
+from meshwise.estimate.timing import Machine, experts_library, machine
 from meshwise.machine.hardware import Cluster
-from meshwise.machine.overheads import NONE, find_overheads
-from meshwise.model.architecture import Layer, Model, layer_kind
-from meshwise.plan.plan import DEFAULTS, Plan
+from meshwise.machine.overheads import serving_overheads
+from meshwise.model.architecture import Model
+from meshwise.plan.mesh import Mesh, resolve
+from meshwise.plan.plan import Plan
+from meshwise.plan.stages import stages_of
+from meshwise.plan.workload import Workload
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, precision
-from meshwise.program.serving import (
-    cache_bytes,
-    serving_block,
-    serving_embed,
-    serving_head,
-    working_bytes,
-)
+from meshwise.program.op import Op
+from meshwise.program.parts import cut_of, parts
 
 PREFILL_TOKENS = 8192
 """Tokens that engines take in one pass of prompts, or one prompt if that is longer (vLLM, SGLang)."""
@@ -44,14 +42,13 @@ PARTS = ("attention", "projections", "mlp", "experts", "comm_tp", "comm_ep", "en
 class Serving:
     """What is served: prompts of `prompt` tokens, `output` tokens generated after each, on `cluster`.
 
-    `plan` has its dp and etp filled in. `memory_frac`: share of the memory that the engine may take.
-    `engine_s`: its own time between passes.
+    `memory_frac`: share of the memory that the engine may take. `engine_s`: its own time between passes.
     """
 
     model: Model
-    plan: Plan
     cluster: Cluster
     machine: Machine
+    mesh: Mesh
     prompt: int
     output: int
     memory_frac: float = 0.9
@@ -60,22 +57,22 @@ class Serving:
     @property
     def dp(self) -> int:
         """Groups of tp ranks, each with sequences of its own."""
-        return self.cluster.num_chips // self.plan.tp
+        return int(self.mesh.dp)
 
-    def cut(self, kind: str, sequences: Num, *, past: Num = 0.0) -> Cut:
-        """How a pass is cut: prompts, or a token of each of `sequences` on every dp rank behind `past`."""
-        plan = self.plan
-        return Cut(
-            kind=kind,
-            microbatch=sequences,
-            seq=float(self.prompt if kind == "prefill" else 1),
-            past=past,
-            tp=float(plan.tp),
-            ep=float(plan.ep),
-            etp=float(plan.etp or 1),
-            kv_bytes=DTYPE_BYTES[plan.kv_dtype],
-            precision=precision(plan.dtype),
-        )
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The plan of the instance, with what follows from it."""
+        stated = {name: getattr(self.mesh.plan, name) for name in PLAN_KEYS}
+        return stated | {name: int(getattr(self.mesh, name)) for name in ("dp", "etp")}
+
+    def prefill(self, prompts: Num) -> Cut:
+        """A pass of `prompts` prompts on every dp rank."""
+        mesh = replace(self.mesh, kind="prefill", microbatch=prompts, seq=float(self.prompt))
+        return cut_of(mesh)
+
+    def decode(self, sequences: Num, past: float) -> Cut:
+        """A pass of a token of each of `sequences` sequences on every dp rank, behind `past` cached ones."""
+        return cut_of(replace(self.mesh, microbatch=sequences, seq=past))
 
 
 def serving(
@@ -83,12 +80,13 @@ def serving(
     engine_s: float = 0.0,
 ) -> Serving:  # fmt: skip
     """A checked `Serving`; PlanError or WorkloadError where something does not fit."""
-    plan = _instance(model, plan, cluster.num_chips)
-    if model.patches is not None or not model.causal:
-        raise WorkloadError(f"{model.name} does not generate text; name a decoder")
     for name, tokens in (("prompt", prompt), ("output", output)):
         if tokens < 1:
             raise WorkloadError(f"{name}={tokens} must be a whole number of at least 1")
+    if plan.pp > 1:
+        raise PlanError(f"serving a pipeline (pp={plan.pp}) is not priced; use tp and dp")
+    dp = plan.data_parallel(cluster.num_chips)
+    mesh = resolve(model, plan, Workload(batch=dp, seq=prompt, kind="decode"), cluster)
     if prompt + output > model.max_seq:
         raise WorkloadError(
             f"prompt {prompt} + output {output} tokens are more than the {model.max_seq} of {model.name}; "
@@ -99,89 +97,43 @@ def serving(
     if not 0 <= engine_s < np.inf:
         raise WorkloadError(f"--engine-ms is {1e3 * engine_s:g}; it must be a number of zero or more")
     return Serving(
-        model=model, plan=plan, cluster=cluster, machine=machine(cluster, plan.dtype, overheads=NONE),
-        prompt=prompt, output=output, memory_frac=memory_frac, engine_s=engine_s,
+        model=model, cluster=cluster, mesh=mesh, prompt=prompt, output=output, memory_frac=memory_frac,
+        machine=machine(cluster, plan.dtype, overheads=serving_overheads(cluster.chip)), engine_s=engine_s,
     )  # fmt: skip
-
-
-def _instance(model: Model, plan: Plan, world: int) -> Plan:
-    """`plan` with its dp and etp; PlanError where it is no plan of an instance of `world` ranks."""
-    for name, default in DEFAULTS.items():
-        if name not in PLAN_KEYS and getattr(plan, name) != default:
-            raise PlanError(f"serve has no {name}; it knows {', '.join(PLAN_KEYS)}")
-    dp = plan.data_parallel(world)
-    etp = plan.etp or (plan.tp if plan.ep == 1 and model.moe is not None else 1)
-    plan = replace(plan, dp=dp, etp=etp)
-    for what, size in (("heads", model.num_heads), ("ffn width", model.ffn_hidden)):
-        if size % plan.tp:
-            raise PlanError(f"tp={plan.tp} does not divide the {size} {what} of {model.name}; use a divisor")
-    if model.num_kv_heads % plan.tp and plan.tp % model.num_kv_heads:
-        raise PlanError(
-            f"tp={plan.tp} neither divides nor is divided by the {model.num_kv_heads} key-value heads of "
-            f"{model.name}; use a divisor or a multiple"
-        )
-    ranks = plan.ep * etp
-    if model.moe is None:
-        if ranks > 1:
-            raise PlanError(f"{model.name} has no experts; leave ep and etp out")
-        return plan
-    for what, size, name, degree in (
-        ("experts", model.moe.num_experts, "ep", plan.ep),
-        ("expert width", model.moe.ffn_hidden, "etp", etp),
-    ):
-        if size % degree:
-            raise PlanError(
-                f"{name}={degree} does not divide the {size} {what} of {model.name}; use a divisor"
-            )
-    if ranks % plan.tp or world % ranks:
-        raise PlanError(
-            f"ep={plan.ep} x etp={etp} must be a multiple of tp={plan.tp} and divide the {world} ranks, so "
-            "that experts are spread at least as wide as attention"
-        )
-    if ranks > plan.tp and etp > 1:
-        raise PlanError(f"experts on several dp ranks are not cut too: use etp=1 with ep={ranks}")
-    return plan
 
 
 # --- passes ------------------------------------------------------------------------------------
 
 
-def layers(model: Model) -> dict[Layer, int]:
-    """How many layers of each kind the model has."""
-    return Counter(layer_kind(model, layer) for layer in range(model.num_layers))
-
-
-def pass_ops(model: Model, cut: Cut) -> list[Op]:
-    """Every op of a pass, each with how often it occurs."""
-    ops = [*serving_embed(model, cut), *serving_head(model, cut)]
-    for layer, num_layers in layers(model).items():
-        ops += [replace(op, count=op.count * num_layers) for op in serving_block(model, cut, layer)]
-    return ops
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class PassTime:
-    """Seconds of one pass by what they are spent on; `attention` is the core alone."""
+class Pass:
+    """One pass, priced: its seconds by what they are spent on (`attention` is the core alone), its memory."""
 
-    parts: dict[str, Num]
+    time_s: dict[str, Num]
+    memory: Memory
 
     @property
     def total_s(self) -> Num:
-        """All of it."""
-        return sum(self.parts.values())
+        """All its time."""
+        return sum(self.time_s.values())
 
 
-def pass_time(serving: Serving, cut: Cut) -> PassTime:
-    """The time of one pass: that of its ops, and the engine's own."""
-    parts: dict[str, Num] = dict.fromkeys(PARTS, 0.0)
-    parts["engine"] = serving.engine_s
-    ops = pass_ops(serving.model, cut)
-    for op, time in zip(ops, op_times(ops, serving.machine), strict=True):
-        parts[_part(op)] += op.count * (time.busy_s + time.comm_s)
-    return PassTime(parts)
+def price_pass(serving: Serving, cut: Cut) -> Pass:
+    """Price one pass: its ops, and the engine's own time."""
+    model, runs_on = serving.model, serving.machine
+    (stage,) = stages_of(model, serving.mesh)
+    priced = list(price_parts(parts(model, cut), runs_on).values())
+    time_s: dict[str, Num] = dict.fromkeys(PARTS, 0.0)
+    time_s["engine"] = serving.engine_s
+    for count, part in contents(stage, priced):
+        for row in part.rows:
+            if isinstance(row, PricedOp):
+                name = _spent_on(row.op)
+                time_s[name] = time_s[name] + count * row.spent_s
+    return Pass(time_s, stage_memory(model, stage, priced, serving.mesh, cut, runs_on.overheads))
 
 
-def _part(op: Op) -> str:
+def _spent_on(op: Op) -> str:
     if op.module in ("embedding", "head"):
         return "ends"
     if op.kind == "collective":  # after an exchange, the tp ranks gather what each of them got back
@@ -196,40 +148,33 @@ def _part(op: Op) -> str:
 # --- memory ------------------------------------------------------------------------------------
 
 
+def memory_bytes(serving: Serving, sequences: Num) -> dict[str, Num]:
+    """Bytes of one rank with `sequences` at full length on each dp rank, by what they hold."""
+    last = serving.decode(sequences, serving.prompt + serving.output - 1.0)
+    largest = serving.prefill(max(PREFILL_TOKENS / serving.prompt, 1.0))
+    full, working = price_pass(serving, last).memory, price_pass(serving, largest).memory
+    return {
+        "weights": full.weights,
+        "cache": full.cache,
+        "working": working.buffers + working.overhead,
+    }
+
+
 def weight_bytes(serving: Serving) -> float:
-    """Bytes of the weights on one rank: layers in the plan's dtype, embedding and head in bf16."""
-    form = precision(serving.plan.dtype)
-    return sum(
-        float(op.count * op.num_params) * (form.act_bytes if _part(op) == "ends" else form.operand_bytes)
-        for op in pass_ops(serving.model, serving.cut("decode", 1.0, past=1.0))
-    )
+    """Bytes of the weights on one rank."""
+    return float(memory_bytes(serving, 1.0)["weights"])
 
 
 def sequence_bytes(serving: Serving) -> float:
     """Bytes of the cache of one sequence at full length, on one rank of those that hold it."""
-    last = serving.cut("decode", 1.0, past=serving.prompt + serving.output - 1.0)
-    return sum(
-        num_layers * float(cache_bytes(serving.model, last, layer))
-        for layer, num_layers in layers(serving.model).items()
-    )
-
-
-def memory_bytes(serving: Serving, sequences: Num) -> dict[str, Num]:
-    """Bytes of one rank with `sequences` at full length on each dp rank, by what they hold."""
-    largest = serving.cut("prefill", max(PREFILL_TOKENS / serving.prompt, 1.0))
-    context = find_overheads(serving.cluster.chip).context_bytes
-    return {
-        "weights": weight_bytes(serving),
-        "cache": np.asarray(sequences, dtype=np.float64) * sequence_bytes(serving),
-        "working": working_bytes(serving.model, largest) + context,
-    }
+    return float(memory_bytes(serving, 1.0)["cache"])
 
 
 def max_sequences(serving: Serving) -> int:
     """Sequences at full length for which every dp rank has room; 0 if not even the weights fit."""
-    memory = memory_bytes(serving, 0.0)
-    room = serving.memory_frac * serving.cluster.chip.memory_bytes
-    return max(int((room - float(memory["weights"] + memory["working"])) // sequence_bytes(serving)), 0)
+    memory = memory_bytes(serving, 1.0)
+    room = serving.memory_frac * serving.cluster.chip.memory_bytes - memory["weights"] - memory["working"]
+    return max(int(room // memory["cache"]), 0)
 
 
 # --- answers -----------------------------------------------------------------------------------
@@ -237,19 +182,19 @@ def max_sequences(serving: Serving) -> int:
 
 def first_token_s(serving: Serving) -> float:
     """Time to the first token of a prompt that finds the instance idle."""
-    return float(pass_time(serving, serving.cut("prefill", 1.0)).total_s)
+    return float(price_pass(serving, serving.prefill(1.0)).total_s)
 
 
 def prompt_s(serving: Serving) -> float:
     """Time that a dp rank spends on each prompt, where several go into one pass."""
     together = max(PREFILL_TOKENS // serving.prompt, 1)
-    return float(pass_time(serving, serving.cut("prefill", float(together))).total_s) / together
+    return float(price_pass(serving, serving.prefill(float(together))).total_s) / together
 
 
-def token_time(serving: Serving, sequences: Num) -> PassTime:
+def token_pass(serving: Serving, sequences: Num) -> Pass:
     """The mean pass of decoding: caches half through the output."""
     past = serving.prompt + serving.output / 2.0
-    return pass_time(serving, serving.cut("decode", np.asarray(sequences, dtype=np.float64), past=past))
+    return price_pass(serving, serving.decode(sequences, past))
 
 
 def batches(serving: Serving) -> list[int]:
@@ -264,7 +209,7 @@ def sequences_within(serving: Serving, token_s: float) -> int:
     counts = np.arange(1.0, max_sequences(serving) + 1.0)
     if not counts.size:
         return 0
-    quick = counts[np.asarray(token_time(serving, counts).total_s) <= token_s]
+    quick = counts[np.asarray(token_pass(serving, counts).total_s) <= token_s]
     return int(quick[-1]) * serving.dp if quick.size else 0
 
 
@@ -276,7 +221,7 @@ def rows(serving: Serving, sequences: list[int]) -> list[dict[str, Any]]:
     """
     num_chips, room = serving.cluster.num_chips, serving.memory_frac * serving.cluster.chip.memory_bytes
     each = np.array(sequences, dtype=np.float64) / serving.dp
-    time, memory, prompt = token_time(serving, each).parts, memory_bytes(serving, each), prompt_s(serving)
+    time, memory, prompt = token_pass(serving, each).time_s, memory_bytes(serving, each), prompt_s(serving)
 
     def of(number: int, parts: dict[str, Num]) -> dict[str, float]:
         return {name: float(np.broadcast_to(part, each.shape)[number]) for name, part in parts.items()}
@@ -306,7 +251,7 @@ def rows(serving: Serving, sequences: list[int]) -> list[dict[str, Any]]:
 
 def notes(serving: Serving) -> list[str]:
     """What a reader should know: which constants come from another chip, and what is left out."""
-    efficiency, dtype = serving.machine.efficiency, serving.plan.dtype
+    efficiency, dtype = serving.machine.efficiency, serving.mesh.plan.dtype
     used = {"decode.mla" if serving.model.mla else "decode.flash", f"gemm.{dtype}"}
     if serving.model.moe is not None:
         used.add(f"experts.{experts_library(efficiency, dtype)}")
