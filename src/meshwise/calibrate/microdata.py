@@ -221,7 +221,7 @@ def _stated(row: dict[str, str], ranks: float) -> Stated:
         (size,) = _shape(text, "shape", "bytes")
         per_node = next(_shape(text, "shape", "gpus_per_node")) if "gpus_per_node=" in text else ranks
         shape = {"bytes": size, "ranks": ranks, "ranks_per_node": min(per_node, ranks)}
-        return "collective", kind, shape, "vidur" if row["source"].startswith("VIDUR") else ""
+        return "collective", kind, shape, "torch" if library.startswith("torch.") else ""
     if op == "quantize_act":
         raise _Unmodelled("the figure is the difference of two kernels, not the time of one")
     raise _Unmodelled(f"no formula times op {op!r} of {library}")
