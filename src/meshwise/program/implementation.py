@@ -11,13 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from meshwise.core.errors import PlanError
 from meshwise.cost.op import EAGER_KERNELS, KERNELS
 from meshwise.program.context import MODULE as ATTENTION
 from meshwise.program.op import Op, precision
 
 
 def as_done_by(implementation: str, ops: list[Op]) -> list[Op]:
-    """The ops of one part as `implementation` does them."""
+    """The ops of one part as `implementation` does them; PlanError where that is not stated."""
+    if implementation not in IMPLEMENTATIONS:
+        stated = ", ".join(IMPLEMENTATIONS)
+        raise PlanError(f"implementation={implementation} is not priced yet; use one of {stated}")
     change = IMPLEMENTATIONS[implementation]
     return ops if change is None else list(change(ops))
 
