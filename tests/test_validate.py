@@ -27,7 +27,7 @@ from meshwise.cli.validate import add_to
 from meshwise.core.errors import ClusterError, DataError, PlanError
 from meshwise.estimate.single import TIME_PARTS, estimate
 from meshwise.machine.hardware import find_chip, find_cluster
-from meshwise.machine.overheads import NONE, SOFTWARE, find_overheads, tables
+from meshwise.machine.overheads import DEFAULT_SOFTWARE, NONE, SOFTWARE, find_overheads, tables
 from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
@@ -259,7 +259,7 @@ def test_frameworks_by_their_release() -> None:
     assert defaults_of(restated(run, framework="mine", year=2025)).names == ("",)
     for entry in entries():
         assert entry.source and entry.software in SOFTWARE
-        assert (entry.graphed_software or SOFTWARE[-1]) in SOFTWARE
+        assert (entry.graphed_software or DEFAULT_SOFTWARE) in SOFTWARE
 
 
 def test_uneven_layers_leave_room_for_the_ends() -> None:

@@ -163,33 +163,39 @@ def _priced(ops: Sequence[Op], times: Sequence[OpTime], overheads: Overheads) ->
         if op.kind == "collective":
             if isinstance(op.group_size, float) and op.group_size == 1.0:
                 continue
-            key = op.module, op.phase, op.hides_behind
-            spent_s = time.comm_s * op.count * (shares[key] if op.hides_behind else 1.0)
+            share = shares[_place_behind(op)] if op.hides_behind else 1.0
+            spent_s = time.comm_s * op.count * share
         else:
             spent_s = time.busy_s * op.count
         found.append(PricedOp(op, time, WEIGHT if op.is_weight_grad else op.phase, spent_s))
     return found
 
 
-def _exposed_shares(
-    ops: Sequence[Op], times: Sequence[OpTime], overheads: Overheads
-) -> dict[tuple[str, str, str], Num]:
-    """Share of their time that the collectives behind an op cost, by its module, phase and name.
+_Behind = tuple[str, str, str, str]  # module, phase and name of an op, and which of its gradients
 
-    Collectives behind one op share it, each in proportion to its own time.
+
+def _place_behind(op: Op) -> _Behind:
+    return op.module, op.phase, op.hides_behind, op.behind_gradient
+
+
+def _exposed_shares(ops: Sequence[Op], times: Sequence[OpTime], overheads: Overheads) -> dict[_Behind, Num]:
+    """Share of their time that the collectives cost which hide behind one op (or one of its gradients).
+
+    They share it, each in proportion to its own time.
     """
-    hidden_s: dict[tuple[str, str, str], Num] = defaultdict(float)
-    axes: dict[tuple[str, str, str], str] = {}
+    hidden_s: dict[_Behind, Num] = defaultdict(float)
+    axes: dict[_Behind, str] = {}
     for op, time in zip(ops, times, strict=True):
         if op.hides_behind:
-            key = op.module, op.phase, op.hides_behind
+            key = _place_behind(op)
             hidden_s[key] = hidden_s[key] + time.comm_s * op.count
             axes[key] = op.axis
-    cover_s: dict[tuple[str, str, str], Num] = defaultdict(float)
+    cover_s: dict[_Behind, Num] = defaultdict(float)
     for op, time in zip(ops, times, strict=True):
-        key = op.module, op.phase, op.name
-        if key in hidden_s and op.kind != "collective":
-            cover_s[key] = cover_s[key] + time.busy_s * op.count
+        for gradient in ("", "weight" if op.is_weight_grad else "input"):
+            key = op.module, op.phase, op.name, gradient
+            if key in hidden_s and op.kind != "collective":
+                cover_s[key] = cover_s[key] + time.busy_s * op.count
     return {
         key: exposed_share(all_s, cover_s[key], overheads.not_hidden_frac(axes[key]))
         for key, all_s in hidden_s.items()

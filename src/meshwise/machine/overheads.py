@@ -66,8 +66,11 @@ FULL_WATTS = {
 CLOCK_POWER = 1.0 / 3.0
 """Exponent of the clock over power, where voltage follows the clock (Horowitz, ISSCC 2014: P = C V^2 f)."""
 
+DEFAULT_SOFTWARE = "2024"
+"""What a plan runs on that does not say: the generation that most sources of published runs measured."""
+
 SOFTWARE = ("2020", "2023", "2024-torch", "2024", "2026")
-"""Generations of training software, oldest first; the last is the default.
+"""Generations of training software, oldest first.
 
 2020: Megatron-LM and DeepSpeed with unfused attention. 2023: eager PyTorch with the first fused attention.
 2024: Transformer Engine and cuDNN; 2024-torch: compiled PyTorch and its own fused attention.
@@ -161,7 +164,7 @@ def serving_overheads(chip: Chip) -> Overheads:
     return Overheads(context_bytes=find_overheads(chip).context_bytes)
 
 
-def find_overheads(chip: Chip, software: str = SOFTWARE[-1], *, among: Tables | None = None) -> Overheads:
+def find_overheads(chip: Chip, software: str = DEFAULT_SOFTWARE, *, among: Tables | None = None) -> Overheads:
     """The overheads of `chip` under a generation of software, from the catalog (or `among` other tables).
 
     A chip whose generation has no power figures is not limited by power. PlanError for an unknown

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 from meshwise.core.errors import ModelError
 
@@ -181,6 +182,7 @@ def layer_kind(model: Model, layer: int) -> Layer:
     return Layer(is_moe_layer(model, layer), 0 if looks_back_on_all else model.sliding_window)
 
 
+@lru_cache(maxsize=256)
 def layer_kinds(model: Model) -> tuple[Layer, ...]:
     """The distinct kinds of a model's blocks, in the order in which they first appear."""
     return tuple(dict.fromkeys(layer_kind(model, layer) for layer in range(model.num_layers)))

@@ -21,7 +21,7 @@ from typing import Any
 from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
-from meshwise.machine.overheads import SOFTWARE
+from meshwise.machine.overheads import DEFAULT_SOFTWARE, SOFTWARE
 from meshwise.plan.fields import Field, check_fields, choice, number, order, read_field, sizes, switch, whole
 
 RECOMPUTE = ("none", "selective", "full")
@@ -79,7 +79,7 @@ class Plan:
     kv_dtype: str = "bf16"
     imbalance: float = 1.0
     implementation: str = "megatron"
-    software: str = SOFTWARE[-1]
+    software: str = DEFAULT_SOFTWARE
     placement: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:

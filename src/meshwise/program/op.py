@@ -40,7 +40,8 @@ class Op:
     `kernel`: its row in the table of element-wise kernels.
     `is_weight_grad`: the op may wait, as zero-bubble schedules let it. `count`: occurrences.
     A collective has `collective` (its kind), the mesh axis, its group, and `payload_bytes`, the full
-    tensor; it may run while the op `hides_behind` of the same module and phase computes. In a dispatch of
+    tensor; it may run while the op `hides_behind` of the same module and phase computes (`behind_gradient`:
+    only its gradient of the input, or of the weight). In a dispatch of
     tokens each token chooses so many `choices`, and is sent once to each rank, and node, that they meet.
     `library`: whose kernel does it, where there are several: `mla` for decode attention over latents; for a
     collective `peer` (all-reduce by reading the memory of the peers), `deepep-ll` or `deepep-normal`.
@@ -70,6 +71,7 @@ class Op:
     payload_bytes: Num = 0.0
     choices: float = 0.0
     hides_behind: str = ""
+    behind_gradient: str = ""
     library: str = ""
 
 
@@ -183,7 +185,8 @@ def elementwise(module: str, name: str, kind: str, rows: Num, width: Num, prec: 
 
 def collective(
     module: str, name: str, phase: str, kind: str, axis: str, payload_bytes: Num, group_size: Num, *,
-    stride: Num = 1.0, shape: tuple[Num, ...] = (), hides_behind: str = "", count: Num = 1.0,
+    stride: Num = 1.0, shape: tuple[Num, ...] = (), hides_behind: str = "", behind_gradient: str = "",
+    count: Num = 1.0,
     choices: float = 0.0,
 ) -> Op:  # fmt: skip
     """A collective that serves op `name`; `payload_bytes` is the full tensor (see DESIGN.md)."""
@@ -199,6 +202,7 @@ def collective(
         stride=stride,
         shape=shape,
         hides_behind=hides_behind,
+        behind_gradient=behind_gradient,
         count=count,
         choices=choices,
     )

@@ -323,8 +323,13 @@ def summing(cut: Cut) -> str:
 def on_tp(
     module: str, name: str, phase: str, kind: str, width: Num, cut: Cut, *, hides_behind: str = ""
 ) -> Op:
-    """A collective of all tokens' rows of `width` over the tensor-parallel ranks."""
+    """A collective of all tokens' rows of `width` over the tensor-parallel ranks.
+
+    Behind a matmul's backward, its input is gathered again while the gradient of the input is computed, and
+    that gradient is summed while the weight's is (Megatron-LM, tensor_parallel/layers.py).
+    """
+    gradient = ("input" if kind == "all_gather" else "weight") if hides_behind else ""
     return collective(
         module, name, phase, kind, "tp", cut.tokens * width * cut.precision.act_bytes, cut.tp,
-        stride=cut.tp_stride, hides_behind=hides_behind,
+        stride=cut.tp_stride, hides_behind=hides_behind, behind_gradient=gradient,
     )  # fmt: skip
