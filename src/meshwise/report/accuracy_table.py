@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from meshwise.calibrate.errors import grouped, is_held_out, order_loss, summarize
 from meshwise.calibrate.validate import Prediction, Validation, competing
 from meshwise.core.units import duration, with_prefix
+from meshwise.report.table import percent, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -107,13 +108,6 @@ def order_text(rows: Sequence[Prediction]) -> str:
     )
 
 
-def percent(frac: float | None, *, sign: bool = False) -> str:
-    """`0.0423` as `4.2 %`."""
-    if frac is None:
-        return ""
-    return f"{100 * frac:+.1f} %" if sign else f"{100 * frac:.1f} %"
-
-
 def quantity_text(value: float | None, quantity: str) -> str:
     """A value of a quantity for people."""
     if value is None:
@@ -133,24 +127,15 @@ def print_validation(validation: Validation, console: Console, *, num_worst: int
     for quantity in validation.quantities:
         rows = validation.of(quantity)
         print_table(error_table(quantity, [("all", rows)]), console)
-        for table in (*group_tables(rows), worst_table(rows, num_worst)):
-            print_table(table, console)
+        for shown in (*group_tables(rows), worst_table(rows, num_worst)):
+            print_table(shown, console)
     if order := order_text(validation.of("step_s")):
         console.print(order)
     print_table(reasons_table(validation.rows), console)
 
 
-def print_table(table: Table, console: Console) -> None:
+def print_table(shown: Table, console: Console) -> None:
     """Print a table, if it has rows."""
-    from rich.table import Table as RichTable
-
-    if not table.rows:
-        return
-    shown = RichTable(box=None, pad_edge=False)
-    for i, name in enumerate(table.header):
-        is_number = i > 0 and table.numbers
-        shown.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
-    for row in table.rows:
-        shown.add_row(*row)
-    console.print(shown)
-    console.print()
+    if shown.rows:
+        left = shown.header[:1] if shown.numbers else shown.header
+        console.print(table("", shown.header, shown.rows, left=left))

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from meshwise.calibrate.fit import FitReport
 from meshwise.calibrate.fit_steps import StepFit
-from meshwise.report.accuracy_table import Table, percent, print_table
+from meshwise.report.table import percent, table
 
 
 def print_op_fit(found: FitReport, console: Console) -> None:
@@ -20,7 +20,7 @@ def print_op_fit(found: FitReport, console: Console) -> None:
         ]
         for score in found.scores
     ]
-    print_table(Table(header, rows), console)
+    console.print(table("", header, rows, left=("constants", "chip")))
     if found.problems:
         first = found.problems[0].reason
         console.print(f"{len(found.problems)} rows could not be used; the first: {first}")
@@ -29,7 +29,7 @@ def print_op_fit(found: FitReport, console: Console) -> None:
 def print_step_fit(found: StepFit, console: Console) -> None:
     """Print the fitted overheads and their error on both halves of the rows."""
     rows = [[name, f"{value:.4g}"] for name, value in found.constants.items()]
-    print_table(Table(("overheads of steps", "value"), rows), console)
+    console.print(table("", ("overheads of steps", "value"), rows))
     console.print(
         f"mean error {percent(found.fitted_mean_abs_frac)} on the rows that fitted, "
         f"{percent(found.held_out_mean_abs_frac)} on those held out"
