@@ -23,12 +23,10 @@ def test_totals_count_occurrences() -> None:
     assert Ledger.from_rows(ROWS).total("comm_s") == 0.0
 
 
-def test_where_and_concat() -> None:
+def test_where() -> None:
     ledger = Ledger.from_rows(ROWS)
     assert len(ledger.where(phase="forward")) == 1
     assert len(ledger.where(phase=("forward", "backward"), op="fc1")) == 2
-    assert len(Ledger.concat([ledger, ledger])) == 4
-    assert len(Ledger.concat([])) == 0
 
 
 def test_unknown_columns_are_refused() -> None:

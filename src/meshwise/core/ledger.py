@@ -78,12 +78,6 @@ class Ledger:
                 columns[name] = np.array([empty if x is None else x for x in numbers], dtype=np.float64)
         return cls(columns)
 
-    @classmethod
-    def concat(cls, ledgers: Iterable[Ledger]) -> Ledger:
-        """The rows of all `ledgers`, one after the other."""
-        parts = [ledger.columns for ledger in ledgers] or [cls.from_rows([]).columns]
-        return cls({name: np.concatenate([part[name] for part in parts]) for name in COLUMNS})
-
     def __len__(self) -> int:
         return len(self.columns["op"])
 

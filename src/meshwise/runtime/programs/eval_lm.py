@@ -28,8 +28,7 @@ from meshwise.program.expert_pass import evaluation
 from meshwise.program.lifetime import write_ops
 from meshwise.program.tape import Tape
 from meshwise.published.moe_inference import new_pass, num_passes
-from meshwise.runtime.programs import Dtype
-from meshwise.runtime.programs.lm_setting import Setting, setting
+from meshwise.runtime.programs.lm_setting import ModelOptions, Setting, setting
 from meshwise.runtime.programs.text_data import Blocks, read_blocks, text_files
 from meshwise.runtime.programs.word_probs import WordProbs, word_document, word_probs
 
@@ -43,24 +42,15 @@ SAYS_RESULT = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(ModelOptions):
     """What the command line may choose."""
 
-    config: Annotated[str, Meta(description="preset, or file of transformer_lm_gpt fields")] = "moe-tiny"
-    override: Annotated[str, Meta(description="fields to change: decoder_layers=2,moe_freq=1")] = ""
-    text: Annotated[str, Meta(description="file or folder (default: the Python library's sources)")] = ""
-    tokenizer: Annotated[str, Meta(description="a tokenizer.json (default: bytes)")] = ""
     max_blocks: Annotated[int, Meta(ge=0, description="blocks of the text to take (0: all)")] = 64
     max_valid_steps: Annotated[
         Annotated[int, Meta(ge=0)] | None,
         Meta(description="last step of a rank, from 0 as fairseq counts: 4 is five steps"),
     ] = None
-    dtype: Annotated[Dtype | None, Meta(description="element type (default: the config's)")] = None
-    tp: Annotated[int, Meta(ge=1, description="tensor-parallel ranks")] = 1
-    ep: Annotated[int, Meta(ge=0, description="ranks that share the experts (0: as many as can)")] = 0
     grouped_gemm: Annotated[bool, Meta(description="all experts of a rank in one batched GEMM")] = False
-    seed: Annotated[int, Meta(description="seed of the weights and of policies that draw")] = 1
-    checkpoint: Annotated[str, Meta(description="folder to read the weights from (default: random)")] = ""
     save_checkpoint: Annotated[str, Meta(description="folder to write the weights to")] = ""
     train_steps: Annotated[int, Meta(ge=0, description="training steps first, on the text that follows")] = 0
     train_batches: Annotated[int, Meta(ge=1, description="batches of one training step, of all ranks")] = 8

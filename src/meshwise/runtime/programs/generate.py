@@ -25,8 +25,7 @@ from meshwise.core.errors import WorkloadError
 from meshwise.program.generation import Generation, generation_events
 from meshwise.program.lifetime import write_ops
 from meshwise.program.tape import Tape
-from meshwise.runtime.programs import Dtype
-from meshwise.runtime.programs.lm_setting import Setting, setting
+from meshwise.runtime.programs.lm_setting import ModelOptions, Setting, setting
 from meshwise.runtime.programs.text_data import EOS, read_blocks
 
 if TYPE_CHECKING:
@@ -37,14 +36,10 @@ SAYS_RESULT = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(ModelOptions):
     """What the command line may choose."""
 
-    config: Annotated[str, Meta(description="preset, or file of transformer_lm_gpt fields")] = "moe-tiny"
-    override: Annotated[str, Meta(description="fields to change: decoder_layers=2,moe_freq=1")] = ""
     prompt: Annotated[str, Meta(description="text to go on from (default: pieces of --text)")] = ""
-    text: Annotated[str, Meta(description="where prompts are cut from (default: Python's library)")] = ""
-    tokenizer: Annotated[str, Meta(description="a tokenizer.json (default: bytes)")] = ""
     num_prompts: Annotated[int, Meta(ge=1, description="prompts to cut from the text")] = 4
     prompt_tokens: Annotated[int, Meta(ge=1, description="tokens of each of them")] = 32
     max_tokens: Annotated[int, Meta(ge=1, description="tokens to generate at most, the end included")] = 32
@@ -61,10 +56,6 @@ class Options:
     capacity_fraction: Annotated[
         float, Meta(ge=0, le=1, description="slots of an expert, as a share of a step's tokens (0: config's)")
     ] = 1.0
-    dtype: Annotated[Dtype | None, Meta(description="element type (default: the config's)")] = None
-    tp: Annotated[int, Meta(ge=1, description="tensor-parallel ranks")] = 1
-    ep: Annotated[int, Meta(ge=0, description="ranks that share the experts (0: as many as can)")] = 0
-    seed: Annotated[int, Meta(description="seed of the weights and of sampling")] = 1
     checkpoint: Annotated[str, Meta(description="folder to read the weights from (default: random)")] = ""
 
 

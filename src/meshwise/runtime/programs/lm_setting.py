@@ -4,12 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from msgspec import Meta
 
 from meshwise.model.gpt_config import GptConfig, find_gpt_config, with_vocab
 from meshwise.program.expert_parallel import Placement, check_tp, place
+from meshwise.runtime.programs import Dtype
 from meshwise.runtime.programs.checkpoint_index import check_config
 from meshwise.runtime.programs.text_data import Tokenizer, find_tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """What the command line may choose in every program of the language model."""
+
+    config: Annotated[str, Meta(description="preset, or file of transformer_lm_gpt fields")] = "moe-tiny"
+    override: Annotated[str, Meta(description="fields to change: decoder_layers=2,moe_freq=1")] = ""
+    text: Annotated[str, Meta(description="file or folder (default: the Python library's sources)")] = ""
+    tokenizer: Annotated[str, Meta(description="a tokenizer.json (default: bytes)")] = ""
+    dtype: Annotated[Dtype | None, Meta(description="element type (default: the config's)")] = None
+    tp: Annotated[int, Meta(ge=1, description="tensor-parallel ranks")] = 1
+    ep: Annotated[int, Meta(ge=0, description="ranks that share the experts (0: as many as can)")] = 0
+    seed: Annotated[int, Meta(description="seed of the weights and of all that draws")] = 1
+    checkpoint: Annotated[str, Meta(description="folder to read the weights from (default: random)")] = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,8 +40,8 @@ class Setting:
     dtype: str
 
 
-def setting(options: Any, ranks: int) -> Setting:
-    """The setting of `options` (of `eval_lm` or `generate`) on `ranks`; a MeshwiseError if it has none."""
+def setting(options: ModelOptions, ranks: int) -> Setting:
+    """The setting of `options` on `ranks`; a MeshwiseError if it has none."""
     tokenizer = find_tokenizer(options.tokenizer)
     config = with_vocab(find_gpt_config(options.config, options.override), tokenizer.vocab_size)
     if options.checkpoint:

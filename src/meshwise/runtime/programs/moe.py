@@ -317,14 +317,9 @@ class Experts(nn.Module):
     """The experts of one layer that one rank holds, of one width, cut over `tp` ranks."""
 
     def __init__(
-        self,
-        config: GptConfig,
-        shard: Shard,
-        *,
-        grouped: bool,
-        device: torch.device | str,
+        self, config: GptConfig, shard: Shard, *, grouped: bool, device: torch.device | str,
         dtype: torch.dtype,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.num_experts = config.moe_expert_count // shard.ep
         self.grouped = grouped
@@ -353,14 +348,9 @@ class MoELayer(nn.Module):
     """Experts in place of the feed-forward. `grouped`: one batched GEMM in place of a loop over experts."""
 
     def __init__(
-        self,
-        config: GptConfig,
-        shard: Shard,
-        *,
-        grouped: bool,
-        device: torch.device | str,
+        self, config: GptConfig, shard: Shard, *, grouped: bool, device: torch.device | str,
         dtype: torch.dtype,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.config, self.shard = config, shard
         self.gate = Linear(config.moe_expert_count, config.decoder_embed_dim, device=device, dtype=dtype)

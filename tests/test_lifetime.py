@@ -1,0 +1,79 @@
+"""What is alive in a program follows from its ops: against brute force, on a tape, and in a grid."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwise.program.lifetime import Event, Script, Tensor, lifetimes, peak_bytes, play
+from meshwise.program.tape import Tape
+
+SIZES = st.lists(st.integers(0, 100), min_size=1, max_size=12)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[Event]:
+    """Kernels that each read some tensors made before; some read views."""
+    script = Script(module="m", dtype="fp32")
+    made: list[Tensor] = []
+    for i, size in enumerate(draw(SIZES)):
+        reads = draw(st.lists(st.sampled_from(made), max_size=3, unique=True)) if made else []
+        reads = [each.view("view", 1) if draw(st.booleans()) else each for each in reads]
+        made.append(script.kernel(f"op {i}", (size,), reads))
+    return script.events
+
+
+def alive_at(events: list[Event], place: int) -> float:
+    """Bytes of all tensors that are made up to this event and read at it or later, or made at it."""
+    total = 0.0
+    for i, event in enumerate(events[: place + 1]):
+        for tensor in event.makes:
+            is_read = any(each.memory is tensor for later in events[place:] for each in later.reads)
+            total += float(tensor.bytes) if i == place or is_read else 0.0
+    return total
+
+
+@given(programs())
+def test_alive_is_made_before_and_read_later(events: list[Event]) -> None:
+    tape = Tape("estimate")
+    play(events, tape)
+    expected = [alive_at(events, i) for i in range(len(events))]
+    assert [row["live_bytes"] for row in tape._rows] == expected
+    assert tape.peak_bytes == peak_bytes(events) == max(expected)
+
+
+@given(programs())
+def test_everything_is_given_back_once(events: list[Event]) -> None:
+    gone = [tensor for _, tensors in lifetimes(events) for tensor in tensors]
+    assert len(gone) == len(set(gone)) and set(gone) == {t for event in events for t in event.makes}
+    tape = Tape("estimate")
+    play(events, tape)
+    assert tape.live_bytes == 0.0
+
+
+@given(programs())
+def test_a_longer_life_never_lowers_the_peak(events: list[Event]) -> None:
+    held = [*events, Event(reads=[tensor for event in events for tensor in event.makes])]
+    assert peak_bytes(held) == sum(tensor.bytes for event in events for tensor in event.makes)
+    assert peak_bytes(held) >= peak_bytes(events)
+
+
+@given(programs(), st.lists(st.floats(0.0, 1e6), min_size=1, max_size=4))
+def test_a_grid_of_sizes_is_the_loop_over_them(events: list[Event], factors: list[float]) -> None:
+    def scaled(factor: float | np.ndarray) -> list[Event]:
+        same: dict[Tensor, Tensor] = {}
+
+        def of(tensor: Tensor) -> Tensor:
+            if tensor not in same:
+                storage = None if tensor.storage is None else of(tensor.storage)
+                shape = tuple(dim * factor for dim in tensor.shape)
+                same[tensor] = replace(tensor, shape=shape, storage=storage)
+            return same[tensor]
+
+        return [Event(None, [*map(of, e.reads)], [*map(of, e.makes)]) for e in events]
+
+    grid = np.broadcast_to(peak_bytes(scaled(np.array(factors))), len(factors))
+    assert grid.tolist() == [float(peak_bytes(scaled(factor))) for factor in factors]
