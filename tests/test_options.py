@@ -34,10 +34,9 @@ OTHERS = {  # option: words that state something else than the base; where there
         "--cluster": [("--cluster", "a100-80g-sxm:128"), ("--cluster", "a100")],
     },
     "search": {
-        "--plan": [("--plan", "dtype=fp8"), ("--plan", "dtype=x")],
+        "--plan": [("--plan", "dtype=fp8"), ("--plan", "schedule=gpipe|1f1b,pp=2"), ("--plan", "dtype=x")],
         "--batch": [("--batch", "16"), ("--batch", "0")],
         "--seq": [("--seq", "1024")],
-        "--schedules": [("--schedules", "gpipe"), ("--schedules", "gpipes")],
         "--top": [("--top", "2"), ("--top", "0")],
         "--json": [("--json",)],
         "--cluster": [("--cluster", "h100-80g-sxm:8")],

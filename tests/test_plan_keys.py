@@ -29,6 +29,7 @@ OTHERS = {  # other values of keys whose values are not listed in `Field.values`
     "placement": ("dp-pp-cp-tp",),
     "lora_rank": ("8",),
 }
+EXPERT_KEYS = ("ep=2", "etp=2", "dispatch=per_rank", "imbalance=1.5", "overlap_ep=1")
 
 
 def values_of(key: str) -> tuple[str, ...]:
@@ -63,3 +64,10 @@ def test_every_value_of_every_key_counts(key: str) -> None:
                 break
         else:
             pytest.fail(f"{key}={text} changes nothing")
+
+
+@pytest.mark.parametrize("text", EXPERT_KEYS)
+def test_keys_of_experts_are_refused_without_experts(text: str) -> None:
+    refusal = priced(DENSE, plan_keys(f"tp=2,{text}"))
+    key = text.partition("=")[0]
+    assert refusal == f"{key} is stated but {DENSE} has no experts; leave {key} out"

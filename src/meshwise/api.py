@@ -120,7 +120,8 @@ def search(
         model: A `Model`, a preset or the path of a config.json.
         cluster: A `Cluster`, a preset, `"chip:count"`, or the path of a TOML file.
         plan: Keys that are fixed, as in `estimate`, or the values that each may have: `"tp=4|8,zero=1"`, or
-            a mapping of keys to values. All others are searched, or have their default.
+            a mapping of keys to values; of a `Plan`, the keys that have not their default. All others are
+            searched, or have their default.
         batch: Global batch in sequences.
         seq: Tokens of a sequence; by default what the model allows, at most 4096.
         top: How many plans to keep.

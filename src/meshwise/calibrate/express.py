@@ -266,7 +266,7 @@ def plans_of(run: Run, model: Model, defaults: Defaults) -> tuple[Plan, ...]:
         schedule="interleaved" if vpp > 1 else "1f1b",
         stages=_stages(model.num_layers, run.pp * vpp),
         ep=run.ep or 1,
-        dispatch=_DISPATCH.get(run.dispatcher or "", "per_rank"),
+        dispatch=_DISPATCH.get(run.dispatcher or "", "per_rank") if model.moe is not None else "per_expert",
         etp=1 if model.moe is not None else None,
         zero=run.zero_stage or 0,
         zero_group=run.zero_group,

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -196,7 +198,7 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
             sizes["cp"] > 1,
             lambda: f"layout={mesh.plan.layout} cuts the sequence itself; leave cp={_int(sizes['cp'])} out",
         )
-    yield from _expert_rules(model, mesh)
+    yield from _expert_rules(model, mesh, sizes)
     yield from _replica_rules(mesh, sizes)
     yield Rule(
         valid(mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp) == 0,
@@ -329,10 +331,19 @@ def _model_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
     )
 
 
-def _expert_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
+def _expert_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
     ep, etp, moe, name = mesh.ep, mesh.etp, model.moe, model.name
     if moe is None:
-        yield Rule(ep > 1, lambda: f"ep={_int(ep)} but {name} has no experts; leave ep out")
+        stated: dict[str, Any] = {
+            "ep": ep > 1,
+            "etp": sizes["etp"] > 0,
+            "imbalance": mesh.imbalance > 1,
+            "dispatch": mesh.plan.dispatch != DEFAULTS["dispatch"],
+            "overlap_ep": mesh.plan.overlap_ep,
+        }
+        for key, is_stated in stated.items():
+            sentence = f"{key} is stated but {name} has no experts; leave {key} out"
+            yield Rule(is_stated, partial(str, sentence))
         return
     yield Rule(
         moe.num_experts % ep != 0,
