@@ -139,7 +139,7 @@ def test_options_of_other_conventions_are_refused(
 
 def test_ideal_is_the_default_path_and_refuses_nothing(meshwise: Any) -> None:
     words = ("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:64", "--batch", "64", "--tokens", "1e9")
-    plan = "tp=4,pp=4,zero=2,recompute=full,dtype=fp16,attention=unfused,imbalance=1.2,overlap_dp=0"
+    plan = "tp=4,pp=4,zero=2,recompute=full,dtype=fp16,attention=unfused,overlap_dp=0"
     step_s = [
         meshwise(*words, "--plan", plan, "--convention", convention, "--json").document["step_s"]
         for convention in ("ideal", "default")

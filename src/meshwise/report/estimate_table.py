@@ -38,9 +38,10 @@ def _print_head(estimate: Estimate, run: Mapping[str, float], console: Console) 
     degrees = f"tp={plan.tp} cp={plan.cp} pp={plan.pp} dp={int(on.dp)}"
     if estimate.model.moe:
         degrees += f" ep={plan.ep} etp={int(on.etp)}"
+    work = estimate.workload
     console.print(
-        f"{estimate.model.name} on {chips} x {estimate.cluster.chip.name}: {degrees}, batch "
-        f"{estimate.workload.batch} x {estimate.workload.seq}, microbatch {estimate.workload.microbatch}"
+        f"{estimate.model.name} on {chips} x {estimate.cluster.chip.name}, {plan.implementation}: {degrees}, "
+        f"batch {work.batch} x {work.seq}, microbatch {work.microbatch}"
     )
     verdict = "fits" if estimate.fits else "DOES NOT FIT"
     capacity = with_prefix(estimate.cluster.chip.memory_bytes, "B")
