@@ -89,15 +89,18 @@ def contents(stage: Stage, parts: Sequence[Part]) -> list[tuple[Num, Part]]:
     return list(zip((stage.embeddings, *stage.layers, stage.heads), parts, strict=True))
 
 
-def held_params(stage: Stage, parts: Sequence[Part]) -> Held:
-    """Weights on one rank of a stage."""
+def held_params(model: Model, stage: Stage, parts: Sequence[Part], cut: Cut) -> Held:
+    """Weights on one rank of a stage; a tied embedding is held again where the head is on another stage."""
     held = contents(stage, parts)
-    dense = sum(count * part.dense_params for count, part in held)
+    tied = model.vocab * model.hidden / cut.tp * model.tied_embedding * stage.heads * (stage.embeddings == 0)
+    dense = sum(count * part.dense_params for count, part in held) + tied
     experts = sum(count * part.expert_params for count, part in held)
     return Held(
         dense=dense,
         experts=experts,
-        dense_trained=dense - sum(count * part.dense_frozen for count, part in held),
+        dense_trained=dense
+        - sum(count * part.dense_frozen for count, part in held)
+        - tied * (cut.lora_rank > 0),
         experts_trained=experts - sum(count * part.expert_frozen for count, part in held),
         dense_quantized=sum(count * part.dense_quantized for count, part in held),
         experts_quantized=sum(count * part.expert_quantized for count, part in held),
@@ -110,7 +113,7 @@ def stage_memory(
     """Memory of one rank of `stage` at its peak; beyond its tensors, what `overheads` says."""
     if mesh.serves:
         return _serving_memory(model, stage, parts, mesh, cut, overheads)
-    weights, gradients, optimizer = state_bytes(held_params(stage, parts), mesh, cut, overheads)
+    weights, gradients, optimizer = state_bytes(held_params(model, stage, parts, cut), mesh, cut, overheads)
     activations = _activation_bytes(model, stage, parts, mesh, cut)
     buffers = _buffer_bytes(model, stage, parts, mesh, cut, overheads.loss_bytes)
     tensors = weights + gradients + optimizer + activations + buffers

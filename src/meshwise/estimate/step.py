@@ -168,7 +168,7 @@ def _stage_cost(
     model: Model, stage: Stage, by_part: Sequence[Part], mesh: Mesh, cut: Cut, machine: Machine
 ) -> StageCost:
     time = stage_time(model, stage, by_part, mesh, cut, machine)
-    held = held_params(stage, by_part)
+    held = held_params(model, stage, by_part, cut)
     exchanged, comm_dp_s = _exchanged(model, stage, held, time, mesh, cut, machine)
     return StageCost(
         stage=stage,
