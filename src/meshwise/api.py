@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +113,10 @@ def search(
     *,
     batch: int,
     seq: int | None = None,
+    microbatch: Sequence[int] = (),
     top: int = 5,
+    memory_frac: float = 0.92,
+    beside: str | Path | Plan | None = None,
 ) -> Result:
     """Price every plan of `model` on `cluster` and keep the fastest that fit.
 
@@ -124,7 +128,10 @@ def search(
             searched, or have their default.
         batch: Global batch in sequences.
         seq: Tokens of a sequence; by default what the model allows, at most 4096.
-        top: How many plans to keep.
+        microbatch: Sequences of a microbatch that may be chosen; by default all that divide the batch.
+        top: How many plans to keep, the fastest of each family with the same degrees.
+        memory_frac: Share of a chip's memory that a plan may need.
+        beside: A plan to show beside the best one, term by term.
 
     Returns:
         How many plans there are, and the fastest that fit (`best`), fastest first; none where none fits.
@@ -132,14 +139,24 @@ def search(
     Raises:
         MeshwiseError: A name is unknown or a number makes no sense.
     """
+    from meshwise.estimate.single import estimate as price
     from meshwise.plan.workload import Workload
     from meshwise.search.search import search as find
 
     if top < 1:
         raise WorkloadError(f"top={top} must be a whole number of at least 1")
+    if not 0 < memory_frac <= 1:
+        raise WorkloadError(f"memory_frac={memory_frac} must be above 0 and at most 1")
     shape, machine = _model(model), _cluster(cluster)
-    work = Workload(batch=batch, seq=_seq(shape, seq))
-    return find(shape, machine, batch=work.batch, seq=work.seq, top=top, stated=_choices(plan))
+    sizes = tuple(microbatch)
+    works = [Workload(batch=batch, seq=_seq(shape, seq), microbatch=size) for size in sizes or (1,)]
+    stated = dict(_choices(plan)) | ({"microbatch": sizes} if sizes else {})
+    found = find(
+        shape, machine, batch=batch, seq=works[0].seq, stated=stated, top=top, memory_frac=memory_frac
+    )
+    if beside is None:
+        return found
+    return replace(found, beside=price(shape, machine, _plan(beside), works[0]))
 
 
 def serve(

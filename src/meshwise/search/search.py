@@ -1,68 +1,49 @@
 """The best plan for a model on a cluster, proven best by pricing all of them.
 
-The space is every combination of tp, cp, ep, etp, pp, microbatch, schedule with its virtual stages,
-recomputation and ZeRO stage that divides what it cuts; a key that the caller states has the stated values
-only. All of it is priced by the same path as one plan (`estimate.grid`), and nothing is pruned, so the first
-of `best` is the fastest plan of the space that fits. Plans that are the same in other words count once.
+A key that the caller states has the stated values only, all others those of `search.space`. Every
+combination that divides what it cuts is priced by the same path as one plan (`estimate.grid`), and nothing is
+pruned: the first of `best` is the fastest plan of the space that fits. Plans that are the same in other words
+count once.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from meshwise.core.errors import MeshwiseError
-from meshwise.cost.schedule import SCHEDULES
-from meshwise.estimate.grid import Cells, Space, price_grid
+from meshwise.estimate.grid import price_grid
 from meshwise.estimate.single import Estimate, estimate
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
-from meshwise.plan.plan import RECOMPUTE, Plan, plan_text
+from meshwise.plan.plan import Plan, plan_text
 from meshwise.plan.workload import Workload
+from meshwise.search.kept import Found, Kept, fastest_first
+from meshwise.search.space import free_values, offloaded_values
 
-MAX_TP = 64
-MAX_CP = 16
-MAX_PP = 128
-MAX_VPP = 16
-MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-MIN_CONTEXT_TOKENS = 1024
-"""A rank's share of a sequence below which context parallelism is not tried."""
+MEMORY_FRAC = 0.92
+"""Share of the memory that a plan may need; the rest is for what the estimate does not know."""
 
 MAX_FRONT = 30
 """Plans of the Pareto front that are kept for the answer."""
 
+MAX_GROWTH = 64
+"""How many times more chips are tried where nothing fits."""
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """One plan of the space, as the grid prices it."""
-
-    plan: Plan
-    microbatch: int
-    step_s: float
-    memory_bytes: float
-
-    def to_json(self) -> dict[str, Any]:
-        """The plan as text, and its two figures."""
-        return {
-            "plan_text": plan_text(self.plan),
-            "microbatch": self.microbatch,
-            "step_s": self.step_s,
-            "memory_bytes": self.memory_bytes,
-        }
+Stated = Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """What a search looked at and found.
 
-    `best`: the fastest plans that fit, fastest first. `pareto`: plans that fit and that no other beats in
-    both step time and memory, fastest first. `nearest_miss`: where nothing fits, the plan that
-    needs least memory; `reason`: why there is no plan at all.
+    `capacity_bytes`: what a plan may need. `best`: the fastest plan of each family that fits, fastest first;
+    `num_variants`: how many plans of its family fit. `pareto`: plans that fit and that no other beats in both
+    step time and memory, fastest first. Where nothing fits, `nearest_miss` needs least memory, and on
+    `needs_chips` chips a plan fits (0: on none of the numbers tried). Where there is no plan, `reason` says
+    why. `beside` is a plan that the caller wants to see beside the best.
     """
 
     plans_considered: int
@@ -70,9 +51,12 @@ class Result:
     elapsed_s: float
     capacity_bytes: float
     best: tuple[Estimate, ...]
+    num_variants: tuple[int, ...]
     pareto: tuple[Found, ...]
     nearest_miss: Found | None
+    needs_chips: int = 0
     reason: str = ""
+    beside: Estimate | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The document that `meshwise search --json` prints."""
@@ -82,55 +66,32 @@ class Result:
             "plans_feasible": self.plans_feasible,
             "elapsed_s": self.elapsed_s,
             "plans_per_s": self.plans_considered / self.elapsed_s,
-            "best": [
-                {
-                    "plan": found.to_json(ledger=False)["plan"],
-                    "plan_text": plan_text(found.plan),
-                    "microbatch": found.workload.microbatch,
-                    "step_s": found.step_s,
-                    "mfu": found.mfu,
-                    "tokens_per_s": found.tokens_per_s,
-                    "memory_bytes": found.memory_bytes,
-                }
-                for found in self.best
-            ],
+            "capacity_bytes": self.capacity_bytes,
+            "best": [_best_json(found, num) for found, num in zip(self.best, self.num_variants, strict=True)],
             "pareto": [found.to_json() for found in self.pareto],
-            "nearest_miss": None
-            if miss is None
-            else miss.to_json() | {"short_bytes": miss.memory_bytes - self.capacity_bytes},
+            "nearest_miss": miss
+            and miss.to_json()
+            | {
+                "short_bytes": miss.memory_bytes - self.capacity_bytes,
+                "needs_chips": self.needs_chips or None,
+            },
             "reason": self.reason or None,
+            "beside": self.beside and _best_json(self.beside, 1) | {"fits": self.beside.fits},
         }
 
 
-def free_values(model: Model, world: int, workload: Workload) -> dict[str, Sequence[Any]]:
-    """Every value worth trying of the keys that a search chooses where they are not stated."""
-    layers, seq = model.num_layers, workload.seq
-    pp = [x for x in _divisors(world) if x <= min(MAX_PP, layers)]
-    found: dict[str, Sequence[Any]] = {
-        "tp": [x for x in _divisors(world) if x <= MAX_TP and model.num_heads % x == 0],
-        "cp": [x for x in _divisors(world) if x <= MAX_CP and _shares(seq, x)],
-        "pp": pp,
-        "vpp": [v for v in range(1, MAX_VPP + 1) if v == 1 or any(v * x <= layers + 2 for x in pp if x > 1)],
-        "schedule": [name for name in SCHEDULES if name != "gpipe"],
-        "microbatch": [x for x in MICROBATCHES if workload.batch % x == 0],
-        "recompute": RECOMPUTE,
-        "zero": (0, 1, 2, 3),
+def _best_json(found: Estimate, num_variants: int) -> dict[str, Any]:
+    return {
+        "plan": found.to_json(ledger=False)["plan"],
+        "plan_text": plan_text(found.plan),
+        "microbatch": found.workload.microbatch,
+        "step_s": found.step_s,
+        "mfu": found.mfu,
+        "tokens_per_s": found.tokens_per_s,
+        "memory_bytes": found.memory_bytes,
+        "time_s": found.time_s,
+        "num_variants": num_variants,
     }
-    if model.moe is not None:
-        found |= {
-            "ep": [x for x in _divisors(model.moe.num_experts) if world % x == 0],
-            "etp": (None, 1),
-        }
-    return found
-
-
-def _shares(seq: int, cp: int) -> bool:
-    return cp == 1 or (seq % cp == 0 and seq // cp >= MIN_CONTEXT_TOKENS)
-
-
-def _divisors(number: int) -> list[int]:
-    small = [x for x in range(1, int(number**0.5) + 1) if number % x == 0]
-    return sorted({*small, *(number // x for x in small)})
 
 
 def search(
@@ -139,134 +100,70 @@ def search(
     *,
     batch: int,
     seq: int,
-    stated: Mapping[str, Sequence[Any]] | None = None,
+    stated: Stated | None = None,
     top: int = 5,
+    memory_frac: float = MEMORY_FRAC,
 ) -> Result:
-    """Price every plan of the space and return the `top` fastest that fit the memory.
+    """Price every plan of the space; keep the fastest of each of the `top` families that fit the memory.
 
+    Where none fits, offloading is tried too (a plan that does without is the simpler one).
     `stated`: the values that keys of the plan (and `microbatch`) may have, in place of all of them.
-    The result has no `best` where nothing fits. PlanError where a stated key is unknown.
+    `memory_frac`: share of a chip's memory that a plan may need. The result has no `best` where nothing fits.
+    PlanError where a stated key is unknown.
     """
-    started = time.perf_counter()
+    started, stated = time.perf_counter(), stated or {}
     workload = Workload(batch=batch, seq=seq)
-    space: Space = free_values(model, cluster.num_chips, workload) | dict(stated or {})
-    capacity = cluster.chip.memory_bytes
-    considered, feasible = 0, 0
-    fastest: list[Found] = []
-    front: list[Found] = []
-    miss: Found | None = None
-    for cells in price_grid(model, cluster, workload, space, Plan()):
-        plans = _distinct(cells)
-        step_s, memory = cells.array(cells.step.step_s), cells.array(cells.step.memory_bytes)
-        fits = plans & (memory <= capacity)
-        considered += int(plans.sum())
-        feasible += int(fits.sum())
-        if fits.any():
-            times = np.where(fits, step_s, np.inf)
-            bound = fastest[-1].step_s if len(fastest) == top else np.inf
-            fastest = _fastest([*fastest, *_least(cells, times, bound, top)])[:top]
-            front = _front([*front, *_front(_front_cells(cells, times))])
-        elif not feasible and plans.any():
-            least = next(_least(cells, np.where(plans, memory, np.inf), np.inf, 1))
-            miss = min(filter(None, (miss, least)), key=lambda found: found.memory_bytes)
-    best = tuple(
-        estimate(model, cluster, found.plan, Workload(batch=batch, seq=seq, microbatch=found.microbatch))
-        for found in fastest
-    )
+    kept = _price(model, cluster, workload, stated, memory_frac)
+    if kept.considered and not kept.feasible:
+        kept = _price(model, cluster, workload, offloaded_values(cluster) | dict(stated), memory_frac)
+    best = fastest_first(kept.fastest.values())[:top]
+    families = {id(found): family for family, found in kept.fastest.items()}
+    no_fit = kept.considered > 0 and not best
     return Result(
-        plans_considered=considered,
-        plans_feasible=feasible,
+        plans_considered=kept.considered,
+        plans_feasible=kept.feasible,
         elapsed_s=time.perf_counter() - started,
-        capacity_bytes=capacity,
-        best=best,
-        pareto=tuple(front[:MAX_FRONT]),
-        nearest_miss=None if feasible else miss,
-        reason="" if considered else _reason(model, cluster, workload, stated or {}),
+        capacity_bytes=kept.capacity_bytes,
+        best=tuple(
+            estimate(model, cluster, found.plan, replace(workload, microbatch=found.microbatch))
+            for found in best
+        ),
+        num_variants=tuple(kept.num_variants[families[id(found)]] for found in best),
+        pareto=tuple(kept.front[:MAX_FRONT]),
+        nearest_miss=kept.miss if no_fit else None,
+        needs_chips=_needs_chips(model, cluster, workload, stated, memory_frac) if no_fit else 0,
+        reason="" if kept.considered else _reason(model, cluster, workload, stated),
     )
 
 
-def _reason(model: Model, cluster: Cluster, workload: Workload, stated: Mapping[str, Sequence[Any]]) -> str:
+def _price(model: Model, cluster: Cluster, workload: Workload, stated: Stated, memory_frac: float) -> Kept:
+    kept = Kept(memory_frac * cluster.chip.memory_bytes)
+    space = free_values(model, cluster, workload) | dict(stated)
+    if "recompute_layers" not in stated and "full" not in space["recompute"]:
+        del space["recompute_layers"]
+    for cells in price_grid(model, cluster, workload, space, Plan()):
+        kept.add(cells)
+    return kept
+
+
+def _needs_chips(
+    model: Model, cluster: Cluster, workload: Workload, stated: Stated, memory_frac: float
+) -> int:
+    """The smallest doubling of the chips on which a plan fits; 0 if none of those tried is enough."""
+    num_chips = 2 * cluster.num_chips
+    while num_chips <= MAX_GROWTH * cluster.num_chips:
+        if _price(model, replace(cluster, num_chips=num_chips), workload, stated, memory_frac).feasible:
+            return num_chips
+        num_chips *= 2
+    return 0
+
+
+def _reason(model: Model, cluster: Cluster, workload: Workload, stated: Stated) -> str:
     """Why no combination is a plan: what the first stated one breaks by itself, if it does."""
     first = {key: values[0] for key, values in stated.items() if key != "microbatch"}
     microbatch = stated.get("microbatch", (1,))[0]
     try:
-        estimate(
-            model, cluster, Plan(**first),
-            Workload(batch=workload.batch, seq=workload.seq, microbatch=microbatch),
-        )  # fmt: skip
+        estimate(model, cluster, Plan(**first), replace(workload, microbatch=microbatch))
     except MeshwiseError as error:
         return str(error)
     return f"no combination of degrees divides {cluster.num_chips} ranks and a batch of {workload.batch}"
-
-
-def _distinct(cells: Cells) -> NDArray[np.bool_]:
-    """Which cells are plans that no cell before them is in other words.
-
-    Without a pipeline all schedules are alike, without replicas all ZeRO stages and overlaps of exchanges.
-    """
-    mesh = cells.mesh
-    piped = mesh.pp > 1
-    columns = (
-        *(
-            mesh.tp,
-            mesh.ulysses,
-            mesh.ring,
-            mesh.pp,
-            mesh.vpp * piped,
-            mesh.schedule * piped,
-            mesh.dp,
-            mesh.ep,
-        ),
-        *(mesh.etp, mesh.zero_group, mesh.microbatch, mesh.imbalance),
-    )
-    num_rows = len(cells.rows[0])
-    table = np.stack([np.broadcast_to(np.asarray(column, dtype=np.float64), num_rows) for column in columns])
-    _, first = np.unique(table, axis=1, return_index=True)
-    is_first = np.zeros(num_rows, dtype=bool)
-    is_first[first] = True
-    alone = (mesh.replicas == 1) & (mesh.expert_replicas == 1)
-    plans = ~np.asarray(cells.broken) & is_first
-    for key, alike in (("zero", alone), ("overlap_dp", alone), ("overlap_pp", mesh.pp == 1)):
-        values = getattr(mesh, key)
-        if isinstance(values, np.ndarray):
-            plans = plans & ~(alike & (values != values.flat[0]))
-    return np.broadcast_to(plans, cells.shape)
-
-
-def _least(cells: Cells, values: NDArray[np.float64], bound: float, most: int) -> Iterator[Found]:
-    """The `most` cells of least `values` below `bound`."""
-    flat = values.ravel()
-    below = np.flatnonzero(flat < bound)
-    if len(below) > most:
-        below = below[np.argpartition(flat[below], most - 1)[:most]]
-    return (_found(cells, int(cell)) for cell in below)
-
-
-def _found(cells: Cells, cell: int) -> Found:
-    index = tuple(int(i) for i in np.unravel_index(cell, cells.shape))
-    plan, microbatch = cells.plan_at(index)
-    step_s, memory = cells.array(cells.step.step_s)[index], cells.array(cells.step.memory_bytes)[index]
-    return Found(plan, microbatch, float(step_s), float(memory))
-
-
-def _fastest(found: Sequence[Found]) -> list[Found]:
-    return sorted(found, key=lambda one: (one.step_s, one.memory_bytes))
-
-
-def _front_cells(cells: Cells, times: NDArray[np.float64]) -> list[Found]:
-    """The cells that no other of these beats in both time and memory."""
-    flat, memory = times.ravel(), cells.array(cells.step.memory_bytes).ravel()
-    order = np.lexsort((memory, flat))
-    order = order[np.isfinite(flat[order])]
-    least = np.minimum.accumulate(memory[order])
-    is_new = np.ones(len(order), dtype=bool)
-    is_new[1:] = least[1:] < least[:-1]
-    return [_found(cells, int(cell)) for cell in order[is_new]]
-
-
-def _front(found: Sequence[Found]) -> list[Found]:
-    front: list[Found] = []
-    for one in _fastest(found):
-        if not front or one.memory_bytes < front[-1].memory_bytes:
-            front.append(one)
-    return front

@@ -1,0 +1,171 @@
+"""What a search keeps of the plans that it prices: the fastest of each family, and the Pareto front.
+
+A *family* is the plans with the same degrees (`FAMILY`), which differ in details. The front has the plans
+that fit and that no other beats in both step time and memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.estimate.grid import Cells
+from meshwise.plan.plan import Plan, plan_text
+
+FAMILY = ("tp", "cp", "pp", "ep", "etp")
+"""Degrees that tell one family of plans from another."""
+
+Floats = NDArray[np.float64]
+Family = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One plan of the space, as the grid prices it."""
+
+    plan: Plan
+    microbatch: int
+    step_s: float
+    memory_bytes: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as text, and its two figures."""
+        return {
+            "plan_text": plan_text(self.plan),
+            "microbatch": self.microbatch,
+            "step_s": self.step_s,
+            "memory_bytes": self.memory_bytes,
+        }
+
+
+@dataclass(slots=True)
+class Kept:
+    """The plans kept so far, of those that need at most `capacity_bytes`; `miss` needs the least of all.
+
+    `num_variants`: how many plans of each family fit. `front` is fastest first.
+    """
+
+    capacity_bytes: float
+    considered: int = 0
+    feasible: int = 0
+    fastest: dict[Family, Found] = field(default_factory=dict)
+    num_variants: dict[Family, int] = field(default_factory=dict)
+    front: list[Found] = field(default_factory=list)
+    miss: Found | None = None
+
+    def add(self, cells: Cells) -> None:
+        """Look at the plans of one grid."""
+        plans = distinct(cells)
+        memory = cells.array(cells.step.memory_bytes)
+        fits = plans & (memory <= self.capacity_bytes)
+        self.considered += int(plans.sum())
+        num_fitting = int(fits.sum())
+        self.feasible += num_fitting
+        if num_fitting:
+            times = np.where(fits, cells.array(cells.step.step_s), np.inf)
+            self._add_families(cells, times)
+            self._add_front(cells, times, memory)
+        elif not self.feasible and plans.any():
+            least = found_at(cells, int(np.argmin(np.where(plans, memory, np.inf))))
+            if self.miss is None or least.memory_bytes < self.miss.memory_bytes:
+                self.miss = least
+
+    def _add_families(self, cells: Cells, times: Floats) -> None:
+        by_row = times.reshape(-1, times.shape[-1])
+        best = by_row.min(axis=0)
+        num_fitting = np.isfinite(by_row).sum(axis=0)
+        degrees = np.stack([np.broadcast_to(getattr(cells.mesh, name), best.shape) for name in FAMILY])
+        families, of_row = np.unique(degrees, axis=1, return_inverse=True)
+        counts = np.bincount(of_row.ravel(), weights=num_fitting, minlength=families.shape[1])
+        order = np.argsort(best, kind="stable")
+        _, first = np.unique(of_row.ravel()[order], return_index=True)
+        for i, row in enumerate(order[first]):
+            family = tuple(map(float, families[:, i]))
+            if not np.isfinite(best[row]):
+                continue
+            self.num_variants[family] = self.num_variants.get(family, 0) + int(counts[i])
+            if family not in self.fastest or best[row] < self.fastest[family].step_s:
+                tail = int(np.argmin(by_row[:, row]))
+                self.fastest[family] = found_at(cells, tail * best.size + int(row))
+
+    def _add_front(self, cells: Cells, times: Floats, memory: Floats) -> None:
+        """Plans of rows whose corner (least time, least memory) the front does not beat; a few rows first."""
+        by_row = times.reshape(-1, times.shape[-1])
+        held = np.where(np.isfinite(by_row), memory.reshape(by_row.shape), np.inf)
+        corner_s, corner_bytes = by_row.min(axis=0), held.min(axis=0)
+        rows = np.flatnonzero(np.isfinite(corner_s))
+        for some in (rows[:: max(len(rows) // 64, 1)], rows):
+            some = some[~self._beaten(corner_s[some], corner_bytes[some])]
+            seconds, size = by_row[:, some], held[:, some]
+            cells_of = np.flatnonzero(np.isfinite(seconds))
+            at = cells_of[~self._beaten(seconds.ravel()[cells_of], size.ravel()[cells_of])]
+            order = at[np.lexsort((size.ravel()[at], seconds.ravel()[at]))]
+            least = np.minimum.accumulate(size.ravel()[order])
+            is_new = np.ones(len(order), dtype=bool)
+            is_new[1:] = least[1:] < least[:-1]
+            tails, picked = np.divmod(order[is_new], max(len(some), 1))
+            places = tails * by_row.shape[1] + some[picked] if len(some) else order[:0]
+            self.front = _front([*self.front, *(found_at(cells, int(place)) for place in places)])
+
+    def _beaten(self, step_s: Floats, memory: Floats) -> NDArray[np.bool_]:
+        """Which of these a plan of the front beats, or equals, in both."""
+        front_s = np.array([found.step_s for found in self.front])
+        least = np.array([np.inf, *(found.memory_bytes for found in self.front)])
+        return memory >= least[np.searchsorted(front_s, step_s, side="right")]
+
+
+def distinct(cells: Cells) -> NDArray[np.bool_]:
+    """Which cells are plans that no cell before them is in other words.
+
+    Without a pipeline all schedules are alike, without context parallelism its kinds, without replicas all
+    ZeRO stages and overlaps of exchanges; recomputing as many layers as a stage has is recomputing all.
+    """
+    mesh = cells.mesh
+    piped = mesh.pp > 1
+    columns = (
+        *(mesh.tp, mesh.ulysses, mesh.ring, mesh.pp, mesh.vpp * piped, mesh.schedule * piped, mesh.dp),
+        *(mesh.ep, mesh.etp, mesh.zero_group, mesh.microbatch, mesh.imbalance),
+    )
+    num_rows = len(cells.rows[0])
+    table = np.stack([np.broadcast_to(np.asarray(column, dtype=np.float64), num_rows) for column in columns])
+    _, first = np.unique(table, axis=1, return_index=True)
+    is_first = np.zeros(num_rows, dtype=bool)
+    is_first[first] = True
+    if cells.switches.get("cp_kind", "ring") != "ring":
+        is_first &= np.broadcast_to(np.asarray(mesh.cp > 1), num_rows)
+    plans = ~np.asarray(cells.broken) & is_first
+    alone = (mesh.replicas == 1) & (mesh.expert_replicas == 1)
+    for key, alike in (("zero", alone), ("overlap_dp", alone), ("overlap_pp", mesh.pp == 1)):
+        values = getattr(mesh, key)
+        if isinstance(values, np.ndarray):
+            plans = plans & ~(alike & (values != values.flat[0]))
+    if isinstance(mesh.recompute_layers, np.ndarray):
+        layers = np.broadcast_arrays(*(cost.stage.num_layers for cost in cells.step.stages))
+        most = np.max(np.stack(layers), axis=0)
+        plans = plans & ~((mesh.recompute_layers >= most) & np.isfinite(mesh.recompute_layers))
+    return np.broadcast_to(plans, cells.shape)
+
+
+def found_at(cells: Cells, cell: int) -> Found:
+    """The plan of one cell, by its flat index."""
+    index = tuple(int(i) for i in np.unravel_index(cell, cells.shape))
+    plan, microbatch = cells.plan_at(index)
+    step_s, memory = cells.array(cells.step.step_s)[index], cells.array(cells.step.memory_bytes)[index]
+    return Found(plan, microbatch, float(step_s), float(memory))
+
+
+def fastest_first(found: Iterable[Found]) -> list[Found]:
+    """Sorted by step time, then by memory."""
+    return sorted(found, key=lambda one: (one.step_s, one.memory_bytes))
+
+
+def _front(found: Iterable[Found]) -> list[Found]:
+    front: list[Found] = []
+    for one in fastest_first(found):
+        if not front or one.memory_bytes < front[-1].memory_bytes:
+            front.append(one)
+    return front
