@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.cost.schedule import SCHEDULES
-from meshwise.estimate.grid import ROWS, TAIL, Cells, price_grid
+from meshwise.estimate.grid import price_grid
 from meshwise.estimate.single import Estimate, estimate
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
@@ -77,14 +77,6 @@ def test_the_rows_of_every_rank_add_up_to_the_step(
     assert 0 < of.mfu <= of.hfu * (1 + 1e-12) or kind != "train"
 
 
-def chosen(cells: Cells, index: tuple[int, ...]) -> dict[str, Any]:
-    """The values of the keys that vary, in one cell."""
-    tail = [key for key in TAIL if key in cells.values]
-    rows = [key for key in ROWS if key in cells.values]
-    found = {key: cells.values[key][i] for key, i in zip(tail, index, strict=False)}
-    return found | {key: cells.values[key][at[index[-1]]] for key, at in zip(rows, cells.rows, strict=True)}
-
-
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data(), st.sampled_from(MODELS), st.sampled_from(CLUSTERS))
 def test_a_grid_is_its_plans(data: st.DataObject, model: str, cluster: str) -> None:
@@ -103,8 +95,8 @@ def test_a_grid_is_its_plans(data: st.DataObject, model: str, cluster: str) -> N
         broken = np.broadcast_to(cells.broken, cells.shape)
         for index in np.ndindex(cells.shape):
             if not broken[index]:
-                values = chosen(cells, index)
-                cell = tuple(repr((cells.switches | values)[key]) for key in keys)
+                values = cells.values_at(index)
+                cell = tuple(repr(values[key]) for key in keys)
                 found[cell] = step_s[index], memory[index]
     cells_ = list(itertools.product(*space.values()))
     for cell in data.draw(st.lists(st.sampled_from(cells_), min_size=10, max_size=30)):

@@ -30,12 +30,16 @@ from meshwise.plan.plan import NUMBERS, Plan, number_of
 from meshwise.plan.workload import Workload
 
 TAIL = (
-    *("recompute", "recompute_layers", "offload_activations", "zero", "offload_optimizer"),
-    *("overlap_dp", "overlap_pp"),
+    *(("recompute", "recompute_layers"), ("offload_activations",), ("zero",), ("offload_optimizer",)),
+    *(("overlap_dp",), ("overlap_pp",)),
 )
 """Keys that leave the parts of a model as they are: axes in front of the rows."""
 
-ROWS = (*(key for key in NUMBERS if key not in TAIL), "microbatch")
+TAIL_KEYS = tuple(key for keys in TAIL for key in keys)
+CELLS_AT_ONCE = 2**19
+"""Cells priced together: their arrays stay in the cache."""
+
+ROWS = (*(key for key in NUMBERS if key not in TAIL_KEYS), "microbatch")
 KEYS = (*(field.name for field in fields(Plan)), "microbatch")
 
 Space = Mapping[str, Sequence[Any]]
@@ -43,17 +47,31 @@ Space = Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Axis:
+    """An axis of a grid: its keys, and a tuple of their values for each place."""
+
+    keys: tuple[str, ...]
+    values: list[tuple[Any, ...]]
+
+    def numbers(self, key: str) -> NDArray[np.float64]:
+        """The values of one of its keys as numbers."""
+        column = self.keys.index(key)
+        return np.array([_number(key, values[column]) for values in self.values], dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Cells:
     """Plans that differ in numbers alone, priced: arrays of the shape [tail axes..., rows].
 
-    `values` are those of each key that is an axis, `switches` that of each other key that varies (`plan` has
-    it too); `rows` is the index of each row into the values of the row keys.
-    `broken` is true where a cell is no plan after all (it breaks a rule that looks at a tail axis).
+    `switches` are the values of the keys that vary and are no axis (`plan` has them too). `rows` is the index
+    of each row into the values of each of the `row_axes`. `broken` is true where a cell is no plan after all
+    (it breaks a rule that looks at a tail axis).
     """
 
     plan: Plan
     switches: dict[str, Any]
-    values: dict[str, Sequence[Any]]
+    tail_axes: list[Axis]
+    row_axes: list[Axis]
     rows: tuple[NDArray[np.intp], ...]
     mesh: Mesh
     step: StepCost
@@ -62,35 +80,40 @@ class Cells:
     @property
     def shape(self) -> tuple[int, ...]:
         """Length of each tail axis, then the number of rows."""
-        return (*(len(self.values[key]) for key in _named(TAIL, self.values)), len(self.rows[0]))
+        return (*(len(axis.values) for axis in self.tail_axes), len(self.rows[0]))
 
     def array(self, value: Num) -> NDArray[np.float64]:
         """A number of every cell."""
         return np.broadcast_to(np.asarray(value, dtype=np.float64), self.shape)
 
+    def values_at(self, cell: tuple[int, ...]) -> dict[str, Any]:
+        """The values of the keys that vary, in one cell."""
+        row = tuple(int(index[cell[-1]]) for index in self.rows)
+        places = zip((*self.tail_axes, *self.row_axes), (*cell[:-1], *row), strict=True)
+        return self.switches | {
+            key: value for axis, i in places for key, value in zip(axis.keys, axis.values[i], strict=True)
+        }
+
     def plan_at(self, cell: tuple[int, ...]) -> tuple[Plan, int]:
         """The plan of one cell, and its microbatch."""
-        chosen = {
-            key: self.values[key][i] for key, i in zip(_named(TAIL, self.values), cell[:-1], strict=True)
-        }
-        for key, index in zip(_named(ROWS, self.values), self.rows, strict=True):
-            chosen[key] = self.values[key][index[cell[-1]]]
-        microbatch = chosen.pop("microbatch")
-        return replace(self.plan, **chosen), int(microbatch)
+        values = self.values_at(cell)
+        microbatch = int(values.pop("microbatch"))
+        return replace(self.plan, **values), microbatch
 
 
 def price_grid(
-    model: Model, cluster: Cluster, workload: Workload, space: Space, base: Plan, *, chunk_rows: int = 4096
+    model: Model, cluster: Cluster, workload: Workload, space: Space, base: Plan, *, distinct: bool = False
 ) -> Iterator[Cells]:
     """Price all combinations of `space` on `cluster`; what it leaves out is as in `base` and `workload`.
 
-    Combinations that are no plans are left out. PlanError for a key that a plan does not have.
+    Combinations that are no plans are left out. `distinct`: of rows that are one plan in other words, keep
+    one. PlanError for a key that a plan does not have.
     """
     unknown = sorted(set(space) - set(KEYS))
     if unknown:
         raise PlanError(f"a plan has no key {unknown[0]!r}; known keys: {', '.join(KEYS)}")
     by_layout = ("tp",) if any(name != "1d" for name in space.get("layout", (base.layout,))) else ()
-    switches = [key for key in space if key not in (*ROWS, *TAIL) or key in by_layout]
+    switches = [key for key in space if key not in (*ROWS, *TAIL_KEYS) or key in by_layout]
     numbers = {key: space[key] for key in space if key not in switches}
     numbers.setdefault("microbatch", (workload.microbatch,))
     for chosen in itertools.product(*(space[key] for key in switches)):
@@ -102,40 +125,110 @@ def price_grid(
             cluster.chip.matrix_peak(plan.dtype)
         except MeshwiseError:
             continue
-        yield from _cells(model, cluster, workload, numbers, plan, stated, chunk_rows)
+        repeats = [key for key in stated if distinct and stated[key] != space[key][0]]
+        drop = _Repeats(distinct, tuple(repeats))
+        yield from _cells(model, cluster, workload, numbers, plan, stated, drop)
 
 
 def _cells(
     model: Model, cluster: Cluster, workload: Workload, values: Mapping[str, Sequence[Any]], plan: Plan,
-    stated: dict[str, Any], chunk_rows: int,
+    switches: dict[str, Any], repeats: _Repeats,
 ) -> Iterator[Cells]:  # fmt: skip
-    tail, row_keys = _named(TAIL, values), _named(ROWS, values)
-    num_axes = len(tail) + len(row_keys)
-    axes: dict[str, NDArray[np.float64]] = {
-        key: _axis([_number(key, value) for value in values[key]], i, num_axes)
-        for i, key in enumerate((*tail, *row_keys))
+    tail = [axis for keys in TAIL if (axis := _axis(keys, values, plan)) is not None]
+    row_axes = [axis for key in ROWS if (axis := _axis((key,), values, plan)) is not None]
+    if not all(axis.values for axis in (*tail, *row_axes)):
+        return
+    fixed: dict[str, Num] = {
+        key: number_of(key, getattr(plan, key))
+        for key in NUMBERS
+        if not any(key in axis.keys for axis in (*tail, *row_axes))
     }
-    fixed: dict[str, Num] = {key: number_of(key, getattr(plan, key)) for key in NUMBERS if key not in axes}
-    mesh, sizes = _mesh(plan, workload, cluster, {**fixed, **axes})
-    shape = tuple(len(values[key]) for key in row_keys)
-    valid = np.ones(shape, dtype=bool)
+    num_axes = len(tail) + len(row_axes)
+    spread: dict[str, Num] = {
+        key: _along(axis.numbers(key), i, num_axes)
+        for i, axis in enumerate((*tail, *row_axes))
+        for key in axis.keys
+    }
+    in_front: dict[str, Num] = {
+        key: _along(axis.numbers(key), i, len(tail) + 1) for i, axis in enumerate(tail) for key in axis.keys
+    }
+    mesh, sizes = _mesh(plan, workload, cluster, fixed | spread)
+    valid = np.ones([len(axis.values) for axis in row_axes], dtype=bool)
     for rule in rules(model, mesh, sizes, cluster):
         broken = np.asarray(rule.is_broken)
         if broken.ndim == 0 or prod(broken.shape[: len(tail)]) == 1:
             valid &= ~broken.reshape(broken.shape[len(tail) :] if broken.ndim else ())
     rows = np.nonzero(valid)
+    if repeats.are_dropped:
+        mesh, _ = _mesh(plan, workload, cluster, fixed | in_front | _flat(row_axes, rows))
+        rows = tuple(index[repeats.kept(mesh, len(rows[0]))] for index in rows)
     runs_on = machine(cluster, plan.dtype, overheads=find_overheads(cluster.chip, plan.software))
-    for first in range(0, len(rows[0]), chunk_rows):
-        some = tuple(index[first : first + chunk_rows] for index in rows)
-        flat: dict[str, Num] = {
-            key: axes[key].reshape(-1)[index] for key, index in zip(row_keys, some, strict=True)
-        }
-        flat |= {key: axes[key].reshape((*axes[key].shape[: len(tail)], 1)) for key in tail}
-        mesh, sizes = _mesh(plan, workload, cluster, fixed | flat)
+    chunk = max(CELLS_AT_ONCE // prod(len(axis.values) for axis in tail), 256)
+    for first in range(0, len(rows[0]), chunk):
+        some = tuple(index[first : first + chunk] for index in rows)
+        mesh, sizes = _mesh(plan, workload, cluster, fixed | in_front | _flat(row_axes, some))
         broken = np.zeros((), dtype=bool)
         for rule in rules(model, mesh, sizes, cluster):
             broken = broken | np.asarray(rule.is_broken)
-        yield Cells(plan, stated, dict(values), some, mesh, step_cost(model, mesh, runs_on), broken)
+        cost = step_cost(model, mesh, runs_on)
+        yield Cells(plan, switches, tail, row_axes, some, mesh, cost, broken)
+
+
+def _flat(row_axes: list[Axis], rows: tuple[NDArray[np.intp], ...]) -> dict[str, Num]:
+    """The numbers of each row, by key."""
+    return {
+        axis.keys[0]: axis.numbers(axis.keys[0])[index] for axis, index in zip(row_axes, rows, strict=True)
+    }
+
+
+ONLY_WITH = {
+    "cp_kind": lambda mesh: mesh.cp > 1,
+    "sp": lambda mesh: mesh.tp > 1,
+    "overlap_tp": lambda mesh: mesh.tp > 1,
+    "overlap_ep": lambda mesh: mesh.ep > 1,
+    "dispatch": lambda mesh: mesh.ep > 1,
+}
+"""Where a key that is no number makes a difference at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeats:
+    """Which rows repeat another in other words; `keys` have not their first value, whose grid came before."""
+
+    are_dropped: bool
+    keys: tuple[str, ...]
+
+    def kept(self, mesh: Mesh, num_rows: int) -> NDArray[np.intp]:
+        """The rows that differ from all before them: without a pipeline all schedules are alike."""
+        piped = mesh.pp > 1
+        columns = (
+            *(mesh.tp, mesh.ulysses, mesh.ring, mesh.pp, mesh.vpp * piped, mesh.schedule * piped, mesh.dp),
+            *(mesh.ep, mesh.etp, mesh.zero_group, mesh.microbatch, mesh.imbalance),
+        )
+        table = np.stack([np.broadcast_to(np.asarray(column, float), num_rows) for column in columns])
+        _, first = np.unique(table, axis=1, return_index=True)
+        matters = np.ones(num_rows, dtype=bool)
+        for key in self.keys:
+            if key in ONLY_WITH:
+                matters &= ONLY_WITH[key](mesh)
+        first.sort()
+        return first[matters[first]]
+
+
+def _axis(keys: tuple[str, ...], values: Mapping[str, Sequence[Any]], plan: Plan) -> Axis | None:
+    """The axis of `keys`, or None where none of them varies; of several keys, the values that go together."""
+    if not any(key in values for key in keys):
+        return None
+    combined = itertools.product(*(values.get(key, (getattr(plan, key, None),)) for key in keys))
+    return Axis(keys, [found for found in combined if len(keys) == 1 or _go_together(plan, keys, found)])
+
+
+def _go_together(plan: Plan, keys: tuple[str, ...], found: tuple[Any, ...]) -> bool:
+    try:
+        replace(plan, **dict(zip(keys, found, strict=True)))
+    except PlanError:
+        return False
+    return True
 
 
 def _mesh(
@@ -145,15 +238,11 @@ def _mesh(
     return mesh_of(plan, workload, cluster.num_chips, sizes, microbatch), sizes
 
 
-def _named(keys: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    return [key for key in keys if key in values]
-
-
 def _number(key: str, value: Any) -> float:
     return float(value) if key == "microbatch" else number_of(key, value)
 
 
-def _axis(values: Sequence[float], place: int, num_axes: int) -> NDArray[np.float64]:
+def _along(numbers: NDArray[np.float64], place: int, num_axes: int) -> NDArray[np.float64]:
     shape = [1] * num_axes
-    shape[place] = len(values)
-    return np.array(values, dtype=np.float64).reshape(shape)
+    shape[place] = len(numbers)
+    return numbers.reshape(shape)

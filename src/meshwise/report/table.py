@@ -24,7 +24,7 @@ def table(
     shown = Table(title=title or None, title_justify="left", box=box.SIMPLE, pad_edge=False)
     for column in columns:
         is_left = column in (columns[:1] if left is None else left)
-        shown.add_column(column, justify="left" if is_left else "right", no_wrap=no_wrap)
+        shown.add_column(column, justify="left" if is_left else "right", no_wrap=no_wrap, overflow="fold")
     for row in rows:
         shown.add_row(*("" if cell is None else escape(str(cell)) for cell in row))
     return shown

@@ -119,34 +119,21 @@ class Kept:
 
 
 def distinct(cells: Cells) -> NDArray[np.bool_]:
-    """Which cells are plans that no cell before them is in other words.
+    """Which cells are plans that no other cell is in other words, along the axes in front of the rows.
 
-    Without a pipeline all schedules are alike, without context parallelism its kinds, without replicas all
-    ZeRO stages and overlaps of exchanges; recomputing as many layers as a stage has is recomputing all.
+    Without replicas all ZeRO stages and overlaps of exchanges are alike; recomputing as many layers as a
+    stage has is recomputing all.
     """
     mesh = cells.mesh
-    piped = mesh.pp > 1
-    columns = (
-        *(mesh.tp, mesh.ulysses, mesh.ring, mesh.pp, mesh.vpp * piped, mesh.schedule * piped, mesh.dp),
-        *(mesh.ep, mesh.etp, mesh.zero_group, mesh.microbatch, mesh.imbalance),
-    )
-    num_rows = len(cells.rows[0])
-    table = np.stack([np.broadcast_to(np.asarray(column, dtype=np.float64), num_rows) for column in columns])
-    _, first = np.unique(table, axis=1, return_index=True)
-    is_first = np.zeros(num_rows, dtype=bool)
-    is_first[first] = True
-    if cells.switches.get("cp_kind", "ring") != "ring":
-        is_first &= np.broadcast_to(np.asarray(mesh.cp > 1), num_rows)
-    plans = ~np.asarray(cells.broken) & is_first
+    plans = ~np.asarray(cells.broken)
     alone = (mesh.replicas == 1) & (mesh.expert_replicas == 1)
     for key, alike in (("zero", alone), ("overlap_dp", alone), ("overlap_pp", mesh.pp == 1)):
         values = getattr(mesh, key)
         if isinstance(values, np.ndarray):
             plans = plans & ~(alike & (values != values.flat[0]))
-    if isinstance(mesh.recompute_layers, np.ndarray):
-        layers = np.broadcast_arrays(*(cost.stage.num_layers for cost in cells.step.stages))
-        most = np.max(np.stack(layers), axis=0)
-        plans = plans & ~((mesh.recompute_layers >= most) & np.isfinite(mesh.recompute_layers))
+    layers = np.broadcast_arrays(*(cost.stage.num_layers for cost in cells.step.stages))
+    all_of_them = mesh.recompute_layers >= np.max(np.stack(layers), axis=0)
+    plans = plans & ~(all_of_them & np.isfinite(mesh.recompute_layers))
     return np.broadcast_to(plans, cells.shape)
 
 

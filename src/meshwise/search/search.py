@@ -141,7 +141,7 @@ def _price(model: Model, cluster: Cluster, workload: Workload, stated: Stated, m
     space = free_values(model, cluster, workload) | dict(stated)
     if "recompute_layers" not in stated and "full" not in space["recompute"]:
         del space["recompute_layers"]
-    for cells in price_grid(model, cluster, workload, space, Plan()):
+    for cells in price_grid(model, cluster, workload, space, Plan(), distinct=True):
         kept.add(cells)
     return kept
 
