@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kineto import all_reduce, host, kernel, message, write_trace
+from meshwise.trace.events import collective_kind
 from meshwise.trace.sections import joint_sections
 from meshwise.trace.summary import all_sections, summarize_paths
-from meshwise.trace.transfers import collective_kind
 
 DATA = Path(__file__).parent / "data" / "traces"
 WIRE_US = 10.0

@@ -67,7 +67,7 @@ def _job(folder, fault, num_ranks=16):
     ("fault", "ranks", "cost_us"),
     [
         ("slow device", (5,), STEPS * 400),
-        ("slow host", (6,), (STEPS - 1) * 300),  # what comes before the first kernel is not seen
+        ("slow host", (6,), STEPS * 300),
         ("pause", (7,), 3000),
         ("more work", (8,), STEPS * 500),
         ("larger work", (9,), STEPS * 800),

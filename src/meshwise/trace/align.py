@@ -11,7 +11,10 @@ ranks that never meet in one group are aligned through those that both meet. Whe
 unlinked (the stages of a pipeline), messages link them: a send and its receive end together too, though less
 exactly. Ranks without anything in common keep their own clock.
 
-Traces that name one host share its clock: there, offsets within twice the residual are noise and taken as 0.
+Traces that name one host share its clock, so their offsets are 0 if the calls then coincide. They are
+estimated all the same where that cannot be (a rank would leave a call before another enters it), or where
+the ends keep a distance so steady (20 us) and so much larger than its deviation (10 times) that the clocks
+must differ.
 
 `residual_s` is what remains: the median over collectives of how far apart the aligned ends still are.
 """
@@ -30,6 +33,8 @@ from meshwise.trace.transfers import SYNCHRONISING
 _MAX_COLLECTIVES = 4000
 _NUM_ROUNDS = 30
 _FLOOR_NS = 100.0
+_STEADY_NS = 20_000.0
+_COINCIDE_FRAC = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,7 @@ def align(ranks: Sequence[int], matches: Sequence[Match], *, one_host: bool = Fa
             end[row, column[rank]] = transfer.end_ns - origin
     offset = _offsets(end)
     residual = _residual(end - offset)
-    one_clock = one_host and bool((np.abs(offset) <= 2 * residual).all())
+    one_clock = one_host and _is_one_clock(shared, end, offset)
     if one_clock:
         offset, residual = np.zeros_like(offset), _residual(end)
     return Alignment(
@@ -74,6 +79,16 @@ def align(ranks: Sequence[int], matches: Sequence[Match], *, one_host: bool = Fa
         residual_s=residual / 1e9,
         num_collectives=len(shared),
     )
+
+
+def _is_one_clock(matches: Sequence[Match], end: NDArray[np.float64], offset: NDArray[np.float64]) -> bool:
+    """Whether the ranks' times agree as they are: the calls overlap and no steady offset shows."""
+    times = [one.by_rank.values() for one in matches]
+    overlap = [max(t.start_ns for t in calls) <= min(t.end_ns for t in calls) for calls in times]
+    error = end - offset - np.nanmedian(end - offset, axis=1, keepdims=True)
+    deviation = np.maximum(np.nanmedian(np.abs(error), axis=0), _FLOOR_NS)
+    is_steady = (deviation < _STEADY_NS) & (np.abs(offset) > 10 * deviation)
+    return float(np.mean(overlap)) >= _COINCIDE_FRAC and not is_steady.any()
 
 
 def _thinned(matches: Sequence[Match]) -> list[Match]:

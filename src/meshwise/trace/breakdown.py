@@ -11,21 +11,23 @@ On a rank with a device the measure is its kernels on all streams, whatever the 
     overlap_frac   the share of communication that compute hides: 1 - exposed / communication
 
 So span = compute + non-compute + idle, the definition of HolisticTraceAnalysis (Meta, MIT licence) too.
-On a rank without a device, operators are the compute and gloo's transfers the communication; operators
-that only start or await a transfer (`c10d::...`) are neither.
+On a rank without a device, operators are the compute and gloo's transfers the communication. Operators that
+only start or await a transfer (`c10d::...`) are neither. An operator around such a call (an autograd
+function, a gradient hook) waits in it as long as the transfer lasts, and computes in the rest of its time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.trace.events import DEVICE_KINDS, Kind, Trace
-from meshwise.trace.intervals import intersection, length, merged
-
-_STARTS_TRANSFER = ("c10d::", "_c10d_functional", "c10d_functional", "record_param_comms")
+from meshwise.trace.events import DEVICE_KINDS, STARTS_TRANSFER, Ints, Kind, Trace
+from meshwise.trace.intervals import NO_SPANS, Spans, difference, intersection, joined, length, merged
+from meshwise.trace.nesting import launchers, parents
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,43 +47,91 @@ class Breakdown:
     overlap_frac: float | None
 
 
-def work_kind(trace: Trace) -> NDArray[np.int8]:
-    """The kind of each event as work of its rank: `COMPUTE`, `COMMUNICATION`, `MEMORY`, else `OTHER`.
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a rank did, by event and as merged sets of intervals [ns]."""
 
-    On a device trace these are the kernels; otherwise operators and gloo transfers.
-    """
-    by_label = np.full(len(trace.label_kind), Kind.OTHER, dtype=np.int8)
-    if trace.has_device:
-        on_device = np.isin(trace.label_kind, DEVICE_KINDS)
-        by_label[on_device] = trace.label_kind[on_device]
-    else:
-        by_label[trace.label_kind == Kind.HOST_COMMUNICATION] = Kind.COMMUNICATION
-        starts = np.array([name.startswith(_STARTS_TRANSFER) for _, name in trace.labels] or [False])
-        by_label[(trace.label_kind == Kind.CPU_OP) & ~starts] = Kind.COMPUTE
-    return by_label[trace.label]
+    kind: NDArray[np.int8]
+    """`COMPUTE`, `COMMUNICATION`, `MEMORY`, else `OTHER`, for each event."""
+    spans: dict[Kind, Spans]
+
+
+_known: WeakKeyDictionary[Trace, Work] = WeakKeyDictionary()
+
+
+def work(trace: Trace) -> Work:
+    """The work of a rank: its kernels where it has a device, else its operators and gloo transfers."""
+    if trace not in _known:
+        _known[trace] = _device_work(trace) if trace.has_device else _host_work(trace)
+    return _known[trace]
+
+
+def work_kind(trace: Trace) -> NDArray[np.int8]:
+    """The kind of each event as work of its rank (see `Work`)."""
+    return work(trace).kind
+
+
+def _device_work(trace: Trace) -> Work:
+    kind = np.where(np.isin(trace.kind, DEVICE_KINDS), trace.kind, np.int8(Kind.OTHER))
+    if trace.selected is not None:
+        kind[~trace.selected] = Kind.OTHER
+    return Work(kind, {one: union(trace, np.flatnonzero(kind == one)) for one in DEVICE_KINDS})
+
+
+def _host_work(trace: Trace) -> Work:
+    selected = np.ones(len(trace), dtype=bool) if trace.selected is None else trace.selected
+    kind = np.full(len(trace), Kind.OTHER, dtype=np.int8)
+    kind[(trace.kind == Kind.HOST_COMMUNICATION) & selected] = Kind.COMMUNICATION
+    starts = np.array([name.startswith(STARTS_TRANSFER) for _, name in trace.labels] or [False])[trace.label]
+    operator = trace.kind == Kind.CPU_OP
+    kind[operator & ~starts & selected] = Kind.COMPUTE
+    communication = union(trace, np.flatnonzero(kind == Kind.COMMUNICATION))
+    parent = parents(trace)
+    outermost: dict[int, int] = {}
+    wrappers = set()
+    for call in np.flatnonzero(operator & starts).tolist():
+        outermost[call] = at = call
+        while (at := int(parent[at])) >= 0:
+            if operator[at] and not starts[at]:
+                wrappers.add(at)
+                outermost[call] = at
+    around = np.array(sorted(wrappers), dtype=np.int64)
+    around = around[selected[around]]
+    kind[around] = Kind.OTHER
+    launcher, end_ns = launchers(trace), trace.end_ns
+    moved = [i for i in trace.where(Kind.HOST_COMMUNICATION).tolist() if int(launcher[i]) in outermost]
+    left = np.array([min(end_ns[i], end_ns[outermost[int(launcher[i])]]) for i in moved], dtype=np.int64)
+    calls = union(trace, np.flatnonzero(operator & starts))
+    awaited = joined(merged(trace.start_ns[moved], left), calls)
+    compute = union(trace, np.flatnonzero(kind == Kind.COMPUTE))
+    compute = joined(compute, difference(union(trace, around), awaited))
+    return Work(kind, {Kind.COMPUTE: compute, Kind.COMMUNICATION: communication, Kind.MEMORY: NO_SPANS})
+
+
+def union(trace: Trace, events: Ints) -> Spans:
+    """When any of the `events` ran."""
+    return merged(trace.start_ns[events], trace.end_ns[events])
 
 
 def breakdown(trace: Trace) -> Breakdown:
     """The breakdown of one rank; all zero where the trace holds no work."""
-    kind = work_kind(trace)
+    spans = work(trace).spans
+    return split(trace.rank, "gpu" if trace.has_device else "cpu", spans)
 
-    def union(*kinds: Kind) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        chosen = np.isin(kind, kinds)
-        return merged(trace.start_ns[chosen], trace.end_ns[chosen])
 
-    work = kind != Kind.OTHER
-    span = int(trace.end_ns[work].max() - trace.start_ns[work].min()) if work.any() else 0
-    busy = length(union(*DEVICE_KINDS))
-    compute, communication = union(Kind.COMPUTE), union(Kind.COMMUNICATION)
-    hidden = length(intersection(compute, communication))
-    total = length(communication)
+def split(rank: int, device: str, spans: Mapping[Kind, Spans]) -> Breakdown:
+    """The breakdown of what one rank did in `spans` (merged sets of intervals by kind)."""
+    compute, communication = spans[Kind.COMPUTE], spans[Kind.COMMUNICATION]
+    both = joined(*(spans[kind] for kind in DEVICE_KINDS))
+    span, busy = (int(both[1][-1] - both[0][0]) if len(both[0]) else 0), length(both)
+    hidden, total = length(intersection(compute, communication)), length(communication)
     return Breakdown(
-        rank=trace.rank,
-        device="gpu" if trace.has_device else "cpu",
+        rank=rank,
+        device=device,
         span_s=span / 1e9,
         compute_s=length(compute) / 1e9,
         communication_s=total / 1e9,
-        memory_s=length(union(Kind.MEMORY)) / 1e9,
+        memory_s=length(spans[Kind.MEMORY]) / 1e9,
         busy_s=busy / 1e9,
         idle_s=(span - busy) / 1e9,
         non_compute_s=(busy - length(compute)) / 1e9,

@@ -57,6 +57,8 @@ class Collective:
     wait_s: dict[int, float]
     last_rank: int
     sent_bytes_per_s: float | None
+    step: int
+    """Number of the step, where steps are marked, else -1."""
     events: dict[int, int]
     """Number of the event in each rank's trace."""
 
@@ -140,6 +142,7 @@ def _collective(one: Match, alignment: Alignment, origin_ns: int) -> Collective:
         wait_s={rank: int(w) / 1e9 for rank, w in zip(ranks, wait, strict=True)},
         last_rank=last,
         sent_bytes_per_s=_speed(one.kind, payload, group_size, wire),
+        step=one.first.step,
         events={rank: one.by_rank[rank].event for rank in ranks},
     )
 

@@ -38,6 +38,8 @@ class Kind(enum.IntEnum):
     DEVICE_ANNOTATION = 8
 
 
+STARTS_TRANSFER = ("c10d::", "_c10d_functional", "c10d_functional", "record_param_comms")
+"""How operators that only start or await a transfer are named."""
 POINT_TO_POINT_CALLS = ("c10d::send", "c10d::recv_")
 """Operators whose third argument is the other rank."""
 DEVICE_KINDS = (Kind.COMPUTE, Kind.COMMUNICATION, Kind.MEMORY)
@@ -62,6 +64,21 @@ _BY_CATEGORY = {
 }
 _KERNEL_CATEGORIES = ("kernel", "mtia_ccp_events", "privateuse1_kernel", "hpu_op")
 
+_COLLECTIVES = (
+    ("allreduce", "all_reduce"),
+    ("allgather", "all_gather"),
+    ("reducescatter", "reduce_scatter"),
+    ("alltoall", "all_to_all"),
+    ("barrier", "barrier"),
+    ("broadcast", "broadcast"),
+    ("sendrecv", "send_recv"),
+    ("reduce", "reduce"),
+    ("gather", "gather"),
+    ("scatter", "scatter"),
+    ("send", "send"),
+    ("recv", "recv"),
+)
+
 
 def kind_of(category: str, name: str) -> Kind:
     """The kind of an event from its Kineto category (any spelling since 2020) and its name."""
@@ -76,6 +93,12 @@ def kind_of(category: str, name: str) -> Kind:
     if kind in (Kind.ANNOTATION, Kind.CPU_OP) and _HOST_COMMUNICATION.match(name):
         return Kind.HOST_COMMUNICATION
     return kind
+
+
+def collective_kind(name: str) -> str:
+    """The collective that a kernel or call performs, by its name; `unknown` where the name hides it."""
+    plain = re.sub(r"[^a-z]", "", name.lower())
+    return next((kind for part, kind in _COLLECTIVES if part in plain), "unknown")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +129,7 @@ class Memory:
     on_device: NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Trace:
     """The events of one rank, sorted by start (an enclosing event before the enclosed)."""
 
@@ -137,6 +160,8 @@ class Trace:
     communications: dict[int, CommunicationArgs]
     memory: Memory
     metadata: dict[str, Any] = field(default_factory=dict)
+    selected: NDArray[np.bool_] | None = None
+    """The events whose work counts (see `steps`); None for all."""
 
     @property
     def kind(self) -> NDArray[np.int8]:

@@ -1,7 +1,7 @@
 """What is wrong with a job, in words: who holds the others up and why, what link is slow, what is exposed.
 
-Ranks that run in step spend the same span, so a rank that works longer waits less. The holder-up is the rank
-whose own time (all but waiting) lies furthest above the median rank's; what it has more of names the cause:
+Who holds the others up follows from the waiting (see `straggler`). What such a rank has more of than the
+median of the others names the cause:
 
     compute     the same kernels, each slower: its device is slow. More or other kernels: its share is larger
     idle        its host launches late (or pauses once)
@@ -25,11 +25,10 @@ from meshwise.trace.breakdown import work_kind
 from meshwise.trace.collectives import Collective
 from meshwise.trace.events import Kind, Trace
 from meshwise.trace.partition import PARTS, Partition
+from meshwise.trace.straggler import Straggler, holders_up
 
 _MIN_FRAC = 0.02
 """A finding about single ranks or groups is worth at least this share of the span."""
-_MIN_SPREADS = 6.0
-"""How many median distances from the median make a rank an exception."""
 _SLOW_LINK = 0.8
 _HOST_BOUND_FRAC = 0.1
 _EXPOSED_FRAC = 0.15
@@ -55,56 +54,67 @@ def findings(
     span_s = max((sum(one.seconds.values()) for one in partitions), default=0.0)
     if not span_s:
         return []
-    links = _slow_links(partitions, collectives, span_s)
-    explained = {rank for link in links for rank in link.ranks}
+    stragglers, undecided = holders_up(collectives)
+    links = _slow_links(traces, partitions, collectives, span_s)
+    linked = {rank for link in links for rank in link.ranks}
     holders = [
-        one
-        for one in _holders_up(traces, partitions, span_s)
-        if not (one.kind == "slow transfer" and explained.issuperset(one.ranks))
+        _holder(traces, partitions, one, span_s)
+        for one in stragglers
+        if one.seconds >= _MIN_FRAC * span_s and not (len(one.ranks) > 1 and linked.issuperset(one.ranks))
     ]
-    single = sorted([*_joined(holders), *links], key=lambda finding: -finding.seconds)
+    single = sorted([*holders, *links], key=lambda finding: -finding.seconds)
+    waited_s = float(np.mean([one.seconds["wait"] for one in partitions]))
+    if undecided and waited_s >= _EXPOSED_FRAC * span_s and not single:
+        text = (
+            f"ranks wait {duration(waited_s)} on average, but {undecided}: too few to tell a slow rank from "
+            "chance; record more steps"
+        )
+        single = [Finding("undecided", (), "", waited_s, waited_s / span_s, text)]
     return [*single, *_host_bound(partitions), *_exposed(partitions)]
 
 
-def _holders_up(traces: Sequence[Trace], partitions: Sequence[Partition], span_s: float) -> list[Finding]:
-    """The ranks whose own time is an exception, each with what it has more of than the median rank."""
-    if len(partitions) < 2 or not any(one.seconds["wait"] for one in partitions):
-        return []
-    seconds = {part: np.array([one.seconds[part] for one in partitions]) for part in PARTS if part != "wait"}
-    own = np.sum(list(seconds.values()), axis=0)
-    excess = own - np.median(own)
-    spread = float(np.median(np.abs(excess)))
-    found = []
-    for i in np.flatnonzero(excess >= max(_MIN_FRAC * span_s, _MIN_SPREADS * spread)).tolist():
-        more = {part: float(column[i] - np.median(column)) for part, column in seconds.items()}
-        part = max(more, key=lambda key: more[key])
-        if part == "compute":
-            kind, why = _why_compute(traces, i)
-        elif part == "idle":
-            kind, why = _why_idle(partitions, i, more["idle"])
-        elif part == "transfer":
-            kind, why = "slow transfer", "its communication takes longer on the wire than the median rank's"
-        else:
-            kind, why = "copies", "it copies more than the median rank"
-        cost = float(excess[i])
-        found.append(Finding(kind, (partitions[i].rank,), "", cost, cost / span_s, why))
-    return found
+def _holder(
+    traces: Sequence[Trace], partitions: Sequence[Partition], one: Straggler, span_s: float
+) -> Finding:
+    """What the first (of several, the slowest) rank has more of than the others, in words."""
+    index = {part.rank: i for i, part in enumerate(partitions)}
+    own = [
+        sum(s for part, s in partitions[index[rank]].seconds.items() if part != "wait") for rank in one.ranks
+    ]
+    worst = one.ranks[int(np.argmax(own))]
+    kind, why = _cause(traces, partitions, index[worst], one)
+    who = f"rank {worst} holds" if len(one.ranks) == 1 else f"ranks {_listed(one.ranks)} hold"
+    most = "" if len(one.ranks) == 1 else f"; most of all rank {worst}"
+    cost = f"{duration(one.seconds)} ({one.seconds / span_s:.1%} of the span)"
+    text = f"{who} the others up by {cost}{most}: {why}"
+    return Finding(kind, one.ranks, "", one.seconds, one.seconds / span_s, text)
 
 
-def _joined(holders: Sequence[Finding]) -> list[Finding]:
-    """Ranks with the same cause as one finding, and what it costs in words."""
-    by_kind: dict[str, list[Finding]] = defaultdict(list)
-    for one in sorted(holders, key=lambda finding: -finding.seconds):
-        by_kind[one.kind].append(one)
-    found = []
-    for kind, same in by_kind.items():
-        worst, ranks = same[0], tuple(sorted(rank for one in same for rank in one.ranks))
-        who = f"rank {ranks[0]} holds" if len(ranks) == 1 else f"ranks {_listed(ranks)} hold"
-        most = "" if len(ranks) == 1 else f"; most of all rank {worst.ranks[0]}"
-        cost = f"{duration(worst.seconds)} ({worst.span_frac:.1%} of the span)"
-        text = f"{who} the others up by {cost}{most}: {worst.text}"
-        found.append(Finding(kind, ranks, "", worst.seconds, worst.span_frac, text))
-    return found
+def _cause(
+    traces: Sequence[Trace], partitions: Sequence[Partition], i: int, one: Straggler
+) -> tuple[str, str]:
+    """What rank number `i` spends more time on than the median of the other ranks."""
+    if one.is_pause:
+        when = f"{duration(one.start_s)} after the job's beginning"
+        return "pause", f"it was late once, in the step that began {when}, by {duration(one.seconds)}"
+    more = {
+        part: partitions[i].seconds[part] - _others([other.seconds[part] for other in partitions], i)
+        for part in PARTS
+        if part != "wait"
+    }
+    part = max(more, key=lambda key: more[key])
+    if part == "compute":
+        return _why_compute(traces, i)
+    if part == "idle":
+        return _why_idle(partitions, i)
+    if part == "transfer":
+        return "slow transfer", "its communication takes longer on the wire than the median rank's"
+    return "copies", "it copies more than the median rank"
+
+
+def _others(values: Sequence[float] | np.ndarray, i: int) -> float:
+    """The median without that of rank number `i`."""
+    return float(np.median(np.delete(values, i)))
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -120,8 +130,12 @@ def _why_compute(traces: Sequence[Trace], i: int) -> tuple[str, str]:
     for name in names:
         counts = np.array([total.get(name, (0, 0.0))[0] for total in totals], dtype=np.float64)
         sums = np.array([total.get(name, (0, 0.0))[1] for total in totals])
-        means = sums[counts > 0] / counts[counts > 0]
-        mean, count = float(np.median(means)), float(np.median(counts))
+        there = np.delete(counts, i) > 0
+        if not there.any():
+            more += float(sums[i])
+            continue
+        mean = float(np.median(np.delete(sums, i)[there] / np.delete(counts, i)[there]))
+        count = _others(counts, i)
         usual += mean * min(count, counts[i])
         slower += sums[i] - mean * counts[i] if counts[i] <= count * 1.01 else 0.0
         more += mean * (counts[i] - count) if counts[i] > count * 1.01 else 0.0
@@ -135,7 +149,7 @@ def _why_compute(traces: Sequence[Trace], i: int) -> tuple[str, str]:
             f"all its compute kernels take {ratio:.2f} times as long as on the median rank, as many as there"
         )
         return "slow device", f"{why}: its device is slow (clocks, power, temperature, a neighbour)"
-    name = max(names, key=lambda name: totals[i].get(name, (0, 0.0))[1] - _median_total(totals, name))
+    name = max(names, key=lambda name: totals[i].get(name, (0, 0.0))[1] - _others_total(totals, i, name))
     return (
         "larger work",
         f"its {_shortened(name)} takes longer than on the median rank, its other kernels do not",
@@ -151,8 +165,8 @@ def _compute_totals(trace: Trace) -> dict[str, tuple[int, float]]:
     return {trace.labels[i][1]: (int(counts[i]), float(sums[i])) for i in np.flatnonzero(counts).tolist()}
 
 
-def _median_total(totals: Sequence[Mapping[str, tuple[int, float]]], name: str) -> float:
-    return float(np.median([total.get(name, (0, 0.0))[1] for total in totals]))
+def _others_total(totals: Sequence[Mapping[str, tuple[int, float]]], i: int, name: str) -> float:
+    return _others([total.get(name, (0, 0.0))[1] for total in totals], i)
 
 
 def _ratios(totals: Sequence[Mapping[str, tuple[int, float]]], i: int) -> np.ndarray:
@@ -160,22 +174,16 @@ def _ratios(totals: Sequence[Mapping[str, tuple[int, float]]], i: int) -> np.nda
     whole = sum(seconds for _, seconds in totals[i].values())
     ratios = []
     for name, (count, seconds) in totals[i].items():
-        means = [total[name][1] / total[name][0] for total in totals if name in total]
-        if seconds >= _MIN_FRAC * whole and len(means) > 1 and np.median(means) > 0:
+        others = [total for j, total in enumerate(totals) if j != i and name in total]
+        means = [total[name][1] / total[name][0] for total in others]
+        if seconds >= _MIN_FRAC * whole and means and np.median(means) > 0:
             ratios.append(seconds / count / float(np.median(means)))
     return np.array(ratios)
 
 
-def _why_idle(partitions: Sequence[Partition], i: int, excess_s: float) -> tuple[str, str]:
-    """Whether rank number `i` idles in one pause or many gaps, and whether its host is the cause."""
+def _why_idle(partitions: Sequence[Partition], i: int) -> tuple[str, str]:
+    """Whether the host of rank number `i` is the cause of its idle time."""
     one = partitions[i]
-    usual_s = float(np.median([other.longest_idle_s for other in partitions]))
-    if one.longest_idle_s - usual_s > _MOSTLY * excess_s:
-        start, end = one.spans["idle"]
-        at = int(np.argmax(end - start))
-        first = min(int(spans[0][0]) for spans in one.spans.values() if len(spans[0]))
-        when = duration((int(start[at]) - first) / 1e9)
-        return "pause", f"it paused once, for {duration(one.longest_idle_s)}, {when} after its beginning"
     if one.host_bound_s is not None and one.host_bound_s > _MOSTLY * one.seconds["idle"]:
         return (
             "slow host",
@@ -185,16 +193,24 @@ def _why_idle(partitions: Sequence[Partition], i: int, excess_s: float) -> tuple
 
 
 def _slow_links(
-    partitions: Sequence[Partition], collectives: Sequence[Collective], span_s: float
+    traces: Sequence[Trace],
+    partitions: Sequence[Partition],
+    collectives: Sequence[Collective],
+    span_s: float,
 ) -> list[Finding]:
-    """Groups whose calls of one kind and size move fewer bytes a second than those of most other groups.
+    """Groups whose calls of one kind and size move fewer bytes a second than those of most alike groups.
+
+    Alike are groups with the same strides between their ranks on as many hosts (nodes of 8, if none is told).
 
     A slow link costs what it adds to the time on the wire, and no more than what of that no compute hides.
     """
-    speeds: dict[tuple[str, float, int], dict[str, list[Collective]]] = defaultdict(lambda: defaultdict(list))
+    host = {trace.rank: trace.host or str(trace.rank // 8) for trace in traces}
+    speeds: dict[tuple[object, ...], dict[str, list[Collective]]] = defaultdict(lambda: defaultdict(list))
     for one in collectives:
         if one.sent_bytes_per_s and one.bytes and one.group_size and one.num_ranks > 1:
-            speeds[one.name, one.bytes, one.group_size][one.group].append(one)
+            members = sorted(one.wait_s)
+            alike = (*np.diff(members).tolist(), len({host[rank] for rank in members}))
+            speeds[one.name, one.bytes, one.group_size, alike][one.group].append(one)
     found: dict[str, tuple[float, float, float, Collective]] = {}
     for groups in speeds.values():
         if len(groups) < 3:

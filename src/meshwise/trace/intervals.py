@@ -11,6 +11,7 @@ import numpy as np
 from meshwise.trace.events import Ints
 
 Spans = tuple[Ints, Ints]
+NO_SPANS: Spans = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 def merged(start: Ints, end: Ints) -> Spans:
@@ -23,6 +24,11 @@ def merged(start: Ints, end: Ints) -> Spans:
     last = np.ones(len(start), dtype=bool)
     last[:-1] = first[1:]
     return start[first], end[last]
+
+
+def joined(*sets: Spans) -> Spans:
+    """The union of merged sets."""
+    return merged(np.concatenate([one[0] for one in sets]), np.concatenate([one[1] for one in sets]))
 
 
 def length(spans: Spans) -> int:

@@ -1,13 +1,21 @@
 """Which communication of one rank is which of another.
 
 All ranks of a process group call its collectives in one order, so the k-th call of a rank is the k-th of
-every rank. Where the trace counts the calls (a sequence number), that is the match. Where it does not,
-profilers of different ranks may have started some calls apart: each rank's list is shifted against the
-longest until kinds and sizes agree, and among the shifts that agree equally, until the ends keep the
-steadiest distance (that of the true match jitters by the network, that of a false one by whole steps).
-Where no shift fits, because a trace lacks calls or holds those of another group too, every pair of alike
-calls votes for the distance between its ends; the distance with most votes is the one between the clocks,
-and calls are the same whose ends then coincide.
+every rank, if their traces begin and end with the same calls. In this order of trust:
+
+1. Sequence numbers, where the trace has them.
+2. The steps that the profiler marks: the k-th call of step N. N is the same on all ranks.
+3. Else each rank's list is shifted against the longest until kinds and sizes agree. A shift is possible
+   only if a clock offset exists under which no rank leaves a synchronising call before all have entered it:
+
+       max over calls of (start_b - end_a) <= offset of b <= min over calls of (end_b - start_a)
+
+   On one host the offset is zero and the shift with most calls that coincide is taken. On unknown clocks,
+   lists of equal length are not shifted; others take the shift under which the ends keep a far steadier
+   distance than under the next one, else the one that needs the smallest offset.
+4. Where no shift fits, because a trace lacks calls or holds those of another group too, every pair of alike
+   calls votes for the distance between its ends; the distance with most votes is the one between the
+   clocks, and calls are the same whose ends then coincide.
 
 A message is matched the same way: the k-th send from rank a to rank b in a group is the k-th receive of rank
 b from rank a. Sequence numbers do not help there, for each rank counts its own. A buffered send (gloo's) may
@@ -24,10 +32,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwise.trace.events import Ints
-from meshwise.trace.transfers import Transfer, times
+from meshwise.trace.transfers import SYNCHRONISING, Transfer, times
 
 _EXTRA_SHIFT = 8
 _GOOD_FIT = 0.9
+"""Share of calls that coincide if two ranks share a clock."""
+_SLACK_NS = 100_000
+"""By how much calls may miss each other: clocks drift."""
+_FAR_STEADIER = 0.2
+"""Median deviation of the ends under a shift, relative to the next best one, that settles unknown clocks."""
 _MAX_VOTES = 5_000_000
 _SAME_END_NS = 1_000_000
 _UNEVEN = ("all_to_all", "gather", "scatter")
@@ -62,7 +75,7 @@ class Match:
         return self.first.is_message
 
 
-def match(transfers: Mapping[int, Sequence[Transfer]]) -> list[Match]:
+def match(transfers: Mapping[int, Sequence[Transfer]], *, one_host: bool = False) -> list[Match]:
     """The communications of all ranks, matched; one of a single rank stands alone; by group and index."""
     groups: dict[tuple[Group, str], dict[int, list[Transfer]]] = defaultdict(lambda: defaultdict(list))
     pairs: dict[tuple[Group, str, int | None, int | None], dict[int, list[Transfer]]] = defaultdict(
@@ -79,15 +92,17 @@ def match(transfers: Mapping[int, Sequence[Transfer]]) -> list[Match]:
         names[group].add(name)
     matches: list[Match] = []
     for (group, name), members in groups.items():
-        matches += _collectives(group, name if len(names[group]) > 1 else "", members)
+        matches += _collectives(group, name if len(names[group]) > 1 else "", members, one_host)
     for (_, _, source, destination), members in pairs.items():
-        matches += _messages(source, destination, members)
+        matches += _messages(source, destination, members, one_host)
     return matches
 
 
-def _collectives(group: Group, name: str, members: Mapping[int, list[Transfer]]) -> list[Match]:
+def _collectives(
+    group: Group, name: str, members: Mapping[int, list[Transfer]], one_host: bool
+) -> list[Match]:
     counted = all(t.sequence is not None for found in members.values() for t in found)
-    numbers = _by_sequence(members) if counted else _by_order(members)
+    numbers = _by_sequence(members) if counted else _by_step(members) or _by_order(members, one_host)
     slots: dict[tuple[int, str, int], dict[int, Transfer]] = defaultdict(dict)
     for rank, found in members.items():
         seen: dict[tuple[int, str], int] = defaultdict(int)  # coalesced calls share a sequence number
@@ -101,7 +116,7 @@ def _collectives(group: Group, name: str, members: Mapping[int, list[Transfer]])
 
 
 def _messages(
-    source: int | None, destination: int | None, members: Mapping[int, list[Transfer]]
+    source: int | None, destination: int | None, members: Mapping[int, list[Transfer]], one_host: bool
 ) -> list[Match]:
     """The messages of one rank to another; those whose other side is not known stand alone."""
     known = source is not None and destination is not None and source != destination
@@ -115,7 +130,7 @@ def _messages(
         ]
     numbers = {rank: list(range(len(found))) for rank, found in members.items()}
     slots: dict[int, dict[int, Transfer]] = defaultdict(dict)
-    for rank, order in (numbers if buffered else _by_order(members)).items():
+    for rank, order in (numbers if buffered else _by_step(members) or _by_order(members, one_host)).items():
         for number, transfer in zip(order, members[rank], strict=True):
             slots[number][rank] = transfer
     in_time = sorted(slots.values(), key=lambda by_rank: min(t.end_ns for t in by_rank.values()))
@@ -126,13 +141,48 @@ def _by_sequence(members: Mapping[int, list[Transfer]]) -> dict[int, list[int]]:
     return {rank: [t.sequence or 0 for t in found] for rank, found in members.items()}
 
 
-def _by_order(members: Mapping[int, list[Transfer]]) -> dict[int, list[int]]:
+def _by_step(members: Mapping[int, list[Transfer]]) -> dict[int, list[int]]:
+    """Calls numbered by the marked step and their place in it; empty where the steps of two ranks differ."""
+    kinds: dict[int, list[str]] = {}
+    widest = 1 + max(len(found) for found in members.values())
+    numbers: dict[int, list[int]] = {}
+    for rank, found in members.items():
+        own: dict[int, list[str]] = defaultdict(list)
+        numbers[rank] = []
+        for call in found:
+            numbers[rank].append(call.step * widest + len(own[call.step]))
+            own[call.step].append(call.kind)
+        if -1 in own or any(kinds.setdefault(step, names) != names for step, names in own.items()):
+            return {}
+    longest = max(members, key=lambda rank: len(members[rank]))
+    first = dict(zip(numbers[longest], members[longest], strict=True))
+    for rank, found in members.items():
+        both = [(first[n], call) for n, call in zip(numbers[rank], found, strict=True) if n in first]
+        if both and _offset_bounds(*zip(*both, strict=True)) is None:
+            return {}
+    return numbers
+
+
+def _offset_bounds(a: Sequence[Transfer], b: Sequence[Transfer]) -> tuple[int, int] | None:
+    """Between what offsets of the clock of `b` each of these pairs of calls overlaps; None if there is none.
+
+    Calls that a rank may leave before all have entered (a broadcast by its root) do not count.
+    """
+    strict = [i for i, call in enumerate(a) if call.is_message or call.kind in SYNCHRONISING]
+    if not strict:
+        return 0, 0
+    (start_a, end_a), (start_b, end_b) = times([a[i] for i in strict]), times([b[i] for i in strict])
+    low, high = int((start_b - end_a).max()), int((end_b - start_a).min())
+    return (low, high) if low <= high + _SLACK_NS else None
+
+
+def _by_order(members: Mapping[int, list[Transfer]], one_host: bool) -> dict[int, list[int]]:
     """Each rank's calls numbered: equal numbers are the same call, a call of one rank alone has its own."""
     longest = max(members.values(), key=len)
     alone = itertools.count(2 * len(longest) + 2 * _EXTRA_SHIFT)
     numbers = {}
     for rank, found in members.items():
-        positions = _shifted(longest, found) or _voted(longest, found)
+        positions = _shifted(longest, found, one_host) or _voted(longest, found)
         numbers[rank] = [next(alone) if position is None else position for position in positions]
     return numbers
 
@@ -148,28 +198,64 @@ def _signatures(*lists: Sequence[Transfer]) -> list[Ints]:
     return [np.array([number(call) for call in calls], dtype=np.int64) for calls in lists]
 
 
-def _shifted(reference: Sequence[Transfer], found: Sequence[Transfer]) -> list[int | None]:
-    """Positions in `reference` of the calls of `found` under the best shift; empty if none fits well."""
-    if found is reference:
-        return list(range(len(found)))
+@dataclass(frozen=True, slots=True)
+class _Shift:
+    """One way to lay the calls of a rank against those of another."""
+
+    shift: int
+    coincide_frac: float
+    """Share of the calls that overlap on one clock."""
+    offset_ns: int
+    """The smallest offset under which all calls that met overlap."""
+    spread_ns: float
+    """Median deviation of the distances between the ends."""
+    end_ns: float
+    """Median distance between the ends, on one clock."""
+
+
+def _shifted(reference: Sequence[Transfer], found: Sequence[Transfer], one_host: bool) -> list[int | None]:
+    """Positions in `reference` of the calls of `found` under the best shift; empty if none is possible."""
+    shifts = _possible(reference, found)
+    if one_host:
+        shifts = [one for one in shifts if one.coincide_frac >= _GOOD_FIT] or shifts
+    if not shifts:
+        return []
+    steadiest, *others = sorted(shifts, key=lambda one: one.spread_ns)
+    if one_host and max(one.coincide_frac for one in shifts) >= _GOOD_FIT:
+        best = min(shifts, key=lambda one: (-one.coincide_frac, one.end_ns, abs(one.shift)))
+    elif len(reference) == len(found) and any(one.shift == 0 for one in shifts):
+        best = next(one for one in shifts if one.shift == 0)
+    elif not others or steadiest.spread_ns < _FAR_STEADIER * others[0].spread_ns:
+        best = steadiest
+    else:
+        best = min(shifts, key=lambda one: (abs(one.offset_ns), abs(one.shift)))
+    return list(range(best.shift, best.shift + len(found)))
+
+
+def _possible(reference: Sequence[Transfer], found: Sequence[Transfer]) -> list[_Shift]:
+    """The shifts under which kinds and sizes agree and some clock offset lets all calls overlap."""
     sign_a, sign_b = _signatures(reference, found)
-    (start_a, end_a), (start_b, end_b) = times(reference), times(found)
-    best, best_score = 0, (1.0, 0.0, 0.0)
+    shifts = []
     for shift in range(-_EXTRA_SHIFT, len(reference) - len(found) + _EXTRA_SHIFT + 1):
         a = slice(max(0, shift), min(len(sign_a), shift + len(sign_b)))
         b = slice(max(0, -shift), max(0, -shift) + a.stop - a.start)
-        if (a.stop - a.start) * 2 < len(found):
+        if (a.stop - a.start) * 2 < len(found) or (sign_a[a] != sign_b[b]).any():
             continue
-        apart = end_b[b] - end_a[a]
-        clock = np.median(apart)
-        off = np.abs(apart - clock)
-        meets = (start_b[b] - clock <= end_a[a]) & (start_a[a] <= end_b[b] - clock)
-        if (sign_a[a] != sign_b[b]).any() or meets.mean() < _GOOD_FIT:
+        bounds = _offset_bounds(reference[a], found[b])
+        if bounds is None:
             continue
-        score = (-float((off <= _SAME_END_NS).mean()), float(np.median(off)), float(abs(shift)))
-        if score < best_score:
-            best, best_score = shift, score
-    return list(range(best, best + len(found))) if best_score[0] <= 0.0 else []
+        (start_a, end_a), (start_b, end_b) = times(reference[a]), times(found[b])
+        apart = end_b - end_a
+        shifts.append(
+            _Shift(
+                shift=shift,
+                coincide_frac=float(((start_b <= end_a) & (start_a <= end_b)).mean()),
+                offset_ns=min(max(0, bounds[0]), bounds[1]),
+                spread_ns=float(np.median(np.abs(apart - np.median(apart)))),
+                end_ns=abs(float(np.median(apart))),
+            )
+        )
+    return shifts
 
 
 def _voted(reference: Sequence[Transfer], found: Sequence[Transfer]) -> list[int | None]:

@@ -180,4 +180,4 @@ def _batched(parts: Sequence[Any]) -> Iterator[list[dict[str, Any]]]:
 
 
 def _lines(events: Sequence[dict[str, Any]]) -> bytes:
-    return b",\n".join(msgspec.json.Encoder().encode_lines(events).splitlines())
+    return b",\n".join(map(msgspec.json.Encoder().encode, events))

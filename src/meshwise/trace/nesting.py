@@ -3,19 +3,19 @@
 On one thread events nest: the parent of an event is the shortest one that encloses it. A kernel belongs to
 the runtime call that launched it (same correlation id), and through it to every operator and section that
 was open on that thread; where a trace lacks the call, the operator with the same external id stands in.
-Gloo's transfers run on worker threads: the k-th transfer of a kind was launched by the k-th `c10d::` call
-of that kind. So a section's device time holds its communication, which the profiler's own totals leave out.
+Gloo's transfers run on worker threads and begin in the order of the `c10d::` calls: the k-th transfer was
+launched by the k-th call (of its kind, where their numbers differ). So a section's device time holds its
+communication, which the profiler's own totals leave out.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace
-from meshwise.trace.transfers import collective_kind
+from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace, collective_kind
 
 HOST_KINDS = (Kind.CPU_OP, Kind.ANNOTATION, Kind.RUNTIME, Kind.HOST_COMMUNICATION)
 
@@ -63,17 +63,23 @@ def launchers(trace: Trace) -> Ints:
     operators = trace.where(Kind.CPU_OP, Kind.ANNOTATION)
     _look_up(launcher, kernels, trace.external_id, operators)
     _look_up(launcher, kernels, trace.correlation, trace.where(Kind.RUNTIME))
-    calls: dict[str, list[int]] = defaultdict(list)
-    for i in trace.where(Kind.CPU_OP).tolist():
-        if trace.name(i).startswith("c10d::"):
-            calls[collective_kind(trace.name(i))].append(i)
-    seen: dict[str, int] = defaultdict(int)
-    for i in trace.where(Kind.HOST_COMMUNICATION).tolist():
-        kind = collective_kind(trace.name(i))
-        if seen[kind] < len(calls[kind]):
-            launcher[i] = calls[kind][seen[kind]]
-        seen[kind] += 1
+    _link_in_order(trace, launcher)
     return launcher
+
+
+def _link_in_order(trace: Trace, launcher: Ints) -> None:
+    """Fill in for every gloo transfer the call that launched it."""
+    moved = trace.where(Kind.HOST_COMMUNICATION).tolist()
+    calls = [i for i in trace.where(Kind.CPU_OP).tolist() if trace.name(i).startswith("c10d::")]
+    if len(moved) == len(calls):
+        launcher[moved] = calls
+        return
+    by_kind: dict[str, deque[int]] = defaultdict(deque)
+    for i in calls:
+        by_kind[collective_kind(trace.name(i))].append(i)
+    for i in moved:
+        alike = by_kind[collective_kind(trace.name(i))]
+        launcher[i] = alike.popleft() if alike else -1
 
 
 def _look_up(launcher: Ints, events: Ints, ids: Ints, candidates: Ints) -> None:

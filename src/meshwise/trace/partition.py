@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwise.trace.breakdown import work_kind
-from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace
-from meshwise.trace.intervals import Spans, difference, length, merged
+from meshwise.trace.breakdown import work
+from meshwise.trace.events import DEVICE_KINDS, Kind, Trace
+from meshwise.trace.intervals import NO_SPANS, Spans, difference, joined, length, merged
 from meshwise.trace.nesting import launchers
 
 PARTS = ("compute", "transfer", "memory", "wait", "idle")
@@ -51,32 +51,24 @@ class Partition:
 
 def partition(trace: Trace, wait_ns: Mapping[int, int]) -> Partition:
     """The parts of one rank; `wait_ns` is the waiting at the beginning of an event, by its number."""
-    kind, end_ns = work_kind(trace), trace.end_ns
+    work_spans, end_ns = work(trace).spans, trace.end_ns
+    communication = np.flatnonzero(work(trace).kind == Kind.COMMUNICATION)
     wait_end = trace.start_ns.copy()
     for event, wait in wait_ns.items():
         wait_end[event] += wait
-    by_kind = {k: np.flatnonzero(kind == k) for k in DEVICE_KINDS}
-    communication = by_kind[Kind.COMMUNICATION]
     sets = {
-        "compute": _union(trace.start_ns, end_ns, by_kind[Kind.COMPUTE]),
-        "transfer": _union(wait_end, end_ns, communication),
-        "memory": _union(trace.start_ns, end_ns, by_kind[Kind.MEMORY]),
-        "wait": _union(trace.start_ns, wait_end, communication),
+        "compute": work_spans[Kind.COMPUTE],
+        "transfer": merged(wait_end[communication], end_ns[communication]),
+        "memory": work_spans[Kind.MEMORY],
+        "wait": merged(trace.start_ns[communication], wait_end[communication]),
     }
-    work = np.flatnonzero(kind != Kind.OTHER)
-    none = np.zeros(0, dtype=np.int64)
-    taken: Spans = (none, none)
+    taken = NO_SPANS
     spans: dict[str, Spans] = {}
     for part, found in sets.items():
         spans[part] = difference(found, taken)
-        taken = merged(np.concatenate([taken[0], found[0]]), np.concatenate([taken[1], found[1]]))
-    whole = (trace.start_ns[work].min(), end_ns[work].max()) if len(work) else (0, 0)
-    spans["idle"] = difference(merged(*(np.array([time]) for time in whole)), taken)
+        taken = joined(taken, found)
+    spans["idle"] = difference((taken[0][:1], taken[1][-1:]), taken)
     return Partition(trace.rank, spans, _host_bound_s(trace, spans["idle"]))
-
-
-def _union(start: Ints, end: Ints, events: Ints) -> Spans:
-    return merged(start[events], end[events])
 
 
 def _host_bound_s(trace: Trace, idle: Spans) -> float | None:

@@ -20,6 +20,7 @@ from meshwise.trace.match import match
 from meshwise.trace.partition import Partition, partition
 from meshwise.trace.read import read_traces
 from meshwise.trace.sections import Section, sections
+from meshwise.trace.steps import marks
 from meshwise.trace.transfers import transfers
 
 
@@ -83,9 +84,10 @@ def summarize(traces: Sequence[Trace]) -> Summary:
     """The summary of the traces of one job, one trace a rank."""
     if not traces:
         return Summary([], [], [], [], [], Alignment("no rank", {}, None, 0), [], [], [], [])
-    matches = match({trace.rank: transfers(trace) for trace in traces})
+    marked = marks(traces)
     hosts = {trace.host for trace in traces}
     one_host = len(hosts) == 1 and "" not in hosts
+    matches = match({trace.rank: transfers(trace, marked[trace.rank]) for trace in traces}, one_host=one_host)
     alignment = align([trace.rank for trace in traces], matches, one_host=one_host)
     origin = min((int(t.start_ns[0]) - alignment.offsets_ns[t.rank] for t in traces if len(t)), default=0)
     found, num_unfit = collectives(matches, alignment, origin)

@@ -11,31 +11,17 @@ what an all-to-all sends in total from this rank (with uneven splits, ranks diff
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 
-from meshwise.trace.events import POINT_TO_POINT_CALLS, CommunicationArgs, Ints, Kind, Trace
+from meshwise.trace.events import POINT_TO_POINT_CALLS, CommunicationArgs, Ints, Kind, Trace, collective_kind
+from meshwise.trace.steps import Marks, launched_ns
 
-_KINDS = (
-    ("allreduce", "all_reduce"),
-    ("allgather", "all_gather"),
-    ("reducescatter", "reduce_scatter"),
-    ("alltoall", "all_to_all"),
-    ("barrier", "barrier"),
-    ("broadcast", "broadcast"),
-    ("sendrecv", "send_recv"),
-    ("reduce", "reduce"),
-    ("gather", "gather"),
-    ("scatter", "scatter"),
-    ("send", "send"),
-    ("recv", "recv"),
-)
 POINT_TO_POINT = ("send", "recv")
 SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "send_recv")
 """Collectives that no rank can leave before every rank has entered."""
@@ -66,6 +52,8 @@ class Transfer:
     source: int | None = None
     """Of a message: who sends, who receives."""
     destination: int | None = None
+    step: int = -1
+    """The step in which it was launched; -1 where no step is marked."""
     is_buffered: bool = False
     """Whether a send may end before the other side has begun to receive."""
 
@@ -87,17 +75,15 @@ class _Recorded(msgspec.Struct):
     output_dtypes: list[str] | None = None
 
 
-def collective_kind(name: str) -> str:
-    """The collective that a kernel or call performs, by its name; `unknown` where the name hides it."""
-    plain = re.sub(r"[^a-z]", "", name.lower())
-    return next((kind for part, kind in _KINDS if part in plain), "unknown")
-
-
-def transfers(trace: Trace) -> list[Transfer]:
-    """The communications of one rank in the order of their start."""
-    if trace.has_device:
-        return _kernels(trace)
-    return _host(trace)
+def transfers(trace: Trace, marked: Marks | None = None) -> list[Transfer]:
+    """The selected communications of one rank in the order of their start, each with its step of `marked`."""
+    found = _kernels(trace) if trace.has_device else _host(trace)
+    if trace.selected is not None:
+        found = [one for one in found if trace.selected[one.event]]
+    if marked is None or not len(marked.number):
+        return found
+    step = marked.step(launched_ns(trace)[[one.event for one in found]])
+    return [replace(one, step=number) for one, number in zip(found, step.tolist(), strict=True)]
 
 
 def _kernels(trace: Trace) -> list[Transfer]:

@@ -1,0 +1,158 @@
+"""The steps of a job, as its traces mark them, and the choice of some of them.
+
+PyTorch's profiler marks steps as `ProfilerStep#N` if the program calls its `step()`; N counts from the
+start of the profiler and is the same on all ranks. Where no rank has such marks, a `record_function`
+section stands in that every rank ran equally often, and if there are several, that which took longest in
+total.
+
+A step lasts from its mark to the next one. Work belongs to the step in which it was launched: a kernel to
+that of its launching call, an operator to that in which it begins. What was launched before the first mark
+(or before the profiler began) is in no step, -1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshwise.core.errors import DataError
+from meshwise.trace.breakdown import Breakdown, split, union, work
+from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace
+from meshwise.trace.intervals import intersection
+from meshwise.trace.nesting import launchers
+
+PROFILER_STEP = "ProfilerStep"
+_NUMBERED = re.compile(r"^(.*?)[#_ .:-]*(\d*)$")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Marks:
+    """Where the steps of one rank begin, on its own clock, and their numbers; empty where none is marked."""
+
+    name: str
+    number: Ints
+    start_ns: Ints
+    end_ns: Ints
+
+    def step(self, time_ns: Ints) -> Ints:
+        """The number of the step at each time, -1 before the first."""
+        place = np.searchsorted(self.start_ns, time_ns, side="right") - 1
+        return np.append(self.number, -1)[place]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of one rank and its breakdown."""
+
+    number: int
+    part: str
+    """`whole`; `warm-up`: a first step that took 1.2 times as long as the median of the others; `partial`: a
+    last step with less than 0.95 of the median number of kernels (operators, on a rank without a device)."""
+    num_work: int
+    breakdown: Breakdown
+
+
+def marks(traces: Sequence[Trace]) -> dict[int, Marks]:
+    """The steps of every rank, all of them marked by the same name."""
+    found = {trace.rank: _sections(trace) for trace in traces}
+    names = set.intersection(*(set(one) for one in found.values())) if found else set()
+    if PROFILER_STEP not in names:
+        counts = {name: {len(one[name].number) for one in found.values()} for name in names}
+        names = {name for name in names if len(counts[name]) == 1 and min(counts[name]) > 1}
+    if not names:
+        return dict.fromkeys(found, Marks("", *[np.zeros(0, dtype=np.int64)] * 3))
+
+    def weight(name: str) -> tuple[bool, int]:
+        total = sum(int((one[name].end_ns - one[name].start_ns).sum()) for one in found.values())
+        return name == PROFILER_STEP, total
+
+    best = max(sorted(names), key=weight)
+    return {rank: one[best] for rank, one in found.items()}
+
+
+def _sections(trace: Trace) -> dict[str, Marks]:
+    """The sections of one rank by name (a number at its end left out) whose runs do not overlap."""
+    by_name: dict[str, list[tuple[int, int]]] = {}
+    for i in trace.where(Kind.ANNOTATION).tolist():
+        parts = _NUMBERED.match(trace.name(i))
+        name, number = parts.groups() if parts else (trace.name(i), "")
+        by_name.setdefault(name, []).append((i, int(number or -1)))
+    found = {}
+    for name, runs in by_name.items():
+        events, numbers = np.array(runs, dtype=np.int64).T
+        start, end = trace.start_ns[events], trace.end_ns[events]
+        if len(set(numbers.tolist())) < len(numbers) or (np.diff(numbers) < 0).any():
+            numbers = np.arange(len(events))
+        if (start[1:] >= end[:-1]).all():
+            found[name] = Marks(name, numbers, start, end)
+    return found
+
+
+def launched_ns(trace: Trace) -> Ints:
+    """When each event was launched: the start of the call that launched it, else its own."""
+    launcher = launchers(trace)
+    return np.where(launcher >= 0, trace.start_ns[launcher], trace.start_ns)
+
+
+def chosen(trace: Trace, marked: Marks, steps: str) -> Trace:
+    """The trace with the work of some steps only: `3-7`, `5`, or `complete`.
+
+    `complete` is what HolisticTraceAnalysis takes: kernels whose launch lies before the start of the last
+    ProfilerStep, and all of them where there are fewer than two steps.
+    """
+    if steps == "complete":
+        if marked.name != PROFILER_STEP or len(marked.number) < 2:
+            return trace
+        selected = launched_ns(trace) < marked.start_ns[-1]
+        if trace.has_device:
+            selected &= (launchers(trace) >= 0) | ~np.isin(trace.kind, DEVICE_KINDS)
+        return replace(trace, selected=selected)
+    first, last = _range(steps)
+    number = marked.step(launched_ns(trace))
+    if len(marked.number):
+        number[launched_ns(trace) >= marked.end_ns[-1]] = -1
+    selected = (number >= first) & (number <= last)
+    if not selected.any():
+        have = f"its steps are {marked.number[0]} to {marked.number[-1]}" if len(marked.number) else "none"
+        raise DataError(f"--steps {steps}: no such step on rank {trace.rank} ({have}); choose among these")
+    return replace(trace, selected=selected)
+
+
+def _range(steps: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", steps)
+    if not found or int(found[2] or found[1]) < int(found[1]):
+        raise DataError(f"--steps {steps} is no range of steps; write 3-7, one number, or complete")
+    return int(found[1]), int(found[2] or found[1])
+
+
+def step_table(trace: Trace, marked: Marks) -> list[Step]:
+    """The breakdown of every marked step of one rank, by the work launched in it."""
+    done, number = work(trace), marked.step(launched_ns(trace))
+    rows = []
+    for place, step in enumerate(marked.number.tolist()):
+        inside = (number == step) & (done.kind != Kind.OTHER)
+        if trace.has_device:
+            spans = {
+                kind: union(trace, np.flatnonzero(inside & (done.kind == kind))) for kind in DEVICE_KINDS
+            }
+        else:
+            end = (
+                marked.start_ns[place + 1 : place + 2]
+                if place + 1 < len(marked.number)
+                else marked.end_ns[-1:]
+            )
+            window = (marked.start_ns[place : place + 1], end)
+            spans = {kind: intersection(done.spans[kind], window) for kind in DEVICE_KINDS}
+        if inside.any():
+            parts = split(trace.rank, "gpu" if trace.has_device else "cpu", spans)
+            rows.append(Step(step, "whole", int(inside.sum()), parts))
+    if len(rows) > 2:
+        first, *middle, last = rows
+        if first.breakdown.span_s > 1.2 * np.median([row.breakdown.span_s for row in rows[1:]]):
+            rows[0] = replace(first, part="warm-up")
+        if last.num_work < 0.95 * np.median([row.num_work for row in middle]):
+            rows[-1] = replace(last, part="partial")
+    return rows

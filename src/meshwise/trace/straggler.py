@@ -1,0 +1,220 @@
+"""Which rank holds the others up, from the waiting that it causes; no clock is needed.
+
+In every step, rank r waits W[r] inside its collectives (what they take beyond the call of the last rank). The
+rank that the others wait for is the one that waits least, and its margin is what a step would gain if it came
+with the second to last:
+
+    m[r] = min over the other ranks of W - W[r]
+
+Chance alone makes some rank last in each step, so a rank is named only if one of these rules holds. k is the
+number of steps in which r waits least, S that of all steps, n that of ranks; the relief is the sum of
+positive m.
+
+    persistent  n x P(at least k of S at probability 1/n) <= 0.01, r has 80 % of all relief, and the median
+                of m is >= 5 % of a step
+    always      k = S, all m >= 8 % and median m >= 12 % of a step; 20 and 30 % if S < 6, 40 and 60 % if S < 4
+    pause       one m is >= 2 % of the span, and >= 8 times as large as the next one of any rank (4 times
+                where that one is < 5 % of a step), the median of W[r] over the steps taken off
+    several     (8 ranks or more) W[r] below the median of the others in 80 % of the steps, typically by 5 %
+                of a step and by 6 standard deviations of the ranks
+
+The first step starts the job and is left out. Ranks that share no collective, even through others, are
+judged apart. Where nothing marks the steps (see `steps`), they are the periods of the sequence of calls,
+and one to eight of them are taken as a step, so that a rank which is late every second period is found too.
+
+Measured on synthetic jobs: tests/jobs.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.trace.collectives import Collective
+from meshwise.trace.transfers import SYNCHRONISING
+
+MIN_STEPS = 3
+"""Fewer whole steps do not tell a slow rank from chance."""
+_RARE_STEPS = 4
+_CHANCE = 0.01
+_RELIEF_FRAC = 0.8
+_STEP_FRAC = 0.05
+_ALWAYS = ((6, 0.08, 0.12), (4, 0.2, 0.3), (0, 0.4, 0.6))
+"""From how many steps on, smallest margin, median margin."""
+_SPAN_FRAC = 0.02
+_PAUSE_RATIO, _PAUSE_RATIO_STEADY = 8.0, 4.0
+_SEVERAL_RANKS, _SEVERAL_SPREADS, _OFTEN = 8, 6 * 1.48, 0.8
+_PERIODS_PER_STEP = (1, 2, 3, 4, 6, 8)
+_SAME_FRAC = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """Ranks that the others wait for, and what the job would gain without."""
+
+    ranks: tuple[int, ...]
+    seconds: float
+    is_pause: bool
+    start_s: float
+    """When the step of the pause began, on the common clock."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """Seconds that each rank waits in each step [S, n], and how long a step and the whole take."""
+
+    ranks: tuple[int, ...]
+    wait_s: NDArray[np.float64]
+    start_s: NDArray[np.float64]
+    step_s: float
+    span_s: float
+    num_all_steps: int
+    """With the first one."""
+
+
+def holders_up(found: Sequence[Collective]) -> tuple[list[Straggler], str]:
+    """The ranks that hold the others up, and why none could be named, if waiting is too short to tell."""
+    stragglers: list[Straggler] = []
+    reason = ""
+    shared = [
+        c
+        for c in found
+        if c.num_ranks > 1 and c.name in (*SYNCHRONISING, "broadcast") and "->" not in c.group
+    ]
+    for ranks, calls in _linked(shared):
+        views = [view for view in _views(ranks, calls) if len(view.wait_s) >= MIN_STEPS]
+        named = next((one for view in views if (one := _persistent(view) or _pause(view))), None)
+        several = [_several(view) for view in views[:1]]
+        stragglers += [one for one in (named, *several) if one and not (named and one is not named)]
+        if not views:
+            reason = f"fewer than {MIN_STEPS + 1} steps of ranks {min(ranks)} to {max(ranks)} were recorded"
+    return stragglers, reason
+
+
+def _linked(found: Sequence[Collective]) -> Iterator[tuple[tuple[int, ...], list[Collective]]]:
+    """Sets of ranks that meet in collectives, directly or through others, with their calls."""
+    sets: list[set[int]] = []
+    for members in {frozenset(one.wait_s) for one in found}:
+        near = [one for one in sets if one & members]
+        sets = [one for one in sets if not one & members] + [set(members).union(*near)]
+    for ranks in sorted(sets, key=min):
+        yield tuple(sorted(ranks)), [one for one in found if ranks.issuperset(one.wait_s)]
+
+
+def _views(ranks: tuple[int, ...], calls: Sequence[Collective]) -> Iterator[_Waiting]:
+    """The waiting by step: as marked, else by one, two, ... periods of the calls."""
+    marked = [one.step for one in calls]
+    if len(set(marked)) > MIN_STEPS:
+        yield _waiting(ranks, calls, np.unique(marked, return_inverse=True)[1])
+    position, total = _positions(calls)
+    own = [(c.name, c.bytes, c.group) for c in calls if ranks[0] in c.wait_s]
+    num_periods = len(own) // _period(own)
+    for each in _PERIODS_PER_STEP:
+        if num_periods // each > _RARE_STEPS:
+            yield _waiting(ranks, calls, position * (num_periods // each) // total)
+
+
+def _positions(calls: Sequence[Collective]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The place of each call among those of its lowest rank, and how many these are."""
+    count: dict[int, int] = defaultdict(int)
+    lowest = [min(one.wait_s) for one in calls]
+    place = []
+    for call, rank in zip(calls, lowest, strict=True):
+        place.append(count[rank])
+        for member in call.wait_s:
+            count[member] += 1
+    return np.array(place), np.array([count[rank] for rank in lowest])
+
+
+def _period(keys: Sequence[object]) -> int:
+    """After how many calls the sequence repeats itself; the number of all calls where it does not."""
+    for period in range(1, len(keys) // MIN_STEPS + 1):
+        same = [a == b for a, b in zip(keys, keys[period:], strict=False)]
+        if sum(same) >= _SAME_FRAC * len(same):
+            return period
+    return max(1, len(keys))
+
+
+def _waiting(ranks: tuple[int, ...], calls: Sequence[Collective], step: NDArray[np.int64]) -> _Waiting:
+    """The waiting of each rank in each step but the first."""
+    num_steps = int(step.max()) + 1
+    column = {rank: i for i, rank in enumerate(ranks)}
+    wait, start = np.zeros((num_steps, len(ranks))), np.full(num_steps, np.inf)
+    for call, at in zip(calls, step.tolist(), strict=True):
+        start[at] = min(start[at], call.start_s)
+        for rank, seconds in call.wait_s.items():
+            wait[at, column[rank]] += seconds
+    end_s = max(c.start_s + c.wire_s + max(c.wait_s.values()) for c in calls)
+    step_s = float(np.median(np.diff(np.append(start, end_s))))
+    num_all_steps = num_steps - (num_steps > len({call.step for call in calls} - {-1}) > 1)
+    return _Waiting(ranks, wait[1:], start[1:], step_s, end_s - float(start.min()), num_all_steps)
+
+
+def _margins(wait: NDArray[np.float64]) -> NDArray[np.float64]:
+    """By how much each rank waits less than any other, in each step; negative where another waits less."""
+    least, second = np.partition(wait, 1, axis=1)[:, :2].T
+    others = np.where(wait == least[:, None], second[:, None], least[:, None])
+    return others - wait
+
+
+def _persistent(view: _Waiting) -> Straggler | None:
+    """One rank that is last more often than chance has it, and by much."""
+    margin = _margins(view.wait_s)
+    relief = np.maximum(margin, 0).sum(axis=0)
+    i = int(relief.argmax())
+    steps, ranks = margin.shape
+    num_last, median = int((margin[:, i] > 0).sum()), float(np.median(margin[:, i]))
+    is_rare = (
+        steps >= _RARE_STEPS
+        and ranks * _tail(num_last, steps, 1 / ranks) <= _CHANCE
+        and median >= _STEP_FRAC * view.step_s
+    )
+    has_most = relief[i] > 0 and relief[i] >= _RELIEF_FRAC * relief.sum()
+    least_frac, median_frac = next(limits for from_steps, *limits in _ALWAYS if steps >= from_steps)
+    is_clear = margin[:, i].min() >= least_frac * view.step_s and median >= median_frac * view.step_s
+    if not (is_clear or (is_rare and has_most)):
+        return None
+    seconds = float(relief[i]) * view.num_all_steps / steps
+    return Straggler((view.ranks[i],), seconds, False, float(view.start_s[0]))
+
+
+def _tail(count: int, num: int, chance: float) -> float:
+    """Probability of `count` or more hits in `num` independent trials."""
+    return sum(math.comb(num, k) * chance**k * (1 - chance) ** (num - k) for k in range(count, num + 1))
+
+
+def _pause(view: _Waiting) -> Straggler | None:
+    """One rank that was late once, far more than any rank ever else, beyond what it usually is."""
+    margin = _margins(view.wait_s - np.median(view.wait_s, axis=0))
+    place = np.unravel_index(int(margin.argmax()), margin.shape)
+    largest, next_largest = float(margin[place]), float(np.partition(margin, -2, axis=None)[-2])
+    is_steady = next_largest < _STEP_FRAC * view.step_s
+    ratio = _PAUSE_RATIO_STEADY if is_steady else _PAUSE_RATIO
+    if len(margin) < _RARE_STEPS or largest < max(_SPAN_FRAC * view.span_s, ratio * next_largest):
+        return None
+    return Straggler((view.ranks[int(place[1])],), largest, True, float(view.start_s[int(place[0])]))
+
+
+def _several(view: _Waiting) -> Straggler | None:
+    """Ranks that wait less than the median of the others, step after step."""
+    num_ranks = len(view.ranks)
+    if num_ranks < _SEVERAL_RANKS:
+        return None
+    others = [np.median(np.delete(view.wait_s, i, axis=1), axis=1) for i in range(num_ranks)]
+    less = np.stack(others, axis=1) - view.wait_s
+    typical = np.median(less, axis=0)
+    spread = float(np.median(np.abs(typical - np.median(typical))))
+    least_s = max(_STEP_FRAC * view.step_s, _SEVERAL_SPREADS * spread)
+    slow = ((less > 0).mean(axis=0) >= _OFTEN) & (typical >= least_s)
+    if not slow.any() or slow.all():
+        return None
+    gain = np.maximum(view.wait_s[:, ~slow].min(axis=1) - view.wait_s[:, slow].min(axis=1), 0).sum()
+    seconds = float(gain) * view.num_all_steps / len(view.wait_s)
+    if seconds < _SPAN_FRAC * view.span_s:
+        return None
+    return Straggler(tuple(np.array(view.ranks)[slow].tolist()), seconds, False, float(view.start_s[0]))

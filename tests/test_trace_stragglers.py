@@ -1,0 +1,98 @@
+"""Who holds the others up: synthetic jobs whose answer is known, and real processes of which one sleeps."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jobs import FAULTS, Job, write_job
+from kineto import all_reduce, host, write_trace
+from meshwise.trace.breakdown import breakdown
+from meshwise.trace.merge import write_merged
+from meshwise.trace.read import read_trace
+from meshwise.trace.summary import summarize_paths
+
+CLOCKS = {"one host": {"has_host": True}, "apart": {"clock_s": 0.5, "drift_ppm": 20.0}}
+
+
+def _single(found):
+    return [one for one in found.findings if 0 < len(one.ranks) < len(found.ranks)]
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_the_injected_rank_is_named(tmp_path, fault, num_ranks, clock):
+    """20 to 40 % of a step, nine steps, with and without marks and sequence numbers."""
+    if fault == "slow link" and num_ranks < 8:
+        pytest.skip("a link is slow compared with at least two others")
+    for seed, has_marks, has_numbers in ((1, True, False), (2, False, True), (3, False, False)):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        about = {"has_marks": has_marks, "has_numbers": has_numbers, **CLOCKS[clock]}
+        write_job(folder, Job(num_ranks, 9, fault, seed % num_ranks, 0.1 + 0.1 * seed, seed, **about))
+        found = summarize_paths([folder])
+        rank = seed % num_ranks
+        ranks = (rank - rank % 2, rank - rank % 2 + 1) if fault == "slow link" else (rank,)
+        assert _single(found)[0].ranks == ranks, (seed, found.findings)
+        assert all(one.num_ranks > 1 for one in found.collectives) and found.problems == []
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8, 16])
+def test_a_healthy_job_blames_nobody(tmp_path, num_ranks):
+    for seed in range(4):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        write_job(folder, Job(num_ranks, 9, seed=seed, has_marks=seed % 2 == 0, clock_s=0.01 * seed))
+        assert _single(summarize_paths([folder])) == []
+
+
+def test_too_few_steps_are_said_to_be_too_few(tmp_path):
+    write_job(tmp_path, Job(2, 2, "late rank", 1, 0.6, has_marks=True))
+    found = summarize_paths([tmp_path])
+    assert _single(found) == [] and found.findings[0].kind == "undecided"
+    assert "record more steps" in found.findings[0].text
+
+
+@pytest.mark.parametrize("cut", [(0, 0), (1, 0), (0, 1), (2, 1)])
+def test_one_host_is_one_clock(tmp_path, cut):
+    """Waits as long as a step do not shift the calls of a rank, even if its profile lacks some at the ends."""
+    random = np.random.default_rng(sum(cut))
+    ends = 1000.0 * np.arange(12) + 900 + random.uniform(0, 80, 12)
+    for rank in range(2):
+        length = 700.0 if rank == 0 else 40.0
+        left = np.round(ends + random.uniform(0, 30, 12), 3)
+        events = [all_reduce(end - length, length, 10, [0, 1]) for end in left.tolist()]
+        if rank == 1:
+            events = events[cut[0] : len(events) - cut[1]]
+        write_trace(tmp_path / f"rank-{rank}.json", events, rank, host_name="node")
+    found = summarize_paths([tmp_path])
+    assert found.alignment.method == "one host, one clock" and set(found.alignment.offsets_ns.values()) == {0}
+    met = [one for one in found.collectives if one.num_ranks == 2]
+    assert len(met) == 12 - sum(cut) and _single(found)[0].ranks == (1,)
+
+
+def test_a_wrapper_around_a_collective_is_no_compute(tmp_path):
+    """An autograd function of 100 us that waits 80 us for a transfer computes in what is left."""
+    events = [
+        host("cpu_op", "aten::mm", 0, 50),
+        host("cpu_op", "AllReduceBackward", 100, 100),
+        host("cpu_op", "c10d::allreduce_", 110, 6),
+        host("cpu_op", "aten::add", 190, 10),
+        host("user_annotation", "gloo:all_reduce", 110, 80, tid=2),
+    ]
+    trace, _ = read_trace(write_trace(tmp_path / "rank-0.json", events, 0))
+    found = breakdown(trace)
+    assert found.compute_s == pytest.approx(70e-6) and found.communication_s == pytest.approx(80e-6)
+    assert found.overlap_frac == 0 and found.span_s == pytest.approx(200e-6)
+
+
+def test_a_pretty_printed_trace_merges(tmp_path):
+    """Arguments that hold line breaks stay one event."""
+    dims = {"Input Dims": [[4, 4], [4, 4]], "Input type": ["float", "float"]}
+    path = write_trace(tmp_path / "rank-0.json", [host("cpu_op", "aten::mm", 0, 5, **dims)], 0)
+    assert "\n" in path.read_text()
+    found = summarize_paths([path])
+    write_merged(found.traces, found.alignment, found.collectives, tmp_path / "all.json")
+    events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
+    assert [e["args"]["Input Dims"] for e in events if e["ph"] == "X"] == [[[4, 4], [4, 4]]]
