@@ -56,7 +56,7 @@ def test_too_few_steps_are_said_to_be_too_few(tmp_path):
 
 @pytest.mark.parametrize("cut", [(0, 0), (1, 0), (0, 1), (2, 1)])
 def test_one_host_is_one_clock(tmp_path, cut):
-    """Waits as long as a step do not shift the calls of a rank, even if its profile lacks some at the ends."""
+    """Waits as long as a step do not shift the calls of a rank, even if its profile lacks some."""
     random = np.random.default_rng(sum(cut))
     ends = 1000.0 * np.arange(12) + 900 + random.uniform(0, 80, 12)
     for rank in range(2):
