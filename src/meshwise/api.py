@@ -164,25 +164,43 @@ def serve(
     cluster: str | Path | Cluster,
     plan: str | Path | Plan = "",
     *,
-    prompt: int = 2048,
-    output: int = 256,
+    prompt: int | None = None,
+    output: int | None = None,
     sequences: Sequence[int] = (),
     token_s: float | None = None,
+    ttft_s: float | None = None,
     memory_frac: float = 0.9,
     engine_s: float = 0.0,
+    rate: float | None = None,
+    concurrency: int | None = None,
+    requests: str | Path | None = None,
+    num_requests: int | None = None,
+    burstiness: float | None = None,
+    length_ratio: float | None = None,
+    engine: str = "",
 ) -> Answer:
     """Estimate an inference server: time to first token, time per token, what fits, tokens a second.
+
+    With `rate`, `concurrency` or `requests` the server is simulated under that load, queue included.
 
     Args:
         model: A `Model`, a preset or the path of a config.json.
         cluster: A `Cluster`, a preset, `"chip:count"`, or the path of a TOML file: one instance.
         plan: tp, ep, etp, dtype and kv_dtype; what tp leaves of the cluster is dp. By default tp is all.
-        prompt: Tokens of a prompt.
-        output: Tokens generated after it.
+        prompt: Tokens of a prompt [2048].
+        output: Tokens generated after it [256].
         sequences: Numbers of running sequences of the instance; by default powers of two up to what fits.
         token_s: Latency target per output token [s].
+        ttft_s: Latency target for the first token under load [s].
         memory_frac: Share of the memory that the engine may take.
         engine_s: The engine's own time between two passes [s].
+        rate: Requests a second.
+        concurrency: Clients that each send a request when the last one has ended.
+        requests: The path of a trace: CSV of arrival [s], prompt, output; Azure's CSV; Mooncake's JSON lines.
+        num_requests: How many requests [1000 at a rate, ten for each client].
+        burstiness: Shape of the gamma distribution of the gaps between arrivals; 1 is Poisson.
+        length_ratio: Lengths are uniform from this share of the stated ones to all of it [1].
+        engine: `vllm`, `sglang` or `trtllm`, with settings: `"vllm,max_tokens=2048"`.
 
     Returns:
         Times in seconds, memory in bytes. An instance without room for one sequence is an answer too
@@ -192,14 +210,25 @@ def serve(
         MeshwiseError: A name is unknown, or the plan does not divide model or cluster.
     """
     from meshwise.serve.answer import answer
+    from meshwise.serve.load import traffic
+    from meshwise.serve.requests import read_requests
     from meshwise.serve.serving import serving
 
+    trace = None if requests is None else read_requests(Path(requests))
+    if trace is not None and (prompt, output) != (None, None):
+        raise WorkloadError("a trace says how long prompts and outputs are; leave prompt and output out")
+    mean_prompt, mean_output = trace.mean_tokens if trace else (2048, 256)
+    prompt, output = mean_prompt if prompt is None else prompt, mean_output if output is None else output
     machine = _cluster(cluster)
     instance = serving(
         _model(model), machine, _plan(plan or f"tp={machine.num_chips}"), prompt=prompt, output=output,
         memory_frac=memory_frac, engine_s=engine_s,
     )  # fmt: skip
-    return answer(instance, sequences, token_s)
+    load = traffic(
+        prompt, output, rate=rate, concurrency=concurrency, trace=trace,
+        num_requests=num_requests, burstiness=burstiness, length_ratio=length_ratio,
+    )  # fmt: skip
+    return answer(instance, sequences, token_s, requests=load, engine=engine, ttft_s=ttft_s)
 
 
 def dry_run(

@@ -1,7 +1,8 @@
-"""`meshwise serve`: what a server of a model gives: first token, tokens after it, how many fit."""
+"""`meshwise serve`: what a server of a model gives: how many fit, each token's time, under load."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,14 +24,36 @@ def serve(
     plan: Annotated[
         str, typer.Option(help="tp, ep, etp, dtype, kv_dtype: tp=8,ep=8,dtype=fp8; the rest is dp. [tp=all]")
     ] = "",
-    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 2048,
-    output: Annotated[int, typer.Option(help="Tokens generated after it.")] = 256,
+    prompt: Annotated[int | None, typer.Option(help="Tokens of a prompt. [2048]")] = None,
+    output: Annotated[int | None, typer.Option(help="Tokens generated after it. [256]")] = None,
+    rate: Annotated[float | None, typer.Option(help="Load: requests a second.")] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(help="Load: clients that each send a request when the last has ended.")
+    ] = None,
+    requests: Annotated[
+        Path | None, typer.Option(help="Load: a trace (CSV arrival,prompt,output; Azure; Mooncake JSONL).")
+    ] = None,
+    num_requests: Annotated[
+        int | None, typer.Option(help="Requests of the load. [1000 at a rate, 10 a client]")
+    ] = None,
+    burstiness: Annotated[
+        float | None, typer.Option(help="Gamma shape of the gaps between arrivals at a rate. [1: Poisson]")
+    ] = None,
+    length_ratio: Annotated[
+        float | None, typer.Option(help="Lengths are uniform from this share of the stated ones up. [1]")
+    ] = None,
+    engine: Annotated[
+        str, typer.Option(help="vllm, sglang or trtllm, with settings: vllm,max_tokens=2048. [vllm]")
+    ] = "",
     sequences: Annotated[
         str, typer.Option(help="Running sequences of the instance: 1,8,64. [powers of two, up to what fits]")
     ] = "",
     token_ms: Annotated[
         float | None,
         typer.Option(help="Latency target per output token; also report the largest batch that meets it."),
+    ] = None,
+    ttft_ms: Annotated[
+        float | None, typer.Option(help="Latency target for the first token under load.")
     ] = None,
     memory_frac: Annotated[float, typer.Option(help="Share of the memory that the engine may take.")] = 0.9,
     engine_ms: Annotated[float, typer.Option(help="The engine's own time between two passes.")] = 0.0,
@@ -39,11 +62,15 @@ def serve(
     """Estimate an inference server: time to first token, time per token, what fits, tokens a second.
 
     Kernels are timed by models fitted to measurements of serving kernels; routing is even, nothing overlaps.
+    With --rate, --concurrency or --requests the engine is simulated pass by pass, queue included.
     """
     found = api.serve(
         model, cluster, plan, prompt=prompt, output=output, sequences=_counts(sequences),
         token_s=None if token_ms is None else token_ms / 1e3,
-        memory_frac=memory_frac, engine_s=engine_ms / 1e3,
+        ttft_s=None if ttft_ms is None else ttft_ms / 1e3,
+        memory_frac=memory_frac, engine_s=engine_ms / 1e3, rate=rate, concurrency=concurrency,
+        requests=requests, num_requests=num_requests, burstiness=burstiness, length_ratio=length_ratio,
+        engine=engine,
     )  # fmt: skip
     if json:
         print_json(found.to_json())

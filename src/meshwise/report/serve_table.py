@@ -7,6 +7,7 @@ from rich.console import Console
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.table import table
 from meshwise.serve.answer import Answer
+from meshwise.serve.load import Load
 
 _HEADINGS = ("sequences", "a token", "tokens/s", "a GPU", "with prompts", "memory", "largest parts")
 
@@ -35,6 +36,8 @@ def print_serving(answer: Answer, console: Console) -> None:
     if answer.token_s is not None:
         within = document["sequences_within_limit"]
         console.print(f"within {1e3 * answer.token_s:g} ms a token: {within:,} sequences")
+    if answer.load is not None:
+        _print_load(answer.load, console)
     if not document["passes"]:
         return
     rows = []
@@ -53,3 +56,26 @@ def print_serving(answer: Answer, console: Console) -> None:
     console.print(table("", _HEADINGS, rows, left=_HEADINGS[-1:]))
     for note in document["notes"]:
         console.print(f"note: {note}")
+
+
+def _print_load(load: Load, console: Console) -> None:
+    """Print what clients measure."""
+    document = load.to_json()
+    console.print(
+        f"under load ({document['engine']}, {document['num_requests']:,} requests): "
+        f"{document['requests_per_s']:.4g} requests/s, "
+        f"{document['output_tokens_per_s_per_gpu']:,.0f} output tokens/s a GPU; up to "
+        f"{document['peak_sequences']:,} sequences, {document['peak_cache_frac']:.0%} of the cache"
+    )
+    if document["within_limits_frac"] is not None:
+        console.print(
+            f"{document['within_limits_frac']:.1%} of the requests within the limits: "
+            f"goodput {document['goodput_per_s']:.4g} requests/s"
+        )
+    names = {"ttft_s": "first token", "tpot_s": "token after it", "e2e_s": "whole request"}
+    columns = ("mean", "p50", "p90", "p99")
+    rows = [
+        (title, *("" if value is None else duration(value) for value in map(document[name].get, columns)))
+        for name, title in names.items()
+    ]
+    console.print(table("", ("", *columns), rows))

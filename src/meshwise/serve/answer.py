@@ -1,4 +1,4 @@
-"""The answer of `serve`: what fits, the time to the first token, and decode passes by number of sequences."""
+"""The answer of `serve`: what fits, the first token, decode passes by number of sequences, and the load."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from typing import Any
 
 from meshwise.core.errors import WorkloadError
 from meshwise.serve import serving as est
+from meshwise.serve.engine import parse_engine
+from meshwise.serve.load import Load, under_load
+from meshwise.serve.requests import Requests
 from meshwise.serve.serving import Serving
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """Figures of `serving` for numbers of running sequences, and for a latency target per token [s]."""
+    """Figures of `serving` for numbers of sequences, a latency target per token [s]; under load."""
 
     serving: Serving
     sequences: tuple[int, ...]
     token_s: float | None = None
+    load: Load | None = None
 
     @property
     def max_sequences(self) -> int:
@@ -60,17 +64,34 @@ class Answer:
             "prompt_tokens_per_s_per_gpu": of.prompt / est.prompt_s(of) / float(of.mesh.tp),
             "sequences_within_limit": self.sequences_within_limit,
             "passes": self.passes,
-            "notes": est.notes(of),
+            **(self.load.to_json() if self.load else {}),
+            "notes": [*est.notes(of), *(self.load.notes if self.load else ())],
         }
 
 
-def answer(serving: Serving, sequences: Sequence[int] = (), token_s: float | None = None) -> Answer:
+def answer(
+    serving: Serving,
+    sequences: Sequence[int] = (),
+    token_s: float | None = None,
+    *,
+    requests: Requests | None = None,
+    engine: str = "",
+    ttft_s: float | None = None,
+) -> Answer:
     """The answer for `serving`; by default with powers of two of sequences, up to what fits."""
     for count in sequences:
         if count < 1 or count % serving.dp:
             raise WorkloadError(
                 f"{count} sequences cannot be spread over dp={serving.dp}; use a multiple of {serving.dp}"
             )
-    if token_s is not None and not token_s > 0:
-        raise WorkloadError(f"a latency target of {1e3 * token_s:g} ms per token must be above zero")
-    return Answer(serving, tuple(sequences) or tuple(est.batches(serving)), token_s)
+    for what, limit_s in (("per token", token_s), ("for the first token", ttft_s)):
+        if limit_s is not None and not limit_s > 0:
+            raise WorkloadError(f"a latency target of {1e3 * limit_s:g} ms {what} must be above zero")
+    if requests is None and (
+        unused := [name for name in (engine and "engine", ttft_s and "ttft_ms") if name]
+    ):
+        raise WorkloadError(f"{unused[0]} needs a load; give rate, concurrency or requests too")
+    load = None
+    if requests is not None:
+        load = under_load(serving, requests, parse_engine(engine or "vllm"), ttft_s=ttft_s, tpot_s=token_s)
+    return Answer(serving, tuple(sequences) or tuple(est.batches(serving)), token_s, load)

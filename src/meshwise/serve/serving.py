@@ -65,14 +65,14 @@ class Serving:
         stated = {name: getattr(self.mesh.plan, name) for name in PLAN_KEYS}
         return stated | {name: int(getattr(self.mesh, name)) for name in ("dp", "etp")}
 
-    def prefill(self, prompts: Num) -> Cut:
-        """A pass of `prompts` prompts on every dp rank."""
-        mesh = replace(self.mesh, kind="prefill", microbatch=prompts, seq=float(self.prompt))
-        return cut_of(mesh)
+    def prefill(self, prompts: Num, tokens: Num | None = None) -> Cut:
+        """A pass of `prompts` prompts, of `tokens` each or as served, on every dp rank."""
+        cut = cut_of(replace(self.mesh, kind="prefill", microbatch=prompts))
+        return replace(cut, seq=float(self.prompt) if tokens is None else tokens)
 
-    def decode(self, sequences: Num, past: float) -> Cut:
+    def decode(self, sequences: Num, past: Num) -> Cut:
         """A pass of a token of each of `sequences` sequences on every dp rank, behind `past` cached ones."""
-        return cut_of(replace(self.mesh, microbatch=sequences, seq=past))
+        return replace(cut_of(replace(self.mesh, microbatch=sequences)), past=past)
 
 
 def serving(
@@ -170,11 +170,16 @@ def sequence_bytes(serving: Serving) -> float:
     return float(memory_bytes(serving, 1.0)["cache"])
 
 
-def max_sequences(serving: Serving) -> int:
-    """Sequences at full length for which every dp rank has room; 0 if not even the weights fit."""
+def room_bytes(serving: Serving) -> float:
+    """Bytes that the weights and the largest pass leave a rank for its cache; below 0 if they do not fit."""
     memory = memory_bytes(serving, 1.0)
     room = serving.memory_frac * serving.cluster.chip.memory_bytes - memory["weights"] - memory["working"]
-    return max(int(room // memory["cache"]), 0)
+    return float(room)
+
+
+def max_sequences(serving: Serving) -> int:
+    """Sequences at full length for which every dp rank has room; 0 if not even the weights fit."""
+    return max(int(room_bytes(serving) // sequence_bytes(serving)), 0)
 
 
 # --- answers -----------------------------------------------------------------------------------
@@ -258,5 +263,5 @@ def notes(serving: Serving) -> list[str]:
     chip, inherited = serving.cluster.chip.name, efficiency.inherited_from
     return [
         *(f"{chip}: {name} inherited from {inherited[name]}" for name in sorted(used & set(inherited))),
-        "even routing, kernels one after the other, no queue; the engine takes --engine-ms between passes",
+        "even routing, kernels one after the other; the engine takes --engine-ms between passes",
     ]

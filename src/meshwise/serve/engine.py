@@ -1,0 +1,98 @@
+"""Serving engines: how each forms its passes, and what a request pays before its first pass.
+
+Every engine batches continuously: before each pass it decides which sequences take part. They differ in
+if prompts and decodes share a pass (`mixes`), if a prompt may be cut (`chunks`), how many tokens and
+sequences a pass takes, and how much of the cache a sequence reserves when it is admitted. What was not
+reserved may run out: then the sequence admitted last gives its cache back and starts again, its generated
+tokens now part of the prompt.
+
+Defaults of the servers as read in their sources: vLLM 0.19.0 (`vllm/config/scheduler.py`,
+`v1/core/sched/scheduler.py`), SGLang 0.5.9 (`srt/server_args.py`, `srt/managers/schedule_policy.py`),
+TensorRT-LLM 1.x (`llmapi/llm_args.py`, `_torch/pyexecutor/scheduler.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwise.core.errors import WorkloadError
+
+
+def _sizes(*spans: tuple[int, int, int]) -> tuple[int, ...]:
+    """Batch sizes 1, 2, 4 and those of each (first, last, step)."""
+    return (1, 2, 4, *(size for first, last, step in spans for size in range(first, last + 1, step)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """The scheduler of an engine; tokens and sequences are those of one attention group (dp rank).
+
+    `reserve_frac`: share of a request's output that must have room in the cache when it is admitted.
+    `graph_sizes`: decode batches are padded up to these where a CUDA graph was captured.
+    `lag_passes`: passes that are under way or planned when a request arrives, before one can take it.
+    `front_s` + `front_token_s` x prompt: HTTP, tokenizer and network before the scheduler sees a request;
+    `prompt_slowdown`: time of passes with prompts over the sum of their kernels. The three are the same for
+    all engines, fitted to shared/data/measured_serving.csv (docs/serve.md).
+    """
+
+    name: str
+    version: str
+    max_tokens: int = 8192
+    max_sequences: int = 1024
+    mixes: bool = True
+    chunks: bool = True
+    reserve_frac: float = 0.0
+    graph_sizes: tuple[int, ...] = ()
+    lag_passes: int = 1
+    front_s: float = 20e-3
+    front_token_s: float = 5e-6
+    prompt_slowdown: float = 1.15
+
+
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        Engine(name="vllm", version="0.19.0", graph_sizes=_sizes((8, 248, 8), (256, 512, 16))),
+        Engine(
+            name="sglang",
+            version="0.5.9",
+            mixes=False,
+            reserve_frac=0.7,
+            graph_sizes=_sizes((8, 256, 8), (272, 512, 16)),
+        ),
+        Engine(name="trtllm", version="1.2", chunks=False, reserve_frac=1.0, max_sequences=2048),
+    )
+}
+"""Engines by name, with the settings that their servers start with on GPUs of 70 GB and more."""
+
+
+SETTINGS = ("max_tokens", "max_sequences", "reserve_frac")
+"""What a user may set of an engine."""
+
+
+def parse_engine(text: str) -> Engine:
+    """`vllm`, or with settings of its own: `vllm,max_tokens=2048,max_sequences=256`."""
+    name, *words = text.split(",")
+    if name not in ENGINES:
+        raise WorkloadError(f"no engine is called {name!r}; choose one of {', '.join(ENGINES)}")
+    settings = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if key not in SETTINGS:
+            raise WorkloadError(f"engine: {key!r} is no setting; choose among {', '.join(SETTINGS)}")
+        settings[key] = _setting(key, value)
+    return replace(ENGINES[name], **settings)
+
+
+def _setting(key: str, value: str) -> Any:
+    kind, most = (float, 1) if key == "reserve_frac" else (int, 2**31)
+    try:
+        number = kind(value)
+    except ValueError:
+        number = -1
+    if not (key == "reserve_frac" or number) or not 0 <= number <= most:
+        raise WorkloadError(
+            f"engine: {key}={value} must be a {'share' if kind is float else 'count above 0'}"
+        )
+    return number

@@ -1,0 +1,111 @@
+"""Seconds of every pass that an engine may form, tabulated once and interpolated.
+
+A pass gives each of `sequences` one token behind `context` cached ones and works on `chunks` of prompts
+(first and last token of each). Its time is the sum of
+- everything but the core of attention, by the tokens of the pass,
+- attention of the decoding sequences, by their number and mean context,
+- attention of each chunk: A(end) - A(start), with A(n) that of a whole prompt of n tokens.
+The tables are passes priced like any other (`serving.price_pass`). All of it is of one dp rank; the ranks run
+in step, and requests are spread evenly, so that a pass takes as long as its busiest rank.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwise.core.units import Num
+from meshwise.serve.engine import Engine
+from meshwise.serve.serving import PREFILL_TOKENS, Pass, Serving, price_pass
+
+POINTS = 256
+"""Points of a table along the tokens of a pass, or of a prompt."""
+
+CONTEXTS = 8
+"""Points along the mean context, in which attention of one query is all but linear."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Values at 0, `step`, 2 `step`, ...; a line between them and beyond the last."""
+
+    values: Sequence[float]
+    step: float
+
+    def __call__(self, x: float) -> float:
+        """The value at `x` >= 0."""
+        place = x / self.step
+        i = min(int(place), len(self.values) - 2)
+        low = self.values[i]
+        return low + (place - i) * (self.values[i + 1] - low)
+
+
+@dataclass(frozen=True, slots=True)
+class PassTimes:
+    """The tables. `decode_rest` and `decode_attention` by number of sequences of a dp rank, from 0 on."""
+
+    decode_rest: Sequence[float]
+    decode_attention: Sequence[Curve]
+    prompt_rest: Curve
+    prompt_attention: Curve
+    dp: int = 1
+    prompt_slowdown: float = 1.0
+
+    def decode_s(self, sequences: int, context: float) -> float:
+        """A pass without prompts."""
+        each = -(-sequences // self.dp)
+        return self.decode_rest[each] + self.decode_attention[each](context)
+
+    def mixed_s(self, chunks: Sequence[tuple[int, int]], sequences: int = 0, context: float = 0.0) -> float:
+        """A pass with the tokens from start to end of some prompts."""
+        tokens = attention_s = largest = 0.0
+        for start, end in chunks:
+            tokens += end - start
+            largest = max(largest, end - start)
+            attention_s += self.prompt_attention(end) - self.prompt_attention(start)
+        each = -(-sequences // self.dp)
+        busiest = max(tokens / self.dp, largest)  # of all dp ranks
+        prompt_s = self.prompt_rest(busiest + each) + attention_s * busiest / tokens
+        return self.prompt_slowdown * prompt_s + self.decode_attention[each](context)
+
+
+def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int) -> PassTimes:
+    """The tables of `serving` for requests of at most `longest` tokens, `most_sequences` on a dp rank."""
+    counts = np.arange(most_sequences + 1)
+    padded = np.array([_padded(count, engine.graph_sizes) for count in counts.tolist()], dtype=np.float64)
+    context_step = max(longest / CONTEXTS, 1.0)
+    contexts = np.maximum(np.arange(CONTEXTS + 1) * context_step, 1.0)
+    decode = price_pass(serving, serving.decode(padded, contexts[:, None]))
+    attention = np.broadcast_to(decode.time_s["attention"], (contexts.size, counts.size)) * (counts > 0)
+    rest = np.broadcast_to(_rest(decode), (contexts.size, counts.size))[0]
+
+    token_step = max(engine.max_tokens + most_sequences, longest) / POINTS
+    tokens = np.maximum(np.arange(POINTS + 1) * token_step, 1.0)
+    prompts = price_pass(serving, serving.prefill(tokens / serving.prompt))
+    length_step = longest / POINTS
+    prompt = np.maximum(np.arange(POINTS + 1) * length_step, 1.0)
+    together = np.maximum(PREFILL_TOKENS / prompt, 1.0)
+    alone = price_pass(serving, serving.prefill(together, prompt))
+    prompt_attention = np.broadcast_to(alone.time_s["attention"] / together, prompt.shape).copy()
+    prompt_attention[0] = 0.0
+    return PassTimes(
+        decode_rest=rest.tolist(),
+        decode_attention=[Curve(column, context_step) for column in attention.T.tolist()],
+        prompt_rest=Curve(np.broadcast_to(_rest(prompts), tokens.shape).tolist(), token_step),
+        prompt_attention=Curve(prompt_attention.tolist(), length_step),
+        dp=serving.dp,
+        prompt_slowdown=engine.prompt_slowdown,
+    )
+
+
+def _rest(priced: Pass) -> Num:
+    return priced.total_s - priced.time_s["attention"]
+
+
+def _padded(count: int, sizes: Sequence[int]) -> int:
+    """The captured batch size that runs `count` sequences; `count` itself beyond the largest."""
+    place = bisect_left(sizes, count)
+    return max(sizes[place] if place < len(sizes) else count, 1)

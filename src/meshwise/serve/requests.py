@@ -1,0 +1,145 @@
+"""What a server is asked: when each request arrives, the tokens of its prompt, the tokens it generates.
+
+*Open loop*: requests arrive by themselves, at a rate or as a trace says. The gaps are gamma distributed with
+shape `burstiness`: 1 is Poisson, less is burstier, infinity is a clock. *Closed loop*: `concurrency` clients
+each send their next request when the last has ended, all the first at once, as benchmark clients do.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from meshwise.core.errors import DataError
+
+SEED = 0
+"""Of the random numbers: the same question has the same answer."""
+
+CSV_COLUMNS = {
+    "csv": ("arrival", "prompt", "output"),
+    "azure": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+}
+"""Columns of a trace [seconds or a time of day, tokens, tokens], ours and Azure's (LLM inference)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """`prompt` and `output` tokens of each request, in order; `arrival_s` or `concurrency`."""
+
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    arrival_s: tuple[float, ...] = ()
+    concurrency: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Most tokens, prompt and output, of one request."""
+        return max(map(sum, zip(self.prompt, self.output, strict=True)))
+
+    @property
+    def mean_tokens(self) -> tuple[int, int]:
+        """Tokens of the mean prompt and of the mean output."""
+        num = len(self.prompt)
+        return round(sum(self.prompt) / num), round(sum(self.output) / num)
+
+
+def lengths(tokens: int, num: int, ratio: float, rng: np.random.Generator) -> tuple[int, ...]:
+    """`num` lengths, uniform from `ratio * tokens` to `tokens` (SGLang's and InferenceX's clients)."""
+    return tuple(rng.integers(max(round(ratio * tokens), 1), tokens + 1, num).tolist())
+
+
+def at_rate(
+    rate: float, prompt: int, output: int, *, num: int, burstiness: float = 1.0, ratio: float = 1.0
+) -> Requests:
+    """`num` requests at `rate` a second."""
+    rng = np.random.default_rng(SEED)
+    gaps = rng.gamma(burstiness, 1.0 / (burstiness * rate), num)
+    return Requests(
+        lengths(prompt, num, ratio, rng), lengths(output, num, ratio, rng), tuple(np.cumsum(gaps).tolist())
+    )
+
+
+def in_closed_loop(concurrency: int, prompt: int, output: int, *, num: int, ratio: float = 1.0) -> Requests:
+    """`num` requests of `concurrency` clients."""
+    rng = np.random.default_rng(SEED)
+    return Requests(
+        lengths(prompt, num, ratio, rng), lengths(output, num, ratio, rng), concurrency=concurrency
+    )
+
+
+# --- traces --------------------------------------------------------------------------------------
+
+
+class _Mooncake(msgspec.Struct):
+    timestamp: float  # ms
+    input_length: int
+    output_length: int
+
+
+def read_requests(path: Path) -> Requests:
+    """The requests of a trace: CSV of arrival [s], prompt, output; Azure's CSV; Mooncake's JSON lines.
+
+    Requests that generated nothing failed, and are left out. Arrivals count from the first.
+    """
+    try:
+        rows = list(_json_lines(path) if path.suffix in (".jsonl", ".json") else _csv_rows(path))
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; name a trace of requests") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is not text in UTF-8; name a trace of requests") from None
+    rows = sorted(row for row in rows if row[2] > 0)
+    if not rows:
+        raise DataError(f"{path} has no request that generates a token; name a trace of requests")
+    arrival, prompt, output = zip(*rows, strict=True)
+    return Requests(prompt, output, tuple(second - arrival[0] for second in arrival))
+
+
+def _json_lines(path: Path) -> Iterator[tuple[float, int, int]]:
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            row = msgspec.json.decode(line, type=_Mooncake)
+        except msgspec.DecodeError as error:
+            raise DataError(f"{path}, line {number}: {error}") from None
+        yield _checked(path, number, row.timestamp / 1e3, row.input_length, row.output_length)
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[float, int, int]]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        columns = next(
+            (names for names in CSV_COLUMNS.values() if set(names) <= set(reader.fieldnames or ())), None
+        )
+        if columns is None:
+            known = " or ".join(",".join(names) for names in CSV_COLUMNS.values())
+            raise DataError(f"{path}, line 1: a trace of requests has the columns {known}")
+        for row in reader:
+            when, prompt, output = (row[name] or "" for name in columns)
+            try:
+                cells = _seconds(when), int(prompt), int(output)
+            except ValueError as error:
+                raise DataError(f"{path}, line {reader.line_num}: {error}") from None
+            yield _checked(path, reader.line_num, *cells)
+
+
+def _checked(path: Path, line: int, second: float, prompt: int, output: int) -> tuple[float, int, int]:
+    if not math.isfinite(second) or prompt < 1 or output < 0:
+        raise DataError(
+            f"{path}, line {line}: arrival {second:g}, prompt {prompt}, output {output}; "
+            "a request has a time, a prompt of at least 1 token and an output of 0 or more"
+        )
+    return second, prompt, output
+
+
+def _seconds(text: str) -> float:
+    """Seconds, or a date and time of day whose fraction may have more digits than Python reads (Azure: 7)."""
+    if ":" not in text:
+        return float(text)
+    whole, _, fraction = text.partition(".")
+    return datetime.fromisoformat(whole + "+00:00").timestamp() + float(f"0.{fraction or 0}")

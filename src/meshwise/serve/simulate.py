@@ -1,0 +1,268 @@
+"""An engine under load, pass by pass: who waits, who is admitted, when each token comes.
+
+Before every pass the engine admits requests in the order of their arrival, while there is room in the pass,
+among the running sequences and in the cache. A pass that ends a prompt gives its first token. As long as
+nothing can be admitted, passes differ only in the lengths of the caches, in which their time is linear: the
+passes to the next completion, arrival or full cache are taken in one go.
+
+The dp ranks of an instance run in step and share the requests evenly, so they are simulated as one engine
+with the sum of their room.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.serve.engine import Engine
+from meshwise.serve.pass_times import PassTimes
+from meshwise.serve.requests import Requests
+
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Served:
+    """When each request was sent, got its first token and its last [s]; and what the engine did.
+
+    `num_tokens` counts every token that a pass gave; `peak_cache_tokens` is the fullest that the cache was.
+    """
+
+    sent_s: Seconds
+    first_s: Seconds
+    last_s: Seconds
+    output: NDArray[np.int64]
+    busy_s: float
+    num_tokens: int
+    num_preemptions: int
+    peak_cache_tokens: int
+    peak_sequences: int
+
+    @property
+    def ttft_s(self) -> Seconds:
+        """Time to the first token, from when the client sent the request."""
+        return self.first_s - self.sent_s
+
+    @property
+    def tpot_s(self) -> Seconds:
+        """Time per output token after the first, of the requests that have more than one."""
+        more = self.output > 1
+        return (self.last_s - self.first_s)[more] / (self.output[more] - 1)
+
+    @property
+    def span_s(self) -> float:
+        """From the first request to the last token."""
+        return float(self.last_s.max() - self.sent_s.min())
+
+
+class _Sequence:
+    """A request in the engine: `total` tokens to prefill, of which `past` are cached; `left` to generate."""
+
+    __slots__ = ("arrival", "end", "first_s", "index", "last_s", "left", "past", "sent", "total")
+
+    def __init__(self, index: int, sent: float, arrival: float, prompt: int, output: int) -> None:
+        self.index, self.sent, self.arrival = index, sent, arrival
+        self.total, self.left, self.past = prompt, output, 0
+        self.end = -1  # the pass that gives the last token; -1 while it does not run
+        self.first_s = self.last_s = math.nan
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a request that was admitted has got its last token."""
+        return self.end < 0 and self.past == self.total
+
+
+class _Run:
+    """The state of a simulation. `held` are the tokens that the cache holds or must hold of admitted prompts,
+    `context` those of running sequences, `left` what admitted requests have yet to generate."""
+
+    def __init__(self, requests: Requests, engine: Engine, times: PassTimes, cache_tokens: int) -> None:
+        self.requests, self.engine, self.times, self.cache = requests, engine, times, cache_tokens
+        self.now = self.seen = self.busy_s = 0.0
+        self.step = self.num_tokens = self.num_preemptions = self.peak_cache = self.peak_sequences = 0
+        self.held = self.context = self.left = 0
+        self.all: list[_Sequence] = []
+        self.queue: deque[_Sequence] = deque()
+        self.prefilling: list[_Sequence] = []
+        self.running: list[tuple[int, int, _Sequence]] = []  # a heap by the pass of the last token
+        self.admitted: list[_Sequence] = []  # in order; those that have ended are removed late
+        self.most_tokens = engine.max_tokens * times.dp
+        self.most_sequences = engine.max_sequences * times.dp
+        for index in range(requests.concurrency or len(requests.prompt)):
+            self._send(requests.arrival_s[index] if requests.arrival_s else 0.0)
+
+    def _send(self, second: float) -> None:
+        """Send the next request, if there is one."""
+        index, requests, engine = len(self.all), self.requests, self.engine
+        if index < len(requests.prompt):
+            prompt = requests.prompt[index]
+            arrival = second + engine.front_s + engine.front_token_s * prompt
+            sequence = _Sequence(index, second, arrival, prompt, requests.output[index])
+            self.all.append(sequence)
+            self.queue.append(sequence)
+
+    def run(self) -> None:
+        """Serve all requests."""
+        while self.running or self.prefilling or self.queue:
+            chunks = [] if self._preempt() else self._admit()
+            if chunks:
+                self._prompt_pass(chunks)
+            elif self.running:
+                self._decode_passes()
+            else:
+                self.now = self.seen = max(self.now, self.queue[0].arrival)
+
+    # --- who takes part --------------------------------------------------------------------------
+
+    def _fits(self, sequence: _Sequence) -> bool:
+        """Whether a request may join those that are admitted."""
+        if len(self.running) + len(self.prefilling) >= self.most_sequences:
+            return False
+        held = self.held + sequence.total + len(self.running)  # which grow by a token each in the next pass
+        reserved = self.engine.reserve_frac * (self.left + sequence.left)
+        return held + reserved <= self.cache or not (self.running or self.prefilling)
+
+    def _admit(self) -> list[tuple[_Sequence, int, int]]:
+        """The chunks of prompts in the next pass: those begun, then requests that wait."""
+        chunks: list[tuple[_Sequence, int, int]] = []
+        engine, budget = self.engine, self.most_tokens
+        if engine.mixes:
+            budget -= len(self.running)
+        for sequence in self.prefilling:
+            taken = min(sequence.total - sequence.past, engine.max_tokens, budget)
+            if taken > 0:
+                chunks.append((sequence, sequence.past, sequence.past + taken))
+                budget -= taken
+        while self.queue and self.queue[0].arrival <= self.seen and self._fits(self.queue[0]):
+            sequence = self.queue[0]
+            taken = min(sequence.total, engine.max_tokens, budget) if engine.chunks else sequence.total
+            if taken <= 0 or (taken > budget and chunks):
+                break
+            self.queue.popleft()
+            self.prefilling.append(sequence)
+            self.admitted.append(sequence)
+            self.held += sequence.total
+            self.left += sequence.left
+            chunks.append((sequence, 0, taken))
+            budget -= taken
+        return chunks
+
+    def _preempt(self) -> bool:
+        """Where the next tokens have no room: those admitted last wait again; whether there are any."""
+        found = False
+        while self.held + len(self.running) > self.cache:
+            sequence = self.admitted.pop()
+            if sequence.has_ended:
+                continue
+            found = True
+            self.num_preemptions += 1
+            if sequence.end < 0:
+                self.prefilling.remove(sequence)
+                self.held -= sequence.total
+            else:
+                left = sequence.end - self.step
+                self.running.remove((sequence.end, sequence.index, sequence))
+                heapq.heapify(self.running)
+                cached = sequence.total + sequence.left - 1 - left
+                self.held -= cached
+                self.context -= cached
+                sequence.total, sequence.left = cached + 1, left
+            self.left -= sequence.left
+            sequence.past, sequence.end = 0, -1
+            self.queue.appendleft(sequence)
+        return found
+
+    # --- passes ----------------------------------------------------------------------------------
+
+    def _prompt_pass(self, chunks: list[tuple[_Sequence, int, int]]) -> None:
+        num = len(self.running) if self.engine.mixes else 0
+        spans = [(start, end) for _, start, end in chunks]
+        pass_s = self.times.mixed_s(spans, num, self.context / num if num else 0.0)
+        self._advance(1 if num else 0, pass_s, pass_s)
+        ended = False
+        for sequence, _, end in chunks:
+            sequence.past = end
+            if end == sequence.total:
+                ended = True
+                self._first_token(sequence)
+        if ended:
+            self.prefilling = [one for one in self.prefilling if one.past < one.total]
+        self._complete()
+
+    def _first_token(self, sequence: _Sequence) -> None:
+        """The pass that ends a prompt gives a token; the others follow pass by pass."""
+        if math.isnan(sequence.first_s):
+            sequence.first_s = self.now
+        sequence.end = self.step + sequence.left - 1
+        self.left -= 1
+        self.num_tokens += 1
+        self.context += sequence.total
+        heapq.heappush(self.running, (sequence.end, sequence.index, sequence))
+        self.peak_sequences = max(self.peak_sequences, len(self.running))
+
+    def _decode_passes(self) -> None:
+        """Passes without prompts, up to the first after which something may change."""
+        num, context = len(self.running), self.context
+        passes = min(self.running[0][0] - self.step, max((self.cache - self.held) // num, 1))
+        one_s = self.times.decode_s(num, context / num)
+        if self.queue and self._fits(self.queue[0]):
+            until = math.ceil(max(self.queue[0].arrival - self.now, 0.0) / one_s) + self.engine.lag_passes
+            passes = min(passes, max(until, 1))
+        pass_s = self.times.decode_s(num, context / num + 0.5 * (passes - 1)) if passes > 1 else one_s
+        self._advance(passes, passes * pass_s, pass_s)
+        self._complete()
+
+    def _advance(self, passes: int, seconds: float, last_pass_s: float) -> None:
+        """Time goes on; each running sequence gets a token in each of `passes`."""
+        self.now += seconds
+        self.busy_s += seconds
+        self.seen = self.now - self.engine.lag_passes * last_pass_s
+        grown = passes * len(self.running)
+        self.step += passes
+        self.held += grown
+        self.context += grown
+        self.left -= grown
+        self.num_tokens += grown
+        self.peak_cache = max(self.peak_cache, self.held)
+
+    def _complete(self) -> None:
+        """Requests whose last token has come leave; in a closed loop their clients send the next."""
+        while self.running and self.running[0][0] <= self.step:
+            _, _, sequence = heapq.heappop(self.running)
+            cached = sequence.total + sequence.left - 1
+            self.held -= cached
+            self.context -= cached
+            sequence.end, sequence.last_s = -1, self.now
+            if self.requests.concurrency:
+                self._send(self.now)
+        if len(self.admitted) > 2 * len(self.running) + 64:
+            self.admitted = [one for one in self.admitted if not one.has_ended]
+
+
+def simulate(requests: Requests, engine: Engine, times: PassTimes, cache_tokens: int) -> Served:
+    """Serve `requests`; the caches of all dp ranks together have room for `cache_tokens` tokens.
+
+    No request may be longer than the cache.
+    """
+    run = _Run(requests, engine, times, cache_tokens)
+    run.run()
+
+    def column(name: str) -> Seconds:
+        return np.array([getattr(sequence, name) for sequence in run.all])
+
+    return Served(
+        sent_s=column("sent"),
+        first_s=column("first_s"),
+        last_s=column("last_s"),
+        output=np.array(requests.output),
+        busy_s=run.busy_s,
+        num_tokens=run.num_tokens,
+        num_preemptions=run.num_preemptions,
+        peak_cache_tokens=run.peak_cache,
+        peak_sequences=run.peak_sequences,
+    )

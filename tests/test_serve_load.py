@@ -1,0 +1,323 @@
+"""Serving under load: closed forms of queues, conservation, what engines do differently, traces, command."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwise.core.errors import DataError, MeshwiseError
+from meshwise.machine.hardware import find_cluster
+from meshwise.model.find import find_model
+from meshwise.plan.plan import parse_plan
+from meshwise.serve import serving as est
+from meshwise.serve.engine import ENGINES, Engine, parse_engine
+from meshwise.serve.load import cache_tokens, under_load
+from meshwise.serve.pass_times import Curve, PassTimes, tabulate
+from meshwise.serve.requests import Requests, at_rate, in_closed_loop, read_requests
+from meshwise.serve.simulate import Served, simulate
+
+NO_LIMIT = 10**9
+BARE: dict[str, Any] = {"front_s": 0.0, "front_token_s": 0.0, "prompt_slowdown": 1.0, "lag_passes": 0}
+
+
+def passes(
+    *, fixed_s: float = 0.0, token_s: float = 0.0, decode_s: float = 0.0, past_s: float = 0.0
+) -> PassTimes:
+    """A pass takes `fixed_s`, `token_s` a prompt token, `decode_s` and `past_s` a cached token a sequence."""
+    most = 2000
+    return PassTimes(
+        decode_rest=[fixed_s] * most,
+        decode_attention=[Curve([n * decode_s, n * (decode_s + past_s)], 1.0) for n in range(most)],
+        prompt_rest=Curve([fixed_s, fixed_s + token_s], 1.0),
+        prompt_attention=Curve([0.0, 0.0], 1.0),
+    )
+
+
+def one_at_a_time() -> Engine:
+    """First come, first served, one prompt a pass: a queue with one server."""
+    return replace(ENGINES["trtllm"], max_tokens=1, **BARE)
+
+
+# --- closed forms --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("load", [0.2, 0.6, 0.8])
+@pytest.mark.parametrize("ratio", [1.0, 0.2])
+def test_waiting_is_that_of_a_queue_with_one_server(load: float, ratio: float) -> None:
+    """M/D/1 and M/G/1: Lindley's recursion to the last digit, Pollaczek-Khinchine in the mean."""
+    mean = 500 * (1 + ratio)
+    requests = at_rate(load / (1e-3 * mean), 1000, 1, num=40_000, ratio=ratio)
+    served = simulate(requests, one_at_a_time(), passes(token_s=1e-3), NO_LIMIT)
+    service = 1e-3 * np.array(requests.prompt)
+    wait = served.ttft_s - service
+    lindley = [0.0]
+    for gap, taken in zip(np.diff(requests.arrival_s), service[:-1], strict=True):
+        lindley.append(max(0.0, lindley[-1] + taken - gap))
+    assert wait == pytest.approx(np.array(lindley), abs=1e-7)
+    rate = load / service.mean()
+    assert wait.mean() == pytest.approx(rate * (service**2).mean() / (2 * (1 - load)), rel=0.1)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_saturation_throughput(name: str) -> None:
+    """A closed loop of B clients: no more than 1 / (p + O t(B) / B) requests a second, and about that."""
+    tokens, output, clients = 1000, 200, 64
+    times = passes(fixed_s=5e-3, token_s=2e-5, decode_s=1e-4)
+    engine = replace(ENGINES[name], **BARE)
+    requests = in_closed_loop(clients, tokens, output, num=40 * clients, ratio=0.8)
+    served = simulate(requests, engine, times, NO_LIMIT)
+    prompt, generated = np.mean(requests.prompt), np.mean(requests.output)
+    decode_s = 5e-3 + clients * 1e-4
+    most = 1 / (2e-5 * prompt + generated * decode_s / clients)
+    assert 0.85 * most < len(served.output) / served.span_s < 1.03 * most
+
+
+@given(clients=st.integers(1, 40), output=st.integers(2, 60), name=st.sampled_from(list(ENGINES)))
+@settings(max_examples=25, deadline=None)
+def test_littles_law(clients: int, output: int, name: str) -> None:
+    """Clients = requests/s x time of a request, while every client has a request."""
+    requests = in_closed_loop(clients, 300, output, num=30 * clients, ratio=0.5)
+    served = simulate(requests, ENGINES[name], passes(fixed_s=5e-3, token_s=1e-5), NO_LIMIT)
+    until = served.sent_s.max()  # when the last request is sent, all clients are still there
+    inside = np.minimum(served.last_s, until) - served.sent_s
+    assert inside.sum() == pytest.approx(clients * until, rel=1e-9, abs=1e-9)
+
+
+def test_one_client_waits_for_nobody() -> None:
+    """Each request is its prompt's pass and its decode passes, as `estimate` prices them."""
+    of = est.serving(
+        find_model("llama3-8b"), find_cluster("h100-80g-sxm:1"), parse_plan("tp=1"), prompt=1000, output=50
+    )
+    engine = replace(ENGINES["vllm"], **BARE)
+    load = under_load(of, in_closed_loop(1, 1000, 50, num=3), engine)
+    assert load is not None
+    assert load.served.ttft_s == pytest.approx(est.first_token_s(of), rel=0.02)
+    decode = [est.price_pass(of, of.decode(1.0, 1000.0 + past)).total_s for past in range(49)]
+    assert load.served.tpot_s == pytest.approx(np.mean(np.array(decode)), rel=1e-3)
+
+
+# --- conservation --------------------------------------------------------------------------------
+
+
+@given(
+    data=st.data(), name=st.sampled_from(list(ENGINES)), cache=st.integers(600, 4000),
+    max_tokens=st.integers(20, 600), max_sequences=st.integers(1, 40), lag=st.integers(0, 1),
+    dp=st.sampled_from([1, 2]),
+)  # fmt: skip
+@settings(max_examples=80, deadline=None)
+def test_every_token_comes_once_and_the_cache_holds(
+    data: Any, name: str, cache: int, max_tokens: int, max_sequences: int, lag: int, dp: int
+) -> None:
+    num = data.draw(st.integers(1, 60))
+    draw = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    arrival = tuple(np.cumsum(draw.exponential(0.02, num)).tolist())
+    closed = data.draw(st.booleans())
+    requests = Requests(
+        tuple(draw.integers(1, 400, num).tolist()),
+        tuple(draw.integers(1, 200, num).tolist()),
+        () if closed else arrival,
+        data.draw(st.integers(1, num)) if closed else 0,
+    )
+    engine = replace(ENGINES[name], max_tokens=max_tokens, max_sequences=max_sequences, lag_passes=lag)
+    times = replace(passes(fixed_s=4e-3, token_s=1e-5, decode_s=1e-4, past_s=1e-8), dp=dp)
+    served = simulate(requests, engine, times, cache)
+    assert len(served.output) == num
+    assert served.num_tokens == sum(requests.output)
+    assert served.peak_cache_tokens <= cache
+    assert served.peak_sequences <= max_sequences * dp
+    assert served.busy_s <= served.span_s + 1e-9
+    assert (served.ttft_s > engine.front_s).all()
+    assert (served.last_s[served.output == 1] == served.first_s[served.output == 1]).all()
+    assert (served.tpot_s >= 4e-3).all()
+    if engine.reserve_frac == 1:
+        assert not served.num_preemptions
+
+
+def test_a_full_cache_preempts_or_waits() -> None:
+    """Without reservations sequences are computed again; with them they wait; both finish."""
+    requests = in_closed_loop(8, 100, 300, num=40)
+    times = passes(fixed_s=5e-3, token_s=1e-5)
+    eager, careful = (simulate(requests, ENGINES[name], times, 1200) for name in ("vllm", "trtllm"))
+    assert eager.num_preemptions > 0 == careful.num_preemptions
+    assert careful.peak_sequences == 3  # 400 tokens each
+    assert eager.peak_sequences > 3
+    roomy = simulate(requests, ENGINES["vllm"], times, NO_LIMIT)
+    assert roomy.span_s < min(eager.span_s, careful.span_s)
+
+
+# --- engines -------------------------------------------------------------------------------------
+
+
+def test_prompts_stop_decodes_only_where_they_do_not_share_a_pass() -> None:
+    """A long prompt that arrives while another decodes: in chunks beside it, or before it."""
+    requests = Requests((10, 4000), (100, 1), (0.0, 0.1))
+    times = passes(fixed_s=5e-3, token_s=1e-4)
+
+    def longest_gap_s(name: str) -> tuple[float, Served]:
+        served = simulate(requests, replace(ENGINES[name], max_tokens=500, **BARE), times, NO_LIMIT)
+        return float(served.tpot_s[0]), served
+
+    mixed_s, mixed = longest_gap_s("vllm")
+    first_s, first = longest_gap_s("sglang")
+    assert first.ttft_s[1] < mixed.ttft_s[1] * 1.1
+    assert mixed_s == pytest.approx((99 * 5e-3 + 4000 * 1e-4) / 99, rel=0.05)
+    assert first_s == pytest.approx((99 * 5e-3 + 8 * 5e-3 + 4000 * 1e-4) / 99, rel=0.02)
+
+
+def test_cuda_graphs_pad_the_batch() -> None:
+    of = est.serving(
+        find_model("llama3-8b"), find_cluster("h100-80g-sxm:1"), parse_plan("tp=1"), prompt=1000, output=50
+    )
+    times = tabulate(of, ENGINES["vllm"], 1050, 40)
+    assert times.decode_s(33, 500.0) == times.decode_s(40, 500.0) > times.decode_s(32, 500.0)
+    for count in (1, 8, 40):
+        priced = est.price_pass(of, of.decode(float(count), 500.0)).total_s
+        assert times.decode_s(count, 500.0) == pytest.approx(priced, rel=2e-3)
+    for prompt in (100, 1000):
+        priced = est.price_pass(of, of.prefill(1.0, float(prompt))).total_s
+        assert times.mixed_s([(0, prompt)]) == pytest.approx(1.15 * priced, rel=0.1)
+
+
+def test_a_hundred_thousand_requests_take_seconds() -> None:
+    requests = in_closed_loop(512, 1024, 128, num=100_000)
+    times = passes(fixed_s=5e-3, token_s=2e-5, decode_s=1e-5, past_s=1e-9)
+    began = time.process_time()
+    assert simulate(requests, ENGINES["vllm"], times, NO_LIMIT).num_tokens == 128 * 100_000
+    assert time.process_time() - began < 10
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+@given(rate=st.floats(0.1, 100), burstiness=st.floats(0.3, 10))
+@settings(max_examples=20)
+def test_arrivals_have_the_stated_rate_and_burstiness(rate: float, burstiness: float) -> None:
+    gaps = np.diff(at_rate(rate, 100, 10, num=5000, burstiness=burstiness).arrival_s)
+    assert gaps.mean() == pytest.approx(1 / rate, rel=0.12)
+    assert gaps.var() / gaps.mean() ** 2 == pytest.approx(1 / burstiness, rel=0.35)
+
+
+TRACES = {
+    "ours.csv": "arrival,prompt,output\n1.5,100,10\n0.5,200,20\n3.5,7,0\n",
+    "azure.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    "2023-11-16 18:15:46.6805900,200,20\n2023-11-16 18:15:47.6805900,100,10\n",
+    "mooncake.jsonl": '{"timestamp": 500, "input_length": 200, "output_length": 20, "hash_ids": [1]}\n'
+    '{"timestamp": 1500, "input_length": 100, "output_length": 10, "hash_ids": [1, 2]}\n',
+}
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_traces_of_three_formats(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(TRACES[name])
+    read = read_requests(tmp_path / name)
+    assert (read.prompt, read.output) == ((200, 100), (20, 10))
+    assert read.arrival_s == pytest.approx((0.0, 1.0), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.csv", "time,in,out\n1,2,3\n", "has the columns arrival,prompt,output or TIMESTAMP"),
+        ("a.csv", "arrival,prompt,output\n1,x,3\n", "line 2: invalid literal"),
+        ("a.csv", "arrival,prompt,output\n1,0,3\n", "line 2: arrival 1, prompt 0"),
+        ("a.csv", "arrival,prompt,output\nnan,1,3\n", "line 2: arrival nan"),
+        ("a.csv", "arrival,prompt,output\n1,1\n", "line 2: invalid literal"),
+        ("a.csv", "arrival,prompt,output\n", "no request that generates"),
+        ("a.jsonl", "{", "line 1: Input data was truncated"),
+        ("missing/a.csv", None, "cannot read"),
+    ],
+)
+def test_a_bad_trace_is_one_sentence(tmp_path: Path, name: str, text: str | None, says: str) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=says):
+        read_requests(tmp_path / name)
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+BASE = ("serve", "llama3-8b", "--cluster", "h100-80g-sxm:1", "--sequences", "8")
+LOAD = ("--concurrency", "16")
+RATE = ("--rate", "5")
+
+
+@pytest.mark.parametrize("load", [LOAD, RATE, ("--requests", "trace.csv")])
+def test_command(meshwise: Callable[..., Any], tmp_path: Path, load: tuple[str, ...]) -> None:
+    (tmp_path / "trace.csv").write_text(TRACES["ours.csv"])
+    words = [word.replace("trace.csv", str(tmp_path / "trace.csv")) for word in load]
+    document = meshwise(*BASE, *words, "--json").document
+    for name in ("ttft_s", "tpot_s", "e2e_s"):
+        assert 0 < document[name]["p50"] <= document[name]["p90"] <= document[name]["p99"]
+    assert document["output_tokens_per_s_per_gpu"] > 0
+    assert document["passes"][0]["sequences"] == 8
+    shown = meshwise(*BASE, *words).out
+    assert "first token" in shown and "p99" in shown
+
+
+@pytest.mark.parametrize(
+    ("base", "words"),
+    [
+        (LOAD, ("--num-requests", "50")),
+        (LOAD, ("--length-ratio", "0.5")),
+        (LOAD, ("--engine", "sglang")),
+        (LOAD, ("--engine", "trtllm")),
+        (LOAD, ("--engine", "vllm,max_tokens=512")),
+        (LOAD, ("--engine", "vllm,max_sequences=4")),
+        (LOAD, ("--engine-ms", "2")),
+        (LOAD, ("--ttft-ms", "300")),
+        (LOAD, ("--token-ms", "10")),
+        (RATE, ("--burstiness", "0.5")),
+        (RATE, ("--prompt", "300")),
+        (RATE, ("--output", "30")),
+    ],
+)
+def test_an_option_changes_the_answer(
+    meshwise: Callable[..., Any], base: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    assert meshwise(*BASE, *base, "--json").document != meshwise(*BASE, *base, *words, "--json").document
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--rate", "1", "--concurrency", "2"], "rate and concurrency are two loads"),
+        (["--rate", "0"], "rate=0 must be above zero"),
+        (["--concurrency", "-1"], "concurrency=-1 must be above zero"),
+        (["--burstiness", "2"], "burstiness needs a load"),
+        (["--engine", "vllm"], "engine needs a load"),
+        (["--ttft-ms", "5"], "ttft_ms needs a load"),
+        (["--rate", "1", "--engine", "tgi"], "no engine is called 'tgi'"),
+        (["--rate", "1", "--engine", "vllm,max_tokens=x"], "max_tokens=x must be a count above 0"),
+        (["--rate", "1", "--engine", "vllm,graphs=1"], "'graphs' is no setting"),
+        (["--rate", "1", "--length-ratio", "2"], "length_ratio=2 must be at most 1"),
+        (["--concurrency", "2", "--burstiness", "2"], "a closed loop has none"),
+        (["--requests", "/nowhere.csv"], "cannot read /nowhere.csv"),
+        (["--rate", "1", "--ttft-ms", "0"], "must be above zero"),
+    ],
+)
+def test_wrong_input_is_one_sentence(meshwise: Callable[..., Any], words: list[str], says: str) -> None:
+    outcome = meshwise(*BASE, *words)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert says in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_what_does_not_fit_is_an_answer_or_a_sentence() -> None:
+    model, cluster = find_model("llama3-8b"), find_cluster("h100-80g-sxm:1")
+    of = est.serving(model, cluster, parse_plan("tp=1"), prompt=100, output=10, memory_frac=0.1)
+    engine = parse_engine("vllm")
+    assert under_load(of, in_closed_loop(2, 100, 10, num=4), engine) is None
+    of = replace(of, memory_frac=0.23)
+    assert 0 < cache_tokens(of) < 8000
+    with pytest.raises(MeshwiseError, match="is more than the cache of"):
+        under_load(of, in_closed_loop(2, 8000, 10, num=4), engine)
+    with pytest.raises(MeshwiseError, match=f"is more than the {model.max_seq} of llama3-8b"):
+        under_load(of, in_closed_loop(2, model.max_seq, 10, num=4), engine)
+    assert math.isfinite(est.room_bytes(of))
