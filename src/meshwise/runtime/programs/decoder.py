@@ -22,9 +22,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from meshwise.model.architecture import Model, is_moe_layer
-from meshwise.runtime.programs.decoder_kernels import Attend, Norm, Rotate, SwiGLU
+from meshwise.runtime.programs.decoder_kernels import Attend, Rotate
+from meshwise.runtime.programs.functions import SwiGLU
 from meshwise.runtime.programs.local import local
 from meshwise.runtime.programs.mixture import Mixture, Routes
+from meshwise.runtime.programs.tensor_parallel.norm import Norm
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Recorder
@@ -79,7 +81,7 @@ class DecoderNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[batch, tokens, hidden] -> the same."""
         bias = None if self.bias is None else local(self.bias)
-        return Norm.apply(local(x), local(self.weight), bias, self.is_centered)
+        return Norm.apply(local(x), local(self.weight), bias, self.is_centered, x.shape[-1], None)
 
 
 class Attention(nn.Module):

@@ -10,55 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import custom_op
-from torch.nn import functional as F
 
-from meshwise.runtime.programs.functions import flash_attention, flash_attention_backward, lse_dtype
-from meshwise.runtime.programs.tensor_parallel.kernels import (
-    norm_apply,
-    norm_backward,
-    norm_gradient_sums,
-    norm_scales_,
-    norm_sums,
+from meshwise.runtime.programs.functions import (
+    empty_gradients,
+    empty_lse,
+    flash_attention,
+    flash_attention_backward,
 )
-
-
-class Norm(torch.autograd.Function):
-    """LayerNorm or RMSNorm; keeps x, and 1 / deviation (and the mean) of each token."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_centered: bool) -> Tensor:
-        """[..., width] -> the same."""
-        rows = x.flatten(0, -2)
-        scales = norm_sums(rows, is_centered)
-        norm_scales_(scales, x.shape[-1])
-        ctx.has_bias = bias is not None
-        ctx.save_for_backward(x, scales, weight)
-        return norm_apply(rows, scales, weight, bias).view(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
-        """Gradients of x, weight and bias."""
-        x, scales, weight = ctx.saved_tensors
-        rows, d_rows, width = x.flatten(0, -2), grad.flatten(0, -2), x.shape[-1]
-        sums = norm_gradient_sums(d_rows, rows, scales, weight)
-        dx, d_weight, d_bias = norm_backward(d_rows, rows, scales, weight, sums, width)
-        return dx.view(x.shape), d_weight, d_bias if ctx.has_bias else None, None
-
-
-class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up; keeps both."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        """[..., f] x 2 -> [..., f]."""
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate) * up
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes silu(gate) again."""
-        gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
 
 
 class Rotate(torch.autograd.Function):
@@ -104,8 +62,7 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool
 @grouped_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     batch, heads, tokens = query.shape[:3]
-    out = query.new_empty(batch, tokens, heads, value.shape[3]).transpose(1, 2)
-    return out, query.new_empty(query.shape[:3], dtype=lse_dtype(query))
+    return query.new_empty(batch, tokens, heads, value.shape[3]).transpose(1, 2), empty_lse(query)
 
 
 @custom_op("meshwise::grouped_attention_backward", mutates_args=())
@@ -123,11 +80,7 @@ def grouped_attention_backward(
     return dq, dk, dv
 
 
-@grouped_attention_backward.register_fake
-def _(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+grouped_attention_backward.register_fake(empty_gradients)
 
 
 class Attend(torch.autograd.Function):

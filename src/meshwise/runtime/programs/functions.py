@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.library import custom_op
+from torch.nn.functional import silu
 
 from meshwise.core.errors import MissingExtraError
 
@@ -38,21 +39,11 @@ def softmax_(scores: Tensor, scale: float, is_causal: bool) -> None:
     aten._softmax.out(scores, -1, False, out=scores)
 
 
-@softmax_.register_fake
-def _(scores: Tensor, scale: float, is_causal: bool) -> None:
-    return None
-
-
 @custom_op("meshwise::softmax_backward_", mutates_args={"grad"})
 def softmax_backward_(grad: Tensor, probabilities: Tensor, scale: float) -> None:
     """Gradient of `softmax_`, in place of the gradient of its result."""
     aten._softmax_backward_data.out(grad, probabilities, -1, grad.dtype, grad_input=grad)
     grad.mul_(scale)
-
-
-@softmax_backward_.register_fake
-def _(grad: Tensor, probabilities: Tensor, scale: float) -> None:
-    return None
 
 
 class Scores(torch.autograd.Function):
@@ -89,9 +80,7 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) 
     return out.contiguous(), lse.contiguous()
 
 
-@flash_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=lse_dtype(query))
+flash_attention.register_fake(lambda query, *_: (query.new_empty(query.shape), empty_lse(query)))
 
 
 @custom_op("meshwise::flash_attention_backward", mutates_args=())
@@ -112,11 +101,17 @@ def flash_attention_backward(
     return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
 
 
-@flash_attention_backward.register_fake
-def _(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def empty_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    """Memory of the gradients of `query`, `key` and `value`: what a backward of attention returns."""
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+flash_attention_backward.register_fake(empty_gradients)
+
+
+def empty_lse(query: Tensor) -> Tensor:
+    """Memory of one log-sum-exp for each row of `query` [batch, heads, tokens, head size]."""
+    return query.new_empty(query.shape[:3], dtype=lse_dtype(query))
 
 
 def lse_dtype(query: Tensor) -> torch.dtype:
@@ -127,25 +122,6 @@ def lse_dtype(query: Tensor) -> torch.dtype:
 def _check_flash_dtype(query: Tensor) -> None:
     if query.dtype not in (torch.bfloat16, torch.float16):
         raise MissingExtraError("flash attention on a GPU takes bf16 or fp16; choose --dtype bf16")
-
-
-class FlashAttention(torch.autograd.Function):
-    """Fused attention with its backward; keeps q, k, v, the output and log-sum-exp."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-        """[batch, heads, tokens, d] x 3 -> the same."""
-        out, lse = flash_attention(q, k, v, is_causal)
-        ctx.is_causal = is_causal
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Recomputes the scores from log-sum-exp."""
-        q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv = flash_attention_backward(grad, q, k, v, out, lse, ctx.is_causal)
-        return dq, dk, dv, None
 
 
 # --- attention over a ring of ranks ------------------------------------------------------------
@@ -160,13 +136,8 @@ def merge_attention_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Ten
     lse.copy_(both)
 
 
-@merge_attention_.register_fake
-def _(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    return None
-
-
 class RingAttention(torch.autograd.Function):
-    """Attention whose keys and values are spread over `group`: each rank's travel once around the ring.
+    """Fused attention whose keys and values are spread over `group`: each rank's travel once around the ring.
 
     Rank r holds the r-th part of the sequence. Under a causal mask a rank skips the parts behind its own,
     so later ranks work longer. The backward sends keys and values around again, their gradients with them.
@@ -178,19 +149,18 @@ class RingAttention(torch.autograd.Function):
     ) -> Tensor:
         """[batch, heads, local tokens, d] x 3 -> the same."""
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        out, lse = flash_attention(q, k, v, is_causal)
-        total = out.to(lse.dtype)
-        del out
-        block_k, block_v = k, v
-        for hop in range(1, size):
-            block_k, block_v = pass_on([block_k, block_v], group)
-            if is_causal and hop > rank:
-                continue
-            block_out, block_lse = flash_attention(q, block_k, block_v, False)
-            merge_attention_(total, lse, block_out, block_lse)
-            del block_out, block_lse
-        del block_k, block_v
-        result = total.to(q.dtype)
+        result, lse = flash_attention(q, k, v, is_causal)
+        if size > 1:
+            result, block_k, block_v = result.to(lse.dtype), k, v
+            for hop in range(1, size):
+                block_k, block_v = pass_on([block_k, block_v], group)
+                if is_causal and hop > rank:
+                    continue
+                block_out, block_lse = flash_attention(q, block_k, block_v, False)
+                merge_attention_(result, lse, block_out, block_lse)
+                del block_out, block_lse
+            del block_k, block_v
+            result = result.to(q.dtype)
         ctx.is_causal, ctx.group = is_causal, group
         ctx.save_for_backward(q, k, v, result, lse)
         return result
@@ -227,6 +197,22 @@ def pass_on(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
 
 
 # --- matmuls and collectives -------------------------------------------------------------------
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(gate) * up; keeps both."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        """[..., f] x 2 -> [..., f]."""
+        ctx.save_for_backward(gate, up)
+        return silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes silu(gate) again."""
+        gate, up = ctx.saved_tensors
+        return aten.silu_backward(grad * up, gate), grad * silu(gate)
 
 
 class Project(torch.autograd.Function):

@@ -20,7 +20,7 @@ from torch.distributed._functional_collectives import all_to_all_single
 from torch.nn import functional as F
 
 from meshwise.model.architecture import Model
-from meshwise.runtime.programs.decoder_kernels import SwiGLU
+from meshwise.runtime.programs.functions import SwiGLU
 from meshwise.runtime.programs.local import local
 
 

@@ -147,7 +147,6 @@ def forward(options: Options, context: Context, inputs: Mapping[str, torch.Tenso
 
     from meshwise.runtime.programs.functions import (
         AllToAll,
-        FlashAttention,
         MatMul,
         Project,
         RingAttention,
@@ -210,10 +209,7 @@ def forward(options: Options, context: Context, inputs: Mapping[str, torch.Tenso
     else:
         batched = [tensor.unsqueeze(0) for tensor in (q_, k_, v_)]
         with op("attention"):
-            if options.ring == 1:
-                c = FlashAttention.apply(*batched, options.causal)
-            else:
-                c = RingAttention.apply(*batched, options.causal, mesh.get_group("ring"))
+            c = RingAttention.apply(*batched, options.causal, mesh.get_group("ring"))
         c = c.squeeze(0)
         step("c = attention of q_, k_, v_", {f"c {gathered}": c})
 

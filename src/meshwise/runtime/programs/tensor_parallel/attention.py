@@ -23,6 +23,7 @@ from meshwise.runtime.programs.tensor_parallel.kernels import (
     span_attention,
     span_attention_backward,
 )
+from meshwise.runtime.programs.tensor_parallel.product import OfActivations
 from meshwise.runtime.programs.tensor_parallel.spans import Spans, chunk_order, flat, rank_spans
 
 if TYPE_CHECKING:
@@ -72,6 +73,11 @@ class Heads:
     recorder: Recorder
     dropout_frac: float = 0.0
 
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.kv_heads
+
 
 def core_attention(qkv: Tensor, on: Heads, *, is_fused: bool) -> Tensor:
     """qkv [tokens x batch, (heads + 2 kv_heads) d] -> [tokens x batch, heads d]."""
@@ -79,12 +85,13 @@ def core_attention(qkv: Tensor, on: Heads, *, is_fused: bool) -> Tensor:
         return FusedAttention.apply(qkv, on)
     q, k, v = SplitHeads.apply(qkv, on)
     with on.recorder.op("logits"):
-        scores = Logits.apply(q, k, on)
-    spans = flat(on.sequence.mine), [0, on.sequence.seq]
-    probabilities = softmax(scores, on.head_dim**-0.5, spans, on.sequence.is_causal, None, on.recorder)
+        scores = OfActivations.apply(q, k, OverSequence(on, transposed=True))
+    rows, columns = flat(on.sequence.mine), [0, on.sequence.seq]
+    with on.recorder.op("softmax"):
+        probabilities = Softmax.apply(scores, on.head_dim**-0.5, rows, columns, on.sequence.is_causal, None)
     probabilities = drop(probabilities, "dropout_softmax", on.dropout_frac, on.recorder)
     with on.recorder.op("attend"):
-        mixed = Attend.apply(probabilities, v, on)
+        mixed = OfActivations.apply(probabilities, v, OverSequence(on))
         return mixed.view(on.batch, on.heads, -1, on.head_dim).permute(2, 0, 1, 3).reshape(qkv.shape[0], -1)
 
 
@@ -164,71 +171,61 @@ class SplitHeads(torch.autograd.Function):
         return heads.permute(2, 0, 1, 3).flatten(2).flatten(0, 1), None
 
 
-class Logits(torch.autograd.Function):
-    """q [batch x heads, tokens, d] times all keys: [batch x heads, tokens, seq]. Keeps q and the own keys."""
+@dataclass(frozen=True, slots=True, eq=False)
+class OverSequence:
+    """q [batch x heads, tokens, d] times all keys (`transposed`), or probabilities times all values.
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, on: Heads) -> Tensor:
-        """Query heads that share a key head each get a copy of it, for the moment."""
-        ctx.on = on
-        ctx.save_for_backward(q, k)
-        return torch.bmm(q, _all_keys(k, on).transpose(1, 2))
+    Query heads that share a key head each get a copy of it, for the moment.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        """dq = dS k, dk' = q' dS."""
-        on, (q, k) = ctx.on, ctx.saved_tensors
-        dq = torch.bmm(grad, _all_keys(k, on))
-        dk = torch.bmm(q.transpose(1, 2), grad).transpose(1, 2)
-        return dq, on.sequence.scatter(_shared(dk, on), 1), None
+    on: Heads
+    transposed: bool = False
 
+    def forward(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        """S = q k', or O = P v."""
+        right = _all_keys(b, self.on)
+        return torch.bmm(a, right.transpose(1, 2) if self.transposed else right)
 
-class Attend(torch.autograd.Function):
-    """Probabilities [batch x heads, tokens, seq] times all values. Keeps them and the own values."""
-
-    @staticmethod
-    def forward(ctx: Any, p: Tensor, v: Tensor, on: Heads) -> Tensor:
-        """As `Logits`."""
-        ctx.on = on
-        ctx.save_for_backward(p, v)
-        return torch.bmm(p, _all_keys(v, on))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        """dP = dO v', dv = P' dO."""
-        on, (p, v) = ctx.on, ctx.saved_tensors
-        dp = torch.bmm(grad, _all_keys(v, on).transpose(1, 2))
-        dv = torch.bmm(p.transpose(1, 2), grad)
-        return dp, on.sequence.scatter(_shared(dv, on), 1), None
+    def backward(self, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dq = dS k, dk' = q' dS, or dP = dO v', dv = P' dO; those of the own keys, summed over the ranks."""
+        right = _all_keys(b, self.on)
+        da = torch.bmm(grad, right if self.transposed else right.transpose(1, 2))
+        db = torch.bmm(a.transpose(1, 2), grad)
+        shared = _shared(db.transpose(1, 2) if self.transposed else db, self.on)
+        return da, self.on.sequence.scatter(shared, 1), grad
 
 
 def _all_keys(x: Tensor, on: Heads) -> Tensor:
-    return on.sequence.gather(x, 1).repeat_interleave(on.heads // on.kv_heads, dim=0)
+    return on.sequence.gather(x, 1).repeat_interleave(on.group, dim=0)
 
 
 def _shared(grad: Tensor, on: Heads) -> Tensor:
     """The gradient of a key head: the sum over the query heads that share it."""
-    return grad.unflatten(0, (-1, on.heads // on.kv_heads)).sum(1)
+    return grad.unflatten(0, (-1, on.group)).sum(1)
 
 
 class Softmax(torch.autograd.Function):
-    """Softmax in place of scores [batch, rows, columns]; rows may be spread over the ranks of an axis."""
+    """Softmax of `scale` times scores [batch, rows, columns], in place.
+
+    `rows` and `columns` are the tokens (`flat` spans) of queries and keys; the ranks `along` an axis may each
+    have a part of the columns.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, scores: Tensor, scale: float, spans: tuple[list[int], list[int]], is_causal: bool,
-        along: Axis | None, recorder: Recorder,
+        ctx: Any, scores: Tensor, scale: float, rows: list[int], columns: list[int], is_causal: bool,
+        along: Axis | None,
     ) -> Tensor:  # fmt: skip
         """Maxima, then sums, over all columns. The product before has kept nothing of the scores' memory."""
         scores = scores.detach()
-        maxima = scale_and_mask_(scores, scale, *spans, is_causal)
+        maxima = scale_and_mask_(scores, scale, rows, columns, is_causal)
         if along is not None:
             all_max(maxima, along)
         sums = exponentials_(scores, maxima)
         if along is not None:
             all_sum(sums, along)
         divide_rows_(scores, sums)
-        ctx.scale, ctx.along, ctx.recorder = scale, along, recorder
+        ctx.scale, ctx.along = scale, along
         ctx.save_for_backward(scores)
         return scores
 
@@ -236,18 +233,8 @@ class Softmax(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         """In place of `grad`, which the mix (or its dropout) has just made for this op alone."""
         (probabilities,) = ctx.saved_tensors
-        with ctx.recorder.op("softmax"):
-            products = row_products(grad, probabilities)
-            if ctx.along is not None:
-                all_sum(products, ctx.along)
-            scores_backward_(grad, probabilities, products, ctx.scale)
+        products = row_products(grad, probabilities)
+        if ctx.along is not None:
+            all_sum(products, ctx.along)
+        scores_backward_(grad, probabilities, products, ctx.scale)
         return grad, None, None, None, None, None
-
-
-def softmax(
-    scores: Tensor, scale: float, spans: tuple[list[int], list[int]], is_causal: bool, along: Axis | None,
-    recorder: Recorder,
-) -> Tensor:  # fmt: skip
-    """Softmax of `scale * scores`; `spans` are the tokens of the rows and of the columns."""
-    with recorder.op("softmax"):
-        return Softmax.apply(scores, scale, spans, is_causal, along, recorder)

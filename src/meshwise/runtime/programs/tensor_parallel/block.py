@@ -3,15 +3,15 @@
     x = x + dropout(out_proj(attention(qkv(norm1(x)))))
     x = x + dropout(fc2(activation(fc1(norm2(x)))))
 
-A `Layout` decides which tokens and which columns of x a rank holds, which piece of each weight, and how a
-norm, the first and second matmul of a pair, and the attention work on them. The rest is local.
+A `Layout` decides which tokens and which columns of x a rank holds, which piece of each weight, and over
+which axes the products, the norms and the attention work. The rest is the same in all of them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,82 +20,116 @@ from torch import Tensor
 
 from meshwise.model.architecture import Model
 from meshwise.program.cut import Cut
-from meshwise.runtime.programs.tensor_parallel.attention import drop
-from meshwise.runtime.programs.tensor_parallel.exchange import Axis, all_sum
-from meshwise.runtime.programs.tensor_parallel.kernels import (
-    norm_apply,
-    norm_backward,
-    norm_gradient_sums,
-    norm_scales_,
-    norm_sums,
+from meshwise.runtime.programs.functions import SwiGLU
+from meshwise.runtime.programs.tensor_parallel.attention import (
+    Heads,
+    Sequence,
+    Softmax,
+    SplitHeads,
+    core_attention,
+    drop,
 )
-from meshwise.runtime.programs.tensor_parallel.spans import Index, Spans
+from meshwise.runtime.programs.tensor_parallel.exchange import Axis, all_sum
+from meshwise.runtime.programs.tensor_parallel.norm import Norm
+from meshwise.runtime.programs.tensor_parallel.product import OfActivations, Product, linear
+from meshwise.runtime.programs.tensor_parallel.spans import Index, Spans, flat, split
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context
 
 Weights = Mapping[str, Tensor]
 Pieces = dict[str, tuple[Index, ...]]
+PAIRS = (("norm1", "qkv", "out_proj"), ("norm2", "fc1", "fc2"))
+"""Norm, first and second matmul of attention and of the MLP."""
 
 
 class Layout(ABC):
-    """One rank's part of a block of `model` under `cut`, on the groups of `context` (its `axes`)."""
+    """One rank's part of a block of `model` under `cut`, on the groups of `context` (its `axes`).
+
+    `into_pair` and `out_of_pair` are the products of the first matmul of a pair (qkv, fc1) and of the
+    second, `scores` and `mix` those of attention whose scores are split. The rows of a norm are spread over
+    `row_axis`, those of the scores too. `tokens` (of each sequence) and `columns` are those of x that the
+    rank holds between the matmuls; `sequence` is that of its attention, `heads` what it has of the heads.
+    """
 
     axes: list[Axis]
+    into_pair: Product
+    out_of_pair: Product
+    scores: Product
+    mix: Product
+    row_axis: Axis | None = None
+    tokens: Spans
+    columns: Index
+    sequence: Sequence
+    heads: Heads
 
     def __init__(self, context: Context, model: Model, cut: Cut) -> None:
         self.context, self.model, self.cut = context, model, cut
         self.recorder = context.recorder
         self.batch, self.seq = int(cut.microbatch), int(cut.seq)
 
-    @property
-    @abstractmethod
-    def tokens(self) -> Spans:
-        """Tokens of each sequence that the rank holds between the matmuls."""
+    def take_heads(self, sequence: Sequence, *, parts: int, width_parts: int) -> None:
+        """1/`parts` of the heads over `sequence`, or 1/`width_parts` of each where scores are split."""
+        model, splits_scores = self.model, self.cut.grid_scores
+        self.sequence = sequence
+        self.heads = Heads(
+            heads=model.num_heads // (1 if splits_scores else parts),
+            kv_heads=model.num_kv_heads // (1 if splits_scores else parts),
+            head_dim=model.head_dim // (width_parts if splits_scores else 1),
+            batch=self.batch,
+            sequence=sequence,
+            recorder=self.recorder,
+            dropout_frac=model.dropout_frac,
+        )
 
-    @property
-    @abstractmethod
-    def columns(self) -> Index:
-        """Columns of x that the rank holds between the matmuls."""
+    def inner_columns(self, name: str, along: Axis) -> list[Index]:
+        """The columns of a first matrix (rows of a second) that each rank of `along` holds."""
+        within = self.cut.grid_scores and name in PAIRS[0]
+        return split(sections(self.model)[name], along.size, within=within)
 
     @abstractmethod
     def pieces(self) -> Pieces:
         """The rank's piece of each weight: one index array per dim."""
 
     @abstractmethod
-    def norm(self, x: Tensor, weights: Weights, name: str) -> Tensor:
-        """The norm `name` of x."""
-
-    @abstractmethod
-    def first(self, x: Tensor, weights: Weights, name: str) -> Tensor:
-        """The first matmul of a pair: qkv or fc1."""
-
-    @abstractmethod
-    def attend(self, qkv: Tensor) -> Tensor:
-        """Core attention of what `first` made of qkv."""
-
-    @abstractmethod
-    def second(self, x: Tensor, weights: Weights, name: str) -> Tensor:
-        """The second matmul of a pair: out_proj or fc2."""
-
-    @abstractmethod
     def shared(self) -> list[tuple[list[str], Axis]]:
         """Weights whose gradients are summed once a step, and the axis to sum them over, in this order."""
+
+    def score_tokens(self) -> tuple[Spans, Spans]:
+        """Queries, of each head of a group in turn, and keys of the rank's scores, where those are split."""
+        raise NotImplementedError
+
+    def attend(self, qkv: Tensor) -> Tensor:
+        """Core attention of what the first matmul made of qkv: with heads split, or with scores split."""
+        if not self.cut.grid_scores:
+            return core_attention(qkv, self.heads, is_fused=self.cut.flash)
+        on, model, op = self.heads, self.model, self.recorder.op
+        q, k, v = SplitHeads.apply(qkv, on)
+        with op("logits"):  # the query heads that share a key head stand in one row of matrices
+            scores = OfActivations.apply(q.view(k.shape[0], -1, on.head_dim), k, self.scores)
+        rows, columns = self.score_tokens()
+        with op("softmax"):
+            spans, scale = (flat(rows), flat(columns)), model.head_dim**-0.5
+            p = Softmax.apply(scores, scale, *spans, model.causal, self.row_axis)
+        p = drop(p, "dropout_softmax", model.dropout_frac, self.recorder)
+        with op("attend"):
+            mixed = OfActivations.apply(p, v, self.mix).reshape(on.batch, on.heads, -1, on.head_dim)
+            return mixed.permute(2, 0, 1, 3).reshape(-1, on.heads * on.head_dim)
 
 
 def block(on: Layout, x: Tensor, weights: Weights) -> Tensor:
     """One block; x is what the rank holds of it, [tokens x batch, columns], tokens outermost."""
     with on.recorder.section("attention"):
-        y = on.norm(x, weights, "norm1")
-        y = on.first(y, weights, "qkv")
+        y = _norm(on, x, weights, "norm1")
+        y = linear(y, weights, "qkv", on.into_pair, on.recorder)
         y = on.attend(y)
-        y = on.second(y, weights, "out_proj")
+        y = linear(y, weights, "out_proj", on.out_of_pair, on.recorder)
         x = _added(on, x, y, "residual1")
     with on.recorder.section("mlp"):
-        y = on.norm(x, weights, "norm2")
-        y = on.first(y, weights, "fc1")
+        y = _norm(on, x, weights, "norm2")
+        y = linear(y, weights, "fc1", on.into_pair, on.recorder)
         y = _activated(on, y)
-        y = on.second(y, weights, "fc2")
+        y = linear(y, weights, "fc2", on.out_of_pair, on.recorder)
         return _added(on, x, y, "residual2")
 
 
@@ -119,60 +153,13 @@ def _added(on: Layout, x: Tensor, y: Tensor, name: str) -> Tensor:
 
 def _activated(on: Layout, x: Tensor) -> Tensor:
     with on.recorder.op(on.model.activation):
-        return SwiGLU.apply(x, on) if on.model.gated else F.gelu(x)
+        return SwiGLU.apply(*x.chunk(2, -1)) if on.model.gated else F.gelu(x)
 
 
-class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up of x = [gate, up]; keeps x alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, on: Layout) -> Tensor:
-        """[rows, 2 f] -> [rows, f]."""
-        ctx.save_for_backward(x)
-        gate, up = x.chunk(2, -1)
-        return F.silu(gate) * up
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Computes silu(gate) again."""
-        gate, up = ctx.saved_tensors[0].chunk(2, -1)
-        d_gate = torch.ops.aten.silu_backward(grad * up, gate)
-        return torch.cat([d_gate, grad * F.silu(gate)], dim=-1), None
-
-
-class Norm(torch.autograd.Function):
-    """LayerNorm (with a bias) or RMSNorm (without) of rows that may be spread over the ranks of an axis."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, on: Layout, name: str, along: Axis | None
-    ) -> Tensor:
-        """Keeps x, and 1 / deviation (and mean) of each row."""
-        with on.recorder.op(name):
-            scales = norm_sums(x, on.model.norm == "layernorm")
-            if along is not None:
-                all_sum(scales, along)
-            norm_scales_(scales, on.model.hidden)
-            y = norm_apply(x, scales, weight, bias)
-        ctx.on, ctx.name, ctx.along, ctx.has_bias = on, name, along, bias is not None
-        ctx.save_for_backward(x, scales, weight)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None, None]:
-        """One exchange of the sums that the gradient of x needs; the weights' are of the rank's tokens."""
-        x, scales, weight = ctx.saved_tensors
-        with ctx.on.recorder.op(ctx.name):
-            sums = norm_gradient_sums(grad, x, scales, weight)
-            if ctx.along is not None:
-                all_sum(sums, ctx.along)
-            dx, d_weight, d_bias = norm_backward(grad, x, scales, weight, sums, ctx.on.model.hidden)
-        return dx, d_weight, d_bias if ctx.has_bias else None, None, None, None
-
-
-def norm(on: Layout, x: Tensor, weights: Weights, name: str, along: Axis | None = None) -> Tensor:
-    """The norm `name`, its rows spread over the axis `along`, if any."""
-    return Norm.apply(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"), on, name, along)
+def _norm(on: Layout, x: Tensor, weights: Weights, name: str) -> Tensor:
+    weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+    with on.recorder.op(name):
+        return Norm.apply(x, weight, bias, on.model.norm == "layernorm", on.model.hidden, on.row_axis)
 
 
 # --- weights -----------------------------------------------------------------------------------
@@ -199,7 +186,7 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
         "fc1": model.linear_bias,
         "fc2": model.linear_bias,
     }
-    for norm_name, first, second in (("norm1", "qkv", "out_proj"), ("norm2", "fc1", "fc2")):
+    for norm_name, first, second in PAIRS:
         found[f"{norm_name}.weight"] = (model.hidden,)
         if model.norm == "layernorm":
             found[f"{norm_name}.bias"] = (model.hidden,)

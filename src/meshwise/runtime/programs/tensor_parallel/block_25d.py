@@ -1,4 +1,4 @@
-"""Two and a half dimensions: depths of SUMMA grids that share their weights (`layout.tensor_25d`)."""
+"""Two and a half dimensions: depths of SUMMA grids that share their weights (`program.tensor_25d`)."""
 
 from __future__ import annotations
 

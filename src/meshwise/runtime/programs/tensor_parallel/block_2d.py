@@ -1,4 +1,4 @@
-"""Two dimensions: SUMMA on a grid of columns x rows (`layout.tensor_2d`), in one or several depths.
+"""Two dimensions: SUMMA on a grid of columns x rows (`program.tensor_2d`), in one or several depths.
 
 `ab`, `abt` and `atb` are the three products of blocks; each panel is on its way while the one before is
 multiplied. Operands are [batch, rows, columns]: a linear layer is a batch of one.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,35 +17,25 @@ from torch import Tensor
 
 from meshwise.model.architecture import Model
 from meshwise.program.cut import Cut
-from meshwise.runtime.programs.tensor_parallel.attention import (
-    Heads,
-    Sequence,
-    SplitHeads,
-    core_attention,
-    drop,
-    softmax,
-)
+from meshwise.runtime.programs.tensor_parallel.attention import Sequence
 from meshwise.runtime.programs.tensor_parallel.block import (
+    PAIRS,
     Layout,
     Pieces,
-    Weights,
     everything,
-    norm,
-    sections,
     with_vectors,
 )
-from meshwise.runtime.programs.tensor_parallel.block_1d import bias_gradient
 from meshwise.runtime.programs.tensor_parallel.exchange import (
     Axis,
     Finish,
+    all_sum,
     axis,
     gather,
     scatter,
     start_broadcast,
     start_reduce,
-    start_sum,
 )
-from meshwise.runtime.programs.tensor_parallel.spans import Index, Spans, flat, part, rank_spans, split
+from meshwise.runtime.programs.tensor_parallel.spans import Index, Spans, part, rank_spans
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context
@@ -119,61 +109,35 @@ def atb(grid: Grid, a: Tensor, b: Tensor) -> Tensor:
     return grid.delivered(panels, b.new_empty(b.shape[0], num_rows, b.shape[2]), 1, grid.in_column)
 
 
-class Linear(torch.autograd.Function):
-    """Y = X W + b by SUMMA; keeps the rank's block of X."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Summa:
+    """A product of blocks (`transposed`: C = A B'); with several depths, each has the rows of its tokens.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, on: Layout2D, name: str) -> Tensor:
-        """[tokens / rows, K / columns] -> [tokens / rows, N / columns]."""
-        ctx.on, ctx.name, ctx.has_bias = on, name, bias is not None
-        ctx.save_for_backward(x, weight)
-        with on.recorder.op(name):
-            return ab(on.grid, x[None], weight[None], bias)[0]
+    A weight B is the same in all `depths`, which add up its gradient; keys and values are those of the own
+    tokens (`has_tokens`), gathered over the depths, their gradients scattered.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
-        """dX = dY W', dW = X' dY, the latter summed over the depths."""
-        on, (x, weight) = ctx.on, ctx.saved_tensors
-        with on.recorder.op(ctx.name):
-            dx = abt(on.grid, grad[None], weight[None])[0]
-            d_weight = on.sum_over_depth(atb(on.grid, x[None], grad[None])[0])()
-        return dx, d_weight, bias_gradient(grad, ctx), None, None
+    grid: Grid
+    depths: Axis | None
+    has_tokens: bool = False
+    transposed: bool = False
 
+    def forward(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Two operands travel, or one operand and the result."""
+        whole = self._whole(b)
+        return abt(self.grid, a, whole) if self.transposed else ab(self.grid, a, whole, bias)
 
-class Logits(torch.autograd.Function):
-    """Scores S = Q K', of heads whose width is cut over the columns. Keeps the own blocks."""
+    def backward(self, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dA = dC B', dB = A' dC; or dA = dC B, dB = dC' A."""
+        whole = self._whole(b)
+        da = ab(self.grid, grad, whole) if self.transposed else abt(self.grid, grad, whole)
+        db = atb(self.grid, grad, a) if self.transposed else atb(self.grid, a, grad)
+        if self.depths is not None:
+            db = scatter(db, self.depths, 1) if self.has_tokens else all_sum(db, self.depths)
+        return da, db, grad
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, on: Layout2D) -> Tensor:
-        """q [B, group x tokens, d/c], k [B, tokens, d/c] -> [B, group x tokens, seq/c], c columns."""
-        ctx.on = on
-        ctx.save_for_backward(q, k)
-        return abt(on.grid, q, on.all_depths(k))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        """dQ = dS K, dK = dS' Q."""
-        on, (q, k) = ctx.on, ctx.saved_tensors
-        dq = ab(on.grid, grad, on.all_depths(k))
-        return dq, on.own_depth(atb(on.grid, grad, q)), None
-
-
-class Attend(torch.autograd.Function):
-    """The mix O = P V. Keeps the own blocks."""
-
-    @staticmethod
-    def forward(ctx: Any, p: Tensor, v: Tensor, on: Layout2D) -> Tensor:
-        """p [B, group x tokens, seq/c], v [B, tokens, d/c] -> [B, group x tokens, d/c], c columns."""
-        ctx.on = on
-        ctx.save_for_backward(p, v)
-        return ab(on.grid, p, on.all_depths(v))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        """dP = dO V', dV = P' dO."""
-        on, (p, v) = ctx.on, ctx.saved_tensors
-        dp = abt(on.grid, grad, on.all_depths(v))
-        return dp, on.own_depth(atb(on.grid, p, grad)), None
+    def _whole(self, b: Tensor) -> Tensor:
+        return gather(b, self.depths, 1) if self.depths is not None and self.has_tokens else b
 
 
 # --- the layout --------------------------------------------------------------------------------
@@ -186,20 +150,16 @@ class Layout2D(Layout):
         super().__init__(context, model, cut)
         self.depth: Axis | None = None
         self.row, self.column, self.over_tokens = self._groups()
+        self.row_axis = self.row
         self.axes = [axis for axis in (self.row, self.column, self.depth) if axis]
+        sequence = Sequence(self.seq, model.causal, self.over_tokens)
+        self.take_heads(sequence, parts=self.row.size, width_parts=self.row.size)
+        self.tokens = sequence.mine
+        self.columns = np.split(everything(model.hidden), self.row.size)[self.row.index]
         panels = int(cut.panels) * math.lcm(self.row.size, self.column.size)
-        self.grid = Grid(self.row, self.column, panels)
-        self.sequence = Sequence(self.seq, model.causal, self.over_tokens)
-        columns = self.row.size
-        self.heads = Heads(
-            heads=model.num_heads // (1 if cut.grid_scores else columns),
-            kv_heads=model.num_kv_heads // (1 if cut.grid_scores else columns),
-            head_dim=model.head_dim // (columns if cut.grid_scores else 1),
-            batch=self.batch,
-            sequence=self.sequence,
-            recorder=self.recorder,
-            dropout_frac=model.dropout_frac,
-        )
+        self.into_pair = self.out_of_pair = Summa(Grid(self.row, self.column, panels), self.depth)
+        self.mix = replace(self.into_pair, has_tokens=True)
+        self.scores = replace(self.mix, transposed=True)
 
     def _groups(self) -> tuple[Axis, Axis, Axis]:
         """The row, the column, and the ranks that hold the other tokens of the same columns."""
@@ -207,88 +167,29 @@ class Layout2D(Layout):
         mesh = self.context.mesh(tp_row=rows, tp_col=columns)
         return axis(mesh, "tp_col"), axis(mesh, "tp_row"), axis(mesh, "tp_row")
 
-    @property
-    def tokens(self) -> Spans:
-        """The rank's part of the sequence."""
-        return self.sequence.mine
-
-    @property
-    def columns(self) -> Index:
-        """The columns of the rank's place in its row."""
-        return np.split(everything(self.model.hidden), self.row.size)[self.row.index]
-
     def pieces(self) -> Pieces:
         """Blocks of all matrices. The order of inner columns is that in which the row holds them."""
-        whole, inner = everything(self.model.hidden), {}
-        for name, parts in sections(self.model).items():
-            within = self.cut.grid_scores and name in ("qkv", "out_proj")
-            inner[name] = split(parts, self.row.size, within=within)
-        my_rows = np.split(whole, self.column.size)[self.column.index]
         matrices: Pieces = {}
-        for first, second in (("qkv", "out_proj"), ("fc1", "fc2")):
-            matrices[first] = (my_rows, inner[first][self.row.index])
-            rows = np.split(np.concatenate(inner[second]), self.column.size)
-            matrices[second] = (rows[self.column.index], self.columns)
+        for _, first, second in PAIRS:
+            inner = self.inner_columns(first, self.row)[self.row.index]
+            matrices[first] = (self._of_column(everything(self.model.hidden)), inner)
+            rows = np.concatenate(self.inner_columns(second, self.row))
+            matrices[second] = (self._of_column(rows), self.columns)
         return with_vectors(self.model, matrices, self.columns)
 
-    def norm(self, x: Tensor, weights: Weights, name: str) -> Tensor:
-        """Rows are spread over the row of ranks."""
-        return norm(self, x, weights, name, along=self.row)
-
-    def first(self, x: Tensor, weights: Weights, name: str) -> Tensor:
-        """SUMMA."""
-        return Linear.apply(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"), self, name)
-
-    second = first
+    def _of_column(self, rows: Index) -> Index:
+        return np.split(rows, self.column.size)[self.column.index]
 
     def shared(self) -> list[tuple[list[str], Axis]]:
         """All vectors: norms and biases."""
         return [([name for name, piece in self.pieces().items() if len(piece) == 1], self.over_tokens)]
 
-    def attend(self, qkv: Tensor) -> Tensor:
-        """Heads split over the columns, or the scores over the grid."""
-        if not self.cut.grid_scores:
-            return core_attention(qkv, self.heads, is_fused=self.cut.flash)
-        on, model, op = self.heads, self.model, self.recorder.op
-        q, k, v = grouped(qkv, on)
-        with op("logits"):
-            scores = Logits.apply(q, k, self)
-        spans = flat(self.tokens, on.heads // on.kv_heads), flat(self._score_columns())
-        p = softmax(scores, model.head_dim**-0.5, spans, model.causal, self.row, self.recorder)
-        p = drop(p, "dropout_softmax", model.dropout_frac, self.recorder)
-        with op("attend"):
-            return ungrouped(Attend.apply(p, v, self), on)
-
-    def _score_columns(self) -> Spans:
-        """The keys of the rank's columns of the scores: those of all rows in turn, of all depths each."""
+    def score_tokens(self) -> tuple[Spans, Spans]:
+        """The rank's queries; the keys of all rows in turn, of all depths each, of which it has a part."""
         depths = self.depth.size if self.depth else 1
         keys: Spans = ()
         for row in range(self.column.size):
             for depth in range(depths):
                 place, num = depth * self.column.size + row, depths * self.column.size
                 keys += rank_spans(self.seq, num, place, is_causal=self.model.causal)
-        return part(keys, self.row.index, self.row.size)
-
-    def all_depths(self, keys: Tensor) -> Tensor:
-        """Keys (values) of the row's tokens of all depths."""
-        return gather(keys, self.depth, 1) if self.depth else keys
-
-    def own_depth(self, grad: Tensor) -> Tensor:
-        """The gradient of the own keys (values): the sum over the depths that read them."""
-        return scatter(grad, self.depth, 1) if self.depth else grad
-
-    def sum_over_depth(self, grad: Tensor) -> Finish:
-        """The gradient of a weight that all depths hold."""
-        return start_sum(grad, self.depth) if self.depth else lambda: grad
-
-
-def grouped(qkv: Tensor, on: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """q [batch x kv_heads, group x tokens, d]; k and v [batch x kv_heads, tokens, d]."""
-    q, k, v = SplitHeads.apply(qkv, on)
-    return q.view(k.shape[0], -1, on.head_dim), k, v
-
-
-def ungrouped(mixed: Tensor, on: Heads) -> Tensor:
-    """[batch x kv_heads, group x tokens, d] -> [tokens x batch, heads d]."""
-    by_head = mixed.reshape(on.batch, on.heads, -1, on.head_dim)
-    return by_head.permute(2, 0, 1, 3).reshape(-1, on.heads * on.head_dim)
+        return self.tokens * self.heads.group, part(keys, self.row.index, self.row.size)

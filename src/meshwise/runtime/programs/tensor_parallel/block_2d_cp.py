@@ -1,4 +1,4 @@
-"""Columns x sequence: rows of one-dimensional layouts, each with its part of it (`layout.tensor_2d_cp`).
+"""Columns x sequence: rows of one-dimensional layouts, each with its part of it (`program.tensor_2d_cp`).
 
 The only exchange between the rows is that of keys and values, and, once a step, of the gradients of the
 weights, which every row holds.

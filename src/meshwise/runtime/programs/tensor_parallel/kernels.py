@@ -1,7 +1,7 @@
-"""The local kernels of a block, each an op of its own in a ledger: norm, softmax, fused attention.
+"""The local kernels of attention, each an op of its own in a ledger: softmax in steps, fused attention.
 
-Where rows are spread over ranks, a kernel comes in two halves with the exchange of sums between them. Row
-statistics are fp32 (fp64 for fp64 inputs). Attention tensors are [batch, heads, tokens, head size].
+Where rows are spread over ranks, sums are exchanged between the steps of softmax. Row statistics are fp32
+(fp64 for fp64 inputs). Attention tensors are [batch, heads, tokens, head size].
 """
 
 from __future__ import annotations
@@ -11,96 +11,13 @@ from torch import Tensor
 from torch.library import custom_op
 
 from meshwise.runtime.programs.functions import (
+    empty_gradients,
+    empty_lse,
     flash_attention,
     flash_attention_backward,
     lse_dtype,
     merge_attention_,
 )
-
-EPSILON = 1e-5
-
-
-# --- norms -------------------------------------------------------------------------------------
-
-
-@custom_op("meshwise::norm_sums", mutates_args=())
-def norm_sums(x: Tensor, is_centered: bool) -> Tensor:
-    """Per row of x: the sum of squares and, for a norm that subtracts the mean, the sum."""
-    wide = x.to(lse_dtype(x))
-    sums = [wide.square().sum(-1), wide.sum(-1)]
-    return torch.stack(sums[: 1 + is_centered], dim=-1)
-
-
-@norm_sums.register_fake
-def _(x: Tensor, is_centered: bool) -> Tensor:
-    return x.new_empty(x.shape[0], 1 + is_centered, dtype=lse_dtype(x))
-
-
-@custom_op("meshwise::norm_scales_", mutates_args={"sums"})
-def norm_scales_(sums: Tensor, width: int) -> None:
-    """From sums over `width` columns to 1 / deviation and mean."""
-    sums.div_(width)
-    if sums.shape[1] == 2:
-        sums[:, 0] -= sums[:, 1].square()
-    sums[:, 0] = (sums[:, 0] + EPSILON).rsqrt()
-
-
-@norm_scales_.register_fake
-def _(sums: Tensor, width: int) -> None:
-    return None
-
-
-@custom_op("meshwise::norm_apply", mutates_args=())
-def norm_apply(x: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(x - mean) / deviation * weight + bias."""
-    y = _normed(x, scales) * weight
-    return (y if bias is None else y + bias).to(x.dtype)
-
-
-@norm_apply.register_fake
-def _(x: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.empty_like(x)
-
-
-@custom_op("meshwise::norm_gradient_sums", mutates_args=())
-def norm_gradient_sums(grad: Tensor, x: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
-    """Per row: the sums that the gradient of x needs over the whole width."""
-    inner = grad.to(scales.dtype) * weight
-    sums = [(inner * _normed(x, scales)).sum(-1), inner.sum(-1)]
-    return torch.stack(sums[: scales.shape[1]], dim=-1)
-
-
-@norm_gradient_sums.register_fake
-def _(grad: Tensor, x: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
-    return torch.empty_like(scales)
-
-
-@custom_op("meshwise::norm_backward", mutates_args=())
-def norm_backward(
-    grad: Tensor, x: Tensor, scales: Tensor, weight: Tensor, sums: Tensor, width: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias."""
-    normed, wide = _normed(x, scales), grad.to(scales.dtype)
-    inner = wide * weight - normed * (sums[:, :1] / width)
-    if sums.shape[1] == 2:
-        inner = inner - sums[:, 1:] / width
-    dx = inner * scales[:, :1]
-    return dx.to(x.dtype), (wide * normed).sum(0).to(weight.dtype), wide.sum(0).to(weight.dtype)
-
-
-@norm_backward.register_fake
-def _(
-    grad: Tensor, x: Tensor, scales: Tensor, weight: Tensor, sums: Tensor, width: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
-
-
-def _normed(x: Tensor, scales: Tensor) -> Tensor:
-    wide = x.to(scales.dtype)
-    if scales.shape[1] == 2:
-        wide = wide - scales[:, 1:]
-    return wide * scales[:, :1]
-
 
 # --- softmax -----------------------------------------------------------------------------------
 
@@ -120,9 +37,7 @@ def scale_and_mask_(
     return scores.amax(-1).to(lse_dtype(scores))
 
 
-@scale_and_mask_.register_fake
-def _(scores: Tensor, scale: float, row_spans: list[int], column_spans: list[int], is_causal: bool) -> Tensor:
-    return scores.new_empty(scores.shape[:-1], dtype=lse_dtype(scores))
+scale_and_mask_.register_fake(lambda scores, *_: scores.new_empty(scores.shape[:-1], dtype=lse_dtype(scores)))
 
 
 @custom_op("meshwise::exponentials_", mutates_args={"scores"})
@@ -133,9 +48,7 @@ def exponentials_(scores: Tensor, maxima: Tensor) -> Tensor:
     return wide.sum(-1)
 
 
-@exponentials_.register_fake
-def _(scores: Tensor, maxima: Tensor) -> Tensor:
-    return torch.empty_like(maxima)
+exponentials_.register_fake(lambda scores, maxima: torch.empty_like(maxima))
 
 
 @custom_op("meshwise::divide_rows_", mutates_args={"scores"})
@@ -144,31 +57,19 @@ def divide_rows_(scores: Tensor, sums: Tensor) -> None:
     scores.div_(sums[..., None])
 
 
-@divide_rows_.register_fake
-def _(scores: Tensor, sums: Tensor) -> None:
-    return None
-
-
 @custom_op("meshwise::row_products", mutates_args=())
 def row_products(grad: Tensor, probabilities: Tensor) -> Tensor:
     """Each row's sum of gradient times probability."""
     return (grad.to(lse_dtype(grad)) * probabilities).sum(-1)
 
 
-@row_products.register_fake
-def _(grad: Tensor, probabilities: Tensor) -> Tensor:
-    return grad.new_empty(grad.shape[:-1], dtype=lse_dtype(grad))
+row_products.register_fake(lambda grad, *_: grad.new_empty(grad.shape[:-1], dtype=lse_dtype(grad)))
 
 
 @custom_op("meshwise::scores_backward_", mutates_args={"grad"})
 def scores_backward_(grad: Tensor, probabilities: Tensor, products: Tensor, scale: float) -> None:
     """Gradient of the scores, in place of that of the probabilities."""
     grad.copy_((grad.to(products.dtype) - products[..., None]) * probabilities * scale)
-
-
-@scores_backward_.register_fake
-def _(grad: Tensor, probabilities: Tensor, products: Tensor, scale: float) -> None:
-    return None
 
 
 def _positions(spans: list[int], device: torch.device) -> Tensor:
@@ -189,7 +90,7 @@ def span_attention(
     it and, itself, those up to its diagonal: two calls of the kernel, merged by their log-sum-exp. The
     output lies in memory as [tokens, batch, heads, head size], as the projection after it reads it.
     """
-    out, lse = _like_output(query, value), query.new_empty(query.shape[:3], dtype=lse_dtype(query))
+    out, lse = _empty_output(query, value), empty_lse(query)
     key, value = (_repeated(x, query.shape[1]) for x in (key, value))
     for rows, blocks in _blocks(query_spans, key.shape[2], is_causal):
         parts = [
@@ -203,11 +104,7 @@ def span_attention(
     return out, lse
 
 
-@span_attention.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, query_spans: list[int], is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    return _like_output(query, value), query.new_empty(query.shape[:3], dtype=lse_dtype(query))
+span_attention.register_fake(lambda query, key, value, *_: (_empty_output(query, value), empty_lse(query)))
 
 
 @custom_op("meshwise::span_attention_backward", mutates_args=())
@@ -232,15 +129,10 @@ def span_attention_backward(
     return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
 
 
-@span_attention_backward.register_fake
-def _(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, query_spans: list[int],
-    is_causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return tuple(x.new_empty(x.shape) for x in (query, key, value))
+span_attention_backward.register_fake(empty_gradients)
 
 
-def _like_output(query: Tensor, value: Tensor) -> Tensor:
+def _empty_output(query: Tensor, value: Tensor) -> Tensor:
     batch, heads, tokens = query.shape[:3]
     return query.new_empty(tokens, batch, heads, value.shape[3]).permute(1, 2, 0, 3)
 

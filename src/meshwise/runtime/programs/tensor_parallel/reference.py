@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwise.model.architecture import Model
 from meshwise.runtime.programs.tensor_parallel.block import Layout, Weights, shapes
 from meshwise.runtime.programs.tensor_parallel.exchange import all_max
-from meshwise.runtime.programs.tensor_parallel.kernels import EPSILON
+from meshwise.runtime.programs.tensor_parallel.norm import EPSILON
 from meshwise.runtime.programs.tensor_parallel.spans import positions
 
 if TYPE_CHECKING:

@@ -44,9 +44,9 @@ def part(spans: Spans, index: int, num_parts: int) -> Spans:
     return tuple(parts)
 
 
-def flat(spans: Spans, times: int = 1) -> list[int]:
-    """begin, end, begin, end, ...: as an op takes them; repeated for each of `times` query heads."""
-    return [edge for span in spans for edge in span] * times
+def flat(spans: Spans) -> list[int]:
+    """begin, end, begin, end, ...: as an op takes them."""
+    return [edge for span in spans for edge in span]
 
 
 def positions(spans: Spans) -> Index:
