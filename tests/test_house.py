@@ -16,7 +16,7 @@ LAYERS = [
     ("api",),
     ("report", "sweep"),
     ("runtime",),
-    ("trace", "search", "serve", "calibrate", "published"),
+    ("trace", "search", "serve", "calibrate", "published", "launch"),
     ("estimate",),
     ("program",),
     ("plan",),

@@ -26,6 +26,8 @@ def main(folder: Path) -> None:
     assert again.step_s == best.step_s
     served = mw.serve(model, "h100-80g-sxm:2", "tp=2", prompt=1024, output=128, token_s=0.02)
     assert served.first_token_s > 0 and served.max_sequences > 0
+    job = mw.launch(model, cluster, plan, to="megatron-lm", batch=128, seq=8192)
+    assert "--tensor-model-parallel-size" in job.arguments
     tables = mw.reproduce("nersc-2024-02", "gpt3-175b", "nersc-notebook", "tp=4,sp=1")
     (folder / "tables.csv").write_text(tables.to_csv())
     try:

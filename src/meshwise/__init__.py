@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 # These folders share their name with a verb. Loaded first (they are empty), they never rebind it.
 from meshwise import estimate as _estimate_folder  # noqa: F401
+from meshwise import launch as _launch_folder  # noqa: F401
 from meshwise import search as _search_folder  # noqa: F401
 from meshwise import serve as _serve_folder  # noqa: F401
 from meshwise.api import (
@@ -22,6 +23,7 @@ from meshwise.api import (
     dry_run,
     estimate,
     frontier,
+    launch,
     profile,
     reproduce,
     run,
@@ -62,7 +64,7 @@ _HOME = {
 
 __all__ = ["Cluster", "Estimate", "Ledger", "MeshwiseError", "Model", "Plan", "Workload", "__version__"]
 __all__ += ["compare", "dry_run", "estimate", "frontier", "profile", "reproduce", "run", "search", "serve"]
-__all__ += ["validate"]
+__all__ += ["launch", "validate"]
 __all__ += ["find_cluster", "find_model", "parse_plan", "plan_text"]
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from meshwise.calibrate.validate import Validation
     from meshwise.core.compare import Comparison
     from meshwise.estimate.single import Estimate
+    from meshwise.launch.write import Launch
     from meshwise.machine.hardware import Cluster
     from meshwise.model.architecture import Model
     from meshwise.plan.plan import Plan
@@ -229,6 +230,44 @@ def serve(
         num_requests=num_requests, burstiness=burstiness, length_ratio=length_ratio,
     )  # fmt: skip
     return answer(instance, sequences, token_s, requests=load, engine=engine, ttft_s=ttft_s)
+
+
+def launch(
+    model: str | Path | Model,
+    cluster: str | Path | Cluster,
+    plan: str | Path | Plan = "",
+    *,
+    to: str,
+    batch: int,
+    seq: int | None = None,
+    microbatch: int | None = None,
+) -> Launch:
+    """State what starts a plan under another framework: its arguments, its files, a Slurm script.
+
+    Args:
+        model: A `Model`, a preset or the path of a config.json.
+        cluster: A `Cluster`, a preset, `"chip:count"`, or the path of a TOML file.
+        plan: A `Plan`, its text, or the path of a TOML file.
+        to: megatron-lm, megatron-bridge, torchtitan, deepspeed or accelerate; for serving vllm, sglang or
+            tensorrt-llm.
+        batch: Global batch in sequences; in serving, the sequences that run at a time.
+        seq: Tokens of a sequence; by default what the model allows, at most 4096.
+        microbatch: Sequences of a microbatch; by default 1.
+
+    Returns:
+        The arguments and files, and what the framework cannot be told (`not_expressed`).
+
+    Raises:
+        MeshwiseError: A name is unknown, the plan does not divide model, batch or cluster, or the framework
+            refuses it.
+    """
+    from meshwise.launch.settings import SERVING
+    from meshwise.launch.write import launch as state
+
+    shape, machine, cut = _model(model), _cluster(cluster), _plan(plan)
+    kind = "decode" if to in SERVING else "train"
+    work = _workload(shape, machine, cut, batch=batch, seq=seq, microbatch=microbatch, kind=kind)
+    return state(shape, machine, cut, work, to)
 
 
 def dry_run(

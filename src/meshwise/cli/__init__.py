@@ -50,6 +50,7 @@ for _module in (
     "profile",
     "moe",
     "serve",
+    "launch",
     "sweep",
 ):
     importlib.import_module(f"meshwise.cli.{_module}").add_to(app)

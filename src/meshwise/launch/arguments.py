@@ -1,0 +1,90 @@
+"""The arguments that each framework takes: names, types, allowed values and defaults at a stated version.
+
+The list (`catalog/framework_arguments.json`) was read from each project's own parser or field definitions; it
+holds the arguments that say something about a plan, a workload or a model.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import msgspec
+
+from meshwise.core.errors import DataError
+
+TRAINER = "transformers-trainer"
+"""The arguments of the Hugging Face Trainer, written `--name`, which go with DeepSpeed and Accelerate."""
+_SWITCHES = {"true": True, "false": False, "1": True, "0": False}
+
+
+class Argument(msgspec.Struct, frozen=True):
+    """One argument: its type, the values that it may have (none: any of its type), and its default."""
+
+    type: str
+    values: list[Any] | None = None
+    default: Any = None
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether the argument stands alone on a command line."""
+        return self.type == "flag"
+
+    @property
+    def unstated(self) -> Any:
+        """What holds where the argument is not written."""
+        return False if self.type in ("flag", "bool") and self.default is None else self.default
+
+
+class Framework(msgspec.Struct, frozen=True):
+    """All arguments of a framework by name, with the version, source and date of the list."""
+
+    version: str
+    source: str
+    date: str
+    arguments: dict[str, Argument]
+
+
+@cache
+def framework_arguments(name: str) -> Framework:
+    """The list of `name`; with DeepSpeed and Accelerate, that of the Trainer too."""
+    text = (resources.files("meshwise") / "catalog" / "framework_arguments.json").read_bytes()
+    lists = msgspec.json.decode(text, type=dict[str, Framework])
+    found = lists[name]
+    if name in ("deepspeed", "accelerate"):
+        trainer = {f"--{key}": argument for key, argument in lists[TRAINER].arguments.items()}
+        found = msgspec.structs.replace(found, arguments=found.arguments | trainer)
+    return found
+
+
+def read_value(framework: str, name: str, value: Any) -> Any:
+    """`value`, or what its text says, in the type of the argument; DataError where it is not allowed."""
+    argument = framework_arguments(framework).arguments[name]
+    try:
+        found = _convert(argument.type, value)
+    except (ValueError, TypeError, KeyError):
+        raise DataError(f"{framework}: {name} {value} must be of type {argument.type}") from None
+    if argument.values is not None:
+        for one in found if isinstance(found, list) else [found]:
+            if one not in argument.values:
+                known = ", ".join(map(str, argument.values))
+                raise DataError(f"{framework} {name} does not take {one}; it takes {known}")
+    return found
+
+
+def _convert(kind: str, value: Any) -> Any:
+    if kind.startswith("list of "):
+        parts = value if isinstance(value, list | tuple) else [value]
+        return [_convert(kind.removeprefix("list of "), part) for part in parts]
+    if isinstance(value, list):
+        (value,) = value
+    if kind in ("flag", "bool"):
+        return value if isinstance(value, bool) else _SWITCHES[str(value).lower()]
+    if kind == "int":
+        if isinstance(value, bool) or float(value) != int(value):
+            raise ValueError
+        return int(value)
+    if kind == "float":
+        return float(value)
+    return value if kind == "other" else str(value)

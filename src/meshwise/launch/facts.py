@@ -1,0 +1,216 @@
+"""What a plan says about a job, in the terms that frameworks ask for it; and back.
+
+Facts are the keys of a plan (resolved: what it leaves out is filled in), the workload, and what follows from
+them: a framework may ask for the number of replicas of a sharded model instead of the ranks that share it.
+`facts_of` states them for a plan, `derive` adds what follows, `plan_of` reads a plan out of facts.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from meshwise.core.errors import DataError
+from meshwise.machine.hardware import Cluster
+from meshwise.model.architecture import Model
+from meshwise.plan.mesh import ENGINE_KEYS, Mesh
+from meshwise.plan.plan import DEFAULTS, KEYS, Plan
+from meshwise.plan.stages import chunk_layers
+
+Facts = dict[str, Any]
+
+COVERS = {
+    "chunks": ("vpp",),
+    "layers_per_chunk": ("vpp",),
+    "pipeline_layout": ("stages",),
+    "levels": ("ulysses",),
+    "instances": ("zero_group",),
+    "shard": ("zero_group",),
+    "recompute_form": ("recompute", "recompute_layers"),
+    "recompute_fsdp": ("recompute",),
+    "recompute_ddp": ("recompute",),
+    "cp_size": ("cp",),
+    "sp_size": ("cp",),
+    "num_microbatches": ("batch",),
+    "p2p_overlap": ("overlap_pp",),
+    "etp_beside_ep": ("etp",),
+    "local_batch": ("microbatch",),
+    "requests": ("batch", "microbatch"),
+    "ep_over_all": ("ep", "etp"),
+    "ep_within_tp": ("ep", "etp"),
+    "world_tp": ("tp",),
+    "attention_dp": ("dp",),
+    "copies": ("dp",),
+}
+"""Facts that follow from a plan, and the keys of the plan that they say."""
+
+
+def facts_of(model: Model, mesh: Mesh, cluster: Cluster) -> Facts:
+    """The facts of one resolved plan; a key without effect is left out."""
+    facts: Facts = {key: getattr(mesh.plan, key) for key in KEYS}
+    facts |= {key: int(getattr(mesh, key)) for key in ("tp", "cp", "pp", "vpp", "dp", "ep", "etp", "ulysses")}
+    facts |= {key: int(getattr(mesh, key)) for key in ("batch", "seq", "microbatch")}
+    group = int(mesh.zero_group)
+    facts |= {
+        "sp": mesh.plan.sequence_parallel,
+        "zero_group": None if group == facts["dp"] * facts["cp"] else group,
+        "num_layers": model.num_layers,
+        "mtp_layers": model.mtp_layers,
+        "num_gpus": cluster.num_chips,
+        "has_experts": model.moe is not None,
+    }
+    if facts["stages"] is None and model.num_layers % (facts["pp"] * facts["vpp"]):
+        facts["stages"] = chunk_layers(model.num_layers, facts["pp"] * facts["vpp"])
+    for key in set(KEYS) - set(ENGINE_KEYS) if mesh.serves else _without_effect(facts):
+        del facts[key]
+    return derive(facts) | (_serving(facts) if mesh.serves else {})
+
+
+def _without_effect(facts: Facts) -> set[str]:
+    """Keys of a training plan that change nothing in this world."""
+    dp = facts.get("dp")
+    replicas = 0 if dp is None else dp * facts["cp"]
+    alone = {
+        "sp overlap_tp": facts["tp"] == 1,
+        "cp_kind": facts["cp"] == 1,
+        "ulysses": facts["cp"] == 1 or facts["cp_kind"] != "two_level",
+        "vpp stages overlap_pp": facts["pp"] == 1,
+        "schedule": facts["pp"] == 1 and facts["schedule"] != "gpipe",  # which keeps all microbatches alive
+        "ep etp dispatch overlap_ep imbalance": not facts["has_experts"],
+        "zero zero_group overlap_dp": replicas == 1,
+        "zero_group": facts["zero"] == 0,
+        "recompute_layers": facts["recompute"] != "full",
+        "grid panels": facts["layout"] == "1d",
+        "frozen_dtype": facts["lora_rank"] == 0,
+        "kv_dtype": True,
+    }
+    return {key for keys, idle in alone.items() if idle for key in keys.split()}
+
+
+def derive(facts: Facts) -> Facts:
+    """`facts`, and what follows from them; None where it does not apply."""
+    get = facts.get
+    tp, cp, pp, dp, ep = (int(get(key) or 1) for key in ("tp", "cp", "pp", "dp", "ep"))
+    vpp, zero, group, layers = get("vpp") or 1, get("zero", 0), get("zero_group"), get("recompute_layers")
+    stages, microbatch, num_layers = get("stages"), get("microbatch"), get("num_layers")
+    ulysses, batch = get("ulysses"), get("batch")
+    piped = pp > 1
+    found: Facts = {
+        "chunks": vpp if piped and stages is None else 1,
+        "pipeline_layout": None if stages is None else _layout_text(stages, get("mtp_layers", 0)),
+        "levels": (ulysses, cp // ulysses) if ulysses else None,
+        "instances": 1 if group is None else dp * cp // group,
+        "shard": 1 if not zero else dp if group is None else group // cp,
+        "recompute_form": get("recompute") if layers is None else "uneven" if layers % vpp else "block",
+        "recompute_num": layers // vpp if layers is not None else 1 if get("recompute") == "full" else None,
+        "gather_overlap": bool(get("overlap_dp") and zero),
+        "p2p_overlap": get("overlap_pp", True) if vpp > 1 or get("overlap_pp", True) else "blocking",
+        "etp_beside_ep": get("etp") if ep > 1 or get("etp") != tp else None,
+        "local_batch": microbatch,
+        "pipeline_microbatch": microbatch if piped else None,
+        "layers_per_chunk": num_layers // (pp * vpp) if piped and num_layers and stages is None else None,
+        "host_syncs": piped or ep > 1,
+        "weights_sharded": zero >= 2,
+        "cp_size": 1 if get("cp_kind") == "ulysses" else cp,
+        "sp_size": cp if get("cp_kind") == "ulysses" else 1,
+        "recompute_fsdp": get("recompute") if zero else None,
+        "recompute_ddp": None if zero else get("recompute"),
+        "launcher": "FSDP" if zero or tp * cp > 1 else "MULTI_GPU",
+        "num_gpus": get("num_gpus") or (tp * cp * pp * dp if get("dp") else None),
+    }
+    found["replicate"] = dp // found["shard"] if found["shard"] else None
+    if batch and microbatch:
+        found["num_microbatches"] = batch // (dp * microbatch)
+        if piped:
+            found["local_batch"] = batch // dp
+    return facts | found
+
+
+def _serving(facts: Facts) -> Facts:
+    """What serving engines ask for."""
+    tp, dp, ep, etp = (facts[key] for key in ("tp", "dp", "ep", "etp"))
+    whole = not facts["has_experts"] or (ep == 1 and etp == tp)
+    across = ep * etp > tp
+    return {
+        "requests": max(facts["batch"] // dp, 1),
+        "ep_over_all": False if whole else True if ep == tp * dp else ep,
+        "ep_within_tp": 1 if whole else ep if ep * etp == tp * (dp if across else 1) else f"{ep} x etp={etp}",
+        "world_tp": tp * dp if across else tp,
+        "attention_dp": dp if across else 1,
+        "copies": 1 if across else dp,
+    }
+
+
+def plan_of(facts: Facts) -> Plan:
+    """The plan that facts say, without keys that only repeat what follows from others."""
+    idle = _without_effect(dict(DEFAULTS) | facts)
+    keys = {key: facts[key] for key in KEYS if key in facts and key not in idle and facts[key] is not None}
+    tp, num_chunks = keys.get("tp", 1), keys.get("pp", 1) * keys.get("vpp", 1)
+    for key, implied in (("sp", tp > 1), ("etp", tp), ("zero_group", (facts.get("dp") or 0) * facts["cp"])):
+        if keys.get(key) == implied:
+            del keys[key]
+    if facts.get("num_layers") and keys.get("stages") == chunk_layers(facts["num_layers"], num_chunks):
+        del keys["stages"]
+    keys.pop("dp", None)
+    return Plan(**keys)
+
+
+def recover(facts: Facts, num_layers: int | None) -> Facts:
+    """The plan's keys out of the facts that a framework states in its own terms."""
+    found = dict(facts)
+    tp, cp, pp = (facts.get(key) or 1 for key in ("tp", "cp", "pp"))
+    form = facts.get("recompute_form")
+    if facts.get("pipeline_layout"):
+        found["stages"] = _layout_stages(facts["pipeline_layout"])
+        found["chunks"] = len(found["stages"]) // pp
+    if "chunks" in found:
+        found["vpp"] = found["chunks"]
+    if facts.get("layers_per_chunk") and num_layers:
+        found["vpp"] = max(num_layers // (pp * facts["layers_per_chunk"]), 1)
+    if facts.get("levels"):
+        found["ulysses"] = facts["levels"][0]
+    if form is not None:
+        found["recompute"] = "full" if form == "block" else form
+    if form == "block":
+        found["recompute_layers"] = facts["recompute_num"] * found.get("vpp", 1)
+    if "cp_size" in facts:
+        found["cp"] = max(facts["cp_size"], facts["sp_size"])
+        found["cp_kind"] = "ulysses" if facts["sp_size"] > 1 else "all_gather"
+        found["recompute"] = facts["recompute_fsdp"] if facts.get("zero") else facts["recompute_ddp"]
+    if "p2p_overlap" in facts:
+        found["overlap_pp"] = facts["p2p_overlap"]
+    if "shard" in facts and "replicate" in facts and facts["shard"] > 0:
+        found["dp"] = facts["shard"] * facts["replicate"]
+    if "num_microbatches" in facts and facts.get("batch") and facts.get("microbatch"):
+        found["dp"] = facts["batch"] // (facts["microbatch"] * facts["num_microbatches"])
+    if "dp" not in found and facts.get("num_gpus"):
+        found["dp"] = facts["num_gpus"] // (tp * cp * pp)
+    if facts.get("instances", 1) > 1 and "dp" not in found:
+        raise DataError("how many GPUs share the states depends on their number; say it with --cluster")
+    if facts.get("instances", 1) > 1:
+        found["zero_group"] = found["dp"] * cp // facts["instances"]
+    if facts.get("shard", 0) > 0 and found.get("zero"):
+        found["zero_group"] = facts["shard"] * cp
+    if "etp_beside_ep" in facts:
+        found["etp"] = facts["etp_beside_ep"] or tp
+    if "local_batch" in facts:
+        found["microbatch"] = facts.get("pipeline_microbatch") if pp > 1 else facts["local_batch"]
+    return found
+
+
+# --- Megatron-LM's text of uneven stages: Et*19|t*21|t*21|t*19L ----------------------------------
+
+
+def _layout_text(stages: tuple[int, ...], mtp_layers: int) -> str:
+    texts = [f"t*{size}" if size else "" for size in stages]
+    texts[0], texts[-1] = "E" + texts[0], texts[-1] + "m" * mtp_layers + "L"
+    return "|".join(texts)
+
+
+def _layout_stages(text: str) -> tuple[int, ...]:
+    sizes = []
+    for stage in text.replace(",", "").split("|"):
+        if not re.fullmatch(r"(E|L|m|t(\*\d+)?)*", stage):
+            raise DataError(f"--pipeline-model-parallel-layout {text} is not understood at {stage!r}")
+        sizes.append(sum(int(count or 1) for count in re.findall(r"t(?:\*(\d+))?", stage)))
+    return tuple(sizes)

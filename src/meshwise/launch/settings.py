@@ -1,0 +1,127 @@
+"""Facts to the arguments of a framework and back, by the framework's table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from meshwise.launch.arguments import framework_arguments, read_value
+from meshwise.launch.facts import COVERS, Facts
+from meshwise.launch.tables import (
+    ACCELERATE,
+    ANY,
+    BRIDGE,
+    DEEPSPEED,
+    MEGATRON,
+    MEGATRON_MODEL,
+    OUTSIDE,
+    SGLANG,
+    TENSORRT_LLM,
+    TORCHTITAN,
+    VALUE,
+    VLLM,
+    Near,
+    Setting,
+    Table,
+)
+from meshwise.plan.plan import DEFAULTS, KEYS
+
+Settings = dict[str, Any]
+
+TRAINING = {
+    "megatron-lm": MEGATRON | MEGATRON_MODEL,
+    "megatron-bridge": BRIDGE | MEGATRON_MODEL,
+    "torchtitan": TORCHTITAN,
+    "deepspeed": DEEPSPEED,
+    "accelerate": ACCELERATE,
+}
+SERVING = {"vllm": VLLM, "sglang": SGLANG, "tensorrt-llm": TENSORRT_LLM}
+TABLES: dict[str, Table] = TRAINING | SERVING
+_WORK = ("batch", "seq", "microbatch")
+
+
+def write_settings(framework: str, facts: Facts) -> tuple[Settings, list[str]]:
+    """The arguments that say `facts`, and a sentence for each that cannot be said as it is."""
+    table = TABLES[framework]
+    settings: Settings = {}
+    missing: dict[str, str] = {}
+    for fact, setting in table.items():
+        value = facts.get(fact)
+        if fact not in facts or (value is None and None not in _options(setting)):
+            continue
+        chosen = _option(setting, value)
+        keys = COVERS.get(fact, (fact,))
+        if chosen is None:
+            known = ", ".join(_shown(fact, one) for one in _options(setting) if one not in (ANY, None))
+            missing |= {key: f"it offers only {known}" for key in keys if _is_stated(key, facts)}
+            continue
+        if isinstance(chosen, Near):
+            missing[keys[0]] = chosen.differs
+            chosen = chosen.settings
+        settings |= {name: value if one is VALUE else one for name, one in chosen.items()}
+    covered = {key for fact in table for key in (fact, *COVERS.get(fact, ()))} | {"dp"}
+    for key in (*KEYS, *_WORK):
+        if key not in covered and _is_stated(key, facts) and facts[key] != DEFAULTS.get(key):
+            missing[key] = "it has no setting for this"
+    missing |= {key: why for key, why in OUTSIDE.get(framework, {}).items() if key in missing}
+    return settings, [f"{key}={_shown(key, facts[key])}: {why}" for key, why in missing.items()]
+
+
+def _is_stated(key: str, facts: Facts) -> bool:
+    return facts.get(key) is not None
+
+
+def _shown(key: str, value: Any) -> str:
+    try:
+        return KEYS[key].show(value)
+    except (KeyError, TypeError, ValueError):
+        return str(value)
+
+
+def _options(setting: Setting) -> dict[Any, Any]:
+    return {ANY: {setting: VALUE}} if isinstance(setting, str) else setting
+
+
+def _option(setting: Setting, value: Any) -> Any:
+    options = _options(setting)
+    return options.get(value, options.get(ANY))
+
+
+def read_settings(framework: str, stated: Settings) -> tuple[Facts, list[str]]:
+    """The facts that the arguments `stated` say, and where they only come near to one."""
+    facts: Facts = {}
+    near = []
+    for fact, setting in TABLES[framework].items():
+        for value, settings in _most_specific_first(setting):
+            names = settings.settings if isinstance(settings, Near) else settings
+            held = {name: _held(framework, stated, name) for name in names}
+            if all(
+                held[name] is not None if want is VALUE else held[name] == want
+                for name, want in names.items()
+            ):
+                values = [held[name] for name, want in names.items() if want is VALUE]
+                if value is ANY and not values:
+                    break
+                facts[fact] = values[0] if value is ANY else value
+                if isinstance(settings, Near):
+                    near.append(f"{fact}={value}: {framework} differs, {settings.differs}")
+                break
+    return facts, near
+
+
+def _most_specific_first(setting: Setting) -> Iterator[tuple[Any, Any]]:
+    """The options of a fact: those with more arguments, exact ones and literal values first."""
+
+    def rank(option: tuple[Any, Any]) -> tuple[int, bool, bool]:
+        value, settings = option
+        names = settings.settings if isinstance(settings, Near) else settings
+        return -len(names), isinstance(settings, Near), value is ANY
+
+    return iter(sorted(_options(setting).items(), key=rank))
+
+
+def _held(framework: str, stated: Settings, name: str) -> Any:
+    """What holds for an argument: its value as stated, or what the framework does unasked."""
+    if name in stated:
+        return read_value(framework, name, stated[name])
+    return framework_arguments(framework).arguments[name].unstated

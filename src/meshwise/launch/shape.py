@@ -1,0 +1,178 @@
+"""The shape of a model in the terms of Megatron-LM's arguments, and back.
+
+Only what those arguments can say; `unsaid` lists the fields of a model that they cannot.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import fields
+from itertools import groupby
+from typing import Any
+
+from meshwise.core.errors import DataError
+from meshwise.launch.facts import Facts
+from meshwise.model.architecture import MLA, Model, MoE, checked_model, is_moe_layer
+
+_SAID = {
+    *("name", "source", "checked", "aliases", "num_layers", "hidden", "ffn_hidden", "num_heads"),
+    *("num_kv_heads", "head_dim", "vocab", "max_seq", "activation", "norm", "norm_bias", "linear_bias"),
+    *("qkv_bias", "out_bias", "positions", "tied_embedding", "qk_norm", "sinks", "dropout_frac"),
+    *("mtp_layers", "mla", "moe"),
+}
+
+
+def unsaid(model: Model) -> list[str]:
+    """`field=value` for each field of `model` that has no argument and is not the usual."""
+    found = [
+        f"model.{field.name}={getattr(model, field.name)}"
+        for field in fields(model)
+        if field.name not in _SAID and getattr(model, field.name) != field.default
+    ]
+    if model.moe is not None and model.moe.router_bias:
+        found.append("model.moe.router_bias=True")
+    return found
+
+
+def shape_of(model: Model, seq: int) -> Facts:
+    """The facts of a model that Megatron-LM is told."""
+    mla, moe = model.mla, model.moe
+    facts: Facts = {name: getattr(model, name) for name in _SAID if hasattr(model, name)}
+    facts |= {
+        "max_seq": max(model.max_seq, seq),
+        "kv_groups": None if mla or model.num_kv_heads == model.num_heads else model.num_kv_heads,
+        "channels": None if mla else model.head_dim,
+        "norms": (model.norm, model.norm_bias),
+        "biases": (model.linear_bias, model.qkv_bias, model.out_bias),
+        "padded": False,
+        "mla": mla is not None,
+    }
+    if mla is not None:
+        facts |= {field.name: getattr(mla, field.name) or None for field in fields(mla)}
+    if moe is not None:
+        pattern = [int(is_moe_layer(model, layer)) for layer in range(model.num_layers)]
+        facts |= {
+            "num_experts": moe.num_experts,
+            "top_k": moe.top_k,
+            "expert_ffn": moe.ffn_hidden,
+            "shared_ffn": moe.shared_ffn_hidden or None,
+            "moe_layers": _pattern_text(pattern),
+            "capacity_factor": moe.capacity_factor or None,
+            "shared_gate": moe.shared_gate,
+            "balance_bias": moe.balance_bias,
+        }
+    return facts
+
+
+def model_of(facts: Facts, tp: int, where: str) -> Model | None:
+    """The model that the facts say; None where they name no shape."""
+    layers, hidden, heads = (facts.get(key) for key in ("num_layers", "hidden", "num_heads"))
+    if not (layers and hidden and heads):
+        return None
+    gated = facts["activation"] == "swiglu"
+    linear, qkv, out = facts["biases"]
+    norm, norm_bias = facts["norms"]
+    mla = _mla(facts) if facts["mla"] else None
+    head_dim = (
+        mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else facts.get("channels") or hidden // heads
+    )
+    vocab = facts.get("vocab") or 0
+    if vocab and facts["padded"]:
+        vocab = -(-vocab // (128 * tp)) * 128 * tp
+    model = Model(
+        name=where,
+        num_layers=layers,
+        hidden=hidden,
+        ffn_hidden=facts.get("ffn_hidden") or (int(8 * hidden / 3) // 64 * 64 if gated else 4 * hidden),
+        num_heads=heads,
+        num_kv_heads=facts.get("kv_groups") or heads,
+        head_dim=head_dim,
+        vocab=vocab,
+        max_seq=facts.get("max_seq") or facts.get("seq") or 0,
+        activation=facts["activation"],
+        norm=norm,
+        norm_bias=norm_bias,
+        linear_bias=linear,
+        qkv_bias=qkv,
+        out_bias=out,
+        positions=facts["positions"],
+        tied_embedding=facts["tied_embedding"],
+        qk_norm=facts["qk_norm"],
+        sinks=facts["sinks"],
+        dropout_frac=facts["dropout_frac"],
+        mtp_layers=facts["mtp_layers"],
+        mla=mla,
+        moe=_moe(facts, layers) if facts.get("num_experts") else None,
+    )
+    return checked_model(model, where)
+
+
+def _mla(facts: Facts) -> MLA:
+    return MLA(**{field.name: facts.get(field.name) or 0 for field in fields(MLA)})
+
+
+def _moe(facts: Facts, num_layers: int) -> MoE:
+    pattern = _pattern(facts.get("moe_layers") or 1, num_layers)
+    first, every = _rule(pattern)
+    shared = facts.get("shared_ffn") or 0
+    width = facts.get("expert_ffn") or facts["ffn_hidden"]
+    return MoE(
+        num_experts=facts["num_experts"],
+        top_k=facts["top_k"],
+        ffn_hidden=width,
+        num_shared_experts=max(shared // width, 1) if shared else 0,
+        shared_ffn_hidden=shared,
+        first_dense_layers=first,
+        every=every,
+        capacity_factor=facts.get("capacity_factor") or 0.0,
+        shared_gate=facts["shared_gate"],
+        balance_bias=facts["balance_bias"],
+    )
+
+
+# --- which layers have experts: ([0]*3+[1]*58) -------------------------------------------------
+
+
+def _pattern_text(pattern: list[int]) -> str:
+    runs = [(value, len(list(group))) for value, group in groupby(pattern)]
+    return "(" + "+".join(f"[{value}]*{count}" for value, count in runs) + ")"
+
+
+def _pattern(text: Any, num_layers: int) -> list[int]:
+    """`--moe-layer-freq`: a list expression, or n: every n-th layer from the first."""
+    try:
+        value = _evaluate(ast.parse(str(text), mode="eval").body)
+    except (SyntaxError, ValueError, TypeError):
+        value = []
+    if isinstance(value, int) and value > 0:
+        return [int(layer % value == 0) for layer in range(num_layers)]
+    if not isinstance(value, list) or len(value) != num_layers:
+        raise DataError(f"--moe-layer-freq {text} does not say for {num_layers} layers which have experts")
+    return value
+
+
+def _evaluate(node: ast.expr) -> Any:
+    """An expression of lists and whole numbers, + and *."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.List):
+        return [_evaluate(part) for part in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _evaluate(node.left) + _evaluate(node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        left, right = _evaluate(node.left), _evaluate(node.right)
+        if isinstance(left, int) != isinstance(right, int):
+            times = left if isinstance(left, int) else right
+            if times > 10_000:
+                raise ValueError
+        return left * right
+    raise ValueError
+
+
+def _rule(pattern: list[int]) -> tuple[int, int]:
+    """`first_dense_layers` and `every` of a pattern of layers with experts."""
+    for every in range(1, len(pattern) + 1):
+        for first in range(len(pattern)):
+            if pattern == [int(i >= first and (i - first + 1) % every == 0) for i in range(len(pattern))]:
+                return first, every
+    raise DataError(f"experts in layers {_pattern_text(pattern)} are not every n-th after some dense layers")

@@ -1,0 +1,277 @@
+"""`launch`: the files and the command line that start a plan under a framework.
+
+The plan is resolved first, so only plans that divide model, batch and cluster are written. Each framework has
+a table of its settings (`tables.py`); here are the forms in which they are written: flags, JSON, YAML, and a
+Slurm script around the command.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwise.core.errors import DataError, PlanError
+from meshwise.core.files import write_text
+from meshwise.launch.arguments import framework_arguments, read_value
+from meshwise.launch.facts import Facts, facts_of
+from meshwise.launch.refusals import check
+from meshwise.launch.settings import SERVING, TABLES, Settings, write_settings
+from meshwise.launch.shape import shape_of, unsaid
+from meshwise.launch.tables import BRIDGE_NAMES, CONSTANTS
+from meshwise.machine.hardware import Cluster
+from meshwise.model.architecture import Model
+from meshwise.plan.mesh import resolve
+from meshwise.plan.plan import Plan
+from meshwise.plan.workload import Workload
+
+FRAMEWORKS = tuple(TABLES)
+NODE_GPUS = 8
+"""GPUs of a node where the first level of links holds at least so many."""
+TITAN_MODELS = {
+    **{f"llama3-{size}": ("llama3", f"llama3_{size}") for size in ("8b", "70b", "405b")},
+    **{
+        f"qwen3-{size}": ("qwen3", f"qwen3_{size.replace('.', '_')}")
+        for size in ("0.6b", "1.7b", "14b", "32b")
+    },
+    "qwen3-30b-a3b": ("qwen3", "qwen3_30b_a3b"),
+    "deepseek-v3": ("deepseek_v3", "deepseek_v3_671b"),
+    **{f"gpt-oss-{size}": ("gpt_oss", f"gpt_oss_{size}") for size in ("20b", "120b")},
+}
+"""Models that torchtitan 0.3.0 registers, as its `--module` and `--config`."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file to write: its name in the folder of the job, and what it holds."""
+
+    path: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What starts a plan under a framework.
+
+    `arguments` are those of the framework's own program; `not_expressed` says, one sentence each, what the
+    framework cannot be told.
+    """
+
+    framework: str
+    version: str
+    files: tuple[File, ...]
+    arguments: tuple[str, ...]
+    not_expressed: tuple[str, ...]
+    command: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `meshwise launch --json` prints."""
+        return msgspec.to_builtins(self)
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write all files into `folder`, which is made where it is missing; DataError where it cannot be."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(f"cannot make the folder {folder}: {error.strerror}; name another") from None
+        for file in self.files:
+            write_text(folder / file.path, file.text)
+        return [folder / file.path for file in self.files]
+
+
+def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, framework: str) -> Launch:
+    """What starts `plan` on all of `cluster` under `framework`.
+
+    Raises:
+        PlanError: The plan does not divide model or cluster, or the framework refuses it.
+        WorkloadError: The batch does not divide into microbatches.
+    """
+    if framework not in TABLES:
+        raise PlanError(f"--to {framework} must be one of {', '.join(FRAMEWORKS)}")
+    mesh = resolve(model, plan, workload, cluster)
+    node = int(min(cluster.levels[0].ranks, NODE_GPUS, cluster.num_chips))
+    facts = facts_of(model, mesh, cluster) | {
+        "num_nodes": -(-cluster.num_chips // node),
+        "kv_heads": model.num_kv_heads,
+    }
+    facts = shape_of(model, workload.seq) | facts | {"mtp_layers": model.mtp_layers}
+    check(framework, facts)
+    settings, not_expressed = write_settings(framework, facts)
+    settings = CONSTANTS.get(framework, {}) | settings
+    if settings.get("distributed_type") == "MULTI_GPU":  # plain data parallelism takes no sections of FSDP
+        settings = {name: value for name, value in settings.items() if not name.startswith(("fsdp", "para"))}
+    if framework == "megatron-bridge":
+        settings, lost = _bridge(settings)
+        not_expressed += lost
+    settings = {name: read_value(framework, name, value) for name, value in settings.items()}
+    not_expressed += _model_not_expressed(framework, model)
+    flags, files = _forms(framework, settings, model)
+    command = _command(framework, flags, model, facts, node)
+    script = File("job.sbatch", _slurm(framework, command, facts, node))
+    return Launch(
+        framework=framework,
+        version=framework_arguments(framework).version,
+        files=(*files, script),
+        arguments=tuple(flags),
+        not_expressed=tuple(not_expressed),
+        command=command,
+    )
+
+
+def _bridge(settings: Settings) -> tuple[Settings, list[str]]:
+    """Settings of Megatron-LM under the names of Megatron-Bridge, and those without a name there."""
+    known = framework_arguments("megatron-bridge").arguments
+    by_last_name = {name.rpartition(".")[2]: name for name in reversed(known)}
+    found: Settings = {}
+    lost = []
+    for name, value in settings.items():
+        there, is_inverted = BRIDGE_NAMES.get(
+            name, (by_last_name.get(name[2:].replace("-", "_"), name), False)
+        )
+        if there in known:
+            found[there] = not value if is_inverted else value
+        elif value is not False and name != "--group-query-attention":  # the number of groups says it
+            lost.append(f"{name} {value}: Megatron-Bridge has no setting for this")
+    return found, lost
+
+
+def _model_not_expressed(framework: str, model: Model) -> list[str]:
+    if framework.startswith("megatron"):
+        lost = [f"{field}: no argument says it" for field in unsaid(model)]
+        if framework == "megatron-bridge":
+            lost.append("recipe: name one to start from in RECIPE; the shape of the model is overridden")
+        return lost
+    if framework == "torchtitan" and model.name not in TITAN_MODELS:
+        return [f"model={model.name}: torchtitan registers models in Python; add --module and --config"]
+    if framework in ("deepspeed", "accelerate"):
+        return [f"model={model.name}: the training script builds it from its config.json"]
+    return []
+
+
+# --- forms -------------------------------------------------------------------------------------
+
+
+def _forms(framework: str, settings: Settings, model: Model) -> tuple[list[str], list[File]]:
+    """The words of the command line, and the files that they name."""
+    dashed = {name: value for name, value in settings.items() if name.startswith("--")}
+    dotted = {name: value for name, value in settings.items() if name not in dashed}
+    if framework == "torchtitan":
+        module, config = TITAN_MODELS.get(model.name, ("", ""))
+        chosen = ["--module", module, "--config", config] if module else []
+        return chosen + _titan_words(dotted), []
+    if framework == "megatron-bridge":
+        overrides = [f"{name}={_override(value)}" for name, value in dotted.items()]
+        return overrides, [File("overrides.yaml", yaml_text(nested(dotted)))]
+    words = [word for name, value in dashed.items() for word in _flag(name, value)]
+    if framework == "megatron-lm":
+        lines = "\n".join(
+            shlex.join(_flag(name, value)) for name, value in dashed.items() if value is not False
+        )
+        return words, [File("megatron_args.txt", lines + "\n")]
+    if framework == "deepspeed":
+        text = msgspec.json.format(msgspec.json.encode(nested(dotted)), indent=2).decode() + "\n"
+        return ["--deepspeed", "ds_config.json", *words], [File("ds_config.json", text)]
+    if framework == "accelerate":
+        return words, [File("accelerate.yaml", yaml_text(nested(dotted)))]
+    if framework == "tensorrt-llm":
+        return [*words, "--config", "llm_args.yaml"], [File("llm_args.yaml", yaml_text(nested(dotted)))]
+    return words, []
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    """One argument as words; booleans of the Trainer are `--name True`, flags stand alone."""
+    if name.startswith("--") and "_" in name and isinstance(value, bool):
+        return [name, str(value)]
+    if isinstance(value, bool):
+        return [name] if value else []
+    return [name, *map(str, value)] if isinstance(value, list) else [name, str(value)]
+
+
+def _titan_words(settings: Settings) -> list[str]:
+    """torchtitan's overrides: `--section.name value`, `--section.no_name`; the subcommand comes last."""
+    words: list[str] = []
+    last = [value for name, value in settings.items() if "." not in name]
+    for name, value in settings.items():
+        section, _, key = name.partition(".")
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--{section}.no_{key}")
+        elif key:
+            words += [f"--{name}", str(value)]
+    return words + last
+
+
+def _override(value: Any) -> str:
+    return msgspec.json.encode(value).decode() if isinstance(value, list | bool) else str(value)
+
+
+def nested(settings: Settings) -> dict[str, Any]:
+    """`{"a.b": 1}` as `{"a": {"b": 1}}`."""
+    tree: dict[str, Any] = {}
+    for name, value in settings.items():
+        *path, last = name.split(".")
+        place = tree
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return tree
+
+
+def yaml_text(tree: dict[str, Any], indent: str = "") -> str:
+    """Nested mappings as YAML; a value is written as JSON, which is YAML too."""
+    lines = ""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            lines += f"{indent}{key}:\n{yaml_text(value, indent + '  ')}"
+        else:
+            lines += f"{indent}{key}: {msgspec.json.encode(value).decode()}\n"
+    return lines
+
+
+# --- what is started ---------------------------------------------------------------------------
+
+
+def _command(framework: str, flags: list[str], model: Model, facts: Facts, node: int) -> str:
+    """The line that starts one node; "$@" takes data, tokenizer, learning rate and the like."""
+    words = shlex.join(flags)
+    if framework in SERVING:
+        start = {
+            "vllm": "vllm serve",
+            "sglang": "python -m sglang.launch_server --model-path",
+            "tensorrt-llm": "trtllm-serve",
+        }[framework]
+        return f'{start} "${{MODEL:-{model.name}}}" {words} "$@"'
+    if framework == "accelerate":
+        return (
+            "accelerate launch --config_file accelerate.yaml --machine_rank ${SLURM_NODEID:-0}"
+            ' --main_process_ip ${MASTER_ADDR:-localhost} --main_process_port 29500 "${TRAIN:-train.py}"'
+            f' {words} "$@"'
+        )
+    program = {
+        "megatron-lm": "pretrain_gpt.py",
+        "megatron-bridge": 'scripts/training/run_recipe.py --recipe "$RECIPE"',
+        "torchtitan": "-m torchtitan.train",
+        "deepspeed": '"${TRAIN:-train.py}"',
+    }[framework]
+    return (
+        f"torchrun --nnodes {facts['num_nodes']} --nproc-per-node {node} --rdzv-backend c10d"
+        f' --rdzv-endpoint ${{MASTER_ADDR:-localhost}}:29500 {program} {words} "$@"'
+    )
+
+
+def _slurm(framework: str, command: str, facts: Facts, node: int) -> str:
+    """A batch script: one task on each node, which starts all its GPUs."""
+    exports = ""
+    if framework.startswith("megatron") and facts["tp"] * facts["cp"] > 1:
+        wanted = 8 if facts["weights_sharded"] else 1  # Megatron-FSDP needs several queues, tp and cp one
+        exports = f"export CUDA_DEVICE_MAX_CONNECTIONS={wanted}\n"
+    return (
+        "#!/bin/bash\n"
+        f"#SBATCH --job-name={framework}\n#SBATCH --nodes={facts['num_nodes']}\n"
+        f"#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node={node}\n"
+        "set -euo pipefail\n"
+        'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
+        f"{exports}srun bash -c {shlex.quote(command)} job " + '"$@"\n'
+    )

@@ -1,0 +1,206 @@
+"""Settings of other frameworks: allowed by their argument lists, complete, and refused where they refuse."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import meshwise as mw
+from meshwise.launch.arguments import framework_arguments, read_value
+from meshwise.launch.settings import SERVING, TABLES, TRAINING
+from meshwise.launch.tables import Near
+
+CLUSTER = "h100-80g-sxm:64"
+
+
+def names_in(setting: Any) -> set[str]:
+    """All arguments that an entry of a table writes."""
+    if isinstance(setting, str):
+        return {setting}
+    options = [option.settings if isinstance(option, Near) else option for option in setting.values()]
+    return {name for option in options for name in option}
+
+
+@pytest.mark.parametrize("framework", sorted(set(TABLES) - {"megatron-bridge"}))
+def test_every_argument_of_a_table_exists(framework: str) -> None:
+    """megatron-bridge shares Megatron-LM's table; its names are checked as they are written."""
+    known = framework_arguments(framework).arguments
+    for fact, setting in TABLES[framework].items():
+        assert names_in(setting) <= set(known), fact
+
+
+@pytest.mark.parametrize("framework", TABLES)
+def test_lists_have_version_and_date(framework: str) -> None:
+    found = framework_arguments(framework)
+    assert found.version and found.source
+    assert found.date.startswith("2026-")
+
+
+def test_a_value_that_is_not_allowed_is_refused() -> None:
+    with pytest.raises(mw.MeshwiseError, match="--cp-comm-type does not take ring; it takes p2p"):
+        read_value("megatron-lm", "--cp-comm-type", "ring")
+
+
+CHOICES = {
+    "tp": [1, 2, 4, 8],
+    "sp": [None, True, False],
+    "cp": [1, 2, 4],
+    "cp_kind": ["ring", "ulysses", "all_gather"],
+    "pp": [1, 2, 4],
+    "vpp": [1, 2],
+    "schedule": ["1f1b", "gpipe", "zb-v"],
+    "zero": [0, 1, 2, 3],
+    "zero_group": [None, 2, 4],
+    "recompute": ["none", "selective", "full"],
+    "recompute_layers": [None, 2],
+    "dtype": ["bf16", "fp16", "fp32", "fp8"],
+    "grad_dtype": ["fp32", "bf16"],
+    "optimizer": ["adam", "adam-fp32", "adam-bf16", "adam-8bit", "sgd"],
+    "attention": ["flash", "unfused"],
+    "offload_optimizer": [0.0, 0.5, 1.0],
+    "overlap_dp": [True, False],
+    "overlap_tp": [True, False],
+    "overlap_pp": [True, False],
+    "ep": [1, 2, 8],
+    "etp": [None, 1],
+    "dispatch": ["per_expert", "per_rank"],
+    "placement": [("tp", "cp", "dp", "pp"), ("tp", "cp", "pp", "dp")],
+}
+
+
+@st.composite
+def plans(draw: Any, keys: tuple[str, ...] = tuple(CHOICES)) -> mw.Plan:
+    """Plans with a handful of keys stated."""
+    stated = draw(st.sets(st.sampled_from(keys), max_size=6))
+    try:
+        return mw.Plan(**{key: draw(st.sampled_from(CHOICES[key])) for key in sorted(stated)})
+    except mw.MeshwiseError:
+        assume(False)
+        raise
+
+
+def launched(framework: str, model: str, plan: mw.Plan, microbatch: int = 1) -> Any:
+    try:
+        return mw.launch(model, CLUSTER, plan, to=framework, batch=128, seq=4096, microbatch=microbatch)
+    except mw.MeshwiseError as error:
+        assert "\n" not in str(error)
+        assume(False)
+
+
+MODELS = ["llama3-8b", "gpt3-175b", "mixtral-8x7b", "deepseek-v3"]
+
+
+@given(st.sampled_from(sorted(TRAINING)), st.sampled_from(MODELS), plans())
+def test_nothing_of_a_plan_is_dropped(framework: str, model: str, plan: mw.Plan) -> None:
+    """Two plans whose jobs are alike, word for word, cost the same."""
+    job = launched(framework, model, plan)
+    other = launched(framework, model, mw.Plan())
+    if (job.arguments, job.files, job.not_expressed) == (other.arguments, other.files, other.not_expressed):
+        prices = [mw.estimate(model, CLUSTER, one, batch=128, seq=4096) for one in (plan, mw.Plan())]
+        assert prices[0].step_s == prices[1].step_s
+        assert prices[0].memory_bytes == prices[1].memory_bytes
+
+
+@pytest.mark.parametrize("framework", TABLES)
+def test_files_are_written_whole(meshwise: Any, tmp_path: Path, framework: str) -> None:
+    words = ("launch", "llama3-8b", "--cluster", "h100-80g-sxm:8", "--plan", "tp=8", "--batch", "8")
+    folder = tmp_path / "job"
+    done = meshwise(*words, "--seq", "4096", "--to", framework, "-o", str(folder), "--json")
+    assert done.code == 0
+    document = done.document
+    assert {"framework", "version", "files", "arguments", "not_expressed"} <= set(document)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {
+        file["path"]: file["text"] for file in document["files"]
+    }
+    for path in folder.glob("*.sbatch"):
+        subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("framework", "plan", "sentence"),
+    [
+        ("megatron-lm", "tp=3", "3 does not divide|do not divide by tp=3"),
+        ("megatron-lm", "tp=2,overlap_tp=1,sp=0", "overlap_tp=1 needs sequence parallelism"),
+        ("torchtitan", "cp=2,cp_kind=all_gather,zero=0", "always shards the states"),
+        ("deepspeed", "zero=1,offload_optimizer=0.5", "needs zero=3"),
+        ("accelerate", "pp=2", "no pipeline"),
+        ("nemo", "tp=2", "must be one of megatron-lm"),
+    ],
+)
+def test_what_a_framework_refuses_is_one_sentence(framework: str, plan: str, sentence: str) -> None:
+    with pytest.raises(mw.MeshwiseError, match=sentence):
+        mw.launch("llama3-8b", CLUSTER, plan, to=framework, batch=128, seq=4096)
+
+
+def test_serving_spreads_experts_over_all_ranks() -> None:
+    words = {"batch": 256, "seq": 8192}
+    flags = mw.launch("deepseek-v3", "h200-sxm:16", "tp=8,ep=16", to="vllm", **words).arguments
+    assert "--enable-expert-parallel" in flags
+    flags = mw.launch("deepseek-v3", "h200-sxm:16", "tp=8,ep=16", to="sglang", **words).arguments
+    assert flags[flags.index("--tp-size") + 1] == "16"
+    assert flags[flags.index("--attn-dp-size") + 1] == "2"
+    lost = mw.launch("mixtral-8x7b", "h200-sxm:8", "tp=8,ep=4,etp=2", to="vllm", **words).not_expressed
+    assert any(sentence.startswith("ep=4") for sentence in lost)
+    assert set(SERVING) < set(TABLES)
+
+
+# --- the parsers of the frameworks themselves, where they are installed ----------------------------
+
+
+def test_torchtitan_accepts_it() -> None:
+    pytest.importorskip("torchtitan", reason="torchtitan is not installed")
+    plan = "tp=8,pp=4,vpp=2,recompute=full,zero=3"
+    job = mw.launch("llama3-70b", CLUSTER, plan, to="torchtitan", batch=64, seq=4096)
+    code = (
+        "import sys; from torchtitan.config import ConfigManager;"
+        "c = ConfigManager().parse_args(sys.argv[1:]); p, t = c.parallelism, c.training;"
+        "print(p.tensor_parallel_degree, p.pipeline_parallel_degree, p.pipeline_parallel_layers_per_stage,"
+        "p.fsdp_reshard_after_forward, t.local_batch_size, t.global_batch_size, t.seq_len)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *job.arguments], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "8 4 10 always 32 64 4096"
+
+
+def test_accelerate_accepts_it(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    job = mw.launch("llama3-8b", CLUSTER, "tp=8,zero=3,recompute=full", to="accelerate", batch=64, seq=4096)
+    job.write(tmp_path)
+    config = load_config_from_file(str(tmp_path / "accelerate.yaml"))
+    assert config.num_processes == 64
+    assert config.parallelism_config["parallelism_config_tp_size"] == 8
+    assert config.fsdp_config["fsdp_reshard_after_forward"] is True
+
+
+def test_deepspeed_accepts_it(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    mw.launch(
+        "llama3-8b", CLUSTER, "tp=8,zero=3,sp=0,offload_optimizer=0.5", to="deepspeed", batch=64, seq=4096
+    ).write(tmp_path)
+    code = (
+        "import json, sys; from deepspeed.runtime.config import DeepSpeedConfig\n"
+        "import deepspeed; deepspeed.init_distributed('gloo')\n"
+        "class Ranks:\n    def get_data_parallel_world_size(self): return 8\n"
+        "c = DeepSpeedConfig(json.load(open(sys.argv[1])), mpu=Ranks())\n"
+        "print(c.zero_config.stage, c.train_batch_size, c.gradient_accumulation_steps)"
+    )
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "ds_config.json")],
+        env=os.environ | rank | {"DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "3 64 8"
+
+
+def test_json_files_are_json(tmp_path: Path) -> None:
+    mw.launch("llama3-8b", CLUSTER, "zero=3", to="deepspeed", batch=64, seq=4096).write(tmp_path)
+    assert json.loads((tmp_path / "ds_config.json").read_text())["zero_optimization"]["stage"] == 3
