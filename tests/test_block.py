@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.core.errors import PlanError
 from meshwise.cost.op import KERNELS, attended_pairs, matmul
 from meshwise.model.architecture import Layer
 from meshwise.model.find import find_model
@@ -288,8 +287,3 @@ def test_a_parallel_block_multiplies_what_another_does_and_keeps_no_more(
         assert flop(parallel, phase=phase) == flop(plain, phase=phase)
     statistics = 2 * 8.0 * cut.tokens  # of norms of all tokens
     assert total(parallel, "saved_bytes") <= total(plain, "saved_bytes") + statistics
-
-
-def test_software_that_is_not_stated_is_one_sentence() -> None:
-    with pytest.raises(PlanError, match="implementation=fsdp2 is not priced yet; use one of megatron"):
-        block(GPT3, Cut(microbatch=1.0, seq=64.0, implementation="fsdp2"))

@@ -28,7 +28,6 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 TORCH_ROOMS = ("runtime",)
 
 CYCLES_LEFT: set[frozenset[str]] = {  # temporary: shrinks to nothing
-    frozenset(f"meshwise.runtime.programs.{name}" for name in ("train", "train_reference", "training")),
 }
 
 

@@ -13,18 +13,20 @@ pytest.importorskip("torch")
 import torch
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 
+from meshwise.core.compare import TOTALS, compare, totals_of
+from meshwise.core.ledger import Ledger
 from meshwise.estimate.single import estimate as priced
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.weights import num_params
+from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
-from meshwise.program.tape import Tape
 from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.dry_run import dry_run
 from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program, make_options, parse_options
 from meshwise.runtime.programs.parts import Parts
 from meshwise.runtime.programs.ring import own_places
-from meshwise.runtime.programs.train import the_model, the_plan
+from meshwise.runtime.programs.train_options import the_model
 from meshwise.runtime.run import run_rank
 
 DATA = Path(__file__).parent / "data"
@@ -201,38 +203,41 @@ def test_gpt3_on_a_pipeline_agrees() -> None:
     assert 4 * 51200 / 8 / 2 * 12288 in {row.values["dry_run"] for row in tied}  # fp32, tp=8, dp=2
 
 
-# --- activations: what the estimate says, and each difference ----------------------------------
+# --- what is compared is what is printed -----------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "plan", "layers", "in_flight"),
+    ("name", "ranks", "plan", "layers"),
     [
-        ("gpt3-13b", "tp=1", 2, 1),
-        ("llama3-8b", "tp=8", 2, 1),
-        ("gpt3-13b", "tp=8,recompute=selective", 2, 1),
-        ("llama3-8b", "pp=4,tp=2", 8, 4),
-        ("gpt3-13b", "cp=2", 1, 1),
+        ("llama3-8b", 8, "dp=8", 2),
+        ("gpt3-13b", 16, "tp=8,recompute=selective", 2),
+        ("llama3-8b", 16, "cp=4,tp=2,recompute=full", 2),
+        ("llama3-8b", 16, "cp=2,cp_kind=all_gather,pp=2", 4),
+        ("llama3-8b", 16, "pp=4,vpp=2,tp=2", 8),
+        ("gpt3-13b", 4, "pp=2,schedule=zb-v", 4),
+        ("mixtral-8x7b", 16, "ep=8,etp=1,tp=2", 2),
     ],
 )
-def test_activations_are_the_estimates_and_named_differences(
-    name: str, plan: str, layers: int, in_flight: int
-) -> None:
-    """At its peak the first rank keeps what `estimate` prices, the head's, and what named rows add."""
-    values = {"model": name, "seq": 2048, "layers": layers, "plan": f"{plan},dtype=bf16", "batch": 16}
+def test_the_public_estimate_is_the_dry_run(name: str, ranks: int, plan: str, layers: int) -> None:
+    """What `estimate --plan ...,implementation=fsdp2` prints of the first rank, to the last digit."""
+    values = {"model": name, "seq": 2048, "layers": layers, "plan": plan, "batch": 16}
     options = make_options(TRAIN, values)
-    tape = Tape("estimate", 0, 16)
-    TRAIN.estimate(options, tape)  # type: ignore[misc]
-    rows = [row for row in tape.ledger().rows() if row["module"] == "activations"]
-    beyond = {row["op"]: row["count"] * row["saved_bytes"] for row in rows if ":" in row["op"]}
-    head = sum(
-        row["saved_bytes"] for row in rows if row["op"].startswith("head/") and row["op"] not in beyond
-    )
-    counted = peak(dry_run("train", options, ranks=16, device="cpu").ledger)
-    price = priced(
-        the_model(options), find_cluster("h100-80g-sxm:16"), the_plan(options), Workload(batch=16, seq=2048)
-    )
-    assert counted == price.to_json()["memory_bytes"]["activations"] + head + in_flight * sum(beyond.values())
-    assert {name.split(": ")[1] for name in beyond} <= {"gathered", "inputs", "loss weight"}
+    load, cluster = Workload(batch=16, seq=2048), find_cluster(f"h100-80g-sxm:{ranks}")
+    public = parse_plan(f"{plan},zero=3,implementation=fsdp2")
+    price = priced(the_model(options), cluster, public, load)
+    counted = dry_run("train", options, ranks=ranks, device="cpu").ledger
+    ledgers = {"estimate": price.ledger.where(rank=0), "dry_run": counted}
+    works = {
+        who: Ledger.from_rows(row for row in totals_of(ledger).rows() if row["module"] != "states")
+        for who, ledger in ledgers.items()
+    }
+    found = compare(works, TOTALS)
+    assert found.rows
+    assert found.agree, found.differences()[:3]
+    held = price.to_json(ledger=False)["stages"][0]["memory_bytes"]
+    for ours, theirs in (("weights", "parameters"), ("gradients", "gradients"), ("optimizer", "optimizer")):
+        assert held[ours] == counted.where(module="states", op=theirs).total("weight_bytes")
+    assert held["activations"] == peak(counted)
 
 
 def peak(ledger: Any) -> float:
@@ -264,11 +269,14 @@ def counted_peak(options: Any) -> float:
         ("--plan ep=2", "has no experts"),
         (f"--model {MODELS['moe']} --plan tp=2,ep=2 --seq 16", "does not cut experts; add etp=1"),
         (f"--model {MODELS['moe']} --plan tp=2,ep=2,etp=1 --seq 6", "3 tokens in a row, whose choices 6"),
-        ("--plan zero=1", "built for zero=3, not zero=1"),
-        ("--plan pp=2,schedule=dualpipe", "not schedule=dualpipe"),
-        ("--plan cp=2,cp_kind=ulysses", "not cp_kind=ulysses"),
-        ("--plan tp=2,sp=0", "not sp=0"),
-        ("--plan pp=2,schedule=zb-v,recompute=full", "schedule=zb-v of torch would recompute"),
+        ("--plan zero=1", "not built for zero=1; use zero=3"),
+        ("--plan pp=2,schedule=dualpipe", "not built for schedule=dualpipe"),
+        ("--plan cp=2,cp_kind=ulysses", "not built for cp_kind=ulysses"),
+        ("--plan tp=2,sp=0", "not built for sp=0"),
+        (
+            "--plan pp=2,schedule=zb-v,recompute=full",
+            "would recompute once for each weight",
+        ),
         ("--plan vpp=2", "vpp=2 needs a pipeline"),
         ("--plan tp=4", "kv heads 2 does not divide by tp=4"),
         ("--plan tp=2 --seq 15", "seq 15 does not divide by tp=2"),
@@ -276,7 +284,9 @@ def counted_peak(options: Any) -> float:
         ("--plan pp=8 --ranks 8", "2 layers of tiny_llama cannot fill 8 pipeline stages"),
         ("--plan pp=2 --batch 2", "needs at least pp=2 microbatches, not 1"),
         ("--batch 3", "batch 3 does not divide by dp=4"),
-        ("--plan dtype=fp8", "not dtype=fp8"),
+        ("--plan dtype=fp8", "not built for dtype=fp8"),
+        ("--plan implementation=megatron", "is implementation=fsdp2, not megatron"),
+        ("--plan offload_optimizer=1", "not built for offload_optimizer=1"),
         ("--model deepseek-v3", "has shared experts"),
         ("--model qwen3-8b", "norms of queries and keys"),
         (f"--model {MODELS['gpt']} --seq 128", "exceeds the 64 positions"),

@@ -28,6 +28,8 @@ WORK = ("count", "flop", "saved_bytes", "payload_bytes", "sent_bytes")
 
 TOTALS = ("count", "flop", "payload_bytes", "sent_bytes", "weight_bytes", "saved_bytes")
 """Columns of `totals_of`."""
+OPS_BY_DIMS = {4: "matmul", 7: "attention"}
+"""Ops by the number of dims of their shape (see `program.op.Op`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +124,21 @@ def work_of(ledger: Ledger) -> Ledger:
 
 
 def totals_of(ledger: Ledger) -> Ledger:
-    """Only matmuls, attention, collectives and states (module `states`), wherever in the program they are."""
+    """Only matmuls, attention, collectives and states (module `states`), wherever in the program they are.
+
+    A collective is told by its bytes, not by its shape. A program knows no phase of a message.
+    """
     rows = []
     for row in ledger.rows():
-        is_state = row["module"] == "states"
-        if not (row["flop"] or row["collective"] or is_state):
-            continue
-        if not is_state:
-            kind = row["collective"] or ("matmul" if row["shape"].count("x") == 3 else "attention")
+        if row["module"] != "states":
+            kind = row["collective"] or OPS_BY_DIMS.get(row["shape"].count("x") + 1, "")
+            if not kind or not (row["flop"] or row["payload_bytes"]):
+                continue
             row |= {"module": "", "op": kind, "weight_bytes": None, "saved_bytes": None}
+            if row["collective"]:
+                row |= {"shape": f"{row['payload_bytes']:.15g} B", "dtype": ""}
+            if kind in ("send", "recv"):
+                row["phase"] = ""
         rows.append(row)
     return Ledger.from_rows(rows)
 

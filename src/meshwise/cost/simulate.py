@@ -100,6 +100,12 @@ class Timeline:
         return np.array([alive[self.rank == r].max() for r in range(self.num_ranks)]) * self.chunk_frac
 
 
+def rank_order(schedule: str, rank: int, pp: int, m: int, v: int = 1) -> tuple[Ints, Ints]:
+    """What a rank does in a step: kinds (indices into `KINDS`) and chunks, in its order."""
+    code = np.array(_ORDERS[schedule](rank, pp, m, v))
+    return code % _PAIRED, code // _CHUNK
+
+
 def simulate(
     schedule: str,
     f_s: ArrayLike,

@@ -177,7 +177,7 @@ def state_bytes(held: Held, mesh: Mesh, cut: Cut, overheads: Overheads) -> tuple
     return weights, per_grad * shard(*trained, 2), per_state * shard(*trained, 1)
 
 
-def _kept_bytes(part: Part, one_input: Num, selective: Num, full: Num) -> Num:
+def kept_bytes(part: Part, one_input: Num, selective: Num, full: Num) -> Num:
     """What a block keeps of a microbatch under recomputation."""
     return (1.0 - full) * (part.saved_bytes - selective * part.core_bytes) + full * one_input
 
@@ -189,7 +189,7 @@ def microbatch_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Me
     embedding, *blocks, _ = parts
     kept = stage.embeddings * embedding.saved_bytes
     for count, part in zip(stage.layers, blocks, strict=True):
-        kept = kept + count * _kept_bytes(part, one_input, selective, full)
+        kept = kept + count * kept_bytes(part, one_input, selective, full)
     return kept
 
 
@@ -222,7 +222,7 @@ def _turn_bytes(
     kept_inputs = np.maximum(head.saved_bytes - EXPONENTIAL_BYTES * logits, 0.0)
     largest = stage.heads * (kept_inputs + loss_bytes * logits) + head_grads
     for count, part in zip(stage.layers, blocks, strict=True):
-        redone = part.saved_bytes - _kept_bytes(part, one_input, selective, full)
+        redone = part.saved_bytes - kept_bytes(part, one_input, selective, full)
         trained = part.dense_params - part.dense_frozen
         in_block = redone + part.widest_bytes + elem_bytes * trained + head_grads
         largest = np.maximum(largest, in_block * (count > 0))

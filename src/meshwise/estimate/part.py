@@ -51,7 +51,8 @@ class Wait:
 class Part:
     """One microbatch of one part on one rank: seconds by phase, bytes kept, weights.
 
-    `core_bytes` of the `saved_bytes` go under selective recomputation. `dense_params` and `expert_params` are
+    Of the `saved_bytes`, `core_bytes` go under selective recomputation, and ops without weights that are no
+    matmuls keep `loose_bytes`. `dense_params` and `expert_params` are
     weights held, `dense_frozen` and `expert_frozen` those of them that do not train, `dense_quantized` and
     `expert_quantized` those kept in the plan's `frozen_dtype`. `widest_bytes` is the largest gradient of an
     activation that the backward holds, `exchange_bytes` the largest tensor that a tensor-parallel exchange
@@ -65,6 +66,7 @@ class Part:
     core_s: Num
     saved_bytes: Num
     core_bytes: Num
+    loose_bytes: Num
     dense_params: Num
     dense_frozen: Num
     dense_quantized: Num
@@ -133,6 +135,7 @@ def _part(
         core_s=sum(row.spent_s for row in priced if is_core(row.op)),
         saved_bytes=sum(op.saved_bytes for op in forward),
         core_bytes=sum(op.recomputed_bytes for op in forward),
+        loose_bytes=sum(op.saved_bytes for op in forward if op.kind != "matmul" and not op.weights),
         dense_params=sum(op.num_params for op in dense),
         dense_frozen=sum(op.num_frozen for op in dense),
         dense_quantized=sum(op.num_quantized for op in dense),

@@ -13,11 +13,13 @@ from dataclasses import fields
 from typing import Any
 
 from meshwise.cost.collective import sent_bytes
+from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.memory import contents, recomputed
 from meshwise.estimate.part import CORE_PHASE, Part, PricedOp, Wait, is_core
 from meshwise.estimate.step import StageCost, StepCost, hop_bytes
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
+from meshwise.plan.stages import V_SHAPED, Stage
 from meshwise.program.exchange import Exchange
 from meshwise.program.row import op_row
 
@@ -69,6 +71,8 @@ def part_rows(name: str, part: Part, phases: Iterable[str], *, waits: bool = Tru
     for phase in phases:
         for row in part.rows:
             if isinstance(row, Wait) and not (waits and float(row.spent_s)):
+                continue
+            if isinstance(row, PricedOp) and not float(row.op.count):
                 continue
             runs_in = {"weight": "backward"}.get(row.phase, row.phase)
             if phase == CORE_PHASE:
@@ -127,20 +131,17 @@ def _on_links(collective: str, axis: str, group_size: Any, payload_bytes: Any) -
 
 
 def _pipeline_rows(model: Model, mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
-    """Messages to the neighbouring stages, and what a rank waits for while others work."""
+    """Messages to and from the neighbouring stages, and what a rank waits for while others work."""
     if float(mesh.pp) == 1.0:
         return
-    hops = float(mesh.num_microbatches * mesh.vpp)
-    paid_s = float(step.comm_pp_s)
-    ways = ("forward", "backward") if mesh.trains else ("forward",)
-    for phase in ways:
-        sent = _on_links("send", "pp", 2.0, hop_bytes(model, step.cut))
-        waited_s = paid_s / (hops * len(ways))
-        yield sent | {
+    messages = [message for message in _messages(mesh, cost.stage) if message[-1]]
+    waited_s = float(step.comm_pp_s) / sum(times for *_, times in messages)
+    for op, phase, kind, times in messages:
+        yield _on_links(kind, "pp", mesh.pp, hop_bytes(model, step.cut)) | {
             "module": "pipeline",
-            "op": "activations" if phase == "forward" else "gradients",
+            "op": op,
             "phase": phase,
-            "count": hops,
+            "count": times,
             "comm_s": float(step.hop_s),
             "exposed_s": waited_s,
             "time_s": waited_s,
@@ -148,6 +149,22 @@ def _pipeline_rows(model: Model, mesh: Mesh, step: StepCost, cost: StageCost) ->
     own_s = float(cost.time.total_s * mesh.num_microbatches)
     idle_s = float(step.work_s) + float(step.bubble_s) - own_s
     yield {"module": "pipeline", "op": "bubble", "phase": "step", "time_s": idle_s}
+
+
+def _messages(mesh: Mesh, stage: Stage) -> Iterator[tuple[str, str, str, float]]:
+    """What a stage sends and receives in a step: op, phase, collective, and how often.
+
+    Each of its chunks has a neighbour before and one behind it, but at the ends of the model and where a
+    V-shaped schedule turns round on the rank itself.
+    """
+    is_turn = SCHEDULES[int(mesh.schedule)] in V_SHAPED and float(stage.index) == float(mesh.pp) - 1.0
+    behind = float(mesh.num_microbatches * (mesh.vpp - stage.heads - is_turn))
+    before = float(mesh.num_microbatches * (mesh.vpp - stage.embeddings - is_turn))
+    yield "activations", "forward", "send", behind
+    yield "activations", "forward", "recv", before
+    if mesh.trains:
+        yield "gradients", "backward", "send", before
+        yield "gradients", "backward", "recv", behind
 
 
 def _once_a_step(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
@@ -174,7 +191,7 @@ def _once_a_step(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
 
 def _exchange_row(exchange: Exchange, seconds: float, share: float) -> Row:
     count = float(exchange.count)
-    row = _on_links(exchange.collective, "dp", exchange.group_size, exchange.payload_bytes)
+    row = _on_links(exchange.collective, exchange.axis, exchange.group_size, exchange.payload_bytes)
     return row | {
         "module": "step",
         "op": exchange.op,

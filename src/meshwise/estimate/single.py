@@ -9,7 +9,7 @@ counts the FLOP that the ranks really do: recomputation and the scores that fuse
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +25,7 @@ from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.model.weights import num_params
 from meshwise.plan.mesh import Mesh, resolve
 from meshwise.plan.plan import Plan
+from meshwise.plan.stages import stage_of_rank, stages_of
 from meshwise.plan.workload import Workload
 from meshwise.program.cut import Cut
 from meshwise.program.parts import EMBEDDING, HEAD, layer_names, parts
@@ -147,6 +148,18 @@ class Estimate:
 
     def _rows(self, cost: StageCost) -> Iterator[dict[str, Any]]:
         return step_rows(self.model, self.mesh, self.step, cost)
+
+    def rank_ledger(self, rank: int) -> Ledger:
+        """The same of one rank, with its own shards of weights and its own place in a ring."""
+        mesh = self.mesh
+        place = {
+            axis: rank // int(mesh.stride(axis)) % int(getattr(mesh, axis)) for axis in ("cp", "dp", "pp")
+        }
+        mesh = replace(mesh, ring_rank=float(place["cp"]), shard=place["dp"] * mesh.cp + place["cp"])
+        stages = [*stages_of(self.model, mesh), stage_of_rank(self.model, mesh, place["pp"])]
+        step = step_cost(self.model, mesh, self.machine, stages)
+        rows = step_rows(self.model, mesh, step, step.stages[-1])
+        return Ledger.from_rows(row | {"rank": float(rank)} for row in rows)
 
     def layer(self) -> Ledger:
         """The ops of one layer of each kind, one microbatch, on one rank."""

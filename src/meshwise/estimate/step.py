@@ -19,6 +19,7 @@ import numpy as np
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES, bubble_s
 from meshwise.cost.simulate import simulate
+from meshwise.estimate.fsdp2_memory import fsdp2_memory
 from meshwise.estimate.memory import (
     OPTIMIZER_BYTES,
     Memory,
@@ -35,8 +36,10 @@ from meshwise.estimate.timing import Machine
 from meshwise.model.architecture import Model, layer_kinds
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage, chunks, stages_of
+from meshwise.program import fsdp2
 from meshwise.program.cut import Cut
 from meshwise.program.exchange import Exchange, Held, exchanges, shared_weights
+from meshwise.program.implementation import IMPLEMENTATIONS
 from meshwise.program.op import precision
 from meshwise.program.parts import EMBEDDING, block_input_bytes, cut_of, parts
 
@@ -170,15 +173,17 @@ def _stage_cost(
     time = stage_time(model, stage, by_part, mesh, cut, machine)
     held = held_params(model, stage, by_part, cut)
     exchanged, comm_dp_s = _exchanged(model, stage, held, time, mesh, cut, machine)
+    memory_of = fsdp2_memory if _is_fsdp2(cut) else stage_memory
+    memory = memory_of(model, stage, by_part, mesh, cut, machine.overheads)
+    optimizer_s = _optimizer_s(held, memory, mesh, cut, machine) if mesh.trains else 0.0
     return StageCost(
-        stage=stage,
-        held=held,
-        time=time,
-        memory=stage_memory(model, stage, by_part, mesh, cut, machine.overheads),
-        exchanged=exchanged,
-        comm_dp_s=comm_dp_s,
-        optimizer_s=_optimizer_s(held, mesh, machine) if mesh.trains else 0.0,
-    )
+        stage=stage, held=held, time=time, memory=memory, exchanged=exchanged, comm_dp_s=comm_dp_s,
+        optimizer_s=optimizer_s,
+    )  # fmt: skip
+
+
+def _is_fsdp2(cut: Cut) -> bool:
+    return IMPLEMENTATIONS[cut.implementation].shards_each_weight
 
 
 def _exchanged(
@@ -192,9 +197,14 @@ def _exchanged(
     if not mesh.trains:
         return [], 0.0
     overheads = machine.overheads
-    found = [
-        (one, _exchange_s(one, machine))
-        for one in exchanges(
+    rounds = 1.0 + (mesh.zero >= 3) * (mesh.num_microbatches - 1.0)
+    if _is_fsdp2(cut):
+        reductions: Num = 1.0
+        of_replicas = fsdp2.exchanges(model, stage, mesh, cut)
+        of_one = fsdp2.shared_weights(model, stage, mesh, cut)
+    else:
+        reductions = rounds
+        of_replicas = exchanges(
             held,
             stage.num_layers,
             mesh,
@@ -203,23 +213,29 @@ def _exchanged(
             bucket_bytes=overheads.bucket_bytes,
             messages_per_block=overheads.messages_per_block,
         )
-    ]
-    own = [
-        (one, _exchange_s(one, machine)) for one in shared_weights(model, stage, mesh, cut, grad_bytes(mesh))
-    ]
+        of_one = shared_weights(model, stage, mesh, cut, grad_bytes(mesh))
+    found, own = ([(one, _exchange_s(one, machine)) for one in some] for some in (of_replicas, of_one))
     own_s = sum((seconds for _, seconds in own), 0.0)
-    rounds = 1.0 + (mesh.zero >= 3) * (mesh.num_microbatches - 1.0)
-    behind_backward = sum((s for one, s in found if one.behind == "backward"), 0.0) / rounds
+    grads_s = sum((s for one, s in found if one.op.endswith("gradients")), 0.0) / reductions
+    gathers_s = sum((s for one, s in found if one.op.endswith("weights") and one.behind == "backward"), 0.0)
+    gathers_s = gathers_s / rounds
     behind_forward = sum((s for one, s in found if one.behind == "forward"), 0.0) / rounds
-    alone_s = rounds * (behind_backward + behind_forward)
     pieces = np.maximum(stage.num_layers, 1.0)
-    grads_s = sum((s for one, s in found if one.op.endswith("gradients")), 0.0) / rounds
-    tail_s, first_s = grads_s / pieces, behind_forward / pieces
-    sticks_out_s = np.maximum(behind_backward - tail_s - time.backward_s - time.weight_s, 0.0) + np.maximum(
-        behind_forward - first_s - time.forward_s, 0.0
-    )
-    hidden_s = behind_backward + behind_forward - tail_s - first_s - sticks_out_s
-    overlapped_s = rounds * (sticks_out_s + overheads.interference_frac * hidden_s) + (tail_s + first_s)
+    first_s = behind_forward / pieces
+
+    def round_s(behind_backward: Num) -> Num:
+        """What one microbatch waits for its exchanges, but for those of the first block and the last."""
+        sticks_out_s = np.maximum(behind_backward - time.backward_s - time.weight_s, 0.0) + np.maximum(
+            behind_forward - first_s - time.forward_s, 0.0
+        )
+        hidden_s = behind_backward + behind_forward - first_s - sticks_out_s
+        return sticks_out_s + overheads.interference_frac * hidden_s
+
+    tail_s = grads_s / pieces
+    overlapped_s = reductions * round_s(gathers_s + grads_s - tail_s) + (tail_s + first_s)
+    if reductions is not rounds:
+        overlapped_s = overlapped_s + (rounds - reductions) * round_s(gathers_s)
+    alone_s = rounds * (gathers_s + behind_forward) + reductions * grads_s
     paid_s = mesh.overlap_dp * overlapped_s + (1.0 - mesh.overlap_dp) * alone_s
     return [*found, *own], paid_s + own_s
 
@@ -230,15 +246,17 @@ def _exchange_s(one: Exchange, machine: Machine) -> Num:
     return one.count * (seconds + machine.overheads.shard_copy_s * one.shards_copied)
 
 
-def _optimizer_s(held: Held, mesh: Mesh, machine: Machine) -> Num:
+def _optimizer_s(held: Held, memory: Memory, mesh: Mesh, cut: Cut, machine: Machine) -> Num:
     """The optimizer's pass over its states: each read and written once, gradients read twice (norm, update).
 
     Offloaded states are updated on the host: gradients go there and weights come back over the host link.
     """
+    rate = machine.base.memory_bytes_per_s * machine.efficiency.memory.memory_frac
+    if _is_fsdp2(cut):
+        return (2.0 * memory.optimizer + 2.0 * memory.gradients + memory.weights) / rate
     params = held.dense_trained / mesh.shard_ranks(1, mesh.replicas)
     params = params + held.experts_trained / mesh.shard_ranks(1, mesh.expert_replicas)
     per_param = 2 * OPTIMIZER_BYTES[mesh.plan.optimizer] + 2 * grad_bytes(mesh) + weight_bytes(mesh)
-    rate = machine.base.memory_bytes_per_s * machine.efficiency.memory.memory_frac
     on_chip = (1.0 - mesh.offload_optimizer) * per_param / rate
     on_host = mesh.offload_optimizer * (grad_bytes(mesh) + weight_bytes(mesh)) / machine.host_bytes_per_s
     return params * (on_chip + on_host)

@@ -35,6 +35,15 @@ TRAINING_KEYS = (
 """Keys of a plan that mean nothing without a backward."""
 ENGINE_KEYS = ("tp", "pp", "dp", "ep", "etp", "dtype", "kv_dtype", "placement")
 """Keys of a plan that a serving engine knows."""
+FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
+    "layout": ("1d",), "cp_kind": ("ring", "all_gather"), "zero": (3,),
+    "zero_group": (None,), "recompute_layers": (None,), "dtype": ("bf16", "fp16", "fp32", "fp64"),
+    "optimizer": ("adam",), "grad_dtype": ("fp32",), "attention": ("flash",), "dispatch": ("per_expert",),
+    "imbalance": (1.0,), "offload_optimizer": (0.0,), "offload_activations": (0.0,), "lora_rank": (0,),
+    "placement": (DEFAULTS["placement"],),
+}  # fmt: skip
+"""What implementation=fsdp2 can be told, where that is less than a plan can say."""
+FSDP2_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-v")
 _INTERLEAVED, _ONE_F_ONE_B = SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")
 _FOLDED = tuple(SCHEDULES.index(name) for name in ("zb-v", "dualpipe-v"))
 
@@ -47,6 +56,9 @@ class Mesh:
     indices into `SCHEDULES` and `RECOMPUTE`. `ulysses` x `ring` is the context-parallel degree.
     `grid` are the axes of a tensor layout of several dimensions. `recompute_layers` is infinite where all
     layers of a stage are recomputed. `overlap_dp` and `overlap_pp` are 0 or 1.
+
+    One rank of a stage stands for all: the first, or number `ring_rank` of its ring, with number `shard` of
+    the replicas' shards.
     """
 
     world: float
@@ -73,6 +85,8 @@ class Mesh:
     overlap_dp: Num = 1.0
     overlap_pp: Num = 1.0
     grid: tuple[Num, ...] = ()
+    ring_rank: Num = 0.0
+    shard: Num = 0.0
     kind: str = "train"
     plan: Plan = field(default_factory=Plan)
 
@@ -200,6 +214,8 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
         )
     yield from _expert_rules(model, mesh, sizes)
     yield from _replica_rules(mesh, sizes)
+    if mesh.plan.implementation == "fsdp2":
+        yield from _fsdp2_rules(model, mesh, sizes)
     yield Rule(
         valid(mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp) == 0,
         lambda: (
@@ -359,6 +375,62 @@ def _expert_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[R
         lambda: (
             f"ep={_int(ep)} x etp={_int(etp)} does not divide the {_int(ranks)} ranks of a pipeline stage "
             f"(tp={_int(mesh.tp)} x cp={_int(mesh.cp)} x dp={_int(mesh.dp)}); use degrees that do"
+        ),
+    )
+
+
+def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
+    """What PyTorch's own parts cannot do, or `meshwise train` does not do with them."""
+
+    def only(key: str, built: tuple[Any, ...], *, where: Any = True) -> Rule:
+        value = getattr(mesh.plan, key)
+        broken: Any = value not in built
+        if key in sizes:
+            broken = np.all([sizes[key] != number_of(key, known) for known in built], axis=0)
+        known = " or ".join(f"{key}={KEYS[key].show(known)}" for known in built if known is not None)
+        hint = f"use {known}" if known else "leave it out"
+        return Rule(
+            broken & where,
+            lambda: f"implementation=fsdp2 is not built for {key}={KEYS[key].show(value)}; {hint}",
+        )
+
+    yield Rule(not mesh.trains, lambda: f"implementation=fsdp2 trains; leave it out for kind={mesh.kind}")
+    for key, built in FSDP2_VALUES.items():
+        yield only(key, built)
+    yield only("schedule", FSDP2_SCHEDULES, where=mesh.pp > 1)
+    yield only("sp", (None, True), where=mesh.tp > 1)
+    yield Rule(
+        (model.moe is not None) & (mesh.etp > 1),
+        lambda: "implementation=fsdp2 does not cut experts; add etp=1 to the plan",
+    )
+    yield Rule(
+        model.num_kv_heads % mesh.tp != 0,
+        lambda: (
+            f"implementation=fsdp2 does not copy heads: tp={_int(mesh.tp)} does not divide the "
+            f"{model.num_kv_heads} key-value heads of {model.name}; use a divisor"
+        ),
+    )
+    parts = mesh.tp * mesh.cp * (1.0 + (mesh.cp > 1))
+    yield Rule(
+        mesh.seq % parts != 0,
+        lambda: (
+            f"seq={_int(mesh.seq)} does not divide by {_int(parts)}, the parts that implementation=fsdp2 "
+            "cuts it into (tp, and two for each rank of cp); use a multiple"
+        ),
+        WorkloadError,
+    )
+    yield Rule(
+        (mesh.pp > 1) & (mesh.schedule == SCHEDULES.index("zb-v")) & (mesh.recompute > 0),
+        lambda: (
+            "implementation=fsdp2 would recompute once for each weight under schedule=zb-v; use "
+            "recompute=none"
+        ),
+    )
+    yield Rule(
+        (mesh.pp > 1) & (mesh.schedule == _ONE_F_ONE_B) & (mesh.num_microbatches < mesh.pp),
+        lambda: (
+            f"implementation=fsdp2 needs at least pp={_int(mesh.pp)} microbatches under schedule=1f1b, not "
+            f"{_int(mesh.num_microbatches)}"
         ),
     )
 

@@ -31,7 +31,7 @@ GRID_DIMS = {"1d": 0, "2d": 2, "2d-cp": 2, "2.5d": 3, "3d": 3}
 OPTIMIZERS = ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "muon", "sgd", "none")
 ATTENTION = ("flash", "unfused", "grid")
 DISPATCH = ("per_expert", "per_rank")
-IMPLEMENTATIONS = ("megatron", "huggingface")
+IMPLEMENTATIONS = ("megatron", "fsdp2", "huggingface")
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 AXES = ("tp", "cp", "dp", "pp")
 

@@ -83,6 +83,26 @@ def rank_of_chunk(chunk: int, pp: int, folding: int) -> int:
     return chunk % pp
 
 
+def chunks_of_rank(
+    model: Model, pp: int, vpp: int, schedule: str, stages: Sequence[int] | None, rank: int
+) -> list[tuple[Stage, range]]:
+    """The chunks of pipeline rank `rank` in the order in which it numbers them, and the layers of each."""
+    folding = FOLDED if schedule in V_SHAPED and pp > 1 else ROUND
+    found, first = [], 0
+    for i, chunk in enumerate(chunks(model, pp, vpp, stages)):
+        layers = range(first, first + int(chunk.num_layers))
+        first = layers.stop
+        if rank_of_chunk(i, pp, folding) == rank:
+            found.append((chunk, layers))
+    return found
+
+
+def stage_of_rank(model: Model, mesh: Mesh, rank: int) -> Stage:
+    """What pipeline rank `rank` of one plan holds, as a stage that counts for none."""
+    held = _held(model, int(mesh.pp), int(mesh.vpp), int(_folding(mesh)), mesh.plan.stages)[rank]
+    return _stage(held[0], held[1], tuple(held[2:]), float(rank), 0.0)
+
+
 _Row = tuple[float, float, tuple[float, ...], float, float]  # embeddings, heads, layers, index, num_stages
 
 
@@ -91,16 +111,23 @@ def _pattern(
     model: Model, pp: int, vpp: int, folding: int, stages: tuple[int, ...] | None
 ) -> tuple[_Row, ...]:
     """The distinct stages of one pattern, in the order in which they first appear."""
+    rows = _held(model, pp, vpp, folding, stages)
+    return tuple(
+        (row[0], row[1], row[2:], float(rows.index(row)), float(count))
+        for row, count in Counter(rows).items()
+    )
+
+
+def _held(
+    model: Model, pp: int, vpp: int, folding: int, stages: Sequence[int] | None
+) -> list[tuple[float, ...]]:
+    """Embeddings, heads, and layers of each kind that each pipeline rank holds."""
     held = np.zeros((pp, 2 + len(layer_kinds(model))))
     for i, chunk in enumerate(chunks(model, pp, vpp, stages)):
         held[rank_of_chunk(i, pp, folding)] += (chunk.embeddings, chunk.heads, *chunk.layers)
     if folding == MIRRORED:
         held = 0.5 * (held + held[::-1])
-    rows = [tuple(map(float, row)) for row in held]
-    return tuple(
-        (row[0], row[1], row[2:], float(rows.index(row)), float(count))
-        for row, count in Counter(rows).items()
-    )
+    return [tuple(map(float, row)) for row in held]
 
 
 def stages_of(model: Model, mesh: Mesh) -> list[Stage]:

@@ -36,7 +36,7 @@ def block_ops(model: Model, cut: Cut, layer: Layer) -> list[Op]:
     feed_forward = moe_mlp if layer.moe else layout.mlp
     ops = [*layout.attention(own, cut), *feed_forward(own, cut)]
     ops = hold(ops, block_weights(model, layer, cut.lora_rank), cut, layout.shards)
-    return as_done_by(cut.implementation, ops)
+    return as_done_by(own, cut, ops)
 
 
 @lru_cache(maxsize=256)

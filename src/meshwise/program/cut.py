@@ -22,7 +22,7 @@ class Cut:
     """One microbatch of `microbatch` sequences of `seq` tokens, cut by tp, cp, ep and etp.
 
     Context parallelism is `ulysses` (heads) x `ring` (sequence) = cp; `gather_keys` all-gathers keys and
-    values instead of passing them round the ring.
+    values instead of passing them round the ring, in which the rank that is looked at is number `ring_rank`.
 
     A `layout` of several dimensions lays the tp ranks out as a `grid`, its first axis on neighbouring ranks:
     columns x rows (2d, 2d-cp), columns x rows x depth (2.5d, 3d). `panels`: in how many pieces SUMMA sends
@@ -45,6 +45,7 @@ class Cut:
     tp: Num = 1.0
     ulysses: Num = 1.0
     ring: Num = 1.0
+    ring_rank: Num = 0.0
     ep: Num = 1.0
     etp: Num = 1.0
     tp_stride: Num = 1.0

@@ -40,8 +40,8 @@ class Held:
 class Exchange:
     """`count` alike collectives of a step; `payload_bytes` is the full tensor of one.
 
-    `behind`: the phase whose compute may hide it. `shards_copied`: ranks whose shards old software copies
-    one by one, for each message.
+    `behind`: the phase whose compute may hide it, or in which it runs. `axis`: that of the ranks, dp for all
+    replicas. `shards_copied`: ranks whose shards old software copies one by one, for each message.
     """
 
     op: str
@@ -52,6 +52,7 @@ class Exchange:
     stride: Num
     count: Num
     shards_copied: Num = 0.0
+    axis: str = "dp"
 
 
 def exchanges(

@@ -1,32 +1,51 @@
 """Whose software does the ops of a layout: what that changes is said here, and nowhere else.
 
-A layout states its ops as Megatron-LM does them: element-wise kernels are fused. `huggingface` does the
-modules of the library `transformers` op by op, which moves and keeps more (`cost.op.EAGER_KERNELS`): to the
-byte what Llama, Mistral, Qwen2 and Qwen3 keep there. Not expressed are `gelu_new` (GPT-2, GPT-J, Phi), which
-keeps three tensors more than GELU, and the norms of Gemma and OLMo, which keep more in fp32.
+A layout states its ops as Megatron-LM does them, which is the default: element-wise kernels are fused,
+gradients are reduced every time they are computed, weights are in the plan's dtype beside fp32 master copies.
+
+`fsdp2` is PyTorch alone: tensor and context parallelism by DTensor, torch.distributed.pipelining, FSDP2 with
+mixed precision (`program.torch_ops`, `program.fsdp2`). It is the program `train`, which `meshwise compare
+train` runs.
+
+`huggingface` does the modules of the library `transformers` op by op, which moves and keeps more
+(`cost.op.EAGER_KERNELS`): to the byte what Llama, Mistral, Qwen2 and Qwen3 keep there. Not expressed are
+`gelu_new` (GPT-2, GPT-J, Phi), which keeps three tensors more than GELU, and the norms of Gemma and OLMo,
+which keep more in fp32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from meshwise.core.errors import PlanError
 from meshwise.cost.op import EAGER_KERNELS, KERNELS
+from meshwise.model.architecture import Model
 from meshwise.program.context import MODULE as ATTENTION
+from meshwise.program.cut import Cut
 from meshwise.program.op import Op, precision
+from meshwise.program.torch_ops import torch_ops
 
 
-def as_done_by(implementation: str, ops: list[Op]) -> list[Op]:
-    """The ops of one part as `implementation` does them; PlanError where that is not stated."""
-    if implementation not in IMPLEMENTATIONS:
-        stated = ", ".join(IMPLEMENTATIONS)
-        raise PlanError(f"implementation={implementation} is not priced yet; use one of {stated}")
-    change = IMPLEMENTATIONS[implementation]
-    return ops if change is None else list(change(ops))
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """What one software does differently from the layouts.
+
+    `ops` changes the ops of a part. `shards_each_weight`: data parallelism is FSDP2's. Every weight is cut
+    along its first dim and padded; weights, gradients and both moments are fp32 (fp64 under fp64); gradients
+    are reduced with the last microbatch only.
+    """
+
+    ops: Callable[[Model, Cut, list[Op]], Iterable[Op]] | None = None
+    shards_each_weight: bool = False
 
 
-def _eager(ops: Iterable[Op]) -> Iterable[Op]:
+def as_done_by(model: Model, cut: Cut, ops: list[Op]) -> list[Op]:
+    """The ops of one part as the implementation of `cut` does them."""
+    change = IMPLEMENTATIONS[cut.implementation].ops
+    return ops if change is None else list(change(model, cut, ops))
+
+
+def _eager(_model: Model, _cut: Cut, ops: Iterable[Op]) -> Iterable[Op]:
     """Element-wise kernels are not fused; nor does attention repeat keys for query heads on the fly."""
     for op in ops:
         if op.kernel in EAGER_KERNELS:
@@ -60,8 +79,9 @@ def _eager_kernel(op: Op) -> Op:
     )
 
 
-IMPLEMENTATIONS: dict[str, Callable[[list[Op]], Iterable[Op]] | None] = {
-    "megatron": None,
-    "huggingface": _eager,
+IMPLEMENTATIONS = {
+    "megatron": Implementation(),
+    "fsdp2": Implementation(ops=torch_ops, shards_each_weight=True),
+    "huggingface": Implementation(ops=_eager),
 }
-"""What each implementation changes in the ops of a part."""
+"""The implementations by the names of a `Plan`."""

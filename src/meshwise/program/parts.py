@@ -54,6 +54,7 @@ def cut_of(mesh: Mesh) -> Cut:
         tp=mesh.tp,
         ulysses=mesh.ulysses,
         ring=mesh.ring,
+        ring_rank=mesh.ring_rank,
         ep=mesh.ep,
         etp=mesh.etp,
         tp_stride=mesh.stride("tp"),

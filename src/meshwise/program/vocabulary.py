@@ -33,9 +33,9 @@ def embed(model: Model, cut: Cut) -> list[Op]:
     weights = embedding_weights(model)
     if not cut.lora_rank:
         ops = hold(_embed(model, cut), weights, cut, shards)
-        return backward_last(as_done_by(cut.implementation, ops))
+        return backward_last(as_done_by(model, cut, ops))
     forward = [op for op in _embed(model, cut) if op.phase == "forward"]
-    ops = as_done_by(cut.implementation, hold(forward, frozen(weights), cut, shards))
+    ops = as_done_by(model, cut, hold(forward, frozen(weights), cut, shards))
     return [replace(op, saved_bytes=0.0) for op in ops]
 
 
@@ -43,7 +43,7 @@ def head(model: Model, cut: Cut) -> list[Op]:
     """Final norm, the model's heads and the loss, and multi-token prediction, forward and backward."""
     weights = head_weights(model)
     ops = hold(_head(model, cut), frozen(weights) if cut.lora_rank else weights, cut, shards)
-    ops = as_done_by(cut.implementation, ops)
+    ops = as_done_by(model, cut, ops)
     if cut.kind == "train":
         for _ in range(model.mtp_layers):
             ops += _predict_further(model, cut)

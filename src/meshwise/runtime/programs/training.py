@@ -20,7 +20,7 @@ from meshwise.runtime.programs.mixture import Experts, Routes, routes
 from meshwise.runtime.programs.parallelize import cut_tensors, shard_states
 from meshwise.runtime.programs.pipeline import make_schedule
 from meshwise.runtime.programs.ring import RingAttend, own_places
-from meshwise.runtime.programs.train import Options, Place, rank_layers, the_mesh, the_model, the_plan
+from meshwise.runtime.programs.train_options import Options, Place, rank_layers, the_mesh, the_model, the_plan
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context

@@ -1,0 +1,110 @@
+"""Memory of a rank under FSDP2 and torch's pipelines: states as it shards them, activations to the byte.
+
+The most that is kept at once follows from the order of the rank's forwards and backwards (`program.order`):
+
+    the largest sum over its chunks of  alive microbatches x what one keeps,
+    and for the chunk whose backward runs, what recomputation brings back beyond what is gone by then
+
+A backward that is split lets go of what ops with weights keep; on the last stage, whose graph torch's
+schedules hold by its loss, what other ops keep stays to the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.core.units import Num
+from meshwise.cost.schedule import SCHEDULES
+from meshwise.estimate.memory import EXPONENTIAL_BYTES, Memory, kept_bytes, recomputed
+from meshwise.estimate.part import Part
+from meshwise.machine.overheads import Overheads
+from meshwise.model.architecture import Model, layer_kind, layer_kinds
+from meshwise.plan.mesh import Mesh
+from meshwise.plan.stages import Stage, chunks_of_rank
+from meshwise.program.cut import Cut
+from meshwise.program.fsdp2 import held_params, unsharded_bytes
+from meshwise.program.order import Pattern, moments, patterns
+from meshwise.program.parts import block_input_bytes
+
+
+def fsdp2_memory(
+    model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut, overheads: Overheads
+) -> Memory:
+    """Memory of one rank of `stage` at its peak."""
+    held_bytes = cut.precision.stat_bytes * held_params(model, stage, mesh, cut)
+    activations = kept_peak_bytes(model, stage, parts, mesh, cut)
+    buffers = _buffer_bytes(model, stage, parts, mesh, cut, overheads.loss_bytes)
+    return Memory(
+        weights=held_bytes,
+        gradients=held_bytes,
+        optimizer=2.0 * held_bytes,
+        activations=activations,
+        cache=0.0,
+        buffers=buffers,
+        overhead=overheads.context_bytes
+        + overheads.fragment_frac * (4.0 * held_bytes + activations + buffers),
+    )
+
+
+def _buffer_bytes(
+    model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut, loss_bytes: float
+) -> Num:
+    """Workspace: whole weights and gradients, gathered activations, messages, and the widest gradient.
+
+    Of `loss_bytes` for each logit, what the loss keeps is among the activations.
+    """
+    _, *blocks, _ = parts
+    gathered = 2.0 * cut.tokens * model.hidden * cut.precision.act_bytes * (mesh.tp > 1)
+    messages = 4.0 * block_input_bytes(model, cut) * (mesh.pp > 1)
+    logits = cut.tokens * model.vocab / cut.tp
+    largest = stage.heads * max(loss_bytes - EXPONENTIAL_BYTES, 0.0) * logits
+    for part in blocks:
+        largest = np.maximum(largest, part.widest_bytes)
+    return gathered + messages + unsharded_bytes(model, stage, mesh, cut) + largest
+
+
+def kept_peak_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut) -> Num:
+    """The most bytes that are kept at once for the backward on a rank of `stage`."""
+    selective, full = recomputed(stage, mesh)
+    one_input = block_input_bytes(model, cut)
+    embedding, *blocks, head = parts
+    kept = [kept_bytes(part, one_input, selective, full) for part in blocks]
+    redone = [full * part.saved_bytes for part in blocks]
+    loose = [part.loose_bytes for part in parts]
+    numbers = [embedding.saved_bytes, head.saved_bytes, one_input, *kept, *redone, *loose]
+    distinct, which = patterns(mesh, stage)
+    cells = np.stack(np.broadcast_arrays(which, *numbers))
+    peaks = np.empty(cells.shape[1:])
+    for place, pattern in enumerate(distinct):
+        here = cells[0] == place
+        peaks[here] = _peak_of_pattern(model, mesh, cut, pattern, cells[1:, here])
+    return peaks[()]
+
+
+def _peak_of_pattern(
+    model: Model, mesh: Mesh, cut: Cut, pattern: Pattern, cells: NDArray[np.float64]
+) -> NDArray[Any]:
+    """The peak of each of the `cells`, columns of numbers as in `kept_peak_bytes`, under one pipeline."""
+    schedule, pp, vpp, _, rank = pattern
+    kinds = layer_kinds(model)
+    embedding, head, one_input = cells[:3]
+    kept, redone = np.split(cells[3 : 3 + 2 * len(kinds)], 2)
+    loose = cells[3 + 2 * len(kinds) :]
+    nothing = np.zeros_like(one_input)
+    sizes, left, back = [], [], []
+    for chunk, layers in chunks_of_rank(model, pp, vpp, SCHEDULES[schedule], mesh.plan.stages, rank):
+        counts = np.array([chunk.embeddings, *chunk.layers, chunk.heads])
+        sizes.append(counts @ np.stack([embedding, *kept, head]))
+        left.append(chunk.heads * (counts @ loose - cut.precision.stat_bytes))  # the weight of the loss goes
+        from_end = {layer_kind(model, layer): layers.stop - layer for layer in layers}
+        beyond = [
+            redone[kinds.index(kind)] - chunk.heads * head - number * one_input
+            for kind, number in from_end.items()
+        ]
+        back.append(np.max([nothing, *beyond], axis=0))
+    found = moments(*pattern)
+    return np.asarray((found.alive @ sizes + found.done @ left + found.turning @ back).max(axis=0))

@@ -1,0 +1,201 @@
+"""FSDP2: what a rank holds of the weights, and what the replicas exchange of weights and gradients.
+
+FSDP2 gathers a *unit* of weights (the embedding, each block, its experts, the head; a tied table makes the
+ends one unit) where they are used: the ends once a microbatch, a block again in its backward. In a pipeline
+they stay gathered: a chunk is gathered once a step, or each time that the schedule comes back to it
+(`program.order.gathers`). FSDP2 cuts each weight along its first dim into equal parts, the last ones short or
+empty, moves full parts in the type of the matmuls, and reduces gradients, in fp32 (fp64 under fp64), when the
+last microbatch is through. Experts are cut along their width, among the ranks that hold the same ones.
+
+Weights that all tensor-parallel ranks hold whole (norms, learned positions, routers) have their gradients
+summed over tp one by one, once a step; the sums of several microbatches are fp32. So has a tied table, over
+the two ends of a pipeline.
+
+Source: torch.distributed.fsdp.fully_shard; torchtitan, arXiv 2410.06511.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from meshwise.core.units import Num
+from meshwise.cost.schedule import SCHEDULES
+from meshwise.model.architecture import Model, layer_kinds
+from meshwise.model.weights import (
+    COLUMNS,
+    WHOLE,
+    Weight,
+    Weights,
+    block_weights,
+    embedding_weights,
+    head_weights,
+)
+from meshwise.plan.mesh import Mesh
+from meshwise.plan.stages import Stage, chunks_of_rank
+from meshwise.program.cut import Cut
+from meshwise.program.exchange import Exchange
+from meshwise.program.order import ACTIVE_CHUNKS, gathers, patterns
+from meshwise.program.tensor_1d import shards
+
+TABLES = ("tokens", "positions", "token_types", "class_token")
+"""Embeddings are stored as rows, [numbers, hidden]; other matrices as [d_out, d_in]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Unit:
+    """Weights that are gathered together; a rank of a stage has `count` units like this.
+
+    `gathers`: how often all of these together are gathered in the forward, and in the backward, of a step.
+    """
+
+    weights: Weights
+    count: Num
+    gathers: tuple[Num, Num]
+
+    @property
+    def is_experts(self) -> bool:
+        """Whether these are the experts of a block."""
+        return self.weights[0].is_expert
+
+    def replicas(self, mesh: Mesh) -> tuple[Num, Num]:
+        """Ranks that share these weights, and their stride."""
+        if self.is_experts:
+            return mesh.expert_replicas, mesh.stride("tp") * mesh.etp * mesh.ep
+        return mesh.replicas, mesh.stride("cp")
+
+    def padded_size(self, mesh: Mesh, cut: Cut) -> Num:
+        """Elements that are moved: each first dim rounded up to a multiple of the ranks."""
+        ranks, _ = self.replicas(mesh)
+        return sum(np.ceil(rows / ranks) * ranks * width for rows, width in self._stored(cut))
+
+    def local_size(self, mesh: Mesh, cut: Cut) -> Num:
+        """Elements that the rank keeps."""
+        ranks, _ = self.replicas(mesh)
+        shard = 0.0 if self.is_experts else mesh.shard
+        size: Num = 0.0
+        for rows, width in self._stored(cut):
+            part = np.ceil(rows / ranks)
+            size = size + np.clip(rows - shard * part, 0.0, part) * width
+        return size
+
+    def _stored(self, cut: Cut) -> Iterator[tuple[Num, Num]]:
+        """Each weight as a tensor-parallel rank has it: the dim that is cut, and the size of the others."""
+        for weight in self.weights:
+            rows: Num = float(weight.shape[1 if weight.is_expert else 0 if weight.op in TABLES else -1])
+            if weight.op in TABLES or weight.cut == COLUMNS:
+                rows = rows / (1.0 if weight.is_expert else shards(weight, cut))
+            yield rows, weight.size / shards(weight, cut) / rows
+
+
+def units(model: Model, stage: Stage, mesh: Mesh) -> list[Unit]:
+    """The units of a rank of `stage`."""
+    embedding, head = embedding_weights(model), head_weights(model)
+    table = tuple(weight for weight in embedding if weight.op == "tokens") if model.tied_embedding else ()
+    alone = (mesh.pp == 1) * 1.0
+    apart = 1.0 - alone * model.tied_embedding
+    in_first, *in_blocks, in_last = _gathers_of_parts(model, stage, mesh)
+    found = [
+        Unit(weights=embedding, count=stage.embeddings * apart, gathers=(in_first * apart, 0.0)),
+        Unit(weights=head + table, count=stage.heads * apart, gathers=(in_last * apart, 0.0)),
+        Unit(
+            weights=embedding + head,
+            count=stage.heads * (1.0 - apart),
+            gathers=(in_last * (1.0 - apart), 0.0),
+        ),
+    ]
+    for kind, count, in_forward in zip(layer_kinds(model), stage.layers, in_blocks, strict=True):
+        in_backward = count * mesh.num_microbatches * alone
+        for is_expert in (False, True):
+            weights = tuple(one for one in block_weights(model, kind) if one.is_expert == is_expert)
+            if weights:
+                found.append(Unit(weights=weights, count=count, gathers=(in_forward, in_backward)))
+    return found
+
+
+def _gathers_of_parts(model: Model, stage: Stage, mesh: Mesh) -> list[Num]:
+    """How often in a step a rank of `stage` gathers embeddings, blocks of each kind, and heads."""
+    distinct, which = patterns(mesh, stage)
+    table = np.array([_gathers_of_pattern(model, mesh.plan.stages, *pattern) for pattern in distinct])
+    return list(np.moveaxis(table[which], -1, 0))
+
+
+@lru_cache(maxsize=1024)
+def _gathers_of_pattern(
+    model: Model, stages: Any, schedule: int, pp: int, vpp: int, num_microbatches: int, rank: int
+) -> tuple[float, ...]:
+    held = chunks_of_rank(model, pp, vpp, SCHEDULES[schedule], stages, rank)
+    times = gathers(schedule, pp, vpp, num_microbatches, rank) if pp > 1 else (num_microbatches,) * vpp
+    parts = zip(*((chunk.embeddings, *chunk.layers, chunk.heads) for chunk, _ in held), strict=True)
+    return tuple(float(np.dot(part, times)) for part in parts)
+
+
+def held_params(model: Model, stage: Stage, mesh: Mesh, cut: Cut) -> Num:
+    """Weights that the rank keeps, its shards."""
+    return sum(unit.count * unit.local_size(mesh, cut) for unit in units(model, stage, mesh))
+
+
+def unsharded_bytes(model: Model, stage: Stage, mesh: Mesh, cut: Cut) -> Num:
+    """Bytes of weights that are gathered at once, and of gradients that wait for the last microbatch.
+
+    Alone: the ends and two blocks (one computes, one is prefetched). In a pipeline `ACTIVE_CHUNKS` chunks.
+    """
+    sizes = [unit.count * unit.padded_size(mesh, cut) for unit in units(model, stage, mesh)]
+    whole, ends = sum(sizes), sum(sizes[:3])
+    two_blocks = (whole - ends) * np.minimum(2.0 / np.maximum(stage.num_layers, 1.0), 1.0)
+    is_alone = (mesh.pp == 1) * 1.0
+    in_pipeline = whole * np.minimum(ACTIVE_CHUNKS / mesh.vpp, 1.0)
+    gathered = is_alone * (ends + two_blocks) + (1.0 - is_alone) * in_pipeline
+    waiting = whole * ((mesh.num_microbatches > 1) | (mesh.pp > 1))
+    return cut.precision.act_bytes * gathered + cut.precision.stat_bytes * waiting
+
+
+def exchanges(model: Model, stage: Stage, mesh: Mesh, cut: Cut) -> Iterator[Exchange]:
+    """What the replicas exchange in a step: weights gathered, and gradients reduced once."""
+    for unit in units(model, stage, mesh):
+        ranks, stride = unit.replicas(mesh)
+        padded, name = unit.padded_size(mesh, cut), "expert_" * unit.is_experts
+        common: dict[str, Any] = {"group_size": ranks, "stride": stride, "shards_copied": ranks}
+        for behind, count in zip(("forward", "backward"), unit.gathers, strict=True):
+            yield Exchange(
+                op=f"{name}weights", collective="all_gather", behind=behind,
+                payload_bytes=padded * cut.precision.act_bytes, count=count, **common,
+            )  # fmt: skip
+        yield Exchange(
+            op=f"{name}gradients", collective="reduce_scatter", behind="backward",
+            payload_bytes=padded * cut.precision.stat_bytes, count=unit.count, **common,
+        )  # fmt: skip
+
+
+def shared_weights(model: Model, stage: Stage, mesh: Mesh, cut: Cut) -> Iterator[Exchange]:
+    """Gradients of weights that several ranks of one replica hold, summed once a step."""
+    accumulates = ((mesh.num_microbatches > 1) | (mesh.pp > 1)) * 1.0
+    narrow, wide = cut.precision.act_bytes, cut.precision.stat_bytes
+    held = units(model, stage, mesh)
+    for unit in held:
+        for weight in unit.weights:
+            if _is_summed(weight):
+                yield Exchange(
+                    op="shared_weights", collective="all_reduce", behind="backward", axis="tp",
+                    payload_bytes=weight.size * (narrow + accumulates * (wide - narrow)),
+                    group_size=mesh.tp, stride=mesh.stride("tp"), count=unit.count * (mesh.tp > 1),
+                )  # fmt: skip
+    if model.tied_embedding:
+        table = tuple(weight for weight in embedding_weights(model) if weight.op == "tokens")
+        local = Unit(weights=table, count=1.0, gathers=(0.0, 0.0)).local_size(mesh, cut)
+        apart = (stage.embeddings != stage.heads) * (mesh.pp > 1) * (local > 0) * 1.0
+        yield Exchange(
+            op="tied_embedding", collective="all_reduce", behind="backward", axis="pp",
+            payload_bytes=local * wide, group_size=1.0 + apart,
+            stride=mesh.stride("pp") * np.maximum(mesh.pp - 1.0, 1.0), count=apart,
+        )  # fmt: skip
+
+
+def _is_summed(weight: Weight) -> bool:
+    """Whether each tensor-parallel rank has its own part of the gradient."""
+    is_part = weight.gradient in ("tokens", "part")
+    return weight.cut == WHOLE and is_part and weight.trains and not weight.is_expert

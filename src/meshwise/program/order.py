@@ -1,0 +1,100 @@
+"""What a pipeline rank has alive, and which weights it gathers, in the order of its forwards and backwards.
+
+A rank that holds several chunks of the model has different microbatches of each in flight at once. `moments`
+lists every combination that occurs, so that the most that is kept at once is exact for chunks of any sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.cost.schedule import SCHEDULES
+from meshwise.cost.simulate import KINDS, rank_order
+from meshwise.plan.mesh import Mesh
+from meshwise.plan.stages import Stage
+
+ACTIVE_CHUNKS = 3
+"""So many chunks of a rank torch's looped schedules keep gathered at once."""
+
+_F, _B, _I, _W = range(len(KINDS))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moments:
+    """Combinations that occur on a rank, one a row, one column for each of its chunks.
+
+    `alive`: microbatches between their forward and the end of their backward; `done`: those whose backward
+    was split and is over; `turning`: 1 for the chunk whose gradient of the input is computed.
+    """
+
+    alive: NDArray[np.float64]
+    done: NDArray[np.float64]
+    turning: NDArray[np.float64]
+
+
+Pattern = tuple[int, int, int, int, int]  # schedule, pp, vpp, microbatches, rank of the pipeline
+
+
+def patterns(mesh: Mesh, stage: Stage) -> tuple[list[Pattern], NDArray[np.intp]]:
+    """The different pipelines of the plans of `mesh`, seen from `stage`, and which of them each cell has."""
+    numbers = (mesh.schedule, mesh.pp, mesh.vpp, mesh.num_microbatches, stage.index)
+    cells = np.stack(np.broadcast_arrays(*numbers)).astype(np.int64)
+    distinct, which = np.unique(cells.reshape(len(numbers), -1), axis=1, return_inverse=True)
+    return [tuple(map(int, column)) for column in distinct.T], which.reshape(cells.shape[1:])  # type: ignore[misc]
+
+
+@lru_cache(maxsize=1024)
+def moments(schedule: int, pp: int, vpp: int, num_microbatches: int, rank: int) -> Moments:
+    """All moments of a step of pipeline rank `rank`; `schedule` is an index into `SCHEDULES`."""
+    kinds, chunks = _order(schedule, pp, vpp, num_microbatches, rank)
+    of_chunk = np.equal.outer(chunks, np.arange(vpp)).T
+
+    def so_far(*which: int) -> NDArray[Any]:
+        """How many actions of the kinds `which` each chunk has seen before each action, [chunk, action]."""
+        seen = of_chunk & np.isin(kinds, which)
+        return np.cumsum(seen, axis=1) - seen
+
+    turning = of_chunk & np.isin(kinds, (_B, _I))
+    alive = so_far(_F) + (of_chunk & (kinds == _F)) - so_far(_B, _W)
+    rows = np.unique(np.concatenate([alive, so_far(_W), turning]).T.astype(np.float64), axis=0)
+    return Moments(*np.split(rows, 3, axis=1))
+
+
+@lru_cache(maxsize=1024)
+def gathers(schedule: int, pp: int, vpp: int, num_microbatches: int, rank: int) -> tuple[int, ...]:
+    """How often in a step each chunk of a pipeline rank is gathered.
+
+    A looped schedule keeps the next `ACTIVE_CHUNKS` chunks gathered that it will come to, and lets go of
+    others: `_add_unshard_reshard` of torch.distributed.pipelining.
+    """
+    if vpp <= ACTIVE_CHUNKS:
+        return (1,) * vpp
+    visits = _order(schedule, pp, vpp, num_microbatches, rank)[1].tolist()
+    counts, active = [0] * vpp, set[int]()
+    for number in range(len(visits)):
+        coming = _next_chunks(visits, number)
+        active &= coming.keys()
+        for chunk in coming:
+            counts[chunk] += chunk not in active
+            active.add(chunk)
+    return tuple(counts)
+
+
+def _next_chunks(visits: list[int], start: int) -> dict[int, None]:
+    """The next `ACTIVE_CHUNKS` different chunks from action `start` on, in the order in which they come."""
+    coming: dict[int, None] = {}
+    for number in range(start, len(visits)):
+        coming[visits[number]] = None
+        if len(coming) == ACTIVE_CHUNKS:
+            break
+    return coming
+
+
+def _order(schedule: int, pp: int, vpp: int, num_microbatches: int, rank: int) -> tuple[Any, Any]:
+    name = SCHEDULES[schedule] if pp > 1 else "1f1b"
+    return rank_order(name, rank, pp, num_microbatches, vpp)

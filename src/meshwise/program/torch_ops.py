@@ -1,0 +1,151 @@
+"""The ops of a layout as PyTorch's own parts do them: DTensor, its ring attention, and plain modules.
+
+The differences to what a layout states, which `meshwise compare train` holds against the real program:
+
+- q, k and v are three matmuls, gate and up two; the gradient of a weight is [d_out, d_in] as the weight is,
+  the layout's [d_in, d_out] (stacks of experts are stored that way, so theirs is the same);
+- DTensor keeps the gathered input of a pair of matmuls, so the backward gathers nothing again;
+- the loss is computed, and its three numbers a token exchanged, in fp32 (fp64 under fp64); it keeps what its
+  tokens weigh together; the numbers of the tokens are inputs of the program, not kept by it;
+- a router computes in the type of the rest, its probabilities are fp32 (fp64), and the answers of experts
+  are weighed by a number for each copy of a token, which is kept.
+
+Ring attention. Every rank holds the s = S / cp tokens of an early and a late part of the sequence. Round 0 is
+causal attention of its own; in round i it sees the keys of the rank i before it: of a rank in front of it
+only the early half concerns it (s queries, s/2 keys), of a rank behind it only its own late half is concerned
+(s/2 queries, s keys). So all rounds have the same FLOP. Keys and values come round in one buffer: a hop at a
+time (an all-to-all in which each rank sends all of it to the next; cp - 1 hops) or in one all-gather. In the
+backward they come round once more, and their gradients after them, in fp32 (fp64): cp hops.
+
+Source: torch.distributed.tensor.parallel, torch.distributed.tensor.experimental._attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from meshwise.core.units import Num
+from meshwise.cost.op import flash_attention, flash_attention_backward, matmul
+from meshwise.model.architecture import Model
+from meshwise.program.cut import Cut
+from meshwise.program.op import Op, collective
+
+
+def torch_ops(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterator[Op]:
+    """The ops of one part as PyTorch does them."""
+    ops = list(ops)
+    gathered_again = {(op.module, op.name) for op in ops if _gathers_again(op)}
+    for op in ops:
+        if _gathers_again(op) or (op.kind == "collective" and op.name == "keys_values"):
+            continue
+        if op.kind == "matmul":
+            yield from _matmuls(model, cut, op, keeps_all=(op.module, op.name) in gathered_again)
+        elif op.kind == "attention":
+            yield from _ring_attention(cut, op)
+        else:
+            yield _in_torch_types(model, cut, op)
+
+
+def _gathers_again(op: Op) -> bool:
+    """Whether a collective of the backward gathers the input of its own layer once more."""
+    return op.phase == "backward" and op.collective == "all_gather" and op.hides_behind == op.name
+
+
+# --- matmuls -----------------------------------------------------------------------------------
+
+
+def _matmuls(model: Model, cut: Cut, op: Op, *, keeps_all: bool) -> Iterator[Op]:
+    """One matmul of a layout as those of its layers; `keeps_all`: of its input all tokens, not the rank's."""
+    batch, rows, columns, depth = op.shape
+    is_stack = op.name.startswith("expert_")
+    if op.phase == "forward" or (op.is_weight_grad and is_stack):
+        shapes = [(batch, rows, part, depth) for part in _widths(model, cut, op.name, columns)]
+    elif op.is_weight_grad:
+        shapes = [(batch, part, rows, depth) for part in _widths(model, cut, op.name, columns)]
+    else:
+        shapes = [(batch, rows, columns, part) for part in _widths(model, cut, op.name, depth)]
+    prec = cut.precision
+    saved_bytes = op.saved_bytes * (cut.tp if keeps_all else 1.0)
+    if op.name == "router":  # stated in bf16
+        saved_bytes = saved_bytes * prec.act_bytes / 2.0
+    for number, (_, m, n, k) in enumerate(shapes):
+        done = replace(
+            op,
+            shape=(batch, m, n, k),
+            cost=matmul(m, n, k, elem_bytes=prec.act_bytes, batch=batch),
+            dtype=prec.dtype,
+        )
+        first = {"saved_bytes": saved_bytes}
+        others = {"saved_bytes": 0.0, "num_params": 0.0, "weights": ()}
+        yield replace(done, **(first if number == 0 else others))
+
+
+def _widths(model: Model, cut: Cut, name: str, width: Num) -> list[Num]:
+    """Local widths of the matmuls that make up the layer `name`."""
+    if name == "qkv":
+        narrow = np.maximum(model.num_kv_heads / cut.tp, 1.0) * model.head_dim
+        return [width - 2.0 * narrow, narrow, narrow]
+    return [width / 2.0] * 2 if name in ("fc1", "expert_fc1") and model.gated else [width]
+
+
+# --- attention ---------------------------------------------------------------------------------
+
+
+def _ring_attention(cut: Cut, op: Op) -> Iterator[Op]:
+    """The rounds of one attention, and what travels between them; all is redone where the core is."""
+    batch, heads, kv_heads, seq, _, qk_dim, v_dim = op.shape
+    work = flash_attention if op.phase == "forward" else flash_attention_backward
+    half = seq / 2.0 if op.causal else seq
+    behind = cut.ring - 1.0 - cut.ring_rank
+    for number, (seq_q, seq_k, count) in enumerate(
+        ((seq, seq, 1.0), (seq, half, cut.ring_rank), (half, seq, behind))
+    ):
+        sizes = (heads, kv_heads, seq_q, seq_k, qk_dim, v_dim)
+        moved = work(0.0, *sizes, batch=batch, elem_bytes=cut.precision.act_bytes)
+        done = replace(
+            op, shape=(batch, *sizes), cost=replace(moved, flop=op.cost.flop / cut.ring), count=count
+        )
+        later = {"saved_bytes": 0.0, "recomputed_bytes": 0.0, "causal": False}
+        yield done if number == 0 else replace(done, **later)  # type: ignore[arg-type]
+    keys = batch * kv_heads * seq * (qk_dim + v_dim)
+    kept_type, wide_type = cut.precision.act_bytes, cut.precision.stat_bytes
+    if cut.gather_keys:
+        yield _on_ring(cut, op, "all_gather", cut.ring * keys * kept_type, 1.0)
+    else:
+        yield _on_ring(cut, op, "all_to_all", keys * kept_type, cut.ring - 1.0)
+    if op.phase == "backward":
+        yield _on_ring(cut, op, "all_to_all", keys * wide_type, cut.ring)
+
+
+def _on_ring(cut: Cut, op: Op, kind: str, payload_bytes: Num, count: Num) -> Op:
+    return collective(
+        op.module, op.name, op.phase, kind, "cp", payload_bytes, cut.ring,
+        stride=cut.cp_stride * cut.ulysses, count=count,
+        hides_behind=op.name if kind == "all_to_all" else "",
+    )  # fmt: skip
+
+
+# --- types -------------------------------------------------------------------------------------
+
+
+def _in_torch_types(model: Model, cut: Cut, op: Op) -> Op:
+    """A kernel or collective with the bytes that it keeps or sends in PyTorch's types."""
+    prec, wider = cut.precision, cut.precision.stat_bytes / 4.0
+    if op.kind == "collective":
+        is_loss = op.name.endswith("cross_entropy")
+        return replace(op, payload_bytes=op.payload_bytes * wider) if is_loss else op
+    if op.phase == "backward":
+        return op
+    saved_bytes = op.saved_bytes
+    if op.name.endswith("cross_entropy"):
+        saved_bytes = saved_bytes * wider + prec.stat_bytes
+    elif op.name == "router_softmax":
+        saved_bytes = saved_bytes * wider
+    elif op.name == "combine" and model.moe is not None:
+        saved_bytes = saved_bytes + cut.tokens / cut.tp * model.moe.top_k * prec.act_bytes
+    elif op.name == "tokens":
+        saved_bytes = 0.0
+    return replace(op, saved_bytes=saved_bytes)

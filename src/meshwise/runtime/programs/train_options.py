@@ -1,0 +1,173 @@
+"""What a training step on torch's own parts may be told, and what that makes: model, plan, workload, mesh.
+
+Tensor parallelism with sequence parallelism by DTensor (`tp`), sharded data parallelism by FSDP2 (`zero=3`),
+pipelines by torch.distributed.pipelining (`pp`, `vpp`, `schedule`), context parallelism by torch's ring
+attention (`cp`, `cp_kind`), experts spread over neighbours by its functional all-to-all (`ep`), recomputation
+by torch.utils.checkpoint (`recompute`), AdamW. Gradients of several microbatches add up before the optimizer
+steps. Dropout is left out. Other plans are priced by `meshwise estimate` and refused here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from meshwise.core.errors import ModelError, PlanError
+from meshwise.machine.hardware import Cluster, find_cluster
+from meshwise.model.architecture import Model, checked_model
+from meshwise.model.find import find_model
+from meshwise.plan.mesh import Mesh, resolve
+from meshwise.plan.plan import Plan, plan_keys
+from meshwise.plan.stages import chunks_of_rank
+from meshwise.plan.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the command line may choose."""
+
+    model: Annotated[str, Meta(description="preset, or path of a config.json; like GPT, Llama, Mixtral")] = (
+        "llama2-7b"
+    )
+    layers: Annotated[int, Meta(ge=0, description="cut the model to so many layers (0: all)")] = 0
+    plan: Annotated[
+        str,
+        Meta(
+            description="tp, cp, ep, pp, vpp, schedule=gpipe|1f1b|interleaved|zb-v, cp_kind=ring|all_gather, "
+            "recompute=none|selective|full, dtype=bf16|fp16|fp32|fp64, joined by commas as in tp=2,pp=2; "
+            "dp is what they leave"
+        ),
+    ] = "tp=1,zero=3"
+    batch: Annotated[int, Meta(ge=0, description="sequences in a step (0: pp microbatches a replica)")] = 0
+    microbatch: Annotated[int, Meta(ge=1, description="sequences at once on a rank")] = 1
+    seq: Annotated[int, Meta(ge=2, description="tokens of a sequence")] = 2048
+    steps: Annotated[int, Meta(ge=1, description="training steps on the same batch")] = 1
+    lr: Annotated[float, Meta(gt=0, description="learning rate of AdamW")] = 1e-3
+    check: Annotated[
+        bool, Meta(description="compare losses and gradients with one process that holds everything")
+    ] = False
+    seed: Annotated[int, Meta(description="seed of weights and tokens")] = 0
+
+
+def check(options: Options, ranks: int) -> None:
+    """PlanError, ModelError or WorkloadError for what does not fit or is not built."""
+    plan, model = the_plan(options), the_model(options)
+    plan.data_parallel(ranks)
+    if plan.implementation != "fsdp2":
+        raise PlanError(f"train: the program is implementation=fsdp2, not {plan.implementation}")
+    if plan.vpp > 1 and plan.pp == 1:
+        raise PlanError(f"train: vpp={plan.vpp} needs a pipeline; use pp=2 or more, or leave vpp out")
+    parts = plan.tp * (2 * plan.cp if plan.cp > 1 else 1)
+    for what, number, divisor in (
+        ("seq", options.seq, parts), ("heads", model.num_heads, plan.tp),
+        ("kv heads", model.num_kv_heads, plan.tp), ("ffn width", model.ffn_hidden, plan.tp),
+        ("vocabulary", model.vocab, plan.tp),
+    ):  # fmt: skip
+        if number % divisor:
+            by = f"tp={plan.tp}" if divisor == plan.tp else f"{divisor}: two parts for each rank of cp x tp"
+            raise PlanError(f"train: {what} {number} does not divide by {by}")
+    if model.positions == "learned" and options.seq > model.max_seq:
+        raise PlanError(f"train: seq {options.seq} exceeds the {model.max_seq} positions of {model.name}")
+    _check_experts(options, the_mesh(options, ranks))
+
+
+def _check_experts(options: Options, on: Mesh) -> None:
+    plan, model = the_plan(options), the_model(options)
+    if model.moe is None:
+        if plan.ep > 1:
+            raise PlanError(f"train: {model.name} has no experts to spread over ep={plan.ep}; leave ep out")
+        return
+    alike = int(on.expert_replicas)
+    run = options.seq // plan.tp // (2 * plan.cp if plan.cp > 1 else 1)
+    for what, number, divisor in (
+        ("experts", model.moe.num_experts, plan.ep),
+        ("hidden width", model.hidden, alike), ("experts' width", model.moe.ffn_hidden, alike),
+        (f"seq {options.seq} leaves each rank {run} tokens in a row, whose choices", run * model.moe.top_k,
+         model.moe.num_experts),
+    ):  # fmt: skip
+        if number % divisor:
+            raise PlanError(f"train: {what} {number} does not divide by {divisor}, so that all are alike")
+
+
+def the_plan(options: Options) -> Plan:
+    """The plan; FSDP2, and so ZeRO 3, unless it says otherwise."""
+    keys: dict[str, Any] = {"implementation": "fsdp2", "zero": 3}
+    return Plan(**keys | plan_keys(options.plan))
+
+
+def the_model(options: Options) -> Model:
+    """The model without dropout, cut to its first layers where asked; ModelError for another shape."""
+    model = find_model(options.model)
+    has = {
+        "shared experts": model.moe is not None and model.moe.shared_ffn_hidden > 0,
+        "a router with biases or gates": model.moe is not None
+        and (model.moe.router_bias or model.moe.balance_bias or model.moe.shared_gate),
+        "a capacity of experts": model.moe is not None and model.moe.capacity_factor > 0,
+        "experts with biases": model.moe is not None and model.linear_bias,
+        "latent attention": model.mla is not None,
+        f"the activation {model.activation}": model.activation not in ("swiglu", "gelu"),
+        "norms of queries and keys": model.qk_norm,
+        "norms without weights": not model.norm_weight,
+        f"{model.positions} positions": model.positions not in ("rotary", "learned"),
+        f"{model.num_norms} norms a block": model.num_norms != 2 or not model.final_norm,
+        "a norm of embeddings": model.embedding_norm,
+        "a parallel block": model.parallel_block,
+        "sinks": model.sinks,
+        "a sliding window": model.sliding_window > 0,
+        "attention that sees what follows": not model.causal,
+        "no language-model head, or more than one": not model.lm_head or model.head_bias or model.pooler,
+        "patches": model.patches is not None,
+        "token types": model.token_types > 0,
+        "multi-token prediction": model.mtp_layers > 0,
+        "capped scores or logits": model.attention_softcap or model.logit_softcap,
+    }
+    for what, is_there in has.items():
+        if is_there:
+            raise ModelError(f"train: {model.name} has {what}; choose one shaped like GPT, Llama or Mixtral")
+    layers = options.layers or model.num_layers
+    return checked_model(replace(model, num_layers=layers, dropout_frac=0.0), model.name)
+
+
+def the_workload(options: Options, ranks: int) -> Workload:
+    """Batch, sequence and microbatch; by default as many microbatches as stages a replica."""
+    plan = the_plan(options)
+    dp = plan.data_parallel(ranks)
+    batch = options.batch or dp * plan.pp * options.microbatch
+    return Workload(batch=batch, seq=options.seq, microbatch=options.microbatch)
+
+
+def the_mesh(options: Options, ranks: int) -> Mesh:
+    """The plan resolved on `ranks` ranks; what chip they are does not matter here."""
+    return resolve(the_model(options), the_plan(options), the_workload(options, ranks), the_cluster(ranks))
+
+
+def the_cluster(ranks: int) -> Cluster:
+    """So many ranks."""
+    return find_cluster(f"h100-80g-sxm:{ranks}")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands on each axis: tp on neighbours, then cp, dp, pp."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+    @classmethod
+    def of(cls, rank: int, plan: Plan, dp: int) -> Place:
+        """The place of `rank` in a world of dp replicas."""
+        rest, tp = divmod(rank, plan.tp)
+        rest, cp = divmod(rest, plan.cp)
+        pp, dp_rank = divmod(rest, dp)
+        return cls(tp, cp, dp_rank, pp)
+
+
+def rank_layers(options: Options, ranks: int, pp_rank: int) -> dict[int, range]:
+    """The layers of each stage that a rank of the pipeline holds: round and round, or down and back up."""
+    plan, model = the_plan(options), the_model(options)
+    held = chunks_of_rank(model, plan.pp, plan.vpp, plan.schedule, plan.stages, pp_rank)
+    return {int(chunk.index): layers for chunk, layers in held}
