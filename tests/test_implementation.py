@@ -61,7 +61,7 @@ def test_a_grid_of_fsdp2_is_its_plans(data: st.DataObject, model: str) -> None:
     assert plans == set(found)
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "pp=4,vpp=4", "cp=4,tp=2,recompute=full", "pp=2,schedule=zb-v"])
+@pytest.mark.parametrize("plan", ["tp=2,recompute=full", "pp=4,vpp=4", "pp=2,schedule=zb-v"])
 @pytest.mark.parametrize("rank", [0, 13, 63])
 def test_the_rows_of_any_rank_add_up_to_the_step(plan: str, rank: int) -> None:
     keys = dict(item.split("=") for item in plan.split(","))

@@ -150,7 +150,11 @@ class Estimate:
         return step_rows(self.model, self.mesh, self.step, cost)
 
     def rank_ledger(self, rank: int) -> Ledger:
-        """The same of one rank, with its own shards of weights and its own place in a ring."""
+        """The same of one rank, with its own shards of weights and its own place in a ring.
+
+        Ranks of a ring under implementation=fsdp2 do the same FLOP in rounds of other shapes, which may take
+        a little longer; the rows then add up to the step of a world whose ranks are all like this one.
+        """
         mesh = self.mesh
         place = {
             axis: rank // int(mesh.stride(axis)) % int(getattr(mesh, axis)) for axis in ("cp", "dp", "pp")
