@@ -207,22 +207,24 @@ def test_gpt3_on_a_pipeline_agrees() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "plan", "layers"),
+    ("name", "ranks", "batch", "plan", "layers"),
     [
-        ("llama3-8b", 8, "dp=8", 2),
-        ("gpt3-13b", 16, "tp=8,recompute=selective", 2),
-        ("llama3-8b", 16, "cp=4,tp=2,recompute=full", 2),
-        ("llama3-8b", 16, "cp=2,cp_kind=all_gather,pp=2", 4),
-        ("llama3-8b", 16, "pp=4,vpp=2,tp=2", 8),
-        ("gpt3-13b", 4, "pp=2,schedule=zb-v", 4),
-        ("mixtral-8x7b", 16, "ep=8,etp=1,tp=2", 2),
+        ("llama3-8b", 8, 16, "dp=8", 2),
+        ("gpt3-13b", 16, 4, "tp=8,recompute=selective", 1),
+        ("llama3-8b", 16, 2, "cp=4,tp=2,recompute=full", 1),
+        ("llama3-8b", 16, 8, "cp=2,cp_kind=all_gather,pp=2", 2),
+        ("llama3-8b", 16, 8, "pp=4,vpp=2,tp=2", 8),
+        ("gpt3-13b", 4, 4, "pp=2,schedule=zb-v", 4),
+        ("mixtral-8x7b", 16, 8, "ep=8,etp=1,tp=2", 1),
     ],
 )
-def test_the_public_estimate_is_the_dry_run(name: str, ranks: int, plan: str, layers: int) -> None:
+def test_the_public_estimate_is_the_dry_run(
+    name: str, ranks: int, batch: int, plan: str, layers: int
+) -> None:
     """What `estimate --plan ...,implementation=fsdp2` prints of the first rank, to the last digit."""
-    values = {"model": name, "seq": 2048, "layers": layers, "plan": plan, "batch": 16}
+    values = {"model": name, "seq": 2048, "layers": layers, "plan": plan, "batch": batch}
     options = make_options(TRAIN, values)
-    load, cluster = Workload(batch=16, seq=2048), find_cluster(f"h100-80g-sxm:{ranks}")
+    load, cluster = Workload(batch=batch, seq=2048), find_cluster(f"h100-80g-sxm:{ranks}")
     public = parse_plan(f"{plan},zero=3,implementation=fsdp2")
     price = priced(the_model(options), cluster, public, load)
     counted = dry_run("train", options, ranks=ranks, device="cpu").ledger
@@ -294,7 +296,8 @@ def counted_peak(options: Any) -> float:
 )
 def test_what_is_not_built_is_said(words: str, sentence: str, meshwise: Callable[..., Any]) -> None:
     model = [] if "--model" in words else ["--model", MODELS["llama"]]
-    outcome = meshwise("dryrun", "train", "--ranks", "4", *model, *words.split())
+    ranks = [] if "--ranks" in words else ["--ranks", "4"]
+    outcome = meshwise("dryrun", "train", *ranks, *model, *words.split())
     assert outcome.code == 2
     assert sentence in outcome.err
 

@@ -429,8 +429,8 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
     yield Rule(
         (mesh.pp > 1) & (mesh.schedule == _ONE_F_ONE_B) & (mesh.num_microbatches < mesh.pp),
         lambda: (
-            f"implementation=fsdp2 needs at least pp={_int(mesh.pp)} microbatches under schedule=1f1b, not "
-            f"{_int(mesh.num_microbatches)}"
+            f"implementation=fsdp2 needs at least pp={_int(mesh.pp)} microbatches, not "
+            f"{_int(mesh.num_microbatches)}, under schedule=1f1b; use a larger batch or schedule=gpipe"
         ),
     )
 
