@@ -30,7 +30,8 @@ class Engine:
 
     `reserve_frac`: share of a request's output that must have room in the cache when it is admitted.
     `graph_sizes`: decode batches are padded up to these where a CUDA graph was captured.
-    `lag_passes`: passes that are under way or planned when a request arrives, before one can take it.
+    `lag_passes`: passes that are under way or planned when a request arrives, before one can take it;
+    `poll_passes`: decode passes from one look at what has arrived to the next.
     `front_s` + `front_token_s` x prompt: HTTP, tokenizer and network before the scheduler sees a request;
     `prompt_slowdown`: time of passes with prompts over the sum of their kernels. The three are the same for
     all engines, fitted to shared/data/measured_serving.csv (docs/serve.md).
@@ -45,6 +46,7 @@ class Engine:
     reserve_frac: float = 0.0
     graph_sizes: tuple[int, ...] = ()
     lag_passes: int = 1
+    poll_passes: int = 1
     front_s: float = 20e-3
     front_token_s: float = 5e-6
     prompt_slowdown: float = 1.15
@@ -67,7 +69,7 @@ ENGINES = {
 """Engines by name, with the settings that their servers start with on GPUs of 70 GB and more."""
 
 
-SETTINGS = ("max_tokens", "max_sequences", "reserve_frac")
+SETTINGS = ("max_tokens", "max_sequences", "poll_passes", "reserve_frac")
 """What a user may set of an engine."""
 
 

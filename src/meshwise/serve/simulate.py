@@ -211,7 +211,8 @@ class _Run:
         passes = min(self.running[0][0] - self.step, max((self.cache - self.held) // num, 1))
         one_s = self.times.decode_s(num, context / num)
         if self.queue and self._fits(self.queue[0]):
-            until = math.ceil(max(self.queue[0].arrival - self.now, 0.0) / one_s) + self.engine.lag_passes
+            until = math.ceil(max(self.queue[0].arrival - self.now, 0.0) / one_s)
+            until += -(self.step + until) % self.engine.poll_passes + self.engine.lag_passes
             passes = min(passes, max(until, 1))
         pass_s = self.times.decode_s(num, context / num + 0.5 * (passes - 1)) if passes > 1 else one_s
         self._advance(passes, passes * pass_s, pass_s)
@@ -221,9 +222,11 @@ class _Run:
         """Time goes on; each running sequence gets a token in each of `passes`."""
         self.now += seconds
         self.busy_s += seconds
-        self.seen = self.now - self.engine.lag_passes * last_pass_s
-        grown = passes * len(self.running)
         self.step += passes
+        since_poll = self.step % self.engine.poll_passes
+        if since_poll < passes or not passes:
+            self.seen = self.now - (self.engine.lag_passes + min(since_poll, passes)) * last_pass_s
+        grown = passes * len(self.running)
         self.held += grown
         self.context += grown
         self.left -= grown

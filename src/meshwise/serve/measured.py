@@ -1,0 +1,101 @@
+"""Measured serving points in meshwise's words: what a benchmark client saw, predicted by the simulation.
+
+A row has the columns of aiconfigurator's public sample: system, backend, model, precision, layout, lengths and
+concurrency. Its client (InferenceX) releases ten requests for each of `concurrency` at once, lets that many
+run, draws lengths from 0.8 to 1 of the stated, and ignores ends of sequence, so that engines which reserve
+output reserve all of it. Caches are fp8 unless the model is bf16. Where a chip has no units for fp4, its
+weights take half a byte and are computed as fp8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from meshwise.core.errors import PlanError, WorkloadError
+from meshwise.machine.hardware import Cluster, find_cluster
+from meshwise.model.find import find_model
+from meshwise.plan.plan import Plan
+from meshwise.serve.engine import ENGINES, Engine
+from meshwise.serve.load import under_load
+from meshwise.serve.requests import in_closed_loop
+from meshwise.serve.serving import serving, weight_bytes
+
+SYSTEMS = {
+    "h100_sxm": "h100-80g-sxm",
+    "h200_sxm": "h200-sxm",
+    "b200_sxm": "b200-sxm",
+    "b300_sxm": "b300-sxm",
+    "gb200": "gb200",
+}
+"""Chips by the sample's names of systems."""
+
+MODELS = {
+    "llama-3.1-8b": "llama3-8b",
+    "llama-3.1-70b": "llama3-70b",
+    "deepseek-v3": "deepseek-v3",
+    "deepseek-r1": "deepseek-v3",
+    "gpt-oss-120b": "gpt-oss-120b",
+    "gpt-oss-20b": "gpt-oss-20b",
+    "qwen3-235b-a22b": "qwen3-235b-a22b",
+    "qwen3-30b-a3b": "qwen3-30b-a3b",
+    "qwen3-32b": "qwen3-32b",
+    "minimax-m2.5": "minimax-m2",
+}
+"""Presets by how the sample's names of models begin."""
+
+LENGTH_RATIO = 0.8
+REQUESTS_EACH = 10
+
+
+def predict(row: Mapping[str, str]) -> tuple[float, float]:
+    """Mean time to the first token and mean time per token after it [s] of a row; a MeshwiseError says why not."""
+    if row["mode"] != "agg":
+        raise PlanError("disaggregated prefill and decode are not priced")
+    tp, dp = int(row["tp"]), int(row["attention_dp"])
+    ep, etp = int(row["moe_ep"]), int(row["moe_tp"])
+    chip, model = _found(SYSTEMS, "system", row["system"]), find_model(_model(row["model"]))
+    cluster = find_cluster(f"{chip}:{tp * dp}")
+    dtype = row["precision"]
+    units = "fp8" if dtype == "fp4" and "fp4" not in cluster.chip.matrix_flop_per_s else dtype
+    experts = {"ep": ep, "etp": etp} if model.moe is not None and ep > 1 else {}
+    plan = Plan(tp=tp, dtype=units, kv_dtype="bf16" if dtype == "bf16" else "fp8", **experts)
+    prompt, output, clients = (int(row[name]) for name in ("input_tokens", "output_tokens", "concurrency"))
+    served = serving(model, cluster, plan, prompt=prompt, output=output)
+    if units != dtype:
+        spared = 0.5 * weight_bytes(served)
+        served = replace(served, cluster=_with_memory(cluster, spared / served.memory_frac))
+    engine = _engine(row["backend"], clients, attends_alone=dp > 1)
+    requests = in_closed_loop(clients, prompt, output, num=REQUESTS_EACH * clients, ratio=LENGTH_RATIO)
+    load = under_load(served, requests, engine)
+    if load is None:
+        raise WorkloadError(f"{model.name} in {dtype} does not fit on {tp * dp} x {chip}")
+    return float(load.served.ttft_s.mean()), float(load.served.tpot_s.mean())
+
+
+def _engine(name: str, clients: int, *, attends_alone: bool) -> Engine:
+    """The engine as the client's scripts start it (InferenceX, SGLang's --scheduler-recv-interval)."""
+    engine = ENGINES[_found(ENGINES, "backend", name)]
+    engine = replace(engine, reserve_frac=float(engine.reserve_frac > 0))
+    if name != "sglang" or attends_alone:
+        return engine
+    return replace(engine, poll_passes=30 if clients >= 16 else 10)
+
+
+def _with_memory(cluster: Cluster, more_bytes: float) -> Cluster:
+    chip = cluster.chip
+    return replace(cluster, chip=replace(chip, memory_bytes=chip.memory_bytes + more_bytes))
+
+
+def _model(text: str) -> str:
+    """The preset of the longest name that the last part of `text` begins with."""
+    name = text.lower().rpartition("/")[2]
+    begins = [known for known in MODELS if name.startswith(known)]
+    return str(_found(MODELS, "model", max(begins, key=len, default=name)))
+
+
+def _found(names: Mapping[str, Any], what: str, name: str) -> Any:
+    if name not in names:
+        raise PlanError(f"{what} {name!r} is not known; known are {', '.join(names)}")
+    return names[name]
