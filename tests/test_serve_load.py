@@ -241,6 +241,43 @@ def test_a_bad_trace_is_one_sentence(tmp_path: Path, name: str, text: str | None
         read_requests(tmp_path / name)
 
 
+# --- measured points -------------------------------------------------------------------------------
+
+POINTS = """\
+id,mode,system,backend,model,precision,tp,attention_dp,moe_tp,moe_ep,input_tokens,output_tokens,concurrency,ttft_s,tpot_s
+dense,agg,h100_sxm,vllm,meta-llama/Llama-3.1-8B-Instruct,fp8,1,1,1,1,1024,128,4,0.1,0.01
+cache,agg,h200_sxm,sglang,openai/gpt-oss-120b,fp4,2,1,2,1,1024,128,16,0.1,0.01
+ranks,agg,b200_sxm,trtllm,deepseek-ai/DeepSeek-R1,fp4,1,4,1,4,1024,128,8,,0.01
+pools,disagg,gb200,trtllm,deepseek-ai/DeepSeek-R1,fp4,,,,,1024,128,8,0.1,0.01
+blank,agg,h100_sxm,vllm,openai/gpt-oss-20b,fp8,,1,1,1,1024,128,4,0.1,0.01
+other,agg,h100_sxm,vllm,Qwen/Qwen3.5-397B-A17B,fp8,8,1,8,1,1024,128,4,0.1,0.01
+"""
+
+
+def test_measured_points_are_predicted_or_say_why_not(meshwise: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "points.csv").write_text(POINTS)
+    document = meshwise("validate", "--serving", str(tmp_path / "points.csv"), "--json").document
+    rows = {(row["id"], row["quantity"]): row for row in document["rows"]}
+    assert len(rows) == 11  # the third states no time to the first token
+    for name in ("dense", "cache", "ranks"):
+        assert 1e-3 < rows[name, "tpot_s"]["predicted"] < 0.1
+    assert rows["dense", "ttft_s"]["predicted"] > rows["dense", "tpot_s"]["predicted"]
+    for name, why in (("pools", "disaggregated"), ("blank", "column tp: ''"), ("other", "model 'qwen3.5")):
+        assert not rows[name, "ttft_s"]["expressed"]
+        assert why in rows[name, "ttft_s"]["reason"]
+    assert document["summary"]["tpot_s"]["num_rows"] == 6
+
+
+def test_rarely_polled_arrivals_wait_longer() -> None:
+    requests = at_rate(20, 100, 200, num=300)
+    times = passes(fixed_s=5e-3, token_s=1e-6)
+    often, rarely = (
+        simulate(requests, replace(ENGINES["sglang"], poll_passes=n, **BARE), times, NO_LIMIT).ttft_s.mean()
+        for n in (1, 20)
+    )
+    assert rarely - often == pytest.approx(10 * 5e-3, rel=0.3)  # half of the passes between two looks
+
+
 # --- the command ---------------------------------------------------------------------------------
 
 BASE = ("serve", "llama3-8b", "--cluster", "h100-80g-sxm:1", "--sequences", "8")

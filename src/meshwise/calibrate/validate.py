@@ -19,12 +19,13 @@ from meshwise.calibrate.microdata import OPS_COLUMNS
 from meshwise.calibrate.microdata import read as read_ops
 from meshwise.calibrate.ops import batches, links, predict_s
 from meshwise.calibrate.runs import BadRow, Run, published_runs, read_runs, unread_columns
-from meshwise.calibrate.table import header
+from meshwise.calibrate.table import header, lines
 from meshwise.core.errors import ClusterError, MeshwiseError
 from meshwise.estimate.single import Estimate, estimate
 from meshwise.machine.efficiency import constants
 from meshwise.machine.hardware import find_chip
 from meshwise.machine.overheads import Tables
+from meshwise.serve import measured
 
 COMPETING = (
     "source",
@@ -39,6 +40,9 @@ COMPETING = (
     "dtype",
 )
 """What runs have in common that differ only in their plan."""
+
+SERVING = ("ttft_s", "tpot_s")
+"""What is measured of a serving point."""
 
 _OP_COLUMNS = set(OPS_COLUMNS[:2])
 """Columns that tell a file of ops and collectives from one of runs."""
@@ -124,6 +128,9 @@ def validate(paths: Iterable[Path] = ()) -> Validation:
         names = header(path)
         if set(names) >= _OP_COLUMNS:
             rows += predict_ops(path)
+            continue
+        if set(names) >= {*measured.COLUMNS, *SERVING}:
+            rows += predict_serving(path)
             continue
         runs, bad = read_runs(path)
         rows += [prediction for run in runs for prediction in predict_run(run)]
@@ -240,3 +247,32 @@ def predict_ops(path: Path) -> list[Prediction]:
         Prediction(id=problem.where, source=path.stem, chip="", quantity="op_s", reason=problem.reason)
         for problem in found.problems
     ]
+
+
+# --- serving -----------------------------------------------------------------------------------
+
+
+def predict_serving(path: Path) -> Iterator[Prediction]:
+    """The predictions of a file of serving points: times to the first token, and per token after it."""
+    for number, row, bad in lines(path):
+        predicted: dict[str, float] = {}
+        reason = f"{path}, line {number}{bad}" if bad else ""
+        if not bad:
+            try:
+                predicted = measured.predict(row)
+            except MeshwiseError as error:
+                reason = f"{path}, line {number}: {error}"
+        for quantity in SERVING:
+            try:
+                seconds = float(row.get(quantity, ""))
+            except ValueError:
+                continue  # not measured
+            yield Prediction(
+                id=row.get("id", str(number)),
+                source=row.get("source", path.stem),
+                chip=measured.SYSTEMS.get(row.get("system", ""), ""),
+                quantity=quantity,
+                measured=seconds,
+                predicted=predicted.get(quantity),
+                reason=reason,
+            )

@@ -24,6 +24,9 @@ def validate(
         list[Path] | None,
         typer.Option("--runs", help="CSV of measured runs or ops; repeat for several [the published runs]."),
     ] = None,
+    serving: Annotated[
+        list[Path] | None, typer.Option(help="CSV of measured serving points; repeat for several.")
+    ] = None,
     data: Annotated[
         Path | None, typer.Option("--data", help="Folder of more tables: iterations, ops, collectives.")
     ] = None,
@@ -41,14 +44,20 @@ def validate(
 ) -> None:
     """Compare predictions with measurements: error per source, chip and kind, and the worst rows."""
     if cases is not None:
-        others = {"--runs": runs, "--data": data, "--plot": plot, "--write-docs": write_docs}
+        others = {
+            "--runs": runs,
+            "--serving": serving,
+            "--data": data,
+            "--plot": plot,
+            "--write-docs": write_docs,
+        }
         if unused := [option for option, value in others.items() if value]:
             raise DataError(f"--cases compares its own file only; leave {unused[0]} out")
         _validate_cases(cases, json=json)
         return
     from meshwise.calibrate.validate import validate as predict
 
-    validation = predict(_files(runs, data))
+    validation = predict(_files(runs, serving, data))
     for warning in validation.warnings:
         typer.echo(warning, err=True)
     if plot is not None:
@@ -67,14 +76,14 @@ def validate(
         print_validation(validation, console(), num_worst=worst)
 
 
-def _files(runs: list[Path] | None, data: Path | None) -> list[Path]:
+def _files(runs: list[Path] | None, serving: list[Path] | None, data: Path | None) -> list[Path]:
     """The files that the options name; without any, the runs that ship with the package."""
     from meshwise.calibrate.runs import published_runs
 
     tables = [data / name for name in DATA_FILES if (data / name).is_file()] if data else []
     if data and not tables:
         raise DataError(f"{data} has none of {', '.join(DATA_FILES)}; name the folder of these tables")
-    return [*(runs or [published_runs()]), *tables]
+    return [*(runs or ([] if serving else [published_runs()])), *(serving or ()), *tables]
 
 
 def _validate_cases(path: Path, *, json: bool) -> None:

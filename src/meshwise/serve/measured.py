@@ -1,6 +1,6 @@
 """Measured serving points in meshwise's words: what a benchmark client saw, predicted by the simulation.
 
-A row has the columns of aiconfigurator's public sample: system, backend, model, precision, layout, lengths and
+A row has the columns of aiconfigurator's public sample: system, backend, model, precision, layout, lengths,
 concurrency. Its client (InferenceX) releases ten requests for each of `concurrency` at once, lets that many
 run, draws lengths from 0.8 to 1 of the stated, and ignores ends of sequence, so that engines which reserve
 output reserve all of it. Caches are fp8 unless the model is bf16. Where a chip has no units for fp4, its
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from meshwise.core.errors import PlanError, WorkloadError
+from meshwise.core.errors import DataError, PlanError, WorkloadError
 from meshwise.machine.hardware import Cluster, find_cluster
 from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan
@@ -49,19 +49,26 @@ LENGTH_RATIO = 0.8
 REQUESTS_EACH = 10
 
 
-def predict(row: Mapping[str, str]) -> tuple[float, float]:
-    """Mean time to the first token and mean time per token after it [s] of a row; a MeshwiseError says why not."""
+COLUMNS = (
+    *("mode", "system", "backend", "model", "precision", "tp", "attention_dp", "moe_tp", "moe_ep"),
+    *("input_tokens", "output_tokens", "concurrency"),
+)
+"""Columns that `predict` reads."""
+
+
+def predict(row: Mapping[str, str]) -> dict[str, float]:
+    """Mean `ttft_s` and mean `tpot_s` of a row; a MeshwiseError says why there are none."""
     if row["mode"] != "agg":
         raise PlanError("disaggregated prefill and decode are not priced")
-    tp, dp = int(row["tp"]), int(row["attention_dp"])
-    ep, etp = int(row["moe_ep"]), int(row["moe_tp"])
+    tp, dp, ep, etp = (_count(row, name) for name in ("tp", "attention_dp", "moe_ep", "moe_tp"))
     chip, model = _found(SYSTEMS, "system", row["system"]), find_model(_model(row["model"]))
     cluster = find_cluster(f"{chip}:{tp * dp}")
     dtype = row["precision"]
     units = "fp8" if dtype == "fp4" and "fp4" not in cluster.chip.matrix_flop_per_s else dtype
-    experts = {"ep": ep, "etp": etp} if model.moe is not None and ep > 1 else {}
-    plan = Plan(tp=tp, dtype=units, kv_dtype="bf16" if dtype == "bf16" else "fp8", **experts)
-    prompt, output, clients = (int(row[name]) for name in ("input_tokens", "output_tokens", "concurrency"))
+    plan = Plan(tp=tp, dtype=units, kv_dtype="bf16" if dtype == "bf16" else "fp8")
+    if model.moe is not None:
+        plan = replace(plan, ep=ep, etp=etp)
+    prompt, output, clients = (_count(row, name) for name in ("input_tokens", "output_tokens", "concurrency"))
     served = serving(model, cluster, plan, prompt=prompt, output=output)
     if units != dtype:
         spared = 0.5 * weight_bytes(served)
@@ -71,12 +78,18 @@ def predict(row: Mapping[str, str]) -> tuple[float, float]:
     load = under_load(served, requests, engine)
     if load is None:
         raise WorkloadError(f"{model.name} in {dtype} does not fit on {tp * dp} x {chip}")
-    return float(load.served.ttft_s.mean()), float(load.served.tpot_s.mean())
+    return {"ttft_s": float(load.served.ttft_s.mean()), "tpot_s": float(load.served.tpot_s.mean())}
+
+
+def _count(row: Mapping[str, str], column: str) -> int:
+    if not row[column].isdecimal() or not int(row[column]):
+        raise DataError(f"column {column}: {row[column]!r} is no count")
+    return int(row[column])
 
 
 def _engine(name: str, clients: int, *, attends_alone: bool) -> Engine:
     """The engine as the client's scripts start it (InferenceX, SGLang's --scheduler-recv-interval)."""
-    engine = ENGINES[_found(ENGINES, "backend", name)]
+    engine: Engine = _found(ENGINES, "backend", name)
     engine = replace(engine, reserve_frac=float(engine.reserve_frac > 0))
     if name != "sglang" or attends_alone:
         return engine
