@@ -96,7 +96,7 @@ def test_points_are_command_lines(tmp_path):
         ('verb = "run"\n[grid]\nn = []', "no values for n"),
         ('verb = "run"\narguments = ["{m}"]\n[grid]\nn = [1]', "uses {m}, which is not a key"),
         ('verb = "run"\nspeed = 1\n[grid]\nn = [1]', "unknown field `speed`"),
-        ("verb = ", "is not a sweep"),
+        ("verb = ", "is not valid TOML"),
         ('verb = "run"\narguments = ["{n"]\n[grid]\nn = [1]', "cannot be filled in"),
         ('verb = "run"\narguments = ["{n!x}"]\n[grid]\nn = [1]', "cannot be filled in"),
         ('verb = "run"\ntimeout_s = 0\n[grid]\nn = [1]', "timeout_s is 0"),

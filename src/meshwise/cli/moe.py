@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 
 DTYPES = ("fp16", "bf16", "fp32", "fp64")
 SHOWN = ("counts", "what-ifs", "programs", "all")
+MAX_COUNT = 10**6
+MAX_TOKENS = 4096
+"""Each token is priced by itself, so more of them take minutes."""
+
+
+def _count(text: str, most: int = MAX_COUNT) -> Any:
+    return typer.Option(min=1, max=most, help=text)
 
 
 def add_to(parent: typer.Typer) -> None:
@@ -27,10 +34,10 @@ def moe(
     config: Annotated[str, typer.Argument(help="A preset or file of transformer_lm_gpt fields.")] = (
         "en-moe-lm-15b"
     ),
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks that share the experts.")] = 4,
-    passes: Annotated[int, typer.Option(min=1, help="Forward passes of a rank.")] = 5,
+    ranks: Annotated[int, _count("Ranks that share the experts.")] = 4,
+    passes: Annotated[int, _count("Forward passes of a rank.")] = 5,
     dtype: Annotated[str, typer.Option(help="Element type.")] = "fp16",
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of each of them.")] = 1,
+    tp: Annotated[int, _count("Tensor-parallel ranks of each of them.")] = 1,
     override: Annotated[str, typer.Option(help="Fields to change: decoder_layers=2,moe_freq=1.")] = "",
     fractions: Annotated[
         str, typer.Option(help="Capacity fractions of the what-ifs; 0 is the rule of training.")
@@ -38,10 +45,10 @@ def moe(
     chips: Annotated[str, typer.Option(help="Chips of the what-ifs.")] = (
         "v100-16g-sxm,a100-80g-sxm,h100-80g-sxm,h200-sxm"
     ),
-    prompts: Annotated[int, typer.Option(min=1, help="Texts that a rank generates at a time.")] = 1,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated after it.")] = 200,
-    beam: Annotated[int, typer.Option(min=1, help="Beams of a text (1: greedy).")] = 5,
+    prompts: Annotated[int, _count("Texts that a rank generates at a time.")] = 1,
+    prompt_tokens: Annotated[int, _count("Tokens of a prompt.")] = 512,
+    max_tokens: Annotated[int, _count("Tokens generated after it.", MAX_TOKENS)] = 200,
+    beam: Annotated[int, _count("Beams of a text (1: greedy).")] = 5,
     show: Annotated[str, typer.Option(help="What to print: counts, what-ifs, programs, or all.")] = "all",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:

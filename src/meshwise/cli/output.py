@@ -29,7 +29,7 @@ def finite(value: Any) -> Any:
 
 
 def console() -> Console:
-    """The console that tables are printed on; a file or pipe gets 120 columns."""
+    """The console that tables are printed on: 120 columns in a file or pipe; no name is read as markup."""
     from rich.console import Console
 
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)

@@ -185,8 +185,8 @@ def _print_options(program: Program) -> None:
         default = f"[{row.default}]" if row.default else ""
         table.add_row(f"  {row.flag} {row.kind}".rstrip(), row.doc, default)
     out = console()
-    out.print(f"\n{program.doc}\n\nOptions of {program.name}:", markup=False)
-    out.print(table, markup=False)
+    out.print(f"\n{program.doc}\n\nOptions of {program.name}:")
+    out.print(table)
 
 
 def _show(outcome: Outcome, csv: Path | None, json: bool, *, says_result: bool) -> None:

@@ -1,4 +1,6 @@
-"""Files are written whole or not at all: first beside their place, then moved onto it."""
+"""Files of a user: read in one place, so that what is wrong with one is a sentence; written whole or not at
+all, first beside their place, then moved onto it.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,45 @@ import csv
 import io
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
-from meshwise.core.errors import DataError
+from meshwise.core.errors import DataError, MeshwiseError
+
+Content = TypeVar("Content")
+
+
+def parse_file(
+    path: Path, kind: str, parse: Callable[[str], Content], error: type[MeshwiseError] = DataError
+) -> Content:
+    """What `parse` makes of the UTF-8 text of a `kind` file (TOML, JSON, ...).
+
+    Raises:
+        error: There is no such file, it is not text, or `parse` refuses it; one sentence.
+    """
+    try:
+        if not (path.is_file() or path.is_fifo()):  # a device has no end
+            raise error(f"cannot read {str(path)!r}: no file is there; name a {kind} file")
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as problem:
+        raise error(f"cannot read {str(path)!r}: {problem.strerror}; name a {kind} file") from None
+    except UnicodeDecodeError:
+        raise error(f"cannot read {str(path)!r}: it is not text in UTF-8") from None
+    try:
+        return parse(text)
+    except (RecursionError, MemoryError):
+        raise error(f"{str(path)!r} is not valid {kind}: its brackets are nested too deeply") from None
+    except (ValueError, SyntaxError) as problem:
+        reason = " ".join(str(problem).partition(" (<")[0].split())
+        raise error(f"{str(path)!r} is not valid {kind}: {reason}") from None
+
+
+def read_toml(path: Path, error: type[MeshwiseError] = DataError) -> dict[str, Any]:
+    """The tables of a TOML file; `error` says what is wrong with it."""
+    return parse_file(path, "TOML", tomllib.loads, error)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -35,6 +70,14 @@ def check_writable(path: Path) -> None:
         raise DataError(f"cannot write {path}: there is no folder {folder}; make it, or name another place")
     if not os.access(folder, os.W_OK):
         raise DataError(f"cannot write {path}: {folder} is not writable; name another place")
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder `path` and those above it, where they are not there yet; else DataError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror}; name a writable place") from None
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -24,10 +24,14 @@ from typing import Any
 import msgspec
 
 from meshwise.core.errors import ClusterError
+from meshwise.core.files import read_toml
 from meshwise.core.units import DTYPE_BYTES, Num
 
 MAX_CHIPS = 10**9
 """No cluster is larger: a count above this is a typing error, and the cost model stays exact below it."""
+
+RANGE = (1e-30, 1e30)
+"""Every rate, size and latency lies between these, so that products and ratios of them stay finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -140,8 +144,9 @@ class _ClusterEntry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _positive(value: float, what: str, *, zero: bool = False) -> float:
-    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        kind = "a finite number, zero or more" if zero else "a finite number above zero"
+    least, most = RANGE
+    if not (least <= value <= most or (value == 0 and zero)):
+        kind = f"{'0 or ' * zero}a number from {least:g} to {most:g}"
         raise ClusterError(f"{what} is {value}; it must be {kind}")
     return float(value)
 
@@ -323,18 +328,8 @@ def _parse_count(text: str, where: str) -> int:
 
 
 def _read_cluster_file(path: Path) -> Cluster:
-    where = str(path)
-    try:
-        if not path.is_file():
-            raise ClusterError(f"cannot read cluster file {where!r}: no file is there")
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ClusterError(f"cannot read cluster file {where!r}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ClusterError(f"cannot read cluster file {where!r}: it is not text") from None
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, or a number of thousands of digits
-        raise ClusterError(f"{where!r} is not valid TOML: {error}") from None
-    return _cluster_from_entry(path.stem, _convert(raw, _ClusterEntry, where), where)
+    raw = _convert(read_toml(path, ClusterError), _ClusterEntry, str(path))
+    return _cluster_from_entry(path.stem, raw, str(path))
 
 
 # --- numbers for the cost model ----------------------------------------------------------------

@@ -13,15 +13,18 @@ feed-forward, E `moe_expert_count`, V `vocab_size`.
 from __future__ import annotations
 
 import ast
-import json
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from meshwise.core.errors import ModelError
+from meshwise.core.files import parse_file
 from meshwise.model.architecture import Model, MoE
 
 SECOND_EXPERT_POLICIES = ("all", "sampling", "random")
@@ -167,22 +170,12 @@ def _presets() -> dict[str, dict[str, Any]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ModelError(f"cannot read config {path}: {reason}") from None
-    try:
-        if path.suffix == ".toml":
-            raw = tomllib.loads(text)
-        elif path.suffix == ".json":
-            raw = json.loads(text)
-        else:
-            raw = ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        kind = {".toml": "TOML", ".json": "JSON"}.get(path.suffix, "a Python dictionary")
-        reason = str(error).splitlines()[0].partition(": <")[0] if str(error) else type(error).__name__
-        raise ModelError(f"config {path} is not {kind}: {reason}") from None
+    kinds: dict[str, tuple[str, Callable[[str], Any]]] = {
+        ".toml": ("TOML", tomllib.loads),
+        ".json": ("JSON", msgspec.json.decode),
+    }
+    kind, parse = kinds.get(path.suffix, ("Python", lambda text: ast.literal_eval(text.strip())))
+    raw = parse_file(path, kind, parse, ModelError)
     if not isinstance(raw, dict):
         raise ModelError(f"config {path} holds a {type(raw).__name__}; it must hold a dictionary of fields")
     return raw

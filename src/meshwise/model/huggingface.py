@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from meshwise.core.errors import ModelError
+from meshwise.core.files import parse_file
 from meshwise.model.architecture import MLA, Model, MoE, Patches, check_count, checked_model
 
 _Fields = dict[str, Any]  # fields of Model
@@ -593,21 +594,9 @@ def read_config(path: str | Path) -> Model:
     (of a model that reads more than text) is the model.
     """
     path = Path(path)
-    try:
-        if path.is_dir():
-            path = path / "config.json"
-        text = path.read_bytes()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not a path"
-        raise ModelError(
-            f"cannot read {str(path)!r}: {reason}; give a preset or the path of a config.json"
-        ) from None
-    try:
-        raw = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from None
-    except RecursionError:
-        raise ModelError(f"{path} is nested too deeply to be a config.json") from None
+    if path.is_dir():
+        path = path / "config.json"
+    raw = parse_file(path, "JSON", msgspec.json.decode, ModelError)
     return model_from_config(
         raw, name=path.resolve().parent.name if path.stem == "config" else path.stem, where=str(path)
     )

@@ -12,13 +12,13 @@ Axes are placed on the links in the order of `placement`, the first axis on neig
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from meshwise.core.errors import MeshwiseError, PlanError
+from meshwise.core.files import read_toml
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.machine.overheads import DEFAULT_SOFTWARE, SOFTWARE
@@ -294,7 +294,7 @@ def plan_choices(text: str) -> dict[str, tuple[Any, ...]]:
 
 def _read(text: str) -> dict[str, Any]:
     """The keys of a plan's text or file as they are written; `layout=2d:4x2` is a layout and a grid."""
-    raw = _read_toml(Path(text)) if text.endswith(".toml") else _read_items(text)
+    raw = read_toml(Path(text), PlanError) if text.endswith(".toml") else _read_items(text)
     layout, colon, grid = str(raw.get("layout", "")).partition(":")
     if colon:
         if "grid" in raw:
@@ -336,13 +336,3 @@ def _read_items(text: str) -> dict[str, Any]:
             raise PlanError(f"plan {text!r} gives {key} twice; give it once")
         raw[key] = value
     return raw
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise PlanError(f"cannot read plan file {path}: {reason}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise PlanError(f"{path} is not valid TOML: {error}") from None

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from meshwise.core.errors import DataError
+from meshwise.core.files import parse_file
 from meshwise.core.ledger import COLLECTIVES
 from meshwise.machine.hardware import cluster_names, find_cluster
 from meshwise.published.nersc_2024_10 import (
@@ -175,7 +176,7 @@ class CaseCheck:
 
 def check_cases(path: Path) -> CaseCheck:
     """Compute every case and collective of `path` again; DataError says what is missing or not known."""
-    file = _read(path)
+    file = parse_file(path, "JSON", msgspec.json.Decoder(_File).decode)
     cases = tuple(
         (case.name, _worst(_case_differences(case, f"{path}, case {case.name!r}"))) for case in file.cases
     )
@@ -187,17 +188,6 @@ def check_cases(path: Path) -> CaseCheck:
         for i, one in enumerate(file.collectives)
     ]
     return CaseCheck(cases, len(times), _worst(times))
-
-
-def _read(path: Path) -> _File:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=_File)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; name a JSON file of cases") from None
-    except msgspec.ValidationError as error:
-        raise DataError(f"{path} is not a file of cases: {error}") from None
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise DataError(f"{path} is not valid JSON: {error}") from None
 
 
 # --- From a file's words to ours ----------------------------------------------------------------------

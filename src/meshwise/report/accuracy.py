@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from meshwise.calibrate.validate import Validation
-from meshwise.core.files import write_text
+from meshwise.core.files import make_folder, write_text
 from meshwise.report.accuracy_plot import LABELS, draw_accuracy
 from meshwise.report.accuracy_table import (
     Table,
@@ -65,7 +65,7 @@ The largest errors have known causes that the model does not hold:
 
 def write_accuracy(validation: Validation, folder: Path) -> None:
     """Write `accuracy.md` and `figures/accuracy_*.png` into `folder`."""
-    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    make_folder(folder / "figures")
     runs = [quantity for quantity in ("step_s", "memory_bytes") if quantity in validation.quantities]
     ops = [q for q in validation.quantities if q in LABELS and q not in runs]
     figures: list[str] = []

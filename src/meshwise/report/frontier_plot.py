@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwise.core.errors import MissingExtraError
+from meshwise.core.files import write_text
 from meshwise.published.frontier.run import RESOURCES, Frontier, Limits, Point
 from meshwise.report.figure import check_format, new_figure, open_frame, save_figure
 
@@ -167,7 +168,7 @@ def _write_html(frontiers: list[Frontier], path: Path) -> None:
         xaxis={"type": "log", "title": "training compute [FLOP]", "exponentformat": "power"},
         yaxis={"title": "utilization", "tickformat": ".0%", "rangemode": "tozero"},
     )
-    figure.write_html(path, include_plotlyjs=True)
+    write_text(path, figure.to_html(include_plotlyjs=True))
 
 
 def _hover(point: Point) -> str:

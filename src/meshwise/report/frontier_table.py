@@ -72,11 +72,10 @@ def print_run(document: dict[str, Any], console: Console) -> None:
         limit = limits["limit"]
         if limit is not None:
             price = f", price {with_prefix(limit['price'], '', 3)}" if limit["price"] else ""
-            console.print(
-                f"  there: {with_prefix(limit['devices'], '', 3)} devices, {duration(limit['training_s'])}, "
-                f"{with_prefix(limit['power_watts'], 'W', 3)}, {with_prefix(limit['energy_j'], 'J', 3)}"
-                + price
-            )
+            watts, joules = limit["power_watts"], limit["energy_j"]
+            power = f", {with_prefix(watts, 'W', 3)}, {with_prefix(joules, 'J', 3)}" if watts else ""
+            devices = with_prefix(limit["devices"], "", 3)
+            console.print(f"  there: {devices} devices, {duration(limit['training_s'])}{power}{price}")
 
 
 def print_sensitivity(document: dict[str, Any], console: Console) -> None:

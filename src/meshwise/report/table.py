@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from rich import box
-from rich.markup import escape
 from rich.table import Table
 
 
@@ -26,7 +25,7 @@ def table(
         is_left = column in (columns[:1] if left is None else left)
         shown.add_column(column, justify="left" if is_left else "right", no_wrap=no_wrap, overflow="fold")
     for row in rows:
-        shown.add_row(*("" if cell is None else escape(str(cell)) for cell in row))
+        shown.add_row(*("" if cell is None else str(cell) for cell in row))
     return shown
 
 

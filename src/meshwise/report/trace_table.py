@@ -22,7 +22,7 @@ _NAME_WIDTH = 60
 def print_findings(found: Sequence[Finding], console: Console) -> None:
     """Print what is wrong with the job, one sentence each."""
     for number, one in enumerate(found, start=1):
-        console.print(f"{number}. {one.text}", markup=False, highlight=False)
+        console.print(f"{number}. {one.text}")
     if not found:
         console.print("No rank, link or cause stands out.")
 
@@ -45,7 +45,7 @@ def print_summary(summary: Summary, console: Console, *, limit: int = 15) -> Non
     console.print("Findings", style="italic")
     print_findings(summary.findings, console)
     for problem in summary.problems:
-        console.print(f"problem: {problem.file + ': ' if problem.file else ''}{problem.reason}", markup=False)
+        console.print(f"problem: {problem.file + ': ' if problem.file else ''}{problem.reason}")
 
 
 def _print_ranks(summary: Summary, console: Console) -> None:

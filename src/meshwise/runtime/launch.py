@@ -15,6 +15,7 @@ import multiprocessing as mp
 import os
 import re
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -33,6 +34,7 @@ from meshwise.core.errors import MeshwiseError, MissingExtraError, PlanError
 RANKS_PER_CORE = 16
 """So many CPU ranks a core; beyond that they starve each other, and each holds about 0.3 GB."""
 
+LOOPBACK = "127.0.0.1"
 _LAST_PORT = 65535
 _COLLECT_S = 0.5  # after the first failure, wait so long for one that happened before it
 _TIMEOUT_S = 1800.0
@@ -88,8 +90,8 @@ class Ranks:
         if not 0 <= port <= _LAST_PORT:
             raise PlanError(f"--port {port} is no port; name one up to {_LAST_PORT}, or leave it out")
         try:
-            self._store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-        except (RuntimeError, dist.DistError) as error:
+            self._store = _meeting_store(port)
+        except (RuntimeError, dist.DistError, OSError) as error:
             raise _cannot_meet(error, f"port {port}", "name another with --port, or leave it out") from None
         threads = max(1, (os.cpu_count() or 1) // ranks)
         context = mp.get_context("spawn")
@@ -155,7 +157,7 @@ class Ranks:
         for rank in {handles[ready] for ready in wait(list(handles), timeout_s)}:
             try:
                 answer = self._pipes[rank].recv() if self._pipes[rank].poll() else None
-            except EOFError:
+            except (EOFError, OSError):  # the rank ended before, or while, it answered
                 answer = None
             if answer is None:
                 self._processes[rank].join(timeout=5)
@@ -218,6 +220,15 @@ def _try_send(pipe: Connection, message: Any) -> None:
         return
 
 
+def _meeting_store(port: int) -> dist.TCPStore:
+    """The store where the ranks of this machine meet; only this machine reaches it."""
+    listening = socket.create_server((LOOPBACK, port))  # left to itself, the store listens on all interfaces
+    port = listening.getsockname()[1]
+    return dist.TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+
+
 def check_world(ranks: int, device_type: str) -> None:
     """PlanError or MissingExtraError for a world that this machine cannot hold."""
     if ranks < 1:
@@ -250,7 +261,7 @@ def _serve(place: Place, port: int, threads: int, pipe: Connection, parent: int)
     if place.device_type == "cpu":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        store = dist.TCPStore(LOOPBACK, port, is_master=False)
         _join(place, store=store)
         while (call := pipe.recv()) is not None:
             function, args = call
@@ -358,6 +369,6 @@ def _cannot_meet(error: Exception, point: str, advice: str) -> Exception:
     text = str(error).lower()
     if "eaddrinuse" in text or "address already in use" in text:
         return PlanError(f"{point} is in use; {advice}")
-    if isinstance(error, dist.DistNetworkError):
+    if isinstance(error, dist.DistNetworkError | OSError):
         return PlanError(f"the ranks cannot meet at {point}; {advice}")
     return error

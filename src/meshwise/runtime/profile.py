@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.core.errors import DataError, MissingExtraError
+from meshwise.core.files import make_folder
 from meshwise.runtime.capture import FLIGHT_RECORDER_CALLS, Capture, CaptureError
 
 HOOK = Path(__file__).parent / "hook"
@@ -78,10 +79,7 @@ def profile_command(
     """
     if directory.is_dir() and any(directory.glob("rank-*.json*")):
         raise DataError(f"{directory} already holds profiles; name another folder or empty it")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"cannot write {directory}: {error.strerror}; name a writable place") from None
+    make_folder(directory)
     bare_s = _run(command, dict(os.environ), stdout)[1] if compare else None
     environment = capture_environment(directory, shapes=shapes, memory=memory, stacks=stacks)
     exit_code, wall_s = _run(command, dict(os.environ) | environment, stdout)

@@ -30,6 +30,7 @@ import fcntl
 import importlib
 import itertools
 import json
+import math
 import os
 import queue
 import re
@@ -51,9 +52,12 @@ from typing import IO, Any, Literal
 import msgspec
 
 from meshwise.core.errors import DataError, MissingExtraError
+from meshwise.core.files import read_toml
 
 Scalar = str | int | float | bool
 Engine = Literal["local", "ray"]
+MAX_POINTS = 10**6
+_LONG_FORMAT = re.compile(r"[{}]|[0-9]{3}")
 VERBS = ("estimate", "dryrun", "run")
 _WORKER = [sys.executable, "-m", "meshwise.cli.worker"]
 _SCHEMA = """
@@ -139,10 +143,8 @@ class Sweep:
 def read_sweep(path: Path) -> Sweep:
     """Read and check a sweep file; DataError with one sentence for whatever is wrong in it."""
     try:
-        file = msgspec.toml.decode(path.read_bytes(), type=_File)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; name a TOML file") from None
-    except (msgspec.DecodeError, ValueError) as error:
+        file = msgspec.convert(read_toml(path), _File)
+    except msgspec.ValidationError as error:
         raise DataError(f"{path} is not a sweep: {error}") from None
     if file.verb not in VERBS:
         raise DataError(f"{path}: verb {file.verb!r} cannot be swept; use {', '.join(VERBS)}")
@@ -153,6 +155,8 @@ def read_sweep(path: Path) -> Sweep:
     if empty or not any(grids):
         raise DataError(f"{path}: the grid has no values for {', '.join(empty) or 'anything'}; list some")
     points: dict[str, Point] = {}
+    if sum(math.prod(map(len, grid.values())) for grid in grids) > MAX_POINTS:
+        raise DataError(f"{path}: the grid has more than {MAX_POINTS:,} points; split it")
     for grid in grids:
         for combination in itertools.product(*grid.values()):
             values = dict(zip(grid, combination, strict=True))
@@ -168,7 +172,10 @@ def _words(path: Path, file: _File, values: Mapping[str, Scalar]) -> tuple[str, 
 
     def filled(text: str) -> str:
         try:
-            names = {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
+            fields = [field for field in string.Formatter().parse(text) if field[1] is not None]
+            names = {str(name) for _, name, _, _ in fields}
+            if any(_LONG_FORMAT.search(spec or "") for _, _, spec, _ in fields):
+                raise ValueError("a format is too wide or holds braces")
             unknown = names - values.keys()
             if unknown:
                 raise DataError(f"{path}: {text!r} uses {{{min(unknown)}}}, which is not a key of the grid")

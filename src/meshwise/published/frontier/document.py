@@ -55,7 +55,7 @@ def run_document(
     found: Frontier, *, watts: float | None = None, price_per_device_hour: float | None = None
 ) -> dict[str, Any]:
     """A frontier without failures, and under `with_failures` the same with them."""
-    watts = found.device.power_watts if watts is None else watts
+    watts = found.device.power_watts or None if watts is None else watts
     price = 0.0 if price_per_device_hour is None else price_per_device_hour
     failures = found.failures
     return {
@@ -80,7 +80,7 @@ def _law(law: Any) -> dict[str, str]:
     return {"name": law.name, "source": law.source}
 
 
-def _limits(found: Limits, watts: float, price: float) -> dict[str, Any]:
+def _limits(found: Limits, watts: float | None, price: float) -> dict[str, Any]:
     return {
         "plateau": found.plateau,
         "limit_80pct_flop": found.limit_80pct_flop,
@@ -91,7 +91,7 @@ def _limits(found: Limits, watts: float, price: float) -> dict[str, Any]:
     }
 
 
-def _point(point: Point, watts: float, price: float) -> dict[str, Any]:
+def _point(point: Point, watts: float | None, price: float) -> dict[str, Any]:
     return {**asdict(point), **power_and_cost(point, watts, price)}
 
 

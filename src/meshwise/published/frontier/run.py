@@ -338,15 +338,17 @@ def _limits(device: Device, run: Assumptions, curve: tuple[Point, ...], failures
     return Limits(curve=curve, plateau=plateau, limit=last(LIMIT_FRAC * plateau), wall=last(0.0))
 
 
-def power_and_cost(point: Point, watts: float, price_per_device_hour: float) -> dict[str, float]:
-    """Power [W], energy [J], device-hours and price of a run, at these watts and price per device."""
-    for what, value in (("watts", watts), ("price per device-hour", price_per_device_hour)):
+def power_and_cost(
+    point: Point, watts: float | None, price_per_device_hour: float
+) -> dict[str, float | None]:
+    """Power [W], energy [J] (None without watts), device-hours and price of a run; both rates per device."""
+    for what, value in (("watts", watts or 0.0), ("price per device-hour", price_per_device_hour)):
         if not (math.isfinite(value) and value >= 0):
             raise WorkloadError(f"{what} is {value}; it must be a finite number, zero or more")
     device_hours = point.devices * point.training_s / 3600
     return {
-        "power_watts": point.devices * watts,
-        "energy_j": point.devices * watts * point.training_s,
+        "power_watts": point.devices * watts if watts else None,
+        "energy_j": point.devices * watts * point.training_s if watts else None,
         "device_hours": device_hours,
         "price": device_hours * price_per_device_hour,
     }

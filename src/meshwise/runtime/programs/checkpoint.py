@@ -72,6 +72,13 @@ def load(model: TransformerDecoder, folder: Path) -> None:
             raise DataError(f"{folder / file} is damaged: {error}") from None
 
 
+def check_finite(model: TransformerDecoder, folder: Path) -> None:
+    """DataError if a weight that came from `folder` is not a number in the model's type."""
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight).all():
+            raise DataError(f"checkpoint {folder}: {name} has values that are not finite in {weight.dtype}")
+
+
 def _fill(part: Part, stored: Any, folder: Path) -> None:
     shape, wanted = tuple(stored.get_shape()), part.full_shape
     if shape != wanted:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from meshwise.core.errors import DataError, ModelError
+from meshwise.core.files import parse_file
 from meshwise.model.gpt_config import GptConfig
 
 INDEX = "checkpoint.json"
@@ -19,14 +21,14 @@ SHAPING = (
 
 def read_index(folder: Path) -> dict[str, Any]:
     """The contents of `checkpoint.json`; DataError if there is no checkpoint in `folder`."""
-    try:
-        index = json.loads((folder / INDEX).read_text())
-    except OSError:
-        raise DataError(f"{folder} is no checkpoint: it has no {INDEX}") from None
-    except ValueError:
-        raise DataError(f"{folder / INDEX} is damaged: it is not JSON") from None
+    if not (folder / INDEX).is_file():
+        raise DataError(f"{folder} is no checkpoint: it has no {INDEX}")
+    index = parse_file(folder / INDEX, "JSON", msgspec.json.decode)
     if not isinstance(index, dict) or not isinstance(index.get("tensors"), dict):
         raise DataError(f"{folder / INDEX} is damaged: it lists no tensors")
+    for file in index["tensors"].values():
+        if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
+            raise DataError(f"{folder / INDEX} is damaged: {file!r} is no file of this folder")
     return index
 
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context
     from meshwise.runtime.programs.transformer_lm import TransformerDecoder
 
+MOST_LOSS = 1000.0
+"""Bits a token, far above that of any guess; two to its power is still a number."""
 SAYS_RESULT = True
 
 
@@ -273,6 +275,8 @@ def _result(
     names = metric_names(config.top_k) if config.num_moe_layers else []
     nats, num_tokens, num_blocks, num_batches = figures[0], *figures[-3:]
     loss = nats / max(num_tokens, 1) / math.log(2)
+    if not loss < MOST_LOSS:
+        raise DataError(f"the loss is {loss}; use another checkpoint or dtype, or a smaller --learning-rate")
     times = num_batches * config.num_moe_layers
     return {
         "loss": loss,

@@ -95,6 +95,8 @@ def new_model(
         with nullcontext() if context.is_fake else _disable_current_modes():
             if folder:
                 checkpoint.load(model, Path(folder))
+                if not context.is_fake:
+                    checkpoint.check_finite(model, Path(folder))
             elif not context.is_fake:
                 init_parameters(model, seed)
     return model
