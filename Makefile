@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test check bench docs clean
+.PHONY: install demo test check fuzz bench docs clean
 
 install: $(STAMP)
 
@@ -27,6 +27,9 @@ check: install
 test: check
 	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/test_network.py
 	$(BIN)/pytest tests/test_network.py  # measures time, so nothing runs beside it
+
+fuzz: install  # make fuzz CASES=20000 SEED=1: so many hostile inputs for each kind of input
+	CASES=$(or $(CASES),1000) $(BIN)/pytest tests/test_fuzz.py --hypothesis-seed=$(or $(SEED),0)
 
 bench: install
 	$(BIN)/python -m benchmarks

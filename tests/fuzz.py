@@ -1,0 +1,131 @@
+"""Hostile input for the command line, and the contract that it holds to whatever it is given.
+
+`strange` are values that no option or field expects; `damaged` cuts, flips and stuffs the bytes of a real
+file. `check_contract` runs a command in this process: it ends with exit code 0 to 3, says what is wrong in
+one sentence without a traceback, prints no number that is none, and takes bounded time.
+"""
+
+import json
+import time
+from typing import Any
+
+from hypothesis import strategies as st
+
+from meshwise.cli.worker import run
+
+NUMBERS = (0, -1, 1, 2, 3, 7, 8, 64, 2**31, 2**63, 10**30, 1e-320, 1e-9, 0.5, 1e18, 1e308)
+WORDS = ("", " ", "[/]", "[bold red]", "é", "1e999", "-inf", "nan", "true", "a" * 3000, "../..", "%s", "{tp}")
+MORE_WORDS = (
+    "٣",
+    "1_0",
+    "0x10",
+    "tp=8",
+    "a,b",
+    "/",
+    "/dev/null",
+    "/dev/full",
+    "/nowhere/x.toml",
+    "\udcff",
+    "🂡",
+)
+strange_text = st.sampled_from([*map(str, NUMBERS), *WORDS, *MORE_WORDS])
+strange = st.one_of(
+    st.sampled_from([*NUMBERS, *WORDS, None, True, False, [], {}, [1], {"a": 1}]),
+    st.integers(1, 4096),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
+STUFFING = (
+    b"\xff\xfe",
+    b"\x00",
+    b"[" * 5000,
+    b'{"a":' * 5000,
+    b'"',
+    b"[/]",
+    b"\n",
+    b"9" * 5000,
+    b"=",
+    b"1e999",
+)
+MAY_BE_NEGATIVE = ("signed", "change", "bias", "error", "headroom")
+MAX_CPU_S = 20.0
+
+
+@st.composite
+def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
+    """`whole` after one or two accidents: cut short, a byte flipped, bytes stuffed in, a piece doubled."""
+    for _ in range(draw(st.integers(1, 2))):
+        at = draw(st.integers(0, max(len(whole) - 1, 0)))
+        kind = draw(st.sampled_from(("cut", "flip", "stuff", "double")))
+        if kind == "cut":
+            whole = whole[:at]
+        elif kind == "flip":
+            whole = whole[:at] + bytes([draw(st.integers(0, 255))]) + whole[at + 1 :]
+        elif kind == "stuff":
+            whole = whole[:at] + draw(st.sampled_from(STUFFING)) + whole[at:]
+        else:
+            whole = whole[:at] + whole[at // 2 :]
+    return whole
+
+
+@st.composite
+def changed(draw: st.DrawFn, document: dict[str, Any]) -> dict[str, Any]:
+    """`document` with one to three fields (of it, or of a table in it) replaced by strange values or removed."""
+    document = json.loads(json.dumps(document))
+    for _ in range(draw(st.integers(1, 3))):
+        table = document
+        key = draw(st.sampled_from(sorted(table)))
+        while isinstance(table[key], dict) and table[key] and draw(st.booleans()):
+            table = table[key]
+            key = draw(st.sampled_from(sorted(table)))
+        if draw(st.integers(0, 9)):
+            table[key] = draw(strange)
+        elif len(table) > 1:
+            del table[key]
+    return document
+
+
+def toml_text(document: dict[str, Any], path: tuple[str, ...] = ()) -> str:
+    """A document as TOML; tables last, as they must be. What TOML has no word for is left out."""
+    rows = [f"{key} = {toml_value(value)}" for key, value in document.items() if not isinstance(value, dict)]
+    for key, value in document.items():
+        if isinstance(value, dict):
+            rows += [f"[{'.'.join((*path, key))}]", toml_text(value, (*path, key))]
+    return "\n".join(row for row in rows if not row.endswith("= null"))
+
+
+def toml_value(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def check_contract(words: list[str]) -> None:
+    """Run `meshwise WORDS --json` and hold what it does to the contract; the message names the words."""
+    words = [*words, "--json"]
+    begin_s = time.process_time()
+    code, out, err = run(words)
+    took_s = time.process_time() - begin_s
+    shown = f"{words}: exit code {code}\n{err[-3000:]}"
+    assert code in (0, 1, 2, 3), shown
+    assert "Traceback" not in err, shown
+    assert took_s < MAX_CPU_S, f"{took_s:.1f} s of {shown}"
+    if code >= 2:
+        assert err.startswith("meshwise: ") and len(err.splitlines()) == 1 and len(err) < 8000, shown
+        assert out == "", shown
+    else:
+        check_numbers(json.loads(out, parse_constant=lambda name: 1 / 0), shown)
+
+
+def check_numbers(value: Any, where: str) -> None:
+    """No quantity in a JSON document is negative, unless its name says that it has a sign."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not any(word in key for word in MAY_BE_NEGATIVE):
+                check_numbers(item, f"{key} in {where}")
+    elif isinstance(value, list):
+        for item in value:
+            check_numbers(item, where)
+    elif isinstance(value, int | float):
+        assert value >= 0, f"{value} as {where}"

@@ -1,0 +1,236 @@
+"""What users hand in, and where they want results, may be wrong: one sentence, exit code 2, nothing left
+behind. And what must hold between two answers, whatever they are (metamorphic tests).
+"""
+
+import csv
+import io
+import os
+import signal
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshwise as mw
+from fuzz import toml_text
+from meshwise.core.errors import DataError
+from meshwise.machine.hardware import Cluster, find_cluster
+from meshwise.sweep.sweep import read_sweep
+
+ESTIMATE = ("estimate", "llama3-8b", "--batch", "64", "--seq", "1024")
+ON_CHIPS = ("--cluster", "h100-80g-sxm:8")
+
+
+def refused(done: Any, says: str) -> None:
+    assert done.code == 2 and done.out == "", done.err
+    assert done.err.startswith("meshwise: ") and done.err.count("\n") == 1
+    assert says in done.err
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b'{"model_type": "llama\xff"}', "not text in UTF-8"),
+        (b"[" * 5000, "nested"),
+        (b'{"a":' * 5000, "nested"),
+        (b'{"model_type": "llama", "hidden_size": NaN}', "not valid JSON"),
+    ],
+)
+def test_a_config_that_cannot_be_read(meshwise: Any, tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    refused(meshwise("estimate", str(path), *ON_CHIPS, "--batch", "8"), says)
+
+
+@pytest.mark.parametrize("option", ["--plan", "--cluster"])
+@pytest.mark.parametrize(
+    ("content", "says"), [(b"a = '\xff'", "not text in UTF-8"), (b"a = " + b"[" * 5000, "nested")]
+)
+def test_a_toml_file_that_cannot_be_read(
+    meshwise: Any, tmp_path: Path, option: str, content: bytes, says: str
+) -> None:
+    path = tmp_path / "x.toml"
+    path.write_bytes(content)
+    others = ON_CHIPS if option == "--plan" else ()
+    refused(meshwise(*ESTIMATE, *others, option, str(path)), says)
+
+
+def test_a_device_is_no_file(meshwise: Any) -> None:
+    refused(meshwise("estimate", "/dev/zero", *ON_CHIPS, "--batch", "8"), "no file is there")
+
+
+@pytest.mark.parametrize("text", ["{n:{n}}", "{n:{m}}", "{n:>1000000000}", "{n:0.999999999f}"])
+def test_a_sweep_whose_formats_grow_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "sweep.toml"
+    path.write_text(f'verb = "run"\narguments = ["{text}"]\n[grid]\nn = [1]')
+    with pytest.raises(DataError, match="cannot be filled in"):
+        read_sweep(path)
+
+
+def test_a_sweep_of_too_many_points_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.toml"
+    path.write_text('verb = "run"\n[grid]\n' + "\n".join(f"k{i} = {list(range(100))}" for i in range(10)))
+    with pytest.raises(DataError, match="more than 1,000,000 points"):
+        read_sweep(path)
+
+
+NOWHERE = "/proc/nowhere"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*ESTIMATE, *ON_CHIPS, "--csv", f"{NOWHERE}/x.csv"),
+        (*ESTIMATE, *ON_CHIPS, "--plot", f"{NOWHERE}/x.png"),
+        (*ESTIMATE, *ON_CHIPS, "--trace", f"{NOWHERE}/x.json"),
+        ("validate", "--runs", "RUNS", "--write-docs", NOWHERE),
+        ("validate", "--runs", "RUNS", "--plot", f"{NOWHERE}/x.png"),
+        ("frontier", "run", "--chip", "h100-80g-sxm", "--plot", f"{NOWHERE}/x.png"),
+        ("frontier", "run", "--chip", "h100-80g-sxm", "--plot", f"{NOWHERE}/x.html"),
+    ],
+    ids=lambda words: " ".join((words[0], *words[-2:])),
+)
+def test_a_place_that_cannot_be_written(meshwise: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
+    pytest.importorskip("matplotlib")
+    if words[-1].endswith(".html"):
+        pytest.importorskip("plotly")
+    from meshwise.calibrate.runs import published_runs
+
+    runs = tmp_path / "runs.csv"
+    runs.write_text("\n".join(published_runs().read_text().splitlines()[:3]))
+    refused(meshwise(*(str(runs) if word == "RUNS" else word for word in words)), f"cannot write {NOWHERE}")
+
+
+def test_a_full_disk_leaves_nothing(meshwise: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    refused(meshwise(*ESTIMATE, *ON_CHIPS, "--csv", str(tmp_path / "x.csv")), "No space left on device")
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_are_no_markup(meshwise: Any, tmp_path: Path) -> None:
+    config = Path(__file__).parent / "data" / "tiny_llama.json"
+    path = tmp_path / "[bold] [ab" / "config.json"
+    path.parent.mkdir()
+    path.write_text(config.read_text())
+    done = meshwise("estimate", str(path.parent), *ON_CHIPS, "--batch", "8", "--seq", "64")
+    assert done.code == 0, done.err
+    assert "[bold] [ab" in done.out
+
+
+def test_a_chip_without_watts_has_no_energy(meshwise: Any, tmp_path: Path) -> None:
+    chip = {**mw_chip(), "power_watts": 0.0}
+    path = tmp_path / "dark.toml"
+    path.write_text(toml_text({"num_chips": 8, "chip": chip}))
+    limit = meshwise("frontier", "run", "--chip", str(path), "--json").document["limit"]
+    assert limit["power_watts"] is None and limit["energy_j"] is None and limit["devices"] > 0
+    table = meshwise("frontier", "run", "--chip", str(path)).out
+    assert "devices" in table and " 0 W" not in table and " 0 J" not in table
+    run = meshwise(*ESTIMATE, "--cluster", str(path), "--tokens", "1e9", "--json").document["run"]
+    assert "energy_joules" not in run and run["gpu_hours"] > 0
+
+
+def mw_chip() -> dict[str, Any]:
+    import tomllib
+    from importlib import resources
+
+    entry = tomllib.loads((resources.files("meshwise") / "catalog" / "chips.toml").read_text())
+    return {key: value for key, value in entry["h100-80g-sxm"].items() if key not in ("checked", "aliases")}
+
+
+# --- ranks -------------------------------------------------------------------------------------
+
+
+def test_a_rank_killed_at_once_is_named() -> None:
+    pytest.importorskip("torch")
+    import ranks as on_ranks
+    from meshwise.runtime.launch import RankError, Ranks
+
+    with Ranks(2) as ranks:
+        os.kill(ranks.pids[1], signal.SIGKILL)
+        with pytest.raises(RankError, match="rank 1 failed: it was ended by SIGKILL"):
+            ranks.call(on_ranks.total_of_ranks, 1)
+
+
+def test_only_this_machine_reaches_the_meeting_point() -> None:
+    pytest.importorskip("torch")
+    from meshwise.runtime.launch import LOOPBACK, _meeting_store
+
+    store = _meeting_store(0)
+    socket.create_connection((LOOPBACK, store.port), timeout=5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port), timeout=5).close()
+
+
+# --- between two answers -----------------------------------------------------------------------
+
+
+PLANS = ("tp=8", "tp=4,pp=2", "zero=3", "tp=2,cp=2,zero=3", "pp=4,tp=2,vpp=2", "tp=8,pp=4,recompute=full")
+plans = st.sampled_from(PLANS)
+
+
+def step(cluster: Cluster, plan: str, batch: int = 64) -> Any:
+    return mw.estimate("llama3-8b", cluster, plan, batch=batch, seq=2048)
+
+
+def faster(cluster: Cluster, what: str, times: float) -> Cluster:
+    chip = cluster.chip
+    if what == "links":
+        levels = tuple(replace(level, bytes_per_s=times * level.bytes_per_s) for level in cluster.levels)
+        return replace(cluster, levels=levels)
+    if what == "memory_bytes_per_s":
+        return replace(cluster, chip=replace(chip, memory_bytes_per_s=times * chip.memory_bytes_per_s))
+    rates = {dtype: times * rate for dtype, rate in chip.matrix_flop_per_s.items()}
+    return replace(cluster, chip=replace(chip, matrix_flop_per_s=rates))
+
+
+@settings(max_examples=20)
+@given(plans, st.sampled_from(("links", "memory_bytes_per_s", "matrix_flop_per_s")), st.floats(1, 8))
+def test_a_faster_machine_never_costs_time(plan: str, what: str, times: float) -> None:
+    cluster = find_cluster("h100-80g-sxm:64")
+    before, after = step(cluster, plan), step(faster(cluster, what, times), plan)
+    assert after.step_s <= before.step_s * (1 + 1e-12)
+
+
+@settings(max_examples=10)
+@given(plans, st.floats(1, 8))
+def test_more_memory_changes_no_time(plan: str, times: float) -> None:
+    cluster = find_cluster("h100-80g-sxm:64")
+    larger = replace(cluster, chip=replace(cluster.chip, memory_bytes=times * cluster.chip.memory_bytes))
+    before, after = step(cluster, plan), step(larger, plan)
+    assert after.step_s == before.step_s and after.fits >= before.fits
+
+
+@settings(max_examples=10)
+@given(plans)
+def test_twice_the_replicas_with_twice_the_batch_compute_the_same(plan: str) -> None:
+    before, after = (step(find_cluster(f"h100-80g-sxm:{n}"), plan, batch=n) for n in (64, 128))
+    assert after.time_s["compute"] == pytest.approx(before.time_s["compute"], rel=1e-12)
+
+
+@settings(max_examples=10)
+@given(plans, st.permutations(("tp", "cp", "dp", "pp")))
+def test_on_equal_links_the_placement_changes_nothing(plan: str, order: list[str]) -> None:
+    cluster = find_cluster("h100-80g-sxm:64")
+    flat = replace(cluster, levels=(replace(cluster.levels[0], ranks=float("inf")),))
+    moved = step(flat, f"{plan},placement={'-'.join(order)}")
+    assert moved.step_s == pytest.approx(step(flat, plan).step_s, rel=1e-12)
+
+
+def test_json_csv_and_python_agree_to_the_digit(meshwise: Any, tmp_path: Path) -> None:
+    words = (*ESTIMATE, "--cluster", "h100-80g-sxm:64", "--plan", "tp=4,pp=2")
+    document = meshwise(*words, "--json", "--csv", str(tmp_path / "x.csv")).document
+    found = mw.estimate("llama3-8b", "h100-80g-sxm:64", "tp=4,pp=2", batch=64, seq=1024)
+    assert document["step_s"] == found.step_s
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "x.csv").read_text())))
+    assert len(rows) == len(document["ledger"]) == len(found.ledger.to_json())
+    for row, told in zip(rows, document["ledger"], strict=True):
+        assert row["op"] == told["op"]
+        for column in ("count", "flop", "time_s", "payload_bytes"):
+            assert (float(row[column]) if row[column] else None) == told[column]
