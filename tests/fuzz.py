@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meshwise.cli.worker import run
 
 NUMBERS = (0, -1, 1, 2, 3, 7, 8, 64, 2**31, 2**63, 10**30, 1e-320, 1e-9, 0.5, 1e18, 1e308)
-WORDS = ("", " ", "[/]", "[bold red]", "é", "1e999", "-inf", "nan", "true", "a" * 3000, "../..", "%s", "{tp}")
+WORDS = ("", " ", "[/]", "[bold red]", "é", "1e999", "-inf", "nan", "true", "a" * 3000, "%s", "{tp}")
 MORE_WORDS = (
     "٣",
     "1_0",
@@ -69,7 +69,7 @@ def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
 
 @st.composite
 def changed(draw: st.DrawFn, document: dict[str, Any]) -> dict[str, Any]:
-    """`document` with one to three fields (of it, or of a table in it) replaced by strange values or removed."""
+    """`document` with one to three fields (of it, or of a table in it) strange or removed."""
     document = json.loads(json.dumps(document))
     for _ in range(draw(st.integers(1, 3))):
         table = document
