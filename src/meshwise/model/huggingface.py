@@ -2,9 +2,10 @@
 
 A config names its family (`model_type`, or else the class in `architectures`) and says only what
 varies inside the family: that Phi has a bias on its LM head, or Gemma 2 four norms per block, is
-written in the family's code. So a family is two things here: its spelling (field names, and what an
-omitted field means) in `catalog/huggingface.toml`, and a short function from the typed config to the
-fields of `Model`. The sizes a model cannot be without have no defaults, except inside a
+written in the family's code. So a family is an entry of `catalog/huggingface.toml`: how it spells its config
+(field names, and what an omitted field means), which of two blocks it has, and what it does differently from
+that block. Where a field of `Model` follows from several of the config, a short function here says how.
+The sizes a model cannot be without have no defaults, except inside a
 `text_config`, where the library omits what equals its own.
 """
 
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -130,6 +131,9 @@ class _Spelling(msgspec.Struct, forbid_unknown_fields=True):
     defaults: dict[str, Any] = {}
     nested: dict[str, int] = {}
     optional: list[str] = []
+    block: Literal["", "llama", "gpt"] = ""
+    fields: _Fields = {}
+    taken: dict[str, str] = {}
 
 
 @cache
@@ -143,6 +147,9 @@ def _spellings() -> dict[str, _Spelling]:
             own.defaults = other.defaults | own.defaults
             own.nested = other.nested | own.nested
             own.optional = own.optional or other.optional
+            own.block = own.block or other.block
+            own.fields = other.fields | own.fields
+            own.taken = other.taken | own.taken
     return spellings
 
 
@@ -193,19 +200,19 @@ def _block(c: _Config) -> _Fields:
     }
 
 
-def _llama_like(c: _Config, *, bias: bool = False) -> _Fields:
-    """RMSNorm, gated MLP, rotary positions; `bias` on the attention."""
+def _llama(c: _Config) -> _Fields:
+    """RMSNorm, gated MLP, rotary positions, no biases."""
     return _block(c) | {
         "activation": _activation(c.hidden_act, gated=True),
         "norm": "rmsnorm",
         "linear_bias": False,
-        "qkv_bias": bias,
-        "out_bias": bias,
+        "qkv_bias": False,
+        "out_bias": False,
         "positions": "rotary",
     }
 
 
-def _gpt_like(c: _Config, *, bias: bool = True, positions: str = "learned") -> _Fields:
+def _gpt(c: _Config, *, bias: bool = True, positions: str = "learned") -> _Fields:
     """LayerNorm with bias, plain MLP; `bias` on every linear layer of the block."""
     return _block(c) | {
         "activation": _activation(c.hidden_act, gated=False),
@@ -277,20 +284,20 @@ def _deepseek_pattern(c: _Config) -> dict[str, int]:
 # --- families ----------------------------------------------------------------------------------
 
 
-def _llama(c: _Config) -> _Fields:
-    return _llama_like(c, bias=c.attention_bias) | {"linear_bias": c.mlp_bias}
+def _llama_with_window(c: _Config) -> _Fields:
+    return _llama(c) | _window(c)
 
 
-def _mistral(c: _Config) -> _Fields:
-    return _llama_like(c) | _window(c)
+def _llama_with_experts(c: _Config) -> _Fields:
+    return _llama(c) | {"moe": _experts(c, c.intermediate_size)}
 
 
 def _mixtral(c: _Config) -> _Fields:
-    return _mistral(c) | {"moe": _experts(c, c.intermediate_size)}
+    return _llama_with_experts(c) | _window(c)
 
 
-def _qwen2(c: _Config) -> _Fields:
-    return _llama_like(c) | _qwen_window(c) | {"qkv_bias": True}
+def _qwen(c: _Config) -> _Fields:
+    return _llama(c) | _qwen_window(c)
 
 
 def _qwen2_moe(c: _Config) -> _Fields:
@@ -303,37 +310,27 @@ def _qwen2_moe(c: _Config) -> _Fields:
         shared_gate=True,
         **_qwen_pattern(c),
     )
-    return _llama_like(c) | _qwen_window(c) | {"qkv_bias": c.attention_bias, "moe": moe}
-
-
-def _qwen3(c: _Config) -> _Fields:
-    return _llama_like(c, bias=c.attention_bias) | _qwen_window(c) | {"qk_norm": True}
+    return _qwen(c) | {"moe": moe}
 
 
 def _qwen3_moe(c: _Config) -> _Fields:
-    return _qwen3(c) | {"moe": _experts(c, c.moe_intermediate_size, **_qwen_pattern(c))}
+    return _qwen(c) | {"moe": _experts(c, c.moe_intermediate_size, **_qwen_pattern(c))}
 
 
 def _gemma(c: _Config) -> _Fields:
     activation = _activation(c.hidden_activation or c.hidden_act, gated=True)
-    return _llama_like(c, bias=c.attention_bias) | {"activation": activation}
+    return _llama(c) | {"activation": activation}
 
 
-def _gemma2(c: _Config) -> _Fields:
-    windows = _window(c, full_attention_every=2)
-    return _gemma(c) | windows | _softcaps(c) | {"num_norms": 4}
-
-
-def _gemma3(c: _Config) -> _Fields:
-    windows = _window(c, full_attention_every=c.sliding_window_pattern)
-    return _gemma(c) | windows | _softcaps(c) | {"num_norms": 4, "qk_norm": True}
-
-
-def _softcaps(c: _Config) -> _Fields:
-    return {
-        "attention_softcap": bool(c.attn_logit_softcapping),
-        "logit_softcap": bool(c.final_logit_softcapping),
-    }
+def _gemma2(c: _Config, *, full_attention_every: int = 2) -> _Fields:
+    return (
+        _gemma(c)
+        | _window(c, full_attention_every=full_attention_every)
+        | {
+            "attention_softcap": bool(c.attn_logit_softcapping),
+            "logit_softcap": bool(c.final_logit_softcapping),
+        }
+    )
 
 
 def _deepseek(c: _Config) -> _Fields:
@@ -344,7 +341,7 @@ def _deepseek(c: _Config) -> _Fields:
         qk_rope_head_dim=c.qk_rope_head_dim,
         v_head_dim=c.v_head_dim,
     )
-    fields = _llama_like(c, bias=c.attention_bias) | {
+    fields = _llama(c) | {
         "mla": mla,
         "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
         "num_kv_heads": c.num_attention_heads,
@@ -366,39 +363,14 @@ def _deepseek(c: _Config) -> _Fields:
 
 def _gpt_oss(c: _Config) -> _Fields:
     return (
-        _llama_like(c, bias=c.attention_bias)
+        _llama(c)
         | _window(c, full_attention_every=2)
-        | {"linear_bias": True, "sinks": True, "moe": _experts(c, c.intermediate_size, router_bias=True)}
+        | {"moe": _experts(c, c.intermediate_size, router_bias=True)}
     )
 
 
-def _olmo(c: _Config) -> _Fields:
-    plain_norm = {"norm": "layernorm", "norm_weight": False}
-    return _llama_like(c, bias=c.attention_bias) | plain_norm
-
-
-def _olmo2(c: _Config) -> _Fields:
-    return _llama_like(c, bias=c.attention_bias) | {"qk_norm": True, "qk_norm_full": True}
-
-
-def _olmoe(c: _Config) -> _Fields:
-    return _olmo2(c) | {"moe": _experts(c, c.intermediate_size)}
-
-
 def _stablelm(c: _Config) -> _Fields:
-    return _llama_like(c) | {
-        "norm": "layernorm",
-        "norm_bias": True,
-        "qkv_bias": c.attention_bias,
-        "qk_norm": c.qk_layernorm,
-        "qk_norm_full": c.qk_layernorm,
-        "parallel_block": c.parallel,
-        "num_norms": 1 if c.parallel else 2,
-    }
-
-
-def _internlm2(c: _Config) -> _Fields:
-    return _llama_like(c, bias=c.bias)
+    return _llama(c) | {"num_norms": 1 if c.parallel else 2}
 
 
 def _dbrx(c: _Config) -> _Fields:
@@ -406,7 +378,7 @@ def _dbrx(c: _Config) -> _Fields:
     if ffn is None:
         raise ModelError("ffn_config is missing; a dbrx config needs it")
     kv_heads = c.attn_config.kv_n_heads
-    return _llama_like(c) | {
+    return _llama(c) | {
         "norm": "layernorm",
         "num_kv_heads": 1 if kv_heads is None else kv_heads,
         "ffn_hidden": ffn.ffn_hidden_size,
@@ -415,25 +387,7 @@ def _dbrx(c: _Config) -> _Fields:
 
 
 def _gpt_bigcode(c: _Config) -> _Fields:
-    return _gpt_like(c) | {"num_kv_heads": 1 if c.multi_query else c.num_attention_heads}
-
-
-def _gptj(c: _Config) -> _Fields:
-    return _gpt_like(c, positions="rotary") | {
-        "qkv_bias": False,
-        "out_bias": False,
-        "head_bias": True,
-        "parallel_block": True,
-        "num_norms": 1,
-    }
-
-
-def _gpt_neox(c: _Config) -> _Fields:
-    return _gpt_like(c, positions="rotary") | {
-        "qkv_bias": c.attention_bias,
-        "out_bias": c.attention_bias,
-        "parallel_block": c.parallel,
-    }
+    return _gpt(c) | {"num_kv_heads": 1 if c.multi_query else c.num_attention_heads}
 
 
 def _opt(c: _Config) -> _Fields:
@@ -442,16 +396,8 @@ def _opt(c: _Config) -> _Fields:
             f"word_embed_proj_dim is {c.word_embed_proj_dim}; only embeddings as wide as hidden_size "
             f"({c.hidden_size}) are expressed"
         )
-    return _gpt_like(c, bias=c.bias) | {
-        "extra_position_rows": 2,
-        "final_norm": c.do_layer_norm_before and not c.remove_final_layer_norm,
-        "norm_weight": c.norm_affine,
-        "norm_bias": c.norm_affine,
-    }
-
-
-def _bloom(c: _Config) -> _Fields:
-    return _gpt_like(c, positions="alibi") | {"embedding_norm": True}
+    final_norm = c.do_layer_norm_before and not c.remove_final_layer_norm
+    return _gpt(c, bias=c.bias) | {"final_norm": final_norm}
 
 
 def _falcon(c: _Config) -> _Fields:
@@ -463,7 +409,7 @@ def _falcon(c: _Config) -> _Fields:
         kv_heads = 1 if c.multi_query else c.num_attention_heads
         num_norms = 1 if c.parallel else 2
         parallel = c.parallel
-    return _gpt_like(c, bias=c.bias, positions="alibi" if c.alibi else "rotary") | {
+    return _gpt(c, bias=c.bias, positions="alibi" if c.alibi else "rotary") | {
         "num_kv_heads": c.num_attention_heads if kv_heads is None else kv_heads,
         "parallel_block": parallel,
         "num_norms": num_norms,
@@ -472,7 +418,7 @@ def _falcon(c: _Config) -> _Fields:
 
 def _mpt(c: _Config) -> _Fields:
     positions = "alibi" if c.attn_config.alibi else "learned"
-    return _gpt_like(c, bias=not c.no_bias, positions=positions) | {
+    return _gpt(c, bias=not c.no_bias, positions=positions) | {
         "ffn_hidden": c.expansion_ratio * c.hidden_size,
         "norm_bias": not c.no_bias,
         "qk_norm": c.attn_config.qk_ln,
@@ -480,28 +426,15 @@ def _mpt(c: _Config) -> _Fields:
     }
 
 
-def _phi(c: _Config) -> _Fields:
-    return _gpt_like(c, positions="rotary") | {
-        "head_bias": True,
-        "qk_norm": c.qk_layernorm,
-        "parallel_block": True,
-        "num_norms": 1,
-    }
-
-
 def _starcoder2(c: _Config) -> _Fields:
-    return _gpt_like(c, bias=c.bias, positions="rotary") | _window(c)
+    return _gpt(c, bias=c.bias, positions="rotary") | _window(c)
 
 
 def _bert(c: _Config) -> _Fields:
     head = c.architectures[0].partition("For")[2] if c.architectures else ""
     labels = {"": 0, "MaskedLM": 0, "PreTraining": 2, "NextSentencePrediction": 2}
     predicts_words = head in ("MaskedLM", "PreTraining")
-    return _gpt_like(c) | {
-        "causal": c.is_decoder,
-        "final_norm": False,
-        "embedding_norm": True,
-        "token_types": c.type_vocab_size,
+    return _gpt(c) | {
         "lm_head": predicts_words,
         "mlm_transform": predicts_words,
         "head_bias": predicts_words,
@@ -517,13 +450,9 @@ def _vit(c: _Config) -> _Fields:
         height=height, width=width, patch=c.patch_size, channels=c.num_channels, class_token=True
     )
     classifies = bool(c.architectures) and c.architectures[0].endswith("ForImageClassification")
-    return _gpt_like(c) | {
-        "causal": False,
-        "qkv_bias": c.attention_bias,
-        "vocab": 0,
+    return _gpt(c) | {
         "patches": patches,
         "max_seq": patches.num_tokens,
-        "lm_head": False,
         "pooler": not classifies,
         "num_classes": _num_labels(c) if classifies else 0,
     }
@@ -535,41 +464,33 @@ def _num_labels(c: _Config) -> int:
     return 2 if c.num_labels is None else c.num_labels
 
 
-_FAMILIES: dict[str, Callable[[_Config], _Fields]] = {
-    "llama": _llama,
-    "granite": _llama,
-    "mistral": _mistral,
+_BLOCKS: dict[str, Callable[[_Config], _Fields]] = {"llama": _llama, "gpt": _gpt}
+_OWN_RULES: dict[str, Callable[[_Config], _Fields]] = {
+    "mistral": _llama_with_window,
+    "phi3": _llama_with_window,
     "mixtral": _mixtral,
-    "qwen2": _qwen2,
+    "olmoe": _llama_with_experts,
+    "qwen2": _qwen,
+    "qwen3": _qwen,
     "qwen2_moe": _qwen2_moe,
-    "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
     "gemma": _gemma,
     "gemma2": _gemma2,
-    "gemma3_text": _gemma3,
-    "olmo": _olmo,
-    "olmo2": _olmo2,
-    "olmoe": _olmoe,
-    "phi3": _mistral,
+    "gemma3_text": lambda c: _gemma2(c, full_attention_every=c.sliding_window_pattern),
     "stablelm": _stablelm,
-    "internlm2": _internlm2,
     "gpt_oss": _gpt_oss,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
-    "gpt2": _gpt_like,
     "gpt_bigcode": _gpt_bigcode,
-    "gptj": _gptj,
-    "gpt_neox": _gpt_neox,
     "opt": _opt,
-    "bloom": _bloom,
     "falcon": _falcon,
     "mpt": _mpt,
     "dbrx": _dbrx,
-    "phi": _phi,
     "starcoder2": _starcoder2,
     "bert": _bert,
     "vit": _vit,
 }
+"""The families for which the catalog does not say it all."""
 _OTHER_NAMES = {
     "refinedweb": "falcon",
     "refinedwebmodel": "falcon",
@@ -581,7 +502,7 @@ _OTHER_NAMES = {
 
 def families() -> list[str]:
     """The `model_type`s that `read_config` knows."""
-    return list(_FAMILIES)
+    return list(_spellings())
 
 
 # --- reading -----------------------------------------------------------------------------------
@@ -611,8 +532,11 @@ def model_from_config(raw: Any, *, name: str, where: str = "config") -> Model:
         raise ModelError(f"{where} is not a JSON object; a config.json begins with {{")
     try:
         family = _family(raw)
-        config = _typed(raw, _spellings()[family], nested=nested)
-        return checked_model(Model(name=name, source=where, **_FAMILIES[family](config)), where)
+        spelling = _spellings()[family]
+        config = _typed(raw, spelling, nested=nested)
+        rules = _OWN_RULES.get(family) or _BLOCKS[spelling.block]
+        taken = {name: getattr(config, common) for name, common in spelling.taken.items()}
+        return checked_model(Model(name=name, source=where, **rules(config) | spelling.fields | taken), where)
     except ModelError as error:
         text = str(error)
         raise ModelError(text if text.startswith(where) else f"{where}: {text}") from None
@@ -626,12 +550,12 @@ def _family(raw: dict[str, Any]) -> str:
     elif isinstance(classes, list) and classes and isinstance(classes[0], str):
         kind = classes[0]
         squeezed = re.sub(r"(For[A-Z].*|LMHeadModel|Model)$", "", kind).lower()
-        key = next((family for family in _FAMILIES if family.replace("_", "") == squeezed), squeezed)
+        key = next((family for family in _spellings() if family.replace("_", "") == squeezed), squeezed)
     else:
         raise ModelError("model_type is missing; it names the family of the model, for example llama")
     key = _OTHER_NAMES.get(key, key)
-    if key not in _FAMILIES:
-        raise ModelError(f"model_type {kind!r} is not known; known are {', '.join(_FAMILIES)}")
+    if key not in _spellings():
+        raise ModelError(f"model_type {kind!r} is not known; known are {', '.join(_spellings())}")
     return key
 
 

@@ -7,6 +7,7 @@ torch's. Attention tensors are [batch, heads, tokens, head size].
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.functional import silu
 
 from meshwise.core.errors import MissingExtraError
 
+Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 aten = torch.ops.aten
 _MASK_BLOCK = 1024
 
@@ -255,67 +257,37 @@ class MatMul(torch.autograd.Function):
         return torch.mm(grad, weight.t()), dweight
 
 
-class AllToAll(torch.autograd.Function):
-    """Part i of dim 0 goes to rank i of `group`; the part from rank i comes to place i. Its own inverse."""
+class Exchange(torch.autograd.Function):
+    """The collective `there`, whose gradient is the collective `back`: a gather and a scatter, say."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """`x` is contiguous and keeps its shape."""
-        ctx.group = group
-        return all_to_all(x, group)
+    def forward(ctx: Any, x: Tensor, there: Collective, back: Collective, group: dist.ProcessGroup) -> Tensor:
+        """`there` of x, which is contiguous."""
+        ctx.back, ctx.group = back, group
+        return there(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The same exchange, of the gradient."""
-        return all_to_all(grad.contiguous(), ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """`back` of the gradient."""
+        return ctx.back(grad.contiguous(), ctx.group), None, None, None
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The exchange of `AllToAll`, without a gradient."""
+    """Part i of dim 0 goes to rank i of `group`; the part from rank i comes to place i. Its own inverse."""
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x, group=group)
     return out
 
 
-class AllGather(torch.autograd.Function):
-    """Parts of dim 0 from all ranks of `group`, put together; the gradient is reduce-scattered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """[n, ...] -> [n x ranks, ...]."""
-        ctx.group = group
-        return all_gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Each rank's part, summed over the ranks."""
-        return reduce_scatter(grad, ctx.group), None
-
-
-class ReduceScatter(torch.autograd.Function):
-    """The sum over all ranks of `group`, a part of dim 0 to each; the gradient is all-gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """[n x ranks, ...] -> [n, ...]."""
-        ctx.group = group
-        return reduce_scatter(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Everybody's part goes to everybody."""
-        return all_gather(grad, ctx.group), None
-
-
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Parts of dim 0 from all ranks, in their order."""
+    """Parts of dim 0 from all ranks, in their order: [n, ...] -> [n x ranks, ...]."""
     out = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
     dist.all_gather_single(out, x, group=group)
     return out
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part of dim 0 of the sum over all ranks."""
+    """This rank's part of dim 0 of the sum over all ranks: [n x ranks, ...] -> [n, ...]."""
     out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
     dist.reduce_scatter_single(out, x, group=group)
     return out

@@ -188,11 +188,11 @@ def layer(
     shown: dict[str, torch.Tensor] | None,
 ) -> torch.Tensor:
     """x [N/P, d] -> x + relu(x W1) W2, over the TP ranks of `group`."""
-    from meshwise.runtime.programs.functions import AllGather, MatMul, ReduceScatter
+    from meshwise.runtime.programs.functions import Exchange, MatMul, all_gather, reduce_scatter
 
     op = context.recorder.op
     with op("input"):
-        gathered = AllGather.apply(x, group)
+        gathered = Exchange.apply(x, all_gather, reduce_scatter, group)
     if shown is not None:
         weights = {"W1 [L, d, d'/TP]": shown["W1"], "W2 [L, d'/TP, d]": shown["W2"]}
         context.step("2D model parallel", {"input_ [N/DP, d]": gathered, **weights})
@@ -202,7 +202,7 @@ def layer(
         context.step("inter = input x W1", {"inter [N/DP, d'/TP]": inter})
     with op("output"):
         partial = MatMul.apply(inter, weight_out)
-        summed = ReduceScatter.apply(partial, group)
+        summed = Exchange.apply(partial, reduce_scatter, all_gather, group)
     with op("residual"):
         return x + summed
 

@@ -27,7 +27,7 @@ from torch.profiler import record_function
 
 from meshwise.model.gpt_config import GptConfig
 from meshwise.program.expert_parallel import num_slots
-from meshwise.runtime.programs.functions import AllToAll
+from meshwise.runtime.programs.functions import Exchange, all_to_all
 
 SAMPLE_FRACTION = 0.2
 """The share of experts whose load `expert1_balance_top` and `_bottom` add up (fairseq's)."""
@@ -391,4 +391,4 @@ class MoELayer(nn.Module):
         """Part i of the slots' rows to rank i, and back the second time; nothing moves without a group."""
         if self.shard.ep_group is None or self.config.dummy_a2a:
             return slots
-        return AllToAll.apply(slots.contiguous(), self.shard.ep_group)
+        return Exchange.apply(slots.contiguous(), all_to_all, all_to_all, self.shard.ep_group)

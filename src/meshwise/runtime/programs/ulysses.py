@@ -146,11 +146,12 @@ def forward(options: Options, context: Context, inputs: Mapping[str, torch.Tenso
     from torch import bmm
 
     from meshwise.runtime.programs.functions import (
-        AllToAll,
+        Exchange,
         MatMul,
         Project,
         RingAttention,
         Scores,
+        all_to_all,
     )
 
     op, step = context.recorder.op, context.step
@@ -165,7 +166,9 @@ def forward(options: Options, context: Context, inputs: Mapping[str, torch.Tenso
 
     def to_heads(name: str, tensor: torch.Tensor) -> torch.Tensor:
         with op(name):
-            return AllToAll.apply(tensor.view(num, local_heads, tokens, width), exchange)
+            return Exchange.apply(
+                tensor.view(num, local_heads, tokens, width), all_to_all, all_to_all, exchange
+            )
 
     def join_tokens(name: str, tensor: torch.Tensor) -> torch.Tensor:
         with op(f"{name} transpose"):
@@ -217,7 +220,7 @@ def forward(options: Options, context: Context, inputs: Mapping[str, torch.Tenso
         c = c.transpose(0, 1).contiguous()
     step("transpose c", {f"c [{n}, h/{p}, d/h]": c}, "transpose(0, 1) c")
     with op("c"):
-        c_ = AllToAll.apply(c.view(num, tokens, local_heads, width), exchange)
+        c_ = Exchange.apply(c.view(num, tokens, local_heads, width), all_to_all, all_to_all, exchange)
     step("all-to-all c", {f"c_ [{p}, N/P, h/{p}, d/h]": c_}, "c_ = all-to-all c")
     with op("c_ transpose"):
         c_ = c_.transpose(0, 1).contiguous().view(tokens, options.hidden)

@@ -31,6 +31,16 @@ def axis(mesh: DeviceMesh, name: str) -> Axis:
     return Axis(mesh.get_group(name), mesh.size(mesh.mesh_dim_names.index(name)), mesh.get_local_rank(name))
 
 
+def _after(work: dist.Work, result: Tensor) -> Finish:
+    """`result`, when the exchange `work` is through."""
+
+    def finish() -> Tensor:
+        work.wait()
+        return result
+
+    return finish
+
+
 def start_gather(x: Tensor, along: Axis, dim: int = 0) -> Finish:
     """All-gather: the parts of all ranks, one after the other in `dim`."""
     if along.size == 1:
@@ -38,12 +48,7 @@ def start_gather(x: Tensor, along: Axis, dim: int = 0) -> Finish:
     mine = x.movedim(dim, 0).contiguous()
     whole = mine.new_empty(along.size * mine.shape[0], *mine.shape[1:])
     work = dist.all_gather_single(whole, mine, group=along.group, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
-        return whole.movedim(0, dim)
-
-    return finish
+    return _after(work, whole.movedim(0, dim))
 
 
 def start_scatter(x: Tensor, along: Axis, dim: int = 0) -> Finish:
@@ -53,12 +58,7 @@ def start_scatter(x: Tensor, along: Axis, dim: int = 0) -> Finish:
     whole = x.movedim(dim, 0).contiguous()
     mine = whole.new_empty(whole.shape[0] // along.size, *whole.shape[1:])
     work = dist.reduce_scatter_single(mine, whole, group=along.group, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
-        return mine.movedim(0, dim)
-
-    return finish
+    return _after(work, mine.movedim(0, dim))
 
 
 def gather(x: Tensor, along: Axis, dim: int = 0) -> Tensor:
@@ -76,12 +76,7 @@ def start_sum(x: Tensor, along: Axis) -> Finish:
     if along.size == 1:
         return lambda: x
     work = dist.all_reduce(x, group=along.group, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
-        return x
-
-    return finish
+    return _after(work, x)
 
 
 def all_sum(x: Tensor, along: Axis) -> Tensor:
@@ -111,12 +106,7 @@ def start_broadcast(panel: Tensor, owner: int, along: Axis) -> Finish:
         return lambda: panel
     buffer = panel.contiguous() if along.index == owner else torch.empty_like(panel).contiguous()
     work = dist.broadcast(buffer, group=along.group, group_src=owner, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
-        return buffer
-
-    return finish
+    return _after(work, buffer)
 
 
 def start_reduce(panel: Tensor, owner: int, along: Axis) -> Finish:
@@ -124,9 +114,4 @@ def start_reduce(panel: Tensor, owner: int, along: Axis) -> Finish:
     if along.size == 1:
         return lambda: panel
     work = dist.reduce(panel, group=along.group, group_dst=owner, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
-        return panel
-
-    return finish
+    return _after(work, panel)
