@@ -35,7 +35,6 @@ COLUMNS = (
     *("compute_s", "memory_s", "comm_s", "exposed_s", "time_s", "start_s"),
     *("live_bytes", "peak_bytes"),
 )
-ORIGINS = ("estimate", "dry_run", "run", "profile")
 PHASES = ("forward", "backward", "recompute", "optimizer", "step", "peak")
 Collective = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "dispatch", "broadcast", "reduce", "send",

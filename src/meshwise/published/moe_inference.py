@@ -26,8 +26,6 @@ from meshwise.program.expert_pass import Pass, evaluation, rank_params
 from meshwise.program.lifetime import ops_of, peak_bytes
 from meshwise.program.op import Op
 
-GIB = 2.0**30
-
 
 def new_pass(
     config: GptConfig, *, ep: Num = 1, tp: int = 1, dtype: str = "fp16", grouped: bool = False,
