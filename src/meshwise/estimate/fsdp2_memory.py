@@ -26,18 +26,20 @@ from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage, chunks_of_rank
 from meshwise.program.cut import Cut
-from meshwise.program.fsdp2 import held_params, unsharded_bytes
+from meshwise.program.fsdp2 import Unit, held_params, unsharded_bytes
 from meshwise.program.order import Pattern, moments, patterns
 from meshwise.program.parts import block_input_bytes
 
 
 def fsdp2_memory(
-    model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut, overheads: Overheads
-) -> Memory:
-    """Memory of one rank of `stage` at its peak."""
-    held_bytes = cut.precision.stat_bytes * held_params(model, stage, mesh, cut)
+    model: Model, stage: Stage, parts: Sequence[Part], held: Sequence[Unit], mesh: Mesh, cut: Cut,
+    overheads: Overheads,
+) -> Memory:  # fmt: skip
+    """Memory of one rank of `stage` at its peak; `held` are the units of its weights."""
+    held_bytes = cut.precision.stat_bytes * held_params(held, mesh, cut)
     activations = kept_peak_bytes(model, stage, parts, mesh, cut)
     buffers = _buffer_bytes(model, stage, parts, mesh, cut, overheads.loss_bytes)
+    buffers = buffers + unsharded_bytes(held, stage, mesh, cut)
     return Memory(
         weights=held_bytes,
         gradients=held_bytes,
@@ -53,7 +55,7 @@ def fsdp2_memory(
 def _buffer_bytes(
     model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut, loss_bytes: float
 ) -> Num:
-    """Workspace: whole weights and gradients, gathered activations, messages, and the widest gradient.
+    """Workspace beside whole weights: gathered activations, messages, and the widest gradient.
 
     Of `loss_bytes` for each logit, what the loss keeps is among the activations.
     """
@@ -64,7 +66,7 @@ def _buffer_bytes(
     largest = stage.heads * max(loss_bytes - EXPONENTIAL_BYTES, 0.0) * logits
     for part in blocks:
         largest = np.maximum(largest, part.widest_bytes)
-    return gathered + messages + unsharded_bytes(model, stage, mesh, cut) + largest
+    return gathered + messages + largest
 
 
 def kept_peak_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut) -> Num:

@@ -172,9 +172,12 @@ def _stage_cost(
 ) -> StageCost:
     time = stage_time(model, stage, by_part, mesh, cut, machine)
     held = held_params(model, stage, by_part, cut)
-    exchanged, comm_dp_s = _exchanged(model, stage, held, time, mesh, cut, machine)
-    memory_of = fsdp2_memory if _is_fsdp2(cut) else stage_memory
-    memory = memory_of(model, stage, by_part, mesh, cut, machine.overheads)
+    units = fsdp2.units(model, stage, mesh) if _is_fsdp2(cut) else []
+    exchanged, comm_dp_s = _exchanged(model, stage, held, units, time, mesh, cut, machine)
+    if units:
+        memory = fsdp2_memory(model, stage, by_part, units, mesh, cut, machine.overheads)
+    else:
+        memory = stage_memory(model, stage, by_part, mesh, cut, machine.overheads)
     optimizer_s = _optimizer_s(held, memory, mesh, cut, machine) if mesh.trains else 0.0
     return StageCost(
         stage=stage, held=held, time=time, memory=memory, exchanged=exchanged, comm_dp_s=comm_dp_s,
@@ -187,21 +190,22 @@ def _is_fsdp2(cut: Cut) -> bool:
 
 
 def _exchanged(
-    model: Model, stage: Stage, held: Held, time: StageTime, mesh: Mesh, cut: Cut, machine: Machine
-) -> tuple[list[tuple[Exchange, Num]], Num]:
+    model: Model, stage: Stage, held: Held, units: Sequence[fsdp2.Unit], time: StageTime, mesh: Mesh,
+    cut: Cut, machine: Machine,
+) -> tuple[list[tuple[Exchange, Num]], Num]:  # fmt: skip
     """The exchanges of a stage's replicas with their time on the links, and what the step pays of it.
 
     The gradient of a block travels while the blocks below it compute, so at best one block's part of it
-    sticks out, and likewise the gather of the first block's weights.
+    sticks out, and likewise the gather of the first block's weights. `units`: those of FSDP2, if it is that.
     """
     if not mesh.trains:
         return [], 0.0
     overheads = machine.overheads
     rounds = 1.0 + (mesh.zero >= 3) * (mesh.num_microbatches - 1.0)
-    if _is_fsdp2(cut):
+    if units:
         reductions: Num = 1.0
-        of_replicas = fsdp2.exchanges(model, stage, mesh, cut)
-        of_one = fsdp2.shared_weights(model, stage, mesh, cut)
+        of_replicas = fsdp2.exchanges(units, mesh, cut)
+        of_one = fsdp2.shared_weights(model, units, stage, mesh, cut)
     else:
         reductions = rounds
         of_replicas = exchanges(

@@ -83,8 +83,9 @@ def rank_of_chunk(chunk: int, pp: int, folding: int) -> int:
     return chunk % pp
 
 
+@lru_cache(maxsize=4096)
 def chunks_of_rank(
-    model: Model, pp: int, vpp: int, schedule: str, stages: Sequence[int] | None, rank: int
+    model: Model, pp: int, vpp: int, schedule: str, stages: tuple[int, ...] | None, rank: int
 ) -> list[tuple[Stage, range]]:
     """The chunks of pipeline rank `rank` in the order in which it numbers them, and the layers of each."""
     folding = FOLDED if schedule in V_SHAPED and pp > 1 else ROUND

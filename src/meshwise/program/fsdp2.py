@@ -16,7 +16,7 @@ Source: torch.distributed.fsdp.fully_shard; torchtitan, arXiv 2410.06511.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -134,17 +134,17 @@ def _gathers_of_pattern(
     return tuple(float(np.dot(part, times)) for part in parts)
 
 
-def held_params(model: Model, stage: Stage, mesh: Mesh, cut: Cut) -> Num:
+def held_params(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Num:
     """Weights that the rank keeps, its shards."""
-    return sum(unit.count * unit.local_size(mesh, cut) for unit in units(model, stage, mesh))
+    return sum(unit.count * unit.local_size(mesh, cut) for unit in held)
 
 
-def unsharded_bytes(model: Model, stage: Stage, mesh: Mesh, cut: Cut) -> Num:
+def unsharded_bytes(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Num:
     """Bytes of weights that are gathered at once, and of gradients that wait for the last microbatch.
 
     Alone: the ends and two blocks (one computes, one is prefetched). In a pipeline `ACTIVE_CHUNKS` chunks.
     """
-    sizes = [unit.count * unit.padded_size(mesh, cut) for unit in units(model, stage, mesh)]
+    sizes = [unit.count * unit.padded_size(mesh, cut) for unit in held]
     whole, ends = sum(sizes), sum(sizes[:3])
     two_blocks = (whole - ends) * np.minimum(2.0 / np.maximum(stage.num_layers, 1.0), 1.0)
     is_alone = (mesh.pp == 1) * 1.0
@@ -154,9 +154,9 @@ def unsharded_bytes(model: Model, stage: Stage, mesh: Mesh, cut: Cut) -> Num:
     return cut.precision.act_bytes * gathered + cut.precision.stat_bytes * waiting
 
 
-def exchanges(model: Model, stage: Stage, mesh: Mesh, cut: Cut) -> Iterator[Exchange]:
+def exchanges(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Iterator[Exchange]:
     """What the replicas exchange in a step: weights gathered, and gradients reduced once."""
-    for unit in units(model, stage, mesh):
+    for unit in held:
         ranks, stride = unit.replicas(mesh)
         padded, name = unit.padded_size(mesh, cut), "expert_" * unit.is_experts
         common: dict[str, Any] = {"group_size": ranks, "stride": stride, "shards_copied": ranks}
@@ -171,11 +171,12 @@ def exchanges(model: Model, stage: Stage, mesh: Mesh, cut: Cut) -> Iterator[Exch
         )  # fmt: skip
 
 
-def shared_weights(model: Model, stage: Stage, mesh: Mesh, cut: Cut) -> Iterator[Exchange]:
+def shared_weights(
+    model: Model, held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut
+) -> Iterator[Exchange]:
     """Gradients of weights that several ranks of one replica hold, summed once a step."""
     accumulates = ((mesh.num_microbatches > 1) | (mesh.pp > 1)) * 1.0
     narrow, wide = cut.precision.act_bytes, cut.precision.stat_bytes
-    held = units(model, stage, mesh)
     for unit in held:
         for weight in unit.weights:
             if _is_summed(weight):
