@@ -280,9 +280,9 @@ def counted_peak(options: Any) -> float:
             "would recompute once for each weight",
         ),
         ("--plan vpp=2", "vpp=2 needs a pipeline"),
-        ("--plan tp=4", "kv heads 2 does not divide by tp=4"),
-        ("--plan tp=2 --seq 15", "seq 15 does not divide by tp=2"),
-        ("--plan cp=2 --seq 18", "seq 18 does not divide by 4"),
+        ("--plan tp=4", "tp=4 does not divide the 2 key-value heads"),
+        ("--plan tp=2 --seq 15", "seq=15 does not divide by 2"),
+        ("--plan cp=2 --seq 18", "seq=18 does not divide by 4"),
         ("--plan pp=8 --ranks 8", "2 layers of tiny_llama cannot fill 8 pipeline stages"),
         ("--plan pp=2 --batch 2", "needs at least pp=2 microbatches, not 1"),
         ("--batch 3", "batch 3 does not divide by dp=4"),
@@ -291,7 +291,7 @@ def counted_peak(options: Any) -> float:
         ("--plan offload_optimizer=1", "not built for offload_optimizer=1"),
         ("--model deepseek-v3", "has shared experts"),
         ("--model qwen3-8b", "norms of queries and keys"),
-        (f"--model {MODELS['gpt']} --seq 128", "exceeds the 64 positions"),
+        (f"--model {MODELS['gpt']} --seq 128", "exceeds the 64 learned positions"),
     ],
 )
 def test_what_is_not_built_is_said(words: str, sentence: str, meshwise: Callable[..., Any]) -> None:

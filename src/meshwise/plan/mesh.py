@@ -403,12 +403,17 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
         (model.moe is not None) & (mesh.etp > 1),
         lambda: "implementation=fsdp2 does not cut experts; add etp=1 to the plan",
     )
+    for what, number in (("key-value heads", model.num_kv_heads), ("tokens of the vocabulary", model.vocab)):
+        yield Rule(
+            number % mesh.tp != 0,
+            lambda what=what, number=number: (  # type: ignore[misc]
+                f"implementation=fsdp2 does not copy or pad: tp={_int(mesh.tp)} does not divide the {number} "
+                f"{what} of {model.name}; use a divisor"
+            ),
+        )
     yield Rule(
-        model.num_kv_heads % mesh.tp != 0,
-        lambda: (
-            f"implementation=fsdp2 does not copy heads: tp={_int(mesh.tp)} does not divide the "
-            f"{model.num_kv_heads} key-value heads of {model.name}; use a divisor"
-        ),
+        (mesh.vpp > 1) & (mesh.pp == 1),
+        lambda: f"vpp={_int(mesh.vpp)} needs a pipeline; use pp=2 or more, or leave vpp out",
     )
     parts = mesh.tp * mesh.cp * (1.0 + (mesh.cp > 1))
     yield Rule(

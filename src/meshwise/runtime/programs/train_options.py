@@ -53,36 +53,14 @@ class Options:
 
 def check(options: Options, ranks: int) -> None:
     """PlanError, ModelError or WorkloadError for what does not fit or is not built."""
-    plan, model = the_plan(options), the_model(options)
-    plan.data_parallel(ranks)
+    plan, model, mesh = the_plan(options), the_model(options), the_mesh(options, ranks)
     if plan.implementation != "fsdp2":
         raise PlanError(f"train: the program is implementation=fsdp2, not {plan.implementation}")
-    if plan.vpp > 1 and plan.pp == 1:
-        raise PlanError(f"train: vpp={plan.vpp} needs a pipeline; use pp=2 or more, or leave vpp out")
-    parts = plan.tp * (2 * plan.cp if plan.cp > 1 else 1)
-    for what, number, divisor in (
-        ("seq", options.seq, parts), ("heads", model.num_heads, plan.tp),
-        ("kv heads", model.num_kv_heads, plan.tp), ("ffn width", model.ffn_hidden, plan.tp),
-        ("vocabulary", model.vocab, plan.tp),
-    ):  # fmt: skip
-        if number % divisor:
-            by = f"tp={plan.tp}" if divisor == plan.tp else f"{divisor}: two parts for each rank of cp x tp"
-            raise PlanError(f"train: {what} {number} does not divide by {by}")
-    if model.positions == "learned" and options.seq > model.max_seq:
-        raise PlanError(f"train: seq {options.seq} exceeds the {model.max_seq} positions of {model.name}")
-    _check_experts(options, the_mesh(options, ranks))
-
-
-def _check_experts(options: Options, on: Mesh) -> None:
-    plan, model = the_plan(options), the_model(options)
     if model.moe is None:
-        if plan.ep > 1:
-            raise PlanError(f"train: {model.name} has no experts to spread over ep={plan.ep}; leave ep out")
         return
-    alike = int(on.expert_replicas)
+    alike = int(mesh.expert_replicas)
     run = options.seq // plan.tp // (2 * plan.cp if plan.cp > 1 else 1)
     for what, number, divisor in (
-        ("experts", model.moe.num_experts, plan.ep),
         ("hidden width", model.hidden, alike), ("experts' width", model.moe.ffn_hidden, alike),
         (f"seq {options.seq} leaves each rank {run} tokens in a row, whose choices", run * model.moe.top_k,
          model.moe.num_experts),
