@@ -75,11 +75,11 @@ CHOICES = {
 
 
 @st.composite
-def plans(draw: Any, keys: tuple[str, ...] = tuple(CHOICES)) -> mw.Plan:
+def plans(draw: Any, keys: tuple[str, ...] = tuple(CHOICES), **fixed: Any) -> mw.Plan:
     """Plans with a handful of keys stated."""
     stated = draw(st.sets(st.sampled_from(keys), max_size=6))
     try:
-        return mw.Plan(**{key: draw(st.sampled_from(CHOICES[key])) for key in sorted(stated)})
+        return mw.Plan(**{key: draw(st.sampled_from(CHOICES[key])) for key in sorted(stated)}, **fixed)
     except mw.MeshwiseError:
         assume(False)
         raise
@@ -204,3 +204,134 @@ def test_deepspeed_accepts_it(tmp_path: Path) -> None:
 def test_json_files_are_json(tmp_path: Path) -> None:
     mw.launch("llama3-8b", CLUSTER, "zero=3", to="deepspeed", batch=64, seq=4096).write(tmp_path)
     assert json.loads((tmp_path / "ds_config.json").read_text())["zero_optimization"]["stage"] == 3
+
+
+# --- and back ----------------------------------------------------------------------------------
+
+
+SAID = {  # keys of which a framework says at least some values
+    "megatron-lm": tuple(CHOICES),
+    "torchtitan": ("tp", "sp", "cp", "pp", "vpp", "zero_group", "recompute", "overlap_tp"),
+    "deepspeed": ("zero", "dtype", "grad_dtype", "overlap_dp", "offload_optimizer"),
+    "accelerate": ("zero_group", "dtype", "recompute"),
+}
+FIXED = {
+    "torchtitan": {"zero": 3, "optimizer": "adam-fp32", "cp_kind": "all_gather"},
+    "accelerate": {"zero": 3, "optimizer": "adam-fp32"},
+}
+
+
+def read_back(framework: str, job: Any, folder: Path, cluster: str = CLUSTER) -> Any:
+    job.write(folder)
+    names = {"megatron-lm": "megatron_args.txt", "torchtitan": "job.sbatch", "deepspeed": "ds_config.json",
+             "accelerate": "accelerate.yaml"}  # fmt: skip
+    return mw.read_job(folder / names[framework], cluster)
+
+
+@given(st.sampled_from(["megatron-lm", "torchtitan", "deepspeed", "accelerate"]), st.data())
+def test_a_job_that_says_all_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, framework: str, data: Any
+) -> None:
+    """Where nothing of a plan is lost, what is read costs the same and is written the same."""
+    model = data.draw(st.sampled_from(MODELS if framework == "megatron-lm" else ["llama3-8b"]))
+    plan = data.draw(plans(keys=SAID[framework], **FIXED.get(framework, {})))
+    job = launched(framework, model, plan)
+    lost = {sentence.partition("=")[0] for sentence in job.not_expressed}
+    assume(lost <= {"seq", "model", "model.mtp_layers"})
+    found = read_back(framework, job, tmp_path_factory.mktemp("job"))
+    assert found.framework == framework
+    assert not [sentence for sentence in found.unread if "not in this file" not in sentence]
+    shape = found.model or model
+    prices = [mw.estimate(model, CLUSTER, one, batch=128, seq=4096) for one in (plan, found.plan)]
+    if framework in (
+        "megatron-lm",
+        "torchtitan",
+    ):  # the others leave recompute and the optimizer to the script
+        assert prices[0].step_s == prices[1].step_s
+        assert prices[0].memory_bytes == prices[1].memory_bytes
+    again = mw.launch(shape, CLUSTER, found.plan, to=framework, batch=found.batch or 128,
+                      seq=found.seq or 4096, microbatch=found.microbatch)  # fmt: skip
+    if framework in ("megatron-lm", "torchtitan"):
+        assert (again.arguments[4:], again.not_expressed) == (job.arguments[4:], job.not_expressed)
+    else:
+        assert again.files[0] == job.files[0]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_is_read_back(tmp_path: Path, model: str) -> None:
+    job = mw.launch(model, CLUSTER, "tp=8", to="megatron-lm", batch=128, seq=2048)
+    found = read_back("megatron-lm", job, tmp_path).model
+    wanted = mw.find_model(model)
+    for key in (
+        "num_layers",
+        "hidden",
+        "ffn_hidden",
+        "num_heads",
+        "num_kv_heads",
+        "vocab",
+        "mla",
+        "moe",
+        "norm",
+    ):
+        assert getattr(found, key) == getattr(wanted, key), key
+
+
+SCRIPT = """#!/bin/bash
+GPUS_PER_NODE=8
+NODES=${NODES:-4}
+TP=4
+MODEL_ARGS=(
+    --num-layers 32 --hidden-size 4096  # a comment
+    --num-attention-heads 32 --ffn-hidden-size 14336 --swiglu
+    --group-query-attention --num-query-groups 8
+    --normalization RMSNorm --disable-bias-linear
+    --position-embedding-type rope --max-position-embeddings 8192
+    --vocab-size 128256 --untie-embeddings-and-output-weights
+)
+TRAINING="--micro-batch-size 2 --global-batch-size 128 --seq-length 8192 --bf16 --lr 3e-4"
+torchrun --nproc_per_node $GPUS_PER_NODE --nnodes $NODES pretrain_gpt.py \\
+    ${MODEL_ARGS[@]} $TRAINING --tensor-model-parallel-size $TP --sequence-parallel \\
+    --use-distributed-optimizer --overlap-grad-reduce --cuda-graph-impl local
+"""
+
+
+def test_a_script_with_variables_and_arrays_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(SCRIPT)
+    job = mw.read_job(path)
+    assert (job.framework, job.plan, job.num_gpus) == ("megatron-lm", mw.Plan(tp=4), 32)
+    assert (job.batch, job.seq, job.microbatch) == (128, 8192, 2)
+    assert job.model is not None
+    assert job.model.num_kv_heads == 8
+    assert [sentence.split()[0] for sentence in job.unread] == ["--cuda-graph-impl"]
+
+
+def test_estimate_and_search_take_a_file(meshwise: Any, tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(SCRIPT)
+    words = ("--cluster", "h100-80g-sxm:32", "--from", str(path), "--json")
+    priced = meshwise("estimate", *words).document
+    assert priced["plan"]["tp"] == 4
+    assert priced["workload"]["batch"] == 128
+    assert priced["from"]["unread"]
+    found = meshwise("search", *words).document
+    assert found["beside"]["step_s"] == pytest.approx(priced["step_s"], rel=1e-12)
+    assert found["best"][0]["step_s"] <= found["beside"]["step_s"]
+    shown = meshwise("search", *words[:-1])
+    assert "tp=4" in shown.out
+    assert "--cuda-graph-impl" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("hello", "no job of"),
+        ('{"a": 1}', "no DeepSpeed configuration"),
+        ("--num-layers $N --hidden-size 8", "not in the file"),
+        ("--num-layers x --hidden-size 8", "must be of type int"),
+    ],
+)
+def test_a_file_that_is_no_job_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "job").write_text(text)
+    with pytest.raises(mw.MeshwiseError, match=sentence):
+        mw.read_job(tmp_path / "job")

@@ -31,6 +31,7 @@ OTHERS = {  # option: words that state something else than the base; where there
         "--plot": [("--plot", "FOLDER/step.png"), ("--plot", "FOLDER/step.gif")],
         "--trace": [("--trace", "FOLDER/step.json"), ("--trace", "FOLDER/step.json", "--kind", "evaluate")],
         "--json": [("--json",)],
+        "--from": [("--from", "/nowhere/train.sh")],
         "--cluster": [("--cluster", "a100-80g-sxm:128"), ("--cluster", "a100")],
     },
     "search": {
@@ -42,6 +43,7 @@ OTHERS = {  # option: words that state something else than the base; where there
         "--beside": [("--beside", "tp=2"), ("--beside", "tp=3")],
         "--top": [("--top", "2"), ("--top", "0")],
         "--json": [("--json",)],
+        "--from": [("--from", "/nowhere/train.sh")],
         "--cluster": [("--cluster", "h100-80g-sxm:8")],
     },
 }

@@ -27,7 +27,8 @@ def main(folder: Path) -> None:
     served = mw.serve(model, "h100-80g-sxm:2", "tp=2", prompt=1024, output=128, token_s=0.02)
     assert served.first_token_s > 0 and served.max_sequences > 0
     job = mw.launch(model, cluster, plan, to="megatron-lm", batch=128, seq=8192)
-    assert "--tensor-model-parallel-size" in job.arguments
+    job.write(folder)
+    assert mw.read_job(folder / "megatron_args.txt", cluster).plan == mw.Plan(tp=2, zero=3)
     tables = mw.reproduce("nersc-2024-02", "gpt3-175b", "nersc-notebook", "tp=4,sp=1")
     (folder / "tables.csv").write_text(tables.to_csv())
     try:

@@ -25,6 +25,7 @@ from meshwise.api import (
     frontier,
     launch,
     profile,
+    read_job,
     reproduce,
     run,
     search,
@@ -64,7 +65,7 @@ _HOME = {
 
 __all__ = ["Cluster", "Estimate", "Ledger", "MeshwiseError", "Model", "Plan", "Workload", "__version__"]
 __all__ += ["compare", "dry_run", "estimate", "frontier", "profile", "reproduce", "run", "search", "serve"]
-__all__ += ["launch", "validate"]
+__all__ += ["launch", "read_job", "validate"]
 __all__ += ["find_cluster", "find_model", "parse_plan", "plan_text"]
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from meshwise.calibrate.validate import Validation
     from meshwise.core.compare import Comparison
     from meshwise.estimate.single import Estimate
+    from meshwise.launch.read import Job
     from meshwise.launch.write import Launch
     from meshwise.machine.hardware import Cluster
     from meshwise.model.architecture import Model
@@ -268,6 +269,25 @@ def launch(
     kind = "decode" if to in SERVING else "train"
     work = _workload(shape, machine, cut, batch=batch, seq=seq, microbatch=microbatch, kind=kind)
     return state(shape, machine, cut, work, to)
+
+
+def read_job(path: str | Path, cluster: str | Path | Cluster | None = None) -> Job:
+    """Read an existing job of another framework as model, plan and workload.
+
+    Args:
+        path: A script or argument file of Megatron-LM or torchtitan, a torchtitan TOML file, a DeepSpeed JSON
+            file or an Accelerate YAML file.
+        cluster: Where it runs; only its number of GPUs is used.
+
+    Returns:
+        The job; what its file does not say is None, and what a plan cannot say is listed (`unread`).
+
+    Raises:
+        MeshwiseError: The file cannot be read, or is no job of these frameworks.
+    """
+    from meshwise.launch.read import read_job as read
+
+    return read(Path(path), None if cluster is None else _cluster(cluster).num_chips)
 
 
 def dry_run(

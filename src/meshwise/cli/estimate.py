@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshwise import api
+from meshwise.cli.job import FromOption, job_json, need_model, with_job
 from meshwise.cli.output import console, print_json
 from meshwise.core.errors import PlanError
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from meshwise.published.nersc_2024_02 import Notebook
     from meshwise.published.nersc_2024_10_plan import Paper
 
+OptionalModel = Annotated[
+    str | None, typer.Argument(help="A preset, the path of a config.json, or left to --from.")
+]
 Model = Annotated[str, typer.Argument(help="A preset (gpt3-175b) or the path of a config.json.")]
 ClusterOption = Annotated[
     str, typer.Option("--cluster", help="A preset, chip:count (a100-80g-sxm:512), or a TOML file.")
@@ -27,8 +31,8 @@ def add_to(app: typer.Typer) -> None:
 
 
 def estimate(
-    model: Model,
     cluster: ClusterOption,
+    model: OptionalModel = None,
     plan: Annotated[str, typer.Option(help="tp=8,pp=4,... (keys: meshwise list plan) or a TOML file.")] = "",
     batch: Annotated[
         int | None, typer.Option(help="Global batch in sequences [one microbatch each].")
@@ -48,14 +52,25 @@ def estimate(
     csv: Annotated[Path | None, typer.Option(help="Write the ledger to this CSV file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time, memory and roofline (png, svg, pdf).")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the timeline of all ranks for Perfetto.")] = None,
+    source: FromOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Price one training step (or forward) of MODEL under a parallel plan, without running it."""
-    inputs: dict[str, Any] = {"batch": batch, "seq": seq, "microbatch": microbatch, "kind": kind}
+    inputs: dict[str, Any] = {
+        "model": model,
+        "plan": plan,
+        "batch": batch,
+        "seq": seq,
+        "microbatch": microbatch,
+    }
+    job = None
+    if source is not None:
+        inputs, job = with_job(source, cluster, **inputs)
+    inputs |= {"model": need_model(inputs["model"]), "cluster": cluster, "kind": kind}
     if convention in api.PUBLISHED:
         others = {"--tokens": tokens, "--price": price, "--watts": watts, "--plot": plot, "--trace": trace}
         _refuse(convention, others)  # not --per-layer: the published tables are of one layer anyway
-        tables = api.reproduce(convention, model, cluster, plan, **inputs)
+        tables = api.reproduce(convention, **inputs)
         _print_tables(tables, csv, json)
         return
     if convention not in ("default", "ideal"):
@@ -64,7 +79,7 @@ def estimate(
     from meshwise.report.token_budget import TokenBudget
 
     budget = TokenBudget(tokens=tokens, price_per_gpu_hour=price, watts=watts)
-    found = api.estimate(model, cluster, plan, ideal=convention == "ideal", **inputs)
+    found = api.estimate(ideal=convention == "ideal", **inputs)
     run = budget.run(found)
     if csv is not None:
         (found.layer() if per_layer else found.ledger).to_csv(csv)
@@ -80,11 +95,15 @@ def estimate(
 
     if not json:
         print_estimate(found, console(), run=run, per_layer=per_layer)
+        for sentence in job.unread if job is not None else ():
+            console().print(f"not in the plan: {sentence}", markup=False)
         return
     document = found.to_json(ledger=not per_layer) | ({"run": run} if run else {})
     if per_layer:
         layer = found.layer()
         document |= {"ledger": layer.to_json(), "layer": layer_totals(layer)}
+    if job is not None:
+        document["from"] = job_json(job)
     print_json(document)
 
 

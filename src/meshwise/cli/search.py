@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import replace
+from typing import Annotated, Any
 
 import typer
 
 from meshwise import api
-from meshwise.cli.estimate import ClusterOption, Model
+from meshwise.cli.estimate import ClusterOption, OptionalModel
+from meshwise.cli.job import FromOption, job_json, need_model, with_job
 from meshwise.cli.output import console, print_json
 from meshwise.core.errors import WorkloadError
 
@@ -18,9 +20,9 @@ def add_to(app: typer.Typer) -> None:
 
 
 def search(
-    model: Model,
     cluster: ClusterOption,
-    batch: Annotated[int, typer.Option(help="Global batch in sequences.")],
+    model: OptionalModel = None,
+    batch: Annotated[int | None, typer.Option(help="Global batch in sequences.")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens of a sequence [what the model allows].")] = None,
     plan: Annotated[
         str, typer.Option(help="Keys that are fixed, or the values to try: tp=4|8,dtype=fp8,...")
@@ -32,20 +34,36 @@ def search(
     beside: Annotated[
         str | None, typer.Option(help="A plan to show beside the best one, term by term.")
     ] = None,
+    source: FromOption = None,
     top: Annotated[int, typer.Option(help="How many plans to show.")] = 5,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Price every plan of MODEL on a cluster and show the fastest that fit; exit 1 if none does."""
+    inputs: dict[str, Any] = {"model": model, "batch": batch, "seq": seq}
+    present, job = None, None
+    if source is not None:
+        if beside is not None:
+            raise WorkloadError("--from shows its own plan beside the best; leave --beside out")
+        taken, job = with_job(source, cluster, plan="", microbatch=None, **inputs)
+        present = api.estimate(cluster=cluster, **taken)
+        work = present.workload
+        inputs = {"model": taken["model"], "batch": work.batch, "seq": work.seq}
+    if inputs["batch"] is None:
+        raise WorkloadError("say how many sequences a step has with --batch")
     result = api.search(
-        model, cluster, plan, batch=batch, seq=seq, microbatch=_numbers(microbatch), top=top,
-        memory_frac=memory_frac, beside=beside,
+        need_model(inputs.pop("model")), cluster, plan, microbatch=_numbers(microbatch), top=top,
+        memory_frac=memory_frac, beside=beside, **inputs,
     )  # fmt: skip
+    if present is not None:
+        result = replace(result, beside=present)
     if json:
-        print_json(result.to_json())
+        print_json(result.to_json() | ({} if job is None else {"from": job_json(job)}))
     else:
         from meshwise.report.search_table import print_search
 
         print_search(result, console())
+        for sentence in job.unread if job is not None else ():
+            console().print(f"not in the plan: {sentence}", markup=False)
     if not result.best:
         raise typer.Exit(1)
 

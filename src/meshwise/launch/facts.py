@@ -146,7 +146,8 @@ def plan_of(facts: Facts) -> Plan:
     idle = _without_effect(dict(DEFAULTS) | facts)
     keys = {key: facts[key] for key in KEYS if key in facts and key not in idle and facts[key] is not None}
     tp, num_chunks = keys.get("tp", 1), keys.get("pp", 1) * keys.get("vpp", 1)
-    for key, implied in (("sp", tp > 1), ("etp", tp), ("zero_group", (facts.get("dp") or 0) * facts["cp"])):
+    replicas = (facts.get("dp") or 0) * facts["cp"]
+    for key, implied in (("sp", tp > 1), ("etp", tp), ("zero_group", replicas)):
         if keys.get(key) == implied:
             del keys[key]
     if facts.get("num_layers") and keys.get("stages") == chunk_layers(facts["num_layers"], num_chunks):
@@ -155,10 +156,14 @@ def plan_of(facts: Facts) -> Plan:
     return Plan(**keys)
 
 
-def recover(facts: Facts, num_layers: int | None) -> Facts:
+def recover(facts: Facts) -> Facts:
     """The plan's keys out of the facts that a framework states in its own terms."""
     found = dict(facts)
-    tp, cp, pp = (facts.get(key) or 1 for key in ("tp", "cp", "pp"))
+    if "cp_size" in facts:
+        found["cp"] = max(facts["cp_size"], facts["sp_size"])
+        found["cp_kind"] = "ulysses" if facts["sp_size"] > 1 else "all_gather"
+    tp, cp, pp = (found.get(key) or 1 for key in ("tp", "cp", "pp"))
+    num_layers = facts.get("num_layers")
     form = facts.get("recompute_form")
     if facts.get("pipeline_layout"):
         found["stages"] = _layout_stages(facts["pipeline_layout"])
@@ -173,14 +178,10 @@ def recover(facts: Facts, num_layers: int | None) -> Facts:
         found["recompute"] = "full" if form == "block" else form
     if form == "block":
         found["recompute_layers"] = facts["recompute_num"] * found.get("vpp", 1)
-    if "cp_size" in facts:
-        found["cp"] = max(facts["cp_size"], facts["sp_size"])
-        found["cp_kind"] = "ulysses" if facts["sp_size"] > 1 else "all_gather"
-        found["recompute"] = facts["recompute_fsdp"] if facts.get("zero") else facts["recompute_ddp"]
     if "p2p_overlap" in facts:
         found["overlap_pp"] = facts["p2p_overlap"]
-    if "shard" in facts and "replicate" in facts and facts["shard"] > 0:
-        found["dp"] = facts["shard"] * facts["replicate"]
+    if "shard" in facts:
+        found |= _sharding(found, tp * cp * pp)
     if "num_microbatches" in facts and facts.get("batch") and facts.get("microbatch"):
         found["dp"] = facts["batch"] // (facts["microbatch"] * facts["num_microbatches"])
     if "dp" not in found and facts.get("num_gpus"):
@@ -189,12 +190,33 @@ def recover(facts: Facts, num_layers: int | None) -> Facts:
         raise DataError("how many GPUs share the states depends on their number; say it with --cluster")
     if facts.get("instances", 1) > 1:
         found["zero_group"] = found["dp"] * cp // facts["instances"]
-    if facts.get("shard", 0) > 0 and found.get("zero"):
-        found["zero_group"] = facts["shard"] * cp
+    if found.get("shard") and found.get("zero"):
+        found["zero_group"] = found["shard"] * cp
     if "etp_beside_ep" in facts:
         found["etp"] = facts["etp_beside_ep"] or tp
     if "local_batch" in facts:
         found["microbatch"] = facts.get("pipeline_microbatch") if pp > 1 else facts["local_batch"]
+    return found
+
+
+def _sharding(facts: Facts, model_ranks: int) -> Facts:
+    """dp, the ranks that share a sharded model, and the ZeRO stage, of FSDP's two degrees.
+
+    A degree of -1, or FSDP without degrees, shards over all that is left of the world.
+    """
+    shard, replicate, num_gpus = facts["shard"], facts["replicate"], facts.get("num_gpus")
+    left = num_gpus // (model_ranks * replicate) if num_gpus else None
+    if facts.get("launcher") == "MULTI_GPU":
+        shard, replicate = 1, left
+    elif shard < 0 or (facts.get("launcher") == "FSDP" and shard * replicate == 1):
+        shard = left
+    is_sharded = shard != 1 or facts["cp"] > 1
+    zero = facts.get("zero") or (3 if facts["pp"] == 1 else 2)
+    found: Facts = {"shard": shard, "replicate": replicate, "zero": zero if is_sharded else 0}
+    if shard and replicate:
+        found["dp"] = shard * replicate
+    if "recompute_fsdp" in facts or "recompute_ddp" in facts:
+        found["recompute"] = facts.get("recompute_fsdp" if is_sharded else "recompute_ddp", "none")
     return found
 
 

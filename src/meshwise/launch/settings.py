@@ -93,7 +93,9 @@ def read_settings(framework: str, stated: Settings) -> tuple[Facts, list[str]]:
     near = []
     for fact, setting in TABLES[framework].items():
         for value, settings in _most_specific_first(setting):
-            names = settings.settings if isinstance(settings, Near) else settings
+            names = _in_file(framework, stated, settings)
+            if names is None:
+                continue
             held = {name: _held(framework, stated, name) for name in names}
             if all(
                 held[name] is not None if want is VALUE else held[name] == want
@@ -107,6 +109,15 @@ def read_settings(framework: str, stated: Settings) -> tuple[Facts, list[str]]:
                     near.append(f"{fact}={value}: {framework} differs, {settings.differs}")
                 break
     return facts, near
+
+
+def _in_file(framework: str, stated: Settings, settings: Any) -> Settings | None:
+    """The arguments of an option that a file may hold: those of the Trainer are on its command line."""
+    names = settings.settings if isinstance(settings, Near) else settings
+    if framework not in ("deepspeed", "accelerate"):
+        return names
+    found = {name: want for name, want in names.items() if not name.startswith("--") or name in stated}
+    return found if found or not names else None
 
 
 def _most_specific_first(setting: Setting) -> Iterator[tuple[Any, Any]]:

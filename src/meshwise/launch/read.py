@@ -1,0 +1,288 @@
+"""`read_job`: what an existing job of another framework is, as model, plan and workload.
+
+A Megatron-LM or torchtitan command line (in a shell script, or one argument a line), a torchtitan TOML file,
+a DeepSpeed JSON file or an Accelerate YAML file. What is read is written again by the same table; arguments
+of the file that do not come out the same change the cost in a way that no plan says, and are listed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwise.core.errors import DataError
+from meshwise.launch.arguments import framework_arguments, read_value
+from meshwise.launch.facts import _without_effect, derive, plan_of, recover
+from meshwise.launch.settings import Settings, read_settings, write_settings
+from meshwise.launch.shape import model_of
+from meshwise.launch.tables import CONSTANTS
+from meshwise.launch.write import TITAN_MODELS
+from meshwise.model.architecture import Model
+from meshwise.model.find import find_model
+from meshwise.plan.plan import DEFAULTS, Plan
+
+NEUTRAL = {
+    *("--train-iters", "--lr", "--tokenizer-type", "--mock-data", "--rotary-base", "--use-checkpoint-args"),
+    *("--module", "--config", "training.steps", "gradient_clipping", "num_machines", "main_process_ip"),
+    *("main_process_port", "rdzv_backend", "same_network", "use_cpu", "debug", "downcast_bf16"),
+    *("main_training_function", "enable_cpu_affinity", "--moe-aux-loss-coeff", "--no-rope-fusion"),
+    *("--moe-router-load-balancing-type", "--transformer-impl", "debug.seed", "fp16.loss_scale"),
+}
+"""Arguments that change nothing that a plan prices."""
+_SCALAR = {"true": True, "false": False, "null": None, "~": None, "": None}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job that a framework's file states; None where the file does not say it.
+
+    `unread`: what the file says, or leaves to the training script, that the plan does not hold.
+    """
+
+    framework: str
+    model: Model | None
+    plan: Plan
+    batch: int | None
+    seq: int | None
+    microbatch: int | None
+    num_gpus: int | None
+    unread: tuple[str, ...]
+
+
+def read_job(path: Path, num_gpus: int | None = None) -> Job:
+    """The job that the file at `path` states, on `num_gpus` GPUs where it does not say on how many.
+
+    Raises:
+        DataError: The file cannot be read, is of no known framework, or has a value that is not allowed.
+    """
+    framework, stated, words_gpus = _parse(path)
+    num_gpus = num_gpus or words_gpus
+    facts, unread = read_settings(framework, stated)
+    if num_gpus is not None:
+        facts["num_gpus"] = num_gpus
+    elif facts.get("num_gpus", 0) < 0:
+        facts["num_gpus"] = None
+    model = model_of(facts, facts["tp"], path.stem) if framework == "megatron-lm" else _preset(stated)
+    facts |= {"has_experts": bool(facts.get("num_experts")) or facts.get("ep", 1) > 1}
+    if model is not None:
+        facts |= {"num_layers": model.num_layers, "has_experts": model.moe is not None}
+    facts = recover(dict.fromkeys(("cp", "pp"), 1) | facts)
+    plan = plan_of(facts)
+    idle = _without_effect(DEFAULTS | facts)
+    again, _ = write_settings(framework, derive({k: v for k, v in facts.items() if k not in idle}))
+    arguments = framework_arguments(framework).arguments
+    for name in stated:
+        if name in arguments and name not in NEUTRAL and name not in CONSTANTS.get(framework, {}):
+            value = read_value(framework, name, stated[name])
+            if again.get(name, arguments[name].unstated) != value:
+                unread.append(f"{name} {stated[name]}: no key of a plan says this")
+    return Job(
+        framework=framework,
+        model=model,
+        plan=plan,
+        batch=_batch(facts),
+        seq=facts.get("seq"),
+        microbatch=facts.get("microbatch"),
+        num_gpus=facts.get("num_gpus"),
+        unread=tuple(unread),
+    )
+
+
+def _batch(facts: dict[str, Any]) -> int | None:
+    """The global batch; torchtitan's -1 is one microbatch of every rank."""
+    batch, dp = facts.get("batch"), facts.get("dp")
+    if batch is not None and batch < 0:
+        return facts["local_batch"] * dp if dp else None
+    return batch
+
+
+def _preset(stated: Settings) -> Model | None:
+    """The preset that torchtitan's module and config are."""
+    chosen = stated.get("--module"), stated.get("--config")
+    for name, known in TITAN_MODELS.items():
+        if known == chosen:
+            return find_model(name)
+    return None
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+def _parse(path: Path) -> tuple[str, Settings, int | None]:
+    """The framework of a file, its arguments, and the number of GPUs where a launcher in it says so."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise DataError(f"cannot read {path}: {reason}") from None
+    if text.lstrip().startswith("{"):
+        return _parse_deepspeed(text, path)
+    if re.search(r"^(distributed_type|compute_environment):", text, re.MULTILINE):
+        return "accelerate", _parse_yaml(text, path), None
+    if re.search(r"^\[(parallelism|training)\]", text, re.MULTILINE):
+        try:
+            return "torchtitan", _titan_toml(_flat(tomllib.loads(text))), None
+        except tomllib.TOMLDecodeError as error:
+            raise DataError(f"{path} is not valid TOML: {error}") from None
+    words = shell_words(text, path)
+    if any(word.startswith(("--parallelism.", "--training.")) for word in words):
+        return "torchtitan", _titan_words(words), _gpus(words)
+    if any(word.partition("=")[0] in ("--micro-batch-size", "--num-layers") for word in words):
+        return "megatron-lm", _flags(words, path), _gpus(words)
+    raise DataError(
+        f"{path} is no job of Megatron-LM, torchtitan, DeepSpeed or Accelerate; name a script with its "
+        "arguments, or its JSON, YAML or TOML file"
+    )
+
+
+def _parse_deepspeed(text: str, path: Path) -> tuple[str, Settings, None]:
+    try:
+        tree = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{path} is not valid JSON: {error}") from None
+    stated = _flat(tree)
+    if not any(name.startswith(("zero_optimization", "train_")) for name in stated):
+        raise DataError(f"{path} is no DeepSpeed configuration: it has no zero_optimization and no batch")
+    return "deepspeed", {name: value for name, value in stated.items() if value != "auto"}, None
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Settings:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`."""
+    found: Settings = {}
+    for key, value in tree.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def _parse_yaml(text: str, path: Path) -> Settings:
+    """Mappings of plain values, nested by indentation, as `accelerate config` writes them."""
+    found: Settings = {}
+    section = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        code = line.split(" #")[0].rstrip()
+        if not code or code.lstrip().startswith(("#", "---")):
+            continue
+        match = re.fullmatch(r"( *)([\w-]+):\s*(.*)", code)
+        if match is None:
+            raise DataError(f"{path} line {number}: {line.strip()!r} is not `key: value`")
+        indent, key, value = match.groups()
+        if not indent:
+            section = "" if value else f"{key}."
+        if value and value != "{}":
+            plain = value.strip("'\"")
+            found[(section if indent else "") + key] = _SCALAR.get(plain.lower(), plain)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _titan_toml(stated: Settings) -> Settings:
+    """The names of torchtitan's TOML files (up to 0.2.2) as those of today."""
+    found = dict(stated)
+    mode = found.pop("activation_checkpoint.mode", None)
+    if mode is not None:
+        found["activation_checkpoint"] = f"activation-checkpoint:{mode}"
+    name, flavor = found.pop("model.name", ""), str(found.pop("model.flavor", "")).lower()
+    found |= {"--module": name, "--config": f"{name}_{flavor}"}
+    return found
+
+
+# --- command lines -----------------------------------------------------------------------------
+
+
+def shell_words(text: str, path: Path) -> list[str]:
+    """The words of a shell script with its variables and arrays put in."""
+    try:
+        tokens = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise DataError(f"{path} is not a shell script that can be read: {error}") from None
+    known: dict[str, str] = {}
+    words: list[str] = []
+    array: str | None = None
+    for token in tokens:
+        start = re.match(r"(\w+)\+?=(.*)", token, re.DOTALL)
+        if array is not None:
+            known[array] += " " + _expand(token.rstrip(")"), known)
+            array = None if token.endswith(")") else array
+        elif start and start[2].startswith("(") and not start[2].endswith(")"):
+            array = start[1]
+            known[array] = known.get(array, "") + " " + _expand(start[2][1:], known)
+        elif start and not token.startswith("-"):
+            known[start[1]] = _expand(start[2].strip("()"), known)
+        else:
+            words += [word for part in _expand(token, known).split("\n") for word in _split(part)]
+    if not any(word.startswith("--") for word in words):  # a file of variables only
+        words = " ".join(known.values()).split()
+    return words
+
+
+def _split(text: str) -> list[str]:
+    """A word that holds a command line (a variable, or `bash -c '...'`) as its words."""
+    return text.split() if " --" in text or text.startswith("--") else [text]
+
+
+def _expand(text: str, known: dict[str, str]) -> str:
+    """`$X`, `${X}`, `${X[@]}` and `${X:-default}` replaced where they are known."""
+
+    def value(match: re.Match[str]) -> str:
+        name, default = match[1] or match[3], match[2]
+        return known.get(name, default if default is not None else match[0])
+
+    return re.sub(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)", value, text)
+
+
+def _flags(words: list[str], path: Path) -> Settings:
+    """`--name value ...`, `--name=value` and `--name`; the last of a name holds."""
+    known = framework_arguments("megatron-lm").arguments
+    stated: Settings = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            stated[name] = [value] if equals else []
+        elif name:
+            stated[name].append(word)
+    found: Settings = {}
+    for name, values in stated.items():
+        if name not in known:
+            continue
+        argument = known[name]
+        if not argument.is_flag and not values:
+            raise DataError(f"{path}: {name} has no value")
+        if any("$" in value for value in values[:1]):
+            raise DataError(f"{path}: the value {values[0]} of {name} is not in the file; write it out")
+        several = argument.type.startswith("list")
+        found[name] = True if argument.is_flag else values if several else values[0]
+    return found
+
+
+def _titan_words(words: list[str]) -> Settings:
+    """torchtitan's overrides: `--section.name value`, `--section.no_name`, `activation-checkpoint:mode`."""
+    known = framework_arguments("torchtitan").arguments
+    found: Settings = {}
+    for word, after in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("activation-checkpoint:"):
+            found["activation_checkpoint"] = word
+        if not word.startswith("--"):
+            continue
+        name, equals, value = word.partition("=")
+        section, dot, key = name[2:].replace("-", "_").partition(".")
+        if key.startswith("no_") and f"{section}.{key[3:]}" in known:
+            found[f"{section}.{key[3:]}"] = False
+        else:
+            plain = value if equals else True if after.startswith(("--", "activation-")) else after
+            found[f"{section}.{key}" if dot else name] = plain
+    return found
+
+
+def _gpus(words: list[str]) -> int | None:
+    """GPUs of all nodes, where torchrun's words say how many."""
+    sizes = {}
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        sizes[name.replace("_", "-")] = value if equals else after
+    nodes, node = sizes.get("--nnodes", "1"), sizes.get("--nproc-per-node", "")
+    return int(nodes) * int(node) if nodes.isdecimal() and node.isdecimal() else None
