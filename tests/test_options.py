@@ -1,5 +1,5 @@
-"""Nothing that is stated is ignored: every option of `estimate` and `search` changes what comes out, or is
-refused in one sentence; JSON is one document; an interrupt is one line."""
+"""Nothing that is stated is ignored: every option of `estimate`, `search` and `serve` changes what comes out,
+or is refused in one sentence; JSON is one document; an interrupt is one line."""
 
 import signal
 from pathlib import Path
@@ -14,6 +14,7 @@ from meshwise.cli import app
 BASES = {
     "estimate": ("gpt3-175b", "--cluster", "a100-80g-sxm:64", "--plan", "tp=8,pp=8", "--batch", "64"),
     "search": ("llama3-8b", "--cluster", "h100-80g-sxm:4", "--batch", "8", "--seq", "2048"),
+    "serve": ("llama3-8b", "--cluster", "h100-80g-sxm:1", "--rate", "5", "--num-requests", "200"),
 }
 OTHERS = {  # option: words that state something else than the base; where there are several, each
     "estimate": {
@@ -45,6 +46,25 @@ OTHERS = {  # option: words that state something else than the base; where there
         "--json": [("--json",)],
         "--from": [("--from", "/nowhere/train.sh")],
         "--cluster": [("--cluster", "h100-80g-sxm:8")],
+    },
+    "serve": {
+        "--cluster": [("--cluster", "h200-sxm:1")],
+        "--plan": [("--plan", "dtype=fp8"), ("--plan", "pp=2")],
+        "--prompt": [("--prompt", "300"), ("--prompt", "0")],
+        "--output": [("--output", "30"), ("--output", "0")],
+        "--rate": [("--rate", "6"), ("--rate", "0")],
+        "--concurrency": [("--concurrency", "4")],
+        "--requests": [("--requests", "/nowhere.csv")],
+        "--num-requests": [("--num-requests", "300")],
+        "--burstiness": [("--burstiness", "0.5"), ("--burstiness", "-1")],
+        "--length-ratio": [("--length-ratio", "0.5"), ("--length-ratio", "2")],
+        "--engine": [("--engine", name) for name in ("sglang", "trtllm", "vllm,max_tokens=512", "x")],
+        "--sequences": [("--sequences", "3")],
+        "--token-ms": [("--token-ms", "10"), ("--token-ms", "0")],
+        "--ttft-ms": [("--ttft-ms", "100"), ("--ttft-ms", "0")],
+        "--memory-frac": [("--memory-frac", "0.5"), ("--memory-frac", "2")],
+        "--engine-ms": [("--engine-ms", "2"), ("--engine-ms", "-1")],
+        "--json": [("--json",)],
     },
 }
 CASES = [(verb, option, words) for verb in OTHERS for option, each in OTHERS[verb].items() for words in each]

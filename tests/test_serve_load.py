@@ -299,29 +299,6 @@ def test_command(meshwise: Callable[..., Any], tmp_path: Path, load: tuple[str, 
 
 
 @pytest.mark.parametrize(
-    ("base", "words"),
-    [
-        (LOAD, ("--num-requests", "50")),
-        (LOAD, ("--length-ratio", "0.5")),
-        (LOAD, ("--engine", "sglang")),
-        (LOAD, ("--engine", "trtllm")),
-        (LOAD, ("--engine", "vllm,max_tokens=512")),
-        (LOAD, ("--engine", "vllm,max_sequences=4")),
-        (LOAD, ("--engine-ms", "2")),
-        (LOAD, ("--ttft-ms", "300")),
-        (LOAD, ("--token-ms", "10")),
-        (RATE, ("--burstiness", "0.5")),
-        (RATE, ("--prompt", "300")),
-        (RATE, ("--output", "30")),
-    ],
-)
-def test_an_option_changes_the_answer(
-    meshwise: Callable[..., Any], base: tuple[str, ...], words: tuple[str, ...]
-) -> None:
-    assert meshwise(*BASE, *base, "--json").document != meshwise(*BASE, *base, *words, "--json").document
-
-
-@pytest.mark.parametrize(
     ("words", "says"),
     [
         (["--rate", "1", "--concurrency", "2"], "rate and concurrency are two loads"),

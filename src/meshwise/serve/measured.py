@@ -4,7 +4,7 @@ A row has the columns of aiconfigurator's public sample: system, backend, model,
 concurrency. Its client (InferenceX) releases ten requests for each of `concurrency` at once, lets that many
 run, draws lengths from 0.8 to 1 of the stated, and ignores ends of sequence, so that engines which reserve
 output reserve all of it. Caches are fp8 unless the model is bf16. Where a chip has no units for fp4, its
-weights take half a byte and are computed as fp8.
+weights take half a byte and are computed as fp8. Experts cut over attention-dp ranks are priced as spread.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def predict(row: Mapping[str, str]) -> dict[str, float]:
     units = "fp8" if dtype == "fp4" and "fp4" not in cluster.chip.matrix_flop_per_s else dtype
     plan = Plan(tp=tp, dtype=units, kv_dtype="bf16" if dtype == "bf16" else "fp8")
     if model.moe is not None:
-        plan = replace(plan, ep=ep, etp=etp)
+        plan = replace(plan, **({"ep": ep, "etp": etp} if dp == 1 else {"ep": ep * etp, "etp": 1}))
     prompt, output, clients = (_count(row, name) for name in ("input_tokens", "output_tokens", "concurrency"))
     served = serving(model, cluster, plan, prompt=prompt, output=output)
     if units != dtype:
