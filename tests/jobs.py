@@ -56,7 +56,11 @@ def write_job(folder: Path, job: Job) -> None:
         for rank in ranks:
             start = local(rank, now[rank])
             number = {"Seq": step * 2 + (elements == 2000)} if job.has_numbers else {}
-            events[rank].append(all_reduce(start, local(rank, end) - start, elements, ranks, **number))
+            number["correlation"] = len(events[rank]) + 1
+            events[rank] += [
+                host("cuda_runtime", "cudaLaunchKernel", start, 3, correlation=number["correlation"]),
+                all_reduce(start, round(local(rank, end) - start, 3), elements, ranks, **number),
+            ]
             now[rank] = end
 
     for step in range(job.num_steps):

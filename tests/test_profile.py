@@ -1,9 +1,11 @@
 """Joint capture: every rank of somebody else's program, also when one of them dies, whole files or none."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +92,40 @@ def test_torchrun(program, tmp_path):
     done = profile_command([*command, program, "-1"], tmp_path / "out", stdout=subprocess.DEVNULL)
     assert done.exit_code == 0 and [file.name for file in done.files] == ["rank-0.json", "rank-1.json"]
     assert {read_trace(file)[0].world_size for file in done.files} == {2}
+
+
+ENDLESS = """
+import os, pathlib, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(10**9):
+    dist.all_reduce(torch.ones(4))
+    if step == 20:
+        pathlib.Path(sys.argv[1], f"running-{dist.get_rank()}-{os.getpid()}").touch()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_stopped_from_outside(tmp_path, how):
+    """The ranks end too, and leave what they have."""
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    ranks = ["python", "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    ranks += ["--master-port", _free_port(), str(tmp_path / "endless.py"), str(tmp_path)]
+    words = [sys.executable, "-m", "meshwise", "profile", "-o", str(tmp_path / "out"), "--", *ranks]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _wait(lambda: len(list(tmp_path.glob("running-*"))) == 2)
+    process.send_signal(how)
+    process.wait(60)
+    _wait(lambda: len(list((tmp_path / "out").glob("rank-*.json"))) == 2)
+    pids = [path.name.split("-")[2] for path in tmp_path.glob("running-*")]
+    _wait(lambda: not any(Path("/proc", pid).exists() for pid in pids))
+    assert {trace.rank for trace in summarize_paths([tmp_path / "out"]).traces} == {0, 1}
+
+
+def _wait(is_true):
+    deadline = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 AWKWARD = """

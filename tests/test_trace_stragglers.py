@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jobs import FAULTS, Job, write_job
 from kineto import all_reduce, host, write_trace
@@ -96,3 +98,31 @@ def test_a_pretty_printed_trace_merges(tmp_path):
     write_merged(found.traces, found.alignment, found.collectives, tmp_path / "all.json")
     events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
     assert [e["args"]["Input Dims"] for e in events if e["ph"] == "X"] == [[[4, 4], [4, 4]]]
+
+
+@given(st.integers(3, 7), st.integers(0, 3), st.integers(0, 3))
+def test_steps_sum_to_what_they_hold(tmp_path_factory, num_steps, first, more):
+    """A choice of steps has the kernels of these steps; `complete` all but those launched in the last one."""
+    folder = tmp_path_factory.mktemp("job")
+    write_job(folder, Job(2, num_steps, has_marks=True, has_host=True))
+    every = summarize_paths([folder])
+    numbers = sorted({step.number for step in every.steps})
+    assert numbers == list(range(2, 2 + num_steps)) and len(every.steps) == 2 * num_steps
+    chosen = numbers[min(first, num_steps - 1) : min(first, num_steps - 1) + 1 + more]
+    some = summarize_paths([folder], steps=f"{chosen[0]}-{chosen[-1]}")
+    whole = summarize_paths([folder], steps="complete")
+    assert {step.number for step in some.steps} == set(chosen)
+    assert {step.number for step in whole.steps} == set(numbers[:-1])
+    for found, count in ((every, num_steps), (some, len(chosen)), (whole, num_steps - 1)):
+        assert {kernel.name: kernel.count for kernel in found.kernels}["flash"] == 2 * count
+        assert len(found.collectives) == count
+    per_step = [step.breakdown.compute_s for step in every.steps if step.breakdown.rank == 0]
+    assert sum(per_step) == pytest.approx(every.ranks[0].compute_s)
+
+
+def test_steps_that_are_not_there(meshwise, tmp_path):
+    write_job(tmp_path, Job(2, 3, has_marks=True))
+    for steps, words in (("7-9", "its steps are 2 to 4"), ("4-3", "is no range"), ("all", "is no range")):
+        done = meshwise("trace", "summary", str(tmp_path), "--steps", steps)
+        assert done.code == 2 and words in done.err
+    assert len(meshwise("trace", "summary", str(tmp_path), "--steps", "3", "--json").document["steps"]) == 2

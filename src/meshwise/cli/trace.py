@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 Paths = Annotated[list[Path], typer.Argument(help="Trace files, or folders of them (*.json, *.json.gz).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Limit = Annotated[int, typer.Option(help="Rows of each table.")]
+Steps = Annotated[
+    str, typer.Option(help="Only these steps: 3-7, or complete (all that were launched before the last one).")
+]
 
 app = typer.Typer(
     help="Read, align, merge and analyse the profiler traces of many ranks.",
@@ -32,11 +35,11 @@ def add_to(parent: typer.Typer) -> None:
 
 
 @app.command()
-def summary(paths: Paths, json: Json = False, limit: Limit = 15) -> None:
-    """Time of each rank by kind, kernels, clocks, collectives, stragglers and findings."""
+def summary(paths: Paths, steps: Steps = "", json: Json = False, limit: Limit = 15) -> None:
+    """Time of each rank by kind, steps, kernels, clocks, collectives, stragglers and findings."""
     from meshwise.trace.summary import summarize_paths
 
-    found = summarize_paths(paths)
+    found = summarize_paths(paths, steps=steps)
     if json:
         print_json(found.to_json())
     else:

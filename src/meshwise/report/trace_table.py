@@ -14,6 +14,7 @@ from meshwise.trace.diff import KernelChange
 from meshwise.trace.findings import Finding
 from meshwise.trace.kernels import KernelTotal
 from meshwise.trace.sections import Joint
+from meshwise.trace.steps import Step
 from meshwise.trace.summary import Summary
 
 _NAME_WIDTH = 60
@@ -30,6 +31,7 @@ def print_findings(found: Sequence[Finding], console: Console) -> None:
 def print_summary(summary: Summary, console: Console, *, limit: int = 15) -> None:
     """Print the tables of one job."""
     _print_ranks(summary, console)
+    _print_steps(summary.steps, console, limit)
     _print_kernels(summary.kernels, console, limit)
     if summary.copies:
         _print_copies(summary.copies, console)
@@ -59,6 +61,29 @@ def _print_ranks(summary: Summary, console: Console) -> None:
         rows.append((f"{rank.rank} ({rank.device})", *cells, percent(rank.overlap_frac)))
     title = "Where the time of each rank went"
     console.print(table(title, (*columns, "overlap"), rows, no_wrap=True))
+
+
+def _print_steps(steps: Sequence[Step], console: Console, limit: int) -> None:
+    """One row a step: the mean over the ranks."""
+    numbers = sorted({step.number for step in steps})
+    if len(numbers) < 2:
+        return
+    rows = []
+    for number in numbers[:limit]:
+        same = [step for step in steps if step.number == number]
+        parts = [one.breakdown for one in same]
+        sums = [
+            [part.span_s for part in parts],
+            [part.compute_s for part in parts],
+            [part.communication_s for part in parts],
+            [part.exposed_communication_s for part in parts],
+            [part.idle_s for part in parts],
+        ]
+        kind = next((step.part for step in same if step.part != "whole"), "")
+        rows.append((number, *(duration(sum(values) / len(same)) for values in sums), kind))
+    columns = ("step", "span", "compute", "communication", "exposed", "idle", "")
+    title = f"The first {len(rows)} steps of {len(numbers)}, mean of the ranks"
+    console.print(table(title, columns, rows, no_wrap=True))
 
 
 def _print_kernels(kernels: Sequence[KernelTotal], console: Console, limit: int) -> None:

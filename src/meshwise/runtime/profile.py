@@ -13,11 +13,13 @@ that it starts, by whatever means (torchrun, mp.spawn, mpirun, subprocess), then
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ from meshwise.core.files import make_folder
 from meshwise.runtime.capture import FLIGHT_RECORDER_CALLS, Capture, CaptureError
 
 HOOK = Path(__file__).parent / "hook"
+_GRACE_S = 40
+"""How long processes that are told to stop may write; torchrun gives its ranks 30 s."""
 
 
 @contextmanager
@@ -101,10 +105,48 @@ def capture_environment(directory: Path, *, shapes: bool, memory: bool, stacks: 
 
 
 def _run(command: Sequence[str], environment: dict[str, str], stdout: Any) -> tuple[int, float]:
+    """Exit code and seconds of a command that ends with us, its ranks included, however we end."""
     program = sys.executable if command[0] in ("python", "python3") else command[0]
     begin = time.perf_counter()
     try:
-        done = subprocess.run([program, *command[1:]], env=environment, stdout=stdout, check=False)
+        process = subprocess.Popen(
+            [program, *command[1:]], env=environment, stdout=stdout, start_new_session=True
+        )
     except FileNotFoundError:
         raise MissingExtraError(f"no such command: {command[0]}; give it as python script.py ...") from None
-    return done.returncode, time.perf_counter() - begin
+    script = f'read _; kill -TERM "-$0"; sleep {_GRACE_S}; kill -KILL "-$0"'
+    guard = ["sh", "-c", script, str(process.pid)]
+    pipe, silent = subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(guard, stdin=pipe, stderr=silent, start_new_session=True) as end:
+        with _passed_on(process):
+            exit_code = process.wait()
+        end.kill()  # the pipe to it closes when this process ends, if it is killed before this line
+    return exit_code, time.perf_counter() - begin
+
+
+@contextmanager
+def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """While the block runs, SIGTERM and SIGINT go to the command's processes, which write what they have."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+
+    late = threading.Timer(_GRACE_S, stop, [signal.SIGKILL])
+    late.daemon = True
+
+    def handle(number: int, frame: Any) -> None:
+        stop(signal.SIGTERM)
+        if not late.is_alive():
+            late.start()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        late.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwise.trace.breakdown import work_kind
 from meshwise.trace.events import Kind, Trace
 
 _DIRECTION = re.compile(r"(memcpy|memset)\w*\s*(\w+to\w+)?", re.IGNORECASE)
@@ -38,7 +39,7 @@ def copy_totals(traces: Sequence[Trace]) -> list[CopyTotal]:
     parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     for trace in traces:
         for label in np.flatnonzero(trace.label_kind == Kind.MEMORY).tolist():
-            events = np.flatnonzero(trace.label == label)
+            events = np.flatnonzero((trace.label == label) & (work_kind(trace) == Kind.MEMORY))
             if len(events):
                 values = (trace.duration_ns[events], trace.size_bytes[events])
                 parts.setdefault(copy_kind(trace.labels[label][1]), []).append(values)

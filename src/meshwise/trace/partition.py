@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwise.trace.breakdown import work
-from meshwise.trace.events import DEVICE_KINDS, Kind, Trace
+from meshwise.trace.events import Kind, Trace
 from meshwise.trace.intervals import NO_SPANS, Spans, difference, joined, length, merged
 from meshwise.trace.nesting import launchers
 
@@ -75,7 +75,7 @@ def _host_bound_s(trace: Trace, idle: Spans) -> float | None:
     """Seconds of those idle stretches that end with a kernel launched after they had begun."""
     if not trace.has_device:
         return None
-    kernels = trace.where(*DEVICE_KINDS)
+    kernels = np.flatnonzero(work(trace).kind != Kind.OTHER)
     launcher = launchers(trace)[kernels]
     if not (launcher >= 0).any():
         return None

@@ -20,7 +20,7 @@ from meshwise.trace.match import match
 from meshwise.trace.partition import Partition, partition
 from meshwise.trace.read import read_traces
 from meshwise.trace.sections import Section, sections
-from meshwise.trace.steps import marks
+from meshwise.trace.steps import Step, chosen, marks, step_table
 from meshwise.trace.transfers import transfers
 
 
@@ -38,6 +38,8 @@ class Summary:
     stragglers: list[Straggler]
     findings: list[Finding]
     problems: list[Problem]
+    steps: list[Step]
+    """The marked steps of all ranks, by number."""
 
     def to_json(self) -> dict[str, Any]:
         """The summary as JSON values."""
@@ -63,6 +65,7 @@ class Summary:
             },
             "collectives": [_collective_json(one) for one in self.collectives],
             "stragglers": [msgspec.to_builtins(one) for one in self.stragglers],
+            "steps": [msgspec.to_builtins(one) for one in self.steps],
             "problems": [msgspec.to_builtins(problem) for problem in self.problems],
         }
 
@@ -73,9 +76,15 @@ def _collective_json(one: Collective) -> dict[str, Any]:
     return row
 
 
-def summarize_paths(paths: Iterable[str | Path]) -> Summary:
-    """The summary of the traces in `paths` (files or folders)."""
+def summarize_paths(paths: Iterable[str | Path], *, steps: str = "") -> Summary:
+    """The summary of the traces in `paths` (files or folders), of all their work or of some `steps`.
+
+    `steps` is a range (`3-7`), one number, or `complete` (see `steps.chosen`).
+    """
     traces, problems = read_traces(paths)
+    if steps:
+        marked = {trace.rank: marks([trace])[trace.rank] for trace in traces}
+        traces = [chosen(trace, marked[trace.rank], steps) for trace in traces]
     summary = summarize(traces)
     return replace(summary, problems=problems + summary.problems)
 
@@ -83,7 +92,7 @@ def summarize_paths(paths: Iterable[str | Path]) -> Summary:
 def summarize(traces: Sequence[Trace]) -> Summary:
     """The summary of the traces of one job, one trace a rank."""
     if not traces:
-        return Summary([], [], [], [], [], Alignment("no rank", {}, None, 0), [], [], [], [])
+        return Summary([], [], [], [], [], Alignment("no rank", {}, None, 0), [], [], [], [], [])
     marked = marks(traces)
     hosts = {trace.host for trace in traces}
     one_host = len(hosts) == 1 and "" not in hosts
@@ -107,6 +116,10 @@ def summarize(traces: Sequence[Trace]) -> Summary:
         stragglers=stragglers(found),
         findings=findings(traces, partitions, found),
         problems=problems,
+        steps=sorted(
+            (step for trace in traces for step in step_table(trace, marked[trace.rank])),
+            key=lambda step: (step.number, step.breakdown.rank),
+        ),
     )
 
 
