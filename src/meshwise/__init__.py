@@ -22,6 +22,7 @@ from meshwise.api import (
     compare,
     dry_run,
     estimate,
+    explain,
     frontier,
     launch,
     profile,
@@ -65,7 +66,7 @@ _HOME = {
 
 __all__ = ["Cluster", "Estimate", "Ledger", "MeshwiseError", "Model", "Plan", "Workload", "__version__"]
 __all__ += ["compare", "dry_run", "estimate", "frontier", "profile", "reproduce", "run", "search", "serve"]
-__all__ += ["launch", "read_job", "validate"]
+__all__ += ["explain", "launch", "read_job", "validate"]
 __all__ += ["find_cluster", "find_model", "parse_plan", "plan_text"]
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from meshwise.runtime.profile import Profiled
     from meshwise.search.search import Result
     from meshwise.serve.answer import Answer
+    from meshwise.trace.explain import Explanation
 
 PUBLISHED = ("nersc-2024-02", "nersc-2024-10")
 """The published models that `reproduce` prices with, by the name of their convention."""
@@ -401,6 +402,48 @@ def compare(
     if with_run:
         check_memory(found, checked, ranks)
     return compare_program(found, checked, ranks=ranks, rank=rank, with_run=with_run, port=port)
+
+
+def explain(
+    traces: str | Path | Sequence[str | Path],
+    model: str | Path | Model | None = None,
+    cluster: str | Path | Cluster | None = None,
+    plan: str | Path | Plan = "",
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    microbatch: int | None = None,
+    steps: str = "",
+) -> Explanation:
+    """Where the measured step of a job differs from the predicted one, by class of kernel and collective.
+
+    Args:
+        traces: Profiler traces of its ranks: files or folders.
+        model, cluster, plan, batch, seq, microbatch: What the job ran, as in `estimate`; without model and
+            cluster there is no prediction, and only the measured step is split.
+        steps: Only these steps of the traces: `"3-7"` or `"complete"`.
+
+    Returns:
+        Rows in seconds a step, each side summing to its step, and findings in words.
+
+    Raises:
+        MeshwiseError: A trace is missing or unreadable, or as in `estimate`.
+    """
+    from meshwise.core.errors import DataError
+    from meshwise.trace.explain import explain as join
+    from meshwise.trace.summary import summarize_paths
+
+    predicted = None
+    if model is not None and cluster is not None:
+        work = {"batch": batch, "seq": seq, "microbatch": microbatch}
+        predicted = estimate(model, cluster, plan, **work).ledger
+    elif any(value not in (None, "") for value in (model, cluster, plan, batch, seq, microbatch)):
+        raise DataError("a prediction needs both model and cluster; give both, or leave out all of the job")
+    paths = [traces] if isinstance(traces, str | Path) else traces
+    summary = summarize_paths(paths, steps=steps)
+    if not summary.traces:
+        raise DataError("none of the files is a readable trace; name PyTorch profiler traces")
+    return join(summary, predicted)
 
 
 def profile(

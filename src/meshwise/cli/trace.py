@@ -32,6 +32,31 @@ app = typer.Typer(
 def add_to(parent: typer.Typer) -> None:
     """Mount the commands."""
     parent.add_typer(app, name="trace")
+    parent.command()(explain)
+
+
+def explain(
+    paths: Paths,
+    model: Annotated[str | None, typer.Option(help="What ran: a preset or a config.json.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="Where: a preset, chip:count or a TOML file.")] = None,
+    plan: Annotated[str, typer.Option(help="How: tp=8,pp=4,... or a TOML file.")] = "",
+    batch: Annotated[int | None, typer.Option(help="Global batch in sequences.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    microbatch: Annotated[int | None, typer.Option(help="Sequences of a microbatch.")] = None,
+    steps: Steps = "",
+    json: Json = False,
+) -> None:
+    """Why a job's step takes longer than predicted: its traces beside the estimate, class by class."""
+    from meshwise.api import explain as join
+
+    work = {"batch": batch, "seq": seq, "microbatch": microbatch}
+    found = join(paths, model, cluster, plan, steps=steps, **work)
+    if json:
+        print_json(found.to_json())
+    else:
+        from meshwise.report.trace_table import print_explanation
+
+        print_explanation(found, console())
 
 
 @app.command()

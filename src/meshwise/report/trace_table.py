@@ -11,6 +11,7 @@ from meshwise.report.table import percent, table
 from meshwise.trace.collectives import Collective, Straggler
 from meshwise.trace.copies import CopyTotal
 from meshwise.trace.diff import KernelChange
+from meshwise.trace.explain import Explanation
 from meshwise.trace.findings import Finding
 from meshwise.trace.kernels import KernelTotal
 from meshwise.trace.sections import Joint
@@ -145,6 +146,15 @@ def print_joint(rows: Sequence[Joint], console: Console, *, title: str, limit: i
         for row in rows[:limit]
     ]
     console.print(table(title, columns, cells, no_wrap=True))
+
+
+def print_explanation(found: Explanation, console: Console) -> None:
+    """Print the predicted step beside the measured one, and the differences in words."""
+    rows = [(row.op, _time(row.predicted_s), _time(row.measured_s)) for row in found.rows]
+    rows.append(("step", _time(found.predicted_s), _time(found.measured_s)))
+    console.print(table("Time of a step", ("", "predicted", "measured"), rows, no_wrap=True))
+    for number, text in enumerate(found.findings, start=1):
+        console.print(f"{number}. {text}", markup=False, highlight=False)
 
 
 def print_changes(rows: Sequence[KernelChange], console: Console, *, limit: int = 30) -> None:
