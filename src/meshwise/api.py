@@ -435,8 +435,7 @@ def explain(
 
     predicted = None
     if model is not None and cluster is not None:
-        work = {"batch": batch, "seq": seq, "microbatch": microbatch}
-        predicted = estimate(model, cluster, plan, **work).ledger
+        predicted = estimate(model, cluster, plan, batch=batch, seq=seq, microbatch=microbatch).ledger
     elif any(value not in (None, "") for value in (model, cluster, plan, batch, seq, microbatch)):
         raise DataError("a prediction needs both model and cluster; give both, or leave out all of the job")
     paths = [traces] if isinstance(traces, str | Path) else traces
