@@ -108,9 +108,9 @@ def test_a_layer_with_and_without_sequence_parallelism_korthikanti_table_4(
     """arXiv 2205.05198, Table 4: one layer of the 22B model, tp=8, microbatch 4, on the software of its time.
 
     Sequence parallelism gathers each gradient once more, and cuts norms, dropouts and residuals by tp: it
-    wins where those are slow kernels (here 3 %), and no more where they are fused (software 2026).
+    wins where those are slow kernels (here 3 %), and no more where they are fused (software megatron-2026).
     """
-    plan = f"tp=8,sp={sp},attention=unfused,software=2020"
+    plan = f"tp=8,sp={sp},attention=unfused,software=megatron-2020"
     of = priced("megatron-22b", plan, cluster="a100-80g-sxm:8", batch=4, microbatch=4)
     layer = of.step.parts["layer"]
     assert 1e3 * float(layer.forward_s) == pytest.approx(forward_ms, rel=0.09)

@@ -57,8 +57,9 @@ class Expressed:
 
     def imbalance(self, overheads: Overheads) -> float:
         """Tokens of the busiest expert-parallel rank over the mean."""
-        learned = self.model.moe is not None and self.run.routing == "learned"
-        return overheads.expert_imbalance if learned else 1.0
+        if self.model.moe is None or self.run.routing != "learned":
+            return 1.0
+        return overheads.imbalance(self.model.moe.num_experts, self.plans[0].ep)
 
 
 @cache

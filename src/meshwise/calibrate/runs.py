@@ -14,6 +14,7 @@ good rows still count. Columns for people (`PROSE`) are never read.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -195,6 +196,12 @@ def read_runs(path: Path) -> tuple[list[Run], list[BadRow]]:
             row_id, source = cells.get("id") or f"{path.stem}-{number}", cells.get("source") or path.stem
             bad.append(BadRow(row_id, source, where, f"{where}{error}"))
     return runs, bad
+
+
+def publication(source: str) -> str:
+    """Who measured: the repository or the paper of a row's `source`, without document, release or table."""
+    first = source.split(" ")[0]
+    return first if "/" in first else re.split(r",| \(| section", source)[0]
 
 
 def is_iterations(names: Sequence[str]) -> bool:

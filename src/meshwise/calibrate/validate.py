@@ -21,6 +21,7 @@ from meshwise.calibrate.ops import batches, links, predict_s
 from meshwise.calibrate.runs import BadRow, Run, published_runs, read_runs, unread_columns
 from meshwise.calibrate.table import header, lines
 from meshwise.core.errors import ClusterError, MeshwiseError
+from meshwise.estimate.intervals import Interval
 from meshwise.estimate.single import Estimate, estimate
 from meshwise.machine.efficiency import constants
 from meshwise.machine.hardware import find_chip
@@ -54,7 +55,8 @@ class Prediction:
 
     `parts` are the seconds (or bytes) that `predicted` is made of; `fits` says whether the run's memory is
     predicted to be enough, `approximations` what of the row the plan says only nearly. `regime` says what
-    kind of run it is, by aspect; `group` names rows that compete: the same model, batch and number of GPUs.
+    kind of run it is, by aspect; `left_out` is predicted by constants that were fitted without the row's source
+    (`left_out.add_left_out`), as its interval is; `group` names rows that compete: the same model, batch and number of GPUs.
     """
 
     id: str
@@ -66,6 +68,9 @@ class Prediction:
     reason: str = ""
     fits: bool | None = None
     approximations: tuple[str, ...] = ()
+    interval: Interval | None = None
+    left_out: float | None = None
+    left_out_interval: Interval | None = None
     parts: dict[str, float] = field(default_factory=dict)
     regime: dict[str, str] = field(default_factory=dict)
     group: tuple[Any, ...] = ()
@@ -82,11 +87,26 @@ class Prediction:
             return None
         return self.predicted / self.measured - 1.0
 
+    @property
+    def left_out_error_frac(self) -> float | None:
+        """The error of the prediction by the other sources."""
+        return None if self.left_out is None else self.left_out / (self.measured or 1.0) - 1.0
+
+    @property
+    def covered(self) -> bool | None:
+        """Whether the measurement lies in the interval: that of the other sources, where there is one."""
+        between = self.left_out_interval or self.interval
+        if between is None or self.measured is None:
+            return None
+        return between.p10 <= self.measured <= between.p90
+
     def to_json(self) -> dict[str, Any]:
-        """The row that `meshwise validate --json` prints. Intervals are not predicted yet."""
+        """The row that `meshwise validate --json` prints."""
         names = ("id", "source", "chip", "quantity", "measured", "predicted", "error_frac", "expressed")
         return {name: getattr(self, name) for name in names} | {
-            "interval": None,
+            "interval": self.interval and self.interval.to_json(),
+            "left_out": self.left_out,
+            "left_out_error_frac": self.left_out_error_frac,
             "reason": self.reason or None,
             "fits": self.fits,
             "approximations": self.approximations,
@@ -113,11 +133,18 @@ class Validation:
         """The document that `meshwise validate --json` prints."""
         summary = {
             quantity: asdict(summarize([row.error_frac for row in self.of(quantity)]))
-            | {"coverage_frac": None}
+            | {"coverage_frac": coverage_frac(self.of(quantity))}
+            | {"left_out": asdict(summarize([row.left_out_error_frac for row in self.of(quantity)]))}
             for quantity in self.quantities
         }
         rows = [row.to_json() for row in self.rows]
         return {"rows": rows, "summary": summary, "warnings": self.warnings}
+
+
+def coverage_frac(rows: Iterable[Prediction]) -> float | None:
+    """Share of the measurements that lie in their interval."""
+    covered = [row.covered for row in rows if row.covered is not None]
+    return sum(covered) / len(covered) if covered else None
 
 
 def validate(paths: Iterable[Path] = ()) -> Validation:
@@ -126,7 +153,7 @@ def validate(paths: Iterable[Path] = ()) -> Validation:
     warnings: list[str] = []
     for path in tuple(paths) or (published_runs(),):
         names = header(path)
-        if set(names) >= _OP_COLUMNS:
+        if holds_ops(names):
             rows += predict_ops(path)
             continue
         if set(names) >= {*measured.COLUMNS, *SERVING}:
@@ -138,6 +165,11 @@ def validate(paths: Iterable[Path] = ()) -> Validation:
         if unread := unread_columns(names):
             warnings.append(f"{path}, line 1: no such column, so not read: {', '.join(unread)}")
     return Validation(rows, tuple(warnings))
+
+
+def holds_ops(names: Iterable[str]) -> bool:
+    """Whether a table with these columns is one of ops and collectives."""
+    return set(names) >= _OP_COLUMNS
 
 
 def _unread(row: BadRow) -> Prediction:
@@ -160,8 +192,17 @@ def predict_run(run: Run) -> list[Prediction]:
         return list(_predictions(run, chip, reason=reason))
     predicted = {"step_s": found.step_s, "memory_bytes": reported_bytes(expressed, found)}
     parts = {"step_s": found.time_s, "memory_bytes": found.memory_bytes}
+    between = {
+        "step_s": found.step_s_interval,
+        "memory_bytes": found.interval("memory_bytes", predicted["memory_bytes"]),
+    }
     rows = _predictions(run, chip, fits=found.fits, approximations=expressed.approximations)
-    return [replace(row, predicted=predicted[row.quantity], parts=parts[row.quantity]) for row in rows]
+    return [
+        replace(
+            row, predicted=predicted[row.quantity], interval=between[row.quantity], parts=parts[row.quantity]
+        )
+        for row in rows
+    ]
 
 
 def _predictions(run: Run, chip: str, **shared: Any) -> Iterator[Prediction]:

@@ -63,12 +63,21 @@ def _fit_ops(paths: list[Path], *, write: bool) -> None:
 
 
 def _fit_steps(paths: list[Path], *, write: bool) -> None:
-    from meshwise.calibrate.fit_steps import fit_overheads
+    from meshwise.calibrate.fit_steps import fit_overheads, priced_runs
+    from meshwise.calibrate.left_out import intervals_toml, leave_out
+    from meshwise.core.files import write_text
     from meshwise.report.fit_table import print_step_fit
 
-    today = date.today().isoformat()
-    found = fit_overheads(paths, checked=today, write_to=_catalog("overheads.toml") if write else None)
+    runs = priced_runs(paths)
+    found = fit_overheads(runs, checked=date.today().isoformat(), data=[path.name for path in paths])
     print_step_fit(found, console())
+    if found.problems:
+        typer.echo(f"not written: {'; '.join(found.problems)}", err=True)
+        raise typer.Exit(1)
+    spreads = leave_out(runs, found.constants).spreads()
+    if write:
+        write_text(_catalog("overheads.toml"), found.toml)
+        write_text(_catalog("intervals.toml"), intervals_toml(spreads))
 
 
 def _fit_steps_afresh(data: Path, *, write: bool) -> None:

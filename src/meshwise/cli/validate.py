@@ -39,6 +39,10 @@ def validate(
     write_docs: Annotated[
         Path | None, typer.Option("--write-docs", help="Write accuracy.md and its figures to this folder.")
     ] = None,
+    leave_one_source_out: Annotated[
+        bool,
+        typer.Option("--leave-one-source-out", help="Also predict each source from the others (a minute)."),
+    ] = False,
     worst: Annotated[int, typer.Option(help="How many of the worst rows to print.")] = 8,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -48,6 +52,7 @@ def validate(
             "--runs": runs,
             "--serving": serving,
             "--data": data,
+            "--leave-one-source-out": leave_one_source_out,
             "--plot": plot,
             "--write-docs": write_docs,
         }
@@ -57,7 +62,12 @@ def validate(
         return
     from meshwise.calibrate.validate import validate as predict
 
-    validation = predict(_files(runs, serving, data))
+    files = _files(runs, serving, data)
+    validation = predict(files)
+    if leave_one_source_out:
+        from meshwise.calibrate.left_out import add_left_out
+
+        validation = add_left_out(validation, files)
     for warning in validation.warnings:
         typer.echo(warning, err=True)
     if plot is not None:

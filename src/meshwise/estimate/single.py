@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from meshwise.core.ledger import Ledger
+from meshwise.estimate.intervals import Interval, interval_around, regimes, spreads
 from meshwise.estimate.memory import contents, recomputed
 from meshwise.estimate.part import CORE_PHASE, MATRIX_KINDS
 from meshwise.estimate.rows import part_rows, spent_on, step_rows
@@ -53,6 +54,24 @@ class Estimate:
     def step_s(self) -> float:
         """Seconds of one step."""
         return float(self.step.step_s)
+
+    @property
+    def step_s_interval(self) -> Interval:
+        """10th and 90th percentile of what a measured step would take (`estimate.intervals`)."""
+        return self.interval("step_s", self.step_s)
+
+    @property
+    def memory_bytes_interval(self) -> Interval:
+        """The same for the memory of the fullest rank."""
+        return self.interval("memory_bytes", self.memory_bytes["total"])
+
+    def interval(self, quantity: str, value: float) -> Interval:
+        """The interval around `value`, a prediction of `quantity` (step_s or memory_bytes)."""
+        chip, dtype = self.cluster.chip, self.plan.dtype
+        found = regimes(has_experts=self.model.moe is not None, dtype=dtype, num_chips=self.cluster.num_chips)
+        seen = self.trains and f"{chip.generation}.{dtype}" in spreads().measured
+        what = f"training in {dtype} on {chip.generation} chips" if self.trains else "a whole pass"
+        return interval_around(quantity, value, found, unmeasured="" if seen else what)
 
     @property
     def tokens_per_s(self) -> float:
@@ -193,6 +212,7 @@ class Estimate:
                 f"{capacity / 1e9:.2f} GB, {(total - capacity) / 1e9:.2f} GB short; the largest part is "
                 + max(MEMORY_PARTS, key=lambda name: self.memory_bytes[name])
             )
+        notes.append(f"interval: {self.step_s_interval.reason}")
         used = {f"gemm.{self.plan.dtype}", "attention.flash", "memory.kernel", "inner.link", "outer.link"}
         inherited = self.machine.efficiency.inherited_from
         for what in sorted(used & set(inherited)):
@@ -211,12 +231,14 @@ class Estimate:
             "plan": asdict(self.plan) | {"dp": int(self.mesh.dp), "sp": self.plan.sequence_parallel},
             "workload": asdict(self.workload),
             "step_s": self.step_s,
+            "step_s_interval": self.step_s_interval.to_json(),
             "tokens_per_s": self.tokens_per_s,
             "tokens_per_s_per_gpu": self.tokens_per_s / self.cluster.num_chips,
             "flop_per_step": self.flop_per_step,
             "mfu": self.mfu,
             "hfu": self.hfu,
             "memory_bytes": self.memory_bytes,
+            "memory_bytes_interval": self.memory_bytes_interval.to_json(),
             "fits": self.fits,
             "time_s": self.time_s,
             "pace_rank": self.pace_rank,

@@ -36,14 +36,16 @@ redoes from published runs:
   `loss_bytes` per logit, fewer where it is fused; software that sums gradients in a wider type than it
   computes them in keeps both, `second_grad_bytes` a parameter.
 - *Stragglers.* All wait for the slowest: `straggler_frac` of the step for each doubling of the ranks, and
-  `skew_s` before each exchange within a block. Experts are not equally liked: unless a run forces its
-  tokens to be spread evenly, the busiest rank has `expert_imbalance` times the mean.
+  `skew_s` before each exchange within a block. Experts are not equally liked: the logs of their loads
+  spread by `expert_spread` unless a run forces its tokens to be spread evenly, so the busiest of R ranks with
+  n experts each has 1 + spread sqrt(2 ln R / n) times the mean (`imbalance`).
 
-Software is named by the year in which it was usual: `SOFTWARE`.
+Software is named by its core and the year of its first release like it: `SOFTWARE`.
 """
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -66,15 +68,15 @@ FULL_WATTS = {
 CLOCK_POWER = 1.0 / 3.0
 """Exponent of the clock over power, where voltage follows the clock (Horowitz, ISSCC 2014: P = C V^2 f)."""
 
-DEFAULT_SOFTWARE = "2024"
+DEFAULT_SOFTWARE = "megatron-2024"
 """What a plan runs on that does not say: the generation that most sources of published runs measured."""
 
-SOFTWARE = ("2020", "2023", "2024-torch", "2024", "2026")
-"""Generations of training software, oldest first.
+SOFTWARE = ("megatron-2020", "torch-2023", "torch-2024", "megatron-2024", "megatron-2026")
+"""Training software by its core and first year, oldest first.
 
-2020: Megatron-LM and DeepSpeed with unfused attention. 2023: eager PyTorch with the first fused attention.
-2024: Transformer Engine and cuDNN; 2024-torch: compiled PyTorch and its own fused attention.
-2026: whole iterations in a CUDA graph, with nothing in a mixture of experts that waits for the host.
+megatron-2020: Megatron-LM and DeepSpeed with unfused attention. torch-2023: eager PyTorch with the first
+fused attention. torch-2024: compiled PyTorch and its own fused attention. megatron-2024: Megatron Core with
+Transformer Engine and cuDNN; megatron-2026: the same, with whole iterations in a CUDA graph.
 """
 
 
@@ -103,7 +105,7 @@ class Overheads:
     tp_exposed_frac: float = 0.0
     straggler_frac: float = 0.0
     skew_s: float = 0.0
-    expert_imbalance: float = 1.0
+    expert_spread: float = 0.0
     bucket_bytes: float = float("inf")
     messages_per_block: float = 0.0
     shard_copy_s: float = 0.0
@@ -118,6 +120,10 @@ class Overheads:
         if self.launches_block:
             return 1.0
         return self.tp_exposed_frac if axis.startswith("tp") else self.interference_frac
+
+    def imbalance(self, experts: float, ranks: float) -> float:
+        """Tokens of the busiest of `ranks` over the mean: the largest of normal samples (Gumbel 1958)."""
+        return 1.0 + self.expert_spread * math.sqrt(2.0 * math.log(ranks) * ranks / experts)
 
     def reached_frac(self, link: str) -> float:
         """Share of a link's bandwidth that training reaches, by the name of its level."""

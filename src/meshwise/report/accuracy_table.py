@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwise.calibrate.errors import grouped, is_held_out, order_loss, summarize
-from meshwise.calibrate.validate import Prediction, Validation, competing
+from meshwise.calibrate.errors import ErrorSummary, grouped, is_held_out, order_loss, summarize
+from meshwise.calibrate.runs import publication
+from meshwise.calibrate.validate import Prediction, Validation, competing, coverage_frac
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.table import percent, table
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 COLUMNS = ("rows", "expressed", "median", "mean", "p90", "max", "bias")
+LEFT_OUT_COLUMNS = ("left-out median", "left-out mean", "in interval")
 
 
 def _aspect(name: str) -> Callable[[Prediction], str]:
@@ -27,8 +28,7 @@ GROUPS: dict[str, Callable[[Prediction], str]] = {
     "scale": _aspect("scale"),
     "chip": lambda row: row.chip or "unknown",
     "framework": _aspect("framework"),
-    # the publication: without the version, section or table within it
-    "source": lambda row: re.split(r" @| section| \(|, release| Tables?\b", row.source)[0],
+    "source": lambda row: publication(row.source),
     "half": lambda row: ("held-out half" if is_held_out(row.id) else "fitted half") if row.regime else "",
 }
 """What rows are grouped by; rows without a name are in no group."""
@@ -43,9 +43,41 @@ class Table:
     numbers: bool = True
 
 
+def lead_table(rows: Sequence[Prediction]) -> Table:
+    """Errors in sample and by the other sources, of all `rows` and by kind, scale, chip and framework."""
+    groups = [("all", list(rows))]
+    for name in ("kind", "scale", "chip", "framework"):
+        found = grouped(rows, GROUPS[name])
+        groups += sorted(found.items(), key=lambda item: _leading_number(item[0]))
+    lines = [
+        [
+            label,
+            str(len(members)),
+            str(len({publication(row.source) for row in members})),
+            *_sizes(summarize([row.error_frac for row in members])),
+            *_left_out_cells(members),
+        ]
+        for label, members in groups
+    ]
+    return Table(("step time", "runs", "sources", "median", "mean", *LEFT_OUT_COLUMNS), lines)
+
+
+def _sizes(summary: ErrorSummary) -> tuple[str, str]:
+    return percent(summary.median_abs_frac), percent(summary.mean_abs_frac)
+
+
+def _left_out_cells(rows: Sequence[Prediction]) -> tuple[str, ...]:
+    """Median and mean error by the other sources, and the share of measurements in their interval."""
+    covered = percent(coverage_frac(rows))
+    return (*_sizes(summarize([row.left_out_error_frac for row in rows])), covered)
+
+
 def error_table(name: str, groups: Iterable[tuple[str, Sequence[Prediction]]]) -> Table:
-    """One line of errors for each of the named `groups`."""
-    return Table((name, *COLUMNS), [[label, *_cells(rows)] for label, rows in groups])
+    """One line of errors for each of the named `groups`; with those by the other sources, if there are any."""
+    known = list(groups)
+    left_out = any(row.left_out is not None for _, rows in known for row in rows)
+    lines = [[label, *_cells(rows), *(_left_out_cells(rows) if left_out else ())] for label, rows in known]
+    return Table((name, *COLUMNS, *(LEFT_OUT_COLUMNS if left_out else ())), lines)
 
 
 def _cells(rows: Sequence[Prediction]) -> list[str]:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from meshwise.core.ledger import PHASES, Ledger
 from meshwise.core.units import duration, with_prefix
+from meshwise.estimate.intervals import Interval
 from meshwise.estimate.single import Estimate
 from meshwise.published.nersc_2024_02 import TABLES, TOTALLED, Notebook
 from meshwise.published.nersc_2024_10_plan import Paper
@@ -46,7 +47,7 @@ def _print_head(estimate: Estimate, run: Mapping[str, float], console: Console) 
     verdict = "fits" if estimate.fits else "DOES NOT FIT"
     capacity = with_prefix(estimate.cluster.chip.memory_bytes, "B")
     lines = [
-        ("step", duration(estimate.step_s)),
+        ("step", f"{duration(estimate.step_s)} ({_between(estimate.step_s_interval)})"),
         (
             "tokens/s",
             f"{with_prefix(estimate.tokens_per_s, '')} ({estimate.tokens_per_s / chips:.4g} per GPU)",
@@ -60,6 +61,13 @@ def _print_head(estimate: Estimate, run: Mapping[str, float], console: Console) 
     for label, text in lines:
         grid.add_row(label, text)
     console.print(grid)
+
+
+def _between(interval: Interval) -> str:
+    """`12.9 to 15.1`, in the unit of the number before it; with units where they differ."""
+    low, high = duration(float(f"{interval.p10:.3g}")), duration(float(f"{interval.p90:.3g}"))
+    same = low.split()[1] == high.split()[1]
+    return f"{low.split()[0]} to {high.split()[0]}" if same else f"{low} to {high}"
 
 
 def _run_value(name: str, value: float) -> str:
