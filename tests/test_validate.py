@@ -21,14 +21,9 @@ from meshwise.calibrate.defaults import defaults_of, entries, released
 from meshwise.calibrate.errors import is_held_out, order_loss, summarize
 from meshwise.calibrate.express import express
 from meshwise.calibrate.fit_steps import (
-    LIMITS,
-    START,
-    STATED,
-    TIED,
     Quantity,
     as_tables,
     catalog_constants,
-    every,
     search,
     step_miss,
     to_toml,
@@ -38,6 +33,8 @@ from meshwise.calibrate.fit_steps import (
 from meshwise.calibrate.left_out import leave_out
 from meshwise.calibrate.robust import Linear, minimise
 from meshwise.calibrate.runs import PROSE, Run, published_runs, read_runs
+from meshwise.calibrate.step_constants import LIMITS, START, TIED, every
+from meshwise.calibrate.step_constants import STATED as STATED_CONSTANTS
 from meshwise.calibrate.validate import estimate_run, validate
 from meshwise.cli.validate import add_to
 from meshwise.core.errors import ClusterError, DataError, PlanError
@@ -530,9 +527,9 @@ def test_a_constant_of_one_source_or_at_its_limit_is_refused() -> None:
 
 
 def test_every_constant_is_fitted_or_stated_or_tied() -> None:
-    assert not set(LIMITS) & set(STATED) and not set(TIED) & (set(LIMITS) | set(STATED))
-    assert {other for other, _ in TIED.values()} <= set(LIMITS) | set(STATED) | set(TIED)
-    assert all(source for _, source in STATED.values())
+    assert not set(LIMITS) & set(STATED_CONSTANTS) and not set(TIED) & (set(LIMITS) | set(STATED_CONSTANTS))
+    assert {other for other, _ in TIED.values()} <= set(LIMITS) | set(STATED_CONSTANTS) | set(TIED)
+    assert all(source for _, source in STATED_CONSTANTS.values())
 
 
 def test_a_source_left_out_does_not_fit_itself() -> None:

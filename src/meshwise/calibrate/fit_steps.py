@@ -1,15 +1,10 @@
 """Fits the overheads of real steps (`meshwise.machine.overheads`) to published runs.
 
-Half of the rows fit, half only judge, by a hash of their id (`errors.is_held_out`). A constant
-belongs to a generation of chips, a generation of software, or to all rows; none to a row or a source. The
-constants minimise
-
-    sum of w min(|log(predicted / measured)|, 0.4) / sum of w  +  pull x sum of log(constant / start)^2
-
-with w = 1 / sqrt(rows of the same source), so that a table of 500 rows does not drown one of 7. The cap
-keeps a few odd rows from deciding, the pull keeps what the rows do not determine at its start, which is
-the physical guess of `START`. The search walks along one constant after the other with shrinking steps;
-it prices only the rows that the constant touches. The same data give the same file.
+Half of the rows fit, half only judge, by a hash of their id (`errors.is_held_out`). The constants of
+`step_constants` minimise the misses log(predicted / measured) as `robust` says. A row counts
+1 / sqrt(rows of the same source), so that a table of 500 rows does not drown one of 7. Each round takes the
+misses as linear in the logs of the constants and moves these no further than `REACH`. The same data give the
+same file.
 """
 
 from __future__ import annotations
@@ -28,134 +23,18 @@ from meshwise.calibrate.errors import is_held_out, summarize
 from meshwise.calibrate.express import Expressed, express
 from meshwise.calibrate.robust import Array, Linear, loss, minimise
 from meshwise.calibrate.runs import Run, publication, read_runs
+from meshwise.calibrate.step_constants import (
+    LIMITS,
+    MEMORY_BOXES,
+    START,
+    TIED,
+    TIME_BOXES,
+    Constants,
+    every,
+)
 from meshwise.calibrate.validate import estimate_run, reported_bytes
 from meshwise.core.errors import MeshwiseError
-from meshwise.machine.overheads import SOFTWARE, Tables, tables
-
-Box = tuple[float, float, float]
-"""Where the search of a constant starts (a physical guess), and the least and most that make sense."""
-
-M20, T23, T24, M24, M26 = (f"software.{name}" for name in SOFTWARE)
-
-TIME_BOXES: dict[str, Box] = {
-    "power.hopper.bf16": (1.05e-12, 0.7e-12, 1.4e-12),
-    "power.hopper.fp8": (0.55e-12, 0.3e-12, 1.2e-12),
-    "power.blackwell.bf16": (1.05e-12, 0.6e-12, 1.25e-12),
-    "power.blackwell.fp8": (0.5e-12, 0.2e-12, 1.1e-12),
-    "older_attention.ampere": (1.5, 1.0, 3.0),
-    "older_attention.hopper": (1.9, 1.0, 4.0),
-    f"{M20}.host_s": (6e-5, 5e-6, 2e-4),
-    f"{M24}.moe_host_s": (4e-3, 1e-4, 1e-2),
-    f"{M20}.kernel_passes": (1.2, 0.8, 4.0),
-    f"{T23}.kernel_passes": (1.5, 0.8, 4.0),
-    f"{T24}.kernel_passes": (1.2, 0.8, 4.0),
-    f"{M24}.kernel_passes": (1.2, 0.8, 4.0),
-    f"{T24}.cast_passes": (2.0, 0.8, 8.0),
-    f"{M24}.cast_passes": (1.5, 0.8, 8.0),
-    f"{M20}.accumulate_bytes": (6.0, 2.0, 20.0),
-    f"{T23}.accumulate_bytes": (8.0, 2.0, 20.0),
-    f"{T24}.accumulate_bytes": (8.0, 2.0, 20.0),
-    f"{M24}.accumulate_bytes": (6.0, 2.0, 20.0),
-    f"{T23}.attention_slowdown": (1.4, 1.0, 3.0),
-    f"{T24}.attention_slowdown": (1.1, 1.0, 3.0),
-    f"{M24}.interference_frac": (0.1, 0.01, 0.5),
-    f"{M24}.tp_exposed_frac": (0.4, 0.05, 1.0),
-    "network.roce": (0.8, 0.2, 1.0),
-    "common.bucket_bytes": (1.6e8, 2.5e7, 1e9),
-    "common.skew_s": (2e-5, 1e-6, 1e-4),
-    "common.straggler_frac": (0.005, 0.0005, 0.02),
-}
-"""Constants fitted to step times; each is determined by the runs of two publications or more."""
-
-MEMORY_BOXES: dict[str, Box] = {
-    f"{T24}.fragment_frac": (0.05, 0.005, 0.3),
-    f"{T24}.loss_bytes": (8.0, 2.0, 24.0),
-}
-"""The same for memory."""
-
-STATED: dict[str, tuple[float, str]] = {
-    "network.omnipath": (
-        0.27,
-        "bigscience experiments/bandwidth: 55 Gb/s all-reduce of 64 V100, so 108 of 400 Gb/s",
-    ),
-    "power.cdna3.bf16": (750 / 620e12, "SemiAnalysis 2024-12, MI300X training benchmark: 620 TFLOP/s bf16"),
-    "power.cdna3.fp8": (750 / 990e12, "the same: 990 TFLOP/s fp8"),
-    "common.unaligned_frac": (
-        0.5,
-        "NVIDIA Matrix Multiplication User's Guide: each halving of 16-byte alignment costs",
-    ),
-    "common.expert_spread": (0.19, "Wang et al. 2024 (2408.15664): busiest of 64 experts 0.72 over the mean"),
-    f"{M20}.microbatch_s": (
-        1e-3,
-        "Megatron-LM v2.5 get_batch: copy, broadcast and 2048 x 2048 mask of a microbatch",
-    ),
-    f"{M20}.shard_copy_s": (6e-6, "one small copy through PyTorch's dispatcher"),
-    f"{M20}.misaligned_slowdown": (
-        10.0,
-        "A100 data sheet: 19.5 TFLOP/s of fp32 units over 0.6 x 312 of tensor cores",
-    ),
-    f"{M20}.messages_per_block": (12.0, "DeepSpeed ZeRO-3 of 2021 gathers tensor by tensor"),
-    **{f"{name}.messages_per_block": (1.0, "FSDP gathers block by block") for name in (T23, T24, M24)},
-    f"{M20}.second_grad_bytes": (2.0, "fp16 gradients beside their fp32 sums"),
-    f"{T23}.host_s": (3e-5, "an eager op of PyTorch with its backward; no run is bound by it"),
-    f"{T24}.host_s": (1.5e-5, "the same, half the ops compiled away"),
-    f"{M24}.host_s": (1.5e-5, "the same"),
-    f"{M24}.expert_bias_passes": (
-        16.0,
-        "Megatron-LM megatron/core/transformer/moe/experts.py: 75 passes over what we count 4.7 times",
-    ),
-    f"{M26}.expert_bias_passes": (4.0, "a pass for the sum and one for its gradient, of both linears"),
-    f"{M26}.host_s": (1e-6, "a node of a CUDA graph"),
-    **{
-        f"{name}.context_bytes": (2e9, "CUDA context 1.6 GB (bigscience tr11 prequel), NCCL")
-        for name in (T23, T24, M24)
-    },
-    f"{M20}.context_bytes": (
-        8.6e9,
-        "CUDA context 1.6 GB (bigscience tr11 prequel), NCCL's buffers of 7 groups",
-    ),
-    f"{M20}.fragment_frac": (0.1, "no expandable segments before PyTorch 2.1"),
-    f"{M20}.loss_bytes": (8.0, "fp32 logits and their gradient"),
-    f"{M24}.loss_bytes": (2.6, "Transformer Engine's cross entropy writes the gradient over the bf16 logits"),
-}
-"""Constants that runs of fewer than two publications determine: a physical value, and where it is from."""
-
-TIED: dict[str, tuple[str, float]] = {
-    "power.blackwell.fp4": ("power.blackwell.fp8", 0.5),
-    **{
-        f"power.blackwell-ultra.{dtype}": (f"power.blackwell.{dtype}", 0.88)
-        for dtype in ("bf16", "fp8", "fp4")
-    },
-    "older_attention.blackwell": ("older_attention.hopper", 1.0),
-    f"{T23}.cast_passes": (f"{T24}.cast_passes", 1.0),
-    f"{T23}.fragment_frac": (f"{T24}.fragment_frac", 1.0),
-    f"{M24}.fragment_frac": (f"{T24}.fragment_frac", 1.0),
-    f"{T23}.loss_bytes": (f"{T24}.loss_bytes", 1.0),
-    **{
-        f"{name}.{key}": (f"{M24}.{key}", 1.0)
-        for name in (M20, T23, T24, M26)
-        for key in ("interference_frac", "tp_exposed_frac")
-    },
-    **{
-        f"{M26}.{key}": (f"{M24}.{key}", 1.0)
-        for key in (
-            "kernel_passes",
-            "cast_passes",
-            "accumulate_bytes",
-            "messages_per_block",
-            "context_bytes",
-            "fragment_frac",
-            "loss_bytes",
-        )
-    },
-}
-"""Constants that are another one times a factor: fp4 moves half the bits of fp8; Blackwell Ultra, of the
-same process, runs Megatron-Bridge's fp8 recipes of Llama 3 1.24 times as fast as Blackwell, so its matmuls 1.33
-times, on 7/6 of the power; a CUDA graph runs the same kernels."""
-
-LIMITS = TIME_BOXES | MEMORY_BOXES
-START = {name: start for name, (start, _, _) in LIMITS.items()}
-Constants = dict[str, float]
+from meshwise.machine.overheads import Tables, tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +47,6 @@ class StepFit:
     held_out_mean_abs_frac: float
     toml: str
     problems: tuple[str, ...]
-
-
-def every(fitted: Constants) -> Constants:
-    """The fitted constants, those stated, and those tied to another."""
-    known = {name: value for name, (value, _) in STATED.items()} | fitted
-    for name, (other, factor) in TIED.items():
-        known[name] = factor * known[other]
-    return known
 
 
 def as_tables(constants: Constants) -> Tables:
@@ -356,6 +227,13 @@ def _within(found: Tables, name: str) -> float:
     for key in keys:
         section = section[key]
     return float(section)
+
+
+def times(constants: Constants, quantity: Quantity, by: Array) -> Constants:
+    """`constants` with those of `quantity` multiplied, `by` logs."""
+    return constants | {
+        name: constants[name] * math.exp(log) for name, log in zip(quantity.names, by, strict=True)
+    }
 
 
 def _bent(constants: Constants, names: Iterable[str]) -> Array:

@@ -20,16 +20,19 @@ from meshwise.calibrate.express import Expressed
 from meshwise.calibrate.fit_steps import (
     MEMORY,
     TIME,
-    Constants,
+    Quantity,
     as_tables,
     catalog_constants,
     fitting_half,
     linearize,
     moved,
     priced_runs,
+    times,
     weights_of,
 )
+from meshwise.calibrate.robust import Linear
 from meshwise.calibrate.runs import publication
+from meshwise.calibrate.step_constants import Constants
 from meshwise.calibrate.table import header
 from meshwise.calibrate.validate import Prediction, Validation, holds_ops
 from meshwise.estimate.intervals import UNMEASURED, Spread, Spreads, interval_around, regimes
@@ -67,32 +70,46 @@ class LeftOut:
 
 def leave_out(runs: Sequence[Expressed], constants: Constants) -> LeftOut:
     """Predict every run from `constants` moved to where the fitting half without its source has them."""
-    by_source, by_generation = {}, {}
+    found: dict[str, tuple[Misses, Misses]] = {}
     for name, quantity in QUANTITIES.items():
         measured = [each for each in runs if getattr(each.run, name)]
         training = fitting_half(runs, quantity)
         linear = linearize(constants, training, quantity)
 
-        def misses(key: Callable[[Expressed], str]) -> Misses:
-            found: Misses = {}
-            for group, members in grouped(measured, key).items():
-                others = np.array([key(each) != group for each in training])
-                step = moved(constants, linear.where(others), quantity, reach=2.0)
-                at = constants | {
-                    each: constants[each] * math.exp(by)
-                    for each, by in zip(quantity.names, step, strict=True)
-                }
-                tables = as_tables(at)
-                found |= {each.run.id: quantity.miss(each, tables) for each in members}
-            return found
-
-        by_source[name] = misses(lambda each: publication(each.run.source))
-        by_generation[name] = misses(lambda each: each.cluster.chip.generation)
+        known = (measured, training, linear, constants, quantity)
+        found[name] = _misses(_source, *known), _misses(_generation, *known)
+    by_source, by_generation = ({name: found[name][i] for name in QUANTITIES} for i in (0, 1))
     return LeftOut(runs, by_source, by_generation)
 
 
+def _source(expressed: Expressed) -> str:
+    return publication(expressed.run.source)
+
+
+def _generation(expressed: Expressed) -> str:
+    return expressed.cluster.chip.generation
+
+
+def _misses(
+    key: Callable[[Expressed], str],
+    measured: Sequence[Expressed],
+    training: Sequence[Expressed],
+    linear: Linear,
+    constants: Constants,
+    quantity: Quantity,
+) -> Misses:
+    """Misses of all `measured` runs, each group of the same `key` without its own runs in `training`."""
+    found: Misses = {}
+    for group, members in grouped(measured, key).items():
+        others = np.array([key(each) != group for each in training])
+        step = moved(constants, linear.where(others), quantity, reach=2.0)
+        tables = as_tables(times(constants, quantity, step))
+        found |= {each.run.id: quantity.miss(each, tables) for each in members}
+    return found
+
+
 def add_left_out(validation: Validation, paths: Iterable[Path]) -> Validation:
-    """`validation` with the prediction of each run by the other sources, and the interval that goes with it."""
+    """`validation` with each run predicted by the other sources, and the interval that goes with it."""
     found = leave_out(priced_runs(path for path in paths if not holds_ops(header(path))), catalog_constants())
     runs = {each.run.id: each for each in found.runs}
     sources = dict.fromkeys(publication(each.run.source) for each in found.runs)
@@ -127,7 +144,7 @@ def measured_as(expressed: Expressed) -> str:
 
 
 def spread(runs: Sequence[Expressed], misses: Misses) -> Spread:
-    """Percentiles of measured over predicted; each source counts by the root of its runs, and at least 1 lies between."""
+    """Percentiles of measured over predicted, around 1; a source counts by the root of its runs."""
     ratios = np.exp([-misses[each.run.id] for each in runs])
     order = np.argsort(ratios)
     below = np.cumsum(weights_of(runs)[order])
@@ -138,8 +155,9 @@ def spread(runs: Sequence[Expressed], misses: Misses) -> Spread:
 
 
 _HEAD = """\
-# Written by `meshwise fit`; do not edit. Percentiles of measured over predicted (`meshwise.estimate.intervals`),
-# each run predicted from constants fitted without its source (`unmeasured`: without its generation of chips).
+# Written by `meshwise fit`; do not edit. Percentiles of measured over predicted for
+# `meshwise.estimate.intervals`: each run is predicted from constants fitted without its source, under
+# `unmeasured` without its generation of chips.
 """
 
 

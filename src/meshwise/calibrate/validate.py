@@ -54,9 +54,10 @@ class Prediction:
     """One measured number and the one predicted for it, or the reason why there is none.
 
     `parts` are the seconds (or bytes) that `predicted` is made of; `fits` says whether the run's memory is
-    predicted to be enough, `approximations` what of the row the plan says only nearly. `regime` says what
-    kind of run it is, by aspect; `left_out` is predicted by constants that were fitted without the row's source
-    (`left_out.add_left_out`), as its interval is; `group` names rows that compete: the same model, batch and number of GPUs.
+    predicted to be enough, `approximations` what of the row the plan says only nearly. `left_out` is what
+    constants predict that were fitted without the row's source (`left_out.add_left_out`), as its interval is.
+    `regime` says what kind of run it is, by aspect; `group` names rows that compete: the same model, batch
+    and number of GPUs.
     """
 
     id: str

@@ -40,7 +40,7 @@ class Spreads(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """10th and 90th percentile of what a measurement of the predicted number would be, and what that rests on."""
+    """10th and 90th percentile of what a measurement of the prediction would be, and what that rests on."""
 
     p10: float
     p90: float
@@ -71,7 +71,7 @@ UNMEASURED = "unmeasured"
 def interval_around(
     quantity: str, value: float, found: Sequence[str], unmeasured: str = "", among: Spreads | None = None
 ) -> Interval:
-    """The interval around the prediction `value` in the regimes `found`; `unmeasured`: what was never measured."""
+    """The interval around the prediction `value` in the regimes `found`; `unmeasured`: what never was."""
     table: Mapping[str, Spread] = getattr(among or spreads(), quantity)
     names = [name for name in (*found, *([UNMEASURED] if unmeasured else [])) if name in table]
     used = [table[name] for name in names]

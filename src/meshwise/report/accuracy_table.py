@@ -73,7 +73,7 @@ def _left_out_cells(rows: Sequence[Prediction]) -> tuple[str, ...]:
 
 
 def error_table(name: str, groups: Iterable[tuple[str, Sequence[Prediction]]]) -> Table:
-    """One line of errors for each of the named `groups`; with those by the other sources, if there are any."""
+    """One line of errors for each of the named `groups`, with those by the other sources if there are any."""
     known = list(groups)
     left_out = any(row.left_out is not None for _, rows in known for row in rows)
     lines = [[label, *_cells(rows), *(_left_out_cells(rows) if left_out else ())] for label, rows in known]
