@@ -216,7 +216,7 @@ STATED = {  # column: a run, and another value that the column could hold
     "tp_comm_overlap": (DENSE, False),
     "grad_reduce_overlap": (DENSE, False),
     "moe_a2a_overlap": (MIXTURE, True),
-    "cuda_graph": (DENSE, "full"),
+    "cuda_graph": (MIXTURE, "full"),
     "launch_blocking": (DENSE, True),
     "dispatcher": (MIXTURE, "deepep"),
     "routing": (MIXTURE, "forced_balance"),
@@ -563,7 +563,10 @@ def test_intervals_hold_the_prediction_and_widen_without_measurements(
 
 def test_an_estimate_says_between_what_and_why() -> None:
     found = estimate(
-        find_model("llama3-8b"), find_cluster("h100-80g-sxm:8"), parse_plan("zero=3"), Workload(16, 8192)
+        find_model("llama3-8b"),
+        find_cluster("h100-80g-sxm:8"),
+        parse_plan("zero=3"),
+        Workload(batch=16, seq=8192),
     )
     document = found.to_json(ledger=False)
     between = document["step_s_interval"]

@@ -73,7 +73,9 @@ def interval_around(
 ) -> Interval:
     """The interval around the prediction `value` in the regimes `found`; `unmeasured`: what never was."""
     table: Mapping[str, Spread] = getattr(among or spreads(), quantity)
-    names = [name for name in (*found, *([UNMEASURED] if unmeasured else [])) if name in table]
+    names = [name for name in (*found, *([UNMEASURED] if unmeasured else [])) if name in table] or [
+        UNMEASURED
+    ]
     used = [table[name] for name in names]
     runs = ", ".join(
         f"{spread.num_runs} runs of {spread.num_sources} sources ({name})"
