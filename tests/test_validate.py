@@ -466,19 +466,19 @@ def test_the_page_shows_every_group(tmp_path: Path) -> None:
 
 
 def test_a_fit_finds_the_constant_that_made_the_data() -> None:
-    """Runs whose step time is predicted with a constant of 9e-5 s give that constant back."""
-    truth = START | {"software.megatron-2020.host_s": 9e-5}
+    """Runs whose step time is predicted with 1.6 passes a kernel give that constant back."""
+    truth = START | {"software.megatron-2020.kernel_passes": 1.6}
     made = as_tables(truth)
     rows = [
         express(restated(run, step_time_s=estimate_run(express(run), made).step_s))
         for run in read_runs(ITERATIONS)[0]
         if not is_held_out(run.id)
     ]
-    host = Quantity("step_s", ("software.megatron-2020.host_s",), step_miss)
+    host = Quantity("step_s", ("software.megatron-2020.kernel_passes",), step_miss)
     found = search(START, rows, host)
-    assert found["software.megatron-2020.host_s"] == pytest.approx(9e-5, rel=0.05)
-    assert {name: value for name, value in found.items() if "host_s" not in name} == {
-        name: value for name, value in truth.items() if "host_s" not in name
+    assert found["software.megatron-2020.kernel_passes"] == pytest.approx(1.6, rel=0.05)
+    assert {name: value for name, value in found.items() if "kernel_passes" not in name} == {
+        name: value for name, value in truth.items() if "kernel_passes" not in name
     }
 
 
@@ -519,11 +519,11 @@ def test_a_regression_finds_the_constants_whatever_a_few_odd_rows_say(
 
 def test_a_constant_of_one_source_or_at_its_limit_is_refused() -> None:
     rows = [express(run) for run in read_runs(ITERATIONS)[0]]
-    host = Quantity("step_s", ("software.megatron-2020.host_s",), step_miss)
+    host = Quantity("step_s", ("software.megatron-2020.kernel_passes",), step_miss)
     (one_source,) = unfounded(START, rows, host)
-    assert "host_s is determined by 1 source only (vTrain ground truth)" in one_source
-    at_limit = START | {"software.megatron-2020.host_s": LIMITS["software.megatron-2020.host_s"][2]}
-    assert "host_s ends at its limit" in " ".join(unfounded(at_limit, rows, host))
+    assert "kernel_passes is determined by 1 source only (vTrain ground truth)" in one_source
+    at_limit = START | {"software.megatron-2020.kernel_passes": 4.0}
+    assert "kernel_passes ends at its limit" in " ".join(unfounded(at_limit, rows, host))
 
 
 def test_every_constant_is_fitted_or_stated_or_tied() -> None:

@@ -34,7 +34,7 @@ from meshwise.calibrate.robust import Linear
 from meshwise.calibrate.runs import publication
 from meshwise.calibrate.step_constants import Constants
 from meshwise.calibrate.table import header
-from meshwise.calibrate.validate import Prediction, Validation, holds_ops
+from meshwise.calibrate.validate import Prediction, Validation
 from meshwise.estimate.intervals import UNMEASURED, Spread, Spreads, interval_around, regimes
 
 QUANTITIES = {each.name: each for each in (TIME, MEMORY)}
@@ -110,7 +110,8 @@ def _misses(
 
 def add_left_out(validation: Validation, paths: Iterable[Path]) -> Validation:
     """`validation` with each run predicted by the other sources, and the interval that goes with it."""
-    found = leave_out(priced_runs(path for path in paths if not holds_ops(header(path))), catalog_constants())
+    tables = [path for path in paths if "global_batch" in header(path)]
+    found = leave_out(priced_runs(tables), catalog_constants())
     runs = {each.run.id: each for each in found.runs}
     sources = dict.fromkeys(publication(each.run.source) for each in found.runs)
     known = {source: found.spreads(without=source) for source in sources}

@@ -154,7 +154,7 @@ def validate(paths: Iterable[Path] = ()) -> Validation:
     warnings: list[str] = []
     for path in tuple(paths) or (published_runs(),):
         names = header(path)
-        if holds_ops(names):
+        if set(names) >= _OP_COLUMNS:
             rows += predict_ops(path)
             continue
         if set(names) >= {*measured.COLUMNS, *SERVING}:
@@ -166,11 +166,6 @@ def validate(paths: Iterable[Path] = ()) -> Validation:
         if unread := unread_columns(names):
             warnings.append(f"{path}, line 1: no such column, so not read: {', '.join(unread)}")
     return Validation(rows, tuple(warnings))
-
-
-def holds_ops(names: Iterable[str]) -> bool:
-    """Whether a table with these columns is one of ops and collectives."""
-    return set(names) >= _OP_COLUMNS
 
 
 def _unread(row: BadRow) -> Prediction:
