@@ -67,7 +67,8 @@ def predict(row: Mapping[str, str]) -> dict[str, float]:
     units = "fp8" if dtype == "fp4" and "fp4" not in cluster.chip.matrix_flop_per_s else dtype
     plan = Plan(tp=tp, dtype=units, kv_dtype="bf16" if dtype == "bf16" else "fp8")
     if model.moe is not None:
-        plan = replace(plan, **({"ep": ep, "etp": etp} if dp == 1 else {"ep": ep * etp, "etp": 1}))
+        spread_ep, spread_etp = (ep, etp) if dp == 1 else (ep * etp, 1)
+        plan = replace(plan, ep=spread_ep, etp=spread_etp)
     prompt, output, clients = (_count(row, name) for name in ("input_tokens", "output_tokens", "concurrency"))
     served = serving(model, cluster, plan, prompt=prompt, output=output)
     if units != dtype:
