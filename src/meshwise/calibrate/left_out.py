@@ -8,6 +8,7 @@ follow the intervals of `meshwise.estimate.intervals`.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +29,6 @@ from meshwise.calibrate.fit_steps import (
     moved,
     priced_runs,
     times,
-    weights_of,
 )
 from meshwise.calibrate.robust import Linear
 from meshwise.calibrate.runs import publication
@@ -145,14 +145,15 @@ def measured_as(expressed: Expressed) -> str:
 
 
 def spread(runs: Sequence[Expressed], misses: Misses) -> Spread:
-    """Percentiles of measured over predicted, around 1; a source counts by the root of its runs."""
+    """Percentiles of measured over predicted, around 1; each source counts once, however many runs it has."""
     ratios = np.exp([-misses[each.run.id] for each in runs])
     order = np.argsort(ratios)
-    below = np.cumsum(weights_of(runs)[order])
-    middle = (below - 0.5 * weights_of(runs)[order]) / below[-1]
+    num_runs = Counter(publication(each.run.source) for each in runs)
+    weights = np.array([1.0 / num_runs[publication(each.run.source)] for each in runs])[order]
+    below = np.cumsum(weights)
+    middle = (below - 0.5 * weights) / below[-1]
     low, high = np.interp([0.1, 0.9], middle, ratios[order])
-    sources = {publication(each.run.source) for each in runs}
-    return Spread(min(float(low), 1.0), max(float(high), 1.0), len(runs), len(sources))
+    return Spread(min(float(low), 1.0), max(float(high), 1.0), len(runs), len(num_runs))
 
 
 _HEAD = """\
