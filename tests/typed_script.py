@@ -45,6 +45,7 @@ def what_takes_longer(folder: Path) -> None:
     assert ran is not None and ran.peak_bytes > 0
     profiled = mw.profile(["torchrun", "--nproc-per-node=2", "train.py"], folder)
     assert_type(profiled.exit_code, int)
+    print(mw.explain(folder, model="llama3-8b", cluster="h100-80g-sxm:2", batch=2, seq=2048))
     limits = mw.frontier("h100-80g-sxm", months=3, utilization=0.7, schedule="interleaved").ideal
     print(limits)
     validation = mw.validate([folder / "runs.csv"])
