@@ -74,8 +74,8 @@ def write_job(folder: Path, job: Job) -> None:
         reduce(list(range(job.num_ranks)), 80.0, step, 5000)
         if job.has_marks:
             for rank in range(job.num_ranks):
-                start = local(rank, began[rank])
-                length = local(rank, now[rank]) - start
+                start = local(rank, began[rank] - 5)  # the first kernel is launched 4 us before it runs
+                length = local(rank, now[rank] - 5) - start
                 events[rank].insert(0, host("user_annotation", f"ProfilerStep#{step + 2}", start, length))
     about = {"host_name": "node"} if job.has_host else {}
     for rank, found in events.items():
