@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import meshwise as mw
 from meshwise.core.ledger import COLUMNS
-from meshwise.report.token_budget import TokenBudget
+from meshwise.core.units import quantity
+from meshwise.estimate.token_budget import TokenBudget
 
 BASE = ("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:64", "--plan", "tp=8,pp=8", "--batch", "64")
 KEYS = {
@@ -52,6 +53,35 @@ def test_a_token_budget_becomes_days_cost_and_energy(meshwise) -> None:
     assert run["gpu_hours"] == pytest.approx(run["run_s"] * 64 / 3600)
     assert run["cost"] == pytest.approx(2 * run["gpu_hours"])
     assert run["energy_joules"] == pytest.approx(run["run_s"] * 64 * 500)
+
+
+def test_failures_lengthen_a_run_and_a_better_machine_shortens_it(meshwise) -> None:
+    def run(*words: str) -> dict:
+        return meshwise(*BASE, "--tokens", "1T", "--price", "2", "--json", *words).document["run"]
+
+    usual = run()
+    failing = usual["with_failures"]
+    assert usual["tokens"] == 1e12 and 0 < failing["goodput_frac"] < 1
+    assert failing["run_s"] == pytest.approx(usual["run_s"] / failing["goodput_frac"])
+    assert failing["cost"] == pytest.approx(2 * failing["gpu_hours"])
+    assert failing["num_failures"] == pytest.approx(failing["gpu_hours"] / 50.7e3, rel=1e-3)
+    for words in (("--mtbf", "1e6"), ("--storage", "1TB"), ("--restart", "10")):
+        assert run(*words)["with_failures"]["goodput_frac"] > failing["goodput_frac"]
+    assert run("--storage", "1TB")["with_failures"]["checkpoint_s"] < failing["checkpoint_s"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("15T", 15e12), ("1e9", 1e9), ("64MiB", 2**26), ("2 GB", 2e9), ("1,000", 1000.0), ("3b", 3)],
+)
+def test_quantities_as_people_write_them(text: str, value: float) -> None:
+    assert quantity(text, "--size") == value
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "0", "nan", "1e400", "1.2.3", "5Q", "15B"])
+def test_what_is_no_quantity_is_one_sentence(text: str) -> None:
+    with pytest.raises(mw.MeshwiseError, match="must be a number above zero"):
+        quantity(text, "--size")
 
 
 def test_out_of_memory_is_exit_0_and_says_what_is_short(meshwise) -> None:

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from meshwise.cli.frontier import app
 from meshwise.core.errors import ClusterError, MeshwiseError, WorkloadError
+from meshwise.cost.failures import Failures, checkpoint_interval_s, goodput, young_interval_s
 from meshwise.machine.hardware import find_chip
 from meshwise.published.frontier.assumptions import Assumptions, assumptions, latency_wall_flop, sizes
 from meshwise.published.frontier.device import Device, device_from_chip, find_device
-from meshwise.published.frontier.failures import Failures, checkpoint_interval_s, goodput, young_interval_s
 from meshwise.published.frontier.laws import Law
 from meshwise.published.frontier.layer import (
     PATTERNS,

@@ -29,6 +29,8 @@ def main(folder: Path) -> None:
     job = mw.launch(model, cluster, plan, to="megatron-lm", batch=128, seq=8192)
     job.write(folder)
     assert mw.read_job(folder / "megatron_args.txt", cluster).plan == mw.Plan(tp=2, zero=3)
+    times, _ = mw.collective("all_reduce", cluster, [2.0**30], ranks=8)
+    assert times[0].bus_bytes_per_s < times[0].ceiling_bytes_per_s * 1.1
     tables = mw.reproduce("nersc-2024-02", "gpt3-175b", "nersc-notebook", "tp=4,sp=1")
     (folder / "tables.csv").write_text(tables.to_csv())
     try:

@@ -19,6 +19,7 @@ from meshwise import launch as _launch_folder  # noqa: F401
 from meshwise import search as _search_folder  # noqa: F401
 from meshwise import serve as _serve_folder  # noqa: F401
 from meshwise.api import (
+    collective,
     compare,
     dry_run,
     estimate,
@@ -66,7 +67,7 @@ _HOME = {
 
 __all__ = ["Cluster", "Estimate", "Ledger", "MeshwiseError", "Model", "Plan", "Workload", "__version__"]
 __all__ += ["compare", "dry_run", "estimate", "frontier", "profile", "reproduce", "run", "search", "serve"]
-__all__ += ["explain", "launch", "read_job", "validate"]
+__all__ += ["collective", "explain", "launch", "read_job", "validate"]
 __all__ += ["find_cluster", "find_model", "parse_plan", "plan_text"]
 
 

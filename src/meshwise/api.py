@@ -18,6 +18,7 @@ from meshwise.core.errors import MissingExtraError, WorkloadError
 if TYPE_CHECKING:
     from meshwise.calibrate.validate import Validation
     from meshwise.core.compare import Comparison
+    from meshwise.estimate.collective import CollectiveTime
     from meshwise.estimate.single import Estimate
     from meshwise.launch.read import Job
     from meshwise.launch.write import Launch
@@ -479,6 +480,41 @@ def profile(
     return profile_command(
         command, Path(directory), shapes=shapes, memory=memory, stacks=stacks, compare=overhead, stdout=stdout
     )
+
+
+def collective(
+    kind: str,
+    cluster: str | Path | Cluster,
+    sizes_bytes: Sequence[float] = (),
+    *,
+    ranks: int | None = None,
+    stride: int = 1,
+    data: Sequence[str | Path] = (),
+) -> tuple[list[CollectiveTime], dict[float, float]]:
+    """Time one collective by size, and gather measured times to stand beside.
+
+    Args:
+        kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce or send.
+        cluster: A cluster, its name, `chip:count`, or the path of a TOML file.
+        sizes_bytes: Bytes of the full tensor; none: 1 KiB to 16 GiB and every measured size.
+        ranks: Ranks of the group; None: as many as the cluster has at this stride.
+        stride: Distance between neighbours of the group, in ranks.
+        data: CSV files of measured collectives (docs/data.md).
+
+    Returns:
+        The predicted times in the order of size, and measured seconds by size.
+
+    Raises:
+        MeshwiseError: A name is unknown, a number makes no sense, or a file cannot be read.
+    """
+    from meshwise.calibrate.collectives import measured_times
+    from meshwise.estimate.collective import SIZES_BYTES, collective_times
+
+    on = _cluster(cluster)
+    group = on.num_chips // max(stride, 1) if ranks is None else ranks
+    measured = measured_times([Path(path) for path in data], kind, on, group, stride) if data else {}
+    sizes = sorted(sizes_bytes or {*SIZES_BYTES, *measured})
+    return collective_times(kind, on, sizes, ranks=group, stride=stride), measured
 
 
 def frontier(

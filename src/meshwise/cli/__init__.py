@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 import typer.core
 
+from meshwise.cli.defaults import read_defaults
+from meshwise.cli.examples import epilog
 from meshwise.core.errors import MeshwiseError
 
 
@@ -32,7 +35,7 @@ app = typer.Typer(
     name="meshwise",
     help="What a distributed transformer costs before it runs, and where prediction and run differ.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -52,13 +55,41 @@ for _module in (
     "serve",
     "launch",
     "sweep",
+    "collective",
 ):
     importlib.import_module(f"meshwise.cli.{_module}").add_to(app)
 
 
-for _commands in (app, *(group.typer_instance for group in app.registered_groups)):
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from meshwise import __version__
+
+        print(f"meshwise {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Default options of each verb, a TOML file [./meshwise.toml, where it is there]."),
+    ] = None,
+) -> None:
+    if not context.resilient_parsing:
+        context.default_map = read_defaults(context.command, config)
+
+
+for _group, _commands in (
+    ("", app),
+    *((group.name, group.typer_instance) for group in app.registered_groups),
+):
     for _command in getattr(_commands, "registered_commands", ()):
         _command.cls = Command
+        _command.epilog = epilog(_group, _command)
 
 _UsageError: Any = typer.BadParameter.__base__
 INTERRUPTED = 130

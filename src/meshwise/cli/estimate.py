@@ -46,9 +46,18 @@ def estimate(
         str, typer.Option(help="default, ideal, nersc-2024-02 or nersc-2024-10.")
     ] = "default",
     per_layer: Annotated[bool, typer.Option("--per-layer", help="Print the ops of one layer.")] = False,
-    tokens: Annotated[float | None, typer.Option(help="Token budget: also print days and GPU-hours.")] = None,
-    price: Annotated[float | None, typer.Option(help="Price of a GPU-hour, for the token budget.")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Tokens of the whole run, as 15T: days, GPU-hours, failures.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(help="Dollars of a GPU-hour, with --tokens.")] = None,
     watts: Annotated[float | None, typer.Option(help="Power of a GPU in watts [the chip's].")] = None,
+    mtbf: Annotated[
+        float | None, typer.Option(help="GPU-hours between failures, with --tokens [50,700].")
+    ] = None,
+    storage: Annotated[
+        str | None, typer.Option(help="Bytes/s that checkpoints are written with, as 200GB [122 MB/s a GPU].")
+    ] = None,
+    restart: Annotated[float | None, typer.Option(help="Seconds to restart after a failure [920].")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the ledger to this CSV file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time, memory and roofline (png, svg, pdf).")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the timeline of all ranks for Perfetto.")] = None,
@@ -69,6 +78,7 @@ def estimate(
     inputs |= {"model": need_model(inputs["model"]), "cluster": cluster, "kind": kind}
     if convention in api.PUBLISHED:
         others = {"--tokens": tokens, "--price": price, "--watts": watts, "--plot": plot, "--trace": trace}
+        others |= {"--mtbf": mtbf, "--storage": storage, "--restart": restart}
         _refuse(convention, others)  # not --per-layer: the published tables are of one layer anyway
         tables = api.reproduce(convention, **inputs)
         _print_tables(tables, csv, json)
@@ -76,9 +86,17 @@ def estimate(
     if convention not in ("default", "ideal"):
         known = ", ".join(("default", "ideal", *api.PUBLISHED))
         raise PlanError(f"--convention {convention} must be one of {known}")
-    from meshwise.report.token_budget import TokenBudget
+    from meshwise.core.units import quantity
+    from meshwise.estimate.token_budget import TokenBudget
 
-    budget = TokenBudget(tokens=tokens, price_per_gpu_hour=price, watts=watts)
+    budget = TokenBudget(
+        tokens=None if tokens is None else quantity(tokens, "--tokens"),
+        price_per_gpu_hour=price,
+        watts=watts,
+        gpu_hours_between_failures=mtbf,
+        storage_bytes_per_s=None if storage is None else quantity(storage, "--storage"),
+        restart_s=restart,
+    )
     found = api.estimate(ideal=convention == "ideal", **inputs)
     run = budget.run(found)
     if csv is not None:

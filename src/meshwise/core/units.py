@@ -7,7 +7,10 @@ quantity is a `Num`: a float, or an array of floats whose axes are the axes of a
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from meshwise.core.errors import WorkloadError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +33,25 @@ DTYPE_BYTES: dict[str, float] = {
 """Bytes of one element as it lies in memory (tf32 is stored as fp32)."""
 
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y", "R", "Q")
+
+
+_NUMBER = re.compile(r"([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)\s*(?:([kMGTPE])(i?)B?)?", re.IGNORECASE)
+
+
+def quantity(text: str, what: str) -> float:
+    """The number that a person writes as `15T`, `1e12`, `64MiB` or `2 GB`; WorkloadError names `what`.
+
+    A bare B is refused: it is a byte to some and a billion to others.
+    """
+    written = _NUMBER.fullmatch(text.strip().replace(",", "").replace("_", ""))
+    try:
+        value = float(written[1]) if written else math.nan
+    except ValueError:
+        value = math.nan
+    if written is None or not math.isfinite(value) or value <= 0:
+        raise WorkloadError(f"{what} {text} must be a number above zero, as 64e6, 15T or 64MiB")
+    base = 1024.0 if written[3] else 1000.0
+    return value * base ** "kmgtpe".find(written[2].lower()) * base if written[2] else value
 
 
 def with_prefix(value: float, unit: str, digits: int = 4) -> str:
@@ -58,3 +80,12 @@ def duration(seconds: float) -> str:
         if abs(seconds) < limit:
             return f"{seconds / scale:.4g} {unit}"
     return f"{seconds / 86400:.4g} days"
+
+
+def require_positive(value: Num, what: str, *, finite: bool = True) -> None:
+    """Raise WorkloadError unless every `value` is above zero, and finite if it must be."""
+    import numpy as np
+
+    array = np.asarray(value)
+    if not np.all((array > 0) & (np.isfinite(array) | (not finite))):
+        raise WorkloadError(f"{what} is {value}; it must be a {'finite ' * finite}number above zero")

@@ -35,7 +35,7 @@ transformer-perf-estimates model of NERSC; NCCL's documentation of NCCL_PROTO an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import numpy as np
@@ -72,6 +72,7 @@ def sent_bytes(kind: Collective, payload_bytes: Num, group_ranks: Num) -> Num:
 class Line:
     """One algorithm and protocol: `delay_s`, however small the tensor, and seconds per byte of it."""
 
+    algorithm: str
     delay_s: Num
     s_per_byte: Num
 
@@ -129,7 +130,7 @@ def collective_lines(
     if kind == "all_reduce" and group.inner.switch_frac is not None:
         lines.append(_switch(group, protocols[1][0]))
     launch_s = _launch_s(protocols[0])
-    return [Line(line.delay_s + launch_s, line.s_per_byte) for line in lines]
+    return [replace(line, delay_s=line.delay_s + launch_s) for line in lines]
 
 
 def peer_all_reduce_s(
@@ -193,6 +194,7 @@ class _Group:
                     hops_s=hops * quick_s,
                     syncs_s=syncs * sync_s,
                     efficiency=efficiency,
+                    bulk=bulk,
                 )
             )
             inside = here
@@ -215,6 +217,11 @@ class _Step:
     hops_s: Num
     syncs_s: Num
     efficiency: LinkEfficiency
+    bulk: bool
+
+
+def _named(algorithm: str, steps: Sequence[_Step]) -> str:
+    return f"{algorithm}, {'bulk' if steps[0].bulk else 'quick'}"
 
 
 def _launch_s(steps: Sequence[_Step]) -> Num:
@@ -244,7 +251,8 @@ def _ring(kind: Collective, group: _Group, steps: Sequence[_Step]) -> Line:
             part = ring_part / step.inside + step.efficiency.own_part * own_part
             wire = np.maximum(wire, np.where(step.used, part / step.bytes_per_s, 0.0))
             delay_s = delay_s + passes * step.hops_s + step.syncs_s  # two passes are one pipeline
-    return Line(delay_s, wire)
+    rings = kind not in ("send", "recv", "all_to_all", "dispatch")
+    return Line(_named("ring" if rings else "direct", steps), delay_s, wire)
 
 
 def _leaving(kind: Collective, group: _Group, step: _Step) -> Num:
@@ -265,7 +273,7 @@ def _tree(steps: Sequence[_Step]) -> Line:
         wire = np.maximum(wire, np.where(step.used, 2.0 / step.inside / step.bytes_per_s, 0.0))
         climb = np.log2(step.here / step.inside) * (step.efficiency.tree_latency or 1.0)
         delay_s = delay_s + 2.0 * (climb * step.hop_s if level else step.hops_s + step.syncs_s)
-    return Line(delay_s, wire)
+    return Line(_named("tree", steps), delay_s, wire)
 
 
 def _switch(group: _Group, step: _Step) -> Line:
@@ -274,4 +282,4 @@ def _switch(group: _Group, step: _Step) -> Line:
     added_bytes_per_s = bytes_per_s * (group.inner.switch_frac or 1.0)
     inside_one = np.asarray(step.here) >= np.asarray(group.ranks)
     delay_s = np.where(inside_one, latency_s * group.inner.switch_latency, np.inf)
-    return Line(delay_s, (1.0 + 1.0 / group.ranks) / added_bytes_per_s)
+    return Line("switch", delay_s, (1.0 + 1.0 / group.ranks) / added_bytes_per_s)

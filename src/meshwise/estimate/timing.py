@@ -96,8 +96,11 @@ class Machine:
         self, kind: str, payload_bytes: Num, group_ranks: Num, stride: Num, choices: float = 0.0
     ) -> Num:
         """Time of one collective with the links to itself; `send` and `recv` are point to point."""
-        lines = _lines(self, kind, _frozen(group_ranks), _frozen(stride), choices)
-        return fastest_s(lines, payload_bytes)
+        return fastest_s(self.collective_lines(kind, group_ranks, stride, choices), payload_bytes)
+
+    def collective_lines(self, kind: str, group_ranks: Num, stride: Num, choices: float = 0.0) -> list[Line]:
+        """What the library chooses from for a group: its algorithms and protocols."""
+        return _lines(self, kind, _frozen(group_ranks), _frozen(stride), choices)
 
 
 def _frozen(number: Num) -> tuple[bytes, tuple[int, ...]]:

@@ -56,7 +56,7 @@ def _print_head(estimate: Estimate, run: Mapping[str, float], console: Console) 
         ("model FLOP", with_prefix(estimate.flop_per_step, "FLOP") + " per step"),
         ("memory", f"{with_prefix(estimate.memory_bytes['total'], 'B')} of {capacity}: {verdict}"),
     ]
-    lines += [(name, _run_value(name, value)) for name, value in run.items()]
+    lines += _run_lines(run)
     grid = Table.grid(padding=(0, 2))
     for label, text in lines:
         grid.add_row(label, text)
@@ -70,13 +70,29 @@ def _between(interval: Interval) -> str:
     return f"{low.split()[0]} to {high.split()[0]}" if same else f"{low} to {high}"
 
 
-def _run_value(name: str, value: float) -> str:
-    units = {
-        "run_s": duration(value),
-        "days": f"{value:.4g}",
-        "energy_joules": with_prefix(value / 3600, "Wh"),
-    }
-    return units.get(name, with_prefix(value, ""))
+def _run_lines(run: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A whole run for people: days, GPU-hours, cost and energy, and the same with failures."""
+    if not run:
+        return []
+    failing = run["with_failures"]
+    lines = [
+        (
+            f"{with_prefix(run['tokens'], '')} tokens",
+            f"{duration(run['run_s'])}, {with_prefix(run['gpu_hours'], '')} GPU-hours",
+        ),
+        (
+            "with failures",
+            f"{duration(failing['run_s'])} (goodput {failing['goodput_frac']:.1%}, "
+            f"{failing['num_failures']:.3g} failures, "
+            f"a checkpoint of {with_prefix(failing['checkpoint_bytes'], 'B')} every "
+            f"{duration(failing['checkpoint_every_s'])})",
+        ),
+    ]
+    if "cost" in run:
+        lines.append(("cost", f"${run['cost']:,.0f} (${failing['cost']:,.0f} with failures)"))
+    if "energy_joules" in run:
+        lines.append(("energy", with_prefix(run["energy_joules"] / 3600, "Wh")))
+    return lines
 
 
 def _share_table(title: str, parts: dict[str, float], total: float, show: Any) -> Table:

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.errors import WorkloadError
-from meshwise.core.units import Num
+from meshwise.core.units import Num, require_positive
 from meshwise.published.frontier.laws import KINDS, Law, catalog, find_law, law_names
-from meshwise.published.frontier.layer import PATTERNS, require_positive
+from meshwise.published.frontier.layer import PATTERNS
 
 MAPS = 2
 """Linear maps per layer."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwise.core.errors import ClusterError
-from meshwise.core.units import Num
+from meshwise.core.units import Num, require_positive
 from meshwise.machine.hardware import Chip, Level, chips, find_chip, find_cluster
 
 BASE_UTILIZATION = 0.8
@@ -46,9 +46,9 @@ class Device:
 
     def __post_init__(self) -> None:
         for what in ("flop_per_s_8bit", "memory_bytes_per_s", "memory_bytes", "domain_ranks"):
-            _require_positive(getattr(self, what), f"device {self.name}: {what}")
+            require_positive(getattr(self, what), f"device {self.name}: {what}", finite=False)
         for what in ("inner_bytes_per_s", "outer_bytes_per_s"):
-            _require_positive(getattr(self, what), f"device {self.name} has no network: {what}")
+            require_positive(getattr(self, what), f"device {self.name} has no network: {what}", finite=False)
         if not np.all((np.asarray(self.utilization) > 0) & (np.asarray(self.utilization) <= 1)):
             raise ClusterError(
                 f"device {self.name}: utilization is {self.utilization}; it must be above 0 and at most 1"
@@ -57,11 +57,6 @@ class Device:
     def flat(self) -> Device:
         """The same device with every rank of the cluster in one domain."""
         return replace(self, domain_ranks=math.inf, outer_bytes_per_s=self.inner_bytes_per_s)
-
-
-def _require_positive(value: Num, what: str) -> None:
-    if not np.all(np.asarray(value) > 0):
-        raise ClusterError(f"{what} is {value}; it must be a number above zero")
 
 
 def device_from_chip(

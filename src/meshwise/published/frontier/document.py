@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from meshwise.core.units import require_positive
 from meshwise.published.frontier.assumptions import LATENCIES, NUMBERS, OPTIONS
 from meshwise.published.frontier.device import Device
 from meshwise.published.frontier.laws import KINDS
@@ -14,7 +15,6 @@ from meshwise.published.frontier.layer import (
     end_of_batch_s,
     layer_times,
     layer_what_ifs,
-    require_positive,
     share_domain,
 )
 from meshwise.published.frontier.run import Frontier, Limits, Point, power_and_cost

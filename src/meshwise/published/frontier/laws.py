@@ -57,7 +57,7 @@ def power_law(
 
 @cache
 def catalog() -> dict[str, Any]:
-    """The named laws, latencies and failure rates, as written in `catalog/frontier.toml`."""
+    """The named laws and latencies, as written in `catalog/frontier.toml`."""
     return tomllib.loads((resources.files("meshwise") / "catalog" / "frontier.toml").read_text())
 
 

@@ -34,8 +34,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwise.core.errors import WorkloadError
-from meshwise.core.units import Num
+from meshwise.core.units import Num, require_positive
 from meshwise.published.frontier.device import Device
 
 PATTERNS = {"multicast": 3.0, "ring": 4.0, "in-network": 2.0}
@@ -91,13 +90,6 @@ class LinearLayer:
     def local_weights(self) -> Num:
         """n, weights per device."""
         return self.local_in * self.local_out
-
-
-def require_positive(value: Num, what: str) -> None:
-    """Raise `WorkloadError` unless every `value` is finite and above zero."""
-    array = np.asarray(value)
-    if not np.all(np.isfinite(array) & (array > 0)):
-        raise WorkloadError(f"{what} is {value}; it must be a finite number above zero")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

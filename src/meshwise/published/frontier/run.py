@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.errors import WorkloadError
-from meshwise.core.units import Num
+from meshwise.core.units import Num, require_positive
+from meshwise.cost.failures import FAILURE_NUMBERS, Failures
 from meshwise.published.frontier.assumptions import (
     LATENCIES,
     MONTH_S,
@@ -30,9 +31,8 @@ from meshwise.published.frontier.assumptions import (
     sizes,
 )
 from meshwise.published.frontier.device import Device
-from meshwise.published.frontier.failures import FAILURE_NUMBERS, Failures
 from meshwise.published.frontier.laws import KINDS, find_law, law_names
-from meshwise.published.frontier.layer import require_positive, share_domain
+from meshwise.published.frontier.layer import share_domain
 from meshwise.published.frontier.step import (
     LayerStreams,
     Split,

@@ -11,20 +11,20 @@ so the goodput, the share of time that is work kept, is tau over that. It is bes
 interval sqrt(2 c M); Daly's refinement is used here.
 
 Sources: Young, CACM 17(9), 1974; Daly, Future Generation Computer Systems 22, 2006 (equations 13
-and 37). The rate of interruptions is that of the Llama 3 report: see `catalog/frontier.toml`.
+and 37). The rate of interruptions is that of the Llama 3 report: see `catalog/failures.toml`.
 """
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass, replace
+from importlib import resources
 from typing import Any
 
 import numpy as np
 
 from meshwise.core.errors import WorkloadError
-from meshwise.core.units import Num
-from meshwise.published.frontier.laws import catalog
-from meshwise.published.frontier.layer import require_positive
+from meshwise.core.units import Num, require_positive
 
 CHECKPOINT_BYTES_PER_PARAM = 14.0
 """fp32 weights, two Adam states and 16-bit weights."""
@@ -52,7 +52,7 @@ class Failures:
     @classmethod
     def llama3(cls) -> Failures:
         """419 interruptions in 54 days on 16,384 GPUs: one per 50.7 thousand GPU-hours."""
-        entry = catalog()["failures"]
+        entry = tomllib.loads((resources.files("meshwise") / "catalog" / "failures.toml").read_text())
         return cls(
             device_s_between_interruptions=entry["gpus"] * entry["days"] * 86400.0 / entry["interruptions"],
             storage_bytes_per_s=entry["storage_bytes_per_s"] / entry["gpus"],

@@ -1,0 +1,70 @@
+"""What one collective takes on a cluster, by size: time, the algorithm that is fastest, bus bandwidth.
+
+Bus bandwidth is what nccl-tests prints: the bytes that a rank must send for the collective
+(`cost.collective.sent_bytes`) over its time. Its ceiling is that of a ring (of direct
+copies for an all-to-all or a message) with every link at the rate of its data sheet; a switch that adds may
+exceed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+from meshwise.core.errors import ClusterError, WorkloadError
+from meshwise.core.ledger import COLLECTIVES
+from meshwise.cost.collective import sent_bytes
+from meshwise.estimate.timing import machine
+from meshwise.machine.hardware import Cluster
+
+KINDS = {str(kind): kind for kind in COLLECTIVES if kind not in ("dispatch", "recv")}
+SIZES_BYTES = tuple(float(4**power) for power in range(5, 18))
+"""1 KiB to 16 GiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTime:
+    """One collective of `payload_bytes`, the full tensor, and the algorithm that is fastest.
+
+    `bus_bytes_per_s` is its bus bandwidth, `ceiling_bytes_per_s` what the links allow.
+    """
+
+    payload_bytes: float
+    time_s: float
+    algorithm: str
+    bus_bytes_per_s: float
+    ceiling_bytes_per_s: float
+
+
+def collective_times(
+    kind: str, cluster: Cluster, sizes_bytes: Sequence[float], *, ranks: int, stride: int = 1
+) -> list[CollectiveTime]:
+    """The times of one collective among `ranks` ranks placed `stride` apart.
+
+    Raises:
+        WorkloadError: an unknown kind, a size that is not above zero.
+        ClusterError: fewer than two ranks, or more than the cluster has at this stride.
+    """
+    if kind not in KINDS:
+        raise WorkloadError(f"there is no collective {kind!r}; use one of {', '.join(KINDS)}")
+    most = cluster.num_chips // max(stride, 1)
+    if stride < 1 or not 2 <= ranks <= most:
+        raise ClusterError(
+            f"{ranks} ranks placed {stride} apart are no group of the {cluster.num_chips} chips of "
+            f"{cluster.name}; use a stride of 1 or more and 2 to {most} ranks"
+        )
+    for size in sizes_bytes:
+        if not (isfinite(size) and size > 0):
+            raise WorkloadError(f"a collective of {size:g} bytes has no time; use a number above zero")
+    lines = machine(cluster, "bf16").collective_lines(kind, float(ranks), float(stride))
+    ideal = machine(cluster, "bf16", ideal=True).collective_lines(kind, float(ranks), float(stride))
+    sent = float(sent_bytes(KINDS[kind], 1.0, ranks))
+    ceiling = sent / min(float(line.s_per_byte) for line in ideal)
+    times = []
+    for size in sizes_bytes:
+        time_s, fastest = min(
+            (float(line.delay_s + size * line.s_per_byte), line.algorithm) for line in lines
+        )
+        times.append(CollectiveTime(size, time_s, fastest, sent * size / time_s, ceiling))
+    return times

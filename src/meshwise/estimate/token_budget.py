@@ -1,0 +1,117 @@
+"""What training on a number of tokens takes at the pace of an estimate: days, GPU-hours, cost, energy.
+
+With failures (`cost.failures`) the same run takes longer: checkpoints, restarts, and the work lost since the
+last checkpoint. A checkpoint holds the weights that train and their optimizer states, whole.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from meshwise.core.errors import WorkloadError
+from meshwise.cost.failures import CHECKPOINT_BYTES_PER_PARAM, Failures, checkpoint_interval_s
+from meshwise.estimate.single import Estimate
+from meshwise.model.architecture import Layer, Model, num_dense_layers, num_moe_layers
+from meshwise.model.weights import block_weights, num_params
+
+OPTIONS = {
+    "tokens": "--tokens",
+    "price_per_gpu_hour": "--price",
+    "watts": "--watts",
+    "gpu_hours_between_failures": "--mtbf",
+    "storage_bytes_per_s": "--storage",
+    "restart_s": "--restart",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBudget:
+    """A run of `tokens` tokens, the price of a GPU-hour, and the power of a GPU (None: the chip's).
+
+    `gpu_hours_between_failures`, `storage_bytes_per_s` (of the whole cluster) and `restart_s` replace the
+    numbers of the Llama 3 report. Making one raises WorkloadError for a number that is not above zero, and
+    for any other number without tokens.
+    """
+
+    tokens: float | None = None
+    price_per_gpu_hour: float | None = None
+    watts: float | None = None
+    gpu_hours_between_failures: float | None = None
+    storage_bytes_per_s: float | None = None
+    restart_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, option in OPTIONS.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not (math.isfinite(value) and value > 0):
+                raise WorkloadError(f"{option} {value} must be a number above zero")
+            if self.tokens is None:
+                raise WorkloadError(
+                    f"{option} {value:g} is for a run of some length; add --tokens, or leave it out"
+                )
+
+    def run(self, estimate: Estimate) -> dict[str, Any]:
+        """Seconds, days, GPU-hours, cost and joules of the run, and `with_failures`; empty without tokens."""
+        if self.tokens is None:
+            return {}
+        if not estimate.trains:
+            kind = estimate.workload.kind
+            raise WorkloadError(f"--tokens is the length of a training run; leave it out with --kind {kind}")
+        seconds = self.tokens / estimate.tokens_per_s
+        return {"tokens": self.tokens, **self._taking(seconds, estimate)} | {
+            "with_failures": self._with_failures(seconds, estimate)
+        }
+
+    def _taking(self, seconds: float, estimate: Estimate) -> dict[str, float]:
+        num_chips = estimate.cluster.num_chips
+        gpu_hours = seconds * num_chips / 3600
+        taken = {"run_s": seconds, "days": seconds / 86400, "gpu_hours": gpu_hours}
+        if self.price_per_gpu_hour is not None:
+            taken["cost"] = gpu_hours * self.price_per_gpu_hour
+        watts = estimate.cluster.chip.power_watts if self.watts is None else self.watts
+        if watts:
+            taken["energy_joules"] = seconds * num_chips * watts
+        return taken
+
+    def _with_failures(self, seconds: float, estimate: Estimate) -> dict[str, float]:
+        num_chips = estimate.cluster.num_chips
+        stated = {
+            "device_s_between_interruptions": (self.gpu_hours_between_failures, 3600.0),
+            "storage_bytes_per_s": (self.storage_bytes_per_s, 1 / num_chips),
+            "restart_s": (self.restart_s, 1.0),
+        }
+        changed = {name: value * scale for name, (value, scale) in stated.items() if value is not None}
+        failures = Failures.llama3().changed(**changed)
+        params = _num_trained(estimate.model, estimate.plan.lora_rank)
+        between_s = failures.interruption_s(num_chips)
+        checkpoint_s = failures.checkpoint_s(params, num_chips)
+        goodput = float(failures.goodput(params, num_chips))
+        if goodput <= 0:
+            raise WorkloadError(
+                f"a run that fails every {between_s:.3g} s never ends; raise --mtbf or lower --restart"
+            )
+        return {
+            "goodput_frac": goodput,
+            "num_failures": float(seconds / goodput / between_s),
+            "checkpoint_bytes": CHECKPOINT_BYTES_PER_PARAM * params,
+            "checkpoint_s": float(checkpoint_s),
+            "checkpoint_every_s": float(checkpoint_interval_s(between_s, checkpoint_s)),
+        } | self._taking(seconds / goodput, estimate)
+
+
+def _num_trained(model: Model, lora_rank: int) -> int:
+    """Parameters that train: all, or the adapters of all blocks."""
+    if not lora_rank:
+        return num_params(model)
+    layers = ((num_dense_layers(model), Layer()), (num_moe_layers(model), Layer(moe=True)))
+    return sum(
+        num * weight.size
+        for num, layer in layers
+        if num
+        for weight in block_weights(model, layer, lora_rank)
+        if weight.is_adapter
+    )

@@ -1,0 +1,75 @@
+"""What holds for every verb: help with examples that can be typed, defaults from a file, the version."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+import meshwise as mw
+from meshwise.cli import app
+from meshwise.cli.defaults import verbs_of
+from meshwise.cli.examples import EXAMPLES
+
+COMMAND = typer.main.get_command(app)
+PRICED = ("estimate", "llama3-8b", "--batch", "8", "--json")
+
+
+def test_every_verb_has_an_example() -> None:
+    assert set(EXAMPLES) == dict(verbs_of(COMMAND)).keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "line"), [(name, line) for name, lines in EXAMPLES.items() for line in lines]
+)
+def test_an_example_can_be_typed(name: str, line: str) -> None:
+    words = shlex.split(line)
+    command: Any = COMMAND
+    for word in name.split():
+        assert words.pop(0) == word
+        command = command.commands[word]
+    command.make_context(name, words)  # raises for an option that is not there, or a value it does not take
+
+
+def test_help_shows_the_examples(meshwise: Any) -> None:
+    assert "  meshwise list plan" in meshwise("list", "--help").out
+
+
+def test_version(meshwise: Any) -> None:
+    assert meshwise("--version").out == f"meshwise {mw.__version__}\n"
+
+
+@pytest.mark.parametrize("place", ["here", "named"])
+def test_defaults_come_from_a_file(
+    meshwise: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = Path("meshwise.toml" if place == "here" else "mine.toml")
+    file.write_text('cluster = "h100-80g-sxm:8"\nseq = 1024\n[estimate]\nplan = "tp=2"\nseq = 2048\n')
+    words = () if place == "here" else ("--config", str(file))
+    done = meshwise(*words, *PRICED)
+    assert done.err == f"meshwise: defaults from {file}\n"
+    plan, workload = done.document["plan"], done.document["workload"]
+    assert (plan["tp"], workload["seq"]) == (2, 2048)
+    stated = meshwise(*words, *PRICED, "--plan", "tp=4", "--seq", "512").document
+    assert (stated["plan"]["tp"], stated["workload"]["seq"]) == (4, 512)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("clusters = 1", "no verb has an option --clusters"),
+        ("[estimates]\nseq = 1", "there is no verb 'estimates'"),
+        ("[estimate]\nseqs = 1", "estimate has no option --seqs"),
+        ("[trace.summary]\nstep = 1", "trace summary has no option --step"),
+        ("[estimate]\nseq = 'long'", "Invalid value for '--seq'"),
+        ("= 3", "is not valid TOML"),
+    ],
+)
+def test_a_default_that_nothing_takes_is_refused(meshwise: Any, tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "meshwise.toml"
+    file.write_text(text)
+    done = meshwise("--config", str(file), *PRICED, "--cluster", "h100-80g-sxm:8")
+    assert (done.code, done.out) == (2, "")
+    assert says in done.err

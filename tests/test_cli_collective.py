@@ -1,0 +1,73 @@
+"""`meshwise collective`: one collective by size, against the links' ceiling and against measurements."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshwise as mw
+from meshwise.cost.collective import sent_bytes
+from meshwise.estimate.collective import KINDS
+
+H200 = ("--cluster", "h200-sxm:16")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bus_bandwidth_grows_with_size_up_to_the_links(meshwise: Any, kind: str) -> None:
+    rows = meshwise("collective", kind, *H200, "--json").document
+    rates = [row["bus_bytes_per_s"] for row in rows]
+    assert rates == sorted(rates)
+    for row in rows:
+        assert row["bus_bytes_per_s"] * row["time_s"] == pytest.approx(
+            float(sent_bytes(KINDS[kind], row["payload_bytes"], 16))
+        )
+    assert 0.5 * rows[-1]["ceiling_bytes_per_s"] < rates[-1]
+    if kind != "all_reduce":  # a switch that adds may exceed a ring
+        assert rates[-1] <= rows[-1]["ceiling_bytes_per_s"]
+
+
+def test_ranks_and_stride_choose_the_links() -> None:
+    inside, _ = mw.collective("all_gather", "h200-sxm:16", [2.0**30], ranks=8)
+    across, _ = mw.collective("all_gather", "h200-sxm:16", [2.0**30], ranks=2, stride=8)
+    assert inside[0].ceiling_bytes_per_s == pytest.approx(450e9)
+    assert across[0].ceiling_bytes_per_s == pytest.approx(50e9)
+
+
+def test_it_is_the_time_of_an_estimate() -> None:
+    """A tensor-parallel all-gather of the ledger takes what the verb says."""
+    rows = mw.estimate("llama3-8b", "h100-80g-sxm:8", "tp=8,sp=1", batch=1, seq=4096).ledger.to_json()
+    row = next(row for row in rows if row["collective"] == "all_gather" and row["module"] == "layer.mlp")
+    (alone,), _ = mw.collective("all_gather", "h100-80g-sxm:8", [row["payload_bytes"]])
+    assert row["time_s"] == pytest.approx(alone.time_s, rel=0.2)  # in a step it also waits for its peers
+
+
+def test_measured_times_stand_beside(meshwise: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path, picture = tmp_path / "ops.csv", tmp_path / "bus.png"
+    path.write_text(
+        "hardware,op,dtype,n_gpus,shape,latency_us,kernel_or_library,source\n"
+        "H200-SXM-141GB,nccl_all_reduce,fp16,8,bytes=3000000,40,NCCL,mine\n"
+        "H200-SXM-141GB,nccl_all_reduce,fp16,4,bytes=5000000,40,NCCL,mine\n"
+    )
+    words = ("collective", "all_reduce", "--cluster", "h200-sxm:8", "--data", str(path))
+    measured = {row["payload_bytes"]: row["measured_s"] for row in meshwise(*words, "--json").document}
+    assert measured[3e6] == pytest.approx(40e-6) and 5e6 not in measured
+    done = meshwise(*words, "--plot", str(picture))
+    assert "40 µs" in done.out and picture.stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("gossip", *H200), "there is no collective 'gossip'; use one of all_gather"),
+        (("all_reduce", *H200, "--ranks", "17"), "17 ranks placed 1 apart"),
+        (("all_reduce", *H200, "--ranks", "1"), "use a stride of 1 or more and 2 to 16 ranks"),
+        (("all_reduce", *H200, "--stride", "0"), "0 apart"),
+        (("all_reduce", *H200, "--size", "-1"), "--size -1 must be a number above zero"),
+        (("all_reduce", *H200, "--data", "/nowhere.csv"), "/nowhere.csv"),
+    ],
+)
+def test_bad_input_is_one_sentence(meshwise: Any, words: tuple[str, ...], says: str) -> None:
+    done = meshwise("collective", *words)
+    assert (done.code, done.out) == (2, "")
+    assert says in done.err and len(done.err.splitlines()) == 1
