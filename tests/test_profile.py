@@ -94,6 +94,31 @@ def test_torchrun(program, tmp_path):
     assert {read_trace(file)[0].world_size for file in done.files} == {2}
 
 
+STEPS = """
+import sys, time, torch, torch.distributed as dist
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+for step in range(9):
+    for _ in range(20):
+        torch.ones(64, 64) @ torch.ones(64, 64)
+    time.sleep(0.03 + 0.06 * (dist.get_rank() == int(sys.argv[1])))
+    dist.all_reduce(torch.ones(1000))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("ranks", "sleeper"), [(2, 1), (4, 2), (3, -1)])
+def test_the_sleeper_is_named(tmp_path, ranks, sleeper):
+    """Real processes of which one sleeps 60 ms a step longer, or none."""
+    (tmp_path / "steps.py").write_text(STEPS)
+    words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-port"]
+    words += [_free_port(), str(tmp_path / "steps.py"), str(sleeper)]
+    done = profile_command(words, tmp_path / "out", stdout=subprocess.DEVNULL)
+    found = summarize_paths(done.files)
+    named = [one.ranks for one in found.findings if 0 < len(one.ranks) < ranks]
+    assert found.alignment.method == "one host, one clock" and named == [(sleeper,)] * (sleeper >= 0)
+
+
 ENDLESS = """
 import os, pathlib, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")

@@ -1,5 +1,7 @@
 """Matching collectives across ranks, aligning clocks, and splitting waiting from transfer."""
 
+import gzip
+import json
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +56,41 @@ def test_clocks_and_waits_are_recovered(tmp_path_factory, arrivals, offsets):
     assert sum(row.waited_s for row in found.stragglers) == pytest.approx(
         sum(row.awaited_s for row in found.stragglers)
     )
+
+
+@given(st.lists(st.integers(-80, 80), min_size=3, max_size=3), st.integers(0, 2**32 - 1))
+def test_drifting_clocks_become_one(tmp_path_factory, drifts_ppm, seed):
+    """Calls over 60 s with 1 µs of noise: drifts are told to 0.1 ppm, waits to 5 µs."""
+    folder, random = tmp_path_factory.mktemp("job"), np.random.default_rng(seed)
+    arrivals = random.uniform(0, 500, (120, 3))
+    for rank, ppm in enumerate(drifts_ppm):
+        clock = 1 + ppm * 1e-6
+        starts = (5e5 * np.arange(120) + arrivals[:, rank]) * clock
+        ends = (5e5 * np.arange(120) + arrivals.max(axis=1) + WIRE_US + random.uniform(0, 1, 120)) * clock
+        spans = zip(starts.round(3).tolist(), (ends - starts).round(3).tolist(), strict=True)
+        write_trace(folder / f"rank-{rank}.json", [all_reduce(*span, 10, [0, 1, 2]) for span in spans], rank)
+    found = summarize_paths([folder])
+    for rank, ppm in enumerate(drifts_ppm):
+        relative = (1 + ppm * 1e-6) / (1 + drifts_ppm[0] * 1e-6) - 1
+        assert found.alignment.drift.get(rank, 0.0) == pytest.approx(relative, abs=1e-7)
+    for one, at in zip(found.collectives, arrivals, strict=True):
+        assert [one.wait_s[r] * 1e6 for r in range(3)] == pytest.approx((at.max() - at).tolist(), abs=5)
+
+
+@pytest.mark.parametrize("shift_us", [30.0, 2e4, 5e6])
+def test_skewed_real_traces_come_back(tmp_path, shift_us):
+    """One of two ranks of a 128-GPU job on a clock that is ahead: the same clocks as before, within 2 µs."""
+    files = sorted((DATA / "hta" / "sampled").glob("*.json.gz"))
+    for number, file in enumerate(files):
+        document = json.loads(gzip.decompress(file.read_bytes()))
+        for event in document["traceEvents"]:
+            if "ts" in event:
+                event["ts"] += number * shift_us
+        (tmp_path / file.name.removesuffix(".gz")).write_text(json.dumps(document))
+    before, after = (summarize_paths([path]).alignment for path in (files[0].parent, tmp_path))
+    for (rank, was), now in zip(before.offsets_s.items(), after.offsets_s.values(), strict=True):
+        assert now - was == pytest.approx(rank * shift_us * 1e-6, abs=2e-6)
+    assert after.num_collectives == before.num_collectives
 
 
 def test_ring_all_reduce_speed(tmp_path):

@@ -13,20 +13,25 @@ exactly. Ranks without anything in common keep their own clock.
 
 Traces that name one host share its clock, so their offsets are 0 if the calls then coincide. They are
 estimated all the same where that cannot be (a rank would leave a call before another enters it), or where
-the ends keep a distance so steady (20 us) and so much larger than its deviation (10 times) that the clocks
-must differ.
+the ends of kernels keep a distance so steady (20 us) and so much larger than its deviation (10 times) that
+the clocks must differ. (Threads of a CPU leave gloo's calls one after the other, so there that says nothing.)
 
 `residual_s` is what remains: the median over collectives of how far apart the aligned ends still are.
+
+Clocks drift. Between two calls of one group the clock of rank r advances by 1 + d[r] times the true time, so
+the ratios of these distances over calls half a trace apart obey the same equation, with d for o. Drifts are
+believed if the ends then lie half as far apart; the times of the traces are divided by 1 + d (`undrifted`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.trace.events import Trace
 from meshwise.trace.match import Match
 from meshwise.trace.transfers import SYNCHRONISING
 
@@ -35,6 +40,8 @@ _NUM_ROUNDS = 30
 _FLOOR_NS = 100.0
 _STEADY_NS = 20_000.0
 _COINCIDE_FRAC = 0.9
+_MIN_DRIFT_CALLS = 8
+_MAX_DRIFT = 500e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,8 @@ class Alignment:
     offsets_ns: dict[int, int]
     residual_s: float | None
     num_collectives: int
+    drift: dict[int, float] = field(default_factory=dict)
+    """By what share each rank's clock runs faster than the first one's; empty where no drift shows."""
 
     @property
     def offsets_s(self) -> dict[int, float]:
@@ -52,8 +61,13 @@ class Alignment:
         return {rank: offset / 1e9 for rank, offset in self.offsets_ns.items()}
 
 
-def align(ranks: Sequence[int], matches: Sequence[Match], *, one_host: bool = False) -> Alignment:
-    """The clock offsets of `ranks` from their matched collectives; `one_host`: all on one machine."""
+def align(
+    ranks: Sequence[int], matches: Sequence[Match], *, one_host: bool = False, kernels: bool = True
+) -> Alignment:
+    """The clock offsets of `ranks` from their matched collectives.
+
+    `one_host`: all ran on one machine; `kernels`: the collectives are kernels of a device.
+    """
     if len(ranks) == 1:
         return Alignment("one rank", {ranks[0]: 0}, 0.0, 0)
     met = [m for m in matches if len(m.by_rank) > 1]
@@ -70,7 +84,7 @@ def align(ranks: Sequence[int], matches: Sequence[Match], *, one_host: bool = Fa
             end[row, column[rank]] = transfer.end_ns - origin
     offset = _offsets(end)
     residual = _residual(end - offset)
-    one_clock = one_host and _is_one_clock(shared, end, offset)
+    one_clock = one_host and _coincide(shared) and not (kernels and _is_steady(end, offset))
     if one_clock:
         offset, residual = np.zeros_like(offset), _residual(end)
     return Alignment(
@@ -78,17 +92,55 @@ def align(ranks: Sequence[int], matches: Sequence[Match], *, one_host: bool = Fa
         offsets_ns={rank: round(offset[i]) for rank, i in column.items()},
         residual_s=residual / 1e9,
         num_collectives=len(shared),
+        drift={} if one_clock else _drift(ranks, end, residual),
     )
 
 
-def _is_one_clock(matches: Sequence[Match], end: NDArray[np.float64], offset: NDArray[np.float64]) -> bool:
-    """Whether the ranks' times agree as they are: the calls overlap and no steady offset shows."""
+def undrifted(trace: Trace, drift: float) -> Trace:
+    """The trace as a clock without `drift` would have recorded it; its first event stays where it is."""
+
+    def right(time_ns: NDArray[np.int64]) -> NDArray[np.int64]:
+        return time_ns - np.rint((time_ns - origin) * (drift / (1 + drift))).astype(np.int64)
+
+    origin = trace.start_ns[0] if len(trace) else 0
+    start = right(trace.start_ns)
+    memory = replace(trace.memory, time_ns=right(trace.memory.time_ns))
+    return replace(trace, start_ns=start, duration_ns=right(trace.end_ns) - start, memory=memory)
+
+
+def _drift(ranks: Sequence[int], end: NDArray[np.float64], residual_ns: float) -> dict[int, float]:
+    """The drift of each rank relative to the first from the ends of calls; empty where it explains little."""
+    span_ns = float(np.nanmax(end) - np.nanmin(end))
+    present, group = np.unique(~np.isnan(end), axis=0, return_inverse=True)
+    distances = [np.empty((0, len(ranks)))]
+    for number in range(len(present)):
+        rows = end[group.ravel() == number]
+        rows = rows[np.argsort(np.nanmean(rows, axis=1))]
+        if len(rows) >= _MIN_DRIFT_CALLS:
+            distances.append(rows[len(rows) // 2 :] - rows[: len(rows) - len(rows) // 2])
+    distance = np.concatenate(distances)
+    distance = distance[np.nanmin(distance, axis=1, initial=np.inf) > 0]
+    if not len(distance):
+        return {}
+    drift = _offsets(distance / np.nanmean(distance, axis=1, keepdims=True) * span_ns) / span_ns
+    steady = end / (1 + drift)
+    if np.abs(drift).max() > _MAX_DRIFT or 2 * _residual(steady - _offsets(steady)) >= residual_ns:
+        return {}
+    return dict(zip(ranks, drift.tolist(), strict=True))
+
+
+def _coincide(matches: Sequence[Match]) -> bool:
+    """Whether the calls overlap in time on the ranks' own clocks."""
     times = [one.by_rank.values() for one in matches]
     overlap = [max(t.start_ns for t in calls) <= min(t.end_ns for t in calls) for calls in times]
+    return float(np.mean(overlap)) >= _COINCIDE_FRAC
+
+
+def _is_steady(end: NDArray[np.float64], offset: NDArray[np.float64]) -> bool:
+    """Whether the ends show a steady offset."""
     error = end - offset - np.nanmedian(end - offset, axis=1, keepdims=True)
     deviation = np.maximum(np.nanmedian(np.abs(error), axis=0), _FLOOR_NS)
-    is_steady = (deviation < _STEADY_NS) & (np.abs(offset) > 10 * deviation)
-    return float(np.mean(overlap)) >= _COINCIDE_FRAC and not is_steady.any()
+    return bool(((deviation < _STEADY_NS) & (np.abs(offset) > 10 * deviation)).any())
 
 
 def _thinned(matches: Sequence[Match]) -> list[Match]:

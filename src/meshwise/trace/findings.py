@@ -139,12 +139,10 @@ def _why_compute(traces: Sequence[Trace], i: int) -> tuple[str, str]:
         usual += mean * min(count, counts[i])
         slower += sums[i] - mean * counts[i] if counts[i] <= count * 1.01 else 0.0
         more += mean * (counts[i] - count) if counts[i] > count * 1.01 else 0.0
-    ratios = _ratios(totals, i)
-    even = len(ratios) > 1 and ratios.min() > 1 + 0.5 * (np.median(ratios) - 1)
     if more > slower:
         return "more work", f"it runs {duration(more)} more kernels than the median rank: its share is larger"
-    ratio = 1 + slower / usual if usual else 1.0
-    if even:
+    ratio, ratios = 1 + slower / usual if usual else 1.0, _ratios(totals, i)
+    if len(ratios) > 1 and ratios.min() > 1 + 0.5 * (ratio - 1):
         why = (
             f"all its compute kernels take {ratio:.2f} times as long as on the median rank, as many as there"
         )

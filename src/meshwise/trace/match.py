@@ -38,7 +38,8 @@ _EXTRA_SHIFT = 8
 _GOOD_FIT = 0.9
 """Share of calls that coincide if two ranks share a clock."""
 _SLACK_NS = 100_000
-"""By how much calls may miss each other: clocks drift."""
+_DRIFT = 2e-4
+"""By how much calls may miss each other, and by what share of the time between them: clocks drift."""
 _FAR_STEADIER = 0.2
 """Median deviation of the ends under a shift, relative to the next best one, that settles unknown clocks."""
 _MAX_VOTES = 5_000_000
@@ -173,7 +174,8 @@ def _offset_bounds(a: Sequence[Transfer], b: Sequence[Transfer]) -> tuple[int, i
         return 0, 0
     (start_a, end_a), (start_b, end_b) = times([a[i] for i in strict]), times([b[i] for i in strict])
     low, high = int((start_b - end_a).max()), int((end_b - start_a).min())
-    return (low, high) if low <= high + _SLACK_NS else None
+    slack = _SLACK_NS + _DRIFT * int(end_a.max() - start_a.min())
+    return (low, high) if low <= high + slack else None
 
 
 def _by_order(members: Mapping[int, list[Transfer]], one_host: bool) -> dict[int, list[int]]:

@@ -86,7 +86,7 @@ def holders_up(found: Sequence[Collective]) -> tuple[list[Straggler], str]:
         for c in found
         if c.num_ranks > 1 and c.name in (*SYNCHRONISING, "broadcast") and "->" not in c.group
     ]
-    for ranks, calls in _linked(shared):
+    for ranks, calls in _linked(sorted(shared, key=_end_s)):  # which every rank leaves in this order
         views = [view for view in _views(ranks, calls) if len(view.wait_s) >= MIN_STEPS]
         named = next((one for view in views if (one := _persistent(view) or _pause(view))), None)
         several = [_several(view) for view in views[:1]]
@@ -149,10 +149,14 @@ def _waiting(ranks: tuple[int, ...], calls: Sequence[Collective], step: NDArray[
         start[at] = min(start[at], call.start_s)
         for rank, seconds in call.wait_s.items():
             wait[at, column[rank]] += seconds
-    end_s = max(c.start_s + c.wire_s + max(c.wait_s.values()) for c in calls)
+    end_s = max(map(_end_s, calls))
     step_s = float(np.median(np.diff(np.append(start, end_s))))
     num_all_steps = num_steps - (num_steps > len({call.step for call in calls} - {-1}) > 1)
     return _Waiting(ranks, wait[1:], start[1:], step_s, end_s - float(start.min()), num_all_steps)
+
+
+def _end_s(call: Collective) -> float:
+    return call.start_s + call.wire_s + max(call.wait_s.values())
 
 
 def _margins(wait: NDArray[np.float64]) -> NDArray[np.float64]:

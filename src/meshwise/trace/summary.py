@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from meshwise.trace.align import Alignment, align
+from meshwise.trace.align import Alignment, align, undrifted
 from meshwise.trace.breakdown import Breakdown, breakdown
 from meshwise.trace.collectives import Collective, Straggler, collectives, stragglers
 from meshwise.trace.copies import CopyTotal, copy_totals
 from meshwise.trace.events import Problem, Trace
 from meshwise.trace.findings import Finding, findings
 from meshwise.trace.kernels import KernelTotal, kernel_totals
-from meshwise.trace.match import match
+from meshwise.trace.match import Match, match
 from meshwise.trace.partition import Partition, partition
 from meshwise.trace.read import read_traces
 from meshwise.trace.sections import Section, sections
-from meshwise.trace.steps import Step, chosen, marks, step_table
+from meshwise.trace.steps import Marks, Step, chosen, marks, step_table
 from meshwise.trace.transfers import transfers
 
 
@@ -62,6 +62,7 @@ class Summary:
                 "residual_s": self.alignment.residual_s,
                 "offsets_s": {str(rank): offset for rank, offset in self.alignment.offsets_s.items()},
                 "num_collectives": self.alignment.num_collectives,
+                "drift_ppm": {str(rank): 1e6 * drift for rank, drift in self.alignment.drift.items()},
             },
             "collectives": [_collective_json(one) for one in self.collectives],
             "stragglers": [msgspec.to_builtins(one) for one in self.stragglers],
@@ -96,8 +97,12 @@ def summarize(traces: Sequence[Trace]) -> Summary:
     marked = marks(traces)
     hosts = {trace.host for trace in traces}
     one_host = len(hosts) == 1 and "" not in hosts
-    matches = match({trace.rank: transfers(trace, marked[trace.rank]) for trace in traces}, one_host=one_host)
-    alignment = align([trace.rank for trace in traces], matches, one_host=one_host)
+    matches, alignment = _aligned(traces, marked, one_host)
+    if drift := alignment.drift:
+        traces = [undrifted(trace, drift[trace.rank]) for trace in traces]
+        marked = marks(traces)
+        matches, alignment = _aligned(traces, marked, one_host)
+        alignment = replace(alignment, drift=drift)
     origin = min((int(t.start_ns[0]) - alignment.offsets_ns[t.rank] for t in traces if len(t)), default=0)
     found, num_unfit = collectives(matches, alignment, origin)
     problems = []
@@ -121,6 +126,15 @@ def summarize(traces: Sequence[Trace]) -> Summary:
             key=lambda step: (step.number, step.breakdown.rank),
         ),
     )
+
+
+def _aligned(
+    traces: Sequence[Trace], marked: Mapping[int, Marks], one_host: bool
+) -> tuple[list[Match], Alignment]:
+    """The communications of all ranks, matched, and the ranks' clocks."""
+    matches = match({trace.rank: transfers(trace, marked[trace.rank]) for trace in traces}, one_host=one_host)
+    kernels = all(trace.has_device for trace in traces)
+    return matches, align([t.rank for t in traces], matches, one_host=one_host, kernels=kernels)
 
 
 def waits_ns(found: Sequence[Collective], rank: int) -> dict[int, int]:
