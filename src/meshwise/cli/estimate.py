@@ -9,7 +9,7 @@ import typer
 
 from meshwise import api
 from meshwise.cli.job import FromOption, job_json, need_model, with_job
-from meshwise.cli.output import console, print_json
+from meshwise.cli.output import HtmlOption, console, print_json, write_html
 from meshwise.core.errors import PlanError
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def estimate(
     csv: Annotated[Path | None, typer.Option(help="Write the ledger to this CSV file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time, memory and roofline (png, svg, pdf).")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the timeline of all ranks for Perfetto.")] = None,
+    html: HtmlOption = None,
     source: FromOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -78,7 +79,7 @@ def estimate(
     inputs |= {"model": need_model(inputs["model"]), "cluster": cluster, "kind": kind}
     if convention in api.PUBLISHED:
         others = {"--tokens": tokens, "--price": price, "--watts": watts, "--plot": plot, "--trace": trace}
-        others |= {"--mtbf": mtbf, "--storage": storage, "--restart": restart}
+        others |= {"--mtbf": mtbf, "--storage": storage, "--restart": restart, "--html": html}
         _refuse(convention, others)  # not --per-layer: the published tables are of one layer anyway
         tables = api.reproduce(convention, **inputs)
         _print_tables(tables, csv, json)
@@ -101,6 +102,7 @@ def estimate(
     run = budget.run(found)
     if csv is not None:
         (found.layer() if per_layer else found.ledger).to_csv(csv)
+    write_html(found, html)
     if plot is not None:
         from meshwise.report.estimate_plot import draw_estimate
 

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+HtmlOption = Annotated[
+    Path | None, typer.Option("--html", help="Write the result as one self-contained HTML page.")
+]
+
+
+def write_html(result: Any, path: Path | None) -> None:
+    """Write the page of `result` to the file that `--html` names, if it names one."""
+    if path is not None:
+        from meshwise.report.pages import write_html as write
+
+        write(result, path)
 
 
 def print_json(document: Any) -> None:

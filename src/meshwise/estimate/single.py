@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from meshwise.core.ledger import Ledger
+from meshwise.core.notebook import Shown
 from meshwise.estimate.intervals import Interval, interval_around, regimes, spreads
 from meshwise.estimate.memory import contents, recomputed
 from meshwise.estimate.part import CORE_PHASE, MATRIX_KINDS
@@ -39,7 +40,7 @@ MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "cache", "bu
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(Shown):
     """What one plan costs; made by `estimate`."""
 
     model: Model

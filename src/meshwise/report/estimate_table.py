@@ -47,7 +47,7 @@ def _print_head(estimate: Estimate, run: Mapping[str, float], console: Console) 
     verdict = "fits" if estimate.fits else "DOES NOT FIT"
     capacity = with_prefix(estimate.cluster.chip.memory_bytes, "B")
     lines = [
-        ("step", f"{duration(estimate.step_s)} ({_between(estimate.step_s_interval)})"),
+        ("step", f"{duration(estimate.step_s)} ({between(estimate.step_s_interval)})"),
         (
             "tokens/s",
             f"{with_prefix(estimate.tokens_per_s, '')} ({estimate.tokens_per_s / chips:.4g} per GPU)",
@@ -63,7 +63,7 @@ def _print_head(estimate: Estimate, run: Mapping[str, float], console: Console) 
     console.print(grid)
 
 
-def _between(interval: Interval) -> str:
+def between(interval: Interval) -> str:
     """`12.9 to 15.1`, in the unit of the number before it; with units where they differ."""
     low, high = duration(float(f"{interval.p10:.3g}")), duration(float(f"{interval.p90:.3g}"))
     same = low.split()[1] == high.split()[1]

@@ -1,0 +1,249 @@
+"""Results as HTML: the page in the browser, a self-contained file and a notebook show the same sections.
+
+A result is described once, as a `Page` of sections: sentences, tables, and charts, which are plotly figures
+as plain data with a caption that states the finding and the numbers as a table. Python writes all of the
+HTML; `static/draw.js` only hands each figure to plotly with the colours of the page. Text from a user is
+escaped here.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import importlib.util
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwise.core.errors import MissingExtraError
+from meshwise.core.files import check_writable, write_text
+
+COLORS = ("#4a8fc2", "#e0812c", "#8172b2", "#4fa14a", "#c44e52", "#937860", "#da8bc3", "#7f7f7f")
+LIMIT_COLOR = "#d62728"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A cell that leads to an address or, in the page in the browser only, to a `#state` of the page."""
+
+    text: str
+    href: str
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of cells (text, number, `Link`, None); the first column and those in `left` are flush left."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    left: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A plotly figure (`data`, `layout`): `finding` says what it shows, `table` has its numbers."""
+
+    title: str
+    data: Sequence[dict[str, Any]]
+    layout: dict[str, Any] = field(default_factory=dict)
+    finding: str = ""
+    table: Table | None = None
+    height: int = 320
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Sentences, as a list."""
+
+    title: str
+    lines: Sequence[str]
+
+
+Section = Table | Chart | Text
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What is shown of one result: a title, the answer in one sentence, and sections.
+
+    `ok` is False where the answer is no.
+    """
+
+    title: str
+    headline: str
+    sections: Sequence[Section]
+    ok: bool = True
+
+
+def write_page(page: Page, path: Path) -> None:
+    """Write `page` as one self-contained HTML file; DataError or MissingExtraError where that cannot be."""
+    check_writable(path)
+    write_text(path, html_page(page))
+
+
+def html_page(page: Page) -> str:
+    """`page` as one file that needs no network: its script, its styles and its data are inside."""
+    scripts = (plotly_js(), static("draw.js"), "drawAll(document)")
+    hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
+    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width">'
+        f'<link rel="icon" href="data:,"><title>{escape(page.title)}</title>'
+        f"<style>{static('style.css')}</style></head>"
+        f'<body><main class="report"><h1>{escape(page.title)}</h1>{html_body(page, links=False)}</main>'
+        + "".join(f"<script>{script}</script>" for script in scripts)
+        + "</body></html>\n"
+    )
+
+
+def notebook_html(page: Page) -> str:
+    """`page` for the output of a notebook's cell, in a frame of its own; without plotly, its tables alone."""
+    try:
+        inner = html_page(page)
+    except MissingExtraError:
+        return f"<h3>{escape(page.title)}</h3>{html_body(page, links=False)}"
+    return (
+        f'<iframe title="{escape(page.title)}" srcdoc="{escape(inner)}" '
+        'style="width:100%;height:640px;border:0" sandbox="allow-scripts allow-downloads"></iframe>'
+    )
+
+
+def html_body(page: Page, *, links: bool = True) -> str:
+    """The answer and the sections of `page`; `links`: whether links into the page itself lead anywhere."""
+    state = "" if page.ok else ' class="no"'
+    head = f'<p role="status" id="headline"{state}>{escape(page.headline)}</p>'
+    return head + "".join(_section(section, i, links) for i, section in enumerate(page.sections))
+
+
+def escape(text: object) -> str:
+    """`text` as it may stand in HTML, in an attribute too."""
+    return html.escape(str(text), quote=True)
+
+
+def static(name: str) -> str:
+    """A script or style sheet of the package."""
+    return (resources.files("meshwise.report") / "static" / name).read_text(encoding="utf-8")
+
+
+def plotly_js() -> str:
+    """The script of plotly, as its wheel ships it; MissingExtraError without plotly."""
+    found = importlib.util.find_spec("plotly")
+    if found is None or found.origin is None:
+        raise MissingExtraError('pages need plotly; run: pip install "meshwise[web]"')
+    return (Path(found.origin).parent / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+
+
+def _sha256(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _section(section: Section, place: int, links: bool) -> str:
+    title = f"<h2>{escape(section.title)}</h2>" if section.title else ""
+    if isinstance(section, Table):
+        return f"<section>{title}{_table(section, links)}</section>"
+    if isinstance(section, Text):
+        lines = "".join(f"<li>{escape(line)}</li>" for line in section.lines)
+        return f"<section>{title}<ul>{lines}</ul></section>"
+    figure = msgspec.json.encode({"data": section.data, "layout": section.layout}, enc_hook=_plain).decode()
+    name, numbers = escape(f"{place}-{section.title.partition(':')[0]}"), ""
+    if section.table is not None:
+        label = f"<summary>Data: {escape(section.title)}</summary>"
+        numbers = f'<details id="data-{name}">{label}{_table(section.table, links)}</details>'
+    place_of = f'<div class="chart" id="chart-{name}" style="height:{section.height}px"></div>'
+    return (
+        f"<section>{title}<figure>{place_of}"
+        f'<script type="application/json">{figure.replace("<", chr(92) + "u003c")}</script>'
+        f"<figcaption>{escape(section.finding)}</figcaption></figure>{numbers}</section>"
+    )
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist()  # arrays and scalars of numpy
+
+
+def _table(table: Table, links: bool) -> str:
+    left = {*table.columns[:1], *table.left}
+    sides = ["" if column in left else ' class="num"' for column in table.columns]
+    head = "".join(
+        f'<th scope="col"{side}>{escape(name)}</th>' for name, side in zip(table.columns, sides, strict=True)
+    )
+    rows = "".join(
+        "<tr>"
+        + "".join(f"<td{side}>{_cell(cell, links)}</td>" for cell, side in zip(row, sides, strict=True))
+        + "</tr>"
+        for row in table.rows
+    )
+    label = escape(table.title or ", ".join(table.columns[:3]))
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="Table: {label}">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _cell(cell: object, links: bool) -> str:
+    if isinstance(cell, Link):
+        leads = cell.href.startswith(("https://", "http://", "#") if links else ("https://", "http://"))
+        return f'<a href="{escape(cell.href)}">{escape(cell.text)}</a>' if leads else escape(cell.text)
+    if isinstance(cell, float):
+        return f"{cell:.4g}"
+    return "" if cell is None else escape(cell)
+
+
+# --- figures that several pages share ------------------------------------------------------------
+
+
+def waterfall(title: str, parts: Iterable[tuple[str, float, str]], total: str, **look: Any) -> Chart:
+    """A bar for each (name, value, shown value), from where the last one ended, and one for their sum."""
+    shown = [part for part in parts if part[1] > 0]
+    values = [value for _, value, _ in shown]
+    whole = sum(values)
+    bases = [sum(values[:i]) for i in range(len(values))]
+    texts = [f"{text} ({value / whole:.1%})" for _, value, text in shown]
+    names = [name for name, _, _ in shown]
+    bar = {
+        "type": "bar",
+        "orientation": "h",
+        "y": ["total", *reversed(names)],
+        "x": [whole, *reversed(values)],
+        "base": [0.0, *reversed(bases)],
+        "text": [total, *reversed(texts)],
+        "textposition": "auto",
+        "hovertemplate": "%{y}: %{text}<extra></extra>",
+        "marker": {"color": [COLORS[7], *reversed([COLORS[i % 7] for i in range(len(names))])]},
+    }
+    table = Table("", ("part", "value", "share"), [(n, t, f"{v / whole:.1%}") for n, v, t in shown])
+    height = 90 + 26 * (len(names) + 1)
+    return Chart(
+        title, [bar], {"showlegend": False, **look.pop("layout", {})}, table=table, height=height, **look
+    )
+
+
+def lanes(grid: Any, times: Any, names: Sequence[str], kinds: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Who did what when, as a figure's data: `grid[lane, moment]` is an index into `kinds` (names and their
+    colors), or -1 for nothing; `times` [s] are the moments.
+    """
+    ends = [i / len(kinds) for i in range(len(kinds) + 1)]
+    scale = [(end, color) for i, color in enumerate(kinds.values()) for end in ends[i : i + 2]]
+    image = {
+        "type": "heatmap", "x": times, "y": list(names), "ygap": 1,
+        "z": [[None if kind < 0 else kind for kind in row] for row in grid.tolist()],
+        "zmin": -0.5, "zmax": len(kinds) - 0.5, "colorscale": scale, "showscale": False,
+        "hovertemplate": "%{y}, %{x:.4g} s<extra></extra>",
+    }  # fmt: skip
+    keys = [
+        {
+            "type": "scatter", "mode": "markers", "x": [None], "y": [None], "name": kind,
+            "marker": {"color": color, "symbol": "square", "size": 10},
+        }
+        for i, (kind, color) in enumerate(kinds.items())
+        if (grid == i).any()
+    ]  # fmt: skip
+    return [image, *keys]

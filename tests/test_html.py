@@ -1,0 +1,117 @@
+"""Pages as self-contained files: everything inside, what users write escaped, whole or not at all."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import meshwise as mw
+from meshwise.report.estimate_page import compare_page
+from meshwise.report.html import Chart, Link, Page, Table, Text, html_body
+from meshwise.report.pages import page_of
+
+pytest.importorskip("plotly")
+
+JOB = ("llama3-8b", "--cluster", "h100-80g-sxm:16", "--plan", "tp=4,pp=2", "--batch", "32")
+
+
+def figures(html: str) -> list[dict[str, Any]]:
+    """The plotly figures inside a page."""
+    found = re.findall(r'<script type="application/json">(.*?)</script>', html, re.DOTALL)
+    return [json.loads(text) for text in found]
+
+
+@given(st.text(min_size=1))
+def test_what_a_user_writes_is_never_markup(text: str) -> None:
+    hostile = f"<img src=x onerror=alert(1)>{text}</script>\"'"
+    page = Page(
+        hostile,
+        hostile,
+        [
+            Text(hostile, [hostile]),
+            Table(hostile, [hostile, "b"], [[hostile, Link(hostile, f"javascript:{hostile}")]]),
+            Chart(hostile, [{"name": hostile}], {"title": hostile}, hostile),
+        ],
+    )
+    body = html_body(page)
+    assert "<img" not in body
+    assert "javascript:" not in re.sub(r"&[^;]*;", "", "".join(re.findall(r'href="[^"]*"', body)))
+    [figure] = figures(body)
+    assert figure["layout"]["title"] == hostile
+    assert body.count("<script") == body.count("</script>") == 1
+
+
+def test_links_into_the_page_lead_nowhere_in_a_file() -> None:
+    page = Page("t", "h", [Table("", ["plan"], [[Link("tp=2", "#explore?plan=tp=2")]])])
+    assert '<a href="#explore?plan=tp=2">' in html_body(page)
+    assert "<a" not in html_body(page, links=False)
+
+
+def test_an_estimate_as_one_file(meshwise: Any, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    done = meshwise("estimate", *JOB, "--html", str(path), "--json")
+    assert done.code == 0, done.err
+    html = path.read_text()
+    assert "default-src 'none'" in html  # so the browser fetches nothing, whatever a script says
+    markup = re.sub(r"<script.*?</script>", "", html, flags=re.DOTALL)
+    assert not re.findall(r'(?:src|href)="(?!data:)', markup)
+    time, memory, *_ = figures(html)
+    document = json.loads(done.out)
+    assert time["data"][0]["x"][0] == pytest.approx(document["step_s"])
+    assert memory["data"][0]["x"][0] == pytest.approx(document["memory_bytes"]["total"])
+    for figure in (time, memory):  # parts end where the next one begins
+        bar = figure["data"][0]
+        ends = [base + x for base, x in zip(bar["base"], bar["x"], strict=True)][1:]
+        assert ends[1:] == pytest.approx(bar["base"][1:-1])
+
+
+def test_the_timeline_shows_what_the_pipeline_does() -> None:
+    for plan in ("pp=4", "pp=4,schedule=zb-h1", "pp=4,vpp=2"):
+        found = mw.estimate("llama3-8b", "h100-80g-sxm:4", plan, batch=16, seq=2048)
+        [chart] = [one for one in page_of(found).sections if one.title.startswith("Pipeline over")]
+        assert isinstance(chart, Chart) and chart.table is not None
+        cells = [cell for row in chart.data[0]["z"] for cell in row]
+        shown = sum(cell is not None for cell in cells) / len(cells)
+        stated = [float(str(row[1]).rstrip("%")) / 100 for row in chart.table.rows]
+        assert shown == pytest.approx(sum(stated) / len(stated), abs=0.01)
+
+
+def test_two_plans_side_by_side_differ_by_what_their_terms_do() -> None:
+    left, right = (
+        mw.estimate("llama3-8b", "h100-80g-sxm:16", plan, batch=32, seq=4096)
+        for plan in ("tp=4", "tp=2,pp=2")
+    )
+    page = compare_page(left, right)
+    bars = next(one for one in page.sections if isinstance(one, Chart)).data
+    assert sum(bars[0]["y"]) == pytest.approx(left.step_s)
+    assert sum(bars[1]["y"]) == pytest.approx(right.step_s)
+    change = abs(right.step_s / left.step_s - 1)
+    assert f"{change:.1%} {'slower' if right.step_s > left.step_s else 'faster'}" in page.headline
+
+
+def test_notebooks_show_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = mw.estimate("llama3-8b", "h100-80g-sxm:8", "tp=8", batch=8)
+    html = found._repr_html_()
+    assert html.startswith("<iframe") and "sandbox=" in html and "a step (" in html
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    html = found._repr_html_()
+    assert html.startswith("<h3>") and "a step (" in html
+
+
+def test_without_plotly_a_page_says_what_to_install(
+    meshwise: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    done = meshwise("estimate", *JOB, "--html", str(tmp_path / "x.html"))
+    assert done.code == 3 and "meshwise[web]" in done.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_published_table_has_no_page(meshwise: Any, tmp_path: Path) -> None:
+    done = meshwise("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:8", "--plan", "tp=8", "--convention",
+                    "nersc-2024-02", "--html", str(tmp_path / "x.html"))  # fmt: skip
+    assert done.code == 2 and "--html" in done.err
