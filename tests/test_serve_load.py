@@ -18,10 +18,10 @@ from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
 from meshwise.serve import serving as est
 from meshwise.serve.engine import ENGINES, Engine, parse_engine
-from meshwise.serve.load import cache_tokens, under_load
+from meshwise.serve.load import Fleet, cache_tokens, under_load
 from meshwise.serve.pass_times import Curve, PassTimes, tabulate
 from meshwise.serve.requests import Requests, at_rate, in_closed_loop, read_requests
-from meshwise.serve.simulate import Served, simulate
+from meshwise.serve.simulate import Pools, Served, Worker, simulate
 
 NO_LIMIT = 10**9
 BARE: dict[str, Any] = {"front_s": 0.0, "front_token_s": 0.0, "prompt_slowdown": 1.0, "lag_passes": 0}
@@ -40,6 +40,11 @@ def passes(
     )
 
 
+def alone(requests: Requests, engine: Engine, times: PassTimes, cache: int) -> Served:
+    """What one instance does."""
+    return simulate(requests, Pools(Worker(engine, times, cache)))
+
+
 def one_at_a_time() -> Engine:
     """First come, first served, one prompt a pass: a queue with one server."""
     return replace(ENGINES["trtllm"], max_tokens=1, **BARE)
@@ -54,7 +59,7 @@ def test_waiting_is_that_of_a_queue_with_one_server(load: float, ratio: float) -
     """M/D/1 and M/G/1: Lindley's recursion to the last digit, Pollaczek-Khinchine in the mean."""
     mean = 500 * (1 + ratio)
     requests = at_rate(load / (1e-3 * mean), 1000, 1, num=40_000, ratio=ratio)
-    served = simulate(requests, one_at_a_time(), passes(token_s=1e-3), NO_LIMIT)
+    served = alone(requests, one_at_a_time(), passes(token_s=1e-3), NO_LIMIT)
     service = 1e-3 * np.array(requests.prompt)
     wait = served.ttft_s - service
     lindley = [0.0]
@@ -72,7 +77,7 @@ def test_saturation_throughput(name: str) -> None:
     times = passes(fixed_s=5e-3, token_s=2e-5, decode_s=1e-4)
     engine = replace(ENGINES[name], **BARE)
     requests = in_closed_loop(clients, tokens, output, num=40 * clients, ratio=0.8)
-    served = simulate(requests, engine, times, NO_LIMIT)
+    served = alone(requests, engine, times, NO_LIMIT)
     prompt, generated = np.mean(requests.prompt), np.mean(requests.output)
     decode_s = 5e-3 + clients * 1e-4
     most = 1 / (2e-5 * prompt + generated * decode_s / clients)
@@ -84,7 +89,7 @@ def test_saturation_throughput(name: str) -> None:
 def test_littles_law(clients: int, output: int, name: str) -> None:
     """Clients = requests/s x time of a request, while every client has a request."""
     requests = in_closed_loop(clients, 300, output, num=30 * clients, ratio=0.5)
-    served = simulate(requests, ENGINES[name], passes(fixed_s=5e-3, token_s=1e-5), NO_LIMIT)
+    served = alone(requests, ENGINES[name], passes(fixed_s=5e-3, token_s=1e-5), NO_LIMIT)
     until = served.sent_s.max()  # when the last request is sent, all clients are still there
     inside = np.minimum(served.last_s, until) - served.sent_s
     assert inside.sum() == pytest.approx(clients * until, rel=1e-9, abs=1e-9)
@@ -96,7 +101,7 @@ def test_one_client_waits_for_nobody() -> None:
         find_model("llama3-8b"), find_cluster("h100-80g-sxm:1"), parse_plan("tp=1"), prompt=1000, output=50
     )
     engine = replace(ENGINES["vllm"], **BARE)
-    load = under_load(of, in_closed_loop(1, 1000, 50, num=3), engine)
+    load = under_load(Fleet(of), in_closed_loop(1, 1000, 50, num=3), engine)
     assert load is not None
     assert load.served.ttft_s == pytest.approx(est.first_token_s(of), rel=0.02)
     decode = [est.price_pass(of, of.decode(1.0, 1000.0 + past)).total_s for past in range(49)]
@@ -127,7 +132,7 @@ def test_every_token_comes_once_and_the_cache_holds(
     )
     engine = replace(ENGINES[name], max_tokens=max_tokens, max_sequences=max_sequences, lag_passes=lag)
     times = replace(passes(fixed_s=4e-3, token_s=1e-5, decode_s=1e-4, past_s=1e-8), dp=dp)
-    served = simulate(requests, engine, times, cache)
+    served = alone(requests, engine, times, cache)
     assert len(served.output) == num
     assert served.num_tokens == sum(requests.output)
     assert served.peak_cache_tokens <= cache
@@ -144,11 +149,11 @@ def test_a_full_cache_preempts_or_waits() -> None:
     """Without reservations sequences are computed again; with them they wait; both finish."""
     requests = in_closed_loop(8, 100, 300, num=40)
     times = passes(fixed_s=5e-3, token_s=1e-5)
-    eager, careful = (simulate(requests, ENGINES[name], times, 1200) for name in ("vllm", "trtllm"))
+    eager, careful = (alone(requests, ENGINES[name], times, 1200) for name in ("vllm", "trtllm"))
     assert eager.num_preemptions > 0 == careful.num_preemptions
     assert careful.peak_sequences == 3  # 400 tokens each
     assert eager.peak_sequences > 3
-    roomy = simulate(requests, ENGINES["vllm"], times, NO_LIMIT)
+    roomy = alone(requests, ENGINES["vllm"], times, NO_LIMIT)
     assert roomy.span_s < min(eager.span_s, careful.span_s)
 
 
@@ -161,7 +166,7 @@ def test_prompts_stop_decodes_only_where_they_do_not_share_a_pass() -> None:
     times = passes(fixed_s=5e-3, token_s=1e-4)
 
     def longest_gap_s(name: str) -> tuple[float, Served]:
-        served = simulate(requests, replace(ENGINES[name], max_tokens=500, **BARE), times, NO_LIMIT)
+        served = alone(requests, replace(ENGINES[name], max_tokens=500, **BARE), times, NO_LIMIT)
         return float(served.tpot_s[0]), served
 
     mixed_s, mixed = longest_gap_s("vllm")
@@ -189,7 +194,7 @@ def test_a_hundred_thousand_requests_take_seconds() -> None:
     requests = in_closed_loop(512, 1024, 128, num=100_000)
     times = passes(fixed_s=5e-3, token_s=2e-5, decode_s=1e-5, past_s=1e-9)
     began = time.process_time()
-    assert simulate(requests, ENGINES["vllm"], times, NO_LIMIT).num_tokens == 128 * 100_000
+    assert alone(requests, ENGINES["vllm"], times, NO_LIMIT).num_tokens == 128 * 100_000
     assert time.process_time() - began < 10
 
 
@@ -250,7 +255,11 @@ cache,agg,h200_sxm,sglang,openai/gpt-oss-120b,fp4,2,1,2,1,1024,128,16,0.1,0.01
 ranks,agg,b200_sxm,trtllm,deepseek-ai/DeepSeek-R1,fp4,1,4,1,4,1024,128,8,,0.01
 pools,disagg,gb200,trtllm,deepseek-ai/DeepSeek-R1,fp4,,,,,1024,128,8,0.1,0.01
 blank,agg,h100_sxm,vllm,openai/gpt-oss-20b,fp8,,1,1,1,1024,128,4,0.1,0.01
-other,agg,h100_sxm,vllm,Qwen/Qwen3.5-397B-A17B,fp8,8,1,8,1,1024,128,4,0.1,0.01
+other,agg,h100_sxm,vllm,Who/Knows-400B,fp8,8,1,8,1,1024,128,4,0.1,0.01
+"""
+POOLS = """\
+id,mode,system,backend,model,precision,tp,attention_dp,moe_tp,moe_ep,input_tokens,output_tokens,concurrency,prefill_workers,prefill_tp,prefill_attention_dp,prefill_moe_tp,prefill_moe_ep,decode_workers,decode_tp,decode_attention_dp,decode_moe_tp,decode_moe_ep,ttft_s,tpot_s
+pools,disagg,gb200,trtllm,deepseek-ai/DeepSeek-R1,fp4,,,,,1024,128,8,1,4,1,4,1,3,1,4,1,4,0.1,0.01
 """
 
 
@@ -262,17 +271,76 @@ def test_measured_points_are_predicted_or_say_why_not(meshwise: Callable[..., An
     for name in ("dense", "cache", "ranks"):
         assert 1e-3 < rows[name, "tpot_s"]["predicted"] < 0.1
     assert rows["dense", "ttft_s"]["predicted"] > rows["dense", "tpot_s"]["predicted"]
-    for name, why in (("pools", "disaggregated"), ("blank", "column tp: ''"), ("other", "model 'qwen3.5")):
+    for name, why in (
+        ("pools", "column prefill_tp: ''"),
+        ("blank", "column tp: ''"),
+        ("other", "model 'knows-400b"),
+    ):
         assert not rows[name, "ttft_s"]["expressed"]
         assert why in rows[name, "ttft_s"]["reason"]
     assert document["summary"]["tpot_s"]["num_rows"] == 6
+
+
+def test_measured_points_of_two_pools(meshwise: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "points.csv").write_text(POOLS)
+    document = meshwise("validate", "--serving", str(tmp_path / "points.csv"), "--json").document
+    ttft, tpot = (row["predicted"] for row in document["rows"])
+    assert 0 < tpot < ttft < 1.0
+
+
+# --- pools and prefixes ---------------------------------------------------------------------------
+
+
+@given(prefills=st.integers(1, 3), decodes=st.integers(1, 3), clients=st.integers(1, 12))
+@settings(max_examples=20)
+def test_separate_pools_conserve_tokens_and_keep_prompts_out_of_decoding(
+    prefills: int, decodes: int, clients: int
+) -> None:
+    requests = in_closed_loop(clients, 500, 20, num=40, ratio=0.5)
+    times = passes(fixed_s=4e-3, token_s=1e-4)
+    worker = Worker(replace(ENGINES["vllm"], **BARE), times, NO_LIMIT)
+    pools = Pools(worker, decodes, worker, prefills, transfer_s=1e-3)
+    served = simulate(requests, pools)
+    assert served.num_tokens == sum(requests.output)
+    assert served.tpot_s.max() == pytest.approx(4e-3)  # nothing but decode passes
+    assert (served.ttft_s >= 4e-3 + 1e-4 * np.array(requests.prompt) + 1e-3 - 1e-9).all()
+
+
+def test_one_client_of_two_pools_waits_for_prompt_transfer_and_tokens() -> None:
+    requests = Requests((1000,) * 3, (10,) * 3, concurrency=1)
+    times = passes(fixed_s=5e-3, token_s=1e-5)
+    worker = Worker(replace(ENGINES["vllm"], **BARE), times, NO_LIMIT)
+    served = simulate(requests, Pools(worker, 1, worker, 1, transfer_s=2e-3, transfer_token_s=1e-6))
+    assert served.ttft_s == pytest.approx(5e-3 + 1e-5 * 1000 + 2e-3 + 1e-6 * 1000)
+    assert served.tpot_s == pytest.approx(5e-3)
+
+
+@given(workers=st.integers(1, 4))
+@settings(max_examples=4)
+def test_more_workers_serve_as_many_alone(workers: int) -> None:
+    """Clients in turn over equal workers: each serves its share as it would alone."""
+    times = passes(fixed_s=5e-3, token_s=1e-5, decode_s=1e-5)
+    worker = Worker(replace(ENGINES["vllm"], **BARE), times, NO_LIMIT)
+    alone_s = simulate(Requests((100,) * 4, (50,) * 4, concurrency=4), Pools(worker)).span_s
+    n = 4 * workers
+    together = simulate(Requests((100,) * n, (50,) * n, concurrency=n), Pools(worker, workers))
+    assert together.span_s == pytest.approx(alone_s)
+
+
+def test_prompts_that_begin_alike_are_computed_once() -> None:
+    n, engine, times = 50, replace(ENGINES["vllm"], **BARE), passes(token_s=1e-4, decode_s=1e-4)
+    requests = Requests((1000,) * n, (10,) * n, concurrency=1, blocks=((7,),) * n, block_tokens=800)
+    served = alone(requests, engine, times, NO_LIMIT)
+    assert served.num_found == 800 * (n - 1)
+    assert served.ttft_s[1:] == pytest.approx(200 * 1e-4)
+    assert alone(requests, engine, times, 1500).num_found == 0  # no room beside the running sequence
 
 
 def test_rarely_polled_arrivals_wait_longer() -> None:
     requests = at_rate(20, 100, 200, num=300)
     times = passes(fixed_s=5e-3, token_s=1e-6)
     often, rarely = (
-        simulate(requests, replace(ENGINES["sglang"], poll_passes=n, **BARE), times, NO_LIMIT).ttft_s.mean()
+        alone(requests, replace(ENGINES["sglang"], poll_passes=n, **BARE), times, NO_LIMIT).ttft_s.mean()
         for n in (1, 20)
     )
     assert rarely - often == pytest.approx(10 * 5e-3, rel=0.3)  # half of the passes between two looks
@@ -327,11 +395,11 @@ def test_what_does_not_fit_is_an_answer_or_a_sentence() -> None:
     model, cluster = find_model("llama3-8b"), find_cluster("h100-80g-sxm:1")
     of = est.serving(model, cluster, parse_plan("tp=1"), prompt=100, output=10, memory_frac=0.1)
     engine = parse_engine("vllm")
-    assert under_load(of, in_closed_loop(2, 100, 10, num=4), engine) is None
+    assert under_load(Fleet(of), in_closed_loop(2, 100, 10, num=4), engine) is None
     of = replace(of, memory_frac=0.23)
     assert 0 < cache_tokens(of) < 8000
     with pytest.raises(MeshwiseError, match="is more than the cache of"):
-        under_load(of, in_closed_loop(2, 8000, 10, num=4), engine)
+        under_load(Fleet(of), in_closed_loop(2, 8000, 10, num=4), engine)
     with pytest.raises(MeshwiseError, match=f"is more than the {model.max_seq} of llama3-8b"):
-        under_load(of, in_closed_loop(2, model.max_seq, 10, num=4), engine)
+        under_load(Fleet(of), in_closed_loop(2, model.max_seq, 10, num=4), engine)
     assert math.isfinite(est.room_bytes(of))

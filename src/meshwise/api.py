@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from meshwise.runtime.profile import Profiled
     from meshwise.search.search import Result
     from meshwise.serve.answer import Answer
+    from meshwise.serve.serving import Serving
     from meshwise.trace.explain import Explanation
 
 PUBLISHED = ("nersc-2024-02", "nersc-2024-10")
@@ -181,7 +182,12 @@ def serve(
     num_requests: int | None = None,
     burstiness: float | None = None,
     length_ratio: float | None = None,
+    shared_prefix: int | None = None,
     engine: str = "",
+    workers: int = 1,
+    prefill_plan: str | Path | Plan = "",
+    prefill_cluster: str | Path | Cluster = "",
+    prefill_workers: int = 1,
 ) -> Answer:
     """Estimate an inference server: time to first token, time per token, what fits, tokens a second.
 
@@ -204,7 +210,11 @@ def serve(
         num_requests: How many requests [1000 at a rate, ten for each client].
         burstiness: Shape of the gamma distribution of the gaps between arrivals; 1 is Poisson.
         length_ratio: Lengths are uniform from this share of the stated ones to all of it [1].
+        shared_prefix: Tokens that all prompts begin with, and that the engine finds in its cache.
         engine: `vllm`, `sglang` or `trtllm`, with settings: `"vllm,max_tokens=2048"`.
+        workers: Instances that take the requests in turn.
+        prefill_plan, prefill_cluster, prefill_workers: Instances that take the prompts and hand their caches
+            over to those of `plan`, which then only decode; one of the two is enough.
 
     Returns:
         Times in seconds, memory in bytes. An instance without room for one sequence is an answer too
@@ -214,7 +224,7 @@ def serve(
         MeshwiseError: A name is unknown, or the plan does not divide model or cluster.
     """
     from meshwise.serve.answer import answer
-    from meshwise.serve.load import traffic
+    from meshwise.serve.load import Fleet, traffic
     from meshwise.serve.requests import read_requests
     from meshwise.serve.serving import serving
 
@@ -223,16 +233,26 @@ def serve(
         raise WorkloadError("a trace says how long prompts and outputs are; leave prompt and output out")
     mean_prompt, mean_output = trace.mean_tokens if trace else (2048, 256)
     prompt, output = mean_prompt if prompt is None else prompt, mean_output if output is None else output
-    machine = _cluster(cluster)
-    instance = serving(
-        _model(model), machine, _plan(plan or f"tp={machine.num_chips}"), prompt=prompt, output=output,
-        memory_frac=memory_frac, engine_s=engine_s,
-    )  # fmt: skip
+    architecture = _model(model)
+
+    def instance(machine: Cluster, plan: str | Path | Plan) -> Serving:
+        return serving(
+            architecture, machine, _plan(plan or f"tp={machine.num_chips}"), prompt=prompt, output=output,
+            memory_frac=memory_frac, engine_s=engine_s,
+        )  # fmt: skip
+
+    whole = instance(_cluster(cluster), plan)
+    first = None
+    if prefill_plan or prefill_cluster:
+        first = instance(_cluster(prefill_cluster or cluster), prefill_plan or plan)
+    elif prefill_workers != 1:
+        raise WorkloadError("prefill_workers needs prefill_plan or prefill_cluster")
     load = traffic(
-        prompt, output, rate=rate, concurrency=concurrency, trace=trace,
-        num_requests=num_requests, burstiness=burstiness, length_ratio=length_ratio,
+        prompt, output, rate=rate, concurrency=concurrency, trace=trace, num_requests=num_requests,
+        burstiness=burstiness, length_ratio=length_ratio, shared_prefix=shared_prefix,
     )  # fmt: skip
-    return answer(instance, sequences, token_s, requests=load, engine=engine, ttft_s=ttft_s)
+    fleet = Fleet(whole, workers, first, prefill_workers)
+    return answer(fleet, sequences, token_s, requests=load, engine=engine, ttft_s=ttft_s)
 
 
 def launch(

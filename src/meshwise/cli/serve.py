@@ -42,6 +42,17 @@ def serve(
     length_ratio: Annotated[
         float | None, typer.Option(help="Lengths are uniform from this share of the stated ones up. [1]")
     ] = None,
+    shared_prefix: Annotated[
+        int | None, typer.Option(help="Tokens that all prompts begin with; the engine caches them.")
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Instances that take the requests in turn.")] = 1,
+    prefill_plan: Annotated[
+        str, typer.Option(help="Plan of instances that only take prompts; those of --plan then only decode.")
+    ] = "",
+    prefill_cluster: Annotated[
+        str, typer.Option(help="Their cluster, of other chips or another number. [as --cluster]")
+    ] = "",
+    prefill_workers: Annotated[int, typer.Option(help="How many of them.")] = 1,
     engine: Annotated[
         str, typer.Option(help="vllm, sglang or trtllm, with settings: vllm,max_tokens=2048. [vllm]")
     ] = "",
@@ -70,7 +81,8 @@ def serve(
         ttft_s=None if ttft_ms is None else ttft_ms / 1e3,
         memory_frac=memory_frac, engine_s=engine_ms / 1e3, rate=rate, concurrency=concurrency,
         requests=requests, num_requests=num_requests, burstiness=burstiness, length_ratio=length_ratio,
-        engine=engine,
+        shared_prefix=shared_prefix, engine=engine, workers=workers, prefill_plan=prefill_plan,
+        prefill_cluster=prefill_cluster, prefill_workers=prefill_workers,
     )  # fmt: skip
     if json:
         print_json(found.to_json())

@@ -10,7 +10,7 @@ from typing import Any
 from meshwise.core.errors import WorkloadError
 from meshwise.serve import serving as est
 from meshwise.serve.engine import parse_engine
-from meshwise.serve.load import Load, under_load
+from meshwise.serve.load import Fleet, Load, under_load
 from meshwise.serve.requests import Requests
 from meshwise.serve.serving import Serving
 
@@ -70,7 +70,7 @@ class Answer:
 
 
 def answer(
-    serving: Serving,
+    fleet: Fleet,
     sequences: Sequence[int] = (),
     token_s: float | None = None,
     *,
@@ -78,7 +78,8 @@ def answer(
     engine: str = "",
     ttft_s: float | None = None,
 ) -> Answer:
-    """The answer for `serving`; by default with powers of two of sequences, up to what fits."""
+    """The answer for `fleet`; by default with powers of two of sequences, up to what fits."""
+    serving = fleet.serving
     for count in sequences:
         if count < 1 or count % serving.dp:
             raise WorkloadError(
@@ -88,10 +89,19 @@ def answer(
         if limit_s is not None and not limit_s > 0:
             raise WorkloadError(f"a latency target of {1e3 * limit_s:g} ms {what} must be above zero")
     if requests is None and (
-        unused := [name for name in (engine and "engine", ttft_s and "ttft_ms") if name]
+        unused := [
+            name
+            for name, stated in (
+                ("engine", engine),
+                ("ttft_ms", ttft_s),
+                ("workers", fleet.workers > 1),
+                ("prefill_plan", fleet.prefill),
+            )
+            if stated
+        ]
     ):
         raise WorkloadError(f"{unused[0]} needs a load; give rate, concurrency or requests too")
     load = None
     if requests is not None:
-        load = under_load(serving, requests, parse_engine(engine or "vllm"), ttft_s=ttft_s, tpot_s=token_s)
+        load = under_load(fleet, requests, parse_engine(engine or "vllm"), ttft_s=ttft_s, tpot_s=token_s)
     return Answer(serving, tuple(sequences) or tuple(est.batches(serving)), token_s, load)

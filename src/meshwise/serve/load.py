@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from meshwise.serve.engine import Engine
 from meshwise.serve.pass_times import tabulate
 from meshwise.serve.requests import Requests, at_rate, in_closed_loop
 from meshwise.serve.serving import Serving, max_sequences, room_bytes, sequence_bytes
-from meshwise.serve.simulate import Seconds, Served, simulate
+from meshwise.serve.simulate import Pools, Seconds, Served, Worker, simulate
 
 OPEN_LOOP_REQUESTS = 1000
 """Requests that arrive at a rate, unless the caller says; a closed loop has ten of each client."""
@@ -29,13 +29,17 @@ def traffic(
     num_requests: int | None = None,
     burstiness: float | None = None,
     length_ratio: float | None = None,
+    shared_prefix: int | None = None,
 ) -> Requests | None:
     """The requests that are asked for; None without a load. WorkloadError for what contradicts itself."""
     loads = {"rate": rate, "concurrency": concurrency, "requests": trace}
     stated = [name for name, load in loads.items() if load is not None]
     if len(stated) > 1:
         raise WorkloadError(f"{' and '.join(stated)} are two loads; give one of rate, concurrency, requests")
-    shape = {"num_requests": num_requests, "burstiness": burstiness, "length_ratio": length_ratio}
+    shape = {
+        "num_requests": num_requests, "burstiness": burstiness, "length_ratio": length_ratio,
+        "shared_prefix": shared_prefix,
+    }  # fmt: skip
     for name, number in {"rate": rate, "concurrency": concurrency, **shape}.items():
         if number is not None and not 0 < number < math.inf:
             raise WorkloadError(f"{name}={number:g} must be above zero")
@@ -46,21 +50,59 @@ def traffic(
         raise WorkloadError(f"length_ratio={ratio:g} must be at most 1: lengths go from there to the stated")
     if trace is not None:
         return trace
+    if burstiness is not None and rate is None:
+        raise WorkloadError("burstiness is of arrivals at a rate; a closed loop has none")
+    if shared_prefix is not None and shared_prefix >= prompt * ratio:
+        raise WorkloadError(f"shared_prefix={shared_prefix} leaves nothing of a prompt; make it shorter")
     if concurrency is not None:
-        if burstiness is not None:
-            raise WorkloadError("burstiness is of arrivals at a rate; a closed loop has none")
-        return in_closed_loop(concurrency, prompt, output, num=num_requests or 10 * concurrency, ratio=ratio)
-    if rate is not None:
+        num = num_requests or 10 * concurrency
+        found = in_closed_loop(concurrency, prompt, output, num=num, ratio=ratio)
+    elif rate is not None:
         num = num_requests or OPEN_LOOP_REQUESTS
-        return at_rate(rate, prompt, output, num=num, burstiness=burstiness or 1.0, ratio=ratio)
-    return None
+        found = at_rate(rate, prompt, output, num=num, burstiness=burstiness or 1.0, ratio=ratio)
+    else:
+        return None
+    if shared_prefix is None:
+        return found
+    return replace(found, blocks=((0,),) * num, block_tokens=shared_prefix)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fleet:
+    """`workers` instances of `serving`; with `prefill`, `prefill_workers` more that only take prompts."""
+
+    serving: Serving
+    workers: int = 1
+    prefill: Serving | None = None
+    prefill_workers: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "prefill_workers"):
+            if getattr(self, name) < 1:
+                raise WorkloadError(f"{name}={getattr(self, name)} must be at least 1")
+
+    @property
+    def num_chips(self) -> int:
+        """Chips of all workers."""
+        first = self.prefill.cluster.num_chips * self.prefill_workers if self.prefill else 0
+        return self.serving.cluster.num_chips * self.workers + first
+
+    @property
+    def transfer_token_s(self) -> float:
+        """Seconds that a token's cache takes from a prefill rank over the outermost link of its cluster.
+
+        Each rank sends what it holds; latents (MLA), which all tp ranks hold alike, are sent once.
+        """
+        if self.prefill is None:
+            return 0.0
+        return token_bytes(self.prefill) / self.prefill.cluster.levels[-1].bytes_per_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """What `requests` get from `engine` on `serving`; `ttft_s` and `tpot_s` are limits, if any."""
+    """What `requests` get from `engine` on `fleet`; `ttft_s` and `tpot_s` are limits, if any."""
 
-    serving: Serving
+    fleet: Fleet
     requests: Requests
     engine: Engine
     served: Served
@@ -101,10 +143,13 @@ class Load:
 
     def to_json(self) -> dict[str, Any]:
         """The keys that a load adds to the document of `meshwise serve --json`."""
-        served, num_chips = self.served, self.serving.cluster.num_chips
+        served, num_chips = self.served, self.fleet.num_chips
         within = self.within_limits_frac
         done_per_s = len(served.output) / served.span_s
         return {
+            "num_gpus": num_chips,
+            "workers": self.fleet.workers,
+            "prefill_workers": self.fleet.prefill_workers if self.fleet.prefill else 0,
             "engine": f"{self.engine.name} {self.engine.version}",
             "num_requests": len(served.output),
             "requests_per_s": done_per_s,
@@ -117,6 +162,7 @@ class Load:
             "busy_frac": served.busy_s / served.span_s,
             "peak_sequences": served.peak_sequences,
             "peak_cache_frac": served.peak_cache_tokens / self.cache_tokens,
+            "prompt_tokens_found_frac": served.num_found / sum(self.requests.prompt),
             "num_preemptions": served.num_preemptions,
         }
 
@@ -129,14 +175,18 @@ def statistics(seconds: Seconds) -> dict[str, float | None]:
     return {"mean": float(seconds.mean()), "p50": p50, "p90": p90, "p99": p99}
 
 
+def token_bytes(serving: Serving) -> float:
+    """Bytes of the cache of one token on a rank, the mean of a sequence."""
+    return sequence_bytes(serving) / (serving.prompt + serving.output)
+
+
 def cache_tokens(serving: Serving) -> int:
     """Tokens of all sequences for which the caches of the instance have room."""
-    token_bytes = sequence_bytes(serving) / (serving.prompt + serving.output)
-    return max(int(room_bytes(serving) / token_bytes), 0) * serving.dp
+    return max(int(room_bytes(serving) / token_bytes(serving)), 0) * serving.dp
 
 
 def under_load(
-    serving: Serving,
+    fleet: Fleet,
     requests: Requests,
     engine: Engine,
     *,
@@ -144,22 +194,30 @@ def under_load(
     tpot_s: float | None = None,
 ) -> Load | None:
     """Serve `requests`; None where there is no room for one sequence beside the weights."""
+    serving = fleet.serving
     if requests.longest > serving.model.max_seq:
         raise WorkloadError(
             f"a request of {requests.longest} tokens is more than the {serving.model.max_seq} of "
             f"{serving.model.name}; leave longer ones out"
         )
-    if not max_sequences(serving):
+    kinds = [serving, fleet.prefill] if fleet.prefill else [serving]
+    if not all(map(max_sequences, kinds)):
         return None
+    worker, *first = (_worker(one, requests, engine) for one in kinds)
+    pools = Pools(
+        worker, fleet.workers, first[0] if first else None, fleet.prefill_workers,
+        fleet.prefill.cluster.levels[-1].latency_s if fleet.prefill else 0.0, fleet.transfer_token_s,
+    )  # fmt: skip
+    return Load(fleet, requests, engine, simulate(requests, pools), worker.cache_tokens, ttft_s, tpot_s)
+
+
+def _worker(serving: Serving, requests: Requests, engine: Engine) -> Worker:
     tokens = cache_tokens(serving)
     if requests.longest > tokens:
         raise WorkloadError(
             f"a request of {requests.longest} tokens is more than the cache of {tokens}; use more GPUs or a "
             "narrower kv_dtype"
         )
-    most = -(
-        -min(requests.concurrency or len(requests.prompt), engine.max_sequences * serving.dp) // serving.dp
-    )
-    times = tabulate(serving, engine, requests.longest, most)
-    served = simulate(requests, engine, times, tokens)
-    return Load(serving, requests, engine, served, tokens, ttft_s, tpot_s)
+    clients = min(requests.concurrency or len(requests.prompt), engine.max_sequences * serving.dp)
+    times = tabulate(serving, engine, requests.longest, -(-clients // serving.dp))
+    return Worker(engine, times, tokens)

@@ -2,9 +2,9 @@
 
 A row has the columns of aiconfigurator's public sample: system, backend, model, precision, layout, lengths,
 concurrency. Its client (InferenceX) releases ten requests for each of `concurrency` at once, lets that many
-run, draws lengths from 0.8 to 1 of the stated, and ignores ends of sequence, so that engines which reserve
-output reserve all of it. Caches are fp8 unless the model is bf16. Where a chip has no units for fp4, its
-weights take half a byte and are computed as fp8. Experts cut over attention-dp ranks are priced as spread.
+run, draws lengths from 0.8 to 1 of the stated, and ignores ends of sequence, so that engines which reserve output reserve all of it. Disaggregated rows have two pools of
+instances. Caches are fp8 unless the model is bf16. Where a chip has no units for fp4, its weights take half a
+byte and are computed as fp8. Experts cut over attention-dp ranks are priced as spread.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any
 
 from meshwise.core.errors import DataError, PlanError, WorkloadError
 from meshwise.machine.hardware import Cluster, find_cluster
+from meshwise.model.architecture import Model
 from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan
 from meshwise.serve.engine import ENGINES, Engine
-from meshwise.serve.load import under_load
+from meshwise.serve.load import Fleet, under_load
 from meshwise.serve.requests import in_closed_loop
-from meshwise.serve.serving import serving, weight_bytes
+from meshwise.serve.serving import Serving, serving, weight_bytes
 
 SYSTEMS = {
     "h100_sxm": "h100-80g-sxm",
@@ -58,34 +59,43 @@ COLUMNS = (
 
 def predict(row: Mapping[str, str]) -> dict[str, float]:
     """Mean `ttft_s` and mean `tpot_s` of a row; a MeshwiseError says why there are none."""
-    if row["mode"] != "agg":
-        raise PlanError("disaggregated prefill and decode are not priced")
-    tp, dp, ep, etp = (_count(row, name) for name in ("tp", "attention_dp", "moe_ep", "moe_tp"))
-    chip, model = _found(SYSTEMS, "system", row["system"]), find_model(_model(row["model"]))
-    cluster = find_cluster(f"{chip}:{tp * dp}")
+    prompt, output = (_count(row, name) for name in ("input_tokens", "output_tokens"))
+    model = find_model(_model(row["model"]))
+    pools = ("prefill_", "decode_") if row["mode"] == "disagg" else ("",)
+    *first, last = (_instance(row, pool, model, prompt, output) for pool in pools)
+    workers = [_count(row, f"{pool}workers") if pool else 1 for pool in pools]
+    fleet = Fleet(last, workers[-1], first[0] if first else None, workers[0])
+    clients = _count(row, "concurrency")
+    engine = _engine(row["backend"], clients, attends_alone=last.dp > 1)
+    requests = in_closed_loop(clients, prompt, output, num=REQUESTS_EACH * clients, ratio=LENGTH_RATIO)
+    load = under_load(fleet, requests, engine)
+    if load is None:
+        raise WorkloadError(f"{model.name} in {row['precision']} does not fit on {fleet.num_chips} chips")
+    return {"ttft_s": float(load.served.ttft_s.mean()), "tpot_s": float(load.served.tpot_s.mean())}
+
+
+def _instance(row: Mapping[str, str], pool: str, model: Model, prompt: int, output: int) -> Serving:
+    """An instance of the row, or of its pool `prefill_` or `decode_`."""
+    tp, dp, ep, etp = (_count(row, f"{pool}{name}") for name in ("tp", "attention_dp", "moe_ep", "moe_tp"))
+    cluster = find_cluster(f"{_found(SYSTEMS, 'system', row['system'])}:{tp * dp}")
     dtype = row["precision"]
     units = "fp8" if dtype == "fp4" and "fp4" not in cluster.chip.matrix_flop_per_s else dtype
     plan = Plan(tp=tp, dtype=units, kv_dtype="bf16" if dtype == "bf16" else "fp8")
     if model.moe is not None:
         spread_ep, spread_etp = (ep, etp) if dp == 1 else (ep * etp, 1)
         plan = replace(plan, ep=spread_ep, etp=spread_etp)
-    prompt, output, clients = (_count(row, name) for name in ("input_tokens", "output_tokens", "concurrency"))
     served = serving(model, cluster, plan, prompt=prompt, output=output)
     if units != dtype:
         spared = 0.5 * weight_bytes(served)
         served = replace(served, cluster=_with_memory(cluster, spared / served.memory_frac))
-    engine = _engine(row["backend"], clients, attends_alone=dp > 1)
-    requests = in_closed_loop(clients, prompt, output, num=REQUESTS_EACH * clients, ratio=LENGTH_RATIO)
-    load = under_load(served, requests, engine)
-    if load is None:
-        raise WorkloadError(f"{model.name} in {dtype} does not fit on {tp * dp} x {chip}")
-    return {"ttft_s": float(load.served.ttft_s.mean()), "tpot_s": float(load.served.tpot_s.mean())}
+    return served
 
 
 def _count(row: Mapping[str, str], column: str) -> int:
-    if not row[column].isdecimal() or not int(row[column]):
-        raise DataError(f"column {column}: {row[column]!r} is no count")
-    return int(row[column])
+    text = row.get(column, "")
+    if not text.isdecimal() or not int(text):
+        raise DataError(f"column {column}: {text!r} is no count")
+    return int(text)
 
 
 def _engine(name: str, clients: int, *, attends_alone: bool) -> Engine:

@@ -28,15 +28,24 @@ CSV_COLUMNS = {
 }
 """Columns of a trace [seconds or a time of day, tokens, tokens], ours and Azure's (LLM inference)."""
 
+MOONCAKE_BLOCK_TOKENS = 512
+"""Tokens of a block of Mooncake's traces (arXiv 2407.00079)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """`prompt` and `output` tokens of each request, in order; `arrival_s` or `concurrency`."""
+    """`prompt` and `output` tokens of each request, in order; `arrival_s` or `concurrency`.
+
+    `blocks`: names of the blocks of `block_tokens` tokens that each prompt begins with; prompts that begin
+    with the same blocks share their cache.
+    """
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]
     arrival_s: tuple[float, ...] = ()
     concurrency: int = 0
+    blocks: tuple[tuple[int, ...], ...] = ()
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
 
     @property
     def longest(self) -> int:
@@ -77,10 +86,15 @@ def in_closed_loop(concurrency: int, prompt: int, output: int, *, num: int, rati
 # --- traces --------------------------------------------------------------------------------------
 
 
+_Row = tuple[float, int, int, tuple[int, ...]]
+"""Arrival [s], tokens of prompt and output, blocks that the prompt begins with."""
+
+
 class _Mooncake(msgspec.Struct):
     timestamp: float  # ms
     input_length: int
     output_length: int
+    hash_ids: tuple[int, ...] = ()
 
 
 def read_requests(path: Path) -> Requests:
@@ -97,20 +111,22 @@ def read_requests(path: Path) -> Requests:
     rows = sorted(row for row in rows if row[2] > 0)
     if not rows:
         raise DataError(f"{path} has no request that generates a token; name a trace of requests")
-    arrival, prompt, output = zip(*rows, strict=True)
-    return Requests(prompt, output, tuple(second - arrival[0] for second in arrival))
+    arrival, prompt, output, blocks = zip(*rows, strict=True)
+    seconds = tuple(second - arrival[0] for second in arrival)
+    return Requests(prompt, output, seconds, blocks=blocks if any(blocks) else ())
 
 
-def _json_lines(path: Path) -> Iterator[tuple[float, int, int]]:
+def _json_lines(path: Path) -> Iterator[_Row]:
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             row = msgspec.json.decode(line, type=_Mooncake)
         except msgspec.DecodeError as error:
             raise DataError(f"{path}, line {number}: {error}") from None
-        yield _checked(path, number, row.timestamp / 1e3, row.input_length, row.output_length)
+        where = path, number
+        yield *_checked(*where, row.timestamp / 1e3, row.input_length, row.output_length), row.hash_ids
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[float, int, int]]:
+def _csv_rows(path: Path) -> Iterator[_Row]:
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
         columns = next(
@@ -125,7 +141,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[float, int, int]]:
                 cells = _seconds(when), int(prompt), int(output)
             except ValueError as error:
                 raise DataError(f"{path}, line {reader.line_num}: {error}") from None
-            yield _checked(path, reader.line_num, *cells)
+            yield *_checked(path, reader.line_num, *cells), ()
 
 
 def _checked(path: Path, line: int, second: float, prompt: int, output: int) -> tuple[float, int, int]:

@@ -6,15 +6,19 @@ nothing can be admitted, passes differ only in the lengths of the caches, in whi
 passes to the next completion, arrival or full cache are taken in one go.
 
 The dp ranks of an instance run in step and share the requests evenly, so they are simulated as one engine
-with the sum of their room.
+with the sum of their room. Several instances (*workers*) take requests in turn, each with a clock of its own;
+the one that is behind goes on. With separate pools, prefill workers hand each prompt's cache over to a decode
+worker, from which the client gets the first token and all others.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +34,8 @@ Seconds = NDArray[np.float64]
 class Served:
     """When each request was sent, got its first token and its last [s]; and what the engine did.
 
-    `num_tokens` counts every token that a pass gave; `peak_cache_tokens` is the fullest that the cache was.
+    `num_tokens` counts every token that a pass gave, `num_found` prompt tokens found in a cache;
+    `peak_cache_tokens` is the fullest that the cache of a worker was.
     """
 
     sent_s: Seconds
@@ -39,6 +44,7 @@ class Served:
     output: NDArray[np.int64]
     busy_s: float
     num_tokens: int
+    num_found: int
     num_preemptions: int
     peak_cache_tokens: int
     peak_sequences: int
@@ -61,7 +67,7 @@ class Served:
 
 
 class _Sequence:
-    """A request in the engine: `total` tokens to prefill, of which `past` are cached; `left` to generate."""
+    """A request in an engine: `total` tokens to prefill, of which `past` are cached; `left` to generate."""
 
     __slots__ = ("arrival", "end", "first_s", "index", "last_s", "left", "past", "sent", "total")
 
@@ -73,49 +79,66 @@ class _Sequence:
 
     @property
     def has_ended(self) -> bool:
-        """Whether a request that was admitted has got its last token."""
+        """Whether a request that was admitted has got its last token, or has left for another worker."""
         return self.end < 0 and self.past == self.total
 
 
-class _Run:
-    """The state of a simulation. `held` are the tokens that the cache holds or must hold of admitted prompts,
-    `context` those of running sequences, `left` what admitted requests have yet to generate."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Worker:
+    """What an instance is: its engine, the seconds of its passes, tokens for which its caches have room."""
 
-    def __init__(self, requests: Requests, engine: Engine, times: PassTimes, cache_tokens: int) -> None:
-        self.requests, self.engine, self.times, self.cache = requests, engine, times, cache_tokens
+    engine: Engine
+    times: PassTimes
+    cache_tokens: int
+
+
+class _Instance:
+    """A worker at work.
+
+    `held` are the tokens that the cache holds or must hold of admitted prompts, `context` those of running
+    sequences, `left` what admitted requests have yet to generate. Sequences `leave` with their last token;
+    where there are `only_prompts`, with their prompt computed.
+    """
+
+    def __init__(self, worker: Worker, requests: Requests, leave: Callable[[_Sequence, float], None],
+                 *, only_prompts: bool = False) -> None:  # fmt: skip
+        self.engine, self.times, self.cache = worker.engine, worker.times, worker.cache_tokens
+        self.blocks, self.block_tokens = requests.blocks, requests.block_tokens
+        self.leave, self.only_prompts = leave, only_prompts
         self.now = self.seen = self.busy_s = 0.0
         self.step = self.num_tokens = self.num_preemptions = self.peak_cache = self.peak_sequences = 0
-        self.held = self.context = self.left = 0
-        self.all: list[_Sequence] = []
+        self.held = self.context = self.left = self.num_found = 0
         self.queue: deque[_Sequence] = deque()
         self.prefilling: list[_Sequence] = []
         self.running: list[tuple[int, int, _Sequence]] = []  # a heap by the pass of the last token
         self.admitted: list[_Sequence] = []  # in order; those that have ended are removed late
-        self.most_tokens = engine.max_tokens * times.dp
-        self.most_sequences = engine.max_sequences * times.dp
-        for index in range(requests.concurrency or len(requests.prompt)):
-            self._send(requests.arrival_s[index] if requests.arrival_s else 0.0)
+        self.kept: OrderedDict[int, None] = OrderedDict()  # blocks of prompts, the last used behind
+        self.most_tokens = self.engine.max_tokens * self.times.dp
+        self.most_sequences = self.engine.max_sequences * self.times.dp
 
-    def _send(self, second: float) -> None:
-        """Send the next request, if there is one."""
-        index, requests, engine = len(self.all), self.requests, self.engine
-        if index < len(requests.prompt):
-            prompt = requests.prompt[index]
-            arrival = second + engine.front_s + engine.front_token_s * prompt
-            sequence = _Sequence(index, second, arrival, prompt, requests.output[index])
-            self.all.append(sequence)
-            self.queue.append(sequence)
+    def put(self, sequence: _Sequence) -> None:
+        """Queue a request; those that come from another worker may come out of order."""
+        place = len(self.queue)
+        while sequence.past and place and self.queue[place - 1].arrival > sequence.arrival:
+            place -= 1
+        self.queue.insert(place, sequence)
 
-    def run(self) -> None:
-        """Serve all requests."""
-        while self.running or self.prefilling or self.queue:
-            chunks = [] if self._preempt() else self._admit()
-            if chunks:
-                self._prompt_pass(chunks)
-            elif self.running:
-                self._decode_passes()
-            else:
-                self.now = self.seen = max(self.now, self.queue[0].arrival)
+    @property
+    def ready_s(self) -> float:
+        """When it can go on; infinite without work."""
+        if self.running or self.prefilling:
+            return self.now
+        return max(self.now, self.queue[0].arrival) if self.queue else math.inf
+
+    def go_on(self, until_s: float) -> None:
+        """A pass; or several alike, as long as none begins after `until_s`, when others may send work."""
+        chunks = [] if self._preempt() else self._admit()
+        if chunks:
+            self._prompt_pass(chunks)
+        elif self.running:
+            self._decode_passes(until_s)
+        elif self.queue:
+            self.now = self.seen = max(self.now, self.queue[0].arrival)
 
     # --- who takes part --------------------------------------------------------------------------
 
@@ -124,8 +147,10 @@ class _Run:
         if len(self.running) + len(self.prefilling) >= self.most_sequences:
             return False
         held = self.held + sequence.total + len(self.running)  # which grow by a token each in the next pass
-        reserved = self.engine.reserve_frac * (self.left + sequence.left)
-        return held + reserved <= self.cache or not (self.running or self.prefilling)
+        to_come = 0 if self.only_prompts else self.left + sequence.left
+        return held + self.engine.reserve_frac * to_come <= self.cache or not (
+            self.running or self.prefilling
+        )
 
     def _admit(self) -> list[tuple[_Sequence, int, int]]:
         """The chunks of prompts in the next pass: those begun, then requests that wait."""
@@ -140,16 +165,25 @@ class _Run:
                 budget -= taken
         while self.queue and self.queue[0].arrival <= self.seen and self._fits(self.queue[0]):
             sequence = self.queue[0]
-            taken = min(sequence.total, engine.max_tokens, budget) if engine.chunks else sequence.total
-            if taken <= 0 or (taken > budget and chunks):
+            is_cached = sequence.past == sequence.total
+            if self.blocks and not is_cached:
+                sequence.past = self._found(sequence)
+            missing = sequence.total - sequence.past
+            taken = min(missing, engine.max_tokens, budget) if engine.chunks else missing
+            if not is_cached and (taken <= 0 or (taken > budget and chunks)):
                 break
             self.queue.popleft()
-            self.prefilling.append(sequence)
             self.admitted.append(sequence)
             self.held += sequence.total
             self.left += sequence.left
-            chunks.append((sequence, 0, taken))
+            if is_cached:
+                self._first_token(sequence)
+                continue
+            self.num_found += sequence.past
+            self.prefilling.append(sequence)
+            chunks.append((sequence, sequence.past, sequence.past + taken))
             budget -= taken
+        self._complete()
         return chunks
 
     def _preempt(self) -> bool:
@@ -177,6 +211,27 @@ class _Run:
             self.queue.appendleft(sequence)
         return found
 
+    # --- prompts that begin alike ----------------------------------------------------------------
+
+    def _found(self, sequence: _Sequence) -> int:
+        """Tokens of a prompt whose blocks are kept; the last token is computed in any case."""
+        num = 0
+        for block in self.blocks[sequence.index]:
+            if block not in self.kept:
+                break
+            self.kept.move_to_end(block)
+            num += self.block_tokens
+        return min(num, sequence.total - 1)
+
+    def _keep(self, sequence: _Sequence) -> None:
+        """Keep the blocks of a prompt in the room that running sequences leave, the last used ones."""
+        for block in self.blocks[sequence.index]:
+            self.kept[block] = None
+            self.kept.move_to_end(block)
+        room = max((self.cache - self.held) // self.block_tokens, 0)
+        while len(self.kept) > room:
+            self.kept.popitem(last=False)
+
     # --- passes ----------------------------------------------------------------------------------
 
     def _prompt_pass(self, chunks: list[tuple[_Sequence, int, int]]) -> None:
@@ -189,7 +244,14 @@ class _Run:
             sequence.past = end
             if end == sequence.total:
                 ended = True
-                self._first_token(sequence)
+                if self.blocks:
+                    self._keep(sequence)
+                if self.only_prompts:
+                    self.held -= sequence.total
+                    self.left -= sequence.left
+                    self.leave(sequence, self.now)
+                else:
+                    self._first_token(sequence)
         if ended:
             self.prefilling = [one for one in self.prefilling if one.past < one.total]
         self._complete()
@@ -205,11 +267,13 @@ class _Run:
         heapq.heappush(self.running, (sequence.end, sequence.index, sequence))
         self.peak_sequences = max(self.peak_sequences, len(self.running))
 
-    def _decode_passes(self) -> None:
+    def _decode_passes(self, until_s: float) -> None:
         """Passes without prompts, up to the first after which something may change."""
         num, context = len(self.running), self.context
         passes = min(self.running[0][0] - self.step, max((self.cache - self.held) // num, 1))
         one_s = self.times.decode_s(num, context / num)
+        if until_s < self.now + passes * one_s:
+            passes = max(min(passes, math.ceil((until_s - self.now) / one_s)), 1)
         if self.queue and self._fits(self.queue[0]):
             until = math.ceil(max(self.queue[0].arrival - self.now, 0.0) / one_s)
             until += -(self.step + until) % self.engine.poll_passes + self.engine.lag_passes
@@ -234,38 +298,102 @@ class _Run:
         self.peak_cache = max(self.peak_cache, self.held)
 
     def _complete(self) -> None:
-        """Requests whose last token has come leave; in a closed loop their clients send the next."""
+        """Requests whose last token has come leave."""
         while self.running and self.running[0][0] <= self.step:
             _, _, sequence = heapq.heappop(self.running)
             cached = sequence.total + sequence.left - 1
             self.held -= cached
             self.context -= cached
             sequence.end, sequence.last_s = -1, self.now
-            if self.requests.concurrency:
-                self._send(self.now)
+            self.leave(sequence, self.now)
         if len(self.admitted) > 2 * len(self.running) + 64:
             self.admitted = [one for one in self.admitted if not one.has_ended]
 
 
-def simulate(requests: Requests, engine: Engine, times: PassTimes, cache_tokens: int) -> Served:
-    """Serve `requests`; the caches of all dp ranks together have room for `cache_tokens` tokens.
+@dataclass(frozen=True, slots=True, eq=False)
+class Pools:
+    """`num` workers; where prompts have a pool of their own, `num_prefill` workers `prefill`.
 
-    No request may be longer than the cache.
+    Handing a prompt's cache over takes `transfer_s` and `transfer_token_s` for each of its tokens.
     """
-    run = _Run(requests, engine, times, cache_tokens)
+
+    worker: Worker
+    num: int = 1
+    prefill: Worker | None = None
+    num_prefill: int = 1
+    transfer_s: float = 0.0
+    transfer_token_s: float = 0.0
+
+
+class _Run:
+    """The clients, and the instances that they send to. In a closed loop they send the next when one ends."""
+
+    def __init__(self, requests: Requests, pools: Pools) -> None:
+        self.requests, self.pools, self.all = requests, pools, list[_Sequence]()
+        first = pools.prefill or pools.worker
+        self.front = first.engine
+        self.last = [_Instance(pools.worker, requests, self._ended) for _ in range(pools.num)]
+        self.first = self.last if pools.prefill is None else [
+            _Instance(first, requests, self._hand_over, only_prompts=True) for _ in range(pools.num_prefill)
+        ]  # fmt: skip
+        self.instances = self.last if pools.prefill is None else [*self.first, *self.last]
+        for index in range(requests.concurrency or len(requests.prompt)):
+            self._send(requests.arrival_s[index] if requests.arrival_s else 0.0)
+
+    def _send(self, second: float) -> None:
+        """Send the next request, if there is one."""
+        index, requests = len(self.all), self.requests
+        if index < len(requests.prompt):
+            prompt = requests.prompt[index]
+            arrival = second + self.front.front_s + self.front.front_token_s * prompt
+            sequence = _Sequence(index, second, arrival, prompt, requests.output[index])
+            self.all.append(sequence)
+            self.first[index % len(self.first)].put(sequence)
+
+    def _hand_over(self, sequence: _Sequence, second: float) -> None:
+        sequence.arrival = second + self.pools.transfer_s + self.pools.transfer_token_s * sequence.total
+        self.last[sequence.index % len(self.last)].put(sequence)
+
+    def _ended(self, _: _Sequence, second: float) -> None:
+        if self.requests.concurrency:
+            self._send(second)
+
+    def run(self) -> None:
+        """Serve all requests: the instance that is behind goes on, up to where the next one stands."""
+        instances = self.instances
+        if len(instances) == 1:
+            while instances[0].ready_s < math.inf:
+                instances[0].go_on(math.inf)
+            return
+        while True:
+            ready = [instance.ready_s for instance in instances]
+            first = min(range(len(ready)), key=ready.__getitem__)
+            if ready[first] == math.inf:
+                return
+            others_s = min(ready[:first] + ready[first + 1 :])
+            instances[first].go_on(others_s)
+
+
+def simulate(requests: Requests, pools: Pools) -> Served:
+    """Serve `requests`; none may be longer than the cache."""
+    run = _Run(requests, pools)
     run.run()
 
     def column(name: str) -> Seconds:
         return np.array([getattr(sequence, name) for sequence in run.all])
+
+    def total(name: str) -> Any:
+        return sum(getattr(instance, name) for instance in run.instances)
 
     return Served(
         sent_s=column("sent"),
         first_s=column("first_s"),
         last_s=column("last_s"),
         output=np.array(requests.output),
-        busy_s=run.busy_s,
-        num_tokens=run.num_tokens,
-        num_preemptions=run.num_preemptions,
-        peak_cache_tokens=run.peak_cache,
-        peak_sequences=run.peak_sequences,
+        busy_s=total("busy_s") / len(run.instances),
+        num_tokens=total("num_tokens"),
+        num_found=total("num_found"),
+        num_preemptions=total("num_preemptions"),
+        peak_cache_tokens=max(instance.peak_cache for instance in run.last),
+        peak_sequences=sum(instance.peak_sequences for instance in run.last),
     )
