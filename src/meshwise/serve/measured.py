@@ -4,8 +4,8 @@ A row has the columns of aiconfigurator's public sample: system, backend, model,
 concurrency. Its client (InferenceX) releases ten requests for each of `concurrency` at once, lets that many
 run, draws lengths from 0.8 to 1 of the stated, and ignores ends of sequence, so that engines which reserve
 output reserve all of it. Disaggregated rows have two pools of instances. Caches are fp8 unless the model is
-bf16. Where a chip has no units for fp4, its weights take half a byte and are computed as fp8. Experts cut over
-attention-dp ranks are priced as spread.
+bf16. Where a chip has no units for fp4, its weights take half a byte and are computed as fp8. Experts
+cut over attention-dp ranks are priced as spread.
 """
 
 from __future__ import annotations
