@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test check fuzz bench docs clean
+.PHONY: install demo test check fuzz bench docs site clean
 
 install: $(STAMP)
 
@@ -36,7 +36,10 @@ bench: install
 
 docs: install
 	set -e; for figures in docs/figures/*.py; do $(BIN)/python $$figures; done
-	$(BIN)/python docs/rerun.py README.md docs/*.md
+	$(BIN)/python docs/rerun.py README.md docs/*.md docs/*/*.md
+
+site: install  # the pages as a site in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 clean:
-	rm -rf .venv build dist out
+	rm -rf .venv build dist out site

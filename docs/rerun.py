@@ -1,7 +1,7 @@
 """Runs the examples of pages again and writes what they print: `python docs/rerun.py docs/*.md`.
 
-An example is a block fenced as `console` that begins with `$ meshwise ...` (a line that ends in a backslash
-goes on), its output below; or a block fenced as `python` right before one fenced as `text`, which is what it
+An example is a block fenced as `console` that begins with `$ meshwise ...` or `$ for ...` (a line that
+ends in a backslash goes on), its output below; or a block fenced as `python` right before one fenced as `text`, which is what it
 prints. Python blocks of a page share their names. So no number of a page is older than the code.
 """
 
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-CONSOLE = re.compile(r"```console\n(\$ meshwise (?:[^\n]*\\\n)*[^\n]*\n)((?:(?!```)[^\n]*\n)*)```\n")
+CONSOLE = re.compile(r"```console\n(\$ (?:meshwise|for) (?:[^\n]*\\\n)*[^\n]*\n)((?:(?!```)[^\n]*\n)*)```\n")
 PYTHON = re.compile(r"```python\n((?:(?!```)[^\n]*\n)*)```\n\n```text\n((?:(?!```)[^\n]*\n)*)```\n")
 
 
@@ -31,7 +31,7 @@ def rerun(page: str) -> str:
 
 def _shell(example: str) -> str:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    settings = {**os.environ, "PATH": path, "COLUMNS": "110", "NO_COLOR": "1", "TERM": "dumb"}
+    settings = {**os.environ, "PATH": path, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
     command = "set -o pipefail; " + example.removeprefix("$ ")
     done = subprocess.run(
         ["bash", "-c", command], env=settings, check=True, text=True, stdout=subprocess.PIPE

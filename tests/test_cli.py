@@ -1,6 +1,8 @@
 """What holds for every verb: help with examples that can be typed, defaults from a file, the version."""
 
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,13 @@ def test_help_shows_the_examples(meshwise: Any) -> None:
 
 def test_version(meshwise: Any) -> None:
     assert meshwise("--version").out == f"meshwise {mw.__version__}\n"
+
+
+@pytest.mark.parametrize("words", ["list models", "list models --json"])
+def test_a_reader_may_stop_early(words: str) -> None:
+    line = f"set -o pipefail; {sys.executable} -m meshwise {words} | head -1"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("place", ["here", "named"])

@@ -510,3 +510,13 @@ def test_measured_ops_are_met_as_promised():
         errors.setdefault(batch.first.op, []).extend(np.abs(predicted / batch.seconds - 1).tolist())
     for op, target in TARGETS.items():
         assert np.median(errors[op]) <= target, op
+
+
+def test_a_chip_without_cores_has_those_of_its_generation() -> None:
+    """Its kernels run in waves of as many cores as those whose efficiency it shares."""
+    import meshwise as mw
+
+    stated = mw.find_cluster("h100-80g-sxm:8")
+    unstated = replace(stated, chip=replace(stated.chip, num_cores=0))
+    one, other = (mw.estimate("llama3-8b", on, "zero=3", batch=8, seq=8192) for on in (stated, unstated))
+    assert other.step_s == one.step_s

@@ -92,8 +92,13 @@ def reproduce(
 
     Args:
         convention: `nersc-2024-02` or `nersc-2024-10`.
-        model, cluster, plan, batch, seq, microbatch, kind: As in `estimate`; the notebook of 2024-02 has
-            one sequence by default.
+        model: As in `estimate`.
+        cluster: As in `estimate`.
+        plan: As in `estimate`.
+        batch: As in `estimate`; the notebook of 2024-02 has one sequence by default.
+        seq: As in `estimate`.
+        microbatch: As in `estimate`.
+        kind: As in `estimate`.
 
     Raises:
         MeshwiseError: As in `estimate`, or the published model does not know what is asked.
@@ -440,8 +445,13 @@ def explain(
 
     Args:
         traces: Profiler traces of its ranks: files or folders.
-        model, cluster, plan, batch, seq, microbatch: What the job ran, as in `estimate`; without model and
-            cluster there is no prediction, and only the measured step is split.
+        model: What the job ran, as in `estimate`; without model and cluster there is no prediction, and only
+            the measured step is split.
+        cluster: As in `estimate`.
+        plan: As in `estimate`.
+        batch: As in `estimate`.
+        seq: As in `estimate`.
+        microbatch: As in `estimate`.
         steps: Only these steps of the traces: `"3-7"` or `"complete"`.
 
     Returns:

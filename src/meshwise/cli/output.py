@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,7 +44,16 @@ def finite(value: Any) -> Any:
 
 
 def console() -> Console:
-    """The console that tables are printed on: 120 columns in a file or pipe; no name is read as markup."""
+    """The console that tables are printed on: COLUMNS wide, or 120 in a file or pipe.
+
+    No name is read as markup. A reader that has seen enough (`| head`) ends the command, which is no failure.
+    """
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
+    class Quiet(Console):
+        def on_broken_pipe(self) -> None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(0)
+
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
+    return Quiet(highlight=False, markup=False, width=width)

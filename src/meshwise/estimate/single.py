@@ -216,8 +216,13 @@ class Estimate(Shown):
         notes.append(f"interval: {self.step_s_interval.reason}")
         used = {f"gemm.{self.plan.dtype}", "attention.flash", "memory.kernel", "inner.link", "outer.link"}
         inherited = self.machine.efficiency.inherited_from
+        origins: dict[str, list[str]] = {}
         for what in sorted(used & set(inherited)):
-            notes.append(f"{self.cluster.chip.name}: efficiency of {what} inherited from {inherited[what]}")
+            origins.setdefault(inherited[what], []).append(what)
+        for origin, names in origins.items():
+            notes.append(
+                f"{self.cluster.chip.name}: efficiency of {', '.join(names)} inherited from {origin}"
+            )
         return notes
 
     def to_json(self, *, ledger: bool = True) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from meshwise.cost.experts import experts_s
 from meshwise.cost.gemm import gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s
 from meshwise.machine.efficiency import IDEAL, Efficiency, ExpertsEfficiency, constants
-from meshwise.machine.hardware import Chip, Cluster, Level, Rates, host_bytes_per_s, rates
+from meshwise.machine.hardware import Chip, Cluster, Level, Rates, host_bytes_per_s, num_cores, rates
 from meshwise.machine.overheads import NONE, Overheads, find_overheads
 from meshwise.program.context import CORE
 from meshwise.program.op import Op, precision
@@ -142,7 +142,7 @@ def _machine(chip: Chip, levels: tuple[Level, ...], dtype: str, ideal: bool, ove
         reached_frac=(1.0, *(overheads.reached_frac(level.name) for level in levels[1:])),
         by_dtype={name: rates(cluster, name) for name in dtypes},
         efficiency=IDEAL if ideal else constants(chip, levels),
-        num_cores=float(max(chip.num_cores, 1)),
+        num_cores=float(num_cores(chip)),
         overheads=overheads,
         power_watts=chip.power_watts,
         host_bytes_per_s=host_bytes_per_s(chip) or np.inf,

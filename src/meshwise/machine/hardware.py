@@ -282,6 +282,15 @@ def _suggestion(name: str, table: dict[str, Any]) -> str:
     return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(table)}"
 
 
+def num_cores(chip: Chip) -> int:
+    """Cores of `chip`; where its entry names none, the most that a catalog chip of its generation has, or 1.
+
+    Efficiencies are shared by a generation and count a kernel's waves in cores, so both must come together.
+    """
+    like = (one.num_cores for one in chips().values() if one.generation == chip.generation)
+    return chip.num_cores or max(like, default=0) or 1
+
+
 def find_chip(name: str) -> Chip:
     """The chip of the catalog called `name` (or one of its aliases)."""
     key = _by_name_or_alias(chips(), name)
