@@ -115,3 +115,59 @@ def test_a_published_table_has_no_page(meshwise: Any, tmp_path: Path) -> None:
     done = meshwise("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:8", "--plan", "tp=8", "--convention",
                     "nersc-2024-02", "--html", str(tmp_path / "x.html"))  # fmt: skip
     assert done.code == 2 and "--html" in done.err
+
+
+TRACES = str(Path(__file__).parent / "data" / "traces" / "gloo4")
+SMALL = ("llama3-8b", "--cluster", "h100-80g-sxm:8")
+
+
+@pytest.mark.parametrize(
+    ("words", "titles"),
+    [
+        (("search", *SMALL, "--batch", "8", "--plan", "zero=1"), ["The space: step time against memory"]),
+        (("serve", *SMALL, "--rate", "5", "--num-requests", "50"), ["User speed", "Latency under load"]),
+        (("frontier", "run", "--chip", "h100-80g-sxm"), ["Utilization of the best run", "How busy"]),
+        (("trace", "summary", TRACES), ["Ranks over time"]),
+        (("explain", TRACES, *SMALL[1:], "--model", "llama3-8b"), ["From the predicted step"]),
+        (("validate", "--runs", "RUNS"), ["Step time"]),
+    ],
+    ids=lambda words: words[0],
+)
+def test_every_result_is_a_page(
+    meshwise: Any, tmp_path: Path, words: tuple[str, ...], titles: list[str]
+) -> None:
+    from meshwise.calibrate.runs import published_runs
+
+    runs, path = tmp_path / "runs.csv", tmp_path / "x.html"
+    runs.write_text("\n".join(published_runs().read_text().splitlines()[:5]))
+    words = tuple(str(runs) if word == "RUNS" else word for word in words)
+    done = meshwise(*words, "--plot" if words[0] == "frontier" else "--html", str(path))
+    assert done.code == 0, done.err
+    html = path.read_text()
+    assert len(figures(html)) >= len(titles)
+    for title in titles:
+        assert f"<h2>{title}" in html
+
+
+def test_the_sample_of_a_space_is_of_its_plans() -> None:
+    from meshwise.search.cloud import cloud
+
+    found = mw.search("llama3-8b", "h100-80g-sxm:8", "zero=1", batch=8, seq=2048)
+    best = found.best[0]
+    sample = cloud(best.model, best.cluster, best.workload, found.stated, most=10**6)
+    assert len(sample) == found.plans_considered
+    assert sum(one.memory_bytes <= found.capacity_bytes for one in sample) == found.plans_feasible
+    assert min(one.step_s for one in sample if one.memory_bytes <= found.capacity_bytes) == best.step_s
+    for one in sample[:20]:
+        again = mw.estimate(
+            best.model, best.cluster, one.plan_text, batch=8, seq=2048, microbatch=one.values["microbatch"]
+        )
+        assert again.step_s == one.step_s
+
+
+def test_the_waterfall_leads_from_the_predicted_step_to_the_measured_one() -> None:
+    found = mw.explain(TRACES, "llama3-8b", "h100-80g-sxm:8", batch=8)
+    [chart] = [one for one in page_of(found).sections if isinstance(one, Chart)]
+    bar = chart.data[0]
+    assert bar["base"][-2] + bar["y"][-2] == pytest.approx(found.measured_s)
+    assert bar["y"][0] == pytest.approx(found.predicted_s)

@@ -21,6 +21,7 @@ from meshwise.calibrate.ops import batches, links, predict_s
 from meshwise.calibrate.runs import BadRow, Run, published_runs, read_runs, unread_columns
 from meshwise.calibrate.table import header, lines
 from meshwise.core.errors import ClusterError, MeshwiseError
+from meshwise.core.notebook import Shown
 from meshwise.estimate.intervals import Interval
 from meshwise.estimate.single import Estimate, estimate
 from meshwise.machine.efficiency import constants
@@ -115,7 +116,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class Validation:
+class Validation(Shown):
     """All predictions, in the order of the files, and warnings about what was not read of them."""
 
     rows: list[Prediction]

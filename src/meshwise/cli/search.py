@@ -10,7 +10,7 @@ import typer
 from meshwise import api
 from meshwise.cli.estimate import ClusterOption, OptionalModel
 from meshwise.cli.job import FromOption, job_json, need_model, with_job
-from meshwise.cli.output import console, print_json
+from meshwise.cli.output import HtmlOption, console, print_json, write_html
 from meshwise.core.errors import WorkloadError
 
 
@@ -34,6 +34,7 @@ def search(
     beside: Annotated[
         str | None, typer.Option(help="A plan to show beside the best one, term by term.")
     ] = None,
+    html: HtmlOption = None,
     source: FromOption = None,
     top: Annotated[int, typer.Option(help="How many plans to show.")] = 5,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
@@ -56,6 +57,7 @@ def search(
     )  # fmt: skip
     if present is not None:
         result = replace(result, beside=present)
+    write_html(result, html)
     if json:
         print_json(result.to_json() | ({} if job is None else {"from": job_json(job)}))
     else:

@@ -9,7 +9,7 @@ import typer
 
 from meshwise import api
 from meshwise.cli.estimate import ClusterOption, Model
-from meshwise.cli.output import console, print_json
+from meshwise.cli.output import HtmlOption, console, print_json, write_html
 from meshwise.core.errors import WorkloadError
 
 
@@ -68,6 +68,7 @@ def serve(
     ] = None,
     memory_frac: Annotated[float, typer.Option(help="Share of the memory that the engine may take.")] = 0.9,
     engine_ms: Annotated[float, typer.Option(help="The engine's own time between two passes.")] = 0.0,
+    html: HtmlOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Estimate an inference server: time to first token, time per token, what fits, tokens a second.
@@ -84,6 +85,7 @@ def serve(
         shared_prefix=shared_prefix, engine=engine, workers=workers, prefill_plan=prefill_plan,
         prefill_cluster=prefill_cluster, prefill_workers=prefill_workers,
     )  # fmt: skip
+    write_html(found, html)
     if json:
         print_json(found.to_json())
     else:

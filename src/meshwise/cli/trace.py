@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from meshwise.cli.output import console, print_json
+from meshwise.cli.output import HtmlOption, console, print_json, write_html
 from meshwise.core.errors import DataError
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def explain(
     seq: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
     microbatch: Annotated[int | None, typer.Option(help="Sequences of a microbatch.")] = None,
     steps: Steps = "",
+    html: HtmlOption = None,
     json: Json = False,
 ) -> None:
     """Why a job's step takes longer than predicted: its traces beside the estimate, class by class."""
@@ -51,6 +52,7 @@ def explain(
 
     work = {"batch": batch, "seq": seq, "microbatch": microbatch}
     found = join(paths, model, cluster, plan, steps=steps, **work)
+    write_html(found, html)
     if json:
         print_json(found.to_json())
     else:
@@ -60,11 +62,15 @@ def explain(
 
 
 @app.command()
-def summary(paths: Paths, steps: Steps = "", json: Json = False, limit: Limit = 15) -> None:
+def summary(
+    paths: Paths, steps: Steps = "", html: HtmlOption = None, json: Json = False, limit: Limit = 15
+) -> None:
     """Time of each rank by kind, steps, kernels, clocks, collectives, stragglers and findings."""
     from meshwise.trace.summary import summarize_paths
 
     found = summarize_paths(paths, steps=steps)
+    if found.traces:
+        write_html(found, html)
     if json:
         print_json(found.to_json())
     else:

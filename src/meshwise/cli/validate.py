@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshwise.cli.output import console, print_json
+from meshwise.cli.output import HtmlOption, console, print_json, write_html
 from meshwise.core.errors import DataError
 
 DATA_FILES = ("measured_iterations_a100.csv", "measured_ops.csv", "published_micro.csv")
@@ -43,6 +43,7 @@ def validate(
         bool,
         typer.Option("--leave-one-source-out", help="Also predict each source from the others (a minute)."),
     ] = False,
+    html: HtmlOption = None,
     worst: Annotated[int, typer.Option(help="How many of the worst rows to print.")] = 8,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -55,6 +56,7 @@ def validate(
             "--leave-one-source-out": leave_one_source_out,
             "--plot": plot,
             "--write-docs": write_docs,
+            "--html": html,
         }
         if unused := [option for option, value in others.items() if value]:
             raise DataError(f"--cases compares its own file only; leave {unused[0]} out")
@@ -78,6 +80,7 @@ def validate(
         from meshwise.report.accuracy import write_accuracy
 
         write_accuracy(validation, write_docs)
+    write_html(validation, html)
     if json:
         print_json(validation.to_json())
     else:

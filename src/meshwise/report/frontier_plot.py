@@ -10,10 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwise.core.errors import MissingExtraError
-from meshwise.core.files import write_text
-from meshwise.published.frontier.run import RESOURCES, Frontier, Limits, Point
+from meshwise.published.frontier.run import RESOURCES, Frontier, Limits
 from meshwise.report.figure import check_format, new_figure, open_frame, save_figure
+from meshwise.report.frontier_page import frontier_page
+from meshwise.report.html import write_page
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +32,7 @@ def plot_frontiers(frontiers: list[Frontier], path: str | Path) -> None:
     path = Path(path)
     check_format(path, also=(".html",))
     if path.suffix == ".html":
-        _write_html(frontiers, path)
+        write_page(frontier_page(frontiers[0], frontiers[1:]), path)
         return
     single = len(frontiers) == 1
     figure = new_figure(8, 7 if single else 4.5)
@@ -139,46 +139,3 @@ def _finish(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.grid(alpha=0.25)
     open_frame(axes)
-
-
-def _write_html(frontiers: list[Frontier], path: Path) -> None:
-    try:
-        from plotly import graph_objects
-    except ImportError:
-        raise MissingExtraError("interactive pages need plotly; install meshwise[plot]") from None
-    figure = graph_objects.Figure()
-    for frontier, color in zip(frontiers, COLORS, strict=False):
-        for limits, dash, what in (
-            (frontier.ideal, "solid", ""),
-            (frontier.with_failures, "dash", ", with failures"),
-        ):
-            points = [point for point in limits.curve if point.plan]
-            figure.add_scatter(
-                x=[point.training_flop for point in points],
-                y=[point.utilization for point in points],
-                mode="lines",
-                name=frontier.device.name + what,
-                line={"color": color, "dash": dash},
-                text=[_hover(point) for point in points],
-                hovertemplate="%{text}<extra></extra>",
-            )
-    figure.update_layout(
-        title="Utilization of the best run against training compute (hover for its plan)",
-        template="plotly_white",
-        xaxis={"type": "log", "title": "training compute [FLOP]", "exponentformat": "power"},
-        yaxis={"title": "utilization", "tickformat": ".0%", "rangemode": "tozero"},
-    )
-    write_text(path, figure.to_html(include_plotlyjs=True))
-
-
-def _hover(point: Point) -> str:
-    plan = point.plan or {}
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in point.time_frac.items() if share > 0.005)
-    return (
-        f"{point.training_flop:.2e} FLOP, {point.utilization:.1%}<br>"
-        f"{point.params:.2e} parameters, {point.devices:.3g} devices<br>"
-        f"tp {plan['tp_in']:.0f} x {plan['tp_out']:.0f}, pp {plan['pp']:.0f}, dp {plan['dp']:.0f}, "
-        f"ep {plan['ep']:.0f}<br>"
-        f"{plan['microbatches']:.0f} microbatches of {plan['microbatch_tokens']:.0f} tokens per device<br>"
-        f"{shares}"
-    )

@@ -22,7 +22,7 @@ from meshwise.trace.partition import PARTS, Partition
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLORS = {
+PART_COLORS = {
     "compute": "#3d7ab5",
     "transfer": "#f0a13a",
     "memory": "#8e6bbf",
@@ -54,48 +54,54 @@ def draw_ranks(
 
 def _draw_lanes(axes: Axes, partitions: Sequence[Partition], alignment: Alignment) -> None:
     offsets = [alignment.offsets_ns[one.rank] for one in partitions]
-    bounds = [_bounds(one) for one in partitions]
-    begin = min((b[0] - offset for b, offset in zip(bounds, offsets, strict=True) if b), default=0)
-    end = max((b[1] - offset for b, offset in zip(bounds, offsets, strict=True) if b), default=1)
+    begin, end = common_span(partitions, offsets)
     edges = np.linspace(begin, end, _NUM_BINS + 1)
     rows = [_row(one, edges + offset) for one, offset in zip(partitions, offsets, strict=True)]
     extent = (0.0, (end - begin) / 1e9, len(partitions) - 0.5, -0.5)
     axes.imshow(np.array(rows), aspect="auto", interpolation="nearest", extent=extent)
     axes.set_xlabel("time on the common clock [s]")
     for part in PARTS:
-        axes.barh(0, 0, color=_COLORS[part], label=part)
+        axes.barh(0, 0, color=PART_COLORS[part], label=part)
     axes.legend(fontsize=8, ncols=5, loc="lower left", bbox_to_anchor=(0.0, 1.0), frameon=False)
     axes.set(xlim=extent[:2], ylim=extent[2:])
 
 
-def _bounds(one: Partition) -> tuple[int, int] | None:
-    """First and last moment [ns] of a rank on its own clock; None if it did nothing."""
-    starts = [int(start[0]) for start, _ in one.spans.values() if len(start)]
-    ends = [int(end[-1]) for _, end in one.spans.values() if len(end)]
-    return (min(starts), max(ends)) if starts else None
+def common_span(partitions: Sequence[Partition], offsets: Sequence[float]) -> tuple[float, float]:
+    """First and last moment [ns] of all ranks on the common clock; `offsets` [ns] lead from it to theirs."""
+    bounds = [
+        (start - offset, end - offset)
+        for one, offset in zip(partitions, offsets, strict=True)
+        for starts, ends in one.spans.values()
+        for start, end in zip(starts[:1], ends[-1:], strict=True)
+    ]
+    return min((b[0] for b in bounds), default=0), max((b[1] for b in bounds), default=1)
+
+
+def shares(one: Partition, edges: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What share of each bin between `edges` [ns, the rank's clock] each of `PARTS` fills: [part, bin]."""
+    found = np.zeros((len(PARTS), len(edges) - 1))
+    for i, part in enumerate(PARTS):
+        start, end = one.spans[part]
+        if len(start):
+            before = np.concatenate([[0], np.cumsum(end - start)])
+            points = np.stack([start, end], axis=1).ravel().astype(np.float64)
+            found[i] = np.diff(np.interp(edges, points, np.repeat(before, 2)[1:-1])) / np.diff(edges)
+    return found
 
 
 def _row(one: Partition, edges: NDArray[np.float64]) -> NDArray[np.float64]:
     """Colour of each bin between `edges` [ns]: the parts' colours weighted by their shares, else white."""
     from matplotlib.colors import to_rgb
 
-    color = np.ones((len(edges) - 1, 3))
-    for part in PARTS:
-        start, end = one.spans[part]
-        if len(start):
-            before = np.concatenate([[0], np.cumsum(end - start)])
-            points = np.stack([start, end], axis=1).ravel().astype(np.float64)
-            covered = np.interp(edges, points, np.repeat(before, 2)[1:-1])
-            share = np.diff(covered) / np.diff(edges)
-            color += share[:, None] * (np.array(to_rgb(_COLORS[part])) - 1.0)
-    return np.clip(color, 0.0, 1.0)
+    colors = np.array([to_rgb(PART_COLORS[part]) for part in PARTS])
+    return np.clip(1.0 + shares(one, edges).T @ (colors - 1.0), 0.0, 1.0)
 
 
 def _draw_sums(axes: Axes, partitions: Sequence[Partition]) -> None:
     left = np.zeros(len(partitions))
     for part in PARTS:
         width = np.array([one.seconds[part] for one in partitions])
-        axes.barh(np.arange(len(partitions)), width, 0.9, left, color=_COLORS[part])
+        axes.barh(np.arange(len(partitions)), width, 0.9, left, color=PART_COLORS[part])
         left += width
     axes.set_xlabel("in sum [s]")
 
@@ -107,4 +113,4 @@ def _label_ranks(axes: Axes, ranks: Sequence[int], named: set[int]) -> None:
     axes.set_yticks(places, [f"rank {ranks[i]}" for i in places], fontsize=7)
     for label, i in zip(axes.get_yticklabels(), places, strict=True):
         if ranks[i] in named:
-            label.set(color=_COLORS["wait"], fontweight="bold")
+            label.set(color=PART_COLORS["wait"], fontweight="bold")

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwise.core.errors import MeshwiseError
+from meshwise.core.notebook import Shown
 from meshwise.estimate.grid import price_grid
 from meshwise.estimate.single import Estimate, estimate
 from meshwise.machine.hardware import Cluster
@@ -36,14 +37,15 @@ Stated = Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Result(Shown):
     """What a search looked at and found.
 
     `capacity_bytes`: what a plan may need. `best`: the fastest plan of each family that fits, fastest first;
     `num_variants`: how many plans of its family fit. `pareto`: plans that fit and that no other beats in both
     step time and memory, fastest first. Where nothing fits, `nearest_miss` needs least memory, and on
     `needs_chips` chips a plan fits (0: on none of the numbers tried). Where there is no plan, `reason` says
-    why. `beside` is a plan that the caller wants to see beside the best.
+    why. `beside` is a plan that the caller wants to see beside the best. `stated`: the values that keys were
+    given.
     """
 
     plans_considered: int
@@ -57,6 +59,7 @@ class Result:
     needs_chips: int = 0
     reason: str = ""
     beside: Estimate | None = None
+    stated: Stated = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The document that `meshwise search --json` prints."""
@@ -133,6 +136,7 @@ def search(
         nearest_miss=kept.miss if no_fit else None,
         needs_chips=_needs_chips(model, cluster, workload, stated, memory_frac) if no_fit else 0,
         reason="" if kept.considered else _reason(model, cluster, workload, stated),
+        stated=stated,
     )
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from meshwise.core.errors import WorkloadError
+from meshwise.core.notebook import Shown
 from meshwise.serve import serving as est
 from meshwise.serve.engine import parse_engine
 from meshwise.serve.load import Fleet, Load, under_load
@@ -16,7 +17,7 @@ from meshwise.serve.serving import Serving
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class Answer(Shown):
     """Figures of `serving` for numbers of sequences, a latency target per token [s]; under load."""
 
     serving: Serving

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.ledger import Ledger
+from meshwise.core.notebook import Shown
 from meshwise.core.units import duration
 from meshwise.trace.breakdown import work
 from meshwise.trace.events import Kind, Trace
@@ -58,7 +59,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(Shown):
     """The rows, largest difference first, and what they say in words."""
 
     rows: list[Row]

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from meshwise.core.notebook import Shown
 from meshwise.trace.align import Alignment, align, undrifted
 from meshwise.trace.breakdown import Breakdown, breakdown
 from meshwise.trace.collectives import Collective, Straggler, collectives, stragglers
@@ -25,7 +26,7 @@ from meshwise.trace.transfers import transfers
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class Summary(Shown):
     """Ranks, kernels, clocks and collectives of one job, and what was wrong with its files."""
 
     traces: Sequence[Trace]

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.errors import WorkloadError
+from meshwise.core.notebook import Shown
 from meshwise.core.units import Num, require_positive
 from meshwise.cost.failures import FAILURE_NUMBERS, Failures
 from meshwise.published.frontier.assumptions import (
@@ -279,7 +280,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Frontier:
+class Frontier(Shown):
     """The limits of `device` under `run`, without failures and with them."""
 
     device: Device

@@ -1,0 +1,51 @@
+"""Predicted against measured as a page: a waterfall from the one step to the other, class by class."""
+
+from __future__ import annotations
+
+from meshwise.core.units import duration
+from meshwise.report.html import COLORS, Chart, Page, Section, Table, Text
+from meshwise.trace.explain import Explanation
+
+
+def explain_page(explanation: Explanation) -> Page:
+    """Where the measured step differs from the predicted one."""
+    measured, predicted = explanation.measured_s, explanation.predicted_s
+    rows = [
+        (row.op, _seconds(row.predicted_s), _seconds(row.measured_s), _more(row.predicted_s, row.measured_s))
+        for row in explanation.rows
+    ]
+    table = Table("", ("class", "predicted", "measured", "difference"), rows)
+    headline = f"a step takes {duration(measured)}"
+    sections: list[Section] = [Text("Findings", explanation.findings)] if explanation.findings else []
+    if predicted is not None:
+        headline += f", {measured / predicted - 1:+.0%} of the predicted {duration(predicted)}"
+        sections.append(_waterfall(explanation, predicted, table))
+    return Page("Predicted against measured", headline, [*sections, Table("Rows", table.columns, rows)])
+
+
+def _waterfall(explanation: Explanation, predicted: float, table: Table) -> Chart:
+    steps = [(row.op, (row.measured_s or 0.0) - (row.predicted_s or 0.0)) for row in explanation.rows]
+    names = ["predicted", *(name for name, _ in steps), "measured"]
+    ends = [predicted]
+    for _, change in steps:
+        ends.append(ends[-1] + change)
+    changes = [change for _, change in steps]
+    colors = [COLORS[7], *(COLORS[4] if change > 0 else COLORS[3] for change in changes), COLORS[7]]
+    bar = {
+        "type": "bar", "x": names, "y": [predicted, *changes, explanation.measured_s],
+        "base": [0.0, *ends[:-1], 0.0], "marker": {"color": colors},
+        "text": [_seconds(predicted), *(_more(0.0, c) for c in changes), _seconds(explanation.measured_s)],
+        "hovertemplate": "%{x}: %{text}<extra></extra>",
+    }  # fmt: skip
+    layout = {"showlegend": False, "yaxis": {"tickformat": "~s", "ticksuffix": "s"}}
+    finding = "Red classes take longer than predicted, green ones less; together they are the difference."
+    return Chart("From the predicted step to the measured one", [bar], layout, finding, table, 380)
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else duration(value)
+
+
+def _more(predicted: float | None, measured: float | None) -> str:
+    change = (measured or 0.0) - (predicted or 0.0)
+    return ("+" if change >= 0 else "-") + duration(abs(change))
