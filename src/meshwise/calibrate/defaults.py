@@ -20,8 +20,9 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """One entry of the catalog. Fields with the name of a column of `Run` fill its blank cells.
 
     `cp_kind` and `software` are values of `meshwise.plan.Plan`; `graphed_software` is the software of a run
-    whose iteration is one CUDA graph, if not the same. `recompute_tried` lists the policies to try, lightest
-    first, where a run states none.
+    whose iteration is one CUDA graph, if not the same. `selective` names the modules of selective
+    recomputation, by the kind of model (mla, moe or dense); `tried` are changes of the plan, each a plan's
+    text: where a run does not fit, the first that it leaves open and that fits is taken.
     """
 
     names: tuple[str, ...]
@@ -47,7 +48,8 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     cp_kind: str = "ring"
     dropout_frac: float = 0.0
     vocab_multiple: int = 1
-    recompute_tried: tuple[str, ...] = ("none", "selective")
+    selective: dict[str, str] = {}
+    tried: tuple[str, ...] = ("recompute=selective", "recompute=full")
 
 
 @cache

@@ -8,8 +8,6 @@ so. Beyond that:
   does not pad (vTrain's model has `vocab_size // world_size` rows a rank, of 50257);
 - matmuls with one scale per row (fp8_recipe rowwise) ran no faster than bf16, as the tables that name them
   show (torchtitan, benchmarks of 2025);
-- selective checkpointing per op (torchtitan) keeps every other matmul and the attention: 3/8 of the forward
-  run again;
 - layers that do not divide by the stages are placed as Megatron-LM and DeepSpeed do, which count the
   embedding and the head as one layer each.
 """
@@ -20,6 +18,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from meshwise.calibrate.defaults import Defaults, defaults_of, filled
 from meshwise.calibrate.runs import Run
@@ -29,7 +28,7 @@ from meshwise.machine.overheads import Overheads, Tables, find_overheads
 from meshwise.model.architecture import MLA, Model, MoE, checked_model
 from meshwise.model.find import find_model, models
 from meshwise.model.weights import num_params
-from meshwise.plan.plan import Plan
+from meshwise.plan.plan import Plan, plan_keys
 from meshwise.plan.workload import Workload
 
 NETWORK_LATENCY_S = {
@@ -41,7 +40,7 @@ NETWORK_LATENCY_S = {
 
 @dataclass(frozen=True, slots=True)
 class Expressed:
-    """A run in meshwise's words. `plans` differ only in what the row leaves open, lightest first."""
+    """A run in meshwise's words. `plans` differ only in what the row leaves open."""
 
     run: Run
     model: Model
@@ -69,13 +68,13 @@ def express(run: Run) -> Expressed:
         raise PlanError(
             f"tp={run.tp} x pp={run.pp} x dp={run.dp} x cp={run.cp or 1} are not the row's {run.gpus} GPUs"
         )
-    defaults, run = defaults_of(run), filled(run)
+    defaults, stated, run = defaults_of(run), run, filled(run)
     model = model_of(run, defaults)
     return Expressed(
         run=run,
         model=model,
         cluster=cluster_of(run),
-        plans=plans_of(run, model, defaults),
+        plans=plans_of(stated, run, model, defaults),
         workload=Workload(batch=run.global_batch, seq=run.seq_len, microbatch=run.micro_batch),
         approximations=tuple(approximations(run)),
     )
@@ -83,8 +82,6 @@ def express(run: Run) -> Expressed:
 
 def approximations(run: Run) -> Iterator[str]:
     """What the row states and the plan can only say nearly."""
-    if run.recompute_kind == "per_op":
-        yield "recompute_kind per_op is priced as full recomputation of 3/8 of the layers"
     if run.fp8_recipe == "rowwise":
         yield "fp8_recipe rowwise is priced as bf16 matmuls"
     if None is not run.param_gather_overlap != run.grad_reduce_overlap:
@@ -253,8 +250,8 @@ _OPTIMIZERS = {"adamw": "adam", "decoupled_adamw": "adam"}
 _DISPATCH = {"alltoall": "per_expert", "allgather": "per_expert"}
 
 
-def plans_of(run: Run, model: Model, defaults: Defaults) -> tuple[Plan, ...]:
-    """The plan of a filled row, once for each recomputation that the row leaves possible."""
+def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[Plan, ...]:
+    """The plan of the row `stated`, filled as `run`, and with each change of it that the row leaves open."""
     dtype = dtype_of(run)
     vpp = (run.virtual_pp or 1) if run.pp > 1 else 1
     plan = Plan(
@@ -285,12 +282,29 @@ def plans_of(run: Run, model: Model, defaults: Defaults) -> tuple[Plan, ...]:
             f"recompute_layers is {run.recompute_layers} but recompute_kind is {run.recompute_kind}; "
             "only full recomputation is of some layers"
         )
-    if run.recompute_kind == "per_op":
-        return (
-            replace(plan, recompute="full", recompute_layers=max(3 * model.num_layers // run.pp // 8, 1)),
-        )
-    tried = (run.recompute_kind,) if run.recompute_kind else defaults.recompute_tried
-    return tuple(replace(plan, recompute=policy, recompute_layers=run.recompute_layers) for policy in tried)
+    if stated.recompute_kind in ("selective", "per_op"):
+        kind = "mla" if model.mla else "moe" if model.moe else "dense"
+        modules = "per_op" if run.recompute_kind == "per_op" else defaults.selective.get(kind, "core_attn")
+        plan = replace(plan, recompute="selective", recompute_modules=tuple(modules.split("+")))
+    elif stated.recompute_kind == "full":
+        plan = replace(plan, recompute="full", recompute_layers=run.recompute_layers)
+    changes = [plan_keys(text) for text in defaults.tried]
+    return (plan, *(_changed(plan, change) for change in changes if _leaves_open(stated, plan, change)))
+
+
+def _changed(plan: Plan, change: dict[str, Any]) -> Plan:
+    return replace(plan, **({"recompute": "selective"} if "recompute_modules" in change else {}) | change)
+
+
+def _leaves_open(stated: Run, plan: Plan, change: dict[str, Any]) -> bool:
+    """Whether a run leaves open what a change of its plan says; offloading replaces recomputation."""
+    of_recompute = {"recompute": (None,), "recompute_modules": (None, "selective")}
+    columns = {"zero": stated.zero_stage, "grad_dtype": stated.grad_dtype}
+    return (
+        all(stated.recompute_kind in kinds for key, kinds in of_recompute.items() if key in change)
+        and all(value is None for key, value in columns.items() if key in change)
+        and ("offload_activations" not in change or (plan.pp == 1 and plan.recompute == "none"))
+    )
 
 
 def _stages(layers: int, chunks: int) -> tuple[int, ...] | None:

@@ -45,7 +45,6 @@ TIME_BOXES: dict[str, Box] = {
 
 MEMORY_BOXES: dict[str, Box] = {
     f"{T24}.fragment_frac": (0.05, 0.005, 0.3),
-    f"{T24}.loss_bytes": (8.0, 2.0, 24.0),
 }
 """The same for memory."""
 
@@ -92,6 +91,12 @@ STATED: dict[str, tuple[float, str]] = {
         "CUDA context 1.6 GB (bigscience tr11 prequel), NCCL of 7 groups",
     ),
     f"{M20}.fragment_frac": (0.1, "no expandable segments before PyTorch 2.1"),
+    f"{T23}.loss_bytes": (
+        4.0,
+        "flash_attn.losses.cross_entropy of llm-foundry and InternEvo: logits and gradient",
+    ),
+    f"{T24}.loss_bytes": (16.0, "torchtitan: logits, fp32 copy, log-softmax, and the gradients of the two"),
+    f"{T24}.split_loss_bytes": (24.0, "the same over DTensor's vocabulary"),
     f"{M20}.loss_bytes": (8.0, "fp32 logits and their gradient"),
     f"{M24}.loss_bytes": (2.6, "Transformer Engine's cross entropy writes the gradient over the bf16 logits"),
 }
@@ -107,7 +112,6 @@ TIED: dict[str, tuple[str, float]] = {
     f"{T23}.cast_passes": (f"{T24}.cast_passes", 1.0),
     f"{T23}.fragment_frac": (f"{T24}.fragment_frac", 1.0),
     f"{M24}.fragment_frac": (f"{T24}.fragment_frac", 1.0),
-    f"{T23}.loss_bytes": (f"{T24}.loss_bytes", 1.0),
     **{
         f"{name}.{key}": (f"{M24}.{key}", 1.0)
         for name in (M20, T23, T24, M26)

@@ -231,16 +231,14 @@ def regime_of(run: Run) -> dict[str, str]:
 def estimate_run(expressed: Expressed, among: Tables | None = None) -> Estimate:
     """The estimate of a run; `among` are the overheads to use, if not those of the catalog.
 
-    Of the plans that the row leaves open, the first whose memory fits; selective recomputation of today's
-    software (norms, activation functions) is taken to fit where half the activations do.
+    Of the plans that the row leaves open, the first whose memory fits.
     """
     overheads = expressed.overheads(among)
     imbalance = expressed.imbalance(overheads)
     for plan in expressed.plans:
         plan = replace(plan, imbalance=imbalance)
         found = estimate(expressed.model, expressed.cluster, plan, expressed.workload, overheads=overheads)
-        spared = 0.5 * found.memory_bytes["activations"] if plan.recompute == "selective" else 0.0
-        if found.memory_bytes["total"] - spared <= expressed.cluster.chip.memory_bytes:
+        if found.fits:
             break
     return found
 

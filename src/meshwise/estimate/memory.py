@@ -115,7 +115,13 @@ def stage_memory(
         return _serving_memory(model, stage, parts, mesh, cut, overheads)
     weights, gradients, optimizer = state_bytes(held_params(model, stage, parts, cut), mesh, cut, overheads)
     activations = _activation_bytes(model, stage, parts, mesh, cut)
-    buffers = _buffer_bytes(model, stage, parts, mesh, cut, overheads.loss_bytes)
+    loss_bytes = np.where(
+        mesh.tp > 1, overheads.split_loss_bytes or overheads.loss_bytes, overheads.loss_bytes
+    )
+    buffers = _buffer_bytes(model, stage, parts, mesh, cut, loss_bytes)
+    # Sharded gradients of a lone microbatch take the place of its activations, block by block.
+    alone = (mesh.zero >= 3) & (mesh.num_microbatches == 1)
+    gradients = np.where(alone, np.maximum(gradients - activations, 0.0), gradients)
     tensors = weights + gradients + optimizer + activations + buffers
     return Memory(
         weights=weights,
@@ -162,7 +168,9 @@ def state_bytes(held: Held, mesh: Mesh, cut: Cut, overheads: Overheads) -> tuple
     copies = weight_copies(mesh.schedule)
 
     def shard(dense: Num, experts: Num, from_stage: int) -> Num:
-        return copies * (
+        # Copies of a stage are replicas too, which share what is sharded.
+        held_copies = np.where(mesh.zero >= from_stage, 1.0, copies)
+        return held_copies * (
             dense / mesh.shard_ranks(from_stage, mesh.replicas)
             + experts / mesh.shard_ranks(from_stage, mesh.expert_replicas)
         )
@@ -203,7 +211,7 @@ def _activation_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: M
 
 
 def _turn_bytes(
-    model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut, loss_bytes: float
+    model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut, loss_bytes: Num
 ) -> Num:
     """Bytes that live only while one microbatch turns round on a stage: the larger of two moments.
 
@@ -230,7 +238,7 @@ def _turn_bytes(
 
 
 def _buffer_bytes(
-    model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut, loss_bytes: float
+    model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut, loss_bytes: Num
 ) -> Num:
     """Workspace: gathered activations, pipeline messages, gathered weights, and what one turn needs.
 

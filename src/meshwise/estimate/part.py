@@ -1,7 +1,7 @@
 """From the ops of a part to its seconds, by phase; one microbatch on one rank.
 
 The phases are those that a pipeline schedule moves: forward (F), gradient of the input (B), gradient of the
-weights (W), and the core attention that selective recomputation runs again. Within a phase the ops run one
+weights (W), and what selective recomputation runs again (core). Within a phase the ops run one
 after the other. A collective that may hide behind compute costs what sticks out of it, and what hiding it
 takes from that compute: its *exposed share*. Every second of a phase belongs to an op or to a named wait, so
 the rows of a part add up to its phases.
@@ -19,7 +19,6 @@ import numpy as np
 from meshwise.core.units import Num
 from meshwise.estimate.timing import Machine, OpTime, op_times
 from meshwise.machine.overheads import Overheads
-from meshwise.program.context import CORE
 from meshwise.program.op import Op
 
 MATRIX_KINDS = ("matmul", "attention", "decode_attention", "experts")
@@ -122,9 +121,9 @@ def _part(
         seconds[row.phase] = seconds[row.phase] + row.spent_s
     for done in priced:
         if done.op.kind in MATRIX_KINDS:
-            phases = (done.phase, CORE_PHASE) if is_core(done.op) else (done.phase,)
-            for phase in phases:
-                flop[phase] = flop[phase] + done.op.count * done.op.cost.flop
+            op_flop = done.op.count * done.op.cost.flop
+            flop[done.phase] = flop[done.phase] + op_flop
+            flop[CORE_PHASE] = flop[CORE_PHASE] + op_flop * done.op.redone_frac
     experts = [op for op in forward if is_expert(op)]
     dense = [op for op in forward if not is_expert(op)]
     return Part(
@@ -132,7 +131,7 @@ def _part(
         forward_s=seconds[FORWARD],
         backward_s=seconds[BACKWARD],
         weight_s=seconds[WEIGHT],
-        core_s=sum(row.spent_s for row in priced if is_core(row.op)),
+        core_s=sum(row.spent_s * row.op.redone_frac for row in priced),
         saved_bytes=sum(op.saved_bytes for op in forward),
         core_bytes=sum(op.recomputed_bytes for op in forward),
         loose_bytes=sum(op.saved_bytes for op in forward if op.kind != "matmul" and not op.weights),
@@ -151,11 +150,6 @@ def _part(
 def is_expert(op: Op) -> bool:
     """Whether an op belongs to the experts, which expert parallelism spreads."""
     return op.name.startswith("expert_")
-
-
-def is_core(op: Op) -> bool:
-    """Whether selective recomputation runs this op of the forward again."""
-    return op.phase == FORWARD and op.name in CORE and op.module != "head"
 
 
 def _priced(ops: Sequence[Op], times: Sequence[OpTime], overheads: Overheads) -> list[PricedOp]:

@@ -15,7 +15,7 @@ from typing import Any
 from meshwise.cost.collective import sent_bytes
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.memory import contents, recomputed
-from meshwise.estimate.part import CORE_PHASE, Part, PricedOp, Wait, is_core
+from meshwise.estimate.part import CORE_PHASE, Part, PricedOp, Wait
 from meshwise.estimate.step import StageCost, StepCost, hop_bytes
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
@@ -76,8 +76,9 @@ def part_rows(name: str, part: Part, phases: Iterable[str], *, waits: bool = Tru
                 continue
             runs_in = {"weight": "backward"}.get(row.phase, row.phase)
             if phase == CORE_PHASE:
-                if isinstance(row, PricedOp) and is_core(row.op):
-                    yield _row(name, row, "recompute")
+                if isinstance(row, PricedOp) and float(row.op.redone_frac):
+                    again = _row(name, row, "recompute")
+                    yield again | {"count": again["count"] * float(row.op.redone_frac)}
             elif runs_in == ("forward" if phase == "recompute" else phase):
                 yield _row(name, row, phase)
 

@@ -33,7 +33,8 @@ redoes from published runs:
   (`_all_gather_base`, 2021), each rank's shard of such a message was copied by itself: `shard_copy_s`.
 - *Memory.* The process takes `context_bytes` before it holds a tensor (CUDA context, NCCL's buffers,
   library workspaces); the allocator keeps `fragment_frac` more than the tensors fill; the loss holds
-  `loss_bytes` per logit, fewer where it is fused; software that sums gradients in a wider type than it
+  `loss_bytes` per logit (`split_loss_bytes` where tp cuts the vocabulary, if that differs), fewer where it is
+  fused; software that sums gradients in a wider type than it
   computes them in keeps both, `second_grad_bytes` a parameter.
 - *Stragglers.* All wait for the slowest: `straggler_frac` of the step for each doubling of the ranks, and
   `skew_s` before each exchange within a block. Experts are not equally liked: the logs of their loads
@@ -113,6 +114,7 @@ class Overheads:
     context_bytes: float = 0.0
     fragment_frac: float = 0.0
     loss_bytes: float = 8.0
+    split_loss_bytes: float = 0.0
     second_grad_bytes: float = 0.0
 
     def not_hidden_frac(self, axis: str) -> float:

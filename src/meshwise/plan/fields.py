@@ -90,6 +90,18 @@ def order(doc: str, names: tuple[str, ...]) -> Field:
     return Field(f"{', '.join(names)} in some order, as in {'-'.join(names)}", read, doc, "-".join)
 
 
+def several(doc: str, names: tuple[str, ...]) -> Field:
+    """Some of `names`, each once, as text joined by `+`; kept in the order of `names`."""
+
+    def read(value: Any) -> tuple[str, ...]:
+        found = tuple(map(str, value if isinstance(value, list | tuple) else str(value).split("+")))
+        if not found or not set(found) <= set(names):
+            raise ValueError
+        return tuple(name for name in names if name in found)
+
+    return Field(f"some of {', '.join(names)}, as in {'+'.join(names[:2])}", read, doc, "+".join)
+
+
 def read_field(name: str, value: Any, table: Mapping[str, Field], error: type[MeshwiseError]) -> Any:
     """`value`, or what its text says, in the type of the field `name`; else `error`."""
     try:

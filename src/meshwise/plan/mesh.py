@@ -29,17 +29,19 @@ from meshwise.plan.workload import Workload
 SERVING = ("prefill", "decode")
 """Kinds of work that a serving engine does."""
 TRAINING_KEYS = (
-    *("zero", "zero_group", "recompute", "recompute_layers", "optimizer", "grad_dtype", "offload_optimizer"),
-    *("offload_activations", "overlap_dp", "lora_rank"),
+    *("zero", "zero_group", "recompute", "recompute_layers", "recompute_modules", "act_input_dtype"),
+    *("optimizer", "grad_dtype", "offload_optimizer", "offload_activations", "overlap_dp", "lora_rank"),
 )
 """Keys of a plan that mean nothing without a backward."""
 ENGINE_KEYS = ("tp", "pp", "dp", "ep", "etp", "dtype", "kv_dtype", "placement")
 """Keys of a plan that a serving engine knows."""
 FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
     "layout": ("1d",), "cp_kind": ("ring", "all_gather"), "zero": (3,),
-    "zero_group": (None,), "recompute_layers": (None,), "dtype": ("bf16", "fp16", "fp32", "fp64"),
-    "optimizer": ("adam",), "grad_dtype": ("fp32",), "attention": ("flash",), "dispatch": ("per_expert",),
-    "imbalance": (1.0,), "offload_optimizer": (0.0,), "offload_activations": (0.0,), "lora_rank": (0,),
+    "zero_group": (None,), "recompute_layers": (None,), "recompute_modules": (("core_attn",),),
+    "dtype": ("bf16", "fp16", "fp32", "fp64"), "optimizer": ("adam",), "grad_dtype": ("fp32",),
+    "attention": ("flash",), "dispatch": ("per_expert",), "dispatch_dtype": ("bf16",), "imbalance": (1.0,),
+    "act_input_dtype": ("bf16",),
+    "offload_optimizer": (0.0,), "offload_activations": (0.0,), "lora_rank": (0,),
     "placement": (DEFAULTS["placement"],),
 }  # fmt: skip
 """What implementation=fsdp2 can be told, where that is less than a plan can say."""
@@ -203,7 +205,7 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
     `sizes`: the numbers as the plan states them. Rules of layouts of several dimensions are `check_layout`'s.
     """
     yield from _kind_rules(model, mesh, sizes)
-    yield from number_rules(mesh.plan.cp_kind, sizes)
+    yield from number_rules(mesh.plan, sizes)
     yield from _world_rules(mesh, sizes)
     if mesh.plan.layout == "1d":
         yield from _model_rules(model, mesh)
@@ -355,6 +357,7 @@ def _expert_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[R
             "etp": sizes["etp"] > 0,
             "imbalance": mesh.imbalance > 1,
             "dispatch": mesh.plan.dispatch != DEFAULTS["dispatch"],
+            "dispatch_dtype": mesh.plan.dispatch_dtype != DEFAULTS["dispatch_dtype"],
             "overlap_ep": mesh.plan.overlap_ep,
         }
         for key, is_stated in stated.items():

@@ -22,15 +22,33 @@ from meshwise.core.files import read_toml
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.machine.overheads import DEFAULT_SOFTWARE, SOFTWARE
-from meshwise.plan.fields import Field, check_fields, choice, number, order, read_field, sizes, switch, whole
+from meshwise.plan.fields import (
+    Field,
+    check_fields,
+    choice,
+    number,
+    order,
+    read_field,
+    several,
+    sizes,
+    switch,
+    whole,
+)
 
 RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE_MODULES = (
+    *("core_attn", "mla_up_proj", "layernorm", "moe_act", "mlp", "moe", "shared_experts"),
+    "per_op",
+)
+"""What selective recomputation may cover; see `program.recompute`."""
 CP_KINDS = ("ring", "ulysses", "all_gather", "two_level")
 GRID_DIMS = {"1d": 0, "2d": 2, "2d-cp": 2, "2.5d": 3, "3d": 3}
 """The tensor-parallel layouts, and how many numbers the grid of each has."""
 OPTIMIZERS = ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "muon", "sgd", "none")
 ATTENTION = ("flash", "unfused", "grid")
 DISPATCH = ("per_expert", "per_rank")
+DUALPIPE_RECOMPUTES = ("mla_up_proj", "layernorm", "moe_act")
+"""What DeepSeek-V3 recomputes (arXiv 2412.19437, section 3.2.3)."""
 IMPLEMENTATIONS = ("megatron", "fsdp2", "huggingface")
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 AXES = ("tp", "cp", "dp", "pp")
@@ -41,7 +59,10 @@ class Plan:
     """Degrees of parallelism and the choices that go with them; see `parse_plan` for the text form.
 
     Making one raises PlanError where a value, or a combination of values, makes no sense on any model.
-    A grid sets tp, 1f1b with vpp > 1 is interleaved, and zb-v and dualpipe-v have vpp=2.
+    A grid sets tp, 1f1b with vpp > 1 is interleaved, and zb-v and dualpipe-v have vpp=2. DualPipe with
+    experts is DeepSeek's framework (arXiv 2412.19437), whose choices count where the plan leaves them open:
+    exchanges behind the other microbatch of a pair (overlap_ep), tokens sent once to a rank, recomputation of
+    `DUALPIPE_RECOMPUTES`, and under fp8 tokens sent, and inputs of activation functions kept, in fp8.
     """
 
     tp: int = 1
@@ -56,15 +77,18 @@ class Plan:
     dp: int | None = None
     ep: int = 1
     etp: int | None = None
-    dispatch: str = "per_expert"
+    dispatch: str = ""
+    dispatch_dtype: str = ""
     layout: str = "1d"
     grid: tuple[int, ...] = ()
     panels: int = 1
     zero: int = 1
     zero_group: int | None = None
-    recompute: str = "none"
+    recompute: str = ""
     recompute_layers: int | None = None
+    recompute_modules: tuple[str, ...] = ()
     dtype: str = "bf16"
+    act_input_dtype: str = ""
     optimizer: str = "adam"
     grad_dtype: str = "fp32"
     attention: str = "flash"
@@ -72,7 +96,7 @@ class Plan:
     offload_activations: float = 0.0
     overlap_dp: bool = True
     overlap_tp: bool = False
-    overlap_ep: bool = False
+    overlap_ep: bool | None = None
     overlap_pp: bool = True
     lora_rank: int = 0
     frozen_dtype: str | None = None
@@ -129,6 +153,7 @@ KEYS: dict[str, Field] = {
     "ep": whole("expert parallelism: ranks over which the experts are spread"),
     "etp": whole("ranks that cut each matrix of an expert [tp]"),
     "dispatch": choice("a token is sent once for each expert, or once for each rank and node", DISPATCH),
+    "dispatch_dtype": choice("type in which tokens (and gradients) go to their experts", ("bf16", "fp8")),
     "layout": choice("form of tensor parallelism; layout=2d:4x2 gives the grid too", tuple(GRID_DIMS)),
     "grid": sizes("shape of the grid of a layout beyond 1d; sets tp", "x"),
     "panels": whole("pieces in which SUMMA sends a block, with layout=2d or 2.5d"),
@@ -136,7 +161,11 @@ KEYS: dict[str, Field] = {
     "zero_group": whole("ranks that share states (HSDP) [all of dp x cp]"),
     "recompute": choice("what the backward computes again", RECOMPUTE),
     "recompute_layers": whole("layers of each stage that recompute=full covers [all]", 0),
+    "recompute_modules": several("what recompute=selective covers", RECOMPUTE_MODULES),
     "dtype": choice("type of the matmuls", DTYPES),
+    "act_input_dtype": choice(
+        "type in which inputs of activation functions are kept [dtype]", ("bf16", "fp8")
+    ),
     "optimizer": choice("optimizer, and the type of its states", OPTIMIZERS),
     "grad_dtype": choice("type in which gradients are summed", ("fp32", "bf16", "fp16")),
     "attention": choice("fused, unfused, or scores split over the grid of the layout", ATTENTION),
@@ -155,7 +184,6 @@ KEYS: dict[str, Field] = {
     "placement": order("axes from neighbouring ranks outwards", AXES),
 }
 """What each field may hold, and what it means."""
-DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Plan)}
 
 
 def _implied(plan: Plan) -> Iterator[tuple[str, Any]]:
@@ -166,6 +194,20 @@ def _implied(plan: Plan) -> Iterator[tuple[str, Any]]:
         yield "schedule", "interleaved"
     if plan.schedule in ("zb-v", "dualpipe-v") and plan.vpp == 1:
         yield "vpp", 2
+    is_paired = plan.schedule.startswith("dualpipe") and plan.ep > 1
+    recompute = plan.recompute or ("selective" if is_paired or plan.recompute_modules else "none")
+    modules = DUALPIPE_RECOMPUTES if is_paired and recompute == "selective" else ("core_attn",)
+    narrow = "fp8" if is_paired and plan.dtype == "fp8" else "bf16"
+    for name, value in (
+        ("overlap_ep", is_paired),
+        ("dispatch", DISPATCH[is_paired]),
+        ("dispatch_dtype", narrow),
+        ("act_input_dtype", narrow),
+        ("recompute", recompute),
+        ("recompute_modules", modules),
+    ):
+        if getattr(plan, name) in (None, "", ()):
+            yield name, value
 
 
 NUMBERS = (
@@ -201,15 +243,15 @@ class Rule:
     error: type[MeshwiseError] = PlanError
 
 
-def number_rules(cp_kind: str, sizes: Mapping[str, Num]) -> Iterator[Rule]:
-    """Rules among the numbers `sizes` of one plan or of a grid of plans, whatever the model."""
+def number_rules(plan: Plan, sizes: Mapping[str, Num]) -> Iterator[Rule]:
+    """Rules among the numbers `sizes` of one plan or of a grid like `plan`, whatever the model."""
 
     def whole_number(key: str) -> int:
         return int(sizes[key])
 
     yield Rule(
-        (sizes["ulysses"] > 1) & (cp_kind != "two_level"),
-        lambda: f"ulysses={whole_number('ulysses')} needs cp_kind=two_level, not {cp_kind}",
+        (sizes["ulysses"] > 1) & (plan.cp_kind != "two_level"),
+        lambda: f"ulysses={whole_number('ulysses')} needs cp_kind=two_level, not {plan.cp_kind}",
     )
     yield Rule(
         ((sizes["schedule"] == SCHEDULES.index("gpipe")) | (sizes["schedule"] == SCHEDULES.index("zb-h1")))
@@ -233,11 +275,19 @@ def number_rules(cp_kind: str, sizes: Mapping[str, Num]) -> Iterator[Rule]:
             f"{RECOMPUTE[whole_number('recompute')]}"
         ),
     )
+    modules = plan.recompute_modules
+    yield Rule(
+        (sizes["recompute"] != RECOMPUTE.index("selective")) & (modules != ("core_attn",)),
+        lambda: (
+            f"recompute_modules={'+'.join(modules)} needs recompute=selective, not "
+            f"{RECOMPUTE[whole_number('recompute')]}"
+        ),
+    )
 
 
 def _conflicts(plan: Plan) -> Iterator[str]:
     """One sentence for each contradiction, and for each key that nothing would read."""
-    yield from (rule.sentence() for rule in number_rules(plan.cp_kind, numbers_of(plan)) if rule.is_broken)
+    yield from (rule.sentence() for rule in number_rules(plan, numbers_of(plan)) if rule.is_broken)
     layout, dims = plan.layout, GRID_DIMS[plan.layout]
     shape = "x".join(map(str, plan.grid))
     if plan.grid and layout == "1d":
@@ -259,6 +309,10 @@ def _conflicts(plan: Plan) -> Iterator[str]:
         )
     if plan.frozen_dtype is not None and not plan.lora_rank:
         yield f"frozen_dtype={plan.frozen_dtype} needs frozen weights; add lora_rank, as in lora_rank=16"
+
+
+DEFAULTS: dict[str, Any] = {field.name: getattr(Plan(), field.name) for field in fields(Plan)}
+"""The fields of a plan that states nothing."""
 
 
 def parse_plan(text: str) -> Plan:
@@ -309,6 +363,8 @@ def _read(text: str) -> dict[str, Any]:
 def plan_text(plan: Plan) -> str:
     """The shortest text that `parse_plan` turns back into an equal plan."""
     stated = {key: getattr(plan, key) for key in KEYS if getattr(plan, key) != DEFAULTS[key]}
+    made = Plan(**stated)  # of which some fields may imply others
+    stated |= {key: getattr(plan, key) for key in KEYS if getattr(plan, key) != getattr(made, key)}
     for key in tuple(stated):
         fewer = {other: value for other, value in stated.items() if other != key}
         if _makes(fewer, plan):

@@ -14,6 +14,7 @@ from meshwise.program.held import hold
 from meshwise.program.implementation import as_done_by
 from meshwise.program.moe import moe_mlp
 from meshwise.program.op import Op, backward_last
+from meshwise.program.recompute import with_recompute
 
 LAYOUTS: dict[str, ModuleType] = {
     "1d": tensor_1d,
@@ -36,7 +37,15 @@ def block_ops(model: Model, cut: Cut, layer: Layer) -> list[Op]:
     feed_forward = moe_mlp if layer.moe else layout.mlp
     ops = [*layout.attention(own, cut), *feed_forward(own, cut)]
     ops = hold(ops, block_weights(model, layer, cut.lora_rank), cut, layout.shards)
-    return as_done_by(own, cut, ops)
+    ops = [_with_narrow_input(own, cut, op) for op in as_done_by(own, cut, ops)]
+    return list(with_recompute(own, cut, ops))
+
+
+def _with_narrow_input(model: Model, cut: Cut, op: Op) -> Op:
+    """An activation function that keeps its input in one byte an element, where the plan says so."""
+    if not cut.narrow_act_input or op.kernel != model.activation:
+        return op
+    return replace(op, saved_bytes=op.saved_bytes / cut.precision.act_bytes)
 
 
 @lru_cache(maxsize=256)

@@ -29,7 +29,11 @@ class Cut:
     each block that both cuts share. `grid_scores` splits attention's scores over the grid, not its heads.
 
     `imbalance` is the load of the busiest expert rank over the mean. `dispatch_per_rank` sends a token once
-    to each rank that holds some of its experts.
+    to each rank that holds some of its experts, with `dispatch_bytes` an element (results come back in the
+    activations' type).
+
+    `recompute_modules`: what selective recomputation covers (`program.recompute`). `narrow_act_input`: inputs
+    of activation functions are kept in fp8 (Megatron-LM's activation_func_fp8_input_store).
 
     `lora_rank` above 0 freezes all weights and trains adapters of that rank; the frozen matrices of blocks
     have `frozen_bytes` a parameter (None: like other weights).
@@ -53,6 +57,9 @@ class Cut:
     ep_stride: Num = 1.0
     imbalance: Num = 1.0
     dispatch_per_rank: bool = False
+    dispatch_bytes: float = 2.0
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    narrow_act_input: bool = False
     sequence_parallel: bool = False
     gather_keys: bool = False
     layout: str = "1d"

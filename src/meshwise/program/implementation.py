@@ -23,7 +23,7 @@ from meshwise.model.architecture import Model
 from meshwise.program.context import MODULE as ATTENTION
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op, precision
-from meshwise.program.torch_ops import torch_ops
+from meshwise.program.torch_ops import torch_ops, weighed_after
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,13 @@ def as_done_by(model: Model, cut: Cut, ops: list[Op]) -> list[Op]:
     return ops if change is None else list(change(model, cut, ops))
 
 
-def _eager(_model: Model, _cut: Cut, ops: Iterable[Op]) -> Iterable[Op]:
+def _eager(_model: Model, cut: Cut, ops: Iterable[Op]) -> Iterable[Op]:
     """Element-wise kernels are not fused; nor does attention repeat keys for query heads on the fly."""
     for op in ops:
         if op.kernel in EAGER_KERNELS:
             yield _eager_kernel(op)
+        elif op.kernel == "copy" and op.name == "combine":
+            yield weighed_after(op, cut.precision)
         elif op.saved_bytes and op.module == ATTENTION and op.name in ("logits", "attend"):
             yield _with_repeated_keys(op)
         else:

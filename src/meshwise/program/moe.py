@@ -3,7 +3,8 @@
 Each rank routes its own tokens (cut by tp): a small matmul scores the experts, the top k are taken,
 and each token is copied k times and sent by all-to-all over `ep` to the ranks that hold its experts.
 The etp ranks of an expert gather the arrivals, compute, and reduce-scatter; a second all-to-all
-brings the results home, where they are weighed and added. Where the dispatch is per rank (DeepEP, HybridEP)
+brings the results home, where they are added: they were weighed with the activations, before the second
+matmul, so that no wide tensor is kept for it. Where the dispatch is per rank (DeepEP, HybridEP)
 a token goes once to each of the d(ep) ranks that hold some of its experts, d(n) = n (1 - (1 - 1/n)^k), and
 on its way once to each node. Balanced routing gives each of the E/ep
 local experts k T etp ep / E rows, T the tokens a rank routes; `imbalance` scales the busiest rank. With a
@@ -15,6 +16,7 @@ Source: Megatron-LM's MoE (arXiv 2504.14960) and GShard (arXiv 2006.16668) for t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,7 +59,10 @@ def shared_expert(model: Model, cut: Cut) -> Iterator[Op]:
     """The MLP that all tokens visit, and the gate that scales it, where there is one."""
     assert model.moe is not None
     module, rows = "shared_expert", cut.split_tokens
-    yield from feed_forward(model, cut, module, float(model.moe.shared_ffn_hidden))
+    for op in feed_forward(model, cut, module, float(model.moe.shared_ffn_hidden)):
+        is_input = (op.name, op.kind, op.phase) == ("fc1", "matmul", "forward") and not cut.precision.casts
+        own = 1.0 - cut.tokens / cut.tp / rows if is_input else 1.0  # the router keeps what it reads
+        yield replace(op, saved_bytes=op.saved_bytes * own)
     if model.moe.shared_gate:
         yield from plain_linear(module, "gate", rows, model.hidden, {"shared_gate": 1.0}, cut, saved_rows=0.0)
         yield from elementwise(module, "gate_scale", "scale_by_gate", rows, model.hidden, cut.precision)
@@ -82,7 +87,6 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num) -> Iterator[Op]:
     copies_frac = active_experts(cut.ep, moe.top_k) / moe.top_k if per_rank else 1.0
     on_ep: dict[str, Any] = {
         "axis": "ep",
-        "payload_bytes": payload * copies_frac,
         "group_size": cut.ep,
         "stride": cut.ep_stride,
         "choices": float(moe.top_k) if per_rank else 0.0,
@@ -105,8 +109,11 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num) -> Iterator[Op]:
         )  # fmt: skip
 
     yield from elementwise(MODULE, "dispatch", "copy", sent, hidden, prec)
-    for phase in ("forward", "backward"):
-        yield collective(MODULE, "dispatch", phase, "all_to_all", **on_ep)
+    # Tokens, and in the backward gradients, may go in a narrow type; what comes back is added in a wide one.
+    home_bytes = payload * copies_frac
+    out_bytes = home_bytes * cut.dispatch_bytes / prec.act_bytes
+    yield collective(MODULE, "dispatch", "forward", "all_to_all", payload_bytes=out_bytes, **on_ep)
+    yield collective(MODULE, "dispatch", "backward", "all_to_all", payload_bytes=home_bytes, **on_ep)
     yield collective(MODULE, "expert_fc1", "forward", "all_gather", **on_etp)
     yield from grouped("expert_fc1", rows, hidden, fc1_width)
     yield collective(MODULE, "expert_fc1", "backward", "reduce_scatter", **on_etp)
@@ -114,6 +121,6 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num) -> Iterator[Op]:
     yield collective(MODULE, "expert_fc2", "backward", "all_gather", **on_etp)
     yield from grouped("expert_fc2", rows, width, hidden)
     yield collective(MODULE, "expert_fc2", "forward", "reduce_scatter", **on_etp)
-    for phase in ("forward", "backward"):
-        yield collective(MODULE, "combine", phase, "all_to_all", **on_ep)
-    yield from elementwise(MODULE, "combine", "scale_by_gate", sent, hidden, prec)
+    yield collective(MODULE, "combine", "forward", "all_to_all", payload_bytes=home_bytes, **on_ep)
+    yield collective(MODULE, "combine", "backward", "all_to_all", payload_bytes=out_bytes, **on_ep)
+    yield from elementwise(MODULE, "combine", "copy", sent, hidden, prec)

@@ -34,7 +34,8 @@ class Op:
     `shape`: of a matmul (batch, m, n, k); of attention (batch, heads, kv_heads, seq_q, seq_k, qk_dim,
     v_dim); of experts (tokens, choices of a token among them, experts, hidden, width); of a dispatch by
     DeepEP (tokens, experts, hidden); else of the result. `saved_bytes` are kept for the backward,
-    `recomputed_bytes` the part of them that selective recomputation drops. `num_params`: parameters
+    `recomputed_bytes` the part of them that selective recomputation drops, which runs the share `redone_frac`
+    of the op again. `num_params`: parameters
     of the `weights` that this op brings (in its forward row); `num_frozen`: those of them that do not train;
     `num_quantized`: those of the frozen ones that are kept in `Cut.frozen_bytes` each.
     `kernel`: its row in the table of element-wise kernels.
@@ -55,6 +56,7 @@ class Op:
     cost: Cost = field(default_factory=Cost)
     saved_bytes: Num = 0.0
     recomputed_bytes: Num = 0.0
+    redone_frac: Num = 0.0
     num_params: Num = 0.0
     num_frozen: Num = 0.0
     num_quantized: Num = 0.0

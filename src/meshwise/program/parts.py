@@ -16,6 +16,8 @@ from meshwise.program.serving import serving_block, serving_embed, serving_head
 from meshwise.program.vocabulary import embed, head
 
 EMBEDDING, HEAD = "embedding", "head"
+FP8_TOKEN_BYTES = 1.0 + 4.0 / 128.0
+"""Bytes of an element of a token in fp8: with an fp32 scale for each 128 (DeepSeek-V3, arXiv 2412.19437)."""
 
 
 def layer_names(model: Model) -> tuple[str, ...]:
@@ -62,6 +64,9 @@ def cut_of(mesh: Mesh) -> Cut:
         ep_stride=mesh.etp * mesh.stride("tp"),
         imbalance=mesh.imbalance,
         dispatch_per_rank=plan.dispatch == "per_rank",
+        dispatch_bytes=FP8_TOKEN_BYTES if plan.dispatch_dtype == "fp8" else precision(plan.dtype).act_bytes,
+        recompute_modules=plan.recompute_modules,
+        narrow_act_input=plan.act_input_dtype == "fp8",
         sequence_parallel=plan.sequence_parallel or plan.sp is None or on_grid,
         gather_keys=plan.cp_kind == "all_gather",
         layout=plan.layout,

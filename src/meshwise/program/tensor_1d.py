@@ -219,10 +219,11 @@ def _latent_qkv(model: Model, cut: Cut) -> Iterator[Op]:
     heads = model.num_heads / cut.tp
     qk_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
 
-    def down(name: str, rank: int) -> Iterator[Op]:
+    def down(name: str, rank: int, kept: Num | None = None) -> Iterator[Op]:
         return plain_linear(
-            ATTENTION, name, cut.split_tokens, model.hidden, {name: rank}, cut, bias=model.qkv_bias
-        )
+            ATTENTION, name, cut.split_tokens, model.hidden, {name: rank}, cut, bias=model.qkv_bias,
+            saved_rows=kept,
+        )  # fmt: skip
 
     if mla.q_lora_rank:
         yield from down("q_down", mla.q_lora_rank)
@@ -230,7 +231,8 @@ def _latent_qkv(model: Model, cut: Cut) -> Iterator[Op]:
         yield from column_linear(ATTENTION, "q_up", mla.q_lora_rank, {"q_up": heads * qk_dim}, cut)
     else:
         yield from column_linear(ATTENTION, "q", model.hidden, {"q": heads * qk_dim}, cut)
-    yield from down("kv_down", mla.kv_lora_rank + mla.qk_rope_head_dim)
+    shared = mla.q_lora_rank and not prec.casts  # both read one input, of which a cast makes a copy each
+    yield from down("kv_down", mla.kv_lora_rank + mla.qk_rope_head_dim, 0.0 if shared else None)
     yield from elementwise(ATTENTION, "kv_norm", model.norm, cut.split_tokens, mla.kv_lora_rank, prec)
     expanded = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     yield from column_linear(ATTENTION, "kv_up", mla.kv_lora_rank, {"kv_up": expanded}, cut)

@@ -31,7 +31,7 @@ from meshwise.core.units import Num
 from meshwise.cost.op import flash_attention, flash_attention_backward, matmul
 from meshwise.model.architecture import Model
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, collective
+from meshwise.program.op import Op, Precision, collective, kernel
 
 
 def torch_ops(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterator[Op]:
@@ -62,11 +62,11 @@ def _matmuls(model: Model, cut: Cut, op: Op, *, keeps_all: bool) -> Iterator[Op]
     batch, rows, columns, depth = op.shape
     is_stack = op.name.startswith("expert_")
     if op.phase == "forward" or (op.is_weight_grad and is_stack):
-        shapes = [(batch, rows, part, depth) for part in _widths(model, cut, op.name, columns)]
+        shapes = [(batch, rows, part, depth) for part in widths(model, cut, op.name, columns)]
     elif op.is_weight_grad:
-        shapes = [(batch, part, rows, depth) for part in _widths(model, cut, op.name, columns)]
+        shapes = [(batch, part, rows, depth) for part in widths(model, cut, op.name, columns)]
     else:
-        shapes = [(batch, rows, columns, part) for part in _widths(model, cut, op.name, depth)]
+        shapes = [(batch, rows, columns, part) for part in widths(model, cut, op.name, depth)]
     prec = cut.precision
     saved_bytes = op.saved_bytes * (cut.tp if keeps_all else 1.0)
     if op.name == "router":  # stated in bf16
@@ -83,7 +83,7 @@ def _matmuls(model: Model, cut: Cut, op: Op, *, keeps_all: bool) -> Iterator[Op]
         yield replace(done, **(first if number == 0 else others))
 
 
-def _widths(model: Model, cut: Cut, name: str, width: Num) -> list[Num]:
+def widths(model: Model, cut: Cut, name: str, width: Num) -> list[Num]:
     """Local widths of the matmuls that make up the layer `name`."""
     if name == "qkv":
         narrow = np.maximum(model.num_kv_heads / cut.tp, 1.0) * model.head_dim
@@ -128,6 +128,12 @@ def _on_ring(cut: Cut, op: Op, kind: str, payload_bytes: Num, count: Num) -> Op:
     )  # fmt: skip
 
 
+def weighed_after(op: Op, prec: Precision) -> Op:
+    """Answers of experts that are weighed when they are back, not with the activations; both are kept."""
+    rows, width = op.shape
+    return kernel(op.module, op.name, "scale_by_gate", rows, width, prec, phase=op.phase)
+
+
 # --- types -------------------------------------------------------------------------------------
 
 
@@ -137,6 +143,8 @@ def _in_torch_types(model: Model, cut: Cut, op: Op) -> Op:
     if op.kind == "collective":
         is_loss = op.name.endswith("cross_entropy")
         return replace(op, payload_bytes=op.payload_bytes * wider) if is_loss else op
+    if op.name == "combine" and model.moe is not None:
+        op = weighed_after(op, prec)
     if op.phase == "backward":
         return op
     saved_bytes = op.saved_bytes

@@ -1,0 +1,101 @@
+"""Selective recomputation: which ops of a block the backward runs again, and what is not kept for that.
+
+A plan names modules as Megatron-LM does (`--recompute-modules`; megatron/core/transformer, d98e8a6):
+
+    core_attn       the attention itself; under fused attention only its statistics go
+    mla_up_proj     queries, keys and values of latent attention, from the kept latents
+    layernorm       results of norms that are kernels of their own: before latent attention and before experts
+                    (other norms are one kernel with the matmul behind them)
+    moe_act         the input of the experts' second matmul, from the kept result of the first
+    mlp             a dense MLP but its input
+    moe             router, exchange and experts but their input
+    shared_experts  the MLP that all tokens visit but its input
+    per_op          torchtitan's selective checkpointing (distributed/activation_checkpoint.py, b5bcd76): kept
+                    are the block's input, and the results of fused attention, of reduce-scatters, of
+                    all-to-alls and of every other matmul, the first one included
+
+What modules drop adds up, as far as an op keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from meshwise.core.units import Num
+from meshwise.model.architecture import Model
+from meshwise.program.context import CORE
+from meshwise.program.cut import Cut
+from meshwise.program.op import Op
+from meshwise.program.torch_ops import widths
+
+AROUND = ("norm", "post_norm", "dropout", "residual")
+"""How the names of ops begin that lie around a module: their input, the residual stream, stays."""
+
+
+def with_recompute(model: Model, cut: Cut, ops: list[Op]) -> Iterator[Op]:
+    """The ops of a block with what selective recomputation drops of each, and what share it runs again."""
+    if "per_op" in cut.recompute_modules:
+        yield from _per_op(model, cut, ops)
+        return
+    is_moe = any(op.module == "moe" for op in ops)
+    for op in ops:
+        if op.phase == "backward":
+            yield op
+            continue
+        found = [_by_module(model, cut, op, module, is_moe) for module in cut.recompute_modules]
+        dropped = np.minimum(sum(dropped for dropped, _ in found), op.saved_bytes)
+        yield replace(op, recomputed_bytes=dropped, redone_frac=max(again for _, again in found) * 1.0)
+
+
+def _by_module(model: Model, cut: Cut, op: Op, module: str, is_moe: bool) -> tuple[Num, bool]:
+    """Bytes that recomputing `module` drops of an op of the forward, and whether it runs the op again."""
+    place, everything = (op.module, op.name), op.saved_bytes
+    if module == "core_attn":
+        return op.recomputed_bytes, op.name in CORE
+    if module == "mla_up_proj" and model.mla:
+        inputs = _queries_keys_values(cut, op) if op.kind == "attention" else 0.0
+        return inputs, op.module == "attention" and op.name in ("q", "q_up", "kv_up", "rotary")
+    if module == "layernorm":
+        norms = (("attention", "norm1"),) * bool(model.mla) + (("moe", "norm2"),) * is_moe
+        readers = (("attention", "q"), ("attention", "q_down"), ("attention", "kv_down")) * bool(model.mla)
+        readers += (("moe", "router"), ("shared_expert", "fc1")) * is_moe
+        return everything * (place in readers), place in norms
+    if module == "moe_act":
+        return everything * (place == ("moe", "expert_fc2")), place == ("moe", "expert_act")
+    inside = {"mlp": ("mlp",), "moe": ("moe", "shared_expert"), "shared_experts": ("shared_expert",)}
+    is_inside = op.module in inside.get(module, ()) and not op.name.startswith(AROUND)
+    keeps_input = place == ("moe", "router") or (module != "mlp" and place == ("shared_expert", "fc1"))
+    return everything * (is_inside and not keeps_input), is_inside
+
+
+def _queries_keys_values(cut: Cut, op: Op) -> Num:
+    """Bytes of the inputs of fused attention."""
+    batch, heads, kv_heads, seq_q, _, qk_dim, v_dim = op.shape
+    return batch * seq_q * (heads * qk_dim + kv_heads * (qk_dim + v_dim)) * cut.precision.act_bytes
+
+
+def _per_op(model: Model, cut: Cut, ops: list[Op]) -> Iterator[Op]:
+    number = 0
+    for op in ops:
+        kept: Num = 0.0
+        again: Num = 1.0
+        if op.phase == "backward":
+            yield op
+            continue
+        if op.name == "norm1":
+            kept = cut.split_tokens * model.hidden * cut.precision.act_bytes
+        elif op.kind == "attention":
+            kept, again = op.saved_bytes - _queries_keys_values(cut, op), 0.0
+        elif op.collective in ("reduce_scatter", "all_to_all"):
+            parts = op.group_size if op.collective == "reduce_scatter" else 1.0
+            kept, again = op.payload_bytes / parts * (np.asarray(op.group_size) > 1), 0.0
+        elif op.kind == "matmul" and op.name not in CORE and not op.name.startswith(("expert_", "router")):
+            _, rows, columns, _ = op.shape
+            made = widths(model, cut, op.name, columns)
+            stays = sum(width for i, width in enumerate(made, number) if i % 2 == 0)
+            number += len(made)
+            kept, again = rows * stays * cut.precision.act_bytes, 1.0 - stays / columns
+        yield replace(op, recomputed_bytes=op.saved_bytes - kept, redone_frac=again)
