@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 import meshwise as mw
-from meshwise.plan.plan import DEFAULTS, KEYS, plan_keys
+from meshwise.plan.plan import DEFAULTS, KEYS, RECOMPUTE_MODULES, plan_keys
 
-DENSE, EXPERTS = "llama3-8b", "mixtral-8x7b"
+DENSE, EXPERTS, LATENT = "llama3-8b", "mixtral-8x7b", "deepseek-v3"
 BASES = [  # model and plan to start from; on 64 GPUs
     (DENSE, "tp=4,pp=4,cp=2"),
     (DENSE, "tp=2,pp=4,vpp=2,recompute=full"),
@@ -17,6 +17,7 @@ BASES = [  # model and plan to start from; on 64 GPUs
     (DENSE, "layout=2d:2x2"),
     (DENSE, "lora_rank=16"),
     (EXPERTS, "tp=2,ep=4,etp=1,pp=2"),
+    (LATENT, "ep=64,etp=1,pp=1,recompute=selective"),
 ]
 OTHERS = {  # other values of keys whose values are not listed in `Field.values`
     "sp": ("0", "1"),
@@ -26,10 +27,11 @@ OTHERS = {  # other values of keys whose values are not listed in `Field.values`
     "offload_optimizer": ("0.5",),
     "offload_activations": ("0.5",),
     "imbalance": ("1.5",),
+    "recompute_modules": RECOMPUTE_MODULES,
     "placement": ("dp-pp-cp-tp",),
     "lora_rank": ("8",),
 }
-EXPERT_KEYS = ("ep=2", "etp=2", "dispatch=per_rank", "imbalance=1.5", "overlap_ep=1")
+EXPERT_KEYS = ("ep=2", "etp=2", "dispatch=per_rank", "dispatch_dtype=fp8", "imbalance=1.5", "overlap_ep=1")
 
 
 def values_of(key: str) -> tuple[str, ...]:

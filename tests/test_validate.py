@@ -240,7 +240,6 @@ def test_no_stated_fact_is_ignored(column: str) -> None:
     ("column", "value", "words"),
     [
         ("param_gather_overlap", False, "param_gather_overlap is priced like grad_reduce_overlap"),
-        ("recompute_kind", "per_op", "3/8 of the layers"),
         ("cuda_graph", "partial", "cuda_graph partial"),
         ("fp8_recipe", "rowwise", "bf16 matmuls"),
         ("dispatcher", "allgather", "priced as alltoall"),

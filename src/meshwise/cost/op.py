@@ -171,6 +171,7 @@ KERNELS: dict[str, Kernel] = {
     "rotary": Kernel(flop=3, backward_flop=3),
     "add_bias": Kernel(flop=1, backward_flop=1, backward_writes=0),
     "copy": Kernel(flop=0, backward_flop=0),
+    "sum_copies": Kernel(flop=1, backward_flop=2),  # weighed with the activations
     "tanh": Kernel(flop=6, backward_flop=3, backward_reads=2, saved=1),
     "softcap": Kernel(flop=8, backward_flop=5, backward_reads=2, saved=1),  # tanh between two products
     "alibi": Kernel(flop=2, backward_flop=0, backward_reads=0, backward_writes=0),

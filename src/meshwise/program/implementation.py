@@ -50,7 +50,7 @@ def _eager(_model: Model, cut: Cut, ops: Iterable[Op]) -> Iterable[Op]:
     for op in ops:
         if op.kernel in EAGER_KERNELS:
             yield _eager_kernel(op)
-        elif op.kernel == "copy" and op.name == "combine":
+        elif op.kernel == "sum_copies":
             yield weighed_after(op, cut.precision)
         elif op.saved_bytes and op.module == ATTENTION and op.name in ("logits", "attend"):
             yield _with_repeated_keys(op)

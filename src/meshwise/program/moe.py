@@ -123,4 +123,4 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num) -> Iterator[Op]:
     yield collective(MODULE, "expert_fc2", "forward", "reduce_scatter", **on_etp)
     yield collective(MODULE, "combine", "forward", "all_to_all", payload_bytes=home_bytes, **on_ep)
     yield collective(MODULE, "combine", "backward", "all_to_all", payload_bytes=out_bytes, **on_ep)
-    yield from elementwise(MODULE, "combine", "copy", sent, hidden, prec)
+    yield from elementwise(MODULE, "combine", "sum_copies", sent, hidden, prec)

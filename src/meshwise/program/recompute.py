@@ -46,8 +46,8 @@ def with_recompute(model: Model, cut: Cut, ops: list[Op]) -> Iterator[Op]:
             yield op
             continue
         found = [_by_module(model, cut, op, module, is_moe) for module in cut.recompute_modules]
-        dropped = np.minimum(sum(dropped for dropped, _ in found), op.saved_bytes)
-        yield replace(op, recomputed_bytes=dropped, redone_frac=max(again for _, again in found) * 1.0)
+        dropped = np.minimum(sum((dropped for dropped, _ in found), 0.0), op.saved_bytes)
+        yield replace(op, recomputed_bytes=dropped, redone_frac=float(any(again for _, again in found)))
 
 
 def _by_module(model: Model, cut: Cut, op: Op, module: str, is_moe: bool) -> tuple[Num, bool]:

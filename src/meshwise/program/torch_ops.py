@@ -143,7 +143,7 @@ def _in_torch_types(model: Model, cut: Cut, op: Op) -> Op:
     if op.kind == "collective":
         is_loss = op.name.endswith("cross_entropy")
         return replace(op, payload_bytes=op.payload_bytes * wider) if is_loss else op
-    if op.name == "combine" and model.moe is not None:
+    if op.kernel == "sum_copies":
         op = weighed_after(op, prec)
     if op.phase == "backward":
         return op

@@ -1,0 +1,104 @@
+"""What selective recomputation keeps and runs again, against published bytes and against what must hold."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import meshwise as mw
+from meshwise.model.architecture import Layer
+from meshwise.model.find import find_model
+from meshwise.plan.plan import RECOMPUTE_MODULES, Plan, parse_plan, plan_text
+from meshwise.program.block import block
+from meshwise.program.cut import Cut
+from meshwise.program.op import Op
+
+MODELS = ("llama3-8b", "deepseek-v3", "mixtral-8x7b", "gpt-oss-120b", "gpt3-175b")
+MOE, DENSE = Layer(moe=True), Layer()
+
+
+def forward(name: str, layer: Layer, **cut: Any) -> list[Op]:
+    ops = block(find_model(name), Cut(**{"microbatch": 1.0, "seq": 4096.0} | cut), layer)
+    return [op for op in ops if op.phase == "forward"]
+
+
+def kept_mb(name: str, layer: Layer, *modules: str, **cut: Any) -> float:
+    ops = forward(name, layer, recompute_modules=modules, **cut)
+    return float(sum(op.saved_bytes - op.recomputed_bytes for op in ops)) / 1e6
+
+
+@pytest.mark.parametrize(
+    ("layer", "megabytes"),
+    # NVIDIA-NeMo/Megatron-Bridge 067f987: activations of DeepSeek-V3 at 4,096 tokens, bf16, by tensor.
+    [pytest.param(MOE, 1865.0, id="moe"), pytest.param(DENSE, 1395.0, id="dense")],
+)
+def test_deepseek_keeps_what_was_published(layer: Layer, megabytes: float) -> None:
+    assert kept_mb("deepseek-v3", layer, ep=64.0) == pytest.approx(megabytes, rel=0.003)
+
+
+def test_torchtitan_keeps_every_other_matmul() -> None:
+    # torchtitan b5bcd76, activation_checkpoint.py: 2 (4 h + kv d + f) + 4 heads bytes a token of Llama 3 8B.
+    h, kv, f, heads = 4096, 1024, 14336, 32
+    found = kept_mb("llama3-8b", DENSE, "per_op", seq=8192.0)
+    assert found == pytest.approx(8192 * (2 * (4 * h + kv + f) + 4 * heads) / 1e6)
+    ops = forward("llama3-8b", DENSE, recompute_modules=("per_op",))
+    again = {op.name: op.redone_frac for op in ops if op.kind != "collective"}
+    assert (again["out_proj"], again["fc2"], again["flash"], again["fc1"]) == (1.0, 0.0, 0.0, 0.5)
+    assert again["qkv"] == pytest.approx(kv / (h + 2 * kv))
+
+
+def test_modules_drop_what_they_name() -> None:
+    # Queries, keys and values of 128 heads; the input of the experts' second matmul: 8 copies 2,048 wide.
+    whole = kept_mb("deepseek-v3", MOE, "core_attn", ep=64.0)
+    for module, bytes_a_token in (("mla_up_proj", 2 * 128 * (192 + 192 + 128)), ("moe_act", 2 * 8 * 2048)):
+        less = kept_mb("deepseek-v3", MOE, "core_attn", module, ep=64.0)
+        assert whole - less == pytest.approx(4096 * bytes_a_token / 1e6)
+    assert kept_mb("deepseek-v3", MOE, "mlp") == kept_mb("deepseek-v3", MOE)  # only dense layers have an mlp
+    assert kept_mb("llama3-8b", DENSE, "layernorm") == kept_mb("llama3-8b", DENSE)  # its norms are fused
+
+
+@given(
+    st.sampled_from(MODELS),
+    st.sets(st.sampled_from(RECOMPUTE_MODULES[:-1])),
+    st.sampled_from(RECOMPUTE_MODULES[:-1]),
+    st.booleans(),
+)
+def test_more_modules_keep_less_and_run_more_again(
+    name: str, modules: set[str], one: str, narrow: bool
+) -> None:
+    layer = Layer(moe=find_model(name).moe is not None)
+    some, more = (
+        forward(name, layer, recompute_modules=tuple(chosen), narrow_act_input=narrow)
+        for chosen in (modules, modules | {one})
+    )
+    for few, many in zip(some, more, strict=True):
+        assert 0 <= few.recomputed_bytes <= many.recomputed_bytes <= many.saved_bytes
+        assert 0 <= few.redone_frac <= many.redone_frac <= 1
+        assert replace(few, recomputed_bytes=0, redone_frac=0).cost.flop == many.cost.flop
+
+
+def test_a_plan_says_it() -> None:
+    plan = parse_plan("recompute_modules=moe_act+mla_up_proj")
+    assert plan.recompute == "selective" and plan.recompute_modules == ("mla_up_proj", "moe_act")
+    assert parse_plan(plan_text(plan)) == plan
+    with pytest.raises(mw.MeshwiseError, match="recompute_modules=mlp needs recompute=selective, not full"):
+        parse_plan("recompute=full,recompute_modules=mlp")
+
+
+def test_what_runs_again_is_in_the_ledger() -> None:
+    plan = parse_plan("ep=8,etp=1,pp=8,recompute_modules=moe+layernorm")
+    found = mw.estimate("deepseek-v3", "h100-80g-sxm:256", plan, batch=256, seq=4096).to_json()
+    again = [row for row in found["ledger"] if row["phase"] == "recompute"]
+    assert {"dispatch", "expert_fc1", "norm2"} <= {row["op"] for row in again}
+    assert any(row["collective"] == "all_to_all" for row in again)
+
+
+def test_dualpipe_with_experts_is_deepseeks_framework() -> None:
+    plan = Plan(pp=16, ep=64, dtype="fp8", schedule="dualpipe")
+    assert plan.overlap_ep and plan.dispatch == "per_rank" and plan.recompute == "selective"
+    assert plan.dispatch_dtype == plan.act_input_dtype == "fp8"
+    for key, value in (("overlap_ep", False), ("recompute", "none"), ("dispatch", "per_expert")):
+        stated = replace(plan, **{key: value, "recompute_modules": ()})
+        assert getattr(stated, key) == value and parse_plan(plan_text(stated)) == stated
