@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwise.core.errors import PlanError
 from meshwise.model.architecture import Model
-from meshwise.plan.plan import Plan
+from meshwise.plan.plan import DEFAULTS, Plan
 from meshwise.plan.workload import Workload
 
 Values = tuple[Any, ...]
@@ -52,7 +52,7 @@ class Scope:
                 f"the heads of {model.name}, only heads with keys of their own that fill the width"
             )
         self._check_fields(workload, self.workload)
-        self._check_fields(plan, self.plan)
+        self._check_fields(plan, {key: (value,) for key, value in DEFAULTS.items()} | dict(self.plan))
 
     def check_divides(self, model: Model, sizes: Mapping[str, tuple[int, int]]) -> None:
         """Raise PlanError unless each of `sizes`, by name (size, parts), divides into its parts."""
