@@ -12,6 +12,7 @@ import pytest
 from meshwise.cost.op import attended_pairs
 from meshwise.model.architecture import (
     MLA,
+    Layer,
     Model,
     MoE,
     Patches,
@@ -76,6 +77,9 @@ CHANGES: dict[str, tuple[Model, dict[str, Any]]] = {
     "final_norm": (LLAMA, {"final_norm": False}),
     "embedding_norm": (LLAMA, {"embedding_norm": True}),
     "qk_norm": (LLAMA, {"qk_norm": True}),
+    "qk_norm_weight": (replace(LLAMA, qk_norm=True), {"qk_norm_weight": False}),
+    "layer_scale": (LLAMA, {"layer_scale": True}),
+    "layers": (LLAMA, {"layers": (Layer(), Layer(window=64), Layer(), Layer())}),
     "qk_norm_full": (replace(LLAMA, qk_norm=True), {"qk_norm_full": True}),
     "parallel_block": (LLAMA, {"parallel_block": True}),
     "sinks": (LLAMA, {"sinks": True}),
@@ -90,13 +94,16 @@ CHANGES: dict[str, tuple[Model, dict[str, Any]]] = {
     "mlm_transform": (LLAMA, {"mlm_transform": True}),
     "pooler": (BERT, {"pooler": False}),
     "num_classes": (VIT_B, {"num_classes": 10}),
+    "classifier_bias": (VIT_B, {"classifier_bias": False}),
+    "classifies_tokens": (VIT_B, {"classifies_tokens": True}),
+    "attention_pool": (VIT_B, {"attention_pool": True}),
     "mtp_layers": (LLAMA, {"mtp_layers": 1}),
     "dropout_frac": (LLAMA, {"dropout_frac": 0.1}),
     "mla": (DEEPSEEK, {"mla": None}),
     "moe": (MIXTRAL, {"moe": None}),
     "patches": (VIT_B, {"patches": replace(VIT_B.patches, class_token=False), "max_seq": 196}),  # type: ignore[type-var]
 }
-DESCRIPTIVE = {"name", "source", "checked", "aliases"}
+DESCRIPTIVE = {"name", "source", "checked", "aliases", "left_out"}
 PARTS: dict[str, tuple[Model, list[str], dict[str, Any]]] = {
     "mla": (DEEPSEEK, [field.name for field in fields(MLA)], {}),
     "moe": (
@@ -111,7 +118,11 @@ PARTS: dict[str, tuple[Model, list[str], dict[str, Any]]] = {
             "balance_bias": False,
         },
     ),
-    "patches": (VIT_B, [field.name for field in fields(Patches)], {"class_token": False, "out_channels": 3}),
+    "patches": (
+        VIT_B,
+        [field.name for field in fields(Patches)],
+        {"class_token": False, "mask_token": True, "bias": False, "out_channels": 3},
+    ),
 }
 
 

@@ -17,12 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwise.core.errors import ModelError
-from meshwise.model.architecture import Model
+from meshwise.model.architecture import Model, is_moe_layer, layer_kind, num_moe_layers
 from meshwise.model.find import find_model
 from meshwise.model.huggingface import families, model_from_config, read_config
 from meshwise.model.weights import num_active_params, num_params
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
+RECORDS = [json.loads(line) for line in (CONFIGS.parent / "transformers_5.23.jsonl").read_text().splitlines()]
 RAW = {path.stem: json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))}
 
 KERAS = "keras-hub preset metadata"
@@ -99,7 +100,13 @@ def test_parameters_to_the_last(name: str, total: int, source: str) -> None:
 
 def test_every_config_has_its_total_and_every_family_its_config() -> None:
     assert [name for name, _, _ in sorted(TOTALS)] == sorted(RAW)
-    read = {raw["model_type"] for raw in RAW.values()} | {"deepseek_v3"}
+    read = {raw["model_type"] for raw in RAW.values()} | {record["model_type"] for record in RECORDS}
+    read |= {
+        part["model_type"]
+        for record in RECORDS
+        for part in record["config"].values()
+        if "model_type" in str(part)
+    }
     assert read >= set(families())
 
 
@@ -145,7 +152,35 @@ def test_text_config_is_the_model_and_may_omit_what_the_library_assumes() -> Non
     """LLaVA 1.5 7B writes its language model, Vicuna 7B, as a difference from the default Llama."""
     text_config = {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32064}
     nested = _read({"model_type": "llava", "vision_config": {}, "text_config": text_config})
-    assert nested == _read({**RAW["llama-2-7b"], "vocab_size": 32064})
+    assert replace(nested, left_out=()) == _read({**RAW["llama-2-7b"], "vocab_size": 32064})
+
+
+CLASSES = [(record, name) for record in RECORDS for name in record["num_params"]]
+
+
+@pytest.mark.parametrize(("record", "name"), CLASSES, ids=[name for _, name in CLASSES])
+def test_the_default_of_every_class(record: dict[str, Any], name: str) -> None:
+    """Every family with every head; what is left out (towers, projectors) is counted as well."""
+    model = _read(record["config"] | {"architectures": [name]})
+    assert num_params(model) + sum(number for _, number in model.left_out) == record["num_params"][name]
+
+
+def test_a_whole_ties_what_it_says_and_names_what_it_leaves_out() -> None:
+    """LLaVA 1.5 7B: the CLIP tower (303,507,456) and projector (20,979,712); the outer tie wins."""
+    raw = {"model_type": "llava", "text_config": RAW["llama-2-7b"] | {"tie_word_embeddings": True}}
+    vision = {"image_size": 336, "patch_size": 14, "hidden_size": 1024, "intermediate_size": 4096}
+    raw["vision_config"] = vision | {"num_hidden_layers": 24, "num_attention_heads": 16}
+    model = _read(raw)
+    assert not model.tied_embedding
+    assert model.left_out == (("vision tower", 303_507_456), ("projector", 20_979_712))
+    assert _read(raw | {"tie_word_embeddings": True}).tied_embedding
+
+
+def test_an_unknown_family_may_be_like_a_known_one() -> None:
+    raw = RAW["llama-3.1-8b"] | {"model_type": "lama"}
+    assert model_from_config(raw, name="m", where="w", like="llama").num_layers == 32
+    with pytest.raises(ModelError, match="--like lama is not known"):
+        model_from_config(raw, name="m", where="w", like="lama")
 
 
 def test_a_directory_is_read_by_its_config_and_named_by_itself(tmp_path: Path) -> None:
@@ -188,6 +223,11 @@ def test_layers_with_experts() -> None:
     qwen = _read({**RAW["qwen3-30b-a3b"], "mlp_only_layers": [1, 0]}).moe
     assert qwen is not None
     assert (qwen.first_dense_layers, qwen.every) == (2, 1)
+    irregular = _read({**RAW["qwen3-30b-a3b"], "mlp_only_layers": [3]})
+    assert [is_moe_layer(irregular, layer) for layer in range(5)] == [True, True, True, False, True]
+    assert num_moe_layers(irregular) == irregular.num_layers - 1
+    late = _read({**RAW["qwen2.5-7b"], "use_sliding_window": True, "max_window_layers": 3})
+    assert [layer_kind(late, layer).window for layer in range(5)] == [0, 0, 0, 131072, 131072]
     deepseek = _read({**RAW["deepseek-v3"], "moe_layer_freq": 4, "first_k_dense_replace": 3}).moe
     assert deepseek is not None
     assert (deepseek.first_dense_layers, deepseek.every) == (1, 4)  # layers 4, 8, 12, ...
@@ -213,16 +253,20 @@ def test_layers_with_experts() -> None:
         ("llama-3.1-8b", {"hidden_act": "cubic"}, "cubic"),
         ("mixtral-8x7b", {"num_experts_per_tok": 9}, "top_k is 9"),
         ("mixtral-8x7b", {"num_local_experts": 0}, "num_experts is 0"),
-        ("qwen3-30b-a3b", {"decoder_sparse_step": 0}, "every is 0"),
-        ("qwen3-30b-a3b", {"mlp_only_layers": [3]}, "mlp_only_layers"),
-        ("qwen2.5-7b", {"use_sliding_window": True, "max_window_layers": 3}, "use_sliding_window"),
+        ("qwen3-30b-a3b", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ("qwen3-30b-a3b", {"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
+        ("llama-3.1-8b", {"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000"),
+        ("llama-3.1-8b", {"architectures": ["LlamaForPoetry"]}, "LlamaForPoetry"),
+        ("vit-base-patch16-224", {"architectures": ["ViTForMaskedImageModeling"]}, "ImageClassification"),
+        ("llama-3.1-8b", {"model_type": "llava", "vision_config": {"model_type": "x"}}, "vision_config"),
+        ("llama-3.1-8b", {"model_type": "llava", "text_config": 3}, "text_config"),
+        ("llama-3.1-8b", {"model_type": "lama"}, "--like llama"),
         ("deepseek-v3", {"moe_layer_freq": 0}, "moe_layer_freq is 0"),
         ("deepseek-v3", {"kv_lora_rank": -1}, "kv_lora_rank is -1"),
         ("gpt-oss-20b", {"layer_types": ["full_attention"]}, "layer_types"),
         ("opt-125m", {"word_embed_proj_dim": 512}, "word_embed_proj_dim is 512"),
         ("dbrx", {"ffn_config": {"moe_top_k": 4}}, "ffn_config"),
         ("vit-base-patch16-224", {"patch_size": 0}, "patch_size is 0"),
-        ("vit-base-patch16-224", {"image_size": [224, 225]}, "224 x 225"),
         ("llama-3.1-8b", {"model_type": "mamba"}, "'mamba' is not known"),
         ("llama-3.1-8b", {"model_type": None, "architectures": None}, "model_type is missing"),
     ],

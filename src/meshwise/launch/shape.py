@@ -15,7 +15,7 @@ from meshwise.launch.facts import Facts
 from meshwise.model.architecture import MLA, Model, MoE, checked_model, is_moe_layer
 
 _SAID = {
-    *("name", "source", "checked", "aliases", "num_layers", "hidden", "ffn_hidden", "num_heads"),
+    *("name", "source", "checked", "aliases", "left_out", "num_layers", "hidden", "ffn_hidden", "num_heads"),
     *("num_kv_heads", "head_dim", "vocab", "max_seq", "activation", "norm", "norm_bias", "linear_bias"),
     *("qkv_bias", "out_bias", "positions", "tied_embedding", "qk_norm", "sinks", "dropout_frac"),
     *("mtp_layers", "mla", "moe"),

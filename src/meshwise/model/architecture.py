@@ -23,6 +23,7 @@ _ACTIVATIONS = (*_GATED, "gelu", "silu", "relu", "relu2")
 _NORMS = ("layernorm", "rmsnorm")
 _POSITIONS = ("learned", "rotary", "sinusoidal", "alibi", "none")
 _MAX_COUNT = 10**9  # far beyond any model, and far below where float64 stops counting
+_MAX_LAYERS = 10**5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +71,9 @@ class MoE:
 class Patches:
     """The input of a ViT: images of `height` x `width` cut into squares of `patch`, one token each.
 
-    `class_token`: one learned token in front. `out_channels`: the head predicts that many channels of
-    every pixel (0: no pixel head).
+    `class_token`: one learned token in front; `mask_token`: one more learned row, for masked training, which
+    takes no time. `bias`: of the projection. `out_channels`: the head predicts that many channels of every
+    pixel (0: no pixel head).
     """
 
     height: int
@@ -80,11 +82,24 @@ class Patches:
     channels: int
     out_channels: int = 0
     class_token: bool = False
+    mask_token: bool = False
+    bias: bool = True
 
     @property
     def num_tokens(self) -> int:
         """Tokens of one image, the class token included."""
         return (self.height // self.patch) * (self.width // self.patch) + self.class_token
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Layer:
+    """What makes one block of a model differ from its others: experts or not, and its attention's window.
+
+    `window`: tokens that its attention looks back on (0: all of them).
+    """
+
+    moe: bool = False
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,20 +111,24 @@ class Model:
     `num_norms` of width `hidden` per block, wherever they stand (2; 1 where one feeds attention and
     MLP both; 4 in Gemma 2); `norm_weight` is False where a norm learns nothing (OLMo).
     `qk_norm` normalises each query and key head with the same weights, or, with `qk_norm_full`, has
-    weights (no bias) for the whole projection.
+    weights (no bias) for the whole projection; `qk_norm_weight` is False where it learns nothing (Llama 4).
+    `layer_scale`: what attention and MLP add to the residual stream is scaled by learned weights (DINOv2).
     `parallel_block`: attention and MLP read the same input and are added together (GPT-J).
     `sinks`: one learned softmax logit per head (gpt-oss). `sliding_window`: tokens that attention
-    looks back on (0: all); each `full_attention_every`-th layer looks back on all (0: none does).
+    looks back on (0: all); each `full_attention_every`-th layer looks back on all (0: none does). `layers`
+    says of each block what it is, where no such step does: in place of these two and the pattern of `moe`.
     `attention_softcap`, `logit_softcap`: scores, and the LM head's logits, pass through a tanh (Gemma 2).
-    Learned positions have `max_seq + extra_position_rows` rows. `token_types`, `mlm_transform` (dense
-    layer, activation and norm before the LM head), `pooler` (dense layer and tanh) and `num_classes` (a
-    classifier), both on one token, are parts of encoders; `lm_head` is False for a model that ends with its
-    last norm. `mtp_layers`: modules of multi-token prediction, each a norm of the embedding and one of the
-    hidden state, their projection, a block like the last one, and the model's own head again (DeepSeek-V3);
-    they are trained, but not served.
+    Learned positions have `max_seq + extra_position_rows` rows. `token_types`, and `mlm_transform` (dense
+    layer, activation and norm before the LM head), are parts of encoders. In place of the LM head (`lm_head`
+    False) there may be a `pooler` (dense layer and tanh) on one token, an `attention_pool` (a learned query
+    attends to all tokens, then a norm and an MLP: SigLIP), and a classifier into `num_classes`, with
+    `classifier_bias`, on one token or, if it `classifies_tokens`, on all. `mtp_layers`: modules of
+    multi-token prediction, each a norm of the embedding and one of the hidden state, their projection, a
+    block like the last one, and the model's own head again (DeepSeek-V3); they are trained, but not served.
 
     `ffn_hidden` is unused where every layer has experts. Descriptive, without a cost: `name`, `source`,
-    `checked`, `aliases`, and, unless positions are learned, `max_seq`, which limits a workload.
+    `checked`, `aliases`, `left_out` (parts that stand beside this model, such as a vision tower, and their
+    numbers of parameters), and, unless positions are learned, `max_seq`, which limits a workload.
     """
 
     name: str
@@ -136,19 +155,25 @@ class Model:
     embedding_norm: bool = False
     qk_norm: bool = False
     qk_norm_full: bool = False
+    qk_norm_weight: bool = True
+    layer_scale: bool = False
     parallel_block: bool = False
     sinks: bool = False
     attention_softcap: bool = False
     logit_softcap: bool = False
     sliding_window: int = 0
     full_attention_every: int = 0
+    layers: tuple[Layer, ...] = ()
     extra_position_rows: int = 0
     token_types: int = 0
     lm_head: bool = True
     head_bias: bool = False
     mlm_transform: bool = False
     pooler: bool = False
+    attention_pool: bool = False
     num_classes: int = 0
+    classifier_bias: bool = True
+    classifies_tokens: bool = False
     mtp_layers: int = 0
     dropout_frac: float = 0.0
     mla: MLA | None = None
@@ -157,6 +182,7 @@ class Model:
     source: str = ""
     checked: str = ""
     aliases: tuple[str, ...] = ()
+    left_out: tuple[tuple[str, int], ...] = ()
 
     @property
     def gated(self) -> bool:
@@ -164,19 +190,10 @@ class Model:
         return self.activation in _GATED
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Layer:
-    """What makes one block of a model differ from its others: experts or not, and its attention's window.
-
-    `window`: tokens that its attention looks back on (0: all of them).
-    """
-
-    moe: bool = False
-    window: int = 0
-
-
 def layer_kind(model: Model, layer: int) -> Layer:
     """The kind of block `layer` (from 0)."""
+    if model.layers:
+        return model.layers[layer]
     every = model.full_attention_every
     looks_back_on_all = every > 0 and (layer + 1) % every == 0
     return Layer(is_moe_layer(model, layer), 0 if looks_back_on_all else model.sliding_window)
@@ -191,6 +208,8 @@ def layer_kinds(model: Model) -> tuple[Layer, ...]:
 def is_moe_layer(model: Model, layer: int) -> bool:
     """Whether block `layer` (from 0) has experts."""
     moe = model.moe
+    if model.layers:
+        return model.layers[layer].moe
     if moe is None or layer < moe.first_dense_layers:
         return False
     return (layer - moe.first_dense_layers + 1) % moe.every == 0
@@ -198,6 +217,8 @@ def is_moe_layer(model: Model, layer: int) -> bool:
 
 def num_moe_layers(model: Model) -> int:
     """Blocks with experts."""
+    if model.layers:
+        return sum(layer.moe for layer in model.layers)
     if model.moe is None:
         return 0
     return max(0, model.num_layers - model.moe.first_dense_layers) // model.moe.every
@@ -213,8 +234,9 @@ def num_dense_layers(model: Model) -> int:
 
 def check_count(value: int, what: str, *, zero: bool = False) -> None:
     """Raises `ModelError` unless `value` is a count above zero (or zero, if allowed) of a sensible size."""
-    if not (0 if zero else 1) <= value <= _MAX_COUNT:
-        raise ModelError(f"{what} is {_shown(value)}; it must be from {0 if zero else 1} to {_MAX_COUNT}")
+    most = _MAX_LAYERS if what.endswith("layers") else _MAX_COUNT
+    if not (0 if zero else 1) <= value <= most:
+        raise ModelError(f"{what} is {_shown(value)}; it must be from {0 if zero else 1} to {most}")
 
 
 def _shown(value: int) -> str:
@@ -303,11 +325,15 @@ def _check_features(model: Model, where: str) -> None:
     has_logits = model.lm_head and model.vocab > 0
     has_pixels = model.patches is not None and model.patches.out_channels > 0
     for what, contradicts, needs in (
+        ("layers", model.layers and len(model.layers) != model.num_layers, f"{model.num_layers} of them"),
+        ("layers", any(layer.moe for layer in model.layers) and not model.moe, "moe"),
         ("full_attention_every", model.full_attention_every and not model.sliding_window, "a sliding_window"),
         ("qk_norm_full", model.qk_norm_full and not model.qk_norm, "qk_norm"),
+        ("qk_norm_weight", model.qk_norm_full and not model.qk_norm_weight, "qk_norm_full off"),
         ("extra_position_rows", model.extra_position_rows and not learned, "learned positions"),
         ("parallel_block", parallel and model.num_norms == 4, "1 or 2 norms"),
         ("parallel_block", parallel and (model.moe or model.mla), "a block without experts or MLA"),
+        ("layer_scale", model.layer_scale and parallel, "parallel_block off"),
         ("mla", mla_width and mla_width != model.head_dim, f"head_dim {mla_width}"),
         ("mla", model.mla and model.num_kv_heads != model.num_heads, "num_kv_heads equal to num_heads"),
         ("mla", model.mla and model.qk_norm, "qk_norm off; its latents have norms of their own"),

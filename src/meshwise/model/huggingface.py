@@ -3,17 +3,21 @@
 A config names its family (`model_type`, or else the class in `architectures`) and says only what
 varies inside the family: that Phi has a bias on its LM head, or Gemma 2 four norms per block, is
 written in the family's code. So a family is an entry of `catalog/huggingface.toml`: how it spells its config
-(field names, and what an omitted field means), which of two blocks it has, and what it does differently from
-that block. Where a field of `Model` follows from several of the config, a short function here says how.
-The sizes a model cannot be without have no defaults, except inside a
-`text_config`, where the library omits what equals its own.
+(field names, and what an omitted field means), which block it has, which *rules* apply, and what it does
+differently. A rule is a short function here: how fields of `Model` follow from several of the config.
+The sizes a model cannot be without have no defaults, except inside the config of a part of a model,
+where the library omits what equals its own.
+
+A model that reads more than text is its language model; its towers and what joins them are named in
+`Model.left_out` with their parameters. The class in `architectures` says which head the model ends with.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -23,7 +27,8 @@ import msgspec
 
 from meshwise.core.errors import ModelError
 from meshwise.core.files import parse_file
-from meshwise.model.architecture import MLA, Model, MoE, Patches, check_count, checked_model
+from meshwise.model.architecture import MLA, Layer, Model, MoE, Patches, check_count, checked_model
+from meshwise.model.weights import num_params
 
 _Fields = dict[str, Any]  # fields of Model
 
@@ -44,6 +49,9 @@ class _FfnConfig(msgspec.Struct):
     moe_top_k: int
 
 
+_POOLED = ("PreTraining", "NextSentencePrediction", "SequenceClassification", "MultipleChoice")
+
+
 class _Config(msgspec.Struct):
     """The fields that decide an architecture, under their most common names."""
 
@@ -62,7 +70,9 @@ class _Config(msgspec.Struct):
     dropout: float = 0.0
     # biases
     attention_bias: bool = False
+    out_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     bias: bool = False
     no_bias: bool = True
     # norms and the shape of the block
@@ -74,12 +84,12 @@ class _Config(msgspec.Struct):
     num_ln_in_parallel_attn: int | None = None
     # attention
     sliding_window: int | None = None
-    use_sliding_window: bool = False
-    max_window_layers: int = 28
-    sliding_window_pattern: int = 6
+    use_sliding_window: bool = True
+    max_window_layers: int = 0
+    full_attention_every: int | str | None = None
     layer_types: list[str] | None = None
     is_causal: bool = True
-    use_bidirectional_attention: bool = False
+    use_bidirectional_attention: bool | str | None = False
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     alibi: bool = False
@@ -94,13 +104,15 @@ class _Config(msgspec.Struct):
     # experts
     num_experts: int | None = None
     num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
+    moe_intermediate_size: int | None = None
     shared_expert_intermediate_size: int = 0
     n_shared_experts: int | None = None
     first_k_dense_replace: int = 0
     moe_layer_freq: int = 1
     decoder_sparse_step: int = 1
-    mlp_only_layers: list[int] = []
+    mlp_only_layers: list[int] | None = None
+    moe_layers: list[int] | None = None
+    mlp_layer_types: list[str] | None = None
     topk_method: str = ""
     num_nextn_predict_layers: int = 0
     ffn_config: _FfnConfig | None = None
@@ -109,8 +121,14 @@ class _Config(msgspec.Struct):
     expansion_ratio: int = 4
     type_vocab_size: int = 2
     image_size: int | tuple[int, int] = 224
-    patch_size: int = 16
+    patch_size: int | tuple[int, int] = 16
+    temporal_patch_size: int = 1
     num_channels: int = 3
+    class_token: bool = False
+    use_mask_token: bool = False
+    patch_bias: bool = True
+    vision_use_head: bool = True
+    pools: tuple[str, ...] = ("", *_POOLED)
     is_decoder: bool = False
     num_labels: int | None = None
     id2label: dict[str, Any] | None = None
@@ -123,17 +141,49 @@ _NULL_MEANS_NONE = (
 )  # fmt: skip
 
 
+class _Joint(msgspec.Struct, forbid_unknown_fields=True):
+    """Layers that join a tower to the language model: `norms` of a width, `linears` from a width to another.
+
+    A width is a product such as `2*2*tower`, of numbers, of `tower` and `text` (the hidden sizes), and of
+    fields of the tower's config; a list there stands for its length.
+    """
+
+    norms: list[str] = []
+    linears: list[tuple[str, str]] = []
+    vectors: list[str] = []
+    bias: bool = True
+    norm_bias: bool = True
+    times: str = "1"
+
+
+class _Whole(msgspec.Struct, forbid_unknown_fields=True):
+    """A model that reads more than text: the keys and families of its language model and of its tower."""
+
+    text: str = "text_config"
+    family: str = ""
+    tied: bool | None = None
+    tower: str = "vision_config"
+    tower_family: str = ""
+    tower_defaults: dict[str, Any] = {}
+    joints: list[_Joint] = []
+
+
 class _Spelling(msgspec.Struct, forbid_unknown_fields=True):
     """How one family writes its config; the fields are explained in `catalog/huggingface.toml`."""
 
     like: str = ""
     names: dict[str, str] = {}
     defaults: dict[str, Any] = {}
-    nested: dict[str, int] = {}
+    nested: dict[str, Any] = {}
     optional: list[str] = []
-    block: Literal["", "llama", "gpt"] = ""
+    block: Literal["", "llama", "plain", "gpt"] = ""
+    rules: list[str] = []
     fields: _Fields = {}
     taken: dict[str, str] = {}
+    experts: _Fields = {}
+    joints: list[_Joint] = []
+    head: Literal["decoder", "encoder", "image", "none"] = "decoder"
+    whole: _Whole | None = None
 
 
 @cache
@@ -142,18 +192,16 @@ def _spellings() -> dict[str, _Spelling]:
     spellings = msgspec.convert(tomllib.loads(text), dict[str, _Spelling])
     for own in spellings.values():  # a family stands below the one that it is like
         if own.like:
-            other = spellings[own.like]
-            own.names = other.names | own.names
-            own.defaults = other.defaults | own.defaults
-            own.nested = other.nested | own.nested
-            own.optional = own.optional or other.optional
-            own.block = own.block or other.block
-            own.fields = other.fields | own.fields
-            own.taken = other.taken | own.taken
+            for name in own.__struct_fields__:
+                mine, others = getattr(own, name), getattr(spellings[own.like], name)
+                if isinstance(mine, dict):
+                    setattr(own, name, others | mine)
+                elif mine in ("", [], None, "decoder"):
+                    setattr(own, name, others)
     return spellings
 
 
-# --- parts -------------------------------------------------------------------------------------
+# --- blocks ------------------------------------------------------------------------------------
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -179,11 +227,7 @@ def _activation(name: str, *, gated: bool) -> str:
 
 
 def _block(c: _Config) -> _Fields:
-    """What every decoder states: its sizes, its heads, its dropout."""
-    if c.head_dim is None and c.hidden_size % c.num_attention_heads:
-        raise ModelError(
-            f"hidden_size {c.hidden_size} does not divide by {c.num_attention_heads} heads; give head_dim"
-        )
+    """What every model states: its sizes, its heads, its dropout."""
     heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
     return {
         "num_layers": c.num_hidden_layers,
@@ -191,19 +235,19 @@ def _block(c: _Config) -> _Fields:
         "ffn_hidden": 4 * c.hidden_size if c.intermediate_size is None else c.intermediate_size,
         "num_heads": heads,
         "num_kv_heads": heads if kv_heads is None else kv_heads,
-        "head_dim": c.hidden_size // heads if c.head_dim is None else c.head_dim,
+        "head_dim": c.head_dim,
         "vocab": c.vocab_size,
         "max_seq": c.max_position_embeddings,
         "tied_embedding": c.tie_word_embeddings,
-        "causal": c.is_causal and not c.use_bidirectional_attention,
+        "causal": c.is_causal and c.use_bidirectional_attention is not True,
         "dropout_frac": c.dropout,
     }
 
 
-def _llama(c: _Config) -> _Fields:
+def _llama(c: _Config, *, gated: bool = True) -> _Fields:
     """RMSNorm, gated MLP, rotary positions, no biases."""
     return _block(c) | {
-        "activation": _activation(c.hidden_act, gated=True),
+        "activation": _activation(c.hidden_activation or c.hidden_act, gated=gated),
         "norm": "rmsnorm",
         "linear_bias": False,
         "qkv_bias": False,
@@ -212,128 +256,139 @@ def _llama(c: _Config) -> _Fields:
     }
 
 
-def _gpt(c: _Config, *, bias: bool = True, positions: str = "learned") -> _Fields:
-    """LayerNorm with bias, plain MLP; `bias` on every linear layer of the block."""
+def _gpt(c: _Config) -> _Fields:
+    """LayerNorm, plain MLP, learned positions, biases on norms and on every linear layer of the block."""
     return _block(c) | {
         "activation": _activation(c.hidden_act, gated=False),
         "norm": "layernorm",
         "norm_bias": True,
-        "linear_bias": bias,
-        "qkv_bias": bias,
-        "out_bias": bias,
-        "positions": positions,
+        "linear_bias": True,
+        "qkv_bias": True,
+        "out_bias": True,
+        "positions": "learned",
     }
 
 
-def _window(c: _Config, *, full_attention_every: int = 0) -> _Fields:
-    """A sliding window in all layers, or all but each `full_attention_every`-th; `layer_types` decides."""
-    every = full_attention_every
+_BLOCKS: dict[str, Callable[[_Config], _Fields]] = {
+    "llama": _llama,
+    "plain": lambda c: _llama(c, gated=False),
+    "gpt": _gpt,
+}
+
+
+# --- which layers have experts, and a window ---------------------------------------------------
+
+
+_Pattern = tuple[Any, ...]  # a value for each layer
+
+
+def _window(c: _Config) -> _Fields:
+    """The window of each layer, 0 for none: by their names, by a step, or from one layer on."""
+    every, window, layers = c.full_attention_every or 0, c.sliding_window or 0, range(c.num_hidden_layers)
     if c.layer_types is not None:
-        full = [kind == "full_attention" for kind in c.layer_types]
-        every = full.index(True) + 1 if any(full) else 0
-        known = {"full_attention", "sliding_attention"}
-        regular = all(is_full == bool(every and (i + 1) % every == 0) for i, is_full in enumerate(full))
-        if len(full) != c.num_hidden_layers or not known.issuperset(c.layer_types) or not regular:
+        full, near = ("full_attention", "global"), ("sliding_attention", "chunked_attention", "local")
+        if len(c.layer_types) != len(layers) or not {*full, *near} >= {*c.layer_types}:
             raise ModelError(
-                "layer_types must name full_attention or sliding_attention per layer, full at a fixed step"
+                f"layer_types must name each of the {len(layers)} layers {' or '.join(full + near)}"
             )
-    if not c.sliding_window or every == 1:
+        return {"windows": tuple(window * (kind in near) for kind in c.layer_types)}
+    if not isinstance(every, int):
+        raise ModelError(f"sliding_window_pattern is {every!r}; give layer_types, a name for each layer")
+    if not window or not c.use_sliding_window:
         return {}
-    return {"sliding_window": c.sliding_window, "full_attention_every": every}
+    full = (layer < c.max_window_layers or (every and (layer + 1) % every == 0) for layer in layers)
+    return {"windows": tuple(window * (not here) for here in full)}
 
 
-def _qwen_window(c: _Config) -> _Fields:
-    """Qwen's window is off unless asked for, and then leaves out the first `max_window_layers`."""
-    if not c.use_sliding_window or c.max_window_layers >= c.num_hidden_layers:
-        return {}
-    if c.max_window_layers > 0 and c.layer_types is None:
-        raise ModelError(
-            f"use_sliding_window from layer {c.max_window_layers} (max_window_layers) on is not expressed; "
-            "give all layers the window, or none"
-        )
-    return _window(c)
-
-
-def _experts(c: _Config, width: int | None, **pattern: Any) -> MoE:
-    """Experts of `width` without a shared one, in the layers of `pattern`."""
-    if c.num_experts is None or width is None:
-        raise ModelError("the number or the width of the experts is missing; an MoE config needs both")
-    return MoE(num_experts=c.num_experts, top_k=c.num_experts_per_tok, ffn_hidden=width, **pattern)
-
-
-def _qwen_pattern(c: _Config) -> dict[str, int]:
-    """Every `decoder_sparse_step`-th layer has experts, but not the `mlp_only_layers`."""
-    num_dense = len(c.mlp_only_layers)
-    if num_dense == 0:
-        return {"every": c.decoder_sparse_step}
-    if c.decoder_sparse_step != 1 or sorted(c.mlp_only_layers) != list(range(num_dense)):
-        raise ModelError("mlp_only_layers must be the first layers, with decoder_sparse_step 1")
-    return {"first_dense_layers": num_dense}
-
-
-def _deepseek_pattern(c: _Config) -> dict[str, int]:
-    """From `first_k_dense_replace` on, the layers whose number divides by `moe_layer_freq`."""
-    every, first = c.moe_layer_freq, c.first_k_dense_replace
-    check_count(every, "moe_layer_freq")
-    first_moe_layer = -(-first // every) * every
-    if first_moe_layer < every - 1:
-        raise ModelError(f"moe_layer_freq {every} with experts in layer 0 is not expressed; use 1")
-    return {"first_dense_layers": first_moe_layer - every + 1, "every": every}
-
-
-# --- families ----------------------------------------------------------------------------------
-
-
-def _llama_with_window(c: _Config) -> _Fields:
-    return _llama(c) | _window(c)
-
-
-def _llama_with_experts(c: _Config) -> _Fields:
-    return _llama(c) | {"moe": _experts(c, c.intermediate_size)}
-
-
-def _mixtral(c: _Config) -> _Fields:
-    return _llama_with_experts(c) | _window(c)
-
-
-def _qwen(c: _Config) -> _Fields:
-    return _llama(c) | _qwen_window(c)
-
-
-def _qwen2_moe(c: _Config) -> _Fields:
-    shared = c.shared_expert_intermediate_size
-    moe = _experts(
-        c,
-        c.moe_intermediate_size,
-        num_shared_experts=int(shared > 0),
-        shared_ffn_hidden=shared,
-        shared_gate=True,
-        **_qwen_pattern(c),
-    )
-    return _qwen(c) | {"moe": moe}
-
-
-def _qwen3_moe(c: _Config) -> _Fields:
-    return _qwen(c) | {"moe": _experts(c, c.moe_intermediate_size, **_qwen_pattern(c))}
-
-
-def _gemma(c: _Config) -> _Fields:
-    activation = _activation(c.hidden_activation or c.hidden_act, gated=True)
-    return _llama(c) | {"activation": activation}
-
-
-def _gemma2(c: _Config, *, full_attention_every: int = 2) -> _Fields:
-    return (
-        _gemma(c)
-        | _window(c, full_attention_every=full_attention_every)
-        | {
-            "attention_softcap": bool(c.attn_logit_softcapping),
-            "logit_softcap": bool(c.final_logit_softcapping),
-        }
+def _moe_layers(c: _Config) -> _Pattern:
+    """Which layers have experts: by their names or numbers, or from one on, every n-th."""
+    layers, dense = range(c.num_hidden_layers), c.mlp_only_layers or ()
+    if c.mlp_layer_types is not None:
+        if len(c.mlp_layer_types) != len(layers) or not {"dense", "sparse"} >= {*c.mlp_layer_types}:
+            raise ModelError(f"mlp_layer_types must name each of the {len(layers)} layers dense or sparse")
+        return tuple(kind == "sparse" for kind in c.mlp_layer_types)
+    if c.moe_layers is not None:
+        return tuple(layer in c.moe_layers for layer in layers)
+    for step in ("moe_layer_freq", "decoder_sparse_step"):
+        check_count(getattr(c, step), step)
+    return tuple(
+        layer >= c.first_k_dense_replace
+        and layer % c.moe_layer_freq == 0
+        and (layer + 1) % c.decoder_sparse_step == 0
+        and layer not in dense
+        for layer in layers
     )
 
 
-def _deepseek(c: _Config) -> _Fields:
+def _window_rule(windows: _Pattern) -> _Fields | None:
+    """`sliding_window` and `full_attention_every` that say the same as `windows`, or None."""
+    window = max(windows, default=0)
+    every = windows.index(0) + 1 if window and 0 in windows else 0
+    if any(here != (window if not every or (i + 1) % every else 0) for i, here in enumerate(windows)):
+        return None
+    return {"sliding_window": window, "full_attention_every": every} if window else {}
+
+
+def moe_rule(has_experts: Sequence[bool]) -> _Fields | None:
+    """`first_dense_layers` and `every` of an `MoE` that say the same as `has_experts`, or None."""
+    number, having = len(has_experts), [layer for layer, here in enumerate(has_experts) if here]
+    if not having:
+        return {"first_dense_layers": number, "every": 1}
+    every = having[1] - having[0] if len(having) > 1 else max(number - having[0], 1)
+    first = having[0] + 1 - every
+    if len(having) == 1 and first < 0:
+        first, every = 0, having[0] + 1
+    if first < 0 or having != list(range(having[0], number, every)):
+        return None
+    return {"first_dense_layers": first, "every": every}
+
+
+def _with_layers(fields: _Fields) -> _Fields:
+    """`windows` and `has_experts` of the rules as steps where there are some, else as `layers`."""
+    number = fields["num_layers"]
+    windows = fields.pop("windows", (0,) * number)
+    has_experts = fields.pop("has_experts", (False,) * number)
+    steps, moe_steps = _window_rule(windows), moe_rule(has_experts)
+    if steps is None or moe_steps is None:
+        pairs = zip(has_experts, windows, strict=True)
+        return fields | {"layers": tuple(Layer(moe=moe, window=window) for moe, window in pairs)}
+    if any(has_experts):
+        fields["moe"] = replace(fields["moe"], **moe_steps)
+    return fields | steps
+
+
+# --- rules -------------------------------------------------------------------------------------
+
+
+def _experts(c: _Config) -> _Fields:
+    """Experts in place of the MLP, shared ones beside them."""
+    if c.num_experts is None:
+        return {}
+    width = c.intermediate_size if c.moe_intermediate_size is None else c.moe_intermediate_size
+    if width is None:
+        raise ModelError("the width of the experts is missing; an MoE config needs it")
+    if not c.num_experts_per_tok:
+        raise ModelError("num_experts_per_tok is missing; an MoE config needs it")
+    num_shared = c.n_shared_experts or int(c.shared_expert_intermediate_size > 0)
+    moe = MoE(
+        num_experts=c.num_experts,
+        top_k=c.num_experts_per_tok,
+        ffn_hidden=width,
+        num_shared_experts=num_shared,
+        shared_ffn_hidden=c.shared_expert_intermediate_size or num_shared * width,
+        balance_bias=c.topk_method == "noaux_tc",
+    )
+    return {"moe": moe, "has_experts": _moe_layers(c)}
+
+
+def _softcaps(c: _Config) -> _Fields:
+    return {
+        "attention_softcap": bool(c.attn_logit_softcapping),
+        "logit_softcap": bool(c.final_logit_softcapping),
+    }
+
+
+def _mla(c: _Config) -> _Fields:
     mla = MLA(
         q_lora_rank=c.q_lora_rank or 0,
         kv_lora_rank=c.kv_lora_rank,
@@ -341,36 +396,15 @@ def _deepseek(c: _Config) -> _Fields:
         qk_rope_head_dim=c.qk_rope_head_dim,
         v_head_dim=c.v_head_dim,
     )
-    fields = _llama(c) | {
+    return {
         "mla": mla,
         "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
         "num_kv_heads": c.num_attention_heads,
-        "mtp_layers": c.num_nextn_predict_layers,
     }
-    if c.num_experts is None:
-        return fields
-    num_shared = c.n_shared_experts or 0
-    moe = _experts(
-        c,
-        c.moe_intermediate_size,
-        num_shared_experts=num_shared,
-        shared_ffn_hidden=num_shared * c.moe_intermediate_size,
-        balance_bias=c.topk_method == "noaux_tc",
-        **_deepseek_pattern(c),
-    )
-    return fields | {"moe": moe}
-
-
-def _gpt_oss(c: _Config) -> _Fields:
-    return (
-        _llama(c)
-        | _window(c, full_attention_every=2)
-        | {"moe": _experts(c, c.intermediate_size, router_bias=True)}
-    )
 
 
 def _stablelm(c: _Config) -> _Fields:
-    return _llama(c) | {"num_norms": 1 if c.parallel else 2}
+    return {"num_norms": 1 if c.parallel else 2}
 
 
 def _dbrx(c: _Config) -> _Fields:
@@ -378,8 +412,7 @@ def _dbrx(c: _Config) -> _Fields:
     if ffn is None:
         raise ModelError("ffn_config is missing; a dbrx config needs it")
     kv_heads = c.attn_config.kv_n_heads
-    return _llama(c) | {
-        "norm": "layernorm",
+    return {
         "num_kv_heads": 1 if kv_heads is None else kv_heads,
         "ffn_hidden": ffn.ffn_hidden_size,
         "moe": MoE(num_experts=ffn.moe_num_experts, top_k=ffn.moe_top_k, ffn_hidden=ffn.ffn_hidden_size),
@@ -387,7 +420,7 @@ def _dbrx(c: _Config) -> _Fields:
 
 
 def _gpt_bigcode(c: _Config) -> _Fields:
-    return _gpt(c) | {"num_kv_heads": 1 if c.multi_query else c.num_attention_heads}
+    return {"num_kv_heads": 1 if c.multi_query else c.num_attention_heads}
 
 
 def _opt(c: _Config) -> _Fields:
@@ -396,8 +429,7 @@ def _opt(c: _Config) -> _Fields:
             f"word_embed_proj_dim is {c.word_embed_proj_dim}; only embeddings as wide as hidden_size "
             f"({c.hidden_size}) are expressed"
         )
-    final_norm = c.do_layer_norm_before and not c.remove_final_layer_norm
-    return _gpt(c, bias=c.bias) | {"final_norm": final_norm}
+    return {"final_norm": c.do_layer_norm_before and not c.remove_final_layer_norm}
 
 
 def _falcon(c: _Config) -> _Fields:
@@ -409,7 +441,8 @@ def _falcon(c: _Config) -> _Fields:
         kv_heads = 1 if c.multi_query else c.num_attention_heads
         num_norms = 1 if c.parallel else 2
         parallel = c.parallel
-    return _gpt(c, bias=c.bias, positions="alibi" if c.alibi else "rotary") | {
+    return {
+        "positions": "alibi" if c.alibi else "rotary",
         "num_kv_heads": c.num_attention_heads if kv_heads is None else kv_heads,
         "parallel_block": parallel,
         "num_norms": num_norms,
@@ -417,45 +450,104 @@ def _falcon(c: _Config) -> _Fields:
 
 
 def _mpt(c: _Config) -> _Fields:
-    positions = "alibi" if c.attn_config.alibi else "learned"
-    return _gpt(c, bias=not c.no_bias, positions=positions) | {
+    has_bias = not c.no_bias
+    return {
+        "positions": "alibi" if c.attn_config.alibi else "learned",
         "ffn_hidden": c.expansion_ratio * c.hidden_size,
-        "norm_bias": not c.no_bias,
         "qk_norm": c.attn_config.qk_ln,
         "qk_norm_full": c.attn_config.qk_ln,
-    }
+    } | dict.fromkeys(("norm_bias", "linear_bias", "qkv_bias", "out_bias"), has_bias)
 
 
-def _starcoder2(c: _Config) -> _Fields:
-    return _gpt(c, bias=c.bias, positions="rotary") | _window(c)
-
-
-def _bert(c: _Config) -> _Fields:
-    head = c.architectures[0].partition("For")[2] if c.architectures else ""
-    labels = {"": 0, "MaskedLM": 0, "PreTraining": 2, "NextSentencePrediction": 2}
-    predicts_words = head in ("MaskedLM", "PreTraining")
-    return _gpt(c) | {
-        "lm_head": predicts_words,
-        "mlm_transform": predicts_words,
-        "head_bias": predicts_words,
-        "pooler": head in ("", "PreTraining", "NextSentencePrediction", "SequenceClassification"),
-        "num_classes": labels.get(head, _num_labels(c)),
-    }
-
-
-def _vit(c: _Config) -> _Fields:
-    height, width = (c.image_size, c.image_size) if isinstance(c.image_size, int) else c.image_size
-    check_count(c.patch_size, "patch_size")
+def _patches(c: _Config) -> _Fields:
+    """An encoder of images: a token for each square, and nothing that only text needs."""
+    size, patch = c.image_size, c.patch_size
+    side = patch if isinstance(patch, int) else patch[0]
+    check_count(side, "patch_size")
+    height, width = (each - each % side for each in ((size, size) if isinstance(size, int) else size))
     patches = Patches(
-        height=height, width=width, patch=c.patch_size, channels=c.num_channels, class_token=True
-    )
-    classifies = bool(c.architectures) and c.architectures[0].endswith("ForImageClassification")
-    return _gpt(c) | {
-        "patches": patches,
-        "max_seq": patches.num_tokens,
-        "pooler": not classifies,
-        "num_classes": _num_labels(c) if classifies else 0,
+        height=height, width=width, patch=side, channels=c.num_channels * c.temporal_patch_size,
+        class_token=c.class_token, mask_token=c.use_mask_token, bias=c.patch_bias,
+    )  # fmt: skip
+    return {"patches": patches, "max_seq": patches.num_tokens, "causal": False, "vocab": 0, "lm_head": False}
+
+
+_RULES: dict[str, Callable[[_Config], _Fields]] = {
+    "window": _window,
+    "experts": _experts,
+    "softcaps": _softcaps,
+    "mla": _mla,
+    "stablelm": _stablelm,
+    "dbrx": _dbrx,
+    "gpt_bigcode": _gpt_bigcode,
+    "opt": _opt,
+    "falcon": _falcon,
+    "mpt": _mpt,
+    "patches": _patches,
+}
+
+
+# --- heads -------------------------------------------------------------------------------------
+
+_OF_TOKENS = ("TokenClassification", "QuestionAnswering")
+_PREDICTS = ("CausalLM", "LMHeadModel", "ConditionalGeneration", "ImageTextToText")
+_NUM_CLASSES = {"QuestionAnswering": 2, "NextSentencePrediction": 2, "PreTraining": 2, "MultipleChoice": 1}
+_NO_LOGITS = {"lm_head": False, "head_bias": False, "logit_softcap": False, "mtp_layers": 0}
+
+
+def _purpose(c: _Config) -> str:
+    """What the class in `architectures` is for: CausalLM of `LlamaForCausalLM`, nothing of `LlamaModel`."""
+    name = c.architectures[0] if c.architectures else ""
+    found = re.search(r"For([A-Z].*)$|(LMHeadModel)$", name)
+    return (found[1] or found[2]) if found else ""
+
+
+def _classifier(c: _Config, purpose: str) -> _Fields:
+    return {
+        "num_classes": _NUM_CLASSES.get(purpose, _num_labels(c)),
+        "classifies_tokens": purpose in _OF_TOKENS,
     }
+
+
+def _decoder_head(c: _Config, purpose: str) -> _Fields:
+    """The LM head, also where no class is named; a classifier, which has a bias only for tokens; or none."""
+    if purpose in _PREDICTS or not c.architectures:
+        return {}
+    bias = {"classifier_bias": purpose in _OF_TOKENS}
+    return _NO_LOGITS | (_classifier(c, purpose) | bias if purpose else {})
+
+
+def _encoder_head(c: _Config, purpose: str) -> _Fields:
+    """BERT and its like: words are predicted through one more layer, most classes through a pooler."""
+    predicts = dict.fromkeys(("lm_head", "mlm_transform", "head_bias"), purpose in _WORDS)
+    classifies = _classifier(c, purpose) if purpose in (*_POOLED, *_OF_TOKENS) else {}
+    return predicts | {"pooler": purpose in c.pools} | classifies
+
+
+def _image_head(c: _Config, purpose: str) -> _Fields:
+    """A classifier, or the pooler of the bare model."""
+    return _classifier(c, purpose) if purpose else {"pooler": True}
+
+
+_WORDS = ("MaskedLM", "PreTraining", "LMHeadModel", "CausalLM")
+_HEADS: dict[str, tuple[tuple[str, ...], Callable[[_Config, str], _Fields]]] = {
+    "decoder": ((*_PREDICTS, "SequenceClassification", *_OF_TOKENS), _decoder_head),
+    "encoder": ((*_WORDS, *_POOLED, *_OF_TOKENS), _encoder_head),
+    "image": (("ImageClassification",), _image_head),
+    "none": ((), lambda _c, _purpose: {}),
+}
+"""Which heads models of a kind have, by their purpose, and the fields of `Model` that say so."""
+
+
+def _head(c: _Config, kind: str) -> _Fields:
+    known, fields = _HEADS[kind]
+    purpose = _purpose(c)
+    if purpose not in ("", *known):
+        raise ModelError(
+            f"architectures names {c.architectures[0]}, a head that is not known for this family; known are "
+            f"{', '.join(('none', *known))}"
+        )
+    return fields(c, purpose)
 
 
 def _num_labels(c: _Config) -> int:
@@ -464,40 +556,9 @@ def _num_labels(c: _Config) -> int:
     return 2 if c.num_labels is None else c.num_labels
 
 
-_BLOCKS: dict[str, Callable[[_Config], _Fields]] = {"llama": _llama, "gpt": _gpt}
-_OWN_RULES: dict[str, Callable[[_Config], _Fields]] = {
-    "mistral": _llama_with_window,
-    "phi3": _llama_with_window,
-    "mixtral": _mixtral,
-    "olmoe": _llama_with_experts,
-    "qwen2": _qwen,
-    "qwen3": _qwen,
-    "qwen2_moe": _qwen2_moe,
-    "qwen3_moe": _qwen3_moe,
-    "gemma": _gemma,
-    "gemma2": _gemma2,
-    "gemma3_text": lambda c: _gemma2(c, full_attention_every=c.sliding_window_pattern),
-    "stablelm": _stablelm,
-    "gpt_oss": _gpt_oss,
-    "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek,
-    "gpt_bigcode": _gpt_bigcode,
-    "opt": _opt,
-    "falcon": _falcon,
-    "mpt": _mpt,
-    "dbrx": _dbrx,
-    "starcoder2": _starcoder2,
-    "bert": _bert,
-    "vit": _vit,
-}
-"""The families for which the catalog does not say it all."""
-_OTHER_NAMES = {
-    "refinedweb": "falcon",
-    "refinedwebmodel": "falcon",
-    "rw": "falcon",
-    "gemma3": "gemma3_text",
-    "kimi_k2": "deepseek_v3",
-}
+# --- reading -----------------------------------------------------------------------------------
+
+_OTHER_NAMES = {"refinedweb": "falcon", "refinedwebmodel": "falcon", "rw": "falcon", "kimi_k2": "deepseek_v3"}
 
 
 def families() -> list[str]:
@@ -505,44 +566,112 @@ def families() -> list[str]:
     return list(_spellings())
 
 
-# --- reading -----------------------------------------------------------------------------------
-
-
-def read_config(path: str | Path) -> Model:
+def read_config(path: str | Path, like: str = "") -> Model:
     """The model that a `config.json`, or the directory holding it, describes.
 
-    Raises `ModelError` if it cannot be read, lacks a field, or contradicts itself. A `text_config` inside
-    (of a model that reads more than text) is the model.
+    `like`: a family that an unknown one is to be read as. Raises `ModelError` if the file cannot be read,
+    lacks a field, or contradicts itself.
     """
     path = Path(path)
     if path.is_dir():
         path = path / "config.json"
     raw = parse_file(path, "JSON", msgspec.json.decode, ModelError)
-    return model_from_config(
-        raw, name=path.resolve().parent.name if path.stem == "config" else path.stem, where=str(path)
-    )
+    name = path.resolve().parent.name if path.stem == "config" else path.stem
+    return model_from_config(raw, name=name, where=str(path), like=like)
 
 
-def model_from_config(raw: Any, *, name: str, where: str = "config") -> Model:
+def model_from_config(raw: Any, *, name: str, where: str = "config", like: str = "") -> Model:
     """The model that a parsed config describes; `where` begins the messages of its errors."""
-    nested = isinstance(raw, dict) and isinstance(raw.get("text_config"), dict)
-    if nested:
-        raw = raw["text_config"]
     if not isinstance(raw, dict):
         raise ModelError(f"{where} is not a JSON object; a config.json begins with {{")
     try:
-        family = _family(raw)
-        spelling = _spellings()[family]
-        config = _typed(raw, spelling, nested=nested)
-        rules = _OWN_RULES.get(family) or _BLOCKS[spelling.block]
-        taken = {name: getattr(config, common) for name, common in spelling.taken.items()}
-        return checked_model(Model(name=name, source=where, **rules(config) | spelling.fields | taken), where)
+        family = _family(raw, like)
+        whole = _spellings()[family].whole
+        fields = _fields(raw, family, nested=False) if whole is None else _fields_of_whole(raw, whole)
+        return checked_model(Model(name=name, source=where, **fields), where)
     except ModelError as error:
         text = str(error)
         raise ModelError(text if text.startswith(where) else f"{where}: {text}") from None
 
 
-def _family(raw: dict[str, Any]) -> str:
+def _fields(raw: dict[str, Any], family: str, *, nested: bool) -> _Fields:
+    """The fields of `Model` that the config of one family says."""
+    spelling = _spellings()[family]
+    c = _typed(raw, spelling, nested=nested)
+    fields = _BLOCKS[spelling.block](c)
+    for rule in spelling.rules:
+        fields |= _RULES[rule](c)
+    if fields.get("moe") is not None:
+        fields["moe"] = replace(fields["moe"], **spelling.experts)
+    taken = {name: getattr(c, common) for name, common in spelling.taken.items()}
+    if fields["head_dim"] is None:
+        fields["head_dim"], rest = divmod(c.hidden_size, c.num_attention_heads)
+        if rest:
+            raise ModelError(
+                f"hidden_size {c.hidden_size} does not divide by {c.num_attention_heads} heads; give head_dim"
+            )
+    fields = _with_layers(fields | spelling.fields | taken | _head(c, spelling.head))
+    return fields | {"left_out": _left_out("merger", spelling.joints, raw | {"tower": fields["hidden"]})}
+
+
+def _fields_of_whole(raw: dict[str, Any], whole: _Whole) -> _Fields:
+    """The language model, with the class and the tied embedding of the whole; its tower is left out."""
+    text = _part(raw, whole.text) or raw | {"model_type": whole.family}
+    tied = raw.get("tie_word_embeddings", whole.tied)
+    above = {"architectures": raw.get("architectures")} | (
+        {} if tied is None else {"tie_word_embeddings": tied}
+    )
+    labels = {key: raw[key] for key in ("id2label", "num_labels") if key in raw}
+    fields = _fields(text | above | labels, _family({"model_type": whole.family} | text), nested=True)
+    if not whole.tower:
+        return fields
+    tower = whole.tower_defaults | _part(raw, whole.tower)
+    try:
+        family = _family({"model_type": whole.tower_family} | tower)
+        found = Model(name=family, **_fields(tower | {"architectures": None}, family, nested=True))
+        num_tower = num_params(checked_model(found, family))
+    except ModelError as error:
+        raise ModelError(
+            f"{whole.tower}: {error}; to price the language model alone, save {whole.text} as a config.json"
+        ) from None
+    sizes = raw | tower | {"tower": found.hidden, "text": fields["hidden"]}
+    name = whole.tower.partition("_")[0] + " tower"
+    return fields | {
+        "left_out": ((name, num_tower), *found.left_out, *_left_out("projector", whole.joints, sizes))
+    }
+
+
+def _part(raw: dict[str, Any], key: str) -> dict[str, Any]:
+    part = raw.get(key)
+    if part is not None and not isinstance(part, dict):
+        raise ModelError(f"{key} is not a JSON object; it must hold the config of a part of the model")
+    return part or {}
+
+
+def _left_out(name: str, joints: list[_Joint], sizes: dict[str, Any]) -> tuple[tuple[str, int], ...]:
+    number = sum(_num_params(joint, sizes) for joint in joints)
+    return ((name, number),) if number else ()
+
+
+def _num_params(joint: _Joint, sizes: dict[str, Any]) -> int:
+    def size(text: str) -> int:
+        product = 1
+        for factor in text.split("*"):
+            value = int(factor) if factor.isdecimal() else sizes.get(factor)
+            value = len(value) if isinstance(value, list) else value
+            if not isinstance(value, int):
+                raise ModelError(
+                    f"{factor} is {value!r}; the layers behind the tower cannot be sized without it"
+                )
+            product *= value
+        return product
+
+    norms = sum(size(norm) for norm in joint.norms) * (1 + joint.norm_bias)
+    linears = sum((size(d_in) + joint.bias) * size(d_out) for d_in, d_out in joint.linears)
+    return size(joint.times) * (norms + linears + sum(map(size, joint.vectors)))
+
+
+def _family(raw: dict[str, Any], like: str = "") -> str:
     """By `model_type`, else by the class in `architectures` (`Qwen2MoeForCausalLM` is `qwen2_moe`)."""
     kind, classes = raw.get("model_type"), raw.get("architectures")
     if isinstance(kind, str) and kind:
@@ -554,9 +683,16 @@ def _family(raw: dict[str, Any]) -> str:
     else:
         raise ModelError("model_type is missing; it names the family of the model, for example llama")
     key = _OTHER_NAMES.get(key, key)
-    if key not in _spellings():
-        raise ModelError(f"model_type {kind!r} is not known; known are {', '.join(_spellings())}")
-    return key
+    if key in _spellings():
+        return key
+    if like in _spellings():
+        return like
+    if like:
+        raise ModelError(f"--like {like} is not known; known are {', '.join(_spellings())}")
+    raise ModelError(
+        f"model_type {kind!r} is not known; if it is a close relative of a known one, say which (--like "
+        f"llama); known are {', '.join(_spellings())}"
+    )
 
 
 def _typed(raw: dict[str, Any], spelling: _Spelling, *, nested: bool) -> _Config:

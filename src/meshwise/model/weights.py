@@ -143,6 +143,9 @@ def _block_norm(model: Model, module: str, number: int) -> Iterator[Weight]:
         yield from _norm(model, module, f"norm{number}", model.hidden, gradient=gradient)
     if model.num_norms == 4:
         yield from _norm(model, module, f"post_norm{number}", model.hidden)
+    if model.layer_scale:
+        name = f"layer_scale{number}"
+        yield Weight(module=module, op=name, name=name, shape=(model.hidden,), gradient=gradient)
 
 
 def _attention(model: Model) -> Iterator[Weight]:
@@ -171,7 +174,7 @@ def _grouped_qkv(model: Model) -> Iterator[Weight]:
             yield Weight(
                 module="attention", op="qk_norm", name=name, shape=(width,), cut=COLUMNS, units=heads
             )
-    elif model.qk_norm:
+    elif model.qk_norm and model.qk_norm_weight:
         for name in ("q_norm", "k_norm"):
             yield from _norm(model, "attention", "qk_norm", model.head_dim, name=name, gradient="part")
 
@@ -278,9 +281,11 @@ def _embedding(model: Model) -> Iterator[Weight]:
     if patches is not None:
         pixels = patches.channels * patches.patch**2
         yield from _linear(
-            "embedding", "patch_proj", "patch_proj", pixels, hidden, bias=True, gradient="tokens"
+            "embedding", "patch_proj", "patch_proj", pixels, hidden, bias=patches.bias, gradient="tokens"
         )
         yield from rows("class_token", int(patches.class_token))
+        if patches.mask_token:
+            yield Weight(module="embedding", op="patch_proj", name="mask_token", shape=(hidden,))
     yield from rows("token_types", model.token_types)
     if model.positions == "learned":
         yield from rows("positions", model.max_seq + model.extra_position_rows)
@@ -293,7 +298,9 @@ def _head(model: Model) -> Iterator[Weight]:
     if model.final_norm:
         yield from _norm(model, "head", "final_norm", hidden)
     if model.mlm_transform:
-        yield from _linear("head", "transform", "transform", hidden, hidden, bias=True, gradient="tokens")
+        yield from _linear(
+            "head", "transform", "transform", hidden, hidden, bias=model.norm_bias, gradient="tokens"
+        )
         yield from _norm(model, "head", "transform_norm", hidden)
     if model.lm_head and model.vocab:
         logits = _linear("head", "logits", "logits", hidden, model.vocab, bias=model.head_bias, cut=COLUMNS)
@@ -303,10 +310,26 @@ def _head(model: Model) -> Iterator[Weight]:
         yield from _linear(
             "head", "pixel_head", "pixel_head", hidden, width, bias=model.head_bias, gradient="tokens"
         )
+    if model.attention_pool:
+        yield from _attention_pool(model)
     if model.pooler:
         yield from _linear("head", "pooler", "pooler", hidden, hidden, bias=True)
     if model.num_classes:
-        yield from _linear("head", "classifier", "classifier", hidden, model.num_classes, bias=True)
+        gradient = "tokens" if model.classifies_tokens else "whole"
+        yield from _linear(
+            "head", "classifier", "classifier", hidden, model.num_classes, bias=model.classifier_bias,
+            gradient=gradient,
+        )  # fmt: skip
+
+
+def _attention_pool(model: Model) -> Iterator[Weight]:
+    module, hidden = "head", model.hidden
+    yield Weight(module=module, op="pool_q", name="pool_query", shape=(hidden,))
+    for name, width in (("pool_q", hidden), ("pool_kv", 2 * hidden), ("pool_out", hidden)):
+        yield from _linear(module, name, name, hidden, width, bias=True, gradient="tokens")
+    yield from _norm(model, module, "pool_norm", hidden)
+    yield from _linear(module, "pool_fc1", "pool_fc1", hidden, model.ffn_hidden, bias=True)
+    yield from _linear(module, "pool_fc2", "pool_fc2", model.ffn_hidden, hidden, bias=True)
 
 
 # --- counts ------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ def check_grid(
         "latent attention": model.mla,
         "norms of queries": model.qk_norm,
         "sinks": model.sinks,
+        "layer scales": model.layer_scale,
     }
     for what, present in missing.items():
         if layout != "1d" and present:

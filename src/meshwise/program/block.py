@@ -51,7 +51,7 @@ def _with_narrow_input(model: Model, cut: Cut, op: Op) -> Op:
 @lru_cache(maxsize=256)
 def of_layer(model: Model, layer: Layer) -> Model:
     """`model` with the window of one of its layers, whose block is to be stated."""
-    return replace(model, sliding_window=layer.window, full_attention_every=0)
+    return replace(model, sliding_window=layer.window, full_attention_every=0, layers=())
 
 
 def shared_gradients(model: Model, cut: Cut, layer: Layer = Layer()) -> list[Op]:  # noqa: B008

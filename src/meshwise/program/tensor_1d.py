@@ -118,6 +118,9 @@ def leave(model: Model, cut: Cut, module: str, number: int) -> Iterator[Op]:
     """What follows the exchange that leaves a pair: a norm in blocks of four, dropout, residual."""
     if model.num_norms == 4:
         yield from norm(model, cut, module, f"post_norm{number}")
+    if model.layer_scale:
+        name = f"layer_scale{number}"
+        yield from elementwise(module, name, "layer_scale", cut.split_tokens, model.hidden, cut.precision)
     if model.dropout_frac:
         yield from elementwise(module, "dropout", "dropout", cut.split_tokens, model.hidden, cut.precision)
     yield from elementwise(

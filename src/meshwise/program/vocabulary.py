@@ -58,7 +58,7 @@ def _embed(model: Model, cut: Cut) -> Iterator[Op]:
     patches, rows = model.patches, cut.split_tokens
     if patches is not None:
         pixels = patches.channels * float(patches.patch**2)
-        yield from linear(module, "patch_proj", rows, pixels, hidden, prec, bias=True)
+        yield from linear(module, "patch_proj", rows, pixels, hidden, prec, bias=patches.bias)
         if patches.class_token:
             yield from elementwise(module, "class_token", "copy", cut.microbatch, hidden, prec)
     if model.vocab:
@@ -106,16 +106,41 @@ def _head(model: Model, cut: Cut) -> Iterator[Op]:
             bias=model.head_bias,
             frozen=is_frozen,
         )
+    if model.attention_pool:
+        yield from _attention_pool(model, cut)
     if model.pooler:
         yield from linear(module, "pooler", cut.microbatch, hidden, hidden, prec, bias=True, frozen=is_frozen)
         yield from elementwise(module, "pooler_tanh", "tanh", cut.microbatch, hidden, prec)
     if model.num_classes:
-        classes = float(model.num_classes)
+        rows, classes = (
+            cut.split_tokens if model.classifies_tokens else cut.microbatch,
+            float(model.num_classes),
+        )
         yield from linear(
-            module, "classifier", cut.microbatch, hidden, classes, prec, bias=True, frozen=is_frozen
+            module, "classifier", rows, hidden, classes, prec, bias=model.classifier_bias, frozen=is_frozen
         )
     if model.vocab and model.lm_head:
         yield from _predict(model, cut, "")
+
+
+def _attention_pool(model: Model, cut: Cut) -> Iterator[Op]:
+    """One learned query a sequence attends to all tokens of a rank, then a norm, and an MLP added to it.
+
+    Its scores and softmax (heads x tokens) are left out: they are hidden / head_dim times less than the keys.
+    """
+    module, batch, hidden, ffn = "head", cut.microbatch, float(model.hidden), float(model.ffn_hidden)
+
+    def layer(name: str, rows: Num, d_in: float, d_out: float) -> Iterator[Op]:
+        is_frozen = cut.lora_rank > 0
+        return linear(module, name, rows, d_in, d_out, cut.precision, bias=True, frozen=is_frozen)
+
+    yield from layer("pool_kv", cut.split_tokens, hidden, 2.0 * hidden)
+    yield from layer("pool_q", batch, hidden, hidden)
+    yield from layer("pool_out", batch, hidden, hidden)
+    yield from elementwise(module, "pool_norm", model.norm, batch, hidden, cut.precision)
+    yield from layer("pool_fc1", batch, hidden, ffn)
+    yield from elementwise(module, "pool_act", model.activation, batch, ffn, cut.precision)
+    yield from layer("pool_fc2", batch, ffn, hidden)
 
 
 def _predict(model: Model, cut: Cut, prefix: str) -> Iterator[Op]:
@@ -123,7 +148,9 @@ def _predict(model: Model, cut: Cut, prefix: str) -> Iterator[Op]:
     module, prec, hidden, is_frozen = "head", cut.precision, float(model.hidden), cut.lora_rank > 0
     if model.mlm_transform:
         rows = cut.split_tokens
-        yield from linear(module, "transform", rows, hidden, hidden, prec, bias=True, frozen=is_frozen)
+        yield from linear(
+            module, "transform", rows, hidden, hidden, prec, bias=model.norm_bias, frozen=is_frozen
+        )
         yield from elementwise(module, "transform_act", model.activation, rows, hidden, prec)
         yield from norm(model, cut, module, "transform_norm")
     vocab, name = model.vocab / cut.tp, f"{prefix}logits"

@@ -21,12 +21,13 @@ ANY: Values = ("any value",)
 """Every value of the field is priced (or lies outside the blocks, which are all that is priced)."""
 
 GPT_BLOCKS: Mapping[str, Values] = {
-    **dict.fromkeys(("name", "source", "checked", "aliases"), ANY),
+    **dict.fromkeys(("name", "source", "checked", "aliases", "left_out"), ANY),
     **dict.fromkeys(("num_layers", "hidden", "ffn_hidden", "num_heads", "num_kv_heads", "head_dim"), ANY),
     # Embeddings and heads, which the published models leave out.
     **dict.fromkeys(("vocab", "max_seq", "extra_position_rows", "tied_embedding", "token_types"), ANY),
     **dict.fromkeys(("embedding_norm", "final_norm", "patches", "lm_head", "head_bias"), ANY),
-    **dict.fromkeys(("mlm_transform", "pooler", "num_classes"), ANY),
+    **dict.fromkeys(("mlm_transform", "pooler", "attention_pool", "num_classes", "classifier_bias"), ANY),
+    **dict.fromkeys(("classifies_tokens",), ANY),
     # One form of a block: scores are full squares, dropout is always there, qkv has no bias.
     **dict.fromkeys(("causal", "dropout_frac", "qkv_bias"), ANY),
     **{"activation": ("gelu",), "norm": ("layernorm",), "norm_bias": (True,)},
