@@ -296,8 +296,8 @@ def _window(c: _Config) -> _Fields:
         raise ModelError(f"sliding_window_pattern is {every!r}; give layer_types, a name for each layer")
     if not window or not c.use_sliding_window:
         return {}
-    full = (layer < c.max_window_layers or (every and (layer + 1) % every == 0) for layer in layers)
-    return {"windows": tuple(window * (not here) for here in full)}
+    looks_back = (layer < c.max_window_layers or (every and (layer + 1) % every == 0) for layer in layers)
+    return {"windows": tuple(window * (not all_of_it) for all_of_it in looks_back)}
 
 
 def _moe_layers(c: _Config) -> _Pattern:

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from meshwise.core.errors import ModelError, PlanError
 from meshwise.machine.hardware import Cluster, find_cluster
-from meshwise.model.architecture import Model, checked_model
+from meshwise.model.architecture import Model, checked_model, layer_kinds
 from meshwise.model.find import find_model
 from meshwise.plan.mesh import Mesh, resolve
 from meshwise.plan.plan import Plan, plan_keys
@@ -93,9 +93,10 @@ def the_model(options: Options) -> Model:
         "a norm of embeddings": model.embedding_norm,
         "a parallel block": model.parallel_block,
         "sinks": model.sinks,
-        "a sliding window": model.sliding_window > 0,
+        "a sliding window": any(kind.window for kind in layer_kinds(model)),
         "attention that sees what follows": not model.causal,
         "no language-model head, or more than one": not model.lm_head or model.head_bias or model.pooler,
+        "layer scales": model.layer_scale,
         "patches": model.patches is not None,
         "token types": model.token_types > 0,
         "multi-token prediction": model.mtp_layers > 0,
