@@ -8,7 +8,7 @@ from types import ModuleType
 
 from meshwise.model.architecture import Layer, Model
 from meshwise.model.weights import block_weights
-from meshwise.program import tensor_1d, tensor_2d, tensor_2d_cp, tensor_3d, tensor_25d
+from meshwise.program import tensor_1d, tensor_2d, tensor_2d_cp, tensor_3d
 from meshwise.program.cut import Cut
 from meshwise.program.held import hold
 from meshwise.program.implementation import as_done_by
@@ -20,7 +20,7 @@ LAYOUTS: dict[str, ModuleType] = {
     "1d": tensor_1d,
     "2d": tensor_2d,
     "2d-cp": tensor_2d_cp,
-    "2.5d": tensor_25d,
+    "2.5d": tensor_2d,
     "3d": tensor_3d,
 }
 """The module that states the block of each tensor layout."""

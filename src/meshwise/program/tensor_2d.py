@@ -16,7 +16,10 @@ Attention, *heads split*: each rank has heads/c heads of its row's tokens, and a
 over the column. *Scores split* (`grid_scores`): each rank has d/c of the width of every head; the scores
 are an abt product [T/r, s/c], softmax all-reduces maxima and sums over the row, the mix is an ab product.
 
-The row's tokens may be cut once more by a depth, whose ranks share the weights: see `tensor_25d`.
+In 2.5 dimensions (Tesseract, arXiv 2105.14500) each of d depths is such a grid with 1/d of the row's tokens:
+a rank holds T/(r d) of them. The weights are the same in every depth, so their gradients are all-reduced over
+the depth in the backward, and keys and values are gathered over it. More depth means fewer panels of
+activations on the wire, and more copies of the weights.
 """
 
 from __future__ import annotations
@@ -28,14 +31,16 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.units import Num
-from meshwise.cost.op import KERNELS, Cost, matmul
+from meshwise.cost.op import Cost, matmul
 from meshwise.model.architecture import Model
 from meshwise.model.weights import Weight, Weights
-from meshwise.program.context import core_attention, score_kernels
+from meshwise.program import grid
+from meshwise.program.context import core_attention
 from meshwise.program.cut import Cut
+from meshwise.program.grid import softmax, tokens
 from meshwise.program.held import num_held
-from meshwise.program.op import Op, collective, elementwise, kernel
-from meshwise.program.tensor_1d import ATTENTION, MLP
+from meshwise.program.op import Op, collective, kernel
+from meshwise.program.tensor_1d import ATTENTION
 
 
 def shards(weight: Weight, cut: Cut) -> Num:
@@ -44,30 +49,13 @@ def shards(weight: Weight, cut: Cut) -> Num:
 
 
 def attention(model: Model, cut: Cut) -> Iterator[Op]:
-    """Norm, projections, core attention, output projection, dropout, residual."""
-    width = (model.num_heads + 2.0 * model.num_kv_heads) * model.head_dim
-    yield from norm(model, cut, ATTENTION, "norm1")
-    yield from linear(ATTENTION, "qkv", model.hidden, width, cut, bias=model.qkv_bias)
-    if model.positions == "rotary":
-        turned = (model.num_heads + model.num_kv_heads) * model.head_dim / cut.grid[0]
-        yield from elementwise(ATTENTION, "rotary", "rotary", tokens(cut), turned, cut.precision)
-    yield from _scores_split(model, cut) if cut.grid_scores else _heads_split(model, cut)
-    d_in = float(model.num_heads * model.head_dim)
-    kept = cut.grid_scores or not cut.flash
-    yield from linear(ATTENTION, "out_proj", d_in, model.hidden, cut, bias=model.out_bias, kept=kept)
-    yield from _leave(model, cut, ATTENTION, 1)
+    """The attention of a block."""
+    return grid.attention(model, cut, PRODUCTS)
 
 
 def mlp(model: Model, cut: Cut) -> Iterator[Op]:
-    """Norm, fc1, activation, fc2, dropout, residual."""
-    if model.num_norms > 1:
-        yield from norm(model, cut, MLP, "norm2")
-    ffn, width = float(model.ffn_hidden), model.ffn_hidden / cut.grid[0]
-    fc1 = 2.0 * ffn if model.gated else ffn
-    yield from linear(MLP, "fc1", model.hidden, fc1, cut, bias=model.linear_bias)
-    yield from elementwise(MLP, model.activation, model.activation, tokens(cut), width, cut.precision)
-    yield from linear(MLP, "fc2", ffn, model.hidden, cut, bias=model.linear_bias)
-    yield from _leave(model, cut, MLP, 2)
+    """The MLP of a block."""
+    return grid.mlp(model, cut, PRODUCTS)
 
 
 def shared_gradients(weights: Weights, cut: Cut) -> Iterator[Op]:
@@ -77,19 +65,10 @@ def shared_gradients(weights: Weights, cut: Cut) -> Iterator[Op]:
     yield collective("block", "shared_gradients", "step", "all_reduce", payload_bytes=payload, **_column(cut))
 
 
-def tokens(cut: Cut) -> Num:
-    """Tokens of one rank."""
-    return cut.tokens / (cut.grid[1] * _depth(cut))
-
-
 def num_panels(cut: Cut) -> Num:
     """Panels of one product."""
     columns, rows = (np.asarray(size).astype(np.int64) for size in cut.grid[:2])
     return cut.panels * np.lcm(columns, rows).astype(np.float64)
-
-
-def _depth(cut: Cut) -> Num:
-    return cut.grid[2] if len(cut.grid) > 2 else 1.0
 
 
 def _column(cut: Cut) -> dict[str, Any]:
@@ -144,57 +123,19 @@ def linear(
 ) -> Iterator[Op]:
     """Y = X W + b with X [tokens, d_in] and W [d_in, d_out] cut both ways, forward and backward.
 
-    The bias is added with the first panel. `kept` False: the op before keeps X already.
+    The bias is added with the first panel. `kept` False: the op before keeps X already. Depths share W, so
+    they sum its gradient behind the last panel.
     """
     rows, columns, local_in = tokens(cut), d_out / cut.grid[0], d_in / cut.grid[0]
     saved = rows * local_in * cut.precision.act_bytes if kept else 0.0
     yield from summa("ab", module, name, "forward", rows, columns, d_in, cut, saved_bytes=saved)
     yield from summa("abt", module, name, "backward", rows, d_in, columns, cut)
     yield from summa("atb", module, name, "backward", d_in, columns, rows, cut, is_weight_grad=True)
+    if len(cut.grid) > 2:
+        payload = d_in / cut.grid[1] * columns * cut.precision.act_bytes
+        yield collective(module, name, "backward", "all_reduce", payload_bytes=payload, **cut.axis(2))
     if bias:
         yield kernel(module, f"{name}_bias", "add_bias", rows, columns, cut.precision, phase="backward")
-
-
-# --- between the products ----------------------------------------------------------------------
-
-
-def norm(model: Model, cut: Cut, module: str, name: str) -> Iterator[Op]:
-    """A norm whose rows are spread over the ranks of a row: sums of a token are all-reduced, both ways."""
-    rows, width = tokens(cut), model.hidden / cut.grid[0]
-    payload = KERNELS[model.norm].statistics_bytes(rows, cut.precision.act_bytes)
-    for op in elementwise(module, name, model.norm, rows, width, cut.precision):
-        yield op
-        yield collective(module, name, op.phase, "all_reduce", payload_bytes=payload, **cut.axis(0))
-
-
-def softmax(rows: Num, width: Num, cut: Cut, model: Model) -> Iterator[Op]:
-    """Softmax, what comes before it, and dropout, of rows of scores that are spread over a row of ranks.
-
-    The forward all-reduces maxima, then sums; the backward the products of probability and gradient.
-    """
-    prec = cut.precision
-    for name in score_kernels(model):
-        for op in elementwise(ATTENTION, name, name, rows, width, prec):
-            yield replace(op, recomputed_bytes=op.saved_bytes)
-    ops = list(elementwise(ATTENTION, "softmax", "softmax", rows, width, prec))
-    for op, times in zip(ops, (2.0, 1.0), strict=True):
-        yield replace(op, recomputed_bytes=op.saved_bytes)
-        yield collective(
-            ATTENTION, "softmax", op.phase, "all_reduce", payload_bytes=prec.stat_bytes * rows, count=times,
-            **cut.axis(0),
-        )  # fmt: skip
-    if model.dropout_frac:
-        for op in elementwise(ATTENTION, "dropout_softmax", "dropout", rows, width, prec):
-            yield replace(op, recomputed_bytes=op.saved_bytes)
-
-
-def _leave(model: Model, cut: Cut, module: str, number: int) -> Iterator[Op]:
-    rows, width = tokens(cut), model.hidden / cut.grid[0]
-    if model.num_norms == 4:
-        yield from norm(model, cut, module, f"post_norm{number}")
-    if model.dropout_frac:
-        yield from elementwise(module, "dropout", "dropout", rows, width, cut.precision)
-    yield from elementwise(module, f"residual{number}", "residual", rows, width, cut.precision)
 
 
 # --- core attention ----------------------------------------------------------------------------
@@ -249,3 +190,8 @@ def _depth_keys(name: str, cut: Cut, local_bytes: Num) -> Iterator[Op]:
     kinds = (("forward", "all_gather"), ("backward", "all_gather"), ("backward", "reduce_scatter"))
     for phase, kind in kinds:
         yield collective(ATTENTION, name, phase, kind, payload_bytes=payload, **cut.axis(2))
+
+
+PRODUCTS = grid.Products(
+    linear, linear, lambda cut: (tokens(cut), cut.grid[0]), _heads_split, _scores_split, True
+)

@@ -22,18 +22,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from meshwise.core.units import Num
-from meshwise.cost.op import KERNELS, matmul
+from meshwise.cost.op import matmul
 from meshwise.model.architecture import Model
 from meshwise.model.weights import COLUMNS, Weight, Weights
+from meshwise.program import grid
 from meshwise.program.context import core_attention
 from meshwise.program.cut import Cut
+from meshwise.program.grid import softmax
 from meshwise.program.held import num_held
-from meshwise.program.op import Op, collective, elementwise, kernel
-from meshwise.program.tensor_1d import ATTENTION, MLP
-from meshwise.program.tensor_2d import softmax
+from meshwise.program.op import Op, collective, kernel
+from meshwise.program.tensor_1d import ATTENTION
 
 COL, ROW, DEPTH = 0, 1, 2
 FIRST, SECOND = (ROW, DEPTH, COL), (COL, DEPTH, ROW)
@@ -48,29 +50,13 @@ def shards(weight: Weight, cut: Cut) -> Num:
 
 
 def attention(model: Model, cut: Cut) -> Iterator[Op]:
-    """Norm, projections, core attention, output projection, dropout, residual."""
-    width = (model.num_heads + 2.0 * model.num_kv_heads) * model.head_dim
-    yield from _norm(model, cut, ATTENTION, "norm1")
-    yield from _linear(FIRST, ATTENTION, "qkv", model.hidden, width, cut, bias=model.qkv_bias)
-    if model.positions == "rotary":
-        turned = (model.num_heads + model.num_kv_heads) * model.head_dim / cut.grid[ROW]
-        yield from elementwise(ATTENTION, "rotary", "rotary", _tokens(cut, COL), turned, cut.precision)
-    yield from _scores_split(model, cut) if cut.grid_scores else _heads_split(model, cut)
-    d_in = float(model.num_heads * model.head_dim)
-    yield from _linear(SECOND, ATTENTION, "out_proj", d_in, model.hidden, cut, bias=model.out_bias)
-    yield from _leave(model, cut, ATTENTION, 1)
+    """The attention of a block."""
+    return grid.attention(model, cut, PRODUCTS)
 
 
 def mlp(model: Model, cut: Cut) -> Iterator[Op]:
-    """Norm, fc1, activation, fc2, dropout, residual."""
-    if model.num_norms > 1:
-        yield from _norm(model, cut, MLP, "norm2")
-    ffn, width = float(model.ffn_hidden), model.ffn_hidden / cut.grid[ROW]
-    fc1 = 2.0 * ffn if model.gated else ffn
-    yield from _linear(FIRST, MLP, "fc1", model.hidden, fc1, cut, bias=model.linear_bias)
-    yield from elementwise(MLP, model.activation, model.activation, _tokens(cut, COL), width, cut.precision)
-    yield from _linear(SECOND, MLP, "fc2", ffn, model.hidden, cut, bias=model.linear_bias)
-    yield from _leave(model, cut, MLP, 2)
+    """The MLP of a block."""
+    return grid.mlp(model, cut, PRODUCTS)
 
 
 def shared_gradients(weights: Weights, cut: Cut) -> Iterator[Op]:
@@ -82,11 +68,6 @@ def shared_gradients(weights: Weights, cut: Cut) -> Iterator[Op]:
         yield collective(
             "block", "shared_gradients", "step", "all_reduce", payload_bytes=payload, **cut.axis(axis)
         )
-
-
-def _tokens(cut: Cut, dim: int) -> Num:
-    """Tokens of one rank where the depth and axis `dim` cut them."""
-    return cut.tokens / (cut.grid[DEPTH] * cut.grid[dim])
 
 
 # --- products ----------------------------------------------------------------------------------
@@ -128,9 +109,11 @@ def product(
 
 
 def _linear(
-    axes: tuple[int, int, int], module: str, name: str, d_in: Num, d_out: Num, cut: Cut, *, bias: bool
-) -> Iterator[Op]:
+    axes: tuple[int, int, int], module: str, name: str, d_in: Num, d_out: Num, cut: Cut, *, bias: bool,
+    kept: bool = True,
+) -> Iterator[Op]:  # fmt: skip
     """Y = X W + b; the bias is added in the product, by the first rank of the axis that scatters Y."""
+    assert kept  # an all-to-all lies between the mixed values and what the output projection reads
     over_a, over_b, over_c = (cut.grid[dim] for dim in axes)
     m, n, k = cut.tokens / over_b, d_out / over_a, d_in / over_c
     yield from product(
@@ -139,26 +122,6 @@ def _linear(
     )  # fmt: skip
     if bias:
         yield kernel(module, f"{name}_bias", "add_bias", m, n, cut.precision, phase="backward")
-
-
-# --- between the products ----------------------------------------------------------------------
-
-
-def _norm(model: Model, cut: Cut, module: str, name: str) -> Iterator[Op]:
-    rows, width = _tokens(cut, ROW), model.hidden / cut.grid[COL]
-    payload = KERNELS[model.norm].statistics_bytes(rows, cut.precision.act_bytes)
-    for op in elementwise(module, name, model.norm, rows, width, cut.precision):
-        yield op
-        yield collective(module, name, op.phase, "all_reduce", payload_bytes=payload, **cut.axis(COL))
-
-
-def _leave(model: Model, cut: Cut, module: str, number: int) -> Iterator[Op]:
-    rows, width = _tokens(cut, ROW), model.hidden / cut.grid[COL]
-    if model.num_norms == 4:
-        yield from _norm(model, cut, module, f"post_norm{number}")
-    if model.dropout_frac:
-        yield from elementwise(module, "dropout", "dropout", rows, width, cut.precision)
-    yield from elementwise(module, f"residual{number}", "residual", rows, width, cut.precision)
 
 
 # --- core attention ----------------------------------------------------------------------------
@@ -192,3 +155,10 @@ def _scores_split(model: Model, cut: Cut) -> Iterator[Op]:
         FIRST, ATTENTION, "attend", num_q, dim, num_k, cut, batch=batch,
         saved_bytes=k_bytes + dropped, recomputed_bytes=dropped,
     )  # fmt: skip
+
+
+PRODUCTS = grid.Products(
+    partial(_linear, FIRST), partial(_linear, SECOND),
+    lambda cut: (cut.tokens / (cut.grid[DEPTH] * cut.grid[COL]), cut.grid[ROW]),
+    _heads_split, _scores_split, False,
+)  # fmt: skip

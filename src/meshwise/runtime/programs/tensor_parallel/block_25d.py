@@ -1,4 +1,4 @@
-"""Two and a half dimensions: depths of SUMMA grids that share their weights (`program.tensor_25d`)."""
+"""Two and a half dimensions: depths of SUMMA grids that share their weights (`program.tensor_2d`)."""
 
 from __future__ import annotations
 
