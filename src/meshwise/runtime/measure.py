@@ -22,7 +22,7 @@ import torch.distributed as dist
 from meshwise.core.ledger import Collective
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
 from meshwise.runtime.launch import Place
-from meshwise.runtime.programs import functions
+from meshwise.runtime.programs import attention_kernels as kernels
 from meshwise.runtime.programs.context import TORCH_DTYPES
 
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "all_to_all")
@@ -180,9 +180,9 @@ def attention_samples(device: str, effort: Effort) -> list[Sample]:
         q, k, v, grad = (
             torch.randn(1, heads, tokens, width, device=device).to(torch.bfloat16) for _ in range(4)
         )
-        out, lse = functions.flash_attention(q, k, v, True)
-        forward = partial(functions.flash_attention, q, k, v, True)
-        backward = partial(functions.flash_attention_backward, grad, q, k, v, out, lse, True)
+        out, lse = kernels.flash_attention(q, k, v, True)
+        forward = partial(kernels.flash_attention, q, k, v, True)
+        backward = partial(kernels.flash_attention_backward, grad, q, k, v, out, lse, True)
         sizes = (attended_pairs(tokens, tokens, causal=True), heads, heads, tokens, tokens, width, width)
         for name, call, work in (
             ("attention", forward, flash_attention),

@@ -22,11 +22,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from meshwise.model.architecture import Model, is_moe_layer
-from meshwise.runtime.programs.decoder_kernels import Attend, Rotate
+from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.functions import SwiGLU
 from meshwise.runtime.programs.local import local
 from meshwise.runtime.programs.mixture import Mixture, Routes
-from meshwise.runtime.programs.tensor_parallel.norm import Norm
+from meshwise.runtime.programs.norm import Norm
+from meshwise.runtime.programs.rotary import Rotate
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Recorder

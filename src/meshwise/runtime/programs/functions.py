@@ -16,7 +16,11 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.nn.functional import silu
 
-from meshwise.core.errors import MissingExtraError
+from meshwise.runtime.programs.attention_kernels import (
+    flash_attention,
+    flash_attention_backward,
+    merge_attention_,
+)
 
 Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 aten = torch.ops.aten
@@ -68,74 +72,7 @@ class Scores(torch.autograd.Function):
         return torch.bmm(grad, k), torch.bmm(grad.transpose(1, 2), q), None
 
 
-# --- attention without it ----------------------------------------------------------------------
-
-
-@custom_op("meshwise::flash_attention", mutates_args=())
-def flash_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Fused attention: output, and log-sum-exp per query in fp32 (fp64 inputs: fp64)."""
-    if query.device.type == "cpu":
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)
-    else:
-        _check_flash_dtype(query)
-        out, lse = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)[:2]
-    return out.contiguous(), lse.contiguous()
-
-
-flash_attention.register_fake(lambda query, *_: (query.new_empty(query.shape), empty_lse(query)))
-
-
-@custom_op("meshwise::flash_attention_backward", mutates_args=())
-def flash_attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v; `out` and `lse` may be those of a longer attention that this block is part of."""
-    if query.device.type == "cpu":
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, out, lse, 0.0, is_causal
-        )
-    else:
-        sizes = query.shape[2], key.shape[2]
-        none = torch.empty(0, dtype=torch.uint64, device=query.device)
-        grads = aten._scaled_dot_product_flash_attention_backward(
-            grad, query, key, value, out, lse, None, None, *sizes, 0.0, is_causal, none, none
-        )
-    return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
-
-
-def empty_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    """Memory of the gradients of `query`, `key` and `value`: what a backward of attention returns."""
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-
-
-flash_attention_backward.register_fake(empty_gradients)
-
-
-def empty_lse(query: Tensor) -> Tensor:
-    """Memory of one log-sum-exp for each row of `query` [batch, heads, tokens, head size]."""
-    return query.new_empty(query.shape[:3], dtype=lse_dtype(query))
-
-
-def lse_dtype(query: Tensor) -> torch.dtype:
-    """The dtype of log-sum-exp, in which blocks of attention are merged too."""
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
-
-
-def _check_flash_dtype(query: Tensor) -> None:
-    if query.dtype not in (torch.bfloat16, torch.float16):
-        raise MissingExtraError("flash attention on a GPU takes bf16 or fp16; choose --dtype bf16")
-
-
 # --- attention over a ring of ranks ------------------------------------------------------------
-
-
-@custom_op("meshwise::merge_attention_", mutates_args={"out", "lse"})
-def merge_attention_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Take one more block of keys into `out` and `lse`: each output weighs as much as its softmax sum."""
-    both = torch.logaddexp(lse, block_lse)
-    out.mul_((lse - both).exp_().unsqueeze(-1))
-    out.addcmul_(block_out.to(out.dtype), (block_lse - both).exp_().unsqueeze(-1))
-    lse.copy_(both)
 
 
 class RingAttention(torch.autograd.Function):

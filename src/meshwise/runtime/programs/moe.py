@@ -250,43 +250,30 @@ class SparseDispatch:
         return parts[0] + parts[1] if len(parts) > 1 else parts[0]
 
 
-class _ToTensorParallel(torch.autograd.Function):
-    """Each rank computes a part from the same input: the gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+def _alias(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.view_as(x)
 
 
-class _FromTensorParallel(torch.autograd.Function):
-    """The sum over ranks of their parts; each part gets the whole gradient."""
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    dist.all_reduce(x, group=group)
+    return x
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        x = x.contiguous().clone() if x.requires_grad else x.contiguous()
-        dist.all_reduce(x, group=group)
-        return x
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+def _summed_copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return _summed(x.clone(), group)
 
 
 def to_tensor_parallel(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """`x`, at the entrance of layers that are cut over `group`."""
-    return x if group is None else _ToTensorParallel.apply(x, group)
+    """`x`, at the entrance of layers that are cut over `group`: each rank's gradient is a part of the sum."""
+    return x if group is None else Exchange.apply(x, _alias, _summed_copy, group)
 
 
 def from_tensor_parallel(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of the parts `x`, at the exit of layers that are cut over `group`."""
-    return x if group is None else _FromTensorParallel.apply(x, group)
+    """The sum of the parts `x`, at the exit of layers cut over `group`: each gets the whole gradient."""
+    if group is None:
+        return x
+    there = _summed_copy if x.requires_grad else _summed
+    return Exchange.apply(x.contiguous(), there, _alias, group)
 
 
 class Linear(nn.Module):

@@ -45,7 +45,7 @@ def ulysses_difference(
         for name, one, whole in zip(inputs, inputs.values(), [x, *weights], strict=True):
             assert whole.grad is not None
             pairs[f"d {name}"] = (one.grad, whole.grad[mine] if name == "input" else whole.grad)
-    return _largest_differences(pairs)
+    return largest_differences(pairs)
 
 
 def model_2d_difference(
@@ -70,7 +70,7 @@ def model_2d_difference(
         pairs["d input"] = (start.grad, x.grad[mine])
         pairs["dW1"] = (weight_grads[0], first.grad.chunk(tp, dim=2)[column])
         pairs["dW2"] = (weight_grads[1], second.grad.chunk(tp, dim=1)[column])
-    return _largest_differences(pairs)
+    return largest_differences(pairs)
 
 
 def _rows_of(output: Tensor) -> slice:
@@ -78,7 +78,7 @@ def _rows_of(output: Tensor) -> slice:
     return slice(dist.get_rank() * output.shape[0], (dist.get_rank() + 1) * output.shape[0])
 
 
-def _largest_differences(pairs: Mapping[str, tuple[Tensor | None, Tensor]]) -> dict[str, float]:
+def largest_differences(pairs: Mapping[str, tuple[Tensor | None, Tensor]]) -> dict[str, float]:
     """Of each pair, the largest absolute difference over all elements and all ranks."""
     found = {}
     for name, (one, other) in pairs.items():

@@ -2,7 +2,7 @@
 
 `torch.distributed.tensor.experimental` passes keys and values round the ring and merges the blocks'
 outputs. It knows torch's own attention kernels on GPUs; here the same templates call
-`meshwise::grouped_attention`, which runs everywhere and keeps what it says it keeps.
+`meshwise::attention`, which runs everywhere and keeps what it says it keeps.
 
 Under a causal mask each rank holds an early and a late part of the sequence (torch's head-tail balance), so
 that all work alike. Source: arXiv 2310.01889; torch/distributed/tensor/experimental/_context_parallel.
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention
 
-from meshwise.runtime.programs.decoder_kernels import grouped_attention, grouped_attention_backward
+from meshwise.runtime.programs.attention_kernels import attention, attention_backward
 
 ROTATIONS = {"ring": _attention._RotateMethod.ALL_TO_ALL, "all_gather": _attention._RotateMethod.ALL_GATHER}
 """How keys and values come round, by the names of a `Plan`: a hop at a time, or all at once."""
@@ -39,7 +39,7 @@ class RingAttend(torch.autograd.Function):
         """[batch, heads, own tokens, width] -> [batch, own tokens, heads, width]."""
         with _options(q, kind):
             out, lse = _attention._templated_ring_attention(
-                group, 2, grouped_attention, q, k, v, is_causal=True
+                group, 2, attention, q, k, v, query_spans=[], is_causal=True
             )
         out = out.transpose(1, 2).contiguous()
         ctx.group, ctx.kind = group, kind
@@ -52,7 +52,7 @@ class RingAttend(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
 
         def op(*, logsumexp: Tensor, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
-            return grouped_attention_backward(lse=logsumexp, **named)
+            return attention_backward(lse=logsumexp, query_spans=[], **named)
 
         with _options(q, ctx.kind):
             dq, dk, dv = _attention._templated_ring_attention_backward(

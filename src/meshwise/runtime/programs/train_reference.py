@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwise.runtime.programs.decoder import TABLE, TIED, Decoder, Setting
-from meshwise.runtime.programs.decoder_kernels import turns
 from meshwise.runtime.programs.mixture import routes
 from meshwise.runtime.programs.parallelize import fill
+from meshwise.runtime.programs.rotary import turns
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.training import Trainer

@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
+from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.decoder import Decoder, Setting
-from meshwise.runtime.programs.decoder_kernels import Attend, turns
 from meshwise.runtime.programs.mixture import Experts, Routes, routes
 from meshwise.runtime.programs.parallelize import cut_tensors, shard_states
 from meshwise.runtime.programs.pipeline import make_schedule
 from meshwise.runtime.programs.ring import RingAttend, own_places
+from meshwise.runtime.programs.rotary import turns
 from meshwise.runtime.programs.train_options import Options, Place, rank_layers, the_mesh, the_model, the_plan
 
 if TYPE_CHECKING:

@@ -169,18 +169,11 @@ def main(options: Options, context: Context) -> dict[str, Any]:
 def _layout(options: Options, context: Context) -> Layout:
     from meshwise.runtime.programs.tensor_parallel.block_1d import Layout1D
     from meshwise.runtime.programs.tensor_parallel.block_2d import Layout2D
-    from meshwise.runtime.programs.tensor_parallel.block_2d_cp import Layout2DCP
     from meshwise.runtime.programs.tensor_parallel.block_3d import Layout3D
-    from meshwise.runtime.programs.tensor_parallel.block_25d import Layout25D
 
-    kinds: dict[str, type[Layout]] = {
-        "1d": Layout1D,
-        "2d": Layout2D,
-        "2d-cp": Layout2DCP,
-        "2.5d": Layout25D,
-        "3d": Layout3D,
-    }
-    return kinds[options.layout](context, model_of(options), cut_of(options, context.world_size))
+    kinds: dict[str, type[Layout]] = {"1d": Layout1D, "2d-cp": Layout1D, "3d": Layout3D}
+    kind = kinds.get(options.layout, Layout2D)
+    return kind(context, model_of(options), cut_of(options, context.world_size))
 
 
 def _inputs(options: Options, on: Layout) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

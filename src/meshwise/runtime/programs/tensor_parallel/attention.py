@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from meshwise.runtime.programs.tensor_parallel.exchange import Axis, all_max, all_sum, gather, scatter
-from meshwise.runtime.programs.tensor_parallel.kernels import (
+from meshwise.runtime.programs.attention_kernels import (
+    attention,
+    attention_backward,
     divide_rows_,
     exponentials_,
     row_products,
     scale_and_mask_,
     scores_backward_,
-    span_attention,
-    span_attention_backward,
 )
+from meshwise.runtime.programs.tensor_parallel.exchange import Axis, all_max, all_sum, gather, scatter
 from meshwise.runtime.programs.tensor_parallel.product import OfActivations
 from meshwise.runtime.programs.tensor_parallel.spans import Spans, chunk_order, flat, rank_spans
 
@@ -117,7 +117,7 @@ class FusedAttention(torch.autograd.Function):
             key, value = on.sequence.gather(keys_values, 0).permute(1, 2, 0, 3).chunk(2, 1)
         with on.recorder.op("flash"):
             spans = flat(on.sequence.mine)
-            out, lse = span_attention(query, key, value, spans, on.sequence.is_causal)
+            out, lse = attention(query, key, value, spans, on.sequence.is_causal)
         result = out.permute(2, 0, 1, 3).view(qkv.shape[0], -1)
         ctx.on = on
         ctx.save_for_backward(qkv, result, lse)
@@ -134,7 +134,7 @@ class FusedAttention(torch.autograd.Function):
             out, grad = (
                 x.view(-1, on.batch, on.heads, on.head_dim).permute(1, 2, 0, 3) for x in (result, grad)
             )
-            dq, dk, dv = span_attention_backward(
+            dq, dk, dv = attention_backward(
                 grad, query, key, value, out, lse, flat(on.sequence.mine), on.sequence.is_causal
             )
         with on.recorder.op("keys_values"):

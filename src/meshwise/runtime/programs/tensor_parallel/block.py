@@ -18,9 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwise.model.architecture import Model
+from meshwise.model.architecture import Layer, Model
+from meshwise.model.weights import block_weights
 from meshwise.program.cut import Cut
 from meshwise.runtime.programs.functions import SwiGLU
+from meshwise.runtime.programs.norm import Norm
 from meshwise.runtime.programs.tensor_parallel.attention import (
     Heads,
     Sequence,
@@ -30,7 +32,6 @@ from meshwise.runtime.programs.tensor_parallel.attention import (
     drop,
 )
 from meshwise.runtime.programs.tensor_parallel.exchange import Axis, all_sum
-from meshwise.runtime.programs.tensor_parallel.norm import Norm
 from meshwise.runtime.programs.tensor_parallel.product import OfActivations, Product, linear
 from meshwise.runtime.programs.tensor_parallel.spans import Index, Spans, flat, split
 
@@ -44,7 +45,7 @@ PAIRS = (("norm1", "qkv", "out_proj"), ("norm2", "fc1", "fc2"))
 
 
 class Layout(ABC):
-    """One rank's part of a block of `model` under `cut`, on the groups of `context` (its `axes`).
+    """One rank's part of a block of `model` under `cut`, on groups of `context`.
 
     `into_pair` and `out_of_pair` are the products of the first matmul of a pair (qkv, fc1) and of the
     second, `scores` and `mix` those of attention whose scores are split. The rows of a norm are spread over
@@ -52,7 +53,6 @@ class Layout(ABC):
     rank holds between the matmuls; `sequence` is that of its attention, `heads` what it has of the heads.
     """
 
-    axes: list[Axis]
     into_pair: Product
     out_of_pair: Product
     scores: Product
@@ -177,23 +177,12 @@ def sections(model: Model) -> dict[str, list[tuple[int, int]]]:
 
 
 def shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """The whole weights of a block."""
-    inner = {name: sum(units * width for units, width in parts) for name, parts in sections(model).items()}
+    """The whole weights of a block, the layers that one matmul does side by side."""
     found: dict[str, tuple[int, ...]] = {}
-    biases = {
-        "qkv": model.qkv_bias,
-        "out_proj": model.out_bias,
-        "fc1": model.linear_bias,
-        "fc2": model.linear_bias,
-    }
-    for norm_name, first, second in PAIRS:
-        found[f"{norm_name}.weight"] = (model.hidden,)
-        if model.norm == "layernorm":
-            found[f"{norm_name}.bias"] = (model.hidden,)
-        for name, shape in ((first, (model.hidden, inner[first])), (second, (inner[second], model.hidden))):
-            found[f"{name}.weight"] = shape
-            if biases[name]:
-                found[f"{name}.bias"] = shape[1:]
+    for weight in block_weights(model, Layer()):
+        name = f"{weight.op}.{'bias' if weight.name.endswith('_bias') else 'weight'}"
+        *rows, columns = weight.shape
+        found[name] = (*rows, columns + found.get(name, (0,))[-1])
     return found
 
 

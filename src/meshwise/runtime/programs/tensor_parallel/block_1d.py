@@ -2,7 +2,8 @@
 
 With sequence parallelism a rank holds 1/t of the tokens between the pairs: they are gathered where a pair
 begins and reduce-scattered where it ends. Without it every rank holds all tokens, and an all-reduce does
-both at once. The rows of a grid of several (`Layout2DCP`) each have their part of the sequence.
+both at once. In columns x sequence (`program.tensor_2d_cp`) there are several such rows, each with its part
+of the sequence: between them they exchange keys and values, and once a step the gradients of all weights.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ class Layout1D(Layout):
         super().__init__(context, model, cut)
         self.tp, sequence = self._groups()
         self.take_heads(sequence, parts=self.tp.size, width_parts=1)
-        self.axes = [axis for axis in (self.tp, sequence.along) if axis]
         self.columns, self.tokens = everything(model.hidden), sequence.mine
         if cut.sequence_parallel:
             self.tokens = part(sequence.mine, self.tp.index, self.tp.size)
@@ -43,8 +43,12 @@ class Layout1D(Layout):
         self.out_of_pair = Gathered(one, one, self.tp, has_whole_rows)
 
     def _groups(self) -> tuple[Axis, Sequence]:
-        mesh = self.context.mesh(tp=self.context.world_size)
-        return axis(mesh, "tp"), Sequence(self.seq, self.model.causal)
+        if self.cut.layout == "1d":
+            mesh = self.context.mesh(tp=self.context.world_size)
+            return axis(mesh, "tp"), Sequence(self.seq, self.model.causal)
+        columns, rows = map(int, self.cut.grid)
+        mesh = self.context.mesh(tp_row=rows, tp_col=columns)
+        return axis(mesh, "tp_col"), Sequence(self.seq, self.model.causal, axis(mesh, "tp_row"))
 
     def pieces(self) -> Pieces:
         """Columns of the first matrices, rows of the second, all of the rest."""
@@ -55,6 +59,8 @@ class Layout1D(Layout):
         return with_vectors(self.model, matrices, self.columns)
 
     def shared(self) -> list[tuple[list[str], Axis]]:
-        """The norms, where each rank has seen its own tokens only."""
+        """The norms, where each rank has seen its own tokens only; then everything, over the rows."""
         norms = [name for name in self.pieces() if name.startswith("norm")]
-        return [(norms, self.tp)] if self.cut.sequence_parallel else []
+        shared = [(norms, self.tp)] if self.cut.sequence_parallel else []
+        rows = self.sequence.along
+        return shared if rows is None else [*shared, (list(self.pieces()), rows)]

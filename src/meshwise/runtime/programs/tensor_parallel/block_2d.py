@@ -144,14 +144,16 @@ class Summa:
 
 
 class Layout2D(Layout):
-    """A grid of columns x rows: the rank has T / rows tokens in h / columns of their width."""
+    """A grid of columns x rows: the rank has T / rows tokens in h / columns of their width.
+
+    With a depth (2.5 dimensions) there are several such grids, which share their weights: T / (rows depth).
+    """
 
     def __init__(self, context: Context, model: Model, cut: Cut) -> None:
         super().__init__(context, model, cut)
         self.depth: Axis | None = None
         self.row, self.column, self.over_tokens = self._groups()
         self.row_axis = self.row
-        self.axes = [axis for axis in (self.row, self.column, self.depth) if axis]
         sequence = Sequence(self.seq, model.causal, self.over_tokens)
         self.take_heads(sequence, parts=self.row.size, width_parts=self.row.size)
         self.tokens = sequence.mine
@@ -162,10 +164,15 @@ class Layout2D(Layout):
         self.scores = replace(self.mix, transposed=True)
 
     def _groups(self) -> tuple[Axis, Axis, Axis]:
-        """The row, the column, and the ranks that hold the other tokens of the same columns."""
-        columns, rows = map(int, self.cut.grid)
-        mesh = self.context.mesh(tp_row=rows, tp_col=columns)
-        return axis(mesh, "tp_col"), axis(mesh, "tp_row"), axis(mesh, "tp_row")
+        """The row, the column, and the ranks of all depths that hold other tokens of the same columns."""
+        columns, rows, *depths = map(int, self.cut.grid)
+        if not depths:
+            mesh = self.context.mesh(tp_row=rows, tp_col=columns)
+            return axis(mesh, "tp_col"), axis(mesh, "tp_row"), axis(mesh, "tp_row")
+        mesh = self.context.mesh(tp_depth=depths[0], tp_row=rows, tp_col=columns)
+        over_tokens = self.context.mesh(tp_seq=depths[0] * rows, tp_col=columns)
+        self.depth = axis(mesh, "tp_depth")
+        return axis(mesh, "tp_col"), axis(mesh, "tp_row"), axis(over_tokens, "tp_seq")
 
     def pieces(self) -> Pieces:
         """Blocks of all matrices. The order of inner columns is that in which the row holds them."""

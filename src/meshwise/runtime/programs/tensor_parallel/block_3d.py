@@ -74,7 +74,7 @@ class Layout3D(Layout):
         columns, rows, depths = map(int, cut.grid)
         mesh = context.mesh(tp_depth=depths, tp_row=rows, tp_col=columns)
         self.col, self.row, self.depth = (axis(mesh, name) for name in ("tp_col", "tp_row", "tp_depth"))
-        self.axes, self.row_axis = [self.col, self.row, self.depth], self.col
+        self.row_axis = self.col
         self.into_pair = self.mix = Gathered(self.row, self.depth, self.col)
         self.out_of_pair = Gathered(self.col, self.depth, self.row)
         self.scores = replace(self.out_of_pair, transposed=True)

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwise.model.architecture import Model
+from meshwise.runtime.programs.norm import EPSILON
+from meshwise.runtime.programs.reference import largest_differences
 from meshwise.runtime.programs.tensor_parallel.block import Layout, Weights, shapes
-from meshwise.runtime.programs.tensor_parallel.exchange import all_max
-from meshwise.runtime.programs.tensor_parallel.norm import EPSILON
 from meshwise.runtime.programs.tensor_parallel.spans import positions
 
 if TYPE_CHECKING:
@@ -94,10 +94,7 @@ def differences(on: Layout, x: Tensor, y: Tensor, weights: Weights, seed: int) -
     grads = my_pieces(on, {name: _grad(leaf) for name, leaf in leaves.items()})
     pairs = {"output": (y, my_part(on, expected)), "d input": (_grad(x), my_part(on, _grad(whole_x)))}
     pairs |= {f"d {name}": (_grad(weight), grads[name]) for name, weight in weights.items()}
-    largest = torch.stack([(one.double() - other).abs().max() for one, other in pairs.values()]).detach()
-    for along in on.axes:
-        all_max(largest, along)
-    return dict(zip(pairs, largest.tolist(), strict=True))
+    return largest_differences(pairs)
 
 
 def _grad(tensor: Tensor) -> Tensor:

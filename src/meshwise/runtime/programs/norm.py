@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from meshwise.runtime.programs.functions import lse_dtype
+from meshwise.runtime.programs.attention_kernels import lse_dtype
 from meshwise.runtime.programs.tensor_parallel.exchange import Axis, all_sum
 
 EPSILON = 1e-5

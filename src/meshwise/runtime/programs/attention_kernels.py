@@ -1,0 +1,238 @@
+"""The local kernels of attention, each an op of its own in a ledger: softmax in steps, fused attention.
+
+Where rows are spread over ranks, sums are exchanged between the steps of softmax. Row statistics are fp32
+(fp64 for fp64 inputs). Attention tensors are [batch, heads, tokens, head size].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from meshwise.core.errors import MissingExtraError
+
+aten = torch.ops.aten
+
+# --- softmax -----------------------------------------------------------------------------------
+
+
+@custom_op("meshwise::scale_and_mask_", mutates_args={"scores"})
+def scale_and_mask_(
+    scores: Tensor, scale: float, row_spans: list[int], column_spans: list[int], is_causal: bool
+) -> Tensor:
+    """Scores [batch, rows, columns] times `scale`, masked in place; returns each row's maximum.
+
+    The spans say which tokens the rows and columns are: begin, end, begin, end, ...
+    """
+    scores.mul_(scale)
+    if is_causal:
+        rows, columns = (_positions(spans, scores.device) for spans in (row_spans, column_spans))
+        scores.masked_fill_(columns[None, :] > rows[:, None], float("-inf"))
+    return scores.amax(-1).to(lse_dtype(scores))
+
+
+scale_and_mask_.register_fake(lambda scores, *_: scores.new_empty(scores.shape[:-1], dtype=lse_dtype(scores)))
+
+
+@custom_op("meshwise::exponentials_", mutates_args={"scores"})
+def exponentials_(scores: Tensor, maxima: Tensor) -> Tensor:
+    """exp(score - maximum) in place; returns each row's sum."""
+    wide = (scores.to(maxima.dtype) - maxima[..., None]).exp_()
+    scores.copy_(wide)
+    return wide.sum(-1)
+
+
+exponentials_.register_fake(lambda scores, maxima: torch.empty_like(maxima))
+
+
+@custom_op("meshwise::divide_rows_", mutates_args={"scores"})
+def divide_rows_(scores: Tensor, sums: Tensor) -> None:
+    """Each row over its sum, in place."""
+    scores.div_(sums[..., None])
+
+
+@custom_op("meshwise::row_products", mutates_args=())
+def row_products(grad: Tensor, probabilities: Tensor) -> Tensor:
+    """Each row's sum of gradient times probability."""
+    return (grad.to(lse_dtype(grad)) * probabilities).sum(-1)
+
+
+row_products.register_fake(lambda grad, *_: grad.new_empty(grad.shape[:-1], dtype=lse_dtype(grad)))
+
+
+@custom_op("meshwise::scores_backward_", mutates_args={"grad"})
+def scores_backward_(grad: Tensor, probabilities: Tensor, products: Tensor, scale: float) -> None:
+    """Gradient of the scores, in place of that of the probabilities."""
+    grad.copy_((grad.to(products.dtype) - products[..., None]) * probabilities * scale)
+
+
+def _positions(spans: list[int], device: torch.device) -> Tensor:
+    pairs = zip(spans[::2], spans[1::2], strict=True)
+    return torch.cat([torch.arange(begin, end, device=device) for begin, end in pairs])
+
+
+# --- fused attention ---------------------------------------------------------------------------
+
+
+@custom_op("meshwise::flash_attention", mutates_args=())
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Fused attention: output, and log-sum-exp per query in fp32 (fp64 inputs: fp64)."""
+    if query.device.type == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)
+    else:
+        _check_flash_dtype(query)
+        out, lse = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)[:2]
+    return out.contiguous(), lse.contiguous()
+
+
+flash_attention.register_fake(lambda query, *_: (query.new_empty(query.shape), empty_lse(query)))
+
+
+@custom_op("meshwise::flash_attention_backward", mutates_args=())
+def flash_attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v; `out` and `lse` may be those of a longer attention that this block is part of."""
+    if query.device.type == "cpu":
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, out, lse, 0.0, is_causal
+        )
+    else:
+        sizes = query.shape[2], key.shape[2]
+        none = torch.empty(0, dtype=torch.uint64, device=query.device)
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            grad, query, key, value, out, lse, None, None, *sizes, 0.0, is_causal, none, none
+        )
+    return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
+
+
+def empty_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    """Memory of the gradients of `query`, `key` and `value`: what a backward of attention returns."""
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+flash_attention_backward.register_fake(empty_gradients)
+
+
+def empty_lse(query: Tensor) -> Tensor:
+    """Memory of one log-sum-exp for each row of `query` [batch, heads, tokens, head size]."""
+    return query.new_empty(query.shape[:3], dtype=lse_dtype(query))
+
+
+def lse_dtype(query: Tensor) -> torch.dtype:
+    """The dtype of log-sum-exp, in which blocks of attention are merged too."""
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+def _check_flash_dtype(query: Tensor) -> None:
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        raise MissingExtraError("flash attention on a GPU takes bf16 or fp16; choose --dtype bf16")
+
+
+@custom_op("meshwise::merge_attention_", mutates_args={"out", "lse"})
+def merge_attention_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Take one more block of keys into `out` and `lse`: each output weighs as much as its softmax sum."""
+    both = torch.logaddexp(lse, block_lse)
+    out.mul_((lse - both).exp_().unsqueeze(-1))
+    out.addcmul_(block_out.to(out.dtype), (block_lse - both).exp_().unsqueeze(-1))
+    lse.copy_(both)
+
+
+@custom_op("meshwise::attention", mutates_args=())
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, query_spans: list[int], is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Fused attention of the tokens in `query_spans` (empty: all) to the whole sequence: output, log-sum-exp.
+
+    Fewer key than query heads are shared by as many query heads each. A causal span sees all keys before
+    it and, itself, those up to its diagonal: two calls of the kernel, merged by their log-sum-exp. The
+    output lies in memory as the queries do, as the projection after it reads it.
+    """
+    out, lse = _empty_output(query, value), empty_lse(query)
+    key, value = (_repeated(x, query.shape[1]) for x in (key, value))
+    for rows, blocks in _blocks(query_spans, query, key, is_causal):
+        parts = [
+            flash_attention(query[:, :, rows], key[:, :, keys], value[:, :, keys], diagonal)
+            for keys, diagonal in blocks
+        ]
+        total, total_lse = parts[0]
+        for part in parts[1:]:
+            total = total.to(lse.dtype)
+            merge_attention_(total, total_lse, *part)
+        out[:, :, rows], lse[:, :, rows] = total, total_lse
+    return out, lse
+
+
+attention.register_fake(lambda query, key, value, *_: (_empty_output(query, value), empty_lse(query)))
+
+
+@custom_op("meshwise::attention_backward", mutates_args=())
+def attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, query_spans: list[int],
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key and value; a key head's is the sum over the query heads that share it."""
+    kv_heads = key.shape[1]
+    key, value = (_repeated(x, query.shape[1]) for x in (key, value))
+    if len(query_spans) <= 2 and key.shape[2] == query.shape[2]:  # one block
+        saved = out.contiguous(), lse.contiguous()
+        dq, dk, dv = flash_attention_backward(grad.contiguous(), query, key, value, *saved, is_causal)
+    else:
+        dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value))
+        for rows, blocks in _blocks(query_spans, query, key, is_causal):
+            known = (out[:, :, rows].contiguous(), lse[:, :, rows].contiguous())
+            for keys, diagonal in blocks:
+                seen = query[:, :, rows], key[:, :, keys], value[:, :, keys]
+                grads = flash_attention_backward(grad[:, :, rows].contiguous(), *seen, *known, diagonal)
+                dq[:, :, rows] += grads[0]
+                dk[:, :, keys] += grads[1]
+                dv[:, :, keys] += grads[2]
+    dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (dk, dv))
+    return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
+
+
+attention_backward.register_fake(empty_gradients)
+
+
+def _empty_output(query: Tensor, value: Tensor) -> Tensor:
+    return torch.empty_like(query[..., : value.shape[3]])
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _blocks(
+    spans: list[int], query: Tensor, key: Tensor, is_causal: bool
+) -> list[tuple[slice, list[tuple[slice, bool]]]]:
+    """Per span, its rows among the queries and the blocks of keys it sees (True: only below the diagonal)."""
+    rows, done = [], 0
+    spans = spans or [0, query.shape[2]]
+    for begin, end in zip(spans[::2], spans[1::2], strict=True):
+        blocks = [(slice(begin, end), True)] if is_causal else [(slice(0, key.shape[2]), False)]
+        if is_causal and begin:
+            blocks.append((slice(0, begin), False))
+        rows.append((slice(done, done + end - begin), blocks))
+        done += end - begin
+    return rows
+
+
+class Attend(torch.autograd.Function):
+    """Fused attention with its backward; keeps q, k, v, the output and log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        """[batch, heads, tokens, width] -> [batch, tokens, heads, width]."""
+        out, lse = attention(q, k, v, [], is_causal)
+        ctx.is_causal = is_causal
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Recomputes the scores from log-sum-exp."""
+        saved = ctx.saved_tensors
+        return *attention_backward(grad.transpose(1, 2), *saved, [], ctx.is_causal), None
