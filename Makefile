@@ -10,13 +10,25 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "meshwise needs Python 3.11 or newer; set PYTHON=")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv: about two minutes, 2 GB with torch"
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[all]'
 	touch $(STAMP)
 
-demo: install
-	$(BIN)/meshwise estimate gpt3-175b --cluster a100-80g-sxm:4 --plan tp=4,sp=1 --batch 1 --seq 2048 --per-layer
-	$(BIN)/meshwise estimate gpt3-175b --cluster a100-80g-sxm:512 --plan tp=8,pp=8,vpp=3,recompute=selective \
-	    --batch 512 --seq 2048 --tokens 300e9
+DEMO := llama3-70b --cluster h100-80g-sxm:64 --batch 128 --seq 8192
+
+demo: install  # four commands, about ten seconds once installed
+	@echo "1/4  What does a step of Llama 3 70B cost on 64 H100, with tensor and pipeline parallelism?"
+	@$(BIN)/meshwise estimate $(DEMO) --plan tp=8,pp=2 | sed -n 1,6p
+	@echo; echo "2/4  Which plan is the fastest that fits?"
+	@$(BIN)/meshwise search $(DEMO) --top 3
+	@echo "3/4  What does a run of a trillion tokens cost with it, at 2 dollars a GPU-hour?"
+	@$(BIN)/meshwise estimate $(DEMO) --plan cp=4,zero=3 --tokens 1T --price 2 | sed -n 7,10p
+	@echo; echo "4/4  Where does the time go? A picture: out/step.png"
+	@mkdir -p out && $(BIN)/meshwise estimate $(DEMO) --plan cp=4,zero=3 --plot out/step.png > out/step.txt
+	@echo; echo "Next:  source .venv/bin/activate"
+	@echo "       meshwise web                       the same in the browser"
+	@echo "       meshwise run ulysses --ranks 4     a real torch program on four processes of this machine"
+	@echo "       meshwise --help                    all verbs; docs/index.md is where to start reading"
 
 check: install
 	$(BIN)/ruff check src tests benchmarks
