@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test check fuzz bench docs site clean
+.PHONY: install demo test check fuzz bench docs site package release clean
 
 install: $(STAMP)
 
@@ -52,6 +52,13 @@ docs: install
 
 site: install  # the pages as a site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+package: install  # the wheel, made from the sdist, in an empty environment: it prices a plan without torch
+	$(BIN)/python tests/package.py
+
+release: test site package  # everything that must hold before a version is tagged
+	$(BIN)/pytest tests/test_cli.py -k version
+	git diff --quiet && git diff --cached --quiet || { echo "commit first"; exit 1; }
 
 clean:
 	rm -rf .venv build dist out site

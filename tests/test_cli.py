@@ -42,6 +42,12 @@ def test_version(meshwise: Any) -> None:
     assert meshwise("--version").out == f"meshwise {mw.__version__}\n"
 
 
+def test_every_file_names_the_same_version() -> None:
+    root = Path(__file__).parent.parent
+    assert f"version: {mw.__version__}\n" in (root / "CITATION.cff").read_text()
+    assert f"\n## {mw.__version__} (" in (root / "CHANGELOG.md").read_text()
+
+
 @pytest.mark.parametrize("words", ["list models", "list models --json"])
 def test_a_reader_may_stop_early(words: str) -> None:
     line = f"set -o pipefail; {sys.executable} -m meshwise {words} | head -1"
