@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwise.core.errors import MeshwiseError, PlanError, WorkloadError
+from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.units import Num
 from meshwise.estimate.single import estimate
 from meshwise.estimate.timing import OpTime, op_times
@@ -294,5 +294,59 @@ def test_what_does_not_generate_text_is_refused() -> None:
         server("vit-era5", "h100-80g-sxm:1", prompt=1, output=1)
     with pytest.raises(PlanError, match="has no experts"):
         server("llama3-8b", "h100-80g-sxm:2", ep=2)
-    with pytest.raises(MeshwiseError, match="has no fp8 units"):
-        server("llama3-8b", "a100-80g-sxm:1", dtype="fp8")
+
+
+# --- number formats, balance and overlap -----------------------------------------------------------
+
+
+def test_gpt_oss_fits_on_one_h100_at_the_size_of_its_checkpoint() -> None:
+    # openai/gpt-oss-120b: 65.2 GB of safetensors, experts in mxfp4, the rest in bf16.
+    of = server("gpt-oss-120b", "h100-80g-sxm:1", expert_dtype="mxfp4")
+    assert est.weight_bytes(of) == pytest.approx(65.2e9, rel=0.01)
+    assert est.max_sequences(of) > 10
+    assert est.max_sequences(server("gpt-oss-120b", "h100-80g-sxm:1")) == 0
+
+
+@pytest.mark.parametrize(("kept", "bits"), [("int4", 4.16), ("mxfp4", 4.25), ("nvfp4", 4.5), ("int8", 8)])
+def test_narrow_weights_are_read_as_kept_and_computed_as_before(kept: str, bits: float) -> None:
+    wide = server("llama3-8b", "a100-80g-sxm:1", tp=1)
+    narrow = server("llama3-8b", "a100-80g-sxm:1", tp=1, weight_dtype=kept)
+    ends = 2 * 128_256 * 4096 * 2
+    assert est.weight_bytes(narrow) - ends == pytest.approx(
+        (est.weight_bytes(wide) - ends) * bits / 16, rel=0.01
+    )
+    assert float(est.token_pass(narrow, 1.0).total_s) < 0.75 * float(est.token_pass(wide, 1.0).total_s)
+    many = est.prompt_s(narrow) / est.prompt_s(wide)  # bound by arithmetic, which is that of bf16
+    assert many == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_chip_without_narrow_units_computes_in_bf16() -> None:
+    of = server("llama3-8b", "a100-80g-sxm:1", dtype="fp8")
+    assert (of.plan["dtype"], of.plan["weight_dtype"]) == ("bf16", "fp8")
+    assert any("computed in bf16" in note for note in est.notes(of))
+
+
+@given(imbalance=st.floats(1.0, 4.0))
+@settings(max_examples=10)
+def test_a_busier_rank_is_slower(imbalance: float) -> None:
+    even, uneven = (
+        server("qwen3-30b-a3b", "h200-sxm:8", ep=8, dtype="fp8", imbalance=load) for load in (1.0, imbalance)
+    )
+    times = [est.price_pass(of, of.prefill(4.0)).time_s for of in (even, uneven)]
+    assert times[1]["experts"] >= times[0]["experts"] * (1 - 1e-9)
+    assert times[1]["comm_ep"] >= times[0]["comm_ep"] * (1 - 1e-9)
+
+
+def test_two_batches_hide_the_exchange() -> None:
+    # DeepSeek-V3 decodes a token in 45 to 50 ms with its exchange hidden behind a second batch.
+    plan: dict[str, Any] = {"ep": 128, "dtype": "fp8", "prompt": 4989 - 500, "output": 1000}
+    shown = est.token_pass(server("deepseek-v3", "h800-80g-sxm:128", **plan), 88.0)
+    hidden = est.token_pass(server("deepseek-v3", "h800-80g-sxm:128", overlap_ep=True, **plan), 88.0)
+    assert float(hidden.total_s) < float(shown.total_s)
+    assert float(hidden.total_s) == pytest.approx(0.0475, rel=0.2)
+
+
+def test_formats_of_weights_are_an_engine_s(meshwise: Callable[..., Any]) -> None:
+    said = meshwise("estimate", "llama3-8b", "--cluster", "h100-80g-sxm:8", "--plan", "weight_dtype=int4")
+    assert said.code == 2
+    assert "weight_dtype=int4 means nothing to kind=train" in said.err

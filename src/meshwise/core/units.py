@@ -32,6 +32,16 @@ DTYPE_BYTES: dict[str, float] = {
 }
 """Bytes of one element as it lies in memory (tf32 is stored as fp32)."""
 
+WEIGHT_BITS: dict[str, float] = {
+    "fp8": 8.0,
+    "fp8_block": 8.0 + 32.0 / 128**2,  # fp32 scales of 128 x 128
+    "int8": 8.0,
+    "int4": 4.0 + 20.0 / 128.0,  # AWQ, GPTQ: fp16 scales and 4-bit zeros of groups of 128
+    "mxfp4": 4.0 + 8.0 / 32.0,  # E8M0 scales of 32 (OCP microscaling formats 1.0)
+    "nvfp4": 4.0 + 8.0 / 16.0,  # E4M3 scales of 16
+}
+"""Bits of a weight in the formats that engines keep weights in, scales included."""
+
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y", "R", "Q")
 
 

@@ -137,14 +137,15 @@ def stage_memory(
 def _serving_memory(
     model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut, overheads: Overheads
 ) -> Memory:
-    """Of a serving engine: weights (layers in the plan's dtype, the ends in bf16), cache, and one pass."""
+    """Of a serving engine: weights (layers as the plan keeps them, the ends in bf16), cache, and one pass."""
     embedding, *blocks, head = parts
     form = cut.precision
     ends = stage.embeddings * embedding.dense_params + stage.heads * head.dense_params
     weights = form.act_bytes * ends
     cache: Num = 0.0
     for count, part, kind in zip(stage.layers, blocks, layer_kinds(model), strict=True):
-        weights = weights + form.operand_bytes * count * (part.dense_params + part.expert_params)
+        held = form.weight_bytes * part.dense_params + form.expert_bytes * part.expert_params
+        weights = weights + count * held
         cache = cache + count * mesh.num_microbatches * cache_bytes(model, cut, kind)
     return Memory(
         weights=weights,

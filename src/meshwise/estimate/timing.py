@@ -26,7 +26,7 @@ from meshwise.cost.attention_kernel import attention_s, decode_attention_s
 from meshwise.cost.collective import Line, collective_lines, fastest_s, peer_all_reduce_s
 from meshwise.cost.dispatch import copies_by_expert, copies_by_rank, dispatch_s, low_latency_cores
 from meshwise.cost.experts import experts_s
-from meshwise.cost.gemm import gemm_s
+from meshwise.cost.gemm import GROUPED_TILES, TILES, gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s
 from meshwise.machine.efficiency import IDEAL, Efficiency, ExpertsEfficiency, constants
 from meshwise.machine.hardware import Chip, Cluster, Level, Rates, host_bytes_per_s, num_cores, rates
@@ -50,8 +50,9 @@ EXPERT_LIBRARIES = {
     "fp16": ("bf16-triton", "bf16-trtllm"),
     "fp8": ("fp8_block-triton", "fp8_block-trtllm"),
     "fp4": ("fp4-trtllm",),
+    "w4a16": ("w4a16-triton", "w4a16-trtllm"),
 }
-"""Libraries of grouped matmuls by dtype, the preferred one first."""
+"""Libraries of grouped matmuls by dtype, or by that of narrower weights, the preferred one first."""
 
 
 class OpTime(NamedTuple):
@@ -227,7 +228,9 @@ def _matmul_s(
         flop_per_s=rates.matrix_flop_per_s,
         memory_bytes_per_s=rates.memory_bytes_per_s,
         num_cores=machine.num_cores,
-        elem_bytes=read / (batch * (m * k + k * n)),
+        elem_bytes=precision(op.dtype).operand_bytes if op.right_bytes else read / (batch * (m * k + k * n)),
+        right_bytes=op.right_bytes or None,
+        tiles=GROUPED_TILES if op.right_bytes else TILES,  # Marlin's have 16 rows too
         out_bytes=write / (batch * m * n),
         efficiency=machine.efficiency.gemm(op.dtype),
     )  # fmt: skip
@@ -318,10 +321,13 @@ def _experts_s(
         memory_bytes_per_s=rates.memory_bytes_per_s,
         num_cores=machine.num_cores,
         elem_bytes=form.operand_bytes,
+        weight_bytes=op.right_bytes or None,
         act_bytes=form.act_bytes,
         gemm=efficiency.gemm(op.dtype),
         memory=efficiency.memory,
-        efficiency=efficiency.experts.get(experts_library(efficiency, op.dtype), ExpertsEfficiency()),
+        efficiency=efficiency.experts.get(
+            experts_library(efficiency, "w4a16" if 0 < op.right_bytes < 1 else op.dtype), ExpertsEfficiency()
+        ),
     )
 
 
@@ -416,10 +422,10 @@ _SECONDS: dict[str, Callable[..., Num]] = {
 """What times a stack of ops, by their kind, or by the library of a collective that has one of its own."""
 
 _TRAITS: dict[str, Callable[[Op], tuple[Any, ...]]] = {
-    "matmul": lambda op: (op.dtype, _is_core(op)),
+    "matmul": lambda op: (op.dtype, _is_core(op), op.right_bytes),
     "attention": lambda op: (op.dtype, op.phase, op.causal),
     "decode_attention": lambda op: (op.dtype, op.library),
-    "experts": lambda op: (op.dtype,),
+    "experts": lambda op: (op.dtype, op.right_bytes),
     "kernel": lambda op: (_passes(op),),
     "collective": lambda op: (op.collective, op.choices),
     "peer": lambda op: (),

@@ -33,7 +33,12 @@ TRAINING_KEYS = (
     *("optimizer", "grad_dtype", "offload_optimizer", "offload_activations", "overlap_dp", "lora_rank"),
 )
 """Keys of a plan that mean nothing without a backward."""
-ENGINE_KEYS = ("tp", "pp", "dp", "ep", "etp", "dtype", "kv_dtype", "placement")
+WEIGHT_KEYS = ("kv_dtype", "weight_dtype", "expert_dtype")
+"""Keys of a plan about the formats of an engine."""
+ENGINE_KEYS = (
+    *("tp", "pp", "dp", "ep", "etp", "dtype", "placement", "imbalance", "overlap_ep"),
+    *WEIGHT_KEYS,
+)
 """Keys of a plan that a serving engine knows."""
 FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
     "layout": ("1d",), "cp_kind": ("ring", "all_gather"), "zero": (3,),
@@ -276,7 +281,7 @@ def _world_rules(mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
 
 def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
     kind = mesh.kind
-    unknown: tuple[str, ...] = ("kv_dtype",) if mesh.trains else (*TRAINING_KEYS, "kv_dtype")
+    unknown: tuple[str, ...] = WEIGHT_KEYS if mesh.trains else (*TRAINING_KEYS, *WEIGHT_KEYS)
     if mesh.serves:
         unknown = tuple(key for key in KEYS if key not in ENGINE_KEYS)
     for key in unknown:
@@ -359,6 +364,7 @@ def _expert_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[R
             "dispatch": mesh.plan.dispatch != DEFAULTS["dispatch"],
             "dispatch_dtype": mesh.plan.dispatch_dtype != DEFAULTS["dispatch_dtype"],
             "overlap_ep": mesh.plan.overlap_ep,
+            "expert_dtype": mesh.plan.expert_dtype is not None,
         }
         for key, is_stated in stated.items():
             sentence = f"{key} is stated but {name} has no experts; leave {key} out"

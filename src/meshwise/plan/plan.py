@@ -19,7 +19,7 @@ from typing import Any
 
 from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.core.files import read_toml
-from meshwise.core.units import Num
+from meshwise.core.units import WEIGHT_BITS, Num
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.machine.overheads import DEFAULT_SOFTWARE, SOFTWARE
 from meshwise.plan.fields import (
@@ -101,6 +101,8 @@ class Plan:
     lora_rank: int = 0
     frozen_dtype: str | None = None
     kv_dtype: str = "bf16"
+    weight_dtype: str | None = None
+    expert_dtype: str | None = None
     imbalance: float = 1.0
     implementation: str = "megatron"
     software: str = DEFAULT_SOFTWARE
@@ -178,6 +180,8 @@ KEYS: dict[str, Field] = {
     "lora_rank": whole("rank of LoRA adapters; the model's own weights are frozen [0: no adapters]", 0),
     "frozen_dtype": choice("type in which frozen weights are kept (QLoRA) [dtype]", ("fp8", "int4", "fp4")),
     "kv_dtype": choice("type of the key-value cache of serving", ("bf16", "fp8")),
+    "weight_dtype": choice("format in which an engine keeps weights, computed in dtype", tuple(WEIGHT_BITS)),
+    "expert_dtype": choice("the same of the experts alone [weight_dtype]", tuple(WEIGHT_BITS)),
     "imbalance": number("load of the busiest expert rank over the mean", 1),
     "implementation": choice("whose training software runs the plan", IMPLEMENTATIONS),
     "software": choice("generation of software, whose overheads a step has", SOFTWARE),

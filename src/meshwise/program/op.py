@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from meshwise.core.units import Num
+from meshwise.core.units import WEIGHT_BITS, Num
 from meshwise.cost.op import KERNELS, Cost, matmul
 from meshwise.model.weights import Weight
 
@@ -46,6 +46,8 @@ class Op:
     tokens each token chooses so many `choices`, and is sent once to each rank, and node, that they meet.
     `library`: whose kernel does it, where there are several: `mla` for decode attention over latents; for a
     collective `peer` (all-reduce by reading the memory of the peers), `deepep-ll` or `deepep-normal`.
+    `right_bytes`: bytes of an element of the weights in memory, where they are kept in fewer bits than they
+    are computed in (else 0).
     """
 
     module: str
@@ -75,6 +77,7 @@ class Op:
     hides_behind: str = ""
     behind_gradient: str = ""
     library: str = ""
+    right_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,12 +85,15 @@ class Precision:
     """Bytes per element of what a block moves: activations, matmul operands, and weights.
 
     Under fp8 and fp4 the matmul operands are narrow and the activations between them stay bf16, so each
-    operand is cast first: a kernel of its own. `dtype` names the matrix rate that the matmuls run at.
+    operand is cast first: a kernel of its own. `dtype` names the matrix rate that the matmuls run at. An
+    engine may keep the weights of layers, and of experts, in fewer `weight_bytes` and `expert_bytes`.
     """
 
     dtype: str = "bf16"
     act_bytes: float = 2.0
     operand_bytes: float = 2.0
+    weight_bytes: float = 2.0
+    expert_bytes: float = 2.0
 
     @property
     def stat_bytes(self) -> float:
@@ -100,12 +106,18 @@ class Precision:
         return self.operand_bytes != self.act_bytes
 
 
-def precision(dtype: str) -> Precision:
-    """How a step in `dtype` stores activations and matmul operands."""
+def precision(dtype: str, weight_dtype: str | None = None, expert_dtype: str | None = None) -> Precision:
+    """How a step in `dtype` stores activations and matmul operands, and an engine its weights."""
     sizes = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0}
-    if dtype in sizes:
-        return Precision(dtype=dtype, act_bytes=sizes[dtype], operand_bytes=sizes[dtype])
-    return Precision(dtype=dtype, act_bytes=2.0, operand_bytes={"fp8": 1.0, "fp4": 0.5}[dtype])
+    operand_bytes = sizes.get(dtype) or {"fp8": 1.0, "fp4": 0.5}[dtype]
+    weight_bytes = WEIGHT_BITS[weight_dtype] / 8.0 if weight_dtype else operand_bytes
+    return Precision(
+        dtype=dtype,
+        act_bytes=sizes.get(dtype, 2.0),
+        operand_bytes=operand_bytes,
+        weight_bytes=weight_bytes,
+        expert_bytes=WEIGHT_BITS[expert_dtype] / 8.0 if expert_dtype else weight_bytes,
+    )
 
 
 def linear(

@@ -77,7 +77,7 @@ def cut_of(mesh: Mesh) -> Cut:
         lora_rank=plan.lora_rank,
         frozen_bytes=None if plan.frozen_dtype is None else DTYPE_BYTES[plan.frozen_dtype],
         implementation=plan.implementation,
-        precision=precision(plan.dtype),
+        precision=precision(plan.dtype, plan.weight_dtype, plan.expert_dtype),
     )
 
 

@@ -27,7 +27,7 @@ from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.moe import MODULE as MOE
 from meshwise.program.moe import moe_mlp
-from meshwise.program.op import Op, collective
+from meshwise.program.op import Op, Precision, collective
 from meshwise.program.vocabulary import embed, head
 
 FUSED = ("residual", "dropout")
@@ -47,7 +47,20 @@ def serving_head(model: Model, cut: Cut) -> list[Op]:
 def serving_block(model: Model, cut: Cut, layer: Layer) -> list[Op]:
     """One block of the kind `layer`."""
     cut = _plain(cut)
-    return list(_block(model, cut, layer, list(_forward(block(model, cut, layer)))))
+    ops = _block(model, cut, layer, list(_forward(block(model, cut, layer))))
+    if cut.precision.weight_bytes == cut.precision.operand_bytes:
+        return list(ops)
+    return [_narrow(op, cut.precision) if op.kind == "matmul" and op.weights else op for op in ops]
+
+
+def _narrow(op: Op, form: Precision) -> Op:
+    """`op` with its weights in fewer bits, computed in the type of the pass (weight-only)."""
+    if op.name == "router":  # in 16 bits in every published checkpoint
+        return op
+    batch, _, n, k = op.shape
+    spared = batch * n * k * (form.operand_bytes - form.weight_bytes)
+    cost = replace(op.cost, read_bytes=op.cost.read_bytes - spared)
+    return replace(op, cost=cost, right_bytes=form.weight_bytes)
 
 
 def _plain(cut: Cut) -> Cut:
@@ -147,17 +160,17 @@ def _experts(model: Model, cut: Cut, stated: list[Op]) -> Iterator[Op]:
 
 
 def _grouped(model: Model, moe: MoE, cut: Cut, stated: list[Op]) -> Op:
-    """The experts on a rank, under even routing, in place of the `stated` ops of training.
+    """The experts on the busiest rank, in place of the `stated` ops of training.
 
     Without an exchange a rank sees all tokens of its tp group; with one, those that need one of its experts.
     """
     exchanged, form = is_exchanged(cut), cut.precision
     needed = active_experts(cut.ep, float(moe.top_k)) / cut.ep
-    tokens = cut.tokens * np.where(exchanged, cut.ep / cut.tp * needed, 1.0)
+    tokens = cut.tokens * np.where(exchanged, cut.ep / cut.tp * needed, 1.0) * cut.imbalance
     top_k = moe.top_k / cut.ep / np.where(exchanged, needed, 1.0)
     experts, hidden, width = moe.num_experts / cut.ep, float(model.hidden), moe.ffn_hidden / cut.etp
     pairs, weights = tokens * top_k, 3.0 * hidden * width
-    read = active_experts(experts, pairs) * weights * form.operand_bytes + tokens * hidden * form.act_bytes
+    read = active_experts(experts, pairs) * weights * form.expert_bytes + tokens * hidden * form.act_bytes
     op = Op(
         module=MOE,
         name="expert_ffn",
@@ -166,6 +179,7 @@ def _grouped(model: Model, moe: MoE, cut: Cut, stated: list[Op]) -> Op:
         shape=(tokens, top_k, experts, hidden, width),
         cost=Cost(2.0 * pairs * weights, read, tokens * hidden * form.act_bytes),
         dtype=form.dtype,
+        right_bytes=form.expert_bytes if form.expert_bytes != form.operand_bytes else 0.0,
     )
     return _with_weights(op, stated)
 
@@ -181,7 +195,7 @@ def _with_weights(op: Op, stated: list[Op]) -> Op:
 
 def _exchange(model: Model, moe: MoE, cut: Cut, way: str, elem_bytes: float) -> Op:
     """One way of the exchange: DeepEP's low-latency kernels in decoding, its normal ones for prompts."""
-    tokens, hidden = cut.tokens / cut.tp, float(model.hidden)
+    tokens, hidden = cut.tokens / cut.tp * cut.imbalance, float(model.hidden)
     op = collective(
         MOE, way, "forward", "all_to_all", "ep", tokens * moe.top_k * hidden * elem_bytes,
         1.0 + is_exchanged(cut) * (cut.ep - 1.0), stride=cut.ep_stride, choices=float(moe.top_k),

@@ -16,7 +16,8 @@ def print_serving(answer: Answer, console: Console) -> None:
     """Print what fits, the first token, and a row for each number of running sequences."""
     document = answer.to_json()
     cluster, plan = document["cluster"], document["plan"]
-    keys = ", ".join(f"{name}={value}" for name, value in plan.items())
+    shown = {name: value for name, value in plan.items() if value and (name, value) != ("imbalance", 1.0)}
+    keys = ", ".join(f"{name}={value}" for name, value in shown.items())
     console.print(f"{document['model']} on {cluster['num_chips']} x {cluster['chip']}: {keys}")
     console.print(
         f"weights {with_prefix(document['weight_bytes'], 'B')} a GPU, cache "

@@ -31,10 +31,12 @@ class Engine:
     `reserve_frac`: share of a request's output that must have room in the cache when it is admitted.
     `graph_sizes`: decode batches are padded up to these where a CUDA graph was captured.
     `lag_passes`: passes that are under way or planned when a request arrives, before one can take it;
-    `poll_passes`: decode passes from one look at what has arrived to the next.
+    `poll_passes`: decode passes from one look at what has arrived to the next; `align_passes`: passes that
+    prompts wait at most until every dp rank has one (TensorRT-LLM's attention_dp_config).
     `front_s` + `front_token_s` x prompt: HTTP, tokenizer and network before the scheduler sees a request;
-    `prompt_slowdown`: time of passes with prompts over the sum of their kernels. The three are the same for
-    all engines, fitted to shared/data/measured_serving.csv (docs/serve.md).
+    `prompt_slowdown`: time of passes with prompts over the sum of their kernels; `latent_layer_s`: the host's
+    time to launch a layer of latent attention (MLA) in such a pass, which no CUDA graph replays. The four are
+    the same for all engines, fitted to measured points (docs/serve.md).
     """
 
     name: str
@@ -50,6 +52,8 @@ class Engine:
     front_s: float = 20e-3
     front_token_s: float = 5e-6
     prompt_slowdown: float = 1.15
+    latent_layer_s: float = 2e-3
+    align_passes: int = 0
 
 
 ENGINES = {
@@ -69,7 +73,7 @@ ENGINES = {
 """Engines by name, with the settings that their servers start with on GPUs of 70 GB and more."""
 
 
-SETTINGS = ("max_tokens", "max_sequences", "poll_passes", "reserve_frac")
+SETTINGS = ("max_tokens", "max_sequences", "poll_passes", "align_passes", "reserve_frac")
 """What a user may set of an engine."""
 
 

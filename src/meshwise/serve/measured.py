@@ -4,8 +4,8 @@ A row has the columns of aiconfigurator's public sample: system, backend, model,
 concurrency. Its client (InferenceX) releases ten requests for each of `concurrency` at once, lets that many
 run, draws lengths from 0.8 to 1 of the stated, and ignores ends of sequence, so that engines which reserve
 output reserve all of it. Disaggregated rows have two pools of instances. Caches are fp8 unless the model is
-bf16. Where a chip has no units for fp4, its weights take half a byte and are computed as fp8. Experts
-cut over attention-dp ranks are priced as spread.
+bf16. Where a chip has no units for fp4, experts are kept in mxfp4 and computed in bf16, as gpt-oss is
+published. Experts cut over attention-dp ranks are priced as spread.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dataclasses import replace
 from typing import Any
 
 from meshwise.core.errors import DataError, PlanError, WorkloadError
-from meshwise.machine.hardware import Cluster, find_cluster
+from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import Model
 from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan
 from meshwise.serve.engine import ENGINES, Engine
 from meshwise.serve.load import Fleet, under_load
 from meshwise.serve.requests import in_closed_loop
-from meshwise.serve.serving import Serving, serving, weight_bytes
+from meshwise.serve.serving import Serving, serving
 
 SYSTEMS = {
     "h100_sxm": "h100-80g-sxm",
@@ -80,16 +80,13 @@ def _instance(row: Mapping[str, str], pool: str, model: Model, prompt: int, outp
     tp, dp, ep, etp = (_count(row, f"{pool}{name}") for name in ("tp", "attention_dp", "moe_ep", "moe_tp"))
     cluster = find_cluster(f"{_found(SYSTEMS, 'system', row['system'])}:{tp * dp}")
     dtype = row["precision"]
-    units = "fp8" if dtype == "fp4" and "fp4" not in cluster.chip.matrix_flop_per_s else dtype
-    plan = Plan(tp=tp, dtype=units, kv_dtype="bf16" if dtype == "bf16" else "fp8")
+    plan = Plan(tp=tp, dtype=dtype, kv_dtype="bf16" if dtype == "bf16" else "fp8")
+    if model.moe is not None and dtype == "fp4" and dtype not in cluster.chip.matrix_flop_per_s:
+        plan = replace(plan, dtype="bf16", expert_dtype="mxfp4")
     if model.moe is not None:
         spread_ep, spread_etp = (ep, etp) if dp == 1 else (ep * etp, 1)
         plan = replace(plan, ep=spread_ep, etp=spread_etp)
-    served = serving(model, cluster, plan, prompt=prompt, output=output)
-    if units != dtype:
-        spared = 0.5 * weight_bytes(served)
-        served = replace(served, cluster=_with_memory(cluster, spared / served.memory_frac))
-    return served
+    return serving(model, cluster, plan, prompt=prompt, output=output)
 
 
 def _count(row: Mapping[str, str], column: str) -> int:
@@ -100,17 +97,14 @@ def _count(row: Mapping[str, str], column: str) -> int:
 
 
 def _engine(name: str, clients: int, *, attends_alone: bool) -> Engine:
-    """The engine as the client's scripts start it (InferenceX, SGLang's --scheduler-recv-interval)."""
+    """The engine as the client's scripts start it (InferenceX: --scheduler-recv-interval, timeout_iters)."""
     engine: Engine = _found(ENGINES, "backend", name)
     engine = replace(engine, reserve_frac=float(engine.reserve_frac > 0))
+    if name == "trtllm" and attends_alone:
+        return replace(engine, align_passes=60)
     if name != "sglang" or attends_alone:
         return engine
     return replace(engine, poll_passes=30 if clients >= 16 else 10)
-
-
-def _with_memory(cluster: Cluster, more_bytes: float) -> Cluster:
-    chip = cluster.chip
-    return replace(cluster, chip=replace(chip, memory_bytes=chip.memory_bytes + more_bytes))
 
 
 def _model(text: str) -> str:

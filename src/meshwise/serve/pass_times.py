@@ -45,13 +45,17 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """The tables. `decode_rest` and `decode_attention` by number of sequences of a dp rank, from 0 on."""
+    """The tables. `decode_rest` and `decode_attention` by number of sequences of a dp rank, from 0 on.
+
+    `prompt_host_s`: time of the host to launch a pass with prompts, during which the chip may wait.
+    """
 
     decode_rest: Sequence[float]
     decode_attention: Sequence[Curve]
     prompt_rest: Curve
     prompt_attention: Curve
     dp: int = 1
+    prompt_host_s: float = 0.0
     prompt_slowdown: float = 1.0
 
     def decode_s(self, sequences: int, context: float) -> float:
@@ -69,7 +73,8 @@ class PassTimes:
         each = -(-sequences // self.dp)
         busiest = max(tokens / self.dp, largest)  # of all dp ranks
         prompt_s = self.prompt_rest(busiest + each) + attention_s * busiest / tokens
-        return self.prompt_slowdown * prompt_s + self.decode_attention[each](context)
+        device_s = self.prompt_slowdown * prompt_s + self.decode_attention[each](context)
+        return max(device_s, self.prompt_host_s)
 
 
 def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int) -> PassTimes:
@@ -97,6 +102,7 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
         prompt_rest=Curve(np.broadcast_to(_rest(prompts), tokens.shape).tolist(), token_step),
         prompt_attention=Curve(prompt_attention.tolist(), length_step),
         dp=serving.dp,
+        prompt_host_s=engine.latent_layer_s * serving.model.num_layers * (serving.model.mla is not None),
         prompt_slowdown=engine.prompt_slowdown,
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.errors import PlanError, WorkloadError
-from meshwise.core.units import Num
+from meshwise.core.units import WEIGHT_BITS, Num
 from meshwise.estimate.memory import Memory, contents, stage_memory
 from meshwise.estimate.part import PricedOp, price_parts
 from meshwise.estimate.timing import Machine, experts_library, machine
@@ -34,7 +34,10 @@ from meshwise.program.parts import cut_of, parts
 PREFILL_TOKENS = 8192
 """Tokens that engines take in one pass of prompts, or one prompt if that is longer (vLLM, SGLang)."""
 
-PLAN_KEYS = ("tp", "dp", "ep", "etp", "dtype", "kv_dtype")
+PLAN_KEYS = (
+    *("tp", "dp", "ep", "etp", "dtype", "kv_dtype"),
+    *("weight_dtype", "expert_dtype", "imbalance", "overlap_ep"),
+)
 PARTS = ("attention", "projections", "mlp", "experts", "comm_tp", "comm_ep", "ends", "engine")
 
 
@@ -85,6 +88,7 @@ def serving(
             raise WorkloadError(f"{name}={tokens} must be a whole number of at least 1")
     if plan.pp > 1:
         raise PlanError(f"serving a pipeline (pp={plan.pp}) is not priced; use tp and dp")
+    plan = _on_units_of(plan, cluster)
     dp = plan.data_parallel(cluster.num_chips)
     mesh = resolve(model, plan, Workload(batch=dp, seq=prompt, kind="decode"), cluster)
     if prompt + output > model.max_seq:
@@ -100,6 +104,14 @@ def serving(
         model=model, cluster=cluster, mesh=mesh, prompt=prompt, output=output, memory_frac=memory_frac,
         machine=machine(cluster, plan.dtype, overheads=serving_overheads(cluster.chip)), engine_s=engine_s,
     )  # fmt: skip
+
+
+def _on_units_of(plan: Plan, cluster: Cluster) -> Plan:
+    """`plan`, where the chip has no units for fp8 or fp4: weights of that width, computed in bf16."""
+    narrow = {"fp8": "fp8", "fp4": "nvfp4"}
+    if plan.dtype not in narrow or plan.dtype in cluster.chip.matrix_flop_per_s:
+        return plan
+    return replace(plan, dtype="bf16", weight_dtype=plan.weight_dtype or narrow[plan.dtype])
 
 
 # --- passes ------------------------------------------------------------------------------------
@@ -119,7 +131,22 @@ class Pass:
 
 
 def price_pass(serving: Serving, cut: Cut) -> Pass:
-    """Price one pass: its ops, and the engine's own time."""
+    """Price one pass: its ops, and the engine's own time.
+
+    With `overlap_ep` a pass is two of half the batch: while one computes, the other's tokens travel. Of the
+    exchange only what is longer than the rest shows (DeepSeek-V3, arXiv 2412.19437, section 3.4).
+    """
+    if not serving.mesh.plan.overlap_ep:
+        return _price_pass(serving, cut)
+    whole = _price_pass(serving, cut)
+    half = _price_pass(serving, replace(cut, microbatch=cut.microbatch / 2.0))
+    rest_s = half.total_s - half.time_s["comm_ep"] - serving.engine_s
+    shown_s = np.maximum(half.time_s["comm_ep"] - rest_s, 0.0)
+    doubled = {name: 2.0 * spent_s for name, spent_s in (half.time_s | {"comm_ep": shown_s}).items()}
+    return Pass(doubled | {"engine": serving.engine_s}, whole.memory)
+
+
+def _price_pass(serving: Serving, cut: Cut) -> Pass:
     model, runs_on = serving.model, serving.machine
     (stage,) = stages_of(model, serving.mesh)
     priced = list(price_parts(parts(model, cut), runs_on).values())
@@ -257,11 +284,17 @@ def rows(serving: Serving, sequences: list[int]) -> list[dict[str, Any]]:
 def notes(serving: Serving) -> list[str]:
     """What a reader should know: which constants come from another chip, and what is left out."""
     efficiency, dtype = serving.machine.efficiency, serving.mesh.plan.dtype
+    plan = serving.mesh.plan
     used = {"decode.mla" if serving.model.mla else "decode.flash", f"gemm.{dtype}"}
     if serving.model.moe is not None:
         used.add(f"experts.{experts_library(efficiency, dtype)}")
     chip, inherited = serving.cluster.chip.name, efficiency.inherited_from
     return [
         *(f"{chip}: {name} inherited from {inherited[name]}" for name in sorted(used & set(inherited))),
+        *(
+            f"{key}={kept}: weights are read in {WEIGHT_BITS[kept]:.4g} bits and computed in {dtype}"
+            for key in ("weight_dtype", "expert_dtype")
+            if (kept := getattr(plan, key))
+        ),
         "even routing, kernels one after the other; the engine takes --engine-ms between passes",
     ]

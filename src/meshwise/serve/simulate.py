@@ -18,6 +18,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,7 @@ class _Instance:
         self.leave, self.only_prompts = leave, only_prompts
         self.now = self.seen = self.busy_s = 0.0
         self.step = self.num_tokens = self.num_preemptions = self.peak_cache = self.peak_sequences = 0
+        self.alone_since = 0  # the pass since when a prompt waits for those of other dp ranks
         self.held = self.context = self.left = self.num_found = 0
         self.queue: deque[_Sequence] = deque()
         self.prefilling: list[_Sequence] = []
@@ -163,7 +165,8 @@ class _Instance:
             if taken > 0:
                 chunks.append((sequence, sequence.past, sequence.past + taken))
                 budget -= taken
-        while self.queue and self.queue[0].arrival <= self.seen and self._fits(self.queue[0]):
+        waits = self._waits_for_all()
+        while not waits and self.queue and self.queue[0].arrival <= self.seen and self._fits(self.queue[0]):
             sequence = self.queue[0]
             is_cached = sequence.past == sequence.total
             if self.blocks and not is_cached:
@@ -185,6 +188,15 @@ class _Instance:
             budget -= taken
         self._complete()
         return chunks
+
+    def _waits_for_all(self) -> bool:
+        """Whether prompts wait until each dp rank has one."""
+        if not self.engine.align_passes or not self.running:
+            return False
+        arrived = sum(one.arrival <= self.seen for one in islice(self.queue, self.times.dp))
+        if not arrived:
+            self.alone_since = self.step
+        return arrived < self.times.dp and self.step - self.alone_since < self.engine.align_passes
 
     def _preempt(self) -> bool:
         """Where the next tokens have no room: those admitted last wait again; whether there are any."""
