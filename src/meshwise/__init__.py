@@ -22,6 +22,7 @@ from meshwise.api import (
     collective,
     compare,
     dry_run,
+    dry_run_script,
     estimate,
     explain,
     frontier,
@@ -67,7 +68,7 @@ _HOME = {
 
 __all__ = ["Cluster", "Estimate", "Ledger", "MeshwiseError", "Model", "Plan", "Workload", "__version__"]
 __all__ += ["compare", "dry_run", "estimate", "frontier", "profile", "reproduce", "run", "search", "serve"]
-__all__ += ["collective", "explain", "launch", "read_job", "validate"]
+__all__ += ["collective", "dry_run_script", "explain", "launch", "read_job", "validate"]
 __all__ += ["find_cluster", "find_model", "parse_plan", "plan_text"]
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from meshwise.published.nersc_2024_10_plan import Paper
     from meshwise.runtime.outcome import Outcome
     from meshwise.runtime.profile import Profiled
+    from meshwise.runtime.script.start import ScriptOutcome
     from meshwise.search.search import Result
     from meshwise.serve.answer import Answer
     from meshwise.serve.serving import Serving
@@ -347,6 +348,37 @@ def dry_run(
     from meshwise.runtime.dry_run import dry_run as play
 
     return play(found.name, checked, ranks=ranks, rank=rank, device=device, quiet=quiet)
+
+
+def dry_run_script(
+    command: Sequence[str],
+    *,
+    ranks: int = 1,
+    rank: int = 0,
+    device: str = "h100-80g-sxm",
+    stdout: Any = None,
+) -> ScriptOutcome:
+    """Run anybody's torch program, unmodified, as one rank of a job on GPUs that are not there.
+
+    Args:
+        command: The command and its words: `["python", "train.py", "--layers", "4"]`.
+        ranks: Ranks in the world.
+        rank: The rank to be.
+        device: A chip of the catalog, whose allocator is replayed.
+        stdout: Where the program's output goes, as in `subprocess.run`.
+
+    Returns:
+        What the rank did: ledger, collectives, the peak and what was alive then [bytes], and what was
+        assumed where the program asked for values.
+
+    Raises:
+        MissingExtraError: torch is not installed.
+        MeshwiseError: The program failed; the message has file and line.
+    """
+    need_torch()
+    from meshwise.runtime.script.start import dry_run_script as play
+
+    return play(command, ranks=ranks, rank=rank, device=device, stdout=stdout)
 
 
 def run(

@@ -1,10 +1,13 @@
 """`meshwise run`, `dryrun`, `compare`, `calibrate`: the programs, real or not, and this machine's numbers.
 
-The options of a program follow its name: `meshwise run ulysses --ranks 4 --seq 4096 --causal`.
+The options of a program follow its name: `meshwise run ulysses --ranks 4 --seq 4096 --causal`. A dry run also
+takes any command: `meshwise dryrun --ranks 64 -- python train.py`.
 """
 
 from __future__ import annotations
 
+import shutil
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from meshwise.core.compare import Comparison
     from meshwise.runtime.outcome import Outcome
     from meshwise.runtime.programs import Program
+    from meshwise.runtime.script.start import ScriptOutcome
 
 _ANY_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -85,8 +89,16 @@ def dryrun(
     """Run any rank of any world of a program on fake tensors: no GPUs, no other ranks, no memory.
 
     Yields what `run` on that device would: shapes, FLOP, collectives, and peak memory with the caching
-    allocator's rounding and the cuBLAS workspace.
+    allocator's rounding and the cuBLAS workspace. In place of a program: `-- python train.py ...` (or
+    torchrun, accelerate launch), anybody's script on torch, unmodified.
     """
+    if is_command(program):
+        where = sys.stderr if json else None
+        command = [program, *ctx.args]
+        _show_script(
+            api.dry_run_script(command, ranks=ranks, rank=rank, device=device, stdout=where), csv, json
+        )
+        return
     found, options = _parse(ctx, program, show_help)
     outcome = api.dry_run(found.name, ranks=ranks, rank=rank, device=device, quiet=json, **options)
     _show(outcome, csv, json, says_result=found.says_result)
@@ -152,6 +164,13 @@ def calibrate(
     print(f"wrote {output}; use it as --cluster {output}")
 
 
+def is_command(program: str) -> bool:
+    """Whether `program` is a command of this machine, not one of our programs."""
+    from meshwise.runtime.programs import PROGRAMS
+
+    return program not in PROGRAMS and (program == "python" or shutil.which(program) is not None)
+
+
 # --- what they share ---------------------------------------------------------------------------
 
 
@@ -203,6 +222,17 @@ def _show(outcome: Outcome, csv: Path | None, json: bool, *, says_result: bool) 
     typer.echo(f"rank {outcome.rank} of {outcome.ranks} on {outcome.device}: peak memory {peak}")
     if outcome.capture is not None:
         typer.echo(f"overhead of the capture: {outcome.capture}")
+
+
+def _show_script(outcome: ScriptOutcome, csv: Path | None, json: bool) -> None:
+    if csv is not None:
+        outcome.ledger.to_csv(csv)
+    if json:
+        print_json(outcome.to_json())
+    else:
+        from meshwise.report.script_table import print_script
+
+        print_script(outcome, console())
 
 
 def _show_comparison(result: Comparison) -> None:

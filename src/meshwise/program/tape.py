@@ -20,7 +20,8 @@ from math import prod
 from typing import Any
 
 from meshwise.core.ledger import Ledger
-from meshwise.cost.allocator import CachingAllocator
+from meshwise.cost.allocator import WORKSPACE_BYTES, CachingAllocator
+from meshwise.machine.hardware import Chip
 
 _MERGED_BY = (
     *("module", "op", "phase", "shape", "dtype", "flop", "read_bytes", "write_bytes", "saved_bytes"),
@@ -174,3 +175,10 @@ class Tape:
         beyond = {"cublas_workspace": workspace_bytes, "allocator_rounding": rounding_bytes}
         rank = {"origin": self.origin, "rank": self.rank, "module": "machine", "phase": "step"}
         return [{**rank, "op": op, "peak_bytes": size_bytes} for op, size_bytes in beyond.items()]
+
+
+def booked_by(chip: Chip) -> dict[str, Any]:
+    """The fields of a tape that say what PyTorch books on `chip` beyond the tensors, where that is known."""
+    if chip.vendor not in ("nvidia", "amd"):
+        return {}
+    return {"allocator": CachingAllocator(), "workspace_bytes": WORKSPACE_BYTES.get(chip.generation, 0)}

@@ -21,9 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwise.core.errors import PlanError
-from meshwise.cost.allocator import WORKSPACE_BYTES, CachingAllocator
 from meshwise.machine.hardware import find_chip
-from meshwise.program.tape import Tape
+from meshwise.program.tape import Tape, booked_by
 from meshwise.runtime.outcome import Outcome
 from meshwise.runtime.programs import find_program
 from meshwise.runtime.programs.context import Context
@@ -36,13 +35,7 @@ def new_tape(origin: str, ranks: int, rank: int, device: str) -> Tape:
     """A tape for a rank on `device`: a chip of the catalog with its allocator, or `cpu`, which has none."""
     if not 0 <= rank < ranks:
         raise PlanError(f"rank {rank} is not in a world of {ranks}; name one from 0 to {ranks - 1}")
-    if device == "cpu":
-        return Tape(origin, rank, ranks)
-    chip = find_chip(device)
-    if chip.vendor not in ("nvidia", "amd"):
-        return Tape(origin, rank, ranks)
-    workspace_bytes = WORKSPACE_BYTES.get(chip.generation, 0)
-    return Tape(origin, rank, ranks, allocator=CachingAllocator(), workspace_bytes=workspace_bytes)
+    return Tape(origin, rank, ranks, **({} if device == "cpu" else booked_by(find_chip(device))))
 
 
 def dry_run(

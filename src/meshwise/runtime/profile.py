@@ -84,9 +84,9 @@ def profile_command(
     if directory.is_dir() and any(directory.glob("rank-*.json*")):
         raise DataError(f"{directory} already holds profiles; name another folder or empty it")
     make_folder(directory)
-    bare_s = _run(command, dict(os.environ), stdout)[1] if compare else None
+    bare_s = run_command(command, dict(os.environ), stdout)[1] if compare else None
     environment = capture_environment(directory, shapes=shapes, memory=memory, stacks=stacks)
-    exit_code, wall_s = _run(command, dict(os.environ) | environment, stdout)
+    exit_code, wall_s = run_command(command, dict(os.environ) | environment, stdout)
     files = tuple(sorted(directory.glob("rank-*.json")))
     return Profiled(tuple(command), exit_code, wall_s, bare_s, files)
 
@@ -104,7 +104,7 @@ def capture_environment(directory: Path, *, shapes: bool, memory: bool, stacks: 
     }
 
 
-def _run(command: Sequence[str], environment: dict[str, str], stdout: Any) -> tuple[int, float]:
+def run_command(command: Sequence[str], environment: dict[str, str], stdout: Any) -> tuple[int, float]:
     """Exit code and seconds of a command that ends with us, its ranks included, however we end."""
     program = sys.executable if command[0] in ("python", "python3") else command[0]
     begin = time.perf_counter()

@@ -341,7 +341,7 @@ class Recorder(TorchDispatchMode):
     def _resized(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
         """FSDP frees and refills its unsharded parameters by resizing their storages."""
         key = storage._cdata
-        if storage.device.type != self._device_type:
+        if not self._is_recorded(storage):
             return
         finalizer = self._live.pop(key, None)
         if finalizer is not None:
@@ -350,6 +350,9 @@ class Recorder(TorchDispatchMode):
         if size_bytes:
             self.tape.allocate(key, size_bytes)
             self._live[key] = weakref.finalize(storage, self._freed, key)
+
+    def _is_recorded(self, storage: torch.UntypedStorage) -> bool:
+        return storage.device.type == self._device_type
 
     def _keep(self, tensor: torch.Tensor) -> Any:
         """Autograd keeps `tensor`; its storage counts once, with the op that keeps it first."""
@@ -445,7 +448,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_bookkeeping(args: Any, kwargs: Any) -> bool:
     """Whether an op of a dry run works on real tensors: those in which a device mesh keeps its ranks."""
-    if not isinstance(_get_current_dispatch_mode(), FakeTensorMode):
+    if type(_get_current_dispatch_mode()) is not FakeTensorMode:  # a user's program decides for itself
         return False
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     return bool(tensors) and not any(isinstance(tensor, FakeTensor) for tensor in tensors)

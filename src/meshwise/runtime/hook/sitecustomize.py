@@ -1,33 +1,36 @@
 """Python imports this module at start-up when its folder is on the module path.
 
-It waits until the program imports torch.distributed, and then lets `init_process_group` start a capture.
-Nothing else is touched, and nothing is imported that the program does not import itself. A sitecustomize
-that this one hides is run too.
+It waits until the program imports torch.distributed, and then lets `init_process_group` start a capture; or,
+in a dry run of a program, until it imports torch, which then becomes that of a fake rank. Nothing else is
+touched. A sitecustomize that this one hides is run too.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 _HERE = str(Path(__file__).parent)
-_TARGET = "torch.distributed.distributed_c10d"
 
 
 class _Finder:
-    """Finds one module as everyone does, and has its loader install the capture afterwards."""
+    """Finds module `target` as everyone does, and has its loader call `install` afterwards."""
 
-    @staticmethod
+    def __init__(self, target: str, install: Callable[[], None]) -> None:
+        self.target, self.install = target, install
+
     def find_spec(
-        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != _TARGET:
+        """The module's spec, if it is the one waited for."""
+        if name != self.target:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
@@ -35,13 +38,13 @@ class _Finder:
 
             def exec_module(module: ModuleType) -> None:
                 load(module)
-                _install()
+                self.install()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def _install() -> None:
+def _capture() -> None:
     spec = importlib.util.spec_from_file_location("_meshwise_capture", Path(_HERE).parent / "capture.py")
     if spec is None or spec.loader is None:
         return
@@ -63,6 +66,14 @@ def _run_hidden() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
+def _dry_run() -> None:
+    from meshwise.runtime.script.child import install
+
+    install(json.loads(os.environ["MESHWISE_SCRIPT"]))
+
+
 if os.environ.get("MESHWISE_CAPTURE_DIRECTORY"):
-    sys.meta_path.insert(0, _Finder)
+    sys.meta_path.insert(0, _Finder("torch.distributed.distributed_c10d", _capture))
+if os.environ.get("MESHWISE_SCRIPT") and not os.environ.get("MESHWISE_SCRIPT_PROCESS"):
+    sys.meta_path.insert(0, _Finder("torch", _dry_run))
 _run_hidden()

@@ -1,0 +1,51 @@
+"""What a dry run of a user's script found, as text: the peak and what held it, collectives, and guesses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from meshwise.core.units import with_prefix
+from meshwise.report.table import table
+
+if TYPE_CHECKING:
+    from meshwise.runtime.script.start import ScriptOutcome
+
+_ROWS = 12
+
+
+def print_script(outcome: ScriptOutcome, out: Console) -> None:
+    """The peak with the op that made it, then tables."""
+    place = " ".join(filter(None, (outcome.peak_row.get(name, "") for name in ("phase", "module", "op"))))
+    peak = with_prefix(outcome.peak_bytes, "B")
+    rank = f"rank {outcome.rank} of {outcome.ranks} on {outcome.device}"
+    out.print(f"{rank}: peak memory {peak}, reached in {place}", markup=False, soft_wrap=True)
+    alive = list(outcome.alive_at_peak.items())
+    rest = sum(size for _, size in alive[_ROWS:])
+    rows = [(what, with_prefix(size, "B")) for what, size in alive[:_ROWS]]
+    rows += [(f"{len(alive) - _ROWS} more", with_prefix(rest, "B"))] if rest else []
+    rows.append(
+        ("allocator and workspace", with_prefix(outcome.peak_bytes - outcome.tensors_peak_bytes, "B"))
+    )
+    out.print(table("Alive at the peak", ("what", "bytes"), rows))
+    step = f"step {outcome.num_steps}" if outcome.num_steps else "the whole program"
+    flop = with_prefix(outcome.step_ledger.total("flop"), "FLOP")
+    if exchanged := outcome.collectives():
+        columns = ("axis", "ranks", "collective", "count", "payload")
+        cells = [
+            (
+                one["axis"],
+                one["group_size"],
+                one["collective"],
+                one["count"],
+                with_prefix(one["payload_bytes"], "B"),
+            )
+            for one in exchanged
+        ]
+        out.print(table(f"Collectives of {step}", columns, cells, left=columns[::2]))
+    out.print(f"matmuls and attention of {step}: {flop}")
+    if outcome.guesses:
+        head = ("where", "asked for", "got", "times")
+        asked = [(one["place"], one["what"], one["assumed"], one["count"]) for one in outcome.guesses]
+        out.print(table("What a fake rank cannot know", head, asked, left=head[:3]))

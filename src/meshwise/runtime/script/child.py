@@ -1,0 +1,141 @@
+"""Inside the user's process: make torch a rank of a job on GPUs, and write down what the program did.
+
+The hook calls `install` as soon as torch is imported. The order matters: modules that look for CUDA when they
+are imported come first, then the C++ objects, `torch.cuda`, process groups, tensors, and last the modes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._inductor
+import torch.distributed.run
+import torch.multiprocessing
+
+from meshwise.core.errors import PlanError
+from meshwise.machine.hardware import find_chip
+from meshwise.program.tape import booked_by
+from meshwise.runtime.script.cuda_module import supply_cuda_module
+from meshwise.runtime.script.cuda_objects import supply_cuda_objects
+from meshwise.runtime.script.guesses import Guesses, place_of_error
+from meshwise.runtime.script.process_group import supply_process_groups
+from meshwise.runtime.script.recording import ScriptRecorder, ScriptTape
+from meshwise.runtime.script.tensors import supply_tensors
+from meshwise.runtime.script.values import ScriptMode
+
+OWNER = "MESHWISE_SCRIPT_PROCESS"
+"""The process that is the rank; those that it starts are not."""
+
+
+def install(settings: dict[str, Any]) -> None:
+    """Become rank `settings["rank"]`; the report goes to `settings["report"]` when the process ends."""
+    os.environ[OWNER] = str(os.getpid())
+    rank, ranks, devices = settings["rank"], settings["ranks"], settings["devices"]
+    device, chip = rank % devices, find_chip(settings["chip"])
+    tape = ScriptTape("dry_run", rank, ranks, **booked_by(chip))
+    guesses, recorder = Guesses(), ScriptRecorder(tape)
+    supply_cuda_objects(devices, device)
+    supply_cuda_module(tape, chip, devices, device)
+    supply_process_groups(rank, ranks, guesses, recorder)
+    supply_tensors(guesses)
+    _supply_launchers(ranks, device)
+    torch.autograd.set_multithreading_enabled(False)
+    mode = ScriptMode(torch.device("cuda", device), guesses)
+    recorder.watch_modules()
+    mode.__enter__()
+    recorder.__enter__()
+    report = _Report(settings["report"], tape, guesses, [recorder, mode])
+    atexit.register(report.write)
+    sys.excepthook = report.failed(sys.excepthook)
+    leave = os._exit
+
+    def leave_after_report(code: int) -> None:
+        report.write()
+        leave(code)
+
+    os._exit = leave_after_report  # type: ignore[assignment]
+
+
+class _Report:
+    """Writes what was found, once, from the process that is the rank."""
+
+    def __init__(self, path: str, tape: ScriptTape, guesses: Guesses, modes: list[Any]) -> None:
+        self._path, self._tape, self._guesses, self._modes = Path(path), tape, guesses, modes
+        self._failure: dict[str, str] | None = None
+
+    def failed(self, hook: Any) -> Any:
+        """An excepthook that remembers the error that ends the program."""
+
+        def remember(kind: Any, error: BaseException, trace: Any) -> None:
+            text = f"{kind.__name__}: {error}"
+            with_remedy = (remedy for pattern, remedy in _REMEDIES if re.search(pattern, text))
+            self._failure = {
+                "error": text.splitlines()[0],
+                "place": place_of_error(error.with_traceback(trace)),
+                "remedy": next(with_remedy, ""),
+            }
+            hook(kind, error, trace)
+
+        return remember
+
+    def write(self) -> None:
+        """Leave the modes and write the report."""
+        if os.environ.get(OWNER) != str(os.getpid()) or not self._modes:
+            return
+        for mode in self._modes:
+            mode.__exit__(None, None, None)
+        self._modes = []
+        tape = self._tape
+        report = {
+            "peak_bytes": tape.peak_booked_bytes,
+            "tensors_peak_bytes": tape.peak_bytes,
+            "peak_row": tape.peak_row,
+            "alive_at_peak": tape.alive_at_peak(),
+            "num_steps": len(tape.step_ends),
+            "ledger": tape.ledger().to_json(),
+            "step_ledger": tape.last_step().ledger().to_json(),
+            "guesses": self._guesses.to_json(),
+            "failure": self._failure,
+        }
+        self._path.write_text(json.dumps(report))
+
+
+_REMEDIES = (
+    (
+        "DynamicOutputShape|DataDependentOutput",
+        "the shape of a result depends on values: pad to a fixed one",
+    ),
+    ("libcuda|[tT]riton", "Triton kernels need a GPU: choose the implementation in plain torch"),
+    ("flash_attn|transformer_engine|apex|deep_ep", "this package needs CUDA: choose torch's implementation"),
+    ("UnsupportedOperator|no fake impl|NotImplementedError", "give it a shape: torch.library.register_fake"),
+)
+
+
+def _supply_launchers(ranks: int, device: int) -> None:
+    """torchrun and mp.spawn start this one rank only."""
+
+    def run(arguments: Any) -> None:
+        config, command, words = torch.distributed.run.config_from_args(arguments)
+        started = config.max_nodes * config.nproc_per_node
+        if started != ranks:
+            raise PlanError(f"the launcher starts {started} ranks, but --ranks is {ranks}; make them equal")
+        del os.environ[OWNER]
+        sys.stdout.flush()
+        code = subprocess.call([str(command), *words])
+        os.environ[OWNER] = ""
+        os._exit(code)
+
+    def spawn(fn: Any, args: Any = (), *_: Any, **__: Any) -> None:
+        fn(device, *args)
+
+    torch.distributed.run.run = run
+    torch.multiprocessing.spawn = torch.multiprocessing.spawn.spawn = spawn

@@ -1,0 +1,174 @@
+"""`torch.cuda` of a machine with GPUs: queries answer for the named chip, streams and events do nothing.
+
+Memory statistics come from the replay of the allocator, so that a program which logs its memory logs the
+figures of the fake rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.cuda.amp.common
+import torch.cuda.memory
+import torch.cuda.nvtx
+import torch.cuda.random
+
+from meshwise.machine.hardware import Chip
+from meshwise.program.tape import Tape
+
+
+class Stream:
+    """A stream or an event: everything happens at once."""
+
+    def __init__(self, *_: Any, **how: Any) -> None:
+        self.device = how.get("device")
+        self.device_index = self.cuda_stream = self.cuda_event = self.stream_id = self.priority = 0
+        self.device_type = 1
+
+    def record_event(self, event: Any = None) -> Any:
+        """The event itself, passed."""
+        return event or Stream()
+
+    def query(self) -> bool:
+        """All is done."""
+        return True
+
+    def is_capturing(self) -> bool:
+        """No CUDA graph is."""
+        return False
+
+    def elapsed_time(self, end: Any) -> float:
+        """A millisecond, since no time passes."""
+        return 1.0
+
+    def _nothing(self, *_: Any, **__: Any) -> None: ...
+
+    wait = wait_event = wait_stream = record = synchronize = _nothing
+    __exit__ = _nothing
+
+    def __enter__(self) -> Stream:
+        return self
+
+
+class Event(Stream):
+    """An event that has passed."""
+
+
+_NO_OPS = {
+    torch.cuda: "_lazy_init init synchronize set_device empty_cache ipc_collect set_stream cudart _sleep "
+    "manual_seed manual_seed_all seed seed_all set_rng_state set_rng_state_all set_sync_debug_mode "
+    "reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached "
+    "reset_accumulated_memory_stats set_per_process_memory_fraction",
+    torch.cuda.memory: "empty_cache reset_peak_memory_stats set_per_process_memory_fraction "
+    "_record_memory_history _dump_snapshot reset_accumulated_memory_stats",
+    torch.cuda.random: "manual_seed manual_seed_all seed seed_all set_rng_state set_rng_state_all",
+    torch.cuda.nvtx: "range_push range_pop mark range_start range_end",
+    torch.accelerator: "synchronize set_device_index set_device_idx set_stream",
+}
+
+
+_CAPABILITY = {
+    **{"volta": (7, 0), "turing": (7, 5), "ampere": (8, 0), "ada": (8, 9), "hopper": (9, 0)},
+    **{"blackwell": (10, 0)},
+}
+
+
+def supply_cuda_module(tape: Tape, chip: Chip, devices: int, device: int) -> None:
+    """Make `torch.cuda` answer for `devices` chips; this rank's is number `device`."""
+    name, memory_bytes = chip.name, int(chip.memory_bytes)
+    capability = _CAPABILITY.get(chip.generation, (9, 0))
+    properties = SimpleNamespace(
+        name=name, major=capability[0], minor=capability[1], total_memory=memory_bytes,
+        multi_processor_count=chip.num_cores, L2_cache_size=int(chip.cache_bytes), is_integrated=False,
+        warp_size=32, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, gcnArchName="",
+        shared_memory_per_block_optin=232448,
+    )  # fmt: skip
+
+    def current(*_: Any, **__: Any) -> int:
+        return int(tape.current_booked_bytes)
+
+    def peak(*_: Any, **__: Any) -> int:
+        return int(tape.peak_booked_bytes)
+
+    def reserved(*_: Any, **__: Any) -> int:
+        return int(tape.allocator.reserved_bytes if tape.allocator else tape.peak_booked_bytes)
+
+    def statistics(*_: Any, **__: Any) -> dict[str, int]:
+        figures = {"allocated_bytes.all.current": current(), "allocated_bytes.all.peak": peak()}
+        figures |= {"active_bytes.all.current": current(), "active_bytes.all.peak": peak()}
+        figures |= dict.fromkeys(("reserved_bytes.all.current", "reserved_bytes.all.peak"), reserved())
+        return defaultdict(int, figures)
+
+    def state(*_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    memory = {
+        "memory_allocated": current,
+        "max_memory_allocated": peak,
+        "memory_reserved": reserved,
+        "max_memory_reserved": reserved,
+        "memory_stats": statistics,
+        "mem_get_info": lambda *_: (memory_bytes - current(), memory_bytes),
+    }
+    queries = {
+        "is_available": True,
+        "is_initialized": True,
+        "_is_compiled": True,
+        "device_count": devices,
+        "current_device": device,
+        "get_device_name": name,
+        "get_device_capability": capability,
+        "get_device_properties": properties,
+        "is_bf16_supported": True,
+        "is_current_stream_capturing": False,
+        "_exchange_device": device,
+        "_maybe_exchange_device": device,
+        "get_arch_list": [f"sm_{capability[0]}{capability[1]}"],
+        "can_device_access_peer": True,
+        "utilization": 100,
+        "current_blas_handle": 0,
+    }
+    streams = {
+        "Stream": Stream,
+        "Event": Event,
+        "ExternalStream": Stream,
+        "stream": lambda stream: stream if stream is not None else Stream(),
+        "StreamContext": lambda stream: stream if stream is not None else Stream(),
+        "current_stream": Stream,
+        "default_stream": Stream,
+    }
+    for module, names in _NO_OPS.items():
+        for each in names.split():
+            setattr(module, each, _nothing)
+    answers = {each: _always(value) for each, value in queries.items()}
+    states = {"get_rng_state": state, "get_rng_state_all": lambda: [state()] * devices}
+    for each, function in (memory | answers | streams | states).items():
+        setattr(torch.cuda, each, function)
+    for each, function in memory.items():
+        setattr(torch.cuda.memory, each, function)
+    for each, function in states.items():
+        setattr(torch.cuda.random, each, function)
+    torch.cuda.default_generators = (torch.default_generator,) * devices
+    torch.cuda.nccl.version = _always((2, 28, 9))
+    torch.cuda.nvtx.range = lambda *_, **__: contextlib.nullcontext()
+    torch.cuda.amp.common.amp_definitely_not_available = _always(False)
+    torch.backends.cuda.is_built = _always(True)
+    torch.accelerator.device_count = _always(devices)
+    torch.accelerator.current_device_index = torch.accelerator.current_device_idx = _always(device)
+    torch.accelerator.current_stream = Stream
+    accelerator = {each: memory[each] for each in memory if each != "mem_get_info"}
+    accelerator |= dict.fromkeys(("empty_cache", "reset_peak_memory_stats"), _nothing)
+    for each, function in accelerator.items():
+        setattr(torch.accelerator, each, function)
+        setattr(torch.accelerator.memory, each, function)
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _always(value: Any) -> Any:
+    return lambda *_, **__: value

@@ -1,0 +1,165 @@
+"""Process groups of any size that move nothing, and what on top of them would need an answer of other ranks.
+
+Collectives on tensors pass torch's own fake process group, and the recorder notes them. What moves Python
+objects hands back this rank's own; a store is a dictionary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+import torch.distributed.tensor._dispatch as dtensor_dispatch
+import torch.nn.parallel.distributed as ddp
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from meshwise.core.errors import PlanError
+from meshwise.runtime.recorder import Recorder
+from meshwise.runtime.script.guesses import Guesses
+
+BACKEND = "cpu:fake,cuda:fake"
+
+
+class _Store(dist.Store):
+    """Keys and values of this process; a key that another rank would have set is empty."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
+
+    def get(self, key: str) -> bytes:
+        return self._values.get(key, b"")
+
+    def add(self, key: str, amount: int) -> int:
+        number = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(number).encode()
+        return number
+
+    def check(self, keys: list[str]) -> bool:
+        return True
+
+    def wait(self, *_: Any) -> None: ...
+    def set_timeout(self, timeout: timedelta) -> None: ...
+    def delete_key(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
+
+
+def supply_process_groups(rank: int, ranks: int, guesses: Guesses, recorder: Recorder) -> None:
+    """Replace what would look for other ranks."""
+    named: dict[str, str] = {}
+    make_group = c10d._new_process_group_helper
+
+    def new_group(
+        size: int, place: int, members: Any, backend: Any, store: Any, name: Any, **how: Any
+    ) -> Any:
+        if not members and (size, place) != (ranks, rank):
+            raise PlanError(
+                f"the program asks for rank {place} of {size}, but --ranks is {ranks} and --rank {rank}"
+            )
+        named[name] = "nccl" if str(backend) == "undefined" else str(backend)
+        how |= {"backend_options": None, "device_id": None}
+        group, store = make_group(size, place, members, BACKEND, FakeStore(), name, **how)
+        if isinstance(group, dist.ProcessGroup):
+            recorder.name_axis(group, _axis(how.get("group_desc"), members))
+        return group, store
+
+    def rendezvous(url: str, place: int = -1, size: int = -1, **_: Any) -> Iterator[Any]:
+        yield _Store(), rank if place < 0 else place, ranks if size < 0 else size
+
+    def get_backend(group: Any = None) -> str:
+        return named[(group or c10d._get_default_group()).group_name]
+
+    def gather(found: list[Any], own: Any, *_: Any, **__: Any) -> None:
+        guesses.add("objects of other ranks", "all like this rank's")
+        found[:] = [own] * len(found)
+
+    def gather_object(obj: Any, object_gather_list: list[Any] | None = None, *_: Any, **__: Any) -> None:
+        if object_gather_list is not None:
+            gather(object_gather_list, obj)
+
+    def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+        gather(object_list, obj)
+
+    def broadcast_object_list(object_list: list[Any], src: int | None = None, *_: Any, **how: Any) -> None:
+        if src not in (None, rank) and any(one is None for one in object_list):
+            guesses.add(f"objects of rank {src}", "what this rank has")
+
+    def scatter_object_list(output: list[Any], inputs: list[Any] | None = None, *_: Any, **__: Any) -> None:
+        if inputs:
+            output[0] = inputs[dist.get_rank() % len(inputs)]
+
+    c10d._new_process_group_helper = new_group
+    c10d.rendezvous = rendezvous
+    c10d._get_default_timeout = lambda _: c10d.default_pg_timeout
+    c10d._store_based_barrier = lambda *_, **__: None
+    stand_ins = {
+        "get_backend": get_backend,
+        "is_nccl_available": lambda: True,
+        "all_gather_object": all_gather_object,
+        "gather_object": gather_object,
+        "broadcast_object_list": broadcast_object_list,
+        "scatter_object_list": scatter_object_list,
+        "monitored_barrier": lambda *_, **__: None,
+        "ProcessGroupNCCL": SimpleNamespace(Options=SimpleNamespace),
+        "TCPStore": _Store,
+        "FileStore": _Store,
+    }
+    for name, stand_in in stand_ins.items():
+        setattr(c10d, name, stand_in)
+        setattr(dist, name, stand_in)
+    dtensor_dispatch.run_dtensor_rng_op = lambda _, __, op, *args, **kwargs: op(*args, **kwargs)
+    _supply_ddp()
+
+
+def _supply_ddp() -> None:
+    """DDP exchanges through a hook of Python, since a fake work has no result, and logs nothing."""
+    make_reducer = ddp.DistributedDataParallel._ddp_init_helper
+
+    def with_hook(self: Any, *args: Any, **kwargs: Any) -> None:
+        make_reducer(self, *args, **kwargs)
+        self.logger = _Silent()
+        dist._register_comm_hook(self.reducer, None, lambda _, bucket: _all_reduce(bucket))
+
+    def verify(group: Any, parameters: list[torch.Tensor], logger: Any = None) -> None:
+        """The two collectives by which ranks compare the shapes of their parameters."""
+        device = parameters[0].device
+        counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
+        dist.all_gather(counts, counts[0].clone(), group=group)
+        sizes = sum(1 + tensor.dim() * 2 for tensor in parameters)
+        dist.broadcast(torch.zeros(sizes, dtype=torch.int64, device=device), group=group, group_src=0)
+
+    ddp.DistributedDataParallel._ddp_init_helper = with_hook
+    ddp._verify_param_shape_across_processes = verify
+
+
+def _all_reduce(bucket: Any) -> Any:
+    buffer = bucket.buffer()
+    dist.all_reduce(buffer)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(buffer)
+    return done
+
+
+def _axis(described: str | None, members: Sequence[int]) -> str:
+    """The mesh dim of a group; else which ranks it joins."""
+    if described and described.startswith("mesh_"):
+        return described.removeprefix("mesh_")
+    if not members:
+        return "world"
+    members = sorted(members)
+    return f"{members[0]}..{members[-1]} by {members[1] - members[0] if len(members) > 1 else 1}"
+
+
+class _Silent:
+    """A logger of DDP that keeps no account."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None

@@ -1,0 +1,164 @@
+"""What a user's program does, under the names of its modules: rows, steps, and the moment of the peak.
+
+Modules name themselves when they are called, optimizers open the phase `optimizer`, and a module that is
+called inside the backward is a recomputation. A step ends with its last optimizer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from meshwise.program.tape import Tape
+from meshwise.runtime.recorder import Recorder, _local
+
+_WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+
+
+class ScriptTape(Tape):
+    """A tape that knows who made each tensor, when the peak was, and where steps end."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.peak_row: dict[str, Any] = {}
+        self.step_ends: list[int] = []
+        self._alive: dict[object, dict[str, Any]] = {}
+        self._log: list[tuple[bool, dict[str, Any]]] = []  # comes (or goes), tensor
+        self._unmade: list[dict[str, Any]] = []
+        self._peak_seen, self._peak_at = 0.0, 0
+
+    def allocate(self, name: object, size_bytes: float) -> None:
+        super().allocate(name, size_bytes)
+        tensor = self._alive[name] = {"bytes": size_bytes, "what": ""}
+        self._log.append((True, tensor))
+        self._unmade.append(tensor)
+        if self.peak_booked_bytes > self._peak_seen:
+            self._peak_seen, self._peak_at, self.peak_row = self.peak_booked_bytes, len(self._log), {}
+
+    def release(self, name: object) -> None:
+        super().release(name)
+        self._log.append((False, self._alive.pop(name)))
+
+    def op(self, op: str, **row: Any) -> dict[str, Any]:
+        """Also note which tensors are its, and whether the peak is."""
+        full = super().op(op, **row)
+        place = "/".join(filter(None, (folded(row.get("module") or ""), op)))
+        for tensor in self._unmade:
+            tensor["what"] = tensor["what"] or f"{place} ({full['phase']})"
+        self._unmade.clear()
+        if self._peak_seen and not self.peak_row:
+            self.peak_row = full
+        return full
+
+    def label(self, what: str, tensors: Any) -> None:
+        """The storages of these tensors are `what`: parameters, gradients, ..."""
+        for tensor in tensors:
+            entry = self._alive.get(_local(tensor).untyped_storage()._cdata)
+            if entry is not None:
+                entry["what"] = what
+
+    def end_step(self) -> None:
+        """An optimizer has stepped; several without a backward between them are one step's."""
+        start = self.step_ends[-1] if self.step_ends else 0
+        if self.step_ends and all(row["phase"] != "backward" for row in self._rows[start:]):
+            self.step_ends.pop()
+        self.step_ends.append(len(self._rows))
+
+    def last_step(self) -> Tape:
+        """The rows of the last whole step; all rows of a program without an optimizer."""
+        start, end = ([0, *self.step_ends] if self.step_ends else [0, len(self._rows)])[-2:]
+        return Tape(self.origin, self.rank, self.world_size, _rows=self._rows[start:end])
+
+    def alive_at_peak(self) -> dict[str, float]:
+        """Bytes of what was alive at the peak, by what it is; the largest first."""
+        alive: Counter[str] = Counter()
+        for comes, tensor in self._log[: self._peak_at]:
+            alive[tensor["what"]] += tensor["bytes"] if comes else -tensor["bytes"]
+        return {what: size for what, size in alive.most_common() if size}
+
+
+def folded(module: str) -> str:
+    """A module's path with the numbers of its layers left out."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)
+
+
+class ScriptRecorder(Recorder):
+    """A recorder of what happens on `cuda`, wherever a fake tensor says that its storage lies."""
+
+    def __init__(self, tape: ScriptTape) -> None:
+        super().__init__(tape, device_type="cuda")
+        self._seen: set[int] = set()
+        self._names: dict[int, str] = {}
+        self._roots: list[torch.nn.Module] = []  # alive, so that no other module gets their ids
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record an op, unless all of it is on the CPU."""
+        leaves = tree_leaves((args, kwargs))
+        if not any(isinstance(leaf, (torch.Tensor, torch.device)) and _is_cuda(leaf) for leaf in leaves):
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _track(self, tensor: torch.Tensor) -> None:
+        self._seen.add(tensor.untyped_storage()._cdata)
+        super()._track(tensor)
+
+    def _is_recorded(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._seen
+
+    def watch_modules(self) -> None:
+        """Name rows by the modules of the program, and phases by its optimizers."""
+        tape: Any = self.tape
+
+        def enter(module: torch.nn.Module, _: Any) -> None:
+            own = list(module.parameters(recurse=False))
+            if own:
+                self.weights(*own)
+            self._modules.append(f"/{self._name(module)}")
+            self._phases += ["recompute"] if torch._C._current_graph_task_id() != -1 else []
+
+        def leave(module: torch.nn.Module, *_: Any) -> None:
+            if self._modules and self._modules[-1] == f"/{self._name(module)}":
+                self._modules.pop()
+                if self._phases[-1:] == ["recompute"]:
+                    self._phases.pop()
+
+        def begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            tape.label("parameters", parameters)
+            tape.label("gradients", [p.grad for p in parameters if p.grad is not None])
+            self._phases.append("optimizer")
+            self._modules.append("/optimizer")
+
+        def end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            self._phases.pop()
+            self._modules.pop()
+            states = (state.values() for state in optimizer.state.values())
+            tape.label(
+                "optimizer states", [one for each in states for one in each if isinstance(one, torch.Tensor)]
+            )
+            tape.end_step()
+
+        register_module_forward_pre_hook(enter)
+        register_module_forward_hook(leave, always_call=True)
+        register_optimizer_step_pre_hook(begin)
+        register_optimizer_step_post_hook(end)
+
+    def _name(self, module: torch.nn.Module) -> str:
+        if id(module) not in self._names:
+            parent = self._modules[-1][1:] + "." if self._modules else ""
+            self._roots.append(module)
+            for name, each in module.named_modules():
+                words = [word for word in name.split(".") if word not in _WRAPPERS]
+                path = ".".join(words[1:] if words[:1] == ["module"] else words)
+                self._names[id(each)] = parent + path or type(module).__name__
+        return self._names[id(module)]
+
+
+def _is_cuda(leaf: Any) -> bool:
+    return (leaf.device if isinstance(leaf, torch.Tensor) else leaf).type == "cuda"

@@ -1,0 +1,125 @@
+"""`dryrun -- python train.py ...`: start a user's program as one rank, and hand back what it did."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwise.core.errors import MeshwiseError, PlanError
+from meshwise.core.ledger import Ledger
+from meshwise.machine.hardware import Chip, find_chip
+from meshwise.runtime.profile import HOOK, run_command
+
+_PACKAGE = Path(__file__).parents[3]
+
+
+class ScriptError(MeshwiseError):
+    """The program ended early, or never came to torch; the message says where and what may help."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScriptOutcome:
+    """One rank of a user's program. `ledger` is the whole program, `step_ledger` its last whole step."""
+
+    program: str
+    ranks: int
+    rank: int
+    device: str
+    peak_bytes: float
+    tensors_peak_bytes: float
+    peak_row: dict[str, Any]
+    alive_at_peak: dict[str, float]
+    num_steps: int
+    ledger: Ledger
+    step_ledger: Ledger
+    guesses: list[dict[str, Any]]
+
+    def collectives(self) -> list[dict[str, Any]]:
+        """Collectives of the last step by mesh axis, group size and kind: how many, and their payload."""
+        found: dict[tuple[str, int, str], dict[str, Any]] = {}
+        for row in self.step_ledger.rows():
+            if row["collective"]:
+                place = {name: row[name] for name in ("axis", "group_size", "collective")}
+                total = found.setdefault(tuple(place.values()), place | {"count": 0, "payload_bytes": 0})
+                total["count"] += row["count"]
+                total["payload_bytes"] += row["count"] * row["payload_bytes"]
+        return list(found.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `dryrun --json -- COMMAND` prints."""
+        return {
+            **{name: getattr(self, name) for name in ("program", "ranks", "rank", "device", "peak_bytes")},
+            "steps": [],
+            "tensors_peak_bytes": self.tensors_peak_bytes,
+            "peak": {name: self.peak_row.get(name) for name in ("module", "op", "phase", "shape")},
+            "alive_at_peak": [{"what": what, "bytes": size} for what, size in self.alive_at_peak.items()],
+            "num_steps": self.num_steps,
+            "collectives": self.collectives(),
+            "guesses": self.guesses,
+            "ledger": self.ledger.to_json(),
+            "step_ledger": self.step_ledger.to_json(),
+        }
+
+
+def dry_run_script(
+    command: Sequence[str], *, ranks: int, rank: int = 0, device: str, stdout: Any = None
+) -> ScriptOutcome:
+    """Run `command` as rank `rank` of `ranks` on chips `device`; ScriptError where it fails."""
+    if not 0 <= rank < ranks:
+        raise PlanError(f"rank {rank} is not in a world of {ranks}; name one from 0 to {ranks - 1}")
+    text = shlex.join(command)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        exit_code, _ = run_command(command, _environment(find_chip(device), ranks, rank, path), stdout)
+        report = json.loads(path.read_text()) if path.exists() else None
+    if report is None:
+        raise ScriptError(
+            f"{text} ended (exit code {exit_code}) before it imported torch in a Python that has meshwise"
+        )
+    failure = report.pop("failure")
+    if failure is not None or exit_code != 0:
+        raise ScriptError(_failed(text, exit_code, failure))
+    ledgers = {name: Ledger.from_rows(report.pop(name)) for name in ("ledger", "step_ledger")}
+    found = report | ledgers
+    return ScriptOutcome(program=text, ranks=ranks, rank=rank, device=device, **found)
+
+
+def _failed(text: str, exit_code: int, failure: dict[str, str] | None) -> str:
+    if failure is None:
+        return f"{text} ended with exit code {exit_code}"
+    remedy = f"; {failure['remedy']}" if failure["remedy"] else ""
+    return f"{failure['place']}: {failure['error']}{remedy}"
+
+
+def _environment(chip: Chip, ranks: int, rank: int, report: Path) -> dict[str, str]:
+    """What torchrun would set, and the settings of the hook."""
+    devices = int(min(chip.levels[0].ranks, ranks)) if chip.levels else 1
+    settings = {
+        "rank": rank,
+        "ranks": ranks,
+        "devices": devices,
+        "report": str(report),
+        "chip": chip.name,
+    }
+    search = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")]), str(_PACKAGE)]
+    place = {
+        "RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % devices, "LOCAL_WORLD_SIZE": devices,
+        "GROUP_RANK": rank // devices, "GROUP_WORLD_SIZE": -(-ranks // devices), "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": ranks, "ROLE_NAME": "default", "MASTER_ADDR": "localhost", "MASTER_PORT": 29500,
+        "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0,
+        "NGPU": ranks, "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices))),
+    }  # fmt: skip
+    return {
+        **os.environ,
+        **{name: str(value) for name, value in place.items()},
+        "PYTHONPATH": os.pathsep.join(search),
+        "MESHWISE_SCRIPT": json.dumps(settings),
+    }

@@ -1,0 +1,128 @@
+"""Methods of tensors and modules that need more than a shape, and what replaces or switches off kernels.
+
+A module that moves to `cuda` keeps its parameters: the fake takes the place of the real tensor. Attention
+runs the fused kernel that CUDA would choose, `torch.compile` is off, and `torch.save` writes nothing.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+
+from meshwise.runtime.script.guesses import Guesses
+from meshwise.runtime.script.values import shadow_of
+
+aten = torch.ops.aten
+_library = torch.library.Library("aten", "IMPL")
+_MAX_FLASH_HEAD = 256
+
+
+def supply_tensors(guesses: Guesses) -> None:
+    """Replace methods that a fake tensor does not have."""
+    tensor: Any = torch.Tensor
+    data = tensor.data
+
+    def set_data(self: torch.Tensor, new: torch.Tensor) -> None:
+        if isinstance(new, FakeTensor) != isinstance(self, FakeTensor):
+            with torch.no_grad():
+                _swap(self, torch.nn.Parameter(new.detach(), requires_grad=self.requires_grad))
+        else:
+            data.__set__(self, new)
+
+    def known(self: torch.Tensor) -> torch.Tensor:
+        value = shadow_of(self)
+        if value is None:
+            guesses.add("the values of a tensor", "1 everywhere (0 for bools)")
+            value = torch.ones(self.shape, dtype=self.dtype) if self.dtype != torch.bool else torch.zeros(
+                self.shape, dtype=torch.bool
+            )  # fmt: skip
+        return value
+
+    to_list, to_numpy = tensor.tolist, tensor.numpy
+    tensor.data = property(data.__get__, set_data)
+    tensor.tolist = lambda self: to_list(known(self) if isinstance(self, FakeTensor) else self)
+    FakeTensor.tolist = tensor.tolist
+    tensor.numpy = lambda self, **how: to_numpy(known(self) if isinstance(self, FakeTensor) else self, **how)
+    tensor.pin_memory = lambda self, *_: self
+    tensor.is_pinned = lambda self, *_: True
+    tensor.record_stream = lambda self, *_: None
+    torch.utils.swap_tensors = _swap
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.compile = _identity
+    torch.nn.Module.compile = lambda self, *_, **__: None
+    _supply_files(guesses)
+    _supply_attention()
+
+
+def _swap(one: Any, other: Any) -> None:
+    """Each tensor takes the place of the other, whoever refers to it."""
+    slots = {*copyreg._slotnames(type(one)), *copyreg._slotnames(type(other))}  # type: ignore[attr-defined]
+    held = [
+        {slot: getattr(tensor, slot) for slot in slots if hasattr(tensor, slot)} for tensor in (one, other)
+    ]
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    for tensor, values in ((other, held[0]), (one, held[1])):
+        for slot, value in values.items():
+            setattr(tensor, slot, value)
+    torch._C._swap_tensor_impl(one, other)
+
+
+def _identity(function: Any = None, **_: Any) -> Any:
+    return function if function is not None else _identity
+
+
+def _supply_files(guesses: Guesses) -> None:
+    """`torch.save` keeps what it would write, by its path, for `torch.load` in the same program."""
+    written: dict[str, Any] = {}
+    load = torch.load
+
+    def save(obj: Any, f: Any, *_: Any, **__: Any) -> None:
+        guesses.add("torch.save", "nothing is written")
+        written[str(f)] = obj
+
+    torch.save = save
+    torch.load = lambda f, *args, **how: written[str(f)] if str(f) in written else load(f, *args, **how)
+
+
+def _supply_attention() -> None:
+    """`scaled_dot_product_attention` as CUDA does it: flash, or memory-efficient with a mask or in fp32."""
+
+    def attend(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        head = query.shape[-1]
+        scale = head**-0.5 if scale is None else scale
+        is_half = query.dtype in (torch.bfloat16, torch.float16)
+        if is_half and attn_mask is None and head <= _MAX_FLASH_HEAD:
+            pad = -head % 8
+            query, key, value = (F.pad(x, (0, pad)) if pad else x for x in (query, key, value))
+            out = aten._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, scale=scale
+            )[0]
+            return out[..., :head] if pad else out
+        if enable_gqa:
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        if attn_mask is not None:
+            if attn_mask.dtype == torch.bool:
+                attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(
+                    ~attn_mask, float("-inf")
+                )
+            attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, needs_gradient, dropout_p, is_causal, scale=scale
+        )[0]
+
+    _library.impl("scaled_dot_product_attention", attend, "AutogradCUDA")
+    for name in ("silu_backward", "mish_backward", "native_channel_shuffle"):
+        _library.impl(name, _missing, "CUDA")  # so that torch does not put its composite one in its place
+
+
+def _missing(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError("a kernel of CUDA was called on a machine without one")

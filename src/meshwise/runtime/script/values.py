@@ -1,0 +1,179 @@
+"""Fake tensors where memory would be, real ones where values matter.
+
+Whatever touches `cuda` is fake: a shape without memory. Small tensors of the CPU are real, because samplers,
+seeds, token ids and device meshes need their values; large ones made by a factory are fake too, so that a
+model built on the CPU costs nothing.
+
+A small fake keeps the value that it would have (its *shadow*) as long as all that went into it is known: a
+tensor copied to `cuda`, a mask made of positions. What depends on weights has no value. Where the program
+asks for one it gets 1 (False for a bool), and the question is noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from meshwise.runtime.script.guesses import Guesses
+
+LARGE_BYTES = 4 << 20
+"""A factory on the CPU makes a fake tensor from here on."""
+SHADOW_ELEMENTS = 1 << 16
+aten = torch.ops.aten
+
+_KEEPS_VALUE = ("c10d", "_c10d_functional")
+"""Collectives leave a value as it is on this rank."""
+_DATA_DEPENDENT = (
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "nonzero_static",
+)
+_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+
+class ScriptMode(FakeTensorMode):
+    """The mode in which a user's program runs; `device` stands for every CUDA device that it names."""
+
+    avoid_device_init = True
+
+    def __init__(self, device: torch.device, guesses: Guesses) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.device = device
+        self.guesses = guesses
+        self._depth = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[object] = (),
+        kwargs: Any = None,
+    ) -> Any:  # fmt: skip
+        """Run an op of the program: really, or on shapes."""
+        kwargs = dict(kwargs or {})
+        if self._depth:  # an op of torch's own rules
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        args, kwargs = tree_map(self._placed, (tuple(args), kwargs))
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(type(tensor) not in _PLAIN for tensor in tensors):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+        if not fakes and not any(isinstance(leaf, torch.device) and leaf.type == "cuda" for leaf in leaves):
+            if tensors or not _is_large(args, kwargs):
+                return func(*args, **kwargs)
+            kwargs.setdefault("device", torch.device("cpu"))
+        return self._on_shapes(func, types, args, kwargs, tensors, fakes)
+
+    def _on_shapes(self, func: Any, types: Any, args: Any, kwargs: Any, tensors: Any, fakes: Any) -> Any:
+        known = func.namespace == "aten" and all(shadow_of(tensor) is not None for tensor in tensors)
+        value = _Unknown
+        if known and torch.Tag.nondeterministic_seeded not in func.tags and not _is_large(args, kwargs):
+            value = self._value(func, args, kwargs)
+        elif func._schema.is_mutable and func.namespace not in _KEEPS_VALUE and "amp" not in func._opname:
+            for tensor in _mutated(func, args, kwargs):
+                _forget(tensor)
+        if func is aten._local_scalar_dense.default:
+            return self._scalar(fakes[0]) if value is _Unknown else value
+        if value is not _Unknown and func._opname in _DATA_DEPENDENT:
+            return tree_map(
+                lambda leaf: leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf, value
+            )
+        if func._opname in ("nonzero", "masked_select"):
+            return self._all_true(func, args)
+        if func is aten._to_copy.default and _leaves_device(kwargs) and value is not _Unknown:
+            return value
+        self._depth += 1
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._depth -= 1
+        if isinstance(result, FakeTensor) and isinstance(value, torch.Tensor):
+            result.shadow = value
+        return result
+
+    def _placed(self, leaf: Any) -> Any:
+        """Any CUDA device is this rank's."""
+        return self.device if isinstance(leaf, torch.device) and leaf.type == "cuda" else leaf
+
+    def _value(self, func: Any, args: Any, kwargs: Any) -> Any:
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                return shadow_of(leaf)
+            return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "cuda" else leaf
+
+        args, kwargs = tree_map(real, (args, kwargs))
+        if kwargs.get("device", 0) is None:
+            kwargs["device"] = torch.device("cpu")
+        try:
+            with _disable_current_modes():
+                value = func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError):
+            return _Unknown
+        is_small = all(
+            leaf.numel() <= SHADOW_ELEMENTS for leaf in tree_leaves(value) if hasattr(leaf, "numel")
+        )
+        return value if is_small else _Unknown
+
+    def _scalar(self, tensor: torch.Tensor) -> float | int | bool:
+        assumed = torch.ones((), dtype=tensor.dtype).item() if tensor.dtype is not torch.bool else False
+        self.guesses.add(
+            "the value of a tensor", f"{assumed}", "results that branch on it follow this value, not the data"
+        )
+        return assumed
+
+    def _all_true(self, func: Any, args: Any) -> Any:
+        """Every element is chosen: the largest result there can be."""
+        tensor = args[0]
+        self.guesses.add(f"{func._opname} of unknown values", "every element is chosen")
+        with self:
+            if func._opname == "nonzero":
+                shape = (tensor.numel(), tensor.dim())
+                return torch.empty(shape, dtype=torch.int64, device=tensor.device)
+            return torch.broadcast_tensors(tensor, args[1])[0].reshape(-1).clone()
+
+
+class _Unknown:
+    """No value is known."""
+
+
+def shadow_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The value of `tensor` on the CPU, where it is known; of small tensors only."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor if tensor.device.type == "cpu" and tensor.numel() <= SHADOW_ELEMENTS else None
+    shadow = getattr(tensor, "shadow", None)
+    return None if shadow is None or getattr(shadow.untyped_storage(), "is_stale", False) else shadow
+
+
+def _forget(tensor: torch.Tensor) -> None:
+    """Something unknown was written into `tensor`: nothing that shares its memory has a value any more."""
+    shadow = getattr(tensor, "shadow", None)
+    if shadow is not None:
+        shadow.untyped_storage().is_stale = True
+
+
+def _mutated(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    named = dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)) | kwargs
+    names = [arg.name for arg in func._schema.arguments if arg.alias_info and arg.alias_info.is_write]
+    return [leaf for name in names for leaf in tree_leaves(named.get(name)) if isinstance(leaf, torch.Tensor)]
+
+
+def _leaves_device(kwargs: Mapping[str, Any]) -> bool:
+    return isinstance(kwargs.get("device"), torch.device) and kwargs["device"].type == "cpu"
+
+
+def _is_large(args: Any, kwargs: Any) -> bool:
+    """Whether a factory of these arguments makes a large tensor (a meta tensor is never large)."""
+    device = kwargs.get("device")
+    size = next((arg for arg in args if isinstance(arg, (list, tuple, torch.Size))), ())
+    if (device is not None and device.type == "meta") or not all(isinstance(n, int) for n in size):
+        return False
+    count = 1
+    for n in size:
+        count *= n
+    return bool(size) and 4 * count >= LARGE_BYTES
