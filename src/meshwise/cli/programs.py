@@ -7,7 +7,6 @@ takes any command: `meshwise dryrun --ranks 64 -- python train.py`.
 from __future__ import annotations
 
 import shutil
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
     from meshwise.runtime.programs import Program
     from meshwise.runtime.script.start import ScriptOutcome
 
+STDERR = 2
+"""Where a script's own output goes when stdout holds the document."""
 _ANY_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 Name = Annotated[str, typer.Argument(metavar="PROGRAM", help="ulysses, model-2d, train, ... (see --help).")]
@@ -93,11 +94,9 @@ def dryrun(
     torchrun, accelerate launch), anybody's script on torch, unmodified.
     """
     if is_command(program):
-        where = sys.stderr if json else None
-        command = [program, *ctx.args]
-        _show_script(
-            api.dry_run_script(command, ranks=ranks, rank=rank, device=device, stdout=where), csv, json
-        )
+        where = STDERR if json else None
+        script = api.dry_run_script([program, *ctx.args], ranks=ranks, rank=rank, device=device, stdout=where)
+        _show_script(script, csv, json)
         return
     found, options = _parse(ctx, program, show_help)
     outcome = api.dry_run(found.name, ranks=ranks, rank=rank, device=device, quiet=json, **options)

@@ -1,4 +1,4 @@
-"""A user's training script on torch alone: FSDP2, tensor parallelism where asked for, activation checkpointing.
+"""A user's training script on torch alone: FSDP2; with options tensor parallelism and recomputation.
 
 `fsdp2.py --device cpu --backend gloo --record FILE` runs it for real on CPU ranks and writes what it did.
 """

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._inductor
-import torch.distributed.run
+import torch.distributed.launcher.api
 import torch.multiprocessing
 
 from meshwise.core.errors import PlanError
@@ -79,7 +79,7 @@ class _Report:
             text = f"{kind.__name__}: {error}"
             with_remedy = (remedy for pattern, remedy in _REMEDIES if re.search(pattern, text))
             self._failure = {
-                "error": text.splitlines()[0],
+                "error": text.splitlines()[0][:300],
                 "place": place_of_error(error.with_traceback(trace)),
                 "remedy": next(with_remedy, ""),
             }
@@ -123,19 +123,26 @@ _REMEDIES = (
 def _supply_launchers(ranks: int, device: int) -> None:
     """torchrun and mp.spawn start this one rank only."""
 
-    def run(arguments: Any) -> None:
-        config, command, words = torch.distributed.run.config_from_args(arguments)
-        started = config.max_nodes * config.nproc_per_node
-        if started != ranks:
-            raise PlanError(f"the launcher starts {started} ranks, but --ranks is {ranks}; make them equal")
-        del os.environ[OWNER]
-        sys.stdout.flush()
-        code = subprocess.call([str(command), *words])
-        os.environ[OWNER] = ""
-        os._exit(code)
+    class Launch:
+        """In place of torch's launcher: starts the one rank."""
+
+        def __init__(self, config: Any, entrypoint: str) -> None:
+            started = config.max_nodes * config.nproc_per_node
+            if started != ranks:
+                raise PlanError(
+                    f"the launcher starts {started} ranks, but --ranks is {ranks}; make them equal"
+                )
+            self.command = str(entrypoint)
+
+        def __call__(self, *words: str) -> None:
+            del os.environ[OWNER]
+            sys.stdout.flush()
+            code = subprocess.call([self.command, *words])
+            os.environ[OWNER] = ""
+            os._exit(code)
 
     def spawn(fn: Any, args: Any = (), *_: Any, **__: Any) -> None:
         fn(device, *args)
 
-    torch.distributed.run.run = run
+    torch.distributed.launcher.api.elastic_launch = Launch
     torch.multiprocessing.spawn = torch.multiprocessing.spawn.spawn = spawn

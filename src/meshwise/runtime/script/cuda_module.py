@@ -79,7 +79,7 @@ _CAPABILITY = {
 
 def supply_cuda_module(tape: Tape, chip: Chip, devices: int, device: int) -> None:
     """Make `torch.cuda` answer for `devices` chips; this rank's is number `device`."""
-    name, memory_bytes = chip.name, int(chip.memory_bytes)
+    name, memory_bytes = f"{chip.vendor} {chip.name}".upper(), int(chip.memory_bytes)
     capability = _CAPABILITY.get(chip.generation, (9, 0))
     properties = SimpleNamespace(
         name=name, major=capability[0], minor=capability[1], total_memory=memory_bytes,

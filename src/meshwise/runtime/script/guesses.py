@@ -57,7 +57,8 @@ def _innermost(frames: list[tuple[str, int]]) -> str:
     outside = [frame for frame in frames if not frame[0].startswith((_OURS, "<"))]
     own = [frame for frame in outside if not _is_packaged(frame[0])]
     torchless = [frame for frame in outside if "/torch/" not in frame[0]]
-    return next((f"{file}:{line}" for file, line in (*own, *torchless, *outside)), "?")
+    found = next((f"{file}:{line}" for file, line in (*own, *torchless, *outside)), "?")
+    return found.rpartition("site-packages/")[2]
 
 
 def _is_packaged(file: str) -> bool:

@@ -108,6 +108,7 @@ def supply_process_groups(rank: int, ranks: int, guesses: Guesses, recorder: Rec
         "broadcast_object_list": broadcast_object_list,
         "scatter_object_list": scatter_object_list,
         "monitored_barrier": lambda *_, **__: None,
+        "set_timeout": lambda *_, **__: None,  # of later versions of torch
         "ProcessGroupNCCL": SimpleNamespace(Options=SimpleNamespace),
         "TCPStore": _Store,
         "FileStore": _Store,

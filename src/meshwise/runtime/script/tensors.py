@@ -10,6 +10,7 @@ import copyreg
 from typing import Any
 
 import torch
+import torch.nn.attention.flex_attention as flex_attention
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -55,7 +56,7 @@ def supply_tensors(guesses: Guesses) -> None:
     torch.compile = _identity
     torch.nn.Module.compile = lambda self, *_, **__: None
     _supply_files(guesses)
-    _supply_attention()
+    _supply_attention(guesses)
 
 
 def _swap(one: Any, other: Any) -> None:
@@ -89,39 +90,65 @@ def _supply_files(guesses: Guesses) -> None:
     torch.load = lambda f, *args, **how: written[str(f)] if str(f) in written else load(f, *args, **how)
 
 
-def _supply_attention() -> None:
-    """`scaled_dot_product_attention` as CUDA does it: flash, or memory-efficient with a mask or in fp32."""
+def _supply_attention(guesses: Guesses) -> None:
+    """Attention as CUDA does it: flash, or memory-efficient with a mask or in fp32."""
 
-    def attend(
-        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
-        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    def flex(
+        query: Any, key: Any, value: Any, score_mod: Any = None, block_mask: Any = None,
+        scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
+        kernel_options: Any = None, *, return_aux: Any = None,
     ) -> Any:  # fmt: skip
-        head = query.shape[-1]
-        scale = head**-0.5 if scale is None else scale
-        is_half = query.dtype in (torch.bfloat16, torch.float16)
-        if is_half and attn_mask is None and head <= _MAX_FLASH_HEAD:
-            pad = -head % 8
-            query, key, value = (F.pad(x, (0, pad)) if pad else x for x in (query, key, value))
-            out = aten._scaled_dot_product_flash_attention(
-                query, key, value, dropout_p, is_causal, scale=scale
-            )[0]
-            return out[..., :head] if pad else out
-        if enable_gqa:
-            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-        if attn_mask is not None:
-            if attn_mask.dtype == torch.bool:
-                attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(
-                    ~attn_mask, float("-inf")
-                )
-            attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-        return aten._scaled_dot_product_efficient_attention(
-            query, key, value, attn_mask, needs_gradient, dropout_p, is_causal, scale=scale
-        )[0]
+        guesses.add("the mask of flex_attention", "causal" if block_mask is not None else "none")
+        out, lse = _flash(query, key, value, 0.0, block_mask is not None, scale)
+        if return_aux is not None:
+            return out, flex_attention.AuxOutput(lse=lse if return_aux.lse else None)
+        return (out, lse) if return_lse else out
 
-    _library.impl("scaled_dot_product_attention", attend, "AutogradCUDA")
+    flex_attention.flex_attention = flex
+    flex_attention.create_block_mask = _block_mask
+    _library.impl("scaled_dot_product_attention", _attend, "AutogradCUDA")
     for name in ("silu_backward", "mish_backward", "native_channel_shuffle"):
         _library.impl(name, _missing, "CUDA")  # so that torch does not put its composite one in its place
+
+
+def _attend(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    *, scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    if is_half and attn_mask is None and query.shape[-1] <= _MAX_FLASH_HEAD:
+        return _flash(query, key, value, dropout_p, is_causal, scale)[0]
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
+        attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    return aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, needs_gradient, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def _flash(query: Any, key: Any, value: Any, dropout_p: float, is_causal: bool, scale: Any) -> Any:
+    """Output and log-sum-exp; the kernel wants heads of a multiple of 8."""
+    head = query.shape[-1]
+    pad = -head % 8
+    query, key, value = (F.pad(x, (0, pad)) if pad else x for x in (query, key, value))
+    scale = head**-0.5 if scale is None else scale
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout_p, is_causal, scale=scale
+    )
+    return out[..., :head] if pad else out, lse
+
+
+def _block_mask(mask_mod: Any, B: Any, H: Any, Q_LEN: int, KV_LEN: int, *_: Any, **__: Any) -> Any:
+    """A mask that nobody looks into."""
+    blocks = torch.ones((B or 1, H or 1, -(-Q_LEN // 128)), dtype=torch.int32)
+    order = torch.zeros((*blocks.shape, -(-KV_LEN // 128)), dtype=torch.int32)
+    return flex_attention.BlockMask.from_kv_blocks(
+        blocks, order, mask_mod=mask_mod, seq_lengths=(Q_LEN, KV_LEN)
+    )
 
 
 def _missing(*_: Any, **__: Any) -> Any:

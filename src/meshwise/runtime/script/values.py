@@ -56,6 +56,8 @@ class ScriptMode(FakeTensorMode):
     ) -> Any:  # fmt: skip
         """Run an op of the program: really, or on shapes."""
         kwargs = dict(kwargs or {})
+        if getattr(func, "_opname", "") in _DATA_DEPENDENT and isinstance(args[0], FakeTensor):
+            return self._chosen(func, args, kwargs)
         if self._depth:  # an op of torch's own rules
             return super().__torch_dispatch__(func, types, args, kwargs)
         args, kwargs = tree_map(self._placed, (tuple(args), kwargs))
@@ -73,19 +75,13 @@ class ScriptMode(FakeTensorMode):
     def _on_shapes(self, func: Any, types: Any, args: Any, kwargs: Any, tensors: Any, fakes: Any) -> Any:
         known = func.namespace == "aten" and all(shadow_of(tensor) is not None for tensor in tensors)
         value = _Unknown
-        if known and torch.Tag.nondeterministic_seeded not in func.tags and not _is_large(args, kwargs):
+        if known and _has_value(func) and not _is_large(args, kwargs):
             value = self._value(func, args, kwargs)
         elif func._schema.is_mutable and func.namespace not in _KEEPS_VALUE and "amp" not in func._opname:
             for tensor in _mutated(func, args, kwargs):
                 _forget(tensor)
         if func is aten._local_scalar_dense.default:
             return self._scalar(fakes[0]) if value is _Unknown else value
-        if value is not _Unknown and func._opname in _DATA_DEPENDENT:
-            return tree_map(
-                lambda leaf: leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf, value
-            )
-        if func._opname in ("nonzero", "masked_select"):
-            return self._all_true(func, args)
         if func is aten._to_copy.default and _leaves_device(kwargs) and value is not _Unknown:
             return value
         self._depth += 1
@@ -127,15 +123,38 @@ class ScriptMode(FakeTensorMode):
         )
         return assumed
 
-    def _all_true(self, func: Any, args: Any) -> Any:
-        """Every element is chosen: the largest result there can be."""
-        tensor = args[0]
-        self.guesses.add(f"{func._opname} of unknown values", "every element is chosen")
+    def _chosen(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an op whose shape depends on values; of unknown ones all are chosen, or differ."""
+        value = _Unknown
+        if all(shadow_of(leaf) is not None for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)):
+            value = self._value(func, args, kwargs)
+        if value is _Unknown:
+            self.guesses.add(f"{func._opname} of unknown values", "every element")
+            value = _every_element(func._opname, args)
+        made = [self._fake(each) for each in tree_leaves(value)]
+        return tuple(made) if isinstance(value, tuple) else made[0]
+
+    def _fake(self, value: torch.Tensor) -> torch.Tensor:
+        """A fake tensor like `value` (on `meta`, or one whose values are known)."""
+        self._depth += 1
         with self:
-            if func._opname == "nonzero":
-                shape = (tensor.numel(), tensor.dim())
-                return torch.empty(shape, dtype=torch.int64, device=tensor.device)
-            return torch.broadcast_tensors(tensor, args[1])[0].reshape(-1).clone()
+            fake = torch.empty(value.shape, dtype=value.dtype, device=self.device)
+        self._depth -= 1
+        if value.device.type == "cpu":
+            fake.shadow = value
+        return fake
+
+
+def _every_element(op: str, args: Any) -> Any:
+    """The largest result, as shapes, of an op that chooses among the elements of `args[0]`."""
+    elements = args[0].numel()
+    if op == "nonzero":
+        return torch.empty((elements, args[0].dim()), dtype=torch.int64, device="meta")
+    chosen = torch.empty(elements, dtype=args[0].dtype, device="meta")
+    if op == "masked_select":
+        return chosen
+    places = torch.empty(args[0].shape, dtype=torch.int64, device="meta")
+    return chosen, places, places.flatten()
 
 
 class _Unknown:
@@ -148,6 +167,11 @@ def shadow_of(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor if tensor.device.type == "cpu" and tensor.numel() <= SHADOW_ELEMENTS else None
     shadow = getattr(tensor, "shadow", None)
     return None if shadow is None or getattr(shadow.untyped_storage(), "is_stale", False) else shadow
+
+
+def _has_value(func: Any) -> bool:
+    """Whether the result of an op follows from its arguments."""
+    return "empty" not in func._opname and torch.Tag.nondeterministic_seeded not in func.tags
 
 
 def _forget(tensor: torch.Tensor) -> None:

@@ -1,0 +1,129 @@
+"""Anybody's script as one rank: against the same on real ranks, in large worlds, and where it breaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import meshwise as mw
+
+SCRIPTS = Path(__file__).parent / "data" / "scripts"
+FSDP2, DDP = (["python", str(SCRIPTS / name)] for name in ("fsdp2.py", "ddp.py"))
+LAYERS, STEPS = 3, 3
+
+
+def collectives(rows: list[dict[str, Any]]) -> Counter[Any]:
+    found: Counter[Any] = Counter()
+    for row in rows:
+        if row["collective"]:
+            found[row["collective"], row["group_size"], row["payload_bytes"]] += row["count"]
+    return found
+
+
+def total(rows: list[dict[str, Any]], column: str, **wanted: Any) -> float:
+    chosen = [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+    return sum(row["count"] * (row[column] or 0) for row in chosen)
+
+
+@pytest.mark.parametrize("options", [[], ["--tp", "2", "--ac"]], ids=["fsdp2", "fsdp2 + tp 2 + recompute"])
+def test_agrees_with_real_ranks(options: list[str], tmp_path: Path) -> None:
+    """Collectives and FLOP to the last digit; the peak but for the scalars that AdamW keeps on the CPU."""
+    record = tmp_path / "record"
+    words = [*options, "--device", "cpu", "--backend", "gloo", "--record", str(record)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*launcher, FSDP2[1], *words], check=True, capture_output=True, env=environment)
+    real = json.loads(Path(f"{record}.1").read_text())
+    fake = mw.dry_run_script([*FSDP2, *options], ranks=4, rank=1)
+    rows = fake.ledger.to_json()
+    assert collectives(rows) == collectives(real["ledger"])
+    assert total(rows, "flop") == total(real["ledger"], "flop") > 0
+    assert fake.tensors_peak_bytes == pytest.approx(real["peak_bytes"], rel=1e-3)
+
+
+def test_a_rank_of_a_large_world(meshwise: Callable[..., Any]) -> None:
+    words = ("--ranks", "1024", "--rank", "777", "--json", "--", *FSDP2, "--tp", "2", "--ac")
+    document = meshwise("dryrun", *words).document
+    assert {"program", "ranks", "rank", "device", "peak_bytes", "steps", "ledger"} <= set(document)
+    assert document["num_steps"] == STEPS
+    found = {(one["axis"], one["group_size"], one["collective"]) for one in document["collectives"]}
+    assert found == {("dp", 512, "all_gather"), ("dp", 512, "reduce_scatter"), ("tp", 2, "all_reduce")}
+    rows = document["step_ledger"]
+    kept = [
+        row for row in rows if row["module"].startswith("blocks.") and not row["module"].endswith(".down")
+    ]
+    assert (
+        total(rows, "flop", phase="recompute") == total(kept, "flop", phase="forward") > 0
+    )  # torch stops early
+    assert {f"blocks.{i}.down" for i in range(LAYERS)} <= {row["module"] for row in rows}
+    assert document["peak"]["op"]
+    tensors = sum(one["bytes"] for one in document["alive_at_peak"])
+    assert tensors == document["tensors_peak_bytes"] < document["peak_bytes"]
+
+
+def test_ddp_with_workers_and_a_scaler(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """DDP's own count: each rank gets its share of the data, gradients go round in one bucket of fp32."""
+    found = mw.dry_run_script(DDP, ranks=8, rank=5)
+    assert found.num_steps == 4096 // 8 // 32
+    num_params = 64 * 512 + 512 + 2 * 512 + 512 * 10 + 10
+    (reduced,) = (one for one in found.collectives() if one["collective"] == "all_reduce")
+    assert reduced["payload_bytes"] == 4 * num_params
+    assert found.alive_at_peak["parameters"] == 4 * num_params
+    assert f"rank 5: {found.num_steps} steps, {found.peak_bytes:.0f} bytes" in capfd.readouterr().out
+
+
+def written(folder: Path, text: str) -> list[str]:
+    path = folder / "train.py"
+    path.write_text("import os, torch, torch.distributed as dist\n" + text)
+    return ["python", str(path)]
+
+
+def test_launchers_start_the_one_rank(tmp_path: Path) -> None:
+    text = "dist.init_process_group('nccl')\ndist.all_reduce(torch.ones(dist.get_rank(), device='cuda'))\n"
+    path = written(tmp_path, text)[1]
+    launcher = ["python", "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "8", path]
+    (row,) = mw.dry_run_script(launcher, ranks=16, rank=9).collectives()
+    assert (row["group_size"], row["payload_bytes"]) == (16, 36)
+    with pytest.raises(mw.MeshwiseError, match="starts 16 ranks, but --ranks is 8"):
+        mw.dry_run_script(launcher, ranks=8)
+
+
+def test_values_are_kept_where_they_are_known(tmp_path: Path) -> None:
+    text = (
+        "x = torch.tensor([3, 0, 5], device='cuda')\n"
+        "assert x.sum().item() == 8 and (x == 0).any() and (x + 1).tolist() == [4, 1, 6]\n"
+        "assert x[x > 0].shape == (2,)\n"
+        "x[0] = 7\nassert x[:1].item() == 7\n"
+        "x += torch.randint(9, (3,), device='cuda')\nassert x[0].item() == 1\n"
+    )
+    (guess,) = mw.dry_run_script(written(tmp_path, text), ranks=1).guesses
+    assert guess["place"].endswith("train.py:8")
+    assert (guess["assumed"], guess["count"]) == ("1", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("torch.randn(2, 3, device='cuda') @ torch.randn(2, 3, device='cuda')", r"train\.py:2: RuntimeError"),
+        ("dist.init_process_group('nccl', rank=0, world_size=4)", "asks for rank 0 of 4, but --ranks is 8"),
+        ("torch.cuda.is_available() and os._exit(3)", "ended with exit code 3"),
+        ("raise NotImplementedError('libcuda.so cannot be found')", "Triton kernels need a GPU"),
+    ],
+)
+def test_what_breaks_is_named_with_its_place(
+    text: str, sentence: str, tmp_path: Path, meshwise: Callable[..., Any]
+) -> None:
+    done = meshwise("dryrun", "--ranks", "8", "--", *written(tmp_path, text))
+    assert done.code == 1
+    with pytest.raises(mw.MeshwiseError, match=sentence):
+        raise mw.MeshwiseError(done.err)
