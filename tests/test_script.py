@@ -68,7 +68,7 @@ def test_a_rank_of_a_large_world(meshwise: Callable[..., Any]) -> None:
     assert {f"blocks.{i}.down" for i in range(LAYERS)} <= {row["module"] for row in rows}
     assert document["peak"]["op"]
     tensors = sum(one["bytes"] for one in document["alive_at_peak"])
-    assert tensors == document["tensors_peak_bytes"] < document["peak_bytes"]
+    assert tensors <= document["tensors_peak_bytes"] < document["peak_bytes"]
 
 
 def test_ddp_with_workers_and_a_scaler(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
