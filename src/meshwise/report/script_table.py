@@ -25,9 +25,8 @@ def print_script(outcome: ScriptOutcome, out: Console) -> None:
     rest = sum(size for _, size in alive[_ROWS:])
     rows = [(what, with_prefix(size, "B")) for what, size in alive[:_ROWS]]
     rows += [(f"{len(alive) - _ROWS} more", with_prefix(rest, "B"))] if rest else []
-    rows.append(
-        ("allocator and workspace", with_prefix(outcome.peak_bytes - outcome.tensors_peak_bytes, "B"))
-    )
+    machine_bytes = outcome.peak_bytes - sum(outcome.alive_at_peak.values())
+    rows.append(("allocator and workspace", with_prefix(machine_bytes, "B")))
     out.print(table("Alive at the peak", ("what", "bytes"), rows))
     step = f"step {outcome.num_steps}" if outcome.num_steps else "the whole program"
     flop = with_prefix(outcome.step_ledger.total("flop"), "FLOP")
