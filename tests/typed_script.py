@@ -41,6 +41,8 @@ def main(folder: Path) -> None:
 
 def what_takes_longer(folder: Path) -> None:
     outcome = mw.dry_run("ulysses", ranks=4, seq=256, device="cpu")
+    script = mw.dry_run_script(["python", "-c", "import torch; torch.ones(8, device='cuda') + 1"], ranks=4)
+    print(script.peak_bytes, script.collectives(), script.guesses)
     assert_type(outcome.peak_bytes, float)
     assert mw.compare("ulysses", ranks=2, with_run=False, seq=256).agree
     ran = mw.run("ulysses", ranks=2, seq=256)
