@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,6 +13,9 @@ from meshwise.cli.output import HtmlOption, console, print_json, write_html
 from meshwise.core.errors import DataError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    import meshwise.machine.hardware as machine
     from meshwise.trace.summary import Summary
 
 Paths = Annotated[list[Path], typer.Argument(help="Trace files, or folders of them (*.json, *.json.gz).")]
@@ -20,6 +23,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Limit = Annotated[int, typer.Option(help="Rows of each table.")]
 Steps = Annotated[
     str, typer.Option(help="Only these steps: 3-7, or complete (all that were launched before the last one).")
+]
+Cluster = Annotated[
+    str | None, typer.Option(help="Chip and links to compare with: a preset, chip:count, TOML.")
 ]
 
 app = typer.Typer(
@@ -141,6 +147,95 @@ def sections(paths: Paths, json: Json = False, limit: Limit = 40) -> None:
 
 
 @app.command()
+def path(paths: Paths, steps: Steps = "", json: Json = False, limit: Limit = 12) -> None:
+    """The critical path through all ranks, and how much shorter the job were if something were otherwise."""
+    from meshwise.report.trace_details import path_tables
+    from meshwise.trace.critical_path import critical_path
+
+    found = critical_path(_summarized(paths, steps))
+    _show(json, asdict(found), path_tables(found, limit=limit))
+
+
+@app.command()
+def memory(paths: Paths, json: Json = False, limit: Limit = 12) -> None:
+    """The peak of memory on each rank, the operator that reached it, and who held what then."""
+    from meshwise.report.trace_details import memory_tables
+    from meshwise.trace.memory import memory_peaks
+
+    found = memory_peaks(_summarized(paths).traces)
+    if not found:
+        raise DataError(
+            "no allocation is recorded; capture with profile_memory=True, as meshwise profile does"
+        )
+    _show(json, {"peaks": [asdict(one) for one in found]}, memory_tables(found, limit=limit))
+
+
+@app.command()
+def launches(paths: Paths, steps: Steps = "", json: Json = False, limit: Limit = 24) -> None:
+    """How long kernels take from launch to start, and how many are queued, on each stream."""
+    from meshwise.report.trace_details import launch_tables
+    from meshwise.trace.launches import stream_launches
+
+    found = stream_launches(_summarized(paths, steps).traces)
+    if not found:
+        raise DataError("no launch of a kernel is recorded; launches are those of a GPU's runtime")
+    _show(json, {"streams": [asdict(one) for one in found]}, launch_tables(found, limit=limit))
+
+
+@app.command()
+def rates(
+    paths: Paths, cluster: Cluster = None, steps: Steps = "", json: Json = False, limit: Limit = 20
+) -> None:
+    """FLOP and bytes a second of operators of known work by shape, against the roof of --cluster's chip."""
+    from meshwise.report.trace_details import rate_tables
+    from meshwise.trace.op_rates import op_rates
+
+    traces, where = _summarized(paths, steps).traces, _cluster(cluster)
+    found = op_rates(traces, where.chip if where else None)
+    if not found:
+        raise DataError("no operator of known work has its shapes recorded; capture with record_shapes=True")
+    derived = ("flop_per_s", "bytes_per_s", "roof_frac")
+    rows = [asdict(one) | {name: getattr(one, name) for name in derived} for one in found]
+    _show(json, {"operators": rows}, rate_tables(found, limit=limit))
+
+
+@app.command()
+def bandwidth(
+    paths: Paths, cluster: Cluster = None, steps: Steps = "", json: Json = False, limit: Limit = 20
+) -> None:
+    """Algorithm and bus bandwidth of collectives by group and size, against the links of --cluster."""
+    from meshwise.report.trace_details import bandwidth_tables
+    from meshwise.trace.bandwidths import bandwidths
+
+    found = bandwidths(_summarized(paths, steps).collectives, _cluster(cluster))
+    if not found:
+        raise DataError("no collective of known size was recorded by two ranks; give the traces of all ranks")
+    _show(json, {"collectives": [asdict(one) for one in found]}, bandwidth_tables(found, limit=limit))
+
+
+@app.command()
+def report(
+    paths: Paths,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write (.html).")] = Path(
+        "report.html"
+    ),
+    cluster: Cluster = None,
+    steps: Steps = "",
+    json: Json = False,
+) -> None:
+    """All of it as one HTML file: findings, pictures, critical path, what-if, memory, rates, tables."""
+    from meshwise.report.html import write_page
+    from meshwise.report.trace_page import trace_page
+
+    found = _summarized(paths, steps)
+    write_page(trace_page(found, _cluster(cluster)), output)
+    if json:
+        print_json({"file": str(output), "num_ranks": len(found.traces)})
+    else:
+        print(f"{output}: {len(found.traces)} ranks")
+
+
+@app.command()
 def table(
     paths: Paths,
     sort: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -217,11 +312,27 @@ def ledger(
         sys.stdout.write(found.to_csv())
 
 
-def _summarized(paths: list[Path]) -> Summary:
+def _show(json: bool, document: dict[str, Any], tables: list[Table]) -> None:
+    """Print one JSON document or the tables."""
+    if json:
+        print_json(document)
+    else:
+        screen = console()
+        for one in tables:
+            screen.print(one)
+
+
+def _cluster(text: str | None) -> machine.Cluster | None:
+    from meshwise.machine.hardware import find_cluster
+
+    return None if text is None else find_cluster(text)
+
+
+def _summarized(paths: list[Path], steps: str = "") -> Summary:
     """The summary of `paths`; DataError if nothing is readable, other problems on stderr."""
     from meshwise.trace.summary import summarize_paths
 
-    found = summarize_paths(paths)
+    found = summarize_paths(paths, steps=steps)
     for problem in found.problems:
         print(f"meshwise: {problem.file + ': ' if problem.file else ''}{problem.reason}", file=sys.stderr)
     if not found.traces:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from meshwise.report.figure import check_format, new_figure, save_figure
 from meshwise.trace.align import Alignment
 from meshwise.trace.findings import Finding
+from meshwise.trace.intervals import covered
 from meshwise.trace.partition import PARTS, Partition
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def draw_ranks(
 def _draw_lanes(axes: Axes, partitions: Sequence[Partition], alignment: Alignment) -> None:
     offsets = [alignment.offsets_ns[one.rank] for one in partitions]
     begin, end = common_span(partitions, offsets)
-    edges = np.linspace(begin, end, _NUM_BINS + 1)
+    edges = begin + np.linspace(0, end - begin, _NUM_BINS + 1).astype(np.int64)
     rows = [_row(one, edges + offset) for one, offset in zip(partitions, offsets, strict=True)]
     extent = (0.0, (end - begin) / 1e9, len(partitions) - 0.5, -0.5)
     axes.imshow(np.array(rows), aspect="auto", interpolation="nearest", extent=extent)
@@ -66,7 +67,7 @@ def _draw_lanes(axes: Axes, partitions: Sequence[Partition], alignment: Alignmen
     axes.set(xlim=extent[:2], ylim=extent[2:])
 
 
-def common_span(partitions: Sequence[Partition], offsets: Sequence[float]) -> tuple[float, float]:
+def common_span(partitions: Sequence[Partition], offsets: Sequence[int]) -> tuple[int, int]:
     """First and last moment [ns] of all ranks on the common clock; `offsets` [ns] lead from it to theirs."""
     bounds = [
         (start - offset, end - offset)
@@ -77,19 +78,15 @@ def common_span(partitions: Sequence[Partition], offsets: Sequence[float]) -> tu
     return min((b[0] for b in bounds), default=0), max((b[1] for b in bounds), default=1)
 
 
-def shares(one: Partition, edges: NDArray[np.float64]) -> NDArray[np.float64]:
+def shares(one: Partition, edges: NDArray[np.int64]) -> NDArray[np.float64]:
     """What share of each bin between `edges` [ns, the rank's clock] each of `PARTS` fills: [part, bin]."""
     found = np.zeros((len(PARTS), len(edges) - 1))
     for i, part in enumerate(PARTS):
-        start, end = one.spans[part]
-        if len(start):
-            before = np.concatenate([[0], np.cumsum(end - start)])
-            points = np.stack([start, end], axis=1).ravel().astype(np.float64)
-            found[i] = np.diff(np.interp(edges, points, np.repeat(before, 2)[1:-1])) / np.diff(edges)
+        found[i] = np.diff(covered(one.spans[part], edges)) / np.maximum(np.diff(edges), 1)
     return found
 
 
-def _row(one: Partition, edges: NDArray[np.float64]) -> NDArray[np.float64]:
+def _row(one: Partition, edges: NDArray[np.int64]) -> NDArray[np.float64]:
     """Colour of each bin between `edges` [ns]: the parts' colours weighted by their shares, else white."""
     from matplotlib.colors import to_rgb
 

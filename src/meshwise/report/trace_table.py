@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.table import Table
 
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.table import percent, table
@@ -31,27 +32,38 @@ def print_findings(found: Sequence[Finding], console: Console) -> None:
 
 def print_summary(summary: Summary, console: Console, *, limit: int = 15) -> None:
     """Print the tables of one job."""
-    _print_ranks(summary, console)
-    _print_steps(summary.steps, console, limit)
-    _print_kernels(summary.kernels, console, limit)
-    if summary.copies:
-        _print_copies(summary.copies, console)
-    alignment = summary.alignment
-    residual = (
-        f", ends then differ by {_time(alignment.residual_s)}" if alignment.residual_s is not None else ""
-    )
-    console.print(f"Clocks: {alignment.method} ({alignment.num_collectives} collectives{residual})")
-    if summary.collectives:
-        _print_collectives(summary.collectives, console, limit)
-    if summary.stragglers:
-        _print_stragglers(summary.stragglers, console, limit)
+    for one in summary_tables(summary, limit=limit):
+        console.print(one)
+    console.print(clocks_text(summary))
     console.print("Findings", style="italic")
     print_findings(summary.findings, console)
     for problem in summary.problems:
         console.print(f"problem: {problem.file + ': ' if problem.file else ''}{problem.reason}")
 
 
-def _print_ranks(summary: Summary, console: Console) -> None:
+def summary_tables(summary: Summary, *, limit: int = 15) -> list[Table]:
+    """The tables of one job: ranks, steps, kernels, copies, collectives, who waits for whom."""
+    found = [
+        _ranks(summary),
+        _steps(summary.steps, limit) if len({step.number for step in summary.steps}) > 1 else None,
+        _kernels(summary.kernels, limit),
+        _copies(summary.copies) if summary.copies else None,
+        _collectives(summary.collectives, limit) if summary.collectives else None,
+        _stragglers(summary.stragglers, limit) if summary.stragglers else None,
+    ]
+    return [one for one in found if one is not None]
+
+
+def clocks_text(summary: Summary) -> str:
+    """How the ranks' clocks were made one, in a sentence."""
+    alignment = summary.alignment
+    differ = "" if alignment.residual_s is None else f", ends then differ by {duration(alignment.residual_s)}"
+    drift = max(map(abs, alignment.drift.values()), default=0.0)
+    drifts = f"; clocks drift by up to {1e6 * drift:.3g} ppm" if drift else ""
+    return f"Clocks: {alignment.method} ({alignment.num_collectives} collectives{differ}){drifts}"
+
+
+def _ranks(summary: Summary) -> Table:
     columns = ("rank", "span", "compute", "communication", "exposed", "memory", "idle", "host-bound", "busy")
     rows = []
     for rank, parts in zip(summary.ranks, summary.partitions, strict=True):
@@ -61,14 +73,12 @@ def _print_ranks(summary: Summary, console: Console) -> None:
         cells = (*map(duration, times), _time(parts.host_bound_s), percent(busy_frac))
         rows.append((f"{rank.rank} ({rank.device})", *cells, percent(rank.overlap_frac)))
     title = "Where the time of each rank went"
-    console.print(table(title, (*columns, "overlap"), rows, no_wrap=True))
+    return table(title, (*columns, "overlap"), rows, no_wrap=True)
 
 
-def _print_steps(steps: Sequence[Step], console: Console, limit: int) -> None:
+def _steps(steps: Sequence[Step], limit: int) -> Table:
     """One row a step: the mean over the ranks."""
     numbers = sorted({step.number for step in steps})
-    if len(numbers) < 2:
-        return
     rows = []
     for number in numbers[:limit]:
         same = [step for step in steps if step.number == number]
@@ -84,10 +94,10 @@ def _print_steps(steps: Sequence[Step], console: Console, limit: int) -> None:
         rows.append((number, *(duration(sum(values) / len(same)) for values in sums), kind))
     columns = ("step", "span", "compute", "communication", "exposed", "idle", "")
     title = f"The first {len(rows)} steps of {len(numbers)}, mean of the ranks"
-    console.print(table(title, columns, rows, no_wrap=True))
+    return table(title, columns, rows, no_wrap=True)
 
 
-def _print_kernels(kernels: Sequence[KernelTotal], console: Console, limit: int) -> None:
+def _kernels(kernels: Sequence[KernelTotal], limit: int) -> Table:
     columns = ("name", "kind", "count", "total", "share", "mean")
     rows = [
         (
@@ -97,10 +107,10 @@ def _print_kernels(kernels: Sequence[KernelTotal], console: Console, limit: int)
         for kernel in kernels[:limit]
     ]
     title = f"The {len(rows)} longest kernels of {len(kernels)}, all ranks"
-    console.print(table(title, columns, rows, no_wrap=True))
+    return table(title, columns, rows, no_wrap=True)
 
 
-def _print_copies(copies: Sequence[CopyTotal], console: Console) -> None:
+def _copies(copies: Sequence[CopyTotal]) -> Table:
     columns = ("kind", "count", "total", "bytes", "smallest", "median", "largest", "bytes a second")
     rows = []
     for copy in copies:
@@ -108,19 +118,19 @@ def _print_copies(copies: Sequence[CopyTotal], console: Console) -> None:
         speed = _with_prefix(copy.bytes_per_s, "B/s")
         cells = (_with_prefix(size, "B") for size in sizes)
         rows.append((copy.kind, copy.count, duration(copy.total_s), *cells, speed))
-    console.print(table("Copies", columns, rows, no_wrap=True))
+    return table("Copies", columns, rows, no_wrap=True)
 
 
-def _print_stragglers(found: Sequence[Straggler], console: Console, limit: int) -> None:
+def _stragglers(found: Sequence[Straggler], limit: int) -> Table:
     """Those that were awaited longest, in the order of ranks."""
     shown = sorted(sorted(found, key=lambda row: -row.awaited_s)[:limit], key=lambda row: row.rank)
     title = "Who waits for whom" if len(shown) == len(found) else f"The {len(shown)} most awaited ranks"
     columns = ("rank", "came last", "waited", "others waited for it")
     rows = [(row.rank, row.num_last, duration(row.waited_s), duration(row.awaited_s)) for row in shown]
-    console.print(table(title, columns, rows, no_wrap=True))
+    return table(title, columns, rows, no_wrap=True)
 
 
-def _print_collectives(found: Sequence[Collective], console: Console, limit: int) -> None:
+def _collectives(found: Sequence[Collective], limit: int) -> Table:
     longest = sorted(found, key=lambda c: -(c.wire_s + max(c.wait_s.values())))[:limit]
     columns = ("collective", "group", "bytes", "wire", "bytes/s sent", "longest wait", "last rank")
     rows = [
@@ -132,7 +142,7 @@ def _print_collectives(found: Sequence[Collective], console: Console, limit: int
         for one in longest
     ]
     title = f"The {len(longest)} longest collectives of {len(found)}"
-    console.print(table(title, columns, rows, no_wrap=True))
+    return table(title, columns, rows, no_wrap=True)
 
 
 def print_joint(rows: Sequence[Joint], console: Console, *, title: str, limit: int = 40) -> None:

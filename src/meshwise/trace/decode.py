@@ -63,7 +63,10 @@ class Args(msgspec.Struct, gc=False):
     sequence: Any = msgspec.field(name="Seq", default=None)
     delta: Any = msgspec.field(name="Bytes", default=None)
     total: Any = msgspec.field(name="Total Allocated", default=None)
+    reserved: Any = msgspec.field(name="Total Reserved", default=None)
+    address: Any = msgspec.field(name="Addr", default=None)
     device_type: Any = msgspec.field(name="Device Type", default=None)
+    device_id: Any = msgspec.field(name="Device Id", default=None)
     label: Any = msgspec.field(name="name", default=None)
 
 

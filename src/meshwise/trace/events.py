@@ -126,7 +126,15 @@ class Memory:
     track: Ints
     delta_bytes: Ints
     total_bytes: Ints
-    on_device: NDArray[np.bool_]
+    reserved_bytes: Ints
+    address: Ints
+    device: Ints
+    """-1 for the host."""
+
+    @property
+    def on_device(self) -> NDArray[np.bool_]:
+        """Which of them are memory of a device."""
+        return self.device >= 0
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -155,8 +163,8 @@ class Trace:
     external_id: Ints
     size_bytes: Ints
     shape: Ints
-    shapes: tuple[tuple[str, str], ...]
-    """(input dims, input types) as JSON text; `shape` points here, -1 for none."""
+    shapes: tuple[tuple[str, str, str], ...]
+    """(input dims, types, of attention also values) as JSON text; `shape` points here, -1 for none."""
     communications: dict[int, CommunicationArgs]
     memory: Memory
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -186,7 +194,7 @@ class Trace:
         """Dims and dtype of the plain tensors among the inputs; `shape` is from the column of that name."""
         if shape < 0:
             return []
-        dims, types = (msgspec.json.decode(text) if text else None for text in self.shapes[shape])
+        dims, types = (msgspec.json.decode(text) if text else None for text in self.shapes[shape][:2])
         if not isinstance(dims, list) or not isinstance(types, list):
             return []
         return [
@@ -194,6 +202,12 @@ class Trace:
             for dim, dtype in zip(dims, types, strict=False)
             if isinstance(dim, list) and all(isinstance(size, int) for size in dim)
         ]
+
+    def concrete(self, shape: int) -> list[Any]:
+        """The values among the inputs, as text; none where they were not kept."""
+        text = self.shapes[shape][2]
+        values = msgspec.json.decode(text) if text else []
+        return values if isinstance(values, list) else []
 
     def __len__(self) -> int:
         return len(self.start_ns)

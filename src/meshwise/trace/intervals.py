@@ -6,7 +6,10 @@ lengths, and two merged sets intersect by counting, at every boundary, how many 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwise.trace.events import Ints
 
@@ -54,3 +57,13 @@ def difference(a: Spans, b: Spans) -> Spans:
     time, inside = time[order], np.cumsum(step[order]) == 1
     alone = np.flatnonzero(inside[:-1])
     return merged(time[alone], time[alone + 1])
+
+
+def covered(spans: Spans, time: NDArray[Any]) -> NDArray[np.float64]:
+    """How much of a merged set lies before each time."""
+    if not len(spans[0]):
+        return np.zeros(len(time))
+    before = np.concatenate([[0], np.cumsum(spans[1] - spans[0])])
+    points = np.stack(spans, axis=1).ravel()
+    origin = points[0]  # nanoseconds since 1970 are beyond a float64
+    return np.interp(time - origin, points - origin, np.repeat(before, 2)[1:-1])

@@ -36,7 +36,7 @@ def joined(parts: Sequence[Trace]) -> Trace:
     parts = sorted(parts, key=lambda part: int(part.start_ns[0]))
     labels: dict[tuple[str, str], int] = {}
     tracks: dict[tuple[Any, Any], int] = {}
-    shapes: dict[tuple[str, str], int] = {}
+    shapes: dict[tuple[str, str, str], int] = {}
     maps = [
         [_numbered(part.labels, labels), _numbered(part.tracks, tracks), _numbered(part.shapes, shapes)]
         for part in parts
@@ -87,7 +87,7 @@ def joined(parts: Sequence[Trace]) -> Trace:
             track=np.concatenate([_looked_up(part.memory.track, maps[i][1]) for i, part in enumerate(parts)]),
             **{
                 name: np.concatenate([getattr(part.memory, name) for part in parts])
-                for name in ("time_ns", "delta_bytes", "total_bytes", "on_device")
+                for name in ("time_ns", "delta_bytes", "total_bytes", "reserved_bytes", "address", "device")
             },
         ),
         metadata=parts[0].metadata | ({"meshwise_collectives": calls} if calls else {}),

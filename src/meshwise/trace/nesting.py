@@ -37,6 +37,15 @@ def parents(trace: Trace) -> Ints:
     return parent
 
 
+def nearest(parent: Ints, chosen: NDArray[np.bool_]) -> Ints:
+    """For every event itself or the nearest one around it (along `parent`) that is chosen; -1 for none."""
+    here, none = np.arange(len(parent)), len(parent)
+    chain = np.append(np.where(chosen | (parent < 0), here, parent), none)
+    while ((further := chain[chain]) != chain).any():
+        chain = further
+    return np.where(np.append(chosen, False)[chain], chain, -1)[:none]
+
+
 def enclosing(trace: Trace, parent: Ints, track: Ints, time_ns: Ints) -> Ints:
     """The innermost host event open on `track` at `time_ns`, for each such pair; -1 for none."""
     found = np.full(len(track), -1, dtype=np.int64)

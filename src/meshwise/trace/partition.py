@@ -9,8 +9,12 @@
 So the five sum to the span, and ranks that run in step differ in what each spends on its own account: the
 rank that the others wait for is the one that waits least, and what it spends more than they do is why.
 
-Idle time is the host's where the kernel that ends it was launched only after it began: the device had nothing
-to do. It is not, where the launch came before: then the kernel waited for another stream or an event.
+Idle time of a device has a cause:
+
+    host          the kernel that ends it was launched only after it began: the device had nothing to do
+    device        launched before, and the gap is below 5 us: what the device takes between kernels
+    dependency    launched before, and the gap is longer: the kernel waited for another stream or an event
+    unknown       nothing tells the launch; on a rank without a device all idle time is of this kind
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ from meshwise.trace.intervals import NO_SPANS, Spans, difference, joined, length
 from meshwise.trace.nesting import launchers
 
 PARTS = ("compute", "transfer", "memory", "wait", "idle")
+CAUSES = ("host", "device", "dependency", "unknown")
+_BETWEEN_KERNELS_NS = 5_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,8 +40,8 @@ class Partition:
 
     rank: int
     spans: Mapping[str, Spans]
-    host_bound_s: float | None
-    """Idle time that the host is the cause of; None where the trace holds no launches."""
+    idle: Mapping[str, Spans]
+    """The idle time by its cause."""
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -43,10 +49,14 @@ class Partition:
         return {part: length(self.spans[part]) / 1e9 for part in PARTS}
 
     @property
-    def longest_idle_s(self) -> float:
-        """The longest single stretch of idle time."""
-        start, end = self.spans["idle"]
-        return float((end - start).max(initial=0)) / 1e9
+    def idle_s(self) -> dict[str, float]:
+        """Seconds of idle time by cause."""
+        return {cause: length(spans) / 1e9 for cause, spans in self.idle.items()}
+
+    @property
+    def host_bound_s(self) -> float | None:
+        """Idle time that the host is the cause of; None where the trace holds no launches."""
+        return self.idle_s.get("host")
 
 
 def partition(trace: Trace, wait_ns: Mapping[int, int]) -> Partition:
@@ -68,19 +78,17 @@ def partition(trace: Trace, wait_ns: Mapping[int, int]) -> Partition:
         spans[part] = difference(found, taken)
         taken = joined(taken, found)
     spans["idle"] = difference((taken[0][:1], taken[1][-1:]), taken)
-    return Partition(trace.rank, spans, _host_bound_s(trace, spans["idle"]))
+    return Partition(trace.rank, spans, _by_cause(trace, spans["idle"]))
 
 
-def _host_bound_s(trace: Trace, idle: Spans) -> float | None:
-    """Seconds of those idle stretches that end with a kernel launched after they had begun."""
-    if not trace.has_device:
-        return None
+def _by_cause(trace: Trace, idle: Spans) -> dict[str, Spans]:
+    """The idle stretches by their cause; all unknown where the trace holds no launches of kernels."""
     kernels = np.flatnonzero(work(trace).kind != Kind.OTHER)
     launcher = launchers(trace)[kernels]
-    if not (launcher >= 0).any():
-        return None
-    first = np.searchsorted(trace.start_ns[kernels], idle[1])
-    known = (first < len(kernels)) & (launcher[np.minimum(first, len(kernels) - 1)] >= 0)
-    launched = trace.start_ns[launcher[np.minimum(first, len(kernels) - 1)]]
-    late = known & (launched >= idle[0])
-    return float((idle[1] - idle[0])[late].sum()) / 1e9
+    if not trace.has_device or not (launcher >= 0).any():
+        return {"unknown": idle}
+    ending = np.minimum(np.searchsorted(trace.start_ns[kernels], idle[1]), len(kernels) - 1)
+    launch = launcher[ending]
+    late, short = trace.start_ns[launch] >= idle[0], idle[1] - idle[0] < _BETWEEN_KERNELS_NS
+    cause = np.select([launch < 0, late, short], [3, 0, 1], 2)
+    return {name: (idle[0][cause == i], idle[1][cause == i]) for i, name in enumerate(CAUSES)}

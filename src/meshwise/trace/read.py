@@ -116,7 +116,7 @@ class _Columns:
     labels: dict[tuple[Any, Any], int] = field(default_factory=dict)
     tracks: dict[tuple[Any, Any], int] = field(default_factory=dict)
     track_names: dict[tuple[Any, Any], str] = field(default_factory=dict)
-    shapes: dict[tuple[bytes, bytes], int] = field(default_factory=dict)
+    shapes: dict[tuple[bytes, bytes, bytes], int] = field(default_factory=dict)
     parts: list[tuple[Ints, ...]] = field(default_factory=list)
     memory: list[tuple[Ints, ...]] = field(default_factory=list)
     communications: dict[int, CommunicationArgs] = field(default_factory=dict)
@@ -166,13 +166,19 @@ class _Columns:
                 _whole([a.correlation for a in args]),
                 _whole([a.external if a.external is not None else a.external_old for a in args]),
                 _whole([a.size for a in args]),
-                _ints([-1 if a.dims is NOTHING else self._shape(a) for a in args]),
+                _ints(
+                    [
+                        -1 if a.dims is NOTHING else self._shape(e.name, a)
+                        for e, a in zip(spans, args, strict=True)
+                    ]
+                ),
             )
         )
         self.num_events += len(spans)
 
-    def _shape(self, args: Args) -> int:
-        return self.shapes.setdefault((bytes(args.dims), bytes(args.types)), len(self.shapes))
+    def _shape(self, name: Any, args: Args) -> int:
+        values = bytes(args.concrete) if "attention" in str(name) else b""
+        return self.shapes.setdefault((bytes(args.dims), bytes(args.types), values), len(self.shapes))
 
     def _add_memory(self, events: list[Any]) -> None:
         if not events:
@@ -183,7 +189,9 @@ class _Columns:
             _ints([self.tracks.setdefault((e.pid, e.tid), len(self.tracks)) for e in events]),
             _whole([e.args.delta for e in events]),
             _whole([e.args.total for e in events]),
-            _ints([e.args.device_type not in (0, None) for e in events]),
+            _whole([e.args.reserved for e in events]),
+            _whole([e.args.address for e in events]),
+            _whole([-1 if e.args.device_type in (0, None) else _size(e.args.device_id) or 0 for e in events]),
         )
         known = time != _NO_TIME
         self.memory.append(tuple(column[known] for column in columns))
@@ -233,7 +241,7 @@ class _Columns:
             external_id=external,
             size_bytes=size,
             shape=shape,
-            shapes=tuple((dims.decode(), types.decode()) for dims, types in self.shapes),
+            shapes=tuple((_text(dims), _text(types), _text(values)) for dims, types, values in self.shapes),
             communications={int(place[i]): args for i, args in self.communications.items()},
             memory=_memory(self.memory, base),
             metadata={k: v for k, v in metadata.items() if k != "traceEvents"},
@@ -241,10 +249,9 @@ class _Columns:
 
 
 def _memory(parts: list[tuple[Ints, ...]], base_ns: int) -> Memory:
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)] or [_ints([])] * 5
-    order = np.argsort(columns[0], kind="stable")
-    time, track, delta, total, on_device = (column[order] for column in columns)
-    return Memory(time + base_ns, track, delta, total, on_device.astype(bool))
+    columns = [np.concatenate(column) for column in zip(*parts, strict=True)] or [_ints([])] * 7
+    time, *others = (column[np.argsort(columns[0], kind="stable")] for column in columns)
+    return Memory(time + base_ns, *others)
 
 
 def _communication(args: Args) -> CommunicationArgs:
@@ -328,6 +335,10 @@ def _exact_nanoseconds(value: Any) -> int:
         return round(exact * 1000) if abs(exact) < _MAX_US else _NO_TIME
     except (TypeError, ValueError, InvalidOperation):
         return _NO_TIME
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")
 
 
 def _ints(values: list[int]) -> Ints:

@@ -1,0 +1,104 @@
+"""Memory over time: the peak, the operator that reached it, and who allocated what was held then.
+
+The profiler records every allocation and free with its address, and the total after it. An allocation is held
+until the next record of its address. It belongs to the outermost operator that ran on its thread, inside the
+innermost section (a `record_function` name). What was allocated before the capture began is in the total
+alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwise.trace.events import Ints, Kind, Trace
+from meshwise.trace.nesting import enclosing, parents
+from meshwise.trace.steps import PROFILER_STEP
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Bytes that were held at the peak, by the operator that allocated them."""
+
+    name: str
+    bytes: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPeak:
+    """The largest total of one device (or of the host) as one rank recorded it."""
+
+    rank: int
+    device: str
+    peak_bytes: float
+    reserved_bytes: float | None
+    """Of the allocator, at the same moment."""
+    time_s: float
+    """Since the first event of the rank."""
+    operator: str
+    """What ran then: the section and the operators in it."""
+    held_before_bytes: float
+    """Allocated before the capture began."""
+    holders: list[Holder]
+
+
+def memory_peaks(traces: Sequence[Trace]) -> list[MemoryPeak]:
+    """One row for each rank and device with records of memory."""
+    found = []
+    for trace in traces:
+        memory, parent = trace.memory, parents(trace)
+        for device in np.unique(memory.device).tolist():
+            found.append(_peak(trace, parent, np.flatnonzero(memory.device == device), device))
+    return found
+
+
+def timeline(trace: Trace, device: int) -> tuple[Ints, Ints]:
+    """When memory changes [ns], and the bytes allocated from then on."""
+    rows = trace.memory.device == device
+    return trace.memory.time_ns[rows], trace.memory.total_bytes[rows]
+
+
+def _peak(trace: Trace, parent: Ints, rows: Ints, device: int) -> MemoryPeak:
+    memory = trace.memory
+    peak = int(memory.total_bytes[rows].argmax())
+    at = rows[peak]
+    by_address = rows[np.lexsort((memory.time_ns[rows], memory.address[rows]))]
+    same = np.append(memory.address[by_address][1:] == memory.address[by_address][:-1], False)
+    ends = np.where(same, np.append(by_address[1:], len(memory.time_ns)), len(memory.time_ns))
+    allocated = memory.delta_bytes[by_address] > 0
+    held = by_address[allocated & (by_address <= at) & (ends > at)]
+    event = enclosing(trace, parent, memory.track[held], memory.time_ns[held])
+    by_name: dict[str, list[int]] = defaultdict(list)
+    for place, size in zip(event.tolist(), memory.delta_bytes[held].tolist(), strict=True):
+        by_name[_owner(trace, parent, place)].append(size)
+    holders = [Holder(name, float(sum(sizes)), len(sizes)) for name, sizes in by_name.items()]
+    now = enclosing(trace, parent, memory.track[at : at + 1], memory.time_ns[at : at + 1])
+    reserved = int(memory.reserved_bytes[at])
+    known = float(memory.delta_bytes[rows[: peak + 1]].sum())
+    return MemoryPeak(
+        rank=trace.rank,
+        device="host" if device < 0 else f"device {device}",
+        peak_bytes=float(memory.total_bytes[at]),
+        reserved_bytes=float(reserved) if reserved > 0 else None,
+        time_s=(int(memory.time_ns[at]) - int(trace.start_ns[0])) / 1e9,
+        operator=_owner(trace, parent, int(now[0])),
+        held_before_bytes=max(float(memory.total_bytes[at]) - known, 0.0),
+        holders=sorted(holders, key=lambda one: (-one.bytes, one.name)),
+    )
+
+
+def _owner(trace: Trace, parent: Ints, event: int) -> str:
+    """The innermost section around an event and the outermost operator in it."""
+    operator = ""
+    while event >= 0:
+        name, kind = trace.name(event), trace.kind[event]
+        if kind == Kind.CPU_OP:
+            operator = name
+        elif kind == Kind.ANNOTATION and not name.startswith(PROFILER_STEP):
+            return f"{name}: {operator}" if operator else name
+        event = int(parent[event])
+    return operator or "outside all operators"

@@ -1,0 +1,178 @@
+"""What operators of known work reach: FLOP and bytes over time, for each operator, shape and dtype.
+
+Matmuls and attention have the FLOP and bytes of `cost.op`; of elementwise operators and norms the inputs are
+read once and one result as large as the largest is written once. The time is that of the kernels which the
+operator launched (on a rank without a device, of itself), each counted for the innermost such operator around
+it. Shapes must have been recorded (`record_shapes=True`; `meshwise profile` does).
+
+    roof_s = max(flop / matrix peak, bytes / memory bandwidth)      roof_frac = roof_s / time
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwise.core.ledger import shape_text
+from meshwise.core.units import DTYPE_BYTES
+from meshwise.cost.op import Cost, attended_pairs, flash_attention, flash_attention_backward, matmul
+from meshwise.machine.hardware import Chip
+from meshwise.trace.breakdown import work_kind
+from meshwise.trace.events import Kind, Trace
+from meshwise.trace.nesting import launchers, nearest, parents
+from meshwise.trace.operators import self_time
+from meshwise.trace.transfers import element_bytes
+
+_MATMULS = {"aten::mm": 0, "aten::bmm": 0, "aten::_scaled_mm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
+"""Where the first of the two operands stands."""
+_SDPA = "aten::_scaled_dot_product_"
+_ATTENTION = {
+    **{f"{_SDPA}flash_attention": 4, f"{_SDPA}flash_attention_for_cpu": 4},
+    **{f"{_SDPA}efficient_attention": 6, f"{_SDPA}cudnn_attention": 6},
+    **{f"{_SDPA}flash_attention_backward": 11, f"{_SDPA}flash_attention_for_cpu_backward": 7},
+    **{f"{_SDPA}efficient_attention_backward": 11, f"{_SDPA}cudnn_attention_backward": 14},
+}
+"""Where the flag stands that says whether attention is causal."""
+_ELEMENTWISE = (
+    *("add", "add_", "sub", "mul", "mul_", "div", "div_", "copy_", "gelu", "silu", "relu", "tanh", "sigmoid"),
+    *("native_layer_norm", "_fused_rms_norm", "_softmax", "_log_softmax", "native_dropout"),
+)
+_DTYPES = {
+    **{"float": "fp32", "double": "fp64", "c10::half": "fp16", "c10::bfloat16": "bf16"},
+    **{"c10::float8_e4m3fn": "fp8", "c10::float8_e5m2": "fp8", "c10::float8_e4m3fnuz": "fp8"},
+}
+Tensors = list[tuple[list[int], str]]
+
+
+@dataclass(frozen=True, slots=True)
+class OpRate:
+    """All calls of one operator on inputs of one shape and dtype; FLOP, bytes and seconds of one call."""
+
+    kind: str
+    """matmul, attention, attention backward, elementwise."""
+    op: str
+    shape: str
+    dtype: str
+    count: int
+    total_s: float
+    median_s: float
+    spread_frac: float
+    """Median distance of the calls from their median, over the median."""
+    flop: float
+    bytes: float
+    roof_s: float | None = None
+    """On the chip's data sheet, if one was given."""
+
+    @property
+    def roof_frac(self) -> float | None:
+        """How near the median call comes to the roof."""
+        return None if self.roof_s is None else self.roof_s / self.median_s
+
+    @property
+    def flop_per_s(self) -> float:
+        """FLOP a second of the median call."""
+        return self.flop / self.median_s
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes a second of the median call."""
+        return self.bytes / self.median_s
+
+
+def op_rates(traces: Sequence[Trace], chip: Chip | None = None) -> list[OpRate]:
+    """The operators of known work over all `traces`, the longest total first; against `chip` if given."""
+    calls: dict[tuple[str, str], list[float]] = defaultdict(list)
+    tensors: dict[tuple[str, str], tuple[Tensors, bool]] = {}
+    for trace in traces:
+        for (label, shape), seconds in _calls(trace).items():
+            key = trace.labels[label][1], "".join(trace.shapes[shape])
+            calls[key] += seconds
+            tensors.setdefault(key, (trace.tensors(shape), _is_causal(trace, label, shape)))
+    found = []
+    for (name, text), seconds in calls.items():
+        known = _work(name, *tensors[name, text])
+        if known is None or not (median := float(np.median(seconds))):
+            continue
+        kind, shapes, dtype, cost = known
+        flop, moved = float(cost.flop), float(cost.read_bytes + cost.write_bytes)
+        spread = float(np.median(np.abs(np.array(seconds) - median))) / median
+        roof = _roof_s(chip, dtype, flop, moved) if chip else None
+        found.append(
+            OpRate(kind, name, shapes, dtype, len(seconds), sum(seconds), median, spread, flop, moved, roof)
+        )
+    return sorted(found, key=lambda row: (-row.total_s, row.op, row.shape))
+
+
+def _roof_s(chip: Chip, dtype: str, flop: float, moved_bytes: float) -> float | None:
+    dtypes = ("tf32", "fp32") if dtype == "fp32" else (dtype,)  # PyTorch may multiply fp32 in tf32
+    peaks = [
+        table.get(one, 0.0) for one in dtypes for table in (chip.matrix_flop_per_s, chip.vector_flop_per_s)
+    ]
+    peak = max(peaks)
+    return max(flop / peak, moved_bytes / chip.memory_bytes_per_s) if peak else None
+
+
+def _calls(trace: Trace) -> dict[tuple[int, int], list[float]]:
+    """Seconds of every call of an operator of known work, by label and shape."""
+    names = [name for _, name in trace.labels]
+    is_known = np.array(
+        [name in _MATMULS or name in _ATTENTION or _is_elementwise(name) for name in names] or [False]
+    )
+    known = is_known[trace.label] & (trace.shape >= 0) & (trace.kind == Kind.CPU_OP)
+    parent = parents(trace)
+    owner = nearest(parent, known)
+    seconds = np.zeros(len(trace))
+    if trace.has_device:
+        kernels = np.flatnonzero(work_kind(trace) == Kind.COMPUTE)
+        launcher = launchers(trace)[kernels]
+        at = np.where(launcher >= 0, owner[launcher], -1)
+        np.add.at(seconds, at[at >= 0], trace.duration_ns[kernels][at >= 0] / 1e9)
+    else:
+        own = np.flatnonzero((owner >= 0) & (work_kind(trace) == Kind.COMPUTE))
+        np.add.at(seconds, owner[own], self_time(trace, parent)[own] / 1e9)
+    found: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for i in np.flatnonzero(known & (seconds > 0)).tolist():
+        found[int(trace.label[i]), int(trace.shape[i])].append(float(seconds[i]))
+    return found
+
+
+def _is_elementwise(name: str) -> bool:
+    return name.removeprefix("aten::") in _ELEMENTWISE
+
+
+def _is_causal(trace: Trace, label: int, shape: int) -> bool:
+    place = _ATTENTION.get(trace.labels[label][1])
+    values = trace.concrete(shape) if place is not None else []
+    return place is not None and len(values) > place and values[place] == "True"
+
+
+def _work(name: str, tensors: Tensors, causal: bool) -> tuple[str, str, str, Cost] | None:
+    """Kind, shape and dtype of an operator and its work; None if its inputs are not what they should be."""
+    dtype = _DTYPES.get(tensors[0][1].lower(), "") if tensors else ""
+    if not dtype:
+        return None
+    dims, size = [dim for dim, _ in tensors], DTYPE_BYTES[dtype]
+    if name in _MATMULS:
+        a, b = [*dims[_MATMULS[name] :], [], []][:2]
+        if not 2 <= len(a) == len(b) <= 3 or a[-1] != b[-2]:
+            return None
+        batch = a[0] if len(a) == 3 else 1
+        text = f"{batch} x " * (batch > 1) + f"{a[-2]}x{b[-1]}x{a[-1]}"
+        return "matmul", text, dtype, matmul(a[-2], b[-1], a[-1], elem_bytes=size, batch=batch)
+    if name in _ATTENTION:
+        is_backward = name.endswith("backward")
+        q, k, v = [*dims[is_backward:], [], [], []][:3]
+        if not len(q) == len(k) == len(v) == 4:
+            return None
+        (batch, heads, seq_q, width), (_, groups, seq_k, _) = q, k
+        sizes = (attended_pairs(seq_q, seq_k, causal=causal), heads, groups, seq_q, seq_k, width, v[3])
+        of = flash_attention_backward if is_backward else flash_attention
+        text = f"{shape_text(q)}, {seq_k} keys" + ", causal" * causal
+        return "attention" + " backward" * is_backward, text, dtype, of(*sizes, batch=batch, elem_bytes=size)
+    moved = [float(np.prod(dim)) * element_bytes(kind) for dim, kind in tensors]
+    largest = max(range(len(moved)), key=lambda i: moved[i])
+    reads, writes = (moved[1:2], moved[0]) if name == "aten::copy_" else (moved, moved[largest])
+    return "elementwise", shape_text(dims[largest]), dtype, Cost(0.0, float(sum(reads)), writes)

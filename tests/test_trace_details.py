@@ -1,0 +1,186 @@
+"""Critical path and what-if, memory, launches, rates, bandwidths: known answers, properties, a page."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs import Job, write_job
+from kineto import all_reduce, host, kernel, write_trace
+from meshwise.machine.hardware import find_chip
+from meshwise.trace.bandwidths import bandwidths
+from meshwise.trace.critical_path import critical_path
+from meshwise.trace.launches import stream_launches
+from meshwise.trace.memory import memory_peaks
+from meshwise.trace.op_rates import op_rates
+from meshwise.trace.summary import summarize_paths
+
+GLOO4 = Path(__file__).parent / "data" / "traces" / "gloo4"
+
+
+def _played(folder, job):
+    folder.mkdir()
+    write_job(folder, job)
+    return summarize_paths([folder])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+@pytest.mark.parametrize("fault", ["late rank", "slow device", "slow host", "uneven load"])
+def test_what_if_is_what_the_same_job_takes_without_the_fault(tmp_path, fault, num_ranks):
+    """The same noise played again without the fault: the gain is that of the replay within 6 %."""
+    job = Job(num_ranks, 12, fault, 1, 0.3, 7, has_host=True)
+    slow, healthy = _played(tmp_path / "slow", job), _played(tmp_path / "healthy", replace(job, fault="none"))
+    found = critical_path(slow)
+    spans = [sum(one.partitions[1].seconds.values()) for one in (slow, healthy)]
+    gain = next(one for one in found.what_if if one.change.startswith("rank 1 "))
+    assert gain.gain_s == pytest.approx(spans[0] - spans[1], rel=0.06)
+    assert gain.span_s + gain.gain_s == pytest.approx(spans[0], rel=0.02)
+    most = max(found.pieces, key=lambda piece: piece.by_rank.get(1, 0.0))
+    assert sum(one.by_rank.get(1, 0.0) for one in found.pieces) > 0.5 * found.span_s and most.seconds > 0
+
+
+@given(st.integers(2, 6), st.sampled_from(["none", "pause", "slow link", "late rank"]), st.integers(0, 99))
+def test_the_path_has_no_gap(tmp_path_factory, num_ranks, fault, seed):
+    """Pieces sum to the path; it is no longer than the job; removing anything never makes it longer."""
+    found_in = _played(
+        tmp_path_factory.mktemp("job") / "x", Job(2 * (num_ranks // 2), 3, fault, 0, 0.3, seed)
+    )
+    found = critical_path(found_in)
+    assert sum(one.seconds for one in found.pieces) == pytest.approx(found.span_s)
+    assert sum(one.share_frac for one in found.pieces) == pytest.approx(1.0)
+    assert all(sum(one.by_rank.values()) == pytest.approx(one.seconds) for one in found.pieces)
+    assert all(0 < one.gain_frac < 1 for one in found.what_if)
+    for part in found_in.partitions:
+        assert sum(part.idle_s.values()) == pytest.approx(part.seconds["idle"])
+
+
+def test_path_of_real_processes(meshwise):
+    """Rank 3 sleeps before every all-to-all: its idle time leads the path, and that is what to mend."""
+    done = meshwise("trace", "path", str(GLOO4), "--json")
+    first = done.document["pieces"][0]
+    assert first["kind"] == "idle" and max(first["by_rank"], key=first["by_rank"].get) == "3"
+    assert done.document["what_if"][0]["change"].startswith("rank 3 ")
+    assert "What if" in meshwise("trace", "path", str(GLOO4)).out
+
+
+def test_idle_time_by_cause(tmp_path):
+    """A gap before a late launch, one behind another stream, one between queued kernels."""
+    times = ((0, 0, 10), (30, 25, 10), (41, 1, 9), (100, 2, 10))  # start, launch, duration
+    events = []
+    for number, (start, launch, length) in enumerate(times, start=1):
+        events += [host("cuda_runtime", "cudaLaunchKernel", launch, 1, correlation=number)]
+        events += [kernel("gemm", start, length, correlation=number)]
+    found = summarize_paths([write_trace(tmp_path / "rank-0.json", events, 0)])
+    idle = {"host": 20e-6, "device": 1e-6, "dependency": 50e-6, "unknown": 0.0}
+    assert found.partitions[0].idle_s == pytest.approx(idle)
+
+
+def _memory(ts, delta, total, address, device=0):
+    args = {"Bytes": delta, "Total Allocated": total, "Total Reserved": 2 * total, "Addr": address}
+    args |= {"Device Type": 1, "Device Id": device}
+    return {"ph": "i", "name": "[memory]", "pid": 100, "tid": 1, "ts": ts, "args": args}
+
+
+def test_who_holds_memory_at_the_peak(tmp_path, meshwise):
+    """100 B from before; the peak is in `aten::add`, with what `aten::mm` of a section still holds."""
+    events = [
+        host("user_annotation", "layer 0", 0, 50),
+        host("cpu_op", "aten::linear", 5, 20),
+        host("cpu_op", "aten::mm", 10, 10),
+        host("cpu_op", "aten::add", 60, 20),
+        _memory(12, 400, 500, 1),
+        _memory(13, 50, 550, 2),
+        _memory(20, -50, 500, 2),
+        _memory(65, 300, 800, 2),
+        _memory(70, -400, 400, 1),
+    ]
+    path = write_trace(tmp_path / "rank-0.json", events, 0)
+    (found,) = memory_peaks(summarize_paths([path]).traces)
+    assert (found.device, found.peak_bytes, found.reserved_bytes) == ("device 0", 800, 1600)
+    assert (found.operator, found.held_before_bytes) == ("aten::add", 100)
+    assert [(one.name, one.bytes) for one in found.holders] == [
+        ("layer 0: aten::linear", 400),
+        ("aten::add", 300),
+    ]
+    assert meshwise("trace", "memory", str(path), "--json").document["peaks"][0]["peak_bytes"] == 800
+    bare = write_trace(tmp_path / "bare.json", [kernel("gemm", 0, 1)], 0)
+    done = meshwise("trace", "memory", str(bare))
+    assert done.code == 2 and "profile_memory=True" in done.err
+
+
+def test_queue_and_delays(tmp_path, meshwise):
+    """Three launches 10 us apart, kernels of 30 us in a row: delays 5, 25, 45 us; at most two are queued."""
+    events = []
+    for number in range(3):
+        events.append(host("cuda_runtime", "cudaLaunchKernel", 10 * number, 2, correlation=number + 1))
+        events.append(kernel("gemm", 5 + 30 * number, 30, correlation=number + 1))
+    path = write_trace(tmp_path / "rank-0.json", events, 0)
+    (found,) = stream_launches(summarize_paths([path]).traces)
+    delays = (found.median_delay_s, found.max_delay_s)
+    assert (found.count, found.max_queue) == (3, 2) and delays == pytest.approx((25e-6, 45e-6))
+    assert found.mean_queue == pytest.approx((5 + 10 + 15 + 15 + 30) / 65)
+    assert found.empty_frac == pytest.approx(5 / 65)
+    assert meshwise("trace", "launches", str(path), "--json").document["streams"][0]["max_queue"] == 2
+    assert meshwise("trace", "launches", str(GLOO4)).code == 2
+
+
+def test_rates_against_the_roof(tmp_path, meshwise):
+    """A matmul of 4096^3 in bf16 in 200 us is 687 TFLOP/s; causal attention counts half of the pairs."""
+    types = ["c10::BFloat16"] * 3
+    q = [2, 16, 1024, 128]
+    operators = [
+        ("aten::mm", {"Input Dims": [[4096, 4096], [4096, 4096]], "Input type": types[:2]}, 200.0),
+        (
+            "aten::_scaled_dot_product_flash_attention",
+            {"Input Dims": [q, q, q, [], []], "Input type": [*types, "Scalar", "Scalar"]}
+            | {"Concrete Inputs": ["", "", "", "0.", "True"]},
+            50.0,
+        ),
+        ("aten::add", {"Input Dims": [[1 << 20], [1 << 20]], "Input type": ["float", "float"]}, 10.0),
+    ]
+    events = []
+    for number, (name, args, length) in enumerate(operators, start=1):
+        at = 1000.0 * number
+        events.append(host("cpu_op", name, at, 20, **args))
+        events.append(host("cuda_runtime", "cudaLaunchKernel", at + 5, 3, correlation=number))
+        events.append(kernel("k", at + 50, length, correlation=number))
+    path = write_trace(tmp_path / "rank-0.json", events, 0)
+    found = {row.kind: row for row in op_rates(summarize_paths([path]).traces, find_chip("h100-80g-sxm"))}
+    assert found["matmul"].flop_per_s == pytest.approx(2 * 4096**3 / 200e-6)
+    assert found["matmul"].roof_frac == pytest.approx(2 * 4096**3 / 200e-6 / 989e12, rel=0.01)
+    pairs = 1024 * 1024 / 2
+    assert found["attention"].flop == pytest.approx(4 * 2 * 16 * 128 * pairs, rel=0.01)
+    assert found["elementwise"].bytes_per_s == pytest.approx(3 * 4 * 2**20 / 10e-6)
+    done = meshwise("trace", "rates", str(path), "--cluster", "h100-80g-sxm:8", "--json")
+    assert {row["kind"] for row in done.document["operators"]} == {"matmul", "attention", "elementwise"}
+    assert meshwise("trace", "rates", str(GLOO4.parent / "hta" / "rank-70.json.gz")).code == 2
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests(tmp_path, meshwise):
+    """All-reduce of n ranks: bus = algorithm x 2 (n-1)/n; of the link of the level that joins the group."""
+    for rank in range(4):
+        events = [all_reduce(1000.0 * step, 100.0, 5_000_000, [0, 1, 2, 3]) for step in range(3)]
+        write_trace(tmp_path / f"rank-{rank}.json", events, rank, host_name="node")
+    (found,) = bandwidths(summarize_paths([tmp_path]).collectives)
+    assert found.count == 3 and found.algorithm_bytes_per_s == pytest.approx(1e7 / 100e-6)
+    assert found.bus_bytes_per_s == pytest.approx(1.5 * found.algorithm_bytes_per_s)
+    done = meshwise("trace", "bandwidth", str(tmp_path), "--cluster", "a100-80g-sxm:8", "--json")
+    (row,) = done.document["collectives"]
+    assert row["link_frac"] == pytest.approx(found.bus_bytes_per_s / 300e9) and row["predicted_s"] > 0
+
+
+def test_one_page_of_all(tmp_path, meshwise):
+    """Findings, path, what-if, memory and rates in one file; a name is text, not markup."""
+    pytest.importorskip("plotly")
+    name = "<script>alert(1)</script>"
+    trace = write_trace(tmp_path / "rank-0.json", [kernel(name, 0, 10), kernel("gemm", 20, 5)], 0)
+    page = tmp_path / "report.html"
+    assert meshwise("trace", "report", str(trace), "-o", str(page)).code == 0
+    assert name not in page.read_text() and "&lt;script&gt;alert(1)" in page.read_text()
+    done = meshwise("trace", "report", str(GLOO4), "-o", str(page), "--cluster", "a100-80g-sxm:4", "--json")
+    assert json.loads(done.out) == {"file": str(page), "num_ranks": 4}
+    for text in ("rank 3 holds the others up", "What if", "Memory over time", "roofline", "on the wire"):
+        assert text in page.read_text(), text
