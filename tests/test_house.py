@@ -13,6 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "meshwise"
 LAYERS = [
     ("__main__",),
     ("cli",),
+    ("web",),
     ("api",),
     ("report", "sweep"),
     ("runtime",),

@@ -615,6 +615,25 @@ def validate(runs: Iterable[str | Path] = ()) -> Validation:
     return predict(map(Path, runs))
 
 
+def refusal(
+    model: Model, cluster: Cluster, plan: Mapping[str, Any], *,
+    batch: int | None = None, seq: int | None = None, microbatch: int | None = None, kind: str = "train",
+) -> str:  # fmt: skip
+    """Why the keys `plan` are no plan of `model` on `cluster`, in one sentence; empty where they are one."""
+    from meshwise.core.errors import MeshwiseError
+    from meshwise.plan.mesh import resolve
+    from meshwise.plan.plan import Plan
+
+    try:
+        cut = Plan(**plan)
+        work = _workload(model, cluster, cut, batch=batch, seq=seq, microbatch=microbatch, kind=kind)
+        resolve(model, cut, work, cluster)
+        cluster.chip.matrix_peak(cut.dtype)
+    except MeshwiseError as error:
+        return str(error)
+    return ""
+
+
 # --- what they share ---------------------------------------------------------------------------
 
 

@@ -56,6 +56,7 @@ for _module in (
     "launch",
     "sweep",
     "collective",
+    "web",
 ):
     importlib.import_module(f"meshwise.cli.{_module}").add_to(app)
 

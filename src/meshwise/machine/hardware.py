@@ -341,6 +341,37 @@ def _read_cluster_file(path: Path) -> Cluster:
     return _cluster_from_entry(path.stem, raw, str(path))
 
 
+def parse_cluster(text: str, name: str = "cluster") -> Cluster:
+    """The cluster that the text of a TOML file describes; ClusterError says what is wrong with it."""
+    try:
+        raw = _convert(tomllib.loads(text), _ClusterEntry, name)
+    except (ValueError, RecursionError) as problem:
+        raise ClusterError(f"{name} is not valid TOML: {problem}") from None
+    return _cluster_from_entry(name, raw, name)
+
+
+def cluster_text(cluster: Cluster) -> str:
+    """`cluster` as the text that `parse_cluster` turns back into it, with its chip and links written out."""
+    chip = {key: getattr(cluster.chip, key) for key in _ChipEntry.__struct_fields__ if key != "levels"}
+    chip.pop("checked")
+    levels = [
+        {key: getattr(level, key) for key in _LevelEntry.__struct_fields__ if getattr(level, key) != math.inf}
+        for level in cluster.levels
+    ]
+    tables = [("", {"num_chips": cluster.num_chips}), *(("[[levels]]", level) for level in levels)]
+    return "\n\n".join(
+        "\n".join([*filter(None, [head]), *(f"{key} = {_toml(value)}" for key, value in table.items())])
+        for head, table in (*tables, ("[chip]", chip))
+    )
+
+
+def _toml(value: Any) -> str:
+    """A text, number, list or table as TOML writes it inline."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
+    return msgspec.json.encode(value).decode()
+
+
 # --- numbers for the cost model ----------------------------------------------------------------
 
 

@@ -21,6 +21,8 @@ class Field:
     doc: str
     show: Callable[[Any], str] = str
     """The shortest text that `read` turns back into the value."""
+    names: tuple[str, ...] = ()
+    """All values as text, where there are only some."""
 
 
 def whole(doc: str, least: int = 1, most: int | None = None) -> Field:
@@ -57,13 +59,13 @@ def number(doc: str, least: float, most: float | None = None) -> Field:
 def switch(doc: str) -> Field:
     """On or off."""
     states = {"0": False, "1": True, "false": False, "true": True}
-    return Field("0 or 1", lambda value: states[str(value).lower()], doc, lambda on: str(int(on)))
+    return Field("0 or 1", lambda value: states[str(value).lower()], doc, lambda on: str(int(on)), ("0", "1"))
 
 
 def choice(doc: str, names: tuple[str, ...]) -> Field:
     """One of `names`."""
     by_name = {name: name for name in names}
-    return Field(f"one of {', '.join(names)}", lambda value: by_name[str(value)], doc)
+    return Field(f"one of {', '.join(names)}", lambda value: by_name[str(value)], doc, names=names)
 
 
 def sizes(doc: str, joined: str, least: int = 1) -> Field:

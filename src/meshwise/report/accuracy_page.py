@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from meshwise.calibrate.errors import summarize
@@ -61,7 +62,7 @@ def _picture(quantity: str, rows: Sequence[Prediction]) -> Chart:
         )  # fmt: skip
     cells = [
         (
-            row.id, Link(row.source, row.source), row.chip,
+            row.id, _where(row.source), row.chip,
             *(show(value) if value is not None else "" for value in (row.measured, row.predicted)),
             percent(row.error_frac, sign=True), row.reason,
         )
@@ -81,3 +82,11 @@ def _picture(quantity: str, rows: Sequence[Prediction]) -> Chart:
     )
     table = Table("", columns, cells, left=("source", "chip", "reason"))
     return Chart(_TITLES.get(quantity, quantity), data, layout, finding, table, 460)
+
+
+def _where(source: str) -> Link:
+    """A source with its address: the paper that it cites, or the repository that it begins with."""
+    if paper := re.search(r"arXiv[ :](\d{4}\.\d{4,5})", source):
+        return Link(source, f"https://arxiv.org/abs/{paper[1]}")
+    repository = re.match(r"[\w.-]+/[\w.-]+(?= )", source)
+    return Link(source, f"https://github.com/{repository[0]}" if repository else "")

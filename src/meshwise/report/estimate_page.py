@@ -28,14 +28,17 @@ NUM_BINS = 600
 """Moments that a timeline shows."""
 
 
-def estimate_page(estimate: Estimate, sections: tuple[Section, ...] = ()) -> Page:
-    """What one plan costs; `sections` come after the pictures of time and memory."""
-    shown = [
-        *(_figures(estimate), _time(estimate), _memory(estimate), *sections, _roofline(estimate)),
-        *(_pipeline(estimate), _stages(estimate), Text("Notes", estimate.notes())),
-    ]
-    present = [one for one in shown if one is not None]
-    return Page(_title(estimate), headline(estimate), present, estimate.fits)
+def estimate_page(estimate: Estimate, *, detail: bool = True) -> Page:
+    """What one plan costs; without `detail`, its time and memory alone."""
+    more = detail_sections(estimate) if detail else []
+    sections = [_time(estimate), _memory(estimate), _figures(estimate), *more]
+    return Page(_title(estimate), headline(estimate), sections, estimate.fits)
+
+
+def detail_sections(estimate: Estimate) -> list[Section]:
+    """The roofline, the pipeline, the stages and the notes of a plan."""
+    shown = [_roofline(estimate), _pipeline(estimate), _stages(estimate), Text("Notes", estimate.notes())]
+    return [section for section in shown if section is not None]
 
 
 def headline(estimate: Estimate) -> str:

@@ -12,8 +12,8 @@ from meshwise.serve.answer import Answer
 from meshwise.serve.load import Load, statistics
 
 
-def serve_page(answer: Answer, others: Sequence[Answer] = ()) -> Page:
-    """What a server gives; `others` are drawn beside it."""
+def serve_page(answer: Answer, others: Sequence[Answer] = (), *, price: float | None = None) -> Page:
+    """What a server gives; `others` are drawn beside it. `price` of a GPU-hour: also the cost of tokens."""
     of, fits = answer.serving, answer.max_sequences > 0
     headline = "out of memory: not one sequence fits beside the weights"
     if fits:
@@ -27,7 +27,7 @@ def serve_page(answer: Answer, others: Sequence[Answer] = ()) -> Page:
             f"; under load the median first token takes {duration(float(np.median(found.served.ttft_s)))}, "
             f"{found.output_tokens_per_s / of.cluster.num_chips:,.0f} tokens/s a GPU"
         )
-    sections: list[Section] = [_trade(answer, others)] if answer.passes else []
+    sections: list[Section] = [_trade(answer, others, price)] if answer.passes else []
     sections += _under_load(answer.load) if answer.load is not None else []
     sections.append(Text("Notes", answer.to_json()["notes"]))
     return Page(f"{of.model.name} served by {_name(answer)}", headline, sections, fits)
@@ -38,7 +38,7 @@ def _name(answer: Answer) -> str:
     return f"{answer.serving.cluster.num_chips} x {answer.serving.cluster.chip.name}: {plan}"
 
 
-def _trade(answer: Answer, others: Sequence[Answer]) -> Chart:
+def _trade(answer: Answer, others: Sequence[Answer], price: float | None) -> Chart:
     data = []
     for i, one in enumerate((answer, *others)):
         rows = [row for row in one.passes if row["fits"]]
@@ -57,10 +57,12 @@ def _trade(answer: Answer, others: Sequence[Answer]) -> Chart:
             f"{row['sequences']:,}", duration(row["token_s"]), f"{row['tokens_per_s_per_sequence']:,.1f}",
             f"{row['tokens_per_s_per_gpu']:,.0f}", f"{row['with_prefill_per_s_per_gpu']:,.0f}",
             with_prefix(row["memory_bytes"]["total"], "B"), "yes" if row["fits"] else "no",
+            *([] if price is None else [f"{price / 3600e-6 / row['with_prefill_per_s_per_gpu']:.4g}"]),
         )
         for row in answer.passes
     ]  # fmt: skip
-    columns = ("sequences", "a token", "tokens/s a user", "tokens/s a GPU", "with prompts", "memory", "fits")
+    columns = ["sequences", "a token", "tokens/s a user", "tokens/s a GPU", "with prompts", "memory", "fits"]
+    columns += [] if price is None else ["price of 1M tokens"]
     most = max((row for row in answer.passes if row["fits"]), default=None, key=lambda row: row["sequences"])
     finding = "" if most is None else (
         f"With {most['sequences']:,} sequences a user gets {most['tokens_per_s_per_sequence']:,.0f} tokens/s "

@@ -1,0 +1,41 @@
+"""`meshwise web`: the page in the browser."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwise.core.errors import DataError, MissingExtraError
+
+LOOPBACK = "127.0.0.1"
+
+
+def add_to(app: typer.Typer) -> None:
+    """Mount the command."""
+    app.command()(web)
+
+
+def web(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any that is free.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; other than this machine's own, a token is needed.")
+    ] = LOOPBACK,
+    traces: Annotated[
+        Path | None, typer.Option(help="Folder below which the page may read profiler traces.")
+    ] = None,
+) -> None:
+    """Open the page: explore plans, search, serve, frontier, traces and accuracy, in a browser.
+
+    The page needs no network. It answers this machine alone; with --host, others who know the token.
+    """
+    for package in ("starlette", "uvicorn", "plotly"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError(f'{package} is not installed; run: pip install "meshwise[web]"')
+    if traces is not None and not traces.is_dir():
+        raise DataError(f"--traces {traces} is no folder; name the folder of your profiler traces")
+    from meshwise.web.run import serve_page
+
+    serve_page(host, port, traces, say=lambda text: typer.echo(text, err=True))

@@ -1,0 +1,130 @@
+"""The server of the page: `meshwise web`. It answers on this machine alone, unless a host is stated.
+
+Other sites cannot use it: a page of theirs has another origin, and a name of theirs that leads to this
+machine is no allowed host. With a host that others reach, every request needs the token of the printed
+address.
+"""
+
+from __future__ import annotations
+
+import hmac
+from importlib import resources
+
+import anyio
+import msgspec
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from meshwise.core.errors import MeshwiseError
+from meshwise.report.html import escape, plotly_js, static
+from meshwise.web.forms import form_html, forms
+from meshwise.web.views import QUICK, Server, answer
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+MOST_BYTES = 1_000_000
+"""A state is no larger."""
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+def make_app(server: Server | None = None, *, token: str = "") -> Starlette:
+    """The application of one server; with a `token`, any host may ask that knows it."""
+    guard = [] if token else [Middleware(TrustedHostMiddleware, allowed_hosts=list(LOOPBACK))]
+    app = Starlette(
+        routes=[
+            Route("/", _index),
+            Route("/static/{name}", _static),
+            Route("/api/{view}", _api, methods=["POST"]),
+        ],
+        middleware=[*guard, Middleware(_Guard, token=token)],
+    )
+    app.state.server = server or Server()
+    app.state.slow = anyio.Semaphore(1)
+    app.state.files = {"plotly.js": plotly_js()} | {name: static(name) for name in ("draw.js", "style.css")}
+    own = resources.files("meshwise.web") / "static"
+    names = ("page.js", "page.css", "page.html")
+    app.state.files |= {name: (own / name).read_text(encoding="utf-8") for name in names}
+    return app
+
+
+class _Guard:
+    """Refuses other sites, and who does not know the token; adds the headers that confine the page."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self.app, self.token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_confined(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        answer = self.app if scope["type"] != "http" else self._refusal(Request(scope)) or self.app
+        await answer(scope, receive, send_confined)
+
+    def _refusal(self, request: Request) -> Response | None:
+        origin, stated = request.headers.get("origin"), request.query_params.get("token")
+        if origin is not None and origin != f"{request.url.scheme}://{request.headers.get('host')}":
+            return Response("another site may not ask", 403)
+        if self._knows(stated):
+            found = RedirectResponse("/")
+            found.set_cookie("token", self.token, httponly=True, samesite="strict")
+            return found
+        if self.token and not self._knows(request.cookies.get("token")):
+            return Response("open the address that meshwise web printed: it holds the token", 403)
+        return None
+
+    def _knows(self, stated: str | None) -> bool:
+        return bool(self.token and stated) and hmac.compare_digest(str(stated).encode(), self.token.encode())
+
+
+async def _index(request: Request) -> Response:
+    views = forms()
+    links = "".join(f'<a href="#{view}">{escape(view.capitalize())}</a>' for view in views)
+    written = "".join(form_html(view, groups) for view, groups in views.items())
+    page = request.app.state.files["page.html"]
+    return HTMLResponse(page.replace("<!--links-->", links).replace("<!--forms-->", written))
+
+
+async def _static(request: Request) -> Response:
+    name = request.path_params["name"]
+    if name not in request.app.state.files:
+        return Response("there is no such file", 404)
+    kinds = {"css": "text/css", "js": "text/javascript", "html": "text/html"}
+    return Response(request.app.state.files[name], media_type=kinds[name.partition(".")[2]])
+
+
+async def _api(request: Request) -> Response:
+    """The answer of a view, or one sentence that says what is wrong with its state."""
+    view, server = request.path_params["view"], request.app.state.server
+    try:
+        if int(request.headers.get("content-length", MOST_BYTES + 1)) > MOST_BYTES:
+            return _json({"error": f"a state has at most {MOST_BYTES:,} bytes"}, 413)
+        state = msgspec.json.decode(await request.body(), type=dict[str, str])
+        if view in QUICK:
+            return _json(answer(view, state, server))
+        async with request.app.state.slow:
+            return _json(await run_in_threadpool(answer, view, state, server))
+    except MeshwiseError as error:
+        return _json({"error": str(error)}, 422)
+    except (msgspec.MsgspecError, ValueError):
+        return _json({"error": "a state is one JSON object of texts"}, 400)
+
+
+def _json(document: dict[str, object], status: int = 200) -> Response:
+    return Response(msgspec.json.encode(document), status, media_type="application/json")

@@ -1,0 +1,34 @@
+"""Starting the server: a socket first, so that the address that is printed is the one that answers."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+
+from meshwise.core.errors import DataError
+from meshwise.web.app import make_app
+from meshwise.web.views import Server, answer
+
+
+def serve_page(host: str, port: int, traces: Path | None, *, say: Callable[[str], None]) -> None:
+    """Serve the page until it is interrupted; `say` is told its address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise DataError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
+    server = Server(traces)
+    token = "" if host in ("127.0.0.1", "localhost", "::1") else secrets.token_urlsafe(24)
+    app = make_app(server, token=token)
+    answer("explore", {"model": "llama3-8b", "cluster": "h100-80g-sxm:8"}, server)  # the first one imports
+    shown = f"[{host}]" if ":" in host else host
+    say(f"http://{shown}:{listener.getsockname()[1]}/{'?token=' + token if token else ''}")
+    uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run([listener])

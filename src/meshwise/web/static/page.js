@@ -1,0 +1,249 @@
+// The state of the forms, the address and the server's answers. All numbers come from the server.
+"use strict";
+
+const $ = (selector, root = document) => root.querySelector(selector);
+const all = (selector, root = document) => [...root.querySelectorAll(selector)];
+const EXPLORE = "explore", LIVE = [EXPLORE, "frontier", "accuracy"], RETRY_MS = 2000;
+let view = EXPLORE, pinned = {}, last = {}, running = null, told = "";
+
+const form = (name = view) => $(`#form-${name}`);
+const fields = (name = view) => all("[name]", form(name));
+
+/** The form in the words of the command line: the keys of the plan as one text; what is empty is left out. */
+function state() {
+  const found = {}, plan = [];
+  for (const field of fields()) {
+    const value = field.value.trim();
+    if (value && "key" in field.dataset) plan.push(`${field.name}=${value}`);
+    else if (value) found[field.name] = value;
+  }
+  if (plan.length) found.plan = plan.join(",");
+  return view === EXPLORE ? { ...found, ...pinned } : found;
+}
+
+function write(values) {
+  const plan = {};
+  for (const item of (values.plan || "").split(",").filter(Boolean)) {
+    const [key, value] = item.split("=");
+    [plan[key], plan.grid] = key === "layout" && value.includes(":") ? value.split(":") : [value, plan.grid];
+  }
+  for (const field of fields()) {
+    const value = "key" in field.dataset ? plan[field.name] : values[field.name];
+    if (field.tagName === "SELECT" && value && !all("option", field).some((one) => one.value === value)) {
+      field.add(new Option(value, value));
+    }
+    const listed = field.tagName === "SELECT" || field.type === "range";
+    field.value = value ?? (listed ? field.dataset.default : "");
+    show(field);
+  }
+  pinned = Object.fromEntries(Object.entries(values).filter(([name]) => name.startsWith("a.")));
+}
+
+function show(field) {
+  if (field.type === "range") field.nextElementSibling.value = field.value;
+}
+
+/** One answer of the server; null where a newer question took its place. */
+async function ask(what, asked, signal) {
+  const reply = await fetch(`api/${what}`, {
+    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(asked), signal,
+  });
+  if (reply.headers.get("Content-Type") !== "application/json") throw new Error(await reply.text());
+  return reply.json();
+}
+
+async function run() {
+  running?.abort();
+  const mine = (running = new AbortController()), asked = state(), of = view;
+  history.replaceState(null, "", `#${of}?${new URLSearchParams({ v: 1, ...asked })}`);
+  $("[data-act=unpin]").hidden = !Object.keys(pinned).length;
+  $("#page").classList.add("stale");
+  try {
+    const found = await ask(of, asked, mine.signal);
+    alertOf("");
+    if (found.error) return fail(found.error);
+    last = found;
+    document.title = `${found.title} - meshwise`;
+    for (const field of fields()) mark(field, "");
+    await put("#page", found.html);
+    if (of !== EXPLORE) return;
+    const detail = await ask("detail", asked, mine.signal);
+    if (!detail.error) await put("#detail", detail.html);
+  } catch (problem) {
+    if (problem.name === "AbortError") return;
+    alertOf("The server does not answer. Start it again with: meshwise web. The page asks again by itself.");
+    setTimeout(() => mine === running && run(), RETRY_MS);
+  } finally {
+    if (mine === running) $("#page").classList.remove("stale");
+    if (of === EXPLORE && mine === running && !mine.signal.aborted) offer(asked, mine.signal);
+  }
+}
+
+/** Put the server's HTML in place; charts that stay are updated, and tables that were open stay open. */
+async function put(where, html) {
+  const place = $(where), open = all("details[open]", place).map((one) => one.id);
+  const old = new Map(all(".chart", place).map((chart) => [chart.id, chart]));
+  place.innerHTML = html;
+  for (const id of open) document.getElementById(id)?.setAttribute("open", "");
+  await drawAll(place, old);
+  for (const chart of all(".chart", place)) {
+    chart.removeAllListeners?.("plotly_click");
+    chart.on("plotly_click", ({ points: [point] }) => {
+      if (String(point.customdata).startsWith("#")) location.hash = point.customdata;
+    });
+  }
+}
+
+function alertOf(text) {
+  $("#alert").textContent = text;
+  $("#alert").hidden = !text;
+}
+
+/** A sentence that says what is wrong, beside the fields that it names. */
+function fail(sentence) {
+  last = {};
+  const line = document.createElement("p");
+  Object.assign(line, { id: "headline", className: "error", textContent: sentence });
+  line.setAttribute("role", "status");
+  $("#page").replaceChildren(line);
+  $("#detail").replaceChildren();
+  for (const field of fields()) mark(field, new RegExp(`(^|\\W)${field.name}=`).test(sentence) ? sentence : "");
+}
+
+function mark(field, reason) {
+  field.parentNode.classList.toggle("bad", Boolean(reason));
+  reason ? field.setAttribute("aria-invalid", "true") : field.removeAttribute("aria-invalid");
+}
+
+/** Offer the values of each key of the plan; those that are none here are grey, with the reason. */
+async function offer(asked, signal) {
+  const { "to": _, ...job } = asked;
+  const found = await ask("options", job, signal).catch(() => ({}));
+  if (!found.options) return;
+  for (const [key, values] of Object.entries(found.options)) {
+    const select = $(`[name="${key}"]`, form(EXPLORE)), chosen = select.value;
+    if (select.tagName !== "SELECT") continue;
+    const options = values.map(([value, reason]) => {
+      const option = new Option(reason ? `${value} - ${reason}` : value, value, false, value === chosen);
+      option.disabled = Boolean(reason) && value !== chosen;
+      option.title = reason;
+      return option;
+    });
+    if (chosen && !values.some(([value]) => value === chosen)) options.push(new Option(chosen, chosen, true, true));
+    select.replaceChildren(select.options[0], ...options);
+    select.value = chosen;
+  }
+}
+
+function say(text) {
+  $("#said").textContent = text;
+  clearTimeout(told);
+  told = setTimeout(() => ($("#said").textContent = ""), 4000);
+}
+
+const copy = (text, what) => !text ? say("there is nothing to copy: the plan is not valid")
+  : navigator.clipboard.writeText(text).then(() => say(`${what} copied`), () => say(text));
+
+const ACTS = {
+  link: () => copy(location.href, "link"),
+  command: () => copy(last.command, "command"),
+  python: () => copy(last.python, "Python"),
+  pin() {
+    pinned = Object.fromEntries(Object.entries({ plan: "", ...state() }).filter(([name]) => !name.startsWith("a.") && name !== "to")
+      .map(([name, value]) => [`a.${name}`, value]));
+    run();
+  },
+  unpin() {
+    pinned = {};
+    $("[data-act=pin]").focus();
+    run();
+  },
+  async machine() {
+    const found = await ask("machine", state());
+    if (found.error) return say(found.error);
+    const field = $("[name=machine]", form());
+    field.value = found.text;
+    field.rows = 16;
+    field.closest("details").open = true;
+    field.focus();
+  },
+  async launch() {
+    const found = await ask("launch", state());
+    $("#launch-title").textContent = found.error ? "No launch settings" : found.title;
+    const parts = found.error ? [paragraph(found.error)] : found.not_expressed.map(paragraph);
+    for (const file of found.files || []) {
+      const head = document.createElement("h3"), text = document.createElement("pre"), button = document.createElement("button");
+      head.textContent = file.path;
+      text.textContent = file.text;
+      text.tabIndex = 0;
+      button.textContent = `Copy ${file.path}`;
+      button.onclick = () => copy(file.text, file.path);
+      parts.push(head, button, text);
+    }
+    $("#launch-files").replaceChildren(...parts);
+    $("#launch").showModal();
+  },
+};
+
+function paragraph(text) {
+  const found = document.createElement("p");
+  found.textContent = text;
+  return found;
+}
+
+/** Show the view that the address names, in the state that it names. */
+function open() {
+  const [name, query] = location.hash.slice(1).split(/\?(.*)/s);
+  if (name === "results") return;
+  view = form(name) ? name : EXPLORE;
+  const values = Object.fromEntries(new URLSearchParams(query || ""));
+  delete values.v;
+  if (query) write(values);
+  for (const one of all("form[data-view]")) one.hidden = one !== form();
+  for (const link of all("nav a")) {
+    link.hash === `#${view}` ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current");
+  }
+  $(".explore").hidden = view !== EXPLORE;
+  $("#page").replaceChildren();
+  $("#detail").replaceChildren();
+  if (view === "traces" && !state().path) return fail("Name a folder below the one that meshwise web was started with.");
+  run();
+}
+
+const THEMES = ["system", "light", "dark"];
+function theme(name) {
+  if (name === "system") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = name;
+  localStorage.setItem("theme", name);
+  $("#theme").textContent = `Theme: ${name}`;
+  redraw();
+}
+
+$("#theme").onclick = () => theme(THEMES[(THEMES.indexOf(localStorage.getItem("theme") || "system") + 1) % 3]);
+$("#drawer").onclick = () => $("#drawer").setAttribute("aria-expanded", $("#inputs").classList.toggle("open"));
+$("#skip").onclick = (event) => {
+  event.preventDefault();
+  $("#results").focus();
+};
+$("#actions").onclick = (event) => ACTS[event.target.dataset.act]?.();
+$("#inputs").addEventListener("input", ({ target }) => {
+  show(target);
+  if (LIVE.includes(view)) run();
+});
+$("#inputs").addEventListener("change", () => LIVE.includes(view) || run());
+$("#inputs").addEventListener("submit", (event) => {
+  event.preventDefault();
+  run();
+});
+for (const event of ["dragover", "drop"]) {
+  $("#inputs").addEventListener(event, async (drag) => {
+    if (drag.target.name !== "config" || !drag.dataTransfer.types.includes("Files")) return;
+    drag.preventDefault();
+    if (event !== "drop") return;
+    drag.target.value = await drag.dataTransfer.files[0].text();
+    run();
+  });
+}
+addEventListener("hashchange", open);
+theme(localStorage.getItem("theme") || "system");
+open();

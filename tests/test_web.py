@@ -1,0 +1,242 @@
+"""The server of the page: every view answers, other sites and strangers do not get in, nothing is ignored."""
+
+import json
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("httpx")
+pytest.importorskip("plotly")
+
+from starlette.testclient import TestClient
+
+import meshwise as mw
+from meshwise.calibrate.runs import published_runs
+from meshwise.machine.hardware import cluster_text, find_cluster, parse_cluster
+from meshwise.plan.plan import KEYS
+from meshwise.web.app import make_app
+from meshwise.web.forms import forms
+from meshwise.web.views import Server
+
+TRACES = Path(__file__).parent / "data" / "traces"
+JOB = {"model": "llama3-8b", "cluster": "h100-80g-sxm:16", "batch": "32", "seq": "4096"}
+CONFIG = (Path(__file__).parent / "data" / "tiny_llama.json").read_text()
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with TestClient(make_app(Server(TRACES)), base_url="http://127.0.0.1") as found:
+        yield found
+
+
+def ask(client: TestClient, view: str, **state: str) -> Any:
+    return client.post(f"/api/{view}", json=state).json()
+
+
+def test_explore_says_what_the_command_line_says(client: TestClient, meshwise: Any) -> None:
+    found = ask(client, "explore", **JOB, plan="tp=4,pp=2")
+    expected = mw.estimate("llama3-8b", "h100-80g-sxm:16", "tp=4,pp=2", batch=32, seq=4096)
+    assert found["ok"] and f"{expected.memory_bytes['total'] / 1e9:.4g} GB" in found["headline"]
+    words = found["command"].split()
+    done = meshwise(*words[1:], "--json")
+    assert json.loads(done.out)["step_s"] == expected.step_s
+    names: dict[str, Any] = {}
+    exec(found["python"], names)
+    assert names["found"].step_s == expected.step_s
+
+
+def test_a_pasted_config_and_an_edited_machine_replace_the_presets(client: TestClient) -> None:
+    machine = ask(client, "machine", **JOB)["text"]
+    slower = machine.replace("memory_bytes_per_s = 3", "memory_bytes_per_s = 1", 1)
+    state = JOB | {"model": "no-such-model", "config": CONFIG, "seq": "64"}
+    plain = ask(client, "explore", **state)
+    edited = ask(client, "explore", **state, machine=slower)
+    assert plain["headline"] != edited["headline"]
+    assert "config.json" in plain["command"] and "cluster.toml" in edited["command"]
+
+
+@pytest.mark.parametrize("name", ["h100-80g-sxm:16", "a100-80g-sxm:512", "mi300x:8", "gb200:72"])
+def test_a_cluster_survives_its_text(name: str) -> None:
+    cluster = find_cluster(name)
+    again = parse_cluster(cluster_text(cluster))
+    for field in (
+        "memory_bytes",
+        "memory_bytes_per_s",
+        "matrix_flop_per_s",
+        "generation",
+        "host_bytes_per_s",
+    ):
+        assert getattr(again.chip, field) == getattr(cluster.chip, field)
+    assert again.num_chips == cluster.num_chips
+    levels = [(one.name, one.bytes_per_s, one.latency_s, one.ranks) for one in again.levels]
+    assert levels == [(one.name, one.bytes_per_s, one.latency_s, one.ranks) for one in cluster.levels]
+
+
+def test_what_is_grey_is_refused_and_what_is_not_is_priced(client: TestClient) -> None:
+    options = ask(client, "options", **JOB, plan="tp=2")["options"]
+    assert {"tp", "pp", "zero", "dtype", "schedule", "recompute"} <= options.keys() <= KEYS.keys()
+    refused = 0
+    for key in ("tp", "pp", "vpp", "schedule", "zero_group", "dtype"):
+        for value, reason in options[key]:
+            plan = f"{key}={value}" if key == "tp" else f"tp=2,{key}={value}"
+            found = ask(client, "explore", **JOB, plan=plan)
+            assert found.get("error", "") == reason, plan
+            refused += bool(reason)
+    assert refused > 5
+
+
+def test_a_pinned_plan_stands_beside(client: TestClient) -> None:
+    found = ask(client, "explore", **JOB, plan="tp=4", **{"a.plan": "tp=2,pp=2", "a.batch": "32"})
+    assert "slower than A" in found["html"] or "faster than A" in found["html"]
+    assert "A: tp=2,pp=2" in found["html"]
+
+
+def test_launch_settings_are_those_of_the_verb(client: TestClient) -> None:
+    found = ask(client, "launch", **JOB, plan="tp=4", to="torchtitan")
+    expected = mw.launch("llama3-8b", "h100-80g-sxm:16", "tp=4", to="torchtitan", batch=32, seq=4096)
+    assert found["files"] == [{"path": one.path, "text": one.text} for one in expected.files]
+
+
+def test_search_leads_to_explore(client: TestClient) -> None:
+    found = ask(client, "search", **JOB, plan="zero=1", color="pp")
+    best = mw.search("llama3-8b", "h100-80g-sxm:16", "zero=1", batch=32, seq=4096).best[0]
+    assert f"MFU {best.mfu:.1%}" in found["headline"]
+    assert '<a href="#explore?model=llama3-8b' in found["html"] and "a.plan=" in found["html"]
+
+
+def test_the_other_views_answer(client: TestClient) -> None:
+    where = {"model": "llama3-8b", "cluster": "h100-80g-sxm:8"}
+    served = ask(client, "serve", **where, prompt="512", output="64", rate="5", price="2")
+    assert "Latency under load" in served["html"] and "price of 1M tokens" in served["html"]
+    slow = ask(
+        client, "frontier", chip="h100-80g-sxm", beside="a100-80g-sxm", months="3", schedule="zero-bubble"
+    )
+    assert "a100-80g-sxm" in slow["title"]
+    assert "rank 3" in ask(client, "traces", path="gloo4")["headline"]
+    joined = ask(client, "traces", path="gloo4", **where, batch="8")
+    assert "From the predicted step" in joined["html"]
+
+
+def test_accuracy_shows_the_rows_that_the_filter_leaves(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, *runs = published_runs().read_text().splitlines()
+    few = tmp_path / "runs.csv"
+    few.write_text("\n".join([head, *runs[:6], *[run for run in runs if ",b200" in run][:3]]))
+    monkeypatch.setattr("meshwise.web.views.api.validate", lambda: mw.validate([few]))
+    everything = ask(client, "accuracy")
+    some = ask(client, "accuracy", text="b200", quantity="step_s")
+    num = [int(found["headline"].split()[0].replace(",", "")) for found in (some, everything)]
+    assert 0 < num[0] < num[1]
+    assert 'href="https://' in everything["html"]
+
+
+@pytest.mark.parametrize(
+    ("view", "state", "sentence"),
+    [
+        ("explore", {"batch": "8"}, "name a model"),
+        ("explore", JOB | {"plan": "tp=3"}, "divide"),
+        ("explore", JOB | {"batch": "many"}, "batch=many must be a number"),
+        ("explore", JOB | {"batch": "1.5"}, "batch=1.5 must be a whole number"),
+        ("explore", JOB | {"colour": "red"}, "no field 'colour'"),
+        ("explore", JOB | {"config": "{"}, "config.json is not valid JSON"),
+        ("explore", JOB | {"config": '{"model_type": "llama"}'}, "config.json"),
+        ("explore", JOB | {"machine": "num_chips = "}, "not valid TOML"),
+        ("explore", JOB | {"model": "/etc/passwd"}, "is a path"),
+        ("explore", JOB | {"plan": "tests/x.toml"}, "is a path"),
+        ("explore", {"model": "llama3-8b"}, "name a cluster"),
+        ("search", {"model": "llama3-8b", "cluster": "h100-80g-sxm:8"}, "fill in batch"),
+        ("traces", {"path": "../.."}, "is not below"),
+        ("traces", {"path": "/etc"}, "is not below"),
+        ("serve", JOB | {"rate": "-1"}, "no field"),
+        ("nothing", {}, "there is no view"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(
+    client: TestClient, view: str, state: dict[str, str], sentence: str
+) -> None:
+    reply = client.post(f"/api/{view}", json=state)
+    assert reply.status_code == 422 and sentence in reply.json()["error"]
+    assert "Traceback" not in reply.text
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"model": 1}', b'{"model": {"a": 1}}', b"\xff"])
+def test_a_state_is_an_object_of_texts(client: TestClient, body: bytes) -> None:
+    assert client.post("/api/explore", content=body).status_code == 400
+
+
+def test_a_state_has_a_size(client: TestClient) -> None:
+    assert client.post("/api/explore", content=b" " * 1_000_001).status_code == 413
+
+
+def test_other_sites_cannot_ask(client: TestClient) -> None:
+    assert client.post("/api/explore", json=JOB, headers={"Origin": "http://127.0.0.1"}).status_code == 200
+    for headers in (
+        {"Origin": "https://elsewhere.example"},
+        {"Origin": "null"},
+        {"Host": "elsewhere.example"},
+    ):
+        assert client.post("/api/explore", json=JOB, headers=headers).status_code in (400, 403)
+
+
+def test_the_page_holds_every_field_and_runs_nothing_but_its_own(client: TestClient) -> None:
+    page = client.get("/")
+    policy = page.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "script-src 'self';" in policy
+    for groups in forms().values():
+        for _, asks, _ in groups:
+            for one in asks:
+                assert f'name="{one.name}"' in page.text
+    assert "<script>" not in page.text and " onclick" not in page.text
+    for name in ("page.js", "draw.js", "plotly.js", "style.css", "page.css"):
+        assert client.get(f"/static/{name}").status_code == 200
+    assert client.get("/static/..%2fapp.py").status_code == 404
+
+
+def test_a_token_keeps_strangers_out() -> None:
+    with TestClient(make_app(token="secret"), base_url="http://192.0.2.1") as client:
+        assert client.get("/").status_code == 403
+        assert client.get("/?token=wrong").status_code == 403
+        assert client.post("/api/explore", json=JOB).status_code == 403
+        assert client.get("/?token=secret").status_code == 200  # the cookie is set, the address is clean
+        assert client.get("/").status_code == 200
+
+
+@pytest.mark.parametrize(("host", "has_token"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_the_command_prints_an_address_that_answers(host: str, has_token: bool) -> None:
+    words = [sys.executable, "-m", "meshwise", "web", "--port", "0", "--host", host]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            address = server.stderr.readline().strip()
+            assert ("?token=" in address) == has_token
+            with urllib.request.urlopen(address.partition("?")[0].replace("0.0.0.0", "127.0.0.1")) as reply:
+                assert b"meshwise" in reply.read() and not has_token
+        except urllib.error.HTTPError as error:
+            assert error.code == 403 and has_token
+            error.close()
+        finally:
+            server.terminate()
+
+
+def test_a_port_that_is_taken_and_a_folder_that_is_none(meshwise: Any, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = meshwise("web", "--port", str(taken.getsockname()[1]))
+    assert done.code == 2 and "choose another --port" in done.err
+    done = meshwise("web", "--traces", str(tmp_path / "none"))
+    assert done.code == 2 and "is no folder" in done.err
+
+
+def test_without_the_extra_it_says_what_to_install(meshwise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    done = meshwise("web")
+    assert done.code == 3 and 'pip install "meshwise[web]"' in done.err
