@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test check fuzz bench docs site package release clean
+.PHONY: install demo test check fuzz bench docs site lock package release clean
 
 install: $(STAMP)
 
@@ -52,6 +52,9 @@ docs: install
 
 site: install  # the pages as a site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+lock: install  # the versions that the tests ran with
+	$(BIN)/python -m pip freeze --exclude-editable | grep == > requirements.lock
 
 package: install  # the wheel, made from the sdist, in an empty environment: it prices a plan without torch
 	$(BIN)/python tests/package.py

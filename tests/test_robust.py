@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,22 @@ def test_a_rank_killed_at_once_is_named() -> None:
         os.kill(ranks.pids[1], signal.SIGKILL)
         with pytest.raises(RankError, match="rank 1 failed: it was ended by SIGKILL"):
             ranks.call(on_ranks.total_of_ranks, 1)
+
+
+def test_a_stopped_rank_is_named_and_can_go_on(capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    import ranks as on_ranks
+    from meshwise.runtime.launch import Ranks
+
+    with Ranks(2) as ranks:
+        ranks.call(on_ranks.total_of_ranks, 1)  # both are up
+        os.kill(ranks.pids[1], signal.SIGSTOP)
+        goes_on = threading.Timer(8.0, os.kill, (ranks.pids[1], signal.SIGCONT))
+        goes_on.start()
+        ranks.call(on_ranks.total_of_ranks, 1)
+        goes_on.join()
+        said = capfd.readouterr().err
+        assert said.count("rank 1 is stopped by a signal") == 1 and f"kill -CONT {ranks.pids[1]}" in said
 
 
 def test_only_this_machine_reaches_the_meeting_point() -> None:

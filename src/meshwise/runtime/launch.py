@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -36,6 +37,7 @@ RANKS_PER_CORE = 16
 
 LOOPBACK = "127.0.0.1"
 _LAST_PORT = 65535
+_LOOK_S = 5.0  # how often to look for ranks that a signal has stopped
 _COLLECT_S = 0.5  # after the first failure, wait so long for one that happened before it
 _TIMEOUT_S = 1800.0
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words
@@ -97,6 +99,7 @@ class Ranks:
         context = mp.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
+        self._stopped: set[int] = set()
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             place = Place(rank, ranks, rank, device_type)
@@ -140,13 +143,25 @@ class Ranks:
             _try_send(pipe, (function, args))
         results: dict[int, Any] = {}
         while len(results) < len(self._pipes):
-            failures = self._listen(results, timeout_s=None)
+            failures = self._listen(results, timeout_s=_LOOK_S)
+            self._name_stopped()
             if failures:
                 time.sleep(_COLLECT_S)
                 failures = self._listen(results, timeout_s=0.0) | failures
                 self.kill()
                 raise _first(failures)
         return [results[rank] for rank in sorted(results)]
+
+    def _name_stopped(self) -> None:
+        """Say once of each rank that a signal stopped it: all others wait for it, silently."""
+        for rank, process in enumerate(self._processes):
+            if rank not in self._stopped and _is_stopped(process.pid or 0):
+                self._stopped.add(rank)
+                how = f"continue it (kill -CONT {process.pid}) or end it (kill -KILL {process.pid})"
+                print(
+                    f"meshwise: rank {rank} is stopped by a signal, and all wait for it; {how}",
+                    file=sys.stderr,
+                )
 
     def _listen(self, results: dict[int, Any], timeout_s: float | None) -> dict[int, _Failure]:
         """Take in what ranks have answered; those that failed or died, by rank."""
@@ -177,6 +192,14 @@ class _Failure:
     at_s: float
     text: str
     known: MeshwiseError | None
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped (SIGSTOP); False where /proc does not say."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
 
 
 def _failure(rank: int, error: Exception) -> _Failure:
