@@ -271,3 +271,27 @@ def test_ray_is_an_extra(tmp_path, monkeypatch):
         pytest.raises(MissingExtraError, match="Ray is not installed"),
     ):
         run_sweep(wanted, store, engine="ray")
+
+
+@pytest.mark.parametrize(
+    ("verb", "argument", "options", "column"),
+    [
+        ("collective", "all_reduce", {"cluster": "h100-80g-sxm:8", "size": "{n}MiB"}, "bus_bytes_per_s"),
+        ("search", "llama3-8b", {"cluster": "h100-80g-sxm:{n}", "batch": 8, "seq": 1024}, "plan"),
+        (
+            "frontier layer",
+            "",
+            {"chip": "h100-80g-sxm", "d-in": 4096, "d-out": 4096, "batch": "{n}"},
+            "binds",
+        ),
+    ],
+)
+def test_other_verbs_have_columns_of_their_own(meshwise, tmp_path, verb, argument, options, column):
+    lines = [f"{key} = {json.dumps(value)}" for key, value in options.items()]
+    arguments = f'arguments = ["{argument}"]' if argument else ""
+    text = f'verb = "{verb}"\n{arguments}\n[options]\n' + "\n".join(lines) + "\n[grid]\nn = [4, 8]\n"
+    (tmp_path / "grid.toml").write_text(text)
+    done = meshwise("sweep", str(tmp_path / "grid.toml"))
+    assert done.code == 0, done.err
+    head, *rows = csv.reader((tmp_path / "grid.csv").open())
+    assert len(rows) == 2 and all(row[head.index(column)] for row in rows)

@@ -13,7 +13,8 @@ from typing import Any
 from rich.console import Console
 
 from meshwise.core.errors import MissingExtraError
-from meshwise.report.figure import check_format, new_figure, save_figure
+from meshwise.core.units import duration, with_prefix
+from meshwise.report.figure import check_format, new_figure, open_frame, save_figure
 from meshwise.report.table import table
 from meshwise.sweep.sweep import Row, Sweep, csv_rows
 
@@ -24,7 +25,7 @@ _MAX_LINES = 20
 def print_sweep(sweep: Sweep, rows: Sequence[Row], console: Console) -> None:
     """Print the table of all finished points; an error stands in its row, shortened."""
     head, *lines = csv_rows(sweep, rows)
-    texts = [[f"{cell:.6g}" if isinstance(cell, float) else cell for cell in line] for line in lines]
+    texts = [[_text(name, cell) for name, cell in zip(head, line, strict=True)] for line in lines]
     shown = table("", head, texts, left=head)
     for i, column in enumerate(shown.columns[:-1]):  # the last one, an error, gives way
         column.no_wrap, column.min_width = True, max(len(str(line[i])) for line in [head, *texts])
@@ -45,16 +46,39 @@ def draw_sweep(sweep: Sweep, rows: Sequence[Row], path: Path) -> Path | None:
         figure = new_figure(5.5 * len(panels), 4)
     except MissingExtraError:
         return None
+    from matplotlib.ticker import FuncFormatter
+
     axis = _axis(sweep)
     for panel, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for label, x, y in _lines(done, axis, name):
             panel.plot(x, y, marker="o", markersize=4, label=label)
-        panel.set_xlabel(axis or "point")
-        panel.set_title(name)
+        panel.set(xlabel=axis or "point", title=name)
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _, name=name: _text(name, float(value))))
+        if axis and _is_wide(done, axis):
+            panel.set_xscale("log", base=2)
+            panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        open_frame(panel)
         if axis and len(panel.lines) > 1:
             panel.legend(fontsize="x-small")
     save_figure(figure, path)
     return path
+
+
+def _text(name: str, cell: Any) -> str:
+    """A cell for people, in the unit that its name ends with; the CSV file has the plain number."""
+    if name == "seconds" or (name.endswith("_s") and not name.endswith("_per_s")):
+        return duration(cell) if isinstance(cell, float) else str(cell)
+    if not isinstance(cell, float):
+        return "" if cell is None else str(cell)
+    units = (("_bytes_per_s", "B/s"), ("_bytes", "B"), ("_flop", "FLOP"))
+    unit = next((unit for end, unit in units if name.endswith(end)), "")
+    return with_prefix(cell, unit) if abs(cell) >= 1 else f"{cell:.4g}"
+
+
+def _is_wide(rows: Sequence[Row], axis: str) -> bool:
+    """Whether the values of a key span so much that powers of two read better."""
+    values: list[Any] = [row.values[axis] for row in rows if axis in row.values]
+    return min(values) > 0 and max(values) >= 8 * min(values)
 
 
 def _is_number(value: Any) -> bool:

@@ -1,6 +1,6 @@
 """Runs one command for every point of a grid and stores the results in one SQLite file.
 
-A TOML file names a verb (`estimate`, `dryrun`, `run`), what is the same for all points, and the grid:
+A TOML file names a verb (`VERBS`), what is the same for all points, and the grid:
 
     verb = "estimate"
     arguments = ["gpt3-175b"]
@@ -58,7 +58,6 @@ Scalar = str | int | float | bool
 Engine = Literal["local", "ray"]
 MAX_POINTS = 10**6
 _LONG_FORMAT = re.compile(r"[{}]|[0-9]{3}")
-VERBS = ("estimate", "dryrun", "run")
 _WORKER = [sys.executable, "-m", "meshwise.cli.worker"]
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS points (
@@ -76,14 +75,35 @@ _UNKNOWN_OPTION = re.compile(r"no such option|has no option", re.IGNORECASE)
 _DEFAULT_RESULTS = {
     "estimate": {
         "step_s": "step_s",
-        "tokens_per_s": "tokens_per_s",
         "mfu": "mfu",
+        "tokens_per_s": "tokens_per_s",
         "memory_bytes": "memory_bytes.total",
         "fits": "fits",
     },
+    "search": {
+        "step_s": "best.0.step_s",
+        "mfu": "best.0.mfu",
+        "memory_bytes": "best.0.memory_bytes.total",
+        "plan": "best.0.plan_text",
+        "plans_feasible": "plans_feasible",
+    },
+    "serve": {
+        "first_token_s": "first_token_s",
+        "max_sequences": "max_sequences",
+        "ttft_p50_s": "ttft_s.p50",
+        "tpot_p50_s": "tpot_s.p50",
+        "output_tokens_per_s_per_gpu": "output_tokens_per_s_per_gpu",
+    },
+    "collective": {"time_s": "0.time_s", "bus_bytes_per_s": "0.bus_bytes_per_s", "algorithm": "0.algorithm"},
+    "frontier layer": {"fwd_bwd_s": "fwd_bwd_s", "binds": "binds"},
+    "frontier run": {"plateau": "plateau", "limit_80pct_flop": "limit_80pct_flop", "wall_flop": "wall_flop"},
     "dryrun": {"peak_bytes": "peak_bytes"},
     "run": {"peak_bytes": "peak_bytes"},
+    "compare": {"agree": "agree"},
 }
+VERBS = tuple(_DEFAULT_RESULTS)
+_PROGRAMS = ("dryrun", "run", "compare")
+"""Verbs whose points run one at a time, each in a fresh process."""
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -184,7 +204,7 @@ def _words(path: Path, file: _File, values: Mapping[str, Scalar]) -> tuple[str, 
         except ValueError as error:
             raise DataError(f"{path}: {text!r} cannot be filled in: {error}; write {{key}}") from None
 
-    words = [file.verb, *(filled(argument) for argument in file.arguments)]
+    words = [*file.verb.split(), *(filled(argument) for argument in file.arguments)]
     options = {key: filled(value) if isinstance(value, str) else value for key, value in file.options.items()}
     options |= {key: value for key, value in values.items() if key not in used}
     for key, value in options.items():
@@ -296,7 +316,7 @@ def run_sweep(
     todo = [point for point in sweep.points if point.key not in finished]
     if not todo:
         return
-    jobs = jobs or (os.cpu_count() or 1 if sweep.verb == "estimate" else 1)
+    jobs = jobs or (os.cpu_count() or 1 if sweep.verb not in _PROGRAMS else 1)
     answers = (
         _through_ray(sweep, todo, address) if engine == "ray" else _locally(sweep, todo, min(jobs, len(todo)))
     )
@@ -344,7 +364,7 @@ def answer_of(worker: Worker, sweep: Sweep, words: Sequence[str]) -> Answer:
     except _WorkerError as error:
         return Answer(None, str(error), time.monotonic() - begin)
     finally:
-        if sweep.verb != "estimate":
+        if sweep.verb in _PROGRAMS:
             worker.end()
     seconds = time.monotonic() - begin
     try:
