@@ -293,5 +293,5 @@ def test_other_verbs_have_columns_of_their_own(meshwise, tmp_path, verb, argumen
     (tmp_path / "grid.toml").write_text(text)
     done = meshwise("sweep", str(tmp_path / "grid.toml"))
     assert done.code == 0, done.err
-    head, *rows = csv.reader((tmp_path / "grid.csv").open())
+    head, *rows = csv.reader((tmp_path / "grid.csv").read_text().splitlines())
     assert len(rows) == 2 and all(row[head.index(column)] for row in rows)
