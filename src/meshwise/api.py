@@ -194,10 +194,14 @@ def serve(
     prefill_plan: str | Path | Plan = "",
     prefill_cluster: str | Path | Cluster = "",
     prefill_workers: int = 1,
+    pareto: bool = False,
+    price: str | float = "",
 ) -> Answer:
     """Estimate an inference server: time to first token, time per token, what fits, tokens a second.
 
-    With `rate`, `concurrency` or `requests` the server is simulated under that load, queue included.
+    With `rate`, `concurrency` or `requests` the server is simulated under that load, queue included. With
+    requests that arrive, `ttft_s` or `token_s`, and no tp in the plan, the answer is the fewest GPUs, up to
+    those of the cluster, that keep the limits: `sizing` holds what was considered.
 
     Args:
         model: A `Model`, a preset or the path of a config.json.
@@ -221,6 +225,8 @@ def serve(
         workers: Instances that take the requests in turn.
         prefill_plan, prefill_cluster, prefill_workers: Instances that take the prompts and hand their caches
             over to those of `plan`, which then only decode; one of the two is enough.
+        pareto: Find the trade-offs between tokens/s a user and a GPU, of all layouts of the cluster.
+        price: Dollars a GPU and hour, of all chips or by chip: `"h100-80g-sxm=2.5,b200-sxm=4"`.
 
     Returns:
         Times in seconds, memory in bytes. An instance without room for one sequence is an answer too
@@ -229,10 +235,13 @@ def serve(
     Raises:
         MeshwiseError: A name is unknown, or the plan does not divide model or cluster.
     """
-    from meshwise.serve.answer import answer
+    from meshwise.plan.plan import Plan
+    from meshwise.serve.answer import answer, parse_prices, sized
+    from meshwise.serve.engine import parse_engine
     from meshwise.serve.load import Fleet, traffic
     from meshwise.serve.requests import read_requests
     from meshwise.serve.serving import serving
+    from meshwise.serve.size import size, wanted
 
     trace = None if requests is None else read_requests(Path(requests))
     if trace is not None and (prompt, output) != (None, None):
@@ -247,18 +256,36 @@ def serve(
             memory_frac=memory_frac, engine_s=engine_s,
         )  # fmt: skip
 
+    load = traffic(
+        prompt, output, rate=rate, concurrency=concurrency, trace=trace, num_requests=num_requests,
+        burstiness=burstiness, length_ratio=length_ratio, shared_prefix=shared_prefix,
+    )  # fmt: skip
+    usd = parse_prices(str(price)) if price != "" else None
+    fixed, limits = _choices(plan), (ttft_s, token_s)
+    arrives = load is not None and bool(load.arrival_s)
+    pools = workers != 1 or prefill_plan or prefill_cluster or prefill_workers != 1
+    if pareto or ("tp" not in fixed and arrives and limits != (None, None) and not pools):
+        if pools:
+            raise WorkloadError("pareto chooses workers and pools itself; leave those out")
+        names = cluster.split(",") if isinstance(cluster, str) else [cluster]
+        clusters = [_cluster(name) for name in names]
+        sizing = size(
+            architecture, clusters, fixed, parse_engine(engine or "vllm"), wanted(load, *limits),
+            prompt=prompt, output=output, memory_frac=memory_frac, engine_s=engine_s,
+        )  # fmt: skip
+        formats = {key: values[0] for key, values in fixed.items() if key not in ("tp", "dp", "ep", "etp")}
+        one = instance(replace(clusters[0], num_chips=1), Plan(**formats))
+        return sized(sizing, one, token_s=token_s, usd_per_gpu_hour=usd)
     whole = instance(_cluster(cluster), plan)
     first = None
     if prefill_plan or prefill_cluster:
         first = instance(_cluster(prefill_cluster or cluster), prefill_plan or plan)
     elif prefill_workers != 1:
         raise WorkloadError("prefill_workers needs prefill_plan or prefill_cluster")
-    load = traffic(
-        prompt, output, rate=rate, concurrency=concurrency, trace=trace, num_requests=num_requests,
-        burstiness=burstiness, length_ratio=length_ratio, shared_prefix=shared_prefix,
-    )  # fmt: skip
     fleet = Fleet(whole, workers, first, prefill_workers)
-    return answer(fleet, sequences, token_s, requests=load, engine=engine, ttft_s=ttft_s)
+    return answer(
+        fleet, sequences, token_s, requests=load, engine=engine, ttft_s=ttft_s, usd_per_gpu_hour=usd
+    )
 
 
 def launch(

@@ -11,6 +11,7 @@ from meshwise import api
 from meshwise.cli.estimate import ClusterOption, Model
 from meshwise.cli.output import HtmlOption, console, print_json, write_html
 from meshwise.core.errors import WorkloadError
+from meshwise.core.files import csv_text, write_text
 
 
 def add_to(parent: typer.Typer) -> None:
@@ -53,6 +54,14 @@ def serve(
         str, typer.Option(help="Their cluster, of other chips or another number. [as --cluster]")
     ] = "",
     prefill_workers: Annotated[int, typer.Option(help="How many of them.")] = 1,
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="Trade-offs of all layouts: tokens/s a user against a GPU.")
+    ] = False,
+    price: Annotated[
+        str, typer.Option(help="Dollars a GPU and hour: 2.5, or h100-80g-sxm=2.5,b200-sxm=4.")
+    ] = "",
+    csv: Annotated[Path | None, typer.Option(help="Write the layouts considered to this CSV file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the trade-offs (png, svg, pdf).")] = None,
     engine: Annotated[
         str, typer.Option(help="vllm, sglang or trtllm, with settings: vllm,max_tokens=2048. [vllm]")
     ] = "",
@@ -75,6 +84,8 @@ def serve(
 
     Kernels are timed by models fitted to measurements of serving kernels; routing is even, nothing overlaps.
     With --rate, --concurrency or --requests the engine is simulated pass by pass, queue included.
+    With --rate, --ttft-ms and --token-ms, and no tp in the plan, the answer is the fewest GPUs of the cluster
+    (or of several: h100-80g-sxm:64,b200-sxm:64) that keep the limits; exit 1 if none do.
     """
     found = api.serve(
         model, cluster, plan, prompt=prompt, output=output, sequences=_counts(sequences),
@@ -83,8 +94,17 @@ def serve(
         memory_frac=memory_frac, engine_s=engine_ms / 1e3, rate=rate, concurrency=concurrency,
         requests=requests, num_requests=num_requests, burstiness=burstiness, length_ratio=length_ratio,
         shared_prefix=shared_prefix, engine=engine, workers=workers, prefill_plan=prefill_plan,
-        prefill_cluster=prefill_cluster, prefill_workers=prefill_workers,
+        prefill_cluster=prefill_cluster, prefill_workers=prefill_workers, pareto=pareto, price=price,
     )  # fmt: skip
+    if (csv or plot) and found.sizing is None:
+        raise WorkloadError("--csv and --plot show layouts; add --pareto, or limits and a rate without tp")
+    if csv is not None and found.sizing is not None:
+        rows = found.sizing.rows
+        write_text(csv, csv_text([list(rows[0]), *(row.values() for row in rows)] if rows else []))
+    if plot is not None and found.sizing is not None:
+        from meshwise.report.serve_plot import draw_trade_offs
+
+        draw_trade_offs(found.sizing, plot)
     write_html(found, html)
     if json:
         print_json(found.to_json())
@@ -92,7 +112,7 @@ def serve(
         from meshwise.report.serve_table import print_serving
 
         print_serving(found, console())
-    if not found.max_sequences:
+    if found.is_no:
         raise typer.Exit(1)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.console import Console
 
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.table import table
 from meshwise.serve.answer import Answer
 from meshwise.serve.load import Load
+from meshwise.serve.size import Sizing
 
 _HEADINGS = ("sequences", "a token", "tokens/s", "a GPU", "with prompts", "memory", "largest parts")
 
@@ -37,8 +40,15 @@ def print_serving(answer: Answer, console: Console) -> None:
     if answer.token_s is not None:
         within = document["sequences_within_limit"]
         console.print(f"within {1e3 * answer.token_s:g} ms a token: {within:,} sequences")
+    if answer.sizing is not None:
+        _print_sizing(answer, answer.sizing, console)
     if answer.load is not None:
         _print_load(answer.load, console)
+    if answer.cost:
+        console.print(
+            "${usd_per_hour:,.2f} an hour; ${usd_per_million_input_tokens:.3g} a million tokens in, "
+            "${usd_per_million_output_tokens:.3g} out".format(**answer.cost)
+        )
     if not document["passes"]:
         return
     rows = []
@@ -57,6 +67,59 @@ def print_serving(answer: Answer, console: Console) -> None:
     console.print(table("", _HEADINGS, rows, left=_HEADINGS[-1:]))
     for note in document["notes"]:
         console.print(f"note: {note}")
+
+
+_CHOICES = ("GPUs", "workers", "prefill workers", "batch", "first token", "token", "a user", "a GPU", "binds")
+
+
+def _print_sizing(answer: Answer, sizing: Sizing, console: Console) -> None:
+    """Print what was chosen, the finalists and the trade-offs."""
+    document = sizing.to_json()
+    console.print(
+        f"{document['configurations_considered']:,} configurations in {duration(document['elapsed_s'])} "
+        f"({document['configurations_per_s']:,.0f}/s)"
+    )
+    if answer.load is not None:
+        holds = (
+            "the fewest GPUs within the limits" if sizing.best else "no choice keeps the limits; the nearest"
+        )
+        console.print(f"{holds}: {answer.load.fleet.num_chips} (90 % of the requests must keep them)")
+        if answer.load.fleet.prefill:
+            console.print("the figures above and the passes below are of a decode worker")
+        rows = [_choice(one) for one in document["simulated"]]
+        console.print(table("simulated, fewest GPUs first", (*_CHOICES, "within"), rows, left=_CHOICES[1:3]))
+    elif not sizing.choices:
+        console.print("no layout of this cluster fits and keeps the limits")
+        if sizing.least_ttft_s is not None and sizing.least_tpot_s is not None:
+            least = f"{duration(sizing.least_ttft_s)}, of a token {duration(sizing.least_tpot_s)}"
+            console.print(f"the least of a first token is {least}; allow more than that")
+    every = -(-len(document["pareto"]) // MAX_TRADE_OFFS) or 1
+    rows = [_choice(one) for one in document["pareto"][::every]]
+    if rows:
+        console.print(table("trade-offs, in closed form", _CHOICES, rows, left=_CHOICES[1:3]))
+
+
+MAX_TRADE_OFFS = 16
+"""Rows of the table of trade-offs; the document and the picture have all."""
+
+
+def _choice(row: dict[str, Any]) -> tuple[str, ...]:
+    """The cells of a choice: as simulated, where it was."""
+
+    def workers(pool: str) -> str:
+        layout = row[f"{pool}layout"]
+        return layout and f"{row[f'{pool}workers']} x {row[f'{pool}chip']} {layout}"
+
+    def mean(name: str) -> float:
+        return float(row[f"simulated_{name}"]["mean"] if f"simulated_{name}" in row else row[name])
+
+    per_gpu = row.get("simulated_output_tokens_per_s_per_gpu", row["tokens_per_s_per_gpu"])
+    cells = (
+        f"{row['num_gpus']:,}", workers(""), workers("prefill_"), f"{row['max_sequences_per_dp_rank']:,}",
+        duration(mean("ttft_s")), duration(mean("tpot_s")), f"{1 / mean('tpot_s'):,.0f}", f"{per_gpu:,.0f}",
+        row["binds"],
+    )  # fmt: skip
+    return (*cells, f"{row['simulated_within_limits_frac']:.0%}") if "holds" in row else cells
 
 
 def _print_load(load: Load, console: Console) -> None:

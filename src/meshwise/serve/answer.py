@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from meshwise.core.errors import WorkloadError
 from meshwise.core.notebook import Shown
+from meshwise.machine.hardware import find_chip
 from meshwise.serve import serving as est
 from meshwise.serve.engine import parse_engine
-from meshwise.serve.load import Fleet, Load, under_load
+from meshwise.serve.load import Fleet, Load, cost, under_load
 from meshwise.serve.requests import Requests
 from meshwise.serve.serving import Serving
+from meshwise.serve.size import Sizing
 
 
 @dataclass(frozen=True, eq=False)
 class Answer(Shown):
-    """Figures of `serving` for numbers of sequences, a latency target per token [s]; under load."""
+    """Figures of `serving` for numbers of sequences, a latency target per token [s]; under load.
+
+    With `sizing`, `serving` is the layout that was chosen. `usd_per_gpu_hour` by chip ("" is any).
+    """
 
     serving: Serving
     sequences: tuple[int, ...]
     token_s: float | None = None
     load: Load | None = None
+    sizing: Sizing | None = None
+    usd_per_gpu_hour: Mapping[str, float] | None = None
+
+    @property
+    def is_no(self) -> bool:
+        """Whether nothing fits, or nothing holds the limits."""
+        sizing = self.sizing
+        misses = sizing is not None and not (sizing.best if self.load else sizing.choices)
+        return not self.max_sequences or misses
+
+    @property
+    def cost(self) -> dict[str, float]:
+        """Dollars an hour and a million tokens; empty without a load and prices."""
+        return cost(self.load, self.usd_per_gpu_hour) if self.load and self.usd_per_gpu_hour else {}
 
     @property
     def max_sequences(self) -> int:
@@ -66,6 +86,8 @@ class Answer(Shown):
             "sequences_within_limit": self.sequences_within_limit,
             "passes": self.passes,
             **(self.load.to_json() if self.load else {}),
+            **self.cost,
+            **({"sizing": self.sizing.to_json()} if self.sizing else {}),
             "notes": [*est.notes(of), *(self.load.notes if self.load else ())],
         }
 
@@ -78,6 +100,7 @@ def answer(
     requests: Requests | None = None,
     engine: str = "",
     ttft_s: float | None = None,
+    usd_per_gpu_hour: Mapping[str, float] | None = None,
 ) -> Answer:
     """The answer for `fleet`; by default with powers of two of sequences, up to what fits."""
     serving = fleet.serving
@@ -102,7 +125,39 @@ def answer(
         ]
     ):
         raise WorkloadError(f"{unused[0]} needs a load; give rate, concurrency or requests too")
+    if usd_per_gpu_hour and requests is None:
+        raise WorkloadError("price needs a load; give rate, concurrency or requests too")
     load = None
     if requests is not None:
         load = under_load(fleet, requests, parse_engine(engine or "vllm"), ttft_s=ttft_s, tpot_s=token_s)
-    return Answer(serving, tuple(sequences) or tuple(est.batches(serving)), token_s, load)
+    counts = tuple(sequences) or tuple(est.batches(serving))
+    return Answer(serving, counts, token_s, load, usd_per_gpu_hour=usd_per_gpu_hour)
+
+
+def sized(
+    sizing: Sizing,
+    otherwise: Serving,
+    *,
+    token_s: float | None,
+    usd_per_gpu_hour: Mapping[str, float] | None = None,
+) -> Answer:
+    """The answer of `sizing`: its best choice, or what came nearest, or an instance that does not fit."""
+    simulated = sizing.best or sizing.nearest
+    choice = simulated.choice if simulated else next(reversed(sizing.trade_offs), None)
+    serving = choice.fleet.serving if choice else otherwise
+    load = simulated.load if simulated else None
+    return Answer(serving, tuple(est.batches(serving)), token_s, load, sizing, usd_per_gpu_hour)
+
+
+def parse_prices(text: str) -> dict[str, float]:
+    """Dollars a GPU and hour: `2.5`, or by chip: `h100-80g-sxm=2.5,b200-sxm=4`."""
+    found = {}
+    for word in text.split(","):
+        chip, _, price = word.rpartition("=")
+        try:
+            found[find_chip(chip).name if chip else ""] = usd = float(price)
+        except ValueError:
+            usd = -1.0
+        if not 0 < usd < math.inf:
+            raise WorkloadError(f"price: {word!r} is no price; write 2.5, or h100-80g-sxm=2.5,b200-sxm=4")
+    return found

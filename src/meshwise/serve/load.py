@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from meshwise.core.errors import WorkloadError
 from meshwise.serve.engine import Engine
 from meshwise.serve.pass_times import tabulate
 from meshwise.serve.requests import Requests, at_rate, in_closed_loop
-from meshwise.serve.serving import Serving, max_sequences, room_bytes, sequence_bytes
+from meshwise.serve.serving import Serving, max_sequences, prompt_s, room_bytes, sequence_bytes
 from meshwise.serve.simulate import Pools, Seconds, Served, Worker, simulate
 
 OPEN_LOOP_REQUESTS = 1000
@@ -165,6 +166,35 @@ class Load:
             "prompt_tokens_found_frac": served.num_found / sum(self.requests.prompt),
             "num_preemptions": served.num_preemptions,
         }
+
+
+def cost(load: Load, usd_per_gpu_hour: Mapping[str, float]) -> dict[str, float]:
+    """What tokens cost, at a price of each chip (`""`: of any).
+
+    Prompts pay for the share of the time that they take (the prefill pool, where there is one), generated
+    tokens for the rest.
+    """
+
+    def usd_per_hour(of: Serving, workers: int) -> float:
+        chip = of.cluster.chip.name
+        if not {"", chip} & set(usd_per_gpu_hour):
+            raise WorkloadError(f"price names no {chip}; add {chip}=DOLLARS, or give one price for all")
+        return usd_per_gpu_hour.get(chip, usd_per_gpu_hour.get("", 0.0)) * of.cluster.num_chips * workers
+
+    fleet, served = load.fleet, load.served
+    last, first = usd_per_hour(fleet.serving, fleet.workers), 0.0
+    if fleet.prefill:
+        first = usd_per_hour(fleet.prefill, fleet.prefill_workers)
+    else:
+        prompts_s = len(served.output) * prompt_s(fleet.serving) / (fleet.serving.dp * fleet.workers)
+        first = last * min(prompts_s / served.busy_s, 1.0)
+        last -= first
+    hours = served.span_s / 3600.0
+    return {
+        "usd_per_hour": first + last,
+        "usd_per_million_input_tokens": 1e6 * first * hours / sum(load.requests.prompt),
+        "usd_per_million_output_tokens": 1e6 * last * hours / served.num_tokens,
+    }
 
 
 def statistics(seconds: Seconds) -> dict[str, float | None]:

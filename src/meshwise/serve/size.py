@@ -1,0 +1,328 @@
+"""How many GPUs a load needs within its latency limits: screen all layouts, then simulate the finalists.
+
+Each layout, and each pair of layouts for separate pools, gets the largest batch that keeps the limits in
+closed form (`serve.screen`), and as many workers as the rate asks for. The cheapest are simulated under the
+load, fewest GPUs first; where too many requests miss a limit, a worker is added. The first that holds is the
+answer: fewer GPUs were tried with every layout among the finalists.
+
+*Trade-offs* are what no other choice beats in both tokens/s a user and tokens/s a GPU, of all GPUs. Pools are
+matched in rate there, as if workers could be shared out in any ratio.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, product
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from meshwise.core.errors import WorkloadError
+from meshwise.machine.hardware import Cluster
+from meshwise.model.architecture import Model
+from meshwise.serve.engine import Engine
+from meshwise.serve.load import Fleet, Load, under_load
+from meshwise.serve.requests import Requests
+from meshwise.serve.screen import BATCHES, PREFILL_UTILIZATION, Grid, Mask, Screen, layout_text, screen
+from meshwise.serve.serving import Serving
+
+FINALISTS = 12
+"""Choices that are simulated, each with as many workers as it takes."""
+MAX_SIMULATIONS = 40
+WITHIN_FRAC = 0.9
+"""Share of the requests that must keep both limits."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """Instances of one layout, or pools of two, at the batch `sequences` of a dp rank; closed form.
+
+    `binds`: what keeps the batch from growing, memory or a limit; or the rate, where it asks for less.
+    """
+
+    fleet: Fleet
+    sequences: int
+    ttft_s: float
+    tpot_s: float
+    tokens_per_s_per_gpu: float
+    binds: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Its layouts in words, and its figures."""
+        fleet, first = self.fleet, self.fleet.prefill
+        return {
+            **_instance(fleet.serving, fleet.workers),
+            **{f"prefill_{key}": value for key, value in _instance(first, fleet.prefill_workers).items()},
+            "num_gpus": self.fleet.num_chips,
+            "max_sequences_per_dp_rank": self.sequences,
+            "ttft_s": self.ttft_s,
+            "tpot_s": self.tpot_s,
+            "tokens_per_s_per_user": 1.0 / self.tpot_s,
+            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
+            "binds": self.binds,
+        }
+
+
+def _instance(of: Serving | None, workers: int) -> dict[str, Any]:
+    """One pool in words; None for each of them where there is no such pool."""
+    keys = ("chip", "layout", "plan_text", "gpus_per_worker", "workers")
+    if of is None:
+        return dict.fromkeys(keys)
+    layout = f"tp={of.plan['tp']}"
+    layout += f" dp={of.dp} ep={of.plan['ep']}" if of.model.moe else ""
+    chip = of.cluster.chip.name
+    return dict(zip(keys, (chip, layout, layout_text(of), of.cluster.num_chips, workers), strict=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Simulated:
+    """A choice under the load."""
+
+    choice: Choice
+    load: Load
+
+    @property
+    def holds(self) -> bool:
+        """Whether enough requests keep the limits."""
+        return (self.load.within_limits_frac or 0.0) >= WITHIN_FRAC
+
+    def to_json(self) -> dict[str, Any]:
+        """The choice, and what was simulated of it."""
+        names = ("ttft_s", "tpot_s", "output_tokens_per_s_per_gpu", "within_limits_frac")
+        load = self.load.to_json()
+        return self.choice.to_json() | {
+            "holds": self.holds,
+            **{f"simulated_{name}": load[name] for name in names},
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sizing:
+    """What was screened and simulated; `best` is what holds with the fewest GPUs, None if nothing does.
+
+    `least_ttft_s` and `least_tpot_s`: the least of any layout that fits, alone; None where none does.
+    """
+
+    num_considered: int
+    elapsed_s: float
+    simulated: tuple[Simulated, ...]
+    trade_offs: tuple[Choice, ...]
+    choices: tuple[Choice, ...]
+    least_ttft_s: float | None
+    least_tpot_s: float | None
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each choice that fits and keeps the limits in closed form."""
+        return [choice.to_json() for choice in self.choices]
+
+    @property
+    def best(self) -> Simulated | None:
+        """The first that holds."""
+        return next((one for one in self.simulated if one.holds), None)
+
+    @property
+    def nearest(self) -> Simulated | None:
+        """Where nothing holds, what most requests are within the limits with."""
+        return max(self.simulated, key=lambda one: one.load.within_limits_frac or 0.0, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys that sizing adds to the document of `meshwise serve --json`."""
+        best, nearest = self.best, self.nearest
+        return {
+            "configurations_considered": self.num_considered,
+            "elapsed_s": self.elapsed_s,
+            "configurations_per_s": self.num_considered / self.elapsed_s,
+            "least_ttft_s": self.least_ttft_s,
+            "least_tpot_s": self.least_tpot_s,
+            "best": best and best.to_json(),
+            "nearest_miss": nearest.to_json() if nearest and not best else None,
+            "simulated": [one.to_json() for one in self.simulated],
+            "pareto": [one.to_json() for one in self.trade_offs],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Wanted:
+    """A load and its limits: `rate` requests a second, or (None) only trade-offs."""
+
+    requests: Requests | None
+    rate: float | None
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+
+
+def wanted(requests: Requests | None, ttft_s: float | None, tpot_s: float | None) -> Wanted:
+    """What requests that arrive want; WorkloadError for clients in a closed loop, or a limit of nothing."""
+    for what, limit_s in (("per token", tpot_s), ("for the first token", ttft_s)):
+        if limit_s is not None and not limit_s > 0:
+            raise WorkloadError(f"a latency target of {1e3 * limit_s:g} ms {what} must be above zero")
+    if requests is not None and not requests.arrival_s:
+        raise WorkloadError("the fewest GPUs are found for requests that arrive; give a rate or a trace")
+    rate = None
+    if requests is not None:
+        rate = (len(requests.arrival_s) - 1) / max(requests.arrival_s[-1] - requests.arrival_s[0], 1e-9)
+    return Wanted(requests=requests, rate=rate, ttft_s=ttft_s or math.inf, tpot_s=tpot_s or math.inf)
+
+
+def size(
+    model: Model, clusters: Sequence[Cluster], fixed: Mapping[str, Sequence[Any]], engine: Engine,
+    wanted: Wanted, *, prompt: int, output: int, memory_frac: float = 0.9, engine_s: float = 0.0,
+) -> Sizing:  # fmt: skip
+    """The fewest GPUs of one of `clusters` (or of two, one for each pool) that hold what is `wanted`."""
+    began = perf_counter()
+    screens = []
+    for cluster in clusters:
+        found = screen(
+            model, cluster, fixed, engine, prompt=prompt, output=output, memory_frac=memory_frac,
+            engine_s=engine_s,
+        )  # fmt: skip
+        if found is not None:
+            screens.append(found)
+    pairs = list(product(screens, screens))
+    num = sum(one.pass_s.size for one in screens)
+    num += sum(len(first.instances) * last.pass_s.size for first, last in pairs)
+
+    def choices(of: Wanted) -> list[Choice]:
+        together = [choice for one in screens for choice in _together(one, of)]
+        return together + [choice for first, last in pairs for choice in _apart(first, last, of)]
+
+    most = {cluster.chip.name: cluster.num_chips for cluster in clusters}
+    wide = [one for one in choices(replace(wanted, rate=None)) if _is_within(one.fleet, most)]
+    ranked = sorted(choices(wanted), key=lambda one: (one.fleet.num_chips, one.tpot_s)) if wanted.rate else []
+    elapsed_s = max(perf_counter() - began, 1e-9)
+    simulated = tuple(_simulated(ranked[:FINALISTS], engine, wanted, most))
+    least = [
+        min((float(part(one).min()) for one in screens if one.fits.any()), default=None)
+        for part in (lambda one: one.alone_s[one.fits[:, 0]], lambda one: one.pass_s[one.fits])
+    ]
+    return Sizing(num, elapsed_s, simulated, _trade_offs(wide), tuple(wide), *least)
+
+
+# --- choices in closed form ----------------------------------------------------------------------
+
+
+def _together(of: Screen, wanted: Wanted) -> Iterator[Choice]:
+    """Each layout taking prompts and decoding: at the largest batch within the limits, or at several."""
+    token_s, first_s, rate = of.token_s, of.first_s, of.rate
+    holds = of.fits & (token_s <= wanted.tpot_s) & (first_s <= wanted.ttft_s)
+    for i, j in _cells(of, holds, wanted):
+        instance = of.instances[i]
+        num = math.ceil(wanted.rate / rate[i, j]) if wanted.rate else 1
+        binds = _binds(of, i, j, token_s, wanted, num * rate[i, j])
+        yield Choice(
+            Fleet(instance, num), int(BATCHES[j]), float(first_s[i, j]), float(token_s[i, j]),
+            float(rate[i, j] * of.output / of.num_chips[i, 0]), binds,
+        )  # fmt: skip
+
+
+def _apart(first: Screen, last: Screen, wanted: Wanted) -> Iterator[Choice]:
+    """Pairs of layouts for separate pools. Without a rate, workers are matched to each other's."""
+    alone_s, prompt_s = first.alone_s[:, 0], first.prompt_s[:, 0]
+    fits = (first.most >= 1)[:, 0]
+    token_s = last.pass_s
+    holds = last.fits & (token_s <= wanted.tpot_s)
+    for i, j in _cells(last, holds, wanted):
+        left_s = wanted.ttft_s - alone_s - token_s[i, j]
+        shares = 2.0 * np.maximum(left_s, 0.0) / prompt_s
+        busy = np.minimum(1.0 - 1.0 / (1.0 + shares), PREFILL_UTILIZATION)
+        rate = busy * first.dp[:, 0] / prompt_s
+        works = fits & (rate > 0.0)
+        if not works.any():
+            continue
+        gpus_per_rate = np.where(works, first.num_chips[:, 0] / np.maximum(rate, 1e-30), np.inf)
+        k = int(gpus_per_rate.argmin())  # fewest GPUs for a request a second
+        decode_rate = float(last.decode_rate[i, j])
+        gpus = gpus_per_rate[k] + last.num_chips[i, 0] / decode_rate
+        num = math.ceil(wanted.rate / decode_rate) if wanted.rate else 1
+        num_prefill = math.ceil((wanted.rate or decode_rate) / rate[k])
+        waits_s = busy[k] * prompt_s[k] / (2.0 * (1.0 - busy[k]))
+        yield Choice(
+            Fleet(last.instances[i], num, first.instances[k], num_prefill), int(BATCHES[j]),
+            float(alone_s[k] + waits_s + token_s[i, j]), float(token_s[i, j]), float(last.output / gpus),
+            _binds(last, i, j, token_s, wanted, num * decode_rate),
+        )  # fmt: skip
+
+
+def _cells(of: Screen, holds: Mask, wanted: Wanted) -> Iterator[tuple[int, int]]:
+    """The largest batch of each layout where something `holds`; without a rate every fourth batch too."""
+    for i, row in enumerate(holds):
+        found = np.flatnonzero(row)
+        if found.size:
+            yield from ((i, int(j)) for j in (found[-1:] if wanted.rate else {*found[::4], found[-1]}))
+
+
+def _binds(of: Screen, i: int, j: int, token_s: Grid, wanted: Wanted, rate: float) -> str:
+    """What keeps the batch from growing; the rate, where half of it would do."""
+    if wanted.rate and rate > 2.0 * wanted.rate:
+        return "rate"
+    if j + 1 == BATCHES.size or BATCHES[j + 1] > of.most[i, 0]:
+        return "memory"
+    if token_s[i, j + 1] > wanted.tpot_s:
+        return "token"
+    return "first token" if wanted.ttft_s < math.inf else ""
+
+
+def _trade_offs(choices: Sequence[Choice]) -> tuple[Choice, ...]:
+    """Those that no other beats in both tokens/s a user and tokens/s a GPU."""
+    best, found = 0.0, []
+    for choice in sorted(choices, key=lambda one: (one.tpot_s, -one.tokens_per_s_per_gpu)):
+        if choice.tokens_per_s_per_gpu > best:
+            best = choice.tokens_per_s_per_gpu
+            found.append(choice)
+    return tuple(found)
+
+
+# --- finalists under the load --------------------------------------------------------------------
+
+
+def _simulated(
+    ranked: Sequence[Choice], engine: Engine, wanted: Wanted, most: Mapping[str, int]
+) -> Iterator[Simulated]:
+    """Finalists under the load, fewest GPUs first, until one holds; a worker more where one does not."""
+    order = count()
+    heap = [(one.fleet.num_chips, next(order), one) for one in ranked]
+    for _ in range(MAX_SIMULATIONS):
+        if not heap:
+            return
+        _, _, choice = heapq.heappop(heap)
+        if not _is_within(choice.fleet, most) or wanted.requests is None:
+            continue
+        limited = replace(engine, max_sequences=min(engine.max_sequences, choice.sequences))
+        load = under_load(
+            choice.fleet,
+            wanted.requests,
+            limited,
+            ttft_s=wanted.ttft_s,
+            tpot_s=wanted.tpot_s,
+        )
+        if load is None:
+            continue
+        found = Simulated(choice, load)
+        yield found
+        if found.holds:
+            return
+        larger = replace(choice, fleet=_larger(choice.fleet, load, wanted))
+        heapq.heappush(heap, (larger.fleet.num_chips, next(order), larger))
+
+
+def _is_within(fleet: Fleet, most: Mapping[str, int]) -> bool:
+    """Whether the clusters have so many chips."""
+    used = {fleet.serving.cluster.chip.name: fleet.workers * fleet.serving.cluster.num_chips}
+    if fleet.prefill:
+        chip = fleet.prefill.cluster.chip.name
+        used[chip] = used.get(chip, 0) + fleet.prefill_workers * fleet.prefill.cluster.num_chips
+    return all(num <= most[chip] for chip, num in used.items())
+
+
+def _larger(fleet: Fleet, load: Load, wanted: Wanted) -> Fleet:
+    """A worker more: of the pool whose limit more requests miss."""
+    served = load.served
+    late = (served.ttft_s > wanted.ttft_s).mean() >= (served.tpot_s > wanted.tpot_s).mean()
+    if fleet.prefill and late:
+        return replace(fleet, prefill_workers=fleet.prefill_workers + 1)
+    return replace(fleet, workers=fleet.workers + 1)

@@ -1,0 +1,158 @@
+"""How many GPUs: the screen agrees with pass prices and the simulation, trade-offs are, prices add up."""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshwise.machine.hardware import find_cluster
+from meshwise.model.find import find_model
+from meshwise.serve import serving as est
+from meshwise.serve.answer import parse_prices
+from meshwise.serve.engine import ENGINES
+from meshwise.serve.load import Fleet, cost, under_load
+from meshwise.serve.requests import at_rate
+from meshwise.serve.screen import BATCHES, Screen, screen
+from meshwise.serve.size import Sizing, size, wanted
+
+ENGINE = ENGINES["vllm"]
+LENGTHS = {"prompt": 1024, "output": 128}
+
+
+def screened(model: str, cluster: str, **fixed: Any) -> Screen:
+    found = screen(find_model(model), find_cluster(cluster), fixed, ENGINE, **LENGTHS)
+    assert found is not None
+    return found
+
+
+def sized(model: str, cluster: str, rate: float, ttft_s: float, tpot_s: float, **fixed: Any) -> Sizing:
+    load = wanted(at_rate(rate, **LENGTHS, num=400), ttft_s, tpot_s)
+    clusters = [find_cluster(name) for name in cluster.split(",")]
+    return size(find_model(model), clusters, fixed, ENGINE, load, **LENGTHS)
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "qwen3-30b-a3b"])
+def test_a_layout_of_the_grid_is_the_layout_alone(model: str) -> None:
+    found = screened(model, "h200-sxm:8", dtype=("fp8",))
+    for i, of in enumerate(found.instances):
+        assert of.cluster.num_chips == found.num_chips[i, 0]
+        assert found.most[i, 0] == est.max_sequences(of)
+        assert found.pass_s[i] == pytest.approx(est.token_pass(of, BATCHES).total_s)
+        assert found.prompt_s[i, 0] == pytest.approx(ENGINE.prompt_slowdown * est.prompt_s(of))
+
+
+def test_ten_thousand_configurations_a_second() -> None:
+    found = sized("qwen3-30b-a3b", "h100-80g-sxm:64,h200-sxm:64", 1.0, 1.0, 0.1, dtype=("fp8",))
+    assert found.num_considered / found.elapsed_s > 10_000
+
+
+def test_no_choice_beats_a_trade_off() -> None:
+    found = sized("qwen3-30b-a3b", "h200-sxm:16", 5.0, 2.0, 0.05)
+    best = [(1 / one.tpot_s, one.tokens_per_s_per_gpu) for one in found.trade_offs]
+    assert best == sorted(best, key=lambda one: (-one[0], one[1]))
+    for one in found.choices:
+        assert not any(
+            user < 1 / one.tpot_s * (1 - 1e-12) and gpu < one.tokens_per_s_per_gpu for user, gpu in best
+        )
+
+
+def test_what_is_chosen_holds_under_the_load_and_is_within_the_cluster() -> None:
+    found = sized("llama3-8b", "h100-80g-sxm:16", 30.0, 0.5, 0.02)
+    best = found.best
+    assert best is not None
+    assert (best.load.within_limits_frac or 0) >= 0.9
+    assert best.choice.fleet.num_chips <= 16
+    assert best is found.simulated[-1]  # the first that holds ends it
+    assert all(one.choice.fleet.num_chips <= best.choice.fleet.num_chips for one in found.simulated)
+
+
+def test_a_larger_rate_needs_as_many_gpus_or_more() -> None:
+    chips = []
+    for rate in (2.0, 20.0, 60.0):
+        best = sized("llama3-8b", "h100-80g-sxm:64", rate, 0.5, 0.02).best
+        assert best is not None
+        chips.append(best.choice.fleet.num_chips)
+    assert chips == sorted(chips) and chips[0] < chips[-1]
+
+
+def test_closed_form_and_simulation_agree_below_saturation() -> None:
+    found = screened("llama3-8b", "h100-80g-sxm:1")
+    j = int(np.searchsorted(BATCHES, 16))
+    requests = at_rate(float(found.rate[0, j]) * 0.98, **LENGTHS, num=1500)
+    load = under_load(Fleet(found.instances[0]), requests, ENGINE)
+    assert load is not None
+    assert load.served.tpot_s.mean() == pytest.approx(float(found.token_s[0, j]), rel=0.2)
+    assert load.served.ttft_s.mean() == pytest.approx(float(found.first_s[0, j]), rel=0.3)
+
+
+def test_prices_pay_for_all_gpus() -> None:
+    of = screened("llama3-8b", "h100-80g-sxm:1").instances[0]
+    requests = at_rate(5.0, **LENGTHS, num=300)
+    for fleet in (Fleet(of, 2), Fleet(of, 2, of, 1)):
+        load = under_load(fleet, requests, ENGINE)
+        assert load is not None
+        paid = cost(load, {"": 3.0})
+        assert paid["usd_per_hour"] == pytest.approx(3.0 * fleet.num_chips)
+        total = 1024 * 300 * paid["usd_per_million_input_tokens"]
+        total += 128 * 300 * paid["usd_per_million_output_tokens"]
+        assert total / 1e6 == pytest.approx(paid["usd_per_hour"] * load.served.span_s / 3600)
+    assert parse_prices("h100-80g-sxm=2.5,b200-sxm=4") == {"h100-80g-sxm": 2.5, "b200-sxm": 4.0}
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+BASE = ("serve", "llama3-8b", "--cluster", "h100-80g-sxm:4,h200-sxm:4", "--prompt", "512", "--output", "64")
+LIMITS = ("--rate", "10", "--ttft-ms", "500", "--token-ms", "20", "--num-requests", "200")
+
+
+def test_command_names_layout_workers_and_price(meshwise: Callable[..., Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = ("--csv", str(tmp_path / "all.csv"), "--plot", str(tmp_path / "trade.svg"), "--price", "2")
+    document = meshwise(*BASE, *LIMITS, *files, "--json").document
+    best = document["sizing"]["best"]
+    assert best["holds"] and best["num_gpus"] >= 1
+    assert document["usd_per_hour"] == pytest.approx(2 * best["num_gpus"])
+    assert document["ttft_s"] == best["simulated_ttft_s"]
+    rows = list(csv.DictReader((tmp_path / "all.csv").read_text().splitlines()))
+    assert {row["chip"] for row in rows} == {"h100-80g-sxm", "h200-sxm"}
+    assert "<svg" in (tmp_path / "trade.svg").read_text()
+    again = meshwise("serve", "llama3-8b", "--cluster", f"{best['chip']}:{best['gpus_per_worker']}",
+                     "--plan", best["plan_text"], "--sequences", "8", "--json").document  # fmt: skip
+    assert again["plan"]["tp"] == document["plan"]["tp"]
+    assert "fewest GPUs within the limits" in meshwise(*BASE, *LIMITS).out
+
+
+def test_trade_offs_need_no_load(meshwise: Callable[..., Any]) -> None:
+    document = meshwise(*BASE, "--pareto", "--json").document
+    users = [row["tokens_per_s_per_user"] for row in document["sizing"]["pareto"]]
+    assert len(users) > 2 and users == sorted(users, reverse=True)
+    assert document["sizing"]["best"] is None
+    assert "trade-offs" in meshwise(*BASE, "--pareto").out
+
+
+def test_limits_that_nothing_keeps_are_a_no(meshwise: Callable[..., Any]) -> None:
+    words = (*BASE, "--rate", "10", "--token-ms", "0.01")
+    outcome = meshwise(*words)
+    assert outcome.code == 1
+    assert "no layout of this cluster fits and keeps the limits" in outcome.out
+    assert meshwise(*words, "--json").document["sizing"]["least_tpot_s"] > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--csv", "x.csv"], "--csv and --plot show layouts"),
+        (["--pareto", "--price", "free"], "'free' is no price"),
+        (["--pareto", "--workers", "2"], "pareto chooses workers and pools itself"),
+        (["--rate", "1", "--price", "a100-80g-sxm=2", "--ttft-ms", "900"], "price names no h"),
+        (["--pareto", "--concurrency", "3"], "give a rate or a trace"),
+    ],
+)
+def test_wrong_input_is_one_sentence(meshwise: Callable[..., Any], words: list[str], says: str) -> None:
+    base = BASE if "--csv" not in words else ("serve", "llama3-8b", "--cluster", "h100-80g-sxm:1")
+    outcome = meshwise(*base, *words)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert says in outcome.err
