@@ -60,7 +60,7 @@ def test_the_best_plan_is_the_best_of_all_priced_one_by_one(name: str) -> None:
     model, cluster = find_model(model_name), find_cluster(cluster_name)
     load = Workload(batch=16, seq=2048)
     found = search(model, cluster, batch=16, seq=2048, stated=stated, memory_frac=1.0)
-    space = free_values(model, cluster, load) | stated
+    space = free_values(model, cluster, load, stated)
     families: dict[tuple[Any, ...], float] = {}
     least_memory = math.inf
     for values in itertools.product(*space.values()):

@@ -128,21 +128,23 @@ def search(
     top: int = 5,
     memory_frac: float = 0.92,
     beside: str | Path | Plan | None = None,
+    all_keys: bool = False,
 ) -> Result:
     """Price every plan of `model` on `cluster` and keep the fastest that fit.
 
     Args:
         model: A `Model`, a preset or the path of a config.json.
         cluster: A `Cluster`, a preset, `"chip:count"`, or the path of a TOML file.
-        plan: Keys that are fixed, as in `estimate`, or the values that each may have: `"tp=4|8,zero=1"`, or
-            a mapping of keys to values; of a `Plan`, the keys that have not their default. All others are
-            searched, or have their default.
+        plan: Keys that are fixed, as in `estimate`, or the values that each may have: `"tp=4|8,layout=*"`
+            (`*`: all), a TOML file with lists, or a mapping of keys to values; of a `Plan`, the keys that
+            have not their default. All others are searched, or have their default.
         batch: Global batch in sequences.
         seq: Tokens of a sequence; by default what the model allows, at most 4096.
         microbatch: Sequences of a microbatch that may be chosen; by default all that divide the batch.
         top: How many plans to keep, the fastest of each family with the same degrees.
         memory_frac: Share of a chip's memory that a plan may need.
         beside: A plan to show beside the best one, term by term.
+        all_keys: Search the keys too that usually have their default, as if each were stated as `*`.
 
     Returns:
         How many plans there are, and the fastest that fit (`best`), fastest first; none where none fits.
@@ -163,8 +165,9 @@ def search(
     works = [Workload(batch=batch, seq=_seq(shape, seq), microbatch=size) for size in sizes or (1,)]
     stated = dict(_choices(plan)) | ({"microbatch": sizes} if sizes else {})
     found = find(
-        shape, machine, batch=batch, seq=works[0].seq, stated=stated, top=top, memory_frac=memory_frac
-    )
+        shape, machine, batch=batch, seq=works[0].seq, stated=stated, top=top, memory_frac=memory_frac,
+        all_keys=all_keys,
+    )  # fmt: skip
     if beside is None:
         return found
     return replace(found, beside=price(shape, machine, _plan(beside), works[0]))

@@ -9,7 +9,7 @@ change which ops exist make a grid each, a `Cells`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.core.columns import distinct_columns
 from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.core.units import Num
 from meshwise.estimate.step import StepCost, step_cost
@@ -24,7 +25,7 @@ from meshwise.estimate.timing import machine
 from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import find_overheads
 from meshwise.model.architecture import Model
-from meshwise.plan.layouts import check_layout
+from meshwise.plan.layouts import check_layout, default_grid
 from meshwise.plan.mesh import Mesh, mesh_of, rules
 from meshwise.plan.plan import NUMBERS, Plan, number_of
 from meshwise.plan.workload import Workload
@@ -38,6 +39,9 @@ TAIL = (
 TAIL_KEYS = tuple(key for keys in TAIL for key in keys)
 CELLS_AT_ONCE = 2**19
 """Cells priced together: their arrays stay in the cache."""
+
+NO_GRID: tuple[tuple[str, Any], ...] = (("grid", ()), ("panels", 1))
+"""What layout=1d must have of keys that are for grids."""
 
 ROWS = (*(key for key in NUMBERS if key not in TAIL_KEYS), "microbatch")
 KEYS = (*(field.name for field in fields(Plan)), "microbatch")
@@ -112,7 +116,15 @@ def price_grid(
     unknown = sorted(set(space) - set(KEYS))
     if unknown:
         raise PlanError(f"a plan has no key {unknown[0]!r}; known keys: {', '.join(KEYS)}")
-    by_layout = ("tp",) if any(name != "1d" for name in space.get("layout", (base.layout,))) else ()
+    layouts = space.get("layout", (base.layout,))
+    if "1d" in layouts and len(layouts) > 1:  # tp is an axis there, and sets the grid of the others
+        of_grids = {"layout": tuple(name for name in layouts if name != "1d")}
+        of_one = {"layout": ("1d",)} | {key: (one,) for key, one in NO_GRID if one in space.get(key, ())}
+        for some in (of_one, of_grids):
+            yield from price_grid(model, cluster, workload, {**space, **some}, base, distinct=distinct)
+        return
+    by_layout = ("tp",) if layouts != ("1d",) else ()
+    seen: set[Plan] = set()
     switches = [key for key in space if key not in (*ROWS, *TAIL_KEYS) or key in by_layout]
     numbers = {key: space[key] for key in space if key not in switches}
     numbers.setdefault("microbatch", (workload.microbatch,))
@@ -122,12 +134,23 @@ def price_grid(
             plan = replace(base, **stated)
             if plan.layout != "1d":
                 check_layout(model, plan, workload.seq)
+            if distinct and (known := _canonical(plan)) in seen:
+                continue
             cluster.chip.matrix_peak(plan.dtype)
         except MeshwiseError:
             continue
-        repeats = [key for key in stated if distinct and stated[key] != space[key][0]]
-        drop = _Repeats(distinct, tuple(repeats))
-        yield from _cells(model, cluster, workload, numbers, plan, stated, drop)
+        if distinct:
+            seen.add(known)
+        before = {
+            key: space[key][: space[key].index(stated[key])] for key in stated if distinct and key != "tp"
+        }
+        yield from _cells(model, cluster, workload, numbers, plan, stated, _Repeats(distinct, before))
+
+
+def _canonical(plan: Plan) -> Plan:
+    """The plan in the words that all that are the same share."""
+    grid = plan.grid or default_grid(plan.layout, plan.tp)
+    return replace(plan, grid=grid, sp=None if plan.sp else plan.sp)
 
 
 def _cells(
@@ -181,10 +204,10 @@ def _flat(row_axes: list[Axis], rows: tuple[NDArray[np.intp], ...]) -> dict[str,
     }
 
 
-ONLY_WITH = {
+ONLY_WITH: dict[str, Callable[[Mesh], Any]] = {
     "cp_kind": lambda mesh: mesh.cp > 1,
     "sp": lambda mesh: mesh.tp > 1,
-    "overlap_tp": lambda mesh: mesh.tp > 1,
+    "overlap_tp": lambda mesh: (mesh.tp > 1) | (mesh.plan.layout != "1d"),
     "overlap_ep": lambda mesh: mesh.ep > 1,
     "dispatch": lambda mesh: mesh.ep > 1,
 }
@@ -193,10 +216,10 @@ ONLY_WITH = {
 
 @dataclass(frozen=True, slots=True)
 class _Repeats:
-    """Which rows repeat another in other words; `keys` have not their first value, whose grid came before."""
+    """Which rows repeat another in other words; `before`: values of the keys that were priced already."""
 
     are_dropped: bool
-    keys: tuple[str, ...]
+    before: Mapping[str, Sequence[Any]]
 
     def kept(self, mesh: Mesh, num_rows: int) -> NDArray[np.intp]:
         """The rows that differ from all before them: without a pipeline all schedules are alike."""
@@ -206,13 +229,27 @@ class _Repeats:
             *(mesh.ep, mesh.etp, mesh.zero_group, mesh.microbatch, mesh.imbalance),
         )
         table = np.stack([np.broadcast_to(np.asarray(column, float), num_rows) for column in columns])
-        _, first = np.unique(table, axis=1, return_index=True)
-        matters = np.ones(num_rows, dtype=bool)
-        for key in self.keys:
-            if key in ONLY_WITH:
-                matters &= ONLY_WITH[key](mesh)
+        first, _ = distinct_columns(table)
         first.sort()
+        matters = np.ones(num_rows, dtype=bool)
+        for key, values in self.before.items():
+            if values and key in ONLY_WITH:
+                matters &= ONLY_WITH[key](mesh)
+        if mesh.plan.cp_kind == "two_level":
+            for kind, size in (("ring", mesh.ulysses), ("ulysses", mesh.ring)):
+                matters &= (size > 1) | (kind not in self.before.get("cp_kind", ()))
+        for order in self.before.get("placement", ()):
+            matters &= _differ(order, mesh)
         return first[matters[first]]
+
+
+def _differ(order: Sequence[str], mesh: Mesh) -> Any:
+    """Where the plan's placement puts the axes of more than one rank in another order than `order`."""
+    differ: Any = False
+    for inner, outer in itertools.combinations(order, 2):
+        if mesh.plan.placement.index(inner) > mesh.plan.placement.index(outer):
+            differ = differ | ((getattr(mesh, inner) > 1) & (getattr(mesh, outer) > 1))
+    return differ
 
 
 def _axis(keys: tuple[str, ...], values: Mapping[str, Sequence[Any]], plan: Plan) -> Axis | None:

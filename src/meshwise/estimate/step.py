@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwise.core.columns import distinct_columns
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES, bubble_s
 from meshwise.cost.simulate import simulate
@@ -116,9 +117,10 @@ def priced_parts(model: Model, mesh: Mesh, machine: Machine) -> tuple[Cut, dict[
     arrays = {name: value for name, value in numbers.items() if isinstance(value, np.ndarray)}
     if arrays:
         columns = np.stack(np.broadcast_arrays(*arrays.values()))
-        distinct, cells = np.unique(columns.reshape(len(arrays), -1), axis=1, return_inverse=True)
+        flat = columns.reshape(len(arrays), -1)
+        first, cells = distinct_columns(flat)
         cells = cells.reshape(columns.shape[1:])
-        of_cut = replace(cut, **dict(zip(arrays, distinct, strict=True)))
+        of_cut = replace(cut, **dict(zip(arrays, flat[:, first], strict=True)))
         found = price_parts(parts(model, of_cut), machine, hide=hide, first=EMBEDDING)
         return cut, {name: part.at(cells) for name, part in found.items()}
     # Plans that cut a block alike share its price, whatever their depth.

@@ -341,12 +341,17 @@ def plan_keys(text: str) -> dict[str, Any]:
     return {key: read_field(key, value, KEYS, PlanError) for key, value in _read(text).items()}
 
 
+ANY = "*"
+"""All values of a key, where a key may have several."""
+
+
 def plan_choices(text: str) -> dict[str, tuple[Any, ...]]:
-    """The same where a key may have several values: `tp=4|8`, or a list in a TOML file."""
+    """The same where a key may have several values: `tp=4|8` or `tp=*`, or a list in a TOML file."""
     found = {}
     for key, value in _read(text).items():
         values = value if isinstance(value, list) else value.split("|") if isinstance(value, str) else [value]
-        found[key] = tuple(dict.fromkeys(read_field(key, one, KEYS, PlanError) for one in values))
+        read = [one if one == ANY else read_field(key, one, KEYS, PlanError) for one in values]
+        found[key] = tuple(dict.fromkeys(read))
     return found
 
 

@@ -60,13 +60,15 @@ def exchanges(
     messages_per_block: float,
 ) -> Iterator[Exchange]:  # fmt: skip
     """The exchanges of one rank of a stage of `layers` blocks in one step."""
-    inner = "cp" if mesh.plan.placement.index("cp") < mesh.plan.placement.index("dp") else "dp"
+    inner, outer = sorted(("cp", "dp"), key=mesh.plan.placement.index)
+    within = (getattr(mesh, inner) > 1) * 1.0
+    stride_of_replicas = within * mesh.stride(inner) + (1.0 - within) * mesh.stride(outer)
     expert_stride = mesh.stride("tp") * mesh.etp * mesh.ep
     of_blocks = messages_per_block * layers
     sharded, gathered = (mesh.zero >= 1) * 1.0, (mesh.zero >= 3) * 1.0
     rounds = 1.0 + gathered * (mesh.num_microbatches - 1.0)
     for name, params, trained, replicas, stride in (
-        ("", held.dense, held.dense_trained, mesh.replicas, mesh.stride(inner)),
+        ("", held.dense, held.dense_trained, mesh.replicas, stride_of_replicas),
         ("expert_", held.experts, held.experts_trained, mesh.expert_replicas, expert_stride),
     ):
         if isinstance(params, float | int) and params == 0:

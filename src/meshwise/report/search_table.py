@@ -68,8 +68,15 @@ def _why_none(result: Result) -> str:
     if miss is None:
         return f"no plan: {result.reason}"
     short = with_prefix(miss.memory_bytes - result.capacity_bytes, "B")
-    more = f"needs {result.needs_chips:,} chips" if result.needs_chips else "use larger chips"
-    return (
+    lines = [
         f"none fits: the nearest plan is {short} short of {with_prefix(result.capacity_bytes, 'B')}: "
-        f"{plan_text(miss.plan)}, microbatch {miss.microbatch}; {more}, or a shorter sequence"
-    )
+        f"{plan_text(miss.plan)}, microbatch {miss.microbatch}"
+    ]
+    for change in result.changes:
+        what = f"with another {change.key}" if change.key else f"on {change.num_chips:,} chips"
+        need = with_prefix(change.found.memory_bytes, "B")
+        lines.append(
+            f"fits {what}: {plan_text(change.found.plan) or 'the default plan'}, microbatch "
+            f"{change.found.microbatch} ({need}, {duration(change.found.step_s)} a step)"
+        )
+    return "\n".join(lines if result.changes else [*lines, "use larger chips, or a shorter sequence"])

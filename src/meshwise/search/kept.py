@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.core.columns import distinct_columns
 from meshwise.estimate.grid import Cells
 from meshwise.plan.plan import Plan, plan_text
 
@@ -56,6 +57,7 @@ class Kept:
     num_variants: dict[Family, int] = field(default_factory=dict)
     front: list[Found] = field(default_factory=list)
     miss: Found | None = None
+    stopped: bool = False
 
     def add(self, cells: Cells) -> None:
         """Look at the plans of one grid."""
@@ -79,12 +81,12 @@ class Kept:
         best = by_row.min(axis=0)
         num_fitting = np.isfinite(by_row).sum(axis=0)
         degrees = np.stack([np.broadcast_to(getattr(cells.mesh, name), best.shape) for name in FAMILY])
-        families, of_row = np.unique(degrees, axis=1, return_inverse=True)
-        counts = np.bincount(of_row.ravel(), weights=num_fitting, minlength=families.shape[1])
+        first, of_row = distinct_columns(degrees)
+        counts = np.bincount(of_row, weights=num_fitting)
         order = np.argsort(best, kind="stable")
-        _, first = np.unique(of_row.ravel()[order], return_index=True)
-        for i, row in enumerate(order[first]):
-            family = tuple(map(float, families[:, i]))
+        _, fastest = np.unique(of_row[order], return_index=True)
+        for i, row in enumerate(order[fastest]):
+            family = tuple(map(float, degrees[:, first[i]]))
             if not np.isfinite(best[row]):
                 continue
             self.num_variants[family] = self.num_variants.get(family, 0) + int(counts[i])

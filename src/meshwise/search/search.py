@@ -3,13 +3,13 @@
 A key that the caller states has the stated values only, all others those of `search.space`. Every
 combination that divides what it cuts is priced by the same path as one plan (`estimate.grid`), and nothing is
 pruned: the first of `best` is the fastest plan of the space that fits. Plans that are the same in other words
-count once.
+count once. Where nothing fits, the smallest changes are looked for that would do.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,10 +19,10 @@ from meshwise.estimate.grid import price_grid
 from meshwise.estimate.single import Estimate, estimate
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
-from meshwise.plan.plan import Plan, plan_text
+from meshwise.plan.plan import ANY, Plan, plan_text
 from meshwise.plan.workload import Workload
 from meshwise.search.kept import Found, Kept, fastest_first
-from meshwise.search.space import free_values, offloaded_values
+from meshwise.search.space import Stated, free_values
 
 MEMORY_FRAC = 0.92
 """Share of the memory that a plan may need; the rest is for what the estimate does not know."""
@@ -33,7 +33,21 @@ MAX_FRONT = 30
 MAX_GROWTH = 64
 """How many times more chips are tried where nothing fits."""
 
-Stated = Mapping[str, Sequence[Any]]
+OFFLOADED = {"offload_optimizer": (ANY,), "offload_activations": (ANY,)}
+"""What is freed where nothing fits; a plan that does without is the simpler one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What would make a plan fit: `num_chips` chips, or another value of the stated key `key`."""
+
+    found: Found
+    num_chips: int
+    key: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The change, and the plan that fits then."""
+        return {"key": self.key or None, "num_chips": self.num_chips} | self.found.to_json()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +56,10 @@ class Result(Shown):
 
     `capacity_bytes`: what a plan may need. `best`: the fastest plan of each family that fits, fastest first;
     `num_variants`: how many plans of its family fit. `pareto`: plans that fit and that no other beats in both
-    step time and memory, fastest first. Where nothing fits, `nearest_miss` needs least memory, and on
-    `needs_chips` chips a plan fits (0: on none of the numbers tried). Where there is no plan, `reason` says
-    why. `beside` is a plan that the caller wants to see beside the best. `stated`: the values that keys were
-    given.
+    step time and memory, fastest first. Where nothing fits, `nearest_miss` needs least memory, and each of
+    `changes` would do. Where there is no plan, `reason` says why. `beside` is a plan that the caller wants to
+    see beside the best. `complete` is false where the search was stopped: then the best are those so far.
+    `stated`: the values that keys were given.
     """
 
     plans_considered: int
@@ -56,9 +70,10 @@ class Result(Shown):
     num_variants: tuple[int, ...]
     pareto: tuple[Found, ...]
     nearest_miss: Found | None
-    needs_chips: int = 0
+    changes: tuple[Change, ...] = ()
     reason: str = ""
     beside: Estimate | None = None
+    complete: bool = True
     stated: Stated = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -69,6 +84,7 @@ class Result(Shown):
             "plans_feasible": self.plans_feasible,
             "elapsed_s": self.elapsed_s,
             "plans_per_s": self.plans_considered / self.elapsed_s,
+            "complete": self.complete,
             "capacity_bytes": self.capacity_bytes,
             "best": [_best_json(found, num) for found, num in zip(self.best, self.num_variants, strict=True)],
             "pareto": [found.to_json() for found in self.pareto],
@@ -76,7 +92,7 @@ class Result(Shown):
             and miss.to_json()
             | {
                 "short_bytes": miss.memory_bytes - self.capacity_bytes,
-                "needs_chips": self.needs_chips or None,
+                "changes": [change.to_json() for change in self.changes],
             },
             "reason": self.reason or None,
             "beside": self.beside and _best_json(self.beside, 1) | {"fits": self.beside.fits},
@@ -106,19 +122,23 @@ def search(
     stated: Stated | None = None,
     top: int = 5,
     memory_frac: float = MEMORY_FRAC,
+    all_keys: bool = False,
+    on_plans: Callable[[Kept], None] = lambda kept: None,
 ) -> Result:
     """Price every plan of the space; keep the fastest of each of the `top` families that fit the memory.
 
     Where none fits, offloading is tried too (a plan that does without is the simpler one).
     `stated`: the values that keys of the plan (and `microbatch`) may have, in place of all of them.
-    `memory_frac`: share of a chip's memory that a plan may need. The result has no `best` where nothing fits.
-    PlanError where a stated key is unknown.
+    `memory_frac`: share of a chip's memory that a plan may need. `all_keys`: those that are usually left at
+    their default are free too. `on_plans` hears of the plans kept so far; Ctrl-C ends the search with them.
+    The result has no `best` where nothing fits. PlanError where a stated key is unknown.
     """
-    started, stated = time.perf_counter(), stated or {}
-    workload = Workload(batch=batch, seq=seq)
-    kept = _price(model, cluster, workload, stated, memory_frac)
-    if kept.considered and not kept.feasible:
-        kept = _price(model, cluster, workload, offloaded_values(cluster) | dict(stated), memory_frac)
+    started = time.perf_counter()
+    space = _Space(model, cluster, Workload(batch=batch, seq=seq), stated or {}, memory_frac, all_keys)
+    kept = space.price(on_plans)
+    if kept.considered and not kept.feasible and not kept.stopped:
+        space = replace(space, stated={**OFFLOADED, **space.stated})
+        kept = space.price(on_plans)
     best = fastest_first(kept.fastest.values())[:top]
     families = {id(found): family for family, found in kept.fastest.items()}
     no_fit = kept.considered > 0 and not best
@@ -128,46 +148,79 @@ def search(
         elapsed_s=time.perf_counter() - started,
         capacity_bytes=kept.capacity_bytes,
         best=tuple(
-            estimate(model, cluster, found.plan, replace(workload, microbatch=found.microbatch))
+            estimate(model, cluster, found.plan, replace(space.workload, microbatch=found.microbatch))
             for found in best
         ),
         num_variants=tuple(kept.num_variants[families[id(found)]] for found in best),
         pareto=tuple(kept.front[:MAX_FRONT]),
         nearest_miss=kept.miss if no_fit else None,
-        needs_chips=_needs_chips(model, cluster, workload, stated, memory_frac) if no_fit else 0,
-        reason="" if kept.considered else _reason(model, cluster, workload, stated),
-        stated=stated,
+        changes=tuple(space.changes()) if no_fit and not kept.stopped else (),
+        reason="" if kept.considered else space.reason(),
+        complete=not kept.stopped,
+        stated=stated or {},
     )
 
 
-def _price(model: Model, cluster: Cluster, workload: Workload, stated: Stated, memory_frac: float) -> Kept:
-    kept = Kept(memory_frac * cluster.chip.memory_bytes)
-    space = free_values(model, cluster, workload) | dict(stated)
-    if "recompute_layers" not in stated and "full" not in space["recompute"]:
-        del space["recompute_layers"]
-    for cells in price_grid(model, cluster, workload, space, Plan(), distinct=True):
-        kept.add(cells)
-    return kept
+@dataclass(frozen=True, slots=True)
+class _Space:
+    """What a search looks through, and at which share of the memory."""
 
+    model: Model
+    cluster: Cluster
+    workload: Workload
+    stated: Stated
+    memory_frac: float
+    all_keys: bool
 
-def _needs_chips(
-    model: Model, cluster: Cluster, workload: Workload, stated: Stated, memory_frac: float
-) -> int:
-    """The smallest doubling of the chips on which a plan fits; 0 if none of those tried is enough."""
-    num_chips = 2 * cluster.num_chips
-    while num_chips <= MAX_GROWTH * cluster.num_chips:
-        if _price(model, replace(cluster, num_chips=num_chips), workload, stated, memory_frac).feasible:
-            return num_chips
-        num_chips *= 2
-    return 0
+    def price(self, on_plans: Callable[[Kept], None] = lambda kept: None) -> Kept:
+        """The plans worth keeping, of all; of those priced so far where Ctrl-C ends the search."""
+        kept = Kept(self.memory_frac * self.cluster.chip.memory_bytes)
+        values = free_values(self.model, self.cluster, self.workload, self.stated, all_keys=self.all_keys)
+        try:
+            for cells in price_grid(self.model, self.cluster, self.workload, values, Plan(), distinct=True):
+                kept.add(cells)
+                on_plans(kept)
+        except KeyboardInterrupt:
+            kept.stopped = True
+        return kept
 
+    def changes(self) -> Iterator[Change]:
+        """What would make a plan fit: one stated key less, or more chips."""
+        for key in self.stated:
+            if key not in OFFLOADED or ANY not in self.stated[key]:
+                others = {other: values for other, values in self.stated.items() if other != key}
+                kept = replace(self, stated=others).price()
+                if kept.feasible:
+                    yield Change(fastest_first(kept.fastest.values())[0], self.cluster.num_chips, key)
+        yield from self._more_chips()
 
-def _reason(model: Model, cluster: Cluster, workload: Workload, stated: Stated) -> str:
-    """Why no combination is a plan: what the first stated one breaks by itself, if it does."""
-    first = {key: values[0] for key, values in stated.items() if key != "microbatch"}
-    microbatch = stated.get("microbatch", (1,))[0]
-    try:
-        estimate(model, cluster, Plan(**first), replace(workload, microbatch=microbatch))
-    except MeshwiseError as error:
-        return str(error)
-    return f"no combination of degrees divides {cluster.num_chips} ranks and a batch of {workload.batch}"
+    def _more_chips(self) -> Iterator[Change]:
+        """The fewest nodes on which a plan fits, between two doublings of the chips."""
+        most, node = MAX_GROWTH * self.cluster.num_chips, max(int(min(self.cluster.levels[0].ranks, 1e9)), 1)
+        enough, too_few = self.cluster.num_chips, self.cluster.num_chips
+        found: Found | None = None
+        while found is None and enough < most:
+            too_few, enough = enough, 2 * enough
+            found = self._fastest_on(enough)
+        while found is not None and (between := (too_few + enough) // 2 // node * node) > too_few:
+            fits = self._fastest_on(between)
+            found, enough, too_few = (fits, between, too_few) if fits else (found, enough, between)
+        if found is not None:
+            yield Change(found, enough)
+
+    def _fastest_on(self, num_chips: int) -> Found | None:
+        kept = replace(self, cluster=replace(self.cluster, num_chips=num_chips)).price()
+        return fastest_first(kept.fastest.values())[0] if kept.feasible else None
+
+    def reason(self) -> str:
+        """Why no combination is a plan: what the first stated one breaks by itself, if it does."""
+        first = {key: values[0] for key, values in self.stated.items() if ANY not in values}
+        workload = replace(self.workload, microbatch=first.pop("microbatch", 1))
+        try:
+            estimate(self.model, self.cluster, Plan(**first), workload)
+        except MeshwiseError as error:
+            return str(error)
+        return (
+            f"no combination of degrees divides {self.cluster.num_chips} ranks and a batch of "
+            f"{workload.batch}"
+        )

@@ -1,59 +1,121 @@
-"""The space of a search: the values that are worth trying of every key that the caller leaves free."""
+"""The space of a search: the values that are worth trying of every key that the caller leaves free.
+
+`USUAL` keys are free unless the caller states them. They change neither what is computed nor what the
+training software must be able to do. `key=*` frees any other key of `all_values`: layouts beyond one
+dimension, the order of the axes on the links, offloading, overlaps that are not common.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshwise.core.errors import PlanError
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
-from meshwise.plan.plan import RECOMPUTE
+from meshwise.plan.plan import ANY, AXES, CP_KINDS, DISPATCH, GRID_DIMS, RECOMPUTE
 from meshwise.plan.workload import Workload
+
+Values = dict[str, Sequence[Any]]
+Stated = Mapping[str, Sequence[Any]]
 
 MAX_TP = 64
 MAX_CP = 16
 MAX_PP = 128
 MAX_VPP = 16
-MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+MAX_MICROBATCH_TOKENS = 2**16
 MIN_CONTEXT_TOKENS = 1024
 """A rank's share of a sequence below which context parallelism is not tried."""
 
 RECOMPUTED_LAYERS = (None, 1, 2, 4, 8)
 """Layers of a stage that full recomputation covers (None: all)."""
 
+USUAL = (
+    *("tp", "cp", "cp_kind", "pp", "vpp", "schedule", "microbatch", "recompute", "recompute_layers", "zero"),
+    *("ep", "etp", "dispatch"),
+)
+USUAL_KINDS = {"cp_kind": ("ring", "ulysses", "all_gather"), "schedule": SCHEDULES[1:]}
+"""Kinds that are tried unless the key is `*`: GPipe and the two-level exchange are for those who ask."""
 
-def free_values(model: Model, cluster: Cluster, workload: Workload) -> dict[str, Sequence[Any]]:
-    """The values of each key that a search chooses."""
-    layers, seq, world = model.num_layers, workload.seq, cluster.num_chips
-    pp = [x for x in divisors(world) if x <= min(MAX_PP, layers)]
-    cp = [x for x in divisors(world) if x == 1 or (x <= MAX_CP and _is_long_enough(seq, x))]
-    found: dict[str, Sequence[Any]] = {
-        "tp": [x for x in divisors(world) if x <= MAX_TP and model.num_heads % x == 0],
-        "cp": cp,
-        "cp_kind": ("ring", "ulysses", "all_gather") if len(cp) > 1 else ("ring",),
-        "pp": pp,
-        "vpp": [v for v in range(1, MAX_VPP + 1) if v == 1 or any(v * x <= layers + 2 for x in pp if x > 1)],
-        "schedule": [name for name in SCHEDULES if name != "gpipe"],
-        "microbatch": [x for x in MICROBATCHES if workload.batch % x == 0],
-        "recompute": RECOMPUTE,
-        "recompute_layers": RECOMPUTED_LAYERS,
-        "zero": (0, 1, 2, 3),
-    }
-    if model.moe is not None:
-        found["ep"] = [x for x in divisors(model.moe.num_experts) if world % x == 0]
-        found["etp"] = (None, 1)
+
+def free_values(
+    model: Model, cluster: Cluster, workload: Workload, stated: Stated, *, all_keys: bool = False
+) -> Values:
+    """The values of each key that varies: those stated, and all of each free one.
+
+    `all_keys`: keys that are left out are as free as `key=*`. PlanError for `*` where a key has no list of
+    values that keep the result of the training.
+    """
+    known = all_values(model, cluster, workload)
+    found = dict(known) if all_keys else {key: known[key] for key in USUAL if key in known}
+    if not all_keys:
+        found |= {key: [kind for kind in kinds if kind in found[key]] for key, kinds in USUAL_KINDS.items()}
+    for key, values in stated.items():
+        if ANY in values and key not in known:
+            raise PlanError(f"{key}=* cannot be searched here; list values, or free {', '.join(known)}")
+        found[key] = known[key] if ANY in values else values
+    if "full" not in found["recompute"] and "recompute_layers" not in stated:
+        del found["recompute_layers"]
     return found
 
 
-def offloaded_values(cluster: Cluster) -> dict[str, Sequence[Any]]:
-    """What is tried beside them where nothing fits: states and activations in the memory of the host."""
-    shares = (0.0, 1.0) if cluster.chip.host_bytes_per_s else (0.0,)
-    return {"offload_optimizer": shares, "offload_activations": shares}
+def all_values(model: Model, cluster: Cluster, workload: Workload) -> Values:
+    """All values that a search may try of each key."""
+    layers, seq, world = model.num_layers, workload.seq, cluster.num_chips
+    tp = [x for x in divisors(world) if x <= MAX_TP and model.num_heads % x == 0]
+    pp = [x for x in divisors(world) if x <= min(MAX_PP, layers)]
+    cp = [x for x in divisors(world) if x == 1 or (x <= MAX_CP and _is_long_enough(seq, x))]
+    shares, switch = (0.0, 1.0) if cluster.chip.host_bytes_per_s else (0.0,), (False, True)
+    found: Values = {
+        "layout": tuple(GRID_DIMS),
+        "grid": [(), *_grids(tp)],
+        "panels": (1, 2, 4),
+        "placement": tuple(itertools.permutations(AXES)),
+        "sp": (None, False),
+        "overlap_tp": switch,
+        "tp": tp,
+        "cp": cp,
+        "cp_kind": CP_KINDS if len(cp) > 1 else CP_KINDS[:1],
+        "ulysses": cp,
+        "pp": pp,
+        "vpp": [v for v in range(1, MAX_VPP + 1) if v == 1 or any(v * x <= layers + 2 for x in pp if x > 1)],
+        "schedule": SCHEDULES,
+        "microbatch": [x for x in divisors(workload.batch) if x == 1 or x * seq <= MAX_MICROBATCH_TOKENS],
+        "zero_group": [None, *divisors(world)[1:-1]],
+        "recompute": RECOMPUTE,
+        "recompute_layers": RECOMPUTED_LAYERS,
+        "zero": (0, 1, 2, 3),
+        "offload_optimizer": shares,
+        "offload_activations": shares,
+        "overlap_dp": (True, False),
+        "overlap_pp": (True, False),
+    }
+    if model.moe is not None:
+        found |= {
+            "ep": [x for x in divisors(model.moe.num_experts) if world % x == 0],
+            "etp": (None, 1),
+            "dispatch": DISPATCH,
+            "overlap_ep": switch,
+        }
+    return found
 
 
 def _is_long_enough(seq: int, cp: int) -> bool:
     return seq % cp == 0 and seq // cp >= MIN_CONTEXT_TOKENS
+
+
+def _grids(tp: Sequence[int]) -> list[tuple[int, ...]]:
+    """Grids of two and of three dimensions with as many ranks as one of `tp`."""
+    sides = range(1, max(tp) + 1)
+    return [
+        grid
+        for dims in (2, 3)
+        for grid in itertools.product(sides, repeat=dims)
+        if math.prod(grid) in tp and (dims == 2 or grid[0] == grid[1])
+    ]
 
 
 def divisors(number: int) -> list[int]:
