@@ -31,7 +31,7 @@ SPACES: dict[str, tuple[str, str, dict[str, tuple[Any, ...]]]] = {
         "h100-80g-sxm:16",
         {
             "pp": (1, 2), "vpp": (1,), "schedule": ("1f1b", "zb-h1"), "recompute": ("full",), "cp": (1, 2),
-            "zero": (1,),
+            "zero": (1,), "recompute_layers": (None,), "microbatch": (1, 2),
         },
     ),
     "offload": (
@@ -49,6 +49,16 @@ SPACES: dict[str, tuple[str, str, dict[str, tuple[Any, ...]]]] = {
         {
             "layout": ("1d", "2d", "2d-cp", "3d"), "tp": (4, 8), "pp": (1, 2), "cp": (1,), "vpp": (1,),
             "panels": (1, 2), "schedule": ("1f1b",), "sp": (None, True), "zero": (1,), "cp_kind": ("ring",),
+        },
+    ),
+    "links": (
+        "llama3-8b",
+        "h100-80g-sxm:16",
+        {
+            "tp": (2,), "cp": (1, 4), "pp": (1, 2), "vpp": (1,), "schedule": ("1f1b",), "recompute": ("none",),
+            "cp_kind": ("ring", "ulysses", "two_level"), "ulysses": (1, 2, 4), "zero_group": (None, 2),
+            "placement": tuple(itertools.permutations(("tp", "cp", "dp", "pp"))), "microbatch": (1,),
+            "zero": (1, 3), "overlap_pp": (False, True), "overlap_tp": (False, True),
         },
     ),
 }  # fmt: skip
@@ -84,6 +94,49 @@ def test_the_best_plan_is_the_best_of_all_priced_one_by_one(name: str) -> None:
     for one, other in itertools.pairwise(found.pareto):
         assert one.step_s < other.step_s
         assert one.memory_bytes > other.memory_bytes
+
+
+def test_repeats_are_not_counted() -> None:
+    """Two searches whose spaces are the same plans in other words count as many."""
+    model, cluster = find_model("llama3-8b"), find_cluster("h100-80g-sxm:16")
+    few = {
+        "tp": (2,), "pp": (1, 2), "schedule": ("1f1b",), "vpp": (1,), "recompute": ("none",), "zero": (1,),
+        "cp": (1,), "microbatch": (1,),
+    }  # fmt: skip
+    many = few | {"sp": (None, True), "cp_kind": ("ring", "ulysses"), "placement": ("*",), "etp": (None,)}
+    one, other = (search(model, cluster, batch=16, seq=2048, stated=stated) for stated in (few, many))
+    assert one.plans_considered == 2
+    # tp, dp and pp lie on the links in 3! orders with a pipeline, tp and dp in two without.
+    assert other.plans_considered == 6 + 2
+
+
+def test_a_key_is_left_free_and_a_file_says_the_same(meshwise, tmp_path) -> None:
+    arguments = ("search", "llama3-8b", "--cluster", "h100-80g-sxm:16", "--batch", "32", "--seq", "4096")
+    file = tmp_path / "space.toml"
+    file.write_text('tp = [2, 4]\nzero = 1\nlayout = "*"\ngrid = "*"\nvpp = 1\n')
+    by_file = meshwise(*arguments, "--plan", str(file), "--json").document
+    text = "tp=2|4,zero=1,layout=*,grid=*,vpp=1"
+    by_text = meshwise(*arguments, "--plan", text, "--json").document
+    assert by_file["best"] == by_text["best"]
+    one_dim = meshwise(*arguments, "--plan", text.replace("layout=*,grid=*,", ""), "--json").document
+    assert by_text["plans_considered"] > one_dim["plans_considered"] > 0
+    refused = meshwise(*arguments, "--plan", "dtype=*")
+    assert refused.code == 2
+    assert "dtype=* cannot be searched" in refused.err
+
+
+def test_what_would_fit_where_nothing_does(meshwise) -> None:
+    arguments = ("search", "gpt3-175b", "--cluster", "a100-80g-sxm:16", "--batch", "64", "--seq", "2048")
+    nothing = meshwise(*arguments, "--plan", "tp=8,zero=0,offload_optimizer=0,vpp=1", "--json")
+    assert nothing.code == 1
+    changes = nothing.document["nearest_miss"]["changes"]
+    assert {change["key"] for change in changes} & {"offload_optimizer", "zero", None}
+    for change in changes:
+        words = ("--plan", change["plan_text"], "--microbatch", str(change["microbatch"]), "--json")
+        cluster = ("--cluster", f"a100-80g-sxm:{change['num_chips']}", "--batch", "64", "--seq", "2048")
+        again = meshwise("estimate", "gpt3-175b", *cluster, *words).document
+        assert again["memory_bytes"]["total"] <= nothing.document["capacity_bytes"]
+        assert again["step_s"] == change["step_s"]
 
 
 ARGUMENTS = ("search", "mixtral-8x7b", "--cluster", "h100-80g-sxm:64", "--batch", "256", "--seq", "4096")

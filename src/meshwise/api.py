@@ -128,7 +128,6 @@ def search(
     top: int = 5,
     memory_frac: float = 0.92,
     beside: str | Path | Plan | None = None,
-    all_keys: bool = False,
 ) -> Result:
     """Price every plan of `model` on `cluster` and keep the fastest that fit.
 
@@ -144,7 +143,6 @@ def search(
         top: How many plans to keep, the fastest of each family with the same degrees.
         memory_frac: Share of a chip's memory that a plan may need.
         beside: A plan to show beside the best one, term by term.
-        all_keys: Search the keys too that usually have their default, as if each were stated as `*`.
 
     Returns:
         How many plans there are, and the fastest that fit (`best`), fastest first; none where none fits.
@@ -166,7 +164,6 @@ def search(
     stated = dict(_choices(plan)) | ({"microbatch": sizes} if sizes else {})
     found = find(
         shape, machine, batch=batch, seq=works[0].seq, stated=stated, top=top, memory_frac=memory_frac,
-        all_keys=all_keys,
     )  # fmt: skip
     if beside is None:
         return found

@@ -27,10 +27,6 @@ def search(
     plan: Annotated[
         str, typer.Option(help="Keys that are fixed, or the values to try: tp=4|8,layout=*; or a TOML file.")
     ] = "",
-    all_keys: Annotated[
-        bool,
-        typer.Option("--all-keys", help="Free the keys too that usually have their default."),
-    ] = False,
     microbatch: Annotated[
         str, typer.Option(help="Sequences of a microbatch, or the numbers to try: 1|2|4 [all that divide].")
     ] = "",
@@ -57,7 +53,7 @@ def search(
         raise WorkloadError("say how many sequences a step has with --batch")
     result = api.search(
         need_model(inputs.pop("model")), cluster, plan, microbatch=_numbers(microbatch), top=top,
-        memory_frac=memory_frac, beside=beside, all_keys=all_keys, **inputs,
+        memory_frac=memory_frac, beside=beside, **inputs,
     )  # fmt: skip
     if present is not None:
         result = replace(result, beside=present)

@@ -9,6 +9,7 @@ from urllib.parse import urlencode
 from meshwise.core.units import duration, with_prefix
 from meshwise.plan.plan import plan_text
 from meshwise.report.html import COLORS, LIMIT_COLOR, Chart, Link, Page, Section, Table, Text
+from meshwise.report.search_table import change_text
 from meshwise.search.cloud import Sampled, cloud
 from meshwise.search.search import Result
 
@@ -66,8 +67,8 @@ def _nothing(result: Result) -> str:
     if miss is None:
         return result.reason or "there is no plan"
     short = with_prefix(miss.memory_bytes - result.capacity_bytes, "B")
-    needs = f"; {result.needs_chips} chips are enough" if result.needs_chips else ""
-    return f"no plan fits: {plan_text(miss.plan)} comes nearest and is {short} short{needs}"
+    nearest = f"no plan fits: {plan_text(miss.plan)} comes nearest and is {short} short"
+    return "; ".join([nearest, *map(change_text, result.changes)])
 
 
 def _picture(result: Result, sample: Sequence[Sampled], color: str, link: Any) -> Section:

@@ -8,7 +8,7 @@ from meshwise.core.units import duration, with_prefix
 from meshwise.estimate.single import Estimate
 from meshwise.plan.plan import plan_text
 from meshwise.report.table import table
-from meshwise.search.search import Result
+from meshwise.search.search import Change, Result
 
 WORK = ("compute", "memory")
 """Parts of a step that are work of the kernels themselves."""
@@ -72,11 +72,15 @@ def _why_none(result: Result) -> str:
         f"none fits: the nearest plan is {short} short of {with_prefix(result.capacity_bytes, 'B')}: "
         f"{plan_text(miss.plan)}, microbatch {miss.microbatch}"
     ]
-    for change in result.changes:
-        what = f"with another {change.key}" if change.key else f"on {change.num_chips:,} chips"
-        need = with_prefix(change.found.memory_bytes, "B")
-        lines.append(
-            f"fits {what}: {plan_text(change.found.plan) or 'the default plan'}, microbatch "
-            f"{change.found.microbatch} ({need}, {duration(change.found.step_s)} a step)"
-        )
+    lines += map(change_text, result.changes)
     return "\n".join(lines if result.changes else [*lines, "use larger chips, or a shorter sequence"])
+
+
+def change_text(change: Change) -> str:
+    """What would fit, and after which change."""
+    what = f"with another {change.key}" if change.key else f"on {change.num_chips:,} chips"
+    return (
+        f"fits {what}: {plan_text(change.found.plan) or 'the default plan'}, microbatch "
+        f"{change.found.microbatch} ({with_prefix(change.found.memory_bytes, 'B')}, "
+        f"{duration(change.found.step_s)} a step)"
+    )

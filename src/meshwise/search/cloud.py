@@ -14,8 +14,7 @@ from meshwise.model.architecture import Model
 from meshwise.plan.plan import DEFAULTS, KEYS, Plan
 from meshwise.plan.workload import Workload
 from meshwise.search.kept import distinct
-from meshwise.search.search import Stated
-from meshwise.search.space import free_values
+from meshwise.search.space import Stated, free_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +31,7 @@ def cloud(
     model: Model, cluster: Cluster, workload: Workload, stated: Stated | None = None, *, most: int = 2000
 ) -> list[Sampled]:
     """At most `most` plans of the space that `search` prices, the same ones at every call."""
-    space = free_values(model, cluster, workload) | dict(stated or {})
-    if "full" not in space["recompute"]:
-        space.pop("recompute_layers", None)
+    space = free_values(model, cluster, workload, stated or {})
     kept: list[tuple[float, Sampled]] = []
     draw = np.random.default_rng(0)
     for cells in price_grid(model, cluster, workload, space, Plan(), distinct=True):

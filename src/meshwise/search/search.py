@@ -122,19 +122,18 @@ def search(
     stated: Stated | None = None,
     top: int = 5,
     memory_frac: float = MEMORY_FRAC,
-    all_keys: bool = False,
     on_plans: Callable[[Kept], None] = lambda kept: None,
 ) -> Result:
     """Price every plan of the space; keep the fastest of each of the `top` families that fit the memory.
 
     Where none fits, offloading is tried too (a plan that does without is the simpler one).
     `stated`: the values that keys of the plan (and `microbatch`) may have, in place of all of them.
-    `memory_frac`: share of a chip's memory that a plan may need. `all_keys`: those that are usually left at
-    their default are free too. `on_plans` hears of the plans kept so far; Ctrl-C ends the search with them.
-    The result has no `best` where nothing fits. PlanError where a stated key is unknown.
+    `memory_frac`: share of a chip's memory that a plan may need. `on_plans` hears of the plans kept so far;
+    Ctrl-C ends the search with them. The result has no `best` where nothing fits. PlanError where a stated key is unknown.
     """
     started = time.perf_counter()
-    space = _Space(model, cluster, Workload(batch=batch, seq=seq), stated or {}, memory_frac, all_keys)
+    workload, stated = Workload(batch=batch, seq=seq), stated or {}
+    space = _Space(model, cluster, workload, stated, memory_frac)
     kept = space.price(on_plans)
     if kept.considered and not kept.feasible and not kept.stopped:
         space = replace(space, stated={**OFFLOADED, **space.stated})
@@ -157,7 +156,7 @@ def search(
         changes=tuple(space.changes()) if no_fit and not kept.stopped else (),
         reason="" if kept.considered else space.reason(),
         complete=not kept.stopped,
-        stated=stated or {},
+        stated=space.stated,
     )
 
 
@@ -170,12 +169,11 @@ class _Space:
     workload: Workload
     stated: Stated
     memory_frac: float
-    all_keys: bool
 
     def price(self, on_plans: Callable[[Kept], None] = lambda kept: None) -> Kept:
         """The plans worth keeping, of all; of those priced so far where Ctrl-C ends the search."""
         kept = Kept(self.memory_frac * self.cluster.chip.memory_bytes)
-        values = free_values(self.model, self.cluster, self.workload, self.stated, all_keys=self.all_keys)
+        values = free_values(self.model, self.cluster, self.workload, self.stated)
         try:
             for cells in price_grid(self.model, self.cluster, self.workload, values, Plan(), distinct=True):
                 kept.add(cells)
@@ -187,7 +185,7 @@ class _Space:
     def changes(self) -> Iterator[Change]:
         """What would make a plan fit: one stated key less, or more chips."""
         for key in self.stated:
-            if key not in OFFLOADED or ANY not in self.stated[key]:
+            if ANY not in self.stated[key]:
                 others = {other: values for other, values in self.stated.items() if other != key}
                 kept = replace(self, stated=others).price()
                 if kept.feasible:

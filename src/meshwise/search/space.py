@@ -16,7 +16,16 @@ from meshwise.core.errors import PlanError
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
-from meshwise.plan.plan import ANY, AXES, CP_KINDS, DISPATCH, GRID_DIMS, RECOMPUTE
+from meshwise.plan.plan import (
+    ANY,
+    AXES,
+    CP_KINDS,
+    DISPATCH,
+    DUALPIPE_RECOMPUTES,
+    GRID_DIMS,
+    RECOMPUTE,
+    RECOMPUTE_MODULES,
+)
 from meshwise.plan.workload import Workload
 
 Values = dict[str, Sequence[Any]]
@@ -41,18 +50,14 @@ USUAL_KINDS = {"cp_kind": ("ring", "ulysses", "all_gather"), "schedule": SCHEDUL
 """Kinds that are tried unless the key is `*`: GPipe and the two-level exchange are for those who ask."""
 
 
-def free_values(
-    model: Model, cluster: Cluster, workload: Workload, stated: Stated, *, all_keys: bool = False
-) -> Values:
-    """The values of each key that varies: those stated, and all of each free one.
+def free_values(model: Model, cluster: Cluster, workload: Workload, stated: Stated) -> Values:
+    """The values of each key that varies: those stated, and those of each free one.
 
-    `all_keys`: keys that are left out are as free as `key=*`. PlanError for `*` where a key has no list of
-    values that keep the result of the training.
+    PlanError for `*` where a key has no list of values that keep the result of the training.
     """
     known = all_values(model, cluster, workload)
-    found = dict(known) if all_keys else {key: known[key] for key in USUAL if key in known}
-    if not all_keys:
-        found |= {key: [kind for kind in kinds if kind in found[key]] for key, kinds in USUAL_KINDS.items()}
+    found = {key: known[key] for key in USUAL if key in known}
+    found |= {key: [kind for kind in kinds if kind in found[key]] for key, kinds in USUAL_KINDS.items()}
     for key, values in stated.items():
         if ANY in values and key not in known:
             raise PlanError(f"{key}=* cannot be searched here; list values, or free {', '.join(known)}")
@@ -87,6 +92,11 @@ def all_values(model: Model, cluster: Cluster, workload: Workload) -> Values:
         "zero_group": [None, *divisors(world)[1:-1]],
         "recompute": RECOMPUTE,
         "recompute_layers": RECOMPUTED_LAYERS,
+        "recompute_modules": [
+            *((name,) for name in RECOMPUTE_MODULES),
+            *(pair for pair in itertools.combinations(RECOMPUTE_MODULES, 2) if "per_op" not in pair),
+            DUALPIPE_RECOMPUTES,
+        ],
         "zero": (0, 1, 2, 3),
         "offload_optimizer": shares,
         "offload_activations": shares,
