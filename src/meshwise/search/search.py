@@ -129,7 +129,10 @@ def search(
     Where none fits, offloading is tried too (a plan that does without is the simpler one).
     `stated`: the values that keys of the plan (and `microbatch`) may have, in place of all of them.
     `memory_frac`: share of a chip's memory that a plan may need. `on_plans` hears of the plans kept so far;
-    Ctrl-C ends the search with them. The result has no `best` where nothing fits. PlanError where a stated key is unknown.
+    Ctrl-C ends the search with them. The result has no `best` where nothing fits.
+
+    Raises:
+        PlanError: A stated key is unknown, or cannot be `*`.
     """
     started = time.perf_counter()
     workload, stated = Workload(batch=batch, seq=seq), stated or {}
