@@ -56,7 +56,8 @@ SPACES: dict[str, tuple[str, str, dict[str, tuple[Any, ...]]]] = {
         "h100-80g-sxm:16",
         {
             "tp": (2,), "cp": (1, 4), "pp": (1, 2), "vpp": (1,), "schedule": ("1f1b",),
-            "recompute": ("none",), "cp_kind": ("ring", "ulysses", "two_level"), "ulysses": (1, 2, 4), "zero_group": (None, 2),
+            "recompute": ("none",), "cp_kind": ("ring", "ulysses", "two_level"), "ulysses": (1, 2, 4),
+            "zero_group": (None, 2),
             "placement": tuple(itertools.permutations(("tp", "cp", "dp", "pp"))), "microbatch": (1,),
             "zero": (1, 3), "overlap_pp": (False, True), "overlap_tp": (False, True),
         },
