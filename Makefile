@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test check fuzz bench docs site lock package release clean
+.PHONY: install demo test check frameworks fuzz bench docs site lock package release clean
 
 install: $(STAMP)
 
@@ -39,6 +39,11 @@ check: install
 test: check
 	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/test_network.py
 	$(BIN)/pytest tests/test_network.py  # measures time, so nothing runs beside it
+
+frameworks:  # the packages of others, in a .venv of their own, and the tests that need them
+	test -x .venv-frameworks/bin/python || $(PYTHON) -m venv .venv-frameworks
+	.venv-frameworks/bin/python -m pip install -qq --constraint constraints.txt --editable '.[torch,frameworks,dev]'
+	.venv-frameworks/bin/pytest tests/test_script.py tests/test_launch.py
 
 fuzz: install  # make fuzz CASES=20000 SEED=1: so many hostile inputs for each kind of input
 	CASES=$(or $(CASES),1000) $(BIN)/pytest tests/test_fuzz.py --hypothesis-seed=$(or $(SEED),0)

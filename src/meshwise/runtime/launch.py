@@ -279,7 +279,7 @@ def check_world(ranks: int, device_type: str) -> None:
 def _serve(place: Place, port: int, threads: int, pipe: Connection, parent: int) -> None:
     """The life of a rank: join the group, answer calls until told to stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent handles it
-    _die_with_parent(parent)
+    die_with_parent(parent)
     torch.set_num_threads(threads)
     if place.device_type == "cpu":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -298,7 +298,7 @@ def _serve(place: Place, port: int, threads: int, pipe: Connection, parent: int)
         os._exit(1)
 
 
-def _die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Linux ends this process when its parent goes, however it goes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)

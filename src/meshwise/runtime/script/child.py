@@ -10,6 +10,7 @@ import atexit
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,28 +25,30 @@ import torch.multiprocessing
 from meshwise.core.errors import PlanError
 from meshwise.machine.hardware import find_chip
 from meshwise.program.tape import booked_by
+from meshwise.runtime.launch import die_with_parent
 from meshwise.runtime.script.cuda_module import supply_cuda_module
 from meshwise.runtime.script.cuda_objects import supply_cuda_objects
 from meshwise.runtime.script.guesses import Guesses, place_of_error
+from meshwise.runtime.script.letters import FAILED, Letters
 from meshwise.runtime.script.process_group import supply_process_groups
 from meshwise.runtime.script.recording import ScriptRecorder, ScriptTape
+from meshwise.runtime.script.start import OWNER, REPORT
 from meshwise.runtime.script.tensors import supply_tensors
 from meshwise.runtime.script.values import ScriptMode
 
-OWNER = "MESHWISE_SCRIPT_PROCESS"
-"""The process that is the rank; those that it starts are not."""
-
 
 def install(settings: dict[str, Any]) -> None:
-    """Become rank `settings["rank"]`; the report goes to `settings["report"]` when the process ends."""
+    """Become rank `settings["rank"]`; the report is written when the process ends."""
     os.environ[OWNER] = str(os.getpid())
     rank, ranks, devices = settings["rank"], settings["ranks"], settings["devices"]
     device, chip = rank % devices, find_chip(settings["chip"])
+    if rank != settings["asked"]:
+        die_with_parent(os.getppid())
     tape = ScriptTape("dry_run", rank, ranks, **booked_by(chip))
     guesses, recorder = Guesses(), ScriptRecorder(tape)
     supply_cuda_objects(devices, device)
     supply_cuda_module(tape, chip, devices, device)
-    supply_process_groups(rank, ranks, guesses, recorder)
+    supply_process_groups(rank, ranks, guesses, recorder, Letters(settings))
     supply_tensors(guesses)
     _supply_launchers(ranks, device)
     torch.autograd.set_multithreading_enabled(False)
@@ -53,7 +56,7 @@ def install(settings: dict[str, Any]) -> None:
     recorder.watch_modules()
     mode.__enter__()
     recorder.__enter__()
-    report = _Report(settings["report"], tape, guesses, [recorder, mode])
+    report = _Report(settings, tape, guesses, [recorder, mode])
     atexit.register(report.write)
     sys.excepthook = report.failed(sys.excepthook)
     leave = os._exit
@@ -68,8 +71,11 @@ def install(settings: dict[str, Any]) -> None:
 class _Report:
     """Writes what was found, once, from the process that is the rank."""
 
-    def __init__(self, path: str, tape: ScriptTape, guesses: Guesses, modes: list[Any]) -> None:
-        self._path, self._tape, self._guesses, self._modes = Path(path), tape, guesses, modes
+    def __init__(
+        self, settings: dict[str, Any], tape: ScriptTape, guesses: Guesses, modes: list[Any]
+    ) -> None:
+        self._folder, self._is_asked = Path(settings["folder"]), settings["rank"] == settings["asked"]
+        self._tape, self._guesses, self._modes = tape, guesses, modes
         self._failure: dict[str, str] | None = None
 
     def failed(self, hook: Any) -> Any:
@@ -95,6 +101,10 @@ class _Report:
             mode.__exit__(None, None, None)
         self._modes = []
         tape = self._tape
+        if not self._is_asked:
+            if self._failure is not None:
+                (self._folder / FAILED.format(tape.rank)).touch()
+            signal.pause()  # the ranks that this one has started end with it
         report = {
             "peak_bytes": tape.peak_booked_bytes,
             "tensors_peak_bytes": tape.peak_bytes,
@@ -106,7 +116,7 @@ class _Report:
             "guesses": self._guesses.to_json(),
             "failure": self._failure,
         }
-        self._path.write_text(json.dumps(report))
+        (self._folder / REPORT).write_text(json.dumps(report))
 
 
 _REMEDIES = (

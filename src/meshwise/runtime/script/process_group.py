@@ -1,7 +1,8 @@
 """Process groups of any size that move nothing, and what on top of them would need an answer of other ranks.
 
-Collectives on tensors pass torch's own fake process group, and the recorder notes them. What moves Python
-objects hands back this rank's own; a store is a dictionary.
+Collectives on tensors pass torch's own fake process group, and the recorder notes them. Collectives of Python
+objects hand back this rank's own, a message of objects is written by the rank that sends it (`letters.py`); a
+store is a dictionary.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshwise.core.errors import PlanError
 from meshwise.runtime.recorder import Recorder
 from meshwise.runtime.script.guesses import Guesses
+from meshwise.runtime.script.letters import Letters
 
 BACKEND = "cpu:fake,cuda:fake"
 
@@ -52,7 +54,9 @@ class _Store(dist.Store):
         return self._values.pop(key, None) is not None
 
 
-def supply_process_groups(rank: int, ranks: int, guesses: Guesses, recorder: Recorder) -> None:
+def supply_process_groups(
+    rank: int, ranks: int, guesses: Guesses, recorder: Recorder, letters: Letters
+) -> None:
     """Replace what would look for other ranks."""
     named: dict[str, str] = {}
     make_group = c10d._new_process_group_helper
@@ -107,6 +111,8 @@ def supply_process_groups(rank: int, ranks: int, guesses: Guesses, recorder: Rec
         "gather_object": gather_object,
         "broadcast_object_list": broadcast_object_list,
         "scatter_object_list": scatter_object_list,
+        "send_object_list": letters.send,
+        "recv_object_list": letters.receive,
         "monitored_barrier": lambda *_, **__: None,
         "set_timeout": lambda *_, **__: None,  # of later versions of torch
         "ProcessGroupNCCL": SimpleNamespace(Options=SimpleNamespace),

@@ -13,9 +13,12 @@ from typing import Any
 
 from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.core.ledger import Ledger
-from meshwise.machine.hardware import Chip, find_chip
+from meshwise.machine.hardware import find_chip
 from meshwise.runtime.profile import HOOK, run_command
 
+OWNER = "MESHWISE_SCRIPT_PROCESS"
+"""The variable that names the process which is the rank; those that it starts are not."""
+REPORT = "report.json"
 _PACKAGE = Path(__file__).parents[3]
 
 
@@ -75,10 +78,20 @@ def dry_run_script(
     """Run `command` as rank `rank` of `ranks` on chips `device`; ScriptError where it fails."""
     if not 0 <= rank < ranks:
         raise PlanError(f"rank {rank} is not in a world of {ranks}; name one from 0 to {ranks - 1}")
-    text = shlex.join(command)
+    chip, text = find_chip(device), shlex.join(command)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "report.json"
-        exit_code, _ = run_command(command, _environment(find_chip(device), ranks, rank, path), stdout)
+        settings = {
+            "command": list(command),
+            "asked": rank,
+            "rank": rank,
+            "ranks": ranks,
+            "devices": int(min(chip.levels[0].ranks, ranks)) if chip.levels else 1,
+            "folder": folder,
+            "chip": chip.name,
+        }
+        (Path(folder) / f"started-{rank}").touch()
+        exit_code, _ = run_command(command, rank_environment(settings), stdout)
+        path = Path(folder) / REPORT
         report = json.loads(path.read_text()) if path.exists() else None
     if report is None:
         raise ScriptError(
@@ -99,16 +112,9 @@ def _failed(text: str, exit_code: int, failure: dict[str, str] | None) -> str:
     return f"{failure['place']}: {failure['error']}{remedy}"
 
 
-def _environment(chip: Chip, ranks: int, rank: int, report: Path) -> dict[str, str]:
+def rank_environment(settings: dict[str, Any]) -> dict[str, str]:
     """What torchrun would set, and the settings of the hook."""
-    devices = int(min(chip.levels[0].ranks, ranks)) if chip.levels else 1
-    settings = {
-        "rank": rank,
-        "ranks": ranks,
-        "devices": devices,
-        "report": str(report),
-        "chip": chip.name,
-    }
+    rank, ranks, devices = settings["rank"], settings["ranks"], settings["devices"]
     search = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")]), str(_PACKAGE)]
     place = {
         "RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % devices, "LOCAL_WORLD_SIZE": devices,
@@ -118,7 +124,7 @@ def _environment(chip: Chip, ranks: int, rank: int, report: Path) -> dict[str, s
         "NGPU": ranks, "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices))),
     }  # fmt: skip
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != OWNER},
         **{name: str(value) for name, value in place.items()},
         "PYTHONPATH": os.pathsep.join(search),
         "MESHWISE_SCRIPT": json.dumps(settings),
