@@ -58,7 +58,12 @@ PLANS = [
     ("cp=4,cp_kind=all_gather", "gpt", 2),
     ("cp=2,pp=2,recompute=full", "llama", 4),
     ("cp=2,tp=2,recompute=selective", "llama", 4),
+    ("cp=4,cp_kind=ulysses", "gpt", 4),
+    ("cp=4,cp_kind=two_level,ulysses=2,recompute=selective", "llama", 4),
+    ("cp=2,cp_kind=ulysses,ep=2", "moe", 4),
     ("pp=2,schedule=zb-v", "gpt", 8),
+    ("pp=2,schedule=zb-h1,cp=2,cp_kind=ulysses", "llama", 4),
+    ("pp=2,schedule=dualpipe-v,tp=2", "gpt", 4),
     ("ep=4", "moe", 4),
     ("tp=2,ep=2,etp=1,recompute=full", "moe", 4),
     ("pp=2,ep=2", "moe", 4),
@@ -132,6 +137,7 @@ def test_parts_are_those_of_chunk(rows: int, number: int) -> None:
         (2, "pp=2,vpp=2,tp=2,dtype=bf16,recompute=selective", "gpt"),
         (3, "tp=2,cp=2,cp_kind=all_gather,dtype=fp64", "llama"),
         (1, "pp=2,ep=2,dtype=bf16,recompute=full", "moe"),
+        (3, "cp=4,cp_kind=two_level,ulysses=2,dtype=bf16", "llama"),
     ],
 )
 def test_all_instruments_agree(rank: int, plan: str, model: str, pool: Ranks) -> None:
@@ -163,6 +169,10 @@ def test_all_instruments_agree(rank: int, plan: str, model: str, pool: Ranks) ->
         (4, 3, "gpt --plan pp=2,stages=1-3,dtype=bf16,recompute=full --batch 4"),
         (2, 1, "llama --plan pp=2,schedule=zb-v,dtype=fp32 --batch 4 --layers 4"),
         (16, 11, "llama --plan pp=2,cp=2,tp=2,vpp=2,dtype=bf16 --batch 4 --layers 4"),
+        (4, 3, "gpt --plan pp=4,schedule=zb-h1,dtype=fp64 --batch 5 --layers 4"),
+        (4, 2, "llama --plan pp=4,schedule=dualpipe-v,dtype=bf16 --batch 9 --layers 8"),
+        (4, 1, "gpt --plan cp=4,cp_kind=ulysses,dtype=bf16,recompute=selective"),
+        (4, 3, "moe --plan cp=2,cp_kind=ulysses,ep=2,etp=1,pp=2,schedule=zb-h1,dtype=bf16 --batch 4"),
     ],
 )
 def test_estimate_is_dry_run(ranks: int, rank: int, words: str) -> None:
@@ -273,12 +283,12 @@ def counted_peak(options: Any) -> float:
         (f"--model {MODELS['moe']} --plan tp=2,ep=2,etp=1 --seq 6", "3 tokens in a row, whose choices 6"),
         ("--plan zero=1", "not built for zero=1; use zero=3"),
         ("--plan pp=2,schedule=dualpipe", "not built for schedule=dualpipe"),
-        ("--plan cp=2,cp_kind=ulysses", "not built for cp_kind=ulysses"),
         ("--plan tp=2,sp=0", "not built for sp=0"),
         (
             "--plan pp=2,schedule=zb-v,recompute=full",
             "would recompute once for each weight",
         ),
+        ("--plan pp=2,schedule=zb-h1,recompute=selective", "once for each weight under schedule=zb-h1"),
         ("--plan vpp=2", "vpp=2 needs a pipeline"),
         ("--plan tp=4", "tp=4 does not divide the 2 key-value heads"),
         ("--plan tp=2 --seq 15", "seq=15 does not divide by 2"),
@@ -304,5 +314,12 @@ def test_what_is_not_built_is_said(words: str, sentence: str, meshwise: Callable
 
 def test_help_names_what_a_plan_may_say(meshwise: Callable[..., Any]) -> None:
     text = " ".join(meshwise("run", "train", "--help").out.split())
-    for word in ("--plan", "--check", "--microbatch", "tp, cp, ep, pp, vpp", "schedule=gpipe|1f1b", "full"):
+    for word in (
+        "--plan",
+        "--check",
+        "--microbatch",
+        "tp, cp, cp_kind, ulysses, ep, pp, vpp",
+        "schedule=gpipe|1f1b|interleaved|zb-h1",
+        "full",
+    ):
         assert word in text

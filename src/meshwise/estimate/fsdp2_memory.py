@@ -6,7 +6,8 @@ The most that is kept at once follows from the order of the rank's forwards and 
     and for the chunk whose backward runs, what recomputation brings back beyond what is gone by then
 
 A backward that is split lets go of what ops with weights keep; on the last stage, whose graph torch's
-schedules hold by its loss, what other ops keep stays to the end of the step.
+schedules hold by its loss, what other ops keep stays to the end of the step, but for the sum of the loss's
+weights, which goes with the gradient of the input.
 """
 
 from __future__ import annotations
@@ -97,11 +98,12 @@ def _peak_of_pattern(
     kept, redone = np.split(cells[3 : 3 + 2 * len(kinds)], 2)
     loose = cells[3 + 2 * len(kinds) :]
     nothing = np.zeros_like(one_input)
-    sizes, left, back = [], [], []
+    sizes, gone, left, back = [], [], [], []
     for chunk, layers in chunks_of_rank(model, pp, vpp, SCHEDULES[schedule], mesh.plan.stages, rank):
         counts = np.array([chunk.embeddings, *chunk.layers, chunk.heads])
         sizes.append(counts @ np.stack([embedding, *kept, head]))
-        left.append(chunk.heads * (counts @ loose - cut.precision.stat_bytes))  # the weight of the loss goes
+        left.append(chunk.heads * (counts @ loose))
+        gone.append(-chunk.heads * cut.precision.stat_bytes + nothing)
         from_end = {layer_kind(model, layer): layers.stop - layer for layer in layers}
         beyond = [
             redone[kinds.index(kind)] - chunk.heads * head - number * one_input
@@ -109,4 +111,5 @@ def _peak_of_pattern(
         ]
         back.append(np.max([nothing, *beyond], axis=0))
     found = moments(*pattern)
-    return np.asarray((found.alive @ sizes + found.done @ left + found.turning @ back).max(axis=0))
+    held = found.alive @ sizes + found.turned @ gone + found.done @ left + found.turning @ back
+    return np.asarray(held.max(axis=0))

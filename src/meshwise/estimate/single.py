@@ -179,7 +179,9 @@ class Estimate(Shown):
         place = {
             axis: rank // int(mesh.stride(axis)) % int(getattr(mesh, axis)) for axis in ("cp", "dp", "pp")
         }
-        mesh = replace(mesh, ring_rank=float(place["cp"]), shard=place["dp"] * mesh.cp + place["cp"])
+        mesh = replace(
+            mesh, ring_rank=float(place["cp"] // mesh.ulysses), shard=place["dp"] * mesh.cp + place["cp"]
+        )
         stages = [*stages_of(self.model, mesh), stage_of_rank(self.model, mesh, place["pp"])]
         step = step_cost(self.model, mesh, self.machine, stages)
         rows = step_rows(self.model, mesh, step, step.stages[-1])

@@ -41,7 +41,7 @@ ENGINE_KEYS = (
 )
 """Keys of a plan that a serving engine knows."""
 FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
-    "layout": ("1d",), "cp_kind": ("ring", "all_gather"), "zero": (3,),
+    "layout": ("1d",), "zero": (3,),
     "zero_group": (None,), "recompute_layers": (None,), "recompute_modules": (("core_attn",),),
     "dtype": ("bf16", "fp16", "fp32", "fp64"), "optimizer": ("adam",), "grad_dtype": ("fp32",),
     "attention": ("flash",), "dispatch": ("per_expert",), "dispatch_dtype": ("bf16",), "imbalance": (1.0,),
@@ -50,8 +50,9 @@ FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
     "placement": (DEFAULTS["placement"],),
 }  # fmt: skip
 """What implementation=fsdp2 can be told, where that is less than a plan can say."""
-FSDP2_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-v")
+FSDP2_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 _INTERLEAVED, _ONE_F_ONE_B = SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")
+_SPLIT = tuple(SCHEDULES.index(name) for name in ("zb-h1", "zb-v", "dualpipe-v"))
 _FOLDED = tuple(SCHEDULES.index(name) for name in ("zb-v", "dualpipe-v"))
 
 
@@ -424,20 +425,20 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
         (mesh.vpp > 1) & (mesh.pp == 1),
         lambda: f"vpp={_int(mesh.vpp)} needs a pipeline; use pp=2 or more, or leave vpp out",
     )
-    parts = mesh.tp * mesh.cp * (1.0 + (mesh.cp > 1))
+    parts = mesh.tp * mesh.cp * (1.0 + (mesh.ring > 1))
     yield Rule(
         mesh.seq % parts != 0,
         lambda: (
             f"seq={_int(mesh.seq)} does not divide by {_int(parts)}, the parts that implementation=fsdp2 "
-            "cuts it into (tp, and two for each rank of cp); use a multiple"
+            "cuts it into (tp, cp, and two for each rank of a ring); use a multiple"
         ),
         WorkloadError,
     )
     yield Rule(
-        (mesh.pp > 1) & (mesh.schedule == SCHEDULES.index("zb-v")) & (mesh.recompute > 0),
+        (mesh.pp > 1) & np.isin(mesh.schedule, _SPLIT) & (mesh.recompute > 0),
         lambda: (
-            "implementation=fsdp2 would recompute once for each weight under schedule=zb-v; use "
-            "recompute=none"
+            "implementation=fsdp2 would recompute once for each weight under "
+            f"schedule={SCHEDULES[_int(mesh.schedule)]}; use recompute=none"
         ),
     )
     yield Rule(

@@ -103,14 +103,10 @@ def _flash(model: Model, cut: Cut, heads: Num, kv_heads: Num, qk_dim: int, v_dim
     act_bytes = cut.precision.act_bytes
     arguments = (pairs, heads, kv_heads, seq_q, cut.seq, qk_dim, v_dim)
     shape = (cut.microbatch, *arguments[1:])
-    kept = (
-        cut.microbatch
-        * seq_q
-        * (
-            act_bytes * (heads * (qk_dim + v_dim) + kv_heads * (qk_dim + v_dim))
-            + cut.precision.stat_bytes * heads
-        )
-    )
+    rows = cut.microbatch * seq_q
+    kept = rows * (act_bytes * (heads + kv_heads) * (qk_dim + v_dim) + cut.precision.stat_bytes * heads)
+    # The projection behind keeps the output, which it reads, unless an exchange lies between.
+    redone = rows * heads * (cut.precision.stat_bytes + (cut.ulysses > 1.0) * act_bytes * v_dim)
     for phase, work, beside_flop in (
         ("forward", flash_attention, score_flop),
         ("backward", flash_attention_backward, backward_flop),
@@ -124,9 +120,7 @@ def _flash(model: Model, cut: Cut, heads: Num, kv_heads: Num, qk_dim: int, v_dim
             shape=shape,
             cost=cost,
             saved_bytes=kept if phase == "forward" else 0.0,
-            recomputed_bytes=cut.microbatch * seq_q * cut.precision.stat_bytes * heads
-            if phase == "forward"
-            else 0.0,
+            recomputed_bytes=redone if phase == "forward" else 0.0,
             causal=model.causal,
             dtype=_attention_dtype(cut),
         )

@@ -52,11 +52,16 @@ def attention(model: Model, cut: Cut) -> Iterator[Op]:
     v_dim = model.mla.v_head_dim if model.mla else model.head_dim
     width = model.num_heads * v_dim / cut.tp
     yield from row_linear(
-        ATTENTION, "out_proj", "o", width, model.hidden, cut, bias=model.out_bias, kept=not cut.flash,
+        ATTENTION, "out_proj", "o", width, model.hidden, cut, bias=model.out_bias, kept=_keeps_mixed(cut),
         leaves=not model.parallel_block,
     )  # fmt: skip
     if not model.parallel_block:
         yield from leave(model, cut, ATTENTION, 1)
+
+
+def _keeps_mixed(cut: Cut) -> Num:
+    """1 where the output projection keeps what it reads: no fused attention does, or an exchange made it."""
+    return (cut.ulysses > 1.0) * 1.0 if cut.flash else 1.0
 
 
 def mlp(model: Model, cut: Cut) -> Iterator[Op]:
@@ -265,17 +270,17 @@ def column_linear(
 
 def row_linear(
     module: str, name: str, part: str, d_in: Num, d_out: Num, cut: Cut, *, bias: bool = False,
-    kept: bool = True, leaves: bool = True,
+    kept: Num = 1.0, leaves: bool = True,
 ) -> Iterator[Op]:  # fmt: skip
     """A linear layer cut by rows (`d_in` is local), with the exchange that leaves its pair.
 
-    `kept` False: its input is already kept by the op before it (fused attention keeps its output). `leaves`
+    `kept` 0: its input is already kept by the op before it (fused attention keeps its output). `leaves`
     False: the result is not exchanged yet.
     """
     if leaves and cut.sequence_parallel:
         yield on_tp(module, name, "backward", "all_gather", d_out, cut)
     # With an fp8 matmul the kept input is a narrow copy of its own, whatever came before.
-    saved_rows = None if kept or cut.precision.casts else 0.0
+    saved_rows = cut.tokens * (1.0 if cut.precision.casts else kept)
     yield from plain_linear(
         module, name, cut.tokens, d_in, {part: d_out}, cut, bias=bias, saved_rows=saved_rows
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from meshwise.model.architecture import Model, is_moe_layer
 from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.functions import SwiGLU
+from meshwise.runtime.programs.heads import CoreAttention, attend_by_heads
 from meshwise.runtime.programs.local import local
 from meshwise.runtime.programs.mixture import Mixture, Routes
 from meshwise.runtime.programs.norm import Norm
@@ -31,11 +33,9 @@ from meshwise.runtime.programs.rotary import Rotate
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Recorder
+    from meshwise.runtime.programs.tensor_parallel.exchange import Axis
 
 TABLE, TIED = "embedding.tokens.weight", "head.logits.weight"
-
-CoreAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q [batch, heads, tokens, width], k and v of as many or fewer heads -> [batch, tokens, heads, width]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,8 +44,8 @@ class Setting:
 
     `turns`: of the tokens that pass through attention, how rotary positions turn them (`Rotate`);
     `own_places`: positions of those between the matmuls, a part of them under sequence parallelism.
-    `routes`: where tokens go whose layer has experts. `recompute`: none, selective (the core attention) or
-    full (each block).
+    `routes`: where tokens go whose layer has experts. `heads`: the ranks that exchange heads for tokens.
+    `recompute`: none, selective (the core attention) or full (each block).
     """
 
     turns: tuple[Tensor, Tensor]
@@ -54,6 +54,7 @@ class Setting:
     attend: CoreAttention = lambda q, k, v: Attend.apply(q, k, v, True)
     recompute: str = "none"
     routes: Routes | None = None
+    heads: Axis | None = None
 
     def redone(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """`function(*inputs)`, run a second time in the backward, which keeps only the inputs till then."""
@@ -105,10 +106,12 @@ class Attention(nn.Module):
         if self.is_rotary:
             q, k = (Rotate.apply(part, *setting.turns) for part in (q, k))
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        if setting.recompute == "selective":
-            mixed = setting.redone(setting.attend, q, k, v)
-        else:
-            mixed = setting.attend(q, k, v)
+        attend = (
+            partial(setting.redone, setting.attend) if setting.recompute == "selective" else setting.attend
+        )
+        if setting.heads is not None:
+            attend = partial(attend_by_heads, setting.heads, attend)
+        mixed = attend(q, k, v)
         return self.out(mixed.flatten(2))
 
 

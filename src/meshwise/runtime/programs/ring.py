@@ -21,12 +21,14 @@ from torch.distributed.tensor.experimental._context_parallel import _attention
 
 from meshwise.runtime.programs.attention_kernels import attention, attention_backward
 
-ROTATIONS = {"ring": _attention._RotateMethod.ALL_TO_ALL, "all_gather": _attention._RotateMethod.ALL_GATHER}
-"""How keys and values come round, by the names of a `Plan`: a hop at a time, or all at once."""
+ALL_AT_ONCE = "all_gather"
+"""The `cp_kind` of a `Plan` in which keys and values come all at once, else a hop at a time."""
 
 
 def own_places(seq: int, ranks: int, rank: int, device: torch.device) -> Tensor:
     """The tokens of a sequence that `rank` of a ring holds: one part from its front, one from its back."""
+    if ranks == 1:
+        return torch.arange(seq, device=device)
     parts = torch.arange(seq, device=device).chunk(2 * ranks)
     return torch.cat([parts[rank], parts[2 * ranks - 1 - rank]])
 
@@ -67,7 +69,8 @@ def _options(q: Tensor, kind: str) -> Iterator[None]:
     options = _attention._cp_options
     before = options.convert_to_f32, options.enable_load_balance, options.rotate_method
     options.convert_to_f32, options.enable_load_balance = q.dtype != torch.float64, True
-    options.rotate_method = ROTATIONS[kind]
+    method = _attention._RotateMethod
+    options.rotate_method = method.ALL_GATHER if kind == ALL_AT_ONCE else method.ALL_TO_ALL
     try:
         yield
     finally:

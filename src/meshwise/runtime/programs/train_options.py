@@ -2,9 +2,10 @@
 
 Tensor parallelism with sequence parallelism by DTensor (`tp`), sharded data parallelism by FSDP2 (`zero=3`),
 pipelines by torch.distributed.pipelining (`pp`, `vpp`, `schedule`), context parallelism by torch's ring
-attention (`cp`, `cp_kind`), experts spread over neighbours by its functional all-to-all (`ep`), recomputation
-by torch.utils.checkpoint (`recompute`), AdamW. Gradients of several microbatches add up before the optimizer
-steps. Dropout is left out. Other plans are priced by `meshwise estimate` and refused here.
+attention and an exchange of heads (`cp`, `cp_kind`, `ulysses`), experts spread over neighbours by its
+functional all-to-all (`ep`), recomputation by torch.utils.checkpoint (`recompute`), AdamW. Gradients of
+several microbatches add up before the optimizer steps. Dropout is left out. Other plans are priced by
+`meshwise estimate` and refused here.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class Options:
     plan: Annotated[
         str,
         Meta(
-            description="tp, cp, ep, pp, vpp, schedule=gpipe|1f1b|interleaved|zb-v, cp_kind=ring|all_gather, "
-            "recompute=none|selective|full, dtype=bf16|fp16|fp32|fp64, joined by commas as in tp=2,pp=2; "
-            "dp is what they leave"
+            description="tp, cp, cp_kind, ulysses, ep, pp, vpp, "
+            "schedule=gpipe|1f1b|interleaved|zb-h1|zb-v|dualpipe-v, recompute=none|selective|full, "
+            "dtype=bf16|fp16|fp32|fp64, joined by commas as in tp=2,pp=2; dp is what they leave"
         ),
     ] = "tp=1,zero=3"
     batch: Annotated[int, Meta(ge=0, description="sequences in a step (0: pp microbatches a replica)")] = 0
@@ -59,7 +60,7 @@ def check(options: Options, ranks: int) -> None:
     if model.moe is None:
         return
     alike = int(mesh.expert_replicas)
-    run = options.seq // plan.tp // (2 * plan.cp if plan.cp > 1 else 1)
+    run = options.seq // plan.tp // plan.cp // (2 if mesh.ring > 1 else 1)
     for what, number, divisor in (
         ("hidden width", model.hidden, alike), ("experts' width", model.moe.ffn_hidden, alike),
         (f"seq {options.seq} leaves each rank {run} tokens in a row, whose choices", run * model.moe.top_k,

@@ -21,6 +21,7 @@ from meshwise.runtime.programs.parallelize import cut_tensors, shard_states
 from meshwise.runtime.programs.pipeline import make_schedule
 from meshwise.runtime.programs.ring import RingAttend, own_places
 from meshwise.runtime.programs.rotary import turns
+from meshwise.runtime.programs.tensor_parallel.exchange import Axis
 from meshwise.runtime.programs.train_options import Options, Place, rank_layers, the_mesh, the_model, the_plan
 
 if TYPE_CHECKING:
@@ -38,12 +39,13 @@ class Trainer:
         self.place = Place.of(context.rank, self.plan, self.dp)
         plan, place = self.plan, self.place
         self.mesh = context.mesh(pp=plan.pp, dp=self.dp * plan.cp, tp=plan.tp)
-        ring = [context.rank + (number - place.cp) * plan.tp for number in range(plan.cp)]
-        self.ring = context.group("cp", ring) if plan.cp > 1 else None
+        self.ring, self.heads = self._context_groups(int(on.ring), int(on.ulysses))
         self.ends = self._ends()
         self.experts, self.experts_mesh = self._expert_groups()
         with context.recorder.setup():
-            self.places = own_places(options.seq, plan.cp, place.cp, context.device)
+            ring_rank, part = divmod(place.cp, int(on.ulysses))
+            places = own_places(options.seq, int(on.ring), ring_rank, context.device)
+            self.places = places.chunk(int(on.ulysses))[part]
             self.setting = self._setting()
             layers = rank_layers(options, context.world_size, place.pp)
             self.pieces = {stage: self._piece(held) for stage, held in layers.items()}
@@ -93,6 +95,18 @@ class Trainer:
             self.mesh.get_group("pp"), self.context,
         )  # fmt: skip
 
+    def _context_groups(self, ring: int, ulysses: int) -> tuple[dist.ProcessGroup | None, Axis | None]:
+        """The ranks whose keys come round, and, neighbours, those that exchange heads (None: one rank)."""
+        rank, (ring_rank, part) = self.context.rank, divmod(self.place.cp, ulysses)
+
+        def line(number: int, own: int, stride: int) -> dist.ProcessGroup:
+            ranks = [rank + (other - own) * stride for other in range(number)]
+            return self.context.group("cp", ranks)
+
+        around = line(ring, ring_rank, self.plan.tp * ulysses) if ring > 1 else None
+        heads = Axis(line(ulysses, part, self.plan.tp), ulysses, part) if ulysses > 1 else None
+        return around, heads
+
     def _expert_groups(self) -> tuple[dist.ProcessGroup | None, DeviceMesh | None]:
         """The neighbours that share the experts, and the ranks of the stage that hold the same ones."""
         context, ep = self.context, self.plan.ep
@@ -108,7 +122,7 @@ class Trainer:
     def _ends(self) -> dist.ProcessGroup | None:
         """The first and the last rank of this rank's pipeline, each with its copy of a tied table."""
         num, place = self.plan.pp, self.place.pp
-        is_folded = self.plan.schedule == "zb-v"  # both ends are the first rank's
+        is_folded = self.plan.schedule in ("zb-v", "dualpipe-v")  # both ends are the first rank's
         if num == 1 or is_folded or not self.model.tied_embedding or place not in (0, num - 1):
             return None
         per_stage = self.context.world_size // num
@@ -143,7 +157,7 @@ class Trainer:
         context.recorder.weights(*angles, own)  # constants
         return Setting(
             turns=angles, own_places=own, recorder=context.recorder, attend=self._attend,
-            recompute=plan.recompute, routes=self._routes(own),
+            recompute=plan.recompute, routes=self._routes(own), heads=self.heads,
         )  # fmt: skip
 
     def _routes(self, own: Tensor) -> Routes | None:

@@ -6,15 +6,15 @@ Rank (i, j, l) stands at depth i, row j, column l. The axis `depth` joins the ra
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from meshwise.model.architecture import Model
 from meshwise.program.cut import Cut
-from meshwise.runtime.programs.tensor_parallel.attention import Heads, Sequence, core_attention
+from meshwise.runtime.programs.heads import DealHeads
+from meshwise.runtime.programs.tensor_parallel.attention import Sequence, core_attention
 from meshwise.runtime.programs.tensor_parallel.block import (
     PAIRS,
     Layout,
@@ -22,45 +22,12 @@ from meshwise.runtime.programs.tensor_parallel.block import (
     everything,
     with_vectors,
 )
-from meshwise.runtime.programs.tensor_parallel.exchange import Axis, all_to_all, axis
+from meshwise.runtime.programs.tensor_parallel.exchange import Axis, axis
 from meshwise.runtime.programs.tensor_parallel.product import Gathered
 from meshwise.runtime.programs.tensor_parallel.spans import Index, Spans, part, rank_spans
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context
-
-
-class Exchange(torch.autograd.Function):
-    """All-to-all over an axis: from 1/n of the tokens of some heads to n times the tokens of 1/n of them.
-
-    `sections` are the numbers of heads that are dealt out apart (queries, keys, values); `to_heads` False is
-    the way back. Each way is the other's gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sections: list[int], to_heads: bool, on: Heads, along: Axis) -> Tensor:
-        """[tokens x batch, heads d] -> [n tokens x batch, heads d / n], or back."""
-        ctx.rest = (sections, to_heads, on, along)
-        return _exchange(x, *ctx.rest)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """The other way."""
-        sections, to_heads, on, along = ctx.rest
-        return _exchange(grad, sections, not to_heads, on, along), None, None, None, None
-
-
-def _exchange(x: Tensor, sections: list[int], to_heads: bool, on: Heads, along: Axis) -> Tensor:
-    num, dim = along.size, on.head_dim
-    if to_heads:
-        by_head = x.view(-1, on.batch, sum(sections), dim).split(sections, dim=2)
-        dealt = torch.cat([part.unflatten(2, (num, -1)).movedim(2, 0) for part in by_head], dim=3)
-        return all_to_all(dealt, along).reshape(-1, sum(sections) // num * dim)
-    by_rank = all_to_all(x.view(num, -1, on.batch, sum(sections) // num, dim), along)
-    parts = by_rank.split([section // num for section in sections], dim=3)
-    return torch.cat([part.movedim(0, 2).flatten(2, 3) for part in parts], dim=2).view(
-        -1, sum(sections) * dim
-    )
 
 
 class Layout3D(Layout):
@@ -108,10 +75,10 @@ class Layout3D(Layout):
         on, num, op = self.heads, self.col.size, self.recorder.op
         dealt = [on.heads * num, on.kv_heads * num, on.kv_heads * num]
         with op("ulysses_qkv"):
-            qkv = Exchange.apply(qkv, dealt, True, on, self.col)
+            qkv = DealHeads.apply(qkv, dealt, True, on.batch, on.head_dim, self.col)
         mixed = core_attention(qkv, on, is_fused=self.cut.flash)
         with op("ulysses_out"):
-            return Exchange.apply(mixed, dealt[:1], False, on, self.col)
+            return DealHeads.apply(mixed, dealt[:1], False, on.batch, on.head_dim, self.col)
 
     def score_tokens(self) -> tuple[Spans, Spans]:
         """A row's share of the depth's queries, the column's keys of all depths."""

@@ -1,0 +1,66 @@
+"""Ulysses: from some tokens of all heads to all tokens of some heads, and back (arXiv 2309.14509)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.runtime.programs.tensor_parallel.exchange import Axis, all_to_all
+
+CoreAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q [batch, heads, tokens, width], k and v of as many or fewer heads -> [batch, tokens, heads, width]."""
+
+
+class DealHeads(torch.autograd.Function):
+    """All-to-all over an axis: from 1/n of the tokens of some heads to n times the tokens of 1/n of them.
+
+    `sections` are the numbers of heads that are dealt out apart (queries, keys, values); `to_heads` False is
+    the way back. Each way is the other's gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, sections: list[int], to_heads: bool, batch: int, dim: int, along: Axis
+    ) -> Tensor:
+        """[tokens x batch, heads dim] -> [n tokens x batch, heads dim / n], or back."""
+        ctx.to_heads, ctx.rest = to_heads, (sections, batch, dim, along)
+        return _dealt(x, to_heads, *ctx.rest)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        """The other way."""
+        return _dealt(grad, not ctx.to_heads, *ctx.rest), None, None, None, None, None
+
+
+def _dealt(x: Tensor, to_heads: bool, sections: list[int], batch: int, dim: int, along: Axis) -> Tensor:
+    num = along.size
+    if to_heads:
+        by_head = x.view(-1, batch, sum(sections), dim).split(sections, dim=2)
+        dealt = torch.cat([part.unflatten(2, (num, -1)).movedim(2, 0) for part in by_head], dim=3)
+        return all_to_all(dealt, along).reshape(-1, sum(sections) // num * dim)
+    by_rank = all_to_all(x.view(num, -1, batch, sum(sections) // num, dim), along)
+    parts = by_rank.split([section // num for section in sections], dim=3)
+    return torch.cat([part.movedim(0, 2).flatten(2, 3) for part in parts], dim=2).view(
+        -1, sum(sections) * dim
+    )
+
+
+def attend_by_heads(along: Axis, attend: CoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention [batch, heads, own tokens, width] -> [batch, own tokens, heads, width].
+
+    The ranks of `along` exchange heads for tokens before `attend` and back after it; key heads that are fewer
+    than the ranks are repeated.
+    """
+    batch, heads, tokens, dim = q.shape
+    k, v = (x.repeat_interleave(max(1, along.size // x.shape[1]), dim=1) for x in (k, v))
+    sections = [heads, k.shape[1], v.shape[1]]
+    qkv = torch.cat([x.permute(2, 0, 1, 3) for x in (q, k, v)], dim=2).view(tokens * batch, -1)
+    dealt = DealHeads.apply(qkv, sections, True, batch, dim, along).unflatten(-1, (-1, dim))
+    by_head = dealt.unflatten(0, (-1, batch)).permute(1, 2, 0, 3)
+    mixed = attend(*by_head.split([section // along.size for section in sections], dim=1))
+    mixed = mixed.transpose(0, 1).reshape(-1, heads // along.size * dim)
+    mixed = DealHeads.apply(mixed, sections[:1], False, batch, dim, along)
+    return mixed.view(tokens, batch, heads, dim).transpose(0, 1)
