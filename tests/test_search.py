@@ -1,5 +1,6 @@
 """The search against pricing every plan of a space one by one; what is stated is obeyed; the command."""
 
+import csv
 import itertools
 import math
 from typing import Any
@@ -12,6 +13,7 @@ from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan, plan_text
 from meshwise.plan.workload import Workload
+from meshwise.search.kept import Kept
 from meshwise.search.search import search
 from meshwise.search.space import free_values
 
@@ -233,3 +235,86 @@ def test_a_text_names_every_found_plan() -> None:
     found = search(model, cluster, batch=4096, seq=4096, stated={"dtype": ("fp8",), "zero": (1,)}, top=3)
     texts = [plan_text(of.plan) for of in found.best]
     assert len(set(zip(texts, (of.workload.microbatch for of in found.best), strict=True))) == 3
+
+
+def test_a_study_is_its_searches(meshwise) -> None:
+    arguments = ("search", "llama3-8b", "--cluster", "h100-80g-sxm:16", "--batch", "32", "--seq", "4096")
+    few = ("--plan", "tp=2|4,schedule=1f1b,vpp=1")
+    study = meshwise(*arguments, *few, "--vary", "gpus=8|32,memory=1|0.5", "--json").document
+    assert [(one["gpus"], one["memory"]) for one in study["points"]] == [(8, 1), (8, 0.5), (32, 1), (32, 0.5)]
+    for one in study["points"]:
+        cluster = ("--cluster", f"h100-80g-sxm:{one['gpus']}", "--memory-frac", str(0.92 * one["memory"]))
+        alone = meshwise(*arguments[:2], *cluster, *arguments[4:], *few, "--json").document["best"][0]
+        assert (alone["plan_text"], alone["step_s"]) == (one["plan_text"], one["step_s"])
+    for measure, front in study["fronts"].items():
+        chosen = [study["points"][i] for i in front]
+        for one in study["points"]:
+            assert any(
+                kept["s_per_token"] <= one["s_per_token"] and kept[measure] <= one[measure] for kept in chosen
+            )
+
+
+def test_weak_scaling_grows_the_batch(meshwise) -> None:
+    arguments = ("search", "llama3-8b", "--cluster", "h100-80g-sxm:16", "--batch", "32", "--seq", "4096")
+    few = ("--plan", "tp=2|4,schedule=1f1b,vpp=1", "--vary", "gpus=8|16|64", "--weak")
+    study = meshwise(*arguments, *few, "--json").document
+    assert [one["batch"] for one in study["points"]] == [16, 32, 128]
+    assert meshwise(*arguments[:5], "33", *few).code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--vary", "speed=2"), "cannot vary 'speed=2'"),
+        (("--vary", "memory=-1"), "memory=-1 must be a number"),
+        (("--vary", "chip=z80"), "no cluster or chip is called 'z80'"),
+        (("--weak",), "add --vary gpus"),
+        (("--vary", "gpus=8", "--beside", "tp=8"), "--beside is for one machine"),
+        (("--price", "2"), "add --tokens"),
+        (("--plot", "/no/where.png"), "cannot write /no/where.png"),
+    ],
+)
+def test_a_study_that_makes_no_sense_is_exit_2(meshwise, words: tuple[str, ...], sentence: str) -> None:
+    done = meshwise("search", "llama3-8b", "--cluster", "h100-80g-sxm:8", "--batch", "8", *words)
+    assert done.code == 2
+    assert sentence in done.err
+
+
+def test_assumptions_price_today_s_choice_on_slower_machines(meshwise) -> None:
+    arguments = ("search", "llama3-8b", "--cluster", "h100-80g-sxm:16", "--batch", "32", "--seq", "4096")
+    few = ("--plan", "tp=1|2|4,schedule=1f1b,vpp=1,recompute=none", "--assumptions", "--json")
+    document = meshwise(*arguments, *few).document
+    first = document["best"][0]["step_s"]
+    for one in document["assumptions"]:
+        assert one["factor"] <= 1
+        assert one["kept_s"] is None or one["kept_s"] >= max(first, one["best"]["step_s"]) * (1 - 1e-12)
+    assert document["safest"]["worst_s"] <= max(one["kept_s"] or math.inf for one in document["assumptions"])
+
+
+def test_files_hold_what_was_found(meshwise, tmp_path) -> None:
+    arguments = ("search", "llama3-8b", "--cluster", "h100-80g-sxm:16", "--batch", "32", "--seq", "4096")
+    files = ("--csv", str(tmp_path / "a.csv"), "--plot", str(tmp_path / "a.png"))
+    run = ("--tokens", "1e12", "--price", "2", "--watts", "500")
+    document = meshwise(*arguments, *files, *run, "--json").document
+    rows = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
+    assert [float(row["step_s"]) for row in rows if row["kind"] == "best"] == [
+        best["step_s"] for best in document["best"]
+    ]
+    best = document["best"][0]
+    assert best["cost"] == pytest.approx(2 * best["gpu_hours"])
+    assert best["energy_joules"] == pytest.approx(500 * 3600 * best["gpu_hours"])
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ctrl_c_keeps_what_is_known() -> None:
+    model, cluster = find_model("llama3-70b"), find_cluster("h100-80g-sxm:64")
+    whole = search(model, cluster, batch=128, seq=8192)
+
+    def stop(kept: Kept) -> None:
+        if kept.feasible:
+            raise KeyboardInterrupt
+
+    found = search(model, cluster, batch=128, seq=8192, on_plans=stop)
+    assert whole.complete and not found.complete
+    assert 0 < found.plans_considered < whole.plans_considered
+    assert found.best[0].step_s >= whole.best[0].step_s

@@ -24,6 +24,8 @@ def main(folder: Path) -> None:
     again = mw.estimate(model, "h100-80g-sxm:8", mw.plan_text(best.plan), batch=8, seq=8192,
                         microbatch=best.workload.microbatch)  # fmt: skip
     assert again.step_s == best.step_s
+    scaling = mw.study(model, cluster, "gpus=8|16", batch=16, seq=8192)
+    assert scaling.front("num_chips") and scaling.points[1].cluster.num_chips == 16
     served = mw.serve(model, "h100-80g-sxm:2", "tp=2", prompt=1024, output=128, token_s=0.02)
     assert served.first_token_s > 0 and served.max_sequences > 0
     job = mw.launch(model, cluster, plan, to="megatron-lm", batch=128, seq=8192)

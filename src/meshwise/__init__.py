@@ -33,6 +33,7 @@ from meshwise.api import (
     run,
     search,
     serve,
+    study,
     validate,
 )
 
@@ -68,7 +69,7 @@ _HOME = {
 
 __all__ = ["Cluster", "Estimate", "Ledger", "MeshwiseError", "Model", "Plan", "Workload", "__version__"]
 __all__ += ["compare", "dry_run", "estimate", "frontier", "profile", "reproduce", "run", "search", "serve"]
-__all__ += ["collective", "dry_run_script", "explain", "launch", "read_job", "validate"]
+__all__ += ["collective", "dry_run_script", "explain", "launch", "read_job", "study", "validate"]
 __all__ += ["find_cluster", "find_model", "parse_plan", "plan_text"]
 
 

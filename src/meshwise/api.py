@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from meshwise.runtime.outcome import Outcome
     from meshwise.runtime.profile import Profiled
     from meshwise.runtime.script.start import ScriptOutcome
+    from meshwise.search.kept import Kept
     from meshwise.search.search import Result
+    from meshwise.search.study import Point, Study
     from meshwise.serve.answer import Answer
     from meshwise.serve.serving import Serving
     from meshwise.trace.explain import Explanation
@@ -128,6 +130,8 @@ def search(
     top: int = 5,
     memory_frac: float = 0.92,
     beside: str | Path | Plan | None = None,
+    assumptions: bool = False,
+    on_plans: Callable[[Kept], None] = lambda kept: None,
 ) -> Result:
     """Price every plan of `model` on `cluster` and keep the fastest that fit.
 
@@ -143,6 +147,8 @@ def search(
         top: How many plans to keep, the fastest of each family with the same degrees.
         memory_frac: Share of a chip's memory that a plan may need.
         beside: A plan to show beside the best one, term by term.
+        assumptions: Also search again with each rate of the cluster at the bad end of the interval.
+        on_plans: Hears now and then of the plans kept so far; Ctrl-C ends the search with them.
 
     Returns:
         How many plans there are, and the fastest that fit (`best`), fastest first; none where none fits.
@@ -156,18 +162,72 @@ def search(
 
     if top < 1:
         raise WorkloadError(f"top={top} must be a whole number of at least 1")
-    if not 0 < memory_frac <= 1:
-        raise WorkloadError(f"memory_frac={memory_frac} must be above 0 and at most 1")
-    shape, machine = _model(model), _cluster(cluster)
-    sizes = tuple(microbatch)
-    works = [Workload(batch=batch, seq=_seq(shape, seq), microbatch=size) for size in sizes or (1,)]
-    stated = dict(_choices(plan)) | ({"microbatch": sizes} if sizes else {})
-    found = find(
-        shape, machine, batch=batch, seq=works[0].seq, stated=stated, top=top, memory_frac=memory_frac,
-    )  # fmt: skip
+    job = _search_job(model, cluster, plan, batch=batch, seq=seq, microbatch=microbatch)
+    found = find(**job, top=top, memory_frac=_share(memory_frac), assumptions=assumptions, on_plans=on_plans)
     if beside is None:
         return found
-    return replace(found, beside=price(shape, machine, _plan(beside), works[0]))
+    size = next(iter(microbatch), 1)
+    work = Workload(batch=batch, seq=job["seq"], microbatch=size)
+    return replace(found, beside=price(job["model"], job["cluster"], _plan(beside), work))
+
+
+def study(
+    model: str | Path | Model,
+    cluster: str | Path | Cluster,
+    vary: str | Mapping[str, Sequence[Any]],
+    plan: str | Path | Plan | Mapping[str, Sequence[Any]] = "",
+    *,
+    batch: int,
+    seq: int | None = None,
+    microbatch: Sequence[int] = (),
+    memory_frac: float = 0.92,
+    weak: bool = False,
+    on_point: Callable[[Point], None] = lambda point: None,
+) -> Study:
+    """Search the best plan on each of many machines: scaling over numbers of GPUs, and co-design.
+
+    Args:
+        model, cluster, plan, seq, microbatch, memory_frac: As in `search`.
+        vary: What changes of the cluster, every combination: `"gpus=64|128"`, `"chip=h100-80g-sxm|b200-sxm"`,
+            `"domain=8|72"`, factors of `memory`, `memory_rate`, `compute`, `inner` and `outer` links.
+        batch: Global batch in sequences; with `weak` that of `cluster`, which grows with the GPUs.
+        weak: Grow the batch with the GPUs.
+        on_point: Hears of each point; Ctrl-C ends the study with those so far.
+
+    Returns:
+        The points with their best plans, and the fronts of time against GPUs, cost, energy and memory.
+
+    Raises:
+        MeshwiseError: A name is unknown or a number makes no sense.
+    """
+    from meshwise.search.machines import parse_changes
+    from meshwise.search.study import study as look
+
+    values = parse_changes(vary) if isinstance(vary, str) else vary
+    job = _search_job(model, cluster, plan, batch=batch, seq=seq, microbatch=microbatch)
+    return look(vary=values, memory_frac=_share(memory_frac), weak=weak, on_point=on_point, **job)
+
+
+def _search_job(
+    model: str | Path | Model, cluster: str | Path | Cluster,
+    plan: str | Path | Plan | Mapping[str, Sequence[Any]], *,
+    batch: int, seq: int | None, microbatch: Sequence[int],
+) -> dict[str, Any]:  # fmt: skip
+    """What a search takes, from names and texts, checked."""
+    from meshwise.plan.workload import Workload
+
+    shape, sizes = _model(model), tuple(microbatch)
+    works = [Workload(batch=batch, seq=_seq(shape, seq), microbatch=size) for size in sizes or (1,)]
+    stated = dict(_choices(plan)) | ({"microbatch": sizes} if sizes else {})
+    return {
+        "model": shape, "cluster": _cluster(cluster), "batch": batch, "seq": works[0].seq, "stated": stated,
+    }  # fmt: skip
+
+
+def _share(memory_frac: float) -> float:
+    if not 0 < memory_frac <= 1:
+        raise WorkloadError(f"memory_frac={memory_frac} must be above 0 and at most 1")
+    return memory_frac
 
 
 def serve(

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from rich.console import Console
 
 from meshwise.core.units import duration, with_prefix
 from meshwise.estimate.single import Estimate
+from meshwise.estimate.token_budget import TokenBudget
 from meshwise.plan.plan import plan_text
 from meshwise.report.table import table
+from meshwise.search.assumptions import Weighed
 from meshwise.search.search import Change, Result
+from meshwise.search.study import MEASURES, Study
 
 WORK = ("compute", "memory")
 """Parts of a step that are work of the kernels themselves."""
 
 
-def print_search(result: Result, console: Console) -> None:
-    """Print how many plans there were, the fastest that fit, and how a plan differs that was asked for."""
+def print_search(result: Result, console: Console, budget: TokenBudget | None = None) -> None:
+    """Print how many plans there were, the fastest that fit, and how a plan differs that was asked for.
+
+    `budget`: a run whose length, cost and energy are shown too.
+    """
+    budget = budget or TokenBudget()
     rate = with_prefix(result.plans_considered / result.elapsed_s, "")
     console.print(
         f"{result.plans_considered:,} plans priced in {duration(result.elapsed_s)} ({rate} a second), "
@@ -24,22 +35,107 @@ def print_search(result: Result, console: Console) -> None:
     if not result.best:
         console.print(_why_none(result))
     else:
-        columns = ("step", "MFU", "memory", "largest cost", "variants", "microbatch", "plan")
+        runs = [_run_cells(budget.run(found)) for found in result.best]
+        columns = ("step", "MFU", "memory", "largest cost", *runs[0], "variants", "microbatch", "plan")
         rows = (
             (
                 duration(found.step_s),
                 f"{found.mfu:.1%}",
                 with_prefix(found.memory_bytes["total"], "B"),
                 _largest_cost(found),
+                *run.values(),
                 f"{num_variants:,}",
                 found.workload.microbatch,
                 plan_text(found.plan),
             )
-            for found, num_variants in zip(result.best, result.num_variants, strict=True)
+            for found, num_variants, run in zip(result.best, result.num_variants, runs, strict=True)
         )
         console.print(table("", columns, rows, left=("plan",)))
     if result.beside is not None and result.best:
         console.print(_term_by_term(result.best[0], result.beside))
+    if result.weighed is not None:
+        _print_weighed(result.weighed, console)
+
+
+def _run_cells(run: Mapping[str, Any]) -> dict[str, str]:
+    """What a run of tokens takes, as far as it is known."""
+    shown = {
+        "days": ("days", lambda days: f"{days:.3g}"),
+        "cost": ("cost", lambda dollars: f"${with_prefix(dollars, '', 3)}"),
+        "energy_joules": ("energy", lambda joules: with_prefix(joules / 3600, "Wh", 3)),
+    }
+    return {title: show(run[key]) for key, (title, show) in shown.items() if key in run}
+
+
+def _print_weighed(weighed: Weighed, console: Console) -> None:
+    rows = (
+        (
+            one.name,
+            f"{1.0 - one.factor:.0%}",
+            f"{one.loss_frac:.1%}" if one.kept_s < math.inf else "does not fit",
+            plan_text(one.best.plan) if one.best else "nothing fits",
+        )
+        for one in weighed.assumptions
+    )
+    columns = ("if this were", "lower by", "the first plan loses", "the best plan then")
+    console.print(table("assumptions", columns, rows, left=("if this were", "the best plan then")))
+    safest = plan_text(weighed.safest.plan) or "default plan"
+    worst = duration(weighed.worst_s) if weighed.worst_s < math.inf else "out of memory"
+    console.print(f"least to lose: {safest}, microbatch {weighed.safest.microbatch} (at worst {worst})")
+
+
+def print_study(study: Study, budget: TokenBudget, console: Console) -> None:
+    """Print the best plan of each machine, per GPU against the first, and the fronts it is on."""
+    fronts = {measure: set(study.front(measure, budget.watts)) for measure in MEASURES}
+    rows, keys = [], list(study.points[0].changes) if study.points else []
+    run_names = next((list(_run_cells(budget.run(one.best))) for one in study.points if one.best), [])
+    for i, point in enumerate(study.points):
+        machine = [point.changes[key] for key in keys]
+        if point.best is None:
+            rows.append((*machine, "nothing fits"))
+            continue
+        measures, per_gpu = point.measures(budget.watts), study.speedup(i)
+        rows.append(
+            (
+                *machine,
+                duration(point.best.step_s),
+                f"{point.best.mfu:.1%}",
+                with_prefix(point.best.tokens_per_s, "", 3),
+                "" if per_gpu is None else f"{per_gpu:.1%}",
+                with_prefix(measures["joules_per_token"], "J", 3),
+                *_run_cells(budget.run(point.best)).values(),
+                " ".join(FRONTS[measure] for measure in MEASURES if i in fronts[measure]),
+                plan_text(point.best.plan),
+            )
+        )
+    columns = (*keys, "step", "MFU", "tokens/s", "per GPU", "J/token", *run_names, "front", "plan")
+    rows = [(*row, *[""] * (len(columns) - len(row))) for row in rows]
+    console.print(table("", columns, rows, left=("plan", "front")))
+    console.print("front: no other machine has both a shorter time per token and less of it", markup=False)
+
+
+FRONTS = {
+    "num_chips": "GPUs", "gpu_s_per_token": "cost", "joules_per_token": "energy", "memory_bytes": "memory",
+}  # fmt: skip
+"""What the fronts are called in a table."""
+
+
+def search_rows(document: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """The plans of the document of a search or a study as a table, its head first."""
+    found = document.get("points")
+    if found is None:
+        best = [{"kind": "best", **_flat(one)} for one in document["best"]]
+        found = best + [{"kind": "pareto", **one} for one in document["pareto"]]
+    columns = list(dict.fromkeys(key for one in found for key in one))
+    yield columns
+    yield from ([one.get(key) for key in columns] for one in found)
+
+
+def _flat(best: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan's numbers alone, those of its memory and time by name."""
+    flat = {key: value for key, value in best.items() if not isinstance(value, dict)}
+    flat["memory_bytes"] = best["memory_bytes"]["total"]
+    return flat | {f"{name}_s": seconds for name, seconds in best["time_s"].items()}
 
 
 def _largest_cost(found: Estimate) -> str:

@@ -17,10 +17,12 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.core.notebook import Shown
 from meshwise.estimate.grid import price_grid
 from meshwise.estimate.single import Estimate, estimate
+from meshwise.estimate.token_budget import TokenBudget
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import ANY, Plan, plan_text
 from meshwise.plan.workload import Workload
+from meshwise.search.assumptions import Weighed, weigh
 from meshwise.search.kept import Found, Kept, fastest_first
 from meshwise.search.space import Stated, free_values
 
@@ -59,7 +61,8 @@ class Result(Shown):
     step time and memory, fastest first. Where nothing fits, `nearest_miss` needs least memory, and each of
     `changes` would do. Where there is no plan, `reason` says why. `beside` is a plan that the caller wants to
     see beside the best. `complete` is false where the search was stopped: then the best are those so far.
-    `stated`: the values that keys were given.
+    `weighed`: which assumptions would change the choice, where the caller asked. `stated`: the values that
+    keys were given.
     """
 
     plans_considered: int
@@ -74,11 +77,12 @@ class Result(Shown):
     reason: str = ""
     beside: Estimate | None = None
     complete: bool = True
+    weighed: Weighed | None = None
     stated: Stated = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """The document that `meshwise search --json` prints."""
-        miss = self.nearest_miss
+    def to_json(self, budget: TokenBudget | None = None) -> dict[str, Any]:
+        """The document that `meshwise search --json` prints; `budget`: also what its run takes."""
+        miss, run = self.nearest_miss, (budget or TokenBudget()).run
         return {
             "plans_considered": self.plans_considered,
             "plans_feasible": self.plans_feasible,
@@ -86,7 +90,10 @@ class Result(Shown):
             "plans_per_s": self.plans_considered / self.elapsed_s,
             "complete": self.complete,
             "capacity_bytes": self.capacity_bytes,
-            "best": [_best_json(found, num) for found, num in zip(self.best, self.num_variants, strict=True)],
+            "best": [
+                _best_json(found, num) | run(found)
+                for found, num in zip(self.best, self.num_variants, strict=True)
+            ],
             "pareto": [found.to_json() for found in self.pareto],
             "nearest_miss": miss
             and miss.to_json()
@@ -96,7 +103,7 @@ class Result(Shown):
             },
             "reason": self.reason or None,
             "beside": self.beside and _best_json(self.beside, 1) | {"fits": self.beside.fits},
-        }
+        } | (self.weighed.to_json() if self.weighed else {})
 
 
 def _best_json(found: Estimate, num_variants: int) -> dict[str, Any]:
@@ -122,14 +129,17 @@ def search(
     stated: Stated | None = None,
     top: int = 5,
     memory_frac: float = MEMORY_FRAC,
+    assumptions: bool = False,
+    with_changes: bool = True,
     on_plans: Callable[[Kept], None] = lambda kept: None,
 ) -> Result:
     """Price every plan of the space; keep the fastest of each of the `top` families that fit the memory.
 
     Where none fits, offloading is tried too (a plan that does without is the simpler one).
     `stated`: the values that keys of the plan (and `microbatch`) may have, in place of all of them.
-    `memory_frac`: share of a chip's memory that a plan may need. `on_plans` hears of the plans kept so far;
-    Ctrl-C ends the search with them. The result has no `best` where nothing fits.
+    `memory_frac`: share of a chip's memory that a plan may need. `assumptions`: also say which of them would
+    change the choice; `with_changes`: what would fit where nothing does. `on_plans` hears of the plans kept
+    so far; Ctrl-C ends the search with them. The result has no `best` where nothing fits.
 
     Raises:
         PlanError: A stated key is unknown, or cannot be `*`.
@@ -144,21 +154,23 @@ def search(
     best = fastest_first(kept.fastest.values())[:top]
     families = {id(found): family for family, found in kept.fastest.items()}
     no_fit = kept.considered > 0 and not best
+    chosen = tuple(
+        estimate(model, cluster, found.plan, replace(space.workload, microbatch=found.microbatch))
+        for found in best
+    )
     return Result(
         plans_considered=kept.considered,
         plans_feasible=kept.feasible,
         elapsed_s=time.perf_counter() - started,
         capacity_bytes=kept.capacity_bytes,
-        best=tuple(
-            estimate(model, cluster, found.plan, replace(space.workload, microbatch=found.microbatch))
-            for found in best
-        ),
+        best=chosen,
         num_variants=tuple(kept.num_variants[families[id(found)]] for found in best),
         pareto=tuple(kept.front[:MAX_FRONT]),
         nearest_miss=kept.miss if no_fit else None,
-        changes=tuple(space.changes()) if no_fit and not kept.stopped else (),
+        changes=tuple(space.changes()) if no_fit and with_changes and not kept.stopped else (),
         reason="" if kept.considered else space.reason(),
         complete=not kept.stopped,
+        weighed=weigh(chosen, kept.capacity_bytes, space.fastest_on) if assumptions and best else None,
         stated=space.stated,
     )
 
@@ -202,15 +214,16 @@ class _Space:
         found: Found | None = None
         while found is None and enough < most:
             too_few, enough = enough, 2 * enough
-            found = self._fastest_on(enough)
+            found = self.fastest_on(replace(self.cluster, num_chips=enough))
         while found is not None and (between := (too_few + enough) // 2 // node * node) > too_few:
-            fits = self._fastest_on(between)
+            fits = self.fastest_on(replace(self.cluster, num_chips=between))
             found, enough, too_few = (fits, between, too_few) if fits else (found, enough, between)
         if found is not None:
             yield Change(found, enough)
 
-    def _fastest_on(self, num_chips: int) -> Found | None:
-        kept = replace(self, cluster=replace(self.cluster, num_chips=num_chips)).price()
+    def fastest_on(self, cluster: Cluster) -> Found | None:
+        """The fastest plan that fits another cluster; None if none does."""
+        kept = replace(self, cluster=cluster).price()
         return fastest_first(kept.fastest.values())[0] if kept.feasible else None
 
     def reason(self) -> str:

@@ -1,0 +1,148 @@
+"""The best plan of each of many machines: scaling over numbers of GPUs, and co-design.
+
+Each point of a study is a whole search. *Strong* scaling keeps the batch; *weak* scaling grows it with the
+GPUs. A point is on the front of a measure where no other has both a shorter time per token and less of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwise.core.errors import WorkloadError
+from meshwise.estimate.single import Estimate
+from meshwise.estimate.token_budget import TokenBudget
+from meshwise.machine.hardware import Cluster
+from meshwise.model.architecture import Model
+from meshwise.plan.plan import plan_text
+from meshwise.search.machines import Changes, changed
+from meshwise.search.search import MEMORY_FRAC, search
+from meshwise.search.space import Stated
+
+MEASURES = ("num_chips", "gpu_s_per_token", "joules_per_token", "memory_bytes")
+"""What a point takes beside its time: each has a front. Cost per token is GPU-seconds times a price."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The best plan of one machine (None: nothing fits), which differs from the study's by `changes`."""
+
+    changes: Changes
+    cluster: Cluster
+    batch: int
+    best: Estimate | None
+
+    def measures(self, watts: float | None = None) -> dict[str, float]:
+        """Time per token, and `MEASURES`; empty where nothing fits. `watts` of a GPU [that of its chip]."""
+        if self.best is None:
+            return {}
+        token_s, num_chips = 1.0 / self.best.tokens_per_s, self.cluster.num_chips
+        power = self.cluster.chip.power_watts if watts is None else watts
+        return {
+            "s_per_token": token_s,
+            "num_chips": float(num_chips),
+            "gpu_s_per_token": token_s * num_chips,
+            "joules_per_token": token_s * num_chips * power,
+            "memory_bytes": self.best.memory_bytes["total"],
+        }
+
+    def to_json(self, budget: TokenBudget) -> dict[str, Any]:
+        """The machine, its best plan, and the run of `budget` with it."""
+        machine = {**self.changes, "num_chips": self.cluster.num_chips, "batch": self.batch}
+        if self.best is None:
+            return machine | {"plan_text": None}
+        return (
+            machine
+            | {
+                "plan_text": plan_text(self.best.plan),
+                "microbatch": self.best.workload.microbatch,
+                "step_s": self.best.step_s,
+                "mfu": self.best.mfu,
+                "tokens_per_s": self.best.tokens_per_s,
+            }
+            | self.measures(budget.watts)
+            | {key: value for key, value in budget.run(self.best).items() if key != "with_failures"}
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """The points of a study in the order of its values; `complete` is false where it was stopped."""
+
+    points: tuple[Point, ...]
+    complete: bool = True
+
+    def front(self, measure: str, watts: float | None = None) -> list[int]:
+        """The points that none beats in both time per token and `measure`, fastest first."""
+        found = [(point.measures(watts), i) for i, point in enumerate(self.points) if point.best is not None]
+        least, front = float("inf"), []
+        for values, i in sorted(found, key=lambda one: (one[0]["s_per_token"], one[0][measure])):
+            if values[measure] < least:
+                least = values[measure]
+                front.append(i)
+        return front
+
+    def speedup(self, i: int) -> float | None:
+        """Tokens a second of point `i` over those of the first, per GPU: 1 is ideal; None where none fits."""
+        first, here = self.points[0], self.points[i]
+        if first.best is None or here.best is None:
+            return None
+        per_gpu = here.best.tokens_per_s / here.cluster.num_chips
+        return per_gpu / (first.best.tokens_per_s / first.cluster.num_chips)
+
+    def to_json(self, budget: TokenBudget | None = None) -> dict[str, Any]:
+        """The document that `meshwise search --vary --json` prints; fronts are indices of points."""
+        budget = budget or TokenBudget()
+        return {
+            "points": [
+                point.to_json(budget) | {"efficiency": self.speedup(i)} for i, point in enumerate(self.points)
+            ],
+            "fronts": {measure: self.front(measure, budget.watts) for measure in MEASURES},
+            "complete": self.complete,
+        }
+
+
+def study(
+    model: Model,
+    cluster: Cluster,
+    vary: Mapping[str, Sequence[Any]],
+    *,
+    batch: int,
+    seq: int,
+    stated: Stated | None = None,
+    memory_frac: float = MEMORY_FRAC,
+    weak: bool = False,
+    on_point: Callable[[Point], None] = lambda point: None,
+) -> Study:
+    """Search each machine that `vary` makes of `cluster` (`search.machines.KEYS`), every combination.
+
+    `weak`: `batch` is that of `cluster`, and grows with the GPUs. Ctrl-C ends the study with the points so
+    far. ClusterError for an unknown key, WorkloadError where a batch does not grow to a whole number.
+    """
+    machines = []
+    for values in itertools.product(*vary.values()):
+        changes = dict(zip(vary, values, strict=True))
+        machine = changed(cluster, changes)
+        grown, rest = divmod(batch * machine.num_chips, cluster.num_chips) if weak else (batch, 0)
+        if rest or not grown:
+            raise WorkloadError(
+                f"batch {batch} on {cluster.num_chips} GPUs does not grow to a whole number on "
+                f"{machine.num_chips}; use numbers of GPUs that divide or are divided by it"
+            )
+        machines.append((changes, machine, grown))
+    points: list[Point] = []
+    try:
+        for changes, machine, grown in machines:
+            found = search(
+                model, machine, batch=grown, seq=seq, stated=stated, top=1, memory_frac=memory_frac,
+                with_changes=False,
+            )  # fmt: skip
+            if not found.complete:
+                raise KeyboardInterrupt
+            points.append(Point(changes, machine, grown, next(iter(found.best), None)))
+            on_point(points[-1])
+    except KeyboardInterrupt:
+        return Study(tuple(points), complete=False)
+    return Study(tuple(points))
