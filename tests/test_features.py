@@ -16,6 +16,7 @@ from meshwise.model.architecture import (
     Model,
     MoE,
     Patches,
+    Recurrence,
     checked_model,
     layer_kind,
     layer_kinds,
@@ -31,6 +32,14 @@ CONFIGS = Path(__file__).parent / "data" / "configs"
 GPT, LLAMA, MIXTRAL, DEEPSEEK, VIT, GPT_OSS = (
     find_model(name)
     for name in ("gpt3-175b", "llama3-8b", "mixtral-8x7b", "deepseek-v3", "vit-era5", "gpt-oss-20b")
+)
+HYBRID = replace(
+    LLAMA,
+    recurrence=Recurrence(kind="ssd", num_heads=64, head_dim=64, num_groups=2, state_dim=128),
+    layers=(Layer(), Layer(mixer="recurrence"), Layer(mixer="recurrence", mlp=False), Layer(mixer="none")),
+)
+SCAN = replace(
+    HYBRID, recurrence=Recurrence(kind="scan", num_heads=4096, head_dim=1, state_dim=16, dt_rank=256)
 )
 BERT = read_config(CONFIGS / "bert-base-uncased.json")
 VIT_B = read_config(CONFIGS / "vit-base-patch16-224.json")
@@ -81,6 +90,8 @@ CHANGES: dict[str, tuple[Model, dict[str, Any]]] = {
     "layer_scale": (LLAMA, {"layer_scale": True}),
     "layers": (LLAMA, {"layers": (Layer(), Layer(window=64), Layer(), Layer())}),
     "qk_norm_full": (replace(LLAMA, qk_norm=True), {"qk_norm_full": True}),
+    "attention_gate": (LLAMA, {"attention_gate": True}),
+    "recurrence": (HYBRID, {"recurrence": replace(HYBRID.recurrence, state_dim=64)}),  # type: ignore[type-var]
     "parallel_block": (LLAMA, {"parallel_block": True}),
     "sinks": (LLAMA, {"sinks": True}),
     "attention_softcap": (LLAMA, {"attention_softcap": True}),
@@ -117,6 +128,11 @@ PARTS: dict[str, tuple[Model, list[str], dict[str, Any]]] = {
             "router_bias": True,
             "balance_bias": False,
         },
+    ),
+    "recurrence": (
+        SCAN,
+        [field.name for field in fields(Recurrence) if field.name != "num_groups"],
+        {"kind": "conv", "norm": False} | dict.fromkeys(("conv_bias", "bias", "inner_norms"), True),
     ),
     "patches": (
         VIT_B,

@@ -267,7 +267,7 @@ def test_layers_with_experts() -> None:
         ("opt-125m", {"word_embed_proj_dim": 512}, "word_embed_proj_dim is 512"),
         ("dbrx", {"ffn_config": {"moe_top_k": 4}}, "ffn_config"),
         ("vit-base-patch16-224", {"patch_size": 0}, "patch_size is 0"),
-        ("llama-3.1-8b", {"model_type": "mamba"}, "'mamba' is not known"),
+        ("llama-3.1-8b", {"model_type": "zamba"}, "'zamba' is not known"),
         ("llama-3.1-8b", {"model_type": None, "architectures": None}, "model_type is missing"),
     ],
     ids=str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import meshwise as mw
 from meshwise.core.errors import PlanError
 from meshwise.model.architecture import Layer, Model, layer_kind
 from meshwise.model.find import find_model, model_names
-from meshwise.model.huggingface import read_config
+from meshwise.model.huggingface import model_from_config, read_config
 from meshwise.model.weights import block_weights, num_mtp_params, num_params
 from meshwise.plan.layouts import check_grid
 from meshwise.program.block import block, shared_gradients
@@ -24,7 +26,23 @@ from meshwise.program.op import Op
 from meshwise.program.vocabulary import embed, head
 
 CONFIGS = sorted((Path(__file__).parent / "data" / "configs").glob("*.json"))
+RECORDS = map(json.loads, (CONFIGS[0].parent.parent / "transformers_5.23.jsonl").read_text().splitlines())
+HYBRIDS = (
+    "qwen3_next",
+    "qwen3_5_text",
+    "granitemoehybrid",
+    "nemotron_h",
+    "jamba",
+    "lfm2_moe",
+    "mamba",
+    "mamba2",
+)
 MODELS = {
+    **{
+        record["model_type"]: model_from_config(record["config"], name=record["model_type"])
+        for record in RECORDS
+        if record["model_type"] in (*HYBRIDS, "dinov2", "siglip_vision_model", "modernbert", "llama4_text")
+    },
     **{f"preset {name}": find_model(name) for name in model_names()},
     **{f"config {path.stem}": read_config(path) for path in CONFIGS},
 }
@@ -107,6 +125,21 @@ def test_grids_hold_all_together(name: str, layout: tuple[str, tuple[int, ...]],
         weight.size for weight in block_weights(model, Layer())
     )
     assert max(held.shards for op in ops for held in op.weights) <= prod(grid)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrids_are_priced(name: str) -> None:
+    """A step and a pass of serving; the state of a recurrence does not grow with the sequence."""
+    model = MODELS[name]
+    run = mw.estimate(model, "h100-80g-sxm:64", "tp=2,zero=3,recompute=full", batch=64, seq=2048)
+    names = {row["module"] for row in run.ledger.to_json()}
+    recurs = any(name.endswith(".recurrence") for name in names)
+    assert recurs == (model.recurrence is not None)
+    decode = [
+        mw.estimate(model, "h100-80g-sxm:8", "tp=8", batch=8, seq=seq, kind="decode") for seq in (1024, 2048)
+    ]
+    grows = decode[1].memory_bytes["cache"] > decode[0].memory_bytes["cache"]
+    assert grows == any(layer.mixer == "attention" for layer in model.layers)
 
 
 def test_multi_token_prediction_deepseek_v3_readme_weights() -> None:

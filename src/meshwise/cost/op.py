@@ -175,6 +175,10 @@ KERNELS: dict[str, Kernel] = {
     "tanh": Kernel(flop=6, backward_flop=3, backward_reads=2, saved=1),
     "softcap": Kernel(flop=8, backward_flop=5, backward_reads=2, saved=1),  # tanh between two products
     "alibi": Kernel(flop=2, backward_flop=0, backward_reads=0, backward_writes=0),
+    "conv": Kernel(flop=8, backward_flop=16, backward_reads=2, saved=1),  # depthwise, four taps
+    "gated_norm": Kernel(
+        flop=10, backward_flop=20, reads=2, backward_reads=3, backward_writes=2, saved=2, row_bytes=4
+    ),
     "layer_scale": Kernel(flop=1, backward_flop=3, backward_reads=2, saved=1),  # and its weights' gradient
     "scale_by_gate": Kernel(flop=1, backward_flop=2, backward_reads=2, saved=1),
 }

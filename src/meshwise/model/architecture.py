@@ -91,15 +91,65 @@ class Patches:
         return (self.height // self.patch) * (self.width // self.patch) + self.class_token
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recurrence:
+    """What stands in place of attention in some blocks: a state of fixed size that each token updates.
+
+    `kind`: `delta` (Gated DeltaNet, arXiv 2412.06464), `ssd` (Mamba 2, arXiv 2405.21060), `scan` (Mamba,
+    arXiv 2312.00752), or `conv` (a short convolution between two gates, without a state: LFM2). `num_heads`
+    heads of width `head_dim`, and in `num_groups` groups their keys and queries of width `state_dim`. A
+    causal convolution over `taps` tokens comes first. `norm`: a gated norm comes last. `dt_rank`: rank of
+    the time step of a `scan`, `inner_norms` whether it and the keys and queries are normalised (Jamba).
+    """
+
+    kind: str
+    num_heads: int
+    head_dim: int
+    num_groups: int = 1
+    state_dim: int = 0
+    taps: int = 4
+    conv_bias: bool = False
+    bias: bool = False
+    norm: bool = True
+    dt_rank: int = 0
+    inner_norms: bool = False
+
+    @property
+    def inner(self) -> int:
+        """Width of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def projected(self) -> dict[str, tuple[int, int]]:
+        """What is computed from the input: the width of each, and in how many parts it can be cut at most."""
+        keys, heads = (self.num_groups * self.state_dim, self.num_groups), (self.num_heads, 0)
+        inner = (self.inner, 0)
+        return {
+            "delta": {"q": keys, "k": keys, "v": inner, "z": inner, "b": heads, "a": heads},
+            "ssd": {"z": inner, "x": inner, "b": keys, "c": keys, "dt": heads},
+            "scan": {"x": inner, "z": inner},
+            "conv": {"b": inner, "c": inner, "x": inner},
+        }[self.kind]
+
+    @property
+    def convolved(self) -> int:
+        """Channels that the convolution runs over."""
+        return self.inner + 2 * self.num_groups * self.state_dim * (self.kind in ("delta", "ssd"))
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Layer:
-    """What makes one block of a model differ from its others: experts or not, and its attention's window.
+    """What makes one block of a model differ from its others.
 
-    `window`: tokens that its attention looks back on (0: all of them).
+    `moe`: experts in place of its MLP. `window`: tokens that its attention looks back on (0: all of them).
+    `mixer`: `attention`, `recurrence` in its place, or `none`. `mlp`: whether it has an MLP (or experts) at
+    all.
     """
 
     moe: bool = False
     window: int = 0
+    mixer: str = "attention"
+    mlp: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +164,7 @@ class Model:
     weights (no bias) for the whole projection; `qk_norm_weight` is False where it learns nothing (Llama 4).
     `layer_scale`: what attention and MLP add to the residual stream is scaled by learned weights (DINOv2).
     `parallel_block`: attention and MLP read the same input and are added together (GPT-J).
+    `attention_gate`: a sigmoid of one more projection, as wide as the queries, scales what attention gives.
     `sinks`: one learned softmax logit per head (gpt-oss). `sliding_window`: tokens that attention
     looks back on (0: all); each `full_attention_every`-th layer looks back on all (0: none does). `layers`
     says of each block what it is, where no such step does: in place of these two and the pattern of `moe`.
@@ -159,6 +210,7 @@ class Model:
     layer_scale: bool = False
     parallel_block: bool = False
     sinks: bool = False
+    attention_gate: bool = False
     attention_softcap: bool = False
     logit_softcap: bool = False
     sliding_window: int = 0
@@ -177,6 +229,7 @@ class Model:
     mtp_layers: int = 0
     dropout_frac: float = 0.0
     mla: MLA | None = None
+    recurrence: Recurrence | None = None
     moe: MoE | None = None
     patches: Patches | None = None
     source: str = ""
@@ -261,10 +314,12 @@ _MAY_BE_ZERO = {
     "shared_ffn_hidden",
     "first_dense_layers",
     "out_channels",
+    "state_dim",
+    "dt_rank",
 }
 
 
-def _check_counts(part: Model | MLA | MoE | Patches, where: str) -> None:
+def _check_counts(part: Model | MLA | MoE | Patches | Recurrence, where: str) -> None:
     for field in fields(part):
         value = getattr(part, field.name)
         if isinstance(value, int) and not isinstance(value, bool):
@@ -306,6 +361,9 @@ def checked_model(model: Model, where: str) -> Model:
     _check_features(model, where)
     if model.mla is not None:
         _check_counts(model.mla, where)
+    if model.recurrence is not None:
+        _check_counts(model.recurrence, where)
+        _one_of(model.recurrence.kind, ("delta", "ssd", "scan", "conv"), f"{where}: recurrence")
     if model.moe is not None:
         _check_counts(model.moe, where)
         _check_moe(model, model.moe, where)
@@ -324,8 +382,11 @@ def _check_features(model: Model, where: str) -> None:
     mla_width = model.mla and model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim
     has_logits = model.lm_head and model.vocab > 0
     has_pixels = model.patches is not None and model.patches.out_channels > 0
+    recurs = any(layer.mixer == "recurrence" for layer in model.layers)
     for what, contradicts, needs in (
         ("layers", model.layers and len(model.layers) != model.num_layers, f"{model.num_layers} of them"),
+        ("recurrence", recurs != bool(model.recurrence), "layers that have it"),
+        ("attention_gate", model.attention_gate and (parallel or model.mla), "parallel_block and mla off"),
         ("layers", any(layer.moe for layer in model.layers) and not model.moe, "moe"),
         ("full_attention_every", model.full_attention_every and not model.sliding_window, "a sliding_window"),
         ("qk_norm_full", model.qk_norm_full and not model.qk_norm, "qk_norm"),

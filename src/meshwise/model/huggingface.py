@@ -27,7 +27,16 @@ import msgspec
 
 from meshwise.core.errors import ModelError
 from meshwise.core.files import parse_file
-from meshwise.model.architecture import MLA, Layer, Model, MoE, Patches, check_count, checked_model
+from meshwise.model.architecture import (
+    MLA,
+    Layer,
+    Model,
+    MoE,
+    Patches,
+    Recurrence,
+    check_count,
+    checked_model,
+)
 from meshwise.model.weights import num_params
 
 _Fields = dict[str, Any]  # fields of Model
@@ -116,6 +125,27 @@ class _Config(msgspec.Struct):
     topk_method: str = ""
     num_nextn_predict_layers: int = 0
     ffn_config: _FfnConfig | None = None
+    # recurrences
+    recurrence: str = ""
+    hybrid_pattern: str = ""
+    attn_layer_indices: list[int] | None = None
+    attn_layer_period: int = 0
+    attn_layer_offset: int = 0
+    expert_layer_period: int = 0
+    expert_layer_offset: int = 0
+    state_heads: int = 1
+    state_head_dim: int | str = 1
+    state_groups: int = 1
+    state_size: int = 0
+    state_expand: int = 1
+    time_step_rank: int | str = "auto"
+    conv_kernel: int = 4
+    conv_bias: bool = False
+    state_bias: bool = False
+    inner_norms: bool = False
+    block_auto_adjust_ff_dim: bool = False
+    block_multiple_of: int = 256
+    block_ffn_dim_multiplier: float = 1.0
     # encoders
     word_embed_proj_dim: int | None = None
     expansion_ratio: int = 4
@@ -311,6 +341,8 @@ def _moe_layers(c: _Config) -> _Pattern:
         return tuple(layer in c.moe_layers for layer in layers)
     for step in ("moe_layer_freq", "decoder_sparse_step"):
         check_count(getattr(c, step), step)
+    if c.expert_layer_period:
+        return tuple(layer % c.expert_layer_period == c.expert_layer_offset for layer in layers)
     return tuple(
         layer >= c.first_k_dense_replace
         and layer % c.moe_layer_freq == 0
@@ -344,14 +376,16 @@ def moe_rule(has_experts: Sequence[bool]) -> _Fields | None:
 
 
 def _with_layers(fields: _Fields) -> _Fields:
-    """`windows` and `has_experts` of the rules as steps where there are some, else as `layers`."""
-    number = fields["num_layers"]
+    """`windows`, `has_experts` and `mixers` of the rules as steps where there are some, else as `layers`."""
+    number, mixers = fields["num_layers"], fields.pop("mixers", ())
     windows = fields.pop("windows", (0,) * number)
     has_experts = fields.pop("has_experts", (False,) * number)
     steps, moe_steps = _window_rule(windows), moe_rule(has_experts)
-    if steps is None or moe_steps is None:
-        pairs = zip(has_experts, windows, strict=True)
-        return fields | {"layers": tuple(Layer(moe=moe, window=window) for moe, window in pairs)}
+    if steps is None or moe_steps is None or mixers:
+        with_mlp = "none" not in mixers and fields["ffn_hidden"] > 0
+        kinds = zip(has_experts, windows, mixers or ("attention",) * number, strict=True)
+        layers = tuple(Layer(*kind, mlp=with_mlp or kind[2] == "none") for kind in kinds)
+        return fields | {"layers": layers, "ffn_hidden": fields["ffn_hidden"] or fields["hidden"]}
     if any(has_experts):
         fields["moe"] = replace(fields["moe"], **moe_steps)
     return fields | steps
@@ -362,7 +396,7 @@ def _with_layers(fields: _Fields) -> _Fields:
 
 def _experts(c: _Config) -> _Fields:
     """Experts in place of the MLP, shared ones beside them."""
-    if c.num_experts is None:
+    if c.num_experts is None or (c.recurrence and not c.num_experts):
         return {}
     width = c.intermediate_size if c.moe_intermediate_size is None else c.moe_intermediate_size
     if width is None:
@@ -370,15 +404,83 @@ def _experts(c: _Config) -> _Fields:
     if not c.num_experts_per_tok:
         raise ModelError("num_experts_per_tok is missing; an MoE config needs it")
     num_shared = c.n_shared_experts or int(c.shared_expert_intermediate_size > 0)
+    shared_width = c.shared_expert_intermediate_size or width
     moe = MoE(
         num_experts=c.num_experts,
         top_k=c.num_experts_per_tok,
         ffn_hidden=width,
         num_shared_experts=num_shared,
-        shared_ffn_hidden=c.shared_expert_intermediate_size or num_shared * width,
+        shared_ffn_hidden=num_shared * shared_width,
         balance_bias=c.topk_method == "noaux_tc",
     )
     return {"moe": moe, "has_experts": _moe_layers(c)}
+
+
+_MIXERS = {
+    **dict.fromkeys(("linear_attention", "mamba", "conv", "M"), "recurrence"),
+    **dict.fromkeys(("full_attention", "attention", "*"), "attention"),
+    **dict.fromkeys(("mlp", "moe", "-", "E"), "none"),
+}
+
+
+def _hybrid(c: _Config) -> _Fields:
+    """Layers of which some have a recurrence in place of attention, and some, in Nemotron-H, only an MLP."""
+    number, kinds = c.num_hidden_layers, list(c.hybrid_pattern) or c.layer_types or []
+    if not kinds:
+        period, offset, indices = c.attn_layer_period, c.attn_layer_offset, c.attn_layer_indices or ()
+        every = c.full_attention_every if isinstance(c.full_attention_every, int) else 0
+        for layer in range(number):
+            attends = layer in indices or (period and layer % period == offset)
+            kinds.append("attention" if attends or (every and (layer + 1) % every == 0) else "mamba")
+    if len(kinds) != number or not _MIXERS.keys() >= {*kinds}:
+        raise ModelError(f"layer_types must name each of the {number} layers {' or '.join(_MIXERS)}")
+    mixers = tuple(_MIXERS[kind] for kind in kinds)
+    fields: _Fields = {"mixers": mixers, "recurrence": _recurrence(c) if "recurrence" in mixers else None}
+    if "none" in mixers:
+        fields["has_experts"] = tuple(kind in ("moe", "E") for kind in kinds)
+    return fields
+
+
+def _recurrence(c: _Config) -> Recurrence:
+    heads, dim = c.state_heads, c.state_head_dim
+    if c.recurrence in ("scan", "conv"):  # no heads: every channel has a state of its own
+        heads, dim = c.state_expand * c.hidden_size, 1
+    rank = -(-c.hidden_size // 16) if isinstance(c.time_step_rank, str) else c.time_step_rank
+    return Recurrence(
+        kind=c.recurrence,
+        num_heads=heads,
+        head_dim=c.state_expand * c.hidden_size // max(heads, 1) if isinstance(dim, str) else dim,
+        num_groups=c.state_groups,
+        state_dim=c.state_size,
+        taps=c.conv_kernel,
+        conv_bias=c.conv_bias,
+        bias=c.state_bias,
+        norm=c.recurrence in ("delta", "ssd"),
+        dt_rank=rank if c.recurrence == "scan" else 0,
+        inner_norms=c.inner_norms,
+    )
+
+
+def _only_recurrence(c: _Config) -> _Fields:
+    """A model without attention and MLP: its heads are those of the recurrence."""
+    own = _recurrence(c)
+    heads = dict.fromkeys(("num_heads", "num_kv_heads"), own.num_heads)
+    mixers = ("recurrence",) * c.num_hidden_layers
+    return heads | {"head_dim": own.head_dim, "mixers": mixers, "recurrence": own, "ffn_hidden": 0}
+
+
+def _lfm2(c: _Config) -> _Fields:
+    """The MLP is two thirds as wide as the config says, rounded up."""
+    if not c.block_auto_adjust_ff_dim:
+        return {}
+    check_count(c.block_multiple_of, "block_multiple_of")
+    width = int(c.block_ffn_dim_multiplier * int(2 * (c.intermediate_size or 0) / 3))
+    return {"ffn_hidden": -(-width // c.block_multiple_of) * c.block_multiple_of}
+
+
+def _granite_hybrid(c: _Config) -> _Fields:
+    """Where there are no experts, the shared one is the MLP."""
+    return {} if c.num_experts else {"ffn_hidden": c.shared_expert_intermediate_size}
 
 
 def _softcaps(c: _Config) -> _Fields:
@@ -475,6 +577,10 @@ def _patches(c: _Config) -> _Fields:
 _RULES: dict[str, Callable[[_Config], _Fields]] = {
     "window": _window,
     "experts": _experts,
+    "hybrid": _hybrid,
+    "only_recurrence": _only_recurrence,
+    "lfm2": _lfm2,
+    "granite_hybrid": _granite_hybrid,
     "softcaps": _softcaps,
     "mla": _mla,
     "stablelm": _stablelm,
@@ -701,6 +807,8 @@ def _typed(raw: dict[str, Any], spelling: _Spelling, *, nested: bool) -> _Config
     own_names = {common: own for own, common in spelling.names.items() if own in given}
     renamed = {common: given[own] for common, own in own_names.items()}
     merged = spelling.defaults | (spelling.nested if nested else {}) | given | renamed
+    if "num_hidden_layers" not in merged and isinstance(merged.get("layer_types"), list):
+        merged["num_hidden_layers"] = len(merged["layer_types"])
     needed = [name for name in _NEEDED if name not in spelling.optional]
     for common in needed:
         if common not in merged:

@@ -8,6 +8,7 @@ brings it; nothing else in this package counts weights. `program.held` says what
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -66,7 +67,9 @@ def num_weights(weights: Iterable[Weight]) -> int:
 @lru_cache(maxsize=1024)
 def block_weights(model: Model, layer: Layer, lora_rank: int = 0) -> Weights:
     """The weights of one block; with `lora_rank`, frozen, and with the adapters that train beside them."""
-    weights = (*_attention(model), *(_moe(model) if layer.moe else _mlp(model)))
+    mixer = {"attention": _attention, "recurrence": _recurrence, "none": lambda _: ()}[layer.mixer]
+    feed_forward = (_moe(model) if layer.moe else _mlp(model)) if layer.mlp else ()
+    weights = (*mixer(model), *feed_forward)
     return with_adapters(weights, lora_rank) if lora_rank else weights
 
 
@@ -162,6 +165,7 @@ def _attention(model: Model) -> Iterator[Weight]:
 def _grouped_qkv(model: Model) -> Iterator[Weight]:
     query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     for name, width, heads in (
+        *((("gate", query, 0),) if model.attention_gate else ()),
         ("q", query, 0),
         ("k", key, model.num_kv_heads),
         ("v", key, model.num_kv_heads),
@@ -197,6 +201,39 @@ def _latent_qkv(model: Model) -> Iterator[Weight]:
     yield from _norm(model, "attention", "kv_norm", mla.kv_lora_rank)
     expanded = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     yield from _linear("attention", "kv_up", "kv_up", mla.kv_lora_rank, expanded, bias=False, cut=COLUMNS)
+
+
+def _recurrence(model: Model) -> Iterator[Weight]:
+    module, own, hidden = "recurrence", model.recurrence, model.hidden
+    assert own is not None
+
+    def vector(op: str, name: str, width: int, units: int = 0, cut: str = COLUMNS) -> Weight:
+        gradient = "whole" if cut else "part"
+        return Weight(
+            module=module, op=op, name=name, shape=(width,), cut=cut, units=units, gradient=gradient
+        )
+
+    yield from _block_norm(model, module, 1)
+    for name, (width, units) in own.projected.items():
+        yield from _linear(module, "in_proj", name, hidden, width, bias=own.bias, cut=COLUMNS, units=units)
+    yield vector("conv", "conv", own.taps * own.convolved)
+    if own.conv_bias:
+        yield vector("conv", "conv_bias", own.convolved)
+    if own.kind == "scan":
+        steps = own.dt_rank + 2 * own.state_dim
+        yield from _linear(module, "x_proj", "x_proj", own.inner, steps, bias=False, cut=ROWS)
+        if own.inner_norms:
+            yield vector("x_norm", "x_norm", steps, cut=WHOLE)
+        yield from _linear(module, "dt_proj", "dt_proj", own.dt_rank, own.inner, bias=True, cut=COLUMNS)
+        yield vector("scan", "a", own.inner * own.state_dim)
+        yield vector("scan", "d", own.inner)
+    elif own.kind != "conv":
+        for name in ("dt_bias", "a", "d") if own.kind == "ssd" else ("dt_bias", "a"):
+            yield vector("chunk", name, own.num_heads)
+    if own.norm:
+        width = own.inner if own.kind == "ssd" else own.head_dim
+        yield vector("gate_norm", "gate_norm", width, cut=COLUMNS if own.kind == "ssd" else WHOLE)
+    yield from _linear(module, "out_proj", "out", own.inner, hidden, bias=own.bias, cut=ROWS)
 
 
 def _mlp(model: Model) -> Iterator[Weight]:
@@ -386,10 +423,9 @@ def params(model: Model) -> Params:
 def num_params(model: Model) -> int:
     """All parameters of `model`, as makers count them: without modules of multi-token prediction."""
     dense, experts = num_dense_layers(model), num_moe_layers(model)
-    total = num_weights(embedding_weights(model)) + num_weights(head_weights(model))
-    for layers, layer in ((dense, Layer()), (experts, Layer(moe=True))):
-        total += layers and layers * num_weights(block_weights(model, layer))
-    return total
+    kinds = Counter(model.layers) or {Layer(): dense, Layer(moe=True): experts}
+    blocks = (layers and layers * num_weights(block_weights(model, layer)) for layer, layers in kinds.items())
+    return num_weights(embedding_weights(model)) + num_weights(head_weights(model)) + sum(blocks)
 
 
 def num_mtp_params(model: Model) -> int:

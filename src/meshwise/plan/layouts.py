@@ -57,6 +57,8 @@ def check_grid(
         "norms of queries": model.qk_norm,
         "sinks": model.sinks,
         "layer scales": model.layer_scale,
+        "recurrences": model.recurrence,
+        "gated attention": model.attention_gate,
     }
     for what, present in missing.items():
         if layout != "1d" and present:

@@ -28,6 +28,7 @@ from meshwise.program.cut import Cut
 from meshwise.program.moe import MODULE as MOE
 from meshwise.program.moe import moe_mlp
 from meshwise.program.op import Op, Precision, collective
+from meshwise.program.recurrence import state_bytes
 from meshwise.program.vocabulary import embed, head
 
 FUSED = ("residual", "dropout")
@@ -105,6 +106,9 @@ def cached_tokens(cut: Cut, layer: Layer) -> Num:
 
 def cache_bytes(model: Model, cut: Cut, layer: Layer) -> Num:
     """Bytes of one layer's cache on a rank, at the end of the pass."""
+    if layer.mixer != "attention":
+        own = model.recurrence if layer.mixer == "recurrence" else None
+        return cut.microbatch * state_bytes(own, cut) if own else 0.0
     kept = replace(cut, past=cut.past + cut.seq)
     return cut.microbatch * cached_tokens(kept, layer) * cached_numbers(model, cut) * cut.kv_bytes
 

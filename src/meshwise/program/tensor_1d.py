@@ -51,6 +51,8 @@ def attention(model: Model, cut: Cut) -> Iterator[Op]:
         yield from _latent_qkv(model, cut)
     v_dim = model.mla.v_head_dim if model.mla else model.head_dim
     width = model.num_heads * v_dim / cut.tp
+    if model.attention_gate:
+        yield from elementwise(ATTENTION, "attention_gate", "swiglu", cut.tokens, width, cut.precision)
     yield from row_linear(
         ATTENTION, "out_proj", "o", width, model.hidden, cut, bias=model.out_bias, kept=_keeps_mixed(cut),
         leaves=not model.parallel_block,
@@ -186,7 +188,8 @@ def _qkv(model: Model, cut: Cut) -> Iterator[Op]:
     dim, prec = model.head_dim, cut.precision
     heads = model.num_heads / cut.tp
     kv_heads = np.maximum(model.num_kv_heads / cut.tp, 1.0)  # fewer than tp: each rank holds a copy of one
-    parts = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
+    gate = {"gate": heads * dim} if model.attention_gate else {}
+    parts = gate | {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
     if model.parallel_block:
         yield from _qkv_of_parallel_block(model, parts, cut)
     else:

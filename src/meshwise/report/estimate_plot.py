@@ -9,6 +9,7 @@ it stays is what its kernel loses. The area of a mark is the time that the op ta
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,8 +21,9 @@ from numpy.typing import NDArray
 from meshwise.core.ledger import Ledger
 from meshwise.core.units import duration, with_prefix
 from meshwise.estimate.single import Estimate
-from meshwise.model.architecture import num_moe_layers
+from meshwise.model.architecture import layer_kind, layer_kinds
 from meshwise.plan.plan import Plan
+from meshwise.program.parts import layer_names
 from meshwise.report.figure import check_format, new_figure, open_frame, save_figure
 
 if TYPE_CHECKING:
@@ -97,7 +99,7 @@ def draw_roofline(axes: Axes, estimate: Estimate) -> None:
     axes.set_ylim(marks.achieved.min() / 3, 2 * roofs.highest)
     axes.set_xlabel("arithmetic intensity [FLOP / byte]", fontsize=8.5)
     axes.set_ylabel("achieved FLOP/s", fontsize=8.5)
-    layer = "MoE layer" if marks.ops["module"][0].startswith("moe_layer") else "layer"
+    layer = "MoE layer" if "moe_layer" in marks.ops["module"][0] else "layer"
     axes.set_title(
         f"roofline: the ops of one {layer}, one microbatch, one rank; the area of a mark is its time",
         loc="left",
@@ -180,7 +182,9 @@ def _marks(estimate: Estimate) -> _Marks:
 def layer_ops(estimate: Estimate) -> Ledger:
     """The ops (not the collectives) of the kind of layer that the model has most of, one microbatch."""
     model, ledger = estimate.model, estimate.layer()
-    kind = "moe_layer" if 2 * num_moe_layers(model) >= model.num_layers else "layer"
+    numbers = Counter(layer_kind(model, layer) for layer in range(model.num_layers))
+    names = dict(zip(layer_kinds(model), layer_names(model), strict=True))
+    kind = names[max(numbers, key=lambda layer: (numbers[layer], layer.moe, not layer.window))]
     of_kind = np.array([module.partition(".")[0] == kind for module in ledger["module"]])
     phases = list(PHASES) if estimate.trains else ["forward"]
     keep = of_kind & (ledger["flop"] > 0) & np.isin(ledger["phase"], phases)

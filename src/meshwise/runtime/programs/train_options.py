@@ -98,6 +98,8 @@ def the_model(options: Options) -> Model:
         "attention that sees what follows": not model.causal,
         "no language-model head, or more than one": not model.lm_head or model.head_bias or model.pooler,
         "layer scales": model.layer_scale,
+        "recurrent layers": model.recurrence is not None,
+        "gated attention": model.attention_gate,
         "patches": model.patches is not None,
         "token types": model.token_types > 0,
         "multi-token prediction": model.mtp_layers > 0,
