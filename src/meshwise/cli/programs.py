@@ -15,7 +15,7 @@ import typer
 
 from meshwise import api
 from meshwise.cli.output import console, print_json
-from meshwise.core.errors import PlanError
+from meshwise.core.errors import DataError, PlanError
 
 if TYPE_CHECKING:
     from meshwise.core.compare import Comparison
@@ -138,15 +138,31 @@ def calibrate(
         int, typer.Option(help="Ranks of the measured collectives (0: two on a CPU, else all GPUs).")
     ] = 0,
     quick: Annotated[bool, typer.Option(help="Fewer and smaller measurements.")] = False,
+    traces: Annotated[
+        list[Path] | None, typer.Option("--from", help="Traces of a job, instead of measuring this machine.")
+    ] = None,
+    steps: Annotated[str, typer.Option(help="Of --from, only these steps: 3-7, or complete.")] = "",
     json: Json = False,
 ) -> None:
-    """Measure this machine (GEMM by shape, memory, collectives) into a cluster file for `estimate`."""
-    api.need_torch()
+    """Measure this machine, or read the rates that a job's traces show, into a cluster file."""
     from meshwise.core.files import check_writable
-    from meshwise.runtime.calibrate import calibrate as measure
 
     check_writable(output)
-    found = measure(device, ranks=ranks, quick=quick)
+    if traces:
+        if device != "cpu" or ranks or quick:
+            raise DataError(
+                "--from reads traces, it measures nothing; leave out --device, --ranks and --quick"
+            )
+        from meshwise.calibrate.from_traces import calibrate_from
+
+        found = calibrate_from(traces, steps=steps)
+    elif steps:
+        raise DataError("--steps chooses steps of traces; name them with --from DIR")
+    else:
+        api.need_torch()
+        from meshwise.runtime.calibrate import calibrate as measure
+
+        found = measure(device, ranks=ranks, quick=quick)
     found.write(output)
     if json:
         print_json(found.to_json() | {"file": str(output)})
@@ -159,7 +175,7 @@ def calibrate(
         for one in found.samples
     ]
     columns = ("what", "shape", "dtype", "time", "rate")
-    console().print(table(f"{found.name}: measured on {device}", columns, rows, left=columns[:3]))
+    console().print(table(found.source, columns, rows, left=columns[:3]))
     print(f"wrote {output}; use it as --cluster {output}")
 
 

@@ -77,7 +77,8 @@ def rate_tables(found: Sequence[OpRate], *, limit: int) -> list[Table]:
     """What operators reach."""
     rows = [
         (
-            *(one.op.removeprefix("aten::"), one.shape, one.dtype, one.count, duration(one.median_s)),
+            *(short(one.op.removeprefix("aten::"), 24), short(one.shape, 32), one.dtype, one.count),
+            duration(one.median_s),
             *(with_prefix(one.flop_per_s, "FLOP/s") if one.flop else "", with_prefix(one.bytes_per_s, "B/s")),
             percent(one.roof_frac),
         )
@@ -113,9 +114,9 @@ def bandwidth_tables(found: Sequence[Bandwidth], *, limit: int) -> list[Table]:
     return [table("Collectives on the wire", columns, rows, left=columns[:2], no_wrap=True)]
 
 
-def short(name: str) -> str:
+def short(name: str, width: int = _NAME_WIDTH) -> str:
     """A name cut to a width that tables bear."""
-    return name if len(name) <= _NAME_WIDTH else name[: _NAME_WIDTH - 1] + "…"
+    return name if len(name) <= width else name[: width - 1] + "…"
 
 
 def _size(size_bytes: float | None) -> str:

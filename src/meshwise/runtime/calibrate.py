@@ -9,85 +9,19 @@ link are fitted to the collectives (least squares of the relative error), with t
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
+from meshwise.calibrate.cluster_file import Calibration, Sample
+from meshwise.calibrate.cluster_file import fit_link as fit_calls
 from meshwise.core.errors import PlanError
-from meshwise.core.files import write_text
-from meshwise.cost.collective import collective_s
-from meshwise.machine.hardware import MEASURED
 from meshwise.runtime.launch import Ranks, check_world
-from meshwise.runtime.measure import COLLECTIVES, Sample, collective_samples, op_samples
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
-    """What was measured, and the rates that follow from it."""
-
-    name: str
-    num_ranks: int
-    memory_bytes: float
-    memory_bytes_per_s: float
-    matrix_flop_per_s: dict[str, float]
-    vector_flop_per_s: dict[str, float]
-    link_name: str
-    link_bytes_per_s: float
-    link_latency_s: float
-    samples: tuple[Sample, ...]
-    source: str
-    checked: str
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values."""
-        return asdict(self)
-
-    def to_toml(self) -> str:
-        """The cluster file."""
-        rates = {"matrix": self.matrix_flop_per_s, "vector": self.vector_flop_per_s}
-        tables = [
-            f"{name}_flop_per_s = {{ {', '.join(f'{dtype} = {rate:.4e}' for dtype, rate in table.items())} }}"
-            for name, table in rates.items()
-        ]
-        lines = [
-            "# Measured by `meshwise calibrate`; read with --cluster FILE.",
-            f"num_chips = {self.num_ranks}",
-            f'source = "{self.source}"',
-            f"checked = {self.checked}",
-            "",
-            "[[levels]]",
-            f'name = "{self.link_name}"',
-            f"bytes_per_s = {self.link_bytes_per_s:.4e}",
-            f"latency_s = {self.link_latency_s:.3e}",
-            "",
-            "[chip]",
-            f'vendor = "{MEASURED}"',
-            f'generation = "{self.name}"',
-            f"memory_bytes = {self.memory_bytes:.4e}",
-            f"memory_bytes_per_s = {self.memory_bytes_per_s:.4e}",
-            *tables,
-            f'source = "{self.source}"',
-            f"checked = {self.checked}",
-            "",
-            "[[chip.levels]]",
-            f'name = "{self.link_name}"',
-            f"bytes_per_s = {self.link_bytes_per_s:.4e}",
-            f"latency_s = {self.link_latency_s:.3e}",
-        ]
-        return "\n".join(lines) + "\n"
-
-    def write(self, path: Path) -> None:
-        """Write the cluster file, whole or not at all; DataError where that fails."""
-        write_text(path, self.to_toml())
+from meshwise.runtime.measure import COLLECTIVES, collective_samples, op_samples
 
 
 def calibrate(device: str = "cpu", *, ranks: int = 0, quick: bool = False) -> Calibration:
@@ -140,24 +74,9 @@ def from_samples(samples: Sequence[Sample], device: str, ranks: int) -> Calibrat
 
 
 def fit_link(samples: Sequence[Sample], ranks: int) -> tuple[float, float]:
-    """(bytes/s, latency in seconds) of one link level that explain the collectives best.
-
-    Where the best latency would be negative it is 0, and the bandwidth the best without one.
-    """
-    one: dict[str, Any] = {"link_bytes_per_s": (1.0,), "link_ranks": (math.inf,)}
+    """(bytes/s, latency in seconds) of one link level that explain the collectives best."""
     kinds = {kind: kind for kind in COLLECTIVES}
-    rows = []
-    for sample in samples:
-        kind, payload_bytes = kinds[sample.what], float(sample.shape)  # type: ignore[index]
-        wire = collective_s(kind, payload_bytes, ranks, link_latency_s=(0.0,), **one)
-        hops = collective_s(kind, 0.0, ranks, link_latency_s=(1.0,), **one)
-        rows.append([float(wire) / sample.time_s, float(hops) / sample.time_s])
-    table, target = np.array(rows), np.ones(len(rows))
-    (per_byte, latency), *_ = np.linalg.lstsq(table, target, rcond=None)
-    if per_byte <= 0 or latency < 0:
-        (per_byte,), *_ = np.linalg.lstsq(table[:, :1], target, rcond=None)
-        latency = 0.0
-    return 1.0 / float(per_byte), float(latency)
+    return fit_calls([(kinds[one.what], float(one.shape), ranks, one.time_s) for one in samples])  # type: ignore[index]
 
 
 def _memory_bytes(device: str) -> float:

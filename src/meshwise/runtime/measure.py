@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwise.calibrate.cluster_file import Sample
 from meshwise.core.ledger import Collective
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
 from meshwise.runtime.launch import Place
@@ -28,18 +29,6 @@ from meshwise.runtime.programs.context import TORCH_DTYPES
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "all_to_all")
 _MOST_CALLS = 1 << 16
 _MOST_OPERANDS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One measurement: `time_s` of one call, `rate` in `unit` (FLOP/s, or bytes/s of what it is about)."""
-
-    what: str
-    shape: str
-    dtype: str
-    time_s: float
-    rate: float
-    unit: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,123 @@
+"""The rates that a machine was measured to reach, and the cluster file that holds them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwise.core.files import write_text
+from meshwise.core.ledger import Collective
+from meshwise.cost.collective import collective_s
+from meshwise.machine.hardware import MEASURED, Level
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measurement: `time_s` of one call, `rate` in `unit` (FLOP/s, or bytes/s of what it is about)."""
+
+    what: str
+    shape: str
+    dtype: str
+    time_s: float
+    rate: float
+    unit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What was measured, and the rates that follow from it."""
+
+    name: str
+    num_ranks: int
+    memory_bytes: float
+    memory_bytes_per_s: float
+    matrix_flop_per_s: dict[str, float]
+    vector_flop_per_s: dict[str, float]
+    link_name: str
+    link_bytes_per_s: float
+    link_latency_s: float
+    samples: tuple[Sample, ...]
+    source: str
+    checked: str
+    link_ranks: int = 0
+    """Ranks that the link joins, where `outer` goes on; 0 for all."""
+    outer: Level | None = None
+    """The link beyond it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        return asdict(self)
+
+    def to_toml(self) -> str:
+        """The cluster file."""
+        rates = {"matrix": self.matrix_flop_per_s, "vector": self.vector_flop_per_s}
+        tables = [
+            f"{name}_flop_per_s = {{ {', '.join(f'{dtype} = {rate:.4e}' for dtype, rate in table.items())} }}"
+            for name, table in rates.items()
+        ]
+        inner = Level(
+            name=self.link_name,
+            bytes_per_s=self.link_bytes_per_s,
+            latency_s=self.link_latency_s,
+            ranks=self.link_ranks or math.inf,
+        )
+        levels = [inner, *([self.outer] if self.outer else [])]
+        lines = [
+            "# Measured by `meshwise calibrate`; read with --cluster FILE.",
+            f"num_chips = {self.num_ranks}",
+            f'source = "{self.source}"',
+            f"checked = {self.checked}",
+            *_levels("levels", levels),
+            "",
+            "[chip]",
+            f'vendor = "{MEASURED}"',
+            f'generation = "{self.name}"',
+            f"memory_bytes = {self.memory_bytes:.4e}",
+            f"memory_bytes_per_s = {self.memory_bytes_per_s:.4e}",
+            *tables,
+            f'source = "{self.source}"',
+            f"checked = {self.checked}",
+            *_levels("chip.levels", levels),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def write(self, path: Path) -> None:
+        """Write the cluster file, whole or not at all; DataError where that fails."""
+        write_text(path, self.to_toml())
+
+
+def _levels(table: str, levels: Sequence[Level]) -> list[str]:
+    lines = []
+    for level in levels:
+        lines += ["", f"[[{table}]]", f'name = "{level.name}"', f"bytes_per_s = {level.bytes_per_s:.4e}"]
+        lines.append(f"latency_s = {level.latency_s:.3e}")
+        lines += [f"ranks = {level.ranks}"] if math.isfinite(level.ranks) else []
+    return lines
+
+
+def fit_link(calls: Sequence[tuple[Collective, float, int, float]]) -> tuple[float, float]:
+    """Bandwidth [bytes/s] and latency [s] of one link that explain `calls` best.
+
+    A call is its kind, payload bytes, ranks and seconds. Least squares of the relative error, with the
+    formulas of `estimate`. Where the best latency would be negative it is 0, and the bandwidth the best
+    without.
+    """
+    one: dict[str, Any] = {"link_bytes_per_s": (1.0,), "link_ranks": (math.inf,)}
+    rows = [
+        [
+            float(collective_s(kind, size, ranks, link_latency_s=(0.0,), **one)) / time_s,
+            float(collective_s(kind, 0.0, ranks, link_latency_s=(1.0,), **one)) / time_s,
+        ]
+        for kind, size, ranks, time_s in calls
+    ]
+    table, target = np.array(rows), np.ones(len(rows))
+    (per_byte, latency), *_ = np.linalg.lstsq(table, target, rcond=None)
+    if per_byte <= 0 or latency < 0:
+        (per_byte,), *_ = np.linalg.lstsq(table[:, :1], target, rcond=None)
+        latency = 0.0
+    return 1.0 / float(per_byte), float(latency)

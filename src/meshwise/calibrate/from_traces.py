@@ -1,0 +1,184 @@
+"""The cluster that a job has shown: rates of its traces as a cluster file (`meshwise calibrate --from DIR`).
+
+The matrix rate of a dtype is the FLOP of all matmuls and attention in it over their time, so that a step of
+the same mixture takes as long as it took; the memory rate the same of elementwise operators. Bandwidth and
+latency of a link are fitted to the times on the wire (without the waiting); where ranks of several hosts
+meet, groups inside a host give the inner link and the others the outer one. Traces that show a rate only a
+few times, or whose calls differ too much, are refused.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from meshwise.calibrate.cluster_file import Calibration, Sample, fit_link
+from meshwise.core.errors import DataError
+from meshwise.core.ledger import COLLECTIVES, Collective
+from meshwise.cost.collective import collective_s
+from meshwise.machine.hardware import Level
+from meshwise.trace.bandwidths import Bandwidth, bandwidths
+from meshwise.trace.events import Trace
+from meshwise.trace.op_rates import OpRate, op_rates
+from meshwise.trace.summary import Summary, summarize_paths
+
+_MIN_CALLS = 5
+_MAX_SPREAD_FRAC = 0.25
+_MAX_LINK_ERROR_FRAC = 0.5
+_MOST_TIMES_USUAL = 5.0
+_NUM_SAMPLES = 20
+_IN_CACHE_BYTES = 1e6
+"""Elementwise operators on less say nothing of the memory."""
+
+
+def calibrate_from(paths: Sequence[str | Path], *, steps: str = "") -> Calibration:
+    """The rates that the traces of one job show.
+
+    Raises:
+        DataError: A trace is unreadable, or shows too little or too noisily.
+    """
+    summary = summarize_paths(paths, steps=steps)
+    if not summary.traces:
+        raise DataError("none of the files is a readable trace; name PyTorch profiler traces")
+    ops = op_rates(summary.traces)
+    matrix = _rates([one for one in ops if one.flop], "flop")
+    if not matrix:
+        raise DataError(
+            f"the traces show no matmul {_MIN_CALLS} times; record more steps, with record_shapes=True"
+        )
+    large = [one for one in ops if one.kind == "elementwise" and one.bytes >= _IN_CACHE_BYTES]
+    moved = _rates(large, "bytes", by_dtype=False)
+    if not moved:
+        raise DataError(
+            f"the memory rate needs elementwise operators on {_IN_CACHE_BYTES:.0e} bytes, and the traces "
+            f"show none {_MIN_CALLS} times; record more steps, of a larger job"
+        )
+    inner, outer, node_ranks, wires = _links(summary)
+    name = _chip_name(summary.traces[0])
+    lowest = min(matrix.values())
+    return Calibration(
+        name=name,
+        num_ranks=max(summary.traces[0].world_size or 0, len(summary.traces)),
+        memory_bytes=_memory_bytes(summary.traces[0]),
+        memory_bytes_per_s=moved[""],
+        matrix_flop_per_s=matrix,
+        vector_flop_per_s={"fp32": matrix.get("fp32", lowest)},
+        link_name=inner.name,
+        link_bytes_per_s=inner.bytes_per_s or moved[""],
+        link_latency_s=inner.latency_s,
+        samples=(*map(_op_sample, ops[:_NUM_SAMPLES]), *map(_wire_sample, wires[:_NUM_SAMPLES])),
+        source=f"meshwise calibrate --from traces of {len(summary.traces)} ranks on {name}",
+        checked=date.today().isoformat(),
+        link_ranks=node_ranks,
+        outer=outer,
+    )
+
+
+def _rates(ops: Sequence[OpRate], of: str, *, by_dtype: bool = True) -> dict[str, float]:
+    """Work over time by dtype (all as one, under the empty name); DataError if calls differ too much."""
+    found: dict[str, float] = {}
+    same: dict[str, list[OpRate]] = defaultdict(list)
+    for one in ops:
+        same[one.dtype if by_dtype else ""].append(one)
+    for dtype, every in same.items():
+        rows = _real(every, of)
+        count, seconds = sum(one.count for one in rows), sum(one.count * one.median_s for one in rows)
+        spread = sum(one.spread_frac * one.count * one.median_s for one in rows) / seconds
+        if count < _MIN_CALLS:
+            continue
+        if spread > _MAX_SPREAD_FRAC:
+            what = f"{dtype} matmuls" if by_dtype else "elementwise operators"
+            raise DataError(
+                f"the times of {what} differ by {spread:.0%} from call to call, and a rate needs at most "
+                f"{_MAX_SPREAD_FRAC:.0%}; leave out the first steps (--steps), or capture on an idle machine"
+            )
+        found[dtype] = sum(one.count * float(getattr(one, of)) for one in rows) / seconds
+    return found
+
+
+def _real(rows: Sequence[OpRate], of: str) -> list[OpRate]:
+    """Without calls far above what most of the time reaches: those on tensors without data (DTensor's)."""
+    speed = np.array([float(getattr(one, of)) / one.median_s for one in rows])
+    order = np.argsort(speed)
+    until = np.cumsum([rows[i].total_s for i in order])
+    usual = speed[order[np.searchsorted(until, until[-1] / 2)]]
+    return [
+        one for one, reached in zip(rows, speed.tolist(), strict=True) if reached <= _MOST_TIMES_USUAL * usual
+    ]
+
+
+def _links(summary: Summary) -> tuple[Level, Level | None, int, list[Bandwidth]]:
+    """The inner link, the outer one where ranks of several hosts met, ranks of a host, and what shows it."""
+    hosts = {trace.rank: trace.host for trace in summary.traces}
+    members = {one.group: set(one.wait_s) for one in summary.collectives}
+    wires = [one for one in bandwidths(summary.collectives) if one.name in COLLECTIVES and one.group_size]
+    within = [one for one in wires if len({hosts[rank] for rank in members[one.group]}) == 1]
+    across = [one for one in wires if one not in within]
+    name = summary.traces[0].backend or ("nccl" if summary.traces[0].has_device else "gloo")
+    if not wires and len(summary.traces) == 1:  # one rank has no link: that of a copy stands in
+        return Level(name=name, bytes_per_s=0.0, latency_s=0.0), None, 0, []
+    if not within or not across:
+        return _fitted(name, wires), None, 0, wires
+    node_ranks = min(Counter(hosts.values()).values())
+    outer = _fitted(f"{name} between hosts", across)
+    return _fitted(name, within), outer, node_ranks, wires
+
+
+def _fitted(name: str, wires: Sequence[Bandwidth]) -> Level:
+    calls = [(cast(Collective, one.name), one.bytes, one.group_size or 2, one.wire_s) for one in wires]
+    num = sum(one.count for one in wires)
+    if num < _MIN_CALLS:
+        raise DataError(
+            f"the traces show {num} collectives of known size over {name}, a link needs {_MIN_CALLS}; give "
+            "the traces of all ranks, and record more steps"
+        )
+    speed, latency = fit_link(calls)
+    link: dict[str, Any] = {
+        "link_bytes_per_s": (speed,),
+        "link_latency_s": (latency,),
+        "link_ranks": (math.inf,),
+    }
+    wrong = [abs(float(collective_s(kind, size, n, **link)) / time - 1) for kind, size, n, time in calls]
+    error = float(np.average(wrong, weights=[one.count * one.wire_s for one in wires]))
+    if error > _MAX_LINK_ERROR_FRAC:
+        raise DataError(
+            f"no bandwidth and latency explain the collectives over {name}: they miss by {error:.0%}; leave "
+            "out the first steps (--steps), or capture on links that carry nothing else"
+        )
+    return Level(name=name, bytes_per_s=speed, latency_s=latency)
+
+
+def _op_sample(one: OpRate) -> Sample:
+    rate, unit = (one.flop_per_s, "FLOP/s") if one.flop else (one.bytes_per_s, "B/s")
+    return Sample(one.op, one.shape, one.dtype, one.median_s, rate, unit)
+
+
+def _wire_sample(one: Bandwidth) -> Sample:
+    return Sample(
+        one.name, f"{one.bytes:.0f} B over {one.group}", "", one.wire_s, one.algorithm_bytes_per_s, "B/s"
+    )
+
+
+def _chip(trace: Trace) -> dict[str, Any]:
+    found = trace.metadata.get("deviceProperties")
+    return found[0] if isinstance(found, list) and found and isinstance(found[0], dict) else {}
+
+
+def _chip_name(trace: Trace) -> str:
+    name = str(_chip(trace).get("name") or ("device" if trace.has_device else "cpu"))
+    return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()
+
+
+def _memory_bytes(trace: Trace) -> float:
+    """Of the device as the trace tells it; else that of this machine."""
+    size = _chip(trace).get("totalGlobalMem")
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return float(size if isinstance(size, int) and size > 0 else here)

@@ -1,0 +1,83 @@
+"""A job's traces as a cluster: rates that were put in come back; noise and too few samples are refused."""
+
+import numpy as np
+import pytest
+
+import meshwise as mw
+from kineto import all_reduce, host, kernel, write_trace
+from meshwise.calibrate.from_traces import calibrate_from
+from meshwise.core.errors import DataError
+from meshwise.machine.hardware import find_cluster
+
+FLOP_PER_S, BYTES_PER_S, LINK, HOP_S = 500e12, 2e12, 100e9, 3e-6
+SHAPES = ((4096, 4096, 1024), (1024, 8192, 4096), (8192, 1024, 1024))
+
+
+def _ran(events, name, dims, now, length):
+    """An operator at `now` whose kernel takes `length` us; when the next may begin."""
+    number, types = len(events) + 1, ["c10::BFloat16"] * 2
+    events.append(host("cpu_op", name, now, 2, **{"Input Dims": dims, "Input type": types}))
+    events.append(host("cuda_runtime", "cudaLaunchKernel", now + 0.5, 1, correlation=number))
+    events.append(kernel(name, now + 3, round(length, 3), correlation=number))
+    return now + length + 5
+
+
+def _job(folder, *, steps=6, jitter=0.0, hosts=("node", "node"), sizes=(1 << 20, 1 << 24)):
+    """Two ranks that multiply, add and reduce at the rates above; times with `jitter` of relative noise."""
+    random = np.random.default_rng(0)
+    for rank in range(2):
+        now, events = 0.0, []
+        for _ in range(steps):
+            for m, n, k in SHAPES:
+                noise = float(np.exp(random.normal(0, jitter)))
+                length = 2e6 * m * n * k / FLOP_PER_S * noise
+                now = _ran(events, "aten::mm", [[m, k], [k, n]], now, length)
+            now = _ran(events, "aten::add", [[1 << 24], [1 << 24]], now, 6e6 * (1 << 24) / BYTES_PER_S)
+            for size in sizes:
+                wire = round(1e6 * (2 * size / LINK + 2 * HOP_S), 3)
+                events.append(all_reduce(now, wire, size, [0, 1]))
+                now += wire + 5
+        write_trace(folder / f"rank-{rank}.json", events, rank, host_name=hosts[rank])
+
+
+def test_rates_come_back(tmp_path, meshwise):
+    _job(tmp_path, jitter=0.02)
+    found = calibrate_from([tmp_path])
+    assert found.matrix_flop_per_s == {"bf16": pytest.approx(FLOP_PER_S, rel=0.02)}
+    assert found.memory_bytes_per_s == pytest.approx(BYTES_PER_S, rel=0.02)
+    assert found.link_bytes_per_s == pytest.approx(LINK, rel=0.02)
+    assert found.link_latency_s == pytest.approx(HOP_S, rel=0.05)
+    path = tmp_path / "my.toml"
+    done = meshwise("calibrate", "--from", str(tmp_path), "-o", str(path), "--json")
+    assert done.code == 0 and done.document["file"] == str(path)
+    cluster = find_cluster(str(path))
+    assert cluster.chip.matrix_peak("bf16") == pytest.approx(FLOP_PER_S, rel=0.02)
+    priced = mw.estimate("qwen3-0.6b", path, "tp=2,dtype=bf16", batch=4, seq=512)
+    assert priced.step_s > 0 and priced.plan.tp == 2
+
+
+def test_ranks_of_two_hosts_show_the_link_between_them(tmp_path):
+    _job(tmp_path, hosts=("a", "b"))
+    found = calibrate_from([tmp_path])
+    assert found.outer is None and found.link_bytes_per_s == pytest.approx(LINK, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        ({"jitter": 1.0}, "differ by"),
+        ({"steps": 1}, "show no"),
+        ({"sizes": ()}, "a link needs 5"),
+    ],
+)
+def test_what_is_no_rate_is_refused(tmp_path, meshwise, job, words):
+    _job(tmp_path, **job)
+    with pytest.raises(DataError, match=words):
+        calibrate_from([tmp_path])
+    done = meshwise("calibrate", "--from", str(tmp_path), "-o", str(tmp_path / "my.toml"))
+    assert done.code == 2 and words in done.err and not (tmp_path / "my.toml").exists()
+
+
+def test_options_that_do_not_fit(meshwise, tmp_path):
+    for words in (("--from", str(tmp_path), "--quick"), ("--steps", "3")):
+        assert meshwise("calibrate", *words, "-o", str(tmp_path / "my.toml")).code == 2
