@@ -254,6 +254,8 @@ def serve(
     prefill_plan: str | Path | Plan = "",
     prefill_cluster: str | Path | Cluster = "",
     prefill_workers: int = 1,
+    expert_skew: float = 0.0,
+    redundant_experts: int = 0,
     pareto: bool = False,
     price: str | float = "",
 ) -> Answer:
@@ -285,6 +287,9 @@ def serve(
         workers: Instances that take the requests in turn.
         prefill_plan, prefill_cluster, prefill_workers: Instances that take the prompts and hand their caches
             over to those of `plan`, which then only decode; one of the two is enough.
+        expert_skew: The router prefers the expert of rank r by r^-skew [0: even]; the busiest rank sets the
+            pace.
+        redundant_experts: Slots for copies of the busiest experts.
         pareto: Find the trade-offs between tokens/s a user and a GPU, of all layouts of the cluster.
         price: Dollars a GPU and hour, of all chips or by chip: `"h100-80g-sxm=2.5,b200-sxm=4"`.
 
@@ -300,7 +305,7 @@ def serve(
     from meshwise.serve.engine import parse_engine
     from meshwise.serve.load import Fleet, traffic
     from meshwise.serve.requests import read_requests
-    from meshwise.serve.serving import serving
+    from meshwise.serve.serving import serving, unevenly_routed
     from meshwise.serve.size import size, wanted
 
     trace = None if requests is None else read_requests(Path(requests))
@@ -311,10 +316,13 @@ def serve(
     architecture = _model(model)
 
     def instance(machine: Cluster, plan: str | Path | Plan) -> Serving:
-        return serving(
+        found = serving(
             architecture, machine, _plan(plan or f"tp={machine.num_chips}"), prompt=prompt, output=output,
             memory_frac=memory_frac, engine_s=engine_s,
         )  # fmt: skip
+        if expert_skew or redundant_experts:
+            found = unevenly_routed(found, expert_skew, redundant_experts)
+        return found
 
     load = traffic(
         prompt, output, rate=rate, concurrency=concurrency, trace=trace, num_requests=num_requests,
@@ -327,6 +335,8 @@ def serve(
     if pareto or ("tp" not in fixed and arrives and limits != (None, None) and not pools):
         if pools:
             raise WorkloadError("pareto chooses workers and pools itself; leave those out")
+        if expert_skew or redundant_experts:
+            raise WorkloadError("expert_skew is of one layout; state tp, or imbalance in the plan")
         names = cluster.split(",") if isinstance(cluster, str) else [cluster]
         clusters = [_cluster(name) for name in names]
         sizing = size(

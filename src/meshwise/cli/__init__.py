@@ -51,7 +51,7 @@ for _module in (
     "catalog",
     "trace",
     "profile",
-    "moe",
+    "eval_lm",
     "serve",
     "launch",
     "sweep",

@@ -54,6 +54,10 @@ def serve(
         str, typer.Option(help="Their cluster, of other chips or another number. [as --cluster]")
     ] = "",
     prefill_workers: Annotated[int, typer.Option(help="How many of them.")] = 1,
+    expert_skew: Annotated[
+        float, typer.Option(help="Power law of the experts' loads: that of rank r is r^-SKEW. [even]")
+    ] = 0.0,
+    redundant_experts: Annotated[int, typer.Option(help="Slots for copies of the busiest experts.")] = 0,
     pareto: Annotated[
         bool, typer.Option("--pareto", help="Trade-offs of all layouts: tokens/s a user against a GPU.")
     ] = False,
@@ -94,7 +98,8 @@ def serve(
         memory_frac=memory_frac, engine_s=engine_ms / 1e3, rate=rate, concurrency=concurrency,
         requests=requests, num_requests=num_requests, burstiness=burstiness, length_ratio=length_ratio,
         shared_prefix=shared_prefix, engine=engine, workers=workers, prefill_plan=prefill_plan,
-        prefill_cluster=prefill_cluster, prefill_workers=prefill_workers, pareto=pareto, price=price,
+        prefill_cluster=prefill_cluster, prefill_workers=prefill_workers, expert_skew=expert_skew,
+        redundant_experts=redundant_experts, pareto=pareto, price=price,
     )  # fmt: skip
     if (csv or plot) and found.sizing is None:
         raise WorkloadError("--csv and --plot show layouts; add --pareto, or limits and a rate without tp")

@@ -15,6 +15,7 @@ from typing import Any
 
 from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
+from meshwise.cost.routing import summary
 from meshwise.estimate.intervals import Interval, interval_around, regimes, spreads
 from meshwise.estimate.memory import contents, recomputed
 from meshwise.estimate.part import CORE_PHASE, MATRIX_KINDS
@@ -231,6 +232,14 @@ class Estimate(Shown):
             )
         return notes
 
+    @property
+    def experts(self) -> dict[str, float | None] | None:
+        """Slots and distinct experts of one layer, for the tokens of a microbatch that a rank routes."""
+        if self.model.moe is None:
+            return None
+        tokens = self.workload.microbatch * (1 if self.workload.kind == "decode" else self.workload.seq)
+        return summary(self.model.moe, max(int(tokens / float(self.mesh.cp)), 1))
+
     def to_json(self, *, ledger: bool = True) -> dict[str, Any]:
         """The document that `meshwise estimate --json` prints."""
         document: dict[str, Any] = {
@@ -255,6 +264,7 @@ class Estimate(Shown):
             "time_s": self.time_s,
             "pace_rank": self.pace_rank,
             "stages": [_stage_json(self.model, cost) for cost in self.step.stages],
+            "experts": self.experts,
             "notes": self.notes(),
         }
         if ledger:

@@ -20,7 +20,9 @@ def print_serving(answer: Answer, console: Console) -> None:
     document = answer.to_json()
     cluster, plan = document["cluster"], document["plan"]
     shown = {name: value for name, value in plan.items() if value and (name, value) != ("imbalance", 1.0)}
-    keys = ", ".join(f"{name}={value}" for name, value in shown.items())
+    keys = ", ".join(
+        f"{name}={value:.4g}" if name == "imbalance" else f"{name}={value}" for name, value in shown.items()
+    )
     console.print(f"{document['model']} on {cluster['num_chips']} x {cluster['chip']}: {keys}")
     console.print(
         f"weights {with_prefix(document['weight_bytes'], 'B')} a GPU, cache "
@@ -61,10 +63,13 @@ def print_serving(answer: Answer, console: Console) -> None:
             f"{row['tokens_per_s_per_gpu']:,.0f}",
             f"{row['with_prefill_per_s_per_gpu']:,.0f}",
             with_prefix(row["memory_bytes"]["total"], "B") if row["fits"] else "out of memory",
+            *((f"{row['distinct_experts']:.0f}",) if row["distinct_experts"] else ()),
             ", ".join(f"{name} {seconds / row['token_s']:.0%}" for name, seconds in parts if seconds),
         )
         rows.append(cells)
-    console.print(table("", _HEADINGS, rows, left=_HEADINGS[-1:]))
+    experts = ("experts",) if document["passes"][0]["distinct_experts"] else ()
+    headings = (*_HEADINGS[:-1], *experts, _HEADINGS[-1])
+    console.print(table("", headings, rows, left=headings[-1:]))
     for note in document["notes"]:
         console.print(f"note: {note}")
 

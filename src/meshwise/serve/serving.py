@@ -17,6 +17,7 @@ import numpy as np
 
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.units import WEIGHT_BITS, Num
+from meshwise.cost.routing import busiest_rank, inclusion, summary
 from meshwise.estimate.memory import Memory, contents, stage_memory
 from meshwise.estimate.part import PricedOp, price_parts
 from meshwise.estimate.timing import Machine, experts_library, machine
@@ -46,6 +47,7 @@ class Serving:
     """What is served: prompts of `prompt` tokens, `output` tokens generated after each, on `cluster`.
 
     `memory_frac`: share of the memory that the engine may take. `engine_s`: its own time between passes.
+    `expert_skew`: a power law of the experts' loads (`cost.routing`).
     """
 
     model: Model
@@ -56,6 +58,7 @@ class Serving:
     output: int
     memory_frac: float = 0.9
     engine_s: float = 0.0
+    expert_skew: float = 0.0
 
     @property
     def dp(self) -> int:
@@ -112,6 +115,24 @@ def _on_units_of(plan: Plan, cluster: Cluster) -> Plan:
     if plan.dtype not in narrow or plan.dtype in cluster.chip.matrix_flop_per_s:
         return plan
     return replace(plan, dtype="bf16", weight_dtype=plan.weight_dtype or narrow[plan.dtype])
+
+
+def unevenly_routed(serving: Serving, skew: float, redundant: int = 0) -> Serving:
+    """`serving` where the router prefers experts by a power law; `redundant` slots hold copies.
+
+    The busiest rank sets the pace of all: experts are placed so that loads are as even as they can be.
+    """
+    moe = serving.model.moe
+    if moe is None:
+        raise PlanError(f"expert_skew is stated but {serving.model.name} has no experts; leave it out")
+    if not 0 <= skew < 10 or not 0 <= redundant <= moe.num_experts:
+        raise WorkloadError(
+            f"expert_skew={skew:g} must be from 0 to 10, redundant_experts={redundant} from 0 to the number "
+            f"of experts, {moe.num_experts}"
+        )
+    busiest = busiest_rank(inclusion(moe.num_experts, moe.top_k, skew), int(serving.mesh.ep), redundant)
+    plan = replace(serving.mesh.plan, imbalance=busiest)
+    return replace(serving, expert_skew=skew, mesh=replace(serving.mesh, imbalance=busiest, plan=plan))
 
 
 # --- passes ------------------------------------------------------------------------------------
@@ -258,7 +279,7 @@ def rows(serving: Serving, sequences: list[int]) -> list[dict[str, Any]]:
     def of(number: int, parts: dict[str, Num]) -> dict[str, float]:
         return {name: float(np.broadcast_to(part, each.shape)[number]) for name, part in parts.items()}
 
-    found = []
+    moe, found = serving.model.moe, []
     for i, count in enumerate(sequences):
         time_s, used = of(i, time), of(i, memory)
         token_s, total = sum(time_s.values()), sum(used.values())
@@ -275,6 +296,7 @@ def rows(serving: Serving, sequences: list[int]) -> list[dict[str, Any]]:
                 "with_prefill_per_s_per_gpu": float(with_prefill_per_s / num_chips),
                 "memory_bytes": used | {"total": total},
                 "time_s": time_s,
+                "distinct_experts": moe and summary(moe, count, skew=serving.expert_skew)["distinct_experts"],
                 "fits": total <= room,
             }
         )
@@ -288,6 +310,7 @@ def notes(serving: Serving) -> list[str]:
     used = {"decode.mla" if serving.model.mla else "decode.flash", f"gemm.{dtype}"}
     if serving.model.moe is not None:
         used.add(f"experts.{experts_library(efficiency, dtype)}")
+    routing = "even routing" if plan.imbalance == 1 else f"busiest rank {plan.imbalance:.3g} x the mean"
     chip, inherited = serving.cluster.chip.name, efficiency.inherited_from
     return [
         *(f"{chip}: {name} inherited from {inherited[name]}" for name in sorted(used & set(inherited))),
@@ -296,5 +319,5 @@ def notes(serving: Serving) -> list[str]:
             for key in ("weight_dtype", "expert_dtype")
             if (kept := getattr(plan, key))
         ),
-        "even routing, kernels one after the other; the engine takes --engine-ms between passes",
+        f"{routing}, kernels one after the other; the engine takes --engine-ms between passes",
     ]

@@ -1,4 +1,4 @@
-"""`meshwise moe`: the arithmetic of a mixture-of-experts evaluation, and its what-ifs."""
+"""`meshwise eval-lm`: what the program eval-lm costs a rank in closed form, and its what-ifs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ def _count(text: str, most: int = MAX_COUNT) -> Any:
 
 def add_to(parent: typer.Typer) -> None:
     """Mount the command."""
-    parent.command()(moe)
+    parent.command()(eval_lm)
+    parent.command("moe", hidden=True)(eval_lm)  # its name up to 0.2
 
 
-def moe(
+def eval_lm(
     config: Annotated[str, typer.Argument(help="A preset or file of transformer_lm_gpt fields.")] = (
         "en-moe-lm-15b"
     ),
@@ -52,7 +53,7 @@ def moe(
     show: Annotated[str, typer.Option(help="What to print: counts, what-ifs, programs, or all.")] = "all",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Count what evaluating a mixture-of-experts GPT costs a rank, and what would change it.
+    """Count what the program eval-lm costs a rank, and what would change it.
 
     The what-ifs vary capacity, dispatch, grouped GEMM and ranks: memory, exchange, useful FLOP, time a pass.
     The programs eval-lm and generate are shown side by side.

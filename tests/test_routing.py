@@ -1,0 +1,76 @@
+"""Routing of tokens to experts: distinct experts, slots, the busiest rank; samples, properties."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwise.cost.experts import active_experts
+from meshwise.cost.routing import busiest_rank, distinct_experts, inclusion, slots_filled, summary
+from meshwise.model.find import find_model
+
+
+@pytest.mark.parametrize(
+    ("skew", "few", "many"), [(0.0, 163, 251), (0.5, 148, 244), (1.01, 105, 202), (1.2, 89, 176)]
+)
+def test_distinct_experts_of_draws_without_replacement(skew: float, few: int, many: int) -> None:
+    # Sampled draws of 8 among 256 experts with weights rank^-skew, batches of 32 and 128 tokens.
+    shares = inclusion(256, 8, skew)
+    assert distinct_experts(shares, 32) == pytest.approx(few, rel=0.015)
+    assert distinct_experts(shares, 128) == pytest.approx(many, rel=0.015)
+
+
+def test_even_routing_is_that_of_the_priced_experts() -> None:
+    shares = inclusion(128, 4)
+    assert shares == pytest.approx(np.full(128, 4 / 128))
+    assert distinct_experts(shares, 64.0) == pytest.approx(float(active_experts(128.0, 256.0)), rel=0.02)
+
+
+@given(experts=st.integers(2, 64), top_k=st.integers(1, 8), skew=st.floats(0, 2), tokens=st.integers(1, 300))
+@settings(max_examples=30, deadline=None)
+def test_shares_slots_and_ranks(experts: int, top_k: int, skew: float, tokens: int) -> None:
+    top_k = min(top_k, experts)
+    shares = inclusion(experts, top_k, skew)
+    assert shares.sum() == pytest.approx(top_k)
+    assert (np.diff(shares) <= 1e-12).all() and (shares <= 1 + 1e-9).all()
+    assert top_k * (1 - 1e-9) <= distinct_experts(shares, tokens) <= experts
+    filled = [slots_filled(shares, tokens, capacity) for capacity in (1, tokens // 2 + 1, tokens)]
+    assert (np.diff(filled) >= -1e-9).all()
+    assert filled[-1] == pytest.approx(tokens * top_k, rel=1e-6)  # room for all: none dropped
+    assert busiest_rank(shares, experts) >= 1 - 1e-9
+    assert busiest_rank(shares, 1) == pytest.approx(1)
+
+
+def test_dropped_and_padded_slots_of_a_capacity_factor() -> None:
+    moe = find_model("mixtral-8x7b").moe
+    assert moe is not None
+    tight = summary(replace(moe, capacity_factor=1.0), 4096)
+    # An expert of 1024 +- 27.7 tokens has 1024 slots: sigma / sqrt(2 pi) of them are dropped.
+    assert tight["capacity"] == 1024
+    assert tight["dropped_frac"] == pytest.approx(27.7 / np.sqrt(2 * np.pi) / 1024, rel=0.02)
+    assert tight["padded_frac"] == pytest.approx(tight["dropped_frac"])
+    assert summary(moe, 4096)["dropped_frac"] == 0
+
+
+def test_copies_even_out_the_ranks() -> None:
+    shares = inclusion(256, 8, 1.2)
+    loads = [busiest_rank(shares, 8, copies) for copies in (0, 8, 32)]
+    assert loads[0] > 1.05
+    assert loads[1:] == pytest.approx([1.0, 1.0], abs=0.01)
+
+
+def test_serve_and_estimate_answer_for_any_mixture(meshwise: Callable[..., Any]) -> None:
+    base = ("qwen3-30b-a3b", "--cluster", "h200-sxm:8", "--plan", "ep=8")
+    even = meshwise("serve", *base, "--sequences", "8,256", "--json").document
+    uneven = meshwise("serve", *base, "--sequences", "8,256", "--expert-skew", "1.2", "--json").document
+    for a, b in zip(even["passes"], uneven["passes"], strict=True):
+        assert 8 < b["distinct_experts"] < a["distinct_experts"] <= 128
+        assert b["token_s"] >= a["token_s"]
+    assert uneven["plan"]["imbalance"] > 1
+    experts = meshwise("estimate", *base, "--json").document["experts"]
+    assert experts["distinct_experts"] == pytest.approx(128)
+    assert meshwise("serve", "llama3-8b", "--cluster", "h200-sxm:1", "--expert-skew", "1").code == 2
