@@ -45,7 +45,7 @@ BASES: dict[tuple[str, ...], list[str]] = {
     ("serve",): ["llama3-8b", "--cluster", "h100-80g-sxm:4", "--plan", "tp=4"],
     ("frontier", "layer"): ["--d-in", "64", "--d-out", "64", "--batch", "64", "--chip", "h100-80g-sxm"],
     ("frontier", "run"): ["--chip", "h100-80g-sxm"],
-    ("moe",): ["--max-tokens", "2", "--ranks", "4"],
+    ("eval-lm",): ["--max-tokens", "2", "--ranks", "4"],
     ("validate",): [],
     ("list",): ["chips"],
 }
@@ -156,7 +156,7 @@ def test_strange_tables_of_runs(tmp_path_factory: pytest.TempPathFactory, data: 
 @given(as_file(GPT, json.dumps))
 def test_strange_configs_of_a_mixture(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = file_with(tmp_path_factory, "gpt.json", content)
-    check_contract(["moe", path, "--max-tokens", "2", "--prompt-tokens", "8", "--ranks", "2"])
+    check_contract(["eval-lm", path, "--max-tokens", "2", "--prompt-tokens", "8", "--ranks", "2"])
 
 
 @some(100)

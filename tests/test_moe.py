@@ -204,20 +204,22 @@ def test_a_grid_of_ranks_is_the_loop_over_them() -> None:
 
 
 def test_command_prints_it_all(meshwise: Callable[..., Any]) -> None:
-    document = meshwise("moe", "--chips", "v100-16g-sxm,h200-sxm", "--json").document
+    document = meshwise("eval-lm", "--chips", "v100-16g-sxm,h200-sxm", "--json").document
     assert document["calls"]["aten::addmm"] == 7740
     assert document["parameters"]["rank"] == 3_724_511_232
     by_name = {row["name"]: row for row in document["what_ifs"]}
     assert not by_name["fraction 0.5"]["fits"]["v100-16g-sxm"]
     assert by_name["fraction 0.5"]["total_s"]["h200-sxm"] > by_name["sparse dispatch"]["total_s"]["h200-sxm"]
-    assert "out of memory" in meshwise("moe", "--chips", "v100-16g-sxm").out
+    assert "out of memory" in meshwise("eval-lm", "--chips", "v100-16g-sxm").out
 
 
 def test_programs_side_by_side_are_their_dry_runs(meshwise: Callable[..., Any]) -> None:
     """Calls, FLOP and exchanges of eval-lm and generate, as `moe` shows them, are those that are counted."""
     words = ["--prompt-tokens", "6", "--max-tokens", "4", "--beam", "2", "--chips", "h100-80g-sxm"]
     sizes = f"{TINY},vocab_size=300"
-    document = meshwise("moe", "moe-tiny", "--override", sizes, "--dtype", "bf16", "--json", *words).document
+    document = meshwise(
+        "eval-lm", "moe-tiny", "--override", sizes, "--dtype", "bf16", "--json", *words
+    ).document
     evaluated = Options(override=sizes, max_blocks=1, max_valid_steps=0, dtype="bf16")
     generated = generate.Options(
         override=sizes, num_prompts=4, prompt_tokens=5, max_tokens=4, search="beam", beam=2, dtype="bf16",
@@ -234,7 +236,7 @@ def test_programs_side_by_side_are_their_dry_runs(meshwise: Callable[..., Any]) 
         assert shown["flop"] == ledger.total("flop")
     parts = [document["programs"][f"generate_{name}"] for name in ("prefill", "decode")]
     assert document["programs"]["generate"]["flop"] == sum(part["flop"] for part in parts)
-    assert "generate, prompt" in meshwise("moe", "--show", "programs").out
+    assert "generate, prompt" in meshwise("eval-lm", "--show", "programs").out
 
 
 @pytest.mark.parametrize(
@@ -250,7 +252,7 @@ def test_programs_side_by_side_are_their_dry_runs(meshwise: Callable[..., Any]) 
     ],
 )
 def test_command_refuses_in_one_sentence(meshwise: Callable[..., Any], words: list[str], says: str) -> None:
-    outcome = meshwise("moe", *words)
+    outcome = meshwise("eval-lm", *words)
     assert (outcome.code, outcome.out) == (2, "")
     assert says in outcome.err
     assert outcome.err.count("\n") == 1

@@ -24,10 +24,12 @@ EXAMPLES = {
         "explain traces/ --model llama3-8b --cluster h100-80g-sxm:8 --plan zero=3 --batch 8 --seq 8192",
     ),
     "profile": ("profile -o traces/ -- torchrun --nproc-per-node=4 train.py",),
+    "eval-lm": ("eval-lm --ranks 8",),
     "moe": ("moe --ranks 8",),
     "serve": (
         "serve llama3-70b --cluster h100-80g-sxm:8 --plan tp=8 --rate 4 --prompt 2048 --output 256",
         "serve deepseek-v3 --cluster h200-sxm:16 --plan ep=16,dp=16 --concurrency 512",
+        "serve llama3-70b --cluster h200-sxm:64 --plan dtype=fp8 --rate 20 --ttft-ms 500 --token-ms 30",
     ),
     "launch": (
         "launch llama3-8b --cluster h100-80g-sxm:64 --plan zero=3 --batch 128 --seq 8192 --to torchtitan",
