@@ -110,7 +110,7 @@ async def _static(request: Request) -> Response:
 
 
 async def _api(request: Request) -> Response:
-    """The answer of a view, or one sentence that says what is wrong with its state."""
+    """The answer of a view, or one sentence that says what is wrong with its state: an answer too."""
     view, server = request.path_params["view"], request.app.state.server
     try:
         if int(request.headers.get("content-length", MOST_BYTES + 1)) > MOST_BYTES:
@@ -121,7 +121,7 @@ async def _api(request: Request) -> Response:
         async with request.app.state.slow:
             return _json(await run_in_threadpool(answer, view, state, server))
     except MeshwiseError as error:
-        return _json({"error": str(error)}, 422)
+        return _json({"error": str(error)})
     except (msgspec.MsgspecError, ValueError):
         return _json({"error": "a state is one JSON object of texts"}, 400)
 

@@ -1,0 +1,288 @@
+"""The page in a real browser (Debian's Chromium): every view, by keyboard, narrow and wide, light and dark,
+with a server that is lost; no error on the console, no serious fault found by axe-core.
+"""
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("plotly")
+sync_api = pytest.importorskip("playwright.sync_api")
+uvicorn = pytest.importorskip("uvicorn")
+
+import meshwise as mw  # noqa: E402
+from meshwise.calibrate.runs import published_runs  # noqa: E402
+from meshwise.report.pages import write_html  # noqa: E402
+from meshwise.web.app import make_app  # noqa: E402
+from meshwise.web.views import Server  # noqa: E402
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+if CHROMIUM is None:
+    pytest.skip("no Chromium is installed (apt-get install chromium)", allow_module_level=True)
+TRACES = Path(__file__).parent / "data" / "traces"
+WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 380, "height": 800}
+WHERE = "model=llama3-8b&cluster=h100-80g-sxm:16"
+VIEWS = {
+    "explore": f"{WHERE}&plan=tp=2,pp=4&batch=32&seq=4096",
+    "search": f"{WHERE}&plan=zero=1&batch=32&seq=4096",
+    "serve": f"{WHERE}&prompt=512&output=64&rate=5",
+    "frontier": "chip=h100-80g-sxm",
+    "traces": "path=gloo4",
+    "accuracy": "text=",
+}
+
+
+class Running:
+    """A server in a thread, which can be stopped and started again at its address."""
+
+    def __init__(self, port: int = 0) -> None:
+        config = uvicorn.Config(make_app(Server(TRACES)), port=port, log_level="error")
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    few = tmp_path_factory.mktemp("runs") / "runs.csv"
+    few.write_text("\n".join(published_runs().read_text().splitlines()[:12]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshwise.web.views.api.validate", lambda: mw.validate([few]))
+        running = Running()
+        yield running
+        running.stop()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def page(browser: Any, server: Running) -> Iterator[Any]:
+    """A page that fails its test for any error on the console, and for any request to elsewhere."""
+    context = browser.new_context(viewport=WIDE, base_url=f"http://127.0.0.1:{server.port}")
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    found, problems = context.new_page(), []
+    found.on(
+        "console", lambda message: message.type in ("error", "warning") and problems.append(message.text)
+    )
+    found.on("pageerror", lambda error: problems.append(str(error)))
+    home = f"http://127.0.0.1:{server.port}/"
+    found.on(
+        "request",
+        lambda request: request.url.startswith((home, "data:", "blob:")) or problems.append(request.url),
+    )
+    found.problems = problems
+    yield found
+    context.close()
+    assert not problems
+
+
+def show(page: Any, view: str, query: str = "") -> str:
+    """Open a view; its headline."""
+    page.goto(f"/#{view}?v=1&{query or VIEWS[view]}")
+    page.reload()
+    return settled(page)
+
+
+def until(page: Any, truth: str) -> None:
+    """Wait until `truth` holds (Playwright's own waiting needs eval, which the page forbids)."""
+    started = time.monotonic()
+    while not page.evaluate(truth):
+        assert time.monotonic() - started < 20, truth
+        page.wait_for_timeout(20)
+
+
+def settled(page: Any) -> str:
+    until(page, "!document.querySelector('#page.stale') && !!document.querySelector('#headline')")
+    return str(page.inner_text("#headline"))
+
+
+def faults(page: Any) -> list[str]:
+    """What axe-core finds that is serious or critical."""
+    axe = (resources.files("axe_playwright_python") / "axe.min.js").read_text()
+    page.evaluate(axe + "\n;0")
+    found = page.evaluate("axe.run({resultTypes: ['violations']})")["violations"]
+    return [
+        f"{one['id']}: {node['target']} {node['failureSummary']}"
+        for one in found if one["impact"] in ("serious", "critical") for node in one["nodes"]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("scheme", "size"), [("light", WIDE), ("dark", NARROW)], ids=["wide", "narrow"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_view(page: Any, view: str, scheme: str, size: dict[str, int]) -> None:
+    pytest.importorskip("axe_playwright_python")
+    page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    page.set_viewport_size(size)
+    show(page, view)
+    page.wait_for_selector(".chart .main-svg")
+    assert page.locator(f'nav a[href="#{view}"]').get_attribute("aria-current") == "page"
+    if size is NARROW:
+        page.click("#drawer")
+    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    assert faults(page) == []
+    over = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    assert over <= 0  # nothing runs over the edge
+
+
+def test_the_colors_of_a_chart_are_those_of_the_page(page: Any) -> None:
+    show(page, "explore")
+    ink = "getComputedStyle(document.querySelector('.chart .ytick text')).fill"
+    colors = []
+    for _ in range(3):
+        page.click("#theme")
+        colors.append((page.inner_text("#theme"), page.evaluate(ink)))
+        assert page.evaluate("getComputedStyle(document.body).color") == colors[-1][1]
+    assert [name for name, _ in colors] == ["Theme: light", "Theme: dark", "Theme: system"]
+    assert colors[0][1] != colors[1][1]
+
+
+def test_a_change_is_priced_at_once_and_a_link_holds_all_of_it(page: Any) -> None:
+    before = show(page, "explore")
+    seconds = []
+    for tp in ("4", "1", "2", "4"):
+        started = time.perf_counter()
+        with page.expect_response("**/api/explore"):
+            page.select_option("#explore-tp", tp)
+        after = settled(page)
+        seconds.append(time.perf_counter() - started)
+    assert after != before and min(seconds) < 0.5  # 0.1 on an idle machine; others share this one
+    assert "plan=tp%3D4" in page.url
+    assert show(page, "explore", page.url.partition("?v=1&")[2]) == after
+    page.click("[data-act=link]")
+    assert page.evaluate("navigator.clipboard.readText()") == page.url
+    page.click("[data-act=command]")
+    assert page.evaluate("navigator.clipboard.readText()").startswith("meshwise estimate llama3-8b")
+
+
+def test_by_keyboard_alone(page: Any) -> None:
+    before = show(page, "explore")
+    keyboard = page.keyboard
+    keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "skip"
+    keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "results"
+    reach(page, "explore-tp", "Shift+Tab")
+    keyboard.press("ArrowDown")
+    until(page, f"document.querySelector('#headline').textContent !== {before!r}")
+    settled(page)
+    for act in ("pin", "launch"):
+        reach(page, f"[data-act={act}]", "Tab")
+        keyboard.press("Enter")
+    page.wait_for_selector("#launch[open]")
+    keyboard.press("Escape")
+    assert not page.locator("#launch").is_visible()
+    assert page.evaluate("document.activeElement.dataset.act") == "launch"
+    assert "A: tp=" in page.inner_text("#page")
+    page.locator("summary", has_text="Data: Time of a step").first.focus()
+    keyboard.press("Enter")
+    assert page.locator("details[open] table").first.is_visible()
+
+
+def reach(page: Any, wanted: str, key: str) -> None:
+    """Press `key` until the focus is on `wanted`."""
+    selector = wanted if wanted.startswith("[") else f"#{wanted}"
+    for _ in range(120):
+        if page.evaluate("(wanted) => document.activeElement.matches(wanted)", selector):
+            return
+        page.keyboard.press(key)
+    raise AssertionError(f"{wanted} cannot be reached with {key}")
+
+
+def test_what_is_no_plan_is_grey_with_its_reason(page: Any) -> None:
+    show(page, "explore")
+    option = page.locator("#explore-tp option[value='16']")
+    option.wait_for(state="attached")
+    until(page, "!!document.querySelector('#explore-pp option[disabled]')")
+    reasons = page.locator("#explore-pp option[disabled]").all_inner_texts()
+    assert reasons and all(" - " in reason for reason in reasons)
+    assert not page.locator("#explore-tp option[value='4']").is_disabled()
+
+
+def test_a_plan_that_is_none_and_a_bad_config_are_told(page: Any) -> None:
+    good = show(page, "explore")
+    page.fill("#explore-batch", "7")
+    assert "batch" in settled(page) and page.locator("#headline.error").is_visible()
+    page.fill("#explore-batch", "32")
+    page.wait_for_selector("#headline:not(.error)")
+    assert settled(page) == good
+    page.locator("#form-explore summary", has_text="Your own model").click()
+    page.fill("#explore-config", '{"model_type": <script>alert(1)</script>')
+    page.wait_for_selector("#headline.error")
+    assert "config.json is not valid JSON" in settled(page)
+    page.fill("#explore-config", (Path(__file__).parent / "data" / "tiny_llama.json").read_text())
+    page.fill("#explore-seq", "64")
+    page.wait_for_selector("#headline:not(.error)")
+
+
+def test_an_edited_machine(page: Any) -> None:
+    before = show(page, "explore")
+    page.click("[data-act=machine]")
+    until(page, "document.querySelector('#explore-machine').value.includes('memory_bytes_per_s')")
+    text = page.input_value("#explore-machine")
+    page.fill("#explore-machine", text.replace("num_chips = 16", "num_chips = 32"))
+    until(page, f"document.querySelector('#headline').textContent !== {before!r}")
+    assert "h100" in page.input_value("#explore-machine")
+
+
+def test_a_plan_of_the_search_opens_beside_the_best(page: Any) -> None:
+    show(page, "search")
+    page.locator("#page td a").nth(1).click()
+    page.wait_for_selector("text=B - A >> visible=false", state="attached")
+    assert page.url.count("a.plan=") == 1 and "#explore" in page.url
+    assert "than A" in page.inner_text("#page")
+    page.go_back()
+    settled(page)
+    mark = page.locator(".chart .scatterlayer .trace").last.locator("path.point").first
+    mark.click(force=True)
+    until(page, "location.hash.startsWith('#explore')")
+    settled(page)
+
+
+def test_a_lost_server_is_told_and_found_again(browser: Any) -> None:
+    running = Running()
+    page = browser.new_page(base_url=f"http://127.0.0.1:{running.port}")
+    found = show(page, "explore")
+    running.stop()
+    page.select_option("#explore-tp", "4")
+    page.wait_for_selector("[role=alert]:visible")
+    assert "does not answer" in page.inner_text("[role=alert]")
+    again = Running(running.port)
+    page.wait_for_selector("[role=alert]", state="hidden", timeout=15_000)
+    assert settled(page) != found
+    page.close()
+    again.stop()
+
+
+def test_a_report_needs_no_network_and_no_server(browser: Any, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_html(mw.estimate("llama3-8b", "h100-80g-sxm:16", "tp=2,pp=4", batch=32, seq=4096), path)
+    context, problems = browser.new_context(offline=True, color_scheme="dark"), []
+    page = context.new_page()
+    page.on("console", lambda message: problems.append(message.text))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto(path.as_uri())
+    page.wait_for_selector(".chart .main-svg")
+    assert page.locator(".chart .main-svg").count() >= 4 and not problems
+    assert page.locator("[data-title*='loud']").count() == 0  # nothing that would send the chart to a cloud
+    assert faults(page) == []
+    context.close()
