@@ -130,7 +130,7 @@ def test_accuracy_shows_the_rows_that_the_filter_leaves(
     head, *runs = published_runs().read_text().splitlines()
     few = tmp_path / "runs.csv"
     few.write_text("\n".join([head, *runs[:6], *[run for run in runs if ",b200" in run][:3]]))
-    monkeypatch.setattr("meshwise.web.views.api.validate", lambda: mw.validate([few]))
+    monkeypatch.setattr("meshwise.web.views._validated", lambda: mw.validate([few]))
     everything = ask(client, "accuracy")
     some = ask(client, "accuracy", text="b200", quantity="step_s")
     num = [int(found["headline"].split()[0].replace(",", "")) for found in (some, everything)]
