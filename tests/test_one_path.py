@@ -29,7 +29,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "stages": (None, (17, 15), (20, 28, 20, 28)), "dp": (None, 8, 16), "ep": (1, 2, 8), "etp": (None, 1, 2),
     "dispatch": ("per_expert", "per_rank"), "layout": ("1d", "2d", "2d-cp", "2.5d", "3d"),
     "grid": ((), (2, 2), (4, 2)), "panels": (1, 2), "zero": (0, 1, 2, 3), "zero_group": (None, 4, 8),
-    "dispatch_dtype": ("bf16", "fp8"), "act_input_dtype": ("bf16", "fp8"),
+    "dispatch_dtype": ("bf16", "fp8"), "act_input_dtype": ("bf16", "fp8"), "head_dtype": ("bf16", "fp8"),
     "recompute_modules": (("core_attn",), ("moe_act", "mlp"), ("per_op",)),
     "recompute": RECOMPUTE, "recompute_layers": (None, 1, 3), "dtype": ("bf16", "fp8", "fp32"),
     "optimizer": OPTIMIZERS, "grad_dtype": ("fp32", "bf16"), "attention": ("flash", "unfused", "grid"),

@@ -17,6 +17,7 @@ BASES = [  # model and plan to start from; on 64 GPUs
     (DENSE, "layout=2d:2x2"),
     (DENSE, "lora_rank=16"),
     (EXPERTS, "tp=2,ep=4,etp=1,pp=2"),
+    (DENSE, "dtype=fp8"),
     (LATENT, "ep=64,etp=1,pp=1,recompute=selective"),
 ]
 OTHERS = {  # other values of keys whose values are not listed in `Field.values`

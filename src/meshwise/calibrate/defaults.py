@@ -20,15 +20,17 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """One entry of the catalog. Fields with the name of a column of `Run` fill its blank cells.
 
     `cp_kind` and `software` are values of `meshwise.plan.Plan`; `graphed_software` is the software of a run
-    whose iteration is one CUDA graph, if not the same. `selective` names the modules of selective
-    recomputation, by the kind of model (mla, moe or dense); `tried` are changes of the plan, each a plan's
-    text: where a run does not fit, the first that it leaves open and that fits is taken.
+    whose iteration is one CUDA graph, if not the same, and `graphed_narrow_head` whether its head computes in
+    fp8. `selective` names the modules of selective recomputation, by the kind of model (mla, moe or dense);
+    `tried` are changes of the plan, each a plan's text: where a run does not fit, the first that it leaves
+    open and that fits is taken.
     """
 
     names: tuple[str, ...]
     source: str
     software: str
     graphed_software: str = ""
+    graphed_narrow_head: bool = False
     until: str = "9999-12"
 
     zero_stage: int = 1

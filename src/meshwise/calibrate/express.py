@@ -262,7 +262,7 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
         pp=run.pp,
         vpp=vpp,
         schedule="interleaved" if vpp > 1 else "1f1b",
-        stages=_stages(model.num_layers, run.pp * vpp),
+        stages=_stages(model.num_layers, run.pp * vpp, model.mtp_layers),
         ep=run.ep or 1,
         dispatch=_DISPATCH.get(run.dispatcher or "", "per_rank") if model.moe is not None else "per_expert",
         etp=1 if model.moe is not None else None,
@@ -275,6 +275,7 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
         overlap_dp=bool(run.grad_reduce_overlap),
         overlap_tp=bool(run.tp_comm_overlap),
         overlap_ep=bool(run.moe_a2a_overlap),
+        head_dtype="fp8" if defaults.graphed_narrow_head and run.cuda_graph == "full" else "bf16",
         software=(run.cuda_graph == "full" and defaults.graphed_software) or defaults.software,
     )
     if run.recompute_layers is not None and run.recompute_kind != "full":
@@ -307,18 +308,28 @@ def _leaves_open(stated: Run, plan: Plan, change: dict[str, Any]) -> bool:
     )
 
 
-def _stages(layers: int, chunks: int) -> tuple[int, ...] | None:
-    """Uneven stages where `layers` do not divide: the embedding and the head count as a layer each."""
+def _stages(layers: int, chunks: int, mtp_layers: int = 0) -> tuple[int, ...] | None:
+    """Uneven stages where `layers` do not divide: the embedding and the head count as a layer each.
+
+    With multi-token prediction the head and the module count as three, on the last stage, and the embedding
+    as none (Megatron-Bridge's layouts of DeepSeek-V3).
+    """
     if layers % chunks == 0:
         return None
-    if layers + 2 < chunks:
+    ends = 3 if mtp_layers else 2
+    if layers + ends < chunks:
         raise PlanError(f"{layers} layers cannot fill {chunks} pipeline stages (pp x vpp)")
-    most = -(-(layers + 2) // chunks)
+    most = -(-(layers + ends) // chunks)
     counts = [most] * chunks
-    counts[0] -= 1
-    spare = sum(counts) - layers  # what the last stages have less
-    for i in range(spare):
-        counts[chunks - 1 - i % max(chunks - 1, 1)] -= 1
+    if mtp_layers:
+        at_end = min(most, ends)
+        counts[-1] -= at_end
+        places = [chunks - 2 - i % max(chunks - 2, 1) for i in range(sum(counts) - layers)]
+    else:
+        counts[0] -= 1
+        places = [chunks - 1 - i % max(chunks - 1, 1) for i in range(sum(counts) - layers)]
+    for place in places:  # what the last stages have less
+        counts[place] -= 1
     return tuple(counts)
 
 

@@ -59,6 +59,7 @@ STATED: dict[str, tuple[float, str]] = {
         0.5,
         "vTrain's single nodes (vocabulary 50257): 1.5 times for each halving of 16 bytes",
     ),
+    "common.dispatch_cores": (24.0, "DeepEP dd758ca, README: SMs of its normal kernels"),
     "common.expert_spread": (0.19, "Wang et al. 2024 (2408.15664): busiest of 64 experts 0.72 over the mean"),
     f"{M20}.host_s": (5.6e-5, "five launches of 11 us an op of ours; only vTrain's small models show it"),
     f"{M20}.microbatch_s": (

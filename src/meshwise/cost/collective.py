@@ -17,7 +17,8 @@ of V bytes, with c = (n-1)/n,
     send, recv                      V / B + latency  on the outermost level the group spans
 
 where hops = sum over levels of latency_i (n/m_{i-1} - n/m_i); a dispatch sends each token once to each
-of the d(places) = places (1 - (1 - 1/places)^k) ranks, and nodes, that its k choices meet.
+of the d(places) = places (1 - (1 - 1/places)^k) ranks, and nodes, that its k choices meet (fewer where
+routing is limited to groups of experts: `experts.met_places`).
 
 That is the ideal machine. A real library (NCCL) pays a launch, has two protocols (quick: low latency, a
 share of the bandwidth; bulk: the full bandwidth, slower hops), copies a rank's own part, climbs trees
@@ -43,7 +44,7 @@ from numpy.typing import NDArray
 
 from meshwise.core.ledger import Collective
 from meshwise.core.units import Num
-from meshwise.cost.experts import active_experts
+from meshwise.cost.experts import met_places
 from meshwise.machine.efficiency import IDEAL, Efficiency, LinkEfficiency, PeerEfficiency
 
 
@@ -87,19 +88,21 @@ def collective_s(
     link_latency_s: Sequence[Num],
     link_ranks: Sequence[Num],
     choices: float = 0.0,
+    groups: tuple[float, float] = (0.0, 0.0),
     efficiency: Efficiency = IDEAL,
 ) -> Num:
     """Time [s] of one collective over `payload_bytes`, the full tensor.
 
     That is what an all-gather leaves, what a reduce-scatter or an all-reduce takes, and what an
     all-to-all sends in total from one rank, its own part included. A `dispatch` is an all-to-all of tokens
-    that choose `choices` ranks each. Everything broadcasts; a group of one is free. Assumes that nothing
-    else uses the links. An all-to-all with uneven splits takes as long as its most loaded rank: pass that
-    rank's bytes.
+    that choose `choices` ranks each, in some of `groups` (`experts.met_places`). Everything broadcasts; a
+    group of one is free. Assumes that nothing else uses the links. An all-to-all with uneven splits takes as
+    long as its most loaded rank: pass that rank's bytes.
     """
     links = tuple(zip(link_bytes_per_s, link_latency_s, link_ranks, strict=True))
     return fastest_s(
-        collective_lines(kind, group_ranks, stride, links, efficiency, choices=choices), payload_bytes
+        collective_lines(kind, group_ranks, stride, links, efficiency, choices=choices, groups=groups),
+        payload_bytes,
     )
 
 
@@ -116,13 +119,14 @@ def collective_lines(
     efficiency: Efficiency,
     *,
     choices: float = 0.0,
+    groups: tuple[float, float] = (0.0, 0.0),
 ) -> list[Line]:
     """All that the library can choose from for a group, launch included; a group of one is free.
 
     `links`: per level (bytes/s, latency, ranks of a domain), innermost first. A caller that times many
     payloads of one group computes its lines once.
     """
-    group = _Group(group_ranks, stride, links, efficiency.inner, efficiency.outer, choices)
+    group = _Group(group_ranks, stride, links, efficiency.inner, efficiency.outer, choices, groups)
     protocols = [group.steps(bulk=False), group.steps(bulk=True)]
     lines = [_ring(kind, group, steps) for steps in protocols]
     if kind == "all_reduce" and group.outer.tree_latency is not None:
@@ -170,6 +174,7 @@ class _Group:
     inner: LinkEfficiency
     outer: LinkEfficiency
     choices: float = 0.0
+    groups: tuple[float, float] = (0.0, 0.0)
 
     def steps(self, bulk: bool) -> list[_Step]:
         """The levels, innermost first, as one protocol meets them."""
@@ -259,10 +264,10 @@ def _leaving(kind: Collective, group: _Group, step: _Step) -> Num:
     """Share of the payload that a rank sends over the links of this level."""
     if kind == "all_to_all":
         return (step.here - step.inside) / group.ranks
-    met = active_experts(group.ranks / step.inside, group.choices) / active_experts(
-        group.ranks, group.choices
+    met, of_all = (
+        met_places(places, group.choices, group.groups) for places in (group.ranks / step.inside, group.ranks)
     )
-    return met * (1.0 - step.inside / step.here)
+    return met / of_all * (1.0 - step.inside / step.here)
 
 
 def _tree(steps: Sequence[_Step]) -> Line:

@@ -15,6 +15,7 @@ expert is here or not, move `moved_topk` rows a token. Weights of fewer bits tha
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -31,6 +32,22 @@ _PLAIN_MATMULS = ExpertsEfficiency()
 def active_experts(experts: Num, pairs: Num) -> Num:
     """Expected number of `experts` that at least one of `pairs` evenly routed token-expert pairs meets."""
     return experts * -np.expm1(pairs * np.log1p(-1.0 / np.maximum(experts, 1.0 + 1e-9)))
+
+
+def met_places(places: Num, choices: Num, groups: tuple[float, float] = (0.0, 0.0)) -> Num:
+    """Expected number of `places` (ranks, nodes) that the `choices` of a token meet.
+
+    `groups`: of so many groups of neighbouring experts the token uses only some (0: no such limit). A place
+    then has several groups, one of which is enough to meet it, or a group spans several places.
+    """
+    num_groups, used = groups
+    if not used:
+        return active_experts(places, choices)
+    held = np.maximum(num_groups / places, 1.0)  # groups that a place holds
+    missed = math.prod(np.maximum(num_groups - held - i, 0.0) / (num_groups - i) for i in range(int(used)))
+    spanned = np.maximum(places / num_groups, 1.0)  # places that a group spans
+    inside = used * active_experts(spanned, choices / used)
+    return np.where(spanned > 1.0, inside, places * (1.0 - missed))
 
 
 def experts_s(

@@ -50,6 +50,7 @@ class Wait:
 class Part:
     """One microbatch of one part on one rank: seconds by phase, bytes kept, weights.
 
+    `unpaired_s` come on top where no other microbatch runs beside this one, behind which exchanges hide.
     Of the `saved_bytes`, `core_bytes` go under selective recomputation, and ops without weights that are no
     matmuls keep `loose_bytes`. `dense_params` and `expert_params` are
     weights held, `dense_frozen` and `expert_frozen` those of them that do not train, `dense_quantized` and
@@ -62,6 +63,7 @@ class Part:
     forward_s: Num
     backward_s: Num
     weight_s: Num
+    unpaired_s: Num
     core_s: Num
     saved_bytes: Num
     core_bytes: Num
@@ -105,7 +107,7 @@ def _part(
     ops: Sequence[Op], times: Sequence[OpTime], machine: Machine, hide: Sequence[str], *, begins: bool
 ) -> Part:
     overheads = machine.overheads
-    priced = _hidden_behind_compute(_priced(ops, times, overheads), hide, overheads)
+    priced, unpaired_s = _hidden_behind_compute(_priced(ops, times, overheads), hide, machine)
     forward = [op for op in ops if op.phase == FORWARD]
     waits = list(_waits(ops, priced, overheads))
     params = sum(op.num_params - op.num_frozen for op in forward)
@@ -131,6 +133,7 @@ def _part(
         forward_s=seconds[FORWARD],
         backward_s=seconds[BACKWARD],
         weight_s=seconds[WEIGHT],
+        unpaired_s=unpaired_s,
         core_s=sum(row.spent_s * row.op.redone_frac for row in priced),
         saved_bytes=sum(op.saved_bytes for op in forward),
         core_bytes=sum(op.recomputed_bytes for op in forward),
@@ -199,28 +202,42 @@ def _exposed_shares(ops: Sequence[Op], times: Sequence[OpTime], overheads: Overh
     }
 
 
-def exposed_share(comm_s: Num, cover_s: Num, not_hidden_frac: float) -> Num:
+def exposed_share(comm_s: Num, cover_s: Num, not_hidden_frac: Num) -> Num:
     """Share of `comm_s` that is paid behind `cover_s` of compute: what sticks out, and interference."""
     sticks_out = np.maximum(comm_s - cover_s, 0.0) / np.maximum(comm_s, 1e-30)
     return sticks_out + not_hidden_frac * (1.0 - sticks_out)
 
 
 def _hidden_behind_compute(
-    priced: list[PricedOp], hide: Sequence[str], overheads: Overheads
-) -> list[PricedOp]:
-    """`priced` with the collectives of the axes `hide` behind all compute of their phase."""
+    priced: list[PricedOp], hide: Sequence[str], machine: Machine
+) -> tuple[list[PricedOp], Num]:
+    """`priced` with the collectives of the axes `hide` behind compute, and what is hidden behind another one.
+
+    Those of tensor parallelism hide behind all compute of their phase. Those of experts hide behind the other
+    microbatch of a pair, whose backward runs beside the forward: behind all compute of both. What that spares
+    is not spared to a microbatch without a partner.
+    """
+    unpaired_s: Num = 0.0
     for axis in hide:
-        for phase in (FORWARD, BACKWARD):
-            mine = [row for row in priced if row.phase == phase]
+        for phases in ((FORWARD, BACKWARD, WEIGHT),) if axis == "ep" else ((FORWARD,), (BACKWARD,)):
+            mine = [row for row in priced if row.phase in phases]
             busy_s = sum(row.spent_s for row in mine if row.op.kind != "collective")
-            behind = [row for row in mine if row.op.kind == "collective" and row.op.axis[:2] == axis]
-            share = exposed_share(sum(row.spent_s for row in behind), busy_s, overheads.not_hidden_frac(axis))
-            chosen = set(map(id, behind))
+            behind = {id(row): row for row in mine if row.op.kind == "collective" and row.op.axis[:2] == axis}
+            comm_s = sum(row.spent_s for row in behind.values())
+            share = exposed_share(comm_s, busy_s, _not_hidden_frac(axis, list(behind.values()), machine))
+            unpaired_s = unpaired_s + (comm_s * (1.0 - share) if axis == "ep" else 0.0)
             priced = [
-                PricedOp(row.op, row.time, phase, row.spent_s * share) if id(row) in chosen else row
+                PricedOp(row.op, row.time, row.phase, row.spent_s * share) if id(row) in behind else row
                 for row in priced
             ]
-    return priced
+    return priced, unpaired_s
+
+
+def _not_hidden_frac(axis: str, rows: Sequence[PricedOp], machine: Machine) -> Num:
+    """Share of hidden collectives' time that is paid: of a dispatch at least the cores that it holds."""
+    overheads = machine.overheads
+    held = overheads.dispatch_cores / machine.num_cores * any(row.op.choices for row in rows)
+    return np.maximum(overheads.not_hidden_frac(axis), held)
 
 
 def _waits(ops: Sequence[Op], priced: Sequence[PricedOp], overheads: Overheads) -> Iterator[Wait]:

@@ -133,6 +133,11 @@ def _on_links(collective: str, axis: str, group_size: Any, payload_bytes: Any) -
 
 def _pipeline_rows(model: Model, mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
     """Messages to and from the neighbouring stages, and what a rank waits for while others work."""
+    if float(step.unpaired_s):
+        yield {
+            "module": "pipeline", "op": "unpaired", "phase": "step", "collective": "all_to_all",
+            "axis": "ep", "time_s": float(step.unpaired_s),
+        }  # fmt: skip
     if float(mesh.pp) == 1.0:
         return
     messages = [message for message in _messages(mesh, cost.stage) if message[-1]]

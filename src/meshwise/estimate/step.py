@@ -1,10 +1,12 @@
 """A whole step from its parts: blocks, stages, the pipeline, data parallelism, the optimizer.
 
-    step = m t_max + bubble + exposed p2p + exposed data-parallel exchange + optimizer + stragglers
+    step = m t_max + unpaired + bubble + exposed p2p + exposed data-parallel exchange + optimizer + stragglers
 
-m microbatches, t_max one of them on the slowest stage, which sets the pace. All of it is arithmetic on a
-`Mesh`, so one call prices one plan or a grid: what depends on few axes (a block on tp, cp and the microbatch)
-is computed along those alone, and only the last sums run over the whole grid.
+m microbatches, t_max one of them on the slowest stage, which sets the pace. Where exchanges of experts hide
+behind another microbatch, those pp that fill the pipeline forward and drain it backward have no partner
+(1F1B, its chunks and DualPipe alike): what is hidden elsewhere is paid for them. All of it is arithmetic on
+a `Mesh`, so one call prices one plan or a grid: what depends on few axes (a block on tp, cp and the
+microbatch) is computed along those alone, and only the last sums run over the whole grid.
 """
 
 from __future__ import annotations
@@ -50,11 +52,13 @@ class StageTime:
     """One microbatch on one stage: forward, backward (of the input; with recomputation), weight gradient.
 
     `offload_s`: waiting for kept activations to cross the host link, part of forward and backward.
+    `unpaired_s`: beyond that, where no other microbatch runs beside it (`part.Part`).
     """
 
     forward_s: Num
     backward_s: Num
     weight_s: Num
+    unpaired_s: Num = 0.0
     offload_forward_s: Num = 0.0
     offload_backward_s: Num = 0.0
 
@@ -85,14 +89,15 @@ class StageCost:
 class StepCost:
     """A step of one plan, or of each plan of a grid.
 
-    `pace` is the index into `stages` of the slowest one, `work_s` its microbatches. With `bubble_s`,
-    `comm_pp_s`, `comm_dp_s`, `optimizer_s` and `straggler_s` they add up to `step_s`. `fullest` is the index
-    of the stage that needs most memory, `memory_bytes` what it needs.
+    `pace` is the index into `stages` of the slowest one, `work_s` its microbatches. With `unpaired_s`,
+    `bubble_s`, `comm_pp_s`, `comm_dp_s`, `optimizer_s` and `straggler_s` they add up to `step_s`.
+    `fullest` is the index of the stage that needs most memory, `memory_bytes` what it needs.
     """
 
     step_s: Num
     pace: Num
     work_s: Num
+    unpaired_s: Num
     bubble_s: Num
     comm_pp_s: Num
     comm_dp_s: Num
@@ -151,7 +156,9 @@ def stage_time(
     forward_s: Num = 0.0
     backward_s: Num = 0.0
     weight_s: Num = 0.0
+    unpaired_s: Num = 0.0
     for count, part in contents(stage, by_part):
+        unpaired_s = unpaired_s + count * part.unpaired_s
         forward_s = forward_s + count * part.forward_s
         backward_s = backward_s + count * part.backward_s
         weight_s = weight_s + count * part.weight_s
@@ -161,12 +168,12 @@ def stage_time(
     for count, part in zip(stage.layers, by_part[1:-1], strict=True):
         backward_s = backward_s + count * (selective * part.core_s + full * part.forward_s)
     if isinstance(mesh.offload_activations, float) and mesh.offload_activations == 0.0:
-        return StageTime(forward_s, backward_s, weight_s)
+        return StageTime(forward_s, backward_s, weight_s, unpaired_s)
     moved_bytes = mesh.offload_activations * microbatch_bytes(model, stage, by_part, mesh, cut)
     one_way_s = moved_bytes / machine.host_bytes_per_s
     out_s = np.maximum(one_way_s - forward_s, 0.0)
     back_s = np.maximum(one_way_s - backward_s - weight_s, 0.0)
-    return StageTime(forward_s + out_s, backward_s + back_s, weight_s, out_s, back_s)
+    return StageTime(forward_s + out_s, backward_s + back_s, weight_s, unpaired_s, out_s, back_s)
 
 
 def _stage_cost(
@@ -299,13 +306,16 @@ def step_cost(model: Model, mesh: Mesh, machine: Machine, stages: Sequence[Stage
         comm_pp = (played_s[1] - played_s[0] + held_s) * (mesh.pp > 1)
     _, comm_dp = _largest([cost.comm_dp_s for cost in costs], exists)
     _, optimizer = _largest([cost.optimizer_s for cost in costs], exists)
-    alone_s = work_s + bubble + comm_pp + comm_dp + optimizer
+    _, lone_s = _largest([cost.time.unpaired_s for cost in costs], exists)
+    unpaired_s = lone_s * np.minimum(mesh.pp, mesh.num_microbatches)
+    alone_s = work_s + unpaired_s + bubble + comm_pp + comm_dp + optimizer
     straggler = alone_s * (machine.overheads.straggler_frac * np.log2(mesh.world))
     fullest, memory_bytes = _largest([cost.memory.total for cost in costs], exists)
     return StepCost(
         step_s=alone_s + straggler,
         pace=pace,
         work_s=work_s,
+        unpaired_s=unpaired_s,
         bubble_s=bubble,
         comm_pp_s=comm_pp,
         comm_dp_s=comm_dp,

@@ -94,14 +94,18 @@ class Machine:
         return flop / self.overheads.sustained_flop_per_s(dtype, self.power_watts)
 
     def collective_s(
-        self, kind: str, payload_bytes: Num, group_ranks: Num, stride: Num, choices: float = 0.0
-    ) -> Num:
+        self, kind: str, payload_bytes: Num, group_ranks: Num, stride: Num, choices: float = 0.0,
+        groups: tuple[float, float] = (0.0, 0.0),
+    ) -> Num:  # fmt: skip
         """Time of one collective with the links to itself; `send` and `recv` are point to point."""
-        return fastest_s(self.collective_lines(kind, group_ranks, stride, choices), payload_bytes)
+        return fastest_s(self.collective_lines(kind, group_ranks, stride, choices, groups), payload_bytes)
 
-    def collective_lines(self, kind: str, group_ranks: Num, stride: Num, choices: float = 0.0) -> list[Line]:
+    def collective_lines(
+        self, kind: str, group_ranks: Num, stride: Num, choices: float = 0.0,
+        groups: tuple[float, float] = (0.0, 0.0),
+    ) -> list[Line]:  # fmt: skip
         """What the library chooses from for a group: its algorithms and protocols."""
-        return _lines(self, kind, _frozen(group_ranks), _frozen(stride), choices)
+        return _lines(self, kind, _frozen(group_ranks), _frozen(stride), choices, groups)
 
 
 def _frozen(number: Num) -> tuple[bytes, tuple[int, ...]]:
@@ -112,14 +116,15 @@ def _frozen(number: Num) -> tuple[bytes, tuple[int, ...]]:
 
 @lru_cache(maxsize=4096)  # what a group is asked to exchange changes more often than the group
 def _lines(
-    machine: Machine, kind: Any, ranks: tuple[bytes, Any], stride: tuple[bytes, Any], choices: float
-) -> list[Line]:
+    machine: Machine, kind: Any, ranks: tuple[bytes, Any], stride: tuple[bytes, Any], choices: float,
+    groups: tuple[float, float],
+) -> list[Line]:  # fmt: skip
     base, is_message = machine.base, kind in ("send", "recv")
     fracs = machine.reached_frac if machine.reached_frac and not is_message else (1.0,) * len(base.link_ranks)
     bytes_per_s = map(operator.mul, base.link_bytes_per_s, fracs)
     sizes, strides = (np.frombuffer(content).reshape(shape) for content, shape in (ranks, stride))
     links = tuple(zip(bytes_per_s, base.link_latency_s, base.link_ranks, strict=True))
-    return collective_lines(kind, sizes, strides, links, machine.efficiency, choices=choices)
+    return collective_lines(kind, sizes, strides, links, machine.efficiency, choices=choices, groups=groups)
 
 
 def machine(
@@ -360,7 +365,7 @@ def _kernel_s(machine: Machine, op: Op, flop: Stack, read: Stack, write: Stack) 
 def _collective_s(machine: Machine, op: Op, payload_bytes: Stack, ranks: Stack, stride: Stack) -> Num:
     kind = "dispatch" if op.choices else op.collective
     waiting_s = np.where(ranks > 1, machine.overheads.skew_s, 0.0)
-    return machine.collective_s(kind, payload_bytes, ranks, stride, op.choices) + waiting_s
+    return machine.collective_s(kind, payload_bytes, ranks, stride, op.choices, op.groups) + waiting_s
 
 
 def _peer_all_reduce_s(machine: Machine, op: Op, payload_bytes: Stack, ranks: Stack, stride: Stack) -> Num:
@@ -427,7 +432,7 @@ _TRAITS: dict[str, Callable[[Op], tuple[Any, ...]]] = {
     "decode_attention": lambda op: (op.dtype, op.library),
     "experts": lambda op: (op.dtype, op.right_bytes),
     "kernel": lambda op: (_passes(op),),
-    "collective": lambda op: (op.collective, op.choices),
+    "collective": lambda op: (op.collective, op.choices, op.groups),
     "peer": lambda op: (),
     "deepep-ll": lambda op: (op.name, op.choices),
     "deepep-normal": lambda op: (op.name, op.choices),

@@ -60,6 +60,8 @@ def shape_of(model: Model, seq: int) -> Facts:
             "capacity_factor": moe.capacity_factor or None,
             "shared_gate": moe.shared_gate,
             "balance_bias": moe.balance_bias,
+            "expert_groups": moe.expert_groups or None,
+            "top_groups": moe.top_groups or None,
         }
     return facts
 
@@ -127,6 +129,8 @@ def _moe(facts: Facts, num_layers: int) -> MoE:
         capacity_factor=facts.get("capacity_factor") or 0.0,
         shared_gate=facts["shared_gate"],
         balance_bias=facts["balance_bias"],
+        expert_groups=facts.get("expert_groups") or 0,
+        top_groups=facts.get("top_groups") or 0,
     )
 
 

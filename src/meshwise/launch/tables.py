@@ -167,6 +167,8 @@ MEGATRON_MODEL: Table = {
     "shared_ffn": _above(None, "--moe-shared-expert-intermediate-size"),
     "moe_layers": _above(None, "--moe-layer-freq"),
     "capacity_factor": _above(None, "--moe-expert-capacity-factor"),
+    "expert_groups": _above(None, "--moe-router-num-groups"),
+    "top_groups": _above(None, "--moe-router-group-topk"),
     "shared_gate": {False: {}, True: {"--moe-shared-expert-gate": True}},
     "balance_bias": {
         False: {},

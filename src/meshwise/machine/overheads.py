@@ -24,7 +24,8 @@ redoes from published runs:
   the 16 are halved. Unfused attention with heads that are no multiple of 8 wide misses the fast kernels
   altogether: its matmuls take `misaligned_slowdown` times as long.
 - *Interference.* Communication that hides behind compute takes cores and memory bandwidth from it:
-  `interference_frac` of its time is not won. Of the tensor-parallel exchanges that a schedule could hide
+  `interference_frac` of its time is not won; kernels that send tokens once to a rank hold `dispatch_cores`
+  cores as long as they run. Of the tensor-parallel exchanges that a schedule could hide
   behind a matmul, software leaves `tp_exposed_frac` open.
 - *Network.* The collectives of training reach `network_frac` of what the links between nodes give a
   benchmark, by the kind of network; messages from one rank to another reach all of it.
@@ -104,6 +105,7 @@ class Overheads:
     attention_slowdown: float = 1.0
     interference_frac: float = 0.0
     tp_exposed_frac: float = 0.0
+    dispatch_cores: float = 0.0
     straggler_frac: float = 0.0
     skew_s: float = 0.0
     expert_spread: float = 0.0

@@ -51,7 +51,8 @@ class MoE:
     `capacity_factor * top_k * tokens / num_experts` tokens; 0 is dropless. `shared_gate`: a sigmoid gate
     (one output) scales the shared experts. `router_bias`: the router's linear layer has a bias (gpt-oss).
     `balance_bias`: one number per expert is added to the scores and moved by a rule, not by a gradient
-    (DeepSeek-V3).
+    (DeepSeek-V3). `expert_groups`: experts lie in so many groups, of which a token uses the best `top_groups`
+    (0: no such limit).
     """
 
     num_experts: int
@@ -65,6 +66,8 @@ class MoE:
     shared_gate: bool = False
     router_bias: bool = False
     balance_bias: bool = False
+    expert_groups: int = 0
+    top_groups: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,6 +306,8 @@ def _one_of(value: str, known: tuple[str, ...], what: str) -> None:
 
 _MAY_BE_ZERO = {
     "vocab",
+    "expert_groups",
+    "top_groups",
     "mtp_layers",
     "sliding_window",
     "full_attention_every",
@@ -327,6 +332,11 @@ def _check_counts(part: Model | MLA | MoE | Patches | Recurrence, where: str) ->
 
 
 def _check_moe(model: Model, moe: MoE, where: str) -> None:
+    if moe.top_groups > moe.expert_groups or (moe.expert_groups and moe.num_experts % moe.expert_groups):
+        raise ModelError(
+            f"{where}: expert_groups is {moe.expert_groups} and top_groups {moe.top_groups}; a divisor of the "
+            f"{moe.num_experts} experts is needed, and no more than that"
+        )
     if moe.shared_gate and not moe.shared_ffn_hidden:
         raise ModelError(f"{where}: shared_gate needs shared experts; give shared_ffn_hidden")
     if moe.top_k > moe.num_experts:

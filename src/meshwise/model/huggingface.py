@@ -123,6 +123,8 @@ class _Config(msgspec.Struct):
     moe_layers: list[int] | None = None
     mlp_layer_types: list[str] | None = None
     topk_method: str = ""
+    n_group: int | None = None
+    topk_group: int | None = None
     num_nextn_predict_layers: int = 0
     ffn_config: _FfnConfig | None = None
     # recurrences
@@ -405,6 +407,7 @@ def _experts(c: _Config) -> _Fields:
         raise ModelError("num_experts_per_tok is missing; an MoE config needs it")
     num_shared = c.n_shared_experts or int(c.shared_expert_intermediate_size > 0)
     shared_width = c.shared_expert_intermediate_size or width
+    is_limited = c.topk_method != "greedy" and 0 < (c.topk_group or 0) < (c.n_group or 0)
     moe = MoE(
         num_experts=c.num_experts,
         top_k=c.num_experts_per_tok,
@@ -412,6 +415,8 @@ def _experts(c: _Config) -> _Fields:
         num_shared_experts=num_shared,
         shared_ffn_hidden=num_shared * shared_width,
         balance_bias=c.topk_method == "noaux_tc",
+        expert_groups=(c.n_group or 0) * is_limited,
+        top_groups=(c.topk_group or 0) * is_limited,
     )
     return {"moe": moe, "has_experts": _moe_layers(c)}
 

@@ -45,7 +45,7 @@ FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
     "zero_group": (None,), "recompute_layers": (None,), "recompute_modules": (("core_attn",),),
     "dtype": ("bf16", "fp16", "fp32", "fp64"), "optimizer": ("adam",), "grad_dtype": ("fp32",),
     "attention": ("flash",), "dispatch": ("per_expert",), "dispatch_dtype": ("bf16",), "imbalance": (1.0,),
-    "act_input_dtype": ("bf16",),
+    "act_input_dtype": ("bf16",), "head_dtype": ("bf16",),
     "offload_optimizer": (0.0,), "offload_activations": (0.0,), "lora_rank": (0,),
     "placement": (DEFAULTS["placement"],),
 }  # fmt: skip

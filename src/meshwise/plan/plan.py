@@ -88,6 +88,7 @@ class Plan:
     recompute_layers: int | None = None
     recompute_modules: tuple[str, ...] = ()
     dtype: str = "bf16"
+    head_dtype: str = "bf16"
     act_input_dtype: str = ""
     optimizer: str = "adam"
     grad_dtype: str = "fp32"
@@ -165,6 +166,7 @@ KEYS: dict[str, Field] = {
     "recompute_layers": whole("layers of each stage that recompute=full covers [all]", 0),
     "recompute_modules": several("what recompute=selective covers", RECOMPUTE_MODULES),
     "dtype": choice("type of the matmuls", DTYPES),
+    "head_dtype": choice("type of the head's matmul where dtype is narrower than bf16", ("bf16", "fp8")),
     "act_input_dtype": choice(
         "type in which inputs of activation functions are kept [dtype]", ("bf16", "fp8")
     ),

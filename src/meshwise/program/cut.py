@@ -33,7 +33,8 @@ class Cut:
     activations' type).
 
     `recompute_modules`: what selective recomputation covers (`program.recompute`). `narrow_act_input`: inputs
-    of activation functions are kept in fp8 (Megatron-LM's activation_func_fp8_input_store).
+    of activation functions are kept in fp8 (Megatron-LM's activation_func_fp8_input_store). The head computes
+    in `head_dtype` where other matmuls are narrower than bf16.
 
     `lora_rank` above 0 freezes all weights and trains adapters of that rank; the frozen matrices of blocks
     have `frozen_bytes` a parameter (None: like other weights).
@@ -60,6 +61,7 @@ class Cut:
     dispatch_bytes: float = 2.0
     recompute_modules: tuple[str, ...] = ("core_attn",)
     narrow_act_input: bool = False
+    head_dtype: str = "bf16"
     sequence_parallel: bool = False
     gather_keys: bool = False
     layout: str = "1d"

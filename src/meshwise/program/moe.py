@@ -6,9 +6,10 @@ The etp ranks of an expert gather the arrivals, compute, and reduce-scatter; a s
 brings the results home, where they are added: they were weighed with the activations, before the second
 matmul, so that no wide tensor is kept for it. Where the dispatch is per rank (DeepEP, HybridEP)
 a token goes once to each of the d(ep) ranks that hold some of its experts, d(n) = n (1 - (1 - 1/n)^k), and
-on its way once to each node. Balanced routing gives each of the E/ep
-local experts k T etp ep / E rows, T the tokens a rank routes; `imbalance` scales the busiest rank. With a
-capacity factor c every expert computes exactly c k T / E rows from each rank, full or not.
+on its way once to each node (fewer of both where the router is limited to groups of experts). Balanced
+routing gives each of the E/ep local experts k T etp ep / E rows, T the tokens a rank routes; `imbalance`
+scales the busiest rank. With a capacity factor c every expert computes exactly c k T / E rows from each
+rank, full or not.
 
 Source: Megatron-LM's MoE (arXiv 2504.14960) and GShard (arXiv 2006.16668) for the capacity.
 """
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.units import Num
-from meshwise.cost.experts import active_experts
+from meshwise.cost.experts import met_places
 from meshwise.model.architecture import Model, MoE
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op, collective, elementwise, kernel, linear, precision
@@ -84,12 +85,14 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num) -> Iterator[Op]:
     sent = arrivals / cut.etp
     payload = sent * hidden * prec.act_bytes
     per_rank = cut.dispatch_per_rank and not moe.capacity_factor
-    copies_frac = active_experts(cut.ep, moe.top_k) / moe.top_k if per_rank else 1.0
+    groups = float(moe.expert_groups), float(moe.top_groups)
+    copies_frac = met_places(cut.ep, moe.top_k, groups) / moe.top_k if per_rank else 1.0
     on_ep: dict[str, Any] = {
         "axis": "ep",
         "group_size": cut.ep,
         "stride": cut.ep_stride,
         "choices": float(moe.top_k) if per_rank else 0.0,
+        "groups": groups,
     }
     on_etp: dict[str, Any] = {
         "axis": "tp",

@@ -43,7 +43,8 @@ class Op:
     A collective has `collective` (its kind), the mesh axis, its group, and `payload_bytes`, the full
     tensor; it may run while the op `hides_behind` of the same module and phase computes (`behind_gradient`:
     only its gradient of the input, or of the weight). In a dispatch of
-    tokens each token chooses so many `choices`, and is sent once to each rank, and node, that they meet.
+    tokens each token chooses so many `choices`, of some of `groups` of experts (`cost.experts.met_places`),
+    and is sent once to each rank, and node, that they meet.
     `library`: whose kernel does it, where there are several: `mla` for decode attention over latents; for a
     collective `peer` (all-reduce by reading the memory of the peers), `deepep-ll` or `deepep-normal`.
     `right_bytes`: bytes of an element of the weights in memory, where they are kept in fewer bits than they
@@ -74,6 +75,7 @@ class Op:
     stride: Num = 1.0
     payload_bytes: Num = 0.0
     choices: float = 0.0
+    groups: tuple[float, float] = (0.0, 0.0)
     hides_behind: str = ""
     behind_gradient: str = ""
     library: str = ""
@@ -202,6 +204,7 @@ def collective(
     stride: Num = 1.0, shape: tuple[Num, ...] = (), hides_behind: str = "", behind_gradient: str = "",
     count: Num = 1.0,
     choices: float = 0.0,
+    groups: tuple[float, float] = (0.0, 0.0),
 ) -> Op:  # fmt: skip
     """A collective that serves op `name`; `payload_bytes` is the full tensor (see DESIGN.md)."""
     return Op(
@@ -219,6 +222,7 @@ def collective(
         behind_gradient=behind_gradient,
         count=count,
         choices=choices,
+        groups=groups,
     )
 
 

@@ -21,7 +21,7 @@ from meshwise.program.block import block_ops
 from meshwise.program.cut import Cut
 from meshwise.program.held import hold
 from meshwise.program.implementation import as_done_by
-from meshwise.program.op import Op, Precision, backward_last, collective, elementwise, linear
+from meshwise.program.op import Op, Precision, backward_last, collective, elementwise, linear, precision
 from meshwise.program.tensor_1d import column_linear, norm, on_tp, shards, summing
 
 
@@ -144,7 +144,9 @@ def _attention_pool(model: Model, cut: Cut) -> Iterator[Op]:
 
 
 def _predict(model: Model, cut: Cut, prefix: str) -> Iterator[Op]:
-    """Logits of every token, and their loss."""
+    """Logits of every token, and their loss; the head has its own type where other matmuls are narrow."""
+    if cut.precision.casts:
+        cut = replace(cut, precision=precision(cut.head_dtype))
     module, prec, hidden, is_frozen = "head", cut.precision, float(model.hidden), cut.lora_rank > 0
     if model.mlm_transform:
         rows = cut.split_tokens
