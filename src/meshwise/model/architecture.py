@@ -334,8 +334,8 @@ def _check_counts(part: Model | MLA | MoE | Patches | Recurrence, where: str) ->
 def _check_moe(model: Model, moe: MoE, where: str) -> None:
     if moe.top_groups > moe.expert_groups or (moe.expert_groups and moe.num_experts % moe.expert_groups):
         raise ModelError(
-            f"{where}: expert_groups is {moe.expert_groups} and top_groups {moe.top_groups}; a divisor of the "
-            f"{moe.num_experts} experts is needed, and no more than that"
+            f"{where}: expert_groups is {moe.expert_groups} and top_groups {moe.top_groups}; a divisor of "
+            f"the {moe.num_experts} experts is needed, and no more than that"
         )
     if moe.shared_gate and not moe.shared_ffn_hidden:
         raise ModelError(f"{where}: shared_gate needs shared experts; give shared_ffn_hidden")
