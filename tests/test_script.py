@@ -61,12 +61,12 @@ def test_a_rank_of_a_large_world(meshwise: Callable[..., Any]) -> None:
     assert found == {("dp", 512, "all_gather"), ("dp", 512, "reduce_scatter"), ("tp", 2, "all_reduce")}
     rows = document["step_ledger"]
     kept = [
-        row for row in rows if row["module"].startswith("blocks.") and not row["module"].endswith(".down")
+        row for row in rows if row["module"].startswith("blocks.") and not row["module"].endswith(".mlp_down")
     ]
     assert (
         total(rows, "flop", phase="recompute") == total(kept, "flop", phase="forward") > 0
     )  # torch stops early
-    assert {f"blocks.{i}.down" for i in range(LAYERS)} <= {row["module"] for row in rows}
+    assert {f"blocks.{i}.mlp_down" for i in range(LAYERS)} <= {row["module"] for row in rows}
     assert document["peak"]["op"]
     tensors = sum(one["bytes"] for one in document["alive_at_peak"])
     assert tensors <= document["tensors_peak_bytes"] < document["peak_bytes"]
@@ -139,6 +139,44 @@ def test_what_breaks_is_named_with_its_place(
     assert done.code == 1
     with pytest.raises(mw.MeshwiseError, match=sentence):
         raise mw.MeshwiseError(done.err)
+
+
+CONFIG = {"model_type": "gpt2", "n_embd": 256, "n_layer": LAYERS, "n_head": 4, "vocab_size": 1000,
+          "n_positions": 128, "tie_word_embeddings": False}  # fmt: skip
+
+
+def test_compared_with_a_stated_model(tmp_path: Path, meshwise: Callable[..., Any]) -> None:
+    """The script has no positions and one FSDP group for embedding and head; it computes what is stated."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    words = f"{path} --cluster h100-80g-sxm:4 --plan implementation=fsdp2,zero=3 --batch 8 --seq 128"
+    done = meshwise("compare", "--estimate", words, "--rank", "3", "--json", "--", *FSDP2)
+    assert (done.code, done.document["agree"], done.document["ranks"]) == (1, False, 4)
+    rows = {(row["module"], row["op"], row["phase"], row["column"]): row for row in done.document["rows"]}
+    flop = {place: row for place, row in rows.items() if place[3] == "flop"}
+    assert {place[0] for place in flop} == {"attention", "mlp", "head"}
+    assert all(row["agrees"] for row in flop.values())
+    states = rows["states", "parameters", "", "bytes"]
+    missing = LAYERS * (2 + 3 + 1 + 4 + 1) * 256 + 2 * 256 + 128 * 256  # norms, biases, positions of GPT-2
+    assert states["estimate"] - states["script"] == 4 * missing / 4
+    gathers = rows["4 ranks", "all_gather", "", "count"]
+    assert gathers["estimate"] > gathers["script"] == 2 * LAYERS + 1
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--estimate", "llama3-8b --gpus 8", "--", "python", "x.py"], "--estimate: unrecognized arguments"),
+        (["--", "python", "x.py"], "--estimate: the following arguments are required: model"),
+        (["ulysses", "--estimate", "llama3-8b"], "--estimate is for scripts"),
+    ],
+)
+def test_a_comparison_needs_words_of_estimate(
+    words: list[str], sentence: str, meshwise: Callable[..., Any]
+) -> None:
+    done = meshwise("compare", *words)
+    assert done.code == 2
+    assert sentence in done.err
 
 
 # --- packages of others, where they are installed (make frameworks) ---------------------------------

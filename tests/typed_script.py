@@ -43,8 +43,11 @@ def main(folder: Path) -> None:
 
 def what_takes_longer(folder: Path) -> None:
     outcome = mw.dry_run("ulysses", ranks=4, seq=256, device="cpu")
-    script = mw.dry_run_script(["python", "-c", "import torch; torch.ones(8, device='cuda') + 1"], ranks=4)
+    command = ["python", "-c", "import torch; torch.ones(8, device='cuda') + 1"]
+    script = mw.dry_run_script(command, ranks=4)
     print(script.peak_bytes, script.collectives(), script.guesses)
+    priced = mw.estimate("llama3-8b", "h100-80g-sxm:8", batch=8, seq=4096)
+    assert not mw.compare_script(command, priced)[0].agree
     assert_type(outcome.peak_bytes, float)
     assert mw.compare("ulysses", ranks=2, with_run=False, seq=256).agree
     ran = mw.run("ulysses", ranks=2, seq=256)

@@ -21,6 +21,7 @@ from meshwise import serve as _serve_folder  # noqa: F401
 from meshwise.api import (
     collective,
     compare,
+    compare_script,
     dry_run,
     dry_run_script,
     estimate,
@@ -69,8 +70,8 @@ _HOME = {
 
 __all__ = ["Cluster", "Estimate", "Ledger", "MeshwiseError", "Model", "Plan", "Workload", "__version__"]
 __all__ += ["compare", "dry_run", "estimate", "frontier", "profile", "reproduce", "run", "search", "serve"]
-__all__ += ["collective", "dry_run_script", "explain", "launch", "read_job", "study", "validate"]
-__all__ += ["find_cluster", "find_model", "parse_plan", "plan_text"]
+__all__ += ["collective", "compare_script", "dry_run_script", "explain", "launch", "read_job", "study"]
+__all__ += ["validate", "find_cluster", "find_model", "parse_plan", "plan_text"]
 
 
 def __getattr__(name: str) -> Any:

@@ -478,6 +478,32 @@ def dry_run_script(
     return play(command, ranks=ranks, rank=rank, device=device, stdout=stdout)
 
 
+def compare_script(
+    command: Sequence[str], estimate: Estimate, *, rank: int = 0, stdout: Any = None
+) -> tuple[Comparison, ScriptOutcome]:
+    """Hold anybody's torch program against the closed form of the model and plan that it should train.
+
+    Args:
+        command: The command and its words, as in `dry_run_script`.
+        estimate: What `estimate` says of model, cluster, plan and workload; the cluster says how many ranks.
+        rank: The rank to be.
+        stdout: Where the program's output goes, as in `subprocess.run`.
+
+    Returns:
+        FLOP by part of the model and phase, collectives by kind and group size, and bytes of the states, of
+        one step of the rank; and the dry run itself.
+
+    Raises:
+        MissingExtraError: torch is not installed.
+        MeshwiseError: The program failed; the message has file and line.
+    """
+    chip, ranks = estimate.cluster.chip.name, estimate.cluster.num_chips
+    outcome = dry_run_script(command, ranks=ranks, rank=rank, device=chip, stdout=stdout)
+    from meshwise.runtime.script.compare import compare_script as hold
+
+    return hold(outcome, estimate), outcome
+
+
 def run(
     program: str,
     *,

@@ -6,10 +6,12 @@ takes any command: `meshwise dryrun --ranks 64 -- python train.py`.
 
 from __future__ import annotations
 
+import argparse
+import shlex
 import shutil
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -112,13 +114,23 @@ def compare(
         bool, typer.Option("--run/--no-run", help="Run it for real too, on CPU ranks of this machine.")
     ] = True,
     port: Port = 0,
+    stated: Annotated[
+        str, typer.Option("--estimate", help='Words of estimate, for a script: "MODEL --cluster C --plan P".')
+    ] = "",
     json: Json = False,
     show_help: Help = False,
 ) -> None:
     """Hold the estimate, the dry run and the real run of a program against each other, op by op.
 
-    Exit code 1 if any count differs: FLOP, shapes, bytes, collectives, payloads, tensors kept and alive.
+    Exit code 1 if any count differs: FLOP, shapes, bytes, collectives, payloads, tensors kept and alive. In
+    place of a program: `--estimate "MODEL --cluster C --plan P --batch N" -- python train.py ...` holds
+    anybody's script on torch, dry-run, against the closed form of what it should do.
     """
+    if is_command(program):
+        _compare_script([program, *ctx.args], stated, rank, json)
+        return
+    if stated:
+        raise PlanError(f"--estimate is for scripts; {program} knows its own closed form")
     found, options = _parse(ctx, program, show_help)
     result = api.compare(found.name, ranks=ranks, rank=rank, with_run=with_run, port=port, **options)
     if json:
@@ -248,6 +260,36 @@ def _show_script(outcome: ScriptOutcome, csv: Path | None, json: bool) -> None:
         from meshwise.report.script_table import print_script
 
         print_script(outcome, console())
+
+
+def _compare_script(command: list[str], stated: str, rank: int, json: bool) -> None:
+    words = _Words(prog="--estimate", add_help=False, allow_abbrev=False)
+    words.add_argument("model")
+    for name in ("--cluster", "--plan"):
+        words.add_argument(name, default="")
+    for name in ("--batch", "--seq", "--microbatch"):
+        words.add_argument(name, type=int)
+    asked = vars(words.parse_args(shlex.split(stated)))
+    place = [asked.pop(name) for name in ("model", "cluster", "plan")]
+    found, outcome = api.compare_script(
+        command, api.estimate(*place, **asked), rank=rank, stdout=STDERR if json else None
+    )
+    if json:
+        of = {"program": outcome.program, "ranks": outcome.ranks, "rank": rank}
+        print_json(of | found.to_json() | {"peak_bytes": outcome.peak_bytes})
+    else:
+        from meshwise.report.script_table import print_comparison
+
+        print_comparison(found, console())
+    if not found.agree:
+        raise typer.Exit(1)
+
+
+class _Words(argparse.ArgumentParser):
+    """A parser whose complaints are ours."""
+
+    def error(self, message: str) -> NoReturn:
+        raise PlanError(f"--estimate: {message}; give the words of meshwise estimate")
 
 
 def _show_comparison(result: Comparison) -> None:

@@ -10,9 +10,22 @@ from meshwise.core.units import with_prefix
 from meshwise.report.table import table
 
 if TYPE_CHECKING:
+    from meshwise.core.compare import Comparison
     from meshwise.runtime.script.start import ScriptOutcome
 
 _ROWS = 12
+
+
+def print_comparison(comparison: Comparison, out: Console) -> None:
+    """All totals of a step, and by how much a script's differ from the closed form's."""
+    rows = []
+    for row in comparison.rows:
+        stated, found = row.values["estimate"] or 0.0, row.values["script"] or 0.0
+        ratio = "" if row.agrees else f"x {found / stated:.4g}" if stated else "not stated"
+        rows.append((row.module, row.op, row.phase, row.column, f"{stated:,.10g}", f"{found:,.10g}", ratio))
+    columns = ("module", "op", "phase", "column", "estimate", "script", "differs")
+    out.print(table("A step of one rank", columns, rows, left=columns[:4]))
+    out.print(f"{len(comparison.differences())} of {len(rows)} numbers differ")
 
 
 def print_script(outcome: ScriptOutcome, out: Console) -> None:

@@ -33,15 +33,19 @@ class Block(nn.Module):
     def __init__(self, hidden):
         super().__init__()
         self.norm = nn.LayerNorm(hidden)
-        self.q, self.k, self.v, self.out = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
-        self.up = nn.Linear(hidden, 4 * hidden, bias=False)
-        self.down = nn.Linear(4 * hidden, hidden, bias=False)
+        self.attn_q, self.attn_k, self.attn_v, self.attn_out = (
+            nn.Linear(hidden, hidden, bias=False) for _ in range(4)
+        )
+        self.mlp_up = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.mlp_down = nn.Linear(4 * hidden, hidden, bias=False)
 
     def forward(self, x):
         y = self.norm(x)
-        q, k, v = (p(y).unflatten(-1, (-1, 64)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(torch.relu(self.up(x)))
+        projections = (self.attn_q, self.attn_k, self.attn_v)
+        q, k, v = (p(y).unflatten(-1, (-1, 64)).transpose(1, 2) for p in projections)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.attn_out(y)
+        return x + self.mlp_down(torch.relu(self.mlp_up(x)))
 
 
 class Model(nn.Module):
@@ -68,9 +72,11 @@ def main():
     torch.manual_seed(0)
     model = Model(options.hidden).to(device)
     if options.tp > 1:
-        column = dict.fromkeys(("q", "k", "v", "up"), ColwiseParallel())
+        column = dict.fromkeys(("attn_q", "attn_k", "attn_v", "mlp_up"), ColwiseParallel())
         for block in model.blocks:
-            parallelize_module(block, mesh["tp"], column | dict.fromkeys(("out", "down"), RowwiseParallel()))
+            parallelize_module(
+                block, mesh["tp"], column | dict.fromkeys(("attn_out", "mlp_down"), RowwiseParallel())
+            )
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh["dp"], mp_policy=policy)

@@ -110,6 +110,7 @@ class _Report:
             "tensors_peak_bytes": tape.peak_bytes,
             "peak_row": tape.peak_row,
             "alive_at_peak": tape.alive_at_peak(),
+            "states_bytes": tape.states_bytes,
             "num_steps": len(tape.step_ends),
             "ledger": tape.ledger().to_json(),
             "step_ledger": tape.last_step().ledger().to_json(),

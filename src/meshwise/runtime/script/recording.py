@@ -28,6 +28,7 @@ class ScriptTape(Tape):
         super().__init__(*args, **kwargs)
         self.peak_row: dict[str, Any] = {}
         self.step_ends: list[int] = []
+        self.states_bytes: dict[str, float] = {}
         self._alive: dict[object, dict[str, Any]] = {}
         self._log: list[tuple[bool, dict[str, Any]]] = []  # comes (or goes), tensor
         self._unmade: list[dict[str, Any]] = []
@@ -57,11 +58,13 @@ class ScriptTape(Tape):
         return full
 
     def label(self, what: str, tensors: Any) -> None:
-        """The storages of these tensors are `what`: parameters, gradients, ..."""
+        """The storages of these tensors are `what`: parameters, gradients, optimizer states."""
         for tensor in tensors:
             entry = self._alive.get(_local(tensor).untyped_storage()._cdata)
             if entry is not None:
                 entry["what"] = what
+        held = sum(entry["bytes"] for entry in self._alive.values() if entry["what"] == what)
+        self.states_bytes[what] = max(held, self.states_bytes.get(what, 0.0))
 
     def end_step(self) -> None:
         """An optimizer has stepped; several without a backward between them are one step's."""

@@ -40,6 +40,7 @@ class ScriptOutcome:
     tensors_peak_bytes: float
     peak_row: dict[str, Any]
     alive_at_peak: dict[str, float]
+    states_bytes: dict[str, float]
     num_steps: int
     ledger: Ledger
     step_ledger: Ledger
@@ -64,6 +65,7 @@ class ScriptOutcome:
             "tensors_peak_bytes": self.tensors_peak_bytes,
             "peak": {name: self.peak_row.get(name) for name in ("module", "op", "phase", "shape")},
             "alive_at_peak": [{"what": what, "bytes": size} for what, size in self.alive_at_peak.items()],
+            "states_bytes": self.states_bytes,
             "num_steps": self.num_steps,
             "collectives": self.collectives(),
             "guesses": self.guesses,

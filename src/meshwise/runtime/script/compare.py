@@ -1,0 +1,66 @@
+"""A user's script against the closed form of the model and plan that it is said to train, module by module.
+
+The two name modules and kernels differently, so what is compared are totals of one step: FLOP of matmuls and
+attention by part of the model and phase, collectives by kind and group size, and bytes of the states.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import Any
+
+from meshwise.core.compare import OPS_BY_DIMS, Comparison, Row
+from meshwise.core.ledger import Ledger
+from meshwise.estimate.single import Estimate
+from meshwise.runtime.script.start import ScriptOutcome
+
+PARTS = {
+    "attention": "attn|attention",
+    "mlp": "mlp|ffn|feed_?forward|expert|moe",
+    "head": "head|logits|output",
+    "embedding": "emb|wte|tokens",
+}
+"""How the parts of a model are told by the names of their modules; the first that matches."""
+_STATES = {"weights": "parameters", "gradients": "gradients", "optimizer": "optimizer states"}
+
+Place = tuple[str, str, str, str]
+
+
+def compare_script(outcome: ScriptOutcome, estimate: Estimate) -> Comparison:
+    """A row for each total; a part that one of the two does not have counts as zero."""
+    stated = _totals(estimate.rank_ledger(outcome.rank))
+    found = _totals(outcome.step_ledger)
+    for name, label in _STATES.items():
+        stated["states", label, "", "bytes"] = float(estimate.memory_bytes[name])
+        found["states", label, "", "bytes"] = outcome.states_bytes.get(label, 0.0)
+    return Comparison(
+        tuple(
+            Row(module, op, phase, column, "", {"estimate": stated[place], "script": found[place]})
+            for place in sorted(set(stated) | set(found))
+            for module, op, phase, column in [place]
+            if stated[place] or found[place]
+        )
+    )
+
+
+def _totals(ledger: Ledger) -> defaultdict[Place, float]:
+    """Sums of a step, by module (or axis size), op, phase and column."""
+    sums: defaultdict[Place, float] = defaultdict(float)
+    for row in ledger.rows():
+        if row["collective"]:
+            place = (f"{row['group_size']} ranks", row["collective"], "")
+            sums[*place, "count"] += row["count"]
+            sums[*place, "payload_bytes"] += row["count"] * row["payload_bytes"]
+        elif kind := _kind(row):
+            place = (_part(f"{row['module']}.{row['op']}"), kind, row["phase"])
+            sums[*place, "flop"] += row["count"] * row["flop"]
+    return sums
+
+
+def _kind(row: dict[str, Any]) -> str:
+    return OPS_BY_DIMS.get(row["shape"].count("x") + 1, "") if row["flop"] else ""
+
+
+def _part(module: str) -> str:
+    return next((part for part, words in PARTS.items() if re.search(words, module.lower())), "other")
