@@ -71,7 +71,7 @@ _HOME = {
 __all__ = ["Cluster", "Estimate", "Ledger", "MeshwiseError", "Model", "Plan", "Workload", "__version__"]
 __all__ += ["compare", "dry_run", "estimate", "frontier", "profile", "reproduce", "run", "search", "serve"]
 __all__ += ["collective", "compare_script", "dry_run_script", "explain", "launch", "read_job", "study"]
-__all__ += ["validate", "find_cluster", "find_model", "parse_plan", "plan_text"]
+__all__ += ["find_cluster", "find_model", "parse_plan", "plan_text", "validate"]
 
 
 def __getattr__(name: str) -> Any:
