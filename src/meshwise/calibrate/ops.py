@@ -14,13 +14,7 @@ from meshwise.calibrate.microdata import Measurement
 from meshwise.core.units import Num
 from meshwise.cost.attention_kernel import attention_s, decode_attention_s
 from meshwise.cost.collective import collective_s, peer_all_reduce_s
-from meshwise.cost.dispatch import (
-    copies_by_expert,
-    copies_by_rank,
-    copies_spread,
-    dispatch_s,
-    low_latency_cores,
-)
+from meshwise.cost.dispatch import copies_spread, deepep_copies, dispatch_s
 from meshwise.cost.experts import experts_s
 from meshwise.cost.gemm import gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s, scaled_cast_s
@@ -164,26 +158,19 @@ def _experts_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
     )
 
 
-DEEPEP_MOST_NODES = 4.0
-"""Nodes that DeepEP's own benchmark routes a token to at most."""
-
-
 def _dispatch_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
     shape, variant = batch.shape, batch.first.variant
     places = (shape["topk"], shape["ranks"], shape["ranks_per_node"])
-    cores: Num = float(chip.num_cores)
-    if variant.startswith("deepep-normal"):
-        copies = copies_by_rank(*places, most_nodes=DEEPEP_MOST_NODES)
-        cores = shape["cores"]
-    elif variant.startswith("deepep-ll"):
-        copies = copies_by_expert(*places)
-        cores = low_latency_cores(shape["experts"], cores)
+    num_cores: Num = float(chip.num_cores)
+    if variant.startswith("deepep"):
+        cores: dict[str, Num] = {"num_cores": num_cores, "cores": shape["cores"]}
+        copies, num_cores = deepep_copies(variant, *places, experts=shape["experts"], **cores)
     else:
         copies = copies_spread(*places[:2])
     return dispatch_s(
         **_columns(batch, "tokens", "token_bytes", "ranks", "ranks_per_node", "experts"),
         copies=copies,
-        num_cores=cores,
+        num_cores=num_cores,
         inner_bytes_per_s=chip.levels[0].bytes_per_s,
         outer_bytes_per_s=chip.levels[1].bytes_per_s,
         efficiency=efficiency.dispatches.get(variant, DispatchEfficiency()),

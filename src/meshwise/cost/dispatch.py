@@ -31,6 +31,8 @@ from meshwise.cost.experts import active_experts
 from meshwise.machine.efficiency import DispatchEfficiency
 
 CROWD_NODES = 4.0
+DEEPEP_NODES = 4.0
+"""Nodes that DeepEP routes a token to at most (its own benchmark, and DeepSeek-V3, arXiv 2412.19437)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +65,18 @@ def copies_spread(topk: Num, ranks: Num) -> Copies:
 def low_latency_cores(experts: Num, num_cores: Num) -> Num:
     """Cores that DeepEP's low-latency kernels run on: each serves one expert, or as many as the others."""
     return np.ceil(experts / np.ceil(experts / num_cores))
+
+
+def deepep_copies(
+    library: str, topk: Num, ranks: Num, ranks_per_node: Num, *, experts: Num, num_cores: Num, cores: Num
+) -> tuple[Copies, Num]:
+    """What DeepEP's kernels send of a token, and on how many of the chip's `num_cores` they run.
+
+    `library` begins with `deepep-ll` (low latency) or `deepep-normal`, whose kernels run on `cores`.
+    """
+    if library.startswith("deepep-ll"):
+        return copies_by_expert(topk, ranks, ranks_per_node), low_latency_cores(experts, num_cores)
+    return copies_by_rank(topk, ranks, ranks_per_node, most_nodes=DEEPEP_NODES), cores
 
 
 def dispatch_s(

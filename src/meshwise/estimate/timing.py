@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from meshwise.core.units import Num
 from meshwise.cost.attention_kernel import attention_s, decode_attention_s
 from meshwise.cost.collective import Line, collective_lines, fastest_s, peer_all_reduce_s
-from meshwise.cost.dispatch import copies_by_expert, copies_by_rank, dispatch_s, low_latency_cores
+from meshwise.cost.dispatch import deepep_copies, dispatch_s
 from meshwise.cost.experts import experts_s
 from meshwise.cost.gemm import GROUPED_TILES, TILES, gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s
@@ -38,9 +38,6 @@ Stack: TypeAlias = NDArray[np.float64]
 
 DISPATCH_CORES = 24.0
 """Cores that DeepEP's normal kernels run on; its low-latency ones take as many as serve the experts."""
-
-DISPATCH_NODES = 4.0
-"""Nodes that a token is routed to at most (DeepSeek-V3, arXiv 2412.19437)."""
 
 STACK_CELLS = 2**15
 """Numbers that are timed in one call at most: more do not stay in the cache."""
@@ -392,12 +389,10 @@ def _deepep_s(
     if efficiency is None:  # a machine that no such library was measured on
         return machine.collective_s("all_to_all", payload_bytes, ranks, stride)
     links, per_node = machine.base.link_bytes_per_s, np.minimum(ranks, machine.base.link_ranks[0])
-    if op.library == "deepep-ll":
-        copies = copies_by_expert(op.choices, ranks, per_node)
-        num_cores = low_latency_cores(experts, machine.num_cores)
-    else:
-        copies = copies_by_rank(op.choices, ranks, per_node, most_nodes=DISPATCH_NODES)
-        num_cores = DISPATCH_CORES
+    copies, num_cores = deepep_copies(
+        op.library, op.choices, ranks, per_node,
+        experts=experts, num_cores=machine.num_cores, cores=DISPATCH_CORES,
+    )  # fmt: skip
     exchange_s = dispatch_s(
         tokens,
         copies,

@@ -272,7 +272,9 @@ def cluster_names() -> list[str]:
 
 def _by_name_or_alias(table: dict[str, Any], name: str) -> str | None:
     wanted = name.strip().lower()
-    return next((key for key, value in table.items() if wanted == key or wanted in value.aliases), None)
+    if wanted in table:
+        return wanted
+    return next((key for key, value in table.items() if wanted in value.aliases), None)
 
 
 def _suggestion(name: str, table: dict[str, Any]) -> str:

@@ -41,8 +41,9 @@ def with_recompute(model: Model, cut: Cut, ops: list[Op]) -> Iterator[Op]:
         yield from _per_op(model, cut, ops)
         return
     is_moe = any(op.module == "moe" for op in ops)
+    only_core = cut.recompute_modules == ("core_attn",)
     for op in ops:
-        if op.phase == "backward":
+        if op.phase == "backward" or (only_core and op.name not in CORE):
             yield op
             continue
         found = [_by_module(model, cut, op, module, is_moe) for module in cut.recompute_modules]
