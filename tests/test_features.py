@@ -38,6 +38,10 @@ HYBRID = replace(
     recurrence=Recurrence(kind="ssd", num_heads=64, head_dim=64, num_groups=2, state_dim=128),
     layers=(Layer(), Layer(mixer="recurrence"), Layer(mixer="recurrence", mlp=False), Layer(mixer="none")),
 )
+SPARSE = replace(
+    DEEPSEEK,
+    mla=replace(DEEPSEEK.mla, index_heads=4, index_head_dim=32, index_top_k=64),  # type: ignore[type-var]
+)
 SCAN = replace(
     HYBRID, recurrence=Recurrence(kind="scan", num_heads=4096, head_dim=1, state_dim=16, dt_rank=256)
 )
@@ -116,7 +120,7 @@ CHANGES: dict[str, tuple[Model, dict[str, Any]]] = {
 }
 DESCRIPTIVE = {"name", "source", "checked", "aliases", "left_out"}
 PARTS: dict[str, tuple[Model, list[str], dict[str, Any]]] = {
-    "mla": (DEEPSEEK, [field.name for field in fields(MLA)], {}),
+    "mla": (SPARSE, [field.name for field in fields(MLA)], {}),
     "moe": (
         replace(DEEPSEEK, linear_bias=True),
         [field.name for field in fields(MoE) if field.name != "num_shared_experts"],

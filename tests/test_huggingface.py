@@ -176,11 +176,17 @@ def test_a_whole_ties_what_it_says_and_names_what_it_leaves_out() -> None:
     assert _read(raw | {"tie_word_embeddings": True}).tied_embedding
 
 
-def test_an_unknown_family_may_be_like_a_known_one() -> None:
-    raw = RAW["llama-3.1-8b"] | {"model_type": "lama"}
-    assert model_from_config(raw, name="m", where="w", like="llama").num_layers == 32
-    with pytest.raises(ModelError, match="--like lama is not known"):
-        model_from_config(raw, name="m", where="w", like="lama")
+def test_an_unknown_family_may_be_like_a_known_one(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(RAW["llama-3.1-8b"] | {"model_type": "lama"}))
+    assert find_model(f"{path},like=llama").num_layers == 32
+    for text, says in (
+        (f"{path}", "like=llama"),
+        (f"{path},like=lama", "like=lama"),
+        ("x,like=llama", "path"),
+    ):
+        with pytest.raises(ModelError, match=says):
+            find_model(text)
 
 
 def test_a_directory_is_read_by_its_config_and_named_by_itself(tmp_path: Path) -> None:
@@ -260,7 +266,7 @@ def test_layers_with_experts() -> None:
         ("vit-base-patch16-224", {"architectures": ["ViTForMaskedImageModeling"]}, "ImageClassification"),
         ("llama-3.1-8b", {"model_type": "llava", "vision_config": {"model_type": "x"}}, "vision_config"),
         ("llama-3.1-8b", {"model_type": "llava", "text_config": 3}, "text_config"),
-        ("llama-3.1-8b", {"model_type": "lama"}, "--like llama"),
+        ("llama-3.1-8b", {"model_type": "lama"}, "like=llama"),
         ("deepseek-v3", {"moe_layer_freq": 0}, "moe_layer_freq is 0"),
         ("deepseek-v3", {"kv_lora_rank": -1}, "kv_lora_rank is -1"),
         ("gpt-oss-20b", {"layer_types": ["full_attention"]}, "layer_types"),

@@ -41,7 +41,8 @@ MODELS = {
     **{
         record["model_type"]: model_from_config(record["config"], name=record["model_type"])
         for record in RECORDS
-        if record["model_type"] in (*HYBRIDS, "dinov2", "siglip_vision_model", "modernbert", "llama4_text")
+        if record["model_type"]
+        in (*HYBRIDS, "deepseek_v32", "dinov2", "siglip_vision_model", "modernbert", "llama4_text")
     },
     **{f"preset {name}": find_model(name) for name in model_names()},
     **{f"config {path.stem}": read_config(path) for path in CONFIGS},

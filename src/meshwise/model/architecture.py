@@ -32,6 +32,9 @@ class MLA:
 
     Each token keeps `kv_lora_rank + qk_rope_head_dim` numbers; a query head is `qk_nope_head_dim +
     qk_rope_head_dim` wide, a value head `v_head_dim`. `q_lora_rank` 0: queries are not compressed.
+
+    Sparse attention (DeepSeek-V3.2): an indexer of `index_heads` heads of width `index_head_dim` scores all
+    tokens before a query, which attends to the `index_top_k` best (0: to all, without an indexer).
     """
 
     q_lora_rank: int
@@ -39,6 +42,9 @@ class MLA:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    index_heads: int = 0
+    index_head_dim: int = 0
+    index_top_k: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,6 +326,9 @@ _MAY_BE_ZERO = {
     "first_dense_layers",
     "out_channels",
     "state_dim",
+    "index_heads",
+    "index_head_dim",
+    "index_top_k",
     "dt_rank",
 }
 
@@ -407,6 +416,8 @@ def _check_features(model: Model, where: str) -> None:
         ("layer_scale", model.layer_scale and parallel, "parallel_block off"),
         ("mla", mla_width and mla_width != model.head_dim, f"head_dim {mla_width}"),
         ("mla", model.mla and model.num_kv_heads != model.num_heads, "num_kv_heads equal to num_heads"),
+        ("mla", model.mla and bool(model.mla.index_heads) != bool(model.mla.index_top_k), "index_top_k"),
+        ("mla", model.mla and model.mla.index_heads and not model.mla.q_lora_rank, "q_lora_rank"),
         ("mla", model.mla and model.qk_norm, "qk_norm off; its latents have norms of their own"),
         ("mlm_transform", model.mlm_transform and not has_logits, "an LM head"),
         ("logit_softcap", model.logit_softcap and not has_logits, "an LM head"),

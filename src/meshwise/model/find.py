@@ -57,13 +57,19 @@ def _exists(text: str) -> bool:
 
 
 def find_model(text: str) -> Model:
-    """The model that `text` names: a preset or its alias, a `config.json`, or a directory holding one."""
+    """The model that `text` names: a preset or its alias, a `config.json`, or a directory holding one.
+
+    `path/config.json,like=llama` reads the config of a family that is not known as one that is.
+    """
+    text, _, like = text.partition(",like=")
     wanted = text.lower()
     for model in models().values():
         if wanted == model.name or wanted in model.aliases:
             return model
     if text.endswith(".json") or "/" in text or _exists(text):
-        return read_config(text)
+        return read_config(text, like)
+    if like:
+        raise ModelError(f"like={like} is for the path of a config.json, and {text!r} is none")
     raise ModelError(
         f"no model is called {text!r}; give the path of a config.json or one of {', '.join(models())}"
     )

@@ -110,6 +110,9 @@ class _Config(msgspec.Struct):
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64
     v_head_dim: int = 128
+    index_n_heads: int = 0
+    index_head_dim: int = 0
+    index_topk: int = 0
     # experts
     num_experts: int | None = None
     num_experts_per_tok: int = 0
@@ -502,6 +505,9 @@ def _mla(c: _Config) -> _Fields:
         qk_nope_head_dim=c.qk_nope_head_dim,
         qk_rope_head_dim=c.qk_rope_head_dim,
         v_head_dim=c.v_head_dim,
+        index_heads=c.index_n_heads,
+        index_head_dim=c.index_head_dim,
+        index_top_k=c.index_topk,
     )
     return {
         "mla": mla,
@@ -799,10 +805,10 @@ def _family(raw: dict[str, Any], like: str = "") -> str:
     if like in _spellings():
         return like
     if like:
-        raise ModelError(f"--like {like} is not known; known are {', '.join(_spellings())}")
+        raise ModelError(f"like={like} is not a known family; known are {', '.join(_spellings())}")
     raise ModelError(
-        f"model_type {kind!r} is not known; if it is a close relative of a known one, say which (--like "
-        f"llama); known are {', '.join(_spellings())}"
+        f"model_type {kind!r} is not known; if it is a close relative of a known one, write that behind the "
+        f"path, as in config.json,like=llama; known are {', '.join(_spellings())}"
     )
 
 

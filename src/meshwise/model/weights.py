@@ -201,6 +201,15 @@ def _latent_qkv(model: Model) -> Iterator[Weight]:
     yield from _norm(model, "attention", "kv_norm", mla.kv_lora_rank)
     expanded = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     yield from _linear("attention", "kv_up", "kv_up", mla.kv_lora_rank, expanded, bias=False, cut=COLUMNS)
+    if mla.index_heads:  # every rank scores all of its tokens
+        for name, d_in, d_out in (
+            ("index_q", mla.q_lora_rank, mla.index_heads * mla.index_head_dim),
+            ("index_k", model.hidden, mla.index_head_dim),
+            ("index_weights", model.hidden, mla.index_heads),
+        ):
+            yield from _linear("attention", name, name, d_in, d_out, bias=False)
+        for name in ("index_norm", "index_norm_bias"):
+            yield Weight(module="attention", op="index_norm", name=name, shape=(mla.index_head_dim,))
 
 
 def _recurrence(model: Model) -> Iterator[Weight]:

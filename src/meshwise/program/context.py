@@ -94,9 +94,14 @@ def score_kernels(model: Model) -> list[str]:
     return ["softcap"] * model.attention_softcap + ["alibi"] * (model.positions == "alibi")
 
 
+def _reach(model: Model) -> int:
+    """Tokens that a query attends to at most (0: all): a window before it, or those that an indexer chose."""
+    return model.sliding_window or (model.mla.index_top_k if model.mla else 0)
+
+
 def _flash(model: Model, cut: Cut, heads: Num, kv_heads: Num, qk_dim: int, v_dim: int) -> Iterator[Op]:
     seq_q = cut.seq / cut.ring
-    pairs = attended_pairs(cut.seq, cut.seq, causal=model.causal, window=model.sliding_window) / cut.ring
+    pairs = attended_pairs(cut.seq, cut.seq, causal=model.causal, window=_reach(model)) / cut.ring
     kernels = [KERNELS[name] for name in score_kernels(model)]
     score_flop = cut.microbatch * heads * pairs * sum(one.flop for one in kernels)
     backward_flop = score_flop + cut.microbatch * heads * pairs * sum(one.backward_flop for one in kernels)

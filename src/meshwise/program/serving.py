@@ -95,7 +95,7 @@ def _block(model: Model, cut: Cut, layer: Layer, ops: list[Op]) -> Iterator[Op]:
 def cached_numbers(model: Model, cut: Cut) -> Num:
     """Numbers that one layer keeps of one token on a rank: keys and values of its heads, or the latent."""
     if model.mla is not None:
-        return float(model.mla.kv_lora_rank + model.mla.qk_rope_head_dim)
+        return float(model.mla.kv_lora_rank + model.mla.qk_rope_head_dim + model.mla.index_head_dim)
     return 2.0 * np.maximum(model.num_kv_heads / cut.tp, 1.0) * model.head_dim
 
 
@@ -120,6 +120,8 @@ def _decode_attention(model: Model, cut: Cut, layer: Layer, op: Op) -> Op:
         kv_heads, v_dim = 1.0, float(model.mla.kv_lora_rank)
         qk_dim = v_dim + model.mla.qk_rope_head_dim
     seq_k = cached_tokens(cut, layer)
+    if model.mla is not None and model.mla.index_top_k:
+        seq_k = np.minimum(seq_k, model.mla.index_top_k)
     token_bytes = cached_numbers(model, cut) * cut.kv_bytes
     return replace(
         op,

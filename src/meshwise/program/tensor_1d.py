@@ -23,7 +23,7 @@ import numpy as np
 
 from meshwise.core.units import Num
 from meshwise.cost.op import Cost
-from meshwise.model.architecture import Model
+from meshwise.model.architecture import MLA, Model
 from meshwise.model.weights import WHOLE, Weight, Weights
 from meshwise.program.context import core_attention
 from meshwise.program.cut import Cut
@@ -250,7 +250,42 @@ def _latent_qkv(model: Model, cut: Cut) -> Iterator[Op]:
     if model.positions == "rotary":
         turned = (heads + 1.0) * mla.qk_rope_head_dim
         yield from elementwise(ATTENTION, "rotary", "rotary", cut.tokens, turned, prec)
+    if mla.index_heads:
+        yield from _indexer(model, mla, cut)
     yield from core_attention(model, cut, qk_dim, mla.v_head_dim, heads)
+
+
+def _indexer(model: Model, mla: MLA, cut: Cut) -> Iterator[Op]:
+    """Scores of all tokens before each query, from small heads on every rank, and the choice of the best."""
+    heads, dim, prec = float(mla.index_heads), float(mla.index_head_dim), cut.precision
+    rows, seq = cut.tokens, cut.seq / cut.ring
+    for name, d_in, d_out in (
+        ("index_q", mla.q_lora_rank, heads * dim),
+        ("index_k", model.hidden, dim),
+        ("index_weights", model.hidden, heads),
+    ):
+        yield from plain_linear(ATTENTION, name, rows, d_in, {name: d_out}, cut, saved_rows=0.0)
+    yield from elementwise(ATTENTION, "index_norm", "layernorm", rows, dim, prec)
+    keys = (0.5 if model.causal and cut.kind != "decode" else 1.0) * (cut.seq + cut.past)
+    batch = cut.microbatch * heads
+    scores = Op(
+        module=ATTENTION, name="index_scores", phase="forward", kind="matmul", shape=(batch, seq, keys, dim),
+        cost=Cost(
+            2.0 * batch * seq * keys * dim,
+            prec.act_bytes * cut.microbatch * dim * (heads * seq + keys),
+            4.0 * cut.microbatch * seq * keys,
+        ),
+        saved_bytes=prec.act_bytes * cut.microbatch * dim * (heads * seq + keys),
+        dtype="bf16" if prec.casts else prec.dtype,
+    )  # fmt: skip
+    yield scores
+    twice = (2.0 * batch, seq, keys, dim)
+    yield replace(scores, phase="backward", shape=twice, cost=scores.cost * 2.0, saved_bytes=0.0)
+    queries = cut.microbatch * seq
+    yield Op(
+        module=ATTENTION, name="index_top_k", phase="forward", kind="kernel", shape=(queries, keys),
+        cost=Cost(0.0, 4.0 * queries * keys, 4.0 * queries * mla.index_top_k),
+    )  # fmt: skip
 
 
 # --- linear layers -----------------------------------------------------------------------------
