@@ -28,13 +28,18 @@ def models() -> dict[str, Model]:
 
 
 def _model_from_entry(name: str, entry: dict[str, Any], where: str) -> Model:
-    """A model from the fields of `Model`; heads are `hidden / num_heads` wide and MHA if not stated."""
+    """A model from the fields of `Model`; heads are `hidden / num_heads` wide and MHA if not stated.
+
+    `layer_cycle`: blocks that repeat, in place of all `layers`.
+    """
     at = f"{where}, model {name!r}"
     entry = {
         "name": name,
         "num_kv_heads": entry.get("num_heads"),
         "head_dim": entry.get("hidden", 0) // entry.get("num_heads", 1),
     } | entry
+    if cycle := entry.pop("layer_cycle", None):
+        entry["layers"] = [cycle[i % len(cycle)] for i in range(entry["num_layers"])]
     if "checked" in entry:
         entry["checked"] = str(entry["checked"])
     try:

@@ -43,6 +43,7 @@ MODELS = {
     "qwen3-235b-a22b": "qwen3-235b-a22b",
     "qwen3-30b-a3b": "qwen3-30b-a3b",
     "qwen3-32b": "qwen3-32b",
+    "qwen3.5-397b-a17b": "qwen3.5-397b-a17b",
     "minimax-m2.5": "minimax-m2",
 }
 """Presets by how the sample's names of models begin."""
