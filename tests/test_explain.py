@@ -1,5 +1,7 @@
 """Predicted beside measured: both sides sum to their step; a trace of the prediction differs nowhere."""
 
+import gzip
+import json
 from pathlib import Path
 
 import pytest
@@ -67,7 +69,42 @@ def test_measured_alone(meshwise):
     _sums_up(found)
     assert found.predicted_s is None and any("rank 3" in text for text in found.findings)
     done = meshwise("explain", str(GLOO4), "--json")
-    assert done.code == 0 and set(done.document) == {"rows", "step_s", "findings"}
+    assert done.code == 0 and set(done.document) == {
+        "rows",
+        "step_s",
+        "findings",
+        "unjoined",
+        "unjoined_frac",
+    }
     assert set(done.document["rows"][0]) == {"module", "op", "phase", "predicted_s", "measured_s"}
     assert meshwise("explain", str(GLOO4), "--model", "qwen3-0.6b").code == 2
     assert "predicted" in meshwise("explain", str(GLOO4), "--model", JOB[0], "--cluster", JOB[1]).out
+
+
+def test_both_timelines_in_one_file(tmp_path, meshwise):
+    """The predicted step begins with the first whole measured one, in processes of its own."""
+    bare = mw.explain(GLOO4, *JOB, batch=2, seq=512)
+    _played(tmp_path, {row.op: row.predicted_s for row in bare.rows if row.op in PATTERNS})
+    words = ("--model", JOB[0], "--cluster", JOB[1], "--plan", JOB[2], "--batch", "2", "--seq", "512")
+    path = tmp_path / "both.json.gz"
+    assert meshwise("explain", str(tmp_path), *words, "--timeline", str(path)).code == 0
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert {"rank 0", "rank 1", "predicted rank 0"} <= set(names.values())
+    predicted = [e for e in events if e["ph"] == "X" and names.get(e["pid"], "").startswith("predicted")]
+    steps = [e["ts"] for e in events if e["name"].startswith("ProfilerStep")]
+    assert min(e["ts"] for e in predicted) == pytest.approx(min(steps))
+    bare = write_trace(tmp_path / "bare.json", [kernel("gemm", 0, 5)], 0)
+    done = meshwise("explain", str(bare), *words, "--timeline", str(path))
+    assert done.code == 2 and "no whole step is marked" in done.err
+
+
+def test_kernels_of_no_class_are_listed(tmp_path):
+    events = [kernel("my_gemm", 0, 60), kernel("strange_thing", 60, 30), kernel("attn_fwd", 90, 10)]
+    write_trace(tmp_path / "rank-0.json", events, 0)
+    found = mw.explain(tmp_path)
+    _sums_up(found)
+    assert [(row.op, row.measured_s) for row in found.unjoined] == [("strange_thing", pytest.approx(30e-6))]
+    assert found.unjoined_frac == pytest.approx(0.3) and any(
+        "strange_thing" in text for text in found.findings
+    )

@@ -19,7 +19,7 @@ DATA = Path(__file__).parent / "data" / "traces"
 
 def _merged(paths, output):
     found = summarize_paths(paths)
-    num_cut = write_merged(found.traces, found.alignment, found.collectives, output)
+    num_cut = write_merged(found.traces, found.alignment, found.collectives, output).num_cut
     content = output.read_bytes()
     document = json.loads(gzip.decompress(content) if output.suffix == ".gz" else content)
     return document["traceEvents"], num_cut
@@ -68,7 +68,9 @@ def test_ranks_share_one_clock(tmp_path):
     assert ends == [69.0, 69.0] and num_cut == 0
     waits = [(e["pid"], e["ts"], e["dur"]) for e in events if e["name"] == "wait for rank 1"]
     assert waits == [(0, 29.0, 30.0)]
-    arrows = [(e["ph"], e["pid"], e["ts"]) for e in events if e["ph"] in "sf"]
+    late = [(e["ph"], e["pid"], e["ts"]) for e in events if e.get("cat") == "wait"]
+    assert late == [("s", 1, 59.0), ("f", 0, 59.0)]
+    arrows = [(e["ph"], e["pid"], e["ts"]) for e in events if e.get("cat") == "launch"]
     assert arrows == [("s", 0, 0.0), ("f", 0, 9.0), ("s", 1, 0.0), ("f", 1, 9.0)]
 
 
@@ -90,3 +92,25 @@ def test_nothing_is_left_half_written(tmp_path):
     with pytest.raises(DataError, match="cannot write"):
         write_merged(found.traces, found.alignment, found.collectives, tmp_path / "nowhere" / "all.json")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_counters_and_a_bound(tmp_path, meshwise):
+    """Allocated bytes and queued kernels over time; of many slices the longest, and all communication."""
+    events = [host("cpu_op", f"op{k}", 10 * k, 1 + k) for k in range(8)]
+    events += [
+        host("cuda_runtime", "cudaLaunchKernel", 1, 2, correlation=1),
+        kernel("k", 20, 5, correlation=1),
+    ]
+    events.append(all_reduce(30, 0.5, 10, [0, 1]))
+    memory = {"Bytes": 64, "Total Allocated": 64, "Device Type": 1, "Device Id": 0, "Addr": 1}
+    events.append({"ph": "i", "name": "[memory]", "pid": 100, "tid": 1, "ts": 5, "args": memory})
+    path, merged = write_trace(tmp_path / "rank-0.json", events, 0), tmp_path / "all.json"
+    done = meshwise("trace", "merge", str(path), "-o", str(merged), "--max-slices", "4", "--json")
+    found = json.loads(merged.read_text())["traceEvents"]
+    names = {e["name"] for e in found if e["ph"] == "X"}
+    assert names >= {"op7", "op6"} and "op0" not in names and any(name.startswith("nccl") for name in names)
+    assert done.document["num_slices"] + done.document["num_left_out"] == 11
+    assert sum(e["ph"] == "X" for e in found) == done.document["num_slices"] <= 5
+    counters = [(e["name"], e["ts"], e["args"]["value"]) for e in found if e["ph"] == "C"]
+    assert ("memory of device 0", 5.0, 64) in counters
+    assert [one[1:] for one in counters if one[0] == "queue of stream 7"] == [(1.0, 1), (20.0, 0)]

@@ -595,6 +595,7 @@ def explain(
     seq: int | None = None,
     microbatch: int | None = None,
     steps: str = "",
+    timeline: str | Path | None = None,
 ) -> Explanation:
     """Where the measured step of a job differs from the predicted one, by class of kernel and collective.
 
@@ -608,6 +609,7 @@ def explain(
         seq: As in `estimate`.
         microbatch: As in `estimate`.
         steps: Only these steps of the traces: `"3-7"` or `"complete"`.
+        timeline: Write the traces and the predicted step into this file, for ui.perfetto.dev.
 
     Returns:
         Rows in seconds a step, each side summing to its step, and findings in words.
@@ -621,14 +623,18 @@ def explain(
 
     predicted = None
     if model is not None and cluster is not None:
-        predicted = estimate(model, cluster, plan, batch=batch, seq=seq, microbatch=microbatch).ledger
-    elif any(value not in (None, "") for value in (model, cluster, plan, batch, seq, microbatch)):
+        predicted = estimate(model, cluster, plan, batch=batch, seq=seq, microbatch=microbatch)
+    elif any(value not in (None, "") for value in (model, cluster, plan, batch, seq, microbatch, timeline)):
         raise DataError("a prediction needs both model and cluster; give both, or leave out all of the job")
     paths = [traces] if isinstance(traces, str | Path) else traces
     summary = summarize_paths(paths, steps=steps)
     if not summary.traces:
         raise DataError("none of the files is a readable trace; name PyTorch profiler traces")
-    return join(summary, predicted)
+    if predicted is not None and timeline is not None:
+        from meshwise.report.explain_trace import write_both
+
+        write_both(summary, predicted, Path(timeline))
+    return join(summary, predicted.ledger if predicted is not None else None)
 
 
 def profile(

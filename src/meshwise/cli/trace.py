@@ -50,6 +50,9 @@ def explain(
     seq: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
     microbatch: Annotated[int | None, typer.Option(help="Sequences of a microbatch.")] = None,
     steps: Steps = "",
+    timeline: Annotated[
+        Path | None, typer.Option(help="Write traces and predicted step as one file for ui.perfetto.dev.")
+    ] = None,
     html: HtmlOption = None,
     json: Json = False,
 ) -> None:
@@ -57,7 +60,7 @@ def explain(
     from meshwise.api import explain as join
 
     work = {"batch": batch, "seq": seq, "microbatch": microbatch}
-    found = join(paths, model, cluster, plan, steps=steps, **work)
+    found = join(paths, model, cluster, plan, steps=steps, timeline=timeline, **work)
     write_html(found, html)
     if json:
         print_json(found.to_json())
@@ -92,19 +95,24 @@ def summary(
 def merge(
     paths: Paths,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write (.json or .json.gz).")],
+    max_slices: Annotated[
+        int | None, typer.Option(min=1, help="Keep sections, communication and the longest others.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Write one timeline of all ranks on one clock, for ui.perfetto.dev."""
     from meshwise.trace.merge import write_merged
 
     found = _summarized(paths)
-    num_cut = write_merged(found.traces, found.alignment, found.collectives, output)
+    done = write_merged(found.traces, found.alignment, found.collectives, output, max_slices=max_slices)
     if json:
-        document = {"file": str(output), "num_ranks": len(found.traces), "num_cut_slices": num_cut}
+        document = {"file": str(output), "num_ranks": len(found.traces), "num_slices": done.num_slices}
+        document |= {"num_cut_slices": done.num_cut, "num_left_out": done.num_left_out}
         print_json(document | {"alignment": found.to_json()["alignment"]})
     else:
-        cut = f"; {num_cut} slices cut where the next one starts" if num_cut else ""
-        print(f"{output}: {len(found.traces)} ranks, clocks by {found.alignment.method}{cut}")
+        cut = f"; {done.num_cut} slices cut where the next one starts" if done.num_cut else ""
+        left_out = f"; {done.num_left_out} short slices left out" if done.num_left_out else ""
+        print(f"{output}: {len(found.traces)} ranks, clocks by {found.alignment.method}{cut}{left_out}")
 
 
 @app.command()

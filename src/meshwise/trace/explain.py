@@ -9,8 +9,9 @@ Both sides are split into the same classes, and both sum to their step:
 
 The prediction is the ledger of an estimate: an op is a matmul if it does more than 16 FLOP a byte, which no
 elementwise op does. The measurement is the mean over ranks and steps; a kernel belongs to the class that its
-name tells, and kernels that run at the same time share that time. Exposed transfer is divided among the
-collectives by their time on the wire. What has no counterpart on the other side stands with its own time.
+name tells (those of unknown names are listed), and kernels that run at the same time share that time.
+Exposed transfer is divided among the collectives by their time on the wire. What has no counterpart on the
+other side stands with its own time.
 """
 
 from __future__ import annotations
@@ -35,13 +36,25 @@ from meshwise.trace.summary import Summary
 
 _MATMUL_FLOP_PER_BYTE = 16.0
 _CLASSES = (
-    ("attention", re.compile(r"flash|fmha|attention|sdpa|softmax", re.IGNORECASE)),
+    ("attention", re.compile(r"flash|fmha|attention|attn|sdpa|sage_fwd|softmax", re.IGNORECASE)),
     ("optimizer", re.compile(r"adam|multi_tensor|sgd|optimizer", re.IGNORECASE)),
     (
         "matmul",
-        re.compile(r"gemm|matmul|xmma|cutlass|cublas|nvjet|::(add)?mm$|::b(add)?mm$|Cijk_", re.IGNORECASE),
+        re.compile(r"gem[mv]|matmul|xmma|cutlass|cublas|nvjet|::(add)?mm$|\bb(add)?mm|Cijk_", re.IGNORECASE),
+    ),
+    ("convolution", re.compile(r"conv(?!ert)|[dw]grad|winograd|im2col|nchw|nhwc|cudnn", re.IGNORECASE)),
+    (
+        "other kernels",
+        re.compile(
+            r"elementwise|vectorized|unrolled|reduce|norm|softmax|embedding|index|gather|scatter|copy|cat(_|array)|"
+            r"fill|[gs]elu|silu|relu|tanh|sigmoid|swi(sh|glu)|act_and_mul|dropout|triton|rope|rotary|loss|nll|sort|"
+            r"top_?k|transpose|cast|convert|quant|routing|moe_|cumsum|scan|arange|compare|where|philox|kv_?cache|"
+            r"distribution|pool|upsample|tensorop|aten::(add|sub|mul|div|neg|exp|log|pow|sqrt|rsqrt|mean|sum|ones)_?$",
+            re.IGNORECASE,
+        ),
     ),
 )
+_UNNAMED = "kernels of no class"
 _IDLE = {"bubble", "launch", "host"}
 _NUM_FINDINGS = 5
 _SHARE = 0.02
@@ -66,6 +79,15 @@ class Explanation(Shown):
     predicted_s: float | None
     measured_s: float
     findings: list[str]
+    unjoined: list[Row]
+    """Kernels of no class, each by its name; their times are in the row of that name."""
+
+    @property
+    def unjoined_frac(self) -> float:
+        """Share of the measured step that these kernels take."""
+        return (
+            sum(row.measured_s or 0.0 for row in self.unjoined) / self.measured_s if self.measured_s else 0.0
+        )
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -73,6 +95,8 @@ class Explanation(Shown):
             "step_s": {"predicted": self.predicted_s, "measured": self.measured_s},
             "rows": [asdict(row) for row in self.rows],
             "findings": self.findings,
+            "unjoined": [asdict(row) for row in self.unjoined],
+            "unjoined_frac": self.unjoined_frac,
         }
 
 
@@ -94,7 +118,29 @@ def explain(summary: Summary, predicted: Ledger | None = None) -> Explanation:
     ]
     if not summary.steps:
         findings.append("no step is marked (torch.profiler's step()), so the whole trace counts as one step")
-    return Explanation(rows, expected_s, step_s, findings)
+    unjoined = _unjoined(summary, measured.get(_UNNAMED, 0.0))
+    if unjoined and measured[_UNNAMED] >= _SHARE * step_s:
+        names = ", ".join(row.op[:40] for row in unjoined[:3])
+        findings.append(
+            f"kernels of no known class take {measured[_UNNAMED] / step_s:.1%} of a step: {names}"
+        )
+    return Explanation(rows, expected_s, step_s, findings, unjoined)
+
+
+def _unjoined(summary: Summary, total_s: float) -> list[Row]:
+    """The kernels of no class, the longest first; together they take `total_s` of a step."""
+    own = {
+        kernel.name: kernel.total_s
+        for kernel in summary.kernels
+        if kernel.kind == "compute" and _class_of_kernel(kernel.name) == _UNNAMED
+    }
+    whole = sum(own.values())
+    longest = sorted(own.items(), key=lambda item: -item[1])
+    return [Row("", name, "step", None, total_s * seconds / whole) for name, seconds in longest]
+
+
+def _class_of_kernel(name: str) -> str:
+    return next((of for of, pattern in _CLASSES if pattern.search(name)), _UNNAMED)
 
 
 def _predicted(ledger: Ledger) -> dict[str, float]:
@@ -148,7 +194,7 @@ def _kernel_classes(trace: Trace) -> dict[str, float]:
     seconds: dict[str, float] = defaultdict(float)
     for label in np.flatnonzero(sums).tolist():
         name = trace.labels[label][1]
-        seconds[next((c for c, pattern in _CLASSES if pattern.search(name)), "other kernels")] += sums[label]
+        seconds[_class_of_kernel(name)] += sums[label]
     total = sum(seconds.values())
     scale = length(done.spans[Kind.COMPUTE]) / 1e9 / total if total else 0.0
     return {name: value * scale for name, value in seconds.items()}

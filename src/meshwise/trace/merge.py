@@ -1,10 +1,12 @@
 """One Perfetto timeline of all ranks on one clock.
 
-Every rank is one process; its lanes are its CPU threads, its device streams, and one lane per process
-group on which each collective is split in two: waiting for the last rank, then the transfer. Clock
-offsets are subtracted, times count from the first event of all. Slices of a lane nest, as viewers demand:
-one that would outlast the slice around it (or the next one's start) is cut there, and how many were is told.
-Arrows lead from each launching call to its kernel.
+Every rank is one process; its lanes are its CPU threads, its device streams, and one lane per process group
+on which each collective is split in two: waiting for the last rank, then the transfer. Clock offsets are
+subtracted, times count from the first event of all. Slices of a lane nest, as viewers demand: one that would
+outlast the slice around it (or the next one's start) is cut there, and how many were is told. Arrows lead
+from each launching call to its kernel, and from the last rank's entry to the ranks that waited for it.
+Counters show allocated memory and the queue of each stream. A bound on the number of slices keeps sections,
+communication and the longest of all others.
 """
 
 from __future__ import annotations
@@ -13,27 +15,56 @@ import gzip
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwise.core.files import whole_file
 from meshwise.trace.align import Alignment
 from meshwise.trace.collectives import Collective
 from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace
+from meshwise.trace.launches import launches_by_stream, queue
+from meshwise.trace.memory import timeline
 from meshwise.trace.nesting import launchers
 
 _BATCH = 50_000
 _FIRST_GROUP_LANE = 100_000
+_MOST_POINTS = 20_000
+_ALWAYS = (Kind.COMMUNICATION, Kind.HOST_COMMUNICATION, Kind.ANNOTATION)
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """How many slices were written, cut where the next one starts, and left out."""
+
+    num_slices: int
+    num_cut: int
+    num_left_out: int
 
 
 def write_merged(
-    traces: Sequence[Trace], alignment: Alignment, found: Sequence[Collective], path: Path
-) -> int:
-    """Write the timeline to `path` (gzip if it ends in .gz), whole or not at all; how many slices it cut."""
-    num_cut = 0
+    traces: Sequence[Trace],
+    alignment: Alignment,
+    found: Sequence[Collective],
+    path: Path,
+    *,
+    max_slices: int | None = None,
+    beside: Sequence[dict[str, Any]] = (),
+) -> Merged:
+    """Write the timeline to `path` (gzip if it ends in .gz), whole or not at all.
+
+    Args:
+        traces, alignment, found: As a summary holds them.
+        path: Where to.
+        max_slices: Of all ranks, without the lanes of collectives; None for no bound.
+        beside: Further events in the format of the file (a predicted timeline).
+    """
+    num_cut = num_slices = 0
+    least_ns = _least_ns(traces, max_slices)
     origin = min((int(t.start_ns[0]) - alignment.offsets_ns[t.rank] for t in traces if len(t)), default=0)
     with whole_file(path) as file, _packed(file, path) as out:
         out.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
@@ -42,19 +73,37 @@ def write_merged(
         for trace in traces:
             shift = origin + alignment.offsets_ns[trace.rank]
             lane, names = _lanes(trace)
-            duration, cut = nested(trace.start_ns, trace.duration_ns, lane)
+            kept = _kept(trace, least_ns)
+            num_slices += len(kept)
+            duration = np.full(len(trace), -1)
+            duration[kept], cut = nested(trace.start_ns[kept], trace.duration_ns[kept], lane[kept])
             num_cut += cut
-            arrows = _arrows(trace, lane, shift, flow)
+            arrows = _arrows(trace, lane, shift, flow, duration >= 0)
             flow += len(arrows) // 2
-            parts = (_names(trace, names), _slices(trace, lane, duration, shift), arrows)
+            slices = _slices(trace, kept, lane, duration, shift)
+            parts = (_names(trace, names), slices, arrows, _counters(trace, shift))
             for batch in _batched(parts):
                 out.write((b"" if first else b",\n") + _lines(batch))
                 first = False
         lanes = _collective_lanes(found)
-        if lanes:
-            out.write(b",\n" + _lines(lanes))
+        for more in (lanes, beside):
+            if more:
+                out.write(b",\n" + _lines(more))
         out.write(b"\n]}\n")
-    return num_cut
+    return Merged(num_slices, num_cut, sum(map(len, traces)) - num_slices)
+
+
+def _least_ns(traces: Sequence[Trace], max_slices: int | None) -> int:
+    """How long a slice must be to be among the longest `max_slices`."""
+    lengths = np.concatenate([trace.duration_ns for trace in traces])
+    if max_slices is None or len(lengths) <= max_slices:
+        return 0
+    return int(np.partition(lengths, -max_slices)[-max_slices]) + 1
+
+
+def _kept(trace: Trace, least_ns: int) -> Ints:
+    """The events that are written."""
+    return np.flatnonzero(np.isin(trace.kind, _ALWAYS) | (trace.duration_ns >= least_ns))
 
 
 def _packed(file: BinaryIO, path: Path) -> AbstractContextManager[Any]:
@@ -105,11 +154,10 @@ def _names(trace: Trace, lanes: dict[int, tuple[str, int]]) -> Iterator[dict[str
         yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": lane, "args": {"sort_index": place}}
 
 
-def _slices(trace: Trace, lane: Ints, duration: Ints, shift_ns: int) -> Iterator[dict[str, Any]]:
-    start = ((trace.start_ns - shift_ns) / 1000.0).tolist()
-    length = (duration / 1000.0).tolist()
-    columns = (trace.label.tolist(), lane.tolist(), trace.correlation.tolist(), trace.shape.tolist())
-    for i, (label, one, correlation, shape) in enumerate(zip(*columns, strict=True)):
+def _slices(trace: Trace, kept: Ints, lane: Ints, duration: Ints, shift_ns: int) -> Iterator[dict[str, Any]]:
+    times = ((trace.start_ns[kept] - shift_ns) / 1000.0, duration[kept] / 1000.0)
+    columns = (kept, *times, trace.label[kept], lane[kept], trace.correlation[kept], trace.shape[kept])
+    for i, ts, dur, label, one, correlation, shape in zip(*(c.tolist() for c in columns), strict=True):
         category, name = trace.labels[label]
         args: dict[str, Any] = {}
         if correlation > 0:
@@ -120,13 +168,30 @@ def _slices(trace: Trace, lane: Ints, duration: Ints, shift_ns: int) -> Iterator
             args |= {k: v for k, v in msgspec.to_builtins(trace.communications[i]).items() if v is not None}
         yield {
             **{"ph": "X", "cat": category, "name": name, "pid": trace.rank, "tid": one},
-            **{"ts": start[i], "dur": length[i], "args": args},
+            **{"ts": ts, "dur": dur, "args": args},
         }
 
 
-def _arrows(trace: Trace, lane: Ints, shift_ns: int, first_id: int) -> list[dict[str, Any]]:
+def _counters(trace: Trace, shift_ns: int) -> Iterator[dict[str, Any]]:
+    """Allocated bytes of each device, and how much is queued on each stream."""
+    found = {}
+    for device in np.unique(trace.memory.device).tolist():
+        found["memory of " + ("the host" if device < 0 else f"device {device}")] = timeline(trace, device)
+    for stream, launched in launches_by_stream(trace).items():
+        found[f"queue of stream {stream}"] = queue(*launched)
+    for name, (time, value) in found.items():
+        every = 1 + len(time) // _MOST_POINTS
+        for ts, one in zip(
+            ((time[::every] - shift_ns) / 1000.0).tolist(), value[::every].tolist(), strict=True
+        ):
+            yield {"ph": "C", "name": name, "pid": trace.rank, "ts": ts, "args": {"value": one}}
+
+
+def _arrows(
+    trace: Trace, lane: Ints, shift_ns: int, first_id: int, kept: NDArray[np.bool_]
+) -> list[dict[str, Any]]:
     launcher = launchers(trace)
-    kernels = np.flatnonzero((launcher >= 0) & np.isin(trace.kind, DEVICE_KINDS))
+    kernels = np.flatnonzero((launcher >= 0) & kept & kept[launcher] & np.isin(trace.kind, DEVICE_KINDS))
     arrows = []
     for number, kernel in enumerate(kernels.tolist(), start=first_id):
         for phase, event in (("s", int(launcher[kernel])), ("f", kernel)):
@@ -143,9 +208,16 @@ def _collective_lanes(found: Sequence[Collective]) -> list[dict[str, Any]]:
     groups = {group: i for i, group in enumerate(dict.fromkeys(c.group for c in found), _FIRST_GROUP_LANE)}
     events: list[dict[str, Any]] = []
     named = set()
-    for one in found:
+    for number, one in enumerate(found):
         if one.num_ranks < 2:
             continue
+        begun = {rank: round((one.enter_s[rank] + wait) * 1e9) / 1000.0 for rank, wait in one.wait_s.items()}
+        common = {"cat": "wait", "name": f"last of {one.name}", "tid": groups[one.group]}
+        for rank, wait in one.wait_s.items():
+            if wait > 0 and one.wire_s > 0 and rank != one.last_rank:
+                arrow = common | {"id": f"{number}.{rank}"}
+                events.append(arrow | {"ph": "s", "pid": one.last_rank, "ts": begun[one.last_rank]})
+                events.append(arrow | {"ph": "f", "bp": "e", "pid": rank, "ts": begun[rank]})
         for rank, wait in one.wait_s.items():
             lane = {"pid": rank, "tid": groups[one.group]}
             if (rank, one.group) not in named:

@@ -231,7 +231,7 @@ def _traces(state: State, server: Server) -> dict[str, Any]:
     if state.get("batch") and job["model"] and job["cluster"]:
         work = {name: _whole(state, name) for name in ("batch", "seq", "microbatch")}
         joined = explain_page(
-            api.explain(folder, _model(job), _cluster(job), _plan(job), steps=steps, **work)
+            api.explain(folder, _model(job), _cluster(job), _plan(job), steps=steps, timeline=None, **work)
         )
         page = replace(page, sections=[Text("", [joined.headline]), *joined.sections, *page.sections])
     return _shown(page)
