@@ -114,7 +114,8 @@ def test_search_leads_to_explore(client: TestClient) -> None:
 def test_the_other_views_answer(client: TestClient) -> None:
     where = {"model": "llama3-8b", "cluster": "h100-80g-sxm:8"}
     served = ask(client, "serve", **where, prompt="512", output="64", rate="5", price="2")
-    assert "Latency under load" in served["html"] and "price of 1M tokens" in served["html"]
+    assert "Latency under load" in served["html"] and "usd_per" in served["html"]
+    assert "Pareto front of all layouts" in served["html"]
     slow = ask(
         client, "frontier", chip="h100-80g-sxm", beside="a100-80g-sxm", months="3", schedule="zero-bubble"
     )

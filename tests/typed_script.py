@@ -28,6 +28,7 @@ def main(folder: Path) -> None:
     assert scaling.front("num_chips") and scaling.points[1].cluster.num_chips == 16
     served = mw.serve(model, "h100-80g-sxm:2", "tp=2", prompt=1024, output=128, token_s=0.02)
     assert served.first_token_s > 0 and served.max_sequences > 0
+    served.to_html(folder / "server.html")
     job = mw.launch(model, cluster, plan, to="megatron-lm", batch=128, seq=8192)
     job.write(folder)
     assert mw.read_job(folder / "megatron_args.txt", cluster).plan == mw.Plan(tp=2, zero=3)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from meshwise.core.ledger import Ledger
@@ -295,6 +295,7 @@ def estimate(
     return Estimate(model, cluster, plan, workload, mesh, runs_on, step_cost(model, mesh, runs_on))
 
 
+@lru_cache(256)
 def model_flop(model: Model, seq: float, *, kind: str = "evaluate", lora_rank: int = 0) -> float:
     """Matrix FLOP of one sequence of `seq` tokens through the whole model, multi-token prediction apart.
 

@@ -68,7 +68,7 @@ def _picture(quantity: str, rows: Sequence[Prediction]) -> Chart:
         )
         for row in sorted(rows, key=lambda row: -abs(row.error_frac or 0.0))
     ]  # fmt: skip
-    axis = {"type": "log", "tickformat": "~s"}
+    axis = {"type": "log", "tickformat": "~s", "dtick": "D2"}
     layout = {
         "xaxis": axis | {"title": {"text": f"measured [{unit}]"}},
         "yaxis": axis | {"title": {"text": f"predicted [{unit}]"}},

@@ -72,8 +72,8 @@ def compare_page(left: Estimate, right: Estimate) -> Page:
         f"B takes {duration(right.step_s)} a step, {differs} ({duration(left.step_s)})",
         [
             Text("", names),
-            _bars("Time of a step", left.time_s, right.time_s, "s", Table("", columns, rows)),
-            _bars("Memory", left.memory_bytes, right.memory_bytes, "B", Table("", columns, held)),
+            _bars("Time of a step, A and B", left.time_s, right.time_s, "s", Table("", columns, rows)),
+            _bars("Memory, A and B", left.memory_bytes, right.memory_bytes, "B", Table("", columns, held)),
         ],
         left.fits and right.fits,
     )
@@ -112,7 +112,7 @@ def _time(estimate: Estimate) -> Chart:
         "Time of a step", parts, duration(estimate.step_s),
         finding=f"The largest part is {name}: {value / estimate.step_s:.0%} of the step on rank "
         f"{estimate.pace_rank}, which sets the pace.",
-        layout={"xaxis": {"ticksuffix": " s", "range": [0, 1.15 * estimate.step_s]}},
+        layout={"xaxis": {"ticksuffix": " s", "range": [0, 1.02 * estimate.step_s]}},
     )  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def _memory(estimate: Estimate) -> Chart:
         finding=f"The largest part is {name}: {value / total:.0%}; {free}. The red line is its capacity.",
         layout={
             "shapes": [line | {"line": {"color": LIMIT_COLOR, "width": 2}}],
-            "xaxis": {"ticksuffix": "B", "tickformat": "~s", "range": [0, 1.15 * max(total, capacity)]},
+            "xaxis": {"ticksuffix": "B", "tickformat": "~s", "range": [0, 1.02 * max(total, capacity)]},
         },
     )  # fmt: skip
 

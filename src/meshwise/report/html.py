@@ -206,17 +206,14 @@ def waterfall(title: str, parts: Iterable[tuple[str, float, str]], total: str, *
     values = [value for _, value, _ in shown]
     whole = sum(values)
     bases = [sum(values[:i]) for i in range(len(values))]
-    texts = [f"{text} ({value / whole:.1%})" for _, value, text in shown]
-    names = [name for name, _, _ in shown]
+    names = [f"{name}  {text}" for name, _, text in shown]
     bar = {
         "type": "bar",
         "orientation": "h",
-        "y": ["total", *reversed(names)],
+        "y": [f"total  {total}", *reversed(names)],
         "x": [whole, *reversed(values)],
         "base": [0.0, *reversed(bases)],
-        "text": [total, *reversed(texts)],
-        "textposition": "auto",
-        "hovertemplate": "%{y}: %{text}<extra></extra>",
+        "hovertemplate": "%{y}<extra></extra>",
         "marker": {"color": [COLORS[7], *reversed([COLORS[i % 7] for i in range(len(names))])]},
     }
     table = Table("", ("part", "value", "share"), [(n, t, f"{v / whole:.1%}") for n, v, t in shown])

@@ -89,9 +89,10 @@ def _picture(result: Result, sample: Sequence[Sampled], color: str, link: Any) -
     data.append(_marks("Pareto front", front, link, mode="lines+markers", **look))
     capacity = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": result.capacity_bytes}
     capacity |= {"y1": result.capacity_bytes, "line": {"color": LIMIT_COLOR, "dash": "dot"}}
+    marks = {"tickformat": "~s", "dtick": "D2"}
     layout: dict[str, Any] = {
-        "xaxis": {"type": "log", "title": {"text": "step [s]"}, "tickformat": "~s"},
-        "yaxis": {"type": "log", "title": {"text": "memory of the fullest rank [B]"}, "tickformat": "~s"},
+        "xaxis": {"type": "log", "title": {"text": "step [s]"}, **marks},
+        "yaxis": {"type": "log", "title": {"text": "memory of the fullest rank [B]"}, **marks},
         "shapes": [capacity],
         "hovermode": "closest",
     }

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.html import COLORS, Chart, Page, Section, Table, Text
 from meshwise.serve.answer import Answer
-from meshwise.serve.load import Load, statistics
+from meshwise.serve.load import statistics
+from meshwise.serve.size import Choice, Sizing
 
 
-def serve_page(answer: Answer, others: Sequence[Answer] = (), *, price: float | None = None) -> Page:
-    """What a server gives; `others` are drawn beside it. `price` of a GPU-hour: also the cost of tokens."""
-    of, fits = answer.serving, answer.max_sequences > 0
+def serve_page(answer: Answer, sizing: Sizing | None = None) -> Page:
+    """What a server gives; the trade-offs of `sizing` (by default the answer's own) are drawn beside it."""
+    of, fits, sizing = answer.serving, answer.max_sequences > 0, sizing or answer.sizing
     headline = "out of memory: not one sequence fits beside the weights"
     if fits:
         headline = (
@@ -25,12 +26,13 @@ def serve_page(answer: Answer, others: Sequence[Answer] = (), *, price: float | 
         found = answer.load
         headline += (
             f"; under load the median first token takes {duration(float(np.median(found.served.ttft_s)))}, "
-            f"{found.output_tokens_per_s / of.cluster.num_chips:,.0f} tokens/s a GPU"
+            f"{found.to_json()['output_tokens_per_s_per_gpu']:,.0f} tokens/s a GPU"
         )
-    sections: list[Section] = [_trade(answer, others, price)] if answer.passes else []
-    sections += _under_load(answer.load) if answer.load is not None else []
+    sections: list[Section] = [_trade(answer)] if answer.passes else []
+    sections += [_layouts(sizing)] if sizing and sizing.trade_offs else []
+    sections += _under_load(answer) if answer.load is not None else []
     sections.append(Text("Notes", answer.to_json()["notes"]))
-    return Page(f"{of.model.name} served by {_name(answer)}", headline, sections, fits)
+    return Page(f"{of.model.name} served by {_name(answer)}", headline, sections, not answer.is_no)
 
 
 def _name(answer: Answer) -> str:
@@ -38,45 +40,72 @@ def _name(answer: Answer) -> str:
     return f"{answer.serving.cluster.num_chips} x {answer.serving.cluster.chip.name}: {plan}"
 
 
-def _trade(answer: Answer, others: Sequence[Answer], price: float | None) -> Chart:
-    data = []
-    for i, one in enumerate((answer, *others)):
-        rows = [row for row in one.passes if row["fits"]]
-        data.append(
-            {
-                "type": "scatter", "mode": "lines+markers", "name": _name(one),
-                "x": [row["tokens_per_s_per_sequence"] for row in rows],
-                "y": [row["with_prefill_per_s_per_gpu"] for row in rows],
-                "text": [f"{row['sequences']:,} running, {duration(row['token_s'])} a token" for row in rows],
-                "hovertemplate": "%{text}<br>%{x:.3s} tokens/s a user, %{y:.3s} a GPU<extra></extra>",
-                "line": {"color": COLORS[i % len(COLORS)], "width": 2 if one is answer else 1},
-            }
-        )  # fmt: skip
+_AXES = {
+    "xaxis": {"title": {"text": "tokens/s a user"}, "rangemode": "tozero"},
+    "yaxis": {"title": {"text": "tokens/s a GPU"}, "rangemode": "tozero"},
+    "hovermode": "closest",
+}
+
+
+def _line(x: list[float], y: list[float], text: list[str]) -> dict[str, Any]:
+    return {
+        "type": "scatter", "mode": "lines+markers", "line": {"color": COLORS[0]},
+        "x": x, "y": y, "text": text,
+        "hovertemplate": "%{text}<br>%{x:.3s} tokens/s a user, %{y:.3s} a GPU<extra></extra>",
+    }  # fmt: skip
+
+
+def _trade(answer: Answer) -> Chart:
+    rows = [row for row in answer.passes if row["fits"]]
+    line = _line(
+        [row["tokens_per_s_per_sequence"] for row in rows],
+        [row["with_prefill_per_s_per_gpu"] for row in rows],
+        [f"{row['sequences']:,} running, {duration(row['token_s'])} a token" for row in rows],
+    )
     table = [
         (
             f"{row['sequences']:,}", duration(row["token_s"]), f"{row['tokens_per_s_per_sequence']:,.1f}",
             f"{row['tokens_per_s_per_gpu']:,.0f}", f"{row['with_prefill_per_s_per_gpu']:,.0f}",
             with_prefix(row["memory_bytes"]["total"], "B"), "yes" if row["fits"] else "no",
-            *([] if price is None else [f"{price / 3600e-6 / row['with_prefill_per_s_per_gpu']:.4g}"]),
         )
         for row in answer.passes
     ]  # fmt: skip
-    columns = ["sequences", "a token", "tokens/s a user", "tokens/s a GPU", "with prompts", "memory", "fits"]
-    columns += [] if price is None else ["price of 1M tokens"]
-    most = max((row for row in answer.passes if row["fits"]), default=None, key=lambda row: row["sequences"])
+    columns = ("sequences", "a token", "tokens/s a user", "tokens/s a GPU", "with prompts", "memory", "fits")
+    most = max(rows, default=None, key=lambda row: row["sequences"])
     finding = "" if most is None else (
         f"With {most['sequences']:,} sequences a user gets {most['tokens_per_s_per_sequence']:,.0f} tokens/s "
         f"and a GPU gives {most['with_prefill_per_s_per_gpu']:,.0f}, the time for prompts included."
     )  # fmt: skip
-    layout = {
-        "xaxis": {"title": {"text": "tokens/s a user"}, "rangemode": "tozero"},
-        "yaxis": {"title": {"text": "tokens/s a GPU, prompts included"}, "rangemode": "tozero"},
-    }
-    title = "User speed against GPU throughput"
-    return Chart(title, data, layout, finding, Table("", columns, table), 420)
+    title = "User speed against GPU throughput of this layout"
+    return Chart(title, [line], _AXES, finding, Table("", columns, table), 380)
 
 
-def _under_load(load: Load) -> list[Section]:
+def _layouts(sizing: Sizing) -> Chart:
+    columns = ("GPUs", "chip", "layout", "running", "first token", "tokens/s a user", "a GPU", "binds")
+    rows = [_layout(one) for one in sizing.trade_offs]
+    line = _line(
+        [1 / one.tpot_s for one in sizing.trade_offs],
+        [one.tokens_per_s_per_gpu for one in sizing.trade_offs],
+        [f"{row[0]} GPUs: {row[2]}, {row[3]} running" for row in rows],
+    )
+    finding = f"What no other of {sizing.num_considered:,} layouts and batches beats, prompts counted in."
+    table = Table("", columns, rows, ("chip", "layout"))
+    return Chart("Pareto front of all layouts", [line], _AXES, finding, table, 380)
+
+
+def _layout(choice: Choice) -> tuple[str, ...]:
+    row = choice.to_json()
+    prompts = f"; prompts {row['prefill_workers']} x {row['prefill_layout']}" if row["prefill_layout"] else ""
+    return (
+        str(row["num_gpus"]), row["chip"], f"{row['workers']} x {row['layout']}{prompts}",
+        f"{choice.sequences:,}", duration(choice.ttft_s), f"{1 / choice.tpot_s:,.1f}",
+        f"{choice.tokens_per_s_per_gpu:,.0f}", choice.binds,
+    )  # fmt: skip
+
+
+def _under_load(answer: Answer) -> list[Section]:
+    load = answer.load
+    assert load is not None
     served, shares = load.served, np.linspace(0, 100, 101)
     latencies = {"first token": served.ttft_s, "each token after": served.tpot_s[served.output > 1]}
     data = [
@@ -94,11 +123,12 @@ def _under_load(load: Load) -> list[Section]:
         for name, seconds in latencies.items()
     ]
     layout = {
-        "xaxis": {"type": "log", "tickformat": "~s", "title": {"text": "latency [s]"}},
+        "xaxis": {"type": "log", "tickformat": "~s", "dtick": "D2", "title": {"text": "latency [s]"}},
         "yaxis": {"title": {"text": "% of requests"}, "range": [0, 101]},
     }
     shown = ("requests_per_s", "busy_frac", "peak_sequences", "peak_cache_frac", "num_preemptions")
-    counts = [(name.replace("_", " "), f"{document[name]:,.4g}") for name in shown]
+    counts = [(name, f"{document[name]:,.4g}") for name in shown]
+    counts += [(name, f"{value:,.4g}") for name, value in answer.cost.items()]
     finding = f"Requests within a latency: {document['num_requests']:,} requests on {document['engine']}."
     return [
         Chart("Latency under load", data, layout, finding, Table("", columns, rows)),

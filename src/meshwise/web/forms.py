@@ -109,6 +109,7 @@ _TRAFFIC = [
     Ask("rate", "Requests a second", "number"),
     Ask("concurrency", "Clients at once", "number", help="Instead of a rate."),
     Ask("token_ms", "Target per token [ms]", "number"),
+    Ask("ttft_ms", "First token [ms]", "number", help="With a rate and no tp: the fewest GPUs."),
     Ask("price", "Price of a GPU-hour", "number"),
 ]
 _RUN = [

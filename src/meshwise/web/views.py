@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from meshwise import api
-from meshwise.core.errors import ClusterError, DataError, MeshwiseError, ModelError, WorkloadError
+from meshwise.core.errors import ClusterError, DataError, ModelError, WorkloadError
 from meshwise.estimate.single import Estimate
 from meshwise.machine.hardware import Cluster, cluster_text, find_cluster, parse_cluster
 from meshwise.model.architecture import Model
@@ -176,24 +176,17 @@ def _searched(job: tuple[tuple[str, str], ...], plan: str, memory_frac: float, t
 
 
 def _serve(state: State, _: Server) -> dict[str, Any]:
-    model, cluster = _model(state), _cluster(state)
+    model, cluster, plan = _model(state), _cluster(state), _no_path(state.get("plan", ""))
     tokens: dict[str, Any] = {name: _whole(state, name) for name in ("prompt", "output")}
+    limits: dict[str, Any] = {
+        name: limit and limit / 1e3 for name, limit in
+        (("token_s", _number(state, "token_ms")), ("ttft_s", _number(state, "ttft_ms")))
+    }  # fmt: skip
     load: dict[str, Any] = {"rate": _number(state, "rate"), "concurrency": _whole(state, "concurrency")}
-    target = _number(state, "token_ms")
-    plan = _no_path(state.get("plan", ""))
-    found = api.serve(model, cluster, plan, token_s=target and target / 1e3, **tokens, **load)
-    others = []
-    for tp in (n for n in range(1, cluster.num_chips + 1) if cluster.num_chips % n == 0):
-        keys = ",".join(
-            [f"tp={tp}", *(item for item in plan.split(",") if item and not item.startswith("tp="))]
-        )
-        try:
-            others.append(api.serve(model, cluster, keys, **tokens))
-        except MeshwiseError:
-            continue  # tp that the model's heads do not divide by
-    same = found.serving.plan
-    beside = [one for one in others if one.serving.plan != same and one.max_sequences]
-    return _shown(serve_page(found, beside, price=_number(state, "price")))
+    found = api.serve(model, cluster, plan, price=state.get("price", ""), **tokens, **limits, **load)
+    formats = ",".join(item for item in plan.split(",") if item.partition("=")[0].endswith("dtype"))
+    sizing = found.sizing or api.serve(model, cluster, formats, pareto=True, **tokens).sizing
+    return _shown(serve_page(found, sizing))
 
 
 def _frontier(state: State, _: Server) -> dict[str, Any]:
