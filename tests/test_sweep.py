@@ -175,7 +175,10 @@ def test_one_writer_at_a_time(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [(("--address", "auto"), "add --engine ray"), (("--engine", "ray", "--jobs", "2"), "--engine local")],
+    [
+        (("--address", "auto"), "add --engine ray"),
+        (("--engine", "ray", "--address", "a:1", "--jobs", "2"), "--address"),
+    ],
 )
 def test_an_option_of_the_other_engine_is_refused(meshwise, tmp_path, options, reason):
     done = meshwise("sweep", str(_file(tmp_path, GRID)), *options)
@@ -261,6 +264,34 @@ def test_ray_on_this_machine(tmp_path):
             [(row.status, row.results, row.error) for row in one.rows(wanted)] for one in (store, local)
         ]
     assert answers[0] == answers[1] and [status for status, _, _ in answers[0]] == ["done", "done", "failed"]
+
+
+STUDY = """
+verb = "search"
+arguments = ["{model}"]
+[options]
+plan = "tp=2|4,vpp=1,schedule=1f1b"
+seq = 2048
+[grid]
+model = ["llama3-8b", "mixtral-8x7b"]
+cluster = ["h100-80g-sxm:8", "h200-sxm:16"]
+batch = [16, 32]
+"""
+
+
+def test_a_study_on_two_ray_workers_goes_on_where_it_stopped(tmp_path):
+    pytest.importorskip("ray", reason="Ray is an extra; .ci/run installs it")
+    wanted = read_sweep(_file(tmp_path, STUDY))
+    some = read_sweep(_file(tmp_path, STUDY.replace("[16, 32]", "[16]")))
+    ran = []
+    with Store(tmp_path / "ray.sqlite") as store, Store(tmp_path / "local.sqlite") as local:
+        run_sweep(some, store, jobs=2, engine="ray")
+        run_sweep(wanted, store, jobs=2, engine="ray", on_answer=lambda point, _: ran.append(point.key))
+        run_sweep(wanted, local, jobs=1)
+        answers = [[(row.status, row.results) for row in one.rows(wanted)] for one in (store, local)]
+    assert set(ran) == {point.key for point in wanted.points} - {point.key for point in some.points}
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 8
 
 
 def test_ray_is_an_extra(tmp_path, monkeypatch):

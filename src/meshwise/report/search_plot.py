@@ -71,7 +71,8 @@ def _machines(study: Study, speed: Axes, cost: Axes) -> None:
         place = 1.0 / values["s_per_token"], 1e6 / 3600 * values["gpu_s_per_token"]
         cost.plot(*place, "o", color=color)
         cost.annotate(name, place, fontsize=6, xytext=(4, 4), textcoords="offset points")
-    cost.set_ylim(bottom=0.0)
+    cost.set_ylim(0.0, 1.15 * cost.dataLim.ymax)
+    cost.set_xscale("log")
     cost.set_xlabel("tokens a second")
     cost.set_ylabel("GPU-hours a million tokens (red: front)")
     for axes in (speed, cost):

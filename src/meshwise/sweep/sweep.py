@@ -46,6 +46,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -310,15 +311,17 @@ def run_sweep(
     """
     if engine == "local" and address is not None:
         raise DataError(f"--address {address} is that of a Ray cluster; add --engine ray, or leave it out")
-    if engine == "ray" and jobs:
-        raise DataError(f"--jobs {jobs} is for --engine local; leave it out with Ray")
+    if address is not None and jobs:
+        raise DataError(f"--jobs {jobs} is for workers of this machine; leave it out with --address")
     finished = store.finished(with_failed=not retry)
     todo = [point for point in sweep.points if point.key not in finished]
     if not todo:
         return
     jobs = jobs or (os.cpu_count() or 1 if sweep.verb not in _PROGRAMS else 1)
     answers = (
-        _through_ray(sweep, todo, address) if engine == "ray" else _locally(sweep, todo, min(jobs, len(todo)))
+        _through_ray(sweep, todo, jobs, address)
+        if engine == "ray"
+        else _locally(sweep, todo, min(jobs, len(todo)))
     )
     for point, answer in answers:
         if answer.error and _UNKNOWN_OPTION.search(answer.error):
@@ -463,13 +466,18 @@ def _last_line(text: str) -> str:
     return lines[-1].removeprefix("meshwise: ").removeprefix("Error: ") if lines else ""
 
 
-def _through_ray(sweep: Sweep, todo: Sequence[Point], address: str | None) -> Iterator[tuple[Point, Answer]]:
-    """Answers as they come from a Ray cluster (a local one without `address`); each point is a task."""
+def _through_ray(
+    sweep: Sweep, todo: Sequence[Point], jobs: int, address: str | None
+) -> Iterator[tuple[Point, Answer]]:
+    """Answers as they come from a Ray cluster; without `address`, from `jobs` local workers of Ray."""
     try:
         ray = importlib.import_module("ray")
     except ImportError:
         raise MissingExtraError('Ray is not installed; run: pip install "meshwise[ray]"') from None
-    ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    workers = None if address else jobs
+    ray.init(
+        address=address, num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
     try:
         task = ray.remote(max_retries=0)(_ray_point)
         pending = {task.remote(sweep, point.words): point for point in todo}
@@ -486,11 +494,13 @@ def _through_ray(sweep: Sweep, todo: Sequence[Point], address: str | None) -> It
 
 
 def _ray_point(sweep: Sweep, words: Sequence[str]) -> Answer:
-    worker = Worker()
-    try:
-        return answer_of(worker, sweep, words)
-    finally:
-        worker.close()
+    return answer_of(_ray_worker(), sweep, words)
+
+
+@cache
+def _ray_worker() -> Worker:
+    """The process that runs the points of this Ray worker; it ends with it."""
+    return Worker()
 
 
 def csv_rows(sweep: Sweep, rows: Sequence[Row]) -> Iterator[list[Any]]:

@@ -1,0 +1,79 @@
+"""Draws the figures of docs/search.md and prints its table of large runs: `python docs/figures/search.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import meshwise as mw
+from meshwise.report.search_plot import draw_search
+
+GPT3 = mw.find_model("gpt3-175b")
+MEGASCALE = replace(GPT3, name="MegaScale 175B", parallel_block=True, num_norms=1)
+NEMOTRON = replace(
+    GPT3, name="Nemotron-4 340B", hidden=18432, ffn_hidden=73728, head_dim=192, num_kv_heads=8, vocab=256000,
+    max_seq=4096, positions="rope", tied_embedding=False, linear_bias=False, qkv_bias=False, out_bias=False,
+    dropout_frac=0.0,
+)  # fmt: skip
+RUNS = [
+    ("GPT-3 175B, 64 A100, 2022", "gpt3-175b", "a100-80g-sxm:64", 64, 2048,
+     "tp=8,pp=8,vpp=3,recompute=selective,zero=0", "dtype=bf16", 13.75,
+     "[2205.05198](https://arxiv.org/abs/2205.05198)"),
+    ("MT-NLG 530B, 280 A100, 2022", "mt-nlg-530b", "a100-80g-sxm:280", 280, 2048,
+     "tp=8,pp=35,vpp=3,recompute=selective,zero=0", "dtype=bf16", 37.83,
+     "[2205.05198](https://arxiv.org/abs/2205.05198)"),
+    ("MegaScale 175B, 12,288 A100, 2024", MEGASCALE, "a100-80g-sxm:12288", 6144, 2048,
+     "tp=8,pp=8,vpp=6,recompute=selective,overlap_tp=1", "overlap_tp=0|1", 6.34,
+     "[2402.15627](https://arxiv.org/abs/2402.15627)"),
+    ("Nemotron-4 340B, 6,144 H100, 2024", NEMOTRON, "h100-80g-sxm:6144", 2304, 4096,
+     "tp=8,pp=12,vpp=8", "dtype=bf16", 8.0, "[2406.11704](https://arxiv.org/abs/2406.11704)"),
+    ("Llama 3 405B, 16,384 H100, 2024", "llama3-405b", "h100-80g-sxm:16384", 2048, 8192,
+     "tp=8,pp=16,vpp=8,zero=2", "dtype=bf16", "41 % MFU",
+     "[2407.21783](https://arxiv.org/abs/2407.21783)"),
+    ("DeepSeek-V3, 2,048 H800, 2024", "deepseek-v3", "h800-sxm:2048", 15360, 4096,
+     "pp=16,ep=64,schedule=dualpipe,dtype=fp8", "dtype=fp8,overlap_ep=1,dispatch_dtype=fp8,act_input_dtype=fp8,dispatch=per_rank,"
+     "recompute_modules=core_attn|mla_up_proj+layernorm+moe_act", 19.9,
+     "[2412.19437](https://arxiv.org/abs/2412.19437)"),
+]  # fmt: skip
+"""Run, model, cluster, batch, sequence, published plan, what the search is told, measured, source."""
+
+
+def large_runs() -> None:
+    print("| run | measured | published plan, predicted | best plan, predicted | what is shorter |")
+    print("| --- | --- | --- | --- | --- |")
+    for run, model, cluster, batch, seq, plan, told, measured, source in RUNS:
+        found = mw.search(model, cluster, told, batch=batch, seq=seq, top=1, beside=plan)
+        best, beside = found.best[0], found.beside
+        assert beside is not None
+        shown = measured if isinstance(measured, str) else f"{measured:g} s"
+        print(
+            f"| {run} {source} | {shown} | `{mw.plan_text(beside.plan)}`: {_seconds(beside)} "
+            f"| `{mw.plan_text(best.plan)}`, microbatch {best.workload.microbatch}: {_seconds(best)} "
+            f"| {_shorter(best, beside)} |",
+            flush=True,
+        )
+
+
+def _seconds(priced: mw.Estimate) -> str:
+    fits = "" if priced.fits else ", does not fit"
+    return f"{priced.step_s:.3g} s, MFU {priced.mfu:.0%}, {priced.memory_bytes['total'] / 1e9:.0f} GB{fits}"
+
+
+def _shorter(best: mw.Estimate, beside: mw.Estimate) -> str:
+    """The two parts of the step of which the best plan has most less, as shares of the published plan's."""
+    saved = {name: beside.time_s[name] - best.time_s[name] for name in best.time_s}
+    largest = sorted(saved, key=lambda name: -saved[name])[:2]
+    return ", ".join(f"{name} {saved[name] / beside.step_s:.0%}" for name in largest)
+
+
+def main() -> None:
+    here = Path(__file__).parent
+    job = ("llama3-70b", "h100-80g-sxm:64")
+    draw_search(mw.search(*job, batch=128, seq=8192), here / "search_front.png")
+    gpus = "gpus=64|128|256|512|1024|2048|4096"
+    draw_search(mw.study(*job, gpus, batch=1024, seq=8192), here / "search_scaling.png")
+    large_runs()
+
+
+if __name__ == "__main__":
+    main()
