@@ -254,6 +254,8 @@ def serve(
     prefill_plan: str | Path | Plan = "",
     prefill_cluster: str | Path | Cluster = "",
     prefill_workers: int = 1,
+    speculate: str = "",
+    draft_model: str | Path | Model | None = None,
     expert_skew: float = 0.0,
     redundant_experts: int = 0,
     pareto: bool = False,
@@ -287,6 +289,8 @@ def serve(
         workers: Instances that take the requests in turn.
         prefill_plan, prefill_cluster, prefill_workers: Instances that take the prompts and hand their caches
             over to those of `plan`, which then only decode; one of the two is enough.
+        speculate: Guesses that each pass checks, and how often one is right: `"drafts=3,accept=0.8"`.
+        draft_model: The model that guesses [multi-token prediction: a block like the last, and the head].
         expert_skew: The router prefers the expert of rank r by r^-skew [0: even]; the busiest rank sets the
             pace.
         redundant_experts: Slots for copies of the busiest experts.
@@ -305,7 +309,7 @@ def serve(
     from meshwise.serve.engine import parse_engine
     from meshwise.serve.load import Fleet, traffic
     from meshwise.serve.requests import read_requests
-    from meshwise.serve.serving import serving, unevenly_routed
+    from meshwise.serve.serving import serving, speculating, unevenly_routed
     from meshwise.serve.size import size, wanted
 
     trace = None if requests is None else read_requests(Path(requests))
@@ -322,6 +326,10 @@ def serve(
         )  # fmt: skip
         if expert_skew or redundant_experts:
             found = unevenly_routed(found, expert_skew, redundant_experts)
+        if speculate:
+            found = speculating(found, speculate, None if draft_model is None else _model(draft_model))
+        elif draft_model is not None:
+            raise WorkloadError("draft_model needs speculate, as in drafts=3,accept=0.8")
         return found
 
     load = traffic(
@@ -335,8 +343,8 @@ def serve(
     if pareto or ("tp" not in fixed and arrives and limits != (None, None) and not pools):
         if pools:
             raise WorkloadError("pareto chooses workers and pools itself; leave those out")
-        if expert_skew or redundant_experts:
-            raise WorkloadError("expert_skew is of one layout; state tp, or imbalance in the plan")
+        if expert_skew or redundant_experts or speculate:
+            raise WorkloadError("expert_skew and speculate are of one layout; state tp in the plan")
         names = cluster.split(",") if isinstance(cluster, str) else [cluster]
         clusters = [_cluster(name) for name in names]
         sizing = size(

@@ -54,6 +54,12 @@ def serve(
         str, typer.Option(help="Their cluster, of other chips or another number. [as --cluster]")
     ] = "",
     prefill_workers: Annotated[int, typer.Option(help="How many of them.")] = 1,
+    speculate: Annotated[
+        str, typer.Option(help="Guesses that a pass checks, and their odds: drafts=3,accept=0.8.")
+    ] = "",
+    draft_model: Annotated[
+        str | None, typer.Option(help="The model that guesses. [multi-token prediction]")
+    ] = None,
     expert_skew: Annotated[
         float, typer.Option(help="Power law of the experts' loads: that of rank r is r^-SKEW. [even]")
     ] = 0.0,
@@ -98,7 +104,8 @@ def serve(
         memory_frac=memory_frac, engine_s=engine_ms / 1e3, rate=rate, concurrency=concurrency,
         requests=requests, num_requests=num_requests, burstiness=burstiness, length_ratio=length_ratio,
         shared_prefix=shared_prefix, engine=engine, workers=workers, prefill_plan=prefill_plan,
-        prefill_cluster=prefill_cluster, prefill_workers=prefill_workers, expert_skew=expert_skew,
+        prefill_cluster=prefill_cluster, prefill_workers=prefill_workers,
+        speculate=speculate, draft_model=draft_model, expert_skew=expert_skew,
         redundant_experts=redundant_experts, pareto=pareto, price=price,
     )  # fmt: skip
     if (csv or plot) and found.sizing is None:

@@ -291,7 +291,7 @@ def _decode_attention_s(
     rates, efficiency = machine.rates(op), machine.efficiency
     return decode_attention_s(
         batch=batch,
-        heads=heads,
+        heads=heads * seq_q,
         seq_k=seq_k,
         kv_bytes_per_token=read / (batch * seq_k),
         qk_dim=qk_dim,

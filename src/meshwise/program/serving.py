@@ -40,8 +40,9 @@ def serving_embed(model: Model, cut: Cut) -> list[Op]:
 
 
 def serving_head(model: Model, cut: Cut) -> list[Op]:
-    """Norm and logits of each sequence's last token."""
-    ops = _forward(head(model, replace(_plain(cut), seq=1.0)))
+    """Norm and logits of each sequence's last token; of all that a decode pass checks."""
+    seq = cut.seq if cut.kind == "decode" else 1.0
+    ops = _forward(head(model, replace(_plain(cut), seq=seq)))
     return [op for op in ops if op.name != "cross_entropy"]
 
 
@@ -114,7 +115,7 @@ def cache_bytes(model: Model, cut: Cut, layer: Layer) -> Num:
 
 
 def _decode_attention(model: Model, cut: Cut, layer: Layer, op: Op) -> Op:
-    """Attention of one query a sequence over its cache; latent attention works on the latents themselves."""
+    """Attention of new queries over their cache, which is read once; latents (MLA) as they are."""
     batch, heads, kv_heads, seq_q, _, qk_dim, v_dim = op.shape
     if model.mla is not None:
         kv_heads, v_dim = 1.0, float(model.mla.kv_lora_rank)
@@ -129,7 +130,9 @@ def _decode_attention(model: Model, cut: Cut, layer: Layer, op: Op) -> Op:
         library="mla" if model.mla is not None else "",
         shape=(batch, heads, kv_heads, seq_q, seq_k, qk_dim, v_dim),
         cost=Cost(
-            2.0 * batch * heads * seq_k * (qk_dim + v_dim), batch * seq_k * token_bytes, batch * token_bytes
+            2.0 * batch * heads * seq_q * seq_k * (qk_dim + v_dim),
+            batch * seq_k * token_bytes,
+            batch * seq_q * token_bytes,
         ),
     )
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from meshwise.core.units import Num
 from meshwise.serve.engine import Engine
-from meshwise.serve.serving import PREFILL_TOKENS, Pass, Serving, price_pass
+from meshwise.serve.serving import PREFILL_TOKENS, Pass, Serving, decode_pass, price_pass
 
 POINTS = 256
 """Points of a table along the tokens of a pass, or of a prompt."""
@@ -83,7 +83,7 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
     padded = np.array([_padded(count, engine.graph_sizes) for count in counts.tolist()], dtype=np.float64)
     context_step = max(longest / CONTEXTS, 1.0)
     contexts = np.maximum(np.arange(CONTEXTS + 1) * context_step, 1.0)
-    decode = price_pass(serving, serving.decode(padded, contexts[:, None]))
+    decode = decode_pass(serving, padded, contexts[:, None])
     attention = np.broadcast_to(decode.time_s["attention"], (contexts.size, counts.size)) * (counts > 0)
     rest = np.broadcast_to(_rest(decode), (contexts.size, counts.size))[0]
 

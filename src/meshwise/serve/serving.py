@@ -39,7 +39,7 @@ PLAN_KEYS = (
     *("tp", "dp", "ep", "etp", "dtype", "kv_dtype"),
     *("weight_dtype", "expert_dtype", "imbalance", "overlap_ep"),
 )
-PARTS = ("attention", "projections", "mlp", "experts", "comm_tp", "comm_ep", "ends", "engine")
+PARTS = ("draft", "attention", "projections", "mlp", "experts", "comm_tp", "comm_ep", "ends", "engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,7 +47,7 @@ class Serving:
     """What is served: prompts of `prompt` tokens, `output` tokens generated after each, on `cluster`.
 
     `memory_frac`: share of the memory that the engine may take. `engine_s`: its own time between passes.
-    `expert_skew`: a power law of the experts' loads (`cost.routing`).
+    `expert_skew`: a power law of the experts' loads (`cost.routing`). `speculation`: how tokens are guessed.
     """
 
     model: Model
@@ -59,6 +59,7 @@ class Serving:
     memory_frac: float = 0.9
     engine_s: float = 0.0
     expert_skew: float = 0.0
+    speculation: Speculation | None = None
 
     @property
     def dp(self) -> int:
@@ -92,8 +93,7 @@ def serving(
     if plan.pp > 1:
         raise PlanError(f"serving a pipeline (pp={plan.pp}) is not priced; use tp and dp")
     plan = _on_units_of(plan, cluster)
-    dp = plan.data_parallel(cluster.num_chips)
-    mesh = resolve(model, plan, Workload(batch=dp, seq=prompt, kind="decode"), cluster)
+    mesh = resolve_serving(model, plan, cluster, prompt)
     if prompt + output > model.max_seq:
         raise WorkloadError(
             f"prompt {prompt} + output {output} tokens are more than the {model.max_seq} of {model.name}; "
@@ -107,6 +107,59 @@ def serving(
         model=model, cluster=cluster, mesh=mesh, prompt=prompt, output=output, memory_frac=memory_frac,
         machine=machine(cluster, plan.dtype, overheads=serving_overheads(cluster.chip)), engine_s=engine_s,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Speculation:
+    """Each pass checks `drafts` tokens that `draft` guessed, each right with the chance `acceptance`.
+
+    Guesses behind a wrong one are lost, so a pass gives (1 - a^(k+1)) / (1 - a) tokens on average
+    (Leviathan, Kalman, Matias, arXiv 2211.17192).
+    """
+
+    drafts: int
+    acceptance: float
+    draft: Serving
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Mean tokens of a sequence that a pass gives, its own one included."""
+        return float(sum(self.acceptance**i for i in range(self.drafts + 1)))
+
+
+def speculating(serving: Serving, text: str, draft: Model | None = None) -> Serving:
+    """`serving` with `drafts=3,accept=0.8`: drafts by the model `draft`, or by multi-token prediction.
+
+    Multi-token prediction is one block like the last, and the model's own head (DeepSeek-V3).
+    """
+    stated = dict(word.partition("=")[::2] for word in text.split(","))
+    try:
+        drafts, acceptance = int(stated.pop("drafts", "1")), float(stated.pop("accept"))
+    except (KeyError, ValueError):
+        drafts, acceptance = 0, 0.0
+    if stated or not 1 <= drafts <= 64 or not 0 < acceptance <= 1:
+        raise WorkloadError(
+            f"speculate: {text!r} must be written as drafts=3,accept=0.8: tokens guessed for each pass, and "
+            "the chance from 0 to 1 that one is right"
+        )
+    plan, model = serving.mesh.plan, serving.model
+    if draft is None:
+        last = model.layers[-1:] if model.layers else ()
+        moe = model.moe and replace(model.moe, first_dense_layers=0, every=1)
+        draft = replace(model, name=f"{model.name}-mtp", num_layers=1, layers=last, moe=moe)
+    else:
+        plan = replace(plan, ep=1, etp=None, expert_dtype=None, imbalance=1.0, overlap_ep=False)
+    guesses = replace(
+        serving, model=draft, mesh=resolve_serving(draft, plan, serving.cluster, serving.prompt)
+    )
+    found = Speculation(drafts=drafts, acceptance=acceptance, draft=guesses)
+    return replace(serving, speculation=found)
+
+
+def resolve_serving(model: Model, plan: Plan, cluster: Cluster, prompt: int) -> Mesh:
+    """The mesh of an instance: all of `cluster`, a sequence on each dp rank."""
+    workload = Workload(batch=plan.data_parallel(cluster.num_chips), seq=prompt, kind="decode")
+    return resolve(model, plan, workload, cluster)
 
 
 def _on_units_of(plan: Plan, cluster: Cluster) -> Plan:
@@ -167,6 +220,20 @@ def price_pass(serving: Serving, cut: Cut) -> Pass:
     return Pass(doubled | {"engine": serving.engine_s}, whole.memory)
 
 
+def decode_pass(serving: Serving, sequences: Num, past: Num) -> Pass:
+    """What a token of each of `sequences` sequences on every dp rank takes, behind `past` cached ones.
+
+    With speculation the guesses and the pass that checks them, divided by the tokens that they give.
+    """
+    cut, guess = serving.decode(sequences, past), serving.speculation
+    if guess is None:
+        return price_pass(serving, cut)
+    checked = price_pass(serving, replace(cut, seq=guess.drafts + 1.0))
+    draft = price_pass(guess.draft, guess.draft.decode(sequences, past)).total_s
+    spent = checked.time_s | {"draft": guess.drafts * draft}
+    return Pass({name: time / guess.tokens_per_pass for name, time in spent.items()}, checked.memory)
+
+
 def _price_pass(serving: Serving, cut: Cut) -> Pass:
     model, runs_on = serving.model, serving.machine
     (stage,) = stages_of(model, serving.mesh)
@@ -201,6 +268,9 @@ def memory_bytes(serving: Serving, sequences: Num) -> dict[str, Num]:
     last = serving.decode(sequences, serving.prompt + serving.output - 1.0)
     largest = serving.prefill(max(PREFILL_TOKENS / serving.prompt, 1.0))
     full, working = price_pass(serving, last).memory, price_pass(serving, largest).memory
+    if serving.speculation is not None:
+        draft = memory_bytes(serving.speculation.draft, sequences)
+        full = replace(full, weights=full.weights + draft["weights"], cache=full.cache + draft["cache"])
     return {
         "weights": full.weights,
         "cache": full.cache,
@@ -247,7 +317,7 @@ def prompt_s(serving: Serving) -> float:
 def token_pass(serving: Serving, sequences: Num) -> Pass:
     """The mean pass of decoding: caches half through the output."""
     past = serving.prompt + serving.output / 2.0
-    return price_pass(serving, serving.decode(sequences, past))
+    return decode_pass(serving, sequences, past)
 
 
 def batches(serving: Serving) -> list[int]:
@@ -280,6 +350,7 @@ def rows(serving: Serving, sequences: list[int]) -> list[dict[str, Any]]:
         return {name: float(np.broadcast_to(part, each.shape)[number]) for name, part in parts.items()}
 
     moe, found = serving.model.moe, []
+    checked = 1 + (serving.speculation.drafts if serving.speculation else 0)
     for i, count in enumerate(sequences):
         time_s, used = of(i, time), of(i, memory)
         token_s, total = sum(time_s.values()), sum(used.values())
@@ -296,7 +367,8 @@ def rows(serving: Serving, sequences: list[int]) -> list[dict[str, Any]]:
                 "with_prefill_per_s_per_gpu": float(with_prefill_per_s / num_chips),
                 "memory_bytes": used | {"total": total},
                 "time_s": time_s,
-                "distinct_experts": moe and summary(moe, count, skew=serving.expert_skew)["distinct_experts"],
+                "distinct_experts": moe
+                and summary(moe, count * checked, skew=serving.expert_skew)["distinct_experts"],
                 "fits": total <= room,
             }
         )
@@ -318,6 +390,11 @@ def notes(serving: Serving) -> list[str]:
             f"{key}={kept}: weights are read in {WEIGHT_BITS[kept]:.4g} bits and computed in {dtype}"
             for key in ("weight_dtype", "expert_dtype")
             if (kept := getattr(plan, key))
+        ),
+        *(
+            [f"{guess.drafts} tokens guessed by {guess.draft.model.name}: {guess.tokens_per_pass:.3g} a pass"]
+            if (guess := serving.speculation)
+            else ()
         ),
         f"{routing}, kernels one after the other; the engine takes --engine-ms between passes",
     ]
