@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,16 +47,6 @@ from meshwise.program.tensor_1d import ATTENTION
 def shards(weight: Weight, cut: Cut) -> Num:
     """Over how many ranks a weight is cut: matrices both ways, vectors over the columns."""
     return cut.grid[0] * cut.grid[1] if weight.is_matrix else cut.grid[0]
-
-
-def attention(model: Model, cut: Cut) -> Iterator[Op]:
-    """The attention of a block."""
-    return grid.attention(model, cut, PRODUCTS)
-
-
-def mlp(model: Model, cut: Cut) -> Iterator[Op]:
-    """The MLP of a block."""
-    return grid.mlp(model, cut, PRODUCTS)
 
 
 def shared_gradients(weights: Weights, cut: Cut) -> Iterator[Op]:
@@ -195,3 +186,4 @@ def _depth_keys(name: str, cut: Cut, local_bytes: Num) -> Iterator[Op]:
 PRODUCTS = grid.Products(
     linear, linear, lambda cut: (tokens(cut), cut.grid[0]), _heads_split, _scores_split, True
 )
+attention, mlp = partial(grid.attention, by=PRODUCTS), partial(grid.mlp, by=PRODUCTS)

@@ -49,16 +49,6 @@ def shards(weight: Weight, cut: Cut) -> Num:
     return cut.grid[ROW] if weight.cut == COLUMNS else cut.grid[COL]
 
 
-def attention(model: Model, cut: Cut) -> Iterator[Op]:
-    """The attention of a block."""
-    return grid.attention(model, cut, PRODUCTS)
-
-
-def mlp(model: Model, cut: Cut) -> Iterator[Op]:
-    """The MLP of a block."""
-    return grid.mlp(model, cut, PRODUCTS)
-
-
 def shared_gradients(weights: Weights, cut: Cut) -> Iterator[Op]:
     """Once a step: norms summed over the row axis, then norms and biases over the depth."""
     vectors = tuple(weight for weight in weights if not weight.is_matrix)
@@ -162,3 +152,4 @@ PRODUCTS = grid.Products(
     lambda cut: (cut.tokens / (cut.grid[DEPTH] * cut.grid[COL]), cut.grid[ROW]),
     _heads_split, _scores_split, False,
 )  # fmt: skip
+attention, mlp = partial(grid.attention, by=PRODUCTS), partial(grid.mlp, by=PRODUCTS)

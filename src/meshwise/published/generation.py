@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwise.estimate.timing import machine, op_times
 from meshwise.machine.hardware import Cluster
 from meshwise.program.expert_pass import Pass, evaluation
 from meshwise.program.generation import Generation, merged, pass_ops
 from meshwise.program.lifetime import ops_of
 from meshwise.program.op import Op
-
-# --- work and time -----------------------------------------------------------------------------
+from meshwise.published.moe_inference import time_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +43,7 @@ def work(
         exchanges=float(sum(op.count for op in exchanges)),
         exchange_bytes=float(sum(op.count * op.payload_bytes for op in exchanges)),
         launches=float(sum(op.count for _, op in ops)),
-        seconds={name: _seconds(ops, cluster, dtype) for name, cluster in clusters.items()},
+        seconds={name: float(time_of(ops, cluster, dtype).total_s) for name, cluster in clusters.items()},
     )
 
 
@@ -64,9 +62,3 @@ def side_by_side(evaluated: Pass, of: Generation, clusters: dict[str, Cluster]) 
         "generate_decode": work(rest, num - 1, prompts * (num - 1), clusters, dtype),
         "generate": work(merged([*first, *rest]), num, prompts * num, clusters, dtype),
     }
-
-
-def _seconds(ops: list[tuple[str, Op]], cluster: Cluster, dtype: str) -> float:
-    times = op_times([op for _, op in ops], machine(cluster, dtype))
-    pairs = zip(ops, times, strict=True)
-    return float(sum(op.count * (time.busy_s + time.comm_s) for (_, op), time in pairs))

@@ -199,16 +199,19 @@ def pass_time(of: Pass, cluster: Cluster, *, ideal: bool = False) -> PassTime:
     The GPU's side only: a host that launches kernels more slowly than they run, as a loop over experts
     makes it, adds to that; `launches` counts the stated ops. `ideal`: every kernel at the roofline.
     """
-    ops = [op for _, op in ops_of(evaluation(of))]
-    times = op_times(ops, machine(cluster, of.dtype, ideal=ideal))
-    compute_s: Num = 0.0
-    exchange_s: Num = 0.0
-    launches: Num = 0.0
-    for op, time in zip(ops, times, strict=True):
-        compute_s = compute_s + op.count * time.busy_s
-        exchange_s = exchange_s + op.count * time.comm_s
-        launches = launches + op.count
-    return PassTime(compute_s, exchange_s, launches)
+    return time_of(ops_of(evaluation(of)), cluster, of.dtype, ideal=ideal)
+
+
+def time_of(stated: list[tuple[str, Op]], cluster: Cluster, dtype: str, *, ideal: bool = False) -> PassTime:
+    """Time of the `stated` ops, one after the other."""
+    ops = [op for _, op in stated]
+    times = op_times(ops, machine(cluster, dtype, ideal=ideal))
+    pairs = list(zip(ops, times, strict=True))
+    return PassTime(
+        compute_s=sum((op.count * time.busy_s for op, time in pairs), start=0.0),
+        exchange_s=sum((op.count * time.comm_s for op, time in pairs), start=0.0),
+        launches=sum((op.count for op in ops), start=0.0),
+    )
 
 
 # --- all of it ---------------------------------------------------------------------------------

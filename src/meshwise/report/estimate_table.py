@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -15,6 +15,7 @@ from meshwise.estimate.intervals import Interval
 from meshwise.estimate.single import Estimate
 from meshwise.published.nersc_2024_02 import TABLES, TOTALLED, Notebook
 from meshwise.published.nersc_2024_10_plan import Paper
+from meshwise.report.table import table
 
 
 def print_estimate(
@@ -96,37 +97,32 @@ def _run_lines(run: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _share_table(title: str, parts: dict[str, float], total: float, show: Any) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
-    table.add_column("part")
-    table.add_column("value", justify="right")
-    table.add_column("share", justify="right")
-    table.add_column("")
-    for name, value in parts.items():
-        if value > 0:
-            share = value / total
-            table.add_row(name, show(value), f"{share:.1%}", "█" * max(1, round(40 * share)))
-    table.add_row("total", show(total), "100%", "")
-    return table
+    shares = {name: (value, value / total) for name, value in parts.items() if value > 0}
+    rows = [
+        (name, show(value), f"{share:.1%}", "█" * max(1, round(40 * share)))
+        for name, (value, share) in shares.items()
+    ]
+    columns = ("part", "value", "share", "")
+    return table(title, columns, [*rows, ("total", show(total), "100%", "")], left=("part", ""))
 
 
 def _stage_table(estimate: Estimate) -> Table:
-    table = Table(
-        title="pipeline stages (one microbatch)", title_justify="left", box=box.SIMPLE, pad_edge=False
-    )
-    for name in ("stage", "alike", "layers", "forward", "backward", "memory"):
-        table.add_column(name, justify="right")
+    rows = []
     for cost in estimate.step.stages:
         stage, time = cost.stage, cost.time
         ends = ("embedding + " if stage.embeddings else "") + f"{float(stage.num_layers):g}"
-        table.add_row(
-            str(int(stage.index)),
-            str(int(stage.num_stages)),
-            ends + (" + head" if stage.heads else ""),
-            duration(float(time.forward_s)),
-            duration(float(time.backward_s + time.weight_s)),
-            with_prefix(float(cost.memory.total), "B"),
+        rows.append(
+            (
+                int(stage.index),
+                int(stage.num_stages),
+                ends + (" + head" if stage.heads else ""),
+                duration(float(time.forward_s)),
+                duration(float(time.backward_s + time.weight_s)),
+                with_prefix(float(cost.memory.total), "B"),
+            )
         )
-    return table
+    columns = ("stage", "alike", "layers", "forward", "backward", "memory")
+    return table("pipeline stages (one microbatch)", columns, rows, left=())
 
 
 def layer_totals(ledger: Ledger) -> dict[str, dict[str, float]]:
@@ -155,22 +151,22 @@ def print_ledger(ledger: Ledger, console: Console) -> None:
 
 def _phase_table(ledger: Ledger, phase: str, *, wide: bool) -> Table:
     title = f"{phase} of one layer, one microbatch, one rank"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    lines = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
     shown = ("FLOP", "bytes", "FLOP/B", "saved", "binds", "time") if wide else ("FLOP", "binds", "time")
-    table.add_column("op", no_wrap=True)
-    table.add_column("shape, or collective", no_wrap=True)
+    lines.add_column("op", no_wrap=True)
+    lines.add_column("shape, or collective", no_wrap=True)
     for name in shown:
-        table.add_column(name, justify="right", no_wrap=True)
+        lines.add_column(name, justify="right", no_wrap=True)
     for row in ledger.rows():
         on_axis = f"{row['collective']}, {row['axis']}={row['group_size']}" if row["collective"] else ""
         cells = _ledger_cells(row) | {"binds": binds(row)}
-        table.add_row(row["op"], on_axis or row["shape"], *(cells[name] for name in shown))
+        lines.add_row(row["op"], on_axis or row["shape"], *(cells[name] for name in shown))
     sums = _totals(ledger)
     cells = _ledger_cells(sums | {"payload_bytes": None})
     cells["binds"] = f"{sums['comm_frac']:.0%} link" if sums["comm_frac"] else ""
-    table.add_section()
-    table.add_row("total", "", *(cells[name] for name in shown))
-    return table
+    lines.add_section()
+    lines.add_row("total", "", *(cells[name] for name in shown))
+    return lines
 
 
 def _ledger_cells(row: Mapping[str, Any]) -> dict[str, str]:
@@ -203,12 +199,7 @@ def print_published(answer: Notebook | Paper, console: Console) -> None:
 def _print_paper(paper: Paper, console: Console) -> None:
     columns = ("name", "flops_fwd", "activation_buffer", "weights_mem", "t_fwd_comm", "t_fwd", "t_bwd")
     title = "one layer, one microbatch (TFLOP, GB, s)"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="left" if column == "name" else "right")
-    for row in paper.rows():
-        table.add_row(*(_notebook_cell(row[column]) for column in columns))
-    console.print(table)
+    console.print(_published_table(title, columns, paper.rows()))
     for name, value in paper.iteration.totals.items():
         console.print(f"{name:<26}{value:>16.6f}")
     console.print("fits" if paper.iteration.fits else "DOES NOT FIT")
@@ -219,19 +210,19 @@ def _print_paper(paper: Paper, console: Console) -> None:
 def _print_notebook(notebook: Notebook, console: Console) -> None:
     columns = ("layer", "flops_fwd", "weights_mem", "t_fwd", "t_comm_fwd", "t_total_fwd", "t_total_bwd")
     for name in TABLES:
-        table = Table(title=f"{name} (TFLOP, GB, ms)", title_justify="left", box=box.SIMPLE, pad_edge=False)
-        for column in columns:
-            table.add_column(column, justify="left" if column == "layer" else "right")
-        for row in notebook.tables[name]:
-            table.add_row(*(_notebook_cell(row[column]) for column in columns))
-        console.print(table)
+        console.print(_published_table(f"{name} (TFLOP, GB, ms)", columns, notebook.tables[name]))
         totals = notebook.totals(name)
         for column in TOTALLED:
             console.print(f"{column:<20}{totals[column]:>12.6f}")
         console.print(f"time spend in comms = {notebook.comm_frac(name)}\n")
 
 
-def _notebook_cell(value: Any) -> str:
+def _published_table(title: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> Table:
+    """The `columns` of `rows`, the first of which is a name."""
+    return table(title, columns, [[_published_cell(row[column]) for column in columns] for row in rows])
+
+
+def _published_cell(value: Any) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else f"{value:.6f}"
