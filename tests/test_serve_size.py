@@ -149,6 +149,7 @@ def test_limits_that_nothing_keeps_are_a_no(meshwise: Callable[..., Any]) -> Non
         (["--pareto", "--workers", "2"], "pareto chooses workers and pools itself"),
         (["--rate", "1", "--price", "a100-80g-sxm=2", "--ttft-ms", "900"], "price names no h"),
         (["--pareto", "--concurrency", "3"], "give a rate or a trace"),
+        (["--rate", "3"], "several clusters are compared"),
     ],
 )
 def test_wrong_input_is_one_sentence(meshwise: Callable[..., Any], words: list[str], says: str) -> None:

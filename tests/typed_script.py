@@ -27,6 +27,8 @@ def main(folder: Path) -> None:
     scaling = mw.study(model, cluster, "gpus=8|16", batch=16, seq=8192)
     assert scaling.front("num_chips") and scaling.points[1].cluster.num_chips == 16
     served = mw.serve(model, "h100-80g-sxm:2", "tp=2", prompt=1024, output=128, token_s=0.02)
+    sized = mw.serve(model, "h100-80g-sxm:4", rate=2.0, token_s=0.05, ttft_s=1.0, price=2.5)
+    assert sized.sizing is not None and sized.sizing.best is not None and sized.cost
     assert served.first_token_s > 0 and served.max_sequences > 0
     served.to_html(folder / "server.html")
     job = mw.launch(model, cluster, plan, to="megatron-lm", batch=128, seq=8192)

@@ -353,7 +353,9 @@ def serve(
         )  # fmt: skip
         formats = {key: values[0] for key, values in fixed.items() if key not in ("tp", "dp", "ep", "etp")}
         one = instance(replace(clusters[0], num_chips=1), Plan(**formats))
-        return sized(sizing, one, token_s=token_s, usd_per_gpu_hour=usd)
+        return sized(sizing, one, sequences, token_s=token_s, usd_per_gpu_hour=usd)
+    if isinstance(cluster, str) and "," in cluster:
+        raise WorkloadError("several clusters are compared at a rate with a latency limit, or with pareto")
     whole = instance(_cluster(cluster), plan)
     first = None
     if prefill_plan or prefill_cluster:

@@ -102,13 +102,8 @@ def answer(
     ttft_s: float | None = None,
     usd_per_gpu_hour: Mapping[str, float] | None = None,
 ) -> Answer:
-    """The answer for `fleet`; by default with powers of two of sequences, up to what fits."""
+    """The answer for `fleet`."""
     serving = fleet.serving
-    for count in sequences:
-        if count < 1 or count % serving.dp:
-            raise WorkloadError(
-                f"{count} sequences cannot be spread over dp={serving.dp}; use a multiple of {serving.dp}"
-            )
     for what, limit_s in (("per token", token_s), ("for the first token", ttft_s)):
         if limit_s is not None and not limit_s > 0:
             raise WorkloadError(f"a latency target of {1e3 * limit_s:g} ms {what} must be above zero")
@@ -130,13 +125,23 @@ def answer(
     load = None
     if requests is not None:
         load = under_load(fleet, requests, parse_engine(engine or "vllm"), ttft_s=ttft_s, tpot_s=token_s)
-    counts = tuple(sequences) or tuple(est.batches(serving))
-    return Answer(serving, counts, token_s, load, usd_per_gpu_hour=usd_per_gpu_hour)
+    return Answer(serving, _counts(serving, sequences), token_s, load, usd_per_gpu_hour=usd_per_gpu_hour)
+
+
+def _counts(serving: Serving, sequences: Sequence[int]) -> tuple[int, ...]:
+    """Numbers of running sequences to show; by default powers of two of sequences, up to what fits."""
+    for count in sequences:
+        if count < 1 or count % serving.dp:
+            raise WorkloadError(
+                f"{count} sequences cannot be spread over dp={serving.dp}; use a multiple of {serving.dp}"
+            )
+    return tuple(sequences) or tuple(est.batches(serving))
 
 
 def sized(
     sizing: Sizing,
     otherwise: Serving,
+    sequences: Sequence[int] = (),
     *,
     token_s: float | None,
     usd_per_gpu_hour: Mapping[str, float] | None = None,
@@ -146,7 +151,7 @@ def sized(
     choice = simulated.choice if simulated else next(reversed(sizing.trade_offs), None)
     serving = choice.fleet.serving if choice else otherwise
     load = simulated.load if simulated else None
-    return Answer(serving, tuple(est.batches(serving)), token_s, load, sizing, usd_per_gpu_hour)
+    return Answer(serving, _counts(serving, sequences), token_s, load, sizing, usd_per_gpu_hour)
 
 
 def parse_prices(text: str) -> dict[str, float]:
