@@ -13,6 +13,7 @@ from typing import Any
 from meshwise.core.errors import DataError
 from meshwise.launch.facts import Facts
 from meshwise.model.architecture import MLA, Model, MoE, checked_model, is_moe_layer
+from meshwise.model.config_rules import moe_rule
 
 _SAID = {
     *("name", "source", "checked", "aliases", "left_out", "num_layers", "hidden", "ffn_hidden", "num_heads"),
@@ -117,7 +118,6 @@ def _mla(facts: Facts) -> MLA:
 
 def _moe(facts: Facts, num_layers: int) -> MoE:
     pattern = _pattern(facts.get("moe_layers") or 1, num_layers)
-    first, every = _rule(pattern)
     shared = facts.get("shared_ffn") or 0
     width = facts.get("expert_ffn") or facts["ffn_hidden"]
     return MoE(
@@ -126,8 +126,7 @@ def _moe(facts: Facts, num_layers: int) -> MoE:
         ffn_hidden=width,
         num_shared_experts=max(shared // width, 1) if shared else 0,
         shared_ffn_hidden=shared,
-        first_dense_layers=first,
-        every=every,
+        **_rule(pattern),
         capacity_factor=facts.get("capacity_factor") or 0.0,
         shared_gate=facts["shared_gate"],
         balance_bias=facts["balance_bias"],
@@ -175,10 +174,11 @@ def _evaluate(node: ast.expr) -> Any:
     raise ValueError
 
 
-def _rule(pattern: list[int]) -> tuple[int, int]:
+def _rule(pattern: list[int]) -> dict[str, Any]:
     """`first_dense_layers` and `every` of a pattern of layers with experts."""
-    for every in range(1, len(pattern) + 1):
-        for first in range(len(pattern)):
-            if pattern == [int(i >= first and (i - first + 1) % every == 0) for i in range(len(pattern))]:
-                return first, every
-    raise DataError(f"experts in layers {_pattern_text(pattern)} are not every n-th after some dense layers")
+    rule = moe_rule([here > 0 for here in pattern])
+    if rule is None:
+        raise DataError(
+            f"experts in layers {_pattern_text(pattern)} are not every n-th after some dense layers"
+        )
+    return rule

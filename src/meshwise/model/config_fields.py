@@ -1,0 +1,210 @@
+"""How Hugging Face configs are written: the fields that decide an architecture, as each family spells them.
+
+`catalog/huggingface.toml` has an entry for each family, a `Spelling`; a config is read into a `Config`, the
+same for all families.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+import msgspec
+
+Fields = dict[str, Any]  # fields of Model
+
+
+class AttnConfig(msgspec.Struct):
+    """The nested `attn_config` of MPT and DBRX."""
+
+    kv_n_heads: int | None = None
+    alibi: bool = True
+    qk_ln: bool = False
+
+
+class FfnConfig(msgspec.Struct):
+    """The nested `ffn_config` of DBRX."""
+
+    ffn_hidden_size: int
+    moe_num_experts: int
+    moe_top_k: int
+
+
+POOLED = ("PreTraining", "NextSentencePrediction", "SequenceClassification", "MultipleChoice")
+
+
+class Config(msgspec.Struct):
+    """The fields that decide an architecture, under their most common names."""
+
+    architectures: list[str] = []
+    vocab_size: int = 0
+    hidden_size: int = 0
+    num_hidden_layers: int = 0
+    num_attention_heads: int = 0
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    max_position_embeddings: int = 2048
+    hidden_act: str = "silu"
+    hidden_activation: str | None = None
+    tie_word_embeddings: bool = False
+    dropout: float = 0.0
+    # biases
+    attention_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    bias: bool = False
+    no_bias: bool = True
+    # norms and the shape of the block
+    qk_layernorm: bool = False
+    do_layer_norm_before: bool = True
+    remove_final_layer_norm: bool = False
+    norm_affine: bool = True
+    parallel: bool = False
+    num_ln_in_parallel_attn: int | None = None
+    # attention
+    sliding_window: int | None = None
+    use_sliding_window: bool = True
+    max_window_layers: int = 0
+    full_attention_every: int | str | None = None
+    layer_types: list[str] | None = None
+    is_causal: bool = True
+    use_bidirectional_attention: bool | str | None = False
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    alibi: bool = False
+    multi_query: bool = True
+    new_decoder_architecture: bool = False
+    attn_config: AttnConfig = msgspec.field(default_factory=AttnConfig)
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    index_n_heads: int = 0
+    index_head_dim: int = 0
+    index_topk: int = 0
+    # experts
+    num_experts: int | None = None
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int | None = None
+    shared_expert_intermediate_size: int = 0
+    n_shared_experts: int | None = None
+    first_k_dense_replace: int = 0
+    moe_layer_freq: int = 1
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] | None = None
+    moe_layers: list[int] | None = None
+    mlp_layer_types: list[str] | None = None
+    topk_method: str = ""
+    n_group: int | None = None
+    topk_group: int | None = None
+    num_nextn_predict_layers: int = 0
+    ffn_config: FfnConfig | None = None
+    # recurrences
+    recurrence: str = ""
+    hybrid_pattern: str = ""
+    attn_layer_indices: list[int] | None = None
+    attn_layer_period: int = 0
+    attn_layer_offset: int = 0
+    expert_layer_period: int = 0
+    expert_layer_offset: int = 0
+    state_heads: int = 1
+    state_head_dim: int | str = 1
+    state_groups: int = 1
+    state_size: int = 0
+    state_expand: int = 1
+    time_step_rank: int | str = "auto"
+    conv_kernel: int = 4
+    conv_bias: bool = False
+    state_bias: bool = False
+    inner_norms: bool = False
+    block_auto_adjust_ff_dim: bool = False
+    block_multiple_of: int = 256
+    block_ffn_dim_multiplier: float = 1.0
+    # encoders
+    word_embed_proj_dim: int | None = None
+    expansion_ratio: int = 4
+    type_vocab_size: int = 2
+    image_size: int | tuple[int, int] = 224
+    patch_size: int | tuple[int, int] = 16
+    temporal_patch_size: int = 1
+    num_channels: int = 3
+    class_token: bool = False
+    use_mask_token: bool = False
+    patch_bias: bool = True
+    vision_use_head: bool = True
+    pools: tuple[str, ...] = ("", *POOLED)
+    is_decoder: bool = False
+    num_labels: int | None = None
+    id2label: dict[str, Any] | None = None
+
+
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+NULL_MEANS_NONE = (
+    "num_key_value_heads", "head_dim", "sliding_window", "q_lora_rank", "num_experts",
+    "attn_logit_softcapping", "final_logit_softcapping",
+)  # fmt: skip
+
+
+class Joint(msgspec.Struct, forbid_unknown_fields=True):
+    """Layers that join a tower to the language model: `norms` of a width, `linears` from a width to another.
+
+    A width is a product such as `2*2*tower`, of numbers, of `tower` and `text` (the hidden sizes), and of
+    fields of the tower's config; a list there stands for its length.
+    """
+
+    norms: list[str] = []
+    linears: list[tuple[str, str]] = []
+    vectors: list[str] = []
+    bias: bool = True
+    norm_bias: bool = True
+    times: str = "1"
+
+
+class Whole(msgspec.Struct, forbid_unknown_fields=True):
+    """A model that reads more than text: the keys and families of its language model and of its tower."""
+
+    text: str = "text_config"
+    family: str = ""
+    tied: bool | None = None
+    tower: str = "vision_config"
+    tower_family: str = ""
+    tower_defaults: dict[str, Any] = {}
+    joints: list[Joint] = []
+
+
+class Spelling(msgspec.Struct, forbid_unknown_fields=True):
+    """How one family writes its config; the fields are explained in `catalog/huggingface.toml`."""
+
+    like: str = ""
+    names: dict[str, str] = {}
+    defaults: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
+    optional: list[str] = []
+    block: Literal["", "llama", "plain", "gpt"] = ""
+    rules: list[str] = []
+    fields: Fields = {}
+    taken: dict[str, str] = {}
+    experts: Fields = {}
+    joints: list[Joint] = []
+    head: Literal["decoder", "encoder", "image", "none"] = "decoder"
+    whole: Whole | None = None
+
+
+@cache
+def spellings() -> dict[str, Spelling]:
+    text = (resources.files("meshwise") / "catalog" / "huggingface.toml").read_text()
+    spellings = msgspec.convert(tomllib.loads(text), dict[str, Spelling])
+    for own in spellings.values():  # a family stands below the one that it is like
+        if own.like:
+            for name in own.__struct_fields__:
+                mine, others = getattr(own, name), getattr(spellings[own.like], name)
+                if isinstance(mine, dict):
+                    setattr(own, name, others | mine)
+                elif mine in ("", [], None, "decoder"):
+                    setattr(own, name, others)
+    return spellings

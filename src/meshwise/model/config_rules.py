@@ -1,0 +1,452 @@
+"""What follows from a Hugging Face config: the fields of `Model` that a block, a rule or a head says.
+
+A *block* is what most models of a kind share. A *rule* is a short function: how fields of `Model` follow from
+several of the config. A *head* is what the class in `architectures` ends with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from meshwise.core.errors import ModelError
+from meshwise.model.architecture import MLA, Layer, MoE, Patches, Recurrence, check_count
+from meshwise.model.config_fields import POOLED, Config, Fields
+
+# --- blocks ------------------------------------------------------------------------------------
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "swiglu": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu",
+    "gelu_fast": "gelu",
+    "gelu_python": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "quick_gelu": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+_GATED = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
+
+
+def _activation(name: str, *, gated: bool) -> str:
+    plain = _ACTIVATIONS.get(name)
+    if plain is None or (gated and plain not in _GATED):
+        raise ModelError(f"hidden_act is {name!r}; known are {', '.join(_ACTIVATIONS)}")
+    return _GATED[plain] if gated else plain
+
+
+def _block(c: Config) -> Fields:
+    """What every model states: its sizes, its heads, its dropout."""
+    heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
+    return {
+        "num_layers": c.num_hidden_layers,
+        "hidden": c.hidden_size,
+        "ffn_hidden": 4 * c.hidden_size if c.intermediate_size is None else c.intermediate_size,
+        "num_heads": heads,
+        "num_kv_heads": heads if kv_heads is None else kv_heads,
+        "head_dim": c.head_dim,
+        "vocab": c.vocab_size,
+        "max_seq": c.max_position_embeddings,
+        "tied_embedding": c.tie_word_embeddings,
+        "causal": c.is_causal and c.use_bidirectional_attention is not True,
+        "dropout_frac": c.dropout,
+    }
+
+
+def _llama(c: Config, *, gated: bool = True) -> Fields:
+    """RMSNorm, gated MLP, rotary positions, no biases."""
+    return _block(c) | {
+        "activation": _activation(c.hidden_activation or c.hidden_act, gated=gated),
+        "norm": "rmsnorm",
+        "linear_bias": False,
+        "qkv_bias": False,
+        "out_bias": False,
+        "positions": "rotary",
+    }
+
+
+def _gpt(c: Config) -> Fields:
+    """LayerNorm, plain MLP, learned positions, biases on norms and on every linear layer of the block."""
+    return _block(c) | {
+        "activation": _activation(c.hidden_act, gated=False),
+        "norm": "layernorm",
+        "norm_bias": True,
+        "linear_bias": True,
+        "qkv_bias": True,
+        "out_bias": True,
+        "positions": "learned",
+    }
+
+
+BLOCKS: dict[str, Callable[[Config], Fields]] = {
+    "llama": _llama,
+    "plain": lambda c: _llama(c, gated=False),
+    "gpt": _gpt,
+}
+
+
+# --- which layers have experts, and a window ---------------------------------------------------
+
+
+_Pattern = tuple[Any, ...]  # a value for each layer
+
+
+def _window(c: Config) -> Fields:
+    """The window of each layer, 0 for none: by their names, by a step, or from one layer on."""
+    every, window, layers = c.full_attention_every or 0, c.sliding_window or 0, range(c.num_hidden_layers)
+    if c.layer_types is not None:
+        full, near = ("full_attention", "global"), ("sliding_attention", "chunked_attention", "local")
+        if len(c.layer_types) != len(layers) or not {*full, *near} >= {*c.layer_types}:
+            raise ModelError(
+                f"layer_types must name each of the {len(layers)} layers {' or '.join(full + near)}"
+            )
+        return {"windows": tuple(window * (kind in near) for kind in c.layer_types)}
+    if not isinstance(every, int):
+        raise ModelError(f"sliding_window_pattern is {every!r}; give layer_types, a name for each layer")
+    if not window or not c.use_sliding_window:
+        return {}
+    looks_back = (layer < c.max_window_layers or (every and (layer + 1) % every == 0) for layer in layers)
+    return {"windows": tuple(window * (not all_of_it) for all_of_it in looks_back)}
+
+
+def _moe_layers(c: Config) -> _Pattern:
+    """Which layers have experts: by their names or numbers, or from one on, every n-th."""
+    layers, dense = range(c.num_hidden_layers), c.mlp_only_layers or ()
+    if c.mlp_layer_types is not None:
+        if len(c.mlp_layer_types) != len(layers) or not {"dense", "sparse"} >= {*c.mlp_layer_types}:
+            raise ModelError(f"mlp_layer_types must name each of the {len(layers)} layers dense or sparse")
+        return tuple(kind == "sparse" for kind in c.mlp_layer_types)
+    if c.moe_layers is not None:
+        return tuple(layer in c.moe_layers for layer in layers)
+    for step in ("moe_layer_freq", "decoder_sparse_step"):
+        check_count(getattr(c, step), step)
+    if c.expert_layer_period:
+        return tuple(layer % c.expert_layer_period == c.expert_layer_offset for layer in layers)
+    return tuple(
+        layer >= c.first_k_dense_replace
+        and layer % c.moe_layer_freq == 0
+        and (layer + 1) % c.decoder_sparse_step == 0
+        and layer not in dense
+        for layer in layers
+    )
+
+
+def _window_rule(windows: _Pattern) -> Fields | None:
+    """`sliding_window` and `full_attention_every` that say the same as `windows`, or None."""
+    window = max(windows, default=0)
+    every = windows.index(0) + 1 if window and 0 in windows else 0
+    if any(here != (window if not every or (i + 1) % every else 0) for i, here in enumerate(windows)):
+        return None
+    return {"sliding_window": window, "full_attention_every": every} if window else {}
+
+
+def moe_rule(has_experts: Sequence[bool]) -> Fields | None:
+    """`first_dense_layers` and `every` of an `MoE` that say the same as `has_experts`, or None."""
+    number, having = len(has_experts), [layer for layer, here in enumerate(has_experts) if here]
+    if not having:
+        return {"first_dense_layers": number, "every": 1}
+    every = having[1] - having[0] if len(having) > 1 else max(number - having[0], 1)
+    first = having[0] + 1 - every
+    if len(having) == 1 and first < 0:
+        first, every = 0, having[0] + 1
+    if first < 0 or having != list(range(having[0], number, every)):
+        return None
+    return {"first_dense_layers": first, "every": every}
+
+
+def with_layers(fields: Fields) -> Fields:
+    """`windows`, `has_experts` and `mixers` of the rules as steps where there are some, else as `layers`."""
+    number, mixers = fields["num_layers"], fields.pop("mixers", ())
+    windows = fields.pop("windows", (0,) * number)
+    has_experts = fields.pop("has_experts", (False,) * number)
+    steps, moe_steps = _window_rule(windows), moe_rule(has_experts)
+    if steps is None or moe_steps is None or mixers:
+        with_mlp = "none" not in mixers and fields["ffn_hidden"] > 0
+        kinds = zip(has_experts, windows, mixers or ("attention",) * number, strict=True)
+        layers = tuple(Layer(*kind, mlp=with_mlp or kind[2] == "none") for kind in kinds)
+        return fields | {"layers": layers, "ffn_hidden": fields["ffn_hidden"] or fields["hidden"]}
+    if any(has_experts):
+        fields["moe"] = replace(fields["moe"], **moe_steps)
+    return fields | steps
+
+
+# --- rules -------------------------------------------------------------------------------------
+
+
+def _experts(c: Config) -> Fields:
+    """Experts in place of the MLP, shared ones beside them."""
+    if c.num_experts is None or (c.recurrence and not c.num_experts):
+        return {}
+    width = c.intermediate_size if c.moe_intermediate_size is None else c.moe_intermediate_size
+    if width is None:
+        raise ModelError("the width of the experts is missing; an MoE config needs it")
+    if not c.num_experts_per_tok:
+        raise ModelError("num_experts_per_tok is missing; an MoE config needs it")
+    num_shared = c.n_shared_experts or int(c.shared_expert_intermediate_size > 0)
+    shared_width = c.shared_expert_intermediate_size or width
+    is_limited = c.topk_method != "greedy" and 0 < (c.topk_group or 0) < (c.n_group or 0)
+    moe = MoE(
+        num_experts=c.num_experts,
+        top_k=c.num_experts_per_tok,
+        ffn_hidden=width,
+        num_shared_experts=num_shared,
+        shared_ffn_hidden=num_shared * shared_width,
+        balance_bias=c.topk_method == "noaux_tc",
+        expert_groups=(c.n_group or 0) * is_limited,
+        top_groups=(c.topk_group or 0) * is_limited,
+    )
+    return {"moe": moe, "has_experts": _moe_layers(c)}
+
+
+_MIXERS = {
+    **dict.fromkeys(("linear_attention", "mamba", "conv", "M"), "recurrence"),
+    **dict.fromkeys(("full_attention", "attention", "*"), "attention"),
+    **dict.fromkeys(("mlp", "moe", "-", "E"), "none"),
+}
+
+
+def _hybrid(c: Config) -> Fields:
+    """Layers of which some have a recurrence in place of attention, and some, in Nemotron-H, only an MLP."""
+    number, kinds = c.num_hidden_layers, list(c.hybrid_pattern) or c.layer_types or []
+    if not kinds:
+        period, offset, indices = c.attn_layer_period, c.attn_layer_offset, c.attn_layer_indices or ()
+        every = c.full_attention_every if isinstance(c.full_attention_every, int) else 0
+        for layer in range(number):
+            attends = layer in indices or (period and layer % period == offset)
+            kinds.append("attention" if attends or (every and (layer + 1) % every == 0) else "mamba")
+    if len(kinds) != number or not _MIXERS.keys() >= {*kinds}:
+        raise ModelError(f"layer_types must name each of the {number} layers {' or '.join(_MIXERS)}")
+    mixers = tuple(_MIXERS[kind] for kind in kinds)
+    fields: Fields = {"mixers": mixers, "recurrence": _recurrence(c) if "recurrence" in mixers else None}
+    if "none" in mixers:
+        fields["has_experts"] = tuple(kind in ("moe", "E") for kind in kinds)
+    return fields
+
+
+def _recurrence(c: Config) -> Recurrence:
+    heads, dim = c.state_heads, c.state_head_dim
+    if c.recurrence in ("scan", "conv"):  # no heads: every channel has a state of its own
+        heads, dim = c.state_expand * c.hidden_size, 1
+    rank = -(-c.hidden_size // 16) if isinstance(c.time_step_rank, str) else c.time_step_rank
+    return Recurrence(
+        kind=c.recurrence,
+        num_heads=heads,
+        head_dim=c.state_expand * c.hidden_size // max(heads, 1) if isinstance(dim, str) else dim,
+        num_groups=c.state_groups,
+        state_dim=c.state_size,
+        taps=c.conv_kernel,
+        conv_bias=c.conv_bias,
+        bias=c.state_bias,
+        norm=c.recurrence in ("delta", "ssd"),
+        dt_rank=rank if c.recurrence == "scan" else 0,
+        inner_norms=c.inner_norms,
+    )
+
+
+def _only_recurrence(c: Config) -> Fields:
+    """A model without attention and MLP: its heads are those of the recurrence."""
+    own = _recurrence(c)
+    heads = dict.fromkeys(("num_heads", "num_kv_heads"), own.num_heads)
+    mixers = ("recurrence",) * c.num_hidden_layers
+    return heads | {"head_dim": own.head_dim, "mixers": mixers, "recurrence": own, "ffn_hidden": 0}
+
+
+def _lfm2(c: Config) -> Fields:
+    """The MLP is two thirds as wide as the config says, rounded up."""
+    if not c.block_auto_adjust_ff_dim:
+        return {}
+    check_count(c.block_multiple_of, "block_multiple_of")
+    width = int(c.block_ffn_dim_multiplier * int(2 * (c.intermediate_size or 0) / 3))
+    return {"ffn_hidden": -(-width // c.block_multiple_of) * c.block_multiple_of}
+
+
+def _granite_hybrid(c: Config) -> Fields:
+    """Where there are no experts, the shared one is the MLP."""
+    return {} if c.num_experts else {"ffn_hidden": c.shared_expert_intermediate_size}
+
+
+def _softcaps(c: Config) -> Fields:
+    return {
+        "attention_softcap": bool(c.attn_logit_softcapping),
+        "logit_softcap": bool(c.final_logit_softcapping),
+    }
+
+
+def _mla(c: Config) -> Fields:
+    mla = MLA(
+        q_lora_rank=c.q_lora_rank or 0,
+        kv_lora_rank=c.kv_lora_rank,
+        qk_nope_head_dim=c.qk_nope_head_dim,
+        qk_rope_head_dim=c.qk_rope_head_dim,
+        v_head_dim=c.v_head_dim,
+        index_heads=c.index_n_heads,
+        index_head_dim=c.index_head_dim,
+        index_top_k=c.index_topk,
+    )
+    return {
+        "mla": mla,
+        "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+        "num_kv_heads": c.num_attention_heads,
+    }
+
+
+def _stablelm(c: Config) -> Fields:
+    return {"num_norms": 1 if c.parallel else 2}
+
+
+def _dbrx(c: Config) -> Fields:
+    ffn = c.ffn_config
+    if ffn is None:
+        raise ModelError("ffn_config is missing; a dbrx config needs it")
+    kv_heads = c.attn_config.kv_n_heads
+    return {
+        "num_kv_heads": 1 if kv_heads is None else kv_heads,
+        "ffn_hidden": ffn.ffn_hidden_size,
+        "moe": MoE(num_experts=ffn.moe_num_experts, top_k=ffn.moe_top_k, ffn_hidden=ffn.ffn_hidden_size),
+    }
+
+
+def _gpt_bigcode(c: Config) -> Fields:
+    return {"num_kv_heads": 1 if c.multi_query else c.num_attention_heads}
+
+
+def _opt(c: Config) -> Fields:
+    if c.word_embed_proj_dim not in (None, c.hidden_size):
+        raise ModelError(
+            f"word_embed_proj_dim is {c.word_embed_proj_dim}; only embeddings as wide as hidden_size "
+            f"({c.hidden_size}) are expressed"
+        )
+    return {"final_norm": c.do_layer_norm_before and not c.remove_final_layer_norm}
+
+
+def _falcon(c: Config) -> Fields:
+    if c.new_decoder_architecture:
+        kv_heads = c.num_key_value_heads
+        num_norms = 2 if c.num_ln_in_parallel_attn is None else c.num_ln_in_parallel_attn
+        parallel = True
+    else:
+        kv_heads = 1 if c.multi_query else c.num_attention_heads
+        num_norms = 1 if c.parallel else 2
+        parallel = c.parallel
+    return {
+        "positions": "alibi" if c.alibi else "rotary",
+        "num_kv_heads": c.num_attention_heads if kv_heads is None else kv_heads,
+        "parallel_block": parallel,
+        "num_norms": num_norms,
+    }
+
+
+def _mpt(c: Config) -> Fields:
+    has_bias = not c.no_bias
+    return {
+        "positions": "alibi" if c.attn_config.alibi else "learned",
+        "ffn_hidden": c.expansion_ratio * c.hidden_size,
+        "qk_norm": c.attn_config.qk_ln,
+        "qk_norm_full": c.attn_config.qk_ln,
+    } | dict.fromkeys(("norm_bias", "linear_bias", "qkv_bias", "out_bias"), has_bias)
+
+
+def _patches(c: Config) -> Fields:
+    """An encoder of images: a token for each square, and nothing that only text needs."""
+    size, patch = c.image_size, c.patch_size
+    side = patch if isinstance(patch, int) else patch[0]
+    check_count(side, "patch_size")
+    height, width = (each - each % side for each in ((size, size) if isinstance(size, int) else size))
+    patches = Patches(
+        height=height, width=width, patch=side, channels=c.num_channels * c.temporal_patch_size,
+        class_token=c.class_token, mask_token=c.use_mask_token, bias=c.patch_bias,
+    )  # fmt: skip
+    return {"patches": patches, "max_seq": patches.num_tokens, "causal": False, "vocab": 0, "lm_head": False}
+
+
+RULES: dict[str, Callable[[Config], Fields]] = {
+    "window": _window,
+    "experts": _experts,
+    "hybrid": _hybrid,
+    "only_recurrence": _only_recurrence,
+    "lfm2": _lfm2,
+    "granite_hybrid": _granite_hybrid,
+    "softcaps": _softcaps,
+    "mla": _mla,
+    "stablelm": _stablelm,
+    "dbrx": _dbrx,
+    "gpt_bigcode": _gpt_bigcode,
+    "opt": _opt,
+    "falcon": _falcon,
+    "mpt": _mpt,
+    "patches": _patches,
+}
+
+
+# --- heads -------------------------------------------------------------------------------------
+
+_OF_TOKENS = ("TokenClassification", "QuestionAnswering")
+_PREDICTS = ("CausalLM", "LMHeadModel", "ConditionalGeneration", "ImageTextToText")
+_NUM_CLASSES = {"QuestionAnswering": 2, "NextSentencePrediction": 2, "PreTraining": 2, "MultipleChoice": 1}
+_NO_LOGITS = {"lm_head": False, "head_bias": False, "logit_softcap": False, "mtp_layers": 0}
+
+
+def _purpose(c: Config) -> str:
+    """What the class in `architectures` is for: CausalLM of `LlamaForCausalLM`, nothing of `LlamaModel`."""
+    name = c.architectures[0] if c.architectures else ""
+    found = re.search(r"For([A-Z].*)$|(LMHeadModel)$", name)
+    return (found[1] or found[2]) if found else ""
+
+
+def _classifier(c: Config, purpose: str) -> Fields:
+    return {
+        "num_classes": _NUM_CLASSES.get(purpose, _num_labels(c)),
+        "classifies_tokens": purpose in _OF_TOKENS,
+    }
+
+
+def _decoder_head(c: Config, purpose: str) -> Fields:
+    """The LM head, also where no class is named; a classifier, which has a bias only for tokens; or none."""
+    if purpose in _PREDICTS or not c.architectures:
+        return {}
+    bias = {"classifier_bias": purpose in _OF_TOKENS}
+    return _NO_LOGITS | (_classifier(c, purpose) | bias if purpose else {})
+
+
+def _encoder_head(c: Config, purpose: str) -> Fields:
+    """BERT and its like: words are predicted through one more layer, most classes through a pooler."""
+    predicts = dict.fromkeys(("lm_head", "mlm_transform", "head_bias"), purpose in _WORDS)
+    classifies = _classifier(c, purpose) if purpose in (*POOLED, *_OF_TOKENS) else {}
+    return predicts | {"pooler": purpose in c.pools} | classifies
+
+
+def _image_head(c: Config, purpose: str) -> Fields:
+    """A classifier, or the pooler of the bare model."""
+    return _classifier(c, purpose) if purpose else {"pooler": True}
+
+
+_WORDS = ("MaskedLM", "PreTraining", "LMHeadModel", "CausalLM")
+_HEADS: dict[str, tuple[tuple[str, ...], Callable[[Config, str], Fields]]] = {
+    "decoder": ((*_PREDICTS, "SequenceClassification", *_OF_TOKENS), _decoder_head),
+    "encoder": ((*_WORDS, *POOLED, *_OF_TOKENS), _encoder_head),
+    "image": (("ImageClassification",), _image_head),
+    "none": ((), lambda _c, _purpose: {}),
+}
+"""Which heads models of a kind have, by their purpose, and the fields of `Model` that say so."""
+
+
+def head_fields(c: Config, kind: str) -> Fields:
+    known, fields = _HEADS[kind]
+    purpose = _purpose(c)
+    if purpose not in ("", *known):
+        raise ModelError(
+            f"architectures names {c.architectures[0]}, a head that is not known for this family; known are "
+            f"{', '.join(('none', *known))}"
+        )
+    return fields(c, purpose)
+
+
+def _num_labels(c: Config) -> int:
+    if c.id2label is not None:
+        return len(c.id2label)
+    return 2 if c.num_labels is None else c.num_labels
