@@ -34,9 +34,9 @@ class Engine:
     `poll_passes`: decode passes from one look at what has arrived to the next; `align_passes`: passes that
     prompts wait at most until every dp rank has one (TensorRT-LLM's attention_dp_config).
     `front_s` + `front_token_s` x prompt: HTTP, tokenizer and network before the scheduler sees a request;
-    `prompt_slowdown`: time of passes with prompts over the sum of their kernels; `latent_layer_s`: the host's
-    time to launch a layer of latent attention (MLA) in such a pass, which no CUDA graph replays. The four are
-    the same for all engines, fitted to measured points (docs/serve.md).
+    `prompt_slowdown`: time of passes with prompts over the sum of their kernels; `launched_layer_s`: the
+    host's time to launch a layer of latent attention (MLA), or of a recurrence, in such a pass, which no CUDA
+    graph replays. The four are the same for all engines, fitted to measured points (docs/serve.md).
     """
 
     name: str
@@ -52,7 +52,7 @@ class Engine:
     front_s: float = 20e-3
     front_token_s: float = 5e-6
     prompt_slowdown: float = 1.15
-    latent_layer_s: float = 2e-3
+    launched_layer_s: float = 2e-3
     align_passes: int = 0
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwise.core.units import Num
+from meshwise.model.architecture import Model, layer_kind
 from meshwise.serve.engine import Engine
 from meshwise.serve.serving import PREFILL_TOKENS, Pass, Serving, decode_pass, price_pass
 
@@ -102,9 +103,15 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
         prompt_rest=Curve(np.broadcast_to(_rest(prompts), tokens.shape).tolist(), token_step),
         prompt_attention=Curve(prompt_attention.tolist(), length_step),
         dp=serving.dp,
-        prompt_host_s=engine.latent_layer_s * serving.model.num_layers * (serving.model.mla is not None),
+        prompt_host_s=engine.launched_layer_s * _launched_layers(serving.model),
         prompt_slowdown=engine.prompt_slowdown,
     )
+
+
+def _launched_layers(model: Model) -> int:
+    """Layers of latent attention or of a recurrence, whose prompt kernels no CUDA graph replays."""
+    kinds = (layer_kind(model, layer) for layer in range(model.num_layers))
+    return sum(model.mla is not None or kind.mixer == "recurrence" for kind in kinds)
 
 
 def _rest(priced: Pass) -> Num:
