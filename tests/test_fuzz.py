@@ -2,6 +2,9 @@
 checkpoints with strange fields or damaged bytes. `make fuzz CASES=20000` runs more of the same.
 """
 
+import csv
+import gzip
+import io
 import json
 import os
 import tomllib
@@ -15,14 +18,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fuzz import changed, check_contract, damaged, strange, strange_text, toml_text
+from meshwise import api
 from meshwise.cli import app
+from meshwise.cli.worker import run
 from meshwise.core.errors import MeshwiseError
 from meshwise.plan.plan import KEYS
 from meshwise.sweep.sweep import read_sweep
 
+H100 = ("--cluster", "h100-80g-sxm:8")
+MODEL = ("--model", "llama3-8b", *H100)
 CASES = int(os.environ.get("CASES", "0"))
 """Cases of each test; 0: a few, the same every time."""
 DATA = Path(__file__).parent / "data"
+TRACES = DATA / "traces"
 CATALOG = resources.files("meshwise") / "catalog"
 CONFIGS = sorted((DATA / "configs").rglob("*.json"))
 CHIP = tomllib.loads((CATALOG / "chips.toml").read_text())["h100-80g-sxm"]
@@ -45,6 +53,14 @@ BASES: dict[tuple[str, ...], list[str]] = {
     ("serve",): ["llama3-8b", "--cluster", "h100-80g-sxm:4", "--plan", "tp=4"],
     ("frontier", "layer"): ["--d-in", "64", "--d-out", "64", "--batch", "64", "--chip", "h100-80g-sxm"],
     ("frontier", "run"): ["--chip", "h100-80g-sxm"],
+    ("collective",): ["all_reduce", "--cluster", "h100-80g-sxm:64"],
+    ("launch",): [
+        "llama3-8b",
+        *H100,
+        *["--plan", "zero=3", "--batch", "8", "--seq", "128", "--to", "megatron-lm"],
+    ],
+    ("trace", "summary"): [str(TRACES / "gloo4")],
+    ("explain",): [str(TRACES / "gloo4"), *MODEL, "--batch", "8", "--seq", "128"],
     ("eval-lm",): ["--max-tokens", "2", "--ranks", "4"],
     ("validate",): [],
     ("list",): ["chips"],
@@ -138,6 +154,89 @@ def test_strange_plans(keys: dict[str, Any]) -> None:
     check_contract(
         ["estimate", "mixtral-8x7b", "--cluster", "h100-80g-sxm:16", "--batch", "64", "--plan", plan]
     )
+
+
+JOBS = {
+    "megatron-lm": "megatron_args.txt",
+    "torchtitan": "job.sbatch",
+    "deepspeed": "ds_config.json",
+    "accelerate": "accelerate.yaml",
+}
+
+
+@pytest.mark.parametrize("framework", JOBS)
+@some(25)
+@given(st.data())
+def test_damaged_jobs(tmp_path_factory: pytest.TempPathFactory, framework: str, data: st.DataObject) -> None:
+    plan = "zero=3" if framework == "accelerate" else "zero=2"
+    job = api.launch("llama3-8b", "h100-80g-sxm:8", plan, to=framework, batch=8, seq=128)
+    whole = next(file.text for file in job.files if file.path == JOBS[framework])
+    path = file_with(tmp_path_factory, JOBS[framework], data.draw(damaged(whole.encode())))
+    check_contract(["estimate", "llama3-8b", "--from", path, *H100, "--batch", "8", "--seq", "128"])
+
+
+@some(25)
+@given(st.data())
+def test_damaged_traces(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """One bad rank does not end the analysis of the others."""
+    folder = tmp_path_factory.getbasetemp() / "traces"
+    folder.mkdir(exist_ok=True)
+    for number, path in enumerate(sorted((TRACES / "gloo4").glob("*.json*"))):
+        whole = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        content = data.draw(damaged(whole)) if number == 0 else whole
+        packed = data.draw(st.booleans())
+        for name in (f"rank-{number}.json", f"rank-{number}.json.gz"):
+            (folder / name).unlink(missing_ok=True)
+        name = f"rank-{number}.json" + packed * ".gz"
+        if packed:
+            content = gzip.compress(content, 1)
+            content = data.draw(st.one_of(st.just(content), damaged(content))) if number == 0 else content
+        (folder / name).write_bytes(content)
+    check_contract(["trace", "summary", str(folder)])
+    check_contract(["explain", str(folder), *MODEL, "--batch", "8", "--seq", "128"])
+
+
+REQUESTS = "arrival,prompt,output\n0.0,100,10\n0.5,200,20\n0.7,50,5\n"
+POINT = {
+    **{"id": "a", "system": "h100_sxm", "backend": "vllm", "backend_version": "0.19.0"},
+    **{"model": "meta-llama/Meta-Llama-3.1-8B", "mode": "agg", "precision": "fp8", "gemm_quant": "fp8"},
+    **{
+        "moe_quant": "fp8",
+        "input_tokens": "1024",
+        "output_tokens": "128",
+        "concurrency": "8",
+        "workers": "1",
+    },
+    **{"max_batch": "8", "tp": "1", "pp": "1", "attention_dp": "1", "moe_tp": "1", "moe_ep": "1"},
+    **{"ttft_s": "0.1", "tpot_s": "0.01", "measured": "2026-01-01", "source": "mine"},
+}
+
+
+@some(40)
+@given(st.data())
+def test_damaged_requests(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    path = file_with(tmp_path_factory, "requests.csv", data.draw(damaged(REQUESTS.encode())))
+    check_contract(["serve", "llama3-8b", "--cluster", "h100-80g-sxm:1", "--requests", path])
+
+
+@some(40)
+@given(st.dictionaries(st.sampled_from(sorted(POINT)), strange_text, max_size=3), st.data())
+def test_strange_serving_points(
+    tmp_path_factory: pytest.TempPathFactory, cells: dict[str, str], data: st.DataObject
+) -> None:
+    out = io.StringIO()
+    csv.writer(out).writerows([POINT.keys(), (POINT | cells).values()])
+    table = out.getvalue().encode(errors="replace")
+    table = data.draw(damaged(table)) if data.draw(st.booleans()) else table
+    check_contract(["validate", "--serving", file_with(tmp_path_factory, "points.csv", table)])
+
+
+@some(40)
+@given(as_file({"cluster": "h100-80g-sxm:8", "estimate": {"seq": 128, "plan": "tp=2"}}, toml_text))
+def test_strange_defaults(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = file_with(tmp_path_factory, "defaults.toml", content)
+    code, _, err = run(["--config", path, "estimate", "llama3-8b", "--batch", "8", "--json"])
+    assert code in (0, 2) and "Traceback" not in err
 
 
 @some(60)

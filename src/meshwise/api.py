@@ -712,7 +712,9 @@ def collective(
     from meshwise.estimate.collective import SIZES_BYTES, collective_times
 
     on = _cluster(cluster)
-    group = on.num_chips // max(stride, 1) if ranks is None else ranks
+    if stride < 1:
+        raise WorkloadError(f"stride={stride} must be a whole number of at least 1")
+    group = on.num_chips // stride if ranks is None else ranks
     measured = measured_times([Path(path) for path in data], kind, on, group, stride) if data else {}
     sizes = sorted(sizes_bytes or {*SIZES_BYTES, *measured})
     return collective_times(kind, on, sizes, ranks=group, stride=stride), measured

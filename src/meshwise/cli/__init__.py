@@ -93,6 +93,7 @@ for _group, _commands in (
         _command.epilog = epilog(_group, _command)
 
 _UsageError: Any = typer.BadParameter.__base__
+MAX_SENTENCE = 2000
 INTERRUPTED = 130
 """Exit code after SIGINT, as shells have it."""
 
@@ -118,5 +119,7 @@ def main() -> None:
 
 
 def _end(sentence: str, exit_code: int) -> None:
+    if len(sentence) > MAX_SENTENCE:  # it quotes what it cannot read
+        sentence = f"{sentence[: MAX_SENTENCE // 2]} ... {sentence[-MAX_SENTENCE // 4 :]}"
     print(f"meshwise: {sentence}", file=sys.stderr)
     sys.exit(exit_code)

@@ -47,6 +47,13 @@ EXAMPLES = {
     "trace sections": ("trace sections traces/",),
     "trace table": ("trace table traces/",),
     "trace ledger": ("trace ledger traces/ --json",),
+    "trace launches": ("trace launches traces/",),
+    "trace report": ("trace report traces/ -o report.html",),
+    "trace rates": ("trace rates traces/",),
+    "trace memory": ("trace memory traces/",),
+    "trace bandwidth": ("trace bandwidth traces/",),
+    "trace path": ("trace path traces/",),
+    "web": ("web", "web --port 8123 --traces traces/"),
     "trace plot": ("trace plot traces/ -o ranks.png",),
 }
 

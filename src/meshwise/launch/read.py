@@ -127,7 +127,7 @@ def _parse(path: Path) -> tuple[str, Settings, int | None]:
     if re.search(r"^\[(parallelism|training)\]", text, re.MULTILINE):
         try:
             return "torchtitan", _titan_toml(_flat(tomllib.loads(text))), None
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path} is not valid TOML: {error}") from None
     words = shell_words(text, path)
     if any(word.startswith(("--parallelism.", "--training.")) for word in words):
@@ -143,6 +143,8 @@ def _parse(path: Path) -> tuple[str, Settings, int | None]:
 def _parse_deepspeed(text: str, path: Path) -> tuple[str, Settings, None]:
     try:
         tree = json.loads(text)
+    except RecursionError:
+        raise DataError(f"{path} is not valid JSON: its brackets are nested too deeply") from None
     except ValueError as error:
         raise DataError(f"{path} is not valid JSON: {error}") from None
     stated = _flat(tree)

@@ -75,7 +75,7 @@ class Summary(Shown):
 def _collective_json(one: Collective) -> dict[str, Any]:
     row: dict[str, Any] = msgspec.to_builtins(one, str_keys=True)
     del row["events"], row["enter_s"]
-    return row
+    return row | {"step": None if one.step < 0 else one.step}
 
 
 def summarize_paths(paths: Iterable[str | Path], *, steps: str = "") -> Summary:

@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -61,7 +61,7 @@ class Recorder(Protocol):
 class Context:
     """Where a rank runs. The default process group is initialised; `is_fake` under a dry run.
 
-    `root` is the rank that speaks: `say` prints there and nowhere else.
+    `root` is the rank that speaks: `say` prints there and nowhere else. `groups` are those made so far.
     """
 
     rank: int
@@ -71,6 +71,7 @@ class Context:
     root: int = 0
     is_fake: bool = False
     quiet: bool = False
+    groups: list[dist.ProcessGroup] = field(default_factory=list)
 
     def dtype(self, name: str) -> torch.dtype:
         """The torch dtype that meshwise calls `name`."""
@@ -129,6 +130,7 @@ class Context:
         """A group of `ranks`, this rank among them, known to the recorder as mesh axis `axis`."""
         group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=axis)
         self.recorder.name_axis(group, axis)
+        self.groups.append(group)
         return group
 
     def line(self, axis: str, ranks: Sequence[int]) -> DeviceMesh:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -78,13 +78,16 @@ def _rows_of(output: Tensor) -> slice:
     return slice(dist.get_rank() * output.shape[0], (dist.get_rank() + 1) * output.shape[0])
 
 
-def largest_differences(pairs: Mapping[str, tuple[Tensor | None, Tensor]]) -> dict[str, float]:
-    """Of each pair, the largest absolute difference over all elements and all ranks."""
-    found = {}
+def largest_differences(
+    pairs: Mapping[str, tuple[Tensor | None, Tensor]], groups: Iterable[dist.ProcessGroup | None] = (None,)
+) -> dict[str, float]:
+    """Of each pair, the largest absolute difference over all elements and the ranks of `groups` (all)."""
+    groups, found = list(groups), {}
     for name, (one, other) in pairs.items():
         assert one is not None
         difference = (one.detach().double() - other.detach()).abs().max()
-        dist.all_reduce(difference, op=dist.ReduceOp.MAX)
+        for group in groups:
+            dist.all_reduce(difference, op=dist.ReduceOp.MAX, group=group)
         found[name] = float(difference)
     return found
 

@@ -94,7 +94,7 @@ def differences(on: Layout, x: Tensor, y: Tensor, weights: Weights, seed: int) -
     grads = my_pieces(on, {name: _grad(leaf) for name, leaf in leaves.items()})
     pairs = {"output": (y, my_part(on, expected)), "d input": (_grad(x), my_part(on, _grad(whole_x)))}
     pairs |= {f"d {name}": (_grad(weight), grads[name]) for name, weight in weights.items()}
-    return largest_differences(pairs)
+    return largest_differences(pairs, on.context.groups)
 
 
 def _grad(tensor: Tensor) -> Tensor:
