@@ -60,7 +60,7 @@ def print_search(result: Result, console: Console, budget: TokenBudget | None = 
 def _run_cells(run: Mapping[str, Any]) -> dict[str, str]:
     """What a run of tokens takes, as far as it is known."""
     shown = {
-        "days": ("days", lambda days: f"{days:.3g}"),
+        "days": ("days", lambda days: f"{days:,.0f}" if days >= 100 else f"{days:.3g}"),
         "cost": ("cost", lambda dollars: f"${with_prefix(dollars, '', 3)}"),
         "energy_joules": ("energy", lambda joules: with_prefix(joules / 3600, "Wh", 3)),
     }
@@ -87,31 +87,37 @@ def _print_weighed(weighed: Weighed, console: Console) -> None:
 def print_study(study: Study, budget: TokenBudget, console: Console) -> None:
     """Print the best plan of each machine, per GPU against the first, and the fronts it is on."""
     fronts = {measure: set(study.front(measure, budget.watts)) for measure in MEASURES}
-    rows, keys = [], list(study.points[0].changes) if study.points else []
-    run_names = next((list(_run_cells(budget.run(one.best))) for one in study.points if one.best), [])
-    for i, point in enumerate(study.points):
-        machine = [point.changes[key] for key in keys]
-        if point.best is None:
-            rows.append((*machine, "nothing fits"))
-            continue
-        measures, per_gpu = point.measures(budget.watts), study.speedup(i)
-        rows.append(
-            (
-                *machine,
-                duration(point.best.step_s),
-                f"{point.best.mfu:.1%}",
-                with_prefix(point.best.tokens_per_s, "", 3),
-                "" if per_gpu is None else f"{per_gpu:.1%}",
-                with_prefix(measures["joules_per_token"], "J", 3),
-                *_run_cells(budget.run(point.best)).values(),
-                " ".join(FRONTS[measure] for measure in MEASURES if i in fronts[measure]),
-                plan_text(point.best.plan),
-            )
+    keys = list(study.points[0].changes) if study.points else []
+    found = [(i, point, point.best) for i, point in enumerate(study.points) if point.best is not None]
+    runs = [_run_cells(budget.run(best)) for _, _, best in found]
+    figures = (
+        (
+            *point.changes.values(),
+            duration(best.step_s),
+            f"{best.mfu:.1%}",
+            with_prefix(best.tokens_per_s, "", 3),
+            "" if (per_gpu := study.speedup(i)) is None else f"{per_gpu:.1%}",
+            with_prefix(point.measures(budget.watts)["joules_per_token"], "J", 3),
+            *run.values(),
+            " ".join(FRONTS[measure] for measure in MEASURES if i in fronts[measure]),
         )
-    columns = (*keys, "step", "MFU", "tokens/s", "per GPU", "J/token", *run_names, "front", "plan")
-    rows = [(*row, *[""] * (len(columns) - len(row))) for row in rows]
-    console.print(table("", columns, rows, left=("plan", "front")))
-    console.print("front: no other machine has both a shorter time per token and less of it", markup=False)
+        for (i, point, best), run in zip(found, runs, strict=True)
+    )
+    columns = (*keys, "step", "MFU", "tokens/s", "per GPU", "J/token", *(runs[0] if runs else ()), "front")
+    console.print(table("", columns, figures, left=("front",)))
+    plans = (
+        (
+            *point.changes.values(),
+            *(
+                (one.workload.microbatch, plan_text(one.plan))
+                if (one := point.best)
+                else (None, "nothing fits")
+            ),
+        )
+        for point in study.points
+    )
+    console.print(table("", (*keys, "microbatch", "plan"), plans, left=("plan",)))
+    console.print("front: no other machine has both a shorter time per token and less of it")
 
 
 FRONTS = {
