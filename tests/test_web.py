@@ -158,6 +158,8 @@ def test_accuracy_shows_the_rows_that_the_filter_leaves(
         ("traces", {"path": "/etc"}, "is not below"),
         ("serve", JOB | {"rate": "-1"}, "no field"),
         ("nothing", {}, "there is no view"),
+        ("search", JOB | {"color": "red"}, "color=red must be one of tp,"),
+        ("traces", {"path": "\0"}, "null byte"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(

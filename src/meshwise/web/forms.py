@@ -140,10 +140,15 @@ def _choices() -> list[Ask]:
     return [Ask(name, name, "select", values[0], values) for name, values in OPTIONS.items()]
 
 
+def asks(view: str) -> list[Ask]:
+    """All fields of a view."""
+    return [ask for _, group, _ in forms()[view] for ask in group]
+
+
 @cache
 def names(view: str) -> set[str]:
     """The names of all fields of a view, those of the plan's keys as one."""
-    return {"plan" if ask.kind == "key" else ask.name for _, asks, _ in forms()[view] for ask in asks}
+    return {"plan" if ask.kind == "key" else ask.name for ask in asks(view)}
 
 
 def form_html(view: str, groups: Sequence[Group]) -> str:

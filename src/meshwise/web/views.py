@@ -27,7 +27,7 @@ from meshwise.report.html import Page, Text, html_body
 from meshwise.report.search_page import search_page
 from meshwise.report.serve_page import serve_page
 from meshwise.report.trace_page import trace_page
-from meshwise.web.forms import COUNTS, DEGREES, names
+from meshwise.web.forms import COUNTS, DEGREES, asks, names
 
 State = Mapping[str, str]
 _KEPT = 64
@@ -50,6 +50,12 @@ def answer(view: str, state: State, server: Server) -> dict[str, Any]:
     if view not in _VIEWS:
         raise DataError(f"there is no view {view!r}; there are {', '.join(_VIEWS)}")
     home = "explore" if view in ("detail", "options", "launch", "machine") else view
+    if any("\0" in value for value in state.values()):
+        raise DataError("a field holds a null byte; leave it out")
+    for ask in asks(home):
+        if ask.kind == "select" and state.get(ask.name, "") not in ("", *ask.values):
+            known = ", ".join(filter(None, ask.values))
+            raise DataError(f"{ask.name}={state[ask.name]} must be one of {known}")
     if unknown := sorted({name.removeprefix("a.") for name in state} - names(home)):
         raise DataError(f"{view} has no field {unknown[0]!r}; it has {', '.join(sorted(names(home)))}")
     return _VIEWS[view](state, server)
