@@ -87,6 +87,18 @@ def test_a_plan_says_it() -> None:
         parse_plan("recompute=full,recompute_modules=mlp")
 
 
+def test_a_search_keeps_to_the_modules() -> None:
+    fixed = "recompute_modules=mla_up_proj+moe_act,dtype=fp8,pp=8,ep=32,etp=1,tp=1,zero=1"
+    found = mw.search("deepseek-v3", "b200-sxm:256", batch=512, seq=4096, plan=fixed, top=1).to_json()[
+        "best"
+    ][0]
+    assert "recompute_modules=mla_up_proj+moe_act" in found["plan_text"]
+    again = mw.estimate(
+        "deepseek-v3", "b200-sxm:256", found["plan_text"], batch=512, seq=4096, microbatch=found["microbatch"]
+    )
+    assert again.step_s == found["step_s"]
+
+
 def test_what_runs_again_is_in_the_ledger() -> None:
     plan = parse_plan("ep=8,etp=1,pp=8,recompute_modules=moe+layernorm")
     found = mw.estimate("deepseek-v3", "h100-80g-sxm:256", plan, batch=256, seq=4096).to_json()

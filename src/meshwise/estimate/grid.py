@@ -27,7 +27,7 @@ from meshwise.machine.overheads import find_overheads
 from meshwise.model.architecture import Model
 from meshwise.plan.layouts import check_layout, default_grid
 from meshwise.plan.mesh import Mesh, mesh_of, rules
-from meshwise.plan.plan import NUMBERS, Plan, number_of
+from meshwise.plan.plan import DEFAULTS, NUMBERS, Plan, number_of
 from meshwise.plan.workload import Workload
 
 TAIL = (
@@ -131,7 +131,9 @@ def price_grid(
     for chosen in itertools.product(*(space[key] for key in switches)):
         try:
             stated = dict(zip(switches, chosen, strict=True))
-            plan = replace(base, **stated)
+            default = DEFAULTS["recompute_modules"]
+            is_selective = stated.get("recompute_modules", default) != default
+            plan = replace(base, **({"recompute": "selective"} if is_selective else {}) | stated)
             if plan.layout != "1d":
                 check_layout(model, plan, workload.seq)
             if distinct and (known := _canonical(plan)) in seen:
