@@ -9,6 +9,7 @@ a field of another type than everybody else writes. What cannot be repaired is c
 from __future__ import annotations
 
 import functools
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -19,7 +20,9 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-_BLOCK_BYTES = 1 << 23
+_BLOCK_BYTES = 1 << 20
+_MOST_EVENT_BYTES = 1 << 23
+_MOST_UNPACKED_BYTES, _MOST_RATIO = 1 << 30, 400
 _EXACT_US = 2.0**43
 _NUM_PROBED = 100
 _PROBED_BYTES = 1 << 16
@@ -159,11 +162,17 @@ def decoded_pieces(path: Path, notes: Notes, metadata: dict[str, Any]) -> Iterat
             notes.unreadable = notes.unreadable or "the file is empty"
         return
     metadata.setdefault("traceEvents", True)
-    offset = start.end()
+    offset, searched = start.end(), 0
     for block in blocks:
         buffer += block
-        cut = _last_gap(buffer)
+        cut, searched = _last_gap(buffer, searched), len(buffer)
+        if not cut and searched > _MOST_EVENT_BYTES:
+            notes.others.append(
+                f"no event ends in the {searched} bytes from {offset} on; the rest is left out"
+            )
+            return
         if cut:
+            searched = 0
             yield _decode_piece(buffer[:cut], offset, notes)
             offset += cut + 1
             buffer = buffer[cut + 1 :].lstrip(b", \n\r\t")
@@ -189,15 +198,23 @@ def _blocks(path: Path, notes: Notes) -> Iterator[bytes]:
 
 def _unpacked(file: BinaryIO, notes: Notes) -> Iterator[bytes]:
     """The content of a gzip file of one or several members, up to its end or its first damage."""
-    engine = zlib.decompressobj(wbits=31)
+    engine, unpacked = zlib.decompressobj(wbits=31), 0
+    most = max(_MOST_UNPACKED_BYTES, _MOST_RATIO * os.fstat(file.fileno()).st_size)
     for packed in iter(functools.partial(file.read, _BLOCK_BYTES // 8), b""):
         while packed:
             before = engine.copy()
             try:
-                yield engine.decompress(packed, _BLOCK_BYTES)
+                piece = engine.decompress(packed, _BLOCK_BYTES)
             except zlib.error:
                 notes.others.append("the gzip data is damaged; only what comes before the damage is used")
                 yield from _up_to_damage(before, packed)
+                return
+            yield piece
+            unpacked += len(piece)
+            if unpacked > most:
+                notes.others.append(
+                    f"it unpacks to more than {_MOST_RATIO} times its size; the rest is left out"
+                )
                 return
             packed = engine.unconsumed_tail or engine.unused_data
             if engine.eof and packed:
@@ -220,10 +237,13 @@ def _up_to_damage(engine: Any, packed: bytes, step: int = _CAREFUL_BYTES) -> Ite
             return
 
 
-def _last_gap(buffer: bytes) -> int:
-    """Where the last complete event of `buffer` ends: behind its `}`; 0 if no boundary is in sight."""
-    position = buffer.rfind(b"{")
-    while position > 0:
+def _last_gap(buffer: bytes, searched: int = 0) -> int:
+    """Where the last complete event of `buffer` ends: behind its `}`; 0 if no boundary is in sight.
+
+    What was `searched` before holds none.
+    """
+    position, least = buffer.rfind(b"{"), max(0, searched - 64)
+    while position > least:
         if _EVENT_START.match(buffer, position):
             end = _EVENT_END.search(buffer, max(0, position - 64), position)
             if end:
