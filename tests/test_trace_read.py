@@ -249,7 +249,7 @@ def test_kinds(category, name, kind):
 
 @pytest.mark.parametrize("filling", [b"{", b"x"])
 def test_one_endless_event_is_given_up(tmp_path, filling, monkeypatch):
-    """Megabytes packed into kilobytes without the end of an event: what comes before is read, the rest told."""
+    """Megabytes packed into kilobytes without the end of an event: what comes before is read."""
     monkeypatch.setattr("meshwise.trace.decode._MOST_EVENT_BYTES", 1 << 20)
     head = b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2}, {"name": "'
     path = tmp_path / "rank-0.json.gz"
