@@ -53,6 +53,17 @@ SPACES: dict[str, tuple[str, str, dict[str, tuple[Any, ...]]]] = {
             "panels": (1, 2), "schedule": ("1f1b",), "sp": (None, True), "zero": (1,), "cp_kind": ("ring",),
         },
     ),
+    "modules": (
+        "mixtral-8x7b",
+        "h100-80g-sxm:16",
+        {
+            "tp": (1, 2), "cp": (1,), "pp": (2,), "vpp": (1,), "schedule": ("1f1b",), "microbatch": (1,),
+            "cp_kind": ("ring",), "ep": (1, 8), "etp": (1,), "zero": (1,), "recompute": ("selective", "full"),
+            "recompute_layers": (None,), "overlap_ep": (False, True), "sp": (None, False),
+            "recompute_modules": (("core_attn",), ("moe",), ("core_attn", "moe_act")),
+            "optimizer": ("adam", "muon"), "imbalance": (1.0, 1.5),
+        },
+    ),
     "links": (
         "llama3-8b",
         "h100-80g-sxm:16",
