@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+FRAMEWORKS := .venv-frameworks/bin/python -m pip install -qq --constraint constraints.txt
 
 .PHONY: install demo test check frameworks fuzz bench docs site lock package release clean
 
@@ -42,7 +43,8 @@ test: check
 
 frameworks:  # the packages of others, in a .venv of their own, and the tests that need them
 	test -x .venv-frameworks/bin/python || $(PYTHON) -m venv .venv-frameworks
-	.venv-frameworks/bin/python -m pip install -qq --constraint constraints.txt --editable '.[torch,frameworks,dev]'
+	$(FRAMEWORKS) setuptools hatchling editables --editable '.[torch,dev]'
+	$(FRAMEWORKS) --no-build-isolation --editable '.[frameworks]'  # deepspeed asks torch when it is built
 	.venv-frameworks/bin/pytest tests/test_script.py tests/test_launch.py
 
 fuzz: install  # make fuzz CASES=20000 SEED=1: so many hostile inputs for each kind of input
