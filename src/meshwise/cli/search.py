@@ -45,7 +45,7 @@ def search(
     ] = "",
     weak: Annotated[bool, typer.Option("--weak", help="With --vary: the batch grows with the GPUs.")] = False,
     tokens: Annotated[
-        str | None, typer.Option(help="Token budget (15e12, 300B): also what the run takes.")
+        str | None, typer.Option(help="Tokens of the whole run, as 15T: also what the run takes.")
     ] = None,
     price: Annotated[float | None, typer.Option(help="Dollars of a GPU-hour, with --tokens.")] = None,
     watts: Annotated[float | None, typer.Option(help="Power of a GPU, with --tokens [its chip's].")] = None,

@@ -13,7 +13,7 @@ from meshwise.core.errors import WorkloadError
 from meshwise.serve.engine import Engine
 from meshwise.serve.pass_times import tabulate
 from meshwise.serve.requests import Requests, at_rate, in_closed_loop
-from meshwise.serve.serving import Serving, max_sequences, prompt_s, room_bytes, sequence_bytes
+from meshwise.serve.serving import Serving, check_lengths, max_sequences, prompt_s, room_bytes, sequence_bytes
 from meshwise.serve.simulate import Pools, Seconds, Served, Worker, simulate
 
 OPEN_LOOP_REQUESTS = 1000
@@ -33,6 +33,7 @@ def traffic(
     shared_prefix: int | None = None,
 ) -> Requests | None:
     """The requests that are asked for; None without a load. WorkloadError for what contradicts itself."""
+    check_lengths(prompt, output)
     loads = {"rate": rate, "concurrency": concurrency, "requests": trace}
     stated = [name for name, load in loads.items() if load is not None]
     if len(stated) > 1:

@@ -82,14 +82,19 @@ class Serving:
         return replace(cut_of(replace(self.mesh, microbatch=sequences)), past=past)
 
 
+def check_lengths(prompt: int, output: int) -> None:
+    """WorkloadError unless a request has a prompt and an answer."""
+    for name, tokens in (("prompt", prompt), ("output", output)):
+        if tokens < 1:
+            raise WorkloadError(f"{name}={tokens} must be a whole number of at least 1")
+
+
 def serving(
     model: Model, cluster: Cluster, plan: Plan, *, prompt: int, output: int, memory_frac: float = 0.9,
     engine_s: float = 0.0,
 ) -> Serving:  # fmt: skip
     """A checked `Serving`; PlanError or WorkloadError where something does not fit."""
-    for name, tokens in (("prompt", prompt), ("output", output)):
-        if tokens < 1:
-            raise WorkloadError(f"{name}={tokens} must be a whole number of at least 1")
+    check_lengths(prompt, output)
     if plan.pp > 1:
         raise PlanError(f"serving a pipeline (pp={plan.pp}) is not priced; use tp and dp")
     plan = _on_units_of(plan, cluster)
