@@ -64,14 +64,14 @@ def clocks_text(summary: Summary) -> str:
 
 
 def _ranks(summary: Summary) -> Table:
-    columns = ("rank", "span", "compute", "communication", "exposed", "memory", "idle", "host-bound", "busy")
+    columns = ("rank", "span", "compute", "comm.", "exposed", "memory", "idle", "by host", "busy")
     rows = []
     for rank, parts in zip(summary.ranks, summary.partitions, strict=True):
         times = [rank.span_s, rank.compute_s, rank.communication_s, rank.exposed_communication_s]
         times += [rank.memory_s, rank.idle_s]
         busy_frac = rank.busy_s / rank.span_s if rank.span_s else None
         cells = (*map(duration, times), _time(parts.host_bound_s), percent(busy_frac))
-        rows.append((f"{rank.rank} ({rank.device})", *cells, percent(rank.overlap_frac)))
+        rows.append((rank.rank, *cells, percent(rank.overlap_frac)))
     title = "Where the time of each rank went"
     return table(title, (*columns, "overlap"), rows, no_wrap=True)
 
