@@ -32,7 +32,7 @@ demo: install  # four commands, about ten seconds once installed
 	@echo "       meshwise --help                    all verbs; docs/index.md is where to start reading"
 
 check: install
-	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks docs
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/pytest tests/test_house.py

@@ -1,8 +1,9 @@
 """Runs the examples of pages again and writes what they print: `python docs/rerun.py docs/*.md`.
 
 An example is a block fenced as `console` that begins with `$ meshwise ...` or `$ for ...` (a line that
-ends in a backslash goes on), its output below; or a block fenced as `python` right before one fenced as `text`, which is what it
-prints. Python blocks of a page share their names. So no number of a page is older than the code.
+ends in a backslash goes on), its output below; or a block fenced as `python` right before one fenced as
+`text`, which is what it prints. Python blocks of a page share their names. So no number of a page is
+older than the code.
 """
 
 from __future__ import annotations

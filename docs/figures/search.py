@@ -31,7 +31,8 @@ RUNS = [
      "tp=8,pp=16,vpp=8,zero=2", "dtype=bf16", "41 % MFU",
      "[2407.21783](https://arxiv.org/abs/2407.21783)"),
     ("DeepSeek-V3, 2,048 H800, 2024", "deepseek-v3", "h800-sxm:2048", 15360, 4096,
-     "pp=16,ep=64,schedule=dualpipe,dtype=fp8", "dtype=fp8,overlap_ep=1,dispatch_dtype=fp8,act_input_dtype=fp8,dispatch=per_rank,"
+     "pp=16,ep=64,schedule=dualpipe,dtype=fp8",
+     "dtype=fp8,overlap_ep=1,dispatch_dtype=fp8,act_input_dtype=fp8,dispatch=per_rank,"
      "recompute_modules=core_attn|mla_up_proj+layernorm+moe_act", 19.9,
      "[2412.19437](https://arxiv.org/abs/2412.19437)"),
 ]  # fmt: skip

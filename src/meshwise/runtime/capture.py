@@ -86,8 +86,9 @@ class Capture:
         begin = time.perf_counter()
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
         import torch
-        from torch._C._profiler import _ExperimentalConfig
         from torch.profiler import ProfilerActivity, profile
+
+        from meshwise.runtime.torch_private import ProfilerConfig
 
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -98,7 +99,7 @@ class Capture:
             activities.append(ProfilerActivity.CUDA)
         self._profiler = profile(
             activities=activities,
-            experimental_config=_ExperimentalConfig(profile_all_threads=not self.options["memory"]),
+            experimental_config=ProfilerConfig(profile_all_threads=not self.options["memory"]),
             record_shapes=self.options["shapes"],
             profile_memory=self.options["memory"],
             with_stack=self.options["stacks"],
@@ -185,9 +186,9 @@ class _Guest:
 
     def add_metadata_json(self, key: str, value: str) -> None:
         """Into the running trace."""
-        import torch
+        from meshwise.runtime.torch_private import add_metadata_json
 
-        torch.autograd._add_metadata_json(key, value)
+        add_metadata_json(key, value)
 
     def stop(self) -> None:
         """Let it end as it would have."""
@@ -232,11 +233,11 @@ class _Life:
 
     def begin(self, make: Callable[[], Capture]) -> None:
         """Start the capture that `make` makes, and see to it that it ends before the process does."""
-        from torch._C._autograd import _profiler_enabled
+        from meshwise.runtime.torch_private import profiler_enabled
 
         self.has_begun = True
         self.make = make
-        self.is_waiting, self.waiting_since_ns = _profiler_enabled(), time.time_ns()
+        self.is_waiting, self.waiting_since_ns = profiler_enabled(), time.time_ns()
         if not self.is_waiting:
             self.resume()
         atexit.register(self.finish)
@@ -371,9 +372,9 @@ def _groups() -> dict[str, list[int]]:
 def _flight_record(since_ns: int) -> list[dict[str, Any]]:
     """The collectives called since then, in order; empty where this torch keeps no record."""
     try:
-        from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+        from meshwise.runtime.torch_private import dump_flight_recorder_json
 
-        entries = json.loads(_dump_fr_trace_json()).get("entries") or []
+        entries = json.loads(dump_flight_recorder_json()).get("entries") or []
     except (ImportError, RuntimeError, ValueError):
         return []
     fields = [

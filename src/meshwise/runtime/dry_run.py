@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwise.core.errors import PlanError
 from meshwise.machine.hardware import find_chip
@@ -27,6 +25,7 @@ from meshwise.runtime.outcome import Outcome
 from meshwise.runtime.programs import find_program
 from meshwise.runtime.programs.context import Context
 from meshwise.runtime.recorder import Recorder
+from meshwise.runtime.torch_private import FakeStore, FakeTensorMode, setup_private_device
 
 FAKE_DEVICE = "fakegpu"
 
@@ -99,11 +98,10 @@ class _Stream:
 @cache
 def _register_fake_device() -> None:
     """Give torch's spare device slot a name and stand-ins for streams. Private API of torch 2.13."""
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _setup_privateuseone_for_python_backend(FAKE_DEVICE)
+        setup_private_device(FAKE_DEVICE)
     module = getattr(torch, FAKE_DEVICE)
     module.Stream = module.Event = _Stream
     module.stream = lambda stream: stream if stream is not None else _Stream()

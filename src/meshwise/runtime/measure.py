@@ -25,6 +25,7 @@ from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_ba
 from meshwise.runtime.launch import Place
 from meshwise.runtime.programs import attention_kernels as kernels
 from meshwise.runtime.programs.context import TORCH_DTYPES
+from meshwise.runtime.torch_private import scaled_mm
 
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "all_to_all")
 _MOST_CALLS = 1 << 16
@@ -129,7 +130,7 @@ def gemm(dtype: str, m: int, n: int, k: int, device: str) -> Iterator[Callable[[
         b = torch.randn(n, k, device=device).to(elem).t()  # fp8 takes it column by column
         if dtype == "fp8":
             one = torch.ones((), device=device)
-            yield partial(torch._scaled_mm, a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+            yield partial(scaled_mm, a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
         else:
             yield partial(torch.mm, a, b.contiguous())
 

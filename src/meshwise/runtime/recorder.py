@@ -23,17 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint as checkpointing
-from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode,
-)
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from meshwise.core.ledger import Collective, Ledger
@@ -41,6 +32,20 @@ from meshwise.cost.collective import sent_bytes
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
 from meshwise.program.tape import Named, Step, Tape
 from meshwise.runtime.kept import Held, Kept, recomputation_hook
+from meshwise.runtime.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    FakeWork,
+    ShardingPropagator,
+    TorchDispatchMode,
+    autograd_sequence_nr,
+    current_autograd_node,
+    current_dispatch_mode,
+    current_graph_task_id,
+    disable_current_modes,
+    tree_leaves,
+    tree_map,
+)
 
 aten = torch.ops.aten
 
@@ -195,7 +200,7 @@ class Recorder(TorchDispatchMode):
         self._shape_rules = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def unseen(*args: Any, **kwargs: Any) -> Any:
-            with _disable_current_modes():  # DTensor tries an op's full shape on fake tensors, once
+            with disable_current_modes():  # DTensor tries an op's full shape on fake tensors, once
                 return recorder._shape_rules(*args, **kwargs)
 
         Storage.resize_ = resize_
@@ -217,7 +222,7 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "prim":
             return func(*args, **kwargs)
         if _is_bookkeeping(args, kwargs):
-            with _disable_current_modes():
+            with disable_current_modes():
                 return func(*args, **kwargs)
         kind = _COLLECTIVES.get(f"{func.namespace}.{func._opname}")
         inputs = self._tensors((args, kwargs))
@@ -284,11 +289,11 @@ class Recorder(TorchDispatchMode):
 
     def _write(self, row: dict[str, Any]) -> None:
         """Put a row on the tape under the names of its place in the program."""
-        node = torch._C._current_autograd_node()
-        in_backward = torch._C._current_graph_task_id() != -1
+        node = current_autograd_node()
+        in_backward = current_graph_task_id() != -1
         module, op = self._label(row["op"])
         phase = self._phases[-1] if self._phases else "backward" if in_backward else "forward"
-        number = torch.autograd._get_sequence_nr() - 1
+        number = autograd_sequence_nr() - 1
         if in_backward and phase == "backward":
             # what adds to a parameter's gradient has no place of its own; it belongs to the op before it
             place = None if node is None else node._sequence_nr()
@@ -363,7 +368,7 @@ class Recorder(TorchDispatchMode):
         if self._pauses or key in self._weights or key in self._saved or key not in self._live:
             return held
         self._saved.add(key)
-        number = torch.autograd._get_sequence_nr() - 1
+        number = autograd_sequence_nr() - 1
         self._claim(number)
         if number in self._rows:
             self._rows[number]["saved_bytes"] += storage.nbytes()
@@ -448,7 +453,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_bookkeeping(args: Any, kwargs: Any) -> bool:
     """Whether an op of a dry run works on real tensors: those in which a device mesh keeps its ranks."""
-    if type(_get_current_dispatch_mode()) is not FakeTensorMode:  # a user's program decides for itself
+    if type(current_dispatch_mode()) is not FakeTensorMode:  # a user's program decides for itself
         return False
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     return bool(tensors) and not any(isinstance(tensor, FakeTensor) for tensor in tensors)

@@ -16,12 +16,15 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwise.core.errors import PlanError
 from meshwise.program.tape import Step, Tape
+from meshwise.runtime.torch_private import (
+    clear_redistribute_planner_cache,
+    clear_sharding_prop_cache,
+    disable_current_modes,
+    gen_transform_infos,
+)
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 """torch's names of the dtypes that programs compute in."""
@@ -117,7 +120,7 @@ class Context:
             cut = " x ".join(f"{name}={size}" for name, size in axes.items())
             raise PlanError(f"{cut} is {math.prod(axes.values())} ranks, the world has {self.world_size}")
         _forget_groups()
-        with _disable_current_modes():  # the recorder and fake tensors have no part in this
+        with disable_current_modes():  # the recorder and fake tensors have no part in this
             ranks = torch.arange(self.world_size).view(tuple(axes.values()))
             place = [int(index) for index in (ranks == self.rank).nonzero()[0]]
             groups = []
@@ -135,16 +138,16 @@ class Context:
 
     def line(self, axis: str, ranks: Sequence[int]) -> DeviceMesh:
         """A mesh of one axis over `ranks`, this rank among them."""
-        with _disable_current_modes():
+        with disable_current_modes():
             group = self.group(axis, ranks)
             return DeviceMesh.from_group(group, self.device.type, mesh_dim_names=(axis,))
 
 
 def _forget_groups() -> None:
     """DTensor remembers by a mesh's shape how it redistributes; a new mesh of that shape has new groups."""
-    _clear_sharding_prop_cache()
+    clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
-    _gen_transform_infos.cache_clear()
+    gen_transform_infos.cache_clear()
 
 
 def _seed(key: tuple[int, ...]) -> int:

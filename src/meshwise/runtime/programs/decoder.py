@@ -30,6 +30,7 @@ from meshwise.runtime.programs.local import local
 from meshwise.runtime.programs.mixture import Mixture, Routes
 from meshwise.runtime.programs.norm import Norm
 from meshwise.runtime.programs.rotary import Rotate
+from meshwise.runtime.torch_private import current_graph_task_id
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Recorder
@@ -67,7 +68,7 @@ class Setting:
             return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
 
     def _place(self) -> AbstractContextManager[None]:
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = current_graph_task_id() != -1
         return self.recorder.phase("recompute") if in_backward else nullcontext()
 
 

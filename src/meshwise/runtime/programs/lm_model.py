@@ -22,7 +22,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.profiler import record_function
-from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwise.model.gpt_config import GptConfig
 from meshwise.program.expert_parallel import Placement
@@ -30,6 +29,7 @@ from meshwise.runtime.programs import checkpoint
 from meshwise.runtime.programs.moe import Shard
 from meshwise.runtime.programs.text_data import Blocks
 from meshwise.runtime.programs.transformer_lm import TransformerDecoder, init_parameters
+from meshwise.runtime.torch_private import disable_current_modes
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context
@@ -92,7 +92,7 @@ def new_model(
         )
         context.recorder.weights(*model.parameters())
         # The whole tensors that pieces are cut from lie on the host and are no memory of the program's.
-        with nullcontext() if context.is_fake else _disable_current_modes():
+        with nullcontext() if context.is_fake else disable_current_modes():
             if folder:
                 checkpoint.load(model, Path(folder))
                 if not context.is_fake:

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single
 from torch.nn import functional as F
 
 from meshwise.model.architecture import Model
 from meshwise.runtime.programs.functions import SwiGLU
 from meshwise.runtime.programs.local import local
+from meshwise.runtime.torch_private import all_to_all_single
 
 
 @dataclass(frozen=True, slots=True, eq=False)

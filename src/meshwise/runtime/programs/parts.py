@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+from meshwise.runtime.torch_private import fsdp_param
 
 
 class Parts:
@@ -33,9 +34,9 @@ class Parts:
 @contextmanager
 def cut_on_demand() -> Iterator[None]:
     """FSDP2 makes only the parts that it takes."""
-    before = _fsdp_param._chunk_with_empty
-    _fsdp_param._chunk_with_empty = Parts
+    before = fsdp_param._chunk_with_empty
+    fsdp_param._chunk_with_empty = Parts
     try:
         yield
     finally:
-        _fsdp_param._chunk_with_empty = before
+        fsdp_param._chunk_with_empty = before

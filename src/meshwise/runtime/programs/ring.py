@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor.experimental._context_parallel import _attention
 
 from meshwise.runtime.programs.attention_kernels import attention, attention_backward
+from meshwise.runtime.torch_private import ring_attention
 
 ALL_AT_ONCE = "all_gather"
 """The `cp_kind` of a `Plan` in which keys and values come all at once, else a hop at a time."""
@@ -40,7 +40,7 @@ class RingAttend(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, kind: str) -> Tensor:
         """[batch, heads, own tokens, width] -> [batch, own tokens, heads, width]."""
         with _options(q, kind):
-            out, lse = _attention._templated_ring_attention(
+            out, lse = ring_attention._templated_ring_attention(
                 group, 2, attention, q, k, v, query_spans=[], is_causal=True
             )
         out = out.transpose(1, 2).contiguous()
@@ -57,7 +57,7 @@ class RingAttend(torch.autograd.Function):
             return attention_backward(lse=logsumexp, query_spans=[], **named)
 
         with _options(q, ctx.kind):
-            dq, dk, dv = _attention._templated_ring_attention_backward(
+            dq, dk, dv = ring_attention._templated_ring_attention_backward(
                 ctx.group, 2, op, grad.transpose(1, 2), "grad", q, k, v, out.transpose(1, 2), lse, True
             )
         return dq, dk, dv, None, None
@@ -66,10 +66,10 @@ class RingAttend(torch.autograd.Function):
 @contextmanager
 def _options(q: Tensor, kind: str) -> Iterator[None]:
     """torch's options of context parallelism, for this call."""
-    options = _attention._cp_options
+    options = ring_attention._cp_options
     before = options.convert_to_f32, options.enable_load_balance, options.rotate_method
     options.convert_to_f32, options.enable_load_balance = q.dtype != torch.float64, True
-    method = _attention._RotateMethod
+    method = ring_attention._RotateMethod
     options.rotate_method = method.ALL_GATHER if kind == ALL_AT_ONCE else method.ALL_TO_ALL
     try:
         yield

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from meshwise.runtime.torch_private import ensure_cuda_device_guard
+
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _HOOKS = "_ZN2at6detail12getCUDAHooksEv"
 _CPU_GENERATOR = "_ZN2at6detail22getDefaultCPUGeneratorEv"
@@ -26,13 +28,13 @@ _kept: list[object] = []  # what C++ points to stays alive
 def supply_cuda_objects(devices: int, device: int) -> None:
     """Make autograd work on fake tensors of `devices` CUDA devices, of which this rank's is `device`."""
     if torch.backends.cuda.is_built():
-        torch._C._ensureCUDADeviceGuardSet()
+        ensure_cuda_device_guard()
         return
     folder = Path(torch.__file__).parent / "lib"
     core, cpu = (ctypes.CDLL(str(folder / name)) for name in ("libc10.so", "libtorch_cpu.so"))
     registry = (ctypes.c_void_p * 2).in_dll(core, _REGISTRY)
     registry[1] = _object([_constant(0)] * _GUARDS)
-    torch._C._ensureCUDADeviceGuardSet()
+    ensure_cuda_device_guard()
     getattr(cpu, _HOOKS).restype = ctypes.c_void_p
     hooks = getattr(cpu, _HOOKS)()
     table = ctypes.c_void_p.from_address(hooks).value or 0

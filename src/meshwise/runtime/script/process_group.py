@@ -15,14 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-import torch.distributed.tensor._dispatch as dtensor_dispatch
 import torch.nn.parallel.distributed as ddp
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwise.core.errors import PlanError
 from meshwise.runtime.recorder import Recorder
 from meshwise.runtime.script.guesses import Guesses
 from meshwise.runtime.script.letters import Letters
+from meshwise.runtime.torch_private import FakeStore, dtensor_dispatch
 
 BACKEND = "cpu:fake,cuda:fake"
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from meshwise.program.tape import Tape
 from meshwise.runtime.recorder import Recorder, _local
+from meshwise.runtime.torch_private import current_graph_task_id, tree_leaves
 
 _WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 
@@ -123,7 +123,7 @@ class ScriptRecorder(Recorder):
             if own:
                 self.weights(*own)
             self._modules.append(f"/{self._name(module)}")
-            self._phases += ["recompute"] if torch._C._current_graph_task_id() != -1 else []
+            self._phases += ["recompute"] if current_graph_task_id() != -1 else []
 
         def leave(module: torch.nn.Module, *_: Any) -> None:
             if self._modules and self._modules[-1] == f"/{self._name(module)}":

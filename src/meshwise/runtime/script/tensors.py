@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.nn.attention.flex_attention as flex_attention
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwise.runtime.script.guesses import Guesses
 from meshwise.runtime.script.values import shadow_of
+from meshwise.runtime.torch_private import FakeTensor, swap_tensor_impl
 
 aten = torch.ops.aten
 _library = torch.library.Library("aten", "IMPL")
@@ -70,7 +70,7 @@ def _swap(one: Any, other: Any) -> None:
     for tensor, values in ((other, held[0]), (one, held[1])):
         for slot, value in values.items():
             setattr(tensor, slot, value)
-    torch._C._swap_tensor_impl(one, other)
+    swap_tensor_impl(one, other)
 
 
 def _identity(function: Any = None, **_: Any) -> Any:

@@ -15,11 +15,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwise.runtime.script.guesses import Guesses
+from meshwise.runtime.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    disable_current_modes,
+    tree_leaves,
+    tree_map,
+)
 
 LARGE_BYTES = 4 << 20
 """A factory on the CPU makes a fake tensor from here on."""
@@ -107,7 +111,7 @@ class ScriptMode(FakeTensorMode):
         if kwargs.get("device", 0) is None:
             kwargs["device"] = torch.device("cpu")
         try:
-            with _disable_current_modes():
+            with disable_current_modes():
                 value = func(*args, **kwargs)
         except (RuntimeError, NotImplementedError):
             return _Unknown

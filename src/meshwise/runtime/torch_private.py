@@ -1,0 +1,66 @@
+"""Every private name of torch that meshwise uses, and where torch keeps it.
+
+Torch may move or change these with any release. `tests/test_torch_private.py` says which are missing in the
+torch at hand, so that a new release is tried by installing it and running that test; pyproject.toml admits
+the releases on which all were found and the whole suite passed. Nothing is imported before it is asked for:
+the hook of a capture runs in processes of others, whose torch may be older.
+
+    from meshwise.runtime.torch_private import FakeTensorMode
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+HOMES = {
+    # fake tensors and fake ranks
+    "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
+    "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
+    "FakeStore": "torch.testing._internal.distributed.fake_pg.FakeStore",
+    "FakeWork": "torch._C._distributed_c10d.FakeWork",
+    "setup_private_device": "torch.utils.backend_registration._setup_privateuseone_for_python_backend",
+    "ensure_cuda_device_guard": "torch._C._ensureCUDADeviceGuardSet",
+    "swap_tensor_impl": "torch._C._swap_tensor_impl",
+    # what the recorder sees
+    "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
+    "disable_current_modes": "torch.utils._python_dispatch._disable_current_modes",
+    "current_dispatch_mode": "torch.utils._python_dispatch._get_current_dispatch_mode",
+    "tree_leaves": "torch.utils._pytree.tree_leaves",
+    "tree_map": "torch.utils._pytree.tree_map",
+    "current_autograd_node": "torch._C._current_autograd_node",
+    "current_graph_task_id": "torch._C._current_graph_task_id",
+    "autograd_sequence_nr": "torch.autograd._get_sequence_nr",
+    # DTensor, FSDP2, context parallelism
+    "dtensor_dispatch": "torch.distributed.tensor._dispatch",
+    "ShardingPropagator": "torch.distributed.tensor._sharding_prop.ShardingPropagator",
+    "gen_transform_infos": "torch.distributed.tensor._redistribute._gen_transform_infos",
+    "clear_redistribute_planner_cache": (
+        "torch.distributed.tensor._redistribute.clear_redistribute_planner_cache"
+    ),
+    "clear_sharding_prop_cache": "torch.distributed.tensor.debug._clear_sharding_prop_cache",
+    "all_to_all_single": "torch.distributed._functional_collectives.all_to_all_single",
+    "fsdp_param": "torch.distributed.fsdp._fully_shard._fsdp_param",
+    "ring_attention": "torch.distributed.tensor.experimental._context_parallel._attention",
+    # measuring and capturing
+    "scaled_mm": "torch._scaled_mm",
+    "ProfilerConfig": "torch._C._profiler._ExperimentalConfig",
+    "profiler_enabled": "torch._C._autograd._profiler_enabled",
+    "add_metadata_json": "torch.autograd._add_metadata_json",
+    "dump_flight_recorder_json": "torch._C._distributed_c10d._dump_fr_trace_json",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"torch_private has no {name!r}")
+    home, _, last = HOMES[name].rpartition(".")
+    try:
+        return getattr(import_module(home), last)
+    except AttributeError:
+        return import_module(HOMES[name])  # a module; ImportError where there is no such name
