@@ -33,6 +33,8 @@ def meshwise(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     """Run the command line in this process: `meshwise("estimate", "gpt3-175b", ...)`."""
     from meshwise.cli import main
 
+    monkeypatch.delenv("COLUMNS", raising=False)
+
     def run(*words: str) -> Outcome:
         monkeypatch.setattr("sys.argv", ["meshwise", *words])
         try:

@@ -46,7 +46,7 @@ STUFFING = (
     b"=",
     b"1e999",
 )
-MAY_BE_NEGATIVE = ("signed", "change", "bias", "error", "headroom")
+MAY_BE_NEGATIVE = ("offsets_s", "drift_ppm", "signed", "change", "bias", "error", "headroom")
 MAX_CPU_S = 20.0
 
 

@@ -50,10 +50,10 @@ VIT_B = read_config(CONFIGS / "vit-base-patch16-224.json")
 
 
 def price(model: Model) -> Counter[tuple[Any, ...]]:
-    """Everything that the ops of a model say, at two degrees of tensor parallelism, and how often."""
+    """Everything that the ops of a model say, with fused attention and without, and how often."""
     found: Counter[tuple[Any, ...]] = Counter()
     for flash in (True, False):
-        cut = Cut(microbatch=2.0, seq=256.0, tp=2.0, ep=2.0, flash=flash)
+        cut = Cut(microbatch=2.0, seq=256.0, tp=2.0, ep=8.0, flash=flash, dispatch_per_rank=True)
         for number in range(model.num_layers):
             found.update(map(_said, block(model, cut, layer_kind(model, number))))
         found.update(map(_said, [*embed(model, cut), *head(model, cut)]))

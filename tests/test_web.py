@@ -54,10 +54,10 @@ def test_explore_says_what_the_command_line_says(client: TestClient, meshwise: A
 
 def test_a_pasted_config_and_an_edited_machine_replace_the_presets(client: TestClient) -> None:
     machine = ask(client, "machine", **JOB)["text"]
-    slower = machine.replace("memory_bytes_per_s = 3", "memory_bytes_per_s = 1", 1)
+    smaller = machine.replace("memory_bytes = 8", "memory_bytes = 7", 1)
     state = JOB | {"model": "no-such-model", "config": CONFIG, "seq": "64"}
     plain = ask(client, "explore", **state)
-    edited = ask(client, "explore", **state, machine=slower)
+    edited = ask(client, "explore", **state, machine=smaller)
     assert plain["headline"] != edited["headline"]
     assert "config.json" in plain["command"] and "cluster.toml" in edited["command"]
 
