@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 import tomllib
 from functools import cache
-from importlib import resources
 
 import msgspec
 
 from meshwise.calibrate.runs import Run
+from meshwise.core.files import catalog_text
 
 
 class Defaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,7 +57,7 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 @cache
 def entries() -> tuple[Defaults, ...]:
     """The catalog, in its order."""
-    text = (resources.files("meshwise") / "catalog" / "frameworks.toml").read_text()
+    text = catalog_text("frameworks.toml")
     return msgspec.convert(tuple(tomllib.loads(text)["frameworks"]), tuple[Defaults, ...])
 
 

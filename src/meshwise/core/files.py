@@ -11,6 +11,7 @@ import tempfile
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -47,6 +48,11 @@ def parse_file(
 def read_toml(path: Path, error: type[MeshwiseError] = DataError) -> dict[str, Any]:
     """The tables of a TOML file; `error` says what is wrong with it."""
     return parse_file(path, "TOML", tomllib.loads, error)
+
+
+def catalog_text(name: str) -> str:
+    """The text of a file of the catalog that ships with the package."""
+    return (resources.files("meshwise") / "catalog" / name).read_text(encoding="utf-8")
 
 
 def write_text(path: Path, text: str) -> None:

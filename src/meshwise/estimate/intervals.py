@@ -13,9 +13,10 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 
 import msgspec
+
+from meshwise.core.files import catalog_text
 
 LARGE = 1000
 """GPUs beyond which a run is in a regime of its own."""
@@ -54,7 +55,7 @@ class Interval:
 @cache
 def spreads() -> Spreads:
     """The catalog."""
-    text = (resources.files("meshwise") / "catalog" / "intervals.toml").read_text()
+    text = catalog_text("intervals.toml")
     return msgspec.convert(tomllib.loads(text), Spreads)
 
 

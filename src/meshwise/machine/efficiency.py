@@ -20,10 +20,10 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
-from importlib import resources
 from typing import Any, TypeVar
 
 from meshwise.core.errors import ClusterError
+from meshwise.core.files import catalog_text
 from meshwise.machine.hardware import MEASURED, Chip, Level, chips
 
 
@@ -252,7 +252,7 @@ def _entry(kind: type[Constants], entry: dict[str, Any], where: str) -> Constant
 
 @cache
 def _catalog() -> dict[str, dict[str, Any]]:
-    return read((resources.files("meshwise") / "catalog" / "efficiency.toml").read_text())
+    return read(catalog_text("efficiency.toml"))
 
 
 def mean(entries: list[Constants]) -> Constants:

@@ -17,14 +17,13 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from meshwise.core.errors import ClusterError
-from meshwise.core.files import read_toml
+from meshwise.core.files import catalog_text, read_toml
 from meshwise.core.units import DTYPE_BYTES, Num
 
 MAX_CHIPS = 10**9
@@ -250,7 +249,7 @@ def _convert(raw: Any, kind: Any, where: str) -> Any:
 
 
 def _catalog(file: str) -> dict[str, Any]:
-    return tomllib.loads((resources.files("meshwise") / "catalog" / file).read_text(encoding="utf-8"))
+    return tomllib.loads(catalog_text(file))
 
 
 @cache

@@ -52,10 +52,10 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from importlib import resources
 from typing import Any
 
 from meshwise.core.errors import PlanError
+from meshwise.core.files import catalog_text
 from meshwise.machine.hardware import Chip
 
 FULL_WATTS = {
@@ -163,7 +163,7 @@ class Tables:
 @cache
 def tables() -> Tables:
     """The catalog."""
-    raw = tomllib.loads((resources.files("meshwise") / "catalog" / "overheads.toml").read_text())
+    raw = tomllib.loads(catalog_text("overheads.toml"))
     raw.pop("about", None)
     return Tables(**raw)
 

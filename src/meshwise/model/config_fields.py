@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import tomllib
 from functools import cache
-from importlib import resources
 from typing import Any, Literal
 
 import msgspec
+
+from meshwise.core.files import catalog_text
 
 Fields = dict[str, Any]  # fields of Model
 
@@ -197,7 +198,7 @@ class Spelling(msgspec.Struct, forbid_unknown_fields=True):
 
 @cache
 def spellings() -> dict[str, Spelling]:
-    text = (resources.files("meshwise") / "catalog" / "huggingface.toml").read_text()
+    text = catalog_text("huggingface.toml")
     spellings = msgspec.convert(tomllib.loads(text), dict[str, Spelling])
     for own in spellings.values():  # a family stands below the one that it is like
         if own.like:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import tomllib
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from meshwise.core.errors import ModelError
+from meshwise.core.files import catalog_text
 from meshwise.model.architecture import Model, checked_model
 from meshwise.model.huggingface import read_config
 
@@ -18,7 +18,7 @@ from meshwise.model.huggingface import read_config
 @cache
 def models() -> dict[str, Model]:
     """All models of the catalog by name."""
-    text = (resources.files("meshwise") / "catalog" / "models.toml").read_text()
+    text = catalog_text("models.toml")
     raw = tomllib.loads(text)
     families = raw["families"]
     return {

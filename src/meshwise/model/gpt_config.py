@@ -17,14 +17,13 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from meshwise.core.errors import ModelError
-from meshwise.core.files import parse_file
+from meshwise.core.files import catalog_text, parse_file
 from meshwise.model.architecture import Model, MoE
 
 SECOND_EXPERT_POLICIES = ("all", "sampling", "random")
@@ -166,7 +165,7 @@ def gpt_config_from_dict(raw: dict[str, Any], where: str = "config") -> GptConfi
 
 @cache
 def _presets() -> dict[str, dict[str, Any]]:
-    return tomllib.loads((resources.files("meshwise") / "catalog" / "transformer_lm.toml").read_text())
+    return tomllib.loads(catalog_text("transformer_lm.toml"))
 
 
 def _read(path: Path) -> dict[str, Any]:

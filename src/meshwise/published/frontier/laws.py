@@ -11,12 +11,12 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any
 
 import numpy as np
 
 from meshwise.core.errors import WorkloadError
+from meshwise.core.files import catalog_text
 from meshwise.core.units import Num
 
 KINDS = ("tokens", "depth", "batch")
@@ -58,7 +58,7 @@ def power_law(
 @cache
 def catalog() -> dict[str, Any]:
     """The named laws and latencies, as written in `catalog/frontier.toml`."""
-    return tomllib.loads((resources.files("meshwise") / "catalog" / "frontier.toml").read_text())
+    return tomllib.loads(catalog_text("frontier.toml"))
 
 
 def law_names(kind: str) -> list[str]:
