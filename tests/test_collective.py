@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.cost.collective import collective_s, members, peer_all_reduce_s, sent_bytes
+from meshwise.estimate.timing import Machine, machine
 from meshwise.machine.efficiency import IDEAL, PeerEfficiency, constants
-from meshwise.machine.hardware import find_chip
+from meshwise.machine.hardware import Cluster, Level, find_chip, find_cluster
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "send")
 LINKS = {
@@ -129,15 +132,15 @@ def test_an_array_is_the_loop_over_its_scalars(kind, cases, efficiency):
     ],
 )
 def test_published_bus_bandwidth(chip, kind, ranks, busbw, tolerance):
-    machine = find_chip(chip)
+    levels = find_chip(chip).levels
     seconds = collective_s(
         kind,
         16 * 2**30,
         ranks,
-        link_bytes_per_s=[level.bytes_per_s for level in machine.levels],
-        link_latency_s=[level.latency_s for level in machine.levels],
-        link_ranks=[level.ranks for level in machine.levels],
-        efficiency=constants(machine),
+        link_bytes_per_s=[level.bytes_per_s for level in levels],
+        link_latency_s=[level.latency_s for level in levels],
+        link_ranks=[level.ranks for level in levels],
+        efficiency=constants(find_chip(chip)),
     )
     assert sent_bytes(kind, 16 * 2**30, ranks) / seconds == pytest.approx(busbw, rel=tolerance)
 
@@ -151,12 +154,12 @@ def test_published_bus_bandwidth(chip, kind, ranks, busbw, tolerance):
     ],
 )
 def test_all_reduce_through_the_peers_memory(ranks, size, expected_s):
-    machine = {"link_bytes_per_s": 450e9, "memory_bytes_per_s": 3e12}
+    links = {"link_bytes_per_s": 450e9, "memory_bytes_per_s": 3e12}
     waits = PeerEfficiency(wait_s=1e-6, host_s=2e-5)
-    assert peer_all_reduce_s(size, ranks, **machine, efficiency=waits) == pytest.approx(expected_s)
-    called_s = peer_all_reduce_s(size, ranks, **machine, graph=0.0, efficiency=waits)
+    assert peer_all_reduce_s(size, ranks, **links, efficiency=waits) == pytest.approx(expected_s)
+    called_s = peer_all_reduce_s(size, ranks, **links, graph=0.0, efficiency=waits)
     assert called_s == pytest.approx(max(2e-5, expected_s + 2 * size / 3e12))
-    assert peer_all_reduce_s(size, ranks, **machine, library_s=1e-9, efficiency=waits) == 1e-9
+    assert peer_all_reduce_s(size, ranks, **links, library_s=1e-9, efficiency=waits) == 1e-9
 
 
 def test_a_dispatch_inside_one_node_is_an_all_to_all_of_what_it_sends():
@@ -186,3 +189,97 @@ LINKS_OF_A_NODE = {
     "link_latency_s": (0.0, 0.0),
     "link_ranks": (8.0, np.inf),
 }
+
+
+# --- torus, rails, oversubscription ------------------------------------------------------------
+
+
+def torus(*shape: int, latency_s: float = 0.0) -> Machine:
+    """A pod of TPU v4 with this shape, ideal; axes of a multiple of 4 chips close to rings."""
+    levels = (
+        Level(name="ici", bytes_per_s=300e9, latency_s=latency_s, torus=shape, ring_multiple=4),
+        Level(name="dcn", bytes_per_s=6.25e9, latency_s=1e-5),
+    )
+    pod = Cluster(name="pod", chip=find_chip("tpu-v4"), num_chips=math.prod(shape), levels=levels)
+    return machine(pod, "bf16", ideal=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "group", "stride", "expected_s"),
+    [
+        # V = 1e9 bytes; six links of 50 GB/s in each direction, two along an axis
+        pytest.param("all_gather", (4, 4, 4), 4, 1, 3 / 4 / 100, id="a ring both ways along one axis"),
+        pytest.param("all_gather", (4, 4, 4), 4, 16, 3 / 4 / 100, id="the same along the last axis"),
+        pytest.param("all_gather", (4, 4, 4), 16, 1, 15 / 16 / 200, id="two axes at once"),
+        pytest.param("all_gather", (4, 4, 4), 64, 1, 63 / 64 / 300, id="all links of the chip"),
+        pytest.param("all_gather", (2, 4, 4), 2, 1, 1 / 2 / 50, id="an axis of 2 does not close"),
+        pytest.param("all_gather", (8, 8, 8), 4, 1, 3 / 4 / 50, id="half an axis is a line"),
+        pytest.param("all_gather", (8, 8, 8), 2, 4, 1 / 2 / (2 * 50 / 4), id="four groups share an axis"),
+        pytest.param("all_gather", (4, 4, 8), 16, 4, 15 / 16 / (100 + 50), id="an axis and half of the next"),
+        pytest.param("all_reduce", (4, 4, 4), 64, 1, 2 * 63 / 64 / 300, id="reduce-scatter + all-gather"),
+        pytest.param("all_to_all", (4, 4, 4), 4, 1, 1 / 100, id="a quarter of the way round, 4 parts"),
+        pytest.param("all_to_all", (2, 4, 4), 2, 1, 1 / 2 / 50, id="half of it to the neighbour"),
+        pytest.param("all_to_all", (4, 4, 16), 256, 1, 16 / 4 / 100, id="the longest axis binds"),
+        pytest.param("send", (4, 4, 4), 4, 16, 1 / 50, id="one link to the neighbour"),
+        pytest.param("send", (4, 4, 8), 2, 64, 1 / (50 / 4), id="four chips on, through the others"),
+    ],
+)  # fmt: skip
+def test_closed_forms_of_a_torus(kind, shape, group, stride, expected_s):
+    assert torus(*shape).collective_s(kind, 1e9, group, stride) == pytest.approx(expected_s, rel=1e-12)
+
+
+def test_hops_along_a_torus_go_both_ways_round():
+    pod = torus(4, 4, 8, latency_s=1e-6)
+    assert pod.collective_s("all_gather", 0.0, 128, 1) == pytest.approx((2 + 2 + 4) * 1e-6)
+    assert pod.collective_s("all_gather", 0.0, 4, 16) == pytest.approx(3e-6)
+
+
+@given(payloads, st.permutations([4, 8, 16]))
+def test_a_torus_has_its_bisection_whatever_the_order_of_its_axes(payload, shape):
+    """All ranks send half of what they have to the other half of the longest axis, over its two cuts."""
+    ranks, links_cut = math.prod(shape), 2 * math.prod(shape) / 16
+    across_s = ranks / 2 * payload / 2 / (links_cut * 50e9)
+    assert torus(*shape).collective_s("all_to_all", payload, ranks, 1) == pytest.approx(across_s)
+
+
+def test_a_pod_of_tpu_v4_has_its_published_bandwidths():
+    """Google Cloud documentation, TPU v4: 24 TB/s of bisection and 1.1 PB/s of all-reduce for 4096 chips."""
+    pod = machine(find_cluster("tpu-v4:4096"), "bf16", ideal=True)
+    assert 4096 * 1e9 / 4 / pod.collective_s("all_to_all", 1e9, 4096, 1) == pytest.approx(24e12, rel=0.1)
+    all_reduce_s = pod.collective_s("all_reduce", 1e9, 4096, 1)
+    sent = 4096 * sent_bytes("all_reduce", 1e9, 4096)
+    assert sent / all_reduce_s == pytest.approx(1.1e15, rel=0.15)
+
+
+@given(st.sampled_from(KINDS), payloads, st.sampled_from([1, 4, 16, 64]), st.sampled_from([1, 2, 4, 16]))
+def test_a_torus_is_never_faster_than_a_switch_with_the_same_links(kind, payload, group, stride):
+    links = {"link_bytes_per_s": (300e9,), "link_latency_s": (0.0,), "link_ranks": (math.inf,)}
+    switched_s = collective_s(kind, payload, group, stride=stride, **links)
+    assert torus(4, 8, 8).collective_s(kind, payload, group, stride) >= switched_s * (1 - 1e-12)
+
+
+def of_pods(**last: Any) -> Machine:
+    levels = (
+        Level(name="nvlink4", ranks=8, bytes_per_s=400e9, latency_s=0.0),
+        Level(name="leaf", bytes_per_s=50e9, latency_s=0.0, **last),
+    )
+    cluster = Cluster(name="pods", chip=find_chip("h100"), num_chips=256, levels=levels)
+    return machine(cluster, "bf16", ideal=True)
+
+
+def test_rails_load_the_links_inside_a_node_with_what_changes_the_rail():
+    """8 of 16 parts leave the node; seven eighths of them, and of those that stay, cross NVLink first."""
+    rails = of_pods(rails=True)
+    slow_inside = replace(rails, base=replace(rails.base, link_bytes_per_s=(10e9, 50e9)))
+    assert slow_inside.collective_s("all_to_all", 1e9, 16, 1) == pytest.approx(7 / 8 / 10)
+    assert rails.collective_s("all_to_all", 1e9, 2, 8) == pytest.approx(1 / 2 / 50)
+    for kind in KINDS:
+        assert rails.collective_s(kind, 1e9, 32, 8) == of_pods().collective_s(kind, 1e9, 32, 8)
+
+
+def test_an_oversubscribed_level_gives_each_rank_its_share():
+    pods = machine(find_cluster("llama3-roce"), "bf16", ideal=True)
+    assert pods.collective_s("send", 1e9, 2, 3072) == pytest.approx(7 / 50, rel=1e-3)
+    assert pods.collective_s("send", 1e9, 2, 8) == pytest.approx(1 / 50, rel=1e-3)
+    whole_pods_s = pods.collective_s("all_gather", 1e12, 2 * 3072, 1)  # 8 adapters a node bind, not the spine
+    assert whole_pods_s == pytest.approx(1e12 / (8 * 50e9), rel=0.05)

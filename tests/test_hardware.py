@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,12 @@ from meshwise.machine.hardware import (
     Cluster,
     chips,
     cluster_names,
+    cluster_text,
     find_chip,
     find_cluster,
+    parse_cluster,
     rates,
+    sliced,
     stack_rates,
 )
 
@@ -194,7 +198,7 @@ LINKS = [  # chip, GB/s as printed for the innermost level, what the print adds 
     ("Google Cloud TPU7x, both directions", "tpu-v7", 1200 / BOTH, 9216),
     ("AMD CDNA 4 whitepaper, 7 links of 153.6 GB/s", "mi355x", 7 * 153.6 / BOTH, 8),
     ("NVIDIA Vera Rubin NVL72", "vr200", 3600 / BOTH, 72),
-    ("AWS Neuron documentation, NeuronLink-v3", "trainium2", 1280 / BOTH, 64),
+    ("AWS Neuron documentation, NeuronLink-v3 in an instance", "trainium2", 1024 / BOTH, 16),
     ("Intel, 21 of 24 ports of 200 Gb/s", "gaudi3", 21 * 200 / 8, 8),
 ]
 
@@ -757,3 +761,63 @@ def test_stacked_rates_cost_what_each_chip_costs_alone(
 def test_nothing_cannot_be_stacked() -> None:
     with pytest.raises(ClusterError, match="at least one"):
         stack_rates([])
+
+
+# --- torus, rails, oversubscription ------------------------------------------------------------
+
+LINKS_OF_A_FILE = """
+chip = "h100"
+num_chips = {num_chips}
+levels = [
+  {{ name = "inside", {inside}, bytes_per_s = 450e9, latency_s = 1e-6 }},
+  {{ name = "outside", {outside}, bytes_per_s = 70e9, latency_s = 4e-6 }},
+]
+"""
+
+
+@pytest.mark.parametrize(
+    ("num_chips", "inside", "outside", "message"),
+    [
+        (64, "torus = [4, 4]", "torus = [2, 2, 8]", "only the innermost level can be a torus"),
+        (64, "torus = [4, 4], ranks = 8", "rails = true", "ranks is 8, but torus 4 x 4 has 16"),
+        (64, "torus = [4, 0]", "rails = true", "torus is 0"),
+        (64, "ranks = 8, rails = true", "rails = true", "the innermost level has no rails"),
+        (64, "ranks = 8", "oversubscription = 0.5", "oversubscription is 0.5; it must be 1 or more"),
+        (64, "ranks = 8", "oversubscribed = 2", "oversubscribed"),
+    ],
+)
+def test_links_that_cannot_be_are_refused(num_chips: int, inside: str, outside: str, message: str) -> None:
+    with pytest.raises(ClusterError, match=re.escape(message)):
+        parse_cluster(LINKS_OF_A_FILE.format(num_chips=num_chips, inside=inside, outside=outside))
+
+
+@pytest.mark.parametrize("name", [*CLUSTERS, "tpu-v5p:512", "trainium2:32"])
+def test_a_cluster_is_read_again_from_its_own_text(name: str) -> None:
+    cluster = find_cluster(name)
+    again = parse_cluster(cluster_text(cluster), name)
+    assert [repr(level) for level in again.levels] == [repr(level) for level in cluster.levels]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        # The slices that Google Cloud offers (documentation of v4, v5p, v5e and TPU7x)
+        *(("tpu-v5p:8", (2, 2, 2)), ("tpu-v5p:32", (2, 4, 4)), ("tpu-v5p:64", (4, 4, 4))),
+        *(("tpu-v5p:128", (4, 4, 8)), ("tpu-v5p:256", (4, 8, 8)), ("tpu-v5p:1024", (8, 8, 16))),
+        *(("tpu-v4:2048", (8, 16, 16)), ("tpu-v5p:6144", (16, 16, 24)), ("tpu-v5p:8960", (16, 20, 28))),
+        *(("tpu-v5e:8", (2, 4)), ("tpu-v5e:128", (8, 16)), ("tpu-v6e:256", (16, 16))),
+        *(("tpu-v7:9216", (16, 24, 24)), ("tpu-v5p:20000", (16, 20, 28)), ("trainium2:16", (4, 4))),
+    ],
+)
+def test_a_part_of_a_torus_is_the_most_cubic_box(name: str, shape: tuple[int, ...]) -> None:
+    cluster = find_cluster(name)
+    assert sliced(cluster.levels, cluster.num_chips)[0].torus == shape
+    ranks = [1.0, *rates(cluster, "bf16").link_ranks][: len(shape) + 1]
+    assert tuple(outer / inner for inner, outer in pairwise(ranks)) == shape
+
+
+def test_a_torus_of_its_own_does_not_grow() -> None:
+    text = 'chip = "h100"\nnum_chips = 100\n'
+    text += '[[levels]]\nname = "mesh"\ntorus = [4, 4]\nbytes_per_s = 1e11\nlatency_s = 1e-6'
+    with pytest.raises(ClusterError, match="the torus 4 x 4 has 16 chips, not 100"):
+        rates(parse_cluster(text), "bf16")

@@ -18,7 +18,21 @@ of V bytes, with c = (n-1)/n,
 
 where hops = sum over levels of latency_i (n/m_{i-1} - n/m_i); a dispatch sends each token once to each
 of the d(places) = places (1 - (1 - 1/places)^k) ranks, and nodes, that its k choices meet (fewer where
-routing is limited to groups of experts: `experts.met_places`).
+routing is limited to groups of experts: `experts.met_places`). Where level s has rails, what an all-to-all
+sends to another rail changes to it inside the node, whose links carry m_s in place of m_i members' parts.
+
+The axes of a torus are levels whose ranks are wired to two neighbours, by links of B_i in each direction.
+A group has a = m_i/m_{i-1} members along the axis, g = stride/(ranks of the axes before) apart, and shares
+the links with the g - 1 groups in between. Members that fill a closed axis go both ways round (w = 2, else
+1). Of the group's n members m are in the torus:
+
+    all-gather, reduce-scatter      c V / sum over used axes of (w_i B_i / g_i)   (all axes at once)
+    all-to-all                      max over axes of  V (m/n) (floor(a^2/4) / a) / (w_i B_i / g_i)
+    send, recv                      V / (B_i / g_i)
+    hops                            latency_i g_i times a - 1, or a/2 both ways round
+
+An all-to-all is bound by the bisection: of a^2 pairs along an axis, floor(a^2/4) cross its middle each way.
+A torus has neither trees nor adding switches.
 
 That is the ideal machine. A real library (NCCL) pays a launch, has two protocols (quick: low latency, a
 share of the bandwidth; bulk: the full bandwidth, slower hops), copies a rank's own part, climbs trees
@@ -29,8 +43,9 @@ switch add where it can (V (1 + 1/n) bytes per rank instead of 2 c V). It takes 
 Every algorithm above is a straight line in V: a delay, plus V times the seconds per byte of its slowest
 level. The lines depend on the group and its links alone (`collective_lines`).
 
-Sources: Thakur, Rabenseifner, Gropp, IJHPCA 2005 (rings); the hierarchical form as in the public
-transformer-perf-estimates model of NERSC; NCCL's documentation of NCCL_PROTO and NCCL_ALGO.
+Sources: Thakur, Rabenseifner, Gropp, IJHPCA 2005 (rings); How to Scale Your Model, part 3 (torus); the
+hierarchical form as in the public transformer-perf-estimates model of NERSC; NCCL's documentation of
+NCCL_PROTO and NCCL_ALGO.
 """
 
 from __future__ import annotations
@@ -38,6 +53,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +62,16 @@ from meshwise.core.ledger import Collective
 from meshwise.core.units import Num
 from meshwise.cost.experts import met_places
 from meshwise.machine.efficiency import IDEAL, Efficiency, LinkEfficiency, PeerEfficiency
+
+
+class Link(NamedTuple):
+    """One level of links, or one axis of a torus, whose `ways` are 2 where it closes to a ring, else 1."""
+
+    bytes_per_s: Num
+    latency_s: Num
+    ranks: Num
+    ways: Num = 0.0
+    rails: Num = 0.0
 
 
 def members(group_ranks: Num, stride: Num, level_ranks: Num) -> Num:
@@ -99,7 +125,7 @@ def collective_s(
     group of one is free. Assumes that nothing else uses the links. An all-to-all with uneven splits takes as
     long as its most loaded rank: pass that rank's bytes.
     """
-    links = tuple(zip(link_bytes_per_s, link_latency_s, link_ranks, strict=True))
+    links = tuple(map(Link, link_bytes_per_s, link_latency_s, link_ranks))
     return fastest_s(
         collective_lines(kind, group_ranks, stride, links, efficiency, choices=choices, groups=groups),
         payload_bytes,
@@ -115,7 +141,7 @@ def collective_lines(
     kind: Collective,
     group_ranks: Num,
     stride: Num,
-    links: tuple[tuple[Num, Num, Num], ...],
+    links: tuple[Link, ...],
     efficiency: Efficiency,
     *,
     choices: float = 0.0,
@@ -123,15 +149,16 @@ def collective_lines(
 ) -> list[Line]:
     """All that the library can choose from for a group, launch included; a group of one is free.
 
-    `links`: per level (bytes/s, latency, ranks of a domain), innermost first. A caller that times many
+    `links`: levels, innermost first. A caller that times many
     payloads of one group computes its lines once.
     """
     group = _Group(group_ranks, stride, links, efficiency.inner, efficiency.outer, choices, groups)
     protocols = [group.steps(bulk=False), group.steps(bulk=True)]
     lines = [_ring(kind, group, steps) for steps in protocols]
-    if kind == "all_reduce" and group.outer.tree_latency is not None:
+    is_switched = not np.any(links[0].ways)
+    if kind == "all_reduce" and group.outer.tree_latency is not None and is_switched:
         lines += [_tree(steps) for steps in protocols]
-    if kind == "all_reduce" and group.inner.switch_frac is not None:
+    if kind == "all_reduce" and group.inner.switch_frac is not None and is_switched:
         lines.append(_switch(group, protocols[1][0]))
     launch_s = _launch_s(protocols[0])
     return [replace(line, delay_s=line.delay_s + launch_s) for line in lines]
@@ -166,11 +193,11 @@ def peer_all_reduce_s(
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A group on its links: per level (bytes/s, latency, ranks of a domain), innermost first."""
+    """A group on its links, innermost first."""
 
     ranks: Num
     stride: Num
-    links: tuple[tuple[Num, Num, Num], ...]
+    links: tuple[Link, ...]
     inner: LinkEfficiency
     outer: LinkEfficiency
     choices: float = 0.0
@@ -180,29 +207,40 @@ class _Group:
         """The levels, innermost first, as one protocol meets them."""
         steps = []
         inside: Num = 1.0
-        for level, (bytes_per_s, latency_s, domain_ranks) in enumerate(self.links):
+        joined: Num = 1.0  # ranks of a domain of the level inside
+        for level, link in enumerate(self.links):
             outermost = level == len(self.links) - 1
-            here = self.ranks if outermost else members(self.ranks, self.stride, domain_ranks)
-            efficiency = self.outer if level else self.inner
-            hops = self.ranks / inside - self.ranks / here
+            here = self.ranks if outermost else members(self.ranks, self.stride, link.ranks)
+            is_axis = np.asarray(link.ways) > 0
+            is_outer = bool(level) and not np.all(is_axis)
+            efficiency = self.outer if is_outer else self.inner
+            along = here / inside
+            apart = np.where(is_axis, np.maximum(self.stride / np.asarray(joined, float), 1.0), 1.0)
+            ways = np.where((link.ways == 2) & (along * apart * joined >= link.ranks), 2.0, 1.0)
+            axis_hops = apart * np.where(ways == 2, np.floor(along / 2.0), along - 1.0)
+            hops = np.where(is_axis, axis_hops, self.ranks / inside - self.ranks / here)
             # Neighbours inside a node synchronise at the same time, those between nodes one by one.
-            syncs = hops if level else np.log2(here)
-            quick_s = latency_s * efficiency.quick_latency
-            sync_s = latency_s * efficiency.bulk_latency if bulk else 0.0
+            syncs = hops if is_outer else np.log2(here)
+            quick_s = link.latency_s * efficiency.quick_latency
+            sync_s = link.latency_s * efficiency.bulk_latency if bulk else 0.0
+            reached_frac = efficiency.bulk_frac if bulk else efficiency.quick_frac
             steps.append(
                 _Step(
                     inside=inside,
                     here=here,
                     used=np.asarray(here) > np.asarray(inside),
-                    bytes_per_s=bytes_per_s * (efficiency.bulk_frac if bulk else efficiency.quick_frac),
-                    hop_s=quick_s + sync_s,
+                    is_axis=is_axis,
+                    ways=ways,
+                    rails=link.rails,
+                    bytes_per_s=link.bytes_per_s / apart * reached_frac,
+                    hop_s=apart * (quick_s + sync_s),
                     hops_s=hops * quick_s,
                     syncs_s=syncs * sync_s,
                     efficiency=efficiency,
                     bulk=bulk,
                 )
             )
-            inside = here
+            inside, joined = here, link.ranks
         return steps
 
 
@@ -210,13 +248,18 @@ class _Group:
 class _Step:
     """One level of links as one protocol meets it.
 
-    `inside`, `here`: members in a domain of the level inside it, and of its own. `hop_s`: delay of one hop
-    of a lone message; `hops_s`, `syncs_s`: all hops of one pass round the ring, and its synchronisations.
+    `inside`, `here`: members in a domain of the level inside it, and of its own. `bytes_per_s`: a member's
+    share of the links in one direction; along an axis of a torus it uses them `ways` ways. `hop_s`: delay of
+    one hop of a lone message; `hops_s`, `syncs_s`: all hops of one pass round the ring, and its
+    synchronisations.
     """
 
     inside: Num
     here: Num
     used: NDArray[np.bool_]
+    is_axis: NDArray[np.bool_]
+    ways: Num
+    rails: Num
     bytes_per_s: Num
     hop_s: Num
     hops_s: Num
@@ -244,30 +287,49 @@ def _ring(kind: Collective, group: _Group, steps: Sequence[_Step]) -> Line:
     own_part = 1.0 / group.ranks
     wire: Num = 0.0
     delay_s: Num = 0.0
-    for step in steps:
+    axes_bytes_per_s: Num = 0.0
+    for level, step in enumerate(steps):
         if kind in ("send", "recv"):  # outer levels overwrite inner ones
             wire = np.where(step.used, 1.0 / step.bytes_per_s, wire)
             delay_s = np.where(step.used, step.hop_s, delay_s)
         elif kind in ("all_to_all", "dispatch"):
-            part = _leaving(kind, group, step) + step.efficiency.all_to_all_own_part * own_part
-            wire = np.maximum(wire, np.where(step.used, part / step.bytes_per_s, 0.0))
+            part = _leaving(kind, group, steps, level) + step.efficiency.all_to_all_own_part * own_part
+            wire = np.maximum(wire, np.where(step.used, part / (step.ways * step.bytes_per_s), 0.0))
             delay_s = np.maximum(delay_s, np.where(step.used, step.hop_s, 0.0))
         else:
             part = ring_part / step.inside + step.efficiency.own_part * own_part
-            wire = np.maximum(wire, np.where(step.used, part / step.bytes_per_s, 0.0))
+            axes_bytes_per_s = axes_bytes_per_s + step.ways * step.bytes_per_s * (step.used & step.is_axis)
+            wire = np.maximum(wire, np.where(step.used & ~step.is_axis, part / step.bytes_per_s, 0.0))
             delay_s = delay_s + passes * step.hops_s + step.syncs_s  # two passes are one pipeline
+    axes_part = ring_part + steps[0].efficiency.own_part * own_part
+    has_axes = np.asarray(axes_bytes_per_s) > 0.0
+    wire = np.maximum(wire, np.where(has_axes, axes_part / np.where(has_axes, axes_bytes_per_s, 1.0), 0.0))
     rings = kind not in ("send", "recv", "all_to_all", "dispatch")
     return Line(_named("ring" if rings else "direct", steps), delay_s, wire)
 
 
-def _leaving(kind: Collective, group: _Group, step: _Step) -> Num:
+def _leaving(kind: Collective, group: _Group, steps: Sequence[_Step], level: int) -> Num:
     """Share of the payload that a rank sends over the links of this level."""
+    step = steps[level]
+    along = step.here / step.inside
+    crossing = np.where(step.is_axis, np.floor(along**2 / 4.0) / along, 1.0 - 1.0 / along)
+    part = _passing(steps, level) / group.ranks * crossing
     if kind == "all_to_all":
-        return (step.here - step.inside) / group.ranks
+        return part
     met, of_all = (
         met_places(places, group.choices, group.groups) for places in (group.ranks / step.inside, group.ranks)
     )
-    return met / of_all * (1.0 - step.inside / step.here)
+    return np.where(step.is_axis, part, met / of_all * crossing)
+
+
+def _passing(steps: Sequence[_Step], level: int) -> Num:
+    """Members whose data passes this level: those of its domain, and of all that axes or rails lead on to."""
+    members_here: Num = steps[level].here
+    leads_on: Any = True
+    for step in steps[level + 1 :]:
+        leads_on = leads_on & (step.is_axis | (np.asarray(step.rails) > 0))
+        members_here = np.where(leads_on, step.here, members_here)
+    return members_here
 
 
 def _tree(steps: Sequence[_Step]) -> Line:
@@ -283,8 +345,8 @@ def _tree(steps: Sequence[_Step]) -> Line:
 
 def _switch(group: _Group, step: _Step) -> Line:
     """All-reduce inside one domain of level 0 whose switch adds; never done for larger groups."""
-    bytes_per_s, latency_s, _ = group.links[0]
-    added_bytes_per_s = bytes_per_s * (group.inner.switch_frac or 1.0)
+    link = group.links[0]
+    added_bytes_per_s = link.bytes_per_s * (group.inner.switch_frac or 1.0)
     inside_one = np.asarray(step.here) >= np.asarray(group.ranks)
-    delay_s = np.where(inside_one, latency_s * group.inner.switch_latency, np.inf)
+    delay_s = np.where(inside_one, link.latency_s * group.inner.switch_latency, np.inf)
     return Line("switch", delay_s, (1.0 + 1.0 / group.ranks) / added_bytes_per_s)

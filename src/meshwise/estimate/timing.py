@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 
 from meshwise.core.units import Num
 from meshwise.cost.attention_kernel import attention_s, decode_attention_s
-from meshwise.cost.collective import Line, collective_lines, fastest_s, peer_all_reduce_s
+from meshwise.cost.collective import Line, Link, collective_lines, fastest_s, peer_all_reduce_s
 from meshwise.cost.dispatch import deepep_copies, dispatch_s
 from meshwise.cost.experts import experts_s
 from meshwise.cost.gemm import GROUPED_TILES, TILES, gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s
 from meshwise.machine.efficiency import IDEAL, Efficiency, ExpertsEfficiency, constants
-from meshwise.machine.hardware import Chip, Cluster, Level, Rates, host_bytes_per_s, num_cores, rates
+from meshwise.machine.hardware import Chip, Cluster, Level, Rates, host_bytes_per_s, num_cores, rates, sliced
 from meshwise.machine.overheads import NONE, Overheads, find_overheads
 from meshwise.program.context import CORE
 from meshwise.program.op import Op, precision
@@ -120,7 +120,8 @@ def _lines(
     fracs = machine.reached_frac if machine.reached_frac and not is_message else (1.0,) * len(base.link_ranks)
     bytes_per_s = map(operator.mul, base.link_bytes_per_s, fracs)
     sizes, strides = (np.frombuffer(content).reshape(shape) for content, shape in (ranks, stride))
-    links = tuple(zip(bytes_per_s, base.link_latency_s, base.link_ranks, strict=True))
+    columns = bytes_per_s, base.link_latency_s, base.link_ranks, base.link_ways, base.link_rails
+    links = tuple(map(Link, *columns))
     return collective_lines(kind, sizes, strides, links, machine.efficiency, choices=choices, groups=groups)
 
 
@@ -133,16 +134,21 @@ def machine(
     beside its kernels (None: the chip's, under today's software).
     """
     overheads = NONE if ideal else overheads or find_overheads(cluster.chip)
-    return _machine(cluster.chip, cluster.levels, dtype, ideal, overheads)
+    levels = sliced(cluster.levels, cluster.num_chips)
+    return _machine(cluster.chip, levels, dtype, ideal, overheads)
 
 
 @lru_cache(maxsize=256)
 def _machine(chip: Chip, levels: tuple[Level, ...], dtype: str, ideal: bool, overheads: Overheads) -> Machine:
-    cluster = Cluster(name=chip.name, chip=chip, num_chips=1, levels=levels)
+    num_chips = math.prod(levels[0].torus)  # the levels of a slice already
+    cluster = Cluster(name=chip.name, chip=chip, num_chips=num_chips, levels=levels)
     dtypes = {dtype, "bf16" if dtype in ("fp8", "fp4") else dtype}
     return Machine(
         base=rates(cluster, dtype),
-        reached_frac=(1.0, *(overheads.reached_frac(level.name) for level in levels[1:])),
+        reached_frac=(
+            *(1.0 for _ in levels[0].torus or (1,)),
+            *(overheads.reached_frac(level.name) for level in levels[1:]),
+        ),
         by_dtype={name: rates(cluster, name) for name in dtypes},
         efficiency=IDEAL if ideal else constants(chip, levels),
         num_cores=float(num_cores(chip)),
@@ -376,7 +382,8 @@ def _peer_all_reduce_s(machine: Machine, op: Op, payload_bytes: Stack, ranks: St
         library_s=library_s,
         efficiency=machine.efficiency.peer,
     )
-    is_inside = (ranks > 1) & (ranks * stride <= machine.base.link_ranks[0])
+    is_switched = np.asarray(machine.base.link_ways[0]) == 0  # a peer must be reached directly
+    is_inside = (ranks > 1) & (ranks * stride <= machine.base.node_ranks) & is_switched
     return np.where(is_inside, peer_s, library_s)
 
 
@@ -388,7 +395,7 @@ def _deepep_s(
     efficiency = machine.efficiency.dispatches.get(f"{op.library}-{op.name}")
     if efficiency is None:  # a machine that no such library was measured on
         return machine.collective_s("all_to_all", payload_bytes, ranks, stride)
-    links, per_node = machine.base.link_bytes_per_s, np.minimum(ranks, machine.base.link_ranks[0])
+    links, per_node = machine.base.link_bytes_per_s, np.minimum(ranks, machine.base.node_ranks)
     copies, num_cores = deepep_copies(
         op.library, op.choices, ranks, per_node,
         experts=experts, num_cores=machine.num_cores, cores=DISPATCH_CORES,

@@ -4,6 +4,11 @@ A `Cluster` is one kind of chip, a number of them, and the links between them as
 innermost first: level 0 joins the ranks of a node (NVLink), level 1 the nodes (InfiniBand), and so
 on. A level's `ranks` is the size of one of its domains; the outermost level spans the cluster.
 
+The ranks of a level are joined by switches, or they are wired to their neighbours along the axes of a
+*torus* (TPU); rank 1 is then the neighbour of rank 0 along the first axis. Switches may give the ranks of
+a domain less than their links together need (*oversubscription*), or join only ranks that have the same
+place in the domains inside (*rails*).
+
 Bandwidth is per rank and per direction. The numbers are data: `catalog/chips.toml` and
 `catalog/clusters.toml`, each entry with its source and the date it was checked.
 """
@@ -12,11 +17,13 @@ from __future__ import annotations
 
 import datetime
 import difflib
+import itertools
 import math
+import operator
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +42,20 @@ RANGE = (1e-30, 1e30)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Level:
-    """One kind of link. `ranks`: ranks in one domain of this level (infinite: the whole cluster)."""
+    """One kind of link. `ranks`: ranks in one domain of this level (infinite: the whole cluster).
+
+    `bytes_per_s` is what is left for a rank when all ranks use the level at once. `torus`: the chips along
+    each axis (empty: switches); an axis closes to a ring where its size is a multiple of `ring_multiple`.
+    `rails`: switches join only ranks of the same place in their domains of the level inside.
+    """
 
     name: str
     bytes_per_s: float
     latency_s: float
     ranks: float = math.inf
+    torus: tuple[int, ...] = ()
+    ring_multiple: int = 1
+    rails: bool = False
 
 
 MEASURED = "measured"
@@ -114,6 +129,10 @@ class _LevelEntry(msgspec.Struct, forbid_unknown_fields=True):
     bytes_per_s: float
     latency_s: float
     ranks: int | None = None
+    oversubscription: float = 1.0
+    torus: list[int] = []
+    ring_multiple: int = 1
+    rails: bool = False
 
 
 class _ChipEntry(msgspec.Struct, forbid_unknown_fields=True):
@@ -171,18 +190,38 @@ def _levels(entries: list[_LevelEntry], where: str) -> tuple[Level, ...]:
                 f"{where}, level {levels[-1].name!r}: ranks is missing; only the last may lack it"
             )
         ranks = math.inf if entry.ranks is None else _count(entry.ranks, f"{at}: ranks")
+        if entry.torus:
+            ranks = _torus_ranks(entry, at)
         if levels and ranks <= levels[-1].ranks:
             raise ClusterError(f"{at}: ranks must grow outward; list the innermost level first")
+        if levels and entry.torus:
+            raise ClusterError(f"{at}: only the innermost level can be a torus")
+        if entry.rails and not levels:
+            raise ClusterError(f"{at}: the innermost level has no rails; list the links of a node before it")
+        if not 1.0 <= entry.oversubscription <= 1e6:
+            raise ClusterError(f"{at}: oversubscription is {entry.oversubscription}; it must be 1 or more")
         levels.append(
             Level(
                 name=entry.name,
-                bytes_per_s=_positive(entry.bytes_per_s, f"{at}: bytes_per_s"),
+                bytes_per_s=_positive(entry.bytes_per_s, f"{at}: bytes_per_s") / entry.oversubscription,
                 latency_s=_positive(entry.latency_s, f"{at}: latency_s", zero=True),
                 ranks=ranks,
+                torus=tuple(entry.torus),
+                ring_multiple=_count(entry.ring_multiple, f"{at}: ring_multiple"),
+                rails=entry.rails,
             )
         )
     levels[-1] = replace(levels[-1], ranks=math.inf)
     return tuple(levels)
+
+
+def _torus_ranks(entry: _LevelEntry, at: str) -> float:
+    """The chips of the torus of `entry`; its `ranks`, where it is given too, must say the same."""
+    ranks = math.prod(_count(size, f"{at}: torus") for size in entry.torus)
+    if entry.ranks not in (None, ranks):
+        shape = " x ".join(map(str, entry.torus))
+        raise ClusterError(f"{at}: ranks is {entry.ranks}, but torus {shape} has {ranks}; leave ranks out")
+    return float(ranks)
 
 
 def _check_rates(table: dict[str, float], what: str) -> None:
@@ -356,8 +395,10 @@ def cluster_text(cluster: Cluster) -> str:
     chip = {key: getattr(cluster.chip, key) for key in _ChipEntry.__struct_fields__ if key != "levels"}
     chip.pop("checked")
     levels = [
-        {key: getattr(level, key) for key in _LevelEntry.__struct_fields__ if getattr(level, key) != math.inf}
-        for level in cluster.levels
+        {item.name: value for item in fields(Level) if (value := getattr(level, item.name)) != item.default}
+        for level in (
+            replace(level, ranks=math.inf if level.torus else level.ranks) for level in cluster.levels
+        )
     ]
     tables = [("", {"num_chips": cluster.num_chips}), *(("[[levels]]", level) for level in levels)]
     return "\n\n".join(
@@ -380,7 +421,9 @@ def _toml(value: Any) -> str:
 class Rates:
     """The rates of a chip at one dtype; each may be an array over chips, so that one call costs many.
 
-    `link_bytes_per_s`, `link_latency_s` and `link_ranks` hold one entry per level, innermost first.
+    The fields `link_*` hold one entry per level, innermost first; a torus has one for each of its axes, with
+    `link_ways` 2 where the axis closes to a ring, else 1 (switches: 0). `node_ranks` is the size of a domain
+    of the innermost level, the whole torus.
     """
 
     matrix_flop_per_s: Num
@@ -390,19 +433,71 @@ class Rates:
     link_bytes_per_s: tuple[Num, ...]
     link_latency_s: tuple[Num, ...]
     link_ranks: tuple[Num, ...]
+    link_ways: tuple[Num, ...] = ()
+    link_rails: tuple[Num, ...] = ()
+    node_ranks: Num = math.inf
     chip: Chip | None = field(default=None)
+
+
+@lru_cache(maxsize=256)
+def sliced(levels: tuple[Level, ...], num_chips: int) -> tuple[Level, ...]:
+    """The levels as a job of `num_chips` meets them: a part of a torus is the most cubic box of that size."""
+    inner = levels[0]
+    whole = math.prod(inner.torus)
+    if not inner.torus or num_chips == whole:
+        return levels
+    if num_chips > whole:
+        if len(levels) == 1:
+            shape = " x ".join(map(str, inner.torus))
+            raise ClusterError(
+                f"the torus {shape} has {whole} chips, not {num_chips}; add a level that joins several"
+            )
+        return levels
+    return (replace(inner, torus=_most_cubic(num_chips, len(inner.torus))), *levels[1:])
+
+
+def _most_cubic(num_chips: int, num_axes: int) -> tuple[int, ...]:
+    """The box of `num_chips` with the smallest sum of its sides, the shortest first."""
+    if num_axes == 1:
+        return (num_chips,)
+    boxes = (
+        tuple(sorted((side, *_most_cubic(num_chips // side, num_axes - 1))))
+        for side in range(1, math.isqrt(num_chips) + 1)
+        if num_chips % side == 0
+    )
+    return min(boxes, key=sum)
+
+
+def _axes(level: Level) -> list[tuple[Level, float]]:
+    """The links of a level with their ways: switches as they are, a torus axis by axis."""
+    if not level.torus:
+        return [(level, 0.0)]
+    sizes = itertools.accumulate(level.torus, operator.mul)
+    one_way = level.bytes_per_s / (2 * len(level.torus))
+    return [
+        (
+            replace(level, bytes_per_s=one_way, ranks=float(ranks)),
+            2.0 if size > 1 and size % level.ring_multiple == 0 else 1.0,
+        )
+        for size, ranks in zip(level.torus, sizes, strict=True)
+    ]
 
 
 def rates(cluster: Cluster, dtype: str) -> Rates:
     """The numbers of `cluster` that the cost model computes with, for matrix work in `dtype`."""
+    levels = sliced(cluster.levels, cluster.num_chips)
+    links, ways = zip(*(axis for level in levels for axis in _axes(level)), strict=True)
     return Rates(
         matrix_flop_per_s=cluster.chip.matrix_peak(dtype),
         vector_flop_per_s=cluster.chip.vector_peak(dtype),
         memory_bytes_per_s=cluster.chip.memory_bytes_per_s,
         memory_bytes=cluster.chip.memory_bytes,
-        link_bytes_per_s=tuple(level.bytes_per_s for level in cluster.levels),
-        link_latency_s=tuple(level.latency_s for level in cluster.levels),
-        link_ranks=tuple(level.ranks for level in cluster.levels),
+        link_bytes_per_s=tuple(link.bytes_per_s for link in links),
+        link_latency_s=tuple(link.latency_s for link in links),
+        link_ranks=tuple(link.ranks for link in links),
+        link_ways=ways,
+        link_rails=tuple(float(link.rails) for link in links),
+        node_ranks=levels[0].ranks,
         chip=cluster.chip,
     )
 
@@ -433,4 +528,7 @@ def stack_rates(each: Sequence[Rates]) -> Rates:
         link_bytes_per_s=per_level([one.link_bytes_per_s for one in each]),
         link_latency_s=per_level([one.link_latency_s for one in each]),
         link_ranks=per_level([one.link_ranks for one in each]),
+        link_ways=per_level([one.link_ways for one in each]),
+        link_rails=per_level([one.link_rails for one in each]),
+        node_ranks=over_chips(one.node_ranks for one in each),
     )

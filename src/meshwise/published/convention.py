@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from meshwise.core.errors import PlanError
+from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import DEFAULTS, Plan
 from meshwise.plan.workload import Workload
@@ -54,6 +55,12 @@ class Scope:
             )
         self._check_fields(workload, self.workload)
         self._check_fields(plan, {key: (value,) for key, value in DEFAULTS.items()} | dict(self.plan))
+
+    def check_links(self, cluster: Cluster) -> None:
+        """Raise PlanError for links that are not domains of switches inside one another."""
+        for level in cluster.levels:
+            if level.torus or level.rails:
+                raise self.refusal(f"the {'torus' if level.torus else 'rails'} of {cluster.name}")
 
     def check_divides(self, model: Model, sizes: Mapping[str, tuple[int, int]]) -> None:
         """Raise PlanError unless each of `sizes`, by name (size, parts), divides into its parts."""

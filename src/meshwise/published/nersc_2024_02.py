@@ -121,6 +121,7 @@ class Notebook:
 def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> Notebook:
     """Price one layer as the notebook does; PlanError for what it does not know."""
     SCOPE.check(model, plan, workload)
+    SCOPE.check_links(cluster)
     SCOPE.check_divides(
         model, {name: (getattr(model, name), plan.tp) for name in ("num_heads", "hidden", "ffn_hidden")}
     )

@@ -159,6 +159,7 @@ def paper(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> Pap
 
 def _paper_run(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> PaperRun:
     _check_known(model, plan, workload)
+    SCOPE.check_links(cluster)
     m1, m2 = plan.grid if plan.layout != "1d" else (plan.tp, 1)
     strategy = _STRATEGY_OF_LAYOUT[plan.layout]
     grid_attention = plan.attention == "grid"

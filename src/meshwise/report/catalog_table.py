@@ -19,7 +19,7 @@ _CHIP_FIELDS = (
     *("generation", "memory_bytes", "memory_bytes_per_s", "matrix_flop_per_s", "vector_flop_per_s"),
     *("levels", "source", "checked"),
 )
-_LEVEL_FIELDS = ("name", "bytes_per_s", "latency_s")
+_LEVEL_FIELDS = ("name", "bytes_per_s", "latency_s", "torus", "rails")
 
 
 def catalog_rows(what: str) -> list[dict[str, Any]]:

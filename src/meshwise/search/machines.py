@@ -60,6 +60,10 @@ def _gpus(cluster: Cluster, num_chips: int) -> Cluster:
 
 def _domain(cluster: Cluster, ranks: int) -> Cluster:
     inner, *others = cluster.levels
+    if inner.torus:
+        raise ClusterError(
+            f"domain={ranks}: {inner.name} is a torus; vary the domain of chips joined by switches"
+        )
     wider = [level for level in others if level.ranks > ranks]
     return replace(cluster, levels=(replace(inner, ranks=float(ranks)), *wider)) if wider else cluster
 

@@ -19,9 +19,9 @@ import numpy as np
 
 from meshwise.core.ledger import COLLECTIVES
 from meshwise.core.ledger import Collective as Kind
-from meshwise.cost.collective import collective_s
-from meshwise.machine.efficiency import constants
+from meshwise.estimate.timing import machine
 from meshwise.machine.hardware import Cluster
+from meshwise.machine.overheads import NONE
 from meshwise.trace.collectives import Collective
 
 
@@ -80,16 +80,7 @@ def _row(calls: Sequence[Collective], cluster: Cluster | None) -> Bandwidth:
 
 
 def _predicted_s(cluster: Cluster, kind: Kind, size: float, num_ranks: int, ranks: Sequence[int]) -> float:
-    levels = cluster.levels
-    return float(
-        collective_s(
-            kind,
-            size,
-            num_ranks,
-            stride=float(ranks[1] - ranks[0]),
-            link_bytes_per_s=[level.bytes_per_s for level in levels],
-            link_latency_s=[level.latency_s for level in levels],
-            link_ranks=[level.ranks for level in levels],
-            efficiency=constants(cluster.chip, levels),
-        )
+    seconds = machine(cluster, "bf16", overheads=NONE).collective_s(
+        kind, size, num_ranks, float(ranks[1] - ranks[0])
     )
+    return float(seconds)
