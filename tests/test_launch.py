@@ -13,29 +13,30 @@ from hypothesis import strategies as st
 
 import meshwise as mw
 from meshwise.launch.arguments import framework_arguments, read_value
-from meshwise.launch.settings import SERVING, TABLES, TRAINING
-from meshwise.launch.tables import Near
+from meshwise.launch.settings import FRAMEWORKS, SERVING, TRAINING
+from meshwise.launch.tables import VALUE, Near, table_of
 
 CLUSTER = "h100-80g-sxm:64"
 
 
 def names_in(setting: Any) -> set[str]:
     """All arguments that an entry of a table writes."""
-    if isinstance(setting, str):
-        return {setting}
     options = [option.settings if isinstance(option, Near) else option for option in setting.values()]
     return {name for option in options for name in option}
 
 
-@pytest.mark.parametrize("framework", sorted(set(TABLES) - {"megatron-bridge"}))
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_every_argument_of_a_table_exists(framework: str) -> None:
-    """megatron-bridge shares Megatron-LM's table; its names are checked as they are written."""
+    """With a value that the framework's own list allows, where the table states one."""
     known = framework_arguments(framework).arguments
-    for fact, setting in TABLES[framework].items():
+    for fact, setting in table_of(framework).items():
         assert names_in(setting) <= set(known), fact
+        for option in setting.values():
+            for name, value in (option.settings if isinstance(option, Near) else option).items():
+                assert value is VALUE or read_value(framework, name, value) is not None
 
 
-@pytest.mark.parametrize("framework", TABLES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_lists_have_version_and_date(framework: str) -> None:
     found = framework_arguments(framework)
     assert found.version and found.source
@@ -59,6 +60,7 @@ CHOICES = {
     "zero_group": [None, 2, 4],
     "recompute": ["none", "selective", "full"],
     "recompute_layers": [None, 2],
+    "recompute_modules": [(), ("core_attn", "mlp"), ("layernorm",), ("per_op",)],
     "dtype": ["bf16", "fp16", "fp32", "fp8"],
     "grad_dtype": ["fp32", "bf16"],
     "optimizer": ["adam", "adam-fp32", "adam-bf16", "adam-8bit", "sgd"],
@@ -96,7 +98,7 @@ def launched(framework: str, model: str, plan: mw.Plan, microbatch: int = 1) -> 
 MODELS = ["llama3-8b", "gpt3-175b", "mixtral-8x7b", "deepseek-v3"]
 
 
-@given(st.sampled_from(sorted(TRAINING)), st.sampled_from(MODELS), plans())
+@given(st.sampled_from(TRAINING), st.sampled_from(MODELS), plans())
 def test_nothing_of_a_plan_is_dropped(framework: str, model: str, plan: mw.Plan) -> None:
     """Two plans whose jobs are alike, word for word, cost the same."""
     job = launched(framework, model, plan)
@@ -107,7 +109,7 @@ def test_nothing_of_a_plan_is_dropped(framework: str, model: str, plan: mw.Plan)
         assert prices[0].memory_bytes == prices[1].memory_bytes
 
 
-@pytest.mark.parametrize("framework", TABLES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_files_are_written_whole(meshwise: Any, tmp_path: Path, framework: str) -> None:
     words = ("launch", "llama3-8b", "--cluster", "h100-80g-sxm:8", "--plan", "tp=8", "--batch", "8")
     folder = tmp_path / "job"
@@ -147,7 +149,46 @@ def test_serving_spreads_experts_over_all_ranks() -> None:
     assert flags[flags.index("--attn-dp-size") + 1] == "2"
     lost = mw.launch("mixtral-8x7b", "h200-sxm:8", "tp=8,ep=4,etp=2", to="vllm", **words).not_expressed
     assert any(sentence.startswith("ep=4") for sentence in lost)
-    assert set(SERVING) < set(TABLES)
+    assert set(SERVING) < set(FRAMEWORKS)
+
+
+@pytest.mark.parametrize(
+    ("plan", "vllm", "sglang"),
+    [
+        ("dtype=bf16", None, None),
+        ("dtype=fp8", "fp8", "fp8"),
+        ("dtype=fp8,weight_dtype=fp8_block", "fp8_per_block", "fp8"),
+        ("dtype=fp4", "modelopt_fp4", "modelopt_fp4"),
+        ("weight_dtype=int4", "auto_awq", "awq_marlin"),
+        ("expert_dtype=mxfp4", "mxfp4", "mxfp4"),
+        ("weight_dtype=int8", "int8_per_channel_weight_only", None),
+        ("weight_dtype=int4,dtype=fp8", None, None),
+    ],
+)
+def test_formats_of_weights_are_said(plan: str, vllm: str | None, sglang: str | None) -> None:
+    """As `--quantization`, or among what is not expressed."""
+    for framework, method in (("vllm", vllm), ("sglang", sglang), ("tensorrt-llm", None)):
+        job = mw.launch("gpt-oss-20b", "b200:8", f"tp=8,{plan}", to=framework, batch=8, seq=4096)
+        found = dict(zip(job.arguments, job.arguments[1:], strict=False))
+        assert found.get("--quantization") == method
+        assert method or plan == "dtype=bf16" or any("dtype=" in lost for lost in job.not_expressed)
+
+
+def test_modules_of_selective_recomputation_are_said() -> None:
+    words = {"batch": 64, "seq": 4096}
+    plan = "recompute_modules=core_attn+mlp"
+    flags = mw.launch("llama3-8b", CLUSTER, plan, to="megatron-lm", **words).arguments
+    at = flags.index("--recompute-modules")
+    assert flags[at : at + 3] == ("--recompute-modules", "core_attn", "mlp")
+    for framework, modules, is_said in (
+        ("megatron-lm", "per_op", False),
+        ("torchtitan", "per_op", True),
+        ("torchtitan", "core_attn", False),
+        ("deepspeed", "core_attn", False),
+    ):
+        plan = f"recompute=selective,recompute_modules={modules}"
+        lost = mw.launch("llama3-8b", CLUSTER, plan, to=framework, **words).not_expressed
+        assert is_said != any(sentence.startswith("recompute=selective") for sentence in lost)
 
 
 # --- the parsers of the frameworks themselves, where they are installed ----------------------------
@@ -207,6 +248,92 @@ def test_json_files_are_json(tmp_path: Path) -> None:
 
 
 # --- and back ----------------------------------------------------------------------------------
+
+
+YAML = """# WARNING: an experimental feature
+language_model:
+  num_layers: 32
+  hidden_size: 4096
+  num_attention_heads: 32
+  num_query_groups: 8
+  ffn_hidden_size: 14336
+  activation_func: swiglu
+  add_bias_linear: False
+  normalization: RMSNorm
+  hidden_dropout: 0.0
+  attention_dropout: 0.0
+  recompute_granularity: selective
+  recompute_modules: [core_attn, mlp]
+model_parallel:
+  tensor_model_parallel_size: 4
+  sequence_parallel: true
+  pipeline_model_parallel_size: 2
+  overlap_p2p_comm: true
+  bf16: true
+untie_embeddings_and_output_weights: true
+use_distributed_optimizer: true
+overlap_grad_reduce: true
+overlap_param_gather: true
+position_embedding_type: rope
+vocab_size: 128256
+max_position_embeddings: 8192
+micro_batch_size: 2
+global_batch_size: 128
+seq_length: 8192
+"""
+TEST_YAML = """ENV_VARS:
+  CUDA_DEVICE_MAX_CONNECTIONS: 1
+MODEL_ARGS:
+  --num-layers: 32
+  --hidden-size: 4096
+  --num-attention-heads: 32
+  --micro-batch-size: 2
+  --global-batch-size: 128
+  --seq-length: 8192
+  --tensor-model-parallel-size: 4
+  --sequence-parallel: true
+  --pipeline-model-parallel-size: 2
+  --use-distributed-optimizer: true
+  --overlap-grad-reduce: true
+  --overlap-param-gather: true
+  --recompute-granularity: selective
+  --recompute-modules: [core_attn, mlp]
+  --bf16: true
+"""
+
+
+def test_yaml_of_megatron_is_read(tmp_path: Path) -> None:
+    """`--yaml-cfg`; and `MODEL_ARGS` of the functional tests."""
+    plan = mw.Plan(tp=4, pp=2, recompute_modules=("core_attn", "mlp"))
+    for text in (YAML, TEST_YAML):
+        (tmp_path / "job.yaml").write_text(text)
+        job = mw.read_job(tmp_path / "job.yaml", CLUSTER)
+        assert (job.framework, job.plan) == ("megatron-lm", plan)
+        assert (job.batch, job.seq, job.microbatch) == (128, 8192, 2)
+    assert job.model is None
+    assert ["tokenizer" in sentence for sentence in job.unread] == [True]
+    (tmp_path / "job.yaml").write_text(YAML)
+    whole, wanted = mw.read_job(tmp_path / "job.yaml", CLUSTER), mw.find_model("llama3-8b")
+    assert not whole.unread
+    model = whole.model
+    for key in ("ffn_hidden", "num_kv_heads", "norm", "linear_bias", "tied_embedding", "activation"):
+        assert getattr(model, key) == getattr(wanted, key), key
+    assert model.vocab == -(-128256 // 512) * 512  # padded to 128 tp, as Megatron-LM does unasked
+
+
+def test_overrides_of_a_recipe_are_read(tmp_path: Path) -> None:
+    """The YAML file and the command line say the same; what they leave out is the recipe's."""
+    words = {"batch": 128, "seq": 8192, "microbatch": 2}
+    plan = mw.Plan(tp=4, pp=2, vpp=2, cp=2, zero=1, recompute="full", dtype="fp8")
+    job = mw.launch("llama3-8b", CLUSTER, plan, to="megatron-bridge", **words)
+    job.write(tmp_path)
+    found = [mw.read_job(tmp_path / name, CLUSTER) for name in ("overrides.yaml", "job.sbatch")]
+    assert {one.framework for one in found} == {"megatron-bridge"}
+    assert [one.plan for one in found] == [plan, plan]
+    assert [(one.batch, one.seq, one.microbatch) for one in found] == [(128, 8192, 2)] * 2
+    assert found[0].model.ffn_hidden == mw.find_model("llama3-8b").ffn_hidden
+    assert all("recipe" in sentence for sentence in found[0].unread)
+    assert found[0].unread
 
 
 SAID = {  # keys of which a framework says at least some values

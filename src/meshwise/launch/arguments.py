@@ -7,12 +7,12 @@ holds the arguments that say something about a plan, a workload or a model.
 from __future__ import annotations
 
 from functools import cache
-from importlib import resources
 from typing import Any
 
 import msgspec
 
 from meshwise.core.errors import DataError
+from meshwise.core.files import catalog_text
 
 TRAINER = "transformers-trainer"
 """The arguments of the Hugging Face Trainer, written `--name`, which go with DeepSpeed and Accelerate."""
@@ -48,13 +48,14 @@ class Framework(msgspec.Struct, frozen=True):
 
 @cache
 def framework_arguments(name: str) -> Framework:
-    """The list of `name`; with DeepSpeed and Accelerate, that of the Trainer too."""
-    text = (resources.files("meshwise") / "catalog" / "framework_arguments.json").read_bytes()
-    lists = msgspec.json.decode(text, type=dict[str, Framework])
+    """The list of `name`, with the Trainer's for DeepSpeed and Accelerate, with Megatron-LM's for Bridge."""
+    lists = msgspec.json.decode(catalog_text("framework_arguments.json"), type=dict[str, Framework])
     found = lists[name]
     if name in ("deepspeed", "accelerate"):
         trainer = {f"--{key}": argument for key, argument in lists[TRAINER].arguments.items()}
         found = msgspec.structs.replace(found, arguments=found.arguments | trainer)
+    if name == "megatron-bridge":
+        found = msgspec.structs.replace(found, arguments=found.arguments | lists["megatron-lm"].arguments)
     return found
 
 

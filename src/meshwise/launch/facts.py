@@ -13,7 +13,7 @@ from typing import Any
 from meshwise.core.errors import DataError
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
-from meshwise.plan.mesh import ENGINE_KEYS, Mesh
+from meshwise.plan.mesh import ENGINE_KEYS, WEIGHT_KEYS, Mesh
 from meshwise.plan.plan import DEFAULTS, KEYS, Plan
 from meshwise.plan.stages import chunk_layers
 
@@ -41,6 +41,7 @@ COVERS = {
     "world_tp": ("tp",),
     "attention_dp": ("dp",),
     "copies": ("dp",),
+    "quantization": ("weight_dtype", "expert_dtype"),
 }
 """Facts that follow from a plan, and the keys of the plan that they say."""
 
@@ -80,9 +81,10 @@ def _without_effect(facts: Facts) -> set[str]:
         "zero zero_group overlap_dp": replicas == 1,
         "zero_group": facts["zero"] == 0,
         "recompute_layers": facts["recompute"] != "full",
+        "recompute_modules": facts["recompute"] != "selective",
         "grid panels": facts["layout"] == "1d",
         "frozen_dtype": facts["lora_rank"] == 0,
-        "kv_dtype": True,
+        " ".join(WEIGHT_KEYS): True,
     }
     return {key for keys, idle in alone.items() if idle for key in keys.split()}
 
@@ -95,13 +97,14 @@ def derive(facts: Facts) -> Facts:
     stages, microbatch, num_layers = get("stages"), get("microbatch"), get("num_layers")
     ulysses, batch = get("ulysses"), get("batch")
     piped = pp > 1
+    form = "per_op" if "per_op" in (get("recompute_modules") or ()) else get("recompute")
     found: Facts = {
         "chunks": vpp if piped and stages is None else 1,
         "pipeline_layout": None if stages is None else _layout_text(stages, get("mtp_layers", 0)),
         "levels": (ulysses, cp // ulysses) if ulysses else None,
         "instances": 1 if group is None else dp * cp // group,
         "shard": 1 if not zero else dp if group is None else group // cp,
-        "recompute_form": get("recompute") if layers is None else "uneven" if layers % vpp else "block",
+        "recompute_form": form if layers is None else "uneven" if layers % vpp else "block",
         "recompute_num": layers // vpp if layers is not None else 1 if get("recompute") == "full" else None,
         "gather_overlap": bool(get("overlap_dp") and zero),
         "p2p_overlap": get("overlap_pp", True) if vpp > 1 or get("overlap_pp", True) else "blocking",
@@ -138,7 +141,23 @@ def _serving(facts: Facts) -> Facts:
         "world_tp": tp * dp if across else tp,
         "attention_dp": dp if across else 1,
         "copies": 1 if across else dp,
+        "quantization": _quantization(facts),
     }
+
+
+def _quantization(facts: Facts) -> str:
+    """The format in which an engine keeps weights, the one of experts, and the type that it computes in.
+
+    Each only where it is not what the format before it implies.
+    """
+    dtype = facts["dtype"]
+    weights = facts["weight_dtype"] or {"fp8": "fp8", "fp4": "nvfp4"}.get(dtype)
+    experts = None if facts["expert_dtype"] == weights else facts["expert_dtype"]
+    parts = [weights] if weights else []
+    parts += [f"experts {experts}"] if experts else []
+    implied = {"fp8": "fp8", "fp8_block": "fp8", "nvfp4": "fp4"}.get(weights or experts or "", "bf16")
+    found = ", ".join(parts) or "none"
+    return found if dtype in (implied, "fp16", "fp32") else f"{found} in {dtype}"
 
 
 def plan_of(facts: Facts) -> Plan:
@@ -175,7 +194,9 @@ def recover(facts: Facts) -> Facts:
     if facts.get("levels"):
         found["ulysses"] = facts["levels"][0]
     if form is not None:
-        found["recompute"] = "full" if form == "block" else form
+        found["recompute"] = {"block": "full", "per_op": "selective"}.get(form, form)
+    if form == "per_op":
+        found["recompute_modules"] = (form,)
     if form == "block":
         found["recompute_layers"] = facts["recompute_num"] * found.get("vpp", 1)
     if "p2p_overlap" in facts:

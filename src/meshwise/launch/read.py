@@ -1,7 +1,8 @@
 """`read_job`: what an existing job of another framework is, as model, plan and workload.
 
-A Megatron-LM or torchtitan command line (in a shell script, or one argument a line), a torchtitan TOML file,
-a DeepSpeed JSON file or an Accelerate YAML file. What is read is written again by the same table; arguments
+A Megatron-LM, Megatron-Bridge or torchtitan command line (in a shell script, or one argument a line), a YAML
+file of Megatron-LM (`--yaml-cfg`, or `MODEL_ARGS` of its tests), Megatron-Bridge or Accelerate, a torchtitan
+TOML file or a DeepSpeed JSON file. What is read is written again by the same table; arguments
 of the file that do not come out the same change the cost in a way that no plan says, and are listed.
 """
 
@@ -17,24 +18,22 @@ from typing import Any
 
 from meshwise.core.errors import DataError
 from meshwise.launch.arguments import framework_arguments, read_value
+from meshwise.launch.bridge import megatron_settings
 from meshwise.launch.facts import _without_effect, derive, plan_of, recover
 from meshwise.launch.settings import Settings, read_settings, write_settings
 from meshwise.launch.shape import model_of
-from meshwise.launch.tables import CONSTANTS
-from meshwise.launch.write import TITAN_MODELS
+from meshwise.launch.tables import launch_tables
 from meshwise.model.architecture import Model
 from meshwise.model.find import find_model
 from meshwise.plan.plan import DEFAULTS, Plan
 
-NEUTRAL = {
-    *("--train-iters", "--lr", "--tokenizer-type", "--mock-data", "--rotary-base", "--use-checkpoint-args"),
-    *("--module", "--config", "training.steps", "gradient_clipping", "num_machines", "main_process_ip"),
-    *("main_process_port", "rdzv_backend", "same_network", "use_cpu", "debug", "downcast_bf16"),
-    *("main_training_function", "enable_cpu_affinity", "--moe-aux-loss-coeff", "--no-rope-fusion"),
-    *("--moe-router-load-balancing-type", "--transformer-impl", "debug.seed", "fp16.loss_scale"),
-}
-"""Arguments that change nothing that a plan prices."""
 _SCALAR = {"true": True, "false": False, "null": None, "~": None, "": None}
+
+
+_YAML_OF_MEGATRON = re.compile(
+    r"^(MODEL_ARGS|language_model|model|train|ddp|dist|optimizer|dataset|comm_overlap|mixed_precision):",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
         facts["num_gpus"] = num_gpus
     elif facts.get("num_gpus", 0) < 0:
         facts["num_gpus"] = None
-    model = model_of(facts, facts["tp"], path.stem) if framework == "megatron-lm" else _preset(stated)
+    model = model_of(facts, facts["tp"], path.stem) if framework.startswith("megatron") else _preset(stated)
     facts |= {"has_experts": bool(facts.get("num_experts")) or facts.get("ep", 1) > 1}
     if model is not None:
         facts |= {"num_layers": model.num_layers, "has_experts": model.moe is not None}
@@ -76,11 +75,16 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
     idle = _without_effect(DEFAULTS | facts)
     again, _ = write_settings(framework, derive({k: v for k, v in facts.items() if k not in idle}))
     arguments = framework_arguments(framework).arguments
+    idle_names = {*launch_tables().neutral, *launch_tables().constants.get(framework, {})}
     for name in stated:
-        if name in arguments and name not in NEUTRAL and name not in CONSTANTS.get(framework, {}):
+        if name in arguments and name not in idle_names:
             value = read_value(framework, name, stated[name])
             if again.get(name, arguments[name].unstated) != value:
                 unread.append(f"{name} {stated[name]}: no key of a plan says this")
+    if facts.get("hidden") and not facts.get("vocab"):
+        unread.append("the vocabulary is the tokenizer's: name MODEL, or add --vocab-size to the file")
+    if framework == "megatron-bridge" and not any("_target_" in name for name in stated):
+        unread.append("what the file leaves out is set by its recipe; Megatron's defaults are taken")
     return Job(
         framework=framework,
         model=model,
@@ -104,7 +108,7 @@ def _batch(facts: dict[str, Any]) -> int | None:
 def _preset(stated: Settings) -> Model | None:
     """The preset that torchtitan's module and config are."""
     chosen = stated.get("--module"), stated.get("--config")
-    for name, known in TITAN_MODELS.items():
+    for name, known in launch_tables().torchtitan_models.items():
         if known == chosen:
             return find_model(name)
     return None
@@ -124,6 +128,10 @@ def _parse(path: Path) -> tuple[str, Settings, int | None]:
         return _parse_deepspeed(text, path)
     if re.search(r"^(distributed_type|compute_environment):", text, re.MULTILINE):
         return "accelerate", _parse_yaml(text, path), None
+    if _YAML_OF_MEGATRON.search(text):
+        stated = megatron_settings(_parse_yaml(text, path))
+        is_bridge = "MODEL_ARGS:" not in text and "\nlanguage_model:" not in f"\n{text}"
+        return ("megatron-bridge", _bridge(stated), None) if is_bridge else ("megatron-lm", stated, None)
     if re.search(r"^\[(parallelism|training)\]", text, re.MULTILINE):
         try:
             return "torchtitan", _titan_toml(_flat(tomllib.loads(text))), None
@@ -132,10 +140,12 @@ def _parse(path: Path) -> tuple[str, Settings, int | None]:
     words = shell_words(text, path)
     if any(word.startswith(("--parallelism.", "--training.")) for word in words):
         return "torchtitan", _titan_words(words), _gpus(words)
+    if any(word.startswith(("model.tensor_", "train.global_", "train.micro_")) for word in words):
+        return "megatron-bridge", _bridge(megatron_settings(_bridge_words(words))), _gpus(words)
     if any(word.partition("=")[0] in ("--micro-batch-size", "--num-layers") for word in words):
         return "megatron-lm", _flags(words, path), _gpus(words)
     raise DataError(
-        f"{path} is no job of Megatron-LM, torchtitan, DeepSpeed or Accelerate; name a script with its "
+        f"{path} is no job of Megatron, torchtitan, DeepSpeed or Accelerate; name a script with its "
         "arguments, or its JSON, YAML or TOML file"
     )
 
@@ -162,23 +172,54 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Settings:
 
 
 def _parse_yaml(text: str, path: Path) -> Settings:
-    """Mappings of plain values, nested by indentation, as `accelerate config` writes them."""
+    """Mappings of plain values and lists of them, nested by indentation, as `{"a.b": 1}`."""
     found: Settings = {}
-    section = ""
+    outer: list[tuple[int, str]] = []
     for number, line in enumerate(text.splitlines(), 1):
         code = line.split(" #")[0].rstrip()
         if not code or code.lstrip().startswith(("#", "---")):
             continue
-        match = re.fullmatch(r"( *)([\w-]+):\s*(.*)", code)
+        match = re.fullmatch(r"( *)(?:- +(.*)|-|([\w.-]+):\s*(.*))", code)
         if match is None:
             raise DataError(f"{path} line {number}: {line.strip()!r} is not `key: value`")
-        indent, key, value = match.groups()
-        if not indent:
-            section = "" if value else f"{key}."
+        indent, item, key, value = len(match[1]), match[2], match[3], match[4]
+        while outer and outer[-1][0] >= indent + (key is None):
+            outer.pop()
+        if key is None:
+            found.setdefault(outer[-1][1] if outer else "", []).append(_scalar(item or ""))
+            continue
+        outer.append((indent, f"{outer[-1][1]}.{key}" if outer else key))
         if value and value != "{}":
-            plain = value.strip("'\"")
-            found[(section if indent else "") + key] = _SCALAR.get(plain.lower(), plain)
+            found[outer[-1][1]] = _value(value)
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _value(text: str) -> Any:
+    """A plain value, or a list of them in brackets."""
+    inline = re.fullmatch(r"\[(.*)\]", text)
+    return [_scalar(part) for part in inline[1].split(",")] if inline else _scalar(text)
+
+
+def _scalar(text: str) -> Any:
+    plain = text.strip().strip("'\"")
+    return _SCALAR.get(plain.lower(), plain)
+
+
+def _bridge(stated: Settings) -> Settings:
+    """Settings of Megatron-Bridge, with the precision by its name where only `model.bf16` says it."""
+    found = dict(stated)
+    for dtype in ("bf16", "fp16"):
+        if found.pop(f"--{dtype}", False):
+            found.setdefault("mixed_precision", f"{dtype}_mixed")
+    return found
+
+
+def _bridge_words(words: list[str]) -> Settings:
+    """Overrides of a recipe on its command line: `section.name=value`; a leading + adds a name."""
+    pairs = (word.lstrip("+").split("=", 1) for word in words if re.match(r"\+*[a-z0-9_.]+=", word))
+    return {
+        name: value.strip("[]").split(",") if value[:1] == "[" else _scalar(value) for name, value in pairs
+    }
 
 
 def _titan_toml(stated: Settings) -> Settings:

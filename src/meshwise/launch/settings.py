@@ -7,63 +7,42 @@ from typing import Any
 
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.facts import COVERS, Facts
-from meshwise.launch.tables import (
-    ACCELERATE,
-    ANY,
-    BRIDGE,
-    DEEPSPEED,
-    MEGATRON,
-    MEGATRON_MODEL,
-    OUTSIDE,
-    SGLANG,
-    TENSORRT_LLM,
-    TORCHTITAN,
-    VALUE,
-    VLLM,
-    Near,
-    Setting,
-    Table,
-)
+from meshwise.launch.tables import ANY, VALUE, Near, Setting, launch_tables, table_of
 from meshwise.plan.plan import DEFAULTS, KEYS
 
 Settings = dict[str, Any]
 
-TRAINING = {
-    "megatron-lm": MEGATRON | MEGATRON_MODEL,
-    "megatron-bridge": BRIDGE | MEGATRON_MODEL,
-    "torchtitan": TORCHTITAN,
-    "deepspeed": DEEPSPEED,
-    "accelerate": ACCELERATE,
-}
-SERVING = {"vllm": VLLM, "sglang": SGLANG, "tensorrt-llm": TENSORRT_LLM}
-TABLES: dict[str, Table] = TRAINING | SERVING
+TRAINING = ("megatron-lm", "megatron-bridge", "torchtitan", "deepspeed", "accelerate")
+SERVING = ("vllm", "sglang", "tensorrt-llm")
+FRAMEWORKS = TRAINING + SERVING
 _WORK = ("batch", "seq", "microbatch")
 
 
 def write_settings(framework: str, facts: Facts) -> tuple[Settings, list[str]]:
     """The arguments that say `facts`, and a sentence for each that cannot be said as it is."""
-    table = TABLES[framework]
+    table = table_of(framework)
     settings: Settings = {}
     missing: dict[str, str] = {}
     for fact, setting in table.items():
         value = facts.get(fact)
-        if fact not in facts or (value is None and None not in _options(setting)):
+        if fact not in facts or (value is None and None not in setting):
             continue
         chosen = _option(setting, value)
         keys = COVERS.get(fact, (fact,))
         if chosen is None:
-            known = ", ".join(_shown(fact, one) for one in _options(setting) if one not in (ANY, None))
+            known = ", ".join(_shown(fact, one) for one in setting if one not in (ANY, None))
             missing |= {key: f"it offers only {known}" for key in keys if _is_stated(key, facts)}
             continue
         if isinstance(chosen, Near):
             missing[keys[0]] = chosen.differs
             chosen = chosen.settings
-        settings |= {name: value if one is VALUE else one for name, one in chosen.items()}
+        shown = list(value) if isinstance(value, tuple) else value
+        settings |= {name: shown if one is VALUE else one for name, one in chosen.items()}
     covered = {key for fact in table for key in (fact, *COVERS.get(fact, ()))} | {"dp"}
     for key in (*KEYS, *_WORK):
         if key not in covered and _is_stated(key, facts) and facts[key] != DEFAULTS.get(key):
             missing[key] = "it has no setting for this"
-    missing |= {key: why for key, why in OUTSIDE.get(framework, {}).items() if key in missing}
+    missing |= {key: why for key, why in launch_tables().outside.get(framework, {}).items() if key in missing}
     return settings, [f"{key}={_shown(key, facts[key])}: {why}" for key, why in missing.items()]
 
 
@@ -78,20 +57,15 @@ def _shown(key: str, value: Any) -> str:
         return str(value)
 
 
-def _options(setting: Setting) -> dict[Any, Any]:
-    return {ANY: {setting: VALUE}} if isinstance(setting, str) else setting
-
-
 def _option(setting: Setting, value: Any) -> Any:
-    options = _options(setting)
-    return options.get(value, options.get(ANY))
+    return setting.get(value, setting.get(ANY))
 
 
 def read_settings(framework: str, stated: Settings) -> tuple[Facts, list[str]]:
     """The facts that the arguments `stated` say, and where they only come near to one."""
     facts: Facts = {}
     near = []
-    for fact, setting in TABLES[framework].items():
+    for fact, setting in table_of(framework).items():
         for value, settings in _most_specific_first(setting):
             names = _in_file(framework, stated, settings)
             if names is None:
@@ -104,7 +78,8 @@ def read_settings(framework: str, stated: Settings) -> tuple[Facts, list[str]]:
                 values = [held[name] for name, want in names.items() if want is VALUE]
                 if value is ANY and not values:
                     break
-                facts[fact] = values[0] if value is ANY else value
+                held_value = values[0] if value is ANY else value
+                facts[fact] = tuple(held_value) if isinstance(held_value, list) else held_value
                 if isinstance(settings, Near):
                     near.append(f"{fact}={value}: {framework} differs, {settings.differs}")
                 break
@@ -128,7 +103,7 @@ def _most_specific_first(setting: Setting) -> Iterator[tuple[Any, Any]]:
         names = settings.settings if isinstance(settings, Near) else settings
         return -len(names), isinstance(settings, Near), value is ANY
 
-    return iter(sorted(_options(setting).items(), key=rank))
+    return iter(sorted(setting.items(), key=rank))
 
 
 def _held(framework: str, stated: Settings, name: str) -> Any:

@@ -21,6 +21,7 @@ _SAID = {
     *("qkv_bias", "out_bias", "positions", "tied_embedding", "qk_norm", "sinks", "dropout_frac"),
     *("mtp_layers", "mla", "moe"),
 }
+_BIASES = ("linear", "qkv", "out")
 
 
 def unsaid(model: Model) -> list[str]:
@@ -45,8 +46,8 @@ def shape_of(model: Model, seq: int) -> Facts:
         "max_seq": max(model.max_seq, seq),
         "kv_groups": None if mla or model.num_kv_heads == model.num_heads else model.num_kv_heads,
         "channels": None if mla else model.head_dim,
-        "norms": (model.norm, model.norm_bias),
-        "biases": (model.linear_bias, model.qkv_bias, model.out_bias),
+        "norms": model.norm + "+bias" * model.norm_bias,
+        "biases": "+".join(name for name in _BIASES if getattr(model, f"{name}_bias")) or "none",
         "padded": False,
         "mla": mla is not None,
     }
@@ -70,19 +71,18 @@ def shape_of(model: Model, seq: int) -> Facts:
 
 
 def model_of(facts: Facts, tp: int, where: str) -> Model | None:
-    """The model that the facts say; None where they name no shape."""
-    layers, hidden, heads = (facts.get(key) for key in ("num_layers", "hidden", "num_heads"))
-    if not (layers and hidden and heads):
+    """The model that the facts say; None where they name no shape, or leave the vocabulary to a tokenizer."""
+    layers, hidden, heads, vocab = (facts.get(key) for key in ("num_layers", "hidden", "num_heads", "vocab"))
+    if not (layers and hidden and heads and vocab):
         return None
     gated = facts["activation"] == "swiglu"
-    linear, qkv, out = facts["biases"]
-    norm, norm_bias = facts["norms"]
+    norm, *has_bias = facts["norms"].split("+")
+    biases = {f"{name}_bias": name in facts["biases"].split("+") for name in _BIASES}
     mla = _mla(facts) if facts["mla"] else None
     head_dim = (
         mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else facts.get("channels") or hidden // heads
     )
-    vocab = facts.get("vocab") or 0
-    if vocab and facts["padded"]:
+    if facts["padded"]:
         vocab = -(-vocab // (128 * tp)) * 128 * tp
     model = Model(
         name=where,
@@ -96,10 +96,8 @@ def model_of(facts: Facts, tp: int, where: str) -> Model | None:
         max_seq=facts.get("max_seq") or facts.get("seq") or 0,
         activation=facts["activation"],
         norm=norm,
-        norm_bias=norm_bias,
-        linear_bias=linear,
-        qkv_bias=qkv,
-        out_bias=out,
+        norm_bias=bool(has_bias),
+        **biases,
         positions=facts["positions"],
         tied_embedding=facts["tied_embedding"],
         qk_norm=facts["qk_norm"],

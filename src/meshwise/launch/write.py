@@ -17,31 +17,20 @@ import msgspec
 from meshwise.core.errors import DataError, PlanError
 from meshwise.core.files import write_text
 from meshwise.launch.arguments import framework_arguments, read_value
+from meshwise.launch.bridge import bridge_settings
 from meshwise.launch.facts import Facts, facts_of
 from meshwise.launch.refusals import check
-from meshwise.launch.settings import SERVING, TABLES, Settings, write_settings
+from meshwise.launch.settings import FRAMEWORKS, SERVING, Settings, write_settings
 from meshwise.launch.shape import shape_of, unsaid
-from meshwise.launch.tables import BRIDGE_NAMES, CONSTANTS
+from meshwise.launch.tables import launch_tables
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import resolve
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
 
-FRAMEWORKS = tuple(TABLES)
 NODE_GPUS = 8
 """GPUs of a node where the first level of links holds at least so many."""
-TITAN_MODELS = {
-    **{f"llama3-{size}": ("llama3", f"llama3_{size}") for size in ("8b", "70b", "405b")},
-    **{
-        f"qwen3-{size}": ("qwen3", f"qwen3_{size.replace('.', '_')}")
-        for size in ("0.6b", "1.7b", "14b", "32b")
-    },
-    "qwen3-30b-a3b": ("qwen3", "qwen3_30b_a3b"),
-    "deepseek-v3": ("deepseek_v3", "deepseek_v3_671b"),
-    **{f"gpt-oss-{size}": ("gpt_oss", f"gpt_oss_{size}") for size in ("20b", "120b")},
-}
-"""Models that torchtitan 0.3.0 registers, as its `--module` and `--config`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +78,7 @@ def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, frame
         PlanError: The plan does not divide model or cluster, or the framework refuses it.
         WorkloadError: The batch does not divide into microbatches.
     """
-    if framework not in TABLES:
+    if framework not in FRAMEWORKS:
         raise PlanError(f"--to {framework} must be one of {', '.join(FRAMEWORKS)}")
     mesh = resolve(model, plan, workload, cluster)
     node = int(min(cluster.levels[0].ranks, NODE_GPUS, cluster.num_chips))
@@ -100,11 +89,11 @@ def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, frame
     facts = shape_of(model, workload.seq) | facts | {"mtp_layers": model.mtp_layers}
     check(framework, facts)
     settings, not_expressed = write_settings(framework, facts)
-    settings = CONSTANTS.get(framework, {}) | settings
+    settings = launch_tables().constants.get(framework, {}) | settings
     if settings.get("distributed_type") == "MULTI_GPU":  # plain data parallelism takes no sections of FSDP
         settings = {name: value for name, value in settings.items() if not name.startswith(("fsdp", "para"))}
     if framework == "megatron-bridge":
-        settings, lost = _bridge(settings)
+        settings, lost = bridge_settings(settings)
         not_expressed += lost
     settings = {name: read_value(framework, name, value) for name, value in settings.items()}
     not_expressed += _model_not_expressed(framework, model)
@@ -121,30 +110,13 @@ def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, frame
     )
 
 
-def _bridge(settings: Settings) -> tuple[Settings, list[str]]:
-    """Settings of Megatron-LM under the names of Megatron-Bridge, and those without a name there."""
-    known = framework_arguments("megatron-bridge").arguments
-    by_last_name = {name.rpartition(".")[2]: name for name in reversed(known)}
-    found: Settings = {}
-    lost = []
-    for name, value in settings.items():
-        there, is_inverted = BRIDGE_NAMES.get(
-            name, (by_last_name.get(name[2:].replace("-", "_"), name), False)
-        )
-        if there in known:
-            found[there] = not value if is_inverted else value
-        elif value is not False and name != "--group-query-attention":  # the number of groups says it
-            lost.append(f"{name} {value}: Megatron-Bridge has no setting for this")
-    return found, lost
-
-
 def _model_not_expressed(framework: str, model: Model) -> list[str]:
     if framework.startswith("megatron"):
         lost = [f"{field}: no argument says it" for field in unsaid(model)]
         if framework == "megatron-bridge":
             lost.append("recipe: name one to start from in RECIPE; the shape of the model is overridden")
         return lost
-    if framework == "torchtitan" and model.name not in TITAN_MODELS:
+    if framework == "torchtitan" and model.name not in launch_tables().torchtitan_models:
         return [f"model={model.name}: torchtitan registers models in Python; add --module and --config"]
     if framework in ("deepspeed", "accelerate"):
         return [f"model={model.name}: the training script builds it from its config.json"]
@@ -159,7 +131,7 @@ def _forms(framework: str, settings: Settings, model: Model) -> tuple[list[str],
     dashed = {name: value for name, value in settings.items() if name.startswith("--")}
     dotted = {name: value for name, value in settings.items() if name not in dashed}
     if framework == "torchtitan":
-        module, config = TITAN_MODELS.get(model.name, ("", ""))
+        module, config = launch_tables().torchtitan_models.get(model.name, ("", ""))
         chosen = ["--module", module, "--config", config] if module else []
         return chosen + _titan_words(dotted), []
     if framework == "megatron-bridge":
