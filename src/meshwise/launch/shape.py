@@ -77,7 +77,7 @@ def model_of(facts: Facts, tp: int, where: str) -> Model | None:
         return None
     gated = facts["activation"] == "swiglu"
     norm, *has_bias = facts["norms"].split("+")
-    biases = {f"{name}_bias": name in facts["biases"].split("+") for name in _BIASES}
+    biases: dict[str, Any] = {f"{name}_bias": name in facts["biases"].split("+") for name in _BIASES}
     mla = _mla(facts) if facts["mla"] else None
     head_dim = (
         mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else facts.get("channels") or hidden // heads

@@ -68,7 +68,7 @@ def _setting(fact: str, entry: Any) -> Setting:
 
 
 def _option(settings: dict[str, Any]) -> dict[str, Any] | Near:
-    written = {name: VALUE if value == "*" else value for name, value in settings.items()}
+    written: dict[str, Any] = {name: VALUE if value == "*" else value for name, value in settings.items()}
     differs = written.pop("near", None)
     return written if differs is None else Near(written, differs)
 
