@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import itertools
 import multiprocessing as mp
 import os
 import re
@@ -21,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -38,6 +40,7 @@ RANKS_PER_CORE = 16
 LOOPBACK = "127.0.0.1"
 _LAST_PORT = 65535
 _LOOK_S = 5.0  # how often to look for ranks that a signal has stopped
+_PRELOAD = ["meshwise.runtime.run", "meshwise.runtime.programs.train", "torch.profiler"]
 _COLLECT_S = 0.5  # after the first failure, wait so long for one that happened before it
 _TIMEOUT_S = 1800.0
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words
@@ -96,14 +99,14 @@ class Ranks:
         except (RuntimeError, dist.DistError, OSError) as error:
             raise _cannot_meet(error, f"port {port}", "name another with --port, or leave it out") from None
         threads = max(1, (os.cpu_count() or 1) // ranks)
-        context = mp.get_context("spawn")
+        context = _context(device_type)
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._stopped: set[int] = set()
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             place = Place(rank, ranks, rank, device_type)
-            arguments = (place, self._store.port, threads, theirs, os.getpid())
+            arguments = (place, self._store.port, threads, theirs)
             process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
             process.start()
             theirs.close()
@@ -273,28 +276,58 @@ def check_world(ranks: int, device_type: str) -> None:
         )
 
 
+def _context(device_type: str) -> Any:
+    """How ranks start: CPU ranks as forks of a server that has imported torch once (two seconds each);
+    on GPUs each anew, because a process that has touched CUDA must not fork."""
+    if device_type == "cuda":
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
 # --- inside a rank -----------------------------------------------------------------------------
 
 
-def _serve(place: Place, port: int, threads: int, pipe: Connection, parent: int) -> None:
-    """The life of a rank: join the group, answer calls until told to stop."""
+def _serve(place: Place, port: int, threads: int, pipe: Connection) -> None:
+    """The life of a rank: answer calls, each in a process group of its own, until told to stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent handles it
-    die_with_parent(parent)
+    _die_with_launcher()
     torch.set_num_threads(threads)
     if place.device_type == "cpu":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         store = dist.TCPStore(LOOPBACK, port, is_master=False)
-        _join(place, store=store)
-        while (call := pipe.recv()) is not None:
+        for number in itertools.count():
+            call = pipe.recv()
+            if number > 0:  # every rank has answered; each group left would keep a thread that wakes for ever
+                dist.destroy_process_group()
+            if call is None:
+                return
+            _join(place, store=dist.PrefixStore(str(number), store))
             function, args = call
             pipe.send((function(place, *args),))
-        dist.destroy_process_group()
     except EOFError:
         return
     except Exception as error:
         _try_send(pipe, _failure(place.rank, _explained(error)))
         sys.stdout.flush()
+        os._exit(1)
+
+
+def _die_with_launcher() -> None:
+    """Linux ends this rank when the process that launched it goes, a stopped rank too.
+
+    A forked rank's parent is the server, which ends when no one holds its line to the launcher any more.
+    """
+    parent = os.getppid()
+    server: Any = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+    die_with_parent(parent)
+    launcher = mp.parent_process()
+    if launcher is not None and not launcher.is_alive():
         os._exit(1)
 
 
