@@ -548,7 +548,9 @@ def test_placement_holds_each_expert_equally_often(tp: int, dp: int, experts: in
         assert dp % min(dp, experts) or experts % min(dp, experts)
         return
     held = Counter(
-        placement.first_expert(rank) + i for rank in range(tp * dp) for i in range(placement.local_experts)
+        placement.ep_rank(rank) * placement.local_experts + i
+        for rank in range(tp * dp)
+        for i in range(placement.local_experts)
     )
     assert held == Counter(dict.fromkeys(range(experts), tp * placement.num_copies))
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,8 +33,51 @@ class Command(typer.core.TyperCommand):
         return super().parse_args(ctx, args)
 
 
+VERBS = {
+    **{name: name for name in ("estimate", "search")},
+    **dict.fromkeys(("run", "dryrun", "compare", "calibrate"), "programs"),
+    **{name: name for name in ("validate", "fit")},
+    **{"list": "catalog", "explain": "trace", "profile": "profile", "eval-lm": "eval_lm", "moe": "eval_lm"},
+    **{name: name for name in ("serve", "launch", "sweep", "collective", "web", "frontier", "trace")},
+}
+"""The module of each verb, in the order of the help."""
+
+
+class Verbs(Mapping[str, Any]):
+    """The commands by name; a verb's module is imported when the verb is asked for, or all of them listed."""
+
+    def __getitem__(self, name: str) -> Any:
+        return _commands_of(VERBS[name])[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(VERBS)
+
+    def __len__(self) -> int:
+        return len(VERBS)
+
+
+class VerbGroup(typer.core.TyperGroup):
+    """The command `meshwise` itself, whose commands are `Verbs`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings | {"commands": Verbs()})
+
+
+@cache
+def _commands_of(module: str) -> Mapping[str, Any]:
+    """The commands that a module mounts, each with its examples."""
+    part = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+    importlib.import_module(f"meshwise.cli.{module}").add_to(part)
+    for group, commands in (("", part), *((one.name, one.typer_instance) for one in part.registered_groups)):
+        for command in getattr(commands, "registered_commands", ()):
+            command.cls = Command
+            command.epilog = epilog(group, command)
+    return typer.main.get_group(part).commands
+
+
 app = typer.Typer(
     name="meshwise",
+    cls=VerbGroup,
     help="What a distributed transformer costs before it runs, and where prediction and run differ.",
     no_args_is_help=True,
     add_completion=True,
@@ -40,25 +85,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-for _module in (
-    "estimate",
-    "search",
-    "programs",
-    "frontier",
-    "validate",
-    "fit",
-    "catalog",
-    "trace",
-    "profile",
-    "eval_lm",
-    "serve",
-    "launch",
-    "sweep",
-    "collective",
-    "web",
-):
-    importlib.import_module(f"meshwise.cli.{_module}").add_to(app)
 
 
 def _print_version(wanted: bool) -> None:
@@ -83,14 +109,6 @@ def _options(
     if not context.resilient_parsing:
         context.default_map = read_defaults(context.command, config)
 
-
-for _group, _commands in (
-    ("", app),
-    *((group.name, group.typer_instance) for group in app.registered_groups),
-):
-    for _command in getattr(_commands, "registered_commands", ()):
-        _command.cls = Command
-        _command.epilog = epilog(_group, _command)
 
 _UsageError: Any = typer.BadParameter.__base__
 MAX_SENTENCE = 2000

@@ -136,7 +136,7 @@ def _refuse(convention: str, options: dict[str, Any]) -> None:
 def _print_tables(tables: Notebook | Paper, csv: Path | None, json: bool) -> None:
     """Print the tables of a published model, and write them with its columns and units to `csv`."""
     from meshwise.core.files import write_text
-    from meshwise.report.estimate_table import print_published
+    from meshwise.report.published_table import print_published
 
     if csv is not None:
         write_text(csv, tables.to_csv())

@@ -142,7 +142,7 @@ def check(schedule: str, pp: int, m: int, v: int) -> None:
 def _choose(schedule: Num, forms: tuple[Callable[..., Num], ...], args: tuple[Num, ...]) -> Num:
     """`forms[schedule](*args)`; over an array of schedules, each form is computed once and spread."""
     index = np.asarray(schedule, dtype=np.intp)
-    first, *others = np.unique(index)
+    first, *others = np.flatnonzero(np.bincount(index.ravel()))
     chosen = forms[first](*args)
     for i in others:
         chosen = np.where(index == i, forms[i](*args), chosen)

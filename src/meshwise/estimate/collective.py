@@ -44,15 +44,15 @@ def collective_times(
 
     Raises:
         WorkloadError: an unknown kind, a size that is not above zero.
-        ClusterError: fewer than two ranks, or more than the cluster has at this stride.
+        ClusterError: fewer than two ranks, or more than the cluster has at this stride (1 or more).
     """
     if kind not in KINDS:
         raise WorkloadError(f"there is no collective {kind!r}; use one of {', '.join(KINDS)}")
-    most = cluster.num_chips // max(stride, 1)
-    if stride < 1 or not 2 <= ranks <= most:
+    most = cluster.num_chips // stride
+    if not 2 <= ranks <= most:
         raise ClusterError(
             f"{ranks} ranks placed {stride} apart are no group of the {cluster.num_chips} chips of "
-            f"{cluster.name}; use a stride of 1 or more and 2 to {most} ranks"
+            f"{cluster.name}; use 2 to {most} ranks"
         )
     for size in sizes_bytes:
         if not (isfinite(size) and size > 0):

@@ -60,7 +60,7 @@ class Placement:
     """A world of tp x dp ranks, tp on neighbours; each `ep` consecutive ranks of dp share the experts.
 
     `num_copies`: groups that each hold all experts. Rank r holds, of every MoE layer, the experts
-    [first_expert(r), first_expert(r) + local_experts).
+    [ep_rank(r) local_experts, (ep_rank(r) + 1) local_experts).
     """
 
     world_size: int
@@ -90,10 +90,6 @@ class Placement:
     def ep_rank(self, rank: int) -> int:
         """Place of `rank` in the group of its all-to-alls."""
         return self.dp_rank(rank) % self.ep
-
-    def first_expert(self, rank: int) -> int:
-        """The first expert that `rank` holds."""
-        return self.ep_rank(rank) * self.local_experts
 
 
 def place(num_ranks: int, num_experts: int, *, tp: int = 1, ep: int | None = None) -> Placement:
