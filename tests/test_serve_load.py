@@ -16,12 +16,13 @@ from meshwise.core.errors import DataError, MeshwiseError
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
+from meshwise.serve import measured
 from meshwise.serve import serving as est
 from meshwise.serve.engine import ENGINES, Engine, parse_engine
 from meshwise.serve.load import Fleet, cache_tokens, under_load
 from meshwise.serve.pass_times import Curve, PassTimes, tabulate
 from meshwise.serve.requests import Requests, at_rate, in_closed_loop, read_requests
-from meshwise.serve.simulate import Pools, Served, Worker, simulate
+from meshwise.serve.simulate import Pools, Served, Worker, simulate, until_all_have_one
 
 NO_LIMIT = 10**9
 BARE: dict[str, Any] = {"front_s": 0.0, "front_token_s": 0.0, "prompt_slowdown": 1.0, "lag_passes": 0}
@@ -267,7 +268,7 @@ def test_measured_points_are_predicted_or_say_why_not(meshwise: Callable[..., An
     (tmp_path / "points.csv").write_text(POINTS)
     document = meshwise("validate", "--serving", str(tmp_path / "points.csv"), "--json").document
     rows = {(row["id"], row["quantity"]): row for row in document["rows"]}
-    assert len(rows) == 11  # the third states no time to the first token
+    assert len(rows) == 16  # the third states no time to the first token, so no rate follows
     for name in ("dense", "cache", "ranks"):
         assert 1e-3 < rows[name, "tpot_s"]["predicted"] < 0.1
     assert rows["dense", "ttft_s"]["predicted"] > rows["dense", "tpot_s"]["predicted"]
@@ -279,13 +280,70 @@ def test_measured_points_are_predicted_or_say_why_not(meshwise: Callable[..., An
         assert not rows[name, "ttft_s"]["expressed"]
         assert why in rows[name, "ttft_s"]["reason"]
     assert document["summary"]["tpot_s"]["num_rows"] == 6
+    summary = document["summary"]["output_tokens_per_s_per_gpu"]
+    assert (summary["num_rows"], summary["num_expressed"]) == (5, 2)
+    for row in rows.values():
+        assert row["interval"] is None or row["interval"]["p10"] <= row["predicted"] <= row["interval"]["p90"]
 
 
 def test_measured_points_of_two_pools(meshwise: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "points.csv").write_text(POOLS)
     document = meshwise("validate", "--serving", str(tmp_path / "points.csv"), "--json").document
-    ttft, tpot = (row["predicted"] for row in document["rows"])
+    ttft, tpot, rate = (row["predicted"] for row in document["rows"])
     assert 0 < tpot < ttft < 1.0
+    output = 0.9 * 128  # the mean of the client's draws
+    assert rate == pytest.approx(8 * output / (ttft + (output - 1) * tpot) / 16, rel=0.02)
+
+
+def test_a_stated_rate_is_held_against_the_simulated_one(
+    meshwise: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The simulated rate has the client's start and end in it; the one of latencies has not."""
+    first, row = POINTS.splitlines()[:2]
+    (tmp_path / "stated.csv").write_text(f"{first},output_tokens_per_s_per_gpu\n{row},500\n")
+    (tmp_path / "derived.csv").write_text(f"{first}\n{row}\n")
+
+    def rate(name: str) -> Any:
+        rows = meshwise("validate", "--serving", str(tmp_path / name), "--json").document["rows"]
+        return next(row for row in rows if row["quantity"] == "output_tokens_per_s_per_gpu")
+
+    stated, derived = rate("stated.csv"), rate("derived.csv")
+    assert stated["measured"] == 500
+    assert 0.5 * derived["predicted"] < stated["predicted"] < derived["predicted"]
+
+
+INFERENCEX = {
+    **{"mode": "agg", "system": "b200_sxm", "backend": "trtllm", "model": "deepseek-ai/DeepSeek-R1"},
+    **{
+        "precision": "fp4",
+        "tp": "4",
+        "attention_dp": "1",
+        "moe_tp": "1",
+        "moe_ep": "4",
+        "input_tokens": "1024",
+    },
+    **{"output_tokens": "1024", "concurrency": "8", "measured": "2026-01-14", "source": "db-dump"},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "drafts", "settings"),
+    [
+        ({}, 3, {"max_tokens": 4 * 8 + 1024 + 64}),
+        ({"tp": "1", "attention_dp": "4"}, 1, {"max_tokens": 2 * 2 + 1024 + 64, "align_passes": 60}),
+        ({"measured": "2026-02-03"}, 0, {"max_tokens": 8192}),
+        ({"source": "qwen3.5-397b-gap-analysis"}, 0, {"max_tokens": 8192, "fill_frac": 0.0}),
+        ({"model": "meta-llama/Llama-3.1-70B"}, 0, {"max_tokens": 16384, "align_passes": 20}),
+        ({"backend": "sglang", "precision": "fp8"}, 0, {"max_tokens": 32768, "poll_passes": 10}),
+    ],
+)
+def test_engines_are_launched_as_the_benchmark_s_scripts_do(
+    changes: dict[str, str], drafts: int, settings: dict[str, float]
+) -> None:
+    of = measured.point(INFERENCEX | changes)
+    assert {name: getattr(of.engine, name) for name in settings} == settings
+    guesses = of.fleet.serving.speculation
+    assert (guesses.drafts if guesses else 0) == drafts
 
 
 # --- pools and prefixes ---------------------------------------------------------------------------
@@ -334,6 +392,25 @@ def test_prompts_that_begin_alike_are_computed_once() -> None:
     assert served.num_found == 800 * (n - 1)
     assert served.ttft_s[1:] == pytest.approx(200 * 1e-4)
     assert alone(requests, engine, times, 1500).num_found == 0  # no room beside the running sequence
+
+
+def test_prompts_wait_until_they_fill_a_pass_or_have_waited_long_enough() -> None:
+    """TensorRT-LLM's batch_wait_timeout_iters: one client alone never waits, several wait for each other."""
+    times = passes(fixed_s=1e-2)
+    engine = replace(ENGINES["trtllm"], **BARE, max_tokens=1000)
+    held = replace(engine, align_passes=20, fill_frac=0.9)
+
+    def ttft_s(engine: Engine, clients: int) -> float:
+        requests = in_closed_loop(clients, 300, 60, num=40 * clients, ratio=0.5)
+        return float(alone(requests, engine, times, NO_LIMIT).ttft_s[clients:].mean())
+
+    assert ttft_s(held, 1) == ttft_s(engine, 1)
+    assert 0.01 < ttft_s(held, 2) - ttft_s(engine, 2) <= 0.2  # 20 passes of 10 ms at most
+
+
+def test_dp_ranks_wait_until_each_has_a_prompt() -> None:
+    assert until_all_have_one(1) == 1
+    assert until_all_have_one(8) == pytest.approx(8 * (761 / 280))  # 8 x the eighth harmonic number
 
 
 def test_rarely_polled_arrivals_wait_longer() -> None:
@@ -402,4 +479,4 @@ def test_what_does_not_fit_is_an_answer_or_a_sentence() -> None:
         under_load(Fleet(of), in_closed_loop(2, 8000, 10, num=4), engine)
     with pytest.raises(MeshwiseError, match=f"is more than the {model.max_seq} of llama3-8b"):
         under_load(Fleet(of), in_closed_loop(2, model.max_seq, 10, num=4), engine)
-    assert math.isfinite(est.room_bytes(of))
+    assert math.isfinite(est.room_bytes(of, est.memory_bytes(of, 1.0)))

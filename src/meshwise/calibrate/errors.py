@@ -9,11 +9,13 @@ prediction ranks first?
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
@@ -47,6 +49,17 @@ def summarize(errors: Sequence[float | None]) -> ErrorSummary:
         max_abs_frac=float(np.max(size)),
         mean_signed_frac=float(np.mean(known)),
     )
+
+
+def percentiles(ratios: NDArray[np.float64], groups: Sequence[Hashable]) -> tuple[float, float]:
+    """10th and 90th percentile of `ratios`; each group counts once, however many it has."""
+    order = np.argsort(ratios)
+    num = Counter(groups)
+    weights = np.array([1.0 / num[group] for group in groups])[order]
+    below = np.cumsum(weights)
+    middle = (below - 0.5 * weights) / below[-1]
+    low, high = np.interp([0.1, 0.9], middle, ratios[order])
+    return float(low), float(high)
 
 
 def is_held_out(row_id: str) -> bool:

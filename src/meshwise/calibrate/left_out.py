@@ -8,7 +8,6 @@ follow the intervals of `meshwise.estimate.intervals`.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from meshwise.calibrate.catalog_text import catalog_text
-from meshwise.calibrate.errors import grouped
+from meshwise.calibrate.errors import grouped, percentiles
 from meshwise.calibrate.express import Expressed
 from meshwise.calibrate.fit_steps import (
     MEMORY,
@@ -146,14 +145,9 @@ def measured_as(expressed: Expressed) -> str:
 
 def spread(runs: Sequence[Expressed], misses: Misses) -> Spread:
     """Percentiles of measured over predicted, around 1; each source counts once, however many runs it has."""
-    ratios = np.exp([-misses[each.run.id] for each in runs])
-    order = np.argsort(ratios)
-    num_runs = Counter(publication(each.run.source) for each in runs)
-    weights = np.array([1.0 / num_runs[publication(each.run.source)] for each in runs])[order]
-    below = np.cumsum(weights)
-    middle = (below - 0.5 * weights) / below[-1]
-    low, high = np.interp([0.1, 0.9], middle, ratios[order])
-    return Spread(min(float(low), 1.0), max(float(high), 1.0), len(runs), len(num_runs))
+    sources = [publication(each.run.source) for each in runs]
+    low, high = percentiles(np.exp([-misses[each.run.id] for each in runs]), sources)
+    return Spread(min(low, 1.0), max(high, 1.0), len(runs), len(set(sources)))
 
 
 _HEAD = """\

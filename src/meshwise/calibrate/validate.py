@@ -28,6 +28,7 @@ from meshwise.machine.efficiency import constants
 from meshwise.machine.hardware import find_chip
 from meshwise.machine.overheads import Tables
 from meshwise.serve import measured
+from meshwise.serve.fitted import interval_of
 
 COMPETING = (
     "source",
@@ -42,9 +43,6 @@ COMPETING = (
     "dtype",
 )
 """What runs have in common that differ only in their plan."""
-
-SERVING = ("ttft_s", "tpot_s")
-"""What is measured of a serving point."""
 
 _OP_COLUMNS = set(OPS_COLUMNS[:2])
 """Columns that tell a file of ops and collectives from one of runs."""
@@ -158,7 +156,7 @@ def validate(paths: Iterable[Path] = ()) -> Validation:
         if set(names) >= _OP_COLUMNS:
             rows += predict_ops(path)
             continue
-        if set(names) >= {*measured.COLUMNS, *SERVING}:
+        if set(names) >= {*measured.COLUMNS, *measured.STATED}:
             rows += predict_serving(path)
             continue
         runs, bad = read_runs(path)
@@ -289,26 +287,25 @@ def predict_ops(path: Path) -> list[Prediction]:
 
 
 def predict_serving(path: Path) -> Iterator[Prediction]:
-    """The predictions of a file of serving points: times to the first token, and per token after it."""
+    """The predictions of a file of serving points: latencies, and tokens a second."""
     for number, row, bad in lines(path):
-        predicted: dict[str, float] = {}
-        reason = f"{path}, line {number}{bad}" if bad else ""
+        load, reason = None, f"{path}, line {number}{bad}" if bad else ""
         if not bad:
             try:
-                predicted = measured.predict(row)
+                load = measured.simulated(row)
             except MeshwiseError as error:
                 reason = f"{path}, line {number}: {error}"
-        for quantity in SERVING:
-            try:
-                seconds = float(row.get(quantity, ""))
-            except ValueError:
-                continue  # not measured
+        predicted = measured.predicted(row, load) if load else {}
+        for quantity, seen in measured.measured(row, load).items():
+            value = predicted.get(quantity)
             yield Prediction(
                 id=row.get("id", str(number)),
                 source=row.get("source", path.stem),
                 chip=measured.SYSTEMS.get(row.get("system", ""), ""),
                 quantity=quantity,
-                measured=seconds,
-                predicted=predicted.get(quantity),
+                measured=seen,
+                predicted=value,
                 reason=reason,
+                interval=interval_of(quantity, value, load.regime) if load and value else None,
+                regime=measured.regime_of(row, load),
             )

@@ -11,6 +11,7 @@ import typer
 from meshwise.cli.output import console
 
 OP_FILES = ("measured_ops.csv", "published_micro.csv")
+SERVING_FILES = ("measured_serving.csv",)
 RUN_FILES = ("measured_iterations_a100.csv",)
 """Measured runs beside the published ones, which ship with the package."""
 
@@ -23,11 +24,15 @@ def add_to(app: typer.Typer) -> None:
 def fit(
     data: Annotated[Path, typer.Option(help="Folder of the measurements.")] = Path("../shared/data"),
     only: Annotated[
-        Literal["ops", "steps", "all"], typer.Option(help="Kernels and collectives, whole steps, or both.")
+        Literal["ops", "steps", "serving", "all"],
+        typer.Option(help="Kernels and collectives, whole steps, serving engines, or (all) the first two."),
     ] = "all",
     write: Annotated[bool, typer.Option(help="Write the catalog; --no-write only reports.")] = True,
 ) -> None:
-    """Fit kernels and collectives to measured ops, then the overheads of steps to published runs."""
+    """Fit kernels and collectives to measured ops, overheads of steps to published runs, and engines."""
+    if only == "serving":
+        _fit_serving(*_files(data, SERVING_FILES), write=write)
+        return
     if only != "steps":
         _fit_ops(_files(data, OP_FILES), write=write)
     if only == "all":
@@ -78,6 +83,17 @@ def _fit_steps(paths: list[Path], *, write: bool) -> None:
     if write:
         write_text(_catalog("overheads.toml"), found.toml)
         write_text(_catalog("intervals.toml"), intervals_toml(spreads))
+
+
+def _fit_serving(path: Path, *, write: bool) -> None:
+    from meshwise.calibrate.fit_serving import fit_serving, serving_toml
+    from meshwise.core.files import write_text
+    from meshwise.report.fit_table import print_serving_fit
+
+    found = fit_serving(path)
+    print_serving_fit(found, console())
+    if write:
+        write_text(_catalog("serving.toml"), serving_toml(found))
 
 
 def _fit_steps_afresh(data: Path, *, write: bool) -> None:

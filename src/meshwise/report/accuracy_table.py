@@ -28,8 +28,11 @@ GROUPS: dict[str, Callable[[Prediction], str]] = {
     "scale": _aspect("scale"),
     "chip": lambda row: row.chip or "unknown",
     "framework": _aspect("framework"),
+    "engine": _aspect("engine"),
+    "model": _aspect("model"),
+    "cache": _aspect("cache"),
     "source": lambda row: publication(row.source),
-    "half": lambda row: ("held-out half" if is_held_out(row.id) else "fitted half") if row.regime else "",
+    "half": lambda row: ("held-out half" if is_held_out(row.id) else "fitted half") if row.group else "",
 }
 """What rows are grouped by; rows without a name are in no group."""
 

@@ -17,6 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwise.core.errors import WorkloadError
+from meshwise.serve.fitted import fitted
+
+_CONSTANTS = fitted().constants
 
 
 def _sizes(*spans: tuple[int, int, int]) -> tuple[int, ...]:
@@ -32,11 +35,9 @@ class Engine:
     `graph_sizes`: decode batches are padded up to these where a CUDA graph was captured.
     `lag_passes`: passes that are under way or planned when a request arrives, before one can take it;
     `poll_passes`: decode passes from one look at what has arrived to the next; `align_passes`: passes that
-    prompts wait at most until every dp rank has one (TensorRT-LLM's attention_dp_config).
-    `front_s` + `front_token_s` x prompt: HTTP, tokenizer and network before the scheduler sees a request;
-    `prompt_slowdown`: time of passes with prompts over the sum of their kernels; `launched_layer_s`: the
-    host's time to launch a layer of latent attention (MLA), or of a recurrence, in such a pass, which no CUDA
-    graph replays. The four are the same for all engines, fitted to measured points (docs/serve.md).
+    prompts wait at most until every dp rank has one and they fill `fill_frac` of a pass (TensorRT-LLM's
+    attention_dp_config and batch_wait_timeout_iters).
+    The last four are those of all engines (`serve.fitted.Constants`).
     """
 
     name: str
@@ -49,11 +50,12 @@ class Engine:
     graph_sizes: tuple[int, ...] = ()
     lag_passes: int = 1
     poll_passes: int = 1
-    front_s: float = 20e-3
-    front_token_s: float = 5e-6
-    prompt_slowdown: float = 1.15
-    launched_layer_s: float = 2e-3
     align_passes: int = 0
+    fill_frac: float = 0.0
+    front_s: float = _CONSTANTS.front_s
+    front_token_s: float = _CONSTANTS.front_token_s
+    prompt_slowdown: float = _CONSTANTS.prompt_slowdown
+    launched_layer_s: float = _CONSTANTS.launched_layer_s
 
 
 ENGINES = {
@@ -73,7 +75,7 @@ ENGINES = {
 """Engines by name, with the settings that their servers start with on GPUs of 70 GB and more."""
 
 
-SETTINGS = ("max_tokens", "max_sequences", "poll_passes", "align_passes", "reserve_frac")
+SETTINGS = ("max_tokens", "max_sequences", "poll_passes", "align_passes", "fill_frac", "reserve_frac")
 """What a user may set of an engine."""
 
 
@@ -92,12 +94,12 @@ def parse_engine(text: str) -> Engine:
 
 
 def _setting(key: str, value: str) -> Any:
-    kind, most = (float, 1) if key == "reserve_frac" else (int, 2**31)
+    kind, most = (float, 1) if key.endswith("_frac") else (int, 2**31)
     try:
         number = kind(value)
     except ValueError:
         number = -1
-    if not (key == "reserve_frac" or number) or not 0 <= number <= most:
+    if not (kind is float or number) or not 0 <= number <= most:
         raise WorkloadError(
             f"engine: {key}={value} must be a {'share' if kind is float else 'count above 0'}"
         )

@@ -11,9 +11,10 @@ import numpy as np
 
 from meshwise.core.errors import WorkloadError
 from meshwise.serve.engine import Engine
+from meshwise.serve.fitted import interval_of
 from meshwise.serve.pass_times import tabulate
 from meshwise.serve.requests import Requests, at_rate, in_closed_loop
-from meshwise.serve.serving import Serving, check_lengths, max_sequences, prompt_s, room_bytes, sequence_bytes
+from meshwise.serve.serving import Serving, check_lengths, memory_bytes, prompt_s, room_bytes, sequence_bytes
 from meshwise.serve.simulate import Pools, Seconds, Served, Worker, simulate
 
 OPEN_LOOP_REQUESTS = 1000
@@ -128,6 +129,13 @@ class Load:
         return float(meets.mean())
 
     @property
+    def regime(self) -> str:
+        """What moves the error of its figures: a cache that requests wait for, or separate pools."""
+        if self.served.was_full:
+            return "full cache"
+        return "separate pools" if self.fleet.prefill else "room in the cache"
+
+    @property
     def notes(self) -> list[str]:
         """What a reader should know about the figures."""
         served, found = self.served, []
@@ -148,6 +156,11 @@ class Load:
         served, num_chips = self.served, self.fleet.num_chips
         within = self.within_limits_frac
         done_per_s = len(served.output) / served.span_s
+        figures: dict[str, Any] = {
+            "ttft_s": statistics(served.ttft_s),
+            "tpot_s": statistics(served.tpot_s),
+            "output_tokens_per_s_per_gpu": self.output_tokens_per_s / num_chips,
+        }
         return {
             "num_gpus": num_chips,
             "workers": self.fleet.workers,
@@ -155,10 +168,9 @@ class Load:
             "engine": f"{self.engine.name} {self.engine.version}",
             "num_requests": len(served.output),
             "requests_per_s": done_per_s,
-            "ttft_s": statistics(served.ttft_s),
-            "tpot_s": statistics(served.tpot_s),
+            **figures,
+            **{f"{name}_interval": self._interval(name, value) for name, value in figures.items()},
             "e2e_s": statistics(served.last_s - served.sent_s),
-            "output_tokens_per_s_per_gpu": self.output_tokens_per_s / num_chips,
             "within_limits_frac": within,
             "goodput_per_s": None if within is None else within * done_per_s,
             "busy_frac": served.busy_s / served.span_s,
@@ -167,6 +179,11 @@ class Load:
             "prompt_tokens_found_frac": served.num_found / sum(self.requests.prompt),
             "num_preemptions": served.num_preemptions,
         }
+
+    def _interval(self, name: str, value: float | dict[str, float | None]) -> dict[str, float] | None:
+        """Between which a measured mean would be, 8 times of 10."""
+        mean = value["mean"] if isinstance(value, dict) else value
+        return interval_of(name, mean, self.regime).to_json() if mean else None
 
 
 def cost(load: Load, usd_per_gpu_hour: Mapping[str, float]) -> dict[str, float]:
@@ -213,7 +230,9 @@ def token_bytes(serving: Serving) -> float:
 
 def cache_tokens(serving: Serving) -> int:
     """Tokens of all sequences for which the caches of the instance have room."""
-    return max(int(room_bytes(serving) / token_bytes(serving)), 0) * serving.dp
+    memory = memory_bytes(serving, 1.0)
+    token = float(memory["cache"]) / (serving.prompt + serving.output)
+    return max(int(room_bytes(serving, memory) / token), 0) * serving.dp
 
 
 def under_load(
@@ -225,25 +244,31 @@ def under_load(
     tpot_s: float | None = None,
 ) -> Load | None:
     """Serve `requests`; None where there is no room for one sequence beside the weights."""
+    pools = pools_of(fleet, requests, engine)
+    if pools is None:
+        return None
+    return Load(fleet, requests, engine, simulate(requests, pools), pools.worker.cache_tokens, ttft_s, tpot_s)
+
+
+def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools | None:
+    """The workers of `fleet` with the times of their passes; None where one sequence has no room."""
     serving = fleet.serving
     if requests.longest > serving.model.max_seq:
         raise WorkloadError(
             f"a request of {requests.longest} tokens is more than the {serving.model.max_seq} of "
             f"{serving.model.name}; leave longer ones out"
         )
-    kinds = [serving, fleet.prefill] if fleet.prefill else [serving]
-    if not all(map(max_sequences, kinds)):
+    kinds = [(one, cache_tokens(one)) for one in (serving, fleet.prefill) if one is not None]
+    if any(tokens < (of.prompt + of.output) * of.dp for of, tokens in kinds):
         return None
-    worker, *first = (_worker(one, requests, engine) for one in kinds)
-    pools = Pools(
+    worker, *first = (_worker(of, tokens, requests, engine) for of, tokens in kinds)
+    return Pools(
         worker, fleet.workers, first[0] if first else None, fleet.prefill_workers,
         fleet.prefill.cluster.levels[-1].latency_s if fleet.prefill else 0.0, fleet.transfer_token_s,
     )  # fmt: skip
-    return Load(fleet, requests, engine, simulate(requests, pools), worker.cache_tokens, ttft_s, tpot_s)
 
 
-def _worker(serving: Serving, requests: Requests, engine: Engine) -> Worker:
-    tokens = cache_tokens(serving)
+def _worker(serving: Serving, tokens: int, requests: Requests, engine: Engine) -> Worker:
     if requests.longest > tokens:
         raise WorkloadError(
             f"a request of {requests.longest} tokens is more than the cache of {tokens}; use more GPUs or a "
@@ -251,4 +276,8 @@ def _worker(serving: Serving, requests: Requests, engine: Engine) -> Worker:
         )
     clients = min(requests.concurrency or len(requests.prompt), engine.max_sequences * serving.dp)
     times = tabulate(serving, engine, requests.longest, -(-clients // serving.dp))
+    if serving.speculation is not None:  # the simulation counts a pass for each token that one gives
+        each = serving.speculation.tokens_per_pass
+        waits = ("lag_passes", "poll_passes", "align_passes")
+        engine = replace(engine, **{name: round(each * getattr(engine, name)) for name in waits})
     return Worker(engine, times, tokens)

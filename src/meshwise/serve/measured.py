@@ -1,17 +1,19 @@
 """Measured serving points in meshwise's words: what a benchmark client saw, predicted by the simulation.
 
 A row has the columns of aiconfigurator's public sample: system, backend, model, precision, layout, lengths,
-concurrency. Its client (InferenceX) releases ten requests for each of `concurrency` at once, lets that many
-run, draws lengths from 0.8 to 1 of the stated, and ignores ends of sequence, so that engines which reserve
-output reserve all of it. Disaggregated rows have two pools of instances. Caches are fp8 unless the model is
-bf16. Where a chip has no units for fp4, experts are kept in mxfp4 and computed in bf16, as gpt-oss is
-published. Experts cut over attention-dp ranks are priced as spread.
+concurrency. What it does not say is as InferenceX does it (`serve.inferencex`). Disaggregated rows have two
+pools of instances. Caches are fp8 unless the model is bf16. Where a chip has no units for fp4, experts are
+kept in mxfp4 and computed in bf16, as gpt-oss is published. Experts cut over attention-dp ranks are priced as
+spread.
+
+The rate of a closed loop follows from its latencies (Little's law): where a row does not state
+`output_tokens_per_s_per_gpu`, measured and predicted rates are those of measured and predicted latencies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwise.core.errors import DataError, PlanError, WorkloadError
@@ -19,10 +21,11 @@ from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import Model
 from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan
+from meshwise.serve import inferencex
 from meshwise.serve.engine import ENGINES, Engine
-from meshwise.serve.load import Fleet, under_load
-from meshwise.serve.requests import in_closed_loop
-from meshwise.serve.serving import Serving, serving
+from meshwise.serve.load import Fleet, Load, under_load
+from meshwise.serve.requests import Requests, in_closed_loop
+from meshwise.serve.serving import Serving, serving, speculating
 
 SYSTEMS = {
     "h100_sxm": "h100-80g-sxm",
@@ -48,32 +51,85 @@ MODELS = {
 }
 """Presets by how the sample's names of models begin."""
 
-LENGTH_RATIO = 0.8
-REQUESTS_EACH = 10
-
-
 COLUMNS = (
     *("mode", "system", "backend", "model", "precision", "tp", "attention_dp", "moe_tp", "moe_ep"),
     *("input_tokens", "output_tokens", "concurrency"),
 )
-"""Columns that `predict` reads."""
+"""Columns that `simulated` reads."""
 
 
-def predict(row: Mapping[str, str]) -> dict[str, float]:
-    """Mean `ttft_s` and mean `tpot_s` of a row; a MeshwiseError says why there are none."""
-    prompt, output = (_count(row, name) for name in ("input_tokens", "output_tokens"))
-    model = find_model(_model(row["model"]))
+STATED = ("ttft_s", "tpot_s")
+RATE = "output_tokens_per_s_per_gpu"
+"""What is measured of a point: mean latencies, and the rate over all chips."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Point:
+    """What a row measured: `requests` to `engine` on `fleet`."""
+
+    fleet: Fleet
+    requests: Requests
+    engine: Engine
+
+
+def point(row: Mapping[str, str]) -> Point:
+    """A row in our words; a MeshwiseError says what is not expressed."""
+    prompt, output, clients = (_count(row, name) for name in ("input_tokens", "output_tokens", "concurrency"))
+    name = name_of(row["model"])
+    model = find_model(MODELS[name])
     pools = ("prefill_", "decode_") if row["mode"] == "disagg" else ("",)
     *first, last = (_instance(row, pool, model, prompt, output) for pool in pools)
     workers = [_count(row, f"{pool}workers") if pool else 1 for pool in pools]
-    fleet = Fleet(last, workers[-1], first[0] if first else None, workers[0])
-    clients = _count(row, "concurrency")
-    engine = _engine(row["backend"], clients, attends_alone=last.dp > 1)
-    requests = in_closed_loop(clients, prompt, output, num=REQUESTS_EACH * clients, ratio=LENGTH_RATIO)
-    load = under_load(fleet, requests, engine)
+    engine = inferencex.launched(_found(ENGINES, "backend", row["backend"]), row, name, last.dp)
+    if guesses := inferencex.speculation(row, name, last.dp):
+        last = speculating(last, guesses)
+    requests = in_closed_loop(
+        clients, prompt, output, num=inferencex.REQUESTS_EACH * clients, ratio=inferencex.LENGTH_RATIO
+    )
+    return Point(Fleet(last, workers[-1], first[0] if first else None, workers[0]), requests, engine)
+
+
+def simulated(row: Mapping[str, str]) -> Load:
+    """A row under its load; a MeshwiseError says why there is none."""
+    of = point(row)
+    load = under_load(of.fleet, of.requests, of.engine)
     if load is None:
-        raise WorkloadError(f"{model.name} in {row['precision']} does not fit on {fleet.num_chips} chips")
-    return {"ttft_s": float(load.served.ttft_s.mean()), "tpot_s": float(load.served.tpot_s.mean())}
+        name = of.fleet.serving.model.name
+        raise WorkloadError(f"{name} in {row['precision']} does not fit on {of.fleet.num_chips} chips")
+    return load
+
+
+def predicted(row: Mapping[str, str], load: Load) -> dict[str, float]:
+    """What the client of a row would see."""
+    ttft_s, tpot_s = (float(each.mean()) for each in (load.served.ttft_s, load.served.tpot_s))
+    rate = load.output_tokens_per_s / load.fleet.num_chips if row.get(RATE) else _rate(load, ttft_s, tpot_s)
+    return {"ttft_s": ttft_s, "tpot_s": tpot_s, RATE: rate}
+
+
+def measured(row: Mapping[str, str], load: Load | None) -> dict[str, float | None]:
+    """What a row states, and its rate; None where that needs a `load`, and there is none."""
+    found: dict[str, float | None] = {}
+    for name in (*STATED, RATE):
+        try:
+            found[name] = float(row.get(name) or "")
+        except ValueError:
+            continue
+    if RATE not in found and len(found) == len(STATED):
+        found[RATE] = _rate(load, float(row["ttft_s"]), float(row["tpot_s"])) if load else None
+    return found
+
+
+def regime_of(row: Mapping[str, str], load: Load | None) -> dict[str, str]:
+    """The kind of a point, by aspect."""
+    name = row.get("model", "").rpartition("/")[2]
+    return {"engine": row.get("backend", ""), "model": name, "cache": load.regime if load else ""}
+
+
+def _rate(load: Load, ttft_s: float, tpot_s: float) -> float:
+    """Output tokens a second and GPU of a closed loop with these latencies."""
+    requests = load.requests
+    output = sum(requests.output) / len(requests.output)
+    return requests.concurrency * output / (ttft_s + (output - 1.0) * tpot_s) / load.fleet.num_chips
 
 
 def _instance(row: Mapping[str, str], pool: str, model: Model, prompt: int, output: int) -> Serving:
@@ -97,22 +153,12 @@ def _count(row: Mapping[str, str], column: str) -> int:
     return int(text)
 
 
-def _engine(name: str, clients: int, *, attends_alone: bool) -> Engine:
-    """The engine as the client's scripts start it (InferenceX: --scheduler-recv-interval, timeout_iters)."""
-    engine: Engine = _found(ENGINES, "backend", name)
-    engine = replace(engine, reserve_frac=float(engine.reserve_frac > 0))
-    if name == "trtllm" and attends_alone:
-        return replace(engine, align_passes=60)
-    if name != "sglang" or attends_alone:
-        return engine
-    return replace(engine, poll_passes=30 if clients >= 16 else 10)
-
-
-def _model(text: str) -> str:
-    """The preset of the longest name that the last part of `text` begins with."""
+def name_of(text: str) -> str:
+    """The longest of `MODELS` that the last part of `text` begins with."""
     name = text.lower().rpartition("/")[2]
-    begins = [known for known in MODELS if name.startswith(known)]
-    return str(_found(MODELS, "model", max(begins, key=len, default=name)))
+    found = max((known for known in MODELS if name.startswith(known)), key=len, default=name)
+    _found(MODELS, "model", found)
+    return found
 
 
 def _found(names: Mapping[str, Any], what: str, name: str) -> Any:

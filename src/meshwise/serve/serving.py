@@ -10,6 +10,7 @@ the process's context. Arrays of sequences broadcast.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -293,16 +294,16 @@ def sequence_bytes(serving: Serving) -> float:
     return float(memory_bytes(serving, 1.0)["cache"])
 
 
-def room_bytes(serving: Serving) -> float:
-    """Bytes that the weights and the largest pass leave a rank for its cache; below 0 if they do not fit."""
-    memory = memory_bytes(serving, 1.0)
+def room_bytes(serving: Serving, memory: Mapping[str, Num]) -> float:
+    """Bytes that weights and the largest pass leave a rank's cache, of `memory_bytes`; below 0: no fit."""
     room = serving.memory_frac * serving.cluster.chip.memory_bytes - memory["weights"] - memory["working"]
     return float(room)
 
 
 def max_sequences(serving: Serving) -> int:
     """Sequences at full length for which every dp rank has room; 0 if not even the weights fit."""
-    return max(int(room_bytes(serving) // sequence_bytes(serving)), 0)
+    memory = memory_bytes(serving, 1.0)
+    return max(int(room_bytes(serving, memory) // float(memory["cache"])), 0)
 
 
 # --- answers -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,8 @@ class Served:
     """When each request was sent, got its first token and its last [s]; and what the engine did.
 
     `num_tokens` counts every token that a pass gave, `num_found` prompt tokens found in a cache;
-    `peak_cache_tokens` is the fullest that the cache of a worker was.
+    `peak_cache_tokens` is the fullest that the cache of a worker was, `was_full` whether a request waited for
+    room in one.
     """
 
     sent_s: Seconds
@@ -49,6 +50,7 @@ class Served:
     num_preemptions: int
     peak_cache_tokens: int
     peak_sequences: int
+    was_full: bool
 
     @property
     def ttft_s(self) -> Seconds:
@@ -84,6 +86,12 @@ class _Sequence:
         return self.end < 0 and self.past == self.total
 
 
+@cache
+def until_all_have_one(ranks: int) -> float:
+    """Mean number of requests until each of `ranks` has one, each going to any (coupon collector)."""
+    return sum(ranks / (i + 1) for i in range(ranks))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Worker:
     """What an instance is: its engine, the seconds of its passes, tokens for which its caches have room."""
@@ -108,7 +116,8 @@ class _Instance:
         self.leave, self.only_prompts = leave, only_prompts
         self.now = self.seen = self.busy_s = 0.0
         self.step = self.num_tokens = self.num_preemptions = self.peak_cache = self.peak_sequences = 0
-        self.alone_since = 0  # the pass since when a prompt waits for those of other dp ranks
+        self.was_full = False  # whether a request waited for room in the cache
+        self.alone_since = 0  # the pass since when a prompt waits for more of them
         self.held = self.context = self.left = self.num_found = 0
         self.queue: deque[_Sequence] = deque()
         self.prefilling: list[_Sequence] = []
@@ -150,9 +159,10 @@ class _Instance:
             return False
         held = self.held + sequence.total + len(self.running)  # which grow by a token each in the next pass
         to_come = 0 if self.only_prompts else self.left + sequence.left
-        return held + self.engine.reserve_frac * to_come <= self.cache or not (
-            self.running or self.prefilling
-        )
+        if held + self.engine.reserve_frac * to_come <= self.cache or not (self.running or self.prefilling):
+            return True
+        self.was_full = True
+        return False
 
     def _admit(self) -> list[tuple[_Sequence, int, int]]:
         """The chunks of prompts in the next pass: those begun, then requests that wait."""
@@ -165,7 +175,7 @@ class _Instance:
             if taken > 0:
                 chunks.append((sequence, sequence.past, sequence.past + taken))
                 budget -= taken
-        waits = self._waits_for_all()
+        waits = self._waits_for_more()
         while not waits and self.queue and self.queue[0].arrival <= self.seen and self._fits(self.queue[0]):
             sequence = self.queue[0]
             is_cached = sequence.past == sequence.total
@@ -189,14 +199,22 @@ class _Instance:
         self._complete()
         return chunks
 
-    def _waits_for_all(self) -> bool:
-        """Whether prompts wait until each dp rank has one."""
-        if not self.engine.align_passes or not self.running:
+    def _waits_for_more(self) -> bool:
+        """Whether prompts wait until each dp rank has one and they fill enough of a pass."""
+        engine, dp = self.engine, self.times.dp
+        if not engine.align_passes or not self.running:
             return False
-        arrived = sum(one.arrival <= self.seen for one in islice(self.queue, self.times.dp))
+        needed, enough = engine.fill_frac * self.most_tokens - len(self.running), until_all_have_one(dp)
+        arrived = tokens = 0
+        for sequence in self.queue:
+            if sequence.arrival > self.seen or (arrived >= enough and tokens >= needed):
+                break
+            arrived += 1
+            tokens += sequence.total
         if not arrived:
             self.alone_since = self.step
-        return arrived < self.times.dp and self.step - self.alone_since < self.engine.align_passes
+        is_enough = arrived >= enough and tokens >= needed
+        return not is_enough and self.step - self.alone_since < engine.align_passes
 
     def _preempt(self) -> bool:
         """Where the next tokens have no room: those admitted last wait again; whether there are any."""
@@ -205,7 +223,7 @@ class _Instance:
             sequence = self.admitted.pop()
             if sequence.has_ended:
                 continue
-            found = True
+            found = self.was_full = True
             self.num_preemptions += 1
             if sequence.end < 0:
                 self.prefilling.remove(sequence)
@@ -408,4 +426,5 @@ def simulate(requests: Requests, pools: Pools) -> Served:
         num_preemptions=total("num_preemptions"),
         peak_cache_tokens=max(instance.peak_cache for instance in run.last),
         peak_sequences=sum(instance.peak_sequences for instance in run.last),
+        was_full=any(instance.was_full for instance in run.instances),
     )

@@ -1,0 +1,160 @@
+"""Fits the constants of serving engines (`serve.fitted`) to measured points, each model left out in turn.
+
+The logs of predicted over measured latencies are linear in the logs of the constants nearby: every point is
+simulated once at the constants of the catalog and once with each of them larger. `robust.minimise` then finds
+the constants of all models, and those without each model, or without each system, by which that is judged.
+Points whose requests wait for room in the cache only judge. A point counts 1 / sqrt(points of its model).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from meshwise.calibrate.catalog_text import catalog_text
+from meshwise.calibrate.errors import percentiles
+from meshwise.calibrate.robust import Array, Linear, minimise
+from meshwise.calibrate.table import lines
+from meshwise.core.errors import MeshwiseError
+from meshwise.estimate.intervals import Spread
+from meshwise.serve import measured
+from meshwise.serve.fitted import Constants, fitted
+from meshwise.serve.load import Load, pools_of
+from meshwise.serve.simulate import Pools, Worker, simulate
+
+NUDGE = 0.15
+"""By which the log of a constant is moved to see its slope."""
+REACH = math.log(2.0)
+"""The furthest that a fit moves the log of a constant."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """A measured latency: what it is of, its log of predicted over measured, and how constants move that."""
+
+    id: str
+    model: str
+    system: str
+    quantity: str
+    regime: str
+    miss: float
+    slopes: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServingFit:
+    """The constants, the cases, and their misses with their model, or their system, left out of the fit."""
+
+    constants: Constants
+    cases: Sequence[Case]
+    misses: Array
+    without_model: Array
+    without_system: Array
+
+    @property
+    def spreads(self) -> dict[str, dict[str, Spread]]:
+        """Percentiles of measured over predicted with the model left out, by quantity and regime."""
+        found: dict[str, dict[str, Spread]] = {}
+        for quantity, regime in dict.fromkeys((case.quantity, case.regime) for case in self.cases):
+            rows = [
+                i for i, case in enumerate(self.cases) if (case.quantity, case.regime) == (quantity, regime)
+            ]
+            models = [self.cases[i].model for i in rows]
+            low, high = percentiles(np.exp(-self.without_model[rows]), models)
+            spread = Spread(min(low, 1.0), max(high, 1.0), len(rows), len(set(models)))
+            found.setdefault(quantity, {})[regime] = spread
+        return found
+
+
+def fit_serving(path: Path) -> ServingFit:
+    """Fit the constants to the points of `path`."""
+    start = fitted().constants
+    names = list(msgspec.structs.asdict(start))
+    cases = [case for number, row, bad in lines(path) if not bad for case in _cases(str(number), row, names)]
+    num = Counter(case.model for case in cases)
+    is_fitted = np.array([case.regime != "full cache" and case.quantity != measured.RATE for case in cases])
+    linear = Linear(
+        np.array([case.miss for case in cases]),
+        np.array([case.slopes for case in cases]),
+        np.array([num[case.model] ** -0.5 for case in cases]),
+    )
+
+    def step(without: str = "", aspect: str = "model") -> Array:
+        kept = is_fitted & np.array([getattr(case, aspect) != without for case in cases])
+        reach = np.full(len(names), REACH)
+        return minimise(linear.where(kept), np.zeros(len(names)), -reach, reach)
+
+    def left_out(aspect: str) -> Array:
+        keys = [getattr(case, aspect) for case in cases]
+        steps = {key: step(key, aspect) for key in set(keys)}
+        moved = [row @ steps[key] for row, key in zip(linear.slopes, keys, strict=True)]
+        return linear.miss + np.array(moved)
+
+    best = step()
+    values = [getattr(start, name) * math.exp(by) for name, by in zip(names, best, strict=True)]
+    constants = Constants(**dict(zip(names, values, strict=True)))
+    misses = linear.miss + linear.slopes @ best
+    return ServingFit(constants, cases, misses, left_out("model"), left_out("system"))
+
+
+def _cases(number: str, row: Mapping[str, str], names: Sequence[str]) -> Iterator[Case]:
+    """The latencies of a row, simulated with every constant as it is, then with each of them larger."""
+    try:
+        of = measured.point(row)
+        pools = pools_of(of.fleet, of.requests, of.engine)
+    except MeshwiseError:
+        return
+    if pools is None:
+        return
+
+    def load(larger: str = "") -> Load:
+        moved = _with_larger(pools, larger)
+        return Load(of.fleet, of.requests, of.engine, simulate(of.requests, moved), pools.worker.cache_tokens)
+
+    base = load()
+    seen = measured.measured(row, base)
+    first = measured.predicted(row, base)
+    nudged = [measured.predicted(row, load(name)) for name in names]
+    for quantity, value in seen.items():
+        if value:
+            slopes = tuple(math.log(each[quantity] / first[quantity]) / NUDGE for each in nudged)
+            miss = math.log(first[quantity] / value)
+            yield Case(
+                number, measured.name_of(row["model"]), row["system"], quantity, base.regime, miss, slopes
+            )
+
+
+def _with_larger(pools: Pools, name: str) -> Pools:
+    """`pools` with one constant moved by `NUDGE`."""
+
+    def moved(worker: Worker) -> Worker:
+        if not name:
+            return worker
+        engine = replace(worker.engine, **{name: getattr(worker.engine, name) * math.exp(NUDGE)})
+        host_s = worker.times.prompt_host_s * engine.launched_layer_s / worker.engine.launched_layer_s
+        times = replace(worker.times, prompt_slowdown=engine.prompt_slowdown, prompt_host_s=host_s)
+        return replace(worker, engine=engine, times=times)
+
+    return replace(pools, worker=moved(pools.worker), prefill=pools.prefill and moved(pools.prefill))
+
+
+_HEAD = """\
+# Written by `meshwise fit --only serving`; do not edit. Constants of all serving engines, and percentiles of
+# measured over predicted: each model is predicted from constants fitted without it.
+"""
+
+
+def serving_toml(found: ServingFit) -> str:
+    """The catalog file as text."""
+    sections: dict[str, dict[str, Any]] = {"constants": msgspec.structs.asdict(found.constants)}
+    for quantity, by_regime in found.spreads.items():
+        for regime, spread in by_regime.items():
+            sections[f'spreads.{quantity}."{regime}"'] = msgspec.structs.asdict(spread)
+    return catalog_text(_HEAD, sections)

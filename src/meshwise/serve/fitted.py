@@ -1,0 +1,50 @@
+"""What is fitted to measured serving points: four constants of all engines, and how far predictions lie off.
+
+`catalog/serving.toml`, written by `meshwise fit --only serving`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+
+import msgspec
+
+from meshwise.core.files import catalog_text
+from meshwise.estimate.intervals import Interval, Spread
+
+
+class Constants(msgspec.Struct, frozen=True):
+    """Overheads that kernels do not have, the same for all engines, models and chips.
+
+    `front_s` + `front_token_s` x prompt: HTTP, tokenizer and network before the scheduler sees a request;
+    `prompt_slowdown`: time of passes with prompts over the sum of their kernels; `launched_layer_s`: the
+    host's time to launch a layer of latent attention (MLA), or of a recurrence, in such a pass, which no CUDA
+    graph replays.
+    """
+
+    front_s: float
+    front_token_s: float
+    prompt_slowdown: float
+    launched_layer_s: float
+
+
+class Fitted(msgspec.Struct, frozen=True):
+    """The catalog: the constants, and percentiles of measured over predicted, by quantity and regime."""
+
+    constants: Constants
+    spreads: Mapping[str, Mapping[str, Spread]]
+
+
+@cache
+def fitted() -> Fitted:
+    """The catalog."""
+    return msgspec.convert(tomllib.loads(catalog_text("serving.toml")), Fitted)
+
+
+def interval_of(quantity: str, value: float, regime: str) -> Interval:
+    """Between which values a measurement of the prediction `value` lies, 8 times of 10."""
+    spread = fitted().spreads[quantity][regime]
+    reason = f"judging by {spread.num_runs} points of {spread.num_sources} models, none by its own"
+    return Interval(p10=value * spread.p10, p90=value * spread.p90, reason=reason)

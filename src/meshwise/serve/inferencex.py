@@ -1,0 +1,92 @@
+"""How InferenceX starts the engines that it measures, where its rows do not say so.
+
+Most measured points come from this benchmark (github.com/SemiAnalysisAI/InferenceX; read at git 843c6254f and
+at the dates below). Its client sends ten requests for each of `concurrency`, all at once under that limit,
+draws lengths from 0.8 to 1 of the stated, and ignores ends of sequence, so that engines which reserve output
+reserve all of it. Its scripts (`benchmarks/`) set the tokens of a pass, how often SGLang looks for arrivals,
+and how long TensorRT-LLM holds prompts back; some runs (`spec-decoding: mtp` in
+`.github/configs/nvidia-master.yaml`) guess tokens. Rows of other clients run engines as they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from meshwise.serve.engine import Engine
+
+LENGTH_RATIO = 0.8
+REQUESTS_EACH = 10
+
+OTHER_CLIENTS = "gap-analysis"
+"""What the sample calls rows that vendors measured with clients of their own."""
+
+GUESSING_RUNS = {
+    ("deepseek-r1", "trtllm"): ("2026-01-14", "2026-02-05", "2026-02-06"),
+    ("deepseek-r1", "sglang"): ("2026-03-25",),
+    ("qwen3.5-397b-a17b", "sglang"): ("2026-03-20",),
+}
+"""Days on which scripts with multi-token prediction ran (its pull requests 392, 632, 642, 943 and 898)."""
+
+ACCEPTANCE = 0.81
+"""Share of DeepSeek-R1's guesses that are right (vLLM, pull request 12755)."""
+
+
+def is_row(row: Mapping[str, str]) -> bool:
+    """Whether InferenceX measured a row on one pool; its recipes of two pools are not read."""
+    return row["mode"] == "agg" and OTHER_CLIENTS not in row.get("source", "")
+
+
+def speculation(row: Mapping[str, str], model: str, dp: int) -> str:
+    """What `serve --speculate` would say of a row; empty where the run does not guess."""
+    backend = row["backend"]
+    if not is_row(row) or row.get("measured", "") not in GUESSING_RUNS.get((model, backend), ()):
+        return ""
+    drafts = 2 if (model, backend) == ("deepseek-r1", "sglang") else 1 if dp > 1 else 3
+    return f"drafts={drafts},accept={ACCEPTANCE}"
+
+
+def launched(engine: Engine, row: Mapping[str, str], model: str, dp: int) -> Engine:
+    """`engine` as the script of a row starts it."""
+    engine = replace(engine, reserve_frac=float(engine.reserve_frac > 0))
+    if engine.name == "trtllm" and dp > 1:
+        engine = replace(engine, align_passes=60)
+    if not is_row(row):
+        return engine
+    return replace(engine, **_SETTINGS[engine.name](row, model, dp))
+
+
+def _vllm(row: Mapping[str, str], model: str, _: int) -> dict[str, Any]:
+    is_blackwell = row["system"].startswith(("b", "gb"))
+    if model == "minimax-m2.5" and is_blackwell and row.get("measured", "") >= "2026-04":
+        return {"max_tokens": 2 * int(row["input_tokens"])}
+    return {}
+
+
+def _sglang(row: Mapping[str, str], _: str, dp: int) -> dict[str, Any]:
+    if not row["system"].startswith(("b", "gb")):
+        return {"max_tokens": 32768}
+    polled = 1 if dp > 1 else 30 if int(row["concurrency"]) >= 16 else 10
+    return {"max_tokens": 16384 if row["precision"] == "fp4" else 32768, "poll_passes": polled}
+
+
+def _trtllm(row: Mapping[str, str], model: str, dp: int) -> dict[str, Any]:
+    prompt, output, clients = (int(row[name]) for name in ("input_tokens", "output_tokens", "concurrency"))
+    is_short = (prompt, output) == (1024, 1024)
+    if model.startswith("llama"):
+        held = {"align_passes": 20, "fill_frac": 0.9} if is_short and int(row["tp"]) < 8 else {}
+        return {"max_tokens": 16384, **held}
+    if model.startswith("gpt-oss"):
+        return {"max_tokens": 20000}
+    guesses = speculation(row, model, dp)
+    if guesses:
+        batch = clients // 4 if dp > 1 else clients
+        return {"max_tokens": (2 if dp > 1 else 4) * batch + prompt + 64}
+    floor = 8192 if row.get("measured", "") >= "2026-01-21" else 0
+    is_held = is_short and row["precision"] == "fp8" and row["system"] == "b200_sxm" and clients >= 64
+    held = {"align_passes": 40, "fill_frac": 0.8} if is_held and dp == 1 else {}
+    return {"max_tokens": max(clients + prompt + 64, floor), **held}
+
+
+_SETTINGS = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm}
