@@ -100,16 +100,20 @@ def launched_ns(trace: Trace) -> Ints:
 def chosen(trace: Trace, marked: Marks, steps: str) -> Trace:
     """The trace with the work of some steps only: `3-7`, `5`, or `complete`.
 
-    `complete` is what HolisticTraceAnalysis takes: kernels whose launch lies before the start of the last
-    ProfilerStep, and all of them where there are fewer than two steps.
+    `complete` is what HolisticTraceAnalysis takes: kernels whose launching call begins before the last
+    ProfilerStep, and all of them where there are fewer than two steps. Where the trace has the steps on the
+    device's side too, the last of these begins later than on the host, and that is the one that counts.
     """
     if steps == "complete":
-        if marked.name != PROFILER_STEP or len(marked.number) < 2:
+        events = trace.where(Kind.ANNOTATION, Kind.DEVICE_ANNOTATION)
+        is_step = np.array([name.startswith(PROFILER_STEP) for _, name in trace.labels] or [False])
+        events = events[is_step[trace.label[events]]]
+        if len({trace.name(i) for i in events.tolist()}) < 2:
             return trace
-        selected = launched_ns(trace) < marked.start_ns[-1]
-        if trace.has_device:
-            selected &= (launchers(trace) >= 0) | ~np.isin(trace.kind, DEVICE_KINDS)
-        return replace(trace, selected=selected)
+        launcher = launchers(trace)
+        is_launched = (launcher >= 0) & (trace.kind[launcher] == Kind.RUNTIME)
+        is_early = launched_ns(trace) < trace.start_ns[events].max()
+        return replace(trace, selected=is_early & (is_launched | ~np.isin(trace.kind, DEVICE_KINDS)))
     first, last = _range(steps)
     number = marked.step(launched_ns(trace))
     if len(marked.number):
