@@ -149,10 +149,10 @@ def _reduce(play: _Play, ranks: list[int], wire: float, number: int, elements: i
     """An all-reduce: nobody leaves before all are there."""
     job, random, now = play.job, play.random, play.now
     wire *= random.normal(1.0, 0.02) * play.scale
-    if job.fault == "slow link" and len(ranks) == 2 and job.rank in ranks:
+    if job.fault == "slow link" and len(ranks) < job.num_ranks and job.rank in ranks:
         wire += job.size * STEP_US / 2
     end = now[ranks].max() + wire
-    is_hidden = job.overlaps and len(ranks) == 2
+    is_hidden = job.overlaps and len(ranks) < job.num_ranks
     for rank in ranks:
         left = end + random.uniform(0.0, 0.02 * STEP_US * play.scale if job.on_cpu else 3.0)
         if job.on_cpu:
