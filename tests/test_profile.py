@@ -1,6 +1,7 @@
 """Joint capture: every rank of somebody else's program, also when one of them dies, whole files or none."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,6 +118,24 @@ def test_the_sleeper_is_named(tmp_path, ranks, sleeper):
     found = summarize_paths(done.files)
     named = [one.ranks for one in found.findings if 0 < len(one.ranks) < ranks]
     assert found.alignment.method == "one host, one clock" and named == [(sleeper,)] * (sleeper >= 0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="naming hosts needs root")
+def test_ranks_of_two_hosts_share_a_folder(program, tmp_path):
+    """Each host runs `meshwise profile` into the same folder; the traces name their hosts and match."""
+    words = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", "--master-port", _free_port()]
+    hosts = []
+    for node in range(2):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *words, f"--node-rank={node}"]
+        profile = [sys.executable, "-m", "meshwise", "profile", "-o", str(tmp_path / "out"), "--"]
+        script = f'hostname node-{node} && exec "$@"'
+        command = ["unshare", "--uts", "sh", "-c", script, "sh", *profile, *torchrun, program, "-1"]
+        hosts.append(subprocess.Popen(command))
+    assert [host.wait(120) for host in hosts] == [0, 0]
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["rank-0.json", "rank-1.json"]
+    found = summarize_paths([tmp_path / "out"])
+    assert [trace.host for trace in found.traces] == ["node-0", "node-1"]
+    assert [one.num_ranks for one in found.collectives if one.name == "all_reduce"] == [2, 2, 2]
 
 
 ENDLESS = """
