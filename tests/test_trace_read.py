@@ -256,3 +256,31 @@ def test_one_endless_event_is_given_up(tmp_path, filling, monkeypatch):
     path.write_bytes(gzip.compress(head + filling * (3 << 20)))
     trace, notes = read_trace(path)
     assert any("no event ends in" in note for note in notes) and (trace is None or len(trace) <= 1)
+
+
+def test_large_files_are_read_by_processes_of_their_own(monkeypatch):
+    """Four ranks, each by its own process: the columns are those of one process."""
+    folder = DATA / "gloo4"
+    alone, _ = read_traces([folder])
+    monkeypatch.setattr("meshwise.trace.read._APART_BYTES", 0)
+    apart, problems = read_traces([folder])
+    assert problems == [] and [trace.path for trace in apart] == [trace.path for trace in alone]
+    for one, other in zip(apart, alone, strict=True):
+        assert one.labels == other.labels and one.shapes == other.shapes and one.groups == other.groups
+        for column in ("start_ns", "duration_ns", "label", "track", "correlation", "shape"):
+            assert (getattr(one, column) == getattr(other, column)).all()
+
+
+def test_a_bomb_is_given_up(tmp_path, monkeypatch):
+    """A file that unpacks to far more than its size: what was read until then is kept, and it is said."""
+    monkeypatch.setattr("meshwise.trace.decode._MOST_UNPACKED_BYTES", 1 << 20)
+    event = (
+        b'{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2, "args": {"x": "'
+        + b" " * 4000
+        + b'"}},'
+    )
+    path = tmp_path / "rank-0.json.gz"
+    path.write_bytes(gzip.compress(b'{"traceEvents": [' + event * 10_000))
+    trace, notes = read_trace(path)
+    assert any("unpacks to more than 400 times" in note for note in notes)
+    assert trace is not None and 0 < len(trace) < 10_000

@@ -12,8 +12,13 @@ so there the digits themselves are read.
 from __future__ import annotations
 
 import collections
+import os
+import pickle
 import re
-from collections.abc import Iterable
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -41,6 +46,14 @@ _RANK_IN_NAME = re.compile(r"(?:rank|worker|trainer)[-_. ]?(\d+)", re.IGNORECASE
 _MAX_US = 2.0**52
 _NO_TIME = np.iinfo(np.int64).min
 _NO_ARGS = Args()
+_APART_BYTES = 50e6
+"""From this mean size of a file on, reading takes well longer than a new process needs to begin."""
+_READER = """
+import pickle, sys
+from pathlib import Path
+from meshwise.trace.read import read_trace
+pickle.dump(read_trace(Path(sys.argv[1])), sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
+"""
 
 
 def read_traces(paths: Iterable[str | Path]) -> tuple[list[Trace], list[Problem]]:
@@ -53,8 +66,8 @@ def read_traces(paths: Iterable[str | Path]) -> tuple[list[Trace], list[Problem]
     traces: list[Trace] = []
     problems: list[Problem] = []
     nameless: list[Trace] = []
-    for path in trace_files(paths):
-        trace, found = read_trace(path)
+    files = trace_files(paths)
+    for path, (trace, found) in zip(files, _read_each(files), strict=True):
         problems += [Problem(str(path), reason) for reason in found]
         if trace is None:
             continue
@@ -74,6 +87,29 @@ def read_traces(paths: Iterable[str | Path]) -> tuple[list[Trace], list[Problem]
         problems.append(Problem(str(trace.path), f"neither file nor name tells the rank; taken as {rank}"))
         traces.append(replace(trace, rank=rank))
     return sorted(traces, key=lambda trace: trace.rank), problems
+
+
+def _read_each(files: Sequence[Path]) -> Iterator[tuple[Trace | None, list[str]]]:
+    """What `read_trace` returns for each file; large ones are read by a process for each core."""
+    num_processes = min(len(files), os.cpu_count() or 1)
+    packed = {path: 10 if path.name.endswith(".gz") else 1 for path in files}
+    size_bytes = sum(path.stat().st_size * times for path, times in packed.items())
+    if num_processes < 2 or size_bytes < _APART_BYTES * len(files):
+        yield from map(read_trace, files)
+        return
+    with ThreadPoolExecutor(num_processes) as pool:
+        yield from pool.map(_read_apart, files)
+
+
+def _read_apart(path: Path) -> tuple[Trace | None, list[str]]:
+    """What `read_trace` returns, by a process of its own."""
+    command = [sys.executable, "-P", "-c", _READER, str(path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=False)
+    if done.returncode:
+        return None, [f"its reader ended with exit code {done.returncode}; is there enough memory?"]
+    found: tuple[Trace | None, list[str]] = pickle.loads(done.stdout)
+    return found
 
 
 def trace_files(paths: Iterable[str | Path]) -> list[Path]:
@@ -109,14 +145,22 @@ def read_trace(path: Path) -> tuple[Trace | None, list[str]]:
     return trace, notes.sentences()
 
 
+class _Numbered(dict[Any, int]):
+    """Keys in the order in which they were first asked for, each with its number."""
+
+    def __missing__(self, key: Any) -> int:
+        self[key] = number = len(self)
+        return number
+
+
 @dataclass(slots=True)
 class _Columns:
     """Columns as they grow, piece by piece; every text is kept once."""
 
-    labels: dict[tuple[Any, Any], int] = field(default_factory=dict)
-    tracks: dict[tuple[Any, Any], int] = field(default_factory=dict)
+    labels: _Numbered = field(default_factory=_Numbered)
+    tracks: _Numbered = field(default_factory=_Numbered)
     track_names: dict[tuple[Any, Any], str] = field(default_factory=dict)
-    shapes: dict[tuple[bytes, bytes, bytes], int] = field(default_factory=dict)
+    shapes: _Numbered = field(default_factory=_Numbered)
     parts: list[tuple[Ints, ...]] = field(default_factory=list)
     memory: list[tuple[Ints, ...]] = field(default_factory=list)
     communications: dict[int, CommunicationArgs] = field(default_factory=dict)
@@ -159,8 +203,8 @@ class _Columns:
             (
                 start,
                 duration,
-                _ints([labels.setdefault((e.cat, e.name), len(labels)) for e in spans]),
-                _ints([tracks.setdefault((e.pid, e.tid), len(tracks)) for e in spans]),
+                _ints([labels[e.cat, e.name] for e in spans]),
+                _ints([tracks[e.pid, e.tid] for e in spans]),
                 _whole([a.stream for a in args]),
                 _whole([a.device for a in args]),
                 _whole([a.correlation for a in args]),
@@ -178,7 +222,7 @@ class _Columns:
 
     def _shape(self, name: Any, args: Args) -> int:
         values = bytes(args.concrete) if "attention" in str(name) else b""
-        return self.shapes.setdefault((bytes(args.dims), bytes(args.types), values), len(self.shapes))
+        return self.shapes[bytes(args.dims), bytes(args.types), values]
 
     def _add_memory(self, events: list[Any]) -> None:
         if not events:
@@ -186,7 +230,7 @@ class _Columns:
         time = _nanoseconds([e.ts for e in events])
         columns = (
             time,
-            _ints([self.tracks.setdefault((e.pid, e.tid), len(self.tracks)) for e in events]),
+            _ints([self.tracks[e.pid, e.tid] for e in events]),
             _whole([e.args.delta for e in events]),
             _whole([e.args.total for e in events]),
             _whole([e.args.reserved for e in events]),
