@@ -20,9 +20,10 @@ PATTERNS = {
 
 
 def _sums_up(found):
-    assert sum(row.measured_s for row in found.rows) == pytest.approx(found.measured_s)
-    if found.predicted_s is not None:
-        assert sum(row.predicted_s for row in found.rows) == pytest.approx(found.predicted_s)
+    for rows in (found.rows, found.classes):
+        assert sum(row.measured_s for row in rows) == pytest.approx(found.measured_s)
+        if found.predicted_s is not None:
+            assert sum(row.predicted_s for row in rows) == pytest.approx(found.predicted_s)
 
 
 def _played(folder, classes, slower=1.0):
@@ -51,17 +52,50 @@ def _played(folder, classes, slower=1.0):
 def test_a_trace_of_the_prediction(tmp_path, slower):
     expected = mw.estimate(*JOB, batch=2, seq=512)
     bare = mw.explain(GLOO4, *JOB, batch=2, seq=512)
-    classes = {row.op: row.predicted_s for row in bare.rows if row.predicted_s}
+    classes = {row.op: row.predicted_s for row in bare.classes if row.predicted_s}
     idle = {op: classes.pop(op) for op in ("waiting", "idle", "bubble") if op in classes}
     _played(tmp_path, classes, slower)
     found = mw.explain(tmp_path, *JOB, batch=2, seq=512)
     _sums_up(found)
     assert found.predicted_s == pytest.approx(expected.step_s)
-    for row in found.rows:
+    for row in found.classes:
         times = slower if row.op == "matmul" else 0.0 if row.op in idle else 1.0
         assert row.measured_s == pytest.approx(times * row.predicted_s, rel=1e-4, abs=1e-8)
     if slower > 1:
-        assert found.rows[0].op == "matmul" and "matmul" in found.findings[1]
+        assert found.classes[0].op == "matmul" and "matmul" in found.findings[1]
+
+
+def test_matmuls_and_collectives_join_op_by_op(tmp_path):
+    """Each matmul and reduction of the estimate once a step, fc1 twice as long as predicted."""
+    expected = mw.estimate(*JOB, batch=2, seq=512).ledger
+    events, now, played = [], 0.0, {}
+    for row in expected.rows():
+        place = (row["module"], f"{row['op']} {row['collective']}".strip(), row["phase"])
+        length = round(1e6 * row["count"] * (row["time_s"] or 0.0), 3)
+        number = len(events) + 1
+        if row["shape"].count("x") == 3:
+            batch, m, n, k = map(int, row["shape"].split("x"))
+            length *= 2 if row["op"] == "fc1" else 1
+            shapes = {"Input Dims": [[batch, n, k], [batch, k, m]], "Input type": ["c10::BFloat16"] * 2}
+            events.append(host("cpu_op", "aten::bmm", now, 2, **shapes))
+            events.append(host("cuda_runtime", "cudaLaunchKernel", now + 0.5, 1, correlation=number))
+            events.append(kernel("gemm", now + 3, length, correlation=number))
+        elif row["collective"] == "reduce_scatter":
+            elements = round(row["payload_bytes"] / 2)
+            events.append(all_reduce(now, length, elements, [0, 1], correlation=number))
+            events[-1]["args"]["Collective name"] = "reduce_scatter"
+        else:
+            continue
+        played[place] = played.get(place, 0.0) + length / 1e6
+        now += length + 5
+    write_trace(tmp_path / "rank-0.json", events, 0)
+    found = mw.explain(tmp_path, *JOB, batch=2, seq=512)
+    _sums_up(found)
+    joined = {(row.module, row.op, row.phase): row for row in found.rows if row.module}
+    assert joined.keys() == played.keys()
+    for (module, op, phase), row in joined.items():
+        times = 2 if op == "fc1" else 1
+        assert row.measured_s == pytest.approx(times * row.predicted_s, rel=1e-3), (module, op, phase)
 
 
 def test_measured_alone(meshwise):
@@ -71,6 +105,7 @@ def test_measured_alone(meshwise):
     done = meshwise("explain", str(GLOO4), "--json")
     assert done.code == 0 and set(done.document) == {
         "rows",
+        "classes",
         "step_s",
         "findings",
         "unjoined",
@@ -84,7 +119,7 @@ def test_measured_alone(meshwise):
 def test_both_timelines_in_one_file(tmp_path, meshwise):
     """The predicted step begins with the first whole measured one, in processes of its own."""
     bare = mw.explain(GLOO4, *JOB, batch=2, seq=512)
-    _played(tmp_path, {row.op: row.predicted_s for row in bare.rows if row.op in PATTERNS})
+    _played(tmp_path, {row.op: row.predicted_s for row in bare.classes if row.op in PATTERNS})
     words = ("--model", JOB[0], "--cluster", JOB[1], "--plan", JOB[2], "--batch", "2", "--seq", "512")
     path = tmp_path / "both.json.gz"
     assert meshwise("explain", str(tmp_path), *words, "--timeline", str(path)).code == 0

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from meshwise.core.units import duration
 from meshwise.report.html import COLORS, Chart, Page, Section, Table, Text
-from meshwise.trace.explain import Explanation
+from meshwise.trace.explain import Explanation, Row
 
 
 def explain_page(explanation: Explanation) -> Page:
     """Where the measured step differs from the predicted one."""
     measured, predicted = explanation.measured_s, explanation.predicted_s
-    rows = [
-        (row.op, _seconds(row.predicted_s), _seconds(row.measured_s), _more(row.predicted_s, row.measured_s))
-        for row in explanation.rows
-    ]
-    table = Table("", ("class", "predicted", "measured", "difference"), rows)
+    columns = ("predicted", "measured", "difference")
+    classes = [(row.op, *_cells(row)) for row in explanation.classes]
+    table = Table("", ("class", *columns), classes)
+    ops = [(row.module, row.op, row.phase, *_cells(row)) for row in explanation.rows]
     headline = f"a step takes {duration(measured)}"
     sections: list[Section] = [Text("Findings", explanation.findings)] if explanation.findings else []
     if predicted is not None:
         headline += f", {measured / predicted - 1:+.0%} of the predicted {duration(predicted)}"
         sections.append(_waterfall(explanation, predicted, table))
-    return Page("Predicted against measured", headline, [*sections, Table("Rows", table.columns, rows)])
+    return Page(
+        "Predicted against measured",
+        headline,
+        [*sections, Table("Rows", ("module", "op", "phase", *columns), ops)],
+    )
 
 
 def _waterfall(explanation: Explanation, predicted: float, table: Table) -> Chart:
-    steps = [(row.op, (row.measured_s or 0.0) - (row.predicted_s or 0.0)) for row in explanation.rows]
+    steps = [(row.op, row.more_s) for row in explanation.classes]
     names = ["predicted", *(name for name, _ in steps), "measured"]
     ends = [predicted]
     for _, change in steps:
@@ -34,7 +37,7 @@ def _waterfall(explanation: Explanation, predicted: float, table: Table) -> Char
     bar = {
         "type": "bar", "x": names, "y": [predicted, *changes, explanation.measured_s],
         "base": [0.0, *ends[:-1], 0.0], "marker": {"color": colors},
-        "text": [_seconds(predicted), *(_more(0.0, c) for c in changes), _seconds(explanation.measured_s)],
+        "text": [_seconds(predicted), *map(_more, changes), _seconds(explanation.measured_s)],
         "hovertemplate": "%{x}: %{text}<extra></extra>",
     }  # fmt: skip
     layout = {"showlegend": False, "yaxis": {"tickformat": "~s", "ticksuffix": "s"}}
@@ -46,6 +49,9 @@ def _seconds(value: float | None) -> str:
     return "" if value is None else duration(value)
 
 
-def _more(predicted: float | None, measured: float | None) -> str:
-    change = (measured or 0.0) - (predicted or 0.0)
+def _cells(row: Row) -> tuple[str, str, str]:
+    return _seconds(row.predicted_s), _seconds(row.measured_s), _more(row.more_s)
+
+
+def _more(change: float) -> str:
     return ("+" if change >= 0 else "-") + duration(abs(change))

@@ -158,11 +158,19 @@ def print_joint(rows: Sequence[Joint], console: Console, *, title: str, limit: i
     console.print(table(title, columns, cells, no_wrap=True))
 
 
-def print_explanation(found: Explanation, console: Console) -> None:
+def print_explanation(found: Explanation, console: Console, *, limit: int = 15) -> None:
     """Print the predicted step beside the measured one, and the differences in words."""
-    rows = [(row.op, _time(row.predicted_s), _time(row.measured_s)) for row in found.rows]
+    rows = [(row.op, _time(row.predicted_s), _time(row.measured_s)) for row in found.classes]
     rows.append(("step", _time(found.predicted_s), _time(found.measured_s)))
     console.print(table("Time of a step", ("", "predicted", "measured"), rows, no_wrap=True))
+    ops = [
+        (row.module, row.op, row.phase, _time(row.predicted_s), _time(row.measured_s))
+        for row in found.rows
+        if row.module
+    ]
+    if ops:
+        columns = ("module", "op", "phase", "predicted", "measured")
+        console.print(table("Its ops that join", columns, ops[:limit], no_wrap=True))
     for number, text in enumerate(found.findings, start=1):
         console.print(f"{number}. {text}", markup=False, highlight=False)
 

@@ -1,4 +1,4 @@
-"""Predicted beside measured: where a job's step takes longer than the estimate, by class of work.
+"""Predicted beside measured: where a job's step takes longer than the estimate, by class of work and by op.
 
 Both sides are split into the same classes, and both sum to their step:
 
@@ -10,15 +10,25 @@ Both sides are split into the same classes, and both sum to their step:
 The prediction is the ledger of an estimate: an op is a matmul if it does more than 16 FLOP a byte, which no
 elementwise op does. The measurement is the mean over ranks and steps; a kernel belongs to the class that its
 name tells (those of unknown names are listed), and kernels that run at the same time share that time.
-Exposed transfer is divided among the collectives by their time on the wire. What has no counterpart on the
-other side stands with its own time.
+Exposed transfer is divided among the collectives by their time on the wire.
+
+Within a class, work joins the ops of the estimate that look the same in a trace:
+
+    matmul          the same sizes (operands may be swapped), where shapes were recorded
+    attention       forward or backward, by the kernel's name
+    collective      the same number of ranks and bytes
+    optimizer       all of it
+
+Ops that look the same share their measured time as the estimate has it. What joins no op is one row of its
+class, on either side.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,6 +41,7 @@ from meshwise.trace.breakdown import work
 from meshwise.trace.events import Kind, Trace
 from meshwise.trace.intervals import length
 from meshwise.trace.nesting import parents
+from meshwise.trace.op_rates import op_rates
 from meshwise.trace.operators import self_time
 from meshwise.trace.summary import Summary
 
@@ -54,15 +65,23 @@ _CLASSES = (
         ),
     ),
 )
+_BACKWARD = re.compile(r"bwd|backward|dgrad|dkdv|_dq", re.IGNORECASE)
 _UNNAMED = "kernels of no class"
 _IDLE = {"bubble", "launch", "host"}
 _NUM_FINDINGS = 5
 _SHARE = 0.02
 
+Look = tuple[Any, ...]
+"""What a trace shows of an op: its class and, where known, what tells it from others of the class."""
+Place = tuple[str, str, str]
+"""Module, op and phase."""
+Work = dict[Look, dict[Place, float]]
+"""Seconds of a step."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Seconds of one class in one step; None on the side that knows nothing of it."""
+    """Seconds of one op, or of what joins no op of a class, in one step; None on a side that has none."""
 
     module: str
     op: str
@@ -70,12 +89,19 @@ class Row:
     predicted_s: float | None
     measured_s: float | None
 
+    @property
+    def more_s(self) -> float:
+        """By how much the measurement exceeds the prediction."""
+        return (self.measured_s or 0.0) - (self.predicted_s or 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Explanation(Shown):
     """The rows, largest difference first, and what they say in words."""
 
     rows: list[Row]
+    classes: list[Row]
+    """The same time by class of work."""
     predicted_s: float | None
     measured_s: float
     findings: list[str]
@@ -94,6 +120,7 @@ class Explanation(Shown):
         return {
             "step_s": {"predicted": self.predicted_s, "measured": self.measured_s},
             "rows": [asdict(row) for row in self.rows],
+            "classes": [asdict(row) for row in self.classes],
             "findings": self.findings,
             "unjoined": [asdict(row) for row in self.unjoined],
             "unjoined_frac": self.unjoined_frac,
@@ -101,30 +128,59 @@ class Explanation(Shown):
 
 
 def explain(summary: Summary, predicted: Ledger | None = None) -> Explanation:
-    """The measured step of a job beside the `predicted` one (the ledger of an estimate), class by class."""
+    """The measured step of a job beside the `predicted` one (the ledger of an estimate), op by op."""
     num_steps = len({step.number for step in summary.steps}) or 1
     measured = _measured(summary, num_steps)
     expected = _predicted(predicted) if predicted is not None else {}
     known = predicted is not None
-    rows = [
-        Row("", op, "step", expected.get(op, 0.0) if known else None, measured.get(op, 0.0))
-        for op in measured.keys() | expected.keys()
-        if measured.get(op) or expected.get(op)
-    ]
-    rows.sort(key=lambda row: (-abs((row.measured_s or 0.0) - (row.predicted_s or 0.0)), row.op))
-    step_s, expected_s = sum(measured.values()), sum(expected.values()) if known else None
-    findings = _in_words(rows, step_s, expected_s) + [
+    seconds, expected_seconds = _by_class(measured), _by_class(expected)
+    classes = _sorted(
+        Row("", op, "step", expected_seconds.get(op, 0.0) if known else None, seconds.get(op, 0.0))
+        for op in seconds.keys() | expected_seconds.keys()
+        if seconds.get(op) or expected_seconds.get(op)
+    )
+    rows = _joined(measured, expected) if known else classes
+    step_s, expected_s = sum(seconds.values()), sum(expected_seconds.values()) if known else None
+    findings = _in_words(classes, step_s, expected_s) + [
         one.text for one in summary.findings if len(one.ranks) == 1
     ]
+    if known and step_s:
+        joined_s = sum(row.measured_s or 0.0 for row in rows if row.module)
+        findings.append(f"{joined_s / step_s:.0%} of the measured step is joined op by op")
     if not summary.steps:
         findings.append("no step is marked (torch.profiler's step()), so the whole trace counts as one step")
-    unjoined = _unjoined(summary, measured.get(_UNNAMED, 0.0))
-    if unjoined and measured[_UNNAMED] >= _SHARE * step_s:
+    unjoined = _unjoined(summary, seconds.get(_UNNAMED, 0.0))
+    if unjoined and seconds[_UNNAMED] >= _SHARE * step_s:
         names = ", ".join(row.op[:40] for row in unjoined[:3])
-        findings.append(
-            f"kernels of no known class take {measured[_UNNAMED] / step_s:.1%} of a step: {names}"
-        )
-    return Explanation(rows, expected_s, step_s, findings, unjoined)
+        findings.append(f"kernels of no known class take {seconds[_UNNAMED] / step_s:.1%} of a step: {names}")
+    return Explanation(rows, classes, expected_s, step_s, findings, unjoined)
+
+
+def _sorted(rows: Iterable[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: (-abs(row.more_s), row.module, row.op, row.phase))
+
+
+def _by_class(work: Work) -> dict[str, float]:
+    """Seconds of each class."""
+    seconds: dict[str, float] = defaultdict(float)
+    for look, places in work.items():
+        seconds[look[0]] += sum(places.values())
+    return dict(seconds)
+
+
+def _joined(measured: Work, expected: Work) -> list[Row]:
+    """Rows of the ops that both sides have, and one of each class for what either side has alone."""
+    rows: dict[Place, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for look in measured.keys() | expected.keys():
+        here, there = sum(measured.get(look, {}).values()), expected.get(look, {})
+        total = sum(there.values())
+        is_joined = len(look) > 1 and here and total
+        for place, seconds in there.items():
+            rows[place if is_joined else ("", look[0], "step")][0] += seconds
+            rows[place if is_joined else ("", look[0], "step")][1] += here * seconds / total if total else 0.0
+        if not total:
+            rows["", look[0], "step"][1] += here
+    return _sorted(Row(*place, *seconds) for place, seconds in rows.items() if any(seconds))
 
 
 def _unjoined(summary: Summary, total_s: float) -> list[Row]:
@@ -143,12 +199,42 @@ def _class_of_kernel(name: str) -> str:
     return next((of for of, pattern in _CLASSES if pattern.search(name)), _UNNAMED)
 
 
-def _predicted(ledger: Ledger) -> dict[str, float]:
-    """Seconds of each class in the step of an estimate."""
-    seconds: dict[str, float] = defaultdict(float)
+def _predicted(ledger: Ledger) -> Work:
+    """Seconds of each op in the step of an estimate."""
+    work: Work = defaultdict(lambda: defaultdict(float))
     for row in ledger.rows():
-        seconds[_class_of_op(row)] += row["count"] * (row["time_s"] or 0.0)
-    return dict(seconds)
+        if seconds := row["count"] * (row["time_s"] or 0.0):
+            op = f"{row['op']} {row['collective']}".strip()
+            work[_look_of_op(row)][row["module"], op, row["phase"]] += seconds
+    return work
+
+
+def _look_of_op(row: Mapping[str, Any]) -> Look:
+    """How an op of the ledger looks in a trace."""
+    of = _class_of_op(row)
+    if row["collective"]:
+        return of, _size(row["group_size"]), _bytes(row["payload_bytes"])
+    if of == "matmul":
+        return of, *_sizes(row["shape"])
+    if of == "attention":
+        return of, "backward" if row["phase"] == "backward" else "forward"
+    return (of, "") if of == "optimizer" else (of,)
+
+
+def _sizes(shape: str) -> tuple[int, ...]:
+    """Batch, rows and columns of the result (the smaller first), and inner size of a matmul."""
+    sizes = [int(float(size)) for size in re.findall(r"[\d.e+]+", shape)]
+    *batch, rows, columns, inner = sizes if len(sizes) in (3, 4) else (0, 0, 0)
+    return math.prod(batch), min(rows, columns), max(rows, columns), inner
+
+
+def _size(number: float | None) -> int:
+    return int(number or 0)
+
+
+def _bytes(number: float | None) -> str:
+    """Bytes to three digits."""
+    return f"{number or 0:.2e}"
 
 
 def _class_of_op(row: Mapping[str, Any]) -> str:
@@ -165,39 +251,56 @@ def _class_of_op(row: Mapping[str, Any]) -> str:
     return "matmul" if (row["flop"] or 0.0) > _MATMUL_FLOP_PER_BYTE * moved else "other kernels"
 
 
-def _measured(summary: Summary, num_steps: int) -> dict[str, float]:
-    """Seconds of each class in a step, the mean over the ranks; they sum to the span."""
-    seconds: dict[str, float] = defaultdict(float)
-    wire: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+def _measured(summary: Summary, num_steps: int) -> Work:
+    """Seconds of each look of work in a step, the mean over the ranks; they sum to the span."""
+    seconds: dict[Look, float] = defaultdict(float)
+    wire: dict[int, dict[Look, float]] = defaultdict(lambda: defaultdict(float))
     for one in summary.collectives:
         for rank in one.wait_s:
-            wire[rank][one.name] += one.wire_s
+            wire[rank][one.name, _size(one.group_size), _bytes(one.bytes)] += one.wire_s
     for trace, parts in zip(summary.traces, summary.partitions, strict=True):
-        for name, value in _kernel_classes(trace).items():
-            seconds[name] += value
+        for look, value in _kernels(trace).items():
+            seconds[look] += value
         whole = sum(wire[trace.rank].values())
-        for name, value in wire[trace.rank].items():
-            seconds[name] += parts.seconds["transfer"] * value / whole if whole else 0.0
+        for look, value in wire[trace.rank].items():
+            seconds[look] += parts.seconds["transfer"] * value / whole if whole else 0.0
         unnamed = 0.0 if whole else parts.seconds["transfer"]
         others = {"waiting": parts.seconds["wait"], "copies": parts.seconds["memory"], "transfer": unnamed}
         for name, value in (others | {"idle": parts.seconds["idle"]}).items():
-            seconds[name] += value
-    return {name: value / (num_steps * len(summary.traces)) for name, value in seconds.items()}
+            seconds[name,] += value
+    return {
+        look: {("", look[0], "step"): value / (num_steps * len(summary.traces))}
+        for look, value in seconds.items()
+    }
 
 
-def _kernel_classes(trace: Trace) -> dict[str, float]:
-    """Seconds of compute by class on one rank; they sum to the time in which it computed."""
+def _kernels(trace: Trace) -> dict[Look, float]:
+    """Seconds of compute by look on one rank; they sum to the time in which it computed."""
     done = work(trace)
     events = np.flatnonzero(done.kind == Kind.COMPUTE)
     own = trace.duration_ns if trace.has_device else self_time(trace, parents(trace))
-    sums = np.bincount(trace.label[events], weights=own[events], minlength=len(trace.labels))
-    seconds: dict[str, float] = defaultdict(float)
+    sums = np.bincount(trace.label[events], weights=own[events], minlength=len(trace.labels)) / 1e9
+    seconds: dict[Look, float] = defaultdict(float)
     for label in np.flatnonzero(sums).tolist():
-        name = trace.labels[label][1]
-        seconds[_class_of_kernel(name)] += sums[label]
+        seconds[_look_of_kernel(trace.labels[label][1])] += float(sums[label])
+    of_shape: dict[Look, float] = defaultdict(float)
+    for one in op_rates([trace]):
+        if one.kind == "matmul":
+            of_shape["matmul", *_sizes(one.shape)] += one.total_s
+    matmul, known = seconds.pop(("matmul",), 0.0), sum(of_shape.values())
+    share = min(1.0, matmul / known) if known else 0.0
+    seconds |= {look: value * share for look, value in of_shape.items()}
+    seconds["matmul",] = matmul - known * share
     total = sum(seconds.values())
     scale = length(done.spans[Kind.COMPUTE]) / 1e9 / total if total else 0.0
-    return {name: value * scale for name, value in seconds.items()}
+    return {look: value * scale for look, value in seconds.items()}
+
+
+def _look_of_kernel(name: str) -> Look:
+    of = _class_of_kernel(name)
+    if of == "attention":
+        return of, "backward" if _BACKWARD.search(name) else "forward"
+    return (of, "") if of == "optimizer" else (of,)
 
 
 def _in_words(rows: list[Row], step_s: float, expected_s: float | None) -> list[str]:
@@ -207,8 +310,8 @@ def _in_words(rows: list[Row], step_s: float, expected_s: float | None) -> list[
     found = [f"a step takes {duration(step_s)} where {duration(expected_s)} is predicted"]
     for row in rows[:_NUM_FINDINGS]:
         predicted, measured = row.predicted_s or 0.0, row.measured_s or 0.0
-        if abs(measured - predicted) >= _SHARE * max(step_s, expected_s):
-            more = "longer" if measured > predicted else "shorter"
+        if abs(row.more_s) >= _SHARE * max(step_s, expected_s):
+            more = "longer" if row.more_s > 0 else "shorter"
             times = f"{duration(measured)} instead of {duration(predicted)}"
-            found.append(f"{row.op}: {duration(abs(measured - predicted))} {more} than predicted ({times})")
+            found.append(f"{row.op}: {duration(abs(row.more_s))} {more} than predicted ({times})")
     return found
