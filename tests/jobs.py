@@ -115,9 +115,8 @@ def write_job(folder: Path, job: Job) -> dict[int, int]:
                 mark = partial(host, "user_annotation", f"ProfilerStep#{step + 2}")
                 play.add(rank, mark, began[rank] - 5, play.now[rank] - 5)
     about = {"host_name": "node"} if job.has_host else {}
-    world = {"world_size": job.num_ranks, "backend": "gloo" if job.on_cpu else "nccl"}
     for rank, found in play.events.items():
-        write_trace(folder / f"rank-{rank}.json", found, rank, **about, **world)
+        write_trace(folder / f"rank-{rank}.json", found, rank, job.num_ranks, **about)
     return {rank: round(1000 * play.local(0, time)) for rank, time in play.first.items()}
 
 

@@ -45,10 +45,12 @@ def host(
     return event | {"args": args}
 
 
-def write_trace(path: Path, events: list[dict[str, Any]], rank: int | None = None, **about: Any) -> Path:
+def write_trace(
+    path: Path, events: list[dict[str, Any]], rank: int | None = None, world_size: int = 8, **about: Any
+) -> Path:
     """A trace file in the layout that Kineto writes."""
     head: dict[str, Any] = {"schemaVersion": 1, "baseTimeNanoseconds": BASE_NS, **about}
     if rank is not None:
-        head["distributedInfo"] = {"backend": "nccl", "rank": rank, "world_size": 8}
+        head["distributedInfo"] = {"backend": "nccl", "rank": rank, "world_size": world_size}
     path.write_text(json.dumps(head | {"traceEvents": events, "traceName": path.name}, indent=2))
     return path

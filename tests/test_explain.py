@@ -65,30 +65,35 @@ def test_a_trace_of_the_prediction(tmp_path, slower):
         assert found.classes[0].op == "matmul" and "matmul" in found.findings[1]
 
 
-def test_matmuls_and_collectives_join_op_by_op(tmp_path):
-    """Each matmul and reduction of the estimate once a step, fc1 twice as long as predicted."""
-    expected = mw.estimate(*JOB, batch=2, seq=512).ledger
+def _played_ops(folder, expected, slower=()):
+    """One rank that does each matmul and reduction of a ledger once, `slower` ones in twice the time."""
     events, now, played = [], 0.0, {}
     for row in expected.rows():
         place = (row["module"], f"{row['op']} {row['collective']}".strip(), row["phase"])
         length = round(1e6 * row["count"] * (row["time_s"] or 0.0), 3)
         number = len(events) + 1
         if row["shape"].count("x") == 3:
-            batch, m, n, k = map(int, row["shape"].split("x"))
-            length *= 2 if row["op"] == "fc1" else 1
-            shapes = {"Input Dims": [[batch, n, k], [batch, k, m]], "Input type": ["c10::BFloat16"] * 2}
-            events.append(host("cpu_op", "aten::bmm", now, 2, **shapes))
+            _, m, n, k = map(int, row["shape"].split("x"))
+            length *= 2 if row["op"] in slower else 1
+            shapes = {"Input Dims": [[n, k], [k, m]], "Input type": ["c10::BFloat16"] * 2}
+            events.append(host("cpu_op", "aten::mm", now, 2, **shapes))
             events.append(host("cuda_runtime", "cudaLaunchKernel", now + 0.5, 1, correlation=number))
             events.append(kernel("gemm", now + 3, length, correlation=number))
         elif row["collective"] == "reduce_scatter":
-            elements = round(row["payload_bytes"] / 2)
-            events.append(all_reduce(now, length, elements, [0, 1], correlation=number))
+            events.append(all_reduce(now, length, round(row["payload_bytes"] / 2), [0, 1]))
             events[-1]["args"]["Collective name"] = "reduce_scatter"
         else:
             continue
         played[place] = played.get(place, 0.0) + length / 1e6
         now += length + 5
-    write_trace(tmp_path / "rank-0.json", events, 0)
+    write_trace(folder / "rank-0.json", events, 0, world_size=2)
+    return played
+
+
+def test_matmuls_and_collectives_join_op_by_op(tmp_path):
+    """Each matmul and reduction of the estimate once a step, fc1 twice as long as predicted."""
+    expected = mw.estimate(*JOB, batch=2, seq=512).ledger
+    played = _played_ops(tmp_path, expected, slower=("fc1",))
     found = mw.explain(tmp_path, *JOB, batch=2, seq=512)
     _sums_up(found)
     joined = {(row.module, row.op, row.phase): row for row in found.rows if row.module}
@@ -96,6 +101,21 @@ def test_matmuls_and_collectives_join_op_by_op(tmp_path):
     for (module, op, phase), row in joined.items():
         times = 2 if op == "fc1" else 1
         assert row.measured_s == pytest.approx(times * row.predicted_s, rel=1e-3), (module, op, phase)
+
+
+def test_the_model_and_the_plan_are_recognised(tmp_path, meshwise):
+    """From the shapes of its matmuls, the groups and the number of ranks; stated, and priced."""
+    _played_ops(tmp_path, mw.estimate(*JOB, batch=2, seq=512).ledger)
+    assert "qwen3-0.6b, tp=2, batch" in mw.explain(tmp_path).findings[0]
+    done = meshwise("explain", str(tmp_path), "--cluster", JOB[1], "--json").document
+    assert "512 tokens" in done["findings"][0] and done["step_s"]["predicted"] > 0
+    assert any(row["module"] == "layer.mlp" and row["measured_s"] for row in done["rows"])
+    events = [
+        host("cpu_op", "aten::mm", 0, 2, **{"Input Dims": [[7, 5], [5, 3]], "Input type": ["float"] * 2})
+    ]
+    strange = write_trace(tmp_path / "rank-0.json", [*events, kernel("gemm", 3, 9)], 0)
+    done = meshwise("explain", str(strange), "--cluster", JOB[1])
+    assert done.code == 2 and "no model of the catalog" in done.err
 
 
 def test_measured_alone(meshwise):

@@ -611,10 +611,9 @@ def explain(
 
     Args:
         traces: Profiler traces of its ranks: files or folders.
-        model: What the job ran, as in `estimate`; without model and cluster there is no prediction, and only
-            the measured step is split.
-        cluster: As in `estimate`.
-        plan: As in `estimate`.
+        model: What the job ran, as in `estimate`; by default what the traces show (the findings state it).
+        cluster: As in `estimate`; without it there is no prediction, and only the measured step is split.
+        plan: As in `estimate`; without a model, by default what the traces show, and so are the next three.
         batch: As in `estimate`.
         seq: As in `estimate`.
         microbatch: As in `estimate`.
@@ -629,22 +628,32 @@ def explain(
     """
     from meshwise.core.errors import DataError
     from meshwise.trace.explain import explain as join
+    from meshwise.trace.recognise import recognised
     from meshwise.trace.summary import summarize_paths
 
-    predicted = None
-    if model is not None and cluster is not None:
-        predicted = estimate(model, cluster, plan, batch=batch, seq=seq, microbatch=microbatch)
-    elif any(value not in (None, "") for value in (model, cluster, plan, batch, seq, microbatch, timeline)):
-        raise DataError("a prediction needs both model and cluster; give both, or leave out all of the job")
-    paths = [traces] if isinstance(traces, str | Path) else traces
-    summary = summarize_paths(paths, steps=steps)
+    job = (plan, batch, seq, microbatch, timeline)
+    if (model is not None and cluster is None) or (cluster is None and any(v not in (None, "") for v in job)):
+        raise DataError(
+            "a prediction needs the cluster that the job ran on; give it, or leave out all of the job"
+        )
+    summary = summarize_paths([traces] if isinstance(traces, str | Path) else traces, steps=steps)
     if not summary.traces:
         raise DataError("none of the files is a readable trace; name PyTorch profiler traces")
+    predicted, found = None, recognised(summary) if model is None else None
+    if cluster is not None:
+        if model is None and found is None:
+            raise DataError("the shapes in the traces are those of no model of the catalog; give the model")
+        if found is not None:
+            model, plan, batch = found.model, plan or found.plan, batch or found.batch
+            seq, microbatch = seq or found.seq, microbatch or found.microbatch
+        assert model is not None
+        predicted = estimate(model, cluster, plan, batch=batch, seq=seq, microbatch=microbatch)
     if predicted is not None and timeline is not None:
         from meshwise.report.explain_trace import write_both
 
         write_both(summary, predicted, Path(timeline))
-    return join(summary, predicted.ledger if predicted is not None else None)
+    explained = join(summary, predicted.ledger if predicted is not None else None)
+    return explained if found is None else replace(explained, findings=[found.text, *explained.findings])
 
 
 def profile(

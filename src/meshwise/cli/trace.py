@@ -43,7 +43,9 @@ def add_to(parent: typer.Typer) -> None:
 
 def explain(
     paths: Paths,
-    model: Annotated[str | None, typer.Option(help="What ran: a preset or a config.json.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="What ran: a preset or a config.json; by default as recognised.")
+    ] = None,
     cluster: Annotated[str | None, typer.Option(help="Where: a preset, chip:count or a TOML file.")] = None,
     plan: Annotated[str, typer.Option(help="How: tp=8,pp=4,... or a TOML file.")] = "",
     batch: Annotated[int | None, typer.Option(help="Global batch in sequences.")] = None,

@@ -306,7 +306,7 @@ def _look_of_kernel(name: str) -> Look:
 def _in_words(rows: list[Row], step_s: float, expected_s: float | None) -> list[str]:
     """From the predicted to the measured step, the largest differences first."""
     if expected_s is None:
-        return [f"a step takes {duration(step_s)}; give --model, --cluster and --plan for a prediction"]
+        return [f"a step takes {duration(step_s)}; give --cluster (and --model) for a prediction"]
     found = [f"a step takes {duration(step_s)} where {duration(expected_s)} is predicted"]
     for row in rows[:_NUM_FINDINGS]:
         predicted, measured = row.predicted_s or 0.0, row.measured_s or 0.0

@@ -1,0 +1,129 @@
+"""Which model and plan a job ran, from its traces: sizes of matmuls, groups of collectives, number of ranks.
+
+A weight of [d_in, d_out] shows in a matmul whose sizes are d_in, d_out and the tokens of a microbatch, in any
+order: forward, and both backward products. So each model of the catalog, cut by each degree of tensor
+parallelism, is held against the matmuls of the job. It is recognised if every matrix of its dense blocks was
+multiplied (q, k and v, or gate and up, apart or as one), and no other model explains as much of the FLOP.
+
+The other ranks are data parallel, with ZeRO stage 3 if they gather and scatter among themselves. Pipelines,
+context and expert parallelism are not recognised.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshwise.model.architecture import Model, layer_kinds
+from meshwise.model.find import models
+from meshwise.model.weights import Weight, block_weights
+from meshwise.trace.op_rates import op_rates
+from meshwise.trace.summary import Summary
+
+_DEGREES = (1, 2, 4, 8)
+_LEAST_FRAC = 0.5
+_APART_FRAC = 0.01
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recognised:
+    """What ran, in the words of `estimate`."""
+
+    model: str
+    plan: str
+    batch: int
+    seq: int
+    microbatch: int
+    flop_frac: float
+    """Share of the FLOP of all matmuls that the weights of the model explain."""
+
+    @property
+    def text(self) -> str:
+        """In one sentence."""
+        return (
+            f"recognised from shapes, groups and ranks: {self.model}, {self.plan}, batch {self.batch} of "
+            f"{self.seq} tokens, microbatch {self.microbatch} ({self.flop_frac:.0%} of the matmul FLOP); "
+            "give --model and --plan if that is wrong"
+        )
+
+
+def recognised(summary: Summary) -> Recognised | None:
+    """The model and plan of a job; None where shapes were not recorded, or fit no model or several."""
+    flop: dict[Sizes, float] = defaultdict(float)
+    calls: dict[Sizes, int] = defaultdict(int)
+    seqs = []
+    for one in op_rates(summary.traces):
+        numbers = [int(number) for number in re.findall(r"\d+", one.shape)]
+        if one.kind == "matmul":
+            flop[tuple(sorted(numbers))] += one.count * one.flop
+            calls[tuple(sorted(numbers))] += one.count
+        elif one.kind == "attention":
+            seqs.append(numbers[2])
+    num_ranks = max([len(summary.traces), *(trace.world_size or 0 for trace in summary.traces)])
+    sizes = {one.group_size for one in summary.collectives}
+    degrees = [tp for tp in _DEGREES if tp == 1 or (num_ranks % tp == 0 and tp in sizes)]
+    found = []
+    for model in models().values():
+        for tp in degrees:
+            for tokens in {size for shape in flop for size in shape}:
+                if shown := _shown(model, tp, tokens, flop):
+                    found.append(
+                        (sum(flop[shape] for shape in shown) / sum(flop.values()), model, tp, tokens)
+                    )
+    found.sort(key=lambda one: -one[0])
+    if not found or found[0][0] < _LEAST_FRAC:
+        return None
+    best, model, tp, tokens = found[0]
+    if any(one[1].name != model.name and one[0] > best - _APART_FRAC for one in found[1:]):
+        return None
+    dp = num_ranks // tp
+    seq = min(seqs, default=tokens)
+    plan = ",".join([f"tp={tp}", *(["zero=3"] if dp > 1 and dp != tp and _shards(summary, dp) else [])])
+    num_steps = len({step.number for step in summary.steps}) or 1
+    down = next(w for w in _matrices(model) if w.op in ("fc2", "out_proj"))
+    passes = 3 * model.num_layers * num_steps * len(summary.traces)
+    repeats = max(1, round(calls[_sorted(_cut(down, tp), tokens)] / passes))
+    microbatch = max(1, tokens // seq)
+    return Recognised(model.name, plan, repeats * dp * microbatch, seq, microbatch, best)
+
+
+def _shown(model: Model, tp: int, tokens: int, flop: dict[Sizes, float]) -> set[Sizes]:
+    """The sizes of matmuls that the weights of a model explain; none unless each op is among them."""
+    shown: set[Sizes] = set()
+    by_op: dict[str, list[Weight]] = defaultdict(list)
+    for weight in _matrices(model):
+        by_op[weight.op].append(weight)
+    for weights in by_op.values():
+        cuts = [_cut(weight, tp) for weight in weights]
+        as_one = (cuts[0][0], sum(columns for _, columns in cuts))
+        seen = {one for one in (_sorted(cut, tokens) for cut in (*cuts, as_one)) if one in flop}
+        if not seen:
+            return set()
+        shown |= seen
+    head = _sorted((model.hidden, model.vocab // tp), tokens)
+    return shown | ({head} & flop.keys())
+
+
+def _matrices(model: Model) -> Iterator[Weight]:
+    """The matrices of the blocks, those of experts apart."""
+    seen = (w for kind in layer_kinds(model) for w in block_weights(model, kind))
+    return (w for w in dict.fromkeys(seen) if w.is_matrix and not w.is_expert and w.op != "router")
+
+
+def _cut(weight: Weight, tp: int) -> tuple[int, int]:
+    """[d_in, d_out] of what one rank holds."""
+    rows, columns = weight.shape
+    return rows // (tp if weight.cut == "rows" else 1), columns // (tp if weight.cut == "columns" else 1)
+
+
+def _sorted(cut: tuple[int, int], tokens: int) -> Sizes:
+    return tuple(sorted((*cut, tokens)))
+
+
+def _shards(summary: Summary, dp: int) -> bool:
+    """Whether the data-parallel ranks gather weights and scatter gradients."""
+    names = {one.name for one in summary.collectives if one.group_size == dp}
+    return {"all_gather", "reduce_scatter"} <= names
