@@ -76,7 +76,7 @@ def test_more_modules_keep_less_and_run_more_again(
     for few, many in zip(some, more, strict=True):
         assert 0 <= few.recomputed_bytes <= many.recomputed_bytes <= many.saved_bytes
         assert 0 <= few.redone_frac <= many.redone_frac <= 1
-        assert replace(few, recomputed_bytes=0, redone_frac=0).cost.flop == many.cost.flop
+        assert structs.replace(few, recomputed_bytes=0, redone_frac=0).cost.flop == many.cost.flop
 
 
 def test_a_plan_says_it() -> None:

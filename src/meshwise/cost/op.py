@@ -17,12 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from meshwise.core.units import Num
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Cost:
+class Cost(Struct, frozen=True, eq=False):
     """Work one rank does for one op. Costs add; they hold no time and know no machine."""
 
     flop: Num = 0.0

@@ -108,12 +108,12 @@ def held_params(model: Model, stage: Stage, parts: Sequence[Part], cut: Cut) -> 
 
 
 def stage_memory(
-    model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut, overheads: Overheads
+    model: Model, stage: Stage, parts: Sequence[Part], held: Held, mesh: Mesh, cut: Cut, overheads: Overheads
 ) -> Memory:
-    """Memory of one rank of `stage` at its peak; beyond its tensors, what `overheads` says."""
+    """Memory of one rank of `stage`, which holds `held`, at its peak; `overheads` come on top."""
     if mesh.serves:
-        return _serving_memory(model, stage, parts, mesh, cut, overheads)
-    weights, gradients, optimizer = state_bytes(held_params(model, stage, parts, cut), mesh, cut, overheads)
+        return serving_memory(model, stage, parts, mesh, cut, overheads)
+    weights, gradients, optimizer = state_bytes(held, mesh, cut, overheads)
     activations = _activation_bytes(model, stage, parts, mesh, cut)
     loss_bytes = np.where(
         mesh.tp > 1, overheads.split_loss_bytes or overheads.loss_bytes, overheads.loss_bytes
@@ -134,7 +134,7 @@ def stage_memory(
     )
 
 
-def _serving_memory(
+def serving_memory(
     model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut, overheads: Overheads
 ) -> Memory:
     """Of a serving engine: weights (layers as the plan keeps them, the ends in bf16), cache, and one pass."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from meshwise.core.units import Num
 from meshwise.estimate.timing import Machine, OpTime, op_times
@@ -26,8 +27,7 @@ MATRIX_KINDS = ("matmul", "attention", "decode_attention", "experts")
 FORWARD, BACKWARD, WEIGHT, CORE_PHASE = "forward", "backward", "weight", "core"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PricedOp:
+class PricedOp(Struct, frozen=True, eq=False):
     """An op with its roofline, and `spent_s`: what all its occurrences add to their phase."""
 
     op: Op
@@ -190,11 +190,12 @@ def _exposed_shares(ops: Sequence[Op], times: Sequence[OpTime], overheads: Overh
             key = _place_behind(op)
             hidden_s[key] = hidden_s[key] + time.comm_s * op.count
             axes[key] = op.axis
+    covers = {key[:3] for key in hidden_s}
     cover_s: dict[_Behind, Num] = defaultdict(float)
     for op, time in zip(ops, times, strict=True):
-        for gradient in ("", "weight" if op.is_weight_grad else "input"):
-            key = op.module, op.phase, op.name, gradient
-            if key in hidden_s and op.kind != "collective":
+        if op.kind != "collective" and (op.module, op.phase, op.name) in covers:
+            for gradient in ("", "weight" if op.is_weight_grad else "input"):
+                key = op.module, op.phase, op.name, gradient
                 cover_s[key] = cover_s[key] + time.busy_s * op.count
     return {
         key: exposed_share(all_s, cover_s[key], overheads.not_hidden_frac(axes[key]))

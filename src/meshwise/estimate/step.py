@@ -40,10 +40,11 @@ from meshwise.model.architecture import Model, layer_kinds
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage, chunks, stages_of
 from meshwise.program import fsdp2
+from meshwise.program.block import shared_gradients
 from meshwise.program.cut import Cut
 from meshwise.program.exchange import Exchange, Held, exchanges, shared_weights
 from meshwise.program.implementation import IMPLEMENTATIONS
-from meshwise.program.op import precision
+from meshwise.program.op import Op, precision
 from meshwise.program.parts import EMBEDDING, block_input_bytes, cut_of, parts
 
 
@@ -177,16 +178,17 @@ def stage_time(
 
 
 def _stage_cost(
-    model: Model, stage: Stage, by_part: Sequence[Part], mesh: Mesh, cut: Cut, machine: Machine
-) -> StageCost:
+    model: Model, stage: Stage, by_part: Sequence[Part], shared: Sequence[Op], mesh: Mesh, cut: Cut,
+    machine: Machine,
+) -> StageCost:  # fmt: skip
     time = stage_time(model, stage, by_part, mesh, cut, machine)
     held = held_params(model, stage, by_part, cut)
     units = fsdp2.units(model, stage, mesh) if _is_fsdp2(cut) else []
-    exchanged, comm_dp_s = _exchanged(model, stage, held, units, time, mesh, cut, machine)
+    exchanged, comm_dp_s = _exchanged(model, stage, held, units, shared, time, mesh, cut, machine)
     if units:
         memory = fsdp2_memory(model, stage, by_part, units, mesh, cut, machine.overheads)
     else:
-        memory = stage_memory(model, stage, by_part, mesh, cut, machine.overheads)
+        memory = stage_memory(model, stage, by_part, held, mesh, cut, machine.overheads)
     optimizer_s = _optimizer_s(held, memory, mesh, cut, machine) if mesh.trains else 0.0
     return StageCost(
         stage=stage, held=held, time=time, memory=memory, exchanged=exchanged, comm_dp_s=comm_dp_s,
@@ -199,13 +201,14 @@ def _is_fsdp2(cut: Cut) -> bool:
 
 
 def _exchanged(
-    model: Model, stage: Stage, held: Held, units: Sequence[fsdp2.Unit], time: StageTime, mesh: Mesh,
-    cut: Cut, machine: Machine,
+    model: Model, stage: Stage, held: Held, units: Sequence[fsdp2.Unit], shared: Sequence[Op],
+    time: StageTime, mesh: Mesh, cut: Cut, machine: Machine,
 ) -> tuple[list[tuple[Exchange, Num]], Num]:  # fmt: skip
     """The exchanges of a stage's replicas with their time on the links, and what the step pays of it.
 
     The gradient of a block travels while the blocks below it compute, so at best one block's part of it
-    sticks out, and likewise the gather of the first block's weights. `units`: those of FSDP2, if it is that.
+    sticks out, and likewise the gather of the first block's weights. `units`: those of FSDP2, if it is that;
+    `shared`: as in `shared_weights`.
     """
     if not mesh.trains:
         return [], 0.0
@@ -226,8 +229,10 @@ def _exchanged(
             bucket_bytes=overheads.bucket_bytes,
             messages_per_block=overheads.messages_per_block,
         )
-        of_one = shared_weights(model, stage, mesh, cut, grad_bytes(mesh))
-    found, own = ([(one, _exchange_s(one, machine)) for one in some] for some in (of_replicas, of_one))
+        of_one = shared_weights(model, shared, stage, mesh, cut, grad_bytes(mesh))
+    found, own = (
+        [(one, _exchange_s(one, machine)) for one in some if one.occurs] for some in (of_replicas, of_one)
+    )
     own_s = sum((seconds for _, seconds in own), 0.0)
     grads_s = sum((s for one, s in found if one.op.endswith("gradients")), 0.0) / reductions
     gathers_s = sum((s for one, s in found if one.op.endswith("weights") and one.behind == "backward"), 0.0)
@@ -282,8 +287,10 @@ def step_cost(model: Model, mesh: Mesh, machine: Machine, stages: Sequence[Stage
     """The cost of one step of the plans of `mesh`; `stages` None: those that the plans make."""
     cut, by_name = priced_parts(model, mesh, machine)
     by_part = list(by_name.values())
+    shared = shared_gradients(model, cut) if mesh.trains else []
     costs = [
-        _stage_cost(model, stage, by_part, mesh, cut, machine) for stage in stages or stages_of(model, mesh)
+        _stage_cost(model, stage, by_part, shared, mesh, cut, machine)
+        for stage in stages or stages_of(model, mesh)
     ]
     exists = [(cost.stage.num_stages > 0) * 1.0 for cost in costs]
     pace, slowest_s = _largest([cost.time.total_s for cost in costs], exists)

@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import lru_cache
 from types import ModuleType
 
+from msgspec import structs
+
 from meshwise.model.architecture import Layer, Model
 from meshwise.model.weights import block_weights
 from meshwise.program import tensor_1d, tensor_2d, tensor_2d_cp, tensor_3d
@@ -52,7 +54,7 @@ def _with_narrow_input(model: Model, cut: Cut, op: Op) -> Op:
     """An activation function that keeps its input in one byte an element, where the plan says so."""
     if not cut.narrow_act_input or op.kernel != model.activation:
         return op
-    return replace(op, saved_bytes=op.saved_bytes / cut.precision.act_bytes)
+    return structs.replace(op, saved_bytes=op.saved_bytes / cut.precision.act_bytes)
 
 
 @lru_cache(maxsize=256)

@@ -14,9 +14,9 @@ attend. `CORE` names the ops that selective recomputation runs again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
+from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.cost.op import (
@@ -187,7 +187,7 @@ def _batched(
 
 
 def _core(op: Op, kept: Num) -> Op:
-    return replace(op, recomputed_bytes=kept) if op.phase == "forward" else op
+    return structs.replace(op, recomputed_bytes=kept) if op.phase == "forward" else op
 
 
 def _attention_dtype(cut: Cut) -> str:

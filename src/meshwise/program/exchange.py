@@ -10,7 +10,7 @@ under ZeRO-3, buckets otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,8 @@ from meshwise.core.units import Num
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage
-from meshwise.program.block import shared_gradients
 from meshwise.program.cut import GRID_AXES, Cut
+from meshwise.program.op import Op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,6 +53,12 @@ class Exchange:
     count: Num
     shards_copied: Num = 0.0
     axis: str = "dp"
+
+    @property
+    def occurs(self) -> bool:
+        """Whether anything is exchanged, in some plan of a grid at least."""
+        nothing = ((self.count, 0.0), (self.group_size, 1.0))
+        return not any(isinstance(number, float) and number == least for number, least in nothing)
 
 
 def exchanges(
@@ -112,9 +118,12 @@ def exchanges(
         )  # fmt: skip
 
 
-def shared_weights(model: Model, stage: Stage, mesh: Mesh, cut: Cut, grad_bytes: float) -> Iterator[Exchange]:
+def shared_weights(
+    model: Model, shared: Iterable[Op], stage: Stage, mesh: Mesh, cut: Cut, grad_bytes: float
+) -> Iterator[Exchange]:
     """Gradients of weights that several ranks of one replica hold, summed once a step.
 
+    `shared`: what the tensor-parallel ranks exchange for one block (`block.shared_gradients`).
     A tied embedding lies on the first stage and on that of the head; under sequence parallelism and in
     layouts of several dimensions ranks of a tensor-parallel group see different tokens of the same norms.
     """
@@ -126,7 +135,7 @@ def shared_weights(model: Model, stage: Stage, mesh: Mesh, cut: Cut, grad_bytes:
             stride=mesh.stride("pp") * np.maximum(mesh.pp - 1.0, 1.0), count=apart,
         )  # fmt: skip
     replicated = ("cp",) if cut.layout != "2d-cp" else ("cp", GRID_AXES[1])
-    for op in shared_gradients(model, cut):
+    for op in shared:
         if op.axis not in replicated:  # those are replicas, whose exchange is `exchanges`'
             yield Exchange(
                 op="shared_norms", collective=op.collective, behind="",

@@ -10,10 +10,12 @@ and values). Texts are unknown here: none ends before `max_tokens`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
+
+from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.model.gpt_config import GptConfig
@@ -122,7 +124,7 @@ def merged(ops: Iterable[tuple[str, Op]]) -> list[tuple[str, Op]]:
     for part, op in ops:
         key = (part, op.module, op.name, op.shape, op.dtype, op.axis, op.num_params, op.cost.read_bytes)
         count = op.count + (found[key].count if key in found else 0.0)
-        found[key] = replace(op, count=count)
+        found[key] = structs.replace(op, count=count)
     return [(str(key[0]), op) for key, op in found.items()]
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import NamedTuple, Protocol
+
+from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.cost.op import KERNELS
@@ -107,7 +108,7 @@ def softmax(rows: Num, width: Num, cut: Cut, model: Model) -> Iterator[Op]:
         kernels.append(("dropout_softmax", "dropout"))
     for name, kind in kernels:
         for op in elementwise(ATTENTION, name, kind, rows, width, prec):
-            yield replace(op, recomputed_bytes=op.saved_bytes)
+            yield structs.replace(op, recomputed_bytes=op.saved_bytes)
             if name == "softmax":
                 yield collective(
                     ATTENTION, name, op.phase, "all_reduce", payload_bytes=prec.stat_bytes * rows,

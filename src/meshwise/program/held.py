@@ -8,7 +8,8 @@ program hold the parameters of the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+
+from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.model.weights import Weight, Weights, has_adapters
@@ -41,8 +42,8 @@ def _with_weights(op: Op, weights: tuple[Held, ...], cut: Cut) -> Op:
     num_params = sum([held.num_params for held in weights])
     frozen = [held for held in weights if not held.weight.trains]
     if not frozen:
-        return replace(op, weights=weights, num_params=num_params)
-    return replace(
+        return structs.replace(op, weights=weights, num_params=num_params)
+    return structs.replace(
         op,
         weights=weights,
         num_params=num_params,

@@ -16,7 +16,9 @@ which keep more in fp32.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from meshwise.cost.op import EAGER_KERNELS, KERNELS
 from meshwise.model.architecture import Model
@@ -63,7 +65,7 @@ def _with_repeated_keys(op: Op) -> Op:
     batch, m, n, k = op.shape
     elem_bytes = precision(op.dtype).act_bytes
     queries, keys = (batch * m * k, batch * n * k) if op.name == "logits" else (0.0, batch * k * n)
-    return replace(op, saved_bytes=elem_bytes * (queries + keys) + op.recomputed_bytes)
+    return structs.replace(op, saved_bytes=elem_bytes * (queries + keys) + op.recomputed_bytes)
 
 
 def _eager_kernel(op: Op) -> Op:
@@ -71,9 +73,9 @@ def _eager_kernel(op: Op) -> Op:
     size = {"elem_bytes": precision(op.dtype).act_bytes}
     fused, eager = KERNELS[op.kernel], EAGER_KERNELS[op.kernel]
     if op.phase == "backward":
-        return replace(op, cost=eager.backward(rows, width, **size))
+        return structs.replace(op, cost=eager.backward(rows, width, **size))
     more = eager.saved_bytes(rows, width, **size) - fused.saved_bytes(rows, width, **size)
-    return replace(
+    return structs.replace(
         op,
         cost=eager.forward(rows, width, **size),
         saved_bytes=op.saved_bytes + more,

@@ -17,10 +17,10 @@ Source: Megatron-LM's MoE (arXiv 2504.14960) and GShard (arXiv 2006.16668) for t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.cost.experts import met_places
@@ -63,7 +63,7 @@ def shared_expert(model: Model, cut: Cut) -> Iterator[Op]:
     for op in feed_forward(model, cut, module, float(model.moe.shared_ffn_hidden)):
         is_input = (op.name, op.kind, op.phase) == ("fc1", "matmul", "forward") and not cut.precision.casts
         own = 1.0 - cut.tokens / cut.tp / rows if is_input else 1.0  # the router keeps what it reads
-        yield replace(op, saved_bytes=op.saved_bytes * own)
+        yield structs.replace(op, saved_bytes=op.saved_bytes * own)
     if model.moe.shared_gate:
         yield from plain_linear(module, "gate", rows, model.hidden, {"shared_gate": 1.0}, cut, saved_rows=0.0)
         yield from elementwise(module, "gate_scale", "scale_by_gate", rows, model.hidden, cut.precision)

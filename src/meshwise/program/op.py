@@ -4,13 +4,17 @@ A layout is a function that returns a list of `Op`: everything one rank does for
 microbatch, forward and backward, in order. It says *what* is done; `estimate` says how long it
 takes, `compare` holds a running program against it. Fields may be arrays: one list of ops then
 states the block for a whole grid of plans.
+
+A step has a hundred ops: they are msgspec's records, which take an eighth of the time of a dataclass to make.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from meshwise.core.units import WEIGHT_BITS, Num
 from meshwise.cost.op import KERNELS, Cost, matmul
@@ -25,8 +29,7 @@ class Held(NamedTuple):
     num_params: Num
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Op:
+class Op(Struct, frozen=True, kw_only=True, eq=False):
     """One op, or one collective, in one phase on one rank.
 
     `kind`: matmul, attention, decode_attention (one query a sequence over its cache), experts (the grouped
@@ -56,7 +59,7 @@ class Op:
     phase: str
     kind: str
     shape: tuple[Num, ...] = ()
-    cost: Cost = field(default_factory=Cost)
+    cost: Cost = Cost()
     saved_bytes: Num = 0.0
     recomputed_bytes: Num = 0.0
     redone_frac: Num = 0.0

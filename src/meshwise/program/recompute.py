@@ -20,9 +20,9 @@ What modules drop adds up, as far as an op keeps it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
+from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.model.architecture import Model
@@ -48,7 +48,9 @@ def with_recompute(model: Model, cut: Cut, ops: list[Op]) -> Iterator[Op]:
             continue
         found = [_by_module(model, cut, op, module, is_moe) for module in cut.recompute_modules]
         dropped = np.minimum(sum((dropped for dropped, _ in found), 0.0), op.saved_bytes)
-        yield replace(op, recomputed_bytes=dropped, redone_frac=float(any(again for _, again in found)))
+        yield structs.replace(
+            op, recomputed_bytes=dropped, redone_frac=float(any(again for _, again in found))
+        )
 
 
 def _by_module(model: Model, cut: Cut, op: Op, module: str, is_moe: bool) -> tuple[Num, bool]:
@@ -99,4 +101,4 @@ def _per_op(model: Model, cut: Cut, ops: list[Op]) -> Iterator[Op]:
             stays = sum(width for i, width in enumerate(made, number) if i % 2 == 0)
             number += len(made)
             kept, again = rows * stays * cut.precision.act_bytes, 1.0 - stays / columns
-        yield replace(op, recomputed_bytes=op.saved_bytes - kept, redone_frac=again)
+        yield structs.replace(op, recomputed_bytes=op.saved_bytes - kept, redone_frac=again)

@@ -16,9 +16,9 @@ Context parallelism exchanges tokens for heads by all-to-all before and behind, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
+from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.cost.op import Cost, matmul_flop
@@ -93,7 +93,7 @@ def _chunks(own: Recurrence, cut: Cut, keys: Num) -> Iterator[Op]:
         )  # fmt: skip
         yield op
         twice = (2.0 * chunks, *shape[1:])
-        yield replace(op, phase="backward", cost=cost * 2.0, shape=twice, saved_bytes=0.0)
+        yield structs.replace(op, phase="backward", cost=cost * 2.0, shape=twice, saved_bytes=0.0)
 
 
 def _scan(own: Recurrence, cut: Cut, inner: Num) -> Iterator[Op]:
@@ -112,4 +112,4 @@ def _scan(own: Recurrence, cut: Cut, inner: Num) -> Iterator[Op]:
         saved_bytes=moved, dtype=prec.dtype,
     )  # fmt: skip
     yield op
-    yield replace(op, phase="backward", cost=cost * 2.0, saved_bytes=0.0)
+    yield structs.replace(op, phase="backward", cost=cost * 2.0, saved_bytes=0.0)

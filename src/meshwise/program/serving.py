@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.cost.experts import active_experts
@@ -61,8 +62,8 @@ def _narrow(op: Op, form: Precision) -> Op:
         return op
     batch, _, n, k = op.shape
     spared = batch * n * k * (form.operand_bytes - form.weight_bytes)
-    cost = replace(op.cost, read_bytes=op.cost.read_bytes - spared)
-    return replace(op, cost=cost, right_bytes=form.weight_bytes)
+    cost = structs.replace(op.cost, read_bytes=op.cost.read_bytes - spared)
+    return structs.replace(op, cost=cost, right_bytes=form.weight_bytes)
 
 
 def _plain(cut: Cut) -> Cut:
@@ -73,7 +74,7 @@ def _forward(ops: Iterable[Op]) -> Iterator[Op]:
     """The forward ops that an engine runs by themselves."""
     for op in ops:
         if op.phase == "forward" and not op.name.startswith(FUSED):
-            yield replace(op, library="peer") if op.collective == "all_reduce" else op
+            yield structs.replace(op, library="peer") if op.collective == "all_reduce" else op
 
 
 def _block(model: Model, cut: Cut, layer: Layer, ops: list[Op]) -> Iterator[Op]:
@@ -124,7 +125,7 @@ def _decode_attention(model: Model, cut: Cut, layer: Layer, op: Op) -> Op:
     if model.mla is not None and model.mla.index_top_k:
         seq_k = np.minimum(seq_k, model.mla.index_top_k)
     token_bytes = cached_numbers(model, cut) * cut.kv_bytes
-    return replace(
+    return structs.replace(
         op,
         kind="decode_attention",
         library="mla" if model.mla is not None else "",
@@ -165,7 +166,7 @@ def _experts(model: Model, cut: Cut, stated: list[Op]) -> Iterator[Op]:
         gathered = collective(
             MOE, "combine", "forward", kind, "tp", payload, 1.0 + used * (cut.tp - 1.0), stride=cut.tp_stride
         )
-        yield replace(gathered, library=library)
+        yield structs.replace(gathered, library=library)
 
 
 def _grouped(model: Model, moe: MoE, cut: Cut, stated: list[Op]) -> Op:
@@ -195,7 +196,7 @@ def _grouped(model: Model, moe: MoE, cut: Cut, stated: list[Op]) -> Op:
 
 def _with_weights(op: Op, stated: list[Op]) -> Op:
     """`op` with the weights of the ops `stated`."""
-    return replace(
+    return structs.replace(
         op,
         num_params=sum(one.num_params for one in stated),
         weights=tuple(held for one in stated for held in one.weights),
@@ -210,7 +211,7 @@ def _exchange(model: Model, moe: MoE, cut: Cut, way: str, elem_bytes: float) -> 
         1.0 + is_exchanged(cut) * (cut.ep - 1.0), stride=cut.ep_stride, choices=float(moe.top_k),
         shape=(tokens, float(moe.num_experts), hidden),
     )  # fmt: skip
-    return replace(op, library="deepep-ll" if cut.kind == "decode" else "deepep-normal")
+    return structs.replace(op, library="deepep-ll" if cut.kind == "decode" else "deepep-normal")
 
 
 # --- memory ------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ the exchange: every rank does them for all tokens, and once more in the backward
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import numpy as np
+from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.cost.op import Cost
@@ -155,7 +155,7 @@ def _entry_norm(model: Model, cut: Cut, module: str, name: str) -> Iterator[Op]:
     # Both norms see the same input, of which one copy is kept: the rank's own tokens.
     shared_rows = cut.tokens - (cut.split_tokens if is_first else 0.0)
     shared_bytes = shared_rows * model.hidden * cut.precision.act_bytes
-    yield replace(forward, saved_bytes=forward.saved_bytes - shared_bytes)
+    yield structs.replace(forward, saved_bytes=forward.saved_bytes - shared_bytes)
     yield backward
     if is_first:
         yield on_tp(module, name, "backward", summing(cut), model.hidden, cut)
@@ -178,7 +178,7 @@ def _input_again(model: Model, cut: Cut) -> Iterator[Op]:
     if _norms_of_all_tokens(model):
         for name in ("norm1_again", "norm2_again"):
             again = kernel(MLP, name, model.norm, cut.tokens, model.hidden, cut.precision, phase="forward")
-            yield replace(again, phase="backward", saved_bytes=0.0)
+            yield structs.replace(again, phase="backward", saved_bytes=0.0)
 
 
 # --- projections of attention ------------------------------------------------------------------
@@ -280,7 +280,7 @@ def _indexer(model: Model, mla: MLA, cut: Cut) -> Iterator[Op]:
     )  # fmt: skip
     yield scores
     twice = (2.0 * batch, seq, keys, dim)
-    yield replace(scores, phase="backward", shape=twice, cost=scores.cost * 2.0, saved_bytes=0.0)
+    yield structs.replace(scores, phase="backward", shape=twice, cost=scores.cost * 2.0, saved_bytes=0.0)
     queries = cut.microbatch * seq
     yield Op(
         module=ATTENTION, name="index_top_k", phase="forward", kind="kernel", shape=(queries, keys),
@@ -360,7 +360,7 @@ def dequantized(module: str, name: str, num_params: Num, cut: Cut) -> Iterator[O
     cost = Cost(num_params, frozen_bytes * num_params, prec.operand_bytes * num_params)
     name = f"{name}_dequantize"
     both = Op(module=module, name=name, phase="forward", kind="kernel", shape=(num_params,), cost=cost)
-    yield from (both, replace(both, phase="backward"))
+    yield from (both, structs.replace(both, phase="backward"))
 
 
 def summing(cut: Cut) -> str:

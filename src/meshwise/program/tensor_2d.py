@@ -30,6 +30,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.cost.op import Cost, matmul
@@ -141,7 +142,7 @@ def _heads_split(model: Model, cut: Cut) -> Iterator[Op]:
         if op.kind != "collective":
             yield op
         elif op.collective != "all_to_all":
-            yield replace(op, **column)
+            yield structs.replace(op, **column)
 
 
 def _scores_split(model: Model, cut: Cut) -> Iterator[Op]:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from msgspec import structs
+
 from meshwise.core.units import Num
 from meshwise.model.architecture import Model
 from meshwise.model.weights import Weight, Weights
@@ -39,7 +41,7 @@ def mlp(model: Model, cut: Cut) -> Iterator[Op]:
 def shared_gradients(weights: Weights, cut: Cut) -> Iterator[Op]:
     """Once a step: what a row shares, as in one dimension; then all weights over the rows."""
     for op in tensor_1d.shared_gradients(weights, _row(cut)):
-        yield replace(op, axis=cut.axis(0)["axis"])
+        yield structs.replace(op, axis=cut.axis(0)["axis"])
     payload = num_held(weights, cut, shards) * cut.precision.act_bytes
     yield collective("block", "shared_gradients", "step", "all_reduce", payload_bytes=payload, **cut.axis(1))
 
@@ -56,4 +58,4 @@ def _on_grid(ops: Iterator[Op], cut: Cut) -> Iterator[Op]:
         if op.kind != "collective":
             yield op
         elif op.collective != "all_to_all":
-            yield replace(op, **axes[op.axis])
+            yield structs.replace(op, **axes[op.axis])

@@ -25,6 +25,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from msgspec import structs
+
 from meshwise.core.units import Num
 from meshwise.cost.op import matmul
 from meshwise.model.architecture import Model
@@ -123,7 +125,7 @@ def _heads_split(model: Model, cut: Cut) -> Iterator[Op]:
     inner = replace(cut, tp=row, ulysses=col, ring=depth, gather_keys=True)
     axes = {"all_to_all": cut.axis(COL), "all_gather": cut.axis(DEPTH), "reduce_scatter": cut.axis(DEPTH)}
     for op in core_attention(model, inner, model.head_dim, model.head_dim, model.num_kv_heads / row):
-        yield replace(op, **axes[op.collective]) if op.kind == "collective" else op
+        yield structs.replace(op, **axes[op.collective]) if op.kind == "collective" else op
 
 
 def _scores_split(model: Model, cut: Cut) -> Iterator[Op]:

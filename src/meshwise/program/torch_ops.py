@@ -23,9 +23,9 @@ Source: torch.distributed.tensor.parallel, torch.distributed.tensor.experimental
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 import numpy as np
+from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.cost.op import flash_attention, flash_attention_backward, matmul
@@ -72,7 +72,7 @@ def _matmuls(model: Model, cut: Cut, op: Op, *, keeps_all: bool) -> Iterator[Op]
     if op.name == "router":  # stated in bf16
         saved_bytes = saved_bytes * prec.act_bytes / 2.0
     for number, (_, m, n, k) in enumerate(shapes):
-        done = replace(
+        done = structs.replace(
             op,
             shape=(batch, m, n, k),
             cost=matmul(m, n, k, elem_bytes=prec.act_bytes, batch=batch),
@@ -80,7 +80,7 @@ def _matmuls(model: Model, cut: Cut, op: Op, *, keeps_all: bool) -> Iterator[Op]
         )
         first = {"saved_bytes": saved_bytes}
         others = {"saved_bytes": 0.0, "num_params": 0.0, "weights": ()}
-        yield replace(done, **(first if number == 0 else others))
+        yield structs.replace(done, **(first if number == 0 else others))
 
 
 def widths(model: Model, cut: Cut, name: str, width: Num) -> list[Num]:
@@ -105,11 +105,11 @@ def _ring_attention(cut: Cut, op: Op) -> Iterator[Op]:
     ):
         sizes = (heads, kv_heads, seq_q, seq_k, qk_dim, v_dim)
         moved = work(0.0, *sizes, batch=batch, elem_bytes=cut.precision.act_bytes)
-        done = replace(
-            op, shape=(batch, *sizes), cost=replace(moved, flop=op.cost.flop / cut.ring), count=count
+        done = structs.replace(
+            op, shape=(batch, *sizes), cost=structs.replace(moved, flop=op.cost.flop / cut.ring), count=count
         )
         later = {"saved_bytes": 0.0, "recomputed_bytes": 0.0, "causal": False}
-        yield done if number == 0 else replace(done, **later)  # type: ignore[arg-type]
+        yield done if number == 0 else structs.replace(done, **later)  # type: ignore[arg-type]
     keys = batch * kv_heads * seq * (qk_dim + v_dim)
     kept_type, wide_type = cut.precision.act_bytes, cut.precision.stat_bytes
     if cut.gather_keys:
@@ -142,7 +142,7 @@ def _in_torch_types(model: Model, cut: Cut, op: Op) -> Op:
     prec, wider = cut.precision, cut.precision.stat_bytes / 4.0
     if op.kind == "collective":
         is_loss = op.name.endswith("cross_entropy")
-        return replace(op, payload_bytes=op.payload_bytes * wider) if is_loss else op
+        return structs.replace(op, payload_bytes=op.payload_bytes * wider) if is_loss else op
     if op.kernel == "sum_copies":
         op = weighed_after(op, prec)
     if op.phase == "backward":
@@ -156,4 +156,4 @@ def _in_torch_types(model: Model, cut: Cut, op: Op) -> Op:
         saved_bytes = saved_bytes + cut.tokens / cut.tp * model.moe.top_k * prec.act_bytes
     elif op.name == "tokens":
         saved_bytes = 0.0
-    return replace(op, saved_bytes=saved_bytes)
+    return structs.replace(op, saved_bytes=saved_bytes)

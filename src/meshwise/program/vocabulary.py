@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from msgspec import structs
+
 from meshwise.core.units import Num
 from meshwise.cost.op import cross_entropy, cross_entropy_backward, embedding, embedding_backward
 from meshwise.model.architecture import Model, layer_kind
@@ -36,7 +38,7 @@ def embed(model: Model, cut: Cut) -> list[Op]:
         return backward_last(as_done_by(model, cut, ops))
     forward = [op for op in _embed(model, cut) if op.phase == "forward"]
     ops = as_done_by(model, cut, hold(forward, frozen(weights), cut, shards))
-    return [replace(op, saved_bytes=0.0) for op in ops]
+    return [structs.replace(op, saved_bytes=0.0) for op in ops]
 
 
 def head(model: Model, cut: Cut) -> list[Op]:
@@ -76,14 +78,14 @@ def _embed(model: Model, cut: Cut) -> Iterator[Op]:
 def _look_up(model: Model, cut: Cut, module: str) -> Iterator[Op]:
     hidden, elem_bytes = float(model.hidden), cut.precision.act_bytes
     both = Op(module=module, name="tokens", phase="forward", kind="kernel", shape=(cut.tokens, hidden))
-    yield replace(
+    yield structs.replace(
         both, cost=embedding(cut.tokens, hidden, elem_bytes=elem_bytes), saved_bytes=8.0 * cut.tokens
     )
     yield on_tp(module, "tokens", "forward", summing(cut), hidden, cut)
     if cut.sequence_parallel:
         yield on_tp(module, "tokens", "backward", "all_gather", hidden, cut)
     cost = embedding_backward(cut.tokens, hidden, elem_bytes=elem_bytes)
-    yield replace(both, phase="backward", cost=cost, is_weight_grad=True)
+    yield structs.replace(both, phase="backward", cost=cost, is_weight_grad=True)
 
 
 # --- head --------------------------------------------------------------------------------------
@@ -166,12 +168,12 @@ def _loss(cut: Cut, vocab: Num, name: str, prec: Precision) -> Iterator[Op]:
     tokens = cut.tokens
     both = Op(module="head", name=name, phase="forward", kind="kernel", shape=(tokens, vocab))
     forward = cross_entropy(tokens, vocab, elem_bytes=prec.act_bytes)
-    yield replace(both, cost=forward, saved_bytes=4.0 * tokens * vocab)
+    yield structs.replace(both, cost=forward, saved_bytes=4.0 * tokens * vocab)
     yield collective(
         "head", name, "forward", "all_reduce", "tp", 4.0 * tokens, cut.tp, stride=cut.tp_stride, count=3.0
     )
     backward = cross_entropy_backward(tokens, vocab, elem_bytes=prec.act_bytes)
-    yield replace(both, phase="backward", cost=backward)
+    yield structs.replace(both, phase="backward", cost=backward)
 
 
 # --- multi-token prediction ----------------------------------------------------------------------

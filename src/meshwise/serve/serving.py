@@ -19,7 +19,7 @@ import numpy as np
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.units import WEIGHT_BITS, Num
 from meshwise.cost.routing import busiest_rank, inclusion, summary
-from meshwise.estimate.memory import Memory, contents, stage_memory
+from meshwise.estimate.memory import Memory, contents, serving_memory
 from meshwise.estimate.part import PricedOp, price_parts
 from meshwise.estimate.timing import Machine, experts_library, machine
 from meshwise.machine.hardware import Cluster
@@ -251,7 +251,7 @@ def _price_pass(serving: Serving, cut: Cut) -> Pass:
             if isinstance(row, PricedOp):
                 name = _spent_on(row.op)
                 time_s[name] = time_s[name] + count * row.spent_s
-    return Pass(time_s, stage_memory(model, stage, priced, serving.mesh, cut, runs_on.overheads))
+    return Pass(time_s, serving_memory(model, stage, priced, serving.mesh, cut, runs_on.overheads))
 
 
 def _spent_on(op: Op) -> str:
