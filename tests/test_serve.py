@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.units import Num
 from meshwise.estimate.single import estimate
-from meshwise.estimate.timing import OpTime, op_times
+from meshwise.estimate.timing import op_times
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import layer_kind, layer_kinds
 from meshwise.model.find import find_model, model_names
@@ -233,16 +233,15 @@ def test_a_grid_of_instances_is_its_instances() -> None:
     common: dict[str, Any] = {"microbatch": 6.0, "seq": 1.0, "past": 900.0, "precision": precision("fp8")}
     for kind in ("prefill", "decode"):
 
-        def times(tp: Num, ep: Num, etp: Num, kind: str = kind) -> list[OpTime]:
+        def times(tp: Num, ep: Num, etp: Num, kind: str = kind) -> list[Num]:
             by_part = parts(model, Cut(kind=kind, tp=tp, ep=ep, etp=etp, **common))
             return op_times([op for ops in by_part.values() for op in ops], machine)
 
         grid = times(*degrees)
         for i, cell in enumerate(degrees.T.tolist()):
             alone = times(*cell)
-            for many, one in zip(grid, alone, strict=True):
-                for cells, number in zip(many, one, strict=True):
-                    assert np.broadcast_to(cells, 4)[i] == pytest.approx(number, rel=1e-12, abs=1e-18)
+            for cells, number in zip(grid, alone, strict=True):
+                assert np.broadcast_to(cells, 4)[i] == pytest.approx(number, rel=1e-12, abs=1e-18)
 
 
 # --- the command ---------------------------------------------------------------------------------

@@ -10,15 +10,15 @@ the rows of a part add up to its phases.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from meshwise.core.units import Num
-from meshwise.estimate.timing import Machine, OpTime, op_times
+from meshwise.estimate.timing import Machine, op_times
 from meshwise.machine.overheads import Overheads
 from meshwise.program.op import Op
 
@@ -28,10 +28,10 @@ FORWARD, BACKWARD, WEIGHT, CORE_PHASE = "forward", "backward", "weight", "core"
 
 
 class PricedOp(Struct, frozen=True, eq=False):
-    """An op with its roofline, and `spent_s`: what all its occurrences add to their phase."""
+    """An op with the time of one occurrence, and `spent_s`: what all of them add to their phase."""
 
     op: Op
-    time: OpTime
+    time_s: Num
     phase: str
     spent_s: Num
 
@@ -59,6 +59,7 @@ class Part:
     gathers. `flop` is matrix work by phase.
     """
 
+    machine: Machine
     rows: tuple[PricedOp | Wait, ...]
     forward_s: Num
     backward_s: Num
@@ -84,9 +85,10 @@ class Part:
         def take(value: Num) -> Num:
             return value[index] if isinstance(value, np.ndarray) and value.ndim else value
 
-        names = [name for name in Part.__slots__ if name not in ("rows", "flop")]
+        names = [name for name in Part.__slots__ if name not in ("machine", "rows", "flop")]
         taken = {name: take(getattr(self, name)) for name in names}
-        return Part(rows=(), flop={phase: take(flop) for phase, flop in self.flop.items()}, **taken)
+        flop = {phase: take(flop) for phase, flop in self.flop.items()}
+        return Part(machine=self.machine, rows=(), flop=flop, **taken)
 
 
 def price_parts(
@@ -104,23 +106,24 @@ def price_parts(
 
 
 def _part(
-    ops: Sequence[Op], times: Sequence[OpTime], machine: Machine, hide: Sequence[str], *, begins: bool
+    ops: Sequence[Op], times: Sequence[Num], machine: Machine, hide: Sequence[str], *, begins: bool
 ) -> Part:
     overheads = machine.overheads
     priced, unpaired_s = _hidden_behind_compute(_priced(ops, times, overheads), hide, machine)
     forward = [op for op in ops if op.phase == FORWARD]
-    waits = list(_waits(ops, priced, overheads))
+    seconds: dict[str, Num] = defaultdict(float)
+    for row in priced:
+        seconds[row.phase] = seconds[row.phase] + row.spent_s
+    waits = list(_waits(ops, seconds, overheads))
     params = sum(op.num_params - op.num_frozen for op in forward)
     stream_bytes_per_s = machine.base.memory_bytes_per_s * machine.efficiency.memory.memory_frac
     adding_s = overheads.accumulate_bytes * params / stream_bytes_per_s
     waits.append(Wait("add_gradients", WEIGHT, adding_s, is_memory=True))
     if begins:
         waits.append(Wait("next_microbatch", FORWARD, overheads.microbatch_s))
-    seconds: dict[str, Num] = defaultdict(float)
+    for wait in waits:
+        seconds[wait.phase] = seconds[wait.phase] + wait.spent_s
     flop: dict[str, Num] = defaultdict(float)
-    rows: tuple[PricedOp | Wait, ...] = (*priced, *waits)
-    for row in rows:
-        seconds[row.phase] = seconds[row.phase] + row.spent_s
     for done in priced:
         if done.op.kind in MATRIX_KINDS:
             op_flop = done.op.count * done.op.cost.flop
@@ -129,12 +132,13 @@ def _part(
     experts = [op for op in forward if is_expert(op)]
     dense = [op for op in forward if not is_expert(op)]
     return Part(
-        rows=rows,
+        machine=machine,
+        rows=(*priced, *waits),
         forward_s=seconds[FORWARD],
         backward_s=seconds[BACKWARD],
         weight_s=seconds[WEIGHT],
         unpaired_s=unpaired_s,
-        core_s=sum(row.spent_s * row.op.redone_frac for row in priced),
+        core_s=sum(_times(row.op.redone_frac, row.spent_s) for row in priced),
         saved_bytes=sum(op.saved_bytes for op in forward),
         core_bytes=sum(op.recomputed_bytes for op in forward),
         loose_bytes=sum(op.saved_bytes for op in forward if op.kind != "matmul" and not op.weights),
@@ -155,20 +159,25 @@ def is_expert(op: Op) -> bool:
     return op.name.startswith("expert_")
 
 
-def _priced(ops: Sequence[Op], times: Sequence[OpTime], overheads: Overheads) -> list[PricedOp]:
+def _priced(ops: Sequence[Op], times: Sequence[Num], overheads: Overheads) -> list[PricedOp]:
     """Each op with what it adds to its phase, after hiding behind the op that it names."""
     shares = _exposed_shares(ops, times, overheads)
     found = []
-    for op, time in zip(ops, times, strict=True):
-        if op.kind == "collective":
-            if isinstance(op.group_size, float) and op.group_size == 1.0:
-                continue
-            share = shares[_place_behind(op)] if op.hides_behind else 1.0
-            spent_s = time.comm_s * op.count * share
-        else:
-            spent_s = time.busy_s * op.count
-        found.append(PricedOp(op, time, WEIGHT if op.is_weight_grad else op.phase, spent_s))
+    for op, time_s in zip(ops, times, strict=True):
+        if op.kind == "collective" and isinstance(op.group_size, float) and op.group_size == 1.0:
+            continue
+        spent_s = _times(op.count, time_s)
+        if op.hides_behind:
+            spent_s = spent_s * shares[_place_behind(op)]
+        found.append(PricedOp(op, time_s, WEIGHT if op.is_weight_grad else op.phase, spent_s))
     return found
+
+
+def _times(count: Num, seconds: Num) -> Num:
+    """`count * seconds`; of a grid's arrays none is made where the count is 0 or 1 in all of it."""
+    if isinstance(count, float) and count in (0.0, 1.0):
+        return seconds if count else 0.0
+    return count * seconds
 
 
 _Behind = tuple[str, str, str, str]  # module, phase and name of an op, and which of its gradients
@@ -178,25 +187,25 @@ def _place_behind(op: Op) -> _Behind:
     return op.module, op.phase, op.hides_behind, op.behind_gradient
 
 
-def _exposed_shares(ops: Sequence[Op], times: Sequence[OpTime], overheads: Overheads) -> dict[_Behind, Num]:
+def _exposed_shares(ops: Sequence[Op], times: Sequence[Num], overheads: Overheads) -> dict[_Behind, Num]:
     """Share of their time that the collectives cost which hide behind one op (or one of its gradients).
 
     They share it, each in proportion to its own time.
     """
     hidden_s: dict[_Behind, Num] = defaultdict(float)
     axes: dict[_Behind, str] = {}
-    for op, time in zip(ops, times, strict=True):
+    for op, time_s in zip(ops, times, strict=True):
         if op.hides_behind:
             key = _place_behind(op)
-            hidden_s[key] = hidden_s[key] + time.comm_s * op.count
+            hidden_s[key] = hidden_s[key] + _times(op.count, time_s)
             axes[key] = op.axis
     covers = {key[:3] for key in hidden_s}
     cover_s: dict[_Behind, Num] = defaultdict(float)
-    for op, time in zip(ops, times, strict=True):
+    for op, time_s in zip(ops, times, strict=True):
         if op.kind != "collective" and (op.module, op.phase, op.name) in covers:
             for gradient in ("", "weight" if op.is_weight_grad else "input"):
                 key = op.module, op.phase, op.name, gradient
-                cover_s[key] = cover_s[key] + time.busy_s * op.count
+                cover_s[key] = cover_s[key] + _times(op.count, time_s)
     return {
         key: exposed_share(all_s, cover_s[key], overheads.not_hidden_frac(axes[key]))
         for key, all_s in hidden_s.items()
@@ -228,7 +237,7 @@ def _hidden_behind_compute(
             share = exposed_share(comm_s, busy_s, _not_hidden_frac(axis, list(behind.values()), machine))
             unpaired_s = unpaired_s + (comm_s * (1.0 - share) if axis == "ep" else 0.0)
             priced = [
-                PricedOp(row.op, row.time, row.phase, row.spent_s * share) if id(row) in behind else row
+                structs.replace(row, spent_s=row.spent_s * share) if id(row) in behind else row
                 for row in priced
             ]
     return priced, unpaired_s
@@ -241,10 +250,12 @@ def _not_hidden_frac(axis: str, rows: Sequence[PricedOp], machine: Machine) -> N
     return np.maximum(overheads.not_hidden_frac(axis), held)
 
 
-def _waits(ops: Sequence[Op], priced: Sequence[PricedOp], overheads: Overheads) -> Iterator[Wait]:
-    """What a phase waits for the CPU to launch its ops; where launches block, all of that time."""
-    for phase, phases in ((FORWARD, (FORWARD,)), (BACKWARD, (BACKWARD, WEIGHT))):
-        busy_s = sum(row.spent_s for row in priced if row.phase in phases)
+def _waits(ops: Sequence[Op], spent_s: Mapping[str, Num], overheads: Overheads) -> Iterator[Wait]:
+    """What a phase waits for the CPU to launch its ops; where launches block, all of that time.
+
+    `spent_s`: what the ops of each phase take.
+    """
+    for phase, busy_s in ((FORWARD, spent_s[FORWARD]), (BACKWARD, spent_s[BACKWARD] + spent_s[WEIGHT])):
         launches_s = _launches_s(ops, phase, overheads)
         yield Wait("host", phase, np.maximum(launches_s - (0.0 if overheads.launches_block else busy_s), 0.0))
 

@@ -17,6 +17,7 @@ from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.memory import contents, recomputed
 from meshwise.estimate.part import CORE_PHASE, Part, PricedOp, Wait
 from meshwise.estimate.step import StageCost, StepCost, hop_bytes
+from meshwise.estimate.timing import Machine
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import V_SHAPED, Stage
@@ -77,10 +78,10 @@ def part_rows(name: str, part: Part, phases: Iterable[str], *, waits: bool = Tru
             runs_in = {"weight": "backward"}.get(row.phase, row.phase)
             if phase == CORE_PHASE:
                 if isinstance(row, PricedOp) and float(row.op.redone_frac):
-                    again = _row(name, row, "recompute")
+                    again = _row(name, part.machine, row, "recompute")
                     yield again | {"count": again["count"] * float(row.op.redone_frac)}
             elif runs_in == ("forward" if phase == "recompute" else phase):
-                yield _row(name, row, phase)
+                yield _row(name, part.machine, row, phase)
 
 
 def _part_rows(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
@@ -104,18 +105,19 @@ def _part_rows(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
             yield {"module": "step", "op": "offload", "phase": phase, "time_s": waited_s}
 
 
-def _row(part: str, row: PricedOp | Wait, phase: str) -> Row:
+def _row(part: str, machine: Machine, row: PricedOp | Wait, phase: str) -> Row:
     if isinstance(row, Wait):
         spent_s = float(row.spent_s)
         found: Row = {"module": part, "op": row.name, "phase": phase, "time_s": spent_s}
         return found | ({"memory_s": spent_s} if row.is_memory else {})
-    op, time, count = row.op, row.time, float(row.op.count)
+    op, count = row.op, float(row.op.count)
     once_s = float(row.spent_s) / count if count else 0.0
     module = part if op.module == part else f"{part}.{op.module}"
     found = op_row(op) | {"module": module, "phase": phase, "time_s": once_s}
     if op.kind == "collective":
-        return found | {"comm_s": float(time.comm_s), "exposed_s": once_s}
-    return found | {"compute_s": float(time.compute_s), "memory_s": float(time.memory_s)}
+        return found | {"comm_s": float(row.time_s), "exposed_s": once_s}
+    compute_s, memory_s = machine.roofline_s(op)
+    return found | {"compute_s": float(compute_s), "memory_s": float(memory_s)}
 
 
 def _on_links(collective: str, axis: str, group_size: Any, payload_bytes: Any) -> Row:

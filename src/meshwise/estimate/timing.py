@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,18 +52,6 @@ EXPERT_LIBRARIES = {
 """Libraries of grouped matmuls by dtype, or by that of narrower weights, the preferred one first."""
 
 
-class OpTime(NamedTuple):
-    """Seconds of one occurrence of an op.
-
-    `compute_s` and `memory_s` are its roofline, `busy_s` what the kernel takes; `comm_s` the links.
-    """
-
-    compute_s: Num = 0.0
-    memory_s: Num = 0.0
-    busy_s: Num = 0.0
-    comm_s: Num = 0.0
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Machine:
     """What ops are timed on: the rates of a cluster (scalars, or arrays over chips) and its efficiency.
@@ -85,6 +73,13 @@ class Machine:
     def rates(self, op: Op) -> Rates:
         """The rates of the matrix work in the dtype of `op`; the step's own where it has none."""
         return self.by_dtype.get(op.dtype, self.base)
+
+    def roofline_s(self, op: Op) -> tuple[Num, Num]:
+        """Seconds of the FLOP of a kernel, and of its bytes, at the published peaks."""
+        rates = self.base if op.kind == "kernel" else self.rates(op)
+        flop_per_s = rates.vector_flop_per_s if op.kind == "kernel" else rates.matrix_flop_per_s
+        moved_bytes = op.cost.read_bytes + op.cost.write_bytes
+        return op.cost.flop / flop_per_s, moved_bytes / rates.memory_bytes_per_s
 
     def sustained_s(self, flop: Num, dtype: str) -> Num:
         """Least time of `flop` matrix FLOP within the power limit."""
@@ -158,20 +153,22 @@ def _machine(chip: Chip, levels: tuple[Level, ...], dtype: str, ideal: bool, ove
     )
 
 
-def op_times(ops: Sequence[Op], machine: Machine) -> list[OpTime]:
-    """The time of each op, in order."""
+def op_times(ops: Sequence[Op], machine: Machine) -> list[Num]:
+    """Seconds of one occurrence of each op, in order: of its kernel, or of its links."""
     groups: dict[Any, list[int]] = defaultdict(list)
     for i, op in enumerate(ops):
         kind = op.library if op.kind == "collective" and op.library else op.kind
         size = op.payload_bytes if op.kind == "collective" else op.cost.read_bytes
         groups[kind, getattr(size, "shape", ()), *_TRAITS[kind](op)].append(i)
-    times, ndim = [OpTime()] * len(ops), 1 + np.ndim(machine.base.memory_bytes_per_s)
+    times: list[Num] = [0.0] * len(ops)
+    ndim = 1 + np.ndim(machine.base.memory_bytes_per_s)
     for (kind, shape, *_), alike in groups.items():
         most = max(1, STACK_CELLS // max(1, math.prod(shape)))
         for members in (alike[i : i + most] for i in range(0, len(alike), most)):
             stacks = _stacked([_numbers(ops[i]) for i in members], ndim)
-            for i, time in zip(members, _each(_timed(machine, kind, ops[members[0]], stacks)), strict=True):
-                times[i] = time
+            seconds = np.asarray(_SECONDS[kind](machine, ops[members[0]], *stacks))
+            for i, each_s in zip(members, seconds.tolist() if seconds.ndim == 1 else seconds, strict=True):
+                times[i] = each_s
     return times
 
 
@@ -199,23 +196,6 @@ def _stacked(rows: Sequence[tuple[Num, ...]], ndim: int) -> list[Stack]:
         stacks.append(np.array(column, dtype=np.float64))
     ndim = max(ndim, *(stack.ndim for stack in stacks))
     return [stack.reshape(len(rows), *(1,) * (ndim - stack.ndim), *stack.shape[1:]) for stack in stacks]
-
-
-def _timed(machine: Machine, kind: str, op: Op, stacks: list[Stack]) -> OpTime:
-    """The times of ops that have the kind and the traits of `op`, as stacks."""
-    seconds, none = _SECONDS[kind](machine, op, *stacks), np.zeros(len(stacks[0]))
-    if op.kind == "collective":
-        return OpTime(none, none, none, seconds)
-    flop, read_bytes, write_bytes = stacks[-3:]
-    rates = machine.base if kind == "kernel" else machine.rates(op)
-    rate = rates.vector_flop_per_s if kind == "kernel" else rates.matrix_flop_per_s
-    return OpTime(flop / rate, (read_bytes + write_bytes) / rates.memory_bytes_per_s, seconds, none)
-
-
-def _each(stack: OpTime) -> Iterable[OpTime]:
-    """The time of each op from one `OpTime` of stacks; numbers become plain floats."""
-    fields: list[Any] = [np.asarray(field) for field in stack]
-    return map(OpTime, *(field.tolist() if field.ndim == 1 else field for field in fields))
 
 
 # --- kernels -----------------------------------------------------------------------------------
