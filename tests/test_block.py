@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import meshwise as mw
+from meshwise.core.errors import PlanError
 from meshwise.cost.op import KERNELS, attended_pairs, matmul
 from meshwise.model.architecture import Layer
 from meshwise.model.find import find_model
@@ -219,6 +221,18 @@ TINY: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 8, "num_key_value_heads": 2,
     "head_dim": 32, "num_hidden_layers": 2, "vocab_size": 512, "sliding_window": None,
 }  # fmt: skip
+SPELLED: dict[str, dict[str, Any]] = {
+    "opt": {
+        "hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 640, "num_attention_heads": 8,
+        "num_hidden_layers": 2, "vocab_size": 512,
+    },
+    "bloom": {"hidden_size": 256, "n_head": 8, "n_layer": 2, "vocab_size": 512},
+    "falcon": {"hidden_size": 256, "num_attention_heads": 8, "num_hidden_layers": 2, "vocab_size": 512},
+    "gpt2": {"n_embd": 256, "n_head": 8, "n_layer": 2, "vocab_size": 512, "n_positions": 64},
+    "gptj": {"n_embd": 256, "n_head": 8, "n_layer": 2, "vocab_size": 512, "rotary_dim": 32},
+    "mpt": {"d_model": 256, "n_heads": 8, "n_layers": 2, "expansion_ratio": 4, "vocab_size": 512},
+}  # fmt: skip
+"""Families that spell their config in their own words; Bloom's MLP and MPT's are four times as wide."""
 
 
 @pytest.mark.parametrize(
@@ -230,13 +244,42 @@ TINY: dict[str, Any] = {
         ("qwen3", True, 1_599_488),
         ("llama", False, 1_836_032),
         ("qwen3", False, 2_086_912),
+        ("olmo", True, 1_218_560),
+        ("olmo", False, 1_705_984),
+        ("opt", True, 693_248),
+        ("opt", False, 1_082_368),
+        ("starcoder2", True, 758_784),
+        ("starcoder2", False, 1_246_208),
+        ("bloom", False, 1_442_816),
+        ("mpt", False, 1_442_816),
+        ("stablelm", False, 1_573_888),
     ],
 )
 def test_bytes_kept_by_transformers_5_23(family: str, flash: bool, kept: int) -> None:
-    """Storages that autograd holds for one more layer, 2 sequences of 64 tokens, bf16, PyTorch on a CPU."""
-    model = model_from_config(TINY | {"model_type": family}, name="tiny")
+    """Storages that autograd holds for one more layer, 2 sequences of 64 tokens, bf16, PyTorch on a CPU.
+
+    There the mean and the deviation of a LayerNorm with weights are bf16, on a GPU they are fp32.
+    """
+    model = replace(
+        model_from_config(SPELLED.get(family, TINY) | {"model_type": family}, name="tiny"), dropout_frac=0.0
+    )
     cut = Cut(microbatch=2.0, seq=64.0, flash=flash, implementation="huggingface")
-    assert total(block(model, cut), "saved_bytes") == kept
+    narrow = 2 * 64 * 2 * 2.0 * model.num_norms * (model.norm == "layernorm" and model.norm_weight)
+    assert total(block(model, cut), "saved_bytes") == kept + narrow
+
+
+@pytest.mark.parametrize(
+    ("family", "what"),
+    [
+        ("gpt2", "GELU beside learned positions"), ("gptj", "parallel blocks"), ("phi", "parallel blocks"),
+        ("falcon", "parallel blocks"), ("gpt_neox", "parallel blocks"), ("gemma", "the activation geglu"),
+        ("olmo2", "norms over all queries and all keys"), ("stablelm", "SwiGLU behind LayerNorm"),
+    ],
+)  # fmt: skip
+def test_bytes_that_transformers_keeps_are_known_or_refused(family: str, what: str) -> None:
+    model = model_from_config(SPELLED.get(family, TINY) | {"model_type": family}, name="tiny")
+    with pytest.raises(PlanError, match=f"what transformers keeps of {what}"):
+        mw.estimate(model, "h100-80g-sxm:1", "implementation=huggingface", seq=64)
 
 
 @given(name=st.sampled_from(["llama3-8b", "gpt3-175b", "mixtral-8x7b", "deepseek-v3"]), flash=st.booleans())

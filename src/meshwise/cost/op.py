@@ -188,7 +188,8 @@ EAGER_KERNELS: dict[str, Kernel] = {
     # As modules of the library `transformers` do them, op by op in PyTorch: every result is written, and
     # autograd keeps what each op needs. RMSNorm computes in fp32 and keeps that copy (4 bytes) and what it
     # multiplies by the weights; SwiGLU keeps both factors of its product and the input of SiLU; softmax its
-    # result in fp32, and the copy that multiplies the values. LayerNorm, GELU and dropout are one op each.
+    # result in fp32, and the copy that multiplies the values. GELU, dropout and LayerNorm are one op each;
+    # only a LayerNorm without weights (OLMo) is computed in fp32, and keeps that copy.
     "rmsnorm": Kernel(
         flop=4, backward_flop=9, reads=10, writes=6, backward_reads=19, backward_writes=13, saved=1,
         mask_bytes=4, row_bytes=4,
@@ -200,6 +201,10 @@ EAGER_KERNELS: dict[str, Kernel] = {
         flop=9, backward_flop=16, reads=3, writes=2, backward_reads=6, backward_writes=3, saved=3
     ),
     "reglu": Kernel(flop=2, backward_flop=4, reads=3, writes=2, backward_reads=6, backward_writes=3, saved=2),
+    "layernorm": Kernel(
+        flop=9, backward_flop=12, reads=5, writes=3, backward_reads=5, backward_writes=5, mask_bytes=4,
+        row_bytes=8,
+    ),
     "softmax": Kernel(
         flop=5, backward_flop=4, reads=4, writes=2, backward_reads=3, backward_writes=4, saved=1, mask_bytes=4
     ),

@@ -224,6 +224,8 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
     yield from _replica_rules(mesh, sizes)
     if mesh.plan.implementation == "fsdp2":
         yield from _fsdp2_rules(model, mesh, sizes)
+    elif mesh.plan.implementation == "huggingface":
+        yield from _huggingface_rules(model, mesh)
     yield Rule(
         valid(mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp) == 0,
         lambda: (
@@ -387,6 +389,31 @@ def _expert_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[R
             f"(tp={_int(mesh.tp)} x cp={_int(mesh.cp)} x dp={_int(mesh.dp)}); use degrees that do"
         ),
     )
+
+
+def _huggingface_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
+    """Blocks of which the library `transformers` keeps other tensors than `program.implementation` states."""
+    for what, is_there in (
+        ("parallel blocks", model.parallel_block),
+        (f"blocks of {model.num_norms} norms", model.num_norms != 2),
+        ("norms over all queries and all keys", model.qk_norm_full),
+        (f"the activation {model.activation}", model.activation not in ("swiglu", "gelu", "relu")),
+        ("GELU beside learned positions", model.activation == "gelu" and model.positions == "learned"),
+        (
+            "SwiGLU behind LayerNorm under fused attention",
+            model.gated
+            and model.norm == "layernorm"
+            and model.norm_weight
+            and mesh.plan.attention == "flash",
+        ),
+    ):
+        yield Rule(
+            is_there,
+            lambda what=what: (  # type: ignore[misc]
+                f"implementation=huggingface: what transformers keeps of {what} ({model.name}) is not known; "
+                "leave it out"
+            ),
+        )
 
 
 def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:

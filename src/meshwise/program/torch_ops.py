@@ -109,7 +109,7 @@ def _ring_attention(cut: Cut, op: Op) -> Iterator[Op]:
             op, shape=(batch, *sizes), cost=structs.replace(moved, flop=op.cost.flop / cut.ring), count=count
         )
         later = {"saved_bytes": 0.0, "recomputed_bytes": 0.0, "causal": False}
-        yield done if number == 0 else structs.replace(done, **later)  # type: ignore[arg-type]
+        yield done if number == 0 else structs.replace(done, **later)
     keys = batch * kv_heads * seq * (qk_dim + v_dim)
     kept_type, wide_type = cut.precision.act_bytes, cut.precision.stat_bytes
     if cut.gather_keys:

@@ -206,10 +206,12 @@ def time_of(stated: list[tuple[str, Op]], cluster: Cluster, dtype: str, *, ideal
     """Time of the `stated` ops, one after the other."""
     ops = [op for _, op in stated]
     times = op_times(ops, machine(cluster, dtype, ideal=ideal))
-    pairs = list(zip(ops, times, strict=True))
+    spent_s = {"compute": 0.0, "exchange": 0.0}
+    for op, time_s in zip(ops, times, strict=True):
+        spent_s["exchange" if op.kind == "collective" else "compute"] += op.count * time_s
     return PassTime(
-        compute_s=sum((op.count * time.busy_s for op, time in pairs), start=0.0),
-        exchange_s=sum((op.count * time.comm_s for op, time in pairs), start=0.0),
+        compute_s=spent_s["compute"],
+        exchange_s=spent_s["exchange"],
         launches=sum((op.count for op in ops), start=0.0),
     )
 
