@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 import meshwise as mw
 from meshwise.report.estimate_page import compare_page
-from meshwise.report.html import Chart, Link, Page, Table, Text, html_body
+from meshwise.report.html import Chart, Link, Page, Text, html_body
 from meshwise.report.pages import page_of
+from meshwise.report.table import Table
 
 pytest.importorskip("plotly")
 

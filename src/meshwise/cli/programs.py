@@ -180,14 +180,14 @@ def calibrate(
         print_json(found.to_json() | {"file": str(output)})
         return
     from meshwise.core.units import duration, with_prefix
-    from meshwise.report.table import table
+    from meshwise.report.table import Table
 
     rows = [
         (one.what, one.shape, one.dtype, duration(one.time_s), with_prefix(one.rate, one.unit))
         for one in found.samples
     ]
     columns = ("what", "shape", "dtype", "time", "rate")
-    console().print(table(found.source, columns, rows, left=columns[:3]))
+    console().print(Table(found.source, columns, rows, left=columns[:3]))
     print(f"wrote {output}; use it as --cluster {output}")
 
 
@@ -293,7 +293,7 @@ class _Words(argparse.ArgumentParser):
 
 
 def _show_comparison(result: Comparison) -> None:
-    from meshwise.report.table import table
+    from meshwise.report.table import Table
 
     out, differing = console(), result.differences()
     instruments = list(result.rows[0].values) if result.rows else []
@@ -306,5 +306,5 @@ def _show_comparison(result: Comparison) -> None:
         + ["-" if value is None else f"{value:,.10g}" for value in row.values.values()]
         for row in differing[:50]
     ]
-    out.print(table("Where they differ", (*place, *instruments), rows, left=place))
+    out.print(Table("Where they differ", (*place, *instruments), rows, left=place))
     out.print(f"{len(differing)} of {len(result.rows)} numbers differ")

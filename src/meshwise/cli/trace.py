@@ -13,9 +13,8 @@ from meshwise.cli.output import HtmlOption, console, print_json, write_html
 from meshwise.core.errors import DataError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     import meshwise.machine.hardware as machine
+    from meshwise.report.table import Table
     from meshwise.trace.summary import Summary
 
 Paths = Annotated[list[Path], typer.Argument(help="Trace files, or folders of them (*.json, *.json.gz).")]

@@ -206,9 +206,10 @@ def time_of(stated: list[tuple[str, Op]], cluster: Cluster, dtype: str, *, ideal
     """Time of the `stated` ops, one after the other."""
     ops = [op for _, op in stated]
     times = op_times(ops, machine(cluster, dtype, ideal=ideal))
-    spent_s = {"compute": 0.0, "exchange": 0.0}
+    spent_s: dict[str, Num] = {"compute": 0.0, "exchange": 0.0}
     for op, time_s in zip(ops, times, strict=True):
-        spent_s["exchange" if op.kind == "collective" else "compute"] += op.count * time_s
+        what = "exchange" if op.kind == "collective" else "compute"
+        spent_s[what] = spent_s[what] + op.count * time_s
     return PassTime(
         compute_s=spent_s["compute"],
         exchange_s=spent_s["exchange"],

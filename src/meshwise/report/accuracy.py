@@ -107,13 +107,13 @@ def accuracy_markdown(validation: Validation, figures: Sequence[str] = ()) -> st
 
 
 def _markdown(table: Table) -> Iterator[str]:
-    def line(values: Sequence[str]) -> str:
-        return "| " + " | ".join(value.replace("|", "\\|") for value in values) + " |"
+    def line(values: Sequence[object]) -> str:
+        return "| " + " | ".join(str(value).replace("|", "\\|") for value in values) + " |"
 
     if not table.rows:
         yield from ("None.", "")
         return
-    yield line(table.header)
-    yield "|" + "|".join(" --- " for _ in table.header) + "|"
+    yield line(table.columns)
+    yield "|" + "|".join(" --- " for _ in table.columns) + "|"
     yield from map(line, table.rows)
     yield ""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from meshwise.calibrate.errors import summarize
 from meshwise.calibrate.validate import Prediction, Validation, coverage_frac
 from meshwise.core.units import duration, with_prefix
-from meshwise.report.html import COLORS, Chart, Link, Page, Section, Table
-from meshwise.report.table import percent
+from meshwise.report.html import COLORS, Chart, Link, Page, Section
+from meshwise.report.table import Table, percent
 
 _TITLES = {"step_s": "Step time", "memory_bytes": "Memory", "ttft_s": "First token", "tpot_s": "Token"}
 
@@ -80,7 +80,7 @@ def _picture(quantity: str, rows: Sequence[Prediction]) -> Chart:
         f"{within:,} of {len(known):,} predictions are within 10 %; {len(rows) - len(known):,} rows "
         "have no prediction, for the reason in the table."
     )
-    table = Table("", columns, cells, left=("source", "chip", "reason"))
+    table = Table("", columns, cells, left=("run", "source", "chip", "reason"))
     return Chart(_TITLES.get(quantity, quantity), data, layout, finding, table, 460)
 
 

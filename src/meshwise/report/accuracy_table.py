@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwise.calibrate.errors import ErrorSummary, grouped, is_held_out, order_loss, summarize
 from meshwise.calibrate.runs import publication
 from meshwise.calibrate.validate import Prediction, Validation, competing, coverage_frac
 from meshwise.core.units import duration, with_prefix
-from meshwise.report.table import percent, table
+from meshwise.report.table import Table, percent
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,15 +36,6 @@ GROUPS: dict[str, Callable[[Prediction], str]] = {
 """What rows are grouped by; rows without a name are in no group."""
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A table as text; the first column is a name, the others align right where `numbers`."""
-
-    header: tuple[str, ...]
-    rows: list[list[str]]
-    numbers: bool = True
-
-
 def lead_table(rows: Sequence[Prediction]) -> Table:
     """Errors in sample and by the other sources, of all `rows` and by kind, scale, chip and framework."""
     groups = [("all", list(rows))]
@@ -62,7 +52,7 @@ def lead_table(rows: Sequence[Prediction]) -> Table:
         ]
         for label, members in groups
     ]
-    return Table(("step time", "runs", "sources", "median", "mean", *LEFT_OUT_COLUMNS), lines)
+    return Table("", ("step time", "runs", "sources", "median", "mean", *LEFT_OUT_COLUMNS), lines)
 
 
 def _sizes(summary: ErrorSummary) -> tuple[str, str]:
@@ -80,7 +70,7 @@ def error_table(name: str, groups: Iterable[tuple[str, Sequence[Prediction]]]) -
     known = list(groups)
     left_out = any(row.left_out is not None for _, rows in known for row in rows)
     lines = [[label, *_cells(rows), *(_left_out_cells(rows) if left_out else ())] for label, rows in known]
-    return Table((name, *COLUMNS, *(LEFT_OUT_COLUMNS if left_out else ())), lines)
+    return Table("", (name, *COLUMNS, *(LEFT_OUT_COLUMNS if left_out else ())), lines)
 
 
 def _cells(rows: Sequence[Prediction]) -> list[str]:
@@ -118,14 +108,15 @@ def worst_table(rows: Sequence[Prediction], count: int) -> Table:
         for row in known[:count]
     ]
     header = ("worst rows", "error", "measured", "predicted", "parts of the prediction")
-    return Table(header, lines, numbers=False)
+    return Table("", header, lines, left=header)
 
 
 def reasons_table(rows: Sequence[Prediction]) -> Table:
     """Why rows are not expressed."""
     groups = grouped([row for row in rows if not row.expressed], lambda row: (row.source, row.reason))
     lines = [[reason, source, str(len(members))] for (source, reason), members in groups.items()]
-    return Table(("not expressed", "source", "rows"), lines, numbers=False)
+    header = ("not expressed", "source", "rows")
+    return Table("", header, lines, left=header)
 
 
 def order_text(rows: Sequence[Prediction]) -> str:
@@ -172,5 +163,4 @@ def print_validation(validation: Validation, console: Console, *, num_worst: int
 def print_table(shown: Table, console: Console) -> None:
     """Print a table, if it has rows."""
     if shown.rows:
-        left = shown.header[:1] if shown.numbers else shown.header
-        console.print(table("", shown.header, shown.rows, left=left))
+        console.print(shown)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from meshwise.published.cases import TOLERANCE, CaseCheck
-from meshwise.report.table import table
+from meshwise.report.table import Table
 
 
 def print_cases(checked: CaseCheck, console: Console) -> None:
@@ -13,5 +13,5 @@ def print_cases(checked: CaseCheck, console: Console) -> None:
     collectives = (f"{checked.num_collectives} collectives", checked.collectives)
     rows = [(name, f"{worst.rel:.1e}", worst.where) for name, worst in (*checked.cases, collectives)]
     title, columns = "largest relative difference", ("case", "difference", "at")
-    console.print(table(title, columns, rows, left=("case", "at"), no_wrap=True))
+    console.print(Table(title, columns, rows, left=("case", "at"), no_wrap=True))
     console.print(f"{'all agree' if checked.agrees else 'NOT all agree'} to {TOLERANCE:g}")

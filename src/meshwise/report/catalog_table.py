@@ -12,7 +12,7 @@ from meshwise.machine.hardware import chips, cluster_names, find_cluster
 from meshwise.model.find import models
 from meshwise.model.weights import num_active_params, num_params
 from meshwise.plan.plan import DEFAULTS, KEYS
-from meshwise.report.table import table
+from meshwise.report.table import Table
 
 _MODEL_FIELDS = ("num_layers", "hidden", "num_heads", "source", "checked")
 _CHIP_FIELDS = (
@@ -81,7 +81,7 @@ def print_catalog(what: str, rows: list[dict[str, Any]], console: Console) -> No
     """Print one part of the catalog; `--json` has every field and the sources."""
     shown = _SHOWN[what]
     left = ("name", "generation", "chip", "links", *_SHOWN["plan"])
-    console.print(table("", shown, ([_cell(name, row) for name in shown] for row in rows), left=left))
+    console.print(Table("", shown, [[_cell(name, row) for name in shown] for row in rows], left=left))
 
 
 def _cell(name: str, row: Mapping[str, Any]) -> str:

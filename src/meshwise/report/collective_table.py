@@ -12,7 +12,7 @@ from rich.console import Console
 from meshwise.core.units import duration, with_prefix
 from meshwise.estimate.collective import CollectiveTime
 from meshwise.report.figure import new_figure, open_frame, save_figure
-from meshwise.report.table import percent, table
+from meshwise.report.table import Table, percent
 
 
 def collective_json(
@@ -46,7 +46,7 @@ def print_collective(
         )
     if measured_s:
         columns += ["measured", "error"]
-    console.print(table("", columns, rows, left=("algorithm",)))
+    console.print(Table("", columns, rows, left=("algorithm",)))
     ceiling = with_prefix(times[0].ceiling_bytes_per_s, "B/s")
     console.print(
         f"ceiling of the bus bandwidth: {ceiling} (a ring or direct copies at the links' full rate)"

@@ -13,8 +13,9 @@ from meshwise.estimate.pipeline import play
 from meshwise.estimate.single import Estimate
 from meshwise.plan.plan import plan_text
 from meshwise.report.estimate_plot import layer_ops
-from meshwise.report.estimate_table import between, binds
-from meshwise.report.html import COLORS, LIMIT_COLOR, Chart, Page, Section, Table, Text, lanes, waterfall
+from meshwise.report.estimate_table import between, binds, stage_table
+from meshwise.report.html import COLORS, LIMIT_COLOR, Chart, Page, Section, Text, lanes, waterfall
+from meshwise.report.table import Table
 
 MAX_ACTIONS = 20_000
 """A pipeline with more actions than this is not drawn."""
@@ -37,7 +38,8 @@ def estimate_page(estimate: Estimate, *, detail: bool = True) -> Page:
 
 def detail_sections(estimate: Estimate) -> list[Section]:
     """The roofline, the pipeline, the stages and the notes of a plan."""
-    shown = [_roofline(estimate), _pipeline(estimate), _stages(estimate), Text("Notes", estimate.notes())]
+    stages = stage_table(estimate) if len(estimate.step.stages) > 1 else None
+    shown = [_roofline(estimate), _pipeline(estimate), stages, Text("Notes", estimate.notes())]
     return [section for section in shown if section is not None]
 
 
@@ -98,7 +100,7 @@ def _figures(estimate: Estimate) -> Table:
         ("ranks", f"{chips}: " + " x ".join(_degrees(estimate))),
         ("work", f"{work.kind}, {work.batch} sequences of {work.seq} tokens, microbatch {work.microbatch}"),
     ]
-    return Table("Figures", ("quantity", "value"), rows, left=("value",))
+    return Table("Figures", ("quantity", "value"), rows, left=("quantity", "value"))
 
 
 def _degrees(estimate: Estimate) -> list[str]:
@@ -219,24 +221,6 @@ def timeline_bins(timeline: Timeline, num_bins: int) -> NDArray[np.int64]:
         inside = (at >= 0) & (moments < timeline.end_s[mine][at])
         grid[rank, inside] = timeline.kind[mine][at[inside]]
     return grid
-
-
-def _stages(estimate: Estimate) -> Table | None:
-    if len(estimate.step.stages) < 2:
-        return None
-    rows = [
-        (
-            str(int(cost.stage.index)), str(int(cost.stage.num_stages)), f"{float(cost.stage.num_layers):g}",
-            duration(float(cost.time.forward_s)), duration(float(cost.time.backward_s + cost.time.weight_s)),
-            with_prefix(float(cost.memory.total), "B"),
-        )
-        for cost in estimate.step.stages
-    ]  # fmt: skip
-    return Table(
-        "Pipeline stages (one microbatch)",
-        ("stage", "alike", "layers", "forward", "backward", "memory"),
-        rows,
-    )
 
 
 def _terms(left: dict[str, float], right: dict[str, float]) -> list[tuple[str, float, float]]:

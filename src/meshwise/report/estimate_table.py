@@ -7,13 +7,13 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as Grid
 
 from meshwise.core.ledger import PHASES, Ledger
 from meshwise.core.units import duration, with_prefix
 from meshwise.estimate.intervals import Interval
 from meshwise.estimate.single import Estimate
-from meshwise.report.table import table
+from meshwise.report.table import Table
 
 
 def print_estimate(
@@ -26,7 +26,7 @@ def print_estimate(
     total = memory.pop("total")
     console.print(_share_table("memory of the fullest rank", memory, total, lambda x: with_prefix(x, "B")))
     if len(estimate.step.stages) > 1:
-        console.print(_stage_table(estimate))
+        console.print(stage_table(estimate))
     if per_layer:
         print_ledger(estimate.layer(), console)
     for note in estimate.notes():
@@ -56,7 +56,7 @@ def _print_head(estimate: Estimate, run: Mapping[str, float], console: Console) 
         ("memory", f"{with_prefix(estimate.memory_bytes['total'], 'B')} of {capacity}: {verdict}"),
     ]
     lines += _run_lines(run)
-    grid = Table.grid(padding=(0, 2))
+    grid = Grid.grid(padding=(0, 2))
     for label, text in lines:
         grid.add_row(label, text)
     console.print(grid)
@@ -101,10 +101,11 @@ def _share_table(title: str, parts: dict[str, float], total: float, show: Any) -
         for name, (value, share) in shares.items()
     ]
     columns = ("part", "value", "share", "")
-    return table(title, columns, [*rows, ("total", show(total), "100%", "")], left=("part", ""))
+    return Table(title, columns, [*rows, ("total", show(total), "100%", "")], left=("part", ""))
 
 
-def _stage_table(estimate: Estimate) -> Table:
+def stage_table(estimate: Estimate) -> Table:
+    """What each kind of stage holds, and its times for one microbatch."""
     rows = []
     for cost in estimate.step.stages:
         stage, time = cost.stage, cost.time
@@ -120,7 +121,7 @@ def _stage_table(estimate: Estimate) -> Table:
             )
         )
     columns = ("stage", "alike", "layers", "forward", "backward", "memory")
-    return table("pipeline stages (one microbatch)", columns, rows, left=())
+    return Table("pipeline stages (one microbatch)", columns, rows, left=())
 
 
 def layer_totals(ledger: Ledger) -> dict[str, dict[str, float]]:
@@ -147,9 +148,9 @@ def print_ledger(ledger: Ledger, console: Console) -> None:
             console.print(_phase_table(rows, phase, wide=console.width >= WIDE_COLUMNS))
 
 
-def _phase_table(ledger: Ledger, phase: str, *, wide: bool) -> Table:
+def _phase_table(ledger: Ledger, phase: str, *, wide: bool) -> Grid:
     title = f"{phase} of one layer, one microbatch, one rank"
-    lines = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    lines = Grid(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
     shown = ("FLOP", "bytes", "FLOP/B", "saved", "binds", "time") if wide else ("FLOP", "binds", "time")
     lines.add_column("op", no_wrap=True)
     lines.add_column("shape, or collective", no_wrap=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from meshwise.core.units import duration
-from meshwise.report.html import COLORS, Chart, Page, Section, Table, Text
+from meshwise.report.html import COLORS, Chart, Page, Section, Text
+from meshwise.report.table import Table
 from meshwise.trace.explain import Explanation, Row
 
 

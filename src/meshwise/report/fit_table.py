@@ -11,7 +11,7 @@ from meshwise.calibrate.errors import grouped, summarize
 from meshwise.calibrate.fit import FitReport
 from meshwise.calibrate.fit_serving import Case, ServingFit
 from meshwise.calibrate.fit_steps import StepFit
-from meshwise.report.table import percent, table
+from meshwise.report.table import Table, percent
 
 
 def print_op_fit(found: FitReport, console: Console) -> None:
@@ -25,7 +25,7 @@ def print_op_fit(found: FitReport, console: Console) -> None:
         ]
         for score in found.scores
     ]
-    console.print(table("", header, rows, left=("constants", "chip")))
+    console.print(Table("", header, rows, left=("constants", "chip")))
     if found.problems:
         first = found.problems[0].reason
         console.print(f"{len(found.problems)} rows could not be used; the first: {first}")
@@ -34,7 +34,7 @@ def print_op_fit(found: FitReport, console: Console) -> None:
 def print_step_fit(found: StepFit, console: Console) -> None:
     """Print the fitted overheads and their error on both halves of the rows."""
     rows = [[name, f"{value:.4g}"] for name, value in found.constants.items()]
-    console.print(table("", ("overheads of steps", "value"), rows))
+    console.print(Table("", ("overheads of steps", "value"), rows))
     console.print(
         f"mean error {percent(found.fitted_mean_abs_frac)} on the rows that fitted, "
         f"{percent(found.held_out_mean_abs_frac)} on those held out"
@@ -44,7 +44,7 @@ def print_step_fit(found: StepFit, console: Console) -> None:
 def print_serving_fit(found: ServingFit, console: Console) -> None:
     """Print the constants, and the errors of each model and each system left out of the fit."""
     rows = [[name, f"{getattr(found.constants, name):.4g}"] for name in found.constants.__struct_fields__]
-    console.print(table("", ("constants of engines", "value"), rows))
+    console.print(Table("", ("constants of engines", "value"), rows))
     by_aspect: dict[str, tuple[Callable[[Case], str], np.ndarray]] = {
         "all points": (lambda case: case.regime, found.misses),
         "left-out model": (lambda case: case.model, found.without_model),
@@ -61,4 +61,4 @@ def print_serving_fit(found: ServingFit, console: Console) -> None:
                  percent(summary.median_abs_frac), percent(summary.mean_signed_frac, sign=True)]
             )  # fmt: skip
         header = ("quantity", name, "points", "mean", "median", "bias")
-        console.print(table("", header, sorted(shown), left=header[:2]))
+        console.print(Table("", header, sorted(shown), left=header[:2]))

@@ -7,7 +7,8 @@ from typing import Any
 
 from meshwise.published.frontier.document import run_document
 from meshwise.published.frontier.run import RESOURCES, Frontier, Limits, Point
-from meshwise.report.html import COLORS, Chart, Page, Table
+from meshwise.report.html import COLORS, Chart, Page
+from meshwise.report.table import Table
 
 
 def frontier_page(frontier: Frontier, others: Sequence[Frontier] = ()) -> Page:
@@ -49,11 +50,11 @@ def frontier_page(frontier: Frontier, others: Sequence[Frontier] = ()) -> Page:
                 "Utilization of the best run", curves,
                 {"xaxis": axis, "yaxis": share, "hovermode": "closest"},
                 f"The plateau is {ideal.plateau:.1%}; dashed lines lose time to failures.",
-                Table("", columns, rows, left=("plan", "binds")), 400,
+                Table("", columns, rows, left=("FLOP", "plan", "binds")), 400,
             ),
             Chart("How busy each resource is", busy, {"xaxis": axis, "yaxis": share | {"range": [0, 1]}},
                   "Without failures; what no resource is busy with is latency, bubble and gradients."),
-            Table("Assumptions", ("choice", "value"), assumed, left=("value",)),
+            Table("Assumptions", ("choice", "value"), assumed, left=("choice", "value")),
         ],
         ideal.wall is not None or bool(rows),
     )  # fmt: skip

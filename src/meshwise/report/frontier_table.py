@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from meshwise.core.units import duration, with_prefix
-from meshwise.report.table import table
+from meshwise.report.table import Table
 
 EVERY = 5
 """Of the points of a curve every fifth is printed: two to a decade."""
@@ -20,7 +20,7 @@ def print_layer(document: dict[str, Any], console: Console) -> None:
         for name in ("flop_s", "memory_s", "network_s")
     ]
     title, columns = "forward + backward of a microbatch", ("resource", "time", "of the longest")
-    console.print(table(title, columns, rows))
+    console.print(Table(title, columns, rows))
     what_ifs = document["what_ifs"]
     lines = [
         f"{document['binds']} binds: {document['fwd_bwd_s']!r} s on a flat network",
@@ -63,7 +63,7 @@ def print_run(document: dict[str, Any], console: Console) -> None:
     ]
     title = f"{document['device']['name']}: the best run at each training compute"
     columns = ("FLOP", "utilization", "with failures", "devices", "tp", "pp", "dp", "binds", "lost to")
-    console.print(table(title, columns, rows, left=("FLOP", "binds", "lost to")))
+    console.print(Table(title, columns, rows, left=("FLOP", "binds", "lost to")))
     for name, limits in (("without failures", document), ("with failures", document["with_failures"])):
         console.print(
             f"{name}: plateau {limits['plateau']:.1%}; 80 % of it up to "
@@ -89,7 +89,7 @@ def print_sensitivity(document: dict[str, Any], console: Console) -> None:
             for row in rows
         ]
         columns = ("choice", "value", "plateau", "80 % limit", "wall")
-        console.print(table(title, columns, cells, left=columns[:2]))
+        console.print(Table(title, columns, cells, left=columns[:2]))
 
 
 def flop(value: float | None) -> str:

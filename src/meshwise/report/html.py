@@ -22,6 +22,7 @@ import msgspec
 
 from meshwise.core.errors import MissingExtraError
 from meshwise.core.files import check_writable, write_text
+from meshwise.report.table import Table
 
 COLORS = ("#4a8fc2", "#e0812c", "#8172b2", "#4fa14a", "#c44e52", "#937860", "#da8bc3", "#7f7f7f")
 LIMIT_COLOR = "#d62728"
@@ -33,16 +34,6 @@ class Link:
 
     text: str
     href: str
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows of cells (text, number, `Link`, None); the first column and those in `left` are flush left."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[object]]
-    left: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +161,7 @@ def _plain(value: Any) -> Any:
 
 
 def _table(table: Table, links: bool) -> str:
-    left = {*table.columns[:1], *table.left}
-    sides = ["" if column in left else ' class="num"' for column in table.columns]
+    sides = ["" if table.is_left(column) else ' class="num"' for column in table.columns]
     head = "".join(
         f'<th scope="col"{side}>{escape(name)}</th>' for name, side in zip(table.columns, sides, strict=True)
     )

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from meshwise.published.nersc_2024_02 import TABLES, TOTALLED, Notebook
 from meshwise.published.nersc_2024_10_plan import Paper
-from meshwise.report.table import table
+from meshwise.report.table import Table
 
 
 def print_published(answer: Notebook | Paper, console: Console) -> None:
@@ -41,7 +40,7 @@ def _print_notebook(notebook: Notebook, console: Console) -> None:
 
 def _published_table(title: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> Table:
     """The `columns` of `rows`, the first of which is a name."""
-    return table(title, columns, [[_published_cell(row[column]) for column in columns] for row in rows])
+    return Table(title, columns, [[_published_cell(row[column]) for column in columns] for row in rows])
 
 
 def _published_cell(value: Any) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from meshwise.core.units import with_prefix
-from meshwise.report.table import table
+from meshwise.report.table import Table
 
 if TYPE_CHECKING:
     from meshwise.core.compare import Comparison
@@ -24,7 +24,7 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
         ratio = "" if row.agrees else f"x {found / stated:.4g}" if stated else "not stated"
         rows.append((row.module, row.op, row.phase, row.column, f"{stated:,.10g}", f"{found:,.10g}", ratio))
     columns = ("module", "op", "phase", "column", "estimate", "script", "differs")
-    out.print(table("A step of one rank", columns, rows, left=columns[:4]))
+    out.print(Table("A step of one rank", columns, rows, left=columns[:4]))
     out.print(f"{len(comparison.differences())} of {len(rows)} numbers differ")
 
 
@@ -40,7 +40,7 @@ def print_script(outcome: ScriptOutcome, out: Console) -> None:
     rows += [(f"{len(alive) - _ROWS} more", with_prefix(rest, "B"))] if rest else []
     machine_bytes = outcome.peak_bytes - sum(outcome.alive_at_peak.values())
     rows.append(("allocator and workspace", with_prefix(machine_bytes, "B")))
-    out.print(table("Alive at the peak", ("what", "bytes"), rows))
+    out.print(Table("Alive at the peak", ("what", "bytes"), rows))
     step = f"step {outcome.num_steps}" if outcome.num_steps else "the whole program"
     flop = with_prefix(outcome.step_ledger.total("flop"), "FLOP")
     if exchanged := outcome.collectives():
@@ -55,9 +55,9 @@ def print_script(outcome: ScriptOutcome, out: Console) -> None:
             )
             for one in exchanged
         ]
-        out.print(table(f"Collectives of {step}", columns, cells, left=columns[::2]))
+        out.print(Table(f"Collectives of {step}", columns, cells, left=columns[::2]))
     out.print(f"matmuls and attention of {step}: {flop}")
     if outcome.guesses:
         head = ("where", "asked for", "got", "times")
         asked = [(one["place"], one["what"], one["assumed"], one["count"]) for one in outcome.guesses]
-        out.print(table("What a fake rank cannot know", head, asked, left=head[:3]))
+        out.print(Table("What a fake rank cannot know", head, asked, left=head[:3]))

@@ -8,8 +8,9 @@ from urllib.parse import urlencode
 
 from meshwise.core.units import duration, with_prefix
 from meshwise.plan.plan import plan_text
-from meshwise.report.html import COLORS, LIMIT_COLOR, Chart, Link, Page, Section, Table, Text
+from meshwise.report.html import COLORS, LIMIT_COLOR, Chart, Link, Page, Section, Text
 from meshwise.report.search_table import change_text
+from meshwise.report.table import Table
 from meshwise.search.cloud import Sampled, cloud
 from meshwise.search.search import Result
 

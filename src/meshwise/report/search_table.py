@@ -12,7 +12,7 @@ from meshwise.core.units import duration, with_prefix
 from meshwise.estimate.single import Estimate
 from meshwise.estimate.token_budget import TokenBudget
 from meshwise.plan.plan import plan_text
-from meshwise.report.table import table
+from meshwise.report.table import Table
 from meshwise.search.assumptions import Weighed
 from meshwise.search.search import Change, Result
 from meshwise.search.study import MEASURES, Study
@@ -37,7 +37,7 @@ def print_search(result: Result, console: Console, budget: TokenBudget | None = 
     else:
         runs = [_run_cells(budget.run(found)) for found in result.best]
         columns = ("step", "MFU", "memory", "largest cost", *runs[0], "variants", "microbatch", "plan")
-        rows = (
+        rows = [
             (
                 duration(found.step_s),
                 f"{found.mfu:.1%}",
@@ -49,8 +49,8 @@ def print_search(result: Result, console: Console, budget: TokenBudget | None = 
                 plan_text(found.plan),
             )
             for found, num_variants, run in zip(result.best, result.num_variants, runs, strict=True)
-        )
-        console.print(table("", columns, rows, left=("plan",)))
+        ]
+        console.print(Table("", columns, rows, left=("plan",)))
     if result.beside is not None and result.best:
         console.print(_term_by_term(result.best[0], result.beside))
     if result.weighed is not None:
@@ -68,7 +68,7 @@ def _run_cells(run: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _print_weighed(weighed: Weighed, console: Console) -> None:
-    rows = (
+    rows = [
         (
             one.name,
             f"{1.0 - one.factor:.0%}",
@@ -76,9 +76,9 @@ def _print_weighed(weighed: Weighed, console: Console) -> None:
             plan_text(one.best.plan) if one.best else "nothing fits",
         )
         for one in weighed.assumptions
-    )
+    ]
     columns = ("if this were", "lower by", "the first plan loses", "the best plan then")
-    console.print(table("assumptions", columns, rows, left=("if this were", "the best plan then")))
+    console.print(Table("assumptions", columns, rows, left=("if this were", "the best plan then")))
     safest = plan_text(weighed.safest.plan) or "default plan"
     worst = duration(weighed.worst_s) if weighed.worst_s < math.inf else "out of memory"
     console.print(f"least to lose: {safest}, microbatch {weighed.safest.microbatch} (at worst {worst})")
@@ -90,7 +90,7 @@ def print_study(study: Study, budget: TokenBudget, console: Console) -> None:
     keys = list(study.points[0].changes) if study.points else []
     found = [(i, point, point.best) for i, point in enumerate(study.points) if point.best is not None]
     runs = [_run_cells(budget.run(best)) for _, _, best in found]
-    figures = (
+    figures = [
         (
             *point.changes.values(),
             duration(best.step_s),
@@ -102,10 +102,10 @@ def print_study(study: Study, budget: TokenBudget, console: Console) -> None:
             " ".join(FRONTS[measure] for measure in MEASURES if i in fronts[measure]),
         )
         for (i, point, best), run in zip(found, runs, strict=True)
-    )
+    ]
     columns = (*keys, "step", "MFU", "tokens/s", "per GPU", "J/token", *(runs[0] if runs else ()), "front")
-    console.print(table("", columns, figures, left=("front",)))
-    plans = (
+    console.print(Table("", columns, figures, left=("front",)))
+    plans = [
         (
             *point.changes.values(),
             *(
@@ -115,8 +115,8 @@ def print_study(study: Study, budget: TokenBudget, console: Console) -> None:
             ),
         )
         for point in study.points
-    )
-    console.print(table("", (*keys, "microbatch", "plan"), plans, left=("plan",)))
+    ]
+    console.print(Table("", (*keys, "microbatch", "plan"), plans, left=("plan",)))
     console.print("front: no other machine has both a shorter time per token and less of it")
 
 
@@ -162,7 +162,7 @@ def _term_by_term(best: Estimate, beside: Estimate) -> object:
     total = ("step", duration(best.step_s), duration(beside.step_s))
     memory = ("memory needed", *(with_prefix(one.memory_bytes["total"], "B") for one in (best, beside)))
     columns = ("term", "best", plan_text(beside.plan) or "default plan")
-    return table("the best plan beside the one asked for", columns, [*terms, total, memory])
+    return Table("the best plan beside the one asked for", columns, [*terms, total, memory])
 
 
 def _why_none(result: Result) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.units import duration, with_prefix
-from meshwise.report.html import COLORS, Chart, Page, Section, Table, Text
+from meshwise.report.html import COLORS, Chart, Page, Section, Text
+from meshwise.report.table import Table
 from meshwise.serve.answer import Answer
 from meshwise.serve.load import statistics
 from meshwise.serve.size import Choice, Sizing
@@ -89,7 +90,7 @@ def _layouts(sizing: Sizing) -> Chart:
         [f"{row[0]} GPUs: {row[2]}, {row[3]} running" for row in rows],
     )
     finding = f"What no other of {sizing.num_considered:,} layouts and batches beats, prompts counted in."
-    table = Table("", columns, rows, ("chip", "layout"))
+    table = Table("", columns, rows, ("GPUs", "chip", "layout"))
     return Chart("Pareto front of all layouts", [line], _AXES, finding, table, 380)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from meshwise.core.units import duration, with_prefix
-from meshwise.report.table import table
+from meshwise.report.table import Table
 from meshwise.serve.answer import Answer
 from meshwise.serve.load import Load
 from meshwise.serve.size import Sizing
@@ -69,7 +69,7 @@ def print_serving(answer: Answer, console: Console) -> None:
         rows.append(cells)
     experts = ("experts",) if document["passes"][0]["distinct_experts"] else ()
     headings = (*_HEADINGS[:-1], *experts, _HEADINGS[-1])
-    console.print(table("", headings, rows, left=headings[-1:]))
+    console.print(Table("", headings, rows, left=headings[-1:]))
     for note in document["notes"]:
         console.print(f"note: {note}")
 
@@ -92,7 +92,7 @@ def _print_sizing(answer: Answer, sizing: Sizing, console: Console) -> None:
         if answer.load.fleet.prefill:
             console.print("the figures above and the passes below are of a decode worker")
         rows = [_choice(one) for one in document["simulated"]]
-        console.print(table("simulated, fewest GPUs first", (*_CHOICES, "within"), rows, left=_CHOICES[1:3]))
+        console.print(Table("simulated, fewest GPUs first", (*_CHOICES, "within"), rows, left=_CHOICES[1:3]))
     elif not sizing.choices:
         console.print("no layout of this cluster fits and keeps the limits")
         if sizing.least_ttft_s is not None and sizing.least_tpot_s is not None:
@@ -101,7 +101,7 @@ def _print_sizing(answer: Answer, sizing: Sizing, console: Console) -> None:
     every = -(-len(document["pareto"]) // MAX_TRADE_OFFS) or 1
     rows = [_choice(one) for one in document["pareto"][::every]]
     if rows:
-        console.print(table("trade-offs, in closed form", _CHOICES, rows, left=_CHOICES[1:3]))
+        console.print(Table("trade-offs, in closed form", _CHOICES, rows, left=_CHOICES[1:3]))
 
 
 MAX_TRADE_OFFS = 16
@@ -147,4 +147,4 @@ def _print_load(load: Load, console: Console) -> None:
         (title, *("" if value is None else duration(value) for value in map(document[name].get, columns)))
         for name, title in names.items()
     ]
-    console.print(table("", ("", *columns), rows))
+    console.print(Table("", ("", *columns), rows))

@@ -15,7 +15,7 @@ from rich.console import Console
 from meshwise.core.errors import MissingExtraError
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.figure import check_format, new_figure, open_frame, save_figure
-from meshwise.report.table import table
+from meshwise.report.table import Table
 from meshwise.sweep.sweep import Row, Sweep, csv_rows
 
 _MAX_PANELS = 4
@@ -26,7 +26,7 @@ def print_sweep(sweep: Sweep, rows: Sequence[Row], console: Console) -> None:
     """Print the table of all finished points; an error stands in its row, shortened."""
     head, *lines = csv_rows(sweep, rows)
     texts = [[_text(name, cell) for name, cell in zip(head, line, strict=True)] for line in lines]
-    shown = table("", head, texts, left=head)
+    shown = Table("", head, texts, left=head).__rich__()
     for i, column in enumerate(shown.columns[:-1]):  # the last one, an error, gives way
         column.no_wrap, column.min_width = True, max(len(str(line[i])) for line in [head, *texts])
     shown.columns[-1].no_wrap = True

@@ -1,32 +1,45 @@
-"""Tables on a terminal: how all of them look."""
+"""Tables of results: stated once, shown on a terminal, in a page and as Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from rich import box
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.table import Table as Shown
 
 
-def table(
-    title: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[object]],
-    *,
-    left: Collection[str] | None = None,
-    no_wrap: bool = False,
-) -> Table:
-    """A table of `rows`, each with one cell for each of `columns`; None is an empty cell.
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows with one cell for each of `columns` (text, number, a link of a page); None is an empty cell.
 
-    The columns named in `left` are flush left (None: the first one), all others flush right.
+    The columns named in `left` are flush left (None: the first one), all others flush right. `no_wrap`: a
+    terminal cuts long cells off.
     """
-    shown = Table(title=title or None, title_justify="left", box=box.SIMPLE, pad_edge=False)
-    for column in columns:
-        is_left = column in (columns[:1] if left is None else left)
-        shown.add_column(column, justify="left" if is_left else "right", no_wrap=no_wrap, overflow="fold")
-    for row in rows:
-        shown.add_row(*("" if cell is None else str(cell) for cell in row))
-    return shown
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    left: Collection[str] | None = None
+    no_wrap: bool = False
+
+    def is_left(self, column: str) -> bool:
+        """Whether a column is flush left."""
+        return column in (self.columns[:1] if self.left is None else self.left)
+
+    def __rich__(self) -> Shown:
+        """The table on a terminal."""
+        from rich import box
+        from rich.table import Table as Shown
+
+        shown = Shown(title=self.title or None, title_justify="left", box=box.SIMPLE, pad_edge=False)
+        for column in self.columns:
+            side = "left" if self.is_left(column) else "right"
+            shown.add_column(column, justify=side, no_wrap=self.no_wrap, overflow="fold")  # type: ignore[arg-type]
+        for row in self.rows:
+            shown.add_row(*("" if cell is None else str(cell) for cell in row))
+        return shown
 
 
 def percent(frac: float | None, *, sign: bool = False) -> str:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.table import Table
-
 from meshwise.core.units import duration, with_prefix
-from meshwise.report.table import percent, table
+from meshwise.report.table import Table, percent
 from meshwise.trace.bandwidths import Bandwidth
 from meshwise.trace.critical_path import CriticalPath
 from meshwise.trace.launches import StreamLaunches
@@ -29,13 +27,13 @@ def path_tables(found: CriticalPath, *, limit: int) -> list[Table]:
     ]
     columns = ("on the path", "what", "count", "time", "share", "most on rank")
     title = f"The critical path through all ranks: {duration(found.span_s)}"
-    shown = [table(title, columns, pieces, left=columns[:2], no_wrap=True)]
+    shown = [Table(title, columns, pieces, left=columns[:2], no_wrap=True)]
     changes = [
         (one.change, duration(one.span_s), duration(one.gain_s), percent(one.gain_frac))
         for one in found.what_if[:limit]
     ]
     if changes:
-        shown.append(table("What if", ("change", "then takes", "gain", "of all"), changes, no_wrap=True))
+        shown.append(Table("What if", ("change", "then takes", "gain", "of all"), changes, no_wrap=True))
     return shown
 
 
@@ -49,12 +47,12 @@ def memory_tables(found: Sequence[MemoryPeak], *, limit: int) -> list[Table]:
         for one in found[:limit]
     ]
     columns = ("rank", "of", "peak", "reserved then", "from before", "after", "in")
-    shown = [table("Memory at its peak", columns, rows, left=("rank", "of", "in"), no_wrap=True)]
+    shown = [Table("Memory at its peak", columns, rows, left=("rank", "of", "in"), no_wrap=True)]
     if found:
         most = max(found, key=lambda one: one.peak_bytes)
         holders = [(short(one.name), one.count, _size(one.bytes)) for one in most.holders[:_NUM_HOLDERS]]
         title = f"Held at the largest peak (rank {most.rank}, {most.device})"
-        shown.append(table(title, ("allocated by", "tensors", "bytes"), holders, no_wrap=True))
+        shown.append(Table(title, ("allocated by", "tensors", "bytes"), holders, no_wrap=True))
     return shown
 
 
@@ -70,7 +68,7 @@ def launch_tables(found: Sequence[StreamLaunches], *, limit: int) -> list[Table]
     ]
     delays = ("median delay", "90 % delay", "longest")
     columns = ("rank", "stream", "launches", *delays, "mean queue", "longest queue", "queue empty")
-    return [table("From launch to start, and the queue", columns, rows, no_wrap=True)]
+    return [Table("From launch to start, and the queue", columns, rows, no_wrap=True)]
 
 
 def rate_tables(found: Sequence[OpRate], *, limit: int) -> list[Table]:
@@ -85,7 +83,7 @@ def rate_tables(found: Sequence[OpRate], *, limit: int) -> list[Table]:
         for one in found[:limit]
     ]
     columns = ("operator", "shape", "dtype", "calls", "median", "FLOP/s", "bytes/s", "of the roof")
-    return [table("Operators of known work", columns, rows, left=columns[:3], no_wrap=True)]
+    return [Table("Operators of known work", columns, rows, left=columns[:3], no_wrap=True)]
 
 
 def bandwidth_tables(found: Sequence[Bandwidth], *, limit: int) -> list[Table]:
@@ -111,7 +109,7 @@ def bandwidth_tables(found: Sequence[Bandwidth], *, limit: int) -> list[Table]:
         "of it",
         "predicted",
     )
-    return [table("Collectives on the wire", columns, rows, left=columns[:2], no_wrap=True)]
+    return [Table("Collectives on the wire", columns, rows, left=columns[:2], no_wrap=True)]
 
 
 def short(name: str, width: int = _NAME_WIDTH) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from rich.table import Table as Shown
 
 from meshwise.core.units import duration, with_prefix
 from meshwise.machine.hardware import Cluster
-from meshwise.report.html import Chart, Page, Section, Table, Text, lanes
+from meshwise.report.html import Chart, Page, Section, Text, lanes
 from meshwise.report.trace_details import (
     bandwidth_tables,
     launch_tables,
@@ -19,6 +17,7 @@ from meshwise.report.trace_details import (
     rate_tables,
 )
 from meshwise.report.trace_plot import PART_COLORS, common_span, shares
+from meshwise.report.trace_table import summary_tables
 from meshwise.trace.bandwidths import bandwidths
 from meshwise.trace.critical_path import critical_path
 from meshwise.trace.launches import stream_launches
@@ -36,37 +35,17 @@ MOST_LINES = 16
 def trace_page(summary: Summary, cluster: Cluster | None = None) -> Page:
     """What the ranks of a job did, and why the slow one is slow; rates beside the peaks of `cluster`."""
     findings = [one.text for one in summary.findings]
-    columns = ("rank", "span", *PARTS)
-    rows = [
-        (str(parts.rank), duration(rank.span_s), *(duration(parts.seconds[part]) for part in PARTS))
-        for rank, parts in zip(summary.ranks, summary.partitions, strict=True)
-    ]
-    kernels = [
-        (one.name, f"{one.count:,}", duration(one.total_s), duration(one.mean_s))
-        for one in summary.kernels[:MOST_ROWS]
-    ]
-    waited = sorted(summary.collectives, key=lambda one: -sum(one.wait_s.values()))[:MOST_ROWS]
-    collectives = [
-        (
-            one.name, str(one.index), duration(one.wire_s), duration(sum(one.wait_s.values())),
-            str(one.last_rank),
-        )
-        for one in waited
-    ]  # fmt: skip
-    of_calls = ("collective", "call", "on the wire", "waits", "last rank")
     problems = [f"{one.file + ': ' if one.file else ''}{one.reason}" for one in summary.problems]
     clocks = f"clocks aligned by {summary.alignment.method}"
     sections: list[Section] = [Text("Findings", findings)] if findings else []
     sections += [_ranks(summary)] if summary.partitions else []
-    sections += _tables(path_tables(critical_path(summary), limit=MOST_ROWS))
+    sections += path_tables(critical_path(summary), limit=MOST_ROWS)
     sections += _memory(summary)
     sections += _rates(summary, cluster)
     if launched := stream_launches(summary.traces):
-        sections += _tables(launch_tables(launched, limit=MOST_ROWS))
+        sections += launch_tables(launched, limit=MOST_ROWS)
     sections += [
-        Table("Time of each rank", columns, rows),
-        Table("Kernels", ("kernel", "calls", "total", "mean"), kernels),
-        Table("Collectives, longest waits first", of_calls, collectives),
+        *summary_tables(summary, limit=MOST_ROWS),
         Text("Notes", [clocks, *problems]),
     ]
     headline = findings[0] if findings else "no rank, link or cause stands out"
@@ -94,19 +73,6 @@ def _ranks(summary: Summary) -> Chart:
     return Chart("Ranks over time", data, layout, finding, height=min(140 + 20 * len(names), 900))
 
 
-def _tables(shown: Sequence[Shown]) -> list[Section]:
-    """Tables of the terminal as sections."""
-    return [
-        Table(
-            str(one.title),
-            [str(column.header) for column in one.columns],
-            list(zip(*(column.cells for column in one.columns), strict=True)),
-            [str(column.header) for column in one.columns if column.justify == "left"],
-        )
-        for one in shown
-    ]
-
-
 def _memory(summary: Summary) -> list[Section]:
     """The peaks, and the allocated bytes of each rank over time: of the device that holds most."""
     peaks = memory_peaks(summary.traces)
@@ -130,7 +96,7 @@ def _memory(summary: Summary) -> list[Section]:
         f"The largest peak, {with_prefix(most.peak_bytes, 'B')}, is on rank {most.rank} in {most.operator}."
     )
     chart = Chart("Memory over time", data, layout, text)
-    return [chart, *_tables(memory_tables(peaks, limit=MOST_ROWS))]
+    return [chart, *(memory_tables(peaks, limit=MOST_ROWS))]
 
 
 def _rates(summary: Summary, cluster: Cluster | None) -> list[Section]:
@@ -161,7 +127,7 @@ def _rates(summary: Summary, cluster: Cluster | None) -> list[Section]:
         text = "The larger a point, the longer all calls of the operator took."
         sections.append(Chart("Matmuls and attention under the roofline", data, layout, text, height=380))
     if rates:
-        sections += _tables(rate_tables(rates, limit=MOST_ROWS))
+        sections += rate_tables(rates, limit=MOST_ROWS)
     if wires := bandwidths(summary.collectives, cluster):
-        sections += _tables(bandwidth_tables(wires, limit=MOST_ROWS))
+        sections += bandwidth_tables(wires, limit=MOST_ROWS)
     return sections

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from meshwise.core.units import duration, with_prefix
-from meshwise.report.table import percent, table
+from meshwise.report.table import Table, percent
+from meshwise.report.trace_details import short
 from meshwise.trace.collectives import Collective, Straggler
 from meshwise.trace.copies import CopyTotal
 from meshwise.trace.diff import KernelChange
@@ -18,8 +18,6 @@ from meshwise.trace.kernels import KernelTotal
 from meshwise.trace.sections import Joint
 from meshwise.trace.steps import Step
 from meshwise.trace.summary import Summary
-
-_NAME_WIDTH = 60
 
 
 def print_findings(found: Sequence[Finding], console: Console) -> None:
@@ -73,7 +71,7 @@ def _ranks(summary: Summary) -> Table:
         cells = (*map(duration, times), _time(parts.host_bound_s), percent(busy_frac))
         rows.append((rank.rank, *cells, percent(rank.overlap_frac)))
     title = "Where the time of each rank went"
-    return table(title, (*columns, "overlap"), rows, no_wrap=True)
+    return Table(title, (*columns, "overlap"), rows, no_wrap=True)
 
 
 def _steps(steps: Sequence[Step], limit: int) -> Table:
@@ -94,20 +92,20 @@ def _steps(steps: Sequence[Step], limit: int) -> Table:
         rows.append((number, *(duration(sum(values) / len(same)) for values in sums), kind))
     columns = ("step", "span", "compute", "communication", "exposed", "idle", "")
     title = f"The first {len(rows)} steps of {len(numbers)}, mean of the ranks"
-    return table(title, columns, rows, no_wrap=True)
+    return Table(title, columns, rows, no_wrap=True)
 
 
 def _kernels(kernels: Sequence[KernelTotal], limit: int) -> Table:
     columns = ("name", "kind", "count", "total", "share", "mean")
     rows = [
         (
-            *(_short(kernel.name), kernel.kind, kernel.count, duration(kernel.total_s)),
+            *(short(kernel.name), kernel.kind, kernel.count, duration(kernel.total_s)),
             *(percent(kernel.share_frac), duration(kernel.mean_s)),
         )
         for kernel in kernels[:limit]
     ]
     title = f"The {len(rows)} longest kernels of {len(kernels)}, all ranks"
-    return table(title, columns, rows, no_wrap=True)
+    return Table(title, columns, rows, no_wrap=True)
 
 
 def _copies(copies: Sequence[CopyTotal]) -> Table:
@@ -118,7 +116,7 @@ def _copies(copies: Sequence[CopyTotal]) -> Table:
         speed = _with_prefix(copy.bytes_per_s, "B/s")
         cells = (_with_prefix(size, "B") for size in sizes)
         rows.append((copy.kind, copy.count, duration(copy.total_s), *cells, speed))
-    return table("Copies", columns, rows, no_wrap=True)
+    return Table("Copies", columns, rows, no_wrap=True)
 
 
 def _stragglers(found: Sequence[Straggler], limit: int) -> Table:
@@ -127,7 +125,7 @@ def _stragglers(found: Sequence[Straggler], limit: int) -> Table:
     title = "Who waits for whom" if len(shown) == len(found) else f"The {len(shown)} most awaited ranks"
     columns = ("rank", "came last", "waited", "others waited for it")
     rows = [(row.rank, row.num_last, duration(row.waited_s), duration(row.awaited_s)) for row in shown]
-    return table(title, columns, rows, no_wrap=True)
+    return Table(title, columns, rows, no_wrap=True)
 
 
 def _collectives(found: Sequence[Collective], limit: int) -> Table:
@@ -142,7 +140,7 @@ def _collectives(found: Sequence[Collective], limit: int) -> Table:
         for one in longest
     ]
     title = f"The {len(longest)} longest collectives of {len(found)}"
-    return table(title, columns, rows, no_wrap=True)
+    return Table(title, columns, rows, no_wrap=True)
 
 
 def print_joint(rows: Sequence[Joint], console: Console, *, title: str, limit: int = 40) -> None:
@@ -150,19 +148,19 @@ def print_joint(rows: Sequence[Joint], console: Console, *, title: str, limit: i
     columns = ("section", "quantity", "min", "mean", "max", "imbalance", "straggler")
     cells = [
         (
-            *(_short(row.name), row.quantity, *map(duration, (row.min_s, row.mean_s, row.max_s))),
+            *(short(row.name), row.quantity, *map(duration, (row.min_s, row.mean_s, row.max_s))),
             *(f"{row.imbalance:.3f}", row.straggler),
         )
         for row in rows[:limit]
     ]
-    console.print(table(title, columns, cells, no_wrap=True))
+    console.print(Table(title, columns, cells, no_wrap=True))
 
 
 def print_explanation(found: Explanation, console: Console, *, limit: int = 15) -> None:
     """Print the predicted step beside the measured one, and the differences in words."""
     rows = [(row.op, _time(row.predicted_s), _time(row.measured_s)) for row in found.classes]
     rows.append(("step", _time(found.predicted_s), _time(found.measured_s)))
-    console.print(table("Time of a step", ("", "predicted", "measured"), rows, no_wrap=True))
+    console.print(Table("Time of a step", ("", "predicted", "measured"), rows, no_wrap=True))
     ops = [
         (row.module, row.op, row.phase, _time(row.predicted_s), _time(row.measured_s))
         for row in found.rows
@@ -170,7 +168,7 @@ def print_explanation(found: Explanation, console: Console, *, limit: int = 15) 
     ]
     if ops:
         columns = ("module", "op", "phase", "predicted", "measured")
-        console.print(table("Its ops that join", columns, ops[:limit], no_wrap=True))
+        console.print(Table("Its ops that join", columns, ops[:limit], no_wrap=True))
     for number, text in enumerate(found.findings, start=1):
         console.print(f"{number}. {text}", markup=False, highlight=False)
 
@@ -181,13 +179,13 @@ def print_changes(rows: Sequence[KernelChange], console: Console, *, limit: int 
     before, after = sum(row.total_before_s for row in rows), sum(row.total_after_s for row in rows)
     cells = [
         (
-            *(_short(row.name), f"{row.count_before} -> {row.count_after}", duration(row.total_before_s)),
+            *(short(row.name), f"{row.count_before} -> {row.count_after}", duration(row.total_before_s)),
             *(duration(row.total_after_s), ("+" if row.change_s >= 0 else "-") + duration(abs(row.change_s))),
         )
         for row in rows[:limit]
     ]
     cells.append(("all", "", duration(before), duration(after), f"{after - before:+.6g} s"))
-    console.print(table("Kernels, before and after", columns, cells, no_wrap=True))
+    console.print(Table("Kernels, before and after", columns, cells, no_wrap=True))
 
 
 def _time(seconds: float | None) -> str:
@@ -196,7 +194,3 @@ def _time(seconds: float | None) -> str:
 
 def _with_prefix(value: float | None, unit: str) -> str:
     return "" if value is None else with_prefix(value, unit)
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _NAME_WIDTH else name[: _NAME_WIDTH - 1] + "…"
