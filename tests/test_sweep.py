@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -40,6 +41,20 @@ for line in sys.stdin:
     refusal, document = "meshwise: n is bad; use another", json.dumps({"n": {"square": [n * n]}})
     print(json.dumps((2, "", refusal) if n == -3 else (0, document, "")), flush=True)
 """
+
+
+def test_default_columns_are_documented_keys():
+    """docs/reference/json.md is the list of keys; what a sweep shows by default is some of them."""
+    text = (Path(__file__).parents[1] / "docs" / "reference" / "json.md").read_text()
+    keys_of = {
+        verb: keys
+        for verbs, keys in re.findall(r"^\| (`.*?`) \| (.*) \|$", text, re.MULTILINE)
+        for verb in re.findall(r"`(.*?)`", verbs)
+    }
+    for verb, columns in sweeps.DEFAULT_RESULTS.items():
+        for path in columns.values():
+            parts = [part for part in path.split(".") if not part.isdigit()]
+            assert not [part for part in parts if not re.search(rf"\b{part}\b", keys_of[verb])], (verb, path)
 
 
 @pytest.fixture

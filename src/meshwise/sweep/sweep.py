@@ -73,7 +73,7 @@ CREATE TABLE IF NOT EXISTS points (
 )
 """
 _UNKNOWN_OPTION = re.compile(r"no such option|has no option", re.IGNORECASE)
-_DEFAULT_RESULTS = {
+DEFAULT_RESULTS = {
     "estimate": {
         "step_s": "step_s",
         "mfu": "mfu",
@@ -102,7 +102,8 @@ _DEFAULT_RESULTS = {
     "run": {"peak_bytes": "peak_bytes"},
     "compare": {"agree": "agree"},
 }
-VERBS = tuple(_DEFAULT_RESULTS)
+"""Columns where a file names none: paths into the documents of docs/reference/json.md."""
+VERBS = tuple(DEFAULT_RESULTS)
 _PROGRAMS = ("dryrun", "run", "compare")
 """Verbs whose points run one at a time, each in a fresh process."""
 
@@ -183,7 +184,7 @@ def read_sweep(path: Path) -> Sweep:
             values = dict(zip(grid, combination, strict=True))
             point = Point(values, _words(path, file, values))
             points.setdefault(point.key, point)
-    results = file.results or _DEFAULT_RESULTS[file.verb]
+    results = file.results or DEFAULT_RESULTS[file.verb]
     return Sweep(file.verb, tuple(points.values()), results, file.timeout_s)
 
 
