@@ -61,7 +61,10 @@ def test_defaults_come_from_a_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     file = Path("meshwise.toml" if place == "here" else "mine.toml")
-    file.write_text('cluster = "h100-80g-sxm:8"\nseq = 1024\n[estimate]\nplan = "tp=2"\nseq = 2048\n')
+    file.write_text(
+        'cluster = "h100-80g-sxm:8"\nseq = 1024\n[estimate]\nplan = "tp=2"\nseq = 2048\n'
+        '[trace.summary]\nsteps = "complete"\n'  # and `estimate` has an option --trace
+    )
     words = () if place == "here" else ("--config", str(file))
     done = meshwise(*words, *PRICED)
     assert done.err == f"meshwise: defaults from {file}\n"

@@ -37,7 +37,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "overlap_dp": (True, False), "overlap_tp": (False, True), "overlap_ep": (False, True),
     "overlap_pp": (True, False), "lora_rank": (0, 16), "frozen_dtype": (None, "fp4"),
     "kv_dtype": ("bf16", "fp8"), "weight_dtype": (None, "int4"), "expert_dtype": (None, "mxfp4"),
-    "imbalance": (1.0, 1.3), "implementation": ("megatron",), "software": ("megatron-2026", "torch-2023"),
+    "imbalance": (1.0, 1.3), "implementation": ("megatron", "huggingface"),
+    "software": ("megatron-2026", "torch-2023"),
     "placement": (AXES, ("tp", "pp", "dp", "cp")), "microbatch": (1, 2, 3),
 }  # fmt: skip
 """Values of every key of a plan, some of which cannot go together."""

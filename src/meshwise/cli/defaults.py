@@ -33,14 +33,15 @@ def read_defaults(command: Any, path: Path | None) -> dict[str, Any]:
     content = read_toml(path)
     verbs = dict(verbs_of(command))
     defaults: dict[str, Any] = {}
+    of_all = {key: value for key, value in content.items() if not isinstance(value, dict)}
     for key, value in content.items():
-        if isinstance(value, dict):
+        if key not in of_all:
             _add_table(defaults, verbs, key, value, path)
         elif not any(key in options for options in verbs.values()):
             raise DataError(f"{path}: no verb has an option --{key}; see meshwise VERB --help")
     for name, options in verbs.items():
-        for key in content.keys() & options.keys():
-            _table(defaults, name).setdefault(options[key], content[key])
+        for key in of_all.keys() & options.keys():
+            _table(defaults, name).setdefault(options[key], of_all[key])
     print(f"meshwise: defaults from {path}", file=sys.stderr)
     return defaults
 

@@ -54,7 +54,12 @@ def _eager(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterable[Op]:
             yield _eager_kernel(op)
         elif op.kernel == "sum_copies":
             yield weighed_after(op, cut.precision)
-        elif op.saved_bytes and op.module == ATTENTION and op.name in ("logits", "attend"):
+        elif (
+            op.phase == "forward"
+            and op.kind == "matmul"
+            and op.module == ATTENTION
+            and op.name in ("logits", "attend")
+        ):
             yield _with_repeated_keys(op)
         else:
             yield op
