@@ -7,8 +7,11 @@ import gzip
 import io
 import json
 import os
+import re
 import tomllib
+from collections.abc import Iterator
 from importlib import resources
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,17 @@ import typer.main
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fuzz import changed, check_contract, damaged, strange, strange_text, toml_text
+from fuzz import (
+    SCRIPT,
+    changed,
+    check_contract,
+    damaged,
+    document,
+    plausible_text,
+    strange,
+    strange_text,
+    toml_text,
+)
 from meshwise import api
 from meshwise.cli import app
 from meshwise.cli.worker import run
@@ -47,42 +60,56 @@ GPT = {
     **{"decoder_layers": 4, "decoder_embed_dim": 64, "decoder_ffn_embed_dim": 128, "moe_freq": 2},
     **{"decoder_attention_heads": 4, "moe_expert_count": 8, "vocab_size": 1000, "tokens_per_sample": 128},
 }
+GLOO, GPU = str(TRACES / "gloo4"), str(TRACES / "hta" / "sampled")
 BASES: dict[tuple[str, ...], list[str]] = {
     ("estimate",): ["gpt3-175b", "--cluster", "a100-80g-sxm:64", "--plan", "tp=8,pp=8", "--batch", "64"],
     ("search",): ["llama3-8b", "--cluster", "h100-80g-sxm:4", "--batch", "8", "--seq", "2048"],
     ("serve",): ["llama3-8b", "--cluster", "h100-80g-sxm:4", "--plan", "tp=4"],
     ("frontier", "layer"): ["--d-in", "64", "--d-out", "64", "--batch", "64", "--chip", "h100-80g-sxm"],
     ("frontier", "run"): ["--chip", "h100-80g-sxm"],
+    ("frontier", "sensitivity"): ["--chip", "h100-80g-sxm"],
     ("collective",): ["all_reduce", "--cluster", "h100-80g-sxm:64"],
     ("launch",): [
         "llama3-8b",
         *H100,
         *["--plan", "zero=3", "--batch", "8", "--seq", "128", "--to", "megatron-lm"],
     ],
-    ("trace", "summary"): [str(TRACES / "gloo4")],
-    ("explain",): [str(TRACES / "gloo4"), *MODEL, "--batch", "8", "--seq", "128"],
+    ("explain",): [GLOO, *MODEL, "--batch", "8", "--seq", "128"],
+    ("calibrate",): ["--from", GLOO, "-o", "machine.toml"],
     ("eval-lm",): ["--max-tokens", "2", "--ranks", "4"],
-    ("validate",): [],
+    ("moe",): ["--max-tokens", "2", "--ranks", "4"],
+    ("validate",): ["--runs", str(DATA / "validate" / "published_runs_excerpt.csv")],
     ("list",): ["chips"],
+    ("trace", "diff"): [GLOO, GLOO],
+    **{("trace", name): [GLOO] for name in ("summary", "sections", "path", "memory", "table", "ledger")},
+    **{("trace", name): [GPU] for name in ("launches", "rates", "bandwidth")},
+    **{("trace", name): [GLOO, "-o", f"x.{name}"] for name in ("merge", "plot", "report")},
 }
+STARTING = ("run", "dryrun", "compare", "profile", "sweep")
+"""Verbs that start programs or read a file of their own: fuzzed below. `fit` writes the catalog."""
 
 
-def some(few: int) -> Any:
-    """Run `few` cases that are the same every time, or `CASES` others."""
+def some(few: int, share: float = 1.0) -> Any:
+    """Run `few` cases that are the same every time, or `CASES` others (a share where each is slow)."""
     return settings(
-        max_examples=CASES or few,
+        max_examples=ceil(share * CASES) or few,
         derandomize=not CASES,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
 
 
-def command(verb: tuple[str, ...]) -> Any:
-    """The command of that name."""
-    found: Any = typer.main.get_command(app)
-    for word in verb:
-        found = found.commands[word]
-    return found
+def verbs(inside: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every verb by its words, and its command."""
+    for name, found in inside.commands.items():
+        yield from verbs(found, *words, name) if hasattr(found, "commands") else [((*words, name), found)]
+
+
+VERBS = dict(verbs(typer.main.get_command(app)))
+
+
+def test_every_verb_is_fuzzed() -> None:
+    assert VERBS.keys() - {(name,) for name in (*STARTING, "web", "fit")} == BASES.keys()
 
 
 @st.composite
@@ -90,21 +117,21 @@ def words(draw: st.DrawFn) -> list[str]:
     """A command line with strange values for some of its options."""
     verb = draw(st.sampled_from(sorted(BASES)))
     stated = list(BASES[verb])
-    options = [param for param in command(verb).params if param.param_type_name == "option"]
+    options = [param for param in VERBS[verb].params if param.param_type_name == "option"]
     for option in draw(st.lists(st.sampled_from(options), max_size=3, unique_by=lambda one: one.name)):
         if option.name in ("json", "as_json"):
             continue
         if option.opts[0] in stated:
             at = stated.index(option.opts[0])
             del stated[at : at + 2]
-        value = draw(st.one_of(strange_text, st.integers(1, 1024).map(str)))
+        value = draw(st.one_of(strange_text, plausible_text, st.integers(1, 1024).map(str)))
         stated += [option.opts[0]] if option.is_flag else [option.opts[0], value]
     if stated and not stated[0].startswith("-") and draw(st.integers(0, 9)) == 0:
         stated[0] = draw(strange_text)
     return [*verb, *stated]
 
 
-@some(80)
+@some(160)
 @given(words())
 def test_strange_options(tmp_path_factory: pytest.TempPathFactory, stated: list[str]) -> None:
     os.chdir(tmp_path_factory.getbasetemp())  # for what an option makes it write
@@ -192,8 +219,13 @@ def test_damaged_traces(tmp_path_factory: pytest.TempPathFactory, data: st.DataO
             content = gzip.compress(content, 1)
             content = data.draw(st.one_of(st.just(content), damaged(content))) if number == 0 else content
         (folder / name).write_bytes(content)
-    check_contract(["trace", "summary", str(folder)])
-    check_contract(["explain", str(folder), *MODEL, "--batch", "8", "--seq", "128"])
+    verb = data.draw(
+        st.sampled_from([verb for verb in BASES if verb[0] in ("trace", "explain", "calibrate")])
+    )
+    check_contract(
+        [*verb, *(word.replace(GLOO, str(folder)).replace(GPU, str(folder)) for word in BASES[verb])],
+        may_warn=True,
+    )
 
 
 REQUESTS = "arrival,prompt,output\n0.0,100,10\n0.5,200,20\n0.7,50,5\n"
@@ -279,3 +311,172 @@ def test_strange_checkpoints(tmp_path_factory: pytest.TempPathFactory, content: 
         assert len(str(error).splitlines()) == 1
     else:
         assert all((folder / file).parent == folder for file in files)
+
+
+# --- tables of measurements ---------------------------------------------------------------------
+
+OPS = (
+    "hardware,op,dtype,n_gpus,shape,latency_us,kernel_or_library,source\n"
+    "H200-SXM-141GB,gemm,bfloat16,1,m=16 n=256 k=7168,6.032,torch.nn.functional.linear,mine\n"
+    "H100-SXM-80GB,all_reduce,bfloat16,8,4194304,60.5,nccl,mine\n"
+)
+COLLECTIVES = (
+    "source,hardware,op,shape_or_size,ranks,value,unit,notes\n"
+    "mine,4 nodes x 8 GPUs,all_reduce,32KiB,32,0.92,GB/s busbw,algbw 0.48GBps\n"
+)
+
+
+@some(40)
+@given(st.data(), st.sampled_from((OPS, COLLECTIVES)))
+def test_damaged_measurements(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, table: str
+) -> None:
+    path = file_with(tmp_path_factory, "ops.csv", data.draw(damaged(table.encode())))
+    check_contract(["validate", "--runs", path])
+    check_contract(["collective", "all_reduce", "--cluster", "h100-80g-sxm:64", "--data", path])
+
+
+@some(10, share=0.2)
+@given(st.data())
+def test_damaged_cases(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    whole = json.loads((DATA / "nersc_final_cases.json").read_text())
+    few = whole | {"cases": whole["cases"][:2], "collectives": whole["collectives"][:3]}
+    check_contract(
+        [
+            "validate",
+            "--cases",
+            file_with(tmp_path_factory, "cases.json", data.draw(as_file(few, json.dumps))),
+        ]
+    )
+
+
+# --- programs -----------------------------------------------------------------------------------
+
+SMALL = {
+    "ulysses": "--seq 64 --hidden 64 --heads 8",
+    "model-2d": "--seq 64 --hidden 64 --ffn-hidden 64 --layers 1",
+    "train": "--seq 16 --hidden 16 --layers 1 --heads 2 --vocab 32 --batch 4",
+}
+
+
+@st.composite
+def program_words(draw: st.DrawFn) -> list[str]:
+    """The words of a small program with strange values for some of its options."""
+    from meshwise.runtime.programs import find_program, option_help
+
+    name = draw(st.sampled_from(sorted(SMALL)))
+    stated = SMALL[name].split()
+    options = [row.flag for row in option_help(find_program(name))] + ["--ranks", "--rank", "--device"]
+    few = st.integers(1, 9).map(str)
+    for flag in draw(st.lists(st.sampled_from(options), max_size=3, unique=True)):
+        if flag in stated:
+            del stated[stated.index(flag) :][:2]
+        stated += [flag, draw(st.one_of(strange_text, few))]
+    return [name, *stated]
+
+
+@some(30)
+@given(program_words(), st.sampled_from((["dryrun"], ["compare", "--no-run"])))
+def test_strange_programs(
+    tmp_path_factory: pytest.TempPathFactory, stated: list[str], verb: list[str]
+) -> None:
+    pytest.importorskip("torch")
+    os.chdir(tmp_path_factory.getbasetemp())
+    check_contract([verb[0], stated[0], *verb[1:], *stated[1:]])
+
+
+@some(3, share=0.01)
+@given(program_words())
+def test_strange_runs(tmp_path_factory: pytest.TempPathFactory, stated: list[str]) -> None:
+    pytest.importorskip("torch")
+    os.chdir(tmp_path_factory.getbasetemp())
+    check_contract(["run", *stated, *["--ranks", "2"] * ("--ranks" not in stated)])
+
+
+@some(3, share=0.01)
+@given(damaged((DATA / "scripts" / "ddp.py").read_bytes()), st.sampled_from(("dryrun", "profile")))
+def test_damaged_scripts(tmp_path_factory: pytest.TempPathFactory, content: bytes, verb: str) -> None:
+    pytest.importorskip("torch")
+    path = file_with(tmp_path_factory, "script.py", content)
+    folder = tmp_path_factory.mktemp("profiles")
+    options = ["--ranks", "2"] if verb == "dryrun" else ["-o", str(folder)]
+    code, out, err = run([verb, "--json", *options, "--", "python", path])
+    assert code in (0, 1, 2, 3) and ("Traceback" not in err or "script.py" in err), err
+    assert document(out) if out else code, err
+
+
+@some(3, share=0.01)
+@given(as_file(SWEEP, toml_text))
+def test_sweeps_that_run(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    folder = tmp_path_factory.mktemp("sweep")
+    (folder / "sweep.toml").write_bytes(content)
+    check_contract(["sweep", str(folder / "sweep.toml"), "--jobs", "1"])
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+STATE = {
+    "explore": {"model": "llama3-8b", "cluster": "h100-80g-sxm:8", "batch": "8", "seq": "2048"},
+    "search": {"model": "llama3-8b", "cluster": "h100-80g-sxm:4", "batch": "8", "seq": "2048"},
+    "serve": {"model": "llama3-8b", "cluster": "h100-80g-sxm:1", "plan": "tp=1"},
+    "frontier": {"chip": "h100-80g-sxm"},
+    "traces": {"path": "gloo4"},
+}
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Any]:
+    """Asks the page's server; an error that it did not expect fails the test."""
+    pytest.importorskip("plotly")
+    testclient = pytest.importorskip("starlette.testclient")
+    from meshwise.web.app import make_app
+    from meshwise.web.views import Server
+
+    with testclient.TestClient(make_app(Server(TRACES)), base_url="http://127.0.0.1") as client:
+        yield client
+
+
+@st.composite
+def states(draw: st.DrawFn) -> tuple[str, dict[str, str]]:
+    """A view, and the state of its form with strange values for some of its fields."""
+    from meshwise.web.forms import asks
+    from meshwise.web.views import home
+
+    view = draw(st.sampled_from(("explore", "detail", "options", "launch", "machine", *STATE)))
+    names = st.sampled_from(sorted({"plan" if ask.kind == "key" else ask.name for ask in asks(home(view))}))
+    values = st.one_of(strange_text, plausible_text, st.integers(1, 1024).map(str))
+    return view, STATE[home(view)] | draw(st.dictionaries(names, values, max_size=3))
+
+
+@some(60)
+@given(states())
+def test_strange_states(page: Any, asked: tuple[str, dict[str, str]]) -> None:
+    view, state = asked
+    reply = page.post(f"/api/{view}", content=json.dumps(state))
+    shown = f"{view} {state}: {reply.text[:3000]}"
+    found = document(reply.text)
+    assert reply.status_code == 200, shown
+    if "error" in found:
+        assert found["error"] and len(found["error"].splitlines()) == 1 and "Traceback" not in shown, shown
+        return
+    text = found.get("html", "")
+    assert SCRIPT not in text and ">nan" not in text and ">inf" not in text, shown
+    for figure in re.findall(r'<script type="application/json">(.*?)</script>', text, re.DOTALL):
+        document(figure)
+
+
+@some(20)
+@given(damaged(json.dumps(STATE["explore"]).encode()))
+def test_damaged_states(page: Any, content: bytes) -> None:
+    reply = page.post("/api/explore", content=content)
+    assert reply.status_code in (200, 400, 413) and document(reply.text)
+
+
+@some(10, share=0.1)
+@given(st.lists(st.tuples(st.sampled_from(("--port", "--host", "--traces")), strange_text), max_size=3))
+def test_strange_addresses(tmp_path_factory: pytest.TempPathFactory, options: list[tuple[str, str]]) -> None:
+    uvicorn = pytest.importorskip("uvicorn")
+    os.chdir(tmp_path_factory.getbasetemp())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn.Server, "run", lambda self, sockets: [one.close() for one in sockets])
+        check_contract(["web", *(word for option in options for word in option)], json_option=False)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import meshwise as mw
 from fuzz import toml_text
 from meshwise.core.errors import DataError
+from meshwise.core.files import write_text
 from meshwise.machine.hardware import Cluster, find_cluster
 from meshwise.sweep.sweep import read_sweep
 
@@ -113,6 +114,27 @@ def test_a_full_disk_leaves_nothing(meshwise: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Path, "replace", full)
     refused(meshwise(*ESTIMATE, *ON_CHIPS, "--csv", str(tmp_path / "x.csv")), "No space left on device")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link"])
+def test_what_is_no_plain_file_is_not_replaced_by_one(tmp_path: Path, kind: str) -> None:
+    path, found = tmp_path / "x.csv", tmp_path / "there"
+    if kind == "link":
+        found.write_text("before")
+        path.symlink_to(found)
+    else:
+        os.mkfifo(path)
+        reader = threading.Thread(target=lambda: found.write_bytes(path.read_bytes()))
+        reader.start()
+    write_text(path, "after")
+    if kind == "fifo":
+        reader.join()
+    assert (
+        found.read_text() == "after"
+        and path.is_symlink() == (kind == "link")
+        and path.is_fifo() == (kind == "fifo")
+    )
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["there", "x.csv"]
 
 
 def test_names_are_no_markup(meshwise: Any, tmp_path: Path) -> None:

@@ -14,6 +14,9 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+STDERR = 2
+"""Where the output of a program that is started goes when stdout holds the document."""
+
 HtmlOption = Annotated[
     Path | None, typer.Option("--html", help="Write the result as one self-contained HTML page.")
 ]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwise.cli.output import console, print_json
+from meshwise.cli.output import STDERR, console, print_json
 from meshwise.core.errors import DataError
 
 
@@ -43,7 +43,7 @@ def profile(
         memory=memory,
         stacks=stacks,
         compare=overhead,
-        stdout=sys.stderr if json else None,
+        stdout=STDERR if json else None,
     )
     if not done.files:
         raise DataError(

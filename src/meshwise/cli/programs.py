@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from meshwise import api
-from meshwise.cli.output import console, print_json
+from meshwise.cli.output import STDERR, console, print_json
 from meshwise.core.errors import DataError, PlanError
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from meshwise.runtime.programs import Program
     from meshwise.runtime.script.start import ScriptOutcome
 
-STDERR = 2
-"""Where a script's own output goes when stdout holds the document."""
 _ANY_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 Name = Annotated[str, typer.Argument(metavar="PROGRAM", help="ulysses, model-2d, train, ... (see --help).")]

@@ -76,20 +76,14 @@ def summary(
     paths: Paths, steps: Steps = "", html: HtmlOption = None, json: Json = False, limit: Limit = 15
 ) -> None:
     """Time of each rank by kind, steps, kernels, clocks, collectives, stragglers and findings."""
-    from meshwise.trace.summary import summarize_paths
-
-    found = summarize_paths(paths, steps=steps)
-    if found.traces:
-        write_html(found, html)
+    found = _readable(paths, steps)
+    write_html(found, html)
     if json:
         print_json(found.to_json())
     else:
         from meshwise.report.trace_table import print_summary
 
         print_summary(found, console(), limit=limit)
-    if not found.traces:
-        reasons = "; ".join(f"{problem.file}: {problem.reason}" for problem in found.problems[:3])
-        raise DataError(f"no readable trace among the files: {reasons}")
 
 
 @app.command()
@@ -337,13 +331,20 @@ def _cluster(text: str | None) -> machine.Cluster | None:
     return None if text is None else find_cluster(text)
 
 
-def _summarized(paths: list[Path], steps: str = "") -> Summary:
-    """The summary of `paths`; DataError if nothing is readable, other problems on stderr."""
+def _readable(paths: list[Path], steps: str) -> Summary:
+    """The summary of `paths`; DataError if nothing is readable."""
     from meshwise.trace.summary import summarize_paths
 
     found = summarize_paths(paths, steps=steps)
+    if not found.traces:
+        reasons = "; ".join(f"{problem.file}: {problem.reason}" for problem in found.problems[:3])
+        raise DataError(f"no readable trace among the files: {reasons}; name PyTorch profiler traces")
+    return found
+
+
+def _summarized(paths: list[Path], steps: str = "") -> Summary:
+    """The summary of `paths`, with its problems on stderr; DataError if nothing is readable."""
+    found = _readable(paths, steps)
     for problem in found.problems:
         print(f"meshwise: {problem.file + ': ' if problem.file else ''}{problem.reason}", file=sys.stderr)
-    if not found.traces:
-        raise DataError("none of the files is a readable trace; name PyTorch profiler traces")
     return found

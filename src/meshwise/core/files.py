@@ -94,20 +94,35 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write piece by piece that appears at `path` only when all is written; else DataError."""
+    """A file to write piece by piece that appears at `path` only when all is written; else DataError.
+
+    A device, a pipe or /dev/stdout is written as it is: a file in its place would destroy it.
+    """
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        if _is_stream(path):
+            with path.open("wb") as file:
+                yield file
+        else:
+            with _moved_to(Path(os.path.realpath(path))) as file:  # a link stays one
+                yield file
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror}; name a writable place") from None
+
+
+def _is_stream(path: Path) -> bool:
+    return path.exists() and (not path.is_file() or str(path).startswith(("/dev/", "/proc/")))
+
+
+@contextmanager
+def _moved_to(path: Path) -> Iterator[BinaryIO]:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
         Path(temporary).chmod(0o666 & ~_umask())
         Path(temporary).replace(path)
-    except BaseException as error:
+    except BaseException:
         Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise DataError(f"cannot write {path}: {error.strerror}; name a writable place") from None
         raise
 
 

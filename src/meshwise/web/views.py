@@ -49,16 +49,20 @@ def answer(view: str, state: State, server: Server) -> dict[str, Any]:
     """
     if view not in _VIEWS:
         raise DataError(f"there is no view {view!r}; there are {', '.join(_VIEWS)}")
-    home = "explore" if view in ("detail", "options", "launch", "machine") else view
     if any("\0" in value for value in state.values()):
         raise DataError("a field holds a null byte; leave it out")
-    for ask in asks(home):
+    for ask in asks(home(view)):
         if ask.kind == "select" and state.get(ask.name, "") not in ("", *ask.values):
             known = ", ".join(filter(None, ask.values))
             raise DataError(f"{ask.name}={state[ask.name]} must be one of {known}")
-    if unknown := sorted({name.removeprefix("a.") for name in state} - names(home)):
-        raise DataError(f"{view} has no field {unknown[0]!r}; it has {', '.join(sorted(names(home)))}")
+    if unknown := sorted({name.removeprefix("a.") for name in state} - names(home(view))):
+        raise DataError(f"{view} has no field {unknown[0]!r}; it has {', '.join(sorted(names(home(view))))}")
     return _VIEWS[view](state, server)
+
+
+def home(view: str) -> str:
+    """The view whose form holds the state of `view`."""
+    return "explore" if view in ("detail", "options", "launch", "machine") else view
 
 
 # --- explore ------------------------------------------------------------------------------------
@@ -290,7 +294,7 @@ def _plan(state: State) -> Plan:
 
 def _no_path(text: str) -> str:
     """`text`, which the page takes as a name only: what it shows is never read from a file that it names."""
-    if "/" in text or text.endswith((".toml", ".json")) or (text and Path(text).exists()):
+    if "/" in text or text.endswith((".toml", ".json")) or Path(text) in Path().iterdir():
         raise DataError(f"{text!r} is a path; the page takes names: paste the file, or use the command line")
     return text
 
