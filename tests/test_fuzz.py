@@ -10,6 +10,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator
+from contextlib import chdir
 from importlib import resources
 from math import ceil
 from pathlib import Path
@@ -61,6 +62,7 @@ GPT = {
     **{"decoder_attention_heads": 4, "moe_expert_count": 8, "vocab_size": 1000, "tokens_per_sample": 128},
 }
 GLOO, GPU = str(TRACES / "gloo4"), str(TRACES / "hta" / "sampled")
+PICTURES = {"merge": "x.json", "plot": "x.png", "report": "x.html"}
 BASES: dict[tuple[str, ...], list[str]] = {
     ("estimate",): ["gpt3-175b", "--cluster", "a100-80g-sxm:64", "--plan", "tp=8,pp=8", "--batch", "64"],
     ("search",): ["llama3-8b", "--cluster", "h100-80g-sxm:4", "--batch", "8", "--seq", "2048"],
@@ -83,7 +85,7 @@ BASES: dict[tuple[str, ...], list[str]] = {
     ("trace", "diff"): [GLOO, GLOO],
     **{("trace", name): [GLOO] for name in ("summary", "sections", "path", "memory", "table", "ledger")},
     **{("trace", name): [GPU] for name in ("launches", "rates", "bandwidth")},
-    **{("trace", name): [GLOO, "-o", f"x.{name}"] for name in ("merge", "plot", "report")},
+    **{("trace", name): [GLOO, "-o", out] for name, out in PICTURES.items()},
 }
 STARTING = ("run", "dryrun", "compare", "profile", "sweep")
 """Verbs that start programs or read a file of their own: fuzzed below. `fit` writes the catalog."""
@@ -103,6 +105,13 @@ def verbs(inside: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every verb by its words, and its command."""
     for name, found in inside.commands.items():
         yield from verbs(found, *words, name) if hasattr(found, "commands") else [((*words, name), found)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def in_a_folder_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For what an option makes a command write."""
+    with chdir(tmp_path_factory.mktemp("written")):
+        yield
 
 
 VERBS = dict(verbs(typer.main.get_command(app)))
@@ -133,8 +142,7 @@ def words(draw: st.DrawFn) -> list[str]:
 
 @some(160)
 @given(words())
-def test_strange_options(tmp_path_factory: pytest.TempPathFactory, stated: list[str]) -> None:
-    os.chdir(tmp_path_factory.getbasetemp())  # for what an option makes it write
+def test_strange_options(stated: list[str]) -> None:
     check_contract(stated)
 
 
@@ -377,19 +385,15 @@ def program_words(draw: st.DrawFn) -> list[str]:
 
 @some(30)
 @given(program_words(), st.sampled_from((["dryrun"], ["compare", "--no-run"])))
-def test_strange_programs(
-    tmp_path_factory: pytest.TempPathFactory, stated: list[str], verb: list[str]
-) -> None:
+def test_strange_programs(stated: list[str], verb: list[str]) -> None:
     pytest.importorskip("torch")
-    os.chdir(tmp_path_factory.getbasetemp())
     check_contract([verb[0], stated[0], *verb[1:], *stated[1:]])
 
 
 @some(3, share=0.01)
 @given(program_words())
-def test_strange_runs(tmp_path_factory: pytest.TempPathFactory, stated: list[str]) -> None:
+def test_strange_runs(stated: list[str]) -> None:
     pytest.importorskip("torch")
-    os.chdir(tmp_path_factory.getbasetemp())
     check_contract(["run", *stated, *["--ranks", "2"] * ("--ranks" not in stated)])
 
 
@@ -474,9 +478,8 @@ def test_damaged_states(page: Any, content: bytes) -> None:
 
 @some(10, share=0.1)
 @given(st.lists(st.tuples(st.sampled_from(("--port", "--host", "--traces")), strange_text), max_size=3))
-def test_strange_addresses(tmp_path_factory: pytest.TempPathFactory, options: list[tuple[str, str]]) -> None:
+def test_strange_addresses(options: list[tuple[str, str]]) -> None:
     uvicorn = pytest.importorskip("uvicorn")
-    os.chdir(tmp_path_factory.getbasetemp())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uvicorn.Server, "run", lambda self, sockets: [one.close() for one in sockets])
         check_contract(["web", *(word for option in options for word in option)], json_option=False)

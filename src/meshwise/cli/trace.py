@@ -76,11 +76,14 @@ def summary(
     paths: Paths, steps: Steps = "", html: HtmlOption = None, json: Json = False, limit: Limit = 15
 ) -> None:
     """Time of each rank by kind, steps, kernels, clocks, collectives, stragglers and findings."""
-    found = _readable(paths, steps)
-    write_html(found, html)
-    if json:
+    from meshwise.trace.summary import summarize_paths
+
+    found = summarize_paths(paths, steps=steps)
+    if json:  # what is wrong with each file too, where none is readable
         print_json(found.to_json())
-    else:
+    _check_readable(found)
+    write_html(found, html)
+    if not json:
         from meshwise.report.trace_table import print_summary
 
         print_summary(found, console(), limit=limit)
@@ -331,20 +334,19 @@ def _cluster(text: str | None) -> machine.Cluster | None:
     return None if text is None else find_cluster(text)
 
 
-def _readable(paths: list[Path], steps: str) -> Summary:
-    """The summary of `paths`; DataError if nothing is readable."""
-    from meshwise.trace.summary import summarize_paths
-
-    found = summarize_paths(paths, steps=steps)
+def _check_readable(found: Summary) -> None:
+    """DataError if none of the files is a readable trace."""
     if not found.traces:
         reasons = "; ".join(f"{problem.file}: {problem.reason}" for problem in found.problems[:3])
         raise DataError(f"no readable trace among the files: {reasons}; name PyTorch profiler traces")
-    return found
 
 
 def _summarized(paths: list[Path], steps: str = "") -> Summary:
     """The summary of `paths`, with its problems on stderr; DataError if nothing is readable."""
-    found = _readable(paths, steps)
+    from meshwise.trace.summary import summarize_paths
+
+    found = summarize_paths(paths, steps=steps)
+    _check_readable(found)
     for problem in found.problems:
         print(f"meshwise: {problem.file + ': ' if problem.file else ''}{problem.reason}", file=sys.stderr)
     return found
