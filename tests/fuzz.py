@@ -7,6 +7,7 @@ one sentence without a traceback, prints no number that is none, and takes bound
 
 import json
 import time
+from copy import deepcopy
 from typing import Any
 
 from hypothesis import strategies as st
@@ -85,7 +86,7 @@ def changed(draw: st.DrawFn, document: dict[str, Any]) -> dict[str, Any]:
             table = table[key]
             key = draw(st.sampled_from(sorted(table)))
         if draw(st.integers(0, 9)):
-            table[key] = draw(strange)
+            table[key] = deepcopy(draw(strange))  # what is drawn is shared by all cases
         elif len(table) > 1:
             del table[key]
     return document

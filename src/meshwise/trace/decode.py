@@ -38,7 +38,7 @@ _STRING_VALUE = re.compile(rb'(:\s*")(.*?)("\s*(?:,\s*"[^"]*"\s*:|[}\]]))', re.D
 _LONE_QUOTE = re.compile(rb'(?<!\\)"')
 _CONTROL = re.compile(rb"[\x00-\x1f]")
 _NOT_A_NUMBER = re.compile(rb"(?<=[:\[,\s])[-+]?(?:nan|inf(?:inity)?)(?=\s*[,}\]])", re.IGNORECASE)
-_BROKEN = (msgspec.DecodeError, UnicodeDecodeError)
+_BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 NOTHING = msgspec.Raw(b"")
 
 

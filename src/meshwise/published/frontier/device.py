@@ -49,9 +49,9 @@ class Device:
             require_positive(getattr(self, what), f"device {self.name}: {what}", finite=False)
         for what in ("inner_bytes_per_s", "outer_bytes_per_s"):
             require_positive(getattr(self, what), f"device {self.name} has no network: {what}", finite=False)
-        if not np.all((np.asarray(self.utilization) > 0) & (np.asarray(self.utilization) <= 1)):
+        if not np.all((np.asarray(self.utilization) >= 1e-6) & (np.asarray(self.utilization) <= 1)):
             raise ClusterError(
-                f"device {self.name}: utilization is {self.utilization}; it must be above 0 and at most 1"
+                f"device {self.name}: utilization is {self.utilization}; it must be from 1e-6 to 1"
             )
 
     def flat(self) -> Device:
