@@ -110,7 +110,7 @@ def predicted(row: Mapping[str, str], load: Load) -> dict[str, float]:
 
 
 def measured(row: Mapping[str, str], load: Load | None) -> dict[str, float | None]:
-    """What a row states, and its rate; None where that needs a `load`, and there is none, or a cell is bad."""
+    """What a row states, and its rate; None where it needs a missing `load`, or a cell is bad."""
     found = {name: _positive(row[name]) for name in (*STATED, RATE) if row.get(name)}
     ttft_s, tpot_s = (found.get(name) for name in STATED)
     if RATE not in found and ttft_s and tpot_s:
