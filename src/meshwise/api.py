@@ -95,13 +95,9 @@ def reproduce(
 
     Args:
         convention: `nersc-2024-02` or `nersc-2024-10`.
-        model: As in `estimate`.
-        cluster: As in `estimate`.
-        plan: As in `estimate`.
+        model, cluster, plan: As in `estimate`.
         batch: As in `estimate`; the notebook of 2024-02 has one sequence by default.
-        seq: As in `estimate`.
-        microbatch: As in `estimate`.
-        kind: As in `estimate`.
+        seq, microbatch, kind: As in `estimate`.
 
     Raises:
         MeshwiseError: As in `estimate`, or the published model does not know what is asked.
@@ -614,9 +610,7 @@ def explain(
         model: What the job ran, as in `estimate`; by default what the traces show (the findings state it).
         cluster: As in `estimate`; without it there is no prediction, and only the measured step is split.
         plan: As in `estimate`; without a model, by default what the traces show, and so are the next three.
-        batch: As in `estimate`.
-        seq: As in `estimate`.
-        microbatch: As in `estimate`.
+        batch, seq, microbatch: As in `estimate`.
         steps: Only these steps of the traces: `"3-7"` or `"complete"`.
         timeline: Write the traces and the predicted step into this file, for ui.perfetto.dev.
 
