@@ -15,11 +15,11 @@ from meshwise.cost.op import KERNELS, attended_pairs, matmul
 from meshwise.model.architecture import Layer
 from meshwise.model.find import find_model
 from meshwise.model.huggingface import model_from_config
-from meshwise.model.weights import params
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op, precision
 from meshwise.program.vocabulary import head
+from parameters import params
 
 GPT3 = find_model("gpt3-175b")
 

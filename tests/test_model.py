@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from meshwise.core.errors import ModelError
 from meshwise.model.architecture import MoE, checked_model, is_moe_layer, num_dense_layers, num_moe_layers
 from meshwise.model.find import find_model, model_names, models
-from meshwise.model.weights import num_active_params, num_params, params
+from meshwise.model.weights import num_active_params, num_params
+from parameters import params
 
 
 @pytest.mark.parametrize("name", model_names())

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
-from typing import Any
 
 import numpy as np
 
@@ -36,7 +35,7 @@ from meshwise.estimate.memory import (
 )
 from meshwise.estimate.part import Part, price_parts
 from meshwise.estimate.timing import Machine
-from meshwise.model.architecture import Model, layer_kinds
+from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage, chunks, stages_of
 from meshwise.program import fsdp2
@@ -44,7 +43,7 @@ from meshwise.program.block import shared_gradients
 from meshwise.program.cut import Cut
 from meshwise.program.exchange import Exchange, Held, exchanges, shared_weights
 from meshwise.program.implementation import IMPLEMENTATIONS
-from meshwise.program.op import Op, precision
+from meshwise.program.op import Op
 from meshwise.program.parts import EMBEDDING, block_input_bytes, cut_of, parts
 
 
@@ -119,8 +118,8 @@ def priced_parts(model: Model, mesh: Mesh, machine: Machine) -> tuple[Cut, dict[
     """Every part of the model on one rank and one microbatch, priced once for each distinct cut."""
     cut = cut_of(mesh)
     hide = tuple(axis for axis in ("tp", "ep") if getattr(mesh.plan, f"overlap_{axis}"))
-    numbers = {field.name: getattr(cut, field.name) for field in fields(cut) if field.name != "precision"}
-    arrays = {name: value for name, value in numbers.items() if isinstance(value, np.ndarray)}
+    numbers = ((field.name, getattr(cut, field.name)) for field in fields(cut))
+    arrays = {name: value for name, value in numbers if isinstance(value, np.ndarray)}
     if arrays:
         columns = np.stack(np.broadcast_arrays(*arrays.values()))
         flat = columns.reshape(len(arrays), -1)
@@ -129,17 +128,12 @@ def priced_parts(model: Model, mesh: Mesh, machine: Machine) -> tuple[Cut, dict[
         of_cut = replace(cut, **dict(zip(arrays, flat[:, first], strict=True)))
         found = price_parts(parts(model, of_cut), machine, hide=hide, first=EMBEDDING)
         return cut, {name: part.at(cells) for name, part in found.items()}
-    # Plans that cut a block alike share its price, whatever their depth.
-    kinds = layer_kinds(model)
-    return cut, _price_alike(model, kinds, tuple(numbers.items()), mesh.plan.dtype, hide, machine)
+    return cut, _price_alike(model, cut, hide, machine)
 
 
 @lru_cache(maxsize=512)
-def _price_alike(
-    model: Model, kinds: Any, numbers: tuple[tuple[str, Any], ...], dtype: str, hide: tuple[str, ...],
-    machine: Machine,
-) -> dict[str, Part]:  # fmt: skip
-    cut = Cut(precision=precision(dtype), **dict(numbers))
+def _price_alike(model: Model, cut: Cut, hide: tuple[str, ...], machine: Machine) -> dict[str, Part]:
+    """The parts of plans that cut a block alike, whatever their depth."""
     return price_parts(parts(model, cut), machine, hide=hide, first=EMBEDDING)
 
 

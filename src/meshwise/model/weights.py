@@ -381,54 +381,6 @@ def _attention_pool(model: Model) -> Iterator[Weight]:
 # --- counts ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Params:
-    """Numbers of parameters by part, exact.
-
-    `attention` (with its q, k and latent norms and sinks) and `norms_per_layer` are of one layer,
-    `dense_mlp` of one dense layer; `router` (with the gate of the shared experts), `experts` (all of
-    them) and `shared_expert` of one MoE layer. `embedding` holds tokens, token types, patches, class
-    token and embedding norm; `head` the untied LM head and whatever else follows the last norm.
-    """
-
-    embedding: int
-    positions: int
-    attention: int
-    dense_mlp: int
-    router: int
-    experts: int
-    shared_expert: int
-    norms_per_layer: int
-    final_norm: int
-    head: int
-
-
-def params(model: Model) -> Params:
-    """The parameters of `model`, part by part."""
-    dense = block_weights(model, Layer())
-    experts = block_weights(model, Layer(moe=True)) if model.moe else ()
-
-    def count(weights: Weights, module: str, *names: str) -> int:
-        return num_weights(w for w in weights if w.module == module and (not names or w.op in names))
-
-    norms = num_weights(w for w in dense if w.op.removeprefix("post_") in ("norm1", "norm2"))
-    gate = count(experts, "shared_expert", "gate")
-    positions = count(embedding_weights(model), "embedding", "positions")
-    final_norm = count(head_weights(model), "head", "final_norm")
-    return Params(
-        embedding=num_weights(embedding_weights(model)) - positions,
-        positions=positions,
-        attention=count(dense, "attention") - count(dense, "attention", "norm1", "post_norm1"),
-        dense_mlp=count(dense, "mlp", "fc1", "fc2"),
-        router=count(experts, "moe", "router", "balance_bias") + gate,
-        experts=num_weights(w for w in experts if w.is_expert),
-        shared_expert=count(experts, "shared_expert") - gate,
-        norms_per_layer=norms,
-        final_norm=final_norm,
-        head=num_weights(head_weights(model)) - final_norm,
-    )
-
-
 def num_params(model: Model) -> int:
     """All parameters of `model`, as makers count them: without modules of multi-token prediction."""
     dense, experts = num_dense_layers(model), num_moe_layers(model)
@@ -448,5 +400,6 @@ def num_active_params(model: Model) -> int:
     moe = model.moe
     if moe is None:
         return num_params(model)
-    one_expert = params(model).experts // moe.num_experts
+    experts = block_weights(model, Layer(moe=True))
+    one_expert = num_weights(weight for weight in experts if weight.is_expert) // moe.num_experts
     return num_params(model) - num_moe_layers(model) * (moe.num_experts - moe.top_k) * one_expert

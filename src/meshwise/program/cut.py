@@ -17,7 +17,7 @@ GRID_AXES = ("tp_col", "tp_row", "tp_depth")
 """Names of a grid's axes, by what varies along them: the ranks of one row are a group along tp_col."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """One microbatch of `microbatch` sequences of `seq` tokens, cut by tp, cp, ep and etp.
 

@@ -85,7 +85,7 @@ class Op(Struct, frozen=True, kw_only=True, eq=False):
     right_bytes: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
     """Bytes per element of what a block moves: activations, matmul operands, and weights.
 
