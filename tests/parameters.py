@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwise.model.architecture import Layer, Model
-from meshwise.model.weights import Weights, block_weights, embedding_weights, head_weights, num_weights
+from meshwise.model.architecture import Layer, Model, layer_kind
+from meshwise.model.weights import (
+    Weights,
+    block_weights,
+    embedding_weights,
+    head_weights,
+    mtp_weights,
+    num_weights,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,3 +61,9 @@ def params(model: Model) -> Params:
         final_norm=final_norm,
         head=num_weights(head_weights(model)) - final_norm,
     )
+
+
+def num_mtp_params(model: Model) -> int:
+    """Parameters of the modules of multi-token prediction, the shared embedding and head apart."""
+    block = block_weights(model, layer_kind(model, model.num_layers - 1))
+    return model.mtp_layers * (num_weights(mtp_weights(model)) + num_weights(block))

@@ -18,12 +18,13 @@ from meshwise.core.errors import PlanError
 from meshwise.model.architecture import Layer, Model, layer_kind
 from meshwise.model.find import find_model, model_names
 from meshwise.model.huggingface import model_from_config, read_config
-from meshwise.model.weights import block_weights, num_mtp_params, num_params
+from meshwise.model.weights import block_weights, num_params
 from meshwise.plan.layouts import check_grid
 from meshwise.program.block import block, shared_gradients
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op
 from meshwise.program.vocabulary import embed, head
+from parameters import num_mtp_params
 
 CONFIGS = sorted((Path(__file__).parent / "data" / "configs").glob("*.json"))
 RECORDS = map(json.loads, (CONFIGS[0].parent.parent / "transformers_5.23.jsonl").read_text().splitlines())

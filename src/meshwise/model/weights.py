@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from meshwise.model.architecture import Layer, Model, layer_kind, num_dense_layers, num_moe_layers
+from meshwise.model.architecture import Layer, Model, num_dense_layers, num_moe_layers
 
 COLUMNS, ROWS, WHOLE = "columns", "rows", ""
 
@@ -387,12 +387,6 @@ def num_params(model: Model) -> int:
     kinds = Counter(model.layers) or {Layer(): dense, Layer(moe=True): experts}
     blocks = (layers and layers * num_weights(block_weights(model, layer)) for layer, layers in kinds.items())
     return num_weights(embedding_weights(model)) + num_weights(head_weights(model)) + sum(blocks)
-
-
-def num_mtp_params(model: Model) -> int:
-    """Parameters of the modules of multi-token prediction, the shared embedding and head apart."""
-    block = block_weights(model, layer_kind(model, model.num_layers - 1))
-    return model.mtp_layers * (num_weights(mtp_weights(model)) + num_weights(block))
 
 
 def num_active_params(model: Model) -> int:
