@@ -1,5 +1,6 @@
 """The documented Slurm script under a real slurmctld and slurmd on this machine.
 
+A second node is a second slurmd under the machine's other name, localhost, on a port of its own.
 They need root and the packages slurmctld, slurmd and slurm-client; every file of theirs is in a folder of the
 test, and authentication is off.
 """
@@ -21,11 +22,11 @@ pytest.importorskip("torch")
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "slurm" / "run.sbatch"
 DAEMONS = ("slurmctld", "slurmd")
+NODE = "NodeName={name} NodeHostname={host} Port={port} CPUs={cpus} Gres=gpu:2 State=UNKNOWN\n"
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}
-SlurmctldPort={ports[0]}
-SlurmdPort={ports[1]}
+SlurmctldPort={port}
 SlurmUser=root
 AuthType=auth/none
 CredType=cred/none
@@ -37,14 +38,13 @@ MpiDefault=none
 GresTypes=gpu
 SlurmdParameters=config_overrides
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} Gres=gpu:2 State=UNKNOWN
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+SlurmdLogFile={folder}/slurmd-%n.log
 """
+PARTITION = "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
 
 
 def free_port() -> int:
@@ -54,23 +54,25 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment of a cluster of one node, this machine, with two GPUs in name."""
+def slurm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
+    """The environment of a cluster of one or two nodes, all this machine, with two GPUs each in name."""
     if os.geteuid() != 0 or any(shutil.which(name) is None for name in (*DAEMONS, "sbatch", "srun")):
         pytest.skip("Slurm's daemons need root; install slurmctld, slurmd and slurm-client")
-    (tmp_path / "state").mkdir()
-    (tmp_path / "spool").mkdir()
     path, host = tmp_path / "slurm.conf", socket.gethostname()
-    ports = free_port(), free_port()
-    path.write_text(CONFIG.format(host=host, folder=tmp_path, ports=ports, cpus=os.cpu_count()))
+    names = (host, "localhost")[: request.param]
+    for folder in ("state", *(f"spool-{name}" for name in names)):
+        (tmp_path / folder).mkdir()
+    nodes = [NODE.format(name=name, host=host, port=free_port(), cpus=os.cpu_count()) for name in names]
+    path.write_text(CONFIG.format(host=host, folder=tmp_path, port=free_port()) + "".join(nodes) + PARTITION)
     (tmp_path / "gres.conf").write_text(
         "Name=gpu File=/dev/zero\nName=gpu File=/dev/full\n"
     )  # devices in name
     search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"SLURM_CONF": str(path), "PATH": search}
+    daemons = [[DAEMONS[0]], *([DAEMONS[1], "-N", name] for name in names)]
     running = [
-        subprocess.Popen([name, "-D", "-f", str(path)], env=environment, stderr=subprocess.DEVNULL)
-        for name in DAEMONS
+        subprocess.Popen([*words, "-D", "-f", str(path)], env=environment, stderr=subprocess.DEVNULL)
+        for words in daemons
     ]
     try:
         yield environment
@@ -92,12 +94,26 @@ def wait_for(environment: dict[str, str], words: tuple[str, ...], wanted: str, s
         time.sleep(0.5)
 
 
-def test_the_documented_script_runs_two_ranks(slurm: dict[str, str], tmp_path: Path) -> None:
-    wait_for(slurm, ("sinfo", "--noheader", "--format=%T"), "idle", 60)
-    sizes = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2", f"--output={tmp_path}/job.log")
-    words = (*sizes, "--overcommit", "--parsable", str(SCRIPT), "ulysses", "--seq", "64", "--hidden", "32")
+@pytest.mark.parametrize(("slurm", "nodes"), [(1, 1), (2, 2)], indirect=["slurm"])
+def test_the_documented_script_runs_two_ranks(slurm: dict[str, str], nodes: int, tmp_path: Path) -> None:
+    wait_for(slurm, ("sinfo", "--noheader", "--format=%D %T"), f"{nodes} idle", 60)
+    per_node = 2 // nodes
+    sizes = (f"--nodes={nodes}", f"--ntasks-per-node={per_node}", f"--gpus-per-node={per_node}")
+    words = (
+        *sizes,
+        f"--output={tmp_path}/job.log",
+        "--overcommit",
+        "--parsable",
+        str(SCRIPT),
+        "ulysses",
+        "--seq",
+        "64",
+        "--hidden",
+        "32",
+    )
     job = ask(slurm | {"DEVICE": "cpu"}, "sbatch", *words, "--heads", "4").strip()
     assert job.isdigit()
     wait_for(slurm, ("scontrol", "show", "job", job), "JobState=COMPLETED", 200)
+    assert f"NumNodes={nodes} " in ask(slurm, "scontrol", "show", "job", job)
     log = (tmp_path / "job.log").read_text()
     assert "rank 0 of 2 on cpu: peak memory" in log
