@@ -242,6 +242,27 @@ def test_deepspeed_accepts_it(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "3 64 8"
 
 
+def test_vllm_accepts_it() -> None:
+    """Its parser imports without a GPU once its platform is said to be the CPU."""
+    pytest.importorskip("vllm", reason="vllm is not installed")
+    plan = "tp=4,dtype=fp8,weight_dtype=fp8_block,kv_dtype=fp8"
+    job = mw.launch("llama3-8b", "h100-80g-sxm:8", plan, to="vllm", batch=64, seq=4096)
+    code = (
+        "import sys, vllm.platforms; from vllm.platforms.cpu import CpuPlatform\n"
+        "vllm.platforms._current_platform = CpuPlatform()\n"
+        "from vllm.engine.arg_utils import AsyncEngineArgs\n"
+        "from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS\n"
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
+        "parser = FlexibleArgumentParser(); AsyncEngineArgs.add_cli_args(parser)\n"
+        "found = parser.parse_args(sys.argv[1:]); assert found.quantization in QUANTIZATION_METHODS\n"
+        "print(found.tensor_parallel_size, found.data_parallel_size, found.quantization, found.max_num_seqs)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *job.arguments], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "4 2 fp8_per_block 32"
+
+
 def test_json_files_are_json(tmp_path: Path) -> None:
     mw.launch("llama3-8b", CLUSTER, "zero=3", to="deepspeed", batch=64, seq=4096).write(tmp_path)
     assert json.loads((tmp_path / "ds_config.json").read_text())["zero_optimization"]["stage"] == 3
