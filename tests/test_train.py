@@ -67,13 +67,19 @@ PLANS = [
     ("ep=4", "moe", 4),
     ("tp=2,ep=2,etp=1,recompute=full", "moe", 4),
     ("pp=2,ep=2", "moe", 4),
+    ("zero=0,tp=2", "gpt", 8),
+    ("zero=1", "llama", 8),
+    ("zero=1,pp=2,vpp=2,zero_group=1", "llama", 8),
+    ("zero=2,zero_group=2,recompute=full", "llama", 8),
+    ("zero=2,ep=2", "moe", 8),
+    ("zero=3,zero_group=2,ep=2", "moe", 8),
 ]
 
 
 @pytest.mark.parametrize(("plan", "model", "batch"), PLANS)
 def test_loss_and_gradients_are_those_of_one_rank(plan: str, model: str, batch: int, pool: Ranks) -> None:
     """In fp64, to 1e-10 of the largest gradient; several microbatches where there is a pipeline."""
-    layers = 4 if "pp=4" in plan else 0
+    layers = 4 if "pp=4" in plan or "vpp=2" in plan else 0
     found = checked(pool, plan=f"{plan},dtype=fp64", model=model, batch=batch, layers=layers)
     assert found["differences"]["loss"] < 1e-10
     assert found["differences"]["gradients"] < 1e-10
@@ -138,6 +144,9 @@ def test_parts_are_those_of_chunk(rows: int, number: int) -> None:
         (3, "tp=2,cp=2,cp_kind=all_gather,dtype=fp64", "llama"),
         (1, "pp=2,ep=2,dtype=bf16,recompute=full", "moe"),
         (3, "cp=4,cp_kind=two_level,ulysses=2,dtype=bf16", "llama"),
+        (2, "zero=1,zero_group=2,dtype=bf16", "llama"),
+        (3, "zero=2,tp=2,dtype=bf16", "gpt"),
+        (1, "zero=0,ep=2,dtype=fp32", "moe"),
     ],
 )
 def test_all_instruments_agree(rank: int, plan: str, model: str, pool: Ranks) -> None:
@@ -173,6 +182,13 @@ def test_all_instruments_agree(rank: int, plan: str, model: str, pool: Ranks) ->
         (4, 2, "llama --plan pp=4,schedule=dualpipe-v,dtype=bf16 --batch 9 --layers 8"),
         (4, 1, "gpt --plan cp=4,cp_kind=ulysses,dtype=bf16,recompute=selective"),
         (4, 3, "moe --plan cp=2,cp_kind=ulysses,ep=2,etp=1,pp=2,schedule=zb-h1,dtype=bf16 --batch 4"),
+        (4, 2, "llama --plan pp=2,vpp=2,dtype=bf16 --batch 8"),  # ends of the model alone on stages
+        (4, 2, "llama --plan zero=0,dtype=bf16 --batch 12"),
+        (8, 5, "gpt --plan zero=2,zero_group=2,tp=2,dtype=bf16 --batch 12"),
+        (8, 6, "llama --plan zero=1,pp=2,vpp=5,dtype=bf16,recompute=selective --batch 8 --layers 10"),
+        (16, 7, "gpt --plan zero=1,zero_group=1,pp=4,tp=2,dtype=bf16 --batch 8 --layers 4"),
+        (8, 3, "moe --plan zero=1,ep=2,zero_group=2,dtype=bf16,recompute=full --batch 16"),
+        (8, 1, "moe --plan zero=2,ep=2,tp=2,etp=1,dtype=fp32 --batch 12"),
     ],
 )
 def test_estimate_is_dry_run(ranks: int, rank: int, words: str) -> None:
@@ -281,7 +297,7 @@ def counted_peak(options: Any) -> float:
         ("--plan ep=2", "has no experts"),
         (f"--model {MODELS['moe']} --plan tp=2,ep=2 --seq 16", "does not cut experts; add etp=1"),
         (f"--model {MODELS['moe']} --plan tp=2,ep=2,etp=1 --seq 6", "3 tokens in a row, whose choices 6"),
-        ("--plan zero=1", "not built for zero=1; use zero=3"),
+        ("--plan zero=2,pp=2", "use zero=1 or zero=3, not zero=2, with pp"),
         ("--plan pp=2,schedule=dualpipe", "not built for schedule=dualpipe"),
         ("--plan tp=2,sp=0", "not built for sp=0"),
         (

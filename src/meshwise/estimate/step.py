@@ -209,7 +209,7 @@ def _exchanged(
     overheads = machine.overheads
     rounds = 1.0 + (mesh.zero >= 3) * (mesh.num_microbatches - 1.0)
     if units:
-        reductions: Num = 1.0
+        reductions = fsdp2.reductions(mesh)
         of_replicas = fsdp2.exchanges(units, mesh, cut)
         of_one = fsdp2.shared_weights(model, units, stage, mesh, cut)
     else:

@@ -41,8 +41,7 @@ ENGINE_KEYS = (
 )
 """Keys of a plan that a serving engine knows."""
 FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
-    "layout": ("1d",), "zero": (3,),
-    "zero_group": (None,), "recompute_layers": (None,), "recompute_modules": (("core_attn",),),
+    "layout": ("1d",), "recompute_layers": (None,), "recompute_modules": (("core_attn",),),
     "dtype": ("bf16", "fp16", "fp32", "fp64"), "optimizer": ("adam",), "grad_dtype": ("fp32",),
     "attention": ("flash",), "dispatch": ("per_expert",), "dispatch_dtype": ("bf16",), "imbalance": (1.0,),
     "act_input_dtype": ("bf16",), "head_dtype": ("bf16",),
@@ -437,8 +436,20 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
     yield only("schedule", FSDP2_SCHEDULES, where=mesh.pp > 1)
     yield only("sp", (None, True), where=mesh.tp > 1)
     yield Rule(
+        (mesh.zero == 2) & (mesh.pp > 1),
+        lambda: "torch's pipelines reduce gradients once a step; use zero=1 or zero=3, not zero=2, with pp",
+    )
+    yield Rule(
         (model.moe is not None) & (mesh.etp > 1),
         lambda: "implementation=fsdp2 does not cut experts; add etp=1 to the plan",
+    )
+    experts = mesh.expert_replicas
+    yield Rule(
+        (model.moe is not None) & (experts % mesh.shard_ranks(1, experts) != 0),
+        lambda: (
+            f"zero_group={_int(mesh.zero_group)} does not divide the {_int(experts)} ranks that hold the "
+            "same experts; use a divisor"
+        ),
     )
     for what, number in (("key-value heads", model.num_kv_heads), ("tokens of the vocabulary", model.vocab)):
         yield Rule(

@@ -3,9 +3,12 @@
 FSDP2 gathers a *unit* of weights (the embedding, each block, its experts, the head; a tied table makes the
 ends one unit) where they are used: the ends once a microbatch, a block again in its backward. In a pipeline
 they stay gathered: a chunk is gathered once a step, or each time that the schedule comes back to it
-(`program.order.gathers`). FSDP2 cuts each weight along its first dim into equal parts, the last ones short or
-empty, moves full parts in the type of the matmuls, and reduces gradients, in fp32 (fp64 under fp64), when the
-last microbatch is through. Experts are cut along their width, among the ranks that hold the same ones.
+(`program.order.gathers`). Under ZeRO 1 and 2 all stay gathered from their first use in a step to its end.
+FSDP2 cuts each weight along its first dim into equal parts, the last ones short or empty, and moves full
+parts in the type of the matmuls. Groups of `zero_group` ranks share the states (HSDP); under ZeRO 0 every
+rank is such a group. Gradients are reduced in fp32 (fp64 under fp64) when the last microbatch is through;
+under ZeRO 2, which keeps no whole gradients, after every microbatch. Experts are cut along their width,
+among the ranks that hold the same ones.
 
 Weights that all tensor-parallel ranks hold whole (norms, learned positions, routers) have their gradients
 summed over tp one by one, once a step; the sums of several microbatches are fp32. So has a tied table, over
@@ -63,20 +66,24 @@ class Unit:
         return self.weights[0].is_expert
 
     def replicas(self, mesh: Mesh) -> tuple[Num, Num]:
-        """Ranks that share these weights, and their stride."""
+        """Ranks that hold these weights or parts of them, and their stride."""
         if self.is_experts:
             return mesh.expert_replicas, mesh.stride("tp") * mesh.etp * mesh.ep
         return mesh.replicas, mesh.stride("cp")
 
+    def sharing(self, mesh: Mesh) -> Num:
+        """Over how many of them the weights are cut; groups of so many neighbours hold copies (HSDP)."""
+        return mesh.shard_ranks(1, self.replicas(mesh)[0])
+
     def padded_size(self, mesh: Mesh, cut: Cut) -> Num:
         """Elements that are moved: each first dim rounded up to a multiple of the ranks."""
-        ranks, _ = self.replicas(mesh)
+        ranks = self.sharing(mesh)
         return sum(np.ceil(rows / ranks) * ranks * width for rows, width in self._stored(cut))
 
     def local_size(self, mesh: Mesh, cut: Cut) -> Num:
         """Elements that the rank keeps."""
-        ranks, _ = self.replicas(mesh)
-        shard = 0.0 if self.is_experts else mesh.shard
+        ranks = self.sharing(mesh)
+        shard = 0.0 if self.is_experts else mesh.shard % ranks
         size: Num = 0.0
         for rows, width in self._stored(cut):
             part = np.ceil(rows / ranks)
@@ -109,7 +116,7 @@ def units(model: Model, stage: Stage, mesh: Mesh) -> list[Unit]:
         ),
     ]
     for kind, count, in_forward in zip(layer_kinds(model), stage.layers, in_blocks, strict=True):
-        in_backward = count * mesh.num_microbatches * alone
+        in_backward = count * mesh.num_microbatches * alone * (mesh.zero >= 3)
         for is_expert in (False, True):
             weights = tuple(one for one in block_weights(model, kind) if one.is_expert == is_expert)
             if weights:
@@ -121,7 +128,14 @@ def _gathers_of_parts(model: Model, stage: Stage, mesh: Mesh) -> list[Num]:
     """How often in a step a rank of `stage` gathers embeddings, blocks of each kind, and heads."""
     distinct, which = patterns(mesh, stage)
     table = np.array([_gathers_of_pattern(model, mesh.plan.stages, *pattern) for pattern in distinct])
-    return list(np.moveaxis(table[which], -1, 0))
+    held = (stage.embeddings, *stage.layers, stage.heads)
+    gathered = np.moveaxis(table[which], -1, 0)
+    return [np.where(mesh.zero >= 3, again, once) for again, once in zip(gathered, held, strict=True)]
+
+
+def reductions(mesh: Mesh) -> Num:
+    """How often in a step gradients are reduced."""
+    return 1.0 + (mesh.zero == 2) * (mesh.pp == 1) * (mesh.num_microbatches - 1.0)
 
 
 @lru_cache(maxsize=1024)
@@ -143,6 +157,7 @@ def unsharded_bytes(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) ->
     """Bytes of weights that are gathered at once, and of gradients that wait for the last microbatch.
 
     Alone: the ends and two blocks (one computes, one is prefetched). In a pipeline `ACTIVE_CHUNKS` chunks.
+    Under ZeRO 1 and 2: all of them.
     """
     sizes = [unit.count * unit.padded_size(mesh, cut) for unit in held]
     whole, ends = sum(sizes), sum(sizes[:3])
@@ -150,15 +165,17 @@ def unsharded_bytes(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) ->
     is_alone = (mesh.pp == 1) * 1.0
     in_pipeline = whole * np.minimum(ACTIVE_CHUNKS / mesh.vpp, 1.0)
     gathered = is_alone * (ends + two_blocks) + (1.0 - is_alone) * in_pipeline
-    waiting = whole * ((mesh.num_microbatches > 1) | (mesh.pp > 1))
+    gathered = np.where(mesh.zero >= 3, gathered, whole)
+    waiting = whole * _accumulates(mesh)
     return cut.precision.act_bytes * gathered + cut.precision.stat_bytes * waiting
 
 
 def exchanges(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Iterator[Exchange]:
     """What the replicas exchange in a step: weights gathered, and gradients reduced once."""
     for unit in held:
-        ranks, stride = unit.replicas(mesh)
+        (replicas, stride), ranks = unit.replicas(mesh), unit.sharing(mesh)
         padded, name = unit.padded_size(mesh, cut), "expert_" * unit.is_experts
+        grad_bytes, rounds = padded * cut.precision.stat_bytes, unit.count * reductions(mesh)
         common: dict[str, Any] = {"group_size": ranks, "stride": stride, "shards_copied": ranks}
         for behind, count in zip(("forward", "backward"), unit.gathers, strict=True):
             yield Exchange(
@@ -167,7 +184,12 @@ def exchanges(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Iterator[Exchange]:
             )  # fmt: skip
         yield Exchange(
             op=f"{name}gradients", collective="reduce_scatter", behind="backward",
-            payload_bytes=padded * cut.precision.stat_bytes, count=unit.count, **common,
+            payload_bytes=grad_bytes, count=rounds * (ranks > 1), **common,
+        )  # fmt: skip
+        yield Exchange(
+            op=f"{name}gradients", collective="all_reduce", behind="backward",
+            payload_bytes=grad_bytes / ranks, group_size=replicas / ranks, stride=stride * ranks,
+            count=rounds * (replicas > ranks),
         )  # fmt: skip
 
 
@@ -175,7 +197,7 @@ def shared_weights(
     model: Model, held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut
 ) -> Iterator[Exchange]:
     """Gradients of weights that several ranks of one replica hold, summed once a step."""
-    accumulates = ((mesh.num_microbatches > 1) | (mesh.pp > 1)) * 1.0
+    accumulates = _accumulates(mesh)
     narrow, wide = cut.precision.act_bytes, cut.precision.stat_bytes
     for unit in held:
         for weight in unit.weights:
@@ -183,7 +205,8 @@ def shared_weights(
                 yield Exchange(
                     op="shared_weights", collective="all_reduce", behind="backward", axis="tp",
                     payload_bytes=weight.size * (narrow + accumulates * (wide - narrow)),
-                    group_size=mesh.tp, stride=mesh.stride("tp"), count=unit.count * (mesh.tp > 1),
+                    group_size=mesh.tp, stride=mesh.stride("tp"),
+                    count=unit.count * reductions(mesh) * (mesh.tp > 1),
                 )  # fmt: skip
     if model.tied_embedding:
         table = tuple(weight for weight in embedding_weights(model) if weight.op == "tokens")
@@ -194,6 +217,11 @@ def shared_weights(
             payload_bytes=local * wide, group_size=1.0 + apart,
             stride=mesh.stride("pp") * np.maximum(mesh.pp - 1.0, 1.0), count=apart,
         )  # fmt: skip
+
+
+def _accumulates(mesh: Mesh) -> Num:
+    """Whether whole gradients are summed over microbatches before they are reduced."""
+    return ((mesh.pp > 1) | ((mesh.num_microbatches > 1) & (mesh.zero != 2))) * 1.0
 
 
 def _is_summed(weight: Weight) -> bool:

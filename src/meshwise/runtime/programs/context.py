@@ -119,14 +119,18 @@ class Context:
         if math.prod(axes.values()) != self.world_size:
             cut = " x ".join(f"{name}={size}" for name, size in axes.items())
             raise PlanError(f"{cut} is {math.prod(axes.values())} ranks, the world has {self.world_size}")
+        return self.grid(range(self.world_size), **axes)
+
+    def grid(self, of_ranks: Sequence[int], **axes: int) -> DeviceMesh:
+        """A mesh with named axes of some ranks, this rank among them; `copies` of dp's shards are dp too."""
         _forget_groups()
         with disable_current_modes():  # the recorder and fake tensors have no part in this
-            ranks = torch.arange(self.world_size).view(tuple(axes.values()))
+            ranks = torch.tensor(of_ranks).view(tuple(axes.values()))
             place = [int(index) for index in (ranks == self.rank).nonzero()[0]]
             groups = []
             for dim, name in enumerate(axes):
                 line = ranks[(*place[:dim], slice(None), *place[dim + 1 :])]
-                groups.append(self.group(name, line.tolist()))
+                groups.append(self.group("dp" if name == "copies" else name, line.tolist()))
             return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(axes))
 
     def group(self, axis: str, ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -135,12 +139,6 @@ class Context:
         self.recorder.name_axis(group, axis)
         self.groups.append(group)
         return group
-
-    def line(self, axis: str, ranks: Sequence[int]) -> DeviceMesh:
-        """A mesh of one axis over `ranks`, this rank among them."""
-        with disable_current_modes():
-            group = self.group(axis, ranks)
-            return DeviceMesh.from_group(group, self.device.type, mesh_dim_names=(axis,))
 
 
 def _forget_groups() -> None:

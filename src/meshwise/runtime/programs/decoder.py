@@ -4,8 +4,8 @@ Blocks are norm, attention, residual, norm, feed-forward, residual; norms are RM
 feed-forward is SwiGLU or GELU, positions are rotary or learned, linear layers have biases or not. How the
 decoder is cut over ranks is applied from outside (`meshwise.runtime.programs.parallelize`).
 
-A piece of a decoder has the embedding if its first layer is the model's, and the head and the loss if its
-last layer is: it takes token numbers or activations, and gives activations or the loss.
+The first piece of a decoder has the embedding, the last one the head and the loss; such a piece may have no
+layers. It takes token numbers or activations, and gives activations or the loss.
 """
 
 from __future__ import annotations
@@ -190,9 +190,10 @@ class Head(nn.Module):
 class Decoder(nn.Module):
     """The layers `layers` of a model, with the ends of the model that are theirs."""
 
-    def __init__(self, model: Model, setting: Setting, layers: range) -> None:
+    def __init__(
+        self, model: Model, setting: Setting, layers: range, *, is_first: bool = True, is_last: bool = True
+    ) -> None:
         super().__init__()
-        is_first, is_last = layers.start == 0, layers.stop == model.num_layers
         self.embedding = Embedding(model, setting) if is_first else None
         self.layers = nn.ModuleDict(
             {str(number): Block(model, setting, is_moe_layer(model, number)) for number in layers}

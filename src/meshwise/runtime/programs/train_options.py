@@ -1,10 +1,10 @@
 """What a training step on torch's own parts may be told, and what that makes: model, plan, workload, mesh.
 
-Tensor parallelism with sequence parallelism by DTensor (`tp`), sharded data parallelism by FSDP2 (`zero=3`),
-pipelines by torch.distributed.pipelining (`pp`, `vpp`, `schedule`), context parallelism by torch's ring
-attention and an exchange of heads (`cp`, `cp_kind`, `ulysses`), experts spread over neighbours by its
-functional all-to-all (`ep`), recomputation by torch.utils.checkpoint (`recompute`), AdamW. Gradients of
-several microbatches add up before the optimizer steps. Dropout is left out. Other plans are priced by
+Tensor parallelism with sequence parallelism by DTensor (`tp`), data parallelism by FSDP2 (`zero`,
+`zero_group`), pipelines by torch.distributed.pipelining (`pp`, `vpp`, `schedule`), context parallelism by
+torch's ring attention and an exchange of heads (`cp`, `cp_kind`, `ulysses`), experts spread over neighbours
+by its functional all-to-all (`ep`), recomputation by torch.utils.checkpoint (`recompute`), AdamW. Gradients
+of several microbatches add up before the optimizer steps. Dropout is left out. Other plans are priced by
 `meshwise estimate` and refused here.
 """
 
@@ -36,7 +36,7 @@ class Options:
     plan: Annotated[
         str,
         Meta(
-            description="tp, cp, cp_kind, ulysses, ep, pp, vpp, "
+            description="tp, cp, cp_kind, zero, zero_group, ulysses, ep, pp, vpp, "
             "schedule=gpipe|1f1b|interleaved|zb-h1|zb-v|dualpipe-v, recompute=none|selective|full, "
             "dtype=bf16|fp16|fp32|fp64, joined by commas as in tp=2,pp=2; dp is what they leave"
         ),
@@ -59,7 +59,7 @@ def check(options: Options, ranks: int) -> None:
         raise PlanError(f"train: the program is implementation=fsdp2, not {plan.implementation}")
     if model.moe is None:
         return
-    alike = int(mesh.expert_replicas)
+    alike = int(mesh.shard_ranks(1, mesh.expert_replicas))
     run = options.seq // plan.tp // plan.cp // (2 if mesh.ring > 1 else 1)
     for what, number, divisor in (
         ("hidden width", model.hidden, alike), ("experts' width", model.moe.ffn_hidden, alike),

@@ -38,7 +38,9 @@ class Trainer:
         self.dp, self.num = int(on.dp), int(on.num_microbatches)
         self.place = Place.of(context.rank, self.plan, self.dp)
         plan, place = self.plan, self.place
-        self.mesh = context.mesh(pp=plan.pp, dp=self.dp * plan.cp, tp=plan.tp)
+        replicas = self.dp * plan.cp
+        self.sharing = int(on.shard_ranks(1, replicas)), int(on.shard_ranks(1, on.expert_replicas))
+        self.mesh = context.mesh(pp=plan.pp, **_copies_and_shards(replicas, self.sharing[0]), tp=plan.tp)
         self.ring, self.heads = self._context_groups(int(on.ring), int(on.ulysses))
         self.ends = self._ends()
         self.experts, self.experts_mesh = self._expert_groups()
@@ -48,10 +50,15 @@ class Trainer:
             self.places = places.chunk(int(on.ulysses))[part]
             self.setting = self._setting()
             layers = rank_layers(options, context.world_size, place.pp)
-            self.pieces = {stage: self._piece(held) for stage, held in layers.items()}
+            self.pieces = {stage: self._piece(stage, held) for stage, held in layers.items()}
             self.tokens, self.labels = self._tokens()
             context.recorder.weights(self.tokens, self.labels)  # inputs, not activations
         self._step = self._alone if plan.pp == 1 else self._pipeline()
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh that the replicas stand on: copies of states, and ranks that share them."""
+        return tuple(axis for axis in self.mesh.mesh_dim_names or () if axis in ("copies", "dp"))
 
     def parameters(self) -> list[Tensor]:
         """All weights of this rank."""
@@ -70,7 +77,8 @@ class Trainer:
             total = torch.zeros((), dtype=torch.float64, device=self.context.device)
             for loss in losses:
                 total += loss.detach()
-            dist.all_reduce(total, op=dist.ReduceOp.AVG, group=self.mesh.get_group("dp"))
+            for axis in self.replica_axes:
+                dist.all_reduce(total, op=dist.ReduceOp.AVG, group=self.mesh.get_group(axis))
             if self.plan.pp > 1:
                 dist.all_reduce(total, group=self.mesh.get_group("pp"))
         return None if self.context.is_fake else float(total)
@@ -80,7 +88,9 @@ class Trainer:
         decoder, losses = self.pieces[0], []
         parts = zip(tokens.chunk(self.num), labels.chunk(self.num), strict=True)
         for number, (part, targets) in enumerate(parts):
-            decoder.set_requires_gradient_sync(number == self.num - 1)
+            is_last = number == self.num - 1
+            decoder.set_requires_gradient_sync(is_last or self.plan.zero == 2)
+            decoder.set_reshard_after_backward(is_last or self.plan.zero == 3)
             loss = decoder(part, targets) / self.num
             loss.backward()
             losses.append(loss.detach())
@@ -117,7 +127,7 @@ class Trainer:
         own = context.rank // ep * ep
         sharing = context.group("ep", range(own, own + ep)) if ep > 1 else None
         alike = range(first + context.rank % ep, first + stage_ranks, ep)
-        return sharing, context.line("dp", alike)
+        return sharing, context.grid(alike, **_copies_and_shards(len(alike), self.sharing[1]))
 
     def _ends(self) -> dist.ProcessGroup | None:
         """The first and the last rank of this rank's pipeline, each with its copy of a tied table."""
@@ -174,20 +184,23 @@ class Trainer:
             return Attend.apply(q, k, v, True)
         return RingAttend.apply(q, k, v, self.ring, self.plan.cp_kind)
 
-    def _piece(self, layers: range) -> Decoder:
+    def _piece(self, stage: int, layers: range) -> Decoder:
         """Some layers of the model, cut by tp and spread over the replicas."""
         plan, context = self.plan, self.context
         with torch.device("meta"):
-            decoder = Decoder(self.model, self.setting, layers)
+            last = plan.pp * plan.vpp - 1
+            decoder = Decoder(self.model, self.setting, layers, is_first=stage == 0, is_last=stage == last)
         if plan.tp > 1:
             cut_tensors(decoder, self.mesh["tp"])
         seed = None if context.is_fake else self.options.seed
         shard_states(
-            decoder, self.mesh["dp"], self.experts_mesh, context.device, context.dtype(plan.dtype), seed,
-            reshard_after_forward=plan.pp == 1,
+            decoder, self.mesh[self.replica_axes], self.experts_mesh, context.device,
+            context.dtype(plan.dtype), seed, reshard_after_forward=plan.pp == 1 and plan.zero == 3,
         )  # fmt: skip
         for module in decoder.modules():
             if isinstance(module, FSDPModule):
+                if plan.zero < 3:
+                    module.reshard = _stay_gathered
                 module.register_forward_pre_hook(self._note_weights)
         return decoder
 
@@ -206,3 +219,12 @@ class Trainer:
         torch.manual_seed(self.options.seed)
         shape = self.dp, self.num * self.options.microbatch, self.options.seq + 1
         return torch.randint(self.model.vocab, shape).to(self.context.device)
+
+
+def _copies_and_shards(replicas: int, sharing: int) -> dict[str, int]:
+    """Axes of `replicas` ranks of which each `sharing` neighbours share the states."""
+    return {"dp": replicas} if sharing == replicas else {"copies": replicas // sharing, "dp": sharing}
+
+
+def _stay_gathered() -> None:
+    """In place of `FSDPModule.reshard`, which looped schedules call between two visits of a chunk."""
