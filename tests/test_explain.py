@@ -8,6 +8,7 @@ import pytest
 
 import meshwise as mw
 from kineto import all_reduce, host, kernel, write_trace
+from meshwise.core.ledger import Ledger
 
 GLOO4 = Path(__file__).parent / "data" / "traces" / "gloo4"
 JOB = ("qwen3-0.6b", "a100-80g-sxm:2", "tp=2")
@@ -163,3 +164,24 @@ def test_kernels_of_no_class_are_listed(tmp_path):
     assert found.unjoined_frac == pytest.approx(0.3) and any(
         "strange_thing" in text for text in found.findings
     )
+
+
+def test_blocks_without_a_vocabulary_are_no_model(tmp_path):
+    """A vision model may have the blocks of a language model."""
+    rows = mw.estimate(*JOB, batch=2, seq=512).ledger.rows()
+    _played_ops(tmp_path, Ledger.from_rows(row for row in rows if row["op"] != "logits"))
+    assert not any("recognised" in text for text in mw.explain(tmp_path).findings)
+
+
+def test_what_an_optimizer_runs_is_its_own(tmp_path):
+    """By the mark of PyTorch's `Optimizer.step`, whatever the kernels are called."""
+    events = [
+        host("user_annotation", "Optimizer.step#AdamW.step", 0, 50),
+        host("cuda_runtime", "cudaLaunchKernel", 10, 5, correlation=1),
+        kernel("vectorized_elementwise_kernel", 20, 30, correlation=1),
+        host("cuda_runtime", "cudaLaunchKernel", 60, 5, correlation=2),
+        kernel("vectorized_elementwise_kernel", 70, 10, correlation=2),
+    ]
+    write_trace(tmp_path / "rank-0.json", events, 0)
+    seconds = {row.op: row.measured_s for row in mw.explain(tmp_path).classes}
+    assert seconds["optimizer"] == pytest.approx(30e-6) and seconds["other kernels"] == pytest.approx(10e-6)

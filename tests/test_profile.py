@@ -274,6 +274,20 @@ def test_full_disk_leaves_nothing(tmp_path):
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_a_capture_starts_at_once(tmp_path):
+    """PyTorch's compiler, which takes longer to load than torch itself, is not loaded; it can be later."""
+    code = """
+    import sys, torch
+    from meshwise.runtime.profile import capture
+    with capture(sys.argv[1], rank=0, world_size=1):
+        torch.ones(4, 4) @ torch.ones(4, 4)
+    print("torch._inductor" in sys.modules, torch._inductor.__name__)
+    """
+    words = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "out")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "torch._inductor"]
+
+
 def test_hook_runs_the_sitecustomize_it_hides(tmp_path):
     """And imports nothing that the program does not import."""
     (tmp_path / "sitecustomize.py").write_text("print('hidden one')")

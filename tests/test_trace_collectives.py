@@ -302,3 +302,16 @@ def test_real_gloo_ranks():
 )
 def test_names_of_collectives(name, kind):
     assert collective_kind(name) == kind
+
+
+def test_gloo_reduces_all_to_scatter(tmp_path):
+    """Its event is named after what goes over the wire, the call after what was asked for."""
+    for rank in range(2):
+        events = [
+            host("cpu_op", "c10d::_reduce_scatter_base_", 0, 5),
+            host("user_annotation", "gloo:all_reduce", 2, 40, tid=2),
+            host("cpu_op", "c10d::allreduce_", 50, 5),
+            host("user_annotation", "gloo:all_reduce", 52, 40, tid=2),
+        ]
+        write_trace(tmp_path / f"rank-{rank}.json", events, rank, 2)
+    assert [one.name for one in summarize_paths([tmp_path]).collectives] == ["reduce_scatter", "all_reduce"]

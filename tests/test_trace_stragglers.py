@@ -56,6 +56,20 @@ def test_one_host_is_one_clock(tmp_path, cut):
     assert len(met) == 12 - sum(cut) and _single(found)[0].ranks == (1,)
 
 
+def test_buckets_in_flight_together_wait_once(tmp_path):
+    """Two gradient buckets a step, both of which wait 600 us for rank 1: it costs 600 us a step, not 1200."""
+    for rank in range(2):
+        events = []
+        for step in range(8):
+            for bucket in range(2):
+                end = 1000.0 * step + 950 + 20 * bucket
+                begin = 1000.0 * step + (900 if rank else 300) + 10 * bucket
+                events.append(all_reduce(begin, end - begin, 10 + bucket, [0, 1]))
+        write_trace(tmp_path / f"rank-{rank}.json", events, rank, host_name="node")
+    first = _single(summarize_paths([tmp_path]))[0]
+    assert first.ranks == (1,) and first.seconds == pytest.approx(8 * 600e-6, rel=0.05)
+
+
 def test_a_wrapper_around_a_collective_is_no_compute(tmp_path):
     """An autograd function of 100 us that waits 80 us for a transfer computes in what is left."""
     events = [

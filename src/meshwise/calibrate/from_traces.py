@@ -133,7 +133,7 @@ def _links(summary: Summary) -> tuple[Level, Level | None, int, list[Bandwidth]]
 
 
 def _fitted(name: str, wires: Sequence[Bandwidth]) -> Level:
-    calls = [(cast(Collective, one.name), one.bytes, one.group_size or 2, one.wire_s) for one in wires]
+    calls = [(_carried(name, one), one.bytes, one.group_size or 2, one.wire_s) for one in wires]
     num = sum(one.count for one in wires)
     if num < _MIN_CALLS:
         raise DataError(
@@ -154,6 +154,12 @@ def _fitted(name: str, wires: Sequence[Bandwidth]) -> Level:
             "out the first steps (--steps), or capture on links that carry nothing else"
         )
     return Level(name=name, bytes_per_s=speed, latency_s=latency)
+
+
+def _carried(backend: str, one: Bandwidth) -> Collective:
+    """What goes over the link: gloo reduces all, then scatters."""
+    is_whole = backend.startswith("gloo") and one.name == "reduce_scatter"
+    return "all_reduce" if is_whole else cast(Collective, one.name)
 
 
 def _op_sample(one: OpRate) -> Sample:

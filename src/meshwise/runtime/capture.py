@@ -32,7 +32,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -105,7 +106,8 @@ class Capture:
             with_stack=self.options["stacks"],
         )
         self._started_ns = time.time_ns()
-        self._profiler.start()
+        with _compiler_unloaded():
+            self._profiler.start()
         self._started_s = time.perf_counter()
         self.start_s = self._started_s - begin
 
@@ -149,6 +151,20 @@ class Capture:
             int(os.environ.get("RANK", "0")) if rank is None else rank,
             int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size,
         )
+
+
+@contextmanager
+def _compiler_unloaded() -> Iterator[None]:
+    """Keep PyTorch's profiler from loading the compiler (over a second) to read one setting of it."""
+    from meshwise.runtime.torch_private import lazy_modules
+
+    name = "_inductor"
+    is_lazy = name in lazy_modules and f"torch.{name}" not in sys.modules
+    lazy_modules.difference_update({name} if is_lazy else ())
+    try:
+        yield
+    finally:
+        lazy_modules.update({name} if is_lazy else ())
 
 
 def capture_process_group(directory: str, **options: Any) -> None:

@@ -50,6 +50,7 @@ HOMES = {
     # measuring and capturing
     "scaled_mm": "torch._scaled_mm",
     "ProfilerConfig": "torch._C._profiler._ExperimentalConfig",
+    "lazy_modules": "torch._lazy_modules",
     "profiler_enabled": "torch._C._autograd._profiler_enabled",
     "add_metadata_json": "torch.autograd._add_metadata_json",
     "dump_flight_recorder_json": "torch._C._distributed_c10d._dump_fr_trace_json",

@@ -17,7 +17,7 @@ Within a class, work joins the ops of the estimate that look the same in a trace
     matmul          the same sizes (operands may be swapped), where shapes were recorded
     attention       forward or backward, by the kernel's name
     collective      the same number of ranks and bytes
-    optimizer       all of it
+    optimizer       all that PyTorch's `Optimizer.step` runs
 
 Ops that look the same share their measured time as the estimate has it. What joins no op is one row of its
 class, on either side.
@@ -33,14 +33,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
 from meshwise.core.units import duration
 from meshwise.trace.breakdown import work
-from meshwise.trace.events import Kind, Trace
+from meshwise.trace.events import Ints, Kind, Trace
 from meshwise.trace.intervals import length
-from meshwise.trace.nesting import parents
+from meshwise.trace.nesting import launchers, nearest, parents
 from meshwise.trace.op_rates import op_rates
 from meshwise.trace.operators import self_time
 from meshwise.trace.summary import Summary
@@ -60,7 +61,7 @@ _CLASSES = (
             r"elementwise|vectorized|unrolled|reduce|norm|softmax|embedding|index|gather|scatter|copy|cat(_|array)|"
             r"fill|[gs]elu|silu|relu|tanh|sigmoid|swi(sh|glu)|act_and_mul|dropout|triton|rope|rotary|loss|nll|sort|"
             r"top_?k|transpose|cast|convert|quant|routing|moe_|cumsum|scan|arange|compare|where|philox|kv_?cache|"
-            r"distribution|pool|upsample|tensorop|aten::(add|sub|mul|div|neg|exp|log|pow|sqrt|rsqrt|mean|sum|ones)_?$",
+            r"distribution|pool|upsample|tensorop|^aten::|autograd::|Backward\d*$|PythonSubclass",
             re.IGNORECASE,
         ),
     ),
@@ -279,8 +280,11 @@ def _kernels(trace: Trace) -> dict[Look, float]:
     done = work(trace)
     events = np.flatnonzero(done.kind == Kind.COMPUTE)
     own = trace.duration_ns if trace.has_device else self_time(trace, parents(trace))
-    sums = np.bincount(trace.label[events], weights=own[events], minlength=len(trace.labels)) / 1e9
+    in_optimizer = _in_optimizer(trace, events)
     seconds: dict[Look, float] = defaultdict(float)
+    seconds["optimizer", ""] = float(own[events[in_optimizer]].sum()) / 1e9
+    events = events[~in_optimizer]
+    sums = np.bincount(trace.label[events], weights=own[events], minlength=len(trace.labels)) / 1e9
     for label in np.flatnonzero(sums).tolist():
         seconds[_look_of_kernel(trace.labels[label][1])] += float(sums[label])
     of_shape: dict[Look, float] = defaultdict(float)
@@ -294,6 +298,14 @@ def _kernels(trace: Trace) -> dict[Look, float]:
     total = sum(seconds.values())
     scale = length(done.spans[Kind.COMPUTE]) / 1e9 / total if total else 0.0
     return {look: value * scale for look, value in seconds.items()}
+
+
+def _in_optimizer(trace: Trace, events: Ints) -> NDArray[np.bool_]:
+    """Which of these operators or kernels a step of PyTorch's optimizers runs or launches."""
+    is_step = np.array([name.startswith("Optimizer.step") for _, name in trace.labels] or [False])
+    step = nearest(parents(trace), is_step[trace.label] & (trace.kind == Kind.ANNOTATION))
+    at = launchers(trace)[events] if trace.has_device else events
+    return (at >= 0) & (step[at] >= 0)
 
 
 def _look_of_kernel(name: str) -> Look:

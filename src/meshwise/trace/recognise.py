@@ -3,7 +3,8 @@
 A weight of [d_in, d_out] shows in a matmul whose sizes are d_in, d_out and the tokens of a microbatch, in any
 order: forward, and both backward products. So each model of the catalog, cut by each degree of tensor
 parallelism, is held against the matmuls of the job. It is recognised if every matrix of its dense blocks was
-multiplied (q, k and v, or gate and up, apart or as one), and no other model explains as much of the FLOP.
+multiplied (q, k and v, or gate and up, apart or as one), its vocabulary too, and no other model explains as
+much of the FLOP.
 
 The other ranks are data parallel, with ZeRO stage 3 if they gather and scatter among themselves. Pipelines,
 context and expert parallelism are not recognised.
@@ -103,8 +104,9 @@ def _shown(model: Model, tp: int, tokens: int, flop: dict[Sizes, float]) -> set[
         if not seen:
             return set()
         shown |= seen
-    head = _sorted((model.hidden, model.vocab // tp), tokens)
-    return shown | ({head} & flop.keys())
+    head = {model.hidden, model.vocab // tp}
+    logits = {shape for shape in flop if head <= set(shape)}  # of all tokens, or of the last ones
+    return shown | logits if logits else set()
 
 
 def _matrices(model: Model) -> Iterator[Weight]:

@@ -1,8 +1,8 @@
 """Which rank holds the others up, from the waiting that it causes; no clock is needed.
 
-In every step, rank r waits W[r] inside its collectives (what they take beyond the call of the last rank). The
-rank that the others wait for is the one that waits least, and its margin is what a step would gain if it came
-with the second to last:
+In every step, rank r waits W[r] inside its collectives: what they take beyond the call of the last rank,
+once where several are in flight together. The rank that the others wait for is the one that waits least,
+and its margin is what a step would gain if it came with the second to last:
 
     m[r] = min over the other ranks of W - W[r]
 
@@ -145,14 +145,26 @@ def _waiting(ranks: tuple[int, ...], calls: Sequence[Collective], step: NDArray[
     num_steps = int(step.max()) + 1
     column = {rank: i for i, rank in enumerate(ranks)}
     wait, start = np.zeros((num_steps, len(ranks))), np.full(num_steps, np.inf)
-    for call, at in zip(calls, step.tolist(), strict=True):
-        start[at] = min(start[at], call.start_s)
-        for rank, seconds in call.wait_s.items():
-            wait[at, column[rank]] += seconds
+    np.minimum.at(start, step, [call.start_s for call in calls])
+    for rank, i in column.items():
+        own = [number for number, call in enumerate(calls) if rank in call.wait_s]
+        begin = np.array([calls[number].enter_s[rank] for number in own])
+        length = np.array([calls[number].wait_s[rank] for number in own])
+        np.add.at(wait[:, i], step[own], _alone(begin, length))
     end_s = max(map(_end_s, calls))
     step_s = float(np.median(np.diff(np.append(start, end_s))))
     num_all_steps = num_steps - (num_steps > len({call.step for call in calls} - {-1}) > 1)
     return _Waiting(ranks, wait[1:], start[1:], step_s, end_s - float(start.min()), num_all_steps)
+
+
+def _alone(begin: NDArray[np.float64], length: NDArray[np.float64]) -> NDArray[np.float64]:
+    """How long each interval lasts beyond those that began before it: calls in flight together wait once."""
+    order = np.argsort(begin, kind="stable")
+    end = (begin + length)[order]
+    covered = np.concatenate([[-np.inf], np.maximum.accumulate(end)[:-1]])
+    alone = np.empty_like(length)
+    alone[order] = np.maximum(end - np.maximum(begin[order], covered), 0.0)
+    return alone
 
 
 def _end_s(call: Collective) -> float:

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from meshwise.trace.events import POINT_TO_POINT_CALLS, CommunicationArgs, Ints, Kind, Trace, collective_kind
+from meshwise.trace.nesting import launchers
 from meshwise.trace.steps import Marks, launched_ns
 
 POINT_TO_POINT = ("send", "recv")
@@ -156,7 +157,7 @@ def _named_calls(trace: Trace) -> dict[int, str]:
 def _host(trace: Trace) -> list[Transfer]:
     recorded = _flight_record(trace)
     world = tuple(range(trace.world_size)) if trace.world_size else "world"
-    is_world, end_ns = len(trace.groups) <= 1, trace.end_ns
+    is_world, end_ns, launcher = len(trace.groups) <= 1, trace.end_ns, launchers(trace)
     peers = _peers(trace)
     found = []
     events = trace.where(Kind.HOST_COMMUNICATION).tolist()
@@ -166,11 +167,14 @@ def _host(trace: Trace) -> list[Transfer]:
         name = trace.name(i)
         unrecorded[name] -= 1
         call = recorded[name].popleft() if unrecorded[name] < 0 and recorded[name] else None
-        kind = collective_kind(name)
+        asked = collective_kind(trace.name(launcher[i])) if launcher[i] >= 0 else ""
+        kind = (
+            asked if asked == "reduce_scatter" else collective_kind(name)
+        )  # gloo reduces all, then scatters
         group_name = (call.process_group or [""])[0] if call else ""
         if call:
             group = trace.groups.get(group_name) or f"group {group_name}"
-            payload: float | None = _call_bytes(call, kind)
+            payload: float | None = _call_bytes(call, kind, len(group) if isinstance(group, tuple) else 1)
             dtype = (call.input_dtypes or [""])[0]
         else:
             group = world
@@ -222,8 +226,11 @@ def element_bytes(dtype: str | None) -> int:
     return _ELEMENT_BYTES.get((dtype or "").lower(), 1)
 
 
-def _call_bytes(call: _Recorded, kind: str) -> float:
-    """The larger side of a call of the flight recorder; of an all-to-all what this rank sends."""
+def _call_bytes(call: _Recorded, kind: str, num_ranks: int) -> float:
+    """The larger side of a call of the flight recorder; of an all-to-all what this rank sends.
+
+    Of a coalesced all-gather it records the output as large as the input.
+    """
     sides = ((call.input_sizes, call.input_dtypes), (call.output_sizes, call.output_dtypes))
     sums = [
         float(
@@ -234,7 +241,9 @@ def _call_bytes(call: _Recorded, kind: str) -> float:
         )
         for sizes, dtypes in sides
     ]
-    return sums[0] if kind == "all_to_all" else max(sums)
+    if kind == "all_to_all":
+        return sums[0]
+    return max(sums[0] * (num_ranks if kind == "all_gather" else 1), sums[1])
 
 
 def _shape_bytes(trace: Trace, event: int) -> tuple[str, float | None]:

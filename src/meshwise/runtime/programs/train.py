@@ -49,6 +49,7 @@ def main(options: Options, context: Context) -> dict[str, Any]:
     With `--check` also how far the first loss and its gradients are from one process that holds everything.
     """
     import torch
+    from torch.profiler import record_function
 
     from meshwise.runtime.programs.parallelize import local_bytes
     from meshwise.runtime.programs.train_reference import differences
@@ -62,14 +63,15 @@ def main(options: Options, context: Context) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(parameters, lr=options.lr, foreach=False)
     losses, found = [], {}
     for number in range(options.steps):
-        loss = trainer.forward_backward()
-        grad_bytes = local_bytes([p.grad for p in parameters if p.grad is not None])
-        if options.check and number == 0 and loss is not None:
-            with recorder.setup():
-                found = {"differences": differences(trainer, loss)}
-        with recorder.phase("optimizer"):
-            optimizer.step()
-        optimizer.zero_grad()
+        with record_function(f"ProfilerStep#{number}"):
+            loss = trainer.forward_backward()
+            grad_bytes = local_bytes([p.grad for p in parameters if p.grad is not None])
+            if options.check and number == 0 and loss is not None:
+                with recorder.setup():
+                    found = {"differences": differences(trainer, loss)}
+            with recorder.phase("optimizer"):
+                optimizer.step()
+            optimizer.zero_grad()
         losses.append(loss)
     states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     held = {"parameters": local_bytes(parameters), "gradients": grad_bytes, "optimizer": local_bytes(states)}
