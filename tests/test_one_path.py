@@ -17,7 +17,7 @@ from meshwise.estimate.grid import price_grid
 from meshwise.estimate.single import Estimate, estimate
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
-from meshwise.plan.plan import AXES, CP_KINDS, KEYS, OPTIMIZERS, RECOMPUTE, Plan
+from meshwise.plan.plan import AXES, CP_KINDS, EVEN, KEYS, OPTIMIZERS, RECOMPUTE, Plan
 from meshwise.plan.workload import KINDS, Workload
 
 MODELS = ("gpt3-175b", "llama3-70b", "mixtral-8x7b", "deepseek-v3", "llama3-8b")
@@ -26,7 +26,8 @@ CLUSTERS = ("h100-80g-sxm:64", "h100-80g-sxm:256", "a100-80g-sxm:512")
 VALUES: dict[str, tuple[Any, ...]] = {
     "tp": (1, 2, 4, 8, 3), "sp": (None, True, False), "cp": (1, 2, 4), "cp_kind": CP_KINDS,
     "ulysses": (1, 2), "pp": (1, 2, 4, 8, 16, 7), "vpp": (1, 2, 3), "schedule": SCHEDULES,
-    "stages": (None, (17, 15), (20, 28, 20, 28)), "dp": (None, 8, 16), "ep": (1, 2, 8), "etp": (None, 1, 2),
+    "stages": (None, EVEN, (17, 15), (20, 28, 20, 28)), "dp": (None, 8, 16), "ep": (1, 2, 8),
+    "etp": (None, 1, 2),
     "dispatch": ("per_expert", "per_rank"), "layout": ("1d", "2d", "2d-cp", "2.5d", "3d"),
     "grid": ((), (2, 2), (4, 2)), "panels": (1, 2), "zero": (0, 1, 2, 3), "zero_group": (None, 4, 8),
     "dispatch_dtype": ("bf16", "fp8"), "act_input_dtype": ("bf16", "fp8"), "head_dtype": ("bf16", "fp8"),

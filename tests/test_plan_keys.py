@@ -22,7 +22,7 @@ BASES = [  # model and plan to start from; on 64 GPUs
 ]
 OTHERS = {  # other values of keys whose values are not listed in `Field.values`
     "sp": ("0", "1"),
-    "stages": ("7-9-8-8", "9-7-9-7"),
+    "stages": ("even", "7-9-8-8", "9-7-9-7"),
     "layout": ("2d:4x2", "3d:2x2x2"),
     "grid": ("4x1",),
     "offload_optimizer": ("0.5",),

@@ -231,7 +231,7 @@ def test_uneven_stages_are_played() -> None:
 
 def test_dualpipe_shares_both_ends_of_the_model() -> None:
     """A rank holds stage r and pp - 1 - r and runs half of the microbatches through each."""
-    of = priced("llama3-8b", "pp=4,schedule=dualpipe,zero=0", cluster="h100-80g-sxm:4", batch=32)
+    of = priced("llama3-8b", "pp=4,stages=even,schedule=dualpipe,zero=0", cluster="h100-80g-sxm:4", batch=32)
     assert [(s["num_like_it"], s["dense_layers"]) for s in of.to_json(ledger=False)["stages"]] == [
         (2, 8),
         (2, 8),

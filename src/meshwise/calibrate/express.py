@@ -28,7 +28,7 @@ from meshwise.machine.overheads import Overheads, Tables, find_overheads
 from meshwise.model.architecture import MLA, Model, MoE, checked_model
 from meshwise.model.find import find_model, models
 from meshwise.model.weights import num_params
-from meshwise.plan.plan import Plan, plan_keys
+from meshwise.plan.plan import EVEN, Plan, plan_keys
 from meshwise.plan.workload import Workload
 
 NETWORK_LATENCY_S = {
@@ -308,14 +308,14 @@ def _leaves_open(stated: Run, plan: Plan, change: dict[str, Any]) -> bool:
     )
 
 
-def _stages(layers: int, chunks: int, mtp_layers: int = 0) -> tuple[int, ...] | None:
-    """Uneven stages where `layers` do not divide: the embedding and the head count as a layer each.
+def _stages(layers: int, chunks: int, mtp_layers: int = 0) -> tuple[int, ...]:
+    """Even stages, as frameworks place layers; where these do not divide, the ends count as one each.
 
     With multi-token prediction the head and the module count as three, on the last stage, and the embedding
     as none (Megatron-Bridge's layouts of DeepSeek-V3).
     """
     if layers % chunks == 0:
-        return None
+        return EVEN
     ends = 3 if mtp_layers else 2
     if layers + ends < chunks:
         raise PlanError(f"{layers} layers cannot fill {chunks} pipeline stages (pp x vpp)")

@@ -196,7 +196,7 @@ def _cells(
         for rule in rules(model, mesh, sizes, cluster):
             broken = broken | np.asarray(rule.is_broken)
         cost = step_cost(model, mesh, runs_on)
-        yield Cells(plan, switches, tail, row_axes, some, mesh, cost, broken)
+        yield Cells(plan, switches, tail, row_axes, some, cost.mesh, cost, broken)
 
 
 def _flat(row_axes: list[Axis], rows: tuple[NDArray[np.intp], ...]) -> dict[str, Num]:

@@ -11,7 +11,7 @@ from meshwise.estimate.step import StepCost, stage_time
 from meshwise.estimate.timing import Machine
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.stages import chunks
+from meshwise.plan.stages import chunks, layers_of_chunks
 
 
 def play(
@@ -22,7 +22,7 @@ def play(
     parts = list(step.parts.values())
     times = [
         stage_time(model, chunk, parts, mesh, step.cut, machine)
-        for chunk in chunks(model, int(mesh.pp), int(mesh.vpp), mesh.plan.stages)
+        for chunk in chunks(model, layers_of_chunks(model, mesh))
     ]
     phases = (
         np.array([float(getattr(time, phase)) for time in times])

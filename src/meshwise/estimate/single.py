@@ -28,7 +28,7 @@ from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.model.weights import num_params
 from meshwise.plan.mesh import Mesh, resolve
 from meshwise.plan.plan import Plan
-from meshwise.plan.stages import stage_of_rank, stages_of
+from meshwise.plan.stages import layers_of_chunks, stage_of_rank, stages_of
 from meshwise.plan.workload import Workload
 from meshwise.program.cut import Cut
 from meshwise.program.parts import EMBEDDING, HEAD, layer_names, parts
@@ -220,6 +220,12 @@ class Estimate(Shown):
                 f"{capacity / 1e9:.2f} GB, {(total - capacity) / 1e9:.2f} GB short; the largest part is "
                 + max(MEMORY_PARTS, key=lambda name: self.memory_bytes[name])
             )
+        if any(self.mesh.ends) and self.plan.stages is None:
+            sizes = "-".join(map(str, layers_of_chunks(self.model, self.mesh)))
+            notes.append(
+                f"layers are placed so that the slowest stage is fastest: stages={sizes}; stages=even has as "
+                "many on each"
+            )
         notes.append(f"interval: {self.step_s_interval.reason}")
         used = {f"gemm.{self.plan.dtype}", "attention.flash", "memory.kernel", "inner.link", "outer.link"}
         inherited = self.machine.efficiency.inherited_from
@@ -292,7 +298,8 @@ def estimate(
         chip = cluster.chip
         overheads = serving_overheads(chip) if mesh.serves else find_overheads(chip, plan.software)
     runs_on = machine(cluster, plan.dtype, ideal=ideal, overheads=overheads)
-    return Estimate(model, cluster, plan, workload, mesh, runs_on, step_cost(model, mesh, runs_on))
+    step = step_cost(model, mesh, runs_on)
+    return Estimate(model, cluster, plan, workload, step.mesh, runs_on, step)
 
 
 @lru_cache(256)

@@ -21,6 +21,7 @@ from meshwise.core.columns import distinct_columns
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES, bubble_s
 from meshwise.cost.simulate import simulate
+from meshwise.estimate.balance import balanced, differ
 from meshwise.estimate.fsdp2_memory import fsdp2_memory
 from meshwise.estimate.memory import (
     OPTIMIZER_BYTES,
@@ -87,13 +88,14 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepCost:
-    """A step of one plan, or of each plan of a grid.
+    """A step of one plan, or of each plan of a grid; `mesh` has the `ends` that balance its stages.
 
     `pace` is the index into `stages` of the slowest one, `work_s` its microbatches. With `unpaired_s`,
     `bubble_s`, `comm_pp_s`, `comm_dp_s`, `optimizer_s` and `straggler_s` they add up to `step_s`.
     `fullest` is the index of the stage that needs most memory, `memory_bytes` what it needs.
     """
 
+    mesh: Mesh
     step_s: Num
     pace: Num
     work_s: Num
@@ -282,6 +284,7 @@ def step_cost(model: Model, mesh: Mesh, machine: Machine, stages: Sequence[Stage
     cut, by_name = priced_parts(model, mesh, machine)
     by_part = list(by_name.values())
     shared = shared_gradients(model, cut) if mesh.trains else []
+    mesh = balanced(model, mesh, by_part)
     costs = [
         _stage_cost(model, stage, by_part, shared, mesh, cut, machine)
         for stage in stages or stages_of(model, mesh)
@@ -301,10 +304,10 @@ def step_cost(model: Model, mesh: Mesh, machine: Machine, stages: Sequence[Stage
     bubble = np.maximum(waiting_s - lead_s, 0.0) * (mesh.pp > 1)
     held_s = 2.0 * hop_s * mesh.num_microbatches * mesh.vpp * (1.0 - mesh.overlap_pp)
     comm_pp = (fill(p2p_s=hop_s) - waiting_s + held_s) * (1.0 if mesh.trains else 0.5)
-    if mesh.plan.stages is not None and mesh.trains:  # stated stages may be of any shape: played
+    if mesh.plan.stages and mesh.trains and np.any(is_own := differ(model, mesh)):  # of any shape: played
         played_s = [_played_s(model, mesh, by_part, cut, machine, hop_s=hop) for hop in (0.0, hop_s)]
-        bubble = np.maximum(played_s[0] - work_s, 0.0) * (mesh.pp > 1)
-        comm_pp = (played_s[1] - played_s[0] + held_s) * (mesh.pp > 1)
+        bubble = np.where(is_own, np.maximum(played_s[0] - work_s, 0.0) * (mesh.pp > 1), bubble)[()]
+        comm_pp = np.where(is_own, (played_s[1] - played_s[0] + held_s) * (mesh.pp > 1), comm_pp)[()]
     _, comm_dp = _largest([cost.comm_dp_s for cost in costs], exists)
     _, optimizer = _largest([cost.optimizer_s for cost in costs], exists)
     _, lone_s = _largest([cost.time.unpaired_s for cost in costs], exists)
@@ -313,6 +316,7 @@ def step_cost(model: Model, mesh: Mesh, machine: Machine, stages: Sequence[Stage
     straggler = alone_s * (machine.overheads.straggler_frac * np.log2(mesh.world))
     fullest, memory_bytes = _largest([cost.memory.total for cost in costs], exists)
     return StepCost(
+        mesh=mesh,
         step_s=alone_s + straggler,
         pace=pace,
         work_s=work_s,
@@ -337,7 +341,7 @@ def _played_s(
     """Time of the pipeline with the stages that the plan states, played cell by cell."""
     times = [
         stage_time(model, chunk, by_part, mesh, cut, machine)
-        for chunk in chunks(model, int(np.max(mesh.pp)), int(np.max(mesh.vpp)), mesh.plan.stages)
+        for chunk in chunks(model, mesh.plan.stages or ())
     ]
     phases = [[getattr(time, name) for time in times] for name in ("forward_s", "backward_s", "weight_s")]
     numbers = (hop_s, mesh.schedule, mesh.num_microbatches, *(value for phase in phases for value in phase))

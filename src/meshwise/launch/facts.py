@@ -14,8 +14,8 @@ from meshwise.core.errors import DataError
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import ENGINE_KEYS, WEIGHT_KEYS, Mesh
-from meshwise.plan.plan import DEFAULTS, KEYS, Plan
-from meshwise.plan.stages import chunk_layers
+from meshwise.plan.plan import DEFAULTS, EVEN, KEYS, Plan
+from meshwise.plan.stages import chunk_layers, layers_of_chunks
 
 Facts = dict[str, Any]
 
@@ -47,7 +47,7 @@ COVERS = {
 
 
 def facts_of(model: Model, mesh: Mesh, cluster: Cluster) -> Facts:
-    """The facts of one resolved plan; a key without effect is left out."""
+    """The facts of one plan, resolved and its layers placed; a key without effect is left out."""
     facts: Facts = {key: getattr(mesh.plan, key) for key in KEYS}
     facts |= {key: int(getattr(mesh, key)) for key in ("tp", "cp", "pp", "vpp", "dp", "ep", "etp", "ulysses")}
     facts |= {key: int(getattr(mesh, key)) for key in ("batch", "seq", "microbatch")}
@@ -60,8 +60,8 @@ def facts_of(model: Model, mesh: Mesh, cluster: Cluster) -> Facts:
         "num_gpus": cluster.num_chips,
         "has_experts": model.moe is not None,
     }
-    if facts["stages"] is None and model.num_layers % (facts["pp"] * facts["vpp"]):
-        facts["stages"] = chunk_layers(model.num_layers, facts["pp"] * facts["vpp"])
+    sizes = layers_of_chunks(model, mesh)
+    facts["stages"] = sizes if len(set(sizes)) > 1 else None
     for key in set(KEYS) - set(ENGINE_KEYS) if mesh.serves else _without_effect(facts):
         del facts[key]
     return derive(facts) | (_serving(facts) if mesh.serves else {})
@@ -169,8 +169,9 @@ def plan_of(facts: Facts) -> Plan:
     for key, implied in (("sp", tp > 1), ("etp", tp), ("zero_group", replicas)):
         if keys.get(key) == implied:
             del keys[key]
-    if facts.get("num_layers") and keys.get("stages") == chunk_layers(facts["num_layers"], num_chunks):
-        del keys["stages"]
+    even = chunk_layers(facts["num_layers"], num_chunks) if facts.get("num_layers") else None
+    if keys.get("pp", 1) > 1 and keys.get("stages", even) == even:
+        keys["stages"] = EVEN
     keys.pop("dp", None)
     return Plan(**keys)
 

@@ -16,6 +16,7 @@ import msgspec
 
 from meshwise.core.errors import DataError, PlanError
 from meshwise.core.files import write_text
+from meshwise.estimate.single import estimate
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.bridge import bridge_settings
 from meshwise.launch.facts import Facts, facts_of
@@ -81,6 +82,8 @@ def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, frame
     if framework not in FRAMEWORKS:
         raise PlanError(f"--to {framework} must be one of {', '.join(FRAMEWORKS)}")
     mesh = resolve(model, plan, workload, cluster)
+    if mesh.trains:  # layers are placed by what they cost
+        mesh = estimate(model, cluster, plan, workload).mesh
     node = int(min(cluster.levels[0].ranks, NODE_GPUS, cluster.num_chips))
     facts = facts_of(model, mesh, cluster) | {
         "num_nodes": -(-cluster.num_chips // node),

@@ -68,16 +68,16 @@ def choice(doc: str, names: tuple[str, ...]) -> Field:
     return Field(f"one of {', '.join(names)}", lambda value: by_name[str(value)], doc, names=names)
 
 
-def sizes(doc: str, joined: str, least: int = 1) -> Field:
-    """Whole numbers of at least `least`, as text joined by `joined`."""
+def sizes(doc: str, joined: str, least: int = 1, empty: str = "") -> Field:
+    """Whole numbers of at least `least`, as text joined by `joined`; `empty` is the word for none."""
     one = whole(doc, least)
 
     def read(value: Any) -> tuple[int, ...]:
         parts = value if isinstance(value, list | tuple) else str(value).split(joined)
-        return tuple(one.read(part) for part in parts)
+        return () if value == empty != "" else tuple(one.read(part) for part in parts)
 
-    values = f"whole numbers of at least {least}, as in {joined.join('342')}"
-    return Field(values, read, doc, lambda parts: joined.join(map(str, parts)))
+    values = f"whole numbers of at least {least}, as in {joined.join('342')}" + (empty and f", or {empty}")
+    return Field(values, read, doc, lambda parts: joined.join(map(str, parts)) or empty)
 
 
 def order(doc: str, names: tuple[str, ...]) -> Field:

@@ -64,6 +64,8 @@ class Mesh:
     `grid` are the axes of a tensor layout of several dimensions. `recompute_layers` is infinite where all
     layers of a stage are recomputed. `overlap_dp` and `overlap_pp` are 0 or 1.
 
+    `ends`: how many layers embedding and head stand for where the layers are dealt to the pipeline's chunks.
+
     One rank of a stage stands for all: the first, or number `ring_rank` of its ring, with number `shard` of
     the replicas' shards.
     """
@@ -92,6 +94,7 @@ class Mesh:
     overlap_dp: Num = 1.0
     overlap_pp: Num = 1.0
     grid: tuple[Num, ...] = ()
+    ends: tuple[Num, Num] = (0.0, 0.0)
     ring_rank: Num = 0.0
     shard: Num = 0.0
     kind: str = "train"
@@ -174,6 +177,7 @@ def mesh_of(plan: Plan, workload: Workload, world: int, sizes: dict[str, Num], m
         etp=etp,
         zero_group=group,
         grid=grid,
+        ends=(0.0, 0.0),
         kind=workload.kind,
         plan=plan,
         **{
@@ -508,7 +512,7 @@ def _stage_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
             "(pp x vpp); use fewer"
         ),
     )
-    if stages is None:
+    if not stages:
         num_chunks = mesh.pp * mesh.vpp
         yield Rule(
             (mesh.schedule == _INTERLEAVED) & (-layers % num_chunks > 2),

@@ -52,6 +52,8 @@ DUALPIPE_RECOMPUTES = ("mla_up_proj", "layernorm", "moe_act")
 IMPLEMENTATIONS = ("megatron", "fsdp2", "huggingface")
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 AXES = ("tp", "cp", "dp", "pp")
+EVEN: tuple[int, ...] = ()
+"""`Plan.stages` that hold as many layers each as far as these divide, whatever embedding and head take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +153,12 @@ KEYS: dict[str, Field] = {
     "pp": whole("pipeline parallelism: stages"),
     "vpp": whole("chunks of layers on each stage"),
     "schedule": choice("order of forwards and backwards in the pipeline", SCHEDULES),
-    "stages": sizes("layers of each of the pp x vpp stages, where uneven; 0: only embedding or head", "-", 0),
+    "stages": sizes(
+        "layers of each of the pp x vpp stages; even: alike [so that the slowest is as fast as can be]",
+        "-",
+        least=0,
+        empty="even",
+    ),
     "dp": whole("data parallelism [what the cluster leaves]"),
     "ep": whole("expert parallelism: ranks over which the experts are spread"),
     "etp": whole("ranks that cut each matrix of an expert [tp]"),
@@ -308,7 +315,7 @@ def _conflicts(plan: Plan) -> Iterator[str]:
         yield f"attention=grid splits scores over a grid, not with layout={layout}; use layout=2d, 2.5d or 3d"
     if plan.sp is False and layout in ("2d", "2.5d", "3d"):
         yield f"layout={layout} always cuts the activations; leave sp=0 out"
-    if plan.stages is not None and len(plan.stages) != plan.pp * plan.vpp:
+    if plan.stages and len(plan.stages) != plan.pp * plan.vpp:
         yield (
             f"stages lists {len(plan.stages)} stages but pp={plan.pp} x vpp={plan.vpp} has "
             f"{plan.pp * plan.vpp}; list one number of layers for each"

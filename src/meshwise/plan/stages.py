@@ -1,9 +1,9 @@
 """Which layers each pipeline stage holds, for one plan or a grid of them.
 
 The model's layers are dealt in order to pp x vpp *chunks*; a rank holds vpp of them, round and round, or down
-and back up under V-shaped schedules. Where the layers do not divide, the lighter chunks lie at the ends,
-beside embedding and head: the last, then the first, then the second, and on (Llama 3, arXiv 2407.21783,
-leaves one layer out of the first and the last stage); an end chunk may hold no layer at all.
+and back up under V-shaped schedules. Embedding and head may stand for some layers of the first and the last
+chunk (`Mesh.ends`; Llama 3, arXiv 2407.21783, has one for each). Where layers do not divide, the lighter
+chunks lie at the ends: the last, then the first, then the second, and on. An end chunk may hold no layer.
 
 Stages that hold the same are one `Stage` with their number. A grid has a handful of patterns, one for each
 (pp, vpp, folding); each is made once and spread over the cells.
@@ -18,6 +18,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from meshwise.core.columns import distinct_columns
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
@@ -49,17 +50,30 @@ class Stage:
         return sum(self.layers)
 
 
-def chunk_layers(num_layers: int, num_chunks: int) -> tuple[int, ...]:
-    """Layers of each chunk, as even as they can be; lighter chunks at the ends."""
-    least, spare = divmod(num_layers, num_chunks)
+def chunk_layers(num_layers: int, num_chunks: int, ends: tuple[int, int] = (0, 0)) -> tuple[int, ...]:
+    """Layers of each chunk, as even as they can be with the layers that embedding and head stand for."""
+    if num_chunks == 1:
+        return (num_layers,)
+    least, spare = divmod(num_layers + sum(ends), num_chunks)
     light = [num_chunks - 1, *range(num_chunks - 1)][: num_chunks - spare] if spare else []
-    return tuple(least + (spare > 0) - (chunk in light) for chunk in range(num_chunks))
+    sizes = [least + (spare > 0) - (chunk in light) for chunk in range(num_chunks)]
+    sizes[0], sizes[-1] = sizes[0] - ends[0], sizes[-1] - ends[1]
+    if sizes[-1] < 0:  # the head stands for more than a chunk
+        return (*chunk_layers(num_layers, num_chunks - 1, (ends[0], 0)), 0)
+    if sizes[0] < 0:
+        return (0, *chunk_layers(num_layers, num_chunks - 1, (0, ends[1])))
+    return tuple(sizes)
 
 
-def chunks(model: Model, pp: int, vpp: int, stages: Sequence[int] | None = None) -> list[Stage]:
-    """The chunks of one plan in the order of the model, each as a `Stage`."""
+def layers_of_chunks(model: Model, mesh: Mesh) -> tuple[int, ...]:
+    """Layers of each chunk of one plan: those that it states, or as even as its `ends` let them be."""
+    first, last = (int(end) for end in mesh.ends)
+    return mesh.plan.stages or chunk_layers(model.num_layers, int(mesh.pp * mesh.vpp), (first, last))
+
+
+def chunks(model: Model, sizes: Sequence[int]) -> list[Stage]:
+    """The chunks of one plan in the order of the model, each as a `Stage`; `sizes`: layers of each."""
     kinds = layer_kinds(model)
-    sizes = stages or chunk_layers(model.num_layers, pp * vpp)
     found, first = [], 0
     for i, size in enumerate(sizes):
         held = Counter(layer_kind(model, layer) for layer in range(first, first + size))
@@ -90,7 +104,7 @@ def chunks_of_rank(
     """The chunks of pipeline rank `rank` in the order in which it numbers them, and the layers of each."""
     folding = FOLDED if schedule in V_SHAPED and pp > 1 else ROUND
     found, first = [], 0
-    for i, chunk in enumerate(chunks(model, pp, vpp, stages)):
+    for i, chunk in enumerate(chunks(model, stages or chunk_layers(model.num_layers, pp * vpp))):
         layers = range(first, first + int(chunk.num_layers))
         first = layers.stop
         if rank_of_chunk(i, pp, folding) == rank:
@@ -100,7 +114,7 @@ def chunks_of_rank(
 
 def stage_of_rank(model: Model, mesh: Mesh, rank: int) -> Stage:
     """What pipeline rank `rank` of one plan holds, as a stage that counts for none."""
-    held = _held(model, int(mesh.pp), int(mesh.vpp), int(_folding(mesh)), mesh.plan.stages)[rank]
+    held = _held(model, int(mesh.pp), int(_folding(mesh)), layers_of_chunks(model, mesh))[rank]
     return _stage(held[0], held[1], tuple(held[2:]), float(rank), 0.0)
 
 
@@ -109,22 +123,20 @@ _Row = tuple[float, float, tuple[float, ...], float, float]  # embeddings, heads
 
 @lru_cache(maxsize=4096)
 def _pattern(
-    model: Model, pp: int, vpp: int, folding: int, stages: tuple[int, ...] | None
+    model: Model, stages: tuple[int, ...] | None, pp: int, vpp: int, folding: int, *ends: int
 ) -> tuple[_Row, ...]:
     """The distinct stages of one pattern, in the order in which they first appear."""
-    rows = _held(model, pp, vpp, folding, stages)
+    rows = _held(model, pp, folding, stages or chunk_layers(model.num_layers, pp * vpp, (ends[0], ends[1])))
     return tuple(
         (row[0], row[1], row[2:], float(rows.index(row)), float(count))
         for row, count in Counter(rows).items()
     )
 
 
-def _held(
-    model: Model, pp: int, vpp: int, folding: int, stages: Sequence[int] | None
-) -> list[tuple[float, ...]]:
+def _held(model: Model, pp: int, folding: int, sizes: Sequence[int]) -> list[tuple[float, ...]]:
     """Embeddings, heads, and layers of each kind that each pipeline rank holds."""
     held = np.zeros((pp, 2 + len(layer_kinds(model))))
-    for i, chunk in enumerate(chunks(model, pp, vpp, stages)):
+    for i, chunk in enumerate(chunks(model, sizes)):
         held[rank_of_chunk(i, pp, folding)] += (chunk.embeddings, chunk.heads, *chunk.layers)
     if folding == MIRRORED:
         held = 0.5 * (held + held[::-1])
@@ -133,16 +145,13 @@ def _held(
 
 def stages_of(model: Model, mesh: Mesh) -> list[Stage]:
     """The kinds of stages of `mesh`; in a grid, as many as its richest pattern has."""
-    folding = _folding(mesh)
-    if not any(isinstance(size, np.ndarray) for size in (mesh.pp, mesh.vpp, folding)):
-        rows = _pattern(model, int(mesh.pp), int(mesh.vpp), int(folding), mesh.plan.stages)
-        return [_stage(*row) for row in rows]
-    sizes = np.stack(np.broadcast_arrays(mesh.pp, mesh.vpp, folding)).astype(np.int64)
-    codes = (sizes[0] * (1 + sizes[1].max()) + sizes[1]) * 3 + sizes[2]
-    _, first, pattern = np.unique(codes, return_index=True, return_inverse=True)
-    flat = sizes.reshape(3, -1)
-    patterns = [_pattern(model, *map(int, flat[:, cell]), mesh.plan.stages) for cell in first]
-    pattern = pattern.reshape(codes.shape)
+    sizes = (mesh.pp, mesh.vpp, _folding(mesh), *mesh.ends)
+    if not any(isinstance(size, np.ndarray) for size in sizes):
+        return [_stage(*row) for row in _pattern(model, mesh.plan.stages, *map(int, sizes))]
+    cells = np.stack(np.broadcast_arrays(*sizes))
+    first, pattern = distinct_columns(flat := cells.reshape(len(sizes), -1))
+    patterns = [_pattern(model, mesh.plan.stages, *map(int, flat[:, cell])) for cell in first]
+    pattern = pattern.reshape(cells.shape[1:])
     num_kinds = len(layer_kinds(model))
     absent: _Row = (0.0, 0.0, (0.0,) * num_kinds, 0.0, 0.0)
     found = []

@@ -18,7 +18,7 @@ from meshwise.core.errors import PlanError
 from meshwise.cost.simulate import Timeline
 from meshwise.estimate.pipeline import play
 from meshwise.estimate.single import Estimate
-from meshwise.plan.stages import Stage, chunks
+from meshwise.plan.stages import Stage, chunks, layers_of_chunks
 from meshwise.report.chrome_trace import chrome_events, complete, metadata, write_events
 
 
@@ -34,13 +34,12 @@ def timeline_events(estimate: Estimate) -> list[dict[str, Any]]:
     """The events of all pipeline ranks in the Trace Event format."""
     if not estimate.trains:
         raise PlanError(f"a timeline shows a training step, not {estimate.workload.kind}; use kind train")
-    plan = estimate.plan
     timeline = play(
         estimate.model, estimate.mesh, estimate.step, estimate.machine, hop_s=float(estimate.step.hop_s)
     )
     return [
         *chrome_events(timeline),
-        *_labels(timeline, chunks(estimate.model, plan.pp, plan.vpp, plan.stages)),
+        *_labels(timeline, chunks(estimate.model, layers_of_chunks(estimate.model, estimate.mesh))),
         *_once_a_step(estimate, timeline),
     ]
 

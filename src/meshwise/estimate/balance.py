@@ -1,0 +1,109 @@
+"""Layers placed so that the slowest pipeline stage is as fast as it can be.
+
+Embedding and head take as long as some layers; first layers of another kind (dense ones before experts) count
+for what they take less. The first and the last chunk get so many layers fewer (`Mesh.ends`), rounded up or
+down, or none, whichever makes the slowest stage fastest; of equals the one with fewer layers at the front,
+where most microbatches are alive. Where layers are alike, no placement with one chunk a rank has a faster
+slowest stage.
+
+What counts is forward and backward of a microbatch without what is computed again, so that layers lie alike
+whatever is recomputed. Some schedules need chunks alike: an interleaved one keeps in step only if no chunk
+but the first and the last is shorter; DualPipe hides the exchange of experts of each layer behind a layer of
+the chunk that it is paired with (arXiv 2412.19437).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from meshwise.core.units import Num
+from meshwise.cost.schedule import SCHEDULES
+from meshwise.estimate.part import Part
+from meshwise.model.architecture import Model, layer_kind, layer_kinds
+from meshwise.plan.mesh import Mesh
+from meshwise.plan.plan import EVEN
+from meshwise.plan.stages import chunk_layers, stages_of
+
+_INTERLEAVED = SCHEDULES.index("interleaved")
+_PAIRED = tuple(SCHEDULES.index(name) for name in ("dualpipe", "dualpipe-v"))
+
+
+def balanced(model: Model, mesh: Mesh, by_part: Sequence[Part]) -> Mesh:
+    """`mesh` with the `ends` that make the slowest stage fastest.
+
+    Engines, PyTorch's own pipeline (implementation=fsdp2) and stages=even place layers evenly.
+    """
+    plan = mesh.plan
+    is_even = plan.stages == EVEN or mesh.serves or plan.implementation == "fsdp2"
+    if is_even or not np.any(np.asarray(mesh.pp) > 1):
+        return mesh
+    if plan.stages:
+        unstated = replace(mesh, plan=replace(plan, stages=None))
+        return replace(mesh, ends=balanced(model, unstated, by_part).ends)
+    seconds = [part.forward_s + (part.backward_s + part.weight_s if mesh.trains else 0.0) for part in by_part]
+    first, last = (np.ceil(end) for end in _ends(model, seconds))
+    ends: tuple[Num, Num] = (0.0, 0.0)
+    fastest_s = _slowest_s(model, mesh, seconds)
+    for down, up in itertools.product((0.0, 1.0), repeat=2):
+        tried = first - down, last - 1.0 + up
+        slowest_s = _slowest_s(model, replace(mesh, ends=tried), seconds)
+        is_faster = (slowest_s < fastest_s) & (mesh.pp > 1)
+        fastest_s = np.minimum(slowest_s, fastest_s)
+        ends = ends[0] + is_faster * (tried[0] - ends[0]), ends[1] + is_faster * (tried[1] - ends[1])
+    return replace(mesh, ends=ends)
+
+
+def _ends(model: Model, seconds: Sequence[Num]) -> tuple[Num, Num]:
+    """How many layers embedding (with the first layers, if they are of another kind) and head take."""
+    embedding, *blocks, head = seconds
+    first, regular = _layers_by_kind(model)
+    layer_s = sum(n * block_s for n, block_s in zip(regular, blocks, strict=True)) / sum(regular)
+    front_s = embedding + sum(n * (block_s - layer_s) for n, block_s in zip(first, blocks, strict=True))
+    return front_s / layer_s, head / layer_s
+
+
+@lru_cache(maxsize=256)
+def _layers_by_kind(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Layers of each kind: of the first ones, if their kind does not come again, and of the others."""
+    layers = [layer_kind(model, layer) for layer in range(model.num_layers)]
+    start = next((i for i, layer in enumerate(layers) if layer != layers[0]), 0)
+    start = 0 if layers[0] in layers[start:] else start
+    counts = (Counter(some) for some in (layers[:start], layers[start:]))
+    first, regular = (tuple(count[kind] for kind in layer_kinds(model)) for count in counts)
+    return first, regular
+
+
+def _slowest_s(model: Model, mesh: Mesh, seconds: Sequence[Num]) -> Num:
+    """Time of one microbatch on the slowest stage; infinite where the schedule loses its step."""
+    slowest_s: Num = 0.0
+    for stage in stages_of(model, mesh):
+        held = (stage.embeddings, *stage.layers, stage.heads)
+        stage_s = sum(count * part_s for count, part_s in zip(held, seconds, strict=True))
+        slowest_s = np.maximum(slowest_s, (stage.num_stages > 0) * stage_s)
+    return np.where(_loses_step(model, mesh), np.inf, slowest_s)[()]
+
+
+def _loses_step(model: Model, mesh: Mesh) -> Any:
+    """Where the schedule needs chunks that are more alike (see the top of this file)."""
+    num_chunks, layers = mesh.pp * mesh.vpp, model.num_layers + sum(mesh.ends)
+    is_shorter_within = (-layers % num_chunks > 2) | (np.maximum(*mesh.ends) > layers // num_chunks)
+    is_paired = np.isin(mesh.schedule, _PAIRED) & (mesh.ep > 1)
+    is_moved = (mesh.ends[0] != 0) | (mesh.ends[1] != 0)
+    return (mesh.schedule == _INTERLEAVED) & is_shorter_within | is_paired & is_moved
+
+
+def differ(model: Model, mesh: Mesh) -> Any:
+    """Where the stages that the plan states are not those that it would have without stating them."""
+    stated = mesh.plan.stages
+
+    def is_other(first: float, last: float) -> bool:
+        return chunk_layers(model.num_layers, len(stated or ()), (int(first), int(last))) != stated
+
+    return (np.vectorize(is_other, otypes=[bool])(*mesh.ends) | _loses_step(model, mesh))[()]

@@ -1,0 +1,83 @@
+"""Layers are placed so that the slowest stage is as fast as any placement makes it."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import meshwise as mw
+from meshwise.calibrate.express import express
+from meshwise.calibrate.runs import published_runs, read_runs
+from meshwise.plan.stages import chunk_layers, layers_of_chunks
+
+SMALL = ("llama3-8b", "gpt3-175b", "qwen3-0.6b", "llama3-70b")
+
+
+def priced(model: str | mw.Model, pp: int, plan: str, cluster: str = "h100-80g-sxm") -> mw.Estimate:
+    return mw.estimate(model, f"{cluster}:{pp}", f"pp={pp},{plan}", batch=32, seq=1024)
+
+
+@given(
+    st.sampled_from(SMALL), st.integers(4, 11), st.integers(2, 4), st.sampled_from(["1f1b", "zb-h1", "gpipe"])
+)
+def test_no_placement_has_a_faster_slowest_stage(name: str, layers: int, pp: int, schedule: str) -> None:
+    model = replace(mw.find_model(name), num_layers=layers)
+    of = priced(model, pp, f"schedule={schedule}")
+    seconds = [part.forward_s + part.backward_s + part.weight_s for part in of.step.parts.values()]
+    embedding, layer, head = map(float, seconds)
+    slowest = min(
+        max(sizes[0] * layer + embedding, *(size * layer for size in sizes[1:-1]), sizes[-1] * layer + head)
+        for sizes in itertools.product(range(layers + 1), repeat=pp)
+        if sum(sizes) == layers
+    )
+    assert float(of.pace.time.total_s) == pytest.approx(slowest, rel=1e-9)
+
+
+@given(st.integers(1, 40), st.integers(2, 12), st.integers(-3, 9), st.integers(0, 9))
+def test_every_layer_lies_somewhere(layers: int, num_chunks: int, first: int, last: int) -> None:
+    assume(num_chunks <= layers + 2)
+    sizes = chunk_layers(layers, num_chunks, (first, last))
+    assert (sum(sizes), len(sizes)) == (layers, num_chunks)
+    assert min(sizes) >= 0
+
+
+@pytest.mark.parametrize(
+    ("pp", "plan"), [(4, "schedule=1f1b"), (4, "schedule=zb-v"), (2, "vpp=2"), (4, "schedule=dualpipe")]
+)
+def test_stages_that_are_stated_as_they_are_placed_cost_the_same(pp: int, plan: str) -> None:
+    of = priced("llama3-8b", pp, plan)
+    sizes = "-".join(map(str, layers_of_chunks(of.model, of.mesh)))
+    assert any(f"stages={sizes};" in note for note in of.notes())
+    again = priced("llama3-8b", pp, f"{plan},stages={sizes}")
+    assert (again.step_s, again.memory_bytes) == (of.step_s, of.memory_bytes)
+    even = priced("llama3-8b", pp, f"{plan},stages=even")
+    assert len(set(layers_of_chunks(even.model, even.mesh))) == 1
+    assert of.step_s < even.step_s
+
+
+def test_first_dense_layers_count_for_what_they_take() -> None:
+    of = mw.estimate("deepseek-v3", "h800-sxm:1024", "pp=16,ep=64", batch=1024, seq=4096)
+    even = mw.estimate("deepseek-v3", "h800-sxm:1024", "pp=16,ep=64,stages=even", batch=1024, seq=4096)
+    sizes = layers_of_chunks(of.model, of.mesh)
+    assert sizes[0] > sizes[-1]
+    assert float(of.pace.time.total_s) < float(even.pace.time.total_s)
+
+
+def test_published_runs_keep_the_stages_of_their_frameworks() -> None:
+    plans = []
+    for run in read_runs(published_runs())[0]:
+        try:
+            plans += express(run).plans
+        except mw.MeshwiseError:
+            continue
+    assert plans
+    assert all(plan.stages is not None for plan in plans)
+
+
+def test_memory_is_that_of_the_fullest_placed_stage() -> None:
+    of = priced("llama3-8b", 4, "schedule=1f1b")
+    totals = [float(np.asarray(cost.memory.total)) for cost in of.step.stages]
+    assert of.memory_bytes["total"] == pytest.approx(max(totals), rel=1e-12)
