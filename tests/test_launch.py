@@ -325,7 +325,7 @@ MODEL_ARGS:
 
 def test_yaml_of_megatron_is_read(tmp_path: Path) -> None:
     """`--yaml-cfg`; and `MODEL_ARGS` of the functional tests."""
-    plan = mw.Plan(tp=4, pp=2, recompute_modules=("core_attn", "mlp"))
+    plan = mw.Plan(tp=4, pp=2, stages="even", recompute_modules=("core_attn", "mlp"))
     for text in (YAML, TEST_YAML):
         (tmp_path / "job.yaml").write_text(text)
         job = mw.read_job(tmp_path / "job.yaml", CLUSTER)
@@ -345,7 +345,7 @@ def test_yaml_of_megatron_is_read(tmp_path: Path) -> None:
 def test_overrides_of_a_recipe_are_read(tmp_path: Path) -> None:
     """The YAML file and the command line say the same; what they leave out is the recipe's."""
     words = {"batch": 128, "seq": 8192, "microbatch": 2}
-    plan = mw.Plan(tp=4, pp=2, vpp=2, cp=2, zero=1, recompute="full", dtype="fp8")
+    plan = mw.Plan(tp=4, pp=2, vpp=2, stages="even", cp=2, zero=1, recompute="full", dtype="fp8")
     job = mw.launch("llama3-8b", CLUSTER, plan, to="megatron-bridge", **words)
     job.write(tmp_path)
     found = [mw.read_job(tmp_path / name, CLUSTER) for name in ("overrides.yaml", "job.sbatch")]
