@@ -49,3 +49,8 @@ def sleep_forever(place: Place, folder: str) -> None:
     Path(folder, str(place.rank)).write_text(str(os.getpid()))
     while True:
         time.sleep(1)
+
+
+def num_threads(place: Place) -> int:
+    """Threads of this rank's process."""
+    return len(list(Path("/proc/self/task").iterdir()))

@@ -30,6 +30,10 @@ from meshwise.runtime.launch import (
     meeting_point,
     outside_place,
 )
+from meshwise.runtime.programs import find_program, make_options
+from meshwise.runtime.run import run_rank
+
+TINY_LLAMA = Path(__file__).parent / "data" / "tiny_llama.json"
 
 
 def is_running(pid: int) -> bool:
@@ -92,6 +96,18 @@ def test_no_rank_outlives_the_launcher(how: signal.Signals, tmp_path: Path) -> N
     os.kill(job.pid, how)
     job.wait(timeout=60)
     assert wait_until(lambda: not any(map(is_running, pids)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_the_threads_of_a_call_end_with_it() -> None:
+    train = find_program("train")
+    options = make_options(train, {"model": str(TINY_LLAMA), "seq": 16, "batch": 4, "plan": "tp=2"})
+    with Ranks(2) as ranks:
+        found = []
+        for _ in range(4):
+            ranks.call(run_rank, "train", options, 0, True)
+            found.append(max(ranks.call(on_ranks.num_threads)))
+    assert max(found) < found[0] + 9  # the groups of one call have nine
 
 
 def test_port_in_use() -> None:

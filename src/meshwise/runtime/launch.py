@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import functools
+import gc
 import itertools
 import multiprocessing as mp
 import os
@@ -33,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from meshwise.core.errors import MeshwiseError, MissingExtraError, PlanError
+from meshwise.runtime.programs.context import forget_groups
 
 RANKS_PER_CORE = 16
 """So many CPU ranks a core; beyond that they starve each other, and each holds about 0.3 GB."""
@@ -40,7 +43,7 @@ RANKS_PER_CORE = 16
 LOOPBACK = "127.0.0.1"
 _LAST_PORT = 65535
 _LOOK_S = 5.0  # how often to look for ranks that a signal has stopped
-_PRELOAD = ["meshwise.runtime.run", "meshwise.runtime.programs.train", "torch.profiler"]
+_PRELOAD = ["meshwise.runtime.run", "meshwise.runtime.programs.train", "torch.distributed.pipelining"]
 _COLLECT_S = 0.5  # after the first failure, wait so long for one that happened before it
 _TIMEOUT_S = 1800.0
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words
@@ -300,8 +303,8 @@ def _serve(place: Place, port: int, threads: int, pipe: Connection) -> None:
         store = dist.TCPStore(LOOPBACK, port, is_master=False)
         for number in itertools.count():
             call = pipe.recv()
-            if number > 0:  # every rank has answered; each group left would keep a thread that wakes for ever
-                dist.destroy_process_group()
+            if number > 0:  # every rank has answered
+                _leave()
             if call is None:
                 return
             _join(place, store=dist.PrefixStore(str(number), store))
@@ -313,6 +316,19 @@ def _serve(place: Place, port: int, threads: int, pipe: Connection) -> None:
         _try_send(pipe, _failure(place.rank, _explained(error)))
         sys.stdout.flush()
         os._exit(1)
+
+
+def _leave() -> None:
+    """End all groups of a call: each keeps a thread that wakes a hundred times a second.
+
+    What torch.distributed has cached for a mesh holds its groups.
+    """
+    dist.destroy_process_group()
+    for held in gc.get_objects():
+        if isinstance(held, functools._lru_cache_wrapper) and held.__module__.startswith("torch.distributed"):
+            held.cache_clear()
+    forget_groups()
+    gc.collect()
 
 
 def _die_with_launcher() -> None:

@@ -123,7 +123,7 @@ class Context:
 
     def grid(self, of_ranks: Sequence[int], **axes: int) -> DeviceMesh:
         """A mesh with named axes of some ranks, this rank among them; `copies` of dp's shards are dp too."""
-        _forget_groups()
+        forget_groups()
         with disable_current_modes():  # the recorder and fake tensors have no part in this
             ranks = torch.tensor(of_ranks).view(tuple(axes.values()))
             place = [int(index) for index in (ranks == self.rank).nonzero()[0]]
@@ -141,7 +141,7 @@ class Context:
         return group
 
 
-def _forget_groups() -> None:
+def forget_groups() -> None:
     """DTensor remembers by a mesh's shape how it redistributes; a new mesh of that shape has new groups."""
     clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
