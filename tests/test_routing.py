@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,3 +75,26 @@ def test_serve_and_estimate_answer_for_any_mixture(meshwise: Callable[..., Any])
     experts = meshwise("estimate", *base, "--json").document["experts"]
     assert experts["distinct_experts"] == pytest.approx(128)
     assert meshwise("serve", "llama3-8b", "--cluster", "h200-sxm:1", "--expert-skew", "1").code == 2
+
+
+def test_measured_loads_are_a_skew_of_their_own(meshwise: Callable[..., Any], tmp_path: Path) -> None:
+    """Counted tokens that follow a power law cost what the power law does; equal ones cost nothing."""
+    base = ("deepseek-v3", "--cluster", "h200-sxm:8", "--plan", "dp=8,ep=8,dtype=fp8", "--sequences", "256")
+
+    def passes(*words: str) -> Any:
+        return meshwise("serve", *base, *words, "--json").document["passes"]
+
+    counts = tmp_path / "loads.txt"
+    counts.write_text(", ".join(str(share) for share in inclusion(256, 8, 1.2).tolist()))
+    measured, copied = passes("--expert-loads", str(counts)), passes("--expert-skew", "1.2")
+    assert measured[0]["token_s"] == pytest.approx(copied[0]["token_s"])
+    assert measured[0]["distinct_experts"] == pytest.approx(copied[0]["distinct_experts"])
+    assert (
+        passes("--expert-loads", str(counts), "--redundant-experts", "32")[0]["token_s"]
+        < measured[0]["token_s"]
+    )
+    counts.write_text("7 " * 256)
+    assert passes("--expert-loads", str(counts)) == passes()
+    for text in ("1 2 3", "x " * 256, "1 " + "0 " * 255):
+        counts.write_text(text)
+        assert meshwise("serve", *base, "--expert-loads", str(counts)).code == 2

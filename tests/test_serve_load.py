@@ -19,13 +19,14 @@ from meshwise.plan.plan import parse_plan
 from meshwise.serve import measured
 from meshwise.serve import serving as est
 from meshwise.serve.engine import ENGINES, Engine, parse_engine
-from meshwise.serve.load import Fleet, cache_tokens, under_load
+from meshwise.serve.fitted import fitted
+from meshwise.serve.load import Fleet, cache_tokens, traffic, under_load
 from meshwise.serve.pass_times import Curve, PassTimes, tabulate
-from meshwise.serve.requests import Requests, at_rate, in_closed_loop, read_requests
+from meshwise.serve.requests import Lengths, Requests, at_rate, in_closed_loop, read_requests
 from meshwise.serve.simulate import Pools, Served, Worker, simulate, until_all_have_one
 
 NO_LIMIT = 10**9
-BARE: dict[str, Any] = {"front_s": 0.0, "front_token_s": 0.0, "prompt_slowdown": 1.0, "lag_passes": 0}
+BARE: dict[str, Any] = {"front_s": 0.0, "front_token_s": 0.0, "lag_passes": 0}
 
 
 def passes(
@@ -59,7 +60,7 @@ def one_at_a_time() -> Engine:
 def test_waiting_is_that_of_a_queue_with_one_server(load: float, ratio: float) -> None:
     """M/D/1 and M/G/1: Lindley's recursion to the last digit, Pollaczek-Khinchine in the mean."""
     mean = 500 * (1 + ratio)
-    requests = at_rate(load / (1e-3 * mean), 1000, 1, num=40_000, ratio=ratio)
+    requests = at_rate(load / (1e-3 * mean), Lengths(1000, 1, ratio), num=40_000)
     served = alone(requests, one_at_a_time(), passes(token_s=1e-3), NO_LIMIT)
     service = 1e-3 * np.array(requests.prompt)
     wait = served.ttft_s - service
@@ -77,7 +78,7 @@ def test_saturation_throughput(name: str) -> None:
     tokens, output, clients = 1000, 200, 64
     times = passes(fixed_s=5e-3, token_s=2e-5, decode_s=1e-4)
     engine = replace(ENGINES[name], **BARE)
-    requests = in_closed_loop(clients, tokens, output, num=40 * clients, ratio=0.8)
+    requests = in_closed_loop(clients, Lengths(tokens, output, 0.8), num=40 * clients)
     served = alone(requests, engine, times, NO_LIMIT)
     prompt, generated = np.mean(requests.prompt), np.mean(requests.output)
     decode_s = 5e-3 + clients * 1e-4
@@ -89,7 +90,7 @@ def test_saturation_throughput(name: str) -> None:
 @settings(max_examples=25, deadline=None)
 def test_littles_law(clients: int, output: int, name: str) -> None:
     """Clients = requests/s x time of a request, while every client has a request."""
-    requests = in_closed_loop(clients, 300, output, num=30 * clients, ratio=0.5)
+    requests = in_closed_loop(clients, Lengths(300, output, 0.5), num=30 * clients)
     served = alone(requests, ENGINES[name], passes(fixed_s=5e-3, token_s=1e-5), NO_LIMIT)
     until = served.sent_s.max()  # when the last request is sent, all clients are still there
     inside = np.minimum(served.last_s, until) - served.sent_s
@@ -102,7 +103,7 @@ def test_one_client_waits_for_nobody() -> None:
         find_model("llama3-8b"), find_cluster("h100-80g-sxm:1"), parse_plan("tp=1"), prompt=1000, output=50
     )
     engine = replace(ENGINES["vllm"], **BARE)
-    load = under_load(Fleet(of), in_closed_loop(1, 1000, 50, num=3), engine)
+    load = under_load(Fleet(of), in_closed_loop(1, Lengths(1000, 50), num=3), engine)
     assert load is not None
     assert load.served.ttft_s == pytest.approx(est.first_token_s(of), rel=0.02)
     decode = [est.price_pass(of, of.decode(1.0, 1000.0 + past)).total_s for past in range(49)]
@@ -148,7 +149,7 @@ def test_every_token_comes_once_and_the_cache_holds(
 
 def test_a_full_cache_preempts_or_waits() -> None:
     """Without reservations sequences are computed again; with them they wait; both finish."""
-    requests = in_closed_loop(8, 100, 300, num=40)
+    requests = in_closed_loop(8, Lengths(100, 300), num=40)
     times = passes(fixed_s=5e-3, token_s=1e-5)
     eager, careful = (alone(requests, ENGINES[name], times, 1200) for name in ("vllm", "trtllm"))
     assert eager.num_preemptions > 0 == careful.num_preemptions
@@ -188,11 +189,13 @@ def test_cuda_graphs_pad_the_batch() -> None:
         assert times.decode_s(count, 500.0) == pytest.approx(priced, rel=2e-3)
     for prompt in (100, 1000):
         priced = est.price_pass(of, of.prefill(1.0, float(prompt))).total_s
-        assert times.mixed_s([(0, prompt)]) == pytest.approx(1.15 * priced, rel=0.1)
+        assert times.mixed_s([(0, prompt)]) == pytest.approx(
+            fitted().constants.prompt_slowdown * priced, rel=0.1
+        )
 
 
 def test_a_hundred_thousand_requests_take_seconds() -> None:
-    requests = in_closed_loop(512, 1024, 128, num=100_000)
+    requests = in_closed_loop(512, Lengths(1024, 128), num=100_000)
     times = passes(fixed_s=5e-3, token_s=2e-5, decode_s=1e-5, past_s=1e-9)
     began = time.process_time()
     assert alone(requests, ENGINES["vllm"], times, NO_LIMIT).num_tokens == 128 * 100_000
@@ -205,7 +208,7 @@ def test_a_hundred_thousand_requests_take_seconds() -> None:
 @given(rate=st.floats(0.1, 100), burstiness=st.floats(0.3, 10))
 @settings(max_examples=20)
 def test_arrivals_have_the_stated_rate_and_burstiness(rate: float, burstiness: float) -> None:
-    gaps = np.diff(at_rate(rate, 100, 10, num=5000, burstiness=burstiness).arrival_s)
+    gaps = np.diff(at_rate(rate, Lengths(100, 10), num=5000, burstiness=burstiness).arrival_s)
     assert gaps.mean() == pytest.approx(1 / rate, rel=0.12)
     assert gaps.var() / gaps.mean() ** 2 == pytest.approx(1 / burstiness, rel=0.35)
 
@@ -346,6 +349,23 @@ def test_engines_are_launched_as_the_benchmark_s_scripts_do(
     assert (guesses.drafts if guesses else 0) == drafts
 
 
+def test_lengths_are_drawn_around_the_stated_means(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    prompt, output = Lengths(2000, 100, sigma=0.5).draw(40_000, rng)
+    assert np.mean(prompt) == pytest.approx(2000, rel=0.02)
+    assert np.mean(output) == pytest.approx(100, rel=0.02)
+    assert np.log(prompt).std() == pytest.approx(0.5, rel=0.02)
+    assert min(Lengths(1, 1, sigma=2.0).draw(1000, rng)[1]) == 1
+    (tmp_path / "lengths.csv").write_text("prompt,output\n700,9\n50,90\n")
+    found = read_requests(tmp_path / "lengths.csv")
+    assert not found.arrival_s
+    load = traffic(2048, 256, rate=3.0, trace=found, num_requests=500)
+    assert load is not None and len(load.arrival_s) == 500
+    assert set(zip(load.prompt, load.output, strict=True)) == {(700, 9), (50, 90)}
+    with pytest.raises(MeshwiseError, match="give rate or concurrency"):
+        traffic(2048, 256, trace=found)
+
+
 # --- pools and prefixes ---------------------------------------------------------------------------
 
 
@@ -354,7 +374,7 @@ def test_engines_are_launched_as_the_benchmark_s_scripts_do(
 def test_separate_pools_conserve_tokens_and_keep_prompts_out_of_decoding(
     prefills: int, decodes: int, clients: int
 ) -> None:
-    requests = in_closed_loop(clients, 500, 20, num=40, ratio=0.5)
+    requests = in_closed_loop(clients, Lengths(500, 20, 0.5), num=40)
     times = passes(fixed_s=4e-3, token_s=1e-4)
     worker = Worker(replace(ENGINES["vllm"], **BARE), times, NO_LIMIT)
     pools = Pools(worker, decodes, worker, prefills, transfer_s=1e-3)
@@ -401,7 +421,7 @@ def test_prompts_wait_until_they_fill_a_pass_or_have_waited_long_enough() -> Non
     held = replace(engine, align_passes=20, fill_frac=0.9)
 
     def ttft_s(engine: Engine, clients: int) -> float:
-        requests = in_closed_loop(clients, 300, 60, num=40 * clients, ratio=0.5)
+        requests = in_closed_loop(clients, Lengths(300, 60, 0.5), num=40 * clients)
         return float(alone(requests, engine, times, NO_LIMIT).ttft_s[clients:].mean())
 
     assert ttft_s(held, 1) == ttft_s(engine, 1)
@@ -414,7 +434,7 @@ def test_dp_ranks_wait_until_each_has_a_prompt() -> None:
 
 
 def test_rarely_polled_arrivals_wait_longer() -> None:
-    requests = at_rate(20, 100, 200, num=300)
+    requests = at_rate(20, Lengths(100, 200), num=300)
     times = passes(fixed_s=5e-3, token_s=1e-6)
     often, rarely = (
         alone(requests, replace(ENGINES["sglang"], poll_passes=n, **BARE), times, NO_LIMIT).ttft_s.mean()
@@ -455,6 +475,7 @@ def test_command(meshwise: Callable[..., Any], tmp_path: Path, load: tuple[str, 
         (["--rate", "1", "--engine", "tgi"], "no engine is called 'tgi'"),
         (["--rate", "1", "--engine", "vllm,max_tokens=x"], "max_tokens=x must be a count above 0"),
         (["--rate", "1", "--engine", "vllm,graphs=1"], "'graphs' is no setting"),
+        (["--rate", "1", "--length-ratio", "0.5", "--length-sigma", "1"], "are two kinds of lengths"),
         (["--rate", "1", "--length-ratio", "2"], "length_ratio=2 must be at most 1"),
         (["--concurrency", "2", "--burstiness", "2"], "a closed loop has none"),
         (["--requests", "/nowhere.csv"], "cannot read /nowhere.csv"),
@@ -472,11 +493,11 @@ def test_what_does_not_fit_is_an_answer_or_a_sentence() -> None:
     model, cluster = find_model("llama3-8b"), find_cluster("h100-80g-sxm:1")
     of = est.serving(model, cluster, parse_plan("tp=1"), prompt=100, output=10, memory_frac=0.1)
     engine = parse_engine("vllm")
-    assert under_load(Fleet(of), in_closed_loop(2, 100, 10, num=4), engine) is None
+    assert under_load(Fleet(of), in_closed_loop(2, Lengths(100, 10), num=4), engine) is None
     of = replace(of, memory_frac=0.23)
     assert 0 < cache_tokens(of) < 8000
     with pytest.raises(MeshwiseError, match="is more than the cache of"):
-        under_load(Fleet(of), in_closed_loop(2, 8000, 10, num=4), engine)
+        under_load(Fleet(of), in_closed_loop(2, Lengths(8000, 10), num=4), engine)
     with pytest.raises(MeshwiseError, match=f"is more than the {model.max_seq} of llama3-8b"):
-        under_load(Fleet(of), in_closed_loop(2, model.max_seq, 10, num=4), engine)
+        under_load(Fleet(of), in_closed_loop(2, Lengths(model.max_seq, 10), num=4), engine)
     assert math.isfinite(est.room_bytes(of, est.memory_bytes(of, 1.0)))

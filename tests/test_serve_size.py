@@ -14,7 +14,7 @@ from meshwise.serve import serving as est
 from meshwise.serve.answer import parse_prices
 from meshwise.serve.engine import ENGINES
 from meshwise.serve.load import Fleet, cost, under_load
-from meshwise.serve.requests import at_rate
+from meshwise.serve.requests import Lengths, at_rate
 from meshwise.serve.screen import BATCHES, Screen, screen
 from meshwise.serve.size import Sizing, size, wanted
 
@@ -29,7 +29,7 @@ def screened(model: str, cluster: str, **fixed: Any) -> Screen:
 
 
 def sized(model: str, cluster: str, rate: float, ttft_s: float, tpot_s: float, **fixed: Any) -> Sizing:
-    load = wanted(at_rate(rate, **LENGTHS, num=400), ttft_s, tpot_s)
+    load = wanted(at_rate(rate, Lengths(**LENGTHS), num=400), ttft_s, tpot_s)
     clusters = [find_cluster(name) for name in cluster.split(",")]
     return size(find_model(model), clusters, fixed, ENGINE, load, **LENGTHS)
 
@@ -41,7 +41,7 @@ def test_a_layout_of_the_grid_is_the_layout_alone(model: str) -> None:
         assert of.cluster.num_chips == found.num_chips[i, 0]
         assert found.most[i, 0] == est.max_sequences(of)
         assert found.pass_s[i] == pytest.approx(est.token_pass(of, BATCHES).total_s)
-        assert found.prompt_s[i, 0] == pytest.approx(ENGINE.prompt_slowdown * est.prompt_s(of))
+        assert found.prompt_s[i, 0] == pytest.approx(est.prompt_s(of))
 
 
 def test_ten_thousand_configurations_a_second() -> None:
@@ -81,7 +81,7 @@ def test_a_larger_rate_needs_as_many_gpus_or_more() -> None:
 def test_closed_form_and_simulation_agree_below_saturation() -> None:
     found = screened("llama3-8b", "h100-80g-sxm:1")
     j = int(np.searchsorted(BATCHES, 16))
-    requests = at_rate(float(found.rate[0, j]) * 0.98, **LENGTHS, num=1500)
+    requests = at_rate(float(found.rate[0, j]) * 0.98, Lengths(**LENGTHS), num=1500)
     load = under_load(Fleet(found.instances[0]), requests, ENGINE)
     assert load is not None
     assert load.served.tpot_s.mean() == pytest.approx(float(found.token_s[0, j]), rel=0.2)
@@ -90,7 +90,7 @@ def test_closed_form_and_simulation_agree_below_saturation() -> None:
 
 def test_prices_pay_for_all_gpus() -> None:
     of = screened("llama3-8b", "h100-80g-sxm:1").instances[0]
-    requests = at_rate(5.0, **LENGTHS, num=300)
+    requests = at_rate(5.0, Lengths(**LENGTHS), num=300)
     for fleet in (Fleet(of, 2), Fleet(of, 2, of, 1)):
         load = under_load(fleet, requests, ENGINE)
         assert load is not None

@@ -244,6 +244,7 @@ def serve(
     num_requests: int | None = None,
     burstiness: float | None = None,
     length_ratio: float | None = None,
+    length_sigma: float | None = None,
     shared_prefix: int | None = None,
     engine: str = "",
     workers: int = 1,
@@ -253,6 +254,7 @@ def serve(
     speculate: str = "",
     draft_model: str | Path | Model | None = None,
     expert_skew: float = 0.0,
+    expert_loads: str | Path | None = None,
     redundant_experts: int = 0,
     pareto: bool = False,
     price: str | float = "",
@@ -277,9 +279,11 @@ def serve(
         rate: Requests a second.
         concurrency: Clients that each send a request when the last one has ended.
         requests: The path of a trace: CSV of arrival [s], prompt, output; Azure's CSV; Mooncake's JSON lines.
+            From a CSV of prompt and output alone, requests at `rate` or `concurrency` draw their lengths.
         num_requests: How many requests [1000 at a rate, ten for each client].
         burstiness: Shape of the gamma distribution of the gaps between arrivals; 1 is Poisson.
         length_ratio: Lengths are uniform from this share of the stated ones to all of it [1].
+        length_sigma: Lengths are lognormal around the stated means; standard deviation of their logs.
         shared_prefix: Tokens that all prompts begin with, and that the engine finds in its cache.
         engine: `vllm`, `sglang` or `trtllm`, with settings: `"vllm,max_tokens=2048"`.
         workers: Instances that take the requests in turn.
@@ -287,6 +291,7 @@ def serve(
             over to those of `plan`, which then only decode; one of the two is enough.
         speculate: Guesses that each pass checks, and how often one is right: `"drafts=3,accept=0.8"`.
         draft_model: The model that guesses [multi-token prediction: a block like the last, and the head].
+        expert_loads: The path of a text of the tokens that each expert was sent, in place of expert_skew.
         expert_skew: The router prefers the expert of rank r by r^-skew [0: even]; the busiest rank sets the
             pace.
         redundant_experts: Slots for copies of the busiest experts.
@@ -303,9 +308,10 @@ def serve(
     from meshwise.plan.plan import Plan
     from meshwise.serve.answer import answer, parse_prices, sized
     from meshwise.serve.engine import parse_engine
+    from meshwise.serve.experts import unevenly_routed
     from meshwise.serve.load import Fleet, traffic
     from meshwise.serve.requests import read_requests
-    from meshwise.serve.serving import serving, speculating, unevenly_routed
+    from meshwise.serve.serving import serving, speculating
     from meshwise.serve.size import size, wanted
 
     trace = None if requests is None else read_requests(Path(requests))
@@ -314,14 +320,16 @@ def serve(
     mean_prompt, mean_output = trace.mean_tokens if trace else (2048, 256)
     prompt, output = mean_prompt if prompt is None else prompt, mean_output if output is None else output
     architecture = _model(model)
+    uneven = expert_skew or redundant_experts or expert_loads is not None
 
     def instance(machine: Cluster, plan: str | Path | Plan) -> Serving:
         found = serving(
             architecture, machine, _plan(plan or f"tp={machine.num_chips}"), prompt=prompt, output=output,
             memory_frac=memory_frac, engine_s=engine_s,
         )  # fmt: skip
-        if expert_skew or redundant_experts:
-            found = unevenly_routed(found, expert_skew, redundant_experts)
+        if uneven:
+            loads = None if expert_loads is None else Path(expert_loads)
+            found = unevenly_routed(found, skew=expert_skew, loads=loads, redundant=redundant_experts)
         if speculate:
             found = speculating(found, speculate, None if draft_model is None else _model(draft_model))
         elif draft_model is not None:
@@ -330,7 +338,8 @@ def serve(
 
     load = traffic(
         prompt, output, rate=rate, concurrency=concurrency, trace=trace, num_requests=num_requests,
-        burstiness=burstiness, length_ratio=length_ratio, shared_prefix=shared_prefix,
+        burstiness=burstiness, length_ratio=length_ratio, length_sigma=length_sigma,
+        shared_prefix=shared_prefix,
     )  # fmt: skip
     usd = parse_prices(str(price)) if price != "" else None
     fixed, limits = _choices(plan), (ttft_s, token_s)
@@ -339,8 +348,8 @@ def serve(
     if pareto or ("tp" not in fixed and arrives and limits != (None, None) and not pools):
         if pools:
             raise WorkloadError("pareto chooses workers and pools itself; leave those out")
-        if expert_skew or redundant_experts or speculate:
-            raise WorkloadError("expert_skew and speculate are of one layout; state tp in the plan")
+        if uneven or speculate:
+            raise WorkloadError("expert loads and speculate are of one layout; state tp in the plan")
         names = cluster.split(",") if isinstance(cluster, str) else [cluster]
         clusters = [_cluster(name) for name in names]
         sizing = size(

@@ -135,11 +135,13 @@ def _with_larger(pools: Pools, name: str) -> Pools:
     """`pools` with one constant moved by `NUDGE`."""
 
     def moved(worker: Worker) -> Worker:
-        if not name:
-            return worker
-        engine = replace(worker.engine, **{name: getattr(worker.engine, name) * math.exp(NUDGE)})
-        host_s = worker.times.prompt_host_s * engine.launched_layer_s / worker.engine.launched_layer_s
-        times = replace(worker.times, prompt_slowdown=engine.prompt_slowdown, prompt_host_s=host_s)
+        engine, times, by = worker.engine, worker.times, math.exp(NUDGE)
+        if name == "launched_layer_s":
+            times = replace(times, prompt_host_s=by * times.prompt_host_s)
+        elif name.endswith("slowdown"):
+            times = replace(times, **{name: by * getattr(times, name)})
+        elif name:
+            engine = replace(engine, **{name: by * getattr(engine, name)})
         return replace(worker, engine=engine, times=times)
 
     return replace(pools, worker=moved(pools.worker), prefill=pools.prefill and moved(pools.prefill))

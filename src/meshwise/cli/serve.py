@@ -32,7 +32,10 @@ def serve(
         int | None, typer.Option(help="Load: clients that each send a request when the last has ended.")
     ] = None,
     requests: Annotated[
-        Path | None, typer.Option(help="Load: a trace (CSV arrival,prompt,output; Azure; Mooncake JSONL).")
+        Path | None,
+        typer.Option(
+            help="Load: a trace (CSV arrival,prompt,output; Azure; Mooncake JSONL), or CSV prompt,output."
+        ),
     ] = None,
     num_requests: Annotated[
         int | None, typer.Option(help="Requests of the load. [1000 at a rate, 10 a client]")
@@ -42,6 +45,9 @@ def serve(
     ] = None,
     length_ratio: Annotated[
         float | None, typer.Option(help="Lengths are uniform from this share of the stated ones up. [1]")
+    ] = None,
+    length_sigma: Annotated[
+        float | None, typer.Option(help="Lengths are lognormal around the stated means, logs spread by this.")
     ] = None,
     shared_prefix: Annotated[
         int | None, typer.Option(help="Tokens that all prompts begin with; the engine caches them.")
@@ -63,6 +69,9 @@ def serve(
     expert_skew: Annotated[
         float, typer.Option(help="Power law of the experts' loads: that of rank r is r^-SKEW. [even]")
     ] = 0.0,
+    expert_loads: Annotated[
+        Path | None, typer.Option(help="Text of the tokens that each expert was sent, instead.")
+    ] = None,
     redundant_experts: Annotated[int, typer.Option(help="Slots for copies of the busiest experts.")] = 0,
     pareto: Annotated[
         bool, typer.Option("--pareto", help="Trade-offs of all layouts: tokens/s a user against a GPU.")
@@ -103,9 +112,9 @@ def serve(
         ttft_s=None if ttft_ms is None else ttft_ms / 1e3,
         memory_frac=memory_frac, engine_s=engine_ms / 1e3, rate=rate, concurrency=concurrency,
         requests=requests, num_requests=num_requests, burstiness=burstiness, length_ratio=length_ratio,
-        shared_prefix=shared_prefix, engine=engine, workers=workers, prefill_plan=prefill_plan,
-        prefill_cluster=prefill_cluster, prefill_workers=prefill_workers,
-        speculate=speculate, draft_model=draft_model, expert_skew=expert_skew,
+        length_sigma=length_sigma, shared_prefix=shared_prefix, engine=engine, workers=workers,
+        prefill_plan=prefill_plan, prefill_cluster=prefill_cluster, prefill_workers=prefill_workers,
+        speculate=speculate, draft_model=draft_model, expert_skew=expert_skew, expert_loads=expert_loads,
         redundant_experts=redundant_experts, pareto=pareto, price=price,
     )  # fmt: skip
     if (csv or plot) and found.sizing is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +13,9 @@ from meshwise.serve.answer import Answer
 from meshwise.serve.load import Load
 from meshwise.serve.size import Sizing
 
-_HEADINGS = ("sequences", "a token", "tokens/s", "a GPU", "with prompts", "memory", "largest parts")
+_HEADINGS = (
+    *("sequences", "a token", "tokens/s\na GPU", "with\nprompts", "memory", "experts", "largest part"),
+)
 
 
 def print_serving(answer: Answer, console: Console) -> None:
@@ -55,26 +58,36 @@ def print_serving(answer: Answer, console: Console) -> None:
         return
     rows = []
     for row in document["passes"]:
-        parts = sorted(row["time_s"].items(), key=lambda part: -part[1])[:3]
-        cells = (
-            f"{row['sequences']:,}",
-            duration(row["token_s"]),
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['tokens_per_s_per_gpu']:,.0f}",
-            f"{row['with_prefill_per_s_per_gpu']:,.0f}",
-            with_prefix(row["memory_bytes"]["total"], "B") if row["fits"] else "out of memory",
-            *((f"{row['distinct_experts']:.0f}",) if row["distinct_experts"] else ()),
-            ", ".join(f"{name} {seconds / row['token_s']:.0%}" for name, seconds in parts if seconds),
+        name, seconds = max(row["time_s"].items(), key=lambda part: part[1])
+        rows.append(
+            (
+                f"{row['sequences']:,}",
+                duration(row["token_s"]),
+                f"{row['tokens_per_s_per_gpu']:,.0f}",
+                f"{row['with_prefill_per_s_per_gpu']:,.0f}",
+                with_prefix(row["memory_bytes"]["total"], "B") if row["fits"] else "too much",
+                f"{row['distinct_experts']:.0f}" if row["distinct_experts"] else "",
+                f"{name} {seconds / row['token_s']:.0%}",
+            )
         )
-        rows.append(cells)
-    experts = ("experts",) if document["passes"][0]["distinct_experts"] else ()
-    headings = (*_HEADINGS[:-1], *experts, _HEADINGS[-1])
-    console.print(Table("", headings, rows, left=headings[-1:]))
+    _print_filled(_HEADINGS, rows, console, left=_HEADINGS[-1:])
     for note in document["notes"]:
         console.print(f"note: {note}")
 
 
-_CHOICES = ("GPUs", "workers", "prefill workers", "batch", "first token", "token", "a user", "a GPU", "binds")
+def _print_filled(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console, *, left: Sequence[str]
+) -> None:
+    """Print a table without the columns that are empty in all `rows`."""
+    filled = [i for i in range(len(headings)) if any(row[i] for row in rows)]
+    shown = [[row[i] for i in filled] for row in rows]
+    console.print(Table("", [headings[i] for i in filled], shown, left=left))
+
+
+_CHOICES = (
+    *("GPUs", "workers", "prefill\nworkers", "batch", "first\ntoken ms", "token\nms", "tokens/s\na GPU"),
+    *("binds", "within"),
+)
 
 
 def _print_sizing(answer: Answer, sizing: Sizing, console: Console) -> None:
@@ -91,40 +104,45 @@ def _print_sizing(answer: Answer, sizing: Sizing, console: Console) -> None:
         console.print(f"{holds}: {answer.load.fleet.num_chips} (90 % of the requests must keep them)")
         if answer.load.fleet.prefill:
             console.print("the figures above and the passes below are of a decode worker")
-        rows = [_choice(one) for one in document["simulated"]]
-        console.print(Table("simulated, fewest GPUs first", (*_CHOICES, "within"), rows, left=_CHOICES[1:3]))
+        console.print("simulated, fewest GPUs first:")
+        _print_choices(document["simulated"], console)
     elif not sizing.choices:
         console.print("no layout of this cluster fits and keeps the limits")
         if sizing.least_ttft_s is not None and sizing.least_tpot_s is not None:
             least = f"{duration(sizing.least_ttft_s)}, of a token {duration(sizing.least_tpot_s)}"
             console.print(f"the least of a first token is {least}; allow more than that")
     every = -(-len(document["pareto"]) // MAX_TRADE_OFFS) or 1
-    rows = [_choice(one) for one in document["pareto"][::every]]
-    if rows:
-        console.print(Table("trade-offs, in closed form", _CHOICES, rows, left=_CHOICES[1:3]))
+    if document["pareto"]:
+        console.print("trade-offs, in closed form:")
+        _print_choices(document["pareto"][::every], console)
 
 
 MAX_TRADE_OFFS = 16
 """Rows of the table of trade-offs; the document and the picture have all."""
 
 
-def _choice(row: dict[str, Any]) -> tuple[str, ...]:
+def _print_choices(choices: Sequence[dict[str, Any]], console: Console) -> None:
+    chips = {row[f"{pool}chip"] for row in choices for pool in ("", "prefill_")} - {None}
+    rows = [_choice(row, names_chip=len(chips) > 1) for row in choices]
+    _print_filled(_CHOICES, rows, console, left=_CHOICES[1:3])
+
+
+def _choice(row: dict[str, Any], *, names_chip: bool) -> tuple[str, ...]:
     """The cells of a choice: as simulated, where it was."""
 
     def workers(pool: str) -> str:
-        layout = row[f"{pool}layout"]
-        return layout and f"{row[f'{pool}workers']} x {row[f'{pool}chip']} {layout}"
+        words = (f"{row[f'{pool}workers']} x", row[f"{pool}chip"] if names_chip else "", row[f"{pool}layout"])
+        return " ".join(word for word in words if word) if row[f"{pool}layout"] else ""
 
     def mean(name: str) -> float:
         return float(row[f"simulated_{name}"]["mean"] if f"simulated_{name}" in row else row[name])
 
     per_gpu = row.get("simulated_output_tokens_per_s_per_gpu", row["tokens_per_s_per_gpu"])
-    cells = (
+    return (
         f"{row['num_gpus']:,}", workers(""), workers("prefill_"), f"{row['max_sequences_per_dp_rank']:,}",
-        duration(mean("ttft_s")), duration(mean("tpot_s")), f"{1 / mean('tpot_s'):,.0f}", f"{per_gpu:,.0f}",
-        row["binds"],
+        f"{1e3 * mean('ttft_s'):,.4g}", f"{1e3 * mean('tpot_s'):,.4g}", f"{per_gpu:,.0f}", row["binds"],
+        f"{row['simulated_within_limits_frac']:.0%}" if "holds" in row else "",
     )  # fmt: skip
-    return (*cells, f"{row['simulated_within_limits_frac']:.0%}") if "holds" in row else cells
 
 
 def _print_load(load: Load, console: Console) -> None:

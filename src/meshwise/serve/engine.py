@@ -37,7 +37,7 @@ class Engine:
     `poll_passes`: decode passes from one look at what has arrived to the next; `align_passes`: passes that
     prompts wait at most until every dp rank has one and they fill `fill_frac` of a pass (TensorRT-LLM's
     attention_dp_config and batch_wait_timeout_iters).
-    The last four are those of all engines (`serve.fitted.Constants`).
+    The last two are those of all engines (`serve.fitted.Constants`).
     """
 
     name: str
@@ -54,8 +54,6 @@ class Engine:
     fill_frac: float = 0.0
     front_s: float = _CONSTANTS.front_s
     front_token_s: float = _CONSTANTS.front_token_s
-    prompt_slowdown: float = _CONSTANTS.prompt_slowdown
-    launched_layer_s: float = _CONSTANTS.launched_layer_s
 
 
 ENGINES = {

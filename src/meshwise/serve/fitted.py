@@ -1,4 +1,4 @@
-"""What is fitted to measured serving points: four constants of all engines, and how far predictions lie off.
+"""What is fitted to measured serving points: five constants of all engines, and how far predictions lie off.
 
 `catalog/serving.toml`, written by `meshwise fit --only serving`.
 """
@@ -19,14 +19,15 @@ class Constants(msgspec.Struct, frozen=True):
     """Overheads that kernels do not have, the same for all engines, models and chips.
 
     `front_s` + `front_token_s` x prompt: HTTP, tokenizer and network before the scheduler sees a request;
-    `prompt_slowdown`: time of passes with prompts over the sum of their kernels; `launched_layer_s`: the
-    host's time to launch a layer of latent attention (MLA), or of a recurrence, in such a pass, which no CUDA
-    graph replays.
+    `prompt_slowdown`: time of passes with prompts over the sum of their kernels; `expert_slowdown`: the same
+    of their experts, which also sort tokens and wait for the busiest; `launched_layer_s`: the host's time to
+    launch a layer of latent attention (MLA), or of a recurrence, in such a pass, which no CUDA graph replays.
     """
 
     front_s: float
     front_token_s: float
     prompt_slowdown: float
+    expert_slowdown: float
     launched_layer_s: float
 
 

@@ -13,7 +13,7 @@ from meshwise.core.errors import WorkloadError
 from meshwise.serve.engine import Engine
 from meshwise.serve.fitted import interval_of
 from meshwise.serve.pass_times import tabulate
-from meshwise.serve.requests import Requests, at_rate, in_closed_loop
+from meshwise.serve.requests import Lengths, Requests, at_rate, in_closed_loop
 from meshwise.serve.serving import Serving, check_lengths, memory_bytes, prompt_s, room_bytes, sequence_bytes
 from meshwise.serve.simulate import Pools, Seconds, Served, Worker, simulate
 
@@ -31,43 +31,51 @@ def traffic(
     num_requests: int | None = None,
     burstiness: float | None = None,
     length_ratio: float | None = None,
+    length_sigma: float | None = None,
     shared_prefix: int | None = None,
 ) -> Requests | None:
     """The requests that are asked for; None without a load. WorkloadError for what contradicts itself."""
     check_lengths(prompt, output)
-    loads = {"rate": rate, "concurrency": concurrency, "requests": trace}
+    arrives = trace is not None and bool(trace.arrival_s)
+    loads = {"rate": rate, "concurrency": concurrency, "requests": trace if arrives else None}
     stated = [name for name, load in loads.items() if load is not None]
     if len(stated) > 1:
         raise WorkloadError(f"{' and '.join(stated)} are two loads; give one of rate, concurrency, requests")
     shape = {
         "num_requests": num_requests, "burstiness": burstiness, "length_ratio": length_ratio,
-        "shared_prefix": shared_prefix,
+        "length_sigma": length_sigma, "shared_prefix": shared_prefix,
     }  # fmt: skip
     for name, number in {"rate": rate, "concurrency": concurrency, **shape}.items():
         if number is not None and not 0 < number < math.inf:
             raise WorkloadError(f"{name}={number:g} must be above zero")
-        if number is not None and name in shape and (not stated or trace is not None):
+        if number is not None and name in shape and (not stated or arrives):
             raise WorkloadError(f"{name} needs a load; give rate or concurrency too")
+    if trace is not None and not stated:
+        raise WorkloadError("requests without arrivals are lengths alone; give rate or concurrency too")
+    drawn = [name for name, given in (("length_ratio", length_ratio), ("length_sigma", length_sigma),
+             ("requests", trace)) if given is not None and not arrives]  # fmt: skip
+    if len(drawn) > 1:
+        raise WorkloadError(f"{' and '.join(drawn)} are two kinds of lengths; give one")
     ratio = 1.0 if length_ratio is None else length_ratio
     if ratio > 1:
         raise WorkloadError(f"length_ratio={ratio:g} must be at most 1: lengths go from there to the stated")
-    if trace is not None:
+    if arrives:
         return trace
     if burstiness is not None and rate is None:
         raise WorkloadError("burstiness is of arrivals at a rate; a closed loop has none")
-    if shared_prefix is not None and shared_prefix >= prompt * ratio:
-        raise WorkloadError(f"shared_prefix={shared_prefix} leaves nothing of a prompt; make it shorter")
+    pairs = tuple(zip(trace.prompt, trace.output, strict=True)) if trace else ()
+    lengths = Lengths(prompt, output, ratio, length_sigma or 0.0, pairs)
     if concurrency is not None:
-        num = num_requests or 10 * concurrency
-        found = in_closed_loop(concurrency, prompt, output, num=num, ratio=ratio)
+        found = in_closed_loop(concurrency, lengths, num=num_requests or 10 * concurrency)
     elif rate is not None:
-        num = num_requests or OPEN_LOOP_REQUESTS
-        found = at_rate(rate, prompt, output, num=num, burstiness=burstiness or 1.0, ratio=ratio)
+        found = at_rate(rate, lengths, num=num_requests or OPEN_LOOP_REQUESTS, burstiness=burstiness or 1.0)
     else:
         return None
     if shared_prefix is None:
         return found
-    return replace(found, blocks=((0,),) * num, block_tokens=shared_prefix)
+    if shared_prefix >= min(found.prompt):
+        raise WorkloadError(f"shared_prefix={shared_prefix} leaves nothing of a prompt; make it shorter")
+    return replace(found, blocks=((0,),) * len(found.prompt), block_tokens=shared_prefix)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

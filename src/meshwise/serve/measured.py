@@ -25,7 +25,7 @@ from meshwise.plan.plan import Plan
 from meshwise.serve import inferencex
 from meshwise.serve.engine import ENGINES, Engine
 from meshwise.serve.load import Fleet, Load, under_load
-from meshwise.serve.requests import Requests, in_closed_loop
+from meshwise.serve.requests import Lengths, Requests, in_closed_loop
 from meshwise.serve.serving import Serving, serving, speculating
 
 SYSTEMS = {
@@ -86,9 +86,8 @@ def point(row: Mapping[str, str]) -> Point:
     engine = inferencex.launched(_found(ENGINES, "backend", row["backend"]), row, name, last.dp)
     if guesses := inferencex.speculation(row, name, last.dp):
         last = speculating(last, guesses)
-    requests = in_closed_loop(
-        clients, prompt, output, num=inferencex.REQUESTS_EACH * clients, ratio=inferencex.LENGTH_RATIO
-    )
+    lengths = Lengths(prompt, output, inferencex.LENGTH_RATIO)
+    requests = in_closed_loop(clients, lengths, num=inferencex.REQUESTS_EACH * clients)
     return Point(Fleet(last, workers[-1], first[0] if first else None, workers[0]), requests, engine)
 
 

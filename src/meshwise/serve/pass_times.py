@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwise.core.units import Num
-from meshwise.model.architecture import Model, layer_kind
 from meshwise.serve.engine import Engine
-from meshwise.serve.serving import PREFILL_TOKENS, Pass, Serving, decode_pass, price_pass
+from meshwise.serve.fitted import fitted
+from meshwise.serve.serving import PREFILL_TOKENS, Pass, Serving, decode_pass, launches_s, price_pass
 
 POINTS = 256
 """Points of a table along the tokens of a pass, or of a prompt."""
@@ -48,6 +48,7 @@ class Curve:
 class PassTimes:
     """The tables. `decode_rest` and `decode_attention` by number of sequences of a dp rank, from 0 on.
 
+    `prompt_experts` is what `prompt_rest` leaves out; slowdowns are those of `serve.fitted.Constants`.
     `prompt_host_s`: time of the host to launch a pass with prompts, during which the chip may wait.
     """
 
@@ -55,9 +56,11 @@ class PassTimes:
     decode_attention: Sequence[Curve]
     prompt_rest: Curve
     prompt_attention: Curve
+    prompt_experts: Curve = Curve((0.0, 0.0), 1.0)
     dp: int = 1
     prompt_host_s: float = 0.0
     prompt_slowdown: float = 1.0
+    expert_slowdown: float = 1.0
 
     def decode_s(self, sequences: int, context: float) -> float:
         """A pass without prompts."""
@@ -74,7 +77,8 @@ class PassTimes:
         each = -(-sequences // self.dp)
         busiest = max(tokens / self.dp, largest)  # of all dp ranks
         prompt_s = self.prompt_rest(busiest + each) + attention_s * busiest / tokens
-        device_s = self.prompt_slowdown * prompt_s + self.decode_attention[each](context)
+        experts_s = self.expert_slowdown * self.prompt_experts(busiest + each)
+        device_s = self.prompt_slowdown * prompt_s + experts_s + self.decode_attention[each](context)
         return max(device_s, self.prompt_host_s)
 
 
@@ -91,6 +95,7 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
     token_step = max(engine.max_tokens + most_sequences, longest) / POINTS
     tokens = np.maximum(np.arange(POINTS + 1) * token_step, 1.0)
     prompts = price_pass(serving, serving.prefill(tokens / serving.prompt))
+    experts = prompts.time_s["experts"]
     length_step = longest / POINTS
     prompt = np.maximum(np.arange(POINTS + 1) * length_step, 1.0)
     together = np.maximum(PREFILL_TOKENS / prompt, 1.0)
@@ -100,18 +105,14 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
     return PassTimes(
         decode_rest=rest.tolist(),
         decode_attention=[Curve(column, context_step) for column in attention.T.tolist()],
-        prompt_rest=Curve(np.broadcast_to(_rest(prompts), tokens.shape).tolist(), token_step),
+        prompt_rest=Curve(np.broadcast_to(_rest(prompts) - experts, tokens.shape).tolist(), token_step),
+        prompt_experts=Curve(np.broadcast_to(experts, tokens.shape).tolist(), token_step),
         prompt_attention=Curve(prompt_attention.tolist(), length_step),
         dp=serving.dp,
-        prompt_host_s=engine.launched_layer_s * _launched_layers(serving.model),
-        prompt_slowdown=engine.prompt_slowdown,
+        prompt_host_s=launches_s(serving.model),
+        prompt_slowdown=fitted().constants.prompt_slowdown,
+        expert_slowdown=fitted().constants.expert_slowdown,
     )
-
-
-def _launched_layers(model: Model) -> int:
-    """Layers of latent attention or of a recurrence, whose prompt kernels no CUDA graph replays."""
-    kinds = (layer_kind(model, layer) for layer in range(model.num_layers))
-    return sum(model.mla is not None or kind.mixer == "recurrence" for kind in kinds)
 
 
 def _rest(priced: Pass) -> Num:

@@ -25,8 +25,9 @@ SEED = 0
 CSV_COLUMNS = {
     "csv": ("arrival", "prompt", "output"),
     "azure": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+    "lengths": ("prompt", "output"),
 }
-"""Columns of a trace [seconds or a time of day, tokens, tokens], ours and Azure's (LLM inference)."""
+"""Columns of a trace [seconds or a time of day, tokens, tokens], ours and Azure's; of lengths alone."""
 
 MOONCAKE_BLOCK_TOKENS = 512
 """Tokens of a block of Mooncake's traces (arXiv 2407.00079)."""
@@ -59,28 +60,44 @@ class Requests:
         return round(sum(self.prompt) / num), round(sum(self.output) / num)
 
 
-def lengths(tokens: int, num: int, ratio: float, rng: np.random.Generator) -> tuple[int, ...]:
-    """`num` lengths, uniform from `ratio * tokens` to `tokens` (SGLang's and InferenceX's clients)."""
-    return tuple(rng.integers(max(round(ratio * tokens), 1), tokens + 1, num).tolist())
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of the prompts and outputs of requests that are drawn.
+
+    Uniform from `ratio` of the stated tokens to all of them (SGLang's and InferenceX's clients); with `sigma`
+    lognormal around the same mean, the logs spread by that; with `pairs`, one of these.
+    """
+
+    prompt: int
+    output: int
+    ratio: float = 1.0
+    sigma: float = 0.0
+    pairs: tuple[tuple[int, int], ...] = ()
+
+    def draw(self, num: int, rng: np.random.Generator) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Prompts and outputs of `num` requests."""
+        if self.pairs:
+            drawn = np.array(self.pairs)[rng.integers(len(self.pairs), size=num)]
+            return tuple(drawn[:, 0].tolist()), tuple(drawn[:, 1].tolist())
+        return self._draw(self.prompt, num, rng), self._draw(self.output, num, rng)
+
+    def _draw(self, tokens: int, num: int, rng: np.random.Generator) -> tuple[int, ...]:
+        if self.sigma:
+            drawn = rng.lognormal(math.log(tokens) - self.sigma**2 / 2.0, self.sigma, num)
+            return tuple(np.maximum(drawn.round(), 1.0).astype(int).tolist())
+        return tuple(rng.integers(max(round(self.ratio * tokens), 1), tokens + 1, num).tolist())
 
 
-def at_rate(
-    rate: float, prompt: int, output: int, *, num: int, burstiness: float = 1.0, ratio: float = 1.0
-) -> Requests:
+def at_rate(rate: float, lengths: Lengths, *, num: int, burstiness: float = 1.0) -> Requests:
     """`num` requests at `rate` a second."""
     rng = np.random.default_rng(SEED)
     gaps = rng.gamma(burstiness, 1.0 / (burstiness * rate), num)
-    return Requests(
-        lengths(prompt, num, ratio, rng), lengths(output, num, ratio, rng), tuple(np.cumsum(gaps).tolist())
-    )
+    return Requests(*lengths.draw(num, rng), tuple(np.cumsum(gaps).tolist()))
 
 
-def in_closed_loop(concurrency: int, prompt: int, output: int, *, num: int, ratio: float = 1.0) -> Requests:
+def in_closed_loop(concurrency: int, lengths: Lengths, *, num: int) -> Requests:
     """`num` requests of `concurrency` clients."""
-    rng = np.random.default_rng(SEED)
-    return Requests(
-        lengths(prompt, num, ratio, rng), lengths(output, num, ratio, rng), concurrency=concurrency
-    )
+    return Requests(*lengths.draw(num, np.random.default_rng(SEED)), concurrency=concurrency)
 
 
 # --- traces --------------------------------------------------------------------------------------
@@ -100,7 +117,8 @@ class _Mooncake(msgspec.Struct):
 def read_requests(path: Path) -> Requests:
     """The requests of a trace: CSV of arrival [s], prompt, output; Azure's CSV; Mooncake's JSON lines.
 
-    Requests that generated nothing failed, and are left out. Arrivals count from the first.
+    Requests that generated nothing failed, and are left out. Arrivals count from the first; a CSV of
+    prompt and output alone has none.
     """
     try:
         rows = list(_json_lines(path) if path.suffix in (".jsonl", ".json") else _csv_rows(path))
@@ -112,7 +130,7 @@ def read_requests(path: Path) -> Requests:
     if not rows:
         raise DataError(f"{path} has no request that generates a token; name a trace of requests")
     arrival, prompt, output, blocks = zip(*rows, strict=True)
-    seconds = tuple(second - arrival[0] for second in arrival)
+    seconds = () if math.isinf(arrival[0]) else tuple(second - arrival[0] for second in arrival)
     return Requests(prompt, output, seconds, blocks=blocks if any(blocks) else ())
 
 
@@ -136,12 +154,13 @@ def _csv_rows(path: Path) -> Iterator[_Row]:
             known = " or ".join(",".join(names) for names in CSV_COLUMNS.values())
             raise DataError(f"{path}, line 1: a trace of requests has the columns {known}")
         for row in reader:
-            when, prompt, output = (row[name] or "" for name in columns)
+            *when, prompt, output = (row[name] or "" for name in columns)
             try:
-                cells = _seconds(when), int(prompt), int(output)
+                cells = _seconds(when[0]) if when else 0.0, int(prompt), int(output)
             except ValueError as error:
                 raise DataError(f"{path}, line {reader.line_num}: {error}") from None
-            yield *_checked(path, reader.line_num, *cells), ()
+            _, *tokens = _checked(path, reader.line_num, *cells)
+            yield cells[0] if when else -math.inf, *tokens, ()
 
 
 def _checked(path: Path, line: int, second: float, prompt: int, output: int) -> tuple[float, int, int]:

@@ -27,7 +27,7 @@ from meshwise.plan.mesh import mesh_of, rules
 from meshwise.plan.plan import Plan, numbers_of, plan_text
 from meshwise.plan.workload import Workload
 from meshwise.serve.engine import Engine
-from meshwise.serve.serving import PREFILL_TOKENS, Serving, memory_bytes, price_pass, serving, token_pass
+from meshwise.serve.serving import PREFILL_TOKENS, Serving, memory_bytes, prompts_s, serving, token_pass
 
 MAX_RANKS = 256
 """Ranks of one instance at most."""
@@ -148,9 +148,6 @@ def _priced(
     def grid(values: Num) -> Grid:
         return np.broadcast_to(values, (len(layouts), np.shape(values)[-1] if np.ndim(values) else 1))
 
-    def prompts_s(num: float) -> Grid:
-        return grid(engine.prompt_slowdown * price_pass(of, of.prefill(num)).total_s)
-
     return Screen(
         chip=cluster.chip.name,
         instances=tuple(
@@ -164,8 +161,8 @@ def _priced(
         num_chips=ranks,
         dp=ranks / tp,
         most=grid(np.maximum(np.floor(room / memory["cache"]), 0.0)),
-        prompt_s=prompts_s(float(together)) / together,
-        alone_s=prompts_s(1.0) + engine.front_s + engine.front_token_s * prompt,
+        prompt_s=grid(prompts_s(of, of.prefill(float(together)))) / together,
+        alone_s=grid(prompts_s(of, of.prefill(1.0))) + engine.front_s + engine.front_token_s * prompt,
         pass_s=grid(token_pass(of, BATCHES).total_s),
     )  # fmt: skip
 

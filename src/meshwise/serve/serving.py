@@ -18,13 +18,13 @@ import numpy as np
 
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.units import WEIGHT_BITS, Num
-from meshwise.cost.routing import busiest_rank, inclusion, summary
+from meshwise.cost.routing import Shares, distinct_experts, inclusion
 from meshwise.estimate.memory import Memory, contents, serving_memory
 from meshwise.estimate.part import PricedOp, price_parts
 from meshwise.estimate.timing import Machine, experts_library, machine
 from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import serving_overheads
-from meshwise.model.architecture import Model
+from meshwise.model.architecture import Model, layer_kind
 from meshwise.plan.mesh import Mesh, resolve
 from meshwise.plan.plan import Plan
 from meshwise.plan.stages import stages_of
@@ -32,6 +32,7 @@ from meshwise.plan.workload import Workload
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op
 from meshwise.program.parts import cut_of, parts
+from meshwise.serve.fitted import fitted
 
 PREFILL_TOKENS = 8192
 """Tokens that engines take in one pass of prompts, or one prompt if that is longer (vLLM, SGLang)."""
@@ -48,7 +49,8 @@ class Serving:
     """What is served: prompts of `prompt` tokens, `output` tokens generated after each, on `cluster`.
 
     `memory_frac`: share of the memory that the engine may take. `engine_s`: its own time between passes.
-    `expert_skew`: a power law of the experts' loads (`cost.routing`). `speculation`: how tokens are guessed.
+    `expert_shares`: the chance of each expert that a token chooses it (None: all the same; `serve.experts`).
+    `speculation`: how tokens are guessed.
     """
 
     model: Model
@@ -59,7 +61,7 @@ class Serving:
     output: int
     memory_frac: float = 0.9
     engine_s: float = 0.0
-    expert_skew: float = 0.0
+    expert_shares: Shares | None = None
     speculation: Speculation | None = None
 
     @property
@@ -174,24 +176,6 @@ def _on_units_of(plan: Plan, cluster: Cluster) -> Plan:
     if plan.dtype not in narrow or plan.dtype in cluster.chip.matrix_flop_per_s:
         return plan
     return replace(plan, dtype="bf16", weight_dtype=plan.weight_dtype or narrow[plan.dtype])
-
-
-def unevenly_routed(serving: Serving, skew: float, redundant: int = 0) -> Serving:
-    """`serving` where the router prefers experts by a power law; `redundant` slots hold copies.
-
-    The busiest rank sets the pace of all: experts are placed so that loads are as even as they can be.
-    """
-    moe = serving.model.moe
-    if moe is None:
-        raise PlanError(f"expert_skew is stated but {serving.model.name} has no experts; leave it out")
-    if not 0 <= skew < 10 or not 0 <= redundant <= moe.num_experts:
-        raise WorkloadError(
-            f"expert_skew={skew:g} must be from 0 to 10, redundant_experts={redundant} from 0 to the number "
-            f"of experts, {moe.num_experts}"
-        )
-    busiest = busiest_rank(inclusion(moe.num_experts, moe.top_k, skew), int(serving.mesh.ep), redundant)
-    plan = replace(serving.mesh.plan, imbalance=busiest)
-    return replace(serving, expert_skew=skew, mesh=replace(serving.mesh, imbalance=busiest, plan=plan))
 
 
 # --- passes ------------------------------------------------------------------------------------
@@ -309,15 +293,33 @@ def max_sequences(serving: Serving) -> int:
 # --- answers -----------------------------------------------------------------------------------
 
 
+def prompts_s(serving: Serving, cut: Cut) -> Num:
+    """Seconds of a pass of prompts: its kernels and what they wait for, or the host's launches if longer."""
+    overheads = fitted().constants
+    priced = price_pass(serving, cut)
+    experts_s = priced.time_s["experts"]
+    kernels_s = (
+        overheads.prompt_slowdown * (priced.total_s - experts_s) + overheads.expert_slowdown * experts_s
+    )
+    return np.maximum(kernels_s, launches_s(serving.model))
+
+
+def launches_s(model: Model) -> float:
+    """Seconds of the host to launch a pass of prompts: latent attention (MLA), recurrences."""
+    kinds = (layer_kind(model, layer) for layer in range(model.num_layers))
+    launched = sum(model.mla is not None or kind.mixer == "recurrence" for kind in kinds)
+    return fitted().constants.launched_layer_s * launched
+
+
 def first_token_s(serving: Serving) -> float:
     """Time to the first token of a prompt that finds the instance idle."""
-    return float(price_pass(serving, serving.prefill(1.0)).total_s)
+    return float(prompts_s(serving, serving.prefill(1.0)))
 
 
 def prompt_s(serving: Serving) -> float:
     """Time that a dp rank spends on each prompt, where several go into one pass."""
     together = max(PREFILL_TOKENS // serving.prompt, 1)
-    return float(price_pass(serving, serving.prefill(float(together))).total_s) / together
+    return float(prompts_s(serving, serving.prefill(float(together)))) / together
 
 
 def token_pass(serving: Serving, sequences: Num) -> Pass:
@@ -355,7 +357,9 @@ def rows(serving: Serving, sequences: list[int]) -> list[dict[str, Any]]:
     def of(number: int, parts: dict[str, Num]) -> dict[str, float]:
         return {name: float(np.broadcast_to(part, each.shape)[number]) for name, part in parts.items()}
 
-    moe, found = serving.model.moe, []
+    moe, shares, found = serving.model.moe, serving.expert_shares, []
+    if moe is not None and shares is None:
+        shares = inclusion(moe.num_experts, moe.top_k)
     checked = 1 + (serving.speculation.drafts if serving.speculation else 0)
     for i, count in enumerate(sequences):
         time_s, used = of(i, time), of(i, memory)
@@ -373,8 +377,7 @@ def rows(serving: Serving, sequences: list[int]) -> list[dict[str, Any]]:
                 "with_prefill_per_s_per_gpu": float(with_prefill_per_s / num_chips),
                 "memory_bytes": used | {"total": total},
                 "time_s": time_s,
-                "distinct_experts": moe
-                and summary(moe, count * checked, skew=serving.expert_skew)["distinct_experts"],
+                "distinct_experts": moe and float(distinct_experts(shares, count * checked)),
                 "fits": total <= room,
             }
         )

@@ -1,0 +1,56 @@
+"""Experts that are not equally liked: a power law of their loads, or loads that were measured.
+
+The busiest rank sets the pace of all: experts are placed so that loads are as even as they can be, and
+redundant slots hold copies of those that have the most load a copy (DeepSeek's EPLB).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from meshwise.core.errors import DataError, PlanError, WorkloadError
+from meshwise.cost.routing import Shares, busiest_rank, inclusion
+from meshwise.model.architecture import MoE
+from meshwise.serve.serving import Serving
+
+
+def unevenly_routed(
+    serving: Serving, *, skew: float = 0.0, loads: Path | None = None, redundant: int = 0
+) -> Serving:
+    """`serving` where expert r is liked as r^-skew, or as `loads` says; `redundant` slots are copies."""
+    moe = serving.model.moe
+    if moe is None:
+        raise PlanError(f"loads of experts are stated but {serving.model.name} has none; leave them out")
+    if not 0 <= skew < 10 or not 0 <= redundant <= moe.num_experts:
+        raise WorkloadError(
+            f"expert_skew={skew:g} must be from 0 to 10, redundant_experts={redundant} from 0 to the number "
+            f"of experts, {moe.num_experts}"
+        )
+    if loads is not None and skew:
+        raise WorkloadError("expert_skew and expert_loads are two kinds of loads; give one")
+    shares = inclusion(moe.num_experts, moe.top_k, skew) if loads is None else read_loads(loads, moe)
+    busiest = busiest_rank(shares, int(serving.mesh.ep), redundant)
+    plan = replace(serving.mesh.plan, imbalance=busiest)
+    return replace(serving, expert_shares=shares, mesh=replace(serving.mesh, imbalance=busiest, plan=plan))
+
+
+def read_loads(path: Path, moe: MoE) -> Shares:
+    """Chance [experts] that a token chooses each, from a file of the tokens that each expert was sent."""
+    try:
+        loads = np.array(path.read_text().replace(",", " ").split(), dtype=np.float64)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; name a file of expert loads") from None
+    except ValueError:
+        raise DataError(f"{path} must hold numbers alone: the tokens that each expert was sent") from None
+    if len(loads) != moe.num_experts or not np.isfinite(loads).all() or loads.min() < 0 or not loads.any():
+        raise DataError(
+            f"{path} has {len(loads)} loads; it must hold one, of 0 or more, for each of "
+            f"{moe.num_experts} experts"
+        )
+    shares: Shares = moe.top_k * loads / loads.sum()
+    if shares.max() > 1:
+        raise DataError(f"{path}: an expert got more tokens than there were; each token goes to {moe.top_k}")
+    return shares
