@@ -74,7 +74,7 @@ OTHERS = {  # option: words that state something else than the base; where there
         "--engine": [("--engine", name) for name in ("sglang", "trtllm", "vllm,max_tokens=512", "x")],
         "--sequences": [("--sequences", "3")],
         "--token-ms": [("--token-ms", "10"), ("--token-ms", "0")],
-        "--ttft-ms": [("--ttft-ms", "100"), ("--ttft-ms", "0")],
+        "--ttft-ms": [("--ttft-ms", "200"), ("--ttft-ms", "0")],
         "--memory-frac": [("--memory-frac", "0.5"), ("--memory-frac", "2")],
         "--engine-ms": [("--engine-ms", "2"), ("--engine-ms", "-1")],
         "--workers": [("--workers", "2"), ("--workers", "0")],
