@@ -159,8 +159,8 @@ def _csv_rows(path: Path) -> Iterator[_Row]:
                 cells = _seconds(when[0]) if when else 0.0, int(prompt), int(output)
             except ValueError as error:
                 raise DataError(f"{path}, line {reader.line_num}: {error}") from None
-            _, *tokens = _checked(path, reader.line_num, *cells)
-            yield cells[0] if when else -math.inf, *tokens, ()
+            second, asked, generated = _checked(path, reader.line_num, *cells)
+            yield second if when else -math.inf, asked, generated, ()
 
 
 def _checked(path: Path, line: int, second: float, prompt: int, output: int) -> tuple[float, int, int]:

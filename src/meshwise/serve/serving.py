@@ -358,8 +358,8 @@ def rows(serving: Serving, sequences: list[int]) -> list[dict[str, Any]]:
         return {name: float(np.broadcast_to(part, each.shape)[number]) for name, part in parts.items()}
 
     moe, shares, found = serving.model.moe, serving.expert_shares, []
-    if moe is not None and shares is None:
-        shares = inclusion(moe.num_experts, moe.top_k)
+    if shares is None:
+        shares = inclusion(moe.num_experts, moe.top_k) if moe else np.ones(1)
     checked = 1 + (serving.speculation.drafts if serving.speculation else 0)
     for i, count in enumerate(sequences):
         time_s, used = of(i, time), of(i, memory)
