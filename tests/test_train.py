@@ -334,7 +334,7 @@ def test_help_names_what_a_plan_may_say(meshwise: Callable[..., Any]) -> None:
         "--plan",
         "--check",
         "--microbatch",
-        "tp, cp, cp_kind, ulysses, ep, pp, vpp",
+        "tp, cp, cp_kind, zero, zero_group, ulysses, ep, pp, vpp",
         "schedule=gpipe|1f1b|interleaved|zb-h1",
         "full",
     ):
