@@ -105,12 +105,17 @@ def _kinds(ops: list[Op]) -> set[str]:
     return {op.collective for op in ops}
 
 
-def test_tensor_parallel_exchanges_korthikanti_section_4_2() -> None:
-    """Two all-gathers and two reduce-scatters a direction; the backward gathers the kept shards again."""
-    payload = 2 * 2048 * GPT3.hidden
-    ops = block(GPT3, Cut(microbatch=1, seq=2048, tp=8, sequence_parallel=True))
-    assert axis_bytes(ops, "forward") == {"all_gather": 2 * payload, "reduce_scatter": 2 * payload}
-    assert axis_bytes(ops, "backward") == {"all_gather": 4 * payload, "reduce_scatter": 2 * payload}
+@pytest.mark.parametrize(("dtype", "gathered_bytes"), [("bf16", 2.0), ("fp8", 1.0), ("fp4", 0.5)])
+def test_tensor_parallel_exchanges_korthikanti_section_4_2(dtype: str, gathered_bytes: float) -> None:
+    """Two all-gathers and two reduce-scatters a direction; the backward gathers the kept shards again.
+
+    Transformer Engine and torchao gather what a matmul reads in the matmul's type; sums travel in 16 bits.
+    """
+    size = 2048 * GPT3.hidden
+    ops = block(GPT3, Cut(microbatch=1, seq=2048, tp=8, sequence_parallel=True, precision=precision(dtype)))
+    summed, gathered = {"reduce_scatter": 4 * size}, 2 * gathered_bytes * size
+    assert axis_bytes(ops, "forward") == {"all_gather": gathered, **summed}
+    assert axis_bytes(ops, "backward") == {"all_gather": 2 * gathered, **summed}
 
 
 def test_tensor_parallel_all_reduces_shoeybi_figure_4() -> None:

@@ -512,10 +512,23 @@ def test_a_regression_finds_the_constants_whatever_a_few_odd_rows_say(
     miss = -slopes @ np.array(truth)
     miss[:odd] += 3.0
     limits = np.full(3, 1.0)
-    found = minimise(Linear(miss, slopes, np.ones(40)), np.zeros(3), -limits, limits)
+    linear = Linear(miss, slopes, np.ones(40), np.zeros((40, 0)))
+    found = minimise(linear, np.zeros(3), -limits, limits)
     assert found == pytest.approx(truth, abs=0.1)
-    inside = minimise(Linear(miss, slopes, np.ones(40)), np.zeros(3), -0.1 * limits, 0.1 * limits)
+    inside = minimise(linear, np.zeros(3), -0.1 * limits, 0.1 * limits)
     assert np.all(np.abs(inside) <= 0.1)
+
+
+@pytest.mark.parametrize("shift", [-0.2, 0.2])
+def test_a_source_that_is_off_as_a_whole_moves_no_constant_that_others_know(shift: float) -> None:
+    """Of four sources one is off; what the constant does within each source says that it is right."""
+    slopes = np.tile(np.linspace(0.0, 1.0, 10), 4)[:, None]
+    sources = np.repeat(np.eye(4), 10, axis=0)
+    linear = Linear(shift * sources[:, 0], slopes, np.ones(40), sources)
+    alone = Linear(linear.miss, slopes, linear.weights, np.zeros((40, 0)))
+    for known in (linear, alone.where(sources[:, 0] == 1.0)):
+        (step,) = minimise(known, np.zeros(1), -np.ones(1), np.ones(1))
+        assert (abs(step) < 0.02) == (known is linear)
 
 
 def test_a_constant_of_one_source_or_at_its_limit_is_refused() -> None:

@@ -53,13 +53,16 @@ def summarize(errors: Sequence[float | None]) -> ErrorSummary:
 
 def percentiles(ratios: NDArray[np.float64], groups: Sequence[Hashable]) -> tuple[float, float]:
     """10th and 90th percentile of `ratios`; each group counts once, however many it has."""
-    order = np.argsort(ratios)
     num = Counter(groups)
-    weights = np.array([1.0 / num[group] for group in groups])[order]
-    below = np.cumsum(weights)
-    middle = (below - 0.5 * weights) / below[-1]
-    low, high = np.interp([0.1, 0.9], middle, ratios[order])
-    return float(low), float(high)
+    weights = np.array([1.0 / num[group] for group in groups])
+    return quantile(ratios, weights, 0.1), quantile(ratios, weights, 0.9)
+
+
+def quantile(values: NDArray[np.float64], weights: NDArray[np.float64], share: float) -> float:
+    """The value below which a `share` of the weights lies."""
+    order = np.argsort(values)
+    below = np.cumsum(weights[order])
+    return float(np.interp(share, (below - 0.5 * weights[order]) / below[-1], values[order]))
 
 
 def is_held_out(row_id: str) -> bool:

@@ -21,7 +21,7 @@ import numpy as np
 from meshwise.calibrate.catalog_text import catalog_text
 from meshwise.calibrate.errors import is_held_out, summarize
 from meshwise.calibrate.express import Expressed, express
-from meshwise.calibrate.robust import Array, Linear, loss, minimise
+from meshwise.calibrate.robust import Array, Linear, minimise
 from meshwise.calibrate.runs import Run, publication, read_runs
 from meshwise.calibrate.step_constants import (
     LIMITS,
@@ -165,27 +165,10 @@ MIN_SOURCES = 2
 
 def search(constants: Constants, training: Sequence[Expressed], quantity: Quantity) -> Constants:
     """`constants` with those of `quantity` moved to where its misses over `training` are least."""
-    weights = weights_of(training)
-    best = dict(constants)
-
-    def total(at: Constants) -> float:
-        tables = as_tables(at)
-        miss = np.array([quantity.miss(each, tables) for each in training])
-        return loss(miss, weights, _bent(at, quantity.names))
-
-    least = total(best)
     for reach in REACH:
-        linear = linearize(best, training, quantity)
-        step = moved(best, linear, quantity, reach)
-        for shrink in (1.0, 0.5, 0.25):
-            trial = best | {
-                name: best[name] * math.exp(shrink * by)
-                for name, by in zip(quantity.names, step, strict=True)
-            }
-            if (new := total(trial)) < least:
-                best, least = trial, new
-                break
-    return best
+        linear = linearize(constants, training, quantity)
+        constants = times(constants, quantity, moved(constants, linear, quantity, reach))
+    return constants
 
 
 def weights_of(rows: Sequence[Expressed]) -> Array:
@@ -205,7 +188,8 @@ def linearize(at: Constants, rows: Sequence[Expressed], quantity: Quantity) -> L
         for line, each in enumerate(rows):
             if touches(name, each):
                 slopes[line, column] = (quantity.miss(each, near) - miss[line]) / math.log(factor)
-    return Linear(miss, slopes, weights_of(rows))
+    sources = np.array([publication(each.run.source) for each in rows])
+    return Linear(miss, slopes, weights_of(rows), (sources[:, None] == np.unique(sources)) * 1.0)
 
 
 def moved(at: Constants, linear: Linear, quantity: Quantity, reach: float = math.inf) -> Array:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from meshwise.calibrate.catalog_text import catalog_text
-from meshwise.calibrate.errors import grouped, percentiles
+from meshwise.calibrate.errors import grouped, quantile
 from meshwise.calibrate.express import Expressed
 from meshwise.calibrate.fit_steps import (
     MEMORY,
@@ -28,6 +28,7 @@ from meshwise.calibrate.fit_steps import (
     moved,
     priced_runs,
     times,
+    weights_of,
 )
 from meshwise.calibrate.robust import Linear
 from meshwise.calibrate.runs import publication
@@ -50,7 +51,7 @@ class LeftOut:
     by_generation: Mapping[str, Misses]
 
     def spreads(self, without: str = "") -> Spreads:
-        """The percentiles of measured over predicted by regime, over the sources other than `without`."""
+        """How far measured and predicted differ by regime, over the sources other than `without`."""
         runs = [each for each in self.runs if publication(each.run.source) != without]
         return Spreads(
             measured=sorted({measured_as(each) for each in runs}),
@@ -144,14 +145,18 @@ def measured_as(expressed: Expressed) -> str:
 
 
 def spread(runs: Sequence[Expressed], misses: Misses) -> Spread:
-    """Percentiles of measured over predicted, around 1; each source counts once, however many runs it has."""
-    sources = [publication(each.run.source) for each in runs]
-    low, high = percentiles(np.exp([-misses[each.run.id] for each in runs]), sources)
-    return Spread(min(low, 1.0), max(high, 1.0), len(runs), len(set(sources)))
+    """By what factor 8 of 10 measurements differ from the prediction at most, either way.
+
+    On which side a new source lies is not known before. Runs count as they do in the fit.
+    """
+    sizes = np.abs([misses[each.run.id] for each in runs])
+    factor = math.exp(quantile(sizes, weights_of(runs), 0.8))
+    num_sources = len({publication(each.run.source) for each in runs})
+    return Spread(1.0 / factor, factor, len(runs), num_sources)
 
 
 _HEAD = """\
-# Written by `meshwise fit`; do not edit. Percentiles of measured over predicted for
+# Written by `meshwise fit`; do not edit. Between which factors of the prediction 8 of 10 measurements lie, for
 # `meshwise.estimate.intervals`: each run is predicted from constants fitted without its source, under
 # `unmeasured` without its generation of chips.
 """

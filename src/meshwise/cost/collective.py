@@ -1,6 +1,7 @@
 """How long ranks take to exchange a tensor over links that come in levels.
 
-A group is `group_ranks` ranks placed `stride` apart. Links are levels, innermost first: level 0 joins
+A group is `group_ranks` ranks placed `stride` apart, or `Runs` of such ranks where another mesh axis lies
+between them. Links are levels, innermost first: level 0 joins
 the ranks of a node, level 1 the nodes, and so on; a domain of level i holds `link_ranks[i]` ranks, of
 which m_i = `members(...)` belong to the group (m_{-1} = 1; the outermost level holds the whole group).
 Bandwidth is per rank and per direction.
@@ -74,9 +75,24 @@ class Link(NamedTuple):
     rails: Num = 0.0
 
 
-def members(group_ranks: Num, stride: Num, level_ranks: Num) -> Num:
+class Runs(NamedTuple):
+    """A group in runs of `ranks` ranks, each run `stride` after the last; all are one run by default."""
+
+    ranks: Num = np.inf
+    stride: Num = np.inf
+
+
+ONE_RUN = Runs()
+
+
+def members(group_ranks: Num, stride: Num, level_ranks: Num, runs: Runs = ONE_RUN) -> Num:
     """How many of `group_ranks` ranks placed `stride` apart sit inside one domain of `level_ranks` ranks."""
-    return np.minimum(group_ranks, np.maximum(1.0, np.floor(level_ranks / np.asarray(stride, float))))
+
+    def inside(ranks: Num, stride: Num) -> Num:
+        return np.minimum(ranks, np.maximum(1.0, np.floor(level_ranks / np.asarray(stride, float))))
+
+    in_run = np.minimum(runs.ranks, group_ranks)
+    return inside(in_run, stride) * inside(group_ranks / in_run, runs.stride)
 
 
 def sent_bytes(kind: Collective, payload_bytes: Num, group_ranks: Num) -> Num:
@@ -146,13 +162,14 @@ def collective_lines(
     *,
     choices: float = 0.0,
     groups: tuple[float, float] = (0.0, 0.0),
+    runs: Runs = ONE_RUN,
 ) -> list[Line]:
     """All that the library can choose from for a group, launch included; a group of one is free.
 
     `links`: levels, innermost first. A caller that times many
     payloads of one group computes its lines once.
     """
-    group = _Group(group_ranks, stride, links, efficiency.inner, efficiency.outer, choices, groups)
+    group = _Group(group_ranks, stride, links, efficiency.inner, efficiency.outer, choices, groups, runs)
     protocols = [group.steps(bulk=False), group.steps(bulk=True)]
     lines = [_ring(kind, group, steps) for steps in protocols]
     is_switched = not np.any(links[0].ways)
@@ -202,6 +219,7 @@ class _Group:
     outer: LinkEfficiency
     choices: float = 0.0
     groups: tuple[float, float] = (0.0, 0.0)
+    runs: Runs = ONE_RUN
 
     def steps(self, bulk: bool) -> list[_Step]:
         """The levels, innermost first, as one protocol meets them."""
@@ -210,7 +228,7 @@ class _Group:
         joined: Num = 1.0  # ranks of a domain of the level inside
         for level, link in enumerate(self.links):
             outermost = level == len(self.links) - 1
-            here = self.ranks if outermost else members(self.ranks, self.stride, link.ranks)
+            here = self.ranks if outermost else members(self.ranks, self.stride, link.ranks, self.runs)
             is_axis = np.asarray(link.ways) > 0
             is_outer = bool(level) and not np.all(is_axis)
             efficiency = self.outer if is_outer else self.inner

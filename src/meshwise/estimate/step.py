@@ -19,6 +19,7 @@ import numpy as np
 
 from meshwise.core.columns import distinct_columns
 from meshwise.core.units import Num
+from meshwise.cost.collective import Runs
 from meshwise.cost.schedule import SCHEDULES, bubble_s
 from meshwise.cost.simulate import simulate
 from meshwise.estimate.balance import balanced, differ
@@ -256,7 +257,9 @@ def _exchanged(
 
 def _exchange_s(one: Exchange, machine: Machine) -> Num:
     """Time of the links for all `count` collectives of an exchange."""
-    seconds = machine.collective_s(one.collective, one.payload_bytes, one.group_size, one.stride)
+    seconds = machine.collective_s(
+        one.collective, one.payload_bytes, one.group_size, one.stride, runs=Runs(*one.runs)
+    )
     return one.count * (seconds + machine.overheads.shard_copy_s * one.shards_copied)
 
 

@@ -23,7 +23,15 @@ from numpy.typing import NDArray
 
 from meshwise.core.units import Num
 from meshwise.cost.attention_kernel import attention_s, decode_attention_s
-from meshwise.cost.collective import Line, Link, collective_lines, fastest_s, peer_all_reduce_s
+from meshwise.cost.collective import (
+    ONE_RUN,
+    Line,
+    Link,
+    Runs,
+    collective_lines,
+    fastest_s,
+    peer_all_reduce_s,
+)
 from meshwise.cost.dispatch import deepep_copies, dispatch_s
 from meshwise.cost.experts import experts_s
 from meshwise.cost.gemm import GROUPED_TILES, TILES, gemm_s
@@ -87,17 +95,19 @@ class Machine:
 
     def collective_s(
         self, kind: str, payload_bytes: Num, group_ranks: Num, stride: Num, choices: float = 0.0,
-        groups: tuple[float, float] = (0.0, 0.0),
+        groups: tuple[float, float] = (0.0, 0.0), runs: Runs = ONE_RUN,
     ) -> Num:  # fmt: skip
         """Time of one collective with the links to itself; `send` and `recv` are point to point."""
-        return fastest_s(self.collective_lines(kind, group_ranks, stride, choices, groups), payload_bytes)
+        lines = self.collective_lines(kind, group_ranks, stride, choices, groups, runs)
+        return fastest_s(lines, payload_bytes)
 
     def collective_lines(
         self, kind: str, group_ranks: Num, stride: Num, choices: float = 0.0,
-        groups: tuple[float, float] = (0.0, 0.0),
+        groups: tuple[float, float] = (0.0, 0.0), runs: Runs = ONE_RUN,
     ) -> list[Line]:  # fmt: skip
         """What the library chooses from for a group: its algorithms and protocols."""
-        return _lines(self, kind, _frozen(group_ranks), _frozen(stride), choices, groups)
+        placed = tuple(map(_frozen, (group_ranks, stride, *runs)))
+        return _lines(self, kind, placed, choices, groups)
 
 
 def _frozen(number: Num) -> tuple[bytes, tuple[int, ...]]:
@@ -108,16 +118,18 @@ def _frozen(number: Num) -> tuple[bytes, tuple[int, ...]]:
 
 @lru_cache(maxsize=4096)  # what a group is asked to exchange changes more often than the group
 def _lines(
-    machine: Machine, kind: Any, ranks: tuple[bytes, Any], stride: tuple[bytes, Any], choices: float,
+    machine: Machine, kind: Any, placed: tuple[tuple[bytes, Any], ...], choices: float,
     groups: tuple[float, float],
 ) -> list[Line]:  # fmt: skip
     base, is_message = machine.base, kind in ("send", "recv")
     fracs = machine.reached_frac if machine.reached_frac and not is_message else (1.0,) * len(base.link_ranks)
     bytes_per_s = map(operator.mul, base.link_bytes_per_s, fracs)
-    sizes, strides = (np.frombuffer(content).reshape(shape) for content, shape in (ranks, stride))
+    ranks, stride, *runs = (np.frombuffer(content).reshape(shape) for content, shape in placed)
     columns = bytes_per_s, base.link_latency_s, base.link_ranks, base.link_ways, base.link_rails
     links = tuple(map(Link, *columns))
-    return collective_lines(kind, sizes, strides, links, machine.efficiency, choices=choices, groups=groups)
+    return collective_lines(
+        kind, ranks, stride, links, machine.efficiency, choices=choices, groups=groups, runs=Runs(*runs)
+    )
 
 
 def machine(

@@ -140,6 +140,18 @@ class Mesh:
             stride = stride * sizes[inner]
         return stride
 
+    def replica_runs(self, first: Num) -> tuple[Num, tuple[Num, Num]]:
+        """How ranks lie that are each `first` replicas after the last: their stride, then length and
+        stride of the runs that they lie in, where another axis lies between cp and dp.
+        """
+        inner, outer = sorted(("cp", "dp"), key=self.plan.placement.index)
+        size = getattr(self, inner)
+        in_run = np.maximum(size / first, 1.0)
+        stride = np.where(
+            first < size, self.stride(inner) * first, self.stride(outer) * np.maximum(first / size, 1.0)
+        )
+        return stride, (np.where(in_run > 1.0, in_run, np.inf), self.stride(outer))
+
 
 def mesh_of(plan: Plan, workload: Workload, world: int, sizes: dict[str, Num], microbatch: Num) -> Mesh:
     """The mesh of `plan` with the numbers `sizes` (one for each of `NUMBERS`), unchecked.

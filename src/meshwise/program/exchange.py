@@ -40,6 +40,7 @@ class Held:
 class Exchange:
     """`count` alike collectives of a step; `payload_bytes` is the full tensor of one.
 
+    The ranks lie `stride` apart, in `runs` of so many ranks and that far apart (`Mesh.replica_runs`).
     `behind`: the phase whose compute may hide it, or in which it runs. `axis`: that of the ranks, dp for all
     replicas. `shards_copied`: ranks whose shards old software copies one by one, for each message.
     """
@@ -51,6 +52,7 @@ class Exchange:
     group_size: Num
     stride: Num
     count: Num
+    runs: tuple[Num, Num] = (np.inf, np.inf)
     shards_copied: Num = 0.0
     axis: str = "dp"
 
@@ -66,20 +68,18 @@ def exchanges(
     messages_per_block: float,
 ) -> Iterator[Exchange]:  # fmt: skip
     """The exchanges of one rank of a stage of `layers` blocks in one step."""
-    inner, outer = sorted(("cp", "dp"), key=mesh.plan.placement.index)
-    within = (getattr(mesh, inner) > 1) * 1.0
-    stride_of_replicas = within * mesh.stride(inner) + (1.0 - within) * mesh.stride(outer)
-    expert_stride = mesh.stride("tp") * mesh.etp * mesh.ep
     of_blocks = messages_per_block * layers
     sharded, gathered = (mesh.zero >= 1) * 1.0, (mesh.zero >= 3) * 1.0
     rounds = 1.0 + gathered * (mesh.num_microbatches - 1.0)
-    for name, params, trained, replicas, stride in (
-        ("", held.dense, held.dense_trained, mesh.replicas, stride_of_replicas),
-        ("expert_", held.experts, held.experts_trained, mesh.expert_replicas, expert_stride),
+    for name, params, trained, replicas, first in (
+        ("", held.dense, held.dense_trained, mesh.replicas, 1.0),
+        ("expert_", held.experts, held.experts_trained, mesh.expert_replicas, mesh.etp * mesh.ep / mesh.tp),
     ):
         if isinstance(params, float | int) and params == 0:
             continue
         group = np.minimum(mesh.zero_group, replicas)
+        (stride, runs), (far, far_runs) = mesh.replica_runs(first), mesh.replica_runs(first * group)
+        shared: dict[str, Any] = {"group_size": group, "stride": stride, "runs": runs}
 
         def messages(elem_bytes: float, params: Num) -> Num:
             in_buckets = elem_bytes * params / bucket_bytes
@@ -92,22 +92,21 @@ def exchanges(
         weights = messages(weight_bytes, moved)
         weight_payload = weight_bytes * moved / np.maximum(weights, 1.0)
         copied = gathered * group
-        of_grads: dict[str, Any] = {"behind": "backward", "payload_bytes": grad_payload}
+        of_grads: dict[str, Any] = {"behind": "backward", "payload_bytes": grad_payload} | shared
         yield Exchange(
-            op=f"{name}gradients", collective="reduce_scatter", group_size=group, stride=stride,
-            count=rounds * grads, shards_copied=copied, **of_grads,
+            op=f"{name}gradients", collective="reduce_scatter", count=rounds * grads, shards_copied=copied,
+            **of_grads,
         )  # fmt: skip
         yield Exchange(
             op=f"{name}gradients", collective="all_reduce", behind="backward",
-            payload_bytes=grad_payload / group, group_size=replicas / group, stride=stride * group,
-            count=rounds * grads,
+            payload_bytes=grad_payload / group, group_size=replicas / group, stride=far,
+            runs=far_runs, count=rounds * grads,
         )  # fmt: skip
         # Without ZeRO the gradients come back by the second half of an all-reduce.
         yield Exchange(
-            op=f"{name}gradients", collective="all_gather", group_size=group, stride=stride,
-            count=(1.0 - sharded) * grads, **of_grads,
+            op=f"{name}gradients", collective="all_gather", count=(1.0 - sharded) * grads, **of_grads,
         )  # fmt: skip
-        of_weights: dict[str, Any] = {"payload_bytes": weight_payload, "group_size": group, "stride": stride}
+        of_weights: dict[str, Any] = {"payload_bytes": weight_payload} | shared
         yield Exchange(
             op=f"{name}weights", collective="all_gather", behind="forward", shards_copied=copied,
             count=rounds * sharded * weights, **of_weights,

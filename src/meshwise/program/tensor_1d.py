@@ -374,10 +374,13 @@ def on_tp(
     """A collective of all tokens' rows of `width` over the tensor-parallel ranks.
 
     Behind a matmul's backward, its input is gathered again while the gradient of the input is computed, and
-    that gradient is summed while the weight's is (Megatron-LM, tensor_parallel/layers.py).
+    that gradient is summed while the weight's is (Megatron-LM, tensor_parallel/layers.py). What matmuls read
+    is gathered in their type, fp8 or fp4 (Transformer Engine and torchao cast before they gather); sums are not.
     """
     gradient = ("input" if kind == "all_gather" else "weight") if hides_behind else ""
+    is_read = kind == "all_gather" and not name.startswith("norm")
+    elem_bytes = cut.precision.operand_bytes if is_read else cut.precision.act_bytes
     return collective(
-        module, name, phase, kind, "tp", cut.tokens * width * cut.precision.act_bytes, cut.tp,
+        module, name, phase, kind, "tp", cut.tokens * width * elem_bytes, cut.tp,
         stride=cut.tp_stride, hides_behind=hides_behind, behind_gradient=gradient,
     )  # fmt: skip

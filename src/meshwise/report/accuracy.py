@@ -45,7 +45,8 @@ should be 80 %. The same configuration measured twice differs by about 3 %.
 
 One set of constants per generation of chips, kind of link and software serves all rows; none belongs to a row
 or a source. The few of `catalog/overheads.toml` are fitted on half of the rows (by a hash of their id), and
-only those that at least two sources determine; the *held-out* half judges. `meshwise fit --only steps` fits
+only those that at least two sources determine; the *held-out* half judges. A constant starts from a physical
+guess, and a source that is off as a whole has a shift of its own, so that one source alone moves it little. `meshwise fit --only steps` fits
 them again; `meshwise validate --data DIR --leave-one-source-out --write-docs docs` writes this page.
 """
 
@@ -56,8 +57,8 @@ The largest errors have known causes that the model does not hold:
 
 - *Experts across nodes.* Dispatchers like DeepEP send tokens in fp8; we send them in bf16. Several nodes of
   eight GPUs are predicted too slow.
-- *Narrow exchanges.* Under fp8 and fp4, Transformer Engine gathers activations and weights in the narrow
-  type; we gather bf16. Runs whose exchanges are not overlapped (nvfp4 with tp) are predicted too slow.
+- *Narrow weights.* Under fp8 and fp4, Transformer Engine and torchao may gather weights in the narrow type
+  too; we gather them in bf16 (activations are gathered as narrow as the matmuls read them).
 - *Whole iterations in a CUDA graph.* One source measured them, so their kernels are priced as without a
   graph, and only the waits for the host are gone.
 - *NVFP4, Blackwell Ultra, MI300X.* One source each: their power figures are stated, not fitted.
