@@ -156,8 +156,8 @@ def spread(runs: Sequence[Expressed], misses: Misses) -> Spread:
 
 
 _HEAD = """\
-# Written by `meshwise fit`; do not edit. Between which factors of the prediction 8 of 10 measurements lie, for
-# `meshwise.estimate.intervals`: each run is predicted from constants fitted without its source, under
+# Written by `meshwise fit`; do not edit. Between which factors of the prediction 8 of 10 measurements lie,
+# for `meshwise.estimate.intervals`: each run is predicted from constants fitted without its source, under
 # `unmeasured` without its generation of chips.
 """
 

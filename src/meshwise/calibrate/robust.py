@@ -7,9 +7,9 @@ that minimise
 
     sum of w |miss - shift| / sum of w  +  pull x (sum of log(constant / start)^2 + sum of (shift / SHIFT)^2)
 
-over the rows whose |miss - shift| is below `CAP`, by iteratively reweighted least squares (Holland and Welsch,
-Communications in Statistics A6, 1977), with each constant kept between its limits. What a single source says
-about a constant thus moves it little, and much what runs within a source say, or several sources alike
+over the rows whose |miss - shift| is below `CAP`, by iteratively reweighted least squares (Holland and
+Welsch, Communications in Statistics A6, 1977), with each constant kept between its limits. What a source says
+as a whole moves a constant little; what the runs within a source say, or several sources alike, moves it much
 (a mixed model: Laird and Ware, Biometrics 38, 1982).
 """
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from meshwise.machine.overheads import SOFTWARE
 
 Box = tuple[float, float, float]
-"""Where the search of a constant starts (a physical guess, which few runs alone do not move far), and the least
-and most that make sense."""
+"""Where the search of a constant starts (a physical guess, which few runs alone do not move far), and the
+least and most that make sense."""
 
 M20, T23, T24, M24, M26 = (f"software.{name}" for name in SOFTWARE)
 
@@ -134,8 +134,8 @@ TIED: dict[str, tuple[str, float]] = {
 }
 """Constants that are another one times a factor: fp4 moves half the bits of fp8; Blackwell Ultra, of the
 same process, runs Megatron-Bridge's fp8 recipes of Llama 3 1.24 times as fast as Blackwell, so its matmuls
-1.33 times, on 7/6 of the power; attention by the matrix instructions of a warp, which Blackwell does not speed
-up, stays as fast as on Hopper for each core; a CUDA graph runs the same kernels."""
+1.33 times, on 7/6 of the power; attention by the matrix instructions of a warp, which Blackwell does not
+speed up, is as fast as on Hopper for each core; a CUDA graph runs the same kernels."""
 
 LIMITS = TIME_BOXES | MEMORY_BOXES
 START = {name: start for name, (start, _, _) in LIMITS.items()}

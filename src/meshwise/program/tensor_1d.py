@@ -375,7 +375,7 @@ def on_tp(
 
     Behind a matmul's backward, its input is gathered again while the gradient of the input is computed, and
     that gradient is summed while the weight's is (Megatron-LM, tensor_parallel/layers.py). What matmuls read
-    is gathered in their type, fp8 or fp4 (Transformer Engine and torchao cast before they gather); sums are not.
+    is gathered in their type, fp8 or fp4 (Transformer Engine and torchao cast first); sums are not.
     """
     gradient = ("input" if kind == "all_gather" else "weight") if hides_behind else ""
     is_read = kind == "all_gather" and not name.startswith("norm")

@@ -46,8 +46,9 @@ should be 80 %. The same configuration measured twice differs by about 3 %.
 One set of constants per generation of chips, kind of link and software serves all rows; none belongs to a row
 or a source. The few of `catalog/overheads.toml` are fitted on half of the rows (by a hash of their id), and
 only those that at least two sources determine; the *held-out* half judges. A constant starts from a physical
-guess, and a source that is off as a whole has a shift of its own, so that one source alone moves it little. `meshwise fit --only steps` fits
-them again; `meshwise validate --data DIR --leave-one-source-out --write-docs docs` writes this page.
+guess, and a source that is off as a whole has a shift of its own, so that one source alone moves it little.
+`meshwise fit --only steps` fits them again;
+`meshwise validate --data DIR --leave-one-source-out --write-docs docs` writes this page.
 """
 
 _GAPS = """\
