@@ -109,18 +109,24 @@ def test_a_layer_with_and_without_sequence_parallelism_korthikanti_table_4(
 
     Sequence parallelism gathers each gradient once more, and cuts norms, dropouts and residuals by tp: it
     wins where those are slow kernels (here 3 %), and no more where they are fused (software megatron-2026).
+    A layer timed alone has no sum of earlier microbatches to add its gradients to.
     """
     plan = f"tp=8,sp={sp},attention=unfused,software=megatron-2020"
     of = priced("megatron-22b", plan, cluster="a100-80g-sxm:8", batch=4, microbatch=4)
     layer = of.step.parts["layer"]
     assert 1e3 * float(layer.forward_s) == pytest.approx(forward_ms, rel=0.09)
-    assert 1e3 * float(layer.backward_s + layer.weight_s) == pytest.approx(backward_ms, rel=0.02)
+    adding_s = sum(row.spent_s for row in layer.rows if getattr(row, "name", "") == "add_gradients")
+    backward_s = float(layer.backward_s + layer.weight_s - adding_s)
+    assert 1e3 * backward_s == pytest.approx(backward_ms, rel=0.02)
 
 
-@pytest.mark.parametrize("model", ["llama2-70b", "gpt3-175b"])
-def test_sequence_parallelism_wins_on_a100_as_measured(model: str) -> None:
-    """The same paper, Table 5: steps are a few per cent faster with it."""
-    with_it, without = (priced(model, f"tp=8,pp=8,sp={sp}").step_s for sp in (1, 0))
+@pytest.mark.parametrize(("model", "pp"), [("megatron-22b", 1), ("gpt3-175b", 8), ("megatron-530b", 35)])
+def test_sequence_parallelism_wins_on_a100_as_measured(model: str, pp: int) -> None:
+    """The same paper, Table 5 and its models: steps are a few per cent faster with it."""
+    with_it, without = (
+        priced(model, f"tp=8,pp={pp},sp={sp}", cluster=f"a100-80g-sxm:{8 * pp}", batch=4 * pp).step_s
+        for sp in (1, 0)
+    )
     assert 0.9 * without < with_it < without
 
 

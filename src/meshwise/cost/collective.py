@@ -79,7 +79,7 @@ class Runs(NamedTuple):
     """A group in runs of `ranks` ranks, each run `stride` after the last; all are one run by default."""
 
     ranks: Num = np.inf
-    stride: Num = np.inf
+    stride: Num = 1.0
 
 
 ONE_RUN = Runs()

@@ -52,7 +52,7 @@ class Exchange:
     group_size: Num
     stride: Num
     count: Num
-    runs: tuple[Num, Num] = (np.inf, np.inf)
+    runs: tuple[Num, Num] = (np.inf, 1.0)
     shards_copied: Num = 0.0
     axis: str = "dp"
 
