@@ -31,6 +31,10 @@ from meshwise.serve.simulate import Pools, Worker, simulate
 
 NUDGE = 0.15
 """By which the log of a constant is moved to see its slope."""
+
+PULL = 0.002
+"""How strongly a constant is held to where it is (`robust`): little, as it has been fitted before."""
+
 REACH = math.log(2.0)
 """The furthest that a fit moves the log of a constant."""
 
@@ -84,12 +88,13 @@ def fit_serving(path: Path) -> ServingFit:
         np.array([case.miss for case in cases]),
         np.array([case.slopes for case in cases]),
         np.array([num[case.model] ** -0.5 for case in cases]),
+        sources=np.zeros((len(cases), 0)),  # all points are of one benchmark
     )
 
     def step(without: str = "", aspect: str = "model") -> Array:
         kept = is_fitted & np.array([getattr(case, aspect) != without for case in cases])
         reach = np.full(len(names), REACH)
-        return minimise(linear.where(kept), np.zeros(len(names)), -reach, reach)
+        return minimise(linear.where(kept), np.zeros(len(names)), -reach, reach, pull=PULL)
 
     def left_out(aspect: str) -> Array:
         keys = [getattr(case, aspect) for case in cases]

@@ -53,7 +53,9 @@ class Linear:
         return Linear(self.miss[keep], self.slopes[keep], self.weights[keep], self.sources[keep])
 
 
-def minimise(linear: Linear, bent: Array, least: Array, most: Array, *, rounds: int = 60) -> Array:
+def minimise(
+    linear: Linear, bent: Array, least: Array, most: Array, *, pull: float = PULL, rounds: int = 60
+) -> Array:
     """The logs by which to multiply the constants, between `least` and `most`.
 
     `bent` are the logs of the constants over their starts.
@@ -67,8 +69,8 @@ def minimise(linear: Linear, bent: Array, least: Array, most: Array, *, rounds: 
         miss = linear.miss + slopes @ step
         weights = linear.weights / linear.weights.sum() / np.maximum(np.abs(miss), SMALL)
         weights = np.where(np.abs(miss) < CAP, weights, 0.0)
-        matrix = slopes.T @ (slopes * weights[:, None]) + 2 * PULL * np.eye(len(bent))
-        right = -(slopes.T @ (weights * linear.miss) + 2 * PULL * bent)
+        matrix = slopes.T @ (slopes * weights[:, None]) + 2 * pull * np.eye(len(bent))
+        right = -(slopes.T @ (weights * linear.miss) + 2 * pull * bent)
         new = _bounded(matrix, right, least, most)
         if np.abs(new - step).max(initial=0.0) < 1e-5:
             break
