@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 FRAMEWORKS := .venv-frameworks/bin/python -m pip install -qq --constraint constraints.txt
 
-.PHONY: install demo test check frameworks fuzz bench docs site lock package release clean
+.PHONY: install demo test check frameworks fuzz bench docs site lock package oldest release clean
 
 install: $(STAMP)
 
@@ -66,7 +66,10 @@ lock: install  # the versions that the tests ran with
 package: install  # the wheel, made from the sdist, in an empty environment: it prices a plan without torch
 	$(BIN)/python tests/package.py
 
-release: test site package  # everything that must hold before a version is tagged
+oldest: install  # the tests of the core with the oldest version of each dependency that pyproject.toml allows
+	$(BIN)/python tests/package.py --oldest
+
+release: test site package oldest  # everything that must hold before a version is tagged
 	$(BIN)/pytest tests/test_cli.py -k version
 	git diff --quiet && git diff --cached --quiet || { echo "commit first"; exit 1; }
 

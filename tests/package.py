@@ -1,15 +1,19 @@
 """Builds the sdist, the wheel from it, and tries the wheel in an empty environment: `make package`.
 
-The core must work as anybody installs it: without torch, without the files of this repository.
+The core must work as anybody installs it: without torch, without the files of this repository. `make oldest`
+runs tests with the oldest version of each dependency that pyproject.toml allows; the newest are those of
+requirements.lock, with which everything is tested.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -24,6 +28,12 @@ ESTIMATE = (
     "8",
     "--json",
 )
+EXTRAS = ("plot", "web", "frames", "text")
+OLDEST_TESTS = (
+    *("test_hardware", "test_collective", "test_cli", "test_cli_estimate", "test_cli_width", "test_ledger"),
+    *("test_huggingface", "test_web", "test_html", "test_estimate_plot"),
+)
+"""Tests that need neither torch nor mypy, and together use every dependency of the core and of `EXTRAS`."""
 
 
 def run(*words: str | Path, code: int = 0, cwd: Path = ROOT) -> str:
@@ -46,8 +56,33 @@ def try_package(package: Path, folder: Path) -> None:
     print(f"{package.name}: prices a plan, validates, says that torch is missing")
 
 
+def oldest_versions() -> list[str]:
+    """The lower bounds of the dependencies of the core and of `EXTRAS`, each as its one version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ranges = [
+        *project["dependencies"],
+        *(one for extra in EXTRAS for one in project["optional-dependencies"][extra]),
+    ]
+    bounds = [re.fullmatch(r"([\w-]+)>=([\d.]+)", one) for one in ranges]
+    return sorted({f"{bound[1]}=={bound[2]}" for bound in bounds if bound})
+
+
+def try_oldest() -> None:
+    """Run tests in an environment with the oldest versions; what they warn of is their makers' affair."""
+    with tempfile.TemporaryDirectory() as folder:
+        python = Path(folder) / "bin" / "python"
+        run(sys.executable, "-m", "venv", folder)
+        packages = (*oldest_versions(), "pytest>=8", "hypothesis", "httpx", ROOT)
+        run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages)
+        tests = (ROOT / "tests" / f"{name}.py" for name in OLDEST_TESTS)
+        print(run(python, "-m", "pytest", "-q", "-W", "ignore::DeprecationWarning", *tests))
+
+
 def main() -> None:
     """Build both, and try what was built from the other."""
+    if "--oldest" in sys.argv:
+        try_oldest()
+        return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run(sys.executable, "-m", "build", "--outdir", folder / "dist", ROOT)

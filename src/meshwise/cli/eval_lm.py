@@ -163,21 +163,17 @@ def _show_counts(document: dict[str, Any]) -> None:
 
 
 def _show_what_ifs(rows: list[WhatIf]) -> None:
-    from rich.table import Table
-
     from meshwise.cli.output import console
     from meshwise.core.units import duration, with_prefix
+    from meshwise.report.table import Table
 
-    table = Table(title="what if (one pass, one rank)", title_justify="left", padding=0)
-    heads = ("", "slots", "exchange", "FLOP", "useful", "peak", "launches")
-    for heading in (*heads, *(rows[0].fits if rows else ())):
-        table.add_column(heading, justify="right" if heading else "left")
-    for row in rows:
-        times = []
-        for chip, fits in row.fits.items():
-            time = duration(row.total_s[chip]) if chip in row.total_s else f"no {chip} rate"
-            times.append(time if fits else "out of memory")
-        table.add_row(
+    def time_on(row: WhatIf, chip: str) -> str:
+        if not row.fits[chip]:
+            return "out of memory"
+        return duration(row.total_s[chip]) if chip in row.total_s else "no rate"
+
+    work = [
+        (
             row.name,
             f"{row.capacity:,.0f}",
             f"{row.exchange_bytes / 2**20:,.4g} MiB",
@@ -185,51 +181,50 @@ def _show_what_ifs(rows: list[WhatIf]) -> None:
             f"{row.useful_frac:.0%}",
             with_prefix(row.peak_bytes, "B"),
             f"{row.launches:,.0f}",
-            *times,
         )
-    console().print(table)
+        for row in rows
+    ]
+    heads = ("", "slots", "exchange", "FLOP", "useful", "peak", "launches")
+    console().print(Table("what if (one pass, one rank)", heads, work))
+    chips = tuple(rows[0].fits) if rows else ()
+    times = [(row.name, *(time_on(row, chip) for chip in chips)) for row in rows]
+    console().print(Table("what if: the time on other chips", ("", *chips), times))
 
 
 def _show_programs(programs: dict[str, Work], memory: dict[str, float]) -> None:
-    from rich.table import Table
-
     from meshwise.cli.output import console
     from meshwise.core.units import duration, with_prefix
+    from meshwise.report.table import Table
 
-    table = Table(title="the programs eval-lm and generate (one rank)", title_justify="left")
     heads = {
         "eval_lm": "eval-lm, a pass",
         "generate_prefill": "generate, prompt",
         "generate_decode": "its tokens",
         "generate": "all of it",
     }
-    table.add_column("")
-    for name in programs:
-        table.add_column(heads[name], justify="right")
     works = list(programs.values())
-
-    def add(title: str, *cells: str) -> None:
-        table.add_row(title, *cells)
-
-    add("passes", *(f"{work.passes:,}" for work in works))
-    add("tokens scored or generated", *(f"{work.tokens:,}" for work in works))
-    for call in sorted({call for work in works for call in work.calls}):
-        add(f"aten::{call}", *(f"{work.calls.get(call, 0):,.0f}" for work in works))
-    add("all-to-alls", *(f"{work.exchanges:,.0f}" for work in works))
-    add("their bytes", *(with_prefix(work.exchange_bytes, "B") for work in works))
-    add("their bytes a token", *(_a_token(work, work.exchange_bytes, "B") for work in works))
-    add("FLOP", *(with_prefix(work.flop, "FLOP") for work in works))
-    add("FLOP a token", *(_a_token(work, work.flop, "FLOP") for work in works))
-    add("launches", *(f"{work.launches:,.0f}" for work in works))
-    for title, key in (("keys and values", "cache_bytes"), ("peak", "peak_bytes")):
-        add(title, "", "", "", with_prefix(memory[key], "B"))
+    rows = [
+        ("passes", *(f"{work.passes:,}" for work in works)),
+        ("tokens scored or generated", *(f"{work.tokens:,}" for work in works)),
+        *(
+            (f"aten::{call}", *(f"{work.calls.get(call, 0):,.0f}" for work in works))
+            for call in sorted({call for work in works for call in work.calls})
+        ),
+        ("all-to-alls", *(f"{work.exchanges:,.0f}" for work in works)),
+        ("their bytes", *(with_prefix(work.exchange_bytes, "B") for work in works)),
+        ("their bytes a token", *(_a_token(work, work.exchange_bytes, "B") for work in works)),
+        ("FLOP", *(with_prefix(work.flop, "FLOP") for work in works)),
+        ("FLOP a token", *(_a_token(work, work.flop, "FLOP") for work in works)),
+        ("launches", *(f"{work.launches:,.0f}" for work in works)),
+        ("keys and values", "", "", "", with_prefix(memory["cache_bytes"], "B")),
+        ("peak", "", "", "", with_prefix(memory["peak_bytes"], "B")),
+    ]
     for chip in works[0].seconds:
-        add(f"{chip}", *(duration(work.seconds[chip]) for work in works))
-        add(
-            f"{chip}, a token",
-            *(duration(work.seconds[chip] / work.tokens) if work.tokens else "" for work in works),
-        )
-    console().print(table)
+        rows.append((chip, *(duration(work.seconds[chip]) for work in works)))
+        each = (duration(work.seconds[chip] / work.tokens) if work.tokens else "" for work in works)
+        rows.append((f"{chip}, a token", *each))
+    title = "the programs eval-lm and generate (one rank)"
+    console().print(Table(title, ("", *(heads[name] for name in programs)), rows))
 
 
 def _a_token(work: Work, amount: float, unit: str) -> str:

@@ -74,14 +74,19 @@ _SHOWN = {
     "plan": ("key", "default", "meaning", "values"),
 }
 _UNITS = {"memory_bytes": "B", "memory_bytes_per_s": "B/s", "bf16": "FLOP/s"}
+_HEADINGS = {
+    "num_params": "parameters", "num_active_params": "active", "num_layers": "layers", "num_heads": "heads",
+    "memory_bytes": "memory", "memory_bytes_per_s": "bandwidth", "num_chips": "chips",
+}  # fmt: skip
 _COUNTS = ("num_layers", "hidden", "num_heads", "num_chips")
 
 
 def print_catalog(what: str, rows: list[dict[str, Any]], console: Console) -> None:
     """Print one part of the catalog; `--json` has every field and the sources."""
     shown = _SHOWN[what]
+    columns = [_HEADINGS.get(name, name) for name in shown]
     left = ("name", "generation", "chip", "links", *_SHOWN["plan"])
-    console.print(Table("", shown, [[_cell(name, row) for name in shown] for row in rows], left=left))
+    console.print(Table("", columns, [[_cell(name, row) for name in shown] for row in rows], left=left))
 
 
 def _cell(name: str, row: Mapping[str, Any]) -> str:

@@ -52,9 +52,7 @@ def print_run(document: dict[str, Any], console: Console) -> None:
             f"{point['utilization']:.1%}",
             f"{failing['utilization']:.1%}" if failing["plan"] else "none",
             with_prefix(point["devices"], "", 3),
-            f"{plan['tp_in']:.0f} x {plan['tp_out']:.0f}",
-            f"{plan['pp']:.0f}",
-            f"{plan['dp']:.0f}",
+            f"tp={plan['tp_in']:.0f}x{plan['tp_out']:.0f},pp={plan['pp']:.0f},dp={plan['dp']:.0f}",
             point["binds"],
             point["lost_to"],
         )
@@ -62,8 +60,8 @@ def print_run(document: dict[str, Any], console: Console) -> None:
         if (plan := point["plan"]) is not None
     ]
     title = f"{document['device']['name']}: the best run at each training compute"
-    columns = ("FLOP", "utilization", "with failures", "devices", "tp", "pp", "dp", "binds", "lost to")
-    console.print(Table(title, columns, rows, left=("FLOP", "binds", "lost to")))
+    columns = ("FLOP", "MFU", "with failures", "devices", "plan", "binds", "lost to")
+    console.print(Table(title, columns, rows, left=("FLOP", "plan", "binds", "lost to")))
     for name, limits in (("without failures", document), ("with failures", document["with_failures"])):
         console.print(
             f"{name}: plateau {limits['plateau']:.1%}; 80 % of it up to "

@@ -33,10 +33,10 @@ def print_search(result: Result, console: Console, budget: TokenBudget | None = 
         f"{result.plans_feasible:,} fit in {with_prefix(result.capacity_bytes, 'B')}"
     )
     if not result.best:
-        console.print(_why_none(result))
+        console.print(_why_none(result), soft_wrap=True)
     else:
         runs = [_run_cells(budget.run(found)) for found in result.best]
-        columns = ("step", "MFU", "memory", "largest cost", *runs[0], "variants", "microbatch", "plan")
+        columns = ("step", "MFU", "memory", "largest cost", *runs[0], "microbatch", "plan")
         rows = [
             (
                 duration(found.step_s),
@@ -44,11 +44,10 @@ def print_search(result: Result, console: Console, budget: TokenBudget | None = 
                 with_prefix(found.memory_bytes["total"], "B"),
                 _largest_cost(found),
                 *run.values(),
-                f"{num_variants:,}",
                 found.workload.microbatch,
                 plan_text(found.plan),
             )
-            for found, num_variants, run in zip(result.best, result.num_variants, runs, strict=True)
+            for found, run in zip(result.best, runs, strict=True)
         ]
         console.print(Table("", columns, rows, left=("plan",)))
     if result.beside is not None and result.best:
@@ -89,7 +88,8 @@ def print_study(study: Study, budget: TokenBudget, console: Console) -> None:
     fronts = {measure: set(study.front(measure, budget.watts)) for measure in MEASURES}
     keys = list(study.points[0].changes) if study.points else []
     found = [(i, point, point.best) for i, point in enumerate(study.points) if point.best is not None]
-    runs = [_run_cells(budget.run(best)) for _, _, best in found]
+    runs = {id(best): _run_cells(budget.run(best)) for _, _, best in found}
+    run_columns = next(iter(runs.values()), {})
     figures = [
         (
             *point.changes.values(),
@@ -98,25 +98,24 @@ def print_study(study: Study, budget: TokenBudget, console: Console) -> None:
             with_prefix(best.tokens_per_s, "", 3),
             "" if (per_gpu := study.speedup(i)) is None else f"{per_gpu:.1%}",
             with_prefix(point.measures(budget.watts)["joules_per_token"], "J", 3),
-            *run.values(),
             " ".join(FRONTS[measure] for measure in MEASURES if i in fronts[measure]),
         )
-        for (i, point, best), run in zip(found, runs, strict=True)
+        for i, point, best in found
     ]
-    columns = (*keys, "step", "MFU", "tokens/s", "per GPU", "J/token", *(runs[0] if runs else ()), "front")
+    columns = (*keys, "step", "MFU", "tokens/s", "per GPU", "J/token", "front")
     console.print(Table("", columns, figures, left=("front",)))
     plans = [
         (
             *point.changes.values(),
             *(
-                (one.workload.microbatch, plan_text(one.plan))
+                (*runs[id(one)].values(), one.workload.microbatch, plan_text(one.plan))
                 if (one := point.best)
-                else (None, "nothing fits")
+                else (*(None for _ in run_columns), None, "nothing fits")
             ),
         )
         for point in study.points
     ]
-    console.print(Table("", (*keys, "microbatch", "plan"), plans, left=("plan",)))
+    console.print(Table("", (*keys, *run_columns, "microbatch", "plan"), plans, left=("plan",)))
     console.print("front: no other machine has both a shorter time per token and less of it")
 
 

@@ -6,6 +6,7 @@ numbers, and every combination of the other keys is a line; without such a key, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def print_sweep(sweep: Sweep, rows: Sequence[Row], console: Console) -> None:
     """Print the table of all finished points; an error stands in its row, shortened."""
     head, *lines = csv_rows(sweep, rows)
     texts = [[_text(name, cell) for name, cell in zip(head, line, strict=True)] for line in lines]
-    shown = Table("", head, texts, left=head).__rich__()
+    shown = Table("", head, texts, left=head).shown(math.inf)
     for i, column in enumerate(shown.columns[:-1]):  # the last one, an error, gives way
         column.no_wrap, column.min_width = True, max(len(str(line[i])) for line in [head, *texts])
     shown.columns[-1].no_wrap = True

@@ -1,13 +1,25 @@
-"""Tables of results: stated once, shown on a terminal, in a page and as Markdown."""
+"""Tables of results: stated once, shown on a terminal, in a page and as Markdown.
+
+On a narrow terminal a table breaks its headings first, then the cells of its widest columns: at spaces and
+behind commas, hyphens and slashes. A number keeps its unit, and no word is broken while there is another way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import itertools
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table as Shown
+
+GAP = 3
+"""Blanks between two columns."""
+_NUMBER = re.compile(r"[-+<$]?[\d.,]+( ?\S+)?$")
+_PARTS = re.compile(r"[^\s,/-]*[,/-]+|[^\s,/-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +40,65 @@ class Table:
         """Whether a column is flush left."""
         return column in (self.columns[:1] if self.left is None else self.left)
 
-    def __rich__(self) -> Shown:
-        """The table on a terminal."""
-        from rich import box
-        from rich.table import Table as Shown
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.shown(options.max_width)
 
-        shown = Shown(title=self.title or None, title_justify="left", box=box.SIMPLE, pad_edge=False)
-        for column in self.columns:
+    def shown(self, width: float) -> Shown:
+        """The table on a terminal of `width` columns."""
+        from rich import box
+        from rich.table import Table
+
+        rows = [["" if cell is None else str(cell) for cell in row] for row in self.rows]
+        cells = [[row[i] for row in rows] for i in range(len(self.columns))]
+        widths = _widths(self.columns, cells, width - GAP * len(self.columns))
+        wrapped = (lambda text, _: text) if self.no_wrap else _wrapped
+        shown = Table(title=self.title or None, title_justify="left", box=box.SIMPLE, pad_edge=False)
+        for column, width in zip(self.columns, widths, strict=True):
             side = "left" if self.is_left(column) else "right"
-            shown.add_column(column, justify=side, no_wrap=self.no_wrap, overflow="fold")  # type: ignore[arg-type]
-        for row in self.rows:
-            shown.add_row(*("" if cell is None else str(cell) for cell in row))
+            shown.add_column(wrapped(column, width), justify=side, no_wrap=self.no_wrap, overflow="fold")  # type: ignore[arg-type]
+        for row in rows:
+            shown.add_row(*map(wrapped, row, widths))
         return shown
+
+
+def _parts(text: str) -> list[str]:
+    """The pieces of a text that stay on one line."""
+    return [text] if _NUMBER.match(text) else _PARTS.findall(text)
+
+
+def _longest(texts: Iterable[str]) -> int:
+    return max(map(len, texts), default=0)
+
+
+def _widths(headings: Sequence[str], cells: Sequence[Sequence[str]], room: float) -> list[int]:
+    """The width of each column: all it would like, or less where `room` is short."""
+    like = [_longest([heading, *column]) for heading, column in zip(headings, cells, strict=True)]
+    heading_parts = [_longest(_parts(heading)) for heading in headings]
+    for whole in (True, False):  # first the headings break, then the cells
+        least = [
+            max(part, _longest(column if whole else itertools.chain.from_iterable(map(_parts, column))))
+            for part, column in zip(heading_parts, cells, strict=True)
+        ]
+        while sum(like) > room and like != least:
+            widest = max(range(len(like)), key=lambda i: (like[i] > least[i], like[i]))
+            like[widest] -= 1
+    return like
+
+
+def _wrapped(text: str, width: int) -> str:
+    """`text` on lines of `width` at most, where its pieces allow it."""
+    if len(text) <= width:
+        return text
+    lines, end = [""], 0
+    for part in _parts(text):
+        start = text.index(part, end)
+        joined = lines[-1] + text[end:start] * bool(lines[-1]) + part
+        if len(joined) <= width or not lines[-1]:
+            lines[-1] = joined
+        else:
+            lines.append(part)
+        end = start + len(part)
+    return "\n".join(lines)
 
 
 def percent(frac: float | None, *, sign: bool = False) -> str:

@@ -1,0 +1,68 @@
+"""Tables on a narrow terminal: every line fits 80 columns, and no word of the wide table is broken."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from meshwise.report.table import Table
+
+TRAIN = "--cluster h100-80g-sxm:64 --batch 128 --seq 8192"
+COMMANDS = [
+    f"estimate llama3-70b {TRAIN} --plan tp=8,pp=2",
+    f"estimate llama3-8b {TRAIN} --plan zero=3 --tokens 1T --price 2",
+    "estimate llama3-8b --cluster h100-80g-sxm:8 --kind decode --plan tp=8 --batch 64 --seq 4096",
+    f"search llama3-70b {TRAIN} --top 5",
+    "search llama3-70b --cluster h100-80g-sxm:1 --batch 8",
+    "search deepseek-v3 --cluster h200-sxm:512 --batch 2048 --seq 4096 --top 3",
+    "search llama3-8b --cluster h100-80g-sxm:16 --batch 64 --vary memory=1|2 --tokens 1T --price 2",
+    "serve llama3-8b --cluster h100-80g-sxm:1 --plan tp=1 --prompt 1024 --output 128",
+    "serve deepseek-v3 --cluster h200-sxm:16 --plan ep=16,dp=16 --concurrency 32",
+    "serve llama3-70b --cluster h200-sxm:64 --plan dtype=fp8 --rate 20 --ttft-ms 500 --token-ms 30",
+    "collective all_reduce --cluster h100-80g-sxm:64 --size 64MiB --size 1e9",
+    "frontier layer --chip h100-80g-sxm --d-in 16384 --d-out 65536 --batch 4194304 --tp-out 8",
+    "frontier run --chip h100-80g-sxm --months 3",
+    *("list models", "list chips", "list clusters", "list plan"),
+    "eval-lm --ranks 8",
+]
+BLANKS = re.compile(r"[\s,/─-]+")
+
+
+def words(text: str) -> set[str]:
+    """The words of an output, without bars, and without what depends on the clock."""
+    lines = (re.sub("█+|priced in .*|configurations in .*", "", line) for line in text.splitlines())
+    return {word for line in lines for word in BLANKS.split(line) if word}
+
+
+@pytest.mark.parametrize(
+    "command", COMMANDS, ids=[" ".join(c.split()[:2]) + f" {i}" for i, c in enumerate(COMMANDS)]
+)
+def test_tables_fit_80_columns_with_every_word_whole(
+    command: str, meshwise: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = {}
+    for columns in (80, 300):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        done = meshwise(*command.split())
+        assert done.code in (0, 1), done.err
+        printed[columns] = done.out
+    for line in printed[80].splitlines():  # a plan is never broken in a sentence
+        assert len(line) <= 80 or max(map(len, line.split())) > 40
+    assert words(printed[80]) ^ words(printed[300]) == set()
+
+
+CELLS = st.text("ab0 ,.-/%", max_size=14)
+
+
+@given(st.lists(st.tuples(CELLS, CELLS, CELLS), min_size=1, max_size=4), st.integers(60, 200))
+def test_a_table_has_the_letters_of_its_cells_at_any_width(rows: list[tuple[str, ...]], width: int) -> None:
+    console = Console(width=width, file=io.StringIO())
+    console.print(Table("", ("one", "two", "three"), rows))
+    printed = re.sub(r"[\s─]", "", console.file.getvalue())
+    assert sorted(printed) == sorted(re.sub(r"\s", "", "onetwothree" + "".join(map("".join, rows))))
