@@ -3,6 +3,7 @@
 import csv
 import itertools
 import math
+import signal
 from typing import Any
 
 import pytest
@@ -329,3 +330,19 @@ def test_ctrl_c_keeps_what_is_known() -> None:
     assert whole.complete and not found.complete
     assert 0 < found.plans_considered < whole.plans_considered
     assert found.best[0].step_s >= whole.best[0].step_s
+
+
+def test_ctrl_c_on_the_command_line_prints_what_is_known(meshwise, monkeypatch) -> None:
+    add = Kept.add
+
+    def stop(kept: Kept, cells: Any) -> None:
+        add(kept, cells)
+        if kept.feasible:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Kept, "add", stop)
+    done = meshwise(*ARGUMENTS, "--json")
+    assert done.code == 130
+    assert done.err == "meshwise: stopped; these are the best of what was priced\n"
+    assert done.document["best"]
+    assert done.document["complete"] is False

@@ -119,7 +119,7 @@ def search(
             console().print(f"not in the plan: {sentence}", markup=False)
     if not document["complete"]:
         print("meshwise: stopped; these are the best of what was priced", file=sys.stderr)
-        raise typer.Exit(130)
+        sys.exit(130)
     if not ok:
         raise typer.Exit(1)
 
