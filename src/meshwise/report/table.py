@@ -67,7 +67,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _longest(texts: Iterable[str]) -> int:
-    return max(map(len, texts), default=0)
+    return max((len(line) for text in texts for line in text.split("\n")), default=0)
 
 
 def _widths(headings: Sequence[str], cells: Sequence[Sequence[str]], room: float) -> list[int]:
@@ -87,6 +87,8 @@ def _widths(headings: Sequence[str], cells: Sequence[Sequence[str]], room: float
 
 def _wrapped(text: str, width: int) -> str:
     """`text` on lines of `width` at most, where its pieces allow it."""
+    if "\n" in text:
+        return "\n".join(_wrapped(line, width) for line in text.split("\n"))
     if len(text) <= width:
         return text
     lines, end = [""], 0
