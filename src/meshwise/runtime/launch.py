@@ -302,14 +302,15 @@ def _serve(place: Place, port: int, threads: int, pipe: Connection) -> None:
     try:
         store = dist.TCPStore(LOOPBACK, port, is_master=False)
         for number in itertools.count():
-            call = pipe.recv()
+            if (call := pipe.recv()) is None:
+                break
             if number > 0:  # every rank has answered
                 _leave()
-            if call is None:
-                return
             _join(place, store=dist.PrefixStore(str(number), store))
             function, args = call
             pipe.send((function(place, *args),))
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except EOFError:
         return
     except Exception as error:
@@ -325,7 +326,8 @@ def _leave() -> None:
     """
     dist.destroy_process_group()
     for held in gc.get_objects():
-        if isinstance(held, functools._lru_cache_wrapper) and held.__module__.startswith("torch.distributed"):
+        is_cache = type(held) is functools._lru_cache_wrapper  # isinstance would wake lazy objects of torch
+        if is_cache and held.__module__.startswith("torch.distributed"):
             held.cache_clear()
     forget_groups()
     gc.collect()
