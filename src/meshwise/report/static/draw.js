@@ -26,16 +26,27 @@ function draw(chart) {
   return Plotly.react(chart, data, themed(layout, chart), PLOTLY);
 }
 
+/** Charts that changed: drawn again once the words are on the screen, and those out of sight when they come near. */
+const changed = new IntersectionObserver((entries) => {
+  for (const { target, isIntersecting } of entries) {
+    if (!isIntersecting) continue;
+    changed.unobserve(target);
+    draw(target);
+  }
+}, { rootMargin: "25%" });
+
 /** Draws all figures inside `root`; `old` holds charts of the same names to be updated in place. */
 function drawAll(root, old = new Map()) {
   return Promise.all([...root.querySelectorAll("figure > .chart")].map((place) => {
     const chart = old.get(place.id) || place;
     chart.figure = JSON.parse(place.parentNode.querySelector("script").textContent);
     chart.style.height = place.style.height;
-    if (chart !== place) place.replaceWith(chart);
-    return draw(chart);
+    if (chart === place) return draw(chart);
+    place.replaceWith(chart);
+    return changed.observe(chart);
   }));
 }
 
 const redraw = () => document.querySelectorAll("figure > .chart").forEach((chart) => chart.figure && draw(chart));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+addEventListener("beforeprint", redraw);
