@@ -31,7 +31,7 @@ def whole(doc: str, least: int = 1, most: int | None = None) -> Field:
 
     def read(value: Any) -> int:
         number = int(value)
-        in_range = least <= number and (most is None or number <= most)
+        in_range = least <= number <= (10**15 if most is None else most)  # beyond, float64 loses units
         if isinstance(value, bool) or not in_range or (not isinstance(value, str) and number != value):
             raise ValueError
         return number

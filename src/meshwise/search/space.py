@@ -73,6 +73,7 @@ def all_values(model: Model, cluster: Cluster, workload: Workload) -> Values:
     tp = [x for x in divisors(world) if x <= MAX_TP and model.num_heads % x == 0]
     pp = [x for x in divisors(world) if x <= min(MAX_PP, layers)]
     cp = [x for x in divisors(world) if x == 1 or (x <= MAX_CP and _is_long_enough(seq, x))]
+    largest = max(1, MAX_MICROBATCH_TOKENS // seq)
     shares, switch = (0.0, 1.0) if cluster.chip.host_bytes_per_s else (0.0,), (False, True)
     found: Values = {
         "layout": tuple(GRID_DIMS),
@@ -88,7 +89,7 @@ def all_values(model: Model, cluster: Cluster, workload: Workload) -> Values:
         "pp": pp,
         "vpp": [v for v in range(1, MAX_VPP + 1) if v == 1 or any(v * x <= layers + 2 for x in pp if x > 1)],
         "schedule": SCHEDULES,
-        "microbatch": [x for x in divisors(workload.batch) if x == 1 or x * seq <= MAX_MICROBATCH_TOKENS],
+        "microbatch": [x for x in range(1, largest + 1) if workload.batch % x == 0],
         "zero_group": [None, *divisors(world)[1:-1]],
         "recompute": RECOMPUTE,
         "recompute_layers": RECOMPUTED_LAYERS,
