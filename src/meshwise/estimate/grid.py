@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from meshwise.core.columns import distinct_columns
 from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.core.units import Num
+from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.step import StepCost, step_cost
 from meshwise.estimate.timing import machine
 from meshwise.machine.hardware import Cluster
@@ -224,10 +225,14 @@ class _Repeats:
     before: Mapping[str, Sequence[Any]]
 
     def kept(self, mesh: Mesh, num_rows: int) -> NDArray[np.intp]:
-        """The rows that differ from all before them: without a pipeline all schedules are alike."""
+        """The rows that differ from all before them.
+
+        Without a pipeline schedules are alike, but for GPipe, which keeps all microbatches alive.
+        """
         piped = mesh.pp > 1
+        schedule = np.where(piped, 1.0 + mesh.schedule, mesh.schedule == SCHEDULES.index("gpipe"))
         columns = (
-            *(mesh.tp, mesh.ulysses, mesh.ring, mesh.pp, mesh.vpp * piped, mesh.schedule * piped, mesh.dp),
+            *(mesh.tp, mesh.ulysses, mesh.ring, mesh.pp, mesh.vpp * piped, schedule, mesh.dp),
             *(mesh.ep, mesh.etp, mesh.zero_group, mesh.microbatch, mesh.imbalance),
         )
         table = np.stack([np.broadcast_to(np.asarray(column, float), num_rows) for column in columns])
