@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.columns import distinct_columns
+from meshwise.cost.schedule import weight_copies
 from meshwise.estimate.grid import Cells
 from meshwise.plan.plan import Plan, plan_text
 
@@ -123,12 +124,12 @@ class Kept:
 def distinct(cells: Cells) -> NDArray[np.bool_]:
     """Which cells are plans that no other cell is in other words, along the axes in front of the rows.
 
-    Without replicas all ZeRO stages and overlaps of exchanges are alike; recomputing as many layers as a
-    stage has is recomputing all.
+    Without replicas, and copies of a stage (DualPipe), all ZeRO stages and overlaps of exchanges are alike;
+    recomputing as many layers as a stage has is recomputing all.
     """
     mesh = cells.mesh
     plans = ~np.asarray(cells.broken)
-    alone = (mesh.replicas == 1) & (mesh.expert_replicas == 1)
+    alone = (mesh.replicas == 1) & (mesh.expert_replicas == 1) & (weight_copies(mesh.schedule) == 1)
     for key, alike in (("zero", alone), ("overlap_dp", alone), ("overlap_pp", mesh.pp == 1)):
         values = getattr(mesh, key)
         if isinstance(values, np.ndarray):
