@@ -147,7 +147,11 @@ def test_finished_points_are_not_repeated(tmp_path, fake):
 
 def test_kill_nine_loses_only_what_was_running(tmp_path):
     """Killed amid real estimates and started again: the rows of before are untouched, all are there."""
-    path = _file(tmp_path, GRID.replace("[1, 4, 7]", "[1, 2, 4, 8]"))
+    batches = list(range(64, 64 * 51, 64))
+    grid = GRID.replace("[1, 4, 7]", "[1, 2, 4, 8]").replace(
+        "batch = 64\n[grid]", f"[grid]\nbatch = {batches}"
+    )
+    path, num = _file(tmp_path, grid), 12 * len(batches)
     words = [sys.executable, "-m", "meshwise.cli.worker"]
     command = json.dumps(["sweep", str(path), "--jobs", "1", "--json"]) + "\n"
     query = "SELECT id, command, status, finished_at, seconds, document FROM points ORDER BY id"
@@ -170,12 +174,12 @@ def test_kill_nine_loses_only_what_was_running(tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     before = stored()
-    assert 3 <= len(before) < 12
+    assert 3 <= len(before) < num
     done = subprocess.run(words, input=command, capture_output=True, text=True, check=True)
     code, out, _ = json.loads(done.stdout)
     after = stored()
-    assert code == 0 and json.loads(out)["num_done"] == 12
-    assert after[: len(before)] == before and len({row[1] for row in after}) == 12
+    assert code == 0 and json.loads(out)["num_done"] == num
+    assert after[: len(before)] == before and len({row[1] for row in after}) == num
 
 
 def test_one_writer_at_a_time(tmp_path):
