@@ -35,7 +35,9 @@ def main(rank, world_size, victim):
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     if victim >= 0:
-        dist.barrier()
+        dist.barrier()  # and no destroy: the profiles must be written all the same
+    else:
+        dist.destroy_process_group()  # without it a thread of gloo may abort the exit
 
 if __name__ == "__main__":
     victim = int(sys.argv[1])
