@@ -73,6 +73,10 @@ PLANS = [
     ("zero=2,zero_group=2,recompute=full", "llama", 8),
     ("zero=2,ep=2", "moe", 8),
     ("zero=3,zero_group=2,ep=2", "moe", 8),
+    ("zero=2,pp=2,tp=2", "gpt", 4),
+    ("zero=2,pp=2,vpp=2", "llama", 8),
+    ("zero=2,pp=2,schedule=zb-h1,ep=2", "moe", 8),
+    ("zero=2,pp=2,schedule=dualpipe-v,zero_group=1", "llama", 8),
 ]
 
 
@@ -145,6 +149,7 @@ def test_parts_are_those_of_chunk(rows: int, number: int) -> None:
         (1, "pp=2,ep=2,dtype=bf16,recompute=full", "moe"),
         (3, "cp=4,cp_kind=two_level,ulysses=2,dtype=bf16", "llama"),
         (2, "zero=1,zero_group=2,dtype=bf16", "llama"),
+        (1, "zero=2,pp=2,schedule=zb-h1,dtype=bf16", "llama"),
         (3, "zero=2,tp=2,dtype=bf16", "gpt"),
         (1, "zero=0,ep=2,dtype=fp32", "moe"),
     ],
@@ -189,6 +194,10 @@ def test_all_instruments_agree(rank: int, plan: str, model: str, pool: Ranks) ->
         (16, 7, "gpt --plan zero=1,zero_group=1,pp=4,tp=2,dtype=bf16 --batch 8 --layers 4"),
         (8, 3, "moe --plan zero=1,ep=2,zero_group=2,dtype=bf16,recompute=full --batch 16"),
         (8, 1, "moe --plan zero=2,ep=2,tp=2,etp=1,dtype=fp32 --batch 12"),
+        (8, 5, "gpt --plan zero=2,pp=2,tp=2,dtype=bf16 --batch 8"),
+        (8, 2, "llama --plan zero=2,pp=2,vpp=5,dtype=bf16,recompute=selective --batch 8 --layers 10"),
+        (8, 6, "gpt --plan zero=2,pp=2,tp=2,schedule=zb-v,dtype=bf16 --batch 8 --layers 4"),
+        (8, 1, "moe --plan zero=2,pp=2,schedule=zb-h1,ep=2,dtype=bf16 --batch 16"),
     ],
 )
 def test_estimate_is_dry_run(ranks: int, rank: int, words: str) -> None:
@@ -297,7 +306,6 @@ def counted_peak(options: Any) -> float:
         ("--plan ep=2", "has no experts"),
         (f"--model {MODELS['moe']} --plan tp=2,ep=2 --seq 16", "does not cut experts; add etp=1"),
         (f"--model {MODELS['moe']} --plan tp=2,ep=2,etp=1 --seq 6", "3 tokens in a row, whose choices 6"),
-        ("--plan zero=2,pp=2", "use zero=1 or zero=3, not zero=2, with pp"),
         ("--plan pp=2,schedule=dualpipe", "not built for schedule=dualpipe"),
         ("--plan tp=2,sp=0", "not built for sp=0"),
         (

@@ -452,10 +452,6 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
     yield only("schedule", FSDP2_SCHEDULES, where=mesh.pp > 1)
     yield only("sp", (None, True), where=mesh.tp > 1)
     yield Rule(
-        (mesh.zero == 2) & (mesh.pp > 1),
-        lambda: "torch's pipelines reduce gradients once a step; use zero=1 or zero=3, not zero=2, with pp",
-    )
-    yield Rule(
         (model.moe is not None) & (mesh.etp > 1),
         lambda: "implementation=fsdp2 does not cut experts; add etp=1 to the plan",
     )

@@ -135,7 +135,7 @@ def _gathers_of_parts(model: Model, stage: Stage, mesh: Mesh) -> list[Num]:
 
 def reductions(mesh: Mesh) -> Num:
     """How often in a step gradients are reduced."""
-    return 1.0 + (mesh.zero == 2) * (mesh.pp == 1) * (mesh.num_microbatches - 1.0)
+    return 1.0 + (mesh.zero == 2) * (mesh.num_microbatches - 1.0)
 
 
 @lru_cache(maxsize=1024)
@@ -221,7 +221,7 @@ def shared_weights(
 
 def _accumulates(mesh: Mesh) -> Num:
     """Whether whole gradients are summed over microbatches before they are reduced."""
-    return ((mesh.pp > 1) | ((mesh.num_microbatches > 1) & (mesh.zero != 2))) * 1.0
+    return ((mesh.zero != 2) & ((mesh.pp > 1) | (mesh.num_microbatches > 1))) * 1.0
 
 
 def _is_summed(weight: Weight) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -35,16 +36,20 @@ SCHEDULES: dict[str, Any] = {
     "dualpipe-v": ScheduleDualPipeV,
 }
 """torch's schedules by the names of a `Plan`."""
+REDUCING = ("backward_weight_one_chunk", "perform_reduce_grad")
+"""What a stage does for gradients of weights alone, and for their reduction."""
 
 
 def make_schedule(
     name: str, pieces: Mapping[int, nn.Module], num_stages: int, num_microbatches: int,
     passed: tuple[tuple[int, ...], torch.dtype], group: dist.ProcessGroup, context: Context,
+    *, reduces_each: bool,
 ) -> Callable[..., list[Tensor]]:  # fmt: skip
     """A function of tokens and labels that runs all microbatches, forward and backward.
 
     `pieces`: this rank's modules by stage; the last stage's returns its loss. `passed`: shape and dtype of
-    what a stage hands on. The function returns the losses of the microbatches, empty on other ranks.
+    what a stage hands on. `reduces_each`: gradients are reduced after each microbatch, not once a step. The
+    function returns the losses of the microbatches, empty on other ranks.
     """
     shape, dtype = passed
     between = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
@@ -66,7 +71,10 @@ def make_schedule(
     )  # fmt: skip
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
-        stage.perform_reduce_grad = _in_backward(stage.perform_reduce_grad, context.recorder)
+        if reduces_each:
+            _reduce_each(stage)
+        for method in REDUCING:
+            setattr(stage, method, _in_backward(getattr(stage, method), context.recorder))
     schedule._warmup_p2p = lambda *_: None  # the stages vote on whether they know their shapes: they do
 
     def step(tokens: Tensor, labels: Tensor) -> list[Tensor]:
@@ -79,11 +87,26 @@ def make_schedule(
     return step
 
 
-def _in_backward(reduce: Callable[[int], None], recorder: Recorder) -> Callable[[int], None]:
-    """FSDP's reductions, which a pipeline calls when all its backwards are through, as part of them."""
+def _reduce_each(stage: PipelineStage) -> None:
+    """Gradients are reduced in each backward, and behind one of weights alone, which FSDP does not see."""
+    backward_of_weights = stage.backward_weight_one_chunk
+    stage.submod.set_requires_gradient_sync = lambda _: None  # stays true: schedules defer it to the last
 
-    def run(factor: int) -> None:
+    def run(*args: Any, **kwargs: Any) -> None:
+        backward_of_weights(*args, **kwargs)
+        for module in stage.submod.modules():
+            groups = module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ()
+            for group in groups:
+                group.post_backward()
+
+    stage.backward_weight_one_chunk = run
+
+
+def _in_backward(run: Callable[..., None], recorder: Recorder) -> Callable[..., None]:
+    """What a pipeline runs outside autograd for gradients of weights, as part of the backward."""
+
+    def in_phase(*args: Any, **kwargs: Any) -> None:
         with recorder.phase("backward"):
-            reduce(factor)
+            run(*args, **kwargs)
 
-    return run
+    return in_phase

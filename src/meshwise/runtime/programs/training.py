@@ -102,7 +102,7 @@ class Trainer:
         shape = (self.options.microbatch, tokens, self.model.hidden)
         return make_schedule(
             plan.schedule, self.pieces, plan.pp * plan.vpp, self.num, (shape, self.context.dtype(plan.dtype)),
-            self.mesh.get_group("pp"), self.context,
+            self.mesh.get_group("pp"), self.context, reduces_each=plan.zero == 2,
         )  # fmt: skip
 
     def _context_groups(self, ring: int, ulysses: int) -> tuple[dist.ProcessGroup | None, Axis | None]:
