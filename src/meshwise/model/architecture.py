@@ -109,6 +109,8 @@ class Recurrence:
     heads of width `head_dim`, and in `num_groups` groups their keys and queries of width `state_dim`. A
     causal convolution over `taps` tokens comes first. `norm`: a gated norm comes last. `dt_rank`: rank of
     the time step of a `scan`, `inner_norms` whether it and the keys and queries are normalised (Jamba).
+    `gate_rank`: the gates of a `delta`, then one for each channel, come through a layer of that width (Kimi
+    Delta Attention, arXiv 2510.26692; 0: they come straight from the input).
     """
 
     kind: str
@@ -122,6 +124,7 @@ class Recurrence:
     norm: bool = True
     dt_rank: int = 0
     inner_norms: bool = False
+    gate_rank: int = 0
 
     @property
     def inner(self) -> int:
@@ -133,8 +136,9 @@ class Recurrence:
         """What is computed from the input: the width of each, and in how many parts it can be cut at most."""
         keys, heads = (self.num_groups * self.state_dim, self.num_groups), (self.num_heads, 0)
         inner = (self.inner, 0)
+        gates = {} if self.gate_rank else {"z": inner, "a": heads}
         return {
-            "delta": {"q": keys, "k": keys, "v": inner, "z": inner, "b": heads, "a": heads},
+            "delta": {"q": keys, "k": keys, "v": inner, "b": heads, **gates},
             "ssd": {"z": inner, "x": inner, "b": keys, "c": keys, "dt": heads},
             "scan": {"x": inner, "z": inner},
             "conv": {"b": inner, "c": inner, "x": inner},
@@ -151,7 +155,7 @@ class Layer:
     """What makes one block of a model differ from its others.
 
     `moe`: experts in place of its MLP. `window`: tokens that its attention looks back on (0: all of them).
-    `mixer`: `attention`, `recurrence` in its place, or `none`. `mlp`: whether it has an MLP (or experts) at
+    `mixer`: `attention`, `recurrence` in its place, `beside` (both read one norm, and are added), or `none`. `mlp`: whether it has an MLP (or experts) at
     all.
     """
 
@@ -330,6 +334,7 @@ _MAY_BE_ZERO = {
     "index_head_dim",
     "index_top_k",
     "dt_rank",
+    "gate_rank",
 }
 
 
@@ -401,7 +406,7 @@ def _check_features(model: Model, where: str) -> None:
     mla_width = model.mla and model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim
     has_logits = model.lm_head and model.vocab > 0
     has_pixels = model.patches is not None and model.patches.out_channels > 0
-    recurs = any(layer.mixer == "recurrence" for layer in model.layers)
+    recurs = any(layer.mixer in ("recurrence", "beside") for layer in model.layers)
     for what, contradicts, needs in (
         ("layers", model.layers and len(model.layers) != model.num_layers, f"{model.num_layers} of them"),
         ("recurrence", recurs != bool(model.recurrence), "layers that have it"),

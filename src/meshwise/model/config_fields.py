@@ -33,6 +33,15 @@ class FfnConfig(msgspec.Struct):
     moe_top_k: int
 
 
+class LinearAttention(msgspec.Struct):
+    """The nested `linear_attn_config` of Kimi-Linear; its layers are numbered from 1."""
+
+    head_dim: int
+    num_heads: int
+    short_conv_kernel_size: int
+    full_attn_layers: list[int]
+
+
 POOLED = ("PreTraining", "NextSentencePrediction", "SequenceClassification", "MultipleChoice")
 
 
@@ -90,7 +99,7 @@ class Config(msgspec.Struct):
     index_topk: int = 0
     # experts
     num_experts: int | None = None
-    num_experts_per_tok: int = 0
+    num_experts_per_tok: int | list[int] = 0
     moe_intermediate_size: int | None = None
     shared_expert_intermediate_size: int = 0
     n_shared_experts: int | None = None
@@ -116,6 +125,10 @@ class Config(msgspec.Struct):
     state_heads: int = 1
     state_head_dim: int | str = 1
     state_groups: int = 1
+    state_inner: int | None = None
+    state_norm: bool = True
+    gate_rank: int = 0
+    linear_attn_config: LinearAttention | None = None
     state_size: int = 0
     state_expand: int = 1
     time_step_rank: int | str = "auto"

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from meshwise.core.errors import ModelError
 from meshwise.model.architecture import MLA, Layer, MoE, Patches, Recurrence, check_count
 from meshwise.model.config_fields import POOLED, Config, Fields
@@ -185,14 +187,17 @@ def _experts(c: Config) -> Fields:
     width = c.intermediate_size if c.moe_intermediate_size is None else c.moe_intermediate_size
     if width is None:
         raise ModelError("the width of the experts is missing; an MoE config needs it")
-    if not c.num_experts_per_tok:
+    top_k = {*c.num_experts_per_tok} if isinstance(c.num_experts_per_tok, list) else {c.num_experts_per_tok}
+    if len(top_k) > 1:
+        raise ModelError("num_experts_per_tok differs between layers; only one number for all is expressed")
+    if not any(top_k):
         raise ModelError("num_experts_per_tok is missing; an MoE config needs it")
     num_shared = c.n_shared_experts or int(c.shared_expert_intermediate_size > 0)
     shared_width = c.shared_expert_intermediate_size or width
     is_limited = c.topk_method != "greedy" and 0 < (c.topk_group or 0) < (c.n_group or 0)
     moe = MoE(
         num_experts=c.num_experts,
-        top_k=c.num_experts_per_tok,
+        top_k=top_k.pop(),
         ffn_hidden=width,
         num_shared_experts=num_shared,
         shared_ffn_hidden=num_shared * shared_width,
@@ -232,17 +237,19 @@ def _recurrence(c: Config) -> Recurrence:
     heads, dim = c.state_heads, c.state_head_dim
     if c.recurrence in ("scan", "conv"):  # no heads: every channel has a state of its own
         heads, dim = c.state_expand * c.hidden_size, 1
+    inner = c.state_expand * c.hidden_size if c.state_inner is None else c.state_inner
     rank = -(-c.hidden_size // 16) if isinstance(c.time_step_rank, str) else c.time_step_rank
     return Recurrence(
         kind=c.recurrence,
         num_heads=heads,
-        head_dim=c.state_expand * c.hidden_size // max(heads, 1) if isinstance(dim, str) else dim,
+        head_dim=inner // max(heads, 1) if isinstance(dim, str) else dim,
         num_groups=c.state_groups,
         state_dim=c.state_size,
         taps=c.conv_kernel,
         conv_bias=c.conv_bias,
         bias=c.state_bias,
-        norm=c.recurrence in ("delta", "ssd"),
+        norm=c.state_norm and c.recurrence in ("delta", "ssd"),
+        gate_rank=c.gate_rank,
         dt_rank=rank if c.recurrence == "scan" else 0,
         inner_norms=c.inner_norms,
     )
@@ -263,6 +270,28 @@ def _lfm2(c: Config) -> Fields:
     check_count(c.block_multiple_of, "block_multiple_of")
     width = int(c.block_ffn_dim_multiplier * int(2 * (c.intermediate_size or 0) / 3))
     return {"ffn_hidden": -(-width // c.block_multiple_of) * c.block_multiple_of}
+
+
+def _falcon_h1(c: Config) -> Fields:
+    """Attention and a recurrence side by side in every block."""
+    if c.out_bias != c.state_bias:
+        raise ModelError("projectors_bias and mamba_proj_bias differ; only one answer for both is expressed")
+    return {"mixers": ("beside",) * c.num_hidden_layers, "recurrence": _recurrence(c)}
+
+
+def _kimi_linear(c: Config) -> Fields:
+    """Gated DeltaNet, whose gates come through a layer as narrow as a head, and latent attention between."""
+    own = c.linear_attn_config
+    if own is not None:
+        attends = (layer + 1 in own.full_attn_layers for layer in range(c.num_hidden_layers))
+        c = structs.replace(
+            c, layer_types=["attention" if here else "linear_attention" for here in attends],
+            state_heads=own.num_heads, state_head_dim=own.head_dim, conv_kernel=own.short_conv_kernel_size,
+        )  # fmt: skip
+    elif c.layer_types is None:
+        raise ModelError("linear_attn_config is missing; it says which layers have linear attention")
+    dim = c.state_head_dim
+    return _hybrid(structs.replace(c, gate_rank=dim, state_size=dim, state_groups=c.state_heads))
 
 
 def _granite_hybrid(c: Config) -> Fields:
@@ -369,6 +398,8 @@ RULES: dict[str, Callable[[Config], Fields]] = {
     "experts": _experts,
     "hybrid": _hybrid,
     "only_recurrence": _only_recurrence,
+    "falcon_h1": _falcon_h1,
+    "kimi_linear": _kimi_linear,
     "lfm2": _lfm2,
     "granite_hybrid": _granite_hybrid,
     "softcaps": _softcaps,

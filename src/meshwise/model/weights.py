@@ -67,9 +67,14 @@ def num_weights(weights: Iterable[Weight]) -> int:
 @lru_cache(maxsize=1024)
 def block_weights(model: Model, layer: Layer, lora_rank: int = 0) -> Weights:
     """The weights of one block; with `lora_rank`, frozen, and with the adapters that train beside them."""
-    mixer = {"attention": _attention, "recurrence": _recurrence, "none": lambda _: ()}[layer.mixer]
+    mixers = {
+        "attention": (_attention,),
+        "recurrence": (_first_norm, _recurrence),
+        "beside": (_attention, _recurrence),
+        "none": (),
+    }[layer.mixer]
     feed_forward = (_moe(model) if layer.moe else _mlp(model)) if layer.mlp else ()
-    weights = (*mixer(model), *feed_forward)
+    weights = (*(weight for mixer in mixers for weight in mixer(model)), *feed_forward)
     return with_adapters(weights, lora_rank) if lora_rank else weights
 
 
@@ -212,6 +217,10 @@ def _latent_qkv(model: Model) -> Iterator[Weight]:
             yield Weight(module="attention", op="index_norm", name=name, shape=(mla.index_head_dim,))
 
 
+def _first_norm(model: Model) -> Iterator[Weight]:
+    return _block_norm(model, "recurrence", 1)
+
+
 def _recurrence(model: Model) -> Iterator[Weight]:
     module, own, hidden = "recurrence", model.recurrence, model.hidden
     assert own is not None
@@ -222,9 +231,15 @@ def _recurrence(model: Model) -> Iterator[Weight]:
             module=module, op=op, name=name, shape=(width,), cut=cut, units=units, gradient=gradient
         )
 
-    yield from _block_norm(model, module, 1)
     for name, (width, units) in own.projected.items():
         yield from _linear(module, "in_proj", name, hidden, width, bias=own.bias, cut=COLUMNS, units=units)
+    for name in ("a", "z") if own.gate_rank else ():
+        yield from _linear(
+            module, "gate_down", f"{name}_down", hidden, own.gate_rank, bias=False, gradient="part"
+        )
+        yield from _linear(
+            module, f"{name}_up", f"{name}_up", own.gate_rank, own.inner, bias=False, cut=COLUMNS
+        )
     yield vector("conv", "conv", own.taps * own.convolved)
     if own.conv_bias:
         yield vector("conv", "conv_bias", own.convolved)
@@ -238,7 +253,8 @@ def _recurrence(model: Model) -> Iterator[Weight]:
         yield vector("scan", "d", own.inner)
     elif own.kind != "conv":
         for name in ("dt_bias", "a", "d") if own.kind == "ssd" else ("dt_bias", "a"):
-            yield vector("chunk", name, own.num_heads)
+            is_per_channel = own.gate_rank and name == "dt_bias"
+            yield vector("chunk", name, own.inner if is_per_channel else own.num_heads)
     if own.norm:
         width = own.inner if own.kind == "ssd" else own.head_dim
         yield vector("gate_norm", "gate_norm", width, cut=COLUMNS if own.kind == "ssd" else WHOLE)

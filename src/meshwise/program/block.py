@@ -17,7 +17,7 @@ from meshwise.program.implementation import as_done_by
 from meshwise.program.moe import moe_mlp
 from meshwise.program.op import Op, backward_last
 from meshwise.program.recompute import with_recompute
-from meshwise.program.recurrence import recurrence
+from meshwise.program.recurrence import behind_norm, recurrence
 
 LAYOUTS: dict[str, ModuleType] = {
     "1d": tensor_1d,
@@ -37,16 +37,21 @@ def block(model: Model, cut: Cut, layer: Layer = Layer()) -> list[Op]:  # noqa: 
 def block_ops(model: Model, cut: Cut, layer: Layer) -> list[Op]:
     """The ops of one block, the backward ops of each beside its forward."""
     layout, own = LAYOUTS[cut.layout], of_layer(model, layer)
-    mixer = {"attention": layout.attention, "recurrence": recurrence, "none": _nothing}[layer.mixer]
+    mixers = {
+        "attention": (layout.attention,),
+        "recurrence": (recurrence,),
+        "beside": (layout.attention, behind_norm),
+        "none": (),
+    }[layer.mixer]
     feed_forward = (moe_mlp if layer.moe else layout.mlp) if layer.mlp else _nothing
-    ops = [*mixer(own, cut), *feed_forward(own, cut)]
+    ops = [*(op for mixer in mixers for op in mixer(own, cut)), *feed_forward(own, cut)]
     ops = hold(ops, block_weights(model, layer, cut.lora_rank), cut, layout.shards)
     ops = [_with_narrow_input(own, cut, op) for op in as_done_by(own, cut, ops)]
     return list(with_recompute(own, cut, ops))
 
 
 def _nothing(_model: Model, _cut: Cut) -> tuple[Op, ...]:
-    """What a block does that has no mixer, or no MLP."""
+    """What a block does that has no MLP."""
     return ()
 
 

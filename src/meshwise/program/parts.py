@@ -16,7 +16,13 @@ from meshwise.program.serving import serving_block, serving_embed, serving_head
 from meshwise.program.vocabulary import embed, head
 
 EMBEDDING, HEAD = "embedding", "head"
-MIXERS = {"attention": "", "alone": "attention_", "recurrence": "recurrent_", "none": "mlp_"}
+MIXERS = {
+    "attention": "",
+    "alone": "attention_",
+    "recurrence": "recurrent_",
+    "beside": "recurrent_beside_",
+    "none": "mlp_",
+}
 """How the name of a block begins, by what it has in place of attention; `alone`: attention without an MLP."""
 FP8_TOKEN_BYTES = 1.0 + 4.0 / 128.0
 """Bytes of an element of a token in fp8: with an fp32 scale for each 128 (DeepSeek-V3, arXiv 2412.19437)."""

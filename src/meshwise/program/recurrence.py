@@ -34,13 +34,20 @@ SCAN_FLOP = 9.0
 
 
 def recurrence(model: Model, cut: Cut) -> Iterator[Op]:
-    """Norm, projections, convolution, recurrence, gated norm, output projection, residual."""
+    """Norm, and the recurrence behind it."""
+    yield from norm(model, cut, MODULE, "norm1")
+    yield from behind_norm(model, cut)
+
+
+def behind_norm(model: Model, cut: Cut) -> Iterator[Op]:
+    """Projections, convolution, recurrence, gated norm, output projection, residual."""
     own, prec = model.recurrence, cut.precision
     assert own is not None
-    yield from norm(model, cut, MODULE, "norm1")
     local = {name: _local(size, units, cut) for name, (size, units) in own.projected.items()}
     yield from column_linear(MODULE, "in_proj", model.hidden, local, cut, bias=own.bias)
     yield from _exchange("heads_of_all_tokens", cut, sum(local.values()))
+    if own.gate_rank:
+        yield from _gates(own, cut, model.hidden)
     keys = _local(own.num_groups * own.state_dim, own.num_groups, cut)
     inner = own.inner / cut.tp
     channels = inner + 2.0 * keys * (own.convolved > own.inner)
@@ -94,6 +101,15 @@ def _chunks(own: Recurrence, cut: Cut, keys: Num) -> Iterator[Op]:
         yield op
         twice = (2.0 * chunks, *shape[1:])
         yield structs.replace(op, phase="backward", cost=cost * 2.0, shape=twice, saved_bytes=0.0)
+
+
+def _gates(own: Recurrence, cut: Cut, hidden: float) -> Iterator[Op]:
+    """Two layers of width `gate_rank`, on every rank, and of each the rank's own channels."""
+    down = dict.fromkeys(("a_down", "z_down"), float(own.gate_rank))
+    yield from plain_linear(MODULE, "gate_down", cut.tokens, hidden, down, cut, saved_rows=0.0)
+    for name in ("a_up", "z_up"):
+        parts = {name: own.inner / cut.tp}
+        yield from plain_linear(MODULE, name, cut.tokens, float(own.gate_rank), parts, cut)
 
 
 def _scan(own: Recurrence, cut: Cut, inner: Num) -> Iterator[Op]:

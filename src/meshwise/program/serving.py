@@ -108,11 +108,12 @@ def cached_tokens(cut: Cut, layer: Layer) -> Num:
 
 def cache_bytes(model: Model, cut: Cut, layer: Layer) -> Num:
     """Bytes of one layer's cache on a rank, at the end of the pass."""
-    if layer.mixer != "attention":
-        own = model.recurrence if layer.mixer == "recurrence" else None
-        return cut.microbatch * state_bytes(own, cut) if own else 0.0
+    own = model.recurrence if layer.mixer in ("recurrence", "beside") else None
+    state = state_bytes(own, cut) if own else 0.0
     kept = replace(cut, past=cut.past + cut.seq)
-    return cut.microbatch * cached_tokens(kept, layer) * cached_numbers(model, cut) * cut.kv_bytes
+    attends = layer.mixer in ("attention", "beside")
+    tokens = cached_tokens(kept, layer) * cached_numbers(model, cut) * cut.kv_bytes if attends else 0.0
+    return cut.microbatch * (state + tokens)
 
 
 def _decode_attention(model: Model, cut: Cut, layer: Layer, op: Op) -> Op:

@@ -307,7 +307,7 @@ def prompts_s(serving: Serving, cut: Cut) -> Num:
 def launches_s(model: Model) -> float:
     """Seconds of the host to launch a pass of prompts: latent attention (MLA), recurrences."""
     kinds = (layer_kind(model, layer) for layer in range(model.num_layers))
-    launched = sum(model.mla is not None or kind.mixer == "recurrence" for kind in kinds)
+    launched = sum(model.mla is not None or kind.mixer in ("recurrence", "beside") for kind in kinds)
     return fitted().constants.launched_layer_s * launched
 
 
