@@ -155,8 +155,8 @@ class Layer:
     """What makes one block of a model differ from its others.
 
     `moe`: experts in place of its MLP. `window`: tokens that its attention looks back on (0: all of them).
-    `mixer`: `attention`, `recurrence` in its place, `beside` (both read one norm, and are added), or `none`. `mlp`: whether it has an MLP (or experts) at
-    all.
+    `mixer`: `attention`, `recurrence` in its place, `beside` (both read one norm, and are added), or `none`.
+    `mlp`: whether it has an MLP (or experts) at all.
     """
 
     moe: bool = False

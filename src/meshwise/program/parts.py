@@ -20,7 +20,7 @@ MIXERS = {
     "attention": "",
     "alone": "attention_",
     "recurrence": "recurrent_",
-    "beside": "recurrent_beside_",
+    "beside": "attention_and_recurrent_",
     "none": "mlp_",
 }
 """How the name of a block begins, by what it has in place of attention; `alone`: attention without an MLP."""
