@@ -13,7 +13,7 @@ from meshwise.estimate.single import estimate
 from meshwise.estimate.timing import Machine
 from meshwise.machine.hardware import find_cluster, rates, stack_rates
 from meshwise.model.find import find_model
-from meshwise.plan.plan import Plan, parse_plan
+from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
@@ -66,7 +66,7 @@ MANY = {
 def many_plans() -> int:
     """Every valid plan of a space of 30 million combinations; what is invalid is not priced."""
     cluster, load = find_cluster("a100-80g-sxm:512"), Workload(batch=1536, seq=2048)
-    cells = price_grid(GPT3, cluster, load, MANY, Plan())
+    cells = price_grid(GPT3, cluster, load, MANY)
     return sum(int(np.size(one.array(one.step.step_s))) for one in cells)
 
 

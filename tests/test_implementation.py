@@ -40,8 +40,10 @@ def test_a_grid_of_fsdp2_is_its_plans(data: st.DataObject, model: str) -> None:
     """Every cell, with its time and memory; a plan that is refused has none."""
     keys = data.draw(st.lists(st.sampled_from(sorted(VALUES)), min_size=1, max_size=3, unique=True))
     space = {key: VALUES[key] for key in keys}
-    found, base = {}, replace(FSDP2, etp=1 if model == "mixtral-8x7b" else None)
-    for cells in price_grid(find_model(model), CLUSTER, LOAD, space, base):
+    base = {"implementation": "fsdp2", "zero": 3, "etp": 1 if model == "mixtral-8x7b" else None}
+    found = {}
+    one_each = {key: (value,) for key, value in base.items()}
+    for cells in price_grid(find_model(model), CLUSTER, LOAD, one_each | space):
         step_s, memory = cells.array(cells.step.step_s), cells.array(cells.step.memory_bytes)
         broken = np.broadcast_to(cells.broken, cells.shape)
         for index in np.ndindex(cells.shape):
@@ -52,7 +54,7 @@ def test_a_grid_of_fsdp2_is_its_plans(data: st.DataObject, model: str) -> None:
         stated = dict(zip(keys, values, strict=True))
         microbatch = stated.pop("microbatch", 1)
         try:
-            plan = replace(base, **stated)
+            plan = Plan(**base | stated)
             of = price(model, plan, microbatch)
         except MeshwiseError:
             continue

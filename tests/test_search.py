@@ -70,6 +70,23 @@ SPACES: dict[str, tuple[str, str, dict[str, tuple[Any, ...]]]] = {
             "optimizer": ("adam", "muon"), "imbalance": (1.0, 1.5),
         },
     ),
+    "pairs": (
+        "mixtral-8x7b",
+        "h100-80g-sxm:16",
+        {
+            "tp": (1,), "cp": (1,), "pp": (2, 4), "vpp": (1,), "ep": (1, 4), "etp": (1,), "zero": (1, 2),
+            "schedule": ("1f1b", "dualpipe", "dualpipe-v"), "recompute": ("none", "selective", "full"),
+            "recompute_layers": (None, 2), "dtype": ("bf16", "fp8"), "microbatch": (1,),
+        },
+    ),
+    "stages": (
+        "llama3-8b",
+        "h100-80g-sxm:16",
+        {
+            "stages": (None, (), (9, 8, 8, 7)), "tp": (2,), "cp": (1,), "pp": (1, 2, 4), "vpp": (1, 2),
+            "zero": (1,), "recompute": ("none",), "recompute_layers": (None,), "microbatch": (1,),
+        },
+    ),
     "links": (
         "llama3-8b",
         "h100-80g-sxm:16",
@@ -99,7 +116,7 @@ def check_best(model_name: str, cluster_name: str, stated: dict[str, tuple[Any, 
         plan = dict(zip(space, values, strict=True))
         microbatch = plan.pop("microbatch")
         try:
-            of = estimate(model, cluster, replace(Plan(), **plan), replace(load, microbatch=microbatch))
+            of = estimate(model, cluster, Plan(**plan), replace(load, microbatch=microbatch))
         except MeshwiseError:
             continue
         if of.fits:

@@ -32,7 +32,6 @@ from meshwise.plan.plan import EVEN
 from meshwise.plan.stages import chunk_layers, stages_of
 
 _INTERLEAVED = SCHEDULES.index("interleaved")
-_PAIRED = tuple(SCHEDULES.index(name) for name in ("dualpipe", "dualpipe-v"))
 
 
 def balanced(model: Model, mesh: Mesh, by_part: Sequence[Part]) -> Mesh:
@@ -94,9 +93,8 @@ def _loses_step(model: Model, mesh: Mesh) -> Any:
     """Where the schedule needs chunks that are more alike (see the top of this file)."""
     num_chunks, layers = mesh.pp * mesh.vpp, model.num_layers + sum(mesh.ends)
     is_shorter_within = (-layers % num_chunks > 2) | (np.maximum(*mesh.ends) > layers // num_chunks)
-    is_paired = np.isin(mesh.schedule, _PAIRED) & (mesh.ep > 1)
     is_moved = (mesh.ends[0] != 0) | (mesh.ends[1] != 0)
-    return (mesh.schedule == _INTERLEAVED) & is_shorter_within | is_paired & is_moved
+    return (mesh.schedule == _INTERLEAVED) & is_shorter_within | mesh.is_paired & is_moved
 
 
 def differ(model: Model, mesh: Mesh) -> Any:

@@ -28,7 +28,7 @@ from meshwise.machine.overheads import find_overheads
 from meshwise.model.architecture import Model
 from meshwise.plan.layouts import check_layout, default_grid
 from meshwise.plan.mesh import Mesh, mesh_of, rules
-from meshwise.plan.plan import DEFAULTS, NUMBERS, Plan, number_of
+from meshwise.plan.plan import NUMBERS, Plan, number_of
 from meshwise.plan.workload import Workload
 
 TAIL = (
@@ -107,9 +107,9 @@ class Cells:
 
 
 def price_grid(
-    model: Model, cluster: Cluster, workload: Workload, space: Space, base: Plan, *, distinct: bool = False
+    model: Model, cluster: Cluster, workload: Workload, space: Space, *, distinct: bool = False
 ) -> Iterator[Cells]:
-    """Price all combinations of `space` on `cluster`; what it leaves out is as in `base` and `workload`.
+    """Price all combinations of `space` on `cluster`; a cell is the plan that states its values alone.
 
     Combinations that are no plans are left out. `distinct`: of rows that are one plan in other words, keep
     one. PlanError for a key that a plan does not have.
@@ -117,37 +117,68 @@ def price_grid(
     unknown = sorted(set(space) - set(KEYS))
     if unknown:
         raise PlanError(f"a plan has no key {unknown[0]!r}; known keys: {', '.join(KEYS)}")
-    layouts = space.get("layout", (base.layout,))
+    layouts = space.get("layout", ("1d",))
     if "1d" in layouts and len(layouts) > 1:  # tp is an axis there, and sets the grid of the others
         of_grids = {"layout": tuple(name for name in layouts if name != "1d")}
         of_one = {"layout": ("1d",)} | {key: (one,) for key, one in NO_GRID if one in space.get(key, ())}
         for some in (of_one, of_grids):
-            yield from price_grid(model, cluster, workload, {**space, **some}, base, distinct=distinct)
+            yield from price_grid(model, cluster, workload, {**space, **some}, distinct=distinct)
         return
     by_layout = ("tp",) if layouts != ("1d",) else ()
     seen: set[Plan] = set()
     switches = [key for key in space if key not in (*ROWS, *TAIL_KEYS) or key in by_layout]
-    numbers = {key: space[key] for key in space if key not in switches}
-    numbers.setdefault("microbatch", (workload.microbatch,))
+    numbers: dict[str, Sequence[Any]] = {"vpp": (1,), "microbatch": (workload.microbatch,)}
+    numbers |= {key: space[key] for key in space if key not in switches}
     for chosen in itertools.product(*(space[key] for key in switches)):
-        try:
-            stated = dict(zip(switches, chosen, strict=True))
-            default = DEFAULTS["recompute_modules"]
-            is_selective = stated.get("recompute_modules", default) != default
-            plan = replace(base, **({"recompute": "selective"} if is_selective else {}) | stated)
-            if plan.layout != "1d":
-                check_layout(model, plan, workload.seq)
-            if distinct and (known := _canonical(plan)) in seen:
+        stated = dict(zip(switches, chosen, strict=True))
+        for plan, some in _alike(stated, numbers):
+            try:
+                if plan.layout != "1d":
+                    check_layout(model, plan, workload.seq)
+                if distinct and (known := _canonical(plan)) in seen:
+                    continue
+                cluster.chip.matrix_peak(plan.dtype)
+            except MeshwiseError:
                 continue
-            cluster.chip.matrix_peak(plan.dtype)
-        except MeshwiseError:
+            if distinct:
+                seen.add(known)
+            before = {
+                key: space[key][: space[key].index(stated[key])] for key in stated if distinct and key != "tp"
+            }
+            yield from _cells(model, cluster, workload, some, plan, stated, _Repeats(distinct, before))
+
+
+def _alike(
+    stated: dict[str, Any], numbers: dict[str, Sequence[Any]]
+) -> Iterator[tuple[Plan, dict[str, Sequence[Any]]]]:
+    """Parts of a grid whose plans agree in what they leave open: a plan of each part, and its numbers.
+
+    DualPipe with experts implies other values of such keys than other plans, and others of them again where
+    it recomputes selectively.
+    """
+    kinds = numbers.get("recompute", ())
+    others = tuple(kind for kind in kinds if kind != "selective")
+    by_kind = [{"recompute": some} for some in (others, ("selective",) * ("selective" in kinds)) if some]
+    for is_paired, parts in ((False, [{}]), (True, by_kind or [{}])):
+        for part in parts:
+            recompute = {key: some[0] for key, some in part.items()}
+            plan = _first_plan(stated | recompute, numbers, is_paired=is_paired)
+            if plan is not None:
+                yield plan, numbers | part
+
+
+def _first_plan(stated: dict[str, Any], numbers: dict[str, Sequence[Any]], *, is_paired: bool) -> Plan | None:
+    """A plan with what is `stated` and the first `numbers` that make it one, DualPipe with experts or not."""
+    of_stages = ("pp", "vpp") if stated.get("stages") else ()
+    keys = [key for key in ("schedule", "ep", *of_stages) if key in numbers]
+    for values in itertools.product(*(numbers[key] for key in keys)):
+        try:
+            plan = Plan(**stated, **dict(zip(keys, values, strict=True)))
+        except PlanError:
             continue
-        if distinct:
-            seen.add(known)
-        before = {
-            key: space[key][: space[key].index(stated[key])] for key in stated if distinct and key != "tp"
-        }
-        yield from _cells(model, cluster, workload, numbers, plan, stated, _Repeats(distinct, before))
+        if plan.is_paired == is_paired:
+            return plan
+    return None
 
 
 def _canonical(plan: Plan) -> Plan:
@@ -180,6 +211,8 @@ def _cells(
     }
     mesh, sizes = _mesh(plan, workload, cluster, fixed | spread)
     valid = np.ones([len(axis.values) for axis in row_axes], dtype=bool)
+    alike = np.asarray(mesh.is_paired) == plan.is_paired
+    valid &= alike.reshape(alike.shape[len(tail) :])
     for rule in rules(model, mesh, sizes, cluster):
         broken = np.asarray(rule.is_broken)
         if broken.ndim == 0 or prod(broken.shape[: len(tail)]) == 1:

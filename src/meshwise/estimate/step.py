@@ -341,26 +341,24 @@ def step_cost(model: Model, mesh: Mesh, machine: Machine, stages: Sequence[Stage
 def _played_s(
     model: Model, mesh: Mesh, by_part: Sequence[Part], cut: Cut, machine: Machine, *, hop_s: Num
 ) -> Num:
-    """Time of the pipeline with the stages that the plan states, played cell by cell."""
+    """Time of the pipeline with the stages that the plan states, played once for each that differs."""
     times = [
         stage_time(model, chunk, by_part, mesh, cut, machine)
         for chunk in chunks(model, mesh.plan.stages or ())
     ]
     phases = [[getattr(time, name) for time in times] for name in ("forward_s", "backward_s", "weight_s")]
-    numbers = (hop_s, mesh.schedule, mesh.num_microbatches, *(value for phase in phases for value in phase))
-    cells = np.stack([np.asarray(value, dtype=np.float64) for value in np.broadcast_arrays(*numbers)])
-    found = np.empty(cells.shape[1:])
-    for cell in np.ndindex(found.shape):
-        hop, schedule, m, *seconds = cells[(slice(None), *cell)]
-        found[cell] = simulate(
-            SCHEDULES[int(schedule)],
-            *np.array(seconds).reshape(3, -1),
-            pp=int(np.max(mesh.pp)),
-            m=int(m),
-            v=int(np.max(mesh.vpp)),
-            p2p_s=float(hop),
-        ).makespan_s
-    return found[()]
+    pipeline = (mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp)
+    numbers = np.broadcast_arrays(*pipeline, hop_s, *(value for phase in phases for value in phase))
+    cells = np.stack([np.asarray(value, dtype=np.float64) for value in numbers])
+    first, kind = distinct_columns(flat := cells.reshape(len(numbers), -1))
+    found = []
+    for schedule, pp, m, v, hop, *seconds in flat[:, first].T:
+        by_phase = np.array(seconds).reshape(3, -1)
+        played = simulate(
+            SCHEDULES[int(schedule)], *by_phase, pp=int(pp), m=int(m), v=int(v), p2p_s=float(hop)
+        )
+        found.append(played.makespan_s)
+    return np.array(found)[kind].reshape(cells.shape[1:])[()]
 
 
 def _hop_s(model: Model, mesh: Mesh, cut: Cut, machine: Machine) -> Num:

@@ -23,7 +23,18 @@ from meshwise.cost.schedule import NEEDS, SCHEDULES, valid
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.layouts import check_layout, default_grid
-from meshwise.plan.plan import DEFAULTS, KEYS, NUMBERS, Plan, Rule, number_of, number_rules, numbers_of
+from meshwise.plan.plan import (
+    DEFAULTS,
+    KEYS,
+    NUMBERS,
+    Plan,
+    Rule,
+    chunks_of_rank,
+    is_paired,
+    number_of,
+    number_rules,
+    numbers_of,
+)
 from meshwise.plan.workload import Workload
 
 SERVING = ("prefill", "decode")
@@ -52,7 +63,6 @@ FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
 FSDP2_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 _INTERLEAVED, _ONE_F_ONE_B = SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")
 _SPLIT = tuple(SCHEDULES.index(name) for name in ("zb-h1", "zb-v", "dualpipe-v"))
-_FOLDED = tuple(SCHEDULES.index(name) for name in ("zb-v", "dualpipe-v"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,6 +126,11 @@ class Mesh:
         return self.tp * self.cp * self.dp / (self.etp * self.ep)
 
     @property
+    def is_paired(self) -> Any:
+        """Where DualPipe pairs microbatches of experts (`plan.is_paired`)."""
+        return is_paired(self.schedule, self.ep)
+
+    @property
     def serves(self) -> bool:
         """Whether a serving engine runs the pass."""
         return self.kind in SERVING
@@ -164,9 +179,9 @@ def mesh_of(plan: Plan, workload: Workload, world: int, sizes: dict[str, Num], m
     ring = cp / ulysses
     grid: tuple[Num, ...] = ()
     dp = np.maximum(world // (tp * cp * pp), 1.0)
-    # 1F1B with several chunks a rank is interleaved; a V has two.
+    # 1F1B with several chunks a rank is interleaved.
     schedule = schedule + (_INTERLEAVED - _ONE_F_ONE_B) * ((schedule == _ONE_F_ONE_B) & (vpp > 1))
-    vpp = vpp + sum((schedule == folded) * 1.0 for folded in _FOLDED) * (vpp == 1)
+    vpp = chunks_of_rank(schedule, vpp)
     group = sizes["zero_group"] + (sizes["zero_group"] == 0) * dp * cp
     etp_left_out = 1.0 + (sizes["ep"] == 1) * (tp - 1.0) if workload.kind in SERVING else tp
     etp = sizes["etp"] + (sizes["etp"] == 0) * etp_left_out

@@ -52,6 +52,7 @@ DUALPIPE_RECOMPUTES = ("mla_up_proj", "layernorm", "moe_act")
 IMPLEMENTATIONS = ("megatron", "fsdp2", "huggingface")
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 AXES = ("tp", "cp", "dp", "pp")
+_ZB_V, _DUALPIPE, _DUALPIPE_V = (SCHEDULES.index(name) for name in ("zb-v", "dualpipe", "dualpipe-v"))
 EVEN: tuple[int, ...] = ()
 """`Plan.stages` that hold as many layers each as far as these divide, whatever embedding and head take."""
 
@@ -122,6 +123,11 @@ class Plan:
     def sequence_parallel(self) -> bool:
         """Whether the activations between the tensor-parallel matmuls are cut along the sequence."""
         return self.tp > 1 if self.sp is None else self.sp
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether the exchanges of experts hide behind the other microbatch of a pair (see `is_paired`)."""
+        return bool(is_paired(number_of("schedule", self.schedule), self.ep))
 
     @property
     def model_ranks(self) -> int:
@@ -207,13 +213,13 @@ def _implied(plan: Plan) -> Iterator[tuple[str, Any]]:
         yield "schedule", "interleaved"
     if plan.schedule in ("zb-v", "dualpipe-v") and plan.vpp == 1:
         yield "vpp", 2
-    is_paired = plan.schedule.startswith("dualpipe") and plan.ep > 1
-    recompute = plan.recompute or ("selective" if is_paired or plan.recompute_modules else "none")
-    modules = DUALPIPE_RECOMPUTES if is_paired and recompute == "selective" else ("core_attn",)
-    narrow = "fp8" if is_paired and plan.dtype == "fp8" else "bf16"
+    paired = plan.is_paired
+    recompute = plan.recompute or ("selective" if paired or plan.recompute_modules else "none")
+    modules = DUALPIPE_RECOMPUTES if paired and recompute == "selective" else ("core_attn",)
+    narrow = "fp8" if paired and plan.dtype == "fp8" else "bf16"
     for name, value in (
-        ("overlap_ep", is_paired),
-        ("dispatch", DISPATCH[is_paired]),
+        ("overlap_ep", paired),
+        ("dispatch", DISPATCH[paired]),
         ("dispatch_dtype", narrow),
         ("act_input_dtype", narrow),
         ("recompute", recompute),
@@ -245,6 +251,16 @@ def number_of(key: str, value: Any) -> float:
 def numbers_of(plan: Plan) -> dict[str, Num]:
     """All `NUMBERS` of one plan."""
     return {key: number_of(key, getattr(plan, key)) for key in NUMBERS}
+
+
+def is_paired(schedule: Num, ep: Num) -> Any:
+    """Where DualPipe runs the forward of a microbatch of experts beside the backward of another."""
+    return ((schedule == _DUALPIPE) | (schedule == _DUALPIPE_V)) & (ep > 1)
+
+
+def chunks_of_rank(schedule: Num, vpp: Num) -> Num:
+    """Chunks of layers that a rank holds: `vpp`, but two in a V that states none."""
+    return vpp + ((schedule == _ZB_V) | (schedule == _DUALPIPE_V)) * (vpp == 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -288,6 +304,15 @@ def number_rules(plan: Plan, sizes: Mapping[str, Num]) -> Iterator[Rule]:
             f"{RECOMPUTE[whole_number('recompute')]}"
         ),
     )
+    stages, pp, vpp = plan.stages, sizes["pp"], chunks_of_rank(sizes["schedule"], sizes["vpp"])
+    if stages:
+        yield Rule(
+            pp * vpp != len(stages),
+            lambda: (
+                f"stages lists {len(stages)} stages but pp={int(pp)} x vpp={int(vpp)} has {int(pp * vpp)}; "
+                "list one number of layers for each"
+            ),
+        )
     modules = plan.recompute_modules
     yield Rule(
         (sizes["recompute"] != RECOMPUTE.index("selective")) & (modules != ("core_attn",)),
@@ -315,11 +340,6 @@ def _conflicts(plan: Plan) -> Iterator[str]:
         yield f"attention=grid splits scores over a grid, not with layout={layout}; use layout=2d, 2.5d or 3d"
     if plan.sp is False and layout in ("2d", "2.5d", "3d"):
         yield f"layout={layout} always cuts the activations; leave sp=0 out"
-    if plan.stages and len(plan.stages) != plan.pp * plan.vpp:
-        yield (
-            f"stages lists {len(plan.stages)} stages but pp={plan.pp} x vpp={plan.vpp} has "
-            f"{plan.pp * plan.vpp}; list one number of layers for each"
-        )
     if plan.frozen_dtype is not None and not plan.lora_rank:
         yield f"frozen_dtype={plan.frozen_dtype} needs frozen weights; add lora_rank, as in lora_rank=16"
 

@@ -11,7 +11,7 @@ import numpy as np
 from meshwise.estimate.grid import Cells, price_grid
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
-from meshwise.plan.plan import DEFAULTS, KEYS, Plan
+from meshwise.plan.plan import DEFAULTS, KEYS
 from meshwise.plan.workload import Workload
 from meshwise.search.kept import distinct
 from meshwise.search.space import Stated, free_values
@@ -34,7 +34,7 @@ def cloud(
     space = free_values(model, cluster, workload, stated or {})
     kept: list[tuple[float, Sampled]] = []
     draw = np.random.default_rng(0)
-    for cells in price_grid(model, cluster, workload, space, Plan(), distinct=True):
+    for cells in price_grid(model, cluster, workload, space, distinct=True):
         kept = sorted([*kept, *_drawn(cells, draw, most)], key=lambda pair: pair[0])[:most]
     return [one for _, one in kept]
 

@@ -190,7 +190,7 @@ class _Space:
         kept = Kept(self.memory_frac * self.cluster.chip.memory_bytes)
         values = free_values(self.model, self.cluster, self.workload, self.stated)
         try:
-            for cells in price_grid(self.model, self.cluster, self.workload, values, Plan(), distinct=True):
+            for cells in price_grid(self.model, self.cluster, self.workload, values, distinct=True):
                 kept.add(cells)
                 on_plans(kept)
         except KeyboardInterrupt:
