@@ -12,6 +12,7 @@ import pytest
 from meshwise.cost.op import attended_pairs
 from meshwise.model.architecture import (
     MLA,
+    Encoder,
     Layer,
     Model,
     MoE,
@@ -114,6 +115,9 @@ CHANGES: dict[str, tuple[Model, dict[str, Any]]] = {
     "attention_pool": (VIT_B, {"attention_pool": True}),
     "mtp_layers": (LLAMA, {"mtp_layers": 1}),
     "dropout_frac": (LLAMA, {"dropout_frac": 0.1}),
+    "encoder": (LLAMA, {"encoder": Encoder(num_layers=2)}),
+    "relative_buckets": (replace(LLAMA, positions="relative", relative_buckets=32), {"relative_buckets": 64}),
+    "key_bias": (GPT, {"key_bias": False}),
     "mla": (DEEPSEEK, {"mla": None}),
     "moe": (MIXTRAL, {"moe": None}),
     "patches": (VIT_B, {"patches": replace(VIT_B.patches, class_token=False), "max_seq": 196}),  # type: ignore[type-var]
@@ -135,8 +139,13 @@ PARTS: dict[str, tuple[Model, list[str], dict[str, Any]]] = {
     ),
     "recurrence": (
         SCAN,
-        [field.name for field in fields(Recurrence) if field.name != "num_groups"],
+        [field.name for field in fields(Recurrence) if field.name not in ("num_groups", "gate_rank")],
         {"kind": "conv", "norm": False} | dict.fromkeys(("conv_bias", "bias", "inner_norms"), True),
+    ),
+    "encoder": (
+        replace(GPT, encoder=Encoder(num_layers=2, seq=128, channels=80)),
+        [field.name for field in fields(Encoder)],
+        {"num_layers": 1},
     ),
     "patches": (
         VIT_B,
@@ -173,6 +182,12 @@ def test_a_field_of_a_part_changes_the_ops(part: str, field: str) -> None:
     if part == "patches":
         changed["max_seq"] = changed[part].num_tokens
     assert price(checked_model(replace(model, **changed), field)) != price(model)
+
+
+def test_narrow_gates_change_the_ops() -> None:
+    delta = Recurrence(kind="delta", num_heads=32, head_dim=128, num_groups=32, state_dim=128)
+    model = replace(HYBRID, recurrence=delta, **SHORT)  # type: ignore[arg-type]
+    assert price(replace(model, recurrence=replace(delta, gate_rank=128))) != price(model)
 
 
 def test_windows_are_those_of_the_layers() -> None:

@@ -45,7 +45,17 @@ MODELS = {
         record["model_type"]: model_from_config(record["config"], name=record["model_type"])
         for record in RECORDS
         if record["model_type"]
-        in (*HYBRIDS, "deepseek_v32", "dinov2", "siglip_vision_model", "modernbert", "llama4_text")
+        in (
+            *HYBRIDS,
+            "t5",
+            "bart",
+            "whisper",
+            "deepseek_v32",
+            "dinov2",
+            "siglip_vision_model",
+            "modernbert",
+            "llama4_text",
+        )
     },
     **{f"preset {name}": find_model(name) for name in model_names()},
     **{f"config {path.stem}": read_config(path) for path in CONFIGS},

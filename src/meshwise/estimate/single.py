@@ -24,7 +24,7 @@ from meshwise.estimate.step import StageCost, StepCost, step_cost
 from meshwise.estimate.timing import Machine, machine
 from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import Overheads, find_overheads, serving_overheads
-from meshwise.model.architecture import Model, layer_kind, layer_kinds
+from meshwise.model.architecture import Model, layer_counts, layer_kinds
 from meshwise.model.weights import num_params
 from meshwise.plan.mesh import Mesh, resolve
 from meshwise.plan.plan import Plan
@@ -318,10 +318,8 @@ def model_flop(model: Model, seq: float, *, kind: str = "evaluate", lora_rank: i
         kind="evaluate" if trains else kind,
     )
     ops = parts(model, cut)
-    names = dict(zip(layer_kinds(model), layer_names(model), strict=True))
-    counts = dict.fromkeys(ops, 0) | {EMBEDDING: 1, HEAD: 1}
-    for layer in range(model.num_layers):
-        counts[names[layer_kind(model, layer)]] += 1
+    blocks = zip(layer_names(model), layer_counts(model).values(), strict=True)
+    counts = {EMBEDDING: 1, HEAD: 1, **dict(blocks)}
     return float(
         sum(
             counts[name] * op.count * op.cost.flop * (1 if not trains else 2 if op.num_frozen else 3)

@@ -13,6 +13,7 @@ checked), from a Hugging Face `config.json`, or from arguments.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
@@ -21,7 +22,7 @@ from meshwise.core.errors import ModelError
 _GATED = ("swiglu", "geglu", "reglu")
 _ACTIVATIONS = (*_GATED, "gelu", "silu", "relu", "relu2")
 _NORMS = ("layernorm", "rmsnorm")
-_POSITIONS = ("learned", "rotary", "sinusoidal", "alibi", "none")
+_POSITIONS = ("learned", "rotary", "sinusoidal", "alibi", "relative", "none")
 _MAX_COUNT = 10**9  # far beyond any model, and far below where float64 stops counting
 _MAX_LAYERS = 10**5
 
@@ -101,6 +102,21 @@ class Patches:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Encoder:
+    """What reads the source of a model that writes a target (T5, Whisper): its first `num_layers` blocks.
+
+    They see all tokens of the source; the blocks behind them, the decoder, attend to their result as well.
+    `seq`: tokens of the source (0: as many as of the target). `channels`: the source is sound in that many
+    channels, of which two convolutions over three frames each, the second with a step of two, make the tokens
+    (Whisper); 0: tokens of the same vocabulary.
+    """
+
+    num_layers: int
+    seq: int = 0
+    channels: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrence:
     """What stands in place of attention in some blocks: a state of fixed size that each token updates.
 
@@ -156,13 +172,14 @@ class Layer:
 
     `moe`: experts in place of its MLP. `window`: tokens that its attention looks back on (0: all of them).
     `mixer`: `attention`, `recurrence` in its place, `beside` (both read one norm, and are added), or `none`.
-    `mlp`: whether it has an MLP (or experts) at all.
+    `mlp`: whether it has an MLP (or experts) at all. `side`: `encoder` or `decoder` where the model has both.
     """
 
     moe: bool = False
     window: int = 0
     mixer: str = "attention"
     mlp: bool = True
+    side: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,13 +199,16 @@ class Model:
     looks back on (0: all); each `full_attention_every`-th layer looks back on all (0: none does). `layers`
     says of each block what it is, where no such step does: in place of these two and the pattern of `moe`.
     `attention_softcap`, `logit_softcap`: scores, and the LM head's logits, pass through a tanh (Gemma 2).
-    Learned positions have `max_seq + extra_position_rows` rows. `token_types`, and `mlm_transform` (dense
-    layer, activation and norm before the LM head), are parts of encoders. In place of the LM head (`lm_head`
-    False) there may be a `pooler` (dense layer and tanh) on one token, an `attention_pool` (a learned query
-    attends to all tokens, then a norm and an MLP: SigLIP), and a classifier into `num_classes`, with
-    `classifier_bias`, on one token or, if it `classifies_tokens`, on all. `mtp_layers`: modules of
-    multi-token prediction, each a norm of the embedding and one of the hidden state, their projection, a
-    block like the last one, and the model's own head again (DeepSeek-V3); they are trained, but not served.
+    Learned positions have `max_seq + extra_position_rows` rows; `relative` ones add a number to each score,
+    learned for each head and each of `relative_buckets` distances (T5). `encoder`: see `Encoder`; a decoder
+    behind it has one norm a block more. `key_bias` False: the projection of the keys has no bias (Whisper).
+    `token_types`, and `mlm_transform` (dense layer, activation and norm before the LM head), are parts of
+    encoders. In place of the LM head (`lm_head` False) there may be a `pooler` (dense layer and tanh) on one
+    token, an `attention_pool` (a learned query attends to all tokens, then a norm and an MLP: SigLIP), and a
+    classifier into `num_classes`, with `classifier_bias`, on one token or, if it `classifies_tokens`, on all.
+    `mtp_layers`: modules of multi-token prediction, each a norm of the embedding and one of the hidden state,
+    their projection, a block like the last one, and the model's own head again (DeepSeek-V3); they are
+    trained, but not served.
 
     `ffn_hidden` is unused where every layer has experts. Descriptive, without a cost: `name`, `source`,
     `checked`, `aliases`, `left_out` (parts that stand beside this model, such as a vision tower, and their
@@ -230,6 +250,8 @@ class Model:
     full_attention_every: int = 0
     layers: tuple[Layer, ...] = ()
     extra_position_rows: int = 0
+    relative_buckets: int = 0
+    key_bias: bool = True
     token_types: int = 0
     lm_head: bool = True
     head_bias: bool = False
@@ -243,6 +265,7 @@ class Model:
     dropout_frac: float = 0.0
     mla: MLA | None = None
     recurrence: Recurrence | None = None
+    encoder: Encoder | None = None
     moe: MoE | None = None
     patches: Patches | None = None
     source: str = ""
@@ -262,13 +285,21 @@ def layer_kind(model: Model, layer: int) -> Layer:
         return model.layers[layer]
     every = model.full_attention_every
     looks_back_on_all = every > 0 and (layer + 1) % every == 0
-    return Layer(is_moe_layer(model, layer), 0 if looks_back_on_all else model.sliding_window)
+    side = ""
+    if model.encoder:
+        side = "encoder" if layer < model.encoder.num_layers else "decoder"
+    return Layer(is_moe_layer(model, layer), 0 if looks_back_on_all else model.sliding_window, side=side)
 
 
 @lru_cache(maxsize=256)
+def layer_counts(model: Model) -> dict[Layer, int]:
+    """How many blocks a model has of each kind, in the order in which the kinds first appear."""
+    return dict(Counter(layer_kind(model, layer) for layer in range(model.num_layers)))
+
+
 def layer_kinds(model: Model) -> tuple[Layer, ...]:
     """The distinct kinds of a model's blocks, in the order in which they first appear."""
-    return tuple(dict.fromkeys(layer_kind(model, layer) for layer in range(model.num_layers)))
+    return tuple(layer_counts(model))
 
 
 def is_moe_layer(model: Model, layer: int) -> bool:
@@ -322,6 +353,7 @@ _MAY_BE_ZERO = {
     "sliding_window",
     "full_attention_every",
     "extra_position_rows",
+    "relative_buckets",
     "token_types",
     "num_classes",
     "q_lora_rank",
@@ -338,11 +370,12 @@ _MAY_BE_ZERO = {
 }
 
 
-def _check_counts(part: Model | MLA | MoE | Patches | Recurrence, where: str) -> None:
+def _check_counts(part: Model | MLA | MoE | Patches | Recurrence | Encoder, where: str) -> None:
+    may_be_zero = ("seq", "channels") if isinstance(part, Encoder) else _MAY_BE_ZERO
     for field in fields(part):
         value = getattr(part, field.name)
         if isinstance(value, int) and not isinstance(value, bool):
-            check_count(value, f"{where}: {field.name}", zero=field.name in _MAY_BE_ZERO)
+            check_count(value, f"{where}: {field.name}", zero=field.name in may_be_zero)
 
 
 def _check_moe(model: Model, moe: MoE, where: str) -> None:
@@ -388,6 +421,8 @@ def checked_model(model: Model, where: str) -> Model:
     if model.recurrence is not None:
         _check_counts(model.recurrence, where)
         _one_of(model.recurrence.kind, ("delta", "ssd", "scan", "conv"), f"{where}: recurrence")
+    if model.encoder is not None:
+        _check_counts(model.encoder, where)
     if model.moe is not None:
         _check_counts(model.moe, where)
         _check_moe(model, model.moe, where)
@@ -406,15 +441,20 @@ def _check_features(model: Model, where: str) -> None:
     mla_width = model.mla and model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim
     has_logits = model.lm_head and model.vocab > 0
     has_pixels = model.patches is not None and model.patches.out_channels > 0
-    recurs = any(layer.mixer in ("recurrence", "beside") for layer in model.layers)
+    recurs, own = any(layer.mixer in ("recurrence", "beside") for layer in model.layers), model.recurrence
     for what, contradicts, needs in (
         ("layers", model.layers and len(model.layers) != model.num_layers, f"{model.num_layers} of them"),
         ("recurrence", recurs != bool(model.recurrence), "layers that have it"),
+        ("gate_rank", own and own.gate_rank and own.kind != "delta", "the recurrence delta"),
         ("attention_gate", model.attention_gate and (parallel or model.mla), "parallel_block and mla off"),
         ("layers", any(layer.moe for layer in model.layers) and not model.moe, "moe"),
         ("full_attention_every", model.full_attention_every and not model.sliding_window, "a sliding_window"),
         ("qk_norm_full", model.qk_norm_full and not model.qk_norm, "qk_norm"),
         ("qk_norm_weight", model.qk_norm_full and not model.qk_norm_weight, "qk_norm_full off"),
+        ("relative_buckets", (model.positions == "relative") != bool(model.relative_buckets), "positions"),
+        ("key_bias", not model.key_bias and not model.qkv_bias, "qkv_bias"),
+        ("encoder", model.encoder and not model.num_layers - model.encoder.num_layers > 0, "a decoder too"),
+        ("encoder", model.encoder and (model.layers or parallel or model.mla), "blocks of plain attention"),
         ("extra_position_rows", model.extra_position_rows and not learned, "learned positions"),
         ("parallel_block", parallel and model.num_norms == 4, "1 or 2 norms"),
         ("parallel_block", parallel and (model.moe or model.mla), "a block without experts or MLA"),

@@ -139,6 +139,14 @@ class Config(msgspec.Struct):
     block_auto_adjust_ff_dim: bool = False
     block_multiple_of: int = 256
     block_ffn_dim_multiplier: float = 1.0
+    # encoders before a decoder
+    num_decoder_layers: int | None = None
+    decoder_attention_heads: int | None = None
+    decoder_ffn_dim: int | None = None
+    max_source_positions: int = 0
+    num_mel_bins: int = 0
+    feed_forward_proj: str = "relu"
+    relative_attention_num_buckets: int = 32
     # encoders
     word_embed_proj_dim: int | None = None
     expansion_ratio: int = 4
@@ -205,7 +213,7 @@ class Spelling(msgspec.Struct, forbid_unknown_fields=True):
     taken: dict[str, str] = {}
     experts: Fields = {}
     joints: list[Joint] = []
-    head: Literal["decoder", "encoder", "image", "none"] = "decoder"
+    head: Literal["decoder", "encoder", "seq2seq", "image", "none"] = "decoder"
     whole: Whole | None = None
 
 

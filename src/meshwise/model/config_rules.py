@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import structs
 
 from meshwise.core.errors import ModelError
-from meshwise.model.architecture import MLA, Layer, MoE, Patches, Recurrence, check_count
+from meshwise.model.architecture import MLA, Encoder, Layer, MoE, Patches, Recurrence, check_count
 from meshwise.model.config_fields import POOLED, Config, Fields
 
 # --- blocks ------------------------------------------------------------------------------------
@@ -324,6 +324,29 @@ def _mla(c: Config) -> Fields:
     }
 
 
+def _encoder(c: Config) -> Fields:
+    """An encoder, then a decoder of the same width, heads and MLP."""
+    number = c.num_hidden_layers
+    for name, own in (
+        ("num_attention_heads", "decoder_attention_heads"),
+        ("intermediate_size", "decoder_ffn_dim"),
+    ):
+        if getattr(c, own) not in (None, getattr(c, name)):
+            raise ModelError(
+                f"{own} is {getattr(c, own)}, but the encoder has {getattr(c, name)}; only one "
+                "size for both is expressed"
+            )
+    return {
+        "num_layers": number + (c.num_decoder_layers or number),
+        "encoder": Encoder(num_layers=number, seq=c.max_source_positions, channels=c.num_mel_bins),
+    }
+
+
+def _t5(c: Config) -> Fields:
+    gate, _, name = c.feed_forward_proj.rpartition("-")
+    return {"activation": _activation(name, gated=gate == "gated")}
+
+
 def _stablelm(c: Config) -> Fields:
     return {"num_norms": 1 if c.parallel else 2}
 
@@ -406,6 +429,8 @@ RULES: dict[str, Callable[[Config], Fields]] = {
     "mla": _mla,
     "stablelm": _stablelm,
     "dbrx": _dbrx,
+    "encoder": _encoder,
+    "t5": _t5,
     "gpt_bigcode": _gpt_bigcode,
     "opt": _opt,
     "falcon": _falcon,
@@ -451,6 +476,18 @@ def _encoder_head(c: Config, purpose: str) -> Fields:
     return predicts | {"pooler": purpose in c.pools} | classifies
 
 
+def _seq2seq_head(c: Config, purpose: str) -> Fields:
+    """The LM head of a decoder behind an encoder, or a classifier, behind one more layer for sequences."""
+    if c.architectures and c.architectures[0].endswith("EncoderModel"):
+        raise ModelError(
+            f"architectures names {c.architectures[0]}; an encoder without its decoder is not read"
+        )
+    if purpose == "ConditionalGeneration" or not c.architectures:
+        return {}
+    pools = purpose == "SequenceClassification"
+    return _NO_LOGITS | {"pooler": pools} | (_classifier(c, purpose) if purpose else {})
+
+
 def _image_head(c: Config, purpose: str) -> Fields:
     """A classifier, or the pooler of the bare model."""
     return _classifier(c, purpose) if purpose else {"pooler": True}
@@ -460,6 +497,7 @@ _WORDS = ("MaskedLM", "PreTraining", "LMHeadModel", "CausalLM")
 _HEADS: dict[str, tuple[tuple[str, ...], Callable[[Config, str], Fields]]] = {
     "decoder": ((*_PREDICTS, "SequenceClassification", *_OF_TOKENS), _decoder_head),
     "encoder": ((*_WORDS, *POOLED, *_OF_TOKENS), _encoder_head),
+    "seq2seq": (("ConditionalGeneration", "SequenceClassification", "QuestionAnswering"), _seq2seq_head),
     "image": (("ImageClassification",), _image_head),
     "none": ((), lambda _c, _purpose: {}),
 }

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -173,9 +174,10 @@ def _family(raw: dict[str, Any], like: str = "") -> str:
         return like
     if like:
         raise ModelError(f"like={like} is not a known family; known are {', '.join(spellings())}")
+    near = get_close_matches(key, spellings(), 3) or ["llama"]
     raise ModelError(
-        f"model_type {kind!r} is not known; if it is a close relative of a known one, write that behind the "
-        f"path, as in config.json,like=llama; known are {', '.join(spellings())}"
+        f"model_type {kind!r} is not known; near in name are {', '.join(near)} (docs/models.md lists all); "
+        f"if its blocks are those of one of them, write that behind the path: config.json,like={near[0]}"
     )
 
 

@@ -8,12 +8,11 @@ brings it; nothing else in this package counts weights. `program.held` says what
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from meshwise.model.architecture import Layer, Model, num_dense_layers, num_moe_layers
+from meshwise.model.architecture import Encoder, Layer, Model, layer_counts, num_moe_layers
 
 COLUMNS, ROWS, WHOLE = "columns", "rows", ""
 
@@ -74,6 +73,8 @@ def block_weights(model: Model, layer: Layer, lora_rank: int = 0) -> Weights:
         "none": (),
     }[layer.mixer]
     feed_forward = (_moe(model) if layer.moe else _mlp(model)) if layer.mlp else ()
+    if layer.side == "decoder":
+        mixers = (*mixers, _cross_attention)
     weights = (*(weight for mixer in mixers for weight in mixer(model)), *feed_forward)
     return with_adapters(weights, lora_rank) if lora_rank else weights
 
@@ -176,8 +177,9 @@ def _grouped_qkv(model: Model) -> Iterator[Weight]:
         ("v", key, model.num_kv_heads),
     ):
         yield from _linear(
-            "attention", "qkv", name, model.hidden, width, bias=model.qkv_bias, cut=COLUMNS, units=heads
-        )
+            "attention", "qkv", name, model.hidden, width, cut=COLUMNS, units=heads,
+            bias=model.qkv_bias and (model.key_bias or name != "k"),
+        )  # fmt: skip
     if model.qk_norm_full:  # a weight for every element of the projection, no bias
         for name, width, heads in (("q_norm", query, 0), ("k_norm", key, model.num_kv_heads)):
             yield Weight(
@@ -186,6 +188,21 @@ def _grouped_qkv(model: Model) -> Iterator[Weight]:
     elif model.qk_norm and model.qk_norm_weight:
         for name in ("q_norm", "k_norm"):
             yield from _norm(model, "attention", "qk_norm", model.head_dim, name=name, gradient="part")
+
+
+def _cross_attention(model: Model) -> Iterator[Weight]:
+    """Queries of the decoder; keys and values of what the encoder gives."""
+    module, query, key = (
+        "cross_attention",
+        model.num_heads * model.head_dim,
+        model.num_kv_heads * model.head_dim,
+    )
+    heads, bias = model.num_kv_heads, model.qkv_bias
+    yield from _norm(model, module, "norm", model.hidden)
+    yield from _linear(module, "q", "q", model.hidden, query, bias=bias, cut=COLUMNS)
+    for name, has_bias in (("k", bias and model.key_bias), ("v", bias)):
+        yield from _linear(module, "kv", name, model.hidden, key, bias=has_bias, cut=COLUMNS, units=heads)
+    yield from _linear(module, "out_proj", "o", query, model.hidden, bias=model.out_bias, cut=ROWS)
 
 
 def _latent_qkv(model: Model) -> Iterator[Weight]:
@@ -351,8 +368,32 @@ def _embedding(model: Model) -> Iterator[Weight]:
     yield from rows("token_types", model.token_types)
     if model.positions == "learned":
         yield from rows("positions", model.max_seq + model.extra_position_rows)
+    if model.relative_buckets:  # each side has a table
+        shape = (model.relative_buckets * (2 if model.encoder else 1), model.num_heads)
+        yield Weight(module="embedding", op="relative_bias", name="relative_bias", shape=shape, cut=COLUMNS)
     if model.embedding_norm:
         yield from _norm(model, "embedding", "norm", hidden)
+    if model.encoder:
+        yield from _encoder_ends(model, model.encoder)
+
+
+def _encoder_ends(model: Model, encoder: Encoder) -> Iterator[Weight]:
+    """What an encoder has besides its blocks; it looks up tokens in the table of the decoder."""
+    module, hidden = "encoder", model.hidden
+    if encoder.channels:
+        for name, width in (("conv1", encoder.channels), ("conv2", hidden)):
+            yield from _linear(module, name, name, 3 * width, hidden, bias=True, gradient="tokens")
+    if model.positions == "learned":
+        shape = (encoder.seq or model.max_seq + model.extra_position_rows, hidden)
+        # Positions of sound are sines, kept as weights.
+        yield Weight(
+            module=module, op="positions", name="positions", shape=shape, gradient="tokens",
+            trains=not encoder.channels,
+        )  # fmt: skip
+    if model.embedding_norm:
+        yield from _norm(model, module, "norm", hidden)
+    if model.final_norm:
+        yield from _norm(model, module, "final_norm", hidden)
 
 
 def _head(model: Model) -> Iterator[Weight]:
@@ -399,9 +440,8 @@ def _attention_pool(model: Model) -> Iterator[Weight]:
 
 def num_params(model: Model) -> int:
     """All parameters of `model`, as makers count them: without modules of multi-token prediction."""
-    dense, experts = num_dense_layers(model), num_moe_layers(model)
-    kinds = Counter(model.layers) or {Layer(): dense, Layer(moe=True): experts}
-    blocks = (layers and layers * num_weights(block_weights(model, layer)) for layer, layers in kinds.items())
+    kinds = layer_counts(model).items()
+    blocks = (number * num_weights(block_weights(model, layer)) for layer, number in kinds)
     return num_weights(embedding_weights(model)) + num_weights(head_weights(model)) + sum(blocks)
 
 

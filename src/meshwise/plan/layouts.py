@@ -58,6 +58,7 @@ def check_grid(
         "sinks": model.sinks,
         "layer scales": model.layer_scale,
         "recurrences": model.recurrence,
+        "cross-attention": model.encoder,
         "gated attention": model.attention_gate,
     }
     for what, present in missing.items():

@@ -325,6 +325,8 @@ def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rul
                 f"{key}={KEYS[key].show(value)} means nothing to kind={kind}; leave it out"
             ),
         )
+    if model.encoder is not None:
+        yield from _encoder_rules(model, mesh)
     yield Rule(
         mesh.serves & (model.patches is not None or not model.causal),
         lambda: f"{model.name} does not generate text; name a decoder for kind={kind}",
@@ -348,6 +350,22 @@ def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rul
         lambda: f"seq={_int(mesh.seq)} exceeds the {model.max_seq} learned positions of {model.name}",
         WorkloadError,
     )
+
+
+def _encoder_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
+    """The decoder reads what the encoder gives in every block: where that lies is stated for whole models."""
+    for what, stated in (
+        (f"kind={mesh.kind}", mesh.serves),
+        ("a pipeline", mesh.pp > 1),
+        ("context parallelism", mesh.cp > 1),
+        (f"implementation={mesh.plan.implementation}", mesh.plan.implementation != "megatron"),
+    ):
+        yield Rule(
+            stated,
+            lambda what=what: (  # type: ignore[misc]
+                f"{model.name} is an encoder and a decoder, which are not priced under {what}; leave it out"
+            ),
+        )
 
 
 def _model_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:

@@ -12,6 +12,7 @@ from meshwise.model.architecture import Layer, Model
 from meshwise.model.weights import block_weights
 from meshwise.program import tensor_1d, tensor_2d, tensor_2d_cp, tensor_3d
 from meshwise.program.cut import Cut
+from meshwise.program.encoder import cross_attention, source_cut
 from meshwise.program.held import hold
 from meshwise.program.implementation import as_done_by
 from meshwise.program.moe import moe_mlp
@@ -37,12 +38,15 @@ def block(model: Model, cut: Cut, layer: Layer = Layer()) -> list[Op]:  # noqa: 
 def block_ops(model: Model, cut: Cut, layer: Layer) -> list[Op]:
     """The ops of one block, the backward ops of each beside its forward."""
     layout, own = LAYOUTS[cut.layout], of_layer(model, layer)
+    cut = source_cut(model, cut) if layer.side == "encoder" else cut
     mixers = {
         "attention": (layout.attention,),
         "recurrence": (recurrence,),
         "beside": (layout.attention, behind_norm),
         "none": (),
     }[layer.mixer]
+    if layer.side == "decoder":
+        mixers = (*mixers, cross_attention)
     feed_forward = (moe_mlp if layer.moe else layout.mlp) if layer.mlp else _nothing
     ops = [*(op for mixer in mixers for op in mixer(own, cut)), *feed_forward(own, cut)]
     ops = hold(ops, block_weights(model, layer, cut.lora_rank), cut, layout.shards)
@@ -64,8 +68,9 @@ def _with_narrow_input(model: Model, cut: Cut, op: Op) -> Op:
 
 @lru_cache(maxsize=256)
 def of_layer(model: Model, layer: Layer) -> Model:
-    """`model` with the window of one of its layers, whose block is to be stated."""
-    return replace(model, sliding_window=layer.window, full_attention_every=0, layers=())
+    """`model` with the window and the mask of one of its layers, whose block is to be stated."""
+    causal = model.causal and layer.side != "encoder"
+    return replace(model, sliding_window=layer.window, full_attention_every=0, layers=(), causal=causal)
 
 
 def shared_gradients(model: Model, cut: Cut, layer: Layer = Layer()) -> list[Op]:  # noqa: B008

@@ -35,11 +35,15 @@ MODULE = "attention"
 CORE = ("flash", "logits", "softcap", "alibi", "softmax", "dropout_softmax", "attend")
 
 
-def core_attention(model: Model, cut: Cut, qk_dim: int, v_dim: int, kv_heads: Num) -> Iterator[Op]:
+def core_attention(
+    model: Model, cut: Cut, qk_dim: int, v_dim: int, kv_heads: Num, seq_k: Num | None = None
+) -> Iterator[Op]:
     """Ops from projected q, k, v to the mixed values, with the exchanges of context parallelism.
 
-    `kv_heads` are the key and value heads of one tensor-parallel rank (at least one).
+    `kv_heads` are the key and value heads of one tensor-parallel rank (at least one); `seq_k` the tokens that
+    have keys, where they are others than those that ask.
     """
+    seq_k = cut.seq if seq_k is None else seq_k
     heads = model.num_heads / cut.tp
     act_bytes = cut.precision.act_bytes
     # Ulysses needs at least one key head for each of its ranks; fewer are repeated before the exchange.
@@ -52,9 +56,9 @@ def core_attention(model: Model, cut: Cut, qk_dim: int, v_dim: int, kv_heads: Nu
     yield from _exchange("ulysses_qkv", cut, q_bytes + kv_bytes)
     yield from _keys_and_values(cut, cut.tokens * cut.ulysses * kv_local * (qk_dim + v_dim) * act_bytes)
     if cut.flash:
-        yield from _flash(model, cut, heads / cut.ulysses, kv_local, qk_dim, v_dim)
+        yield from _flash(model, cut, heads / cut.ulysses, kv_local, qk_dim, v_dim, seq_k)
     else:
-        yield from _unfused(model, cut, heads / cut.ulysses, kv_local, qk_dim, v_dim)
+        yield from _unfused(model, cut, heads / cut.ulysses, kv_local, qk_dim, v_dim, seq_k)
     yield from _exchange("ulysses_out", cut, out_bytes)
 
 
@@ -91,7 +95,7 @@ def _gathered(name: str, cut: Cut, local_bytes: Num) -> Iterator[Op]:
 
 def score_kernels(model: Model) -> list[str]:
     """What is done to each score before the softmax; fused attention does it on the way."""
-    return ["softcap"] * model.attention_softcap + ["alibi"] * (model.positions == "alibi")
+    return ["softcap"] * model.attention_softcap + ["alibi"] * (model.positions in ("alibi", "relative"))
 
 
 def _reach(model: Model) -> int:
@@ -99,17 +103,20 @@ def _reach(model: Model) -> int:
     return model.sliding_window or (model.mla.index_top_k if model.mla else 0)
 
 
-def _flash(model: Model, cut: Cut, heads: Num, kv_heads: Num, qk_dim: int, v_dim: int) -> Iterator[Op]:
+def _flash(
+    model: Model, cut: Cut, heads: Num, kv_heads: Num, qk_dim: int, v_dim: int, seq_k: Num
+) -> Iterator[Op]:
     seq_q = cut.seq / cut.ring
-    pairs = attended_pairs(cut.seq, cut.seq, causal=model.causal, window=_reach(model)) / cut.ring
+    pairs = attended_pairs(cut.seq, seq_k, causal=model.causal, window=_reach(model)) / cut.ring
     kernels = [KERNELS[name] for name in score_kernels(model)]
     score_flop = cut.microbatch * heads * pairs * sum(one.flop for one in kernels)
     backward_flop = score_flop + cut.microbatch * heads * pairs * sum(one.backward_flop for one in kernels)
     act_bytes = cut.precision.act_bytes
-    arguments = (pairs, heads, kv_heads, seq_q, cut.seq, qk_dim, v_dim)
+    arguments = (pairs, heads, kv_heads, seq_q, seq_k, qk_dim, v_dim)
     shape = (cut.microbatch, *arguments[1:])
     rows = cut.microbatch * seq_q
-    kept = rows * (act_bytes * (heads + kv_heads) * (qk_dim + v_dim) + cut.precision.stat_bytes * heads)
+    keys = kv_heads * (seq_k / cut.seq)
+    kept = rows * (act_bytes * (heads + keys) * (qk_dim + v_dim) + cut.precision.stat_bytes * heads)
     # The projection behind keeps the output, which it reads, unless an exchange lies between.
     redone = rows * heads * (cut.precision.stat_bytes + (cut.ulysses > 1.0) * act_bytes * v_dim)
     for phase, work, beside_flop in (
@@ -131,38 +138,40 @@ def _flash(model: Model, cut: Cut, heads: Num, kv_heads: Num, qk_dim: int, v_dim
         )
 
 
-def _unfused(model: Model, cut: Cut, heads: Num, kv_heads: Num, qk_dim: int, v_dim: int) -> Iterator[Op]:
+def _unfused(
+    model: Model, cut: Cut, heads: Num, kv_heads: Num, qk_dim: int, v_dim: int, seq_k: Num
+) -> Iterator[Op]:
     """Scores written to memory: all of them, the masked half too. Keeps q, k, v and what softmax gave."""
     prec = cut.precision
     seq_q, batch = cut.seq / cut.ring, cut.microbatch * heads
-    q, k = batch * seq_q * qk_dim, cut.microbatch * kv_heads * seq_q * qk_dim
-    v = cut.microbatch * kv_heads * seq_q * v_dim
-    scores = batch * seq_q * cut.seq
+    own_keys = cut.microbatch * kv_heads * seq_k / cut.ring
+    q, k, v = batch * seq_q * qk_dim, own_keys * qk_dim, own_keys * v_dim
+    scores = batch * seq_q * seq_k
     act_bytes = prec.act_bytes
-    softmax_kept = KERNELS["softmax"].saved_bytes(batch * seq_q, cut.seq, elem_bytes=act_bytes)
-    mask_kept = KERNELS["dropout"].saved_bytes(batch * seq_q, cut.seq, elem_bytes=act_bytes)
+    softmax_kept = KERNELS["softmax"].saved_bytes(batch * seq_q, seq_k, elem_bytes=act_bytes)
+    mask_kept = KERNELS["dropout"].saved_bytes(batch * seq_q, seq_k, elem_bytes=act_bytes)
 
     if cut.gather_keys:
         yield from _gathered("logits", cut, act_bytes * k)
-    yield from _batched("logits", batch, seq_q, cut.seq, qk_dim, cut, kept=act_bytes * (q + k))
+    yield from _batched("logits", batch, seq_q, seq_k, qk_dim, cut, kept=act_bytes * (q + k))
     for name in score_kernels(model):
-        for op in elementwise(MODULE, name, name, batch * seq_q, cut.seq, prec):
+        for op in elementwise(MODULE, name, name, batch * seq_q, seq_k, prec):
             yield _core(op, op.saved_bytes)
     yield from (
         _core(op, softmax_kept)
-        for op in elementwise(MODULE, "softmax", "softmax", batch * seq_q, cut.seq, prec)
+        for op in elementwise(MODULE, "softmax", "softmax", batch * seq_q, seq_k, prec)
     )
     if model.dropout_frac:
         yield from (
             _core(op, mask_kept)
-            for op in elementwise(MODULE, "dropout_softmax", "dropout", batch * seq_q, cut.seq, prec)
+            for op in elementwise(MODULE, "dropout_softmax", "dropout", batch * seq_q, seq_k, prec)
         )
     if cut.gather_keys:
         yield from _gathered("attend", cut, act_bytes * v)
     # Without dropout the mix reads what softmax already keeps.
     dropped = act_bytes * scores if model.dropout_frac else 0.0
     yield from _batched(
-        "attend", batch, seq_q, v_dim, cut.seq, cut, kept=act_bytes * v + dropped, recomputed=dropped
+        "attend", batch, seq_q, v_dim, seq_k, cut, kept=act_bytes * v + dropped, recomputed=dropped
     )
 
 

@@ -6,11 +6,14 @@ pipeline stage's affair (`meshwise.estimate.stage`).
 
 from __future__ import annotations
 
+import numpy as np
+
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.model.architecture import Model, layer_kinds
 from meshwise.plan.mesh import SERVING, Mesh
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
+from meshwise.program.encoder import source_cut
 from meshwise.program.op import Op, precision
 from meshwise.program.serving import serving_block, serving_embed, serving_head
 from meshwise.program.vocabulary import embed, head
@@ -33,7 +36,8 @@ def layer_names(model: Model) -> tuple[str, ...]:
     kinds = layer_kinds(model)
     windows = len({kind.window for kind in kinds}) > 1
     return tuple(
-        MIXERS[kind.mixer if kind.mlp or kind.mixer != "attention" else "alone"]
+        ("encoder_" if kind.side == "encoder" else "")
+        + MIXERS[kind.mixer if kind.mlp or kind.mixer != "attention" else "alone"]
         + ("moe_layer" if kind.moe else "layer")
         + (f"_window{kind.window}" if windows and kind.window else "")
         for kind in kinds
@@ -93,5 +97,6 @@ def cut_of(mesh: Mesh) -> Cut:
 
 
 def block_input_bytes(model: Model, cut: Cut) -> Num:
-    """The input of a block as a rank keeps it: its part of the tokens."""
-    return cut.split_tokens * model.hidden * cut.precision.act_bytes
+    """The input of a block as a rank keeps it: its part of the tokens, of the longer side of two."""
+    tokens = np.maximum(cut.split_tokens, source_cut(model, cut).split_tokens)
+    return tokens * model.hidden * cut.precision.act_bytes

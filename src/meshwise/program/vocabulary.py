@@ -21,6 +21,7 @@ from meshwise.model.architecture import Model, layer_kind
 from meshwise.model.weights import embedding_weights, frozen, head_weights, mtp_weights
 from meshwise.program.block import block_ops
 from meshwise.program.cut import Cut
+from meshwise.program.encoder import ENCODER, encoder_ends, source_cut
 from meshwise.program.held import hold
 from meshwise.program.implementation import as_done_by
 from meshwise.program.op import Op, Precision, backward_last, collective, elementwise, linear, precision
@@ -67,12 +68,20 @@ def _embed(model: Model, cut: Cut) -> Iterator[Op]:
         yield from _look_up(model, cut, module)
     if model.token_types:
         yield from elementwise(module, "token_types", "residual", rows, hidden, prec)
+    if model.relative_buckets:
+        yield from elementwise(
+            module, "relative_bias", "copy", model.num_heads / cut.tp * cut.seq, cut.seq, prec
+        )
     if model.positions in ("learned", "sinusoidal"):
         yield from elementwise(module, "positions", "residual", rows, hidden, prec)
     if model.embedding_norm:
         yield from norm(model, cut, module, "norm")
     if model.dropout_frac:
         yield from elementwise(module, "dropout", "dropout", rows, hidden, prec)
+    if model.encoder:
+        if not model.encoder.channels:
+            yield from _look_up(model, source_cut(model, cut), ENCODER)
+        yield from encoder_ends(model, cut)
 
 
 def _look_up(model: Model, cut: Cut, module: str) -> Iterator[Op]:

@@ -1,0 +1,68 @@
+"""Encoders before a decoder (T5, BART, Whisper): their work, and what is refused.
+
+The FLOP are those that torch's FlopCounterMode counts over one forward of the classes of transformers 5.23
+with their default configs on the meta device, in eager attention, which computes masked pairs too: 256 tokens
+of source (Whisper: 3000 frames, 1500 tokens) and 256 of target.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import meshwise as mw
+from meshwise.core.errors import MeshwiseError
+from meshwise.estimate.single import model_flop
+from meshwise.model.huggingface import model_from_config
+
+RECORDS = (Path(__file__).parent / "data" / "transformers_5.23.jsonl").read_text().splitlines()
+MODELS = {
+    record["model_type"]: model_from_config(record["config"], name=record["model_type"])
+    for record in map(json.loads, RECORDS)
+    if record["model_type"] in ("t5", "bart", "whisper")
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "flop"), [("t5", 33_386_659_840), ("bart", 216_405_639_168), ("whisper", 57_663_553_536)]
+)
+def test_flop_flop_counter_mode(name: str, flop: int) -> None:
+    """Relative positions are added to scores, which the counter does not count."""
+    model = replace(MODELS[name], causal=False)
+    if model.relative_buckets:
+        model = replace(model, positions="none", relative_buckets=0)
+    assert model_flop(model, 256) == flop
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_adds_up(name: str) -> None:
+    step = mw.estimate(MODELS[name], "h100-80g-sxm:4", "tp=2,zero=1", batch=16, seq=256)
+    rows = step.ledger.to_json()
+    assert sum(row["count"] * row["time_s"] for row in rows if row["time_s"]) == pytest.approx(step.step_s)
+    modules = {row["module"] for row in rows}
+    assert any("cross_attention" in module for module in modules)
+
+
+def test_sound_is_as_long_as_it_is() -> None:
+    """Whisper reads 1500 tokens whatever it writes: a longer target adds only the decoder's work."""
+    model = MODELS["whisper"]
+    assert model_flop(model, 2) < 1.01 * model_flop(model, 1)
+    assert model_flop(MODELS["bart"], 2) == pytest.approx(2.0 * model_flop(MODELS["bart"], 1), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind"),
+    [
+        ("pp=2", "train"),
+        ("cp=2", "train"),
+        ("tp=2", "decode"),
+        ("implementation=fsdp2", "train"),
+        ("layout=2d:2x2", "train"),
+    ],
+)
+def test_what_is_not_priced_is_refused(plan: str, kind: str) -> None:
+    with pytest.raises(MeshwiseError, match=r"encoder|cross-attention"):
+        mw.estimate(MODELS["t5"], "h100-80g-sxm:4", plan, batch=8, seq=256, kind=kind)
