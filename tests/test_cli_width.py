@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from meshwise.cli.examples import EXAMPLES
 from meshwise.report.table import Table
 
 TRAIN = "--cluster h100-80g-sxm:64 --batch 128 --seq 8192"
@@ -31,6 +32,7 @@ COMMANDS = [
     *("list models", "list chips", "list clusters", "list plan"),
     "eval-lm --ranks 8",
 ]
+HELP = ["trace", "frontier", *EXAMPLES]
 BLANKS = re.compile(r"[\s,/─-]+")
 
 
@@ -55,6 +57,13 @@ def test_tables_fit_80_columns_with_every_word_whole(
     for line in printed[80].splitlines():  # a plan is never broken in a sentence
         assert len(line) <= 80 or max(map(len, line.split())) > 40
     assert words(printed[80]) ^ words(printed[300]) == set()
+
+
+@pytest.mark.parametrize("words", ["", *HELP])
+def test_help_fits_80_columns_and_cuts_no_sentence(words: str, meshwise: Any) -> None:
+    printed = meshwise(*words.split(), "--help").out.splitlines()
+    assert max(map(len, printed)) <= 80
+    assert not [line for line in printed if re.search(r"\w\.\.\.$", line)]
 
 
 CELLS = st.text("ab0 ,.-/%", max_size=14)

@@ -20,7 +20,7 @@ def list_catalog(
     ],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """List the models, chips or clusters of the catalog with their sources, or the keys of a plan."""
+    """List models, chips or clusters with sources, or a plan's keys."""
     from meshwise.report.catalog_table import catalog_rows, print_catalog
 
     rows = catalog_rows(what)

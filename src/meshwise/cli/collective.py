@@ -32,7 +32,7 @@ def collective(
     plot: Annotated[Path | None, typer.Option(help="Draw bus bandwidth by size (png, svg, pdf).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Time one collective on CLUSTER by size: algorithm, bus bandwidth, and what the links allow."""
+    """Time one collective on CLUSTER, by size. Shows algorithm, bus bandwidth, and what the links allow."""
     from meshwise.core.units import quantity
     from meshwise.report.collective_table import collective_json, draw_collective, print_collective
 

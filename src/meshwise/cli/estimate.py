@@ -65,7 +65,7 @@ def estimate(
     source: FromOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Price one training step (or forward) of MODEL under a parallel plan, without running it."""
+    """Price one training step of MODEL under a parallel plan. Also evaluation, prefill and decoding."""
     inputs: dict[str, Any] = {
         "model": model,
         "plan": plan,

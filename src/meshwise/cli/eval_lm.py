@@ -53,7 +53,7 @@ def eval_lm(
     show: Annotated[str, typer.Option(help="What to print: counts, what-ifs, programs, or all.")] = "all",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Count what the program eval-lm costs a rank, and what would change it.
+    """Count what the program eval-lm costs a rank, and what-ifs.
 
     The what-ifs vary capacity, dispatch, grouped GEMM and ranks: memory, exchange, useful FLOP, time a pass.
     The programs eval-lm and generate are shown side by side.

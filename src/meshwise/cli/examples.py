@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from typing import Any
 
 EXAMPLES = {
@@ -62,4 +64,13 @@ def epilog(group: Any, command: Any) -> str | None:
     """The examples of a command as the end of its help."""
     name = command.name or command.callback.__name__.replace("_", "-")
     lines = EXAMPLES.get(f"{group} {name}".strip(), ())
-    return "\b\nExamples:\n" + "\n".join(f"  meshwise {line}" for line in lines) if lines else None
+    return "\b\nExamples:\n" + "\n".join(map(_shown, lines)) if lines else None
+
+
+def _shown(line: str) -> str:
+    """One command, broken before options, as a shell reads it, where it is wider than a terminal."""
+    together = re.sub(r"(--\S+) (?!-)", "\\1\N{NO-BREAK SPACE}", f"meshwise {line}")
+    parts = textwrap.wrap(
+        together, 75, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False
+    )
+    return " \\\n".join(parts).replace("\N{NO-BREAK SPACE}", " ")

@@ -29,7 +29,10 @@ def fit(
     ] = "all",
     write: Annotated[bool, typer.Option(help="Write the catalog; --no-write only reports.")] = True,
 ) -> None:
-    """Fit kernels and collectives to measured ops, overheads of steps to published runs, and engines."""
+    """Fit the constants of predictions to measurements.
+
+    Kernels and collectives to measured ops, overheads of steps to published runs, and serving engines.
+    """
     if only == "serving":
         _fit_serving(*_files(data, SERVING_FILES), write=write)
         return

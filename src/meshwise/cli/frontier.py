@@ -98,7 +98,7 @@ def run(
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """Find the best utilization at each training compute, and the largest runs."""
+    """Find the best utilization by compute, and the largest run."""
     from meshwise.published.frontier.document import run_document
 
     pairs = _pairs(settings)

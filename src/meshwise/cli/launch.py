@@ -39,7 +39,7 @@ def launch(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Write the settings and scripts that run a plan of MODEL under a framework."""
+    """Write the settings that run a plan of MODEL under a framework."""
     found = api.launch(model, cluster, plan, to=to, batch=batch, seq=seq, microbatch=microbatch)
     written = found.write(output) if output is not None else []
     if json:

@@ -32,7 +32,7 @@ def profile(
     limit: Annotated[int, typer.Option(help="Rows of each table.")] = 15,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Run a program and capture all its ranks, however it starts them; then summarise them together."""
+    """Run a program, capture all its ranks, and summarise them. It may start them as it likes."""
     from meshwise.runtime.profile import profile_command
     from meshwise.trace.summary import summarize_paths
 

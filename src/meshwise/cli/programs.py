@@ -62,7 +62,7 @@ def run(
     ] = True,
     show_help: Help = False,
 ) -> None:
-    """Run a program on real ranks: started here, or by torchrun or srun.
+    """Run a program on real ranks. They are started here, or by torchrun or srun.
 
     On the CPU the ranks talk over gloo, on GPUs over NCCL. Each step prints its tensors, FLOP and memory.
     """
@@ -87,7 +87,7 @@ def dryrun(
     json: Json = False,
     show_help: Help = False,
 ) -> None:
-    """Run any rank of any world of a program on fake tensors: no GPUs, no other ranks, no memory.
+    """Run any rank of a program of any size on fake tensors. No GPU, no other rank and no memory is needed.
 
     Yields what `run` on that device would: shapes, FLOP, collectives, and peak memory with the caching
     allocator's rounding and the cuBLAS workspace. In place of a program: `-- python train.py ...` (or
@@ -118,7 +118,7 @@ def compare(
     json: Json = False,
     show_help: Help = False,
 ) -> None:
-    """Hold the estimate, the dry run and the real run of a program against each other, op by op.
+    """Compare estimate, dry run and real run of a program, op by op.
 
     Exit code 1 if any count differs: FLOP, shapes, bytes, collectives, payloads, tensors kept and alive. In
     place of a program: `--estimate "MODEL --cluster C --plan P --batch N" -- python train.py ...` holds
@@ -154,7 +154,7 @@ def calibrate(
     steps: Annotated[str, typer.Option(help="Of --from, only these steps: 3-7, or complete.")] = "",
     json: Json = False,
 ) -> None:
-    """Measure this machine, or read the rates that a job's traces show, into a cluster file."""
+    """Write a cluster file of this machine, or from a job's traces."""
     from meshwise.core.files import check_writable
 
     check_writable(output)
@@ -208,9 +208,8 @@ def _parse(ctx: typer.Context, name: str, show_help: bool) -> tuple[Program, dic
         if name:
             _print_options(find_program(name))
         else:
-            typer.echo(
-                f"\nPrograms: {', '.join(PROGRAMS)}; their options: meshwise {ctx.info_name} PROGRAM --help"
-            )
+            typer.echo(f"\nPrograms: {', '.join(PROGRAMS)}.")
+            typer.echo(f"The options of each: meshwise {ctx.info_name} PROGRAM --help")
         raise typer.Exit
     if not name:
         raise PlanError(f"name a program: {', '.join(PROGRAMS)}")

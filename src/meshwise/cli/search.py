@@ -56,7 +56,7 @@ def search(
     top: Annotated[int, typer.Option(help="How many plans to show.")] = 5,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Price every plan of MODEL on a cluster and show the fastest that fit; exit 1 if none does.
+    """Price every plan of MODEL and show the fastest that fit. Exit code 1 if none fits.
 
     With --vary, do so for each of many machines: scaling over numbers of GPUs, and co-design.
     """

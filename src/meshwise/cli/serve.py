@@ -99,7 +99,7 @@ def serve(
     html: HtmlOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Estimate an inference server: time to first token, time per token, what fits, tokens a second.
+    """Estimate an inference server: latency, throughput, what fits.
 
     Kernels are timed by models fitted to measurements of serving kernels; routing is even, nothing overlaps.
     With --rate, --concurrency or --requests the engine is simulated pass by pass, queue included.

@@ -31,7 +31,7 @@ def sweep(
     plot: Annotated[Path | None, typer.Option(help="Where the figure goes [FILE.png].")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Run every point of a grid that is not finished yet; then table, CSV and figure of all."""
+    """Run the points of a grid that are not finished yet. Then write table, CSV and figure of all."""
     from meshwise.core.files import csv_text, write_text
     from meshwise.sweep.sweep import Store, csv_rows, read_sweep, run_sweep
 

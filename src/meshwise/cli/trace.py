@@ -28,7 +28,7 @@ Cluster = Annotated[
 ]
 
 app = typer.Typer(
-    help="Read, align, merge and analyse the profiler traces of many ranks.",
+    help="Read, align, merge and analyse the traces of many ranks.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -57,7 +57,7 @@ def explain(
     html: HtmlOption = None,
     json: Json = False,
 ) -> None:
-    """Why a job's step takes longer than predicted: its traces beside the estimate, class by class."""
+    """Say why a job's step takes longer than predicted. Its traces stand beside the estimate."""
     from meshwise.api import explain as join
 
     work = {"batch": batch, "seq": seq, "microbatch": microbatch}
@@ -75,7 +75,10 @@ def explain(
 def summary(
     paths: Paths, steps: Steps = "", html: HtmlOption = None, json: Json = False, limit: Limit = 15
 ) -> None:
-    """Time of each rank by kind, steps, kernels, clocks, collectives, stragglers and findings."""
+    """Show the time of each rank by kind, and what stands out.
+
+    Steps, kernels, clocks, collectives, stragglers and findings.
+    """
     from meshwise.trace.summary import summarize_paths
 
     found = summarize_paths(paths, steps=steps)
@@ -98,7 +101,7 @@ def merge(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Write one timeline of all ranks on one clock, for ui.perfetto.dev."""
+    """Write one timeline of all ranks, for ui.perfetto.dev. All ranks are on one clock."""
     from meshwise.trace.merge import write_merged
 
     found = _summarized(paths)
@@ -121,7 +124,7 @@ def plot(
     ),
     json: Json = False,
 ) -> None:
-    """Draw all ranks in one picture: what each did when, and why the slow one is slow."""
+    """Draw all ranks in one picture. What each did when, and why the slow one is slow."""
     from meshwise.report.trace_plot import draw_ranks
 
     found = _summarized(paths)
@@ -137,7 +140,10 @@ def plot(
 
 @app.command()
 def sections(paths: Paths, json: Json = False, limit: Limit = 40) -> None:
-    """Named sections of all ranks: time, compute, communication and waiting inside; spread and straggler."""
+    """Show the named sections of all ranks.
+
+    Time, compute, communication and waiting inside; spread and straggler.
+    """
     from meshwise.trace.sections import joint_sections
     from meshwise.trace.summary import all_sections
 
@@ -154,7 +160,10 @@ def sections(paths: Paths, json: Json = False, limit: Limit = 40) -> None:
 
 @app.command()
 def path(paths: Paths, steps: Steps = "", json: Json = False, limit: Limit = 12) -> None:
-    """The critical path through all ranks, and how much shorter the job were if something were otherwise."""
+    """Show the critical path through all ranks.
+
+    Also how much shorter the job would be if one thing were faster.
+    """
     from meshwise.report.trace_details import path_tables
     from meshwise.trace.critical_path import critical_path
 
@@ -164,7 +173,7 @@ def path(paths: Paths, steps: Steps = "", json: Json = False, limit: Limit = 12)
 
 @app.command()
 def memory(paths: Paths, json: Json = False, limit: Limit = 12) -> None:
-    """The peak of memory on each rank, the operator that reached it, and who held what then."""
+    """Show the peak of memory of each rank, and what held it. The operator that reached it is named."""
     from meshwise.report.trace_details import memory_tables
     from meshwise.trace.memory import memory_peaks
 
@@ -178,7 +187,7 @@ def memory(paths: Paths, json: Json = False, limit: Limit = 12) -> None:
 
 @app.command()
 def launches(paths: Paths, steps: Steps = "", json: Json = False, limit: Limit = 24) -> None:
-    """How long kernels take from launch to start, and how many are queued, on each stream."""
+    """Show how long kernels wait from launch to start. Also how many are queued, on each stream."""
     from meshwise.report.trace_details import launch_tables
     from meshwise.trace.launches import stream_launches
 
@@ -192,7 +201,10 @@ def launches(paths: Paths, steps: Steps = "", json: Json = False, limit: Limit =
 def rates(
     paths: Paths, cluster: Cluster = None, steps: Steps = "", json: Json = False, limit: Limit = 20
 ) -> None:
-    """FLOP and bytes a second of operators of known work by shape, against the roof of --cluster's chip."""
+    """Show the rates of operators by shape, against the chip's.
+
+    FLOP and bytes a second of operators of known work; the roof is that of --cluster's chip.
+    """
     from meshwise.report.trace_details import rate_tables
     from meshwise.trace.op_rates import op_rates
 
@@ -209,7 +221,10 @@ def rates(
 def bandwidth(
     paths: Paths, cluster: Cluster = None, steps: Steps = "", json: Json = False, limit: Limit = 20
 ) -> None:
-    """Algorithm and bus bandwidth of collectives by group and size, against the links of --cluster."""
+    """Show the bandwidth of collectives by group and size.
+
+    Algorithm and bus bandwidth, against the links of --cluster.
+    """
     from meshwise.report.trace_details import bandwidth_tables
     from meshwise.trace.bandwidths import bandwidths
 
@@ -229,7 +244,7 @@ def report(
     steps: Steps = "",
     json: Json = False,
 ) -> None:
-    """All of it as one HTML file: findings, pictures, critical path, what-if, memory, rates, tables."""
+    """Write all of it as one HTML file. Findings, pictures, critical path, what-if, memory, rates, tables."""
     from meshwise.report.html import write_page
     from meshwise.report.trace_page import trace_page
 
@@ -249,7 +264,7 @@ def table(
     json: Json = False,
     limit: Limit = 25,
 ) -> None:
-    """The profiler's table of each rank (fourteen columns), and the joint table of all ranks."""
+    """Show the profiler's table of each rank, and of all. It has fourteen columns."""
     from meshwise.report.profile_table import joint_lines, joint_operators, profile_lines
     from meshwise.trace.operators import operator_totals
 
@@ -280,7 +295,7 @@ def diff(
     json: Json = False,
     limit: Limit = 30,
 ) -> None:
-    """What changed between two jobs (or two traces): kernels and rank times."""
+    """Show what changed between two jobs or two traces. Kernels and rank times."""
     from meshwise.trace.breakdown import breakdown
     from meshwise.trace.diff import kernel_changes
 
@@ -306,7 +321,7 @@ def ledger(
     csv: Annotated[Path | None, typer.Option(help="Write the ledger to this CSV file.")] = None,
     json: Json = False,
 ) -> None:
-    """Operators, kernels and collectives of all ranks as ledger rows (origin `profile`)."""
+    """List operators, kernels and collectives as ledger rows. Their origin is `profile`."""
     from meshwise.trace.rows import profile_ledger
 
     found = profile_ledger(_summarized(paths))

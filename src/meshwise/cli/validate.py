@@ -47,7 +47,10 @@ def validate(
     worst: Annotated[int, typer.Option(help="How many of the worst rows to print.")] = 8,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Compare predictions with measurements: error per source, chip and kind, and the worst rows."""
+    """Compare predictions with measurements.
+
+    Shows the error per source, chip and kind, and the worst rows.
+    """
     if cases is not None:
         others = {
             "--runs": runs,

@@ -27,7 +27,7 @@ def web(
         Path | None, typer.Option(help="Folder below which the page may read profiler traces.")
     ] = None,
 ) -> None:
-    """Open the page: explore plans, search, serve, frontier, traces and accuracy, in a browser.
+    """Open the page in a browser: plans, search, serving, traces.
 
     The page needs no network. It answers this machine alone; with --host, others who know the token.
     """

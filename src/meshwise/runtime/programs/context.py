@@ -163,7 +163,6 @@ def step_lines(entries: Sequence[Step], note: str = "") -> Iterator[str]:
         yield f"flops: {last.flop / 1e12:.2f} TFLOP"
     for entry in entries:
         size = f"{entry.bytes / 1e9:.2f} GB" if entry.bytes >= 1e9 else f"{entry.bytes / 1e6:.2f} MB"
-        shape = list(entry.shape)
-        yield f"{entry.name} {entry.symbols}: torch.Size({shape}), elements: {entry.elements}, size: {size}"
+        yield f"{entry.name} {entry.symbols}: {list(entry.shape)}, {entry.elements:,} elements, {size}"
     yield f"Current memory allocation: {last.current_bytes / 1e9:.2f} GB"
     yield f"Peak memory allocation: {last.peak_bytes / 1e9:.2f} GB"
