@@ -27,6 +27,9 @@ from meshwise.program.op import precision
 from meshwise.program.parts import layer_names, parts
 from meshwise.program.serving import cache_bytes, serving_block
 from meshwise.serve import serving as est
+from meshwise.serve.engine import ENGINES
+from meshwise.serve.load import Fleet, token_bytes, under_load
+from meshwise.serve.requests import Lengths, in_closed_loop
 
 
 def server(model: str, cluster: str, *, prompt: int = 2048, output: int = 256, **plan: Any) -> est.Serving:
@@ -217,6 +220,40 @@ def test_estimate_prices_the_same_pass(plan: tuple[str, str], each: int, past: i
         assert sum(spent) == pytest.approx(priced.step_s, rel=1e-12)
 
 
+@pytest.mark.parametrize("pp", [2, 4])
+def test_a_pipeline_takes_what_its_batches_take_at_the_slowest_stage(pp: int) -> None:
+    """The batches of all stages take as long as one in the whole model, and what the stages differ by."""
+    whole = server("llama3-70b", "h200-sxm:4", tp=4)
+    piped = server("llama3-70b", f"h200-sxm:{4 * pp}", tp=4, pp=pp)
+    one, all_stages = est.decode_pass(whole, 16.0, 1000.0), est.decode_pass(piped, 16.0, 1000.0)
+    hops_s = float(all_stages.time_s["comm_pp"])
+    assert 0 < hops_s < 0.1 * one.total_s
+    assert one.total_s < all_stages.total_s - hops_s < 1.2 * one.total_s
+    assert piped.groups == pp
+    assert est.sequence_bytes(piped) == pytest.approx(est.sequence_bytes(whole) / pp)
+    assert est.max_sequences(piped) * pp > pp * est.max_sequences(whole)  # a stage holds fewer weights
+    assert est.prompt_s(piped) > est.prompt_s(whole)
+
+
+def test_context_parallel_prompts_share_work_and_cache() -> None:
+    """Twice the ranks: a prompt's kernels, cache and transfer halve; a ring hides what it sends."""
+    one, two = (server("llama3-70b", f"h200-sxm:{4 * cp}", prompt=32768, tp=4, cp=cp) for cp in (1, 2))
+    alone, shared = (est.price_pass(of, of.prefill(1.0)).time_s for of in (one, two))
+    for name in ("attention", "projections", "mlp"):
+        assert shared[name] == pytest.approx(alone[name] / 2, rel=0.1)
+    exchanging = server("llama3-70b", "h200-sxm:8", prompt=32768, tp=4, cp=2, cp_kind="ulysses")
+    assert est.price_pass(exchanging, exchanging.prefill(1.0)).time_s["comm_cp"] > shared["comm_cp"] >= 0
+    assert token_bytes(two) == pytest.approx(token_bytes(one) / 2)
+    decoding = server("llama3-70b", "h200-sxm:4", prompt=32768, tp=4)
+    faster, slower = (Fleet(decoding, 1, of) for of in (two, one))
+    assert faster.transfer_token_s == pytest.approx(slower.transfer_token_s / 2)
+    requests = in_closed_loop(2, Lengths(32768, 8), num=6)
+    loads = [under_load(fleet, requests, ENGINES["vllm"]) for fleet in (faster, slower)]
+    assert loads[0] and loads[1]
+    assert loads[0].served.ttft_s.mean() < 0.7 * loads[1].served.ttft_s.mean()
+    assert loads[0].served.num_tokens == 48
+
+
 def test_a_window_bounds_cache_and_attention() -> None:
     model = find_model("gpt-oss-20b")
     cut = Cut(microbatch=2.0, seq=1.0, past=1000.0, kind="decode")
@@ -279,7 +316,10 @@ def test_command(meshwise: Callable[..., Any]) -> None:
         (["--plan", "tp=1,ep=3"], "ep=3 does not divide the 8 experts"),
         (["--plan", "tp=8,ep=4"], "must be a multiple of tp=8"),
         (["--plan", "tp=8,pp=1,dp=2"], "dp=2 contradicts 8 ranks"),
-        (["--plan", "tp=4,pp=2"], "serving a pipeline (pp=2) is not priced"),
+        (["--plan", "tp=4,pp=2", "--speculate", "accept=0.8"], "guessing tokens in a pipeline (pp=2)"),
+        (["--plan", "tp=4,pp=2", "--sequences", "3"], "cannot be spread over dp=1 x pp=2"),
+        (["--plan", "tp=4,cp=2"], "cp=2 cuts prompts alone; give it in prefill_plan"),
+        (["--plan", "pp=2", "--rate", "1", "--ttft-ms", "500"], "are of one layout; state tp in the plan"),
         (["--plan", "tp=2,ep=4,etp=2"], "not cut too"),
         (["--prompt", "999999"], "are more than the 32768"),
         (["--sequences", "1,none"], "'none' is no number of sequences"),

@@ -116,11 +116,11 @@ def test_one_client_waits_for_nobody() -> None:
 @given(
     data=st.data(), name=st.sampled_from(list(ENGINES)), cache=st.integers(600, 4000),
     max_tokens=st.integers(20, 600), max_sequences=st.integers(1, 40), lag=st.integers(0, 1),
-    dp=st.sampled_from([1, 2]),
+    groups=st.sampled_from([1, 2]),
 )  # fmt: skip
 @settings(max_examples=80, deadline=None)
 def test_every_token_comes_once_and_the_cache_holds(
-    data: Any, name: str, cache: int, max_tokens: int, max_sequences: int, lag: int, dp: int
+    data: Any, name: str, cache: int, max_tokens: int, max_sequences: int, lag: int, groups: int
 ) -> None:
     num = data.draw(st.integers(1, 60))
     draw = np.random.default_rng(data.draw(st.integers(0, 1000)))
@@ -133,12 +133,12 @@ def test_every_token_comes_once_and_the_cache_holds(
         data.draw(st.integers(1, num)) if closed else 0,
     )
     engine = replace(ENGINES[name], max_tokens=max_tokens, max_sequences=max_sequences, lag_passes=lag)
-    times = replace(passes(fixed_s=4e-3, token_s=1e-5, decode_s=1e-4, past_s=1e-8), dp=dp)
+    times = replace(passes(fixed_s=4e-3, token_s=1e-5, decode_s=1e-4, past_s=1e-8), groups=groups)
     served = alone(requests, engine, times, cache)
     assert len(served.output) == num
     assert served.num_tokens == sum(requests.output)
     assert served.peak_cache_tokens <= cache
-    assert served.peak_sequences <= max_sequences * dp
+    assert served.peak_sequences <= max_sequences * groups
     assert served.busy_s <= served.span_s + 1e-9
     assert (served.ttft_s > engine.front_s).all()
     assert (served.last_s[served.output == 1] == served.first_s[served.output == 1]).all()
@@ -347,6 +347,27 @@ def test_engines_are_launched_as_the_benchmark_s_scripts_do(
     assert {name: getattr(of.engine, name) for name in settings} == settings
     guesses = of.fleet.serving.speculation
     assert (guesses.drafts if guesses else 0) == drafts
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        ({}, "fp8"),
+        ({"precision": "bf16"}, "bf16"),
+        ({"model": "openai/gpt-oss-120b", "system": "h200_sxm"}, "bf16"),
+        ({"system": "h200_sxm", "backend": "sglang", "precision": "fp8"}, "bf16"),
+        ({"system": "h200_sxm", "backend": "sglang", "precision": "fp8", "source": "gap-analysis"}, "fp8"),
+        ({"model": "MiniMaxAI/MiniMax-M2.5", "backend": "vllm", "measured": "2026-04-03"}, "bf16"),
+        ({"model": "MiniMaxAI/MiniMax-M2.5", "backend": "vllm", "measured": "2026-04-08"}, "fp8"),
+    ],
+)
+def test_caches_are_of_the_type_that_the_scripts_state(changes: dict[str, str], dtype: str) -> None:
+    assert measured.point(INFERENCEX | changes).fleet.serving.mesh.plan.kv_dtype == dtype
+
+
+def test_a_pipeline_of_a_measured_point_has_its_gpus() -> None:
+    of = measured.point(INFERENCEX | {"pp": "2", "measured": "2026-02-03"}).fleet.serving
+    assert (int(of.mesh.pp), of.cluster.num_chips) == (2, 8)
 
 
 def test_lengths_are_drawn_around_the_stated_means(tmp_path: Path) -> None:

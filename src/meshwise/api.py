@@ -348,8 +348,8 @@ def serve(
     if pareto or ("tp" not in fixed and arrives and limits != (None, None) and not pools):
         if pools:
             raise WorkloadError("pareto chooses workers and pools itself; leave those out")
-        if uneven or speculate:
-            raise WorkloadError("expert loads and speculate are of one layout; state tp in the plan")
+        if uneven or speculate or {"cp", "pp"} & set(fixed):
+            raise WorkloadError("expert loads, speculate, cp and pp are of one layout; state tp in the plan")
         names = cluster.split(",") if isinstance(cluster, str) else [cluster]
         clusters = [_cluster(name) for name in names]
         sizing = size(

@@ -299,7 +299,7 @@ def step_cost(model: Model, mesh: Mesh, machine: Machine, stages: Sequence[Stage
         sum(getattr(cost.time, phase) * cost.stage.num_stages for cost in costs) / mesh.pp
         for phase in ("forward_s", "backward_s", "weight_s")
     )
-    hop_s = _hop_s(model, mesh, cut, machine)
+    hop_s = message_s(model, mesh, cut, machine)
     fill = partial(bubble_s, mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp, f_s, b_s, w_s)
     waiting_s = fill(p2p_s=0.0)
     # The pipe fills and drains at the mean pace of the stages and runs at that of the slowest.
@@ -361,7 +361,7 @@ def _played_s(
     return np.array(found)[kind].reshape(cells.shape[1:])[()]
 
 
-def _hop_s(model: Model, mesh: Mesh, cut: Cut, machine: Machine) -> Num:
+def message_s(model: Model, mesh: Mesh, cut: Cut, machine: Machine) -> Num:
     """Time of one message to the next stage; 0 without a pipeline."""
     return machine.collective_s("send", hop_bytes(model, cut), mesh.pp, mesh.stride("pp")) * (mesh.pp > 1)
 

@@ -51,6 +51,8 @@ ENGINE_KEYS = (
     *WEIGHT_KEYS,
 )
 """Keys of a plan that a serving engine knows."""
+PROMPT_KEYS = ("cp", "cp_kind", "ulysses")
+"""Keys that it knows where it only takes prompts."""
 FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
     "layout": ("1d",), "recompute_layers": (None,), "recompute_modules": (("core_attn",),),
     "dtype": ("bf16", "fp16", "fp32", "fp64"), "optimizer": ("adam",), "grad_dtype": ("fp32",),
@@ -316,7 +318,8 @@ def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rul
     kind = mesh.kind
     unknown: tuple[str, ...] = WEIGHT_KEYS if mesh.trains else (*TRAINING_KEYS, *WEIGHT_KEYS)
     if mesh.serves:
-        unknown = tuple(key for key in KEYS if key not in ENGINE_KEYS)
+        known = ENGINE_KEYS + (PROMPT_KEYS if kind == "prefill" else ())
+        unknown = tuple(key for key in KEYS if key not in known)
     for key in unknown:
         default, value = DEFAULTS[key], getattr(mesh.plan, key)
         yield Rule(

@@ -22,7 +22,8 @@ def print_serving(answer: Answer, console: Console) -> None:
     """Print what fits, the first token, and a row for each number of running sequences."""
     document = answer.to_json()
     cluster, plan = document["cluster"], document["plan"]
-    shown = {name: value for name, value in plan.items() if value and (name, value) != ("imbalance", 1.0)}
+    silent = {"imbalance": 1.0, "cp": 1, "pp": 1}
+    shown = {name: value for name, value in plan.items() if value and value != silent.get(name)}
     keys = ", ".join(
         f"{name}={value:.4g}" if name == "imbalance" else f"{name}={value}" for name, value in shown.items()
     )

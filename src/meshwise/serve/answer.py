@@ -48,7 +48,7 @@ class Answer(Shown):
     @property
     def max_sequences(self) -> int:
         """Sequences of the whole instance for which there is memory."""
-        return est.max_sequences(self.serving) * self.serving.dp
+        return est.max_sequences(self.serving) * self.serving.groups
 
     @property
     def first_token_s(self) -> float:
@@ -131,9 +131,10 @@ def answer(
 def _counts(serving: Serving, sequences: Sequence[int]) -> tuple[int, ...]:
     """Numbers of running sequences to show; by default powers of two of sequences, up to what fits."""
     for count in sequences:
-        if count < 1 or count % serving.dp:
+        if count < 1 or count % serving.groups:
+            over = f"dp={serving.dp}" + (f" x pp={serving.mesh.pp:g}" if serving.mesh.pp > 1 else "")
             raise WorkloadError(
-                f"{count} sequences cannot be spread over dp={serving.dp}; use a multiple of {serving.dp}"
+                f"{count} sequences cannot be spread over {over}; use a multiple of {serving.groups}"
             )
     return tuple(sequences) or tuple(est.batches(serving))
 

@@ -4,7 +4,7 @@ Most measured points come from this benchmark (github.com/SemiAnalysisAI/Inferen
 at the dates below). Its client sends ten requests for each of `concurrency`, all at once under that limit,
 draws lengths from 0.8 to 1 of the stated, and ignores ends of sequence, so that engines which reserve output
 reserve all of it. Its scripts (`benchmarks/`) set the tokens of a pass, how often SGLang looks for arrivals,
-and how long TensorRT-LLM holds prompts back; some runs (`spec-decoding: mtp` in
+how long TensorRT-LLM holds prompts back, and the type of the cache; some runs (`spec-decoding: mtp` in
 `.github/configs/nvidia-master.yaml`) guess tokens. Rows of other clients run engines as they come.
 """
 
@@ -33,6 +33,17 @@ ACCEPTANCE = 0.81
 """Share of DeepSeek-R1's guesses that are right (vLLM, pull request 12755)."""
 
 
+FP8_CACHES_SINCE = {
+    ("minimax-m2.5", "fp8", "b"): "2026-04-03",
+    ("minimax-m2.5", "fp4", "b"): "2026-04-08",
+    ("minimax-m2.5", "fp8", "h"): "2026-05-26",
+}
+"""When scripts began to ask for a cache in 8 bits, by how the system's name begins; others did so at once."""
+
+PADDED_SIZES = (1, 2, 4, *range(8, 129, 8), 256, 512, 1024, 2048)
+"""Batches that TensorRT-LLM captures where it may pad (`cuda_graph_config.enable_padding`)."""
+
+
 def is_row(row: Mapping[str, str]) -> bool:
     """Whether InferenceX measured a row on one pool; its recipes of two pools are not read."""
     return row["mode"] == "agg" and OTHER_CLIENTS not in row.get("source", "")
@@ -47,6 +58,20 @@ def speculation(row: Mapping[str, str], model: str, dp: int) -> str:
     return f"drafts={drafts},accept={ACCEPTANCE}"
 
 
+def cache_dtype(row: Mapping[str, str], model: str) -> str:
+    """The type of the cache: the 16 bits of the activations where a script does not ask for fp8."""
+    if row["precision"] == "bf16":
+        return "bf16"
+    if not is_row(row):
+        return "fp8"
+    chip = row["system"][0]
+    is_wide = chip == "h" and (
+        model.startswith("gpt-oss") or (model.startswith("deepseek") and row["backend"] == "sglang")
+    )
+    since = FP8_CACHES_SINCE.get((model, row["precision"], chip), "")
+    return "bf16" if is_wide or row.get("measured", "") < since else "fp8"
+
+
 def launched(engine: Engine, row: Mapping[str, str], model: str, dp: int) -> Engine:
     """`engine` as the script of a row starts it."""
     engine = replace(engine, reserve_frac=float(engine.reserve_frac > 0))
@@ -54,7 +79,8 @@ def launched(engine: Engine, row: Mapping[str, str], model: str, dp: int) -> Eng
         engine = replace(engine, align_passes=60)
     if not is_row(row):
         return engine
-    return replace(engine, **_SETTINGS[engine.name](row, model, dp))
+    engine = replace(engine, **_SETTINGS[engine.name](row, model, dp))
+    return replace(engine, graph_sizes=PADDED_SIZES) if engine.name == "trtllm" else engine
 
 
 def _vllm(row: Mapping[str, str], model: str, _: int) -> dict[str, Any]:

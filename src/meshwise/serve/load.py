@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.core.errors import WorkloadError
+from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.serve.engine import Engine
 from meshwise.serve.fitted import interval_of
 from meshwise.serve.pass_times import tabulate
@@ -91,6 +91,8 @@ class Fleet:
         for name in ("workers", "prefill_workers"):
             if getattr(self, name) < 1:
                 raise WorkloadError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.serving.mesh.cp > 1:
+            raise PlanError(f"cp={self.serving.mesh.cp:g} cuts prompts alone; give it in prefill_plan")
 
     @property
     def num_chips(self) -> int:
@@ -212,7 +214,7 @@ def cost(load: Load, usd_per_gpu_hour: Mapping[str, float]) -> dict[str, float]:
     if fleet.prefill:
         first = usd_per_hour(fleet.prefill, fleet.prefill_workers)
     else:
-        prompts_s = len(served.output) * prompt_s(fleet.serving) / (fleet.serving.dp * fleet.workers)
+        prompts_s = len(served.output) * prompt_s(fleet.serving) / (fleet.serving.groups * fleet.workers)
         first = last * min(prompts_s / served.busy_s, 1.0)
         last -= first
     hours = served.span_s / 3600.0
@@ -240,7 +242,7 @@ def cache_tokens(serving: Serving) -> int:
     """Tokens of all sequences for which the caches of the instance have room."""
     memory = memory_bytes(serving, 1.0)
     token = float(memory["cache"]) / (serving.prompt + serving.output)
-    return max(int(room_bytes(serving, memory) / token), 0) * serving.dp
+    return max(int(room_bytes(serving, memory) / token), 0) * serving.groups
 
 
 def under_load(
@@ -267,7 +269,7 @@ def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools | None:
             f"{serving.model.name}; leave longer ones out"
         )
     kinds = [(one, cache_tokens(one)) for one in (serving, fleet.prefill) if one is not None]
-    if any(tokens < (of.prompt + of.output) * of.dp for of, tokens in kinds):
+    if any(tokens < (of.prompt + of.output) * of.groups for of, tokens in kinds):
         return None
     worker, *first = (_worker(of, tokens, requests, engine) for of, tokens in kinds)
     return Pools(
@@ -282,8 +284,8 @@ def _worker(serving: Serving, tokens: int, requests: Requests, engine: Engine) -
             f"a request of {requests.longest} tokens is more than the cache of {tokens}; use more GPUs or a "
             "narrower kv_dtype"
         )
-    clients = min(requests.concurrency or len(requests.prompt), engine.max_sequences * serving.dp)
-    times = tabulate(serving, engine, requests.longest, -(-clients // serving.dp))
+    clients = min(requests.concurrency or len(requests.prompt), engine.max_sequences * serving.groups)
+    times = tabulate(serving, engine, requests.longest, -(-clients // serving.groups))
     if serving.speculation is not None:  # the simulation counts a pass for each token that one gives
         each = serving.speculation.tokens_per_pass
         waits = ("lag_passes", "poll_passes", "align_passes")

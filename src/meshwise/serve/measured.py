@@ -2,9 +2,8 @@
 
 A row has the columns of aiconfigurator's public sample: system, backend, model, precision, layout, lengths,
 concurrency. What it does not say is as InferenceX does it (`serve.inferencex`). Disaggregated rows have two
-pools of instances. Caches are fp8 unless the model is bf16. Where a chip has no units for fp4, experts are
-kept in mxfp4 and computed in bf16, as gpt-oss is published. Experts cut over attention-dp ranks are priced as
-spread.
+pools of instances. Where a chip has no units for fp4, experts are kept in mxfp4 and computed in bf16, as
+gpt-oss is published. Experts cut over attention-dp ranks are priced as spread.
 
 The rate of a closed loop follows from its latencies (Little's law): where a row does not state
 `output_tokens_per_s_per_gpu`, measured and predicted rates are those of measured and predicted latencies.
@@ -142,9 +141,10 @@ def _rate(load: Load, ttft_s: float, tpot_s: float) -> float:
 def _instance(row: Mapping[str, str], pool: str, model: Model, prompt: int, output: int) -> Serving:
     """An instance of the row, or of its pool `prefill_` or `decode_`."""
     tp, dp, ep, etp = (_count(row, f"{pool}{name}") for name in ("tp", "attention_dp", "moe_ep", "moe_tp"))
-    cluster = find_cluster(f"{_found(SYSTEMS, 'system', row['system'])}:{tp * dp}")
+    pp = _count(row, f"{pool}pp") if row.get(f"{pool}pp") else 1
+    cluster = find_cluster(f"{_found(SYSTEMS, 'system', row['system'])}:{tp * pp * dp}")
     dtype = row["precision"]
-    plan = Plan(tp=tp, dtype=dtype, kv_dtype="bf16" if dtype == "bf16" else "fp8")
+    plan = Plan(tp=tp, pp=pp, dtype=dtype, kv_dtype=inferencex.cache_dtype(row, name_of(row["model"])))
     if model.moe is not None and dtype == "fp4" and dtype not in cluster.chip.matrix_flop_per_s:
         plan = replace(plan, dtype="bf16", expert_dtype="mxfp4")
     if model.moe is not None:

@@ -5,8 +5,9 @@ A pass gives each of `sequences` one token behind `context` cached ones and work
 - everything but the core of attention, by the tokens of the pass,
 - attention of the decoding sequences, by their number and mean context,
 - attention of each chunk: A(end) - A(start), with A(n) that of a whole prompt of n tokens.
-The tables are passes priced like any other (`serving.price_pass`). All of it is of one dp rank; the ranks run
-in step, and requests are spread evenly, so that a pass takes as long as its busiest rank.
+The tables are passes priced like any other (`serving.price_pass`). All of it is of one group (a dp rank, or
+one of the batches in its pipeline); groups run in step, and requests are spread evenly, so that a pass takes
+as long as that of the busiest group.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """The tables. `decode_rest` and `decode_attention` by number of sequences of a dp rank, from 0 on.
+    """The tables. `decode_rest` and `decode_attention` by number of sequences of a group, from 0 on.
 
     `prompt_experts` is what `prompt_rest` leaves out; slowdowns are those of `serve.fitted.Constants`.
     `prompt_host_s`: time of the host to launch a pass with prompts, during which the chip may wait.
@@ -57,14 +58,14 @@ class PassTimes:
     prompt_rest: Curve
     prompt_attention: Curve
     prompt_experts: Curve = Curve((0.0, 0.0), 1.0)
-    dp: int = 1
+    groups: int = 1
     prompt_host_s: float = 0.0
     prompt_slowdown: float = 1.0
     expert_slowdown: float = 1.0
 
     def decode_s(self, sequences: int, context: float) -> float:
         """A pass without prompts."""
-        each = -(-sequences // self.dp)
+        each = -(-sequences // self.groups)
         return self.decode_rest[each] + self.decode_attention[each](context)
 
     def mixed_s(self, chunks: Sequence[tuple[int, int]], sequences: int = 0, context: float = 0.0) -> float:
@@ -74,8 +75,8 @@ class PassTimes:
             tokens += end - start
             largest = max(largest, end - start)
             attention_s += self.prompt_attention(end) - self.prompt_attention(start)
-        each = -(-sequences // self.dp)
-        busiest = max(tokens / self.dp, largest)  # of all dp ranks
+        each = -(-sequences // self.groups)
+        busiest = max(tokens / self.groups, largest)  # of all groups
         prompt_s = self.prompt_rest(busiest + each) + attention_s * busiest / tokens
         experts_s = self.expert_slowdown * self.prompt_experts(busiest + each)
         device_s = self.prompt_slowdown * prompt_s + experts_s + self.decode_attention[each](context)
@@ -83,7 +84,7 @@ class PassTimes:
 
 
 def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int) -> PassTimes:
-    """The tables of `serving` for requests of at most `longest` tokens, `most_sequences` on a dp rank."""
+    """The tables of `serving` for requests of at most `longest` tokens, `most_sequences` in a group."""
     counts = np.arange(most_sequences + 1)
     padded = np.array([_padded(count, engine.graph_sizes) for count in counts.tolist()], dtype=np.float64)
     context_step = max(longest / CONTEXTS, 1.0)
@@ -108,7 +109,7 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
         prompt_rest=Curve(np.broadcast_to(_rest(prompts) - experts, tokens.shape).tolist(), token_step),
         prompt_experts=Curve(np.broadcast_to(experts, tokens.shape).tolist(), token_step),
         prompt_attention=Curve(prompt_attention.tolist(), length_step),
-        dp=serving.dp,
+        groups=serving.groups,
         prompt_host_s=launches_s(serving.model),
         prompt_slowdown=fitted().constants.prompt_slowdown,
         expert_slowdown=fitted().constants.expert_slowdown,

@@ -4,14 +4,17 @@ A pass is priced as `estimate` prices it: the sum of its ops, one after the othe
 them. Nothing overlaps. The engine's own time between passes is what the caller says (0: none), and routing
 is even.
 
+A pipeline has a batch of its own in each stage, so that all work; a *group* is one batch of one dp rank. A
+pass takes what all batches take at the slowest stage: pp x (its time + that of a message to the next).
+
 Memory of a rank: weights, the cache of all its sequences at full length, what the largest pass works on, and
 the process's context. Arrays of sequences broadcast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -20,14 +23,15 @@ from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.units import WEIGHT_BITS, Num
 from meshwise.cost.routing import Shares, distinct_experts, inclusion
 from meshwise.estimate.memory import Memory, contents, serving_memory
-from meshwise.estimate.part import PricedOp, price_parts
+from meshwise.estimate.part import Part, PricedOp, price_parts
+from meshwise.estimate.step import message_s
 from meshwise.estimate.timing import Machine, experts_library, machine
 from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import serving_overheads
 from meshwise.model.architecture import Model, layer_kind
 from meshwise.plan.mesh import Mesh, resolve
 from meshwise.plan.plan import Plan
-from meshwise.plan.stages import stages_of
+from meshwise.plan.stages import Stage, stages_of
 from meshwise.plan.workload import Workload
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op
@@ -38,10 +42,13 @@ PREFILL_TOKENS = 8192
 """Tokens that engines take in one pass of prompts, or one prompt if that is longer (vLLM, SGLang)."""
 
 PLAN_KEYS = (
-    *("tp", "dp", "ep", "etp", "dtype", "kv_dtype"),
+    *("tp", "cp", "pp", "dp", "ep", "etp", "dtype", "kv_dtype"),
     *("weight_dtype", "expert_dtype", "imbalance", "overlap_ep"),
 )
-PARTS = ("draft", "attention", "projections", "mlp", "experts", "comm_tp", "comm_ep", "ends", "engine")
+PARTS = (
+    *("draft", "attention", "projections", "mlp", "experts"),
+    *("comm_tp", "comm_cp", "comm_ep", "comm_pp", "ends", "engine"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,19 +77,28 @@ class Serving:
         return int(self.mesh.dp)
 
     @property
+    def groups(self) -> int:
+        """Batches under way: one in each stage of each dp rank."""
+        return self.dp * int(self.mesh.pp)
+
+    @property
     def plan(self) -> dict[str, Any]:
         """The plan of the instance, with what follows from it."""
         stated = {name: getattr(self.mesh.plan, name) for name in PLAN_KEYS}
         return stated | {name: int(getattr(self.mesh, name)) for name in ("dp", "etp")}
 
     def prefill(self, prompts: Num, tokens: Num | None = None) -> Cut:
-        """A pass of `prompts` prompts, of `tokens` each or as served, on every dp rank."""
+        """A pass of `prompts` prompts, of `tokens` each or as served, in every group."""
         cut = cut_of(replace(self.mesh, kind="prefill", microbatch=prompts))
         return replace(cut, seq=float(self.prompt) if tokens is None else tokens)
 
     def decode(self, sequences: Num, past: Num) -> Cut:
-        """A pass of a token of each of `sequences` sequences on every dp rank, behind `past` cached ones."""
-        return replace(cut_of(replace(self.mesh, microbatch=sequences)), past=past)
+        """A pass of a token of each of `sequences` sequences in every group, behind `past` cached ones.
+
+        Ranks that share prompts (cp) share their caches too; such an instance does not decode.
+        """
+        cut = cut_of(replace(self.mesh, kind="decode", microbatch=sequences / self.mesh.cp))
+        return replace(cut, past=past, ulysses=1.0, ring=1.0)
 
 
 def check_lengths(prompt: int, output: int) -> None:
@@ -98,8 +114,6 @@ def serving(
 ) -> Serving:  # fmt: skip
     """A checked `Serving`; PlanError or WorkloadError where something does not fit."""
     check_lengths(prompt, output)
-    if plan.pp > 1:
-        raise PlanError(f"serving a pipeline (pp={plan.pp}) is not priced; use tp and dp")
     plan = _on_units_of(plan, cluster)
     mesh = resolve_serving(model, plan, cluster, prompt)
     if prompt + output > model.max_seq:
@@ -151,6 +165,8 @@ def speculating(serving: Serving, text: str, draft: Model | None = None) -> Serv
             "the chance from 0 to 1 that one is right"
         )
     plan, model = serving.mesh.plan, serving.model
+    if plan.pp > 1:
+        raise PlanError(f"guessing tokens in a pipeline (pp={plan.pp}) is not priced; use tp and dp")
     if draft is None:
         last = model.layers[-1:] if model.layers else ()
         moe = model.moe and replace(model.moe, first_dense_layers=0, every=1)
@@ -165,8 +181,10 @@ def speculating(serving: Serving, text: str, draft: Model | None = None) -> Serv
 
 
 def resolve_serving(model: Model, plan: Plan, cluster: Cluster, prompt: int) -> Mesh:
-    """The mesh of an instance: all of `cluster`, a sequence on each dp rank."""
-    workload = Workload(batch=plan.data_parallel(cluster.num_chips), seq=prompt, kind="decode")
+    """The mesh of an instance: all of `cluster`, a sequence in each group."""
+    batch = plan.data_parallel(cluster.num_chips) * plan.pp
+    kind = "prefill" if plan.cp > 1 else "decode"
+    workload = Workload(batch=batch, seq=prompt, kind=kind, microbatch=1)
     return resolve(model, plan, workload, cluster)
 
 
@@ -211,7 +229,7 @@ def price_pass(serving: Serving, cut: Cut) -> Pass:
 
 
 def decode_pass(serving: Serving, sequences: Num, past: Num) -> Pass:
-    """What a token of each of `sequences` sequences on every dp rank takes, behind `past` cached ones.
+    """What a token of each of `sequences` sequences in every group takes, behind `past` cached ones.
 
     With speculation the guesses and the pass that checks them, divided by the tokens that they give.
     """
@@ -225,9 +243,20 @@ def decode_pass(serving: Serving, sequences: Num, past: Num) -> Pass:
 
 
 def _price_pass(serving: Serving, cut: Cut) -> Pass:
-    model, runs_on = serving.model, serving.machine
-    (stage,) = stages_of(model, serving.mesh)
+    model, mesh, runs_on = serving.model, serving.mesh, serving.machine
     priced = list(price_parts(parts(model, cut), runs_on).values())
+    slowest, *others = (_price_stage(serving, stage, priced, cut) for stage in stages_of(model, mesh))
+    for one in others:
+        slowest = _larger(slowest, one)
+    if not others:
+        return slowest
+    time_s = {name: mesh.pp * spent_s for name, spent_s in slowest.time_s.items()}
+    time_s |= {"comm_pp": mesh.pp * message_s(model, mesh, cut, runs_on), "engine": serving.engine_s}
+    return Pass(time_s, slowest.memory)
+
+
+def _price_stage(serving: Serving, stage: Stage, priced: Sequence[Part], cut: Cut) -> Pass:
+    """What one batch takes in one stage."""
     time_s: dict[str, Num] = dict.fromkeys(PARTS, 0.0)
     time_s["engine"] = serving.engine_s
     for count, part in contents(stage, priced):
@@ -235,12 +264,29 @@ def _price_pass(serving: Serving, cut: Cut) -> Pass:
             if isinstance(row, PricedOp):
                 name = _spent_on(row.op)
                 time_s[name] = time_s[name] + count * row.spent_s
-    return Pass(time_s, serving_memory(model, stage, priced, serving.mesh, cut, runs_on.overheads))
+    overheads = serving.machine.overheads
+    return Pass(time_s, serving_memory(serving.model, stage, priced, serving.mesh, cut, overheads))
+
+
+def _larger(one: Pass, other: Pass) -> Pass:
+    """The time of the slower of two stages, and the memory of that which holds more."""
+    is_slower = other.total_s > one.total_s
+    is_fuller = other.memory.total > one.memory.total
+    memory = {
+        each.name: np.where(is_fuller, getattr(other.memory, each.name), getattr(one.memory, each.name))
+        for each in fields(Memory)
+    }
+    time_s: dict[str, Num] = {
+        name: np.where(is_slower, other.time_s[name], one.time_s[name]) for name in PARTS
+    }
+    return Pass(time_s, Memory(**memory))
 
 
 def _spent_on(op: Op) -> str:
     if op.module in ("embedding", "head"):
         return "ends"
+    if op.axis == "cp":
+        return "comm_cp"
     if op.kind == "collective":  # after an exchange, the tp ranks gather what each of them got back
         return "comm_ep" if op.axis == "ep" or op.collective == "all_gather" else "comm_tp"
     if op.kind == "experts":
@@ -254,7 +300,7 @@ def _spent_on(op: Op) -> str:
 
 
 def memory_bytes(serving: Serving, sequences: Num) -> dict[str, Num]:
-    """Bytes of one rank with `sequences` at full length on each dp rank, by what they hold."""
+    """Bytes of one rank with `sequences` at full length in each group, by what they hold."""
     last = serving.decode(sequences, serving.prompt + serving.output - 1.0)
     largest = serving.prefill(max(PREFILL_TOKENS / serving.prompt, 1.0))
     full, working = price_pass(serving, last).memory, price_pass(serving, largest).memory
@@ -274,8 +320,8 @@ def weight_bytes(serving: Serving) -> float:
 
 
 def sequence_bytes(serving: Serving) -> float:
-    """Bytes of the cache of one sequence at full length, on one rank of those that hold it."""
-    return float(memory_bytes(serving, 1.0)["cache"])
+    """Bytes of the cache of one sequence at full length, on the fullest rank of those that hold it."""
+    return float(memory_bytes(serving, 1.0)["cache"]) / float(serving.mesh.pp)
 
 
 def room_bytes(serving: Serving, memory: Mapping[str, Num]) -> float:
@@ -285,7 +331,7 @@ def room_bytes(serving: Serving, memory: Mapping[str, Num]) -> float:
 
 
 def max_sequences(serving: Serving) -> int:
-    """Sequences at full length for which every dp rank has room; 0 if not even the weights fit."""
+    """Sequences at full length for which every group has room; 0 if not even the weights fit."""
     memory = memory_bytes(serving, 1.0)
     return max(int(room_bytes(serving, memory) // float(memory["cache"])), 0)
 
@@ -317,7 +363,7 @@ def first_token_s(serving: Serving) -> float:
 
 
 def prompt_s(serving: Serving) -> float:
-    """Time that a dp rank spends on each prompt, where several go into one pass."""
+    """Time that a group spends on each prompt, where several go into one pass."""
     together = max(PREFILL_TOKENS // serving.prompt, 1)
     return float(prompts_s(serving, serving.prefill(float(together)))) / together
 
@@ -329,10 +375,10 @@ def token_pass(serving: Serving, sequences: Num) -> Pass:
 
 
 def batches(serving: Serving) -> list[int]:
-    """Sequences of the instance worth a row: powers of two a dp rank, and the most that fit."""
+    """Sequences of the instance worth a row: powers of two a group, and the most that fit."""
     most = max_sequences(serving)
     counts = [2**i for i in range(20) if 2**i < most] + ([most] if most else [])
-    return [count * serving.dp for count in counts]
+    return [count * serving.groups for count in counts]
 
 
 def sequences_within(serving: Serving, token_s: float) -> int:
@@ -341,17 +387,17 @@ def sequences_within(serving: Serving, token_s: float) -> int:
     if not counts.size:
         return 0
     quick = counts[np.asarray(token_pass(serving, counts).total_s) <= token_s]
-    return int(quick[-1]) * serving.dp if quick.size else 0
+    return int(quick[-1]) * serving.groups if quick.size else 0
 
 
 def rows(serving: Serving, sequences: list[int]) -> list[dict[str, Any]]:
-    """What each number of running sequences of the whole instance gives; they divide by dp.
+    """What each number of running sequences of the whole instance gives; they divide by its groups.
 
     `tokens_per_s` counts generated tokens while only decoding; `with_prefill_per_s` the same where the
     instance takes the prompts too, one batch after the other.
     """
     num_chips, room = serving.cluster.num_chips, serving.memory_frac * serving.cluster.chip.memory_bytes
-    each = np.array(sequences, dtype=np.float64) / serving.dp
+    each = np.array(sequences, dtype=np.float64) / serving.groups
     time, memory, prompt = token_pass(serving, each).time_s, memory_bytes(serving, each), prompt_s(serving)
 
     def of(number: int, parts: dict[str, Num]) -> dict[str, float]:
@@ -377,7 +423,8 @@ def rows(serving: Serving, sequences: list[int]) -> list[dict[str, Any]]:
                 "with_prefill_per_s_per_gpu": float(with_prefill_per_s / num_chips),
                 "memory_bytes": used | {"total": total},
                 "time_s": time_s,
-                "distinct_experts": moe and float(distinct_experts(shares, count * checked)),
+                "distinct_experts": moe
+                and float(distinct_experts(shares, count * checked / float(serving.mesh.pp))),
                 "fits": total <= room,
             }
         )

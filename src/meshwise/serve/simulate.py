@@ -5,10 +5,10 @@ among the running sequences and in the cache. A pass that ends a prompt gives it
 nothing can be admitted, passes differ only in the lengths of the caches, in which their time is linear: the
 passes to the next completion, arrival or full cache are taken in one go.
 
-The dp ranks of an instance run in step and share the requests evenly, so they are simulated as one engine
-with the sum of their room. Several instances (*workers*) take requests in turn, each with a clock of its own;
-the one that is behind goes on. With separate pools, prefill workers hand each prompt's cache over to a decode
-worker, from which the client gets the first token and all others.
+The dp ranks of an instance, and the batches in its pipeline, run in step and share the requests evenly, so
+they are simulated as one engine with the sum of their room. Several instances (*workers*) take requests in
+turn, each with a clock of its own; the one that is behind goes on. With separate pools, prefill workers hand
+each prompt's cache over to a decode worker, from which the client gets the first token and all others.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class _Instance:
         self.running: list[tuple[int, int, _Sequence]] = []  # a heap by the pass of the last token
         self.admitted: list[_Sequence] = []  # in order; those that have ended are removed late
         self.kept: OrderedDict[int, None] = OrderedDict()  # blocks of prompts, the last used behind
-        self.most_tokens = self.engine.max_tokens * self.times.dp
-        self.most_sequences = self.engine.max_sequences * self.times.dp
+        self.most_tokens = self.engine.max_tokens * self.times.groups
+        self.most_sequences = self.engine.max_sequences * self.times.groups
 
     def put(self, sequence: _Sequence) -> None:
         """Queue a request; those that come from another worker may come out of order."""
@@ -200,11 +200,11 @@ class _Instance:
         return chunks
 
     def _waits_for_more(self) -> bool:
-        """Whether prompts wait until each dp rank has one and they fill enough of a pass."""
-        engine, dp = self.engine, self.times.dp
+        """Whether prompts wait until each group has one and they fill enough of a pass."""
+        engine, groups = self.engine, self.times.groups
         if not engine.align_passes or not self.running:
             return False
-        needed, enough = engine.fill_frac * self.most_tokens - len(self.running), until_all_have_one(dp)
+        needed, enough = engine.fill_frac * self.most_tokens - len(self.running), until_all_have_one(groups)
         arrived = tokens = 0
         for sequence in self.queue:
             if sequence.arrival > self.seen or (arrived >= enough and tokens >= needed):
