@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 FRAMEWORKS := .venv-frameworks/bin/python -m pip install -qq --constraint constraints.txt
 
-.PHONY: install demo test check frameworks fuzz bench docs site lock package oldest release clean
+.PHONY: install demo test quick check frameworks fuzz bench docs site lock package oldest release clean
 
 install: $(STAMP)
 
@@ -36,6 +36,13 @@ check: install
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/pytest tests/test_house.py
+
+# Tests that start ranks, a browser or a notebook, search large spaces, or try a thousand inputs.
+SLOW := browser calibrate compare docs dry_run eval_lm fuzz generate moe network notebooks profile run script search \
+	sweep tensor_parallel train ulysses validate
+
+quick: install  # all other tests, for daily work: about a minute on two cores
+	$(BIN)/pytest -n 2 $(SLOW:%=--ignore tests/test_%.py)
 
 test: check
 	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/test_network.py

@@ -36,5 +36,7 @@ def _sections(command: Any, name: str) -> Iterator[str]:
         verb = command
         for word in words.split():
             verb = verb.commands[word]
+        if verb.hidden:
+            continue
         context = verb.make_context(f"{name} {words}", [], resilient_parsing=True)
         yield f"\n## {words}\n\n```text\n{verb.get_help(context)}\n```\n"

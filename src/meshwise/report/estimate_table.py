@@ -49,7 +49,8 @@ def _print_head(estimate: Estimate, run: Mapping[str, float], console: Console) 
         ("step", f"{duration(estimate.step_s)} ({between(estimate.step_s_interval)})"),
         (
             "tokens/s",
-            f"{with_prefix(estimate.tokens_per_s, '')} ({estimate.tokens_per_s / chips:.4g} per GPU)",
+            f"{with_prefix(estimate.tokens_per_s, '')} "
+            f"({with_prefix(estimate.tokens_per_s / chips, '')} per GPU)",
         ),
         ("MFU / HFU", f"{estimate.mfu:.1%} / {estimate.hfu:.1%}"),
         ("model FLOP", with_prefix(estimate.flop_per_step, "FLOP") + " per step"),
@@ -74,6 +75,7 @@ def _run_lines(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     if not run:
         return []
     failing = run["with_failures"]
+    num_failures = failing["num_failures"]
     lines = [
         (
             f"{with_prefix(run['tokens'], '')} tokens",
@@ -82,7 +84,7 @@ def _run_lines(run: Mapping[str, Any]) -> list[tuple[str, str]]:
         (
             "with failures",
             f"{duration(failing['run_s'])} (goodput {failing['goodput_frac']:.1%}, "
-            f"{failing['num_failures']:.3g} failures, "
+            f"{num_failures:{',.0f' if num_failures >= 10 else '.2g'}} failures, "
             f"a checkpoint of {with_prefix(failing['checkpoint_bytes'], 'B')} every "
             f"{duration(failing['checkpoint_every_s'])})",
         ),
