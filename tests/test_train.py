@@ -32,6 +32,7 @@ from meshwise.runtime.run import run_rank
 DATA = Path(__file__).parent / "data"
 MODELS = {"llama": str(DATA / "tiny_llama.json"), "gpt": str(DATA / "tiny_gpt2.json")}
 MODELS["moe"] = str(DATA / "tiny_mixtral.json")  # four experts, two a token
+MODELS["mla"] = str(DATA / "tiny_deepseek.json")  # a dense layer, two of routed and shared experts
 TRAIN = find_program("train")
 
 
@@ -73,6 +74,9 @@ PLANS = [
     ("zero=2,zero_group=2,recompute=full", "llama", 8),
     ("zero=2,ep=2", "moe", 8),
     ("zero=3,zero_group=2,ep=2", "moe", 8),
+    ("tp=2,ep=2,etp=1,recompute=selective", "mla", 4),
+    ("cp=4,cp_kind=two_level,ulysses=2", "mla", 4),
+    ("pp=2,ep=2,schedule=zb-h1", "mla", 4),
     ("zero=2,pp=2,tp=2", "gpt", 4),
     ("zero=2,pp=2,vpp=2", "llama", 8),
     ("zero=2,pp=2,schedule=zb-h1,ep=2", "moe", 8),
@@ -150,6 +154,7 @@ def test_parts_are_those_of_chunk(rows: int, number: int) -> None:
         (3, "cp=4,cp_kind=two_level,ulysses=2,dtype=bf16", "llama"),
         (2, "zero=1,zero_group=2,dtype=bf16", "llama"),
         (1, "zero=2,pp=2,schedule=zb-h1,dtype=bf16", "llama"),
+        (3, "tp=2,cp=2,etp=1,dtype=bf16", "mla"),
         (3, "zero=2,tp=2,dtype=bf16", "gpt"),
         (1, "zero=0,ep=2,dtype=fp32", "moe"),
     ],
@@ -194,6 +199,8 @@ def test_all_instruments_agree(rank: int, plan: str, model: str, pool: Ranks) ->
         (16, 7, "gpt --plan zero=1,zero_group=1,pp=4,tp=2,dtype=bf16 --batch 8 --layers 4"),
         (8, 3, "moe --plan zero=1,ep=2,zero_group=2,dtype=bf16,recompute=full --batch 16"),
         (8, 1, "moe --plan zero=2,ep=2,tp=2,etp=1,dtype=fp32 --batch 12"),
+        (4, 3, "mla --plan tp=2,ep=2,etp=1,dtype=bf16 --batch 4"),
+        (8, 5, "mla --plan cp=2,cp_kind=ulysses,ep=2,dtype=bf16,recompute=selective --batch 4"),
         (8, 5, "gpt --plan zero=2,pp=2,tp=2,dtype=bf16 --batch 8"),
         (8, 2, "llama --plan zero=2,pp=2,vpp=5,dtype=bf16,recompute=selective --batch 8 --layers 10"),
         (8, 6, "gpt --plan zero=2,pp=2,tp=2,schedule=zb-v,dtype=bf16 --batch 8 --layers 4"),
@@ -323,7 +330,7 @@ def counted_peak(options: Any) -> float:
         ("--plan dtype=fp8", "not built for dtype=fp8"),
         ("--plan implementation=megatron", "is implementation=fsdp2, not megatron"),
         ("--plan offload_optimizer=1", "not built for offload_optimizer=1"),
-        ("--model deepseek-v3", "has shared experts"),
+        ("--model deepseek-v3", "has a router with biases"),
         ("--model qwen3-8b", "norms of queries and keys"),
         (f"--model {MODELS['gpt']} --seq 128", "exceeds the 64 learned positions"),
     ],

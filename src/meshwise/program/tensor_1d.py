@@ -242,17 +242,28 @@ def _latent_qkv(model: Model, cut: Cut) -> Iterator[Op]:
         yield from column_linear(ATTENTION, "q_up", mla.q_lora_rank, {"q_up": heads * qk_dim}, cut)
     else:
         yield from column_linear(ATTENTION, "q", model.hidden, {"q": heads * qk_dim}, cut)
-    shared = mla.q_lora_rank and not prec.casts  # both read one input, of which a cast makes a copy each
-    yield from down("kv_down", mla.kv_lora_rank + mla.qk_rope_head_dim, 0.0 if shared else None)
+    kept = None if prec.casts else 0.0  # queries read the same input, of which a cast makes a copy each
+    yield from down("kv_down", mla.kv_lora_rank + mla.qk_rope_head_dim, kept)
     yield from elementwise(ATTENTION, "kv_norm", model.norm, cut.split_tokens, mla.kv_lora_rank, prec)
     expanded = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     yield from column_linear(ATTENTION, "kv_up", mla.kv_lora_rank, {"kv_up": expanded}, cut)
     if model.positions == "rotary":
+        yield from _shared_key(mla, cut)
         turned = (heads + 1.0) * mla.qk_rope_head_dim
         yield from elementwise(ATTENTION, "rotary", "rotary", cut.tokens, turned, prec)
     if mla.index_heads:
         yield from _indexer(model, mla, cut)
     yield from core_attention(model, cut, qk_dim, mla.v_head_dim, heads)
+
+
+def _shared_key(mla: MLA, cut: Cut) -> Iterator[Op]:
+    """What comes of the one key that all heads share, turned by positions, to each rank and back."""
+    payload = cut.tokens * mla.qk_rope_head_dim * cut.precision.act_bytes
+    ways = (("forward", "all_gather"),) * cut.sequence_parallel + (("backward", summing(cut)),)
+    for phase, kind in ways:
+        yield collective(
+            ATTENTION, "shared_key", phase, kind, "tp", payload, cut.tp, stride=cut.tp_stride
+        )  # fmt: skip
 
 
 def _indexer(model: Model, mla: MLA, cut: Cut) -> Iterator[Op]:

@@ -69,6 +69,8 @@ def _matmuls(model: Model, cut: Cut, op: Op, *, keeps_all: bool) -> Iterator[Op]
         shapes = [(batch, rows, columns, part) for part in widths(model, cut, op.name, depth)]
     prec = cut.precision
     saved_bytes = op.saved_bytes * (cut.tp if keeps_all else 1.0)
+    if op.phase == "forward":
+        saved_bytes = saved_bytes + _input_apart(model, cut, op.module, op.name)
     if op.name == "router":  # stated in bf16
         saved_bytes = saved_bytes * prec.act_bytes / 2.0
     for number, (_, m, n, k) in enumerate(shapes):
@@ -81,6 +83,16 @@ def _matmuls(model: Model, cut: Cut, op: Op, *, keeps_all: bool) -> Iterator[Op]
         first = {"saved_bytes": saved_bytes}
         others = {"saved_bytes": 0.0, "num_params": 0.0, "weights": ()}
         yield structs.replace(done, **(first if number == 0 else others))
+
+
+def _input_apart(model: Model, cut: Cut, module: str, name: str) -> Num:
+    """Bytes of an input that the layout counts with another layer, where tp gathers it for one of the two."""
+    tokens: Num = 0.0
+    if (module, name) == ("shared_expert", "fc1"):
+        tokens = cut.tokens
+    elif name == "kv_down" and model.mla is not None and not model.mla.q_lora_rank:
+        tokens = cut.split_tokens
+    return (cut.tp > 1) * tokens * model.hidden * cut.precision.act_bytes
 
 
 def widths(model: Model, cut: Cut, name: str, width: Num) -> list[Num]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import custom_op
+from torch.nn.functional import pad
 
 from meshwise.core.errors import MissingExtraError
 
@@ -79,16 +80,23 @@ def _positions(spans: list[int], device: torch.device) -> Tensor:
 
 @custom_op("meshwise::flash_attention", mutates_args=())
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Fused attention: output, and log-sum-exp per query in fp32 (fp64 inputs: fp64)."""
+    """Fused attention: output, and log-sum-exp per query in fp32 (fp64 inputs: fp64).
+
+    Kernels want values as wide as keys: narrower ones are padded with zeros inside.
+    """
+    width = value.shape[3]
+    value = pad(value, (0, key.shape[3] - width))
     if query.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)
     else:
         _check_flash_dtype(query)
         out, lse = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)[:2]
-    return out.contiguous(), lse.contiguous()
+    return out[..., :width].contiguous(), lse.contiguous()
 
 
-flash_attention.register_fake(lambda query, *_: (query.new_empty(query.shape), empty_lse(query)))
+flash_attention.register_fake(
+    lambda query, key, value, *_: (query.new_empty(*query.shape[:3], value.shape[3]), empty_lse(query))
+)
 
 
 @custom_op("meshwise::flash_attention_backward", mutates_args=())
@@ -96,6 +104,8 @@ def flash_attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v; `out` and `lse` may be those of a longer attention that this block is part of."""
+    width = value.shape[3]
+    value, out, grad = (pad(x, (0, key.shape[3] - width)) for x in (value, out, grad))
     if query.device.type == "cpu":
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, key, value, out, lse, 0.0, is_causal
@@ -106,7 +116,7 @@ def flash_attention_backward(
         grads = aten._scaled_dot_product_flash_attention_backward(
             grad, query, key, value, out, lse, None, None, *sizes, 0.0, is_causal, none, none
         )
-    return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
+    return grads[0].contiguous(), grads[1].contiguous(), grads[2][..., :width].contiguous()
 
 
 def empty_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:

@@ -10,127 +10,18 @@ layers. It takes token numbers or activations, and gives activations or the loss
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from meshwise.model.architecture import Model, is_moe_layer
-from meshwise.runtime.programs.attention_kernels import Attend
-from meshwise.runtime.programs.functions import SwiGLU
-from meshwise.runtime.programs.heads import CoreAttention, attend_by_heads
+from meshwise.runtime.programs.decoder_attention import Attention, LatentAttention
+from meshwise.runtime.programs.decoder_parts import DecoderNorm, FeedForward, Setting
 from meshwise.runtime.programs.local import local
-from meshwise.runtime.programs.mixture import Mixture, Routes
-from meshwise.runtime.programs.norm import Norm
-from meshwise.runtime.programs.rotary import Rotate
-from meshwise.runtime.torch_private import current_graph_task_id
-
-if TYPE_CHECKING:
-    from meshwise.runtime.programs.context import Recorder
-    from meshwise.runtime.programs.tensor_parallel.exchange import Axis
+from meshwise.runtime.programs.mixture import Mixture
 
 TABLE, TIED = "embedding.tokens.weight", "head.logits.weight"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Setting:
-    """What the modules of a decoder share: the tokens they see, how they attend, what they keep.
-
-    `turns`: of the tokens that pass through attention, how rotary positions turn them (`Rotate`);
-    `own_places`: positions of those between the matmuls, a part of them under sequence parallelism.
-    `routes`: where tokens go whose layer has experts. `heads`: the ranks that exchange heads for tokens.
-    `recompute`: none, selective (the core attention) or full (each block).
-    """
-
-    turns: tuple[Tensor, Tensor]
-    own_places: Tensor
-    recorder: Recorder
-    attend: CoreAttention = lambda q, k, v: Attend.apply(q, k, v, True)
-    recompute: str = "none"
-    routes: Routes | None = None
-    heads: Axis | None = None
-
-    def redone(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """`function(*inputs)`, run a second time in the backward, which keeps only the inputs till then."""
-
-        def run(*args: Tensor) -> Tensor:
-            with self._place():
-                return function(*args)
-
-        with set_checkpoint_early_stop(False):  # all of it again, as Megatron-LM does
-            return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
-
-    def _place(self) -> AbstractContextManager[None]:
-        in_backward = current_graph_task_id() != -1
-        return self.recorder.phase("recompute") if in_backward else nullcontext()
-
-
-class DecoderNorm(nn.Module):
-    """RMSNorm, or LayerNorm with a bias, of each token."""
-
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(model.hidden))
-        self.bias = nn.Parameter(torch.empty(model.hidden)) if model.norm_bias else None
-        self.is_centered = model.norm == "layernorm"
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, tokens, hidden] -> the same."""
-        bias = None if self.bias is None else local(self.bias)
-        return Norm.apply(local(x), local(self.weight), bias, self.is_centered, x.shape[-1], None)
-
-
-class Attention(nn.Module):
-    """Causal attention, query heads in groups that share a key head; local heads are what q, k, v leave."""
-
-    def __init__(self, model: Model, setting: Setting) -> None:
-        super().__init__()
-        self.head_dim, self.setting = model.head_dim, setting
-        wide, narrow = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        self.q = nn.Linear(model.hidden, wide, bias=model.qkv_bias)
-        self.k = nn.Linear(model.hidden, narrow, bias=model.qkv_bias)
-        self.v = nn.Linear(model.hidden, narrow, bias=model.qkv_bias)
-        self.out = nn.Linear(wide, model.hidden, bias=model.out_bias)
-        self.is_rotary = model.positions == "rotary"
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, tokens, hidden] -> the same."""
-        setting = self.setting
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q, self.k, self.v))
-        if self.is_rotary:
-            q, k = (Rotate.apply(part, *setting.turns) for part in (q, k))
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        attend = (
-            partial(setting.redone, setting.attend) if setting.recompute == "selective" else setting.attend
-        )
-        if setting.heads is not None:
-            attend = partial(attend_by_heads, setting.heads, attend)
-        mixed = attend(q, k, v)
-        return self.out(mixed.flatten(2))
-
-
-class FeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)), or down(gelu(up(x)))."""
-
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        bias = model.linear_bias
-        self.gate = nn.Linear(model.hidden, model.ffn_hidden, bias=bias) if model.gated else None
-        self.up = nn.Linear(model.hidden, model.ffn_hidden, bias=bias)
-        self.down = nn.Linear(model.ffn_hidden, model.hidden, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, tokens, hidden] -> the same."""
-        if self.gate is None:
-            return self.down(F.gelu(self.up(x)))
-        return self.down(SwiGLU.apply(self.gate(x), self.up(x)))
 
 
 class Block(nn.Module):
@@ -139,8 +30,8 @@ class Block(nn.Module):
     def __init__(self, model: Model, setting: Setting, has_experts: bool) -> None:
         super().__init__()
         self.norm1, self.norm2 = DecoderNorm(model), DecoderNorm(model)
-        self.attention = Attention(model, setting)
-        self.mlp = Mixture(model, setting.routes) if has_experts else FeedForward(model)
+        self.attention = (LatentAttention if model.mla else Attention)(model, setting)
+        self.mlp = Mixture(model, setting.routes) if has_experts else FeedForward(model, model.ffn_hidden)
         self.setting = setting
 
     def forward(self, x: Tensor) -> Tensor:

@@ -54,13 +54,18 @@ def attend_by_heads(along: Axis, attend: CoreAttention, q: Tensor, k: Tensor, v:
     The ranks of `along` exchange heads for tokens before `attend` and back after it; key heads that are fewer
     than the ranks are repeated.
     """
-    batch, heads, tokens, dim = q.shape
+    batch, _, tokens, _ = q.shape
     k, v = (x.repeat_interleave(max(1, along.size // x.shape[1]), dim=1) for x in (k, v))
-    sections = [heads, k.shape[1], v.shape[1]]
-    qkv = torch.cat([x.permute(2, 0, 1, 3) for x in (q, k, v)], dim=2).view(tokens * batch, -1)
-    dealt = DealHeads.apply(qkv, sections, True, batch, dim, along).unflatten(-1, (-1, dim))
-    by_head = dealt.unflatten(0, (-1, batch)).permute(1, 2, 0, 3)
-    mixed = attend(*by_head.split([section // along.size for section in sections], dim=1))
-    mixed = mixed.transpose(0, 1).reshape(-1, heads // along.size * dim)
-    mixed = DealHeads.apply(mixed, sections[:1], False, batch, dim, along)
-    return mixed.view(tokens, batch, heads, dim).transpose(0, 1)
+    sections = [x.shape[1] * x.shape[3] for x in (q, k, v)]
+    qkv = torch.cat([x.permute(2, 0, 1, 3).flatten(2) for x in (q, k, v)], dim=2).view(tokens * batch, -1)
+    dealt = DealHeads.apply(qkv, sections, True, batch, 1, along).unflatten(0, (-1, batch))
+    parts = dealt.split([section // along.size for section in sections], dim=2)
+    by_head = [
+        part.unflatten(2, (-1, x.shape[3])).permute(1, 2, 0, 3)
+        for part, x in zip(parts, (q, k, v), strict=True)
+    ]
+    mixed = attend(*by_head)
+    heads, width = q.shape[1], v.shape[3]
+    mixed = mixed.transpose(0, 1).reshape(-1, heads // along.size * width)
+    mixed = DealHeads.apply(mixed, [heads], False, batch, width, along)
+    return mixed.view(tokens, batch, heads, width).transpose(0, 1)

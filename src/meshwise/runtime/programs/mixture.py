@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwise.model.architecture import Model
+from meshwise.runtime.programs.decoder_parts import FeedForward
 from meshwise.runtime.programs.functions import SwiGLU
 from meshwise.runtime.programs.local import local
 from meshwise.runtime.torch_private import all_to_all_single
@@ -74,7 +75,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Router and experts."""
+    """Router and experts, and the MLP that all tokens visit, where there is one."""
 
     def __init__(self, model: Model, routes: Routes | None) -> None:
         super().__init__()
@@ -83,6 +84,7 @@ class Mixture(nn.Module):
         rank = 0 if group is None else dist.get_rank(group)
         self.router = nn.Linear(model.hidden, model.moe.num_experts, bias=False)
         self.experts = Experts(model, routes.ranks, rank)
+        self.shared = FeedForward(model, model.moe.shared_ffn_hidden) if model.moe.shared_ffn_hidden else None
         self.routes = routes
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,7 +98,8 @@ class Mixture(nn.Module):
         arrived = _by_expert(_exchange(copies, way), way, self.experts.number)
         answers = _exchange(_by_rank(self.experts(arrived), way), way)
         weighed = answers.index_select(0, way.back) * gates.view(-1, 1)
-        return weighed.view(-1, num_choices, x.shape[-1]).sum(1).view(x.shape)
+        mixed = weighed.view(-1, num_choices, x.shape[-1]).sum(1).view(x.shape)
+        return mixed if self.shared is None else mixed + self.shared(x)
 
 
 def _exchange(copies: Tensor, way: Routes) -> Tensor:

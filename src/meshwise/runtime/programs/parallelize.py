@@ -26,7 +26,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from meshwise.runtime.programs.decoder import Decoder
+from meshwise.runtime.programs.decoder import Block, Decoder
+from meshwise.runtime.programs.decoder_attention import LatentAttention
 from meshwise.runtime.programs.mixture import Mixture
 from meshwise.runtime.programs.parts import cut_on_demand
 
@@ -46,30 +47,39 @@ def cut_tensors(decoder: Decoder, mesh: DeviceMesh) -> None:
         whole = distribute_tensor(decoder.embedding.positions.data, mesh, [Replicate()])
         decoder.embedding.positions = nn.Parameter(whole)
     for layer in decoder.layers.values():
-        parallelize_module(layer, mesh, block_plan(rows, layer.mlp))
+        parallelize_module(layer, mesh, block_plan(rows, layer))
         if isinstance(layer.mlp, Mixture):
             whole = distribute_tensor(layer.mlp.router.weight.data, mesh, [Replicate()])
             layer.mlp.router.weight = nn.Parameter(whole)
 
 
-def block_plan(rows: Shard, mlp: nn.Module) -> dict[str, Any]:
+def block_plan(rows: Shard, layer: Block) -> dict[str, Any]:
     """The styles of a block's modules; `rows` is how activations between them are cut.
 
-    Experts take each rank's own tokens, as they are.
+    Latents and routed experts take each rank's own tokens, as they are.
     """
     gather = {"input_layouts": (rows,), "desired_input_layouts": (Replicate(),)}
     plan: dict[str, Any] = {
         "norm1": SequenceParallel(),
-        "attention": PrepareModuleInput(**gather),
-        **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
         "attention.out": RowwiseParallel(output_layouts=rows),
         "norm2": SequenceParallel(),
     }
-    if isinstance(mlp, Mixture):
+    if isinstance(layer.attention, LatentAttention):
+        plan |= {f"attention.{name}": ColwiseParallel(input_layouts=rows) for name in ("q", "kv")}
+        plan |= {f"attention.{name}": SequenceParallel() for name in ("kv_down", "kv_norm")}
+        if layer.attention.q_down is not None:
+            plan |= {f"attention.{name}": SequenceParallel() for name in ("q_down", "q_norm")}
+        plan["attention.shared_key"] = PrepareModuleInput(**gather)
+    else:
+        plan |= {"attention": PrepareModuleInput(**gather)}
+        plan |= {f"attention.{name}": ColwiseParallel() for name in "qkv"}
+    is_mixture = isinstance(layer.mlp, Mixture)
+    mlp, name = (layer.mlp.shared, "mlp.shared") if is_mixture else (layer.mlp, "mlp")
+    if mlp is None:
         return plan
-    columns = ["mlp.up"] if mlp.gate is None else ["mlp.gate", "mlp.up"]
-    plan |= {"mlp": PrepareModuleInput(**gather), **{name: ColwiseParallel() for name in columns}}
-    return plan | {"mlp.down": RowwiseParallel(output_layouts=rows)}
+    columns = [f"{name}.up"] if mlp.gate is None else [f"{name}.gate", f"{name}.up"]
+    plan |= {name: PrepareModuleInput(**gather), **{column: ColwiseParallel() for column in columns}}
+    return plan | {f"{name}.down": RowwiseParallel(output_layouts=rows)}
 
 
 def shard_states(

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.model.architecture import Model
+
 
 class Rotate(torch.autograd.Function):
     """Rotary embedding, halves paired; keeps nothing: the way back turns the other way."""
@@ -30,6 +32,11 @@ def turns(places: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
     frequencies = 10000.0 ** (-torch.arange(0, width, 2, device=places.device, dtype=wide) / width)
     angles = torch.outer(places.to(wide), frequencies).unsqueeze(1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def turned_width(model: Model) -> int:
+    """How many numbers of a head positions turn: all, or a part of latent attention's."""
+    return model.mla.qk_rope_head_dim if model.mla else model.head_dim
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A training step of a GPT-, Llama- or Mixtral-shaped model on torch's own parts, cut as a `Plan` says.
+"""A training step of a model like GPT, Llama, Mixtral or DeepSeek-V2 on torch's own parts, cut by a `Plan`.
 
 `train_options` says which plans; `meshwise estimate` prices them under implementation=fsdp2.
 """

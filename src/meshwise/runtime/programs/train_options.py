@@ -29,9 +29,9 @@ from meshwise.plan.workload import Workload
 class Options:
     """What the command line may choose."""
 
-    model: Annotated[str, Meta(description="preset, or path of a config.json; like GPT, Llama, Mixtral")] = (
-        "llama2-7b"
-    )
+    model: Annotated[
+        str, Meta(description="preset, or path of a config.json; like GPT, Llama, Mixtral, DeepSeek-V2")
+    ] = "llama2-7b"
     layers: Annotated[int, Meta(ge=0, description="cut the model to so many layers (0: all)")] = 0
     plan: Annotated[
         str,
@@ -80,12 +80,11 @@ def the_model(options: Options) -> Model:
     """The model without dropout, cut to its first layers where asked; ModelError for another shape."""
     model = find_model(options.model)
     has = {
-        "shared experts": model.moe is not None and model.moe.shared_ffn_hidden > 0,
-        "a router with biases or gates": model.moe is not None
-        and (model.moe.router_bias or model.moe.balance_bias or model.moe.shared_gate),
+        "a gate of shared experts": model.moe is not None and model.moe.shared_gate,
+        "a router with biases": model.moe is not None and (model.moe.router_bias or model.moe.balance_bias),
         "a capacity of experts": model.moe is not None and model.moe.capacity_factor > 0,
         "experts with biases": model.moe is not None and model.linear_bias,
-        "latent attention": model.mla is not None,
+        "sparse attention": model.mla is not None and model.mla.index_heads > 0,
         f"the activation {model.activation}": model.activation not in ("swiglu", "gelu"),
         "norms of queries and keys": model.qk_norm,
         "norms without weights": not model.norm_weight,
@@ -108,7 +107,9 @@ def the_model(options: Options) -> Model:
     }
     for what, is_there in has.items():
         if is_there:
-            raise ModelError(f"train: {model.name} has {what}; choose one shaped like GPT, Llama or Mixtral")
+            raise ModelError(
+                f"train: {model.name} has {what}; choose one shaped like GPT, Llama, Mixtral or DeepSeek-V2"
+            )
     layers = options.layers or model.num_layers
     return checked_model(replace(model, num_layers=layers, dropout_frac=0.0), model.name)
 

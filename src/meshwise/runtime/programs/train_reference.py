@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwise.runtime.programs.decoder import TABLE, TIED, Decoder, Setting
+from meshwise.runtime.programs.decoder import TABLE, TIED, Decoder
+from meshwise.runtime.programs.decoder_parts import Setting
 from meshwise.runtime.programs.mixture import routes
 from meshwise.runtime.programs.parallelize import fill
-from meshwise.runtime.programs.rotary import turns
+from meshwise.runtime.programs.rotary import turned_width, turns
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.training import Trainer
@@ -49,7 +50,7 @@ def reference_step(trainer: Trainer) -> tuple[float, dict[str, Tensor]]:
     options, model, device = trainer.options, trainer.model, trainer.context.device
     dtype = torch.float64 if trainer.plan.dtype == "fp64" else torch.float32
     places = torch.arange(options.seq, device=device)
-    angles = turns(places, model.head_dim, dtype)
+    angles = turns(places, turned_width(model), dtype)
     way = routes(places, 1, model) if model.moe else None
     setting = Setting(turns=angles, own_places=places, recorder=trainer.context.recorder, routes=way)
     with torch.device(device):

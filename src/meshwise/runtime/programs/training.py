@@ -15,12 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwise.runtime.programs.attention_kernels import Attend
-from meshwise.runtime.programs.decoder import Decoder, Setting
+from meshwise.runtime.programs.decoder import Decoder
+from meshwise.runtime.programs.decoder_parts import Setting
 from meshwise.runtime.programs.mixture import Experts, Routes, routes
 from meshwise.runtime.programs.parallelize import cut_tensors, shard_states
 from meshwise.runtime.programs.pipeline import make_schedule
 from meshwise.runtime.programs.ring import RingAttend, own_places
-from meshwise.runtime.programs.rotary import turns
+from meshwise.runtime.programs.rotary import turned_width, turns
 from meshwise.runtime.programs.tensor_parallel.exchange import Axis
 from meshwise.runtime.programs.train_options import Options, Place, rank_layers, the_mesh, the_model, the_plan
 
@@ -162,7 +163,7 @@ class Trainer:
 
     def _setting(self) -> Setting:
         plan, place, context = self.plan, self.place, self.context
-        angles = turns(self.places, self.model.head_dim, context.dtype(plan.dtype))
+        angles = turns(self.places, turned_width(self.model), context.dtype(plan.dtype))
         own = self.places.chunk(plan.tp)[place.tp].contiguous()
         context.recorder.weights(*angles, own)  # constants
         return Setting(

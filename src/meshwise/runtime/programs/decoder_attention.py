@@ -1,0 +1,89 @@
+"""Causal attention of a decoder: heads of keys and values shared by groups of queries, or made of latents."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshwise.model.architecture import Model
+from meshwise.runtime.programs.decoder_parts import DecoderNorm, Setting
+from meshwise.runtime.programs.local import local
+from meshwise.runtime.programs.rotary import Rotate
+
+
+class Attention(nn.Module):
+    """Causal attention, query heads in groups that share a key head; local heads are what q, k, v leave."""
+
+    def __init__(self, model: Model, setting: Setting) -> None:
+        super().__init__()
+        self.head_dim, self.setting = model.head_dim, setting
+        wide, narrow = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        self.q = nn.Linear(model.hidden, wide, bias=model.qkv_bias)
+        self.k = nn.Linear(model.hidden, narrow, bias=model.qkv_bias)
+        self.v = nn.Linear(model.hidden, narrow, bias=model.qkv_bias)
+        self.out = nn.Linear(wide, model.hidden, bias=model.out_bias)
+        self.is_rotary = model.positions == "rotary"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, hidden] -> the same."""
+        setting = self.setting
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q, self.k, self.v))
+        if self.is_rotary:
+            q, k = (Rotate.apply(part, *setting.turns) for part in (q, k))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        return self.out(setting.mixed(q, k, v).flatten(2))
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values made of one latent.
+
+    Latents are of the tokens that a rank has between the matmuls; under tensor parallelism they are gathered
+    where heads are made of them. Positions turn a part of each query, and one key that all heads share.
+    """
+
+    def __init__(self, model: Model, setting: Setting) -> None:
+        super().__init__()
+        mla = model.mla
+        assert mla is not None
+        self.setting = setting
+        self.parts_of_query = [mla.qk_nope_head_dim, mla.qk_rope_head_dim]
+        self.parts_of_pair = [mla.qk_nope_head_dim, mla.v_head_dim]  # of a head's key and value
+        self.parts_of_latents = [mla.kv_lora_rank, mla.qk_rope_head_dim]
+        self.q_down = self.q_norm = None
+        if mla.q_lora_rank:
+            self.q_down = Latents(model, mla.q_lora_rank)
+            self.q_norm = DecoderNorm(model, mla.q_lora_rank)
+        heads = model.num_heads
+        self.q = nn.Linear(mla.q_lora_rank or model.hidden, heads * sum(self.parts_of_query), bias=False)
+        self.kv_down = Latents(model, sum(self.parts_of_latents))
+        self.kv_norm = DecoderNorm(model, mla.kv_lora_rank)
+        self.kv = nn.Linear(mla.kv_lora_rank, heads * sum(self.parts_of_pair), bias=False)
+        self.shared_key = nn.Identity()
+        self.out = nn.Linear(heads * mla.v_head_dim, model.hidden, bias=model.out_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, hidden] -> the same."""
+        turns = self.setting.turns
+        latents, key = self.kv_down(x).split(self.parts_of_latents, dim=-1)
+        queries = x if self.q_down is None else self.q_norm(self.q_down(x))
+        q = self.q(queries).unflatten(-1, (-1, sum(self.parts_of_query)))
+        kv = self.kv(self.kv_norm(latents.contiguous())).unflatten(-1, (-1, sum(self.parts_of_pair)))
+        own, turned = q.split(self.parts_of_query, dim=-1)
+        q = torch.cat([own, Rotate.apply(turned, *turns)], dim=-1)
+        own, v = kv.split(self.parts_of_pair, dim=-1)
+        turned = Rotate.apply(local(self.shared_key(key)).unsqueeze(2), *turns)
+        k = torch.cat([own, turned.expand(-1, -1, own.shape[2], -1)], dim=-1)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v.contiguous()))
+        return self.out(self.setting.mixed(q, k, v).flatten(2))
+
+
+class Latents(nn.Linear):
+    """From hidden numbers to latents, for the tokens that a rank has."""
+
+    def __init__(self, model: Model, width: int) -> None:
+        super().__init__(model.hidden, width, bias=model.qkv_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, own tokens, hidden] -> [batch, own tokens, width]."""
+        return F.linear(local(x), local(self.weight), None if self.bias is None else local(self.bias))

@@ -1,0 +1,101 @@
+"""What the blocks of a decoder share, and its parts that know of no attention: norm and feed-forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from meshwise.model.architecture import Model
+from meshwise.runtime.programs.attention_kernels import Attend
+from meshwise.runtime.programs.functions import SwiGLU
+from meshwise.runtime.programs.heads import CoreAttention, attend_by_heads
+from meshwise.runtime.programs.local import local
+from meshwise.runtime.programs.norm import Norm
+from meshwise.runtime.torch_private import current_graph_task_id
+
+if TYPE_CHECKING:
+    from meshwise.runtime.programs.context import Recorder
+    from meshwise.runtime.programs.mixture import Routes
+    from meshwise.runtime.programs.tensor_parallel.exchange import Axis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Setting:
+    """What the modules of a decoder share: the tokens they see, how they attend, what they keep.
+
+    `turns`: of the tokens that pass through attention, how rotary positions turn them (`Rotate`);
+    `own_places`: positions of those between the matmuls, a part of them under sequence parallelism.
+    `routes`: where tokens go whose layer has experts. `heads`: the ranks that exchange heads for tokens.
+    `recompute`: none, selective (the core attention) or full (each block).
+    """
+
+    turns: tuple[Tensor, Tensor]
+    own_places: Tensor
+    recorder: Recorder
+    attend: CoreAttention = lambda q, k, v: Attend.apply(q, k, v, True)
+    recompute: str = "none"
+    routes: Routes | None = None
+    heads: Axis | None = None
+
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention [batch, heads, own tokens, width] -> [batch, own tokens, heads, width]."""
+        again = self.recompute == "selective"
+        attend = partial(self.redone, self.attend) if again else self.attend
+        if self.heads is not None:
+            attend = partial(attend_by_heads, self.heads, attend)
+        return attend(q, k, v)
+
+    def redone(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """`function(*inputs)`, run a second time in the backward, which keeps only the inputs till then."""
+
+        def run(*args: Tensor) -> Tensor:
+            with self._place():
+                return function(*args)
+
+        with set_checkpoint_early_stop(False):  # all of it again, as Megatron-LM does
+            return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+    def _place(self) -> AbstractContextManager[None]:
+        in_backward = current_graph_task_id() != -1
+        return self.recorder.phase("recompute") if in_backward else nullcontext()
+
+
+class DecoderNorm(nn.Module):
+    """RMSNorm, or LayerNorm with a bias, of each token's `width` numbers (0: the hidden ones)."""
+
+    def __init__(self, model: Model, width: int = 0) -> None:
+        super().__init__()
+        width = width or model.hidden
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if model.norm_bias else None
+        self.is_centered = model.norm == "layernorm"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, hidden] -> the same."""
+        bias = None if self.bias is None else local(self.bias)
+        return Norm.apply(local(x), local(self.weight), bias, self.is_centered, x.shape[-1], None)
+
+
+class FeedForward(nn.Module):
+    """down(silu(gate(x)) * up(x)), or down(gelu(up(x))), of inner width `width`."""
+
+    def __init__(self, model: Model, width: int) -> None:
+        super().__init__()
+        bias = model.linear_bias
+        self.gate = nn.Linear(model.hidden, width, bias=bias) if model.gated else None
+        self.up = nn.Linear(model.hidden, width, bias=bias)
+        self.down = nn.Linear(width, model.hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, hidden] -> the same."""
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x)))
+        return self.down(SwiGLU.apply(self.gate(x), self.up(x)))
