@@ -50,7 +50,8 @@ class LatentAttention(nn.Module):
         self.parts_of_query = [mla.qk_nope_head_dim, mla.qk_rope_head_dim]
         self.parts_of_pair = [mla.qk_nope_head_dim, mla.v_head_dim]  # of a head's key and value
         self.parts_of_latents = [mla.kv_lora_rank, mla.qk_rope_head_dim]
-        self.q_down = self.q_norm = None
+        self.q_down: nn.Module = nn.Identity()
+        self.q_norm: nn.Module = nn.Identity()
         if mla.q_lora_rank:
             self.q_down = Latents(model, mla.q_lora_rank)
             self.q_norm = DecoderNorm(model, mla.q_lora_rank)
@@ -66,8 +67,7 @@ class LatentAttention(nn.Module):
         """[batch, tokens, hidden] -> the same."""
         turns = self.setting.turns
         latents, key = self.kv_down(x).split(self.parts_of_latents, dim=-1)
-        queries = x if self.q_down is None else self.q_norm(self.q_down(x))
-        q = self.q(queries).unflatten(-1, (-1, sum(self.parts_of_query)))
+        q = self.q(self.q_norm(self.q_down(x))).unflatten(-1, (-1, sum(self.parts_of_query)))
         kv = self.kv(self.kv_norm(latents.contiguous())).unflatten(-1, (-1, sum(self.parts_of_pair)))
         own, turned = q.split(self.parts_of_query, dim=-1)
         q = torch.cat([own, Rotate.apply(turned, *turns)], dim=-1)

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from meshwise.runtime.programs.decoder import Block, Decoder
-from meshwise.runtime.programs.decoder_attention import LatentAttention
+from meshwise.runtime.programs.decoder_attention import LatentAttention, Latents
 from meshwise.runtime.programs.mixture import Mixture
 from meshwise.runtime.programs.parts import cut_on_demand
 
@@ -67,7 +67,7 @@ def block_plan(rows: Shard, layer: Block) -> dict[str, Any]:
     if isinstance(layer.attention, LatentAttention):
         plan |= {f"attention.{name}": ColwiseParallel(input_layouts=rows) for name in ("q", "kv")}
         plan |= {f"attention.{name}": SequenceParallel() for name in ("kv_down", "kv_norm")}
-        if layer.attention.q_down is not None:
+        if isinstance(layer.attention.q_down, Latents):
             plan |= {f"attention.{name}": SequenceParallel() for name in ("q_down", "q_norm")}
         plan["attention.shared_key"] = PrepareModuleInput(**gather)
     else:
