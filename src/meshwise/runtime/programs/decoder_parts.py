@@ -23,7 +23,7 @@ from meshwise.runtime.torch_private import current_graph_task_id
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Recorder
-    from meshwise.runtime.programs.mixture import Routes
+    from meshwise.runtime.programs.routes import Routes
     from meshwise.runtime.programs.tensor_parallel.exchange import Axis
 
 

@@ -4,14 +4,10 @@ Each rank routes its own tokens: a router gives every expert a probability, each
 what they answer is weighed by theirs. Copies of the tokens go to the ranks that hold their experts by
 all-to-all and come back by another.
 
-Which experts a token visits is set by its place in the sequence, not by the router, so that all get the
-same number (Megatron-LM's `--moe-router-force-load-balancing`): every rank's shapes are known beforehand, and
-every world computes the same. The router still learns, through the weights of the answers.
+Routing is balanced by force (`routes`); the router still learns, through the weights of the answers.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,37 +18,8 @@ from meshwise.model.architecture import Model
 from meshwise.runtime.programs.decoder_parts import FeedForward
 from meshwise.runtime.programs.functions import SwiGLU
 from meshwise.runtime.programs.local import local
+from meshwise.runtime.programs.routes import Routes
 from meshwise.runtime.torch_private import all_to_all_single
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Routes:
-    """Where the tokens of a microbatch go, constants all.
-
-    `experts` [tokens, k]: of each token's copies; `sources` [k tokens]: whose copies they are, sorted by
-    expert; `back` [k tokens]: where each token's copies stand in that order. `group`: the ranks that hold the
-    experts, None where this rank holds all.
-    """
-
-    experts: Tensor
-    sources: Tensor
-    back: Tensor
-    group: dist.ProcessGroup | None = None
-
-    @property
-    def ranks(self) -> int:
-        """Ranks that share the experts."""
-        return 1 if self.group is None else dist.get_world_size(self.group)
-
-
-def routes(places: Tensor, sequences: int, model: Model, group: dist.ProcessGroup | None = None) -> Routes:
-    """The routes of tokens at `places` of each of `sequences` sequences."""
-    assert model.moe is not None
-    choices = torch.arange(model.moe.top_k, device=places.device)
-    experts = (places[:, None] * model.moe.top_k + choices).remainder(model.moe.num_experts)
-    experts = experts.repeat(sequences, 1)
-    order = experts.flatten().argsort(stable=True)
-    return Routes(experts, order // model.moe.top_k, order.argsort(), group)
 
 
 class Experts(nn.Module):

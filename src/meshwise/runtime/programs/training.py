@@ -17,11 +17,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.decoder import Decoder
 from meshwise.runtime.programs.decoder_parts import Setting
-from meshwise.runtime.programs.mixture import Experts, Routes, routes
+from meshwise.runtime.programs.mixture import Experts
 from meshwise.runtime.programs.parallelize import cut_tensors, shard_states
 from meshwise.runtime.programs.pipeline import make_schedule
 from meshwise.runtime.programs.ring import RingAttend, own_places
 from meshwise.runtime.programs.rotary import turned_width, turns
+from meshwise.runtime.programs.routes import Routes, routes
 from meshwise.runtime.programs.tensor_parallel.exchange import Axis
 from meshwise.runtime.programs.train_options import Options, Place, rank_layers, the_mesh, the_model, the_plan
 
