@@ -1,4 +1,4 @@
-"""Encoders before a decoder (T5, BART, Whisper): their work, and what is refused.
+"""Encoders before a decoder (T5, BART, Whisper), and DeBERTa: their work, and what is refused.
 
 The FLOP are those that torch's FlopCounterMode counts over one forward of the classes of transformers 5.23
 with their default configs on the meta device, in eager attention, which computes masked pairs too: 256 tokens
@@ -19,11 +19,8 @@ from meshwise.estimate.single import model_flop
 from meshwise.model.huggingface import model_from_config
 
 RECORDS = (Path(__file__).parent / "data" / "transformers_5.23.jsonl").read_text().splitlines()
-MODELS = {
-    record["model_type"]: model_from_config(record["config"], name=record["model_type"])
-    for record in map(json.loads, RECORDS)
-    if record["model_type"] in ("t5", "bart", "whisper")
-}
+CONFIGS = {record["model_type"]: record["config"] for record in map(json.loads, RECORDS)}
+MODELS = {name: model_from_config(CONFIGS[name], name=name) for name in ("t5", "bart", "whisper")}
 
 
 @pytest.mark.parametrize(
@@ -35,6 +32,13 @@ def test_flop_flop_counter_mode(name: str, flop: int) -> None:
     if model.relative_buckets:
         model = replace(model, positions="none", relative_buckets=0)
     assert model_flop(model, 256) == flop
+
+
+def test_flop_of_scores_of_distances() -> None:
+    """DeBERTa V3 base with two layers and its masked-token head, 256 tokens: the same counter."""
+    short = {"num_hidden_layers": 2, "architectures": ["DebertaV2ForMaskedLM"]}
+    model = model_from_config(CONFIGS["deberta-v2"] | short, name="deberta-v3-base")
+    assert model_flop(model, 256) == 61_544_595_456
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -12,6 +12,7 @@ import pytest
 from meshwise.cost.op import attended_pairs
 from meshwise.model.architecture import (
     MLA,
+    Distances,
     Encoder,
     Layer,
     Model,
@@ -118,6 +119,7 @@ CHANGES: dict[str, tuple[Model, dict[str, Any]]] = {
     "encoder": (LLAMA, {"encoder": Encoder(num_layers=2)}),
     "relative_buckets": (replace(LLAMA, positions="relative", relative_buckets=32), {"relative_buckets": 64}),
     "key_bias": (GPT, {"key_bias": False}),
+    "distances": (BERT, {"distances": Distances(rows=512, num_scores=2, norm=True, shared=True)}),
     "mla": (DEEPSEEK, {"mla": None}),
     "moe": (MIXTRAL, {"moe": None}),
     "patches": (VIT_B, {"patches": replace(VIT_B.patches, class_token=False), "max_seq": 196}),  # type: ignore[type-var]
@@ -146,6 +148,11 @@ PARTS: dict[str, tuple[Model, list[str], dict[str, Any]]] = {
         replace(GPT, encoder=Encoder(num_layers=2, seq=128, channels=80)),
         [field.name for field in fields(Encoder)],
         {"num_layers": 1},
+    ),
+    "distances": (
+        replace(BERT, distances=Distances(rows=512, num_scores=1, norm=True, shared=True)),
+        [field.name for field in fields(Distances)],
+        {"norm": False, "shared": False},
     ),
     "patches": (
         VIT_B,

@@ -50,6 +50,7 @@ MODELS = {
             "t5",
             "bart",
             "whisper",
+            "deberta-v2",
             "deepseek_v32",
             "dinov2",
             "siglip_vision_model",

@@ -117,6 +117,20 @@ class Encoder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Distances:
+    """Disentangled attention (DeBERTa, arXiv 2006.03654): scores of tokens and of the distances between them.
+
+    A table of `rows` distances, with a `norm` or not, is projected in each block like queries and keys (by
+    the same weights if `shared`); `num_scores` 2: keys meet distances as queries do, 1: only queries do.
+    """
+
+    rows: int
+    num_scores: int
+    norm: bool
+    shared: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrence:
     """What stands in place of attention in some blocks: a state of fixed size that each token updates.
 
@@ -200,15 +214,15 @@ class Model:
     says of each block what it is, where no such step does: in place of these two and the pattern of `moe`.
     `attention_softcap`, `logit_softcap`: scores, and the LM head's logits, pass through a tanh (Gemma 2).
     Learned positions have `max_seq + extra_position_rows` rows; `relative` ones add a number to each score,
-    learned for each head and each of `relative_buckets` distances (T5). `encoder`: see `Encoder`; a decoder
-    behind it has one norm a block more. `key_bias` False: the projection of the keys has no bias (Whisper).
-    `token_types`, and `mlm_transform` (dense layer, activation and norm before the LM head), are parts of
-    encoders. In place of the LM head (`lm_head` False) there may be a `pooler` (dense layer and tanh) on one
-    token, an `attention_pool` (a learned query attends to all tokens, then a norm and an MLP: SigLIP), and a
-    classifier into `num_classes`, with `classifier_bias`, on one token or, if it `classifies_tokens`, on all.
-    `mtp_layers`: modules of multi-token prediction, each a norm of the embedding and one of the hidden state,
-    their projection, a block like the last one, and the model's own head again (DeepSeek-V3); they are
-    trained, but not served.
+    learned for each head and each of `relative_buckets` distances (T5). `encoder`, `distances`: see these; a
+    decoder behind it has one norm a block more. `key_bias` False: the projection of the keys has no bias
+    (Whisper). `token_types`, and `mlm_transform` (dense layer, activation and norm before the LM head), are
+    parts of encoders. In place of the LM head (`lm_head` False) there may be a `pooler` (dense layer and
+    tanh) on one token, an `attention_pool` (a learned query attends to all tokens, then a norm and an MLP:
+    SigLIP), and a classifier into `num_classes`, with `classifier_bias`, on one token or, if it
+    `classifies_tokens`, on all. `mtp_layers`: modules of multi-token prediction, each a norm of the embedding
+    and one of the hidden state, their projection, a block like the last one, and the model's own head again
+    (DeepSeek-V3); they are trained, but not served.
 
     `ffn_hidden` is unused where every layer has experts. Descriptive, without a cost: `name`, `source`,
     `checked`, `aliases`, `left_out` (parts that stand beside this model, such as a vision tower, and their
@@ -266,6 +280,7 @@ class Model:
     mla: MLA | None = None
     recurrence: Recurrence | None = None
     encoder: Encoder | None = None
+    distances: Distances | None = None
     moe: MoE | None = None
     patches: Patches | None = None
     source: str = ""
@@ -370,7 +385,7 @@ _MAY_BE_ZERO = {
 }
 
 
-def _check_counts(part: Model | MLA | MoE | Patches | Recurrence | Encoder, where: str) -> None:
+def _check_counts(part: Model | MLA | MoE | Patches | Recurrence | Encoder | Distances, where: str) -> None:
     may_be_zero = ("seq", "channels") if isinstance(part, Encoder) else _MAY_BE_ZERO
     for field in fields(part):
         value = getattr(part, field.name)
@@ -421,8 +436,9 @@ def checked_model(model: Model, where: str) -> Model:
     if model.recurrence is not None:
         _check_counts(model.recurrence, where)
         _one_of(model.recurrence.kind, ("delta", "ssd", "scan", "conv"), f"{where}: recurrence")
-    if model.encoder is not None:
-        _check_counts(model.encoder, where)
+    for part in (model.encoder, model.distances):
+        if part is not None:
+            _check_counts(part, where)
     if model.moe is not None:
         _check_counts(model.moe, where)
         _check_moe(model, model.moe, where)
@@ -455,6 +471,11 @@ def _check_features(model: Model, where: str) -> None:
         ("key_bias", not model.key_bias and not model.qkv_bias, "qkv_bias"),
         ("encoder", model.encoder and not model.num_layers - model.encoder.num_layers > 0, "a decoder too"),
         ("encoder", model.encoder and (model.layers or parallel or model.mla), "blocks of plain attention"),
+        (
+            "distances",
+            model.distances and (parallel or model.mla or model.causal),
+            "an encoder of plain blocks",
+        ),
         ("extra_position_rows", model.extra_position_rows and not learned, "learned positions"),
         ("parallel_block", parallel and model.num_norms == 4, "1 or 2 norms"),
         ("parallel_block", parallel and (model.moe or model.mla), "a block without experts or MLA"),

@@ -148,6 +148,15 @@ class Config(msgspec.Struct):
     feed_forward_proj: str = "relu"
     relative_attention_num_buckets: int = 32
     # encoders
+    embedding_size: int | None = None
+    conv_kernel_size: int = 0
+    relative_attention: bool = False
+    position_biased_input: bool = True
+    max_relative_positions: int = -1
+    position_buckets: int = -1
+    norm_rel_ebd: str = "none"
+    share_att_key: bool = False
+    pos_att_type: list[str] | str | None = None
     word_embed_proj_dim: int | None = None
     expansion_ratio: int = 4
     type_vocab_size: int = 2

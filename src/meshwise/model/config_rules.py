@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import structs
 
 from meshwise.core.errors import ModelError
-from meshwise.model.architecture import MLA, Encoder, Layer, MoE, Patches, Recurrence, check_count
+from meshwise.model.architecture import MLA, Distances, Encoder, Layer, MoE, Patches, Recurrence, check_count
 from meshwise.model.config_fields import POOLED, Config, Fields
 
 # --- blocks ------------------------------------------------------------------------------------
@@ -347,6 +347,25 @@ def _t5(c: Config) -> Fields:
     return {"activation": _activation(name, gated=gate == "gated")}
 
 
+def _deberta(c: Config) -> Fields:
+    """Positions by a table of distances, by learned positions, or by both."""
+    if c.conv_kernel_size or c.embedding_size not in (None, c.hidden_size):
+        raise ModelError(
+            "conv_kernel_size or embedding_size is given; convolutions and narrow embeddings are not read"
+        )
+    fields: Fields = {"positions": "learned" if c.position_biased_input else "none"}
+    if not c.relative_attention:
+        return fields
+    scores = [score for score in ("c2p", "p2c") if score in (c.pos_att_type or ())]
+    if scores not in (["c2p"], ["c2p", "p2c"]):
+        raise ModelError(f"pos_att_type is {c.pos_att_type!r}; known are c2p, alone or with p2c")
+    longest = c.max_relative_positions if c.max_relative_positions > 0 else c.max_position_embeddings
+    rows = 2 * (c.position_buckets if c.position_buckets > 0 else longest)
+    has_norm = "layer_norm" in c.norm_rel_ebd.lower()
+    own = Distances(rows=rows, num_scores=len(scores), norm=has_norm, shared=c.share_att_key)
+    return fields | {"distances": own}
+
+
 def _stablelm(c: Config) -> Fields:
     return {"num_norms": 1 if c.parallel else 2}
 
@@ -429,6 +448,7 @@ RULES: dict[str, Callable[[Config], Fields]] = {
     "mla": _mla,
     "stablelm": _stablelm,
     "dbrx": _dbrx,
+    "deberta": _deberta,
     "encoder": _encoder,
     "t5": _t5,
     "gpt_bigcode": _gpt_bigcode,

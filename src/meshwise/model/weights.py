@@ -160,6 +160,11 @@ def _block_norm(model: Model, module: str, number: int) -> Iterator[Weight]:
 def _attention(model: Model) -> Iterator[Weight]:
     yield from _block_norm(model, "attention", 1)
     yield from _grouped_qkv(model) if model.mla is None else _latent_qkv(model)
+    own = model.distances
+    if own and not own.shared:
+        for name in ("distance_k", "distance_q")[: own.num_scores]:
+            width = model.num_heads * model.head_dim
+            yield from _linear("attention", name, name, model.hidden, width, bias=True, cut=COLUMNS)
     if model.sinks:
         yield Weight(module="attention", op="core", name="sinks", shape=(model.num_heads,), cut=COLUMNS)
     v_dim = model.head_dim if model.mla is None else model.mla.v_head_dim
@@ -368,6 +373,10 @@ def _embedding(model: Model) -> Iterator[Weight]:
     yield from rows("token_types", model.token_types)
     if model.positions == "learned":
         yield from rows("positions", model.max_seq + model.extra_position_rows)
+    if model.distances:
+        yield from rows("distances", model.distances.rows)
+        if model.distances.norm:
+            yield from _norm(model, "embedding", "distances", hidden, name="distance_norm")
     if model.relative_buckets:  # each side has a table
         shape = (model.relative_buckets * (2 if model.encoder else 1), model.num_heads)
         yield Weight(module="embedding", op="relative_bias", name="relative_bias", shape=shape, cut=COLUMNS)

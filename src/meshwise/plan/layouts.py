@@ -59,6 +59,7 @@ def check_grid(
         "layer scales": model.layer_scale,
         "recurrences": model.recurrence,
         "cross-attention": model.encoder,
+        "scores of distances": model.distances,
         "gated attention": model.attention_gate,
     }
     for what, present in missing.items():

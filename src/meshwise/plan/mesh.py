@@ -446,6 +446,7 @@ def _huggingface_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
     """Blocks of which the library `transformers` keeps other tensors than `program.implementation` states."""
     for what, is_there in (
         ("parallel blocks", model.parallel_block),
+        ("scores of distances", model.distances is not None),
         (f"blocks of {model.num_norms} norms", model.num_norms != 2),
         ("norms over all queries and all keys", model.qk_norm_full),
         (f"the activation {model.activation}", model.activation not in ("swiglu", "gelu", "relu")),

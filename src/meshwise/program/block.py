@@ -12,6 +12,7 @@ from meshwise.model.architecture import Layer, Model
 from meshwise.model.weights import block_weights
 from meshwise.program import tensor_1d, tensor_2d, tensor_2d_cp, tensor_3d
 from meshwise.program.cut import Cut
+from meshwise.program.distances import distance_scores
 from meshwise.program.encoder import cross_attention, source_cut
 from meshwise.program.held import hold
 from meshwise.program.implementation import as_done_by
@@ -47,6 +48,8 @@ def block_ops(model: Model, cut: Cut, layer: Layer) -> list[Op]:
     }[layer.mixer]
     if layer.side == "decoder":
         mixers = (*mixers, cross_attention)
+    if model.distances:
+        mixers = (distance_scores, *mixers)
     feed_forward = (moe_mlp if layer.moe else layout.mlp) if layer.mlp else _nothing
     ops = [*(op for mixer in mixers for op in mixer(own, cut)), *feed_forward(own, cut)]
     ops = hold(ops, block_weights(model, layer, cut.lora_rank), cut, layout.shards)

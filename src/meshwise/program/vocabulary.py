@@ -68,6 +68,8 @@ def _embed(model: Model, cut: Cut) -> Iterator[Op]:
         yield from _look_up(model, cut, module)
     if model.token_types:
         yield from elementwise(module, "token_types", "residual", rows, hidden, prec)
+    if model.distances:
+        yield from elementwise(module, "distances", model.norm, float(model.distances.rows), hidden, prec)
     if model.relative_buckets:
         yield from elementwise(
             module, "relative_bias", "copy", model.num_heads / cut.tp * cut.seq, cut.seq, prec

@@ -97,6 +97,7 @@ def the_model(options: Options) -> Model:
         "attention that sees what follows": not model.causal,
         "no language-model head, or more than one": not model.lm_head or model.head_bias or model.pooler,
         "layer scales": model.layer_scale,
+        "scores of distances": model.distances is not None,
         "an encoder": model.encoder is not None,
         "recurrent layers": model.recurrence is not None,
         "gated attention": model.attention_gate,
