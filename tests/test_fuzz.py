@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import typer.main
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fuzz import (
@@ -142,6 +142,8 @@ def words(draw: st.DrawFn) -> list[str]:
 
 @some(160)
 @given(words())
+@example([*"collective 0 --cluster h100-80g-sxm:64 --stride 65 --data 0".split()])
+@example([*"serve llama3-8b --cluster h100-80g-sxm:1 --plan tp=1 --concurrency".split(), str(10**12)])
 def test_strange_options(stated: list[str]) -> None:
     check_contract(stated)
 
@@ -385,6 +387,7 @@ def program_words(draw: st.DrawFn) -> list[str]:
 
 @some(30)
 @given(program_words(), st.sampled_from((["dryrun"], ["compare", "--no-run"])))
+@example(["model-2d", "--seq", "\udcff"], ["dryrun"])
 def test_strange_programs(stated: list[str], verb: list[str]) -> None:
     pytest.importorskip("torch")
     check_contract([verb[0], stated[0], *verb[1:], *stated[1:]])
@@ -454,6 +457,7 @@ def states(draw: st.DrawFn) -> tuple[str, dict[str, str]]:
 
 @some(60)
 @given(states())
+@example(("serve", STATE["serve"] | {"concurrency": "1e+18"}))
 def test_strange_states(page: Any, asked: tuple[str, dict[str, str]]) -> None:
     view, state = asked
     reply = page.post(f"/api/{view}", content=json.dumps(state))

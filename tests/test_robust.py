@@ -5,6 +5,7 @@ behind. And what must hold between two answers, whatever they are (metamorphic t
 import csv
 import io
 import os
+import re
 import signal
 import socket
 import threading
@@ -59,6 +60,34 @@ def test_a_toml_file_that_cannot_be_read(
     path.write_bytes(content)
     others = ON_CHIPS if option == "--plan" else ()
     refused(meshwise(*ESTIMATE, *others, option, str(path)), says)
+
+
+def test_a_job_whose_count_is_infinite(meshwise: Any, tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text('{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1e9991}')
+    refused(meshwise("estimate", "llama3-8b", "--from", str(path), *ON_CHIPS), "must be of type int")
+
+
+def test_a_sweep_of_an_unknown_option(meshwise: Any, tmp_path: Path) -> None:
+    path = tmp_path / "sweep.toml"
+    path.write_text('verb = "estimate"\narguments = ["gpt3-175b"]\n[grid]\ntp = [1, 2]')
+    refused(meshwise("sweep", str(path), "--jobs", "1"), "No such option: --tp")
+
+
+READS_CODE = re.compile(r"pickle\.loads?\(|\bexec\(|(?<!\.)\beval\(|allow_pickle|yaml\.(unsafe_)?load|shelve|marshal")
+
+
+def test_nothing_that_is_read_can_run_code() -> None:
+    """Ranks and readers of traces that meshwise starts answer it through pipes, which no file or port reaches."""
+    source = Path(mw.__file__).parent
+    found = [
+        (path.relative_to(source).as_posix(), line.strip())
+        for path in source.rglob("*.py")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if READS_CODE.search(line)
+    ]
+    pipe = "found: tuple[Trace | None, list[str]] = pickle.loads(done.stdout)"
+    assert found == [("trace/read.py", pipe)]
 
 
 def test_a_device_is_no_file(meshwise: Any) -> None:

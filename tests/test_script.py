@@ -100,6 +100,19 @@ def written(folder: Path, text: str) -> list[str]:
     return ["python", str(path)]
 
 
+def test_objects_of_other_ranks_are_data(tmp_path: Path) -> None:
+    text = (
+        "import fractions\ndist.init_process_group('nccl')\n"
+        "sent = [{'a': [1, 'b']}], [fractions.Fraction(1, 3)]\n"
+        "for objects in sent:\n"
+        "    got = [None]\n"
+        "    dist.recv_object_list(got, 0) if dist.get_rank() else dist.send_object_list(objects, 1)\n"
+        "    assert not dist.get_rank() or got == objects\n"
+    )
+    with pytest.raises(mw.MeshwiseError, match="RuntimeError: rank 0 sends an object of fractions.Fraction"):
+        mw.dry_run_script(written(tmp_path, text), ranks=2, rank=1)
+
+
 def test_launchers_start_the_one_rank(tmp_path: Path) -> None:
     text = "dist.init_process_group('nccl')\ndist.all_reduce(torch.ones(dist.get_rank(), device='cuda'))\n"
     path = written(tmp_path, text)[1]

@@ -721,12 +721,10 @@ def collective(
         MeshwiseError: A name is unknown, a number makes no sense, or a file cannot be read.
     """
     from meshwise.calibrate.collectives import measured_times
-    from meshwise.estimate.collective import SIZES_BYTES, collective_times
+    from meshwise.estimate.collective import SIZES_BYTES, collective_times, group_size
 
     on = _cluster(cluster)
-    if stride < 1:
-        raise WorkloadError(f"stride={stride} must be a whole number of at least 1")
-    group = on.num_chips // stride if ranks is None else ranks
+    group = group_size(kind, on, ranks, stride)
     measured = measured_times([Path(path) for path in data], kind, on, group, stride) if data else {}
     sizes = sorted(sizes_bytes or {*SIZES_BYTES, *measured})
     return collective_times(kind, on, sizes, ranks=group, stride=stride), measured

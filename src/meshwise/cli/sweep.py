@@ -79,7 +79,7 @@ def sweep(
 
 
 class _progress:
-    """A bar with the time left, on stderr: `advance(failed)` after each point."""
+    """A bar with the time left on a terminal (stderr): `advance(failed)` after each point."""
 
     def __init__(self, total: int, completed: int) -> None:
         from rich import progress
@@ -91,7 +91,8 @@ class _progress:
             progress.MofNCompleteColumn(),
         )
         times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
-        self._bar = progress.Progress(*columns, *times, console=Console(stderr=True))
+        screen = Console(stderr=True)
+        self._bar = progress.Progress(*columns, *times, console=screen, disable=not screen.is_terminal)
         self._task = self._bar.add_task("points", total=total, completed=completed)
         self._num_failed = 0
 

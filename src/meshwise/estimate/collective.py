@@ -37,23 +37,35 @@ class CollectiveTime:
     ceiling_bytes_per_s: float
 
 
-def collective_times(
-    kind: str, cluster: Cluster, sizes_bytes: Sequence[float], *, ranks: int, stride: int = 1
-) -> list[CollectiveTime]:
-    """The times of one collective among `ranks` ranks placed `stride` apart.
+def group_size(kind: str, cluster: Cluster, ranks: int | None, stride: int) -> int:
+    """The ranks of a group for a collective; None: as many as the cluster has at this stride.
 
     Raises:
-        WorkloadError: an unknown kind, a size that is not above zero.
-        ClusterError: fewer than two ranks, or more than the cluster has at this stride (1 or more).
+        WorkloadError: an unknown kind, a stride below 1.
+        ClusterError: fewer than two ranks, or more than the cluster has at this stride.
     """
     if kind not in KINDS:
         raise WorkloadError(f"there is no collective {kind!r}; use one of {', '.join(KINDS)}")
+    if stride < 1:
+        raise WorkloadError(f"stride={stride} must be a whole number of at least 1")
     most = cluster.num_chips // stride
-    if not 2 <= ranks <= most:
+    size = most if ranks is None else ranks
+    if not 2 <= size <= most:
+        remedy = f"use 2 to {most} ranks" if most >= 2 else f"a stride is at most {cluster.num_chips // 2}"
         raise ClusterError(
-            f"{ranks} ranks placed {stride} apart are no group of the {cluster.num_chips} chips of "
-            f"{cluster.name}; use 2 to {most} ranks"
+            f"{size} ranks placed {stride} apart are no group of the {cluster.num_chips} chips of "
+            f"{cluster.name}; {remedy}"
         )
+    return size
+
+
+def collective_times(
+    kind: str, cluster: Cluster, sizes_bytes: Sequence[float], *, ranks: int, stride: int = 1
+) -> list[CollectiveTime]:
+    """The times of one collective among `ranks` ranks placed `stride` apart (`group_size`).
+
+    WorkloadError for a size that is not above zero.
+    """
     for size in sizes_bytes:
         if not (isfinite(size) and size > 0):
             raise WorkloadError(f"a collective of {size:g} bytes has no time; use a number above zero")

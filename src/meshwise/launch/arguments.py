@@ -64,7 +64,7 @@ def read_value(framework: str, name: str, value: Any) -> Any:
     argument = framework_arguments(framework).arguments[name]
     try:
         found = _convert(argument.type, value)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError):
         raise DataError(f"{framework}: {name} {value} must be of type {argument.type}") from None
     if argument.values is not None:
         for one in found if isinstance(found, list) else [found]:

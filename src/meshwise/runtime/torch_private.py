@@ -46,6 +46,8 @@ HOMES = {
     "clear_sharding_prop_cache": "torch.distributed.tensor.debug._clear_sharding_prop_cache",
     "all_to_all_single": "torch.distributed._functional_collectives.all_to_all_single",
     "fsdp_param": "torch.distributed.fsdp._fully_shard._fsdp_param",
+    "MeshLayout": "torch.distributed._mesh_layout._MeshLayout",
+    "pipelining_utils": "torch.distributed.pipelining._utils",
     "ring_attention": "torch.distributed.tensor.experimental._context_parallel._attention",
     # measuring and capturing
     "scaled_mm": "torch._scaled_mm",

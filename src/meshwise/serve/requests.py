@@ -17,10 +17,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from meshwise.core.errors import DataError
+from meshwise.core.errors import DataError, WorkloadError
 
 SEED = 0
 """Of the random numbers: the same question has the same answer."""
+MOST_REQUESTS = 1_000_000
+"""That are drawn: beyond it a simulation takes minutes and gigabytes."""
 
 CSV_COLUMNS = {
     "csv": ("arrival", "prompt", "output"),
@@ -75,7 +77,9 @@ class Lengths:
     pairs: tuple[tuple[int, int], ...] = ()
 
     def draw(self, num: int, rng: np.random.Generator) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Prompts and outputs of `num` requests."""
+        """Prompts and outputs of `num` requests; WorkloadError for more than can be simulated."""
+        if num > MOST_REQUESTS:
+            raise WorkloadError(f"{num} requests are too many to simulate; the most is {MOST_REQUESTS}")
         if self.pairs:
             drawn = np.array(self.pairs)[rng.integers(len(self.pairs), size=num)]
             return tuple(drawn[:, 0].tolist()), tuple(drawn[:, 1].tolist())

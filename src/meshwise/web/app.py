@@ -116,14 +116,15 @@ async def _api(request: Request) -> Response:
         if int(request.headers.get("content-length", MOST_BYTES + 1)) > MOST_BYTES:
             return _json({"error": f"a state has at most {MOST_BYTES:,} bytes"}, 413)
         state = msgspec.json.decode(await request.body(), type=dict[str, str])
+    except (msgspec.MsgspecError, ValueError):
+        return _json({"error": "a state is one JSON object of texts"}, 400)
+    try:
         if view in QUICK:
             return _json(answer(view, state, server))
         async with request.app.state.slow:
             return _json(await run_in_threadpool(answer, view, state, server))
     except MeshwiseError as error:
         return _json({"error": str(error)})
-    except (msgspec.MsgspecError, ValueError):
-        return _json({"error": "a state is one JSON object of texts"}, 400)
 
 
 def _json(document: dict[str, object], status: int = 200) -> Response:

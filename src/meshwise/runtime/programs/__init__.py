@@ -152,6 +152,8 @@ def make_options(program: Program, values: Mapping[str, Any]) -> Any:
             if choices:
                 text = f"choose one of {', '.join(map(str, choices))}"
             raise WorkloadError(f"{program.name}: {_flag(name)} {value}: {text}") from None
+        except UnicodeEncodeError:
+            raise WorkloadError(f"{program.name}: the value of {_flag(name)} is not text in UTF-8") from None
         if isinstance(number, int) and abs(number) > _MOST:
             raise WorkloadError(f"{program.name}: {_flag(name)} {value} is too large; the most is {_MOST}")
     return msgspec.convert(dict(values), program.options, strict=False)

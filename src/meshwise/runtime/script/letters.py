@@ -1,23 +1,29 @@
 """Python objects that ranks send each other, as pipeline stages do to agree on shapes.
 
 A rank that waits for an object of another one starts the same program as that rank, and so on. The objects
-are files in a folder that all of them share. Only the rank asked for reports; the others end with it.
+are files in a folder that all of them share, read as data: plain values, tensors, and what pipeline stages say
+of tensors. Only the rank asked for reports; the others end with it.
 """
 
 from __future__ import annotations
 
-import pickle
+import re
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch.distributed as dist
+from torch import load, save  # before stand-ins take their place
+from torch.serialization import safe_globals
 
 from meshwise.runtime.script.start import rank_environment
+from meshwise.runtime.torch_private import MeshLayout, pipelining_utils
 
 _WAIT_S, _POLL_S = 300.0, 0.05
 FAILED = "failed-{}"
@@ -37,7 +43,7 @@ class Letters:
         """In place of `send_object_list`."""
         path = self._next(self._rank, _peer(dst, group, how.get("group_dst")))
         partial = path.with_suffix(".partial")
-        partial.write_bytes(pickle.dumps(objects))
+        save(objects, partial)
         partial.rename(path)
 
     def receive(
@@ -54,7 +60,7 @@ class Letters:
             if time.monotonic() - begin > _WAIT_S:
                 raise RuntimeError(f"rank {sender} has sent no object within {_WAIT_S:.0f} s")
             time.sleep(_POLL_S)
-        objects[:] = pickle.loads(path.read_bytes())
+        objects[:] = _read(path, sender)
         return sender
 
     def _next(self, sender: int, receiver: int) -> Path:
@@ -72,6 +78,19 @@ class Letters:
         environment = rank_environment(self._settings | {"rank": rank})
         silent = subprocess.DEVNULL
         subprocess.Popen([program, *command[1:]], env=environment, stdout=silent, stderr=silent)
+
+
+def _read(path: Path, sender: int) -> list[Any]:
+    """The objects of a file, none of which can run code."""
+    stages = [found for found in vars(pipelining_utils).values() if is_dataclass(found)]
+    try:
+        with safe_globals([*stages, MeshLayout]):
+            return load(path, weights_only=True)
+    except UnpicklingError as error:
+        kind = re.search(r"GLOBAL (\S+)", str(error))
+        raise RuntimeError(
+            f"rank {sender} sends an object of {kind[1] if kind else 'some class'}; send plain values or tensors"
+        ) from None
 
 
 def _peer(rank: int | None, group: Any, group_rank: int | None) -> int:
