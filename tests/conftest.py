@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores Ctrl-C
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch tells of every fake process group
 settings.register_profile("shared", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("shared")

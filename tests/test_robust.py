@@ -74,7 +74,9 @@ def test_a_sweep_of_an_unknown_option(meshwise: Any, tmp_path: Path) -> None:
     refused(meshwise("sweep", str(path), "--jobs", "1"), "No such option: --tp")
 
 
-READS_CODE = re.compile(r"pickle\.loads?\(|\bexec\(|(?<!\.)\beval\(|allow_pickle|yaml\.(unsafe_)?load|shelve|marshal")
+READS_CODE = re.compile(
+    r"pickle\.loads?\(|\bexec\(|(?<!\.)\beval\(|allow_pickle|yaml\.(unsafe_)?load|shelve|marshal"
+)
 
 
 def test_nothing_that_is_read_can_run_code() -> None:

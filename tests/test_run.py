@@ -91,10 +91,13 @@ def test_no_rank_outlives_the_launcher(how: signal.Signals, tmp_path: Path) -> N
     )
     job = subprocess.Popen([sys.executable, script], stderr=subprocess.DEVNULL, start_new_session=True)
     files = [tmp_path / "0", tmp_path / "1"]
-    assert wait_until(lambda: all(file.exists() and file.read_text() for file in files))
-    pids = [int(file.read_text()) for file in files]
-    os.kill(job.pid, how)
-    job.wait(timeout=60)
+    try:
+        assert wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+        pids = [int(file.read_text()) for file in files]
+        os.kill(job.pid, how)
+        job.wait(timeout=60)
+    finally:
+        job.kill()
     assert wait_until(lambda: not any(map(is_running, pids)))
 
 
