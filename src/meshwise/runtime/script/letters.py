@@ -1,8 +1,8 @@
 """Python objects that ranks send each other, as pipeline stages do to agree on shapes.
 
 A rank that waits for an object of another one starts the same program as that rank, and so on. The objects
-are files in a folder that all of them share, read as data: plain values, tensors, and what pipeline stages say
-of tensors. Only the rank asked for reports; the others end with it.
+are files in a folder that all of them share, read as data: plain values, tensors, and what pipeline stages
+say of tensors. Only the rank asked for reports; the others end with it.
 """
 
 from __future__ import annotations
@@ -87,10 +87,9 @@ def _read(path: Path, sender: int) -> list[Any]:
         with safe_globals([*stages, MeshLayout]):
             return load(path, weights_only=True)
     except UnpicklingError as error:
-        kind = re.search(r"GLOBAL (\S+)", str(error))
-        raise RuntimeError(
-            f"rank {sender} sends an object of {kind[1] if kind else 'some class'}; send plain values or tensors"
-        ) from None
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        kind = found[1] if found else "some class"
+        raise RuntimeError(f"rank {sender} sends an object of {kind}; send plain values or tensors") from None
 
 
 def _peer(rank: int | None, group: Any, group_rank: int | None) -> int:
