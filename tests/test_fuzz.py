@@ -142,8 +142,8 @@ def words(draw: st.DrawFn) -> list[str]:
 
 @some(160)
 @given(words())
-@example([*"collective 0 --cluster h100-80g-sxm:64 --stride 65 --data 0".split()])
-@example([*"serve llama3-8b --cluster h100-80g-sxm:1 --plan tp=1 --concurrency".split(), str(10**12)])
+@example(["collective", "0", "--cluster", "h100-80g-sxm:64", "--stride", "65", "--data", "0"])
+@example(["serve", "llama3-8b", *H100, "--plan", "tp=8", "--concurrency", str(10**12)])
 def test_strange_options(stated: list[str]) -> None:
     check_contract(stated)
 

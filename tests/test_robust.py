@@ -80,7 +80,7 @@ READS_CODE = re.compile(
 
 
 def test_nothing_that_is_read_can_run_code() -> None:
-    """Ranks and readers of traces that meshwise starts answer it through pipes, which no file or port reaches."""
+    """What meshwise starts answers it through a pipe of its own, which no file or port reaches."""
     source = Path(mw.__file__).parent
     found = [
         (path.relative_to(source).as_posix(), line.strip())
