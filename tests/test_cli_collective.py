@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 import meshwise as mw
+from meshwise.core.errors import ClusterError
 from meshwise.cost.collective import sent_bytes
 from meshwise.estimate.collective import KINDS
 
@@ -31,6 +32,29 @@ def test_ranks_and_stride_choose_the_links() -> None:
     across, _ = mw.collective("all_gather", "h200-sxm:16", [2.0**30], ranks=2, stride=8)
     assert inside[0].ceiling_bytes_per_s == pytest.approx(450e9)
     assert across[0].ceiling_bytes_per_s == pytest.approx(50e9)
+
+
+def test_a_library_that_reduces_all_to_reduce_and_scatter(tmp_path: Path) -> None:
+    """Gloo: its reduce-scatter takes as long as its all-reduce, wherever it is priced."""
+    links = (
+        'num_chips = 8\nchip = "h100-80g-sxm"\n[[levels]]\nname = "tcp"\nbytes_per_s = 1e9\nlatency_s = 1e-5'
+    )
+    plain, whole = tmp_path / "plain.toml", tmp_path / "whole.toml"
+    plain.write_text(links)
+    whole.write_text(f'reduce_scatter = "all_reduce"\n{links}')
+    times = {
+        (file, kind): mw.collective(kind, file, [2.0**24])[0][0].time_s
+        for file in (plain, whole)
+        for kind in ("all_reduce", "reduce_scatter", "all_gather")
+    }
+    assert times[whole, "reduce_scatter"] == times[whole, "all_reduce"] == times[plain, "all_reduce"]
+    assert times[plain, "reduce_scatter"] < times[plain, "all_reduce"]
+    assert times[whole, "all_gather"] == times[plain, "all_gather"]
+    steps = [mw.estimate("llama3-8b", file, "zero=3", batch=8, seq=512).step_s for file in (plain, whole)]
+    assert steps[1] > 1.2 * steps[0]
+    whole.write_text(f'reduce_scatter = "ring"\n{links}')
+    with pytest.raises(ClusterError, match="reduce_scatter"):
+        mw.collective("all_reduce", whole, [2.0**24])
 
 
 def test_it_is_the_time_of_an_estimate() -> None:

@@ -11,6 +11,7 @@ import datetime
 import json
 import math
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -796,6 +797,8 @@ def test_a_cluster_is_read_again_from_its_own_text(name: str) -> None:
     cluster = find_cluster(name)
     again = parse_cluster(cluster_text(cluster), name)
     assert [repr(level) for level in again.levels] == [repr(level) for level in cluster.levels]
+    gloo = parse_cluster(cluster_text(replace(cluster, reduce_scatter="all_reduce")), name)
+    assert (again.reduce_scatter, gloo.reduce_scatter) == ("reduce_scatter", "all_reduce")
 
 
 @pytest.mark.parametrize(

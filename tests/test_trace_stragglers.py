@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from faults import draw, judge
 from jobs import FAULTS, Job, write_job
-from kineto import all_reduce, host, kernel, write_trace
+from kineto import all_reduce, host, kernel, message, write_trace
 from meshwise.trace.breakdown import breakdown
 from meshwise.trace.merge import write_merged
 from meshwise.trace.read import read_trace
@@ -29,6 +29,49 @@ def test_the_injected_rank_is_named(tmp_path, fault):
         verdict = judge(draw(fault, seed, most_ranks=16), folder)
         assert verdict.is_right and verdict.has_cause, verdict
         assert verdict.clock_error_s < 2e-6 or verdict.job.on_cpu, verdict
+
+
+@pytest.mark.parametrize("fault", ["none", "slow device", "late rank", "pause"])
+def test_calls_without_a_name_are_waited_in_too(tmp_path, fault):
+    verdict = judge(Job(2, 12, fault, rank=1, size=0.3, names_calls=False), tmp_path)
+    assert verdict.is_right and verdict.has_cause, verdict
+
+
+def _pipeline(folder, slower, *, num_stages=4, num_microbatches=8, num_steps=10):
+    """Stages that compute and pass on what they receive, stage 2 `slower` times as long; then all reduce."""
+    random, ranks = np.random.default_rng(0), range(num_stages)
+    now, events = np.zeros(num_stages), [[] for _ in ranks]
+
+    def pass_on(rank, peer):
+        end = max(now[rank], now[peer]) + 10
+        for kind, one, other in (("send", rank, peer), ("recv", peer, rank)):
+            events[one].append(message(kind, round(now[one], 3), round(end - now[one], 3), 512, other))
+            now[one] = end
+
+    for _ in range(num_steps):
+        for order, name, usual in ((ranks, "gemm", 100.0), (ranks[::-1], "dgrad", 200.0)):
+            for _ in range(num_microbatches):
+                for place, rank in enumerate(order):
+                    length = usual * random.normal(1, 0.02) * (slower if rank == 2 else 1)
+                    events[rank].append(kernel(name, round(now[rank], 3), round(length, 3)))
+                    now[rank] += length
+                    if place + 1 < num_stages:
+                        pass_on(rank, order[place + 1])
+        end = now.max() + 20
+        for rank in ranks:
+            length = round(end - now[rank], 3)
+            events[rank].append(all_reduce(round(now[rank], 3), length, 64, [*ranks]))
+            now[rank] = end
+    for rank in ranks:
+        write_trace(folder / f"rank-{rank}.json", events[rank], rank, num_stages, host_name="node")
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.4])
+def test_a_slow_stage_is_named_and_the_first_is_not_because_it_ends_last(tmp_path, slower):
+    _pipeline(tmp_path, slower)
+    found = _single(summarize_paths([tmp_path]))
+    named = [(one.ranks, one.kind) for one in found]
+    assert named == ([((2,), "slow device")] if slower > 1 else [])
 
 
 def test_too_few_steps_are_said_to_be_too_few(tmp_path):

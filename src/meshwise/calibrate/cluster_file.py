@@ -13,7 +13,7 @@ import numpy as np
 from meshwise.core.files import write_text
 from meshwise.core.ledger import Collective
 from meshwise.cost.collective import collective_s
-from meshwise.machine.hardware import MEASURED, Level
+from meshwise.machine.hardware import MEASURED, Level, ReduceScatter
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,11 @@ class Calibration:
     outer: Level | None = None
     """The link beyond it."""
 
+    @property
+    def reduce_scatter(self) -> ReduceScatter:
+        """What the library of the link does to reduce and scatter."""
+        return reduces_and_scatters(self.link_name)
+
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values."""
         return asdict(self)
@@ -70,6 +75,7 @@ class Calibration:
         lines = [
             "# Measured by `meshwise calibrate`; read with --cluster FILE.",
             f"num_chips = {self.num_ranks}",
+            f'reduce_scatter = "{self.reduce_scatter}"',
             f'source = "{self.source}"',
             f"checked = {self.checked}",
             *_levels("levels", levels),
@@ -89,6 +95,11 @@ class Calibration:
     def write(self, path: Path) -> None:
         """Write the cluster file, whole or not at all; DataError where that fails."""
         write_text(path, self.to_toml())
+
+
+def reduces_and_scatters(library: str) -> ReduceScatter:
+    """What a library of collectives does to reduce and scatter: gloo reduces all."""
+    return "all_reduce" if library.startswith("gloo") else "reduce_scatter"
 
 
 def _levels(table: str, levels: Sequence[Level]) -> list[str]:

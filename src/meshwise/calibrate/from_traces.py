@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from meshwise.calibrate.cluster_file import Calibration, Sample, fit_link
+from meshwise.calibrate.cluster_file import Calibration, Sample, fit_link, reduces_and_scatters
 from meshwise.core.errors import DataError
 from meshwise.core.ledger import COLLECTIVES, Collective
 from meshwise.cost.collective import collective_s
@@ -55,7 +55,8 @@ def calibrate_from(paths: Sequence[str | Path], *, steps: str = "") -> Calibrati
             f"the traces show no matmul {_MIN_CALLS} times; record more steps, with record_shapes=True"
         )
     large = [one for one in ops if one.kind == "elementwise" and one.bytes >= _IN_CACHE_BYTES]
-    moved = _rates(large, "bytes", by_dtype=False)
+    steady = [one for one in large if one.spread_frac <= _MAX_SPREAD_FRAC]  # not those into fresh pages
+    moved = _rates(steady or large, "bytes", by_dtype=False)
     if not moved:
         raise DataError(
             f"the memory rate needs elementwise operators on {_IN_CACHE_BYTES:.0e} bytes, and the traces "
@@ -122,7 +123,7 @@ def _links(summary: Summary) -> tuple[Level, Level | None, int, list[Bandwidth]]
     wires = [one for one in bandwidths(summary.collectives) if one.name in COLLECTIVES and one.group_size]
     within = [one for one in wires if len({hosts[rank] for rank in members[one.group]}) == 1]
     across = [one for one in wires if one not in within]
-    name = summary.traces[0].backend or ("nccl" if summary.traces[0].has_device else "gloo")
+    name = _library(summary.traces[0])
     if not wires and len(summary.traces) == 1:  # one rank has no link: that of a copy stands in
         return Level(name=name, bytes_per_s=0.0, latency_s=0.0), None, 0, []
     if not within or not across:
@@ -130,6 +131,13 @@ def _links(summary: Summary) -> tuple[Level, Level | None, int, list[Bandwidth]]
     node_ranks = min(Counter(hosts.values()).values())
     outer = _fitted(f"{name} between hosts", across)
     return _fitted(name, within), outer, node_ranks, wires
+
+
+def _library(trace: Trace) -> str:
+    """Whose collectives a job runs: of `cpu:gloo,cuda:nccl` the one of its device."""
+    device, usual = ("cuda", "nccl") if trace.has_device else ("cpu", "gloo")
+    named = re.search(rf"(?:^|{device}:)(\w+)(?:,|$)", trace.backend)
+    return named[1] if named else usual
 
 
 def _fitted(name: str, wires: Sequence[Bandwidth]) -> Level:
@@ -156,10 +164,9 @@ def _fitted(name: str, wires: Sequence[Bandwidth]) -> Level:
     return Level(name=name, bytes_per_s=speed, latency_s=latency)
 
 
-def _carried(backend: str, one: Bandwidth) -> Collective:
-    """What goes over the link: gloo reduces all, then scatters."""
-    is_whole = backend.startswith("gloo") and one.name == "reduce_scatter"
-    return "all_reduce" if is_whole else cast(Collective, one.name)
+def _carried(library: str, one: Bandwidth) -> Collective:
+    """What goes over the link."""
+    return reduces_and_scatters(library) if one.name == "reduce_scatter" else cast(Collective, one.name)
 
 
 def _op_sample(one: OpRate) -> Sample:

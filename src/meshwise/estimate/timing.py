@@ -37,7 +37,17 @@ from meshwise.cost.experts import experts_s
 from meshwise.cost.gemm import GROUPED_TILES, TILES, gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s
 from meshwise.machine.efficiency import IDEAL, Efficiency, ExpertsEfficiency, constants
-from meshwise.machine.hardware import Chip, Cluster, Level, Rates, host_bytes_per_s, num_cores, rates, sliced
+from meshwise.machine.hardware import (
+    Chip,
+    Cluster,
+    Level,
+    Rates,
+    ReduceScatter,
+    host_bytes_per_s,
+    num_cores,
+    rates,
+    sliced,
+)
 from meshwise.machine.overheads import NONE, Overheads, find_overheads
 from meshwise.program.context import CORE
 from meshwise.program.op import Op, precision
@@ -65,13 +75,14 @@ class Machine:
     """What ops are timed on: the rates of a cluster (scalars, or arrays over chips) and its efficiency.
 
     `by_dtype` are the rates of matrix work by dtype; `base` those of the step's own. `reached_frac` is
-    the share of each level's link that collectives reach (empty: all of it), `host_bytes_per_s` the chip's
-    link to its host, per direction.
+    the share of each level's link that collectives reach (empty: all of it), `reduce_scatter` the collective
+    that the library does for it, `host_bytes_per_s` the chip's link to its host, per direction.
     """
 
     base: Rates
     by_dtype: dict[str, Rates]
     reached_frac: tuple[float, ...] = ()
+    reduce_scatter: ReduceScatter = "reduce_scatter"
     efficiency: Efficiency = IDEAL
     num_cores: Num = 1.0
     overheads: Overheads = NONE
@@ -127,6 +138,7 @@ def _lines(
     ranks, stride, *runs = (np.frombuffer(content).reshape(shape) for content, shape in placed)
     columns = bytes_per_s, base.link_latency_s, base.link_ranks, base.link_ways, base.link_rails
     links = tuple(map(Link, *columns))
+    kind = machine.reduce_scatter if kind == "reduce_scatter" else kind
     return collective_lines(
         kind, ranks, stride, links, machine.efficiency, choices=choices, groups=groups, runs=Runs(*runs)
     )
@@ -142,11 +154,14 @@ def machine(
     """
     overheads = NONE if ideal else overheads or find_overheads(cluster.chip)
     levels = sliced(cluster.levels, cluster.num_chips)
-    return _machine(cluster.chip, levels, dtype, ideal, overheads)
+    return _machine(cluster.chip, levels, cluster.reduce_scatter, dtype, ideal, overheads)
 
 
 @lru_cache(maxsize=256)
-def _machine(chip: Chip, levels: tuple[Level, ...], dtype: str, ideal: bool, overheads: Overheads) -> Machine:
+def _machine(
+    chip: Chip, levels: tuple[Level, ...], reduce_scatter: ReduceScatter, dtype: str, ideal: bool,
+    overheads: Overheads,
+) -> Machine:  # fmt: skip
     num_chips = math.prod(levels[0].torus)  # the levels of a slice already
     cluster = Cluster(name=chip.name, chip=chip, num_chips=num_chips, levels=levels)
     dtypes = {dtype, "bf16" if dtype in ("fp8", "fp4") else dtype}
@@ -156,6 +171,7 @@ def _machine(chip: Chip, levels: tuple[Level, ...], dtype: str, ideal: bool, ove
             *(1.0 for _ in levels[0].torus or (1,)),
             *(overheads.reached_frac(level.name) for level in levels[1:]),
         ),
+        reduce_scatter=reduce_scatter,
         by_dtype={name: rates(cluster, name) for name in dtypes},
         efficiency=IDEAL if ideal else constants(chip, levels),
         num_cores=float(num_cores(chip)),

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -57,6 +57,9 @@ class Level:
     ring_multiple: int = 1
     rails: bool = False
 
+
+ReduceScatter = Literal["reduce_scatter", "all_reduce"]
+"""What a library of collectives does to reduce and scatter."""
 
 MEASURED = "measured"
 """The vendor of a chip whose rates are those that its kernels reach, not a maker's: `meshwise calibrate`."""
@@ -102,12 +105,16 @@ class Chip:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cluster:
-    """`num_chips` of `chip`, joined by `levels` (innermost first)."""
+    """`num_chips` of `chip`, joined by `levels` (innermost first).
+
+    `reduce_scatter`: the collective that the library does for it: gloo has none, and reduces all to all.
+    """
 
     name: str
     chip: Chip
     num_chips: int
     levels: tuple[Level, ...]
+    reduce_scatter: ReduceScatter = "reduce_scatter"
     source: str = ""
     checked: str = ""
 
@@ -156,6 +163,7 @@ class _ClusterEntry(msgspec.Struct, forbid_unknown_fields=True):
     num_chips: int
     chip: str | _ChipEntry
     levels: list[_LevelEntry] | None = None
+    reduce_scatter: ReduceScatter = "reduce_scatter"
     aliases: list[str] = []
     source: str = ""
     checked: datetime.date | None = None
@@ -275,6 +283,7 @@ def _cluster_from_entry(name: str, entry: _ClusterEntry, where: str) -> Cluster:
         chip=chip,
         num_chips=_count(entry.num_chips, f"{at}: num_chips"),
         levels=_levels(entry.levels, at) if entry.levels is not None else chip.levels,
+        reduce_scatter=entry.reduce_scatter,
         source=entry.source,
         checked=_iso(entry.checked),
     )
@@ -400,7 +409,8 @@ def cluster_text(cluster: Cluster) -> str:
             replace(level, ranks=math.inf if level.torus else level.ranks) for level in cluster.levels
         )
     ]
-    tables = [("", {"num_chips": cluster.num_chips}), *(("[[levels]]", level) for level in levels)]
+    own = {"num_chips": cluster.num_chips, "reduce_scatter": cluster.reduce_scatter}
+    tables = [("", own), *(("[[levels]]", level) for level in levels)]
     return "\n\n".join(
         "\n".join([*filter(None, [head]), *(f"{key} = {_toml(value)}" for key, value in table.items())])
         for head, table in (*tables, ("[chip]", chip))

@@ -10,8 +10,8 @@ Chance alone makes some rank last in each step, so a rank is named only if one o
 number of steps in which r waits least, S that of all steps, n that of ranks; the relief is the sum of
 positive m.
 
-    persistent  n x P(at least k of S at probability 1/n) <= 0.01, r has 80 % of all relief, and the median
-                of m is >= 5 % of a step
+    persistent  n x P(at least k of S at probability 1/n) <= 0.01, r has 80 % of all relief, which is >= 5 %
+                of the span, and the median of m is >= 5 % of a step
     always      k = S, all m >= 8 % and median m >= 12 % of a step; 20 and 30 % if S < 6, 40 and 60 % if S < 4
     pause       one m is >= 2 % of the span, and >= 8 times as large as the next one of any rank (4 times
                 where that one is < 5 % of a step), the median of W[r] over the steps taken off
@@ -19,8 +19,10 @@ positive m.
                 of a step and by 6 standard deviations of the ranks
 
 The first step starts the job and is left out. Ranks that share no collective, even through others, are
-judged apart. Where nothing marks the steps (see `steps`), they are the periods of the sequence of calls,
-and one to eight of them are taken as a step, so that a rank which is late every second period is found too.
+judged apart; messages count as collectives, so that no stage of a pipeline looks late because it ends last.
+Where nothing marks the steps (see `steps`), they are the periods of the sequence of calls, or, where streams
+mix these, what lies between two calls of the rarest kind. One to eight of them are taken as a step, so that a
+rank which is late every second step is found too.
 
 Measured on synthetic jobs: tests/jobs.py.
 """
@@ -28,7 +30,7 @@ Measured on synthetic jobs: tests/jobs.py.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -81,11 +83,7 @@ def holders_up(found: Sequence[Collective]) -> tuple[list[Straggler], str]:
     """The ranks that hold the others up, and why none could be named, if waiting is too short to tell."""
     stragglers: list[Straggler] = []
     reason = ""
-    shared = [
-        c
-        for c in found
-        if c.num_ranks > 1 and c.name in (*SYNCHRONISING, "broadcast") and "->" not in c.group
-    ]
+    shared = [c for c in found if c.num_ranks > 1 and c.name in (*SYNCHRONISING, "broadcast", "unknown")]
     for ranks, calls in _linked(sorted(shared, key=_end_s)):  # which every rank leaves in this order
         views = [view for view in _views(ranks, calls) if len(view.wait_s) >= MIN_STEPS]
         named = next((one for view in views if (one := _persistent(view) or _pause(view))), None)
@@ -107,16 +105,19 @@ def _linked(found: Sequence[Collective]) -> Iterator[tuple[tuple[int, ...], list
 
 
 def _views(ranks: tuple[int, ...], calls: Sequence[Collective]) -> Iterator[_Waiting]:
-    """The waiting by step: as marked, else by one, two, ... periods of the calls."""
-    marked = [one.step for one in calls]
-    if len(set(marked)) > MIN_STEPS:
-        yield _waiting(ranks, calls, np.unique(marked, return_inverse=True)[1])
-    position, total = _positions(calls)
-    own = [(c.name, c.bytes, c.group) for c in calls if ranks[0] in c.wait_s]
-    num_periods = len(own) // _period(own)
-    for each in _PERIODS_PER_STEP:
-        if num_periods // each > _RARE_STEPS:
-            yield _waiting(ranks, calls, position * (num_periods // each) // total)
+    """The waiting by one, two, ... steps as marked, else periods of the calls."""
+    marks, step = np.unique([one.step for one in calls], return_inverse=True)
+    num_steps = len(marks)
+    if is_marked := num_steps > MIN_STEPS:
+        yield _waiting(ranks, calls, step)
+    else:
+        position, total = _positions(calls)
+        num_steps = _num_periods([(c.name, c.bytes, c.group) for c in calls if ranks[0] in c.wait_s])
+    for each in _PERIODS_PER_STEP[is_marked:]:
+        if num_steps // each > _RARE_STEPS:
+            yield _waiting(
+                ranks, calls, step // each if is_marked else position * (num_steps // each) // total
+            )
 
 
 def _positions(calls: Sequence[Collective]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -131,13 +132,13 @@ def _positions(calls: Sequence[Collective]) -> tuple[NDArray[np.int64], NDArray[
     return np.array(place), np.array([count[rank] for rank in lowest])
 
 
-def _period(keys: Sequence[object]) -> int:
-    """After how many calls the sequence repeats itself; the number of all calls where it does not."""
+def _num_periods(keys: Sequence[object]) -> int:
+    """How often the sequence repeats itself; where it does not, how often the rarest repeated key occurs."""
     for period in range(1, len(keys) // MIN_STEPS + 1):
         same = [a == b for a, b in zip(keys, keys[period:], strict=False)]
         if sum(same) >= _SAME_FRAC * len(same):
-            return period
-    return max(1, len(keys))
+            return len(keys) // period
+    return min((num for num in Counter(keys).values() if num > _RARE_STEPS), default=1)
 
 
 def _waiting(ranks: tuple[int, ...], calls: Sequence[Collective], step: NDArray[np.int64]) -> _Waiting:
@@ -190,7 +191,7 @@ def _persistent(view: _Waiting) -> Straggler | None:
         and ranks * _tail(num_last, steps, 1 / ranks) <= _CHANCE
         and median >= _STEP_FRAC * view.step_s
     )
-    has_most = relief[i] > 0 and relief[i] >= _RELIEF_FRAC * relief.sum()
+    has_most = relief[i] >= max(_RELIEF_FRAC * relief.sum(), _STEP_FRAC * view.span_s)
     least_frac, median_frac = next(limits for from_steps, *limits in _ALWAYS if steps >= from_steps)
     is_clear = margin[:, i].min() >= least_frac * view.step_s and median >= median_frac * view.step_s
     if not (is_clear or (is_rare and has_most)):
