@@ -183,7 +183,9 @@ def test_cuda_graphs_pad_the_batch() -> None:
         find_model("llama3-8b"), find_cluster("h100-80g-sxm:1"), parse_plan("tp=1"), prompt=1000, output=50
     )
     times = tabulate(of, ENGINES["vllm"], 1050, 40)
-    assert times.decode_s(33, 500.0) == times.decode_s(40, 500.0) > times.decode_s(32, 500.0)
+    rest = times.decode_rest
+    assert rest[33] == rest[40] > rest[32]
+    assert times.decode_s(33, 500.0) < times.decode_s(40, 500.0)  # the padding has no cache to read
     for count in (1, 8, 40):
         priced = est.price_pass(of, of.decode(float(count), 500.0)).total_s
         assert times.decode_s(count, 500.0) == pytest.approx(priced, rel=2e-3)
@@ -192,6 +194,30 @@ def test_cuda_graphs_pad_the_batch() -> None:
         assert times.mixed_s([(0, prompt)]) == pytest.approx(
             fitted().constants.prompt_slowdown * priced, rel=0.1
         )
+
+
+def test_batches_without_a_graph_take_as_long_as_their_launches() -> None:
+    """TensorRT-LLM that pads no batch: between captured sizes the host launches every layer of a pass."""
+    plan = parse_plan("tp=8,ep=8,dtype=fp8")
+    of = est.serving(find_model("deepseek-v3"), find_cluster("h200-sxm:8"), plan, prompt=500, output=50)
+    engine = replace(ENGINES["trtllm"], graph_sizes=(1, 2, 4), pads_batches=False)
+    times = tabulate(of, engine, 550, 5)
+    assert times.decode_rest[3] == times.decode_rest[5] == est.launches_s(of.model)
+    assert times.decode_rest[4] < times.decode_rest[3]
+    assert tabulate(of, ENGINES["trtllm"], 550, 5).decode_rest[3] < times.decode_rest[4]
+
+
+@pytest.mark.parametrize(("chip", "gain"), [("h100-80g-sxm", 1.0), ("b200-sxm", 0.5)])
+def test_a_cache_of_8_bits_is_read_no_faster_on_hopper_by_vllm(chip: str, gain: float) -> None:
+    model, long = find_model("llama3-8b"), 8000.0
+    wide, narrow = (
+        tabulate(
+            est.serving(model, find_cluster(f"{chip}:1"), parse_plan(plan), prompt=7000, output=1000),
+            ENGINES["vllm"], 8000, 64,
+        ).decode_attention[64](long)
+        for plan in ("tp=1", "tp=1,kv_dtype=fp8")
+    )  # fmt: skip
+    assert narrow / wide == pytest.approx(gain, rel=0.1)
 
 
 def test_a_hundred_thousand_requests_take_seconds() -> None:
@@ -363,6 +389,15 @@ def test_engines_are_launched_as_the_benchmark_s_scripts_do(
 )
 def test_caches_are_of_the_type_that_the_scripts_state(changes: dict[str, str], dtype: str) -> None:
     assert measured.point(INFERENCEX | changes).fleet.serving.mesh.plan.kv_dtype == dtype
+
+
+def test_prompts_of_a_gap_analysis_come_again() -> None:
+    row = INFERENCEX | {"backend": "vllm", "model": "Llama-3.1-8B", "precision": "fp8", "concurrency": "12"}
+    of = measured.point(row | {"source": "aic-auto-gap-analysis"})
+    assert of.requests.prompt[:20] == of.requests.prompt[100:]
+    assert of.requests.blocks[3] == of.requests.blocks[103] != of.requests.blocks[4]
+    assert (of.engine.graph_sizes, len(of.requests.kept)) == ((256,), 24)
+    assert not measured.point(row).requests.blocks
 
 
 def test_a_pipeline_of_a_measured_point_has_its_gpus() -> None:

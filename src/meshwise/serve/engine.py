@@ -32,11 +32,14 @@ class Engine:
     """The scheduler of an engine; tokens and sequences are those of one attention group (dp rank).
 
     `reserve_frac`: share of a request's output that must have room in the cache when it is admitted.
-    `graph_sizes`: decode batches are padded up to these where a CUDA graph was captured.
+    `graph_sizes`: decode batches for which a CUDA graph was captured; others are padded up to the next of
+    these where the engine `pads_batches`, or launched kernel by kernel. Without any, all are captured.
     `lag_passes`: passes that are under way or planned when a request arrives, before one can take it;
     `poll_passes`: decode passes from one look at what has arrived to the next; `align_passes`: passes that
     prompts wait at most until every dp rank has one and they fill `fill_frac` of a pass (TensorRT-LLM's
     attention_dp_config and batch_wait_timeout_iters).
+    `widens_hopper_cache`: decoding on Hopper takes as long with keys and values in 8 bits as in 16
+    (FlashAttention-3 transposes the values of fp8 in the kernel, arXiv 2407.08608, section 3.3).
     The last two are those of all engines (`serve.fitted.Constants`).
     """
 
@@ -48,10 +51,12 @@ class Engine:
     chunks: bool = True
     reserve_frac: float = 0.0
     graph_sizes: tuple[int, ...] = ()
+    pads_batches: bool = True
     lag_passes: int = 1
     poll_passes: int = 1
     align_passes: int = 0
     fill_frac: float = 0.0
+    widens_hopper_cache: bool = False
     front_s: float = _CONSTANTS.front_s
     front_token_s: float = _CONSTANTS.front_token_s
 
@@ -59,7 +64,12 @@ class Engine:
 ENGINES = {
     engine.name: engine
     for engine in (
-        Engine(name="vllm", version="0.19.0", graph_sizes=_sizes((8, 248, 8), (256, 512, 16))),
+        Engine(
+            name="vllm",
+            version="0.19.0",
+            graph_sizes=_sizes((8, 248, 8), (256, 512, 16)),
+            widens_hopper_cache=True,
+        ),
         Engine(
             name="sglang",
             version="0.5.9",

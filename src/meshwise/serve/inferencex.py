@@ -14,13 +14,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from meshwise.serve import aiconfigurator
 from meshwise.serve.engine import Engine
 
 LENGTH_RATIO = 0.8
 REQUESTS_EACH = 10
-
-OTHER_CLIENTS = "gap-analysis"
-"""What the sample calls rows that vendors measured with clients of their own."""
 
 GUESSING_RUNS = {
     ("deepseek-r1", "trtllm"): ("2026-01-14", "2026-02-05", "2026-02-06"),
@@ -46,7 +44,7 @@ PADDED_SIZES = (1, 2, 4, *range(8, 129, 8), 256, 512, 1024, 2048)
 
 def is_row(row: Mapping[str, str]) -> bool:
     """Whether InferenceX measured a row on one pool; its recipes of two pools are not read."""
-    return row["mode"] == "agg" and OTHER_CLIENTS not in row.get("source", "")
+    return row["mode"] == "agg" and not aiconfigurator.is_row(row)
 
 
 def speculation(row: Mapping[str, str], model: str, dp: int) -> str:
@@ -77,6 +75,8 @@ def launched(engine: Engine, row: Mapping[str, str], model: str, dp: int) -> Eng
     engine = replace(engine, reserve_frac=float(engine.reserve_frac > 0))
     if engine.name == "trtllm" and dp > 1:
         engine = replace(engine, align_passes=60)
+    if aiconfigurator.is_row(row):
+        return aiconfigurator.launched(engine)
     if not is_row(row):
         return engine
     engine = replace(engine, **_SETTINGS[engine.name](row, model, dp))

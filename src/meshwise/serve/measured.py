@@ -21,7 +21,7 @@ from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import Model
 from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan
-from meshwise.serve import inferencex
+from meshwise.serve import aiconfigurator, inferencex
 from meshwise.serve.engine import ENGINES, Engine
 from meshwise.serve.load import Fleet, Load, under_load
 from meshwise.serve.requests import Lengths, Requests, in_closed_loop
@@ -87,6 +87,8 @@ def point(row: Mapping[str, str]) -> Point:
         last = speculating(last, guesses)
     lengths = Lengths(prompt, output, inferencex.LENGTH_RATIO)
     requests = in_closed_loop(clients, lengths, num=inferencex.REQUESTS_EACH * clients)
+    if aiconfigurator.is_row(row) and engine.name == "vllm":
+        requests = aiconfigurator.repeated(requests)
     return Point(Fleet(last, workers[-1], first[0] if first else None, workers[0]), requests, engine)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -86,12 +86,14 @@ class PassTimes:
 def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int) -> PassTimes:
     """The tables of `serving` for requests of at most `longest` tokens, `most_sequences` in a group."""
     counts = np.arange(most_sequences + 1)
-    padded = np.array([_padded(count, engine.graph_sizes) for count in counts.tolist()], dtype=np.float64)
+    padded = np.array([_padded(count, engine) for count in counts.tolist()], dtype=np.float64)
+    is_launched = ~np.isin(padded, engine.graph_sizes or padded)
     context_step = max(longest / CONTEXTS, 1.0)
     contexts = np.maximum(np.arange(CONTEXTS + 1) * context_step, 1.0)
-    decode = decode_pass(serving, padded, contexts[:, None])
+    rest = np.broadcast_to(_rest(decode_pass(serving, padded, 1.0)), counts.shape)
+    rest = np.maximum(rest, is_launched * launches_s(serving.model))
+    decode = decode_pass(_attending(serving, engine), np.maximum(counts, 1.0), contexts[:, None])
     attention = np.broadcast_to(decode.time_s["attention"], (contexts.size, counts.size)) * (counts > 0)
-    rest = np.broadcast_to(_rest(decode), (contexts.size, counts.size))[0]
 
     token_step = max(engine.max_tokens + most_sequences, longest) / POINTS
     tokens = np.maximum(np.arange(POINTS + 1) * token_step, 1.0)
@@ -116,11 +118,20 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
     )
 
 
+def _attending(serving: Serving, engine: Engine) -> Serving:
+    """`serving` with the cache that its attention reads as fast as its own."""
+    mesh, chip = serving.mesh, serving.cluster.chip
+    if not engine.widens_hopper_cache or chip.generation != "hopper" or serving.model.mla is not None:
+        return serving
+    return replace(serving, mesh=replace(mesh, plan=replace(mesh.plan, kv_dtype="bf16")))
+
+
 def _rest(priced: Pass) -> Num:
     return priced.total_s - priced.time_s["attention"]
 
 
-def _padded(count: int, sizes: Sequence[int]) -> int:
-    """The captured batch size that runs `count` sequences; `count` itself beyond the largest."""
+def _padded(count: int, engine: Engine) -> int:
+    """The captured batch size that runs `count` sequences; `count` itself where there is none."""
+    sizes = engine.graph_sizes if engine.pads_batches else ()
     place = bisect_left(sizes, count)
     return max(sizes[place] if place < len(sizes) else count, 1)

@@ -40,7 +40,7 @@ class Requests:
     """`prompt` and `output` tokens of each request, in order; `arrival_s` or `concurrency`.
 
     `blocks`: names of the blocks of `block_tokens` tokens that each prompt begins with; prompts that begin
-    with the same blocks share their cache.
+    with the same blocks share their cache. `kept`: blocks that caches hold at the start.
     """
 
     prompt: tuple[int, ...]
@@ -49,6 +49,7 @@ class Requests:
     concurrency: int = 0
     blocks: tuple[tuple[int, ...], ...] = ()
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    kept: tuple[int, ...] = ()
 
     @property
     def longest(self) -> int:

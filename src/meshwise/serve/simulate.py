@@ -123,7 +123,7 @@ class _Instance:
         self.prefilling: list[_Sequence] = []
         self.running: list[tuple[int, int, _Sequence]] = []  # a heap by the pass of the last token
         self.admitted: list[_Sequence] = []  # in order; those that have ended are removed late
-        self.kept: OrderedDict[int, None] = OrderedDict()  # blocks of prompts, the last used behind
+        self.kept = OrderedDict.fromkeys(requests.kept)  # blocks of prompts, the last used behind
         self.most_tokens = self.engine.max_tokens * self.times.groups
         self.most_sequences = self.engine.max_sequences * self.times.groups
 

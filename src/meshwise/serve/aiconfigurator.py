@@ -1,0 +1,43 @@
+"""How the runs of aiconfigurator's gap analyses were made, where their rows do not say so.
+
+Their engines were started, and measured, by what its generator writes (github.com/ai-dynamo/aiconfigurator,
+`generator/config/backend_templates`, read at git ad0e3e5e3): TensorRT-LLM captures powers of two and pads no
+batch; the client sends a hundred prompts in turn (AIPerf's `--num-dataset-entries`), begins with two requests
+of each client that it does not measure, and vLLM finds in its cache what it has computed. That its decode
+passes are those of 256 sequences is inferred: tokens take as long with 4 clients as with 16, and four layouts
+of Qwen3-235B then come within a few per cent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from meshwise.serve.engine import Engine
+from meshwise.serve.requests import Requests
+
+PROMPTS = 100
+CAPTURED = {"trtllm": tuple(2**i for i in range(9)), "vllm": (256,)}
+"""Batches for which a CUDA graph is captured."""
+
+
+def is_row(row: Mapping[str, str]) -> bool:
+    """Whether a row is of a gap analysis."""
+    return "gap-analysis" in row.get("source", "")
+
+
+def launched(engine: Engine) -> Engine:
+    """`engine` as the generator starts it."""
+    sizes = CAPTURED.get(engine.name, engine.graph_sizes)
+    return replace(engine, graph_sizes=sizes, pads_batches=engine.name != "trtllm")
+
+
+def repeated(requests: Requests) -> Requests:
+    """`requests` with the first hundred prompts over and over, which warming up has left in caches."""
+    num = len(requests.prompt)
+    prompt, output = (
+        tuple(tokens[i % PROMPTS] for i in range(num)) for tokens in (requests.prompt, requests.output)
+    )
+    blocks = tuple((i % PROMPTS,) for i in range(num))
+    kept = tuple(range(min(2 * requests.concurrency, PROMPTS)))
+    return replace(requests, prompt=prompt, output=output, blocks=blocks, block_tokens=max(prompt), kept=kept)
