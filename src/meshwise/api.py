@@ -251,6 +251,7 @@ def serve(
     prefill_plan: str | Path | Plan = "",
     prefill_cluster: str | Path | Cluster = "",
     prefill_workers: int = 1,
+    experts_on: str | Path | Cluster = "",
     speculate: str = "",
     draft_model: str | Path | Model | None = None,
     expert_skew: float = 0.0,
@@ -289,6 +290,7 @@ def serve(
         workers: Instances that take the requests in turn.
         prefill_plan, prefill_cluster, prefill_workers: Instances that take the prompts and hand their caches
             over to those of `plan`, which then only decode; one of the two is enough.
+        experts_on: GPUs that hold the experts alone; attention and experts then take two batches in turn.
         speculate: Guesses that each pass checks, and how often one is right: `"drafts=3,accept=0.8"`.
         draft_model: The model that guesses [multi-token prediction: a block like the last, and the head].
         expert_loads: The path of a text of the tokens that each expert was sent, in place of expert_skew.
@@ -311,7 +313,7 @@ def serve(
     from meshwise.serve.experts import unevenly_routed
     from meshwise.serve.load import Fleet, traffic
     from meshwise.serve.requests import read_requests
-    from meshwise.serve.serving import serving, speculating
+    from meshwise.serve.serving import apart, serving, speculating
     from meshwise.serve.size import size, wanted
 
     trace = None if requests is None else read_requests(Path(requests))
@@ -344,7 +346,7 @@ def serve(
     usd = parse_prices(str(price)) if price != "" else None
     fixed, limits = _choices(plan), (ttft_s, token_s)
     arrives = load is not None and bool(load.arrival_s)
-    pools = workers != 1 or prefill_plan or prefill_cluster or prefill_workers != 1
+    pools = workers != 1 or prefill_plan or prefill_cluster or prefill_workers != 1 or experts_on
     if pareto or ("tp" not in fixed and arrives and limits != (None, None) and not pools):
         if pools:
             raise WorkloadError("pareto chooses workers and pools itself; leave those out")
@@ -362,6 +364,7 @@ def serve(
     if isinstance(cluster, str) and "," in cluster:
         raise WorkloadError("several clusters are compared at a rate with a latency limit, or with pareto")
     whole = instance(_cluster(cluster), plan)
+    whole = apart(whole, _cluster(experts_on)) if experts_on else whole
     first = None
     if prefill_plan or prefill_cluster:
         first = instance(_cluster(prefill_cluster or cluster), prefill_plan or plan)

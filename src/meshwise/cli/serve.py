@@ -60,6 +60,9 @@ def serve(
         str, typer.Option(help="Their cluster, of other chips or another number. [as --cluster]")
     ] = "",
     prefill_workers: Annotated[int, typer.Option(help="How many of them.")] = 1,
+    experts_on: Annotated[
+        str, typer.Option(help="More GPUs, which hold the experts alone: h200-sxm:16. [the cluster's]")
+    ] = "",
     speculate: Annotated[
         str, typer.Option(help="Guesses that a pass checks, and their odds: drafts=3,accept=0.8.")
     ] = "",
@@ -114,6 +117,7 @@ def serve(
         requests=requests, num_requests=num_requests, burstiness=burstiness, length_ratio=length_ratio,
         length_sigma=length_sigma, shared_prefix=shared_prefix, engine=engine, workers=workers,
         prefill_plan=prefill_plan, prefill_cluster=prefill_cluster, prefill_workers=prefill_workers,
+        experts_on=experts_on,
         speculate=speculate, draft_model=draft_model, expert_skew=expert_skew, expert_loads=expert_loads,
         redundant_experts=redundant_experts, pareto=pareto, price=price,
     )  # fmt: skip

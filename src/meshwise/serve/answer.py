@@ -75,6 +75,12 @@ class Answer(Shown):
                 "chip": of.cluster.chip.name,
                 "num_chips": of.cluster.num_chips,
             },
+            "experts_on": of.experts
+            and {
+                "chip": of.experts.cluster.chip.name,
+                "num_chips": of.experts.cluster.num_chips,
+                "weight_bytes": est.expert_bytes(of.experts),
+            },
             "plan": of.plan,
             "prompt": of.prompt,
             "output": of.output,
@@ -82,7 +88,7 @@ class Answer(Shown):
             "cache_bytes_per_sequence": est.sequence_bytes(of),
             "max_sequences": self.max_sequences,
             "first_token_s": self.first_token_s,
-            "prompt_tokens_per_s_per_gpu": of.prompt / est.prompt_s(of) / float(of.mesh.tp),
+            "prompt_tokens_per_s_per_gpu": of.prompt / est.prompt_s(of) * of.groups / of.num_chips,
             "sequences_within_limit": self.sequences_within_limit,
             "passes": self.passes,
             **(self.load.to_json() if self.load else {}),

@@ -97,8 +97,8 @@ class Fleet:
     @property
     def num_chips(self) -> int:
         """Chips of all workers."""
-        first = self.prefill.cluster.num_chips * self.prefill_workers if self.prefill else 0
-        return self.serving.cluster.num_chips * self.workers + first
+        first = self.prefill.num_chips * self.prefill_workers if self.prefill else 0
+        return self.serving.num_chips * self.workers + first
 
     @property
     def transfer_token_s(self) -> float:
@@ -207,7 +207,8 @@ def cost(load: Load, usd_per_gpu_hour: Mapping[str, float]) -> dict[str, float]:
         chip = of.cluster.chip.name
         if not {"", chip} & set(usd_per_gpu_hour):
             raise WorkloadError(f"price names no {chip}; add {chip}=DOLLARS, or give one price for all")
-        return usd_per_gpu_hour.get(chip, usd_per_gpu_hour.get("", 0.0)) * of.cluster.num_chips * workers
+        own = usd_per_gpu_hour.get(chip, usd_per_gpu_hour.get("", 0.0)) * of.cluster.num_chips * workers
+        return own + (usd_per_hour(of.experts, workers) if of.experts else 0.0)
 
     fleet, served = load.fleet, load.served
     last, first = usd_per_hour(fleet.serving, fleet.workers), 0.0

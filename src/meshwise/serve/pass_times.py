@@ -93,7 +93,12 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
     rest = np.broadcast_to(_rest(decode_pass(serving, padded, 1.0)), counts.shape)
     rest = np.maximum(rest, is_launched * launches_s(serving.model))
     decode = decode_pass(_attending(serving, engine), np.maximum(counts, 1.0), contexts[:, None])
-    attention = np.broadcast_to(decode.time_s["attention"], (contexts.size, counts.size)) * (counts > 0)
+    grown = decode.time_s["attention"]
+    if (
+        serving.experts is not None
+    ):  # they wait for attention, which grows with the caches: no part stays alone
+        grown, rest = decode.total_s, np.zeros(counts.shape)
+    attention = np.broadcast_to(grown, (contexts.size, counts.size)) * (counts > 0)
 
     token_step = max(engine.max_tokens + most_sequences, longest) / POINTS
     tokens = np.maximum(np.arange(POINTS + 1) * token_step, 1.0)
