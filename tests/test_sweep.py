@@ -205,7 +205,7 @@ def test_an_option_of_the_other_engine_is_refused(meshwise, tmp_path, options, r
     assert reason in done.err
 
 
-def test_command_line(meshwise, tmp_path):
+def test_command_line(meshwise, tmp_path, monkeypatch):
     """Estimates through the sweep are the estimates of the command line; pp=7 fails and is told."""
     pytest.importorskip("matplotlib")
     path = _file(tmp_path, GRID)
@@ -223,8 +223,12 @@ def test_command_line(meshwise, tmp_path):
     table = list(csv.DictReader((tmp_path / "sweep.csv").read_text().splitlines()))
     assert len(table) == 9 and float(table[4]["step_s"]) == alone["step_s"]
     assert Path(document["figure"]).read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setenv("COLUMNS", "80")
     again = meshwise("sweep", str(path))
     assert again.code == 1 and "6 done, 3 failed" in again.out
+    shown = [line.split()[:2] for line in again.out.splitlines() if re.match(r" \d ", line)]
+    assert shown == [[tp, pp] for tp in "248" for pp in "147"]
+    assert all(point["error"] in " ".join(again.out.split()) for point in failed)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """A finished sweep as a table and a figure.
 
-The figure has one panel per numeric result (four at most). Its x axis is the grid's first key with several
-numbers, and every combination of the other keys is a line; without such a key, points are bars in order.
+The figure has one panel per numeric result (four at most, those that vary first). Its x axis is the grid's
+first key with several numbers, and every combination of the other keys is a line; without such a key,
+points are bars in order.
 """
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,20 +25,23 @@ _MAX_LINES = 20
 
 
 def print_sweep(sweep: Sweep, rows: Sequence[Row], console: Console) -> None:
-    """Print the table of all finished points; an error stands in its row, shortened."""
+    """Print the table of all finished points, and under it why others failed, each sentence once."""
     head, *lines = csv_rows(sweep, rows)
-    texts = [[_text(name, cell) for name, cell in zip(head, line, strict=True)] for line in lines]
-    shown = Table("", head, texts, left=head).shown(math.inf)
-    for i, column in enumerate(shown.columns[:-1]):  # the last one, an error, gives way
-        column.no_wrap, column.min_width = True, max(len(str(line[i])) for line in [head, *texts])
-    shown.columns[-1].no_wrap = True
-    console.print(shown)
+    shown = [name for name in head if name not in ("status", "seconds", "error")]
+    texts = [[_text(name, cell) for name, cell in zip(shown, line, strict=False)] for line in lines]
+    columns = [name.replace("_", " ") for name in shown]
+    console.print(Table("", columns, texts, left=columns))
+    for sentence, number in Counter(row.error for row in rows if row.error).items():
+        console.print(f"{number} failed: {sentence}", markup=False)
 
 
 def draw_sweep(sweep: Sweep, rows: Sequence[Row], path: Path) -> Path | None:
     """Draw the results to `path`; None if there is nothing to draw or matplotlib is not installed."""
     done = [row for row in rows if row.status == "done"]
-    panels = [name for name in sweep.results if any(_is_number(row.results[name]) for row in done)][
+    values = {
+        name: {row.results[name] for row in done if _is_number(row.results[name])} for name in sweep.results
+    }
+    panels = sorted((name for name in values if values[name]), key=lambda name: len(values[name]) == 1)[
         :_MAX_PANELS
     ]
     if not panels:
