@@ -129,11 +129,21 @@ def main() -> None:
         if "NoArgs" in type(error).__name__:  # the help itself
             error.show()
             sys.exit(2)
-        _end(error.format_message(), 2)
+        _end(_sentence(error), 2)
     except (KeyboardInterrupt, typer.Abort):
         _end("interrupted", INTERRUPTED)
     except BrokenPipeError:
         sys.exit(0)
+
+
+def _sentence(error: Any) -> str:
+    """What is wrong with the words of a command, what a missing one means, and where to read more."""
+    text = error.format_message().removesuffix(".").replace("Value error, ", "")
+    param = getattr(error, "param", None)
+    if text.startswith("Missing") and getattr(param, "help", None):
+        text += f": {param.help.removesuffix('.')}"
+    command = error.ctx.command_path if error.ctx else "meshwise"
+    return f"{text}; see {command} --help"
 
 
 def _end(sentence: str, exit_code: int) -> None:

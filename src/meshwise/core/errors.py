@@ -4,6 +4,16 @@ The core trusts its input: everything a user hands in is checked once, where it 
 problem is one sentence that says what is wrong, where, and what to do about it.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """The end of a message about an unknown name: the nearest ones, or else `otherwise`, or all names."""
+    known = list(known)
+    close = get_close_matches(name.strip().lower()[:40], known, n=3)
+    return f"did you mean {' or '.join(close)}?" if close else otherwise or f"known are {', '.join(known)}"
+
 
 class MeshwiseError(Exception):
     """Something the user can act on; the command line prints it without a traceback."""

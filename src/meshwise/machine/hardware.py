@@ -16,7 +16,6 @@ Bandwidth is per rank and per direction. The numbers are data: `catalog/chips.to
 from __future__ import annotations
 
 import datetime
-import difflib
 import itertools
 import math
 import operator
@@ -29,7 +28,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from meshwise.core.errors import ClusterError
+from meshwise.core.errors import ClusterError, did_you_mean
 from meshwise.core.files import catalog_text, read_toml
 from meshwise.core.units import DTYPE_BYTES, Num
 
@@ -326,9 +325,8 @@ def _by_name_or_alias(table: dict[str, Any], name: str) -> str | None:
 
 def _suggestion(name: str, table: dict[str, Any]) -> str:
     """The end of an error message: the names and aliases closest to `name`, or all names."""
-    known = [*table, *(alias for value in table.values() for alias in value.aliases)]
-    close = difflib.get_close_matches(name.strip().lower()[:40], known, n=3)
-    return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(table)}"
+    aliases = (alias for value in table.values() for alias in value.aliases)
+    return did_you_mean(name, (*table, *aliases), f"known are {', '.join(table)}")
 
 
 def num_cores(chip: Chip) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from meshwise.core.errors import ModelError
+from meshwise.core.errors import ModelError, did_you_mean
 from meshwise.core.files import catalog_text
 from meshwise.model.architecture import Model, checked_model
 from meshwise.model.huggingface import read_config
@@ -75,6 +75,5 @@ def find_model(text: str) -> Model:
         return read_config(text, like)
     if like:
         raise ModelError(f"like={like} is for the path of a config.json, and {text!r} is none")
-    raise ModelError(
-        f"no model is called {text!r}; give the path of a config.json or one of {', '.join(models())}"
-    )
+    near = did_you_mean(text, models(), "meshwise list models shows all")
+    raise ModelError(f"no model is called {text!r}, and no config.json is there; {near}")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from meshwise.core.errors import MeshwiseError, PlanError
+from meshwise.core.errors import MeshwiseError, PlanError, did_you_mean
 from meshwise.core.files import read_toml
 from meshwise.core.units import WEIGHT_BITS, Num
 from meshwise.cost.schedule import SCHEDULES
@@ -394,7 +394,9 @@ def _read(text: str) -> dict[str, Any]:
         raw |= {"layout": layout, "grid": grid}
     for key in raw:
         if key not in KEYS:
-            raise PlanError(f"unknown plan key {key!r}; known keys: {', '.join(KEYS)}")
+            raise PlanError(
+                f"unknown plan key {key!r}; {did_you_mean(key, KEYS, 'meshwise list plan shows all')}"
+            )
     return raw
 
 
