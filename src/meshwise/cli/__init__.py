@@ -139,9 +139,9 @@ def main() -> None:
 def _sentence(error: Any) -> str:
     """What is wrong with the words of a command, what a missing one means, and where to read more."""
     text = error.format_message().removesuffix(".").replace("Value error, ", "")
-    param = getattr(error, "param", None)
-    if text.startswith("Missing") and getattr(param, "help", None):
-        text += f": {param.help.removesuffix('.')}"
+    meaning = getattr(getattr(error, "param", None), "help", None)
+    if text.startswith("Missing") and meaning:
+        text += f": {meaning.removesuffix('.')}"
     command = error.ctx.command_path if error.ctx else "meshwise"
     return f"{text}; see {command} --help"
 

@@ -502,7 +502,8 @@ def _seq2seq_head(c: Config, purpose: str) -> Fields:
         raise ModelError(
             f"architectures names {c.architectures[0]}; an encoder without its decoder is not read"
         )
-    if purpose == "ConditionalGeneration" or not c.architectures:
+    generates = not c.architectures or c.architectures[0].endswith("MTModel")
+    if generates or purpose == "ConditionalGeneration":
         return {}
     pools = purpose == "SequenceClassification"
     return _NO_LOGITS | {"pooler": pools} | (_classifier(c, purpose) if purpose else {})
