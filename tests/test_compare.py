@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwise.core.compare import compare
+from meshwise.core.compare import TIME, compare
 from meshwise.core.ledger import Ledger
+from meshwise.machine.hardware import find_cluster
 
 pytest.importorskip("torch")
 
@@ -182,3 +183,19 @@ def test_command_says_no_with_exit_code_1(
     monkeypatch.setattr("meshwise.program.lifetime.matmul_flop", lambda *sizes, batch: 1.0)
     differed = meshwise(*words, "--json")
     assert differed.code == 1 and differed.document["agree"] is False
+
+
+def test_seconds_stand_beside_each_other_and_are_no_difference(pools: Callable[[int], Ranks]) -> None:
+    """As the cluster would take, by FLOP and bytes of each op; as the run took."""
+    program, cluster = find_program("model-2d"), find_cluster("h100-80g-sxm:2")
+    options = make_options(program, {"seq": 128, "hidden": 64, "ffn_hidden": 64, "layers": 1, "tp": 2})
+    found = compare_program(program, options, ranks=2, pool=pools(2), cluster=cluster)
+    bare = compare_program(program, options, ranks=2, pool=pools(2))
+    times = [row for row in found.rows if row.column == TIME]
+    assert found.agree and [row for row in found.rows if row not in times] == list(bare.rows)
+    assert {row.op for row in times} >= {row.op for row in bare.rows if row.column == "flop"}
+    for row in times:
+        assert row.values["estimate"] == row.values["dry_run"] and row.values["run"] > 0
+    product = next(row for row in times if row.shape == "1x128x64x32")
+    moved_bytes = 2 * (128 * 32 + 32 * 64 + 128 * 64)
+    assert product.values["estimate"] == pytest.approx(moved_bytes / cluster.chip.memory_bytes_per_s)

@@ -574,6 +574,7 @@ def compare(
     rank: int = 0,
     with_run: bool = True,
     port: int = 0,
+    cluster: str | Path | Cluster | None = None,
     **options: str | int | float | bool,
 ) -> Comparison:
     """Hold the estimate, the dry run and the real CPU run of a program against each other, op by op.
@@ -584,6 +585,7 @@ def compare(
         rank: The rank whose numbers are compared.
         with_run: Whether it is run for real too; the ranks are started as in `run`.
         port: Port where the ranks meet; 0 for a free one.
+        cluster: Whose seconds to predict, beside those of the run; None leaves times out.
         options: The options of the program, as `seq=4096`.
 
     Returns:
@@ -600,7 +602,10 @@ def compare(
     found.check(checked, ranks)
     if with_run:
         check_memory(found, checked, ranks)
-    return compare_program(found, checked, ranks=ranks, rank=rank, with_run=with_run, port=port)
+    where = None if cluster is None else _cluster(cluster)
+    return compare_program(
+        found, checked, ranks=ranks, rank=rank, with_run=with_run, port=port, cluster=where
+    )
 
 
 def explain(

@@ -115,6 +115,9 @@ def compare(
     stated: Annotated[
         str, typer.Option("--estimate", help='Words of estimate, for a script: "MODEL --cluster C --plan P".')
     ] = "",
+    cluster: Annotated[
+        str | None, typer.Option(help="Also seconds: of a program as this cluster would take, and as run.")
+    ] = None,
     json: Json = False,
     show_help: Help = False,
 ) -> None:
@@ -125,12 +128,16 @@ def compare(
     anybody's script on torch, dry-run, against the closed form of what it should do.
     """
     if is_command(program):
+        if cluster is not None:
+            raise PlanError("--cluster times programs; a script's cluster is a word of --estimate")
         _compare_script([program, *ctx.args], stated, rank, json)
         return
     if stated:
         raise PlanError(f"--estimate is for scripts; {program} knows its own closed form")
     found, options = _parse(ctx, program, show_help)
-    result = api.compare(found.name, ranks=ranks, rank=rank, with_run=with_run, port=port, **options)
+    result = api.compare(
+        found.name, ranks=ranks, rank=rank, with_run=with_run, port=port, cluster=cluster, **options
+    )
     if json:
         print_json({"program": found.name, "ranks": ranks, "rank": rank} | result.to_json())
     else:
@@ -290,12 +297,17 @@ class _Words(argparse.ArgumentParser):
 
 
 def _show_comparison(result: Comparison) -> None:
+    from meshwise.core.compare import TIME
+    from meshwise.report.compare_table import times_table
     from meshwise.report.table import Table
 
     out, differing = console(), result.differences()
+    if times := [row for row in result.rows if row.column == TIME]:
+        out.print(times_table(times))
+    num_counts = len(result.rows) - len(times)
     instruments = list(result.rows[0].values) if result.rows else []
     if not differing:
-        out.print(f"all {len(result.rows)} numbers agree: {', '.join(instruments)}")
+        out.print(f"all {num_counts} numbers agree: {', '.join(instruments)}")
         return
     place = ("module", "op", "phase", "shape", "column")
     rows = [
@@ -304,4 +316,4 @@ def _show_comparison(result: Comparison) -> None:
         for row in differing[:50]
     ]
     out.print(Table("Where they differ", (*place, *instruments), rows, left=place))
-    out.print(f"{len(differing)} of {len(result.rows)} numbers differ")
+    out.print(f"{len(differing)} of {num_counts} numbers differ")

@@ -1,7 +1,8 @@
 """Holds ledgers of one program against each other: what was estimated, dry-run, and run.
 
 Counts must agree to the last digit: rows are joined by their place in the program (module, op, phase,
-what kind of collective, shape), and every counted column is compared. Times are predictions and stay out.
+what kind of collective, shape), and every counted column is compared. Times are shown beside each other
+where they are asked for; they are predictions, and never counted as a difference.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ COUNTED = (
     *("count", "flop", "read_bytes", "write_bytes", "saved_bytes", "weight_bytes"),
     *("payload_bytes", "sent_bytes", "live_bytes", "peak_bytes"),
 )
-
+TIME = "time_s"
 
 ALIVE = ("live_bytes", "peak_bytes")
 WORK = ("count", "flop", "saved_bytes", "payload_bytes", "sent_bytes")
@@ -45,8 +46,8 @@ class Row:
 
     @property
     def agrees(self) -> bool:
-        """Whether all instruments give the same number."""
-        return len(set(self.values.values())) == 1
+        """Whether all instruments give the same number; times need not."""
+        return self.column == TIME or len(set(self.values.values())) == 1
 
     def to_json(self) -> dict[str, Any]:
         """The row with one key per instrument."""
@@ -75,13 +76,16 @@ class Comparison:
 
 
 def compare(
-    ledgers: Mapping[str, Ledger], columns: Sequence[str] = COUNTED, partial: Collection[str] = ()
-) -> Comparison:
+    ledgers: Mapping[str, Ledger], columns: Sequence[str] = COUNTED, partial: Collection[str] = (), *,
+    timed: bool = False,
+) -> Comparison:  # fmt: skip
     """Join `ledgers`, by the instruments' names, and compare `columns`; an absent number counts as zero.
 
-    `partial` instruments state only some ops, and not what is alive at each: where they are silent they are
-    left out. They do state the most that is ever alive, and that is one more row, of no module.
+    `timed`: with a row of seconds for each op. `partial` instruments state only some ops, and not what is
+    alive at each: where they are silent they are left out. They do state the most that is ever alive, and
+    that is one more row, of no module.
     """
+    columns = (*columns, TIME) if timed else columns
     tables = {name: _by_place(ledger, columns) for name, ledger in ledgers.items()}
     places = dict.fromkeys(place for table in tables.values() for place in table)
     rows = []

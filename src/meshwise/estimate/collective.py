@@ -69,8 +69,8 @@ def collective_times(
     for size in sizes_bytes:
         if not (isfinite(size) and size > 0):
             raise WorkloadError(f"a collective of {size:g} bytes has no time; use a number above zero")
-    lines = machine(cluster, "bf16").collective_lines(kind, float(ranks), float(stride))
-    ideal = machine(cluster, "bf16", ideal=True).collective_lines(kind, float(ranks), float(stride))
+    lines = machine(cluster, "fp32").collective_lines(kind, float(ranks), float(stride))
+    ideal = machine(cluster, "fp32", ideal=True).collective_lines(kind, float(ranks), float(stride))
     sent = float(sent_bytes(KINDS[kind], 1.0, ranks))
     ceiling = sent / min(float(line.s_per_byte) for line in ideal)
     times = []

@@ -8,6 +8,8 @@ from typing import Any
 from meshwise.core.compare import TOTALS, WORK, Comparison, compare, totals_of, work_of
 from meshwise.core.errors import PlanError
 from meshwise.core.ledger import Ledger
+from meshwise.estimate.row_times import with_times
+from meshwise.machine.hardware import Cluster
 from meshwise.program.tape import Tape
 from meshwise.runtime.dry_run import dry_run
 from meshwise.runtime.launch import Ranks
@@ -24,11 +26,13 @@ def compare_program(
     with_run: bool = True,
     port: int = 0,
     pool: Ranks | None = None,
+    cluster: Cluster | None = None,
 ) -> Comparison:
     """Estimate, dry run and (`with_run`) real CPU run of `program` on rank `rank`, number by number.
 
     A program without a closed form is compared by its dry run and its run. `pool` is used where given,
-    else ranks are started. A machine's own additions (allocator, workspace) stay out: a CPU has none.
+    else ranks are started. A machine's own additions (allocator, workspace) stay out: a CPU has none. With
+    a `cluster`, the seconds that it would take stand beside those of the run.
     """
     if not 0 <= rank < ranks:
         raise PlanError(f"rank {rank} is not in a world of {ranks}; name one from 0 to {ranks - 1}")
@@ -42,15 +46,14 @@ def compare_program(
         ledgers["estimate"] = tape.ledger()
         partial = ("estimate",) if tape.is_partial else ()
     ledgers["dry_run"] = dry_run(program.name, options, ranks=ranks, rank=rank, device="cpu").ledger
+    if cluster is not None:
+        ledgers = {name: with_times(ledger, cluster) for name, ledger in ledgers.items()}
     if with_run:
         with nullcontext(pool) if pool is not None else Ranks(ranks, port=port) as started:
             ledgers["run"] = started.call(run_rank, program.name, options, rank, True)[rank].ledger
-    return _compared(program, ledgers, partial)
-
-
-def _compared(program: Program, ledgers: dict[str, Ledger], partial: tuple[str, ...]) -> Comparison:
+    timed = cluster is not None
     if program.states_work_only:
-        return compare({name: work_of(ledger) for name, ledger in ledgers.items()}, WORK)
+        return compare({name: work_of(ledger) for name, ledger in ledgers.items()}, WORK, timed=timed)
     if program.states_totals_only:
-        return compare({name: totals_of(ledger) for name, ledger in ledgers.items()}, TOTALS)
-    return compare(ledgers, partial=partial)
+        return compare({name: totals_of(ledger) for name, ledger in ledgers.items()}, TOTALS, timed=timed)
+    return compare(ledgers, partial=partial, timed=timed)

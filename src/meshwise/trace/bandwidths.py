@@ -80,7 +80,7 @@ def _row(calls: Sequence[Collective], cluster: Cluster | None) -> Bandwidth:
 
 
 def _predicted_s(cluster: Cluster, kind: Kind, size: float, num_ranks: int, ranks: Sequence[int]) -> float:
-    seconds = machine(cluster, "bf16", overheads=NONE).collective_s(
+    seconds = machine(cluster, "fp32", overheads=NONE).collective_s(
         kind, size, num_ranks, float(ranks[1] - ranks[0])
     )
     return float(seconds)
