@@ -12,7 +12,7 @@ weights, which goes with the gradient of the input.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,12 +73,14 @@ def _buffer_bytes(
 def kept_peak_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut) -> Num:
     """The most bytes that are kept at once for the backward on a rank of `stage`."""
     selective, full = recomputed(stage, mesh)
+    is_full = (full > 0) * 1.0
     one_input = block_input_bytes(model, cut)
     embedding, *blocks, head = parts
-    kept = [kept_bytes(part, one_input, selective, full) for part in blocks]
-    redone = [full * part.saved_bytes for part in blocks]
+    kept = [kept_bytes(part, one_input, selective, 0.0) for part in blocks]
+    back = [is_full * (part.saved_bytes - one_input) + selective * part.redone_bytes for part in blocks]
     loose = [part.loose_bytes for part in parts]
-    numbers = [embedding.saved_bytes, head.saved_bytes, one_input, *kept, *redone, *loose]
+    redone = np.where(full > 0, mesh.recompute_layers / mesh.vpp, 0.0)
+    numbers = [embedding.saved_bytes, head.saved_bytes, one_input, redone, *kept, *back, *loose]
     distinct, which = patterns(mesh, stage)
     cells = np.stack(np.broadcast_arrays(which, *numbers))
     peaks = np.empty(cells.shape[1:])
@@ -93,23 +95,30 @@ def _peak_of_pattern(
 ) -> NDArray[Any]:
     """The peak of each of the `cells`, columns of numbers as in `kept_peak_bytes`, under one pipeline."""
     schedule, pp, vpp, _, rank = pattern
-    kinds = layer_kinds(model)
-    embedding, head, one_input = cells[:3]
-    kept, redone = np.split(cells[3 : 3 + 2 * len(kinds)], 2)
-    loose = cells[3 + 2 * len(kinds) :]
-    nothing = np.zeros_like(one_input)
-    sizes, gone, left, back = [], [], [], []
+    embedding, head, one_input, redone = cells[:4]
+    kept, back, loose = np.split(cells[4:], np.cumsum([len(layer_kinds(model))] * 2))
+    sizes, gone, left, beyond = [], [], [], []
     for chunk, layers in chunks_of_rank(model, pp, vpp, SCHEDULES[schedule], mesh.plan.stages, rank):
-        counts = np.array([chunk.embeddings, *chunk.layers, chunk.heads])
-        sizes.append(counts @ np.stack([embedding, *kept, head]))
-        left.append(chunk.heads * (counts @ loose))
-        gone.append(-chunk.heads * cut.precision.stat_bytes + nothing)
-        from_end = {layer_kind(model, layer): layers.stop - layer for layer in layers}
-        beyond = [
-            redone[kinds.index(kind)] - chunk.heads * head - number * one_input
-            for kind, number in from_end.items()
-        ]
-        back.append(np.max([nothing, *beyond], axis=0))
+        numbers = np.array(chunk.layers)[:, None]
+        again = np.minimum(redone, numbers)
+        blocks = ((numbers - again) * kept + again * one_input).sum(axis=0)
+        sizes.append(chunk.embeddings * embedding + blocks + chunk.heads * head)
+        left.append(chunk.heads * (np.array([chunk.embeddings, *chunk.layers, chunk.heads]) @ loose))
+        gone.append(np.full_like(head, -chunk.heads * cut.precision.stat_bytes))
+        largest = np.zeros_like(head)
+        for number, behind in _last_of_each_kind(model, layers):
+            plain = np.where(redone > 0, numbers - again, behind[:, None])
+            later = (plain * kept).sum(axis=0) + (redone > 0) * behind.sum() * one_input
+            largest = np.maximum(largest, back[number] - chunk.heads * head - later)
+        beyond.append(largest)
     found = moments(*pattern)
-    held = found.alive @ sizes + found.turned @ gone + found.done @ left + found.turning @ back
+    held = found.alive @ sizes + found.turned @ gone + found.done @ left + found.turning @ beyond
     return np.asarray(held.max(axis=0))
+
+
+def _last_of_each_kind(model: Model, layers: range) -> Iterator[tuple[int, NDArray[np.float64]]]:
+    """Each kind that occurs among `layers`, and how many of each kind lie behind the last one of it."""
+    kinds = [layer_kinds(model).index(layer_kind(model, layer)) for layer in layers]
+    for kind in set(kinds):
+        behind = kinds[len(kinds) - kinds[::-1].index(kind) :]
+        yield kind, np.bincount(behind, minlength=len(layer_kinds(model))).astype(np.float64)

@@ -51,12 +51,12 @@ class Part:
     """One microbatch of one part on one rank: seconds by phase, bytes kept, weights.
 
     `unpaired_s` come on top where no other microbatch runs beside this one, behind which exchanges hide.
-    Of the `saved_bytes`, `core_bytes` go under selective recomputation, and ops without weights that are no
-    matmuls keep `loose_bytes`. `dense_params` and `expert_params` are
-    weights held, `dense_frozen` and `expert_frozen` those of them that do not train, `dense_quantized` and
-    `expert_quantized` those kept in the plan's `frozen_dtype`. `widest_bytes` is the largest gradient of an
-    activation that the backward holds, `exchange_bytes` the largest tensor that a tensor-parallel exchange
-    gathers. `flop` is matrix work by phase.
+    Of the `saved_bytes`, `core_bytes` go under selective recomputation, of which `redone_bytes` come back at
+    once beyond what is gone by then, and ops without weights that are no matmuls keep `loose_bytes`.
+    `dense_params` and `expert_params` are weights held, `dense_frozen` and `expert_frozen` those of them that
+    do not train, `dense_quantized` and `expert_quantized` those kept in the plan's `frozen_dtype`.
+    `widest_bytes` is the largest gradient of an activation that the backward holds, `exchange_bytes` the
+    largest tensor that a tensor-parallel exchange gathers. `flop` is matrix work by phase.
     """
 
     machine: Machine
@@ -68,6 +68,7 @@ class Part:
     core_s: Num
     saved_bytes: Num
     core_bytes: Num
+    redone_bytes: Num
     loose_bytes: Num
     dense_params: Num
     dense_frozen: Num
@@ -141,6 +142,7 @@ def _part(
         core_s=sum(_times(row.op.redone_frac, row.spent_s) for row in priced),
         saved_bytes=sum(op.saved_bytes for op in forward),
         core_bytes=sum(op.recomputed_bytes for op in forward),
+        redone_bytes=_redone_bytes(forward),
         loose_bytes=sum(op.saved_bytes for op in forward if op.kind != "matmul" and not op.weights),
         dense_params=sum(op.num_params for op in dense),
         dense_frozen=sum(op.num_frozen for op in dense),
@@ -269,6 +271,19 @@ def _launches_s(ops: Sequence[Op], phase: str, overheads: Overheads) -> Num:
         launches = launches + op.count * is_launched
     routing_s = overheads.moe_host_s if any(map(is_expert, alike)) else 0.0
     return overheads.host_s * launches + routing_s
+
+
+def _redone_bytes(forward: Sequence[Op]) -> Num:
+    """The most that selective recomputation of one run of ops brings back, less what later ops had kept."""
+    largest, back, inside, behind = 0.0, 0.0, 0.0, 0.0
+    for op in reversed(forward):
+        kept = op.saved_bytes - op.recomputed_bytes
+        if np.any(op.redone_frac) or np.any(op.recomputed_bytes):
+            back, inside = back + op.recomputed_bytes, inside + kept
+            largest = np.maximum(largest, back - behind)
+        else:
+            back, inside, behind = 0.0, 0.0, behind + inside + kept
+    return largest
 
 
 def _widest_bytes(ops: Sequence[Op]) -> Num:

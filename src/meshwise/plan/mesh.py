@@ -21,7 +21,7 @@ from meshwise.core.errors import WorkloadError
 from meshwise.core.units import Num
 from meshwise.cost.schedule import NEEDS, SCHEDULES, valid
 from meshwise.machine.hardware import Cluster
-from meshwise.model.architecture import Model
+from meshwise.model.architecture import Model, layer_kinds
 from meshwise.plan.layouts import check_layout, default_grid
 from meshwise.plan.plan import (
     DEFAULTS,
@@ -54,14 +54,15 @@ ENGINE_KEYS = (
 PROMPT_KEYS = ("cp", "cp_kind", "ulysses")
 """Keys that it knows where it only takes prompts."""
 FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
-    "layout": ("1d",), "recompute_layers": (None,), "recompute_modules": (("core_attn",),),
-    "dtype": ("bf16", "fp16", "fp32", "fp64"), "optimizer": ("adam",), "grad_dtype": ("fp32",),
+    "layout": ("1d",), "dtype": ("bf16", "fp16", "fp32", "fp64"), "head_dtype": ("bf16",),
+    "optimizer": ("adam",), "grad_dtype": ("fp32",),
     "attention": ("flash",), "dispatch": ("per_expert",), "dispatch_dtype": ("bf16",), "imbalance": (1.0,),
-    "act_input_dtype": ("bf16",), "head_dtype": ("bf16",),
     "offload_optimizer": (0.0,), "offload_activations": (0.0,), "lora_rank": (0,),
     "placement": (DEFAULTS["placement"],),
 }  # fmt: skip
 """What implementation=fsdp2 can be told, where that is less than a plan can say."""
+FSDP2_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
+"""What its selective recomputation may cover."""
 FSDP2_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 _INTERLEAVED, _ONE_F_ONE_B = SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")
 _SPLIT = tuple(SCHEDULES.index(name) for name in ("zb-h1", "zb-v", "dualpipe-v"))
@@ -487,6 +488,40 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
     for key, built in FSDP2_VALUES.items():
         yield only(key, built)
     yield only("schedule", FSDP2_SCHEDULES, where=mesh.pp > 1)
+    unknown = [module for module in mesh.plan.recompute_modules if module not in FSDP2_MODULES]
+    yield Rule(
+        bool(unknown),
+        lambda: (
+            f"implementation=fsdp2 is not built for recompute_modules={'+'.join(unknown)}; use any of "
+            f"{', '.join(FSDP2_MODULES)}"
+        ),
+    )
+    more_readers = model.mla is not None or (model.moe is not None and model.moe.shared_ffn_hidden > 0)
+    yield Rule(
+        "layernorm" in mesh.plan.recompute_modules and more_readers,
+        lambda: (
+            "implementation=fsdp2 recomputes the norm before a router alone; leave layernorm out of "
+            f"recompute_modules for {model.name}, whose norms are read by latent attention or shared experts"
+        ),
+    )
+    yield Rule(
+        "moe_act" in mesh.plan.recompute_modules and mesh.plan.act_input_dtype == "fp8",
+        lambda: (
+            "implementation=fsdp2 keeps the inputs of what it recomputes as they are: use "
+            "act_input_dtype=bf16 with recompute_modules=moe_act, or leave moe_act out"
+        ),
+    )
+    layers = sizes["recompute_layers"]
+    shortest = min(mesh.plan.stages) if mesh.plan.stages else model.num_layers // (mesh.pp * mesh.vpp)
+    is_even = (layers % mesh.vpp == 0) & (layers / mesh.vpp <= shortest) & (len(layer_kinds(model)) == 1)
+    yield Rule(
+        np.isfinite(layers) & ~is_even,
+        lambda: (
+            f"implementation=fsdp2 recomputes the first layers of each chunk, so recompute_layers="
+            f"{_int(layers)} must be a multiple of vpp={_int(mesh.vpp)}, at most {_int(shortest)} for each "
+            "chunk, of layers that are alike; or leave recompute_layers out"
+        ),
+    )
     yield only("sp", (None, True), where=mesh.tp > 1)
     yield Rule(
         (model.moe is not None) & (mesh.etp > 1),

@@ -34,11 +34,13 @@ class Implementation:
 
     `ops` changes the ops of a part. `shards_each_weight`: data parallelism is FSDP2's. Every weight is cut
     along its first dim and padded; weights, gradients and both moments are fp32 (fp64 under fp64); gradients
-    are reduced with the last microbatch only.
+    are reduced with the last microbatch only. `fuses_norms`: a norm is one kernel with the linear layer
+    behind it, whose input is the residual stream.
     """
 
     ops: Callable[[Model, Cut, list[Op]], Iterable[Op]] | None = None
     shards_each_weight: bool = False
+    fuses_norms: bool = False
 
 
 def as_done_by(model: Model, cut: Cut, ops: list[Op]) -> list[Op]:
@@ -89,7 +91,7 @@ def _eager_kernel(op: Op) -> Op:
 
 
 IMPLEMENTATIONS = {
-    "megatron": Implementation(),
+    "megatron": Implementation(fuses_norms=True),
     "fsdp2": Implementation(ops=torch_ops, shards_each_weight=True),
     "huggingface": Implementation(ops=_eager),
 }

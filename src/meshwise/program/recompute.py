@@ -4,8 +4,8 @@ A plan names modules as Megatron-LM does (`--recompute-modules`; megatron/core/t
 
     core_attn       the attention itself; under fused attention only its statistics go
     mla_up_proj     queries, keys and values of latent attention, from the kept latents
-    layernorm       results of norms that are kernels of their own: before latent attention and before experts
-                    (other norms are one kernel with the matmul behind them)
+    layernorm       results and statistics of norms that are kernels of their own: before latent attention and
+                    before experts (other norms are one kernel with the matmul behind them)
     moe_act         the input of the experts' second matmul, from the kept result of the first
     mlp             a dense MLP but its input
     moe             router, exchange and experts but their input
@@ -28,6 +28,7 @@ from meshwise.core.units import Num
 from meshwise.model.architecture import Model
 from meshwise.program.context import CORE
 from meshwise.program.cut import Cut
+from meshwise.program.implementation import IMPLEMENTATIONS
 from meshwise.program.op import Op
 from meshwise.program.torch_ops import widths
 
@@ -65,12 +66,21 @@ def _by_module(model: Model, cut: Cut, op: Op, module: str, is_moe: bool) -> tup
         norms = (("attention", "norm1"),) * bool(model.mla) + (("moe", "norm2"),) * is_moe
         readers = (("attention", "q"), ("attention", "q_down"), ("attention", "kv_down")) * bool(model.mla)
         readers += (("moe", "router"), ("shared_expert", "fc1")) * is_moe
-        return everything * (place in readers), place in norms
+        statistics = everything - np.prod(op.shape) * cut.precision.act_bytes if place in norms else 0.0
+        return statistics + everything * (place in readers), place in norms
     if module == "moe_act":
         return everything * (place == ("moe", "expert_fc2")), place == ("moe", "expert_act")
     inside = {"mlp": ("mlp",), "moe": ("moe", "shared_expert"), "shared_experts": ("shared_expert",)}
     is_inside = op.module in inside.get(module, ()) and not op.name.startswith(AROUND)
-    keeps_input = place == ("moe", "router") or (module != "mlp" and place == ("shared_expert", "fc1"))
+    fuses_norms = IMPLEMENTATIONS[cut.implementation].fuses_norms
+    if module == "mlp" and op.module == "mlp" and not fuses_norms:
+        # What the norm made is kept; where an exchange gathers it, beside what the first matmul keeps.
+        normed, is_gathered = cut.split_tokens * model.hidden * cut.precision.act_bytes, (cut.tp > 1) * 1.0
+        if op.name == "norm2":
+            return -normed * is_gathered, False
+        if op.name == "fc1":
+            return np.maximum(everything - normed * (1.0 - is_gathered), 0.0), True
+    keeps_input = place == ("moe", "router") or (fuses_norms and place == ("shared_expert", "fc1"))
     return everything * (is_inside and not keeps_input), is_inside
 
 

@@ -57,11 +57,12 @@ def recomputation_hook(keep: Callable[[torch.Tensor, object], None]) -> type:
             def watched_pack(tensor: torch.Tensor) -> Any:
                 frame = frame_ref()
                 number = frame.recomp_counter[gid]
-                packed = pack(tensor)
-                holder = frame.weak_holders[number]() if number < len(frame.weak_holders) else None
-                if holder is not None:
-                    keep(tensor, holder.handles[gid])
-                return packed
+                try:
+                    return pack(tensor)
+                finally:  # it raises at the last tensor where no more is computed than is needed
+                    holder = frame.weak_holders[number]() if number < len(frame.weak_holders) else None
+                    if holder is not None:
+                        keep(tensor, holder.handles[gid])
 
             self.pack_hook = watched_pack
 

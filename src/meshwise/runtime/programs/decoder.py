@@ -27,23 +27,37 @@ TABLE, TIED = "embedding.tokens.weight", "head.logits.weight"
 class Block(nn.Module):
     """Attention and feed-forward, each behind a norm and beside a residual."""
 
-    def __init__(self, model: Model, setting: Setting, has_experts: bool) -> None:
+    def __init__(self, model: Model, setting: Setting, *, has_experts: bool, is_redone: bool) -> None:
         super().__init__()
         self.norm1, self.norm2 = DecoderNorm(model), DecoderNorm(model)
         self.attention = (LatentAttention if model.mla else Attention)(model, setting)
-        self.mlp = Mixture(model, setting.routes) if has_experts else FeedForward(model, model.ffn_hidden)
-        self.setting = setting
+        self.mlp = Mixture(model, setting) if has_experts else FeedForward(model, setting, model.ffn_hidden)
+        self.setting, self.is_redone = setting, is_redone
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, tokens, hidden] -> the same."""
-        return self.setting.redone(self.compute, x) if self.setting.recompute == "full" else self.compute(x)
+        return self.setting.again(self.compute, x) if self.is_redone else self.compute(x)
 
     def compute(self, x: Tensor) -> Tensor:
         """The block itself, whoever calls it and however often."""
         with self.setting.recorder.section("attention"):
             x = x + self.attention(self.norm1(x))
         with self.setting.recorder.section("mlp"):
-            return x + self.mlp(self.norm2(x))
+            return x + self._feed_forward(x)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        redone, modules = self.setting.redone, self.setting.redone_modules
+        if isinstance(self.mlp, FeedForward):
+            return redone("mlp", self.mlp, self.norm2(x))
+        if "moe" not in modules:
+            return self.mlp(*redone("layernorm", self._scored, x, to_its_end=False))
+        if "layernorm" in modules:
+            return redone("moe", lambda x: self.mlp(*self._scored(x)), x)
+        return redone("moe", lambda normed: self.mlp(normed, self.mlp.scores(normed)), self.norm2(x))
+
+    def _scored(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.norm2(x)
+        return normed, self.mlp.scores(normed)
 
 
 class Embedding(nn.Module):
@@ -87,7 +101,15 @@ class Decoder(nn.Module):
         super().__init__()
         self.embedding = Embedding(model, setting) if is_first else None
         self.layers = nn.ModuleDict(
-            {str(number): Block(model, setting, is_moe_layer(model, number)) for number in layers}
+            {
+                str(number): Block(
+                    model,
+                    setting,
+                    has_experts=is_moe_layer(model, number),
+                    is_redone=place < setting.redone_layers,
+                )
+                for place, number in enumerate(layers)
+            }
         )
         self.head = Head(model) if is_last else None
         self.is_tied, self.setting = model.tied_embedding, setting

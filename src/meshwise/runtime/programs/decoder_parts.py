@@ -6,16 +6,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from meshwise.model.architecture import Model
 from meshwise.runtime.programs.attention_kernels import Attend
-from meshwise.runtime.programs.functions import SwiGLU
+from meshwise.runtime.programs.functions import Gelu, SwiGLU
 from meshwise.runtime.programs.heads import CoreAttention, attend_by_heads
 from meshwise.runtime.programs.local import local
 from meshwise.runtime.programs.norm import Norm
@@ -34,34 +33,51 @@ class Setting:
     `turns`: of the tokens that pass through attention, how rotary positions turn them (`Rotate`);
     `own_places`: positions of those between the matmuls, a part of them under sequence parallelism.
     `routes`: where tokens go whose layer has experts. `heads`: the ranks that exchange heads for tokens.
-    `recompute`: none, selective (the core attention) or full (each block).
+    `redone_modules`: what selective recomputation covers; `redone_layers`: how many of a piece's layers are
+    recomputed whole, the first ones. `narrow`: the activation function keeps its input in fp8.
     """
 
     turns: tuple[Tensor, Tensor]
     own_places: Tensor
     recorder: Recorder
     attend: CoreAttention = lambda q, k, v: Attend.apply(q, k, v, True)
-    recompute: str = "none"
+    redone_modules: tuple[str, ...] = ()
+    redone_layers: float = 0
+    narrow: bool = False
     routes: Routes | None = None
     heads: Axis | None = None
 
     def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention [batch, heads, own tokens, width] -> [batch, own tokens, heads, width]."""
-        again = self.recompute == "selective"
-        attend = partial(self.redone, self.attend) if again else self.attend
+        attend = partial(self.redone, "core_attn", self.attend)
         if self.heads is not None:
             attend = partial(attend_by_heads, self.heads, attend)
         return attend(q, k, v)
 
-    def redone(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """`function(*inputs)`, run a second time in the backward, which keeps only the inputs till then."""
+    def redone(
+        self, module: str, function: Callable[..., Any], *inputs: Tensor, to_its_end: bool = True
+    ) -> Any:
+        """`function(*inputs)`; where `module` is recomputed, the backward runs it again from its inputs."""
+        if module in self.redone_modules:
+            return self.again(function, *inputs, to_its_end=to_its_end)
+        return function(*inputs)
 
-        def run(*args: Tensor) -> Tensor:
+    def again(self, function: Callable[..., Any], *inputs: Tensor, to_its_end: bool = True) -> Any:
+        """`function(*inputs)`, run a second time in the backward, which keeps only the inputs till then.
+
+        All of it again, as Megatron-LM does, or only until all is back that was kept.
+        """
+
+        def run(*args: Tensor) -> Any:
             with self._place():
                 return function(*args)
 
-        with set_checkpoint_early_stop(False):  # all of it again, as Megatron-LM does
+        with set_checkpoint_early_stop(not to_its_end):
             return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+    def activated(self, *wide: Tensor) -> Tensor:
+        """SwiGLU of gate and up, or GELU of up."""
+        return (SwiGLU if len(wide) == 2 else Gelu).apply(*wide, self.narrow)
 
     def _place(self) -> AbstractContextManager[None]:
         in_backward = current_graph_task_id() != -1
@@ -87,15 +103,14 @@ class DecoderNorm(nn.Module):
 class FeedForward(nn.Module):
     """down(silu(gate(x)) * up(x)), or down(gelu(up(x))), of inner width `width`."""
 
-    def __init__(self, model: Model, width: int) -> None:
+    def __init__(self, model: Model, setting: Setting, width: int) -> None:
         super().__init__()
-        bias = model.linear_bias
+        self.setting, bias = setting, model.linear_bias
         self.gate = nn.Linear(model.hidden, width, bias=bias) if model.gated else None
         self.up = nn.Linear(model.hidden, width, bias=bias)
         self.down = nn.Linear(width, model.hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, tokens, hidden] -> the same."""
-        if self.gate is None:
-            return self.down(F.gelu(self.up(x)))
-        return self.down(SwiGLU.apply(self.gate(x), self.up(x)))
+        layers = [self.up] if self.gate is None else [self.gate, self.up]
+        return self.down(self.setting.activated(*(layer(x) for layer in layers)))

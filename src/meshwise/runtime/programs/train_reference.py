@@ -52,7 +52,10 @@ def reference_step(trainer: Trainer) -> tuple[float, dict[str, Tensor]]:
     places = torch.arange(options.seq, device=device)
     angles = turns(places, turned_width(model), dtype)
     way = routes(places, 1, model) if model.moe else None
-    setting = Setting(turns=angles, own_places=places, recorder=trainer.context.recorder, routes=way)
+    setting = Setting(
+        turns=angles, own_places=places, recorder=trainer.context.recorder, routes=way,
+        narrow=trainer.setting.narrow,
+    )  # fmt: skip
     with torch.device(device):
         decoder = Decoder(model, setting, range(model.num_layers)).to(dtype)
     with torch.no_grad():

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
+from meshwise.plan.plan import number_of
 from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.decoder import Decoder
 from meshwise.runtime.programs.decoder_parts import Setting
@@ -169,8 +170,20 @@ class Trainer:
         context.recorder.weights(*angles, own)  # constants
         return Setting(
             turns=angles, own_places=own, recorder=context.recorder, attend=self._attend,
-            recompute=plan.recompute, routes=self._routes(own), heads=self.heads,
+            redone_modules=self._redone_modules(), redone_layers=self._redone_layers(),
+            narrow=plan.act_input_dtype == "fp8", routes=self._routes(own), heads=self.heads,
         )  # fmt: skip
+
+    def _redone_modules(self) -> tuple[str, ...]:
+        """What selective recomputation covers; that of a whole mixture covers what is inside."""
+        modules = self.plan.recompute_modules if self.plan.recompute == "selective" else ()
+        inside = ("moe_act", "shared_experts") if "moe" in modules else ()
+        return tuple(module for module in modules if module not in inside)
+
+    def _redone_layers(self) -> float:
+        """Layers of each piece, the first ones, that are recomputed whole."""
+        layers = number_of("recompute_layers", self.plan.recompute_layers)
+        return layers / self.plan.vpp if self.plan.recompute == "full" else 0.0
 
     def _routes(self, own: Tensor) -> Routes | None:
         """Where the tokens at places `own` go."""
