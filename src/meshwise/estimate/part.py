@@ -275,7 +275,10 @@ def _launches_s(ops: Sequence[Op], phase: str, overheads: Overheads) -> Num:
 
 def _redone_bytes(forward: Sequence[Op]) -> Num:
     """The most that selective recomputation of one run of ops brings back, less what later ops had kept."""
-    largest, back, inside, behind = 0.0, 0.0, 0.0, 0.0
+    largest: Num = 0.0
+    back: Num = 0.0
+    inside: Num = 0.0
+    behind: Num = 0.0
     for op in reversed(forward):
         kept = op.saved_bytes - op.recomputed_bytes
         if np.any(op.redone_frac) or np.any(op.recomputed_bytes):

@@ -19,6 +19,7 @@ What modules drop adds up, as far as an op keeps it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -66,7 +67,7 @@ def _by_module(model: Model, cut: Cut, op: Op, module: str, is_moe: bool) -> tup
         norms = (("attention", "norm1"),) * bool(model.mla) + (("moe", "norm2"),) * is_moe
         readers = (("attention", "q"), ("attention", "q_down"), ("attention", "kv_down")) * bool(model.mla)
         readers += (("moe", "router"), ("shared_expert", "fc1")) * is_moe
-        statistics = everything - np.prod(op.shape) * cut.precision.act_bytes if place in norms else 0.0
+        statistics = everything - math.prod(op.shape) * cut.precision.act_bytes if place in norms else 0.0
         return statistics + everything * (place in readers), place in norms
     if module == "moe_act":
         return everything * (place == ("moe", "expert_fc2")), place == ("moe", "expert_act")
