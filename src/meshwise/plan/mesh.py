@@ -513,9 +513,10 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
     )
     layers = sizes["recompute_layers"]
     shortest = min(mesh.plan.stages) if mesh.plan.stages else model.num_layers // (mesh.pp * mesh.vpp)
-    is_even = (layers % mesh.vpp == 0) & (layers / mesh.vpp <= shortest) & (len(layer_kinds(model)) == 1)
+    a_chunk = np.where(np.isfinite(layers), layers, 0.0) / mesh.vpp
+    is_like = (a_chunk == np.floor(a_chunk)) & (a_chunk <= shortest) & (len(layer_kinds(model)) == 1)
     yield Rule(
-        np.isfinite(layers) & ~is_even,
+        np.isfinite(layers) & ~is_like,
         lambda: (
             f"implementation=fsdp2 recomputes the first layers of each chunk, so recompute_layers="
             f"{_int(layers)} must be a multiple of vpp={_int(mesh.vpp)}, at most {_int(shortest)} for each "
