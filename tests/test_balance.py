@@ -36,6 +36,17 @@ def test_no_placement_has_a_faster_slowest_stage(name: str, layers: int, pp: int
     assert float(of.pace.time.total_s) == pytest.approx(slowest, rel=1e-9)
 
 
+def test_full_recomputation_is_weighed() -> None:
+    """Layers take longer then, so that a head stands for fewer of them."""
+    plan, cluster = "pp=16,tp=4,recompute=full", "h100-80g-sxm:64"
+    of, even, without = (
+        mw.estimate("llama3-70b", cluster, text, batch=256, seq=4096)
+        for text in (plan, f"{plan},stages=even", "pp=16,tp=4")
+    )
+    assert of.step_s <= even.step_s
+    assert layers_of_chunks(of.model, of.mesh) != layers_of_chunks(without.model, without.mesh)
+
+
 @given(st.integers(1, 40), st.integers(2, 12), st.integers(-3, 9), st.integers(0, 9))
 def test_every_layer_lies_somewhere(layers: int, num_chunks: int, first: int, last: int) -> None:
     assume(num_chunks <= layers + 2)
@@ -64,6 +75,19 @@ def test_first_dense_layers_count_for_what_they_take() -> None:
     sizes = layers_of_chunks(of.model, of.mesh)
     assert sizes[0] > sizes[-1]
     assert float(of.pace.time.total_s) < float(even.pace.time.total_s)
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe", "dualpipe-v"])
+def test_chunks_of_a_pair_are_as_long_as_without_placing_by_cost(schedule: str) -> None:
+    plan = f"pp=8,ep=32,schedule={schedule}"
+    of, even = (
+        mw.estimate("deepseek-v3", "h800-sxm:512", text, batch=1024, seq=4096)
+        for text in (plan, f"{plan},stages=even")
+    )
+    sizes, alike = (layers_of_chunks(each.model, each.mesh) for each in (of, even))
+    assert sizes[0] - sizes[-1] <= 1 and sizes[0] < max(sizes)
+    assert [a - b for a, b in zip(sizes[1:-1], sizes[-2:0:-1], strict=True)] == [0] * (len(sizes) - 2)
+    assert sizes != alike and of.step_s < even.step_s
 
 
 def test_published_runs_keep_the_stages_of_their_frameworks() -> None:

@@ -174,6 +174,16 @@ def test_repeats_are_not_counted() -> None:
     assert other.plans_considered == 6 + 2
 
 
+def test_of_equal_plans_the_one_with_fewest_keys_is_kept() -> None:
+    """Without replicas no ZeRO stage matters, nor do overlaps that have nothing to hide."""
+    model, cluster = find_model("llama3-8b"), find_cluster("h100-80g-sxm:8")
+    alike = {"zero": (0, 3, 1), "overlap_dp": (False, True), "overlap_tp": (True, False), "sp": (False, None)}
+    found = search(
+        model, cluster, batch=8, seq=2048, stated=alike | {"pp": (8,), "vpp": (1,), "schedule": ("1f1b",)}
+    )
+    assert plan_text(found.best[0].plan) == "pp=8"
+
+
 def test_a_key_is_left_free_and_a_file_says_the_same(meshwise, tmp_path) -> None:
     arguments = ("search", "llama3-8b", "--cluster", "h100-80g-sxm:16", "--batch", "32", "--seq", "4096")
     file = tmp_path / "space.toml"

@@ -9,7 +9,8 @@ import meshwise as mw
 from meshwise.report.search_plot import draw_search
 
 GPT3 = mw.find_model("gpt3-175b")
-MEGASCALE = replace(GPT3, name="MegaScale 175B", parallel_block=True, num_norms=1)
+GPT3_64K = replace(GPT3, name="GPT-3 175B, 64,000 tokens", vocab=64000)
+MEGASCALE = replace(GPT3_64K, name="MegaScale 175B", parallel_block=True, num_norms=1)
 NEMOTRON = replace(
     GPT3, name="Nemotron-4 340B", hidden=18432, ffn_hidden=73728, head_dim=192, num_kv_heads=8, vocab=256000,
     max_seq=4096, positions="rope", tied_embedding=False, linear_bias=False, qkv_bias=False, out_bias=False,
@@ -17,23 +18,24 @@ NEMOTRON = replace(
 )  # fmt: skip
 RUNS = [
     ("GPT-3 175B, 64 A100, 2022", "gpt3-175b", "a100-80g-sxm:64", 64, 2048,
-     "tp=8,pp=8,vpp=3,recompute=selective,zero=0", "dtype=bf16", 13.75,
+     "tp=8,pp=8,vpp=3,recompute=selective,zero=0,stages=even", "dtype=bf16", 13.75,
      "[2205.05198](https://arxiv.org/abs/2205.05198)"),
-    ("MT-NLG 530B, 280 A100, 2022", "mt-nlg-530b", "a100-80g-sxm:280", 280, 2048,
-     "tp=8,pp=35,vpp=3,recompute=selective,zero=0", "dtype=bf16", 37.83,
+    ("Megatron-LM 530B, 280 A100, 2022", "mt-nlg-530b", "a100-80g-sxm:280", 280, 2048,
+     "tp=8,pp=35,vpp=3,recompute=selective,zero=0,stages=even", "dtype=bf16", 37.83,
      "[2205.05198](https://arxiv.org/abs/2205.05198)"),
+    ("Megatron-LM 175B, 12,288 A100, 2024", GPT3_64K, "a100-80g-sxm:12288", 6144, 2048,
+     "tp=8,pp=8,vpp=6,recompute=selective,overlap_dp=0,overlap_pp=0,stages=even", "dtype=bf16", 8.57,
+     "[2402.15627](https://arxiv.org/abs/2402.15627)"),
     ("MegaScale 175B, 12,288 A100, 2024", MEGASCALE, "a100-80g-sxm:12288", 6144, 2048,
-     "tp=8,pp=8,vpp=6,recompute=selective,overlap_tp=1", "overlap_tp=0|1", 6.34,
+     "tp=8,pp=8,vpp=6,recompute=selective,overlap_tp=1,stages=even", "overlap_tp=0|1", 6.34,
      "[2402.15627](https://arxiv.org/abs/2402.15627)"),
     ("Nemotron-4 340B, 6,144 H100, 2024", NEMOTRON, "h100-80g-sxm:6144", 2304, 4096,
-     "tp=8,pp=12,vpp=8", "dtype=bf16", 8.0, "[2406.11704](https://arxiv.org/abs/2406.11704)"),
+     "tp=8,pp=12,vpp=8,stages=even", "dtype=bf16", 8.0, "[2406.11704](https://arxiv.org/abs/2406.11704)"),
     ("Llama 3 405B, 16,384 H100, 2024", "llama3-405b", "h100-80g-sxm:16384", 2048, 8192,
      "tp=8,pp=16,vpp=8,zero=2", "dtype=bf16", "41 % MFU",
      "[2407.21783](https://arxiv.org/abs/2407.21783)"),
     ("DeepSeek-V3, 2,048 H800, 2024", "deepseek-v3", "h800-sxm:2048", 15360, 4096,
-     "pp=16,ep=64,schedule=dualpipe,dtype=fp8",
-     "dtype=fp8,overlap_ep=1,dispatch_dtype=fp8,act_input_dtype=fp8,dispatch=per_rank,"
-     "recompute_modules=core_attn|mla_up_proj+layernorm+moe_act", 19.9,
+     "pp=16,ep=64,schedule=dualpipe,dtype=fp8,stages=even", "dtype=fp8", 19.9,
      "[2412.19437](https://arxiv.org/abs/2412.19437)"),
 ]  # fmt: skip
 """Run, model, cluster, batch, sequence, published plan, what the search is told, measured, source."""

@@ -6,10 +6,11 @@ down, or none, whichever makes the slowest stage fastest; of equals the one with
 where most microbatches are alive. Where layers are alike, no placement with one chunk a rank has a faster
 slowest stage.
 
-What counts is forward and backward of a microbatch without what is computed again, so that layers lie alike
-whatever is recomputed. Some schedules need chunks alike: an interleaved one keeps in step only if no chunk
-but the first and the last is shorter; DualPipe hides the exchange of experts of each layer behind a layer of
-the chunk that it is paired with (arXiv 2412.19437).
+What counts is forward and backward of a microbatch, and the forward again where all layers are recomputed in
+full; other recomputation is the same on all stages, or short. Some schedules need chunks alike: an
+interleaved one keeps in step only if no chunk but the first and the last is shorter; DualPipe hides the
+exchange of experts of each layer behind a layer of the chunk as far from the other end (arXiv 2412.19437), so
+that both ends are equally shorter.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.part import Part
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.plan import EVEN
+from meshwise.plan.plan import EVEN, RECOMPUTE
 from meshwise.plan.stages import chunk_layers, stages_of
 
+_FULL = RECOMPUTE.index("full")
 _INTERLEAVED = SCHEDULES.index("interleaved")
 
 
@@ -47,16 +49,29 @@ def balanced(model: Model, mesh: Mesh, by_part: Sequence[Part]) -> Mesh:
         unstated = replace(mesh, plan=replace(plan, stages=None))
         return replace(mesh, ends=balanced(model, unstated, by_part).ends)
     seconds = [part.forward_s + (part.backward_s + part.weight_s if mesh.trains else 0.0) for part in by_part]
-    first, last = (np.ceil(end) for end in _ends(model, seconds))
+    ends = _best_ends(model, mesh, seconds)
+    is_redone = mesh.trains & (mesh.recompute == _FULL) & (mesh.recompute_layers == np.inf)
+    if np.any(is_redone):
+        embedding, *blocks, head = seconds
+        redone = [block_s + part.forward_s for block_s, part in zip(blocks, by_part[1:-1], strict=True)]
+        others = _best_ends(model, mesh, [embedding, *redone, head])
+        ends = ends[0] + is_redone * (others[0] - ends[0]), ends[1] + is_redone * (others[1] - ends[1])
+    return replace(mesh, ends=ends)
+
+
+def _best_ends(model: Model, mesh: Mesh, seconds: Sequence[Num]) -> tuple[Num, Num]:
+    """The `ends` with which the slowest stage is fastest; `seconds` of each part a microbatch."""
+    own = _ends(model, seconds)
+    first, last = (np.ceil(end + mesh.is_paired * (0.5 * sum(own) - end)) for end in own)
     ends: tuple[Num, Num] = (0.0, 0.0)
-    fastest_s = _slowest_s(model, mesh, seconds)
+    fastest_s = _slowest_s(model, replace(mesh, ends=ends), seconds)
     for down, up in itertools.product((0.0, 1.0), repeat=2):
         tried = first - down, last - 1.0 + up
         slowest_s = _slowest_s(model, replace(mesh, ends=tried), seconds)
         is_faster = (slowest_s < fastest_s) & (mesh.pp > 1)
         fastest_s = np.minimum(slowest_s, fastest_s)
         ends = ends[0] + is_faster * (tried[0] - ends[0]), ends[1] + is_faster * (tried[1] - ends[1])
-    return replace(mesh, ends=ends)
+    return ends
 
 
 def _ends(model: Model, seconds: Sequence[Num]) -> tuple[Num, Num]:
@@ -93,8 +108,8 @@ def _loses_step(model: Model, mesh: Mesh) -> Any:
     """Where the schedule needs chunks that are more alike (see the top of this file)."""
     num_chunks, layers = mesh.pp * mesh.vpp, model.num_layers + sum(mesh.ends)
     is_shorter_within = (-layers % num_chunks > 2) | (np.maximum(*mesh.ends) > layers // num_chunks)
-    is_moved = (mesh.ends[0] != 0) | (mesh.ends[1] != 0)
-    return (mesh.schedule == _INTERLEAVED) & is_shorter_within | mesh.is_paired & is_moved
+    is_unpaired = mesh.is_paired & (mesh.ends[0] != mesh.ends[1])
+    return (mesh.schedule == _INTERLEAVED) & is_shorter_within | is_unpaired
 
 
 def differ(model: Model, mesh: Mesh) -> Any:

@@ -9,8 +9,9 @@ change which ops exist make a grid each, a `Cells`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -28,7 +29,7 @@ from meshwise.machine.overheads import find_overheads
 from meshwise.model.architecture import Model
 from meshwise.plan.layouts import check_layout, default_grid
 from meshwise.plan.mesh import Mesh, mesh_of, rules
-from meshwise.plan.plan import NUMBERS, Plan, number_of
+from meshwise.plan.plan import DEFAULTS, NUMBERS, Plan, number_of
 from meshwise.plan.workload import Workload
 
 TAIL = (
@@ -51,6 +52,11 @@ Space = Mapping[str, Sequence[Any]]
 """Values of the keys that vary."""
 
 
+def num_stated(values: Mapping[str, Any]) -> int:
+    """How many of these keys have another value than by default."""
+    return sum(value != DEFAULTS.get(key, 1) for key, value in values.items())
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Axis:
     """An axis of a grid: its keys, and a tuple of their values for each place."""
@@ -62,6 +68,11 @@ class Axis:
         """The values of one of its keys as numbers."""
         column = self.keys.index(key)
         return np.array([_number(key, values[column]) for values in self.values], dtype=np.float64)
+
+    @property
+    def num_stated(self) -> NDArray[np.intp]:
+        """How many of its keys have another value than by default, at each place."""
+        return np.array([num_stated(dict(zip(self.keys, values, strict=True))) for values in self.values])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,6 +109,16 @@ class Cells:
         return self.switches | {
             key: value for axis, i in places for key, value in zip(axis.keys, axis.values[i], strict=True)
         }
+
+    def num_stated(self, places: NDArray[np.intp]) -> NDArray[np.intp]:
+        """How many keys have another value than by default, in the cells of these flat indices."""
+        *tail, row = np.unravel_index(places, self.shape)
+        num = np.full(len(places), num_stated(self.switches))
+        for axis, at in zip(self.tail_axes, tail, strict=True):
+            num += axis.num_stated[at]
+        for axis, rows in zip(self.row_axes, self.rows, strict=True):
+            num += axis.num_stated[rows[row]]
+        return num
 
     def plan_at(self, cell: tuple[int, ...]) -> tuple[Plan, int]:
         """The plan of one cell, and its microbatch."""
@@ -156,15 +177,22 @@ def _alike(
     DualPipe with experts implies other values of such keys than other plans, and others of them again where
     it recomputes selectively.
     """
+    plan = _first_plan(stated, numbers, is_paired=False)
+    if plan is not None:
+        yield plan, numbers
+    paired = {
+        "schedule": [name for name in numbers.get("schedule", ()) if name.startswith("dualpipe")],
+        "ep": [ep for ep in numbers.get("ep", ()) if ep > 1],
+    }
+    numbers = numbers | {key: values for key, values in paired.items() if key in numbers}
     kinds = numbers.get("recompute", ())
     others = tuple(kind for kind in kinds if kind != "selective")
-    by_kind = [{"recompute": some} for some in (others, ("selective",) * ("selective" in kinds)) if some]
-    for is_paired, parts in ((False, [{}]), (True, by_kind or [{}])):
-        for part in parts:
-            recompute = {key: some[0] for key, some in part.items()}
-            plan = _first_plan(stated | recompute, numbers, is_paired=is_paired)
-            if plan is not None:
-                yield plan, numbers | part
+    parts = [{"recompute": some} for some in (others, tuple(set(kinds) - set(others))) if some]
+    for part in parts or [{}]:
+        recompute = {key: some[0] for key, some in part.items()}
+        plan = _first_plan(stated | recompute, numbers, is_paired=True)
+        if plan is not None:
+            yield plan, numbers | part
 
 
 def _first_plan(stated: dict[str, Any], numbers: dict[str, Sequence[Any]], *, is_paired: bool) -> Plan | None:
@@ -210,14 +238,16 @@ def _cells(
         key: _along(axis.numbers(key), i, len(tail) + 1) for i, axis in enumerate(tail) for key in axis.keys
     }
     mesh, sizes = _mesh(plan, workload, cluster, fixed | spread)
-    valid = np.ones([len(axis.values) for axis in row_axes], dtype=bool)
-    alike = np.asarray(mesh.is_paired) == plan.is_paired
-    valid &= alike.reshape(alike.shape[len(tail) :])
-    for rule in rules(model, mesh, sizes, cluster):
-        broken = np.asarray(rule.is_broken)
-        if broken.ndim == 0 or prod(broken.shape[: len(tail)]) == 1:
-            valid &= ~broken.reshape(broken.shape[len(tail) :] if broken.ndim else ())
-    rows = np.nonzero(valid)
+    broken = (
+        mesh.is_paired != plan.is_paired,
+        *(rule.is_broken for rule in rules(model, mesh, sizes, cluster)),
+    )
+    of_rows = [
+        one.reshape(one.shape[len(tail) :])
+        for one in map(np.asarray, (mesh.is_paired != plan.is_paired, *broken))
+        if prod(one.shape[: len(tail)]) == 1
+    ]
+    rows = np.nonzero(~np.broadcast_to(_any(of_rows), [len(axis.values) for axis in row_axes]))
     if repeats.are_dropped:
         mesh, _ = _mesh(plan, workload, cluster, fixed | in_front | _flat(row_axes, rows))
         rows = tuple(index[repeats.kept(mesh, len(rows[0]))] for index in rows)
@@ -226,11 +256,14 @@ def _cells(
     for first in range(0, len(rows[0]), chunk):
         some = tuple(index[first : first + chunk] for index in rows)
         mesh, sizes = _mesh(plan, workload, cluster, fixed | in_front | _flat(row_axes, some))
-        broken = np.zeros((), dtype=bool)
-        for rule in rules(model, mesh, sizes, cluster):
-            broken = broken | np.asarray(rule.is_broken)
+        is_broken = _any(rule.is_broken for rule in rules(model, mesh, sizes, cluster))
         cost = step_cost(model, mesh, runs_on)
-        yield Cells(plan, switches, tail, row_axes, some, cost.mesh, cost, broken)
+        yield Cells(plan, switches, tail, row_axes, some, cost.mesh, cost, is_broken)
+
+
+def _any(conditions: Iterable[Any]) -> Any:
+    """Where one of them holds: those of few axes first, so that few steps are as large as the grid."""
+    return reduce(np.logical_or, sorted(conditions, key=np.size))
 
 
 def _flat(row_axes: list[Axis], rows: tuple[NDArray[np.intp], ...]) -> dict[str, Num]:

@@ -12,9 +12,9 @@ Stages that hold the same are one `Stage` with their number. A grid has a handfu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -121,7 +121,12 @@ def stage_of_rank(model: Model, mesh: Mesh, rank: int) -> Stage:
 _Row = tuple[float, float, tuple[float, ...], float, float]  # embeddings, heads, layers, index, num_stages
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=64)
+def _patterns(model: Model, stages: tuple[int, ...] | None) -> Callable[..., tuple[_Row, ...]]:
+    """`_pattern` of one model, which remembers its answers: a model takes long to look up."""
+    return lru_cache(maxsize=4096)(partial(_pattern, model, stages))
+
+
 def _pattern(
     model: Model, stages: tuple[int, ...] | None, pp: int, vpp: int, folding: int, *ends: int
 ) -> tuple[_Row, ...]:
@@ -146,11 +151,12 @@ def _held(model: Model, pp: int, folding: int, sizes: Sequence[int]) -> list[tup
 def stages_of(model: Model, mesh: Mesh) -> list[Stage]:
     """The kinds of stages of `mesh`; in a grid, as many as its richest pattern has."""
     sizes = (mesh.pp, mesh.vpp, _folding(mesh), *mesh.ends)
+    pattern_of = _patterns(model, mesh.plan.stages)
     if not any(isinstance(size, np.ndarray) for size in sizes):
-        return [_stage(*row) for row in _pattern(model, mesh.plan.stages, *map(int, sizes))]
+        return [_stage(*row) for row in pattern_of(*map(int, sizes))]
     cells = np.stack(np.broadcast_arrays(*sizes))
     first, pattern = distinct_columns(flat := cells.reshape(len(sizes), -1))
-    patterns = [_pattern(model, mesh.plan.stages, *map(int, flat[:, cell])) for cell in first]
+    patterns = [pattern_of(*map(int, flat[:, cell])) for cell in first]
     pattern = pattern.reshape(cells.shape[1:])
     num_kinds = len(layer_kinds(model))
     absent: _Row = (0.0, 0.0, (0.0,) * num_kinds, 0.0, 0.0)

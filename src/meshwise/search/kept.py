@@ -1,7 +1,8 @@
 """What a search keeps of the plans that it prices: the fastest of each family, and the Pareto front.
 
 A *family* is the plans with the same degrees (`FAMILY`), which differ in details. The front has the plans
-that fit and that no other beats in both step time and memory.
+that fit and that no other beats in both step time and memory. Of plans that are equal, that one is kept of
+which fewest keys have another value than by default.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from numpy.typing import NDArray
 
 from meshwise.core.columns import distinct_columns
 from meshwise.cost.schedule import weight_copies
-from meshwise.estimate.grid import Cells
+from meshwise.estimate.grid import Cells, num_stated
 from meshwise.plan.plan import Plan, plan_text
 
 FAMILY = ("tp", "cp", "pp", "ep", "etp")
 """Degrees that tell one family of plans from another."""
+
+TIE_FRAC = 1e-12
+"""Plans are equal whose figures differ by no more: sums in another order do."""
 
 Floats = NDArray[np.float64]
 Family = tuple[float, ...]
@@ -27,12 +31,13 @@ Family = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One plan of the space, as the grid prices it."""
+    """One plan of the space, as the grid prices it; `num_stated`: keys with another value than by default."""
 
     plan: Plan
     microbatch: int
     step_s: float
     memory_bytes: float
+    num_stated: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The plan as text, and its two figures."""
@@ -73,27 +78,35 @@ class Kept:
             self._add_families(cells, times)
             self._add_front(cells, times, memory)
         elif not self.feasible and plans.any():
-            least = found_at(cells, int(np.argmin(np.where(plans, memory, np.inf))))
-            if self.miss is None or least.memory_bytes < self.miss.memory_bytes:
-                self.miss = least
+            needed = np.where(plans, memory, np.inf).ravel()
+            least = np.flatnonzero(needed <= needed.min() * (1.0 + TIE_FRAC))
+            stated = cells.num_stated(least)
+            place = int(least[np.argmin(stated)])
+            missed = None if self.miss is None else (self.miss.memory_bytes, self.miss.num_stated)
+            if _comes_first((float(needed[place]), int(stated.min())), missed):
+                self.miss = found_at(cells, place)
 
     def _add_families(self, cells: Cells, times: Floats) -> None:
         by_row = times.reshape(-1, times.shape[-1])
         best = by_row.min(axis=0)
-        num_fitting = np.isfinite(by_row).sum(axis=0)
         degrees = np.stack([np.broadcast_to(getattr(cells.mesh, name), best.shape) for name in FAMILY])
         first, of_row = distinct_columns(degrees)
-        counts = np.bincount(of_row, weights=num_fitting)
-        order = np.argsort(best, kind="stable")
-        _, fastest = np.unique(of_row[order], return_index=True)
-        for i, row in enumerate(order[fastest]):
-            family = tuple(map(float, degrees[:, first[i]]))
-            if not np.isfinite(best[row]):
-                continue
-            self.num_variants[family] = self.num_variants.get(family, 0) + int(counts[i])
-            if family not in self.fastest or best[row] < self.fastest[family].step_s:
-                tail = int(np.argmin(by_row[:, row]))
-                self.fastest[family] = found_at(cells, tail * best.size + int(row))
+        num_fitting = np.bincount(of_row, weights=np.isfinite(by_row).sum(axis=0))
+        fastest_s = np.full(len(first), np.inf)
+        np.minimum.at(fastest_s, of_row, best)
+        tie_s = fastest_s[of_row] * (1.0 + TIE_FRAC)
+        rows = np.flatnonzero(np.isfinite(best) & (best <= tie_s))
+        tails, picked = np.nonzero(by_row[:, rows] <= tie_s[rows])
+        places = tails * best.size + rows[picked]
+        stated, kinds = cells.num_stated(places), of_row[rows[picked]]
+        order = np.lexsort((stated, kinds))
+        for i in order[np.unique(kinds[order], return_index=True)[1]]:
+            family = tuple(map(float, degrees[:, first[kinds[i]]]))
+            self.num_variants[family] = self.num_variants.get(family, 0) + int(num_fitting[kinds[i]])
+            kept = self.fastest.get(family)
+            figures = float(times.flat[places[i]]), int(stated[i])
+            if _comes_first(figures, None if kept is None else (kept.step_s, kept.num_stated)):
+                self.fastest[family] = found_at(cells, int(places[i]))
 
     def _add_front(self, cells: Cells, times: Floats, memory: Floats) -> None:
         """Plans of rows whose corner (least time, least memory) the front does not beat; a few rows first."""
@@ -145,7 +158,14 @@ def found_at(cells: Cells, cell: int) -> Found:
     index = tuple(int(i) for i in np.unravel_index(cell, cells.shape))
     plan, microbatch = cells.plan_at(index)
     step_s, memory = cells.array(cells.step.step_s)[index], cells.array(cells.step.memory_bytes)[index]
-    return Found(plan, microbatch, float(step_s), float(memory))
+    return Found(plan, microbatch, float(step_s), float(memory), num_stated(cells.values_at(index)))
+
+
+def _comes_first(one: tuple[float, int], other: tuple[float, int] | None) -> bool:
+    """Whether a figure is less than the kept one, or as much with fewer keys that are not the default's."""
+    if other is None or one[0] < other[0] * (1.0 - TIE_FRAC):
+        return True
+    return one[0] <= other[0] * (1.0 + TIE_FRAC) and one[1] < other[1]
 
 
 def fastest_first(found: Iterable[Found]) -> list[Found]:

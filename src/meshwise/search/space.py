@@ -20,6 +20,7 @@ from meshwise.plan.plan import (
     ANY,
     AXES,
     CP_KINDS,
+    DEFAULTS,
     DISPATCH,
     DUALPIPE_RECOMPUTES,
     GRID_DIMS,
@@ -51,7 +52,7 @@ USUAL_KINDS = {"cp_kind": ("ring", "ulysses", "all_gather"), "schedule": SCHEDUL
 
 
 def free_values(model: Model, cluster: Cluster, workload: Workload, stated: Stated) -> Values:
-    """The values of each key that varies: those stated, and those of each free one.
+    """The values of each key that varies: those stated, and those of each free one, the default first.
 
     PlanError for `*` where a key has no list of values that keep the result of the training.
     """
@@ -64,7 +65,9 @@ def free_values(model: Model, cluster: Cluster, workload: Workload, stated: Stat
         found[key] = known[key] if ANY in values else values
     if "full" not in found["recompute"] and "recompute_layers" not in stated:
         del found["recompute_layers"]
-    return found
+    return {
+        key: sorted(values, key=lambda value: value != DEFAULTS.get(key, 1)) for key, values in found.items()
+    }
 
 
 def all_values(model: Model, cluster: Cluster, workload: Workload) -> Values:
