@@ -92,7 +92,7 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
     contexts = np.maximum(np.arange(CONTEXTS + 1) * context_step, 1.0)
     rest = np.broadcast_to(_rest(decode_pass(serving, padded, 1.0)), counts.shape)
     rest = np.maximum(rest, is_launched * launches_s(serving.model))
-    decode = decode_pass(_attending(serving, engine), np.maximum(counts, 1.0), contexts[:, None])
+    decode = decode_pass(attending(serving, engine), np.maximum(counts, 1.0), contexts[:, None])
     grown = decode.time_s["attention"]
     if (
         serving.experts is not None
@@ -123,7 +123,7 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
     )
 
 
-def _attending(serving: Serving, engine: Engine) -> Serving:
+def attending(serving: Serving, engine: Engine) -> Serving:
     """`serving` with the cache that its attention reads as fast as its own."""
     mesh, chip = serving.mesh, serving.cluster.chip
     if not engine.widens_hopper_cache or chip.generation != "hopper" or serving.model.mla is not None:

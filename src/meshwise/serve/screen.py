@@ -27,6 +27,7 @@ from meshwise.plan.mesh import mesh_of, rules
 from meshwise.plan.plan import Plan, numbers_of, plan_text
 from meshwise.plan.workload import Workload
 from meshwise.serve.engine import Engine
+from meshwise.serve.pass_times import attending
 from meshwise.serve.serving import PREFILL_TOKENS, Serving, memory_bytes, prompts_s, serving, token_pass
 
 MAX_RANKS = 256
@@ -163,7 +164,7 @@ def _priced(
         most=grid(np.maximum(np.floor(room / memory["cache"]), 0.0)),
         prompt_s=grid(prompts_s(of, of.prefill(float(together)))) / together,
         alone_s=grid(prompts_s(of, of.prefill(1.0))) + engine.front_s + engine.front_token_s * prompt,
-        pass_s=grid(token_pass(of, BATCHES).total_s),
+        pass_s=grid(token_pass(attending(of, engine), BATCHES).total_s),
     )  # fmt: skip
 
 
