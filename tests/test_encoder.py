@@ -1,8 +1,8 @@
-"""Encoders before a decoder (T5, BART, Whisper), and DeBERTa: their work, and what is refused.
+"""Encoders before a decoder (T5, BART, Whisper), DeBERTa and Gemma 4: their work, and what is refused.
 
 The FLOP are those that torch's FlopCounterMode counts over one forward of the classes of transformers 5.23
-with their default configs on the meta device, in eager attention, which computes masked pairs too: 256 tokens
-of source (Whisper: 3000 frames, 1500 tokens) and 256 of target.
+with their default configs on the meta device, in eager attention, which computes masked pairs too: as many
+tokens of source (Whisper: 3000 frames, 1500 tokens) as of target. Gemma 4 has 12 layers of shared keys.
 """
 
 from __future__ import annotations
@@ -24,14 +24,22 @@ MODELS = {name: model_from_config(CONFIGS[name], name=name) for name in ("t5", "
 
 
 @pytest.mark.parametrize(
-    ("name", "flop"), [("t5", 33_386_659_840), ("bart", 216_405_639_168), ("whisper", 57_663_553_536)]
+    ("name", "seq", "flop"),
+    [
+        ("t5", 256, 33_386_659_840),
+        ("bart", 256, 216_405_639_168),
+        ("whisper", 256, 57_663_553_536),
+        ("marian", 64, 53_316_550_656),
+        ("m2m_100", 64, 62_493_032_448),
+        ("gemma4_text", 64, 482_697_281_536),
+    ],
 )
-def test_flop_flop_counter_mode(name: str, flop: int) -> None:
+def test_flop_flop_counter_mode(name: str, seq: int, flop: int) -> None:
     """Relative positions are added to scores, which the counter does not count."""
-    model = replace(MODELS[name], causal=False)
+    model = replace(model_from_config(CONFIGS[name], name=name), causal=False)
     if model.relative_buckets:
         model = replace(model, positions="none", relative_buckets=0)
-    assert model_flop(model, 256) == flop
+    assert model_flop(model, seq) == flop
 
 
 def test_flop_of_scores_of_distances() -> None:

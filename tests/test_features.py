@@ -18,6 +18,7 @@ from meshwise.model.architecture import (
     Model,
     MoE,
     Patches,
+    PerLayer,
     Recurrence,
     checked_model,
     layer_kind,
@@ -119,6 +120,8 @@ CHANGES: dict[str, tuple[Model, dict[str, Any]]] = {
     "encoder": (LLAMA, {"encoder": Encoder(num_layers=2)}),
     "relative_buckets": (replace(LLAMA, positions="relative", relative_buckets=32), {"relative_buckets": 64}),
     "key_bias": (GPT, {"key_bias": False}),
+    "per_layer": (LLAMA, {"per_layer": PerLayer(rows=1000, width=64)}),
+    "keys": (LLAMA, {"keys": "values"}),
     "distances": (BERT, {"distances": Distances(rows=512, num_scores=2, norm=True, shared=True)}),
     "mla": (DEEPSEEK, {"mla": None}),
     "moe": (MIXTRAL, {"moe": None}),
@@ -153,6 +156,11 @@ PARTS: dict[str, tuple[Model, list[str], dict[str, Any]]] = {
         replace(BERT, distances=Distances(rows=512, num_scores=1, norm=True, shared=True)),
         [field.name for field in fields(Distances)],
         {"norm": False, "shared": False},
+    ),
+    "per_layer": (
+        replace(LLAMA, per_layer=PerLayer(rows=1000, width=64)),
+        [field.name for field in fields(PerLayer)],
+        {},
     ),
     "patches": (
         VIT_B,
@@ -189,6 +197,15 @@ def test_a_field_of_a_part_changes_the_ops(part: str, field: str) -> None:
     if part == "patches":
         changed["max_seq"] = changed[part].num_tokens
     assert price(checked_model(replace(model, **changed), field)) != price(model)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"head_dim": 64}, {"num_kv_heads": 4}, {"ffn_hidden": 1024}, {"keys": "shared"}, {"keys": "values"}],
+)
+def test_sizes_of_a_layer_change_its_ops(sizes: dict[str, Any]) -> None:
+    cut = Cut(microbatch=1.0, seq=64.0)
+    assert list(map(_said, block(LLAMA, cut, Layer(**sizes)))) != list(map(_said, block(LLAMA, cut, Layer())))
 
 
 def test_narrow_gates_change_the_ops() -> None:

@@ -51,6 +51,7 @@ MODELS = {
             "bart",
             "whisper",
             "deberta-v2",
+            "gemma4_text",
             "deepseek_v32",
             "dinov2",
             "siglip_vision_model",

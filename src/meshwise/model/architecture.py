@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from meshwise.core.errors import ModelError
@@ -23,6 +23,7 @@ _GATED = ("swiglu", "geglu", "reglu")
 _ACTIVATIONS = (*_GATED, "gelu", "silu", "relu", "relu2")
 _NORMS = ("layernorm", "rmsnorm")
 _POSITIONS = ("learned", "rotary", "sinusoidal", "alibi", "relative", "none")
+_KEYS = ("", "values", "shared")
 _MAX_COUNT = 10**9  # far beyond any model, and far below where float64 stops counting
 _MAX_LAYERS = 10**5
 
@@ -187,6 +188,7 @@ class Layer:
     `moe`: experts in place of its MLP. `window`: tokens that its attention looks back on (0: all of them).
     `mixer`: `attention`, `recurrence` in its place, `beside` (both read one norm, and are added), or `none`.
     `mlp`: whether it has an MLP (or experts) at all. `side`: `encoder` or `decoder` where the model has both.
+    `head_dim`, `num_kv_heads`, `ffn_hidden`: its own ones (0: those of the model). `keys`: as of `Model`.
     """
 
     moe: bool = False
@@ -194,6 +196,23 @@ class Layer:
     mixer: str = "attention"
     mlp: bool = True
     side: str = ""
+    head_dim: int = 0
+    num_kv_heads: int = 0
+    ffn_hidden: int = 0
+    keys: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerLayer:
+    """Per-layer embeddings (Gemma 3n and 4): every block has an embedding of each token of its own.
+
+    A second table of `rows` has a vector of `width` for each block; a projection of the first embedding is
+    normalised and added to it. At its end a block gates the vector by its output, projects the product to the
+    hidden width, and adds it, normalised.
+    """
+
+    rows: int
+    width: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,15 +233,18 @@ class Model:
     says of each block what it is, where no such step does: in place of these two and the pattern of `moe`.
     `attention_softcap`, `logit_softcap`: scores, and the LM head's logits, pass through a tanh (Gemma 2).
     Learned positions have `max_seq + extra_position_rows` rows; `relative` ones add a number to each score,
-    learned for each head and each of `relative_buckets` distances (T5). `encoder`, `distances`: see these; a
-    decoder behind it has one norm a block more. `key_bias` False: the projection of the keys has no bias
-    (Whisper). `token_types`, and `mlm_transform` (dense layer, activation and norm before the LM head), are
-    parts of encoders. In place of the LM head (`lm_head` False) there may be a `pooler` (dense layer and
-    tanh) on one token, an `attention_pool` (a learned query attends to all tokens, then a norm and an MLP:
-    SigLIP), and a classifier into `num_classes`, with `classifier_bias`, on one token or, if it
+    learned for each head and each of `relative_buckets` distances (T5). `encoder`, `distances`, `per_layer`:
+    see these; a decoder behind it has one norm a block more. `key_bias` False: the projection of the keys has
+    no bias (Whisper). `token_types`, and `mlm_transform` (dense layer, activation and norm before the LM
+    head), are parts of encoders. In place of the LM head (`lm_head` False) there may be a `pooler` (dense
+    layer and tanh) on one token, an `attention_pool` (a learned query attends to all tokens, then a norm and
+    an MLP: SigLIP), and a classifier into `num_classes`, with `classifier_bias`, on one token or, if it
     `classifies_tokens`, on all. `mtp_layers`: modules of multi-token prediction, each a norm of the embedding
     and one of the hidden state, their projection, a block like the last one, and the model's own head again
     (DeepSeek-V3); they are trained, but not served.
+
+    `keys`: `values` where keys are values too, before their norm; `shared` where attention reads the keys and
+    values of an earlier block (Gemma 4).
 
     `ffn_hidden` is unused where every layer has experts. Descriptive, without a cost: `name`, `source`,
     `checked`, `aliases`, `left_out` (parts that stand beside this model, such as a vision tower, and their
@@ -281,6 +303,8 @@ class Model:
     recurrence: Recurrence | None = None
     encoder: Encoder | None = None
     distances: Distances | None = None
+    per_layer: PerLayer | None = None
+    keys: str = ""
     moe: MoE | None = None
     patches: Patches | None = None
     source: str = ""
@@ -315,6 +339,22 @@ def layer_counts(model: Model) -> dict[Layer, int]:
 def layer_kinds(model: Model) -> tuple[Layer, ...]:
     """The distinct kinds of a model's blocks, in the order in which they first appear."""
     return tuple(layer_counts(model))
+
+
+@lru_cache(maxsize=256)
+def of_layer(model: Model, layer: Layer) -> Model:
+    """`model` with the sizes, the window and the mask of one of its layers, whose block is to be stated."""
+    return replace(
+        model,
+        sliding_window=layer.window,
+        full_attention_every=0,
+        layers=(),
+        causal=model.causal and layer.side != "encoder",
+        head_dim=layer.head_dim or model.head_dim,
+        num_kv_heads=layer.num_kv_heads or model.num_kv_heads,
+        ffn_hidden=layer.ffn_hidden or model.ffn_hidden,
+        keys=layer.keys or model.keys,
+    )
 
 
 def is_moe_layer(model: Model, layer: int) -> bool:
@@ -385,7 +425,9 @@ _MAY_BE_ZERO = {
 }
 
 
-def _check_counts(part: Model | MLA | MoE | Patches | Recurrence | Encoder | Distances, where: str) -> None:
+def _check_counts(
+    part: Model | MLA | MoE | Patches | Recurrence | Encoder | Distances | PerLayer, where: str
+) -> None:
     may_be_zero = ("seq", "channels") if isinstance(part, Encoder) else _MAY_BE_ZERO
     for field in fields(part):
         value = getattr(part, field.name)
@@ -424,6 +466,7 @@ def checked_model(model: Model, where: str) -> Model:
     _one_of(model.activation, _ACTIVATIONS, f"{where}: activation")
     _one_of(model.norm, _NORMS, f"{where}: norm")
     _one_of(model.positions, _POSITIONS, f"{where}: positions")
+    _one_of(model.keys, _KEYS, f"{where}: keys")
     if model.num_heads % model.num_kv_heads:
         raise ModelError(
             f"{where}: {model.num_heads} query heads do not divide by {model.num_kv_heads} key-value heads"
@@ -436,7 +479,7 @@ def checked_model(model: Model, where: str) -> Model:
     if model.recurrence is not None:
         _check_counts(model.recurrence, where)
         _one_of(model.recurrence.kind, ("delta", "ssd", "scan", "conv"), f"{where}: recurrence")
-    for part in (model.encoder, model.distances):
+    for part in (model.encoder, model.distances, model.per_layer):
         if part is not None:
             _check_counts(part, where)
     if model.moe is not None:

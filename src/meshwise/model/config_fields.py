@@ -97,6 +97,15 @@ class Config(msgspec.Struct):
     index_n_heads: int = 0
     index_head_dim: int = 0
     index_topk: int = 0
+    global_head_dim: int = 512
+    num_global_key_value_heads: int | None = None
+    per_layer_config: dict[str, dict[str, Any]] = {}
+    attention_k_eq_v: bool = False
+    num_kv_shared_layers: int = 0
+    use_double_wide_mlp: bool = False
+    hidden_size_per_layer_input: int = 256
+    vocab_size_per_layer_input: int = 262144
+    enable_moe_block: bool = False
     # experts
     num_experts: int | None = None
     num_experts_per_tok: int | list[int] = 0

@@ -14,7 +14,17 @@ from typing import Any
 from msgspec import structs
 
 from meshwise.core.errors import ModelError
-from meshwise.model.architecture import MLA, Distances, Encoder, Layer, MoE, Patches, Recurrence, check_count
+from meshwise.model.architecture import (
+    MLA,
+    Distances,
+    Encoder,
+    Layer,
+    MoE,
+    Patches,
+    PerLayer,
+    Recurrence,
+    check_count,
+)
 from meshwise.model.config_fields import POOLED, Config, Fields
 
 # --- blocks ------------------------------------------------------------------------------------
@@ -366,6 +376,32 @@ def _deberta(c: Config) -> Fields:
     return fields | {"distances": own}
 
 
+def _gemma4(c: Config) -> Fields:
+    """Layers of two sizes of heads, the last ones with the keys of earlier ones, and per-layer embeddings."""
+    if c.enable_moe_block:
+        raise ModelError("enable_moe_block is true; experts beside an MLP in one block are not expressed")
+    number, own = c.num_hidden_layers, {int(layer): sizes for layer, sizes in c.per_layer_config.items()}
+    kinds = c.layer_types or ["full_attention" if (i + 1) % 6 == 0 else "near" for i in range(number)]
+    heads = c.num_global_key_value_heads if c.attention_k_eq_v else None
+
+    def layer(i: int) -> Layer:
+        is_full = kinds[i] == "full_attention" or i == number - 1
+        shares = i >= number - c.num_kv_shared_layers
+        usual = {"head_dim": c.global_head_dim, "num_key_value_heads": heads} if is_full else {}
+        sizes = own.get(i, usual)
+        return Layer(
+            window=0 if is_full else c.sliding_window or 0,
+            head_dim=sizes.get("head_dim") or 0,
+            num_kv_heads=sizes.get("num_key_value_heads") or 0,
+            ffn_hidden=2 * (c.intermediate_size or 0) if c.use_double_wide_mlp and shares else 0,
+            keys="shared" if shares else "values" if is_full and c.attention_k_eq_v else "",
+        )
+
+    width = c.hidden_size_per_layer_input
+    per_layer = PerLayer(rows=c.vocab_size_per_layer_input, width=width) if width else None
+    return {"layers": tuple(map(layer, range(number))), "per_layer": per_layer}
+
+
 def _stablelm(c: Config) -> Fields:
     return {"num_norms": 1 if c.parallel else 2}
 
@@ -451,6 +487,7 @@ RULES: dict[str, Callable[[Config], Fields]] = {
     "deberta": _deberta,
     "encoder": _encoder,
     "t5": _t5,
+    "gemma4": _gemma4,
     "gpt_bigcode": _gpt_bigcode,
     "opt": _opt,
     "falcon": _falcon,

@@ -12,7 +12,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from meshwise.model.architecture import Encoder, Layer, Model, layer_counts, num_moe_layers
+from meshwise.model.architecture import (
+    Encoder,
+    Layer,
+    Model,
+    PerLayer,
+    layer_counts,
+    num_moe_layers,
+    of_layer,
+)
 
 COLUMNS, ROWS, WHOLE = "columns", "rows", ""
 
@@ -72,10 +80,13 @@ def block_weights(model: Model, layer: Layer, lora_rank: int = 0) -> Weights:
         "beside": (_attention, _recurrence),
         "none": (),
     }[layer.mixer]
-    feed_forward = (_moe(model) if layer.moe else _mlp(model)) if layer.mlp else ()
+    own = of_layer(model, layer)
+    feed_forward = (_moe(own) if layer.moe else _mlp(own)) if layer.mlp else ()
     if layer.side == "decoder":
         mixers = (*mixers, _cross_attention)
-    weights = (*(weight for mixer in mixers for weight in mixer(model)), *feed_forward)
+    weights = (*(weight for mixer in mixers for weight in mixer(own)), *feed_forward)
+    if model.per_layer:
+        weights = (*weights, *_per_layer(model, model.per_layer))
     return with_adapters(weights, lora_rank) if lora_rank else weights
 
 
@@ -178,8 +189,8 @@ def _grouped_qkv(model: Model) -> Iterator[Weight]:
     for name, width, heads in (
         *((("gate", query, 0),) if model.attention_gate else ()),
         ("q", query, 0),
-        ("k", key, model.num_kv_heads),
-        ("v", key, model.num_kv_heads),
+        *((("k", key, model.num_kv_heads),) if model.keys != "shared" else ()),
+        *((("v", key, model.num_kv_heads),) if not model.keys else ()),
     ):
         yield from _linear(
             "attention", "qkv", name, model.hidden, width, cut=COLUMNS, units=heads,
@@ -191,7 +202,7 @@ def _grouped_qkv(model: Model) -> Iterator[Weight]:
                 module="attention", op="qk_norm", name=name, shape=(width,), cut=COLUMNS, units=heads
             )
     elif model.qk_norm and model.qk_norm_weight:
-        for name in ("q_norm", "k_norm"):
+        for name in ("q_norm", "k_norm")[: 1 if model.keys == "shared" else 2]:
             yield from _norm(model, "attention", "qk_norm", model.head_dim, name=name, gradient="part")
 
 
@@ -302,6 +313,12 @@ def _feed_forward(
     )  # fmt: skip
 
 
+def _per_layer(model: Model, own: PerLayer) -> Iterator[Weight]:
+    for name, d_in, d_out in (("gate", model.hidden, own.width), ("up", own.width, model.hidden)):
+        yield from _linear("per_layer", name, name, d_in, d_out, bias=False, gradient="tokens")
+    yield from _norm(model, "per_layer", "norm", model.hidden)
+
+
 def _moe(model: Model) -> Iterator[Weight]:
     moe = model.moe
     assert moe is not None
@@ -373,6 +390,14 @@ def _embedding(model: Model) -> Iterator[Weight]:
     yield from rows("token_types", model.token_types)
     if model.positions == "learned":
         yield from rows("positions", model.max_seq + model.extra_position_rows)
+    if model.per_layer:
+        width = model.num_layers * model.per_layer.width
+        shape = (model.per_layer.rows, width)
+        yield Weight(module="embedding", op="layer_tokens", name="layer_tokens", shape=shape, cut=ROWS)
+        yield from _linear(
+            "embedding", "layer_proj", "layer_proj", hidden, width, bias=False, gradient="tokens"
+        )
+        yield from _norm(model, "embedding", "layer_norm", model.per_layer.width)
     if model.distances:
         yield from rows("distances", model.distances.rows)
         if model.distances.norm:

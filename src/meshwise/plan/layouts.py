@@ -60,6 +60,8 @@ def check_grid(
         "recurrences": model.recurrence,
         "cross-attention": model.encoder,
         "scores of distances": model.distances,
+        "per-layer embeddings": model.per_layer,
+        "layers of several sizes": any(layer.head_dim or layer.keys for layer in model.layers),
         "gated attention": model.attention_gate,
     }
     for what, present in missing.items():

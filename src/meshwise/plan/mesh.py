@@ -448,6 +448,8 @@ def _huggingface_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
     for what, is_there in (
         ("parallel blocks", model.parallel_block),
         ("scores of distances", model.distances is not None),
+        ("per-layer embeddings", model.per_layer is not None),
+        ("shared keys", any(layer.keys for layer in model.layers)),
         (f"blocks of {model.num_norms} norms", model.num_norms != 2),
         ("norms over all queries and all keys", model.qk_norm_full),
         (f"the activation {model.activation}", model.activation not in ("swiglu", "gelu", "relu")),

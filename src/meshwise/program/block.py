@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache
 from types import ModuleType
 
 from msgspec import structs
 
-from meshwise.model.architecture import Layer, Model
+from meshwise.model.architecture import Layer, Model, of_layer
 from meshwise.model.weights import block_weights
 from meshwise.program import tensor_1d, tensor_2d, tensor_2d_cp, tensor_3d
 from meshwise.program.cut import Cut
@@ -18,6 +16,7 @@ from meshwise.program.held import hold
 from meshwise.program.implementation import as_done_by
 from meshwise.program.moe import moe_mlp
 from meshwise.program.op import Op, backward_last
+from meshwise.program.per_layer import per_layer
 from meshwise.program.recompute import with_recompute
 from meshwise.program.recurrence import behind_norm, recurrence
 
@@ -51,7 +50,8 @@ def block_ops(model: Model, cut: Cut, layer: Layer) -> list[Op]:
     if model.distances:
         mixers = (distance_scores, *mixers)
     feed_forward = (moe_mlp if layer.moe else layout.mlp) if layer.mlp else _nothing
-    ops = [*(op for mixer in mixers for op in mixer(own, cut)), *feed_forward(own, cut)]
+    ends = per_layer if model.per_layer else _nothing
+    ops = [*(op for mixer in mixers for op in mixer(own, cut)), *feed_forward(own, cut), *ends(own, cut)]
     ops = hold(ops, block_weights(model, layer, cut.lora_rank), cut, layout.shards)
     ops = [_with_narrow_input(own, cut, op) for op in as_done_by(own, cut, ops)]
     return list(with_recompute(own, cut, ops))
@@ -67,13 +67,6 @@ def _with_narrow_input(model: Model, cut: Cut, op: Op) -> Op:
     if not cut.narrow_act_input or op.kernel != model.activation:
         return op
     return structs.replace(op, saved_bytes=op.saved_bytes / cut.precision.act_bytes)
-
-
-@lru_cache(maxsize=256)
-def of_layer(model: Model, layer: Layer) -> Model:
-    """`model` with the window and the mask of one of its layers, whose block is to be stated."""
-    causal = model.causal and layer.side != "encoder"
-    return replace(model, sliding_window=layer.window, full_attention_every=0, layers=(), causal=causal)
 
 
 def shared_gradients(model: Model, cut: Cut, layer: Layer = Layer()) -> list[Op]:  # noqa: B008

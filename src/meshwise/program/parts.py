@@ -40,6 +40,7 @@ def layer_names(model: Model) -> tuple[str, ...]:
         + MIXERS[kind.mixer if kind.mlp or kind.mixer != "attention" else "alone"]
         + ("moe_layer" if kind.moe else "layer")
         + (f"_window{kind.window}" if windows and kind.window else "")
+        + (f"_{kind.keys}_keys" if kind.keys else "")
         for kind in kinds
     )
 

@@ -23,7 +23,7 @@ from msgspec import structs
 from meshwise.core.units import Num
 from meshwise.cost.experts import active_experts
 from meshwise.cost.op import Cost
-from meshwise.model.architecture import Layer, Model, MoE, num_dense_layers
+from meshwise.model.architecture import Layer, Model, MoE, num_dense_layers, of_layer
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.moe import MODULE as MOE
@@ -80,7 +80,7 @@ def _forward(ops: Iterable[Op]) -> Iterator[Op]:
 def _block(model: Model, cut: Cut, layer: Layer, ops: list[Op]) -> Iterator[Op]:
     for op in ops:
         if op.kind == "attention" and cut.kind == "decode":
-            yield _decode_attention(model, cut, layer, op)
+            yield _decode_attention(of_layer(model, layer), cut, layer, op)
         elif op.module == MOE and op.name == "router":
             yield from _experts(model, cut, [op for op in ops if op.module == MOE])
         elif op.module == MOE and "norm" not in op.name:
@@ -112,7 +112,8 @@ def cache_bytes(model: Model, cut: Cut, layer: Layer) -> Num:
     state = state_bytes(own, cut) if own else 0.0
     kept = replace(cut, past=cut.past + cut.seq)
     attends = layer.mixer in ("attention", "beside")
-    tokens = cached_tokens(kept, layer) * cached_numbers(model, cut) * cut.kv_bytes if attends else 0.0
+    numbers = cached_numbers(of_layer(model, layer), cut) * (attends and layer.keys != "shared")
+    tokens = cached_tokens(kept, layer) * numbers * cut.kv_bytes
     return cut.microbatch * (state + tokens)
 
 

@@ -189,7 +189,8 @@ def _qkv(model: Model, cut: Cut) -> Iterator[Op]:
     heads = model.num_heads / cut.tp
     kv_heads = np.maximum(model.num_kv_heads / cut.tp, 1.0)  # fewer than tp: each rank holds a copy of one
     gate = {"gate": heads * dim} if model.attention_gate else {}
-    parts = gate | {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
+    names = {"": ("k", "v"), "values": ("k",), "shared": ()}[model.keys]
+    parts = gate | {"q": heads * dim} | dict.fromkeys(names, kv_heads * dim)
     if model.parallel_block:
         yield from _qkv_of_parallel_block(model, parts, cut)
     else:
@@ -203,9 +204,11 @@ def _qkv(model: Model, cut: Cut) -> Iterator[Op]:
                 ATTENTION, "qk_norm", op.phase, "all_reduce", "tp", payload, cut.tp, stride=cut.tp_stride
             )
     elif model.qk_norm:
-        yield from elementwise(ATTENTION, "qk_norm", model.norm, cut.tokens * (heads + kv_heads), dim, prec)
+        normed = heads + kv_heads * (model.keys != "shared")
+        yield from elementwise(ATTENTION, "qk_norm", model.norm, cut.tokens * normed, dim, prec)
     if model.positions == "rotary":
-        yield from elementwise(ATTENTION, "rotary", "rotary", cut.tokens, (heads + kv_heads) * dim, prec)
+        turned = heads + kv_heads * (model.keys != "shared")
+        yield from elementwise(ATTENTION, "rotary", "rotary", cut.tokens, turned * dim, prec)
     yield from core_attention(model, cut, dim, dim, kv_heads)
 
 

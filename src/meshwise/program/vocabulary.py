@@ -25,6 +25,7 @@ from meshwise.program.encoder import ENCODER, encoder_ends, source_cut
 from meshwise.program.held import hold
 from meshwise.program.implementation import as_done_by
 from meshwise.program.op import Op, Precision, backward_last, collective, elementwise, linear, precision
+from meshwise.program.per_layer import look_up_per_layer
 from meshwise.program.tensor_1d import column_linear, norm, on_tp, shards, summing
 
 
@@ -68,6 +69,8 @@ def _embed(model: Model, cut: Cut) -> Iterator[Op]:
         yield from _look_up(model, cut, module)
     if model.token_types:
         yield from elementwise(module, "token_types", "residual", rows, hidden, prec)
+    if model.per_layer:
+        yield from look_up_per_layer(model, cut)
     if model.distances:
         yield from elementwise(module, "distances", model.norm, float(model.distances.rows), hidden, prec)
     if model.relative_buckets:
