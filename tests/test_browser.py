@@ -43,7 +43,9 @@ class Running:
     """A server in a thread, which can be stopped and started again at its address."""
 
     def __init__(self, port: int = 0) -> None:
-        config = uvicorn.Config(make_app(Server(TRACES)), port=port, log_level="error")
+        state = Server(TRACES)
+        self.drop = state.drop
+        config = uvicorn.Config(make_app(state), port=port, log_level="error")
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
@@ -256,6 +258,44 @@ def test_a_plan_of_the_search_opens_beside_the_best(page: Any) -> None:
     mark.click(force=True)
     until(page, "location.hash.startsWith('#explore')")
     settled(page)
+
+
+@pytest.mark.parametrize("how", ["dropped", "chosen"])
+def test_a_folder_of_traces_goes_to_the_server(page: Any, server: Running, how: str, tmp_path: Path) -> None:
+    """With its subfolders, from elsewhere than `--traces`; the next one takes its place."""
+    show(page, "traces", "steps=")
+    for name in ("first", "second"):
+        shutil.copytree(TRACES / "gloo4", tmp_path / name / "job" / "ranks")
+        (tmp_path / name / "notes.txt").write_text("no trace")
+        before = page.input_value("#traces-path")
+        if how == "dropped":
+            drop_on(page, "#results", tmp_path / name)
+        else:
+            page.set_input_files("[data-folder=traces-path]", tmp_path / name)
+        until(page, f"document.querySelector('#traces-path').value !== {before!r}")
+        page.wait_for_selector("#headline:not(.error)")
+        assert "rank 3" in settled(page)
+        kept = Path(page.evaluate("document.querySelector('#traces-path').value"))
+        held = server.drop.folder(str(kept))
+        assert sorted(file.name for file in held.rglob("*") if file.is_file()) == sorted(
+            file.name for file in (TRACES / "gloo4").rglob("*") if file.name.endswith((".json", ".json.gz"))
+        )
+    page.reload()
+    assert "rank 3" in settled(page)
+    page.goto(f"/#traces?v=1&path={before}")
+    page.wait_for_selector("#headline.error")
+    assert "drop it again" in page.inner_text("#headline")
+    page.goto("about:blank")
+
+
+def drop_on(page: Any, selector: str, folder: Path) -> None:
+    """Drop a folder on an element, as a person does from a window of files."""
+    box = page.locator(selector).bounding_box()
+    devtools = page.context.new_cdp_session(page)
+    data = {"items": [], "files": [str(folder)], "dragOperationsMask": 1}
+    for kind in ("dragEnter", "dragOver", "drop"):
+        at = {"x": box["x"] + 5, "y": box["y"] + 5}
+        devtools.send("Input.dispatchDragEvent", {"type": kind, "data": data, **at})
 
 
 def test_a_lost_server_is_told_and_found_again(browser: Any) -> None:

@@ -125,6 +125,31 @@ def test_the_other_views_answer(client: TestClient) -> None:
     assert "From the predicted step" in joined["html"]
 
 
+def test_a_dropped_folder_is_bounded_and_gone_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server()
+    with TestClient(make_app(server), base_url="http://127.0.0.1") as client:
+        assert "meshwise web --traces" in ask(client, "traces", path="x")["error"]
+
+        def put(file: str, body: bytes = b"{}") -> str:
+            return str(client.put(f"/api/drop/{name}/{file}", content=body).json().get("error", ""))
+
+        name = client.post("/api/drop").json()["folder"]
+        home = server.folder(name)
+        for file in ("a.txt", "..%2Fa.json", "%2Ftmp%2Fa.json", "a%00.json"):
+            assert "is no trace" in put(file)
+        assert put("ranks/a.json") == "" and (home / "ranks" / "a.json").read_text() == "{}"
+        assert "no readable trace" in ask(client, "traces", path=name)["error"]
+        monkeypatch.setattr("meshwise.web.drop.MOST_BYTES", 10)
+        name = client.post("/api/drop").json()["folder"]
+        assert not home.exists()
+        home = server.folder(name)
+        assert "too large to send" in put("a.json", b"x" * 11)
+        assert not home.exists() and "drop it again" in put("a.json")
+        name = client.post("/api/drop").json()["folder"]
+        home = server.folder(name)
+    assert not home.exists()
+
+
 def test_accuracy_shows_the_rows_that_the_filter_leaves(
     client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,8 @@ address.
 from __future__ import annotations
 
 import hmac
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from importlib import resources
 
 import anyio
@@ -22,7 +24,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from meshwise.core.errors import MeshwiseError
+from meshwise.core.errors import DataError, MeshwiseError
 from meshwise.report.html import escape, plotly_js, static
 from meshwise.web.forms import form_html, forms
 from meshwise.web.views import QUICK, Server, answer
@@ -49,8 +51,11 @@ def make_app(server: Server | None = None, *, token: str = "") -> Starlette:
         routes=[
             Route("/", _index),
             Route("/static/{name}", _static),
+            Route("/api/drop", _drop, methods=["POST"]),
+            Route("/api/drop/{name}/{file:path}", _receive, methods=["PUT"]),
             Route("/api/{view}", _api, methods=["POST"]),
         ],
+        lifespan=_lifespan,
         middleware=[*guard, Middleware(_Guard, token=token)],
     )
     app.state.server = server or Server()
@@ -60,6 +65,12 @@ def make_app(server: Server | None = None, *, token: str = "") -> Starlette:
     names = ("page.js", "page.css", "page.html")
     app.state.files |= {name: (own / name).read_text(encoding="utf-8") for name in names}
     return app
+
+
+@asynccontextmanager
+async def _lifespan(app: Starlette) -> AsyncIterator[None]:
+    yield
+    app.state.server.drop.close()
 
 
 class _Guard:
@@ -125,6 +136,24 @@ async def _api(request: Request) -> Response:
             return _json(await run_in_threadpool(answer, view, state, server))
     except MeshwiseError as error:
         return _json({"error": str(error)})
+
+
+async def _drop(request: Request) -> Response:
+    """The name of a new folder, for the files of a folder that the browser sends."""
+    return _json({"folder": request.app.state.server.drop.start()})
+
+
+async def _receive(request: Request) -> Response:
+    """A file of that folder."""
+    try:
+        await request.app.state.server.drop.receive(
+            request.path_params["name"], request.path_params["file"], request.stream()
+        )
+    except DataError as error:
+        return _json({"error": str(error)})
+    except OSError as error:
+        return _json({"error": f"the folder cannot be kept: {error.strerror}"})
+    return _json({})
 
 
 def _json(document: dict[str, object], status: int = 200) -> Response:

@@ -27,7 +27,7 @@ FIRST_KEYS = ("tp", "pp", "vpp", "schedule", "cp", "ep", "zero", "recompute", "d
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A field of a form. `kind`: text, number, range, select, lines, or key (of the plan).
+    """A field of a form. `kind`: text, number, range, select, lines, folder, or key (of the plan).
 
     `values`: those of a select, of a list of suggestions, or the ends and the step of a range.
     """
@@ -120,7 +120,12 @@ _RUN = [
     Ask("mtbf_hours", "Between failures", "range", "51", ("5", "1000", "1"), "Thousand hours of a device."),
 ]
 _TRACES = [
-    Ask("path", "Folder", help="Below the folder that meshwise web was started with."),
+    Ask(
+        "path",
+        "Folder",
+        "folder",
+        help="Drop or choose one, or name one below --traces.",
+    ),
     Ask("steps", "Steps", help="3-7, or complete"),
 ]
 _FILTER = [
@@ -193,6 +198,11 @@ def _control(place: str, ask: Ask, common: str) -> str:
         values = COUNTS.get(ask.name) or KEYS[ask.name].names
         return (
             f'<select data-key {common}><option value="">{escape(shown)}</option>{_options(values)}</select>'
+        )
+    if ask.kind == "folder":
+        return (
+            f'<input type="text" spellcheck="false" autocomplete="off" {common} {value}>'
+            f'<input type="file" webkitdirectory multiple data-folder="{place}" aria-label="Choose a folder">'
         )
     suggested = "".join(f"<option>{escape(name)}</option>" for name in ask.values)
     listed = f'<datalist id="{place}-list">{suggested}</datalist>' if ask.values else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from meshwise.report.html import Page, Text, html_body
 from meshwise.report.search_page import search_page
 from meshwise.report.serve_page import serve_page
 from meshwise.report.trace_page import trace_page
+from meshwise.web.drop import Drop
 from meshwise.web.forms import COUNTS, DEGREES, asks, names
 
 State = Mapping[str, str]
@@ -36,9 +37,22 @@ _KEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What a server was started with: the folder below which traces may be read."""
+    """What a server was started with: the folder below which traces may be read; and what was dropped."""
 
     traces: Path | None = None
+    drop: Drop = field(default_factory=Drop)
+
+    def folder(self, name: str) -> Path:
+        """The folder (or file) of traces that the page calls `name`."""
+        if name.startswith("dropped-"):
+            return self.drop.folder(name)
+        if self.traces is None:
+            raise DataError("drop a folder of traces, or start the page with it: meshwise web --traces DIR")
+        root = self.traces.resolve()
+        found = (root / name).resolve()
+        if not found.is_relative_to(root) or not found.exists():
+            raise DataError(f"{name!r} is not below {root}; name a folder or a file there")
+        return found
 
 
 def answer(view: str, state: State, server: Server) -> dict[str, Any]:
@@ -217,12 +231,7 @@ def _frontier(state: State, _: Server) -> dict[str, Any]:
 
 
 def _traces(state: State, server: Server) -> dict[str, Any]:
-    if server.traces is None:
-        raise DataError("start the page with the folder of your traces: meshwise web --traces DIR")
-    root = server.traces.resolve()
-    folder = (root / state.get("path", "")).resolve()
-    if not folder.is_relative_to(root) or not folder.exists():
-        raise DataError(f"{state.get('path', '')!r} is not below {root}; name a folder or a file there")
+    folder = server.folder(state.get("path", ""))
     from meshwise.trace.summary import summarize_paths
 
     steps = state.get("steps", "")

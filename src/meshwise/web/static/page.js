@@ -141,6 +141,31 @@ function say(text) {
   told = setTimeout(() => ($("#said").textContent = ""), 4000);
 }
 
+/** All files of a dropped entry, each with its path below it. */
+async function filesOf(entry) {
+  if (entry.isFile) return [[entry.fullPath.slice(1), await new Promise((found, lost) => entry.file(found, lost))]];
+  const reader = entry.createReader(), found = [];
+  for (let more; (more = await new Promise((read, lost) => reader.readEntries(read, lost))).length; ) found.push(...more);
+  return (await Promise.all(found.map(filesOf))).flat();
+}
+
+/** Send the traces of a folder to the server, and show them. */
+async function send(files) {
+  const traces = files.filter(([path]) => /\.json(\.gz)?$/.test(path)), field = $("[name=path]", form());
+  if (!traces.length) return fail("The folder holds no trace: no file ends in .json or .json.gz.");
+  const { folder } = await ask("drop", {});
+  for (const [i, [path, file]] of traces.entries()) {
+    say(`sending file ${i + 1} of ${traces.length}`);
+    const place = path.split("/").map(encodeURIComponent).join("/");
+    const reply = await fetch(`api/drop/${folder}/${place}`, { method: "PUT", body: file });
+    const { error } = await reply.json();
+    if (error) return fail(error);
+  }
+  say("");
+  field.value = folder;
+  run();
+}
+
 const copy = (text, what) => !text ? say("there is nothing to copy: the plan is not valid")
   : navigator.clipboard.writeText(text).then(() => say(`${what} copied`), () => say(text));
 
@@ -206,7 +231,7 @@ function open() {
   $(".explore").hidden = view !== EXPLORE;
   $("#page").replaceChildren();
   $("#detail").replaceChildren();
-  if (view === "traces" && !state().path) return fail("Name a folder below the one that meshwise web was started with.");
+  if (view === "traces" && !state().path) return fail("Drop or choose a folder of traces, or name one.");
   run();
 }
 
@@ -230,16 +255,24 @@ $("#inputs").addEventListener("input", ({ target }) => {
   show(target);
   if (LIVE.includes(view)) run();
 });
-$("#inputs").addEventListener("change", () => LIVE.includes(view) || run());
+$("#inputs").addEventListener("change", ({ target }) => {
+  if ("folder" in target.dataset) send([...target.files].map((file) => [file.webkitRelativePath, file]));
+  else if (!LIVE.includes(view)) run();
+});
 $("#inputs").addEventListener("submit", (event) => {
   event.preventDefault();
   run();
 });
 for (const event of ["dragover", "drop"]) {
-  $("#inputs").addEventListener(event, async (drag) => {
-    if (drag.target.name !== "config" || !drag.dataTransfer.types.includes("Files")) return;
+  $("#columns").addEventListener(event, async (drag) => {
+    const takes = drag.target.name === "config" || view === "traces";
+    if (!takes || !drag.dataTransfer.types.includes("Files")) return;
     drag.preventDefault();
     if (event !== "drop") return;
+    if (view === "traces") {
+      const entries = [...drag.dataTransfer.items].map((item) => item.webkitGetAsEntry()).filter(Boolean);
+      return send((await Promise.all(entries.map(filesOf))).flat());
+    }
     drag.target.value = await drag.dataTransfer.files[0].text();
     run();
   });
