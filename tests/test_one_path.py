@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,19 @@ from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.grid import price_grid
 from meshwise.estimate.single import Estimate, estimate
 from meshwise.machine.hardware import find_cluster
-from meshwise.model.find import find_model
+from meshwise.model.architecture import Model
+from meshwise.model.find import find_model, model_names
+from meshwise.model.huggingface import model_from_config
 from meshwise.plan.plan import AXES, CP_KINDS, EVEN, KEYS, OPTIMIZERS, RECOMPUTE, Plan
 from meshwise.plan.workload import KINDS, Workload
 
 MODELS = ("gpt3-175b", "llama3-70b", "mixtral-8x7b", "deepseek-v3", "llama3-8b")
+DATA = Path(__file__).parent / "data"
+RECORDS = map(json.loads, (DATA / "transformers_5.23.jsonl").read_text().splitlines())
+EVERY = {name: find_model(name) for name in model_names()} | {
+    record["model_type"]: model_from_config(record["config"], name=record["model_type"]) for record in RECORDS
+}
+"""Every preset, and a configuration of every family of `transformers`."""
 CLUSTERS = ("h100-80g-sxm:64", "h100-80g-sxm:256", "a100-80g-sxm:512")
 
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -49,10 +59,10 @@ def test_every_key_is_tried() -> None:
     assert set(VALUES) == {*KEYS, "microbatch"}
 
 
-def price(model: str, cluster: str, plan: dict[str, Any], load: Workload) -> Estimate:
+def price(model: Model, cluster: str, plan: dict[str, Any], load: Workload) -> Estimate:
     plan = dict(plan)
     load = replace(load, microbatch=plan.pop("microbatch", 1))
-    return estimate(find_model(model), find_cluster(cluster), Plan(**plan), load)
+    return estimate(model, find_cluster(cluster), Plan(**plan), load)
 
 
 def drawn_plan(data: st.DataObject, num_keys: int) -> dict[str, Any]:
@@ -61,12 +71,13 @@ def drawn_plan(data: st.DataObject, num_keys: int) -> dict[str, Any]:
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.filter_too_much])
-@given(st.data(), st.sampled_from(MODELS), st.sampled_from(CLUSTERS), st.sampled_from(KINDS))
+@given(st.data(), st.sampled_from(sorted(EVERY)), st.sampled_from(CLUSTERS), st.sampled_from(KINDS))
 def test_the_rows_of_every_rank_add_up_to_the_step(
     data: st.DataObject, model: str, cluster: str, kind: str
 ) -> None:
+    load = Workload(batch=768, seq=data.draw(st.sampled_from((1, 7, 128, 4096)), label="seq"), kind=kind)
     try:
-        of = price(model, cluster, drawn_plan(data, 8), Workload(batch=768, seq=4096, kind=kind))
+        of = price(EVERY[model], cluster, drawn_plan(data, 8), load)
     except MeshwiseError:
         assume(False)
     assert of.pace_rank in set(of.ledger["rank"])
@@ -74,6 +85,9 @@ def test_the_rows_of_every_rank_add_up_to_the_step(
         assert of.ledger.where(rank=rank).total("time_s") == pytest.approx(of.step_s, rel=1e-12)
     assert sum(of.time_s.values()) == pytest.approx(of.step_s, rel=1e-12)
     assert min(of.time_s.values()) >= 0
+    for row in of.ledger.to_json():
+        assert all(value >= 0 for value in row.values() if isinstance(value, int | float)), row
+        assert (row["exposed_s"] or 0.0) <= (row["comm_s"] or 0.0) * (1 + 1e-12), row
     held = [of.ledger.where(rank=rank, phase="peak").total("live_bytes") for rank in set(of.ledger["rank"])]
     assert max(held) == pytest.approx(of.memory_bytes["total"], rel=1e-12)
     stages = of.to_json(ledger=False)["stages"]
@@ -88,7 +102,7 @@ def test_a_grid_is_its_plans(data: st.DataObject, model: str, cluster: str) -> N
     keys = data.draw(st.lists(st.sampled_from(sorted(VALUES)), min_size=1, max_size=4, unique=True))
     space = {key: VALUES[key] for key in keys}
     base = {key: value for key, value in drawn_plan(data, 4).items() if key not in (*keys, "microbatch")}
-    load = Workload(batch=768, seq=4096)
+    load = Workload(batch=768, seq=4096, kind=data.draw(st.sampled_from(("train", *KINDS)), label="kind"))
     found: dict[tuple[str, ...], tuple[float, float]] = {}
     one_each = {key: (value,) for key, value in base.items()}
     for cells in price_grid(find_model(model), find_cluster(cluster), load, space | one_each):
@@ -103,7 +117,7 @@ def test_a_grid_is_its_plans(data: st.DataObject, model: str, cluster: str) -> N
     for cell in data.draw(st.lists(st.sampled_from(cells_), min_size=10, max_size=30)):
         values = dict(zip(keys, cell, strict=True))
         try:
-            of = price(model, cluster, base | values, load)
+            of = price(find_model(model), cluster, base | values, load)
         except MeshwiseError as error:
             assert tuple(map(repr, cell)) not in found, str(error)
         else:

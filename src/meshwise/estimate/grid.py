@@ -23,9 +23,8 @@ from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.step import StepCost, step_cost
-from meshwise.estimate.timing import machine
+from meshwise.estimate.timing import machine_for
 from meshwise.machine.hardware import Cluster
-from meshwise.machine.overheads import find_overheads
 from meshwise.model.architecture import Model
 from meshwise.plan.layouts import check_layout, default_grid
 from meshwise.plan.mesh import Mesh, mesh_of, rules
@@ -251,7 +250,7 @@ def _cells(
     if repeats.are_dropped:
         mesh, _ = _mesh(plan, workload, cluster, fixed | in_front | _flat(row_axes, rows))
         rows = tuple(index[repeats.kept(mesh, len(rows[0]))] for index in rows)
-    runs_on = machine(cluster, plan.dtype, overheads=find_overheads(cluster.chip, plan.software))
+    runs_on = machine_for(cluster, plan, workload.kind)
     chunk = max(CELLS_AT_ONCE // prod(len(axis.values) for axis in tail), 256)
     for first in range(0, len(rows[0]), chunk):
         some = tuple(index[first : first + chunk] for index in rows)

@@ -143,7 +143,8 @@ def _pipeline_rows(model: Model, mesh: Mesh, step: StepCost, cost: StageCost) ->
     if float(mesh.pp) == 1.0:
         return
     messages = [message for message in _messages(mesh, cost.stage) if message[-1]]
-    waited_s = float(step.comm_pp_s) / sum(times for *_, times in messages)
+    num_messages = sum(times for *_, times in messages)
+    exposed_s = min(float(step.comm_pp_s) / num_messages, float(step.hop_s))
     for op, phase, kind, times in messages:
         yield _on_links(kind, "pp", mesh.pp, hop_bytes(model, step.cut)) | {
             "module": "pipeline",
@@ -151,9 +152,15 @@ def _pipeline_rows(model: Model, mesh: Mesh, step: StepCost, cost: StageCost) ->
             "phase": phase,
             "count": times,
             "comm_s": float(step.hop_s),
-            "exposed_s": waited_s,
-            "time_s": waited_s,
+            "exposed_s": exposed_s,
+            "time_s": exposed_s,
         }
+    waited_s = float(step.comm_pp_s) - num_messages * exposed_s
+    if waited_s > 0:
+        yield {
+            "module": "pipeline", "op": "wait_for_messages", "phase": "step", "collective": "send",
+            "axis": "pp", "time_s": waited_s,
+        }  # fmt: skip
     own_s = float(cost.time.total_s * mesh.num_microbatches)
     idle_s = float(step.work_s) + float(step.bubble_s) - own_s
     yield {"module": "pipeline", "op": "bubble", "phase": "step", "time_s": idle_s}

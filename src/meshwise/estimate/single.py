@@ -21,16 +21,17 @@ from meshwise.estimate.memory import contents, recomputed
 from meshwise.estimate.part import CORE_PHASE, MATRIX_KINDS
 from meshwise.estimate.rows import part_rows, spent_on, step_rows
 from meshwise.estimate.step import StageCost, StepCost, step_cost
-from meshwise.estimate.timing import Machine, machine
+from meshwise.estimate.timing import Machine, machine, machine_for
 from meshwise.machine.hardware import Cluster
-from meshwise.machine.overheads import Overheads, find_overheads, serving_overheads
+from meshwise.machine.overheads import Overheads
 from meshwise.model.architecture import Model, layer_counts, layer_kinds
 from meshwise.model.weights import num_params
-from meshwise.plan.mesh import Mesh, resolve
+from meshwise.plan.mesh import SERVING, Mesh, resolve
 from meshwise.plan.plan import Plan
 from meshwise.plan.stages import layers_of_chunks, stage_of_rank, stages_of
 from meshwise.plan.workload import Workload
 from meshwise.program.cut import Cut
+from meshwise.program.op import Op
 from meshwise.program.parts import EMBEDDING, HEAD, layer_names, parts
 
 TIME_PARTS = (
@@ -295,9 +296,9 @@ def estimate(
     """
     mesh = resolve(model, plan, workload, cluster)
     if overheads is None:
-        chip = cluster.chip
-        overheads = serving_overheads(chip) if mesh.serves else find_overheads(chip, plan.software)
-    runs_on = machine(cluster, plan.dtype, ideal=ideal, overheads=overheads)
+        runs_on = machine_for(cluster, plan, workload.kind, ideal=ideal)
+    else:
+        runs_on = machine(cluster, plan.dtype, ideal=ideal, overheads=overheads)
     step = step_cost(model, mesh, runs_on)
     return Estimate(model, cluster, plan, workload, step.mesh, runs_on, step)
 
@@ -306,15 +307,19 @@ def estimate(
 def model_flop(model: Model, seq: float, *, kind: str = "evaluate", lora_rank: int = 0) -> float:
     """Matrix FLOP of one sequence of `seq` tokens through the whole model, multi-token prediction apart.
 
-    Training is the forward three times (twice where the weights are frozen); decoding is one token behind
-    `seq` cached ones.
+    Training is the forward three times, where weights are frozen twice, and once before all that trains;
+    decoding is one token behind `seq` cached ones. Experts with a capacity compute just that, unrounded.
     """
     trains, decodes = kind == "train", kind == "decode"
+    moe, capacity = model.moe, 1.0
+    if moe is not None and moe.capacity_factor and kind not in SERVING:
+        model, capacity = replace(model, moe=replace(moe, capacity_factor=0.0)), moe.capacity_factor
     cut = Cut(
         microbatch=1.0,
         seq=1.0 if decodes else float(seq),
         past=float(seq) if decodes else 0.0,
         lora_rank=lora_rank,
+        imbalance=capacity,
         kind="evaluate" if trains else kind,
     )
     ops = parts(model, cut)
@@ -322,12 +327,19 @@ def model_flop(model: Model, seq: float, *, kind: str = "evaluate", lora_rank: i
     counts = {EMBEDDING: 1, HEAD: 1, **dict(blocks)}
     return float(
         sum(
-            counts[name] * op.count * op.cost.flop * (1 if not trains else 2 if op.num_frozen else 3)
+            counts[name] * op.count * op.cost.flop * (_num_passes(name, op, lora_rank) if trains else 1)
             for name, of_part in ops.items()
             for op in of_part
             if op.phase == "forward" and op.kind in MATRIX_KINDS
         )
     )
+
+
+def _num_passes(part: str, op: Op, lora_rank: int) -> int:
+    """How often training does a matmul of the forward: itself, the gradient of its input, of its weights."""
+    if lora_rank and part == EMBEDDING:
+        return 1
+    return 2 if op.num_frozen or (lora_rank and part == HEAD) else 3
 
 
 def memory_parts(cost: StageCost) -> dict[str, float]:

@@ -260,7 +260,8 @@ def _exchange_s(one: Exchange, machine: Machine) -> Num:
     seconds = machine.collective_s(
         one.collective, one.payload_bytes, one.group_size, one.stride, runs=Runs(*one.runs)
     )
-    return one.count * (seconds + machine.overheads.shard_copy_s * one.shards_copied)
+    shards = one.shards_copied * (one.group_size > 1)
+    return one.count * (seconds + machine.overheads.shard_copy_s * shards)
 
 
 def _optimizer_s(held: Held, memory: Memory, mesh: Mesh, cut: Cut, machine: Machine) -> Num:

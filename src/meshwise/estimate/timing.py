@@ -48,7 +48,9 @@ from meshwise.machine.hardware import (
     rates,
     sliced,
 )
-from meshwise.machine.overheads import NONE, Overheads, find_overheads
+from meshwise.machine.overheads import NONE, Overheads, find_overheads, serving_overheads
+from meshwise.plan.mesh import SERVING
+from meshwise.plan.plan import Plan
 from meshwise.program.context import CORE
 from meshwise.program.op import Op, precision
 
@@ -155,6 +157,13 @@ def machine(
     overheads = NONE if ideal else overheads or find_overheads(cluster.chip)
     levels = sliced(cluster.levels, cluster.num_chips)
     return _machine(cluster.chip, levels, cluster.reduce_scatter, dtype, ideal, overheads)
+
+
+def machine_for(cluster: Cluster, plan: Plan, kind: str, *, ideal: bool = False) -> Machine:
+    """The machine that `plan` runs on: a serving engine, or the generation of training software it names."""
+    chip = cluster.chip
+    overheads = serving_overheads(chip) if kind in SERVING else find_overheads(chip, plan.software)
+    return machine(cluster, plan.dtype, ideal=ideal, overheads=overheads)
 
 
 @lru_cache(maxsize=256)

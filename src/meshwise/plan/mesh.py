@@ -250,8 +250,8 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
         yield from _model_rules(model, mesh)
     else:
         yield Rule(
-            sizes["cp"] > 1,
-            lambda: f"layout={mesh.plan.layout} cuts the sequence itself; leave cp={_int(sizes['cp'])} out",
+            (sizes["cp"] > 1) | (sizes["ulysses"] > 1),
+            lambda: f"layout={mesh.plan.layout} cuts the sequence itself; leave cp and ulysses out",
         )
     yield from _expert_rules(model, mesh, sizes)
     yield from _replica_rules(mesh, sizes)

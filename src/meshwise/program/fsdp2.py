@@ -63,7 +63,7 @@ class Unit:
     @property
     def is_experts(self) -> bool:
         """Whether these are the experts of a block."""
-        return self.weights[0].is_expert
+        return any(weight.is_expert for weight in self.weights)
 
     def replicas(self, mesh: Mesh) -> tuple[Num, Num]:
         """Ranks that hold these weights or parts of them, and their stride."""

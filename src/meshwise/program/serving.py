@@ -53,7 +53,11 @@ def serving_block(model: Model, cut: Cut, layer: Layer) -> list[Op]:
     ops = _block(model, cut, layer, list(_forward(block(model, cut, layer))))
     if cut.precision.weight_bytes == cut.precision.operand_bytes:
         return list(ops)
-    return [_narrow(op, cut.precision) if op.kind == "matmul" and op.weights else op for op in ops]
+    return [_narrow(op, cut.precision) if _multiplies_weights(op) else op for op in ops]
+
+
+def _multiplies_weights(op: Op) -> bool:
+    return op.kind == "matmul" and any(held.weight.is_matrix for held in op.weights)
 
 
 def _narrow(op: Op, form: Precision) -> Op:

@@ -25,9 +25,8 @@ from meshwise.cost.routing import Shares, distinct_experts, inclusion
 from meshwise.estimate.memory import Memory, contents, serving_memory
 from meshwise.estimate.part import Part, PricedOp, price_parts
 from meshwise.estimate.step import message_s
-from meshwise.estimate.timing import Machine, experts_library, machine
+from meshwise.estimate.timing import Machine, experts_library, machine_for
 from meshwise.machine.hardware import Cluster
-from meshwise.machine.overheads import serving_overheads
 from meshwise.model.architecture import Model, layer_kind
 from meshwise.plan.mesh import Mesh, resolve
 from meshwise.plan.plan import Plan
@@ -134,7 +133,7 @@ def serving(
         raise WorkloadError(f"--engine-ms is {1e3 * engine_s:g}; it must be a number of zero or more")
     return Serving(
         model=model, cluster=cluster, mesh=mesh, prompt=prompt, output=output, memory_frac=memory_frac,
-        machine=machine(cluster, plan.dtype, overheads=serving_overheads(cluster.chip)), engine_s=engine_s,
+        machine=machine_for(cluster, plan, "decode"), engine_s=engine_s,
     )  # fmt: skip
 
 
