@@ -250,7 +250,7 @@ def apart(serving: Serving, cluster: Cluster) -> Serving:
     spread = replace(plan, tp=1, dp=None, etp=None, ep=cluster.num_chips)
     found = replace(
         serving, cluster=cluster, mesh=resolve_serving(model, spread, cluster, serving.prompt),
-        machine=machine(cluster, plan.dtype, overheads=serving_overheads(cluster.chip)),
+        machine=machine_for(cluster, plan, "decode"),
     )  # fmt: skip
     return replace(serving, experts=found)
 
