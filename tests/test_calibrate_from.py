@@ -22,20 +22,24 @@ def _ran(events, name, dims, now, length):
     return now + length + 5
 
 
-def _job(folder, *, steps=6, jitter=0.0, hosts=("node", "node"), sizes=(1 << 20, 1 << 24)):
-    """Two ranks that multiply, add and reduce at the rates above; times with `jitter` of relative noise."""
+def _job(folder, *, steps=6, jitter=0.0, hosts=("node", "node"), sizes=(1 << 20, 1 << 24), early=0.0):
+    """Two ranks that multiply, add and reduce at the rates above; times with `jitter` of relative noise.
+
+    They leave a collective in turns, one of them when the share `early` of it is left.
+    """
     random = np.random.default_rng(0)
     for rank in range(2):
         now, events = 0.0, []
-        for _ in range(steps):
+        for step in range(steps):
             for m, n, k in SHAPES:
                 noise = float(np.exp(random.normal(0, jitter)))
                 length = 2e6 * m * n * k / FLOP_PER_S * noise
                 now = _ran(events, "aten::mm", [[m, k], [k, n]], now, length)
             now = _ran(events, "aten::add", [[1 << 24], [1 << 24]], now, 6e6 * (1 << 24) / BYTES_PER_S)
-            for size in sizes:
+            for number, size in enumerate(sizes):
                 wire = round(1e6 * (2 * size / LINK + 2 * HOP_S), 3)
-                events.append(all_reduce(now, wire, size, [0, 1]))
+                own = round(wire * (1 - early if (step + number) % 2 == rank else 1), 3)
+                events.append(all_reduce(now, own, size, [0, 1]))
                 now += wire + 5
         write_trace(folder / f"rank-{rank}.json", events, rank, host_name=hosts[rank])
 
@@ -60,6 +64,12 @@ def test_ranks_of_two_hosts_show_the_link_between_them(tmp_path):
     _job(tmp_path, hosts=("a", "b"))
     found = calibrate_from([tmp_path])
     assert found.outer is None and found.link_bytes_per_s == pytest.approx(LINK, rel=0.02)
+
+
+def test_a_collective_lasts_until_its_last_rank_has_left(tmp_path):
+    _job(tmp_path, early=0.3)
+    found = calibrate_from([tmp_path])
+    assert found.link_bytes_per_s == pytest.approx(LINK, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 The matrix rate of a dtype is the FLOP of all matmuls and attention in it over their time, so that a step of
 the same mixture takes as long as it took; the memory rate the same of elementwise operators. Bandwidth and
-latency of a link are fitted to the times on the wire (without the waiting); where ranks of several hosts
+latency of a link are fitted to the times from the entry of a collective's last rank to the exit of the last,
+which add up to what a step pays where ranks leave one after the other (gloo); where ranks of several hosts
 meet, groups inside a host give the inner link and the others the outer one. Traces that show a rate only a
 few times, or whose calls differ too much, are refused.
 """
@@ -14,6 +15,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any, cast
@@ -120,7 +122,8 @@ def _links(summary: Summary) -> tuple[Level, Level | None, int, list[Bandwidth]]
     """The inner link, the outer one where ranks of several hosts met, ranks of a host, and what shows it."""
     hosts = {trace.rank: trace.host for trace in summary.traces}
     members = {one.group: set(one.wait_s) for one in summary.collectives}
-    wires = [one for one in bandwidths(summary.collectives) if one.name in COLLECTIVES and one.group_size]
+    whole = [replace(one, wire_s=one.together_s) for one in summary.collectives]
+    wires = [one for one in bandwidths(whole) if one.name in COLLECTIVES and one.group_size]
     within = [one for one in wires if len({hosts[rank] for rank in members[one.group]}) == 1]
     across = [one for one in wires if one not in within]
     name = _library(summary.traces[0])

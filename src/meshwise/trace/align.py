@@ -14,7 +14,8 @@ exactly. Ranks without anything in common keep their own clock.
 Traces that name one host share its clock, so their offsets are 0 if the calls then coincide. They are
 estimated all the same where that cannot be (a rank would leave a call before another enters it), or where
 the ends of kernels keep a distance so steady (20 us) and so much larger than its deviation (10 times) that
-the clocks must differ. (Threads of a CPU leave gloo's calls one after the other, so there that says nothing.)
+the clocks must differ. (Threads of a CPU leave gloo's calls one after the other, so there that says nothing,
+and on several hosts an offset counts only if it is larger than the ends are apart.)
 
 `residual_s` is what remains: the median over collectives of how far apart the aligned ends still are.
 
@@ -87,6 +88,8 @@ def align(
     one_clock = one_host and _coincide(shared) and not (kernels and _is_steady(end, offset))
     if one_clock:
         offset, residual = np.zeros_like(offset), _residual(end)
+    elif not kernels:
+        offset = np.where(np.abs(offset) > residual, offset, 0.0)
     return Alignment(
         method="one host, one clock" if one_clock else "ends of collectives",
         offsets_ns={rank: round(offset[i]) for rank, i in column.items()},

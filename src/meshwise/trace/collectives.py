@@ -62,6 +62,13 @@ class Collective:
     events: dict[int, int]
     """Number of the event in each rank's trace."""
 
+    @property
+    def together_s(self) -> float:
+        """From the entry of the last rank to the exit of the last; gloo's ranks leave one after the other."""
+        left_s = max(enter + self.wire_s + self.wait_s[rank] for rank, enter in self.enter_s.items())
+        most_s = self.wire_s + max(self.wait_s.values())
+        return min(max(left_s - max(self.enter_s.values()), self.wire_s), most_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
