@@ -67,6 +67,9 @@ PLANS = [
     ("pp=2,schedule=dualpipe-v,tp=2", "gpt", 4),
     ("ep=4", "moe", 4),
     ("tp=2,ep=2,etp=1,recompute=full", "moe", 4),
+    ("tp=2,ep=2,recompute=full", "moe", 4),
+    ("etp=2,ep=2,zero=2", "moe", 8),
+    ("tp=2,pp=2", "mla", 4),
     ("pp=2,ep=2", "moe", 4),
     ("zero=0,tp=2", "gpt", 8),
     ("zero=1", "llama", 8),
@@ -162,6 +165,7 @@ def test_parts_are_those_of_chunk(rows: int, number: int) -> None:
         (3, "tp=2,cp=2,etp=1,dtype=bf16", "mla"),
         (3, "zero=2,tp=2,dtype=bf16", "gpt"),
         (1, "zero=0,ep=2,dtype=fp32", "moe"),
+        (2, "tp=2,ep=2,dtype=bf16", "mla"),
     ],
 )
 def test_all_instruments_agree(rank: int, plan: str, model: str, pool: Ranks) -> None:
@@ -205,6 +209,9 @@ def test_all_instruments_agree(rank: int, plan: str, model: str, pool: Ranks) ->
         (8, 3, "moe --plan zero=1,ep=2,zero_group=2,dtype=bf16,recompute=full --batch 16"),
         (8, 1, "moe --plan zero=2,ep=2,tp=2,etp=1,dtype=fp32 --batch 12"),
         (4, 3, "mla --plan tp=2,ep=2,etp=1,dtype=bf16 --batch 4"),
+        (8, 5, "moe --plan tp=2,ep=2,dtype=bf16,recompute=full --batch 8"),
+        (8, 6, "mla --plan etp=4,ep=2,cp=2,cp_kind=ulysses,dtype=bf16 --batch 8"),
+        (8, 1, "moe --plan tp=4,etp=2,ep=2,pp=1,dtype=fp32,zero=1 --batch 4 --seq 32"),
         (8, 5, "mla --plan cp=2,cp_kind=ulysses,ep=2,dtype=bf16,recompute=selective --batch 4"),
         (8, 5, "gpt --plan zero=2,pp=2,tp=2,dtype=bf16 --batch 8"),
         (8, 2, "llama --plan zero=2,pp=2,vpp=5,dtype=bf16,recompute=selective --batch 8 --layers 10"),
@@ -328,7 +335,6 @@ def counted_peak(options: Any) -> float:
     ("words", "sentence"),
     [
         ("--plan ep=2", "has no experts"),
-        (f"--model {MODELS['moe']} --plan tp=2,ep=2 --seq 16", "does not cut experts; add etp=1"),
         (f"--model {MODELS['moe']} --plan tp=2,ep=2,etp=1 --seq 6", "3 tokens in a row, whose choices 6"),
         ("--plan pp=2,schedule=dualpipe", "not built for schedule=dualpipe"),
         ("--plan tp=2,sp=0", "not built for sp=0"),
@@ -369,7 +375,7 @@ def test_help_names_what_a_plan_may_say(meshwise: Callable[..., Any]) -> None:
         "--plan",
         "--check",
         "--microbatch",
-        "tp, cp, cp_kind, zero, zero_group, ulysses, ep, pp, vpp",
+        "tp, cp, cp_kind, zero, zero_group, ulysses, ep, etp, pp, vpp",
         "schedule=gpipe|1f1b|interleaved|zb-h1",
         "full",
     ):

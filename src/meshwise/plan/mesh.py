@@ -526,10 +526,6 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
         ),
     )
     yield only("sp", (None, True), where=mesh.tp > 1)
-    yield Rule(
-        (model.moe is not None) & (mesh.etp > 1),
-        lambda: "implementation=fsdp2 does not cut experts; add etp=1 to the plan",
-    )
     experts = mesh.expert_replicas
     yield Rule(
         (model.moe is not None) & (experts % mesh.shard_ranks(1, experts) != 0),

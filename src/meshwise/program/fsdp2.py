@@ -96,6 +96,8 @@ class Unit:
             rows: Num = float(weight.shape[1 if weight.is_expert else 0 if weight.op in TABLES else -1])
             if weight.op in TABLES or weight.cut == COLUMNS:
                 rows = rows / (1.0 if weight.is_expert else shards(weight, cut))
+            elif weight.is_expert:
+                rows = rows / cut.etp
             yield rows, weight.size / shards(weight, cut) / rows
 
 

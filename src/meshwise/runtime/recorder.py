@@ -33,6 +33,7 @@ from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_ba
 from meshwise.program.tape import Named, Step, Tape
 from meshwise.runtime.kept import Held, Kept, recomputation_hook
 from meshwise.runtime.torch_private import (
+    AsyncCollectiveTensor,
     FakeTensor,
     FakeTensorMode,
     FakeWork,
@@ -225,6 +226,8 @@ class Recorder(TorchDispatchMode):
             with disable_current_modes():
                 return func(*args, **kwargs)
         kind = _COLLECTIVES.get(f"{func.namespace}.{func._opname}")
+        if kind is not None and AsyncCollectiveTensor in types:
+            return NotImplemented  # of the result of another one, which is waited for first
         inputs = self._tensors((args, kwargs))
         begin_s = time.perf_counter()
         if kind is not None and self._is_timed and kind[0] not in ("send", "recv"):

@@ -44,7 +44,10 @@ HOMES = {
         "torch.distributed.tensor._redistribute.clear_redistribute_planner_cache"
     ),
     "clear_sharding_prop_cache": "torch.distributed.tensor.debug._clear_sharding_prop_cache",
+    "AsyncCollectiveTensor": "torch.distributed._functional_collectives.AsyncCollectiveTensor",
     "all_to_all_single": "torch.distributed._functional_collectives.all_to_all_single",
+    "all_gather_single": "torch.distributed._functional_collectives.all_gather_single_autograd",
+    "reduce_scatter_single": "torch.distributed._functional_collectives.reduce_scatter_single_autograd",
     "fsdp_param": "torch.distributed.fsdp._fully_shard._fsdp_param",
     "MeshLayout": "torch.distributed._mesh_layout._MeshLayout",
     "pipelining_utils": "torch.distributed.pipelining._utils",

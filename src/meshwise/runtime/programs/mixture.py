@@ -1,8 +1,9 @@
-"""A mixture of experts in place of a block's MLP, its experts spread over the ranks of a group.
+"""A mixture of experts in place of a block's MLP, its experts spread over ranks, each cut over others.
 
 Each rank routes its own tokens: a router gives every expert a probability, each token visits k experts, and
 what they answer is weighed by theirs. Copies of the tokens go to the ranks that hold their experts by
-all-to-all and come back by another.
+all-to-all and come back by another. Ranks that hold parts of the same experts gather what came to any of
+them, and add up what they answer.
 
 Routing is balanced by force (`routes`); the router still learns, through the weights of the answers.
 """
@@ -17,25 +18,24 @@ from torch.nn import functional as F
 from meshwise.model.architecture import Model
 from meshwise.runtime.programs.decoder_parts import FeedForward, Setting
 from meshwise.runtime.programs.local import local
-from meshwise.runtime.programs.routes import Routes
-from meshwise.runtime.torch_private import all_to_all_single
+from meshwise.runtime.programs.routes import Place, Routes
+from meshwise.runtime.torch_private import all_gather_single, all_to_all_single, reduce_scatter_single
 
 
 class Experts(nn.Module):
-    """The MLPs of this rank's experts, a matrix each in three (or two) stacks; `first` is its first one."""
+    """The MLPs of this rank's experts, a matrix each in three (or two) stacks, or its parts of them."""
 
-    def __init__(self, model: Model, setting: Setting, ranks: int, rank: int) -> None:
+    def __init__(self, model: Model, setting: Setting, place: Place) -> None:
         super().__init__()
         assert model.moe is not None
-        self.setting = setting
-        number, width = model.moe.num_experts // ranks, model.moe.ffn_hidden
-        self.number, self.first = number, rank * number
+        number, width = model.moe.num_experts // place.ranks, model.moe.ffn_hidden // place.parts
+        self.setting, self.number, self.place = setting, number, place
         self.gate = nn.Parameter(torch.empty(number, model.hidden, width)) if model.gated else None
         self.up = nn.Parameter(torch.empty(number, model.hidden, width))
         self.down = nn.Parameter(torch.empty(number, width, model.hidden))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[experts, rows, hidden] -> the same."""
+        """[experts, rows, hidden] -> the same, or this rank's part of their sum."""
         matrices = [self.up] if self.gate is None else [self.gate, self.up]
         wide = [torch.bmm(x, matrix) for matrix in matrices]
         return self.setting.redone("moe_act", self._answers, *wide, to_its_end=False)
@@ -51,10 +51,8 @@ class Mixture(nn.Module):
         super().__init__()
         moe, routes = model.moe, setting.routes
         assert moe is not None and routes is not None
-        group = routes.group
-        rank = 0 if group is None else dist.get_rank(group)
         self.router = nn.Linear(model.hidden, moe.num_experts, bias=False)
-        self.experts = Experts(model, setting, routes.ranks, rank)
+        self.experts = Experts(model, setting, routes.place)
         self.shared = FeedForward(model, setting, moe.shared_ffn_hidden) if moe.shared_ffn_hidden else None
         self.setting, self.routes = setting, routes
 
@@ -69,25 +67,32 @@ class Mixture(nn.Module):
         wide = logits if logits.dtype == torch.float64 else logits.float()
         gates = wide.softmax(-1).gather(1, way.experts).to(x.dtype)
         copies = tokens.index_select(0, way.sources)
-        arrived = _by_expert(_exchange(copies, way), way, self.experts.number)
-        answers = _exchange(_by_rank(self.experts(arrived), way), way)
+        arrived = self._by_expert(_gathered(_exchange(copies, way.group), way.parts))
+        answers = _exchange(_added(self._by_rank(self.experts(arrived)), way.parts), way.group)
         weighed = answers.index_select(0, way.back) * gates.view(-1, 1)
         mixed = weighed.view(-1, num_choices, x.shape[-1]).sum(1).view(x.shape)
         return mixed if self.shared is None else mixed + self.setting.redone("shared_experts", self.shared, x)
 
+    def _by_expert(self, copies: Tensor) -> Tensor:
+        """Copies as they arrived, [sources x experts x rows, hidden] -> [experts, sources x rows, hidden]."""
+        by_source = copies.view(self.routes.place.sources, self.experts.number, -1, copies.shape[-1])
+        return by_source.transpose(0, 1).flatten(1, 2)
 
-def _exchange(copies: Tensor, way: Routes) -> Tensor:
+    def _by_rank(self, answers: Tensor) -> Tensor:
+        """The inverse of `_by_expert`."""
+        return answers.unflatten(1, (self.routes.place.sources, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _exchange(copies: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Copies to the ranks of their experts, or back: an equal part to each."""
-    if way.group is None:
-        return copies
-    return all_to_all_single(copies, None, None, way.group)
+    return copies if group is None else all_to_all_single(copies, None, None, group)
 
 
-def _by_expert(copies: Tensor, way: Routes, experts: int) -> Tensor:
-    """Copies as they arrived, [ranks x experts x rows, hidden] -> [experts, ranks x rows, hidden]."""
-    return copies.view(way.ranks, experts, -1, copies.shape[-1]).transpose(0, 1).flatten(1, 2)
+def _gathered(copies: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The copies that came to any of the ranks that hold parts of the same experts."""
+    return copies if group is None else all_gather_single(copies, 0, group)
 
 
-def _by_rank(answers: Tensor, way: Routes) -> Tensor:
-    """The inverse of `_by_expert`."""
-    return answers.unflatten(1, (way.ranks, -1)).transpose(0, 1).flatten(0, 2)
+def _added(answers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum of what parts of experts answer, of the copies that came to this rank."""
+    return answers if group is None else reduce_scatter_single(answers, "sum", 0, group)

@@ -28,8 +28,9 @@ from torch.distributed.tensor.parallel import (
 
 from meshwise.runtime.programs.decoder import Block, Decoder
 from meshwise.runtime.programs.decoder_attention import LatentAttention, Latents
-from meshwise.runtime.programs.mixture import Mixture
+from meshwise.runtime.programs.mixture import Experts, Mixture
 from meshwise.runtime.programs.parts import cut_on_demand
+from meshwise.runtime.programs.routes import WHOLE, Place, cut_dim
 
 
 def cut_tensors(decoder: Decoder, mesh: DeviceMesh) -> None:
@@ -137,7 +138,8 @@ def _materialize(
             if id(parameter) not in made:
                 whole = torch.empty(parameter.shape, dtype=dtype, device=device)
                 if seed is not None:
-                    fill(names[id(parameter)], whole, seed, getattr(owner, "first", 0))
+                    place = owner.place if isinstance(owner, Experts) else WHOLE
+                    fill(names[id(parameter)], whole, seed, place)
                 if isinstance(parameter, DTensor):
                     mesh, placements = parameter.device_mesh, parameter.placements
                     whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
@@ -145,14 +147,17 @@ def _materialize(
             setattr(owner, key, made[id(parameter)])
 
 
-def fill(name: str, tensor: Tensor, seed: int, first: int = 0) -> None:
+def fill(name: str, tensor: Tensor, seed: int, place: Place = WHOLE) -> None:
     """Norms' weights one, biases zero, matrices normal with deviation width^-1/2.
 
-    A stack of experts is filled one by one, numbered from `first`.
+    A stack is filled expert by expert, with the parts of those at `place`.
     """
     if tensor.dim() == 3:
-        for number, expert in enumerate(tensor, first):
+        dim = cut_dim(name) - 1
+        for number, mine in enumerate(tensor, place.rank * len(tensor)):
+            expert = torch.cat([mine] * place.parts, dim)
             fill(f"{name}.{number}", expert, seed)
+            mine.copy_(expert.chunk(place.parts, dim)[place.part])
         return
     if tensor.dim() == 1:
         tensor.fill_(float(name.endswith("weight")))

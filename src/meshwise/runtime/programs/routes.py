@@ -22,25 +22,63 @@ class Routes:
 
     `experts` [tokens, k]: of each token's copies; `sources` [k tokens]: whose copies they are, sorted by
     expert; `back` [k tokens]: where each token's copies stand in that order. `group`: the ranks that hold the
-    experts, None where this rank holds all.
+    experts, None where this rank holds all; `parts`: those that hold parts of the same ones, None where they
+    are whole.
     """
 
     experts: Tensor
     sources: Tensor
     back: Tensor
     group: dist.ProcessGroup | None = None
+    parts: dist.ProcessGroup | None = None
 
     @property
-    def ranks(self) -> int:
-        """Ranks that share the experts."""
-        return 1 if self.group is None else dist.get_world_size(self.group)
+    def place(self) -> Place:
+        """Which experts, and which part of them, this rank has."""
+        return Place(*_place(self.group), *_place(self.parts))
 
 
-def routes(places: Tensor, sequences: int, model: Model, group: dist.ProcessGroup | None = None) -> Routes:
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank among the `ranks` that hold the experts, and among the `parts` that each is cut into."""
+
+    ranks: int
+    rank: int
+    parts: int
+    part: int
+
+    @property
+    def sources(self) -> int:
+        """Ranks whose tokens come to the experts of one."""
+        return self.ranks * self.parts
+
+
+WHOLE = Place(1, 0, 1, 0)
+"""One rank that holds all experts."""
+
+
+def cut_dim(name: str) -> int:
+    """The dim of a stack of experts' matrices `name` [experts, d_in, d_out] along which parts are cut."""
+    return 1 if name.endswith("down") else 2
+
+
+def part_of(experts: Tensor, name: str, place: Place) -> Tensor:
+    """Of the matrices `name` of all experts, those at `place`."""
+    return experts.chunk(place.ranks)[place.rank].chunk(place.parts, cut_dim(name))[place.part]
+
+
+def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    return (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+
+
+def routes(
+    places: Tensor, sequences: int, model: Model, group: dist.ProcessGroup | None = None,
+    parts: dist.ProcessGroup | None = None,
+) -> Routes:  # fmt: skip
     """The routes of tokens at `places` of each of `sequences` sequences."""
     assert model.moe is not None
     choices = torch.arange(model.moe.top_k, device=places.device)
     experts = (places[:, None] * model.moe.top_k + choices).remainder(model.moe.num_experts)
     experts = experts.repeat(sequences, 1)
     order = experts.flatten().argsort(stable=True)
-    return Routes(experts, order // model.moe.top_k, order.argsort(), group)
+    return Routes(experts, order // model.moe.top_k, order.argsort(), group, parts)

@@ -37,7 +37,7 @@ class Options:
     plan: Annotated[
         str,
         Meta(
-            description="tp, cp, cp_kind, zero, zero_group, ulysses, ep, pp, vpp, "
+            description="tp, cp, cp_kind, zero, zero_group, ulysses, ep, etp, pp, vpp, "
             "schedule=gpipe|1f1b|interleaved|zb-h1|zb-v|dualpipe-v, recompute=none|selective|full, "
             "recompute_layers, recompute_modules=core_attn+layernorm+mlp+moe+moe_act+shared_experts, "
             "act_input_dtype=bf16|fp8, "
@@ -65,7 +65,8 @@ def check(options: Options, ranks: int) -> None:
     alike = int(mesh.shard_ranks(1, mesh.expert_replicas))
     run = options.seq // plan.tp // plan.cp // (2 if mesh.ring > 1 else 1)
     for what, number, divisor in (
-        ("hidden width", model.hidden, alike), ("experts' width", model.moe.ffn_hidden, alike),
+        ("hidden width", model.hidden, alike),
+        ("experts' width", model.moe.ffn_hidden // int(mesh.etp), alike),
         (f"seq {options.seq} leaves each rank {run} tokens in a row, whose choices", run * model.moe.top_k,
          model.moe.num_experts),
     ):  # fmt: skip

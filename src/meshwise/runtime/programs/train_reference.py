@@ -14,7 +14,7 @@ from meshwise.runtime.programs.decoder import TABLE, TIED, Decoder
 from meshwise.runtime.programs.decoder_parts import Setting
 from meshwise.runtime.programs.parallelize import fill
 from meshwise.runtime.programs.rotary import turned_width, turns
-from meshwise.runtime.programs.routes import routes
+from meshwise.runtime.programs.routes import part_of, routes
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.training import Trainer
@@ -37,9 +37,8 @@ def differences(trainer: Trainer, loss: float) -> dict[str, float]:
             assert parameter.grad is not None
             grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
             expected_grad = grads[name]
-            if grad.dim() == 3:  # the experts that this rank holds
-                first = (trainer.context.rank % trainer.plan.ep) * len(grad)
-                expected_grad = expected_grad[first : first + len(grad)]
+            if trainer.setting.routes and grad.dim() == 3:  # the experts that this rank holds
+                expected_grad = part_of(expected_grad, name, trainer.setting.routes.place)
             worst[1] = torch.maximum(worst[1], (grad - expected_grad).abs().max() / largest)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return {"loss": float(worst[0]), "gradients": float(worst[1])}

@@ -46,7 +46,8 @@ class Trainer:
         self.mesh = context.mesh(pp=plan.pp, **_copies_and_shards(replicas, self.sharing[0]), tp=plan.tp)
         self.ring, self.heads = self._context_groups(int(on.ring), int(on.ulysses))
         self.ends = self._ends()
-        self.experts, self.experts_mesh = self._expert_groups()
+        self.ep, self.etp = plan.ep, int(on.etp)
+        self.experts, self.parts, self.experts_mesh = self._expert_groups()
         with context.recorder.setup():
             ring_rank, part = divmod(place.cp, int(on.ulysses))
             places = own_places(options.seq, int(on.ring), ring_rank, context.device)
@@ -120,17 +121,19 @@ class Trainer:
         heads = Axis(line(ulysses, part, self.plan.tp), ulysses, part) if ulysses > 1 else None
         return around, heads
 
-    def _expert_groups(self) -> tuple[dist.ProcessGroup | None, DeviceMesh | None]:
-        """The neighbours that share the experts, and the ranks of the stage that hold the same ones."""
-        context, ep = self.context, self.plan.ep
+    def _expert_groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, DeviceMesh | None]:
+        """Ranks that share the experts, those that hold parts of the same, and those with the same parts."""
+        context, ep, etp = self.context, self.ep, self.etp
         if self.model.moe is None:
-            return None, None
-        stage_ranks = context.world_size // self.plan.pp
+            return None, None, None
+        stage_ranks, both = context.world_size // self.plan.pp, ep * etp
         first = context.rank // stage_ranks * stage_ranks
-        own = context.rank // ep * ep
-        sharing = context.group("ep", range(own, own + ep)) if ep > 1 else None
-        alike = range(first + context.rank % ep, first + stage_ranks, ep)
-        return sharing, context.grid(alike, **_copies_and_shards(len(alike), self.sharing[1]))
+        own, part = context.rank // both * both, context.rank % etp
+        sharing = context.group("ep", range(own + part, own + both, etp)) if ep > 1 else None
+        of_one = context.rank - part
+        parts = context.group("tp", range(of_one, of_one + etp)) if etp > 1 else None
+        alike = range(first + context.rank % both, first + stage_ranks, both)
+        return sharing, parts, context.grid(alike, **_copies_and_shards(len(alike), self.sharing[1]))
 
     def _ends(self) -> dist.ProcessGroup | None:
         """The first and the last rank of this rank's pipeline, each with its copy of a tied table."""
@@ -154,14 +157,14 @@ class Trainer:
                 dist.all_reduce(grads[0], group=self.ends)
 
     def _scale_gradients_of_experts(self) -> None:
-        """From the mean over the ranks that hold the same experts, dp cp tp / ep, to the mean over dp cp."""
-        if self.plan.tp == self.plan.ep:
+        """From the mean over ranks with the same parts of experts, dp cp tp / (ep etp), to one over dp cp."""
+        if self.plan.tp == self.ep * self.etp:
             return
         with self.context.recorder.phase("backward"):
             for piece in self.pieces.values():
                 for module in piece.modules():
                     for parameter in module.parameters() if isinstance(module, Experts) else ():
-                        parameter.grad.mul_(self.plan.tp / self.plan.ep)
+                        parameter.grad.mul_(self.plan.tp / (self.ep * self.etp))
 
     def _setting(self) -> Setting:
         plan, place, context = self.plan, self.place, self.context
@@ -189,7 +192,7 @@ class Trainer:
         """Where the tokens at places `own` go."""
         if self.model.moe is None:
             return None
-        found = routes(own, self.options.microbatch, self.model, self.experts)
+        found = routes(own, self.options.microbatch, self.model, self.experts, self.parts)
         self.context.recorder.weights(found.experts, found.sources, found.back)  # constants
         return found
 
