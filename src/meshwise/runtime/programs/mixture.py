@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from meshwise.model.architecture import Model
 from meshwise.runtime.programs.decoder_parts import FeedForward, Setting
 from meshwise.runtime.programs.local import local
-from meshwise.runtime.programs.routes import Place, Routes
+from meshwise.runtime.programs.routes import Place
 from meshwise.runtime.torch_private import all_gather_single, all_to_all_single, reduce_scatter_single
 
 
