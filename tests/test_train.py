@@ -211,7 +211,7 @@ def test_all_instruments_agree(rank: int, plan: str, model: str, pool: Ranks) ->
         (4, 3, "mla --plan tp=2,ep=2,etp=1,dtype=bf16 --batch 4"),
         (8, 5, "moe --plan tp=2,ep=2,dtype=bf16,recompute=full --batch 8"),
         (8, 6, "mla --plan etp=4,ep=2,cp=2,cp_kind=ulysses,dtype=bf16 --batch 8"),
-        (8, 1, "moe --plan tp=4,etp=2,ep=2,pp=1,dtype=fp32,zero=1 --batch 4 --seq 32"),
+        (8, 1, "moe --plan tp=2,etp=4,ep=2,dtype=fp32,zero=1 --batch 4 --seq 32"),
         (8, 5, "mla --plan cp=2,cp_kind=ulysses,ep=2,dtype=bf16,recompute=selective --batch 4"),
         (8, 5, "gpt --plan zero=2,pp=2,tp=2,dtype=bf16 --batch 8"),
         (8, 2, "llama --plan zero=2,pp=2,vpp=5,dtype=bf16,recompute=selective --batch 8 --layers 10"),
