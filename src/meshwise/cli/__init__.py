@@ -134,6 +134,10 @@ def main() -> None:
         _end("interrupted", INTERRUPTED)
     except BrokenPipeError:
         sys.exit(0)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _end(f"cannot use {str(error.filename)!r}: {error.strerror}; name another file or folder", 2)
 
 
 def _sentence(error: Any) -> str:

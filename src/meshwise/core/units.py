@@ -42,6 +42,9 @@ WEIGHT_BITS: dict[str, float] = {
 }
 """Bits of a weight in the formats that engines keep weights in, scales included."""
 
+MOST_STATED = 1e30
+"""The largest number that a price, a power or a budget may be, so that no product of them is infinite."""
+
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y", "R", "Q")
 
 

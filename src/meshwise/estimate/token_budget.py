@@ -6,11 +6,11 @@ last checkpoint. A checkpoint holds the weights that train and their optimizer s
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from meshwise.core.errors import WorkloadError
+from meshwise.core.units import MOST_STATED
 from meshwise.cost.failures import CHECKPOINT_BYTES_PER_PARAM, Failures, checkpoint_interval_s
 from meshwise.estimate.single import Estimate
 from meshwise.model.architecture import Layer, Model, num_dense_layers, num_moe_layers
@@ -47,8 +47,8 @@ class TokenBudget:
             value = getattr(self, name)
             if value is None:
                 continue
-            if not (math.isfinite(value) and value > 0):
-                raise WorkloadError(f"{option} {value} must be a number above zero")
+            if not 0 < value <= MOST_STATED:
+                raise WorkloadError(f"{option} {value} must be a number above zero, up to {MOST_STATED:g}")
             if self.tokens is None:
                 raise WorkloadError(
                     f"{option} {value:g} is for a run of some length; add --tokens, or leave it out"

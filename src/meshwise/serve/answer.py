@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +9,7 @@ from typing import Any
 
 from meshwise.core.errors import WorkloadError
 from meshwise.core.notebook import Shown
+from meshwise.core.units import MOST_STATED
 from meshwise.machine.hardware import find_chip
 from meshwise.serve import serving as est
 from meshwise.serve.engine import parse_engine
@@ -170,6 +170,6 @@ def parse_prices(text: str) -> dict[str, float]:
             found[find_chip(chip).name if chip else ""] = usd = float(price)
         except ValueError:
             usd = -1.0
-        if not 0 < usd < math.inf:
+        if not 0 < usd <= MOST_STATED:
             raise WorkloadError(f"price: {word!r} is no price; write 2.5, or h100-80g-sxm=2.5,b200-sxm=4")
     return found

@@ -18,7 +18,7 @@ import numpy as np
 
 from meshwise.core.errors import WorkloadError
 from meshwise.core.notebook import Shown
-from meshwise.core.units import Num, require_positive
+from meshwise.core.units import MOST_STATED, Num, require_positive
 from meshwise.cost.failures import FAILURE_NUMBERS, Failures
 from meshwise.published.frontier.assumptions import (
     LATENCIES,
@@ -344,8 +344,8 @@ def power_and_cost(
 ) -> dict[str, float | None]:
     """Power [W], energy [J] (None without watts), device-hours and price of a run; both rates per device."""
     for what, value in (("watts", watts or 0.0), ("price per device-hour", price_per_device_hour)):
-        if not (math.isfinite(value) and value >= 0):
-            raise WorkloadError(f"{what} is {value}; it must be a finite number, zero or more")
+        if not 0 <= value <= MOST_STATED:
+            raise WorkloadError(f"{what} is {value}; it must be from 0 to {MOST_STATED:g}")
     device_hours = point.devices * point.training_s / 3600
     return {
         "power_watts": point.devices * watts if watts else None,
