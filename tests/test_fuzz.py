@@ -87,6 +87,7 @@ BASES: dict[tuple[str, ...], list[str]] = {
     **{("trace", name): [GPU] for name in ("launches", "rates", "bandwidth")},
     **{("trace", name): [GLOO, "-o", out] for name, out in PICTURES.items()},
 }
+LONG_NAME = "a" * 3000
 STARTING = ("run", "dryrun", "compare", "profile", "sweep")
 """Verbs that start programs or read a file of their own: fuzzed below. `fit` writes the catalog."""
 
@@ -143,6 +144,8 @@ def words(draw: st.DrawFn) -> list[str]:
 @some(160)
 @given(words())
 @example(["collective", "0", "--cluster", "h100-80g-sxm:64", "--stride", "65", "--data", "0"])
+@example(["trace", "bandwidth", LONG_NAME])
+@example(["estimate", "bad\x0bname", *H100])
 @example(["serve", "llama3-8b", *H100, "--plan", "tp=8", "--concurrency", str(10**12)])
 def test_strange_options(stated: list[str]) -> None:
     check_contract(stated)
@@ -458,6 +461,7 @@ def states(draw: st.DrawFn) -> tuple[str, dict[str, str]]:
 @some(60)
 @given(states())
 @example(("serve", STATE["serve"] | {"concurrency": "1e+18"}))
+@example(("serve", STATE["serve"] | {"concurrency": "1", "price": "1e+308"}))
 def test_strange_states(page: Any, asked: tuple[str, dict[str, str]]) -> None:
     view, state = asked
     reply = page.post(f"/api/{view}", content=json.dumps(state))
@@ -481,6 +485,7 @@ def test_damaged_states(page: Any, content: bytes) -> None:
 
 
 @some(10, share=0.1)
+@example([("--traces", LONG_NAME)])
 @given(st.lists(st.tuples(st.sampled_from(("--port", "--host", "--traces")), strange_text), max_size=3))
 def test_strange_addresses(options: list[tuple[str, str]]) -> None:
     uvicorn = pytest.importorskip("uvicorn")

@@ -111,42 +111,6 @@ def test_a_sweep_of_too_many_points_is_refused(tmp_path: Path) -> None:
         read_sweep(path)
 
 
-NOWHERE = "/proc/nowhere"
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        (*ESTIMATE, *ON_CHIPS, "--csv", f"{NOWHERE}/x.csv"),
-        (*ESTIMATE, *ON_CHIPS, "--plot", f"{NOWHERE}/x.png"),
-        (*ESTIMATE, *ON_CHIPS, "--trace", f"{NOWHERE}/x.json"),
-        ("validate", "--runs", "RUNS", "--write-docs", NOWHERE),
-        ("validate", "--runs", "RUNS", "--plot", f"{NOWHERE}/x.png"),
-        ("frontier", "run", "--chip", "h100-80g-sxm", "--plot", f"{NOWHERE}/x.png"),
-        ("frontier", "run", "--chip", "h100-80g-sxm", "--plot", f"{NOWHERE}/x.html"),
-    ],
-    ids=lambda words: " ".join((words[0], *words[-2:])),
-)
-def test_a_place_that_cannot_be_written(meshwise: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
-    pytest.importorskip("matplotlib")
-    if words[-1].endswith(".html"):
-        pytest.importorskip("plotly")
-    from meshwise.calibrate.runs import published_runs
-
-    runs = tmp_path / "runs.csv"
-    runs.write_text("\n".join(published_runs().read_text().splitlines()[:3]))
-    refused(meshwise(*(str(runs) if word == "RUNS" else word for word in words)), f"cannot write {NOWHERE}")
-
-
-def test_a_full_disk_leaves_nothing(meshwise: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "replace", full)
-    refused(meshwise(*ESTIMATE, *ON_CHIPS, "--csv", str(tmp_path / "x.csv")), "No space left on device")
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("kind", ["fifo", "link"])
 def test_what_is_no_plain_file_is_not_replaced_by_one(tmp_path: Path, kind: str) -> None:
     path, found = tmp_path / "x.csv", tmp_path / "there"
@@ -243,6 +207,8 @@ def test_only_this_machine_reaches_the_meeting_point() -> None:
 
 PLANS = ("tp=8", "tp=4,pp=2", "zero=3", "tp=2,cp=2,zero=3", "pp=4,tp=2,vpp=2", "tp=8,pp=4,recompute=full")
 plans = st.sampled_from(PLANS)
+FASTER = st.sampled_from(("links", "memory_bytes_per_s", "matrix_flop_per_s"))
+NO_LONGER = 1 + 1e-12
 
 
 def step(cluster: Cluster, plan: str, batch: int = 64) -> Any:
@@ -261,11 +227,85 @@ def faster(cluster: Cluster, what: str, times: float) -> Cluster:
 
 
 @settings(max_examples=20)
-@given(plans, st.sampled_from(("links", "memory_bytes_per_s", "matrix_flop_per_s")), st.floats(1, 8))
+@given(plans, FASTER, st.floats(1, 8))
 def test_a_faster_machine_never_costs_time(plan: str, what: str, times: float) -> None:
     cluster = find_cluster("h100-80g-sxm:64")
     before, after = step(cluster, plan), step(faster(cluster, what, times), plan)
-    assert after.step_s <= before.step_s * (1 + 1e-12)
+    assert after.step_s <= before.step_s * NO_LONGER
+
+
+@settings(max_examples=10)
+@given(FASTER, st.floats(1, 8))
+def test_a_faster_machine_never_serves_slower(what: str, times: float) -> None:
+    cluster = find_cluster("h100-80g-sxm:4")
+    before, after = (mw.serve("llama3-8b", on, "tp=4") for on in (cluster, faster(cluster, what, times)))
+    was, now = before.to_json(), after.to_json()
+    assert now["first_token_s"] <= was["first_token_s"] * NO_LONGER
+    for slow, fast in zip(was["passes"], now["passes"], strict=True):
+        assert fast["token_s"] <= slow["token_s"] * NO_LONGER
+
+
+@settings(max_examples=10)
+@given(FASTER, st.floats(1, 8))
+def test_the_best_plan_of_a_faster_machine_is_no_slower(what: str, times: float) -> None:
+    cluster = find_cluster("h100-80g-sxm:16")
+    before, after = (
+        mw.search("llama3-8b", on, batch=64, seq=2048, top=1).best[0].step_s
+        for on in (cluster, faster(cluster, what, times))
+    )
+    assert after <= before * NO_LONGER
+
+
+@settings(max_examples=10)
+@given(st.floats(1, 8))
+def test_the_best_plan_with_more_memory_is_no_slower(times: float) -> None:
+    cluster = find_cluster("a100-40g-sxm:16")
+    larger = replace(cluster, chip=replace(cluster.chip, memory_bytes=times * cluster.chip.memory_bytes))
+    before, after = (
+        mw.search("llama3-8b", on, batch=64, seq=2048, top=1).best[0].step_s for on in (cluster, larger)
+    )
+    assert after <= before * NO_LONGER
+
+
+@given(
+    st.sampled_from(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")),
+    st.sampled_from((2, 8, 16, 64)),
+    st.floats(1, 1e10),
+    st.floats(1, 8),
+)
+def test_faster_links_and_fewer_bytes_never_cost_time(
+    kind: str, ranks: int, size: float, times: float
+) -> None:
+    cluster = find_cluster("h100-80g-sxm:64")
+    (before, more), _ = mw.collective(kind, cluster, (size, size * times), ranks=ranks)
+    (after,), _ = mw.collective(kind, faster(cluster, "links", times), (size,), ranks=ranks)
+    assert before.time_s <= more.time_s * NO_LONGER and after.time_s <= before.time_s * NO_LONGER
+
+
+@pytest.mark.parametrize("option", ["--flop-per-s-8bit", "--memory-bytes-per-s", "--network-bytes-per-s"])
+def test_a_faster_device_never_slows_a_layer(meshwise: Any, option: str) -> None:
+    rates = {"--flop-per-s-8bit": 2e15, "--memory-bytes-per-s": 3e12, "--network-bytes-per-s": 5e10}
+    layer = "frontier layer --d-in 4096 --d-out 16384 --batch 65536 --tp-in 2 --tp-out 4 --dp 2 --json"
+    took = []
+    for times in (1, 2, 4, 8):
+        stated = rates | {option: times * rates[option]}
+        words = [str(word) for pair in stated.items() for word in pair]
+        took.append(meshwise(*layer.split(), *words).document["fwd_bwd_s"])
+    assert took == sorted(took, reverse=True)
+
+
+def test_rates_of_a_file_times_two_are_half_the_time(meshwise: Any, tmp_path: Path) -> None:
+    """All rates of a cluster file times two: half the time of a layer, to rounding."""
+    chip = mw_chip()
+    double = chip | {"memory_bytes_per_s": 2 * chip["memory_bytes_per_s"]}
+    double["matrix_flop_per_s"] = {dtype: 2 * rate for dtype, rate in chip["matrix_flop_per_s"].items()}
+    times = []
+    for name, found in (("one", chip), ("two", double)):
+        path = tmp_path / f"{name}.toml"
+        path.write_text(toml_text({"num_chips": 8, "chip": found}))
+        words = ("frontier", "layer", "--d-in", "64", "--d-out", "4096", "--batch", "512", "--json")
+        times.append(meshwise(*words, "--chip", str(path)).document["fwd_bwd_s"])
+    assert times[0] == pytest.approx(2 * times[1], rel=1e-12)
 
 
 @settings(max_examples=10)

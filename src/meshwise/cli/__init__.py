@@ -153,5 +153,6 @@ def _sentence(error: Any) -> str:
 def _end(sentence: str, exit_code: int) -> None:
     if len(sentence) > MAX_SENTENCE:  # it quotes what it cannot read
         sentence = f"{sentence[: MAX_SENTENCE // 2]} ... {sentence[-MAX_SENTENCE // 4 :]}"
-    print(f"meshwise: {sentence}", file=sys.stderr)
+    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in sentence)
+    print(f"meshwise: {shown}", file=sys.stderr)
     sys.exit(exit_code)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from meshwise.core.files import catalog_text
+from meshwise.core.units import whole
 from meshwise.plan.plan import KEYS
 
 ANY, VALUE = object(), object()
@@ -79,4 +80,5 @@ def _value(fact: str, text: str) -> Any:
         return _WORDS[text]
     if fact in KEYS:
         return KEYS[fact].read(text)
-    return int(text) if text.isdecimal() else text
+    number = whole(text)
+    return text if number is None else number

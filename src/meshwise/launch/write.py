@@ -8,14 +8,15 @@ Slurm script around the command.
 from __future__ import annotations
 
 import shlex
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from meshwise.core.errors import DataError, PlanError
-from meshwise.core.files import write_text
+from meshwise.core.errors import PlanError
+from meshwise.core.files import make_folder, whole_file
 from meshwise.estimate.single import estimate
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.bridge import bridge_settings
@@ -62,13 +63,13 @@ class Launch:
         return msgspec.to_builtins(self)
 
     def write(self, folder: Path) -> list[Path]:
-        """Write all files into `folder`, which is made where it is missing; DataError where it cannot be."""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DataError(f"cannot make the folder {folder}: {error.strerror}; name another") from None
-        for file in self.files:
-            write_text(folder / file.path, file.text)
+        """Write all files, or none, into `folder`, which is made where it is missing; else DataError."""
+        make_folder(folder)
+        with ExitStack() as opened:
+            for file in self.files:
+                out = opened.enter_context(whole_file(folder / file.path))
+                out.write(file.text.encode())
+                out.flush()
         return [folder / file.path for file in self.files]
 
 

@@ -235,6 +235,8 @@ class Store:
                 ) from None
             except OSError as error:
                 raise DataError(f"cannot write {path}: {error.strerror}; name a writable place") from None
+            except sqlite3.OperationalError as error:
+                raise DataError(f"cannot write {path}: {error}; make room and start again") from None
             except sqlite3.DatabaseError as error:
                 raise DataError(f"{path} is not a results file of a sweep ({error}); name another") from None
             self._opened = opened.pop_all()

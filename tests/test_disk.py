@@ -1,0 +1,149 @@
+"""Every file that meshwise writes, on a full disk and in a place that cannot be written: one sentence, exit
+code 2, nothing on stdout, and no file that is half there.
+
+The disk takes less than a kilobyte of each file: RLIMIT_FSIZE fails the same calls as a full disk.
+"""
+
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from meshwise.calibrate.runs import published_runs
+from meshwise.cli import app
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("plotly")
+pytest.importorskip("torch")
+
+DATA = Path(__file__).parent / "data"
+GLOO = str(DATA / "traces" / "gloo4")
+H100 = "--cluster h100-80g-sxm:4"
+SMALL = "ulysses --seq 64 --hidden 64 --heads 8"
+SWEEP = """
+verb = "estimate"
+arguments = ["llama3-8b"]
+options = {cluster = "h100-80g-sxm:8"}
+grid = {batch = [8, 16]}
+results = {step_s = "step_s"}
+"""
+WRITES = {
+    "estimate": (f"llama3-8b {H100}", ("--csv x.csv", "--plot x.png", "--html x.html", "--trace x.json")),
+    "search": (f"llama3-8b {H100} --batch 8", ("--csv x.csv", "--plot x.png", "--html x.html")),
+    "serve": (f"llama3-8b {H100} --pareto", ("--csv x.csv", "--plot x.png", "--html x.html")),
+    "validate": ("--runs RUNS", ("--plot x.png", "--html x.html", "--write-docs .")),
+    "explain": (f"{GLOO} --model llama3-8b {H100}", ("--html x.html",)),
+    "launch": (f"llama3-8b {H100} --plan zero=3 --batch 8 --seq 128 --to megatron-lm", ("--output .",)),
+    "collective": (f"all_reduce {H100}", ("--plot x.png",)),
+    "frontier run": ("--chip h100-80g-sxm", ("--plot x.html",)),
+    "trace summary": (GLOO, ("--html x.html",)),
+    "trace merge": (GLOO, ("--output x.json", "--output x.json.gz")),
+    "trace plot": (GLOO, ("--output x.png",)),
+    "trace report": (GLOO, ("--output x.html",)),
+    "trace ledger": (GLOO, ("--csv x.csv",)),
+    "dryrun": (f"{SMALL} --ranks 4", ("--csv x.csv",)),
+    "sweep": ("SWEEP --jobs 1", ("--output x.sqlite",)),
+}
+SLOW = {"run": (f"{SMALL} --ranks 1", ("--csv x.csv", "--profile ."))}
+"""In a process of its own, whose limit its ranks inherit."""
+ELSEWHERE = {
+    ("serve", "--output"): "tokens, not a file",
+    ("sweep", "--csv"): "written as all tables are",
+    ("sweep", "--plot"): "written as all figures are",
+    ("frontier sensitivity", "--plot"): "written as all figures are, but takes six seconds",
+    ("calibrate", "--output"): "test_calibrate_from.py",
+    ("profile", "--output"): "test_profile.py",
+}
+OUTPUTS = {"--csv", "--plot", "--html", "--trace", "--output", "--profile", "--write-docs"}
+CASES = [(verb, words, option) for verb, (words, options) in WRITES.items() for option in options]
+READ_ONLY = ("/proc/nowhere", "/sys/kernel")
+
+
+def options_of(inside: Any, *words: str) -> Iterator[tuple[str, str]]:
+    """Every verb and each of its options."""
+    for name, found in inside.commands.items():
+        if hasattr(found, "commands"):
+            yield from options_of(found, *words, name)
+        else:
+            yield from ((" ".join((*words, name)), option) for param in found.params for option in param.opts)
+
+
+def test_every_output_is_tried() -> None:
+    tried = {(verb, option.split()[0]) for verb, (_, every) in (WRITES | SLOW).items() for option in every}
+    written = {
+        (verb, option) for verb, option in options_of(typer.main.get_command(app)) if option in OUTPUTS
+    }
+    assert written == tried | ELSEWHERE.keys()
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """A disk on which no file grows beyond 900 bytes: of `launch`, the first file is smaller, the second not."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (900, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def stated(tmp_path: Path) -> Any:
+    """The words of a case, with its file in a folder."""
+    (tmp_path / "runs.csv").write_text("\n".join(published_runs().read_text().splitlines()[:3]))
+    (tmp_path / "sweep.toml").write_text(SWEEP)
+    files = {"RUNS": str(tmp_path / "runs.csv"), "SWEEP": str(tmp_path / "sweep.toml")}
+
+    def words(verb: str, words: str, option: str, folder: Path | str) -> list[str]:
+        name, file = option.split()
+        given = [files.get(word, word) for word in f"{verb} {words}".split()]
+        return [*given, name, str(Path(folder) / file)]
+
+    return words
+
+
+def check_refused(verb: str, code: int, out: str, err: str, says: str) -> None:
+    assert code == 2 and err.count("\n") == 1, err
+    assert out == "" or verb in ("dryrun", "run")  # whose programs print as they go
+    assert err.startswith("meshwise: ") and says in err, err
+
+
+def check_empty(folder: Path) -> None:
+    assert not [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size]
+
+
+@pytest.mark.parametrize(("verb", "words", "option"), CASES)
+def test_a_full_disk(meshwise: Any, stated: Any, tmp_path: Path, verb: str, words: str, option: str) -> None:
+    folder = tmp_path / "full"
+    folder.mkdir()
+    given = stated(verb, words, option, folder)
+    with full_disk():
+        done = meshwise(*given)
+    check_refused(verb, done.code, done.out, done.err, "cannot write")
+    check_empty(folder)
+
+
+@pytest.mark.parametrize("folder", READ_ONLY)
+@pytest.mark.parametrize(("verb", "words", "option"), CASES)
+def test_a_place_that_cannot_be_written(
+    meshwise: Any, stated: Any, folder: str, verb: str, words: str, option: str
+) -> None:
+    done = meshwise(*stated(verb, words, option, folder))
+    check_refused(verb, done.code, done.out, done.err, folder)
+
+
+@pytest.mark.parametrize("option", SLOW["run"][1])
+def test_ranks_on_a_full_disk(stated: Any, tmp_path: Path, option: str) -> None:
+    folder = tmp_path / "full"
+    folder.mkdir()
+    command = [sys.executable, "-m", "meshwise", *stated("run", SLOW["run"][0], option, folder)]
+    with full_disk():
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    check_refused("run", done.returncode, done.stdout, done.stderr, "cannot write")
+    check_empty(folder)
