@@ -84,7 +84,7 @@ def test_every_output_is_tried() -> None:
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """A disk on which no file grows beyond 900 bytes: of `launch`, the first file is smaller, the second not."""
+    """A disk on which no file grows beyond 900 bytes: the first file of `launch` is smaller."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (900, before[1]))
     try:
