@@ -6,8 +6,10 @@ import csv
 import json
 import math
 import tomllib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +19,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace as restated
 from typer.testing import CliRunner
 
+from meshwise.calibrate import fit_steps
 from meshwise.calibrate.defaults import defaults_of, entries, released
 from meshwise.calibrate.errors import is_held_out, order_loss, summarize
 from meshwise.calibrate.express import express
 from meshwise.calibrate.fit_steps import (
     Quantity,
+    StepFit,
     as_tables,
     catalog_constants,
     search,
@@ -442,7 +446,7 @@ def test_the_command_prints_one_document() -> None:
     assert row["error_frac"] == pytest.approx(row["predicted"] / row["measured"] - 1)
     assert set(document["summary"]) == {"step_s", "memory_bytes"}
     keys = {"num_rows", "num_expressed", "median_abs_frac", "mean_abs_frac", "p90_abs_frac"}
-    keys |= {"mean_signed_frac", "coverage_frac"}
+    keys |= {"mean_signed_frac", "coverage_frac", "coverage_by_source_frac"}
     assert keys <= set(document["summary"]["step_s"])
     printed = CliRunner().invoke(app, ["--runs", str(RUNS), "--worst", "2"])
     assert printed.exit_code == 0 and "not expressed" not in printed.output and "Order:" in printed.output
@@ -493,6 +497,21 @@ def test_the_written_constants_are_the_fitted_ones() -> None:
         for key in name.split("."):
             section = section[key]
         assert section == pytest.approx(value, rel=1e-3)
+
+
+def test_a_fit_is_one_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meshwise: Callable[..., Any]
+) -> None:
+    """What speaks against the constants is in it, nothing is written, and the exit code says no."""
+    refused = StepFit(START, 0.1, 0.2, "", ("skew_s ends at its limit",))
+    monkeypatch.setattr(fit_steps, "priced_runs", lambda paths: [])
+    monkeypatch.setattr(fit_steps, "fit_overheads", lambda runs, **about: refused)
+    (tmp_path / "measured_iterations_a100.csv").touch()
+    outcome = meshwise("fit", "--only", "steps", "--data", str(tmp_path), "--json")
+    assert outcome.code == 1 and "not written: skew_s" in outcome.err
+    found = json.loads(outcome.out)
+    assert found["steps"]["constants"] == START and found["written"] is False
+    assert found["steps"]["problems"] == ["skew_s ends at its limit"]
 
 
 # --- constants that mean something, intervals ------------------------------------------------------

@@ -126,6 +126,11 @@ class FitReport:
     problems: list[Problem]
     toml: str
 
+    def to_json(self) -> dict[str, Any]:
+        """What `meshwise fit --json` prints of kernels and collectives."""
+        unread = [asdict(problem) for problem in self.problems]
+        return {"scores": [asdict(score) for score in self.scores], "unread": unread}
+
 
 _NOT_OF_THE_SHAPE = ("cast", "active", "local_topk", "moved_topk")
 """What varies with the library and the routing: the same shape stays on one side all the same."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from meshwise.calibrate.catalog_text import catalog_text
-from meshwise.calibrate.errors import percentiles
+from meshwise.calibrate.errors import percentiles, summarize
 from meshwise.calibrate.robust import Array, Linear, minimise
 from meshwise.calibrate.table import lines
 from meshwise.core.errors import MeshwiseError
@@ -61,6 +61,16 @@ class ServingFit:
     misses: Array
     without_model: Array
     without_system: Array
+
+    def to_json(self) -> dict[str, Any]:
+        """What `meshwise fit --json` prints of serving engines."""
+        misses = {
+            "fitted": self.misses,
+            "left_out_model": self.without_model,
+            "left_out_system": self.without_system,
+        }
+        errors = {name: asdict(summarize(np.expm1(of).tolist())) for name, of in misses.items()}
+        return {"constants": msgspec.structs.asdict(self.constants), "errors": errors}
 
     @property
     def spreads(self) -> dict[str, dict[str, Spread]]:

@@ -48,6 +48,11 @@ class StepFit:
     toml: str
     problems: tuple[str, ...]
 
+    def to_json(self) -> dict[str, Any]:
+        """What `meshwise fit --json` prints of whole steps."""
+        names = ("constants", "fitted_mean_abs_frac", "held_out_mean_abs_frac", "problems")
+        return {name: getattr(self, name) for name in names}
+
 
 def as_tables(constants: Constants) -> Tables:
     """Dotted names as tables."""

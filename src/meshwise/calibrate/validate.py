@@ -18,7 +18,7 @@ from meshwise.calibrate.express import Expressed, express
 from meshwise.calibrate.microdata import OPS_COLUMNS
 from meshwise.calibrate.microdata import read as read_ops
 from meshwise.calibrate.ops import batches, links, predict_s
-from meshwise.calibrate.runs import BadRow, Run, published_runs, read_runs, unread_columns
+from meshwise.calibrate.runs import BadRow, Run, publication, published_runs, read_runs, unread_columns
 from meshwise.calibrate.table import header, lines
 from meshwise.core.errors import ClusterError, MeshwiseError
 from meshwise.core.notebook import Shown
@@ -134,6 +134,7 @@ class Validation(Shown):
         summary = {
             quantity: asdict(summarize([row.error_frac for row in self.of(quantity)]))
             | {"coverage_frac": coverage_frac(self.of(quantity))}
+            | {"coverage_by_source_frac": coverage_by_source_frac(self.of(quantity))}
             | {"left_out": asdict(summarize([row.left_out_error_frac for row in self.of(quantity)]))}
             for quantity in self.quantities
         }
@@ -145,6 +146,13 @@ def coverage_frac(rows: Iterable[Prediction]) -> float | None:
     """Share of the measurements that lie in their interval."""
     covered = [row.covered for row in rows if row.covered is not None]
     return sum(covered) / len(covered) if covered else None
+
+
+def coverage_by_source_frac(rows: Iterable[Prediction]) -> float | None:
+    """The same, as the mean over the sources: what to expect of a new one, however many rows it has."""
+    groups = grouped(rows, lambda row: publication(row.source)).values()
+    shares = [share for group in groups if (share := coverage_frac(group)) is not None]
+    return sum(shares) / len(shares) if shares else None
 
 
 def validate(paths: Iterable[Path] = ()) -> Validation:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from meshwise.cli.output import console
+from meshwise.cli.output import console, print_json
 
 OP_FILES = ("measured_ops.csv", "published_micro.csv")
 SERVING_FILES = ("measured_serving.csv",)
@@ -28,22 +28,24 @@ def fit(
         typer.Option(help="Kernels and collectives, whole steps, serving engines, or (all) the first two."),
     ] = "all",
     write: Annotated[bool, typer.Option(help="Write the catalog; --no-write only reports.")] = True,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Fit the constants of predictions to measurements.
-
-    Kernels and collectives to measured ops, overheads of steps to published runs, and serving engines.
-    """
+    """Fit kernels and collectives to measured ops, overheads of steps to published runs, and engines."""
+    found: dict[str, Any] = {}
     if only == "serving":
-        _fit_serving(*_files(data, SERVING_FILES), write=write)
-        return
-    if only != "steps":
-        _fit_ops(_files(data, OP_FILES), write=write)
+        found["serving"] = _fit_serving(*_files(data, SERVING_FILES), write=write, quiet=json)
+    if only in ("ops", "all"):
+        found["ops"] = _fit_ops(_files(data, OP_FILES), write=write, quiet=json)
     if only == "all":
-        _fit_steps_afresh(data, write=write)
-    elif only == "steps":
+        found |= _fit_steps_afresh(data, write=write, quiet=json)
+    if only == "steps":
         from meshwise.calibrate.runs import published_runs
 
-        _fit_steps([published_runs(), *_files(data, RUN_FILES)], write=write)
+        found["steps"] = _fit_steps([published_runs(), *_files(data, RUN_FILES)], write=write, quiet=json)
+    if json:
+        print_json(found | {"written": write and not found.get("steps", {}).get("problems")})
+    if found.get("steps", {}).get("problems"):
+        raise typer.Exit(1)
 
 
 def _files(folder: Path, names: tuple[str, ...]) -> list[Path]:
@@ -61,16 +63,18 @@ def _catalog(name: str) -> Path:
     return Path(meshwise.__file__).parent / "catalog" / name
 
 
-def _fit_ops(paths: list[Path], *, write: bool) -> None:
+def _fit_ops(paths: list[Path], *, write: bool, quiet: bool) -> dict[str, Any]:
     from meshwise.calibrate.fit import fit_all
     from meshwise.report.fit_table import print_op_fit
 
     today = date.today().isoformat()
     found = fit_all(paths, checked=today, write_to=_catalog("efficiency.toml") if write else None)
-    print_op_fit(found, console())
+    if not quiet:
+        print_op_fit(found, console())
+    return found.to_json()
 
 
-def _fit_steps(paths: list[Path], *, write: bool) -> None:
+def _fit_steps(paths: list[Path], *, write: bool, quiet: bool) -> dict[str, Any]:
     from meshwise.calibrate.fit_steps import fit_overheads, priced_runs
     from meshwise.calibrate.left_out import intervals_toml, leave_out
     from meshwise.core.files import write_text
@@ -78,33 +82,40 @@ def _fit_steps(paths: list[Path], *, write: bool) -> None:
 
     runs = priced_runs(paths)
     found = fit_overheads(runs, checked=date.today().isoformat(), data=[path.name for path in paths])
-    print_step_fit(found, console())
+    if not quiet:
+        print_step_fit(found, console())
     if found.problems:
         typer.echo(f"not written: {'; '.join(found.problems)}", err=True)
-        raise typer.Exit(1)
-    spreads = leave_out(runs, found.constants).spreads()
-    if write:
+    elif write:
         write_text(_catalog("overheads.toml"), found.toml)
-        write_text(_catalog("intervals.toml"), intervals_toml(spreads))
+        write_text(_catalog("intervals.toml"), intervals_toml(leave_out(runs, found.constants).spreads()))
+    return found.to_json()
 
 
-def _fit_serving(path: Path, *, write: bool) -> None:
+def _fit_serving(path: Path, *, write: bool, quiet: bool) -> dict[str, Any]:
     from meshwise.calibrate.fit_serving import fit_serving, serving_toml
     from meshwise.core.files import write_text
     from meshwise.report.fit_table import print_serving_fit
 
     found = fit_serving(path)
-    print_serving_fit(found, console())
+    if not quiet:
+        print_serving_fit(found, console())
     if write:
         write_text(_catalog("serving.toml"), serving_toml(found))
+    return found.to_json()
 
 
-def _fit_steps_afresh(data: Path, *, write: bool) -> None:
+def _fit_steps_afresh(data: Path, *, write: bool, quiet: bool) -> dict[str, Any]:
     """Fit the steps in a process of its own, which reads the constants of ops just written."""
     import subprocess
     import sys
 
+    import msgspec
+
     words = ["fit", "--only", "steps", "--data", str(data), "--write" if write else "--no-write"]
-    done = subprocess.run([sys.executable, "-m", "meshwise", *words], check=False)
-    if done.returncode:
+    words += ["--json"] * quiet
+    command = [sys.executable, "-m", "meshwise", *words]
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE if quiet else None)
+    if done.returncode and not done.stdout:
         raise typer.Exit(done.returncode)
+    return {"steps": msgspec.json.decode(done.stdout)["steps"]} if quiet else {}

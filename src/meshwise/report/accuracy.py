@@ -15,6 +15,7 @@ from meshwise.core.files import make_folder, write_text
 from meshwise.report.accuracy_plot import LABELS, draw_accuracy
 from meshwise.report.accuracy_table import (
     Table,
+    coverage_text,
     error_table,
     group_tables,
     lead_table,
@@ -102,8 +103,7 @@ def accuracy_markdown(validation: Validation, figures: Sequence[str] = ()) -> st
         lines += [f"## {label}", ""]
         for table in (*group_tables(rows), worst_table(rows, NUM_WORST)):
             lines += _markdown(table)
-        if order := order_text(rows):
-            lines += [order, ""]
+        lines += [line for text in (coverage_text(rows), order_text(rows)) if text for line in (text, "")]
     lines += ["## Rows that are not expressed", "", *(_markdown(reasons_table(validation.rows)))]
     return "\n".join([*lines, _GAPS.rstrip()]) + "\n"
 

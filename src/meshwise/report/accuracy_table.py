@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 from meshwise.calibrate.errors import ErrorSummary, grouped, is_held_out, order_loss, summarize
 from meshwise.calibrate.runs import publication
-from meshwise.calibrate.validate import Prediction, Validation, competing, coverage_frac
+from meshwise.calibrate.validate import (
+    Prediction,
+    Validation,
+    competing,
+    coverage_by_source_frac,
+    coverage_frac,
+)
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.table import Table, percent
 
@@ -131,6 +137,17 @@ def order_text(rows: Sequence[Prediction]) -> str:
     return (
         f"Order: in {len(losses)} sets of runs with the same model, batch and GPUs, the plan ranked first is "
         f"{mean} slower than the measured best (mean; worst {worst})."
+    )
+
+
+def coverage_text(rows: Sequence[Prediction]) -> str:
+    """How many measurements lie in their intervals, by rows and by sources; "" where there are none."""
+    of_rows, of_sources = coverage_frac(rows), coverage_by_source_frac(rows)
+    if of_rows is None or of_sources is None:
+        return ""
+    return (
+        f"In their intervals: {percent(of_rows)} of the measurements, {percent(of_sources)} in the mean over "
+        "sources (what to expect of a new one)."
     )
 
 
