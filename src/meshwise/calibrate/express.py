@@ -5,7 +5,7 @@ The columns of the row count and nothing else; blank ones are filled by the defa
 so. Beyond that:
 
 - what tp does not divide of the vocabulary is cut off where the row states the padded width or its framework
-  does not pad (vTrain's model has `vocab_size // world_size` rows a rank, of 50257);
+  does not pad (vTrain's own model has `vocab_size // world_size` rows a rank, of 50257);
 - matmuls with one scale per row (fp8_recipe rowwise) ran no faster than bf16, as the tables that name them
   show (torchtitan, benchmarks of 2025);
 - layers that do not divide by the stages are placed as Megatron-LM and DeepSpeed do, which count the

@@ -142,7 +142,6 @@ ITERATIONS = {
     "source": "vTrain ground truth",
     "year": "2022",
     "vocab": "50257",
-    "vocab_padded_to": "50257",
     "chip": "a100-80g-sxm",
     "gpus_per_node": "8",
     "scale_up_ranks": "8",
@@ -158,6 +157,10 @@ ITERATIONS = {
 }
 """Facts of every measured iteration: Megatron-DeepSpeed under 1F1B. Source: vTrain (MICRO 2024), public
 ground truth; 80 GB and InfiniBand assumed, as the platform of that paper."""
+
+UNPADDED = {"vocab_padded_to": "50257"}
+"""Of single nodes, which ran vTrain's own model, `vocab_size // tp` rows a rank (src/model/gpt_modeling.py):
+their heads cost more with one rank than with two, as rows out of line do. Megatron-DeepSpeed pads."""
 
 _ITERATION_COLUMNS = (
     *("gpus", "global_batch", "micro_batch", "hidden", "heads", "layers"),
@@ -269,6 +272,7 @@ def _as_published(texts: Mapping[str, str], line: int) -> dict[str, str]:
     hidden = _value("hidden", texts["hidden"], Count)
     return {
         **ITERATIONS,
+        **(UNPADDED if texts.get("kind") == "single_node" else {}),
         **{name: texts[name] for name in _ITERATION_COLUMNS if name in _TYPES},
         "id": f"{texts.get('kind') or 'iterations'}-{line}",
         "source": f"{ITERATIONS['source']}, {texts.get('kind') or 'iterations'}",
