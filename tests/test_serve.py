@@ -358,6 +358,7 @@ def test_command(meshwise: Callable[..., Any]) -> None:
         (["--plan", "tp=4,pp=2", "--sequences", "3"], "cannot be spread over dp=1 x pp=2"),
         (["--plan", "tp=4,cp=2"], "cp=2 cuts prompts alone; give it in prefill_plan"),
         (["--plan", "tp=1,ep=8", "--experts-on", "h100-80g-sxm:8"], "priced with tp and dp alone"),
+        (["--plan", "tp=1", "--experts-on", "h100-80g-sxm:8", "--expert-skew", "1"], "loads of experts out"),
         (["--plan", "tp=1", "--experts-on", "h100-80g-sxm:3"], "ep=3 does not divide the 8 experts"),
         (["--plan", "tp=1", "--experts-on", "h100-80g-sxm:1"], "use at least 2"),
         (["--plan", "pp=2", "--rate", "1", "--ttft-ms", "500"], "are of one layout; state tp in the plan"),

@@ -241,16 +241,18 @@ def apart(serving: Serving, cluster: Cluster) -> Serving:
     plan, model = serving.mesh.plan, serving.model
     if model.moe is None:
         raise PlanError(f"experts_on: {model.name} has no experts; leave it out")
-    if plan.ep > 1 or plan.pp > 1 or plan.cp > 1 or plan.overlap_ep or serving.speculation is not None:
+    uneven = serving.expert_shares is not None
+    if plan.ep > 1 or plan.pp > 1 or plan.cp > 1 or plan.overlap_ep or serving.speculation or uneven:
         raise PlanError(
-            "experts_on is priced with tp and dp alone; leave ep, pp, cp, overlap_ep, speculate out"
+            "experts_on is priced with tp and dp alone; leave ep, pp, cp, overlap_ep, speculate and loads of "
+            "experts out"
         )
     if cluster.num_chips < 2:
         raise PlanError("experts_on needs GPUs to spread experts over; use at least 2")
-    spread = replace(plan, tp=1, dp=None, etp=None, ep=cluster.num_chips)
+    spread = _on_units_of(replace(plan, tp=1, dp=None, etp=None, ep=cluster.num_chips), cluster)
     found = replace(
         serving, cluster=cluster, mesh=resolve_serving(model, spread, cluster, serving.prompt),
-        machine=machine_for(cluster, plan, "decode"),
+        machine=machine_for(cluster, spread, "decode"),
     )  # fmt: skip
     return replace(serving, experts=found)
 
