@@ -15,7 +15,7 @@ import meshwise as mw
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.units import Num
 from meshwise.estimate.single import estimate
-from meshwise.estimate.timing import op_times
+from meshwise.estimate.timing import machine, op_times
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import layer_kind, layer_kinds
 from meshwise.model.find import find_model, model_names
@@ -72,7 +72,7 @@ def test_the_most_sequences_are_the_last_that_fit() -> None:
 def test_a_single_token_reads_all_its_weights_once() -> None:
     """Decoding one sequence is bound by memory: with the peaks of the data sheet, bytes over bandwidth."""
     of = server("llama3-8b", "h100-80g-sxm:1", prompt=1, output=1)
-    ideal = replace(of, machine=est.machine(of.cluster, "bf16", ideal=True))
+    ideal = replace(of, machine=machine(of.cluster, "bf16", ideal=True))
     embedding = 128_256 * 4096 * 2  # of which one row is read
     least_s = (est.weight_bytes(of) - embedding) / of.cluster.chip.memory_bytes_per_s
     assert float(est.token_pass(ideal, 1).total_s) == pytest.approx(least_s, rel=0.01)
@@ -304,14 +304,14 @@ def test_a_window_bounds_cache_and_attention() -> None:
 
 def test_a_grid_of_instances_is_its_instances() -> None:
     """Degrees as arrays give the times of each: with an exchange of tokens, and without."""
-    model, machine = find_model("deepseek-v3"), est.machine(find_cluster("h200-sxm:32"), "fp8")
+    model, hopper = find_model("deepseek-v3"), machine(find_cluster("h200-sxm:32"), "fp8")
     degrees = np.array([[1.0, 8.0, 1.0], [8.0, 8.0, 1.0], [4.0, 16.0, 1.0], [4.0, 1.0, 4.0]]).T
     common: dict[str, Any] = {"microbatch": 6.0, "seq": 1.0, "past": 900.0, "precision": precision("fp8")}
     for kind in ("prefill", "decode"):
 
         def times(tp: Num, ep: Num, etp: Num, kind: str = kind) -> list[Num]:
             by_part = parts(model, Cut(kind=kind, tp=tp, ep=ep, etp=etp, **common))
-            return op_times([op for ops in by_part.values() for op in ops], machine)
+            return op_times([op for ops in by_part.values() for op in ops], hopper)
 
         grid = times(*degrees)
         for i, cell in enumerate(degrees.T.tolist()):
