@@ -21,11 +21,12 @@ import torch.distributed as dist
 from meshwise.core.errors import PlanError
 from meshwise.machine.hardware import find_chip
 from meshwise.program.tape import Tape, booked_by
+from meshwise.runtime.fakes import QuickFakes
 from meshwise.runtime.outcome import Outcome
 from meshwise.runtime.programs import find_program
 from meshwise.runtime.programs.context import Context
 from meshwise.runtime.recorder import Recorder
-from meshwise.runtime.torch_private import FakeStore, FakeTensorMode, setup_private_device
+from meshwise.runtime.torch_private import FakeStore, setup_private_device
 
 FAKE_DEVICE = "fakegpu"
 
@@ -59,7 +60,7 @@ def dry_run(
     )
     dist.init_process_group(f"cpu:fake,{FAKE_DEVICE}:fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
-        with torch.autograd.set_multithreading_enabled(False), FakeTensorMode(), recorder:
+        with torch.autograd.set_multithreading_enabled(False), QuickFakes(), recorder:
             result = program.main(options, context)
         return Outcome.from_tape(tape, name, device, result)
     except MemoryError:

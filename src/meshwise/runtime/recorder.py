@@ -31,11 +31,11 @@ from meshwise.core.ledger import Collective, Ledger
 from meshwise.cost.collective import sent_bytes
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
 from meshwise.program.tape import Named, Step, Tape
+from meshwise.runtime.fakes import QuickFakes
 from meshwise.runtime.kept import Held, Kept, recomputation_hook
 from meshwise.runtime.torch_private import (
     AsyncCollectiveTensor,
     FakeTensor,
-    FakeTensorMode,
     FakeWork,
     ShardingPropagator,
     TorchDispatchMode,
@@ -55,6 +55,7 @@ DTYPE_NAMES = {
     **{torch.int64: "int64", torch.int32: "int32", torch.uint8: "uint8", torch.bool: "bool"},
 }
 
+_DEVICE = torch.ops.prim.device.default
 _NO_WORK = frozenset(
     ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view", "wait_tensor")
 )
@@ -186,6 +187,10 @@ class Recorder(TorchDispatchMode):
 
     # --- the dispatcher ----------------------------------------------------------------------
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would wrap each call of `__torch_dispatch__`
+
     def __enter__(self) -> Recorder:
         self._hooks = saved_tensors_hooks(self._keep, lambda held: held.tensor)
         self._hooks.__enter__()
@@ -220,22 +225,25 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if DTensor in types:
             return NotImplemented  # let it come back as ops on its local tensors
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device  # half of all calls
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        if _is_bookkeeping(args, kwargs):
+        inputs = _tensors_in((args, kwargs))
+        if _is_bookkeeping(inputs):
             with disable_current_modes():
                 return func(*args, **kwargs)
         kind = _COLLECTIVES.get(f"{func.namespace}.{func._opname}")
         if kind is not None and AsyncCollectiveTensor in types:
             return NotImplemented  # of the result of another one, which is waited for first
-        inputs = self._tensors((args, kwargs))
+        inputs = self._recorded(inputs)
         begin_s = time.perf_counter()
         if kind is not None and self._is_timed and kind[0] not in ("send", "recv"):
             result = _complete(func, args, kwargs)
         else:  # a send may have to wait for a receive that is yet to be posted
             result = func(*args, **kwargs)
         elapsed_s = time.perf_counter() - begin_s
-        outputs = self._tensors(result)
+        outputs = self._recorded(_tensors_in(result))
         for tensor in outputs:
             self._track(tensor)
         if self._pauses or func._opname in _NO_WORK:
@@ -252,10 +260,10 @@ class Recorder(TorchDispatchMode):
         self._write(row)
         return result
 
-    def _tensors(self, tree: Any) -> list[torch.Tensor]:
-        """The distinct tensors in `tree` that lie on the recorded kind of device."""
-        leaves = {id(leaf): leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
-        return [leaf for leaf in leaves.values() if leaf.device.type == self._device_type]
+    def _recorded(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The distinct ones of `tensors` that lie on the recorded kind of device."""
+        distinct = {id(tensor): tensor for tensor in tensors}
+        return [tensor for tensor in distinct.values() if tensor.device.type == self._device_type]
 
     def _op_row(
         self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Any], written: list[Any]
@@ -454,12 +462,22 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _is_bookkeeping(args: Any, kwargs: Any) -> bool:
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors among arguments or results of an op; pytree takes longer than most ops do on fakes."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        return []
+    return [tensor for branch in tree for tensor in _tensors_in(branch)]
+
+
+def _is_bookkeeping(inputs: list[torch.Tensor]) -> bool:
     """Whether an op of a dry run works on real tensors: those in which a device mesh keeps its ranks."""
-    if type(current_dispatch_mode()) is not FakeTensorMode:  # a user's program decides for itself
+    if type(current_dispatch_mode()) is not QuickFakes:  # a user's program decides for itself
         return False
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    return bool(tensors) and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+    return bool(inputs) and not any(isinstance(tensor, FakeTensor) for tensor in inputs)
 
 
 def _complete(func: Any, args: Any, kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ HOMES = {
     # fake tensors and fake ranks
     "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
+    "in_kernel_invocation": "torch._subclasses.fake_tensor.in_kernel_invocation_manager",
     "FakeStore": "torch.testing._internal.distributed.fake_pg.FakeStore",
     "FakeWork": "torch._C._distributed_c10d.FakeWork",
     "setup_private_device": "torch.utils.backend_registration._setup_privateuseone_for_python_backend",

@@ -1,0 +1,59 @@
+"""A fake mode that calls torch's shape kernels of common ops itself.
+
+A `FakeTensorMode` looks each op up in a cache whose key takes longer to make than the shapes of a view or of
+a matmul take to infer. Where all tensors of an op are fake ones on one device, whose values nobody knows, its
+kernel for meta tensors gives the result, and nothing else has to be asked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meshwise.runtime.torch_private import FakeTensor, FakeTensorMode, in_kernel_invocation
+
+aten = torch.ops.aten
+
+DIRECT = frozenset((
+    aten.view.default, aten.detach.default, aten.t.default, aten.transpose.int, aten.select.int,
+    aten.slice.Tensor, aten.as_strided.default, aten.split.Tensor, aten._unsafe_view.default,
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.sum.dim_IntList, aten.cat.default,
+    aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.sqrt.default, aten.gelu.default,
+    aten.gelu_backward.default, aten.silu.default, aten.silu_backward.default, aten.add_.Tensor,
+    aten.mul_.Tensor, aten.lerp_.Scalar, aten.addcmul_.default, aten.addcdiv_.default,
+))  # fmt: skip
+"""Ops whose result lies where their tensors do, and whose meta kernel torch itself calls for fake ones."""
+
+
+class QuickFakes(FakeTensorMode):
+    """A `FakeTensorMode` with a short way for the ops of `DIRECT`."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled under a dry run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in DIRECT and not kwargs:
+            device = _common_device(args)
+            if device is not None:
+                with in_kernel_invocation(self):
+                    result = func(*args)
+                if isinstance(result, list | tuple):
+                    return type(result)(FakeTensor(self, each, device) for each in result)
+                return result if isinstance(result, FakeTensor) else FakeTensor(self, result, device)
+        return self.dispatch(func, types, args, kwargs or {})
+
+
+def _common_device(args: Any) -> torch.device | None:
+    """Where all tensors of `args` lie; None where they lie apart, or torch knows the value of one."""
+    device = None
+    for arg in args:
+        for leaf in arg if isinstance(arg, list) else (arg,):
+            if isinstance(leaf, torch.Tensor):
+                if type(leaf) is not FakeTensor or leaf.constant is not None:
+                    return None
+                if device is not None and leaf.fake_device != device:
+                    return None
+                device = leaf.fake_device
+    return device
