@@ -226,7 +226,7 @@ class Recorder(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # let it come back as ops on its local tensors
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].device  # half of all calls
+            return args[0].fake_device  # half of all calls
         if func.namespace == "prim":
             return func(*args, **kwargs)
         inputs = _tensors_in((args, kwargs))
