@@ -57,6 +57,7 @@ def price(model: Model) -> Counter[tuple[Any, ...]]:
     found: Counter[tuple[Any, ...]] = Counter()
     for flash in (True, False):
         cut = Cut(microbatch=2.0, seq=256.0, tp=2.0, ep=8.0, flash=flash, dispatch_per_rank=True)
+        cut = replace(cut, implementation="huggingface" if flash else "megatron")
         for number in range(model.num_layers):
             found.update(map(_said, block(model, cut, layer_kind(model, number))))
         found.update(map(_said, [*embed(model, cut), *head(model, cut)]))
@@ -94,6 +95,7 @@ CHANGES: dict[str, tuple[Model, dict[str, Any]]] = {
     "embedding_norm": (LLAMA, {"embedding_norm": True}),
     "qk_norm": (LLAMA, {"qk_norm": True}),
     "qk_norm_weight": (replace(LLAMA, qk_norm=True), {"qk_norm_weight": False}),
+    "fused_qkv": (LLAMA, {"fused_qkv": True}),
     "layer_scale": (LLAMA, {"layer_scale": True}),
     "layers": (LLAMA, {"layers": (Layer(), Layer(window=64), Layer(), Layer())}),
     "qk_norm_full": (replace(LLAMA, qk_norm=True), {"qk_norm_full": True}),
@@ -140,6 +142,7 @@ PARTS: dict[str, tuple[Model, list[str], dict[str, Any]]] = {
             "shared_gate": True,
             "router_bias": True,
             "balance_bias": False,
+            "narrow_weights": True,
         },
     ),
     "recurrence": (

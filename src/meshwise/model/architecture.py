@@ -60,7 +60,8 @@ class MoE:
     (one output) scales the shared experts. `router_bias`: the router's linear layer has a bias (gpt-oss).
     `balance_bias`: one number per expert is added to the scores and moved by a rule, not by a gradient
     (DeepSeek-V3). `expert_groups`: experts lie in so many groups, of which a token uses the best `top_groups`
-    (0: no such limit).
+    (0: no such limit). `narrow_weights`: the weights of a token's experts are rounded to the type of the
+    activations (Qwen3-MoE), which `implementation=huggingface` keeps.
     """
 
     num_experts: int
@@ -76,6 +77,7 @@ class MoE:
     balance_bias: bool = False
     expert_groups: int = 0
     top_groups: int = 0
+    narrow_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +227,8 @@ class Model:
     MLP both; 4 in Gemma 2); `norm_weight` is False where a norm learns nothing (OLMo).
     `qk_norm` normalises each query and key head with the same weights, or, with `qk_norm_full`, has
     weights (no bias) for the whole projection; `qk_norm_weight` is False where it learns nothing (Llama 4).
+    `fused_qkv`: queries, keys and values are views of one matmul's result, of which queries and keys rotate
+    in part and are laid out anew (Phi-3), so that `implementation=huggingface` keeps more.
     `layer_scale`: what attention and MLP add to the residual stream is scaled by learned weights (DINOv2).
     `parallel_block`: attention and MLP read the same input and are added together (GPT-J).
     `attention_gate`: a sigmoid of one more projection, as wide as the queries, scales what attention gives.
@@ -276,6 +280,7 @@ class Model:
     qk_norm: bool = False
     qk_norm_full: bool = False
     qk_norm_weight: bool = True
+    fused_qkv: bool = False
     layer_scale: bool = False
     parallel_block: bool = False
     sinks: bool = False

@@ -9,8 +9,8 @@ train` runs.
 
 `huggingface` does the modules of the library `transformers` op by op, which moves and keeps more
 (`cost.op.EAGER_KERNELS`): to the byte what Llama, Mistral, Qwen2, Qwen3, OLMo, OPT, Bloom, MPT and StarCoder2
-keep there on a GPU, and within 0.4 % for mixtures of experts. Blocks of which it keeps other tensors than are
-known here are refused (`plan.mesh`).
+keep there on a GPU, and Phi-3, Mixtral and Qwen3-MoE. Blocks of which it keeps other tensors than are known
+here are refused (`plan.mesh`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from meshwise.cost.op import EAGER_KERNELS, KERNELS
-from meshwise.model.architecture import Model
+from meshwise.model.architecture import Model, MoE
 from meshwise.program.context import MODULE as ATTENTION
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op, precision
@@ -52,7 +52,12 @@ def as_done_by(model: Model, cut: Cut, ops: list[Op]) -> list[Op]:
 def _eager(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterable[Op]:
     """Element-wise kernels are not fused; nor does attention repeat keys for query heads on the fly."""
     for op in ops:
-        if op.kernel in EAGER_KERNELS and not (op.kernel == "layernorm" and model.norm_weight):
+        if model.moe is not None and op.name == "router_softmax" and op.phase == "forward":
+            yield _with_routes(_eager_kernel(op), model.moe, cut)
+        elif model.fused_qkv and op.kind == "attention" and op.phase == "forward":
+            more = cut.tokens * (2.0 * model.num_heads + model.num_kv_heads) * model.head_dim / cut.tp
+            yield structs.replace(op, saved_bytes=op.saved_bytes + more * cut.precision.act_bytes)
+        elif op.kernel in EAGER_KERNELS and not (op.kernel == "layernorm" and model.norm_weight):
             yield _eager_kernel(op)
         elif op.kernel == "sum_copies":
             yield weighed_after(op, cut.precision)
@@ -65,6 +70,16 @@ def _eager(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterable[Op]:
             yield _with_repeated_keys(op)
         else:
             yield op
+
+
+def _with_routes(op: Op, moe: MoE, cut: Cut) -> Op:
+    """The router's softmax, with what routing keeps: in fp32 the probabilities, the best of each token and
+    their sum; of each copy of a token its expert, three indices and its weight; where each expert's begin.
+    """
+    tokens, experts = op.shape
+    weight_bytes = cut.precision.act_bytes if moe.narrow_weights else 4.0
+    of_copies = tokens * moe.top_k * (4.0 + 4.0 * 8.0 + weight_bytes)
+    return structs.replace(op, saved_bytes=4.0 * tokens * (experts + 1.0) + of_copies + 4.0 * experts)
 
 
 def _with_repeated_keys(op: Op) -> Op:
