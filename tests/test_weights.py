@@ -44,20 +44,6 @@ MODELS = {
     **{
         record["model_type"]: model_from_config(record["config"], name=record["model_type"])
         for record in RECORDS
-        if record["model_type"]
-        in (
-            *HYBRIDS,
-            "t5",
-            "bart",
-            "whisper",
-            "deberta-v2",
-            "gemma4_text",
-            "deepseek_v32",
-            "dinov2",
-            "siglip_vision_model",
-            "modernbert",
-            "llama4_text",
-        )
     },
     **{f"preset {name}": find_model(name) for name in model_names()},
     **{f"config {path.stem}": read_config(path) for path in CONFIGS},
