@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,3 +80,23 @@ def test_the_site_is_whole(tmp_path: Path) -> None:
     asks = re.compile(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=[\"']?(?:https?:)?//")
     for page in tmp_path.rglob("*.html"):
         assert not asks.search(page.read_text(encoding="utf-8")), page
+
+
+def test_the_page_of_json_keys_has_every_verb() -> None:
+    """But `fit` and `web`, which print none, as the page says; hidden verbs are old names."""
+    import typer.main
+
+    from meshwise.cli import app
+    from meshwise.cli.defaults import verbs_of
+
+    command = typer.main.get_command(app)
+    page = (DOCS / "reference" / "json.md").read_text()
+    printing, silent = set(), set()
+    for words, _ in verbs_of(command):
+        verb: Any = command
+        for word in words.split():
+            verb = verb.commands[word]
+        if not verb.hidden:
+            (printing if any("--json" in param.opts for param in verb.params) else silent).add(words)
+    assert silent == {"fit", "web"}
+    assert {words for words in printing if f"`{words}`" not in page} == set()
