@@ -18,18 +18,18 @@ $(STAMP): pyproject.toml constraints.txt
 DEMO := llama3-70b --cluster h100-80g-sxm:64 --batch 128 --seq 8192
 
 demo: install  # four commands, about ten seconds once installed
-	@echo "1/4  What does a step of Llama 3 70B cost on 64 H100, with tensor and pipeline parallelism?"
-	@$(BIN)/meshwise estimate $(DEMO) --plan tp=8,pp=2 | sed -n 1,6p
+	@echo "1/4  What does a step of Llama 3 70B on 64 H100 cost, cut by tp=8,pp=2?"
+	@$(BIN)/meshwise estimate $(DEMO) --plan tp=8,pp=2 | sed '/^time/,$$d'
 	@echo; echo "2/4  Which plan is the fastest that fits?"
 	@$(BIN)/meshwise search $(DEMO) --top 3
 	@echo "3/4  What does a run of a trillion tokens cost with it, at 2 dollars a GPU-hour?"
-	@$(BIN)/meshwise estimate $(DEMO) --plan cp=4,zero=3 --tokens 1T --price 2 | sed -n 7,10p
+	@$(BIN)/meshwise estimate $(DEMO) --plan cp=4,zero=3 --tokens 1T --price 2 | sed -n '/^1 T/,/^cost/p'
 	@echo; echo "4/4  Where does the time go? A picture: out/step.png"
 	@mkdir -p out && $(BIN)/meshwise estimate $(DEMO) --plan cp=4,zero=3 --plot out/step.png > out/step.txt
 	@echo; echo "Next:  source .venv/bin/activate"
-	@echo "       meshwise web                       the same in the browser"
-	@echo "       meshwise run ulysses --ranks 4     a real torch program on four processes of this machine"
-	@echo "       meshwise --help                    all verbs; docs/index.md is where to start reading"
+	@echo "       meshwise web                     the same in the browser"
+	@echo "       meshwise run ulysses --ranks 4   a real torch program on four processes"
+	@echo "       meshwise --help                  all verbs; docs/index.md is next"
 
 check: install
 	$(BIN)/ruff check src tests benchmarks docs
