@@ -42,6 +42,13 @@ class LinearAttention(msgspec.Struct):
     full_attn_layers: list[int]
 
 
+class LayerSizes(msgspec.Struct):
+    """What one layer has otherwise, in the nested `per_layer_config` of Gemma 4."""
+
+    head_dim: int = 0
+    num_key_value_heads: int = 0
+
+
 POOLED = ("PreTraining", "NextSentencePrediction", "SequenceClassification", "MultipleChoice")
 
 
@@ -99,7 +106,7 @@ class Config(msgspec.Struct):
     index_topk: int = 0
     global_head_dim: int = 512
     num_global_key_value_heads: int | None = None
-    per_layer_config: dict[str, dict[str, Any]] = {}
+    per_layer_config: dict[str, LayerSizes] = {}
     attention_k_eq_v: bool = False
     num_kv_shared_layers: int = 0
     use_double_wide_mlp: bool = False

@@ -25,7 +25,7 @@ from meshwise.model.architecture import (
     Recurrence,
     check_count,
 )
-from meshwise.model.config_fields import POOLED, Config, Fields
+from meshwise.model.config_fields import POOLED, Config, Fields, LayerSizes
 
 # --- blocks ------------------------------------------------------------------------------------
 
@@ -301,6 +301,8 @@ def _kimi_linear(c: Config) -> Fields:
     elif c.layer_types is None:
         raise ModelError("linear_attn_config is missing; it says which layers have linear attention")
     dim = c.state_head_dim
+    if isinstance(dim, str):
+        raise ModelError(f"the width of a linear head is {dim!r}; a number is needed")
     return _hybrid(structs.replace(c, gate_rank=dim, state_size=dim, state_groups=c.state_heads))
 
 
@@ -337,6 +339,7 @@ def _mla(c: Config) -> Fields:
 def _encoder(c: Config) -> Fields:
     """An encoder, then a decoder of the same width, heads and MLP."""
     number = c.num_hidden_layers
+    check_count(c.num_decoder_layers or number, "decoder_layers")
     for name, own in (
         ("num_attention_heads", "decoder_attention_heads"),
         ("intermediate_size", "decoder_ffn_dim"),
@@ -380,19 +383,29 @@ def _gemma4(c: Config) -> Fields:
     """Layers of two sizes of heads, the last ones with the keys of earlier ones, and per-layer embeddings."""
     if c.enable_moe_block:
         raise ModelError("enable_moe_block is true; experts beside an MLP in one block are not expressed")
-    number, own = c.num_hidden_layers, {int(layer): sizes for layer, sizes in c.per_layer_config.items()}
+    number, own = c.num_hidden_layers, c.per_layer_config
     kinds = c.layer_types or ["full_attention" if (i + 1) % 6 == 0 else "near" for i in range(number)]
+    if len(kinds) != number or not all(layer.isdecimal() for layer in own):
+        raise ModelError(
+            f"layer_types must name each of the {number} layers, per_layer_config some by number"
+        )
     heads = c.num_global_key_value_heads if c.attention_k_eq_v else None
+    usual = LayerSizes(c.global_head_dim, heads or 0)
+    for sizes in (usual, *own.values()):
+        check_count(sizes.head_dim, "head_dim", zero=True)
+        check_count(sizes.num_key_value_heads, "num_key_value_heads", zero=True)
+        if c.num_attention_heads % (sizes.num_key_value_heads or 1):
+            raise ModelError(f"{c.num_attention_heads} heads do not divide by {sizes.num_key_value_heads}")
+    stated = {int(layer): sizes for layer, sizes in own.items()}
 
     def layer(i: int) -> Layer:
         is_full = kinds[i] == "full_attention" or i == number - 1
         shares = i >= number - c.num_kv_shared_layers
-        usual = {"head_dim": c.global_head_dim, "num_key_value_heads": heads} if is_full else {}
-        sizes = own.get(i, usual)
+        sizes = stated.get(i, usual if is_full else LayerSizes())
         return Layer(
             window=0 if is_full else c.sliding_window or 0,
-            head_dim=sizes.get("head_dim") or 0,
-            num_kv_heads=sizes.get("num_key_value_heads") or 0,
+            head_dim=sizes.head_dim,
+            num_kv_heads=sizes.num_key_value_heads,
             ffn_hidden=2 * (c.intermediate_size or 0) if c.use_double_wide_mlp and shares else 0,
             keys="shared" if shares else "values" if is_full and c.attention_k_eq_v else "",
         )
