@@ -461,6 +461,7 @@ def states(draw: st.DrawFn) -> tuple[str, dict[str, str]]:
 @some(60)
 @given(states())
 @example(("serve", STATE["serve"] | {"concurrency": "1e+18"}))
+@example(("serve", STATE["serve"] | {"concurrency": "1", "output": "1"}))
 @example(("serve", STATE["serve"] | {"concurrency": "1", "price": "1e+308"}))
 def test_strange_states(page: Any, asked: tuple[str, dict[str, str]]) -> None:
     view, state = asked

@@ -28,7 +28,7 @@ from meshwise.core.errors import DataError
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=10**12, description="a whole number of at least 1")]
 CountOrZero = Annotated[int, msgspec.Meta(ge=0, le=10**12, description="a whole number of at least 0")]
-Number = Annotated[float, msgspec.Meta(gt=0, le=1e18, description="a number above zero")]
+Number = Annotated[float, msgspec.Meta(ge=1e-18, le=1e18, description="a number above zero")]
 Switch = Annotated[bool, msgspec.Meta(description="0 or 1")]
 Text = Annotated[str, msgspec.Meta(description="a text")]
 

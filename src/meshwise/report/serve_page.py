@@ -108,7 +108,7 @@ def _under_load(answer: Answer) -> list[Section]:
     load = answer.load
     assert load is not None
     served, shares = load.served, np.linspace(0, 100, 101)
-    latencies = {"first token": served.ttft_s, "each token after": served.tpot_s[served.output > 1]}
+    latencies = {"first token": served.ttft_s, "each token after": served.tpot_s}
     data = [
         {
             "type": "scatter", "mode": "lines", "name": name,
