@@ -148,7 +148,7 @@ def words(draw: st.DrawFn) -> list[str]:
 @example(["estimate", "bad\x0bname", *H100])
 @example(["serve", "llama3-8b", *H100, "--plan", "tp=8", "--concurrency", str(10**12)])
 def test_strange_options(stated: list[str]) -> None:
-    check_contract(stated)
+    check_contract(stated, may_warn=stated[0] == "trace")
 
 
 def file_with(folder: pytest.TempPathFactory, name: str, content: bytes) -> str:
@@ -462,6 +462,7 @@ def states(draw: st.DrawFn) -> tuple[str, dict[str, str]]:
 @given(states())
 @example(("serve", STATE["serve"] | {"concurrency": "1e+18"}))
 @example(("serve", STATE["serve"] | {"concurrency": "1", "output": "1"}))
+@example(("traces", {"path": LONG_NAME}))
 @example(("serve", STATE["serve"] | {"concurrency": "1", "price": "1e+308"}))
 def test_strange_states(page: Any, asked: tuple[str, dict[str, str]]) -> None:
     view, state = asked
@@ -487,6 +488,7 @@ def test_damaged_states(page: Any, content: bytes) -> None:
 
 @some(10, share=0.1)
 @example([("--traces", LONG_NAME)])
+@example([("--host", "\udcff")])
 @given(st.lists(st.tuples(st.sampled_from(("--port", "--host", "--traces")), strange_text), max_size=3))
 def test_strange_addresses(options: list[tuple[str, str]]) -> None:
     uvicorn = pytest.importorskip("uvicorn")

@@ -25,6 +25,9 @@ def serve_page(host: str, port: int, traces: Path | None, *, say: Callable[[str]
     except OSError as error:
         listener.close()
         raise DataError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
+    except TypeError:
+        listener.close()
+        raise DataError(f"--host {host!r} is no name of a host; use 127.0.0.1") from None
     server = Server(traces)
     token = "" if host in ("127.0.0.1", "localhost", "::1") else secrets.token_urlsafe(24)
     app = make_app(server, token=token)
