@@ -36,17 +36,6 @@ def test_no_placement_has_a_faster_slowest_stage(name: str, layers: int, pp: int
     assert float(of.pace.time.total_s) == pytest.approx(slowest, rel=1e-9)
 
 
-def test_full_recomputation_is_weighed() -> None:
-    """Layers take longer then, so that a head stands for fewer of them."""
-    plan, cluster = "pp=16,tp=4,recompute=full", "h100-80g-sxm:64"
-    of, even, without = (
-        mw.estimate("llama3-70b", cluster, text, batch=256, seq=4096)
-        for text in (plan, f"{plan},stages=even", "pp=16,tp=4")
-    )
-    assert of.step_s <= even.step_s
-    assert layers_of_chunks(of.model, of.mesh) != layers_of_chunks(without.model, without.mesh)
-
-
 @given(st.integers(1, 40), st.integers(2, 12), st.integers(-3, 9), st.integers(0, 9))
 def test_every_layer_lies_somewhere(layers: int, num_chunks: int, first: int, last: int) -> None:
     assume(num_chunks <= layers + 2)

@@ -3,7 +3,8 @@
 The logs of predicted over measured latencies are linear in the logs of the constants nearby: every point is
 simulated once at the constants of the catalog and once with each of them larger. `robust.minimise` then finds
 the constants of all models, and those without each model, or without each system, by which that is judged.
-Points whose requests wait for room in the cache only judge. A point counts 1 / sqrt(points of its model).
+Points whose requests wait for room in the cache only judge, as do those of gap analyses, whose scripts do not
+say how the engine was started. A point counts 1 / sqrt(points of its model).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from meshwise.calibrate.robust import Array, Linear, minimise
 from meshwise.calibrate.table import lines
 from meshwise.core.errors import MeshwiseError
 from meshwise.estimate.intervals import Spread
-from meshwise.serve import measured
+from meshwise.serve import aiconfigurator, measured
 from meshwise.serve.fitted import Constants, fitted
 from meshwise.serve.load import Load, pools_of
 from meshwise.serve.simulate import Pools, Worker, simulate
@@ -48,6 +49,7 @@ class Case:
     system: str
     quantity: str
     regime: str
+    judges_only: bool
     miss: float
     slopes: tuple[float, ...]
 
@@ -93,7 +95,7 @@ def fit_serving(path: Path) -> ServingFit:
     names = list(msgspec.structs.asdict(start))
     cases = [case for number, row, bad in lines(path) if not bad for case in _cases(str(number), row, names)]
     num = Counter(case.model for case in cases)
-    is_fitted = np.array([case.regime != "full cache" and case.quantity != measured.RATE for case in cases])
+    is_fitted = np.array([not case.judges_only for case in cases])
     linear = Linear(
         np.array([case.miss for case in cases]),
         np.array([case.slopes for case in cases]),
@@ -134,6 +136,7 @@ def _cases(number: str, row: Mapping[str, str], names: Sequence[str]) -> Iterato
         return Load(of.fleet, of.requests, of.engine, simulate(of.requests, moved), pools.worker.cache_tokens)
 
     base = load()
+    only = base.regime == "full cache" or aiconfigurator.is_row(row)
     seen = measured.measured(row, base)
     first = measured.predicted(row, base)
     nudged = [measured.predicted(row, load(name)) for name in names]
@@ -142,8 +145,9 @@ def _cases(number: str, row: Mapping[str, str], names: Sequence[str]) -> Iterato
             slopes = tuple(math.log(each[quantity] / first[quantity]) / NUDGE for each in nudged)
             miss = math.log(first[quantity] / value)
             yield Case(
-                number, measured.name_of(row["model"]), row["system"], quantity, base.regime, miss, slopes
-            )
+                number, measured.name_of(row["model"]), row["system"], quantity, base.regime,
+                only or quantity == measured.RATE, miss, slopes,
+            )  # fmt: skip
 
 
 def _with_larger(pools: Pools, name: str) -> Pools:

@@ -6,11 +6,11 @@ down, or none, whichever makes the slowest stage fastest; of equals the one with
 where most microbatches are alive. Where layers are alike, no placement with one chunk a rank has a faster
 slowest stage.
 
-What counts is forward and backward of a microbatch, and the forward again where all layers are recomputed in
-full; other recomputation is the same on all stages, or short. Some schedules need chunks alike: an
-interleaved one keeps in step only if no chunk but the first and the last is shorter; DualPipe hides the
-exchange of experts of each layer behind a layer of the chunk as far from the other end (arXiv 2412.19437), so
-that both ends are equally shorter.
+What counts is forward and backward of a microbatch. Recomputation is left out: the ends would differ along one
+more axis of a search, which would take up to twice as long, for steps that are at most 4 % faster, most less than
+1 % (`docs/log.md`). Some schedules need chunks alike: an interleaved one keeps in step only if no chunk but the
+first and the last is shorter; DualPipe hides the exchange of experts of each layer behind a layer of the chunk as
+far from the other end (arXiv 2412.19437), so that both ends are equally shorter.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.part import Part
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.plan import EVEN, RECOMPUTE
+from meshwise.plan.plan import EVEN
 from meshwise.plan.stages import chunk_layers, stages_of
 
-_FULL = RECOMPUTE.index("full")
 _INTERLEAVED = SCHEDULES.index("interleaved")
 
 
@@ -49,14 +48,7 @@ def balanced(model: Model, mesh: Mesh, by_part: Sequence[Part]) -> Mesh:
         unstated = replace(mesh, plan=replace(plan, stages=None))
         return replace(mesh, ends=balanced(model, unstated, by_part).ends)
     seconds = [part.forward_s + (part.backward_s + part.weight_s if mesh.trains else 0.0) for part in by_part]
-    ends = _best_ends(model, mesh, seconds)
-    is_redone = mesh.trains & (mesh.recompute == _FULL) & (mesh.recompute_layers == np.inf)
-    if np.any(is_redone):
-        embedding, *blocks, head = seconds
-        redone = [block_s + part.forward_s for block_s, part in zip(blocks, by_part[1:-1], strict=True)]
-        others = _best_ends(model, mesh, [embedding, *redone, head])
-        ends = ends[0] + is_redone * (others[0] - ends[0]), ends[1] + is_redone * (others[1] - ends[1])
-    return replace(mesh, ends=ends)
+    return replace(mesh, ends=_best_ends(model, mesh, seconds))
 
 
 def _best_ends(model: Model, mesh: Mesh, seconds: Sequence[Num]) -> tuple[Num, Num]:

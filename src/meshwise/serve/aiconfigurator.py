@@ -3,9 +3,7 @@
 Their engines were started, and measured, by what its generator writes (github.com/ai-dynamo/aiconfigurator,
 `generator/config/backend_templates`, read at git ad0e3e5e3): TensorRT-LLM captures powers of two and pads no
 batch; the client sends a hundred prompts in turn (AIPerf's `--num-dataset-entries`), begins with two requests
-of each client that it does not measure, and vLLM finds in its cache what it has computed. That its decode
-passes are those of 256 sequences is inferred: tokens take as long with 4 clients as with 16, and four layouts
-of Qwen3-235B then come within a few per cent.
+of each client that it does not measure, and vLLM finds in its cache what it has computed.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from meshwise.serve.engine import Engine
 from meshwise.serve.requests import Requests
 
 PROMPTS = 100
-CAPTURED = {"trtllm": tuple(2**i for i in range(9)), "vllm": (256,)}
+CAPTURED = {"trtllm": tuple(2**i for i in range(9))}
 """Batches for which a CUDA graph is captured."""
 
 
