@@ -30,7 +30,7 @@ def fit(
     write: Annotated[bool, typer.Option(help="Write the catalog; --no-write only reports.")] = True,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Fit kernels and collectives to measured ops, overheads of steps to published runs, and engines."""
+    """Fit every constant again: of kernels, of steps, of servers."""
     found: dict[str, Any] = {}
     if only == "serving":
         found["serving"] = _fit_serving(*_files(data, SERVING_FILES), write=write, quiet=json)
