@@ -6,11 +6,11 @@ down, or none, whichever makes the slowest stage fastest; of equals the one with
 where most microbatches are alive. Where layers are alike, no placement with one chunk a rank has a faster
 slowest stage.
 
-What counts is forward and backward of a microbatch. Recomputation is left out: the ends would differ along one
-more axis of a search, which would take up to twice as long, for steps that are at most 4 % faster, most less than
-1 % (`docs/log.md`). Some schedules need chunks alike: an interleaved one keeps in step only if no chunk but the
-first and the last is shorter; DualPipe hides the exchange of experts of each layer behind a layer of the chunk as
-far from the other end (arXiv 2412.19437), so that both ends are equally shorter.
+What counts is forward and backward of a microbatch. Recomputation is left out: the ends would differ along
+one more axis of a search, which would take up to twice as long, for steps that are at most 4 % faster, most
+less than 1 % (`docs/log.md`). Some schedules need chunks alike: an interleaved one keeps in step only if no
+chunk but the first and the last is shorter; DualPipe hides the exchange of experts of each layer behind a
+layer of the chunk as far from the other end (arXiv 2412.19437), so that both ends are equally shorter.
 """
 
 from __future__ import annotations
