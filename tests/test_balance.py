@@ -66,19 +66,6 @@ def test_first_dense_layers_count_for_what_they_take() -> None:
     assert float(of.pace.time.total_s) < float(even.pace.time.total_s)
 
 
-@pytest.mark.parametrize("schedule", ["dualpipe", "dualpipe-v"])
-def test_chunks_of_a_pair_are_as_long_as_without_placing_by_cost(schedule: str) -> None:
-    plan = f"pp=8,ep=32,schedule={schedule}"
-    of, even = (
-        mw.estimate("deepseek-v3", "h800-sxm:512", text, batch=1024, seq=4096)
-        for text in (plan, f"{plan},stages=even")
-    )
-    sizes, alike = (layers_of_chunks(each.model, each.mesh) for each in (of, even))
-    assert sizes[0] - sizes[-1] <= 1 and sizes[0] < max(sizes)
-    assert [a - b for a, b in zip(sizes[1:-1], sizes[-2:0:-1], strict=True)] == [0] * (len(sizes) - 2)
-    assert sizes != alike and of.step_s < even.step_s
-
-
 def test_published_runs_keep_the_stages_of_their_frameworks() -> None:
     plans = []
     for run in read_runs(published_runs())[0]:

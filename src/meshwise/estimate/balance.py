@@ -10,7 +10,7 @@ What counts is forward and backward of a microbatch. Recomputation is left out: 
 one more axis of a search, which would take up to twice as long, for steps that are at most 4 % faster, most
 less than 1 % (`docs/log.md`). Some schedules need chunks alike: an interleaved one keeps in step only if no
 chunk but the first and the last is shorter; DualPipe hides the exchange of experts of each layer behind a
-layer of the chunk as far from the other end (arXiv 2412.19437), so that both ends are equally shorter.
+layer of the chunk that it is paired with (arXiv 2412.19437), and keeps them all alike.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ def balanced(model: Model, mesh: Mesh, by_part: Sequence[Part]) -> Mesh:
 
 def _best_ends(model: Model, mesh: Mesh, seconds: Sequence[Num]) -> tuple[Num, Num]:
     """The `ends` with which the slowest stage is fastest; `seconds` of each part a microbatch."""
-    own = _ends(model, seconds)
-    first, last = (np.ceil(end + mesh.is_paired * (0.5 * sum(own) - end)) for end in own)
+    first, last = (np.ceil(end) for end in _ends(model, seconds))
     ends: tuple[Num, Num] = (0.0, 0.0)
     fastest_s = _slowest_s(model, replace(mesh, ends=ends), seconds)
     for down, up in itertools.product((0.0, 1.0), repeat=2):
@@ -100,8 +99,8 @@ def _loses_step(model: Model, mesh: Mesh) -> Any:
     """Where the schedule needs chunks that are more alike (see the top of this file)."""
     num_chunks, layers = mesh.pp * mesh.vpp, model.num_layers + sum(mesh.ends)
     is_shorter_within = (-layers % num_chunks > 2) | (np.maximum(*mesh.ends) > layers // num_chunks)
-    is_unpaired = mesh.is_paired & (mesh.ends[0] != mesh.ends[1])
-    return (mesh.schedule == _INTERLEAVED) & is_shorter_within | is_unpaired
+    is_moved = (mesh.ends[0] != 0) | (mesh.ends[1] != 0)
+    return (mesh.schedule == _INTERLEAVED) & is_shorter_within | mesh.is_paired & is_moved
 
 
 def differ(model: Model, mesh: Mesh) -> Any:
