@@ -1,10 +1,14 @@
 """Every file that meshwise writes, on a full disk and in a place that cannot be written: one sentence, exit
 code 2, nothing on stdout, and no file that is half there.
 
-The disk takes less than a kilobyte of each file: RLIMIT_FSIZE fails the same calls as a full disk.
+The disk takes less than a kilobyte of each file: RLIMIT_FSIZE fails the same calls as a full disk. What is
+printed has its own ends: a reader that leaves (`| head`), /dev/full, a closed stdout. And of two writers of
+one file, one's whole file stays.
 """
 
+import io
 import resource
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +21,7 @@ import typer.main
 
 from meshwise.calibrate.runs import published_runs
 from meshwise.cli import app
+from meshwise.core.files import whole_file
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("plotly")
@@ -147,3 +152,93 @@ def test_ranks_on_a_full_disk(stated: Any, tmp_path: Path, option: str) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     check_refused("run", done.returncode, done.stdout, done.stderr, "cannot write")
     check_empty(folder)
+
+
+# --- stdout --------------------------------------------------------------------------------------
+
+
+class Refusing(io.StringIO):
+    """A stdout that takes nothing."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "verb", sorted(WRITES.keys() - {"trace ledger"})
+)  # which prints nothing beside its file
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (BrokenPipeError(32, "Broken pipe"), 0, ""),
+        (OSError(28, "No space left on device"), 2, "No space left"),
+    ],
+    ids=["reader left", "full"],
+)
+def test_a_stdout_that_takes_nothing(
+    meshwise: Any, stated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    verb: str, error: OSError, code: int, says: str,
+) -> None:  # fmt: skip
+    """A reader that has seen enough is no failure; no room is, in one sentence."""
+    words, options = WRITES[verb]
+    given = stated(verb, words, options[0], tmp_path)
+    monkeypatch.setattr(sys, "stdout", Refusing(error))
+    done = meshwise(*given)
+    assert done.code == code and done.err.count("\n") == (1 if says else 0) and says in done.err, done.err
+
+
+@pytest.mark.parametrize(
+    ("to", "code", "says"),
+    [("| true", 0, ""), ("> /dev/full", 2, "No space left"), (">&-", 2, "stdout is closed")],
+)
+@pytest.mark.parametrize("words", ["list chips", "list chips --json", "--help"])
+def test_where_stdout_goes(to: str, code: int, says: str, words: str) -> None:
+    command = f"{shlex.quote(sys.executable)} -m meshwise {words} {to}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == code and says in done.stderr, done.stderr
+    assert done.stderr.count("\n") == (1 if says else 0), done.stderr
+
+
+# --- two writers ---------------------------------------------------------------------------------
+
+
+def test_two_writers_at_once(tmp_path: Path) -> None:
+    """Both write at the same time; each file that a reader sees on the way is whole."""
+    path = tmp_path / "x.csv"
+    with whole_file(path) as one:
+        one.write(b"one, ")
+        with whole_file(path) as other:
+            other.write(b"other, ")
+            one.write(b"whole")
+            assert not path.exists()
+            other.write(b"whole")
+        assert path.read_bytes() == b"other, whole"
+    assert path.read_bytes() == b"one, whole"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("verb", "words", "option"), [case for case in CASES if case[0] != "sweep"])
+def test_no_output_is_written_in_its_place(
+    meshwise: Any, stated: Any, tmp_path: Path, verb: str, words: str, option: str
+) -> None:
+    """What another process has written, or is reading, stays as it is until the new file replaces it."""
+    folder, kept = tmp_path / "out", tmp_path / "kept"
+    folder.mkdir(), kept.mkdir()
+    given = stated(verb, words, option, folder)
+    name = option.split()[1]
+    if name == ".":
+        meshwise(*given)  # to see which files it writes
+    else:
+        (folder / name).write_bytes(b"theirs")
+    theirs = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for file in theirs:
+        (kept / file.name).hardlink_to(folder / file)
+    assert meshwise(*given).code == 0
+    for file, content in theirs.items():
+        assert (kept / file.name).read_bytes() == content
+        assert not (folder / file).samefile(kept / file.name)
+    assert {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()} == theirs.keys()

@@ -1,6 +1,8 @@
 """Evaluation over ranks: the loss does not depend on how the model is spread, nor on how it is read."""
 
+import fcntl
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -197,6 +199,21 @@ def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(DataError, match="damaged"):
         alone(replace(BASE, checkpoint=str(folder)))
+
+
+def test_one_job_at_a_time_writes_a_checkpoint(tmp_path: Path) -> None:
+    """While another job writes it, it is refused; what a killed job has left of it does not matter."""
+    partial = tmp_path / "weights.partial"
+    partial.mkdir()
+    (partial / "left.safetensors").write_bytes(b"half")
+    other = os.open(partial, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(DataError, match="another job is writing checkpoint"):
+        alone(replace(BASE, save_checkpoint=str(tmp_path / "weights")))
+    os.close(other)
+    alone(replace(BASE, save_checkpoint=str(tmp_path / "weights")))
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+    assert "left.safetensors" not in [path.name for path in (tmp_path / "weights").iterdir()]
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_nothing(

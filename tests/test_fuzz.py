@@ -88,8 +88,8 @@ BASES: dict[tuple[str, ...], list[str]] = {
     **{("trace", name): [GLOO, "-o", out] for name, out in PICTURES.items()},
 }
 LONG_NAME = "a" * 3000
-STARTING = ("run", "dryrun", "compare", "profile", "sweep")
-"""Verbs that start programs or read a file of their own: fuzzed below. `fit` writes the catalog."""
+ELSEWHERE = ("run", "dryrun", "compare", "profile", "sweep", "web", "fit")
+"""Verbs that start programs, read a file of their own, or would write the catalog: fuzzed below."""
 
 
 def some(few: int, share: float = 1.0) -> Any:
@@ -119,7 +119,7 @@ VERBS = dict(verbs(typer.main.get_command(app)))
 
 
 def test_every_verb_is_fuzzed() -> None:
-    assert VERBS.keys() - {(name,) for name in (*STARTING, "web", "fit")} == BASES.keys()
+    assert VERBS.keys() - {(name,) for name in ELSEWHERE} == BASES.keys()
 
 
 @st.composite
@@ -296,7 +296,7 @@ def test_strange_tables_of_runs(tmp_path_factory: pytest.TempPathFactory, data: 
     check_contract(["validate", "--runs", file_with(tmp_path_factory, "runs.csv", table)])
 
 
-@some(60)
+@some(40, share=0.3)
 @given(as_file(GPT, json.dumps))
 def test_strange_configs_of_a_mixture(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = file_with(tmp_path_factory, "gpt.json", content)
@@ -347,6 +347,35 @@ def test_damaged_measurements(
     path = file_with(tmp_path_factory, "ops.csv", data.draw(damaged(table.encode())))
     check_contract(["validate", "--runs", path])
     check_contract(["collective", "all_reduce", "--cluster", "h100-80g-sxm:64", "--data", path])
+
+
+FITS = {  # enough rows of each for one set of constants
+    "ops": (
+        "measured_ops.csv",
+        OPS
+        + "".join(
+            f"H100-SXM-80GB,gemm,bfloat16,1,m={64 * m} n=4096 k=4096,{9 + m},x,mine\n" for m in range(1, 40)
+        ),
+    ),
+    "serving": (
+        "measured_serving.csv",
+        "\n".join(map(",".join, (POINT, *((POINT | {"concurrency": str(c)}).values() for c in (1, 4, 16))))),
+    ),
+    "steps": ("measured_iterations_a100.csv", "\n".join(RUNS[:4])),
+}
+
+
+@some(6, share=0.1)
+@given(st.data(), st.sampled_from(sorted(FITS)))
+def test_damaged_fits(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, only: str) -> None:
+    name, table = FITS[only]
+    content = data.draw(damaged(table.encode()))
+    folder = Path(file_with(tmp_path_factory, name, content)).parent
+    (folder / "published_micro.csv").write_text(COLLECTIVES)
+    few = Path(file_with(tmp_path_factory, "few.csv", "\n".join(RUNS[:6]).encode()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshwise.calibrate.runs.published_runs", lambda: few)
+        check_contract(["fit", "--only", only, "--data", str(folder), "--no-write"])
 
 
 @some(10, share=0.2)

@@ -26,7 +26,7 @@ from meshwise.calibrate.catalog_text import catalog_text
 from meshwise.calibrate.errors import grouped
 from meshwise.calibrate.microdata import Measurement, Problem, read
 from meshwise.calibrate.ops import Array, batches, constants_name, links, predict_s
-from meshwise.core.errors import MissingExtraError
+from meshwise.core.errors import DataError, MissingExtraError
 from meshwise.core.files import write_text
 from meshwise.machine.efficiency import (
     CLASSES,
@@ -301,6 +301,9 @@ def fit_all(paths: Sequence[Path], *, checked: str, write_to: Path | None = None
     `checked` is the date that the catalog states. Bad rows are reported, good ones count.
     """
     found = read(*paths)
+    if not found.rows:
+        names = ", ".join(map(str, paths))
+        raise DataError(f"no row of {names} is a measurement that fits a constant; name other files")
     bench = _Bench(found.rows, {}, [])
     for fit_class in (_fit_gemms, _fit_attention, _fit_links, _fit_experts, _fit_dispatches, _fit_peers):
         fit_class(bench)

@@ -22,8 +22,8 @@ import numpy as np
 from meshwise.calibrate.catalog_text import catalog_text
 from meshwise.calibrate.errors import percentiles, summarize
 from meshwise.calibrate.robust import Array, Linear, minimise
-from meshwise.calibrate.table import lines
-from meshwise.core.errors import MeshwiseError
+from meshwise.calibrate.table import header, lines
+from meshwise.core.errors import DataError, MeshwiseError
 from meshwise.estimate.intervals import Spread
 from meshwise.serve import aiconfigurator, measured
 from meshwise.serve.fitted import Constants, fitted
@@ -90,12 +90,16 @@ class ServingFit:
 
 
 def fit_serving(path: Path) -> ServingFit:
-    """Fit the constants to the points of `path`."""
+    """Fit the constants to the points of `path`; DataError where none can fit them."""
+    if missing := measured.missing_columns(header(path)):
+        raise DataError(f"{path} is no table of serving points: it has no column {', '.join(missing)}")
     start = fitted().constants
     names = list(msgspec.structs.asdict(start))
     cases = [case for number, row, bad in lines(path) if not bad for case in _cases(str(number), row, names)]
     num = Counter(case.model for case in cases)
     is_fitted = np.array([not case.judges_only for case in cases])
+    if not is_fitted.any():
+        raise DataError(f"{path} holds no point that the constants can be fitted to; name other measurements")
     linear = Linear(
         np.array([case.miss for case in cases]),
         np.array([case.slopes for case in cases]),

@@ -164,7 +164,7 @@ def validate(paths: Iterable[Path] = ()) -> Validation:
         if set(names) >= _OP_COLUMNS:
             rows += predict_ops(path)
             continue
-        if set(names) >= {*measured.COLUMNS, *measured.STATED}:
+        if not measured.missing_columns(names):
             rows += predict_serving(path)
             continue
         runs, bad = read_runs(path)

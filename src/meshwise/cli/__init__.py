@@ -7,8 +7,10 @@ device. Only typer is imported here; a command imports what it needs when it run
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -119,7 +121,10 @@ INTERRUPTED = 130
 def main() -> None:
     """Run the command line; a problem the user can act on is one sentence and an exit code."""
     try:
+        if sys.stdout is None:
+            raise MeshwiseError("stdout is closed; leave it open, or send it to /dev/null")
         exit_code = app(standalone_mode=False)
+        sys.stdout.flush()
         if exit_code == INTERRUPTED:
             raise KeyboardInterrupt
         sys.exit(exit_code)
@@ -132,12 +137,22 @@ def main() -> None:
         _end(_sentence(error), 2)
     except (KeyboardInterrupt, typer.Abort):
         _end("interrupted", INTERRUPTED)
-    except BrokenPipeError:
-        sys.exit(0)
+    except (BrokenPipeError, SystemExit) as stop:  # typer makes an exit of a broken pipe
+        if isinstance(stop, SystemExit) and not isinstance(stop.__context__, BrokenPipeError):
+            raise
+        _drop_output()
+        sys.exit(0)  # a reader that has seen enough (`| head`) is no failure
     except OSError as error:
         if error.filename is None:
-            raise
+            _drop_output()
+            _end(f"cannot go on: {error.strerror or error}; is there room where the output goes?", 2)
         _end(f"cannot use {str(error.filename)!r}: {error.strerror}; name another file or folder", 2)
+
+
+def _drop_output() -> None:
+    """Leave what stdout did not take: Python would try once more at its end."""
+    with suppress(OSError):  # a stdout that is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _sentence(error: Any) -> str:
@@ -154,5 +169,6 @@ def _end(sentence: str, exit_code: int) -> None:
     if len(sentence) > MAX_SENTENCE:  # it quotes what it cannot read
         sentence = f"{sentence[: MAX_SENTENCE // 2]} ... {sentence[-MAX_SENTENCE // 4 :]}"
     shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in sentence)
-    print(f"meshwise: {shown}", file=sys.stderr)
+    with suppress(OSError):
+        print(f"meshwise: {shown}", file=sys.stderr)
     sys.exit(exit_code)

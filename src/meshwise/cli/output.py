@@ -49,14 +49,13 @@ def finite(value: Any) -> Any:
 def console() -> Console:
     """The console that tables are printed on: COLUMNS wide, or 120 in a file or pipe.
 
-    No name is read as markup. A reader that has seen enough (`| head`) ends the command, which is no failure.
+    No name is read as markup.
     """
     from rich.console import Console
 
-    class Quiet(Console):
+    class Plain(Console):
         def on_broken_pipe(self) -> None:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit(0)
+            raise BrokenPipeError
 
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
-    return Quiet(highlight=False, markup=False, width=width)
+    return Plain(highlight=False, markup=False, width=width)

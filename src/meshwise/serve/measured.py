@@ -11,7 +11,7 @@ The rate of a closed loop follows from its latencies (Little's law): where a row
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,14 +51,12 @@ MODELS = {
 }
 """Presets by how the sample's names of models begin."""
 
+STATED = ("ttft_s", "tpot_s")
 COLUMNS = (
     *("mode", "system", "backend", "model", "precision", "tp", "attention_dp", "moe_tp", "moe_ep"),
-    *("input_tokens", "output_tokens", "concurrency"),
+    *("input_tokens", "output_tokens", "concurrency", *STATED),
 )
-"""Columns that `simulated` reads."""
-
-
-STATED = ("ttft_s", "tpot_s")
+"""Columns that every table of points has."""
 RATE = "output_tokens_per_s_per_gpu"
 """What is measured of a point: mean latencies, and the rate over all chips."""
 
@@ -70,6 +68,11 @@ class Point:
     fleet: Fleet
     requests: Requests
     engine: Engine
+
+
+def missing_columns(names: Sequence[str]) -> list[str]:
+    """What a table with the columns `names` lacks to be one of points."""
+    return [name for name in COLUMNS if name not in names]
 
 
 def point(row: Mapping[str, str]) -> Point:

@@ -12,11 +12,12 @@ so there the digits themselves are read.
 from __future__ import annotations
 
 import collections
+import json
 import os
-import pickle
 import re
 import subprocess
 import sys
+from base64 import b64decode
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -49,11 +50,12 @@ _NO_ARGS = Args()
 _APART_BYTES = 50e6
 """From this mean size of a file on, reading takes well longer than a new process needs to begin."""
 _READER = """
-import pickle, sys
+import sys
 from pathlib import Path
-from meshwise.trace.read import read_trace
-pickle.dump(read_trace(Path(sys.argv[1])), sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
+from meshwise.trace.read import as_text, read_trace
+sys.stdout.write(as_text(read_trace(Path(sys.argv[1]))))
 """
+_Found = tuple[Trace | None, list[str]]
 
 
 def read_traces(paths: Iterable[str | Path]) -> tuple[list[Trace], list[Problem]]:
@@ -89,7 +91,7 @@ def read_traces(paths: Iterable[str | Path]) -> tuple[list[Trace], list[Problem]
     return sorted(traces, key=lambda trace: trace.rank), problems
 
 
-def _read_each(files: Sequence[Path]) -> Iterator[tuple[Trace | None, list[str]]]:
+def _read_each(files: Sequence[Path]) -> Iterator[_Found]:
     """What `read_trace` returns for each file; large ones are read by a process for each core."""
     num_processes = min(len(files), os.cpu_count() or 1)
     packed = {path: 10 if path.name.endswith(".gz") else 1 for path in files}
@@ -101,15 +103,30 @@ def _read_each(files: Sequence[Path]) -> Iterator[tuple[Trace | None, list[str]]
         yield from pool.map(_read_apart, files)
 
 
-def _read_apart(path: Path) -> tuple[Trace | None, list[str]]:
+def _read_apart(path: Path) -> _Found:
     """What `read_trace` returns, by a process of its own."""
     command = [sys.executable, "-P", "-c", _READER, str(path)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=False)
     if done.returncode:
         return None, [f"its reader ended with exit code {done.returncode}; is there enough memory?"]
-    found: tuple[Trace | None, list[str]] = pickle.loads(done.stdout)
-    return found
+    return _from_text(done.stdout)
+
+
+def as_text(found: _Found) -> str:
+    """What `read_trace` returns as JSON; arrays are their type and their bytes."""
+
+    def plain(value: Any) -> Any:
+        return str(value) if isinstance(value, Path) else (value.dtype.str, value.tobytes())
+
+    return json.dumps(msgspec.to_builtins(found, str_keys=True, enc_hook=plain))
+
+
+def _from_text(text: bytes) -> _Found:
+    def made(kind: type, value: Any) -> Any:
+        return Path(value) if kind is Path else np.frombuffer(b64decode(value[1]), value[0]).copy()
+
+    return msgspec.convert(json.loads(text), _Found, str_keys=True, dec_hook=made)
 
 
 def trace_files(paths: Iterable[str | Path]) -> list[Path]:

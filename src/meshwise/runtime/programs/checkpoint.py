@@ -10,7 +10,9 @@ A folder appears under its name when it is complete, never before.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -35,8 +37,7 @@ def save(model: TransformerDecoder, folder: Path, *, is_writer: bool, is_first: 
     `is_first`: they write the shared tensors too, and finish the folder. DataError if it cannot be written.
     """
     partial = folder.with_name(folder.name + ".partial")
-    if is_first and model.shard.tp_rank == 0:
-        _make(partial, folder)
+    claim = _claimed(partial, folder) if is_first and model.shard.tp_rank == 0 else None
     _barrier()
     try:
         files = _write(model, partial, is_writer=is_writer, is_first=is_first)
@@ -49,6 +50,9 @@ def save(model: TransformerDecoder, folder: Path, *, is_writer: bool, is_first: 
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise DataError(f"cannot write checkpoint {folder}: {error.strerror}; name another place") from None
+    finally:
+        if claim is not None:
+            os.close(claim)
     _barrier()
 
 
@@ -129,14 +133,21 @@ def _whole(part: Part, shard: Shard) -> Tensor:
     return torch.cat(pieces, dim=part.dim).narrow(part.dim, 0, part.length).contiguous().cpu()
 
 
-def _make(partial: Path, folder: Path) -> None:
+def _claimed(partial: Path, folder: Path) -> int:
+    """Make `partial`, empty and locked against other jobs until the file number returned is closed."""
     if folder.exists():
         raise DataError(f"checkpoint {folder} exists; name another folder or remove it")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        partial.mkdir(parents=True, exist_ok=True)
+        claim = os.open(partial, os.O_RDONLY)
+        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for left in partial.iterdir():  # by a job that was killed
+            left.unlink()
+    except BlockingIOError:
+        raise DataError(f"another job is writing checkpoint {folder}; name another folder") from None
     except OSError as error:
         raise DataError(f"cannot write checkpoint {folder}: {error.strerror}; name another place") from None
+    return claim
 
 
 def _gathered(files: dict[str, str]) -> list[dict[str, str]]:
