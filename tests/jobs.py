@@ -49,6 +49,8 @@ class Job:
     overlaps: bool = False
     names_calls: bool = True
     """Kernels of collectives say which it is, of whom and how large; RCCL's say nothing."""
+    missing: tuple[int, ...] = ()
+    """Ranks without a trace."""
 
     @property
     def guilty(self) -> tuple[int, ...]:
@@ -118,7 +120,8 @@ def write_job(folder: Path, job: Job) -> dict[int, int]:
                 play.add(rank, mark, began[rank] - 5, play.now[rank] - 5)
     about = {"host_name": "node"} if job.has_host else {}
     for rank, found in play.events.items():
-        write_trace(folder / f"rank-{rank}.json", found, rank, job.num_ranks, **about)
+        if rank not in job.missing:
+            write_trace(folder / f"rank-{rank}.json", found, rank, job.num_ranks, **about)
     return {rank: round(1000 * play.local(0, time)) for rank, time in play.first.items()}
 
 
@@ -164,7 +167,8 @@ def _reduce(play: _Play, ranks: list[int], wire: float, number: int, elements: i
             about["correlation"] = play.launch(rank, now[rank])
             moved = partial(all_reduce, elements=elements, ranks=ranks, **about)
             if not job.names_calls:
-                moved = partial(kernel, "ncclDevKernel_Generic(ncclDevComm*)", stream=20, **about)
+                stream = 20 + (len(ranks) < job.num_ranks)
+                moved = partial(kernel, "ncclDevKernel_Generic(ncclDevComm*)", stream=stream, **about)
         play.add(rank, moved, now[rank], left)
         if not is_hidden:
             now[rank] = left

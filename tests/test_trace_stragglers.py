@@ -31,10 +31,37 @@ def test_the_injected_rank_is_named(tmp_path, fault):
         assert verdict.clock_error_s < 2e-6 or verdict.job.on_cpu, verdict
 
 
+@pytest.mark.parametrize("num_ranks", [2, 8])
 @pytest.mark.parametrize("fault", ["none", "slow device", "late rank", "pause"])
-def test_calls_without_a_name_are_waited_in_too(tmp_path, fault):
-    verdict = judge(Job(2, 12, fault, rank=1, size=0.3, names_calls=False), tmp_path)
+def test_calls_without_a_name_are_waited_in_too(tmp_path, fault, num_ranks):
+    """Which ranks are a group follows from which calls overlap."""
+    job = Job(num_ranks, 12, fault, rank=1, size=0.3, names_calls=False, has_host=True)
+    verdict = judge(job, tmp_path)
     assert verdict.is_right and verdict.has_cause, verdict
+
+
+@pytest.mark.parametrize("fault", ["slow link", "late rank"])
+def test_a_rank_without_a_trace_is_not_taken_for_a_slow_link(tmp_path, fault):
+    """Rank 2 is late, or its link to rank 3 slow; the trace of rank 2 is missing."""
+    write_job(tmp_path, Job(8, 12, fault, rank=2, size=0.5, has_numbers=True, has_host=True, missing=(2,)))
+    first = _single(summarize_paths([tmp_path]))[0]
+    assert first.ranks == (3,) and first.kind == "slow link or missing rank"
+    assert "rank 2 (without a trace) comes late, or a slow link" in first.text
+
+
+@pytest.mark.parametrize(("core_wait_s", "is_named"), [(0.0, True), (0.02, True), (0.5, False)])
+def test_want_of_a_core_is_no_slow_rank(tmp_path, core_wait_s, is_named):
+    """Rank 1 is late by 4 to 5 ms a step for 11 steps, and its threads had no core for so long."""
+    write_job(tmp_path, Job(4, 12, "late rank", rank=1, size=0.3, on_cpu=True, has_host=True))
+    for path in tmp_path.iterdir():
+        late = core_wait_s * (path.name == "rank-1.json")
+        about = {"meshwise": {"core_wait_s": 0.1 + late, "num_cores": 2}}
+        path.write_text(json.dumps(json.loads(path.read_text()) | about))
+    found = summarize_paths([tmp_path])
+    named = [one.ranks for one in _single(found)]
+    shared = [one.text for one in found.findings if one.kind == "shared cores"]
+    assert named == [(1,)] * is_named and len(shared) == 1 - is_named
+    assert all("4 ranks and whatever else runs share 2 cores" in text for text in shared)
 
 
 def _pipeline(folder, slower, *, num_stages=4, num_microbatches=8, num_steps=10):

@@ -33,7 +33,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -72,6 +72,7 @@ class Capture:
         self._calls: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._profiler: Any = None
         self._started_ns, self._started_s = 0, 0.0
+        self._core_wait_s = _core_wait_s()
 
     def __enter__(self) -> Capture:
         self.start()
@@ -105,7 +106,7 @@ class Capture:
             profile_memory=self.options["memory"],
             with_stack=self.options["stacks"],
         )
-        self._started_ns = time.time_ns()
+        self._started_ns, self._core_wait_s = time.time_ns(), _core_wait_s()
         with _compiler_unloaded():
             self._profiler.start()
         self._started_s = time.perf_counter()
@@ -129,6 +130,7 @@ class Capture:
         rank, world_size = self._place()
         self.remember()
         about = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "pid": os.getpid()}
+        about |= {"core_wait_s": _core_wait_s() - self._core_wait_s, "num_cores": os.cpu_count()}
         profiler.add_metadata_json("meshwise", json.dumps(about | {"groups": self._groups}))
         profiler.add_metadata_json("meshwise_collectives", json.dumps(list(self._calls.values())))
         profiler.stop()
@@ -151,6 +153,15 @@ class Capture:
             int(os.environ.get("RANK", "0")) if rank is None else rank,
             int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size,
         )
+
+
+def _core_wait_s() -> float:
+    """How long this process's threads have been ready to run without a core; 0 where no system tells."""
+    total_ns = 0
+    for thread in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, ValueError, IndexError):  # it has ended
+            total_ns += int(thread.read_text().split()[1])
+    return total_ns / 1e9
 
 
 @contextmanager

@@ -20,8 +20,9 @@ sends are buffered and end at once; there the clocks must tell:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -33,6 +34,7 @@ from meshwise.trace.match import Match
 from meshwise.trace.transfers import SYNCHRONISING
 
 _SLACK_S = 1e-4
+_FASTEST_FRAC = 0.1
 _CLOSED_FORM = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")
 
 
@@ -44,6 +46,8 @@ class Collective:
     group: str
     group_size: int | None
     index: int
+    members: tuple[int, ...]
+    """The ranks of the group, with or without a trace; those that have one where it is not known."""
     bytes: float | None
     """The full tensor; of an all-to-all with uneven splits what the rank that sends most sends."""
     bytes_by_rank: dict[int, float] | None
@@ -105,6 +109,32 @@ def stragglers(found: Sequence[Collective]) -> list[Straggler]:
     ]
 
 
+def split_by_fastest(found: Sequence[Collective]) -> list[Collective]:
+    """The calls, those of groups of which ranks have no trace split by the fastest tenth of alike calls.
+
+    Where all that have a trace wait for one that has none, their waiting looks like time on the wire.
+    """
+    alike: dict[tuple[object, ...], list[float]] = defaultdict(list)
+    for one in found:
+        alike[one.name, one.group, one.bytes].append(one.wire_s)
+    fastest = {key: float(np.quantile(wires, _FASTEST_FRAC)) for key, wires in alike.items()}
+    return [
+        _split_at(one, fastest[one.name, one.group, one.bytes])
+        if one.num_ranks < (one.group_size or 0)
+        else one
+        for one in found
+    ]
+
+
+def _split_at(one: Collective, wire_s: float) -> Collective:
+    """The call as if its transfer took no longer than `wire_s`."""
+    if not 0 < wire_s < one.wire_s:
+        return one
+    wait = {rank: wait + one.wire_s - wire_s for rank, wait in one.wait_s.items()}
+    speed = one.sent_bytes_per_s and one.sent_bytes_per_s * one.wire_s / wire_s
+    return replace(one, wire_s=wire_s, wait_s=wait, sent_bytes_per_s=speed)
+
+
 def _overlaps(one: Match, alignment: Alignment, tolerance_ns: float) -> bool:
     """Whether the calls can have met: all enter before one leaves; what is received was sent before."""
     starts = {rank: t.start_ns - alignment.offsets_ns[rank] for rank, t in one.by_rank.items()}
@@ -139,6 +169,7 @@ def _collective(one: Match, alignment: Alignment, origin_ns: int) -> Collective:
         group=f"{text} ({one.group_name})" if one.group_name else text,
         group_size=2 if one.is_message else group_size,
         index=one.index,
+        members=tuple(ranks) if isinstance(one.group, str) else one.group,
         bytes=payload,
         bytes_by_rank=sizes if len(set(sizes.values())) > 1 else None,
         dtype=one.first.dtype,

@@ -22,14 +22,16 @@ import numpy as np
 
 from meshwise.core.units import duration, with_prefix
 from meshwise.trace.breakdown import work_kind
-from meshwise.trace.collectives import Collective
+from meshwise.trace.collectives import Collective, split_by_fastest
 from meshwise.trace.events import Kind, Trace
 from meshwise.trace.partition import PARTS, Partition
+from meshwise.trace.shared_cores import shared_cores
 from meshwise.trace.straggler import Straggler, holders_up
 
 _MIN_FRAC = 0.02
 """A finding about single ranks or groups is worth at least this share of the span."""
-_SLOW_LINK = 0.8
+_SLOW_LINK, _SLOW_LINK_OF_TWO = 0.8, 0.67
+_UNCERTAIN_LINK = "slow link or missing rank"
 _HOST_BOUND_FRAC = 0.1
 _EXPOSED_FRAC = 0.15
 _MOSTLY = 0.5
@@ -54,15 +56,17 @@ def findings(
     span_s = max((sum(one.seconds.values()) for one in partitions), default=0.0)
     if not span_s:
         return []
+    collectives = split_by_fastest(collectives)
     stragglers, undecided = holders_up(collectives)
     links = _slow_links(traces, partitions, collectives, span_s)
     linked = {rank for link in links for rank in link.ranks}
     holders = [
-        _holder(traces, partitions, one, span_s)
-        for one in stragglers
-        if one.seconds >= _MIN_FRAC * span_s and not (len(one.ranks) > 1 and linked.issuperset(one.ranks))
+        _holder(traces, partitions, one, span_s) for one in stragglers if one.seconds >= _MIN_FRAC * span_s
     ]
-    single = sorted([*holders, *links], key=lambda finding: -finding.seconds)
+    unseen = {rank for one in collectives if one.num_ranks < (one.group_size or 0) for rank in one.wait_s}
+    late = [one for one in holders if one.kind != "slow transfer" or not (linked | unseen) & set(one.ranks)]
+    late = [one for one in late if len(one.ranks) < 2 or not linked.issuperset(one.ranks)]
+    single = sorted([*late, *links], key=lambda one: (one.kind == _UNCERTAIN_LINK, -one.seconds))
     waited_s = float(np.mean([one.seconds["wait"] for one in partitions]))
     if undecided and waited_s >= _EXPOSED_FRAC * span_s and not single:
         text = (
@@ -82,6 +86,8 @@ def _holder(
         sum(s for part, s in partitions[index[rank]].seconds.items() if part != "wait") for rank in one.ranks
     ]
     worst = one.ranks[int(np.argmax(own))]
+    if why := shared_cores(traces, worst, one):
+        return Finding("shared cores", (), "", one.seconds, one.seconds / span_s, why)
     kind, why = _cause(traces, partitions, index[worst], one)
     who = f"rank {worst} holds" if len(one.ranks) == 1 else f"ranks {_listed(one.ranks)} hold"
     most = "" if len(one.ranks) == 1 else f"; most of all rank {worst}"
@@ -202,24 +208,24 @@ def _slow_links(
 
     A slow link costs what it adds to the time on the wire, and no more than what of that no compute hides.
     """
-    host = {trace.rank: trace.host or str(trace.rank // 8) for trace in traces}
+    host = _hosts(traces, max((rank for one in collectives for rank in one.members), default=0))
     speeds: dict[tuple[object, ...], dict[str, list[Collective]]] = defaultdict(lambda: defaultdict(list))
     for one in collectives:
-        if one.sent_bytes_per_s and one.bytes and one.group_size and one.num_ranks > 1:
-            members = sorted(one.wait_s)
-            alike = (*np.diff(members).tolist(), len({host[rank] for rank in members}))
+        if one.sent_bytes_per_s and one.bytes and one.group_size:
+            alike = (*np.diff(one.members).tolist(), len({host[rank] for rank in one.members}))
             speeds[one.name, one.bytes, one.group_size, alike][one.group].append(one)
     found: dict[str, tuple[float, float, float, Collective]] = {}
     for groups in speeds.values():
-        if len(groups) < 3:
+        if len(groups) < 2:
             continue
         usual_by_group = {
             group: float(np.median([one.sent_bytes_per_s or 0.0 for one in calls]))
             for group, calls in groups.items()
         }
-        usual = float(np.median(list(usual_by_group.values())))
+        usual = float(np.quantile(list(usual_by_group.values()), 0.5, method="higher"))
+        least = _SLOW_LINK if len(groups) > 2 else _SLOW_LINK_OF_TWO
         for group, speed in usual_by_group.items():
-            if speed < _SLOW_LINK * usual:
+            if speed < least * usual:
                 lost = sum(one.wire_s for one in groups[group]) * (1 - speed / usual)
                 lost += found[group][0] if group in found else 0.0
                 found[group] = (lost, speed, usual, groups[group][0])
@@ -227,15 +233,27 @@ def _slow_links(
     findings = []
     for group, (lost, speed, usual, one) in found.items():
         cost = min(lost, max(exposed[rank] for rank in one.wait_s))
+        unseen = sorted(set(one.members) - set(one.wait_s))
+        why = f"rank {_listed(unseen)} (without a trace) comes late, or " if unseen else ""
         text = (
             f"{one.name} of group {group} moves {with_prefix(speed, 'B/s')} where other groups of "
-            f"{one.group_size} move {with_prefix(usual, 'B/s')} with calls of the same size: a slow link "
-            f"among these ranks costs {duration(cost)} ({cost / span_s:.1%} of the span)"
+            f"{one.group_size} move {with_prefix(usual, 'B/s')} with calls of the same size: {why}a slow "
+            f"link among these ranks costs {duration(cost)} ({cost / span_s:.1%} of the span)"
         )
         if cost >= _MIN_FRAC * span_s:
+            kind = _UNCERTAIN_LINK if unseen else "slow link"
             ranks = tuple(sorted(one.wait_s))
-            findings.append(Finding("slow link", ranks, group, cost, cost / span_s, text))
+            findings.append(Finding(kind, ranks, group, cost, cost / span_s, text))
     return findings
+
+
+def _hosts(traces: Sequence[Trace], last_rank: int) -> list[str]:
+    """The host of every rank; one without a trace is where the next lower one is."""
+    named = {trace.rank: trace.host or str(trace.rank // 8) for trace in traces}
+    hosts = [named[min(named)]]
+    for rank in range(1, last_rank + 1):
+        hosts.append(named.get(rank, hosts[-1] if any(one.host for one in traces) else str(rank // 8)))
+    return hosts
 
 
 def _host_bound(partitions: Sequence[Partition]) -> list[Finding]:

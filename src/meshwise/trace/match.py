@@ -13,6 +13,8 @@ every rank, if their traces begin and end with the same calls. In this order of 
    On one host the offset is zero and the shift with most calls that coincide is taken. On unknown clocks,
    lists of equal length are not shifted; others take the shift under which the ends keep a far steadier
    distance than under the next one, else the one that needs the smallest offset.
+   A stream whose kernels do not say of whom they are may belong to several groups. There, ranks with as many
+   calls are of one group only if these can all overlap.
 4. Where no shift fits, because a trace lacks calls or holds those of another group too, every pair of alike
    calls votes for the distance between its ends; the distance with most votes is the one between the
    clocks, and calls are the same whose ends then coincide.
@@ -93,10 +95,37 @@ def match(transfers: Mapping[int, Sequence[Transfer]], *, one_host: bool = False
         names[group].add(name)
     matches: list[Match] = []
     for (group, name), members in groups.items():
-        matches += _collectives(group, name if len(names[group]) > 1 else "", members, one_host)
+        if name or not isinstance(group, str):
+            matches += _collectives(group, name if len(names[group]) > 1 else "", members, one_host)
+            continue
+        apart = _apart(members, one_host)
+        for part in apart:
+            among = tuple(part) if len(apart) > 1 else group
+            matches += _collectives(among, group if len(apart) > 1 else "", part, one_host)
     for (_, _, source, destination), members in pairs.items():
         matches += _messages(source, destination, members, one_host)
     return matches
+
+
+def _apart(members: dict[int, list[Transfer]], one_host: bool) -> list[dict[int, list[Transfer]]]:
+    """The ranks of a stream in sets whose calls can have met; all as one where no two can."""
+    apart: list[dict[int, list[Transfer]]] = []
+    for rank, found in members.items():
+        near = (part for part in apart if _can_meet(next(iter(part.values())), found, one_host))
+        part = next(near, None)
+        if part is None:
+            apart.append({rank: found})
+        else:
+            part[rank] = found
+    return apart if len(apart) < len(members) else [members]
+
+
+def _can_meet(a: Sequence[Transfer], b: Sequence[Transfer], one_host: bool) -> bool:
+    """Whether the k-th call of one rank can be the k-th of the other; it may where one has more."""
+    if len(a) != len(b):
+        return True
+    unshifted = next((one for one in _possible(a, b) if one.shift == 0), None)
+    return unshifted is not None and (not one_host or abs(unshifted.offset_ns) <= _SLACK_NS)
 
 
 def _collectives(

@@ -83,7 +83,8 @@ def holders_up(found: Sequence[Collective]) -> tuple[list[Straggler], str]:
     """The ranks that hold the others up, and why none could be named, if waiting is too short to tell."""
     stragglers: list[Straggler] = []
     reason = ""
-    shared = [c for c in found if c.num_ranks > 1 and c.name in (*SYNCHRONISING, "broadcast", "unknown")]
+    kinds = (*SYNCHRONISING, "broadcast", "unknown")
+    shared = [c for c in found if (c.num_ranks > 1 or any(c.wait_s.values())) and c.name in kinds]
     for ranks, calls in _linked(sorted(shared, key=_end_s)):  # which every rank leaves in this order
         views = [view for view in _views(ranks, calls) if len(view.wait_s) >= MIN_STEPS]
         named = next((one for view in views if (one := _persistent(view) or _pause(view))), None)
@@ -100,7 +101,7 @@ def _linked(found: Sequence[Collective]) -> Iterator[tuple[tuple[int, ...], list
     for members in {frozenset(one.wait_s) for one in found}:
         near = [one for one in sets if one & members]
         sets = [one for one in sets if not one & members] + [set(members).union(*near)]
-    for ranks in sorted(sets, key=min):
+    for ranks in sorted((one for one in sets if len(one) > 1), key=min):
         yield tuple(sorted(ranks)), [one for one in found if ranks.issuperset(one.wait_s)]
 
 
@@ -133,12 +134,18 @@ def _positions(calls: Sequence[Collective]) -> tuple[NDArray[np.int64], NDArray[
 
 
 def _num_periods(keys: Sequence[object]) -> int:
-    """How often the sequence repeats itself; where it does not, how often the rarest repeated key occurs."""
+    """How often the sequence repeats itself.
+
+    What all keys occur a multiple of; where that says nothing, from the sequence, else of the rarest key.
+    """
+    counts = Counter(keys)
+    if (most := math.gcd(*counts.values())) > _RARE_STEPS:
+        return most
     for period in range(1, len(keys) // MIN_STEPS + 1):
         same = [a == b for a, b in zip(keys, keys[period:], strict=False)]
         if sum(same) >= _SAME_FRAC * len(same):
             return len(keys) // period
-    return min((num for num in Counter(keys).values() if num > _RARE_STEPS), default=1)
+    return min((num for num in counts.values() if num > _RARE_STEPS), default=1)
 
 
 def _waiting(ranks: tuple[int, ...], calls: Sequence[Collective], step: NDArray[np.int64]) -> _Waiting:

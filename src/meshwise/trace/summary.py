@@ -74,7 +74,7 @@ class Summary(Shown):
 
 def _collective_json(one: Collective) -> dict[str, Any]:
     row: dict[str, Any] = msgspec.to_builtins(one, str_keys=True)
-    del row["events"], row["enter_s"]
+    del row["events"], row["enter_s"], row["members"]
     return row | {"step": None if one.step < 0 else one.step}
 
 
