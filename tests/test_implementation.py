@@ -19,6 +19,7 @@ from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.plan.plan import CP_KINDS, RECOMPUTE, Plan
 from meshwise.plan.workload import Workload
+from meshwise.search.kept import found_at
 
 FSDP2 = Plan(implementation="fsdp2", zero=3)
 CLUSTER = find_cluster("h100-80g-sxm:64")
@@ -44,11 +45,9 @@ def test_a_grid_of_fsdp2_is_its_plans(data: st.DataObject, model: str) -> None:
     found = {}
     one_each = {key: (value,) for key, value in base.items()}
     for cells in price_grid(find_model(model), CLUSTER, LOAD, one_each | space):
-        step_s, memory = cells.array(cells.step.step_s), cells.array(cells.step.memory_bytes)
-        broken = np.broadcast_to(cells.broken, cells.shape)
-        for index in np.ndindex(cells.shape):
-            if not broken[index]:
-                found[cells.plan_at(index)] = step_s[index], memory[index]
+        for cell in np.flatnonzero(~np.broadcast_to(cells.broken, cells.shape)):
+            one = found_at(cells, int(cell))
+            found[one.plan, one.microbatch] = one.step_s, one.memory_bytes
     plans = set()
     for values in itertools.product(*space.values()):
         stated = dict(zip(keys, values, strict=True))

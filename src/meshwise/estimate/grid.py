@@ -119,12 +119,6 @@ class Cells:
             num += axis.num_stated[rows[row]]
         return num
 
-    def plan_at(self, cell: tuple[int, ...]) -> tuple[Plan, int]:
-        """The plan of one cell, and its microbatch."""
-        values = self.values_at(cell)
-        microbatch = int(values.pop("microbatch"))
-        return replace(self.plan, **values), microbatch
-
 
 def price_grid(
     model: Model, cluster: Cluster, workload: Workload, space: Space, *, distinct: bool = False
@@ -249,7 +243,8 @@ def _cells(
     rows = np.nonzero(~np.broadcast_to(_any(of_rows), [len(axis.values) for axis in row_axes]))
     if repeats.are_dropped:
         mesh, _ = _mesh(plan, workload, cluster, fixed | in_front | _flat(row_axes, rows))
-        rows = tuple(index[repeats.kept(mesh, len(rows[0]))] for index in rows)
+        kept = repeats.kept(mesh, len(rows[0]))
+        rows = tuple(index[kept] for index in rows)
     runs_on = machine_for(cluster, plan, workload.kind)
     chunk = max(CELLS_AT_ONCE // prod(len(axis.values) for axis in tail), 256)
     for first in range(0, len(rows[0]), chunk):

@@ -71,7 +71,8 @@ def weigh(
     machines = {name: changed(best.cluster, {name: factor}) for name, factor in factors.items()}
     found = {name: fastest(machine) for name, machine in machines.items()}
     plans = [
-        Found(one.plan, one.workload.microbatch, one.step_s, one.memory_bytes["total"]) for one in chosen
+        Found(one.plan, {"microbatch": one.workload.microbatch}, one.step_s, one.memory_bytes["total"])
+        for one in chosen
     ]
     plans += [one for one in found.values() if one is not None]
 

@@ -7,8 +7,8 @@ which fewest keys have another value than by default.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,13 +31,30 @@ Family = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One plan of the space, as the grid prices it; `num_stated`: keys with another value than by default."""
+    """One plan of the space, as the grid prices it: `base` with the `values` of some keys and the microbatch.
 
-    plan: Plan
-    microbatch: int
+    Thousands are found for each that is shown, so the plan is made when it is asked for.
+    """
+
+    base: Plan
+    values: Mapping[str, Any]
     step_s: float
     memory_bytes: float
-    num_stated: int = 0
+
+    @property
+    def plan(self) -> Plan:
+        """The plan itself."""
+        return replace(self.base, **{key: value for key, value in self.values.items() if key != "microbatch"})
+
+    @property
+    def microbatch(self) -> int:
+        """Sequences of its microbatch."""
+        return int(self.values["microbatch"])
+
+    @property
+    def num_stated(self) -> int:
+        """How many keys have another value than by default."""
+        return num_stated(self.values)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as text, and its two figures."""
@@ -156,9 +173,8 @@ def distinct(cells: Cells) -> NDArray[np.bool_]:
 def found_at(cells: Cells, cell: int) -> Found:
     """The plan of one cell, by its flat index."""
     index = tuple(int(i) for i in np.unravel_index(cell, cells.shape))
-    plan, microbatch = cells.plan_at(index)
     step_s, memory = cells.array(cells.step.step_s)[index], cells.array(cells.step.memory_bytes)[index]
-    return Found(plan, microbatch, float(step_s), float(memory), num_stated(cells.values_at(index)))
+    return Found(cells.plan, cells.values_at(index), float(step_s), float(memory))
 
 
 def _comes_first(one: tuple[float, int], other: tuple[float, int] | None) -> bool:
