@@ -121,7 +121,7 @@ def stage_memory(
     buffers = _buffer_bytes(model, stage, parts, mesh, cut, loss_bytes)
     # Sharded gradients of a lone microbatch take the place of its activations, block by block.
     alone = (mesh.zero >= 3) & (mesh.num_microbatches == 1)
-    activations = np.where(alone, np.maximum(activations - gradients, 0.0), activations)
+    activations = activations - np.minimum(activations, alone * gradients)
     tensors = weights + gradients + optimizer + activations + buffers
     return Memory(
         weights=weights,

@@ -95,7 +95,7 @@ class Estimate(Shown):
     @property
     def pace(self) -> StageCost:
         """The slowest stage, which sets the pace."""
-        return self.step.stages[int(self.step.pace)]
+        return max(self.step.stages, key=lambda cost: float(cost.time.total_s))
 
     @property
     def pace_rank(self) -> int:
@@ -105,7 +105,7 @@ class Estimate(Shown):
     @property
     def memory_bytes(self) -> dict[str, float]:
         """Bytes of a rank of the fullest stage at its peak, by what they hold, and their `total`."""
-        return memory_parts(self.step.stages[int(self.step.fullest)])
+        return memory_parts(max(self.step.stages, key=lambda cost: float(cost.memory.total)))
 
     @property
     def fits(self) -> bool:

@@ -11,9 +11,10 @@ microbatch) is computed along those alone, and only the last sums run over the w
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 
 import numpy as np
 
@@ -91,14 +92,12 @@ class StageCost:
 class StepCost:
     """A step of one plan, or of each plan of a grid; `mesh` has the `ends` that balance its stages.
 
-    `pace` is the index into `stages` of the slowest one, `work_s` its microbatches. With `unpaired_s`,
-    `bubble_s`, `comm_pp_s`, `comm_dp_s`, `optimizer_s` and `straggler_s` they add up to `step_s`.
-    `fullest` is the index of the stage that needs most memory, `memory_bytes` what it needs.
+    `work_s`: the microbatches on the slowest stage. With `unpaired_s`, `bubble_s`, `comm_pp_s`, `comm_dp_s`,
+    `optimizer_s` and `straggler_s` they add up to `step_s`. `memory_bytes`: what the fullest stage needs.
     """
 
     mesh: Mesh
     step_s: Num
-    pace: Num
     work_s: Num
     unpaired_s: Num
     bubble_s: Num
@@ -107,7 +106,6 @@ class StepCost:
     optimizer_s: Num
     straggler_s: Num
     hop_s: Num
-    fullest: Num
     memory_bytes: Num
     stages: list[StageCost]
     parts: dict[str, Part]
@@ -294,7 +292,7 @@ def step_cost(model: Model, mesh: Mesh, machine: Machine, stages: Sequence[Stage
         for stage in stages or stages_of(model, mesh)
     ]
     exists = [(cost.stage.num_stages > 0) * 1.0 for cost in costs]
-    pace, slowest_s = _largest([cost.time.total_s for cost in costs], exists)
+    slowest_s = _largest([cost.time.total_s for cost in costs], exists)
     work_s = slowest_s * mesh.num_microbatches
     f_s, b_s, w_s = (
         sum(getattr(cost.time, phase) * cost.stage.num_stages for cost in costs) / mesh.pp
@@ -312,17 +310,15 @@ def step_cost(model: Model, mesh: Mesh, machine: Machine, stages: Sequence[Stage
         played_s = [_played_s(model, mesh, by_part, cut, machine, hop_s=hop) for hop in (0.0, hop_s)]
         bubble = np.where(is_own, np.maximum(played_s[0] - work_s, 0.0) * (mesh.pp > 1), bubble)[()]
         comm_pp = np.where(is_own, (played_s[1] - played_s[0] + held_s) * (mesh.pp > 1), comm_pp)[()]
-    _, comm_dp = _largest([cost.comm_dp_s for cost in costs], exists)
-    _, optimizer = _largest([cost.optimizer_s for cost in costs], exists)
-    _, lone_s = _largest([cost.time.unpaired_s for cost in costs], exists)
+    comm_dp = _largest([cost.comm_dp_s for cost in costs], exists)
+    optimizer = _largest([cost.optimizer_s for cost in costs], exists)
+    lone_s = _largest([cost.time.unpaired_s for cost in costs], exists)
     unpaired_s = lone_s * np.minimum(mesh.pp, mesh.num_microbatches)
     alone_s = work_s + unpaired_s + bubble + comm_pp + comm_dp + optimizer
     straggler = alone_s * (machine.overheads.straggler_frac * np.log2(mesh.world))
-    fullest, memory_bytes = _largest([cost.memory.total for cost in costs], exists)
     return StepCost(
         mesh=mesh,
         step_s=alone_s + straggler,
-        pace=pace,
         work_s=work_s,
         unpaired_s=unpaired_s,
         bubble_s=bubble,
@@ -331,8 +327,7 @@ def step_cost(model: Model, mesh: Mesh, machine: Machine, stages: Sequence[Stage
         optimizer_s=optimizer,
         straggler_s=straggler,
         hop_s=hop_s,
-        fullest=fullest,
-        memory_bytes=memory_bytes,
+        memory_bytes=_largest([cost.memory.total for cost in costs], exists),
         stages=costs,
         parts=by_name,
         cut=cut,
@@ -372,12 +367,6 @@ def hop_bytes(model: Model, cut: Cut) -> Num:
     return block_input_bytes(model, cut) / (1.0 if cut.sequence_parallel else cut.tp)
 
 
-def _largest(values: Sequence[Num], exists: Sequence[Num]) -> tuple[Num, Num]:
-    """Which of `values` is largest among those that exist, and that value."""
-    index: Num = 0.0
-    largest: Num = values[0] * exists[0]
-    for i, (value, there) in enumerate(zip(values[1:], exists[1:], strict=True), start=1):
-        is_larger = value * there > largest
-        index = index + is_larger * (i - index)
-        largest = np.maximum(largest, value * there)
-    return index, largest
+def _largest(values: Sequence[Num], exists: Sequence[Num]) -> Num:
+    """The largest of `values`, of those that exist."""
+    return reduce(np.maximum, map(operator.mul, values, exists))

@@ -59,8 +59,8 @@ class Exchange:
     @property
     def occurs(self) -> bool:
         """Whether anything is exchanged, in some plan of a grid at least."""
-        nothing = ((self.count, 0.0), (self.group_size, 1.0))
-        return not any(isinstance(number, float) and number == least for number, least in nothing)
+        happens = (self.count > 0) & (self.group_size > 1)
+        return bool(happens.any() if isinstance(happens, np.ndarray) else happens)
 
 
 def exchanges(

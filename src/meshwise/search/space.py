@@ -123,13 +123,9 @@ def _is_long_enough(seq: int, cp: int) -> bool:
 
 def _grids(tp: Sequence[int]) -> list[tuple[int, ...]]:
     """Grids of two and of three dimensions with as many ranks as one of `tp`."""
-    sides = range(1, max(tp) + 1)
-    return [
-        grid
-        for dims in (2, 3)
-        for grid in itertools.product(sides, repeat=dims)
-        if math.prod(grid) in tp and (dims == 2 or grid[0] == grid[1])
-    ]
+    pairs = list(itertools.product(range(1, max(tp) + 1), repeat=2))
+    grids = [*pairs, *((side, side, depth) for side, depth in pairs)]
+    return [grid for grid in grids if math.prod(grid) in tp]
 
 
 def divisors(number: int) -> list[int]:
