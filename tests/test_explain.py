@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import meshwise as mw
-from kineto import all_reduce, host, kernel, write_trace
+from kineto import all_reduce, host, kernel, message, write_trace
 from meshwise.core.ledger import Ledger
 
 GLOO4 = Path(__file__).parent / "data" / "traces" / "gloo4"
@@ -66,9 +66,9 @@ def test_a_trace_of_the_prediction(tmp_path, slower):
         assert found.classes[0].op == "matmul" and "matmul" in found.findings[1]
 
 
-def _played_ops(folder, expected, slower=()):
+def _played_ops(folder, expected, slower=(), *, rank=0, more=()):
     """One rank that does each matmul and reduction of a ledger once, `slower` ones in twice the time."""
-    events, now, played = [], 0.0, {}
+    events, now, played = list(more), 1000.0 * bool(more), {}
     for row in expected.rows():
         place = (row["module"], f"{row['op']} {row['collective']}".strip(), row["phase"])
         length = round(1e6 * row["count"] * (row["time_s"] or 0.0), 3)
@@ -87,7 +87,7 @@ def _played_ops(folder, expected, slower=()):
             continue
         played[place] = played.get(place, 0.0) + length / 1e6
         now += length + 5
-    write_trace(folder / "rank-0.json", events, 0, world_size=2)
+    write_trace(folder / f"rank-{rank}.json", events, rank, world_size=2)
     return played
 
 
@@ -117,6 +117,22 @@ def test_the_model_and_the_plan_are_recognised(tmp_path, meshwise):
     strange = write_trace(tmp_path / "rank-0.json", [*events, kernel("gemm", 3, 9)], 0)
     done = meshwise("explain", str(strange), "--cluster", JOB[1])
     assert done.code == 2 and "no model of the catalog" in done.err
+
+
+def test_pipelines_experts_and_context_are_recognised(tmp_path):
+    """Two stages that pass messages on, and two ranks that exchange all to all."""
+    found = mw.estimate("qwen3-0.6b", JOB[1], "pp=2", batch=2, seq=512).ledger
+    for rank, kind in enumerate(("send", "recv")):
+        rows = [row for row in found.rows() if rank or row["op"] != "logits"]
+        _played_ops(tmp_path, Ledger.from_rows(rows), rank=rank, more=[message(kind, 0, 9, 64, 1 - rank)])
+    assert "qwen3-0.6b, tp=1,pp=2, batch" in mw.explain(tmp_path).findings[0]
+    for model, plan in (("qwen3-0.6b", "tp=1,cp=2"), ("qwen3-30b-a3b", "tp=1,ep=2")):
+        folder = tmp_path / plan
+        folder.mkdir()
+        exchange = all_reduce(0, 9, 64, [0, 1])
+        exchange["args"]["Collective name"] = "all_to_allv"
+        _played_ops(folder, mw.estimate(model, JOB[1], plan, batch=2, seq=512).ledger, more=[exchange])
+        assert f"{model}, {plan}, batch" in mw.explain(folder).findings[0]
 
 
 def test_measured_alone(meshwise):

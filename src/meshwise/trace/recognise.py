@@ -6,8 +6,10 @@ parallelism, is held against the matmuls of the job. It is recognised if every m
 multiplied (q, k and v, or gate and up, apart or as one), its vocabulary too, and no other model explains as
 much of the FLOP.
 
-The other ranks are data parallel, with ZeRO stage 3 if they gather and scatter among themselves. Pipelines,
-context and expert parallelism are not recognised.
+Where ranks send messages and only some of them multiply by the vocabulary, these end a pipeline. An
+all-to-all is that of experts if the model has any, else that of context parallelism: of heads (Ulysses) where
+attention has only a part of them, of keys (a ring) else. The other ranks are data parallel, with ZeRO stage 3
+if they gather and scatter among themselves. Schedules are not recognised.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from meshwise.model.find import models
 from meshwise.model.weights import Weight, block_weights
 from meshwise.trace.op_rates import op_rates
 from meshwise.trace.summary import Summary
+from meshwise.trace.transfers import POINT_TO_POINT
 
 _DEGREES = (1, 2, 4, 8)
 _LEAST_FRAC = 0.5
@@ -55,14 +58,14 @@ def recognised(summary: Summary) -> Recognised | None:
     """The model and plan of a job; None where shapes were not recorded, or fit no model or several."""
     flop: dict[Sizes, float] = defaultdict(float)
     calls: dict[Sizes, int] = defaultdict(int)
-    seqs = []
+    attended: set[tuple[int, int]] = set()
     for one in op_rates(summary.traces):
         numbers = [int(number) for number in re.findall(r"\d+", one.shape)]
         if one.kind == "matmul":
             flop[tuple(sorted(numbers))] += one.count * one.flop
             calls[tuple(sorted(numbers))] += one.count
         elif one.kind == "attention":
-            seqs.append(numbers[2])
+            attended.add((numbers[2], numbers[1]))
     num_ranks = max([len(summary.traces), *(trace.world_size or 0 for trace in summary.traces)])
     sizes = {one.group_size for one in summary.collectives}
     degrees = [tp for tp in _DEGREES if tp == 1 or (num_ranks % tp == 0 and tp in sizes)]
@@ -80,15 +83,37 @@ def recognised(summary: Summary) -> Recognised | None:
     best, model, tp, tokens = found[0]
     if any(one[1].name != model.name and one[0] > best - _APART_FRAC for one in found[1:]):
         return None
-    dp = num_ranks // tp
-    seq = min(seqs, default=tokens)
-    plan = ",".join([f"tp={tp}", *(["zero=3"] if dp > 1 and dp != tp and _shards(summary, dp) else [])])
+    pp, exchanging = _num_stages(summary, model.vocab // tp), _exchanging(summary)
+    ep, cp = (exchanging, 1) if model.moe else (1, exchanging)
+    replicas = num_ranks // (tp * pp)
+    seq, heads = min(attended, default=(tokens * cp, 0))
+    seq *= 1 if heads * tp * cp == model.num_heads else cp if heads else 1
+    is_sharded = replicas > 1 and replicas != tp and _shards(summary, replicas)
+    degrees_of = {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
+    words = [f"{axis}={size}" for axis, size in degrees_of.items() if size > 1 or axis == "tp"]
+    plan = ",".join([*words, *(["zero=3"] if is_sharded else [])])
     num_steps = len({step.number for step in summary.steps}) or 1
     down = next(w for w in _matrices(model) if w.op in ("fc2", "out_proj"))
-    passes = 3 * model.num_layers * num_steps * len(summary.traces)
+    passes = 3 * model.num_layers / pp * num_steps * len(summary.traces)
     repeats = max(1, round(calls[_sorted(_cut(down, tp), tokens)] / passes))
-    microbatch = max(1, tokens // seq)
-    return Recognised(model.name, plan, repeats * dp * microbatch, seq, microbatch, best)
+    microbatch = max(1, tokens * cp // seq)
+    return Recognised(model.name, plan, repeats * (replicas // cp) * microbatch, seq, microbatch, best)
+
+
+def _num_stages(summary: Summary, vocab: int) -> int:
+    """Of pipelines that end on the ranks which multiply by the vocabulary; 1 where nobody sends messages."""
+    if not any(one.name in (*POINT_TO_POINT, "send_recv") for one in summary.collectives):
+        return 1
+    ends = sum(
+        any(one.kind == "matmul" and str(vocab) in re.findall(r"\d+", one.shape) for one in op_rates([trace]))
+        for trace in summary.traces
+    )
+    return max(1, len(summary.traces) // max(ends, 1))
+
+
+def _exchanging(summary: Summary) -> int:
+    """How many ranks exchange all to all."""
+    return max((one.group_size or 1 for one in summary.collectives if one.name == "all_to_all"), default=1)
 
 
 def _shown(model: Model, tp: int, tokens: int, flop: dict[Sizes, float]) -> set[Sizes]:
