@@ -29,8 +29,8 @@ from meshwise.runtime.measure import collective_time_s
 from meshwise.runtime.programs import find_program, make_options
 from meshwise.runtime.recorder import Recorder
 
-RATE_BYTES_PER_S = 50e6 / 8
-BURST_BYTES = 128 << 10  # a timer that is late by 20 ms costs the cable nothing
+RATE_BYTES_PER_S = 100e6 / 8
+BURST_BYTES = 256 << 10  # a timer that is late by 20 ms costs the cable nothing
 HOLD_S = 0.05
 RANKS_PER_HOST = 2
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")

@@ -157,15 +157,18 @@ def test_checkpoint_is_read_by_any_world(ranks: Ranks, tmp_path: Path) -> None:
 def test_padding_of_the_vocabulary_is_not_in_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     wide = replace(BASE, override=f"{TINY},vocab_size=301")
     wanted = alone(wide).result["loss"]
+    written = set()
     for tp in (4, 2, 1):
         folder = tmp_path / str(tp)
         saved = together(ranks, replace(wide, tp=tp, save_checkpoint=str(folder)))[0].result
         assert saved["loss"] == pytest.approx(wanted, rel=1e-6)
         with safe_open(folder / "shared.safetensors", framework="pt") as tensors:
             assert tensors.get_slice("embed_tokens.weight").get_shape() == [301, 16]
-        for other in (1, 2, 4):
-            read = replace(wide, tp=other, checkpoint=str(folder), seed=99)
-            assert together(ranks, read)[0].result["loss"] == pytest.approx(wanted, rel=1e-6)
+        written.add((folder / "shared.safetensors").read_bytes())
+        other = {4: 2, 2: 1, 1: 4}[tp]
+        read = replace(wide, tp=other, checkpoint=str(folder), seed=99)
+        assert together(ranks, read)[0].result["loss"] == pytest.approx(wanted, rel=1e-6)
+    assert len(written) == 1  # so that any of them may read any
 
 
 def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
