@@ -2,7 +2,8 @@
 
 The FLOP are those that torch's FlopCounterMode counts over one forward of the classes of transformers 5.23
 with their default configs on the meta device, in eager attention, which computes masked pairs too: as many
-tokens of source (Whisper: 3000 frames, 1500 tokens) as of target. Gemma 4 has 12 layers of shared keys.
+tokens of source (Whisper: 3000 frames, 1500 tokens) as of target. Gemma 4 has 12 layers of shared keys,
+Gemma 3n 20 layers, half of them with shared keys.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from meshwise.model.huggingface import model_from_config
 
 RECORDS = (Path(__file__).parent / "data" / "transformers_5.23.jsonl").read_text().splitlines()
 CONFIGS = {record["model_type"]: record["config"] for record in map(json.loads, RECORDS)}
+CONFIGS["gemma3n_short"] = CONFIGS["gemma3n_text"] | {
+    **{"num_hidden_layers": 20, "num_kv_shared_layers": 10, "layer_types": None, "intermediate_size": 16384}
+}
 MODELS = {name: model_from_config(CONFIGS[name], name=name) for name in ("t5", "bart", "whisper")}
 
 
@@ -32,6 +36,7 @@ MODELS = {name: model_from_config(CONFIGS[name], name=name) for name in ("t5", "
         ("marian", 64, 53_316_550_656),
         ("m2m_100", 64, 62_493_032_448),
         ("gemma4_text", 64, 482_697_281_536),
+        ("gemma3n_short", 64, 359_359_782_912),
     ],
 )
 def test_flop_flop_counter_mode(name: str, seq: int, flop: int) -> None:

@@ -20,6 +20,7 @@ from meshwise.model.architecture import (
     Patches,
     PerLayer,
     Recurrence,
+    Streams,
     checked_model,
     layer_kind,
     layer_kinds,
@@ -123,6 +124,7 @@ CHANGES: dict[str, tuple[Model, dict[str, Any]]] = {
     "relative_buckets": (replace(LLAMA, positions="relative", relative_buckets=32), {"relative_buckets": 64}),
     "key_bias": (GPT, {"key_bias": False}),
     "per_layer": (LLAMA, {"per_layer": PerLayer(rows=1000, width=64)}),
+    "streams": (LLAMA, {"streams": Streams(number=4, laurel_rank=64)}),
     "keys": (LLAMA, {"keys": "values"}),
     "distances": (BERT, {"distances": Distances(rows=512, num_scores=2, norm=True, shared=True)}),
     "mla": (DEEPSEEK, {"mla": None}),
@@ -143,6 +145,7 @@ PARTS: dict[str, tuple[Model, list[str], dict[str, Any]]] = {
             "router_bias": True,
             "balance_bias": False,
             "narrow_weights": True,
+            "own_norms": True,
         },
     ),
     "recurrence": (
@@ -163,6 +166,11 @@ PARTS: dict[str, tuple[Model, list[str], dict[str, Any]]] = {
     "per_layer": (
         replace(LLAMA, per_layer=PerLayer(rows=1000, width=64)),
         [field.name for field in fields(PerLayer)],
+        {},
+    ),
+    "streams": (
+        replace(LLAMA, streams=Streams(number=4, laurel_rank=64)),
+        [field.name for field in fields(Streams)],
         {},
     ),
     "patches": (

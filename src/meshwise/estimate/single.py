@@ -206,10 +206,9 @@ class Estimate(Shown):
             "MFU counts the forward's matmuls three times, causal attention by unmasked query-key pairs; "
             "HFU adds recomputation",
         ]
-        notes += [
-            f"the {name} of {self.model.name} ({number:,} parameters) is not priced"
-            for name, number in self.model.left_out
-        ]
+        if self.model.left_out:
+            parts = ", ".join(f"{name} ({number:,} parameters)" for name, number in self.model.left_out)
+            notes.append(f"not priced of {self.model.name}: {parts}")
         if self.trains and self.plan.lora_rank:
             notes.append(
                 "MFU under LoRA counts matmuls of frozen weights twice: they have no weight gradient"

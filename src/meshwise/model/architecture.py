@@ -61,7 +61,9 @@ class MoE:
     `balance_bias`: one number per expert is added to the scores and moved by a rule, not by a gradient
     (DeepSeek-V3). `expert_groups`: experts lie in so many groups, of which a token uses the best `top_groups`
     (0: no such limit). `narrow_weights`: the weights of a token's experts are rounded to the type of the
-    activations (Qwen3-MoE), which `implementation=huggingface` keeps.
+    activations (Qwen3-MoE), which `implementation=huggingface` keeps. `own_norms`: the experts read a norm of
+    their own, what they and the shared expert give is normalised before both are added, and learned numbers
+    scale the router's input and the weights of the experts (Gemma 4).
     """
 
     num_experts: int
@@ -78,6 +80,7 @@ class MoE:
     expert_groups: int = 0
     top_groups: int = 0
     narrow_weights: bool = False
+    own_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +221,21 @@ class PerLayer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Streams:
+    """Alternating updates (AltUp, arXiv 2301.13310): `number` residual streams; a block computes one.
+
+    Before a block each stream is predicted from all of them; behind it, each is corrected by what the block
+    made of the first. A router of the hidden state says how. The other streams begin as projections of the
+    embedding; at the end they are projected and averaged. Beside attention stands a layer of rank
+    `laurel_rank` (LAuReL, arXiv 2411.07501). Source: Gemma 3n; that it sets small values of the gate to zero
+    in its first ten layers changes no shape and is not priced.
+    """
+
+    number: int
+    laurel_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """One transformer architecture.
 
@@ -237,15 +255,15 @@ class Model:
     says of each block what it is, where no such step does: in place of these two and the pattern of `moe`.
     `attention_softcap`, `logit_softcap`: scores, and the LM head's logits, pass through a tanh (Gemma 2).
     Learned positions have `max_seq + extra_position_rows` rows; `relative` ones add a number to each score,
-    learned for each head and each of `relative_buckets` distances (T5). `encoder`, `distances`, `per_layer`:
-    see these; a decoder behind it has one norm a block more. `key_bias` False: the projection of the keys has
-    no bias (Whisper). `token_types`, and `mlm_transform` (dense layer, activation and norm before the LM
-    head), are parts of encoders. In place of the LM head (`lm_head` False) there may be a `pooler` (dense
-    layer and tanh) on one token, an `attention_pool` (a learned query attends to all tokens, then a norm and
-    an MLP: SigLIP), and a classifier into `num_classes`, with `classifier_bias`, on one token or, if it
-    `classifies_tokens`, on all. `mtp_layers`: modules of multi-token prediction, each a norm of the embedding
-    and one of the hidden state, their projection, a block like the last one, and the model's own head again
-    (DeepSeek-V3); they are trained, but not served.
+    learned for each head and each of `relative_buckets` distances (T5). `encoder`, `distances`, `per_layer`,
+    `streams`: see these; a decoder behind an encoder has one norm a block more. `key_bias` False: the
+    projection of the keys has no bias (Whisper). `token_types`, and `mlm_transform` (dense layer, activation
+    and norm before the LM head), are parts of encoders. In place of the LM head (`lm_head` False) there may
+    be a `pooler` (dense layer and tanh) on one token, an `attention_pool` (a learned query attends to all
+    tokens, then a norm and an MLP: SigLIP), and a classifier into `num_classes`, with `classifier_bias`, on
+    one token or, if it `classifies_tokens`, on all. `mtp_layers`: modules of multi-token prediction, each a
+    norm of the embedding and one of the hidden state, their projection, a block like the last one, and the
+    model's own head again (DeepSeek-V3); they are trained, but not served.
 
     `keys`: `values` where keys are values too, before their norm; `shared` where attention reads the keys and
     values of an earlier block (Gemma 4).
@@ -309,6 +327,7 @@ class Model:
     encoder: Encoder | None = None
     distances: Distances | None = None
     per_layer: PerLayer | None = None
+    streams: Streams | None = None
     keys: str = ""
     moe: MoE | None = None
     patches: Patches | None = None
@@ -431,7 +450,7 @@ _MAY_BE_ZERO = {
 
 
 def _check_counts(
-    part: Model | MLA | MoE | Patches | Recurrence | Encoder | Distances | PerLayer, where: str
+    part: Model | MLA | MoE | Patches | Recurrence | Encoder | Distances | PerLayer | Streams, where: str
 ) -> None:
     may_be_zero = ("seq", "channels") if isinstance(part, Encoder) else _MAY_BE_ZERO
     for field in fields(part):
@@ -446,8 +465,9 @@ def _check_moe(model: Model, moe: MoE, where: str) -> None:
             f"{where}: expert_groups is {moe.expert_groups} and top_groups {moe.top_groups}; a divisor of "
             f"the {moe.num_experts} experts is needed, and no more than that"
         )
-    if moe.shared_gate and not moe.shared_ffn_hidden:
-        raise ModelError(f"{where}: shared_gate needs shared experts; give shared_ffn_hidden")
+    if (moe.shared_gate or moe.own_norms) and not moe.shared_ffn_hidden:
+        name = "shared_gate" if moe.shared_gate else "own_norms"
+        raise ModelError(f"{where}: {name} needs shared experts; give shared_ffn_hidden")
     if moe.top_k > moe.num_experts:
         raise ModelError(
             f"{where}: top_k is {moe.top_k} of {moe.num_experts} experts; a token cannot visit more than all"
@@ -484,7 +504,7 @@ def checked_model(model: Model, where: str) -> Model:
     if model.recurrence is not None:
         _check_counts(model.recurrence, where)
         _one_of(model.recurrence.kind, ("delta", "ssd", "scan", "conv"), f"{where}: recurrence")
-    for part in (model.encoder, model.distances, model.per_layer):
+    for part in (model.encoder, model.distances, model.per_layer, model.streams):
         if part is not None:
             _check_counts(part, where)
     if model.moe is not None:

@@ -113,6 +113,9 @@ class Config(msgspec.Struct):
     hidden_size_per_layer_input: int = 256
     vocab_size_per_layer_input: int = 262144
     enable_moe_block: bool = False
+    altup_num_inputs: int = 4
+    laurel_rank: int = 64
+    ffn_widths: int | list[int] = 0
     # experts
     num_experts: int | None = None
     num_experts_per_tok: int | list[int] = 0
@@ -182,6 +185,8 @@ class Config(msgspec.Struct):
     num_channels: int = 3
     class_token: bool = False
     use_mask_token: bool = False
+    projection_size: int | None = None
+    num_patches: int | None = None
     patch_bias: bool = True
     vision_use_head: bool = True
     pools: tuple[str, ...] = ("", *POOLED)
@@ -198,10 +203,11 @@ NULL_MEANS_NONE = (
 
 
 class Joint(msgspec.Struct, forbid_unknown_fields=True):
-    """Layers that join a tower to the language model: `norms` of a width, `linears` from a width to another.
+    """Layers that are counted and not priced: `norms` of a width, `linears` from a width to another.
 
-    A width is a product such as `2*2*tower`, of numbers, of `tower` and `text` (the hidden sizes), and of
-    fields of the tower's config; a list there stands for its length.
+    A width is a product such as `2*2*tower`, or one by another such as `hidden_size/heads`: of numbers, of
+    `tower` and `text` (the hidden sizes), and of fields of the tower's config. A list there stands for its
+    length (`sizes.0` for its first value), a name for the number of that name.
     """
 
     norms: list[str] = []
@@ -212,16 +218,26 @@ class Joint(msgspec.Struct, forbid_unknown_fields=True):
     times: str = "1"
 
 
+class Tower(msgspec.Struct, forbid_unknown_fields=True):
+    """What stands beside a model and is left out: its key, its family, and the layers that join it.
+
+    `optional`: a config without the key has no such tower; else it has the family's own sizes.
+    """
+
+    family: str
+    key: str = "vision_config"
+    optional: bool = False
+    defaults: dict[str, Any] = {}
+    joints: list[Joint] = []
+
+
 class Whole(msgspec.Struct, forbid_unknown_fields=True):
-    """A model that reads more than text: the keys and families of its language model and of its tower."""
+    """A model of several parts: key and family of the part that is priced, and its towers."""
 
     text: str = "text_config"
     family: str = ""
     tied: bool | None = None
-    tower: str = "vision_config"
-    tower_family: str = ""
-    tower_defaults: dict[str, Any] = {}
-    joints: list[Joint] = []
+    towers: list[Tower] = []
 
 
 class Spelling(msgspec.Struct, forbid_unknown_fields=True):
@@ -232,7 +248,7 @@ class Spelling(msgspec.Struct, forbid_unknown_fields=True):
     defaults: dict[str, Any] = {}
     nested: dict[str, Any] = {}
     optional: list[str] = []
-    block: Literal["", "llama", "plain", "gpt"] = ""
+    block: Literal["", "llama", "plain", "gpt", "none"] = ""
     rules: list[str] = []
     fields: Fields = {}
     taken: dict[str, str] = {}

@@ -23,6 +23,7 @@ from meshwise.model.architecture import (
     Patches,
     PerLayer,
     Recurrence,
+    Streams,
     check_count,
 )
 from meshwise.model.config_fields import POOLED, Config, Fields, LayerSizes
@@ -381,14 +382,14 @@ def _deberta(c: Config) -> Fields:
 
 def _gemma4(c: Config) -> Fields:
     """Layers of two sizes of heads, the last ones with the keys of earlier ones, and per-layer embeddings."""
-    if c.enable_moe_block:
-        raise ModelError("enable_moe_block is true; experts beside an MLP in one block are not expressed")
     number, own = c.num_hidden_layers, c.per_layer_config
     kinds = c.layer_types or ["full_attention" if (i + 1) % 6 == 0 else "near" for i in range(number)]
     if len(kinds) != number or not all(layer.isdecimal() for layer in own):
         raise ModelError(
             f"layer_types must name each of the {number} layers, per_layer_config some by number"
         )
+    if c.enable_moe_block and c.use_double_wide_mlp:
+        raise ModelError("enable_moe_block and use_double_wide_mlp are both true; only one is expressed")
     heads = c.num_global_key_value_heads if c.attention_k_eq_v else None
     usual = LayerSizes(c.global_head_dim, heads or 0)
     for sizes in (usual, *own.values()):
@@ -403,6 +404,7 @@ def _gemma4(c: Config) -> Fields:
         shares = i >= number - c.num_kv_shared_layers
         sizes = stated.get(i, usual if is_full else LayerSizes())
         return Layer(
+            moe=c.enable_moe_block,
             window=0 if is_full else c.sliding_window or 0,
             head_dim=sizes.head_dim,
             num_kv_heads=sizes.num_key_value_heads,
@@ -410,9 +412,42 @@ def _gemma4(c: Config) -> Fields:
             keys="shared" if shares else "values" if is_full and c.attention_k_eq_v else "",
         )
 
+    fields = {"layers": tuple(map(layer, range(number))), "per_layer": _per_layer(c)}
+    if not c.enable_moe_block:
+        return fields
+    moe = _experts(structs.replace(c, shared_expert_intermediate_size=c.intermediate_size or 0)).get("moe")
+    if moe is None:
+        raise ModelError("num_experts is missing; enable_moe_block needs it")
+    return fields | {"moe": replace(moe, own_norms=True)}
+
+
+def _gemma3n(c: Config) -> Fields:
+    """Several residual streams, per-layer embeddings, and the last layers with the keys of earlier ones."""
+    number, widths = c.num_hidden_layers, c.ffn_widths
+    widths = [widths] * number if isinstance(widths, int) else widths
+    kinds = c.layer_types or ["full_attention" if (i + 1) % 5 == 0 else "near" for i in range(number)]
+    if len(kinds) != number or len(widths) != number:
+        raise ModelError(f"layer_types and intermediate_size must name each of the {number} layers")
+
+    def layer(i: int) -> Layer:
+        check_count(widths[i], "intermediate_size")
+        window = 0 if kinds[i] == "full_attention" else c.sliding_window or 0
+        keys = "shared" if i >= number - c.num_kv_shared_layers else ""
+        return Layer(window=window, ffn_hidden=widths[i] * (widths[i] != widths[0]), keys=keys)
+
+    streams = Streams(number=c.altup_num_inputs, laurel_rank=c.laurel_rank)
+    layers = tuple(map(layer, range(number)))
+    return {"layers": layers, "ffn_hidden": widths[0], "per_layer": _per_layer(c), "streams": streams}
+
+
+def _per_layer(c: Config) -> PerLayer | None:
     width = c.hidden_size_per_layer_input
-    per_layer = PerLayer(rows=c.vocab_size_per_layer_input, width=width) if width else None
-    return {"layers": tuple(map(layer, range(number))), "per_layer": per_layer}
+    return PerLayer(rows=c.vocab_size_per_layer_input, width=width) if width else None
+
+
+def _siglip_text(c: Config) -> Fields:
+    """The text tower projects its last token."""
+    return {"num_classes": c.projection_size or c.hidden_size}
 
 
 def _stablelm(c: Config) -> Fields:
@@ -476,6 +511,9 @@ def _patches(c: Config) -> Fields:
     size, patch = c.image_size, c.patch_size
     side = patch if isinstance(patch, int) else patch[0]
     check_count(side, "patch_size")
+    if c.num_patches is not None:  # images of any shape: as many squares at most
+        check_count(c.num_patches, "num_patches")
+        size = side, side * c.num_patches
     height, width = (each - each % side for each in ((size, size) if isinstance(size, int) else size))
     patches = Patches(
         height=height, width=width, patch=side, channels=c.num_channels * c.temporal_patch_size,
@@ -501,6 +539,8 @@ RULES: dict[str, Callable[[Config], Fields]] = {
     "encoder": _encoder,
     "t5": _t5,
     "gemma4": _gemma4,
+    "gemma3n": _gemma3n,
+    "siglip_text": _siglip_text,
     "gpt_bigcode": _gpt_bigcode,
     "opt": _opt,
     "falcon": _falcon,
@@ -520,7 +560,7 @@ _NO_LOGITS = {"lm_head": False, "head_bias": False, "logit_softcap": False, "mtp
 def _purpose(c: Config) -> str:
     """What the class in `architectures` is for: CausalLM of `LlamaForCausalLM`, nothing of `LlamaModel`."""
     name = c.architectures[0] if c.architectures else ""
-    found = re.search(r"For([A-Z].*)$|(LMHeadModel)$", name)
+    found = re.search(r"(?:For|With)([A-Z].*)$|(LMHeadModel)$", name)
     return (found[1] or found[2]) if found else ""
 
 

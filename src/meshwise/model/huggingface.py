@@ -9,13 +9,16 @@ config.
 The sizes a model cannot be without have no defaults, except inside the config of a part of a model,
 where the library omits what equals its own.
 
-A model that reads more than text is its language model; its towers and what joins them are named in
-`Model.left_out` with their parameters. The class in `architectures` says which head the model ends with.
+A model that reads more than text is its language model (of CLIP and SigLIP: its vision tower); its other
+towers and what joins them are named in `Model.left_out` with their parameters. The class in `architectures`
+says which head the model ends with.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -37,6 +40,7 @@ from meshwise.model.config_fields import (
     Fields,
     Joint,
     Spelling,
+    Tower,
     Whole,
     spellings,
 )
@@ -48,7 +52,7 @@ _OTHER_NAMES = {"refinedweb": "falcon", "refinedwebmodel": "falcon", "rw": "falc
 
 def families() -> list[str]:
     """The `model_type`s that `read_config` knows."""
-    return list(spellings())
+    return [family for family, spelling in spellings().items() if spelling.block != "none"]
 
 
 def read_config(path: str | Path, like: str = "") -> Model:
@@ -82,6 +86,10 @@ def model_from_config(raw: Any, *, name: str, where: str = "config", like: str =
 def _fields(raw: dict[str, Any], family: str, *, nested: bool) -> Fields:
     """The fields of `Model` that the config of one family says."""
     spelling = spellings()[family]
+    if spelling.block == "none":
+        raise ModelError(
+            f"{family} is a part of a model that is counted and not priced; give the whole config"
+        )
     c = _typed(raw, spelling, nested=nested)
     fields = BLOCKS[spelling.block](c)
     for rule in spelling.rules:
@@ -108,22 +116,34 @@ def _fields_of_whole(raw: dict[str, Any], whole: Whole) -> Fields:
     )
     labels = {key: raw[key] for key in ("id2label", "num_labels") if key in raw}
     fields = _fields(text | above | labels, _family({"model_type": whole.family} | text), nested=True)
-    if not whole.tower:
-        return fields
-    tower = whole.tower_defaults | _part(raw, whole.tower)
-    try:
-        family = _family({"model_type": whole.tower_family} | tower)
-        found = Model(name=family, **_fields(tower | {"architectures": None}, family, nested=True))
-        num_tower = num_params(checked_model(found, family))
-    except ModelError as error:
-        raise ModelError(
-            f"{whole.tower}: {error}; to price the language model alone, save {whole.text} as a config.json"
-        ) from None
-    sizes = raw | tower | {"tower": found.hidden, "text": fields["hidden"]}
-    name = whole.tower.partition("_")[0] + " tower"
-    return fields | {
-        "left_out": ((name, num_tower), *found.left_out, *_left_out("projector", whole.joints, sizes))
-    }
+    left_out: list[tuple[str, int]] = []
+    for tower in whole.towers:
+        try:
+            left_out += _tower(raw, tower, fields["hidden"])
+        except ModelError as error:
+            raise ModelError(
+                f"{tower.key}: {error}; to price the rest alone, save {whole.text} as a config.json"
+            ) from None
+    return fields | {"left_out": tuple(left_out)}
+
+
+def _tower(raw: dict[str, Any], tower: Tower, text_width: int) -> Iterator[tuple[str, int]]:
+    """The parameters of a tower, of what reduces its tokens, and of what joins it to the text."""
+    if tower.optional and raw.get(tower.key) is None:
+        return
+    config = tower.defaults | _part(raw, tower.key)
+    family = _family({"model_type": tower.family} | config)
+    name, spelling = tower.key.partition("_")[0], spellings()[family]
+    if spelling.block == "none":  # known by its sizes alone
+        config = spelling.nested | config
+        width = config["hidden_size"]
+        yield from _left_out(f"{name} tower", spelling.joints, config)
+    else:
+        found = Model(name=family, **_fields(config | {"architectures": None}, family, nested=True))
+        width = found.hidden
+        yield f"{name} tower", num_params(checked_model(found, family))
+        yield from found.left_out
+    yield from _left_out("projector", tower.joints, config | raw | {"tower": width, "text": text_width})
 
 
 def _part(raw: dict[str, Any], key: str) -> dict[str, Any]:
@@ -139,17 +159,20 @@ def _left_out(name: str, joints: list[Joint], sizes: dict[str, Any]) -> tuple[tu
 
 
 def _num_params(joint: Joint, sizes: dict[str, Any]) -> int:
+    def factor(text: str) -> int:
+        key, _, index = text.partition(".")
+        value = int(text) if text.isdecimal() else sizes.get(key)
+        if isinstance(value, list):
+            value = value[int(index)] if index and len(value) > int(index) else len(value)
+        value = sizes.get(value) if isinstance(value, str) else value
+        if not isinstance(value, int):
+            raise ModelError(f"{key} is {value!r}; the parts beside the model cannot be sized without it")
+        check_count(value, key, zero=True)
+        return value
+
     def size(text: str) -> int:
-        product = 1
-        for factor in text.split("*"):
-            value = int(factor) if factor.isdecimal() else sizes.get(factor)
-            value = len(value) if isinstance(value, list) else value
-            if not isinstance(value, int):
-                raise ModelError(
-                    f"{factor} is {value!r}; the layers behind the tower cannot be sized without it"
-                )
-            product *= value
-        return product
+        above, _, below = text.partition("/")
+        return math.prod(map(factor, above.split("*"))) // max(factor(below or "1"), 1)
 
     norms = sum(size(norm) for norm in joint.norms) * (1 + joint.norm_bias)
     linears = sum((size(d_in) + joint.bias) * size(d_out) for d_in, d_out in joint.linears)
@@ -186,7 +209,8 @@ def _typed(raw: dict[str, Any], spelling: Spelling, *, nested: bool) -> Config:
     given = {key: value for key, value in raw.items() if value is not None or key in NULL_MEANS_NONE}
     own_names = {common: own for own, common in spelling.names.items() if own in given}
     renamed = {common: given[own] for common, own in own_names.items()}
-    merged = spelling.defaults | (spelling.nested if nested else {}) | given | renamed
+    others = {key: value for key, value in given.items() if key not in spelling.names}
+    merged = spelling.defaults | (spelling.nested if nested else {}) | others | renamed
     if "num_hidden_layers" not in merged and isinstance(merged.get("layer_types"), list):
         merged["num_hidden_layers"] = len(merged["layer_types"])
     needed = [name for name in NEEDED if name not in spelling.optional]

@@ -17,6 +17,7 @@ from meshwise.model.architecture import (
     Layer,
     Model,
     PerLayer,
+    Streams,
     layer_counts,
     num_moe_layers,
     of_layer,
@@ -87,6 +88,8 @@ def block_weights(model: Model, layer: Layer, lora_rank: int = 0) -> Weights:
     weights = (*(weight for mixer in mixers for weight in mixer(own)), *feed_forward)
     if model.per_layer:
         weights = (*weights, *_per_layer(model, model.per_layer))
+    if model.streams:
+        weights = (*weights, *_streams(model, model.streams))
     return with_adapters(weights, lora_rank) if lora_rank else weights
 
 
@@ -175,7 +178,8 @@ def _attention(model: Model) -> Iterator[Weight]:
     if own and not own.shared:
         for name in ("distance_k", "distance_q")[: own.num_scores]:
             width = model.num_heads * model.head_dim
-            yield from _linear("attention", name, name, model.hidden, width, bias=True, cut=COLUMNS)
+            bias = model.key_bias or name != "distance_k"
+            yield from _linear("attention", name, name, model.hidden, width, bias=bias, cut=COLUMNS)
     if model.sinks:
         yield Weight(module="attention", op="core", name="sinks", shape=(model.num_heads,), cut=COLUMNS)
     v_dim = model.head_dim if model.mla is None else model.mla.v_head_dim
@@ -319,6 +323,21 @@ def _per_layer(model: Model, own: PerLayer) -> Iterator[Weight]:
     yield from _norm(model, "per_layer", "norm", model.hidden)
 
 
+def _streams(model: Model, own: Streams) -> Iterator[Weight]:
+    module, hidden, number = "streams", model.hidden, own.number
+    for name, d_in, d_out in (
+        ("modalities", hidden, number),
+        ("predict", number, number * number),
+        ("correct", number, number),
+        ("laurel_left", hidden, own.laurel_rank),
+        ("laurel_right", own.laurel_rank, hidden),
+    ):
+        yield from _linear(module, name, name, d_in, d_out, bias=False, gradient="tokens")
+    for name in ("router_norm", "laurel_norm"):
+        yield from _norm(model, module, name, hidden)
+    yield Weight(module=module, op="output_scale", name="output_scale", shape=(hidden,), gradient="tokens")
+
+
 def _moe(model: Model) -> Iterator[Weight]:
     moe = model.moe
     assert moe is not None
@@ -333,6 +352,11 @@ def _moe(model: Model) -> Iterator[Weight]:
     yield from _feed_forward(model, "moe", moe.ffn_hidden, prefix="expert_", experts=moe.num_experts)
     if moe.shared_ffn_hidden:
         yield from _feed_forward(model, "shared_expert", moe.shared_ffn_hidden)
+    if moe.own_norms:
+        for module, name in (("moe", "expert_norm"), ("moe", "sum_norm"), ("shared_expert", "sum_norm")):
+            yield from _norm(model, module, name, model.hidden)
+        for name, width in (("router_scale", model.hidden), ("expert_scale", moe.num_experts)):
+            yield Weight(module="moe", op=name, name=name, shape=(width,), gradient="part")
     if moe.shared_gate:
         yield from _linear(
             "shared_expert", "gate", "shared_gate", model.hidden, 1, bias=False, gradient="tokens"
@@ -398,6 +422,11 @@ def _embedding(model: Model) -> Iterator[Weight]:
             "embedding", "layer_proj", "layer_proj", hidden, width, bias=False, gradient="tokens"
         )
         yield from _norm(model, "embedding", "layer_norm", model.per_layer.width)
+    if model.streams:
+        width = (model.streams.number - 1) * hidden
+        yield from _linear(
+            "embedding", "stream_proj", "stream_proj", hidden, width, bias=False, gradient="tokens"
+        )
     if model.distances:
         yield from rows("distances", model.distances.rows)
         if model.distances.norm:
@@ -432,6 +461,9 @@ def _encoder_ends(model: Model, encoder: Encoder) -> Iterator[Weight]:
 
 def _head(model: Model) -> Iterator[Weight]:
     hidden, patches = model.hidden, model.patches
+    if model.streams:
+        width = (model.streams.number - 1) * hidden
+        yield from _linear("head", "stream_proj", "stream_proj", width, hidden, bias=False, gradient="tokens")
     if model.final_norm:
         yield from _norm(model, "head", "final_norm", hidden)
     if model.mlm_transform:

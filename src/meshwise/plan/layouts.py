@@ -61,6 +61,7 @@ def check_grid(
         "cross-attention": model.encoder,
         "scores of distances": model.distances,
         "per-layer embeddings": model.per_layer,
+        "several residual streams": model.streams,
         "layers of several sizes": any(layer.head_dim or layer.keys for layer in model.layers),
         "gated attention": model.attention_gate,
     }

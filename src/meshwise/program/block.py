@@ -19,6 +19,7 @@ from meshwise.program.op import Op, backward_last
 from meshwise.program.per_layer import per_layer
 from meshwise.program.recompute import with_recompute
 from meshwise.program.recurrence import behind_norm, recurrence
+from meshwise.program.streams import corrected, predicted
 
 LAYOUTS: dict[str, ModuleType] = {
     "1d": tensor_1d,
@@ -50,8 +51,10 @@ def block_ops(model: Model, cut: Cut, layer: Layer) -> list[Op]:
     if model.distances:
         mixers = (distance_scores, *mixers)
     feed_forward = (moe_mlp if layer.moe else layout.mlp) if layer.mlp else _nothing
-    ends = per_layer if model.per_layer else _nothing
-    ops = [*(op for mixer in mixers for op in mixer(own, cut)), *feed_forward(own, cut), *ends(own, cut)]
+    if model.streams:
+        mixers = (predicted, *mixers)
+    ends = (corrected,) * bool(model.streams) + (per_layer,) * bool(model.per_layer)
+    ops = [op for part in (*mixers, feed_forward, *ends) for op in part(own, cut)]
     ops = hold(ops, block_weights(model, layer, cut.lora_rank), cut, layout.shards)
     ops = [_with_narrow_input(own, cut, op) for op in as_done_by(own, cut, ops)]
     return list(with_recompute(own, cut, ops))

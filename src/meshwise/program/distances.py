@@ -24,8 +24,9 @@ def distance_scores(model: Model, cut: Cut) -> Iterator[Op]:
     assert own is not None
     heads, seq = model.num_heads / cut.tp, cut.seq / (cut.ulysses * cut.ring)
     for name in ("distance_k", "distance_q")[: own.num_scores]:
+        bias = not own.shared and (model.key_bias or name != "distance_k")
         yield from plain_linear(
-            ATTENTION, name, float(own.rows), model.hidden, {name: heads * dim}, cut, bias=not own.shared
+            ATTENTION, name, float(own.rows), model.hidden, {name: heads * dim}, cut, bias=bias
         )
     batch = cut.microbatch * heads * own.num_scores
     for phase, shape in (

@@ -39,6 +39,9 @@ def moe_mlp(model: Model, cut: Cut) -> Iterator[Op]:
     if model.num_norms > 1:
         yield from norm(model, cut, MODULE, "norm2")
     tokens = cut.tokens / cut.tp
+    if moe.own_norms:
+        yield from norm(model, cut, MODULE, "router_norm")
+        yield from elementwise(MODULE, "router_scale", "layer_scale", tokens, model.hidden, cut.precision)
     # The router runs in fp32; its input is the norm's output, which it keeps.
     yield from linear(
         MODULE, "router", tokens, model.hidden, float(moe.num_experts), precision("bf16"), saved_rows=tokens,
@@ -50,7 +53,12 @@ def moe_mlp(model: Model, cut: Cut) -> Iterator[Op]:
     yield from elementwise(
         MODULE, "router_softmax", "softmax", tokens, float(moe.num_experts), precision("fp32")
     )
+    if moe.own_norms:
+        yield from elementwise(MODULE, "expert_scale", "scale_by_gate", tokens, moe.top_k, precision("fp32"))
+        yield from norm(model, cut, MODULE, "expert_norm")
     yield from _experts(model, moe, cut, tokens)
+    if moe.own_norms:
+        yield from norm(model, cut, MODULE, "sum_norm")
     if moe.shared_ffn_hidden:
         yield from shared_expert(model, cut)
     yield from leave(model, cut, MODULE, 2)
@@ -64,6 +72,9 @@ def shared_expert(model: Model, cut: Cut) -> Iterator[Op]:
         is_input = (op.name, op.kind, op.phase) == ("fc1", "matmul", "forward") and not cut.precision.casts
         own = 1.0 - cut.tokens / cut.tp / rows if is_input else 1.0  # the router keeps what it reads
         yield structs.replace(op, saved_bytes=op.saved_bytes * own)
+    if model.moe.own_norms:
+        yield from norm(model, cut, module, "sum_norm")
+        yield from elementwise(module, "sum", "residual", rows, model.hidden, cut.precision)
     if model.moe.shared_gate:
         yield from plain_linear(module, "gate", rows, model.hidden, {"shared_gate": 1.0}, cut, saved_rows=0.0)
         yield from elementwise(module, "gate_scale", "scale_by_gate", rows, model.hidden, cut.precision)

@@ -99,5 +99,6 @@ def cut_of(mesh: Mesh) -> Cut:
 
 def block_input_bytes(model: Model, cut: Cut) -> Num:
     """The input of a block as a rank keeps it: its part of the tokens, of the longer side of two."""
+    streams = model.streams.number if model.streams else 1
     tokens = np.maximum(cut.split_tokens, source_cut(model, cut).split_tokens)
-    return tokens * model.hidden * cut.precision.act_bytes
+    return tokens * streams * model.hidden * cut.precision.act_bytes

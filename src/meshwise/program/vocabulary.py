@@ -26,6 +26,7 @@ from meshwise.program.held import hold
 from meshwise.program.implementation import as_done_by
 from meshwise.program.op import Op, Precision, backward_last, collective, elementwise, linear, precision
 from meshwise.program.per_layer import look_up_per_layer
+from meshwise.program.streams import begun, ended
 from meshwise.program.tensor_1d import column_linear, norm, on_tp, shards, summing
 
 
@@ -71,6 +72,8 @@ def _embed(model: Model, cut: Cut) -> Iterator[Op]:
         yield from elementwise(module, "token_types", "residual", rows, hidden, prec)
     if model.per_layer:
         yield from look_up_per_layer(model, cut)
+    if model.streams:
+        yield from begun(model, cut)
     if model.distances:
         yield from elementwise(module, "distances", model.norm, float(model.distances.rows), hidden, prec)
     if model.relative_buckets:
@@ -108,6 +111,8 @@ def _look_up(model: Model, cut: Cut, module: str) -> Iterator[Op]:
 def _head(model: Model, cut: Cut) -> Iterator[Op]:
     module, prec, hidden = "head", cut.precision, float(model.hidden)
     is_frozen = cut.lora_rank > 0
+    if model.streams:
+        yield from ended(model, cut)
     if model.final_norm:
         yield from norm(model, cut, module, "final_norm")
     if model.patches is not None and model.patches.out_channels:

@@ -102,6 +102,7 @@ def the_model(options: Options) -> Model:
         "no language-model head, or more than one": not model.lm_head or model.head_bias or model.pooler,
         "layer scales": model.layer_scale,
         "per-layer embeddings": model.per_layer is not None,
+        "several residual streams": model.streams is not None,
         "layers of several sizes": any(kind.head_dim or kind.keys for kind in layer_kinds(model)),
         "scores of distances": model.distances is not None,
         "an encoder": model.encoder is not None,
