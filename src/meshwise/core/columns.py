@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
+
+from meshwise.core.units import Num
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kinds:
+    """Columns of a grid that are alike: where each kind first occurs, and the kind of each column."""
+
+    first: NDArray[np.intp]
+    kind: NDArray[np.intp]
+
+    def of_kinds(self, value: Num) -> Num:
+        """A number [..., columns] as [..., kinds]; one that all columns share as it is."""
+        return np.take(value, self.first, axis=-1) if np.shape(value)[-1:] == self.kind.shape else value
+
+    def of_columns(self, value: Num) -> Num:
+        """A number [..., kinds] as [..., columns]."""
+        return np.take(value, self.kind, axis=-1) if np.shape(value)[-1:] == self.first.shape else value
 
 
 def distinct_columns(table: NDArray[np.float64]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

@@ -18,7 +18,7 @@ from functools import lru_cache, partial, reduce
 
 import numpy as np
 
-from meshwise.core.columns import distinct_columns
+from meshwise.core.columns import Kinds, distinct_columns
 from meshwise.core.units import Num
 from meshwise.cost.collective import Runs
 from meshwise.cost.schedule import SCHEDULES, bubble_s
@@ -173,13 +173,13 @@ def stage_time(
 
 
 def _stage_cost(
-    model: Model, stage: Stage, by_part: Sequence[Part], shared: Sequence[Op], mesh: Mesh, cut: Cut,
-    machine: Machine,
+    model: Model, stage: Stage, by_part: Sequence[Part], shared: Sequence[Op], kinds: Kinds | None,
+    mesh: Mesh, cut: Cut, machine: Machine,
 ) -> StageCost:  # fmt: skip
     time = stage_time(model, stage, by_part, mesh, cut, machine)
     held = held_params(model, stage, by_part, cut)
     units = fsdp2.units(model, stage, mesh) if _is_fsdp2(cut) else []
-    exchanged, comm_dp_s = _exchanged(model, stage, held, units, shared, time, mesh, cut, machine)
+    exchanged, comm_dp_s = _exchanged(model, stage, held, units, shared, kinds, time, mesh, cut, machine)
     if units:
         memory = fsdp2_memory(model, stage, by_part, units, mesh, cut, machine.overheads)
     else:
@@ -197,13 +197,13 @@ def _is_fsdp2(cut: Cut) -> bool:
 
 def _exchanged(
     model: Model, stage: Stage, held: Held, units: Sequence[fsdp2.Unit], shared: Sequence[Op],
-    time: StageTime, mesh: Mesh, cut: Cut, machine: Machine,
+    kinds: Kinds | None, time: StageTime, mesh: Mesh, cut: Cut, machine: Machine,
 ) -> tuple[list[tuple[Exchange, Num]], Num]:  # fmt: skip
     """The exchanges of a stage's replicas with their time on the links, and what the step pays of it.
 
     The gradient of a block travels while the blocks below it compute, so at best one block's part of it
     sticks out, and likewise the gather of the first block's weights. `units`: those of FSDP2, if it is that;
-    `shared`: as in `shared_weights`.
+    `shared`: as in `shared_weights`; `kinds`: rows that exchange alike.
     """
     if not mesh.trains:
         return [], 0.0
@@ -226,7 +226,8 @@ def _exchanged(
         )
         of_one = shared_weights(model, shared, stage, mesh, cut, grad_bytes(mesh))
     found, own = (
-        [(one, _exchange_s(one, machine)) for one in some if one.occurs] for some in (of_replicas, of_one)
+        [(one, _exchange_s(one, kinds, machine)) for one in some if one.occurs]
+        for some in (of_replicas, of_one)
     )
     own_s = sum((seconds for _, seconds in own), 0.0)
     grads_s = sum((s for one, s in found if one.op.endswith("gradients")), 0.0) / reductions
@@ -253,11 +254,24 @@ def _exchanged(
     return [*found, *own], paid_s + own_s
 
 
-def _exchange_s(one: Exchange, machine: Machine) -> Num:
+def _exchange_kinds(mesh: Mesh) -> Kinds | None:
+    """Rows of a grid whose replicas exchange alike: the microbatch changes how often, not what."""
+    alike = replace(mesh, microbatch=1.0, num_microbatches=1.0)
+    numbers = [getattr(alike, field.name) for field in fields(Mesh) if field.name not in ("grid", "ends")]
+    of_rows = [
+        number.reshape(-1, number.shape[-1])
+        for number in (*numbers, *mesh.grid, *mesh.ends)
+        if isinstance(number, np.ndarray) and number.shape[-1:] > (1,)
+    ]
+    return Kinds(*distinct_columns(np.concatenate(of_rows))) if of_rows else None
+
+
+def _exchange_s(one: Exchange, kinds: Kinds | None, machine: Machine) -> Num:
     """Time of the links for all `count` collectives of an exchange."""
-    seconds = machine.collective_s(
-        one.collective, one.payload_bytes, one.group_size, one.stride, runs=Runs(*one.runs)
-    )
+    sizes = one.payload_bytes, one.group_size, one.stride, *one.runs
+    payload_bytes, group_size, stride, *runs = map(kinds.of_kinds, sizes) if kinds else sizes
+    seconds = machine.collective_s(one.collective, payload_bytes, group_size, stride, runs=Runs(*runs))
+    seconds = kinds.of_columns(seconds) if kinds else seconds
     shards = one.shards_copied * (one.group_size > 1)
     return one.count * (seconds + machine.overheads.shard_copy_s * shards)
 
@@ -287,8 +301,9 @@ def step_cost(model: Model, mesh: Mesh, machine: Machine, stages: Sequence[Stage
     by_part = list(by_name.values())
     shared = shared_gradients(model, cut) if mesh.trains else []
     mesh = balanced(model, mesh, by_part)
+    kinds = _exchange_kinds(mesh)
     costs = [
-        _stage_cost(model, stage, by_part, shared, mesh, cut, machine)
+        _stage_cost(model, stage, by_part, shared, kinds, mesh, cut, machine)
         for stage in stages or stages_of(model, mesh)
     ]
     exists = [(cost.stage.num_stages > 0) * 1.0 for cost in costs]
