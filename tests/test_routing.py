@@ -57,6 +57,32 @@ def test_dropped_and_padded_slots_of_a_capacity_factor() -> None:
     assert summary(moe, 4096)["dropped_frac"] == 0
 
 
+def test_a_capacity_is_an_input_of_estimate_and_serve(meshwise: Callable[..., Any]) -> None:
+    base = ("qwen3-30b-a3b", "--cluster", "h200-sxm:8", "--plan", "ep=8")
+    step = ("estimate", *base, "--seq", "4096")
+    tight, wide, all_taken = (
+        meshwise(*step, "--capacity-factor", factor, "--json").document for factor in ("1", "2", "0")
+    )
+    assert tight["experts"]["capacity"] == 4096 * 8 / 128
+    assert tight["experts"]["dropped_frac"] == pytest.approx(16 / np.sqrt(2 * np.pi) / 256, rel=0.05)
+    assert wide["experts"]["padded_frac"] == pytest.approx(0.5, abs=0.001)
+    assert wide["step_s"] > tight["step_s"]  # empty slots are computed too
+    assert all_taken["experts"] == meshwise(*step, "--json").document["experts"]
+    served = ("serve", *base, "--sequences", "64")
+    bare, (even,), (skewed,) = (
+        meshwise(*served, *words, "--json").document["passes"]
+        for words in ((), ("--capacity-factor", "1"), ("--capacity-factor", "1", "--expert-skew", "1"))
+    )
+    assert even["experts"]["capacity"] == 4 and bare[0]["experts"]["capacity"] is None
+    assert 0 < even["experts"]["dropped_frac"] < skewed["experts"]["dropped_frac"] < 1
+    assert even["token_s"] == bare[0]["token_s"]
+    assert "dropped" in meshwise(*served, "--capacity-factor", "1").out
+    assert "dropped" not in meshwise(*served).out
+    for verb in ("estimate", "serve"):
+        assert meshwise(verb, *base, "--capacity-factor", "-1").code == 2
+        assert meshwise(verb, "llama3-8b", *base[1:], "--capacity-factor", "1").code == 2
+
+
 def test_copies_even_out_the_ranks() -> None:
     shares = inclusion(256, 8, 1.2)
     loads = [busiest_rank(shares, 8, copies) for copies in (0, 8, 32)]

@@ -26,6 +26,7 @@ from meshwise.program.cut import Cut
 from meshwise.program.op import precision
 from meshwise.program.parts import layer_names, parts
 from meshwise.program.serving import cache_bytes, serving_block
+from meshwise.serve import engine_pass
 from meshwise.serve import serving as est
 from meshwise.serve.engine import ENGINES
 from meshwise.serve.load import Fleet, token_bytes, under_load
@@ -64,7 +65,7 @@ def test_cache_of_a_sequence(model: str, plan: dict[str, Any], by_hand: int) -> 
 def test_the_most_sequences_are_the_last_that_fit() -> None:
     of = server("llama3-70b", "h100-80g-sxm:8", tp=8)
     most = est.max_sequences(of)
-    fits = [row["fits"] for row in est.rows(of, [most, most + 1])]
+    fits = [row["fits"] for row in engine_pass.rows(of, [most, most + 1])]
     assert fits == [True, False]
     assert est.max_sequences(server("mixtral-8x7b", "h100-80g-sxm:1")) == 0
 
@@ -98,7 +99,7 @@ def test_throughput_is_a_ceiling_of_tensorrt_llm(row: tuple[str, int, int, int, 
     # GPUs reach six tenths of it.
     model, sequences, tp, prompt, output, measured = row
     of = server(model, f"h200-sxm:{tp}", tp=tp, dtype="fp8", kv_dtype="fp8", prompt=prompt, output=output)
-    predicted = est.rows(of, [sequences])[0]
+    predicted = engine_pass.rows(of, [sequences])[0]
     assert predicted["fits"]
     reached = measured / predicted["with_prefill_per_s"]
     assert (0.4 if tp == 4 else 0.6) < reached < 1.0
@@ -111,7 +112,7 @@ def test_decoding_of_deepseek_v3() -> None:
     of = server(
         "deepseek-v3", "h800-80g-sxm:128", ep=128, dtype="fp8", prompt=4989 - 500, output=1000
     )  # fmt: skip
-    row = est.rows(of, [88 * 128])[0]
+    row = engine_pass.rows(of, [88 * 128])[0]
     assert row["fits"]
     assert row["tokens_per_s_per_gpu"] == pytest.approx(14_800 / 8, rel=0.25)
     hidden_s = row["token_s"] - row["time_s"]["comm_ep"]
@@ -147,18 +148,18 @@ def test_more_work_takes_longer(model: str, sequences: int, prompt: int) -> None
 def test_an_array_of_batches_is_the_loop_over_them() -> None:
     of = server("qwen3-235b-a22b", "b200-sxm:8", tp=4, ep=8, dtype="fp8")
     counts = [2, 16, 300]
-    for row, count in zip(est.rows(of, counts), counts, strict=True):
-        alone = est.rows(of, [count])[0]
+    for row, count in zip(engine_pass.rows(of, counts), counts, strict=True):
+        alone = engine_pass.rows(of, [count])[0]
         assert row["token_s"] == pytest.approx(alone["token_s"], rel=1e-12)
         assert sum(row["time_s"].values()) == pytest.approx(row["token_s"], rel=1e-12)
 
 
 def test_sequences_within_a_limit() -> None:
     of = server("llama3-70b", "h100-80g-sxm:8", tp=8)
-    count = est.sequences_within(of, 0.02)
+    count = engine_pass.sequences_within(of, 0.02)
     assert float(est.token_pass(of, count).total_s) <= 0.02 < float(est.token_pass(of, count + 1).total_s)
-    assert est.sequences_within(of, 1e-6) == 0
-    assert est.sequences_within(of, 10.0) == est.max_sequences(of)
+    assert engine_pass.sequences_within(of, 1e-6) == 0
+    assert engine_pass.sequences_within(of, 10.0) == est.max_sequences(of)
 
 
 def test_experts_do_the_same_work_however_they_are_spread() -> None:
@@ -478,3 +479,16 @@ def test_speculation_on_the_command_line(meshwise: Callable[..., Any]) -> None:
     assert any("2.95 a pass" in note for note in fast["notes"])
     assert "must be written as drafts=3" in meshwise(*base, "--speculate", "drafts=0").err
     assert "needs speculate" in meshwise(*base, "--draft-model", "llama3-8b").err
+
+
+def test_down_projections_of_latents_are_one_matmul() -> None:
+    """In all engines the latents of queries and of keys come of one matrix: the same work, fewer kernels."""
+    of = server("deepseek-v3", "h200-sxm:8", tp=8, dtype="fp8")
+    for cut in (of.decode(8.0, 1000.0), of.prefill(1.0)):
+        for ops in parts(of.model, cut).values():
+            down = [op for op in ops if "_down" in op.name and op.module == "attention"]
+            if down:
+                matmul, cast = sorted(down, key=lambda op: op.kind, reverse=True)
+                assert (cast.name, matmul.shape[2]) == ("q_down_cast", 1536 + 512 + 64)
+                assert matmul.num_params == 7168 * (1536 + 512 + 64)
+                assert matmul.cost.flop == 2.0 * matmul.shape[1] * 7168 * (1536 + 512 + 64)

@@ -53,6 +53,7 @@ def estimate(
     microbatch: int | None = None,
     kind: str = "train",
     ideal: bool = False,
+    capacity_factor: float | None = None,
 ) -> Estimate:
     """Price one training step, or one forward pass, of `model` on `cluster` under `plan`.
 
@@ -65,6 +66,8 @@ def estimate(
         microbatch: Sequences of a microbatch; by default 1, and in decoding all of a data-parallel rank.
         kind: `train`, `evaluate`, `prefill` or `decode`.
         ideal: Kernels and links reach the peaks of the data sheet.
+        capacity_factor: An expert takes at most this times its even share of the tokens, 0: all that choose
+            it; by default as the model says.
 
     Returns:
         Times in seconds, memory in bytes, and the ledger of all ops. A plan that needs more memory than
@@ -74,8 +77,9 @@ def estimate(
         MeshwiseError: A name is unknown, or the plan does not divide model, batch or cluster.
     """
     from meshwise.estimate.single import estimate as price
+    from meshwise.model.architecture import with_capacity
 
-    shape, machine, cut = _model(model), _cluster(cluster), _plan(plan)
+    shape, machine, cut = with_capacity(_model(model), capacity_factor), _cluster(cluster), _plan(plan)
     work = _workload(shape, machine, cut, batch=batch, seq=seq, microbatch=microbatch, kind=kind)
     return price(shape, machine, cut, work, ideal=ideal)
 
@@ -257,6 +261,7 @@ def serve(
     expert_skew: float = 0.0,
     expert_loads: str | Path | None = None,
     redundant_experts: int = 0,
+    capacity_factor: float | None = None,
     pareto: bool = False,
     price: str | float = "",
 ) -> Answer:
@@ -297,6 +302,8 @@ def serve(
         expert_skew: The router prefers the expert of rank r by r^-skew [0: even]; the busiest rank sets the
             pace.
         redundant_experts: Slots for copies of the busiest experts.
+        capacity_factor: Say what experts that take at most this times their even share of a pass would drop
+            and leave empty; times stay those of engines, which drop nothing.
         pareto: Find the trade-offs between tokens/s a user and a GPU, of all layouts of the cluster.
         price: Dollars a GPU and hour, of all chips or by chip: `"h100-80g-sxm=2.5,b200-sxm=4"`.
 
@@ -307,6 +314,7 @@ def serve(
     Raises:
         MeshwiseError: A name is unknown, or the plan does not divide model or cluster.
     """
+    from meshwise.model.architecture import with_capacity
     from meshwise.plan.plan import Plan
     from meshwise.serve.answer import answer, parse_prices, sized
     from meshwise.serve.engine import parse_engine
@@ -321,7 +329,7 @@ def serve(
         raise WorkloadError("a trace says how long prompts and outputs are; leave prompt and output out")
     mean_prompt, mean_output = trace.mean_tokens if trace else (2048, 256)
     prompt, output = mean_prompt if prompt is None else prompt, mean_output if output is None else output
-    architecture = _model(model)
+    architecture = with_capacity(_model(model), capacity_factor)
     uneven = expert_skew or redundant_experts or expert_loads is not None
 
     def instance(machine: Cluster, plan: str | Path | Plan) -> Serving:

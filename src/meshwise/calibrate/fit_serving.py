@@ -25,7 +25,7 @@ from meshwise.calibrate.robust import Array, Linear, minimise
 from meshwise.calibrate.table import header, lines
 from meshwise.core.errors import DataError, MeshwiseError
 from meshwise.estimate.intervals import Spread
-from meshwise.serve import aiconfigurator, measured
+from meshwise.serve import inferencex, measured
 from meshwise.serve.fitted import Constants, fitted
 from meshwise.serve.load import Load, pools_of
 from meshwise.serve.simulate import Pools, Worker, simulate
@@ -140,7 +140,7 @@ def _cases(number: str, row: Mapping[str, str], names: Sequence[str]) -> Iterato
         return Load(of.fleet, of.requests, of.engine, simulate(of.requests, moved), pools.worker.cache_tokens)
 
     base = load()
-    only = base.regime == "full cache" or aiconfigurator.is_row(row)
+    only = base.regime == "full cache" or not inferencex.is_row(row)
     seen = measured.measured(row, base)
     first = measured.predicted(row, base)
     nudged = [measured.predicted(row, load(name)) for name in names]
@@ -161,7 +161,7 @@ def _with_larger(pools: Pools, name: str) -> Pools:
         engine, times, by = worker.engine, worker.times, math.exp(NUDGE)
         if name == "launched_layer_s":
             times = replace(times, prompt_host_s=by * times.prompt_host_s)
-        elif name.endswith("slowdown"):
+        elif hasattr(times, name):
             times = replace(times, **{name: by * getattr(times, name)})
         elif name:
             engine = replace(engine, **{name: by * getattr(engine, name)})

@@ -45,6 +45,9 @@ def estimate(
     convention: Annotated[
         str, typer.Option(help="default, ideal, nersc-2024-02 or nersc-2024-10.")
     ] = "default",
+    capacity_factor: Annotated[
+        float | None, typer.Option(help="Most tokens of an expert over its even share; 0: all. [the model's]")
+    ] = None,
     per_layer: Annotated[bool, typer.Option("--per-layer", help="Print the ops of one layer.")] = False,
     tokens: Annotated[
         str | None, typer.Option(help="Tokens of the whole run, as 15T: days, GPU-hours, failures.")
@@ -80,6 +83,7 @@ def estimate(
     if convention in api.PUBLISHED:
         others = {"--tokens": tokens, "--price": price, "--watts": watts, "--plot": plot, "--trace": trace}
         others |= {"--mtbf": mtbf, "--storage": storage, "--restart": restart, "--html": html}
+        others |= {"--capacity-factor": capacity_factor}
         _refuse(convention, others)  # not --per-layer: the published tables are of one layer anyway
         tables = api.reproduce(convention, **inputs)
         _print_tables(tables, csv, json)
@@ -98,7 +102,7 @@ def estimate(
         storage_bytes_per_s=None if storage is None else quantity(storage, "--storage"),
         restart_s=restart,
     )
-    found = api.estimate(ideal=convention == "ideal", **inputs)
+    found = api.estimate(ideal=convention == "ideal", capacity_factor=capacity_factor, **inputs)
     run = budget.run(found)
     if csv is not None:
         (found.layer() if per_layer else found.ledger).to_csv(csv)

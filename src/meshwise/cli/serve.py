@@ -76,6 +76,10 @@ def serve(
         Path | None, typer.Option(help="Text of the tokens that each expert was sent, instead.")
     ] = None,
     redundant_experts: Annotated[int, typer.Option(help="Slots for copies of the busiest experts.")] = 0,
+    capacity_factor: Annotated[
+        float | None,
+        typer.Option(help="Also say what experts of at most this times their even share would drop."),
+    ] = None,
     pareto: Annotated[
         bool, typer.Option("--pareto", help="Trade-offs of all layouts: tokens/s a user against a GPU.")
     ] = False,
@@ -119,7 +123,7 @@ def serve(
         prefill_plan=prefill_plan, prefill_cluster=prefill_cluster, prefill_workers=prefill_workers,
         experts_on=experts_on,
         speculate=speculate, draft_model=draft_model, expert_skew=expert_skew, expert_loads=expert_loads,
-        redundant_experts=redundant_experts, pareto=pareto, price=price,
+        redundant_experts=redundant_experts, capacity_factor=capacity_factor, pareto=pareto, price=price,
     )  # fmt: skip
     if (csv or plot) and found.sizing is None:
         raise WorkloadError("--csv and --plot show layouts; add --pareto, or limits and a rate without tp")

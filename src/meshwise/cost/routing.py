@@ -49,9 +49,12 @@ def slots_filled(shares: Shares, tokens: int, capacity: int) -> float:
     return float(np.clip(1.0 - at_most, 0.0, 1.0).sum())
 
 
-def summary(moe: MoE, tokens: int, *, skew: float = 0.0) -> dict[str, float | None]:
-    """What `tokens` tokens routed together meet in one layer; `capacity` None: no expert is ever full."""
-    shares = inclusion(moe.num_experts, moe.top_k, skew)
+def summary(moe: MoE, tokens: int, shares: Shares | None = None) -> dict[str, float | None]:
+    """What `tokens` tokens routed together meet in one layer; `capacity` None: no expert is ever full.
+
+    `shares`: the chance of each expert that a token chooses it (None: all the same).
+    """
+    shares = inclusion(moe.num_experts, moe.top_k) if shares is None else shares
     pairs = tokens * moe.top_k
     capacity = int(np.ceil(moe.capacity_factor * pairs / moe.num_experts)) or None
     filled = float(pairs) if capacity is None else slots_filled(shares, tokens, capacity)

@@ -336,6 +336,7 @@ def _experts_s(
     *_: Stack,
 ) -> Num:
     rates, efficiency, form = machine.rates(op), machine.efficiency, precision(op.dtype)
+    library = op.library or experts_library(efficiency, "w4a16" if 0 < op.right_bytes < 1 else op.dtype)
     return experts_s(
         tokens,
         topk=top_k,
@@ -350,9 +351,7 @@ def _experts_s(
         act_bytes=form.act_bytes,
         gemm=efficiency.gemm(op.dtype),
         memory=efficiency.memory,
-        efficiency=efficiency.experts.get(
-            experts_library(efficiency, "w4a16" if 0 < op.right_bytes < 1 else op.dtype), ExpertsEfficiency()
-        ),
+        efficiency=efficiency.experts.get(library, ExpertsEfficiency()),
     )
 
 
@@ -449,7 +448,7 @@ _TRAITS: dict[str, Callable[[Op], tuple[Any, ...]]] = {
     "matmul": lambda op: (op.dtype, _is_core(op), op.right_bytes),
     "attention": lambda op: (op.dtype, op.phase, op.causal),
     "decode_attention": lambda op: (op.dtype, op.library),
-    "experts": lambda op: (op.dtype, op.right_bytes),
+    "experts": lambda op: (op.dtype, op.right_bytes, op.library),
     "kernel": lambda op: (_passes(op),),
     "collective": lambda op: (op.collective, op.choices, op.groups),
     "peer": lambda op: (),

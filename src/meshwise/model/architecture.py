@@ -485,6 +485,15 @@ def _check_moe(model: Model, moe: MoE, where: str) -> None:
         raise ModelError(f"{where}: capacity_factor is {moe.capacity_factor}; it must be zero or more")
 
 
+def with_capacity(model: Model, factor: float | None) -> Model:
+    """`model` with experts that take at most `factor` times an even share of the tokens (None: as it is)."""
+    if factor is None:
+        return model
+    if model.moe is None:
+        raise ModelError(f"capacity_factor={factor:g}: {model.name} has no experts; leave it out")
+    return checked_model(replace(model, moe=replace(model.moe, capacity_factor=factor)), model.name)
+
+
 def checked_model(model: Model, where: str) -> Model:
     """`model`, if its numbers make sense together; else a `ModelError` that begins with `where`."""
     _check_counts(model, where)

@@ -42,7 +42,8 @@ class Cut:
     `implementation` says whose software does the ops (`program.implementation`).
 
     `kind` is that of the workload: train, evaluate, prefill or decode. The last has `past` cached tokens of
-    each sequence, and one new one (`seq`); the cache has `kv_bytes` an element.
+    each sequence, and one new one (`seq`); the cache has `kv_bytes` an element. In both an expert computes
+    `expert_tile` - 1 rows more than it has tokens.
     """
 
     microbatch: Num
@@ -76,6 +77,7 @@ class Cut:
     kind: str = "train"
     past: Num = 0.0
     kv_bytes: float = 2.0
+    expert_tile: float = 1.0
 
     @property
     def tokens(self) -> Num:

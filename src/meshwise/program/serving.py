@@ -50,10 +50,27 @@ def serving_head(model: Model, cut: Cut) -> list[Op]:
 def serving_block(model: Model, cut: Cut, layer: Layer) -> list[Op]:
     """One block of the kind `layer`."""
     cut = _plain(cut)
-    ops = _block(model, cut, layer, list(_forward(block(model, cut, layer))))
+    ops = list(_block(model, cut, layer, list(_forward(block(model, cut, layer)))))
+    if model.mla is not None and model.mla.q_lora_rank:
+        ops = _side_by_side(ops, "q_down", "kv_down", cut.precision)
     if cut.precision.weight_bytes == cut.precision.operand_bytes:
-        return list(ops)
+        return ops
     return [_narrow(op, cut.precision) if _multiplies_weights(op) else op for op in ops]
+
+
+def _side_by_side(ops: list[Op], first: str, second: str, form: Precision) -> list[Op]:
+    """`ops` with two matmuls of the same input as one: engines keep such weights in one matrix."""
+    one, other = (next(op for op in ops if op.name == name) for name in (first, second))
+    batch, rows, width, depth = one.shape
+    saved = Cost(read_bytes=-batch * rows * depth * form.operand_bytes)
+    both = _with_weights(
+        structs.replace(
+            one, shape=(batch, rows, width + other.shape[2], depth), cost=one.cost + other.cost + saved
+        ),
+        [one, other],
+    )
+    left_out = (other.name, f"{other.name}_cast")
+    return [both if op is one else op for op in ops if op.name not in left_out]
 
 
 def _multiplies_weights(op: Op) -> bool:
@@ -184,6 +201,7 @@ def _grouped(model: Model, moe: MoE, cut: Cut, stated: list[Op]) -> Op:
     needed = active_experts(cut.ep, float(moe.top_k)) / cut.ep
     tokens = cut.tokens * np.where(exchanged, cut.ep / cut.tp * needed, 1.0) * cut.imbalance
     top_k = moe.top_k / cut.ep / np.where(exchanged, needed, 1.0)
+    tokens = tokens + (cut.expert_tile - 1.0) * moe.num_experts / cut.ep / top_k
     experts, hidden, width = moe.num_experts / cut.ep, float(model.hidden), moe.ffn_hidden / cut.etp
     pairs, weights = tokens * top_k, 3.0 * hidden * width
     read = active_experts(experts, pairs) * weights * form.expert_bytes + tokens * hidden * form.act_bytes
@@ -195,6 +213,7 @@ def _grouped(model: Model, moe: MoE, cut: Cut, stated: list[Op]) -> Op:
         shape=(tokens, top_k, experts, hidden, width),
         cost=Cost(2.0 * pairs * weights, read, tokens * hidden * form.act_bytes),
         dtype=form.dtype,
+        library="deepgemm" if cut.expert_tile > 1.0 else "",
         right_bytes=form.expert_bytes if form.expert_bytes != form.operand_bytes else 0.0,
     )
     return _with_weights(op, stated)

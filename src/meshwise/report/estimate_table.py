@@ -56,11 +56,20 @@ def _print_head(estimate: Estimate, run: Mapping[str, float], console: Console) 
         ("model FLOP", with_prefix(estimate.flop_per_step, "FLOP") + " per step"),
         ("memory", f"{with_prefix(estimate.memory_bytes['total'], 'B')} of {capacity}: {verdict}"),
     ]
+    if estimate.experts is not None:
+        lines.append(("experts", experts_text(estimate.experts)))
     lines += _run_lines(run)
     grid = Grid.grid(padding=(0, 2))
     for label, text in lines:
         grid.add_row(label, text)
     console.print(grid)
+
+
+def experts_text(experts: Mapping[str, float | None]) -> str:
+    """How many experts the tokens of a layer meet; with a capacity, what is dropped and padded."""
+    met = "{distinct_experts:.0f} of {num_experts} for the {tokens:,} tokens of a rank"
+    slots = "; {capacity:,} slots each, {padded_frac:.1%} empty, {dropped_frac:.1%} of choices dropped"
+    return (met + (slots if experts["capacity"] else "")).format(**experts)
 
 
 def between(interval: Interval) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +14,8 @@ from meshwise.serve.load import Load
 from meshwise.serve.size import Sizing
 
 _HEADINGS = (
-    *("sequences", "a token", "tokens/s\na GPU", "with\nprompts", "memory", "experts", "largest part"),
+    *("sequences", "a token", "tokens/s\na GPU", "with\nprompts", "memory", "experts"),
+    *("slots of\neach", "dropped", "empty", "largest part"),
 )
 
 
@@ -71,12 +72,20 @@ def print_serving(answer: Answer, console: Console) -> None:
                 f"{row['with_prefill_per_s_per_gpu']:,.0f}",
                 with_prefix(row["memory_bytes"]["total"], "B") if row["fits"] else "too much",
                 f"{row['distinct_experts']:.0f}" if row["distinct_experts"] else "",
+                *_slots(row["experts"]),
                 f"{name} {seconds / row['token_s']:.0%}",
             )
         )
     _print_filled(_HEADINGS, rows, console, left=_HEADINGS[-1:])
     for note in document["notes"]:
         console.print(f"note: {note}")
+
+
+def _slots(experts: Mapping[str, Any] | None) -> Sequence[str]:
+    """Slots of an expert, choices dropped and slots left empty; blank where experts take all tokens."""
+    if not experts or not experts["capacity"]:
+        return "", "", ""
+    return f"{experts['capacity']:,}", f"{experts['dropped_frac']:.1%}", f"{experts['padded_frac']:.1%}"
 
 
 def _print_filled(

@@ -8,26 +8,19 @@ of each client that it does not measure, and vLLM finds in its cache what it has
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from meshwise.serve.engine import Engine
 from meshwise.serve.requests import Requests
 
 PROMPTS = 100
-CAPTURED = {"trtllm": tuple(2**i for i in range(9))}
-"""Batches for which a CUDA graph is captured."""
-
-
-def is_row(row: Mapping[str, str]) -> bool:
-    """Whether a row is of a gap analysis."""
-    return "gap-analysis" in row.get("source", "")
 
 
 def launched(engine: Engine) -> Engine:
     """`engine` as the generator starts it."""
-    sizes = CAPTURED.get(engine.name, engine.graph_sizes)
-    return replace(engine, graph_sizes=sizes, pads_batches=engine.name != "trtllm")
+    if engine.name != "trtllm":
+        return engine
+    return replace(engine, graph_sizes=tuple(2**i for i in range(9)), pads_batches=False)
 
 
 def repeated(requests: Requests) -> Requests:

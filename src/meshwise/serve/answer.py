@@ -12,7 +12,8 @@ from meshwise.core.notebook import Shown
 from meshwise.core.units import MOST_STATED
 from meshwise.machine.hardware import find_chip
 from meshwise.serve import serving as est
-from meshwise.serve.engine import parse_engine
+from meshwise.serve.engine import Engine, parse_engine
+from meshwise.serve.engine_pass import rows, sequences_within
 from meshwise.serve.load import Fleet, Load, cost, under_load
 from meshwise.serve.requests import Requests
 from meshwise.serve.serving import Serving
@@ -58,12 +59,18 @@ class Answer(Shown):
     @property
     def sequences_within_limit(self) -> int | None:
         """The most sequences that fit and meet the latency target; None without a target."""
-        return None if self.token_s is None else est.sequences_within(self.serving, self.token_s)
+        if self.token_s is None:
+            return None
+        return sequences_within(self.serving, self.token_s, self._engine)
 
     @cached_property
     def passes(self) -> list[dict[str, Any]]:
-        """Time, rates and memory of a decode pass, for each number of running sequences."""
-        return est.rows(self.serving, list(self.sequences))
+        """Time, rates and memory of a decode pass, as the engine of the load runs it, by sequences."""
+        return rows(self.serving, self.sequences, self._engine)
+
+    @property
+    def _engine(self) -> Engine | None:
+        return self.load.engine if self.load else None
 
     def to_json(self) -> dict[str, Any]:
         """The document that `meshwise serve --json` prints."""

@@ -40,6 +40,10 @@ class Engine:
     attention_dp_config and batch_wait_timeout_iters).
     `widens_hopper_cache`: decoding on Hopper takes as long with keys and values in 8 bits as in 16
     (FlashAttention-3 transposes the values of fp8 in the kernel, arXiv 2407.08608, section 3.3).
+    `expert_tile`: rows of a tile of the experts' grouped matmuls in fp8 on Hopper. DeepGEMM has 128 and fills
+    every expert up to a tile, and where the host does not know how many tokens each gets, by 127 rows.
+    `plans_while_guessing`: the host works ahead while a pass checks guesses; SGLang does not unless told
+    (SGLANG_ENABLE_SPEC_V2, its documentation of speculative decoding).
     The last two are those of all engines (`serve.fitted.Constants`).
     """
 
@@ -57,6 +61,8 @@ class Engine:
     align_passes: int = 0
     fill_frac: float = 0.0
     widens_hopper_cache: bool = False
+    expert_tile: int = 1
+    plans_while_guessing: bool = True
     front_s: float = _CONSTANTS.front_s
     front_token_s: float = _CONSTANTS.front_token_s
 
@@ -75,6 +81,7 @@ ENGINES = {
             version="0.5.9",
             mixes=False,
             reserve_frac=0.7,
+            plans_while_guessing=False,
             graph_sizes=_sizes((8, 256, 8), (272, 512, 16)),
         ),
         Engine(name="trtllm", version="1.2", chunks=False, reserve_frac=1.0, max_sequences=2048),

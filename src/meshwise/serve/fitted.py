@@ -1,4 +1,4 @@
-"""What is fitted to measured serving points: five constants of all engines, and how far predictions lie off.
+"""What is fitted to measured serving points: six constants of all engines, and how far predictions lie off.
 
 `catalog/serving.toml`, written by `meshwise fit --only serving`.
 """
@@ -21,7 +21,8 @@ class Constants(msgspec.Struct, frozen=True):
     `front_s` + `front_token_s` x prompt: HTTP, tokenizer and network before the scheduler sees a request;
     `prompt_slowdown`: time of passes with prompts over the sum of their kernels; `expert_slowdown`: the same
     of their experts, which also sort tokens and wait for the busiest; `launched_layer_s`: the host's time to
-    launch a layer of latent attention (MLA), or of a recurrence, in such a pass, which no CUDA graph replays.
+    launch a layer of latent attention (MLA), or of a recurrence, in such a pass, which no CUDA graph replays;
+    `guess_host_s`: its time for each sequence of a pass that checks guesses, where none is planned meanwhile.
     """
 
     front_s: float
@@ -29,6 +30,7 @@ class Constants(msgspec.Struct, frozen=True):
     prompt_slowdown: float
     expert_slowdown: float
     launched_layer_s: float
+    guess_host_s: float
 
 
 class Fitted(msgspec.Struct, frozen=True):

@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from meshwise.serve import aiconfigurator
 from meshwise.serve.engine import Engine
+
+LENGTHS = (("1024", "1024"), ("1024", "8192"), ("8192", "1024"))
+"""Tokens of prompts and outputs that it measures."""
 
 LENGTH_RATIO = 0.8
 REQUESTS_EACH = 10
@@ -43,14 +45,19 @@ PADDED_SIZES = (1, 2, 4, *range(8, 129, 8), 256, 512, 1024, 2048)
 
 
 def is_row(row: Mapping[str, str]) -> bool:
-    """Whether InferenceX measured a row on one pool; its recipes of two pools are not read."""
-    return row["mode"] == "agg" and not aiconfigurator.is_row(row)
+    """Whether a row of the public sample is InferenceX's: it has its lengths."""
+    return (row["input_tokens"], row["output_tokens"]) in LENGTHS
+
+
+def _is_scripted(row: Mapping[str, str]) -> bool:
+    """Whether a row is of a script that was read; recipes of two pools were not."""
+    return is_row(row) and row["mode"] == "agg"
 
 
 def speculation(row: Mapping[str, str], model: str, dp: int) -> str:
     """What `serve --speculate` would say of a row; empty where the run does not guess."""
     backend = row["backend"]
-    if not is_row(row) or row.get("measured", "") not in GUESSING_RUNS.get((model, backend), ()):
+    if not _is_scripted(row) or row.get("measured", "") not in GUESSING_RUNS.get((model, backend), ()):
         return ""
     drafts = 2 if (model, backend) == ("deepseek-r1", "sglang") else 1 if dp > 1 else 3
     return f"drafts={drafts},accept={ACCEPTANCE}"
@@ -60,7 +67,7 @@ def cache_dtype(row: Mapping[str, str], model: str) -> str:
     """The type of the cache: the 16 bits of the activations where a script does not ask for fp8."""
     if row["precision"] == "bf16":
         return "bf16"
-    if not is_row(row):
+    if not _is_scripted(row):
         return "fp8"
     chip = row["system"][0]
     is_wide = chip == "h" and (
@@ -72,12 +79,7 @@ def cache_dtype(row: Mapping[str, str], model: str) -> str:
 
 def launched(engine: Engine, row: Mapping[str, str], model: str, dp: int) -> Engine:
     """`engine` as the script of a row starts it."""
-    engine = replace(engine, reserve_frac=float(engine.reserve_frac > 0))
-    if engine.name == "trtllm" and dp > 1:
-        engine = replace(engine, align_passes=60)
-    if aiconfigurator.is_row(row):
-        return aiconfigurator.launched(engine)
-    if not is_row(row):
+    if not _is_scripted(row):
         return engine
     engine = replace(engine, **_SETTINGS[engine.name](row, model, dp))
     return replace(engine, graph_sizes=PADDED_SIZES) if engine.name == "trtllm" else engine

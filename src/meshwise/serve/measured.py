@@ -1,9 +1,10 @@
 """Measured serving points in meshwise's words: what a benchmark client saw, predicted by the simulation.
 
 A row has the columns of aiconfigurator's public sample: system, backend, model, precision, layout, lengths,
-concurrency. What it does not say is as InferenceX does it (`serve.inferencex`). Disaggregated rows have two
-pools of instances. Where a chip has no units for fp4, experts are kept in mxfp4 and computed in bf16, as
-gpt-oss is published. Experts cut over attention-dp ranks are priced as spread.
+concurrency. What it does not say is as InferenceX does it (`serve.inferencex`), whose points have one of
+three pairs of lengths, or else as aiconfigurator's client does (`serve.aiconfigurator`).
+Disaggregated rows have two pools of instances. Where a chip has no units for fp4, experts are kept in mxfp4
+and computed in bf16, as gpt-oss is published. Experts cut over attention-dp ranks are priced as spread.
 
 The rate of a closed loop follows from its latencies (Little's law): where a row does not state
 `output_tokens_per_s_per_gpu`, measured and predicted rates are those of measured and predicted latencies.
@@ -61,6 +62,11 @@ RATE = "output_tokens_per_s_per_gpu"
 """What is measured of a point: mean latencies, and the rate over all chips."""
 
 
+TILED_EXPERTS = "0.12."
+"""Releases of vLLM whose experts in fp8 run in DeepGEMM on Hopper, unless tp=8 (its pull requests 29346 and
+39331: "pads each expert's token batch to BLOCK_M (128)")."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Point:
     """What a row measured: `requests` to `engine` on `fleet`."""
@@ -85,14 +91,28 @@ def point(row: Mapping[str, str]) -> Point:
     pools = ("prefill_", "decode_") if row["mode"] == "disagg" else ("",)
     *first, last = (_instance(row, pool, model, prompt, output) for pool in pools)
     workers = [_count(row, f"{pool}workers") if pool else 1 for pool in pools]
-    engine = inferencex.launched(_found(ENGINES, "backend", row["backend"]), row, name, last.dp)
+    engine = _launched(row, name, last.dp)
     if guesses := inferencex.speculation(row, name, last.dp):
         last = speculating(last, guesses)
     lengths = Lengths(prompt, output, inferencex.LENGTH_RATIO)
     requests = in_closed_loop(clients, lengths, num=inferencex.REQUESTS_EACH * clients)
-    if aiconfigurator.is_row(row) and engine.name == "vllm":
+    if not inferencex.is_row(row) and engine.name == "vllm":
         requests = aiconfigurator.repeated(requests)
     return Point(Fleet(last, workers[-1], first[0] if first else None, workers[0]), requests, engine)
+
+
+def _launched(row: Mapping[str, str], model: str, dp: int) -> Engine:
+    """The engine of a row as it was started. Clients ignore ends of sequence, so all output is reserved."""
+    engine = _found(ENGINES, "backend", row["backend"])
+    engine = replace(engine, reserve_frac=float(engine.reserve_frac > 0))
+    if engine.name == "trtllm" and dp > 1:
+        engine = replace(engine, align_passes=60)
+    is_tiled = engine.name == "vllm" and row.get("backend_version", "").startswith(TILED_EXPERTS)
+    if is_tiled and row["tp"] != "8":
+        engine = replace(engine, expert_tile=128)
+    if inferencex.is_row(row):
+        return inferencex.launched(engine, row, model, dp)
+    return aiconfigurator.launched(engine)
 
 
 def simulated(row: Mapping[str, str]) -> Load:

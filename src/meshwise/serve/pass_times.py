@@ -12,14 +12,14 @@ as long as that of the busiest group.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from meshwise.core.units import Num
 from meshwise.serve.engine import Engine
+from meshwise.serve.engine_pass import attending, graphed_pass, host_s, run_by
 from meshwise.serve.fitted import fitted
 from meshwise.serve.serving import PREFILL_TOKENS, Pass, Serving, decode_pass, launches_s, price_pass
 
@@ -50,7 +50,8 @@ class PassTimes:
     """The tables. `decode_rest` and `decode_attention` by number of sequences of a group, from 0 on.
 
     `prompt_experts` is what `prompt_rest` leaves out; slowdowns are those of `serve.fitted.Constants`.
-    `prompt_host_s`: time of the host to launch a pass with prompts, during which the chip may wait.
+    `prompt_host_s`: time of the host to launch a pass with prompts, during which the chip may wait;
+    `guess_host_s`: what it adds to a pass without prompts for each sequence.
     """
 
     decode_rest: Sequence[float]
@@ -60,13 +61,15 @@ class PassTimes:
     prompt_experts: Curve = Curve((0.0, 0.0), 1.0)
     groups: int = 1
     prompt_host_s: float = 0.0
+    guess_host_s: float = 0.0
     prompt_slowdown: float = 1.0
     expert_slowdown: float = 1.0
 
     def decode_s(self, sequences: int, context: float) -> float:
         """A pass without prompts."""
         each = -(-sequences // self.groups)
-        return self.decode_rest[each] + self.decode_attention[each](context)
+        kernels_s = self.decode_rest[each] + self.decode_attention[each](context)
+        return kernels_s + each * self.guess_host_s
 
     def mixed_s(self, chunks: Sequence[tuple[int, int]], sequences: int = 0, context: float = 0.0) -> float:
         """A pass with the tokens from start to end of some prompts."""
@@ -85,13 +88,10 @@ class PassTimes:
 
 def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int) -> PassTimes:
     """The tables of `serving` for requests of at most `longest` tokens, `most_sequences` in a group."""
-    counts = np.arange(most_sequences + 1)
-    padded = np.array([_padded(count, engine) for count in counts.tolist()], dtype=np.float64)
-    is_launched = ~np.isin(padded, engine.graph_sizes or padded)
+    counts = np.arange(most_sequences + 1.0)
     context_step = max(longest / CONTEXTS, 1.0)
     contexts = np.maximum(np.arange(CONTEXTS + 1) * context_step, 1.0)
-    rest = np.broadcast_to(_rest(decode_pass(serving, padded, 1.0)), counts.shape)
-    rest = np.maximum(rest, is_launched * launches_s(serving.model))
+    rest = np.broadcast_to(_rest(graphed_pass(serving, engine, counts, 1.0)), counts.shape)
     decode = decode_pass(attending(serving, engine), np.maximum(counts, 1.0), contexts[:, None])
     grown = decode.time_s["attention"]
     if (
@@ -102,7 +102,8 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
 
     token_step = max(engine.max_tokens + most_sequences, longest) / POINTS
     tokens = np.maximum(np.arange(POINTS + 1) * token_step, 1.0)
-    prompts = price_pass(serving, serving.prefill(tokens / serving.prompt))
+    prompted = run_by(serving, engine)
+    prompts = price_pass(prompted, prompted.prefill(tokens / serving.prompt))
     experts = prompts.time_s["experts"]
     length_step = longest / POINTS
     prompt = np.maximum(np.arange(POINTS + 1) * length_step, 1.0)
@@ -118,25 +119,11 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
         prompt_attention=Curve(prompt_attention.tolist(), length_step),
         groups=serving.groups,
         prompt_host_s=launches_s(serving.model),
+        guess_host_s=host_s(serving, engine),
         prompt_slowdown=fitted().constants.prompt_slowdown,
         expert_slowdown=fitted().constants.expert_slowdown,
     )
 
 
-def attending(serving: Serving, engine: Engine) -> Serving:
-    """`serving` with the cache that its attention reads as fast as its own."""
-    mesh, chip = serving.mesh, serving.cluster.chip
-    if not engine.widens_hopper_cache or chip.generation != "hopper" or serving.model.mla is not None:
-        return serving
-    return replace(serving, mesh=replace(mesh, plan=replace(mesh.plan, kv_dtype="bf16")))
-
-
 def _rest(priced: Pass) -> Num:
     return priced.total_s - priced.time_s["attention"]
-
-
-def _padded(count: int, engine: Engine) -> int:
-    """The captured batch size that runs `count` sequences; `count` itself where there is none."""
-    sizes = engine.graph_sizes if engine.pads_batches else ()
-    place = bisect_left(sizes, count)
-    return max(sizes[place] if place < len(sizes) else count, 1)

@@ -27,7 +27,7 @@ from meshwise.plan.mesh import mesh_of, rules
 from meshwise.plan.plan import Plan, numbers_of, plan_text
 from meshwise.plan.workload import Workload
 from meshwise.serve.engine import Engine
-from meshwise.serve.pass_times import attending
+from meshwise.serve.engine_pass import attending
 from meshwise.serve.serving import PREFILL_TOKENS, Serving, memory_bytes, prompts_s, serving, token_pass
 
 MAX_RANKS = 256

@@ -21,7 +21,7 @@ import numpy as np
 
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.units import WEIGHT_BITS, Num
-from meshwise.cost.routing import Shares, distinct_experts, inclusion
+from meshwise.cost.routing import Shares
 from meshwise.estimate.memory import Memory, contents, serving_memory
 from meshwise.estimate.part import Part, PricedOp, price_parts
 from meshwise.estimate.step import message_s
@@ -57,7 +57,8 @@ class Serving:
     `memory_frac`: share of the memory that the engine may take. `engine_s`: its own time between passes.
     `expert_shares`: the chance of each expert that a token chooses it (None: all the same; `serve.experts`).
     `speculation`: how tokens are guessed. `experts`: the GPUs that hold the experts, where these have a pool
-    of their own (`apart`); `cluster` and `mesh` are then of attention and all else.
+    of their own (`apart`); `cluster` and `mesh` are then of attention and all else. `expert_tile`: rows
+    that grouped matmuls take at a time (`engine_pass.run_by`).
     """
 
     model: Model
@@ -71,6 +72,7 @@ class Serving:
     expert_shares: Shares | None = None
     speculation: Speculation | None = None
     experts: Serving | None = None
+    expert_tile: float = 1.0
 
     @property
     def num_chips(self) -> int:
@@ -96,7 +98,8 @@ class Serving:
     def prefill(self, prompts: Num, tokens: Num | None = None) -> Cut:
         """A pass of `prompts` prompts, of `tokens` each or as served, in every group."""
         cut = cut_of(replace(self.mesh, kind="prefill", microbatch=prompts))
-        return replace(cut, seq=float(self.prompt) if tokens is None else tokens)
+        seq = float(self.prompt) if tokens is None else tokens
+        return replace(cut, seq=seq, expert_tile=self.expert_tile)
 
     def decode(self, sequences: Num, past: Num) -> Cut:
         """A pass of a token of each of `sequences` sequences in every group, behind `past` cached ones.
@@ -104,7 +107,7 @@ class Serving:
         Ranks that share prompts (cp) share their caches too; such an instance does not decode.
         """
         cut = cut_of(replace(self.mesh, kind="decode", microbatch=sequences / self.mesh.cp))
-        return replace(cut, past=past, ulysses=1.0, ring=1.0)
+        return replace(cut, past=past, ulysses=1.0, ring=1.0, expert_tile=self.expert_tile)
 
 
 def check_lengths(prompt: int, output: int) -> None:
@@ -449,56 +452,6 @@ def batches(serving: Serving) -> list[int]:
     return [count * serving.groups for count in counts]
 
 
-def sequences_within(serving: Serving, token_s: float) -> int:
-    """The most sequences of the instance that fit and get a token each `token_s`; 0 if none does."""
-    counts = np.arange(1.0, max_sequences(serving) + 1.0)
-    if not counts.size:
-        return 0
-    quick = counts[np.asarray(token_pass(serving, counts).total_s) <= token_s]
-    return int(quick[-1]) * serving.groups if quick.size else 0
-
-
-def rows(serving: Serving, sequences: list[int]) -> list[dict[str, Any]]:
-    """What each number of running sequences of the whole instance gives; they divide by its groups.
-
-    `tokens_per_s` counts generated tokens while only decoding; `with_prefill_per_s` the same where the
-    instance takes the prompts too, one batch after the other.
-    """
-    num_chips, room = serving.num_chips, serving.memory_frac * serving.cluster.chip.memory_bytes
-    each = np.array(sequences, dtype=np.float64) / serving.groups
-    time, memory, prompt = token_pass(serving, each).time_s, memory_bytes(serving, each), prompt_s(serving)
-
-    def of(number: int, parts: dict[str, Num]) -> dict[str, float]:
-        return {name: float(np.broadcast_to(part, each.shape)[number]) for name, part in parts.items()}
-
-    moe, shares, found = serving.model.moe, serving.expert_shares, []
-    if shares is None:
-        shares = inclusion(moe.num_experts, moe.top_k) if moe else np.ones(1)
-    checked = 1 + (serving.speculation.drafts if serving.speculation else 0)
-    for i, count in enumerate(sequences):
-        time_s, used = of(i, time), of(i, memory)
-        token_s, total = sum(time_s.values()), sum(used.values())
-        tokens_per_s = count / token_s
-        with_prefill_per_s = count * serving.output / (each[i] * prompt + serving.output * token_s)
-        found.append(
-            {
-                "sequences": count,
-                "token_s": token_s,
-                "tokens_per_s_per_sequence": 1.0 / token_s,
-                "tokens_per_s": tokens_per_s,
-                "tokens_per_s_per_gpu": tokens_per_s / num_chips,
-                "with_prefill_per_s": float(with_prefill_per_s),
-                "with_prefill_per_s_per_gpu": float(with_prefill_per_s / num_chips),
-                "memory_bytes": used | {"total": total},
-                "time_s": time_s,
-                "distinct_experts": moe
-                and float(distinct_experts(shares, count * checked / float(serving.mesh.pp))),
-                "fits": total <= room,
-            }
-        )
-    return found
-
-
 def notes(serving: Serving) -> list[str]:
     """What a reader should know: which constants come from another chip, and what is left out."""
     efficiency, dtype = serving.machine.efficiency, serving.mesh.plan.dtype
@@ -518,6 +471,11 @@ def notes(serving: Serving) -> list[str]:
         *(
             [f"{guess.drafts} tokens guessed by {guess.draft.model.name}: {guess.tokens_per_pass:.3g} a pass"]
             if (guess := serving.speculation)
+            else ()
+        ),
+        *(
+            [f"engines drop no tokens: times are without the capacity factor {moe.capacity_factor:g}"]
+            if (moe := serving.model.moe) and moe.capacity_factor
             else ()
         ),
         f"{routing}, kernels one after the other; the engine takes --engine-ms between passes",
