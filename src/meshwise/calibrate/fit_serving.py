@@ -3,8 +3,9 @@
 The logs of predicted over measured latencies are linear in the logs of the constants nearby: every point is
 simulated once at the constants of the catalog and once with each of them larger. `robust.minimise` then finds
 the constants of all models, and those without each model, or without each system, by which that is judged.
-Points whose requests wait for room in the cache only judge, as do those of gap analyses, whose scripts do not
-say how the engine was started. A point counts 1 / sqrt(points of its model).
+Points whose requests wait for room in the cache only judge, as do those of gap analyses and those
+without a date, of which no script says how the engine was started. A point counts 1 / sqrt(points of its
+model).
 """
 
 from __future__ import annotations
@@ -135,15 +136,19 @@ def _cases(number: str, row: Mapping[str, str], names: Sequence[str]) -> Iterato
     if pools is None:
         return
 
-    def load(larger: str = "") -> Load:
-        moved = _with_larger(pools, larger)
-        return Load(of.fleet, of.requests, of.engine, simulate(of.requests, moved), pools.worker.cache_tokens)
+    def load(pools: Pools) -> Load:
+        return Load(of.fleet, of.requests, of.engine, simulate(of.requests, pools), pools.worker.cache_tokens)
 
-    base = load()
-    only = base.regime == "full cache" or not inferencex.is_row(row)
+    def nudge(name: str) -> Mapping[str, float]:
+        moves = getattr(pools.worker.times, _IN_PASSES.get(name, name), 1.0) > 0.0
+        return measured.predicted(row, load(_with_larger(pools, name))) if moves else first
+
+    base = load(pools)
+    is_scripted = inferencex.is_row(row) and bool(row.get("measured"))
+    only = base.regime == "full cache" or not is_scripted
     seen = measured.measured(row, base)
     first = measured.predicted(row, base)
-    nudged = [measured.predicted(row, load(name)) for name in names]
+    nudged = [nudge(name) for name in names]
     for quantity, value in seen.items():
         if value:
             slopes = tuple(math.log(each[quantity] / first[quantity]) / NUDGE for each in nudged)
@@ -154,16 +159,19 @@ def _cases(number: str, row: Mapping[str, str], names: Sequence[str]) -> Iterato
             )  # fmt: skip
 
 
+_IN_PASSES = {"launched_layer_s": "prompt_host_s"}
+"""Constants by another name in `PassTimes`."""
+
+
 def _with_larger(pools: Pools, name: str) -> Pools:
     """`pools` with one constant moved by `NUDGE`."""
+    name, by = _IN_PASSES.get(name, name), math.exp(NUDGE)
 
     def moved(worker: Worker) -> Worker:
-        engine, times, by = worker.engine, worker.times, math.exp(NUDGE)
-        if name == "launched_layer_s":
-            times = replace(times, prompt_host_s=by * times.prompt_host_s)
-        elif hasattr(times, name):
+        engine, times = worker.engine, worker.times
+        if hasattr(times, name):
             times = replace(times, **{name: by * getattr(times, name)})
-        elif name:
+        else:
             engine = replace(engine, **{name: by * getattr(engine, name)})
         return replace(worker, engine=engine, times=times)
 
