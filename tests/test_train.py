@@ -89,6 +89,10 @@ PLANS = [
     ("zero=2,pp=2,vpp=2", "llama", 8),
     ("zero=2,pp=2,schedule=zb-h1,ep=2", "moe", 8),
     ("zero=2,pp=2,schedule=dualpipe-v,zero_group=1", "llama", 8),
+    ("pp=4,schedule=dualpipe", "gpt", 10),
+    ("pp=2,tp=2,schedule=dualpipe", "gpt", 6),
+    ("pp=2,ep=2,schedule=dualpipe", "moe", 8),
+    ("zero=2,pp=2,schedule=dualpipe,zero_group=1", "llama", 12),
 ]
 
 
@@ -166,6 +170,7 @@ def test_parts_are_those_of_chunk(rows: int, number: int) -> None:
         (3, "zero=2,tp=2,dtype=bf16", "gpt"),
         (1, "zero=0,ep=2,dtype=fp32", "moe"),
         (2, "tp=2,ep=2,dtype=bf16", "mla"),
+        (1, "zero=2,pp=2,schedule=dualpipe,dtype=bf16", "gpt"),
     ],
 )
 def test_all_instruments_agree(rank: int, plan: str, model: str, pool: Ranks) -> None:
@@ -229,6 +234,9 @@ def test_all_instruments_agree(rank: int, plan: str, model: str, pool: Ranks) ->
         (4, 0, "moe --plan ep=2,pp=2,dtype=bf16,act_input_dtype=fp8,recompute_modules=layernorm"),
         (8, 6, "gpt --plan zero=2,pp=2,tp=2,schedule=zb-v,dtype=bf16 --batch 8 --layers 4"),
         (8, 1, "moe --plan zero=2,pp=2,schedule=zb-h1,ep=2,dtype=bf16 --batch 16"),
+        (8, 3, "gpt --plan pp=4,tp=2,schedule=dualpipe,dtype=bf16 --batch 8 --layers 4"),
+        (4, 3, "llama --plan pp=4,schedule=dualpipe,dtype=bf16,stages=1-2-1-1 --batch 10 --layers 5"),
+        (8, 2, "mla --plan pp=2,ep=2,zero=0,cp=2,schedule=dualpipe,dtype=bf16 --batch 8"),
     ],
 )
 def test_estimate_is_dry_run(ranks: int, rank: int, words: str) -> None:
@@ -347,7 +355,7 @@ def counted_peak(options: Any) -> float:
     [
         ("--plan ep=2", "has no experts"),
         (f"--model {MODELS['moe']} --plan tp=2,ep=2,etp=1 --seq 6", "3 tokens in a row, whose choices 6"),
-        ("--plan pp=2,schedule=dualpipe", "not built for schedule=dualpipe"),
+        ("--plan pp=2,schedule=dualpipe,recompute=full", "once for each weight under schedule=dualpipe"),
         ("--plan tp=2,sp=0", "not built for sp=0"),
         (
             "--plan pp=2,schedule=zb-v,recompute=full",

@@ -211,7 +211,7 @@ def _exchanged(
     rounds = 1.0 + (mesh.zero >= 3) * (mesh.num_microbatches - 1.0)
     if units:
         reductions = fsdp2.reductions(mesh)
-        of_replicas = fsdp2.exchanges(units, mesh, cut)
+        of_replicas = fsdp2.exchanges(units, stage, mesh, cut)
         of_one = fsdp2.shared_weights(model, units, stage, mesh, cut)
     else:
         reductions = rounds

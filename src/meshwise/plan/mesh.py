@@ -63,9 +63,8 @@ FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
 """What implementation=fsdp2 can be told, where that is less than a plan can say."""
 FSDP2_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
 """What its selective recomputation may cover."""
-FSDP2_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 _INTERLEAVED, _ONE_F_ONE_B = SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")
-_SPLIT = tuple(SCHEDULES.index(name) for name in ("zb-h1", "zb-v", "dualpipe-v"))
+_SPLIT = tuple(SCHEDULES.index(name) for name in ("zb-h1", "zb-v", "dualpipe", "dualpipe-v"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -490,7 +489,6 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
     yield Rule(not mesh.trains, lambda: f"implementation=fsdp2 trains; leave it out for kind={mesh.kind}")
     for key, built in FSDP2_VALUES.items():
         yield only(key, built)
-    yield only("schedule", FSDP2_SCHEDULES, where=mesh.pp > 1)
     unknown = [module for module in mesh.plan.recompute_modules if module not in FSDP2_MODULES]
     yield Rule(
         bool(unknown),

@@ -213,7 +213,7 @@ def _implied(plan: Plan) -> Iterator[tuple[str, Any]]:
         yield "schedule", "interleaved"
     if plan.schedule in ("zb-v", "dualpipe-v") and plan.vpp == 1:
         yield "vpp", 2
-    paired = plan.is_paired
+    paired = plan.is_paired and plan.implementation != "fsdp2"  # PyTorch has no such framework
     recompute = plan.recompute or ("selective" if paired or plan.recompute_modules else "none")
     modules = DUALPIPE_RECOMPUTES if paired and recompute == "selective" else ("core_attn",)
     narrow = "fp8" if paired and plan.dtype == "fp8" else "bf16"

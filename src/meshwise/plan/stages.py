@@ -91,7 +91,7 @@ def chunks(model: Model, sizes: Sequence[int]) -> list[Stage]:
 
 
 def rank_of_chunk(chunk: int, pp: int, folding: int) -> int:
-    """The stage that holds a chunk."""
+    """The stage that holds a chunk; under mirrored ones the first of two."""
     if folding == FOLDED and chunk >= pp:
         return 2 * pp - 1 - chunk
     return chunk % pp
@@ -103,13 +103,13 @@ def chunks_of_rank(
 ) -> list[tuple[Stage, range]]:
     """The chunks of pipeline rank `rank` in the order in which it numbers them, and the layers of each."""
     folding = FOLDED if schedule in V_SHAPED and pp > 1 else ROUND
-    found, first = [], 0
+    found: list[list[tuple[Stage, range]]] = [[] for _ in range(pp)]
+    first = 0
     for i, chunk in enumerate(chunks(model, stages or chunk_layers(model.num_layers, pp * vpp))):
         layers = range(first, first + int(chunk.num_layers))
         first = layers.stop
-        if rank_of_chunk(i, pp, folding) == rank:
-            found.append((chunk, layers))
-    return found
+        found[rank_of_chunk(i, pp, folding)].append((chunk, layers))
+    return found[rank] + (found[pp - 1 - rank] if schedule == "dualpipe" else [])
 
 
 def stage_of_rank(model: Model, mesh: Mesh, rank: int) -> Stage:

@@ -6,7 +6,7 @@ they stay gathered: a chunk is gathered once a step, or each time that the sched
 (`program.order.gathers`). Under ZeRO 1 and 2 all stay gathered from their first use in a step to its end.
 FSDP2 cuts each weight along its first dim into equal parts, the last ones short or empty, and moves full
 parts in the type of the matmuls. Groups of `zero_group` ranks share the states (HSDP); under ZeRO 0 every
-rank is such a group. Gradients are reduced in fp32 (fp64 under fp64) when the last microbatch is through;
+rank is such a group. The two ways of DualPipe hold copies too. Gradients are reduced in fp32 (fp64 under fp64) when the last microbatch is through;
 under ZeRO 2, which keeps no whole gradients, after every microbatch. Experts are cut along their width,
 among the ranks that hold the same ones.
 
@@ -20,14 +20,14 @@ Source: torch.distributed.fsdp.fully_shard; torchtitan, arXiv 2410.06511.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from meshwise.core.units import Num
-from meshwise.cost.schedule import SCHEDULES
+from meshwise.cost.schedule import SCHEDULES, weight_copies
 from meshwise.model.architecture import Model, layer_kinds
 from meshwise.model.weights import (
     COLUMNS,
@@ -102,7 +102,12 @@ class Unit:
 
 
 def units(model: Model, stage: Stage, mesh: Mesh) -> list[Unit]:
-    """The units of a rank of `stage`."""
+    """The units of a rank of `stage`; under DualPipe those of both ways."""
+    copies = weight_copies(mesh.schedule)
+    stage = replace(
+        stage, embeddings=copies * stage.embeddings, heads=copies * stage.heads,
+        layers=tuple(copies * number for number in stage.layers),
+    )  # fmt: skip
     embedding, head = embedding_weights(model), head_weights(model)
     table = tuple(weight for weight in embedding if weight.op == "tokens") if model.tied_embedding else ()
     alone = (mesh.pp == 1) * 1.0
@@ -136,8 +141,8 @@ def _gathers_of_parts(model: Model, stage: Stage, mesh: Mesh) -> list[Num]:
 
 
 def reductions(mesh: Mesh) -> Num:
-    """How often in a step gradients are reduced."""
-    return 1.0 + (mesh.zero == 2) * (mesh.num_microbatches - 1.0)
+    """How often in a step the gradients of a unit are reduced; under DualPipe one sees half of the batch."""
+    return 1.0 + (mesh.zero == 2) * (mesh.num_microbatches / weight_copies(mesh.schedule) - 1.0)
 
 
 @lru_cache(maxsize=1024)
@@ -172,8 +177,10 @@ def unsharded_bytes(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) ->
     return cut.precision.act_bytes * gathered + cut.precision.stat_bytes * waiting
 
 
-def exchanges(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Iterator[Exchange]:
+def exchanges(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Iterator[Exchange]:
     """What the replicas exchange in a step: weights gathered, and gradients reduced once."""
+    ways = weight_copies(mesh.schedule)
+    to_other_way = np.maximum(np.abs(mesh.pp - 1.0 - 2.0 * stage.index), 1.0) * mesh.stride("pp")
     for unit in held:
         (replicas, stride), ranks = unit.replicas(mesh), unit.sharing(mesh)
         padded, name = unit.padded_size(mesh, cut), "expert_" * unit.is_experts
@@ -190,8 +197,8 @@ def exchanges(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Iterator[Exchange]:
         )  # fmt: skip
         yield Exchange(
             op=f"{name}gradients", collective="all_reduce", behind="backward",
-            payload_bytes=grad_bytes / ranks, group_size=replicas / ranks, stride=stride * ranks,
-            count=rounds * (replicas > ranks),
+            payload_bytes=grad_bytes / ranks, group_size=ways * replicas / ranks, stride=stride * ranks,
+            runs=(replicas / ranks, to_other_way), count=rounds * (ways * replicas > ranks),
         )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.cost.schedule import SCHEDULES
+from meshwise.cost.schedule import SCHEDULES, weight_copies
 from meshwise.cost.simulate import KINDS, rank_order
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage
@@ -54,7 +54,7 @@ def patterns(mesh: Mesh, stage: Stage) -> tuple[list[Pattern], NDArray[np.intp]]
 def moments(schedule: int, pp: int, vpp: int, num_microbatches: int, rank: int) -> Moments:
     """All moments of a step of pipeline rank `rank`; `schedule` is an index into `SCHEDULES`."""
     kinds, chunks = _order(schedule, pp, vpp, num_microbatches, rank)
-    of_chunk = np.equal.outer(chunks, np.arange(vpp)).T
+    of_chunk = np.equal.outer(chunks, np.unique(chunks)).T
 
     def so_far(*which: int) -> NDArray[Any]:
         """How many actions of the kinds `which` each chunk has seen before each action, [chunk, action]."""
@@ -76,7 +76,7 @@ def gathers(schedule: int, pp: int, vpp: int, num_microbatches: int, rank: int) 
     others: `_add_unshard_reshard` of torch.distributed.pipelining.
     """
     if vpp <= ACTIVE_CHUNKS:
-        return (1,) * vpp
+        return (1,) * int(vpp * weight_copies(schedule))
     visits = _order(schedule, pp, vpp, num_microbatches, rank)[1].tolist()
     counts, active = [0] * vpp, set[int]()
     for number in range(len(visits)):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from meshwise.core.errors import PlanError
 from meshwise.machine.hardware import find_chip
 from meshwise.program.tape import Tape, booked_by
-from meshwise.runtime.fakes import QuickFakes
+from meshwise.runtime.fakes import QuickFakes, leave_whole
 from meshwise.runtime.outcome import Outcome
 from meshwise.runtime.programs import find_program
 from meshwise.runtime.programs.context import Context
@@ -103,6 +103,7 @@ def _register_fake_device() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         setup_private_device(FAKE_DEVICE)
+        leave_whole("PrivateUse1")
     module = getattr(torch, FAKE_DEVICE)
     module.Stream = module.Event = _Stream
     module.stream = lambda stream: stream if stream is not None else _Stream()

@@ -25,6 +25,21 @@ DIRECT = frozenset((
 ))  # fmt: skip
 """Ops whose result lies where their tensors do, and whose meta kernel torch itself calls for fake ones."""
 
+_library = torch.library.Library("aten", "IMPL")
+
+
+def leave_whole(key: str) -> None:
+    """Ops that devices have a kernel for stay one op where this machine has none for the dispatch key `key`.
+
+    Torch would put several ops in their place, whose results no device ever holds.
+    """
+    for name in ("silu_backward", "mish_backward", "native_channel_shuffle"):
+        _library.impl(name, _missing, key)
+
+
+def _missing(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError("a kernel of a device was called on a machine without one")
+
 
 class QuickFakes(FakeTensorMode):
     """A `FakeTensorMode` with a short way for the ops of `DIRECT`."""

@@ -114,6 +114,7 @@ class Recorder(TorchDispatchMode):
         self._pauses = 0
         self._axes: dict[str, str] = {}
         self._live: dict[int, weakref.finalize] = {}
+        self._seen: set[int] = set()  # storages on the device; those of fake tensors say that they lie on meta
         self._weights: set[int] = set()
         self._saved: set[int] = set()
         self._labels: dict[int | None, tuple[str, str]] = {}  # autograd node -> module and op of its forward
@@ -343,6 +344,7 @@ class Recorder(TorchDispatchMode):
     def _track(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
+        self._seen.add(key)
         if key in self._live or storage.nbytes() == 0:
             return
         self.tape.allocate(key, storage.nbytes())
@@ -357,7 +359,7 @@ class Recorder(TorchDispatchMode):
     def _resized(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
         """FSDP frees and refills its unsharded parameters by resizing their storages."""
         key = storage._cdata
-        if not self._is_recorded(storage):
+        if key not in self._seen:
             return
         finalizer = self._live.pop(key, None)
         if finalizer is not None:
@@ -366,9 +368,6 @@ class Recorder(TorchDispatchMode):
         if size_bytes:
             self.tape.allocate(key, size_bytes)
             self._live[key] = weakref.finalize(storage, self._freed, key)
-
-    def _is_recorded(self, storage: torch.UntypedStorage) -> bool:
-        return storage.device.type == self._device_type
 
     def _keep(self, tensor: torch.Tensor) -> Any:
         """Autograd keeps `tensor`; its storage counts once, with the op that keeps it first."""

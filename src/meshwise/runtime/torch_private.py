@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineRuntime
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 HOMES = {
@@ -52,6 +53,9 @@ HOMES = {
     "fsdp_param": "torch.distributed.fsdp._fully_shard._fsdp_param",
     "MeshLayout": "torch.distributed._mesh_layout._MeshLayout",
     "pipelining_utils": "torch.distributed.pipelining._utils",
+    "pipelining_schedules": "torch.distributed.pipelining.schedules",
+    "PipelineAction": "torch.distributed.pipelining.schedules._Action",
+    "PipelineRuntime": "torch.distributed.pipelining.schedules._PipelineScheduleRuntime",
     "ring_attention": "torch.distributed.tensor.experimental._context_parallel._attention",
     # measuring and capturing
     "scaled_mm": "torch._scaled_mm",

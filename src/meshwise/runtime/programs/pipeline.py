@@ -1,7 +1,7 @@
 """A step of several microbatches through the stages of a pipeline: torch.distributed.pipelining.
 
 A rank holds one stage, or several that take turns (interleaved), or the first half of the model down and
-the second back up (zb-v). The stages state the shapes they pass on, so nothing is exchanged to find them.
+the second back up (zb-v), or a stage for each of two ways (dualpipe). The stages state the shapes they pass on, so nothing is exchanged to find them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.stage import InferenceMode
 
+from meshwise.runtime.programs.dualpipe import ScheduleDualPipe, StageOfOneWay
+
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context, Recorder
 
@@ -33,9 +35,10 @@ SCHEDULES: dict[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zb-h1": ScheduleInterleavedZeroBubble,
     "zb-v": ScheduleZBVZeroBubble,
+    "dualpipe": ScheduleDualPipe,
     "dualpipe-v": ScheduleDualPipeV,
 }
-"""torch's schedules by the names of a `Plan`."""
+"""torch's schedules, and one on its runtime, by the names of a `Plan`."""
 REDUCING = ("backward_weight_one_chunk", "perform_reduce_grad")
 """What a stage does for gradients of weights alone, and for their reduction."""
 
@@ -55,8 +58,10 @@ def make_schedule(
     between = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     tokens = torch.empty(shape[:2], dtype=torch.int64, device="meta")
     loss = torch.empty((), device="meta", requires_grad=True)
+    ways, stage_type = (2, StageOfOneWay) if name == "dualpipe" else (1, PipelineStage)
+    num_each_way = num_microbatches // ways
     stages = [
-        PipelineStage(
+        stage_type(
             module, index, num_stages, context.device, group=group,
             input_args=between if index else tokens,
             output_args=between if index < num_stages - 1 else loss,
@@ -66,8 +71,8 @@ def make_schedule(
     kind = SCHEDULES[name]
     is_single = name in ("gpipe", "1f1b")
     schedule = kind(
-        stages[0] if is_single else stages, num_microbatches, scale_grads=False,
-        loss_fn=lambda loss, _: loss / num_microbatches,
+        stages[0] if is_single else stages, num_each_way, scale_grads=False,
+        loss_fn=lambda loss, _: loss / num_each_way,
     )  # fmt: skip
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
@@ -79,8 +84,11 @@ def make_schedule(
 
     def step(tokens: Tensor, labels: Tensor) -> list[Tensor]:
         losses: list[Tensor] = []
-        inputs = (tokens,) if 0 in pieces else ()
-        ends = {"target": labels, "labels": labels} if num_stages - 1 in pieces else {}
+        entering, leaving = tokens.chunk(ways), labels.chunk(ways)
+        at_end = min(dist.get_rank(group), ways - 1)  # where one way begins another ends
+        inputs = (entering[at_end],) if 0 in pieces else ()
+        targets = leaving[ways - 1 - at_end]
+        ends = {"target": targets, "labels": targets} if num_stages - 1 in pieces else {}
         schedule.step(*inputs, losses=losses, return_outputs=False, **ends)
         return losses
 

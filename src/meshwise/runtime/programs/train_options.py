@@ -38,7 +38,7 @@ class Options:
         str,
         Meta(
             description="tp, cp, cp_kind, zero, zero_group, ulysses, ep, etp, pp, vpp, "
-            "schedule=gpipe|1f1b|interleaved|zb-h1|zb-v|dualpipe-v, recompute=none|selective|full, "
+            "schedule=gpipe|1f1b|interleaved|zb-h1|zb-v|dualpipe|dualpipe-v, recompute=none|selective|full, "
             "recompute_layers, recompute_modules=core_attn+layernorm+mlp+moe+moe_act+shared_experts, "
             "act_input_dtype=bf16|fp8, "
             "dtype=bf16|fp16|fp32|fp64, joined by commas as in tp=2,pp=2; dp is what they leave"
@@ -159,7 +159,7 @@ class Place:
 
 
 def rank_layers(options: Options, ranks: int, pp_rank: int) -> dict[int, range]:
-    """The layers of each stage that a rank of the pipeline holds: round and round, or down and back up."""
+    """The layers of each stage that a rank of the pipeline holds: round and round, down and back up, or from both ends."""
     plan, model = the_plan(options), the_model(options)
     held = chunks_of_rank(model, plan.pp, plan.vpp, plan.schedule, plan.stages, pp_rank)
     return {int(chunk.index): layers for chunk, layers in held}

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwise.plan.plan import number_of
+from meshwise.plan.stages import V_SHAPED
 from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.decoder import Decoder
 from meshwise.runtime.programs.decoder_parts import Setting
@@ -43,7 +44,11 @@ class Trainer:
         plan, place = self.plan, self.place
         replicas = self.dp * plan.cp
         self.sharing = int(on.shard_ranks(1, replicas)), int(on.shard_ranks(1, on.expert_replicas))
-        self.mesh = context.mesh(pp=plan.pp, **_copies_and_shards(replicas, self.sharing[0]), tp=plan.tp)
+        per_stage = replicas * plan.tp
+        self.line = context.group("pp", range(context.rank % per_stage, context.world_size, per_stage))
+        self.holders = self._holders(per_stage)
+        copies = _copies_and_shards(len(self.holders) // plan.tp, self.sharing[0])
+        self.mesh = context.grid(self.holders, **copies, tp=plan.tp)
         self.ring, self.heads = self._context_groups(int(on.ring), int(on.ulysses))
         self.ends = self._ends()
         self.ep, self.etp = plan.ep, int(on.etp)
@@ -83,8 +88,8 @@ class Trainer:
                 total += loss.detach()
             for axis in self.replica_axes:
                 dist.all_reduce(total, op=dist.ReduceOp.AVG, group=self.mesh.get_group(axis))
-            if self.plan.pp > 1:
-                dist.all_reduce(total, group=self.mesh.get_group("pp"))
+            if self.plan.pp > 1:  # ranks without losses have zero
+                dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.line)
         return None if self.context.is_fake else float(total)
 
     def _alone(self, tokens: Tensor, labels: Tensor) -> list[Tensor]:
@@ -106,8 +111,15 @@ class Trainer:
         shape = (self.options.microbatch, tokens, self.model.hidden)
         return make_schedule(
             plan.schedule, self.pieces, plan.pp * plan.vpp, self.num, (shape, self.context.dtype(plan.dtype)),
-            self.mesh.get_group("pp"), self.context, reduces_each=plan.zero == 2,
+            self.line, self.context, reduces_each=plan.zero == 2,
         )  # fmt: skip
+
+    def _holders(self, per_stage: int) -> list[int]:
+        """The ranks of this one's stage, and under DualPipe those of the stage whose weights are the same."""
+        stages = {self.place.pp}
+        if self.plan.schedule == "dualpipe":
+            stages.add(self.plan.pp - 1 - self.place.pp)
+        return [stage * per_stage + rank for stage in sorted(stages) for rank in range(per_stage)]
 
     def _context_groups(self, ring: int, ulysses: int) -> tuple[dist.ProcessGroup | None, Axis | None]:
         """The ranks whose keys come round, and, neighbours, those that exchange heads (None: one rank)."""
@@ -126,20 +138,19 @@ class Trainer:
         context, ep, etp = self.context, self.ep, self.etp
         if self.model.moe is None:
             return None, None, None
-        stage_ranks, both = context.world_size // self.plan.pp, ep * etp
-        first = context.rank // stage_ranks * stage_ranks
+        both = ep * etp
         own, part = context.rank // both * both, context.rank % etp
         sharing = context.group("ep", range(own + part, own + both, etp)) if ep > 1 else None
         of_one = context.rank - part
         parts = context.group("tp", range(of_one, of_one + etp)) if etp > 1 else None
-        alike = range(first + context.rank % both, first + stage_ranks, both)
+        alike = [rank for rank in self.holders if rank % both == context.rank % both]
         return sharing, parts, context.grid(alike, **_copies_and_shards(len(alike), self.sharing[1]))
 
     def _ends(self) -> dist.ProcessGroup | None:
         """The first and the last rank of this rank's pipeline, each with its copy of a tied table."""
         num, place = self.plan.pp, self.place.pp
-        is_folded = self.plan.schedule in ("zb-v", "dualpipe-v")  # both ends are the first rank's
-        if num == 1 or is_folded or not self.model.tied_embedding or place not in (0, num - 1):
+        has_both = self.plan.schedule in (*V_SHAPED, "dualpipe")  # a rank with one end has the other
+        if num == 1 or has_both or not self.model.tied_embedding or place not in (0, num - 1):
             return None
         per_stage = self.context.world_size // num
         first = self.context.rank - place * per_stage
@@ -150,7 +161,7 @@ class Trainer:
         tables = [table for piece in self.pieces.values() if (table := piece.tied()) is not None]
         grads = [table.grad.to_local() for table in tables]
         with self.context.recorder.phase("backward"):
-            if len(grads) == 2:  # a V-shaped schedule brings the model's end back to the first rank
+            if len(grads) == 2:  # some schedules bring the model's end back to the first rank
                 grads[0].add_(grads[1])
                 grads[1].copy_(grads[0])
             elif grads and grads[0].numel():

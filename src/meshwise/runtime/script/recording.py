@@ -96,7 +96,6 @@ class ScriptRecorder(Recorder):
 
     def __init__(self, tape: ScriptTape) -> None:
         super().__init__(tape, device_type="cuda")
-        self._seen: set[int] = set()
         self._names: dict[int, str] = {}
         self._roots: list[torch.nn.Module] = []  # alive, so that no other module gets their ids
 
@@ -106,13 +105,6 @@ class ScriptRecorder(Recorder):
         if not any(isinstance(leaf, (torch.Tensor, torch.device)) and _is_cuda(leaf) for leaf in leaves):
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _track(self, tensor: torch.Tensor) -> None:
-        self._seen.add(tensor.untyped_storage()._cdata)
-        super()._track(tensor)
-
-    def _is_recorded(self, storage: torch.UntypedStorage) -> bool:
-        return storage._cdata in self._seen
 
     def watch_modules(self) -> None:
         """Name rows by the modules of the program, and phases by its optimizers."""
