@@ -114,7 +114,9 @@ class Recorder(TorchDispatchMode):
         self._pauses = 0
         self._axes: dict[str, str] = {}
         self._live: dict[int, weakref.finalize] = {}
-        self._seen: set[int] = set()  # storages on the device; those of fake tensors say that they lie on meta
+        self._seen: set[int] = (
+            set()
+        )  # storages on the device; those of fake tensors say that they lie on meta
         self._weights: set[int] = set()
         self._saved: set[int] = set()
         self._labels: dict[int | None, tuple[str, str]] = {}  # autograd node -> module and op of its forward
