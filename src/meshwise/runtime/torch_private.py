@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineRuntime
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+    PipelineRuntime = _PipelineScheduleRuntime
 
 HOMES = {
     # fake tensors and fake ranks
