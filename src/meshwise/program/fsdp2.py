@@ -6,9 +6,9 @@ they stay gathered: a chunk is gathered once a step, or each time that the sched
 (`program.order.gathers`). Under ZeRO 1 and 2 all stay gathered from their first use in a step to its end.
 FSDP2 cuts each weight along its first dim into equal parts, the last ones short or empty, and moves full
 parts in the type of the matmuls. Groups of `zero_group` ranks share the states (HSDP); under ZeRO 0 every
-rank is such a group. The two ways of DualPipe hold copies too. Gradients are reduced in fp32 (fp64 under fp64) when the last microbatch is through;
-under ZeRO 2, which keeps no whole gradients, after every microbatch. Experts are cut along their width,
-among the ranks that hold the same ones.
+rank is such a group. The two ways of DualPipe hold copies too. Gradients are reduced in fp32 (fp64 under
+fp64) when the last microbatch is through; under ZeRO 2, which keeps no whole gradients, after every
+microbatch. Experts are cut along their width, among the ranks that hold the same ones.
 
 Weights that all tensor-parallel ranks hold whole (norms, learned positions, routers) have their gradients
 summed over tp one by one, once a step; the sums of several microbatches are fp32. So has a tied table, over

@@ -1,7 +1,8 @@
 """A step of several microbatches through the stages of a pipeline: torch.distributed.pipelining.
 
 A rank holds one stage, or several that take turns (interleaved), or the first half of the model down and
-the second back up (zb-v), or a stage for each of two ways (dualpipe). The stages state the shapes they pass on, so nothing is exchanged to find them.
+the second back up (zb-v), or a stage for each of two ways (dualpipe). The stages state the shapes they pass
+on, so nothing is exchanged to find them.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class Place:
 
 
 def rank_layers(options: Options, ranks: int, pp_rank: int) -> dict[int, range]:
-    """The layers of each stage that a rank of the pipeline holds: round and round, down and back up, or from both ends."""
+    """The layers of each stage that a rank holds: round and round, down and back up, or from both ends."""
     plan, model = the_plan(options), the_model(options)
     held = chunks_of_rank(model, plan.pp, plan.vpp, plan.schedule, plan.stages, pp_rank)
     return {int(chunk.index): layers for chunk, layers in held}
