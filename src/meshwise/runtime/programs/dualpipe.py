@@ -29,6 +29,8 @@ _MESSAGES = {"F": ("SEND_F", "RECV_F", 1), "B": ("SEND_B", "RECV_B", -1), "I": (
 class StageOfOneWay(PipelineStage):
     """A stage of one of the two ways; its neighbours are the numbers that some rank has."""
 
+    stage_index: int
+
     def __init__(
         self, module: nn.Module, index: int, num_stages: int, device: torch.device, *,
         group: dist.ProcessGroup, **passed: Any,
