@@ -93,8 +93,8 @@ def _rates(ops: Sequence[OpRate], of: str, *, by_dtype: bool = True) -> dict[str
         same[one.dtype if by_dtype else ""].append(one)
     for dtype, every in same.items():
         rows = _real(every, of)
-        count, seconds = sum(one.count for one in rows), sum(one.count * one.median_s for one in rows)
-        spread = sum(one.spread_frac * one.count * one.median_s for one in rows) / seconds
+        count, seconds = sum(one.count for one in rows), sum(one.total_s for one in rows)
+        spread = sum(one.spread_frac * one.total_s for one in rows) / seconds
         if count < _MIN_CALLS:
             continue
         if spread > _MAX_SPREAD_FRAC:

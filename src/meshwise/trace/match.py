@@ -14,7 +14,7 @@ every rank, if their traces begin and end with the same calls. In this order of 
    lists of equal length are not shifted; others take the shift under which the ends keep a far steadier
    distance than under the next one, else the one that needs the smallest offset.
    A stream whose kernels do not say of whom they are may belong to several groups. There, ranks with as many
-   calls are of one group only if these can all overlap.
+   calls are of one group only if these can all overlap and their ends keep a steady distance.
 4. Where no shift fits, because a trace lacks calls or holds those of another group too, every pair of alike
    calls votes for the distance between its ends; the distance with most votes is the one between the
    clocks, and calls are the same whose ends then coincide.
@@ -108,7 +108,9 @@ def match(transfers: Mapping[int, Sequence[Transfer]], *, one_host: bool = False
 
 
 def _apart(members: dict[int, list[Transfer]], one_host: bool) -> list[dict[int, list[Transfer]]]:
-    """The ranks of a stream in sets whose calls can have met; all as one where no two can."""
+    """The ranks of a stream in sets whose calls can have met; two ranks are not told apart."""
+    if len(members) < 3:
+        return [members]
     apart: list[dict[int, list[Transfer]]] = []
     for rank, found in members.items():
         near = (part for part in apart if _can_meet(next(iter(part.values())), found, one_host))
@@ -117,7 +119,7 @@ def _apart(members: dict[int, list[Transfer]], one_host: bool) -> list[dict[int,
             apart.append({rank: found})
         else:
             part[rank] = found
-    return apart if len(apart) < len(members) else [members]
+    return apart
 
 
 def _can_meet(a: Sequence[Transfer], b: Sequence[Transfer], one_host: bool) -> bool:
@@ -125,7 +127,9 @@ def _can_meet(a: Sequence[Transfer], b: Sequence[Transfer], one_host: bool) -> b
     if len(a) != len(b):
         return True
     unshifted = next((one for one in _possible(a, b) if one.shift == 0), None)
-    return unshifted is not None and (not one_host or abs(unshifted.offset_ns) <= _SLACK_NS)
+    jumps = np.diff(times(b)[1] - times(a)[1])
+    is_steady = not len(jumps) or np.median(np.abs(jumps)) <= _SLACK_NS
+    return bool(unshifted and is_steady and (not one_host or abs(unshifted.offset_ns) <= _SLACK_NS))
 
 
 def _collectives(
