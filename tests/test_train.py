@@ -237,6 +237,9 @@ def test_all_instruments_agree(rank: int, plan: str, model: str, pool: Ranks) ->
         (8, 3, "gpt --plan pp=4,tp=2,schedule=dualpipe,dtype=bf16 --batch 8 --layers 4"),
         (4, 3, "llama --plan pp=4,schedule=dualpipe,dtype=bf16,stages=1-2-1-1 --batch 10 --layers 5"),
         (8, 2, "mla --plan pp=2,ep=2,zero=0,cp=2,schedule=dualpipe,dtype=bf16 --batch 8"),
+        (4, 3, "moe --plan zero=2,pp=2,schedule=zb-h1,dtype=bf16 --batch 8"),
+        (4, 3, "llama --plan pp=2,cp=2,schedule=zb-v,dtype=bf16 --batch 12 --layers 4"),
+        (4, 3, "moe --plan pp=2,cp=2,cp_kind=all_gather,schedule=zb-h1,dtype=bf16 --batch 8"),
     ],
 )
 def test_estimate_is_dry_run(ranks: int, rank: int, words: str) -> None:
@@ -357,6 +360,7 @@ def counted_peak(options: Any) -> float:
         (f"--model {MODELS['moe']} --plan tp=2,ep=2,etp=1 --seq 6", "3 tokens in a row, whose choices 6"),
         ("--plan pp=2,schedule=dualpipe,recompute=full", "once for each weight under schedule=dualpipe"),
         ("--plan tp=2,sp=0", "not built for sp=0"),
+        ("--plan pp=2,schedule=zb-h1 --batch 10", "2 rounds of pp=2, which do not divide 5 microbatches"),
         (
             "--plan pp=2,schedule=zb-v,recompute=full",
             "would recompute once for each weight",

@@ -5,9 +5,8 @@ The most that is kept at once follows from the order of the rank's forwards and 
     the largest sum over its chunks of  alive microbatches x what one keeps,
     and for the chunk whose backward runs, what recomputation brings back beyond what is gone by then
 
-A backward that is split lets go of what ops with weights keep; on the last stage, whose graph torch's
-schedules hold by its loss, what other ops keep stays to the end of the step, but for the sum of the loss's
-weights, which goes with the gradient of the input.
+A backward that is split lets go of what the loss keeps when the gradient of the input is there, and of the
+rest with that of the weights.
 """
 
 from __future__ import annotations
@@ -78,9 +77,8 @@ def kept_peak_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mes
     embedding, *blocks, head = parts
     kept = [kept_bytes(part, one_input, selective, 0.0) for part in blocks]
     back = [is_full * (part.saved_bytes - one_input) + selective * part.redone_bytes for part in blocks]
-    loose = [part.loose_bytes for part in parts]
     redone = np.where(full > 0, mesh.recompute_layers / mesh.vpp, 0.0)
-    numbers = [embedding.saved_bytes, head.saved_bytes, one_input, redone, *kept, *back, *loose]
+    numbers = [embedding.saved_bytes, head.saved_bytes, head.loose_bytes, one_input, redone, *kept, *back]
     distinct, which = patterns(mesh, stage)
     cells = np.stack(np.broadcast_arrays(which, *numbers))
     peaks = np.empty(cells.shape[1:])
@@ -95,16 +93,15 @@ def _peak_of_pattern(
 ) -> NDArray[Any]:
     """The peak of each of the `cells`, columns of numbers as in `kept_peak_bytes`, under one pipeline."""
     schedule, pp, vpp, _, rank = pattern
-    embedding, head, one_input, redone = cells[:4]
-    kept, back, loose = np.split(cells[4:], np.cumsum([len(layer_kinds(model))] * 2))
-    sizes, gone, left, beyond = [], [], [], []
+    embedding, head, loss, one_input, redone = cells[:5]
+    kept, back = np.split(cells[5:], 2)
+    sizes, gone, beyond = [], [], []
     for chunk, layers in chunks_of_rank(model, pp, vpp, SCHEDULES[schedule], mesh.plan.stages, rank):
         numbers = np.array(chunk.layers)[:, None]
         again = np.minimum(redone, numbers)
         blocks = ((numbers - again) * kept + again * one_input).sum(axis=0)
         sizes.append(chunk.embeddings * embedding + blocks + chunk.heads * head)
-        left.append(chunk.heads * (np.array([chunk.embeddings, *chunk.layers, chunk.heads]) @ loose))
-        gone.append(np.full_like(head, -chunk.heads * cut.precision.stat_bytes))
+        gone.append(-chunk.heads * loss)
         largest = np.zeros_like(head)
         for number, behind in _last_of_each_kind(model, layers):
             plain = np.where(redone > 0, numbers - again, behind[:, None])
@@ -112,7 +109,7 @@ def _peak_of_pattern(
             largest = np.maximum(largest, back[number] - chunk.heads * head - later)
         beyond.append(largest)
     found = moments(*pattern)
-    held = found.alive @ sizes + found.turned @ gone + found.done @ left + found.turning @ beyond
+    held = found.alive @ sizes + found.turned @ gone + found.turning @ beyond
     return np.asarray(held.max(axis=0))
 
 

@@ -28,14 +28,13 @@ _F, _B, _I, _W = range(len(KINDS))
 class Moments:
     """Combinations that occur on a rank, one a row, one column for each of its chunks.
 
-    `alive`: microbatches between their forward and the end of their backward; of those whose backward is
-    split, `turned` have the gradient of their input, and `done` that of their weights too; `turning`: 1 for
-    the chunk whose gradient of the input is computed.
+    `alive`: microbatches between their forward and the end of their backward; `turned`: those of them that
+    have the gradient of their input, but not yet that of their weights; `turning`: 1 for the chunk whose
+    gradient of the input is computed.
     """
 
     alive: NDArray[np.float64]
     turned: NDArray[np.float64]
-    done: NDArray[np.float64]
     turning: NDArray[np.float64]
 
 
@@ -63,7 +62,7 @@ def moments(schedule: int, pp: int, vpp: int, num_microbatches: int, rank: int) 
 
     turning = of_chunk & np.isin(kinds, (_B, _I))
     alive = so_far(_F) + (of_chunk & (kinds == _F)) - so_far(_B, _W)
-    columns = [alive, so_far(_I), so_far(_W), turning]
+    columns = [alive, so_far(_I) - so_far(_W), turning]
     rows = np.unique(np.concatenate(columns).T.astype(np.float64), axis=0)
     return Moments(*np.split(rows, len(columns), axis=1))
 

@@ -372,15 +372,18 @@ class Recorder(TorchDispatchMode):
             self._live[key] = weakref.finalize(storage, self._freed, key)
 
     def _keep(self, tensor: torch.Tensor) -> Any:
-        """Autograd keeps `tensor`; its storage counts once, with the op that keeps it first."""
+        """Autograd keeps `tensor`; its storage counts once, with the op that keeps it first.
+
+        A node that keeps its own result would be kept by it, so its hold is on the numbers alone.
+        """
         storage = _local(tensor).untyped_storage()
-        key = storage._cdata
-        held = Held(tensor)
+        key, number = storage._cdata, autograd_sequence_nr() - 1
+        is_result = tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() == number
+        held = Held(tensor.detach() if is_result else tensor)
         self._hold(tensor, held)
         if self._pauses or key in self._weights or key in self._saved or key not in self._live:
             return held
         self._saved.add(key)
-        number = autograd_sequence_nr() - 1
         self._claim(number)
         if number in self._rows:
             self._rows[number]["saved_bytes"] += storage.nbytes()

@@ -102,7 +102,10 @@ def _reduce_each(stage: PipelineStage) -> None:
     stage.submod.set_requires_gradient_sync = lambda _: None  # stays true: schedules defer it to the last
 
     def run(*args: Any, **kwargs: Any) -> None:
+        all_states = stage.submod._get_fsdp_state()._state_ctx
+        all_states.post_backward_final_callback_queued = True  # else reduced when some of a group are there
         backward_of_weights(*args, **kwargs)
+        all_states.post_backward_final_callback_queued = False
         for module in stage.submod.modules():
             groups = module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ()
             for group in groups:

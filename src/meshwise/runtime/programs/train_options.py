@@ -60,6 +60,13 @@ def check(options: Options, ranks: int) -> None:
     plan, model, mesh = the_plan(options), the_model(options), the_mesh(options, ranks)
     if plan.implementation != "fsdp2":
         raise PlanError(f"train: the program is implementation=fsdp2, not {plan.implementation}")
+    microbatches = int(mesh.num_microbatches)
+    rounds = max(1, microbatches // plan.pp)
+    if plan.schedule in ("interleaved", "zb-h1") and microbatches % rounds:
+        raise PlanError(
+            f"train: torch's {plan.schedule} runs in {rounds} rounds of pp={plan.pp}, which do not divide "
+            f"{microbatches} microbatches; use a multiple of {plan.pp}"
+        )
     if model.moe is None:
         return
     alike = int(mesh.shard_ranks(1, mesh.expert_replicas))
