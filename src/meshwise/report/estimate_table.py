@@ -40,12 +40,13 @@ def _print_head(estimate: Estimate, run: Mapping[str, float], console: Console) 
         degrees += f" ep={plan.ep} etp={int(on.etp)}"
     work = estimate.workload
     console.print(
-        f"{estimate.model.name} on {chips} x {estimate.cluster.chip.name}, {plan.implementation}: {degrees}, "
-        f"batch {work.batch} x {work.seq}, microbatch {work.microbatch}"
+        f"{estimate.model.name} on {chips} x {estimate.cluster.chip.name}, batch {work.batch} x {work.seq}, "
+        f"microbatch {work.microbatch}"
     )
     verdict = "fits" if estimate.fits else "DOES NOT FIT"
     capacity = with_prefix(estimate.cluster.chip.memory_bytes, "B")
     lines = [
+        ("plan", f"{degrees}, {plan.implementation}"),
         ("step", f"{duration(estimate.step_s)} ({between(estimate.step_s_interval)})"),
         (
             "tokens/s",
