@@ -115,6 +115,11 @@ def test_points_are_command_lines(tmp_path):
         ('verb = "run"\narguments = ["{n"]\n[grid]\nn = [1]', "cannot be filled in"),
         ('verb = "run"\narguments = ["{n!x}"]\n[grid]\nn = [1]', "cannot be filled in"),
         ('verb = "run"\ntimeout_s = 0\n[grid]\nn = [1]', "timeout_s is 0"),
+        (
+            'verb = "run"\n[options]\nprogram = "p"\n[grid]\nn = [1]',
+            "no option of run; write arguments = ['p']",
+        ),
+        ('verb = "search"\n[grid]\nmodel = ["m"]', "write arguments = ['{model}']"),
     ],
 )
 def test_wrong_files_are_one_sentence(tmp_path, text, reason):

@@ -2,7 +2,7 @@
 
 The figure has one panel per numeric result (four at most, those that vary first). Its x axis is the grid's
 first key with several numbers, and every combination of the other keys is a line; without such a key,
-points are bars in order.
+points are bars in order, named by what differs between them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from meshwise.sweep.sweep import Row, Sweep, csv_rows
 
 _MAX_PANELS = 4
 _MAX_LINES = 20
+_MAX_TICKS = 8
 
 
 def print_sweep(sweep: Sweep, rows: Sequence[Row], console: Console) -> None:
@@ -56,12 +57,19 @@ def draw_sweep(sweep: Sweep, rows: Sequence[Row], path: Path) -> Path | None:
     axis = _axis(sweep)
     for panel, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for label, x, y in _lines(done, axis, name):
-            panel.plot(x, y, marker="o", markersize=4, label=label)
-        panel.set(xlabel=axis or "point", title=name)
+            if axis:
+                panel.plot(x, y, marker="o", markersize=4, label=label)
+            else:
+                panel.bar(x, y, width=0.6)
+        panel.set(xlabel=axis or "", title=name)
         panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _, name=name: _text(name, float(value))))
         if axis and _is_wide(done, axis):
             panel.set_xscale("log", base=2)
             panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        ticks = _ticks(done, axis)
+        if len(ticks) <= _MAX_TICKS:
+            panel.set_xticks(list(ticks), list(ticks.values()), fontsize="small")
+            panel.minorticks_off()
         open_frame(panel)
         if axis and len(panel.lines) > 1:
             panel.legend(fontsize="x-small")
@@ -84,6 +92,17 @@ def _is_wide(rows: Sequence[Row], axis: str) -> bool:
     """Whether the values of a key span so much that powers of two read better."""
     values: list[Any] = [row.values[axis] for row in rows if axis in row.values]
     return min(values) > 0 and max(values) >= 8 * min(values)
+
+
+def _ticks(rows: Sequence[Row], axis: str | None) -> dict[Any, str]:
+    """Where points lie on the x axis, and their names: numbers, or what differs between the rows."""
+    if axis:
+        return {value: f"{value:g}" for value in sorted({row.values[axis] for row in rows})}
+    keys = dict.fromkeys(key for row in rows for key in row.values)
+    differ = [key for key in keys if len({row.values.get(key) for row in rows}) > 1]
+    return {
+        number: "\n".join(str(row.values.get(key, "")) for key in differ) for number, row in enumerate(rows)
+    }
 
 
 def _is_number(value: Any) -> bool:

@@ -44,13 +44,22 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         """The document that `dryrun --json` and `run --json` print."""
+        ledger = self.ledger.to_json()
+        timed = [row for row in ledger if row["time_s"] is not None]
         return {
             "program": self.program,
             "ranks": self.ranks,
             "rank": self.rank,
             "device": self.device,
             "peak_bytes": self.peak_bytes or None,  # nobody looked
+            "time_s": _seconds(timed),
+            "communication_s": _seconds([row for row in timed if row["collective"]]),  # waiting included
             "steps": [step.to_json() for step in self.steps],
-            "ledger": self.ledger.to_json(),
+            "ledger": ledger,
             "result": self.result,
         } | ({} if self.capture is None else {"capture": self.capture.to_json()})
+
+
+def _seconds(rows: list[dict[str, Any]]) -> float | None:
+    """Seconds of the ops of `rows` together; None where none was timed."""
+    return sum(row["count"] * row["time_s"] for row in rows) if rows else None

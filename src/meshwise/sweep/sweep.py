@@ -99,7 +99,7 @@ DEFAULT_RESULTS = {
     "frontier layer": {"fwd_bwd_s": "fwd_bwd_s", "binds": "binds"},
     "frontier run": {"plateau": "plateau", "limit_80pct_flop": "limit_80pct_flop", "wall_flop": "wall_flop"},
     "dryrun": {"peak_bytes": "peak_bytes"},
-    "run": {"peak_bytes": "peak_bytes"},
+    "run": {"time_s": "time_s", "communication_s": "communication_s", "peak_bytes": "peak_bytes"},
     "compare": {"agree": "agree"},
 }
 """Columns where a file names none: paths into the documents of docs/reference/json.md."""
@@ -209,6 +209,9 @@ def _words(path: Path, file: _File, values: Mapping[str, Scalar]) -> tuple[str, 
     words = [*file.verb.split(), *(filled(argument) for argument in file.arguments)]
     options = {key: filled(value) if isinstance(value, str) else value for key, value in file.options.items()}
     options |= {key: value for key, value in values.items() if key not in used}
+    for key in options.keys() & {"model", "program"}:
+        text = f"{{{key}}}" if key in values else str(options[key])
+        raise DataError(f"{path}: {key} is no option of {file.verb}; write arguments = [{text!r}]")
     for key, value in options.items():
         flag = "--" + key.replace("_", "-")
         if isinstance(value, bool):
