@@ -21,7 +21,7 @@ class Constants(msgspec.Struct, frozen=True):
     `front_s` + `front_token_s` x prompt: HTTP, tokenizer and network before the scheduler sees a request;
     `prompt_slowdown`: time of passes with prompts over the sum of their kernels; `expert_slowdown`: the same
     of their experts, which also sort tokens and wait for the busiest; `launched_layer_s`: the host's time to
-    launch a layer of latent attention (MLA), or of a recurrence, in such a pass, which no CUDA graph replays;
+    launch a layer of such a pass, in models with latent attention or recurrences, as no graph replays it;
     `guess_host_s`: its time for each sequence of a pass that checks guesses, where none is planned meanwhile.
     """
 

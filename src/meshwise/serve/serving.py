@@ -422,10 +422,10 @@ def prompts_s(serving: Serving, cut: Cut) -> Num:
 
 
 def launches_s(model: Model) -> float:
-    """Seconds of the host to launch a pass of prompts: latent attention (MLA), recurrences."""
+    """Seconds of the host to launch a pass of prompts: models with latent attention (MLA) or recurrences."""
     kinds = (layer_kind(model, layer) for layer in range(model.num_layers))
-    launched = sum(model.mla is not None or kind.mixer in ("recurrence", "beside") for kind in kinds)
-    return fitted().constants.launched_layer_s * launched
+    has_many = model.mla is not None or any(kind.mixer in ("recurrence", "beside") for kind in kinds)
+    return fitted().constants.launched_layer_s * model.num_layers * has_many
 
 
 def first_token_s(serving: Serving) -> float:
