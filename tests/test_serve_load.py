@@ -277,6 +277,18 @@ def test_experts_in_tiles_compute_rows_that_nobody_sent() -> None:
     assert measured.point(wide).engine.expert_tile == 1
 
 
+def test_the_experts_of_all_dp_ranks_work_on_the_prompt_of_one() -> None:
+    """A prompt on one of 8 dp ranks: attention to all its tokens is there, an eighth of the experts' work."""
+    times = replace(
+        passes(token_s=1e-5), prompt_experts=Curve([0.0, 8e-5], 1.0), groups=8, shares_experts=True
+    )
+    assert times.mixed_s([(0, 1000)]) == pytest.approx(1000 * (1e-5 + 8e-5 / 8))
+    assert times.mixed_s([(0, 1000)] * 8) == pytest.approx(1000 * (1e-5 + 8e-5))
+    plan = parse_plan("dp=8,ep=8,dtype=fp8")
+    of = est.serving(find_model("deepseek-v3"), find_cluster("h200-sxm:8"), plan, prompt=500, output=50)
+    assert tabulate(of, ENGINES["trtllm"], 550, 1).shares_experts
+
+
 def test_a_hundred_thousand_requests_take_seconds() -> None:
     requests = in_closed_loop(512, Lengths(1024, 128), num=100_000)
     times = passes(fixed_s=5e-3, token_s=2e-5, decode_s=1e-5, past_s=1e-9)

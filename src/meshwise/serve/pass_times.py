@@ -21,7 +21,15 @@ from meshwise.core.units import Num
 from meshwise.serve.engine import Engine
 from meshwise.serve.engine_pass import attending, graphed_pass, host_s, run_by
 from meshwise.serve.fitted import fitted
-from meshwise.serve.serving import PREFILL_TOKENS, Pass, Serving, decode_pass, launches_s, price_pass
+from meshwise.serve.serving import (
+    PREFILL_TOKENS,
+    Pass,
+    Serving,
+    decode_pass,
+    launches_s,
+    price_pass,
+    shares_experts,
+)
 
 POINTS = 256
 """Points of a table along the tokens of a pass, or of a prompt."""
@@ -49,7 +57,8 @@ class Curve:
 class PassTimes:
     """The tables. `decode_rest` and `decode_attention` by number of sequences of a group, from 0 on.
 
-    `prompt_experts` is what `prompt_rest` leaves out; slowdowns are those of `serve.fitted.Constants`.
+    `prompt_experts` is what `prompt_rest` leaves out, of the tokens of all groups where these share them
+    (`shares_experts`); slowdowns are those of `serve.fitted.Constants`.
     `prompt_host_s`: time of the host to launch a pass with prompts, during which the chip may wait;
     `guess_host_s`: what it adds to a pass without prompts for each sequence.
     """
@@ -60,6 +69,7 @@ class PassTimes:
     prompt_attention: Curve
     prompt_experts: Curve = Curve((0.0, 0.0), 1.0)
     groups: int = 1
+    shares_experts: bool = False
     prompt_host_s: float = 0.0
     guess_host_s: float = 0.0
     prompt_slowdown: float = 1.0
@@ -81,7 +91,8 @@ class PassTimes:
         each = -(-sequences // self.groups)
         busiest = max(tokens / self.groups, largest)  # of all groups
         prompt_s = self.prompt_rest(busiest + each) + attention_s * busiest / tokens
-        experts_s = self.expert_slowdown * self.prompt_experts(busiest + each)
+        routed = tokens / self.groups if self.shares_experts else busiest
+        experts_s = self.expert_slowdown * self.prompt_experts(routed + each)
         device_s = self.prompt_slowdown * prompt_s + experts_s + self.decode_attention[each](context)
         return max(device_s, self.prompt_host_s)
 
@@ -118,6 +129,7 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
         prompt_experts=Curve(np.broadcast_to(experts, tokens.shape).tolist(), token_step),
         prompt_attention=Curve(prompt_attention.tolist(), length_step),
         groups=serving.groups,
+        shares_experts=bool(shares_experts(serving)),
         prompt_host_s=launches_s(serving.model),
         guess_host_s=host_s(serving, engine),
         prompt_slowdown=fitted().constants.prompt_slowdown,

@@ -28,7 +28,15 @@ from meshwise.plan.plan import Plan, numbers_of, plan_text
 from meshwise.plan.workload import Workload
 from meshwise.serve.engine import Engine
 from meshwise.serve.engine_pass import attending
-from meshwise.serve.serving import PREFILL_TOKENS, Serving, memory_bytes, prompts_s, serving, token_pass
+from meshwise.serve.serving import (
+    PREFILL_TOKENS,
+    Serving,
+    memory_bytes,
+    prompt_alone_s,
+    prompts_s,
+    serving,
+    token_pass,
+)
 
 MAX_RANKS = 256
 """Ranks of one instance at most."""
@@ -163,7 +171,7 @@ def _priced(
         dp=ranks / tp,
         most=grid(np.maximum(np.floor(room / memory["cache"]), 0.0)),
         prompt_s=grid(prompts_s(of, of.prefill(float(together)))) / together,
-        alone_s=grid(prompts_s(of, of.prefill(1.0))) + engine.front_s + engine.front_token_s * prompt,
+        alone_s=grid(prompt_alone_s(of)) + engine.front_s + engine.front_token_s * prompt,
         pass_s=grid(token_pass(attending(of, engine), BATCHES).total_s),
     )  # fmt: skip
 

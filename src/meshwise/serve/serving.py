@@ -35,6 +35,7 @@ from meshwise.plan.workload import Workload
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op
 from meshwise.program.parts import cut_of, parts
+from meshwise.program.serving import is_exchanged
 from meshwise.serve.fitted import fitted
 
 PREFILL_TOKENS = 8192
@@ -410,14 +411,18 @@ def max_sequences(serving: Serving) -> int:
 # --- answers -----------------------------------------------------------------------------------
 
 
-def prompts_s(serving: Serving, cut: Cut) -> Num:
-    """Seconds of a pass of prompts: its kernels and what they wait for, or the host's launches if longer."""
+def prompts_s(serving: Serving, cut: Cut, routed: Cut | None = None) -> Num:
+    """Seconds of a pass of prompts: its kernels and what they wait for, or the host's launches if longer.
+
+    `routed`: the pass of which experts have the tokens (None: `cut`).
+    """
     overheads = fitted().constants
     priced = price_pass(serving, cut)
     experts_s = priced.time_s["experts"]
-    kernels_s = (
-        overheads.prompt_slowdown * (priced.total_s - experts_s) + overheads.expert_slowdown * experts_s
-    )
+    kernels_s = overheads.prompt_slowdown * (priced.total_s - experts_s)
+    if routed is not None:
+        experts_s = price_pass(serving, routed).time_s["experts"]
+    kernels_s = kernels_s + overheads.expert_slowdown * experts_s
     return np.maximum(kernels_s, launches_s(serving.model))
 
 
@@ -428,9 +433,20 @@ def launches_s(model: Model) -> float:
     return fitted().constants.launched_layer_s * model.num_layers * has_many
 
 
+def shares_experts(serving: Serving) -> Num:
+    """1 where the tokens of all groups meet in the same experts, else 0."""
+    return is_exchanged(serving.decode(1.0, 1.0)) * (serving.mesh.pp == 1)
+
+
+def prompt_alone_s(serving: Serving) -> Num:
+    """Seconds of a pass of one prompt in one group, while the others have none."""
+    share = np.where(shares_experts(serving), 1.0 / serving.mesh.dp, 1.0)
+    return prompts_s(serving, serving.prefill(1.0), serving.prefill(share))
+
+
 def first_token_s(serving: Serving) -> float:
     """Time to the first token of a prompt that finds the instance idle."""
-    return float(prompts_s(serving, serving.prefill(1.0)))
+    return float(prompt_alone_s(serving))
 
 
 def prompt_s(serving: Serving) -> float:
