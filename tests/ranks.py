@@ -51,6 +51,16 @@ def sleep_forever(place: Place, folder: str) -> None:
         time.sleep(1)
 
 
+def meet_until(place: Place, met: str, end: str) -> None:
+    """Say in the file `met` that all ranks have met, and meet again until rank 0 sees the file `end`."""
+    ended = torch.zeros(())
+    while not ended:
+        ended.fill_(float(place.rank == 0 and Path(end).exists()))
+        dist.all_reduce(ended)
+        Path(met).touch()
+        time.sleep(0.05)
+
+
 def num_threads(place: Place) -> int:
     """Threads of this rank's process."""
     return len(list(Path("/proc/self/task").iterdir()))

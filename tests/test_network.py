@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,26 +80,37 @@ def hosts() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-@pytest.fixture(scope="module")
-def measured(hosts: list[str]) -> list[dict[str, Any]]:
-    """Start the ranks on their hosts and wait for what they measured."""
+def start_ranks(hosts: list[str], port: int, script: str, *words: str) -> list[subprocess.Popen[str]]:
+    """Start a script of this folder on every rank, as srun or torchrun would."""
     ranks = []
     for rank in range(WORLD_SIZE):
         environment = {
             **os.environ,
             **{"RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE), "LOCAL_RANK": str(rank % RANKS_PER_HOST)},
-            **{"MASTER_ADDR": address(0), "MASTER_PORT": "29512", "GLOO_SOCKET_IFNAME": "cable"},
+            **{"MASTER_ADDR": address(0), "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "cable"},
             "OMP_NUM_THREADS": "1",
         }
-        command = ["ip", "netns", "exec", hosts[rank // RANKS_PER_HOST], sys.executable]
-        worker = str(Path(__file__).parent / "network_worker.py")
+        inside = ["ip", "netns", "exec", hosts[rank // RANKS_PER_HOST]]
+        command = [*inside, sys.executable, str(Path(__file__).parent / script), *words]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        ranks.append(subprocess.Popen([*command, worker], env=environment, **pipes))
+        ranks.append(subprocess.Popen(command, env=environment, **pipes))
+    return ranks
+
+
+def outputs_of(ranks: list[subprocess.Popen[str]]) -> list[tuple[str, str]]:
+    """What the ranks print until they end; none is left."""
     try:
-        outputs = [rank.communicate(timeout=180) for rank in ranks]
+        return [rank.communicate(timeout=180) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
+
+
+@pytest.fixture(scope="module")
+def measured(hosts: list[str]) -> list[dict[str, Any]]:
+    """Start the ranks on their hosts and wait for what they measured."""
+    ranks = start_ranks(hosts, 29512, "network_worker.py")
+    outputs = outputs_of(ranks)
     failed = [error for rank, (_, error) in zip(ranks, outputs, strict=True) if rank.returncode]
     assert not failed, failed[0]
     result: list[dict[str, Any]] = json.loads(outputs[0][0].splitlines()[-1])
@@ -137,3 +149,31 @@ def test_communication_takes_the_predicted_time(name: str, kind: str, measured: 
 def test_no_large_collective_is_left_out(measured: list[dict[str, Any]]) -> None:
     assert {(each["name"], each["kind"]) for each in measured} == set(CASES)
     assert {name for name, _ in CASES} == {"alone", *PROGRAMS}
+
+
+def sentence(rank: subprocess.Popen[str]) -> str:
+    """The next sentence of ours that a rank says, among torch's own warnings."""
+    lines = iter(rank.stderr.readline, "")  # type: ignore[union-attr]
+    return next(line for line in lines if line.startswith("meshwise: "))
+
+
+def test_a_lost_network_is_named_and_may_come_back(hosts: list[str], tmp_path: Path) -> None:
+    """Within 15 s the ranks of each host name those that they cannot hear; the job goes on where it was."""
+    met, end = tmp_path / "met", tmp_path / "end"
+    ranks = start_ranks(hosts, 29513, "outside_job.py", "meet_until", str(met), str(end))
+    try:
+        while not met.exists():
+            assert not any(map(subprocess.Popen.poll, ranks)), outputs_of(ranks)
+            time.sleep(0.1)
+        ip("netns", "exec", hosts[1], "ip", "link", "set", "cable", "down")
+        lost_s = time.monotonic()
+        heard = [sentence(ranks[rank]) for rank in (0, 0, 2, 3)]
+        assert time.monotonic() - lost_s < 15
+    finally:
+        ip("netns", "exec", hosts[1], "ip", "link", "set", "cable", "up")
+        end.touch()
+        outputs = outputs_of(ranks)
+    pairs = ((0, 2), (0, 3), (2, 0), (3, 0))
+    says = [f"meshwise: rank {rank} hears nothing of rank {other}, and waits; " for rank, other in pairs]
+    assert all(map(str.startswith, heard, says)), heard
+    assert [rank.returncode for rank in ranks] == [0] * WORLD_SIZE, outputs

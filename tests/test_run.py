@@ -166,12 +166,12 @@ def test_place_under_torchrun_and_srun() -> None:
 )
 def test_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
-    assert meeting_point({"SLURM_STEP_NODELIST": nodes}).startswith(f"tcp://{first}:")
+    assert meeting_point({"SLURM_STEP_NODELIST": nodes})[0] == first
 
 
 def test_meeting_point_prefers_what_is_said() -> None:
     said = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234", "SLURM_STEP_NODELIST": "a"}
-    assert meeting_point(said) == "tcp://10.0.0.1:1234"
+    assert meeting_point(said) == ("10.0.0.1", 1234)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +252,21 @@ def test_a_rank_that_fails_ends_the_others_under_srun(function: str, code: int, 
     assert [job.returncode for job in jobs] == [1, code]
     assert errors[0] == LOST
     assert errors[1].startswith(first)
+
+
+def test_a_stopped_rank_is_named_under_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it goes on, the job ends as if nothing had been."""
+    monkeypatch.setenv("SILENT_S", "3")
+    met, end = tmp_path / "met", tmp_path / "end"
+    jobs = srun(str(Path(__file__).parent / "outside_job.py"), "meet_until", str(met), str(end))
+    assert wait_until(met.exists)
+    os.kill(jobs[1].pid, signal.SIGSTOP)
+    first = jobs[0].stderr.readline()  # type: ignore[union-attr]
+    os.kill(jobs[1].pid, signal.SIGCONT)
+    end.touch()
+    errors = [job.communicate(timeout=120)[1] for job in jobs]
+    assert first.startswith("meshwise: rank 0 hears nothing of rank 1, and waits; ")
+    assert [job.returncode for job in jobs] == [0, 0], errors
 
 
 def test_the_rank_that_failed_speaks_first_under_torchrun() -> None:

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from meshwise.core.errors import MeshwiseError, MissingExtraError, PlanError
+from meshwise.runtime.heartbeat import heartbeat
 from meshwise.runtime.programs.context import forget_groups
 
 RANKS_PER_CORE = 16
@@ -383,14 +384,12 @@ def outside_place(environ: Mapping[str, str], device_type: str = "cpu") -> Place
     return Place(rank, world_size, local_rank, device_type)
 
 
-def meeting_point(environ: Mapping[str, str]) -> str:
-    """Where the ranks of an outside world meet: MASTER_ADDR and MASTER_PORT, or Slurm's first node."""
+def meeting_point(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Host and port where ranks of an outside world meet: MASTER_ADDR and _PORT, or Slurm's first node."""
     address = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
     if environ.get("MASTER_PORT"):
-        port = _number(environ, "MASTER_PORT", most=_LAST_PORT)
-    else:
-        port = 20000 + _number(environ, "SLURM_JOB_ID") % 10000
-    return f"tcp://{address}:{port}"
+        return address, _number(environ, "MASTER_PORT", most=_LAST_PORT)
+    return address, 20000 + _number(environ, "SLURM_JOB_ID") % 10000
 
 
 def _number(environ: Mapping[str, str], name: str, most: int | None = None) -> int:
@@ -417,21 +416,23 @@ def _call_here(function: Callable[..., Any], place: Place, *args: Any) -> list[A
     and say that they lost it.
     """
     try:
-        _join_outside(place)
-        result = function(place, *args)
-        results: list[Any] | None = [None] * place.world_size if place.rank == 0 else None
-        dist.gather_object(result, results)
+        host, port = meeting_point(os.environ)
+        with heartbeat(place.rank, place.world_size, host, port) as all_have_met:
+            _join_outside(place, f"tcp://{host}:{port}")
+            all_have_met()
+            result = function(place, *args)
+            results: list[Any] | None = [None] * place.world_size if place.rank == 0 else None
+            dist.gather_object(result, results)
     except Exception as error:
         raise _first({place.rank: _failure(place.rank, _explained(error))}) from None
     dist.destroy_process_group()
     return results
 
 
-def _join_outside(place: Place) -> None:
-    """Join the world that the environment describes; PlanError where its ranks cannot meet."""
+def _join_outside(place: Place, point: str) -> None:
+    """Join the world that the environment describes; PlanError where its ranks cannot meet at `point`."""
     if place.device_type == "cuda":
         check_world(place.local_rank + 1, "cuda")
-    point = meeting_point(os.environ)
     try:
         _join(place, init_method=point)
     except (RuntimeError, dist.DistError, OSError) as error:
