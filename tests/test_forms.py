@@ -1,0 +1,152 @@
+"""One answer in four forms: what Python returns, --json prints, --csv writes and the table shows is the same.
+
+JSON and CSV hold every digit; a table shows the same number rounded, by the functions that print times and
+quantities.
+"""
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshwise as mw
+from meshwise.cli.output import finite
+from meshwise.core.units import duration, with_prefix
+from meshwise.published.frontier.document import run_document
+from meshwise.report.collective_table import collective_json
+from meshwise.trace.summary import summarize_paths
+
+DATA = Path(__file__).parent / "data"
+GLOO = str(DATA / "traces" / "gloo4")
+EXCERPT = str(DATA / "validate" / "published_runs_excerpt.csv")
+H100 = "h100-80g-sxm:4"
+Rows = Iterator[tuple[str, ...]]
+
+
+def searched(document: Any) -> Rows:
+    for best in document["best"]:
+        yield duration(best["step_s"]), with_prefix(best["memory_bytes"]["total"], "B"), best["plan_text"]
+
+
+def served(document: Any) -> Rows:
+    for name, row in (("first token", "ttft_s"), ("token after it", "tpot_s")):
+        yield name, *(duration(document[row][column]) for column in ("mean", "p50", "p90", "p99"))
+    for each in document["passes"]:
+        yield (
+            str(each["sequences"]),
+            duration(each["token_s"]),
+            with_prefix(each["memory_bytes"]["total"], "B"),
+        )
+
+
+def collected(document: Any) -> Rows:
+    for row in document:
+        yield duration(row["time_s"]), with_prefix(row["bus_bytes_per_s"], "B/s")
+
+
+def at_the_frontier(document: Any) -> Rows:
+    for point in document["curve"][::4]:  # the table shows half decades
+        mfu = f"{100 * point['utilization']:.1f}%"
+        yield f"{point['training_flop']:.1e}", mfu, point["binds"]
+
+
+def validated(document: Any) -> Rows:
+    total = document["summary"]["step_s"]
+    fracs = [f"{100 * total[name]:.1f} %" for name in ("median_abs_frac", "mean_abs_frac", "p90_abs_frac")]
+    yield str(total["num_rows"]), str(total["num_expressed"]), *fracs
+
+
+def summarized(document: Any) -> Rows:
+    for rank in document["ranks"]:
+        yield (
+            str(rank["rank"]),
+            duration(rank["span_s"]),
+            duration(rank["compute_s"]),
+            duration(rank["idle_s"]),
+        )
+    for kernel in document["kernels"][:15]:
+        yield kernel["name"], str(kernel["count"]), duration(kernel["total_s"]), duration(kernel["mean_s"])
+
+
+def explained(document: Any) -> Rows:
+    yield tuple(duration(document["step_s"][name]) for name in ("predicted", "measured"))
+
+
+def compared(document: Any) -> Rows:
+    assert document["agree"]
+    yield (f"all {len(document['rows'])} numbers agree: estimate, dry_run",)
+
+
+SMALL = "ulysses --seq 64 --hidden 64 --heads 8 --ranks 2"
+Answer = Callable[[], Any]
+FORMS: dict[str, tuple[Answer, Callable[[Any], Rows]]] = {
+    f"search llama3-8b --cluster {H100} --batch 8 --seq 2048": (
+        lambda: mw.search("llama3-8b", H100, batch=8, seq=2048).to_json(),
+        searched,
+    ),
+    f"serve llama3-8b --cluster {H100} --plan tp=4 --concurrency 8": (
+        lambda: mw.serve("llama3-8b", H100, "tp=4", concurrency=8).to_json(),
+        served,
+    ),
+    f"collective all_reduce --cluster {H100} --size 64MiB --size 1e9": (
+        lambda: collective_json(*mw.collective("all_reduce", H100, (2.0**26, 1e9))),
+        collected,
+    ),
+    "frontier run --chip h100-80g-sxm": (
+        lambda: run_document(mw.frontier("h100-80g-sxm")),
+        at_the_frontier,
+    ),
+    f"validate --runs {EXCERPT}": (lambda: mw.validate([EXCERPT]).to_json(), validated),
+    f"trace summary {GLOO}": (lambda: summarize_paths([GLOO]).to_json(), summarized),
+    f"explain {GLOO} --model llama3-8b --cluster {H100} --batch 8 --seq 128": (
+        lambda: mw.explain([GLOO], "llama3-8b", H100, batch=8, seq=128).to_json(),
+        explained,
+    ),
+    f"compare {SMALL} --no-run": (
+        lambda: (
+            {"program": "ulysses", "ranks": 2, "rank": 0}
+            | mw.compare("ulysses", ranks=2, with_run=False, seq=64, hidden=64, heads=8).to_json()
+        ),
+        compared,
+    ),
+}
+MEASURED = {"elapsed_s", "plans_per_s"}
+"""What a search says of itself, another time each time."""
+
+
+@pytest.mark.parametrize("words", FORMS)
+def test_json_and_python_and_the_table_agree(meshwise: Any, words: str) -> None:
+    if words.startswith("compare"):
+        pytest.importorskip("torch")
+    answer, shown = FORMS[words]
+    document = meshwise(*words.split(), "--json").document
+    python = json.loads(json.dumps(finite(answer())))
+    for found in (document, python) if isinstance(document, dict) else ():
+        for name in MEASURED & found.keys():
+            del found[name]
+    assert document == python
+    table = meshwise(*words.split()).out.splitlines()
+    rows = list(shown(document))
+    assert rows
+    for cells in rows:
+        assert any(all(cell in line for cell in cells) for line in table), cells
+
+
+def test_csv_and_json_agree(meshwise: Any, tmp_path: Path) -> None:
+    """Of a search every plan that it prints, of a server every layout of the front."""
+    for words, keys in (
+        (f"search llama3-8b --cluster {H100} --batch 8 --seq 2048", ("best",)),
+        (f"serve llama3-8b --cluster {H100} --pareto", ("sizing", "pareto")),
+    ):
+        told = meshwise(*words.split(), "--json", "--csv", str(tmp_path / "x.csv")).document
+        for key in keys:
+            told = told[key]
+        with (tmp_path / "x.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        for one in told:
+            plain = {key: one[key] for key in one.keys() & rows[0].keys() if not isinstance(one[key], dict)}
+            texts = {key: "" if value is None else str(value) for key, value in plain.items()}
+            assert len(texts) > 3 and any(texts.items() <= row.items() for row in rows), one
