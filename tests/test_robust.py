@@ -4,6 +4,7 @@ behind. And what must hold between two answers, whatever they are (metamorphic t
 
 import csv
 import io
+import itertools
 import os
 import re
 import signal
@@ -158,6 +159,39 @@ def mw_chip() -> dict[str, Any]:
 
     entry = tomllib.loads((resources.files("meshwise") / "catalog" / "chips.toml").read_text())
     return {key: value for key, value in entry["h100-80g-sxm"].items() if key not in ("checked", "aliases")}
+
+
+# --- clocks --------------------------------------------------------------------------------------
+
+WALL_CLOCK = re.compile(
+    r"\btime\.time(_ns)?\(|from time import [^\n]*\btime\b|datetime\.now|utcnow|fromtimestamp"
+)
+
+
+def test_nothing_is_measured_by_a_clock_that_may_jump() -> None:
+    """A trace alone says when it was taken, as its own events do."""
+    source = Path(mw.__file__).parent
+    found = {path for path in source.rglob("*.py") if WALL_CLOCK.search(path.read_text(encoding="utf-8"))}
+    assert {path.relative_to(source).as_posix() for path in found} == {"runtime/capture.py"}
+
+
+def test_a_clock_that_jumps_changes_nothing(
+    meshwise: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An hour back each time that anyone asks: durations stay true, a sweep's points within their limit."""
+    hours = itertools.count()
+    monkeypatch.setattr("time.time", lambda: 1.8e9 - 3600.0 * next(hours))
+    monkeypatch.setattr("time.time_ns", lambda: int(1.8e18) - 3600 * 10**9 * next(hours))
+    found = meshwise("search", "llama3-8b", *ON_CHIPS, "--batch", "8", "--seq", "1024", "--json").document
+    assert 0 < found["elapsed_s"] < 600 and found["complete"]
+    path = tmp_path / "sweep.toml"
+    path.write_text(
+        'verb = "estimate"\narguments = ["llama3-8b"]\ntimeout_s = 600.0\n'
+        'options = {cluster = "h100-80g-sxm:8"}\ngrid = {batch = [8, 16]}\nresults = {step_s = "step_s"}\n'
+    )
+    points = meshwise("sweep", str(path), "--json").document["points"]
+    assert [point["status"] for point in points] == ["done", "done"]
+    assert all(0 < point["seconds"] < 600 for point in points)
 
 
 # --- ranks -------------------------------------------------------------------------------------
