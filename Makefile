@@ -1,18 +1,21 @@
-# Everything runs in one .venv at the root; a target makes what it needs.
+# Everything runs in one .venv at the root; a target makes what it needs. `make test TORCH=2.14.1` and the like run
+# in an environment of their own with that torch, whichever pyproject.toml admits.
 PYTHON ?= python3
-BIN := .venv/bin
-STAMP := .venv/.installed
+VENV := .venv$(TORCH:%=-torch-%)
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
 FRAMEWORKS := .venv-frameworks/bin/python -m pip install -qq --constraint constraints.txt
 
-.PHONY: install demo test quick check frameworks fuzz bench docs site lock package oldest release clean
+.PHONY: install demo test quick check frameworks fuzz bench docs site lock audit package oldest release clean
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "meshwise needs Python 3.11 or newer; set PYTHON=")'
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "installing into .venv: about two minutes, 2 GB with torch"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): about two minutes, 2 GB with torch"
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[all]'
+	$(TORCH:%=$(BIN)/python -m pip install -qq torch==%)
 	touch $(STAMP)
 
 DEMO := llama3-70b --cluster h100-80g-sxm:64 --batch 128 --seq 8192
@@ -67,8 +70,14 @@ docs: install
 site: install  # the pages as a site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-lock: install  # the versions that the tests ran with
-	$(BIN)/python -m pip freeze --exclude-editable | grep == > requirements.lock
+lock: install  # the versions that the tests ran with, and the hashes of their files
+	$(BIN)/python -m pip install -qq uv
+	$(BIN)/python -m pip freeze --exclude-editable | sed -n '/^uv==/d; s/+cpu$$//; /==/p' | $(BIN)/uv pip compile \
+		--quiet --no-deps --generate-hashes --no-header --no-annotate - -o requirements.lock
+
+audit: install  # the locked versions against the public advisories; needs a network that reaches them
+	$(BIN)/python -m pip install -qq pip-audit
+	$(BIN)/pip-audit --strict --require-hashes -r requirements.lock
 
 package: install  # the wheel, made from the sdist, in an empty environment: it prices a plan without torch
 	$(BIN)/python tests/package.py

@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import threading
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,16 @@ def test_nothing_that_is_read_can_run_code() -> None:
     assert not found
 
 
+def test_every_dependency_is_locked_with_hashes() -> None:
+    """As `pip install --require-hashes -r requirements.lock` wants it."""
+    root = Path(__file__).parent.parent
+    locked = (root / "requirements.lock").read_text().replace(" \\\n", "").splitlines()
+    assert all(re.match(r"[\w.-]+==[\w.]+( +--hash=sha256:[0-9a-f]{64})+$", line) for line in locked)
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    names = {re.match(r"[\w-]+", one)[0] for one in project["dependencies"]}  # type: ignore[index]
+    assert names and names <= {line.partition("==")[0] for line in locked}
+
+
 def test_a_device_is_no_file(meshwise: Any) -> None:
     refused(meshwise("estimate", "/dev/zero", *ON_CHIPS, "--batch", "8"), "no file is there")
 
@@ -154,7 +165,6 @@ def test_a_chip_without_watts_has_no_energy(meshwise: Any, tmp_path: Path) -> No
 
 
 def mw_chip() -> dict[str, Any]:
-    import tomllib
     from importlib import resources
 
     entry = tomllib.loads((resources.files("meshwise") / "catalog" / "chips.toml").read_text())
