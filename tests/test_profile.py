@@ -16,6 +16,7 @@ from meshwise.core.errors import DataError, MissingExtraError
 from meshwise.runtime.profile import HOOK, capture_environment, profile_command
 from meshwise.trace.read import read_trace
 from meshwise.trace.summary import summarize_paths
+from ports import own_port
 
 torch = pytest.importorskip("torch")
 
@@ -27,7 +28,8 @@ import torch.multiprocessing as mp
 
 def main(rank, world_size, victim):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    how = {} if "RANK" in os.environ else {"init_method": f"file://{sys.argv[2]}"}
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, **how)
     for _ in range(3):
         with torch.profiler.record_function("MoELayer"):
             x = torch.ones(16, 16) @ torch.ones(16, 16)
@@ -44,7 +46,6 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), victim)
     else:
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[2]}
         mp.spawn(main, args=(3, victim), nprocs=3)
 """
 
@@ -55,19 +56,10 @@ def program(tmp_path):
     return str(tmp_path / "program.py")
 
 
-def _free_port():
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def test_spawned_ranks_and_one_that_is_killed(program, tmp_path):
     """mp.spawn, no destroy, rank 1 ends by SIGKILL: ranks 0 and 2 leave whole profiles that match."""
-    done = profile_command(
-        [sys.executable, program, "1", _free_port()], tmp_path / "out", stdout=subprocess.DEVNULL
-    )
+    words = [sys.executable, program, "1", str(tmp_path / "meeting")]
+    done = profile_command(words, tmp_path / "out", stdout=subprocess.DEVNULL)
     assert done.exit_code != 0
     assert [file.name for file in done.files] == ["rank-0.json", "rank-2.json"]
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["rank-0.json", "rank-2.json"]
@@ -84,14 +76,7 @@ def test_spawned_ranks_and_one_that_is_killed(program, tmp_path):
 
 
 def test_torchrun(program, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--master-port",
-        _free_port(),
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = profile_command([*command, program, "-1"], tmp_path / "out", stdout=subprocess.DEVNULL)
     assert done.exit_code == 0 and [file.name for file in done.files] == ["rank-0.json", "rank-1.json"]
     assert {read_trace(file)[0].world_size for file in done.files} == {2}
@@ -114,8 +99,8 @@ dist.destroy_process_group()
 def test_the_sleeper_is_named(tmp_path, ranks, sleeper):
     """Real processes of which one sleeps 60 ms a step longer, or none."""
     (tmp_path / "steps.py").write_text(STEPS)
-    words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-port"]
-    words += [_free_port(), str(tmp_path / "steps.py"), str(sleeper)]
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    words += [str(tmp_path / "steps.py"), str(sleeper)]
     done = profile_command(words, tmp_path / "out", stdout=subprocess.DEVNULL)
     found = summarize_paths(done.files)
     named = [one.ranks for one in found.findings if 0 < len(one.ranks) < ranks]
@@ -125,7 +110,7 @@ def test_the_sleeper_is_named(tmp_path, ranks, sleeper):
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="naming hosts needs root")
 def test_ranks_of_two_hosts_share_a_folder(program, tmp_path):
     """Each host runs `meshwise profile` into the same folder; the traces name their hosts and match."""
-    words = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", "--master-port", _free_port()]
+    words = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={own_port()}"]
     hosts = []
     for node in range(2):
         torchrun = [sys.executable, "-m", "torch.distributed.run", *words, f"--node-rank={node}"]
@@ -154,8 +139,8 @@ for step in range(10**9):
 def test_stopped_from_outside(tmp_path, how):
     """The ranks end too, and leave what they have."""
     (tmp_path / "endless.py").write_text(ENDLESS)
-    ranks = ["python", "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    ranks += ["--master-port", _free_port(), str(tmp_path / "endless.py"), str(tmp_path)]
+    ranks = ["python", "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ranks += [str(tmp_path / "endless.py"), str(tmp_path)]
     words = [sys.executable, "-m", "meshwise", "profile", "-o", str(tmp_path / "out"), "--", *ranks]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _wait(lambda: len(list(tmp_path.glob("running-*"))) == 2)
@@ -180,15 +165,15 @@ from torch.profiler import ProfilerActivity, profile
 for rank in (0, 1):
     if os.fork() == 0:
         torch.set_num_threads(1)
-        for port in PORTS:
-            url = f"tcp://127.0.0.1:{port}"
+        for turn in (1, 2):
+            url = f"file://{os.getcwd()}/meeting-{turn}"
             dist.init_process_group("gloo", init_method=url, rank=rank, world_size=2)
             dist.all_reduce(torch.ones(4, 4) @ torch.ones(4, 4))
             with profile(activities=[ProfilerActivity.CPU]) as own:
                 torch.ones(2, 2).exp()
                 dist.all_reduce(torch.ones(3))
             assert "aten::exp" in {row.key for row in own.key_averages()}
-            own.export_chrome_trace(f"own-{rank}-{port}.json.gz")
+            own.export_chrome_trace(f"own-{rank}-{turn}.json.gz")
             dist.barrier()
             dist.destroy_process_group()
         os._exit(0)
@@ -198,7 +183,7 @@ assert [os.waitpid(-1, 0)[1] for rank in (0, 1)] == [0, 0]
 
 def test_programs_that_do_as_they_please(tmp_path, monkeypatch):
     """Forked ranks, a profiler of their own, two process groups in turn, no ordinary exit: all is there."""
-    (tmp_path / "awkward.py").write_text(AWKWARD.replace("PORTS", f"({_free_port()}, {_free_port()})"))
+    (tmp_path / "awkward.py").write_text(AWKWARD)
     monkeypatch.chdir(tmp_path)
     done = profile_command([sys.executable, str(tmp_path / "awkward.py")], tmp_path / "out")
     assert done.exit_code == 0 and len(done.files) == 10

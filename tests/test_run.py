@@ -32,6 +32,7 @@ from meshwise.runtime.launch import (
 )
 from meshwise.runtime.programs import find_program, make_options
 from meshwise.runtime.run import run_rank
+from ports import own_port
 
 TINY_LLAMA = Path(__file__).parent / "data" / "tiny_llama.json"
 
@@ -197,16 +198,10 @@ SMALL = ["run", "ulysses", "--seq", "16", "--hidden", "8", "--heads", "2", "--js
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 def srun(*words: str) -> list[subprocess.Popen[str]]:
     """Two ranks of one machine, with what srun says to each."""
     common = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "GLOO_SOCKET_IFNAME": "lo"}
-    common |= {"MASTER_PORT": str(free_port())}
+    common |= {"MASTER_PORT": str(own_port())}
     return [
         subprocess.Popen(
             [sys.executable, *words],

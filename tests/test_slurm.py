@@ -20,6 +20,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from ports import own_port
+
 SCRIPT = Path(__file__).parent.parent / "examples" / "slurm" / "run.sbatch"
 DAEMONS = ("slurmctld", "slurmd")
 NODE = "NodeName={name} NodeHostname={host} Port={port} CPUs={cpus} Gres=gpu:2 State=UNKNOWN\n"
@@ -47,12 +49,6 @@ SlurmdLogFile={folder}/slurmd-%n.log
 PARTITION = "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
 def slurm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
     """The environment of a cluster of one or two nodes, all this machine, with two GPUs each in name."""
@@ -62,8 +58,8 @@ def slurm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, 
     names = (host, "localhost")[: request.param]
     for folder in ("state", *(f"spool-{name}" for name in names)):
         (tmp_path / folder).mkdir()
-    nodes = [NODE.format(name=name, host=host, port=free_port(), cpus=os.cpu_count()) for name in names]
-    path.write_text(CONFIG.format(host=host, folder=tmp_path, port=free_port()) + "".join(nodes) + PARTITION)
+    nodes = [NODE.format(name=name, host=host, port=own_port(), cpus=os.cpu_count()) for name in names]
+    path.write_text(CONFIG.format(host=host, folder=tmp_path, port=own_port()) + "".join(nodes) + PARTITION)
     (tmp_path / "gres.conf").write_text(
         "Name=gpu File=/dev/zero\nName=gpu File=/dev/full\n"
     )  # devices in name
