@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -269,6 +270,15 @@ def test_large_files_are_read_by_processes_of_their_own(monkeypatch):
         assert one.labels == other.labels and one.shapes == other.shapes and one.groups == other.groups
         for column in ("start_ns", "duration_ns", "label", "track", "correlation", "shape"):
             assert (getattr(one, column) == getattr(other, column)).all()
+
+
+def test_a_world_of_billions_is_unknown(tmp_path):
+    """The ranks of the world would be listed with each collective."""
+    text = gzip.decompress(next((DATA / "gloo4").glob("rank-0*.gz")).read_bytes())
+    (tmp_path / "rank-0.json").write_bytes(re.sub(rb'"world_size": ?4', b'"world_size": 3000000000', text))
+    found = summarize_paths([tmp_path])
+    assert found.traces[0].world_size is None
+    assert any("world_size is 3000000000" in problem.reason for problem in found.problems)
 
 
 def test_a_bomb_is_given_up(tmp_path, monkeypatch):

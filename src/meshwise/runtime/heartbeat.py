@@ -33,7 +33,8 @@ def heartbeat(rank: int, world_size: int, host: str, port: int) -> Iterator[Call
     done = threading.Event()
     beats = threading.Thread(target=_beat, args=(rank, host, port, heard_s, done), daemon=True)
     watch = threading.Thread(target=_watch, args=(rank, heard_s, done), daemon=True)
-    beats.start(), watch.start()
+    beats.start()
+    watch.start()
     try:
         yield lambda: heard_s.update(dict.fromkeys(others, time.monotonic()))
     finally:

@@ -47,6 +47,7 @@ _RANK_IN_NAME = re.compile(r"(?:rank|worker|trainer)[-_. ]?(\d+)", re.IGNORECASE
 _MAX_US = 2.0**52
 _NO_TIME = np.iinfo(np.int64).min
 _NO_ARGS = Args()
+_MOST_RANKS = 1 << 17  # collectives of the world list them
 _APART_BYTES = 50e6
 """From this mean size of a file on, reading takes well longer than a new process needs to begin."""
 _READER = """
@@ -284,7 +285,7 @@ class _Columns:
         return Trace(
             path=path,
             rank=_rank(path, info, notes),
-            world_size=_size(info.get("world_size")),
+            world_size=_world_size(info, notes),
             backend=str(info.get("backend") or ""),
             host=str(metadata.get("host_name") or ""),
             groups=groups,
@@ -347,6 +348,14 @@ def _rank(path: Path, info: dict[str, Any], notes: Notes) -> int:
             )
             return int(found.group(1))
     return -1
+
+
+def _world_size(info: dict[str, Any], notes: Notes) -> int | None:
+    size = _size(info.get("world_size"))
+    if size is None or size <= _MOST_RANKS:
+        return size
+    notes.others.append(f"world_size is {size}, more than {_MOST_RANKS} ranks; taken as unknown")
+    return None
 
 
 def _groups(info: dict[str, Any]) -> dict[str, tuple[int, ...]]:
