@@ -154,6 +154,19 @@ def test_bubble_of_interleaved_1f1b_narayanan_equation_2() -> None:
     check_bubble_frac("interleaved", 3, 7 / (3 * 24))
 
 
+# --- links -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["tp=2,zero=3", "tp=2,zero=1", "cp=2,zero=3", "tp=4,cp=2,zero=2", "zero=3"])
+@pytest.mark.parametrize("implementation", ["megatron", "fsdp2"])
+def test_links_carry_one_exchange_at_a_time(plan: str, implementation: str) -> None:
+    """All of a rank's collectives inside one node go over the same links, so a step takes as long as they."""
+    words = f"{plan},implementation={implementation}"
+    found = priced("qwen3-0.6b", words, cluster="a100-80g-sxm:8", batch=16, seq=128, ideal=True)
+    rows = [row for row in found.ledger.rows() if row["collective"]]
+    assert sum(row["count"] * row["comm_s"] for row in rows) <= found.step_s * (1 + 1e-9)
+
+
 # --- what must hold ----------------------------------------------------------------------------
 
 PLANS = (

@@ -25,6 +25,7 @@ from meshwise.program.op import Op
 MATRIX_KINDS = ("matmul", "attention", "decode_attention", "experts")
 """Kinds of op whose FLOP are matrix work."""
 FORWARD, BACKWARD, WEIGHT, CORE_PHASE = "forward", "backward", "weight", "core"
+LINKS = ("near_forward_s", "near_backward_s", "far_forward_s", "far_backward_s")
 
 
 class PricedOp(Struct, frozen=True, eq=False):
@@ -50,6 +51,8 @@ class Wait:
 class Part:
     """One microbatch of one part on one rank: seconds by phase, bytes kept, weights.
 
+    In `near_forward_s` of the forward (and so on) collectives hold the links inside a node, hidden or not, in
+    `far_forward_s` those between nodes; backward includes the gradient of the weights.
     `unpaired_s` come on top where no other microbatch runs beside this one, behind which exchanges hide.
     Of the `saved_bytes`, `core_bytes` go under selective recomputation, of which `redone_bytes` come back at
     once beyond what is gone by then, and ops without weights that are no matmuls keep `loose_bytes`.
@@ -66,6 +69,10 @@ class Part:
     weight_s: Num
     unpaired_s: Num
     core_s: Num
+    near_forward_s: Num
+    near_backward_s: Num
+    far_forward_s: Num
+    far_backward_s: Num
     saved_bytes: Num
     core_bytes: Num
     redone_bytes: Num
@@ -140,6 +147,7 @@ def _part(
         weight_s=seconds[WEIGHT],
         unpaired_s=unpaired_s,
         core_s=sum(_times(row.op.redone_frac, row.spent_s) for row in priced),
+        **_links_s(priced, machine),
         saved_bytes=sum(op.saved_bytes for op in forward),
         core_bytes=sum(op.recomputed_bytes for op in forward),
         redone_bytes=_redone_bytes(forward),
@@ -154,6 +162,23 @@ def _part(
         exchange_bytes=_exchange_bytes(ops),
         flop=dict(flop),
     )
+
+
+def _links_s(priced: Sequence[PricedOp], machine: Machine) -> dict[str, Num]:
+    """For how long collectives hold the links inside a node and between nodes, by phase."""
+    found: dict[str, Num] = dict.fromkeys(LINKS, 0.0)
+    for row in priced:
+        if row.op.kind == "collective" and not any(
+            map(np.any, machine.base.link_ways)
+        ):  # a torus has links by axis
+            phase = FORWARD if row.phase == FORWARD else BACKWARD
+            far, busy_s = (
+                machine.leaves_node(row.op.group_size, row.op.stride),
+                _times(row.op.count, row.time_s),
+            )
+            found[f"near_{phase}_s"] = found[f"near_{phase}_s"] + busy_s * (1.0 - far)
+            found[f"far_{phase}_s"] = found[f"far_{phase}_s"] + busy_s * far
+    return found
 
 
 def is_expert(op: Op) -> bool:

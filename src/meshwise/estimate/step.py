@@ -36,7 +36,7 @@ from meshwise.estimate.memory import (
     stage_memory,
     weight_bytes,
 )
-from meshwise.estimate.part import Part, price_parts
+from meshwise.estimate.part import LINKS, Part, price_parts
 from meshwise.estimate.timing import Machine
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
@@ -54,6 +54,7 @@ from meshwise.program.parts import EMBEDDING, block_input_bytes, cut_of, parts
 class StageTime:
     """One microbatch on one stage: forward, backward (of the input; with recomputation), weight gradient.
 
+    `near_forward_s`, ...: how long collectives hold the links in each (`part.Part`), recomputation included.
     `offload_s`: waiting for kept activations to cross the host link, part of forward and backward.
     `unpaired_s`: beyond that, where no other microbatch runs beside it (`part.Part`).
     """
@@ -64,6 +65,19 @@ class StageTime:
     unpaired_s: Num = 0.0
     offload_forward_s: Num = 0.0
     offload_backward_s: Num = 0.0
+    near_forward_s: Num = 0.0
+    near_backward_s: Num = 0.0
+    far_forward_s: Num = 0.0
+    far_backward_s: Num = 0.0
+
+    def free_s(self, is_far: Num) -> tuple[Num, Num]:
+        """For how long the links between nodes (those inside, where `is_far` is 0) are free, by direction."""
+        forward_s = self.near_forward_s + is_far * (self.far_forward_s - self.near_forward_s)
+        backward_s = self.near_backward_s + is_far * (self.far_backward_s - self.near_backward_s)
+        return (
+            np.maximum(self.forward_s - forward_s, 0.0),
+            np.maximum(self.backward_s + self.weight_s - backward_s, 0.0),
+        )
 
     @property
     def total_s(self) -> Num:
@@ -76,7 +90,7 @@ class StageCost:
     """One kind of stage: what it holds, its times per microbatch, what it does once a step, its memory.
 
     `exchanged` are the collectives of its replicas with the seconds that the links need for all of each;
-    of their sum the step pays `comm_dp_s`.
+    of their sum the step pays `comm_dp_s`, and its first microbatch waits `filling_s` for weights.
     """
 
     stage: Stage
@@ -85,6 +99,7 @@ class StageCost:
     memory: Memory
     exchanged: list[tuple[Exchange, Num]]
     comm_dp_s: Num
+    filling_s: Num
     optimizer_s: Num
 
 
@@ -153,7 +168,10 @@ def stage_time(
     backward_s: Num = 0.0
     weight_s: Num = 0.0
     unpaired_s: Num = 0.0
+    links_s: dict[str, Num] = dict.fromkeys(LINKS, 0.0)
     for count, part in contents(stage, by_part):
+        for name in LINKS:
+            links_s[name] = links_s[name] + count * getattr(part, name)
         unpaired_s = unpaired_s + count * part.unpaired_s
         forward_s = forward_s + count * part.forward_s
         backward_s = backward_s + count * part.backward_s
@@ -163,13 +181,16 @@ def stage_time(
     selective, full = recomputed(stage, mesh)
     for count, part in zip(stage.layers, by_part[1:-1], strict=True):
         backward_s = backward_s + count * (selective * part.core_s + full * part.forward_s)
+        for of in ("near", "far"):
+            again_s = count * full * getattr(part, f"{of}_forward_s")
+            links_s[f"{of}_backward_s"] = links_s[f"{of}_backward_s"] + again_s
     if isinstance(mesh.offload_activations, float) and mesh.offload_activations == 0.0:
-        return StageTime(forward_s, backward_s, weight_s, unpaired_s)
+        return StageTime(forward_s, backward_s, weight_s, unpaired_s, **links_s)
     moved_bytes = mesh.offload_activations * microbatch_bytes(model, stage, by_part, mesh, cut)
     one_way_s = moved_bytes / machine.host_bytes_per_s
     out_s = np.maximum(one_way_s - forward_s, 0.0)
     back_s = np.maximum(one_way_s - backward_s - weight_s, 0.0)
-    return StageTime(forward_s + out_s, backward_s + back_s, weight_s, unpaired_s, out_s, back_s)
+    return StageTime(forward_s + out_s, backward_s + back_s, weight_s, unpaired_s, out_s, back_s, **links_s)
 
 
 def _stage_cost(
@@ -179,7 +200,9 @@ def _stage_cost(
     time = stage_time(model, stage, by_part, mesh, cut, machine)
     held = held_params(model, stage, by_part, cut)
     units = fsdp2.units(model, stage, mesh) if _is_fsdp2(cut) else []
-    exchanged, comm_dp_s = _exchanged(model, stage, held, units, shared, kinds, time, mesh, cut, machine)
+    exchanged, comm_dp_s, filling_s = _exchanged(
+        model, stage, held, units, shared, kinds, time, mesh, cut, machine
+    )
     if units:
         memory = fsdp2_memory(model, stage, by_part, units, mesh, cut, machine.overheads)
     else:
@@ -187,7 +210,7 @@ def _stage_cost(
     optimizer_s = _optimizer_s(held, memory, mesh, cut, machine) if mesh.trains else 0.0
     return StageCost(
         stage=stage, held=held, time=time, memory=memory, exchanged=exchanged, comm_dp_s=comm_dp_s,
-        optimizer_s=optimizer_s,
+        filling_s=filling_s, optimizer_s=optimizer_s,
     )  # fmt: skip
 
 
@@ -198,17 +221,20 @@ def _is_fsdp2(cut: Cut) -> bool:
 def _exchanged(
     model: Model, stage: Stage, held: Held, units: Sequence[fsdp2.Unit], shared: Sequence[Op],
     kinds: Kinds | None, time: StageTime, mesh: Mesh, cut: Cut, machine: Machine,
-) -> tuple[list[tuple[Exchange, Num]], Num]:  # fmt: skip
-    """The exchanges of a stage's replicas with their time on the links, and what the step pays of it.
+) -> tuple[list[tuple[Exchange, Num]], Num, Num]:  # fmt: skip
+    """The exchanges of a stage's replicas with their time on the links; what step and first microbatch pay.
 
     The gradient of a block travels while the blocks below it compute, so at best one block's part of it
-    sticks out, and likewise the gather of the first block's weights. `units`: those of FSDP2, if it is that;
-    `shared`: as in `shared_weights`; `kinds`: rows that exchange alike.
+    sticks out, and likewise the gather of the first block's weights. It does not travel while other
+    collectives hold the links that it needs. In a pipeline FSDP2 gathers once, and reduces when the last
+    backward is through, so that hides nothing. `units`: those of FSDP2, if it is that; `shared`: as in
+    `shared_weights`; `kinds`: rows that exchange alike.
     """
     if not mesh.trains:
-        return [], 0.0
+        return [], 0.0, 0.0
     overheads = machine.overheads
-    rounds = 1.0 + (mesh.zero >= 3) * (mesh.num_microbatches - 1.0)
+    alone = (mesh.pp == 1) * 1.0 if units else 1.0
+    rounds = 1.0 + (mesh.zero >= 3) * alone * (mesh.num_microbatches - 1.0)
     if units:
         reductions = fsdp2.reductions(mesh)
         of_replicas = fsdp2.exchanges(units, stage, mesh, cut)
@@ -236,11 +262,12 @@ def _exchanged(
     behind_forward = sum((s for one, s in found if one.behind == "forward"), 0.0) / rounds
     pieces = np.maximum(stage.num_layers, 1.0)
     first_s = behind_forward / pieces
+    forward_s, backward_s = time.free_s(machine.leaves_node(mesh.replicas, mesh.stride("cp")))
 
     def round_s(behind_backward: Num) -> Num:
         """What one microbatch waits for its exchanges, but for those of the first block and the last."""
-        sticks_out_s = np.maximum(behind_backward - time.backward_s - time.weight_s, 0.0) + np.maximum(
-            behind_forward - first_s - time.forward_s, 0.0
+        sticks_out_s = np.maximum(behind_backward - alone * backward_s, 0.0) + np.maximum(
+            behind_forward - first_s - forward_s, 0.0
         )
         hidden_s = behind_backward + behind_forward - first_s - sticks_out_s
         return sticks_out_s + overheads.interference_frac * hidden_s
@@ -251,7 +278,8 @@ def _exchanged(
         overlapped_s = overlapped_s + (rounds - reductions) * round_s(gathers_s)
     alone_s = rounds * (gathers_s + behind_forward) + reductions * grads_s
     paid_s = mesh.overlap_dp * overlapped_s + (1.0 - mesh.overlap_dp) * alone_s
-    return [*found, *own], paid_s + own_s
+    filling_s = (1.0 - alone) * np.maximum(behind_forward - mesh.overlap_dp * forward_s, first_s)
+    return [*found, *own], paid_s + own_s, filling_s
 
 
 def _exchange_kinds(mesh: Mesh) -> Kinds | None:
@@ -325,6 +353,9 @@ def step_cost(model: Model, mesh: Mesh, machine: Machine, stages: Sequence[Stage
         played_s = [_played_s(model, mesh, by_part, cut, machine, hop_s=hop) for hop in (0.0, hop_s)]
         bubble = np.where(is_own, np.maximum(played_s[0] - work_s, 0.0) * (mesh.pp > 1), bubble)[()]
         comm_pp = np.where(is_own, (played_s[1] - played_s[0] + held_s) * (mesh.pp > 1), comm_pp)[()]
+    # Without chunks a stage gathers its weights when the first microbatch arrives, one after the other.
+    filling_s = sum(cost.filling_s * cost.stage.num_stages for cost in costs) / mesh.pp
+    bubble = bubble + (mesh.schedule <= SCHEDULES.index("1f1b")) * (mesh.pp - 1.0) * filling_s
     comm_dp = _largest([cost.comm_dp_s for cost in costs], exists)
     optimizer = _largest([cost.optimizer_s for cost in costs], exists)
     lone_s = _largest([cost.time.unpaired_s for cost in costs], exists)

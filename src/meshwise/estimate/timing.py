@@ -30,6 +30,7 @@ from meshwise.cost.collective import (
     Runs,
     collective_lines,
     fastest_s,
+    members,
     peer_all_reduce_s,
 )
 from meshwise.cost.dispatch import deepep_copies, dispatch_s
@@ -105,6 +106,10 @@ class Machine:
     def sustained_s(self, flop: Num, dtype: str) -> Num:
         """Least time of `flop` matrix FLOP within the power limit."""
         return flop / self.overheads.sustained_flop_per_s(dtype, self.power_watts)
+
+    def leaves_node(self, group_ranks: Num, stride: Num) -> Num:
+        """1 where a group spans more than the innermost links, else 0."""
+        return (members(group_ranks, stride, self.base.link_ranks[0]) < group_ranks) * 1.0
 
     def collective_s(
         self, kind: str, payload_bytes: Num, group_ranks: Num, stride: Num, choices: float = 0.0,
@@ -201,10 +206,10 @@ def op_times(ops: Sequence[Op], machine: Machine) -> list[Num]:
     ndim = 1 + np.ndim(machine.base.memory_bytes_per_s)
     for (kind, shape, *_), alike in groups.items():
         most = max(1, STACK_CELLS // max(1, math.prod(shape)))
-        for members in (alike[i : i + most] for i in range(0, len(alike), most)):
-            stacks = _stacked([_numbers(ops[i]) for i in members], ndim)
-            seconds = np.asarray(_SECONDS[kind](machine, ops[members[0]], *stacks))
-            for i, each_s in zip(members, seconds.tolist() if seconds.ndim == 1 else seconds, strict=True):
+        for chosen in (alike[i : i + most] for i in range(0, len(alike), most)):
+            stacks = _stacked([_numbers(ops[i]) for i in chosen], ndim)
+            seconds = np.asarray(_SECONDS[kind](machine, ops[chosen[0]], *stacks))
+            for i, each_s in zip(chosen, seconds.tolist() if seconds.ndim == 1 else seconds, strict=True):
                 times[i] = each_s
     return times
 
