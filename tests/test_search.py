@@ -19,7 +19,7 @@ from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan, plan_text
 from meshwise.plan.workload import Workload
 from meshwise.search.kept import Kept
-from meshwise.search.search import search
+from meshwise.search.search import Result, search
 from meshwise.search.space import USUAL, free_values
 from test_one_path import MODELS, VALUES
 
@@ -182,6 +182,21 @@ def test_of_equal_plans_the_one_with_fewest_keys_is_kept() -> None:
         model, cluster, batch=8, seq=2048, stated=alike | {"pp": (8,), "vpp": (1,), "schedule": ("1f1b",)}
     )
     assert plan_text(found.best[0].plan) == "pp=8"
+
+
+def test_modules_that_are_stated_are_recomputed() -> None:
+    """Other recomputation is not tried beside them, and what plans without them recompute counts once."""
+    job = find_model("llama3-8b"), find_cluster("h100-80g-sxm:16")
+    fixed = dict.fromkeys(("tp", "cp", "pp", "vpp", "microbatch"), (1,)) | {"recompute_layers": (None,)}
+
+    def found(**stated: tuple[Any, ...]) -> Result:
+        return search(*job, batch=16, seq=2048, stated=fixed | stated)
+
+    assert {one.plan.recompute for one in found(recompute_modules=(("core_attn",),)).best} == {"selective"}
+    refused = found(recompute_modules=(("core_attn",),), recompute=("full",))
+    assert not refused.plans_considered and "needs recompute=selective" in refused.reason
+    one, both = found(), found(recompute_modules=((), ("core_attn",)))
+    assert one.plans_considered == both.plans_considered
 
 
 def test_a_key_is_left_free_and_a_file_says_the_same(meshwise, tmp_path) -> None:

@@ -149,13 +149,13 @@ def price_grid(
             try:
                 if plan.layout != "1d":
                     check_layout(model, plan, workload.seq)
-                if distinct and (known := _canonical(plan)) in seen:
+                if distinct and _canonical(plan) in seen:
                     continue
                 cluster.chip.matrix_peak(plan.dtype)
             except MeshwiseError:
                 continue
             if distinct:
-                seen.add(known)
+                seen |= {_canonical(plan), *_selective(plan, some)}
             before = {
                 key: space[key][: space[key].index(stated[key])] for key in stated if distinct and key != "tp"
             }
@@ -200,6 +200,12 @@ def _first_plan(stated: dict[str, Any], numbers: dict[str, Sequence[Any]], *, is
         if plan.is_paired == is_paired:
             return plan
     return None
+
+
+def _selective(plan: Plan, numbers: Mapping[str, Sequence[Any]]) -> Iterator[Plan]:
+    """`plan` where it recomputes selectively, of which it says not what: another may say the same modules."""
+    if not plan.recompute_modules and "selective" in numbers.get("recompute", ()):
+        yield _canonical(replace(plan, recompute="selective"))
 
 
 def _canonical(plan: Plan) -> Plan:

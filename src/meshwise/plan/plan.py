@@ -47,6 +47,8 @@ GRID_DIMS = {"1d": 0, "2d": 2, "2d-cp": 2, "2.5d": 3, "3d": 3}
 OPTIMIZERS = ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "muon", "sgd", "none")
 ATTENTION = ("flash", "unfused", "grid")
 DISPATCH = ("per_expert", "per_rank")
+CORE_ATTENTION = ("core_attn",)
+"""What selective recomputation covers unless a plan says otherwise."""
 DUALPIPE_RECOMPUTES = ("mla_up_proj", "layernorm", "moe_act")
 """What DeepSeek-V3 recomputes (arXiv 2412.19437, section 3.2.3)."""
 IMPLEMENTATIONS = ("megatron", "fsdp2", "huggingface")
@@ -215,7 +217,7 @@ def _implied(plan: Plan) -> Iterator[tuple[str, Any]]:
         yield "vpp", 2
     paired = plan.is_paired and plan.implementation != "fsdp2"  # PyTorch has no such framework
     recompute = plan.recompute or ("selective" if paired or plan.recompute_modules else "none")
-    modules = DUALPIPE_RECOMPUTES if paired and recompute == "selective" else ("core_attn",)
+    selective = DUALPIPE_RECOMPUTES if paired else CORE_ATTENTION
     narrow = "fp8" if paired and plan.dtype == "fp8" else "bf16"
     for name, value in (
         ("overlap_ep", paired),
@@ -223,7 +225,7 @@ def _implied(plan: Plan) -> Iterator[tuple[str, Any]]:
         ("dispatch_dtype", narrow),
         ("act_input_dtype", narrow),
         ("recompute", recompute),
-        ("recompute_modules", modules),
+        ("recompute_modules", selective if recompute == "selective" else ()),
     ):
         if getattr(plan, name) in (None, "", ()):
             yield name, value
@@ -315,7 +317,7 @@ def number_rules(plan: Plan, sizes: Mapping[str, Num]) -> Iterator[Rule]:
         )
     modules = plan.recompute_modules
     yield Rule(
-        (sizes["recompute"] != RECOMPUTE.index("selective")) & (modules != ("core_attn",)),
+        (sizes["recompute"] != RECOMPUTE.index("selective")) & bool(modules),
         lambda: (
             f"recompute_modules={'+'.join(modules)} needs recompute=selective, not "
             f"{RECOMPUTE[whole_number('recompute')]}"
@@ -405,7 +407,7 @@ def plan_text(plan: Plan) -> str:
     stated = {key: getattr(plan, key) for key in KEYS if getattr(plan, key) != DEFAULTS[key]}
     made = Plan(**stated)  # of which some fields may imply others
     stated |= {key: getattr(plan, key) for key in KEYS if getattr(plan, key) != getattr(made, key)}
-    for key in tuple(stated):
+    for key in reversed(tuple(stated)):
         fewer = {other: value for other, value in stated.items() if other != key}
         if _makes(fewer, plan):
             stated = fewer

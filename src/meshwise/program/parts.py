@@ -11,6 +11,7 @@ import numpy as np
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.model.architecture import Model, layer_kinds
 from meshwise.plan.mesh import SERVING, Mesh
+from meshwise.plan.plan import CORE_ATTENTION
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.encoder import source_cut
@@ -80,7 +81,7 @@ def cut_of(mesh: Mesh) -> Cut:
         imbalance=mesh.imbalance,
         dispatch_per_rank=plan.dispatch == "per_rank",
         dispatch_bytes=FP8_TOKEN_BYTES if plan.dispatch_dtype == "fp8" else precision(plan.dtype).act_bytes,
-        recompute_modules=plan.recompute_modules,
+        recompute_modules=plan.recompute_modules or CORE_ATTENTION,
         head_dtype=plan.head_dtype,
         narrow_act_input=plan.act_input_dtype == "fp8",
         sequence_parallel=plan.sequence_parallel or plan.sp is None or on_grid,

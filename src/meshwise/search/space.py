@@ -97,6 +97,7 @@ def all_values(model: Model, cluster: Cluster, workload: Workload) -> Values:
         "recompute": RECOMPUTE,
         "recompute_layers": RECOMPUTED_LAYERS,
         "recompute_modules": [
+            (),
             *((name,) for name in RECOMPUTE_MODULES),
             *(pair for pair in itertools.combinations(RECOMPUTE_MODULES, 2) if "per_op" not in pair),
             DUALPIPE_RECOMPUTES,
