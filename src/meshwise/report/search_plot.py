@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwise.core.units import with_prefix
 from meshwise.plan.plan import plan_text
 from meshwise.report.figure import check_format as check_format
 from meshwise.report.figure import new_figure, open_frame, save_figure
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _FRONT, _BEST, _LIMIT = "#4a8fc2", "#d62728", "#999999"
+_NEAR = 0.05
+"""Machines whose speed and cost differ by no more share a place: their names stand one above the other."""
 
 
 def draw_search(found: Result | Study, path: str | Path) -> None:
@@ -36,7 +40,7 @@ def _front(result: Result, axes: Axes) -> None:
     memory = [one.memory_bytes / 1e9 for one in result.pareto]
     axes.step(memory, [one.step_s for one in result.pareto], where="pre", color=_FRONT, marker="o")
     for one in result.pareto[:: max(len(result.pareto) // 8, 1)]:
-        text = f"{plan_text(one.plan)} x {one.microbatch}"
+        text = f"{plan_text(one.plan) or 'default plan'}, microbatch {one.microbatch}"
         axes.annotate(text, (one.memory_bytes / 1e9, one.step_s), fontsize=6, xytext=(4, 4),
                       textcoords="offset points")  # fmt: skip
     axes.axvline(result.capacity_bytes / 1e9, color=_LIMIT, linestyle="--")
@@ -56,6 +60,7 @@ def _machines(study: Study, speed: Axes, cost: Axes) -> None:
         speed.loglog(chips, [first * num for num in chips], color=_LIMIT, linestyle="--", label="ideal")
         speed.loglog(chips, tokens_per_s, color=_FRONT, marker="o", label="best plan")
         speed.set_xticks(chips, [f"{num:.0f}" for num in chips])
+        speed.set_yticks(tokens_per_s, [with_prefix(rate, "", 3) for rate in tokens_per_s])
         speed.minorticks_off()
         speed.set_xlabel("GPUs")
         speed.set_ylabel("tokens a second")
@@ -64,15 +69,24 @@ def _machines(study: Study, speed: Axes, cost: Axes) -> None:
         speed.barh(names, tokens_per_s, color=_FRONT)
         speed.invert_yaxis()
         speed.set_xlabel("tokens a second")
+        speed.ticklabel_format(axis="x", scilimits=(0, 3))
     front = set(study.front("gpu_s_per_token"))
     at = {id(point): i for i, point in enumerate(study.points)}
-    for (point, values), name in zip(found, names, strict=True):
+    places = [
+        (rate, 1e6 / 3600 * values["gpu_s_per_token"])
+        for rate, (_, values) in zip(tokens_per_s, found, strict=True)
+    ]
+    for i, ((point, _), name, place) in enumerate(zip(found, names, places, strict=True)):
         color = _BEST if at[id(point)] in front else _FRONT
-        place = 1.0 / values["s_per_token"], 1e6 / 3600 * values["gpu_s_per_token"]
         cost.plot(*place, "o", color=color)
-        cost.annotate(name, place, fontsize=6, xytext=(4, 4), textcoords="offset points")
+        num_below = sum(math.dist(map(math.log, one), map(math.log, place)) < _NEAR for one in places[:i])
+        cost.annotate(name, place, fontsize=6, xytext=(4, 4 + 8 * num_below), textcoords="offset points")
     cost.set_ylim(0.0, 1.15 * cost.dataLim.ymax)
     cost.set_xscale("log")
+    first, last = min(tokens_per_s), max(tokens_per_s)
+    cost.set_xticks([first, last], [with_prefix(rate, "", 3) for rate in (first, last)])
+    cost.minorticks_off()
+    cost.margins(x=0.25)
     cost.set_xlabel("tokens a second")
     cost.set_ylabel("GPU-hours a million tokens (red: front)")
     for axes in (speed, cost):

@@ -35,21 +35,25 @@ def print_search(result: Result, console: Console, budget: TokenBudget | None = 
     if not result.best:
         console.print(_why_none(result), soft_wrap=True)
     else:
-        runs = [_run_cells(budget.run(found)) for found in result.best]
-        columns = ("step", "MFU", "memory", "largest cost", *runs[0], "microbatch", "plan")
+        plans = [plan_text(found.plan) for found in result.best]
         rows = [
             (
                 duration(found.step_s),
                 f"{found.mfu:.1%}",
                 with_prefix(found.memory_bytes["total"], "B"),
                 _largest_cost(found),
-                *run.values(),
                 found.workload.microbatch,
-                plan_text(found.plan),
+                f"{num_variants:,}",
+                plan,
             )
-            for found, run in zip(result.best, runs, strict=True)
+            for found, num_variants, plan in zip(result.best, result.num_variants, plans, strict=True)
         ]
+        columns = ("step", "MFU", "memory", "largest cost", "microbatch", "variants", "plan")
         console.print(Table("", columns, rows, left=("plan",)))
+        runs = [_run_cells(budget.run(found)) for found in result.best]
+        if runs[0]:
+            run_rows = [(*run.values(), plan) for run, plan in zip(runs, plans, strict=True)]
+            console.print(Table("the whole run", (*runs[0], "plan"), run_rows, left=("plan",)))
     if result.beside is not None and result.best:
         console.print(_term_by_term(result.best[0], result.beside))
     if result.weighed is not None:

@@ -35,6 +35,8 @@ MAX_FRONT = 30
 MAX_GROWTH = 64
 """How many times more chips are tried where nothing fits."""
 
+STOPPED = "the search was stopped before the first plans were priced"
+
 OFFLOADED = {"offload_optimizer": (ANY,), "offload_activations": (ANY,)}
 """What is freed where nothing fits; a plan that does without is the simpler one."""
 
@@ -168,7 +170,7 @@ def search(
         pareto=tuple(kept.front[:MAX_FRONT]),
         nearest_miss=kept.miss if no_fit else None,
         changes=tuple(space.changes()) if no_fit and with_changes and not kept.stopped else (),
-        reason="" if kept.considered else space.reason(),
+        reason="" if kept.considered else STOPPED if kept.stopped else space.reason(),
         complete=not kept.stopped,
         weighed=weigh(chosen, kept.capacity_bytes, space.fastest_on) if assumptions and best else None,
         stated=space.stated,
