@@ -43,12 +43,12 @@ def print_search(result: Result, console: Console, budget: TokenBudget | None = 
                 with_prefix(found.memory_bytes["total"], "B"),
                 _largest_cost(found),
                 found.workload.microbatch,
-                f"{num_variants:,}",
+                num_variants,
                 plan,
             )
             for found, num_variants, plan in zip(result.best, result.num_variants, plans, strict=True)
         ]
-        columns = ("step", "MFU", "memory", "largest cost", "microbatch", "variants", "plan")
+        columns = ("step", "MFU", "memory", "largest cost", "microbatch", "alike", "plan")
         console.print(Table("", columns, rows, left=("plan",)))
         runs = [_run_cells(budget.run(found)) for found in result.best]
         if runs[0]:
