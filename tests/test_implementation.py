@@ -74,6 +74,15 @@ def test_the_rows_of_any_rank_add_up_to_the_step(plan: str, rank: int) -> None:
         assert ledger.to_json() == of.ledger.where(rank=0).to_json()
 
 
+def test_a_rank_with_smaller_shards_waits_for_the_others() -> None:
+    """The last rank of 7, whose parts of 4,096 rows are the shortest."""
+    of = estimate(find_model("llama3-8b"), find_cluster("a100-80g-sxm:7"), FSDP2, replace(LOAD, batch=7))
+    first, last = (of.rank_ledger(rank).where(phase="optimizer") for rank in (0, 6))
+    assert last.where(op="adam").total("time_s") < first.total("time_s")
+    assert last.total("time_s") == pytest.approx(first.total("time_s"), rel=1e-12)
+    assert of.rank_ledger(6).total("time_s") == pytest.approx(of.step_s, rel=1e-12)
+
+
 def test_all_shards_are_the_weights() -> None:
     """Over all ranks the states are 16 bytes a weight, and once more for what tensor parallelism copies."""
     of = price("llama3-8b", replace(FSDP2, tp=2))

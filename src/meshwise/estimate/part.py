@@ -300,6 +300,8 @@ def _launches_s(ops: Sequence[Op], phase: str, overheads: Overheads) -> Num:
 
 def _redone_bytes(forward: Sequence[Op]) -> Num:
     """The most that selective recomputation of one run of ops brings back, less what later ops had kept."""
+    if forward and np.any(forward[-1].redone_frac):
+        return _replayed_bytes(forward)
     largest: Num = 0.0
     back: Num = 0.0
     inside: Num = 0.0
@@ -311,6 +313,18 @@ def _redone_bytes(forward: Sequence[Op]) -> Num:
             largest = np.maximum(largest, back - behind)
         else:
             back, inside, behind = 0.0, 0.0, behind + inside + kept
+    return largest
+
+
+def _replayed_bytes(forward: Sequence[Op]) -> Num:
+    """The same of a block that runs again to its end, and keeps results of ops until their turn."""
+    largest: Num = 0.0
+    back: Num = 0.0
+    for op in forward:
+        # A matmul keeps its input for the backward before its own result is taken from what was kept.
+        taken = (op.saved_bytes - op.recomputed_bytes) * (op.kind == "matmul" and op.redone_frac == 0)
+        back = back + op.recomputed_bytes
+        largest = np.maximum(largest, back + taken)
     return largest
 
 

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+import numpy as np
+
 from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
 from meshwise.cost.routing import summary
@@ -174,6 +176,8 @@ class Estimate(Shown):
     def rank_ledger(self, rank: int) -> Ledger:
         """The same of one rank, with its own shards of weights and its own place in a ring.
 
+        A rank whose shards are smaller waits for the others.
+
         Ranks of a ring under implementation=fsdp2 do the same FLOP in rounds of other shapes, which may take
         a little longer; the rows then add up to the step of a world whose ranks are all like this one.
         """
@@ -186,7 +190,7 @@ class Estimate(Shown):
         )
         stages = [*stages_of(self.model, mesh), stage_of_rank(self.model, mesh, place["pp"])]
         step = step_cost(self.model, mesh, self.machine, stages)
-        rows = step_rows(self.model, mesh, step, step.stages[-1])
+        rows = step_rows(self.model, mesh, _with_waits_of(self.step, step), step.stages[-1])
         return Ledger.from_rows(row | {"rank": float(rank)} for row in rows)
 
     def layer(self) -> Ledger:
@@ -276,6 +280,12 @@ class Estimate(Shown):
         if ledger:
             document["ledger"] = self.ledger.to_json()
         return document
+
+
+def _with_waits_of(step: StepCost, own: StepCost) -> StepCost:
+    """A rank's `own` step, which ends no sooner than the exchange, the optimizer and stragglers of `step`."""
+    waited_for = ("comm_dp_s", "optimizer_s", "straggler_s")
+    return replace(own, **{name: np.maximum(getattr(own, name), getattr(step, name)) for name in waited_for})
 
 
 def estimate(

@@ -61,7 +61,7 @@ FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
     "placement": (DEFAULTS["placement"],),
 }  # fmt: skip
 """What implementation=fsdp2 can be told, where that is less than a plan can say."""
-FSDP2_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
+FSDP2_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "per_op")
 """What its selective recomputation may cover."""
 _INTERLEAVED, _ONE_F_ONE_B = SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")
 _SPLIT = tuple(SCHEDULES.index(name) for name in ("zb-h1", "zb-v", "dualpipe", "dualpipe-v"))

@@ -91,6 +91,12 @@ def _queries_keys_values(cut: Cut, op: Op) -> Num:
     return batch * seq_q * (heads * qk_dim + kv_heads * (qk_dim + v_dim)) * cut.precision.act_bytes
 
 
+def _results(cut: Cut, op: Op) -> Num:
+    """Bytes of what fused attention makes: its output, and a number for each query and head."""
+    batch, heads, _, seq_q, _, _, v_dim = op.shape
+    return batch * heads * seq_q * (v_dim * cut.precision.act_bytes + cut.precision.stat_bytes)
+
+
 def _per_op(model: Model, cut: Cut, ops: list[Op]) -> Iterator[Op]:
     number = 0
     for op in ops:
@@ -102,13 +108,13 @@ def _per_op(model: Model, cut: Cut, ops: list[Op]) -> Iterator[Op]:
         if op.name == "norm1":
             kept = cut.split_tokens * model.hidden * cut.precision.act_bytes
         elif op.kind == "attention":
-            kept, again = op.saved_bytes - _queries_keys_values(cut, op), 0.0
-        elif op.collective in ("reduce_scatter", "all_to_all"):
+            kept, again = op.count * _results(cut, op), 0.0
+        elif op.collective in ("reduce_scatter", "all_to_all") and not op.name.startswith("ulysses"):
             parts = op.group_size if op.collective == "reduce_scatter" else 1.0
-            kept, again = op.payload_bytes / parts * (np.asarray(op.group_size) > 1), 0.0
+            kept, again = op.count * op.payload_bytes / parts * (np.asarray(op.group_size) > 1), 0.0
         elif op.kind == "matmul" and op.name not in CORE and not op.name.startswith(("expert_", "router")):
             _, rows, columns, _ = op.shape
-            made = widths(model, cut, op.name, columns)
+            made = [columns] if cut.implementation == "fsdp2" else widths(model, cut, op.name, columns)
             stays = sum(width for i, width in enumerate(made, number) if i % 2 == 0)
             number += len(made)
             kept, again = rows * stays * cut.precision.act_bytes, 1.0 - stays / columns

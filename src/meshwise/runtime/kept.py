@@ -7,7 +7,8 @@ What `torch.utils.checkpoint` computes again is kept by it, from then until the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,7 +47,31 @@ class Kept:
             self.bytes -= size_bytes
 
 
-def recomputation_hook(keep: Callable[[torch.Tensor, object], None]) -> type:
+@contextmanager
+def watched_checkpoints(keep: Callable[[torch.Tensor, object], None]) -> Iterator[None]:
+    """Tells `keep` what `torch.utils.checkpoint` holds beside its inputs, and what holds it."""
+    hook, result = checkpointing._recomputation_hook, checkpointing._VersionWrapper
+    checkpointing._recomputation_hook = _recomputation_hook(keep)
+    checkpointing._VersionWrapper = _kept_result(keep)
+    try:
+        yield
+    finally:
+        checkpointing._recomputation_hook, checkpointing._VersionWrapper = hook, result
+
+
+def _kept_result(keep: Callable[[torch.Tensor, object], None]) -> type:
+    """torch's holder of a result that a recomputation takes as it is, which tells `keep` of it and itself."""
+
+    class Watched(checkpointing._VersionWrapper):
+        def __init__(self, value: Any) -> None:
+            super().__init__(value)
+            if isinstance(value, torch.Tensor):
+                keep(value, self)
+
+    return Watched
+
+
+def _recomputation_hook(keep: Callable[[torch.Tensor, object], None]) -> type:
     """torch's hook around a recomputation, which tells `keep` each tensor that comes back, and its holder."""
 
     class Watched(checkpointing._recomputation_hook):

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils.checkpoint as checkpointing
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
@@ -32,7 +31,7 @@ from meshwise.cost.collective import sent_bytes
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
 from meshwise.program.tape import Named, Step, Tape
 from meshwise.runtime.fakes import QuickFakes
-from meshwise.runtime.kept import Held, Kept, recomputation_hook
+from meshwise.runtime.kept import Held, Kept, watched_checkpoints
 from meshwise.runtime.torch_private import (
     AsyncCollectiveTensor,
     FakeTensor,
@@ -125,7 +124,7 @@ class Recorder(TorchDispatchMode):
         self._saved_early: dict[int, float] = {}  # kept before the row was written
         self._kept = Kept()
         self._hooks: Any = None
-        self._recomputation: Any = None
+        self._checkpoints: Any = None
         self._storage_resize: Any = None
         self._shape_rules: Any = None
 
@@ -197,8 +196,8 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> Recorder:
         self._hooks = saved_tensors_hooks(self._keep, lambda held: held.tensor)
         self._hooks.__enter__()
-        self._recomputation = checkpointing._recomputation_hook
-        checkpointing._recomputation_hook = recomputation_hook(self._hold)
+        self._checkpoints = watched_checkpoints(self._hold)
+        self._checkpoints.__enter__()
         self._storage_resize = Storage.resize_
         recorder = self
 
@@ -220,7 +219,7 @@ class Recorder(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         Storage.resize_ = self._storage_resize
-        checkpointing._recomputation_hook = self._recomputation
+        self._checkpoints.__exit__(*error)
         ShardingPropagator._propagate_tensor_meta_non_cached = self._shape_rules
         self._hooks.__exit__(*error)
 

@@ -20,6 +20,7 @@ from meshwise.runtime.programs.decoder_attention import Attention, LatentAttenti
 from meshwise.runtime.programs.decoder_parts import DecoderNorm, FeedForward, Setting
 from meshwise.runtime.programs.local import local
 from meshwise.runtime.programs.mixture import Mixture
+from meshwise.runtime.programs.per_op import per_op_contexts
 
 TABLE, TIED = "embedding.tokens.weight", "head.logits.weight"
 
@@ -33,9 +34,12 @@ class Block(nn.Module):
         self.attention = (LatentAttention if model.mla else Attention)(model, setting)
         self.mlp = Mixture(model, setting) if has_experts else FeedForward(model, setting, model.ffn_hidden)
         self.setting, self.is_redone = setting, is_redone
+        self.router_shape = (model.hidden, model.moe.num_experts) if model.moe else ()
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, tokens, hidden] -> the same."""
+        if "per_op" in self.setting.redone_modules:
+            return self.setting.again(self.compute, x, keeps=per_op_contexts(self.router_shape))
         return self.setting.again(self.compute, x) if self.is_redone else self.compute(x)
 
     def compute(self, x: Tensor) -> Tensor:

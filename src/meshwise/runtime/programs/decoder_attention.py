@@ -66,8 +66,8 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[batch, tokens, hidden] -> the same."""
         turns = self.setting.turns
-        latents, key = self.kv_down(x).split(self.parts_of_latents, dim=-1)
         q = self.q(self.q_norm(self.q_down(x))).unflatten(-1, (-1, sum(self.parts_of_query)))
+        latents, key = self.kv_down(x).split(self.parts_of_latents, dim=-1)
         kv = self.kv(self.kv_norm(latents.contiguous())).unflatten(-1, (-1, sum(self.parts_of_pair)))
         own, turned = q.split(self.parts_of_query, dim=-1)
         q = torch.cat([own, Rotate.apply(turned, *turns)], dim=-1)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
 from meshwise.model.architecture import Model
 from meshwise.runtime.programs.attention_kernels import Attend
@@ -62,10 +62,14 @@ class Setting:
             return self.again(function, *inputs, to_its_end=to_its_end)
         return function(*inputs)
 
-    def again(self, function: Callable[..., Any], *inputs: Tensor, to_its_end: bool = True) -> Any:
+    def again(
+        self, function: Callable[..., Any], *inputs: Tensor, to_its_end: bool = True,
+        keeps: Callable[[], tuple[Any, Any]] = noop_context_fn,
+    ) -> Any:  # fmt: skip
         """`function(*inputs)`, run a second time in the backward, which keeps only the inputs till then.
 
-        All of it again, as Megatron-LM does, or only until all is back that was kept.
+        All of it again, as Megatron-LM does, or only until all is back that was kept; but for the ops whose
+        results torch's contexts `keeps` hold.
         """
 
         def run(*args: Tensor) -> Any:
@@ -73,7 +77,7 @@ class Setting:
                 return function(*args)
 
         with set_checkpoint_early_stop(not to_its_end):
-            return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+            return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=keeps)
 
     def activated(self, *wide: Tensor) -> Tensor:
         """SwiGLU of gate and up, or GELU of up."""

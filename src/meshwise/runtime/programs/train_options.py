@@ -3,10 +3,10 @@
 Tensor parallelism with sequence parallelism by DTensor (`tp`), data parallelism by FSDP2 (`zero`,
 `zero_group`), pipelines by torch.distributed.pipelining (`pp`, `vpp`, `schedule`), context parallelism by
 torch's ring attention and an exchange of heads (`cp`, `cp_kind`, `ulysses`), experts spread over neighbours
-by its functional all-to-all (`ep`), recomputation by torch.utils.checkpoint of modules or of the first layers
-of each chunk (`recompute`), inputs of activation functions kept in fp8 (`act_input_dtype`), AdamW. Gradients
-of several microbatches add up before the optimizer steps. Dropout is left out. Other plans are priced by
-`meshwise estimate` and refused here.
+by its functional all-to-all (`ep`), recomputation by torch.utils.checkpoint of modules, of the first layers
+of each chunk, or of ops whose results are not kept (`recompute`), inputs of activation functions kept in fp8
+(`act_input_dtype`), AdamW. Gradients of several microbatches add up before the optimizer steps. Dropout is
+left out. Other plans are priced by `meshwise estimate` and refused here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Options:
         Meta(
             description="tp, cp, cp_kind, zero, zero_group, ulysses, ep, etp, pp, vpp, "
             "schedule=gpipe|1f1b|interleaved|zb-h1|zb-v|dualpipe|dualpipe-v, recompute=none|selective|full, "
-            "recompute_layers, recompute_modules=core_attn+layernorm+mlp+moe+moe_act+shared_experts, "
+            "recompute_layers, recompute_modules=core_attn+layernorm+mlp+moe+moe_act+shared_experts|per_op, "
             "act_input_dtype=bf16|fp8, "
             "dtype=bf16|fp16|fp32|fp64, joined by commas as in tp=2,pp=2; dp is what they leave"
         ),

@@ -1,0 +1,58 @@
+"""torchtitan's selective activation checkpointing (distributed/activation_checkpoint.py, b5bcd76).
+
+A block runs again in the backward, all of it, but for the ops whose results were kept: attention,
+reduce-scatters, all-to-alls, and every other matmul of a weight, the first one included. Matmuls of a router
+do not count, nor do those of stacks of experts. torch keeps a result until the op's turn comes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from meshwise.runtime.programs import attention_kernels
+from meshwise.runtime.torch_private import TorchDispatchMode, disable_current_modes
+
+aten, functional = torch.ops.aten, torch.ops._c10d_functional
+MATMULS = (aten.mm.default, aten.addmm.default)
+KEPT = (
+    attention_kernels.attention._opoverload,
+    functional.reduce_scatter_tensor.default,
+    functional.all_to_all_single.default,
+)
+
+
+def per_op_contexts(router_shape: tuple[int, ...]) -> Callable[[], tuple[Any, Any]]:
+    """For `torch.utils.checkpoint.checkpoint`: what one block keeps, whose router's matrix has this shape."""
+    number = 0
+
+    def policy(_context: Any, op: Any, *args: Any, **_: Any) -> CheckpointPolicy:
+        nonlocal number
+        is_kept = op in KEPT
+        if op in MATMULS and tuple(args[-1].shape) != router_shape:
+            number += 1
+            is_kept = number % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def contexts() -> tuple[Any, Any]:
+        forward, backward = create_selective_checkpoint_contexts(policy)
+        return _without_labels(forward), _without_labels(backward)
+
+    return contexts
+
+
+@contextmanager
+def _without_labels(context: AbstractContextManager[Any]) -> Iterator[None]:
+    """`context` that does not see labels of profiles: FSDP writes another number of them the second time."""
+    with context, _LabelsApart():
+        yield
+
+
+class _LabelsApart(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with disable_current_modes() if func.namespace == "profiler" else nullcontext():
+            return func(*args, **(kwargs or {}))
