@@ -481,7 +481,7 @@ def states(draw: st.DrawFn) -> tuple[str, dict[str, str]]:
     from meshwise.web.forms import asks
     from meshwise.web.views import home
 
-    view = draw(st.sampled_from(("explore", "detail", "options", "launch", "machine", *STATE)))
+    view = draw(st.sampled_from(("explore", "options", "launch", "machine", *STATE)))
     names = st.sampled_from(sorted({"plan" if ask.kind == "key" else ask.name for ask in asks(home(view))}))
     values = st.one_of(strange_text, plausible_text, st.integers(1, 1024).map(str))
     return view, STATE[home(view)] | draw(st.dictionaries(names, values, max_size=3))

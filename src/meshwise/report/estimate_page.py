@@ -29,18 +29,15 @@ NUM_BINS = 600
 """Moments that a timeline shows."""
 
 
-def estimate_page(estimate: Estimate, *, detail: bool = True) -> Page:
-    """What one plan costs; without `detail`, its time and memory alone."""
-    more = detail_sections(estimate) if detail else []
-    sections = [_time(estimate), _memory(estimate), _figures(estimate), *more]
-    return Page(_title(estimate), headline(estimate), sections, estimate.fits)
-
-
-def detail_sections(estimate: Estimate) -> list[Section]:
-    """The roofline, the pipeline, the stages and the notes of a plan."""
+def estimate_page(estimate: Estimate) -> Page:
+    """What one plan costs: time, memory, the roofline of its ops, the pipeline over time, notes."""
     stages = stage_table(estimate) if len(estimate.step.stages) > 1 else None
-    shown = [_roofline(estimate), _pipeline(estimate), stages, Text("Notes", estimate.notes())]
-    return [section for section in shown if section is not None]
+    sections = [
+        _time(estimate), _memory(estimate), _figures(estimate), _roofline(estimate), _pipeline(estimate),
+        stages, Text("Notes", estimate.notes()),
+    ]  # fmt: skip
+    shown = [section for section in sections if section is not None]
+    return Page(_title(estimate), headline(estimate), shown, estimate.fits)
 
 
 def headline(estimate: Estimate) -> str:

@@ -26,6 +26,8 @@ from meshwise.report.table import Table
 
 COLORS = ("#4a8fc2", "#e0812c", "#8172b2", "#4fa14a", "#c44e52", "#937860", "#da8bc3", "#7f7f7f")
 LIMIT_COLOR = "#d62728"
+PX_PER_CHARACTER = 8
+"""A character of a label is no wider on average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,8 @@ def _section(section: Section, place: int, links: bool) -> str:
     if isinstance(section, Text):
         lines = "".join(f"<li>{escape(line)}</li>" for line in section.lines)
         return f"<section>{title}<ul>{lines}</ul></section>"
-    figure = msgspec.json.encode({"data": section.data, "layout": section.layout}, enc_hook=_plain).decode()
+    layout = {"margin": _margins(section)} | section.layout
+    figure = msgspec.json.encode({"data": section.data, "layout": layout}, enc_hook=_plain).decode()
     name, numbers = escape(f"{place}-{section.title.partition(':')[0]}"), ""
     if section.table is not None:
         label = f"<summary>Data: {escape(section.title)}</summary>"
@@ -154,6 +157,19 @@ def _section(section: Section, place: int, links: bool) -> str:
         f'<script type="application/json">{figure.replace("<", chr(92) + "u003c")}</script>'
         f"<figcaption>{escape(section.finding)}</figcaption></figure>{numbers}</section>"
     )
+
+
+def _margins(chart: Chart) -> dict[str, int]:
+    """Room [px] for the labels of the axes and a line of the legend, so that plotly need not measure them."""
+    names = [name for trace in chart.data for name in trace.get("y", ()) if isinstance(name, str)]
+    titled = [axis for axis in ("xaxis", "yaxis") if "title" in chart.layout.get(axis, {})]
+    legend = len(chart.data) > 1 and chart.layout.get("showlegend", True)
+    return {
+        "l": max(48 + 18 * ("yaxis" in titled), 14 + PX_PER_CHARACTER * max(map(len, names), default=0)),
+        "r": 14,
+        "t": 32 if legend else 8,
+        "b": 48 if "xaxis" in titled else 28,
+    }
 
 
 def _plain(value: Any) -> Any:
@@ -220,7 +236,7 @@ def lanes(grid: Any, times: Any, names: Sequence[str], kinds: Mapping[str, str])
     ends = [i / len(kinds) for i in range(len(kinds) + 1)]
     scale = [(end, color) for i, color in enumerate(kinds.values()) for end in ends[i : i + 2]]
     image = {
-        "type": "heatmap", "x": times, "y": list(names), "ygap": 1,
+        "type": "heatmap", "x": times, "y": list(names),
         "z": [[None if kind < 0 else kind for kind in row] for row in grid.tolist()],
         "zmin": -0.5, "zmax": len(kinds) - 0.5, "colorscale": scale, "showscale": False,
         "hovertemplate": "%{y}, %{x:.4g} s<extra></extra>",

@@ -21,7 +21,7 @@ from meshwise.model.find import find_model
 from meshwise.model.huggingface import model_from_config
 from meshwise.plan.plan import KEYS, Plan, parse_plan, plan_keys, plan_text
 from meshwise.report.accuracy_page import accuracy_page
-from meshwise.report.estimate_page import compare_page, detail_sections, estimate_page
+from meshwise.report.estimate_page import compare_page, estimate_page
 from meshwise.report.explain_page import explain_page
 from meshwise.report.frontier_page import frontier_page
 from meshwise.report.html import Page, Text, html_body
@@ -77,7 +77,7 @@ def answer(view: str, state: State, server: Server) -> dict[str, Any]:
 
 def home(view: str) -> str:
     """The view whose form holds the state of `view`."""
-    return "explore" if view in ("detail", "options", "launch", "machine") else view
+    return "explore" if view in ("options", "launch", "machine") else view
 
 
 # --- explore ------------------------------------------------------------------------------------
@@ -85,18 +85,13 @@ def home(view: str) -> str:
 
 def _explore(state: State, _: Server) -> dict[str, Any]:
     found = _estimate(state)
-    page = estimate_page(found, detail=False)
+    page = estimate_page(found)
     pinned = {name.removeprefix("a."): value for name, value in state.items() if name.startswith("a.")}
     if pinned:
         beside = compare_page(_estimate({**_without_pin(state), **pinned}), found)
         pair = Text("", [beside.headline])
         page = replace(page, sections=[pair, *beside.sections, *page.sections])
     return _shown(page) | {"command": _command(state, found), "python": _python(state, found)}
-
-
-def _detail(state: State, _: Server) -> dict[str, Any]:
-    page = Page("", "", detail_sections(_estimate(state)))
-    return {"html": html_body(page)}
 
 
 def _options(state: State, _: Server) -> dict[str, Any]:
@@ -324,8 +319,8 @@ def _whole(state: State, name: str) -> int | None:
 
 
 _VIEWS: dict[str, Callable[[State, Server], dict[str, Any]]] = {
-    "explore": _explore, "detail": _detail, "options": _options, "launch": _launch, "machine": _machine,
+    "explore": _explore, "options": _options, "launch": _launch, "machine": _machine,
     "search": _search, "serve": _serve, "frontier": _frontier, "traces": _traces, "accuracy": _accuracy,
 }  # fmt: skip
-QUICK = ("explore", "detail", "options", "launch", "machine")
+QUICK = ("explore", "options", "launch", "machine")
 """Views that take a few milliseconds; the others leave the server's loop."""

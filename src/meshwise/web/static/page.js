@@ -55,20 +55,18 @@ async function ask(what, asked, signal) {
 async function run() {
   running?.abort();
   const mine = (running = new AbortController()), asked = state(), of = view;
-  history.replaceState(null, "", `#${of}?${new URLSearchParams({ v: 1, ...asked })}`);
-  $("[data-act=unpin]").hidden = !Object.keys(pinned).length;
-  $("#page").classList.add("stale");
   try {
-    const found = await ask(of, asked, mine.signal);
+    const answer = ask(of, asked, mine.signal);
+    history.replaceState(null, "", `#${of}?${new URLSearchParams({ v: 1, ...asked })}`);
+    $("[data-act=unpin]").hidden = !Object.keys(pinned).length;
+    $("#page").classList.add("stale");
+    const found = await answer;
     alertOf("");
     if (found.error) return fail(found.error);
     last = found;
     document.title = `${found.title} - meshwise`;
     for (const field of fields()) mark(field, "");
-    await put("#page", found.html);
-    if (of !== EXPLORE) return;
-    const detail = await ask("detail", asked, mine.signal);
-    if (!detail.error) await put("#detail", detail.html);
+    put(found.html);
   } catch (problem) {
     if (problem.name === "AbortError") return;
     alertOf("The server does not answer. Start it again with: meshwise web. The page asks again by itself.");
@@ -80,12 +78,12 @@ async function run() {
 }
 
 /** Put the server's HTML in place; charts that stay are updated, and tables that were open stay open. */
-async function put(where, html) {
-  const place = $(where), open = all("details[open]", place).map((one) => one.id);
+function put(html) {
+  const place = $("#page"), open = all("details[open]", place).map((one) => one.id);
   const old = new Map(all(".chart", place).map((chart) => [chart.id, chart]));
   place.innerHTML = html;
   for (const id of open) document.getElementById(id)?.setAttribute("open", "");
-  await drawAll(place, old);
+  drawAll(place, old);
   for (const chart of all(".chart", place)) {
     chart.removeAllListeners?.("plotly_click");
     chart.on("plotly_click", ({ points: [point] }) => {
@@ -106,7 +104,6 @@ function fail(sentence) {
   Object.assign(line, { id: "headline", className: "error", textContent: sentence });
   line.setAttribute("role", "status");
   $("#page").replaceChildren(line);
-  $("#detail").replaceChildren();
   for (const field of fields()) mark(field, new RegExp(`(^|\\W)${field.name}=`).test(sentence) ? sentence : "");
 }
 
@@ -230,7 +227,6 @@ function open() {
   }
   $(".explore").hidden = view !== EXPLORE;
   $("#page").replaceChildren();
-  $("#detail").replaceChildren();
   if (view === "traces" && !state().path) return fail("Drop or choose a folder of traces, or name one.");
   run();
 }

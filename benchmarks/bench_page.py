@@ -1,0 +1,76 @@
+"""What a user of the page waits for, in Chromium: from a change of a key until all of it is on the screen.
+
+The window is as high as the page, so that every chart is drawn.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+JOBS = {
+    "llama3-8b on 64": ("model=llama3-8b&cluster=h100-80g-sxm:64&seq=4096&plan=pp=4", 128),
+    "gpt3-175b on 512": ("model=gpt3-175b&cluster=a100-80g-sxm:512&seq=2048&plan=pp=16", 1024),
+    "deepseek-v3 on 2048": ("model=deepseek-v3&cluster=h800-80g-sxm:2048&seq=4096&plan=pp=16,ep=64", 4096),
+}
+"""The state of the page, and the batch by which its batch grows."""
+NUM_CYCLES = 8
+MEASURE = """async ([key, value]) => {
+  const field = document.getElementById(`explore-${key}`), started = performance.now();
+  field.value = value;
+  field.dispatchEvent(new Event("input", { bubbles: true }));
+  const page = document.getElementById("page");
+  while (page.classList.contains("stale")) await new Promise((next) => setTimeout(next));
+  await new Promise((painted) => requestAnimationFrame(() => setTimeout(painted)));
+  const waited = performance.now() - started;
+  await new Promise((next) => setTimeout(next, 200));
+  return waited;
+}"""
+
+
+def changes(batch: int) -> list[list[str]]:
+    """Keys and values, one after the other, so that no state comes twice."""
+    return [
+        change
+        for i in range(2, NUM_CYCLES + 2)
+        for change in (["batch", str(i * batch)], ["tp", "2"], ["zero", "2"], ["tp", "1"], ["zero", "1"])
+    ]
+
+
+@contextmanager
+def running_server() -> Iterator[int]:
+    """`meshwise web` in a process of its own; its port."""
+    command = [sys.executable, "-m", "meshwise", "web", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            yield int(server.stderr.readline().rstrip("/\n").rpartition(":")[2])
+        finally:
+            server.terminate()
+
+
+def main() -> None:
+    """Print how long the changes of each job took."""
+    from playwright.sync_api import sync_playwright
+
+    with running_server() as port, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        for job, (state, batch) in JOBS.items():
+            page = browser.new_page(viewport={"width": 1280, "height": 2600})
+            page.goto(f"http://127.0.0.1:{port}/#explore?v=1&{state}&batch={batch}")
+            page.wait_for_selector(".chart .main-svg")
+            waits = [page.evaluate(MEASURE, change) for change in changes(batch)]
+            waits = sorted(waits[len(waits) // NUM_CYCLES :])  # the first cycle warms up
+            charts = page.locator(".chart .main-svg:first-child").count()
+            median, p90 = waits[len(waits) // 2], waits[9 * len(waits) // 10]
+            shown = f"{median:.0f} ms (median), {p90:.0f} ms (p90); target 100"
+            print(f"{job:<20} words and {charts} charts: {shown}")
+            page.close()
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
