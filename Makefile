@@ -64,7 +64,7 @@ bench: install
 	$(BIN)/python -m benchmarks
 
 docs: install
-	set -e; for figures in docs/figures/*.py; do $(BIN)/python $$figures; done
+	set -e; for figures in docs/figures/*.py; do PYTHONPATH=. $(BIN)/python $$figures; done
 	$(BIN)/python docs/rerun.py README.md docs/*.md docs/*/*.md
 
 site: install  # the pages as a site in site/

@@ -6,10 +6,8 @@ The window is as high as the page, so that every chart is drawn.
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+
+from benchmarks.bench_web import running_server
 
 JOBS = {
     "llama3-8b on 64": ("model=llama3-8b&cluster=h100-80g-sxm:64&seq=4096&plan=pp=4", 128),
@@ -38,18 +36,6 @@ def changes(batch: int) -> list[list[str]]:
         for i in range(2, NUM_CYCLES + 2)
         for change in (["batch", str(i * batch)], ["tp", "2"], ["zero", "2"], ["tp", "1"], ["zero", "1"])
     ]
-
-
-@contextmanager
-def running_server() -> Iterator[int]:
-    """`meshwise web` in a process of its own; its port."""
-    command = [sys.executable, "-m", "meshwise", "web", "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        try:
-            yield int(server.stderr.readline().rstrip("/\n").rpartition(":")[2])
-        finally:
-            server.terminate()
 
 
 def main() -> None:

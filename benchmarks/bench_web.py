@@ -7,26 +7,31 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 CLIENTS, REQUESTS = 50, 20
 PLANS = [f"tp={tp},pp={pp},vpp={vpp}" for tp in (1, 2, 4, 8) for pp in (2, 4, 8, 16) for vpp in (1, 2, 3)]
 
 
-def main() -> None:
-    """Print the latencies of all requests."""
+@contextmanager
+def running_server() -> Iterator[int]:
+    """`meshwise web` in a process of its own; its port."""
     command = [sys.executable, "-m", "meshwise", "web", "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
-        port = int(server.stderr.readline().rstrip("/\n").rpartition(":")[2])
         try:
-            _client(port, 0)
-            with ThreadPoolExecutor(CLIENTS) as clients:
-                found = sorted(
-                    s for own in clients.map(lambda i: _client(port, i), range(CLIENTS)) for s in own
-                )
+            yield int(server.stderr.readline().rstrip("/\n").rpartition(":")[2])
         finally:
             server.terminate()
+
+
+def main() -> None:
+    """Print the latencies of all requests."""
+    with running_server() as port, ThreadPoolExecutor(CLIENTS) as clients:
+        _client(port, 0)
+        found = sorted(s for own in clients.map(lambda i: _client(port, i), range(CLIENTS)) for s in own)
     at = {
         name: found[int(share * (len(found) - 1))]
         for name, share in (("p50", 0.5), ("p95", 0.95), ("max", 1))

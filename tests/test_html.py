@@ -88,8 +88,8 @@ def test_two_plans_side_by_side_differ_by_what_their_terms_do() -> None:
     )
     page = compare_page(left, right)
     bars = next(one for one in page.sections if isinstance(one, Chart)).data
-    assert sum(bars[0]["y"]) == pytest.approx(left.step_s)
-    assert sum(bars[1]["y"]) == pytest.approx(right.step_s)
+    assert sum(bars[0]["x"]) == pytest.approx(left.step_s)
+    assert sum(bars[1]["x"]) == pytest.approx(right.step_s)
     change = abs(right.step_s / left.step_s - 1)
     assert f"{change:.1%} {'slower' if right.step_s > left.step_s else 'faster'}" in page.headline
 

@@ -32,7 +32,7 @@ NUM_BINS = 600
 def estimate_page(estimate: Estimate) -> Page:
     """What one plan costs: time, memory, the roofline of its ops, the pipeline over time, notes."""
     stages = stage_table(estimate) if len(estimate.step.stages) > 1 else None
-    sections = [
+    sections: list[Section | None] = [
         _time(estimate), _memory(estimate), _figures(estimate), _roofline(estimate), _pipeline(estimate),
         stages, Text("Notes", estimate.notes()),
     ]  # fmt: skip
@@ -233,17 +233,17 @@ def _bars(title: str, left: dict[str, float], right: dict[str, float], unit: str
     terms = [term for term in _terms(left, right) if term[0] != "total"]
     data = [
         {
-            "type": "bar",
-            "name": side,
-            "x": [t[0] for t in terms],
-            "y": [t[i] for t in terms],
+            "type": "bar", "orientation": "h", "name": side,
+            "y": [t[0] for t in terms], "x": [t[i] for t in terms],
             "marker": {"color": color},
         }
         for side, i, color in (("A", 1, COLORS[0]), ("B", 2, COLORS[1]))
-    ]
+    ]  # fmt: skip
     name, a, b = max(terms, key=lambda term: abs(term[2] - term[1]))
     show = duration if unit == "s" else lambda value: with_prefix(value, "B")
     finding = f"The largest difference is {name}: {show(a)} in A, {show(b)} in B."
-    return Chart(
-        title, data, {"barmode": "group", "yaxis": {"ticksuffix": unit, "tickformat": "~s"}}, finding, table
-    )
+    layout = {
+        "barmode": "group", "xaxis": {"ticksuffix": unit, "tickformat": "~s"},
+        "yaxis": {"autorange": "reversed"},
+    }  # fmt: skip
+    return Chart(title, data, layout, finding, table, 80 + 34 * len(terms))

@@ -29,21 +29,24 @@ def explain_page(explanation: Explanation) -> Page:
 
 def _waterfall(explanation: Explanation, predicted: float, table: Table) -> Chart:
     steps = [(row.op, row.more_s) for row in explanation.classes]
-    names = ["predicted", *(name for name, _ in steps), "measured"]
     ends = [predicted]
     for _, change in steps:
         ends.append(ends[-1] + change)
     changes = [change for _, change in steps]
     colors = [COLORS[7], *(COLORS[4] if change > 0 else COLORS[3] for change in changes), COLORS[7]]
+    names = [
+        f"predicted  {duration(predicted)}",
+        *(f"{name}  {_more(change)}" for name, change in steps),
+        f"measured  {duration(explanation.measured_s)}",
+    ]
     bar = {
-        "type": "bar", "x": names, "y": [predicted, *changes, explanation.measured_s],
-        "base": [0.0, *ends[:-1], 0.0], "marker": {"color": colors},
-        "text": [_seconds(predicted), *map(_more, changes), _seconds(explanation.measured_s)],
-        "hovertemplate": "%{x}: %{text}<extra></extra>",
+        "type": "bar", "orientation": "h", "y": names, "x": [predicted, *changes, explanation.measured_s],
+        "base": [0.0, *ends[:-1], 0.0], "marker": {"color": colors}, "hovertemplate": "%{y}<extra></extra>",
     }  # fmt: skip
-    layout = {"showlegend": False, "yaxis": {"tickformat": "~s", "ticksuffix": "s"}}
+    layout = {"xaxis": {"tickformat": "~s", "ticksuffix": "s"}, "yaxis": {"autorange": "reversed"}}
     finding = "Red classes take longer than predicted, green ones less; together they are the difference."
-    return Chart("From the predicted step to the measured one", [bar], layout, finding, table, 380)
+    height = 60 + 26 * len(names)
+    return Chart("From the predicted step to the measured one", [bar], layout, finding, table, height)
 
 
 def _seconds(value: float | None) -> str:

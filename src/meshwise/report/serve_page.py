@@ -37,7 +37,8 @@ def serve_page(answer: Answer, sizing: Sizing | None = None) -> Page:
 
 
 def _name(answer: Answer) -> str:
-    plan = ", ".join(f"{key}={value}" for key, value in answer.serving.plan.items())
+    stated = (f"{key}={value}" for key, value in answer.serving.plan.items() if value not in (None, False, 1))
+    plan = ", ".join(stated) or "one GPU"
     return f"{answer.serving.cluster.num_chips} x {answer.serving.cluster.chip.name}: {plan}"
 
 

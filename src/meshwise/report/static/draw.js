@@ -8,11 +8,11 @@ const charts = (root) => [...root.querySelectorAll("figure > .chart")];
 
 /** What all figures have in common: the font and the colours of the page (light or dark). */
 function look() {
-  const style = getComputedStyle(document.body), line = style.getPropertyValue("--line");
+  const style = getComputedStyle(document.body), line = style.borderTopColor;
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", legend: { orientation: "h", y: 1.02, yanchor: "bottom" },
     font: { color: style.color, family: style.fontFamily, size: 13 }, hoverlabel: { font: { family: style.fontFamily } },
-    xaxis: { gridcolor: line, zerolinecolor: line, linecolor: line, ticklabeloverflow: "allow" },
+    xaxis: { gridcolor: line, zerolinecolor: line, linecolor: line, ticklabeloverflow: "allow", tickangle: 0 },
   };
 }
 
