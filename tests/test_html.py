@@ -170,5 +170,5 @@ def test_the_waterfall_leads_from_the_predicted_step_to_the_measured_one() -> No
     found = mw.explain(TRACES, "llama3-8b", "h100-80g-sxm:8", batch=8)
     [chart] = [one for one in page_of(found).sections if isinstance(one, Chart)]
     bar = chart.data[0]
-    assert bar["base"][-2] + bar["y"][-2] == pytest.approx(found.measured_s)
-    assert bar["y"][0] == pytest.approx(found.predicted_s)
+    assert bar["base"][-2] + bar["x"][-2] == pytest.approx(found.measured_s)
+    assert bar["x"][0] == pytest.approx(found.predicted_s)

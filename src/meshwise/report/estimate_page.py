@@ -66,11 +66,12 @@ def compare_page(left: Estimate, right: Estimate) -> Page:
     names = ("A: " + _words(left), "B: " + _words(right))
     columns = ("", "A", "B", "B - A", "change")
     differs = f"{abs(change):.1%} {'slower' if change > 0 else 'faster'} than A"
+    headline = f"B takes {duration(right.step_s)} a step, {differs} ({duration(left.step_s)})"
     return Page(
-        f"A: {names[0][3:]}; B: {names[1][3:]}",
-        f"B takes {duration(right.step_s)} a step, {differs} ({duration(left.step_s)})",
+        "; ".join(names),
+        headline,
         [
-            Text("", names),
+            Text("A and B", [headline, *names]),
             _bars("Time of a step, A and B", left.time_s, right.time_s, "s", Table("", columns, rows)),
             _bars("Memory, A and B", left.memory_bytes, right.memory_bytes, "B", Table("", columns, held)),
         ],

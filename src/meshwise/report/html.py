@@ -166,7 +166,7 @@ def _margins(chart: Chart) -> dict[str, int]:
     legend = len(chart.data) > 1 and chart.layout.get("showlegend", True)
     return {
         "l": max(48 + 18 * ("yaxis" in titled), 14 + PX_PER_CHARACTER * max(map(len, names), default=0)),
-        "r": 14,
+        "r": 24,
         "t": 32 if legend else 8,
         "b": 48 if "xaxis" in titled else 28,
     }

@@ -89,8 +89,7 @@ def _explore(state: State, _: Server) -> dict[str, Any]:
     pinned = {name.removeprefix("a."): value for name, value in state.items() if name.startswith("a.")}
     if pinned:
         beside = compare_page(_estimate({**_without_pin(state), **pinned}), found)
-        pair = Text("", [beside.headline])
-        page = replace(page, sections=[pair, *beside.sections, *page.sections])
+        page = replace(page, sections=[*beside.sections, *page.sections])
     return _shown(page) | {"command": _command(state, found), "python": _python(state, found)}
 
 
