@@ -257,6 +257,25 @@ def test_estimate_is_dry_run(ranks: int, rank: int, words: str) -> None:
     assert found.agree, found.differences()[:3]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "rank", "words"),
+    [
+        (4, 0, "llama --plan zero=3,dtype=bf16 --batch 8 --steps 2"),
+        (5, 4, "gpt --plan zero=1,dtype=bf16 --batch 15 --layers 3"),  # weights that 5 ranks share unevenly
+        (3, 1, "gpt --plan zero=2,dtype=fp32 --batch 12 --microbatch 2"),
+        (4, 2, "llama --plan zero=3,dtype=bf16,recompute=full,recompute_layers=2 --batch 4 --layers 4"),
+    ],
+)
+def test_the_peak_of_all_live_tensors_has_a_closed_form(ranks: int, rank: int, words: str) -> None:
+    """To the byte what a dry run finds alive, gathered weights and temporaries of every op included."""
+    model, *rest = words.split()
+    options = parse_options(TRAIN, ["--model", MODELS[model], "--seq", "16", *rest])
+    found = compare_program(TRAIN, options, ranks=ranks, rank=rank, with_run=False)
+    peaks = [row.values for row in found.rows if row.column == "peak_bytes"]
+    assert len(peaks) == 1
+    assert peaks[0]["estimate"] == peaks[0]["dry_run"]
+
+
 @pytest.mark.parametrize("rank", [0, 3, 5, 6])
 def test_every_rank_of_a_pipeline_agrees(rank: int) -> None:
     """Ends and middle, each with what it hands on and keeps."""

@@ -312,7 +312,7 @@ def _show_comparison(result: Comparison) -> None:
     place = ("module", "op", "phase", "shape", "column")
     rows = [
         [getattr(row, name) for name in place]
-        + ["-" if value is None else f"{value:,.10g}" for value in row.values.values()]
+        + ["-" if value is None else f"{value:,.10g}" for value in map(row.values.get, instruments)]
         for row in differing[:50]
     ]
     out.print(Table("Where they differ", (*place, *instruments), rows, left=place))

@@ -11,8 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from meshwise.core.ledger import Ledger
 
 KEY = ("module", "op", "phase", "shape", "dtype", "collective", "axis", "group_size")
@@ -77,13 +75,13 @@ class Comparison:
 
 def compare(
     ledgers: Mapping[str, Ledger], columns: Sequence[str] = COUNTED, partial: Collection[str] = (), *,
-    timed: bool = False,
+    timed: bool = False, peaks: Mapping[str, float] | None = None,
 ) -> Comparison:  # fmt: skip
     """Join `ledgers`, by the instruments' names, and compare `columns`; an absent number counts as zero.
 
     `timed`: with a row of seconds for each op. `partial` instruments state only some ops, and not what is
-    alive at each: where they are silent they are left out. They do state the most that is ever alive, and
-    that is one more row, of no module.
+    alive at each: where they are silent they are left out. `peaks`: the most bytes that are ever alive, as
+    each instrument that knows it says, one more row, of no module.
     """
     columns = (*columns, TIME) if timed else columns
     tables = {name: _by_place(ledger, columns) for name, ledger in ledgers.items()}
@@ -100,8 +98,7 @@ def compare(
             }
             if any(values.values()) or None in values.values():
                 rows.append(Row(module, op, phase, column, shape, values))
-    if partial and "peak_bytes" in columns:
-        peaks = {name: float(np.nanmax(ledger["peak_bytes"])) for name, ledger in ledgers.items()}
+    if peaks:
         rows.append(Row("", "whole program", "", "peak_bytes", "", dict(peaks)))
     return Comparison(tuple(rows))
 

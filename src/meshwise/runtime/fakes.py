@@ -21,10 +21,13 @@ DIRECT = frozenset((
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.sum.dim_IntList, aten.cat.default,
     aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.sqrt.default, aten.gelu.default,
     aten.gelu_backward.default, aten.silu.default, aten.silu_backward.default, aten.add_.Tensor,
-    aten.mul_.Tensor, aten.lerp_.Scalar, aten.addcmul_.default, aten.addcdiv_.default,
+    aten.mul_.Tensor, aten.lerp_.Scalar, aten.addcmul_.default, aten.addcdiv_.default, aten.copy_.default,
+    aten.clone.default, aten.empty_like.default, aten.zeros_like.default, aten._to_copy.default,
+    aten.embedding_dense_backward.default,
 ))  # fmt: skip
 """Ops whose result lies where their tensors do, and whose meta kernel torch itself calls for fake ones."""
 
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _library = torch.library.Library("aten", "IMPL")
 
 
@@ -49,15 +52,20 @@ class QuickFakes(FakeTensorMode):
         return False  # nothing is compiled under a dry run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in DIRECT and not kwargs:
+        kwargs = kwargs or {}
+        if func is _WAIT:
+            return args[0]  # as on devices; torch's shape kernel makes a second tensor
+        if func.namespace == "profiler":
+            return func(*args, **kwargs)
+        if func in DIRECT and "device" not in kwargs:
             device = _common_device(args)
             if device is not None:
                 with in_kernel_invocation(self):
-                    result = func(*args)
+                    result = func(*args, **kwargs)
                 if isinstance(result, list | tuple):
                     return type(result)(FakeTensor(self, each, device) for each in result)
                 return result if isinstance(result, FakeTensor) else FakeTensor(self, result, device)
-        return self.dispatch(func, types, args, kwargs or {})
+        return self.dispatch(func, types, args, kwargs)
 
 
 def _common_device(args: Any) -> torch.device | None:

@@ -469,11 +469,13 @@ def _tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors among arguments or results of an op; pytree takes longer than most ops do on fakes."""
     if isinstance(tree, torch.Tensor):
         return [tree]
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, list | tuple):
-        return []
-    return [tensor for branch in tree for tensor in _tensors_in(branch)]
+    found: list[torch.Tensor] = []
+    for branch in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ():
+        if isinstance(branch, torch.Tensor):
+            found.append(branch)
+        elif isinstance(branch, list | tuple | dict):
+            found += _tensors_in(branch)
+    return found
 
 
 def _is_bookkeeping(inputs: list[torch.Tensor]) -> bool:
