@@ -432,6 +432,9 @@ INFERENCEX = {
         ({"measured": "2026-02-03"}, 0, {"max_tokens": 8192}),
         ({"input_tokens": "4000"}, 0, {"max_tokens": 8192, "fill_frac": 0.0, "pads_batches": False}),
         ({"model": "meta-llama/Llama-3.1-70B"}, 0, {"max_tokens": 16384, "align_passes": 20}),
+        ({"measured": "2026-02-06", "concurrency": "64"}, 3, {"graphs_prompts": True}),
+        ({"measured": "2026-02-06", "concurrency": "8"}, 3, {"graphs_prompts": False}),
+        ({"measured": "2026-02-03", "tp": "8", "moe_ep": "8"}, 0, {"graphs_prompts": True}),
         ({"backend": "sglang", "precision": "fp8"}, 0, {"max_tokens": 32768, "poll_passes": 10}),
     ],
 )

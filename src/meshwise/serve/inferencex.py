@@ -40,6 +40,15 @@ FP8_CACHES_SINCE = {
 }
 """When scripts began to ask for a cache in 8 bits, by how the system's name begins; others did so at once."""
 
+GRAPHED_PROMPTS = {
+    ("fp8", False): ("2026-01-29", ((64, 4096), (128, 255), (64, 4096))),
+    ("fp4", False): ("2026-02-03", ((1, 4096), (0, 0), (0, 0))),  # on eight ranks that spread experts
+    ("fp8", True): ("2026-02-05", ((5, 4096), (9, 4096), (17, 4096))),
+    ("fp4", True): ("2026-02-06", ((32, 128), (64, 64), (0, 0))),
+}
+"""TensorRT-LLM's scripts of DeepSeek on B200 with piecewise CUDA graphs, without attention-dp: by precision
+and whether they guess, since when, and between how many clients for each of `LENGTHS`."""
+
 PADDED_SIZES = (1, 2, 4, *range(8, 129, 8), 256, 512, 1024, 2048)
 """Batches that TensorRT-LLM captures where it may pad (`cuda_graph_config.enable_padding`)."""
 
@@ -108,13 +117,23 @@ def _trtllm(row: Mapping[str, str], model: str, dp: int) -> dict[str, Any]:
     if model.startswith("gpt-oss"):
         return {"max_tokens": 20000}
     guesses = speculation(row, model, dp)
+    graphs = {"graphs_prompts": dp == 1 and _graphs_prompts(row, bool(guesses))}
     if guesses:
         batch = clients // 4 if dp > 1 else clients
-        return {"max_tokens": (2 if dp > 1 else 4) * batch + prompt + 64}
+        return {"max_tokens": (2 if dp > 1 else 4) * batch + prompt + 64, **graphs}
     floor = 8192 if row.get("measured", "") >= "2026-01-21" else 0
     is_held = is_short and row["precision"] == "fp8" and row["system"] == "b200_sxm" and clients >= 64
     held = {"align_passes": 40, "fill_frac": 0.8} if is_held and dp == 1 else {}
-    return {"max_tokens": max(clients + prompt + 64, floor), **held}
+    return {"max_tokens": max(clients + prompt + 64, floor), **held, **graphs}
+
+
+def _graphs_prompts(row: Mapping[str, str], guesses: bool) -> bool:
+    """Whether the script of a row of DeepSeek asks for piecewise CUDA graphs."""
+    since, clients = GRAPHED_PROMPTS[row["precision"], guesses]
+    low, high = clients[LENGTHS.index((row["input_tokens"], row["output_tokens"]))]
+    is_wide = row["precision"] == "fp8" or guesses or (row["tp"], row["moe_ep"]) == ("8", "8")
+    is_asked = low <= int(row["concurrency"]) <= high and row.get("measured", "") >= since
+    return row["system"] == "b200_sxm" and is_wide and is_asked
 
 
 _SETTINGS = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm}

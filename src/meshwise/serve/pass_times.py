@@ -130,7 +130,7 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
         prompt_attention=Curve(prompt_attention.tolist(), length_step),
         groups=serving.groups,
         shares_experts=bool(shares_experts(serving)),
-        prompt_host_s=launches_s(serving.model),
+        prompt_host_s=0.0 if engine.graphs_prompts else launches_s(serving.model),
         guess_host_s=host_s(serving, engine),
         prompt_slowdown=fitted().constants.prompt_slowdown,
         expert_slowdown=fitted().constants.expert_slowdown,
