@@ -436,6 +436,7 @@ INFERENCEX = {
         ({"measured": "2026-02-06", "concurrency": "8"}, 3, {"graphs_prompts": False}),
         ({"measured": "2026-02-03", "tp": "8", "moe_ep": "8"}, 0, {"graphs_prompts": True}),
         ({"backend": "sglang", "precision": "fp8"}, 0, {"max_tokens": 32768, "poll_passes": 10}),
+        ({"backend": "sglang", "precision": "fp8", "measured": "2026-03-25"}, 2, {"max_tokens": 16384}),
     ],
 )
 def test_engines_are_launched_as_the_benchmark_s_scripts_do(

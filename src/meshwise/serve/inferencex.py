@@ -49,6 +49,9 @@ GRAPHED_PROMPTS = {
 """TensorRT-LLM's scripts of DeepSeek on B200 with piecewise CUDA graphs, without attention-dp: by precision
 and whether they guess, since when, and between how many clients for each of `LENGTHS`."""
 
+QWEN_ON_B300, QWEN_SINCE = ("qwen3.5-397b-a17b", "fp8", "b300_sxm"), "2026-04-17"
+"""What has a script of its own since then; before, as on B200."""
+
 PADDED_SIZES = (1, 2, 4, *range(8, 129, 8), 256, 512, 1024, 2048)
 """Batches that TensorRT-LLM captures where it may pad (`cuda_graph_config.enable_padding`)."""
 
@@ -101,11 +104,14 @@ def _vllm(row: Mapping[str, str], model: str, _: int) -> dict[str, Any]:
     return {}
 
 
-def _sglang(row: Mapping[str, str], _: str, dp: int) -> dict[str, Any]:
+def _sglang(row: Mapping[str, str], model: str, dp: int) -> dict[str, Any]:
+    of_deepseek, polled = model.startswith("deepseek"), 30 if int(row["concurrency"]) >= 16 else 10
     if not row["system"].startswith(("b", "gb")):
-        return {"max_tokens": 32768}
-    polled = 1 if dp > 1 else 30 if int(row["concurrency"]) >= 16 else 10
-    return {"max_tokens": 16384 if row["precision"] == "fp4" else 32768, "poll_passes": polled}
+        return {"max_tokens": 32768 if of_deepseek else 16384}
+    if (model, row["precision"], row["system"]) == QWEN_ON_B300 and row.get("measured", "") >= QWEN_SINCE:
+        return {"max_tokens": 16384, "poll_passes": 10}
+    is_cut = of_deepseek and (row["precision"] == "fp4" or speculation(row, model, dp))
+    return {"max_tokens": 16384 if is_cut else 32768, "poll_passes": 1 if dp > 1 else polled}
 
 
 def _trtllm(row: Mapping[str, str], model: str, dp: int) -> dict[str, Any]:
@@ -129,11 +135,13 @@ def _trtllm(row: Mapping[str, str], model: str, dp: int) -> dict[str, Any]:
 
 def _graphs_prompts(row: Mapping[str, str], guesses: bool) -> bool:
     """Whether the script of a row of DeepSeek asks for piecewise CUDA graphs."""
+    if row["system"] != "b200_sxm" or (row["precision"], guesses) not in GRAPHED_PROMPTS:
+        return False
     since, clients = GRAPHED_PROMPTS[row["precision"], guesses]
     low, high = clients[LENGTHS.index((row["input_tokens"], row["output_tokens"]))]
     is_wide = row["precision"] == "fp8" or guesses or (row["tp"], row["moe_ep"]) == ("8", "8")
     is_asked = low <= int(row["concurrency"]) <= high and row.get("measured", "") >= since
-    return row["system"] == "b200_sxm" and is_wide and is_asked
+    return is_wide and is_asked
 
 
 _SETTINGS = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm}
