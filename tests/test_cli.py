@@ -36,6 +36,7 @@ def test_an_example_can_be_typed(name: str, line: str) -> None:
 
 def test_help_shows_the_examples(meshwise: Any) -> None:
     assert "  meshwise list plan" in meshwise("list", "--help").out
+    assert "  meshwise trace summary traces/" in meshwise("trace", "--help").out
 
 
 def test_version(meshwise: Any) -> None:

@@ -74,6 +74,8 @@ def _commands_of(module: str) -> Mapping[str, Any]:
         for command in getattr(commands, "registered_commands", ()):
             command.cls = Command
             command.epilog = epilog(group, command)
+    for one in part.registered_groups:
+        one.epilog = epilog("", one)
     return typer.main.get_group(part).commands
 
 

@@ -61,9 +61,10 @@ EXAMPLES = {
 
 
 def epilog(group: Any, command: Any) -> str | None:
-    """The examples of a command as the end of its help."""
-    name = command.name or command.callback.__name__.replace("_", "-")
-    lines = EXAMPLES.get(f"{group} {name}".strip(), ())
+    """The examples of a command as the end of its help; of a group, one of each of its first two commands."""
+    name = f"{group} {command.name or command.callback.__name__.replace('_', '-')}".strip()
+    inside = [lines[0] for verb, lines in EXAMPLES.items() if verb.startswith(f"{name} ")]
+    lines = EXAMPLES.get(name, inside[:2])
     return "\b\nExamples:\n" + "\n".join(map(_shown, lines)) if lines else None
 
 
