@@ -246,6 +246,7 @@ def test_all_instruments_agree(rank: int, plan: str, model: str, pool: Ranks) ->
         (8, 2, "mla --plan pp=2,ep=2,zero=0,cp=2,schedule=dualpipe,dtype=bf16 --batch 8"),
         (4, 3, "moe --plan zero=2,pp=2,schedule=zb-h1,dtype=bf16 --batch 8"),
         (4, 3, "llama --plan pp=2,cp=2,schedule=zb-v,dtype=bf16 --batch 12 --layers 4"),
+        (4, 3, "gpt --plan pp=2,tp=2,schedule=zb-h1,dtype=bf16 --batch 2"),
         (4, 3, "moe --plan pp=2,cp=2,cp_kind=all_gather,schedule=zb-h1,dtype=bf16 --batch 8"),
     ],
 )

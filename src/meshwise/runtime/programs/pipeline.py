@@ -79,6 +79,7 @@ def make_schedule(
         stage._inference_mode = InferenceMode.STATIC
         if reduces_each:
             _reduce_each(stage)
+        _end_backward_of_weights(stage)
         for method in REDUCING:
             setattr(stage, method, _in_backward(getattr(stage, method), context.recorder))
     schedule._warmup_p2p = lambda *_: None  # the stages vote on whether they know their shapes: they do
@@ -97,9 +98,13 @@ def make_schedule(
 
 
 def _reduce_each(stage: PipelineStage) -> None:
-    """Gradients are reduced in each backward, and behind one of weights alone, which FSDP does not see."""
+    """Gradients are reduced in each backward: schedules defer it to the last."""
+    stage.submod.set_requires_gradient_sync = lambda _: None  # stays true
+
+
+def _end_backward_of_weights(stage: PipelineStage) -> None:
+    """FSDP adds up gradients in fp32, or reduces them, behind a backward of weights alone: it misses it."""
     backward_of_weights = stage.backward_weight_one_chunk
-    stage.submod.set_requires_gradient_sync = lambda _: None  # stays true: schedules defer it to the last
 
     def run(*args: Any, **kwargs: Any) -> None:
         all_states = stage.submod._get_fsdp_state()._state_ctx
