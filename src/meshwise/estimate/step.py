@@ -264,13 +264,14 @@ def _exchanged(
     first_s = behind_forward / pieces
     forward_s, backward_s = time.free_s(machine.leaves_node(mesh.replicas, mesh.stride("cp")))
 
+    beside_forward = behind_forward - first_s
+    slowed_frac = overheads.interference_frac
+    late_s = (1.0 - slowed_frac) * np.maximum(beside_forward - forward_s, 0.0) + slowed_frac * beside_forward
+
     def round_s(behind_backward: Num) -> Num:
         """What one microbatch waits for its exchanges, but for those of the first block and the last."""
-        sticks_out_s = np.maximum(behind_backward - alone * backward_s, 0.0) + np.maximum(
-            behind_forward - first_s - forward_s, 0.0
-        )
-        hidden_s = behind_backward + behind_forward - first_s - sticks_out_s
-        return sticks_out_s + overheads.interference_frac * hidden_s
+        sticks_out_s = np.maximum(behind_backward - alone * backward_s, 0.0)
+        return (1.0 - slowed_frac) * sticks_out_s + (slowed_frac * behind_backward + late_s)
 
     tail_s = grads_s / pieces
     overlapped_s = reductions * round_s(gathers_s + grads_s - tail_s) + (tail_s + first_s)
@@ -300,8 +301,9 @@ def _exchange_s(one: Exchange, kinds: Kinds | None, machine: Machine) -> Num:
     payload_bytes, group_size, stride, *runs = map(kinds.of_kinds, sizes) if kinds else sizes
     seconds = machine.collective_s(one.collective, payload_bytes, group_size, stride, runs=Runs(*runs))
     seconds = kinds.of_columns(seconds) if kinds else seconds
-    shards = one.shards_copied * (one.group_size > 1)
-    return one.count * (seconds + machine.overheads.shard_copy_s * shards)
+    if copy_s := machine.overheads.shard_copy_s:
+        seconds = seconds + copy_s * one.shards_copied * (one.group_size > 1)
+    return one.count * seconds
 
 
 def _optimizer_s(held: Held, memory: Memory, mesh: Mesh, cut: Cut, machine: Machine) -> Num:
