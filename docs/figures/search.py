@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import meshwise as mw
+from meshwise.report.figure import new_figure, open_frame, save_figure
 from meshwise.report.search_plot import draw_search
 
 GPT3 = mw.find_model("gpt3-175b")
@@ -40,6 +42,9 @@ RUNS = [
 ]  # fmt: skip
 """Run, model, cluster, batch, sequence, published plan, what the search is told, measured, source."""
 
+FREED = ("offload_activations", "offload_optimizer", "overlap_pp", "overlap_dp", "overlap_tp", "sp")
+"""Keys that Calculon varies too: first those of the whole step, then those that change its ops."""
+
 
 def large_runs() -> None:
     print("| run | measured | published plan, predicted | best plan, predicted | what is shorter |")
@@ -69,8 +74,39 @@ def _shorter(best: mw.Estimate, beside: mw.Estimate) -> str:
     return ", ".join(f"{name} {saved[name] / beside.step_s:.0%}" for name in largest)
 
 
+def draw_cost(path: Path) -> None:
+    """Draw the time of a search against its plans, as one key more is freed each time."""
+    plans, seconds = [], []
+    for num in range(len(FREED) + 1):
+        freed = ",".join(f"{key}=*" for key in FREED[:num])
+        for _ in range(2):  # the second finds its tables made, as the largest does
+            began = time.process_time()
+            found = mw.search("gpt3-175b", "a100-80g-sxm:512", freed, batch=1536, seq=2048)
+            taken_s = time.process_time() - began
+        plans.append(found.plans_considered)
+        seconds.append(taken_s)
+    figure = new_figure(6, 3.5)
+    axes = figure.subplots()
+    axes.loglog(plans, seconds, marker="o", label="measured")
+    axes.loglog(plans, [seconds[0] * num / plans[0] for num in plans], "--", color="#999999",
+                label="in proportion to the plans")  # fmt: skip
+    names = ("usual keys", *(f"+ {key}" for key in FREED))
+    for i, (name, *place) in enumerate(zip(names, plans, seconds, strict=True)):
+        axes.annotate(name, place, fontsize=6, xytext=(2, -9 - 8 * (i % 2)), textcoords="offset points")
+    ticks = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("distinct plans")
+    axes.set_ylabel("CPU time of one core [s]")
+    axes.legend(frameon=False)
+    open_frame(axes)
+    save_figure(figure, path)
+    print(*zip(plans, seconds, strict=True), sep="\n")
+
+
 def main() -> None:
     here = Path(__file__).parent
+    draw_cost(here / "search_cost.png")
     job = ("llama3-70b", "h100-80g-sxm:64")
     draw_search(mw.search(*job, batch=128, seq=8192), here / "search_front.png")
     gpus = "gpus=64|128|256|512|1024|2048|4096"
