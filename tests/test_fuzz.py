@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from contextlib import chdir
+from functools import cache
 from importlib import resources
 from math import ceil
 from pathlib import Path
@@ -144,6 +145,8 @@ def words(draw: st.DrawFn) -> list[str]:
 @some(160)
 @given(words())
 @example(["collective", "0", "--cluster", "h100-80g-sxm:64", "--stride", "65", "--data", "0"])
+@example(["frontier", "layer", *BASES["frontier", "layer"], "--tp-in", "1e-09"])
+@example(["frontier", "layer", *BASES["frontier", "layer"][2:], "--d-in", "1e-320"])
 @example(["trace", "bandwidth", LONG_NAME])
 @example(["estimate", "bad\x0bname", *H100])
 @example(["serve", "llama3-8b", *H100, "--plan", "tp=8", "--concurrency", str(10**12)])
@@ -204,14 +207,19 @@ JOBS = {
 }
 
 
+@cache
+def job_file(framework: str) -> bytes:
+    """The file of a job that `launch` writes for a framework."""
+    plan = "zero=3" if framework == "accelerate" else "zero=2"
+    job = api.launch("llama3-8b", "h100-80g-sxm:8", plan, to=framework, batch=8, seq=128)
+    return next(file.text for file in job.files if file.path == JOBS[framework]).encode()
+
+
 @pytest.mark.parametrize("framework", JOBS)
 @some(25)
 @given(st.data())
 def test_damaged_jobs(tmp_path_factory: pytest.TempPathFactory, framework: str, data: st.DataObject) -> None:
-    plan = "zero=3" if framework == "accelerate" else "zero=2"
-    job = api.launch("llama3-8b", "h100-80g-sxm:8", plan, to=framework, batch=8, seq=128)
-    whole = next(file.text for file in job.files if file.path == JOBS[framework])
-    path = file_with(tmp_path_factory, JOBS[framework], data.draw(damaged(whole.encode())))
+    path = file_with(tmp_path_factory, JOBS[framework], data.draw(damaged(job_file(framework))))
     check_contract(["estimate", "llama3-8b", "--from", path, *H100, "--batch", "8", "--seq", "128"])
 
 

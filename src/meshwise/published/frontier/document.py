@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from meshwise.core.errors import WorkloadError
 from meshwise.core.units import require_positive
 from meshwise.published.frontier.assumptions import LATENCIES, NUMBERS, OPTIONS
 from meshwise.published.frontier.device import Device
@@ -23,6 +24,9 @@ from meshwise.published.frontier.run import Frontier, Limits, Point, power_and_c
 def layer_document(device: Device, layer: LinearLayer, batch: float) -> dict[str, Any]:
     """One layer on one microbatch: on a flat network, what-ifs, and on the device's two levels if any."""
     require_positive(batch, "batch")
+    for name, count in {"batch": batch, **asdict(layer)}.items():
+        if count < 1 and name != "elem_bytes":
+            raise WorkloadError(f"layer: {name} is {count:g}; it must be at least 1")
     flat = device.flat()
     times = layer_times(flat, layer, batch)
     document: dict[str, Any] = {
