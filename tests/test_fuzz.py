@@ -147,6 +147,7 @@ def words(draw: st.DrawFn) -> list[str]:
 @example(["collective", "0", "--cluster", "h100-80g-sxm:64", "--stride", "65", "--data", "0"])
 @example(["frontier", "layer", *BASES["frontier", "layer"], "--tp-in", "1e-09"])
 @example(["frontier", "layer", *BASES["frontier", "layer"][2:], "--d-in", "1e-320"])
+@example(["frontier", "layer", *BASES["frontier", "layer"], "--bytes", "1e308"])
 @example(["trace", "bandwidth", LONG_NAME])
 @example(["estimate", "bad\x0bname", *H100])
 @example(["serve", "llama3-8b", *H100, "--plan", "tp=8", "--concurrency", str(10**12)])

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 from meshwise.core.errors import WorkloadError
-from meshwise.core.units import require_positive
 from meshwise.published.frontier.assumptions import LATENCIES, NUMBERS, OPTIONS
 from meshwise.published.frontier.device import Device
 from meshwise.published.frontier.laws import KINDS
@@ -23,10 +22,10 @@ from meshwise.published.frontier.run import Frontier, Limits, Point, power_and_c
 
 def layer_document(device: Device, layer: LinearLayer, batch: float) -> dict[str, Any]:
     """One layer on one microbatch: on a flat network, what-ifs, and on the device's two levels if any."""
-    require_positive(batch, "batch")
-    for name, count in {"batch": batch, **asdict(layer)}.items():
-        if count < 1 and name != "elem_bytes":
-            raise WorkloadError(f"layer: {name} is {count:g}; it must be at least 1")
+    for name, value in {"batch": batch, **asdict(layer)}.items():
+        least, most = (1 / 8, 1e3) if name == "elem_bytes" else (1, 1e15)
+        if not least <= value <= most:
+            raise WorkloadError(f"layer: {name} is {value:g}; it must be from {least:g} to {most:g}")
     flat = device.flat()
     times = layer_times(flat, layer, batch)
     document: dict[str, Any] = {
