@@ -97,12 +97,14 @@ class Ledger:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The rows as dictionaries, absent numbers as None."""
-        for i in range(len(self)):
-            yield {name: _cell(self.columns[name][i]) for name in COLUMNS}
+        cells = (map(_cell, self.columns[name].tolist()) for name in COLUMNS)
+        return (dict(zip(COLUMNS, row, strict=True)) for row in zip(*cells, strict=True))
 
     def used_columns(self) -> list[str]:
         """The columns in which some row says something."""
-        return [name for name in COLUMNS if any(_cell(x) not in (None, "") for x in self.columns[name])]
+        return [
+            name for name in COLUMNS if any(_cell(x) not in (None, "") for x in self.columns[name].tolist())
+        ]
 
     def to_json(self) -> list[dict[str, Any]]:
         """The rows as JSON values (whole numbers as integers, absent ones as null)."""
@@ -160,10 +162,9 @@ class Ledger:
 def _cell(value: Any) -> Any:
     if isinstance(value, str):
         return value
-    number = float(value)
-    if not math.isfinite(number):
+    if not math.isfinite(value):
         return None
-    return int(number) if number.is_integer() and abs(number) < 2**63 else number
+    return int(value) if value.is_integer() and abs(value) < 2**63 else value
 
 
 def _display(value: Any) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -402,6 +403,7 @@ def _read(text: str) -> dict[str, Any]:
     return raw
 
 
+@lru_cache(256)
 def plan_text(plan: Plan) -> str:
     """The shortest text that `parse_plan` turns back into an equal plan."""
     stated = {key: getattr(plan, key) for key in KEYS if getattr(plan, key) != DEFAULTS[key]}

@@ -170,9 +170,9 @@ def _roofline(estimate: Estimate) -> Chart:
             binds(row),
         )
         for row, x, y in zip(ops.rows(), intensity, reached, strict=True)
-    ]  # fmt: skip
+    ]
     columns = ("op", "phase", "shape", "FLOP/byte", "reached", "time", "binds")
-    bound = sum(share for share, row in zip(area, ops.rows(), strict=True) if binds(row) == "memory")
+    bound = sum(share for share, row in zip(area, rows, strict=True) if row[-1] == "memory")
     return Chart(
         "Roofline: the ops of one layer", [roof, *marks],
         {
