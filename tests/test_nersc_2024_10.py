@@ -300,6 +300,15 @@ def test_ledger_holds_the_time_and_the_work_of_a_layer(plan: str) -> None:
     assert ledger.total("saved_bytes") == pytest.approx(1e9 * sum(row["activation_buffer"] for row in rows))
 
 
+def test_selective_recomputation_is_priced() -> None:
+    """By the command line's words, which imply its modules."""
+    kept, redone = (
+        answer("gpt3-175b", "nersc-a100:64", f"tp=4,attention=unfused,recompute={kind}", 64).iteration
+        for kind in ("none", "selective")
+    )
+    assert redone.totals["acts_mem"] < kept.totals["acts_mem"]
+
+
 def test_axes_fill_a_domain_in_the_order_of_the_placement() -> None:
     def inside(plan: str) -> Any:
         return answer("gpt3-175b", "nersc-a100:64", plan, 64, domain_ranks=8).run.inside

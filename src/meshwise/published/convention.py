@@ -14,7 +14,7 @@ from typing import Any
 from meshwise.core.errors import PlanError
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
-from meshwise.plan.plan import DEFAULTS, Plan
+from meshwise.plan.plan import CORE_ATTENTION, DEFAULTS, Plan
 from meshwise.plan.workload import Workload
 
 Values = tuple[Any, ...]
@@ -54,7 +54,9 @@ class Scope:
                 f"the heads of {model.name}, only heads with keys of their own that fill the width"
             )
         self._check_fields(workload, self.workload)
-        self._check_fields(plan, {key: (value,) for key, value in DEFAULTS.items()} | dict(self.plan))
+        known: dict[str, Values] = {key: (value,) for key, value in DEFAULTS.items()}
+        known["recompute_modules"] = ((), CORE_ATTENTION)  # implied by `recompute`, which speaks for itself
+        self._check_fields(plan, known | dict(self.plan))
 
     def check_links(self, cluster: Cluster) -> None:
         """Raise PlanError for links that are not domains of switches inside one another."""
