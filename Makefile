@@ -47,8 +47,8 @@ SLOW := browser calibrate compare docs dry_run eval_lm fuzz generate moe network
 quick: install  # all other tests, for daily work: about a minute on two cores
 	$(BIN)/pytest -n 2 $(SLOW:%=--ignore tests/test_%.py)
 
-test: check  # three workers on two cores: many tests wait for ranks, a browser or a command
-	$(BIN)/pytest -n 3 --dist worksteal --ignore tests/test_network.py --ignore tests/test_house.py
+test: check  # a file stays on one worker: two sets of ranks at once hold each other up
+	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/test_network.py --ignore tests/test_house.py
 	$(BIN)/pytest tests/test_network.py  # measures time, so nothing runs beside it
 
 frameworks:  # the packages of others, in a .venv of their own, and the tests that need them
