@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import datetime
-import functools
-import gc
 import itertools
 import multiprocessing as mp
 import os
@@ -36,7 +34,7 @@ import torch.distributed as dist
 
 from meshwise.core.errors import MeshwiseError, MissingExtraError, PlanError
 from meshwise.runtime.heartbeat import heartbeat
-from meshwise.runtime.programs.context import forget_groups
+from meshwise.runtime.torch_caches import forget
 
 RANKS_PER_CORE = 16
 """So many CPU ranks a core; beyond that they starve each other, and each holds about 0.3 GB."""
@@ -44,7 +42,7 @@ RANKS_PER_CORE = 16
 LOOPBACK = "127.0.0.1"
 _LAST_PORT = 65535
 _LOOK_S = 5.0  # how often to look for ranks that a signal has stopped
-_PRELOAD = ["meshwise.runtime.run", "meshwise.runtime.programs.train", "torch.distributed.pipelining"]
+_PRELOAD = ["meshwise.runtime.preload"]
 _COLLECT_S = 0.5  # after the first failure, wait so long for one that happened before it
 _TIMEOUT_S = 1800.0
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words
@@ -306,7 +304,8 @@ def _serve(place: Place, port: int, threads: int, pipe: Connection) -> None:
             if (call := pipe.recv()) is None:
                 break
             if number > 0:  # every rank has answered
-                _leave()
+                dist.destroy_process_group()  # each keeps a thread that wakes a hundred times a second
+                forget()
             _join(place, store=dist.PrefixStore(str(number), store))
             function, args = call
             pipe.send((function(place, *args),))
@@ -318,20 +317,6 @@ def _serve(place: Place, port: int, threads: int, pipe: Connection) -> None:
         _try_send(pipe, _failure(place.rank, _explained(error)))
         sys.stdout.flush()
         os._exit(1)
-
-
-def _leave() -> None:
-    """End all groups of a call: each keeps a thread that wakes a hundred times a second.
-
-    What torch.distributed has cached for a mesh holds its groups.
-    """
-    dist.destroy_process_group()
-    for held in gc.get_objects():
-        is_cache = type(held) is functools._lru_cache_wrapper  # isinstance would wake lazy objects of torch
-        if is_cache and held.__module__.startswith("torch.distributed"):
-            held.cache_clear()
-    forget_groups()
-    gc.collect()
 
 
 def _die_with_launcher() -> None:
