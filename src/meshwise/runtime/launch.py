@@ -34,7 +34,6 @@ import torch.distributed as dist
 
 from meshwise.core.errors import MeshwiseError, MissingExtraError, PlanError
 from meshwise.runtime.heartbeat import heartbeat
-from meshwise.runtime.torch_caches import forget
 
 RANKS_PER_CORE = 16
 """So many CPU ranks a core; beyond that they starve each other, and each holds about 0.3 GB."""
@@ -293,6 +292,8 @@ def _context(device_type: str) -> Any:
 
 def _serve(place: Place, port: int, threads: int, pipe: Connection) -> None:
     """The life of a rank: answer calls, each in a process group of its own, until told to stop."""
+    from meshwise.runtime.torch_caches import forget  # imports DTensor, which no launcher needs
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent handles it
     _die_with_launcher()
     torch.set_num_threads(threads)

@@ -2,7 +2,8 @@
 
 import meshwise.runtime.programs.train_reference
 import meshwise.runtime.programs.training
-import meshwise.runtime.run  # noqa: F401
+import meshwise.runtime.run
+import meshwise.runtime.start  # noqa: F401
 from meshwise.runtime.torch_caches import freeze
 
 freeze()

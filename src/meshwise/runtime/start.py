@@ -9,10 +9,9 @@ from typing import Any
 from meshwise.core.errors import PlanError
 from meshwise.core.units import with_prefix
 from meshwise.program.tape import Tape
-from meshwise.runtime.launch import launch, outside_place
+from meshwise.runtime.launch import Place, launch, outside_place
 from meshwise.runtime.outcome import Outcome
 from meshwise.runtime.programs import Program
-from meshwise.runtime.run import run_rank
 
 
 def start(
@@ -33,8 +32,15 @@ def start(
     if outside is None and device == "cpu":
         check_memory(program, options, ranks)
     arguments = (program.name, options, root, quiet, folder, recorded)
-    outcomes = launch(run_rank, ranks, *arguments, device_type=device, port=port)
+    outcomes = launch(_run_rank, ranks, *arguments, device_type=device, port=port)
     return None if outcomes is None else outcomes[root]
+
+
+def _run_rank(place: Place, *arguments: Any) -> Outcome:
+    """What every rank does; the process that starts ranks needs nothing of what they import."""
+    from meshwise.runtime.run import run_rank
+
+    return run_rank(place, *arguments)
 
 
 def check_memory(program: Program, options: Any, ranks: int) -> None:

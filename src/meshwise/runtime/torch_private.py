@@ -10,7 +10,7 @@ the hook of a capture runs in processes of others, whose torch may be older.
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ HOMES = {
     "clear_redistribute_planner_cache": (
         "torch.distributed.tensor._redistribute.clear_redistribute_planner_cache"
     ),
-    "clear_sharding_prop_cache": "torch.distributed.tensor.debug._clear_sharding_prop_cache",
+    "dtensor_dispatcher": "torch.distributed.tensor.DTensor._op_dispatcher",
+    "clear_fast_sharding_cache": "torch._C._clear_DTensor_sharding_propagator_cache",
     "AsyncCollectiveTensor": "torch.distributed._functional_collectives.AsyncCollectiveTensor",
     "all_to_all_single": "torch.distributed._functional_collectives.all_to_all_single",
     "all_gather_single": "torch.distributed._functional_collectives.all_gather_single_autograd",
@@ -72,8 +73,4 @@ HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in HOMES:
         raise AttributeError(f"torch_private has no {name!r}")
-    home, _, last = HOMES[name].rpartition(".")
-    try:
-        return getattr(import_module(home), last)
-    except AttributeError:
-        return import_module(HOMES[name])  # a module; ImportError where there is no such name
+    return resolve_name(HOMES[name])

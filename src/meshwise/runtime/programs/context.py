@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwise.core.errors import PlanError
 from meshwise.program.tape import Step, Tape
 from meshwise.runtime.torch_private import (
+    clear_fast_sharding_cache,
     clear_redistribute_planner_cache,
-    clear_sharding_prop_cache,
     disable_current_modes,
+    dtensor_dispatcher,
     gen_transform_infos,
 )
 
@@ -143,7 +144,8 @@ class Context:
 
 def forget_groups() -> None:
     """DTensor remembers by a mesh's shape how it redistributes; a new mesh of that shape has new groups."""
-    clear_sharding_prop_cache()
+    dtensor_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    clear_fast_sharding_cache()
     clear_redistribute_planner_cache()
     gen_transform_infos.cache_clear()
 
