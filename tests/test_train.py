@@ -96,6 +96,8 @@ PLANS = [
     ("pp=2,tp=2,schedule=dualpipe", "gpt", 6),
     ("pp=2,ep=2,schedule=dualpipe", "moe", 8),
     ("zero=2,pp=2,schedule=dualpipe,zero_group=1", "llama", 12),
+    ("tp=2,pp=2,lora_rank=4", "gpt", 4),
+    ("tp=2,ep=2,etp=1,lora_rank=4,recompute=full", "mla", 4),
 ]
 
 
@@ -248,6 +250,11 @@ def test_all_instruments_agree(rank: int, plan: str, model: str, pool: Ranks) ->
         (4, 3, "llama --plan pp=2,cp=2,schedule=zb-v,dtype=bf16 --batch 12 --layers 4"),
         (4, 3, "gpt --plan pp=2,tp=2,schedule=zb-h1,dtype=bf16 --batch 2"),
         (4, 3, "moe --plan pp=2,cp=2,cp_kind=all_gather,schedule=zb-h1,dtype=bf16 --batch 8"),
+        (4, 2, "llama --plan pp=2,schedule=zb-h1,lora_rank=4,dtype=bf16 --batch 8"),
+        (8, 5, "mla --plan tp=2,ep=2,etp=1,cp=2,cp_kind=ulysses,lora_rank=4,dtype=bf16 --batch 4"),
+        (4, 1, "moe --plan zero=2,ep=2,lora_rank=4,recompute=full,dtype=bf16 --batch 8"),
+        (4, 3, "gpt --plan tp=2,optimizer=adam-bf16,grad_dtype=bf16,dtype=bf16 --batch 8"),
+        (4, 2, "gpt --plan pp=2,tp=2,grad_dtype=bf16,optimizer=sgd,dtype=fp32 --batch 4"),
     ],
 )
 def test_estimate_is_dry_run(ranks: int, rank: int, words: str) -> None:
@@ -406,7 +413,9 @@ def counted_peak(options: Any) -> float:
         ("--plan recompute_modules=moe_act,act_input_dtype=fp8", "or leave moe_act out"),
         ("--plan implementation=megatron", "is implementation=fsdp2, not megatron"),
         ("--plan offload_optimizer=1", "not built for offload_optimizer=1"),
-        ("--model deepseek-v3", "has a router with biases"),
+        ("--plan lora_rank=4,frozen_dtype=int4", "not built for frozen_dtype=int4"),
+        ("--plan lora_rank=4,recompute_modules=mlp", "recompute=full with lora_rank"),
+        ("--model deepseek-v3", "has multi-token prediction"),
         ("--model qwen3-8b", "norms of queries and keys"),
         (f"--model {MODELS['gpt']} --seq 128", "exceeds the 64 learned positions"),
     ],

@@ -26,7 +26,7 @@ from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage, chunks_of_rank
 from meshwise.program.cut import Cut
-from meshwise.program.fsdp2 import Unit, held_params, unsharded_bytes
+from meshwise.program.fsdp2 import STATES, Unit, held_params, shard_bytes, unsharded_bytes
 from meshwise.program.order import Pattern, moments, patterns
 from meshwise.program.parts import block_input_bytes
 
@@ -36,19 +36,22 @@ def fsdp2_memory(
     overheads: Overheads,
 ) -> Memory:  # fmt: skip
     """Memory of one rank of `stage` at its peak; `held` are the units of its weights."""
-    held_bytes = cut.precision.stat_bytes * held_params(held, mesh, cut)
+    held_bytes = shard_bytes(mesh, cut) * held_params(held, mesh, cut)
+    trained = [unit.trained for unit in held]
+    trained_bytes = shard_bytes(mesh, cut) * held_params(trained, mesh, cut)
+    optimizer_bytes = STATES[mesh.plan.optimizer] * trained_bytes
     activations = kept_peak_bytes(model, stage, parts, mesh, cut)
     buffers = _buffer_bytes(model, stage, parts, mesh, cut, overheads.loss_bytes)
     buffers = buffers + unsharded_bytes(held, stage, mesh, cut)
     return Memory(
         weights=held_bytes,
-        gradients=held_bytes,
-        optimizer=2.0 * held_bytes,
+        gradients=trained_bytes,
+        optimizer=optimizer_bytes,
         activations=activations,
         cache=0.0,
         buffers=buffers,
         overhead=overheads.context_bytes
-        + overheads.fragment_frac * (4.0 * held_bytes + activations + buffers),
+        + overheads.fragment_frac * (held_bytes + trained_bytes + optimizer_bytes + activations + buffers),
     )
 
 

@@ -17,6 +17,7 @@ from itertools import accumulate, pairwise
 
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
+from meshwise.plan.plan import DEFAULTS
 from meshwise.plan.stages import stages_of
 from meshwise.program.cut import Cut
 from meshwise.program.fsdp2 import Unit, units
@@ -29,8 +30,11 @@ def is_known(model: Model, mesh: Mesh) -> bool:
     """Whether the walk states this model and plan."""
     is_alone = mesh.tp == mesh.pp == mesh.cp == 1 < mesh.zero_group == mesh.dp and mesh.zero >= 1
     is_dense = model.moe is None and model.mla is None and mesh.plan.act_input_dtype == "bf16"
+    is_default = all(
+        getattr(mesh.plan, key) == DEFAULTS[key] for key in ("lora_rank", "optimizer", "grad_dtype")
+    )
     is_summed = mesh.num_microbatches == 1 or mesh.zero == 2 or mesh.plan.dtype in ("bf16", "fp16")
-    return bool(is_alone and is_dense and is_summed and mesh.plan.recompute != "selective")
+    return bool(is_alone and is_dense and is_default and is_summed and mesh.plan.recompute != "selective")
 
 
 def live_peak_bytes(model: Model, mesh: Mesh, cut: Cut, steps: int) -> float:

@@ -55,7 +55,7 @@ class Part:
     `far_forward_s` those between nodes; backward includes the gradient of the weights.
     `unpaired_s` come on top where no other microbatch runs beside this one, behind which exchanges hide.
     Of the `saved_bytes`, `core_bytes` go under selective recomputation, of which `redone_bytes` come back at
-    once beyond what is gone by then, and ops without weights that are no matmuls keep `loose_bytes`.
+    once beyond what is gone by then, and ops that train no weights and are no matmuls keep `loose_bytes`.
     `dense_params` and `expert_params` are weights held, `dense_frozen` and `expert_frozen` those of them that
     do not train, `dense_quantized` and `expert_quantized` those kept in the plan's `frozen_dtype`.
     `widest_bytes` is the largest gradient of an activation that the backward holds, `exchange_bytes` the
@@ -151,7 +151,7 @@ def _part(
         saved_bytes=sum(op.saved_bytes for op in forward),
         core_bytes=sum(op.recomputed_bytes for op in forward),
         redone_bytes=_redone_bytes(forward),
-        loose_bytes=sum(op.saved_bytes for op in forward if op.kind != "matmul" and not op.weights),
+        loose_bytes=sum(op.saved_bytes for op in forward if op.kind != "matmul" and not _trains(op)),
         dense_params=sum(op.num_params for op in dense),
         dense_frozen=sum(op.num_frozen for op in dense),
         dense_quantized=sum(op.num_quantized for op in dense),
@@ -179,6 +179,11 @@ def _links_s(priced: Sequence[PricedOp], machine: Machine) -> dict[str, Num]:
             found[f"near_{phase}_s"] = found[f"near_{phase}_s"] + busy_s * (1.0 - far)
             found[f"far_{phase}_s"] = found[f"far_{phase}_s"] + busy_s * far
     return found
+
+
+def _trains(op: Op) -> bool:
+    """Whether an op brings weights that train."""
+    return any(held.weight.trains for held in op.weights)
 
 
 def is_expert(op: Op) -> bool:

@@ -24,6 +24,7 @@ from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model, layer_kinds
 from meshwise.plan.layouts import check_layout, default_grid
 from meshwise.plan.plan import (
+    CORE_ATTENTION,
     DEFAULTS,
     KEYS,
     NUMBERS,
@@ -55,9 +56,9 @@ PROMPT_KEYS = ("cp", "cp_kind", "ulysses")
 """Keys that it knows where it only takes prompts."""
 FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
     "layout": ("1d",), "dtype": ("bf16", "fp16", "fp32", "fp64"), "head_dtype": ("bf16",),
-    "optimizer": ("adam",), "grad_dtype": ("fp32",),
+    "optimizer": ("adam", "adam-fp32", "adam-bf16", "sgd", "none"),
     "attention": ("flash",), "dispatch": ("per_expert",), "dispatch_dtype": ("bf16",), "imbalance": (1.0,),
-    "offload_optimizer": (0.0,), "offload_activations": (0.0,), "lora_rank": (0,),
+    "offload_optimizer": (0.0,), "offload_activations": (0.0,), "frozen_dtype": (None,),
     "placement": (DEFAULTS["placement"],),
 }  # fmt: skip
 """What implementation=fsdp2 can be told, where that is less than a plan can say."""
@@ -510,6 +511,14 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
         lambda: (
             "implementation=fsdp2 keeps the inputs of what it recomputes as they are: use "
             "act_input_dtype=bf16 with recompute_modules=moe_act, or leave moe_act out"
+        ),
+    )
+    selected = set(mesh.plan.recompute_modules) - set(CORE_ATTENTION)
+    yield Rule(
+        bool(mesh.plan.lora_rank and selected),
+        lambda: (
+            "implementation=fsdp2 recomputes attention or whole blocks beside adapters: use "
+            "recompute_modules=core_attn or recompute=full with lora_rank"
         ),
     )
     layers = sizes["recompute_layers"]

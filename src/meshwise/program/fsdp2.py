@@ -7,8 +7,8 @@ they stay gathered: a chunk is gathered once a step, or each time that the sched
 FSDP2 cuts each weight along its first dim into equal parts, the last ones short or empty, and moves full
 parts in the type of the matmuls. Groups of `zero_group` ranks share the states (HSDP); under ZeRO 0 every
 rank is such a group. The two ways of DualPipe hold copies too. Gradients are reduced in fp32 (fp64 under
-fp64) when the last microbatch is through; under ZeRO 2, which keeps no whole gradients, after every
-microbatch. Experts are cut along their width, among the ranks that hold the same ones.
+fp64), or in `grad_dtype`, when the last microbatch is through; under ZeRO 2, which keeps no whole gradients,
+after every microbatch. Experts are cut along their width, among the ranks that hold the same ones.
 
 Weights that all tensor-parallel ranks hold whole (norms, learned positions, routers) have their gradients
 summed over tp one by one, once a step; the sums of several microbatches are fp32. So has a tied table, over
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.core.units import Num
+from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.cost.schedule import SCHEDULES, weight_copies
 from meshwise.model.architecture import Model, layer_kinds
 from meshwise.model.weights import (
@@ -36,15 +36,19 @@ from meshwise.model.weights import (
     Weights,
     block_weights,
     embedding_weights,
+    frozen,
     head_weights,
 )
 from meshwise.plan.mesh import Mesh
+from meshwise.plan.plan import DEFAULTS
 from meshwise.plan.stages import Stage, chunks_of_rank
 from meshwise.program.cut import Cut
 from meshwise.program.exchange import Exchange
 from meshwise.program.order import ACTIVE_CHUNKS, gathers, patterns
 from meshwise.program.tensor_1d import shards
 
+STATES = {"adam": 2.0, "adam-fp32": 2.0, "adam-bf16": 2.0, "sgd": 0.0, "none": 0.0}
+"""Numbers that torch's optimizers keep for each weight: beside weights in fp32 no master is needed."""
 TABLES = ("tokens", "positions", "token_types", "class_token")
 """Embeddings are stored as rows, [numbers, hidden]; other matrices as [d_out, d_in]."""
 
@@ -75,10 +79,15 @@ class Unit:
         """Over how many of them the weights are cut; groups of so many neighbours hold copies (HSDP)."""
         return mesh.shard_ranks(1, self.replicas(mesh)[0])
 
+    @property
+    def trained(self) -> Unit:
+        """Those of them that have gradients."""
+        return replace(self, weights=tuple(weight for weight in self.weights if weight.trains))
+
     def padded_size(self, mesh: Mesh, cut: Cut) -> Num:
         """Elements that are moved: each first dim rounded up to a multiple of the ranks."""
         ranks = self.sharing(mesh)
-        return sum(np.ceil(rows / ranks) * ranks * width for rows, width in self._stored(cut))
+        return sum((np.ceil(rows / ranks) * ranks * width for rows, width in self._stored(cut)), 0.0)
 
     def local_size(self, mesh: Mesh, cut: Cut) -> Num:
         """Elements that the rank keeps."""
@@ -109,6 +118,9 @@ def units(model: Model, stage: Stage, mesh: Mesh) -> list[Unit]:
         layers=tuple(copies * number for number in stage.layers),
     )  # fmt: skip
     embedding, head = embedding_weights(model), head_weights(model)
+    lora_rank = mesh.plan.lora_rank
+    if lora_rank:
+        embedding, head = frozen(embedding), frozen(head)
     table = tuple(weight for weight in embedding if weight.op == "tokens") if model.tied_embedding else ()
     alone = (mesh.pp == 1) * 1.0
     apart = 1.0 - alone * model.tied_embedding
@@ -125,7 +137,8 @@ def units(model: Model, stage: Stage, mesh: Mesh) -> list[Unit]:
     for kind, count, in_forward in zip(layer_kinds(model), stage.layers, in_blocks, strict=True):
         in_backward = count * mesh.num_microbatches * alone * (mesh.zero >= 3)
         for is_expert in (False, True):
-            weights = tuple(one for one in block_weights(model, kind) if one.is_expert == is_expert)
+            of_block = block_weights(model, kind, lora_rank)
+            weights = tuple(one for one in of_block if one.is_expert == is_expert)
             if weights:
                 found.append(Unit(weights=weights, count=count, gathers=(in_forward, in_backward)))
     return found
@@ -167,14 +180,15 @@ def unsharded_bytes(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) ->
     Under ZeRO 1 and 2: all of them.
     """
     sizes = [unit.count * unit.padded_size(mesh, cut) for unit in held]
+    trained = sum(unit.count * unit.trained.padded_size(mesh, cut) for unit in held)
     whole, ends = sum(sizes), sum(sizes[:3])
     two_blocks = (whole - ends) * np.minimum(2.0 / np.maximum(stage.num_layers, 1.0), 1.0)
     is_alone = (mesh.pp == 1) * 1.0
     in_pipeline = whole * np.minimum(ACTIVE_CHUNKS / mesh.vpp, 1.0)
     gathered = is_alone * (ends + two_blocks) + (1.0 - is_alone) * in_pipeline
     gathered = np.where(mesh.zero >= 3, gathered, whole)
-    waiting = whole * _accumulates(mesh)
-    return cut.precision.act_bytes * gathered + cut.precision.stat_bytes * waiting
+    waiting = trained * _accumulates(mesh)
+    return cut.precision.act_bytes * gathered + reduced_bytes(mesh, cut) * waiting
 
 
 def exchanges(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Iterator[Exchange]:
@@ -184,7 +198,9 @@ def exchanges(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Itera
     for unit in held:
         (replicas, stride), ranks = unit.replicas(mesh), unit.sharing(mesh)
         padded, name = unit.padded_size(mesh, cut), "expert_" * unit.is_experts
-        grad_bytes, rounds = padded * cut.precision.stat_bytes, unit.count * reductions(mesh)
+        trained = unit.trained.padded_size(mesh, cut)
+        grad_bytes = trained * reduced_bytes(mesh, cut)
+        rounds = unit.count * reductions(mesh) * (trained > 0)
         common: dict[str, Any] = {"group_size": ranks, "stride": stride, "shards_copied": ranks}
         for behind, count in zip(("forward", "backward"), unit.gathers, strict=True):
             yield Exchange(
@@ -207,7 +223,7 @@ def shared_weights(
 ) -> Iterator[Exchange]:
     """Gradients of weights that several ranks of one replica hold, summed once a step."""
     accumulates = _accumulates(mesh)
-    narrow, wide = cut.precision.act_bytes, cut.precision.stat_bytes
+    narrow, wide = cut.precision.act_bytes, reduced_bytes(mesh, cut)
     for unit in held:
         for weight in unit.weights:
             if _is_summed(weight):
@@ -217,15 +233,27 @@ def shared_weights(
                     group_size=mesh.tp, stride=mesh.stride("tp"),
                     count=unit.count * reductions(mesh) * (mesh.tp > 1),
                 )  # fmt: skip
-    if model.tied_embedding:
+    if model.tied_embedding and not mesh.plan.lora_rank:
         table = tuple(weight for weight in embedding_weights(model) if weight.op == "tokens")
         local = Unit(weights=table, count=1.0, gathers=(0.0, 0.0)).local_size(mesh, cut)
         apart = (stage.embeddings != stage.heads) * (mesh.pp > 1) * (local > 0) * 1.0
         yield Exchange(
             op="tied_embedding", collective="all_reduce", behind="backward", axis="pp",
-            payload_bytes=local * wide, group_size=1.0 + apart,
+            payload_bytes=local * shard_bytes(mesh, cut), group_size=1.0 + apart,
             stride=mesh.stride("pp") * np.maximum(mesh.pp - 1.0, 1.0), count=apart,
         )  # fmt: skip
+
+
+def shard_bytes(mesh: Mesh, cut: Cut) -> float:
+    """Bytes of an element of a shard, of weights, gradients and states of the optimizer alike."""
+    is_narrow = mesh.plan.optimizer == "adam-bf16"
+    return cut.precision.act_bytes if is_narrow else cut.precision.stat_bytes
+
+
+def reduced_bytes(mesh: Mesh, cut: Cut) -> float:
+    """Bytes of an element of a gradient as it is summed over microbatches and ranks."""
+    is_wide = mesh.plan.grad_dtype == DEFAULTS["grad_dtype"]
+    return cut.precision.stat_bytes if is_wide else DTYPE_BYTES[mesh.plan.grad_dtype]
 
 
 def _accumulates(mesh: Mesh) -> Num:

@@ -38,11 +38,15 @@ def torch_ops(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterator[Op]:
     """The ops of one part as PyTorch does them."""
     ops = list(ops)
     gathered_again = {(op.module, op.name) for op in ops if _gathers_again(op)}
+    layer = ("", "")
     for op in ops:
         if _gathers_again(op) or (op.kind == "collective" and op.name == "keys_values"):
             continue
         if op.kind == "matmul":
-            yield from _matmuls(model, cut, op, keeps_all=(op.module, op.name) in gathered_again)
+            if "_lora_" not in op.name:  # adapters read what the layer reads beside which they stand
+                layer = op.module, op.name
+            keeps_all = layer in gathered_again and not op.name.endswith("_lora_b")
+            yield from _matmuls(model, cut, op, keeps_all=keeps_all)
         elif op.kind == "attention":
             yield from _ring_attention(cut, op)
         else:
@@ -88,9 +92,13 @@ def _matmuls(model: Model, cut: Cut, op: Op, *, keeps_all: bool) -> Iterator[Op]
 def _input_apart(model: Model, cut: Cut, module: str, name: str) -> Num:
     """Bytes of an input that the layout counts with another layer, where tp gathers it for one of the two."""
     tokens: Num = 0.0
-    if (module, name) == ("shared_expert", "fc1"):
+    if (module, name) == ("shared_expert", "fc1") and not cut.lora_rank:
         tokens = cut.tokens
-    elif name == "kv_down" and model.mla is not None and not model.mla.q_lora_rank:
+    elif (
+        name == "kv_down" + "_lora_a" * (cut.lora_rank > 0)
+        and model.mla is not None
+        and not model.mla.q_lora_rank
+    ):
         tokens = cut.split_tokens
     return (cut.tp > 1) * tokens * model.hidden * cut.precision.act_bytes
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from meshwise.model.architecture import Model, is_moe_layer
+from meshwise.runtime.programs.adapters import is_adapter
 from meshwise.runtime.programs.decoder_attention import Attention, LatentAttention
 from meshwise.runtime.programs.decoder_parts import DecoderNorm, FeedForward, Setting
 from meshwise.runtime.programs.local import local
@@ -125,6 +126,8 @@ class Decoder(nn.Module):
         if self.embedding is not None:
             with section("embedding"):
                 x = self.embedding(x)
+            if self.setting.lora_rank:
+                x.requires_grad_()  # the frozen embedding has no gradient, the blocks' adapters have
         for layer in self.layers.values():
             x = layer(x)
         if self.head is None:
@@ -146,9 +149,14 @@ class Decoder(nn.Module):
         """The weight that holds the same numbers as the weight `name`: of a tied head, the embedding's."""
         return TABLE if self.is_tied and name == TIED else name
 
+    def trains(self, name: str) -> bool:
+        """Whether the weight `name` has a gradient: beside adapters nothing else has, nor a rule's bias."""
+        return is_adapter(name) or not (self.setting.lora_rank or name.endswith("balance_bias"))
+
     def tied(self) -> nn.Parameter | None:
         """This piece's copy of a table that is embedding and head, if it has one end of the model only."""
-        if not self.is_tied or (self.embedding is not None and self.head is not None):
+        has_both = self.embedding is not None and self.head is not None
+        if not self.is_tied or has_both or self.setting.lora_rank:
             return None
         if self.embedding is not None:
             return self.embedding.tokens.weight

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
 from meshwise.model.architecture import Model
+from meshwise.runtime.programs.adapters import Adapted
 from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.functions import Gelu, SwiGLU
 from meshwise.runtime.programs.heads import CoreAttention, attend_by_heads
@@ -34,7 +35,8 @@ class Setting:
     `own_places`: positions of those between the matmuls, a part of them under sequence parallelism.
     `routes`: where tokens go whose layer has experts. `heads`: the ranks that exchange heads for tokens.
     `redone_modules`: what selective recomputation covers; `redone_layers`: how many of a piece's layers are
-    recomputed whole, the first ones. `narrow`: the activation function keeps its input in fp8.
+    recomputed whole, the first ones. `narrow`: the activation function keeps its input in fp8. `lora_rank`:
+    that of adapters beside frozen weights (0: all weights train).
     """
 
     turns: tuple[Tensor, Tensor]
@@ -46,6 +48,7 @@ class Setting:
     narrow: bool = False
     routes: Routes | None = None
     heads: Axis | None = None
+    lora_rank: int = 0
 
     def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention [batch, heads, own tokens, width] -> [batch, own tokens, heads, width]."""
@@ -83,6 +86,10 @@ class Setting:
         """SwiGLU of gate and up, or GELU of up."""
         return (SwiGLU if len(wide) == 2 else Gelu).apply(*wide, self.narrow)
 
+    def adapted(self, layer: nn.Linear) -> nn.Module:
+        """`layer`, with adapters where the plan has them."""
+        return Adapted(layer, self.lora_rank) if self.lora_rank else layer
+
     def _place(self) -> AbstractContextManager[None]:
         in_backward = current_graph_task_id() != -1
         return self.recorder.phase("recompute") if in_backward else nullcontext()
@@ -110,9 +117,10 @@ class FeedForward(nn.Module):
     def __init__(self, model: Model, setting: Setting, width: int) -> None:
         super().__init__()
         self.setting, bias = setting, model.linear_bias
-        self.gate = nn.Linear(model.hidden, width, bias=bias) if model.gated else None
-        self.up = nn.Linear(model.hidden, width, bias=bias)
-        self.down = nn.Linear(width, model.hidden, bias=bias)
+        wide = [setting.adapted(nn.Linear(model.hidden, width, bias=bias)) for _ in range(1 + model.gated)]
+        self.gate = wide[1] if model.gated else None
+        self.up = wide[0]
+        self.down = setting.adapted(nn.Linear(width, model.hidden, bias=bias))
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, tokens, hidden] -> the same."""

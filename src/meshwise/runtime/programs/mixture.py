@@ -51,14 +51,17 @@ class Mixture(nn.Module):
         super().__init__()
         moe, routes = model.moe, setting.routes
         assert moe is not None and routes is not None
-        self.router = nn.Linear(model.hidden, moe.num_experts, bias=False)
+        self.router = nn.Linear(model.hidden, moe.num_experts, bias=moe.router_bias)
+        if moe.balance_bias:  # moves the choice of experts, which is forced here, by a rule
+            self.balance_bias = nn.Parameter(torch.empty(moe.num_experts))
         self.experts = Experts(model, setting, routes.place)
         self.shared = FeedForward(model, setting, moe.shared_ffn_hidden) if moe.shared_ffn_hidden else None
         self.setting, self.routes = setting, routes
 
     def scores(self, x: Tensor) -> Tensor:
         """The router's: [batch, own tokens, hidden] -> [batch x own tokens, experts]."""
-        return F.linear(x.flatten(0, 1), local(self.router.weight))
+        bias = None if self.router.bias is None else local(self.router.bias)
+        return F.linear(x.flatten(0, 1), local(self.router.weight), bias)
 
     def forward(self, x: Tensor, logits: Tensor) -> Tensor:
         """[batch, own tokens, hidden], and their `scores`, -> the same."""

@@ -26,8 +26,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from meshwise.runtime.programs.adapters import Adapted, cut_as
 from meshwise.runtime.programs.decoder import Block, Decoder
-from meshwise.runtime.programs.decoder_attention import LatentAttention, Latents
+from meshwise.runtime.programs.decoder_attention import LatentAttention
 from meshwise.runtime.programs.mixture import Experts, Mixture
 from meshwise.runtime.programs.parts import cut_on_demand
 from meshwise.runtime.programs.routes import WHOLE, Place, cut_dim
@@ -48,10 +49,16 @@ def cut_tensors(decoder: Decoder, mesh: DeviceMesh) -> None:
         whole = distribute_tensor(decoder.embedding.positions.data, mesh, [Replicate()])
         decoder.embedding.positions = nn.Parameter(whole)
     for layer in decoder.layers.values():
-        parallelize_module(layer, mesh, block_plan(rows, layer))
+        styles: dict[str, Any] = {}
+        for name, style in block_plan(rows, layer).items():
+            is_adapted = isinstance(layer.get_submodule(name), Adapted)
+            styles |= cut_as(style, name, rows) if is_adapted else {name: style}
+        parallelize_module(layer, mesh, styles)
         if isinstance(layer.mlp, Mixture):
-            whole = distribute_tensor(layer.mlp.router.weight.data, mesh, [Replicate()])
-            layer.mlp.router.weight = nn.Parameter(whole)
+            for module in (layer.mlp, layer.mlp.router):
+                for name, parameter in list(module.named_parameters(recurse=False)):
+                    whole = distribute_tensor(parameter.data, mesh, [Replicate()])
+                    setattr(module, name, nn.Parameter(whole))
 
 
 def block_plan(rows: Shard, layer: Block) -> dict[str, Any]:
@@ -68,7 +75,7 @@ def block_plan(rows: Shard, layer: Block) -> dict[str, Any]:
     if isinstance(layer.attention, LatentAttention):
         plan |= {f"attention.{name}": ColwiseParallel(input_layouts=rows) for name in ("q", "kv")}
         plan |= {f"attention.{name}": SequenceParallel() for name in ("kv_down", "kv_norm")}
-        if isinstance(layer.attention.q_down, Latents):
+        if not isinstance(layer.attention.q_down, nn.Identity):
             plan |= {f"attention.{name}": SequenceParallel() for name in ("q_down", "q_norm")}
         plan["attention.shared_key"] = PrepareModuleInput(**gather)
     else:
@@ -85,9 +92,9 @@ def block_plan(rows: Shard, layer: Block) -> dict[str, Any]:
 
 def shard_states(
     decoder: Decoder, mesh: DeviceMesh, experts_mesh: DeviceMesh | None, device: torch.device,
-    dtype: torch.dtype, seed: int | None, *, reshard_after_forward: bool,
+    policy: MixedPrecisionPolicy, kept: torch.dtype, seed: int | None, *, reshard_after_forward: bool,
 ) -> None:  # fmt: skip
-    """FSDP2 over `mesh`: the embedding, each block, the head; computes in `dtype`.
+    """FSDP2 over `mesh`: the embedding, each block, the head; its weights are in the type `kept`.
 
     Experts are spread over `experts_mesh`, the ranks that hold the same ones, along the width of their
     matrices; FSDP2 divides the sum of their gradients by the number of these ranks, not by the replicas.
@@ -96,9 +103,9 @@ def shard_states(
     None leaves them unset) just before it is cut, so that never more than one is whole. Blocks are gathered
     again in the backward if `reshard_after_forward`; the ends stay gathered till then.
     """
-    kept = torch.float64 if dtype == torch.float64 else torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=kept)
     names = {id(parameter): decoder.alias(name) for name, parameter in decoder.named_parameters()}
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_(decoder.trains(name))
     for modules in _groups(decoder):
         _materialize(modules, names, device, kept, seed)
         is_block = modules[0] in decoder.layers.values()
@@ -143,7 +150,7 @@ def _materialize(
                 if isinstance(parameter, DTensor):
                     mesh, placements = parameter.device_mesh, parameter.placements
                     whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-                made[id(parameter)] = nn.Parameter(whole)
+                made[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
             setattr(owner, key, made[id(parameter)])
 
 

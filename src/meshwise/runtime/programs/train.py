@@ -66,7 +66,9 @@ def main(options: Options, context: Context) -> dict[str, Any]:
     with recorder.setup():
         parameters = trainer.parameters()
         recorder.weights(*parameters)
-        optimizer = torch.optim.AdamW(parameters, lr=options.lr, foreach=False)
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        kind = torch.optim.SGD if trainer.plan.optimizer == "sgd" else torch.optim.AdamW
+        optimizer = kind(trained, lr=options.lr, foreach=False)
     losses, found = [], {}
     for number in range(options.steps):
         with record_function(f"ProfilerStep#{number}"):
@@ -76,7 +78,8 @@ def main(options: Options, context: Context) -> dict[str, Any]:
                 with recorder.setup():
                     found = {"differences": differences(trainer, loss)}
             with recorder.phase("optimizer"):
-                optimizer.step()
+                if trainer.plan.optimizer != "none":
+                    optimizer.step()
             optimizer.zero_grad()
         losses.append(loss)
     states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]

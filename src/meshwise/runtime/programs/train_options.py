@@ -5,8 +5,9 @@ Tensor parallelism with sequence parallelism by DTensor (`tp`), data parallelism
 torch's ring attention and an exchange of heads (`cp`, `cp_kind`, `ulysses`), experts spread over neighbours
 by its functional all-to-all (`ep`), recomputation by torch.utils.checkpoint of modules, of the first layers
 of each chunk, or of ops whose results are not kept (`recompute`), inputs of activation functions kept in fp8
-(`act_input_dtype`), AdamW. Gradients of several microbatches add up before the optimizer steps. Dropout is
-left out. Other plans are priced by `meshwise estimate` and refused here.
+(`act_input_dtype`), adapters beside frozen weights (`lora_rank`), AdamW or SGD. Gradients of several
+microbatches add up before the optimizer steps. Dropout is left out. Other plans are priced by `meshwise
+estimate` and refused here.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Options:
     plan: Annotated[
         str,
         Meta(
-            description="tp, cp, cp_kind, zero, zero_group, ulysses, ep, etp, pp, vpp, "
+            description="tp, cp, cp_kind, zero, zero_group, ulysses, ep, etp, pp, vpp, lora_rank, "
+            "optimizer=adam|adam-bf16|sgd, grad_dtype, "
             "schedule=gpipe|1f1b|interleaved|zb-h1|zb-v|dualpipe|dualpipe-v, recompute=none|selective|full, "
             "recompute_layers, recompute_modules=core_attn+layernorm+mlp+moe+moe_act+shared_experts|per_op, "
             "act_input_dtype=bf16|fp8, "
@@ -92,7 +94,6 @@ def the_model(options: Options) -> Model:
     model = find_model(options.model)
     has = {
         "a gate of shared experts": model.moe is not None and model.moe.shared_gate,
-        "a router with biases": model.moe is not None and (model.moe.router_bias or model.moe.balance_bias),
         "a capacity of experts": model.moe is not None and model.moe.capacity_factor > 0,
         "experts with biases": model.moe is not None and model.linear_bias,
         "sparse attention": model.mla is not None and model.mla.index_heads > 0,

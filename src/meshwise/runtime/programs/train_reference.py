@@ -34,7 +34,9 @@ def differences(trainer: Trainer, loss: float) -> dict[str, float]:
     worst[0] = abs(loss - expected) / abs(expected)
     for piece in trainer.pieces.values():
         for name, parameter in piece.named_parameters():
-            assert parameter.grad is not None
+            assert (parameter.grad is not None) == parameter.requires_grad
+            if not parameter.requires_grad:
+                continue
             grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
             expected_grad = grads[name]
             if trainer.setting.routes and grad.dim() == 3:  # the experts that this rank holds
@@ -53,20 +55,21 @@ def reference_step(trainer: Trainer) -> tuple[float, dict[str, Tensor]]:
     way = routes(places, 1, model) if model.moe else None
     setting = Setting(
         turns=angles, own_places=places, recorder=trainer.context.recorder, routes=way,
-        narrow=trainer.setting.narrow,
+        narrow=trainer.setting.narrow, lora_rank=trainer.plan.lora_rank,
     )  # fmt: skip
     with torch.device(device):
         decoder = Decoder(model, setting, range(model.num_layers)).to(dtype)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             fill(decoder.alias(name), parameter, options.seed)
+            parameter.requires_grad_(decoder.trains(name))
     total = 0.0
     batch = trainer.all_tokens().flatten(0, 1)
     for sequence in batch.split(1):
         loss = decoder(sequence[:, :-1], sequence[:, 1:]) / len(batch)
         loss.backward()
         total += float(loss.detach())
-    grads = {name: parameter.grad for name, parameter in decoder.named_parameters()}
-    if decoder.tie():
+    grads = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
+    if TABLE in grads and decoder.tie():
         grads[TIED] = grads[TABLE]
     return total, grads

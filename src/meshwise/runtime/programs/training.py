@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwise.plan.plan import number_of
@@ -169,7 +169,7 @@ class Trainer:
 
     def _scale_gradients_of_experts(self) -> None:
         """From the mean over ranks with the same parts of experts, dp cp tp / (ep etp), to one over dp cp."""
-        if self.plan.tp == self.ep * self.etp:
+        if self.plan.tp == self.ep * self.etp or self.plan.lora_rank:
             return
         with self.context.recorder.phase("backward"):
             for piece in self.pieces.values():
@@ -186,6 +186,7 @@ class Trainer:
             turns=angles, own_places=own, recorder=context.recorder, attend=self._attend,
             redone_modules=self._redone_modules(), redone_layers=self._redone_layers(),
             narrow=plan.act_input_dtype == "fp8", routes=self._routes(own), heads=self.heads,
+            lora_rank=plan.lora_rank,
         )  # fmt: skip
 
     def _redone_modules(self) -> tuple[str, ...]:
@@ -221,10 +222,14 @@ class Trainer:
             decoder = Decoder(self.model, self.setting, layers, is_first=stage == 0, is_last=stage == last)
         if plan.tp > 1:
             cut_tensors(decoder, self.mesh["tp"])
-        seed = None if context.is_fake else self.options.seed
+        dtype, seed = context.dtype(plan.dtype), None if context.is_fake else self.options.seed
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        reduced = wide if plan.grad_dtype == "fp32" else context.dtype(plan.grad_dtype)
         shard_states(
             decoder, self.mesh[self.replica_axes], self.experts_mesh, context.device,
-            context.dtype(plan.dtype), seed, reshard_after_forward=plan.pp == 1 and plan.zero == 3,
+            MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced),
+            dtype if plan.optimizer == "adam-bf16" else wide, seed,
+            reshard_after_forward=plan.pp == 1 and plan.zero == 3,
         )  # fmt: skip
         for module in decoder.modules():
             if isinstance(module, FSDPModule):
