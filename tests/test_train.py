@@ -98,6 +98,7 @@ PLANS = [
     ("zero=2,pp=2,schedule=dualpipe,zero_group=1", "llama", 12),
     ("tp=2,pp=2,lora_rank=4", "gpt", 4),
     ("tp=2,ep=2,etp=1,lora_rank=4,recompute=full", "mla", 4),
+    ("tp=2,pp=2,offload_activations=1,offload_optimizer=1,recompute=full", "gpt", 4),
 ]
 
 
@@ -139,6 +140,16 @@ def test_losses_fall_alike_in_every_world(pool: Ranks) -> None:
         expected = alone.call(run_rank, "train", options, 0, True)[0].result["losses"]
     assert all(found == pytest.approx(expected, rel=1e-5) for found in losses[1:])
     assert expected[0] > expected[1] > expected[2]
+
+
+def test_states_in_host_memory_make_the_same_step(pool: Ranks) -> None:
+    """Two steps of AdamW: the second loss is that of weights which came back from the host."""
+    results = [
+        pool.call(run_rank, "train", train_options(plan=plan, batch=8, steps=2), 0, True)[0].result
+        for plan in ("dtype=fp64", "dtype=fp64,offload_optimizer=1")
+    ]
+    assert results[0]["losses"] == results[1]["losses"]
+    assert [result["bytes"]["optimizer"] > 0 for result in results] == [True, False]
 
 
 def test_a_ring_rank_holds_the_tokens_that_torch_balances() -> None:
@@ -255,6 +266,8 @@ def test_all_instruments_agree(rank: int, plan: str, model: str, pool: Ranks) ->
         (4, 1, "moe --plan zero=2,ep=2,lora_rank=4,recompute=full,dtype=bf16 --batch 8"),
         (4, 3, "gpt --plan tp=2,optimizer=adam-bf16,grad_dtype=bf16,dtype=bf16 --batch 8"),
         (4, 2, "gpt --plan pp=2,tp=2,grad_dtype=bf16,optimizer=sgd,dtype=fp32 --batch 4"),
+        (4, 3, "gpt --plan pp=2,offload_activations=1,offload_optimizer=1,recompute=full,dtype=bf16 --batch 8"),
+        (4, 1, "mla --plan ep=2,tp=2,etp=1,offload_activations=1,dtype=bf16 --batch 8"),
     ],
 )
 def test_estimate_is_dry_run(ranks: int, rank: int, words: str) -> None:
@@ -412,7 +425,8 @@ def counted_peak(options: Any) -> float:
         ("--plan recompute=full,recompute_layers=1,vpp=2,pp=2", "must be a multiple of vpp=2"),
         ("--plan recompute_modules=moe_act,act_input_dtype=fp8", "or leave moe_act out"),
         ("--plan implementation=megatron", "is implementation=fsdp2, not megatron"),
-        ("--plan offload_optimizer=1", "not built for offload_optimizer=1"),
+        ("--plan offload_optimizer=0.5", "not built for offload_optimizer=0.5"),
+        ("--plan offload_activations=1,recompute=selective", "recompute=full or none"),
         ("--plan lora_rank=4,frozen_dtype=int4", "not built for frozen_dtype=int4"),
         ("--plan lora_rank=4,recompute_modules=mlp", "recompute=full with lora_rank"),
         ("--model deepseek-v3", "has multi-token prediction"),

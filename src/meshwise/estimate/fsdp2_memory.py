@@ -39,7 +39,7 @@ def fsdp2_memory(
     held_bytes = shard_bytes(mesh, cut) * held_params(held, mesh, cut)
     trained = [unit.trained for unit in held]
     trained_bytes = shard_bytes(mesh, cut) * held_params(trained, mesh, cut)
-    optimizer_bytes = STATES[mesh.plan.optimizer] * trained_bytes
+    optimizer_bytes = (1.0 - mesh.offload_optimizer) * STATES[mesh.plan.optimizer] * trained_bytes
     activations = kept_peak_bytes(model, stage, parts, mesh, cut)
     buffers = _buffer_bytes(model, stage, parts, mesh, cut, overheads.loss_bytes)
     buffers = buffers + unsharded_bytes(held, stage, mesh, cut)
@@ -76,9 +76,10 @@ def kept_peak_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mes
     """The most bytes that are kept at once for the backward on a rank of `stage`."""
     selective, full = recomputed(stage, mesh)
     is_full = (full > 0) * 1.0
-    one_input = block_input_bytes(model, cut)
+    on_device = 1.0 - mesh.offload_activations
+    one_input = on_device * block_input_bytes(model, cut)
     embedding, *blocks, head = parts
-    kept = [kept_bytes(part, one_input, selective, 0.0) for part in blocks]
+    kept = [on_device * kept_bytes(part, one_input, selective, 0.0) for part in blocks]
     back = [is_full * (part.saved_bytes - one_input) + selective * part.redone_bytes for part in blocks]
     redone = np.where(full > 0, mesh.recompute_layers / mesh.vpp, 0.0)
     numbers = [embedding.saved_bytes, head.saved_bytes, head.loose_bytes, one_input, redone, *kept, *back]

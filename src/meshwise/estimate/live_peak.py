@@ -26,13 +26,15 @@ Changes = list[float]
 """Bytes that come (positive) and go (negative), one after the other."""
 
 
+OTHERS = ("lora_rank", "optimizer", "grad_dtype", "offload_optimizer", "offload_activations")
+"""Keys of a plan that are walked by their defaults only."""
+
+
 def is_known(model: Model, mesh: Mesh) -> bool:
     """Whether the walk states this model and plan."""
     is_alone = mesh.tp == mesh.pp == mesh.cp == 1 < mesh.zero_group == mesh.dp and mesh.zero >= 1
     is_dense = model.moe is None and model.mla is None and mesh.plan.act_input_dtype == "bf16"
-    is_default = all(
-        getattr(mesh.plan, key) == DEFAULTS[key] for key in ("lora_rank", "optimizer", "grad_dtype")
-    )
+    is_default = all(getattr(mesh.plan, key) == DEFAULTS[key] for key in OTHERS)
     is_summed = mesh.num_microbatches == 1 or mesh.zero == 2 or mesh.plan.dtype in ("bf16", "fp16")
     return bool(is_alone and is_dense and is_default and is_summed and mesh.plan.recompute != "selective")
 

@@ -313,7 +313,10 @@ def _optimizer_s(held: Held, memory: Memory, mesh: Mesh, cut: Cut, machine: Mach
     """
     rate = machine.base.memory_bytes_per_s * machine.efficiency.memory.memory_frac
     if _is_fsdp2(cut):
-        return (2.0 * memory.optimizer + 2.0 * memory.gradients + memory.weights) / rate
+        on_host = (
+            mesh.offload_optimizer * 2.0 * memory.gradients / machine.host_bytes_per_s
+        )  # weights come back
+        return (2.0 * memory.optimizer + 2.0 * memory.gradients + memory.weights) / rate + on_host
     params = held.dense_trained / mesh.shard_ranks(1, mesh.replicas)
     params = params + held.experts_trained / mesh.shard_ranks(1, mesh.expert_replicas)
     per_param = 2 * OPTIMIZER_BYTES[mesh.plan.optimizer] + 2 * grad_bytes(mesh) + weight_bytes(mesh)

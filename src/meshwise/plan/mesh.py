@@ -28,6 +28,7 @@ from meshwise.plan.plan import (
     DEFAULTS,
     KEYS,
     NUMBERS,
+    RECOMPUTE,
     Plan,
     Rule,
     chunks_of_rank,
@@ -58,8 +59,8 @@ FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
     "layout": ("1d",), "dtype": ("bf16", "fp16", "fp32", "fp64"), "head_dtype": ("bf16",),
     "optimizer": ("adam", "adam-fp32", "adam-bf16", "sgd", "none"),
     "attention": ("flash",), "dispatch": ("per_expert",), "dispatch_dtype": ("bf16",), "imbalance": (1.0,),
-    "offload_optimizer": (0.0,), "offload_activations": (0.0,), "frozen_dtype": (None,),
-    "placement": (DEFAULTS["placement"],),
+    "offload_optimizer": (0.0, 1.0), "offload_activations": (0.0, 1.0),
+    "frozen_dtype": (None,),    "placement": (DEFAULTS["placement"],),
 }  # fmt: skip
 """What implementation=fsdp2 can be told, where that is less than a plan can say."""
 FSDP2_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "per_op")
@@ -519,6 +520,13 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
         lambda: (
             "implementation=fsdp2 recomputes attention or whole blocks beside adapters: use "
             "recompute_modules=core_attn or recompute=full with lora_rank"
+        ),
+    )
+    yield Rule(
+        (mesh.offload_activations > 0) & (mesh.recompute == RECOMPUTE.index("selective")),
+        lambda: (
+            "implementation=fsdp2 recomputes whole blocks, or nothing, beside offload_activations: use "
+            "recompute=full or none"
         ),
     )
     layers = sizes["recompute_layers"]

@@ -128,8 +128,9 @@ class Decoder(nn.Module):
                 x = self.embedding(x)
             if self.setting.lora_rank:
                 x.requires_grad_()  # the frozen embedding has no gradient, the blocks' adapters have
-        for layer in self.layers.values():
-            x = layer(x)
+        with self.setting.keeping():
+            for layer in self.layers.values():
+                x = layer(x)
         if self.head is None:
             return x
         assert labels is not None

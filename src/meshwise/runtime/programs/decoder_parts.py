@@ -36,7 +36,7 @@ class Setting:
     `routes`: where tokens go whose layer has experts. `heads`: the ranks that exchange heads for tokens.
     `redone_modules`: what selective recomputation covers; `redone_layers`: how many of a piece's layers are
     recomputed whole, the first ones. `narrow`: the activation function keeps its input in fp8. `lora_rank`:
-    that of adapters beside frozen weights (0: all weights train).
+    that of adapters beside frozen weights (0: all train). `keeping`: where blocks keep what they keep.
     """
 
     turns: tuple[Tensor, Tensor]
@@ -49,6 +49,7 @@ class Setting:
     routes: Routes | None = None
     heads: Axis | None = None
     lora_rank: int = 0
+    keeping: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention [batch, heads, own tokens, width] -> [batch, own tokens, heads, width]."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from meshwise.estimate.live_peak import is_known, live_peak_bytes
@@ -57,6 +58,7 @@ def main(options: Options, context: Context) -> dict[str, Any]:
     import torch
     from torch.profiler import record_function
 
+    from meshwise.runtime.programs.offload import HostOptimizer
     from meshwise.runtime.programs.parallelize import local_bytes
     from meshwise.runtime.programs.train_reference import differences
     from meshwise.runtime.programs.training import Trainer
@@ -68,7 +70,8 @@ def main(options: Options, context: Context) -> dict[str, Any]:
         recorder.weights(*parameters)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         kind = torch.optim.SGD if trainer.plan.optimizer == "sgd" else torch.optim.AdamW
-        optimizer = kind(trained, lr=options.lr, foreach=False)
+        make = partial(kind, lr=options.lr, foreach=False)
+        optimizer = HostOptimizer(make, trained) if trainer.plan.offload_optimizer else make(trained)
     losses, found = [], {}
     for number in range(options.steps):
         with record_function(f"ProfilerStep#{number}"):

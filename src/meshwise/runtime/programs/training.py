@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,7 @@ from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.decoder import Decoder
 from meshwise.runtime.programs.decoder_parts import Setting
 from meshwise.runtime.programs.mixture import Experts
+from meshwise.runtime.programs.offload import kept_on_host
 from meshwise.runtime.programs.parallelize import cut_tensors, shard_states
 from meshwise.runtime.programs.pipeline import make_schedule
 from meshwise.runtime.programs.ring import RingAttend, own_places
@@ -187,6 +189,7 @@ class Trainer:
             redone_modules=self._redone_modules(), redone_layers=self._redone_layers(),
             narrow=plan.act_input_dtype == "fp8", routes=self._routes(own), heads=self.heads,
             lora_rank=plan.lora_rank,
+            keeping=partial(kept_on_host, context.recorder) if plan.offload_activations else nullcontext,
         )  # fmt: skip
 
     def _redone_modules(self) -> tuple[str, ...]:
