@@ -32,6 +32,7 @@ from meshwise.runtime.run import run_rank
 DATA = Path(__file__).parent / "data"
 MODELS = {"llama": str(DATA / "tiny_llama.json"), "gpt": str(DATA / "tiny_gpt2.json")}
 MODELS["moe"] = str(DATA / "tiny_mixtral.json")  # four experts, two a token
+MODELS["further"] = str(DATA / "tiny_deepseek3.json")  # the same, and predicts one token more
 MODELS["mla"] = str(DATA / "tiny_deepseek.json")  # a dense layer, two of routed and shared experts
 TRAIN = find_program("train")
 
@@ -99,6 +100,7 @@ PLANS = [
     ("tp=2,pp=2,lora_rank=4", "gpt", 4),
     ("tp=2,ep=2,etp=1,lora_rank=4,recompute=full", "mla", 4),
     ("tp=2,pp=2,offload_activations=1,offload_optimizer=1,recompute=full", "gpt", 4),
+    ("tp=2,ep=2", "further", 4),
 ]
 
 
@@ -266,8 +268,14 @@ def test_all_instruments_agree(rank: int, plan: str, model: str, pool: Ranks) ->
         (4, 1, "moe --plan zero=2,ep=2,lora_rank=4,recompute=full,dtype=bf16 --batch 8"),
         (4, 3, "gpt --plan tp=2,optimizer=adam-bf16,grad_dtype=bf16,dtype=bf16 --batch 8"),
         (4, 2, "gpt --plan pp=2,tp=2,grad_dtype=bf16,optimizer=sgd,dtype=fp32 --batch 4"),
-        (4, 3, "gpt --plan pp=2,offload_activations=1,offload_optimizer=1,recompute=full,dtype=bf16 --batch 8"),
+        (
+            4,
+            3,
+            "gpt --plan pp=2,offload_activations=1,offload_optimizer=1,recompute=full,dtype=bf16 --batch 8",
+        ),
         (4, 1, "mla --plan ep=2,tp=2,etp=1,offload_activations=1,dtype=bf16 --batch 8"),
+        (4, 3, "further --plan tp=2,ep=2,dtype=bf16 --batch 8"),
+        (4, 2, "further --plan ep=2,zero=2,recompute=full,lora_rank=4,dtype=bf16 --batch 8"),
     ],
 )
 def test_estimate_is_dry_run(ranks: int, rank: int, words: str) -> None:
@@ -429,7 +437,7 @@ def counted_peak(options: Any) -> float:
         ("--plan offload_activations=1,recompute=selective", "recompute=full or none"),
         ("--plan lora_rank=4,frozen_dtype=int4", "not built for frozen_dtype=int4"),
         ("--plan lora_rank=4,recompute_modules=mlp", "recompute=full with lora_rank"),
-        ("--model deepseek-v3", "has multi-token prediction"),
+        ("--model deepseek-v3 --plan pp=2", "pp=2 puts apart; use pp=1"),
         ("--model qwen3-8b", "norms of queries and keys"),
         (f"--model {MODELS['gpt']} --seq 128", "exceeds the 64 learned positions"),
     ],

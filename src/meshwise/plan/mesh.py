@@ -542,6 +542,13 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
         ),
     )
     yield only("sp", (None, True), where=mesh.tp > 1)
+    yield Rule(
+        (mesh.pp > 1) & (model.mtp_layers > 0),
+        lambda: (
+            f"implementation=fsdp2 predicts further tokens of {model.name} where embedding and head are, "
+            f"which pp={_int(mesh.pp)} puts apart; use pp=1"
+        ),
+    )
     experts = mesh.expert_replicas
     yield Rule(
         (model.moe is not None) & (experts % mesh.shard_ranks(1, experts) != 0),

@@ -28,7 +28,7 @@ import numpy as np
 
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.cost.schedule import SCHEDULES, weight_copies
-from meshwise.model.architecture import Model, layer_kinds
+from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.model.weights import (
     COLUMNS,
     WHOLE,
@@ -38,6 +38,7 @@ from meshwise.model.weights import (
     embedding_weights,
     frozen,
     head_weights,
+    mtp_weights,
 )
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS
@@ -134,7 +135,14 @@ def units(model: Model, stage: Stage, mesh: Mesh) -> list[Unit]:
             gathers=(in_last * (1.0 - apart), 0.0),
         ),
     ]
-    for kind, count, in_forward in zip(layer_kinds(model), stage.layers, in_blocks, strict=True):
+    further = float(model.mtp_layers)
+    blocks = [*zip(layer_kinds(model), stage.layers, in_blocks, strict=True)]
+    if further:
+        join = frozen(mtp_weights(model)) if lora_rank else mtp_weights(model)
+        found.append(Unit(weights=join, count=further * stage.heads, gathers=(further * in_last, 0.0)))
+        last = layer_kind(model, model.num_layers - 1)
+        blocks.append((last, further * stage.heads, further * in_last))
+    for kind, count, in_forward in blocks:
         in_backward = count * mesh.num_microbatches * alone * (mesh.zero >= 3)
         for is_expert in (False, True):
             of_block = block_weights(model, kind, lora_rank)

@@ -176,4 +176,6 @@ def _in_torch_types(model: Model, cut: Cut, op: Op) -> Op:
         saved_bytes = saved_bytes + cut.tokens / cut.tp * model.moe.top_k * prec.act_bytes
     elif op.name == "tokens":
         saved_bytes = 0.0
+    elif op.name == "hidden_norm":  # what the last norm before it keeps too
+        saved_bytes = saved_bytes - cut.split_tokens * model.hidden * prec.act_bytes
     return structs.replace(op, saved_bytes=saved_bytes)

@@ -202,10 +202,9 @@ def _predict_further(model: Model, cut: Cut) -> list[Op]:
     """One module: next token's embedding and hidden state, normalised, projected, a block, the head."""
     weights = mtp_weights(model)
     ops = [
-        *_join(model, cut),
+        *as_done_by(model, cut, list(_join(model, cut))),
         *block_ops(model, cut, layer_kind(model, model.num_layers - 1)),
-        *norm(model, cut, "mtp", "final_norm"),
-        *_predict(model, cut, "mtp_"),
+        *as_done_by(model, cut, [*norm(model, cut, "mtp", "final_norm"), *_predict(model, cut, "mtp_")]),
     ]
     return hold(ops, frozen(weights) if cut.lora_rank else weights, cut, shards)
 

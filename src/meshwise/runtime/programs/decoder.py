@@ -17,52 +17,12 @@ from torch.nn import functional as F
 
 from meshwise.model.architecture import Model, is_moe_layer
 from meshwise.runtime.programs.adapters import is_adapter
-from meshwise.runtime.programs.decoder_attention import Attention, LatentAttention
-from meshwise.runtime.programs.decoder_parts import DecoderNorm, FeedForward, Setting
+from meshwise.runtime.programs.block import Block
+from meshwise.runtime.programs.decoder_parts import DecoderNorm, Setting
+from meshwise.runtime.programs.further import LOSS_WEIGHT, Further
 from meshwise.runtime.programs.local import local
-from meshwise.runtime.programs.mixture import Mixture
-from meshwise.runtime.programs.per_op import per_op_contexts
 
 TABLE, TIED = "embedding.tokens.weight", "head.logits.weight"
-
-
-class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside a residual."""
-
-    def __init__(self, model: Model, setting: Setting, *, has_experts: bool, is_redone: bool) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = DecoderNorm(model), DecoderNorm(model)
-        self.attention = (LatentAttention if model.mla else Attention)(model, setting)
-        self.mlp = Mixture(model, setting) if has_experts else FeedForward(model, setting, model.ffn_hidden)
-        self.setting, self.is_redone = setting, is_redone
-        self.router_shape = (model.hidden, model.moe.num_experts) if model.moe else ()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, tokens, hidden] -> the same."""
-        if "per_op" in self.setting.redone_modules:
-            return self.setting.again(self.compute, x, keeps=per_op_contexts(self.router_shape))
-        return self.setting.again(self.compute, x) if self.is_redone else self.compute(x)
-
-    def compute(self, x: Tensor) -> Tensor:
-        """The block itself, whoever calls it and however often."""
-        with self.setting.recorder.section("attention"):
-            x = x + self.attention(self.norm1(x))
-        with self.setting.recorder.section("mlp"):
-            return x + self._feed_forward(x)
-
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        redone, modules = self.setting.redone, self.setting.redone_modules
-        if isinstance(self.mlp, FeedForward):
-            return redone("mlp", self.mlp, self.norm2(x))
-        if "moe" not in modules:
-            return self.mlp(*redone("layernorm", self._scored, x, to_its_end=False))
-        if "layernorm" in modules:
-            return redone("moe", lambda x: self.mlp(*self._scored(x)), x)
-        return redone("moe", lambda normed: self.mlp(normed, self.mlp.scores(normed)), self.norm2(x))
-
-    def _scored(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        normed = self.norm2(x)
-        return normed, self.mlp.scores(normed)
 
 
 class Embedding(nn.Module):
@@ -117,17 +77,19 @@ class Decoder(nn.Module):
             }
         )
         self.head = Head(model) if is_last else None
+        self.further = nn.ModuleList(Further(model, setting) for _ in range(model.mtp_layers * is_last))
         self.is_tied, self.setting = model.tied_embedding, setting
         self.tie()
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Token numbers or activations [batch, tokens, hidden] -> activations, or the tokens' mean loss."""
+        """Token numbers or activations [batch, tokens, hidden] -> activations, or the tokens' mean loss.
+
+        `labels` [batch, 1 + modules of multi-token prediction, tokens]: the next tokens, and later ones.
+        """
         section = self.setting.recorder.section
         if self.embedding is not None:
             with section("embedding"):
-                x = self.embedding(x)
-            if self.setting.lora_rank:
-                x.requires_grad_()  # the frozen embedding has no gradient, the blocks' adapters have
+                x = self._for_blocks(self.embedding(x))
         with self.setting.keeping():
             for layer in self.layers.values():
                 x = layer(x)
@@ -137,7 +99,24 @@ class Decoder(nn.Module):
         with section("head"):
             logits = self.head(x)
         with section("loss"):
-            return mean_loss(logits, labels)
+            loss = mean_loss(logits, labels[:, 0])
+        for number, further in enumerate(self.further):
+            with section("further"):
+                assert self.embedding is not None  # used again as FSDP2 has gathered it
+                x = further(x, self._for_blocks(self.embedding.tokens(labels[:, number])))
+            with section("loss"):
+                further_loss = mean_loss(self.head.logits(further.norm(x)), labels[:, number + 1])
+            loss = loss + LOSS_WEIGHT / len(self.further) * further_loss
+        return loss
+
+    def _for_blocks(self, embedded: Tensor) -> Tensor:
+        """Beside adapters an embedding is frozen, but the blocks that read it pass gradients on."""
+        return embedded.requires_grad_() if self.setting.lora_rank else embedded
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All blocks, those of multi-token prediction last."""
+        return [*self.layers.values(), *(further.block for further in self.further)]
 
     def tie(self) -> bool:
         """Make embedding and head one table where the model says so and both are here; whether they are."""

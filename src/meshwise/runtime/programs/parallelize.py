@@ -27,8 +27,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from meshwise.runtime.programs.adapters import Adapted, cut_as
-from meshwise.runtime.programs.decoder import Block, Decoder
+from meshwise.runtime.programs.block import Block
+from meshwise.runtime.programs.decoder import Decoder
 from meshwise.runtime.programs.decoder_attention import LatentAttention
+from meshwise.runtime.programs.further import further_styles
 from meshwise.runtime.programs.mixture import Experts, Mixture
 from meshwise.runtime.programs.parts import cut_on_demand
 from meshwise.runtime.programs.routes import WHOLE, Place, cut_dim
@@ -48,7 +50,9 @@ def cut_tensors(decoder: Decoder, mesh: DeviceMesh) -> None:
     if decoder.embedding is not None and decoder.embedding.positions is not None:
         whole = distribute_tensor(decoder.embedding.positions.data, mesh, [Replicate()])
         decoder.embedding.positions = nn.Parameter(whole)
-    for layer in decoder.layers.values():
+    for further in decoder.further:
+        parallelize_module(further, mesh, further_styles(rows))
+    for layer in decoder.blocks:
         styles: dict[str, Any] = {}
         for name, style in block_plan(rows, layer).items():
             is_adapted = isinstance(layer.get_submodule(name), Adapted)
@@ -108,9 +112,9 @@ def shard_states(
         parameter.requires_grad_(decoder.trains(name))
     for modules in _groups(decoder):
         _materialize(modules, names, device, kept, seed)
-        is_block = modules[0] in decoder.layers.values()
+        is_block = isinstance(modules[0], Block)
         with cut_on_demand():
-            if is_block and isinstance(modules[0].mlp, Mixture):
+            if isinstance(modules[0], Block) and isinstance(modules[0].mlp, Mixture):
                 experts = modules[0].mlp.experts
                 fully_shard(
                     experts, mesh=experts_mesh, mp_policy=policy, shard_placement_fn=lambda _: Shard(1),
@@ -126,8 +130,9 @@ def shard_states(
 def _groups(decoder: Decoder) -> list[list[nn.Module]]:
     """What is gathered together; a table that is embedding and head at once makes them one group."""
     ends = [module for module in (decoder.embedding, decoder.head) if module is not None]
-    blocks: list[list[nn.Module]] = [[layer] for layer in decoder.layers.values()]
-    return [ends, *blocks] if decoder.tie() else [*([end] for end in ends), *blocks]
+    others: list[list[nn.Module]] = [[layer] for layer in decoder.blocks]
+    others += [further.outside_block for further in decoder.further]
+    return [ends, *others] if decoder.tie() else [*([end] for end in ends), *others]
 
 
 def _materialize(

@@ -118,7 +118,6 @@ def the_model(options: Options) -> Model:
         "gated attention": model.attention_gate,
         "patches": model.patches is not None,
         "token types": model.token_types > 0,
-        "multi-token prediction": model.mtp_layers > 0,
         "capped scores or logits": model.attention_softcap or model.logit_softcap,
     }
     for what, is_there in has.items():

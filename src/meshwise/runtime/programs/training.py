@@ -246,16 +246,22 @@ class Trainer:
         self.context.recorder.weights(*module.parameters())
 
     def _tokens(self) -> tuple[Tensor, Tensor]:
-        """This rank's tokens and those that follow them, [microbatches x sequences, own tokens] each."""
+        """This rank's tokens [microbatches x sequences, own tokens], and their labels (`with_labels`)."""
         mine = self.all_tokens()[self.place.dp]
-        tokens, labels = (part[:, self.places].contiguous() for part in (mine[:, :-1], mine[:, 1:]))
-        return tokens, labels
+        tokens, labels = with_labels(mine, self.options.seq)
+        return tokens[:, self.places].contiguous(), labels[..., self.places].contiguous()
 
     def all_tokens(self) -> Tensor:
-        """The tokens of a step in the whole world: [replicas, microbatches x sequences, tokens + 1]."""
+        """The tokens of a step in the whole world: [replicas, microbatches x sequences, tokens]."""
         torch.manual_seed(self.options.seed)
-        shape = self.dp, self.num * self.options.microbatch, self.options.seq + 1
+        length = self.options.seq + 1 + self.model.mtp_layers
+        shape = self.dp, self.num * self.options.microbatch, length
         return torch.randint(self.model.vocab, shape).to(self.context.device)
+
+
+def with_labels(sequences: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """The first tokens of each sequence, and for each the next ones, [sequences, number, tokens]."""
+    return sequences[:, :num_tokens], sequences[:, 1:].unfold(1, num_tokens, 1)
 
 
 def _copies_and_shards(replicas: int, sharing: int) -> dict[str, int]:

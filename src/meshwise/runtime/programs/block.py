@@ -1,0 +1,50 @@
+"""One block of a decoder: attention and feed-forward, each behind a norm and beside a residual."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from meshwise.model.architecture import Model
+from meshwise.runtime.programs.decoder_attention import Attention, LatentAttention
+from meshwise.runtime.programs.decoder_parts import DecoderNorm, FeedForward, Setting
+from meshwise.runtime.programs.mixture import Mixture
+from meshwise.runtime.programs.per_op import per_op_contexts
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind a norm and beside a residual."""
+
+    def __init__(self, model: Model, setting: Setting, *, has_experts: bool, is_redone: bool) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = DecoderNorm(model), DecoderNorm(model)
+        self.attention = (LatentAttention if model.mla else Attention)(model, setting)
+        self.mlp = Mixture(model, setting) if has_experts else FeedForward(model, setting, model.ffn_hidden)
+        self.setting, self.is_redone = setting, is_redone
+        self.router_shape = (model.hidden, model.moe.num_experts) if model.moe else ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, hidden] -> the same."""
+        if "per_op" in self.setting.redone_modules:
+            return self.setting.again(self.compute, x, keeps=per_op_contexts(self.router_shape))
+        return self.setting.again(self.compute, x) if self.is_redone else self.compute(x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        """The block itself, whoever calls it and however often."""
+        with self.setting.recorder.section("attention"):
+            x = x + self.attention(self.norm1(x))
+        with self.setting.recorder.section("mlp"):
+            return x + self._feed_forward(x)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        redone, modules = self.setting.redone, self.setting.redone_modules
+        if isinstance(self.mlp, FeedForward):
+            return redone("mlp", self.mlp, self.norm2(x))
+        if "moe" not in modules:
+            return self.mlp(*redone("layernorm", self._scored, x, to_its_end=False))
+        if "layernorm" in modules:
+            return redone("moe", lambda x: self.mlp(*self._scored(x)), x)
+        return redone("moe", lambda normed: self.mlp(normed, self.mlp.scores(normed)), self.norm2(x))
+
+    def _scored(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.norm2(x)
+        return normed, self.mlp.scores(normed)
