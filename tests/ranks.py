@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -59,6 +61,16 @@ def meet_until(place: Place, met: str, end: str) -> None:
         dist.all_reduce(ended)
         Path(met).touch()
         time.sleep(0.05)
+
+
+def run_script(place: Place, words: list[str], port: int) -> None:
+    """Be one rank of a script that makes its process group itself, at a store that listens on `port`."""
+    dist.destroy_process_group()
+    world = {"RANK": place.rank, "LOCAL_RANK": place.rank, "WORLD_SIZE": place.world_size}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    os.environ.update({name: str(value) for name, value in world.items()})
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def num_threads(place: Place) -> int:

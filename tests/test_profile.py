@@ -83,15 +83,20 @@ def test_torchrun(program, tmp_path):
 
 
 STEPS = """
-import sys, time, torch, torch.distributed as dist
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-for step in range(9):
-    for _ in range(20):
-        torch.ones(64, 64) @ torch.ones(64, 64)
-    time.sleep(0.03 + 0.06 * (dist.get_rank() == int(sys.argv[1])))
-    dist.all_reduce(torch.ones(1000))
-dist.destroy_process_group()
+import os, sys, time, torch, torch.distributed as dist
+ranks, sleeper = int(sys.argv[1]), int(sys.argv[2])
+for rank in range(ranks):
+    if os.fork() == 0:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=ranks)
+        for step in range(9):
+            for _ in range(20):
+                torch.ones(64, 64) @ torch.ones(64, 64)
+            time.sleep(0.03 + 0.06 * (rank == sleeper))
+            dist.all_reduce(torch.ones(1000))
+        dist.destroy_process_group()
+        os._exit(0)
+assert [os.waitpid(-1, 0)[1] for rank in range(ranks)] == [0] * ranks
 """
 
 
@@ -99,8 +104,7 @@ dist.destroy_process_group()
 def test_the_sleeper_is_named(tmp_path, ranks, sleeper):
     """Real processes of which one sleeps 60 ms a step longer, or none."""
     (tmp_path / "steps.py").write_text(STEPS)
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    words += [str(tmp_path / "steps.py"), str(sleeper)]
+    words = [sys.executable, str(tmp_path / "steps.py"), str(ranks), str(sleeper), str(tmp_path / "meeting")]
     done = profile_command(words, tmp_path / "out", stdout=subprocess.DEVNULL)
     found = summarize_paths(done.files)
     named = [one.ranks for one in found.findings if 0 < len(one.ranks) < ranks]
@@ -110,14 +114,13 @@ def test_the_sleeper_is_named(tmp_path, ranks, sleeper):
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="naming hosts needs root")
 def test_ranks_of_two_hosts_share_a_folder(program, tmp_path):
     """Each host runs `meshwise profile` into the same folder; the traces name their hosts and match."""
-    words = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={own_port()}"]
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own_port())}
     hosts = []
     for node in range(2):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *words, f"--node-rank={node}"]
         profile = [sys.executable, "-m", "meshwise", "profile", "-o", str(tmp_path / "out"), "--"]
         script = f'hostname node-{node} && exec "$@"'
-        command = ["unshare", "--uts", "sh", "-c", script, "sh", *profile, *torchrun, program, "-1"]
-        hosts.append(subprocess.Popen(command))
+        command = ["unshare", "--uts", "sh", "-c", script, "sh", *profile, sys.executable, program, "-1"]
+        hosts.append(subprocess.Popen(command, env=os.environ | world | {"RANK": str(node)}))
     assert [host.wait(120) for host in hosts] == [0, 0]
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["rank-0.json", "rank-1.json"]
     found = summarize_paths([tmp_path / "out"])

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +13,11 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch.distributed as dist
+
 import meshwise as mw
+import ranks as on_ranks
+from meshwise.runtime.launch import launch
 
 SCRIPTS = Path(__file__).parent / "data" / "scripts"
 FSDP2, DDP = (["python", str(SCRIPTS / name)] for name in ("fsdp2.py", "ddp.py"))
@@ -36,16 +37,17 @@ def total(rows: list[dict[str, Any]], column: str, **wanted: Any) -> float:
     return sum(row["count"] * (row[column] or 0) for row in chosen)
 
 
-@pytest.mark.parametrize("options", [[], ["--tp", "2", "--ac"]], ids=["fsdp2", "fsdp2 + tp 2 + recompute"])
-def test_agrees_with_real_ranks(options: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(2, []), (4, ["--tp", "2", "--ac"])], ids=["fsdp2", "fsdp2 + tp 2 + recompute"]
+)
+def test_agrees_with_real_ranks(ranks: int, options: list[str], tmp_path: Path) -> None:
     """Collectives and FLOP to the last digit; the peak but for the scalars that AdamW keeps on the CPU."""
     record = tmp_path / "record"
-    words = [*options, "--device", "cpu", "--backend", "gloo", "--record", str(record)]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([*launcher, FSDP2[1], *words], check=True, capture_output=True, env=environment)
+    words = [FSDP2[1], *options, "--device", "cpu", "--backend", "gloo", "--record", str(record)]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launch(on_ranks.run_script, ranks, words, store.port)
     real = json.loads(Path(f"{record}.1").read_text())
-    fake = mw.dry_run_script([*FSDP2, *options], ranks=4, rank=1)
+    fake = mw.dry_run_script([*FSDP2, *options], ranks=ranks, rank=1)
     rows = fake.ledger.to_json()
     assert collectives(rows) == collectives(real["ledger"])
     assert total(rows, "flop") == total(real["ledger"], "flop") > 0

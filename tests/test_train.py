@@ -72,7 +72,7 @@ PLANS = [
     ("etp=2,ep=2,zero=2", "moe", 8),
     ("tp=2,pp=2", "mla", 4),
     ("pp=2,ep=2", "moe", 4),
-    ("zero=0,tp=2", "gpt", 8),
+    ("zero=0,tp=2", "gpt", 4),
     ("zero=1", "llama", 8),
     ("zero=1,pp=2,vpp=2,zero_group=1", "llama", 8),
     ("zero=2,zero_group=2,recompute=full", "llama", 8),
@@ -173,27 +173,27 @@ def test_parts_are_those_of_chunk(rows: int, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "plan", "model"),
+    ("rank", "batch", "plan", "model"),
     [
-        (2, "tp=1,dtype=fp32", "llama"),
-        (3, "tp=2,dtype=bf16,recompute=full", "gpt"),
-        (1, "pp=2,cp=2,dtype=bf16", "llama"),
-        (2, "pp=2,vpp=2,tp=2,dtype=bf16,recompute=selective", "gpt"),
-        (3, "tp=2,cp=2,cp_kind=all_gather,dtype=fp64", "llama"),
-        (1, "pp=2,ep=2,dtype=bf16,recompute=full", "moe"),
-        (3, "cp=4,cp_kind=two_level,ulysses=2,dtype=bf16", "llama"),
-        (2, "zero=1,zero_group=2,dtype=bf16", "llama"),
-        (1, "zero=2,pp=2,schedule=zb-h1,dtype=bf16", "llama"),
-        (3, "tp=2,cp=2,etp=1,dtype=bf16", "mla"),
-        (3, "zero=2,tp=2,dtype=bf16", "gpt"),
-        (1, "zero=0,ep=2,dtype=fp32", "moe"),
-        (2, "tp=2,ep=2,dtype=bf16", "mla"),
-        (1, "zero=2,pp=2,schedule=dualpipe,dtype=bf16", "gpt"),
+        (2, 8, "tp=1,dtype=fp32", "llama"),
+        (3, 4, "tp=2,dtype=bf16,recompute=full", "gpt"),
+        (1, 4, "pp=2,cp=2,dtype=bf16", "llama"),
+        (2, 4, "pp=2,vpp=2,tp=2,dtype=bf16,recompute=selective", "gpt"),
+        (3, 2, "tp=2,cp=2,cp_kind=all_gather,dtype=fp64", "llama"),
+        (1, 8, "pp=2,ep=2,dtype=bf16,recompute=full", "moe"),
+        (3, 2, "cp=4,cp_kind=two_level,ulysses=2,dtype=bf16", "llama"),
+        (2, 8, "zero=1,zero_group=2,dtype=bf16", "llama"),
+        (1, 8, "zero=2,pp=2,schedule=zb-h1,dtype=bf16", "llama"),
+        (3, 2, "tp=2,cp=2,etp=1,dtype=bf16", "mla"),
+        (3, 4, "zero=2,tp=2,dtype=bf16", "gpt"),
+        (1, 8, "zero=0,ep=2,dtype=fp32", "moe"),
+        (2, 4, "tp=2,ep=2,dtype=bf16", "mla"),
+        (1, 8, "zero=2,pp=2,schedule=dualpipe,dtype=bf16", "gpt"),
     ],
 )
-def test_all_instruments_agree(rank: int, plan: str, model: str, pool: Ranks) -> None:
+def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, pool: Ranks) -> None:
     """FLOP, collectives, states, and the peak of activations, to the last digit."""
-    options = train_options(plan=plan, batch=8, model=model)
+    options = train_options(plan=plan, batch=batch, model=model)
     found = compare_program(TRAIN, options, ranks=4, rank=rank, pool=pool)
     assert set(found.rows[0].values) == {"estimate", "dry_run", "run"}
     assert "saved_bytes" in {row.column for row in found.rows if row.op == "activations"}
@@ -209,7 +209,7 @@ def test_all_instruments_agree(rank: int, plan: str, model: str, pool: Ranks) ->
         (40, 39, "gpt --plan dtype=bf16,recompute=full --layers 2"),
         (16, 9, "llama --plan tp=2,cp=4,dtype=bf16,cp_kind=all_gather,recompute=selective --layers 1"),
         (12, 5, "gpt --plan tp=2,cp=3,dtype=fp64 --seq 24 --batch 4 --layers 1"),
-        (8, 5, "llama --plan pp=2,tp=2,dtype=bf16,recompute=full --batch 16"),
+        (8, 5, "llama --plan pp=2,tp=2,dtype=bf16,recompute=full --batch 8"),
         (8, 0, "gpt --plan pp=4,schedule=gpipe,dtype=bf16 --batch 8 --layers 4"),
         (8, 7, "llama --plan pp=4,dtype=bf16 --batch 8 --layers 4 --steps 2"),
         (8, 3, "gpt --plan pp=2,vpp=4,tp=2,dtype=bf16 --batch 4 --layers 8"),
