@@ -104,6 +104,48 @@ def test_matmuls_and_collectives_join_op_by_op(tmp_path):
         assert row.measured_s == pytest.approx(times * row.predicted_s, rel=1e-3), (module, op, phase)
 
 
+def _launched(events, name, now, length, operator="", dims=None):
+    """A kernel, its launch, and the operator around that; the next kernel may begin when it has ended."""
+    number = len(events) + 1
+    if operator:
+        shapes = {"Input Dims": dims, "Input type": ["c10::BFloat16"] * 2} if dims else {}
+        events.append(host("cpu_op", operator, now, 5, **shapes))
+    events.append(host("cuda_runtime", "cudaLaunchKernel", now + 1, 1, correlation=number))
+    events.append(kernel(name, now + 2, length, correlation=number))
+    return now + length + 10
+
+
+def test_modules_join_what_sizes_do_not(tmp_path):
+    """Gate and up apart: each has the sizes of fc2's gradient, and only the module tells what they are."""
+    of_fc2 = (r["shape"] for r in mw.estimate(*JOB, batch=2, seq=512).ledger.rows() if r["op"] == "fc2")
+    rows, width, inner = map(int, next(shape for shape in of_fc2 if shape.count("x") == 3).split("x")[1:])
+    events: list = [host("python_function", "nn.Module: Qwen3DecoderLayer_0", 0, 400)]
+    now = 10.0
+    events.append(host("python_function", "nn.Module: Qwen3MLP_0", 5, 115))
+    for _ in range(2):
+        events.append(host("python_function", "nn.Module: Linear_0", now - 1, 40))
+        now = _launched(events, "gemm", now, 30.0, "aten::mm", [[rows, width], [width, inner]])
+    now = _launched(events, "void silu_kernel", now, 20.0, "aten::silu")
+    events.append(host("python_function", "nn.Module: Qwen3RMSNorm_1", now, 20))
+    _launched(events, "void silu_kernel", now, 7.0, "aten::mul")
+    now = _launched(
+        events, "void elementwise_kernel", 500.0, 9.0, "autograd::engine::evaluate_function: AddBackward0"
+    )
+    events.append(kernel("void elementwise_kernel", now + 50, 4.0))  # launched before the profiler began
+    write_trace(tmp_path / "rank-0.json", events, 0)
+    found = mw.explain(tmp_path, *JOB, batch=2, seq=512)
+    _sums_up(found)
+    measured = {(r.module, r.op, r.phase): r.measured_s for r in found.rows if r.module and r.measured_s}
+    of = {op: measured.get(("layer.mlp", op, "forward"), 0.0) for op in ("fc1", "fc2", "swiglu")}
+    assert of["fc1"] + of["fc2"] == pytest.approx(60e-6) and of["fc1"] > of["fc2"]
+    assert of["swiglu"] == pytest.approx(20e-6)
+    forward = {op: seconds for (_, op, phase), seconds in measured.items() if phase == "forward"}
+    assert sum(forward.get(op, 0.0) for op in ("norm1", "norm2", "final_norm")) == pytest.approx(7e-6)
+    backward = [seconds for (_, _, phase), seconds in measured.items() if phase == "backward"]
+    assert sum(backward) == pytest.approx(13e-6)
+    assert any("100% of the measured work is joined" in text for text in found.findings)
+
+
 def test_the_model_and_the_plan_are_recognised(tmp_path, meshwise):
     """From the shapes of its matmuls, the groups and the number of ranks; stated, and priced."""
     _played_ops(tmp_path, mw.estimate(*JOB, batch=2, seq=512).ledger)

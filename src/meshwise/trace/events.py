@@ -43,7 +43,7 @@ STARTS_TRANSFER = ("c10d::", "_c10d_functional", "c10d_functional", "record_para
 POINT_TO_POINT_CALLS = ("c10d::send", "c10d::recv_")
 """Operators whose third argument is the other rank."""
 DEVICE_KINDS = (Kind.COMPUTE, Kind.COMMUNICATION, Kind.MEMORY)
-_COMMUNICATION = re.compile(r"nccl|rccl|hccl|gloo", re.IGNORECASE)
+_COMMUNICATION = re.compile(r"nccl|rccl|hccl|gloo|\bep::int(er|ra)node|deep_ep::|nvshmem", re.IGNORECASE)
 _MEMORY = re.compile(r"(hip)?mem(cpy|set)|dma", re.IGNORECASE)
 _HOST_COMMUNICATION = re.compile(r"(gloo|mpi|ucc):")
 _BY_CATEGORY = {
@@ -77,6 +77,7 @@ _COLLECTIVES = (
     ("scatter", "scatter"),
     ("send", "send"),
     ("recv", "recv"),
+    *((call, "all_to_all") for call in ("dispatch", "combine", "notify")),  # DeepEP's
 )
 
 

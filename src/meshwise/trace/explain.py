@@ -14,10 +14,12 @@ Exposed transfer is divided among the collectives by their time on the wire.
 
 Within a class, work joins the ops of the estimate that look the same in a trace:
 
-    matmul          the same sizes (operands may be swapped), where shapes were recorded
+    matmul          the same sizes (operands may be swapped) forward or backward, where shapes were recorded
     attention       forward or backward, by the kernel's name
     collective      the same number of ranks and bytes
     optimizer       all that PyTorch's `Optimizer.step` runs
+    other kernels   the same part of the model, where modules were recorded (`trace.modules`); this also joins
+                    matmuls whose sizes no op has
 
 Ops that look the same share their measured time as the estimate has it. What joins no op is one row of its
 class, on either side.
@@ -35,14 +37,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.core.columns import distinct_columns
 from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
 from meshwise.core.units import duration
 from meshwise.trace.breakdown import work
 from meshwise.trace.events import Ints, Kind, Trace
 from meshwise.trace.intervals import length
+from meshwise.trace.modules import PARTS, part_of_op, parts_of
 from meshwise.trace.nesting import launchers, nearest, parents
-from meshwise.trace.op_rates import op_rates
+from meshwise.trace.op_rates import matmul_shape, matmul_shapes
 from meshwise.trace.operators import self_time
 from meshwise.trace.summary import Summary
 
@@ -61,7 +65,7 @@ _CLASSES = (
             r"elementwise|vectorized|unrolled|reduce|norm|softmax|embedding|index|gather|scatter|copy|cat(_|array)|"
             r"fill|[gs]elu|silu|relu|tanh|sigmoid|swi(sh|glu)|act_and_mul|dropout|triton|rope|rotary|loss|nll|sort|"
             r"top_?k|transpose|cast|convert|quant|routing|moe_|cumsum|scan|arange|compare|where|philox|kv_?cache|"
-            r"distribution|pool|upsample|tensorop|^aten::|autograd::|Backward\d*$|PythonSubclass",
+            r"layout|permut|expand|mapping|distribution|pool|upsample|tensorop|^aten::|autograd::|Backward\d*$|PythonSubclass",
             re.IGNORECASE,
         ),
     ),
@@ -74,9 +78,12 @@ _SHARE = 0.02
 
 Look = tuple[Any, ...]
 """What a trace shows of an op: its class and, where known, what tells it from others of the class."""
+Looks = tuple[Look, Look, Look, Look]
+"""The same, the most telling first: by sizes and direction, by sizes, by part of the model, by class."""
+_NUM_LOOKS = 4
 Place = tuple[str, str, str]
 """Module, op and phase."""
-Work = dict[Look, dict[Place, float]]
+Work = dict[Looks, dict[Place, float]]
 """Seconds of a step."""
 
 
@@ -147,7 +154,8 @@ def explain(summary: Summary, predicted: Ledger | None = None) -> Explanation:
     ]
     if known and step_s:
         joined_s = sum(row.measured_s or 0.0 for row in rows if row.module)
-        findings.append(f"{joined_s / step_s:.0%} of the measured step is joined op by op")
+        busy_s = step_s - seconds.get("idle", 0.0) - seconds.get("waiting", 0.0)
+        findings.append(f"{joined_s / (busy_s or 1.0):.0%} of the measured work is joined op by op")
     if not summary.steps:
         findings.append("no step is marked (torch.profiler's step()), so the whole trace counts as one step")
     unjoined = _unjoined(summary, seconds.get(_UNNAMED, 0.0))
@@ -164,24 +172,40 @@ def _sorted(rows: Iterable[Row]) -> list[Row]:
 def _by_class(work: Work) -> dict[str, float]:
     """Seconds of each class."""
     seconds: dict[str, float] = defaultdict(float)
-    for look, places in work.items():
-        seconds[look[0]] += sum(places.values())
+    for looks, places in work.items():
+        seconds[looks[-1][0]] += sum(places.values())
     return dict(seconds)
 
 
 def _joined(measured: Work, expected: Work) -> list[Row]:
     """Rows of the ops that both sides have, and one of each class for what either side has alone."""
     rows: dict[Place, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for look in measured.keys() | expected.keys():
-        here, there = sum(measured.get(look, {}).values()), expected.get(look, {})
-        total = sum(there.values())
-        is_joined = len(look) > 1 and here and total
-        for place, seconds in there.items():
-            rows[place if is_joined else ("", look[0], "step")][0] += seconds
-            rows[place if is_joined else ("", look[0], "step")][1] += here * seconds / total if total else 0.0
-        if not total:
-            rows["", look[0], "step"][1] += here
+    for level in range(_NUM_LOOKS):
+        here, there = _by_look(measured, level), _by_look(expected, level)
+        joined = {look for look in here.keys() & there.keys() if len(look) > 1}
+        for look in joined:
+            seconds, total = sum(here[look].values()), sum(there[look].values())
+            for place, expected_s in there[look].items():
+                rows[place][0] += expected_s
+                rows[place][1] += seconds * expected_s / total
+        measured, expected = (
+            {looks: places for looks, places in side.items() if looks[level] not in joined}
+            for side in (measured, expected)
+        )
+    for i, side in enumerate((expected, measured)):
+        for op, alone_s in _by_class(side).items():
+            rows["", op, "step"][i] += alone_s
     return _sorted(Row(*place, *seconds) for place, seconds in rows.items() if any(seconds))
+
+
+def _by_look(work: Work, level: int) -> dict[Look, dict[Place, float]]:
+    """What takes any time, by one of its looks."""
+    found: dict[Look, dict[Place, float]] = defaultdict(lambda: defaultdict(float))
+    for looks, places in work.items():
+        for place, seconds in places.items():
+            if seconds:
+                found[looks[level]][place] += seconds
+    return found
 
 
 def _unjoined(summary: Summary, total_s: float) -> list[Row]:
@@ -206,20 +230,33 @@ def _predicted(ledger: Ledger) -> Work:
     for row in ledger.rows():
         if seconds := row["count"] * (row["time_s"] or 0.0):
             op = f"{row['op']} {row['collective']}".strip()
-            work[_look_of_op(row)][row["module"], op, row["phase"]] += seconds
+            work[_looks_of_op(row)][row["module"], op, row["phase"]] += seconds
     return work
 
 
-def _look_of_op(row: Mapping[str, Any]) -> Look:
+def _looks_of_op(row: Mapping[str, Any]) -> Looks:
     """How an op of the ledger looks in a trace."""
-    of = _class_of_op(row)
+    of, phase = _class_of_op(row), "forward" if row["phase"] == "forward" else "backward"
     if row["collective"]:
-        return of, _size(row["group_size"]), _bytes(row["payload_bytes"])
+        return _looks(of, _size(row["group_size"]), _bytes(row["payload_bytes"]))
     if of == "matmul":
-        return of, *_sizes(row["shape"])
+        sizes = _sizes(row["shape"])
+        return (of, phase, *sizes), (of, *sizes), (of, part_of_op(row)), (of,)
+    if of == "other kernels":
+        return _looks(of, part_of_op(row))
+    return _looks(of, *_telling(of, is_backward=phase == "backward"))
+
+
+def _looks(*look: Any) -> Looks:
+    """Of work that only one look tells from others of its class."""
+    return look, look, look, look[:1]
+
+
+def _telling(of: str, *, is_backward: bool) -> tuple[str, ...]:
+    """What tells an op of a class without sizes from others."""
     if of == "attention":
-        return of, "backward" if row["phase"] == "backward" else "forward"
-    return (of, "") if of == "optimizer" else (of,)
+        return ("backward" if is_backward else "forward",)
+    return ("",) if of == "optimizer" else ()
 
 
 def _sizes(shape: str) -> tuple[int, ...]:
@@ -253,51 +290,46 @@ def _class_of_op(row: Mapping[str, Any]) -> str:
 
 
 def _measured(summary: Summary, num_steps: int) -> Work:
-    """Seconds of each look of work in a step, the mean over the ranks; they sum to the span."""
-    seconds: dict[Look, float] = defaultdict(float)
-    wire: dict[int, dict[Look, float]] = defaultdict(lambda: defaultdict(float))
+    """Seconds of work in a step by its looks, the mean over the ranks; they sum to the span."""
+    seconds: dict[Looks, float] = defaultdict(float)
+    wire: dict[int, dict[Looks, float]] = defaultdict(lambda: defaultdict(float))
     for one in summary.collectives:
         for rank in one.wait_s:
-            wire[rank][one.name, _size(one.group_size), _bytes(one.bytes)] += one.wire_s
+            wire[rank][_looks(one.name, _size(one.group_size), _bytes(one.bytes))] += one.wire_s
     for trace, parts in zip(summary.traces, summary.partitions, strict=True):
-        for look, value in _kernels(trace).items():
-            seconds[look] += value
+        for looks, value in _kernels(trace).items():
+            seconds[looks] += value
         whole = sum(wire[trace.rank].values())
-        for look, value in wire[trace.rank].items():
-            seconds[look] += parts.seconds["transfer"] * value / whole if whole else 0.0
+        for looks, value in wire[trace.rank].items():
+            seconds[looks] += parts.seconds["transfer"] * value / whole if whole else 0.0
         unnamed = 0.0 if whole else parts.seconds["transfer"]
         others = {"waiting": parts.seconds["wait"], "copies": parts.seconds["memory"], "transfer": unnamed}
         for name, value in (others | {"idle": parts.seconds["idle"]}).items():
-            seconds[name,] += value
+            seconds[_looks(name)] += value
     return {
-        look: {("", look[0], "step"): value / (num_steps * len(summary.traces))}
-        for look, value in seconds.items()
+        looks: {("", looks[-1][0], "step"): value / (num_steps * len(summary.traces))}
+        for looks, value in seconds.items()
     }
 
 
-def _kernels(trace: Trace) -> dict[Look, float]:
-    """Seconds of compute by look on one rank; they sum to the time in which it computed."""
+def _kernels(trace: Trace) -> dict[Looks, float]:
+    """Seconds of compute by its looks on one rank; they sum to the time in which it computed."""
     done = work(trace)
     events = np.flatnonzero(done.kind == Kind.COMPUTE)
     own = trace.duration_ns if trace.has_device else self_time(trace, parents(trace))
     in_optimizer = _in_optimizer(trace, events)
-    seconds: dict[Look, float] = defaultdict(float)
-    seconds["optimizer", ""] = float(own[events[in_optimizer]].sum()) / 1e9
+    seconds: dict[Looks, float] = defaultdict(float)
+    seconds[_looks("optimizer", "")] = float(own[events[in_optimizer]].sum()) / 1e9
     events = events[~in_optimizer]
-    sums = np.bincount(trace.label[events], weights=own[events], minlength=len(trace.labels)) / 1e9
-    for label in np.flatnonzero(sums).tolist():
-        seconds[_look_of_kernel(trace.labels[label][1])] += float(sums[label])
-    of_shape: dict[Look, float] = defaultdict(float)
-    for one in op_rates([trace]):
-        if one.kind == "matmul":
-            of_shape["matmul", *_sizes(one.shape)] += one.total_s
-    matmul, known = seconds.pop(("matmul",), 0.0), sum(of_shape.values())
-    share = min(1.0, matmul / known) if known else 0.0
-    seconds |= {look: value * share for look, value in of_shape.items()}
-    seconds["matmul",] = matmul - known * share
+    kinds = np.stack([trace.label[events], parts_of(trace, events), matmul_shapes(trace, events)])
+    first, alike = distinct_columns(kinds)
+    sums = np.bincount(alike, weights=own[events], minlength=len(first)) / 1e9
+    for (label, part, shape), spent_s in zip(kinds[:, first].T.tolist(), sums.tolist(), strict=True):
+        sizes = matmul_shape(trace, shape) if shape >= 0 else ""
+        seconds[_looks_of_kernel(trace.labels[label][1], PARTS[part], sizes)] += spent_s
     total = sum(seconds.values())
     scale = length(done.spans[Kind.COMPUTE]) / 1e9 / total if total else 0.0
-    return {look: value * scale for look, value in seconds.items()}
+    return {looks: value * scale for looks, value in seconds.items()}
 
 
 def _in_optimizer(trace: Trace, events: Ints) -> NDArray[np.bool_]:
@@ -308,11 +340,17 @@ def _in_optimizer(trace: Trace, events: Ints) -> NDArray[np.bool_]:
     return (at >= 0) & (step[at] >= 0)
 
 
-def _look_of_kernel(name: str) -> Look:
+def _looks_of_kernel(name: str, part: str, sizes: str) -> Looks:
+    """How a kernel looks that a part of the model launched, for a matmul of known sizes or none."""
     of = _class_of_kernel(name)
-    if of == "attention":
-        return of, "backward" if _BACKWARD.search(name) else "forward"
-    return (of, "") if of == "optimizer" else (of,)
+    if of == "matmul":
+        of_part = (of, part) if part else (of,)
+        direction = {"": (), "backward": ("backward",)}.get(part, ("forward",))
+        of_sizes = (of, *direction, *_sizes(sizes)) if sizes else of_part
+        return of_sizes, of_sizes, of_part, (of,)
+    if of == "other kernels" and part:
+        return _looks(of, part)
+    return _looks(of, *_telling(of, is_backward=bool(_BACKWARD.search(name))))
 
 
 def _in_words(rows: list[Row], step_s: float, expected_s: float | None) -> list[str]:

@@ -193,7 +193,11 @@ def _why_idle(partitions: Sequence[Partition], i: int) -> tuple[str, str]:
             "slow host",
             "its device idles because its host launches late (a busy CPU, data loading, Python)",
         )
-    return "idle", "it works on nothing for longer than the median rank (input, locks, a busy machine)"
+    longer_s = one.seconds["idle"] - _others([other.seconds["idle"] for other in partitions], i)
+    return (
+        "idle",
+        f"it is idle {duration(longer_s)} longer than the median rank (input, locks, a busy machine)",
+    )
 
 
 def _slow_links(

@@ -11,17 +11,18 @@ it. Shapes must have been recorded (`record_shapes=True`; `meshwise profile` doe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwise.core.ledger import shape_text
 from meshwise.core.units import DTYPE_BYTES
 from meshwise.cost.op import Cost, attended_pairs, flash_attention, flash_attention_backward, matmul
 from meshwise.machine.hardware import Chip
 from meshwise.trace.breakdown import work_kind
-from meshwise.trace.events import Kind, Trace
+from meshwise.trace.events import Ints, Kind, Trace
 from meshwise.trace.nesting import launchers, nearest, parents
 from meshwise.trace.operators import self_time
 from meshwise.trace.transfers import element_bytes
@@ -117,26 +118,42 @@ def _roof_s(chip: Chip, dtype: str, flop: float, moved_bytes: float) -> float | 
 
 def _calls(trace: Trace) -> dict[tuple[int, int], list[float]]:
     """Seconds of every call of an operator of known work, by label and shape."""
-    names = [name for _, name in trace.labels]
-    is_known = np.array(
-        [name in _MATMULS or name in _ATTENTION or _is_elementwise(name) for name in names] or [False]
-    )
-    known = is_known[trace.label] & (trace.shape >= 0) & (trace.kind == Kind.CPU_OP)
-    parent = parents(trace)
-    owner = nearest(parent, known)
+    known = _of_names(trace, lambda name: name in _MATMULS or name in _ATTENTION or _is_elementwise(name))
     seconds = np.zeros(len(trace))
-    if trace.has_device:
-        kernels = np.flatnonzero(work_kind(trace) == Kind.COMPUTE)
-        launcher = launchers(trace)[kernels]
-        at = np.where(launcher >= 0, owner[launcher], -1)
-        np.add.at(seconds, at[at >= 0], trace.duration_ns[kernels][at >= 0] / 1e9)
-    else:
-        own = np.flatnonzero((owner >= 0) & (work_kind(trace) == Kind.COMPUTE))
-        np.add.at(seconds, owner[own], self_time(trace, parent)[own] / 1e9)
+    work = np.flatnonzero(work_kind(trace) == Kind.COMPUTE)
+    owner = _callers(trace, work, known)
+    spent = trace.duration_ns if trace.has_device else self_time(trace, parents(trace))
+    np.add.at(seconds, owner[owner >= 0], spent[work][owner >= 0] / 1e9)
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     for i in np.flatnonzero(known & (seconds > 0)).tolist():
         found[int(trace.label[i]), int(trace.shape[i])].append(float(seconds[i]))
     return found
+
+
+def _of_names(trace: Trace, is_known: Callable[[str], bool]) -> NDArray[np.bool_]:
+    """Which events are operators with shapes whose names are known."""
+    known = np.array([is_known(name) for _, name in trace.labels] or [False])
+    return known[trace.label] & (trace.shape >= 0) & (trace.kind == Kind.CPU_OP)
+
+
+def _callers(trace: Trace, work: Ints, known: NDArray[np.bool_]) -> Ints:
+    """The nearest of the `known` operators around each of `work` (kernels, or operators on a CPU)."""
+    owner = nearest(parents(trace), known)
+    at = launchers(trace)[work] if trace.has_device else work
+    return np.where(at >= 0, owner[at], -1)
+
+
+def matmul_shapes(trace: Trace, work: Ints) -> Ints:
+    """The matmul that ran each of `work`, as the number of its shape in `trace.shapes`; -1 for none."""
+    owner = _callers(trace, work, _of_names(trace, _MATMULS.__contains__))
+    return np.where(owner >= 0, trace.label[owner] * len(trace.shapes) + trace.shape[owner], -1)
+
+
+def matmul_shape(trace: Trace, number: int) -> str:
+    """Sizes of a matmul, `batch x rows x columns x inner`, by its number from `matmul_shapes`."""
+    label, shape = divmod(number, len(trace.shapes))
+    known = _work(trace.labels[label][1], trace.tensors(shape), False)
+    return known[1] if known else ""
 
 
 def _is_elementwise(name: str) -> bool:
