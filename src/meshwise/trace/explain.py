@@ -322,7 +322,7 @@ def _kernels(trace: Trace) -> dict[Looks, float]:
     seconds[_looks("optimizer", "")] = float(own[events[in_optimizer]].sum()) / 1e9
     events = events[~in_optimizer]
     kinds = np.stack([trace.label[events], parts_of(trace, events), matmul_shapes(trace, events)])
-    first, alike = distinct_columns(kinds)
+    first, alike = distinct_columns(kinds.astype(np.float64))
     sums = np.bincount(alike, weights=own[events], minlength=len(first)) / 1e9
     for (label, part, shape), spent_s in zip(kinds[:, first].T.tolist(), sums.tolist(), strict=True):
         sizes = matmul_shape(trace, shape) if shape >= 0 else ""
