@@ -117,7 +117,8 @@ def until(page: Any, truth: str) -> None:
 
 
 def settled(page: Any) -> str:
-    until(page, "!document.querySelector('#page.stale') && !!document.querySelector('#headline')")
+    until(page, "document.querySelector('#page').ariaBusy !== 'true'")
+    until(page, "!!document.querySelector('#headline').textContent")
     return str(page.inner_text("#headline"))
 
 

@@ -490,7 +490,7 @@ def states(draw: st.DrawFn) -> tuple[str, dict[str, str]]:
     from meshwise.web.forms import asks
     from meshwise.web.views import home
 
-    view = draw(st.sampled_from(("explore", "options", "launch", "machine", *STATE)))
+    view = draw(st.sampled_from(("explore", "ops", "options", "launch", "machine", *STATE)))
     names = st.sampled_from(sorted({"plan" if ask.kind == "key" else ask.name for ask in asks(home(view))}))
     values = st.one_of(strange_text, plausible_text, st.integers(1, 1024).map(str))
     return view, STATE[home(view)] | draw(st.dictionaries(names, values, max_size=3))
@@ -511,7 +511,7 @@ def test_strange_states(page: Any, asked: tuple[str, dict[str, str]]) -> None:
     if "error" in found:
         assert found["error"] and len(found["error"].splitlines()) == 1 and "Traceback" not in shown, shown
         return
-    text = found.get("html", "")
+    text = "".join(found.get("sections", ()))
     assert SCRIPT not in text and ">nan" not in text and ">inf" not in text, shown
     for figure in re.findall(r'<script type="application/json">(.*?)</script>', text, re.DOTALL):
         document(figure)

@@ -40,6 +40,10 @@ def ask(client: TestClient, view: str, **state: str) -> Any:
     return client.post(f"/api/{view}", json=state).json()
 
 
+def html(found: Any) -> str:
+    return "".join(found["sections"])
+
+
 def test_explore_says_what_the_command_line_says(client: TestClient, meshwise: Any) -> None:
     found = ask(client, "explore", **JOB, plan="tp=4,pp=2")
     expected = mw.estimate("llama3-8b", "h100-80g-sxm:16", "tp=4,pp=2", batch=32, seq=4096)
@@ -50,6 +54,14 @@ def test_explore_says_what_the_command_line_says(client: TestClient, meshwise: A
     names: dict[str, Any] = {}
     exec(found["python"], names)
     assert names["found"].step_s == expected.step_s
+
+
+def test_a_pipeline_of_many_microbatches_is_drawn_with_fewer(client: TestClient) -> None:
+    job = {"model": "gpt3-175b", "cluster": "a100-80g-sxm:512", "seq": "2048"}
+    few = html(ask(client, "ops", **job, plan="pp=16", batch="2048"))
+    many = html(ask(client, "ops", **job, plan="tp=8,pp=16,vpp=2", batch="1536"))
+    assert "Roofline" in few and "Pipeline over time: 1f1b</h2>" in few
+    assert "Pipeline over time: interleaved with 64 of its 384 microbatches</h2>" in many
 
 
 def test_a_pasted_config_and_an_edited_machine_replace_the_presets(client: TestClient) -> None:
@@ -94,8 +106,8 @@ def test_what_is_grey_is_refused_and_what_is_not_is_priced(client: TestClient) -
 
 def test_a_pinned_plan_stands_beside(client: TestClient) -> None:
     found = ask(client, "explore", **JOB, plan="tp=4", **{"a.plan": "tp=2,pp=2", "a.batch": "32"})
-    assert "slower than A" in found["html"] or "faster than A" in found["html"]
-    assert "A: tp=2,pp=2" in found["html"]
+    assert "slower than A" in html(found) or "faster than A" in html(found)
+    assert "A: tp=2,pp=2" in html(found)
 
 
 def test_launch_settings_are_those_of_the_verb(client: TestClient) -> None:
@@ -108,21 +120,21 @@ def test_search_leads_to_explore(client: TestClient) -> None:
     found = ask(client, "search", **JOB, plan="zero=1", color="pp")
     best = mw.search("llama3-8b", "h100-80g-sxm:16", "zero=1", batch=32, seq=4096).best[0]
     assert f"MFU {best.mfu:.1%}" in found["headline"]
-    assert '<a href="#explore?model=llama3-8b' in found["html"] and "a.plan=" in found["html"]
+    assert '<a href="#explore?model=llama3-8b' in html(found) and "a.plan=" in html(found)
 
 
 def test_the_other_views_answer(client: TestClient) -> None:
     where = {"model": "llama3-8b", "cluster": "h100-80g-sxm:8"}
     served = ask(client, "serve", **where, prompt="512", output="64", rate="5", price="2")
-    assert "Latency under load" in served["html"] and "usd_per" in served["html"]
-    assert "Pareto front of all layouts" in served["html"]
+    assert "Latency under load" in html(served) and "usd_per" in html(served)
+    assert "Pareto front of all layouts" in html(served)
     slow = ask(
         client, "frontier", chip="h100-80g-sxm", beside="a100-80g-sxm", months="3", schedule="zero-bubble"
     )
     assert "a100-80g-sxm" in slow["title"]
     assert "rank 3" in ask(client, "traces", path="gloo4")["headline"]
     joined = ask(client, "traces", path="gloo4", **where, batch="8")
-    assert "From the predicted step" in joined["html"]
+    assert "From the predicted step" in html(joined)
 
 
 def test_a_dropped_folder_is_bounded_and_gone_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +173,7 @@ def test_accuracy_shows_the_rows_that_the_filter_leaves(
     some = ask(client, "accuracy", text="b200", quantity="step_s")
     num = [int(found["headline"].split()[0].replace(",", "")) for found in (some, everything)]
     assert 0 < num[0] < num[1]
-    assert 'href="https://' in everything["html"]
+    assert 'href="https://' in html(everything)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def main() -> None:
         for view, state in VIEWS.items():
             page = browser.new_page(viewport={"width": 1360, "height": 900})
             page.goto(f"http://127.0.0.1:{port}/#{view}?v=1&{state}")
-            page.wait_for_selector("#page:not(.stale) .chart .main-svg", timeout=120_000)
+            page.wait_for_selector("#page[aria-busy=false] .chart .main-svg", timeout=120_000)
             page.screenshot(path=FIGURES / f"web_{view}.png")
         browser.close()
 

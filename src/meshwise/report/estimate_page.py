@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from meshwise.report.html import COLORS, LIMIT_COLOR, Chart, Page, Section, Text
 from meshwise.report.table import Table
 
 MAX_ACTIONS = 20_000
-"""A pipeline with more actions than this is not drawn."""
+"""A pipeline that cannot be shown with fewer actions is not drawn."""
 _ACTIONS = {
     "forward": COLORS[0],
     "backward": COLORS[3],
@@ -27,17 +28,29 @@ _ACTIONS = {
 }
 NUM_BINS = 600
 """Moments that a timeline shows."""
+NUM_SHOWN = NUM_BINS // 2
+"""Actions of a stage that it can show."""
 
 
 def estimate_page(estimate: Estimate) -> Page:
-    """What one plan costs: time, memory, the roofline of its ops, the pipeline over time, notes."""
-    stages = stage_table(estimate) if len(estimate.step.stages) > 1 else None
-    sections: list[Section | None] = [
-        _time(estimate), _memory(estimate), _figures(estimate), _roofline(estimate), _pipeline(estimate),
-        stages, Text("Notes", estimate.notes()),
+    """What one plan costs: time, memory, notes, the roofline of its ops, the pipeline over time."""
+    page = summary_page(estimate)
+    return replace(page, sections=[*page.sections, *op_sections(estimate)])
+
+
+def summary_page(estimate: Estimate) -> Page:
+    """What one plan costs: time, memory, notes."""
+    sections: list[Section] = [
+        _time(estimate), _memory(estimate), _figures(estimate), Text("Notes", estimate.notes()),
     ]  # fmt: skip
-    shown = [section for section in sections if section is not None]
-    return Page(_title(estimate), headline(estimate), shown, estimate.fits)
+    return Page(_title(estimate), headline(estimate), sections, estimate.fits)
+
+
+def op_sections(estimate: Estimate) -> list[Section]:
+    """Where the time of one plan goes: the roofline of its ops, the pipeline over time, its stages."""
+    stages = stage_table(estimate) if len(estimate.step.stages) > 1 else None
+    sections = _roofline(estimate), _pipeline(estimate), stages
+    return [section for section in sections if section is not None]
 
 
 def headline(estimate: Estimate) -> str:
@@ -188,11 +201,14 @@ def _pipeline(estimate: Estimate) -> Section | None:
     mesh, plan = estimate.mesh, estimate.plan
     if not estimate.trains or plan.pp == 1:
         return None
-    actions = 3 * plan.pp * plan.vpp * int(mesh.num_microbatches)
-    if actions > MAX_ACTIONS:
-        return Text("Pipeline", [f"{actions:,} actions are too many to draw; use --trace for Perfetto"])
-    hop_s = float(estimate.step.hop_s)
-    timeline = play(estimate.model, mesh, estimate.step, estimate.machine, hop_s=hop_s)
+    num_all, every = int(mesh.num_microbatches), 2 * plan.pp
+    num_drawn = min(num_all, max(NUM_SHOWN // (2 * plan.vpp) // every, 1) * every)
+    if 2 * plan.pp * plan.vpp * num_drawn > MAX_ACTIONS:
+        return Text("Pipeline", [f"{plan.pp} stages are too many to draw; use --trace for Perfetto"])
+    timeline = play(
+        estimate.model, replace(mesh, num_microbatches=num_drawn), estimate.step, estimate.machine,
+        hop_s=float(estimate.step.hop_s),
+    )  # fmt: skip
     grid = timeline_bins(timeline, NUM_BINS)
     times = (np.arange(NUM_BINS) + 0.5) * timeline.makespan_s / NUM_BINS
     names = [f"stage {rank}" for rank in range(timeline.num_ranks)]
@@ -202,9 +218,16 @@ def _pipeline(estimate: Estimate) -> Section | None:
         "xaxis": {"title": {"text": "seconds"}, "showgrid": False},
         "yaxis": {"autorange": "reversed", "type": "category", "showgrid": False},
     }
+    title = f"Pipeline over time: {plan.schedule}"
+    finding = (
+        f"Ranks compute {busy.mean():.0%} of the {duration(timeline.makespan_s)} that the pipeline takes"
+    )
+    if num_drawn < num_all:
+        title += f" with {num_drawn} of its {num_all:,} microbatches"
+        bubble_frac = estimate.time_s["bubble"] / estimate.step_s
+        finding += f" with {num_drawn} microbatches; with all, {bubble_frac:.1%} of the step is bubble"
     return Chart(
-        f"Pipeline over time: {plan.schedule}", lanes(grid, times, names, _ACTIONS), look,
-        f"Ranks compute {busy.mean():.0%} of the {duration(timeline.makespan_s)} that the pipeline takes.",
+        title, lanes(grid, times, names, _ACTIONS), look, f"{finding}.",
         Table("", ("stage", "computes", "waits"), rows), min(130 + 22 * len(names), 700),
     )  # fmt: skip
 

@@ -9,7 +9,6 @@ it stays is what its kernel loses. The area of a mark is the time that the op ta
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from meshwise.core.ledger import Ledger
 from meshwise.core.units import duration, with_prefix
 from meshwise.estimate.single import Estimate
-from meshwise.model.architecture import layer_kind, layer_kinds
+from meshwise.model.architecture import layer_counts
 from meshwise.plan.plan import Plan
 from meshwise.program.parts import layer_names
 from meshwise.report.figure import check_format, new_figure, open_frame, save_figure
@@ -182,8 +181,8 @@ def _marks(estimate: Estimate) -> _Marks:
 def layer_ops(estimate: Estimate) -> Ledger:
     """The ops (not the collectives) of the kind of layer that the model has most of, one microbatch."""
     model, ledger = estimate.model, estimate.layer()
-    numbers = Counter(layer_kind(model, layer) for layer in range(model.num_layers))
-    names = dict(zip(layer_kinds(model), layer_names(model), strict=True))
+    numbers = layer_counts(model)
+    names = dict(zip(numbers, layer_names(model), strict=True))
     kind = names[max(numbers, key=lambda layer: (numbers[layer], layer.moe, not layer.window))]
     of_kind = np.array([module.partition(".")[0] == kind for module in ledger["module"]])
     phases = list(PHASES) if estimate.trains else ["forward"]

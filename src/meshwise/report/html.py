@@ -82,7 +82,7 @@ def write_page(page: Page, path: Path) -> None:
 
 def html_page(page: Page) -> str:
     """`page` as one file that needs no network: its script, its styles and its data are inside."""
-    scripts = (plotly_js(), static("draw.js"), "drawAll(document)")
+    scripts = (plotly_js(), static("draw.js"), "redraw()")
     hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
     return (
@@ -113,7 +113,12 @@ def html_body(page: Page, *, links: bool = True) -> str:
     """The answer and the sections of `page`; `links`: whether links into the page itself lead anywhere."""
     state = "" if page.ok else ' class="no"'
     head = f'<p role="status" id="headline"{state}>{escape(page.headline)}</p>'
-    return head + "".join(_section(section, i, links) for i, section in enumerate(page.sections))
+    return head + "".join(sections_html(page.sections, links=links))
+
+
+def sections_html(sections: Iterable[Section], *, links: bool = True) -> list[str]:
+    """Each section as HTML."""
+    return [_section(section, i, links) for i, section in enumerate(sections)]
 
 
 def escape(text: object) -> str:

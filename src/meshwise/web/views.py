@@ -21,10 +21,10 @@ from meshwise.model.find import find_model
 from meshwise.model.huggingface import model_from_config
 from meshwise.plan.plan import KEYS, Plan, parse_plan, plan_keys, plan_text
 from meshwise.report.accuracy_page import accuracy_page
-from meshwise.report.estimate_page import compare_page, estimate_page
+from meshwise.report.estimate_page import compare_page, op_sections, summary_page
 from meshwise.report.explain_page import explain_page
 from meshwise.report.frontier_page import frontier_page
-from meshwise.report.html import Page, Text, html_body
+from meshwise.report.html import Page, Text, sections_html
 from meshwise.report.search_page import search_page
 from meshwise.report.serve_page import serve_page
 from meshwise.report.trace_page import trace_page
@@ -77,7 +77,7 @@ def answer(view: str, state: State, server: Server) -> dict[str, Any]:
 
 def home(view: str) -> str:
     """The view whose form holds the state of `view`."""
-    return "explore" if view in ("options", "launch", "machine") else view
+    return "explore" if view in ("ops", "options", "launch", "machine") else view
 
 
 # --- explore ------------------------------------------------------------------------------------
@@ -85,12 +85,17 @@ def home(view: str) -> str:
 
 def _explore(state: State, _: Server) -> dict[str, Any]:
     found = _estimate(state)
-    page = estimate_page(found)
+    page = summary_page(found)
     pinned = {name.removeprefix("a."): value for name, value in state.items() if name.startswith("a.")}
     if pinned:
         beside = compare_page(_estimate({**_without_pin(state), **pinned}), found)
         page = replace(page, sections=[*beside.sections, *page.sections])
     return _shown(page) | {"command": _command(state, found), "python": _python(state, found)}
+
+
+def _ops(state: State, _: Server) -> dict[str, Any]:
+    """What stands below the summary; a question of its own, for its charts take the server longer."""
+    return {"sections": sections_html(op_sections(_estimate(state)))}
 
 
 def _options(state: State, _: Server) -> dict[str, Any]:
@@ -265,7 +270,8 @@ def _validated() -> Any:
 
 
 def _shown(page: Page) -> dict[str, Any]:
-    return {"title": page.title, "headline": page.headline, "ok": page.ok, "html": html_body(page)}
+    sections = sections_html(page.sections)
+    return {"title": page.title, "headline": page.headline, "ok": page.ok, "sections": sections}
 
 
 def _without_pin(state: State) -> dict[str, str]:
@@ -298,7 +304,7 @@ def _plan(state: State) -> Plan:
 
 def _no_path(text: str) -> str:
     """`text`, which the page takes as a name only: what it shows is never read from a file that it names."""
-    if "/" in text or text.endswith((".toml", ".json")) or Path(text) in Path().iterdir():
+    if "/" in text or text.endswith((".toml", ".json")) or os.path.lexists(text):
         raise DataError(f"{text!r} is a path; the page takes names: paste the file, or use the command line")
     return text
 
@@ -318,8 +324,8 @@ def _whole(state: State, name: str) -> int | None:
 
 
 _VIEWS: dict[str, Callable[[State, Server], dict[str, Any]]] = {
-    "explore": _explore, "options": _options, "launch": _launch, "machine": _machine,
+    "explore": _explore, "ops": _ops, "options": _options, "launch": _launch, "machine": _machine,
     "search": _search, "serve": _serve, "frontier": _frontier, "traces": _traces, "accuracy": _accuracy,
 }  # fmt: skip
-QUICK = ("explore", "options", "launch", "machine")
+QUICK = ("explore", "ops", "options", "launch", "machine")
 """Views that take a few milliseconds; the others leave the server's loop."""

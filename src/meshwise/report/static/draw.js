@@ -4,7 +4,7 @@
 const PLOTLY = {
   displaylogo: false, showSendToCloud: false, responsive: true, displayModeBar: false, doubleClick: "reset",
 };
-const charts = (root) => [...root.querySelectorAll("figure > .chart")];
+const charts = () => [...document.querySelectorAll("figure > .chart")];
 
 /** What all figures have in common: the font and the colours of the page (light or dark). */
 function look() {
@@ -16,27 +16,20 @@ function look() {
   };
 }
 
-function draw(chart, { xaxis: axis, ...common }) {
-  const { data, layout } = chart.figure;
+let common = null;
+
+/** Draws the figure that stands beside `chart`, or what has changed of it. */
+function draw(chart) {
+  const { data, layout } = JSON.parse(chart.nextElementSibling.textContent), { xaxis: axis, ...rest } = (common ??= look());
   const axes = { xaxis: { ...axis, ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis } };
-  return Plotly.react(chart, data, { ...common, ...layout, ...axes }, PLOTLY);
+  return Plotly.react(chart, data, { ...rest, ...layout, ...axes }, PLOTLY);
 }
 
-/** Draws all figures inside `root`; `old` holds charts of the same names to be updated in place. */
-function drawAll(root, old = new Map()) {
-  for (const place of charts(root)) {
-    const chart = old.get(place.id) || place;
-    chart.figure = JSON.parse(place.parentNode.querySelector("script").textContent);
-    chart.style.height = place.style.height;
-    place.replaceWith(chart);
-  }
-  redraw(root);
+/** Draws all figures, in the colours that the page has now. */
+function redraw() {
+  common = null;
+  charts().forEach(draw);
 }
 
-function redraw(root = document) {
-  const common = look();
-  for (const chart of charts(root)) draw(chart, common);
-}
-
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraw());
-addEventListener("beforeprint", () => redraw());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+addEventListener("beforeprint", redraw);

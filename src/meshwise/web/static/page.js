@@ -3,7 +3,9 @@
 
 const $ = (selector, root = document) => root.querySelector(selector);
 const all = (selector, root = document) => [...root.querySelectorAll(selector)];
-const EXPLORE = "explore", LIVE = [EXPLORE, "frontier", "accuracy"], RETRY_MS = 2000;
+const EXPLORE = "explore", LIVE = [EXPLORE, "frontier", "accuracy"], RETRY_MS = 2000, LATE_MS = 200;
+const PARTS = { [EXPLORE]: [EXPLORE, "ops"] }; // questions of a view that has several
+const due = new Set(); // charts that are still to be drawn
 let view = EXPLORE, pinned = {}, last = {}, running = null, told = "";
 
 const form = (name = view) => $(`#form-${name}`);
@@ -34,12 +36,12 @@ function write(values) {
     }
     const listed = field.tagName === "SELECT" || field.type === "range";
     field.value = value ?? (listed ? field.dataset.default : "");
-    show(field);
+    showValue(field);
   }
   pinned = Object.fromEntries(Object.entries(values).filter(([name]) => name.startsWith("a.")));
 }
 
-function show(field) {
+function showValue(field) {
   if (field.type === "range") field.nextElementSibling.value = field.value;
 }
 
@@ -54,42 +56,94 @@ async function ask(what, asked, signal) {
 
 async function run() {
   running?.abort();
-  const mine = (running = new AbortController()), asked = state(), of = view;
+  const mine = (running = new AbortController()), asked = state(), of = view, page = $("#page");
+  const late = setTimeout(() => page.classList.add("stale"), LATE_MS);
+  page.ariaBusy = "true";
   try {
-    const answer = ask(of, asked, mine.signal);
+    const answers = (PARTS[of] || [of]).map((part) => ask(part, asked, mine.signal)), sections = [];
+    answers.slice(1).forEach((answer) => answer.catch(() => 0)); // the first one tells
     history.replaceState(null, "", `#${of}?${new URLSearchParams({ v: 1, ...asked })}`);
     $("[data-act=unpin]").hidden = !Object.keys(pinned).length;
-    $("#page").classList.add("stale");
-    const found = await answer;
-    alertOf("");
-    if (found.error) return fail(found.error);
-    last = found;
-    document.title = `${found.title} - meshwise`;
-    for (const field of fields()) mark(field, "");
-    put(found.html);
+    for (const [i, answer] of answers.entries()) {
+      const found = await answer;
+      alertOf("");
+      if (found.error) return fail(found.error);
+      if (i === 0) tell(found);
+      sections.push(...found.sections);
+      put(sections, i === answers.length - 1);
+    }
   } catch (problem) {
     if (problem.name === "AbortError") return;
     alertOf("The server does not answer. Start it again with: meshwise web. The page asks again by itself.");
     setTimeout(() => mine === running && run(), RETRY_MS);
   } finally {
-    if (mine === running) $("#page").classList.remove("stale");
-    if (of === EXPLORE && mine === running && !mine.signal.aborted) offer(asked, mine.signal);
+    clearTimeout(late);
+    if (mine === running) {
+      page.ariaBusy = "false";
+      page.classList.remove("stale");
+      if (of === EXPLORE) offer(asked, mine.signal);
+    }
   }
 }
 
-/** Put the server's HTML in place; charts that stay are updated, and tables that were open stay open. */
-function put(html) {
-  const place = $("#page"), open = all("details[open]", place).map((one) => one.id);
-  const old = new Map(all(".chart", place).map((chart) => [chart.id, chart]));
-  place.innerHTML = html;
-  for (const id of open) document.getElementById(id)?.setAttribute("open", "");
-  drawAll(place, old);
-  for (const chart of all(".chart", place)) {
-    chart.removeAllListeners?.("plotly_click");
-    chart.on("plotly_click", ({ points: [point] }) => {
-      if (String(point.customdata).startsWith("#")) location.hash = point.customdata;
-    });
+function tell(found) {
+  last = found;
+  document.title = `${found.title} - meshwise`;
+  headline(found.headline, found.ok ? "" : "no");
+  for (const field of fields()) mark(field, "");
+}
+
+function headline(text, className) {
+  Object.assign($("#headline"), { textContent: text, className });
+}
+
+/** Put the sections in place: one that says the same stays as it is, a chart is updated where it stands. */
+function put(sections, isWhole) {
+  const page = $("#page");
+  page.inert = false;
+  for (const [i, html] of sections.entries()) {
+    const old = page.children[i], fresh = document.createElement("template");
+    if (old?.html === html) continue;
+    fresh.innerHTML = html;
+    const section = changed(old, fresh.content.firstChild);
+    section.html = html;
+    if (section !== old) old ? old.replaceWith(section) : page.append(section);
+    const chart = $(".chart", section);
+    if (chart) due.add(chart);
   }
+  while (isWhole && page.children.length > sections.length) page.lastChild.remove();
+  for (const chart of due) if (chart.getBoundingClientRect().top < innerHeight) show(chart);
+  setTimeout(showNext);
+}
+
+/** The section `old` with the words of `fresh`, where both hold the same chart; else `fresh`. */
+function changed(old, fresh) {
+  const chart = old && $(".chart", old), place = $(".chart", fresh);
+  if (!chart || chart.id !== place?.id || !$(".scroll", old) !== !$(".scroll", fresh)) return fresh;
+  chart.style.height = place.style.height;
+  for (const part of all("h2, script, figcaption, summary, .scroll", fresh)) {
+    $(part.className ? `.${part.className}` : part.tagName, old).innerHTML = part.innerHTML;
+  }
+  return old;
+}
+
+/** Draw a chart; its marks lead to where they say. */
+function show(chart) {
+  due.delete(chart);
+  if (!chart.isConnected) return;
+  const isNew = !chart.on;
+  draw(chart);
+  if (isNew) chart.on("plotly_click", ({ points: [point] }) => {
+    if (String(point.customdata).startsWith("#")) location.hash = point.customdata;
+  });
+}
+
+/** Draw the charts that are not in view, one after the other, while nothing else is to do. */
+function showNext() {
+  const [chart] = due;
+  if (!chart) return;
+  show(chart);
+  setTimeout(showNext);
 }
 
 function alertOf(text) {
@@ -100,10 +154,8 @@ function alertOf(text) {
 /** A sentence that says what is wrong, beside the fields that it names. */
 function fail(sentence) {
   last = {};
-  const line = document.createElement("p");
-  Object.assign(line, { id: "headline", className: "error", textContent: sentence });
-  line.setAttribute("role", "status");
-  $("#page").replaceChildren(line);
+  headline(sentence, "error");
+  $("#page").inert = true;
   for (const field of fields()) mark(field, new RegExp(`(^|\\W)${field.name}=`).test(sentence) ? sentence : "");
 }
 
@@ -119,7 +171,7 @@ async function offer(asked, signal) {
   if (!found.options) return;
   for (const [key, values] of Object.entries(found.options)) {
     const select = $(`[name="${key}"]`, form(EXPLORE)), chosen = select.value;
-    if (select.tagName !== "SELECT") continue;
+    if (select.tagName !== "SELECT" || select.offered === (select.offered = JSON.stringify([chosen, values]))) continue;
     const options = values.map(([value, reason]) => {
       const option = new Option(reason ? `${value} - ${reason}` : value, value, false, value === chosen);
       option.disabled = Boolean(reason) && value !== chosen;
@@ -248,7 +300,7 @@ $("#skip").onclick = (event) => {
 };
 $("#actions").onclick = (event) => ACTS[event.target.dataset.act]?.();
 $("#inputs").addEventListener("input", ({ target }) => {
-  show(target);
+  showValue(target);
   if (LIVE.includes(view)) run();
 });
 $("#inputs").addEventListener("change", ({ target }) => {
