@@ -243,7 +243,7 @@ def _exchanged(
         reductions = rounds
         of_replicas = exchanges(
             held,
-            stage.num_layers,
+            stage,
             mesh,
             grad_bytes=grad_bytes(mesh),
             weight_bytes=weight_bytes(mesh),

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.units import Num
+from meshwise.cost.schedule import weight_copies
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage
@@ -64,21 +65,31 @@ class Exchange:
 
 
 def exchanges(
-    held: Held, layers: Num, mesh: Mesh, *, grad_bytes: float, weight_bytes: float, bucket_bytes: float,
+    held: Held, stage: Stage, mesh: Mesh, *, grad_bytes: float, weight_bytes: float, bucket_bytes: float,
     messages_per_block: float,
 ) -> Iterator[Exchange]:  # fmt: skip
-    """The exchanges of one rank of a stage of `layers` blocks in one step."""
-    of_blocks = messages_per_block * layers
+    """The exchanges of one rank of `stage` in one step.
+
+    Under DualPipe a rank holds two stages, each of which sees half of the microbatches there and half on the
+    rank at the mirrored place: all ranks of both places are replicas of both stages.
+    """
+    copies = weight_copies(mesh.schedule)
+    mirrored = np.maximum(np.abs(mesh.pp - 1.0 - 2.0 * stage.index), 1.0) * mesh.stride("pp")
+    of_blocks = messages_per_block * copies * stage.num_layers
     sharded, gathered = (mesh.zero >= 1) * 1.0, (mesh.zero >= 3) * 1.0
-    rounds = 1.0 + gathered * (mesh.num_microbatches - 1.0)
+    rounds = 1.0 + gathered * (mesh.num_microbatches / copies - 1.0)
     for name, params, trained, replicas, first in (
         ("", held.dense, held.dense_trained, mesh.replicas, 1.0),
         ("expert_", held.experts, held.experts_trained, mesh.expert_replicas, mesh.etp * mesh.ep / mesh.tp),
     ):
         if isinstance(params, float | int) and params == 0:
             continue
-        group = np.minimum(mesh.zero_group, replicas)
-        (stride, runs), (far, far_runs) = mesh.replica_runs(first), mesh.replica_runs(first * group)
+        params, trained = copies * params, copies * trained
+        at_place = np.minimum(mesh.zero_group, replicas)
+        group = copies * at_place
+        (stride, runs), (far, far_runs) = mesh.replica_runs(first), mesh.replica_runs(first * at_place)
+        if np.any(copies > 1):
+            runs = np.where(copies > 1, at_place, runs[0])[()], np.where(copies > 1, mirrored, runs[1])[()]
         shared: dict[str, Any] = {"group_size": group, "stride": stride, "runs": runs}
 
         def messages(elem_bytes: float, params: Num) -> Num:
@@ -99,7 +110,7 @@ def exchanges(
         )  # fmt: skip
         yield Exchange(
             op=f"{name}gradients", collective="all_reduce", behind="backward",
-            payload_bytes=grad_payload / group, group_size=replicas / group, stride=far,
+            payload_bytes=grad_payload / group, group_size=replicas / at_place, stride=far,
             runs=far_runs, count=rounds * grads,
         )  # fmt: skip
         # Without ZeRO the gradients come back by the second half of an all-reduce.
