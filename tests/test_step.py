@@ -260,6 +260,18 @@ def test_dualpipe_shares_both_ends_of_the_model() -> None:
     assert closed == pytest.approx(played.makespan_s, rel=0.03)
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_dualpipe_reduces_the_gradients_of_both_stages_of_a_rank(zero: int) -> None:
+    """Twice the bytes of one stage, among the ranks of both places; under ZeRO 3 in half as many rounds."""
+    gradients = {}
+    for schedule in ("1f1b", "dualpipe"):
+        ledger = priced("llama2-7b", f"pp=4,schedule={schedule},zero={zero},stages=even", batch=128).ledger
+        rows = list(ledger.where(rank=16, op="gradients", collective="reduce_scatter").rows())
+        gradients[schedule] = rows[0]["count"] * rows[0]["payload_bytes"], rows[0]["group_size"]
+    assert gradients["dualpipe"][0] == pytest.approx((1.0 if zero == 3 else 2.0) * gradients["1f1b"][0])
+    assert gradients["dualpipe"][1] == 2 * gradients["1f1b"][1]
+
+
 def test_a_straggler_holds_up_the_pipeline() -> None:
     of = priced(plan="tp=8,pp=8")
     normal = play(of.model, of.mesh, of.step, of.machine).makespan_s

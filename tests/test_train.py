@@ -101,6 +101,7 @@ PLANS = [
     ("tp=2,ep=2,etp=1,lora_rank=4,recompute=full", "mla", 4),
     ("tp=2,pp=2,offload_activations=1,offload_optimizer=1,recompute=full", "gpt", 4),
     ("tp=2,ep=2", "further", 4),
+    ("tp=2,pp=2,placement=tp-pp-cp-dp", "gpt", 4),
 ]
 
 
@@ -279,6 +280,8 @@ def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, poo
         ),
         (4, 1, "mla --plan ep=2,tp=2,etp=1,offload_activations=1,dtype=bf16 --batch 8"),
         (4, 3, "further --plan tp=2,ep=2,dtype=bf16 --batch 8"),
+        (8, 3, "llama --plan pp=2,cp=2,placement=tp-cp-pp-dp,dtype=tf32 --batch 8"),
+        (8, 6, "moe --plan ep=2,pp=2,placement=pp-tp-cp-dp,zero=2,dtype=bf16 --batch 8"),
         (4, 2, "further --plan ep=2,zero=2,recompute=full,lora_rank=4,dtype=bf16 --batch 8"),
     ],
 )

@@ -24,6 +24,7 @@ from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model, layer_kinds
 from meshwise.plan.layouts import check_layout, default_grid
 from meshwise.plan.plan import (
+    AXES,
     CORE_ATTENTION,
     DEFAULTS,
     KEYS,
@@ -56,11 +57,11 @@ ENGINE_KEYS = (
 PROMPT_KEYS = ("cp", "cp_kind", "ulysses")
 """Keys that it knows where it only takes prompts."""
 FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
-    "layout": ("1d",), "dtype": ("bf16", "fp16", "fp32", "fp64"), "head_dtype": ("bf16",),
+    "layout": ("1d",), "dtype": ("bf16", "fp16", "tf32", "fp32", "fp64"), "head_dtype": ("bf16",),
     "optimizer": ("adam", "adam-fp32", "adam-bf16", "sgd", "none"),
     "attention": ("flash",), "dispatch": ("per_expert",), "dispatch_dtype": ("bf16",), "imbalance": (1.0,),
-    "offload_optimizer": (0.0, 1.0), "offload_activations": (0.0, 1.0),
-    "frozen_dtype": (None,),    "placement": (DEFAULTS["placement"],),
+    "offload_optimizer": (0.0, 1.0), "offload_activations": (0.0, 1.0), "frozen_dtype": (None,),
+    "placement": tuple((*AXES[:inner], "pp", *AXES[inner:-1]) for inner in (3, 0, 1, 2)),
 }  # fmt: skip
 """What implementation=fsdp2 can be told, where that is less than a plan can say."""
 FSDP2_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "per_op")

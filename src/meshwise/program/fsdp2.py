@@ -71,10 +71,10 @@ class Unit:
         return any(weight.is_expert for weight in self.weights)
 
     def replicas(self, mesh: Mesh) -> tuple[Num, Num]:
-        """Ranks that hold these weights or parts of them, and their stride."""
+        """Ranks that hold these weights or parts of them, and how many of all replicas lie between two."""
         if self.is_experts:
-            return mesh.expert_replicas, mesh.stride("tp") * mesh.etp * mesh.ep
-        return mesh.replicas, mesh.stride("cp")
+            return mesh.expert_replicas, mesh.etp * mesh.ep / mesh.tp
+        return mesh.replicas, 1.0
 
     def sharing(self, mesh: Mesh) -> Num:
         """Over how many of them the weights are cut; groups of so many neighbours hold copies (HSDP)."""
@@ -204,12 +204,15 @@ def exchanges(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Itera
     ways = weight_copies(mesh.schedule)
     to_other_way = np.maximum(np.abs(mesh.pp - 1.0 - 2.0 * stage.index), 1.0) * mesh.stride("pp")
     for unit in held:
-        (replicas, stride), ranks = unit.replicas(mesh), unit.sharing(mesh)
+        (replicas, first), ranks = unit.replicas(mesh), unit.sharing(mesh)
+        (stride, runs), (far, far_runs) = mesh.replica_runs(first), mesh.replica_runs(first * ranks)
+        if np.any(ways > 1):
+            far_runs = replicas / ranks, to_other_way
         padded, name = unit.padded_size(mesh, cut), "expert_" * unit.is_experts
         trained = unit.trained.padded_size(mesh, cut)
         grad_bytes = trained * reduced_bytes(mesh, cut)
         rounds = unit.count * reductions(mesh) * (trained > 0)
-        common: dict[str, Any] = {"group_size": ranks, "stride": stride, "shards_copied": ranks}
+        common: dict[str, Any] = {"group_size": ranks, "stride": stride, "runs": runs, "shards_copied": ranks}
         for behind, count in zip(("forward", "backward"), unit.gathers, strict=True):
             yield Exchange(
                 op=f"{name}weights", collective="all_gather", behind=behind,
@@ -221,8 +224,8 @@ def exchanges(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Itera
         )  # fmt: skip
         yield Exchange(
             op=f"{name}gradients", collective="all_reduce", behind="backward",
-            payload_bytes=grad_bytes / ranks, group_size=ways * replicas / ranks, stride=stride * ranks,
-            runs=(replicas / ranks, to_other_way), count=rounds * (ways * replicas > ranks),
+            payload_bytes=grad_bytes / ranks, group_size=ways * replicas / ranks, stride=far,
+            runs=far_runs, count=rounds * (ways * replicas > ranks),
         )  # fmt: skip
 
 

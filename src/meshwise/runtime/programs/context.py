@@ -27,8 +27,9 @@ from meshwise.runtime.torch_private import (
     gen_transform_infos,
 )
 
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-"""torch's names of the dtypes that programs compute in."""
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32}
+TORCH_DTYPES |= {"fp32": torch.float32, "fp64": torch.float64}
+"""torch's names of the dtypes that programs compute in; tf32 is what matmuls of fp32 tensors may use."""
 
 
 class Recorder(Protocol):

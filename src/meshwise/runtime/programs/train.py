@@ -42,6 +42,8 @@ def estimate(options: Options, tape: Tape) -> None:
         tape.release("the peak")
     for row in priced.rank_ledger(tape.rank).rows():
         name, held_bytes = row.pop("op"), row.pop("live_bytes")
+        if row["dtype"] == "tf32":
+            row["dtype"] = "fp32"  # as tensors are
         if row["module"] != "memory":
             tape.op(name, **row | {"count": row["count"] * options.steps})
         elif name in STATES:
@@ -65,6 +67,7 @@ def main(options: Options, context: Context) -> dict[str, Any]:
 
     recorder = context.recorder
     trainer = Trainer(options, context)
+    torch.set_float32_matmul_precision("high" if trainer.plan.dtype == "tf32" else "highest")
     with recorder.setup():
         parameters = trainer.parameters()
         recorder.weights(*parameters)

@@ -12,6 +12,7 @@ estimate` and refused here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -149,7 +150,7 @@ def the_cluster(ranks: int) -> Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stands on each axis: tp on neighbours, then cp, dp, pp."""
+    """Where a number stands on each axis of `AXES`: tp on neighbours, then cp, dp, pp."""
 
     tp: int
     cp: int
@@ -158,11 +159,21 @@ class Place:
 
     @classmethod
     def of(cls, rank: int, plan: Plan, dp: int) -> Place:
-        """The place of `rank` in a world of dp replicas."""
+        """The place of number `rank` in a world of dp replicas."""
         rest, tp = divmod(rank, plan.tp)
         rest, cp = divmod(rest, plan.cp)
         pp, dp_rank = divmod(rest, dp)
         return cls(tp, cp, dp_rank, pp)
+
+
+def renumbered(number: int, sizes: Mapping[str, int], order: Sequence[str], new: Sequence[str]) -> int:
+    """The number in the order `new` of what is `number` in `order`; axes from neighbours outwards."""
+    place = {}
+    for axis in order:
+        number, place[axis] = divmod(number, sizes[axis])
+    for axis in reversed(new):
+        number = number * sizes[axis] + place[axis]
+    return number
 
 
 def rank_layers(options: Options, ranks: int, pp_rank: int) -> dict[int, range]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import loss_parallel
 
-from meshwise.plan.plan import number_of
+from meshwise.plan.plan import AXES, number_of
 from meshwise.plan.stages import V_SHAPED
 from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.decoder import Decoder
@@ -28,7 +28,15 @@ from meshwise.runtime.programs.ring import RingAttend, own_places
 from meshwise.runtime.programs.rotary import turned_width, turns
 from meshwise.runtime.programs.routes import Routes, routes
 from meshwise.runtime.programs.tensor_parallel.exchange import Axis
-from meshwise.runtime.programs.train_options import Options, Place, rank_layers, the_mesh, the_model, the_plan
+from meshwise.runtime.programs.train_options import (
+    Options,
+    Place,
+    rank_layers,
+    renumbered,
+    the_mesh,
+    the_model,
+    the_plan,
+)
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context
@@ -42,15 +50,17 @@ class Trainer:
         self.plan, self.model = the_plan(options), the_model(options)
         on = the_mesh(options, context.world_size)
         self.dp, self.num = int(on.dp), int(on.num_microbatches)
-        self.place = Place.of(context.rank, self.plan, self.dp)
+        self.sizes = {"tp": self.plan.tp, "cp": self.plan.cp, "dp": self.dp, "pp": self.plan.pp}
+        self.rank = renumbered(context.rank, self.sizes, self.plan.placement, AXES)
+        self.place = Place.of(self.rank, self.plan, self.dp)
         plan, place = self.plan, self.place
         replicas = self.dp * plan.cp
         self.sharing = int(on.shard_ranks(1, replicas)), int(on.shard_ranks(1, on.expert_replicas))
         per_stage = replicas * plan.tp
-        self.line = context.group("pp", range(context.rank % per_stage, context.world_size, per_stage))
+        self.line = self._group("pp", range(self.rank % per_stage, context.world_size, per_stage))
         self.holders = self._holders(per_stage)
         copies = _copies_and_shards(len(self.holders) // plan.tp, self.sharing[0])
-        self.mesh = context.grid(self.holders, **copies, tp=plan.tp)
+        self.mesh = context.grid(self._ranks(self.holders), **copies, tp=plan.tp)
         self.ring, self.heads = self._context_groups(int(on.ring), int(on.ulysses))
         self.ends = self._ends()
         self.ep, self.etp = plan.ep, int(on.etp)
@@ -116,8 +126,15 @@ class Trainer:
             self.line, self.context, reduces_each=plan.zero == 2,
         )  # fmt: skip
 
+    def _ranks(self, numbers: Iterable[int]) -> list[int]:
+        """The ranks that are `numbers` where each axis of `AXES` lies outside the one before it."""
+        return [renumbered(number, self.sizes, AXES, self.plan.placement) for number in numbers]
+
+    def _group(self, axis: str, numbers: Iterable[int]) -> dist.ProcessGroup:
+        return self.context.group(axis, self._ranks(numbers))
+
     def _holders(self, per_stage: int) -> list[int]:
-        """The ranks of this one's stage, and under DualPipe those of the stage whose weights are the same."""
+        """The numbers of this one's stage, and under DualPipe those of the stage with the same weights."""
         stages = {self.place.pp}
         if self.plan.schedule == "dualpipe":
             stages.add(self.plan.pp - 1 - self.place.pp)
@@ -125,11 +142,11 @@ class Trainer:
 
     def _context_groups(self, ring: int, ulysses: int) -> tuple[dist.ProcessGroup | None, Axis | None]:
         """The ranks whose keys come round, and, neighbours, those that exchange heads (None: one rank)."""
-        rank, (ring_rank, part) = self.context.rank, divmod(self.place.cp, ulysses)
+        rank, (ring_rank, part) = self.rank, divmod(self.place.cp, ulysses)
 
         def line(number: int, own: int, stride: int) -> dist.ProcessGroup:
             ranks = [rank + (other - own) * stride for other in range(number)]
-            return self.context.group("cp", ranks)
+            return self._group("cp", ranks)
 
         around = line(ring, ring_rank, self.plan.tp * ulysses) if ring > 1 else None
         heads = Axis(line(ulysses, part, self.plan.tp), ulysses, part) if ulysses > 1 else None
@@ -137,16 +154,20 @@ class Trainer:
 
     def _expert_groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, DeviceMesh | None]:
         """Ranks that share the experts, those that hold parts of the same, and those with the same parts."""
-        context, ep, etp = self.context, self.ep, self.etp
+        ep, etp = self.ep, self.etp
         if self.model.moe is None:
             return None, None, None
         both = ep * etp
-        own, part = context.rank // both * both, context.rank % etp
-        sharing = context.group("ep", range(own + part, own + both, etp)) if ep > 1 else None
-        of_one = context.rank - part
-        parts = context.group("tp", range(of_one, of_one + etp)) if etp > 1 else None
-        alike = [rank for rank in self.holders if rank % both == context.rank % both]
-        return sharing, parts, context.grid(alike, **_copies_and_shards(len(alike), self.sharing[1]))
+        own, part = self.rank // both * both, self.rank % etp
+        sharing = self._group("ep", range(own + part, own + both, etp)) if ep > 1 else None
+        of_one = self.rank - part
+        parts = self._group("tp", range(of_one, of_one + etp)) if etp > 1 else None
+        alike = [rank for rank in self.holders if rank % both == self.rank % both]
+        return (
+            sharing,
+            parts,
+            self.context.grid(self._ranks(alike), **_copies_and_shards(len(alike), self.sharing[1])),
+        )
 
     def _ends(self) -> dist.ProcessGroup | None:
         """The first and the last rank of this rank's pipeline, each with its copy of a tied table."""
@@ -155,8 +176,8 @@ class Trainer:
         if num == 1 or has_both or not self.model.tied_embedding or place not in (0, num - 1):
             return None
         per_stage = self.context.world_size // num
-        first = self.context.rank - place * per_stage
-        return self.context.group("pp", [first, first + (num - 1) * per_stage])
+        first = self.rank - place * per_stage
+        return self._group("pp", [first, first + (num - 1) * per_stage])
 
     def _sum_tied_gradients(self) -> None:
         """Both copies of a tied table get the sum of their gradients, as Megatron-LM does it."""
