@@ -60,6 +60,8 @@ CHOICES = {
     "zero_group": [None, 2, 4],
     "recompute": ["none", "selective", "full"],
     "recompute_layers": [None, 2],
+    "recompute_every": [1, 4],
+    "loss_chunks": [1, 8],
     "recompute_modules": [(), ("core_attn", "mlp"), ("layernorm",), ("per_op",)],
     "dtype": ["bf16", "fp16", "fp32", "fp8"],
     "grad_dtype": ["fp32", "bf16"],
@@ -196,18 +198,19 @@ def test_modules_of_selective_recomputation_are_said() -> None:
 
 def test_torchtitan_accepts_it() -> None:
     pytest.importorskip("torchtitan", reason="torchtitan is not installed")
-    plan = "tp=8,pp=4,vpp=2,recompute=full,zero=3"
+    plan = "tp=8,pp=4,vpp=2,recompute=full,zero=3,loss_chunks=4"
     job = mw.launch("llama3-70b", CLUSTER, plan, to="torchtitan", batch=64, seq=4096)
     code = (
         "import sys; from torchtitan.config import ConfigManager;"
         "c = ConfigManager().parse_args(sys.argv[1:]); p, t = c.parallelism, c.training;"
         "print(p.tensor_parallel_degree, p.pipeline_parallel_degree, p.pipeline_parallel_layers_per_stage,"
-        "p.fsdp_reshard_after_forward, t.local_batch_size, t.global_batch_size, t.seq_len)"
+        "p.fsdp_reshard_after_forward, t.local_batch_size, t.global_batch_size, t.seq_len,"
+        "c.loss.num_chunks)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, *job.arguments], capture_output=True, text=True, check=True
     )
-    assert done.stdout.splitlines()[-1] == "8 4 10 always 32 64 4096"
+    assert done.stdout.splitlines()[-1] == "8 4 10 always 32 64 4096 4"
 
 
 def test_accelerate_accepts_it(tmp_path: Path) -> None:
@@ -359,7 +362,7 @@ def test_overrides_of_a_recipe_are_read(tmp_path: Path) -> None:
 
 SAID = {  # keys of which a framework says at least some values
     "megatron-lm": tuple(CHOICES),
-    "torchtitan": ("tp", "sp", "cp", "pp", "vpp", "zero_group", "recompute", "overlap_tp"),
+    "torchtitan": ("tp", "sp", "cp", "pp", "vpp", "zero_group", "recompute", "overlap_tp", "loss_chunks"),
     "deepspeed": ("zero", "dtype", "grad_dtype", "overlap_dp", "offload_optimizer"),
     "accelerate": ("zero_group", "dtype", "recompute"),
 }

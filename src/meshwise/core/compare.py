@@ -140,6 +140,8 @@ def totals_of(ledger: Ledger) -> Ledger:
                 row |= {"shape": f"{row['payload_bytes']:.15g} B", "dtype": ""}
             if kind in ("send", "recv"):
                 row["phase"] = ""
+            elif kind == "all_gather" and row["axis"] == "dp" and row["phase"] == "recompute":
+                row["phase"] = "backward"  # weights stay gathered from a recomputation to its backward
         rows.append(row)
     return Ledger.from_rows(rows)
 

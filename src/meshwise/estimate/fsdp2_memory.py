@@ -3,7 +3,8 @@
 The most that is kept at once follows from the order of the rank's forwards and backwards (`program.order`):
 
     the largest sum over its chunks of  alive microbatches x what one keeps,
-    and for the chunk whose backward runs, what recomputation brings back beyond what is gone by then
+    and for the chunk whose backward runs, what recomputation brings back beyond what is gone by then,
+    for the one whose forward runs, what a loss in pieces needs beyond what is kept of it
 
 A backward that is split lets go of what the loss keeps when the gradient of the input is there, and of the
 rest with that of the weights.
@@ -66,7 +67,7 @@ def _buffer_bytes(
     gathered = 2.0 * cut.tokens * model.hidden * cut.precision.act_bytes * (mesh.tp > 1)
     messages = 4.0 * block_input_bytes(model, cut) * (mesh.pp > 1)
     logits = cut.tokens * model.vocab / cut.tp
-    largest = stage.heads * max(loss_bytes - EXPONENTIAL_BYTES, 0.0) * logits
+    largest = stage.heads * max(loss_bytes - EXPONENTIAL_BYTES, 0.0) * logits / cut.loss_chunks
     for part in blocks:
         largest = np.maximum(largest, part.widest_bytes)
     return gathered + messages + largest
@@ -80,9 +81,11 @@ def kept_peak_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mes
     one_input = on_device * block_input_bytes(model, cut)
     embedding, *blocks, head = parts
     kept = [on_device * kept_bytes(part, one_input, selective, 0.0) for part in blocks]
-    back = [is_full * (part.saved_bytes - one_input) + selective * part.redone_bytes for part in blocks]
+    back = [is_full * part.saved_bytes + selective * part.redone_bytes for part in blocks]
     redone = np.where(full > 0, mesh.recompute_layers / mesh.vpp, 0.0)
-    numbers = [embedding.saved_bytes, head.saved_bytes, head.loose_bytes, one_input, redone, *kept, *back]
+    loss = head.loose_bytes * (cut.loss_chunks == 1)  # in pieces its gradient of the matrix stays too
+    numbers = [embedding.saved_bytes, head.saved_bytes, loss, _in_a_piece(model, cut)]
+    numbers += [one_input, redone, *kept, *back]
     distinct, which = patterns(mesh, stage)
     cells = np.stack(np.broadcast_arrays(which, *numbers))
     peaks = np.empty(cells.shape[1:])
@@ -97,29 +100,48 @@ def _peak_of_pattern(
 ) -> NDArray[Any]:
     """The peak of each of the `cells`, columns of numbers as in `kept_peak_bytes`, under one pipeline."""
     schedule, pp, vpp, _, rank = pattern
-    embedding, head, loss, one_input, redone = cells[:5]
-    kept, back = np.split(cells[5:], 2)
-    sizes, gone, beyond = [], [], []
+    embedding, head, loss, in_a_piece, one_input, redone = cells[:6]
+    kept, back = np.split(cells[6:], 2)
+    sizes, gone, beyond, pieces = [], [], [], []
     for chunk, layers in chunks_of_rank(model, pp, vpp, SCHEDULES[schedule], mesh.plan.stages, rank):
-        numbers = np.array(chunk.layers)[:, None]
-        again = np.minimum(redone, numbers)
-        blocks = ((numbers - again) * kept + again * one_input).sum(axis=0)
+        numbers, every = np.array(chunk.layers)[:, None], mesh.plan.recompute_every
+        again, is_full = np.minimum(redone, numbers), redone > 0
+        inputs = np.ceil(again.sum(axis=0) / every)
+        blocks = ((numbers - again) * kept).sum(axis=0) + inputs * one_input
         sizes.append(chunk.embeddings * embedding + blocks + chunk.heads * head)
         gone.append(-chunk.heads * loss)
+        pieces.append(chunk.heads * in_a_piece)
         largest = np.zeros_like(head)
-        for number, behind in _last_of_each_kind(model, layers):
-            plain = np.where(redone > 0, numbers - again, behind[:, None])
-            later = (plain * kept).sum(axis=0) + (redone > 0) * behind.sum() * one_input
-            largest = np.maximum(largest, back[number] - chunk.heads * head - later)
+        for inside, behind in _last_of_each_kind(model, layers, every):
+            plain = np.where(is_full, numbers - again, behind[:, None])
+            inputs = is_full * (1.0 + np.ceil(behind.sum() / every))
+            later = (plain * kept).sum(axis=0) + inputs * one_input
+            largest = np.maximum(largest, inside @ back - chunk.heads * head - later)
         beyond.append(largest)
     found = moments(*pattern)
-    held = found.alive @ sizes + found.turned @ gone + found.turning @ beyond
+    held = found.alive @ sizes + found.turned @ gone + found.turning @ beyond + found.entering @ pieces
     return np.asarray(held.max(axis=0))
 
 
-def _last_of_each_kind(model: Model, layers: range) -> Iterator[tuple[int, NDArray[np.float64]]]:
-    """Each kind that occurs among `layers`, and how many of each kind lie behind the last one of it."""
+def _in_a_piece(model: Model, cut: Cut) -> Num:
+    """What the loss of a piece of the tokens keeps for its own backward, beyond the gradients kept after it.
+
+    Those of the hidden states take as much as the hidden states did.
+    """
+    if cut.loss_chunks == 1:
+        return 0.0
+    prec, vocab = cut.precision, model.vocab / cut.tp
+    exponentials = prec.stat_bytes * (cut.tokens / cut.loss_chunks * vocab + 1.0)
+    return np.maximum(exponentials - prec.act_bytes * vocab * model.hidden, 0.0)
+
+
+def _last_of_each_kind(
+    model: Model, layers: range, every: int
+) -> Iterator[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """How many of each kind are in runs of `every` layers, one of all runs alike, and lie behind the last."""
     kinds = [layer_kinds(model).index(layer_kind(model, layer)) for layer in layers]
-    for kind in set(kinds):
-        behind = kinds[len(kinds) - kinds[::-1].index(kind) :]
-        yield kind, np.bincount(behind, minlength=len(layer_kinds(model))).astype(np.float64)
+    number = len(layer_kinds(model))
+    last = {tuple(sorted(kinds[start : start + every])): start for start in range(0, len(kinds), every)}
+    for inside, start in last.items():
+        counted = (np.bincount(some, minlength=number) for some in (inside, kinds[start + every :]))
+        yield tuple(one.astype(np.float64) for one in counted)

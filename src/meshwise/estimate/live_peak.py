@@ -26,7 +26,10 @@ Changes = list[float]
 """Bytes that come (positive) and go (negative), one after the other."""
 
 
-OTHERS = ("lora_rank", "optimizer", "grad_dtype", "offload_optimizer", "offload_activations")
+OTHERS = (
+    *("lora_rank", "optimizer", "grad_dtype", "offload_optimizer", "offload_activations"),
+    *("recompute_every", "loss_chunks"),
+)
 """Keys of a plan that are walked by their defaults only."""
 
 

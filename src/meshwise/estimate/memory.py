@@ -191,10 +191,17 @@ def kept_bytes(part: Part, one_input: Num, selective: Num, full: Num) -> Num:
     return (1.0 - full) * (part.saved_bytes - selective * part.core_bytes) + full * one_input
 
 
+def checkpoint_layers(stage: Stage, mesh: Mesh) -> Num:
+    """Layers behind one kept input where all of a stage are recomputed, its chunks taken as equal."""
+    return np.minimum(mesh.plan.recompute_every, np.maximum(stage.num_layers / mesh.vpp, 1.0))
+
+
 def microbatch_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut) -> Num:
     """What a stage keeps of one microbatch between its forward and its backward, the head's part left out."""
     selective, full = recomputed(stage, mesh)
-    one_input = block_input_bytes(model, cut)
+    a_chunk = np.maximum(stage.num_layers / mesh.vpp, 1.0)
+    inputs_frac = np.ceil(a_chunk / checkpoint_layers(stage, mesh)) / a_chunk
+    one_input = block_input_bytes(model, cut) * inputs_frac
     embedding, *blocks, _ = parts
     kept = stage.embeddings * embedding.saved_bytes
     for count, part in zip(stage.layers, blocks, strict=True):
@@ -216,22 +223,26 @@ def _turn_bytes(
 ) -> Num:
     """Bytes that live only while one microbatch turns round on a stage: the larger of two moments.
 
-    At the head: its kept inputs, the logits and what the loss makes of them (`loss_bytes` per logit), and
-    its weight gradient. In a block: what recomputation brings back, the widest gradient of an activation,
-    and the gradients of its weights and of the head's, before they are added to the sum (experts add
-    theirs one by one).
+    At the head: its kept inputs, the logits (of a chunk) and what the loss makes of them (`loss_bytes` per
+    logit), and its weight gradient. In a block: what recomputation brings back (of all layers of a
+    checkpoint, those of a kind taken as neighbours), the widest gradient of an activation, and the gradients
+    of its weights and of the head's, before they are added to the sum (experts add theirs one by one).
     """
     elem_bytes = cut.precision.act_bytes
     selective, full = recomputed(stage, mesh)
     one_input = block_input_bytes(model, cut)
     _, *blocks, head = parts
-    logits = cut.tokens * model.vocab / cut.tp
+    logits, in_chunks = cut.tokens / cut.loss_chunks * model.vocab / cut.tp, cut.loss_chunks > 1
     trains_head = (head.dense_frozen == 0) * 1.0
+    alike = checkpoint_layers(stage, mesh)
     head_grads = stage.heads * elem_bytes * model.hidden * model.vocab / cut.tp * trains_head
-    kept_inputs = np.maximum(head.saved_bytes - EXPONENTIAL_BYTES * logits, 0.0)
+    hidden_bytes = in_chunks * elem_bytes * cut.tokens * model.hidden  # beside their kept gradients
+    exponentials = 0.0 if in_chunks else EXPONENTIAL_BYTES * logits
+    kept_inputs = np.maximum(head.saved_bytes - exponentials, 0.0) + hidden_bytes
     largest = stage.heads * (kept_inputs + loss_bytes * logits) + head_grads
     for count, part in zip(stage.layers, blocks, strict=True):
         redone = part.saved_bytes - kept_bytes(part, one_input, selective, full)
+        redone = redone + full * part.saved_bytes * (np.minimum(alike, count) - 1.0)
         trained = part.dense_params - part.dense_frozen
         in_block = redone + part.widest_bytes + elem_bytes * trained + head_grads
         largest = np.maximum(largest, in_block * (count > 0))

@@ -27,6 +27,7 @@ COVERS = {
     "instances": ("zero_group",),
     "shard": ("zero_group",),
     "recompute_form": ("recompute", "recompute_layers"),
+    "recompute_num": ("recompute_every",),
     "recompute_fsdp": ("recompute",),
     "recompute_ddp": ("recompute",),
     "cp_size": ("cp",),
@@ -80,7 +81,7 @@ def _without_effect(facts: Facts) -> set[str]:
         "ep etp dispatch overlap_ep imbalance": not facts["has_experts"],
         "zero zero_group overlap_dp": replicas == 1,
         "zero_group": facts["zero"] == 0,
-        "recompute_layers": facts["recompute"] != "full",
+        "recompute_layers recompute_every": facts["recompute"] != "full",
         "recompute_modules": facts["recompute"] != "selective",
         "grid panels": facts["layout"] == "1d",
         "frozen_dtype": facts["lora_rank"] == 0,
@@ -105,7 +106,7 @@ def derive(facts: Facts) -> Facts:
         "instances": 1 if group is None else dp * cp // group,
         "shard": 1 if not zero else dp if group is None else group // cp,
         "recompute_form": form if layers is None else "uneven" if layers % vpp else "block",
-        "recompute_num": layers // vpp if layers is not None else 1 if get("recompute") == "full" else None,
+        "recompute_num": get("recompute_every") if layers is None else layers // vpp,
         "gather_overlap": bool(get("overlap_dp") and zero),
         "p2p_overlap": get("overlap_pp", True) if vpp > 1 or get("overlap_pp", True) else "blocking",
         "etp_beside_ep": get("etp") if ep > 1 or get("etp") != tp else None,
@@ -198,6 +199,8 @@ def recover(facts: Facts) -> Facts:
         found["recompute"] = {"block": "full", "per_op": "selective"}.get(form, form)
     if form == "per_op":
         found["recompute_modules"] = (form,)
+    if form == "full":
+        found["recompute_every"] = facts.get("recompute_num") or 1
     if form == "block":
         found["recompute_layers"] = facts["recompute_num"] * found.get("vpp", 1)
     if "p2p_overlap" in facts:

@@ -43,8 +43,17 @@ from meshwise.plan.workload import Workload
 SERVING = ("prefill", "decode")
 """Kinds of work that a serving engine does."""
 TRAINING_KEYS = (
-    *("zero", "zero_group", "recompute", "recompute_layers", "recompute_modules", "act_input_dtype"),
-    *("optimizer", "grad_dtype", "offload_optimizer", "offload_activations", "overlap_dp", "lora_rank"),
+    *("zero", "zero_group", "recompute", "recompute_layers", "recompute_every", "recompute_modules"),
+    *(
+        "loss_chunks",
+        "act_input_dtype",
+        "optimizer",
+        "grad_dtype",
+        "offload_optimizer",
+        "offload_activations",
+        "overlap_dp",
+        "lora_rank",
+    ),
 )
 """Keys of a plan that mean nothing without a backward."""
 WEIGHT_KEYS = ("kv_dtype", "weight_dtype", "expert_dtype")
@@ -393,6 +402,19 @@ def _model_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
             f"tp={_int(tp)} neither divides nor is divided by the {kv_heads} key-value heads of {name}; "
             "use a divisor or a multiple"
         ),
+    )
+    chunks = mesh.plan.loss_chunks
+    yield Rule(
+        chunks > 1 and not (model.vocab and model.lm_head),
+        lambda: f"loss_chunks={chunks} needs a language-model head, which {name} lacks; leave it out",
+    )
+    yield Rule(
+        (chunks > 1) & (mesh.seq % (mesh.cp * chunks) != 0),
+        lambda: (
+            f"loss_chunks={chunks} does not divide the {_int(mesh.seq // mesh.cp)} tokens of a sequence on "
+            "each rank; use a divisor"
+        ),
+        WorkloadError,
     )
     yield Rule(
         mesh.cp % ulysses != 0,

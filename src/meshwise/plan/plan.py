@@ -92,7 +92,9 @@ class Plan:
     zero_group: int | None = None
     recompute: str = ""
     recompute_layers: int | None = None
+    recompute_every: int = 1
     recompute_modules: tuple[str, ...] = ()
+    loss_chunks: int = 1
     dtype: str = "bf16"
     head_dtype: str = "bf16"
     act_input_dtype: str = ""
@@ -180,7 +182,9 @@ KEYS: dict[str, Field] = {
     "zero_group": whole("ranks that share states (HSDP) [all of dp x cp]"),
     "recompute": choice("what the backward computes again", RECOMPUTE),
     "recompute_layers": whole("layers of each stage that recompute=full covers [all]", 0),
+    "recompute_every": whole("layers that one checkpoint of recompute=full covers, in each chunk"),
     "recompute_modules": several("what recompute=selective covers", RECOMPUTE_MODULES),
+    "loss_chunks": whole("pieces of a sequence whose logits and their gradients are made one after another"),
     "dtype": choice("type of the matmuls", DTYPES),
     "head_dtype": choice("type of the head's matmul where dtype is narrower than bf16", ("bf16", "fp8")),
     "act_input_dtype": choice(
@@ -306,6 +310,15 @@ def number_rules(plan: Plan, sizes: Mapping[str, Num]) -> Iterator[Rule]:
             f"recompute_layers={whole_number('recompute_layers')} needs recompute=full, not "
             f"{RECOMPUTE[whole_number('recompute')]}"
         ),
+    )
+    every = plan.recompute_every
+    yield Rule(
+        (every > 1) & (sizes["recompute"] != RECOMPUTE.index("full")),
+        lambda: f"recompute_every={every} needs recompute=full, not {RECOMPUTE[whole_number('recompute')]}",
+    )
+    yield Rule(
+        (every > 1) & (sizes["recompute_layers"] < math.inf),
+        lambda: f"recompute_every={every} covers all layers of a stage; leave recompute_layers out",
     )
     stages, pp, vpp = plan.stages, sizes["pp"], chunks_of_rank(sizes["schedule"], sizes["vpp"])
     if stages:

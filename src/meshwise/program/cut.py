@@ -34,7 +34,7 @@ class Cut:
 
     `recompute_modules`: what selective recomputation covers (`program.recompute`). `narrow_act_input`: inputs
     of activation functions are kept in fp8 (Megatron-LM's activation_func_fp8_input_store). The head computes
-    in `head_dtype` where other matmuls are narrower than bf16.
+    in `head_dtype` where other matmuls are narrower than bf16, its logits and their loss in `loss_chunks`.
 
     `lora_rank` above 0 freezes all weights and trains adapters of that rank; the frozen matrices of blocks
     have `frozen_bytes` a parameter (None: like other weights).
@@ -63,6 +63,7 @@ class Cut:
     recompute_modules: tuple[str, ...] = ("core_attn",)
     narrow_act_input: bool = False
     head_dtype: str = "bf16"
+    loss_chunks: int = 1
     sequence_parallel: bool = False
     gather_keys: bool = False
     layout: str = "1d"

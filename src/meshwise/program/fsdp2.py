@@ -184,16 +184,17 @@ def held_params(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Num:
 def unsharded_bytes(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Num:
     """Bytes of weights that are gathered at once, and of gradients that wait for the last microbatch.
 
-    Alone: the ends and two blocks (one computes, one is prefetched). In a pipeline `ACTIVE_CHUNKS` chunks.
-    Under ZeRO 1 and 2: all of them.
+    Alone: the ends and two blocks (one computes, one is prefetched), or all of a checkpoint and the next. In
+    a pipeline `ACTIVE_CHUNKS` chunks. Under ZeRO 1 and 2: all of them.
     """
     sizes = [unit.count * unit.padded_size(mesh, cut) for unit in held]
     trained = sum(unit.count * unit.trained.padded_size(mesh, cut) for unit in held)
     whole, ends = sum(sizes), sum(sizes[:3])
-    two_blocks = (whole - ends) * np.minimum(2.0 / np.maximum(stage.num_layers, 1.0), 1.0)
+    at_once = mesh.plan.recompute_every + 1.0
+    some_blocks = (whole - ends) * np.minimum(at_once / np.maximum(stage.num_layers, 1.0), 1.0)
     is_alone = (mesh.pp == 1) * 1.0
     in_pipeline = whole * np.minimum(ACTIVE_CHUNKS / mesh.vpp, 1.0)
-    gathered = is_alone * (ends + two_blocks) + (1.0 - is_alone) * in_pipeline
+    gathered = is_alone * (ends + some_blocks) + (1.0 - is_alone) * in_pipeline
     gathered = np.where(mesh.zero >= 3, gathered, whole)
     waiting = trained * _accumulates(mesh)
     return cut.precision.act_bytes * gathered + reduced_bytes(mesh, cut) * waiting

@@ -30,12 +30,13 @@ class Moments:
 
     `alive`: microbatches between their forward and the end of their backward; `turned`: those of them that
     have the gradient of their input, but not yet that of their weights; `turning`: 1 for the chunk whose
-    gradient of the input is computed.
+    gradient of the input is computed, `entering` for the one that runs forward.
     """
 
     alive: NDArray[np.float64]
     turned: NDArray[np.float64]
     turning: NDArray[np.float64]
+    entering: NDArray[np.float64]
 
 
 Pattern = tuple[int, int, int, int, int]  # schedule, pp, vpp, microbatches, rank of the pipeline
@@ -60,9 +61,9 @@ def moments(schedule: int, pp: int, vpp: int, num_microbatches: int, rank: int) 
         seen = of_chunk & np.isin(kinds, which)
         return np.cumsum(seen, axis=1) - seen
 
-    turning = of_chunk & np.isin(kinds, (_B, _I))
-    alive = so_far(_F) + (of_chunk & (kinds == _F)) - so_far(_B, _W)
-    columns = [alive, so_far(_I) - so_far(_W), turning]
+    turning, entering = of_chunk & np.isin(kinds, (_B, _I)), of_chunk & (kinds == _F)
+    alive = so_far(_F) + entering - so_far(_B, _W)
+    columns = [alive, so_far(_I) - so_far(_W), turning, entering]
     rows = np.unique(np.concatenate(columns).T.astype(np.float64), axis=0)
     return Moments(*np.split(rows, len(columns), axis=1))
 

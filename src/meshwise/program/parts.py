@@ -83,6 +83,7 @@ def cut_of(mesh: Mesh) -> Cut:
         dispatch_bytes=FP8_TOKEN_BYTES if plan.dispatch_dtype == "fp8" else precision(plan.dtype).act_bytes,
         recompute_modules=plan.recompute_modules or CORE_ATTENTION,
         head_dtype=plan.head_dtype,
+        loss_chunks=plan.loss_chunks,
         narrow_act_input=plan.act_input_dtype == "fp8",
         sequence_parallel=plan.sequence_parallel or plan.sp is None or on_grid,
         gather_keys=plan.cp_kind == "all_gather",

@@ -169,7 +169,7 @@ def _in_torch_types(model: Model, cut: Cut, op: Op) -> Op:
         return op
     saved_bytes = op.saved_bytes
     if op.name.endswith("cross_entropy"):
-        saved_bytes = saved_bytes * wider + prec.stat_bytes
+        saved_bytes = (saved_bytes * wider + prec.stat_bytes) * (cut.loss_chunks == 1)
     elif op.name == "router_softmax":
         saved_bytes = saved_bytes * wider
     elif op.name == "combine" and model.moe is not None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from msgspec import structs
 
 from meshwise.core.units import Num
-from meshwise.cost.op import cross_entropy, cross_entropy_backward, embedding, embedding_backward
+from meshwise.cost.op import Cost, cross_entropy, cross_entropy_backward, embedding, embedding_backward
 from meshwise.model.architecture import Model, layer_kind
 from meshwise.model.weights import embedding_weights, frozen, head_weights, mtp_weights
 from meshwise.program.block import block_ops
@@ -168,19 +168,49 @@ def _predict(model: Model, cut: Cut, prefix: str) -> Iterator[Op]:
     """Logits of every token, and their loss; the head has its own type where other matmuls are narrow."""
     if cut.precision.casts:
         cut = replace(cut, precision=precision(cut.head_dtype))
-    module, prec, hidden, is_frozen = "head", cut.precision, float(model.hidden), cut.lora_rank > 0
     if model.mlm_transform:
-        rows = cut.split_tokens
+        module, prec, rows, hidden = "head", cut.precision, cut.split_tokens, float(model.hidden)
+        is_frozen = cut.lora_rank > 0
         yield from linear(
             module, "transform", rows, hidden, hidden, prec, bias=model.norm_bias, frozen=is_frozen
         )
         yield from elementwise(module, "transform_act", model.activation, rows, hidden, prec)
         yield from norm(model, cut, module, "transform_norm")
-    vocab, name = model.vocab / cut.tp, f"{prefix}logits"
-    yield from column_linear(module, name, hidden, {name: vocab}, cut, bias=model.head_bias, frozen=is_frozen)
+    yield from _in_chunks(model, cut, prefix) if cut.loss_chunks > 1 else _logits(model, cut, prefix)
+
+
+def _logits(model: Model, cut: Cut, prefix: str) -> Iterator[Op]:
+    vocab, name, prec = model.vocab / cut.tp, f"{prefix}logits", cut.precision
+    yield from column_linear(
+        "head", name, float(model.hidden), {name: vocab}, cut, bias=model.head_bias, frozen=cut.lora_rank > 0
+    )
     if model.logit_softcap:
-        yield from elementwise(module, f"{prefix}logit_softcap", "softcap", cut.tokens, vocab, prec)
+        yield from elementwise("head", f"{prefix}logit_softcap", "softcap", cut.tokens, vocab, prec)
     yield from _loss(cut, vocab, f"{prefix}cross_entropy", prec)
+
+
+def _in_chunks(model: Model, cut: Cut, prefix: str) -> Iterator[Op]:
+    """Logits and loss of a chunk of tokens at a time, its backward at once: no input is gathered again.
+
+    Kept are the gradients of the hidden states and of the matrix, to which all chunks but the first are
+    added; the backward multiplies them by the gradient of the loss. Source: torchtitan 0.3.0,
+    ChunkedLossWrapper; Liger, arXiv 2410.10989.
+    """
+    number, name = float(cut.loss_chunks), f"{prefix}logits"
+    for op in _logits(model, replace(cut, microbatch=cut.microbatch / number), prefix):
+        if op.kind != "collective" or op.name != name:
+            yield structs.replace(op, count=number * op.count, saved_bytes=0.0)
+        elif op.phase == "forward" or op.collective != "all_gather":
+            yield structs.replace(op, payload_bytes=number * op.payload_bytes)
+    elem_bytes, hidden = cut.precision.act_bytes, float(model.hidden)
+    rows, trained = cut.tokens * hidden, model.vocab / cut.tp * hidden * (cut.lora_rank == 0)
+    added, kept = (number - 1.0) * trained, elem_bytes * (rows + trained)
+    both = Op(
+        module="head", name=f"{name}_gradients", phase="forward", kind="kernel", shape=(cut.tokens, hidden)
+    )
+    cost = Cost(added, 2.0 * elem_bytes * added, elem_bytes * added)
+    yield structs.replace(both, cost=cost, saved_bytes=kept)
+    yield structs.replace(both, phase="backward", cost=Cost(rows + trained, kept, kept))
 
 
 def _loss(cut: Cut, vocab: Num, name: str, prec: Precision) -> Iterator[Op]:

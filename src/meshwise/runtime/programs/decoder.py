@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from meshwise.model.architecture import Model, is_moe_layer
 from meshwise.runtime.programs.adapters import is_adapter
 from meshwise.runtime.programs.block import Block
+from meshwise.runtime.programs.chunked_loss import loss_in_chunks
 from meshwise.runtime.programs.decoder_parts import DecoderNorm, Setting
 from meshwise.runtime.programs.further import LOSS_WEIGHT, Further
 from meshwise.runtime.programs.local import local
@@ -45,16 +46,21 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm and the logits."""
+    """The last norm and the logits; where the loss is computed in chunks, the norm alone."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, setting: Setting) -> None:
         super().__init__()
         self.norm = DecoderNorm(model)
         self.logits = nn.Linear(model.hidden, model.vocab, bias=False)
+        self.is_whole = setting.loss_chunks == 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, tokens, hidden] -> [batch, tokens, vocabulary]."""
-        return self.logits(self.norm(x))
+        """[batch, tokens, hidden] -> what the loss is computed of."""
+        return self.read(self.norm(x))
+
+    def read(self, normed: Tensor) -> Tensor:
+        """[batch, tokens, hidden] -> [batch, tokens, vocabulary], or what it was."""
+        return self.logits(normed) if self.is_whole else normed
 
 
 class Decoder(nn.Module):
@@ -76,7 +82,7 @@ class Decoder(nn.Module):
                 for place, number in enumerate(layers)
             }
         )
-        self.head = Head(model) if is_last else None
+        self.head = Head(model, setting) if is_last else None
         self.further = nn.ModuleList(Further(model, setting) for _ in range(model.mtp_layers * is_last))
         self.is_tied, self.setting = model.tied_embedding, setting
         self.tie()
@@ -90,24 +96,30 @@ class Decoder(nn.Module):
         if self.embedding is not None:
             with section("embedding"):
                 x = self._for_blocks(self.embedding(x))
+        blocks, every = list(self.layers.values()), self.setting.redone_every
         with self.setting.keeping():
-            for layer in self.layers.values():
-                x = layer(x)
+            for start in range(0, len(blocks), every):
+                x = self.setting.redone("layers", nn.Sequential(*blocks[start : start + every]), x)
         if self.head is None:
             return x
         assert labels is not None
         with section("head"):
-            logits = self.head(x)
-        with section("loss"):
-            loss = mean_loss(logits, labels[:, 0])
+            loss = self._loss(self.head(x), labels[:, 0])
         for number, further in enumerate(self.further):
             with section("further"):
                 assert self.embedding is not None  # used again as FSDP2 has gathered it
                 x = further(x, self._for_blocks(self.embedding.tokens(labels[:, number])))
-            with section("loss"):
-                further_loss = mean_loss(self.head.logits(further.norm(x)), labels[:, number + 1])
+                further_loss = self._loss(self.head.read(further.norm(x)), labels[:, number + 1])
             loss = loss + LOSS_WEIGHT / len(self.further) * further_loss
         return loss
+
+    def _loss(self, found: Tensor, labels: Tensor) -> Tensor:
+        """Mean loss of what the head gives."""
+        assert self.head is not None
+        with self.setting.recorder.section("/loss"):
+            if self.setting.loss_chunks == 1:
+                return mean_loss(found, labels)
+            return loss_in_chunks(found, self.head.logits.weight, labels, self.setting.loss_chunks, mean_loss)
 
     def _for_blocks(self, embedded: Tensor) -> Tensor:
         """Beside adapters an embedding is frozen, but the blocks that read it pass gradients on."""
@@ -146,5 +158,5 @@ class Decoder(nn.Module):
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy [nats], the mean over tokens; computed in fp32 at least."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    loss = F.cross_entropy(wide.flatten(0, 1), labels.flatten())
+    loss = F.cross_entropy(wide.flatten(0, -2), labels.flatten())
     return loss.to_local() if isinstance(loss, DTensor) else loss

@@ -35,7 +35,8 @@ class Setting:
     `own_places`: positions of those between the matmuls, a part of them under sequence parallelism.
     `routes`: where tokens go whose layer has experts. `heads`: the ranks that exchange heads for tokens.
     `redone_modules`: what selective recomputation covers; `redone_layers`: how many of a piece's layers are
-    recomputed whole, the first ones. `narrow`: the activation function keeps its input in fp8. `lora_rank`:
+    recomputed whole, the first ones; `redone_every`: how many are one module `layers`. `loss_chunks`: in how
+    many pieces the loss is computed. `narrow`: the activation function keeps its input in fp8. `lora_rank`:
     that of adapters beside frozen weights (0: all train). `keeping`: where blocks keep what they keep.
     """
 
@@ -45,6 +46,8 @@ class Setting:
     attend: CoreAttention = lambda q, k, v: Attend.apply(q, k, v, True)
     redone_modules: tuple[str, ...] = ()
     redone_layers: float = 0
+    redone_every: int = 1
+    loss_chunks: int = 1
     narrow: bool = False
     routes: Routes | None = None
     heads: Axis | None = None
