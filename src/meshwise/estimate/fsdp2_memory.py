@@ -140,8 +140,10 @@ def _last_of_each_kind(
 ) -> Iterator[tuple[NDArray[np.float64], NDArray[np.float64]]]:
     """How many of each kind are in runs of `every` layers, one of all runs alike, and lie behind the last."""
     kinds = [layer_kinds(model).index(layer_kind(model, layer)) for layer in layers]
-    number = len(layer_kinds(model))
     last = {tuple(sorted(kinds[start : start + every])): start for start in range(0, len(kinds), every)}
     for inside, start in last.items():
-        counted = (np.bincount(some, minlength=number) for some in (inside, kinds[start + every :]))
-        yield tuple(one.astype(np.float64) for one in counted)
+        yield _counted(model, inside), _counted(model, kinds[start + every :])
+
+
+def _counted(model: Model, kinds: Sequence[int]) -> NDArray[np.float64]:
+    return np.bincount(kinds, minlength=len(layer_kinds(model))).astype(np.float64)

@@ -225,7 +225,7 @@ def _bridge_words(words: list[str]) -> Settings:
 
 def _titan_toml(stated: Settings) -> Settings:
     """The names of torchtitan's TOML files (up to 0.2.2) as those of today; their loss had no chunks."""
-    found = {"loss.num_chunks": 1} | stated
+    found: Settings = {"loss.num_chunks": 1, **stated}
     mode = found.pop("activation_checkpoint.mode", None)
     if mode is not None:
         found["activation_checkpoint"] = f"activation-checkpoint:{mode}"

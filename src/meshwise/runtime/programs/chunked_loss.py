@@ -27,7 +27,9 @@ class LossInChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, number: int, loss_of: Loss) -> Tensor:
         """`loss_of` takes the logits of one of `number` chunks."""
-        grad, of_weight, losses = torch.empty_like(x), [], []
+        grad = torch.empty_like(x)
+        of_weight: list[Tensor] = []
+        losses: list[Tensor] = []
         num_trained = sum(ctx.needs_input_grad[:2])  # a frozen matrix has no gradient
         for mine, part, targets in zip(*(one.chunk(number) for one in (grad, x, labels)), strict=True):
             leaves = part.detach(), weight.detach()
