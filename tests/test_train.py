@@ -266,6 +266,7 @@ def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, poo
         (4, 3, "gpt --plan pp=2,schedule=gpipe,dtype=bf16,loss_chunks=2 --batch 8 --microbatch 2"),
         (4, 3, "gpt --plan pp=2,schedule=zb-h1,dtype=bf16,loss_chunks=2 --batch 8"),
         (8, 5, "moe --plan cp=2,ep=2,pp=2,dtype=bf16,loss_chunks=2,recompute=full"),
+        (4, 1, "further --plan ep=2,loss_chunks=4,recompute=full,lora_rank=4,dtype=bf16 --batch 8"),
         (4, 1, "gpt --plan tp=2,pp=2,dtype=bf16,act_input_dtype=fp8 --batch 4"),
         (4, 0, "moe --plan ep=2,pp=2,dtype=bf16,act_input_dtype=fp8,recompute_modules=layernorm"),
         (8, 6, "gpt --plan zero=2,pp=2,tp=2,schedule=zb-v,dtype=bf16 --batch 8 --layers 4"),

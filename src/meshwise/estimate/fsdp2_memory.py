@@ -126,13 +126,14 @@ def _peak_of_pattern(
 def _in_a_piece(model: Model, cut: Cut) -> Num:
     """What the loss of a piece of the tokens keeps for its own backward, beyond the gradients kept after it.
 
-    Those of the hidden states take as much as the hidden states did.
+    Those of the hidden states take as much as these did, which a frozen matrix does not keep.
     """
     if cut.loss_chunks == 1:
         return 0.0
     prec, vocab = cut.precision, model.vocab / cut.tp
     exponentials = prec.stat_bytes * (cut.tokens / cut.loss_chunks * vocab + 1.0)
-    return np.maximum(exponentials - prec.act_bytes * vocab * model.hidden, 0.0)
+    rows = cut.tokens if cut.lora_rank else vocab
+    return np.maximum(exponentials - prec.act_bytes * rows * model.hidden, 0.0)
 
 
 def _last_of_each_kind(
