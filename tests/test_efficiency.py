@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -466,6 +468,50 @@ def test_fit_recovers_the_machine_that_made_the_rows():
     assert score.median_abs_frac < 0.02
     assert fitted["gemm.bf16"].peak_frac == pytest.approx(0.7, rel=0.05)
     assert fitted["gemm.bf16"].memory_frac == pytest.approx(0.75, rel=0.05)
+
+
+SEARCHED = {
+    "gemm": fit.GEMM,
+    "cast": fit.CAST,
+    "attention": fit.ATTENTION | fit.BACKWARD,
+    "decode": fit.DECODE,
+    "inner": fit.LINK | fit.OWN_PART | fit.SWITCH,
+    "outer": fit.LINK | fit.TREE,
+    "experts": fit.EXPERTS,
+    "dispatch": fit.DISPATCH,
+    "peer": fit.PEER,
+}
+
+
+def test_no_constant_of_the_catalog_ends_where_its_search_ended():
+    """Such a one stands in for something else; all of what the hardware has (a share of 1) is none."""
+    catalog = tomllib.loads(resources.files("meshwise").joinpath("catalog/efficiency.toml").read_text())
+    seen = 0
+    for kind, limits in SEARCHED.items():
+        for chip, variants in catalog[kind].items():
+            for variant, entry in variants.items():
+                for name in limits.keys() & entry.keys():
+                    _, least, most = limits[name]
+                    inside = 1.001 * least < entry[name] and (most == 1.0 or entry[name] < most / 1.001)
+                    assert inside, f"{kind}.{chip}.{variant}: {name} = {entry[name]}"
+                    seen += 1
+    assert seen > 200
+
+
+def test_a_constant_that_the_rows_do_not_bound_is_that_of_its_generation(tmp_path):
+    """Long matmuls of a second, overheated H200 say nothing of its generation; short ones do."""
+    cool = eff.GemmEfficiency(tiled=True, throttle_frac=0.05, peak_frac=0.8)
+    rows = synthetic_rows(cool)
+    hot = [replace(row, chip="h200-sxm") for row in synthetic_rows(replace(cool, throttle_frac=2.0))]
+    lines = [
+        f"{row.chip},gemm,bf16,1,m={row.shape['m']:.0f} n={row.shape['n']:.0f} k={row.shape['k']:.0f},"
+        f"{row.seconds * 1e6!r},cublas,made\n"
+        for row in (*rows, *rows[:1], *hot)
+    ]
+    (tmp_path / "ops.csv").write_text(",".join(OPS_COLUMNS) + "\n" + "".join(lines))
+    fitted = tomllib.loads(fit.fit_all([tmp_path / "ops.csv"], checked="2026-11-22").toml)["gemm"]
+    of_one, of_the_other = (fitted[name]["bf16"]["throttle_frac"] for name in (H100.name, "h200-sxm"))
+    assert of_one == of_the_other == pytest.approx(0.05, rel=0.5)
 
 
 def test_one_third_of_the_shapes_judges_and_the_cast_does_not_matter():

@@ -66,9 +66,9 @@ ATTENTION = {
 BACKWARD = {"backward_frac": (0.8, 0.3, 1.2)}
 DECODE = {"launch_s": (1e-5, 1e-6, 5e-5), "memory_frac": (0.85, 0.3, 1.0), "peak_frac": (0.15, 0.01, 1.0)}
 LINK = {
-    "launch_s": (6e-6, 1e-6, 5e-5),
+    "launch_s": (6e-6, 1e-6, 2e-4),
     "quick_latency": (0.3, 0.02, 5.0),
-    "quick_frac": (0.35, 0.02, 1.0),
+    "quick_frac": (0.35, 2e-3, 1.0),
     "bulk_latency": (8.0, 0.1, 60.0),
     "bulk_frac": (0.8, 0.1, 1.0),
 }
@@ -76,8 +76,8 @@ OWN_PART = {"own_part": (0.5, 0.01, 2.0), "all_to_all_own_part": (1.0, 0.01, 4.0
 EXPERTS = {
     "launch_s": (1e-5, 1e-7, 1e-4),
     "peak_frac": (0.8, 0.1, 1.5),
-    "memory_frac": (0.8, 0.1, 1.2),
-    "passes": (1.0, 0.01, 30.0),
+    "memory_frac": (0.8, 0.1, 2.0),
+    "passes": (1.0, 0.01, 100.0),
 }
 DISPATCH = {
     "launch_s": (1e-5, 1e-6, 1e-4),
@@ -118,18 +118,21 @@ class Score:
     sources: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FitReport:
-    """The scores of the fitted tables, the rows that could not be used, and the catalog as text."""
+    """The scores of the fitted tables, the rows that could not be used, the catalog as text, and what speaks
+    against its constants, a sentence each."""
 
     scores: list[Score]
     problems: list[Problem]
     toml: str
+    unbounded: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """What `meshwise fit --json` prints of kernels and collectives."""
         unread = [asdict(problem) for problem in self.problems]
-        return {"scores": [asdict(score) for score in self.scores], "unread": unread}
+        scores = [asdict(score) for score in self.scores]
+        return {"scores": scores, "unread": unread, "problems": self.unbounded}
 
 
 _NOT_OF_THE_SHAPE = ("cast", "active", "local_topk", "moved_topk")
@@ -232,11 +235,15 @@ def score(
 
 @dataclass(slots=True)
 class _Bench:
-    """The rows at hand, and what has been fitted so far: tables as `machine.efficiency.read` returns them."""
+    """The rows at hand, and what has been fitted so far: tables as `machine.efficiency.read` returns them.
+
+    `unbounded`: the constants that ended where their search ends, with no other chip to take them from.
+    """
 
     rows: list[Measurement]
     tables: dict[str, dict[str, Any]]
     scores: list[Score]
+    unbounded: list[str]
 
     def by_chip(self, keep: Callable[[Measurement], bool]) -> list[tuple[Chip, list[Measurement]]]:
         """The rows to keep, per chip; the chip with the most rows first."""
@@ -263,8 +270,10 @@ class _Bench:
     ) -> Any:  # fmt: skip
         """Fit the entries of `boxes`, keep them with the score of the first, and return that one.
 
-        `bases` hold the constants that do not move. The entries are those of `chip`, or of the network
-        `name`; `keep_as` is the first one's key, where it is kept under another than it is used.
+        A constant that ends where its search ends is not seen in the rows: it stays where the search starts,
+        at that of a chip fitted before, and the others are fitted again. `bases` hold the constants that do
+        not move. The entries are those of `chip`, or of the network `name`; `keep_as` is the first one's key,
+        where it is kept under another than it is used.
         """
         key, name = next(iter(boxes)), name or chip.name
         few = len(rows) < MIN_ROWS
@@ -280,6 +289,14 @@ class _Bench:
         training = rows if few else [row for row in rows if not held_out(row)]
         start = {key: self._start(key, chip, box, (bases or {}).get(key)) for key, box in boxes.items()}
         fitted = fit(training, chip, boxes, build, start)
+        free = boxes
+        while (unseen := _at_limit(fitted, free)) and self.donor(key, chip) is not None:
+            free = {
+                key: {constant: limits for constant, limits in box.items() if (key, constant) not in unseen}
+                for key, box in free.items()
+            }
+            fitted = fit(training, chip, free, build, start)
+        self.unbounded += [f"{constant} of {each} on {name} ends at its limit" for each, constant in unseen]
         for each, entry in fitted.items():
             self.tables.setdefault(keep_as or each, {})[name] = entry
         self.scores.append(score(keep_as or key, rows, chip, build(fitted), label=name, few=few))
@@ -289,6 +306,16 @@ class _Bench:
         donor = self.donor(key, chip)
         values = {name: getattr(donor, name, None) or start for name, (start, _, _) in box.items()}
         return replace(base or CLASSES[key.partition(".")[0]](), **values)
+
+
+def _at_limit(fitted: Entries, boxes: Boxes) -> list[tuple[str, str]]:
+    """The constants that end where their search ends, unless at all of what the hardware has."""
+    return [
+        (key, name)
+        for key, box in boxes.items()
+        for name, (_, least, most) in box.items()
+        if not least * 1.01 < getattr(fitted[key], name) < (np.inf if most == 1.0 else most / 1.01)
+    ]
 
 
 def _named(op: str, name: str) -> Callable[[Measurement], bool]:
@@ -304,13 +331,13 @@ def fit_all(paths: Sequence[Path], *, checked: str, write_to: Path | None = None
     if not found.rows:
         names = ", ".join(map(str, paths))
         raise DataError(f"no row of {names} is a measurement that fits a constant; name other files")
-    bench = _Bench(found.rows, {}, [])
+    bench = _Bench(found.rows, {}, [], [])
     for fit_class in (_fit_gemms, _fit_attention, _fit_links, _fit_experts, _fit_dispatches, _fit_peers):
         fit_class(bench)
     text = to_toml(bench, checked=checked, data=[path.name for path in paths])
-    if write_to is not None:
+    if write_to is not None and not bench.unbounded:
         write_text(write_to, text)
-    return FitReport(scores=bench.scores, problems=found.problems, toml=text)
+    return FitReport(bench.scores, found.problems, text, tuple(bench.unbounded))
 
 
 def _fit_gemms(bench: _Bench) -> None:
@@ -435,6 +462,7 @@ _HEAD = """\
 # them, predict the others (at least 10 us, or 1 MiB): number, median and mean of |predicted/measured - 1|,
 # and the median with its sign. With held_out_rows = 0 the rows were too few to spare any: the errors are of
 # the fit itself. An entry without `fit` follows from another of the same chip (see `meshwise.calibrate.fit`).
+# A constant that the rows of a chip do not bound is that of another chip, of its generation if there is one.
 """
 
 

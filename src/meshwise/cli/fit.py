@@ -42,9 +42,10 @@ def fit(
         from meshwise.calibrate.runs import published_runs
 
         found["steps"] = _fit_steps([published_runs(), *_files(data, RUN_FILES)], write=write, quiet=json)
+    unfounded = any(each.get("problems") for each in found.values())
     if json:
-        print_json(found | {"written": write and not found.get("steps", {}).get("problems")})
-    if found.get("steps", {}).get("problems"):
+        print_json(found | {"written": write and not unfounded})
+    if unfounded:
         raise typer.Exit(1)
 
 
@@ -71,6 +72,8 @@ def _fit_ops(paths: list[Path], *, write: bool, quiet: bool) -> dict[str, Any]:
     found = fit_all(paths, checked=today, write_to=_catalog("efficiency.toml") if write else None)
     if not quiet:
         print_op_fit(found, console())
+    if found.unbounded:
+        typer.echo(f"not written: {'; '.join(found.unbounded)}", err=True)
     return found.to_json()
 
 
