@@ -2,19 +2,24 @@
 
 `strange` are values that no option or field expects; `damaged` cuts, flips and stuffs the bytes of a real
 file. `check_contract` runs a command in this process: it ends with exit code 0 to 3, says what is wrong in
-one sentence without a traceback, prints no number that is none, and takes bounded time.
+one sentence without a traceback, prints no number that is none, and takes bounded time and memory.
 """
 
 import json
+import re
+import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 
 from meshwise.cli.worker import run
 
-NUMBERS = (0, -1, 1, 2, 3, 7, 8, 64, 2**31, 2**63, 10**30, 1e-320, 1e-9, 0.5, 1e18, 1e308)
+NUMBERS = (0, -1, 1, 2, 3, 7, 8, 64, 2**31, 2**63, 10**30, 10**400, 1e-320, 1e-9, 0.5, 1e18, 1e308)
 WORDS = ("", " ", "[/]", "[bold red]", "é", "1e999", "-inf", "nan", "true", "a" * 3000, "%s", "{tp}")
 SCRIPT = "<script>alert(1)</script>"
 MORE_WORDS = ("٣", "1_0", "0x10", "tp=8", "a,b", "\udcff", "🂡", SCRIPT)
@@ -56,22 +61,29 @@ MAY_BE_NEGATIVE = (
     "headroom",
 )
 MAX_CPU_S = 20.0
+MAX_BYTES = 4 << 30
+"""That a command may take beyond what the tests hold."""
 
 
 @st.composite
 def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
-    """`whole` after one or two accidents: cut short, a byte flipped, bytes stuffed in, a piece doubled."""
+    """`whole` after one or two accidents: cut short, a byte flipped, bytes stuffed in, a piece doubled, a
+    number that is another.
+    """
     for _ in range(draw(st.integers(1, 2))):
         at = draw(st.integers(0, max(len(whole) - 1, 0)))
-        kind = draw(st.sampled_from(("cut", "flip", "stuff", "double")))
+        kind = draw(st.sampled_from(("cut", "flip", "stuff", "double", "number")))
         if kind == "cut":
             whole = whole[:at]
         elif kind == "flip":
             whole = whole[:at] + bytes([draw(st.integers(0, 255))]) + whole[at + 1 :]
         elif kind == "stuff":
             whole = whole[:at] + draw(st.sampled_from(STUFFING)) + whole[at:]
-        else:
+        elif kind == "double":
             whole = whole[:at] + whole[at // 2 :]
+        elif number := re.compile(rb"\d+").search(whole, at):
+            other = str(draw(st.sampled_from(NUMBERS))).encode()
+            whole = whole[: number.start()] + other + whole[number.end() :]
     return whole
 
 
@@ -129,6 +141,18 @@ def check_contract(words: list[str], *, json_option: bool = True, may_warn: bool
         assert out == "" or words[:2] == ["trace", "summary"], shown  # which tells of every file
     elif json_option:
         check_numbers(document(out), shown)
+
+
+@contextmanager
+def bounded_memory() -> Iterator[None]:
+    """What asks for more than `MAX_BYTES` has a MemoryError, as an example that can be kept."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    held_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held_bytes + MAX_BYTES, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def document(text: str) -> Any:

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from fuzz import (
     SCRIPT,
+    bounded_memory,
     changed,
     check_contract,
     damaged,
@@ -112,7 +113,7 @@ def verbs(inside: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
 @pytest.fixture(autouse=True, scope="module")
 def in_a_folder_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """For what an option makes a command write."""
-    with chdir(tmp_path_factory.mktemp("written")):
+    with chdir(tmp_path_factory.mktemp("written")), bounded_memory():
         yield
 
 
@@ -151,6 +152,10 @@ def words(draw: st.DrawFn) -> list[str]:
 @example(["trace", "bandwidth", LONG_NAME])
 @example(["estimate", "bad\x0bname", *H100])
 @example(["serve", "llama3-8b", *H100, "--plan", "tp=8", "--concurrency", str(10**12)])
+@example(["serve", "llama3-8b", *H100, "--plan", "tp=8", "--requests", "/dev/full"])
+@example(["serve", "mixtral-8x7b", *H100, "--plan", "tp=8", "--expert-loads", "/dev/full"])
+@example(["validate", "--runs", "/dev/full"])
+@example(["estimate", "llama3-8b", *H100, "--from", "/dev/full"])
 def test_strange_options(stated: list[str]) -> None:
     check_contract(stated, may_warn=stated[0] == "trace")
 
@@ -267,9 +272,12 @@ POINT = {
 
 
 @some(40)
-@given(st.data())
-def test_damaged_requests(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    path = file_with(tmp_path_factory, "requests.csv", data.draw(damaged(REQUESTS.encode())))
+@given(damaged(REQUESTS.encode()), st.just("csv"))
+@example(REQUESTS.encode() + b"1.0,100," + b"9" * 2000, "csv")
+@example(b'{"timestamp": 0, "input_length": 100, "output_length": ' + b"9" * 2000 + b"}", "jsonl")
+@example(REQUESTS.encode() + b'"' + b"1" * 200_000, "csv")
+def test_damaged_requests(tmp_path_factory: pytest.TempPathFactory, content: bytes, kind: str) -> None:
+    path = file_with(tmp_path_factory, f"requests.{kind}", content)
     check_contract(["serve", "llama3-8b", "--cluster", "h100-80g-sxm:1", "--requests", path])
 
 

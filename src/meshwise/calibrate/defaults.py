@@ -62,12 +62,11 @@ def entries() -> tuple[Defaults, ...]:
 
 
 def defaults_of(run: Run) -> Defaults:
-    """The entry for the framework and release of `run`; an unknown framework has the entry without a name."""
-    known = {name for entry in entries() for name in entry.names}
+    """The entry for the framework and release of `run`; where there is none, that without a name."""
     name = (run.framework or "").lower().replace("_", "-").replace(" ", "-")
-    name = name if name in known else ""
     month = released(run)
-    return next(entry for entry in entries() if name in entry.names and month <= entry.until)
+    fitting = [entry for entry in entries() if month <= entry.until]
+    return next(entry for known in (name, "") for entry in fitting if known in entry.names)
 
 
 def released(run: Run) -> str:

@@ -28,6 +28,7 @@ from meshwise.core.errors import DataError
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=10**12, description="a whole number of at least 1")]
 CountOrZero = Annotated[int, msgspec.Meta(ge=0, le=10**12, description="a whole number of at least 0")]
+Year = Annotated[int, msgspec.Meta(ge=1900, le=9999, description="a year of four digits")]
 Number = Annotated[float, msgspec.Meta(ge=1e-18, le=1e18, description="a number above zero")]
 Switch = Annotated[bool, msgspec.Meta(description="0 or 1")]
 Text = Annotated[str, msgspec.Meta(description="a text")]
@@ -41,7 +42,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     id: Text
     source: Text
-    year: Count
+    year: Year
 
     model: Text
     params_b: Number | None = None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
 from pathlib import Path
 
 from meshwise.core.errors import DataError
+from meshwise.core.files import read_csv
 
 
 class BadCell(Exception):
@@ -18,7 +18,7 @@ class BadCell(Exception):
 
 def header(path: Path) -> list[str]:
     """The names of the columns of a CSV file; DataError for a name that stands there twice."""
-    names = next((cells for _, cells in _rows(path)), [])
+    names = next((cells for _, cells in read_csv(path)), [])
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(f"{path}, line 1: the column {twice[0]} stands there twice; keep one")
     return names
@@ -30,21 +30,8 @@ def lines(path: Path) -> Iterator[tuple[int, dict[str, str], BadCell | None]]:
     Raises:
         DataError: The file cannot be read, or is no CSV file.
     """
-    rows = _rows(path)
+    rows = read_csv(path)
     _, names = next(rows, (1, []))
     for number, cells in rows:
-        if cells:
-            bad = None if len(cells) == len(names) else BadCell(f"the line does not have {len(names)} cells")
-            yield number, {name: text.strip() for name, text in zip(names, cells, strict=False)}, bad
-
-
-def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file)
-            for cells in reader:
-                yield reader.line_num, cells
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; name a CSV file of measurements") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} is not a CSV file in UTF-8: {error}") from None
+        bad = None if len(cells) == len(names) else BadCell(f"the line does not have {len(names)} cells")
+        yield number, {name: text.strip() for name, text in zip(names, cells, strict=False)}, bad

@@ -20,22 +20,27 @@ from meshwise.core.errors import DataError, MeshwiseError
 Content = TypeVar("Content")
 
 
-def parse_file(
-    path: Path, kind: str, parse: Callable[[str], Content], error: type[MeshwiseError] = DataError
-) -> Content:
-    """What `parse` makes of the UTF-8 text of a `kind` file (TOML, JSON, ...).
-
-    Raises:
-        error: There is no such file, it is not text, or `parse` refuses it; one sentence.
-    """
+def read_text(path: Path, kind: str, error: type[MeshwiseError] = DataError) -> str:
+    """The UTF-8 text of a `kind` file (TOML, JSON, ...); `error` if there is none, in one sentence."""
     try:
         if not (path.is_file() or path.is_fifo()):  # a device has no end
             raise error(f"cannot read {str(path)!r}: no file is there; name a {kind} file")
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as problem:
         raise error(f"cannot read {str(path)!r}: {problem.strerror}; name a {kind} file") from None
     except UnicodeDecodeError:
         raise error(f"cannot read {str(path)!r}: it is not text in UTF-8") from None
+
+
+def parse_file(
+    path: Path, kind: str, parse: Callable[[str], Content], error: type[MeshwiseError] = DataError
+) -> Content:
+    """What `parse` makes of the text of a `kind` file (TOML, JSON, ...).
+
+    Raises:
+        error: There is no such file, it is not text, or `parse` refuses it; one sentence.
+    """
+    text = read_text(path, kind, error)
     try:
         return parse(text)
     except (RecursionError, MemoryError):
@@ -48,6 +53,15 @@ def parse_file(
 def read_toml(path: Path, error: type[MeshwiseError] = DataError) -> dict[str, Any]:
     """The tables of a TOML file; `error` says what is wrong with it."""
     return parse_file(path, "TOML", tomllib.loads, error)
+
+
+def read_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Number and cells of each line of a CSV file that is not blank; DataError where it is none."""
+    reader = csv.reader(io.StringIO(read_text(path, "CSV"), newline=""))
+    try:
+        yield from ((reader.line_num, cells) for cells in reader if cells)
+    except csv.Error as problem:
+        raise DataError(f"{str(path)!r} is not valid CSV: {problem}") from None
 
 
 def catalog_text(name: str) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.core.errors import DataError
+from meshwise.core.files import read_text
 from meshwise.core.units import whole
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.bridge import megatron_settings
@@ -120,11 +121,7 @@ def _preset(stated: Settings) -> Model | None:
 
 def _parse(path: Path) -> tuple[str, Settings, int | None]:
     """The framework of a file, its arguments, and the number of GPUs where a launcher in it says so."""
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise DataError(f"cannot read {path}: {reason}") from None
+    text = read_text(path, "job")
     if text.lstrip().startswith("{"):
         return _parse_deepspeed(text, path)
     if re.search(r"^(distributed_type|compute_environment):", text, re.MULTILINE):

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from meshwise.core.errors import DataError, PlanError, WorkloadError
+from meshwise.core.files import read_text
 from meshwise.cost.routing import Shares, busiest_rank, inclusion
 from meshwise.model.architecture import MoE
 from meshwise.serve.serving import Serving
@@ -40,9 +41,7 @@ def unevenly_routed(
 def read_loads(path: Path, moe: MoE) -> Shares:
     """Chance [experts] that a token chooses each, from a file of the tokens that each expert was sent."""
     try:
-        loads = np.array(path.read_text().replace(",", " ").split(), dtype=np.float64)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; name a file of expert loads") from None
+        loads = np.array(read_text(path, "text").replace(",", " ").split(), dtype=np.float64)
     except ValueError:
         raise DataError(f"{path} must hold numbers alone: the tokens that each expert was sent") from None
     if len(loads) != moe.num_experts or not np.isfinite(loads).all() or loads.min() < 0 or not loads.any():

@@ -7,17 +7,18 @@ each send their next request when the last has ended, all the first at once, as 
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
 from meshwise.core.errors import DataError, WorkloadError
+from meshwise.core.files import read_csv, read_text
 
 SEED = 0
 """Of the random numbers: the same question has the same answer."""
@@ -111,11 +112,13 @@ def in_closed_loop(concurrency: int, lengths: Lengths, *, num: int) -> Requests:
 _Row = tuple[float, int, int, tuple[int, ...]]
 """Arrival [s], tokens of prompt and output, blocks that the prompt begins with."""
 
+_Tokens = Annotated[int, msgspec.Meta(le=10**12)]
+
 
 class _Mooncake(msgspec.Struct):
     timestamp: float  # ms
-    input_length: int
-    output_length: int
+    input_length: _Tokens
+    output_length: _Tokens
     hash_ids: tuple[int, ...] = ()
 
 
@@ -125,13 +128,8 @@ def read_requests(path: Path) -> Requests:
     Requests that generated nothing failed, and are left out. Arrivals count from the first; a CSV of
     prompt and output alone has none.
     """
-    try:
-        rows = list(_json_lines(path) if path.suffix in (".jsonl", ".json") else _csv_rows(path))
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; name a trace of requests") from None
-    except UnicodeDecodeError:
-        raise DataError(f"{path} is not text in UTF-8; name a trace of requests") from None
-    rows = sorted(row for row in rows if row[2] > 0)
+    found = _json_lines(path) if path.suffix in (".jsonl", ".json") else _csv_rows(path)
+    rows = sorted(row for row in found if row[2] > 0)
     if not rows:
         raise DataError(f"{path} has no request that generates a token; name a trace of requests")
     arrival, prompt, output, blocks = zip(*rows, strict=True)
@@ -140,7 +138,7 @@ def read_requests(path: Path) -> Requests:
 
 
 def _json_lines(path: Path) -> Iterator[_Row]:
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(read_text(path, "JSON lines").encode().splitlines(), 1):
         try:
             row = msgspec.json.decode(line, type=_Mooncake)
         except msgspec.DecodeError as error:
@@ -150,22 +148,25 @@ def _json_lines(path: Path) -> Iterator[_Row]:
 
 
 def _csv_rows(path: Path) -> Iterator[_Row]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        columns = next(
-            (names for names in CSV_COLUMNS.values() if set(names) <= set(reader.fieldnames or ())), None
-        )
-        if columns is None:
-            known = " or ".join(",".join(names) for names in CSV_COLUMNS.values())
-            raise DataError(f"{path}, line 1: a trace of requests has the columns {known}")
-        for row in reader:
-            *when, prompt, output = (row[name] or "" for name in columns)
-            try:
-                cells = _seconds(when[0]) if when else 0.0, int(prompt), int(output)
-            except ValueError as error:
-                raise DataError(f"{path}, line {reader.line_num}: {error}") from None
-            second, asked, generated = _checked(path, reader.line_num, *cells)
-            yield second if when else -math.inf, asked, generated, ()
+    rows = read_csv(path)
+    _, head = next(rows, (1, []))
+    columns = next((names for names in CSV_COLUMNS.values() if set(names) <= set(head)), None)
+    if columns is None:
+        known = " or ".join(",".join(names) for names in CSV_COLUMNS.values())
+        raise DataError(f"{path}, line 1: a trace of requests has the columns {known}")
+    for number, cells in rows:
+        row = dict(zip(head, cells, strict=False))
+        *when, prompt, output = (row.get(name, "") for name in columns)
+        try:
+            found = _seconds(when[0]) if when else 0.0, _tokens(prompt), _tokens(output)
+        except (ValueError, msgspec.ValidationError) as error:
+            raise DataError(f"{path}, line {number}: {error}") from None
+        second, asked, generated = _checked(path, number, *found)
+        yield second if when else -math.inf, asked, generated, ()
+
+
+def _tokens(text: str) -> int:
+    return msgspec.convert(text.strip(), _Tokens, strict=False)
 
 
 def _checked(path: Path, line: int, second: float, prompt: int, output: int) -> tuple[float, int, int]:

@@ -380,8 +380,8 @@ def _metadata(text: bytes) -> dict[str, Any]:
         return found if isinstance(found, dict) else {}
     except _BROKEN:
         fields: dict[str, Any] = {}
-        if rank := re.search(rb'"rank"\s*:\s*(\d+)', text):
+        if rank := re.search(rb'"rank"\s*:\s*(\d{1,18})', text):
             fields["distributedInfo"] = {"rank": int(rank.group(1))}
-        if base := re.search(rb'"baseTimeNanoseconds"\s*:\s*(\d+)', text):
+        if base := re.search(rb'"baseTimeNanoseconds"\s*:\s*(\d{1,19})', text):
             fields["baseTimeNanoseconds"] = int(base.group(1))
         return fields

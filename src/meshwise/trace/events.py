@@ -12,6 +12,7 @@ done by `CPU_OP` events, and communication is what gloo's worker threads record 
 from __future__ import annotations
 
 import enum
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +101,20 @@ def collective_kind(name: str) -> str:
     """The collective that a kernel or call performs, by its name; `unknown` where the name hides it."""
     plain = re.sub(r"[^a-z]", "", name.lower())
     return next((kind for part, kind in _COLLECTIVES if part in plain), "unknown")
+
+
+def _is_shape(sizes: list[Any]) -> bool:
+    """Whether a tensor can have these sizes: PyTorch counts its elements in 64 bits."""
+    return all(type(size) is int and 0 <= size < 2**63 for size in sizes) and math.prod(sizes) < 2**63
+
+
+def inputs(text: bytes | str) -> list[Any]:
+    """What a trace lists of an operator's inputs (JSON); empty where it is no list that can be read."""
+    try:
+        found = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return []
+    return found if isinstance(found, list) else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,20 +210,16 @@ class Trace:
         """Dims and dtype of the plain tensors among the inputs; `shape` is from the column of that name."""
         if shape < 0:
             return []
-        dims, types = (msgspec.json.decode(text) if text else None for text in self.shapes[shape][:2])
-        if not isinstance(dims, list) or not isinstance(types, list):
-            return []
+        dims, types = map(inputs, self.shapes[shape][:2])
         return [
             (dim, str(dtype))
             for dim, dtype in zip(dims, types, strict=False)
-            if isinstance(dim, list) and all(isinstance(size, int) for size in dim)
+            if isinstance(dim, list) and _is_shape(dim)
         ]
 
     def concrete(self, shape: int) -> list[Any]:
         """The values among the inputs, as text; none where they were not kept."""
-        text = self.shapes[shape][2]
-        values = msgspec.json.decode(text) if text else []
-        return values if isinstance(values, list) else []
+        return inputs(self.shapes[shape][2])
 
     def __len__(self) -> int:
         return len(self.start_ns)

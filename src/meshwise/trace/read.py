@@ -41,11 +41,12 @@ from meshwise.trace.events import (
     Memory,
     Problem,
     Trace,
+    inputs,
     kind_of,
 )
 from meshwise.trace.join import is_continued, joined
 
-_RANK_IN_NAME = re.compile(r"(?:rank|worker|trainer)[-_. ]?(\d+)", re.IGNORECASE)
+_RANK_IN_NAME = re.compile(r"(?:rank|worker|trainer)[-_. ]?(\d{1,9})(?!\d)", re.IGNORECASE)
 _MAX_US = 2.0**52
 _NO_TIME = np.iinfo(np.int64).min
 _NO_ARGS = Args()
@@ -346,10 +347,10 @@ def _communication(args: Args) -> CommunicationArgs:
     )
 
 
-def _peer(inputs: msgspec.Raw) -> int | None:
+def _peer(concrete: msgspec.Raw) -> int | None:
     """The other rank of a send or receive, from the operator's concrete inputs."""
-    values = msgspec.json.decode(inputs) if bytes(inputs) else None
-    return _size(values[2]) if isinstance(values, list) and len(values) > 2 else None
+    values = inputs(bytes(concrete))
+    return _size(values[2]) if len(values) > 2 else None
 
 
 def _rank(path: Path, info: dict[str, Any], notes: Notes) -> int:
