@@ -314,7 +314,7 @@ def test_a_wrong_header_says_what_is_missing(tmp_path):
     with pytest.raises(DataError, match="cannot read"):
         read(tmp_path / "none.csv")
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match="not a CSV file"):
+    with pytest.raises(DataError, match="not text in UTF-8"):
         read(path)
 
 

@@ -229,6 +229,42 @@ def test_damaged_jobs(tmp_path_factory: pytest.TempPathFactory, framework: str, 
     check_contract(["estimate", "llama3-8b", "--from", path, *H100, "--batch", "8", "--seq", "128"])
 
 
+@pytest.mark.parametrize(
+    ("framework", "said", "instead"),
+    [
+        ("deepspeed", b'"gradient_accumulation_steps": 1', b'"gradient_accumulation_steps": 0'),
+        ("deepspeed", b'"train_batch_size": 8', b'"train_batch_size": -1'),
+        ("accelerate", b"dp_replicate_size: 1", b"dp_replicate_size: 0"),
+        ("torchtitan", b"pipeline_parallel_degree 1", b"pipeline_parallel_degree 2147483648"),
+        ("megatron-lm", b"--tensor-model-parallel-size 1", b"--tensor-model-parallel-size " + b"9" * 400),
+    ],
+)
+def test_jobs_of_impossible_counts(tmp_path: Path, framework: str, said: bytes, instead: bytes) -> None:
+    assert said in job_file(framework)
+    path = tmp_path / JOBS[framework]
+    path.write_bytes(job_file(framework).replace(said, instead))
+    check_contract(["estimate", "llama3-8b", "--from", str(path), *H100, "--batch", "8", "--seq", "128"])
+
+
+@pytest.mark.parametrize(
+    ("said", "instead"),
+    [
+        (b'"Input Dims": [[', b'"Input Dims": [[' + b"9" * 5000 + b", "),
+        (b'"Input Dims": [[', b'"Input Dims": [[' + b"9" * 300 + b", "),
+        (b'"1": [0, 1]', b'"1": [2147483648, 1]'),
+        (b'"schemaVersion": 1,', b'"schemaVersion": x, "rank": ' + b"9" * 5000 + b","),
+    ],
+)
+@pytest.mark.parametrize("verb", ["explain", "trace summary"])
+def test_traces_of_impossible_counts(tmp_path: Path, verb: str, said: bytes, instead: bytes) -> None:
+    for number, path in enumerate(sorted((TRACES / "gloo4").glob("*.json.gz"))):
+        whole = gzip.decompress(path.read_bytes())
+        assert said in whole or number
+        (tmp_path / f"rank-{number}.json").write_bytes(whole.replace(said, instead) if not number else whole)
+    words = BASES[tuple(verb.split())]
+    check_contract([*verb.split(), *(word.replace(GLOO, str(tmp_path)) for word in words)], may_warn=True)
+
+
 @some(25)
 @given(st.data())
 def test_damaged_traces(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
@@ -311,6 +347,16 @@ def test_strange_tables_of_runs(tmp_path_factory: pytest.TempPathFactory, data: 
     if data.draw(st.booleans()):
         table = data.draw(damaged(table))
     check_contract(["validate", "--runs", file_with(tmp_path_factory, "runs.csv", table)])
+
+
+@pytest.mark.parametrize("year", ["2024", "3", "99999"])
+def test_a_release_that_the_catalog_lacks(tmp_path: Path, year: str) -> None:
+    """Of a framework that it has up to 2023."""
+    names = RUNS[0].split(",")
+    row = next(row for row in csv.DictReader(RUNS) if row["framework"] == "internevo") | {"year": year}
+    with (tmp_path / "runs.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([names, [row[name] for name in names]])
+    check_contract(["validate", "--runs", str(tmp_path / "runs.csv")])
 
 
 @some(40, share=0.3)

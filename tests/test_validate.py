@@ -130,7 +130,7 @@ def test_a_file_that_is_no_table_of_runs(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot read"):
         validate([tmp_path / "absent.csv"])
     path.write_bytes(b"id,\xff\xfe\n")
-    with pytest.raises(DataError, match="not a CSV file in UTF-8"):
+    with pytest.raises(DataError, match="not text in UTF-8"):
         validate([path])
 
 

@@ -83,7 +83,7 @@ def _convert(kind: str, value: Any) -> Any:
     if kind in ("flag", "bool"):
         return value if isinstance(value, bool) else _SWITCHES[str(value).lower()]
     if kind == "int":
-        if isinstance(value, bool) or float(value) != int(value):
+        if isinstance(value, bool) or float(value) != int(value) or abs(int(value)) >= 2**63:
             raise ValueError
         return int(value)
     if kind == "float":

@@ -21,7 +21,7 @@ from meshwise.core.files import read_text
 from meshwise.core.units import whole
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.bridge import megatron_settings
-from meshwise.launch.facts import _without_effect, derive, plan_of, recover
+from meshwise.launch.facts import Facts, _without_effect, derive, plan_of, recover
 from meshwise.launch.settings import Settings, read_settings, write_settings
 from meshwise.launch.shape import model_of
 from meshwise.launch.tables import launch_tables
@@ -29,6 +29,12 @@ from meshwise.model.architecture import Model
 from meshwise.model.find import find_model
 from meshwise.plan.plan import DEFAULTS, Plan
 
+_MOST = 10**6
+_COUNTS = {
+    *("num_layers", "tp", "cp", "pp", "ep", "cp_size", "sp_size", "chunks", "layers_per_chunk", "replicate"),
+    *("instances", "microbatch", "local_batch", "pipeline_microbatch", "num_microbatches"),
+}
+"""Facts that others are divided by, or that lists are as long as: from 1 to `_MOST`."""
 _SCALAR = {"true": True, "false": False, "null": None, "~": None, "": None}
 
 
@@ -64,6 +70,7 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
     framework, stated, words_gpus = _parse(path)
     num_gpus = num_gpus or words_gpus
     facts, unread = read_settings(framework, stated)
+    _check_counts(facts, path)
     if num_gpus is not None:
         facts["num_gpus"] = num_gpus
     elif facts.get("num_gpus", 0) < 0:
@@ -97,6 +104,14 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
         num_gpus=facts.get("num_gpus"),
         unread=tuple(unread),
     )
+
+
+def _check_counts(facts: Facts, path: Path) -> None:
+    for name in _COUNTS & facts.keys():
+        if facts[name] is not None and not 1 <= facts[name] <= _MOST:
+            raise DataError(f"{path}: {name} is {facts[name]}; it must be a whole number from 1 to {_MOST}")
+    if facts.get("batch") and facts["batch"] < 0 and not facts.get("local_batch"):
+        raise DataError(f"{path}: the batch is {facts['batch']}; it must be at least 1")
 
 
 def _batch(facts: dict[str, Any]) -> int | None:

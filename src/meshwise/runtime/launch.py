@@ -18,6 +18,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -103,15 +104,16 @@ class Ranks:
         context = _context(device_type)
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
-        self._stopped: set[int] = set()
+        self._ended = threading.Event()
+        threading.Thread(target=self._name_stopped, args=[ranks], daemon=True).start()
         for rank in range(ranks):
             ours, theirs = context.Pipe()
+            self._pipes.append(ours)
             place = Place(rank, ranks, rank, device_type)
             arguments = (place, self._store.port, threads, theirs)
             process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
             process.start()
             theirs.close()
-            self._pipes.append(ours)
             self._processes.append(process)
 
     def __enter__(self) -> Ranks:
@@ -134,6 +136,9 @@ class Ranks:
 
     def kill(self) -> None:
         """Stop every rank at once."""
+        self._ended.set()
+        if server := _server_pid():
+            os.kill(server, signal.SIGCONT)  # it tells how ranks end
         for process in self._processes:
             if process.is_alive():
                 process.kill()
@@ -148,7 +153,6 @@ class Ranks:
         results: dict[int, Any] = {}
         while len(results) < len(self._pipes):
             failures = self._listen(results, timeout_s=_LOOK_S)
-            self._name_stopped()
             if failures:
                 time.sleep(_COLLECT_S)
                 failures = self._listen(results, timeout_s=0.0) | failures
@@ -156,14 +160,18 @@ class Ranks:
                 raise _first(failures)
         return [results[rank] for rank in sorted(results)]
 
-    def _name_stopped(self) -> None:
+    def _name_stopped(self, ranks: int) -> None:
         """Say once of each rank that a signal stopped it: all others wait for it, silently."""
-        for rank, process in enumerate(self._processes):
-            if rank not in self._stopped and _is_stopped(process.pid or 0):
-                self._stopped.add(rank)
-                how = f"continue it (kill -CONT {process.pid}) or end it (kill -KILL {process.pid})"
+        named: set[int] = set()
+        while not self._ended.wait(_LOOK_S):
+            waited = {process.pid or 0: f"rank {rank}" for rank, process in enumerate(self._processes)}
+            if len(waited) < ranks:
+                waited[_server_pid()] = f"rank {len(waited)} does not start: the process that starts it"
+            for pid in filter(_is_stopped, waited.keys() - named):
+                named.add(pid)
+                how = f"continue it (kill -CONT {pid}) or end it (kill -KILL {pid})"
                 print(
-                    f"meshwise: rank {rank} is stopped by a signal, and all wait for it; {how}",
+                    f"meshwise: {waited[pid]} is stopped by a signal, and all wait for it; {how}",
                     file=sys.stderr,
                 )
 
@@ -196,6 +204,12 @@ class _Failure:
     at_s: float
     text: str
     known: MeshwiseError | None
+
+
+def _server_pid() -> int:
+    """The process that ranks are forks of; 0 where there is none."""
+    server: Any = forkserver._forkserver
+    return server._forkserver_pid or 0
 
 
 def _is_stopped(pid: int) -> bool:

@@ -159,8 +159,11 @@ def _csv_rows(path: Path) -> Iterator[_Row]:
         *when, prompt, output = (row.get(name, "") for name in columns)
         try:
             found = _seconds(when[0]) if when else 0.0, _tokens(prompt), _tokens(output)
-        except (ValueError, msgspec.ValidationError) as error:
-            raise DataError(f"{path}, line {number}: {error}") from None
+        except (ValueError, msgspec.ValidationError):
+            shown = repr(",".join(cells)[:60])
+            raise DataError(
+                f"{path}, line {number}: {shown} has no {', '.join(columns)} in numbers"
+            ) from None
         second, asked, generated = _checked(path, number, *found)
         yield second if when else -math.inf, asked, generated, ()
 

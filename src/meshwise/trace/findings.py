@@ -14,8 +14,9 @@ no compute hides. Each finding states the seconds it is about and, as a share, h
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -212,7 +213,7 @@ def _slow_links(
 
     A slow link costs what it adds to the time on the wire, and no more than what of that no compute hides.
     """
-    host = _hosts(traces, max((rank for one in collectives for rank in one.members), default=0))
+    host = _hosts(traces, {rank for one in collectives for rank in one.members})
     speeds: dict[tuple[object, ...], dict[str, list[Collective]]] = defaultdict(lambda: defaultdict(list))
     for one in collectives:
         if one.sent_bytes_per_s and one.bytes and one.group_size:
@@ -251,13 +252,13 @@ def _slow_links(
     return findings
 
 
-def _hosts(traces: Sequence[Trace], last_rank: int) -> list[str]:
-    """The host of every rank; one without a trace is where the next lower one is."""
-    named = {trace.rank: trace.host or str(trace.rank // 8) for trace in traces}
-    hosts = [named[min(named)]]
-    for rank in range(1, last_rank + 1):
-        hosts.append(named.get(rank, hosts[-1] if any(one.host for one in traces) else str(rank // 8)))
-    return hosts
+def _hosts(traces: Sequence[Trace], ranks: Iterable[int]) -> dict[int, str]:
+    """The host of each of `ranks`; one without a trace is where the next lower one is."""
+    if not any(trace.host for trace in traces):
+        return {rank: str(rank // 8) for rank in ranks}
+    traced = sorted((trace.rank, trace.host or str(trace.rank // 8)) for trace in traces)
+    lower = {rank: bisect_right(traced, rank, key=lambda one: one[0]) for rank in ranks}
+    return {rank: traced[max(at - 1, 0)][1] for rank, at in lower.items()}
 
 
 def _host_bound(partitions: Sequence[Partition]) -> list[Finding]:

@@ -17,21 +17,25 @@ from meshwise.web.views import Server, answer
 def serve_page(host: str, port: int, traces: Path | None, *, say: Callable[[str], None]) -> None:
     """Serve the page until it is interrupted; `say` is told its address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
+    with socket.socket(family) as listener:
+        _listen(listener, host, port)
+        server = Server(traces)
+        token = "" if host in ("127.0.0.1", "localhost", "::1") else secrets.token_urlsafe(24)
+        app = make_app(server, token=token)
+        answer(
+            "explore", {"model": "llama3-8b", "cluster": "h100-80g-sxm:8"}, server
+        )  # the first one imports
+        shown = f"[{host}]" if ":" in host else host
+        say(f"http://{shown}:{listener.getsockname()[1]}/{'?token=' + token if token else ''}")
+        uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run([listener])
+
+
+def _listen(listener: socket.socket, host: str, port: int) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
         listener.listen(128)
     except OSError as error:
-        listener.close()
         raise DataError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
     except TypeError:
-        listener.close()
         raise DataError(f"--host {host!r} is no name of a host; use 127.0.0.1") from None
-    server = Server(traces)
-    token = "" if host in ("127.0.0.1", "localhost", "::1") else secrets.token_urlsafe(24)
-    app = make_app(server, token=token)
-    answer("explore", {"model": "llama3-8b", "cluster": "h100-80g-sxm:8"}, server)  # the first one imports
-    shown = f"[{host}]" if ":" in host else host
-    say(f"http://{shown}:{listener.getsockname()[1]}/{'?token=' + token if token else ''}")
-    uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run([listener])
