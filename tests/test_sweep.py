@@ -152,7 +152,7 @@ def test_finished_points_are_not_repeated(tmp_path, fake):
 
 def test_kill_nine_loses_only_what_was_running(tmp_path):
     """Killed amid real estimates and started again: the rows of before are untouched, all are there."""
-    batches = list(range(64, 64 * 51, 64))
+    batches = list(range(64, 64 * 17, 64))
     grid = GRID.replace("[1, 4, 7]", "[1, 2, 4, 8]").replace(
         "batch = 64\n[grid]", f"[grid]\nbatch = {batches}"
     )
@@ -281,19 +281,6 @@ def test_full_disk_is_one_sentence(tmp_path, fake):
         assert 0 < len(store.rows(wanted)) < 200
 
 
-def test_ray_on_this_machine(tmp_path):
-    """Its answers are those of this machine without it."""
-    pytest.importorskip("ray", reason="Ray is an extra; .ci/run installs it")
-    wanted = read_sweep(_file(tmp_path, GRID.replace("[2, 4, 8]", "[4]")))
-    with Store(tmp_path / "ray.sqlite") as store, Store(tmp_path / "local.sqlite") as local:
-        run_sweep(wanted, store, engine="ray")
-        run_sweep(wanted, local)
-        answers = [
-            [(row.status, row.results, row.error) for row in one.rows(wanted)] for one in (store, local)
-        ]
-    assert answers[0] == answers[1] and [status for status, _, _ in answers[0]] == ["done", "done", "failed"]
-
-
 STUDY = """
 verb = "search"
 arguments = ["{model}"]
@@ -303,23 +290,26 @@ seq = 2048
 [grid]
 model = ["llama3-8b", "mixtral-8x7b"]
 cluster = ["h100-80g-sxm:8"]
-batch = [16, 32]
+batch = [16, 32, 0]
 """
 
 
 def test_a_study_on_two_ray_workers_goes_on_where_it_stopped(tmp_path):
+    """Its answers, a failure among them, are those of this machine without Ray."""
     pytest.importorskip("ray", reason="Ray is an extra; .ci/run installs it")
     wanted = read_sweep(_file(tmp_path, STUDY))
-    some = read_sweep(_file(tmp_path, STUDY.replace("[16, 32]", "[16]")))
+    some = read_sweep(_file(tmp_path, STUDY.replace("[16, 32, 0]", "[16]")))
     ran = []
     with Store(tmp_path / "ray.sqlite") as store, Store(tmp_path / "local.sqlite") as local:
-        run_sweep(some, store, jobs=2, engine="ray")
+        run_sweep(some, store, engine="ray")
         run_sweep(wanted, store, jobs=2, engine="ray", on_answer=lambda point, _: ran.append(point.key))
         run_sweep(wanted, local, jobs=1)
-        answers = [[(row.status, row.results) for row in one.rows(wanted)] for one in (store, local)]
+        answers = [
+            [(row.status, row.results, row.error) for row in one.rows(wanted)] for one in (store, local)
+        ]
     assert set(ran) == {point.key for point in wanted.points} - {point.key for point in some.points}
     assert answers[0] == answers[1]
-    assert len(answers[0]) == 4
+    assert [status for status, _, _ in answers[0]] == ["done", "done", "failed"] * 2
 
 
 def test_ray_is_an_extra(tmp_path, monkeypatch):
