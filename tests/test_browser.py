@@ -81,25 +81,39 @@ def browser() -> Iterator[Any]:
         found.close()
 
 
-@pytest.fixture
-def page(browser: Any, server: Running) -> Iterator[Any]:
-    """A page that fails its test for any error on the console, and for any request to elsewhere."""
-    context = browser.new_context(viewport=WIDE, base_url=f"http://127.0.0.1:{server.port}")
+@pytest.fixture(scope="module")
+def tab(browser: Any, server: Running) -> Iterator[Any]:
+    """One tab for all tests, because the first page of a tab costs three times the next."""
+    home = f"http://127.0.0.1:{server.port}"
+    context = browser.new_context(base_url=home)
     context.grant_permissions(["clipboard-read", "clipboard-write"])
-    found, problems = context.new_page(), []
-    found.on(
-        "console", lambda message: message.type in ("error", "warning") and problems.append(message.text)
-    )
-    found.on("pageerror", lambda error: problems.append(str(error)))
-    home = f"http://127.0.0.1:{server.port}/"
-    found.on(
-        "request",
-        lambda request: request.url.startswith((home, "data:", "blob:")) or problems.append(request.url),
-    )
-    found.problems = problems
+    found = listened_to(context.new_page())
+    own = (f"{home}/", "data:", "blob:")
+    found.on("request", lambda request: request.url.startswith(own) or found.problems.append(request.url))
     yield found
     context.close()
-    assert not problems
+
+
+def listened_to(page: Any) -> Any:
+    """`page`, with a list of the `problems` that its console tells."""
+    page.problems = []
+    page.on(
+        "console", lambda message: message.type in ("error", "warning") and page.problems.append(message.text)
+    )
+    page.on("pageerror", lambda error: page.problems.append(str(error)))
+    return page
+
+
+@pytest.fixture
+def page(tab: Any) -> Iterator[Any]:
+    """A page that fails its test for any error on the console, and for any request to elsewhere."""
+    tab.problems.clear()
+    tab.set_viewport_size(WIDE)
+    tab.emulate_media(color_scheme="light", reduced_motion="no-preference")
+    yield tab
+    tab.evaluate("localStorage.clear()")
+    tab.goto("about:blank")
+    assert not tab.problems
 
 
 def show(page: Any, view: str, query: str = "") -> str:
@@ -300,7 +314,6 @@ def test_a_folder_of_traces_goes_to_the_server(page: Any, server: Running, how: 
     page.goto(f"/#traces?v=1&path={before}")
     page.wait_for_selector("#headline.error")
     assert "drop it again" in page.inner_text("#headline")
-    page.goto("about:blank")
 
 
 def drop_on(page: Any, selector: str, folder: Path) -> None:
@@ -340,38 +353,41 @@ REPORTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def offline(browser: Any) -> Iterator[Any]:
+    """A page without a network."""
+    context = browser.new_context(offline=True)
+    yield listened_to(context.new_page())
+    context.close()
+
+
 @pytest.mark.parametrize("verb", REPORTS)
 def test_a_report_needs_no_network_and_no_server(
-    browser: Any, meshwise: Any, few_runs: Path, tmp_path: Path, verb: str
+    offline: Any, meshwise: Any, few_runs: Path, tmp_path: Path, verb: str
 ) -> None:
-    """`--html`, and the output of a notebook's cell that holds it, narrow and wide, light and dark."""
+    """`--html`, narrow and wide, light and dark."""
     path = tmp_path / "report.html"
     words = [str(few_runs) if word == "RUNS" else word for word in REPORTS[verb]]
     done = meshwise(*words, "--html", str(path))
     assert done.code == 0, done.err
-    context, problems = browser.new_context(offline=True), []
-    page = context.new_page()
-    page.on("console", lambda message: problems.append(message.text))
-    page.on("pageerror", lambda error: problems.append(str(error)))
+    offline.problems.clear()
     for scheme, size in (("light", WIDE), ("dark", NARROW)):
-        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-        page.set_viewport_size(size)
-        page.goto(path.as_uri())
-        page.wait_for_selector(".chart .main-svg")
-        assert page.locator(".chart .main-svg").count() >= page.locator(".chart").count() > 0
-        assert page.locator("[data-title*='loud']").count() == 0  # nothing would send the chart to a cloud
-        assert runs_over(page) <= 0
-    assert faults(page) == [] and problems == []
-    context.close()
+        offline.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        offline.set_viewport_size(size)
+        offline.goto(path.as_uri())
+        offline.wait_for_selector(".chart .main-svg")
+        assert offline.locator(".chart .main-svg").count() >= offline.locator(".chart").count() > 0
+        assert offline.locator("[data-title*='loud']").count() == 0  # nothing would send it to a cloud
+        assert runs_over(offline) <= 0
+    assert faults(offline) == [] and offline.problems == []
 
 
-def test_the_output_of_a_cell(browser: Any) -> None:
+def test_the_output_of_a_cell(offline: Any) -> None:
+    """What a notebook shows, which holds the report."""
     found = mw.estimate("llama3-8b", "h100-80g-sxm:16", "tp=2,pp=4", batch=32, seq=4096)
-    context, problems = browser.new_context(offline=True, viewport=NARROW), []
-    page = context.new_page()
-    page.on("console", lambda message: problems.append(message.text))
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.set_content(found._repr_html_())
-    page.frame_locator("iframe").locator(".chart .main-svg").first.wait_for()
-    assert problems == []
-    context.close()
+    offline.problems.clear()
+    offline.set_viewport_size(NARROW)
+    offline.goto("about:blank")
+    offline.set_content(found._repr_html_())
+    offline.frame_locator("iframe").locator(".chart .main-svg").first.wait_for()
+    assert offline.problems == []
