@@ -2,9 +2,9 @@
 
 A host is a network namespace; both hang on a third, each by a virtual cable that a token bucket slows down
 to `RATE_BITS_PER_S` in either direction. `train` runs under each plan and is captured. `calibrate --from`
-reads the first capture alone, and `estimate` on that cluster is held against the steps of every plan, the
-first step left out. Steps are mostly communication, so that what the cores are shared with tells little.
-Needs root and iproute2.
+reads one capture alone, and `estimate` on that cluster is held against the steps of every plan, the first
+step left out; so for each capture. Steps are mostly communication, so that what the cores are shared with
+tells little. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -35,14 +35,11 @@ PORT = 29640
 
 
 def main() -> None:
-    """Print one line a plan, or why there is none: a busy machine shows no rate."""
+    """Print the measured step of each plan, and the errors of a cluster calibrated on each."""
     if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
         print("making hosts needs root and iproute2: left out")
         return
-    try:
-        _compare()
-    except DataError as error:
-        print(error)
+    _compare()
 
 
 def _compare() -> None:
@@ -50,16 +47,24 @@ def _compare() -> None:
         folder = Path(name)
         model, cluster = folder / "model.json", folder / "my.toml"
         model.write_text(MODEL)
+        measured_s = {}
         for number, (plan, microbatch) in enumerate(PLANS):
             _capture(hosts, model, plan, microbatch, folder / plan, PORT + number)
-            if not number:
-                calibrate_from([folder / plan], steps=f"1-{NUM_STEPS - 1}").write(cluster)
-            words = f"{plan},dtype=fp32,implementation=fsdp2"
-            work = {"batch": BATCH, "seq": SEQ, "microbatch": microbatch}
-            predicted_s = mw.estimate(model, cluster, words, **work).step_s
-            measured_s = _step_s(folder / plan)
-            error = f"{predicted_s / measured_s - 1:+.1%}{'' if number else ' (calibrated on it)'}"
-            print(f"{plan:<14} predicted {predicted_s:6.2f} s, measured {measured_s:6.2f} s: {error}")
+            measured_s[plan] = _step_s(folder / plan)
+            print(f"{plan:<12} measured {measured_s[plan]:6.2f} s")
+        for known, _ in PLANS:
+            try:
+                calibrate_from([folder / known], steps=f"1-{NUM_STEPS - 1}").write(cluster)
+            except DataError as error:
+                print(f"calibrated on {known}: {error}")
+                continue
+            errors = []
+            for plan, microbatch in PLANS:
+                words = f"{plan},dtype=fp32,implementation=fsdp2"
+                work = {"batch": BATCH, "seq": SEQ, "microbatch": microbatch}
+                predicted_s = mw.estimate(model, cluster, words, **work).step_s
+                errors.append(f"{plan} {predicted_s / measured_s[plan] - 1:+.1%}")
+            print(f"calibrated on {known:<12} {', '.join(errors)}")
 
 
 def _step_s(folder: Path) -> float:

@@ -72,6 +72,32 @@ def test_a_collective_lasts_until_its_last_rank_has_left(tmp_path):
     assert found.link_bytes_per_s == pytest.approx(LINK, rel=0.02)
 
 
+def test_what_the_host_adds_to_a_matmul(tmp_path):
+    """A rank without a device: 0.4 ms of nothing after each matmul of 1 ms."""
+    events, now = [], 0.0
+    for _ in range(8):
+        for name, length, dims in (("mm", 1000, [[256, 512], [512, 128]]), ("add", 2000, [[1 << 20]] * 2)):
+            about = {"Input Dims": dims, "Input type": ["float"] * 2}
+            events.append(host("cpu_op", f"aten::{name}", now, length, **about))
+            now += length + (400 if name == "mm" else 0)
+    write_trace(tmp_path / "rank-0.json", events, 0, world_size=1)
+    found = calibrate_from([tmp_path])
+    assert found.op_host_s == pytest.approx(4e-4)
+    found.write(tmp_path / "my.toml")
+    job = {"batch": 1, "seq": 64}
+    late = mw.estimate("qwen3-0.6b", tmp_path / "my.toml", "tp=1,dtype=fp32", **job)
+    free = tmp_path / "free.toml"
+    free.write_text(
+        "\n".join(x for x in (tmp_path / "my.toml").read_text().split("\n") if "op_host" not in x)
+    )
+    early = mw.estimate("qwen3-0.6b", free, "tp=1,dtype=fp32", **job)
+    matrix = [r for r in late.ledger.rows() if r["shape"].count("x") >= 3 and r["flop"]]
+    num_matrix_ops = sum(row["count"] for row in matrix)
+    assert late.to_json()["time_s"]["host"] - early.to_json()["time_s"]["host"] == pytest.approx(
+        4e-4 * num_matrix_ops
+    )
+
+
 @pytest.mark.parametrize(
     ("job", "words"),
     [

@@ -623,6 +623,7 @@ BAD_FIELDS = [
     ("chip.vector_flop_per_s", {"fp32": math.nan}, "vector_flop_per_s.fp32"),
     ("chip.num_cores", -1, "num_cores"),
     ("chip.cache_bytes", -1.0, "cache_bytes"),
+    ("chip.op_host_s", -1.0, "op_host_s"),
     ("chip.power_watts", math.nan, "power_watts"),
     ("checked", "yesterday", "checked"),
     ("source", ["a"], "source"),

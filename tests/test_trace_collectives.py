@@ -181,8 +181,14 @@ def test_message_whose_other_side_is_missing(tmp_path):
     assert (found["0->3"].name, found["0->3"].num_ranks) == ("send", 1)
 
 
-def test_buffered_messages(tmp_path):
-    """Gloo: a send is over at once; the receiver's waiting is what passed before the send began."""
+@pytest.mark.parametrize("stages", [(0, 1), (1, 3)])
+def test_buffered_messages(tmp_path, stages):
+    """Gloo: a send is over at once; the receiver's waiting is what passed before the send began.
+
+    The calls number the ranks of their group, which only its description as a pipeline's tells.
+    """
+    record = [{"profiling_name": "gloo:all_reduce", "process_group": ["7", "pp"]}]
+    about = {"meshwise": {"groups": {"7": list(stages)}}, "meshwise_collectives": record}
     peer = {"Input Dims": [[[250]], [], [], []], "Input type": ["TensorList", "", "Scalar", "Scalar"]}
     shape = {"Input Dims": [[250]], "Input type": ["float"]}
     starts = {0: ("send", 100.0, 3.0, 1), 1: ("recv", 40.0, 85.0, 0)}
@@ -191,10 +197,13 @@ def test_buffered_messages(tmp_path):
         name = "c10d::send" if kind == "send" else "c10d::recv_"
         events = [host("cpu_op", name, start - 2, 4, **call)]
         events.append(host("user_annotation", f"gloo:{kind}", start, length, **shape))
-        write_trace(tmp_path / f"rank-{rank}.json", events, rank, host_name="one")
+        path = tmp_path / f"rank-{stages[rank]}.json"
+        write_trace(path, events, stages[rank], host_name="one", **about)
     (one,) = summarize_paths([tmp_path]).collectives
-    assert (one.name, one.group, one.bytes, one.last_rank) == ("send_recv", "0->1", 1000, 0)
-    assert one.wait_s == {0: 0.0, 1: pytest.approx(60e-6)} and one.wire_s == pytest.approx(25e-6)
+    group = f"{stages[0]}->{stages[1]}"
+    assert (one.name, one.group, one.bytes, one.last_rank) == ("send_recv", group, 1000, stages[0])
+    assert one.wait_s == {stages[0]: 0.0, stages[1]: pytest.approx(60e-6)}
+    assert one.wire_s == pytest.approx(25e-6)
 
 
 def test_uneven_all_to_all(tmp_path):

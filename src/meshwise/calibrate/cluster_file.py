@@ -48,6 +48,8 @@ class Calibration:
     """Ranks that the link joins, where `outer` goes on; 0 for all."""
     outer: Level | None = None
     """The link beyond it."""
+    op_host_s: float = 0.0
+    """What the host of a rank without a device adds to each matrix op."""
 
     @property
     def reduce_scatter(self) -> ReduceScatter:
@@ -85,6 +87,7 @@ class Calibration:
             f'generation = "{self.name}"',
             f"memory_bytes = {self.memory_bytes:.4e}",
             f"memory_bytes_per_s = {self.memory_bytes_per_s:.4e}",
+            *([f"op_host_s = {self.op_host_s:.3e}"] if self.op_host_s else []),
             *tables,
             f'source = "{self.source}"',
             f"checked = {self.checked}",
@@ -111,12 +114,14 @@ def _levels(table: str, levels: Sequence[Level]) -> list[str]:
     return lines
 
 
-def fit_link(calls: Sequence[tuple[Collective, float, int, float]]) -> tuple[float, float]:
+def fit_link(
+    calls: Sequence[tuple[Collective, float, int, float]], weights: Sequence[float] | None = None
+) -> tuple[float, float]:
     """Bandwidth [bytes/s] and latency [s] of one link that explain `calls` best.
 
-    A call is its kind, payload bytes, ranks and seconds. Least squares of the relative error, with the
-    formulas of `estimate`. Where the best latency would be negative it is 0, and the bandwidth the best
-    without.
+    A call is its kind, payload bytes, ranks and seconds. Least squares of the relative error (each counts as
+    its weight), with the formulas of `estimate`. Where the best latency would be negative it is 0, and the
+    bandwidth the best without.
     """
     one: dict[str, Any] = {"link_bytes_per_s": (1.0,), "link_ranks": (math.inf,)}
     rows = [
@@ -126,7 +131,8 @@ def fit_link(calls: Sequence[tuple[Collective, float, int, float]]) -> tuple[flo
         ]
         for kind, size, ranks, time_s in calls
     ]
-    table, target = np.array(rows), np.ones(len(rows))
+    target = np.sqrt(np.ones(len(rows)) if weights is None else np.array(weights))
+    table = np.array(rows) * target[:, None]
     (per_byte, latency), *_ = np.linalg.lstsq(table, target, rcond=None)
     if per_byte <= 0 or latency < 0:
         (per_byte,), *_ = np.linalg.lstsq(table[:, :1], target, rcond=None)

@@ -1,11 +1,12 @@
 """The cluster that a job has shown: rates of its traces as a cluster file (`meshwise calibrate --from DIR`).
 
-The matrix rate of a dtype is the FLOP of all matmuls and attention in it over their time, so that a step of
-the same mixture takes as long as it took; the memory rate the same of elementwise operators. Bandwidth and
-latency of a link are fitted to the times from the entry of a collective's last rank to the exit of the last,
-which add up to what a step pays where ranks leave one after the other (gloo); where ranks of several hosts
-meet, groups inside a host give the inner link and the others the outer one. Traces that show a rate only a
-few times, or whose calls differ too much, are refused.
+The matrix rate of a dtype is the FLOP of all matmuls and attention in it over the median time of each size,
+the memory rate the same of elementwise operators. Bandwidth and latency of a link are fitted to the times
+from the entry of a collective's last rank to the exit of the last, which add up to what a step pays where
+ranks leave one after the other (gloo); where ranks of several hosts meet, groups inside a host give the inner
+link and the others the outer one. On ranks without a device, the time in which nothing of this ran (dispatch,
+small operators, late ranks) is what the host adds to each matrix op. Traces that show a rate only a few
+times, or whose calls differ too much for a median, are refused.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from meshwise.calibrate.cluster_file import Calibration, Sample, fit_link, reduces_and_scatters
+from meshwise.calibrate.cluster_file import Calibration, Sample, fit_link
 from meshwise.core.errors import DataError
 from meshwise.core.ledger import COLLECTIVES, Collective
-from meshwise.cost.collective import collective_s
+from meshwise.cost.collective import carried_out, collective_s
 from meshwise.machine.hardware import Level
 from meshwise.trace.bandwidths import Bandwidth, bandwidths
 from meshwise.trace.events import Trace
@@ -34,9 +35,13 @@ from meshwise.trace.summary import Summary, summarize_paths
 
 _MIN_CALLS = 5
 _MAX_SPREAD_FRAC = 0.25
+"""Of elementwise calls: beyond it they went into fresh pages."""
+_MAX_ERROR_FRAC, _ERROR_OF_MEDIAN = 0.1, 1.86
+"""Standard error of a rate, and that of a median over (median distance / sqrt(calls)) for normal noise."""
 _MAX_LINK_ERROR_FRAC = 0.5
 _MOST_TIMES_USUAL = 5.0
 _NUM_SAMPLES = 20
+_OF_ONE_HOST = " of one host"
 _IN_CACHE_BYTES = 1e6
 """Elementwise operators on less say nothing of the memory."""
 
@@ -56,7 +61,7 @@ def calibrate_from(paths: Sequence[str | Path], *, steps: str = "") -> Calibrati
         raise DataError(
             f"the traces show no matmul {_MIN_CALLS} times; record more steps, with record_shapes=True"
         )
-    large = [one for one in ops if one.kind == "elementwise" and one.bytes >= _IN_CACHE_BYTES]
+    large = _large(ops)
     steady = [one for one in large if one.spread_frac <= _MAX_SPREAD_FRAC]  # not those into fresh pages
     moved = _rates(steady or large, "bytes", by_dtype=False)
     if not moved:
@@ -64,7 +69,9 @@ def calibrate_from(paths: Sequence[str | Path], *, steps: str = "") -> Calibrati
             f"the memory rate needs elementwise operators on {_IN_CACHE_BYTES:.0e} bytes, and the traces "
             f"show none {_MIN_CALLS} times; record more steps, of a larger job"
         )
-    inner, outer, node_ranks, wires = _links(summary)
+    wires = _wires(summary)
+    node_ranks = min(Counter(trace.host for trace in summary.traces).values())
+    inner, outer = _links(summary.traces, wires)
     name = _chip_name(summary.traces[0])
     lowest = min(matrix.values())
     return Calibration(
@@ -80,31 +87,58 @@ def calibrate_from(paths: Sequence[str | Path], *, steps: str = "") -> Calibrati
         samples=(*map(_op_sample, ops[:_NUM_SAMPLES]), *map(_wire_sample, wires[:_NUM_SAMPLES])),
         source=f"meshwise calibrate --from traces of {len(summary.traces)} ranks on {name}",
         checked=date.today().isoformat(),
-        link_ranks=node_ranks,
+        link_ranks=node_ranks if outer else 0,
         outer=outer,
+        op_host_s=0.0 if summary.traces[0].has_device else _op_host_s(summary, ops, wires),
     )
 
 
+def _op_host_s(summary: Summary, ops: Sequence[OpRate], wires: Sequence[Bandwidth]) -> float:
+    """Seconds that no matrix op, no large elementwise operator and no transfer took, for each matrix op.
+
+    Between the stages of a pipeline ranks wait for each other by plan: there only what operators take counts.
+    """
+    matrix = _real([one for one in ops if one.flop], "flop")
+    spent_s = -sum(map(_usual_s, (*matrix, *_large(ops))))
+    if any(one.name == "send_recv" for one in summary.collectives):
+        spent_s += sum(parts.seconds["compute"] for parts in summary.partitions)
+    else:
+        spent_s += sum(sum(parts.seconds.values()) for parts in summary.partitions)
+        spent_s -= sum(one.count * one.wire_s * (one.group_size or 1) for one in wires)
+    return max(spent_s, 0.0) / sum(one.count for one in matrix)
+
+
+def _large(ops: Sequence[OpRate]) -> list[OpRate]:
+    """Elementwise operators that show the memory."""
+    return [one for one in ops if one.kind == "elementwise" and one.bytes >= _IN_CACHE_BYTES]
+
+
 def _rates(ops: Sequence[OpRate], of: str, *, by_dtype: bool = True) -> dict[str, float]:
-    """Work over time by dtype (all as one, under the empty name); DataError if calls differ too much."""
+    """Work over the usual time by dtype (all as one, under no name); DataError if calls differ too much."""
     found: dict[str, float] = {}
     same: dict[str, list[OpRate]] = defaultdict(list)
     for one in ops:
         same[one.dtype if by_dtype else ""].append(one)
     for dtype, every in same.items():
         rows = _real(every, of)
-        count, seconds = sum(one.count for one in rows), sum(one.total_s for one in rows)
-        spread = sum(one.spread_frac * one.total_s for one in rows) / seconds
+        count, seconds = sum(one.count for one in rows), sum(map(_usual_s, rows))
         if count < _MIN_CALLS:
             continue
-        if spread > _MAX_SPREAD_FRAC:
+        error = math.sqrt(sum((one.spread_frac * _usual_s(one)) ** 2 / one.count for one in rows)) / seconds
+        if (error := _ERROR_OF_MEDIAN * error) > _MAX_ERROR_FRAC:
             what = f"{dtype} matmuls" if by_dtype else "elementwise operators"
             raise DataError(
-                f"the times of {what} differ by {spread:.0%} from call to call, and a rate needs at most "
-                f"{_MAX_SPREAD_FRAC:.0%}; leave out the first steps (--steps), or capture on an idle machine"
+                f"the times of {what} differ by so much that {count} calls show the rate to {error:.0%}, and "
+                f"{_MAX_ERROR_FRAC:.0%} are needed; record more steps, leave out the first (--steps), or "
+                "capture on an idle machine"
             )
         found[dtype] = sum(one.count * float(getattr(one, of)) for one in rows) / seconds
     return found
+
+
+def _usual_s(one: OpRate) -> float:
+    """All calls of an operator, each in the median time."""
+    return one.count * one.median_s
 
 
 def _real(rows: Sequence[OpRate], of: str) -> list[OpRate]:
@@ -118,22 +152,31 @@ def _real(rows: Sequence[OpRate], of: str) -> list[OpRate]:
     ]
 
 
-def _links(summary: Summary) -> tuple[Level, Level | None, int, list[Bandwidth]]:
-    """The inner link, the outer one where ranks of several hosts met, ranks of a host, and what shows it."""
-    hosts = {trace.rank: trace.host for trace in summary.traces}
-    members = {one.group: set(one.wait_s) for one in summary.collectives}
-    whole = [replace(one, wire_s=one.together_s) for one in summary.collectives]
-    wires = [one for one in bandwidths(whole) if one.name in COLLECTIVES and one.group_size]
-    within = [one for one in wires if len({hosts[rank] for rank in members[one.group]}) == 1]
+def _links(traces: Sequence[Trace], wires: Sequence[Bandwidth]) -> tuple[Level, Level | None]:
+    """The inner link, and the outer one where ranks of several hosts met."""
+    name = _library(traces[0])
+    if not wires and len(traces) == 1:  # one rank has no link: that of a copy stands in
+        return Level(name=name, bytes_per_s=0.0, latency_s=0.0), None
+    within = [one for one in wires if one.group.endswith(_OF_ONE_HOST)]
     across = [one for one in wires if one not in within]
-    name = _library(summary.traces[0])
-    if not wires and len(summary.traces) == 1:  # one rank has no link: that of a copy stands in
-        return Level(name=name, bytes_per_s=0.0, latency_s=0.0), None, 0, []
     if not within or not across:
-        return _fitted(name, wires), None, 0, wires
-    node_ranks = min(Counter(hosts.values()).values())
-    outer = _fitted(f"{name} between hosts", across)
-    return _fitted(name, within), outer, node_ranks, wires
+        return _fitted(name, wires), None
+    return _fitted(name, within), _fitted(f"{name} between hosts", across)
+
+
+def _wires(summary: Summary) -> list[Bandwidth]:
+    """Collectives of one kind, size and number of ranks together, from the last entry to the last exit."""
+    hosts = {trace.rank: trace.host for trace in summary.traces}
+    calls = [one for one in summary.collectives if one.name in COLLECTIVES and one.group_size]
+    alike = [
+        replace(
+            one,
+            wire_s=one.together_s,
+            group=f"{one.group_size} ranks{_OF_ONE_HOST * (len({hosts[rank] for rank in one.wait_s}) == 1)}",
+        )
+        for one in calls
+    ]
+    return bandwidths(alike)
 
 
 def _library(trace: Trace) -> str:
@@ -144,21 +187,22 @@ def _library(trace: Trace) -> str:
 
 
 def _fitted(name: str, wires: Sequence[Bandwidth]) -> Level:
-    calls = [(_carried(name, one), one.bytes, one.group_size or 2, one.wire_s) for one in wires]
+    calls = [_carried(name, one) for one in wires]
+    weights = [one.count * one.wire_s for one in wires]
     num = sum(one.count for one in wires)
     if num < _MIN_CALLS:
         raise DataError(
             f"the traces show {num} collectives of known size over {name}, a link needs {_MIN_CALLS}; give "
             "the traces of all ranks, and record more steps"
         )
-    speed, latency = fit_link(calls)
+    speed, latency = fit_link(calls, weights)
     link: dict[str, Any] = {
         "link_bytes_per_s": (speed,),
         "link_latency_s": (latency,),
         "link_ranks": (math.inf,),
     }
     wrong = [abs(float(collective_s(kind, size, n, **link)) / time - 1) for kind, size, n, time in calls]
-    error = float(np.average(wrong, weights=[one.count * one.wire_s for one in wires]))
+    error = float(np.average(wrong, weights=weights))
     if error > _MAX_LINK_ERROR_FRAC:
         raise DataError(
             f"no bandwidth and latency explain the collectives over {name}: they miss by {error:.0%}; leave "
@@ -167,9 +211,11 @@ def _fitted(name: str, wires: Sequence[Bandwidth]) -> Level:
     return Level(name=name, bytes_per_s=speed, latency_s=latency)
 
 
-def _carried(library: str, one: Bandwidth) -> Collective:
-    """What goes over the link."""
-    return reduces_and_scatters(library) if one.name == "reduce_scatter" else cast(Collective, one.name)
+def _carried(library: str, one: Bandwidth) -> tuple[Collective, float, int, float]:
+    """What goes over the link: the collective that the library carries out, bytes, ranks and seconds."""
+    ranks = one.group_size or 2
+    kind, twice = carried_out(cast(Collective, one.name), ranks, by_gloo=library.startswith("gloo"))
+    return kind, one.bytes * (1.0 + float(twice)), ranks, one.wire_s
 
 
 def _op_sample(one: OpRate) -> Sample:

@@ -148,6 +148,18 @@ def collective_s(
     )
 
 
+def carried_out(kind: Collective, group_ranks: Num, *, by_gloo: bool) -> tuple[Collective, Num]:
+    """The collective that a library carries out for `kind`, and what share of its bytes counts twice.
+
+    Gloo reduces all to all where it should scatter. In a ring all-gather of two ranks it sends both ways over
+    one connection: where one rank is late, its word that it can receive waits behind the first half of what
+    it sends, and the other half follows only then.
+    """
+    if by_gloo and kind == "reduce_scatter":
+        return "all_reduce", 0.0
+    return kind, 0.5 * (group_ranks == 2.0) if by_gloo and kind == "all_gather" else 0.0
+
+
 def fastest_s(lines: Sequence[Line], payload_bytes: Num) -> Num:
     """Time [s] of the fastest of `lines` for `payload_bytes`."""
     return reduce(np.minimum, [line.delay_s + payload_bytes * line.s_per_byte for line in lines])

@@ -122,7 +122,7 @@ def _part(
     seconds: dict[str, Num] = defaultdict(float)
     for row in priced:
         seconds[row.phase] = seconds[row.phase] + row.spent_s
-    waits = list(_waits(ops, seconds, overheads))
+    waits = list(_waits(ops, seconds, machine))
     params = sum(op.num_params - op.num_frozen for op in forward)
     stream_bytes_per_s = machine.base.memory_bytes_per_s * machine.efficiency.memory.memory_frac
     adding_s = overheads.accumulate_bytes * params / stream_bytes_per_s
@@ -165,8 +165,14 @@ def _part(
 
 
 def _links_s(priced: Sequence[PricedOp], machine: Machine) -> dict[str, Num]:
-    """For how long collectives hold the links inside a node and between nodes, by phase."""
-    found: dict[str, Num] = dict.fromkeys(LINKS, 0.0)
+    """For how long collectives hold the links inside a node and between nodes, by phase.
+
+    Nor does an exchange start while the host of a rank that computes there is late (`op_host_s`).
+    """
+    found: dict[str, Num] = {}
+    for name in LINKS:
+        phase = FORWARD if name.endswith("forward_s") else BACKWARD
+        found[name] = _own_host_s((row.op for row in priced), phase, machine)
     for row in priced:
         if row.op.kind == "collective" and not any(
             map(np.any, machine.base.link_ways)
@@ -282,14 +288,23 @@ def _not_hidden_frac(axis: str, rows: Sequence[PricedOp], machine: Machine) -> N
     return np.maximum(overheads.not_hidden_frac(axis), held)
 
 
-def _waits(ops: Sequence[Op], spent_s: Mapping[str, Num], overheads: Overheads) -> Iterator[Wait]:
-    """What a phase waits for the CPU to launch its ops; where launches block, all of that time.
+def _waits(ops: Sequence[Op], spent_s: Mapping[str, Num], machine: Machine) -> Iterator[Wait]:
+    """What a phase waits for the CPU to launch its ops; all of that time where launches block or it computes.
 
     `spent_s`: what the ops of each phase take.
     """
+    overheads = machine.overheads
     for phase, busy_s in ((FORWARD, spent_s[FORWARD]), (BACKWARD, spent_s[BACKWARD] + spent_s[WEIGHT])):
         launches_s = _launches_s(ops, phase, overheads)
-        yield Wait("host", phase, np.maximum(launches_s - (0.0 if overheads.launches_block else busy_s), 0.0))
+        late_s = np.maximum(launches_s - (0.0 if overheads.launches_block else busy_s), 0.0)
+        yield Wait("host", phase, late_s + _own_host_s(ops, phase, machine))
+
+
+def _own_host_s(ops: Iterable[Op], phase: str, machine: Machine) -> Num:
+    """What the host adds to the matrix ops of a phase on ranks that compute there."""
+    if not machine.op_host_s:
+        return 0.0
+    return machine.op_host_s * sum(op.count for op in ops if op.phase == phase and op.kind in MATRIX_KINDS)
 
 
 def _launches_s(ops: Sequence[Op], phase: str, overheads: Overheads) -> Num:

@@ -14,7 +14,7 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -28,6 +28,7 @@ from meshwise.cost.collective import (
     Line,
     Link,
     Runs,
+    carried_out,
     collective_lines,
     fastest_s,
     members,
@@ -79,7 +80,8 @@ class Machine:
 
     `by_dtype` are the rates of matrix work by dtype; `base` those of the step's own. `reached_frac` is
     the share of each level's link that collectives reach (empty: all of it), `reduce_scatter` the collective
-    that the library does for it, `host_bytes_per_s` the chip's link to its host, per direction.
+    that the library does for it, `host_bytes_per_s` the chip's link to its host, per direction, `op_host_s`
+    what the host adds to every matrix op (`Chip`).
     """
 
     base: Rates
@@ -91,6 +93,7 @@ class Machine:
     overheads: Overheads = NONE
     power_watts: float = 0.0
     host_bytes_per_s: float = np.inf
+    op_host_s: float = 0.0
 
     def rates(self, op: Op) -> Rates:
         """The rates of the matrix work in the dtype of `op`; the step's own where it has none."""
@@ -145,10 +148,13 @@ def _lines(
     ranks, stride, *runs = (np.frombuffer(content).reshape(shape) for content, shape in placed)
     columns = bytes_per_s, base.link_latency_s, base.link_ranks, base.link_ways, base.link_rails
     links = tuple(map(Link, *columns))
-    kind = machine.reduce_scatter if kind == "reduce_scatter" else kind
-    return collective_lines(
+    kind, twice = carried_out(kind, ranks, by_gloo=machine.reduce_scatter == "all_reduce")
+    lines = collective_lines(
         kind, ranks, stride, links, machine.efficiency, choices=choices, groups=groups, runs=Runs(*runs)
     )
+    if not np.any(twice):
+        return lines
+    return [replace(line, s_per_byte=line.s_per_byte * (1.0 + twice)) for line in lines]
 
 
 def machine(
@@ -192,6 +198,7 @@ def _machine(
         overheads=overheads,
         power_watts=chip.power_watts,
         host_bytes_per_s=host_bytes_per_s(chip) or np.inf,
+        op_host_s=0.0 if ideal else chip.op_host_s,
     )
 
 

@@ -70,7 +70,8 @@ class Chip:
 
     `matrix_flop_per_s` are the peaks of the matrix units by dtype, without sparsity;
     `vector_flop_per_s` those of the ordinary units. `generation` names the family whose fitted
-    efficiencies the chip shares. `num_cores` counts SMs, CUs or their like.
+    efficiencies the chip shares. `num_cores` counts SMs, CUs or their like. `op_host_s`, of ranks that
+    compute on their host: what comes with each matmul or attention (dispatch, small operators, late ranks).
     """
 
     name: str
@@ -85,6 +86,7 @@ class Chip:
     cache_bytes: float = 0.0
     power_watts: float = 0.0
     host_bytes_per_s: float = 0.0
+    op_host_s: float = 0.0
     aliases: tuple[str, ...] = ()
     source: str = ""
     checked: str = ""
@@ -153,6 +155,7 @@ class _ChipEntry(msgspec.Struct, forbid_unknown_fields=True):
     cache_bytes: float = 0.0
     power_watts: float = 0.0
     host_bytes_per_s: float = 0.0
+    op_host_s: float = 0.0
     aliases: list[str] = []
     source: str = ""
     checked: datetime.date | None = None
@@ -257,6 +260,7 @@ def _chip_from_entry(name: str, entry: _ChipEntry, where: str) -> Chip:
         cache_bytes=_positive(entry.cache_bytes, f"{at}: cache_bytes", zero=True),
         power_watts=_positive(entry.power_watts, f"{at}: power_watts", zero=True),
         host_bytes_per_s=_positive(entry.host_bytes_per_s, f"{at}: host_bytes_per_s", zero=True),
+        op_host_s=_positive(entry.op_host_s, f"{at}: op_host_s", zero=True),
         aliases=tuple(entry.aliases),
         source=entry.source,
         checked=_iso(entry.checked),

@@ -49,6 +49,7 @@ from meshwise.trace.nesting import launchers, nearest, parents
 from meshwise.trace.op_rates import matmul_shape, matmul_shapes
 from meshwise.trace.operators import self_time
 from meshwise.trace.summary import Summary
+from meshwise.trace.transfers import POINT_TO_POINT
 
 _MATMUL_FLOP_PER_BYTE = 16.0
 _CLASSES = (
@@ -277,7 +278,7 @@ def _bytes(number: float | None) -> str:
 
 def _class_of_op(row: Mapping[str, Any]) -> str:
     if row["collective"]:
-        return str(row["collective"])
+        return _class_of_collective(row["collective"])
     if row["op"] == "stragglers":
         return "waiting"
     if row["op"] in _IDLE:
@@ -289,13 +290,19 @@ def _class_of_op(row: Mapping[str, Any]) -> str:
     return "matmul" if (row["flop"] or 0.0) > _MATMUL_FLOP_PER_BYTE * moved else "other kernels"
 
 
+def _class_of_collective(kind: str) -> str:
+    return "send_recv" if kind in POINT_TO_POINT else kind
+
+
 def _measured(summary: Summary, num_steps: int) -> Work:
     """Seconds of work in a step by its looks, the mean over the ranks; they sum to the span."""
     seconds: dict[Looks, float] = defaultdict(float)
     wire: dict[int, dict[Looks, float]] = defaultdict(lambda: defaultdict(float))
     for one in summary.collectives:
         for rank in one.wait_s:
-            wire[rank][_looks(one.name, _size(one.group_size), _bytes(one.bytes))] += one.wire_s
+            wire[rank][_looks(_class_of_collective(one.name), _size(one.group_size), _bytes(one.bytes))] += (
+                one.wire_s
+            )
     for trace, parts in zip(summary.traces, summary.partitions, strict=True):
         for looks, value in _kernels(trace).items():
             seconds[looks] += value

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -158,7 +158,7 @@ def _host(trace: Trace) -> list[Transfer]:
     recorded = _flight_record(trace)
     world = tuple(range(trace.world_size)) if trace.world_size else "world"
     is_world, end_ns, launcher = len(trace.groups) <= 1, trace.end_ns, launchers(trace)
-    peers = _peers(trace)
+    peers, stages = _peers(trace), _stages(trace, recorded)
     found = []
     events = trace.where(Kind.HOST_COMMUNICATION).tolist()
     unrecorded = Counter(trace.name(i) for i in events)  # the recorder keeps the last calls only
@@ -183,6 +183,9 @@ def _host(trace: Trace) -> list[Transfer]:
                 payload = payload * len(group) if is_world else None
         args = peers[kind].popleft() if peers[kind] else CommunicationArgs()
         source, destination = _ends(trace.rank, kind, args, None)
+        if stages and kind in POINT_TO_POINT:  # a call numbers the ranks of its group
+            source = source if kind == "send" else _nth(stages, source)
+            destination = destination if kind == "recv" else _nth(stages, destination)
         found.append(
             Transfer(
                 event=i,
@@ -201,6 +204,16 @@ def _host(trace: Trace) -> list[Transfer]:
             )
         )
     return found
+
+
+def _stages(trace: Trace, recorded: Mapping[str, Iterable[_Recorded]]) -> tuple[int, ...]:
+    """The ranks of the group that is described as a pipeline's (`pp`): it sends the messages."""
+    described = (call.process_group or [""] for calls in recorded.values() for call in calls)
+    return next((trace.groups.get(name, ()) for name, *text in described if text[:1] == ["pp"]), ())
+
+
+def _nth(ranks: tuple[int, ...], place: int | None) -> int | None:
+    return ranks[place] if place is not None and place < len(ranks) else None
 
 
 def _flight_record(trace: Trace) -> dict[str, deque[_Recorded]]:
