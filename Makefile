@@ -40,15 +40,18 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/pytest tests/test_house.py
 
-# Tests that start ranks, a browser or a notebook, search large spaces, or try a thousand inputs.
-SLOW := browser calibrate compare docs dry_run eval_lm fuzz generate moe network notebooks profile run script search \
-	sweep tensor_parallel train ulysses validate
+# Tests that start ranks, a browser or a notebook, search large spaces, or try a thousand inputs; longest first.
+SLOW := train browser script run profile tensor_parallel search disk eval_lm generate notebooks fuzz moe sweep ulysses \
+	compare dry_run validate docs calibrate
+SLOW_FILES := $(SLOW:%=tests/test_%.py)
+ALONE := tests/test_house.py tests/test_network.py
 
 quick: install  # all other tests, for daily work: about a minute on two cores
-	$(BIN)/pytest -n 2 $(SLOW:%=--ignore tests/test_%.py)
+	$(BIN)/pytest -n 2 $(SLOW_FILES:%=--ignore %) --ignore tests/test_network.py
 
-test: check  # a file stays on one worker: two sets of ranks at once hold each other up
-	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/test_network.py --ignore tests/test_house.py
+test: check  # a file stays on one worker, which makes its ranks once; the longest come first, to end together
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(SLOW_FILES) \
+		$(filter-out $(SLOW_FILES) $(ALONE),$(wildcard tests/test_*.py))
 	$(BIN)/pytest tests/test_network.py  # measures time, so nothing runs beside it
 
 frameworks:  # the packages of others, in a .venv of their own, and the tests that need them
