@@ -414,8 +414,9 @@ def message_s(model: Model, mesh: Mesh, cut: Cut, machine: Machine) -> Num:
 
 
 def hop_bytes(model: Model, cut: Cut) -> Num:
-    """A message to the next stage: a block's input, sent by the tp ranks in pieces either way."""
-    return block_input_bytes(model, cut) / (1.0 if cut.sequence_parallel else cut.tp)
+    """A message to the next stage: a block's input, sent by the tp ranks in pieces, but for FSDP2's."""
+    in_one_piece = cut.sequence_parallel or _is_fsdp2(cut)
+    return block_input_bytes(model, cut) / (1.0 if in_one_piece else cut.tp)
 
 
 def _largest(values: Sequence[Num], exists: Sequence[Num]) -> Num:

@@ -564,7 +564,8 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
             "chunk, of layers that are alike; or leave recompute_layers out"
         ),
     )
-    yield only("sp", (None, True), where=mesh.tp > 1)
+    if model.moe is not None or model.mla is not None or model.mtp_layers:  # of a rank's own tokens
+        yield only("sp", (None, True), where=mesh.tp > 1)
     yield Rule(
         (mesh.pp > 1) & (model.mtp_layers > 0),
         lambda: (

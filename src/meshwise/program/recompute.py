@@ -76,7 +76,8 @@ def _by_module(model: Model, cut: Cut, op: Op, module: str, is_moe: bool) -> tup
     fuses_norms = IMPLEMENTATIONS[cut.implementation].fuses_norms
     if module == "mlp" and op.module == "mlp" and not fuses_norms:
         # What the norm made is kept; where an exchange gathers it, beside what the first matmul keeps.
-        normed, is_gathered = cut.split_tokens * model.hidden * cut.precision.act_bytes, (cut.tp > 1) * 1.0
+        normed = cut.split_tokens * model.hidden * cut.precision.act_bytes
+        is_gathered = cut.sequence_parallel * (cut.tp > 1) * 1.0
         if op.name == "norm2":
             return -normed * is_gathered, False
         if op.name == "fc1":

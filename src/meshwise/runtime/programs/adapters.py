@@ -45,7 +45,7 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
-def cut_as(style: Any, name: str, rows: Shard) -> dict[str, Any]:
+def cut_as(style: Any, name: str, rows: Shard | Replicate) -> dict[str, Any]:
     """The styles of the adapted layer `name` that `style` would cut; `rows`: how activations are cut."""
     whole = SequenceParallel()
     if isinstance(style, RowwiseParallel):

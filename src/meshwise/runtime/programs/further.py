@@ -48,7 +48,7 @@ class Further(nn.Module):
         return [self.embedding_norm, self.hidden_norm, self.projection, self.norm]
 
 
-def further_styles(rows: Shard) -> dict[str, Any]:
+def further_styles(rows: Shard | Replicate) -> dict[str, Any]:
     """How what is not the block is cut; `rows`: how activations between matmuls are."""
     columns = ColwiseParallel(input_layouts=rows, output_layouts=Replicate(), use_local_output=False)
     norms = dict.fromkeys(("embedding_norm", "hidden_norm", "norm"), SequenceParallel())

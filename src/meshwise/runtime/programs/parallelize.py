@@ -36,18 +36,23 @@ from meshwise.runtime.programs.parts import cut_on_demand
 from meshwise.runtime.programs.routes import WHOLE, Place, cut_dim
 
 
-def cut_tensors(decoder: Decoder, mesh: DeviceMesh) -> None:
-    """Tensor and sequence parallelism over `mesh`, in place."""
-    rows = Shard(1)
+def cut_tensors(decoder: Decoder, mesh: DeviceMesh, rows: Shard | Replicate) -> None:
+    """Tensor parallelism over `mesh`, in place; `rows`: how activations are cut between matmuls, or not.
+
+    What each rank does for all tokens is not cut at all.
+    """
+    is_split = isinstance(rows, Shard)
     ends: dict[str, Any] = {
         "embedding.tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=rows),
         "head.norm": SequenceParallel(),
         "head.logits": ColwiseParallel(input_layouts=rows, use_local_output=False),
     }
+    if not is_split:
+        del ends["head.norm"]
     held = {name for name in ends if getattr(decoder, name.split(".")[0]) is not None}
     parallelize_module(decoder, mesh, {name: style for name, style in ends.items() if name in held})
     decoder.tie()
-    if decoder.embedding is not None and decoder.embedding.positions is not None:
+    if is_split and decoder.embedding is not None and decoder.embedding.positions is not None:
         whole = distribute_tensor(decoder.embedding.positions.data, mesh, [Replicate()])
         decoder.embedding.positions = nn.Parameter(whole)
     for further in decoder.further:
@@ -55,6 +60,8 @@ def cut_tensors(decoder: Decoder, mesh: DeviceMesh) -> None:
     for layer in decoder.blocks:
         styles: dict[str, Any] = {}
         for name, style in block_plan(rows, layer).items():
+            if isinstance(style, SequenceParallel) and not is_split:
+                continue
             is_adapted = isinstance(layer.get_submodule(name), Adapted)
             styles |= cut_as(style, name, rows) if is_adapted else {name: style}
         parallelize_module(layer, mesh, styles)
@@ -65,7 +72,7 @@ def cut_tensors(decoder: Decoder, mesh: DeviceMesh) -> None:
                     setattr(module, name, nn.Parameter(whole))
 
 
-def block_plan(rows: Shard, layer: Block) -> dict[str, Any]:
+def block_plan(rows: Shard | Replicate, layer: Block) -> dict[str, Any]:
     """The styles of a block's modules; `rows` is how activations between them are cut.
 
     Latents and routed experts take each rank's own tokens, as they are.

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwise.plan.plan import AXES, number_of
@@ -119,7 +120,7 @@ class Trainer:
 
     def _pipeline(self) -> Callable[[Tensor, Tensor], list[Tensor]]:
         plan = self.plan
-        tokens = self.options.seq // plan.cp // plan.tp
+        tokens = self.options.seq // plan.cp // (plan.tp if plan.sequence_parallel else 1)
         shape = (self.options.microbatch, tokens, self.model.hidden)
         return make_schedule(
             plan.schedule, self.pieces, plan.pp * plan.vpp, self.num, (shape, self.context.dtype(plan.dtype)),
@@ -203,7 +204,7 @@ class Trainer:
     def _setting(self) -> Setting:
         plan, place, context = self.plan, self.place, self.context
         angles = turns(self.places, turned_width(self.model), context.dtype(plan.dtype))
-        own = self.places.chunk(plan.tp)[place.tp].contiguous()
+        own = self.places.chunk(plan.tp)[place.tp].contiguous() if plan.sequence_parallel else self.places
         context.recorder.weights(*angles, own)  # constants
         return Setting(
             turns=angles, own_places=own, recorder=context.recorder, attend=self._attend,
@@ -253,7 +254,7 @@ class Trainer:
             last = plan.pp * plan.vpp - 1
             decoder = Decoder(self.model, self.setting, layers, is_first=stage == 0, is_last=stage == last)
         if plan.tp > 1:
-            cut_tensors(decoder, self.mesh["tp"])
+            cut_tensors(decoder, self.mesh["tp"], Shard(1) if plan.sequence_parallel else Replicate())
         dtype, seed = context.dtype(plan.dtype), None if context.is_fake else self.options.seed
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         reduced = wide if plan.grad_dtype == "fp32" else context.dtype(plan.grad_dtype)
