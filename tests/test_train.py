@@ -24,6 +24,7 @@ from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.dry_run import dry_run
 from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program, make_options, parse_options
+from meshwise.runtime.programs.narrow import Product
 from meshwise.runtime.programs.parts import Parts
 from meshwise.runtime.programs.ring import own_places
 from meshwise.runtime.programs.train_options import the_model
@@ -104,6 +105,7 @@ PLANS = [
     ("tp=2,pp=2,offload_activations=1,offload_optimizer=1,recompute=full", "gpt", 4),
     ("tp=2,ep=2", "further", 4),
     ("tp=2,pp=2,placement=tp-pp-cp-dp", "gpt", 4),
+    ("tp=2,pp=2,sp=0", "gpt", 4),
 ]
 
 
@@ -125,6 +127,24 @@ def test_fp32_agrees_to_its_precision(plan: str, pool: Ranks) -> None:
     found = checked(pool, plan=f"{plan},dtype=fp32", batch=4)
     assert found["differences"]["loss"] < 1e-6
     assert found["differences"]["gradients"] < 1e-6
+
+
+@pytest.mark.parametrize(("plan", "model"), [("zero=3", "llama"), ("pp=2", "gpt"), ("ep=2", "moe")])
+def test_fp8_agrees_to_the_sums_of_bf16(plan: str, model: str, pool: Ranks) -> None:
+    """Where ranks cast what one process casts, only sums of gradients round apart."""
+    found = checked(pool, plan=f"{plan},dtype=fp8", batch=4, model=model)["differences"]
+    assert found["loss"] < 1e-6
+    assert found["gradients"] < 1e-2
+
+
+def test_products_in_fp8_are_near_those_in_fp32() -> None:
+    """Each product, of both directions, rounds operands to three bits (gradients to two), and no more."""
+    x, weight, grad = (torch.randn(*shape) for shape in ((3, 48, 64), (32, 64), (3, 48, 32)))
+    x.requires_grad_(), weight.requires_grad_()
+    expected = torch.autograd.grad(y := x @ weight.t(), (x, weight), grad)
+    narrow = torch.autograd.grad(rounded := Product.apply(x, weight), (x, weight), grad)
+    for found, exact in zip((rounded, *narrow), (y, *expected), strict=True):
+        assert 1e-3 < (found - exact).norm() / exact.norm() < 0.15
 
 
 def test_a_difference_is_found(pool: Ranks) -> None:
@@ -291,6 +311,10 @@ def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, poo
         (4, 1, "mla --plan ep=2,tp=2,etp=1,offload_activations=1,dtype=bf16 --batch 8"),
         (4, 3, "further --plan tp=2,ep=2,dtype=bf16 --batch 8"),
         (8, 3, "llama --plan pp=2,cp=2,placement=tp-cp-pp-dp,dtype=tf32 --batch 8"),
+        (8, 3, "gpt --plan pp=2,tp=2,sp=0,recompute_modules=mlp,dtype=bf16 --batch 8"),
+        (4, 2, "llama --plan tp=2,sp=0,lora_rank=4,dtype=bf16 --batch 8"),
+        (4, 3, "further --plan tp=2,ep=2,dtype=fp8 --batch 4"),
+        (4, 2, "gpt --plan pp=2,recompute=full,dtype=fp8 --batch 8"),
         (8, 6, "moe --plan ep=2,pp=2,placement=pp-tp-cp-dp,zero=2,dtype=bf16 --batch 8"),
         (4, 2, "further --plan ep=2,zero=2,recompute=full,lora_rank=4,dtype=bf16 --batch 8"),
     ],
@@ -431,7 +455,7 @@ def counted_peak(options: Any) -> float:
         ("--plan ep=2", "has no experts"),
         (f"--model {MODELS['moe']} --plan tp=2,ep=2,etp=1 --seq 6", "3 tokens in a row, whose choices 6"),
         ("--plan pp=2,schedule=dualpipe,recompute=full", "once for each weight under schedule=dualpipe"),
-        ("--plan tp=2,sp=0", "not built for sp=0"),
+        (f"--model {MODELS['moe']} --plan tp=2,sp=0", "not built for sp=0"),
         ("--plan pp=2,schedule=zb-h1 --batch 10", "2 rounds of pp=2, which do not divide 5 microbatches"),
         (
             "--plan pp=2,schedule=zb-v,recompute=full",
@@ -445,7 +469,8 @@ def counted_peak(options: Any) -> float:
         ("--plan pp=8 --ranks 8", "2 layers of tiny_llama cannot fill 8 pipeline stages"),
         ("--plan pp=2 --batch 2", "needs at least pp=2 microbatches, not 1"),
         ("--batch 3", "batch 3 does not divide by dp=4"),
-        ("--plan dtype=fp8", "not built for dtype=fp8"),
+        ("--plan dtype=fp4", "not built for dtype=fp4"),
+        ("--plan dtype=fp8,lora_rank=4", "use dtype=fp8 without lora_rank"),
         ("--plan recompute_modules=mla_up_proj", "for recompute_modules=mla_up_proj; use any of core_attn"),
         ("--plan recompute=full,recompute_layers=1,vpp=2,pp=2", "must be a multiple of vpp=2"),
         ("--plan recompute_modules=moe_act,act_input_dtype=fp8", "or leave moe_act out"),

@@ -66,7 +66,7 @@ ENGINE_KEYS = (
 PROMPT_KEYS = ("cp", "cp_kind", "ulysses")
 """Keys that it knows where it only takes prompts."""
 FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
-    "layout": ("1d",), "dtype": ("bf16", "fp16", "tf32", "fp32", "fp64"), "head_dtype": ("bf16",),
+    "layout": ("1d",), "dtype": ("fp8", "bf16", "fp16", "tf32", "fp32", "fp64"), "head_dtype": ("bf16",),
     "optimizer": ("adam", "adam-fp32", "adam-bf16", "sgd", "none"),
     "attention": ("flash",), "dispatch": ("per_expert",), "dispatch_dtype": ("bf16",), "imbalance": (1.0,),
     "offload_optimizer": (0.0, 1.0), "offload_activations": (0.0, 1.0), "frozen_dtype": (None,),
@@ -537,6 +537,17 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
             "act_input_dtype=bf16 with recompute_modules=moe_act, or leave moe_act out"
         ),
     )
+    is_split = (mesh.pp > 1) & np.isin(mesh.schedule, _SPLIT)
+    yield Rule(
+        (mesh.plan.dtype == "fp8")
+        & (
+            (mesh.pp > 1) & np.isin(mesh.schedule, _SPLIT) | (mesh.plan.lora_rank > 0) | (mesh.recompute == 1)
+        ),
+        lambda: (
+            "implementation=fsdp2 computes both gradients of a matmul in fp8 at once, in layers of its own: "
+            "use dtype=fp8 without lora_rank, recompute=selective, or a schedule that splits the backward"
+        ),
+    )
     selected = set(mesh.plan.recompute_modules) - set(CORE_ATTENTION)
     yield Rule(
         bool(mesh.plan.lora_rank and selected),
@@ -603,7 +614,7 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
         WorkloadError,
     )
     yield Rule(
-        (mesh.pp > 1) & np.isin(mesh.schedule, _SPLIT) & (mesh.recompute > 0),
+        is_split & (mesh.recompute > 0),
         lambda: (
             "implementation=fsdp2 would recompute once for each weight under "
             f"schedule={SCHEDULES[_int(mesh.schedule)]}; use recompute=none"

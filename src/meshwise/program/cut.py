@@ -39,6 +39,8 @@ class Cut:
     `lora_rank` above 0 freezes all weights and trains adapters of that rank; the frozen matrices of blocks
     have `frozen_bytes` a parameter (None: like other weights).
 
+    `narrow_matmuls`: linear layers of blocks compute in fp8, and nothing else does (PyTorch's own way).
+
     `implementation` says whose software does the ops (`program.implementation`).
 
     `kind` is that of the workload: train, evaluate, prefill or decode. The last has `past` cached tokens of
@@ -73,6 +75,7 @@ class Cut:
     flash: bool = True
     lora_rank: int = 0
     frozen_bytes: float | None = None
+    narrow_matmuls: bool = False
     implementation: str = "megatron"
     precision: Precision = field(default_factory=Precision)
     kind: str = "train"

@@ -138,7 +138,7 @@ def linear(
     kept = (rows if saved_rows is None else saved_rows) * d_in * batch * prec.operand_bytes
     common: dict[str, Any] = {"module": module, "name": name, "kind": "matmul", "dtype": prec.dtype}
     if prec.casts:
-        yield from _cast(module, name, "forward", batch * rows, d_in, prec)
+        yield from cast(module, name, "forward", batch * rows, d_in, prec)
     yield Op(
         phase="forward",
         shape=(batch, rows, d_out, d_in),
@@ -149,7 +149,7 @@ def linear(
     if bias and grouped:
         yield kernel(module, f"{name}_bias", "add_bias", batch * rows, d_out, prec, phase="forward")
     if prec.casts:
-        yield from _cast(module, name, "backward", batch * rows, d_out, prec)
+        yield from cast(module, name, "backward", batch * rows, d_out, prec)
     yield Op(
         phase="backward",
         shape=(batch, rows, d_in, d_out),
@@ -169,7 +169,8 @@ def linear(
         yield kernel(module, f"{name}_bias", "add_bias", batch * rows, d_out, prec, phase="backward")
 
 
-def _cast(module: str, name: str, phase: str, rows: Num, width: Num, prec: Precision) -> Iterator[Op]:
+def cast(module: str, name: str, phase: str, rows: Num, width: Num, prec: Precision) -> Iterator[Op]:
+    """The kernel that makes a narrow operand [rows, width] of the matmul `name`, and its transpose."""
     size = rows * width
     cost = Cost(2.0 * size, prec.act_bytes * size, 2.0 * prec.operand_bytes * size)  # and its transpose
     yield Op(module=module, name=f"{name}_cast", phase=phase, kind="kernel", shape=(rows, width), cost=cost)

@@ -62,6 +62,7 @@ def cut_of(mesh: Mesh) -> Cut:
     """How the plans of `mesh` cut one microbatch of a block."""
     plan = mesh.plan
     decodes = mesh.kind == "decode"
+    is_narrow = plan.implementation == "fsdp2" and plan.dtype == "fp8"
     on_grid = plan.layout not in ("1d", "2d-cp")  # each rank has its own part of the activations
     return Cut(
         kind=mesh.kind,
@@ -95,7 +96,8 @@ def cut_of(mesh: Mesh) -> Cut:
         lora_rank=plan.lora_rank,
         frozen_bytes=None if plan.frozen_dtype is None else DTYPE_BYTES[plan.frozen_dtype],
         implementation=plan.implementation,
-        precision=precision(plan.dtype, plan.weight_dtype, plan.expert_dtype),
+        narrow_matmuls=is_narrow,
+        precision=precision("bf16" if is_narrow else plan.dtype, plan.weight_dtype, plan.expert_dtype),
     )
 
 

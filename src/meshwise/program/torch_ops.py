@@ -7,6 +7,8 @@ The differences to what a layout states, which `meshwise compare train` holds ag
 - DTensor keeps the gathered input of a pair of matmuls, so the backward gathers nothing again;
 - the loss is computed, and its three numbers a token exchanged, in fp32 (fp64 under fp64); it keeps what its
   tokens weigh together; the numbers of the tokens are inputs of the program, not kept by it;
+- under fp8 linear layers of blocks cast both operands of each matmul, and keep and send what they do in bf16
+  (torchao's Float8Linear); experts, routers and the head stay in bf16;
 - a router computes in the type of the rest, its probabilities are fp32 (fp64), and the answers of experts
   are weighed by a number for each copy of a token, which is kept.
 
@@ -31,7 +33,7 @@ from meshwise.core.units import Num
 from meshwise.cost.op import flash_attention, flash_attention_backward, matmul
 from meshwise.model.architecture import Model
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, Precision, collective, kernel
+from meshwise.program.op import Op, Precision, cast, collective, kernel, precision
 
 
 def torch_ops(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterator[Op]:
@@ -72,6 +74,10 @@ def _matmuls(model: Model, cut: Cut, op: Op, *, keeps_all: bool) -> Iterator[Op]
     else:
         shapes = [(batch, rows, columns, part) for part in widths(model, cut, op.name, depth)]
     prec = cut.precision
+    is_narrow = (
+        cut.narrow_matmuls and op.module not in ("head", "mtp") and op.name != "router" and not is_stack
+    )
+    done_in = precision("fp8") if is_narrow else prec
     saved_bytes = op.saved_bytes * (cut.tp if keeps_all else 1.0)
     if op.phase == "forward":
         saved_bytes = saved_bytes + _input_apart(model, cut, op.module, op.name)
@@ -81,9 +87,12 @@ def _matmuls(model: Model, cut: Cut, op: Op, *, keeps_all: bool) -> Iterator[Op]
         done = structs.replace(
             op,
             shape=(batch, m, n, k),
-            cost=matmul(m, n, k, elem_bytes=prec.act_bytes, batch=batch),
-            dtype=prec.dtype,
+            cost=matmul(m, n, k, elem_bytes=done_in.operand_bytes, out_bytes=prec.act_bytes, batch=batch),
+            dtype=done_in.dtype,
         )
+        if is_narrow:
+            for rows_of, width in ((m, k), (n, k)):
+                yield from cast(op.module, op.name, op.phase, rows_of, width, done_in)
         first = {"saved_bytes": saved_bytes}
         others = {"saved_bytes": 0.0, "num_params": 0.0, "weights": ()}
         yield structs.replace(done, **(first if number == 0 else others))

@@ -51,6 +51,7 @@ aten = torch.ops.aten
 
 DTYPE_NAMES = {
     **{torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"},
+    **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), "fp8"),
     **{torch.int64: "int64", torch.int32: "int32", torch.uint8: "uint8", torch.bool: "bool"},
 }
 
@@ -280,7 +281,7 @@ class Recorder(TorchDispatchMode):
         return {
             "op": func._opname,
             "shape": shape or tuple(written[0].shape),
-            "dtype": _dtype_name(written[0].dtype),
+            "dtype": _dtype_name((inputs if func._opname == "_scaled_mm" else written)[0].dtype),
             "flop": flop,
             "read_bytes": sum(map(tensor_bytes, inputs)),
             "write_bytes": sum(map(tensor_bytes, written)),
@@ -401,7 +402,7 @@ class Recorder(TorchDispatchMode):
             self._kept.hold(storage, holder)
 
 
-_MATMULS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_")
+_MATMULS = ("_scaled_mm", "mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_")
 
 
 def _standing(row: Mapping[str, Any]) -> int:

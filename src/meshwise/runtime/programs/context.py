@@ -27,9 +27,9 @@ from meshwise.runtime.torch_private import (
     gen_transform_infos,
 )
 
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32}
-TORCH_DTYPES |= {"fp32": torch.float32, "fp64": torch.float64}
-"""torch's names of the dtypes that programs compute in; tf32 is what matmuls of fp32 tensors may use."""
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+TORCH_DTYPES |= {"tf32": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
+"""torch's names of the dtypes that programs compute in; fp8 and tf32 are what matmuls of others may use."""
 
 
 class Recorder(Protocol):

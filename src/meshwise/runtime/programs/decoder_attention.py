@@ -19,10 +19,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim, self.setting = model.head_dim, setting
         wide, narrow = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        self.q = setting.adapted(nn.Linear(model.hidden, wide, bias=model.qkv_bias))
-        self.k = setting.adapted(nn.Linear(model.hidden, narrow, bias=model.qkv_bias))
-        self.v = setting.adapted(nn.Linear(model.hidden, narrow, bias=model.qkv_bias))
-        self.out = setting.adapted(nn.Linear(wide, model.hidden, bias=model.out_bias))
+        self.q = setting.planned(nn.Linear(model.hidden, wide, bias=model.qkv_bias))
+        self.k = setting.planned(nn.Linear(model.hidden, narrow, bias=model.qkv_bias))
+        self.v = setting.planned(nn.Linear(model.hidden, narrow, bias=model.qkv_bias))
+        self.out = setting.planned(nn.Linear(wide, model.hidden, bias=model.out_bias))
         self.is_rotary = model.positions == "rotary"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,17 +53,17 @@ class LatentAttention(nn.Module):
         self.q_down: nn.Module = nn.Identity()
         self.q_norm: nn.Module = nn.Identity()
         if mla.q_lora_rank:
-            self.q_down = setting.adapted(Latents(model, mla.q_lora_rank))
+            self.q_down = setting.planned(Latents(model, mla.q_lora_rank))
             self.q_norm = DecoderNorm(model, mla.q_lora_rank)
         heads = model.num_heads
-        self.q = setting.adapted(
+        self.q = setting.planned(
             nn.Linear(mla.q_lora_rank or model.hidden, heads * sum(self.parts_of_query), bias=False)
         )
-        self.kv_down = setting.adapted(Latents(model, sum(self.parts_of_latents)))
+        self.kv_down = setting.planned(Latents(model, sum(self.parts_of_latents)))
         self.kv_norm = DecoderNorm(model, mla.kv_lora_rank)
-        self.kv = setting.adapted(nn.Linear(mla.kv_lora_rank, heads * sum(self.parts_of_pair), bias=False))
+        self.kv = setting.planned(nn.Linear(mla.kv_lora_rank, heads * sum(self.parts_of_pair), bias=False))
         self.shared_key = nn.Identity()
-        self.out = setting.adapted(nn.Linear(heads * mla.v_head_dim, model.hidden, bias=model.out_bias))
+        self.out = setting.planned(nn.Linear(heads * mla.v_head_dim, model.hidden, bias=model.out_bias))
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, tokens, hidden] -> the same."""

@@ -18,6 +18,7 @@ from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.functions import Gelu, SwiGLU
 from meshwise.runtime.programs.heads import CoreAttention, attend_by_heads
 from meshwise.runtime.programs.local import local
+from meshwise.runtime.programs.narrow import NarrowLinear
 from meshwise.runtime.programs.norm import Norm
 from meshwise.runtime.torch_private import current_graph_task_id
 
@@ -38,6 +39,7 @@ class Setting:
     recomputed whole, the first ones; `redone_every`: how many are one module `layers`. `loss_chunks`: in how
     many pieces the loss is computed. `narrow`: the activation function keeps its input in fp8. `lora_rank`:
     that of adapters beside frozen weights (0: all train). `keeping`: where blocks keep what they keep.
+    `narrow_matmuls`: linear layers of blocks compute in fp8.
     """
 
     turns: tuple[Tensor, Tensor]
@@ -52,6 +54,7 @@ class Setting:
     routes: Routes | None = None
     heads: Axis | None = None
     lora_rank: int = 0
+    narrow_matmuls: bool = False
     keeping: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -90,8 +93,10 @@ class Setting:
         """SwiGLU of gate and up, or GELU of up."""
         return (SwiGLU if len(wide) == 2 else Gelu).apply(*wide, self.narrow)
 
-    def adapted(self, layer: nn.Linear) -> nn.Module:
-        """`layer`, with adapters where the plan has them."""
+    def planned(self, layer: nn.Linear) -> nn.Module:
+        """`layer` as the plan has it: in fp8, or with adapters."""
+        if self.narrow_matmuls:
+            return NarrowLinear(layer.in_features, layer.out_features, bias=layer.bias is not None)
         return Adapted(layer, self.lora_rank) if self.lora_rank else layer
 
     def _place(self) -> AbstractContextManager[None]:
@@ -121,10 +126,10 @@ class FeedForward(nn.Module):
     def __init__(self, model: Model, setting: Setting, width: int) -> None:
         super().__init__()
         self.setting, bias = setting, model.linear_bias
-        wide = [setting.adapted(nn.Linear(model.hidden, width, bias=bias)) for _ in range(1 + model.gated)]
+        wide = [setting.planned(nn.Linear(model.hidden, width, bias=bias)) for _ in range(1 + model.gated)]
         self.gate = wide[1] if model.gated else None
         self.up = wide[0]
-        self.down = setting.adapted(nn.Linear(width, model.hidden, bias=bias))
+        self.down = setting.planned(nn.Linear(width, model.hidden, bias=bias))
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, tokens, hidden] -> the same."""

@@ -33,7 +33,7 @@ class Options:
     """What the command line may choose."""
 
     model: Annotated[
-        str, Meta(description="preset, or path of a config.json; like GPT, Llama, Mixtral, DeepSeek-V2")
+        str, Meta(description="preset, or path of a config.json; like GPT, Llama, Mixtral, DeepSeek")
     ] = "llama2-7b"
     layers: Annotated[int, Meta(ge=0, description="cut the model to so many layers (0: all)")] = 0
     plan: Annotated[
@@ -44,7 +44,8 @@ class Options:
             "schedule=gpipe|1f1b|interleaved|zb-h1|zb-v|dualpipe|dualpipe-v, recompute=none|selective|full, "
             "recompute_layers, recompute_modules=core_attn+layernorm+mlp+moe+moe_act+shared_experts|per_op, "
             "act_input_dtype=bf16|fp8, "
-            "dtype=bf16|fp16|fp32|fp64, joined by commas as in tp=2,pp=2; dp is what they leave"
+            "dtype=fp8|bf16|fp16|tf32|fp32|fp64, sp, placement, "
+            "joined by commas as in tp=2,pp=2; dp is what they leave"
         ),
     ] = "tp=1,zero=3"
     batch: Annotated[int, Meta(ge=0, description="sequences in a step (0: pp microbatches a replica)")] = 0

@@ -48,22 +48,27 @@ def differences(trainer: Trainer, loss: float) -> dict[str, float]:
 
 
 def reference_step(trainer: Trainer) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients, by name, of the whole model on the whole batch, in the type of the states."""
+    """Loss and gradients, by name, of the whole model on the whole batch.
+
+    In the type of the states; where matmuls are fp8, in the type of the rest."""
     options, model, device = trainer.options, trainer.model, trainer.context.device
-    dtype = torch.float64 if trainer.plan.dtype == "fp64" else torch.float32
+    kept = torch.float64 if trainer.plan.dtype == "fp64" else torch.float32
+    dtype = trainer.context.dtype("fp8") if trainer.setting.narrow_matmuls else kept
     places = torch.arange(options.seq, device=device)
     angles = turns(places, turned_width(model), dtype)
     way = routes(places, 1, model) if model.moe else None
     setting = Setting(
         turns=angles, own_places=places, recorder=trainer.context.recorder, routes=way,
         narrow=trainer.setting.narrow, lora_rank=trainer.plan.lora_rank,
+        narrow_matmuls=trainer.setting.narrow_matmuls,
     )  # fmt: skip
     with torch.device(device):
-        decoder = Decoder(model, setting, range(model.num_layers)).to(dtype)
+        decoder = Decoder(model, setting, range(model.num_layers)).to(kept)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             fill(decoder.alias(name), parameter, options.seed)
             parameter.requires_grad_(decoder.trains(name))
+    decoder.to(dtype)  # what is cast to fp8 depends on every bit
     total = 0.0
     batch = trainer.all_tokens().flatten(0, 1)
     for sequence in batch.split(1):

@@ -213,6 +213,7 @@ class Trainer:
             loss_chunks=plan.loss_chunks,
             narrow=plan.act_input_dtype == "fp8", routes=self._routes(own), heads=self.heads,
             lora_rank=plan.lora_rank,
+            narrow_matmuls=plan.dtype == "fp8",
             keeping=partial(kept_on_host, context.recorder) if plan.offload_activations else nullcontext,
         )  # fmt: skip
 

@@ -1,0 +1,62 @@
+"""Linear layers in fp8: operands are cast with a scale for each tensor, sums are in the type of the input.
+
+Weights and inputs are cast to e4m3, gradients of results to e5m2 (arXiv 2209.05433). The input is kept as it
+is and cast again in the backward, as torchao's Float8Linear does; all else stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+
+from meshwise.runtime.programs.local import local
+from meshwise.runtime.torch_private import scaled_mm
+
+FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+class NarrowLinear(nn.Linear):
+    """x W^T + b, the product in fp8; of distributed operands, what each rank has of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., d_in] -> [..., d_out]."""
+        y = Product.apply(local(x), local(self.weight))
+        if not isinstance(self.weight, DTensor) or self.weight.placements[-1].is_replicate():
+            return y if self.bias is None else y + local(self.bias)
+        cut: Placement = Partial() if self.weight.placements[-1] == Shard(1) else Shard(y.dim() - 1)
+        y = DTensor.from_local(y, self.weight.device_mesh, [cut], run_check=False)
+        return y if self.bias is None else y + self.bias
+
+
+class Product(torch.autograd.Function):
+    """x W^T, both cast."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """[..., d_in] x [d_out, d_in] -> [..., d_out]."""
+        ctx.save_for_backward(x, weight)
+        y = _product(_cast(x.flatten(0, -2), FORWARD), _cast(weight, FORWARD), x.dtype)
+        return y.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """dx = dy W, dW = dy^T x."""
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        dx = _product(_cast(rows, GRADIENT), _cast(weight.t(), FORWARD), x.dtype).view_as(x)
+        return dx, _product(_cast(rows.t(), GRADIENT), _cast(x.flatten(0, -2).t(), FORWARD), x.dtype)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x in fp8, rows one after the other as matrix units read them, and what to multiply it with."""
+    scale = x.abs().amax().float().clamp(min=1e-12) / torch.finfo(dtype).max
+    return (x.float() / scale).to(dtype).contiguous(), scale
+
+
+def _product(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """left right^T in `dtype`."""
+    (a, a_scale), (b, b_scale) = left, right
+    return scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=dtype)
