@@ -76,3 +76,12 @@ def run_script(place: Place, words: list[str], port: int) -> None:
 def num_threads(place: Place) -> int:
     """Threads of this rank's process."""
     return len(list(Path("/proc/self/task").iterdir()))
+
+
+def many_sums(place: Place, num: int) -> int:
+    """`num` all-reduces, one after the other; how many ranks had the right sum."""
+    for _ in range(num):
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert int(total) == place.world_size
+    return num

@@ -85,10 +85,15 @@ BASES: dict[tuple[str, ...], list[str]] = {
     ("validate",): ["--runs", str(DATA / "validate" / "published_runs_excerpt.csv")],
     ("list",): ["chips"],
     ("trace", "diff"): [GLOO, GLOO],
-    **{("trace", name): [GLOO] for name in ("summary", "sections", "path", "memory", "table", "ledger")},
-    **{("trace", name): [GPU] for name in ("launches", "rates", "bandwidth")},
+    **{
+        ("trace", name): [GLOO]
+        for name in ("summary", "sections", "path", "memory", "table", "ledger", "bandwidth")
+    },
+    **{("trace", name): [GPU] for name in ("launches", "rates")},
     **{("trace", name): [GLOO, "-o", out] for name, out in PICTURES.items()},
 }
+SLOW = (("frontier", "run"), ("frontier", "sensitivity"), ("eval-lm",), ("moe",))
+"""Verbs that take 0.1 to 6 s: drawn less often."""
 LONG_NAME = "a" * 3000
 ELSEWHERE = ("run", "dryrun", "compare", "profile", "sweep", "web", "fit")
 """Verbs that start programs, read a file of their own, or would write the catalog: fuzzed below."""
@@ -127,7 +132,7 @@ def test_every_verb_is_fuzzed() -> None:
 @st.composite
 def words(draw: st.DrawFn) -> list[str]:
     """A command line with strange values for some of its options."""
-    verb = draw(st.sampled_from(sorted(BASES)))
+    verb = draw(st.sampled_from([*sorted(BASES.keys() - SLOW) * 20, *SLOW]))
     stated = list(BASES[verb])
     options = [param for param in VERBS[verb].params if param.param_type_name == "option"]
     for option in draw(st.lists(st.sampled_from(options), max_size=3, unique_by=lambda one: one.name)):
@@ -265,7 +270,7 @@ def test_traces_of_impossible_counts(tmp_path: Path, verb: str, said: bytes, ins
     check_contract([*verb.split(), *(word.replace(GLOO, str(tmp_path)) for word in words)], may_warn=True)
 
 
-@some(25)
+@some(25, share=0.5)
 @given(st.data())
 def test_damaged_traces(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """One bad rank does not end the analysis of the others."""
@@ -307,7 +312,7 @@ POINT = {
 }
 
 
-@some(40)
+@some(40, share=0.5)
 @given(damaged(REQUESTS.encode()), st.just("csv"))
 @example(REQUESTS.encode() + b"1.0,100," + b"9" * 2000, "csv")
 @example(b'{"timestamp": 0, "input_length": 100, "output_length": ' + b"9" * 2000 + b"}", "jsonl")
@@ -337,7 +342,7 @@ def test_strange_defaults(tmp_path_factory: pytest.TempPathFactory, content: byt
     assert code in (0, 2) and "Traceback" not in err
 
 
-@some(60)
+@some(60, share=0.5)
 @given(st.data())
 def test_strange_tables_of_runs(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     row = data.draw(st.sampled_from(RUNS[1:])).split(",")
@@ -359,7 +364,7 @@ def test_a_release_that_the_catalog_lacks(tmp_path: Path, year: str) -> None:
     check_contract(["validate", "--runs", str(tmp_path / "runs.csv")])
 
 
-@some(40, share=0.3)
+@some(40, share=0.03)
 @given(as_file(GPT, json.dumps))
 def test_strange_configs_of_a_mixture(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = file_with(tmp_path_factory, "gpt.json", content)
@@ -480,7 +485,7 @@ def program_words(draw: st.DrawFn) -> list[str]:
     return [name, *stated]
 
 
-@some(30)
+@some(30, share=0.1)
 @given(program_words(), st.sampled_from((["dryrun"], ["compare", "--no-run"])))
 @example(["model-2d", "--seq", "\udcff"], ["dryrun"])
 def test_strange_programs(stated: list[str], verb: list[str]) -> None:
@@ -550,7 +555,7 @@ def states(draw: st.DrawFn) -> tuple[str, dict[str, str]]:
     return view, STATE[home(view)] | draw(st.dictionaries(names, values, max_size=3))
 
 
-@some(60)
+@some(60, share=0.5)
 @given(states())
 @example(("serve", STATE["serve"] | {"concurrency": "1e+18"}))
 @example(("serve", STATE["serve"] | {"concurrency": "1", "output": "1"}))

@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -112,7 +113,13 @@ class Ranks:
             place = Place(rank, ranks, rank, device_type)
             arguments = (place, self._store.port, threads, theirs)
             process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
-            process.start()
+            try:
+                process.start()
+            except (EOFError, OSError):
+                self.kill()
+                raise RankError(
+                    f"rank {rank} did not start: what starts it was ended; run it again"
+                ) from None
             theirs.close()
             self._processes.append(process)
 
@@ -138,7 +145,8 @@ class Ranks:
         """Stop every rank at once."""
         self._ended.set()
         if server := _server_pid():
-            os.kill(server, signal.SIGCONT)  # it tells how ranks end
+            with suppress(ProcessLookupError):
+                os.kill(server, signal.SIGCONT)  # it tells how ranks end
         for process in self._processes:
             if process.is_alive():
                 process.kill()
