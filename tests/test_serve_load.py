@@ -26,7 +26,7 @@ from meshwise.serve.requests import Lengths, Requests, at_rate, in_closed_loop, 
 from meshwise.serve.simulate import Pools, Served, Worker, simulate, until_all_have_one
 
 NO_LIMIT = 10**9
-BARE: dict[str, Any] = {"front_s": 0.0, "front_token_s": 0.0, "lag_passes": 0}
+BARE: dict[str, Any] = {"front_s": 0.0, "front_token_s": 0.0, "reply_s": 0.0, "lag_passes": 0}
 
 
 def passes(
@@ -289,6 +289,32 @@ def test_the_experts_of_all_dp_ranks_work_on_the_prompt_of_one() -> None:
     assert tabulate(of, ENGINES["trtllm"], 550, 1).shares_experts
 
 
+def test_experts_slow_down_by_the_token_not_by_the_weights_they_read() -> None:
+    """One token reads its experts' weights at the speed of the kernel; many tokens wait for each other."""
+    of = est.serving(
+        find_model("minimax-m2"),
+        find_cluster("b200-sxm:4"),
+        parse_plan("tp=4,dtype=fp8"),
+        prompt=8000,
+        output=50,
+    )
+    times = tabulate(of, ENGINES["vllm"], 8000, 1)
+    even = replace(times, expert_slowdown=1.0)
+    few, many = (times.mixed_s([(0, n)]) / even.mixed_s([(0, n)]) for n in (64, 8000))
+    assert few < 1.03 < 1.1 < many
+    alone_s = times.mixed_s([(0, 8000)])
+    assert alone_s == pytest.approx(est.first_token_s(of), rel=0.02)
+
+
+def test_a_server_answers_its_clients_in_turn() -> None:
+    """Tokens come later by `reply_s` for every request that had its first one before."""
+    requests, times = in_closed_loop(20, Lengths(100, 30), num=20), passes(fixed_s=1e-2)
+    late = replace(ENGINES["vllm"], **BARE | {"reply_s": 1e-3})
+    served = alone(requests, late, times, NO_LIMIT)
+    assert served.ttft_s == pytest.approx(1e-2 + 1e-3 * np.arange(20))
+    assert served.tpot_s == pytest.approx(1e-2)
+
+
 def test_a_hundred_thousand_requests_take_seconds() -> None:
     requests = in_closed_loop(512, Lengths(1024, 128), num=100_000)
     times = passes(fixed_s=5e-3, token_s=2e-5, decode_s=1e-5, past_s=1e-9)
@@ -423,6 +449,8 @@ INFERENCEX = {
     **{"output_tokens": "1024", "concurrency": "8", "measured": "2026-01-14", "source": "db-dump"},
 }
 
+QWEN = {"model": "Qwen/Qwen3.5-397B-A17B", "backend": "sglang", "precision": "fp8", "measured": ""}
+
 
 @pytest.mark.parametrize(
     ("changes", "drafts", "settings"),
@@ -437,6 +465,9 @@ INFERENCEX = {
         ({"measured": "2026-02-03", "tp": "8", "moe_ep": "8"}, 0, {"graphs_prompts": True}),
         ({"backend": "sglang", "precision": "fp8"}, 0, {"max_tokens": 32768, "poll_passes": 10}),
         ({"backend": "sglang", "precision": "fp8", "measured": "2026-03-25"}, 2, {"max_tokens": 16384}),
+        (QWEN | {"moe_tp": "4", "moe_ep": "1"}, 3, {"poll_passes": 10}),
+        (QWEN | {"moe_tp": "4", "moe_ep": "1", "measured": "2026-04-17"}, 0, {"poll_passes": 10}),
+        (QWEN, 0, {"poll_passes": 10}),
     ],
 )
 def test_engines_are_launched_as_the_benchmark_s_scripts_do(
@@ -446,6 +477,28 @@ def test_engines_are_launched_as_the_benchmark_s_scripts_do(
     assert {name: getattr(of.engine, name) for name in settings} == settings
     guesses = of.fleet.serving.speculation
     assert (guesses.drafts if guesses else 0) == drafts
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout"),
+    [
+        ({"concurrency": "32"}, (4, 1, 1)),
+        ({"concurrency": "64"}, (4, 1, 4)),
+        ({"concurrency": "64", "input_tokens": "8192"}, (1, 4, 4)),
+        ({"concurrency": "256"}, (1, 4, 4)),
+        ({"concurrency": "256", "measured": "2025-11-04"}, (4, 1, 1)),
+        ({"concurrency": "256", "measured": ""}, (4, 1, 1)),
+        ({"concurrency": "32", "precision": "fp8"}, (4, 1, 4)),
+        ({"concurrency": "32", "model": "openai/gpt-oss-120b"}, (4, 1, 1)),
+    ],
+)
+def test_the_oldest_scripts_choose_their_layout(
+    changes: dict[str, str], layout: tuple[int, int, int]
+) -> None:
+    """tp, dp and ep as the script of 2 November 2025 sets them, whatever the row's defaults say."""
+    stated = {"measured": "2025-11-02", "moe_tp": "4", "moe_ep": "1"}
+    mesh = measured.point(INFERENCEX | stated | changes).fleet.serving.mesh
+    assert (mesh.tp, mesh.dp, mesh.ep) == layout
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ class Engine:
     `graphs_prompts`: passes with prompts are replayed too (TensorRT-LLM's enable_piecewise_cuda_graph).
     `plans_while_guessing`: the host works ahead while a pass checks guesses; SGLang does not unless told
     (SGLANG_ENABLE_SPEC_V2, its documentation of speculative decoding).
-    The last two are those of all engines (`serve.fitted.Constants`).
+    The last three are those of all engines (`serve.fitted.Constants`).
     """
 
     name: str
@@ -67,6 +67,7 @@ class Engine:
     plans_while_guessing: bool = True
     front_s: float = _CONSTANTS.front_s
     front_token_s: float = _CONSTANTS.front_token_s
+    reply_s: float = _CONSTANTS.reply_s
 
 
 ENGINES = {

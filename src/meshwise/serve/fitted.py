@@ -1,4 +1,4 @@
-"""What is fitted to measured serving points: six constants of all engines, and how far predictions lie off.
+"""What is fitted to measured serving points: seven constants of all engines, and how far predictions lie off.
 
 `catalog/serving.toml`, written by `meshwise fit --only serving`.
 """
@@ -19,14 +19,17 @@ class Constants(msgspec.Struct, frozen=True):
     """Overheads that kernels do not have, the same for all engines, models and chips.
 
     `front_s` + `front_token_s` x prompt: HTTP, tokenizer and network before the scheduler sees a request;
-    `prompt_slowdown`: time of passes with prompts over the sum of their kernels; `expert_slowdown`: the same
-    of their experts, which also sort tokens and wait for the busiest; `launched_layer_s`: the host's time to
-    launch a layer of such a pass, in models with latent attention or recurrences, as no graph replays it;
+    `reply_s`: the server's one process answers running requests in turn, each of which takes it so long;
+    `prompt_slowdown`: time of passes with prompts over the sum of their kernels; `expert_slowdown`: time that
+    a token adds to experts over that of their kernels, as it is sorted, and all wait for the busiest;
+    `launched_layer_s`: the host's time to launch a layer of such a pass, in models with latent attention or
+    recurrences, as no graph replays it;
     `guess_host_s`: its time for each sequence of a pass that checks guesses, where none is planned meanwhile.
     """
 
     front_s: float
     front_token_s: float
+    reply_s: float
     prompt_slowdown: float
     expert_slowdown: float
     launched_layer_s: float

@@ -89,11 +89,15 @@ def point(row: Mapping[str, str]) -> Point:
     name = name_of(row["model"])
     model = find_model(MODELS[name])
     pools = ("prefill_", "decode_") if row["mode"] == "disagg" else ("",)
-    *first, last = (_instance(row, pool, model, prompt, output) for pool in pools)
+    scripts = [inferencex.script(row, name, _layout(row, pool)) for pool in pools]
+    *first, last = (
+        _instance(row, pool, model, script, prompt, output)
+        for pool, script in zip(pools, scripts, strict=True)
+    )
     workers = [_count(row, f"{pool}workers") if pool else 1 for pool in pools]
-    engine = _launched(row, name, last.dp)
-    if guesses := inferencex.speculation(row, name, last.dp):
-        last = speculating(last, guesses)
+    engine = _launched(row, scripts[-1])
+    if scripts[-1].speculate:
+        last = speculating(last, scripts[-1].speculate)
     lengths = Lengths(prompt, output, inferencex.LENGTH_RATIO)
     requests = in_closed_loop(clients, lengths, num=inferencex.REQUESTS_EACH * clients)
     if not inferencex.is_row(row) and engine.name == "vllm":
@@ -101,17 +105,17 @@ def point(row: Mapping[str, str]) -> Point:
     return Point(Fleet(last, workers[-1], first[0] if first else None, workers[0]), requests, engine)
 
 
-def _launched(row: Mapping[str, str], model: str, dp: int) -> Engine:
+def _launched(row: Mapping[str, str], script: inferencex.Script) -> Engine:
     """The engine of a row as it was started. Clients ignore ends of sequence, so all output is reserved."""
     engine = _found(ENGINES, "backend", row["backend"])
     engine = replace(engine, reserve_frac=float(engine.reserve_frac > 0))
-    if engine.name == "trtllm" and dp > 1:
+    if engine.name == "trtllm" and script.layout.dp > 1:
         engine = replace(engine, align_passes=60)
     is_tiled = engine.name == "vllm" and row.get("backend_version", "").startswith(TILED_EXPERTS)
     if is_tiled and row["tp"] != "8":
         engine = replace(engine, expert_tile=128)
     if inferencex.is_row(row):
-        return inferencex.launched(engine, row, model, dp)
+        return replace(engine, **script.settings)
     return aiconfigurator.launched(engine)
 
 
@@ -163,18 +167,25 @@ def _rate(load: Load, ttft_s: float, tpot_s: float) -> float:
     return requests.concurrency * output / (ttft_s + (output - 1.0) * tpot_s) / load.fleet.num_chips
 
 
-def _instance(row: Mapping[str, str], pool: str, model: Model, prompt: int, output: int) -> Serving:
-    """An instance of the row, or of its pool `prefill_` or `decode_`."""
-    tp, dp, ep, etp = (_count(row, f"{pool}{name}") for name in ("tp", "attention_dp", "moe_ep", "moe_tp"))
+def _layout(row: Mapping[str, str], pool: str) -> inferencex.Layout:
+    """What the row says of its instance, or of its pool `prefill_` or `decode_`."""
+    names = {"tp": "tp", "dp": "attention_dp", "ep": "moe_ep", "etp": "moe_tp"}
+    return inferencex.Layout(**{degree: _count(row, f"{pool}{name}") for degree, name in names.items()})
+
+
+def _instance(
+    row: Mapping[str, str], pool: str, model: Model, script: inferencex.Script, prompt: int, output: int
+) -> Serving:
+    """The instance of a row, or of its pool, as it was started."""
+    layout, dtype = script.layout, row["precision"]
     pp = _count(row, f"{pool}pp") if row.get(f"{pool}pp") else 1
-    cluster = find_cluster(f"{_found(SYSTEMS, 'system', row['system'])}:{tp * pp * dp}")
-    dtype = row["precision"]
-    plan = Plan(tp=tp, pp=pp, dtype=dtype, kv_dtype=inferencex.cache_dtype(row, name_of(row["model"])))
+    cluster = find_cluster(f"{_found(SYSTEMS, 'system', row['system'])}:{layout.tp * pp * layout.dp}")
+    plan = Plan(tp=layout.tp, pp=pp, dtype=dtype, kv_dtype=script.kv_dtype)
     if model.moe is not None and dtype == "fp4" and dtype not in cluster.chip.matrix_flop_per_s:
         plan = replace(plan, dtype="bf16", expert_dtype="mxfp4")
     if model.moe is not None:
-        spread_ep, spread_etp = (ep, etp) if dp == 1 else (ep * etp, 1)
-        plan = replace(plan, ep=spread_ep, etp=spread_etp)
+        cut = layout.etp if layout.dp == 1 else 1  # over attention-dp ranks they are priced as spread
+        plan = replace(plan, ep=layout.ep * layout.etp // cut, etp=cut)
     return serving(model, cluster, plan, prompt=prompt, output=output)
 
 

@@ -26,6 +26,7 @@ from meshwise.serve.serving import (
     Pass,
     Serving,
     decode_pass,
+    expert_token_s,
     launches_s,
     price_pass,
     shares_experts,
@@ -58,7 +59,8 @@ class PassTimes:
     """The tables. `decode_rest` and `decode_attention` by number of sequences of a group, from 0 on.
 
     `prompt_experts` is what `prompt_rest` leaves out, of the tokens of all groups where these share them
-    (`shares_experts`); slowdowns are those of `serve.fitted.Constants`.
+    (`shares_experts`), `expert_token_s` what a token adds to it in a large pass; slowdowns are those of
+    `serve.fitted.Constants`.
     `prompt_host_s`: time of the host to launch a pass with prompts, during which the chip may wait;
     `guess_host_s`: what it adds to a pass without prompts for each sequence.
     """
@@ -68,6 +70,7 @@ class PassTimes:
     prompt_rest: Curve
     prompt_attention: Curve
     prompt_experts: Curve = Curve((0.0, 0.0), 1.0)
+    expert_token_s: float = 0.0
     groups: int = 1
     shares_experts: bool = False
     prompt_host_s: float = 0.0
@@ -92,7 +95,8 @@ class PassTimes:
         busiest = max(tokens / self.groups, largest)  # of all groups
         prompt_s = self.prompt_rest(busiest + each) + attention_s * busiest / tokens
         routed = tokens / self.groups if self.shares_experts else busiest
-        experts_s = self.expert_slowdown * self.prompt_experts(routed + each)
+        experts_s = self.prompt_experts(routed + each)
+        experts_s += (self.expert_slowdown - 1.0) * self.expert_token_s * (routed + each)
         device_s = self.prompt_slowdown * prompt_s + experts_s + self.decode_attention[each](context)
         return max(device_s, self.prompt_host_s)
 
@@ -127,6 +131,7 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
         decode_attention=[Curve(column, context_step) for column in attention.T.tolist()],
         prompt_rest=Curve(np.broadcast_to(_rest(prompts) - experts, tokens.shape).tolist(), token_step),
         prompt_experts=Curve(np.broadcast_to(experts, tokens.shape).tolist(), token_step),
+        expert_token_s=float(expert_token_s(prompted)),
         prompt_attention=Curve(prompt_attention.tolist(), length_step),
         groups=serving.groups,
         shares_experts=bool(shares_experts(serving)),

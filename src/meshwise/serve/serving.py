@@ -41,6 +41,9 @@ from meshwise.serve.fitted import fitted
 PREFILL_TOKENS = 8192
 """Tokens that engines take in one pass of prompts, or one prompt if that is longer (vLLM, SGLang)."""
 
+MANY_TOKENS = 32768.0
+"""Tokens of a pass that give every expert work enough to hide that its weights are read."""
+
 PLAN_KEYS = (
     *("tp", "cp", "pp", "dp", "ep", "etp", "dtype", "kv_dtype"),
     *("weight_dtype", "expert_dtype", "imbalance", "overlap_ep"),
@@ -421,9 +424,20 @@ def prompts_s(serving: Serving, cut: Cut, routed: Cut | None = None) -> Num:
     experts_s = priced.time_s["experts"]
     kernels_s = overheads.prompt_slowdown * (priced.total_s - experts_s)
     if routed is not None:
-        experts_s = price_pass(serving, routed).time_s["experts"]
-    kernels_s = kernels_s + overheads.expert_slowdown * experts_s
-    return np.maximum(kernels_s, launches_s(serving.model))
+        experts_s, cut = price_pass(serving, routed).time_s["experts"], routed
+    waits_s = (overheads.expert_slowdown - 1.0) * expert_token_s(serving) * cut.microbatch * cut.seq
+    return np.maximum(kernels_s + experts_s + waits_s, launches_s(serving.model))
+
+
+def expert_token_s(serving: Serving) -> Num:
+    """Seconds that a token adds to the experts' kernels where these take longer than reading weights."""
+    if serving.model.moe is None:
+        return 0.0
+    first_s, second_s = (
+        price_pass(serving, serving.prefill(tokens / serving.prompt)).time_s["experts"]
+        for tokens in (MANY_TOKENS, 2.0 * MANY_TOKENS)
+    )
+    return (second_s - first_s) / MANY_TOKENS
 
 
 def launches_s(model: Model) -> float:

@@ -72,13 +72,14 @@ class Served:
 class _Sequence:
     """A request in an engine: `total` tokens to prefill, of which `past` are cached; `left` to generate."""
 
-    __slots__ = ("arrival", "end", "first_s", "index", "last_s", "left", "past", "sent", "total")
+    __slots__ = ("arrival", "end", "first_s", "index", "last_s", "late_s", "left", "past", "sent", "total")
 
     def __init__(self, index: int, sent: float, arrival: float, prompt: int, output: int) -> None:
         self.index, self.sent, self.arrival = index, sent, arrival
         self.total, self.left, self.past = prompt, output, 0
         self.end = -1  # the pass that gives the last token; -1 while it does not run
         self.first_s = self.last_s = math.nan
+        self.late_s = 0.0  # by which its tokens come to the client after their passes
 
     @property
     def has_ended(self) -> bool:
@@ -110,10 +111,10 @@ class _Instance:
     """
 
     def __init__(self, worker: Worker, requests: Requests, leave: Callable[[_Sequence, float], None],
-                 *, only_prompts: bool = False) -> None:  # fmt: skip
+                 *, reply_s: float = 0.0, only_prompts: bool = False) -> None:  # fmt: skip
         self.engine, self.times, self.cache = worker.engine, worker.times, worker.cache_tokens
         self.blocks, self.block_tokens = requests.blocks, requests.block_tokens
-        self.leave, self.only_prompts = leave, only_prompts
+        self.leave, self.only_prompts, self.reply_s = leave, only_prompts, reply_s
         self.now = self.seen = self.busy_s = 0.0
         self.step = self.num_tokens = self.num_preemptions = self.peak_cache = self.peak_sequences = 0
         self.was_full = False  # whether a request waited for room in the cache
@@ -289,7 +290,8 @@ class _Instance:
     def _first_token(self, sequence: _Sequence) -> None:
         """The pass that ends a prompt gives a token; the others follow pass by pass."""
         if math.isnan(sequence.first_s):
-            sequence.first_s = self.now
+            sequence.late_s = self.reply_s * len(self.running)
+            sequence.first_s = self.now + sequence.late_s
         sequence.end = self.step + sequence.left - 1
         self.left -= 1
         self.num_tokens += 1
@@ -334,8 +336,8 @@ class _Instance:
             cached = sequence.total + sequence.left - 1
             self.held -= cached
             self.context -= cached
-            sequence.end, sequence.last_s = -1, self.now
-            self.leave(sequence, self.now)
+            sequence.end, sequence.last_s = -1, self.now + sequence.late_s
+            self.leave(sequence, sequence.last_s)
         if len(self.admitted) > 2 * len(self.running) + 64:
             self.admitted = [one for one in self.admitted if not one.has_ended]
 
@@ -362,7 +364,10 @@ class _Run:
         self.requests, self.pools, self.all = requests, pools, list[_Sequence]()
         first = pools.prefill or pools.worker
         self.front = first.engine
-        self.last = [_Instance(pools.worker, requests, self._ended) for _ in range(pools.num)]
+        reply_s = pools.num * self.front.reply_s
+        self.last = [
+            _Instance(pools.worker, requests, self._ended, reply_s=reply_s) for _ in range(pools.num)
+        ]
         self.first = self.last if pools.prefill is None else [
             _Instance(first, requests, self._hand_over, only_prompts=True) for _ in range(pools.num_prefill)
         ]  # fmt: skip
