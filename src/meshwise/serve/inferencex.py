@@ -56,7 +56,7 @@ def script(row: Mapping[str, str], model: str, layout: Layout) -> Script:
     kv_dtype = "bf16" if row["precision"] == "bf16" else "fp8"
     if not is_row(row) or row["mode"] != "agg":
         return Script(layout, kv_dtype, "", {})
-    stated = {
+    stated: dict[str, Any] = {
         "engine": row["backend"], "model": model, "precision": row["precision"], "system": row["system"],
         "lengths": _lengths(row), "clients": int(row["concurrency"]), "day": row.get("measured", ""),
     }  # fmt: skip
