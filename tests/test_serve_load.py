@@ -458,7 +458,7 @@ QWEN = {"model": "Qwen/Qwen3.5-397B-A17B", "backend": "sglang", "precision": "fp
         ({}, 3, {"max_tokens": 4 * 8 + 1024 + 64}),
         ({"tp": "1", "attention_dp": "4"}, 1, {"max_tokens": 2 * 2 + 1024 + 64, "align_passes": 60}),
         ({"measured": "2026-02-03"}, 0, {"max_tokens": 8192}),
-        ({"input_tokens": "4000"}, 0, {"max_tokens": 8192, "fill_frac": 0.0, "pads_batches": False}),
+        ({"input_tokens": "4000"}, 0, {"max_tokens": 8 + 4000 + 1500, "pads_batches": False}),
         ({"model": "meta-llama/Llama-3.1-70B"}, 0, {"max_tokens": 16384, "align_passes": 20}),
         ({"measured": "2026-02-06", "concurrency": "64"}, 3, {"graphs_prompts": True}),
         ({"measured": "2026-02-06", "concurrency": "8"}, 3, {"graphs_prompts": False}),
@@ -520,7 +520,10 @@ def test_caches_are_of_the_type_that_the_scripts_state(changes: dict[str, str], 
 def test_prompts_of_a_gap_analysis_come_again() -> None:
     row = INFERENCEX | {"backend": "vllm", "model": "Llama-3.1-8B", "precision": "fp8", "concurrency": "12"}
     of = measured.point(row | {"input_tokens": "4000"})
-    assert of.requests.prompt[:20] == of.requests.prompt[100:]
+    assert set(of.requests.prompt) == {4000}
+    assert of.engine.max_tokens == 12 + 4000 + 1500
+    of_sglang = measured.point(row | {"input_tokens": "4000", "backend": "sglang"})
+    assert of_sglang.engine.max_tokens == 4000 + 1500
     assert of.requests.blocks[3] == of.requests.blocks[103] != of.requests.blocks[4]
     assert len(of.requests.kept) == 24
     assert not measured.point(row).requests.blocks

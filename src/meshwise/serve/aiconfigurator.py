@@ -1,9 +1,11 @@
 """How the runs of aiconfigurator's gap analyses were made, where their rows do not say so.
 
 Their engines were started, and measured, by what its generator writes (github.com/ai-dynamo/aiconfigurator,
-`generator/config/backend_templates`, read at git ad0e3e5e3): TensorRT-LLM captures powers of two and pads no
-batch; the client sends a hundred prompts in turn (AIPerf's `--num-dataset-entries`), begins with two requests
-of each client that it does not measure, and vLLM finds in its cache what it has computed.
+`generator/config` and `generator/rule_plugin/benchmark`, read at git ad0e3e5e3): a pass takes 1,500 tokens
+more than a prompt, with vLLM and TensorRT-LLM beside those of the batch; TensorRT-LLM captures powers of two
+and pads no batch. The client sends a hundred prompts in turn (AIPerf's `--num-dataset-entries`), all of one
+length, begins with two requests of each client that it does not measure, and vLLM finds in its cache what it
+has computed.
 """
 
 from __future__ import annotations
@@ -15,9 +17,14 @@ from meshwise.serve.requests import Requests
 
 PROMPTS = 100
 
+MORE_TOKENS = 1500
 
-def launched(engine: Engine) -> Engine:
-    """`engine` as the generator starts it."""
+
+def launched(engine: Engine, prompt: int, batch: int) -> Engine:
+    """`engine` as the generator starts it for prompts of `prompt` tokens and `batch` sequences."""
+    if engine.name == "sglang":
+        return replace(engine, max_tokens=min(prompt + MORE_TOKENS, engine.max_tokens))
+    engine = replace(engine, max_tokens=batch + prompt + MORE_TOKENS)
     if engine.name != "trtllm":
         return engine
     return replace(engine, graph_sizes=tuple(2**i for i in range(9)), pads_batches=False)

@@ -98,7 +98,7 @@ def point(row: Mapping[str, str]) -> Point:
     engine = _launched(row, scripts[-1])
     if scripts[-1].speculate:
         last = speculating(last, scripts[-1].speculate)
-    lengths = Lengths(prompt, output, inferencex.LENGTH_RATIO)
+    lengths = Lengths(prompt, output, inferencex.LENGTH_RATIO if inferencex.is_row(row) else 1.0)
     requests = in_closed_loop(clients, lengths, num=inferencex.REQUESTS_EACH * clients)
     if not inferencex.is_row(row) and engine.name == "vllm":
         requests = aiconfigurator.repeated(requests)
@@ -116,7 +116,8 @@ def _launched(row: Mapping[str, str], script: inferencex.Script) -> Engine:
         engine = replace(engine, expert_tile=128)
     if inferencex.is_row(row):
         return replace(engine, **script.settings)
-    return aiconfigurator.launched(engine)
+    batch = "max_batch" if row.get("max_batch") else "concurrency"
+    return aiconfigurator.launched(engine, _count(row, "input_tokens"), _count(row, batch))
 
 
 def simulated(row: Mapping[str, str]) -> Load:
