@@ -53,6 +53,8 @@ def print_serving_fit(found: ServingFit, console: Console) -> None:
     for name, (key, misses) in by_aspect.items():
         errors = dict(zip(found.cases, np.expm1(misses), strict=True))
         groups = grouped(found.cases, lambda case, key=key: (case.quantity, key(case)))  # type: ignore[misc]
+        roomy = [case for case in found.cases if case.regime != "full cache"]
+        groups |= grouped(roomy, lambda case: (case.quantity, "(all but full caches)"))
         shown = []
         for (quantity, group), cases in [*groups.items()]:
             summary = summarize([float(errors[case]) for case in cases])
