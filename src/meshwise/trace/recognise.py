@@ -6,10 +6,11 @@ parallelism, is held against the matmuls of the job. It is recognised if every m
 multiplied (q, k and v, or gate and up, apart or as one), its vocabulary too, and no other model explains as
 much of the FLOP.
 
-Where ranks send messages and only some of them multiply by the vocabulary, these end a pipeline. An
-all-to-all is that of experts if the model has any, else that of context parallelism: of heads (Ulysses) where
-attention has only a part of them, of keys (a ring) else. The other ranks are data parallel, with ZeRO stage 3
-if they gather and scatter among themselves. Schedules are not recognised.
+Where ranks send messages and only some of them multiply by the vocabulary, these end a pipeline, whose
+schedule the order of messages shows (`trace.pipeline`). Where attention has only a part of the heads, an
+all-to-all of that many ranks is that of context parallelism (Ulysses). Another is that of experts if the
+model has any, else of context parallelism over keys. The other ranks are data parallel, with ZeRO stage 3 if
+they gather and scatter among themselves.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from meshwise.model.architecture import Model, layer_kinds
 from meshwise.model.find import models
 from meshwise.model.weights import Weight, block_weights
 from meshwise.trace.op_rates import op_rates
+from meshwise.trace.pipeline import MESSAGES, schedule_words
 from meshwise.trace.summary import Summary
-from meshwise.trace.transfers import POINT_TO_POINT
 
 _DEGREES = (1, 2, 4, 8)
 _LEAST_FRAC = 0.5
@@ -84,25 +85,32 @@ def recognised(summary: Summary) -> Recognised | None:
     if any(one[1].name != model.name and one[0] > best - _APART_FRAC for one in found[1:]):
         return None
     pp, exchanging = _num_stages(summary, model.vocab // tp), _exchanging(summary)
-    ep, cp = (exchanging, 1) if model.moe else (1, exchanging)
+    heads = min(attended, default=(0, 0))[1]
+    cp = model.num_heads // (heads * tp) if heads else 1
+    if cp > 1 and cp in exchanging:
+        exchanging.remove(cp)
+        ep = max(exchanging, default=1)
+    else:
+        ep, cp = (max(exchanging, default=1), 1) if model.moe else (1, max(exchanging, default=1))
     replicas = num_ranks // (tp * pp)
     seq, heads = min(attended, default=(tokens * cp, 0))
     seq *= 1 if heads * tp * cp == model.num_heads else cp if heads else 1
     is_sharded = replicas > 1 and replicas != tp and _shards(summary, replicas)
     degrees_of = {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
     words = [f"{axis}={size}" for axis, size in degrees_of.items() if size > 1 or axis == "tp"]
-    plan = ",".join([*words, *(["zero=3"] if is_sharded else [])])
     num_steps = len({step.number for step in summary.steps}) or 1
     down = next(w for w in _matrices(model) if w.op in ("fc2", "out_proj"))
     passes = 3 * model.num_layers / pp * num_steps * len(summary.traces)
     repeats = max(1, round(calls[_sorted(_cut(down, tp), tokens)] / passes))
     microbatch = max(1, tokens * cp // seq)
+    schedule = schedule_words(summary, pp, repeats * num_steps) if pp > 1 else ""
+    plan = ",".join([*words, *filter(None, ["zero=3" * is_sharded, schedule])])
     return Recognised(model.name, plan, repeats * (replicas // cp) * microbatch, seq, microbatch, best)
 
 
 def _num_stages(summary: Summary, vocab: int) -> int:
     """Of pipelines that end on the ranks which multiply by the vocabulary; 1 where nobody sends messages."""
-    if not any(one.name in (*POINT_TO_POINT, "send_recv") for one in summary.collectives):
+    if not any(one.name in MESSAGES for one in summary.collectives):
         return 1
     ends = sum(
         any(one.kind == "matmul" and str(vocab) in re.findall(r"\d+", one.shape) for one in op_rates([trace]))
@@ -111,9 +119,11 @@ def _num_stages(summary: Summary, vocab: int) -> int:
     return max(1, len(summary.traces) // max(ends, 1))
 
 
-def _exchanging(summary: Summary) -> int:
-    """How many ranks exchange all to all."""
-    return max((one.group_size or 1 for one in summary.collectives if one.name == "all_to_all"), default=1)
+def _exchanging(summary: Summary) -> list[int]:
+    """How many ranks exchange all to all, for each group of one rank."""
+    rank = summary.traces[0].rank
+    calls = [one for one in summary.collectives if one.name == "all_to_all" and rank in one.wait_s]
+    return list({one.group: one.group_size or 1 for one in calls}.values())
 
 
 def _shown(model: Model, tp: int, tokens: int, flop: dict[Sizes, float]) -> set[Sizes]:
