@@ -66,6 +66,24 @@ def test_ranks_of_two_hosts_show_the_link_between_them(tmp_path):
     assert found.outer is None and found.link_bytes_per_s == pytest.approx(LINK, rel=0.02)
 
 
+def test_ranks_of_a_host_share_its_way_out(tmp_path):
+    """A ring of four ranks on two hosts: two share a cable, and no group shows the link inside a host."""
+    size = 1 << 24
+    for rank in range(4):
+        now, events = 0.0, []
+        for _ in range(6):
+            for m, n, k in SHAPES:
+                now = _ran(events, "aten::mm", [[m, k], [k, n]], now, 2e6 * m * n * k / FLOP_PER_S)
+            now = _ran(events, "aten::add", [[1 << 24], [1 << 24]], now, 6e6 * (1 << 24) / BYTES_PER_S)
+            wire = round(1e6 * 2 * 0.75 * 2 * size / LINK, 3)
+            events.append(all_reduce(now, wire, size, [0, 1, 2, 3]))
+            now += wire + 5
+        write_trace(tmp_path / f"rank-{rank}.json", events, rank, world_size=4, host_name="ab"[rank // 2])
+    found = calibrate_from([tmp_path])
+    assert found.link_ranks == 2 and found.link_bytes_per_s == pytest.approx(BYTES_PER_S, rel=0.02)
+    assert found.outer is not None and found.outer.bytes_per_s == pytest.approx(LINK / 2, rel=0.02)
+
+
 def test_a_collective_lasts_until_its_last_rank_has_left(tmp_path):
     _job(tmp_path, early=0.3)
     found = calibrate_from([tmp_path])

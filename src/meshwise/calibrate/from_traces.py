@@ -3,19 +3,21 @@
 The matrix rate of a dtype is the FLOP of all matmuls and attention in it over the median time of each size,
 the memory rate the same of elementwise operators. Bandwidth and latency of a link are fitted to the times
 from the entry of a collective's last rank to the exit of the last, which add up to what a step pays where
-ranks leave one after the other (gloo); where ranks of several hosts meet, groups inside a host give the inner
-link and the others the outer one. On ranks without a device, the time in which nothing of this ran (dispatch,
+ranks leave one after the other (gloo); where hosts of several ranks meet, groups inside a host give the inner
+link (a copy's rate stands in where there are none) and the others, whose members on one host share its way
+out, the outer one. On ranks without a device, the time in which nothing of this ran (dispatch,
 small operators, late ranks) is what the host adds to each matrix op. Traces that show a rate only a few
 times, or whose calls differ too much for a median, are refused.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -29,6 +31,7 @@ from meshwise.core.ledger import COLLECTIVES, Collective
 from meshwise.cost.collective import carried_out, collective_s
 from meshwise.machine.hardware import Level
 from meshwise.trace.bandwidths import Bandwidth, bandwidths
+from meshwise.trace.collectives import Collective as Seen
 from meshwise.trace.events import Trace
 from meshwise.trace.op_rates import OpRate, op_rates
 from meshwise.trace.summary import Summary, summarize_paths
@@ -41,7 +44,6 @@ _MAX_ERROR_FRAC, _ERROR_OF_MEDIAN = 0.1, 1.86
 _MAX_LINK_ERROR_FRAC = 0.5
 _MOST_TIMES_USUAL = 5.0
 _NUM_SAMPLES = 20
-_OF_ONE_HOST = " of one host"
 _IN_CACHE_BYTES = 1e6
 """Elementwise operators on less say nothing of the memory."""
 
@@ -69,9 +71,9 @@ def calibrate_from(paths: Sequence[str | Path], *, steps: str = "") -> Calibrati
             f"the memory rate needs elementwise operators on {_IN_CACHE_BYTES:.0e} bytes, and the traces "
             f"show none {_MIN_CALLS} times; record more steps, of a larger job"
         )
-    wires = _wires(summary)
-    node_ranks = min(Counter(trace.host for trace in summary.traces).values())
-    inner, outer = _links(summary.traces, wires)
+    by_sharing = _wires(summary)
+    inner, outer, node_ranks = _links(summary.traces, by_sharing, moved[""])
+    wires = sorted(itertools.chain(*by_sharing.values()), key=lambda one: -one.count * one.wire_s)
     name = _chip_name(summary.traces[0])
     lowest = min(matrix.values())
     return Calibration(
@@ -82,12 +84,12 @@ def calibrate_from(paths: Sequence[str | Path], *, steps: str = "") -> Calibrati
         matrix_flop_per_s=matrix,
         vector_flop_per_s={"fp32": matrix.get("fp32", lowest)},
         link_name=inner.name,
-        link_bytes_per_s=inner.bytes_per_s or moved[""],
+        link_bytes_per_s=inner.bytes_per_s,
         link_latency_s=inner.latency_s,
         samples=(*map(_op_sample, ops[:_NUM_SAMPLES]), *map(_wire_sample, wires[:_NUM_SAMPLES])),
         source=f"meshwise calibrate --from traces of {len(summary.traces)} ranks on {name}",
         checked=date.today().isoformat(),
-        link_ranks=node_ranks if outer else 0,
+        link_ranks=node_ranks,
         outer=outer,
         op_host_s=0.0 if summary.traces[0].has_device else _op_host_s(summary, ops, wires),
     )
@@ -152,31 +154,35 @@ def _real(rows: Sequence[OpRate], of: str) -> list[OpRate]:
     ]
 
 
-def _links(traces: Sequence[Trace], wires: Sequence[Bandwidth]) -> tuple[Level, Level | None]:
-    """The inner link, and the outer one where ranks of several hosts met."""
+def _links(
+    traces: Sequence[Trace], wires: Mapping[int, Sequence[Bandwidth]], copied_bytes_per_s: float
+) -> tuple[Level, Level | None, int]:
+    """The inner link; the outer one and the ranks of a host, where hosts of several ranks met (else 0)."""
     name = _library(traces[0])
-    if not wires and len(traces) == 1:  # one rank has no link: that of a copy stands in
-        return Level(name=name, bytes_per_s=0.0, latency_s=0.0), None
-    within = [one for one in wires if one.group.endswith(_OF_ONE_HOST)]
-    across = [one for one in wires if one not in within]
-    if not within or not across:
-        return _fitted(name, wires), None
-    return _fitted(name, within), _fitted(f"{name} between hosts", across)
+    copy = Level(name=name, bytes_per_s=copied_bytes_per_s, latency_s=0.0)  # where nothing shows the link
+    node_ranks = min(Counter(trace.host for trace in traces).values())
+    if not wires and len(traces) == 1:
+        return copy, None, 0
+    if node_ranks == 1 or not any(wires):
+        return _fitted(name, [one for calls in wires.values() for one in calls]), None, 0
+    inside = _fitted(name, wires[0]) if 0 in wires else copy
+    sharing = [replace(one, bytes=one.bytes / share) for share in wires if share for one in wires[share]]
+    return inside, _fitted(f"{name} between hosts", sharing), node_ranks
 
 
-def _wires(summary: Summary) -> list[Bandwidth]:
-    """Collectives of one kind, size and number of ranks together, from the last entry to the last exit."""
+def _wires(summary: Summary) -> dict[int, list[Bandwidth]]:
+    """Collectives alike, from the last entry to the last exit, by the members that share a host's way out.
+
+    0: of groups inside a host.
+    """
     hosts = {trace.rank: trace.host for trace in summary.traces}
-    calls = [one for one in summary.collectives if one.name in COLLECTIVES and one.group_size]
-    alike = [
-        replace(
-            one,
-            wire_s=one.together_s,
-            group=f"{one.group_size} ranks{_OF_ONE_HOST * (len({hosts[rank] for rank in one.wait_s}) == 1)}",
-        )
-        for one in calls
-    ]
-    return bandwidths(alike)
+    found: dict[int, list[Seen]] = defaultdict(list)
+    for one in summary.collectives:
+        if one.name in COLLECTIVES and one.group_size and one.num_ranks > 1:
+            members = Counter(hosts[rank] for rank in one.wait_s)
+            sharing = max(members.values()) if len(members) > 1 else 0
+            found[sharing].append(replace(one, wire_s=one.together_s, group=f"{one.group_size} ranks"))
+    return {sharing: bandwidths(calls) for sharing, calls in found.items()}
 
 
 def _library(trace: Trace) -> str:
