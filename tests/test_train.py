@@ -299,6 +299,7 @@ def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, poo
         (4, 3, "gpt --plan pp=2,tp=2,schedule=zb-h1,dtype=bf16 --batch 2"),
         (4, 3, "moe --plan pp=2,cp=2,cp_kind=all_gather,schedule=zb-h1,dtype=bf16 --batch 8"),
         (4, 2, "llama --plan pp=2,schedule=zb-h1,lora_rank=4,dtype=bf16 --batch 8"),
+        (4, 0, "gpt --plan pp=4,lora_rank=4,dtype=bf16 --batch 4 --layers 2"),  # a rank that trains no weight
         (8, 5, "mla --plan tp=2,ep=2,etp=1,cp=2,cp_kind=ulysses,lora_rank=4,dtype=bf16 --batch 4"),
         (4, 1, "moe --plan zero=2,ep=2,lora_rank=4,recompute=full,dtype=bf16 --batch 8"),
         (4, 3, "gpt --plan tp=2,optimizer=adam-bf16,grad_dtype=bf16,dtype=bf16 --batch 8"),

@@ -35,15 +35,20 @@ def kept_on_host(recorder: Recorder) -> saved_tensors_hooks:
     return saved_tensors_hooks(pack, unpack)
 
 
+def one_group(parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """`parameters` as torch's optimizers take them where a rank may train none."""
+    return [{"params": list(parameters)}]
+
+
 class HostOptimizer:
     """An optimizer of copies in host memory: gradients go there, and new weights come back."""
 
     def __init__(
-        self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], parameters: Sequence[Tensor]
+        self, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], parameters: Sequence[Tensor]
     ) -> None:
         self._parameters = parameters
         self._copies = [nn.Parameter(_on_host(parameter)) for parameter in parameters]
-        self._optimizer = make(self._copies)
+        self._optimizer = make(one_group(self._copies))
         self.state: dict[Tensor, dict[str, Any]] = {}  # none on the device
 
     def step(self) -> None:

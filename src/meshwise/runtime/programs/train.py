@@ -60,7 +60,7 @@ def main(options: Options, context: Context) -> dict[str, Any]:
     import torch
     from torch.profiler import record_function
 
-    from meshwise.runtime.programs.offload import HostOptimizer
+    from meshwise.runtime.programs.offload import HostOptimizer, one_group
     from meshwise.runtime.programs.parallelize import local_bytes
     from meshwise.runtime.programs.train_reference import differences
     from meshwise.runtime.programs.training import Trainer
@@ -73,8 +73,10 @@ def main(options: Options, context: Context) -> dict[str, Any]:
         recorder.weights(*parameters)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         kind = torch.optim.SGD if trainer.plan.optimizer == "sgd" else torch.optim.AdamW
+
         make = partial(kind, lr=options.lr, foreach=False)
-        optimizer = HostOptimizer(make, trained) if trainer.plan.offload_optimizer else make(trained)
+        offloads = trainer.plan.offload_optimizer
+        optimizer = HostOptimizer(make, trained) if offloads else make(one_group(trained))
     losses, found = [], {}
     for number in range(options.steps):
         with record_function(f"ProfilerStep#{number}"):
