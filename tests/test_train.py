@@ -106,6 +106,7 @@ PLANS = [
     ("tp=2,ep=2", "further", 4),
     ("tp=2,pp=2,placement=tp-pp-cp-dp", "gpt", 4),
     ("tp=2,pp=2,sp=0", "gpt", 4),
+    ("tp=2,attention=unfused,recompute=selective", "llama", 4),
 ]
 
 
@@ -315,6 +316,7 @@ def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, poo
         (8, 3, "gpt --plan pp=2,tp=2,sp=0,recompute_modules=mlp,dtype=bf16 --batch 8"),
         (4, 2, "llama --plan tp=2,sp=0,lora_rank=4,dtype=bf16 --batch 8"),
         (4, 3, "further --plan tp=2,ep=2,dtype=fp8 --batch 4"),
+        (4, 3, "llama --plan tp=2,attention=unfused,recompute=selective,dtype=bf16 --batch 8 --microbatch 2"),
         (4, 2, "gpt --plan pp=2,recompute=full,dtype=fp8 --batch 8"),
         (8, 6, "moe --plan ep=2,pp=2,placement=pp-tp-cp-dp,zero=2,dtype=bf16 --batch 8"),
         (4, 2, "further --plan ep=2,zero=2,recompute=full,lora_rank=4,dtype=bf16 --batch 8"),
@@ -471,6 +473,7 @@ def counted_peak(options: Any) -> float:
         ("--plan pp=2 --batch 2", "needs at least pp=2 microbatches, not 1"),
         ("--batch 3", "batch 3 does not divide by dp=4"),
         ("--plan dtype=fp4", "not built for dtype=fp4"),
+        ("--plan attention=unfused,cp=2", "use attention=flash"),
         ("--plan dtype=fp8,lora_rank=4", "use dtype=fp8 without lora_rank"),
         ("--plan recompute_modules=mla_up_proj", "for recompute_modules=mla_up_proj; use any of core_attn"),
         ("--plan recompute=full,recompute_layers=1,vpp=2,pp=2", "must be a multiple of vpp=2"),

@@ -27,7 +27,7 @@ Changes = list[float]
 
 
 OTHERS = (
-    *("lora_rank", "optimizer", "grad_dtype", "offload_optimizer", "offload_activations"),
+    *("attention", "lora_rank", "optimizer", "grad_dtype", "offload_optimizer", "offload_activations"),
     *("recompute_every", "loss_chunks"),
 )
 """Keys of a plan that are walked by their defaults only."""

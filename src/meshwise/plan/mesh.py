@@ -68,7 +68,8 @@ PROMPT_KEYS = ("cp", "cp_kind", "ulysses")
 FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
     "layout": ("1d",), "dtype": ("fp8", "bf16", "fp16", "tf32", "fp32", "fp64"), "head_dtype": ("bf16",),
     "optimizer": ("adam", "adam-fp32", "adam-bf16", "sgd", "none"),
-    "attention": ("flash",), "dispatch": ("per_expert",), "dispatch_dtype": ("bf16",), "imbalance": (1.0,),
+    "attention": ("flash", "unfused"), "dispatch": ("per_expert",), "dispatch_dtype": ("bf16",),
+    "imbalance": (1.0,),
     "offload_optimizer": (0.0, 1.0), "offload_activations": (0.0, 1.0), "frozen_dtype": (None,),
     "placement": tuple((*AXES[:inner], "pp", *AXES[inner:-1]) for inner in (3, 0, 1, 2)),
 }  # fmt: skip
@@ -535,6 +536,13 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
         lambda: (
             "implementation=fsdp2 keeps the inputs of what it recomputes as they are: use "
             "act_input_dtype=bf16 with recompute_modules=moe_act, or leave moe_act out"
+        ),
+    )
+    yield Rule(
+        (mesh.plan.attention == "unfused") & (mesh.cp > 1),
+        lambda: (
+            f"implementation=fsdp2 attends over cp={_int(mesh.cp)} ranks in fused attention only; use "
+            "attention=flash"
         ),
     )
     is_split = (mesh.pp > 1) & np.isin(mesh.schedule, _SPLIT)

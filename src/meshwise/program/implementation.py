@@ -25,7 +25,7 @@ from meshwise.model.architecture import Model, MoE
 from meshwise.program.context import MODULE as ATTENTION
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op, precision
-from meshwise.program.torch_ops import torch_ops, weighed_after
+from meshwise.program.torch_ops import torch_ops, weighed_after, with_repeated_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def _eager(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterable[Op]:
             and op.module == ATTENTION
             and op.name in ("logits", "attend")
         ):
-            yield _with_repeated_keys(op)
+            yield with_repeated_keys(op)
         else:
             yield op
 
@@ -80,14 +80,6 @@ def _with_routes(op: Op, moe: MoE, cut: Cut) -> Op:
     weight_bytes = cut.precision.act_bytes if moe.narrow_weights else 4.0
     of_copies = tokens * moe.top_k * (4.0 + 4.0 * 8.0 + weight_bytes)
     return structs.replace(op, saved_bytes=4.0 * tokens * (experts + 1.0) + of_copies + 4.0 * experts)
-
-
-def _with_repeated_keys(op: Op) -> Op:
-    """A product of scores, or of their mix, that keeps as many keys (values) as queries."""
-    batch, m, n, k = op.shape
-    elem_bytes = precision(op.dtype).act_bytes
-    queries, keys = (batch * m * k, batch * n * k) if op.name == "logits" else (0.0, batch * k * n)
-    return structs.replace(op, saved_bytes=elem_bytes * (queries + keys) + op.recomputed_bytes)
 
 
 def _eager_kernel(op: Op) -> Op:

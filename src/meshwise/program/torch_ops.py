@@ -32,6 +32,7 @@ from msgspec import structs
 from meshwise.core.units import Num
 from meshwise.cost.op import flash_attention, flash_attention_backward, matmul
 from meshwise.model.architecture import Model
+from meshwise.program.context import CORE
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op, Precision, cast, collective, kernel, precision
 
@@ -44,7 +45,9 @@ def torch_ops(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterator[Op]:
     for op in ops:
         if _gathers_again(op) or (op.kind == "collective" and op.name == "keys_values"):
             continue
-        if op.kind == "matmul":
+        if op.kind == "matmul" and op.module == "attention" and op.name in CORE:
+            yield _with_keys_again(op) if op.phase == "forward" else op
+        elif op.kind == "matmul":
             if "_lora_" not in op.name:  # adapters read what the layer reads beside which they stand
                 layer = op.module, op.name
             keeps_all = layer in gathered_again and not op.name.endswith("_lora_b")
@@ -161,6 +164,21 @@ def weighed_after(op: Op, prec: Precision) -> Op:
     """Answers of experts that are weighed when they are back, not with the activations; both are kept."""
     rows, width = op.shape
     return kernel(op.module, op.name, "scale_by_gate", rows, width, prec, phase=op.phase)
+
+
+def _with_keys_again(op: Op) -> Op:
+    """`with_repeated_keys`, which recomputation repeats again."""
+    repeated = with_repeated_keys(op)
+    more = repeated.saved_bytes - op.saved_bytes
+    return structs.replace(repeated, recomputed_bytes=repeated.recomputed_bytes + more)
+
+
+def with_repeated_keys(op: Op) -> Op:
+    """A product of scores, or of their mix, that keeps as many keys (values) as queries."""
+    batch, m, n, k = op.shape
+    elem_bytes = precision(op.dtype).act_bytes
+    queries, keys = (batch * m * k, batch * n * k) if op.name == "logits" else (0.0, batch * k * n)
+    return structs.replace(op, saved_bytes=elem_bytes * (queries + keys) + op.recomputed_bytes)
 
 
 # --- types -------------------------------------------------------------------------------------

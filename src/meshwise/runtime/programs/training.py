@@ -38,6 +38,7 @@ from meshwise.runtime.programs.train_options import (
     the_model,
     the_plan,
 )
+from meshwise.runtime.programs.unfused import attend_unfused
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context
@@ -244,6 +245,8 @@ class Trainer:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention, to the keys of all ranks of a ring."""
+        if self.plan.attention == "unfused":
+            return attend_unfused(q, k, v)
         if self.ring is None:
             return Attend.apply(q, k, v, True)
         return RingAttend.apply(q, k, v, self.ring, self.plan.cp_kind)
