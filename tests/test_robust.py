@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 import meshwise as mw
@@ -247,14 +247,48 @@ def test_only_this_machine_reaches_the_meeting_point() -> None:
 # --- between two answers -----------------------------------------------------------------------
 
 
-PLANS = ("tp=8", "tp=4,pp=2", "zero=3", "tp=2,cp=2,zero=3", "pp=4,tp=2,vpp=2", "tp=8,pp=4,recompute=full")
-plans = st.sampled_from(PLANS)
-FASTER = st.sampled_from(("links", "memory_bytes_per_s", "matrix_flop_per_s"))
+MODELS = ("llama3-8b", "gpt3-175b", "mixtral-8x7b", "deepseek-v2-lite")
+CLUSTERS = ("h100-80g-sxm:64", "a100-80g-sxm:64", "mi300x:64", "gb200:64")
+CHOICES: dict[str, tuple[Any, ...]] = {
+    **{"tp": (1, 2, 4, 8), "pp": (1, 2, 4), "vpp": (1, 2), "cp": (1, 2, 4), "ep": (1, 2, 4, 8)},
+    **{"zero": (0, 1, 2, 3), "zero_group": (2, 4, 8), "sp": (0, 1), "layout": ("1d", "2d")},
+    "cp_kind": ("ring", "all_gather", "ulysses"),
+    "recompute": ("none", "full", "selective"),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "dualpipe"),
+    **{f"overlap_{axis}": (True, False) for axis in ("tp", "dp", "pp", "ep")},
+    **{"dtype": ("bf16", "fp8", "fp32"), "grad_dtype": ("fp32", "bf16"), "optimizer": ("adam", "muon")},
+    **{
+        "implementation": ("megatron", "fsdp2"),
+        "dispatch": ("per_expert", "per_rank"),
+        "imbalance": (1, 1.3),
+    },
+    **{"attention": ("flash", "unfused"), "offload_optimizer": (0, 0.5, 1)},
+}
+"""Values of a plan's keys that are drawn."""
+jobs = st.tuples(
+    st.sampled_from(MODELS),
+    st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for key, values in CHOICES.items()}).map(
+        lambda keys: ",".join(f"{key}={value}" for key, value in keys.items())
+    ),
+)
+"""A model and a plan, which may be none."""
+FASTER = st.sampled_from(
+    ("links", "inner links", "memory_bytes_per_s", "matrix_flop_per_s", "vector_flop_per_s")
+)
 NO_LONGER = 1 + 1e-12
+SOME = int(os.environ.get("CASES", "20"))
+"""Plans of each property."""
 
 
-def step(cluster: Cluster, plan: str, batch: int = 64) -> Any:
-    return mw.estimate("llama3-8b", cluster, plan, batch=batch, seq=2048)
+def step(cluster: Cluster, job: tuple[str, str], batch: int = 64) -> Any:
+    return mw.estimate(job[0], cluster, job[1], batch=batch, seq=2048)
+
+
+def valid_step(cluster: Cluster, job: tuple[str, str], batch: int = 64) -> Any:
+    try:
+        return step(cluster, job, batch)
+    except mw.MeshwiseError:
+        return reject()
 
 
 def faster(cluster: Cluster, what: str, times: float) -> Cluster:
@@ -262,17 +296,20 @@ def faster(cluster: Cluster, what: str, times: float) -> Cluster:
     if what == "links":
         levels = tuple(replace(level, bytes_per_s=times * level.bytes_per_s) for level in cluster.levels)
         return replace(cluster, levels=levels)
+    if what == "inner links":
+        inner = replace(cluster.levels[0], bytes_per_s=times * cluster.levels[0].bytes_per_s)
+        return replace(cluster, levels=(inner, *cluster.levels[1:]))
     if what == "memory_bytes_per_s":
         return replace(cluster, chip=replace(chip, memory_bytes_per_s=times * chip.memory_bytes_per_s))
-    rates = {dtype: times * rate for dtype, rate in chip.matrix_flop_per_s.items()}
-    return replace(cluster, chip=replace(chip, matrix_flop_per_s=rates))
+    rates = {dtype: times * rate for dtype, rate in getattr(chip, what).items()}
+    return replace(cluster, chip=replace(chip, **{what: rates}))
 
 
-@settings(max_examples=20)
-@given(plans, FASTER, st.floats(1, 8))
-def test_a_faster_machine_never_costs_time(plan: str, what: str, times: float) -> None:
-    cluster = find_cluster("h100-80g-sxm:64")
-    before, after = step(cluster, plan), step(faster(cluster, what, times), plan)
+@settings(max_examples=SOME)
+@given(jobs, st.sampled_from(CLUSTERS), FASTER, st.floats(1, 8))
+def test_a_faster_machine_never_costs_time(job: tuple[str, str], chips: str, what: str, times: float) -> None:
+    cluster = find_cluster(chips)
+    before, after = valid_step(cluster, job), step(faster(cluster, what, times), job)
     assert after.step_s <= before.step_s * NO_LONGER
 
 
@@ -336,6 +373,12 @@ def test_a_faster_device_never_slows_a_layer(meshwise: Any, option: str) -> None
     assert took == sorted(took, reverse=True)
 
 
+def test_fewer_bytes_never_slow_a_layer(meshwise: Any) -> None:
+    layer = "frontier layer --d-in 4096 --d-out 16384 --batch 512 --tp-in 2 --dp 2 --chip h100-80g-sxm --json"
+    took = [meshwise(*layer.split(), "--bytes", num).document["fwd_bwd_s"] for num in ("4", "2", "1", "0.5")]
+    assert took == sorted(took, reverse=True) and took[0] > took[-1]
+
+
 def test_rates_of_a_file_times_two_are_half_the_time(meshwise: Any, tmp_path: Path) -> None:
     """All rates of a cluster file times two: half the time of a layer, to rounding."""
     chip = mw_chip()
@@ -350,29 +393,34 @@ def test_rates_of_a_file_times_two_are_half_the_time(meshwise: Any, tmp_path: Pa
     assert times[0] == pytest.approx(2 * times[1], rel=1e-12)
 
 
-@settings(max_examples=10)
-@given(plans, st.floats(1, 8))
-def test_more_memory_changes_no_time(plan: str, times: float) -> None:
-    cluster = find_cluster("h100-80g-sxm:64")
+@settings(max_examples=SOME)
+@given(jobs, st.sampled_from(CLUSTERS), st.floats(1, 8))
+def test_more_memory_changes_no_time(job: tuple[str, str], chips: str, times: float) -> None:
+    cluster = find_cluster(chips)
     larger = replace(cluster, chip=replace(cluster.chip, memory_bytes=times * cluster.chip.memory_bytes))
-    before, after = step(cluster, plan), step(larger, plan)
+    before, after = valid_step(cluster, job), step(larger, job)
     assert after.step_s == before.step_s and after.fits >= before.fits
 
 
-@settings(max_examples=10)
-@given(plans)
-def test_twice_the_replicas_with_twice_the_batch_compute_the_same(plan: str) -> None:
-    before, after = (step(find_cluster(f"h100-80g-sxm:{n}"), plan, batch=n) for n in (64, 128))
+@settings(max_examples=SOME)
+@given(jobs, st.sampled_from(CLUSTERS))
+def test_twice_the_replicas_with_twice_the_batch_compute_the_same(job: tuple[str, str], chips: str) -> None:
+    cluster = find_cluster(chips)
+    before = valid_step(cluster, job)
+    after = step(replace(cluster, num_chips=2 * cluster.num_chips), job, batch=128)
     assert after.time_s["compute"] == pytest.approx(before.time_s["compute"], rel=1e-12)
 
 
-@settings(max_examples=10)
-@given(plans, st.permutations(("tp", "cp", "dp", "pp")))
-def test_on_equal_links_the_placement_changes_nothing(plan: str, order: list[str]) -> None:
-    cluster = find_cluster("h100-80g-sxm:64")
+@settings(max_examples=SOME)
+@given(jobs, st.sampled_from(CLUSTERS), st.permutations(("tp", "cp", "dp", "pp")))
+def test_on_equal_links_the_placement_changes_nothing(
+    job: tuple[str, str], chips: str, order: list[str]
+) -> None:
+    cluster = find_cluster(chips)
     flat = replace(cluster, levels=(replace(cluster.levels[0], ranks=float("inf")),))
-    moved = step(flat, f"{plan},placement={'-'.join(order)}")
-    assert moved.step_s == pytest.approx(step(flat, plan).step_s, rel=1e-12)
+    model, plan = job
+    moved = valid_step(flat, (model, f"{plan},placement={'-'.join(order)}"))
+    assert moved.step_s == pytest.approx(step(flat, job).step_s, rel=1e-12)
 
 
 def test_json_csv_and_python_agree_to_the_digit(meshwise: Any, tmp_path: Path) -> None:
