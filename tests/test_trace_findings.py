@@ -181,3 +181,25 @@ def test_picture(meshwise, tmp_path):
     assert "Rank 5 holds the others up" in drawn
     assert meshwise("trace", "plot", str(tmp_path / "job"), "-o", str(tmp_path / "a.txt")).code == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.svg", "job"]
+
+
+def test_messages_without_ends_tell_nothing(tmp_path):
+    """A pipeline of three stages, the second slow, whose kernels name neither sender nor receiver."""
+    name = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+    events, now = {rank: [] for rank in range(3)}, [0.0] * 3
+    for _ in range(24):
+        ready = 0.0
+        for rank, own in events.items():
+            if rank:
+                own.append(kernel(name, now[rank], max(ready, now[rank]) + 20 - now[rank], 24))
+                now[rank] = max(ready, now[rank]) + 20
+            own.append(kernel("gemm", now[rank], 450.0 if rank == 1 else 300.0))
+            now[rank] += 450.0 if rank == 1 else 300.0
+            if rank < 2:
+                own.append(kernel(name, now[rank], 20, 24))
+                now[rank] += 20
+            ready = now[rank]
+    for rank, own in events.items():
+        write_trace(tmp_path / f"rank-{rank}.json", own, rank, world_size=3, host_name="node")
+    first = summarize_paths([tmp_path]).findings[0]
+    assert first.kind == "undecided" and not first.ranks and "cannot be told" in first.text

@@ -75,7 +75,25 @@ def findings(
             "chance; record more steps"
         )
         single = [Finding("undecided", (), "", waited_s, waited_s / span_s, text)]
+    single = single or _unnamed_messages(partitions, collectives, span_s)
     return [*single, *_host_bound(partitions), *_exposed(partitions)]
+
+
+def _unnamed_messages(
+    partitions: Sequence[Partition], collectives: Sequence[Collective], span_s: float
+) -> list[Finding]:
+    """That nobody can be named where ranks exchange messages of which the traces do not tell the ends."""
+    unnamed = (one for one in collectives if one.name == "send_recv" and "->" not in one.group)
+    if len(partitions) < 2 or not any(unnamed):
+        return []
+    exposed_s = float(np.mean([one.seconds["wait"] + one.seconds["transfer"] for one in partitions]))
+    if exposed_s < _EXPOSED_FRAC * span_s:
+        return []
+    text = (
+        f"ranks spend {duration(exposed_s)} on average in messages whose sender and receiver the traces do "
+        "not name: whether one rank is late cannot be told; record with PyTorch 2.4 or later"
+    )
+    return [Finding("undecided", (), "", exposed_s, exposed_s / span_s, text)]
 
 
 def _holder(
