@@ -316,6 +316,7 @@ def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, poo
         (8, 3, "gpt --plan pp=2,tp=2,sp=0,recompute_modules=mlp,dtype=bf16 --batch 8"),
         (4, 2, "llama --plan tp=2,sp=0,lora_rank=4,dtype=bf16 --batch 8"),
         (4, 3, "further --plan tp=2,ep=2,dtype=fp8 --batch 4"),
+        (4, 1, "gpt --plan tp=2,sp=0,loss_chunks=2,dtype=bf16 --batch 8"),
         (4, 3, "llama --plan tp=2,attention=unfused,recompute=selective,dtype=bf16 --batch 8 --microbatch 2"),
         (4, 2, "gpt --plan pp=2,recompute=full,dtype=fp8 --batch 8"),
         (8, 6, "moe --plan ep=2,pp=2,placement=pp-tp-cp-dp,zero=2,dtype=bf16 --batch 8"),

@@ -57,7 +57,8 @@ def loss_in_chunks(x: Tensor, weight: Tensor, labels: Tensor, number: int, loss_
     if not isinstance(weight, DTensor):
         return LossInChunks.apply(x.flatten(0, 1), weight, labels.flatten(), number, loss_of)
     mesh = weight.device_mesh
-    rows = DTensor.from_local(x, mesh, [Shard(1)]).redistribute(placements=[Replicate()])
+    mine = Shard(1) if x.shape[1] < labels.shape[1] else Replicate()  # of the tokens of a sequence, or all
+    rows = DTensor.from_local(x, mesh, [mine]).redistribute(placements=[Replicate()])
     hidden = rows.to_local(grad_placements=[Partial()]).flatten(0, 1)
 
     def of_parts(logits: Tensor, targets: Tensor) -> Tensor:
