@@ -109,6 +109,13 @@ def test_what_the_host_adds_to_a_matmul(tmp_path):
         "\n".join(x for x in (tmp_path / "my.toml").read_text().split("\n") if "op_host" not in x)
     )
     early = mw.estimate("qwen3-0.6b", free, "tp=1,dtype=fp32", **job)
+    waits = [
+        mw.serve("qwen3-0.6b", cluster, "tp=1,dtype=fp32", prompt=64).to_json()["passes"][0]["time_s"][
+            "engine"
+        ]
+        for cluster in (free, tmp_path / "my.toml")
+    ]
+    assert waits[0] == 0 and waits[1] > 28 * 4e-4
     matrix = [r for r in late.ledger.rows() if r["shape"].count("x") >= 3 and r["flop"]]
     num_matrix_ops = sum(row["count"] for row in matrix)
     assert late.to_json()["time_s"]["host"] - early.to_json()["time_s"]["host"] == pytest.approx(

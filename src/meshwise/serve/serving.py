@@ -322,7 +322,8 @@ def _price_pass(serving: Serving, cut: Cut) -> Pass:
     if not others:
         return slowest
     time_s = {name: mesh.pp * spent_s for name, spent_s in slowest.time_s.items()}
-    time_s |= {"comm_pp": mesh.pp * message_s(model, mesh, cut, runs_on), "engine": serving.engine_s}
+    once_s = time_s["engine"] - (mesh.pp - 1.0) * serving.engine_s  # the engine plans a pass for all stages
+    time_s |= {"comm_pp": mesh.pp * message_s(model, mesh, cut, runs_on), "engine": once_s}
     return Pass(time_s, slowest.memory)
 
 
@@ -332,8 +333,8 @@ def _price_stage(serving: Serving, stage: Stage, priced: Sequence[Part], cut: Cu
     time_s["engine"] = serving.engine_s
     for count, part in contents(stage, priced):
         for row in part.rows:
-            if isinstance(row, PricedOp):
-                name = _spent_on(row.op)
+            if isinstance(row, PricedOp) or serving.machine.op_host_s:
+                name = _spent_on(row.op) if isinstance(row, PricedOp) else "engine"
                 time_s[name] = time_s[name] + count * row.spent_s
     overheads = serving.machine.overheads
     return Pass(time_s, serving_memory(serving.model, stage, priced, serving.mesh, cut, overheads))
