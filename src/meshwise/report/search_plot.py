@@ -41,8 +41,10 @@ def _front(result: Result, axes: Axes) -> None:
     axes.step(memory, [one.step_s for one in result.pareto], where="pre", color=_FRONT, marker="o")
     for one in result.pareto[:: max(len(result.pareto) // 8, 1)]:
         text = f"{plan_text(one.plan) or 'default plan'}, microbatch {one.microbatch}"
-        axes.annotate(text, (one.memory_bytes / 1e9, one.step_s), fontsize=6, xytext=(4, 4),
-                      textcoords="offset points")  # fmt: skip
+        place = one.memory_bytes / 1e9, one.step_s
+        is_left = place[0] < (memory[0] + memory[-1]) / 2
+        side = {"xytext": (4, 4)} if is_left else {"xytext": (-4, -9), "ha": "right"}
+        axes.annotate(text, place, fontsize=6, textcoords="offset points", **side)
     axes.axvline(result.capacity_bytes / 1e9, color=_LIMIT, linestyle="--")
     axes.set_xlabel("memory of the fullest GPU [GB] (dashed: what a plan may need)")
     axes.set_ylabel("step [s]")
@@ -80,7 +82,9 @@ def _machines(study: Study, speed: Axes, cost: Axes) -> None:
         color = _BEST if at[id(point)] in front else _FRONT
         cost.plot(*place, "o", color=color)
         num_below = sum(math.dist(map(math.log, one), map(math.log, place)) < _NEAR for one in places[:i])
-        cost.annotate(name, place, fontsize=6, xytext=(4, 4 + 8 * num_below), textcoords="offset points")
+        right = min((other for other in places if other[0] > place[0]), default=place)
+        height = 4 + 8 * num_below if right[1] <= place[1] else -10 - 8 * num_below
+        cost.annotate(name, place, fontsize=6, xytext=(4, height), textcoords="offset points")
     cost.set_ylim(0.0, 1.15 * cost.dataLim.ymax)
     cost.set_xscale("log")
     first, last = min(tokens_per_s), max(tokens_per_s)
