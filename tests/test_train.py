@@ -311,7 +311,6 @@ def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, poo
             "gpt --plan pp=2,offload_activations=1,offload_optimizer=1,recompute=full,dtype=bf16 --batch 8",
         ),
         (4, 1, "mla --plan ep=2,tp=2,etp=1,offload_activations=1,dtype=bf16 --batch 8"),
-        (4, 3, "further --plan tp=2,ep=2,dtype=bf16 --batch 8"),
         (8, 3, "llama --plan pp=2,cp=2,placement=tp-cp-pp-dp,dtype=tf32 --batch 8"),
         (8, 3, "gpt --plan pp=2,tp=2,sp=0,recompute_modules=mlp,dtype=bf16 --batch 8"),
         (4, 2, "llama --plan tp=2,sp=0,lora_rank=4,dtype=bf16 --batch 8"),
