@@ -4,8 +4,8 @@ What is kept for the backward is `estimate.fsdp2_memory`'s; this is everything: 
 FSDP2 moves them through, gradients, temporaries of each op, the optimizer's. The step is written down as
 changes of what is alive, in the order in which ops make tensors and the last of their readers lets go.
 
-Known for dense models on ranks that are all replicas (`is_known`): no other axis, states over all of them,
-recomputation of whole blocks or none, and several microbatches in narrow types or under ZeRO 2.
+Known for dense models on replicas that share their states, each cut by tp or not (`is_known`): recomputation
+of whole blocks, of the core attention or none, and several microbatches in narrow types or under ZeRO 2.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from itertools import accumulate, pairwise
 
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.plan import DEFAULTS
+from meshwise.plan.plan import CORE_ATTENTION, DEFAULTS
 from meshwise.plan.stages import stages_of
 from meshwise.program.cut import Cut
-from meshwise.program.fsdp2 import Unit, units
+from meshwise.program.fsdp2 import Unit, tp_sums, units
+from meshwise.program.tensor_1d import shards
 
 Changes = list[float]
 """Bytes that come (positive) and go (negative), one after the other."""
@@ -35,11 +36,14 @@ OTHERS = (
 
 def is_known(model: Model, mesh: Mesh) -> bool:
     """Whether the walk states this model and plan."""
-    is_alone = mesh.tp == mesh.pp == mesh.cp == 1 < mesh.zero_group == mesh.dp and mesh.zero >= 1
+    is_alone = mesh.pp == mesh.cp == 1 < mesh.zero_group and mesh.zero >= 1
     is_dense = model.moe is None and model.mla is None and mesh.plan.act_input_dtype == "bf16"
+    is_plain = mesh.plan.dtype != "fp8" and (mesh.plan.sequence_parallel or mesh.tp == 1)
     is_default = all(getattr(mesh.plan, key) == DEFAULTS[key] for key in OTHERS)
     is_summed = mesh.num_microbatches == 1 or mesh.zero == 2 or mesh.plan.dtype in ("bf16", "fp16")
-    return bool(is_alone and is_dense and is_default and is_summed and mesh.plan.recompute != "selective")
+    is_apart = mesh.tp == 1 or not model.tied_embedding or mesh.num_microbatches == 1 or mesh.zero == 2
+    is_core = mesh.plan.recompute_modules in ((), CORE_ATTENTION)
+    return bool(is_alone and is_dense and is_plain and is_default and is_summed and is_apart and is_core)
 
 
 def live_peak_bytes(model: Model, mesh: Mesh, cut: Cut, steps: int) -> float:
@@ -59,12 +63,15 @@ class _Group:
     """Weights that FSDP2 gathers together, sizes by name.
 
     `grads`: bytes of each one's whole gradient; `sums`: of those of several microbatches; `local`: of a
-    rank's part of each in fp32. `whole`: bytes of all gathered; `wide`: of what is reduced; `shard`: of a
-    rank's part of that.
+    rank's part of each in fp32; `made`: of each as the backward makes it, which for an embedding cut by tp is
+    of all words. `over_tp`: those that tp sums or cuts before they are reduced. `whole`: bytes of all
+    gathered; `wide`: of what is reduced; `shard`: of a rank's part of that.
     """
 
     grads: dict[str, float]
     sums: dict[str, float]
+    made: dict[str, float]
+    over_tp: tuple[str, ...]
     local: dict[str, float]
     whole: float
     wide: float
@@ -93,20 +100,23 @@ class _Walk:
     def __init__(self, model: Model, mesh: Mesh, cut: Cut) -> None:
         self.model, self.mesh, self.cut = model, mesh, cut
         self.narrow, self.wide = cut.precision.act_bytes, cut.precision.stat_bytes
-        tokens, positions = float(mesh.microbatch * mesh.seq), float(mesh.seq)
+        tokens, positions, tp = float(mesh.microbatch * mesh.seq), float(mesh.seq), float(mesh.tp)
+        self.tokens, self.tp, self.is_cut, self.is_single = tokens, tp, tp > 1, mesh.microbatch == 1
         self.sine = positions * model.head_dim / 2.0 * self.narrow
-        self.places = positions * model.hidden * self.narrow * (model.positions == "learned")
-        self.x = tokens * model.hidden * self.narrow
-        self.q = tokens * model.num_heads * model.head_dim * self.narrow
-        self.kv = tokens * model.num_kv_heads * model.head_dim * self.narrow
-        self.ffn = tokens * model.ffn_hidden * self.narrow
-        self.lse = tokens * model.num_heads * self.wide
-        self.scales = tokens * (1.0 + (model.norm == "layernorm")) * self.wide
-        self.logits, self.softmax = tokens * model.vocab * self.narrow, tokens * model.vocab * self.wide
+        self.places = positions / tp * model.hidden * self.narrow * (model.positions == "learned")
+        self.whole = tokens * model.hidden * self.narrow
+        self.x = self.whole / tp
+        self.q = tokens * model.num_heads / tp * model.head_dim * self.narrow
+        self.kv = tokens * model.num_kv_heads / tp * model.head_dim * self.narrow
+        self.ffn = tokens * model.ffn_hidden / tp * self.narrow
+        self.lse = tokens * model.num_heads / tp * self.wide
+        self.scales = tokens / tp * (1.0 + (model.norm == "layernorm")) * self.wide
+        self.logits, self.softmax = (tokens * model.vocab / tp * size for size in (self.narrow, self.wide))
         self.is_freed, self.is_rotary = bool(mesh.zero >= 3), model.positions == "rotary"
         (stage,) = stages_of(model, mesh)
         *ends, block = (self.group(unit) for unit in units(model, stage, mesh) if unit.count)
         self.embedding, self.block, self.head = ends[0], block, ends[-1]
+        self.redoes_core = mesh.plan.recompute == "selective"
         self.num_redone = float(mesh.recompute_layers) * (mesh.plan.recompute == "full")
         blocks = [block] * model.num_layers
         self.groups = (
@@ -122,10 +132,16 @@ class _Walk:
             weight.name: Unit(weights=(weight,), count=1.0, gathers=(0.0, 0.0)) for weight in norms_first
         }
         padded = float(unit.padded_size(self.mesh, self.cut))
-        sizes = {weight.name: float(weight.size) for weight in norms_first}
+        sizes = {weight.name: float(weight.size / shards(weight, self.cut)) for weight in norms_first}
+        grads = {name: self.narrow * size for name, size in sizes.items()}
+        words = ("tokens",) if self.is_cut and not self.model.tied_embedding else ()
         return _Group(
-            grads={name: self.narrow * size for name, size in sizes.items()},
+            grads=grads,
             sums={name: self.wide * size for name, size in sizes.items()},
+            made={name: size * self.tp if name in words else size for name, size in grads.items()},
+            over_tp=tuple(
+                name for name, part in parts.items() if tp_sums(*part.weights, self.cut) or name in words
+            ),
             local={
                 name: self.wide * float(part.local_size(self.mesh, self.cut)) for name, part in parts.items()
             },
@@ -159,8 +175,9 @@ class _Walk:
                 found += [self.x] if number <= self.num_redone else block_forward
                 found.append(-group.whole * self.is_freed)
             elif group is self.embedding:
-                found += [self.x, self.places, self.x, -self.x, -self.places] if self.places else [self.x]
-        return [*found, self.scales, self.x, self.logits, *self.loss(flat)]
+                found += self.embedding_forward()
+        loss = self.split_loss(flat) if self.is_cut else self.loss(flat)
+        return [*found, self.scales, self.x, *self.enter, self.logits, *loss]
 
     def backward(self, *, is_first: bool, is_last: bool) -> Changes:
         """From the gradient of the logits to those of all weights, reduced if `is_last` or under ZeRO 2."""
@@ -169,8 +186,8 @@ class _Walk:
         is_tied = self.head is self.embedding
         if is_tied:
             found += [*self.block.gather * self.is_freed, *self.head_backward()]
-        again = [*self.block_forward(), -self.x, *self.block_backward(is_redone=True)]
-        block_backward = self.block_backward(is_redone=False)
+        again = [*self.enter, *self.block_forward(), -self.x, *self.block_backward(is_redone=True)]
+        block_backward = [*self.enter, *self.block_backward(is_redone=False)]
         for number, group in reversed(list(enumerate(self.groups))):
             found.append(-late)
             if group is self.block and self.is_freed:
@@ -185,22 +202,25 @@ class _Walk:
                 found += self.head_backward()
             is_summed = not is_first and self.mesh.zero != 2
             if is_summed:
-                found += [-grad for grad in group.grads.values()]  # added to those before
+                found += [-grad for grad in group.made.values()]  # added to those before
             if not is_last and self.mesh.zero != 2:
                 found.append(-group.whole * self.is_freed)
-                late = [*group.grads.values()][-1] * is_first
+                late = [*group.made.values()][-1] * is_first
                 found += self.widened(group) if is_first else []
                 continue
-            *early, late = group.sums.values() if is_summed else group.grads.values()
+            grads = group.sums if is_summed else group.grads
+            for name in group.over_tp if self.is_cut else ():
+                found += [grads[name], -grads[name] * group.made[name] / group.grads[name]]
+            *early, late = grads.values()
             found += [-group.whole * is_last, -buffer, group.wide, *(-grad for grad in early), group.shard]
             buffer, late = group.wide, late + group.shard * (not is_first and self.mesh.zero == 2)
         return [*found, -late, -buffer, -self.wide]
 
     def widened(self, group: _Group) -> Changes:
         """Gradients that wait for those of other microbatches, in the type of the sums."""
-        before = [0.0, *group.grads.values()]
-        pairs = zip(group.sums.values(), before, strict=False)
-        return [change for wide, narrow in pairs for change in (-narrow, wide)]
+        made, wider = list(group.made.values()), self.wide / self.narrow
+        pairs = zip(made, [0.0, *made], strict=False)
+        return [change for one, before in pairs for change in (-before, wider * one)]
 
     # --- modules -------------------------------------------------------------------------------
 
@@ -209,7 +229,40 @@ class _Walk:
         x, q, kv, ffn, scales = self.x, self.q, self.kv, self.ffn, self.scales
         turned = [*_turned(q), *_turned(kv), -q, -kv] if self.is_rotary else []
         mlp = [ffn, ffn, ffn, ffn, -ffn] if self.model.gated else [ffn, ffn]
-        return [scales, x, q, kv, kv, *turned, q, self.lse, x, x, -x, scales, x, *mlp, x, x, -x]
+        core = [self.lse, -self.lse * self.redoes_core]
+        return [
+            *[scales, x, *self.enter, q, kv, kv, *turned, q, *core, *self.leave("o"), x, -x],
+            *[scales, x, *self.enter, *mlp, *self.leave("down"), x, -x],
+        ]
+
+    @property
+    def enter(self) -> Changes:
+        """A rank's part of the tokens becomes all of them, which stay."""
+        copied = [] if self.is_single else [self.whole, -self.whole]
+        return [self.whole, *copied] if self.is_cut else []
+
+    def leave(self, name: str) -> Changes:
+        """A partial result of all tokens is made and summed to the rank's part of them; their norm goes.
+
+        Each rank adds its part of a bias.
+        """
+        bias = self.block.grads.get(f"{name}_bias", 0.0)
+        return [bias, self.whole, -bias, *self.scattered, -self.x] if self.is_cut else [self.x]
+
+    @property
+    def scattered(self) -> Changes:
+        """A tensor of all tokens becomes the sum of the rank's part, by way of a copy."""
+        whole = self.whole
+        return [whole, self.x, -whole, -whole] if self.is_cut else []
+
+    def embedding_forward(self) -> Changes:
+        """Rows of the table; where it is cut, a mask says which tokens are elsewhere."""
+        found = [self.x]
+        if self.is_cut:
+            flag, number = self.tokens, 8.0 * self.tokens
+            mask = [3.0 * flag, -2.0 * flag, 2.0 * number, -number]
+            found = [*mask, self.whole, -number, -flag, *self.scattered]
+        return [*found, *([self.places, self.x, -self.x, -self.places] if self.places else [])]
 
     def loss(self, flat: float) -> Changes:
         """Softmax and its gradient; `flat` is what the last weights came in."""
@@ -221,10 +274,56 @@ class _Walk:
             *[one, softmax, -one, -one, softmax, -softmax, -softmax, *back],
         ]
 
+    def split_loss(self, flat: float) -> Changes:
+        """The same of a vocabulary that tp cuts: masked targets, three numbers of each token summed."""
+        scalar, wide, flag, number = self.wide, self.wide * self.tokens, self.tokens, 8.0 * self.tokens
+        softmax, cast = self.softmax, self.softmax * (self.narrow < self.wide)
+        back = [self.logits, -softmax] if cast else []
+        elsewhere = [3.0 * flag, -2.0 * flag, 2.0 * number, -number, 8.0, -8.0]
+        return [
+            *[-self.x, cast, wide, wide, -wide, softmax, softmax, wide, -softmax, wide, -wide, wide, softmax],
+            *[
+                -softmax,
+                -3.0 * wide,
+                flag,
+                number,
+                -flag,
+                *elsewhere,
+                wide,
+                scalar,
+                -scalar,
+                -flag,
+                wide,
+                wide,
+            ],
+            *[flag, wide, -flag, -wide, flag, 8.0, -flag, scalar, -8.0, 2.0 * scalar, -scalar],
+            *[-3.0 * wide, -2.0 * number, -cast, -self.logits, -flat, scalar, -scalar, 3.0 * scalar],
+            *[
+                flag,
+                number,
+                -flag,
+                softmax,
+                *elsewhere,
+                wide,
+                wide,
+                -wide,
+                number,
+                flag,
+                wide,
+                -flag,
+                -scalar,
+            ],
+            *[softmax, softmax, -softmax, softmax, -softmax, -2.0 * wide, -3.0 * number, -softmax, -flag],
+            *[-2.0 * scalar, -softmax, *back],
+        ]
+
     def head_backward(self) -> Changes:
         """From the gradient of the logits to that of the last block's output."""
         table = self.embedding.grads["tokens"]
-        return [table, self.x, -self.logits, -self.x, *self.norm_backward(self.head, "final_norm")]
+        return [
+            *[table, self.whole, -self.logits, -self.whole, *self.scattered],
+            *self.norm_backward(self.head, "final_norm"),
+        ]
 
     def norm_backward(self, group: _Group, name: str) -> Changes:
         """To the gradient of a norm's input, after which that input and that of its result are gone."""
@@ -233,52 +332,70 @@ class _Walk:
         return [self.scales, self.x, one, one, -self.scales, no_bias, -self.x, -self.x, -self.scales]
 
     def block_backward(self, *, is_redone: bool) -> Changes:
-        """From the gradient of a block's output to that of its input."""
+        """From the gradient of a block's output, of all tokens, to that of its input."""
         linear = partial(self.block.linear, is_redone=is_redone)
-        group, x, ffn = self.block, self.x, self.ffn
+        group, x, ffn, whole, gone = self.block, self.x, self.ffn, self.whole, -self.whole * self.is_cut
         if self.model.gated:
             mlp = [
-                *[*linear("down", ffn, ffn), ffn, ffn, -ffn, ffn, ffn, -ffn, -ffn, -ffn, -ffn],
-                *[*linear("up", x, 0.0), -ffn, *linear("gate", x, x), -ffn, x, -x, -x],
+                *[*linear("down", ffn, ffn), gone, ffn, ffn, -ffn, ffn, ffn, -ffn, -ffn, -ffn, -ffn],
+                *[
+                    *linear("up", whole, 0.0),
+                    -ffn,
+                    *linear("gate", whole, whole),
+                    -ffn,
+                    whole,
+                    -whole,
+                    -whole,
+                ],
             ]
         else:
-            mlp = [*linear("down", ffn, ffn), ffn, -ffn, -ffn, *linear("up", x, x), -ffn]
+            mlp = [*linear("down", ffn, ffn), gone, ffn, -ffn, -ffn, *linear("up", whole, whole), -ffn]
         return [
-            *[*mlp, *self.norm_backward(group, "norm2"), x, -x, -x],
+            *[*mlp, *self.scattered, *self.norm_backward(group, "norm2"), x, -x, -x],
             *[*self.attention_backward(linear), *self.norm_backward(group, "norm1"), x, -x, -x],
         ]
 
     def attention_backward(self, linear: Callable[[str, float, float], Changes]) -> Changes:
         """From the gradient of attention's output to that of the norm before it."""
-        x, q, kv = self.x, self.q, self.kv
-        found = [*linear("o", q, 0.0), q, kv, kv, -q, -q, -kv, -kv, -q, -self.lse]
+        x, q, kv = self.whole, self.q, self.kv
+        again = [q, self.lse] if self.redoes_core else []
+        found = [*self.enter, *linear("o", q, q * self.redoes_core), -x * self.is_cut, *again]
+        found += [q, kv, kv, -q, -q, -kv, -kv, -q, -self.lse]
         if self.is_rotary:
             found += [self.sine, *_turned(kv), -self.sine, -kv, self.sine, *_turned(q), -self.sine, -q]
-        to_k, to_q = ([], []) if self.is_rotary else ([kv, -kv], [q, -q])
+        to_v = [kv, -kv] if self.model.num_kv_heads > self.tp else []  # one head lies in order
+        to_k, to_q = ([], []) if self.is_rotary else (to_v, [q, -q] * (self.model.num_heads > self.tp))
         return [
-            *[*found, kv, -kv, *linear("v", x, 0.0), -kv],
+            *[*found, *to_v, *linear("v", x, 0.0), -kv],
             *[*to_k, *linear("k", x, 0.0), -kv, x, -x, -x],
-            *[*to_q, *linear("q", x, x), -q, x, -x, -x],
+            *[*to_q, *linear("q", x, x), -q, x, -x, -x, *self.scattered],
         ]
 
     def embedding_backward(self) -> Changes:
         """Gradients of the tables; that of a tied one is added to the head's."""
         table, x = self.embedding.grads["tokens"], self.x
         found = [self.places, self.embedding.grads["positions"], -self.places] if self.places else []
-        found += [table, -x]
-        return [*found, table, -table, -table] if self.model.tied_embedding else found
+        words = table * self.tp
+        found += [*self.enter, -x, words, -self.whole] if self.is_cut else [table, -x]
+        if not self.model.tied_embedding:
+            return found
+        return [*found, *([table, table, -words] if self.is_cut else [table]), -table, -table]
 
     # --- the optimizer -------------------------------------------------------------------------
 
     def optimizer(self, *, is_first: bool) -> Changes:
         """AdamW, weight by weight; the first time it makes its two states; then gradients go."""
         named = [one for group in self.groups for one in group.local.items()]
-        head_last = sorted(named, key=lambda one: one[0].startswith("final_norm") or one[0] == "logits")
-        local = [size for _, size in head_last]
+        local = [size for _, size in sorted(named, key=lambda one: _place(one[0]))]
         found = [size for size in local for _ in range(2)] if is_first else []
         for before, size in pairwise([0.0, *local]):
             found += [size, size, -before, -size]
         return [*found, -local[-1], *(-group.shard for group in self.groups)]
+
+
+def _place(name: str) -> int:
+    """Of a weight among those that the optimizer takes in turn."""
+    return 0 if name == "positions" else 2 if name == "logits" or name.startswith("final_norm") else 1
 
 
 def _turned(width: float) -> Changes:

@@ -173,6 +173,16 @@ class Estimate(Shown):
     def _rows(self, cost: StageCost) -> Iterator[dict[str, Any]]:
         return step_rows(self.model, self.mesh, self.step, cost)
 
+    def seen_from(self, rank: int) -> Mesh:
+        """The mesh with the shards of one rank, and its place in a ring."""
+        cp, dp, _ = self._place(rank)
+        return replace(self.mesh, ring_rank=float(cp // self.mesh.ulysses), shard=dp * self.mesh.cp + cp)
+
+    def _place(self, rank: int) -> list[int]:
+        """Number of a rank along cp, dp and pp."""
+        mesh = self.mesh
+        return [rank // int(mesh.stride(axis)) % int(getattr(mesh, axis)) for axis in ("cp", "dp", "pp")]
+
     def rank_ledger(self, rank: int) -> Ledger:
         """The same of one rank, with its own shards of weights and its own place in a ring.
 
@@ -181,14 +191,8 @@ class Estimate(Shown):
         Ranks of a ring under implementation=fsdp2 do the same FLOP in rounds of other shapes, which may take
         a little longer; the rows then add up to the step of a world whose ranks are all like this one.
         """
-        mesh = self.mesh
-        place = {
-            axis: rank // int(mesh.stride(axis)) % int(getattr(mesh, axis)) for axis in ("cp", "dp", "pp")
-        }
-        mesh = replace(
-            mesh, ring_rank=float(place["cp"] // mesh.ulysses), shard=place["dp"] * mesh.cp + place["cp"]
-        )
-        stages = [*stages_of(self.model, mesh), stage_of_rank(self.model, mesh, place["pp"])]
+        mesh, (_, _, stage) = self.seen_from(rank), self._place(rank)
+        stages = [*stages_of(self.model, mesh), stage_of_rank(self.model, mesh, stage)]
         step = step_cost(self.model, mesh, self.machine, stages)
         rows = step_rows(self.model, mesh, _with_waits_of(self.step, step), step.stages[-1])
         return Ledger.from_rows(row | {"rank": float(rank)} for row in rows)

@@ -238,7 +238,7 @@ def shared_weights(
     narrow, wide = cut.precision.act_bytes, reduced_bytes(mesh, cut)
     for unit in held:
         for weight in unit.weights:
-            if _is_summed(weight, cut):
+            if tp_sums(weight, cut):
                 yield Exchange(
                     op="shared_weights", collective="all_reduce", behind="backward", axis="tp",
                     payload_bytes=weight.size * (narrow + accumulates * (wide - narrow)),
@@ -273,7 +273,7 @@ def _accumulates(mesh: Mesh) -> Num:
     return ((mesh.zero != 2) & ((mesh.pp > 1) | (mesh.num_microbatches > 1))) * 1.0
 
 
-def _is_summed(weight: Weight, cut: Cut) -> bool:
+def tp_sums(weight: Weight, cut: Cut) -> bool:
     """Whether each tensor-parallel rank has its own part of the gradient."""
     is_part = weight.gradient == "part" or (weight.gradient == "tokens" and cut.sequence_parallel)
     return weight.cut == WHOLE and is_part and weight.trains and not weight.is_expert

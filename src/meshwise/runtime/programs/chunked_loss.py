@@ -42,6 +42,7 @@ class LossInChunks(torch.autograd.Function):
                 [total.add_(one) for total, one in zip(of_weight, more, strict=True)] if losses else more
             )
             losses.append(loss.detach())
+            del loss, of_part, more  # before the next chunk makes its own
         ctx.save_for_backward(grad, *of_weight)
         return torch.stack(losses).sum()
 

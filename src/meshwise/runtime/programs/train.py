@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,7 @@ def estimate(options: Options, tape: Tape) -> None:
     """Write on `tape` what the closed form says of this rank: its ledger, `steps` times over, its peak."""
     ranks = tape.world_size
     priced = price(the_model(options), the_cluster(ranks), the_plan(options), the_workload(options, ranks))
-    mesh = replace(priced.step.mesh, shard=float(tape.rank))
+    mesh = priced.seen_from(tape.rank)
     if is_known(priced.model, mesh):
         tape.allocate("the peak", live_peak_bytes(priced.model, mesh, priced.step.cut, options.steps))
         tape.release("the peak")
