@@ -335,7 +335,7 @@ def test_estimate_is_dry_run(ranks: int, rank: int, words: str) -> None:
     [
         (4, 0, "llama --plan zero=3,dtype=bf16 --batch 8 --steps 2"),
         (5, 4, "gpt --plan zero=1,dtype=bf16 --batch 15 --layers 3"),  # weights that 5 ranks share unevenly
-        (3, 1, "gpt --plan zero=2,dtype=fp32 --batch 12 --microbatch 2"),
+        (3, 1, "gpt --plan zero=2,dtype=fp32,loss_chunks=2 --batch 12 --microbatch 2"),
         (4, 2, "llama --plan zero=3,dtype=bf16,recompute=full,recompute_layers=2 --batch 4 --layers 4"),
         (8, 5, "gpt --plan tp=2,zero=3,dtype=bf16 --batch 4 --steps 2"),
         (8, 2, "llama --plan tp=2,zero=1,zero_group=2,dtype=bf16,recompute=selective --batch 16"),

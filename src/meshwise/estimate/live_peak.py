@@ -29,7 +29,7 @@ Changes = list[float]
 
 OTHERS = (
     *("attention", "lora_rank", "optimizer", "grad_dtype", "offload_optimizer", "offload_activations"),
-    *("recompute_every", "loss_chunks"),
+    "recompute_every",
 )
 """Keys of a plan that are walked by their defaults only."""
 
@@ -40,8 +40,9 @@ def is_known(model: Model, mesh: Mesh) -> bool:
     is_dense = model.moe is None and model.mla is None and mesh.plan.act_input_dtype == "bf16"
     is_plain = mesh.plan.dtype != "fp8" and (mesh.plan.sequence_parallel or mesh.tp == 1)
     is_default = all(getattr(mesh.plan, key) == DEFAULTS[key] for key in OTHERS)
-    is_summed = mesh.num_microbatches == 1 or mesh.zero == 2 or mesh.plan.dtype in ("bf16", "fp16")
-    is_apart = mesh.tp == 1 or not model.tied_embedding or mesh.num_microbatches == 1 or mesh.zero == 2
+    is_once = mesh.num_microbatches == 1 or mesh.zero == 2
+    is_summed = is_once or mesh.plan.dtype in ("bf16", "fp16")
+    is_apart = mesh.tp == 1 or (mesh.plan.loss_chunks == 1 and (is_once or not model.tied_embedding))
     is_core = mesh.plan.recompute_modules in ((), CORE_ATTENTION)
     return bool(is_alone and is_dense and is_plain and is_default and is_summed and is_apart and is_core)
 
@@ -116,6 +117,7 @@ class _Walk:
         (stage,) = stages_of(model, mesh)
         *ends, block = (self.group(unit) for unit in units(model, stage, mesh) if unit.count)
         self.embedding, self.block, self.head = ends[0], block, ends[-1]
+        self.is_in_chunks = cut.loss_chunks > 1
         self.redoes_core = mesh.plan.recompute == "selective"
         self.num_redone = float(mesh.recompute_layers) * (mesh.plan.recompute == "full")
         blocks = [block] * model.num_layers
@@ -140,7 +142,7 @@ class _Walk:
             sums={name: self.wide * size for name, size in sizes.items()},
             made={name: size * self.tp if name in words else size for name, size in grads.items()},
             over_tp=tuple(
-                name for name, part in parts.items() if tp_sums(*part.weights, self.cut) or name in words
+                name for name, part in parts.items() if tp_sums(part.weights[0], self.cut) or name in words
             ),
             local={
                 name: self.wide * float(part.local_size(self.mesh, self.cut)) for name, part in parts.items()
@@ -176,6 +178,8 @@ class _Walk:
                 found.append(-group.whole * self.is_freed)
             elif group is self.embedding:
                 found += self.embedding_forward()
+        if self.is_in_chunks:
+            return [*found, self.scales, self.x, *self.loss_in_chunks(flat)]
         loss = self.split_loss(flat) if self.is_cut else self.loss(flat)
         return [*found, self.scales, self.x, *self.enter, self.logits, *loss]
 
@@ -274,6 +278,20 @@ class _Walk:
             *[one, softmax, -one, -one, softmax, -softmax, -softmax, *back],
         ]
 
+    def loss_in_chunks(self, flat: float) -> Changes:
+        """Logits, loss and gradients of one chunk of tokens after the other, then times those of the loss."""
+        number, scalar, x, table = self.cut.loss_chunks, self.wide, self.x, self.embedding.grads["tokens"]
+        logits, softmax, part = self.logits / number, self.softmax / number, x / number
+        cast, back = (softmax, [logits, -softmax]) if self.narrow < self.wide else (0.0, [])
+        chunk = [
+            *[logits, cast, softmax, 2.0 * scalar, -logits, -cast, scalar, -scalar, 2.0 * scalar, softmax],
+            *[-2.0 * scalar, softmax, -2.0 * softmax, *back, table, part, -logits, -scalar, -part],
+        ]
+        return [
+            *[x, *chunk, *[*chunk, -table] * (number - 1), number * scalar, scalar, -2.0 * number * scalar],
+            *[-x, -flat, scalar, -scalar, 2.0 * scalar, x, table, -scalar, -x, -table],
+        ]
+
     def split_loss(self, flat: float) -> Changes:
         """The same of a vocabulary that tp cuts: masked targets, three numbers of each token summed."""
         scalar, wide, flag, number = self.wide, self.wide * self.tokens, self.tokens, 8.0 * self.tokens
@@ -319,6 +337,8 @@ class _Walk:
 
     def head_backward(self) -> Changes:
         """From the gradient of the logits to that of the last block's output."""
+        if self.is_in_chunks:
+            return self.norm_backward(self.head, "final_norm")
         table = self.embedding.grads["tokens"]
         return [
             *[table, self.whole, -self.logits, -self.whole, *self.scattered],
