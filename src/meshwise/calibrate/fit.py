@@ -295,7 +295,9 @@ class _Bench:
                 key: {constant: limits for constant, limits in box.items() if (key, constant) not in unseen}
                 for key, box in free.items()
             }
-            fitted = fit(training, chip, free, build, start)
+            for each, constant in unseen:
+                fitted[each] = replace(fitted[each], **{constant: getattr(start[each], constant)})
+            fitted = fit(training, chip, free, build, fitted)
         self.unbounded += [f"{constant} of {each} on {name} ends at its limit" for each, constant in unseen]
         for each, entry in fitted.items():
             self.tables.setdefault(keep_as or each, {})[name] = entry
