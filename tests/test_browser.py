@@ -194,9 +194,17 @@ def test_the_colors_of_a_chart_are_those_of_the_page(page: Any) -> None:
 
 def test_a_change_is_priced_and_a_link_holds_all_of_it(page: Any) -> None:
     before = show(page, "explore")
+    page.locator("summary", has_text="Data: Time of a step").click()
+    page.evaluate("document.querySelectorAll('#page *').forEach((one) => { one.was = true; })")
+    rows = "document.querySelector('#page details[open] tbody').textContent"
+    told = page.evaluate(rows)
     page.select_option("#explore-tp", "4")
     until(page, f"document.querySelector('#headline').textContent !== {before!r}")
     after = settled(page)
+    until(page, "!due.size")  # the charts out of view too
+    kept = page.evaluate("[...document.querySelectorAll('.chart')].map((one) => one.was)")
+    assert kept == [True] * 4 and page.locator(".chart > .plot-container").count() == 4
+    assert page.evaluate(rows) != told
     assert "plan=tp%3D4" in page.url
     page.reload()
     assert settled(page) == after
@@ -253,9 +261,10 @@ def test_a_plan_that_is_none_and_a_bad_config_are_told(page: Any) -> None:
     good = show(page, "explore")
     page.fill("#explore-batch", "7")
     assert "batch" in settled(page) and page.locator("#headline.error").is_visible()
+    assert not page.locator("#page h2").first.is_visible()
     page.fill("#explore-batch", "32")
     page.wait_for_selector("#headline:not(.error)")
-    assert settled(page) == good
+    assert settled(page) == good and page.locator("#page h2").first.is_visible()
     page.locator("#form-explore summary", has_text="Your own model").click()
     page.fill("#explore-config", '{"model_type": <script>alert(1)</script>')
     page.wait_for_selector("#headline.error")

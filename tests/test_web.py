@@ -61,7 +61,7 @@ def test_a_pipeline_of_many_microbatches_is_drawn_with_fewer(client: TestClient)
     few = html(ask(client, "ops", **job, plan="pp=16", batch="2048"))
     many = html(ask(client, "ops", **job, plan="tp=8,pp=16,vpp=2", batch="1536"))
     assert "Roofline" in few and "Pipeline over time: 1f1b</h2>" in few
-    assert "Pipeline over time: interleaved with 64 of its 384 microbatches</h2>" in many
+    assert "Pipeline over time: interleaved with 32 of its 384 microbatches</h2>" in many
 
 
 def test_a_pasted_config_and_an_edited_machine_replace_the_presets(client: TestClient) -> None:

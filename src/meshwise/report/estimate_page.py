@@ -28,7 +28,7 @@ _ACTIONS = {
 }
 NUM_BINS = 600
 """Moments that a timeline shows."""
-NUM_SHOWN = NUM_BINS // 2
+NUM_SHOWN = NUM_BINS // 3
 """Actions of a stage that it can show."""
 
 
