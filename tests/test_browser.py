@@ -262,6 +262,9 @@ def test_a_plan_that_is_none_and_a_bad_config_are_told(page: Any) -> None:
     page.fill("#explore-batch", "7")
     assert "batch" in settled(page) and page.locator("#headline.error").is_visible()
     assert not page.locator("#page h2").first.is_visible()
+    page.fill("#explore-batch", "1e")
+    until(page, "document.querySelector('#headline').textContent.includes('batch=1e must be a number')")
+    assert page.locator(".bad input").get_attribute("name") == "batch"
     page.fill("#explore-batch", "32")
     page.wait_for_selector("#headline:not(.error)")
     assert settled(page) == good and page.locator("#page h2").first.is_visible()
@@ -269,6 +272,7 @@ def test_a_plan_that_is_none_and_a_bad_config_are_told(page: Any) -> None:
     page.fill("#explore-config", '{"model_type": <script>alert(1)</script>')
     page.wait_for_selector("#headline.error")
     assert "config.json is not valid JSON" in settled(page)
+    assert page.locator(".bad textarea").get_attribute("name") == "config"
     page.fill("#explore-config", (Path(__file__).parent / "data" / "tiny_llama.json").read_text())
     page.fill("#explore-seq", "64")
     page.wait_for_selector("#headline:not(.error)")

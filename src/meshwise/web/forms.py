@@ -187,7 +187,7 @@ def _control(place: str, ask: Ask, common: str) -> str:
             f'<output for="{place}">{escape(ask.value)}</output>'
         )
     if ask.kind == "number":
-        return f'<input type="number" min="0" step="any" {common} {value}>'
+        return f'<input type="text" inputmode="decimal" autocomplete="off" {common} {value}>'
     if ask.kind == "select":
         return f"<select {common}>{_options(ask.values, ask.value)}</select>"
     if ask.kind == "key":

@@ -151,12 +151,15 @@ function alertOf(text) {
   $("#alert").hidden = !text;
 }
 
-/** A sentence that says what is wrong, beside the fields that it names. */
+/** A sentence that says what is wrong; the fields that it states, and the first that it names, are marked. */
 function fail(sentence) {
   last = {};
   headline(sentence, "error");
   $("#page").inert = true;
-  for (const field of fields()) mark(field, new RegExp(`(^|\\W)${field.name}=`).test(sentence) ? sentence : "");
+  const typed = fields().filter((field) => field.tagName !== "SELECT" || "key" in field.dataset);
+  const place = ({ name }, then = "\\b") => sentence.search(new RegExp(`\\b${name}${then}`));
+  const first = Math.min(...typed.map((field) => place(field)).filter((at) => at >= 0));
+  for (const field of typed) mark(field, place(field, "=") >= 0 || place(field) === first ? sentence : "");
 }
 
 function mark(field, reason) {
