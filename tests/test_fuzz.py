@@ -257,6 +257,7 @@ def test_jobs_of_impossible_counts(tmp_path: Path, framework: str, said: bytes, 
         (b'"Input Dims": [[', b'"Input Dims": [[' + b"9" * 5000 + b", "),
         (b'"Input Dims": [[', b'"Input Dims": [[' + b"9" * 300 + b", "),
         (b'"1": [0, 1]', b'"1": [2147483648, 1]'),
+        (b'"input_sizes": [[', b'"input_sizes": [[' + b"9" * 400 + b", "),
         (b'"schemaVersion": 1,', b'"schemaVersion": x, "rank": ' + b"9" * 5000 + b","),
     ],
 )

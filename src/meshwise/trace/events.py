@@ -103,7 +103,7 @@ def collective_kind(name: str) -> str:
     return next((kind for part, kind in _COLLECTIVES if part in plain), "unknown")
 
 
-def _is_shape(sizes: list[Any]) -> bool:
+def is_shape(sizes: list[Any]) -> bool:
     """Whether a tensor can have these sizes: PyTorch counts its elements in 64 bits."""
     return all(type(size) is int and 0 <= size < 2**63 for size in sizes) and math.prod(sizes) < 2**63
 
@@ -214,7 +214,7 @@ class Trace:
         return [
             (dim, str(dtype))
             for dim, dtype in zip(dims, types, strict=False)
-            if isinstance(dim, list) and _is_shape(dim)
+            if isinstance(dim, list) and is_shape(dim)
         ]
 
     def concrete(self, shape: int) -> list[Any]:

@@ -19,7 +19,15 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from meshwise.trace.events import POINT_TO_POINT_CALLS, CommunicationArgs, Ints, Kind, Trace, collective_kind
+from meshwise.trace.events import (
+    POINT_TO_POINT_CALLS,
+    CommunicationArgs,
+    Ints,
+    Kind,
+    Trace,
+    collective_kind,
+    is_shape,
+)
 from meshwise.trace.nesting import launchers
 from meshwise.trace.steps import Marks, launched_ns
 
@@ -250,6 +258,7 @@ def _call_bytes(call: _Recorded, kind: str, num_ranks: int) -> float:
             sum(
                 math.prod(shape) * element_bytes(dtype)
                 for shape, dtype in zip(sizes or [], dtypes or [], strict=False)
+                if is_shape(shape)
             )
         )
         for sizes, dtypes in sides
