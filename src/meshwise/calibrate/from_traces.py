@@ -194,7 +194,7 @@ def _library(trace: Trace) -> str:
 
 def _fitted(name: str, wires: Sequence[Bandwidth]) -> Level:
     calls = [_carried(name, one) for one in wires]
-    weights = [one.count * one.wire_s for one in wires]
+    weights = [one.count * one.wire_s**2 for one in wires]  # of absolute errors: they add up to a step
     num = sum(one.count for one in wires)
     if num < _MIN_CALLS:
         raise DataError(
