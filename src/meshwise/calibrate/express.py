@@ -28,7 +28,7 @@ from meshwise.machine.overheads import Overheads, Tables, find_overheads
 from meshwise.model.architecture import MLA, Model, MoE, checked_model
 from meshwise.model.find import find_model, models
 from meshwise.model.weights import num_params
-from meshwise.plan.plan import EVEN, Plan, plan_keys
+from meshwise.plan.plan import EVEN, NARROW_DTYPES, Plan, plan_keys
 from meshwise.plan.workload import Workload
 
 NETWORK_LATENCY_S = {
@@ -254,6 +254,7 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
     """The plan of the row `stated`, filled as `run`, and with each change of it that the row leaves open."""
     dtype = dtype_of(run)
     vpp = (run.virtual_pp or 1) if run.pp > 1 else 1
+    narrow_head = defaults.graphed_narrow_head and run.cuda_graph == "full" and dtype in NARROW_DTYPES
     plan = Plan(
         tp=run.tp,
         sp=bool(run.sequence_parallel) and run.tp > 1,
@@ -275,7 +276,7 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
         overlap_dp=bool(run.grad_reduce_overlap),
         overlap_tp=bool(run.tp_comm_overlap),
         overlap_ep=bool(run.moe_a2a_overlap),
-        head_dtype="fp8" if defaults.graphed_narrow_head and run.cuda_graph == "full" else "bf16",
+        head_dtype="fp8" if narrow_head else "bf16",
         software=(run.cuda_graph == "full" and defaults.graphed_software) or defaults.software,
     )
     if run.recompute_layers is not None and run.recompute_kind != "full":

@@ -54,6 +54,7 @@ DUALPIPE_RECOMPUTES = ("mla_up_proj", "layernorm", "moe_act")
 """What DeepSeek-V3 recomputes (arXiv 2412.19437, section 3.2.3)."""
 IMPLEMENTATIONS = ("megatron", "fsdp2", "huggingface")
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
+NARROW_DTYPES = ("fp8", "fp4")
 AXES = ("tp", "cp", "dp", "pp")
 _ZB_V, _DUALPIPE, _DUALPIPE_V = (SCHEDULES.index(name) for name in ("zb-v", "dualpipe", "dualpipe-v"))
 EVEN: tuple[int, ...] = ()
@@ -356,6 +357,8 @@ def _conflicts(plan: Plan) -> Iterator[str]:
         yield f"attention=grid splits scores over a grid, not with layout={layout}; use layout=2d, 2.5d or 3d"
     if plan.sp is False and layout in ("2d", "2.5d", "3d"):
         yield f"layout={layout} always cuts the activations; leave sp=0 out"
+    if plan.head_dtype == "fp8" and plan.dtype not in NARROW_DTYPES:
+        yield f"head_dtype=fp8 goes with narrow matmuls, not with dtype={plan.dtype}; use dtype=fp8 or fp4"
     if plan.frozen_dtype is not None and not plan.lora_rank:
         yield f"frozen_dtype={plan.frozen_dtype} needs frozen weights; add lora_rank, as in lora_rank=16"
 
