@@ -5,7 +5,8 @@ FSDP2 moves them through, gradients, temporaries of each op, the optimizer's. Th
 changes of what is alive, in the order in which ops make tensors and the last of their readers lets go.
 
 Known for dense models on replicas that share their states, each cut by tp or not (`is_known`): recomputation
-of whole blocks, of the core attention or none, and several microbatches in narrow types or under ZeRO 2.
+of whole blocks, of the core attention or none, and several microbatches in narrow types or, where all
+replicas share, under ZeRO 2.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ def is_known(model: Model, mesh: Mesh) -> bool:
     is_default = all(getattr(mesh.plan, key) == DEFAULTS[key] for key in OTHERS)
     is_once = mesh.num_microbatches == 1 or mesh.zero == 2
     is_summed = is_once or mesh.plan.dtype in ("bf16", "fp16")
+    is_one_sum = mesh.num_microbatches == 1 or mesh.zero != 2 or mesh.zero_group == mesh.dp
     is_apart = mesh.tp == 1 or (mesh.plan.loss_chunks == 1 and (is_once or not model.tied_embedding))
     is_core = mesh.plan.recompute_modules in ((), CORE_ATTENTION)
-    return bool(is_alone and is_dense and is_plain and is_default and is_summed and is_apart and is_core)
+    known = (is_alone, is_dense, is_plain, is_default, is_summed, is_one_sum, is_apart, is_core)
+    return all(map(bool, known))
 
 
 def live_peak_bytes(model: Model, mesh: Mesh, cut: Cut, steps: int) -> float:
