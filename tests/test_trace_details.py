@@ -57,6 +57,20 @@ def test_the_path_has_no_gap(tmp_path_factory, num_ranks, fault, seed):
         assert sum(part.idle_s.values()) == pytest.approx(part.seconds["idle"])
 
 
+def test_calls_in_another_order_on_each_rank_end_the_path(tmp_path):
+    """Each waits for the other: a loop, which is walked once."""
+    for rank, order in enumerate(((0, 1), (1, 0))):
+        calls = {"Process Group Name": str, "Seq": lambda group: 1}
+        events = [
+            all_reduce(10 * place, 10, 64, [0, 1], **{key: of(group) for key, of in calls.items()})
+            for place, group in enumerate(order)
+        ]
+        write_trace(tmp_path / f"rank-{rank}.json", events, rank, 2, host_name="one")
+    summary = summarize_paths([tmp_path])
+    assert len([one for one in summary.collectives if one.num_ranks == 2]) == 2
+    assert critical_path(summary).span_s == pytest.approx(10e-6)
+
+
 def test_path_of_real_processes(meshwise):
     """Rank 3 sleeps before every all-to-all: its idle time leads the path, and that is what to mend."""
     done = meshwise("trace", "path", str(GLOO4), "--json")
