@@ -450,9 +450,11 @@ _MAY_BE_ZERO = {
 
 
 def _check_counts(
-    part: Model | MLA | MoE | Patches | Recurrence | Encoder | Distances | PerLayer | Streams, where: str
+    part: Model | MLA | MoE | Patches | Recurrence | Encoder | Distances | PerLayer | Streams | Layer,
+    where: str,
 ) -> None:
-    may_be_zero = ("seq", "channels") if isinstance(part, Encoder) else _MAY_BE_ZERO
+    own = {Encoder: ("seq", "channels"), Layer: ("window", "head_dim", "num_kv_heads", "ffn_hidden")}
+    may_be_zero = own.get(type(part), _MAY_BE_ZERO)
     for field in fields(part):
         value = getattr(part, field.name)
         if isinstance(value, int) and not isinstance(value, bool):
@@ -513,7 +515,7 @@ def checked_model(model: Model, where: str) -> Model:
     if model.recurrence is not None:
         _check_counts(model.recurrence, where)
         _one_of(model.recurrence.kind, ("delta", "ssd", "scan", "conv"), f"{where}: recurrence")
-    for part in (model.encoder, model.distances, model.per_layer, model.streams):
+    for part in (model.encoder, model.distances, model.per_layer, model.streams, *set(model.layers)):
         if part is not None:
             _check_counts(part, where)
     if model.moe is not None:
