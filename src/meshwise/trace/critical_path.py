@@ -157,10 +157,8 @@ def _walk(
     rank = max(ranks, key=lambda r: int(ranks[r].end.max()))
     at = int(ranks[rank].end.argmax())
     now = int(ranks[rank].end[at])
-    seen: set[tuple[int, int]] = set()
-    while (
-        at >= 0 and (rank, at) not in seen
-    ):  # calls whose order differs between ranks lead back to themselves
+    seen: set[tuple[int, int]] = set()  # calls in another order on each rank lead back to themselves
+    while at >= 0 and (rank, at) not in seen:
         seen.add((rank, at))
         call, event = int(ranks[rank].call[at]), int(ranks[rank].event[at])
         kind, name = "compute", "operators"
