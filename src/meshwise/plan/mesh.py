@@ -546,11 +546,9 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
         ),
     )
     is_split = (mesh.pp > 1) & np.isin(mesh.schedule, _SPLIT)
+    is_selective = mesh.recompute == RECOMPUTE.index("selective")
     yield Rule(
-        (mesh.plan.dtype == "fp8")
-        & (
-            (mesh.pp > 1) & np.isin(mesh.schedule, _SPLIT) | (mesh.plan.lora_rank > 0) | (mesh.recompute == 1)
-        ),
+        (mesh.plan.dtype == "fp8") & (is_split | (mesh.plan.lora_rank > 0) | is_selective),
         lambda: (
             "implementation=fsdp2 computes both gradients of a matmul in fp8 at once, in layers of its own: "
             "use dtype=fp8 without lora_rank, recompute=selective, or a schedule that splits the backward"
@@ -565,7 +563,7 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
         ),
     )
     yield Rule(
-        (mesh.offload_activations > 0) & (mesh.recompute == RECOMPUTE.index("selective")),
+        (mesh.offload_activations > 0) & is_selective,
         lambda: (
             "implementation=fsdp2 recomputes whole blocks, or nothing, beside offload_activations: use "
             "recompute=full or none"
