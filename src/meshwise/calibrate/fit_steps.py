@@ -118,7 +118,7 @@ def unfounded(constants: Constants, training: Sequence[Expressed], quantity: Qua
         if len(sources) < MIN_SOURCES:
             found.append(
                 f"{name} is determined by {len(sources)} source{'s' * (len(sources) != 1)} only "
-                f"({', '.join(sources) or 'none'}); state its physical value in STATED, or leave it out"
+                f"({', '.join(sources) or 'none'}); state a physical value in step_constants.toml"
             )
         _, least, most = LIMITS[name]
         if not 1.001 * least < constants[name] < most / 1.001:

@@ -16,6 +16,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import Any
 
 from meshwise.core.errors import ModelError
 
@@ -346,12 +347,14 @@ def layer_kind(model: Model, layer: int) -> Layer:
     """The kind of block `layer` (from 0)."""
     if model.layers:
         return model.layers[layer]
-    every = model.full_attention_every
+    moe, every, side = model.moe, model.full_attention_every, ""
     looks_back_on_all = every > 0 and (layer + 1) % every == 0
-    side = ""
+    has_experts = False
+    if moe is not None and layer >= moe.first_dense_layers:
+        has_experts = (layer - moe.first_dense_layers + 1) % moe.every == 0
     if model.encoder:
         side = "encoder" if layer < model.encoder.num_layers else "decoder"
-    return Layer(is_moe_layer(model, layer), 0 if looks_back_on_all else model.sliding_window, side=side)
+    return Layer(has_experts, 0 if looks_back_on_all else model.sliding_window, side=side)
 
 
 @lru_cache(maxsize=256)
@@ -383,21 +386,12 @@ def of_layer(model: Model, layer: Layer) -> Model:
 
 def is_moe_layer(model: Model, layer: int) -> bool:
     """Whether block `layer` (from 0) has experts."""
-    moe = model.moe
-    if model.layers:
-        return model.layers[layer].moe
-    if moe is None or layer < moe.first_dense_layers:
-        return False
-    return (layer - moe.first_dense_layers + 1) % moe.every == 0
+    return layer_kind(model, layer).moe
 
 
 def num_moe_layers(model: Model) -> int:
     """Blocks with experts."""
-    if model.layers:
-        return sum(layer.moe for layer in model.layers)
-    if model.moe is None:
-        return 0
-    return max(0, model.num_layers - model.moe.first_dense_layers) // model.moe.every
+    return sum(number for layer, number in layer_counts(model).items() if layer.moe)
 
 
 def num_dense_layers(model: Model) -> int:
@@ -424,41 +418,16 @@ def _one_of(value: str, known: tuple[str, ...], what: str) -> None:
         raise ModelError(f"{what} is {value!r}; known are {', '.join(known)}")
 
 
-_MAY_BE_ZERO = {
-    "vocab",
-    "expert_groups",
-    "top_groups",
-    "mtp_layers",
-    "sliding_window",
-    "full_attention_every",
-    "extra_position_rows",
-    "relative_buckets",
-    "token_types",
-    "num_classes",
-    "q_lora_rank",
-    "num_shared_experts",
-    "shared_ffn_hidden",
-    "first_dense_layers",
-    "out_channels",
-    "state_dim",
-    "index_heads",
-    "index_head_dim",
-    "index_top_k",
-    "dt_rank",
-    "gate_rank",
-}
+_MAY_BE_ZERO = ("vocab", "q_lora_rank")
+"""Counts that may be zero although they have no default; all others may if that is their default."""
 
 
-def _check_counts(
-    part: Model | MLA | MoE | Patches | Recurrence | Encoder | Distances | PerLayer | Streams | Layer,
-    where: str,
-) -> None:
-    own = {Encoder: ("seq", "channels"), Layer: ("window", "head_dim", "num_kv_heads", "ffn_hidden")}
-    may_be_zero = own.get(type(part), _MAY_BE_ZERO)
+def _check_counts(part: Any, where: str) -> None:
     for field in fields(part):
         value = getattr(part, field.name)
         if isinstance(value, int) and not isinstance(value, bool):
-            check_count(value, f"{where}: {field.name}", zero=field.name in may_be_zero)
+            zero = field.default == 0 or field.name in _MAY_BE_ZERO
+            check_count(value, f"{where}: {field.name}", zero=zero)
 
 
 def _check_moe(model: Model, moe: MoE, where: str) -> None:
@@ -498,7 +467,10 @@ def with_capacity(model: Model, factor: float | None) -> Model:
 
 def checked_model(model: Model, where: str) -> Model:
     """`model`, if its numbers make sense together; else a `ModelError` that begins with `where`."""
-    _check_counts(model, where)
+    parts = (model.mla, model.moe, model.patches, model.recurrence, model.encoder, model.distances)
+    for part in (model, *parts, model.per_layer, model.streams, *set(model.layers)):
+        if part is not None:
+            _check_counts(part, where)
     _one_of(model.activation, _ACTIVATIONS, f"{where}: activation")
     _one_of(model.norm, _NORMS, f"{where}: norm")
     _one_of(model.positions, _POSITIONS, f"{where}: positions")
@@ -510,16 +482,9 @@ def checked_model(model: Model, where: str) -> Model:
     if not 0 <= model.dropout_frac < 1:
         raise ModelError(f"{where}: dropout is {model.dropout_frac}; it must be at least 0 and below 1")
     _check_features(model, where)
-    if model.mla is not None:
-        _check_counts(model.mla, where)
     if model.recurrence is not None:
-        _check_counts(model.recurrence, where)
         _one_of(model.recurrence.kind, ("delta", "ssd", "scan", "conv"), f"{where}: recurrence")
-    for part in (model.encoder, model.distances, model.per_layer, model.streams, *set(model.layers)):
-        if part is not None:
-            _check_counts(part, where)
     if model.moe is not None:
-        _check_counts(model.moe, where)
         _check_moe(model, model.moe, where)
     if (model.vocab == 0) == (model.patches is None):
         raise ModelError(f"{where}: a model reads tokens or patches; give either a vocabulary or patches")
@@ -574,7 +539,6 @@ def _check_features(model: Model, where: str) -> None:
 
 
 def _check_patches(model: Model, patches: Patches, where: str) -> None:
-    _check_counts(patches, where)
     if patches.height % patches.patch or patches.width % patches.patch:
         raise ModelError(
             f"{where}: an image of {patches.height} x {patches.width} does not divide into patches of "

@@ -31,17 +31,9 @@ from meshwise.model.config_fields import POOLED, Config, Fields, LayerSizes
 # --- blocks ------------------------------------------------------------------------------------
 
 _ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "swiglu": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu",
-    "gelu_fast": "gelu",
-    "gelu_python": "gelu",
-    "gelu_pytorch_tanh": "gelu",
-    "quick_gelu": "gelu",
-    "relu": "relu",
-    "relu2": "relu2",
+    **dict.fromkeys(("silu", "swish", "swiglu"), "silu"),
+    **dict.fromkeys(("gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh"), "gelu"),
+    **{"quick_gelu": "gelu", "relu": "relu", "relu2": "relu2"},
 }
 _GATED = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
 
@@ -522,31 +514,13 @@ def _patches(c: Config) -> Fields:
     return {"patches": patches, "max_seq": patches.num_tokens, "causal": False, "vocab": 0, "lm_head": False}
 
 
-RULES: dict[str, Callable[[Config], Fields]] = {
-    "window": _window,
-    "experts": _experts,
-    "hybrid": _hybrid,
-    "only_recurrence": _only_recurrence,
-    "falcon_h1": _falcon_h1,
-    "kimi_linear": _kimi_linear,
-    "lfm2": _lfm2,
-    "granite_hybrid": _granite_hybrid,
-    "softcaps": _softcaps,
-    "mla": _mla,
-    "stablelm": _stablelm,
-    "dbrx": _dbrx,
-    "deberta": _deberta,
-    "encoder": _encoder,
-    "t5": _t5,
-    "gemma4": _gemma4,
-    "gemma3n": _gemma3n,
-    "siglip_text": _siglip_text,
-    "gpt_bigcode": _gpt_bigcode,
-    "opt": _opt,
-    "falcon": _falcon,
-    "mpt": _mpt,
-    "patches": _patches,
-}
+_ALL: tuple[Callable[[Config], Fields], ...] = (
+    _window, _experts, _hybrid, _only_recurrence, _falcon_h1, _kimi_linear, _lfm2, _granite_hybrid,
+    _softcaps, _mla, _stablelm, _dbrx, _deberta, _encoder, _t5, _gemma4, _gemma3n, _siglip_text,
+    _gpt_bigcode, _opt, _falcon, _mpt, _patches,
+)  # fmt: skip
+RULES = {rule.__name__.removeprefix("_"): rule for rule in _ALL}
+"""By the name of their function."""
 
 
 # --- heads -------------------------------------------------------------------------------------

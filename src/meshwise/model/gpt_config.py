@@ -94,25 +94,17 @@ class GptConfig:
         return self.moe_freq > 0 and (layer + 1) % self.moe_freq == 0
 
 
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "_name": ("transformer_lm_gpt",),
-    "activation_fn": ("gelu",),
-    "decoder_normalize_before": (True,),
-    "share_decoder_input_output_embed": (True,),
-    "adaptive_softmax_cutoff": (None,),
-    "character_embeddings": (False,),
-    "adaptive_input": (False,),
-    "decoder_learned_pos": (False,),
-    "layernorm_embedding": (False,),
-    "decoder_layers_to_keep": (None,),
-    "quant_noise_pq": (0,),
-    "quant_noise_scalar": (0,),
-    "alternate_decoder_ffn_embed_dim": (0,),
-    "use_stable_embedding": (False,),
-    "base_layers": (0,),
-    "add_bos_token": (False,),
+_ONLY: dict[str, Any] = {
+    "_name": "transformer_lm_gpt",
+    "activation_fn": "gelu",
+    **dict.fromkeys(("decoder_normalize_before", "share_decoder_input_output_embed"), True),
+    **dict.fromkeys(("character_embeddings", "adaptive_input", "decoder_learned_pos"), False),
+    **dict.fromkeys(("layernorm_embedding", "use_stable_embedding", "add_bos_token"), False),
+    **dict.fromkeys(("adaptive_softmax_cutoff", "decoder_layers_to_keep"), None),
+    **dict.fromkeys(("quant_noise_pq", "quant_noise_scalar", "base_layers"), 0),
+    "alternate_decoder_ffn_embed_dim": 0,
 }
-"""Fields that choose a variant, and the values we compute."""
+"""Fields that choose a variant, and the value we compute."""
 
 # fmt: off
 _NO_EFFECT = frozenset({
@@ -150,8 +142,8 @@ def gpt_config_from_dict(raw: dict[str, Any], where: str = "config") -> GptConfi
     if unknown:
         raise ModelError(f"{where}: unknown field {unknown[0]!r}; it is not one of transformer_lm_gpt")
     for name, only in _ONLY.items():
-        if name in raw and raw[name] not in only:
-            raise ModelError(f"{where}: {name}={raw[name]!r} is not supported; only {only[0]!r} is")
+        if name in raw and raw[name] != only:
+            raise ModelError(f"{where}: {name}={raw[name]!r} is not supported; only {only!r} is")
     values = {name: _value(name, raw[name], where) for name in known & set(raw)}
     config = GptConfig(**values)
     for name in ("decoder_input_dim", "decoder_output_dim"):
