@@ -11,7 +11,7 @@ from meshwise.estimate.grid import price_grid
 from meshwise.estimate.part import price_parts
 from meshwise.estimate.single import estimate
 from meshwise.estimate.timing import Machine
-from meshwise.machine.hardware import find_cluster, rates, stack_rates
+from meshwise.machine.hardware import find_cluster, rates
 from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
@@ -35,14 +35,13 @@ def one_estimate() -> None:
 
 
 def block_grid() -> int:
-    """100,000 blocks: 5 tp x 20 microbatches x 200 sequences x 5 chips."""
-    names = ("a100-80g-sxm:8", "h100-80g-sxm:8", "h200-sxm:8", "b200-sxm:8", "mi300x:8")
-    stacked = stack_rates([rates(find_cluster(name), "bf16") for name in names])
-    on = Machine(base=stacked, by_dtype={"bf16": stacked})
+    """100,000 blocks: 5 tp x 20 microbatches x 1,000 sequences."""
+    base = rates(find_cluster("h100-80g-sxm:8"), "bf16")
+    on = Machine(base=base, by_dtype={"bf16": base})
     cut = Cut(
-        microbatch=np.arange(1.0, 21.0)[:, None, None],
-        seq=np.arange(1.0, 201.0)[:, None] * 128.0,
-        tp=np.array([1.0, 2.0, 4.0, 8.0, 16.0])[:, None, None, None],
+        microbatch=np.arange(1.0, 21.0)[:, None],
+        seq=np.arange(1.0, 1001.0) * 32.0,
+        tp=np.array([1.0, 2.0, 4.0, 8.0, 16.0])[:, None, None],
         sequence_parallel=True,
     )
     return int(np.size(price_parts({"layer": block(GPT3, cut)}, on)["layer"].forward_s))

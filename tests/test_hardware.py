@@ -16,13 +16,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.core.errors import ClusterError
-from meshwise.cost.collective import collective_s
 from meshwise.machine.hardware import (
     Chip,
     Cluster,
@@ -34,7 +32,6 @@ from meshwise.machine.hardware import (
     parse_cluster,
     rates,
     sliced,
-    stack_rates,
 )
 
 CHIPS = sorted(chips())
@@ -727,42 +724,6 @@ def test_any_file_is_a_cluster_or_an_error(tmp_path_factory: pytest.TempPathFact
 # --- many chips in one call -------------------------------------------------------------------------------
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
-
-
-@given(
-    st.lists(st.sampled_from([f"{n}:4096" for n in CHIPS] + CLUSTERS), min_size=1, max_size=6),
-    st.sampled_from(KINDS),
-    st.integers(0, 12).map(lambda n: 2.0**n),
-    st.integers(0, 3).map(lambda n: 2.0**n),
-    st.floats(0.0, 1e11),
-)
-def test_stacked_rates_cost_what_each_chip_costs_alone(
-    machines: list[str], kind: Any, group: float, stride: float, payload_bytes: float
-) -> None:
-    each = [rates(find_cluster(name), "fp32") for name in machines]
-    stacked = stack_rates(each)
-
-    def seconds(machine: Any) -> Any:
-        wire_s = collective_s(
-            kind,
-            payload_bytes,
-            group,
-            stride=stride,
-            link_bytes_per_s=machine.link_bytes_per_s,
-            link_latency_s=machine.link_latency_s,
-            link_ranks=machine.link_ranks,
-        )
-        return wire_s + 1e15 / machine.matrix_flop_per_s + payload_bytes / machine.memory_bytes_per_s
-
-    alone = np.array([float(seconds(machine)) for machine in each])
-    np.testing.assert_allclose(seconds(stacked), alone, rtol=1e-12)
-    assert stacked.vector_flop_per_s.tolist() == [one.vector_flop_per_s for one in each]  # type: ignore[union-attr]
-    assert stacked.memory_bytes.tolist() == [one.memory_bytes for one in each]  # type: ignore[union-attr]
-
-
-def test_nothing_cannot_be_stacked() -> None:
-    with pytest.raises(ClusterError, match="at least one"):
-        stack_rates([])
 
 
 # --- torus, rails, oversubscription ------------------------------------------------------------

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from meshwise.estimate.part import Wait, price_parts
 from meshwise.estimate.timing import Machine, machine, op_times
-from meshwise.machine.hardware import find_cluster, rates, stack_rates
+from meshwise.machine.hardware import find_cluster
 from meshwise.machine.overheads import FULL_WATTS, NONE, Overheads
 from meshwise.model.architecture import Layer
 from meshwise.model.find import find_model
@@ -43,30 +43,6 @@ def test_an_ideal_all_gather_takes_its_ring() -> None:
     on = ideal("a100-80g-sxm:8")
     seconds = on.collective_s("all_gather", 50e6, 8.0, 1.0)
     assert seconds == pytest.approx(50e6 * 7 / 8 / 300e9, rel=0.05)
-
-
-@given(
-    micro=st.lists(st.integers(1, 8), min_size=1, max_size=3),
-    seq=st.sampled_from([512, 2048, 8192]),
-    tp=st.sampled_from([1, 4, 8, 16]),
-)
-def test_chips_are_an_axis(micro: list[int], seq: int, tp: int) -> None:
-    """One call over an axis of chips equals a call per chip."""
-    each = [rates(find_cluster(name), "bf16") for name in CHIPS]
-    stacked = stack_rates(each)
-    many = Machine(base=stacked, by_dtype={"bf16": stacked})
-    cut = Cut(
-        microbatch=np.array(micro, float)[:, None], seq=float(seq), tp=float(tp), sequence_parallel=True
-    )
-    whole = op_times(block(GPT3, cut), many)
-    for c, base in enumerate(each):
-        for i, size in enumerate(micro):
-            one = op_times(
-                block(GPT3, replace(cut, microbatch=float(size))), Machine(base=base, by_dtype={"bf16": base})
-            )
-            for grid, scalar in zip(whole, one, strict=True):
-                cells = np.broadcast_to(grid, (len(micro), len(CHIPS)))
-                assert cells[i, c] == pytest.approx(scalar, rel=1e-9, abs=1e-18)
 
 
 @pytest.mark.parametrize("chip", ["a100-80g-sxm:64", "h100-80g-sxm:64", "h200-sxm:64", "b200-sxm:64"])

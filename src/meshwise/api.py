@@ -656,8 +656,7 @@ def explain(
             "a prediction needs the cluster that the job ran on; give it, or leave out all of the job"
         )
     summary = summarize_paths([traces] if isinstance(traces, str | Path) else traces, steps=steps)
-    if not summary.traces:
-        raise DataError("none of the files is a readable trace; name PyTorch profiler traces")
+    summary.check_readable()
     predicted, found = None, recognised(summary) if model is None else None
     if cluster is not None:
         if model is None and found is None:

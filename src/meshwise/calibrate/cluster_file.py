@@ -13,7 +13,7 @@ import numpy as np
 from meshwise.core.files import write_text
 from meshwise.core.ledger import Collective
 from meshwise.cost.collective import collective_s
-from meshwise.machine.hardware import MEASURED, Level, ReduceScatter
+from meshwise.machine.hardware import MEASURED, Chip, Cluster, Level, ReduceScatter, cluster_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,66 +52,51 @@ class Calibration:
     """What the host of a rank without a device adds to each matrix op."""
 
     @property
-    def reduce_scatter(self) -> ReduceScatter:
-        """What the library of the link does to reduce and scatter."""
-        return reduces_and_scatters(self.link_name)
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values."""
-        return asdict(self)
-
-    def to_toml(self) -> str:
-        """The cluster file."""
-        rates = {"matrix": self.matrix_flop_per_s, "vector": self.vector_flop_per_s}
-        tables = [
-            f"{name}_flop_per_s = {{ {', '.join(f'{dtype} = {rate:.4e}' for dtype, rate in table.items())} }}"
-            for name, table in rates.items()
-        ]
-        inner = Level(
+    def cluster(self) -> Cluster:
+        """The machine as a cluster."""
+        link = Level(
             name=self.link_name,
             bytes_per_s=self.link_bytes_per_s,
             latency_s=self.link_latency_s,
             ranks=self.link_ranks or math.inf,
         )
-        levels = [inner, *([self.outer] if self.outer else [])]
-        lines = [
-            "# Measured by `meshwise calibrate`; read with --cluster FILE.",
-            f"num_chips = {self.num_ranks}",
-            f'reduce_scatter = "{self.reduce_scatter}"',
-            f'source = "{self.source}"',
-            f"checked = {self.checked}",
-            *_levels("levels", levels),
-            "",
-            "[chip]",
-            f'vendor = "{MEASURED}"',
-            f'generation = "{self.name}"',
-            f"memory_bytes = {self.memory_bytes:.4e}",
-            f"memory_bytes_per_s = {self.memory_bytes_per_s:.4e}",
-            *([f"op_host_s = {self.op_host_s:.3e}"] if self.op_host_s else []),
-            *tables,
-            f'source = "{self.source}"',
-            f"checked = {self.checked}",
-            *_levels("chip.levels", levels),
-        ]
-        return "\n".join(lines) + "\n"
+        levels = (link, *filter(None, [self.outer]))
+        chip = Chip(
+            name=self.name,
+            vendor=MEASURED,
+            generation=self.name,
+            memory_bytes=self.memory_bytes,
+            memory_bytes_per_s=self.memory_bytes_per_s,
+            matrix_flop_per_s=self.matrix_flop_per_s,
+            vector_flop_per_s=self.vector_flop_per_s,
+            levels=levels,
+            op_host_s=self.op_host_s,
+            source=self.source,
+            checked=self.checked,
+        )
+        return Cluster(
+            name=self.name,
+            chip=chip,
+            num_chips=self.num_ranks,
+            levels=levels,
+            reduce_scatter=reduces_and_scatters(self.link_name),
+            source=self.source,
+            checked=self.checked,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        return asdict(self)
 
     def write(self, path: Path) -> None:
         """Write the cluster file, whole or not at all; DataError where that fails."""
-        write_text(path, self.to_toml())
+        head = "# Measured by `meshwise calibrate`; read with --cluster FILE.\n"
+        write_text(path, head + cluster_text(self.cluster, digits=5))
 
 
 def reduces_and_scatters(library: str) -> ReduceScatter:
     """What a library of collectives does to reduce and scatter: gloo reduces all."""
     return "all_reduce" if library.startswith("gloo") else "reduce_scatter"
-
-
-def _levels(table: str, levels: Sequence[Level]) -> list[str]:
-    lines = []
-    for level in levels:
-        lines += ["", f"[[{table}]]", f'name = "{level.name}"', f"bytes_per_s = {level.bytes_per_s:.4e}"]
-        lines.append(f"latency_s = {level.latency_s:.3e}")
-        lines += [f"ranks = {level.ranks}"] if math.isfinite(level.ranks) else []
-    return lines
 
 
 def fit_link(

@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.calibrate.catalog_text import catalog_text
 from meshwise.calibrate.errors import grouped
 from meshwise.calibrate.microdata import Measurement, Problem, read
 from meshwise.calibrate.ops import Array, batches, constants_name, links, predict_s
 from meshwise.core.errors import DataError, MissingExtraError
 from meshwise.core.files import write_text
+from meshwise.core.toml import catalog_toml
 from meshwise.machine.efficiency import (
     CLASSES,
     AttentionEfficiency,
@@ -482,7 +482,7 @@ def to_toml(bench: _Bench, *, checked: str, data: Sequence[str]) -> str:
             if found := scores.get((key, chip)):
                 values |= {"fit": _rounded(found), "source": found.sources}
             sections[f"{name}.{chip}.{variant}"] = values
-    return catalog_text(_HEAD, sections)
+    return catalog_toml(_HEAD, sections)
 
 
 def _rounded(score: Score) -> dict[str, float]:

@@ -20,11 +20,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwise.calibrate.catalog_text import catalog_text
 from meshwise.calibrate.errors import percentiles, summarize
 from meshwise.calibrate.robust import Array, Linear, minimise
 from meshwise.calibrate.table import header, lines
 from meshwise.core.errors import DataError, MeshwiseError
+from meshwise.core.toml import catalog_toml
 from meshwise.estimate.intervals import Spread
 from meshwise.serve import inferencex, measured
 from meshwise.serve.fitted import Constants, fitted
@@ -190,4 +190,4 @@ def serving_toml(found: ServingFit) -> str:
     for quantity, by_regime in found.spreads.items():
         for regime, spread in by_regime.items():
             sections[f'spreads.{quantity}."{regime}"'] = msgspec.structs.asdict(spread)
-    return catalog_text(_HEAD, sections)
+    return catalog_toml(_HEAD, sections)

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.calibrate.catalog_text import catalog_text
 from meshwise.calibrate.errors import is_held_out, summarize
 from meshwise.calibrate.express import Expressed, express
 from meshwise.calibrate.robust import Array, Linear, minimise
@@ -34,6 +33,7 @@ from meshwise.calibrate.step_constants import (
 )
 from meshwise.calibrate.validate import estimate_run, reported_bytes
 from meshwise.core.errors import MeshwiseError
+from meshwise.core.toml import catalog_toml
 from meshwise.machine.overheads import Tables, tables
 
 
@@ -243,4 +243,4 @@ def to_toml(constants: Constants, fitted: float, judged: float, *, checked: str,
     for name, value in sorted(every(constants).items(), key=lambda item: item[0].rpartition(".")[0]):
         table, _, field = name.rpartition(".")
         sections.setdefault(table, {})[field] = value
-    return catalog_text(_HEAD, sections)
+    return catalog_toml(_HEAD, sections)

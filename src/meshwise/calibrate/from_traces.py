@@ -55,8 +55,7 @@ def calibrate_from(paths: Sequence[str | Path], *, steps: str = "") -> Calibrati
         DataError: A trace is unreadable, or shows too little or too noisily.
     """
     summary = summarize_paths(paths, steps=steps)
-    if not summary.traces:
-        raise DataError("none of the files is a readable trace; name PyTorch profiler traces")
+    summary.check_readable()
     ops = op_rates(summary.traces)
     matrix = _rates([one for one in ops if one.flop], "flop")
     if not matrix:

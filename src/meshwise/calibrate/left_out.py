@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwise.calibrate.catalog_text import catalog_text
 from meshwise.calibrate.errors import grouped, quantile
 from meshwise.calibrate.express import Expressed
 from meshwise.calibrate.fit_steps import (
@@ -35,6 +34,7 @@ from meshwise.calibrate.runs import publication
 from meshwise.calibrate.step_constants import Constants
 from meshwise.calibrate.table import header
 from meshwise.calibrate.validate import Prediction, Validation
+from meshwise.core.toml import catalog_toml
 from meshwise.estimate.intervals import UNMEASURED, Spread, Spreads, interval_around, regimes
 
 QUANTITIES = {each.name: each for each in (TIME, MEMORY)}
@@ -171,4 +171,4 @@ def intervals_toml(found: Spreads) -> str:
                 key: getattr(each, key) for key in ("p10", "p90", "num_runs", "num_sources")
             }
     measured = ", ".join(f'"{name}"' for name in found.measured)
-    return catalog_text(f"{_HEAD}\nmeasured = [{measured}]\n", sections)
+    return catalog_toml(f"{_HEAD}\nmeasured = [{measured}]\n", sections)

@@ -84,7 +84,7 @@ def summary(
     found = summarize_paths(paths, steps=steps)
     if json:  # what is wrong with each file too, where none is readable
         print_json(found.to_json())
-    _check_readable(found)
+    found.check_readable()
     write_html(found, html)
     if not json:
         from meshwise.report.trace_table import print_summary
@@ -349,19 +349,12 @@ def _cluster(text: str | None) -> machine.Cluster | None:
     return None if text is None else find_cluster(text)
 
 
-def _check_readable(found: Summary) -> None:
-    """DataError if none of the files is a readable trace."""
-    if not found.traces:
-        reasons = "; ".join(f"{problem.file}: {problem.reason}" for problem in found.problems[:3])
-        raise DataError(f"no readable trace among the files: {reasons}; name PyTorch profiler traces")
-
-
 def _summarized(paths: list[Path], steps: str = "") -> Summary:
     """The summary of `paths`, with its problems on stderr; DataError if nothing is readable."""
     from meshwise.trace.summary import summarize_paths
 
     found = summarize_paths(paths, steps=steps)
-    _check_readable(found)
+    found.check_readable()
     for problem in found.problems:
-        print(f"meshwise: {problem.file + ': ' if problem.file else ''}{problem.reason}", file=sys.stderr)
+        print(f"meshwise: {problem.text}", file=sys.stderr)
     return found

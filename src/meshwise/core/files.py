@@ -40,14 +40,20 @@ def parse_file(
     Raises:
         error: There is no such file, it is not text, or `parse` refuses it; one sentence.
     """
-    text = read_text(path, kind, error)
+    return parse_text(read_text(path, kind, error), repr(str(path)), kind, parse, error)
+
+
+def parse_text(
+    text: str, name: str, kind: str, parse: Callable[[str], Content], error: type[MeshwiseError] = DataError
+) -> Content:
+    """What `parse` makes of the `text` of a `kind` file called `name`; `error` where it refuses it."""
     try:
         return parse(text)
     except (RecursionError, MemoryError):
-        raise error(f"{str(path)!r} is not valid {kind}: its brackets are nested too deeply") from None
+        raise error(f"{name} is not valid {kind}: its brackets are nested too deeply") from None
     except (ValueError, SyntaxError) as problem:
         reason = " ".join(str(problem).partition(" (<")[0].split())
-        raise error(f"{str(path)!r} is not valid {kind}: {reason}") from None
+        raise error(f"{name} is not valid {kind}: {reason}") from None
 
 
 def read_toml(path: Path, error: type[MeshwiseError] = DataError) -> dict[str, Any]:

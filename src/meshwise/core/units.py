@@ -72,8 +72,13 @@ def whole(text: str) -> int | None:
     return int(text) if re.fullmatch("[0-9]{1,15}", text) else None
 
 
-def with_prefix(value: float, unit: str, digits: int = 4) -> str:
-    """`value` with an SI prefix and about `digits` significant digits: `3.15e14, "FLOP"` -> `315 TFLOP`."""
+def with_prefix(value: float | None, unit: str, digits: int = 4) -> str:
+    """`value` with an SI prefix and about `digits` significant digits: `3.15e14, "FLOP"` -> `315 TFLOP`.
+
+    None is the empty text.
+    """
+    if value is None:
+        return ""
     if not math.isfinite(value):
         return f"{value} {unit}".rstrip()
     power = 0
@@ -84,8 +89,10 @@ def with_prefix(value: float, unit: str, digits: int = 4) -> str:
     return f"{scaled:.{digits}g} {_PREFIXES[power]}{unit}".rstrip()
 
 
-def duration(seconds: float) -> str:
-    """A time for people: `1.5e-5` -> `15 µs`, `0.25` -> `250 ms`, `90000` -> `25 h`."""
+def duration(seconds: float | None) -> str:
+    """A time for people: `1.5e-5` -> `15 µs`, `0.25` -> `250 ms`, `90000` -> `25 h`; None is empty."""
+    if seconds is None:
+        return ""
     if not math.isfinite(seconds):
         return str(seconds)
     for limit, scale, unit in (

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.core.errors import DataError
-from meshwise.core.files import read_text
+from meshwise.core.files import parse_text, read_text
 from meshwise.core.units import whole
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.bridge import megatron_settings
@@ -146,10 +146,8 @@ def _parse(path: Path) -> tuple[str, Settings, int | None]:
         is_bridge = "MODEL_ARGS:" not in text and "\nlanguage_model:" not in f"\n{text}"
         return ("megatron-bridge", _bridge(stated), None) if is_bridge else ("megatron-lm", stated, None)
     if re.search(r"^\[(parallelism|training)\]", text, re.MULTILINE):
-        try:
-            return "torchtitan", _titan_toml(_flat(tomllib.loads(text))), None
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} is not valid TOML: {error}") from None
+        tables = parse_text(text, str(path), "TOML", tomllib.loads)
+        return "torchtitan", _titan_toml(_flat(tables)), None
     words = shell_words(text, path)
     if any(word.startswith(("--parallelism.", "--training.")) for word in words):
         return "torchtitan", _titan_words(words), _gpus(words)
@@ -164,13 +162,7 @@ def _parse(path: Path) -> tuple[str, Settings, int | None]:
 
 
 def _parse_deepspeed(text: str, path: Path) -> tuple[str, Settings, None]:
-    try:
-        tree = json.loads(text)
-    except RecursionError:
-        raise DataError(f"{path} is not valid JSON: its brackets are nested too deeply") from None
-    except ValueError as error:
-        raise DataError(f"{path} is not valid JSON: {error}") from None
-    stated = _flat(tree)
+    stated = _flat(parse_text(text, str(path), "JSON", json.loads))
     if not any(name.startswith(("zero_optimization", "train_")) for name in stated):
         raise DataError(f"{path} is no DeepSpeed configuration: it has no zero_optimization and no batch")
     return "deepspeed", {name: value for name, value in stated.items() if value != "auto"}, None

@@ -20,7 +20,6 @@ import itertools
 import math
 import operator
 import tomllib
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -29,7 +28,8 @@ from typing import Any, Literal
 import msgspec
 
 from meshwise.core.errors import ClusterError, did_you_mean
-from meshwise.core.files import catalog_text, read_toml
+from meshwise.core.files import catalog_text, parse_text, read_toml
+from meshwise.core.toml import toml_text
 from meshwise.core.units import DTYPE_BYTES, Num
 
 MAX_CHIPS = 10**9
@@ -247,24 +247,15 @@ def _chip_from_entry(name: str, entry: _ChipEntry, where: str) -> Chip:
     _check_rates(entry.vector_flop_per_s, f"{at}: vector_flop_per_s")
     if "fp32" not in entry.vector_flop_per_s:
         raise ClusterError(f"{at}: vector_flop_per_s lacks fp32; every chip needs that rate")
-    return Chip(
-        name=name,
-        vendor=entry.vendor,
-        generation=entry.generation,
-        memory_bytes=_positive(entry.memory_bytes, f"{at}: memory_bytes"),
-        memory_bytes_per_s=_positive(entry.memory_bytes_per_s, f"{at}: memory_bytes_per_s"),
-        matrix_flop_per_s=entry.matrix_flop_per_s,
-        vector_flop_per_s=entry.vector_flop_per_s,
-        levels=_levels(entry.levels, at),
-        num_cores=_count(entry.num_cores, f"{at}: num_cores") if entry.num_cores else 0,
-        cache_bytes=_positive(entry.cache_bytes, f"{at}: cache_bytes", zero=True),
-        power_watts=_positive(entry.power_watts, f"{at}: power_watts", zero=True),
-        host_bytes_per_s=_positive(entry.host_bytes_per_s, f"{at}: host_bytes_per_s", zero=True),
-        op_host_s=_positive(entry.op_host_s, f"{at}: op_host_s", zero=True),
-        aliases=tuple(entry.aliases),
-        source=entry.source,
-        checked=_iso(entry.checked),
-    )
+    values = msgspec.structs.asdict(entry)
+    for what in ("memory_bytes", "memory_bytes_per_s"):
+        values[what] = _positive(values[what], f"{at}: {what}")
+    for what in ("cache_bytes", "power_watts", "host_bytes_per_s", "op_host_s"):
+        values[what] = _positive(values[what], f"{at}: {what}", zero=True)
+    if entry.num_cores:
+        _count(entry.num_cores, f"{at}: num_cores")
+    values |= {"levels": _levels(entry.levels, at), "aliases": tuple(entry.aliases)}
+    return Chip(name=name, **values | {"checked": _iso(entry.checked)})
 
 
 def _iso(date: datetime.date | None) -> str:
@@ -394,36 +385,28 @@ def _read_cluster_file(path: Path) -> Cluster:
 
 def parse_cluster(text: str, name: str = "cluster") -> Cluster:
     """The cluster that the text of a TOML file describes; ClusterError says what is wrong with it."""
-    try:
-        raw = _convert(tomllib.loads(text), _ClusterEntry, name)
-    except (ValueError, RecursionError) as problem:
-        raise ClusterError(f"{name} is not valid TOML: {problem}") from None
-    return _cluster_from_entry(name, raw, name)
+    tables = parse_text(text, name, "TOML", tomllib.loads, ClusterError)
+    return _cluster_from_entry(name, _convert(tables, _ClusterEntry, name), name)
 
 
-def cluster_text(cluster: Cluster) -> str:
-    """`cluster` as the text that `parse_cluster` turns back into it, with its chip and links written out."""
-    chip = {key: getattr(cluster.chip, key) for key in _ChipEntry.__struct_fields__ if key != "levels"}
-    chip.pop("checked")
-    levels = [
-        {item.name: value for item in fields(Level) if (value := getattr(level, item.name)) != item.default}
-        for level in (
-            replace(level, ranks=math.inf if level.torus else level.ranks) for level in cluster.levels
-        )
+def cluster_text(cluster: Cluster, digits: int | None = None) -> str:
+    """`cluster` as the text that `parse_cluster` turns back into it, with its chip and links written out.
+
+    Floats have all their digits, or so many.
+    """
+    levels = (replace(level, ranks=math.inf if level.torus else level.ranks) for level in cluster.levels)
+    tables = [
+        ("", _stated(cluster, "name", "chip", "levels")),
+        *(("[[levels]]", _stated(level)) for level in levels),
+        ("[chip]", _stated(cluster.chip, "name", "levels")),
     ]
-    own = {"num_chips": cluster.num_chips, "reduce_scatter": cluster.reduce_scatter}
-    tables = [("", own), *(("[[levels]]", level) for level in levels)]
-    return "\n\n".join(
-        "\n".join([*filter(None, [head]), *(f"{key} = {_toml(value)}" for key, value in table.items())])
-        for head, table in (*tables, ("[chip]", chip))
-    )
+    return toml_text(tables, digits)
 
 
-def _toml(value: Any) -> str:
-    """A text, number, list or table as TOML writes it inline."""
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
-    return msgspec.json.encode(value).decode()
+def _stated(record: Any, *without: str) -> dict[str, Any]:
+    """The fields of a record that have not their default."""
+    names = [item.name for item in fields(record) if getattr(record, item.name) != item.default]
+    return {name: getattr(record, name) for name in names if name not in without}
 
 
 # --- numbers for the cost model ----------------------------------------------------------------
@@ -431,7 +414,7 @@ def _toml(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rates:
-    """The rates of a chip at one dtype; each may be an array over chips, so that one call costs many.
+    """The rates of a chip at one dtype.
 
     The fields `link_*` hold one entry per level, innermost first; a torus has one for each of its axes, with
     `link_ways` 2 where the axis closes to a ring, else 1 (switches: 0). `node_ranks` is the size of a domain
@@ -511,36 +494,4 @@ def rates(cluster: Cluster, dtype: str) -> Rates:
         link_rails=tuple(float(link.rails) for link in links),
         node_ranks=levels[0].ranks,
         chip=cluster.chip,
-    )
-
-
-def stack_rates(each: Sequence[Rates]) -> Rates:
-    """The rates of several chips as one: every field a 1-D array over `each`, so that one call costs all.
-
-    Machines with fewer link levels repeat their outermost one, which changes no time: nothing is left to
-    cross there. `chip` is None, because there are several.
-    """
-    import numpy as np  # here, because the catalog alone is read without numpy
-
-    if not each:
-        raise ClusterError("there are no rates to stack; give at least one cluster")
-    num_levels = max(len(one.link_ranks) for one in each)
-
-    def over_chips(values: Iterable[Num]) -> Num:
-        return np.array(list(values), dtype=np.float64)
-
-    def per_level(rows: list[tuple[Num, ...]]) -> tuple[Num, ...]:
-        return tuple(over_chips(row[min(i, len(row) - 1)] for row in rows) for i in range(num_levels))
-
-    return Rates(
-        matrix_flop_per_s=over_chips(one.matrix_flop_per_s for one in each),
-        vector_flop_per_s=over_chips(one.vector_flop_per_s for one in each),
-        memory_bytes_per_s=over_chips(one.memory_bytes_per_s for one in each),
-        memory_bytes=over_chips(one.memory_bytes for one in each),
-        link_bytes_per_s=per_level([one.link_bytes_per_s for one in each]),
-        link_latency_s=per_level([one.link_latency_s for one in each]),
-        link_ranks=per_level([one.link_ranks for one in each]),
-        link_ways=per_level([one.link_ways for one in each]),
-        link_rails=per_level([one.link_rails for one in each]),
-        node_ranks=over_chips(one.node_ranks for one in each),
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from meshwise.calibrate.errors import summarize
 from meshwise.calibrate.validate import Prediction, Validation, coverage_frac
-from meshwise.core.units import duration, with_prefix
+from meshwise.report.accuracy_table import quantity_text
 from meshwise.report.html import COLORS, Chart, Link, Page, Section
 from meshwise.report.table import Table, percent
 
@@ -35,7 +35,6 @@ def accuracy_page(validation: Validation) -> Page:
 
 
 def _picture(quantity: str, rows: Sequence[Prediction]) -> Chart:
-    show = (lambda value: with_prefix(value, "B")) if quantity.endswith("bytes") else duration
     unit = "B" if quantity.endswith("bytes") else "s"
     known = [row for row in rows if row.error_frac is not None]
     chips = sorted({row.chip for row in known})
@@ -63,7 +62,7 @@ def _picture(quantity: str, rows: Sequence[Prediction]) -> Chart:
     cells = [
         (
             row.id, _where(row.source), row.chip,
-            *(show(value) if value is not None else "" for value in (row.measured, row.predicted)),
+            quantity_text(row.measured, quantity), quantity_text(row.predicted, quantity),
             percent(row.error_frac, sign=True), row.reason,
         )
         for row in sorted(rows, key=lambda row: -abs(row.error_frac or 0.0))

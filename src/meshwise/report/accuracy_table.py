@@ -153,8 +153,6 @@ def coverage_text(rows: Sequence[Prediction]) -> str:
 
 def quantity_text(value: float | None, quantity: str) -> str:
     """A value of a quantity for people."""
-    if value is None:
-        return ""
     return with_prefix(value, "B") if quantity.endswith("bytes") else duration(value)
 
 

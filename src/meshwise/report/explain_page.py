@@ -49,12 +49,8 @@ def _waterfall(explanation: Explanation, predicted: float, table: Table) -> Char
     return Chart("From the predicted step to the measured one", [bar], layout, finding, table, height)
 
 
-def _seconds(value: float | None) -> str:
-    return "" if value is None else duration(value)
-
-
 def _cells(row: Row) -> tuple[str, str, str]:
-    return _seconds(row.predicted_s), _seconds(row.measured_s), _more(row.more_s)
+    return duration(row.predicted_s), duration(row.measured_s), _more(row.more_s)
 
 
 def _more(change: float) -> str:

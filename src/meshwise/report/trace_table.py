@@ -36,7 +36,7 @@ def print_summary(summary: Summary, console: Console, *, limit: int = 15) -> Non
     console.print("Findings", style="italic")
     print_findings(summary.findings, console)
     for problem in summary.problems:
-        console.print(f"problem: {problem.file + ': ' if problem.file else ''}{problem.reason}")
+        console.print(f"problem: {problem.text}")
 
 
 def summary_tables(summary: Summary, *, limit: int = 15) -> list[Table]:
@@ -68,7 +68,7 @@ def _ranks(summary: Summary) -> Table:
         times = [rank.span_s, rank.compute_s, rank.communication_s, rank.exposed_communication_s]
         times += [rank.memory_s, rank.idle_s]
         busy_frac = rank.busy_s / rank.span_s if rank.span_s else None
-        cells = (*map(duration, times), _time(parts.host_bound_s), percent(busy_frac))
+        cells = (*map(duration, times), duration(parts.host_bound_s), percent(busy_frac))
         rows.append((rank.rank, *cells, percent(rank.overlap_frac)))
     title = "Where the time of each rank went"
     return Table(title, (*columns, "overlap"), rows, no_wrap=True)
@@ -113,8 +113,8 @@ def _copies(copies: Sequence[CopyTotal]) -> Table:
     rows = []
     for copy in copies:
         sizes = (copy.bytes, copy.min_bytes, copy.median_bytes, copy.max_bytes)
-        speed = _with_prefix(copy.bytes_per_s, "B/s")
-        cells = (_with_prefix(size, "B") for size in sizes)
+        speed = with_prefix(copy.bytes_per_s, "B/s")
+        cells = (with_prefix(size, "B") for size in sizes)
         rows.append((copy.kind, copy.count, duration(copy.total_s), *cells, speed))
     return Table("Copies", columns, rows, no_wrap=True)
 
@@ -133,8 +133,8 @@ def _collectives(found: Sequence[Collective], limit: int) -> Table:
     columns = ("collective", "group", "bytes", "wire", "bytes/s sent", "longest wait", "last rank")
     rows = [
         (
-            *(f"{one.name} {one.index}", one.group, _with_prefix(one.bytes, "B"), duration(one.wire_s)),
-            *(_with_prefix(one.sent_bytes_per_s, "B/s"), duration(max(one.wait_s.values()))),
+            *(f"{one.name} {one.index}", one.group, with_prefix(one.bytes, "B"), duration(one.wire_s)),
+            *(with_prefix(one.sent_bytes_per_s, "B/s"), duration(max(one.wait_s.values()))),
             one.last_rank if one.num_ranks > 1 else "(one rank seen)",
         )
         for one in longest
@@ -158,11 +158,11 @@ def print_joint(rows: Sequence[Joint], console: Console, *, title: str, limit: i
 
 def print_explanation(found: Explanation, console: Console, *, limit: int = 15) -> None:
     """Print the predicted step beside the measured one, and the differences in words."""
-    rows = [(row.op, _time(row.predicted_s), _time(row.measured_s)) for row in found.classes]
-    rows.append(("step", _time(found.predicted_s), _time(found.measured_s)))
+    rows = [(row.op, duration(row.predicted_s), duration(row.measured_s)) for row in found.classes]
+    rows.append(("step", duration(found.predicted_s), duration(found.measured_s)))
     console.print(Table("Time of a step", ("", "predicted", "measured"), rows, no_wrap=True))
     ops = [
-        (row.module, row.op, row.phase, _time(row.predicted_s), _time(row.measured_s))
+        (row.module, row.op, row.phase, duration(row.predicted_s), duration(row.measured_s))
         for row in found.rows
         if row.module
     ]
@@ -186,11 +186,3 @@ def print_changes(rows: Sequence[KernelChange], console: Console, *, limit: int 
     ]
     cells.append(("all", "", duration(before), duration(after), f"{after - before:+.6g} s"))
     console.print(Table("Kernels, before and after", columns, cells, no_wrap=True))
-
-
-def _time(seconds: float | None) -> str:
-    return "" if seconds is None else duration(seconds)
-
-
-def _with_prefix(value: float | None, unit: str) -> str:
-    return "" if value is None else with_prefix(value, unit)

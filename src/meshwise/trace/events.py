@@ -235,3 +235,8 @@ class Problem:
 
     file: str
     reason: str
+
+    @property
+    def text(self) -> str:
+        """In one line."""
+        return f"{self.file}: {self.reason}" if self.file else self.reason

@@ -187,6 +187,13 @@ class _Numbered(dict[Any, int]):
         return number
 
 
+_COLUMNS = (
+    *("start_ns", "duration_ns", "label", "track", "stream", "device", "correlation", "external_id"),
+    *("size_bytes", "shape"),
+)
+"""The columns of `Trace` that have a number for each event."""
+
+
 @dataclass(slots=True)
 class _Columns:
     """Columns as they grow, piece by piece; every text is kept once."""
@@ -280,17 +287,17 @@ class _Columns:
             notes.others.append(
                 f"{self.num_unpaired} begin/end events are left out; only complete ones are read"
             )
-        columns = [np.concatenate(column) for column in zip(*self.parts, strict=True)] or [_ints([])] * 10
-        start, duration = columns[0], columns[1]
+        columns = [np.concatenate(column) for column in zip(*self.parts, strict=True)]
+        events = dict(zip(_COLUMNS, columns or [_ints([])] * len(_COLUMNS), strict=True))
+        duration = events["duration_ns"]
         if (duration < 0).any():
             notes.others.append(f"{(duration < 0).sum()} events end before they start; taken as empty")
-            duration = np.maximum(duration, 0)
+            events["duration_ns"] = duration = np.maximum(duration, 0)
         base = _whole_number(metadata.get("baseTimeNanoseconds") or 0)
         base = base if 0 <= base < _MAX_US * 1000 else 0
-        order = np.lexsort((-duration, start))
-        start, duration, label, track, stream, device, correlation, external, size, shape = (
-            column[order] for column in (start + base, duration, *columns[2:])
-        )
+        order = np.lexsort((-duration, events["start_ns"]))
+        in_order: dict[str, Any] = {name: column[order] for name, column in events.items()}
+        in_order["start_ns"] += base
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
         labels = tuple((category or "", str(name)) for category, name in self.labels)
@@ -309,16 +316,7 @@ class _Columns:
             label_kind=np.array([kind_of(*label) for label in labels] or [Kind.OTHER], dtype=np.int8),
             tracks=tuple(self.tracks),
             track_names={i: self.track_names[t] for t, i in self.tracks.items() if t in self.track_names},
-            start_ns=start,
-            duration_ns=duration,
-            label=label,
-            track=track,
-            stream=stream,
-            device=device,
-            correlation=correlation,
-            external_id=external,
-            size_bytes=size,
-            shape=shape,
+            **in_order,
             shapes=tuple((_text(dims), _text(types), _text(values)) for dims, types, values in self.shapes),
             communications={int(place[i]): args for i, args in self.communications.items()},
             memory=_memory(self.memory, base),

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from meshwise.core.errors import DataError
 from meshwise.core.notebook import Shown
 from meshwise.trace.align import Alignment, align, undrifted
 from meshwise.trace.breakdown import Breakdown, breakdown
@@ -41,6 +42,12 @@ class Summary(Shown):
     problems: list[Problem]
     steps: list[Step]
     """The marked steps of all ranks, by number."""
+
+    def check_readable(self) -> None:
+        """DataError if none of the files is a readable trace."""
+        if not self.traces:
+            reasons = "; ".join(one.text for one in self.problems[:3])
+            raise DataError(f"no readable trace among the files: {reasons}; name PyTorch profiler traces")
 
     def to_json(self) -> dict[str, Any]:
         """The summary as JSON values."""

@@ -14,6 +14,7 @@ import msgspec
 
 from meshwise import api
 from meshwise.core.errors import ClusterError, DataError, ModelError, WorkloadError
+from meshwise.core.files import parse_text
 from meshwise.estimate.single import Estimate
 from meshwise.machine.hardware import Cluster, cluster_text, find_cluster, parse_cluster
 from meshwise.model.architecture import Model
@@ -236,8 +237,7 @@ def _traces(state: State, server: Server) -> dict[str, Any]:
 
     steps = state.get("steps", "")
     summary = summarize_paths([folder], steps=steps)
-    if not summary.traces:
-        raise DataError(f"{folder} holds no readable trace; name PyTorch profiler traces")
+    summary.check_readable()
     page = trace_page(summary)
     job = {name: state.get(name, "") for name in ("model", "cluster", "plan")}
     if state.get("batch") and job["model"] and job["cluster"]:
@@ -280,10 +280,7 @@ def _without_pin(state: State) -> dict[str, str]:
 
 def _model(state: State) -> Model:
     if config := state.get("config"):
-        try:
-            raw = msgspec.json.decode(config)
-        except (ValueError, RecursionError) as problem:
-            raise ModelError(f"config.json is not valid JSON: {problem}") from None
+        raw = parse_text(config, "config.json", "JSON", msgspec.json.decode, ModelError)
         return model_from_config(raw, name="config", where="config.json")
     if not state.get("model"):
         raise ModelError("name a model: a preset, or paste its config.json")
