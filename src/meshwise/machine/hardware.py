@@ -20,7 +20,7 @@ import itertools
 import math
 import operator
 import tomllib
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -431,7 +431,6 @@ class Rates:
     link_ways: tuple[Num, ...] = ()
     link_rails: tuple[Num, ...] = ()
     node_ranks: Num = math.inf
-    chip: Chip | None = field(default=None)
 
 
 @lru_cache(maxsize=256)
@@ -493,5 +492,4 @@ def rates(cluster: Cluster, dtype: str) -> Rates:
         link_ways=ways,
         link_rails=tuple(float(link.rails) for link in links),
         node_ranks=levels[0].ranks,
-        chip=cluster.chip,
     )
