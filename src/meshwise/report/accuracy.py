@@ -23,55 +23,10 @@ from meshwise.report.accuracy_table import (
     reasons_table,
     worst_table,
 )
+from meshwise.report.html import static
 
 FIGURE = "accuracy_{}.png"
 NUM_WORST = 10
-
-_HEAD = """\
-# Accuracy
-
-How far predictions are from published measurements. Check it yourself, or with runs of your own
-([data.md](data.md)):
-
-```
-meshwise validate
-meshwise validate --runs my_runs.csv --json
-```
-
-The error of a row is (predicted - measured) / measured; the table shows the median and the mean of its size,
-*bias* is its own mean. The *left-out* columns are the honest ones for a run of yours: each source (a
-repository or a paper) is predicted from constants that were fitted to the other sources. *In interval* is the
-share of measurements between the p10 and p90 that `estimate` prints, taken from the other sources too; it
-should be 80 %. The same configuration measured twice differs by about 3 %.
-
-One set of constants per generation of chips, kind of link and software serves all rows; none belongs to a row
-or a source. The few of `catalog/overheads.toml` are fitted on half of the rows (by a hash of their id), and
-only those that at least two sources determine; the *held-out* half judges. A constant starts from a physical
-guess, and a source that is off as a whole has a shift of its own, so that one source alone moves it little.
-`meshwise fit --only steps` fits them again;
-`meshwise validate --data DIR --leave-one-source-out --write-docs docs` writes this page.
-"""
-
-_GAPS = """\
-## What is missing
-
-The largest errors have known causes that the model does not hold:
-
-- *Experts across nodes.* Dispatchers like DeepEP send tokens in fp8; we send them in bf16. Several nodes of
-  eight GPUs are predicted too slow.
-- *Narrow weights.* Under fp8 and fp4, Transformer Engine and torchao may gather weights in the narrow type
-  too; we gather them in bf16 (activations are gathered as narrow as the matmuls read them).
-- *Whole iterations in a CUDA graph.* One source measured them, so their kernels are priced as without a
-  graph, and only the waits for the host are gone.
-- *NVFP4, Blackwell Ultra, MI300X.* One source each: their power figures are stated, not fitted.
-- *Small experts.* Mixture-of-experts runs with a microbatch of one sequence wait for the host far longer
-  than one constant says; runs of GPT-OSS are faster here than anywhere, and we do not know why.
-- *ZeRO-3 of 2021.* Gathers of single tensors over more than a thousand ranks took twice what rings explain.
-- *fp8 in PyTorch.* Scales per tensor and per row are computed by kernels that differ from release to
-  release; chips that are "power limited" do not say to how many watts.
-- *One iteration.* The runs before BLOOM are single second iterations; equal plans differ there by up to a
-  quarter.
-"""
 
 
 def write_accuracy(validation: Validation, folder: Path) -> None:
@@ -95,9 +50,9 @@ def write_accuracy(validation: Validation, folder: Path) -> None:
 
 
 def accuracy_markdown(validation: Validation, figures: Sequence[str] = ()) -> str:
-    """The page as text: step times in one table and one figure, then every quantity."""
+    """The page as text, its words from `static/accuracy.md`: step times in a table and a figure, then all."""
     by_quantity = [(LABELS.get(name, name), validation.of(name)) for name in validation.quantities]
-    lines = [_HEAD, *_markdown(lead_table(validation.of("step_s"))), *figures[:1], ""]
+    lines = [*_markdown(lead_table(validation.of("step_s"))), *figures[:1], ""]
     lines += ["## Every quantity", "", *_markdown(error_table("all rows", by_quantity)), *figures[1:], ""]
     for label, rows in by_quantity:
         lines += [f"## {label}", ""]
@@ -105,7 +60,7 @@ def accuracy_markdown(validation: Validation, figures: Sequence[str] = ()) -> st
             lines += _markdown(table)
         lines += [line for text in (coverage_text(rows), order_text(rows)) if text for line in (text, "")]
     lines += ["## Rows that are not expressed", "", *(_markdown(reasons_table(validation.rows)))]
-    return "\n".join([*lines, _GAPS.rstrip()]) + "\n"
+    return static("accuracy.md").replace("<!-- tables -->", "\n".join(lines))
 
 
 def _markdown(table: Table) -> Iterator[str]:

@@ -127,7 +127,7 @@ def escape(text: object) -> str:
 
 
 def static(name: str) -> str:
-    """A script or style sheet of the package."""
+    """A script, style sheet or text of the package."""
     return (resources.files("meshwise.report") / "static" / name).read_text(encoding="utf-8")
 
 

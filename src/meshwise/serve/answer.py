@@ -14,7 +14,7 @@ from meshwise.machine.hardware import find_chip
 from meshwise.serve import serving as est
 from meshwise.serve.engine import Engine, parse_engine
 from meshwise.serve.engine_pass import rows, sequences_within
-from meshwise.serve.load import Fleet, Load, cost, under_load
+from meshwise.serve.load import Fleet, Load, check_limits, cost, under_load
 from meshwise.serve.requests import Requests
 from meshwise.serve.serving import Serving
 from meshwise.serve.size import Sizing
@@ -117,24 +117,13 @@ def answer(
 ) -> Answer:
     """The answer for `fleet`."""
     serving = fleet.serving
-    for what, limit_s in (("per token", token_s), ("for the first token", ttft_s)):
-        if limit_s is not None and not limit_s > 0:
-            raise WorkloadError(f"a latency target of {1e3 * limit_s:g} ms {what} must be above zero")
-    if requests is None and (
-        unused := [
-            name
-            for name, stated in (
-                ("engine", engine),
-                ("ttft_ms", ttft_s),
-                ("workers", fleet.workers > 1),
-                ("prefill_plan", fleet.prefill),
-            )
-            if stated
-        ]
-    ):
+    check_limits(ttft_s, token_s)
+    of_a_load = {
+        "engine": engine, "ttft_ms": ttft_s, "workers": fleet.workers > 1, "prefill_plan": fleet.prefill,
+        "price": usd_per_gpu_hour,
+    }  # fmt: skip
+    if requests is None and (unused := [name for name, stated in of_a_load.items() if stated]):
         raise WorkloadError(f"{unused[0]} needs a load; give rate, concurrency or requests too")
-    if usd_per_gpu_hour and requests is None:
-        raise WorkloadError("price needs a load; give rate, concurrency or requests too")
     load = None
     if requests is not None:
         load = under_load(fleet, requests, parse_engine(engine or "vllm"), ttft_s=ttft_s, tpot_s=token_s)

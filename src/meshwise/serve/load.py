@@ -111,6 +111,13 @@ class Fleet:
         return token_bytes(self.prefill) / self.prefill.cluster.levels[-1].bytes_per_s
 
 
+def check_limits(ttft_s: float | None, tpot_s: float | None) -> None:
+    """WorkloadError for a limit of nothing."""
+    for what, limit_s in (("per token", tpot_s), ("for the first token", ttft_s)):
+        if limit_s is not None and not limit_s > 0:
+            raise WorkloadError(f"a latency target of {1e3 * limit_s:g} ms {what} must be above zero")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
     """What `requests` get from `engine` on `fleet`; `ttft_s` and `tpot_s` are limits, if any."""

@@ -25,7 +25,7 @@ from meshwise.core.errors import WorkloadError
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.serve.engine import Engine
-from meshwise.serve.load import Fleet, Load, under_load
+from meshwise.serve.load import Fleet, Load, check_limits, under_load
 from meshwise.serve.requests import Requests
 from meshwise.serve.screen import BATCHES, PREFILL_UTILIZATION, Grid, Mask, Screen, layout_text, screen
 from meshwise.serve.serving import Serving
@@ -158,9 +158,7 @@ class Wanted:
 
 def wanted(requests: Requests | None, ttft_s: float | None, tpot_s: float | None) -> Wanted:
     """What requests that arrive want; WorkloadError for clients in a closed loop, or a limit of nothing."""
-    for what, limit_s in (("per token", tpot_s), ("for the first token", ttft_s)):
-        if limit_s is not None and not limit_s > 0:
-            raise WorkloadError(f"a latency target of {1e3 * limit_s:g} ms {what} must be above zero")
+    check_limits(ttft_s, tpot_s)
     if requests is not None and not requests.arrival_s:
         raise WorkloadError("the fewest GPUs are found for requests that arrive; give a rate or a trace")
     rate = None

@@ -73,35 +73,32 @@ CREATE TABLE IF NOT EXISTS points (
 )
 """
 _UNKNOWN_OPTION = re.compile(r"no such option|has no option", re.IGNORECASE)
+
+
+def _by_key(*names: str, below: str = "") -> dict[str, str]:
+    """Columns that are called as their keys are, `below` a path."""
+    return {name: below + name for name in names}
+
+
 DEFAULT_RESULTS = {
     "estimate": {
-        "step_s": "step_s",
-        "mfu": "mfu",
-        "tokens_per_s": "tokens_per_s",
-        "memory_bytes": "memory_bytes.total",
-        "fits": "fits",
+        **_by_key("step_s", "mfu", "tokens_per_s"), "memory_bytes": "memory_bytes.total", "fits": "fits",
     },
     "search": {
-        "step_s": "best.0.step_s",
-        "mfu": "best.0.mfu",
-        "memory_bytes": "best.0.memory_bytes.total",
-        "plan": "best.0.plan_text",
-        "plans_feasible": "plans_feasible",
+        **_by_key("step_s", "mfu", below="best.0."), "memory_bytes": "best.0.memory_bytes.total",
+        "plan": "best.0.plan_text", "plans_feasible": "plans_feasible",
     },
     "serve": {
-        "first_token_s": "first_token_s",
-        "max_sequences": "max_sequences",
-        "ttft_p50_s": "ttft_s.p50",
-        "tpot_p50_s": "tpot_s.p50",
-        "output_tokens_per_s_per_gpu": "output_tokens_per_s_per_gpu",
+        **_by_key("first_token_s", "max_sequences"), "ttft_p50_s": "ttft_s.p50", "tpot_p50_s": "tpot_s.p50",
+        **_by_key("output_tokens_per_s_per_gpu"),
     },
-    "collective": {"time_s": "0.time_s", "bus_bytes_per_s": "0.bus_bytes_per_s", "algorithm": "0.algorithm"},
-    "frontier layer": {"fwd_bwd_s": "fwd_bwd_s", "binds": "binds"},
-    "frontier run": {"plateau": "plateau", "limit_80pct_flop": "limit_80pct_flop", "wall_flop": "wall_flop"},
-    "dryrun": {"peak_bytes": "peak_bytes"},
-    "run": {"time_s": "time_s", "communication_s": "communication_s", "peak_bytes": "peak_bytes"},
-    "compare": {"agree": "agree"},
-}
+    "collective": _by_key("time_s", "bus_bytes_per_s", "algorithm", below="0."),
+    "frontier layer": _by_key("fwd_bwd_s", "binds"),
+    "frontier run": _by_key("plateau", "limit_80pct_flop", "wall_flop"),
+    "dryrun": _by_key("peak_bytes"),
+    "run": _by_key("time_s", "communication_s", "peak_bytes"),
+    "compare": _by_key("agree"),
+}  # fmt: skip
 """Columns where a file names none: paths into the documents of docs/reference/json.md."""
 VERBS = tuple(DEFAULT_RESULTS)
 _PROGRAMS = ("dryrun", "run", "compare")
