@@ -12,7 +12,7 @@ rest with that of the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from meshwise.estimate.part import Part
 from meshwise.machine.overheads import Overheads
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.stages import Stage, chunks_of_rank
+from meshwise.plan.stages import Stage, chunks_of_rank, num_on_host
 from meshwise.program.cut import Cut
 from meshwise.program.fsdp2 import STATES, Unit, held_params, shard_bytes, unsharded_bytes
 from meshwise.program.order import Pattern, moments, patterns
@@ -39,8 +39,10 @@ def fsdp2_memory(
     """Memory of one rank of `stage` at its peak; `held` are the units of its weights."""
     held_bytes = shard_bytes(mesh, cut) * held_params(held, mesh, cut)
     trained = [unit.trained for unit in held]
-    trained_bytes = shard_bytes(mesh, cut) * held_params(trained, mesh, cut)
-    optimizer_bytes = (1.0 - mesh.offload_optimizer) * STATES[mesh.plan.optimizer] * trained_bytes
+    num_trained = held_params(trained, mesh, cut)
+    trained_bytes = shard_bytes(mesh, cut) * num_trained
+    on_device = num_trained - num_on_host(mesh.offload_optimizer, num_trained)
+    optimizer_bytes = STATES[mesh.plan.optimizer] * shard_bytes(mesh, cut) * on_device
     activations = kept_peak_bytes(model, stage, parts, mesh, cut)
     buffers = _buffer_bytes(model, stage, parts, mesh, cut, overheads.loss_bytes)
     buffers = buffers + unsharded_bytes(held, stage, mesh, cut)
@@ -77,15 +79,14 @@ def kept_peak_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mes
     """The most bytes that are kept at once for the backward on a rank of `stage`."""
     selective, full = recomputed(stage, mesh)
     is_full = (full > 0) * 1.0
-    on_device = 1.0 - mesh.offload_activations
-    one_input = on_device * block_input_bytes(model, cut)
+    one_input = block_input_bytes(model, cut)
     embedding, *blocks, head = parts
-    kept = [on_device * kept_bytes(part, one_input, selective, 0.0) for part in blocks]
+    kept = [kept_bytes(part, one_input, selective, 0.0) for part in blocks]
     back = [is_full * part.saved_bytes + selective * part.redone_bytes for part in blocks]
     redone = np.where(full > 0, mesh.recompute_layers / mesh.vpp, 0.0)
     loss = head.loose_bytes * (cut.loss_chunks == 1)  # in pieces its gradient of the matrix stays too
     numbers = [embedding.saved_bytes, head.saved_bytes, loss, _in_a_piece(model, cut)]
-    numbers += [one_input, redone, *kept, *back]
+    numbers += [mesh.offload_activations, one_input, redone, *kept, *back]
     distinct, which = patterns(mesh, stage)
     cells = np.stack(np.broadcast_arrays(which, *numbers))
     peaks = np.empty(cells.shape[1:])
@@ -100,27 +101,43 @@ def _peak_of_pattern(
 ) -> NDArray[Any]:
     """The peak of each of the `cells`, columns of numbers as in `kept_peak_bytes`, under one pipeline."""
     schedule, pp, vpp, _, rank = pattern
-    embedding, head, loss, in_a_piece, one_input, redone = cells[:6]
-    kept, back = np.split(cells[6:], 2)
-    sizes, gone, beyond, pieces = [], [], [], []
+    embedding, head, loss, in_a_piece, share, one_input, redone = cells[:7]
+    kept, back = np.split(cells[7:], 2)
+    sizes, gone, beyond, pieces, every = [], [], [], [], mesh.plan.recompute_every
     for chunk, layers in chunks_of_rank(model, pp, vpp, SCHEDULES[schedule], mesh.plan.stages, rank):
-        numbers, every = np.array(chunk.layers)[:, None], mesh.plan.recompute_every
-        again, is_full = np.minimum(redone, numbers), redone > 0
-        inputs = np.ceil(again.sum(axis=0) / every)
-        blocks = ((numbers - again) * kept).sum(axis=0) + inputs * one_input
+        kinds = [layer_kinds(model).index(layer_kind(model, layer)) for layer in layers]
+        rest = np.array([_counted(model, kinds[i:]) for i in range(len(kinds) + 1)])
+        on_host = num_on_host(share, float(len(kinds)))
+        blocks = _kept_from(on_host, rest, kept, redone, every, one_input)
         sizes.append(chunk.embeddings * embedding + blocks + chunk.heads * head)
         gone.append(-chunk.heads * loss)
         pieces.append(chunk.heads * in_a_piece)
         largest = np.zeros_like(head)
-        for inside, behind in _last_of_each_kind(model, layers, every):
-            plain = np.where(is_full, numbers - again, behind[:, None])
-            inputs = is_full * (1.0 + np.ceil(behind.sum() / every))
-            later = (plain * kept).sum(axis=0) + inputs * one_input
+        for start in _last_of_each_kind(kinds, every):
+            inside = _counted(model, kinds[start : start + every])
+            done = np.where(redone > 0, np.minimum(start, redone - 1.0), start + every)
+            later = _kept_from(np.maximum(done, on_host), rest, kept, redone, every, one_input)
             largest = np.maximum(largest, inside @ back - chunk.heads * head - later)
         beyond.append(largest)
     found = moments(*pattern)
     held = found.alive @ sizes + found.turned @ gone + found.turning @ beyond + found.entering @ pieces
     return np.asarray(held.max(axis=0))
+
+
+def _kept_from(
+    first: NDArray[np.float64], rest: NDArray[np.float64], kept: NDArray[np.float64],
+    redone: NDArray[np.float64], every: int, one_input: NDArray[np.float64],
+) -> NDArray[np.float64]:  # fmt: skip
+    """What the layers of a chunk from number `first` on keep; of those redone, each run of `every` its input.
+
+    `rest`: how many of each kind there are from each layer on.
+    """
+    number = len(rest) - 1.0
+    first = np.minimum(first, number)
+    numbers = rest[first.astype(int)].T
+    again = np.minimum(np.maximum(redone - first, 0.0), numbers)
+    runs = np.ceil(np.minimum(redone, number) / every) - np.ceil(first / every)
+    return np.asarray(((numbers - again) * kept).sum(axis=0) + np.maximum(runs, 0.0) * one_input)
 
 
 def _in_a_piece(model: Model, cut: Cut) -> Num:
@@ -136,14 +153,9 @@ def _in_a_piece(model: Model, cut: Cut) -> Num:
     return np.maximum(exponentials - prec.act_bytes * rows * model.hidden, 0.0)
 
 
-def _last_of_each_kind(
-    model: Model, layers: range, every: int
-) -> Iterator[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """How many of each kind are in runs of `every` layers, one of all runs alike, and lie behind the last."""
-    kinds = [layer_kinds(model).index(layer_kind(model, layer)) for layer in layers]
-    last = {tuple(sorted(kinds[start : start + every])): start for start in range(0, len(kinds), every)}
-    for inside, start in last.items():
-        yield _counted(model, inside), _counted(model, kinds[start + every :])
+def _last_of_each_kind(kinds: Sequence[int], every: int) -> Iterable[int]:
+    """Where the last of all runs of `every` layers begins that hold alike ones."""
+    return {tuple(sorted(kinds[i : i + every])): i for i in range(0, len(kinds), every)}.values()
 
 
 def _counted(model: Model, kinds: Sequence[int]) -> NDArray[np.float64]:

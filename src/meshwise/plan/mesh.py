@@ -66,11 +66,11 @@ ENGINE_KEYS = (
 PROMPT_KEYS = ("cp", "cp_kind", "ulysses")
 """Keys that it knows where it only takes prompts."""
 FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
-    "layout": ("1d",), "dtype": ("fp8", "bf16", "fp16", "tf32", "fp32", "fp64"), "head_dtype": ("bf16",),
+    "layout": ("1d",), "dtype": ("fp8", "bf16", "fp16", "tf32", "fp32", "fp64"),
     "optimizer": ("adam", "adam-fp32", "adam-bf16", "sgd", "none"),
-    "attention": ("flash", "unfused"), "dispatch": ("per_expert",), "dispatch_dtype": ("bf16",),
+    "attention": ("flash", "unfused"), "dispatch": ("per_expert",),
     "imbalance": (1.0,),
-    "offload_optimizer": (0.0, 1.0), "offload_activations": (0.0, 1.0), "frozen_dtype": (None,),
+    "frozen_dtype": (None,),
     "placement": tuple((*AXES[:inner], "pp", *AXES[inner:-1]) for inner in (3, 0, 1, 2)),
 }  # fmt: skip
 """What implementation=fsdp2 can be told, where that is less than a plan can say."""
@@ -548,10 +548,10 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
     is_split = (mesh.pp > 1) & np.isin(mesh.schedule, _SPLIT)
     is_selective = mesh.recompute == RECOMPUTE.index("selective")
     yield Rule(
-        (mesh.plan.dtype == "fp8") & (is_split | (mesh.plan.lora_rank > 0) | is_selective),
+        (mesh.plan.dtype == "fp8") & is_split,
         lambda: (
-            "implementation=fsdp2 computes both gradients of a matmul in fp8 at once, in layers of its own: "
-            "use dtype=fp8 without lora_rank, recompute=selective, or a schedule that splits the backward"
+            "implementation=fsdp2 computes both gradients of a matmul in fp8 at once: use dtype=fp8 with a "
+            "schedule that does not split the backward"
         ),
     )
     selected = set(mesh.plan.recompute_modules) - set(CORE_ATTENTION)

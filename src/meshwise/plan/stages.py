@@ -112,6 +112,11 @@ def chunks_of_rank(
     return found[rank] + (found[pp - 1 - rank] if schedule == "dualpipe" else [])
 
 
+def num_on_host(share: Num, number: Num) -> Num:
+    """Of `number` layers of a chunk (or weights of a rank) how many, the first ones, make up `share`."""
+    return np.ceil(share * number - 1e-9)
+
+
 def stage_of_rank(model: Model, mesh: Mesh, rank: int) -> Stage:
     """What pipeline rank `rank` of one plan holds, as a stage that counts for none."""
     held = _held(model, int(mesh.pp), int(_folding(mesh)), layers_of_chunks(model, mesh))[rank]

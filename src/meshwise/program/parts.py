@@ -28,8 +28,10 @@ MIXERS = {
     "none": "mlp_",
 }
 """How the name of a block begins, by what it has in place of attention; `alone`: attention without an MLP."""
-FP8_TOKEN_BYTES = 1.0 + 4.0 / 128.0
-"""Bytes of an element of a token in fp8: with an fp32 scale for each 128 (DeepSeek-V3, arXiv 2412.19437)."""
+FP8_TILE = 128
+"""Elements of a token in fp8 that share an fp32 scale (DeepSeek-V3, arXiv 2412.19437)."""
+FP8_TOKEN_BYTES = 1.0 + 4.0 / FP8_TILE
+"""Bytes of an element of a token in fp8."""
 
 
 def layer_names(model: Model) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ The differences to what a layout states, which `meshwise compare train` holds ag
 - the loss is computed, and its three numbers a token exchanged, in fp32 (fp64 under fp64); it keeps what its
   tokens weigh together; the numbers of the tokens are inputs of the program, not kept by it;
 - under fp8 linear layers of blocks cast both operands of each matmul, and keep and send what they do in bf16
-  (torchao's Float8Linear); experts, routers and the head stay in bf16;
+  (torchao's Float8Linear); experts, routers and adapters stay in bf16, and the head unless stated;
 - a router computes in the type of the rest, its probabilities are fp32 (fp64), and the answers of experts
   are weighed by a number for each copy of a token, which is kept.
 
@@ -77,9 +77,7 @@ def _matmuls(model: Model, cut: Cut, op: Op, *, keeps_all: bool) -> Iterator[Op]
     else:
         shapes = [(batch, rows, columns, part) for part in widths(model, cut, op.name, depth)]
     prec = cut.precision
-    is_narrow = (
-        cut.narrow_matmuls and op.module not in ("head", "mtp") and op.name != "router" and not is_stack
-    )
+    is_narrow = cut.narrow_matmuls and _is_narrow(cut, op)
     done_in = precision("fp8") if is_narrow else prec
     saved_bytes = op.saved_bytes * (cut.tp if keeps_all else 1.0)
     if op.phase == "forward":
@@ -99,6 +97,13 @@ def _matmuls(model: Model, cut: Cut, op: Op, *, keeps_all: bool) -> Iterator[Op]
         first = {"saved_bytes": saved_bytes}
         others = {"saved_bytes": 0.0, "num_params": 0.0, "weights": ()}
         yield structs.replace(done, **(first if number == 0 else others))
+
+
+def _is_narrow(cut: Cut, op: Op) -> bool:
+    """Whether fp8 is for a matmul: of linear layers of blocks, and where the plan says so of the head."""
+    if op.module == "head":
+        return cut.head_dtype == "fp8"
+    return op.module != "mtp" and not op.name.startswith(("router", "expert_")) and "_lora_" not in op.name
 
 
 def _input_apart(model: Model, cut: Cut, module: str, name: str) -> Num:

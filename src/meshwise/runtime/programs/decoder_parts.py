@@ -18,7 +18,7 @@ from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.functions import Gelu, SwiGLU
 from meshwise.runtime.programs.heads import CoreAttention, attend_by_heads
 from meshwise.runtime.programs.local import local
-from meshwise.runtime.programs.narrow import NarrowLinear
+from meshwise.runtime.programs.narrow import WIDE, Formats, NarrowLinear
 from meshwise.runtime.programs.norm import Norm
 from meshwise.runtime.torch_private import current_graph_task_id
 
@@ -37,9 +37,9 @@ class Setting:
     `routes`: where tokens go whose layer has experts. `heads`: the ranks that exchange heads for tokens.
     `redone_modules`: what selective recomputation covers; `redone_layers`: how many of a piece's layers are
     recomputed whole, the first ones; `redone_every`: how many are one module `layers`. `loss_chunks`: in how
-    many pieces the loss is computed. `narrow`: the activation function keeps its input in fp8. `lora_rank`:
-    that of adapters beside frozen weights (0: all train). `keeping`: where blocks keep what they keep.
-    `narrow_matmuls`: linear layers of blocks compute in fp8.
+    many pieces the loss is computed. `formats`: what is in fp8. `lora_rank`:
+    that of adapters beside frozen weights (0: all train). `on_host_frac`: the share of a piece's layers, the
+    first ones, that keep in host memory what they keep.
     """
 
     turns: tuple[Tensor, Tensor]
@@ -50,12 +50,11 @@ class Setting:
     redone_layers: float = 0
     redone_every: int = 1
     loss_chunks: int = 1
-    narrow: bool = False
+    formats: Formats = WIDE
     routes: Routes | None = None
     heads: Axis | None = None
     lora_rank: int = 0
-    narrow_matmuls: bool = False
-    keeping: Callable[[], AbstractContextManager[Any]] = nullcontext
+    on_host_frac: float = 0.0
 
     def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention [batch, heads, own tokens, width] -> [batch, own tokens, heads, width]."""
@@ -91,12 +90,12 @@ class Setting:
 
     def activated(self, *wide: Tensor) -> Tensor:
         """SwiGLU of gate and up, or GELU of up."""
-        return (SwiGLU if len(wide) == 2 else Gelu).apply(*wide, self.narrow)
+        return (SwiGLU if len(wide) == 2 else Gelu).apply(*wide, self.formats.act_inputs)
 
     def planned(self, layer: nn.Linear) -> nn.Module:
-        """`layer` as the plan has it: in fp8, or with adapters."""
-        if self.narrow_matmuls:
-            return NarrowLinear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        """`layer` as the plan has it: in fp8, or with adapters, which are not."""
+        if self.formats.matmuls:
+            layer = NarrowLinear(layer.in_features, layer.out_features, bias=layer.bias is not None)
         return Adapted(layer, self.lora_rank) if self.lora_rank else layer
 
     def _place(self) -> AbstractContextManager[None]:

@@ -17,9 +17,10 @@ from torch.nn import functional as F
 
 from meshwise.model.architecture import Model
 from meshwise.runtime.programs.decoder_parts import FeedForward, Setting
+from meshwise.runtime.programs.dispatch import NarrowExchange, exchange
 from meshwise.runtime.programs.local import local
 from meshwise.runtime.programs.routes import Place
-from meshwise.runtime.torch_private import all_gather_single, all_to_all_single, reduce_scatter_single
+from meshwise.runtime.torch_private import all_gather_single, reduce_scatter_single
 
 
 class Experts(nn.Module):
@@ -70,11 +71,17 @@ class Mixture(nn.Module):
         wide = logits if logits.dtype == torch.float64 else logits.float()
         gates = wide.softmax(-1).gather(1, way.experts).to(x.dtype)
         copies = tokens.index_select(0, way.sources)
-        arrived = self._by_expert(_gathered(_exchange(copies, way.group), way.parts))
-        answers = _exchange(_added(self._by_rank(self.experts(arrived)), way.parts), way.group)
+        arrived = self._by_expert(_gathered(self._sent(copies, there=True), way.parts))
+        answers = self._sent(_added(self._by_rank(self.experts(arrived)), way.parts), there=False)
         weighed = answers.index_select(0, way.back) * gates.view(-1, 1)
         mixed = weighed.view(-1, num_choices, x.shape[-1]).sum(1).view(x.shape)
         return mixed if self.shared is None else mixed + self.setting.redone("shared_experts", self.shared, x)
+
+    def _sent(self, rows: Tensor, *, there: bool) -> Tensor:
+        """Copies to the ranks of their experts, or answers back."""
+        if self.setting.formats.tokens:
+            return NarrowExchange.apply(rows, self.routes.group, there)
+        return exchange(rows, self.routes.group)
 
     def _by_expert(self, copies: Tensor) -> Tensor:
         """Copies as they arrived, [sources x experts x rows, hidden] -> [experts, sources x rows, hidden]."""
@@ -84,11 +91,6 @@ class Mixture(nn.Module):
     def _by_rank(self, answers: Tensor) -> Tensor:
         """The inverse of `_by_expert`."""
         return answers.unflatten(1, (self.routes.place.sources, -1)).transpose(0, 1).flatten(0, 2)
-
-
-def _exchange(copies: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Copies to the ranks of their experts, or back: an equal part to each."""
-    return copies if group is None else all_to_all_single(copies, None, None, group)
 
 
 def _gathered(copies: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -1,21 +1,44 @@
-"""Linear layers in fp8: operands are cast with a scale for each tensor, sums are in the type of the input.
+"""What a plan computes, sends or keeps in fp8, and its linear layers.
 
-Weights and inputs are cast to e4m3, gradients of results to e5m2 (arXiv 2209.05433). The input is kept as it
-is and cast again in the backward, as torchao's Float8Linear does; all else stays as it is.
+Operands of a matmul are cast with a scale for each tensor, sums are in the type of the input. Weights and
+inputs are cast to e4m3, gradients of results to e5m2 (arXiv 2209.05433). The input is kept as it is and cast
+again in the backward, as torchao's Float8Linear does; all else stays as it is.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
+from meshwise.plan.plan import Plan
 from meshwise.runtime.programs.local import local
 from meshwise.runtime.torch_private import scaled_mm
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """What is in fp8: linear layers of blocks, the head, tokens on their way to experts, kept inputs."""
+
+    matmuls: bool = False
+    head: bool = False
+    tokens: bool = False
+    act_inputs: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan) -> Formats:
+        """Those of a plan."""
+        types = (plan.dtype, plan.head_dtype, plan.dispatch_dtype, plan.act_input_dtype)
+        return cls(*(dtype == "fp8" for dtype in types))
+
+
+WIDE = Formats()
+"""Nothing is in fp8."""
 
 
 class NarrowLinear(nn.Linear):
@@ -37,17 +60,20 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         """[..., d_in] x [d_out, d_in] -> [..., d_out]."""
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(weight, x if ctx.needs_input_grad[1] else None)
         y = _product(_cast(x.flatten(0, -2), FORWARD), _cast(weight, FORWARD), x.dtype)
         return y.unflatten(0, x.shape[:-1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """dx = dy W, dW = dy^T x."""
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        """dx = dy W; dW = dy^T x, where the weight trains."""
+        weight, x = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        dx = _product(_cast(rows, GRADIENT), _cast(weight.t(), FORWARD), x.dtype).view_as(x)
-        return dx, _product(_cast(rows.t(), GRADIENT), _cast(x.flatten(0, -2).t(), FORWARD), x.dtype)
+        dx = _product(_cast(rows, GRADIENT), _cast(weight.t(), FORWARD), grad.dtype)
+        dx = dx.unflatten(0, grad.shape[:-1])
+        if x is None:
+            return dx, None
+        return dx, _product(_cast(rows.t(), GRADIENT), _cast(x.flatten(0, -2).t(), FORWARD), grad.dtype)
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

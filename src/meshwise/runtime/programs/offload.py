@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwise.plan.stages import num_on_host
 from meshwise.runtime.programs.context import Recorder
 from meshwise.runtime.programs.local import local
 
@@ -41,24 +42,40 @@ def one_group(parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
 
 
 class HostOptimizer:
-    """An optimizer of copies in host memory: gradients go there, and new weights come back."""
+    """An optimizer of which `share` is the host's: gradients go there, and new weights come back.
+
+    The share is that of the rank's shards, one after the other as in DeepSpeed's flat partitions, so one of
+    them may lie in both places. Optimizers of single numbers only: what they compute does not change.
+    """
 
     def __init__(
-        self, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], parameters: Sequence[Tensor]
-    ) -> None:
-        self._parameters = parameters
-        self._copies = [nn.Parameter(_on_host(parameter)) for parameter in parameters]
-        self._optimizer = make(one_group(self._copies))
-        self.state: dict[Tensor, dict[str, Any]] = {}  # none on the device
+        self, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], parameters: Sequence[Tensor],
+        share: float,
+    ) -> None:  # fmt: skip
+        flat = [_flat(parameter) for parameter in parameters]
+        left = int(num_on_host(share, sum(map(len, flat))))
+        self._parameters, self._here, self._there = parameters, [], []
+        for weights in flat:
+            there, here = weights.tensor_split([left])
+            left -= len(there)
+            self._there.append(nn.Parameter(there.to(HOST, copy=True)))
+            self._here.append(nn.Parameter(here))
+        self._optimizers = [make(one_group(pieces)) for pieces in (self._there, self._here)]
+        self.state = self._optimizers[1].state  # that of the device
 
     def step(self) -> None:
-        """A step of the weights on the device, which is made on the host."""
-        for parameter, copy in zip(self._parameters, self._copies, strict=True):
-            copy.grad = None if parameter.grad is None else _on_host(parameter.grad)
-        self._optimizer.step()
+        """A step of all weights, of which a part is made on the host."""
+        pieces = list(zip(self._parameters, self._there, self._here, strict=True))
+        for parameter, there, here in pieces:
+            if parameter.grad is not None:
+                grad = _flat(parameter.grad)
+                there.grad, here.grad = grad[: len(there)].to(HOST, copy=True), grad[len(there) :]
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         with torch.no_grad():
-            for parameter, copy in zip(self._parameters, self._copies, strict=True):
-                local(parameter).copy_(copy)
+            for parameter, there, _ in pieces:
+                _flat(parameter)[: len(there)].copy_(there)
 
     def zero_grad(self) -> None:
         """Let go of the gradients on the device."""
@@ -66,5 +83,6 @@ class HostOptimizer:
             parameter.grad = None
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    return local(tensor.detach()).to(HOST, copy=True)
+def _flat(tensor: Tensor) -> Tensor:
+    """This rank's numbers, in a row."""
+    return local(tensor.detach()).view(-1)

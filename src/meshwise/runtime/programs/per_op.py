@@ -18,7 +18,7 @@ from meshwise.runtime.programs import attention_kernels
 from meshwise.runtime.torch_private import TorchDispatchMode, disable_current_modes
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
-MATMULS = (aten.mm.default, aten.addmm.default)
+MATMULS = (aten.mm.default, aten.addmm.default, aten._scaled_mm.default)
 KEPT = (
     attention_kernels.attention._opoverload,
     functional.reduce_scatter_tensor.default,
@@ -33,7 +33,8 @@ def per_op_contexts(router_shape: tuple[int, ...]) -> Callable[[], tuple[Any, An
     def policy(_context: Any, op: Any, *args: Any, **_: Any) -> CheckpointPolicy:
         nonlocal number
         is_kept = op in KEPT
-        if op in MATMULS and tuple(args[-1].shape) != router_shape:
+        right = args[2 if op is aten.addmm.default else 1] if op in MATMULS else None
+        if right is not None and tuple(right.shape) != router_shape:
             number += 1
             is_kept = number % 2 == 1
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

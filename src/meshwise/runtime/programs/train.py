@@ -75,7 +75,7 @@ def main(options: Options, context: Context) -> dict[str, Any]:
 
         make = partial(kind, lr=options.lr, foreach=False)
         offloads = trainer.plan.offload_optimizer
-        optimizer = HostOptimizer(make, trained) if offloads else make(one_group(trained))
+        optimizer = HostOptimizer(make, trained, offloads) if offloads else make(one_group(trained))
     losses, found = [], {}
     for number in range(options.steps):
         with record_function(f"ProfilerStep#{number}"):

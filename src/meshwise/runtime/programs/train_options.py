@@ -26,6 +26,7 @@ from meshwise.plan.mesh import Mesh, resolve
 from meshwise.plan.plan import Plan, plan_keys
 from meshwise.plan.stages import chunks_of_rank
 from meshwise.plan.workload import Workload
+from meshwise.program.parts import FP8_TILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ class Options:
             "optimizer=adam|adam-bf16|sgd, grad_dtype, offload_optimizer, offload_activations, "
             "schedule=gpipe|1f1b|interleaved|zb-h1|zb-v|dualpipe|dualpipe-v, recompute=none|selective|full, "
             "recompute_layers, recompute_modules=core_attn+layernorm+mlp+moe+moe_act+shared_experts|per_op, "
-            "act_input_dtype=bf16|fp8, "
+            "act_input_dtype=bf16|fp8, head_dtype=bf16|fp8, dispatch_dtype=bf16|fp8, "
             "dtype=fp8|bf16|fp16|tf32|fp32|fp64, sp, placement, "
             "joined by commas as in tp=2,pp=2; dp is what they leave"
         ),
@@ -73,6 +74,11 @@ def check(options: Options, ranks: int) -> None:
         )
     if model.moe is None:
         return
+    if plan.dispatch_dtype == "fp8" and model.hidden % FP8_TILE:
+        raise PlanError(
+            f"train: dispatch_dtype=fp8 scales {FP8_TILE} elements of a token together, which do not divide "
+            f"the hidden width {model.hidden} of {model.name}; use dispatch_dtype=bf16"
+        )
     alike = int(mesh.shard_ranks(1, mesh.expert_replicas))
     run = options.seq // plan.tp // plan.cp // (2 if mesh.ring > 1 else 1)
     for what, number, divisor in (

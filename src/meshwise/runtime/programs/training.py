@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +21,7 @@ from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.decoder import Decoder
 from meshwise.runtime.programs.decoder_parts import Setting
 from meshwise.runtime.programs.mixture import Experts
-from meshwise.runtime.programs.offload import kept_on_host
+from meshwise.runtime.programs.narrow import Formats
 from meshwise.runtime.programs.parallelize import cut_tensors, shard_states
 from meshwise.runtime.programs.pipeline import make_schedule
 from meshwise.runtime.programs.ring import RingAttend, own_places
@@ -212,10 +211,9 @@ class Trainer:
             redone_modules=self._redone_modules(), redone_layers=self._redone_layers(),
             redone_every=plan.recompute_every,
             loss_chunks=plan.loss_chunks,
-            narrow=plan.act_input_dtype == "fp8", routes=self._routes(own), heads=self.heads,
+            formats=Formats.of(plan), routes=self._routes(own), heads=self.heads,
             lora_rank=plan.lora_rank,
-            narrow_matmuls=plan.dtype == "fp8",
-            keeping=partial(kept_on_host, context.recorder) if plan.offload_activations else nullcontext,
+            on_host_frac=plan.offload_activations,
         )  # fmt: skip
 
     def _redone_modules(self) -> tuple[str, ...]:
