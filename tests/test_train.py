@@ -21,11 +21,14 @@ from meshwise.machine.hardware import find_cluster
 from meshwise.model.weights import num_params
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
+from meshwise.program.optimizer_states import state_bytes
 from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.dry_run import dry_run
 from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program, make_options, parse_options
+from meshwise.runtime.programs.adam_8bit import Adam8bit, _table
 from meshwise.runtime.programs.narrow import Product
+from meshwise.runtime.programs.parallelize import local_bytes
 from meshwise.runtime.programs.parts import Parts
 from meshwise.runtime.programs.ring import own_places
 from meshwise.runtime.programs.train_options import the_model
@@ -206,6 +209,25 @@ def test_states_in_host_memory_make_the_same_step(pool: Ranks) -> None:
     assert none == 0
 
 
+def test_adam_in_8_bits_follows_adam() -> None:
+    """To a twentieth of the way; a byte for each moment, and the numbers of bitsandbytes' table (0.43)."""
+    assert (_table(True)[0], len(set(_table(True))), _table(False)[1]) == (-0.99296875, 256, 3.25e-7)
+    start, goal = torch.randn(2, 3 * 4096 + 5)
+    found, kept = [], []
+    for kind in (Adam8bit, torch.optim.AdamW):
+        weight = torch.nn.Parameter(start.clone())
+        optimizer = kind([weight], lr=1e-2)
+        for _ in range(20):
+            weight.grad = (weight - goal).detach()
+            optimizer.step()
+        found.append(weight.detach())
+        states = optimizer.state[weight].items()
+        kept.append(local_bytes([value for name, value in states if name != "step"]))
+    assert 0 < (found[0] - found[1]).norm() < 0.05 * (found[1] - start).norm()
+    assert kept == [2 * (len(start) + 4 * 49), 8 * len(start)]
+    assert kept == [state_bytes(name, len(start), 4.0) for name in ("adam-8bit", "adam")]
+
+
 def test_a_ring_rank_holds_the_tokens_that_torch_balances() -> None:
     order = _HeadTailLoadBalancer(24, 3, "cpu")._generate_indices()[0]
     assert torch.cat([own_places(24, 3, rank, torch.device("cpu")) for rank in range(3)]).equal(order.long())
@@ -341,6 +363,7 @@ def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, poo
             "--batch 8 --layers 10",
         ),
         (4, 1, "mla --plan ep=2,offload_activations=0.5,dtype=bf16 --batch 8 --layers 4"),
+        (5, 4, "llama3-8b --plan zero=1,optimizer=adam-8bit --batch 10 --layers 1"),
         (4, 0, "gpt --plan tp=2,dtype=fp8,head_dtype=fp8,loss_chunks=2,lora_rank=4 --batch 4"),
         (4, 2, "mla --plan tp=2,ep=2,etp=1,dtype=fp8,recompute_modules=per_op --batch 4"),
         (
@@ -524,6 +547,7 @@ def counted_peak(options: Any) -> float:
         ("--plan recompute=full,recompute_layers=1,recompute_every=2", "leave recompute_layers out"),
         ("--plan loss_chunks=3 --seq 16", "does not divide the 16 tokens"),
         ("--plan implementation=megatron", "is implementation=fsdp2, not megatron"),
+        ("--plan offload_optimizer=0.5,optimizer=adam-8bit", "use offload_optimizer=1 or 0"),
         ("--plan offload_activations=1,recompute=selective", "recompute=full or none"),
         ("--plan lora_rank=4,frozen_dtype=int4", "not built for frozen_dtype=int4"),
         ("--plan lora_rank=4,recompute_modules=mlp", "recompute=full with lora_rank"),

@@ -27,7 +27,7 @@ from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage, chunks_of_rank, num_on_host
 from meshwise.program.cut import Cut
-from meshwise.program.fsdp2 import STATES, Unit, held_params, shard_bytes, unsharded_bytes
+from meshwise.program.fsdp2 import Unit, held_params, optimizer_bytes, shard_bytes, unsharded_bytes
 from meshwise.program.order import Pattern, moments, patterns
 from meshwise.program.parts import block_input_bytes
 
@@ -39,22 +39,20 @@ def fsdp2_memory(
     """Memory of one rank of `stage` at its peak; `held` are the units of its weights."""
     held_bytes = shard_bytes(mesh, cut) * held_params(held, mesh, cut)
     trained = [unit.trained for unit in held]
-    num_trained = held_params(trained, mesh, cut)
-    trained_bytes = shard_bytes(mesh, cut) * num_trained
-    on_device = num_trained - num_on_host(mesh.offload_optimizer, num_trained)
-    optimizer_bytes = STATES[mesh.plan.optimizer] * shard_bytes(mesh, cut) * on_device
+    trained_bytes = shard_bytes(mesh, cut) * held_params(trained, mesh, cut)
+    state_bytes = optimizer_bytes(held, mesh, cut)
     activations = kept_peak_bytes(model, stage, parts, mesh, cut)
     buffers = _buffer_bytes(model, stage, parts, mesh, cut, overheads.loss_bytes)
     buffers = buffers + unsharded_bytes(held, stage, mesh, cut)
     return Memory(
         weights=held_bytes,
         gradients=trained_bytes,
-        optimizer=optimizer_bytes,
+        optimizer=state_bytes,
         activations=activations,
         cache=0.0,
         buffers=buffers,
         overhead=overheads.context_bytes
-        + overheads.fragment_frac * (held_bytes + trained_bytes + optimizer_bytes + activations + buffers),
+        + overheads.fragment_frac * (held_bytes + trained_bytes + state_bytes + activations + buffers),
     )
 
 
@@ -107,7 +105,7 @@ def _peak_of_pattern(
     for chunk, layers in chunks_of_rank(model, pp, vpp, SCHEDULES[schedule], mesh.plan.stages, rank):
         kinds = [layer_kinds(model).index(layer_kind(model, layer)) for layer in layers]
         rest = np.array([_counted(model, kinds[i:]) for i in range(len(kinds) + 1)])
-        on_host = num_on_host(share, float(len(kinds)))
+        on_host = np.asarray(num_on_host(share, float(len(kinds))))
         blocks = _kept_from(on_host, rest, kept, redone, every, one_input)
         sizes.append(chunk.embeddings * embedding + blocks + chunk.heads * head)
         gone.append(-chunk.heads * loss)

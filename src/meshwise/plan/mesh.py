@@ -67,7 +67,7 @@ PROMPT_KEYS = ("cp", "cp_kind", "ulysses")
 """Keys that it knows where it only takes prompts."""
 FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
     "layout": ("1d",), "dtype": ("fp8", "bf16", "fp16", "tf32", "fp32", "fp64"),
-    "optimizer": ("adam", "adam-fp32", "adam-bf16", "sgd", "none"),
+    "optimizer": ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "sgd", "none"),
     "attention": ("flash", "unfused"), "dispatch": ("per_expert",),
     "imbalance": (1.0,),
     "frozen_dtype": (None,),
@@ -567,6 +567,14 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
         lambda: (
             "implementation=fsdp2 recomputes whole blocks, or nothing, beside offload_activations: use "
             "recompute=full or none"
+        ),
+    )
+    share = mesh.offload_optimizer
+    yield Rule(
+        (mesh.plan.optimizer == "adam-8bit") & (share > 0) & (share < 1),
+        lambda: (
+            "implementation=fsdp2 cuts no tensor whose states share scales: use offload_optimizer=1 or 0 "
+            "with optimizer=adam-8bit"
         ),
     )
     layers = sizes["recompute_layers"]

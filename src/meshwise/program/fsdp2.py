@@ -42,14 +42,13 @@ from meshwise.model.weights import (
 )
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS
-from meshwise.plan.stages import Stage, chunks_of_rank
+from meshwise.plan.stages import Stage, chunks_of_rank, num_on_host
 from meshwise.program.cut import Cut
 from meshwise.program.exchange import Exchange
+from meshwise.program.optimizer_states import STATES, state_bytes
 from meshwise.program.order import ACTIVE_CHUNKS, gathers, patterns
 from meshwise.program.tensor_1d import shards
 
-STATES = {"adam": 2.0, "adam-fp32": 2.0, "adam-bf16": 2.0, "sgd": 0.0, "none": 0.0}
-"""Numbers that torch's optimizers keep for each weight: beside weights in fp32 no master is needed."""
 TABLES = ("tokens", "positions", "token_types", "class_token")
 """Embeddings are stored as rows, [numbers, hidden]; other matrices as [d_out, d_in]."""
 
@@ -92,13 +91,14 @@ class Unit:
 
     def local_size(self, mesh: Mesh, cut: Cut) -> Num:
         """Elements that the rank keeps."""
+        return sum(self.local_sizes(mesh, cut), 0.0)
+
+    def local_sizes(self, mesh: Mesh, cut: Cut) -> list[Num]:
+        """Of each weight."""
         ranks = self.sharing(mesh)
         shard = 0.0 if self.is_experts else mesh.shard % ranks
-        size: Num = 0.0
-        for rows, width in self._stored(cut):
-            part = np.ceil(rows / ranks)
-            size = size + np.clip(rows - shard * part, 0.0, part) * width
-        return size
+        parts = [(rows, np.ceil(rows / ranks), width) for rows, width in self._stored(cut)]
+        return [np.clip(rows - shard * part, 0.0, part) * width for rows, part, width in parts]
 
     def _stored(self, cut: Cut) -> Iterator[tuple[Num, Num]]:
         """Each weight as a tensor-parallel rank has it: the dim that is cut, and the size of the others."""
@@ -179,6 +179,19 @@ def _gathers_of_pattern(
 def held_params(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Num:
     """Weights that the rank keeps, its shards."""
     return sum(unit.count * unit.local_size(mesh, cut) for unit in held)
+
+
+def optimizer_bytes(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Num:
+    """Bytes of the states of the optimizer on the rank's device, of the weights behind those of the host."""
+    kept, elem_bytes, share = mesh.plan.optimizer, shard_bytes(mesh, cut), mesh.offload_optimizer
+    if kept in STATES:
+        num_trained = held_params([unit.trained for unit in held], mesh, cut)
+        return STATES[kept] * elem_bytes * (num_trained - num_on_host(share, num_trained))
+    whole: Num = 0.0
+    for unit in held:
+        of_each = [state_bytes(kept, size, elem_bytes) for size in unit.trained.local_sizes(mesh, cut)]
+        whole = whole + unit.count * sum(of_each, 0.0)
+    return (1.0 - share) * whole
 
 
 def unsharded_bytes(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Num:

@@ -60,6 +60,7 @@ def main(options: Options, context: Context) -> dict[str, Any]:
     from torch.profiler import record_function
 
     from meshwise.runtime.programs.offload import HostOptimizer, one_group
+    from meshwise.runtime.programs.optimizers import optimizer_of
     from meshwise.runtime.programs.parallelize import local_bytes
     from meshwise.runtime.programs.train_reference import differences
     from meshwise.runtime.programs.training import Trainer
@@ -71,9 +72,7 @@ def main(options: Options, context: Context) -> dict[str, Any]:
         parameters = trainer.parameters()
         recorder.weights(*parameters)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        kind = torch.optim.SGD if trainer.plan.optimizer == "sgd" else torch.optim.AdamW
-
-        make = partial(kind, lr=options.lr, foreach=False)
+        make = partial(optimizer_of(trainer.plan.optimizer), lr=options.lr)
         offloads = trainer.plan.offload_optimizer
         optimizer = HostOptimizer(make, trained, offloads) if offloads else make(one_group(trained))
     losses, found = [], {}

@@ -41,7 +41,7 @@ class Options:
         str,
         Meta(
             description="tp, cp, cp_kind, zero, zero_group, ulysses, ep, etp, pp, vpp, lora_rank, "
-            "optimizer=adam|adam-bf16|sgd, grad_dtype, offload_optimizer, offload_activations, "
+            "optimizer=adam|adam-bf16|adam-8bit|sgd, grad_dtype, offload_optimizer, offload_activations, "
             "schedule=gpipe|1f1b|interleaved|zb-h1|zb-v|dualpipe|dualpipe-v, recompute=none|selective|full, "
             "recompute_layers, recompute_modules=core_attn+layernorm+mlp+moe+moe_act+shared_experts|per_op, "
             "act_input_dtype=bf16|fp8, head_dtype=bf16|fp8, dispatch_dtype=bf16|fp8, "
