@@ -401,6 +401,9 @@ def test_estimate_is_dry_run(ranks: int, rank: int, words: str) -> None:
         (8, 5, "gpt --plan tp=2,zero=3,dtype=bf16 --batch 4 --steps 2"),
         (8, 2, "llama --plan tp=2,zero=1,zero_group=2,dtype=bf16,recompute=selective --batch 16"),
         (4, 3, "llama --plan tp=2,zero=2,dtype=fp32,recompute=full --batch 8 --microbatch 2"),
+        (4, 1, "gpt --plan tp=2,zero=0,dtype=bf16 --batch 4"),  # a tied table, several microbatches
+        (1, 0, "llama --plan tp=1,dtype=fp32 --batch 3"),
+        (4, 2, "llama --plan zero=2,zero_group=2,dtype=bf16 --batch 12"),
     ],
 )
 def test_the_peak_of_all_live_tensors_has_a_closed_form(ranks: int, rank: int, words: str) -> None:

@@ -1,0 +1,190 @@
+"""Tensors that are nothing but their bytes, and the gradients of what is computed with them.
+
+A storage is alive for as long as Python refers to it, so a program written with them holds what the same
+program holds in torch. Each op that has a backward adds a node to a graph: what it reads, what it keeps, and
+what its backward makes. `Graph.backward` takes the nodes from the last to the first, as autograd does: the
+gradients that a node takes and what it kept go when it is through; where two gradients of one tensor meet,
+their sum is a third.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Memory:
+    """Bytes that are alive, now and at most."""
+
+    __slots__ = ("live", "peak")
+
+    def __init__(self) -> None:
+        self.live = self.peak = 0.0
+
+    def play(self, *changes: float) -> None:
+        """Bytes come (positive) and go (negative), one after the other."""
+        for change in changes:
+            self.live += change
+            self.peak = max(self.peak, self.live)
+
+    def new(self, size: float) -> Storage:
+        """So many bytes more."""
+        return Storage(self, size)
+
+
+class Storage:
+    """So many bytes, alive until the last reference to this goes."""
+
+    __slots__ = ("memory", "size")
+
+    def __init__(self, memory: Memory, size: float) -> None:
+        self.memory, self.size = memory, size
+        memory.play(size)
+
+    def __del__(self) -> None:
+        self.memory.live -= self.size
+
+
+class Leaf:
+    """A weight, or what comes from another stage, that has a gradient: a sum over its `num_uses`."""
+
+    def __init__(self, memory: Memory, num_uses: int = 1) -> None:
+        self.memory, self.num_uses = memory, num_uses
+        self.grad: Storage | None = None
+        self._waiting: list[Storage] = []
+
+    def take(self, grad: Storage, _: int) -> None:
+        """What a node finds; a gradient that is there already grows in place."""
+        self._waiting.append(grad)
+        if len(self._waiting) == self.num_uses:
+            found = self.summed(self._waiting)
+            self._waiting = []
+            self.grad = self.grad or found
+
+    def summed(self, grads: list[Storage]) -> Storage:
+        """Of all uses."""
+        return grads[0] if len(grads) == 1 else self.memory.new(grads[0].size)
+
+
+@dataclass(slots=True, eq=False)
+class Tensor:
+    """A storage, and what made it."""
+
+    storage: Storage
+    origin: Node | Leaf | None = None
+    place: int = 0
+
+    @property
+    def size(self) -> float:
+        """Bytes."""
+        return self.storage.size
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """An op: `back` makes gradients of the first `inputs` from that of its results and from what it `saved`.
+
+    Gradients of further inputs, of the sizes `sums`, are added up behind it, as of biases. `before`
+    runs when the gradient of the result is there. `frame`: the recomputation that brings back what it saved.
+    """
+
+    back: Callable[..., tuple[Storage | None, ...]]
+    inputs: tuple[tuple[Node | Leaf, int] | None, ...]
+    saved: tuple[Storage, ...]
+    sums: tuple[float, ...] = ()
+    frame: Frame | None = None
+    before: Callable[[], None] | None = None
+    grads: list[Storage | None] = field(default_factory=lambda: [None])
+
+    def take(self, grad: Storage, place: int) -> None:
+        """The gradient of a result, from one of its readers."""
+        while len(self.grads) <= place:
+            self.grads.append(None)
+        before = self.grads[place]
+        self.grads[place] = grad if before is None else grad.memory.new(grad.size)
+
+    def run(self, memory: Memory) -> None:
+        """Hand gradients on to what made the inputs."""
+        if self.before is not None:
+            self.before()
+        if self.frame is not None:
+            self.frame.run()
+        made = [*self.back(*self.grads, *self.saved)]
+        if self.frame is not None:
+            self.saved = ()
+        made += [memory.new(size) for size in self.sums]
+        self.grads, self.saved, self.frame = [], (), None
+        for taker in self.inputs:
+            grad = made.pop(0)
+            if taker is not None and grad is not None:
+                taker[0].take(grad, taker[1])
+            del grad
+
+
+class Frame:
+    """A function that is computed again in the backward: its nodes keep nothing until then."""
+
+    def __init__(self, graph: Graph, function: Callable[[], object]) -> None:
+        self.graph, self.function = graph, function
+        self.nodes: list[Node] = []
+
+    def run(self) -> None:
+        """Bring back what its nodes save, at the first of them."""
+        nodes, self.nodes = self.nodes, []
+        if nodes:
+            for node, again in zip(nodes, self.graph.computed(self.function), strict=True):
+                node.saved = again.saved
+
+
+class Graph:
+    """The nodes of one pass, in the order in which they were made."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.nodes: list[Node] = []
+        self._frame: Frame | None = None
+
+    def op(
+        self, result: Storage, back: Callable[..., tuple[Storage | None, ...]], *inputs: Tensor | Leaf,
+        saved: tuple[Storage, ...] = (), sums: tuple[float, ...] = (), place: int = 0,
+    ) -> Tensor:  # fmt: skip
+        """`result`, as an op makes it of `inputs`."""
+        sources = tuple((each, 0) if isinstance(each, Leaf) else _source(each) for each in inputs)
+        node = Node(back, sources, saved, sums)
+        if self._frame is not None and saved:
+            node.saved, node.frame = (), self._frame
+            self._frame.nodes.append(node)
+        self.nodes.append(node)
+        return Tensor(result, node, place)
+
+    def again(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """`function` of `inputs`, computed again in the backward."""
+        with self._in(Frame(self, lambda: function(*inputs))):
+            return function(*inputs)
+
+    def computed(self, function: Callable[[], object]) -> list[Node]:
+        """Those nodes of a function, computed now, that save something."""
+        before, self.nodes = self.nodes, []
+        with self._in(None):
+            function()
+        found, self.nodes = self.nodes, before
+        return [node for node in found if node.saved]
+
+    @contextmanager
+    def _in(self, frame: Frame | None) -> Iterator[None]:
+        before, self._frame = self._frame, frame
+        yield
+        self._frame = before
+
+    def backward(self) -> None:
+        """From the gradient that the last node has to those of all leaves."""
+        while self.nodes:
+            node = self.nodes.pop()
+            if any(node.grads):
+                node.run(self.memory)
+
+
+def _source(tensor: Tensor) -> Any:
+    return None if tensor.origin is None else (tensor.origin, tensor.place)
