@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from meshwise.cli.options import JsonOption
 from meshwise.cli.output import console, print_json
 
 
@@ -18,7 +19,7 @@ def list_catalog(
     what: Annotated[
         Literal["models", "chips", "clusters", "plan"], typer.Argument(help="Which part to list.")
     ],
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """List models, chips or clusters with sources, or a plan's keys."""
     from meshwise.report.catalog_table import catalog_rows, print_catalog

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from meshwise import api
+from meshwise.cli.options import JsonOption
 from meshwise.cli.output import console, print_json
 
 
@@ -30,7 +31,7 @@ def collective(
         list[Path] | None, typer.Option(help="A CSV file of measured collectives to show beside; repeat.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw bus bandwidth by size (png, svg, pdf).")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Time one collective on CLUSTER, by size. Shows algorithm, bus bandwidth, and what the links allow."""
     from meshwise.core.units import quantity

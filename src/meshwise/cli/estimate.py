@@ -9,20 +9,21 @@ import typer
 
 from meshwise import api
 from meshwise.cli.job import FromOption, job_json, need_model, with_job
-from meshwise.cli.output import HtmlOption, console, print_json, write_html
+from meshwise.cli.options import (
+    ClusterOption,
+    HtmlOption,
+    JsonOption,
+    OptionalModel,
+    PlanOption,
+    PriceOption,
+    SeqOption,
+)
+from meshwise.cli.output import console, print_json, write_html
 from meshwise.core.errors import PlanError
 
 if TYPE_CHECKING:
     from meshwise.published.nersc_2024_02 import Notebook
     from meshwise.published.nersc_2024_10_plan import Paper
-
-OptionalModel = Annotated[
-    str | None, typer.Argument(help="A preset, the path of a config.json, or left to --from.")
-]
-Model = Annotated[str, typer.Argument(help="A preset (gpt3-175b) or the path of a config.json.")]
-ClusterOption = Annotated[
-    str, typer.Option("--cluster", help="A preset, chip:count (a100-80g-sxm:512), or a TOML file.")
-]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -33,11 +34,11 @@ def add_to(app: typer.Typer) -> None:
 def estimate(
     cluster: ClusterOption,
     model: OptionalModel = None,
-    plan: Annotated[str, typer.Option(help="tp=8,pp=4,... (keys: meshwise list plan) or a TOML file.")] = "",
+    plan: PlanOption = "",
     batch: Annotated[
         int | None, typer.Option(help="Global batch in sequences [one microbatch each].")
     ] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence [what the model allows].")] = None,
+    seq: SeqOption = None,
     microbatch: Annotated[
         int | None, typer.Option(help="Sequences of a microbatch [1; in decoding, all of a rank].")
     ] = None,
@@ -52,7 +53,7 @@ def estimate(
     tokens: Annotated[
         str | None, typer.Option(help="Tokens of the whole run, as 15T: days, GPU-hours, failures.")
     ] = None,
-    price: Annotated[float | None, typer.Option(help="Dollars of a GPU-hour, with --tokens.")] = None,
+    price: PriceOption = None,
     watts: Annotated[float | None, typer.Option(help="Power of a GPU in watts [the chip's].")] = None,
     mtbf: Annotated[
         float | None, typer.Option(help="GPU-hours between failures, with --tokens [50,700].")
@@ -66,7 +67,7 @@ def estimate(
     trace: Annotated[Path | None, typer.Option(help="Write the timeline of all ranks for Perfetto.")] = None,
     html: HtmlOption = None,
     source: FromOption = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Price one training step of MODEL under a parallel plan. Also evaluation, prefill and decoding."""
     inputs: dict[str, Any] = {

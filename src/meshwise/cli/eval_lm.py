@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshwise.cli.options import JsonOption
 from meshwise.core.errors import WorkloadError
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def eval_lm(
     max_tokens: Annotated[int, _count("Tokens generated after it.", MAX_TOKENS)] = 200,
     beam: Annotated[int, _count("Beams of a text (1: greedy).")] = 5,
     show: Annotated[str, typer.Option(help="What to print: counts, what-ifs, programs, or all.")] = "all",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Count what the program eval-lm costs a rank, and what-ifs.
 

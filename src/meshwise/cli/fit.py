@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from meshwise.cli.options import JsonOption
 from meshwise.cli.output import console, print_json
 
 OP_FILES = ("measured_ops.csv", "published_micro.csv")
@@ -28,7 +29,7 @@ def fit(
         typer.Option(help="Kernels and collectives, whole steps, serving engines, or (all) the first two."),
     ] = "all",
     write: Annotated[bool, typer.Option(help="Write the catalog; --no-write only reports.")] = True,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Fit every constant again: of kernels, of steps, of servers."""
     found: dict[str, Any] = {}

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from meshwise import api
+from meshwise.cli.options import JsonOption
 from meshwise.cli.output import console, print_json
 from meshwise.core.errors import WorkloadError
 
@@ -21,7 +22,6 @@ def add_to(parent: typer.Typer) -> None:
 
 Chip = typer.Option(help="A chip or cluster of the catalog, or a TOML file.")
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Replace a law, an option or a number; repeatable."),
@@ -49,7 +49,7 @@ def layer(
         float | None, typer.Option(help="Sent plus received, of one device.")
     ] = None,
     utilization: Utilization = 0.8,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Time a linear layer, forward and backward, on one microbatch."""
     from meshwise.published.frontier.device import Device, find_device
@@ -96,7 +96,7 @@ def run(
     watts: Annotated[float | None, typer.Option(help="Watts per device, all included.")] = None,
     price: Annotated[float | None, typer.Option(help="Price of a device-hour.")] = None,
     plot: Plot = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Find the best utilization by compute, and the largest run."""
     from meshwise.published.frontier.document import run_document
@@ -122,7 +122,7 @@ def sensitivity(
     utilization: Utilization = 0.7,
     settings: Settings = None,
     plot: Plot = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Change one choice at a time and find the limits again."""
     from meshwise.published.frontier.device import find_device

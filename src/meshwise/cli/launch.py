@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwise import api
-from meshwise.cli.estimate import ClusterOption, Model
+from meshwise.cli.options import ClusterOption, JsonOption, Model, PlanOption, SeqOption
 from meshwise.cli.output import console, print_json
 
 if TYPE_CHECKING:
@@ -31,13 +31,13 @@ def launch(
             "tensorrt-llm."
         ),
     ],
-    plan: Annotated[str, typer.Option(help="tp=8,pp=4,... (keys: meshwise list plan) or a TOML file.")] = "",
-    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence [what the model allows].")] = None,
+    plan: PlanOption = "",
+    seq: SeqOption = None,
     microbatch: Annotated[int | None, typer.Option(help="Sequences of a microbatch [1].")] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the files into this folder.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Write the settings that run a plan of MODEL under a framework."""
     found = api.launch(model, cluster, plan, to=to, batch=batch, seq=seq, microbatch=microbatch)

@@ -6,20 +6,15 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 STDERR = 2
 """Where the output of a program that is started goes when stdout holds the document."""
-
-HtmlOption = Annotated[
-    Path | None, typer.Option("--html", help="Write the result as one self-contained HTML page.")
-]
 
 
 def write_html(result: Any, path: Path | None) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from meshwise.cli.options import JsonOption
 from meshwise.cli.output import STDERR, console, print_json
 from meshwise.core.errors import DataError
 
@@ -30,7 +31,7 @@ def profile(
         bool, typer.Option("--overhead", help="Run without capture first; state its overhead.")
     ] = False,
     limit: Annotated[int, typer.Option(help="Rows of each table.")] = 15,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Run a program, capture all its ranks, and summarise them. It may start them as it likes."""
     from meshwise.runtime.profile import profile_command

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from meshwise import api
+from meshwise.cli.options import JsonOption
 from meshwise.cli.output import STDERR, console, print_json
 from meshwise.core.errors import DataError, PlanError
 
@@ -31,7 +32,6 @@ Name = Annotated[str, typer.Argument(metavar="PROGRAM", help="ulysses, model-2d,
 NumRanks = Annotated[
     int, typer.Option("--ranks", help="Ranks in the world (0: as torchrun or srun say, or 1).")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Csv = Annotated[Path | None, typer.Option("--csv", help="Write the ledger to this file.")]
 Help = Annotated[bool, typer.Option("--help", "-h", help="Show this, and the options of PROGRAM.")]
 Root = Annotated[int, typer.Option(help="The rank that prints and whose ledger is shown.")]
@@ -56,7 +56,7 @@ def run(
     port: Port = 0,
     profile: Annotated[Path | None, typer.Option(help="Write each rank's trace into this folder.")] = None,
     csv: Csv = None,
-    json: Json = False,
+    json: JsonOption = False,
     ledger: Annotated[
         bool, typer.Option("--ledger/--no-ledger", help="Record every op, or run at full speed.")
     ] = True,
@@ -84,7 +84,7 @@ def dryrun(
     rank: Annotated[int, typer.Option(help="The rank to be.")] = 0,
     device: Chip = "h100-80g-sxm",
     csv: Csv = None,
-    json: Json = False,
+    json: JsonOption = False,
     show_help: Help = False,
 ) -> None:
     """Run any rank of a program of any size on fake tensors. No GPU, no other rank and no memory is needed.
@@ -118,7 +118,7 @@ def compare(
     cluster: Annotated[
         str | None, typer.Option(help="Also seconds: of a program as this cluster would take, and as run.")
     ] = None,
-    json: Json = False,
+    json: JsonOption = False,
     show_help: Help = False,
 ) -> None:
     """Compare estimate, dry run and real run of a program, op by op.
@@ -159,7 +159,7 @@ def calibrate(
         list[Path] | None, typer.Option("--from", help="Traces of a job, instead of measuring this machine.")
     ] = None,
     steps: Annotated[str, typer.Option(help="Of --from, only these steps: 3-7, or complete.")] = "",
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Write a cluster file of this machine, or from a job's traces."""
     from meshwise.core.files import check_writable

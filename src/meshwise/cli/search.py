@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from meshwise import api
-from meshwise.cli.estimate import ClusterOption, OptionalModel
 from meshwise.cli.job import FromOption, job_json, need_model, with_job
-from meshwise.cli.output import HtmlOption, console, print_json, write_html
+from meshwise.cli.options import ClusterOption, HtmlOption, JsonOption, OptionalModel, PriceOption, SeqOption
+from meshwise.cli.output import console, print_json, write_html
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import check_writable, csv_text, write_text
 
@@ -26,7 +26,7 @@ def search(
     cluster: ClusterOption,
     model: OptionalModel = None,
     batch: Annotated[int | None, typer.Option(help="Global batch in sequences.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence [what the model allows].")] = None,
+    seq: SeqOption = None,
     plan: Annotated[
         str, typer.Option(help="Keys that are fixed, or the values to try: tp=4|8,layout=*; or a TOML file.")
     ] = "",
@@ -47,14 +47,14 @@ def search(
     tokens: Annotated[
         str | None, typer.Option(help="Tokens of the whole run, as 15T: also what the run takes.")
     ] = None,
-    price: Annotated[float | None, typer.Option(help="Dollars of a GPU-hour, with --tokens.")] = None,
+    price: PriceOption = None,
     watts: Annotated[float | None, typer.Option(help="Power of a GPU, with --tokens [its chip's].")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the plans found to this CSV file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the trade-offs: .png, .svg or .pdf.")] = None,
     html: HtmlOption = None,
     source: FromOption = None,
     top: Annotated[int, typer.Option(help="How many plans to show.")] = 5,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Price every plan of MODEL and show the fastest that fit. Exit code 1 if none fits.
 

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from meshwise import api
-from meshwise.cli.estimate import ClusterOption, Model
-from meshwise.cli.output import HtmlOption, console, print_json, write_html
+from meshwise.cli.options import ClusterOption, HtmlOption, JsonOption, Model
+from meshwise.cli.output import console, print_json, write_html
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import csv_text, write_text
 
@@ -104,7 +104,7 @@ def serve(
     memory_frac: Annotated[float, typer.Option(help="Share of the memory that the engine may take.")] = 0.9,
     engine_ms: Annotated[float, typer.Option(help="The engine's own time between two passes.")] = 0.0,
     html: HtmlOption = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Estimate an inference server: latency, throughput, what fits.
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from meshwise.cli.options import JsonOption
 from meshwise.cli.output import console, print_json
 
 
@@ -29,7 +30,7 @@ def sweep(
     address: Annotated[str | None, typer.Option(help="Address of the Ray cluster [a local one].")] = None,
     csv: Annotated[Path | None, typer.Option(help="Where the table goes [FILE.csv].")] = None,
     plot: Annotated[Path | None, typer.Option(help="Where the figure goes [FILE.png].")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Run the points of a grid that are not finished yet. Then write table, CSV and figure of all."""
     from meshwise.core.files import csv_text, write_text

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from meshwise.cli.output import HtmlOption, console, print_json, write_html
+from meshwise.cli.options import HtmlOption, JsonOption
+from meshwise.cli.output import console, print_json, write_html
 from meshwise.core.errors import DataError
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from meshwise.trace.summary import Summary
 
 Paths = Annotated[list[Path], typer.Argument(help="Trace files, or folders of them (*.json, *.json.gz).")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Limit = Annotated[int, typer.Option(help="Rows of each table.")]
 Steps = Annotated[
     str, typer.Option(help="Only these steps: 3-7, or complete (all that were launched before the last one).")
@@ -55,7 +55,7 @@ def explain(
         Path | None, typer.Option(help="Write traces and predicted step as one file for ui.perfetto.dev.")
     ] = None,
     html: HtmlOption = None,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Say why a job's step takes longer than predicted. Its traces stand beside the estimate."""
     from meshwise.api import explain as join
@@ -73,7 +73,7 @@ def explain(
 
 @app.command()
 def summary(
-    paths: Paths, steps: Steps = "", html: HtmlOption = None, json: Json = False, limit: Limit = 15
+    paths: Paths, steps: Steps = "", html: HtmlOption = None, json: JsonOption = False, limit: Limit = 15
 ) -> None:
     """Show the time of each rank by kind, and what stands out.
 
@@ -99,7 +99,7 @@ def merge(
     max_slices: Annotated[
         int | None, typer.Option(min=1, help="Keep sections, communication and the longest others.")
     ] = None,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Write one timeline of all ranks, for ui.perfetto.dev. All ranks are on one clock."""
     from meshwise.trace.merge import write_merged
@@ -122,7 +122,7 @@ def plot(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to draw (.png, .svg, .pdf).")] = Path(
         "ranks.png"
     ),
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Draw all ranks in one picture. What each did when, and why the slow one is slow."""
     from meshwise.report.trace_plot import draw_ranks
@@ -139,7 +139,7 @@ def plot(
 
 
 @app.command()
-def sections(paths: Paths, json: Json = False, limit: Limit = 40) -> None:
+def sections(paths: Paths, json: JsonOption = False, limit: Limit = 40) -> None:
     """Show the named sections of all ranks.
 
     Time, compute, communication and waiting inside; spread and straggler.
@@ -159,7 +159,7 @@ def sections(paths: Paths, json: Json = False, limit: Limit = 40) -> None:
 
 
 @app.command()
-def path(paths: Paths, steps: Steps = "", json: Json = False, limit: Limit = 12) -> None:
+def path(paths: Paths, steps: Steps = "", json: JsonOption = False, limit: Limit = 12) -> None:
     """Show the critical path through all ranks.
 
     Also how much shorter the job would be if one thing were faster.
@@ -172,7 +172,7 @@ def path(paths: Paths, steps: Steps = "", json: Json = False, limit: Limit = 12)
 
 
 @app.command()
-def memory(paths: Paths, json: Json = False, limit: Limit = 12) -> None:
+def memory(paths: Paths, json: JsonOption = False, limit: Limit = 12) -> None:
     """Show the peak of memory of each rank, and what held it. The operator that reached it is named."""
     from meshwise.report.trace_details import memory_tables
     from meshwise.trace.memory import memory_peaks
@@ -186,7 +186,7 @@ def memory(paths: Paths, json: Json = False, limit: Limit = 12) -> None:
 
 
 @app.command()
-def launches(paths: Paths, steps: Steps = "", json: Json = False, limit: Limit = 24) -> None:
+def launches(paths: Paths, steps: Steps = "", json: JsonOption = False, limit: Limit = 24) -> None:
     """Show how long kernels wait from launch to start. Also how many are queued, on each stream."""
     from meshwise.report.trace_details import launch_tables
     from meshwise.trace.launches import stream_launches
@@ -199,7 +199,7 @@ def launches(paths: Paths, steps: Steps = "", json: Json = False, limit: Limit =
 
 @app.command()
 def rates(
-    paths: Paths, cluster: Cluster = None, steps: Steps = "", json: Json = False, limit: Limit = 20
+    paths: Paths, cluster: Cluster = None, steps: Steps = "", json: JsonOption = False, limit: Limit = 20
 ) -> None:
     """Show the rates of operators by shape, against the chip's.
 
@@ -219,7 +219,7 @@ def rates(
 
 @app.command()
 def bandwidth(
-    paths: Paths, cluster: Cluster = None, steps: Steps = "", json: Json = False, limit: Limit = 20
+    paths: Paths, cluster: Cluster = None, steps: Steps = "", json: JsonOption = False, limit: Limit = 20
 ) -> None:
     """Show the bandwidth of collectives by group and size.
 
@@ -242,7 +242,7 @@ def report(
     ),
     cluster: Cluster = None,
     steps: Steps = "",
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Write all of it as one HTML file. Findings, pictures, critical path, what-if, memory, rates, tables."""
     from meshwise.report.html import write_page
@@ -261,7 +261,7 @@ def table(
     paths: Paths,
     sort: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     rank: Annotated[int | None, typer.Option(help="Only this rank [all, and their joint table].")] = None,
-    json: Json = False,
+    json: JsonOption = False,
     limit: Limit = 25,
 ) -> None:
     """Show the profiler's table of each rank, and of all. It has fourteen columns."""
@@ -292,7 +292,7 @@ def table(
 def diff(
     before: Annotated[Path, typer.Argument(help="A trace file or folder.")],
     after: Annotated[Path, typer.Argument(help="The one to compare with it.")],
-    json: Json = False,
+    json: JsonOption = False,
     limit: Limit = 30,
 ) -> None:
     """Show what changed between two jobs or two traces. Kernels and rank times."""
@@ -319,7 +319,7 @@ def diff(
 def ledger(
     paths: Paths,
     csv: Annotated[Path | None, typer.Option(help="Write the ledger to this CSV file.")] = None,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """List operators, kernels and collectives as ledger rows. Their origin is `profile`."""
     from meshwise.trace.rows import profile_ledger

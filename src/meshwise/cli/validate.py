@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from meshwise.cli.output import HtmlOption, console, print_json, write_html
+from meshwise.cli.options import HtmlOption, JsonOption
+from meshwise.cli.output import console, print_json, write_html
 from meshwise.core.errors import DataError
 
 DATA_FILES = ("measured_iterations_a100.csv", "measured_ops.csv", "published_micro.csv")
@@ -45,7 +46,7 @@ def validate(
     ] = False,
     html: HtmlOption = None,
     worst: Annotated[int, typer.Option(help="How many of the worst rows to print.")] = 8,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Compare predictions with measurements.
 

@@ -59,8 +59,12 @@ def print_serving(answer: Answer, console: Console) -> None:
             "${usd_per_hour:,.2f} an hour; ${usd_per_million_input_tokens:.3g} a million tokens in, "
             "${usd_per_million_output_tokens:.3g} out".format(**answer.cost)
         )
-    if not document["passes"]:
-        return
+    if document["passes"]:
+        _print_passes(document, console)
+
+
+def _print_passes(document: Mapping[str, Any], console: Console) -> None:
+    """A row for each number of running sequences, and the notes."""
     rows = []
     for row in document["passes"]:
         name, seconds = max(row["time_s"].items(), key=lambda part: part[1])

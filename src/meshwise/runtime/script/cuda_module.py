@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,32 +89,7 @@ def supply_cuda_module(tape: Tape, chip: Chip, devices: int, device: int) -> Non
         shared_memory_per_block_optin=232448,
     )  # fmt: skip
 
-    def current(*_: Any, **__: Any) -> int:
-        return int(tape.current_booked_bytes)
-
-    def peak(*_: Any, **__: Any) -> int:
-        return int(tape.peak_booked_bytes)
-
-    def reserved(*_: Any, **__: Any) -> int:
-        return int(tape.allocator.reserved_bytes if tape.allocator else tape.peak_booked_bytes)
-
-    def statistics(*_: Any, **__: Any) -> dict[str, int]:
-        figures = {"allocated_bytes.all.current": current(), "allocated_bytes.all.peak": peak()}
-        figures |= {"active_bytes.all.current": current(), "active_bytes.all.peak": peak()}
-        figures |= dict.fromkeys(("reserved_bytes.all.current", "reserved_bytes.all.peak"), reserved())
-        return defaultdict(int, figures)
-
-    def state(*_: Any, **__: Any) -> torch.Tensor:
-        return torch.zeros(16, dtype=torch.uint8)
-
-    memory = {
-        "memory_allocated": current,
-        "max_memory_allocated": peak,
-        "memory_reserved": reserved,
-        "max_memory_reserved": reserved,
-        "memory_stats": statistics,
-        "mem_get_info": lambda *_: (memory_bytes - current(), memory_bytes),
-    }
+    memory, states = _memory(tape, memory_bytes), _random_states(devices)
     queries = {
         "is_available": True,
         "is_initialized": True,
@@ -145,7 +121,6 @@ def supply_cuda_module(tape: Tape, chip: Chip, devices: int, device: int) -> Non
         for each in names.split():
             setattr(module, each, _nothing)
     answers = {each: _always(value) for each, value in queries.items()}
-    states = {"get_rng_state": state, "get_rng_state_all": lambda: [state()] * devices}
     for each, function in (memory | answers | streams | states).items():
         setattr(torch.cuda, each, function)
     for each, function in memory.items():
@@ -157,12 +132,52 @@ def supply_cuda_module(tape: Tape, chip: Chip, devices: int, device: int) -> Non
     torch.cuda.nvtx.range = lambda *_, **__: contextlib.nullcontext()
     torch.cuda.amp.common.amp_definitely_not_available = _always(False)
     torch.backends.cuda.is_built = _always(True)
+    _supply_accelerator(memory, devices, device)
+
+
+def _memory(tape: Tape, memory_bytes: int) -> dict[str, Callable[..., Any]]:
+    """What a program may ask about its memory, as the replayed allocator has it."""
+
+    def current(*_: Any, **__: Any) -> int:
+        return int(tape.current_booked_bytes)
+
+    def peak(*_: Any, **__: Any) -> int:
+        return int(tape.peak_booked_bytes)
+
+    def reserved(*_: Any, **__: Any) -> int:
+        return int(tape.allocator.reserved_bytes if tape.allocator else tape.peak_booked_bytes)
+
+    def statistics(*_: Any, **__: Any) -> dict[str, int]:
+        figures = {"allocated_bytes.all.current": current(), "allocated_bytes.all.peak": peak()}
+        figures |= {"active_bytes.all.current": current(), "active_bytes.all.peak": peak()}
+        figures |= dict.fromkeys(("reserved_bytes.all.current", "reserved_bytes.all.peak"), reserved())
+        return defaultdict(int, figures)
+
+    return {
+        "memory_allocated": current,
+        "max_memory_allocated": peak,
+        "memory_reserved": reserved,
+        "max_memory_reserved": reserved,
+        "memory_stats": statistics,
+        "mem_get_info": lambda *_: (memory_bytes - current(), memory_bytes),
+    }
+
+
+def _random_states(devices: int) -> dict[str, Callable[..., Any]]:
+    def state(*_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    return {"get_rng_state": state, "get_rng_state_all": lambda: [state()] * devices}
+
+
+def _supply_accelerator(memory: Mapping[str, Callable[..., Any]], devices: int, device: int) -> None:
+    """The same under the names of `torch.accelerator`."""
     torch.accelerator.device_count = _always(devices)
     torch.accelerator.current_device_index = torch.accelerator.current_device_idx = _always(device)
     torch.accelerator.current_stream = Stream
-    accelerator = {each: memory[each] for each in memory if each != "mem_get_info"}
-    accelerator |= dict.fromkeys(("empty_cache", "reset_peak_memory_stats"), _nothing)
-    for each, function in accelerator.items():
+    supplied = {each: memory[each] for each in memory if each != "mem_get_info"}
+    supplied |= dict.fromkeys(("empty_cache", "reset_peak_memory_stats"), _nothing)
+    for each, function in supplied.items():
         setattr(torch.accelerator, each, function)
         setattr(torch.accelerator.memory, each, function)
 

@@ -7,7 +7,7 @@ store is a dictionary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +80,32 @@ def supply_process_groups(
     def get_backend(group: Any = None) -> str:
         return named[(group or c10d._get_default_group()).group_name]
 
+    c10d._new_process_group_helper = new_group
+    c10d.rendezvous = rendezvous
+    c10d._get_default_timeout = lambda _: c10d.default_pg_timeout
+    c10d._store_based_barrier = lambda *_, **__: None
+    stand_ins = {
+        "get_backend": get_backend,
+        "is_nccl_available": lambda: True,
+        **_objects(rank, guesses),
+        "send_object_list": letters.send,
+        "recv_object_list": letters.receive,
+        "monitored_barrier": lambda *_, **__: None,
+        "set_timeout": lambda *_, **__: None,  # of later versions of torch
+        "ProcessGroupNCCL": SimpleNamespace(Options=SimpleNamespace),
+        "TCPStore": _Store,
+        "FileStore": _Store,
+    }
+    for name, stand_in in stand_ins.items():
+        setattr(c10d, name, stand_in)
+        setattr(dist, name, stand_in)
+    dtensor_dispatch.run_dtensor_rng_op = lambda _, __, op, *args, **kwargs: op(*args, **kwargs)
+    _supply_ddp()
+
+
+def _objects(rank: int, guesses: Guesses) -> dict[str, Callable[..., None]]:
+    """The collectives of Python objects: what other ranks would send is guessed."""
+
     def gather(found: list[Any], own: Any, *_: Any, **__: Any) -> None:
         guesses.add("objects of other ranks", "all like this rank's")
         found[:] = [own] * len(found)
@@ -99,30 +125,12 @@ def supply_process_groups(
         if inputs:
             output[0] = inputs[dist.get_rank() % len(inputs)]
 
-    c10d._new_process_group_helper = new_group
-    c10d.rendezvous = rendezvous
-    c10d._get_default_timeout = lambda _: c10d.default_pg_timeout
-    c10d._store_based_barrier = lambda *_, **__: None
-    stand_ins = {
-        "get_backend": get_backend,
-        "is_nccl_available": lambda: True,
+    return {
         "all_gather_object": all_gather_object,
         "gather_object": gather_object,
         "broadcast_object_list": broadcast_object_list,
         "scatter_object_list": scatter_object_list,
-        "send_object_list": letters.send,
-        "recv_object_list": letters.receive,
-        "monitored_barrier": lambda *_, **__: None,
-        "set_timeout": lambda *_, **__: None,  # of later versions of torch
-        "ProcessGroupNCCL": SimpleNamespace(Options=SimpleNamespace),
-        "TCPStore": _Store,
-        "FileStore": _Store,
     }
-    for name, stand_in in stand_ins.items():
-        setattr(c10d, name, stand_in)
-        setattr(dist, name, stand_in)
-    dtensor_dispatch.run_dtensor_rng_op = lambda _, __, op, *args, **kwargs: op(*args, **kwargs)
-    _supply_ddp()
 
 
 def _supply_ddp() -> None:
