@@ -7,13 +7,12 @@ release. Only what changes a prediction has a default; facts of the model and th
 from __future__ import annotations
 
 import re
-import tomllib
 from functools import cache
 
 import msgspec
 
 from meshwise.calibrate.runs import Run
-from meshwise.core.files import catalog_text
+from meshwise.core.files import read_catalog
 
 
 class Defaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,8 +56,7 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 @cache
 def entries() -> tuple[Defaults, ...]:
     """The catalog, in its order."""
-    text = catalog_text("frameworks.toml")
-    return msgspec.convert(tuple(tomllib.loads(text)["frameworks"]), tuple[Defaults, ...])
+    return msgspec.convert(tuple(read_catalog("frameworks.toml")["frameworks"]), tuple[Defaults, ...])
 
 
 def defaults_of(run: Run) -> Defaults:

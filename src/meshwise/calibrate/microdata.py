@@ -20,6 +20,7 @@ from statistics import NormalDist
 
 from meshwise.calibrate.table import BadCell, header, lines
 from meshwise.core.errors import ClusterError, DataError
+from meshwise.core.files import read_catalog
 from meshwise.cost.collective import sent_bytes
 from meshwise.machine.hardware import find_chip
 
@@ -67,31 +68,7 @@ class Measurements:
 OPS_COLUMNS = ("hardware", "op", "dtype", "n_gpus", "shape", "latency_us", "kernel_or_library", "source")
 PUBLISHED_COLUMNS = ("source", "hardware", "op", "shape_or_size", "ranks", "value", "unit", "notes")
 
-# Names that the files give to chips of the catalog, beyond its own names and aliases.
-_HARDWARE = {
-    "a100-sxm-80gb": "a100-80g-sxm",
-    "a100-sxm4-80gb": "a100-80g-sxm",
-    "h100-sxm-80gb": "h100-80g-sxm",
-    "h100-sxm5-80gb": "h100-80g-sxm",
-    "h200-sxm-141gb": "h200-sxm",
-    "h20": "h20-96g-sxm",
-    "h800": "h800-80g-sxm",
-    "8x h200 (nvlink4, nvswitch)": "h200-sxm",
-    "8x h200 node": "h200-sxm",
-    "8x b200 (nvlink5)": "b200-sxm",
-    "8x b200 node": "b200-sxm",
-    "8x a100 (nvlink3)": "a100-80g-sxm",
-    "gb200 (4 gpus per tray)": "gb200",
-    "h100, one node": "h100-80g-sxm",
-}
-_NETWORKS = (
-    ("A100, Perlmutter-like nodes", "a100-80g-sxm", "slingshot"),
-    ("4 nodes x 8 B200, 8x50GB/s EFA", "b200-sxm", "efa"),
-    ("DGX A100, 8x200Gb/s", "a100-80g-sxm", "infiniband"),
-    ("DGX H100, 8x400Gb/s", "h100-80g-sxm", "infiniband"),
-)
-"""Hardware of runs on several nodes by the start of its description: its chip and its network."""
-
+_NAMES = read_catalog("measured_names.toml")
 _DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "nvfp4": "fp4", "fp32": "fp32"}
 _CAST_LIBRARIES = ("CutlassFP8ScaledMMLinearKernel", "FlashInferCuteDslNvFp4LinearKernel")
 """Linear layers timed from bf16 activations: the cast is in the figure. TensorRT-LLM's fp8 ones likewise."""
@@ -159,7 +136,7 @@ def _chip(text: str) -> str:
 @lru_cache
 def _known_chip(name: str) -> str | None:
     try:
-        return find_chip(_HARDWARE.get(name, name)).name
+        return find_chip(_NAMES["chips"].get(name, name)).name
     except ClusterError:
         return None
 
@@ -475,7 +452,7 @@ def _published(row: dict[str, str], value: float) -> tuple[Stated, float]:
 
 def _published_chip(hardware: str, software: str) -> tuple[str, str]:
     """The chip and, for runs on several nodes, their network in place of the software."""
-    for start, chip, network in _NETWORKS:
+    for start, (chip, network) in _NAMES["networks"].items():
         if hardware.startswith(start):
             return find_chip(chip).name, network
     return _chip(hardware), software

@@ -4,13 +4,11 @@ or tied to another, and why.
 
 from __future__ import annotations
 
-import tomllib
-
-from meshwise.core.files import catalog_text
+from meshwise.core.files import read_catalog
 
 Constants = dict[str, float]
 
-_CATALOG = tomllib.loads(catalog_text("step_constants.toml"))
+_CATALOG = read_catalog("step_constants.toml")
 TIME_BOXES, MEMORY_BOXES = _CATALOG["time"], _CATALOG["memory"]
 LIMITS: dict[str, tuple[float, float, float]] = TIME_BOXES | MEMORY_BOXES
 """Where the search of each fitted constant starts, and the least and most that make sense."""

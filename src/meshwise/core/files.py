@@ -75,6 +75,11 @@ def catalog_text(name: str) -> str:
     return (resources.files("meshwise") / "catalog" / name).read_text(encoding="utf-8")
 
 
+def read_catalog(name: str) -> dict[str, Any]:
+    """The tables of a TOML file of the catalog."""
+    return tomllib.loads(catalog_text(name))
+
+
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` whole or not at all; a place that cannot be written raises DataError."""
     write_bytes(path, text.encode())

@@ -16,14 +16,13 @@ and 37). The rate of interruptions is that of the Llama 3 report: see `catalog/f
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from meshwise.core.errors import WorkloadError
-from meshwise.core.files import catalog_text
+from meshwise.core.files import read_catalog
 from meshwise.core.units import Num, require_positive
 
 CHECKPOINT_BYTES_PER_PARAM = 14.0
@@ -52,7 +51,7 @@ class Failures:
     @classmethod
     def llama3(cls) -> Failures:
         """419 interruptions in 54 days on 16,384 GPUs: one per 50.7 thousand GPU-hours."""
-        entry = tomllib.loads(catalog_text("failures.toml"))
+        entry = read_catalog("failures.toml")
         return cls(
             device_s_between_interruptions=entry["gpus"] * entry["days"] * 86400.0 / entry["interruptions"],
             storage_bytes_per_s=entry["storage_bytes_per_s"] / entry["gpus"],

@@ -5,8 +5,8 @@ A `Cost` is work, not time: it knows no machine. Costs add. Two kinds of op cove
 *Matmuls*: C[m,n] = A[m,k] B[k,n] is 2mnk FLOP; each operand is read once and C written once. The
 backward of a linear layer is two matmuls of the same FLOP: dA = dC B' and dB = A' dC.
 
-*Element-wise kernels* (norms, activations, dropout, softmax, residual adds) are rows of one table,
-`KERNELS`: FLOP per element, tensors read and written forward and backward, and what they keep.
+*Element-wise kernels* (norms, activations, dropout, softmax, residual adds) are rows of one table
+(`catalog/kernels.toml`): FLOP per element, tensors read and written forward and backward, and what they keep.
 They are bound by memory on every chip, so their FLOP matter little; the bytes matter.
 
 All arguments may be arrays that broadcast. Bytes are float64, like everything here.
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec import Struct
 
+from meshwise.core.files import read_catalog
 from meshwise.core.units import Num
 
 
@@ -153,63 +154,9 @@ class Kernel:
         return self.row_bytes * rows * max(elem_bytes / 4.0, 1.0)
 
 
-KERNELS: dict[str, Kernel] = {
-    # FLOP of GELU (8, 13), LayerNorm (9, 12) and softmax (3 + max and subtract, 4): the counts of
-    # ShashankSubramanian/transformer-perf-estimates; tensors moved and kept: what PyTorch's kernels do.
-    "gelu": Kernel(flop=8, backward_flop=13, backward_reads=2, saved=1),
-    "silu": Kernel(flop=5, backward_flop=8, backward_reads=2, saved=1),
-    "relu": Kernel(flop=1, backward_flop=1, backward_reads=2),  # keeps its output, the next op's input
-    "relu2": Kernel(flop=2, backward_flop=3, backward_reads=2, saved=1),
-    "swiglu": Kernel(flop=6, backward_flop=11, reads=2, backward_reads=3, backward_writes=2, saved=2),
-    "geglu": Kernel(flop=9, backward_flop=16, reads=2, backward_reads=3, backward_writes=2, saved=2),
-    "reglu": Kernel(flop=2, backward_flop=4, reads=2, backward_reads=3, backward_writes=2, saved=2),
-    "layernorm": Kernel(flop=9, backward_flop=12, backward_reads=2, saved=1, row_bytes=8),
-    "rmsnorm": Kernel(flop=4, backward_flop=9, backward_reads=2, saved=1, row_bytes=4),
-    "softmax": Kernel(flop=5, backward_flop=4, backward_reads=2, saved=1),
-    "dropout": Kernel(flop=1, backward_flop=1, mask_bytes=1),
-    "residual": Kernel(flop=1, backward_flop=1, reads=2, backward_reads=2),
-    "rotary": Kernel(flop=3, backward_flop=3),
-    "add_bias": Kernel(flop=1, backward_flop=1, backward_writes=0),
-    "copy": Kernel(flop=0, backward_flop=0),
-    "sum_copies": Kernel(flop=1, backward_flop=2),  # weighed with the activations
-    "tanh": Kernel(flop=6, backward_flop=3, backward_reads=2, saved=1),
-    "softcap": Kernel(flop=8, backward_flop=5, backward_reads=2, saved=1),  # tanh between two products
-    "alibi": Kernel(flop=2, backward_flop=0, backward_reads=0, backward_writes=0),
-    "conv": Kernel(flop=8, backward_flop=16, backward_reads=2, saved=1),  # depthwise, four taps
-    "gated_norm": Kernel(
-        flop=10, backward_flop=20, reads=2, backward_reads=3, backward_writes=2, saved=2, row_bytes=4
-    ),
-    "layer_scale": Kernel(flop=1, backward_flop=3, backward_reads=2, saved=1),  # and its weights' gradient
-    "scale_by_gate": Kernel(flop=1, backward_flop=2, backward_reads=2, saved=1),
-}
-
-
-EAGER_KERNELS: dict[str, Kernel] = {
-    # As modules of the library `transformers` do them, op by op in PyTorch: every result is written, and
-    # autograd keeps what each op needs. RMSNorm computes in fp32 and keeps that copy (4 bytes) and what it
-    # multiplies by the weights; SwiGLU keeps both factors of its product and the input of SiLU; softmax its
-    # result in fp32, and the copy that multiplies the values. GELU, dropout and LayerNorm are one op each;
-    # only a LayerNorm without weights (OLMo) is computed in fp32, and keeps that copy.
-    "rmsnorm": Kernel(
-        flop=4, backward_flop=9, reads=10, writes=6, backward_reads=19, backward_writes=13, saved=1,
-        mask_bytes=4, row_bytes=4,
-    ),
-    "swiglu": Kernel(
-        flop=6, backward_flop=11, reads=3, writes=2, backward_reads=6, backward_writes=3, saved=3
-    ),
-    "geglu": Kernel(
-        flop=9, backward_flop=16, reads=3, writes=2, backward_reads=6, backward_writes=3, saved=3
-    ),
-    "reglu": Kernel(flop=2, backward_flop=4, reads=3, writes=2, backward_reads=6, backward_writes=3, saved=2),
-    "layernorm": Kernel(
-        flop=9, backward_flop=12, reads=5, writes=3, backward_reads=5, backward_writes=5, mask_bytes=4,
-        row_bytes=8,
-    ),
-    "softmax": Kernel(
-        flop=5, backward_flop=4, reads=4, writes=2, backward_reads=3, backward_writes=4, saved=1, mask_bytes=4
-    ),
-    "rotary": Kernel(flop=3, backward_flop=3, reads=5.5, writes=4.5, backward_reads=5.5, backward_writes=4.5),
-}  # fmt: skip
+_KERNELS = read_catalog("kernels.toml")
+KERNELS = {name: Kernel(**entry) for name, entry in _KERNELS["fused"].items()}
+EAGER_KERNELS = {name: Kernel(**entry) for name, entry in _KERNELS["eager"].items()}
 """Kernels that are not fused: where they differ from `KERNELS`."""
 
 

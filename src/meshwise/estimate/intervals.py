@@ -10,14 +10,13 @@ whole. An estimate in several regimes has the lowest p10 and the highest p90 of 
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import msgspec
 
-from meshwise.core.files import catalog_text
+from meshwise.core.files import read_catalog
 
 LARGE = 1000
 """GPUs beyond which a run is in a regime of its own."""
@@ -56,8 +55,7 @@ class Interval:
 @cache
 def spreads() -> Spreads:
     """The catalog."""
-    text = catalog_text("intervals.toml")
-    return msgspec.convert(tomllib.loads(text), Spreads)
+    return msgspec.convert(read_catalog("intervals.toml"), Spreads)
 
 
 def regimes(*, has_experts: bool, dtype: str, num_chips: int) -> list[str]:

@@ -19,33 +19,6 @@ from meshwise.plan.stages import chunk_layers, layers_of_chunks
 
 Facts = dict[str, Any]
 
-COVERS = {
-    "chunks": ("vpp",),
-    "layers_per_chunk": ("vpp",),
-    "pipeline_layout": ("stages",),
-    "levels": ("ulysses",),
-    "instances": ("zero_group",),
-    "shard": ("zero_group",),
-    "recompute_form": ("recompute", "recompute_layers"),
-    "recompute_num": ("recompute_every",),
-    "recompute_fsdp": ("recompute",),
-    "recompute_ddp": ("recompute",),
-    "cp_size": ("cp",),
-    "sp_size": ("cp",),
-    "num_microbatches": ("batch",),
-    "p2p_overlap": ("overlap_pp",),
-    "etp_beside_ep": ("etp",),
-    "local_batch": ("microbatch",),
-    "requests": ("batch", "microbatch"),
-    "ep_over_all": ("ep", "etp"),
-    "ep_within_tp": ("ep", "etp"),
-    "world_tp": ("tp",),
-    "attention_dp": ("dp",),
-    "copies": ("dp",),
-    "quantization": ("weight_dtype", "expert_dtype"),
-}
-"""Facts that follow from a plan, and the keys of the plan that they say."""
-
 
 def facts_of(model: Model, mesh: Mesh, cluster: Cluster) -> Facts:
     """The facts of one plan, resolved and its layers placed; a key without effect is left out."""

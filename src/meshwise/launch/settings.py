@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwise.launch.arguments import framework_arguments, read_value
-from meshwise.launch.facts import COVERS, Facts
+from meshwise.launch.facts import Facts
 from meshwise.launch.tables import ANY, VALUE, Near, Setting, launch_tables, table_of
 from meshwise.plan.plan import DEFAULTS, KEYS
 
@@ -20,7 +20,7 @@ _WORK = ("batch", "seq", "microbatch")
 
 def write_settings(framework: str, facts: Facts) -> tuple[Settings, list[str]]:
     """The arguments that say `facts`, and a sentence for each that cannot be said as it is."""
-    table = table_of(framework)
+    table, covers = table_of(framework), launch_tables().covers
     settings: Settings = {}
     missing: dict[str, str] = {}
     for fact, setting in table.items():
@@ -28,7 +28,7 @@ def write_settings(framework: str, facts: Facts) -> tuple[Settings, list[str]]:
         if fact not in facts or (value is None and None not in setting):
             continue
         chosen = _option(setting, value)
-        keys = COVERS.get(fact, (fact,))
+        keys = covers.get(fact, (fact,))
         if chosen is None:
             known = ", ".join(_shown(fact, one) for one in setting if one not in (ANY, None))
             missing |= {key: f"it offers only {known}" for key in keys if _is_stated(key, facts)}
@@ -38,7 +38,7 @@ def write_settings(framework: str, facts: Facts) -> tuple[Settings, list[str]]:
             chosen = chosen.settings
         shown = list(value) if isinstance(value, tuple) else value
         settings |= {name: shown if one is VALUE else one for name, one in chosen.items()}
-    covered = {key for fact in table for key in (fact, *COVERS.get(fact, ()))} | {"dp"}
+    covered = {key for fact in table for key in (fact, *covers.get(fact, ()))} | {"dp"}
     for key in (*KEYS, *_WORK):
         if key not in covered and _is_stated(key, facts) and facts[key] != DEFAULTS.get(key):
             missing[key] = "it has no setting for this"

@@ -8,13 +8,12 @@ unasked.
 
 from __future__ import annotations
 
-import tomllib
 from functools import cache
 from typing import Any, NamedTuple
 
 import msgspec
 
-from meshwise.core.files import catalog_text
+from meshwise.core.files import read_catalog
 from meshwise.core.units import whole
 from meshwise.plan.plan import KEYS
 
@@ -36,6 +35,7 @@ Table = dict[str, Setting]
 class LaunchTables(msgspec.Struct, frozen=True):
     """The file: see its own head for what the sections hold."""
 
+    covers: dict[str, tuple[str, ...]]
     facts: dict[str, dict[str, Any]]
     constants: dict[str, dict[str, Any]]
     outside: dict[str, dict[str, str]]
@@ -47,7 +47,7 @@ class LaunchTables(msgspec.Struct, frozen=True):
 @cache
 def launch_tables() -> LaunchTables:
     """The tables as they stand in the file."""
-    return msgspec.convert(tomllib.loads(catalog_text("launch.toml")), LaunchTables)
+    return msgspec.convert(read_catalog("launch.toml"), LaunchTables)
 
 
 @cache

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import msgspec
 
 from meshwise.core.errors import ClusterError, did_you_mean
-from meshwise.core.files import catalog_text, parse_text, read_toml
+from meshwise.core.files import parse_text, read_catalog, read_toml
 from meshwise.core.toml import toml_text
 from meshwise.core.units import DTYPE_BYTES, Num
 
@@ -290,20 +290,16 @@ def _convert(raw: Any, kind: Any, where: str) -> Any:
         raise ClusterError(f"{where}: {' '.join(str(error).split())}") from None
 
 
-def _catalog(file: str) -> dict[str, Any]:
-    return tomllib.loads(catalog_text(file))
-
-
 @cache
 def chips() -> dict[str, Chip]:
     """All chips of the catalog by name."""
-    entries = _convert(_catalog("chips.toml"), dict[str, _ChipEntry], "chips.toml")
+    entries = _convert(read_catalog("chips.toml"), dict[str, _ChipEntry], "chips.toml")
     return {name: _chip_from_entry(name, entry, "chips.toml") for name, entry in entries.items()}
 
 
 @cache
 def _cluster_entries() -> dict[str, _ClusterEntry]:
-    return _convert(_catalog("clusters.toml"), dict[str, _ClusterEntry], "clusters.toml")
+    return _convert(read_catalog("clusters.toml"), dict[str, _ClusterEntry], "clusters.toml")
 
 
 def cluster_names() -> list[str]:

@@ -48,14 +48,13 @@ Software is named by its core and the year of its first release like it: `SOFTWA
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
 
 from meshwise.core.errors import PlanError
-from meshwise.core.files import catalog_text
+from meshwise.core.files import read_catalog
 from meshwise.machine.hardware import Chip
 
 FULL_WATTS = {
@@ -163,7 +162,7 @@ class Tables:
 @cache
 def tables() -> Tables:
     """The catalog."""
-    raw = tomllib.loads(catalog_text("overheads.toml"))
+    raw = read_catalog("overheads.toml")
     raw.pop("about", None)
     return Tables(**raw)
 

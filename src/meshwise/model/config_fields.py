@@ -6,13 +6,12 @@ same for all families.
 
 from __future__ import annotations
 
-import tomllib
 from functools import cache
 from typing import Any, Literal
 
 import msgspec
 
-from meshwise.core.files import catalog_text
+from meshwise.core.files import read_catalog
 
 Fields = dict[str, Any]  # fields of Model
 
@@ -260,8 +259,7 @@ class Spelling(msgspec.Struct, forbid_unknown_fields=True):
 
 @cache
 def spellings() -> dict[str, Spelling]:
-    text = catalog_text("huggingface.toml")
-    spellings = msgspec.convert(tomllib.loads(text), dict[str, Spelling])
+    spellings = msgspec.convert(read_catalog("huggingface.toml"), dict[str, Spelling])
     for own in spellings.values():  # a family stands below the one that it is like
         if own.like:
             for name in own.__struct_fields__:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import msgspec
 
 from meshwise.core.errors import ModelError, did_you_mean
-from meshwise.core.files import catalog_text
+from meshwise.core.files import read_catalog
 from meshwise.model.architecture import Model, checked_model
 from meshwise.model.huggingface import read_config
 
@@ -18,8 +17,7 @@ from meshwise.model.huggingface import read_config
 @cache
 def models() -> dict[str, Model]:
     """All models of the catalog by name."""
-    text = catalog_text("models.toml")
-    raw = tomllib.loads(text)
+    raw = read_catalog("models.toml")
     families = raw["families"]
     return {
         name: _model_from_entry(name, families[entry.pop("family")] | entry, "models.toml")

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from meshwise.core.errors import ModelError
-from meshwise.core.files import catalog_text, parse_file
+from meshwise.core.files import parse_file, read_catalog
 from meshwise.model.architecture import Model, MoE
 
 SECOND_EXPERT_POLICIES = ("all", "sampling", "random")
@@ -157,7 +157,7 @@ def gpt_config_from_dict(raw: dict[str, Any], where: str = "config") -> GptConfi
 
 @cache
 def _presets() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(catalog_text("transformer_lm.toml"))
+    return read_catalog("transformer_lm.toml")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from functools import cache
 
 import msgspec
 
-from meshwise.core.files import catalog_text
+from meshwise.core.files import read_catalog
 from meshwise.estimate.intervals import Interval, Spread
 
 
@@ -46,7 +45,7 @@ class Fitted(msgspec.Struct, frozen=True):
 @cache
 def fitted() -> Fitted:
     """The catalog."""
-    return msgspec.convert(tomllib.loads(catalog_text("serving.toml")), Fitted)
+    return msgspec.convert(read_catalog("serving.toml"), Fitted)
 
 
 def interval_of(quantity: str, value: float, regime: str) -> Interval:

@@ -10,13 +10,12 @@ other clients run engines as they come.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
-from meshwise.core.files import catalog_text
+from meshwise.core.files import read_catalog
 from meshwise.serve.engine import Engine
 
 LENGTHS = ("1024/1024", "1024/8192", "8192/1024")
@@ -75,7 +74,7 @@ def script(row: Mapping[str, str], model: str, layout: Layout) -> Script:
 
 @cache
 def _catalog() -> dict[str, Any]:
-    return tomllib.loads(catalog_text("inferencex.toml"))
+    return read_catalog("inferencex.toml")
 
 
 def _ruled(rules: str, stated: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwise.core.errors import DataError, PlanError, WorkloadError
+from meshwise.core.files import read_catalog
 from meshwise.core.units import whole
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import Model
@@ -28,30 +29,9 @@ from meshwise.serve.load import Fleet, Load, under_load
 from meshwise.serve.requests import Lengths, Requests, in_closed_loop
 from meshwise.serve.serving import Serving, serving, speculating
 
-SYSTEMS = {
-    "h100_sxm": "h100-80g-sxm",
-    "h200_sxm": "h200-sxm",
-    "b200_sxm": "b200-sxm",
-    "b300_sxm": "b300-sxm",
-    "gb200": "gb200",
-}
-"""Chips by the sample's names of systems."""
-
-MODELS = {
-    "llama-3.1-8b": "llama3-8b",
-    "llama-3.1-70b": "llama3-70b",
-    "deepseek-v3": "deepseek-v3",
-    "deepseek-r1": "deepseek-v3",
-    "gpt-oss-120b": "gpt-oss-120b",
-    "gpt-oss-20b": "gpt-oss-20b",
-    "qwen3-235b-a22b": "qwen3-235b-a22b",
-    "qwen3-30b-a3b": "qwen3-30b-a3b",
-    "qwen3-32b": "qwen3-32b",
-    "qwen3.5-397b-a17b": "qwen3.5-397b-a17b",
-    "minimax-m2.5": "minimax-m2",
-}
-"""Presets by how the sample's names of models begin."""
-
+_NAMES = read_catalog("measured_names.toml")
+SYSTEMS, MODELS = _NAMES["systems"], _NAMES["models"]
+"""Chips by the sample's names of systems; presets by how its names of models begin."""
 STATED = ("ttft_s", "tpot_s")
 COLUMNS = (
     *("mode", "system", "backend", "model", "precision", "tp", "attention_dp", "moe_tp", "moe_ep"),

@@ -7,7 +7,6 @@ is a power law, value = coefficient x (parameters / at) ** exponent; those are d
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.errors import WorkloadError
-from meshwise.core.files import catalog_text
+from meshwise.core.files import read_catalog
 from meshwise.core.units import Num
 
 KINDS = ("tokens", "depth", "batch")
@@ -58,7 +57,7 @@ def power_law(
 @cache
 def catalog() -> dict[str, Any]:
     """The named laws and latencies, as written in `catalog/frontier.toml`."""
-    return tomllib.loads(catalog_text("frontier.toml"))
+    return read_catalog("frontier.toml")
 
 
 def law_names(kind: str) -> list[str]:
