@@ -111,6 +111,11 @@ PLANS = [
     ("tp=2,pp=2,placement=tp-pp-cp-dp", "gpt", 4),
     ("tp=2,pp=2,sp=0", "gpt", 4),
     ("tp=2,attention=unfused,recompute=selective", "llama", 4),
+    ("cp=2,tp=2,recompute_modules=mla_up_proj", "mla", 4),
+    ("cp=2,cp_kind=ulysses,recompute_modules=mla_up_proj+core_attn", "mla", 4),
+    ("pp=2,tp=2,schedule=zb-v,recompute_modules=per_op", "gpt", 4),
+    ("pp=2,ep=2,schedule=dualpipe,recompute=full", "moe", 8),
+    ("pp=2,ep=2,schedule=zb-h1,recompute_modules=mla_up_proj+moe", "mla", 4),
 ]
 
 
@@ -379,6 +384,18 @@ def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, poo
         (4, 1, "gpt --plan tp=2,sp=0,loss_chunks=2,dtype=bf16 --batch 8"),
         (4, 3, "llama --plan tp=2,attention=unfused,recompute=selective,dtype=bf16 --batch 8 --microbatch 2"),
         (4, 2, "gpt --plan pp=2,recompute=full,dtype=fp8 --batch 8"),
+        (4, 1, "mla --plan tp=2,ep=2,etp=1,recompute_modules=mla_up_proj,dtype=bf16 --batch 4"),
+        (8, 5, "mla --plan cp=4,cp_kind=two_level,ulysses=2,recompute_modules=mla_up_proj,dtype=fp32"),
+        (4, 2, "mla --plan ep=2,recompute_modules=mla_up_proj+core_attn+moe,dtype=bf16 --batch 8"),
+        (4, 2, "mla --plan pp=4,schedule=zb-h1,dtype=bf16 --layers 4 --batch 8"),
+        (4, 1, "mla --plan pp=4,schedule=dualpipe,recompute_modules=mla_up_proj+moe --layers 8 --batch 12"),
+        (4, 0, "gpt --plan pp=2,tp=2,schedule=zb-v,recompute=selective,dtype=bf16 --layers 8 --batch 6"),
+        (
+            4,
+            3,
+            "llama --plan pp=4,schedule=dualpipe-v,recompute_modules=per_op,dtype=bf16 --layers 16 --batch 8",
+        ),
+        (8, 6, "moe --plan pp=2,ep=2,schedule=zb-h1,recompute=full,recompute_every=2 --layers 10 --batch 16"),
         (8, 6, "moe --plan ep=2,pp=2,placement=pp-tp-cp-dp,zero=2,dtype=bf16 --batch 8"),
         (4, 2, "further --plan ep=2,zero=2,recompute=full,lora_rank=4,dtype=bf16 --batch 8"),
     ],
@@ -524,14 +541,8 @@ def counted_peak(options: Any) -> float:
     [
         ("--plan ep=2", "has no experts"),
         (f"--model {MODELS['moe']} --plan tp=2,ep=2,etp=1 --seq 6", "3 tokens in a row, whose choices 6"),
-        ("--plan pp=2,schedule=dualpipe,recompute=full", "once for each weight under schedule=dualpipe"),
         (f"--model {MODELS['moe']} --plan tp=2,sp=0", "not built for sp=0"),
         ("--plan pp=2,schedule=zb-h1 --batch 10", "2 rounds of pp=2, which do not divide 5 microbatches"),
-        (
-            "--plan pp=2,schedule=zb-v,recompute=full",
-            "would recompute once for each weight",
-        ),
-        ("--plan pp=2,schedule=zb-h1,recompute=selective", "once for each weight under schedule=zb-h1"),
         ("--plan vpp=2", "vpp=2 needs a pipeline"),
         ("--plan tp=4", "tp=4 does not divide the 2 key-value heads"),
         ("--plan tp=2 --seq 15", "seq=15 does not divide by 2"),
@@ -543,7 +554,10 @@ def counted_peak(options: Any) -> float:
         ("--plan attention=unfused,cp=2", "use attention=flash"),
         ("--plan dtype=fp8,pp=2,schedule=zb-h1", "use dtype=fp8 with a schedule that does not split"),
         (f"--model {MODELS['moe']} --plan dispatch_dtype=fp8,ep=2", "do not divide the hidden width 32"),
-        ("--plan recompute_modules=mla_up_proj", "for recompute_modules=mla_up_proj; use any of core_attn"),
+        (
+            f"--model {MODELS['mla']} --plan recompute_modules=mla_up_proj,attention=unfused",
+            "use attention=flash with recompute_modules=mla_up_proj",
+        ),
         ("--plan recompute=full,recompute_layers=1,vpp=2,pp=2", "must be a multiple of vpp=2"),
         ("--plan recompute_modules=moe_act,act_input_dtype=fp8", "or leave moe_act out"),
         ("--plan recompute_every=2", "needs recompute=full, not none"),

@@ -6,8 +6,9 @@ The most that is kept at once follows from the order of the rank's forwards and 
     and for the chunk whose backward runs, what recomputation brings back beyond what is gone by then,
     for the one whose forward runs, what a loss in pieces needs beyond what is kept of it
 
-A backward that is split lets go of what the loss keeps when the gradient of the input is there, and of the
-rest with that of the weights.
+A backward that is split lets go of what the loss keeps, or of what weighs experts' answers in a last block,
+when the gradient of the input is there, and of the rest with that of the weights: until then what
+recomputation has brought back stays. Where tokens enter all is done with the gradients of the weights.
 """
 
 from __future__ import annotations
@@ -81,10 +82,12 @@ def kept_peak_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mes
     embedding, *blocks, head = parts
     kept = [kept_bytes(part, one_input, selective, 0.0) for part in blocks]
     back = [is_full * part.saved_bytes + selective * part.redone_bytes for part in blocks]
+    returned = [is_full * part.saved_bytes + selective * part.returned_bytes for part in blocks]
     redone = np.where(full > 0, mesh.recompute_layers / mesh.vpp, 0.0)
     loss = head.loose_bytes * (cut.loss_chunks == 1)  # in pieces its gradient of the matrix stays too
     numbers = [embedding.saved_bytes, head.saved_bytes, loss, _in_a_piece(model, cut)]
-    numbers += [mesh.offload_activations, one_input, redone, *kept, *back]
+    numbers += [mesh.offload_activations, one_input, redone, *kept, *back, *returned]
+    numbers += [part.loose_bytes for part in blocks]
     distinct, which = patterns(mesh, stage)
     cells = np.stack(np.broadcast_arrays(which, *numbers))
     peaks = np.empty(cells.shape[1:])
@@ -100,15 +103,15 @@ def _peak_of_pattern(
     """The peak of each of the `cells`, columns of numbers as in `kept_peak_bytes`, under one pipeline."""
     schedule, pp, vpp, _, rank = pattern
     embedding, head, loss, in_a_piece, share, one_input, redone = cells[:7]
-    kept, back = np.split(cells[7:], 2)
-    sizes, gone, beyond, pieces, every = [], [], [], [], mesh.plan.recompute_every
+    kept, back, returned, loose = np.split(cells[7:], 4)
+    sizes, pieces, beyond, halved, stays, ended = [], [], [], [], [], []
+    every = mesh.plan.recompute_every
     for chunk, layers in chunks_of_rank(model, pp, vpp, SCHEDULES[schedule], mesh.plan.stages, rank):
         kinds = [layer_kinds(model).index(layer_kind(model, layer)) for layer in layers]
         rest = np.array([_counted(model, kinds[i:]) for i in range(len(kinds) + 1)])
         on_host = np.asarray(num_on_host(share, float(len(kinds))))
         blocks = _kept_from(on_host, rest, kept, redone, every, one_input)
         sizes.append(chunk.embeddings * embedding + blocks + chunk.heads * head)
-        gone.append(-chunk.heads * loss)
         pieces.append(chunk.heads * in_a_piece)
         largest = np.zeros_like(head)
         for start in _last_of_each_kind(kinds, every):
@@ -117,8 +120,22 @@ def _peak_of_pattern(
             later = _kept_from(np.maximum(done, on_host), rest, kept, redone, every, one_input)
             largest = np.maximum(largest, inside @ back - chunk.heads * head - later)
         beyond.append(largest)
+        is_halved = 1.0 - chunk.embeddings
+        again = np.where(redone > 0, np.minimum(redone, rest[0][:, None]), rest[0][:, None])
+        inputs = _kept_from(on_host, rest, np.zeros_like(kept), redone, every, one_input)
+        all_back = (again * returned).sum(axis=0) - inputs
+        waiting = np.zeros_like(head)  # results that a block takes as they are, until their turn
+        for kind in dict.fromkeys(kinds):
+            before = _counted(model, kinds[: kinds.index(kind)])
+            waiting = np.maximum(waiting, back[kind] - returned[kind] - before @ returned)
+        halved.append(is_halved * (all_back + waiting))
+        is_here = (redone >= len(kinds)) | (on_host < len(kinds))
+        let_go = loss if chunk.heads or not kinds else loose[kinds[-1]] * is_here
+        stays.append(is_halved * (all_back - let_go))
+        ended.append((1.0 - is_halved) * largest)
     found = moments(*pattern)
-    held = found.alive @ sizes + found.turned @ gone + found.turning @ beyond + found.entering @ pieces
+    held = found.alive @ sizes + found.turned @ stays + found.entering @ pieces + found.turning @ beyond
+    held = held + found.halving @ halved + found.ending @ ended
     return np.asarray(held.max(axis=0))
 
 

@@ -55,7 +55,8 @@ class Part:
     `far_forward_s` those between nodes; backward includes the gradient of the weights.
     `unpaired_s` come on top where no other microbatch runs beside this one, behind which exchanges hide.
     Of the `saved_bytes`, `core_bytes` go under selective recomputation, of which `redone_bytes` come back at
-    once beyond what is gone by then, and ops that train no weights and are no matmuls keep `loose_bytes`.
+    once beyond what is gone by then, and `returned_bytes` in all where nothing goes by then; `loose_bytes`
+    are kept by ops behind which the part trains no weights.
     `dense_params` and `expert_params` are weights held, `dense_frozen` and `expert_frozen` those of them that
     do not train, `dense_quantized` and `expert_quantized` those kept in the plan's `frozen_dtype`.
     `widest_bytes` is the largest gradient of an activation that the backward holds, `exchange_bytes` the
@@ -76,6 +77,7 @@ class Part:
     saved_bytes: Num
     core_bytes: Num
     redone_bytes: Num
+    returned_bytes: Num
     loose_bytes: Num
     dense_params: Num
     dense_frozen: Num
@@ -151,7 +153,8 @@ def _part(
         saved_bytes=sum(op.saved_bytes for op in forward),
         core_bytes=sum(op.recomputed_bytes for op in forward),
         redone_bytes=_redone_bytes(forward),
-        loose_bytes=sum(op.saved_bytes for op in forward if op.kind != "matmul" and not _trains(op)),
+        returned_bytes=_returned_bytes(forward),
+        loose_bytes=sum(op.saved_bytes for op in _loose(forward)),
         dense_params=sum(op.num_params for op in dense),
         dense_frozen=sum(op.num_frozen for op in dense),
         dense_quantized=sum(op.num_quantized for op in dense),
@@ -190,6 +193,18 @@ def _links_s(priced: Sequence[PricedOp], machine: Machine) -> dict[str, Num]:
 def _trains(op: Op) -> bool:
     """Whether an op brings weights that train."""
     return any(held.weight.trains for held in op.weights)
+
+
+def _loose(forward: Sequence[Op]) -> list[Op]:
+    """The ops behind which no weights of their part train: of a loss, and of what weighs experts' answers."""
+    if any(op.module == "head" for op in forward):
+        return [op for op in forward if op.module == "head" and op.kind != "matmul" and not _trains(op)]
+    trains = any(_trains(op) for op in forward if op.module in ("moe", "shared_expert"))
+    return [
+        op
+        for op in forward
+        if op.module == "moe" and (op.name in ("router_softmax", "combine") or not trains)
+    ]
 
 
 def is_expert(op: Op) -> bool:
@@ -318,18 +333,40 @@ def _launches_s(ops: Sequence[Op], phase: str, overheads: Overheads) -> Num:
     return overheads.host_s * launches + routing_s
 
 
+def _is_replayed(forward: Sequence[Op]) -> bool:
+    """Whether a block runs again to its end."""
+    return bool(forward) and bool(np.any(forward[-1].redone_frac))
+
+
+def _returned_bytes(forward: Sequence[Op]) -> Num:
+    """What is there again when selective recomputation has run all of it, beside what was kept for it.
+
+    Results of a block that runs again to its end go where they came from.
+    """
+    if _is_replayed(forward):
+        return sum(op.recomputed_bytes for op in forward)
+    return sum(np.maximum(op.recomputed_bytes, 0.0) + op.redone_frac * op.doubled_bytes for op in forward)
+
+
 def _redone_bytes(forward: Sequence[Op]) -> Num:
-    """The most that selective recomputation of one run of ops brings back, less what later ops had kept."""
-    if forward and np.any(forward[-1].redone_frac):
+    """The most that selective recomputation of one run of ops brings back, less what later ops had kept.
+
+    From latents to attention all is one run.
+    """
+    if _is_replayed(forward):
         return _replayed_bytes(forward)
     largest: Num = 0.0
     back: Num = 0.0
     inside: Num = 0.0
     behind: Num = 0.0
-    for op in reversed(forward):
+    numbered = [*enumerate(forward)]
+    again = [i for i, op in numbered if np.any(op.redone_frac) or np.any(op.recomputed_bytes)]
+    of_attention = [i for i in again if forward[i].module == "attention"]
+    runs = {*again, *range(of_attention[0], of_attention[-1])} if of_attention else again
+    for i, op in reversed(numbered):
         kept = op.saved_bytes - op.recomputed_bytes
-        if np.any(op.redone_frac) or np.any(op.recomputed_bytes):
-            back, inside = back + op.recomputed_bytes, inside + kept
+        if i in runs:
+            back, inside = back + np.maximum(op.recomputed_bytes, 0.0), inside + kept
             largest = np.maximum(largest, back - behind)
         else:
             back, inside, behind = 0.0, 0.0, behind + inside + kept

@@ -74,8 +74,6 @@ FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
     "placement": tuple((*AXES[:inner], "pp", *AXES[inner:-1]) for inner in (3, 0, 1, 2)),
 }  # fmt: skip
 """What implementation=fsdp2 can be told, where that is less than a plan can say."""
-FSDP2_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "per_op")
-"""What its selective recomputation may cover."""
 _INTERLEAVED, _ONE_F_ONE_B = SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")
 _SPLIT = tuple(SCHEDULES.index(name) for name in ("zb-h1", "zb-v", "dualpipe", "dualpipe-v"))
 
@@ -515,12 +513,11 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
     yield Rule(not mesh.trains, lambda: f"implementation=fsdp2 trains; leave it out for kind={mesh.kind}")
     for key, built in FSDP2_VALUES.items():
         yield only(key, built)
-    unknown = [module for module in mesh.plan.recompute_modules if module not in FSDP2_MODULES]
     yield Rule(
-        bool(unknown),
+        "mla_up_proj" in mesh.plan.recompute_modules and mesh.plan.attention == "unfused",
         lambda: (
-            f"implementation=fsdp2 is not built for recompute_modules={'+'.join(unknown)}; use any of "
-            f"{', '.join(FSDP2_MODULES)}"
+            "implementation=fsdp2 makes the inputs of fused attention again; use attention=flash with "
+            "recompute_modules=mla_up_proj, or leave mla_up_proj out"
         ),
     )
     more_readers = model.mla is not None or (model.moe is not None and model.moe.shared_ffn_hidden > 0)
@@ -626,13 +623,6 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
             "cuts it into (tp, cp, and two for each rank of a ring); use a multiple"
         ),
         WorkloadError,
-    )
-    yield Rule(
-        is_split & (mesh.recompute > 0),
-        lambda: (
-            "implementation=fsdp2 would recompute once for each weight under "
-            f"schedule={SCHEDULES[_int(mesh.schedule)]}; use recompute=none"
-        ),
     )
     yield Rule(
         (mesh.pp > 1) & (mesh.schedule == _ONE_F_ONE_B) & (mesh.num_microbatches < mesh.pp),

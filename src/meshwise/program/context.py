@@ -133,6 +133,7 @@ def _flash(
             cost=cost,
             saved_bytes=kept if phase == "forward" else 0.0,
             recomputed_bytes=redone if phase == "forward" else 0.0,
+            doubled_bytes=rows * heads * (cut.ulysses == 1.0) * act_bytes * v_dim,
             causal=model.causal,
             dtype=_attention_dtype(cut),
         )

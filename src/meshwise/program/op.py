@@ -38,7 +38,7 @@ class Op(Struct, frozen=True, kw_only=True, eq=False):
     v_dim); of experts (tokens, choices of a token among them, experts, hidden, width); of a dispatch by
     DeepEP (tokens, experts, hidden); else of the result. `saved_bytes` are kept for the backward,
     `recomputed_bytes` the part of them that selective recomputation drops, which runs the share `redone_frac`
-    of the op again. `num_params`: parameters
+    of the op again and makes `doubled_bytes` beside the same that another op keeps. `num_params`: parameters
     of the `weights` that this op brings (in its forward row); `num_frozen`: those of them that do not train;
     `num_quantized`: those of the frozen ones that are kept in `Cut.frozen_bytes` each.
     `kernel`: its row in the table of element-wise kernels.
@@ -63,6 +63,7 @@ class Op(Struct, frozen=True, kw_only=True, eq=False):
     saved_bytes: Num = 0.0
     recomputed_bytes: Num = 0.0
     redone_frac: Num = 0.0
+    doubled_bytes: Num = 0.0
     num_params: Num = 0.0
     num_frozen: Num = 0.0
     num_quantized: Num = 0.0

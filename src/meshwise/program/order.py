@@ -29,14 +29,17 @@ class Moments:
     """Combinations that occur on a rank, one a row, one column for each of its chunks.
 
     `alive`: microbatches between their forward and the end of their backward; `turned`: those of them that
-    have the gradient of their input, but not yet that of their weights; `turning`: 1 for the chunk whose
-    gradient of the input is computed, `entering` for the one that runs forward.
+    have the gradient of their input, but not yet that of their weights. The others are 1 for the chunk at
+    work: `entering` runs forward, `turning` backward, `halving` for the gradient of its input, `ending` for
+    those of its weights.
     """
 
     alive: NDArray[np.float64]
     turned: NDArray[np.float64]
-    turning: NDArray[np.float64]
     entering: NDArray[np.float64]
+    turning: NDArray[np.float64]
+    halving: NDArray[np.float64]
+    ending: NDArray[np.float64]
 
 
 Pattern = tuple[int, int, int, int, int]  # schedule, pp, vpp, microbatches, rank of the pipeline
@@ -61,9 +64,9 @@ def moments(schedule: int, pp: int, vpp: int, num_microbatches: int, rank: int) 
         seen = of_chunk & np.isin(kinds, which)
         return np.cumsum(seen, axis=1) - seen
 
-    turning, entering = of_chunk & np.isin(kinds, (_B, _I)), of_chunk & (kinds == _F)
-    alive = so_far(_F) + entering - so_far(_B, _W)
-    columns = [alive, so_far(_I) - so_far(_W), turning, entering]
+    at_work = [of_chunk & (kinds == kind) for kind in (_F, _B, _I, _W)]
+    alive = so_far(_F) + at_work[_F] - so_far(_B, _W)
+    columns = [alive, so_far(_I) - so_far(_W), *at_work]
     rows = np.unique(np.concatenate(columns).T.astype(np.float64), axis=0)
     return Moments(*np.split(rows, len(columns), axis=1))
 

@@ -3,7 +3,8 @@
 A plan names modules as Megatron-LM does (`--recompute-modules`; megatron/core/transformer, d98e8a6):
 
     core_attn       the attention itself; under fused attention only its statistics go
-    mla_up_proj     queries, keys and values of latent attention, from the kept latents
+    mla_up_proj     queries, keys and values of latent attention, from the kept latents of a rank's own tokens
+                    and the key that all heads share
     layernorm       results and statistics of norms that are kernels of their own: before latent attention and
                     before experts (other norms are one kernel with the matmul behind them)
     moe_act         the input of the experts' second matmul, from the kept result of the first
@@ -26,7 +27,7 @@ import numpy as np
 from msgspec import structs
 
 from meshwise.core.units import Num
-from meshwise.model.architecture import Model
+from meshwise.model.architecture import MLA, Model
 from meshwise.program.context import CORE
 from meshwise.program.cut import Cut
 from meshwise.program.implementation import IMPLEMENTATIONS
@@ -61,8 +62,7 @@ def _by_module(model: Model, cut: Cut, op: Op, module: str, is_moe: bool) -> tup
     if module == "core_attn":
         return op.recomputed_bytes, op.name in CORE
     if module == "mla_up_proj" and model.mla:
-        inputs = _queries_keys_values(cut, op) if op.kind == "attention" else 0.0
-        return inputs, op.module == "attention" and op.name in ("q", "q_up", "kv_up", "rotary")
+        return _of_up_projections(cut, op, model.mla)
     if module == "layernorm":
         norms = (("attention", "norm1"),) * bool(model.mla) + (("moe", "norm2"),) * is_moe
         readers = (("attention", "q"), ("attention", "q_down"), ("attention", "kv_down")) * bool(model.mla)
@@ -84,6 +84,21 @@ def _by_module(model: Model, cut: Cut, op: Op, module: str, is_moe: bool) -> tup
             return np.maximum(everything - normed * (1.0 - is_gathered), 0.0), True
     keeps_input = place == ("moe", "router") or (fuses_norms and place == ("shared_expert", "fc1"))
     return everything * (is_inside and not keeps_input), is_inside
+
+
+def _of_up_projections(cut: Cut, op: Op, mla: MLA) -> tuple[Num, bool]:
+    """What making queries, keys and values of latents again drops of an op, and whether it runs the op."""
+    again = op.module == "attention" and op.name in ("q", "q_up", "kv_up", "rotary", "ulysses_qkv")
+    if op.kind == "attention":
+        return _queries_keys_values(cut, op), False
+    if IMPLEMENTATIONS[cut.implementation].fuses_norms:  # what norms read stays, which is part of the latents
+        return 0.0, again
+    if op.name == "rotary":
+        return -cut.tokens * mla.qk_rope_head_dim * cut.precision.act_bytes, again
+    is_gathered = cut.sequence_parallel * (cut.tp > 1) * 1.0
+    if op.name in ("q_norm", "kv_norm"):
+        return -math.prod(op.shape) * cut.precision.act_bytes * is_gathered, False
+    return op.saved_bytes * is_gathered * again, again
 
 
 def _queries_keys_values(cut: Cut, op: Op) -> Num:

@@ -145,7 +145,7 @@ def _ring_attention(cut: Cut, op: Op) -> Iterator[Op]:
         done = structs.replace(
             op, shape=(batch, *sizes), cost=structs.replace(moved, flop=op.cost.flop / cut.ring), count=count
         )
-        later = {"saved_bytes": 0.0, "recomputed_bytes": 0.0, "causal": False}
+        later = {"saved_bytes": 0.0, "recomputed_bytes": 0.0, "doubled_bytes": 0.0, "causal": False}
         yield done if number == 0 else structs.replace(done, **later)
     keys = batch * kv_heads * seq * (qk_dim + v_dim)
     kept_type, wide_type = cut.precision.act_bytes, cut.precision.stat_bytes

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils.checkpoint import _Holder
 
     PipelineRuntime = _PipelineScheduleRuntime
+    CheckpointHolder = _Holder
 
 HOMES = {
     # fake tensors and fake ranks
@@ -40,6 +42,7 @@ HOMES = {
     "current_autograd_node": "torch._C._current_autograd_node",
     "current_graph_task_id": "torch._C._current_graph_task_id",
     "autograd_sequence_nr": "torch.autograd._get_sequence_nr",
+    "CheckpointHolder": "torch.utils.checkpoint._Holder",
     # DTensor, FSDP2, context parallelism
     "dtensor_dispatch": "torch.distributed.tensor._dispatch",
     "ShardingPropagator": "torch.distributed.tensor._sharding_prop.ShardingPropagator",

@@ -67,17 +67,37 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, tokens, hidden] -> the same."""
-        turns = self.setting.turns
-        q = self.q(self.q_norm(self.q_down(x))).unflatten(-1, (-1, sum(self.parts_of_query)))
-        latents, key = self.kv_down(x).split(self.parts_of_latents, dim=-1)
-        kv = self.kv(self.kv_norm(latents.contiguous())).unflatten(-1, (-1, sum(self.parts_of_pair)))
+        of_query = self.q_norm(self.q_down(x))
+        if "mla_up_proj" in self.setting.redone_modules:
+
+            def heads(of_query: Tensor, of_pair: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+                return self._queries(of_query), *self._keys_values(of_pair, key)
+
+            mixed = self.setting.mixed_from(heads, of_query, *self._latents_of_pair(x))
+        else:
+            q = self._queries(of_query)
+            mixed = self.setting.mixed(q, *self._keys_values(*self._latents_of_pair(x)))
+        return self.out(mixed.flatten(2))
+
+    def _latents_of_pair(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The latents of the keys and values of a rank's tokens, and the one key that all heads share."""
+        latents, key = (part.contiguous() for part in self.kv_down(x).split(self.parts_of_latents, dim=-1))
+        return self.kv_norm(latents), local(self.shared_key(key))
+
+    def _queries(self, latents: Tensor) -> Tensor:
+        """[batch, own tokens, latent] -> [batch, heads, tokens, width]."""
+        q = self.q(latents).unflatten(-1, (-1, sum(self.parts_of_query)))
         own, turned = q.split(self.parts_of_query, dim=-1)
-        q = torch.cat([own, Rotate.apply(turned, *turns)], dim=-1)
+        q = torch.cat([own, Rotate.apply(turned, *self.setting.turns)], dim=-1)
+        return q.transpose(1, 2)
+
+    def _keys_values(self, latents: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """[batch, own tokens, latent], [batch, tokens, width] -> [batch, heads, tokens, width] x 2."""
+        kv = self.kv(latents).unflatten(-1, (-1, sum(self.parts_of_pair)))
         own, v = kv.split(self.parts_of_pair, dim=-1)
-        turned = Rotate.apply(local(self.shared_key(key)).unsqueeze(2), *turns)
+        turned = Rotate.apply(key.unsqueeze(2), *self.setting.turns)
         k = torch.cat([own, turned.expand(-1, -1, own.shape[2], -1)], dim=-1)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v.contiguous()))
-        return self.out(self.setting.mixed(q, k, v).flatten(2))
+        return k.transpose(1, 2), v.contiguous().transpose(1, 2)
 
 
 class Latents(nn.Linear):

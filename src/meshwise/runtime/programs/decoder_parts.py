@@ -20,6 +20,7 @@ from meshwise.runtime.programs.heads import CoreAttention, attend_by_heads
 from meshwise.runtime.programs.local import local
 from meshwise.runtime.programs.narrow import WIDE, Formats, NarrowLinear
 from meshwise.runtime.programs.norm import Norm
+from meshwise.runtime.programs.results import Remember, Results
 from meshwise.runtime.torch_private import current_graph_task_id
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Setting:
     turns: tuple[Tensor, Tensor]
     own_places: Tensor
     recorder: Recorder
-    attend: CoreAttention = lambda q, k, v: Attend.apply(q, k, v, True)
+    attend: CoreAttention = lambda q, k, v, results=None: Attend.apply(q, k, v, True, results)
     redone_modules: tuple[str, ...] = ()
     redone_layers: float = 0
     redone_every: int = 1
@@ -56,12 +57,25 @@ class Setting:
     lora_rank: int = 0
     on_host_frac: float = 0.0
 
-    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor, results: Results | None = None) -> Tensor:
         """Attention [batch, heads, own tokens, width] -> [batch, own tokens, heads, width]."""
-        attend = partial(self.redone, "core_attn", self.attend)
+        attend = partial(self.redone, "core_attn", partial(self.attend, results=results))
         if self.heads is not None:
             attend = partial(attend_by_heads, self.heads, attend)
         return attend(q, k, v)
+
+    def mixed_from(self, heads: Callable[..., tuple[Tensor, Tensor, Tensor]], *latents: Tensor) -> Tensor:
+        """The same of what `heads` makes of `latents`, which the backward makes again; attention it does not.
+
+        Unless that is recomputed too.
+        """
+        results = None if "core_attn" in self.redone_modules else Results()
+
+        def attended(*latents: Tensor) -> Tensor:
+            return self.mixed(*heads(*latents), results)
+
+        mixed: Tensor = self.again(attended, *latents, to_its_end=False)
+        return mixed if results is None else Remember.apply(mixed, results)
 
     def redone(
         self, module: str, function: Callable[..., Any], *inputs: Tensor, to_its_end: bool = True

@@ -10,8 +10,11 @@ from torch import Tensor
 
 from meshwise.runtime.programs.tensor_parallel.exchange import Axis, all_to_all
 
-CoreAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q [batch, heads, tokens, width], k and v of as many or fewer heads -> [batch, tokens, heads, width]."""
+CoreAttention = Callable[..., Tensor]
+"""q [batch, heads, tokens, width], k and v of as many or fewer heads -> [batch, tokens, heads, width].
+
+Also takes `results`, where they may be known.
+"""
 
 
 class DealHeads(torch.autograd.Function):

@@ -26,6 +26,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.stage import InferenceMode
 
 from meshwise.runtime.programs.dualpipe import ScheduleDualPipe, StageOfOneWay
+from meshwise.runtime.programs.redone_once import redone_once
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context, Recorder
@@ -91,7 +92,8 @@ def make_schedule(
         inputs = (entering[at_end],) if 0 in pieces else ()
         targets = leaving[ways - 1 - at_end]
         ends = {"target": targets, "labels": targets} if num_stages - 1 in pieces else {}
-        schedule.step(*inputs, losses=losses, return_outputs=False, **ends)
+        with redone_once():
+            schedule.step(*inputs, losses=losses, return_outputs=False, **ends)
         return losses
 
     return step
