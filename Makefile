@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FRAMEWORKS := .venv-frameworks/bin/python -m pip install -qq --constraint constraints.txt
 
-.PHONY: install demo test quick check frameworks fuzz bench docs site lock audit package oldest release clean
+.PHONY: install demo test quick check network frameworks fuzz bench docs site lock audit package oldest release clean
 
 install: $(STAMP)
 
@@ -49,10 +49,13 @@ ALONE := tests/test_house.py tests/test_network.py
 quick: install  # all other tests, for daily work: about a minute on two cores
 	$(BIN)/pytest -n 2 $(SLOW_FILES:%=--ignore %) --ignore tests/test_network.py
 
-test: check  # a file stays on one worker, which makes its ranks once; the longest come first, to end together
+test: install  # a file stays on one worker, which makes its ranks once; the longest come first, to end together
+	$(MAKE) -j 2 check network
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(SLOW_FILES) \
 		$(filter-out $(SLOW_FILES) $(ALONE),$(wildcard tests/test_*.py))
-	$(BIN)/pytest tests/test_network.py  # measures time, so nothing runs beside it
+
+network: install  # measures time, which ranks that mostly wait for a slow cable can do beside the checks
+	$(BIN)/pytest tests/test_network.py
 
 frameworks:  # the packages of others, in a .venv of their own, and the tests that need them
 	test -x .venv-frameworks/bin/python || $(PYTHON) -m venv .venv-frameworks

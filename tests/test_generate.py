@@ -294,7 +294,7 @@ def test_real_run_holds_what_the_closed_form_says(options: dict[str, Any]) -> No
     ("options", "says"),
     [
         ({"min_tokens": 9, "max_tokens": 8}, "--min-tokens 9 is more than --max-tokens 8"),
-        ({"prompt_tokens": 10**8}, "too short for 4 prompts"),
+        ({"prompt_tokens": 10**7}, "too short for 4 prompts"),
         ({"checkpoint": "/none"}, "is no checkpoint"),
     ],
 )

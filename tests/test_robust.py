@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import threading
+import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -218,20 +219,32 @@ def test_a_rank_killed_at_once_is_named() -> None:
             ranks.call(on_ranks.total_of_ranks, 1)
 
 
-def test_a_stopped_rank_is_named_and_can_go_on(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stopped_rank_is_named_and_can_go_on(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("torch")
     import ranks as on_ranks
     from meshwise.runtime.launch import Ranks
 
+    monkeypatch.setattr("meshwise.runtime.launch._LOOK_S", 0.2)
+    said = [""]
+
+    def go_on() -> None:
+        while not said[-1]:
+            said.append(capfd.readouterr().err)
+            time.sleep(0.1)
+        time.sleep(1.0)  # the launcher looks again
+        os.kill(ranks.pids[1], signal.SIGCONT)
+
     with Ranks(2) as ranks:
         ranks.call(on_ranks.total_of_ranks, 1)  # both are up
         os.kill(ranks.pids[1], signal.SIGSTOP)
-        goes_on = threading.Timer(8.0, os.kill, (ranks.pids[1], signal.SIGCONT))
-        goes_on.start()
+        watcher = threading.Thread(target=go_on)
+        watcher.start()
         ranks.call(on_ranks.total_of_ranks, 1)
-        goes_on.join()
-        said = capfd.readouterr().err
-        assert said.count("rank 1 is stopped by a signal") == 1 and f"kill -CONT {ranks.pids[1]}" in said
+        watcher.join()
+        text = "".join([*said, capfd.readouterr().err])
+        assert text.count("rank 1 is stopped by a signal") == 1 and f"kill -CONT {ranks.pids[1]}" in text
 
 
 def test_only_this_machine_reaches_the_meeting_point() -> None:

@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("torch")
 
 import ranks as on_ranks
+from forks import start_script
 from meshwise.core.errors import MissingExtraError, PlanError
 from meshwise.runtime.launch import (
     RANKS_PER_CORE,
@@ -195,28 +196,22 @@ def test_meeting_at_no_port(port: str) -> None:
 
 
 SMALL = ["run", "ulysses", "--seq", "16", "--hidden", "8", "--heads", "2", "--json"]
+JOB = str(Path(__file__).parent / "outside_job.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def srun(*words: str) -> list[subprocess.Popen[str]]:
-    """Two ranks of one machine, with what srun says to each."""
+def told_by_srun() -> list[dict[str, str]]:
+    """What srun says to each of two ranks of one machine."""
     common = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "GLOO_SOCKET_IFNAME": "lo"}
     common |= {"MASTER_PORT": str(own_port())}
-    return [
-        subprocess.Popen(
-            [sys.executable, *words],
-            env=os.environ | common | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    return [common | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
 
 
 def test_srun_needs_no_other_command() -> None:
     """The same words on every rank; rank 0 prints the one document, the other nothing."""
-    jobs = srun("-m", "meshwise", *SMALL)
+    command = [sys.executable, "-m", "meshwise", *SMALL]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    jobs = [subprocess.Popen(command, env=os.environ | told, **pipes) for told in told_by_srun()]
     outputs = [job.communicate(timeout=120) for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], outputs
     assert json.loads(outputs[0][0])["ranks"] == 2
@@ -240,33 +235,32 @@ LOST = "meshwise: rank 0: it lost the connection to another rank, whose error sa
         ("die_on", -signal.SIGKILL, ""),
     ],
 )
-def test_a_rank_that_fails_ends_the_others_under_srun(function: str, code: int, first: str) -> None:
+def test_a_rank_that_fails_ends_the_others_under_srun(
+    function: str, code: int, first: str, tmp_path: Path
+) -> None:
     """The other waits in a barrier, and would for half an hour."""
-    jobs = srun(str(Path(__file__).parent / "outside_job.py"), function)
-    errors = [job.communicate(timeout=120)[1] for job in jobs]
-    assert [job.returncode for job in jobs] == [1, code]
-    assert errors[0] == LOST
-    assert errors[1].startswith(first)
+    jobs = [start_script(tmp_path, [JOB, function], told) for told in told_by_srun()]
+    assert [job.end() for job in jobs] == [1, code]
+    assert jobs[0].err.read_text() == LOST
+    assert jobs[1].err.read_text().startswith(first)
 
 
-def test_a_stopped_rank_is_named_under_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_rank_is_named_under_srun(tmp_path: Path) -> None:
     """Once it goes on, the job ends as if nothing had been."""
-    monkeypatch.setenv("SILENT_S", "3")
     met, end = tmp_path / "met", tmp_path / "end"
-    jobs = srun(str(Path(__file__).parent / "outside_job.py"), "meet_until", str(met), str(end))
+    words = [JOB, "meet_until", str(met), str(end)]
+    jobs = [start_script(tmp_path, words, told | {"SILENT_S": "3"}) for told in told_by_srun()]
     assert wait_until(met.exists)
     os.kill(jobs[1].pid, signal.SIGSTOP)
-    first = next(line for line in jobs[0].stderr if line.startswith("meshwise: "))  # type: ignore[union-attr]
+    (first,) = jobs[0].said()
     os.kill(jobs[1].pid, signal.SIGCONT)
     end.touch()
-    errors = [job.communicate(timeout=120)[1] for job in jobs]
     assert first.startswith("meshwise: rank 0 hears nothing of rank 1, and waits; ")
-    assert [job.returncode for job in jobs] == [0, 0], errors
+    assert [job.end() for job in jobs] == [0, 0], [job.err.read_text() for job in jobs]
 
 
 def test_the_rank_that_failed_speaks_first_under_torchrun() -> None:
-    job = str(Path(__file__).parent / "outside_job.py")
-    done = subprocess.run([*TORCHRUN, job, "fail_on"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*TORCHRUN, JOB, "fail_on"], capture_output=True, text=True, timeout=120)
     said = [line for line in done.stderr.splitlines() if line.startswith("meshwise: ")]
     assert done.returncode == 1
     assert said[0] == "meshwise: rank 1 failed: ValueError: broken on purpose on rank 1"

@@ -77,8 +77,10 @@ def is_running(pid: int) -> bool:
 @pytest.mark.parametrize("how", SIGNALS)
 @pytest.mark.parametrize("who", ["rank", "server"])
 def test_a_signal_to_a_rank_or_to_what_starts_it(
-    who: str, how: signal.Signals, moment: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+    who: str, how: signal.Signals, moment: int, capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("meshwise.runtime.launch._LOOK_S", 0.5)
     chance = random.Random(f"{SEED} {who} {how} {moment}")
     after_s = chance.uniform(0.0, 0.6 if who == "rank" else 3.0)
     name = f"rank {chance.randrange(2)}" if who == "rank" else who

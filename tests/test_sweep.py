@@ -130,13 +130,13 @@ def test_wrong_files_are_one_sentence(tmp_path, text, reason):
 
 def test_failures_stop_nothing(tmp_path, fake):
     """A worker that is killed, one that takes too long, a refusal: each keeps its reason."""
-    wanted = _numbers(tmp_path, [1, -1, 2, -2, 3, -3, 4], "timeout_s = 5.0")
+    wanted = _numbers(tmp_path, [1, -1, 2, -2, 3, -3, 4], "timeout_s = 2.0")
     with Store(tmp_path / "a.sqlite") as store:
         run_sweep(wanted, store, jobs=2)
         rows = {row.values["n"]: row for row in store.rows(wanted)}
     assert {n: row.results["square"] for n, row in rows.items() if n > 0} == {1: 1, 2: 4, 3: 9, 4: 16}
     assert rows[-1].error == "the process was ended by SIGKILL: about to die"
-    assert rows[-2].error == "it took longer than timeout_s = 5 s"
+    assert rows[-2].error == "it took longer than timeout_s = 2 s"
     assert rows[-3].error == "n is bad; use another" and rows[-3].status == "failed"
 
 

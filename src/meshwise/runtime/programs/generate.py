@@ -155,13 +155,12 @@ def _prompts(options: Options, found: Setting) -> list[list[int]]:
     if options.prompt:
         return [[EOS, *found.tokenizer.encode(options.prompt.encode()).tolist()]]
     blocks = read_blocks(options.text, found.tokenizer, options.prompt_tokens, options.num_prompts)
-    prompts = [[EOS, *block[:n]] for block, n in zip(blocks.targets.tolist(), blocks.lengths, strict=True)]
-    if len(prompts) < options.num_prompts:
+    if len(blocks) < options.num_prompts:
         raise WorkloadError(
             f"the text is too short for {options.num_prompts} prompts of {options.prompt_tokens} tokens; "
             "lower --num-prompts or --prompt-tokens"
         )
-    return prompts
+    return [[EOS, *block[:n]] for block, n in zip(blocks.targets.tolist(), blocks.lengths, strict=True)]
 
 
 def _search(

@@ -1,0 +1,74 @@
+"""Scripts as forks of the server that ranks are forks of: torch is imported once, not by each (two seconds).
+
+What torchrun or srun would set is their environment; each may enter a network namespace, as another host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from meshwise.runtime.launch import _context
+
+PATIENCE_S = 120.0
+"""A loaded machine's."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script that runs; what it prints lies in two files."""
+
+    process: BaseProcess
+    out: Path
+    err: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid or 0
+
+    def end(self) -> int | None:
+        """Wait until it has ended by itself; its exit code, that of a shell negated for a signal."""
+        self.process.join(PATIENCE_S)
+        code = self.process.exitcode
+        self.process.kill()
+        return code
+
+    def said(self, number: int = 1) -> list[str]:
+        """Wait until `number` sentences of ours stand on stderr, and return them."""
+        deadline = time.monotonic() + PATIENCE_S
+        while len(found := [line for line in self._errors() if line.startswith("meshwise: ")]) < number:
+            assert time.monotonic() < deadline and self.process.is_alive(), self._errors()
+            time.sleep(0.02)
+        return found
+
+    def _errors(self) -> list[str]:
+        return self.err.read_text().splitlines()
+
+
+def start_script(folder: Path, words: list[str], environment: Mapping[str, str], host: str = "") -> Script:
+    """Start `words`, a script and its arguments, in the network namespace `host` (empty: in this one)."""
+    number = len(list(folder.glob("*.err")))
+    out, err = folder / f"{number}.out", folder / f"{number}.err"
+    out.touch(), err.touch()
+    arguments = (words, dict(environment), host, out, err)
+    process = _context("cpu").Process(target=_run, args=arguments, daemon=True)
+    process.start()
+    return Script(process, out, err)
+
+
+def _run(words: list[str], environment: dict[str, str], host: str, out: Path, err: Path) -> None:
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY), number)
+    if host:
+        with Path("/run/netns", host).open() as namespace:
+            assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
+    os.environ.update(environment)
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
