@@ -22,6 +22,16 @@ def test_adapters_need_less_than_all_weights_and_narrow_ones_still_less(model: s
     assert full > lora > qlora
 
 
+def test_few_bits_are_for_the_matrices_of_blocks() -> None:
+    """Half a byte in place of two for these; embedding and head stay as they are."""
+    plain, narrow = (
+        mw.estimate("llama3-8b", "h200-sxm:1", plan, batch=1, seq=512).memory_bytes["weights"]
+        for plan in (LORA, QLORA)
+    )
+    matrices = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336)
+    assert plain - narrow == 1.5 * matrices
+
+
 @pytest.mark.parametrize(
     ("model", "card", "plan", "seq", "fits"),
     [

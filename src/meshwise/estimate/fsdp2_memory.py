@@ -38,7 +38,7 @@ def fsdp2_memory(
     overheads: Overheads,
 ) -> Memory:  # fmt: skip
     """Memory of one rank of `stage` at its peak; `held` are the units of its weights."""
-    held_bytes = shard_bytes(mesh, cut) * held_params(held, mesh, cut)
+    held_bytes = sum((unit.count * unit.local_bytes(mesh, cut) for unit in held), 0.0)
     trained = [unit.trained for unit in held]
     trained_bytes = shard_bytes(mesh, cut) * held_params(trained, mesh, cut)
     state_bytes = optimizer_bytes(held, mesh, cut)

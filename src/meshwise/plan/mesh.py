@@ -70,7 +70,6 @@ FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
     "optimizer": ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "sgd", "none"),
     "attention": ("flash", "unfused"), "dispatch": ("per_expert",),
     "imbalance": (1.0,),
-    "frozen_dtype": (None,),
     "placement": tuple((*AXES[:inner], "pp", *AXES[inner:-1]) for inner in (3, 0, 1, 2)),
 }  # fmt: skip
 """What implementation=fsdp2 can be told, where that is less than a plan can say."""
@@ -549,6 +548,13 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
         lambda: (
             "implementation=fsdp2 computes both gradients of a matmul in fp8 at once: use dtype=fp8 with a "
             "schedule that does not split the backward"
+        ),
+    )
+    yield Rule(
+        mesh.plan.dtype == "fp8" and mesh.plan.frozen_dtype is not None,
+        lambda: (
+            f"implementation=fsdp2 widens frozen_dtype={mesh.plan.frozen_dtype} to bf16, not to fp8; use "
+            "dtype=bf16, or leave frozen_dtype out"
         ),
     )
     selected = set(mesh.plan.recompute_modules) - set(CORE_ATTENTION)

@@ -19,7 +19,7 @@ Source: torch.distributed.fsdp.fully_shard; torchtitan, arXiv 2410.06511.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -45,10 +45,13 @@ from meshwise.plan.plan import DEFAULTS
 from meshwise.plan.stages import Stage, chunks_of_rank, num_on_host
 from meshwise.program.cut import Cut
 from meshwise.program.exchange import Exchange
+from meshwise.program.held import is_quantized
 from meshwise.program.optimizer_states import STATES, state_bytes
 from meshwise.program.order import ACTIVE_CHUNKS, gathers, patterns
 from meshwise.program.tensor_1d import shards
 
+FROZEN_GROUP = 64
+"""Numbers of a row of a frozen matrix in few bits that share an fp32 scale (QLoRA's blocks)."""
 TABLES = ("tokens", "positions", "token_types", "class_token")
 """Embeddings are stored as rows, [numbers, hidden]; other matrices as [d_out, d_in]."""
 
@@ -88,6 +91,21 @@ class Unit:
         """Elements that are moved: each first dim rounded up to a multiple of the ranks."""
         ranks = self.sharing(mesh)
         return sum((np.ceil(rows / ranks) * ranks * width for rows, width in self._stored(cut)), 0.0)
+
+    def gathered_bytes(self, mesh: Mesh, cut: Cut) -> Num:
+        """Bytes that are moved of the weights: in the type of the matmuls, frozen ones as they are kept."""
+        ranks = self.sharing(mesh)
+        padded = [np.ceil(rows / ranks) * ranks * width for rows, width in self._stored(cut)]
+        return self._bytes(padded, cut, cut.precision.act_bytes)
+
+    def local_bytes(self, mesh: Mesh, cut: Cut) -> Num:
+        """Bytes of weights that the rank keeps."""
+        return self._bytes(self.local_sizes(mesh, cut), cut, shard_bytes(mesh, cut))
+
+    def _bytes(self, sizes: Iterable[Num], cut: Cut, wide: float) -> Num:
+        few = wide if cut.frozen_bytes is None else cut.frozen_bytes + 4.0 / FROZEN_GROUP
+        frozen = [is_quantized(weight) and not weight.trains for weight in self.weights]
+        return sum((size * (few if one else wide) for size, one in zip(sizes, frozen, strict=True)), 0.0)
 
     def local_size(self, mesh: Mesh, cut: Cut) -> Num:
         """Elements that the rank keeps."""
@@ -200,7 +218,7 @@ def unsharded_bytes(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) ->
     Alone: the ends and two blocks (one computes, one is prefetched), or all of a checkpoint and the next. In
     a pipeline `ACTIVE_CHUNKS` chunks. Under ZeRO 1 and 2: all of them.
     """
-    sizes = [unit.count * unit.padded_size(mesh, cut) for unit in held]
+    sizes = [unit.count * unit.gathered_bytes(mesh, cut) for unit in held]
     trained = sum(unit.count * unit.trained.padded_size(mesh, cut) for unit in held)
     whole, ends = sum(sizes), sum(sizes[:3])
     at_once = mesh.plan.recompute_every + 1.0
@@ -210,7 +228,7 @@ def unsharded_bytes(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) ->
     gathered = is_alone * (ends + some_blocks) + (1.0 - is_alone) * in_pipeline
     gathered = np.where(mesh.zero >= 3, gathered, whole)
     waiting = trained * _accumulates(mesh)
-    return cut.precision.act_bytes * gathered + reduced_bytes(mesh, cut) * waiting
+    return gathered + reduced_bytes(mesh, cut) * waiting
 
 
 def exchanges(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Iterator[Exchange]:
@@ -222,7 +240,7 @@ def exchanges(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Itera
         (stride, runs), (far, far_runs) = mesh.replica_runs(first), mesh.replica_runs(first * ranks)
         if np.any(ways > 1):
             far_runs = replicas / ranks, to_other_way
-        padded, name = unit.padded_size(mesh, cut), "expert_" * unit.is_experts
+        gathered, name = unit.gathered_bytes(mesh, cut), "expert_" * unit.is_experts
         trained = unit.trained.padded_size(mesh, cut)
         grad_bytes = trained * reduced_bytes(mesh, cut)
         rounds = unit.count * reductions(mesh) * (trained > 0)
@@ -230,7 +248,7 @@ def exchanges(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Itera
         for behind, count in zip(("forward", "backward"), unit.gathers, strict=True):
             yield Exchange(
                 op=f"{name}weights", collective="all_gather", behind=behind,
-                payload_bytes=padded * cut.precision.act_bytes, count=count, **common,
+                payload_bytes=gathered, count=count, **common,
             )  # fmt: skip
         yield Exchange(
             op=f"{name}gradients", collective="reduce_scatter", behind="backward",

@@ -16,6 +16,8 @@ from meshwise.model.weights import Weight, Weights, has_adapters
 from meshwise.program.cut import Cut
 from meshwise.program.op import Held, Op
 
+ENDS = "embedding", "head", "mtp"
+"""Modules of a model that are no block."""
 Shards = Callable[[Weight, Cut], Num]
 
 
@@ -48,12 +50,14 @@ def _with_weights(op: Op, weights: tuple[Held, ...], cut: Cut) -> Op:
         weights=weights,
         num_params=num_params,
         num_frozen=sum(held.num_params for held in frozen),
-        num_quantized=sum(held.num_params for held in frozen if cut.lora_rank and _is_narrow(held.weight)),
+        num_quantized=sum(held.num_params for held in frozen if cut.lora_rank and is_quantized(held.weight)),
     )
 
 
-def _is_narrow(weight: Weight) -> bool:
+def is_quantized(weight: Weight) -> bool:
     """Whether QLoRA keeps a frozen weight in few bits: the matrices of blocks, experts too, but no router."""
+    if weight.module in ENDS:
+        return False
     return has_adapters(weight) or (weight.is_expert and weight.is_matrix)
 
 

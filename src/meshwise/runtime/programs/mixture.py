@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from meshwise.model.architecture import Model
 from meshwise.runtime.programs.decoder_parts import FeedForward, Setting
 from meshwise.runtime.programs.dispatch import NarrowExchange, exchange
+from meshwise.runtime.programs.frozen import Multiply, packed_like
 from meshwise.runtime.programs.local import local
 from meshwise.runtime.programs.routes import Place
 from meshwise.runtime.torch_private import all_gather_single, reduce_scatter_single
@@ -34,15 +35,22 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(number, model.hidden, width)) if model.gated else None
         self.up = nn.Parameter(torch.empty(number, model.hidden, width))
         self.down = nn.Parameter(torch.empty(number, width, model.hidden))
+        if form := setting.formats.frozen:
+            for name, parameter in list(self.named_parameters()):
+                setattr(self, name, packed_like(parameter, form))
 
     def forward(self, x: Tensor) -> Tensor:
         """[experts, rows, hidden] -> the same, or this rank's part of their sum."""
         matrices = [self.up] if self.gate is None else [self.gate, self.up]
-        wide = [torch.bmm(x, matrix) for matrix in matrices]
+        wide = [self._product(x, matrix) for matrix in matrices]
         return self.setting.redone("moe_act", self._answers, *wide, to_its_end=False)
 
     def _answers(self, *wide: Tensor) -> Tensor:
-        return torch.bmm(self.setting.activated(*wide), self.down)
+        return self._product(self.setting.activated(*wide), self.down)
+
+    def _product(self, x: Tensor, matrices: Tensor) -> Tensor:
+        form = self.setting.formats.frozen
+        return Multiply.apply(x, matrices, form, torch.bmm) if form else torch.bmm(x, matrices)
 
 
 class Mixture(nn.Module):

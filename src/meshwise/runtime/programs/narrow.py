@@ -23,35 +23,56 @@ FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """What is in fp8: linear layers of blocks, the head, tokens on their way to experts, kept inputs."""
+    """What is in fp8: linear layers of blocks, the head, tokens on their way to experts, kept inputs.
+
+    `frozen`: the format of frozen matrices ("": that of all weights).
+    """
 
     matmuls: bool = False
     head: bool = False
     tokens: bool = False
     act_inputs: bool = False
+    frozen: str = ""
 
     @classmethod
     def of(cls, plan: Plan) -> Formats:
         """Those of a plan."""
-        types = (plan.dtype, plan.head_dtype, plan.dispatch_dtype, plan.act_input_dtype)
-        return cls(*(dtype == "fp8" for dtype in types))
+        return cls(
+            matmuls=plan.dtype == "fp8",
+            head=plan.head_dtype == "fp8",
+            tokens=plan.dispatch_dtype == "fp8",
+            act_inputs=plan.act_input_dtype == "fp8",
+            frozen=plan.frozen_dtype or "",
+        )
 
 
 WIDE = Formats()
 """Nothing is in fp8."""
 
 
-class NarrowLinear(nn.Linear):
-    """x W^T + b, the product in fp8; of distributed operands, what each rank has of them."""
+class CutLinear(nn.Linear):
+    """x W^T + b by a product of our own; of distributed operands, what each rank has of them."""
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x W^T."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., d_in] -> [..., d_out]."""
-        y = Product.apply(local(x), local(self.weight))
+        y = self.product(local(x), local(self.weight))
         if not isinstance(self.weight, DTensor) or self.weight.placements[-1].is_replicate():
             return y if self.bias is None else y + local(self.bias)
         cut: Placement = Partial() if self.weight.placements[-1] == Shard(1) else Shard(y.dim() - 1)
         y = DTensor.from_local(y, self.weight.device_mesh, [cut], run_check=False)
         return y if self.bias is None else y + self.bias
+
+
+class NarrowLinear(CutLinear):
+    """x W^T + b, the product in fp8."""
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x W^T."""
+        return Product.apply(x, weight)
 
 
 class Product(torch.autograd.Function):

@@ -30,6 +30,7 @@ from meshwise.runtime.programs.adapters import Adapted, cut_as
 from meshwise.runtime.programs.block import Block
 from meshwise.runtime.programs.decoder import Decoder
 from meshwise.runtime.programs.decoder_attention import LatentAttention
+from meshwise.runtime.programs.frozen import pack, wide_shape
 from meshwise.runtime.programs.further import further_styles
 from meshwise.runtime.programs.mixture import Experts, Mixture
 from meshwise.runtime.programs.parts import cut_on_demand
@@ -118,7 +119,7 @@ def shard_states(
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(decoder.trains(name))
     for modules in _groups(decoder):
-        _materialize(modules, names, device, kept, seed)
+        _materialize(modules, names, device, kept, seed, decoder.setting.formats.frozen)
         is_block = isinstance(modules[0], Block)
         with cut_on_demand():
             if isinstance(modules[0], Block) and isinstance(modules[0].mlp, Mixture):
@@ -148,6 +149,7 @@ def _materialize(
     device: torch.device,
     dtype: torch.dtype,
     seed: int | None,
+    form: str,
 ) -> None:
     """Give the parameters of `modules` storage, and numbers that depend on their name and `seed` alone."""
     made: dict[int, nn.Parameter] = {}  # a tied one is made once
@@ -155,13 +157,15 @@ def _materialize(
     for owner in owners:
         for key, parameter in list(owner.named_parameters(recurse=False)):
             if id(parameter) not in made:
-                whole = torch.empty(parameter.shape, dtype=dtype, device=device)
+                whole = torch.empty(wide_shape(parameter, form), dtype=dtype, device=device)
                 if seed is not None:
                     place = owner.place if isinstance(owner, Experts) else WHOLE
                     fill(names[id(parameter)], whole, seed, place)
                 if isinstance(parameter, DTensor):
                     mesh, placements = parameter.device_mesh, parameter.placements
                     whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+                if not parameter.is_floating_point():
+                    whole = pack(whole, form)
                 made[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
             setattr(owner, key, made[id(parameter)])
 

@@ -22,10 +22,13 @@ from meshwise.core.errors import ModelError, PlanError
 from meshwise.machine.hardware import Cluster, find_cluster
 from meshwise.model.architecture import Model, checked_model, layer_kinds
 from meshwise.model.find import find_model
+from meshwise.model.weights import COLUMNS, ROWS, block_weights
 from meshwise.plan.mesh import Mesh, resolve
 from meshwise.plan.plan import Plan, plan_keys
 from meshwise.plan.stages import chunks_of_rank
 from meshwise.plan.workload import Workload
+from meshwise.program.fsdp2 import FROZEN_GROUP
+from meshwise.program.held import is_quantized
 from meshwise.program.parts import FP8_TILE
 
 
@@ -73,6 +76,8 @@ def check(options: Options, ranks: int) -> None:
             f"train: torch's {plan.schedule} runs in {rounds} rounds of pp={plan.pp}, which do not divide "
             f"{microbatches} microbatches; use a multiple of {plan.pp}"
         )
+    if plan.frozen_dtype:
+        _check_frozen(plan, model, int(mesh.etp))
     if model.moe is None:
         return
     if plan.dispatch_dtype == "fp8" and model.hidden % FP8_TILE:
@@ -90,6 +95,20 @@ def check(options: Options, ranks: int) -> None:
     ):  # fmt: skip
         if number % divisor:
             raise PlanError(f"train: {what} {number} does not divide by {divisor}, so that all are alike")
+
+
+def _check_frozen(plan: Plan, model: Model, etp: int) -> None:
+    """PlanError where a row of a frozen matrix, as a rank has it, is no whole number of groups."""
+    for weight in (one for kind in layer_kinds(model) for one in block_weights(model, kind)):
+        if not is_quantized(weight):
+            continue
+        row, cut = (weight.shape[-1], COLUMNS) if weight.is_expert else (weight.shape[-2], ROWS)
+        ways = (etp if weight.is_expert else plan.tp) if weight.cut == cut else 1
+        if row % (ways * FROZEN_GROUP):
+            raise PlanError(
+                f"train: frozen_dtype={plan.frozen_dtype} scales {FROZEN_GROUP} numbers together, which do "
+                f"not divide the rows of {weight.name}, {row} numbers on {ways} ranks; leave frozen_dtype out"
+            )
 
 
 def the_plan(options: Options) -> Plan:
