@@ -40,7 +40,7 @@ from meshwise.calibrate.runs import PROSE, Run, published_runs, read_runs
 from meshwise.calibrate.step_constants import LIMITS, START, TIED, every
 from meshwise.calibrate.step_constants import STATED as STATED_CONSTANTS
 from meshwise.calibrate.validate import estimate_run, validate
-from meshwise.cli.validate import add_to
+from meshwise.cli.validate import validate as validate_command
 from meshwise.core.errors import ClusterError, DataError, PlanError
 from meshwise.estimate.intervals import interval_around, regimes
 from meshwise.estimate.single import TIME_PARTS, estimate
@@ -435,7 +435,7 @@ def test_parts_of_a_step_add_up() -> None:
 
 def test_the_command_prints_one_document() -> None:
     app = typer.Typer()
-    add_to(app)
+    app.command()(validate_command)
     result = CliRunner().invoke(app, ["--runs", str(RUNS), "--runs", str(ITERATIONS), "--json"])
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)

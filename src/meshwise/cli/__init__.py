@@ -36,20 +36,32 @@ class Command(typer.core.TyperCommand):
 
 
 VERBS = {
-    **{name: name for name in ("estimate", "search")},
-    **dict.fromkeys(("run", "dryrun", "compare", "calibrate"), "programs"),
-    **{name: name for name in ("validate", "fit")},
-    **{"list": "catalog", "explain": "trace", "profile": "profile", "eval-lm": "eval_lm", "moe": "eval_lm"},
-    **{name: name for name in ("serve", "launch", "sweep", "collective", "web", "frontier", "trace")},
+    **{name: f"{name}:{name}" for name in ("estimate", "search")},
+    **{name: f"programs:{name}" for name in ("run", "dryrun", "compare", "calibrate")},
+    **{name: f"{name}:{name}" for name in ("validate", "fit")},
+    **{"list": "catalog:list_catalog", "explain": "trace:explain", "profile": "profile:profile"},
+    **{"eval-lm": "eval_lm:eval_lm", "moe": "eval_lm:eval_lm"},
+    **{name: f"{name}:{name}" for name in ("serve", "launch", "sweep", "collective", "web")},
+    **{"frontier": "frontier:app", "trace": "trace:app"},
 }
-"""The module of each verb, in the order of the help."""
+"""The module and the function (or group) of each verb, in the order of the help."""
+_ANY_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+SETTINGS: dict[str, dict[str, Any]] = {
+    **{
+        name: {"context_settings": _ANY_OPTIONS, "add_help_option": False}
+        for name in ("run", "dryrun", "compare")
+    },
+    "profile": {"context_settings": {"ignore_unknown_options": True, "allow_interspersed_args": False}},
+    "moe": {"hidden": True},  # the name of eval-lm up to 0.2
+}
+"""How a verb reads its words, where that is not as usual."""
 
 
 class Verbs(Mapping[str, Any]):
     """The commands by name; a verb's module is imported when the verb is asked for, or all of them listed."""
 
     def __getitem__(self, name: str) -> Any:
-        return _commands_of(VERBS[name])[name]
+        return _command(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(VERBS)
@@ -66,17 +78,22 @@ class VerbGroup(typer.core.TyperGroup):
 
 
 @cache
-def _commands_of(module: str) -> Mapping[str, Any]:
-    """The commands that a module mounts, each with its examples."""
+def _command(verb: str) -> Any:
+    """The command, or the group of commands, of a verb, with examples."""
+    module, _, function = VERBS[verb].partition(":")
+    made = getattr(importlib.import_module(f"meshwise.cli.{module}"), function)
     part = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-    importlib.import_module(f"meshwise.cli.{module}").add_to(part)
-    for group, commands in (("", part), *((one.name, one.typer_instance) for one in part.registered_groups)):
-        for command in getattr(commands, "registered_commands", ()):
+    if isinstance(made, typer.Typer):
+        for command in made.registered_commands:
             command.cls = Command
-            command.epilog = epilog(group, command)
-    for one in part.registered_groups:
-        one.epilog = epilog("", one)
-    return typer.main.get_group(part).commands
+        part.add_typer(made, name=verb)
+    else:
+        part.command(verb, cls=Command, **SETTINGS.get(verb, {}))(made)
+    found: Any = typer.main.get_group(part).commands[verb]
+    found.epilog = epilog(verb)
+    for name, command in getattr(found, "commands", {}).items():
+        command.epilog = epilog(f"{verb} {name}")
+    return found
 
 
 app = typer.Typer(

@@ -10,11 +10,6 @@ from meshwise.cli.options import JsonOption
 from meshwise.cli.output import console, print_json
 
 
-def add_to(app: typer.Typer) -> None:
-    """Mount the command."""
-    app.command("list")(list_catalog)
-
-
 def list_catalog(
     what: Annotated[
         Literal["models", "chips", "clusters", "plan"], typer.Argument(help="Which part to list.")

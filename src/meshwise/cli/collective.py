@@ -12,11 +12,6 @@ from meshwise.cli.options import JsonOption
 from meshwise.cli.output import console, print_json
 
 
-def add_to(app: typer.Typer) -> None:
-    """Mount the command."""
-    app.command()(collective)
-
-
 def collective(
     kind: Annotated[
         str, typer.Argument(help="all_reduce, all_gather, reduce_scatter, all_to_all, send, ...")

@@ -26,11 +26,6 @@ if TYPE_CHECKING:
     from meshwise.published.nersc_2024_10_plan import Paper
 
 
-def add_to(app: typer.Typer) -> None:
-    """Mount the command."""
-    app.command()(estimate)
-
-
 def estimate(
     cluster: ClusterOption,
     model: OptionalModel = None,

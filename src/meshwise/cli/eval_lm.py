@@ -26,12 +26,6 @@ def _count(text: str, most: int = MAX_COUNT) -> Any:
     return typer.Option(min=1, max=most, help=text)
 
 
-def add_to(parent: typer.Typer) -> None:
-    """Mount the command."""
-    parent.command()(eval_lm)
-    parent.command("moe", hidden=True)(eval_lm)  # its name up to 0.2
-
-
 def eval_lm(
     config: Annotated[str, typer.Argument(help="A preset or file of transformer_lm_gpt fields.")] = (
         "en-moe-lm-15b"

@@ -17,11 +17,6 @@ RUN_FILES = ("measured_iterations_a100.csv",)
 """Measured runs beside the published ones, which ship with the package."""
 
 
-def add_to(app: typer.Typer) -> None:
-    """Mount the command."""
-    app.command()(fit)
-
-
 def fit(
     data: Annotated[Path, typer.Option(help="Folder of the measurements.")] = Path("../shared/data"),
     only: Annotated[

@@ -15,11 +15,6 @@ from meshwise.core.errors import WorkloadError
 app = typer.Typer(help="The largest efficient training run, and what limits it.", no_args_is_help=True)
 
 
-def add_to(parent: typer.Typer) -> None:
-    """Mount the commands."""
-    parent.add_typer(app, name="frontier")
-
-
 Chip = typer.Option(help="A chip or cluster of the catalog, or a TOML file.")
 
 Settings = Annotated[

@@ -15,11 +15,6 @@ if TYPE_CHECKING:
     from meshwise.launch.write import Launch
 
 
-def add_to(app: typer.Typer) -> None:
-    """Mount the command."""
-    app.command()(launch)
-
-
 def launch(
     model: Model,
     cluster: ClusterOption,

@@ -13,12 +13,6 @@ from meshwise.cli.output import STDERR, console, print_json
 from meshwise.core.errors import DataError
 
 
-def add_to(app: typer.Typer) -> None:
-    """Mount the command."""
-    settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-    app.command(context_settings=settings)(profile)
-
-
 def profile(
     command: Annotated[list[str], typer.Argument(help="-- python script.py ..., or -- torchrun ...")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the profiles.")] = Path(

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from meshwise.runtime.programs import Program
     from meshwise.runtime.script.start import ScriptOutcome
 
-_ANY_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
 Name = Annotated[str, typer.Argument(metavar="PROGRAM", help="ulysses, model-2d, train, ... (see --help).")]
 NumRanks = Annotated[
     int, typer.Option("--ranks", help="Ranks in the world (0: as torchrun or srun say, or 1).")
@@ -38,13 +36,6 @@ Root = Annotated[int, typer.Option(help="The rank that prints and whose ledger i
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Port = Annotated[int, typer.Option(help="Port where the ranks meet (0: a free one).")]
 Chip = Annotated[str, typer.Option("--device", help="Chip of the catalog, or cpu.")]
-
-
-def add_to(parent: typer.Typer) -> None:
-    """Mount the commands."""
-    for command in (run, dryrun, compare):
-        parent.command(context_settings=_ANY_OPTIONS, add_help_option=False)(command)
-    parent.command()(calibrate)
 
 
 def run(

@@ -17,11 +17,6 @@ from meshwise.core.errors import WorkloadError
 from meshwise.core.files import check_writable, csv_text, write_text
 
 
-def add_to(app: typer.Typer) -> None:
-    """Mount the command."""
-    app.command()(search)
-
-
 def search(
     cluster: ClusterOption,
     model: OptionalModel = None,

@@ -14,11 +14,6 @@ from meshwise.core.errors import WorkloadError
 from meshwise.core.files import csv_text, write_text
 
 
-def add_to(parent: typer.Typer) -> None:
-    """Mount the command."""
-    parent.command()(serve)
-
-
 def serve(
     model: Model,
     cluster: ClusterOption,

@@ -12,11 +12,6 @@ from meshwise.cli.options import JsonOption
 from meshwise.cli.output import console, print_json
 
 
-def add_to(app: typer.Typer) -> None:
-    """Mount the command."""
-    app.command()(sweep)
-
-
 def sweep(
     file: Annotated[Path, typer.Argument(help="A TOML file: verb, options, grid, results.")],
     output: Annotated[

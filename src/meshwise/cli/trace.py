@@ -34,12 +34,6 @@ app = typer.Typer(
 )
 
 
-def add_to(parent: typer.Typer) -> None:
-    """Mount the commands."""
-    parent.add_typer(app, name="trace")
-    parent.command()(explain)
-
-
 def explain(
     paths: Paths,
     model: Annotated[

@@ -15,11 +15,6 @@ DATA_FILES = ("measured_iterations_a100.csv", "measured_ops.csv", "published_mic
 """Tables of measurements that do not ship with the package."""
 
 
-def add_to(app: typer.Typer) -> None:
-    """Mount the command."""
-    app.command()(validate)
-
-
 def validate(
     runs: Annotated[
         list[Path] | None,

@@ -13,11 +13,6 @@ from meshwise.core.errors import DataError, MissingExtraError
 LOOPBACK = "127.0.0.1"
 
 
-def add_to(app: typer.Typer) -> None:
-    """Mount the command."""
-    app.command()(web)
-
-
 def web(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any that is free.")] = 8000,
     host: Annotated[
