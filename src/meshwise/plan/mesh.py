@@ -11,8 +11,7 @@ layout, dtypes, ...) are the same for a whole grid and stay in `plan`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -240,7 +239,9 @@ def resolve(model: Model, plan: Plan, workload: Workload, cluster: Cluster) -> M
     mesh = mesh_of(plan, workload, cluster.num_chips, sizes, float(workload.microbatch))
     for rule in rules(model, mesh, sizes, cluster):
         if rule.is_broken:
-            raise rule.error(rule.sentence())
+            names = {item.name: getattr(mesh, item.name) for item in fields(mesh)}
+            names |= {"cp": mesh.cp, "needs": NEEDS[int(mesh.schedule)], "model": model, "chip": cluster.chip}
+            raise rule.error(rule.sentence(names))
     return mesh
 
 
@@ -260,7 +261,7 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
     else:
         yield Rule(
             (sizes["cp"] > 1) | (sizes["ulysses"] > 1),
-            lambda: f"layout={mesh.plan.layout} cuts the sequence itself; leave cp and ulysses out",
+            "layout={plan.layout} cuts the sequence itself; leave cp and ulysses out",
         )
     yield from _expert_rules(model, mesh, sizes)
     yield from _replica_rules(mesh, sizes)
@@ -270,102 +271,83 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
         yield from _huggingface_rules(model, mesh)
     yield Rule(
         valid(mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp) == 0,
-        lambda: (
-            f"schedule={SCHEDULES[_int(mesh.schedule)]} cannot run pp={_int(mesh.pp)}, vpp={_int(mesh.vpp)} "
-            f"and {_int(mesh.num_microbatches)} microbatches; it needs {NEEDS[_int(mesh.schedule)]}"
-        ),
+        "schedule={schedule} cannot run pp={pp}, vpp={vpp} and {num_microbatches} microbatches; it needs "
+        "{needs}",
     )
     yield from _stage_rules(model, mesh)
     yield Rule(
         (mesh.offload_optimizer + mesh.offload_activations > 0) & (cluster.chip.host_bytes_per_s == 0),
-        lambda: (
-            f"{cluster.chip.name} has no host_bytes_per_s, the rate of its host link, which offloading "
-            "needs; add it to a cluster file, or leave offloading out"
-        ),
+        "{chip.name} has no host_bytes_per_s, the rate of its host link, which offloading needs; add it to a "
+        "cluster file, or leave offloading out",
     )
-
-
-def _int(value: Num) -> int:
-    return int(value)
 
 
 def _world_rules(mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
-    tp, cp, pp, world = sizes["tp"], sizes["cp"], sizes["pp"], _int(mesh.world)
-
-    def degrees() -> str:
-        return f"tp={_int(tp)} x cp={_int(cp)} x pp={_int(pp)}"
-
+    tp, cp, pp, dp = (sizes[axis] for axis in ("tp", "cp", "pp", "dp"))
+    stated = {"tp": tp, "cp": cp, "stated": dp}
     yield Rule(
         mesh.world % (tp * cp * pp) != 0,
-        lambda: f"{world} ranks do not divide by {degrees()}; use a multiple of {_int(tp * cp * pp)}",
+        "{world} ranks do not divide by tp={tp} x cp={cp} x pp={pp}; use a multiple of {least}",
+        values=stated | {"least": tp * cp * pp},
     )
     yield Rule(
-        (sizes["dp"] != 0) & (sizes["dp"] != mesh.dp),
-        lambda: (
-            f"dp={_int(sizes['dp'])} contradicts {world} ranks / ({degrees()}) = {_int(mesh.dp)}; leave dp "
-            "out or change the number of ranks"
-        ),
+        (dp != 0) & (dp != mesh.dp),
+        "dp={stated} contradicts {world} ranks / (tp={tp} x cp={cp} x pp={pp}) = {dp}; leave dp out or "
+        "change the number of ranks",
+        values=stated,
     )
     yield Rule(
         mesh.batch % mesh.microbatch != 0,
-        lambda: (
-            f"batch {_int(mesh.batch)} does not divide by microbatch {_int(mesh.microbatch)}; use a divisor "
-            f"of {_int(mesh.batch)}"
-        ),
+        "batch {batch} does not divide by microbatch {microbatch}; use a divisor of {batch}",
         WorkloadError,
     )
     yield Rule(
         mesh.batch % (mesh.dp * mesh.microbatch) != 0,
-        lambda: (
-            f"batch {_int(mesh.batch)} does not divide by dp={_int(mesh.dp)} x microbatch="
-            f"{_int(mesh.microbatch)}; use a multiple of {_int(mesh.dp * mesh.microbatch)}"
-        ),
+        "batch {batch} does not divide by dp={dp} x microbatch={microbatch}; use a multiple of {least}",
         WorkloadError,
+        {"least": mesh.dp * mesh.microbatch},
     )
 
 
 def _kind_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
-    kind = mesh.kind
     unknown: tuple[str, ...] = WEIGHT_KEYS if mesh.trains else (*TRAINING_KEYS, *WEIGHT_KEYS)
     if mesh.serves:
-        known = ENGINE_KEYS + (PROMPT_KEYS if kind == "prefill" else ())
+        known = ENGINE_KEYS + (PROMPT_KEYS if mesh.kind == "prefill" else ())
         unknown = tuple(key for key in KEYS if key not in known)
     for key in unknown:
         default, value = DEFAULTS[key], getattr(mesh.plan, key)
         yield Rule(
             sizes[key] != number_of(key, default) if key in sizes else value != default,
-            lambda key=key, value=value: (  # type: ignore[misc]
-                f"{key}={KEYS[key].show(value)} means nothing to kind={kind}; leave it out"
-            ),
+            "{key}={value} means nothing to kind={kind}; leave it out",
+            values={"key": key, "value": KEYS[key].show(value) if value != default else ""},
         )
     if model.encoder is not None:
-        yield from _encoder_rules(model, mesh)
+        yield from _encoder_rules(mesh)
     yield Rule(
         mesh.serves & (model.patches is not None or not model.causal),
-        lambda: f"{model.name} does not generate text; name a decoder for kind={kind}",
+        "{model.name} does not generate text; name a decoder for kind={kind}",
         WorkloadError,
     )
     if mesh.serves and model.moe is not None:
         spread = mesh.ep * mesh.etp
         yield Rule(
             spread % mesh.tp != 0,
-            lambda: (
-                f"ep={_int(mesh.ep)} x etp={_int(mesh.etp)} must be a multiple of tp={_int(mesh.tp)}, so "
-                "that experts are spread at least as wide as attention"
-            ),
+            "ep={ep} x etp={etp} must be a multiple of tp={tp}, so that experts are spread at least as wide "
+            "as attention",
         )
         yield Rule(
             (spread > mesh.tp) & (mesh.etp > 1),
-            lambda: f"experts on several dp ranks are not cut too: use etp=1 with ep={_int(spread)}",
+            "experts on several dp ranks are not cut too: use etp=1 with ep={spread}",
+            values={"spread": spread},
         )
     yield Rule(
         (model.positions == "learned") & (mesh.seq > model.max_seq),
-        lambda: f"seq={_int(mesh.seq)} exceeds the {model.max_seq} learned positions of {model.name}",
+        "seq={seq} exceeds the {model.max_seq} learned positions of {model.name}",
         WorkloadError,
     )
 
 
-def _encoder_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
+def _encoder_rules(mesh: Mesh) -> Iterator[Rule]:
     """The decoder reads what the encoder gives in every block: where that lies is stated for whole models."""
     for what, stated in (
         (f"kind={mesh.kind}", mesh.serves),
@@ -375,98 +357,78 @@ def _encoder_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
     ):
         yield Rule(
             stated,
-            lambda what=what: (  # type: ignore[misc]
-                f"{model.name} is an encoder and a decoder, which are not priced under {what}; leave it out"
-            ),
+            f"{{model.name}} is an encoder and a decoder, which are not priced under {what}; leave it out",
         )
 
 
 def _model_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
-    tp, ulysses, name = mesh.tp, mesh.ulysses, model.name
+    tp, ulysses, kv_heads, chunks = mesh.tp, mesh.ulysses, model.num_kv_heads, mesh.plan.loss_chunks
     widths = {"heads": model.num_heads, "hidden width": model.hidden}
     if model.vocab:
         widths["ffn width"] = model.ffn_hidden
     for what, size in widths.items():
         yield Rule(
-            size % tp != 0,
-            lambda what=what, size=size: (  # type: ignore[misc]
-                f"tp={_int(tp)} does not divide the {size} {what} of {name}; use a divisor"
-            ),
+            size % tp != 0, f"tp={{tp}} does not divide the {size} {what} of {{model.name}}; use a divisor"
         )
-    kv_heads = model.num_kv_heads
     yield Rule(
         (kv_heads % tp != 0) & (tp % kv_heads != 0),
-        lambda: (
-            f"tp={_int(tp)} neither divides nor is divided by the {kv_heads} key-value heads of {name}; "
-            "use a divisor or a multiple"
-        ),
+        "tp={tp} neither divides nor is divided by the {model.num_kv_heads} key-value heads of {model.name}; "
+        "use a divisor or a multiple",
     )
-    chunks = mesh.plan.loss_chunks
     yield Rule(
         chunks > 1 and not (model.vocab and model.lm_head),
-        lambda: f"loss_chunks={chunks} needs a language-model head, which {name} lacks; leave it out",
+        "loss_chunks={plan.loss_chunks} needs a language-model head, which {model.name} lacks; leave it out",
     )
     yield Rule(
         (chunks > 1) & (mesh.seq % (mesh.cp * chunks) != 0),
-        lambda: (
-            f"loss_chunks={chunks} does not divide the {_int(mesh.seq // mesh.cp)} tokens of a sequence on "
-            "each rank; use a divisor"
-        ),
+        "loss_chunks={plan.loss_chunks} does not divide the {local} tokens of a sequence on each rank; use a "
+        "divisor",
         WorkloadError,
+        {"local": mesh.seq // mesh.cp},
     )
-    yield Rule(
-        mesh.cp % ulysses != 0,
-        lambda: f"ulysses={_int(ulysses)} does not divide cp={_int(mesh.cp)}; use a divisor of it",
-    )
+    yield Rule(mesh.cp % ulysses != 0, "ulysses={ulysses} does not divide cp={cp}; use a divisor of it")
     yield Rule(
         model.num_heads % (tp * ulysses) != 0,
-        lambda: (
-            f"tp={_int(tp)} x ulysses={_int(ulysses)} does not divide the {model.num_heads} heads of {name}; "
-            "use degrees that do, or cp_kind=ring"
-        ),
+        "tp={tp} x ulysses={ulysses} does not divide the {model.num_heads} heads of {model.name}; use "
+        "degrees that do, or cp_kind=ring",
     )
-    yield Rule(
-        mesh.seq % mesh.cp != 0,
-        lambda: f"cp={_int(mesh.cp)} does not divide the sequence of {_int(mesh.seq)} tokens; use a divisor",
-    )
+    yield Rule(mesh.seq % mesh.cp != 0, "cp={cp} does not divide the sequence of {seq} tokens; use a divisor")
 
 
 def _expert_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
-    ep, etp, moe, name = mesh.ep, mesh.etp, model.moe, model.name
+    ep, etp, moe = mesh.ep, mesh.etp, model.moe
     if moe is None:
         stated: dict[str, Any] = {
             "ep": ep > 1,
             "etp": sizes["etp"] > 0,
             "imbalance": mesh.imbalance > 1,
-            "dispatch": mesh.plan.dispatch != DEFAULTS["dispatch"],
-            "dispatch_dtype": mesh.plan.dispatch_dtype != DEFAULTS["dispatch_dtype"],
+            **{key: getattr(mesh.plan, key) != DEFAULTS[key] for key in ("dispatch", "dispatch_dtype")},
             "overlap_ep": mesh.plan.overlap_ep,
             "expert_dtype": mesh.plan.expert_dtype is not None,
         }
         for key, is_stated in stated.items():
-            sentence = f"{key} is stated but {name} has no experts; leave {key} out"
-            yield Rule(is_stated, partial(str, sentence))
+            yield Rule(is_stated, f"{key} is stated but {{model.name}} has no experts; leave {key} out")
         return
     yield Rule(
         moe.num_experts % ep != 0,
-        lambda: f"ep={_int(ep)} does not divide the {moe.num_experts} experts of {name}; use a divisor",
+        "ep={ep} does not divide the {model.moe.num_experts} experts of {model.name}; use a divisor",
     )
     yield Rule(
         moe.ffn_hidden % etp != 0,
-        lambda: f"etp={_int(etp)} does not divide the expert width {moe.ffn_hidden} of {name}; use a divisor",
+        "etp={etp} does not divide the expert width {model.moe.ffn_hidden} of {model.name}; use a divisor",
     )
     ranks = mesh.tp * mesh.cp * mesh.dp
     yield Rule(
         ranks % (etp * ep) != 0,
-        lambda: (
-            f"ep={_int(ep)} x etp={_int(etp)} does not divide the {_int(ranks)} ranks of a pipeline stage "
-            f"(tp={_int(mesh.tp)} x cp={_int(mesh.cp)} x dp={_int(mesh.dp)}); use degrees that do"
-        ),
+        "ep={ep} x etp={etp} does not divide the {ranks} ranks of a pipeline stage (tp={tp} x cp={cp} x "
+        "dp={dp}); use degrees that do",
+        values={"ranks": ranks},
     )
 
 
 def _huggingface_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
     """Blocks of which the library `transformers` keeps other tensors than `program.implementation` states."""
+    is_flash, activation = mesh.plan.attention == "flash", model.activation
     for what, is_there in (
         ("parallel blocks", model.parallel_block),
         ("scores of distances", model.distances is not None),
@@ -475,204 +437,188 @@ def _huggingface_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
         ("shared keys", any(layer.keys for layer in model.layers)),
         (f"blocks of {model.num_norms} norms", model.num_norms != 2),
         ("norms over all queries and all keys", model.qk_norm_full),
-        (f"the activation {model.activation}", model.activation not in ("swiglu", "gelu", "relu")),
-        ("GELU beside learned positions", model.activation == "gelu" and model.positions == "learned"),
+        (f"the activation {activation}", activation not in ("swiglu", "gelu", "relu")),
+        ("GELU beside learned positions", activation == "gelu" and model.positions == "learned"),
         (
             "SwiGLU behind LayerNorm under fused attention",
-            model.gated
-            and model.norm == "layernorm"
-            and model.norm_weight
-            and mesh.plan.attention == "flash",
+            model.gated and model.norm == "layernorm" and model.norm_weight and is_flash,
         ),
     ):
         yield Rule(
             is_there,
-            lambda what=what: (  # type: ignore[misc]
-                f"implementation=huggingface: what transformers keeps of {what} ({model.name}) is not known; "
-                "leave it out"
-            ),
+            f"implementation=huggingface: what transformers keeps of {what} ({{model.name}}) is not known; "
+            "leave it out",
         )
 
 
 def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
     """What PyTorch's own parts cannot do, or `meshwise train` does not do with them."""
-
-    def only(key: str, built: tuple[Any, ...], *, where: Any = True) -> Rule:
-        value = getattr(mesh.plan, key)
-        broken: Any = value not in built
-        if key in sizes:
-            broken = np.all([sizes[key] != number_of(key, known) for known in built], axis=0)
-        known = " or ".join(f"{key}={KEYS[key].show(known)}" for known in built if known is not None)
-        hint = f"use {known}" if known else "leave it out"
-        return Rule(
-            broken & where,
-            lambda: f"implementation=fsdp2 is not built for {key}={KEYS[key].show(value)}; {hint}",
-        )
-
-    yield Rule(not mesh.trains, lambda: f"implementation=fsdp2 trains; leave it out for kind={mesh.kind}")
+    yield Rule(not mesh.trains, "implementation=fsdp2 trains; leave it out for kind={kind}")
     for key, built in FSDP2_VALUES.items():
-        yield only(key, built)
-    yield Rule(
-        "mla_up_proj" in mesh.plan.recompute_modules and mesh.plan.attention == "unfused",
-        lambda: (
-            "implementation=fsdp2 makes the inputs of fused attention again; use attention=flash with "
-            "recompute_modules=mla_up_proj, or leave mla_up_proj out"
-        ),
+        yield _only(mesh, sizes, key, built)
+    if model.moe is not None or model.mla is not None or model.mtp_layers:  # of a rank's own tokens
+        yield _only(mesh, sizes, "sp", (None, True), where=mesh.tp > 1)
+    yield from _fsdp2_recomputation(model, mesh, sizes)
+    yield from _fsdp2_sizes(model, mesh)
+    yield from _fsdp2_pipeline(model, mesh)
+
+
+def _only(mesh: Mesh, sizes: dict[str, Num], key: str, built: tuple[Any, ...], *, where: Any = True) -> Rule:
+    """That `key` has one of the values that are `built`."""
+    value = getattr(mesh.plan, key)
+    broken: Any = value not in built
+    if key in sizes:
+        broken = np.all([sizes[key] != number_of(key, known) for known in built], axis=0)
+    known = " or ".join(f"{key}={KEYS[key].show(known)}" for known in built if known is not None)
+    return Rule(
+        broken & where,
+        "implementation=fsdp2 is not built for {key}={value}; {hint}",
+        values={
+            "key": key,
+            "value": "" if value in built else KEYS[key].show(value),
+            "hint": f"use {known}" if known else "leave it out",
+        },
     )
+
+
+def _fsdp2_recomputation(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
+    """Rules of what the backward computes again, and of the other choices that this meets."""
+    plan, modules = mesh.plan, set(mesh.plan.recompute_modules)
+    is_selective, is_split = mesh.recompute == RECOMPUTE.index("selective"), _is_split(mesh)
     more_readers = model.mla is not None or (model.moe is not None and model.moe.shared_ffn_hidden > 0)
     yield Rule(
-        "layernorm" in mesh.plan.recompute_modules and more_readers,
-        lambda: (
-            "implementation=fsdp2 recomputes the norm before a router alone; leave layernorm out of "
-            f"recompute_modules for {model.name}, whose norms are read by latent attention or shared experts"
-        ),
+        "mla_up_proj" in modules and plan.attention == "unfused",
+        "implementation=fsdp2 makes the inputs of fused attention again; use attention=flash with "
+        "recompute_modules=mla_up_proj, or leave mla_up_proj out",
     )
     yield Rule(
-        "moe_act" in mesh.plan.recompute_modules and mesh.plan.act_input_dtype == "fp8",
-        lambda: (
-            "implementation=fsdp2 keeps the inputs of what it recomputes as they are: use "
-            "act_input_dtype=bf16 with recompute_modules=moe_act, or leave moe_act out"
-        ),
+        "layernorm" in modules and more_readers,
+        "implementation=fsdp2 recomputes the norm before a router alone; leave layernorm out of "
+        "recompute_modules for {model.name}, whose norms are read by latent attention or shared experts",
     )
     yield Rule(
-        (mesh.plan.attention == "unfused") & (mesh.cp > 1),
-        lambda: (
-            f"implementation=fsdp2 attends over cp={_int(mesh.cp)} ranks in fused attention only; use "
-            "attention=flash"
-        ),
-    )
-    is_split = (mesh.pp > 1) & np.isin(mesh.schedule, _SPLIT)
-    is_selective = mesh.recompute == RECOMPUTE.index("selective")
-    yield Rule(
-        (mesh.plan.dtype == "fp8") & is_split,
-        lambda: (
-            "implementation=fsdp2 computes both gradients of a matmul in fp8 at once: use dtype=fp8 with a "
-            "schedule that does not split the backward"
-        ),
+        "moe_act" in modules and plan.act_input_dtype == "fp8",
+        "implementation=fsdp2 keeps the inputs of what it recomputes as they are: use act_input_dtype=bf16 "
+        "with recompute_modules=moe_act, or leave moe_act out",
     )
     yield Rule(
-        mesh.plan.dtype == "fp8" and mesh.plan.frozen_dtype is not None,
-        lambda: (
-            f"implementation=fsdp2 widens frozen_dtype={mesh.plan.frozen_dtype} to bf16, not to fp8; use "
-            "dtype=bf16, or leave frozen_dtype out"
-        ),
+        (plan.dtype == "fp8") & is_split,
+        "implementation=fsdp2 computes both gradients of a matmul in fp8 at once: use dtype=fp8 with a "
+        "schedule that does not split the backward",
     )
-    selected = set(mesh.plan.recompute_modules) - set(CORE_ATTENTION)
     yield Rule(
-        bool(mesh.plan.lora_rank and selected),
-        lambda: (
-            "implementation=fsdp2 recomputes attention or whole blocks beside adapters: use "
-            "recompute_modules=core_attn or recompute=full with lora_rank"
-        ),
+        plan.dtype == "fp8" and plan.frozen_dtype is not None,
+        f"implementation=fsdp2 widens frozen_dtype={plan.frozen_dtype} to bf16, not to fp8; use dtype=bf16, "
+        "or leave frozen_dtype out",
+    )
+    yield Rule(
+        bool(plan.lora_rank and modules - set(CORE_ATTENTION)),
+        "implementation=fsdp2 recomputes attention or whole blocks beside adapters: use "
+        "recompute_modules=core_attn or recompute=full with lora_rank",
     )
     yield Rule(
         (mesh.offload_activations > 0) & is_selective,
-        lambda: (
-            "implementation=fsdp2 recomputes whole blocks, or nothing, beside offload_activations: use "
-            "recompute=full or none"
-        ),
+        "implementation=fsdp2 recomputes whole blocks, or nothing, beside offload_activations: use "
+        "recompute=full or none",
     )
     share = mesh.offload_optimizer
     yield Rule(
-        (mesh.plan.optimizer == "adam-8bit") & (share > 0) & (share < 1),
-        lambda: (
-            "implementation=fsdp2 cuts no tensor whose states share scales: use offload_optimizer=1 or 0 "
-            "with optimizer=adam-8bit"
-        ),
+        (plan.optimizer == "adam-8bit") & (share > 0) & (share < 1),
+        "implementation=fsdp2 cuts no tensor whose states share scales: use offload_optimizer=1 or 0 with "
+        "optimizer=adam-8bit",
     )
     layers = sizes["recompute_layers"]
-    shortest = min(mesh.plan.stages) if mesh.plan.stages else model.num_layers // (mesh.pp * mesh.vpp)
+    shortest = min(plan.stages) if plan.stages else model.num_layers // (mesh.pp * mesh.vpp)
     a_chunk = np.where(np.isfinite(layers), layers, 0.0) / mesh.vpp
     is_like = (a_chunk == np.floor(a_chunk)) & (a_chunk <= shortest) & (len(layer_kinds(model)) == 1)
     yield Rule(
         np.isfinite(layers) & ~is_like,
-        lambda: (
-            f"implementation=fsdp2 recomputes the first layers of each chunk, so recompute_layers="
-            f"{_int(layers)} must be a multiple of vpp={_int(mesh.vpp)}, at most {_int(shortest)} for each "
-            "chunk, of layers that are alike; or leave recompute_layers out"
-        ),
+        "implementation=fsdp2 recomputes the first layers of each chunk, so recompute_layers="
+        "{recompute_layers} must be a multiple of vpp={vpp}, at most {shortest} for each chunk, of layers "
+        "that are alike; or leave recompute_layers out",
+        values={"shortest": shortest},
     )
-    if model.moe is not None or model.mla is not None or model.mtp_layers:  # of a rank's own tokens
-        yield only("sp", (None, True), where=mesh.tp > 1)
+
+
+def _fsdp2_sizes(model: Model, mesh: Mesh) -> Iterator[Rule]:
+    """Rules of what is cut, without copies or padding, and into what."""
+    experts, parts = mesh.expert_replicas, mesh.tp * mesh.cp * (1.0 + (mesh.ring > 1))
     yield Rule(
-        (mesh.pp > 1) & (model.mtp_layers > 0),
-        lambda: (
-            f"implementation=fsdp2 predicts further tokens of {model.name} where embedding and head are, "
-            f"which pp={_int(mesh.pp)} puts apart; use pp=1"
-        ),
+        (mesh.plan.attention == "unfused") & (mesh.cp > 1),
+        "implementation=fsdp2 attends over cp={cp} ranks in fused attention only; use attention=flash",
     )
-    experts = mesh.expert_replicas
     yield Rule(
         (model.moe is not None) & (experts % mesh.shard_ranks(1, experts) != 0),
-        lambda: (
-            f"zero_group={_int(mesh.zero_group)} does not divide the {_int(experts)} ranks that hold the "
-            "same experts; use a divisor"
-        ),
+        "zero_group={zero_group} does not divide the {experts} ranks that hold the same experts; use a "
+        "divisor",
+        values={"experts": experts},
     )
     for what, number in (("key-value heads", model.num_kv_heads), ("tokens of the vocabulary", model.vocab)):
         yield Rule(
             number % mesh.tp != 0,
-            lambda what=what, number=number: (  # type: ignore[misc]
-                f"implementation=fsdp2 does not copy or pad: tp={_int(mesh.tp)} does not divide the {number} "
-                f"{what} of {model.name}; use a divisor"
-            ),
+            "implementation=fsdp2 does not copy or pad: tp={tp} does not divide the {number} {what} of "
+            "{model.name}; use a divisor",
+            values={"number": number, "what": what},
         )
     yield Rule(
         (mesh.vpp > 1) & (mesh.pp == 1),
-        lambda: f"vpp={_int(mesh.vpp)} needs a pipeline; use pp=2 or more, or leave vpp out",
+        "vpp={vpp} needs a pipeline; use pp=2 or more, or leave vpp out",
     )
-    parts = mesh.tp * mesh.cp * (1.0 + (mesh.ring > 1))
     yield Rule(
         mesh.seq % parts != 0,
-        lambda: (
-            f"seq={_int(mesh.seq)} does not divide by {_int(parts)}, the parts that implementation=fsdp2 "
-            "cuts it into (tp, cp, and two for each rank of a ring); use a multiple"
-        ),
+        "seq={seq} does not divide by {parts}, the parts that implementation=fsdp2 cuts it into (tp, cp, and "
+        "two for each rank of a ring); use a multiple",
         WorkloadError,
+        {"parts": parts},
+    )
+
+
+def _fsdp2_pipeline(model: Model, mesh: Mesh) -> Iterator[Rule]:
+    """Rules of torch.distributed.pipelining."""
+    yield Rule(
+        (mesh.pp > 1) & (model.mtp_layers > 0),
+        "implementation=fsdp2 predicts further tokens of {model.name} where embedding and head are, which "
+        "pp={pp} puts apart; use pp=1",
     )
     yield Rule(
         (mesh.pp > 1) & (mesh.schedule == _ONE_F_ONE_B) & (mesh.num_microbatches < mesh.pp),
-        lambda: (
-            f"implementation=fsdp2 needs at least pp={_int(mesh.pp)} microbatches, not "
-            f"{_int(mesh.num_microbatches)}, under schedule=1f1b; use a larger batch or schedule=gpipe"
-        ),
+        "implementation=fsdp2 needs at least pp={pp} microbatches, not {num_microbatches}, under "
+        "schedule=1f1b; use a larger batch or schedule=gpipe",
     )
 
 
+def _is_split(mesh: Mesh) -> Any:
+    """Where a pipeline computes the gradients of inputs and of weights apart."""
+    return (mesh.pp > 1) & np.isin(mesh.schedule, _SPLIT)
+
+
 def _replica_rules(mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
-    group, cp = sizes["zero_group"] + (sizes["zero_group"] == 0) * 1.0, sizes["cp"]
+    group, replicas = sizes["zero_group"] + (sizes["zero_group"] == 0) * 1.0, mesh.dp * sizes["cp"]
     yield Rule(
-        (mesh.dp * cp) % group != 0,
-        lambda: (
-            f"zero_group={_int(group)} does not divide dp={_int(mesh.dp)} x cp={_int(cp)}; use a divisor of "
-            f"{_int(mesh.dp * cp)}"
-        ),
+        replicas % group != 0,
+        "zero_group={group} does not divide dp={dp} x cp={cp}; use a divisor of {replicas}",
+        values={"group": group, "cp": sizes["cp"], "replicas": replicas},
     )
 
 
 def _stage_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
-    layers, stages = model.num_layers, mesh.plan.stages
+    layers, stages, num_chunks = model.num_layers, mesh.plan.stages, mesh.pp * mesh.vpp
     yield Rule(
-        mesh.pp * mesh.vpp > layers + 2,  # the first and the last may hold an end of the model alone
-        lambda: (
-            f"{layers} layers of {model.name} cannot fill {_int(mesh.pp * mesh.vpp)} pipeline stages "
-            "(pp x vpp); use fewer"
-        ),
+        num_chunks > layers + 2,  # the first and the last may hold an end of the model alone
+        "{model.num_layers} layers of {model.name} cannot fill {chunks} pipeline stages (pp x vpp); "
+        "use fewer",
+        values={"chunks": num_chunks},
     )
     if not stages:
-        num_chunks = mesh.pp * mesh.vpp
         yield Rule(
             (mesh.schedule == _INTERLEAVED) & (-layers % num_chunks > 2),
-            lambda: (
-                f"{layers} layers of {model.name} do not divide by {_int(num_chunks)} chunks (pp x vpp) of "
-                "an interleaved schedule, whose first and last may be one shorter; change pp or vpp, or "
-                "list uneven stages, as in stages=3-2-3-2"
-            ),
+            "{model.num_layers} layers of {model.name} do not divide by {chunks} chunks (pp x vpp) of an "
+            "interleaved schedule, whose first and last may be one shorter; change pp or vpp, or list uneven "
+            "stages, as in stages=3-2-3-2",
+            values={"chunks": num_chunks},
         )
     else:
         yield Rule(
             sum(stages) != layers,
-            lambda: (
-                f"stages add up to {sum(stages)} layers but {model.name} has {layers}; list all its layers"
-            ),
+            f"stages add up to {sum(stages)} layers but {{model.name}} has {layers}; list all its layers",
         )

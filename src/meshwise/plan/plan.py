@@ -12,8 +12,9 @@ Axes are placed on the links in the order of `placement`, the first axis on neig
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+import string
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -273,76 +274,78 @@ def chunks_of_rank(schedule: Num, vpp: Num) -> Num:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rule:
-    """Where a rule is broken (a truth value, or one for each cell of a grid), and how one plan is told."""
+    """Where a rule is broken (a truth value, or one for each cell of a grid), and how one plan is told.
+
+    `text` holds names in braces: those of `values`, or of what is told (`sentence`).
+    """
 
     is_broken: Any
-    sentence: Callable[[], str]
+    text: str
     error: type[MeshwiseError] = PlanError
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def sentence(self, names: Mapping[str, Any]) -> str:
+        """The text for one plan; `names` are its numbers, shown as whole ones, and its choices."""
+        schedule, recompute = SCHEDULES[int(names["schedule"])], RECOMPUTE[int(names["recompute"])]
+        known = {**names, "schedule": schedule, "recompute": recompute, **self.values}
+        return _Whole().vformat(self.text, (), known)
+
+
+class _Whole(string.Formatter):
+    """Numbers of a plan, which formulas take as floats, as whole numbers."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return super().format_field(int(value) if isinstance(value, float) else value, format_spec)
 
 
 def number_rules(plan: Plan, sizes: Mapping[str, Num]) -> Iterator[Rule]:
     """Rules among the numbers `sizes` of one plan or of a grid like `plan`, whatever the model."""
-
-    def whole_number(key: str) -> int:
-        return int(sizes[key])
-
+    recompute, schedule, every = sizes["recompute"], sizes["schedule"], plan.recompute_every
+    of_layers, not_full = sizes["recompute_layers"] < math.inf, recompute != RECOMPUTE.index("full")
+    no_chunks = (schedule == SCHEDULES.index("gpipe")) | (schedule == SCHEDULES.index("zb-h1"))
     yield Rule(
         (sizes["ulysses"] > 1) & (plan.cp_kind != "two_level"),
-        lambda: f"ulysses={whole_number('ulysses')} needs cp_kind=two_level, not {plan.cp_kind}",
+        "ulysses={ulysses} needs cp_kind=two_level, not {plan.cp_kind}",
     )
     yield Rule(
-        ((sizes["schedule"] == SCHEDULES.index("gpipe")) | (sizes["schedule"] == SCHEDULES.index("zb-h1")))
-        & (sizes["vpp"] > 1),
-        lambda: (
-            f"schedule={SCHEDULES[whole_number('schedule')]} has no virtual stages; use vpp=1 or "
-            "schedule=interleaved"
-        ),
+        no_chunks & (sizes["vpp"] > 1),
+        "schedule={schedule} has no virtual stages; use vpp=1 or schedule=interleaved",
     )
     yield Rule(
         (sizes["zero_group"] > 0) & (sizes["zero"] == 0),
-        lambda: (
-            f"zero_group={whole_number('zero_group')} shares states, which zero=0 does not shard; use "
-            "zero=1, 2 or 3"
-        ),
+        "zero_group={zero_group} shares states, which zero=0 does not shard; use zero=1, 2 or 3",
     )
     yield Rule(
-        (sizes["recompute_layers"] < math.inf) & (sizes["recompute"] != RECOMPUTE.index("full")),
-        lambda: (
-            f"recompute_layers={whole_number('recompute_layers')} needs recompute=full, not "
-            f"{RECOMPUTE[whole_number('recompute')]}"
-        ),
-    )
-    every = plan.recompute_every
-    yield Rule(
-        (every > 1) & (sizes["recompute"] != RECOMPUTE.index("full")),
-        lambda: f"recompute_every={every} needs recompute=full, not {RECOMPUTE[whole_number('recompute')]}",
+        of_layers & not_full, "recompute_layers={recompute_layers} needs recompute=full, not {recompute}"
     )
     yield Rule(
-        (every > 1) & (sizes["recompute_layers"] < math.inf),
-        lambda: f"recompute_every={every} covers all layers of a stage; leave recompute_layers out",
+        (every > 1) & not_full,
+        "recompute_every={plan.recompute_every} needs recompute=full, not {recompute}",
     )
-    stages, pp, vpp = plan.stages, sizes["pp"], chunks_of_rank(sizes["schedule"], sizes["vpp"])
-    if stages:
+    yield Rule(
+        (every > 1) & of_layers,
+        "recompute_every={plan.recompute_every} covers all layers of a stage; leave recompute_layers out",
+    )
+    vpp = chunks_of_rank(schedule, sizes["vpp"])
+    if plan.stages:
         yield Rule(
-            pp * vpp != len(stages),
-            lambda: (
-                f"stages lists {len(stages)} stages but pp={int(pp)} x vpp={int(vpp)} has {int(pp * vpp)}; "
-                "list one number of layers for each"
-            ),
+            sizes["pp"] * vpp != len(plan.stages),
+            "stages lists {listed} stages but pp={pp} x vpp={vpp} has {all}; list one number of layers for "
+            "each",
+            values={"listed": len(plan.stages), "vpp": vpp, "all": sizes["pp"] * vpp},
         )
-    modules = plan.recompute_modules
     yield Rule(
-        (sizes["recompute"] != RECOMPUTE.index("selective")) & bool(modules),
-        lambda: (
-            f"recompute_modules={'+'.join(modules)} needs recompute=selective, not "
-            f"{RECOMPUTE[whole_number('recompute')]}"
-        ),
+        (recompute != RECOMPUTE.index("selective")) & bool(plan.recompute_modules),
+        "recompute_modules={modules} needs recompute=selective, not {recompute}",
+        values={"modules": "+".join(plan.recompute_modules)},
     )
 
 
 def _conflicts(plan: Plan) -> Iterator[str]:
     """One sentence for each contradiction, and for each key that nothing would read."""
-    yield from (rule.sentence() for rule in number_rules(plan, numbers_of(plan)) if rule.is_broken)
+    sizes = numbers_of(plan)
+    names = {"plan": plan, **sizes}
+    yield from (rule.sentence(names) for rule in number_rules(plan, sizes) if rule.is_broken)
     layout, dims = plan.layout, GRID_DIMS[plan.layout]
     shape = "x".join(map(str, plan.grid))
     if plan.grid and layout == "1d":
