@@ -342,6 +342,11 @@ class Model:
         """Whether the MLP multiplies two projections (SwiGLU and its like), so has three matrices."""
         return self.activation in _GATED
 
+    @property
+    def shares_table(self) -> bool:
+        """Whether embeddings are read at both ends: by the head, or to predict further tokens."""
+        return self.tied_embedding or self.mtp_layers > 0
+
 
 def layer_kind(model: Model, layer: int) -> Layer:
     """The kind of block `layer` (from 0)."""

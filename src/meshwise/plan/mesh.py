@@ -460,7 +460,7 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
         yield _only(mesh, sizes, "sp", (None, True), where=mesh.tp > 1)
     yield from _fsdp2_recomputation(model, mesh, sizes)
     yield from _fsdp2_sizes(model, mesh)
-    yield from _fsdp2_pipeline(model, mesh)
+    yield from _fsdp2_pipeline(mesh)
 
 
 def _only(mesh: Mesh, sizes: dict[str, Num], key: str, built: tuple[Any, ...], *, where: Any = True) -> Rule:
@@ -573,13 +573,8 @@ def _fsdp2_sizes(model: Model, mesh: Mesh) -> Iterator[Rule]:
     )
 
 
-def _fsdp2_pipeline(model: Model, mesh: Mesh) -> Iterator[Rule]:
+def _fsdp2_pipeline(mesh: Mesh) -> Iterator[Rule]:
     """Rules of torch.distributed.pipelining."""
-    yield Rule(
-        (mesh.pp > 1) & (model.mtp_layers > 0),
-        "implementation=fsdp2 predicts further tokens of {model.name} where embedding and head are, which "
-        "pp={pp} puts apart; use pp=1",
-    )
     yield Rule(
         (mesh.pp > 1) & (mesh.schedule == _ONE_F_ONE_B) & (mesh.num_microbatches < mesh.pp),
         "implementation=fsdp2 needs at least pp={pp} microbatches, not {num_microbatches}, under "

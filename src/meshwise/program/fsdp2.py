@@ -11,8 +11,8 @@ fp64), or in `grad_dtype`, when the last microbatch is through; under ZeRO 2, wh
 after every microbatch. Experts are cut along their width, among the ranks that hold the same ones.
 
 Weights that all tensor-parallel ranks hold whole (norms, learned positions, routers) have their gradients
-summed over tp one by one, once a step; the sums of several microbatches are fp32. So has a tied table, over
-the two ends of a pipeline.
+summed over tp one by one, once a step; the sums of several microbatches are fp32. So has a table that both
+ends of a pipeline read: a tied one, or that in which multi-token prediction looks up the next token.
 
 Source: torch.distributed.fsdp.fully_shard; torchtitan, arXiv 2410.06511.
 """
@@ -140,13 +140,17 @@ def units(model: Model, stage: Stage, mesh: Mesh) -> list[Unit]:
     lora_rank = mesh.plan.lora_rank
     if lora_rank:
         embedding, head = frozen(embedding), frozen(head)
-    table = tuple(weight for weight in embedding if weight.op == "tokens") if model.tied_embedding else ()
+    table = tuple(weight for weight in embedding if weight.op == "tokens")
     alone = (mesh.pp == 1) * 1.0
     apart = 1.0 - alone * model.tied_embedding
     in_first, *in_blocks, in_last = _gathers_of_parts(model, stage, mesh)
     found = [
         Unit(weights=embedding, count=stage.embeddings * apart, gathers=(in_first * apart, 0.0)),
-        Unit(weights=head + table, count=stage.heads * apart, gathers=(in_last * apart, 0.0)),
+        Unit(
+            weights=head + table * model.tied_embedding,
+            count=stage.heads * apart,
+            gathers=(in_last * apart, 0.0),
+        ),
         Unit(
             weights=embedding + head,
             count=stage.heads * (1.0 - apart),
@@ -158,6 +162,8 @@ def units(model: Model, stage: Stage, mesh: Mesh) -> list[Unit]:
     if further:
         join = frozen(mtp_weights(model)) if lora_rank else mtp_weights(model)
         found.append(Unit(weights=join, count=further * stage.heads, gathers=(further * in_last, 0.0)))
+        copies = (1.0 - alone) * (not model.tied_embedding)
+        found.append(Unit(weights=table, count=copies * stage.heads, gathers=(copies * in_last, 0.0)))
         last = layer_kind(model, model.num_layers - 1)
         blocks.append((last, further * stage.heads, further * in_last))
     for kind, count, in_forward in blocks:
@@ -276,7 +282,7 @@ def shared_weights(
                     group_size=mesh.tp, stride=mesh.stride("tp"),
                     count=unit.count * reductions(mesh) * (mesh.tp > 1),
                 )  # fmt: skip
-    if model.tied_embedding and not mesh.plan.lora_rank:
+    if model.shares_table and not mesh.plan.lora_rank:
         table = tuple(weight for weight in embedding_weights(model) if weight.op == "tokens")
         local = Unit(weights=table, count=1.0, gathers=(0.0, 0.0)).local_size(mesh, cut)
         apart = (stage.embeddings != stage.heads) * (mesh.pp > 1) * (local > 0) * 1.0

@@ -77,7 +77,8 @@ class Decoder(nn.Module):
         self, model: Model, setting: Setting, layers: range, *, is_first: bool = True, is_last: bool = True
     ) -> None:
         super().__init__()
-        self.embedding = Embedding(model, setting) if is_first else None
+        looks_up = is_first or (is_last and model.mtp_layers > 0)
+        self.embedding = Embedding(model, setting) if looks_up else None
         self.layers = nn.ModuleDict(
             {
                 str(number): Block(
@@ -91,7 +92,8 @@ class Decoder(nn.Module):
         )
         self.head = Head(model, setting) if is_last else None
         self.further = nn.ModuleList(Further(model, setting) for _ in range(model.mtp_layers * is_last))
-        self.is_tied, self.setting = model.tied_embedding, setting
+        self.is_first, self.is_last = is_first, is_last
+        self.is_tied, self.shares_table, self.setting = model.tied_embedding, model.shares_table, setting
         self.tie()
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -100,7 +102,8 @@ class Decoder(nn.Module):
         `labels` [batch, 1 + modules of multi-token prediction, tokens]: the next tokens, and later ones.
         """
         section = self.setting.recorder.section
-        if self.embedding is not None:
+        if self.is_first:
+            assert self.embedding is not None
             with section("embedding"):
                 x = self._for_blocks(self.embedding(x))
         blocks, every = list(self.layers.values()), self.setting.redone_every
@@ -115,8 +118,9 @@ class Decoder(nn.Module):
             loss = self._loss(self.head(x), labels[:, 0])
         for number, further in enumerate(self.further):
             with section("further"):
-                assert self.embedding is not None  # used again as FSDP2 has gathered it
-                x = further(x, self._for_blocks(self.embedding.tokens(labels[:, number])))
+                assert self.embedding is not None
+                table = self.embedding.tokens if self.is_first else self.embedding  # used as it was gathered
+                x = further(x, self._for_blocks(table(labels[:, number])))
                 further_loss = self._loss(self.head.read(further.norm(x)), labels[:, number + 1])
             loss = loss + LOSS_WEIGHT / len(self.further) * further_loss
         return loss
@@ -155,9 +159,8 @@ class Decoder(nn.Module):
         return is_adapter(name) or not (self.setting.lora_rank or name.endswith("balance_bias"))
 
     def tied(self) -> nn.Parameter | None:
-        """This piece's copy of a table that is embedding and head, if it has one end of the model only."""
-        has_both = self.embedding is not None and self.head is not None
-        if not self.is_tied or has_both or self.setting.lora_rank:
+        """This piece's copy of a table that both ends of the model read, if it has one end only."""
+        if (self.is_first and self.is_last) or self.setting.lora_rank or not self.shares_table:
             return None
         if self.embedding is not None:
             return self.embedding.tokens.weight

@@ -175,7 +175,7 @@ class Trainer:
         """The first and the last rank of this rank's pipeline, each with its copy of a tied table."""
         num, place = self.plan.pp, self.place.pp
         has_both = self.plan.schedule in (*V_SHAPED, "dualpipe")  # a rank with one end has the other
-        if num == 1 or has_both or not self.model.tied_embedding or place not in (0, num - 1):
+        if num == 1 or has_both or not self.model.shares_table or place not in (0, num - 1):
             return None
         per_stage = self.context.world_size // num
         first = self.rank - place * per_stage
