@@ -114,9 +114,13 @@ def _end_backward_of_weights(stage: PipelineStage) -> None:
         backward_of_weights(*args, **kwargs)
         all_states.post_backward_final_callback_queued = False
         for module in stage.submod.modules():
-            groups = module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ()
-            for group in groups:
-                group.post_backward()
+            if isinstance(module, FSDPModule):
+                state = module._get_fsdp_state()
+                for group in state._fsdp_param_groups:
+                    group.post_backward()
+                state._training_state = type(
+                    state._training_state
+                ).IDLE  # else a forward counts as recomputed
 
     stage.backward_weight_one_chunk = run
 
