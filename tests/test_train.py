@@ -424,7 +424,7 @@ def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, poo
         (4, 2, "mla --plan ep=2,recompute_modules=mla_up_proj+core_attn+moe,dtype=bf16 --batch 8"),
         (4, 2, "mla --plan pp=4,schedule=zb-h1,dtype=bf16 --layers 4 --batch 8"),
         (4, 3, "further --plan pp=2,ep=2,schedule=zb-h1,recompute=full,dtype=bf16 --layers 4 --batch 8"),
-        (4, 1, "further --plan pp=2,tp=2,schedule=dualpipe,zero=2 --layers 4 --batch 8"),
+        (4, 1, "further --plan pp=2,tp=2,schedule=dualpipe,zero=2 --layers 4 --batch 8 --microbatch 2"),
         (4, 0, "mla --plan pp=2,schedule=dualpipe-v,zero=2 --layers 12 --batch 8"),
         (4, 1, "mla --plan pp=4,schedule=dualpipe,recompute_modules=mla_up_proj+moe --layers 8 --batch 12"),
         (4, 0, "gpt --plan pp=2,tp=2,schedule=zb-v,recompute=selective,dtype=bf16 --layers 8 --batch 6"),

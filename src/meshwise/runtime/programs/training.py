@@ -279,10 +279,14 @@ class Trainer:
         self.context.recorder.weights(*module.parameters())
 
     def _tokens(self) -> tuple[Tensor, Tensor]:
-        """This rank's tokens [microbatches x sequences, own tokens], and their labels (`with_labels`)."""
+        """This rank's tokens [microbatches x sequences, own tokens], and their labels (`with_labels`).
+
+        Labels of one kind lie together, so that a loss reads them as they are.
+        """
         mine = self.all_tokens()[self.place.dp]
         tokens, labels = with_labels(mine, self.options.seq)
-        return tokens[:, self.places].contiguous(), labels[..., self.places].contiguous()
+        by_kind = labels[..., self.places].transpose(0, 1).contiguous()
+        return tokens[:, self.places].contiguous(), by_kind.transpose(0, 1)
 
     def all_tokens(self) -> Tensor:
         """The tokens of a step in the whole world: [replicas, microbatches x sequences, tokens]."""
