@@ -110,6 +110,8 @@ PLANS = [
     ("tp=2,pp=2,offload_activations=0.5,offload_optimizer=1,recompute=full", "gpt", 4),
     ("tp=2,ep=2", "further", 4),
     ("pp=2,ep=2,schedule=zb-v", "further", 8),
+    ("ep=4,imbalance=1.5", "moe", 4),
+    ("tp=2,ep=2,imbalance=1.25,recompute_modules=moe_act", "mla", 4),
     ("tp=2,pp=2,placement=tp-pp-cp-dp", "gpt", 4),
     ("tp=2,pp=2,sp=0", "gpt", 4),
     ("tp=2,attention=unfused,recompute=selective", "llama", 4),
@@ -301,6 +303,7 @@ def test_parts_are_those_of_chunk(rows: int, number: int) -> None:
         (1, 8, "zero=0,ep=2,dtype=fp32", "moe"),
         (2, 4, "tp=2,ep=2,dtype=bf16", "mla"),
         (1, 8, "zero=2,pp=2,schedule=dualpipe,dtype=bf16", "gpt"),
+        (2, 8, "ep=4,imbalance=1.5,dtype=bf16", "moe"),
     ],
 )
 def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, pool: Ranks) -> None:
@@ -404,6 +407,8 @@ def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, poo
         (5, 4, "llama3-8b --plan zero=1,optimizer=adam-8bit --batch 10 --layers 1"),
         (8, 3, "gpt3-13b --plan lora_rank=8,frozen_dtype=fp4,tp=2,pp=2,zero=1 --layers 2"),
         (4, 2, "mixtral-8x7b --plan lora_rank=8,frozen_dtype=int4,ep=2,recompute=full --layers 1"),
+        (8, 0, "mixtral-8x7b --plan ep=8,imbalance=1.75,dispatch_dtype=fp8 --layers 1 --seq 512"),
+        (8, 5, "mla --plan ep=2,tp=2,etp=2,pp=2,imbalance=1.5,recompute_modules=per_op --batch 8 --seq 32"),
         (4, 0, "gpt --plan tp=2,dtype=fp8,head_dtype=fp8,loss_chunks=2,lora_rank=4 --batch 4"),
         (4, 2, "mla --plan tp=2,ep=2,etp=1,dtype=fp8,recompute_modules=per_op --batch 4"),
         (
@@ -598,6 +603,8 @@ def counted_peak(options: Any) -> float:
         ),
         ("--plan recompute=full,recompute_layers=1,vpp=2,pp=2", "must be a multiple of vpp=2"),
         ("--plan recompute_modules=moe_act,act_input_dtype=fp8", "or leave moe_act out"),
+        (f"--model {MODELS['moe']} --plan ep=2,imbalance=1.1", "a rank has 2060 in a row"),
+        (f"--model {MODELS['moe']} --plan ep=4,imbalance=2.5", "more than the 2.0 that ep=4"),
         ("--plan recompute_every=2", "needs recompute=full, not none"),
         ("--plan recompute=full,recompute_layers=1,recompute_every=2", "leave recompute_layers out"),
         ("--plan loss_chunks=3 --seq 16", "does not divide the 16 tokens"),

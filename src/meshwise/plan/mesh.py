@@ -68,7 +68,6 @@ FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
     "layout": ("1d",), "dtype": ("fp8", "bf16", "fp16", "tf32", "fp32", "fp64"),
     "optimizer": ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "sgd", "none"),
     "attention": ("flash", "unfused"), "dispatch": ("per_expert",),
-    "imbalance": (1.0,),
     "placement": tuple((*AXES[:inner], "pp", *AXES[inner:-1]) for inner in (3, 0, 1, 2)),
 }  # fmt: skip
 """What implementation=fsdp2 can be told, where that is less than a plan can say."""
@@ -546,6 +545,13 @@ def _fsdp2_sizes(model: Model, mesh: Mesh) -> Iterator[Rule]:
     yield Rule(
         (mesh.plan.attention == "unfused") & (mesh.cp > 1),
         "implementation=fsdp2 attends over cp={cp} ranks in fused attention only; use attention=flash",
+    )
+    most = np.minimum(mesh.ep, model.moe.num_experts / model.moe.top_k) if model.moe else np.inf
+    yield Rule(
+        mesh.imbalance > np.maximum(most, 1.0),
+        "implementation=fsdp2 sends a token to an expert once: imbalance={plan.imbalance!s} is more than the "
+        "{most!s} that ep={ep} and the experts allow; use less",
+        values={"most": most},
     )
     yield Rule(
         (model.moe is not None) & (experts % mesh.shard_ranks(1, experts) != 0),

@@ -85,7 +85,9 @@ def expert_rows(moe: MoE, cut: Cut, tokens: Num) -> Num:
     sources = cut.ep * cut.etp
     if moe.capacity_factor:
         return np.ceil(moe.capacity_factor * moe.top_k * tokens / moe.num_experts) * sources
-    return moe.top_k * tokens * sources / moe.num_experts * cut.imbalance
+    rows = moe.top_k * tokens * sources / moe.num_experts * cut.imbalance
+    is_by_force = cut.implementation == "fsdp2" and np.any(cut.imbalance != 1.0)
+    return np.rint(rows) if is_by_force else rows
 
 
 def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num) -> Iterator[Op]:
@@ -94,7 +96,8 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num) -> Iterator[Op]:
     rows = expert_rows(moe, cut, tokens)
     arrivals = rows * local_experts
     sent = arrivals / cut.etp
-    payload = sent * hidden * prec.act_bytes
+    busier = sent if moe.capacity_factor else np.maximum(sent, moe.top_k * tokens)  # of its two ways
+    payload = busier * hidden * prec.act_bytes
     per_rank = cut.dispatch_per_rank and not moe.capacity_factor
     groups = float(moe.expert_groups), float(moe.top_groups)
     copies_frac = met_places(cut.ep, moe.top_k, groups) / moe.top_k if per_rank else 1.0
@@ -107,7 +110,7 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num) -> Iterator[Op]:
     }
     on_etp: dict[str, Any] = {
         "axis": "tp",
-        "payload_bytes": payload * cut.etp,
+        "payload_bytes": arrivals * hidden * prec.act_bytes,
         "group_size": cut.etp,
         "stride": cut.tp_stride,
     }

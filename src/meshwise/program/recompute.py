@@ -128,6 +128,9 @@ def _per_op(model: Model, cut: Cut, ops: list[Op]) -> Iterator[Op]:
         elif op.collective in ("reduce_scatter", "all_to_all") and not op.name.startswith("ulysses"):
             parts = op.group_size if op.collective == "reduce_scatter" else 1.0
             kept, again = op.count * op.payload_bytes / parts * (np.asarray(op.group_size) > 1), 0.0
+            if op.collective == "all_to_all":  # counted by the busier way; arrivals, or the rank's own tokens
+                most, least = np.maximum(cut.imbalance, 1.0), np.minimum(cut.imbalance, 1.0)
+                kept = np.rint(kept / most if op.name == "combine" else kept * least)
         elif op.kind == "matmul" and op.name not in CORE and not op.name.startswith(("expert_", "router")):
             _, rows, columns, _ = op.shape
             made = [columns] if cut.implementation == "fsdp2" else widths(model, cut, op.name, columns)

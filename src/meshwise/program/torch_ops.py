@@ -195,8 +195,9 @@ def _in_torch_types(model: Model, cut: Cut, op: Op) -> Op:
     if op.kind == "collective":
         is_loss = op.name.endswith("cross_entropy")
         return structs.replace(op, payload_bytes=op.payload_bytes * wider) if is_loss else op
-    if op.kernel == "sum_copies":
-        op = weighed_after(op, prec)
+    if op.kernel == "sum_copies" and model.moe is not None:  # of the rank's own tokens
+        own = cut.tokens / cut.tp * model.moe.top_k
+        op = weighed_after(structs.replace(op, shape=(own, op.shape[1])), prec)
     if op.phase == "backward":
         return op
     saved_bytes = op.saved_bytes

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -94,6 +94,10 @@ Storage = torch.UntypedStorage
 def tensor_bytes(tensor: torch.Tensor) -> int:
     """Bytes of the distinct elements of `tensor`: an expanded tensor counts what it expands."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _total_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 class Recorder(TorchDispatchMode):
@@ -292,7 +296,9 @@ class Recorder(TorchDispatchMode):
     def _collective_row(self, kind: Collective, full: int | None, args: Any, result: Any) -> dict[str, Any]:
         group = next(filter(None, map(_group, reversed(args))))
         tensors = tree_leaves(result if full is None else args[full])
-        payload_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        payload_bytes = _total_bytes(tensors)
+        if kind == "all_to_all":  # of parts that are not alike the busier way
+            payload_bytes = max(payload_bytes, _total_bytes(tree_leaves(args[0] if full else result)))
         size = group.size()
         return {
             "op": kind,

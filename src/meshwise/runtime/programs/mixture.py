@@ -87,17 +87,25 @@ class Mixture(nn.Module):
 
     def _sent(self, rows: Tensor, *, there: bool) -> Tensor:
         """Copies to the ranks of their experts, or answers back."""
+        way = self.routes
+        ways = (way.sent, way.received) if there else (way.received, way.sent)
         if self.setting.formats.tokens:
-            return NarrowExchange.apply(rows, self.routes.group, there)
-        return exchange(rows, self.routes.group)
+            return NarrowExchange.apply(rows, way.group, *ways, there)
+        return exchange(rows, way.group, *ways)
 
     def _by_expert(self, copies: Tensor) -> Tensor:
         """Copies as they arrived, [sources x experts x rows, hidden] -> [experts, sources x rows, hidden]."""
+        way, hidden = self.routes, copies.shape[-1]
+        if way.slots is not None:
+            room = copies.new_zeros(self.experts.number * way.most, hidden)
+            return room.index_copy(0, way.slots, copies).view(self.experts.number, -1, hidden)
         by_source = copies.view(self.routes.place.sources, self.experts.number, -1, copies.shape[-1])
         return by_source.transpose(0, 1).flatten(1, 2)
 
     def _by_rank(self, answers: Tensor) -> Tensor:
         """The inverse of `_by_expert`."""
+        if self.routes.slots is not None:
+            return answers.flatten(0, 1).index_select(0, self.routes.slots)
         return answers.unflatten(1, (self.routes.place.sources, -1)).transpose(0, 1).flatten(0, 2)
 
 

@@ -1,19 +1,21 @@
 """Where tokens go whose layer has experts.
 
 Which experts a token visits is set by its place in the sequence, not by the router, so that all get the
-same number (Megatron-LM's `--moe-router-force-load-balancing`): every rank's shapes are known beforehand, and
-every world computes the same.
+same number (Megatron-LM's `--moe-router-force-load-balancing`), or those of the first rank more, as `Load`
+says: every rank's shapes are known beforehand, and every world computes the same.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwise.model.architecture import Model
+from meshwise.model.architecture import Model, MoE
+from meshwise.program.expert_load import Load
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,7 +25,9 @@ class Routes:
     `experts` [tokens, k]: of each token's copies; `sources` [k tokens]: whose copies they are, sorted by
     expert; `back` [k tokens]: where each token's copies stand in that order. `group`: the ranks that hold the
     experts, None where this rank holds all; `parts`: those that hold parts of the same ones, None where they
-    are whole.
+    are whole. `sent` and `received`: copies to and from each rank of the group, None where all are alike.
+    `slots` [k tokens]: in one process that holds experts of several loads, where copies stand if each expert
+    had room for as many as the busiest, `most`.
     """
 
     experts: Tensor
@@ -31,6 +35,10 @@ class Routes:
     back: Tensor
     group: dist.ProcessGroup | None = None
     parts: dist.ProcessGroup | None = None
+    sent: list[int] | None = None
+    received: list[int] | None = None
+    slots: Tensor | None = None
+    most: int = 0
 
     @property
     def place(self) -> Place:
@@ -73,12 +81,45 @@ def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 def routes(
     places: Tensor, sequences: int, model: Model, group: dist.ProcessGroup | None = None,
-    parts: dist.ProcessGroup | None = None,
+    parts: dist.ProcessGroup | None = None, load: Load | None = None,
 ) -> Routes:  # fmt: skip
     """The routes of tokens at `places` of each of `sequences` sequences."""
     assert model.moe is not None
-    choices = torch.arange(model.moe.top_k, device=places.device)
-    experts = (places[:, None] * model.moe.top_k + choices).remainder(model.moe.num_experts)
+    experts = _in_turn(places, model.moe) if load is None else _by_load(places, model.moe, load)
     experts = experts.repeat(sequences, 1)
     order = experts.flatten().argsort(stable=True)
-    return Routes(experts, order // model.moe.top_k, order.argsort(), group, parts)
+    found = Routes(experts, order // model.moe.top_k, order.argsort(), group, parts)
+    return found if load is None else _uneven(found, load)
+
+
+def _in_turn(places: Tensor, moe: MoE) -> Tensor:
+    """[tokens] -> [tokens, k]: the experts one after the other."""
+    choices = torch.arange(moe.top_k, device=places.device)
+    return (places[:, None] * moe.top_k + choices).remainder(moe.num_experts)
+
+
+def _by_load(places: Tensor, moe: MoE, load: Load) -> Tensor:
+    """The same, so many choices of each expert in a period; no token visits one twice."""
+    choices = torch.arange(moe.top_k, device=places.device)
+    number = places.remainder(load.period)[:, None] + load.period * choices  # of a choice, expert by expert
+    experts, begin = torch.zeros_like(number), 0
+    for rank, each in enumerate(load.choices):
+        here = rank * load.own + (number - begin).div(max(each, 1), rounding_mode="floor")
+        experts = torch.where(number >= begin, here, experts)
+        begin += load.own * each
+    return experts
+
+
+def _uneven(found: Routes, load: Load) -> Routes:
+    """`found`, of which experts have the choices of `load`."""
+    periods, own = len(found.experts) // load.period, load.own
+    rows = [periods * choices for choices in load.choices]
+    if found.group is not None:
+        sent = [own * number for number in rows]
+        return replace(found, sent=sent, received=[sent[found.place.rank]] * len(rows))
+    missing = [max(rows) - number for number in rows for _ in range(own)]  # behind the copies of each expert
+    before = torch.tensor([0, *accumulate(missing)], device=found.experts.device)
+    experts = found.experts.flatten().sort().values
+    return replace(
+        found, slots=torch.arange(len(experts), device=experts.device) + before[experts], most=max(rows)
+    )

@@ -27,6 +27,7 @@ from meshwise.plan.mesh import Mesh, resolve
 from meshwise.plan.plan import Plan, plan_keys
 from meshwise.plan.stages import chunks_of_rank
 from meshwise.plan.workload import Workload
+from meshwise.program.expert_load import Load, expert_load
 from meshwise.program.fsdp2 import FROZEN_GROUP
 from meshwise.program.held import is_quantized
 from meshwise.program.parts import FP8_TILE
@@ -48,8 +49,8 @@ class Options:
             "schedule=gpipe|1f1b|interleaved|zb-h1|zb-v|dualpipe|dualpipe-v, recompute=none|selective|full, "
             "recompute_layers, "
             "recompute_modules=core_attn+layernorm+mla_up_proj+mlp+moe+moe_act+shared_experts|per_op, "
-            "act_input_dtype=bf16|fp8, head_dtype=bf16|fp8, dispatch_dtype=bf16|fp8, "
-            "dtype=fp8|bf16|fp16|tf32|fp32|fp64, sp, placement, "
+            "act_input_dtype=bf16|fp8, head_dtype=bf16|fp8, dispatch_dtype=bf16|fp8, imbalance, "
+            "dtype=fp8|bf16|fp16|tf32|fp32|fp64, frozen_dtype=fp8|int4|fp4, sp, placement, "
             "joined by commas as in tp=2,pp=2; dp is what they leave"
         ),
     ] = "tp=1,zero=3"
@@ -86,12 +87,17 @@ def check(options: Options, ranks: int) -> None:
             f"the hidden width {model.hidden} of {model.name}; use dispatch_dtype=bf16"
         )
     alike = int(mesh.shard_ranks(1, mesh.expert_replicas))
-    run = options.seq // plan.tp // plan.cp // (2 if mesh.ring > 1 else 1)
+    run, load = tokens_in_a_row(options), the_load(options)
+    if load is not None and run != load.period:
+        raise PlanError(
+            f"train: imbalance={plan.imbalance:g} comes in whole tokens where a rank has {load.period} in a "
+            f"row, and seq {options.seq} leaves it {run}; use another sequence or imbalance"
+        )
     for what, number, divisor in (
         ("hidden width", model.hidden, alike),
         ("experts' width", model.moe.ffn_hidden // int(mesh.etp), alike),
         (f"seq {options.seq} leaves each rank {run} tokens in a row, whose choices", run * model.moe.top_k,
-         model.moe.num_experts),
+         model.moe.num_experts if load is None else 1),
     ):  # fmt: skip
         if number % divisor:
             raise PlanError(f"train: {what} {number} does not divide by {divisor}, so that all are alike")
@@ -163,6 +169,21 @@ def the_workload(options: Options, ranks: int) -> Workload:
     dp = plan.data_parallel(ranks)
     batch = options.batch or dp * plan.pp * options.microbatch
     return Workload(batch=batch, seq=options.seq, microbatch=options.microbatch)
+
+
+def the_load(options: Options) -> Load | None:
+    """How routing by force spreads tokens; None: alike, or there are no experts."""
+    plan, moe = the_plan(options), the_model(options).moe
+    if moe is None or plan.imbalance == 1:
+        return None
+    return expert_load(moe, plan.ep, plan.imbalance, tokens_in_a_row(options))
+
+
+def tokens_in_a_row(options: Options) -> int:
+    """Of a sequence, on each rank: a ring rank has two such parts."""
+    plan = the_plan(options)
+    has_ring = plan.cp_kind != "ulysses" and plan.cp > plan.ulysses
+    return options.seq // plan.tp // plan.cp // (1 + has_ring)
 
 
 def the_mesh(options: Options, ranks: int) -> Mesh:

@@ -34,6 +34,7 @@ from meshwise.runtime.programs.train_options import (
     Place,
     rank_layers,
     renumbered,
+    the_load,
     the_mesh,
     the_model,
     the_plan,
@@ -238,7 +239,9 @@ class Trainer:
         """Where the tokens at places `own` go."""
         if self.model.moe is None:
             return None
-        found = routes(own, self.options.microbatch, self.model, self.experts, self.parts)
+        found = routes(
+            own, self.options.microbatch, self.model, self.experts, self.parts, the_load(self.options)
+        )
         self.context.recorder.weights(found.experts, found.sources, found.back)  # constants
         return found
 

@@ -1,0 +1,41 @@
+"""How routing by force spreads tokens over the experts of ranks where one of them has more than the mean.
+
+The first rank has `imbalance` times the mean; the others share the rest as evenly as whole tokens allow. All
+experts of a rank are alike. This holds for each `period` of tokens in a row.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from meshwise.model.architecture import MoE
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Of the choices of `period` tokens: how many each of a rank's `own` experts has, by rank."""
+
+    period: int
+    own: int
+    choices: tuple[int, ...]
+
+    def frac(self, rank: int) -> float:
+        """The load of a rank over the mean."""
+        return len(self.choices) * self.choices[rank] / sum(self.choices)
+
+
+def expert_load(moe: MoE, ranks: int, imbalance: float, tokens: int) -> Load:
+    """The load of so many tokens in a row, or of the next more where that is no whole number of choices.
+
+    `imbalance` counts as a fraction whose denominator is at most 1,000.
+    """
+    own = moe.num_experts // ranks
+    busy = Fraction(imbalance).limit_denominator(1000) * moe.top_k / moe.num_experts
+    rest = Fraction(moe.top_k, own) - busy
+    step = math.lcm(busy.denominator, rest.denominator)
+    period = -(-tokens // step) * step
+    least, more = divmod(int(rest * period), max(ranks - 1, 1))
+    others = (least + (rank < more) for rank in range(ranks - 1))
+    return Load(period, own, (int(busy * period), *others))
