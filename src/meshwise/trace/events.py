@@ -22,6 +22,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.trace.names import COLLECTIVES, KINDS
+
 Ints = NDArray[np.int64]
 
 
@@ -47,39 +49,7 @@ DEVICE_KINDS = (Kind.COMPUTE, Kind.COMMUNICATION, Kind.MEMORY)
 _COMMUNICATION = re.compile(r"nccl|rccl|hccl|gloo|\bep::int(er|ra)node|deep_ep::|nvshmem", re.IGNORECASE)
 _MEMORY = re.compile(r"(hip)?mem(cpy|set)|dma", re.IGNORECASE)
 _HOST_COMMUNICATION = re.compile(r"(gloo|mpi|ucc):")
-_BY_CATEGORY = {
-    "memcpy": Kind.MEMORY,
-    "memset": Kind.MEMORY,
-    "gpu_memcpy": Kind.MEMORY,
-    "gpu_memset": Kind.MEMORY,
-    "cpu_op": Kind.CPU_OP,
-    "operator": Kind.CPU_OP,
-    "user_annotation": Kind.ANNOTATION,
-    "gpu_user_annotation": Kind.DEVICE_ANNOTATION,
-    "runtime": Kind.RUNTIME,
-    "cuda_runtime": Kind.RUNTIME,
-    "cuda_driver": Kind.RUNTIME,
-    "mtia_runtime": Kind.RUNTIME,
-    "xpu_runtime": Kind.RUNTIME,
-    "privateuse1_runtime": Kind.RUNTIME,
-}
 _KERNEL_CATEGORIES = ("kernel", "mtia_ccp_events", "privateuse1_kernel", "hpu_op")
-
-_COLLECTIVES = (
-    ("allreduce", "all_reduce"),
-    ("allgather", "all_gather"),
-    ("reducescatter", "reduce_scatter"),
-    ("alltoall", "all_to_all"),
-    ("barrier", "barrier"),
-    ("broadcast", "broadcast"),
-    ("sendrecv", "send_recv"),
-    ("reduce", "reduce"),
-    ("gather", "gather"),
-    ("scatter", "scatter"),
-    ("send", "send"),
-    ("recv", "recv"),
-    *((call, "all_to_all") for call in ("dispatch", "combine", "notify")),  # DeepEP's
-)
 
 
 def kind_of(category: str, name: str) -> Kind:
@@ -91,7 +61,7 @@ def kind_of(category: str, name: str) -> Kind:
         if _MEMORY.match(name):
             return Kind.MEMORY
         return Kind.COMPUTE
-    kind = _BY_CATEGORY.get(category, Kind.OTHER)
+    kind = Kind[KINDS.get(category, "other").upper()]
     if kind in (Kind.ANNOTATION, Kind.CPU_OP) and _HOST_COMMUNICATION.match(name):
         return Kind.HOST_COMMUNICATION
     return kind
@@ -100,7 +70,7 @@ def kind_of(category: str, name: str) -> Kind:
 def collective_kind(name: str) -> str:
     """The collective that a kernel or call performs, by its name; `unknown` where the name hides it."""
     plain = re.sub(r"[^a-z]", "", name.lower())
-    return next((kind for part, kind in _COLLECTIVES if part in plain), "unknown")
+    return next((kind for part, kind in COLLECTIVES.items() if part in plain), "unknown")
 
 
 def is_shape(sizes: list[Any]) -> bool:

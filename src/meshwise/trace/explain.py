@@ -45,6 +45,7 @@ from meshwise.trace.breakdown import work
 from meshwise.trace.events import Ints, Kind, Trace
 from meshwise.trace.intervals import length
 from meshwise.trace.modules import PARTS, part_of_op, parts_of
+from meshwise.trace.names import CLASSES
 from meshwise.trace.nesting import launchers, nearest, parents
 from meshwise.trace.op_rates import matmul_shape, matmul_shapes
 from meshwise.trace.operators import self_time
@@ -52,25 +53,6 @@ from meshwise.trace.summary import Summary
 from meshwise.trace.transfers import POINT_TO_POINT
 
 _MATMUL_FLOP_PER_BYTE = 16.0
-_CLASSES = (
-    ("attention", re.compile(r"flash|fmha|attention|attn|sdpa|sage_fwd|softmax", re.IGNORECASE)),
-    ("optimizer", re.compile(r"adam|multi_tensor|sgd|optimizer", re.IGNORECASE)),
-    (
-        "matmul",
-        re.compile(r"gem[mv]|matmul|xmma|cutlass|cublas|nvjet|::(add)?mm$|\bb(add)?mm|Cijk_", re.IGNORECASE),
-    ),
-    ("convolution", re.compile(r"conv(?!ert)|[dw]grad|winograd|im2col|nchw|nhwc|cudnn", re.IGNORECASE)),
-    (
-        "other kernels",
-        re.compile(
-            r"elementwise|vectorized|unrolled|reduce|norm|softmax|embedding|index|gather|scatter|copy|cat(_|array)|"
-            r"fill|[gs]elu|silu|relu|tanh|sigmoid|swi(sh|glu)|act_and_mul|dropout|triton|rope|rotary|loss|nll|sort|"
-            r"top_?k|transpose|cast|convert|quant|routing|moe_|cumsum|scan|arange|compare|where|philox|kv_?cache|"
-            r"layout|permut|expand|mapping|distribution|pool|upsample|tensorop|^aten::|autograd::|Backward\d*$|PythonSubclass",
-            re.IGNORECASE,
-        ),
-    ),
-)
 _BACKWARD = re.compile(r"bwd|backward|dgrad|dkdv|_dq", re.IGNORECASE)
 _UNNAMED = "kernels of no class"
 _IDLE = {"bubble", "launch", "host"}
@@ -222,7 +204,7 @@ def _unjoined(summary: Summary, total_s: float) -> list[Row]:
 
 
 def _class_of_kernel(name: str) -> str:
-    return next((of for of, pattern in _CLASSES if pattern.search(name)), _UNNAMED)
+    return next((of for of, pattern in CLASSES.items() if pattern.search(name)), _UNNAMED)
 
 
 def _predicted(ledger: Ledger) -> Work:
@@ -283,7 +265,7 @@ def _class_of_op(row: Mapping[str, Any]) -> str:
         return "waiting"
     if row["op"] in _IDLE:
         return "idle"
-    named = next((name for name, pattern in _CLASSES[:2] if pattern.search(row["op"])), "")
+    named = next((name for name in ("attention", "optimizer") if CLASSES[name].search(row["op"])), "")
     if named:
         return named
     moved = (row["read_bytes"] or 0.0) + (row["write_bytes"] or 0.0)

@@ -16,21 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from meshwise.trace import names
 from meshwise.trace.events import Ints, Trace
 from meshwise.trace.nesting import launchers
 
 _MODULE = "nn.Module: "
 _BACKWARD = "autograd::engine::evaluate_function"
-_NAMES = {
-    "backward": re.compile(_BACKWARD),
-    "attention": re.compile(r"att(entio)?n|rotary|rope", re.IGNORECASE),
-    "moe": re.compile(r"moe|expert|router", re.IGNORECASE),
-    "mlp": re.compile(r"mlp|feed_?forward|ffn|dense_?act|layer_?ff|intermediate", re.IGNORECASE),
-    "norm": re.compile(r"norm", re.IGNORECASE),
-    "head": re.compile(r"head|logits|cross_?entropy", re.IGNORECASE),
-    "embedding": re.compile(r"embedding", re.IGNORECASE),
-    "layer": re.compile(r"layer|block", re.IGNORECASE),
-}
+_NAMES = {"backward": re.compile(_BACKWARD), **names.PARTS}
 PARTS = ("", *_NAMES)
 _OF_MODULE = {"shared_expert": "moe"}
 
