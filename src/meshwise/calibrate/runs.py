@@ -3,7 +3,7 @@
 Two kinds of file are read, told apart by their header. *Published runs* (`docs/data.md` documents every
 column; `catalog/published_runs.csv` ships with the package) state model, hardware, software and plan in
 columns, and at least one of step time, tokens/s and memory. *Measured iterations* are a grid of plans of
-GPT models on one A100 cluster, whose other facts (`ITERATIONS`) hold for the whole file.
+GPT models on one A100 cluster, whose other facts (`catalog/iterations.toml`) hold for the whole file.
 
 A blank cell means unknown: the field is None. Units are part of the column's name, so a cell is a bare
 number or one of a few words; anything else is refused, and so is a column that looks like a misspelled
@@ -25,6 +25,7 @@ import msgspec
 
 from meshwise.calibrate.table import BadCell, header, lines
 from meshwise.core.errors import DataError
+from meshwise.core.files import read_catalog
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=10**12, description="a whole number of at least 1")]
 CountOrZero = Annotated[int, msgspec.Meta(ge=0, le=10**12, description="a whole number of at least 0")]
@@ -139,29 +140,7 @@ _REQUIRED = tuple(
     field.name for field in msgspec.structs.fields(Run) if field.required and field.name in _TYPES
 )
 
-ITERATIONS = {
-    "source": "vTrain ground truth",
-    "year": "2022",
-    "vocab": "50257",
-    "chip": "a100-80g-sxm",
-    "gpus_per_node": "8",
-    "scale_up_ranks": "8",
-    "network": "infiniband",
-    "network_gbit_per_s_per_gpu": "100",
-    "framework": "megatron-deepspeed",
-    "zero_stage": "0",
-    "sequence_parallel": "0",
-    "recompute_kind": "full",
-    "dtype": "fp16",
-    "grad_dtype": "fp16",
-    "attention_kernel": "unfused",
-}
-"""Facts of every measured iteration: Megatron-DeepSpeed under 1F1B. Source: vTrain (MICRO 2024), public
-ground truth; 80 GB and InfiniBand assumed, as the platform of that paper."""
-
-UNPADDED = {"vocab_padded_to": "50257"}
-"""Of single nodes, which ran vTrain's own model, `vocab_size // tp` rows a rank (src/model/gpt_modeling.py):
-their heads cost more with one rank than with two, as rows out of line do. Megatron-DeepSpeed pads."""
+ITERATIONS, UNPADDED = (read_catalog("iterations.toml")[name] for name in ("facts", "single_nodes"))
 
 _ITERATION_COLUMNS = (
     *("gpus", "global_batch", "micro_batch", "hidden", "heads", "layers"),

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from meshwise.calibrate.cluster_file import Sample
+from meshwise.core.files import read_catalog
 from meshwise.core.ledger import Collective
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
 from meshwise.runtime.launch import Place
@@ -46,42 +48,9 @@ class Effort:
 
 
 EFFORTS = {
-    ("cpu", True): Effort(
-        batch_s=1e-3,
-        total_s=0.02,
-        gemm_sides=(64, 256),
-        copy_bytes=32 << 20,
-        tokens=(128,),
-        payload_bytes=(1 << 12, 1 << 20),
-        collectives_in_a_row=1,
-    ),
-    ("cpu", False): Effort(
-        batch_s=1e-3,
-        total_s=0.2,
-        gemm_sides=(256, 512, 1024, 2048),
-        copy_bytes=256 << 20,
-        tokens=(512, 2048),
-        payload_bytes=(1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 25),
-        collectives_in_a_row=1,
-    ),
-    ("cuda", True): Effort(
-        batch_s=5e-3,
-        total_s=0.05,
-        gemm_sides=(512, 4096),
-        copy_bytes=256 << 20,
-        tokens=(2048,),
-        payload_bytes=(1 << 12, 1 << 20, 1 << 25),
-        collectives_in_a_row=16,
-    ),
-    ("cuda", False): Effort(
-        batch_s=20e-3,
-        total_s=0.3,
-        gemm_sides=(512, 2048, 8192),
-        copy_bytes=1 << 30,
-        tokens=(2048, 8192),
-        payload_bytes=(1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 25, 1 << 28),
-        collectives_in_a_row=16,
-    ),
+    (device, pace == "quick"): msgspec.convert(effort, Effort)
+    for device, paces in read_catalog("efforts.toml").items()
+    for pace, effort in paces.items()
 }
 """By device and whether it is to be quick."""
 
