@@ -217,14 +217,37 @@ def _case_differences(case: _Case, where: str) -> Iterator[Difference]:
 
 
 def _run(inputs: _Inputs, where: str) -> PaperRun:
-    model, config, one_dim = inputs.model, inputs.config, inputs.strategy == "1d"
+    model, config, inside = inputs.model, inputs.config, inputs.config.nv
+    cut = _cut(inputs, f"{where}: inputs.config")
+    wanted = ("tp",) if cut.strategy == "1d" else ("tp1", "tp2")
+    tp1, tp2 = _degrees(inside, wanted, ("tp", "tp1", "tp2"), f"{where}: inputs.config.nv")
+    longest = max(cut.m1, cut.m2) if cut.strategy == "2d" else cut.m1 * cut.m2
+    for what, size, degree in (
+        ("model.h", model.h, cut.m1),
+        ("model.f", model.f, cut.m1),
+        ("model.e", model.e, max(cut.m1, cut.m2, model.h)),
+        ("model.l", model.l, longest),
+        ("model.depth", model.depth, config.pp),
+        ("global_batch_size", inputs.global_batch_size, config.dp * config.mbs),
+        ("system.nvlink_size", inputs.system.nvlink_size, tp1 * tp2 * inside.dp * inside.pp),
+    ):
+        if degree > size:
+            raise DataError(f"{where}: inputs.{what} is {size:g}, too small for {degree:g} parts")
+    return PaperRun(
+        cut=cut,
+        num_layers=model.depth,
+        batch=inputs.global_batch_size,
+        dp=config.dp,
+        pp=config.pp,
+        inside={"tp1": tp1, "tp2": tp2, "dp": inside.dp, "pp": inside.pp},
+    )
+
+
+def _cut(inputs: _Inputs, where: str) -> PaperCut:
+    """The layer as the strategy of a case cuts it; DataError for what does not go with the strategy."""
+    model, config, system = inputs.model, inputs.config, inputs.system
     strategy = _STRATEGIES[inputs.strategy]
-    m1, m2 = _degrees(
-        config, ("tp",) if one_dim else ("m1", "m2"), ("tp", "m1", "m2"), f"{where}: inputs.config"
-    )
-    tp1, tp2 = _degrees(
-        config.nv, ("tp",) if one_dim else ("tp1", "tp2"), ("tp", "tp1", "tp2"), f"{where}: inputs.config.nv"
-    )
+    m1, m2 = _degrees(config, ("tp",) if strategy == "1d" else ("m1", "m2"), ("tp", "m1", "m2"), where)
     attention = config.attention or ("separate" if config.flash is False else "fused")
     for unknown, what in (
         (config.nb is not None and strategy != "2d", "nb"),
@@ -233,10 +256,10 @@ def _run(inputs: _Inputs, where: str) -> PaperRun:
     ):
         if unknown:
             raise DataError(
-                f"{where}: inputs.config.{what} is {getattr(config, what)}, which does not go with strategy "
+                f"{where}.{what} is {getattr(config, what)}, which does not go with strategy "
                 f"{inputs.strategy} and attention {attention}; leave it out"
             )
-    cut = PaperCut(
+    return PaperCut(
         strategy=strategy,
         microbatch=config.mbs,
         seq=model.l,
@@ -245,31 +268,11 @@ def _run(inputs: _Inputs, where: str) -> PaperRun:
         heads=model.h,
         m1=m1,
         m2=m2,
-        panels=config.nb or inputs.system.summa_nb,
+        panels=config.nb or system.summa_nb,
         attention=attention,
         recompute=config.recompute or config.attention_recompute,
-        elem_bytes=inputs.system.element_size * GB,
-        mask_bytes=inputs.system.mask_element_size * GB,
-    )
-    for what, size, degree in (
-        ("model.h", model.h, m1),
-        ("model.f", model.f, m1),
-        ("model.e", model.e, max(m1, m2, model.h)),
-        ("model.l", model.l, max(m1, m2) if strategy == "2d" else m1 * m2),
-        ("model.depth", model.depth, config.pp),
-        ("global_batch_size", inputs.global_batch_size, config.dp * config.mbs),
-        ("system.nvlink_size", inputs.system.nvlink_size, tp1 * tp2 * config.nv.dp * config.nv.pp),
-    ):
-        if degree > size:
-            raise DataError(f"{where}: inputs.{what} is {size:g}, too small for {degree:g} parts")
-    inside = {"tp1": tp1, "tp2": tp2, "dp": config.nv.dp, "pp": config.nv.pp}
-    return PaperRun(
-        cut=cut,
-        num_layers=model.depth,
-        batch=inputs.global_batch_size,
-        dp=config.dp,
-        pp=config.pp,
-        inside=inside,
+        elem_bytes=system.element_size * GB,
+        mask_bytes=system.mask_element_size * GB,
     )
 
 
