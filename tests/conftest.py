@@ -1,5 +1,6 @@
 """Shared by all tests: hypothesis without a deadline (machines are shared), and how to run the CLI."""
 
+import gc
 import json
 import os
 import signal
@@ -10,11 +11,17 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+gc.disable()  # nothing that imports make is garbage; the search for it takes a third of collecting tests
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores Ctrl-C
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks and workers share the cores
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch tells of every fake process group
 settings.register_profile("shared", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("shared")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @dataclass(frozen=True)

@@ -301,7 +301,7 @@ def test_a_study_on_two_ray_workers_goes_on_where_it_stopped(tmp_path):
     some = read_sweep(_file(tmp_path, STUDY.replace("[16, 32, 0]", "[16]")))
     ran = []
     with Store(tmp_path / "ray.sqlite") as store, Store(tmp_path / "local.sqlite") as local:
-        run_sweep(some, store, engine="ray")
+        run_sweep(some, store, jobs=1)
         run_sweep(wanted, store, jobs=2, engine="ray", on_answer=lambda point, _: ran.append(point.key))
         run_sweep(wanted, local, jobs=1)
         answers = [

@@ -6,6 +6,8 @@ device. Only typer is imported here; a command imports what it needs when it run
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import os
 import sys
@@ -34,6 +36,8 @@ class Command(typer.core.TyperCommand):
                 raise MeshwiseError(f"{param.opts[0]} is given {order.count(param)} times; give it once")
         return super().parse_args(ctx, args)
 
+
+atexit.register(gc.freeze)  # what the process leaves behind needs no search for garbage
 
 VERBS = {
     **{name: f"{name}:{name}" for name in ("estimate", "search")},

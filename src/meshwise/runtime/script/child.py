@@ -7,6 +7,7 @@ are imported come first, then the C++ objects, `torch.cuda`, process groups, ten
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import re
@@ -57,6 +58,7 @@ def install(settings: dict[str, Any]) -> None:
     mode.__enter__()
     recorder.__enter__()
     report = _Report(settings, tape, guesses, [recorder, mode])
+    atexit.register(gc.freeze)  # nothing more is freed: all that torch holds takes Python almost a second
     atexit.register(report.write)
     sys.excepthook = report.failed(sys.excepthook)
     leave = os._exit
