@@ -139,7 +139,7 @@ class Frame:
 
 
 class Graph:
-    """The nodes of one pass, in the order in which they were made."""
+    """The nodes of a pass, in the order in which they were made."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
@@ -178,10 +178,15 @@ class Graph:
         yield
         self._frame = before
 
-    def backward(self) -> None:
-        """From the gradient that the last node has to those of all leaves."""
-        while self.nodes:
-            node = self.nodes.pop()
+    def taken(self) -> list[Node]:
+        """The nodes so far, for `backward`; those of another pass follow."""
+        found, self.nodes = self.nodes, []
+        return found
+
+    def backward(self, nodes: list[Node]) -> None:
+        """From the gradient that the last of `nodes` has to those of all leaves."""
+        while nodes:
+            node = nodes.pop()
             if any(node.grads):
                 node.run(self.memory)
 

@@ -37,7 +37,9 @@ def estimate(options: Options, tape: Tape) -> None:
     priced = price(the_model(options), the_cluster(ranks), the_plan(options), the_workload(options, ranks))
     mesh = priced.seen_from(tape.rank)
     if is_known(priced.model, mesh):
-        tape.allocate("the peak", live_peak_bytes(priced.model, mesh, priced.step.cut, options.steps))
+        tape.allocate(
+            "the peak", live_peak_bytes(priced.model, mesh, priced.step.cut, tape.rank, options.steps)
+        )
         tape.release("the peak")
     for row in priced.rank_ledger(tape.rank).rows():
         name, held_bytes = row.pop("op"), row.pop("live_bytes")

@@ -1,0 +1,171 @@
+"""What FSDP2 holds of a group of weights: a part, all of them where they are used, and their gradients.
+
+Groups are gathered into one tensor and copied to one a weight; in a forward the former stays until the next
+group is there. What a reduction reads stays until the next one. Source: torch.distributed.fsdp._fully_shard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwise.estimate.live_decoder import Weight
+from meshwise.estimate.live_tensors import Memory, Storage
+from meshwise.model.weights import Weights
+from meshwise.plan.mesh import Mesh
+from meshwise.program.cut import Cut
+from meshwise.program.fsdp2 import Unit, tp_sums
+from meshwise.program.tensor_1d import shards
+
+
+class Exchange:
+    """What FSDP2 holds for all groups of a rank: the order of their forwards, the last buffers."""
+
+    def __init__(self) -> None:
+        self.order: list[Group] = []
+        self.gathered: Storage | None = None
+        self.reduced: Storage | None = None
+
+
+class Group:
+    """Weights that FSDP2 gathers together; a rank keeps a part, in the wide type, and its gradient.
+
+    `is_freed`: they go after each forward. `is_reduced`, `is_let_go`: what is to happen in the backward.
+    """
+
+    def __init__(
+        self, memory: Memory, weights: Weights, mesh: Mesh, cut: Cut, exchange: Exchange, *,
+        is_tied: bool = False,
+    ) -> None:  # fmt: skip
+        unit = Unit(weights=weights, count=1.0, gathers=(0.0, 0.0))
+        self.new, self.exchange = memory.new, exchange
+        self.narrow, self.wide = cut.precision.act_bytes, cut.precision.stat_bytes
+        self.is_cast = self.narrow != self.wide
+        ranks, padded = float(unit.sharing(mesh)), float(unit.padded_size(mesh, cut))
+        self.is_shared, self.has_copies = ranks > 1, bool(mesh.replicas > ranks)
+        self.num_padded, self.num_local = padded, padded / ranks
+        self.weights, self.local = {}, {}
+        holds_words = mesh.tp > 1 and weights[0].name == "tokens"
+        for weight in sorted(
+            weights, key=lambda weight: not weight.name.startswith("norm")
+        ):  # as torch lists them
+            size = self.narrow * float(weight.size / shards(weight, cut))
+            is_words = weight.name == "tokens" and holds_words and not is_tied
+            made = size * float(mesh.tp) if is_words else size
+            is_apart = is_words or bool(mesh.tp > 1 and tp_sums(weight, cut))
+            num_uses = 1 + (is_tied and weight.name == "tokens")
+            self.weights[weight.name] = Weight(memory, size, made, num_uses, is_apart=is_apart)
+            self.local[weight.name] = self.wide * float(
+                replace(unit, weights=(weight,)).local_size(mesh, cut)
+            )
+        self.shard = self.new(self.wide * self.num_local)
+        self.grad: Storage | None = None
+        self.is_freed = False
+        self.is_reduced = self.is_let_go = True
+        self.is_done = False
+        self._whole: list[Storage] = []
+        self._coming: Storage | None = None
+        self._sums: dict[str, Storage] = {}
+        self._all_reduced: Storage | None = None
+
+    # --- weights -------------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """Gather, and let go of what the group before was gathered into."""
+        self.is_done = False
+        if self._whole:
+            return
+        self._gather()
+        before = self.exchange.gathered
+        coming = self._copy_out()
+        self.exchange.gathered = coming
+        del before
+
+    def after_forward(self) -> None:
+        """Weights go; the group is known to have been used."""
+        if self.is_freed:
+            self._whole = []
+        self.exchange.order.append(self)
+
+    def before_backward(self) -> None:
+        """Gather again what went, and begin to gather what was used before this."""
+        if not self._whole:
+            self._gather()
+            self._copy_out()
+        order = self.exchange.order
+        place = len(order) - 1 - order[::-1].index(self)
+        if place > 0:
+            order[place - 1]._gather()
+
+    def _gather(self) -> None:
+        if self._whole or self._coming or not self.is_shared:
+            return
+        part = self.new(self.narrow * self.num_local) if self.is_cast else None
+        self._coming = self.new(self.narrow * self.num_padded)
+        del part
+
+    def _copy_out(self) -> Storage | None:
+        """Each weight in a tensor of its own; what they came in. A rank alone casts one after the other."""
+        coming, self._coming = self._coming, None
+        if self.is_shared:
+            self._whole = [self.new(self.narrow * self.num_padded)]
+            return coming
+        for weight in self.weights.values():
+            cast = self.new(weight.size) if self.is_cast else None
+            self._whole.append(self.new(weight.size))
+        del cast
+        return None
+
+    # --- gradients -----------------------------------------------------------------------------
+
+    def after_backward(self) -> None:
+        """Add up gradients, or reduce them and keep this rank's part."""
+        self.is_done = True
+        for name in self._sums:
+            self.weights[name].grad = None
+        if not self.is_reduced:
+            self._let_go()
+            self._widen()
+            return
+        grads = [self._taken(name) for name in self.weights if self._has_gradient(name)]
+        self._let_go()
+        self.exchange.reduced = None
+        if not grads:
+            return
+        self._all_reduced = None
+        taken = self.new(self.wide * self.num_padded)
+        last = grads[-1] if self.is_shared else None  # torch's loop still names it
+        grads.clear()
+        found = self.new(self.wide * self.num_local)
+        del last
+        self.exchange.reduced = taken
+        self._all_reduced = found if self.has_copies else None
+        self.grad = self.grad or found
+
+    def _has_gradient(self, name: str) -> bool:
+        return name in self._sums or self.weights[name].grad is not None
+
+    def _taken(self, name: str) -> Storage:
+        weight = self.weights[name]
+        grad = self._sums.pop(name, None) or weight.grad
+        assert grad is not None
+        if weight.is_apart:
+            grad = self.new(grad.size * weight.size / weight.made)
+        weight.grad = None
+        return grad
+
+    def _widen(self) -> None:
+        """Gradients that wait for those of other microbatches, in the type of the sums."""
+        if not self.is_cast:
+            return
+        for name, weight in self.weights.items():
+            if weight.grad is not None:
+                self._sums[name] = self.new(weight.made * self.wide / self.narrow)
+                weight.grad = None
+
+    def _let_go(self) -> None:
+        if self.is_let_go:
+            self._whole = []
+
+    def finish(self) -> None:
+        """The backward is through."""
+        self._all_reduced = None
