@@ -464,6 +464,10 @@ def test_estimate_is_dry_run(ranks: int, rank: int, words: str) -> None:
         (4, 1, "gpt --plan tp=2,zero=0,dtype=bf16 --batch 4"),  # a tied table, several microbatches
         (1, 0, "llama --plan tp=1,dtype=fp32 --batch 3"),
         (4, 2, "llama --plan zero=2,zero_group=2,dtype=bf16 --batch 12"),
+        (4, 2, "gpt --plan pp=2,tp=2,dtype=bf16 --batch 5 --layers 3 --steps 2"),
+        (4, 1, "llama --plan pp=4,schedule=gpipe,recompute=full,dtype=fp32 --batch 4 --layers 4"),
+        (4, 3, "moe --plan ep=2,zero=3,recompute=full,dtype=bf16 --batch 8"),  # experts that two ranks share
+        (4, 0, "mla --plan tp=2,ep=4,etp=1,zero=2,dtype=bf16 --batch 4 --microbatch 2"),
     ],
 )
 def test_the_peak_of_all_live_tensors_has_a_closed_form(ranks: int, rank: int, words: str) -> None:

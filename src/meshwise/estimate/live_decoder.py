@@ -6,7 +6,7 @@ does. Weights are `Leaf`s by name; `forward` of a block or an end is called insi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from meshwise.estimate.live_tensors import Graph, Leaf, Memory, Storage, Tensor
 from meshwise.model.architecture import Model
@@ -14,6 +14,8 @@ from meshwise.plan.mesh import Mesh
 from meshwise.program.cut import Cut
 
 Weights = Mapping[str, "Weight"]
+Experts = Callable[[Tensor], Tensor]
+"""What experts make of what came to them."""
 
 
 class Weight(Leaf):
@@ -43,12 +45,14 @@ class Modules:
         self.new = graph.memory.new
         narrow, wide = cut.precision.act_bytes, cut.precision.stat_bytes
         tokens, tp = float(cut.tokens), float(mesh.tp)
-        self.tokens, self.number, self.tp = tokens, wide, tp
+        self.tokens, self.own, self.tp = tokens, tokens / tp, tp
+        self.narrow, self.number = narrow, wide
         self.is_cut, self.is_cast = tp > 1, narrow < wide
         self.whole = tokens * model.hidden * narrow
         self.x = self.whole / tp
         self.places = tokens / float(mesh.microbatch) / tp * model.hidden * narrow
-        self.sine = tokens / float(mesh.microbatch) * model.head_dim / 2.0 * narrow
+        width = model.mla.qk_rope_head_dim if model.mla else model.head_dim
+        self.sine = tokens / float(mesh.microbatch) * width / 2.0 * narrow
         self.q = tokens * model.num_heads / tp * model.head_dim * narrow
         self.kv = tokens * model.num_kv_heads / tp * model.head_dim * narrow
         self.ffn = tokens * model.ffn_hidden / tp * narrow
@@ -58,10 +62,16 @@ class Modules:
 
     # --- blocks --------------------------------------------------------------------------------
 
-    def block(self, weights: Weights, x: Tensor) -> Tensor:
+    def block(self, weights: Weights, experts: Experts | None, x: Tensor) -> Tensor:
         """Attention and feed-forward, each behind a norm and beside a residual."""
-        x = self.add(x, self.attention(weights, self.norm(weights, "norm1", x)))
-        return self.add(x, self.feed_forward(weights, self.norm(weights, "norm2", x)))
+        attention = self.latent_attention if self.model.mla else self.attention
+        x = self.add(x, attention(weights, self.norm(weights, "norm1", x)))
+        return self.add(x, self._feed_forward(weights, experts, self.norm(weights, "norm2", x)))
+
+    def _feed_forward(self, weights: Weights, experts: Experts | None, x: Tensor) -> Tensor:
+        if experts is None:
+            return self.feed_forward(weights, x, self.ffn)
+        return self.mixture(weights, experts, x, self.scores(weights, x))
 
     def attention(self, weights: Weights, x: Tensor) -> Tensor:
         """Causal attention; local heads are those of tp."""
@@ -76,17 +86,165 @@ class Modules:
             )
         )
         if model.positions == "rotary":
-            q, k = (self.turned(part) for part in (q, k))
-        is_redone = "core_attn" in self.redone
-        mixed = self.graph.again(self.attend, q, k, v) if is_redone else self.attend(q, k, v)
-        return self.linear_by_rows(weights, "o", mixed)
+            q, k = (self.turned(part, part.size) for part in (q, k))
+        return self.linear_by_rows(weights, "o", self.mixed(q, k, v))
 
-    def feed_forward(self, weights: Weights, x: Tensor) -> Tensor:
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The core of attention."""
+        is_redone = "core_attn" in self.redone
+        return self.graph.again(self.attend, q, k, v) if is_redone else self.attend(q, k, v)
+
+    def latent_attention(self, weights: Weights, x: Tensor) -> Tensor:
+        """Queries, and keys and values made of latents; positions turn a part of each, and of one key."""
+        mla = self.model.mla
+        assert mla is not None
+        heads = self.tokens * self.model.num_heads / self.tp * self.narrow
+        own, turned = heads * mla.qk_nope_head_dim, heads * mla.qk_rope_head_dim
+        tokens = self.tokens / self.tp * self.narrow
+        q = self._queries(weights, x, own + turned)
+        down = self.linear(
+            weights, "kv_down", self.local(x), tokens * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+        )
+        latents, key = self.split(down)
+        of_latents = tokens * mla.kv_lora_rank
+        clean = self.norm(weights, "kv_norm", self.copied(latents, of_latents))
+        pair = self.columns(weights, "kv_up", clean, own + heads * mla.v_head_dim)
+        del clean
+        q_own, q_turned = self.split(q)
+        query = self.joined(own + turned, q_own, self.turned(q_turned, turned))
+        del q_turned
+        k_own, values = self.split(pair)
+        of_shared = tokens * self.tp * mla.qk_rope_head_dim
+        shared = self.turned(self._shared_key(key, of_shared / self.tp), of_shared)
+        del q, q_own
+        every = self.graph.op(shared.storage, lambda _: (self.new(of_shared),), shared)
+        keys = self.joined(own + turned, k_own, every)
+        values = self.copied(values, heads * mla.v_head_dim)
+        return self.linear_by_rows(weights, "o", self.mixed(query, keys, values))
+
+    def _queries(self, weights: Weights, x: Tensor, size: float) -> Tensor:
+        """By way of latents, or at once."""
+        mla = self.model.mla
+        assert mla is not None
+        if not mla.q_lora_rank:
+            return self.columns(weights, "q", x, size)
+        narrow = self.tokens / self.tp * mla.q_lora_rank * self.narrow
+        down = self.linear(weights, "q_down", self.local(x), narrow)
+        return self.columns(weights, "q_up", self.norm(weights, "q_norm", down), size)
+
+    def _shared_key(self, key: Tensor, size: float) -> Tensor:
+        """Of all tokens."""
+        return self.gathered(self.copied(key, size)) if self.is_cut else key
+
+    def feed_forward(self, weights: Weights, x: Tensor, width: float) -> Tensor:
         """down(silu(gate(x)) * up(x)), or down(gelu(up(x)))."""
         whole = self.gathered(x)
         names = ("gate", "up") if self.model.gated else ("up",)
-        act = self.activated(*[self.linear(weights, name, whole, self.ffn) for name in names])
+        act = self.activated(*[self.linear(weights, name, whole, width) for name in names])
         return self.linear_by_rows(weights, "down", act)
+
+    # --- experts -------------------------------------------------------------------------------
+
+    def scores(self, weights: Weights, x: Tensor) -> Tensor:
+        """The router's."""
+        assert self.model.moe is not None
+        return self.linear(
+            weights, "router", self.local(x), self.own * self.model.moe.num_experts * self.narrow
+        )
+
+    def mixture(self, weights: Weights, experts: Experts, x: Tensor, logits: Tensor) -> Tensor:
+        """Copies of the tokens go to their experts and come back; what those answer is weighed and added."""
+        moe = self.model.moe
+        assert moe is not None
+        tokens = self.local(x)
+        wide = self.cast(logits, logits.size * self.number / self.narrow)
+        gates = self.cast(self._gates(wide), self.own * moe.top_k * self.narrow)
+        copies = self.selected(tokens, tokens.size * moe.top_k)
+        arrived = self._by_expert(self._parts_gathered(self._sent(copies)))
+        answers = self._sent(self._parts_added(self._by_expert(experts(arrived))))
+        weighed = self.weighed(self.selected(answers, answers.size), gates)
+        mixed = self._sum_of_choices(weighed)
+        if not moe.shared_ffn_hidden:
+            return mixed
+        width = self.tokens * moe.shared_ffn_hidden / self.tp * self.narrow
+        return self.add(mixed, self.feed_forward(weights, x, width))
+
+    def experts(self, weights: Weights, x: Tensor) -> Tensor:
+        """The MLPs of the rank's experts."""
+        moe = self.model.moe
+        assert moe is not None
+        width = x.size / self.model.hidden * moe.ffn_hidden / float(self.cut.etp)
+        names = ("expert_gate", "expert_up") if self.model.gated else ("expert_up",)
+        act = self.activated(*[self.linear(weights, name, x, width) for name in names])
+        return self.linear(weights, "expert_down", act, x.size)
+
+    def _gates(self, wide: Tensor) -> Tensor:
+        """The chosen ones of the probabilities."""
+        assert self.model.moe is not None
+        size = wide.size
+        scores, chosen = self.new(size), size / self.model.moe.num_experts * self.model.moe.top_k
+        found = self.graph.op(scores, lambda *_: (self.new(size),), wide, saved=(scores,))
+        return self.graph.op(self.new(chosen), lambda _: (self._filled(size),), found)
+
+    def selected(self, x: Tensor, size: float) -> Tensor:
+        """Rows of x."""
+        before = x.size
+        return self.graph.op(self.new(size), lambda _: (self._filled(before),), x)
+
+    def _filled(self, size: float) -> Storage:
+        """Zeros, and what some of them become."""
+        zeros = self.new(size)
+        filled = self.new(size)
+        del zeros
+        return filled
+
+    def _sent(self, copies: Tensor) -> Tensor:
+        """All-to-all, where experts are spread."""
+        if self.cut.ep == 1:
+            return copies
+        return self.graph.op(self.new(copies.size), lambda grad: (self.new(grad.size),), copies)
+
+    def _parts_gathered(self, copies: Tensor) -> Tensor:
+        """For ranks that hold parts of the same experts."""
+        parts = float(self.cut.etp)
+        if parts == 1:
+            return copies
+        return self.graph.op(
+            self.new(copies.size * parts), lambda grad: (self.new(grad.size / parts),), copies
+        )
+
+    def _parts_added(self, answers: Tensor) -> Tensor:
+        """The way back."""
+        parts = float(self.cut.etp)
+        if parts == 1:
+            return answers
+        return self.graph.op(
+            self.new(answers.size / parts), lambda grad: (self.new(grad.size * parts),), answers
+        )
+
+    def _by_expert(self, copies: Tensor) -> Tensor:
+        """In another order, where several ranks send to several experts; its own inverse."""
+        assert self.model.moe is not None
+        has_one = self.model.moe.num_experts == self.cut.ep or self.cut.ep * self.cut.etp == 1
+        return copies if has_one else self.copied(copies, copies.size, again=True)
+
+    def weighed(self, answers: Tensor, gates: Tensor) -> Tensor:
+        """Answers times gates, whose gradients are sums over the products' rows."""
+
+        def back(_: Storage, kept: Storage, factors: Storage) -> tuple[Storage, Storage]:
+            of_answers = self.new(kept.size)
+            products = self.new(kept.size)
+            of_gates = self.new(factors.size)
+            del products
+            return of_answers, of_gates
+
+        saved = answers.storage, gates.storage
+        return self.graph.op(self.new(answers.size), back, answers, gates, saved=saved)
+
+    def _sum_of_choices(self, weighed: Tensor) -> Tensor:
+        """Of all of a token's experts; the gradient is repeated for each."""
+        size = weighed.size
+        return self.graph.op(self.new(self.x), lambda _: (self.new(size),), weighed)
 
     @property
     def redone(self) -> tuple[str, ...]:
@@ -109,6 +267,10 @@ class Modules:
         biases = () if bias is None else (bias,)
         return self.graph.op(self.new(size), back, x, weight, *biases, saved=(x.storage,), sums=sums)
 
+    def columns(self, weights: Weights, name: str, x: Tensor, size: float) -> Tensor:
+        """Of all tokens, to a rank's part of the columns."""
+        return self.linear(weights, name, self.gathered(x), size)
+
     def linear_by_rows(self, weights: Weights, name: str, x: Tensor) -> Tensor:
         """To all tokens' hidden numbers, a sum over tp; each rank adds its part of a bias."""
         bias = weights.get(f"{name}_bias")
@@ -123,14 +285,15 @@ class Modules:
 
         def back(_: Storage, kept: Storage, scales: Storage) -> tuple[Storage, ...]:
             sums = self.new(scales.size)
-            found = self.new(self.x), self.new(weight.made), self.new(weight.made)
+            found = self.new(size), self.new(weight.made), self.new(weight.made)
             del sums
             return found if bias is not None else found[:2]
 
-        x = self.graph.op(x.storage, lambda grad: (grad,), x) if self.is_cut else x  # out of a DTensor
+        x = self.local(x) if self.is_cut else x
+        size = x.size
         scales = self.new(self.scales)
         inputs = (x, weight) if bias is None else (x, weight, bias)
-        return self.graph.op(self.new(self.x), back, *inputs, saved=(x.storage, scales))
+        return self.graph.op(self.new(size), back, *inputs, saved=(x.storage, scales))
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """A residual."""
@@ -140,36 +303,63 @@ class Modules:
         """A rank's part of the tokens becomes all of them."""
         if not self.is_cut:
             return x
-        return self.graph.op(self._all_tokens(), lambda _: (self._own_tokens(),), x)
+        own = x.size
+        return self.graph.op(self._all_tokens(own), lambda _: (self._own_tokens(own),), x)
 
     def scattered(self, x: Tensor) -> Tensor:
         """The sum over tp of a rank's part of the tokens."""
         if not self.is_cut:
             return x
-        return self.graph.op(self._own_tokens(), lambda _: (self._all_tokens(),), x)
+        own = x.size / self.tp
+        return self.graph.op(self._own_tokens(own), lambda _: (self._all_tokens(own),), x)
 
-    def _all_tokens(self) -> Storage:
+    def _all_tokens(self, own: float) -> Storage:
         """What is gathered; of several sequences it has to be put in order."""
-        came = self.new(self.whole)
-        return came if self.mesh.microbatch == 1 else self.new(self.whole)
+        came = self.new(own * self.tp)
+        return came if self.mesh.microbatch == 1 else self.new(own * self.tp)
 
-    def _own_tokens(self) -> Storage:
+    def _own_tokens(self, own: float) -> Storage:
         """What is summed, by way of a copy of what the rank has."""
-        copy = self.new(self.whole)
-        summed = self.new(self.x)
+        copy = self.new(own * self.tp)
+        summed = self.new(own)
         del copy
         return summed
 
-    def turned(self, x: Tensor) -> Tensor:
-        """Rotary positions; the way back turns by negative sines."""
+    def local(self, x: Tensor) -> Tensor:
+        """Another reader of the same, out of a DTensor where tp cuts it."""
+        return self.graph.op(x.storage, lambda grad: (grad,), x)
 
-        def back(grad: Storage) -> tuple[Storage]:
+    def cast(self, x: Tensor, size: float) -> Tensor:
+        """In another type."""
+        if not self.is_cast:
+            return x
+        before = x.size
+        return self.graph.op(self.new(size), lambda _: (self.new(before),), x)
+
+    def copied(self, x: Tensor, size: float, *, again: bool = False) -> Tensor:
+        """In one piece, or in order; where it is `again`, the gradient is put back."""
+        return self.graph.op(self.new(size), lambda grad: (self.new(size) if again else grad,), x)
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Two parts of the same memory, whose gradients are put together."""
+        size = x.size
+        first = self.graph.op(x.storage, lambda *_: (self.new(size),), x)
+        return first, Tensor(x.storage, first.origin, 1)
+
+    def joined(self, size: float, *parts: Tensor) -> Tensor:
+        """Two parts in new memory, whose gradients are views."""
+        return self.graph.op(self.new(size), lambda grad: (grad, grad), *parts)
+
+    def turned(self, x: Tensor, size: float) -> Tensor:
+        """Rotary positions of `size` bytes; the way back turns by negative sines."""
+
+        def back(_: Storage) -> tuple[Storage]:
             sine = self.new(self.sine)
-            found = self._put_together(grad.size)
+            found = self._put_together(size)
             del sine
             return (found,)
 
-        return self.graph.op(self._put_together(x.size), back, x)
+        return self.graph.op(self._put_together(size), back, x)
 
     def _put_together(self, size: float) -> Storage:
         """Halves by cosines and sines."""
@@ -260,15 +450,9 @@ class Modules:
             return self.loss_in_chunks(weights[self.table], found)
         return self.split_loss(found) if self.is_cut else self.whole_loss(found)
 
-    def widened(self, logits: Tensor) -> Tensor:
-        """In the type of the loss."""
-        if not self.is_cast:
-            return logits
-        return self.graph.op(self.new(self.softmax), lambda _: (self.new(self.logits),), logits)
-
     def whole_loss(self, logits: Tensor) -> Tensor:
         """Cross entropy: its softmax, and the gradients of both halves."""
-        wide = self.widened(logits)
+        wide = self.cast(logits, self.softmax)
         scores = self.new(self.softmax)
 
         def back(*_: Storage) -> tuple[Storage]:
@@ -301,7 +485,7 @@ class Modules:
         one, wide, flag, place = self.number, self.number * self.tokens, self.tokens, 8.0 * self.tokens
         softmax, play = self.softmax, self.graph.memory.play
         elsewhere = [3.0 * flag, -2.0 * flag, 2.0 * place, -place, 8.0, -8.0]
-        scores = self.widened(logits)
+        scores = self.cast(logits, self.softmax)
         play(wide, wide, -wide, softmax, softmax, wide, -softmax, wide, -wide, wide, softmax)
         play(-softmax, -3.0 * wide, flag, place, -flag, *elsewhere, wide, one, -one, -flag, wide, wide)
         play(flag, wide, -flag, -wide, flag, 8.0, -flag, one, -8.0, 2.0 * one, -one)

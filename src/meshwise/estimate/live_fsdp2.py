@@ -41,7 +41,8 @@ class Group:
         self.narrow, self.wide = cut.precision.act_bytes, cut.precision.stat_bytes
         self.is_cast = self.narrow != self.wide
         ranks, padded = float(unit.sharing(mesh)), float(unit.padded_size(mesh, cut))
-        self.is_shared, self.has_copies = ranks > 1, bool(mesh.replicas > ranks)
+        self.is_shared, self.has_copies = ranks > 1, bool(unit.replicas(mesh)[0] > ranks)
+        self.is_by_width = unit.is_experts and self.is_shared
         self.num_padded, self.num_local = padded, padded / ranks
         self.weights, self.local = {}, {}
         holds_words = mesh.tp > 1 and weights[0].name == "tokens"
@@ -108,6 +109,8 @@ class Group:
         coming, self._coming = self._coming, None
         if self.is_shared:
             self._whole = [self.new(self.narrow * self.num_padded)]
+            in_parts = self.new(self.narrow * self.num_padded) if self.is_by_width else None
+            del in_parts
             return coming
         for weight in self.weights.values():
             cast = self.new(weight.size) if self.is_cast else None
@@ -132,14 +135,24 @@ class Group:
         if not grads:
             return
         self._all_reduced = None
-        taken = self.new(self.wide * self.num_padded)
         last = grads[-1] if self.is_shared else None  # torch's loop still names it
+        if self.is_by_width:
+            grads = self._in_parts(grads)
+        taken = self.new(self.wide * self.num_padded)
         grads.clear()
         found = self.new(self.wide * self.num_local)
         del last
         self.exchange.reduced = taken
         self._all_reduced = found if self.has_copies else None
         self.grad = self.grad or found
+
+    def _in_parts(self, grads: list[Storage]) -> list[Storage]:
+        """Copies in which the parts of each rank lie together; what was copied goes one behind."""
+        copies = []
+        while grads:
+            before = grads.pop(0)
+            copies.append(self.new(before.size))
+        return copies
 
     def _has_gradient(self, name: str) -> bool:
         return name in self._sums or self.weights[name].grad is not None

@@ -8,12 +8,13 @@ that are nothing but their bytes (`estimate.live_tensors`), op by op (`estimate.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, pairwise
 
 from meshwise.cost.simulate import KINDS, rank_order
-from meshwise.estimate.live_decoder import Modules
+from meshwise.estimate.live_decoder import Modules, Weights
 from meshwise.estimate.live_fsdp2 import Exchange, Group
 from meshwise.estimate.live_tensors import Graph, Leaf, Memory, Node, Storage, Tensor
 from meshwise.model.architecture import Model, layer_kind
@@ -33,7 +34,7 @@ OTHERS = (
 def is_known(model: Model, mesh: Mesh) -> bool:
     """Whether the walk states this model and plan."""
     is_alone = mesh.cp == 1 and (mesh.pp == 1 or mesh.plan.schedule in ("gpipe", "1f1b"))
-    is_dense = model.moe is None and model.mla is None and mesh.plan.act_input_dtype == "bf16"
+    is_dense = not model.mtp_layers and mesh.plan.act_input_dtype == "bf16"
     is_plain = mesh.plan.dtype != "fp8" and (mesh.plan.sequence_parallel or mesh.tp == 1)
     is_default = all(getattr(mesh.plan, key) == DEFAULTS[key] for key in OTHERS)
     is_apart = mesh.tp == 1 or mesh.plan.loss_chunks == 1
@@ -74,11 +75,15 @@ class _Piece:
         self.is_tied = model.tied_embedding and is_first and is_last
         table = first[:1] if model.tied_embedding and not is_first else ()
         self.embedding = of(first + last * self.is_tied, is_tied=self.is_tied) if is_first else None
-        self.blocks = [of(block_weights(model, layer_kind(model, layer))) for layer in layers]
+        kinds = [block_weights(model, layer_kind(model, layer)) for layer in layers]
+        self.blocks = [of(tuple(one for one in block if not one.is_expert)) for block in kinds]
+        experts = [tuple(one for one in block if one.is_expert) for block in kinds]
+        self.experts = [of(weights) if weights else None for weights in experts]
         self.head = self.embedding if self.is_tied else of(last + table) if is_last else None
         ends = [self.head] if self.head is not None and not self.is_tied else []
-        self.groups = [*([self.embedding] if self.embedding else []), *self.blocks, *ends]
-        for group in self.blocks:
+        inner = [one for pair in zip(self.blocks, self.experts, strict=True) for one in pair if one]
+        self.groups = [*([self.embedding] if self.embedding else []), *inner, *ends]
+        for group in inner:
             group.is_freed = bool(mesh.pp == 1 and mesh.zero >= 3)
         self.num_redone = float(mesh.recompute_layers / mesh.vpp) * (mesh.plan.recompute == "full")
         numbers = range(int(mesh.num_microbatches))
@@ -98,17 +103,25 @@ class _Piece:
         else:
             entered = Leaf(self.memory)
             x = Tensor(self.received[number], entered)
-        for place, group in enumerate(self.blocks, 1):
-            group.before_forward()
-            x = self._entering(group, x)
-            run = partial(modules.block, group.weights)
-            x = self.graph.again(run, x) if place <= self.num_redone else run(x)
-            x = self._used(group, x)
+        for place, group in enumerate(self.blocks):
+            x = self._within(group, partial(self._block, place), x)
         if self.head is not None:
             self.head.before_forward()
             x = self._loss(x if self.is_tied else self._entering(self.head, x))
         self.exchange.gathered = None
         return _Pass(self.graph.taken(), x.storage, entered)
+
+    def _block(self, place: int, weights: Weights, x: Tensor) -> Tensor:
+        """Computed again in the backward, or not."""
+        group = self.experts[place]
+        experts = None if group is None else partial(self._within, group, self.modules.experts)
+        run = partial(self.modules.block, weights, experts)
+        return self.graph.again(run, x) if place < self.num_redone else run(x)
+
+    def _within(self, group: Group, run: Callable[[Weights, Tensor], Tensor], x: Tensor) -> Tensor:
+        """What a group's modules make of x; its weights are there till then."""
+        group.before_forward()
+        return self._used(group, run(group.weights, self._entering(group, x)))
 
     def scaled(self, one: _Pass) -> Storage:
         """The loss over the number of microbatches."""
@@ -127,6 +140,9 @@ class _Piece:
 
     def _used(self, group: Group, x: Tensor) -> Tensor:
         """A group has made `x`; when the gradient of this is there, its weights are needed again."""
+        if self.graph.is_again:  # all that was gathered last is this
+            self.exchange.gathered = None
+            return x
         group.after_forward()
         assert isinstance(x.origin, Node)
         x.origin.before = group.before_backward
@@ -179,7 +195,8 @@ class _Step:
         held = chunks_of_rank(model, int(mesh.pp), int(mesh.vpp), mesh.plan.schedule, mesh.plan.stages, rank)
         self.pieces = [_Piece(model, mesh, cut, self.modules, *chunk) for chunk in held]
         tokens = float(mesh.num_microbatches) * self.modules.tokens
-        numbers = 8.0 * (2.0 * tokens + self.modules.tokens / float(mesh.microbatch))
+        choices = 3.0 * self.modules.own * model.moe.top_k if model.moe else 0.0
+        numbers = 8.0 * (2.0 * tokens + self.modules.tokens / float(mesh.microbatch) + choices)
         self.fixed = self.memory.new(numbers + 2.0 * self.modules.sine)
         self.losses: list[Storage] = []
 
@@ -201,9 +218,9 @@ class _Step:
             done = piece.forward(number)
             done.result = piece.scaled(done)
             piece.backward(done, self._number())
+            piece.finish()
             self.losses.append(done.result)
             del done
-        piece.finish()
 
     def _number(self) -> Storage:
         return self.memory.new(self.modules.number)

@@ -145,6 +145,7 @@ class Graph:
         self.memory = memory
         self.nodes: list[Node] = []
         self._frame: Frame | None = None
+        self.is_again = False
 
     def op(
         self, result: Storage, back: Callable[..., tuple[Storage | None, ...]], *inputs: Tensor | Leaf,
@@ -166,10 +167,10 @@ class Graph:
 
     def computed(self, function: Callable[[], object]) -> list[Node]:
         """Those nodes of a function, computed now, that save something."""
-        before, self.nodes = self.nodes, []
+        before, self.nodes, self.is_again = self.nodes, [], True
         with self._in(None):
             function()
-        found, self.nodes = self.nodes, before
+        found, self.nodes, self.is_again = self.nodes, before, False
         return [node for node in found if node.saved]
 
     @contextmanager
