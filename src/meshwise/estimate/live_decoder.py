@@ -98,43 +98,47 @@ class Modules:
         """Queries, and keys and values made of latents; positions turn a part of each, and of one key."""
         mla = self.model.mla
         assert mla is not None
-        heads = self.tokens * self.model.num_heads / self.tp * self.narrow
-        own, turned = heads * mla.qk_nope_head_dim, heads * mla.qk_rope_head_dim
-        tokens = self.tokens / self.tp * self.narrow
-        q = self._queries(weights, x, own + turned)
-        down = self.linear(
-            weights, "kv_down", self.local(x), tokens * (mla.kv_lora_rank + mla.qk_rope_head_dim)
-        )
-        latents, key = self.split(down)
-        of_latents = tokens * mla.kv_lora_rank
-        clean = self.norm(weights, "kv_norm", self.copied(latents, of_latents))
-        pair = self.columns(weights, "kv_up", clean, own + heads * mla.v_head_dim)
-        del clean
-        q_own, q_turned = self.split(q)
-        query = self.joined(own + turned, q_own, self.turned(q_turned, turned))
-        del q_turned
-        k_own, values = self.split(pair)
-        of_shared = tokens * self.tp * mla.qk_rope_head_dim
-        shared = self.turned(self._shared_key(key, of_shared / self.tp), of_shared)
-        del q, q_own
-        every = self.graph.op(shared.storage, lambda _: (self.new(of_shared),), shared)
-        keys = self.joined(own + turned, k_own, every)
-        values = self.copied(values, heads * mla.v_head_dim)
-        return self.linear_by_rows(weights, "o", self.mixed(query, keys, values))
+        latents = x
+        if mla.q_lora_rank:
+            down = self.linear(weights, "q_down", self.local(x), self.own * mla.q_lora_rank * self.narrow)
+            latents = self.norm(weights, "q_norm", down)
+            del down
+        query = self._queries(weights, latents)
+        mixed = self.mixed(query, *self._keys_values(weights, *self._latents_of_pair(weights, x)))
+        return self.linear_by_rows(weights, "o", mixed)
 
-    def _queries(self, weights: Weights, x: Tensor, size: float) -> Tensor:
-        """By way of latents, or at once."""
+    def _latents_of_pair(self, weights: Weights, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of keys and values, and the one key that all heads share."""
         mla = self.model.mla
         assert mla is not None
-        if not mla.q_lora_rank:
-            return self.columns(weights, "q", x, size)
-        narrow = self.tokens / self.tp * mla.q_lora_rank * self.narrow
-        down = self.linear(weights, "q_down", self.local(x), narrow)
-        return self.columns(weights, "q_up", self.norm(weights, "q_norm", down), size)
+        latent, shared = (
+            self.own * self.narrow * width for width in (mla.kv_lora_rank, mla.qk_rope_head_dim)
+        )
+        both = self.split(self.linear(weights, "kv_down", self.local(x), latent + shared))
+        latents, key = (self.copied(part, size) for part, size in zip(both, (latent, shared), strict=True))
+        del both
+        return self.norm(weights, "kv_norm", latents), self.gathered(key)
 
-    def _shared_key(self, key: Tensor, size: float) -> Tensor:
-        """Of all tokens."""
-        return self.gathered(self.copied(key, size)) if self.is_cut else key
+    def _queries(self, weights: Weights, latents: Tensor) -> Tensor:
+        own, turned, _ = self._widths()
+        name = "q_up" if "q_up" in weights else "q"
+        parts = self.split(self.columns(weights, name, latents, own + turned))
+        return self.joined(own + turned, parts[0], self.turned(parts[1], turned))
+
+    def _keys_values(self, weights: Weights, latents: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        own, turned, value = self._widths()
+        parts = self.split(self.columns(weights, "kv_up", latents, own + value))
+        size = key.size
+        of_all = self.turned(key, size)
+        of_each = self.graph.op(of_all.storage, lambda _: (self.new(size),), of_all)
+        return self.joined(own + turned, parts[0], of_each), self.copied(parts[1], value)
+
+    def _widths(self) -> tuple[float, float, float]:
+        """Bytes of all heads: what positions leave of a query or key, what they turn, and values."""
+        mla = self.model.mla
+        assert mla is not None
+        heads = self.tokens * self.model.num_heads / self.tp * self.narrow
+        return heads * mla.qk_nope_head_dim, heads * mla.qk_rope_head_dim, heads * mla.v_head_dim
 
     def feed_forward(self, weights: Weights, x: Tensor, width: float) -> Tensor:
         """down(silu(gate(x)) * up(x)), or down(gelu(up(x)))."""

@@ -26,7 +26,7 @@ from meshwise.program.cut import Cut
 
 OTHERS = (
     *("attention", "lora_rank", "optimizer", "grad_dtype", "offload_optimizer", "offload_activations"),
-    "recompute_every",
+    *("recompute_every", "dispatch_dtype", "head_dtype", "frozen_dtype"),
 )
 """Keys of a plan that are walked by their defaults only."""
 
@@ -191,7 +191,7 @@ class _Step:
 
     def __init__(self, model: Model, mesh: Mesh, cut: Cut, rank: int) -> None:
         self.mesh, self.rank, self.memory = mesh, rank, Memory()
-        self.modules = Modules(model, mesh, cut, Graph(self.memory))
+        self.modules = Modules(model, mesh, cut, Graph(self.memory, is_lasting=bool(mesh.pp > 1)))
         held = chunks_of_rank(model, int(mesh.pp), int(mesh.vpp), mesh.plan.schedule, mesh.plan.stages, rank)
         self.pieces = [_Piece(model, mesh, cut, self.modules, *chunk) for chunk in held]
         tokens = float(mesh.num_microbatches) * self.modules.tokens

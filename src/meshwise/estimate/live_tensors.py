@@ -112,7 +112,7 @@ class Node:
         if self.frame is not None:
             self.frame.run()
         made = [*self.back(*self.grads, *self.saved)]
-        if self.frame is not None:
+        if self.frame is not None and not self.frame.graph.is_lasting:
             self.saved = ()
         made += [memory.new(size) for size in self.sums]
         self.grads, self.saved, self.frame = [], (), None
@@ -139,13 +139,17 @@ class Frame:
 
 
 class Graph:
-    """The nodes of a pass, in the order in which they were made."""
+    """The nodes of a pass, in the order in which they were made.
 
-    def __init__(self, memory: Memory) -> None:
+    `is_lasting`: what comes back for a node stays until this is through, not only until it is read.
+    """
+
+    def __init__(self, memory: Memory, *, is_lasting: bool = False) -> None:
         self.memory = memory
         self.nodes: list[Node] = []
         self._frame: Frame | None = None
         self.is_again = False
+        self.is_lasting = is_lasting
 
     def op(
         self, result: Storage, back: Callable[..., tuple[Storage | None, ...]], *inputs: Tensor | Leaf,
