@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from meshwise.cost.collective import Runs, collective_s, members, peer_all_reduce_s, sent_bytes
 from meshwise.estimate.timing import Machine, machine
-from meshwise.machine.efficiency import IDEAL, PeerEfficiency, constants
+from meshwise.machine.efficiency import IDEAL, Efficiency, LinkEfficiency, PeerEfficiency, constants
 from meshwise.machine.hardware import Cluster, Level, find_chip, find_cluster
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "send")
@@ -293,3 +293,21 @@ def test_an_oversubscribed_level_gives_each_rank_its_share():
     assert pods.collective_s("send", 1e9, 2, 8) == pytest.approx(1 / 50, rel=1e-3)
     whole_pods_s = pods.collective_s("all_gather", 1e12, 2 * 3072, 1)  # 8 adapters a node bind, not the spine
     assert whole_pods_s == pytest.approx(1e12 / (8 * 50e9), rel=0.05)
+
+
+def test_more_than_two_gpus_on_pcie_go_through_their_host():
+    """A way through it has 3/4 of a link; all eight links at once have 1/16 of what they carry."""
+    links = {"link_bytes_per_s": (32e9,), "link_latency_s": (0.0,), "link_ranks": (8.0,)}
+    slower = {**links, "efficiency": Efficiency(inner=LinkEfficiency(host_frac=3 / 4))}
+    shared = {**links, "efficiency": Efficiency(inner=LinkEfficiency(host_shared_frac=1 / 16))}
+    for on_pcie in (slower, shared):
+        assert collective_s("all_gather", 1e9, 2, **on_pcie) == pytest.approx(1 / 2 / 32)
+    assert collective_s("all_gather", 1e9, 4, **slower) == pytest.approx(3 / 4 / 24)
+    assert collective_s("all_gather", 1e9, 4, **shared) == pytest.approx(3 / 4 / 4)
+    assert collective_s("all_to_all", 1e9, 8, **shared) == pytest.approx(7 / 8 / 2)
+
+
+def test_a_node_of_l40s_passes_its_host_and_a_pair_does_not():
+    of_the_catalog = machine(Cluster(name="l40s", chip=find_chip("l40s"), num_chips=8), "bf16")
+    pair_s, node_s = (of_the_catalog.collective_s("all_gather", 1e9, ranks, 1) for ranks in (2, 8))
+    assert node_s > 4 * pair_s

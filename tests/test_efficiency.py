@@ -470,12 +470,39 @@ def test_fit_recovers_the_machine_that_made_the_rows():
     assert fitted["gemm.bf16"].memory_frac == pytest.approx(0.75, rel=0.05)
 
 
+def test_the_fit_finds_a_machine_all_of_whose_rows_are_far_from_the_start():
+    """A kernel at 0.6 of the peak: from 0.15 each row is beyond the cap, as is every step of a simplex."""
+    truth = eff.DecodeEfficiency(launch_s=1e-6, memory_frac=0.95, peak_frac=0.6)
+    shapes = [
+        {"batch": b, "kv_len": k, "heads": 128.0} for b in (8.0, 32.0, 128.0) for k in (4096.0, 16384.0)
+    ]
+    latent = {"kv_bytes_per_token": 1152.0, "qk_dim": 576.0, "v_dim": 512.0}
+    made = Measurement(
+        chip=H100.name,
+        op="decode",
+        variant="mla",
+        software="",
+        shape={},
+        seconds=1.0,
+        source="synthetic",
+        where="",
+    )
+    rows = [replace(made, shape=shape | latent) for shape in shapes]
+    (batch,) = ops.batches(rows)
+    seconds = ops.predict_s(batch, H100, eff.Efficiency(latent_decode=truth))
+    rows = [replace(row, seconds=float(time)) for row, time in zip(rows, seconds, strict=True)]
+    box = {"decode.mla": fit.DECODE}
+    start = {"decode.mla": eff.DecodeEfficiency(**{name: at for name, (at, _, _) in fit.DECODE.items()})}
+    fitted = fit.fit(rows, H100, box, lambda found: eff.Efficiency(latent_decode=found["decode.mla"]), start)
+    assert fitted["decode.mla"].peak_frac == pytest.approx(0.6, rel=0.05)
+
+
 SEARCHED = {
     "gemm": fit.GEMM,
     "cast": fit.CAST,
     "attention": fit.ATTENTION | fit.BACKWARD,
     "decode": fit.DECODE,
-    "inner": fit.LINK | fit.OWN_PART | fit.SWITCH,
+    "inner": fit.LINK | fit.OWN_PART | fit.SWITCH | fit.HOST,
     "outer": fit.LINK | fit.TREE,
     "experts": fit.EXPERTS,
     "dispatch": fit.DISPATCH,

@@ -41,7 +41,7 @@ from meshwise.calibrate.step_constants import LIMITS, START, TIED, every
 from meshwise.calibrate.step_constants import STATED as STATED_CONSTANTS
 from meshwise.calibrate.validate import estimate_run, validate
 from meshwise.cli.validate import validate as validate_command
-from meshwise.core.errors import ClusterError, DataError, PlanError
+from meshwise.core.errors import ClusterError, DataError, ModelError, PlanError
 from meshwise.estimate.intervals import interval_around, regimes
 from meshwise.estimate.single import TIME_PARTS, estimate
 from meshwise.machine.hardware import find_chip, find_cluster
@@ -300,6 +300,11 @@ def test_models_are_the_catalogs_where_the_name_and_width_agree() -> None:
     gpt = express(found["mpt-045"]).model
     assert not gpt.gated and gpt.dropout_frac == 0.0
     assert express(found["internevo-tp1-z8-32"]).model.gated
+
+
+def test_layers_beyond_any_model_are_refused_before_they_are_counted() -> None:
+    with pytest.raises(ModelError, match="num_layers is 1000000000; it must be from 1 to 100000"):
+        express(restated(runs()["mpt-045"], model="mine", layers=10**9))
 
 
 def test_vocabularies_are_padded_as_the_framework_does() -> None:

@@ -138,7 +138,7 @@ def model_of(run: Run, defaults: Defaults) -> Model:
     """The catalog's model of that name and width with the row's numbers, or one of these numbers alone."""
     known = _known_model(run)
     if known is None:
-        return checked_model(_plain_model(run, defaults), run.model)
+        return _plain_model(run, defaults)
     model = replace(
         known,
         num_layers=run.layers,
@@ -214,7 +214,7 @@ def _plain_model(run: Run, defaults: Defaults) -> Model:
     mla = _latent(run, None)
 
     def candidate(gated: bool) -> Model:
-        return Model(
+        model = Model(
             name=run.model,
             num_layers=run.layers,
             hidden=run.hidden,
@@ -236,6 +236,7 @@ def _plain_model(run: Run, defaults: Defaults) -> Model:
             mla=mla,
             moe=_experts(run, None),
         )
+        return checked_model(model, run.model)
 
     both = candidate(True), candidate(False)
     if run.params_b is None:

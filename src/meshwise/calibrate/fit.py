@@ -8,8 +8,9 @@ one class of op, one dtype) minimises
 
 by the Nelder-Mead simplex: the cap keeps a few odd kernels from deciding, the pull keeps constants that
 the rows do not determine at their start, which is the chip of the same generation (or else the chip)
-with the most rows. Rows shorter than 10 µs or 1 MiB weigh less: launches are not the point. The same
-data give the same file.
+with the most rows. Rows beyond the cap do not say where they would be met: a second search begins where
+one without a cap ended, and the lower end counts. Rows shorter than 10 µs or 1 MiB weigh less: launches
+are not the point. The same data give the same file.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ PEER = {
     "link_frac": (0.6, 0.1, 1.0),
 }
 SWITCH = {"switch_frac": (0.6, 0.2, 1.0), "switch_latency": (80.0, 1.0, 300.0)}
+HOST = {"host_frac": (0.5, 0.01, 1.0), "host_shared_frac": (0.5, 0.01, 1.0)}
 TREE = {"tree_latency": (3.0, 0.2, 20.0)}
 
 
@@ -194,16 +196,17 @@ def fit(
         values = dict(zip(names, np.exp(np.clip(point, low, high)).tolist(), strict=True))
         return {key: replace(start[key], **{name: values[key, name] for name in boxes[key]}) for key in boxes}
 
-    def miss(efficiency: Efficiency) -> float:
+    def miss(efficiency: Efficiency, cap: float) -> float:
         logs = [np.abs(np.log(predict_s(group, chip, efficiency) / group.seconds)) for group in groups]
-        return sum(float(w @ np.minimum(log, CAP)) for w, log in zip(weights, logs, strict=True)) / total
+        return sum(float(w @ np.minimum(log, cap)) for w, log in zip(weights, logs, strict=True)) / total
 
-    def loss(point: Array) -> float:
+    def loss(point: Array, cap: float = CAP) -> float:
         outside = float(np.abs(point - np.clip(point, low, high)).sum())
         pull = PULL * float(((point - origin) ** 2).sum()) / len(rows)
-        return miss(build(entries(point))) + pull + outside
+        return miss(build(entries(point)), cap) + pull + outside
 
-    best = np.exp(np.clip(minimise(loss, origin), low, high))
+    ends = minimise(loss, origin), minimise(loss, minimise(lambda point: loss(point, np.inf), origin))
+    best = np.exp(np.clip(min(ends, key=loss), low, high))
     return entries(np.log([float(f"{value:.4g}") for value in best]))
 
 
@@ -405,7 +408,9 @@ def _fit_links(bench: _Bench) -> None:
     Slingshot has a sweep over nodes; the other networks start there and move only what their few rows show.
     """
     for chip, rows in bench.by_chip(lambda row: row.op == "collective" and not row.software):
-        box = LINK | OWN_PART | ({} if chip.generation in _WITHOUT_SWITCH_SUMS else SWITCH)
+        on_pcie = chip.levels[0].name.startswith("pcie")
+        can_add = not on_pcie and chip.generation not in _WITHOUT_SWITCH_SUMS
+        box = LINK | OWN_PART | (HOST if on_pcie else {}) | (SWITCH if can_add else {})
         bench.fit(chip, rows, {"inner.link": box})
     slow_start = {"quick_latency": (1.2, 0.02, 5.0), "quick_frac": (0.1, 0.02, 1.0)}
     base = None

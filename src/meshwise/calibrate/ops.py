@@ -194,7 +194,9 @@ def _collective_s(batch: Batch, chip: Chip, efficiency: Efficiency) -> Num:
     shape, levels = batch.shape, links(batch, chip)
     if batch.first.software == "ring":
         efficiency = replace(efficiency, inner=replace(efficiency.inner, switch_frac=None))
-    node_ranks = np.minimum(levels[0].ranks, shape["ranks_per_node"])
+    several_nodes = shape["ranks"] > shape["ranks_per_node"]
+    of_node = np.minimum(levels[0].ranks, shape["ranks_per_node"])
+    node_ranks = np.where(several_nodes, of_node, levels[0].ranks)
     between = _links(levels) | {"link_ranks": [node_ranks, *(level.ranks for level in levels[1:])]}
     kind: Any = batch.first.variant
     return collective_s(kind, shape["bytes"], shape["ranks"], **between, efficiency=efficiency)

@@ -39,6 +39,7 @@ That is the ideal machine. A real library (NCCL) pays a launch, has two protocol
 share of the bandwidth; bulk: the full bandwidth, slower hops), copies a rank's own part, climbs trees
 where rings are long (an all-reduce over d domains: 2 log2 d slow hops instead of 2 (d-1)), and lets the
 switch add where it can (V (1 + 1/n) bytes per rank instead of 2 c V). It takes the fastest and so do we.
+More than two GPUs on PCIe go through their host, which is slower than a link and shared.
 `efficiency.LinkEfficiency` holds the constants; level 0 uses `inner`, the levels beyond `outer`.
 
 Every algorithm above is a straight line in V: a delay, plus V times the seconds per byte of its slowest
@@ -262,7 +263,7 @@ class _Group:
                     is_axis=is_axis,
                     ways=ways,
                     rails=link.rails,
-                    bytes_per_s=link.bytes_per_s / apart * reached_frac,
+                    bytes_per_s=_share_bytes_per_s(link, here, efficiency) / apart * reached_frac,
                     hop_s=apart * (quick_s + sync_s),
                     hops_s=hops * quick_s,
                     syncs_s=syncs * sync_s,
@@ -296,6 +297,14 @@ class _Step:
     syncs_s: Num
     efficiency: LinkEfficiency
     bulk: bool
+
+
+def _share_bytes_per_s(link: Link, ranks: Num, efficiency: LinkEfficiency) -> Num:
+    """What is left of a link for one of `ranks` ranks; more than two on PCIe go through their host."""
+    if efficiency.host_frac == efficiency.host_shared_frac == 1.0:
+        return link.bytes_per_s
+    through_host = np.minimum(efficiency.host_frac, efficiency.host_shared_frac * link.ranks / ranks)
+    return link.bytes_per_s * np.where(np.asarray(ranks) > 2, through_host, 1.0)
 
 
 def _named(algorithm: str, steps: Sequence[_Step]) -> str:

@@ -162,6 +162,8 @@ class LinkEfficiency:
     switch_frac: share of the bandwidth when the switch adds up (NVLS, SHARP); None: it cannot.
     switch_latency: delay until a sum in the switch flows.
     own_part: a rank's own part is copied through memory: that many parts' worth of wire time.
+    host_frac: share of the bandwidth on a way through the host, which more than two GPUs on PCIe take.
+    host_shared_frac: share of what the links of a whole domain carry that its host passes on for all.
     """
 
     launch_s: float = 0.0
@@ -174,6 +176,8 @@ class LinkEfficiency:
     tree_latency: float | None = None
     switch_frac: float | None = None
     switch_latency: float = 0.0
+    host_frac: float = 1.0
+    host_shared_frac: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
