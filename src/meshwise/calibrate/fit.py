@@ -248,11 +248,13 @@ class _Bench:
     scores: list[Score]
     unbounded: list[str]
 
-    def by_chip(self, keep: Callable[[Measurement], bool]) -> list[tuple[Chip, list[Measurement]]]:
-        """The rows to keep, per chip; the chip with the most rows first."""
+    def by_chip(
+        self, keep: Callable[[Measurement], bool], *, few: bool = False
+    ) -> list[tuple[Chip, list[Measurement]]]:
+        """The rows to keep, per chip with enough of them, or `few`; the chip with the most rows first."""
         chips = grouped(filter(keep, self.rows), lambda row: row.chip)
         ranked = sorted(chips.items(), key=lambda item: (-len(item[1]), item[0]))
-        return [(find_chip(name), rows) for name, rows in ranked if len(rows) >= MIN_ROWS]
+        return [(find_chip(name), rows) for name, rows in ranked if (len(rows) < MIN_ROWS) == few]
 
     def each(self, op: str) -> Iterator[tuple[str, Chip, list[Measurement]]]:
         """Name of the constants, chip and rows of `op`, by library and dtype."""
@@ -354,6 +356,25 @@ def _fit_gemms(bench: _Bench) -> None:
     for name in ("fp8", "fp4", "fp8-trtllm"):
         for chip, rows in bench.by_chip(_plain_gemm(name)):
             _fit_narrow_gemm(bench, name, chip, rows)
+    for name in ("bf16", "fp8"):
+        for chip, rows in bench.by_chip(_plain_gemm(name), few=True):
+            _fit_best_gemm(bench, name, chip, rows)
+
+
+def _fit_best_gemm(bench: _Bench, name: str, chip: Chip, rows: Sequence[Measurement]) -> None:
+    """A chip of which little more than its best matmul is known: the share of the peak that it reaches.
+
+    The rest is what it inherits; so is, next to this share, the one of the narrower dtypes.
+    """
+    inherited = {key: lookup(bench.tables[key], chip)[0] for key in ("gemm.bf16", "gemm.fp8", "gemm.fp4")}
+    key = f"gemm.{name}"
+    fitted = bench.fit(chip, rows, {key: {"peak_frac": GEMM["peak_frac"]}}, {key: inherited[key]})
+    reached_frac = fitted.peak_frac / inherited[key].peak_frac
+    for narrow in ("fp8", "fp4") if name == "bf16" else ():
+        of_narrow = inherited[f"gemm.{narrow}"]
+        if narrow in chip.matrix_flop_per_s:
+            entry = replace(of_narrow, peak_frac=of_narrow.peak_frac * reached_frac)
+            bench.tables[f"gemm.{narrow}"][chip.name] = entry
 
 
 def _plain_gemm(name: str) -> Callable[[Measurement], bool]:

@@ -434,6 +434,10 @@ def _published(row: dict[str, str], value: float) -> tuple[Stated, float]:
         sizes = dict(zip("mnk", _shape(size, "shape_or_size", *"mnk"), strict=True))
         shape = sizes | {"batch": 1.0, "cast": float(variant == "fp8")}
         return ("gemm", variant, shape, "trtllm" if variant == "fp8" else ""), value * 1e-6
+    if op.startswith("GEMM ") and "best shape found" in op and unit == "TFLOP/s":
+        m, n, k = _dimensions(size)
+        shape = {"m": m, "n": n, "k": k, "batch": 1.0, "cast": 0.0}
+        return ("gemm", _dtype(op.split()[1].lower()), shape, ""), 2.0 * m * n * k / (value * 1e12)
     if op in ("attention fwd+bwd, FA2", "attention fwd FP16, FA2", "attention fwd FP16, FA3"):
         shape, flop = _published_attention(op, size)
         return ("attention", "flash", shape, op[-3:].lower()), flop / (value * 1e12)
@@ -448,6 +452,15 @@ def _published(row: dict[str, str], value: float) -> tuple[Stated, float]:
         raise _Unmodelled(f"no formula times {op!r} in {unit}")
     seconds = _collective_seconds(kind, value, unit, shape)
     return ("collective", kind, shape, "" if op == kind else "ring"), seconds
+
+
+def _dimensions(text: str) -> tuple[float, float, float]:
+    """M, N and K of a cell like `1024x10240x5120 (MxNxK)`."""
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+) \(MxNxK\)", text)
+    if match is None:
+        raise BadCell(f"{text!r} lacks MxNxK", "shape_or_size")
+    m, n, k = map(float, match.groups())
+    return m, n, k
 
 
 def _published_chip(hardware: str, software: str) -> tuple[str, str]:
