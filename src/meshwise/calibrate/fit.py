@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.calibrate.errors import grouped
-from meshwise.calibrate.microdata import Measurement, Problem, read
+from meshwise.calibrate.microdata import BEST, Measurement, Problem, read
 from meshwise.calibrate.ops import Array, batches, constants_name, links, predict_s
 from meshwise.core.errors import DataError, MissingExtraError
 from meshwise.core.files import write_text
@@ -248,13 +248,11 @@ class _Bench:
     scores: list[Score]
     unbounded: list[str]
 
-    def by_chip(
-        self, keep: Callable[[Measurement], bool], *, few: bool = False
-    ) -> list[tuple[Chip, list[Measurement]]]:
-        """The rows to keep, per chip with enough of them, or `few`; the chip with the most rows first."""
+    def by_chip(self, keep: Callable[[Measurement], bool]) -> list[tuple[Chip, list[Measurement]]]:
+        """The rows to keep, per chip; the chip with the most rows first."""
         chips = grouped(filter(keep, self.rows), lambda row: row.chip)
         ranked = sorted(chips.items(), key=lambda item: (-len(item[1]), item[0]))
-        return [(find_chip(name), rows) for name, rows in ranked if (len(rows) < MIN_ROWS) == few]
+        return [(find_chip(name), rows) for name, rows in ranked if len(rows) >= MIN_ROWS]
 
     def each(self, op: str) -> Iterator[tuple[str, Chip, list[Measurement]]]:
         """Name of the constants, chip and rows of `op`, by library and dtype."""
@@ -349,7 +347,7 @@ def fit_all(paths: Sequence[Path], *, checked: str, write_to: Path | None = None
 
 def _fit_gemms(bench: _Bench) -> None:
     """bf16 first: its launch and memory bandwidth hold for streaming kernels, casts and other dtypes too."""
-    for chip, rows in bench.by_chip(_named("gemm", "bf16")):
+    for chip, rows in bench.by_chip(_plain_gemm("bf16")):
         gemm = bench.fit(chip, rows, {"gemm.bf16": GEMM}, {"gemm.bf16": GemmEfficiency(tiled=True)})
         streaming = MemoryEfficiency(launch_s=gemm.launch_s, memory_frac=gemm.memory_frac)
         bench.tables.setdefault("memory.kernel", {})[chip.name] = streaming
@@ -357,28 +355,28 @@ def _fit_gemms(bench: _Bench) -> None:
         for chip, rows in bench.by_chip(_plain_gemm(name)):
             _fit_narrow_gemm(bench, name, chip, rows)
     for name in ("bf16", "fp8"):
-        for chip, rows in bench.by_chip(_plain_gemm(name), few=True):
-            _fit_best_gemm(bench, name, chip, rows)
+        for row in bench.rows:
+            if row.software == BEST and row.variant == name and row.chip not in bench.tables[f"gemm.{name}"]:
+                _fit_best_gemm(bench, row)
 
 
-def _fit_best_gemm(bench: _Bench, name: str, chip: Chip, rows: Sequence[Measurement]) -> None:
-    """A chip of which little more than its best matmul is known: the share of the peak that it reaches.
+def _fit_best_gemm(bench: _Bench, row: Measurement) -> None:
+    """A chip of which no more than its best matmul is known: what share of the peak it reaches.
 
-    The rest is what it inherits; so is, next to this share, the one of the narrower dtypes.
+    All else is what it inherits, and so is the ratio of this share to those of narrower dtypes.
     """
-    inherited = {key: lookup(bench.tables[key], chip)[0] for key in ("gemm.bf16", "gemm.fp8", "gemm.fp4")}
-    key = f"gemm.{name}"
-    fitted = bench.fit(chip, rows, {key: {"peak_frac": GEMM["peak_frac"]}}, {key: inherited[key]})
-    reached_frac = fitted.peak_frac / inherited[key].peak_frac
-    for narrow in ("fp8", "fp4") if name == "bf16" else ():
-        of_narrow = inherited[f"gemm.{narrow}"]
-        if narrow in chip.matrix_flop_per_s:
-            entry = replace(of_narrow, peak_frac=of_narrow.peak_frac * reached_frac)
-            bench.tables[f"gemm.{narrow}"][chip.name] = entry
+    chip, key = find_chip(row.chip), f"gemm.{row.variant}"
+    keys = ["gemm.bf16", *(f"gemm.{narrow}" for narrow in ("fp8", "fp4") if narrow in chip.matrix_flop_per_s)]
+    inherited = {each: lookup(bench.tables[each], chip)[0] for each in keys}
+    fitted = bench.fit(chip, [row], {key: {"peak_frac": GEMM["peak_frac"]}}, {key: inherited[key]})
+    for narrow in keys[1:] if key == "gemm.bf16" else ():
+        reached = inherited[narrow].peak_frac * fitted.peak_frac / inherited[key].peak_frac
+        bench.tables[narrow][chip.name] = replace(inherited[narrow], peak_frac=reached)
 
 
 def _plain_gemm(name: str) -> Callable[[Measurement], bool]:
-    return lambda row: row.op == "gemm" and row.shape["batch"] == 1 and constants_name(row) == name
+    plain = _named("gemm", name)
+    return lambda row: plain(row) and row.shape["batch"] == 1 and row.software != BEST
 
 
 def _fit_narrow_gemm(bench: _Bench, name: str, chip: Chip, rows: Sequence[Measurement]) -> None:

@@ -416,6 +416,9 @@ def _decode(op: str, text: str, kv_dtype: str) -> dict[str, float]:
 
 # --- figures as published ----------------------------------------------------------------------
 
+BEST = "best"
+"""In place of the software: the fastest of many shapes, which says what a chip can reach."""
+
 
 def _from_published(row: dict[str, str], where: str) -> Measurement:
     (op, variant, shape, software), seconds = _published(row, _positive(row["value"], "value"))
@@ -437,7 +440,7 @@ def _published(row: dict[str, str], value: float) -> tuple[Stated, float]:
     if op.startswith("GEMM ") and "best shape found" in op and unit == "TFLOP/s":
         m, n, k = _dimensions(size)
         shape = {"m": m, "n": n, "k": k, "batch": 1.0, "cast": 0.0}
-        return ("gemm", _dtype(op.split()[1].lower()), shape, ""), 2.0 * m * n * k / (value * 1e12)
+        return ("gemm", _dtype(op.split()[1].lower()), shape, BEST), 2.0 * m * n * k / (value * 1e12)
     if op in ("attention fwd+bwd, FA2", "attention fwd FP16, FA2", "attention fwd FP16, FA3"):
         shape, flop = _published_attention(op, size)
         return ("attention", "flash", shape, op[-3:].lower()), flop / (value * 1e12)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.calibrate.errors import grouped
-from meshwise.calibrate.microdata import Measurement
+from meshwise.calibrate.microdata import BEST, Measurement
 from meshwise.core.units import Num
 from meshwise.cost.attention_kernel import attention_s, decode_attention_s
 from meshwise.cost.collective import collective_s, peer_all_reduce_s
@@ -223,4 +223,4 @@ def links(batch: Batch, chip: Chip) -> tuple[Level, ...]:
 def constants_name(row: Measurement) -> str:
     """The variant whose constants time this row: its dtype, and its software where that matters."""
     dtype = "bf16" if row.variant == "fp16" else row.variant
-    return f"{dtype}-{row.software}" if row.software else dtype
+    return dtype if row.software in ("", BEST) else f"{dtype}-{row.software}"
