@@ -354,10 +354,13 @@ def _fit_gemms(bench: _Bench) -> None:
     for name in ("fp8", "fp4", "fp8-trtllm"):
         for chip, rows in bench.by_chip(_plain_gemm(name)):
             _fit_narrow_gemm(bench, name, chip, rows)
-    for name in ("bf16", "fp8"):
-        for row in bench.rows:
-            if row.software == BEST and row.variant == name and row.chip not in bench.tables[f"gemm.{name}"]:
-                _fit_best_gemm(bench, row)
+    best = [row for row in bench.rows if row.software == BEST]
+    for row in sorted(
+        best, key=lambda row: row.variant, reverse=True
+    ):  # fp8 before bf16, which else stands for it
+        known = bench.tables.get(f"gemm.{row.variant}", {})
+        if known and row.chip not in known:
+            _fit_best_gemm(bench, row)
 
 
 def _fit_best_gemm(bench: _Bench, row: Measurement) -> None:
@@ -366,12 +369,14 @@ def _fit_best_gemm(bench: _Bench, row: Measurement) -> None:
     All else is what it inherits, and so is the ratio of this share to those of narrower dtypes.
     """
     chip, key = find_chip(row.chip), f"gemm.{row.variant}"
-    keys = ["gemm.bf16", *(f"gemm.{narrow}" for narrow in ("fp8", "fp4") if narrow in chip.matrix_flop_per_s)]
-    inherited = {each: lookup(bench.tables[each], chip)[0] for each in keys}
-    fitted = bench.fit(chip, [row], {key: {"peak_frac": GEMM["peak_frac"]}}, {key: inherited[key]})
-    for narrow in keys[1:] if key == "gemm.bf16" else ():
-        reached = inherited[narrow].peak_frac * fitted.peak_frac / inherited[key].peak_frac
-        bench.tables[narrow][chip.name] = replace(inherited[narrow], peak_frac=reached)
+    inherited = lookup(bench.tables[key], chip)[0]
+    fitted = bench.fit(chip, [row], {key: {"peak_frac": GEMM["peak_frac"]}}, {key: inherited})
+    for dtype in ("fp8", "fp4") if row.variant == "bf16" else ():
+        table = bench.tables.get(f"gemm.{dtype}")
+        if table and chip.name not in table and dtype in chip.matrix_flop_per_s:
+            narrow = lookup(table, chip)[0]
+            reached_frac = narrow.peak_frac * fitted.peak_frac / inherited.peak_frac
+            table[chip.name] = replace(narrow, peak_frac=reached_frac)
 
 
 def _plain_gemm(name: str) -> Callable[[Measurement], bool]:
