@@ -359,6 +359,7 @@ def test_traces_of_three_formats(tmp_path: Path, name: str) -> None:
         ("a.csv", "arrival,prompt,output\n1,x,3\n", "has no arrival, prompt, output in numbers"),
         ("a.csv", "arrival,prompt,output\n1,0,3\n", "line 2: arrival 1, prompt 0"),
         ("a.csv", "arrival,prompt,output\nnan,1,3\n", "line 2: arrival nan"),
+        ("a.csv", "arrival,prompt,output\n1e307,1,3\n", "a time below 1e18 s"),
         ("a.csv", "arrival,prompt,output\n1,1\n", "has no arrival, prompt, output in numbers"),
         ("a.csv", "arrival,prompt,output\n", "no request that generates"),
         ("a.jsonl", "{", "line 1: Input data was truncated"),

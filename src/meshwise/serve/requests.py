@@ -172,11 +172,14 @@ def _tokens(text: str) -> int:
     return msgspec.convert(text.strip(), _Tokens, strict=False)
 
 
+_LONGEST_S = 1e18  # as of tables of runs
+
+
 def _checked(path: Path, line: int, second: float, prompt: int, output: int) -> tuple[float, int, int]:
-    if not math.isfinite(second) or prompt < 1 or output < 0:
+    if not abs(second) <= _LONGEST_S or prompt < 1 or output < 0:
         raise DataError(
             f"{path}, line {line}: arrival {second:g}, prompt {prompt}, output {output}; "
-            "a request has a time, a prompt of at least 1 token and an output of 0 or more"
+            "a request has a time below 1e18 s, a prompt of at least 1 token and an output of 0 or more"
         )
     return second, prompt, output
 
