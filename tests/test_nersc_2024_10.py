@@ -170,6 +170,7 @@ def test_a_changed_number_is_found_and_named(tmp_path: Path) -> None:
         document["cases"][3]["outputs"]["mlp_ops"].pop()
         document["cases"][4]["inputs"]["n_gpus"] = 1024
         document["cases"][5]["outputs"]["mlp_ops"][2]["comm_fwd"] = [0.0, 0.0]
+        document["cases"][6]["outputs"]["mlp_ops"][0]["flops_fwd"] = 10**400
         document["collectives"][7]["t_s"] *= 1.5
 
     checked = check_cases(changed(tmp_path, change))
@@ -181,6 +182,7 @@ def test_a_changed_number_is_found_and_named(tmp_path: Path) -> None:
     assert (found[3].rel, found[3].where) == (1.0, "mlp_ops")
     assert (found[4].rel, found[4].where) == (0.5, "inputs.n_gpus")
     assert (found[5].rel, found[5].where) == (1.0, "mlp_ops[act1].comm_fwd")
+    assert (found[6].rel, found[6].where) == (1.0, "mlp_ops[fc1].flops_fwd")
     assert checked.collectives.where == "collectives[7].t_s"
     assert checked.collectives.rel == pytest.approx(1 / 3)
 

@@ -11,6 +11,7 @@ that differs, or a cell that we do not have, counts as 1. Numbers less than 1e-1
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -345,7 +346,7 @@ def _difference(ours: Any, theirs: Any, where: str) -> Difference:
         same = type(ours) is type(theirs) and ours == theirs
         return Difference(float(not same), where)
     largest = max(abs(x) for x in numbers)
-    if not math.isfinite(largest):
+    if not largest <= sys.float_info.max:  # a nan, or an integer that no float holds
         return Difference(1.0, where)
     apart = abs(ours - theirs)
     return Difference(float(apart / largest) if apart > _ROUNDING else 0.0, where)
