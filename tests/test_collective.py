@@ -308,6 +308,6 @@ def test_more_than_two_gpus_on_pcie_go_through_their_host():
 
 
 def test_a_node_of_l40s_passes_its_host_and_a_pair_does_not():
-    of_the_catalog = machine(Cluster(name="l40s", chip=find_chip("l40s"), num_chips=8), "bf16")
+    of_the_catalog = machine(find_cluster("l40s:8"), "bf16")
     pair_s, node_s = (of_the_catalog.collective_s("all_gather", 1e9, ranks, 1) for ranks in (2, 8))
     assert node_s > 4 * pair_s
