@@ -243,8 +243,10 @@ def test_every_chip_has_constants_and_says_what_it_inherits():
         assert 0.2 < found.gemm("bf16").peak_frac <= 1.1
         assert found.gemm("fp16") == found.gemm("bf16")
     assert "gemm.bf16" not in eff.constants(H100).inherited_from
-    assert eff.constants(find_chip("a100-40g-sxm")).inherited_from["gemm.bf16"] == "ampere (a100-80g-sxm)"
-    assert eff.constants(find_chip("mi300x")).inherited_from["gemm.bf16"].startswith("all chips (")
+    ampere = eff.constants(find_chip("a100-40g-sxm")).inherited_from
+    assert ampere["gemm.bf16"] == "ampere (a100-80g-pcie, a100-80g-sxm)"
+    assert "gemm.bf16" not in eff.constants(find_chip("mi300x")).inherited_from
+    assert eff.constants(find_chip("tpu-v5p")).inherited_from["gemm.bf16"].startswith("all chips (")
 
 
 def test_a_relative_inherits_the_geometric_mean():
