@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from meshwise.model.architecture import Model, layer_kinds
 from meshwise.model.find import models
@@ -55,57 +56,77 @@ class Recognised:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """FLOP and calls of matmuls by their sizes, and tokens and heads of each attention."""
+
+    flop: dict[Sizes, float]
+    calls: dict[Sizes, int]
+    attended: set[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """A model, cut by `tp`, on so many tokens, and the share of the FLOP that it explains."""
+
+    frac: float
+    model: Model
+    tp: int
+    tokens: int
+
+
 def recognised(summary: Summary) -> Recognised | None:
     """The model and plan of a job; None where shapes were not recorded, or fit no model or several."""
-    flop: dict[Sizes, float] = defaultdict(float)
-    calls: dict[Sizes, int] = defaultdict(int)
-    attended: set[tuple[int, int]] = set()
-    for one in op_rates(summary.traces):
-        numbers = [int(number) for number in re.findall(r"\d+", one.shape)]
-        if one.kind == "matmul":
-            flop[tuple(sorted(numbers))] += one.count * one.flop
-            calls[tuple(sorted(numbers))] += one.count
-        elif one.kind == "attention":
-            attended.add((numbers[2], numbers[1]))
+    seen = _seen(summary)
     num_ranks = max([len(summary.traces), *(trace.world_size or 0 for trace in summary.traces)])
     sizes = {one.group_size for one in summary.collectives}
-    degrees = [tp for tp in _DEGREES if tp == 1 or (num_ranks % tp == 0 and tp in sizes)]
-    found = []
-    for model in models().values():
-        for tp in degrees:
-            for tokens in {size for shape in flop for size in shape}:
-                if shown := _shown(model, tp, tokens, flop):
-                    found.append(
-                        (sum(flop[shape] for shape in shown) / sum(flop.values()), model, tp, tokens)
-                    )
-    found.sort(key=lambda one: -one[0])
-    if not found or found[0][0] < _LEAST_FRAC:
+    match = _best(seen.flop, [tp for tp in _DEGREES if tp == 1 or (num_ranks % tp == 0 and tp in sizes)])
+    if match is None:
         return None
-    best, model, tp, tokens = found[0]
-    if any(one[1].name != model.name and one[0] > best - _APART_FRAC for one in found[1:]):
-        return None
-    pp, exchanging = _num_stages(summary, model.vocab // tp), _exchanging(summary)
-    heads = min(attended, default=(0, 0))[1]
-    cp = model.num_heads // (heads * tp) if heads else 1
-    if cp > 1 and cp in exchanging:
-        exchanging.remove(cp)
-        ep = max(exchanging, default=1)
-    else:
-        ep, cp = (max(exchanging, default=1), 1) if model.moe else (1, max(exchanging, default=1))
+    model, tp, tokens = match.model, match.tp, match.tokens
+    pp, (cp, ep) = _num_stages(summary, model.vocab // tp), _exchanging(summary, match, seen.attended)
     replicas = num_ranks // (tp * pp)
-    seq, heads = min(attended, default=(tokens * cp, 0))
-    seq *= 1 if heads * tp * cp == model.num_heads else cp if heads else 1
+    seq, heads = min(seen.attended, default=(tokens * cp, 0))
+    if heads and heads * tp * cp != model.num_heads:
+        seq *= cp
     is_sharded = replicas > 1 and replicas != tp and _shards(summary, replicas)
-    degrees_of = {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
-    words = [f"{axis}={size}" for axis, size in degrees_of.items() if size > 1 or axis == "tp"]
+    degrees = {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
+    words = [f"{axis}={size}" for axis, size in degrees.items() if size > 1 or axis == "tp"]
     num_steps = len({step.number for step in summary.steps}) or 1
     down = next(w for w in _matrices(model) if w.op in ("fc2", "out_proj"))
     passes = 3 * model.num_layers / pp * num_steps * len(summary.traces)
-    repeats = max(1, round(calls[_sorted(_cut(down, tp), tokens)] / passes))
+    repeats = max(1, round(seen.calls[_sorted(_cut(down, tp), tokens)] / passes))
     microbatch = max(1, tokens * cp // seq)
     schedule = schedule_words(summary, pp, repeats * num_steps) if pp > 1 else ""
     plan = ",".join([*words, *filter(None, ["zero=3" * is_sharded, schedule])])
-    return Recognised(model.name, plan, repeats * (replicas // cp) * microbatch, seq, microbatch, best)
+    return Recognised(model.name, plan, repeats * (replicas // cp) * microbatch, seq, microbatch, match.frac)
+
+
+def _seen(summary: Summary) -> _Seen:
+    seen = _Seen(defaultdict(float), defaultdict(int), set())
+    for one in op_rates(summary.traces):
+        numbers = [int(number) for number in re.findall(r"\d+", one.shape)]
+        if one.kind == "matmul":
+            seen.flop[tuple(sorted(numbers))] += one.count * one.flop
+            seen.calls[tuple(sorted(numbers))] += one.count
+        elif one.kind == "attention":
+            seen.attended.add((numbers[2], numbers[1]))
+    return seen
+
+
+def _best(flop: dict[Sizes, float], degrees: Sequence[int]) -> _Match | None:
+    """What explains most of the FLOP; None where that is little, or another model explains as much."""
+    tokens_seen, total = {size for shape in flop for size in shape}, sum(flop.values())
+    found = [
+        _Match(sum(flop[shape] for shape in shown) / total, model, tp, tokens)
+        for model, tp, tokens in product(models().values(), degrees, tokens_seen)
+        if (shown := _shown(model, tp, tokens, flop))
+    ]
+    best = max(found, key=lambda one: one.frac, default=None)
+    if best is None or best.frac < _LEAST_FRAC:
+        return None
+    rivals = (one for one in found if one.model.name != best.model.name)
+    return None if any(one.frac > best.frac - _APART_FRAC for one in rivals) else best
 
 
 def _num_stages(summary: Summary, vocab: int) -> int:
@@ -119,11 +140,18 @@ def _num_stages(summary: Summary, vocab: int) -> int:
     return max(1, len(summary.traces) // max(ends, 1))
 
 
-def _exchanging(summary: Summary) -> list[int]:
-    """How many ranks exchange all to all, for each group of one rank."""
+def _exchanging(summary: Summary, match: _Match, attended: set[tuple[int, int]]) -> tuple[int, int]:
+    """The degrees of context and expert parallelism, by how many ranks exchange all to all."""
     rank = summary.traces[0].rank
     calls = [one for one in summary.collectives if one.name == "all_to_all" and rank in one.wait_s]
-    return list({one.group: one.group_size or 1 for one in calls}.values())
+    sizes = list({one.group: one.group_size or 1 for one in calls}.values())
+    heads = min(attended, default=(0, 0))[1]
+    ulysses = match.model.num_heads // (heads * match.tp) if heads else 1
+    if ulysses > 1 and ulysses in sizes:
+        sizes.remove(ulysses)
+        return ulysses, max(sizes, default=1)
+    most = max(sizes, default=1)
+    return (1, most) if match.model.moe else (most, 1)
 
 
 def _shown(model: Model, tp: int, tokens: int, flop: dict[Sizes, float]) -> set[Sizes]:
