@@ -342,25 +342,8 @@ def step_cost(model: Model, mesh: Mesh, machine: Machine, stages: Sequence[Stage
     exists = [(cost.stage.num_stages > 0) * 1.0 for cost in costs]
     slowest_s = _largest([cost.time.total_s for cost in costs], exists)
     work_s = slowest_s * mesh.num_microbatches
-    f_s, b_s, w_s = (
-        sum(getattr(cost.time, phase) * cost.stage.num_stages for cost in costs) / mesh.pp
-        for phase in ("forward_s", "backward_s", "weight_s")
-    )
     hop_s = message_s(model, mesh, cut, machine)
-    fill = partial(bubble_s, mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp, f_s, b_s, w_s)
-    waiting_s = fill(p2p_s=0.0)
-    # The pipe fills and drains at the mean pace of the stages and runs at that of the slowest.
-    lead_s = slowest_s - (f_s + b_s + w_s)
-    bubble = np.maximum(waiting_s - lead_s, 0.0) * (mesh.pp > 1)
-    held_s = 2.0 * hop_s * mesh.num_microbatches * mesh.vpp * (1.0 - mesh.overlap_pp)
-    comm_pp = (fill(p2p_s=hop_s) - waiting_s + held_s) * (1.0 if mesh.trains else 0.5)
-    if mesh.plan.stages and mesh.trains and np.any(is_own := differ(model, mesh)):  # of any shape: played
-        played_s = [_played_s(model, mesh, by_part, cut, machine, hop_s=hop) for hop in (0.0, hop_s)]
-        bubble = np.where(is_own, np.maximum(played_s[0] - work_s, 0.0) * (mesh.pp > 1), bubble)[()]
-        comm_pp = np.where(is_own, (played_s[1] - played_s[0] + held_s) * (mesh.pp > 1), comm_pp)[()]
-    # Without chunks a stage gathers its weights when the first microbatch arrives, one after the other.
-    filling_s = sum(cost.filling_s * cost.stage.num_stages for cost in costs) / mesh.pp
-    bubble = bubble + (mesh.schedule <= SCHEDULES.index("1f1b")) * (mesh.pp - 1.0) * filling_s
+    bubble, comm_pp = _pipeline_waits(model, mesh, by_part, costs, cut, machine, hop_s, slowest_s)
     comm_dp = _largest([cost.comm_dp_s for cost in costs], exists)
     optimizer = _largest([cost.optimizer_s for cost in costs], exists)
     lone_s = _largest([cost.time.unpaired_s for cost in costs], exists)
@@ -383,6 +366,34 @@ def step_cost(model: Model, mesh: Mesh, machine: Machine, stages: Sequence[Stage
         parts=by_name,
         cut=cut,
     )
+
+
+def _pipeline_waits(
+    model: Model, mesh: Mesh, by_part: Sequence[Part], costs: Sequence[StageCost], cut: Cut,
+    machine: Machine, hop_s: Num, slowest_s: Num,
+) -> tuple[Num, Num]:  # fmt: skip
+    """The bubble, and what messages of `hop_s` [s] add to the step.
+
+    The pipe fills and drains at the mean pace of the stages and runs at that of the slowest.
+    """
+    f_s, b_s, w_s = (
+        sum(getattr(cost.time, phase) * cost.stage.num_stages for cost in costs) / mesh.pp
+        for phase in ("forward_s", "backward_s", "weight_s")
+    )
+    fill = partial(bubble_s, mesh.schedule, mesh.pp, mesh.num_microbatches, mesh.vpp, f_s, b_s, w_s)
+    waiting_s = fill(p2p_s=0.0)
+    lead_s = slowest_s - (f_s + b_s + w_s)
+    bubble = np.maximum(waiting_s - lead_s, 0.0) * (mesh.pp > 1)
+    held_s = 2.0 * hop_s * mesh.num_microbatches * mesh.vpp * (1.0 - mesh.overlap_pp)
+    comm_pp = (fill(p2p_s=hop_s) - waiting_s + held_s) * (1.0 if mesh.trains else 0.5)
+    if mesh.plan.stages and mesh.trains and np.any(is_own := differ(model, mesh)):  # of any shape: played
+        played_s = [_played_s(model, mesh, by_part, cut, machine, hop_s=hop) for hop in (0.0, hop_s)]
+        own_s = np.maximum(played_s[0] - slowest_s * mesh.num_microbatches, 0.0)
+        bubble = np.where(is_own, own_s * (mesh.pp > 1), bubble)[()]
+        comm_pp = np.where(is_own, (played_s[1] - played_s[0] + held_s) * (mesh.pp > 1), comm_pp)[()]
+    # Without chunks a stage gathers its weights when the first microbatch arrives, one after the other.
+    filling_s = sum(cost.filling_s * cost.stage.num_stages for cost in costs) / mesh.pp
+    return bubble + (mesh.schedule <= SCHEDULES.index("1f1b")) * (mesh.pp - 1.0) * filling_s, comm_pp
 
 
 def _played_s(
