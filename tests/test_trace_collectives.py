@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from kineto import all_reduce, host, kernel, message, write_trace
 from meshwise.trace.events import collective_kind
+from meshwise.trace.read import read_traces
 from meshwise.trace.sections import joint_sections
 from meshwise.trace.summary import all_sections, summarize_paths
+from meshwise.trace.transfers import transfers
 
 DATA = Path(__file__).parent / "data" / "traces"
 WIRE_US = 10.0
@@ -311,6 +313,18 @@ def test_real_gloo_ranks():
 )
 def test_names_of_collectives(name, kind):
     assert collective_kind(name) == kind
+
+
+@pytest.mark.parametrize(("world_size", "size_bytes"), [(2, 2000.0), (0, None)])
+def test_gloo_gathers_from_as_many_ranks_as_are_known(tmp_path, world_size, size_bytes):
+    """Its event shows what one rank gives."""
+    shape = {"Input Dims": [[250]], "Input type": ["float"]}
+    path = write_trace(
+        tmp_path / "rank-0.json", [host("user_annotation", "gloo:all_gather", 2, 40, **shape)], 0, world_size
+    )
+    ((trace,), _) = read_traces([path])
+    (one,) = transfers(trace)
+    assert one.payload_bytes == size_bytes
 
 
 def test_gloo_reduces_all_to_scatter(tmp_path):

@@ -15,6 +15,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -163,9 +164,7 @@ def _named_calls(trace: Trace) -> dict[int, str]:
 
 
 def _host(trace: Trace) -> list[Transfer]:
-    recorded = _flight_record(trace)
-    world = tuple(range(trace.world_size)) if trace.world_size else "world"
-    is_world, end_ns, launcher = len(trace.groups) <= 1, trace.end_ns, launchers(trace)
+    recorded, end_ns, launcher = _flight_record(trace), trace.end_ns, launchers(trace)
     peers, stages = _peers(trace), _stages(trace, recorded)
     found = []
     events = trace.where(Kind.HOST_COMMUNICATION).tolist()
@@ -176,42 +175,57 @@ def _host(trace: Trace) -> list[Transfer]:
         unrecorded[name] -= 1
         call = recorded[name].popleft() if unrecorded[name] < 0 and recorded[name] else None
         asked = collective_kind(trace.name(launcher[i])) if launcher[i] >= 0 else ""
-        kind = (
-            asked if asked == "reduce_scatter" else collective_kind(name)
-        )  # gloo reduces all, then scatters
-        group_name = (call.process_group or [""])[0] if call else ""
-        if call:
-            group = trace.groups.get(group_name) or f"group {group_name}"
-            payload: float | None = _call_bytes(call, kind, len(group) if isinstance(group, tuple) else 1)
-            dtype = (call.input_dtypes or [""])[0]
-        else:
-            group = world
-            dtype, payload = _shape_bytes(trace, i)
-            if kind == "all_gather" and payload is not None:
-                payload = payload * len(group) if is_world else None
+        # gloo reduces all, then scatters
+        kind = asked if asked == "reduce_scatter" else collective_kind(name)
         args = peers[kind].popleft() if peers[kind] else CommunicationArgs()
         source, destination = _ends(trace.rank, kind, args, None)
         if stages and kind in POINT_TO_POINT:  # a call numbers the ranks of its group
             source = source if kind == "send" else _nth(stages, source)
             destination = destination if kind == "recv" else _nth(stages, destination)
+        moved = _recorded_call(trace, call, kind) if call else _unrecorded_call(trace, i, kind)
         found.append(
             Transfer(
                 event=i,
                 kind=kind,
-                group=group,
-                group_name=group_name,
-                group_size=len(group) if isinstance(group, tuple) and (call or is_world) else None,
                 sequence=call.collective_seq_id if call else None,
-                payload_bytes=0.0 if kind == "barrier" else payload,
-                dtype=dtype,
                 start_ns=int(trace.start_ns[i]),
                 end_ns=int(end_ns[i]),
                 source=source,
                 destination=destination,
                 is_buffered=kind in POINT_TO_POINT,
+                **moved | ({"payload_bytes": 0.0} if kind == "barrier" else {}),
             )
         )
     return found
+
+
+def _recorded_call(trace: Trace, call: _Recorded, kind: str) -> dict[str, Any]:
+    """The group, payload and type of a call, as PyTorch recorded it."""
+    name = (call.process_group or [""])[0]
+    group = trace.groups.get(name) or f"group {name}"
+    size = len(group) if isinstance(group, tuple) else None
+    return {
+        "group": group,
+        "group_name": name,
+        "group_size": size,
+        "payload_bytes": _call_bytes(call, kind, size or 1),
+        "dtype": (call.input_dtypes or [""])[0],
+    }
+
+
+def _unrecorded_call(trace: Trace, event: int, kind: str) -> dict[str, Any]:
+    """The same by the shapes of the event, in the only group that the trace knows, or one unknown."""
+    size = trace.world_size if trace.world_size and len(trace.groups) <= 1 else None
+    dtype, payload = _shape_bytes(trace, event)
+    if kind == "all_gather" and payload is not None:
+        payload = payload * size if size else None
+    return {
+        "group": tuple(range(trace.world_size)) if trace.world_size else "world",
+        "group_name": "",
+        "group_size": size,
+        "payload_bytes": payload,
+        "dtype": dtype,
+    }
 
 
 def _stages(trace: Trace, recorded: Mapping[str, Iterable[_Recorded]]) -> tuple[int, ...]:
