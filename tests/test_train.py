@@ -28,6 +28,7 @@ from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program, make_options, parse_options
 from meshwise.runtime.programs.adam_8bit import Adam8bit, _table
 from meshwise.runtime.programs.frozen import packed, widened
+from meshwise.runtime.programs.muon import LIKE_ADAM, orthogonal
 from meshwise.runtime.programs.narrow import Product
 from meshwise.runtime.programs.parallelize import local_bytes
 from meshwise.runtime.programs.parts import Parts
@@ -268,6 +269,30 @@ def test_adam_in_8_bits_follows_adam() -> None:
     assert kept == [state_bytes(name, len(start), 4.0) for name in ("adam-8bit", "adam")]
 
 
+def test_muon_of_shards_makes_the_step_of_whole_matrices(pool: Ranks) -> None:
+    """The second loss is that of weights of which each rank has moved its part."""
+    found = []
+    for plan in ("optimizer=muon,zero=3", "optimizer=muon,zero=0", "zero=3"):
+        options = train_options(plan=f"{plan},ep=2,dtype=fp32", batch=4, steps=2, model="moe")
+        found.append(pool.call(run_rank, "train", options, 0, True)[0].result)
+    sharded, whole, adam = (result["losses"] for result in found)
+    assert sharded == pytest.approx(whole, rel=1e-5)
+    assert sharded != pytest.approx(adam, rel=1e-4)
+    assert found[0]["bytes"]["optimizer"] < 0.8 * found[2]["bytes"]["optimizer"]
+
+
+@pytest.mark.parametrize("shape", [(48, 16), (16, 48)])
+def test_orthogonal_matrices_are_those_of_torchs_muon(shape: tuple[int, int]) -> None:
+    """In bf16, alone or in a stack."""
+    grad, weight = torch.randn(shape), torch.nn.Parameter(torch.zeros(shape))
+    weight.grad = grad
+    torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw").step()
+    expected = weight.detach() / (-LIKE_ADAM * 48**0.5)
+    for found in (orthogonal(grad.bfloat16()), orthogonal(torch.stack([grad.mT.mT, grad]).bfloat16())[1]):
+        assert (found.float() - expected).abs().max() < 0.02
+    assert torch.linalg.svdvals(expected).std() < 0.3
+
+
 def test_a_ring_rank_holds_the_tokens_that_torch_balances() -> None:
     order = _HeadTailLoadBalancer(24, 3, "cpu")._generate_indices()[0]
     assert torch.cat([own_places(24, 3, rank, torch.device("cpu")) for rank in range(3)]).equal(order.long())
@@ -409,6 +434,8 @@ def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, poo
         (4, 2, "mixtral-8x7b --plan lora_rank=8,frozen_dtype=int4,ep=2,recompute=full --layers 1"),
         (8, 0, "mixtral-8x7b --plan ep=8,imbalance=1.75,dispatch_dtype=fp8 --layers 1 --seq 512"),
         (8, 5, "mla --plan ep=2,tp=2,etp=2,pp=2,imbalance=1.5,recompute_modules=per_op --batch 8 --seq 32"),
+        (5, 4, "gpt --plan optimizer=muon,zero=1,dtype=bf16 --batch 10"),
+        (8, 5, "mla --plan optimizer=muon,tp=2,ep=2,etp=1,pp=2,dtype=bf16 --batch 8 --steps 2"),
         (4, 0, "gpt --plan tp=2,dtype=fp8,head_dtype=fp8,loss_chunks=2,lora_rank=4 --batch 4"),
         (4, 2, "mla --plan tp=2,ep=2,etp=1,dtype=fp8,recompute_modules=per_op --batch 4"),
         (
@@ -613,6 +640,7 @@ def counted_peak(options: Any) -> float:
         ("--plan recompute=full,recompute_layers=1,recompute_every=2", "leave recompute_layers out"),
         ("--plan loss_chunks=3 --seq 16", "does not divide the 16 tokens"),
         ("--plan implementation=megatron", "is implementation=fsdp2, not megatron"),
+        ("--plan offload_optimizer=1,optimizer=muon", "leave offload_optimizer out"),
         ("--plan offload_optimizer=0.5,optimizer=adam-8bit", "use offload_optimizer=1 or 0"),
         ("--plan offload_activations=1,recompute=selective", "recompute=full or none"),
         ("--plan lora_rank=4,frozen_dtype=int4", "which do not divide the rows of q"),

@@ -197,7 +197,13 @@ def _once_a_step(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
                 "axis": "dp", "time_s": waited_s,
             }  # fmt: skip
         own_s = float(cost.optimizer_s)
-        yield {"module": "step", "op": mesh.plan.optimizer, "phase": "optimizer", "time_s": own_s}
+        for op, seconds in cost.update:
+            if isinstance(op, Exchange):
+                yield _exchange_row(op, float(seconds), 1.0)
+            elif float(op.count):
+                yield op_row(op) | {"time_s": float(seconds) / float(op.count)}
+        rest_s = own_s - sum(float(seconds) for _, seconds in cost.update)
+        yield {"module": "step", "op": mesh.plan.optimizer, "phase": "optimizer", "time_s": rest_s}
         if float(step.optimizer_s) > own_s:
             waited_s = float(step.optimizer_s) - own_s
             yield {"module": "step", "op": "wait_for_optimizer", "phase": "optimizer", "time_s": waited_s}

@@ -37,11 +37,11 @@ from meshwise.estimate.memory import (
     weight_bytes,
 )
 from meshwise.estimate.part import LINKS, Part, price_parts
-from meshwise.estimate.timing import Machine
+from meshwise.estimate.timing import Machine, op_times
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage, chunks, stages_of
-from meshwise.program import fsdp2
+from meshwise.program import fsdp2, muon
 from meshwise.program.block import shared_gradients
 from meshwise.program.cut import Cut
 from meshwise.program.exchange import Exchange, Held, exchanges, shared_weights
@@ -91,6 +91,8 @@ class StageCost:
 
     `exchanged` are the collectives of its replicas with the seconds that the links need for all of each;
     of their sum the step pays `comm_dp_s`, and its first microbatch waits `filling_s` for weights.
+    `update`: what the optimizer gathers and multiplies, with the seconds of all of each, part of
+    `optimizer_s`.
     """
 
     stage: Stage
@@ -101,6 +103,7 @@ class StageCost:
     comm_dp_s: Num
     filling_s: Num
     optimizer_s: Num
+    update: list[tuple[Exchange | Op, Num]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,9 +211,11 @@ def _stage_cost(
     else:
         memory = stage_memory(model, stage, by_part, held, mesh, cut, machine.overheads)
     optimizer_s = _optimizer_s(held, memory, mesh, cut, machine) if mesh.trains else 0.0
+    update = _update(units, kinds, mesh, cut, machine) if mesh.plan.optimizer == "muon" else []
+    optimizer_s = optimizer_s + sum((seconds for _, seconds in update), 0.0)
     return StageCost(
         stage=stage, held=held, time=time, memory=memory, exchanged=exchanged, comm_dp_s=comm_dp_s,
-        filling_s=filling_s, optimizer_s=optimizer_s,
+        filling_s=filling_s, optimizer_s=optimizer_s, update=update,
     )  # fmt: skip
 
 
@@ -304,6 +309,17 @@ def _exchange_s(one: Exchange, kinds: Kinds | None, machine: Machine) -> Num:
     if copy_s := machine.overheads.shard_copy_s:
         seconds = seconds + copy_s * one.shards_copied * (one.group_size > 1)
     return one.count * seconds
+
+
+def _update(
+    units: Sequence[fsdp2.Unit], kinds: Kinds | None, mesh: Mesh, cut: Cut, machine: Machine
+) -> list[tuple[Exchange | Op, Num]]:
+    """What Muon gathers and multiplies where FSDP2 has cut the matrices, and its seconds."""
+    gathers = [one for one in muon.gathers(units, mesh, cut) if one.occurs]
+    products = list(muon.products(units, cut))
+    times = zip(products, op_times(products, machine), strict=True)
+    found: list[tuple[Exchange | Op, Num]] = [(one, _exchange_s(one, kinds, machine)) for one in gathers]
+    return found + [(op, op.count * once_s) for op, once_s in times]
 
 
 def _optimizer_s(held: Held, memory: Memory, mesh: Mesh, cut: Cut, machine: Machine) -> Num:

@@ -66,7 +66,7 @@ PROMPT_KEYS = ("cp", "cp_kind", "ulysses")
 """Keys that it knows where it only takes prompts."""
 FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
     "layout": ("1d",), "dtype": ("fp8", "bf16", "fp16", "tf32", "fp32", "fp64"),
-    "optimizer": ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "sgd", "none"),
+    "optimizer": ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "muon", "sgd", "none"),
     "attention": ("flash", "unfused"), "dispatch": ("per_expert",),
     "placement": tuple((*AXES[:inner], "pp", *AXES[inner:-1]) for inner in (3, 0, 1, 2)),
 }  # fmt: skip
@@ -521,6 +521,10 @@ def _fsdp2_recomputation(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Ite
         "recompute=full or none",
     )
     share = mesh.offload_optimizer
+    yield Rule(
+        (plan.optimizer == "muon") & (share > 0),
+        "implementation=fsdp2 gathers matrices for optimizer=muon on the device; leave offload_optimizer out",
+    )
     yield Rule(
         (plan.optimizer == "adam-8bit") & (share > 0) & (share < 1),
         "implementation=fsdp2 cuts no tensor whose states share scales: use offload_optimizer=1 or 0 with "

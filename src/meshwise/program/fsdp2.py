@@ -46,7 +46,7 @@ from meshwise.plan.stages import Stage, chunks_of_rank, num_on_host
 from meshwise.program.cut import Cut
 from meshwise.program.exchange import Exchange
 from meshwise.program.held import is_quantized
-from meshwise.program.optimizer_states import STATES, state_bytes
+from meshwise.program.optimizer_states import STATES, by_muon, state_bytes
 from meshwise.program.order import ACTIVE_CHUNKS, gathers, patterns
 from meshwise.program.tensor_1d import shards
 
@@ -90,12 +90,12 @@ class Unit:
     def padded_size(self, mesh: Mesh, cut: Cut) -> Num:
         """Elements that are moved: each first dim rounded up to a multiple of the ranks."""
         ranks = self.sharing(mesh)
-        return sum((np.ceil(rows / ranks) * ranks * width for rows, width in self._stored(cut)), 0.0)
+        return sum((np.ceil(rows / ranks) * ranks * width for rows, width in self.stored(cut)), 0.0)
 
     def gathered_bytes(self, mesh: Mesh, cut: Cut) -> Num:
         """Bytes that are moved of the weights: in the type of the matmuls, frozen ones as they are kept."""
         ranks = self.sharing(mesh)
-        padded = [np.ceil(rows / ranks) * ranks * width for rows, width in self._stored(cut)]
+        padded = [np.ceil(rows / ranks) * ranks * width for rows, width in self.stored(cut)]
         return self._bytes(padded, cut, cut.precision.act_bytes)
 
     def local_bytes(self, mesh: Mesh, cut: Cut) -> Num:
@@ -115,10 +115,10 @@ class Unit:
         """Of each weight."""
         ranks = self.sharing(mesh)
         shard = 0.0 if self.is_experts else mesh.shard % ranks
-        parts = [(rows, np.ceil(rows / ranks), width) for rows, width in self._stored(cut)]
+        parts = [(rows, np.ceil(rows / ranks), width) for rows, width in self.stored(cut)]
         return [np.clip(rows - shard * part, 0.0, part) * width for rows, part, width in parts]
 
-    def _stored(self, cut: Cut) -> Iterator[tuple[Num, Num]]:
+    def stored(self, cut: Cut) -> Iterator[tuple[Num, Num]]:
         """Each weight as a tensor-parallel rank has it: the dim that is cut, and the size of the others."""
         for weight in self.weights:
             rows: Num = float(weight.shape[1 if weight.is_expert else 0 if weight.op in TABLES else -1])
@@ -208,12 +208,16 @@ def held_params(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Num:
 def optimizer_bytes(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Num:
     """Bytes of the states of the optimizer on the rank's device, of the weights behind those of the host."""
     kept, elem_bytes, share = mesh.plan.optimizer, shard_bytes(mesh, cut), mesh.offload_optimizer
-    if kept in STATES:
+    if kept not in ("adam-8bit", "muon"):
         num_trained = held_params([unit.trained for unit in held], mesh, cut)
         return STATES[kept] * elem_bytes * (num_trained - num_on_host(share, num_trained))
     whole: Num = 0.0
-    for unit in held:
-        of_each = [state_bytes(kept, size, elem_bytes) for size in unit.trained.local_sizes(mesh, cut)]
+    for unit in (one.trained for one in held):
+        sizes = zip(unit.weights, unit.local_sizes(mesh, cut), strict=True)
+        of_each = [
+            state_bytes("adam" if kept == "muon" and not by_muon(weight) else kept, size, elem_bytes)
+            for weight, size in sizes
+        ]
         whole = whole + unit.count * sum(of_each, 0.0)
     return (1.0 - share) * whole
 

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
+from meshwise.plan.plan import Plan
 from meshwise.runtime.programs.adam_8bit import Adam8bit
+from meshwise.runtime.programs.muon import Muon
+from meshwise.runtime.programs.offload import HostOptimizer, one_group
+
+Stepping: TypeAlias = torch.optim.Optimizer | HostOptimizer | Muon
+
+
+def make_optimizer(plan: Plan, trained: Sequence[Tensor], matrices: Sequence[Any], lr: float) -> Stepping:
+    """That of a plan, of the weights `trained`, among them `matrices` between the ends of the model."""
+    if plan.optimizer == "muon":
+        known = {id(matrix) for matrix in matrices}
+        return Muon(matrices, [weight for weight in trained if id(weight) not in known], lr)
+    make = partial(optimizer_of(plan.optimizer), lr=lr)
+    if plan.offload_optimizer:
+        return HostOptimizer(make, trained, plan.offload_optimizer)
+    return make(one_group(trained))
 
 
 def optimizer_of(name: str) -> Callable[..., torch.optim.Optimizer]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from meshwise.estimate.live_peak import is_known, live_peak_bytes
@@ -61,8 +60,7 @@ def main(options: Options, context: Context) -> dict[str, Any]:
     import torch
     from torch.profiler import record_function
 
-    from meshwise.runtime.programs.offload import HostOptimizer, one_group
-    from meshwise.runtime.programs.optimizers import optimizer_of
+    from meshwise.runtime.programs.optimizers import make_optimizer
     from meshwise.runtime.programs.parallelize import local_bytes
     from meshwise.runtime.programs.train_reference import differences
     from meshwise.runtime.programs.training import Trainer
@@ -74,9 +72,7 @@ def main(options: Options, context: Context) -> dict[str, Any]:
         parameters = trainer.parameters()
         recorder.weights(*parameters)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        make = partial(optimizer_of(trainer.plan.optimizer), lr=options.lr)
-        offloads = trainer.plan.offload_optimizer
-        optimizer = HostOptimizer(make, trained, offloads) if offloads else make(one_group(trained))
+        optimizer = make_optimizer(trainer.plan, trained, trainer.matrices(), options.lr)
     losses, found = [], {}
     for number in range(options.steps):
         with record_function(f"ProfilerStep#{number}"):

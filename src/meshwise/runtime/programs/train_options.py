@@ -45,7 +45,8 @@ class Options:
         str,
         Meta(
             description="tp, cp, cp_kind, zero, zero_group, ulysses, ep, etp, pp, vpp, lora_rank, "
-            "optimizer=adam|adam-bf16|adam-8bit|sgd, grad_dtype, offload_optimizer, offload_activations, "
+            "optimizer=adam|adam-bf16|adam-8bit|muon|sgd, grad_dtype, offload_optimizer, "
+            "offload_activations, "
             "schedule=gpipe|1f1b|interleaved|zb-h1|zb-v|dualpipe|dualpipe-v, recompute=none|selective|full, "
             "recompute_layers, "
             "recompute_modules=core_attn+layernorm+mla_up_proj+mlp+moe+moe_act+shared_experts|per_op, "
