@@ -24,7 +24,6 @@ from meshwise.model.architecture import Model, layer_kinds
 from meshwise.plan.layouts import check_layout, default_grid
 from meshwise.plan.plan import (
     AXES,
-    CORE_ATTENTION,
     DEFAULTS,
     KEYS,
     NUMBERS,
@@ -511,9 +510,9 @@ def _fsdp2_recomputation(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Ite
         "or leave frozen_dtype out",
     )
     yield Rule(
-        bool(plan.lora_rank and modules - set(CORE_ATTENTION)),
-        "implementation=fsdp2 recomputes attention or whole blocks beside adapters: use "
-        "recompute_modules=core_attn or recompute=full with lora_rank",
+        bool(plan.lora_rank and modules & {"per_op", "layernorm"}),
+        "implementation=fsdp2 recomputes modules but norms, or whole blocks, beside adapters: use other "
+        "recompute_modules than per_op and layernorm, or recompute=full, with lora_rank",
     )
     yield Rule(
         (mesh.offload_activations > 0) & is_selective,
@@ -547,8 +546,9 @@ def _fsdp2_sizes(model: Model, mesh: Mesh) -> Iterator[Rule]:
     """Rules of what is cut, without copies or padding, and into what."""
     experts, parts = mesh.expert_replicas, mesh.tp * mesh.cp * (1.0 + (mesh.ring > 1))
     yield Rule(
-        (mesh.plan.attention == "unfused") & (mesh.cp > 1),
-        "implementation=fsdp2 attends over cp={cp} ranks in fused attention only; use attention=flash",
+        (mesh.plan.attention == "unfused") & (mesh.ring > 1),
+        "implementation=fsdp2 passes keys round cp={cp} ranks in fused attention only; use attention=flash, "
+        "or cp_kind=ulysses",
     )
     most = np.minimum(mesh.ep, model.moe.num_experts / model.moe.top_k) if model.moe else np.inf
     yield Rule(

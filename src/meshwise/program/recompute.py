@@ -74,21 +74,24 @@ def _by_module(model: Model, cut: Cut, op: Op, module: str, is_moe: bool) -> tup
     inside = {"mlp": ("mlp",), "moe": ("moe", "shared_expert"), "shared_experts": ("shared_expert",)}
     is_inside = op.module in inside.get(module, ()) and not op.name.startswith(AROUND)
     fuses_norms = IMPLEMENTATIONS[cut.implementation].fuses_norms
-    if module == "mlp" and op.module == "mlp" and not fuses_norms:
-        # What the norm made is kept; where an exchange gathers it, beside what the first matmul keeps.
+    if not fuses_norms and (module == "mlp" or cut.lora_rank):  # else a router keeps what the norm made
         normed = cut.split_tokens * model.hidden * cut.precision.act_bytes
-        is_gathered = cut.sequence_parallel * (cut.tp > 1) * 1.0
-        if op.name == "norm2":
-            return -normed * is_gathered, False
-        if op.name == "fc1":
-            return np.maximum(everything - normed * (1.0 - is_gathered), 0.0), True
+        # An exchange may gather it for the first matmul, and experts that do not train do not keep it.
+        is_apart = cut.sequence_parallel * (cut.tp > 1) * 1.0
+        if model.moe and not model.moe.shared_ffn_hidden and module == "moe":
+            is_apart = 1.0
+        if place == ("mlp" if module == "mlp" else "moe", "norm2"):
+            return -normed * is_apart * (module in _outermost(cut)), False
+        if is_inside and op.name == (_first_adapter(model) if cut.lora_rank else "fc1"):
+            return np.maximum(everything - normed * (1.0 - is_apart), 0.0), True
     keeps_input = place == ("moe", "router") or (fuses_norms and place == ("shared_expert", "fc1"))
     return everything * (is_inside and not keeps_input), is_inside
 
 
 def _of_up_projections(cut: Cut, op: Op, mla: MLA) -> tuple[Num, bool]:
     """What making queries, keys and values of latents again drops of an op, and whether it runs the op."""
-    again = op.module == "attention" and op.name in ("q", "q_up", "kv_up", "rotary", "ulysses_qkv")
+    layer, _, adapter = op.name.partition("_lora_")
+    again = op.module == "attention" and layer in ("q", "q_up", "kv_up", "rotary", "ulysses_qkv")
     if op.kind == "attention":
         return _queries_keys_values(cut, op), False
     if IMPLEMENTATIONS[cut.implementation].fuses_norms:  # what norms read stays, which is part of the latents
@@ -98,7 +101,18 @@ def _of_up_projections(cut: Cut, op: Op, mla: MLA) -> tuple[Num, bool]:
     is_gathered = cut.sequence_parallel * (cut.tp > 1) * 1.0
     if op.name in ("q_norm", "kv_norm"):
         return -math.prod(op.shape) * cut.precision.act_bytes * is_gathered, False
-    return op.saved_bytes * is_gathered * again, again
+    return op.saved_bytes * (1.0 if adapter == "b" else is_gathered) * again, again
+
+
+def _first_adapter(model: Model) -> str:
+    """The op of an MLP's adapters that keeps what all of them read."""
+    return ("gate" if model.gated else "up") + "_lora_a"
+
+
+def _outermost(cut: Cut) -> set[str]:
+    """The modules that are recomputed in none of the others."""
+    inside = {"moe_act", "shared_experts"} if "moe" in cut.recompute_modules else set()
+    return set(cut.recompute_modules) - inside
 
 
 def _queries_keys_values(cut: Cut, op: Op) -> Num:

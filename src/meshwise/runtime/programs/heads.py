@@ -71,4 +71,4 @@ def attend_by_heads(along: Axis, attend: CoreAttention, q: Tensor, k: Tensor, v:
     heads, width = q.shape[1], v.shape[3]
     mixed = mixed.transpose(0, 1).reshape(-1, heads // along.size * width)
     mixed = DealHeads.apply(mixed, [heads], False, batch, width, along)
-    return mixed.view(tokens, batch, heads, width).transpose(0, 1)
+    return mixed.view(tokens, batch, heads, width).transpose(0, 1).contiguous()

@@ -18,6 +18,7 @@ def attend_unfused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     batch, heads, _, width = q.shape
     if k.shape[1] < heads:
         k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+        q = q.contiguous()  # which may lie beside the keys that were repeated
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     probabilities = Softmax.apply(torch.bmm(q, k.transpose(1, 2)), width**-0.5)
     return torch.bmm(probabilities, v).unflatten(0, (batch, heads)).transpose(1, 2)
