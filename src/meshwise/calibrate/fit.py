@@ -27,7 +27,7 @@ from meshwise.calibrate.errors import grouped
 from meshwise.calibrate.microdata import BEST, Measurement, Problem, read
 from meshwise.calibrate.ops import Array, batches, constants_name, links, predict_s
 from meshwise.core.errors import DataError, MissingExtraError
-from meshwise.core.files import write_text
+from meshwise.core.files import read_catalog, write_text
 from meshwise.core.toml import catalog_toml
 from meshwise.machine.efficiency import (
     CLASSES,
@@ -46,54 +46,14 @@ FLASH_TILE = 128.0
 PULL = 0.05
 MIN_ROWS = 25
 
-# Constants and where their search starts: (start, least, most).
-GEMM = {
-    "launch_s": (2e-6, 5e-7, 2e-5),
-    "peak_frac": (0.85, 0.2, 1.1),
-    "throttle_frac": (0.05, 1e-3, 0.4),
-    "cache_speedup": (6.0, 2.0, 30.0),
-    "memory_frac": (0.85, 0.4, 1.0),
-    "tile_s": (1e-6, 1e-8, 1e-5),
-    "split_s": (4e-6, 1e-7, 3e-5),
-}
-CAST = {"launch_s": (3e-6, 1e-7, 2e-5), "passes": (1.8, 0.5, 8.0), "row_s": (5e-7, 1e-9, 5e-6)}
-ATTENTION = {
-    "launch_s": (1e-5, 1e-7, 5e-5),
-    "peak_frac": (0.75, 0.2, 1.1),
-    "softmax_dim": (20.0, 1.0, 80.0),
-    "tail": (0.5, 0.01, 2.0),
-    "memory_frac": (0.5, 0.1, 1.0),
-}
-BACKWARD = {"backward_frac": (0.8, 0.3, 1.2)}
-DECODE = {"launch_s": (1e-5, 1e-6, 5e-5), "memory_frac": (0.85, 0.3, 1.0), "peak_frac": (0.15, 0.01, 1.0)}
-LINK = {
-    "launch_s": (6e-6, 1e-6, 2e-4),
-    "quick_latency": (0.3, 0.02, 5.0),
-    "quick_frac": (0.35, 2e-3, 1.0),
-    "bulk_latency": (8.0, 0.1, 60.0),
-    "bulk_frac": (0.8, 0.1, 1.0),
-}
-OWN_PART = {"own_part": (0.5, 0.01, 2.0), "all_to_all_own_part": (1.0, 0.01, 4.0)}
-EXPERTS = {
-    "launch_s": (1e-5, 1e-7, 1e-4),
-    "peak_frac": (0.8, 0.1, 1.5),
-    "memory_frac": (0.8, 0.1, 2.0),
-    "passes": (1.0, 0.01, 100.0),
-}
-DISPATCH = {
-    "launch_s": (1e-5, 1e-6, 1e-4),
-    "token_s": (1e-5, 1e-9, 1e-4),
-    "inner_frac": (0.6, 0.05, 1.0),
-}
-PEER = {
-    "host_s": (2e-5, 1e-6, 2e-4),
-    "launch_s": (3e-6, 1e-7, 3e-5),
-    "wait_s": (1e-6, 1e-7, 2e-5),
-    "link_frac": (0.6, 0.1, 1.0),
-}
-SWITCH = {"switch_frac": (0.6, 0.2, 1.0), "switch_latency": (80.0, 1.0, 300.0)}
-HOST = {"host_frac": (0.5, 0.01, 1.0), "host_shared_frac": (0.5, 0.01, 1.0)}
-TREE = {"tree_latency": (3.0, 0.2, 20.0)}
+_BOXES = read_catalog("search_boxes.toml")
+GEMM, CAST, ATTENTION, BACKWARD, DECODE, EXPERTS = (
+    _BOXES[kind] for kind in ("gemm", "cast", "attention", "backward", "decode", "experts")
+)
+LINK, OWN_PART, DISPATCH, PEER, SWITCH, HOST, TREE = (
+    _BOXES[kind] for kind in ("link", "own_part", "dispatch", "peer", "switch", "host", "tree")
+)
+"""Constants and where their search starts: (start, least, most)."""
 
 
 # --- fitting -----------------------------------------------------------------------------------
