@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
@@ -243,14 +243,8 @@ def _network(ranks: Sequence[_Rank], shared: Sequence[Collective]) -> _Network |
         up = last if one.call[last] >= 0 else int(one.back[last])
         tails.append((int(node[up]), int(one.end[last] - ends[up])))
     call, rank, parent, previous, since, start, end = (np.concatenate(c) for c in zip(*columns, strict=True))
-    needs: dict[int, set[int]] = {number: set() for number in np.unique(call).tolist()}
-    for of in (parent, previous):
-        for number, node_before in zip(call.tolist(), of.tolist(), strict=True):
-            if node_before < total:
-                needs[number].add(int(call[node_before]))
-    try:
-        order = list(TopologicalSorter(needs).static_order())
-    except CycleError:
+    order = _order(call, (parent, previous))
+    if order is None:
         return None
     entered = np.full(len(shared), np.iinfo(np.int64).min)
     np.maximum.at(entered, call, start)
@@ -270,6 +264,19 @@ def _network(ranks: Sequence[_Rank], shared: Sequence[Collective]) -> _Network |
         tail_parent=np.array([node for node, _ in tails]),
         tail_s=np.array([length for _, length in tails]) / 1e9,
     )
+
+
+def _order(call: Ints, before: Iterable[Ints]) -> list[int] | None:
+    """The calls, each behind those of the nodes `before` its own; None where none is the first."""
+    needs: dict[int, set[int]] = {number: set() for number in np.unique(call).tolist()}
+    for nodes in before:
+        for number, node in zip(call.tolist(), nodes.tolist(), strict=True):
+            if node < len(call):
+                needs[number].add(int(call[node]))
+    try:
+        return list(TopologicalSorter(needs).static_order())
+    except CycleError:
+        return None
 
 
 def _replay(network: _Network, own_s: Floats, wire_s: Floats) -> Floats:
