@@ -27,9 +27,9 @@ from meshwise.runtime.dry_run import dry_run
 from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program, make_options, parse_options
 from meshwise.runtime.programs.adam_8bit import Adam8bit, _table
-from meshwise.runtime.programs.frozen import packed, widened
+from meshwise.runtime.programs.frozen import FrozenLinear, packed, widened
 from meshwise.runtime.programs.muon import LIKE_ADAM, orthogonal
-from meshwise.runtime.programs.narrow import Product
+from meshwise.runtime.programs.narrow import NarrowLinear, Product
 from meshwise.runtime.programs.parallelize import local_bytes
 from meshwise.runtime.programs.parts import Parts
 from meshwise.runtime.programs.ring import own_places
@@ -111,7 +111,7 @@ PLANS = [
     ("tp=2,pp=2,offload_activations=0.5,offload_optimizer=1,recompute=full", "gpt", 4),
     ("tp=2,ep=2", "further", 4),
     ("pp=2,ep=2,schedule=zb-v", "further", 8),
-    ("ep=4,imbalance=1.5", "moe", 4),
+    ("ep=4,imbalance=1.5,offload_activations=0.5,recompute_modules=moe_act+core_attn", "moe", 4),
     ("tp=2,ep=2,imbalance=1.25,recompute_modules=moe_act", "mla", 4),
     ("tp=2,pp=2,placement=tp-pp-cp-dp", "gpt", 4),
     ("tp=2,pp=2,sp=0", "gpt", 4),
@@ -202,6 +202,16 @@ def test_packed_weights_are_the_nearest_of_their_format(form: str, step: float) 
     bound = wide.abs().clamp(min=2.0**-9) if form == "fp8" else largest.expand(6, 3, 64).flatten(1)
     assert (off <= 1.001 * step * bound).all()
     assert off.max() > 0
+
+
+def test_packed_weights_in_fp8_products_are_those_that_they_widen_to() -> None:
+    """Values and gradients, to the last bit."""
+    layer, x = torch.nn.Linear(64, 32, bias=False), torch.randn(3, 64, requires_grad=True)
+    frozen, plain = FrozenLinear(layer, "int4", is_narrow=True), NarrowLinear(64, 32, bias=False)
+    frozen.weight.copy_(kept := packed(layer.weight.detach(), "int4"))
+    plain.weight.data.copy_(widened(kept, "int4", torch.float32))
+    results = [(y := one(x), *torch.autograd.grad(y.sum(), x)) for one in (frozen, plain)]
+    assert all(found.equal(expected) for found, expected in zip(*results, strict=True))
 
 
 def test_products_in_fp8_are_near_those_in_fp32() -> None:
@@ -438,6 +448,12 @@ def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, poo
         (8, 5, "mla --plan ep=2,tp=2,etp=2,pp=2,imbalance=1.5,recompute_modules=per_op --batch 8 --seq 32"),
         (5, 4, "gpt --plan optimizer=muon,zero=1,dtype=bf16 --batch 10"),
         (8, 5, "mla --plan optimizer=muon,tp=2,ep=2,etp=1,pp=2,dtype=bf16 --batch 8 --steps 2"),
+        (4, 3, "mixtral-8x7b --plan lora_rank=8,frozen_dtype=fp4,dtype=fp8,ep=2 --layers 1"),
+        (
+            4,
+            0,
+            "gpt --plan pp=2,offload_activations=0.5,recompute_modules=mlp,dtype=bf16 --batch 8 --layers 4",
+        ),
         (4, 0, "gpt --plan tp=2,dtype=fp8,head_dtype=fp8,loss_chunks=2,lora_rank=4 --batch 4"),
         (4, 2, "mla --plan tp=2,ep=2,etp=1,dtype=fp8,recompute_modules=per_op --batch 4"),
         (
@@ -648,9 +664,8 @@ def counted_peak(options: Any) -> float:
         ("--plan implementation=megatron", "is implementation=fsdp2, not megatron"),
         ("--plan offload_optimizer=1,optimizer=muon", "leave offload_optimizer out"),
         ("--plan offload_optimizer=0.5,optimizer=adam-8bit", "use offload_optimizer=1 or 0"),
-        ("--plan offload_activations=1,recompute=selective", "recompute=full or none"),
+        ("--plan offload_activations=1,recompute_modules=per_op", "results of ops on the device"),
         ("--plan lora_rank=4,frozen_dtype=int4", "which do not divide the rows of q"),
-        ("--plan lora_rank=4,frozen_dtype=int4,dtype=fp8", "to bf16, not to fp8"),
         ("--plan lora_rank=4,recompute_modules=per_op", "than per_op and layernorm, or recompute=full"),
         ("--model qwen3-8b", "norms of queries and keys"),
         (f"--model {MODELS['gpt']} --seq 128", "exceeds the 64 learned positions"),

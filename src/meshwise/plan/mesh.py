@@ -27,7 +27,6 @@ from meshwise.plan.plan import (
     DEFAULTS,
     KEYS,
     NUMBERS,
-    RECOMPUTE,
     Plan,
     Rule,
     chunks_of_rank,
@@ -482,7 +481,7 @@ def _only(mesh: Mesh, sizes: dict[str, Num], key: str, built: tuple[Any, ...], *
 def _fsdp2_recomputation(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
     """Rules of what the backward computes again, and of the other choices that this meets."""
     plan, modules = mesh.plan, set(mesh.plan.recompute_modules)
-    is_selective, is_split = mesh.recompute == RECOMPUTE.index("selective"), _is_split(mesh)
+    is_split = _is_split(mesh)
     more_readers = model.mla is not None or (model.moe is not None and model.moe.shared_ffn_hidden > 0)
     yield Rule(
         "mla_up_proj" in modules and plan.attention == "unfused",
@@ -505,19 +504,14 @@ def _fsdp2_recomputation(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Ite
         "schedule that does not split the backward",
     )
     yield Rule(
-        plan.dtype == "fp8" and plan.frozen_dtype is not None,
-        f"implementation=fsdp2 widens frozen_dtype={plan.frozen_dtype} to bf16, not to fp8; use dtype=bf16, "
-        "or leave frozen_dtype out",
-    )
-    yield Rule(
         bool(plan.lora_rank and modules & {"per_op", "layernorm"}),
         "implementation=fsdp2 recomputes modules but norms, or whole blocks, beside adapters: use other "
         "recompute_modules than per_op and layernorm, or recompute=full, with lora_rank",
     )
     yield Rule(
-        (mesh.offload_activations > 0) & is_selective,
-        "implementation=fsdp2 recomputes whole blocks, or nothing, beside offload_activations: use "
-        "recompute=full or none",
+        (mesh.offload_activations > 0) & ("per_op" in modules),
+        "implementation=fsdp2 keeps results of ops on the device: leave recompute_modules=per_op or "
+        "offload_activations out",
     )
     share = mesh.offload_optimizer
     yield Rule(

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from meshwise.core.units import DTYPE_BYTES
 from meshwise.program.fsdp2 import FROZEN_GROUP
-from meshwise.runtime.programs.narrow import CutLinear
+from meshwise.runtime.programs.narrow import CutLinear, gradient_of_input, multiplied
 
 LEVELS = {
     "int4": [level / 7.0 for level in range(-7, 8)],
@@ -118,18 +118,19 @@ class Multiply(torch.autograd.Function):
 
 GRADIENTS: dict[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]] = {
     F.linear: torch.matmul,
+    multiplied: gradient_of_input,
     torch.bmm: lambda grad, stack: torch.bmm(grad, stack.transpose(1, 2)),
 }
 """Of a product with a matrix: the gradient of what it is multiplied with."""
 
 
 class FrozenLinear(CutLinear):
-    """x W^T + b, its matrix kept in few bits."""
+    """x W^T + b, its matrix kept in few bits; `is_narrow`: the product is in fp8."""
 
-    def __init__(self, layer: nn.Linear, form: str) -> None:
+    def __init__(self, layer: nn.Linear, form: str, *, is_narrow: bool) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
-        self.weight, self.form = packed_like(layer.weight, form), form
+        self.weight, self.form, self.is_narrow = packed_like(layer.weight, form), form, is_narrow
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """x W^T."""
-        return Multiply.apply(x, weight, self.form, F.linear)
+        return Multiply.apply(x, weight, self.form, multiplied if self.is_narrow else F.linear)

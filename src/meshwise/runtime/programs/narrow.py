@@ -82,19 +82,29 @@ class Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         """[..., d_in] x [d_out, d_in] -> [..., d_out]."""
         ctx.save_for_backward(weight, x if ctx.needs_input_grad[1] else None)
-        y = _product(_cast(x.flatten(0, -2), FORWARD), _cast(weight, FORWARD), x.dtype)
-        return y.unflatten(0, x.shape[:-1])
+        return multiplied(x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         """dx = dy W; dW = dy^T x, where the weight trains."""
         weight, x = ctx.saved_tensors
-        rows = grad.flatten(0, -2)
-        dx = _product(_cast(rows, GRADIENT), _cast(weight.t(), FORWARD), grad.dtype)
-        dx = dx.unflatten(0, grad.shape[:-1])
+        dx = gradient_of_input(grad, weight)
         if x is None:
             return dx, None
+        rows = grad.flatten(0, -2)
         return dx, _product(_cast(rows.t(), GRADIENT), _cast(x.flatten(0, -2).t(), FORWARD), grad.dtype)
+
+
+def multiplied(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T."""
+    y = _product(_cast(x.flatten(0, -2), FORWARD), _cast(weight, FORWARD), x.dtype)
+    return y.unflatten(0, x.shape[:-1])
+
+
+def gradient_of_input(grad: Tensor, weight: Tensor) -> Tensor:
+    """dy W."""
+    dx = _product(_cast(grad.flatten(0, -2), GRADIENT), _cast(weight.t(), FORWARD), grad.dtype)
+    return dx.unflatten(0, grad.shape[:-1])
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
