@@ -665,6 +665,10 @@ def counted_peak(options: Any) -> float:
         ("--plan offload_optimizer=1,optimizer=muon", "leave offload_optimizer out"),
         ("--plan offload_optimizer=0.5,optimizer=adam-8bit", "use offload_optimizer=1 or 0"),
         ("--plan offload_activations=1,recompute_modules=per_op", "results of ops on the device"),
+        (
+            "--plan offload_activations=1,recompute=selective,pp=2,schedule=zb-h1 --batch 8",
+            "beside offload_activations under schedule=zb-h1",
+        ),
         ("--plan lora_rank=4,frozen_dtype=int4", "which do not divide the rows of q"),
         ("--plan lora_rank=4,recompute_modules=per_op", "than per_op and layernorm, or recompute=full"),
         ("--model qwen3-8b", "norms of queries and keys"),

@@ -27,6 +27,7 @@ from meshwise.plan.plan import (
     DEFAULTS,
     KEYS,
     NUMBERS,
+    RECOMPUTE,
     Plan,
     Rule,
     chunks_of_rank,
@@ -512,6 +513,11 @@ def _fsdp2_recomputation(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Ite
         (mesh.offload_activations > 0) & ("per_op" in modules),
         "implementation=fsdp2 keeps results of ops on the device: leave recompute_modules=per_op or "
         "offload_activations out",
+    )
+    yield Rule(
+        (mesh.offload_activations > 0) & is_split & (mesh.recompute == RECOMPUTE.index("selective")),
+        "implementation=fsdp2 recomputes whole blocks, or nothing, beside offload_activations under "
+        "schedule={schedule}: use recompute=full or none",
     )
     share = mesh.offload_optimizer
     yield Rule(
