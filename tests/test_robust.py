@@ -227,10 +227,11 @@ def test_a_stopped_rank_is_named_and_can_go_on(
     from meshwise.runtime.launch import Ranks
 
     monkeypatch.setattr("meshwise.runtime.launch._LOOK_S", 0.2)
-    said = [""]
+    said: list[str] = []
 
     def go_on() -> None:
-        while not said[-1]:
+        deadline = time.monotonic() + 120.0
+        while "stopped" not in "".join(said) and time.monotonic() < deadline:
             said.append(capfd.readouterr().err)
             time.sleep(0.1)
         time.sleep(1.0)  # the launcher looks again

@@ -252,9 +252,11 @@ def test_a_stopped_rank_is_named_under_srun(tmp_path: Path) -> None:
     jobs = [start_script(tmp_path, words, told | {"SILENT_S": "3"}) for told in told_by_srun()]
     assert wait_until(met.exists)
     os.kill(jobs[1].pid, signal.SIGSTOP)
-    (first,) = jobs[0].said()
-    os.kill(jobs[1].pid, signal.SIGCONT)
-    end.touch()
+    try:
+        (first,) = jobs[0].said()
+    finally:
+        os.kill(jobs[1].pid, signal.SIGCONT)
+        end.touch()
     assert first.startswith("meshwise: rank 0 hears nothing of rank 1, and waits; ")
     assert [job.end() for job in jobs] == [0, 0], [job.err.read_text() for job in jobs]
 
