@@ -13,6 +13,7 @@ import meshwise as mw
 from meshwise.cli import app
 from meshwise.cli.defaults import verbs_of
 from meshwise.cli.examples import EXAMPLES
+from meshwise.runtime.programs import PROGRAMS, find_program, parse_options
 
 COMMAND = typer.main.get_command(app)
 PRICED = ("estimate", "llama3-8b", "--batch", "8", "--json")
@@ -31,7 +32,9 @@ def test_an_example_can_be_typed(name: str, line: str) -> None:
     for word in name.split():
         assert words.pop(0) == word
         command = command.commands[word]
-    command.make_context(name, words)  # raises for an option that is not there, or a value it does not take
+    context = command.make_context(name, words)  # raises for an option that is not there, or a wrong value
+    if context.params.get("program") in PROGRAMS:
+        parse_options(find_program(context.params["program"]), context.args)
 
 
 def test_help_shows_the_examples(meshwise: Any) -> None:
