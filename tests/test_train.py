@@ -443,7 +443,7 @@ def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, poo
         (4, 1, "mla --plan ep=2,offload_activations=0.5,dtype=bf16 --batch 8 --layers 4"),
         (5, 4, "llama3-8b --plan zero=1,optimizer=adam-8bit --batch 10 --layers 1"),
         (8, 3, "gpt3-13b --plan lora_rank=8,frozen_dtype=fp4,tp=2,pp=2,zero=1 --layers 2"),
-        (4, 2, "mixtral-8x7b --plan lora_rank=8,frozen_dtype=int4,ep=2,recompute=full --layers 1"),
+        (4, 2, "mixtral-8x7b --plan lora_rank=8,frozen_dtype=int4,ep=2,recompute_modules=moe_act --layers 1"),
         (8, 0, "mixtral-8x7b --plan ep=8,imbalance=1.75,dispatch_dtype=fp8 --layers 1 --seq 512"),
         (8, 5, "mla --plan ep=2,tp=2,etp=2,pp=2,imbalance=1.5,recompute_modules=per_op --batch 8 --seq 32"),
         (5, 4, "gpt --plan optimizer=muon,zero=1,dtype=bf16 --batch 10"),
