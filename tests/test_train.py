@@ -637,7 +637,7 @@ def counted_peak(options: Any) -> float:
     [
         ("--plan ep=2", "has no experts"),
         (f"--model {MODELS['moe']} --plan tp=2,ep=2,etp=1 --seq 6", "3 tokens in a row, whose choices 6"),
-        (f"--model {MODELS['moe']} --plan tp=2,sp=0", "not built for sp=0"),
+        (f"--model {MODELS['moe']} --plan tp=2,sp=0", "with tp=2 needs sequence parallelism"),
         ("--plan pp=2,schedule=zb-h1 --batch 10", "2 rounds of pp=2, which do not divide 5 microbatches"),
         ("--plan vpp=2", "vpp=2 needs a pipeline"),
         ("--plan tp=4", "tp=4 does not divide the 2 key-value heads"),

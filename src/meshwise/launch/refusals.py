@@ -13,10 +13,6 @@ from meshwise.launch.facts import Facts
 Refusal = tuple[Callable[[Facts], object], str]
 
 _MEGATRON: list[Refusal] = [
-    (
-        lambda f: f.get("ep", 1) > 1 and f["tp"] > 1 and not f["sp"],
-        "ep={ep} with tp={tp} needs sequence parallelism; use sp=1",
-    ),
     (lambda f: f.get("overlap_tp") and not f.get("sp"), "overlap_tp=1 needs sequence parallelism; use sp=1"),
     (
         lambda f: f.get("overlap_ep") and f["pp"] > 1 and f["chunks"] == 1,

@@ -408,6 +408,11 @@ def _expert_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[R
             yield Rule(is_stated, f"{key} is stated but {{model.name}} has no experts; leave {key} out")
         return
     yield Rule(
+        mesh.trains & (mesh.plan.sp is False) & (mesh.tp > 1),
+        "each rank routes tokens of its own, so {model.name} with tp={tp} needs sequence parallelism; leave sp "
+        "out",
+    )
+    yield Rule(
         moe.num_experts % ep != 0,
         "ep={ep} does not divide the {model.moe.num_experts} experts of {model.name}; use a divisor",
     )
@@ -454,7 +459,7 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
     yield Rule(not mesh.trains, "implementation=fsdp2 trains; leave it out for kind={kind}")
     for key, built in FSDP2_VALUES.items():
         yield _only(mesh, sizes, key, built)
-    if model.moe is not None or model.mla is not None or model.mtp_layers:  # of a rank's own tokens
+    if model.mla is not None or model.mtp_layers:  # of a rank's own tokens
         yield _only(mesh, sizes, "sp", (None, True), where=mesh.tp > 1)
     yield from _fsdp2_recomputation(model, mesh, sizes)
     yield from _fsdp2_sizes(model, mesh)
