@@ -41,6 +41,7 @@ MODELS = {"llama": str(DATA / "tiny_llama.json"), "gpt": str(DATA / "tiny_gpt2.j
 MODELS["moe"] = str(DATA / "tiny_mixtral.json")  # four experts, two a token
 MODELS["further"] = str(DATA / "tiny_deepseek3.json")  # the same, and predicts one token more
 MODELS["mla"] = str(DATA / "tiny_deepseek.json")  # a dense layer, two of routed and shared experts
+MODELS["latent"] = str(DATA / "tiny_minicpm3.json")  # latent attention without experts
 TRAIN = find_program("train")
 
 
@@ -115,6 +116,7 @@ PLANS = [
     ("tp=2,ep=2,imbalance=1.25,recompute_modules=moe_act", "mla", 4),
     ("tp=2,pp=2,placement=tp-pp-cp-dp", "gpt", 4),
     ("tp=2,pp=2,sp=0", "gpt", 4),
+    ("tp=2,sp=0,recompute_modules=mla_up_proj", "latent", 4),
     ("tp=2,attention=unfused,recompute=selective", "llama", 4),
     ("cp=2,tp=2,recompute_modules=mla_up_proj", "mla", 4),
     ("cp=2,cp_kind=ulysses,attention=unfused", "llama", 4),
@@ -467,6 +469,7 @@ def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, poo
         (4, 2, "llama --plan tp=2,sp=0,lora_rank=4,dtype=bf16 --batch 4"),
         (4, 3, "further --plan tp=2,ep=2,dtype=fp8 --batch 4"),
         (4, 1, "gpt --plan tp=2,sp=0,loss_chunks=2,dtype=bf16 --batch 4"),
+        (4, 2, "latent --plan tp=2,sp=0,cp=2,recompute_modules=mla_up_proj --batch 4"),
         (4, 3, "llama --plan tp=2,attention=unfused,recompute=selective,dtype=bf16 --batch 8 --microbatch 2"),
         (4, 2, "gpt --plan pp=2,recompute=full,dtype=fp8 --batch 6"),
         (4, 1, "mla --plan tp=2,ep=2,etp=1,recompute_modules=mla_up_proj,dtype=bf16 --batch 4"),

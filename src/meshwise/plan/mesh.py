@@ -409,8 +409,8 @@ def _expert_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[R
         return
     yield Rule(
         mesh.trains & (mesh.plan.sp is False) & (mesh.tp > 1),
-        "each rank routes tokens of its own, so {model.name} with tp={tp} needs sequence parallelism; leave sp "
-        "out",
+        "each rank routes tokens of its own, so {model.name} with tp={tp} needs sequence parallelism; leave "
+        "sp out",
     )
     yield Rule(
         moe.num_experts % ep != 0,
@@ -459,14 +459,12 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
     yield Rule(not mesh.trains, "implementation=fsdp2 trains; leave it out for kind={kind}")
     for key, built in FSDP2_VALUES.items():
         yield _only(mesh, sizes, key, built)
-    if model.mla is not None or model.mtp_layers:  # of a rank's own tokens
-        yield _only(mesh, sizes, "sp", (None, True), where=mesh.tp > 1)
     yield from _fsdp2_recomputation(model, mesh, sizes)
     yield from _fsdp2_sizes(model, mesh)
     yield from _fsdp2_pipeline(mesh)
 
 
-def _only(mesh: Mesh, sizes: dict[str, Num], key: str, built: tuple[Any, ...], *, where: Any = True) -> Rule:
+def _only(mesh: Mesh, sizes: dict[str, Num], key: str, built: tuple[Any, ...]) -> Rule:
     """That `key` has one of the values that are `built`."""
     value = getattr(mesh.plan, key)
     broken: Any = value not in built
@@ -474,7 +472,7 @@ def _only(mesh: Mesh, sizes: dict[str, Num], key: str, built: tuple[Any, ...], *
         broken = np.all([sizes[key] != number_of(key, known) for known in built], axis=0)
     known = " or ".join(f"{key}={KEYS[key].show(known)}" for known in built if known is not None)
     return Rule(
-        broken & where,
+        broken,
         "implementation=fsdp2 is not built for {key}={value}; {hint}",
         values={
             "key": key,

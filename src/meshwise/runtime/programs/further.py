@@ -39,7 +39,8 @@ class Further(nn.Module):
         both = torch.cat([self.embedding_norm(embedded), self.hidden_norm(x)], dim=-1)
         joined = self.projection(both)
         if isinstance(joined, DTensor):
-            joined = joined.redistribute(placements=[Shard(1)]).to_local()
+            rows = Shard(1) if x.shape[1] < joined.shape[1] else Replicate()
+            joined = joined.redistribute(placements=[rows]).to_local()
         return self.block(joined)
 
     @property
@@ -51,5 +52,6 @@ class Further(nn.Module):
 def further_styles(rows: Shard | Replicate) -> dict[str, Any]:
     """How what is not the block is cut; `rows`: how activations between matmuls are."""
     columns = ColwiseParallel(input_layouts=rows, output_layouts=Replicate(), use_local_output=False)
-    norms = dict.fromkeys(("embedding_norm", "hidden_norm", "norm"), SequenceParallel())
+    names = ("embedding_norm", "hidden_norm", "norm") if isinstance(rows, Shard) else ()
+    norms = dict.fromkeys(names, SequenceParallel())
     return {"projection": columns, **norms}
