@@ -520,12 +520,16 @@ def test_estimate_is_dry_run(ranks: int, rank: int, words: str) -> None:
         (4, 1, "llama --plan pp=4,schedule=gpipe,recompute=full,dtype=fp32 --batch 4 --layers 4"),
         (4, 3, "moe --plan ep=2,zero=3,recompute=full,dtype=bf16 --batch 8"),  # experts that two ranks share
         (4, 0, "mla --plan tp=2,ep=4,etp=1,zero=2,dtype=bf16 --batch 4 --microbatch 2"),
+        (4, 1, "gpt --plan cp=4,cp_kind=ring,optimizer=adam-bf16,dtype=bf16 --batch 2 --microbatch 2"),
+        (6, 4, "llama --plan cp=3,pp=2,cp_kind=all_gather,dtype=fp32 --batch 2 --seq 24"),
+        (4, 3, "mla --plan cp=4,cp_kind=ulysses,recompute_modules=mlp,dtype=bf16 --batch 2"),
     ],
 )
 def test_the_peak_of_all_live_tensors_has_a_closed_form(ranks: int, rank: int, words: str) -> None:
     """To the byte what a dry run finds alive, gathered weights and temporaries of every op included."""
     model, *rest = words.split()
-    options = parse_options(TRAIN, ["--model", MODELS[model], "--seq", "16", *rest])
+    seq = [] if "--seq" in words else ["--seq", "16"]
+    options = parse_options(TRAIN, ["--model", MODELS[model], *seq, *rest])
     found = compare_program(TRAIN, options, ranks=ranks, rank=rank, with_run=False)
     peaks = [row.values for row in found.rows if row.column == "peak_bytes"]
     assert len(peaks) == 1

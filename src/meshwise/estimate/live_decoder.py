@@ -7,7 +7,9 @@ does. Weights are `Leaf`s by name; `forward` of a block or an end is called insi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
+from meshwise.estimate.live_context import Ring, by_heads, ring_attention
 from meshwise.estimate.live_tensors import Graph, Leaf, Memory, Storage, Tensor
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
@@ -57,6 +59,12 @@ class Modules:
         self.kv = tokens * model.num_kv_heads / tp * model.head_dim * narrow
         self.ffn = tokens * model.ffn_hidden / tp * narrow
         self.lse = tokens * model.num_heads / tp * wide
+        self.kv_heads = (model.num_heads if model.mla else model.num_kv_heads) / tp
+        self.ring = Ring(
+            rank=int(mesh.ring_rank), size=int(cut.ring), heads=model.num_heads / tp, kv_heads=self.kv_heads,
+            rows=model.num_heads / tp * float(mesh.microbatch), lse=self.lse,
+            wide_frac=max(wide, 4.0) / narrow, gathers=cut.gather_keys,
+        )  # fmt: skip
         self.scales = tokens / tp * (1.0 + (model.norm == "layernorm")) * wide
         self.logits, self.softmax = (tokens * model.vocab / tp * size for size in (narrow, wide))
 
@@ -70,7 +78,7 @@ class Modules:
 
     def _feed_forward(self, weights: Weights, experts: Experts | None, x: Tensor) -> Tensor:
         if experts is None:
-            return self.feed_forward(weights, x, self.ffn)
+            return self._redone("mlp", partial(self.feed_forward, weights, width=self.ffn), x)
         return self.mixture(weights, experts, x, self.scores(weights, x))
 
     def attention(self, weights: Weights, x: Tensor) -> Tensor:
@@ -78,21 +86,21 @@ class Modules:
         model = self.model
         whole = self.gathered(x)
         q, k, v = (
-            self.in_order(self.linear(weights, name, whole, size), heads / self.tp, is_turned)
-            for name, size, heads, is_turned in (
-                ("q", self.q, model.num_heads, model.positions == "rotary"),
-                ("k", self.kv, model.num_kv_heads, model.positions == "rotary"),
-                ("v", self.kv, model.num_kv_heads, False),
-            )
+            self.in_order(name, self.linear(weights, name, whole, size))
+            for name, size in (("q", self.q), ("k", self.kv), ("v", self.kv))
         )
         if model.positions == "rotary":
             q, k = (self.turned(part, part.size) for part in (q, k))
         return self.linear_by_rows(weights, "o", self.mixed(q, k, v))
 
     def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The core of attention."""
-        is_redone = "core_attn" in self.redone
-        return self.graph.again(self.attend, q, k, v) if is_redone else self.attend(q, k, v)
+        """The core of attention, of some heads of all tokens where ranks exchange them."""
+        attend = partial(self._redone, "core_attn", self.attend)
+        ranks = int(self.cut.ulysses)
+        if ranks == 1:
+            return attend(q, k, v)
+        heads = self.model.num_heads / self.tp, self.kv_heads, self.kv_heads
+        return by_heads(self.graph, ranks, attend, (q, k, v), heads)
 
     def latent_attention(self, weights: Weights, x: Tensor) -> Tensor:
         """Queries, and keys and values made of latents; positions turn a part of each, and of one key."""
@@ -140,7 +148,7 @@ class Modules:
         heads = self.tokens * self.model.num_heads / self.tp * self.narrow
         return heads * mla.qk_nope_head_dim, heads * mla.qk_rope_head_dim, heads * mla.v_head_dim
 
-    def feed_forward(self, weights: Weights, x: Tensor, width: float) -> Tensor:
+    def feed_forward(self, weights: Weights, x: Tensor, *, width: float) -> Tensor:
         """down(silu(gate(x)) * up(x)), or down(gelu(up(x)))."""
         whole = self.gathered(x)
         names = ("gate", "up") if self.model.gated else ("up",)
@@ -171,7 +179,8 @@ class Modules:
         if not moe.shared_ffn_hidden:
             return mixed
         width = self.tokens * moe.shared_ffn_hidden / self.tp * self.narrow
-        return self.add(mixed, self.feed_forward(weights, x, width))
+        shared = partial(self.feed_forward, weights, width=width)
+        return self.add(mixed, self._redone("shared_experts", shared, x))
 
     def experts(self, weights: Weights, x: Tensor) -> Tensor:
         """The MLPs of the rank's experts."""
@@ -250,10 +259,11 @@ class Modules:
         size = weighed.size
         return self.graph.op(self.new(self.x), lambda _: (self.new(size),), weighed)
 
-    @property
-    def redone(self) -> tuple[str, ...]:
-        """Modules that are computed again."""
-        return self.mesh.plan.recompute_modules if self.mesh.plan.recompute == "selective" else ()
+    def _redone(self, module: str, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """`function` of `inputs`, computed again in the backward where the plan says so."""
+        plan = self.mesh.plan
+        is_redone = plan.recompute == "selective" and module in plan.recompute_modules
+        return self.graph.again(function, *inputs) if is_redone else function(*inputs)
 
     # --- ops -----------------------------------------------------------------------------------
 
@@ -378,18 +388,28 @@ class Modules:
         del parts
         return found
 
-    def in_order(self, x: Tensor, num_heads: float, is_turned: bool) -> Tensor:
-        """Heads beside tokens; the gradient of several comes token by token of each head, and is copied."""
-        if is_turned or num_heads <= 1:
+    def in_order(self, name: str, x: Tensor) -> Tensor:
+        """Heads beside tokens; the gradient of several comes token by token of each head, and is copied.
+
+        But not those that positions turn back, that come from an exchange, or queries' of a whole ring.
+        """
+        is_turned = self.model.positions == "rotary" and name != "v"
+        num_heads = self.model.num_heads / self.tp if name == "q" else self.kv_heads
+        comes_in_order = name == "q" and self.ring.size > 1 and not self.ring.has_parts
+        if is_turned or num_heads <= 1 or self.cut.ulysses > 1 or comes_in_order:
             return x
-        return self.graph.op(x.storage, lambda grad: (self.new(grad.size),), x)
+        size = x.size
+        return self.graph.op(x.storage, lambda _: (self.new(size),), x)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Fused attention keeps what it reads, its result, and a number of each query."""
+        if self.ring.size > 1:
+            return ring_attention(self.graph, self.ring, q, k, v)
+        sizes = q.size, k.size, v.size
         out, lse = self.new(q.size * v.size / k.size), self.new(self.lse)
 
-        def back(_: Storage, *kept: Storage) -> tuple[Storage, ...]:
-            return tuple(self.new(each.size) for each in kept[:3])
+        def back(*_: Storage) -> tuple[Storage, ...]:
+            return tuple(self.new(size) for size in sizes)
 
         saved = (q.storage, k.storage, v.storage, out, lse)
         return self.graph.op(out, back, q, k, v, saved=saved)

@@ -13,7 +13,7 @@ from meshwise.estimate.live_tensors import Memory, Storage
 from meshwise.model.weights import Weights
 from meshwise.plan.mesh import Mesh
 from meshwise.program.cut import Cut
-from meshwise.program.fsdp2 import Unit, tp_sums
+from meshwise.program.fsdp2 import Unit, reduced_bytes, shard_bytes, tp_sums
 from meshwise.program.tensor_1d import shards
 
 
@@ -27,7 +27,7 @@ class Exchange:
 
 
 class Group:
-    """Weights that FSDP2 gathers together; a rank keeps a part, in the wide type, and its gradient.
+    """Weights that FSDP2 gathers together; a rank keeps a part, and its gradient.
 
     `is_freed`: they go after each forward. `is_reduced`, `is_let_go`: what is to happen in the backward.
     """
@@ -38,27 +38,25 @@ class Group:
     ) -> None:  # fmt: skip
         unit = Unit(weights=weights, count=1.0, gathers=(0.0, 0.0))
         self.new, self.exchange = memory.new, exchange
-        self.narrow, self.wide = cut.precision.act_bytes, cut.precision.stat_bytes
-        self.is_cast = self.narrow != self.wide
+        self.narrow, self.kept = cut.precision.act_bytes, shard_bytes(mesh, cut)
+        self.summed = reduced_bytes(mesh, cut)
         ranks, padded = float(unit.sharing(mesh)), float(unit.padded_size(mesh, cut))
         self.is_shared, self.has_copies = ranks > 1, bool(unit.replicas(mesh)[0] > ranks)
         self.is_by_width = unit.is_experts and self.is_shared
         self.num_padded, self.num_local = padded, padded / ranks
         self.weights, self.local = {}, {}
         holds_words = mesh.tp > 1 and weights[0].name == "tokens"
-        for weight in sorted(
-            weights, key=lambda weight: not weight.name.startswith("norm")
-        ):  # as torch lists them
+        as_listed = sorted(weights, key=lambda weight: not weight.name.startswith("norm"))
+        for weight in as_listed:
             size = self.narrow * float(weight.size / shards(weight, cut))
             is_words = weight.name == "tokens" and holds_words and not is_tied
             made = size * float(mesh.tp) if is_words else size
             is_apart = is_words or bool(mesh.tp > 1 and tp_sums(weight, cut))
             num_uses = 1 + (is_tied and weight.name == "tokens")
             self.weights[weight.name] = Weight(memory, size, made, num_uses, is_apart=is_apart)
-            self.local[weight.name] = self.wide * float(
-                replace(unit, weights=(weight,)).local_size(mesh, cut)
-            )
-        self.shard = self.new(self.wide * self.num_local)
+            mine = replace(unit, weights=(weight,)).local_size(mesh, cut)
+            self.local[weight.name] = self.kept * float(mine)
+        self.shard = self.new(self.kept * self.num_local)
         self.grad: Storage | None = None
         self.is_freed = False
         self.is_reduced = self.is_let_go = True
@@ -100,7 +98,7 @@ class Group:
     def _gather(self) -> None:
         if self._whole or self._coming or not self.is_shared:
             return
-        part = self.new(self.narrow * self.num_local) if self.is_cast else None
+        part = self.new(self.narrow * self.num_local) if self.narrow != self.kept else None
         self._coming = self.new(self.narrow * self.num_padded)
         del part
 
@@ -113,7 +111,7 @@ class Group:
             del in_parts
             return coming
         for weight in self.weights.values():
-            cast = self.new(weight.size) if self.is_cast else None
+            cast = self.new(weight.size) if self.narrow != self.kept else None
             self._whole.append(self.new(weight.size))
         del cast
         return None
@@ -138,12 +136,14 @@ class Group:
         last = grads[-1] if self.is_shared else None  # torch's loop still names it
         if self.is_by_width:
             grads = self._in_parts(grads)
-        taken = self.new(self.wide * self.num_padded)
+        taken = self.new(self.summed * self.num_padded)
         grads.clear()
-        found = self.new(self.wide * self.num_local)
+        found = reduced = self.new(self.summed * self.num_local)
+        if self.summed != self.kept:
+            found = self.new(self.kept * self.num_local)
         del last
         self.exchange.reduced = taken
-        self._all_reduced = found if self.has_copies else None
+        self._all_reduced = reduced if self.has_copies else None
         self.grad = self.grad or found
 
     def _in_parts(self, grads: list[Storage]) -> list[Storage]:
@@ -168,11 +168,11 @@ class Group:
 
     def _widen(self) -> None:
         """Gradients that wait for those of other microbatches, in the type of the sums."""
-        if not self.is_cast:
+        if self.narrow == self.summed:
             return
         for name, weight in self.weights.items():
             if weight.grad is not None:
-                self._sums[name] = self.new(weight.made * self.wide / self.narrow)
+                self._sums[name] = self.new(weight.made * self.summed / self.narrow)
                 weight.grad = None
 
     def _let_go(self) -> None:

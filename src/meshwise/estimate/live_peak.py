@@ -20,12 +20,13 @@ from meshwise.estimate.live_tensors import Graph, Leaf, Memory, Node, Storage, T
 from meshwise.model.architecture import Model, layer_kind
 from meshwise.model.weights import block_weights, embedding_weights, head_weights
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.plan import CORE_ATTENTION, DEFAULTS
+from meshwise.plan.plan import DEFAULTS
 from meshwise.plan.stages import Stage, chunks_of_rank
 from meshwise.program.cut import Cut
+from meshwise.program.fsdp2 import STATES
 
 OTHERS = (
-    *("attention", "lora_rank", "optimizer", "grad_dtype", "offload_optimizer", "offload_activations"),
+    *("attention", "lora_rank", "offload_optimizer", "offload_activations"),
     *("recompute_every", "dispatch_dtype", "head_dtype", "frozen_dtype"),
 )
 """Keys of a plan that are walked by their defaults only."""
@@ -33,13 +34,15 @@ OTHERS = (
 
 def is_known(model: Model, mesh: Mesh) -> bool:
     """Whether the walk states this model and plan."""
-    is_alone = mesh.cp == 1 and (mesh.pp == 1 or mesh.plan.schedule in ("gpipe", "1f1b"))
+    is_in_context = mesh.ulysses == 1 or (mesh.microbatch == 1 and mesh.ring == 1)
+    is_alone = is_in_context and (mesh.pp == 1 or mesh.plan.schedule in ("gpipe", "1f1b"))
     is_dense = not model.mtp_layers and mesh.plan.act_input_dtype == "bf16"
     is_plain = mesh.plan.dtype != "fp8" and (mesh.plan.sequence_parallel or mesh.tp == 1)
     is_default = all(getattr(mesh.plan, key) == DEFAULTS[key] for key in OTHERS)
     is_apart = mesh.tp == 1 or mesh.plan.loss_chunks == 1
-    is_core = mesh.plan.recompute_modules in ((), CORE_ATTENTION)
-    return all(map(bool, (is_alone, is_dense, is_plain, is_default, is_apart, is_core)))
+    is_core = set(mesh.plan.recompute_modules) <= {"core_attn", "mlp", "shared_experts"}
+    is_torchs = mesh.plan.optimizer != "adam-8bit"
+    return all(map(bool, (is_alone, is_dense, is_plain, is_default, is_apart, is_core, is_torchs)))
 
 
 def live_peak_bytes(model: Model, mesh: Mesh, cut: Cut, rank: int, steps: int) -> float:
@@ -161,6 +164,8 @@ class _Piece:
         """From the gradient of the result to those of all weights, and of what came."""
         for group in self.groups:
             group.is_done = False
+        if not one.nodes and one.entered is not None:  # a stage of no layers
+            return self.memory.new(grad.size)
         one.nodes[-1].take(grad, 0)
         self.graph.backward(one.nodes)
         for group in self.groups:
@@ -196,7 +201,9 @@ class _Step:
         self.pieces = [_Piece(model, mesh, cut, self.modules, *chunk) for chunk in held]
         tokens = float(mesh.num_microbatches) * self.modules.tokens
         choices = 3.0 * self.modules.own * model.moe.top_k if model.moe else 0.0
-        numbers = 8.0 * (2.0 * tokens + self.modules.tokens / float(mesh.microbatch) + choices)
+        numbers = 8.0 * (
+            2.0 * tokens + self.modules.tokens / float(mesh.microbatch) * float(cut.ulysses) + choices
+        )
         self.fixed = self.memory.new(numbers + 2.0 * self.modules.sine)
         self.losses: list[Storage] = []
 
@@ -254,13 +261,15 @@ class _Step:
         piece.finish()
 
     def optimizer(self, *, is_first: bool) -> None:
-        """AdamW, weight by weight; the first time it makes its two states; then gradients go."""
+        """AdamW, weight by weight; the first time it makes its two states; then gradients go. SGD makes nothing."""
         local = [size for piece in self.pieces for size in piece.local_sizes()]
-        if is_first:
-            self.states = [self.memory.new(2.0 * size) for size in local]
-        for before, size in pairwise([0.0, *local]):
-            self.memory.play(size, size, -before, -size)
-        self.memory.play(-local[-1])
+        kind = self.mesh.plan.optimizer
+        if is_first and STATES[kind]:
+            self.states = [self.memory.new(STATES[kind] * size) for size in local]
+        if STATES[kind] and local:
+            for before, size in pairwise([0.0, *local]):
+                self.memory.play(size, size, -before, -size)
+            self.memory.play(-local[-1])
         for piece in self.pieces:
             for group in piece.groups:
                 group.grad = None

@@ -70,16 +70,17 @@ class Leaf:
 
 @dataclass(slots=True, eq=False)
 class Tensor:
-    """A storage, and what made it."""
+    """A storage, or `part` bytes of it, and what made it: the result number `place` of an op."""
 
     storage: Storage
     origin: Node | Leaf | None = None
     place: int = 0
+    part: float = 0.0
 
     @property
     def size(self) -> float:
         """Bytes."""
-        return self.storage.size
+        return self.part or self.storage.size
 
 
 @dataclass(slots=True, eq=False)
