@@ -131,7 +131,7 @@ def _gradients(memory: Memory, ring: Ring, sizes: Sizes) -> tuple[Storage, ...]:
     """Those of keys and values lie in one piece."""
     new, (q, k, v), wide = memory.new, sizes, ring.wide_frac
     of_q = new(q * wide)
-    of_pair: tuple[Storage, ...] = (new(k * wide), new(v * wide))
+    _of_pair: tuple[Storage, ...] = (new(k * wide), new(v * wide))
     keys: object = _in_one_piece(memory, ring, sizes)
     came = gathered = sent = of_came = None
     for step in range(ring.size):
@@ -149,10 +149,9 @@ def _gradients(memory: Memory, ring: Ring, sizes: Sizes) -> tuple[Storage, ...]:
         if step:
             assert of_came is not None
             sent = of_came
-            of_pair = (sent,)
+            _of_pair = (sent,)
         if rows < 1.0:
-            of_keys = new(k * wide)
-            of_pair = (of_keys, new(v * wide))
+            _of_pair = new(k * wide), new(v * wide)
         flat = [new(size * wide) for size in (k, v) if not step and ring.kv_heads > 1]
         sent = new((k + v) * wide)
         flat.clear()

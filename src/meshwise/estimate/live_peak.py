@@ -261,7 +261,7 @@ class _Step:
         piece.finish()
 
     def optimizer(self, *, is_first: bool) -> None:
-        """AdamW, weight by weight; the first time it makes its two states; then gradients go. SGD makes nothing."""
+        """AdamW, weight by weight, which first makes two states, or SGD, which makes nothing."""
         local = [size for piece in self.pieces for size in piece.local_sizes()]
         kind = self.mesh.plan.optimizer
         if is_first and STATES[kind]:
