@@ -326,6 +326,22 @@ MODEL_ARGS:
 """
 
 
+@pytest.mark.parametrize("ranks", [3, 214740])
+def test_pipelines_that_no_layers_fill_are_refused_at_once(tmp_path: Path, ranks: int) -> None:
+    for job, says in (
+        (f"-m torchtitan.train --parallelism.pipeline_parallel_degree {ranks}", f"pp={ranks}"),
+        (
+            "pretrain_gpt.py --num-layers 32 --pipeline-model-parallel-layout 'Et*17|t*15L' "
+            f"--pipeline-model-parallel-size {ranks}",
+            f"2 parts, which pp={ranks} does not divide",
+        ),
+    ):
+        (tmp_path / "job.sh").write_text(f"torchrun --nproc-per-node 8 {job}")
+        with pytest.raises(mw.MeshwiseError, match=says):
+            plan = mw.read_job(tmp_path / "job.sh", CLUSTER).plan
+            mw.estimate("llama3-8b", CLUSTER, plan, batch=8, seq=128)
+
+
 def test_yaml_of_megatron_is_read(tmp_path: Path) -> None:
     """`--yaml-cfg`; and `MODEL_ARGS` of the functional tests."""
     plan = mw.Plan(tp=4, pp=2, stages="even", recompute_modules=("core_attn", "mlp"))

@@ -143,7 +143,8 @@ def plan_of(facts: Facts) -> Plan:
     for key, implied in (("sp", tp > 1), ("etp", tp), ("zero_group", replicas)):
         if keys.get(key) == implied:
             del keys[key]
-    even = chunk_layers(facts["num_layers"], num_chunks) if facts.get("num_layers") else None
+    num_layers = facts.get("num_layers") or 0
+    even = chunk_layers(num_layers, num_chunks) if 0 < num_chunks <= num_layers else None
     if keys.get("pp", 1) > 1 and keys.get("stages", even) == even:
         keys["stages"] = EVEN
     keys.pop("dp", None)
@@ -161,7 +162,11 @@ def recover(facts: Facts) -> Facts:
     form = facts.get("recompute_form")
     if facts.get("pipeline_layout"):
         found["stages"] = _layout_stages(facts["pipeline_layout"])
-        found["chunks"] = len(found["stages"]) // pp
+        found["chunks"], rest = divmod(len(found["stages"]), pp)
+        if rest:
+            raise DataError(
+                f"the pipeline's layout has {len(found['stages'])} parts, which pp={pp} does not divide"
+            )
     if "chunks" in found:
         found["vpp"] = found["chunks"]
     if facts.get("layers_per_chunk") and num_layers:

@@ -55,7 +55,7 @@ def chunk_layers(num_layers: int, num_chunks: int, ends: tuple[int, int] = (0, 0
     if num_chunks == 1:
         return (num_layers,)
     least, spare = divmod(num_layers + sum(ends), num_chunks)
-    light = [num_chunks - 1, *range(num_chunks - 1)][: num_chunks - spare] if spare else []
+    light = {num_chunks - 1, *range(num_chunks - spare - 1)} if spare else set()
     sizes = [least + (spare > 0) - (chunk in light) for chunk in range(num_chunks)]
     sizes[0], sizes[-1] = sizes[0] - ends[0], sizes[-1] - ends[1]
     if sizes[-1] < 0:  # the head stands for more than a chunk
