@@ -27,7 +27,7 @@ from meshwise.program.fsdp2 import STATES
 
 OTHERS = (
     *("attention", "lora_rank", "offload_optimizer", "offload_activations"),
-    *("recompute_every", "dispatch_dtype", "head_dtype", "frozen_dtype"),
+    *("recompute_every", "dispatch_dtype", "head_dtype", "frozen_dtype", "imbalance"),
 )
 """Keys of a plan that are walked by their defaults only."""
 

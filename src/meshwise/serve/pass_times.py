@@ -12,6 +12,7 @@ as long as that of the busiest group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,7 +34,10 @@ from meshwise.serve.serving import (
 )
 
 POINTS = 256
-"""Points of a table along the tokens of a pass, or of a prompt."""
+"""Points of a table along the tokens of a prompt."""
+
+TILE, MOST_POINTS = 32, 512
+"""Points along the tokens of a pass are multiples of a tile of matmuls, where times jump; at most so many."""
 
 CONTEXTS = 8
 """Points along the mean context, in which attention of one query is all but linear."""
@@ -115,8 +119,9 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
         grown, rest = decode.total_s, np.zeros(counts.shape)
     attention = np.broadcast_to(grown, (contexts.size, counts.size)) * (counts > 0)
 
-    token_step = max(engine.max_tokens + most_sequences, longest) / POINTS
-    tokens = np.maximum(np.arange(POINTS + 1) * token_step, 1.0)
+    most_tokens = max(engine.max_tokens + most_sequences, longest)
+    token_step = float(TILE * math.ceil(most_tokens / TILE / MOST_POINTS))
+    tokens = np.maximum(np.arange(0.0, most_tokens + token_step, token_step), 1.0)
     prompted = run_by(serving, engine)
     prompts = price_pass(prompted, prompted.prefill(tokens / serving.prompt))
     experts = prompts.time_s["experts"]

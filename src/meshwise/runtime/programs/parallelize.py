@@ -111,9 +111,10 @@ def shard_states(
     Experts are spread over `experts_mesh`, the ranks that hold the same ones, along the width of their
     matrices; FSDP2 divides the sum of their gradients by the number of these ranks, not by the replicas.
 
-    The decoder comes without storage (meta tensors); each group gets its weights on `device` (from `seed`;
-    None leaves them unset) just before it is cut, so that never more than one is whole. Blocks are gathered
-    again in the backward if `reshard_after_forward`; the ends stay gathered till then.
+    The decoder comes without storage (meta tensors); each group gets its weights on `device` just before it
+    is cut, so that never more than one is whole: from `seed`, or unset (None), when tensor parallelism leaves
+    no more of them than this rank's part. Blocks are gathered again in the backward if
+    `reshard_after_forward`; the ends stay gathered till then.
     """
     names = {id(parameter): decoder.alias(name) for name, parameter in decoder.named_parameters()}
     for name, parameter in decoder.named_parameters():
@@ -157,17 +158,30 @@ def _materialize(
     for owner in owners:
         for key, parameter in list(owner.named_parameters(recurse=False)):
             if id(parameter) not in made:
-                whole = torch.empty(wide_shape(parameter, form), dtype=dtype, device=device)
-                if seed is not None:
-                    place = owner.place if isinstance(owner, Experts) else WHOLE
-                    fill(names[id(parameter)], whole, seed, place)
-                if isinstance(parameter, DTensor):
-                    mesh, placements = parameter.device_mesh, parameter.placements
-                    whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+                place = owner.place if isinstance(owner, Experts) else WHOLE
+                whole = _made(parameter, names[id(parameter)], device, dtype, seed, form, place)
                 if not parameter.is_floating_point():
                     whole = pack(whole, form)
                 made[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
             setattr(owner, key, made[id(parameter)])
+
+
+def _made(
+    parameter: nn.Parameter, name: str, device: torch.device, dtype: torch.dtype, seed: int | None,
+    form: str, place: Place,
+) -> Tensor:  # fmt: skip
+    """A weight whole, and then cut as `parameter` is; one that has no numbers needs its own part alone."""
+    cut = parameter if isinstance(parameter, DTensor) else None
+    if cut is not None and seed is None and cut.is_floating_point():
+        own = torch.empty(cut.to_local().shape, dtype=dtype, device=device)
+        layout = {"run_check": False, "shape": cut.shape, "stride": cut.stride()}
+        return DTensor.from_local(own, cut.device_mesh, cut.placements, **layout)
+    whole = torch.empty(wide_shape(parameter, form), dtype=dtype, device=device)
+    if seed is not None:
+        fill(name, whole, seed, place)
+    if cut is None:
+        return whole
+    return distribute_tensor(whole, cut.device_mesh, cut.placements, src_data_rank=None)
 
 
 def fill(name: str, tensor: Tensor, seed: int, place: Place = WHOLE) -> None:
