@@ -38,6 +38,7 @@ from meshwise.machine.efficiency import (
     MemoryEfficiency,
     constants,
     lookup,
+    on_pcie,
 )
 from meshwise.machine.hardware import Chip, find_chip
 
@@ -392,9 +393,8 @@ def _fit_links(bench: _Bench) -> None:
     Slingshot has a sweep over nodes; the other networks start there and move only what their few rows show.
     """
     for chip, rows in bench.by_chip(lambda row: row.op == "collective" and not row.software):
-        on_pcie = chip.levels[0].name.startswith("pcie")
-        can_add = not on_pcie and chip.generation not in _WITHOUT_SWITCH_SUMS
-        box = LINK | OWN_PART | (HOST if on_pcie else {}) | (SWITCH if can_add else {})
+        can_add = not on_pcie(chip.levels) and chip.generation not in _WITHOUT_SWITCH_SUMS
+        box = LINK | OWN_PART | (HOST if on_pcie(chip.levels) else {}) | (SWITCH if can_add else {})
         bench.fit(chip, rows, {"inner.link": box})
     slow_start = {"quick_latency": (1.2, 0.02, 5.0), "quick_frac": (0.1, 0.02, 1.0)}
     base = None

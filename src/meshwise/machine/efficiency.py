@@ -297,6 +297,18 @@ def lookup(table: Mapping[str, Constants], chip: Chip) -> tuple[Constants, str]:
     return mean([table[name] for name in donors]), f"{source} ({', '.join(donors)})"
 
 
+def on_pcie(levels: Sequence[Level]) -> bool:
+    """Whether the chips of a node exchange over PCIe."""
+    return bool(levels) and levels[0].name.lower().startswith("pcie")
+
+
+def _of_its_links(table: Mapping[str, Constants], levels: Sequence[Level]) -> Mapping[str, Constants]:
+    """The constants of chips on the same kind of links: PCIe, or what a maker of chips builds for them."""
+    is_on_pcie = on_pcie(levels)
+    alike = {name: entry for name, entry in table.items() if on_pcie(chips()[name].levels) == is_on_pcie}
+    return alike or table
+
+
 def constants(
     chip: Chip,
     levels: Sequence[Level] | None = None,
@@ -327,7 +339,7 @@ def _constants(chip: Chip, levels: tuple[Level, ...], tables: Mapping[str, Mappi
         if key == "outer.link":
             found[key], origin = _network_lookup(table, network(levels))
         else:
-            found[key], origin = lookup(table, chip)
+            found[key], origin = lookup(_of_its_links(table, levels) if key == "inner.link" else table, chip)
         if origin:
             inherited[key] = origin
 
