@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.calibrate import fit, ops
-from meshwise.calibrate.microdata import OPS_COLUMNS, Measurement, read
+from meshwise.calibrate.microdata import OPS_COLUMNS, PUBLISHED_COLUMNS, Measurement, read
 from meshwise.core.errors import ClusterError, DataError
 from meshwise.cost import dispatch
 from meshwise.cost.attention_kernel import attention_s, decode_attention_s
@@ -456,6 +456,16 @@ def synthetic_rows(truth: eff.GemmEfficiency) -> list[Measurement]:
     return [replace(row, seconds=float(time)) for row, time in zip(rows, seconds, strict=True)]
 
 
+def ops_table(rows: list[Measurement]) -> str:
+    """Matmuls as the text of a table of ops."""
+    lines = [
+        f"{row.chip},gemm,bf16,1,m={row.shape['m']:.0f} n={row.shape['n']:.0f} k={row.shape['k']:.0f},"
+        f"{row.seconds * 1e6!r},cublas,made\n"
+        for row in rows
+    ]
+    return ",".join(OPS_COLUMNS) + "\n" + "".join(lines)
+
+
 def test_fit_recovers_the_machine_that_made_the_rows():
     truth = eff.GemmEfficiency(
         tiled=True,
@@ -542,15 +552,30 @@ def test_a_constant_that_the_rows_do_not_bound_is_that_of_its_generation(tmp_pat
     cool = eff.GemmEfficiency(tiled=True, throttle_frac=0.05, peak_frac=0.8)
     rows = synthetic_rows(cool)
     hot = [replace(row, chip="h200-sxm") for row in synthetic_rows(replace(cool, throttle_frac=2.0))]
-    lines = [
-        f"{row.chip},gemm,bf16,1,m={row.shape['m']:.0f} n={row.shape['n']:.0f} k={row.shape['k']:.0f},"
-        f"{row.seconds * 1e6!r},cublas,made\n"
-        for row in (*rows, *rows[:1], *hot)
-    ]
-    (tmp_path / "ops.csv").write_text(",".join(OPS_COLUMNS) + "\n" + "".join(lines))
+    (tmp_path / "ops.csv").write_text(ops_table([*rows, *rows[:1], *hot]))
     fitted = tomllib.loads(fit.fit_all([tmp_path / "ops.csv"], checked="2026-11-22").toml)["gemm"]
     of_one, of_the_other = (fitted[name]["bf16"]["throttle_frac"] for name in (H100.name, "h200-sxm"))
     assert of_one == of_the_other == pytest.approx(0.05, rel=0.5)
+
+
+def test_a_chip_of_one_best_matmul_reaches_what_this_says(tmp_path):
+    """668 of 1,307 TFLOP/s; a chip that has other matmuls does not look at its best."""
+    best = "GEMM BF16 best shape found (mean of 100 iterations),10240x15360x8192 (MxNxK),1"
+    (tmp_path / "ops.csv").write_text(
+        ops_table(synthetic_rows(eff.GemmEfficiency(tiled=True, peak_frac=0.8)))
+    )
+    (tmp_path / "micro.csv").write_text(
+        ",".join(PUBLISHED_COLUMNS)
+        + f"\na table,AMD MI300X,{best},668.4,TFLOP/s,\na table,NVIDIA H100 SXM,{best},100,TFLOP/s,\n"
+    )
+    files = [tmp_path / "ops.csv", tmp_path / "micro.csv"]
+    gemm = tomllib.loads(fit.fit_all(files, checked="2026-11-22").toml)["gemm"]
+    assert gemm[H100.name]["bf16"]["peak_frac"] == pytest.approx(0.8, rel=0.05)
+    assert gemm["mi300x"]["bf16"]["peak_frac"] == pytest.approx(668.4 / 1307.4, rel=0.15)
+    (tmp_path / "micro.csv").write_text(
+        ",".join(PUBLISHED_COLUMNS) + f"\na table,AMD MI300X,{best.replace('(MxNxK)', '')},668.4,TFLOP/s,\n"
+    )
+    assert "lacks MxNxK" in read(tmp_path / "micro.csv").problems[0].reason
 
 
 def test_one_third_of_the_shapes_judges_and_the_cast_does_not_matter():

@@ -315,10 +315,8 @@ def _fit_gemms(bench: _Bench) -> None:
     for name in ("fp8", "fp4", "fp8-trtllm"):
         for chip, rows in bench.by_chip(_plain_gemm(name)):
             _fit_narrow_gemm(bench, name, chip, rows)
-    best = [row for row in bench.rows if row.software == BEST]
-    for row in sorted(
-        best, key=lambda row: row.variant, reverse=True
-    ):  # fp8 before bf16, which else stands for it
+    best = (row for row in bench.rows if row.software == BEST)
+    for row in sorted(best, key=lambda row: row.variant, reverse=True):  # fp8's own before bf16's ratio
         known = bench.tables.get(f"gemm.{row.variant}", {})
         if known and row.chip not in known:
             _fit_best_gemm(bench, row)

@@ -387,11 +387,16 @@ def _attention(
 
 def _config(text: str) -> tuple[float, float, float]:
     """Heads, key-value heads (or rank) and dimension of a cell like `cfg=16-1-256`."""
-    match = re.search(r"cfg=(\d+)-(\d+)-(\d+)", text)
+    return _three(r"cfg=(\d+)-(\d+)-(\d+)", text, "cfg=heads-kv-dim", "shape")
+
+
+def _three(pattern: str, text: str, lacks: str, column: str) -> tuple[float, float, float]:
+    """The three numbers that a cell has at `pattern`."""
+    match = re.search(pattern, text)
     if match is None:
-        raise BadCell(f"{text!r} lacks cfg=heads-kv-dim", "shape")
-    heads, kv, dim = map(float, match.groups())
-    return heads, kv, dim
+        raise BadCell(f"{text!r} lacks {lacks}", column)
+    first, second, third = map(float, match.groups())
+    return first, second, third
 
 
 def _decode(op: str, text: str, kv_dtype: str) -> dict[str, float]:
@@ -459,11 +464,7 @@ def _published(row: dict[str, str], value: float) -> tuple[Stated, float]:
 
 def _dimensions(text: str) -> tuple[float, float, float]:
     """M, N and K of a cell like `1024x10240x5120 (MxNxK)`."""
-    match = re.fullmatch(r"(\d+)x(\d+)x(\d+) \(MxNxK\)", text)
-    if match is None:
-        raise BadCell(f"{text!r} lacks MxNxK", "shape_or_size")
-    m, n, k = map(float, match.groups())
-    return m, n, k
+    return _three(r"^(\d+)x(\d+)x(\d+) \(MxNxK\)\Z", text, "MxNxK", "shape_or_size")
 
 
 def _published_chip(hardware: str, software: str) -> tuple[str, str]:
