@@ -503,39 +503,6 @@ def test_estimate_is_dry_run(ranks: int, rank: int, words: str) -> None:
     assert found.agree, found.differences()[:3]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "rank", "words"),
-    [
-        (4, 0, "llama --plan zero=3,dtype=bf16 --batch 8 --steps 2"),
-        (5, 4, "gpt --plan zero=1,dtype=bf16 --batch 15 --layers 3"),  # weights that 5 ranks share unevenly
-        (3, 1, "gpt --plan zero=2,dtype=fp32,loss_chunks=2 --batch 12 --microbatch 2"),
-        (4, 2, "llama --plan zero=3,dtype=bf16,recompute=full,recompute_layers=2 --batch 4 --layers 4"),
-        (8, 5, "gpt --plan tp=2,zero=3,dtype=bf16 --batch 4 --steps 2"),
-        (8, 2, "llama --plan tp=2,zero=1,zero_group=2,dtype=bf16,recompute=selective --batch 16"),
-        (4, 3, "llama --plan tp=2,zero=2,dtype=fp32,recompute=full --batch 8 --microbatch 2"),
-        (4, 1, "gpt --plan tp=2,zero=0,dtype=bf16 --batch 4"),  # a tied table, several microbatches
-        (1, 0, "llama --plan tp=1,dtype=fp32 --batch 3"),
-        (4, 2, "llama --plan zero=2,zero_group=2,dtype=bf16 --batch 12"),
-        (4, 2, "gpt --plan pp=2,tp=2,dtype=bf16 --batch 5 --layers 3 --steps 2"),
-        (4, 1, "llama --plan pp=4,schedule=gpipe,recompute=full,dtype=fp32 --batch 4 --layers 4"),
-        (4, 3, "moe --plan ep=2,zero=3,recompute=full,dtype=bf16 --batch 8"),  # experts that two ranks share
-        (4, 0, "mla --plan tp=2,ep=4,etp=1,zero=2,dtype=bf16 --batch 4 --microbatch 2"),
-        (4, 1, "gpt --plan cp=4,cp_kind=ring,optimizer=adam-bf16,dtype=bf16 --batch 2 --microbatch 2"),
-        (6, 4, "llama --plan cp=3,pp=2,cp_kind=all_gather,dtype=fp32 --batch 2 --seq 24"),
-        (4, 3, "mla --plan cp=4,cp_kind=ulysses,recompute_modules=mlp,dtype=bf16 --batch 2"),
-    ],
-)
-def test_the_peak_of_all_live_tensors_has_a_closed_form(ranks: int, rank: int, words: str) -> None:
-    """To the byte what a dry run finds alive, gathered weights and temporaries of every op included."""
-    model, *rest = words.split()
-    seq = [] if "--seq" in words else ["--seq", "16"]
-    options = parse_options(TRAIN, ["--model", MODELS[model], *seq, *rest])
-    found = compare_program(TRAIN, options, ranks=ranks, rank=rank, with_run=False)
-    peaks = [row.values for row in found.rows if row.column == "peak_bytes"]
-    assert len(peaks) == 1
-    assert peaks[0]["estimate"] == peaks[0]["dry_run"]
-
-
 @pytest.mark.parametrize("rank", [0, 3, 5, 6])
 def test_every_rank_of_a_pipeline_agrees(rank: int) -> None:
     """Ends and middle, each with what it hands on and keeps."""
