@@ -42,7 +42,7 @@ check: install
 
 # Tests that start ranks, a browser or a notebook, search large spaces, or try a thousand inputs; longest first.
 SLOW := train browser script run profile tensor_parallel search disk eval_lm generate notebooks fuzz moe sweep ulysses \
-	compare dry_run validate docs calibrate
+	compare dry_run slurm validate docs calibrate
 SLOW_FILES := $(SLOW:%=tests/test_%.py)
 ALONE := tests/test_house.py tests/test_network.py
 
@@ -61,7 +61,7 @@ frameworks:  # the packages of others, in a .venv of their own, and the tests th
 	test -x .venv-frameworks/bin/python || $(PYTHON) -m venv .venv-frameworks
 	$(FRAMEWORKS) setuptools hatchling editables --editable '.[torch,dev]'
 	$(FRAMEWORKS) --no-build-isolation --editable '.[frameworks]'  # deepspeed asks torch when it is built
-	.venv-frameworks/bin/pytest tests/test_script.py tests/test_launch.py
+	.venv-frameworks/bin/pytest -n 2 tests/test_frameworks.py tests/test_transformers.py
 
 fuzz: install  # make fuzz CASES=20000 SEED=1: so many hostile inputs for each kind of input
 	CASES=$(or $(CASES),1000) $(BIN)/pytest tests/test_fuzz.py --hypothesis-seed=$(or $(SEED),0)
@@ -91,7 +91,7 @@ package: install  # the wheel, made from the sdist, in an empty environment: it 
 oldest: install  # the tests of the core with the oldest version of each dependency that pyproject.toml allows
 	$(BIN)/python tests/package.py --oldest
 
-release: test site package oldest  # everything that must hold before a version is tagged
+release: test frameworks site package oldest  # everything that must hold before a version is tagged
 	$(BIN)/pytest tests/test_cli.py -k version
 	git diff --quiet && git diff --cached --quiet || { echo "commit first"; exit 1; }
 

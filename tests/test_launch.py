@@ -1,9 +1,7 @@
 """Settings of other frameworks: allowed by their argument lists, complete, and refused where they refuse."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -191,79 +189,6 @@ def test_modules_of_selective_recomputation_are_said() -> None:
         plan = f"recompute=selective,recompute_modules={modules}"
         lost = mw.launch("llama3-8b", CLUSTER, plan, to=framework, **words).not_expressed
         assert is_said != any(sentence.startswith("recompute=selective") for sentence in lost)
-
-
-# --- the parsers of the frameworks themselves, where they are installed ----------------------------
-
-
-def test_torchtitan_accepts_it() -> None:
-    pytest.importorskip("torchtitan", reason="torchtitan is not installed")
-    plan = "tp=8,pp=4,vpp=2,recompute=full,zero=3,loss_chunks=4"
-    job = mw.launch("llama3-70b", CLUSTER, plan, to="torchtitan", batch=64, seq=4096)
-    code = (
-        "import sys; from torchtitan.config import ConfigManager;"
-        "c = ConfigManager().parse_args(sys.argv[1:]); p, t = c.parallelism, c.training;"
-        "print(p.tensor_parallel_degree, p.pipeline_parallel_degree, p.pipeline_parallel_layers_per_stage,"
-        "p.fsdp_reshard_after_forward, t.local_batch_size, t.global_batch_size, t.seq_len,"
-        "c.loss.num_chunks)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *job.arguments], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines()[-1] == "8 4 10 always 32 64 4096 4"
-
-
-def test_accelerate_accepts_it(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    job = mw.launch("llama3-8b", CLUSTER, "tp=8,zero=3,recompute=full", to="accelerate", batch=64, seq=4096)
-    job.write(tmp_path)
-    config = load_config_from_file(str(tmp_path / "accelerate.yaml"))
-    assert config.num_processes == 64
-    assert config.parallelism_config["parallelism_config_tp_size"] == 8
-    assert config.fsdp_config["fsdp_reshard_after_forward"] is True
-
-
-def test_deepspeed_accepts_it(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    mw.launch(
-        "llama3-8b", CLUSTER, "tp=8,zero=3,sp=0,offload_optimizer=0.5", to="deepspeed", batch=64, seq=4096
-    ).write(tmp_path)
-    code = (
-        "import json, sys; from deepspeed.runtime.config import DeepSpeedConfig\n"
-        "import deepspeed; deepspeed.init_distributed('gloo')\n"
-        "class Ranks:\n    def get_data_parallel_world_size(self): return 8\n"
-        "c = DeepSpeedConfig(json.load(open(sys.argv[1])), mpu=Ranks())\n"
-        "print(c.zero_config.stage, c.train_batch_size, c.gradient_accumulation_steps)"
-    )
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "ds_config.json")],
-        env=os.environ | rank | {"DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout.splitlines()[-1] == "3 64 8"
-
-
-def test_vllm_accepts_it() -> None:
-    """Its parser imports without a GPU once its platform is said to be the CPU."""
-    pytest.importorskip("vllm", reason="vllm is not installed")
-    plan = "tp=4,dtype=fp8,weight_dtype=fp8_block,kv_dtype=fp8"
-    job = mw.launch("llama3-8b", "h100-80g-sxm:8", plan, to="vllm", batch=64, seq=4096)
-    code = (
-        "import sys, vllm.platforms; from vllm.platforms.cpu import CpuPlatform\n"
-        "vllm.platforms._current_platform = CpuPlatform()\n"
-        "from vllm.engine.arg_utils import AsyncEngineArgs\n"
-        "from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS\n"
-        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
-        "parser = FlexibleArgumentParser(); AsyncEngineArgs.add_cli_args(parser)\n"
-        "found = parser.parse_args(sys.argv[1:]); assert found.quantization in QUANTIZATION_METHODS\n"
-        "print(found.tensor_parallel_size, found.data_parallel_size, found.quantization, found.max_num_seqs)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *job.arguments], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines()[-1] == "4 2 fp8_per_block 32"
 
 
 def test_json_files_are_json(tmp_path: Path) -> None:

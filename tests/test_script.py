@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -192,65 +191,3 @@ def test_a_comparison_needs_words_of_estimate(
     done = meshwise("compare", *words)
     assert done.code == 2
     assert sentence in done.err
-
-
-# --- packages of others, where they are installed (make frameworks) ---------------------------------
-
-
-@pytest.mark.parametrize("ranks", [8, 1024])
-def test_llama_of_transformers_under_fsdp2(ranks: int) -> None:
-    """What FSDP2 exchanges and what a Llama multiplies, by arithmetic on its config."""
-    pytest.importorskip("transformers", reason="transformers is not installed; run: make frameworks")
-    found = mw.dry_run_script(["python", str(SCRIPTS / "llama.py")], ranks=ranks, rank=ranks * 3 // 4)
-    layers, hidden, ffn, vocab, tokens = 4, 1024, 4096, 32768, 4096
-    matmul = 2 * hidden * 16 * 128 + 2 * hidden * 8 * 128 + 3 * hidden * ffn
-    layer, rest = matmul + 2 * hidden, 2 * vocab * hidden + hidden
-    payloads = {one["collective"]: one["payload_bytes"] for one in found.collectives()}
-    assert payloads["all_gather"] == 2 * (
-        2 * layers * layer + rest
-    )  # bf16, layers once more for the backward
-    assert payloads["reduce_scatter"] == 2 * (layers * layer + rest)
-    rows = [row for row in found.step_ledger.to_json() if row["shape"].count("x") == 3]
-    assert total(rows, "flop") == 6 * tokens * (layers * matmul + vocab * hidden)
-    assert found.alive_at_peak["optimizer states"] == 8 * (layers * layer + rest) // ranks
-
-
-WORDS = {"<s>": 0, "</s>": 1, "<unk>": 2} | {f"w{i}": i + 3 for i in range(1000)}
-TOKENIZER = {
-    "version": "1.0",
-    "added_tokens": [
-        {"id": i, "content": word, "special": True}
-        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        for word, i in list(WORDS.items())[:3]
-    ],
-    "pre_tokenizer": {"type": "Whitespace"},
-    "model": {"type": "WordLevel", "vocab": WORDS, "unk_token": "<unk>"},
-}
-
-
-@pytest.mark.parametrize(("ranks", "config"), [(8, "llama3_debugmodel"), (1024, "llama3_8b")])
-def test_torchtitan_trains(
-    ranks: int, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    """Its own trainer; FSDP reduces fp32 gradients of as many parameters as it says that it has."""
-    pytest.importorskip("torchtitan", reason="torchtitan is not installed; run: make frameworks")
-    monkeypatch.chdir(tmp_path)
-    for name, text in {
-        "tokenizer/tokenizer.json": json.dumps(TOKENIZER),
-        "tokenizer/tokenizer_config.json": json.dumps({"bos_token": "<s>", "eos_token": "</s>"}),
-        "c4_test/data.json": (json.dumps({"text": " ".join(WORDS)}) + "\n") * 2048,
-    }.items():
-        path = tmp_path / "tests" / "assets" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    words = ["--module", "llama3", "--config", config, "--training.steps", "2", "--validator.no-enable"]
-    words += ["--dataloader.dataset", "c4_test", "--hf-assets-path", "tests/assets/tokenizer"]
-    words += ["--parallelism.spmd-backend", "partial_dtensor", "--training.disable-cuda-graphs"]
-    found = mw.dry_run_script(["python", "-m", "torchtitan.train", *words], ranks=ranks, rank=ranks * 3 // 4)
-    said = re.search(r"size: ([\d,]+) total parameters", "".join(capfd.readouterr()))
-    assert said is not None
-    num_params = int(said[1].replace(",", ""))
-    payloads = {one["collective"]: one["payload_bytes"] for one in found.collectives()}
-    assert payloads["reduce_scatter"] == pytest.approx(4 * num_params, rel=2e-3)  # shards are padded
-    assert found.num_steps == 2

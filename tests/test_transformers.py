@@ -1,7 +1,7 @@
 """All configs of the library `transformers`, where it is installed: each is exact or refused in a sentence.
 
-`pip install transformers==5.23.0` beside the test requirements runs it (a minute); without it, the recorded
-counts of `data/transformers_5.23.jsonl` stand in (`test_huggingface.py`).
+`make frameworks` installs it; without it, the recorded counts of `data/transformers_5.23.jsonl` stand in
+(`test_huggingface.py`).
 """
 
 from __future__ import annotations

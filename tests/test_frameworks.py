@@ -1,0 +1,148 @@
+"""Frameworks as their makers publish them: their trainers as one rank, their parsers on what `launch` writes.
+
+`make frameworks` installs them into an environment of their own; without them each test skips.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import meshwise as mw
+
+LLAMA = Path(__file__).parent / "data" / "scripts" / "llama.py"
+CLUSTER = "h100-80g-sxm:64"
+
+
+@pytest.mark.parametrize("ranks", [8, 1024])
+def test_llama_of_transformers_under_fsdp2(ranks: int) -> None:
+    """What FSDP2 exchanges and what a Llama multiplies, by arithmetic on its config."""
+    pytest.importorskip("transformers")
+    found = mw.dry_run_script(["python", str(LLAMA)], ranks=ranks, rank=ranks * 3 // 4)
+    layers, hidden, ffn, vocab, tokens = 4, 1024, 4096, 32768, 4096
+    matmul = 2 * hidden * 16 * 128 + 2 * hidden * 8 * 128 + 3 * hidden * ffn
+    layer, rest = matmul + 2 * hidden, 2 * vocab * hidden + hidden
+    payloads = {one["collective"]: one["payload_bytes"] for one in found.collectives()}
+    assert payloads["all_gather"] == 2 * (2 * layers * layer + rest)  # bf16, layers again for the backward
+    assert payloads["reduce_scatter"] == 2 * (layers * layer + rest)
+    rows = [row for row in found.step_ledger.to_json() if row["shape"].count("x") == 3]
+    flop = sum(row["count"] * (row["flop"] or 0) for row in rows)
+    assert flop == 6 * tokens * (layers * matmul + vocab * hidden)
+    assert found.alive_at_peak["optimizer states"] == 8 * (layers * layer + rest) // ranks
+
+
+WORDS = {"<s>": 0, "</s>": 1, "<unk>": 2} | {f"w{i}": i + 3 for i in range(1000)}
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [
+        {"id": i, "content": word, "special": True}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        for word, i in list(WORDS.items())[:3]
+    ],
+    "pre_tokenizer": {"type": "Whitespace"},
+    "model": {"type": "WordLevel", "vocab": WORDS, "unk_token": "<unk>"},
+}
+
+
+@pytest.mark.parametrize(("ranks", "config"), [(8, "llama3_debugmodel"), (1024, "llama3_8b")])
+def test_torchtitan_trains(
+    ranks: int, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Its own trainer; FSDP reduces fp32 gradients of as many parameters as it says that it has."""
+    pytest.importorskip("torchtitan")
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "tokenizer/tokenizer.json": json.dumps(TOKENIZER),
+        "tokenizer/tokenizer_config.json": json.dumps({"bos_token": "<s>", "eos_token": "</s>"}),
+        "c4_test/data.json": (json.dumps({"text": " ".join(WORDS)}) + "\n") * 2048,
+    }.items():
+        path = tmp_path / "tests" / "assets" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    words = ["--module", "llama3", "--config", config, "--training.steps", "2", "--validator.no-enable"]
+    words += ["--dataloader.dataset", "c4_test", "--hf-assets-path", "tests/assets/tokenizer"]
+    words += ["--parallelism.spmd-backend", "partial_dtensor", "--training.disable-cuda-graphs"]
+    found = mw.dry_run_script(["python", "-m", "torchtitan.train", *words], ranks=ranks, rank=ranks * 3 // 4)
+    said = re.search(r"size: ([\d,]+) total parameters", "".join(capfd.readouterr()))
+    assert said is not None
+    num_params = int(said[1].replace(",", ""))
+    payloads = {one["collective"]: one["payload_bytes"] for one in found.collectives()}
+    assert payloads["reduce_scatter"] == pytest.approx(4 * num_params, rel=2e-3)  # shards are padded
+    assert found.num_steps == 2
+
+
+def test_torchtitan_accepts_it() -> None:
+    pytest.importorskip("torchtitan")
+    plan = "tp=8,pp=4,vpp=2,recompute=full,zero=3,loss_chunks=4"
+    job = mw.launch("llama3-70b", CLUSTER, plan, to="torchtitan", batch=64, seq=4096)
+    code = (
+        "import sys; from torchtitan.config import ConfigManager;"
+        "c = ConfigManager().parse_args(sys.argv[1:]); p, t = c.parallelism, c.training;"
+        "print(p.tensor_parallel_degree, p.pipeline_parallel_degree, p.pipeline_parallel_layers_per_stage,"
+        "p.fsdp_reshard_after_forward, t.local_batch_size, t.global_batch_size, t.seq_len,"
+        "c.loss.num_chunks)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *job.arguments], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "8 4 10 always 32 64 4096 4"
+
+
+def test_accelerate_accepts_it(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    job = mw.launch("llama3-8b", CLUSTER, "tp=8,zero=3,recompute=full", to="accelerate", batch=64, seq=4096)
+    job.write(tmp_path)
+    config = load_config_from_file(str(tmp_path / "accelerate.yaml"))
+    assert config.num_processes == 64
+    assert config.parallelism_config["parallelism_config_tp_size"] == 8
+    assert config.fsdp_config["fsdp_reshard_after_forward"] is True
+
+
+def test_deepspeed_accepts_it(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    mw.launch(
+        "llama3-8b", CLUSTER, "tp=8,zero=3,sp=0,offload_optimizer=0.5", to="deepspeed", batch=64, seq=4096
+    ).write(tmp_path)
+    code = (
+        "import json, sys; from deepspeed.runtime.config import DeepSpeedConfig\n"
+        "import deepspeed; deepspeed.init_distributed('gloo')\n"
+        "class Ranks:\n    def get_data_parallel_world_size(self): return 8\n"
+        "c = DeepSpeedConfig(json.load(open(sys.argv[1])), mpu=Ranks())\n"
+        "print(c.zero_config.stage, c.train_batch_size, c.gradient_accumulation_steps)"
+    )
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "ds_config.json")],
+        env=os.environ | rank | {"DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "3 64 8"
+
+
+def test_vllm_accepts_it() -> None:
+    """Its parser imports without a GPU once its platform is said to be the CPU."""
+    pytest.importorskip("vllm")
+    plan = "tp=4,dtype=fp8,weight_dtype=fp8_block,kv_dtype=fp8"
+    job = mw.launch("llama3-8b", "h100-80g-sxm:8", plan, to="vllm", batch=64, seq=4096)
+    code = (
+        "import sys, vllm.platforms; from vllm.platforms.cpu import CpuPlatform\n"
+        "vllm.platforms._current_platform = CpuPlatform()\n"
+        "from vllm.engine.arg_utils import AsyncEngineArgs\n"
+        "from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS\n"
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
+        "parser = FlexibleArgumentParser(); AsyncEngineArgs.add_cli_args(parser)\n"
+        "found = parser.parse_args(sys.argv[1:]); assert found.quantization in QUANTIZATION_METHODS\n"
+        "print(found.tensor_parallel_size, found.data_parallel_size, found.quantization, found.max_num_seqs)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *job.arguments], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "4 2 fp8_per_block 32"
