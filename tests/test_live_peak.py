@@ -43,6 +43,10 @@ TRAIN = find_program("train")
         (4, 1, "gpt --plan cp=4,cp_kind=ring,optimizer=adam-bf16,dtype=bf16 --batch 2 --microbatch 2"),
         (6, 4, "llama --plan cp=3,pp=2,cp_kind=all_gather,dtype=fp32 --batch 2 --seq 24"),
         (4, 3, "mla --plan cp=4,cp_kind=ulysses,recompute_modules=mlp,dtype=bf16 --batch 2"),
+        (2, 1, "moe --plan ep=2,zero=2,recompute_modules=layernorm+moe_act,optimizer=none --batch 4"),
+        (2, 0, "mla --plan tp=2,etp=1,recompute_modules=mla_up_proj+core_attn+moe,optimizer=none --seq 64"),
+        (2, 0, "latent --plan zero=0,recompute_modules=mla_up_proj,optimizer=none,dtype=bf16 --seq 64"),
+        (2, 1, "moe --plan cp=2,cp_kind=ring,recompute_modules=per_op,optimizer=none,dtype=bf16 --seq 64"),
     ],
 )
 def test_the_peak_of_all_live_tensors_has_a_closed_form(ranks: int, rank: int, words: str) -> None:

@@ -109,6 +109,7 @@ WRONG = {
     "zero=0,zero_group=8": "zero=0 does not shard",
     "frozen_dtype=fp4": "frozen_dtype=fp4 needs frozen weights",
     "dtype=bf16,head_dtype=fp8": "head_dtype=fp8 goes with narrow matmuls",
+    "recompute_modules=per_op+mlp": "per_op covers all of a block; leave mlp out",
     "schedule=zb-h1,vpp=2": "schedule=zb-h1 has no virtual stages",
     "pp=2,stages=3-4-5": "stages lists 3 stages but pp=2 x vpp=1 has 2",
     "kv_dtype=fp4": "kv_dtype=fp4 must be one of bf16, fp8",

@@ -1,6 +1,6 @@
 """Attention over ranks that share a sequence, as tensors that are nothing but their bytes.
 
-`ring_attention` is torch's (torch/distributed/tensor/experimental/_context_parallel): keys and values come
+A ring is torch's (torch/distributed/tensor/experimental/_context_parallel): keys and values come
 round, blocks are merged in fp32, and gradients of keys and values go round after them. Each rank holds an
 early and a late part of the sequence, so a block is half of its keys, or half of its queries. `by_heads`
 exchanges heads for tokens before attention and back after it (Ulysses).
@@ -15,6 +15,7 @@ from functools import partial
 from meshwise.estimate.live_tensors import Graph, Memory, Storage, Tensor
 
 CoreAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+NewStorage = Callable[[float], Storage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +41,6 @@ class Ring:
         return self.rank < self.size - 1
 
 
-def ring_attention(graph: Graph, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Keeps what attention keeps."""
-    sizes = q.size, k.size, v.size
-    out, lse = _merged(graph.memory, ring, sizes)
-    if ring.has_parts and ring.heads > 1:  # as the projection after it reads it
-        ordered = graph.memory.new(out.size)
-        out = ordered
-
-    def back(*_: Storage) -> tuple[Storage, ...]:
-        return _gradients(graph.memory, ring, sizes)
-
-    return graph.op(out, back, q, k, v, saved=(q.storage, k.storage, v.storage, out, lse))
-
-
 Sizes = tuple[float, float, float]
 
 
@@ -62,8 +49,18 @@ def _in_one_piece(memory: Memory, ring: Ring, sizes: Sizes) -> tuple[Storage, ..
     return tuple(memory.new(size) for size in sizes[1:] if ring.kv_heads > 1)
 
 
-def _merged(memory: Memory, ring: Ring, sizes: Sizes) -> tuple[Storage, Storage]:
-    """Attention to one block after the other."""
+def ring_attention(
+    memory: Memory, ring: Ring, result: NewStorage, sizes: Sizes
+) -> tuple[Storage, Storage]:
+    """Attention to one block after the other; `result` makes what a block and an exchange give."""
+    out, lse = _merged(memory, ring, result, sizes)
+    if ring.has_parts and ring.heads > 1:  # as the projection after it reads it
+        ordered = memory.new(out.size)
+        out = ordered
+    return out, lse
+
+
+def _merged(memory: Memory, ring: Ring, result: NewStorage, sizes: Sizes) -> tuple[Storage, Storage]:
     new, (q, k, v) = memory.new, sizes
     merged = _Merged(memory)
     keys: object = _in_one_piece(memory, ring, sizes)
@@ -74,12 +71,12 @@ def _merged(memory: Memory, ring: Ring, sizes: Sizes) -> tuple[Storage, Storage]
         if step < ring.size - 1:
             both = new(k + v)
             if not ring.gathers:
-                came = new(k + v)
+                came = result(k + v)
             gathered = gathered or (new((k + v) * ring.size) if ring.gathers else None)
             del both
         _held = keys
         part = 0.5 if step > ring.rank else 1.0
-        out, lse = new(q * v / k * part), new(ring.lse * part)
+        out, lse = result(q * v / k * part), result(ring.lse * part)
         merged.take(new(out.size * ring.wide_frac) if ring.wide_frac > 1.0 else out, lse, part)
     assert merged.out is not None
     assert merged.lse is not None
@@ -127,7 +124,7 @@ class _Merged:
         return summed
 
 
-def _gradients(memory: Memory, ring: Ring, sizes: Sizes) -> tuple[Storage, ...]:
+def ring_gradients(memory: Memory, ring: Ring, sizes: Sizes) -> tuple[Storage, ...]:
     """Those of keys and values lie in one piece."""
     new, (q, k, v), wide = memory.new, sizes, ring.wide_frac
     of_q = new(q * wide)
@@ -200,7 +197,7 @@ def _dealt(graph: Graph, qkv: Tensor, sizes: list[float]) -> Tensor:
     return graph.op(sent, lambda *_: (new(size),), dealt)
 
 
-def _sent(new: Callable[[float], Storage], size: float, _: Storage | None) -> tuple[Storage]:
+def _sent(new: NewStorage, size: float, _: Storage | None) -> tuple[Storage]:
     """By rank, and to each."""
     by_rank = new(size)
     sent = new(size)
@@ -208,7 +205,7 @@ def _sent(new: Callable[[float], Storage], size: float, _: Storage | None) -> tu
     return (sent,)
 
 
-def _put_together(new: Callable[[float], Storage], sizes: list[float]) -> Storage:
+def _put_together(new: NewStorage, sizes: list[float]) -> Storage:
     """What came from each rank, part by part in order, and all of it."""
     came = new(sum(sizes))
     parts = [new(size) for size in sizes]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
-from meshwise.estimate.live_context import Ring, by_heads, ring_attention
+from meshwise.estimate.live_context import Ring, by_heads, ring_attention, ring_gradients
 from meshwise.estimate.live_tensors import Graph, Leaf, Memory, Storage, Tensor
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
@@ -66,6 +67,7 @@ class Modules:
             wide_frac=max(wide, 4.0) / narrow, gathers=cut.gather_keys,
         )  # fmt: skip
         self.scales = tokens / tp * (1.0 + (model.norm == "layernorm")) * wide
+        self.num_products = 0
         self.logits, self.softmax = (tokens * model.vocab / tp * size for size in (narrow, wide))
 
     # --- blocks --------------------------------------------------------------------------------
@@ -73,13 +75,26 @@ class Modules:
     def block(self, weights: Weights, experts: Experts | None, x: Tensor) -> Tensor:
         """Attention and feed-forward, each behind a norm and beside a residual."""
         attention = self.latent_attention if self.model.mla else self.attention
+        self.num_products = 0
         x = self.add(x, attention(weights, self.norm(weights, "norm1", x)))
-        return self.add(x, self._feed_forward(weights, experts, self.norm(weights, "norm2", x)))
+        return self.add(x, self._feed_forward(weights, experts, x))
 
     def _feed_forward(self, weights: Weights, experts: Experts | None, x: Tensor) -> Tensor:
+        """Behind its norm."""
+        norm = partial(self.norm, weights, "norm2")
         if experts is None:
-            return self._redone("mlp", partial(self.feed_forward, weights, width=self.ffn), x)
-        return self.mixture(weights, experts, x, self.scores(weights, x))
+            return self._redone("mlp", partial(self.feed_forward, weights, width=self.ffn), norm(x))
+        mixture = partial(self.mixture, weights, experts)
+
+        def scored(x: Tensor) -> tuple[Tensor, Tensor]:
+            normed = norm(x)
+            return normed, self.scores(weights, normed)
+
+        if not self._is_redone("moe"):
+            return mixture(*self._redone("layernorm", scored, x, to_its_end=False))
+        if self._is_redone("layernorm"):
+            return self.graph.again(lambda x: mixture(*scored(x)), x)
+        return self.graph.again(lambda normed: mixture(normed, self.scores(weights, normed)), norm(x))
 
     def attention(self, weights: Weights, x: Tensor) -> Tensor:
         """Causal attention; local heads are those of tp."""
@@ -111,8 +126,17 @@ class Modules:
             down = self.linear(weights, "q_down", self.local(x), self.own * mla.q_lora_rank * self.narrow)
             latents = self.norm(weights, "q_norm", down)
             del down
-        query = self._queries(weights, latents)
-        mixed = self.mixed(query, *self._keys_values(weights, *self._latents_of_pair(weights, x)))
+        if not self._is_redone("mla_up_proj"):
+            query = self._queries(weights, latents)
+            mixed = self.mixed(query, *self._keys_values(weights, *self._latents_of_pair(weights, x)))
+            return self.linear_by_rows(weights, "o", mixed)
+
+        def mixed_again(latents: Tensor, of_pair: Tensor, key: Tensor) -> Tensor:
+            query = self._queries(weights, latents)
+            return self.mixed(query, *self._keys_values(weights, of_pair, key))
+
+        both = self._latents_of_pair(weights, x)
+        mixed = self.graph.again(mixed_again, latents, *both, to_its_end=False)
         return self.linear_by_rows(weights, "o", mixed)
 
     def _latents_of_pair(self, weights: Weights, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,8 +212,12 @@ class Modules:
         assert moe is not None
         width = x.size / self.model.hidden * moe.ffn_hidden / float(self.cut.etp)
         names = ("expert_gate", "expert_up") if self.model.gated else ("expert_up",)
-        act = self.activated(*[self.linear(weights, name, x, width) for name in names])
-        return self.linear(weights, "expert_down", act, x.size)
+        wide = [self.linear(weights, name, x, width) for name in names]
+        return self._redone("moe_act", partial(self._answers, weights, x.size), *wide, to_its_end=False)
+
+    def _answers(self, weights: Weights, size: float, *wide: Tensor) -> Tensor:
+        """The second half of experts."""
+        return self.linear(weights, "expert_down", self.activated(*wide), size)
 
     def _gates(self, wide: Tensor) -> Tensor:
         """The chosen ones of the probabilities."""
@@ -215,7 +243,7 @@ class Modules:
         """All-to-all, where experts are spread."""
         if self.cut.ep == 1:
             return copies
-        return self.graph.op(self.new(copies.size), lambda grad: (self.new(grad.size),), copies)
+        return self.graph.op(self._result(copies.size), lambda grad: (self.new(grad.size),), copies)
 
     def _parts_gathered(self, copies: Tensor) -> Tensor:
         """For ranks that hold parts of the same experts."""
@@ -232,7 +260,7 @@ class Modules:
         if parts == 1:
             return answers
         return self.graph.op(
-            self.new(answers.size / parts), lambda grad: (self.new(grad.size * parts),), answers
+            self._result(answers.size / parts), lambda grad: (self.new(grad.size * parts),), answers
         )
 
     def _by_expert(self, copies: Tensor) -> Tensor:
@@ -243,32 +271,44 @@ class Modules:
 
     def weighed(self, answers: Tensor, gates: Tensor) -> Tensor:
         """Answers times gates, whose gradients are sums over the products' rows."""
-
-        def back(_: Storage, kept: Storage, factors: Storage) -> tuple[Storage, Storage]:
-            of_answers = self.new(kept.size)
-            products = self.new(kept.size)
-            of_gates = self.new(factors.size)
-            del products
-            return of_answers, of_gates
-
-        saved = answers.storage, gates.storage
-        return self.graph.op(self.new(answers.size), back, answers, gates, saved=saved)
+        saved, size = (answers.storage, gates.storage), answers.size
+        return self.graph.op(
+            size, lambda *_: (self.new(size), self.new(size)), answers, gates, saved=saved, sums=(gates.size,)
+        )
 
     def _sum_of_choices(self, weighed: Tensor) -> Tensor:
-        """Of all of a token's experts; the gradient is repeated for each."""
+        """Of all of a token's experts; the gradient is repeated for each, where there are several."""
         size = weighed.size
-        return self.graph.op(self.new(self.x), lambda _: (self.new(size),), weighed)
+        return self.graph.op(
+            self.new(self.x), lambda grad: (grad if size == self.x else self.new(size),), weighed
+        )
 
-    def _redone(self, module: str, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    def _redone(
+        self, module: str, function: Callable[..., Any], *inputs: Tensor, to_its_end: bool = True
+    ) -> Any:
         """`function` of `inputs`, computed again in the backward where the plan says so."""
-        plan = self.mesh.plan
-        is_redone = plan.recompute == "selective" and module in plan.recompute_modules
-        return self.graph.again(function, *inputs) if is_redone else function(*inputs)
+        if self._is_redone(module):
+            return self.graph.again(function, *inputs, to_its_end=to_its_end)
+        return function(*inputs)
+
+    def _is_redone(self, module: str) -> bool:
+        """Whether the plan recomputes a module, and it is not inside another one."""
+        modules = self.mesh.plan.recompute_modules if self.mesh.plan.recompute == "selective" else ()
+        is_inside = "moe" in modules and module in ("moe_act", "shared_experts")
+        return module in modules and not is_inside
+
+    def _result(self, size: float) -> Storage:
+        """Of an op that torchtitan's selective checkpointing keeps."""
+        make = partial(self.new, size)
+        return self.graph.kept(make) if self._is_redone("per_op") else make()
 
     # --- ops -----------------------------------------------------------------------------------
 
     def linear(self, weights: Weights, name: str, x: Tensor, size: float) -> Tensor:
-        """The gradient of a matrix alone comes before that of its input; beside a bias, behind it."""
+        """The gradient of a matrix alone comes before that of its input; beside a bias, behind it.
+
+        Selective checkpointing keeps the first result of a block, the third, and so on.
+        """
         weight, bias = weights[name], weights.get(f"{name}_bias")
 
         def back(_: Storage, kept: Storage) -> tuple[Storage, ...]:
@@ -279,7 +319,19 @@ class Modules:
 
         sums = () if bias is None else (bias.made,)
         biases = () if bias is None else (bias,)
-        return self.graph.op(self.new(size), back, x, weight, *biases, saved=(x.storage,), sums=sums)
+        is_counted = not (name.startswith("expert_") or self._is_like_router(weight, x, size))
+        self.num_products += is_counted
+        is_kept = is_counted and self.num_products % 2 == 1 and self._is_redone("per_op")
+        result = self._result(size) if is_kept else size
+        return self.graph.op(result, back, x, weight, *biases, saved=(x.storage,), sums=sums)
+
+    def _is_like_router(self, weight: Weight, x: Tensor, size: float) -> bool:
+        """Whether a matrix has the shape by which torchtitan tells a router's."""
+        moe, hidden = self.model.moe, self.model.hidden
+        return moe is not None and (x.size / size, weight.made) == (
+            hidden / moe.num_experts,
+            hidden * moe.num_experts * self.narrow,
+        )
 
     def columns(self, weights: Weights, name: str, x: Tensor, size: float) -> Tensor:
         """Of all tokens, to a rank's part of the columns."""
@@ -335,7 +387,7 @@ class Modules:
     def _own_tokens(self, own: float) -> Storage:
         """What is summed, by way of a copy of what the rank has."""
         copy = self.new(own * self.tp)
-        summed = self.new(own)
+        summed = self._result(own)
         del copy
         return summed
 
@@ -403,16 +455,24 @@ class Modules:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Fused attention keeps what it reads, its result, and a number of each query."""
-        if self.ring.size > 1:
-            return ring_attention(self.graph, self.ring, q, k, v)
         sizes = q.size, k.size, v.size
-        out, lse = self.new(q.size * v.size / k.size), self.new(self.lse)
+        attended = partial(self._attended, sizes)
+        is_known = self._is_redone("mla_up_proj") and not self._is_redone("core_attn")
+        out, lse = self.graph.kept(attended) if is_known else attended()
 
         def back(*_: Storage) -> tuple[Storage, ...]:
+            if self.ring.size > 1:
+                return ring_gradients(self.graph.memory, self.ring, sizes)
             return tuple(self.new(size) for size in sizes)
 
         saved = (q.storage, k.storage, v.storage, out, lse)
         return self.graph.op(out, back, q, k, v, saved=saved)
+
+    def _attended(self, sizes: tuple[float, float, float]) -> tuple[Storage, Storage]:
+        if self.ring.size > 1:
+            return ring_attention(self.graph.memory, self.ring, self._result, sizes)
+        q, k, v = sizes
+        return self._result(q * v / k), self._result(self.lse)
 
     def activated(self, *wide: Tensor) -> Tensor:
         """SwiGLU of gate and up, which makes silu(gate) again, or GELU of up."""

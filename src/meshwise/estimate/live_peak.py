@@ -37,9 +37,8 @@ def is_known(model: Model, mesh: Mesh) -> bool:
     is_plain = mesh.plan.dtype != "fp8" and (mesh.plan.sequence_parallel or mesh.tp == 1)
     is_default = all(getattr(mesh.plan, key) == DEFAULTS[key] for key in OTHERS)
     is_apart = mesh.tp == 1 or mesh.plan.loss_chunks == 1
-    is_core = set(mesh.plan.recompute_modules) <= {"core_attn", "mlp", "shared_experts"}
     is_torchs = mesh.plan.optimizer in ("adam", "adam-fp32", "adam-bf16", "sgd", "none")
-    return all(map(bool, (is_alone, is_dense, is_plain, is_default, is_apart, is_core, is_torchs)))
+    return all(map(bool, (is_alone, is_dense, is_plain, is_default, is_apart, is_torchs)))
 
 
 def live_peak_bytes(model: Model, mesh: Mesh, cut: Cut, rank: int, steps: int) -> float:

@@ -54,7 +54,8 @@ class Piece:
         self.groups = [*([self.embedding] if self.embedding else []), *inner, *ends]
         for group in inner:
             group.is_freed = bool(mesh.pp == 1 and mesh.zero >= 3)
-        self.num_redone = float(mesh.recompute_layers / mesh.vpp) * (mesh.plan.recompute == "full")
+        is_redone = mesh.plan.recompute == "full" or "per_op" in mesh.plan.recompute_modules
+        self.num_redone = float(mesh.recompute_layers / mesh.vpp) * is_redone
         numbers = range(int(mesh.num_microbatches))
         new, x = self.memory.new, modules.x
         self.received = [new(x) for _ in numbers if not is_first]

@@ -9,10 +9,16 @@ their sum is a third.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from itertools import repeat
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 
 class Memory:
@@ -87,7 +93,7 @@ class Tensor:
 class Node:
     """An op: `back` makes gradients of the first `inputs` from that of its results and from what it `saved`.
 
-    Gradients of further inputs, of the sizes `sums`, are added up behind it, as of biases. `before`
+    Gradients of the last inputs, of the sizes `sums`, are added up behind it, as of biases. `before`
     runs when the gradient of the result is there. `frame`: the recomputation that brings back what it saved.
     """
 
@@ -115,7 +121,7 @@ class Node:
         made = [*self.back(*self.grads, *self.saved)]
         if self.frame is not None and not self.frame.graph.is_lasting:
             self.saved = ()
-        made += [memory.new(size) for size in self.sums]
+        made[len(self.inputs) - len(self.sums) :] = [memory.new(size) for size in self.sums]
         self.grads, self.saved, self.frame = [], (), None
         for taker in self.inputs:
             grad = made.pop(0)
@@ -125,18 +131,47 @@ class Node:
 
 
 class Frame:
-    """A function that is computed again in the backward: its nodes keep nothing until then."""
+    """A function that is computed again in the backward: its nodes keep nothing until then.
 
-    def __init__(self, graph: Graph, function: Callable[[], object]) -> None:
-        self.graph, self.function = graph, function
+    `to_its_end`: all of it, or until all is back that they saved. `results`: what is kept all the same.
+    """
+
+    def __init__(
+        self, graph: Graph, function: Callable[..., object], inputs: tuple[Tensor, ...], *, to_its_end: bool
+    ) -> None:
+        self.graph, self.function, self.to_its_end = graph, function, to_its_end
+        self.entry = Node(lambda: (), (), tuple(each.storage for each in inputs))
+        self.parts = [each.part for each in inputs]
         self.nodes: list[Node] = []
+        self.results: deque[Any] = deque()
 
     def run(self) -> None:
         """Bring back what its nodes save, at the first of them."""
         nodes, self.nodes = self.nodes, []
-        if nodes:
-            for node, again in zip(nodes, self.graph.computed(self.function), strict=True):
-                node.saved = again.saved
+        if not nodes:
+            return
+        around = self.entry.frame
+        if around is not None:
+            around.run()
+        function = partial(self.function, *map(Tensor, self.entry.saved, repeat(None), repeat(0), self.parts))
+        if around is not None and not self.graph.is_lasting:
+            self.entry.saved = ()
+        number = math.inf if self.to_its_end else len(nodes)
+        for node, again in zip(nodes, self.graph.computed(function, number, self.results), strict=True):
+            node.saved = again.saved
+
+
+class _EnoughError(Exception):
+    """All that was saved is back."""
+
+
+@dataclass(slots=True)
+class _Again:
+    """A frame that is computed for the second time: the nodes so far, of `number`, that save something."""
+
+    number: float
+    results: deque[Any]
+    nodes: list[Node] = field(default_factory=list)
 
 
 class Graph:
@@ -148,41 +183,70 @@ class Graph:
     def __init__(self, memory: Memory, *, is_lasting: bool = False) -> None:
         self.memory = memory
         self.nodes: list[Node] = []
-        self._frame: Frame | None = None
-        self.is_again = False
         self.is_lasting = is_lasting
+        self._frame: Frame | None = None
+        self._again: _Again | None = None
+
+    @property
+    def is_again(self) -> bool:
+        """Whether what is computed now is computed for the second time."""
+        return self._again is not None
 
     def op(
-        self, result: Storage, back: Callable[..., tuple[Storage | None, ...]], *inputs: Tensor | Leaf,
-        saved: tuple[Storage, ...] = (), sums: tuple[float, ...] = (), place: int = 0,
+        self, result: Storage | float, back: Callable[..., tuple[Storage | None, ...]],
+        *inputs: Tensor | Leaf, saved: tuple[Storage, ...] = (), sums: tuple[float, ...] = (), place: int = 0,
     ) -> Tensor:  # fmt: skip
-        """`result`, as an op makes it of `inputs`."""
+        """`result`, as an op makes it of `inputs`; so many bytes are made behind what it saves."""
         sources = tuple((each, 0) if isinstance(each, Leaf) else _source(each) for each in inputs)
         node = Node(back, sources, saved, sums)
-        if self._frame is not None and saved:
+        if saved:
+            self._save(node)
+        self.nodes.append(node)
+        return Tensor(result if isinstance(result, Storage) else self.memory.new(result), node, place)
+
+    def _save(self, node: Node) -> None:
+        """What a node saves, or is all that a frame is computed of, is kept, unless there is a frame around."""
+        if self._frame is not None:
             node.saved, node.frame = (), self._frame
             self._frame.nodes.append(node)
-        self.nodes.append(node)
-        return Tensor(result, node, place)
+        elif self._again is not None:
+            self._again.nodes.append(node)
+            if len(self._again.nodes) == self._again.number:
+                raise _EnoughError
 
-    def again(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    def again(self, function: Callable[..., Any], *inputs: Tensor, to_its_end: bool = True) -> Any:
         """`function` of `inputs`, computed again in the backward."""
-        with self._in(Frame(self, lambda: function(*inputs))):
+        frame = Frame(self, function, inputs, to_its_end=to_its_end)
+        self._save(frame.entry)
+        with self._in(frame):
             return function(*inputs)
 
-    def computed(self, function: Callable[[], object]) -> list[Node]:
-        """Those nodes of a function, computed now, that save something."""
-        before, self.nodes, self.is_again = self.nodes, [], True
-        with self._in(None):
+    def computed(self, function: Callable[[], object], number: float, results: deque[Any]) -> list[Node]:
+        """Nodes of a function that save something, computed for the second time; the first `number`."""
+        before, self.nodes = self.nodes, []
+        self._again = _Again(number, results)
+        with suppress(_EnoughError):
             function()
-        found, self.nodes, self.is_again = self.nodes, before, False
-        return [node for node in found if node.saved]
+        found, self.nodes, self._again = self._again.nodes, before, None
+        return found
+
+    def kept(self, make: Callable[[], Result]) -> Result:
+        """What `make` makes; the frame around keeps it till it is computed again, which takes it as it is."""
+        if self._again is not None:
+            result: Result = self._again.results.popleft()
+            return result
+        result = make()
+        if self._frame is not None:
+            self._frame.results.append(result)
+        return result
 
     @contextmanager
     def _in(self, frame: Frame | None) -> Iterator[None]:
         before, self._frame = self._frame, frame
-        yield
-        self._frame = before
+        try:
+            yield
+        finally:
+            self._frame = before
 
     def taken(self) -> list[Node]:
         """The nodes so far, for `backward`; those of another pass follow."""

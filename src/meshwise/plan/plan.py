@@ -362,6 +362,9 @@ def _conflicts(plan: Plan) -> Iterator[str]:
         yield f"layout={layout} always cuts the activations; leave sp=0 out"
     if plan.head_dtype == "fp8" and plan.dtype not in NARROW_DTYPES:
         yield f"head_dtype=fp8 goes with narrow matmuls, not with dtype={plan.dtype}; use dtype=fp8 or fp4"
+    others = [module for module in plan.recompute_modules if module != "per_op"]
+    if others and len(others) < len(plan.recompute_modules):
+        yield f"recompute_modules=per_op covers all of a block; leave {'+'.join(others)} out"
     if plan.frozen_dtype is not None and not plan.lora_rank:
         yield f"frozen_dtype={plan.frozen_dtype} needs frozen weights; add lora_rank, as in lora_rank=16"
 
