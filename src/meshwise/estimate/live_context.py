@@ -49,9 +49,7 @@ def _in_one_piece(memory: Memory, ring: Ring, sizes: Sizes) -> tuple[Storage, ..
     return tuple(memory.new(size) for size in sizes[1:] if ring.kv_heads > 1)
 
 
-def ring_attention(
-    memory: Memory, ring: Ring, result: NewStorage, sizes: Sizes
-) -> tuple[Storage, Storage]:
+def ring_attention(memory: Memory, ring: Ring, result: NewStorage, sizes: Sizes) -> tuple[Storage, Storage]:
     """Attention to one block after the other; `result` makes what a block and an exchange give."""
     out, lse = _merged(memory, ring, result, sizes)
     if ring.has_parts and ring.heads > 1:  # as the projection after it reads it

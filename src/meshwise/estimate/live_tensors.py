@@ -205,7 +205,7 @@ class Graph:
         return Tensor(result if isinstance(result, Storage) else self.memory.new(result), node, place)
 
     def _save(self, node: Node) -> None:
-        """What a node saves, or is all that a frame is computed of, is kept, unless there is a frame around."""
+        """What a node saves, or a frame enters with, is kept, unless there is a frame around."""
         if self._frame is not None:
             node.saved, node.frame = (), self._frame
             self._frame.nodes.append(node)
