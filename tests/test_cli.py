@@ -1,5 +1,6 @@
 """What holds for every verb: help with examples that can be typed, defaults from a file, the version."""
 
+import os
 import shlex
 import subprocess
 import sys
@@ -44,6 +45,22 @@ def test_help_shows_the_examples(meshwise: Any) -> None:
 
 def test_version(meshwise: Any) -> None:
     assert meshwise("--version").out == f"meshwise {mw.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("estimate llama3-7", "llama3-70b"),
+        ("estimate llama3-8b --cluster h200-s", "h200-sxm:"),
+        ("frontier run --chip h200-s", "h200-sxm"),
+    ],
+)
+def test_a_shell_completes(words: str, completed: str) -> None:
+    shell = {"_MESHWISE_COMPLETE": "complete_bash", "COMP_WORDS": f"meshwise {words}"}
+    shell["COMP_CWORD"] = str(len(words.split()))
+    program = Path(sys.executable).with_name("meshwise")
+    done = subprocess.run([program], env=os.environ | shell, capture_output=True, text=True)
+    assert done.stdout.split() == [completed]
 
 
 def test_every_file_names_the_same_version() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from meshwise import api
-from meshwise.cli.options import JsonOption
+from meshwise.cli.options import ClusterOption, JsonOption
 from meshwise.cli.output import console, print_json
 
 
@@ -16,7 +16,7 @@ def collective(
     kind: Annotated[
         str, typer.Argument(help="all_reduce, all_gather, reduce_scatter, all_to_all, send, ...")
     ],
-    cluster: Annotated[str, typer.Option(help="A preset, chip:count (h100-80g-sxm:64), or a TOML file.")],
+    cluster: ClusterOption,
     ranks: Annotated[int | None, typer.Option(help="Ranks of the group [all].")] = None,
     stride: Annotated[int, typer.Option(help="Distance between neighbours of the group in ranks.")] = 1,
     size: Annotated[

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from meshwise import api
+from meshwise.cli import complete
 from meshwise.cli.options import JsonOption
 from meshwise.cli.output import console, print_json
 from meshwise.core.errors import WorkloadError
@@ -15,7 +16,9 @@ from meshwise.core.errors import WorkloadError
 app = typer.Typer(help="The largest efficient training run, and what limits it.", no_args_is_help=True)
 
 
-Chip = typer.Option(help="A chip or cluster of the catalog, or a TOML file.")
+Chip = typer.Option(
+    help="A chip or cluster of the catalog, or a TOML file.", autocompletion=complete.machines
+)
 
 Settings = Annotated[
     list[str] | None,

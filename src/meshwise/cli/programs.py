@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from meshwise import api
+from meshwise.cli import complete
 from meshwise.cli.options import JsonOption
 from meshwise.cli.output import STDERR, console, print_json
 from meshwise.core.errors import DataError, PlanError
@@ -107,7 +108,11 @@ def compare(
         str, typer.Option("--estimate", help='Words of estimate, for a script: "MODEL --cluster C --plan P".')
     ] = "",
     cluster: Annotated[
-        str | None, typer.Option(help="Also seconds: of a program as this cluster would take, and as run.")
+        str | None,
+        typer.Option(
+            help="Also seconds: of a program as this cluster would take, and as run.",
+            autocompletion=complete.clusters,
+        ),
     ] = None,
     json: JsonOption = False,
     show_help: Help = False,

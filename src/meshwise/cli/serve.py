@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from meshwise import api
+from meshwise.cli import complete
 from meshwise.cli.options import ClusterOption, HtmlOption, JsonOption, Model
 from meshwise.cli.output import console, print_json, write_html
 from meshwise.core.errors import WorkloadError
@@ -52,7 +53,11 @@ def serve(
         str, typer.Option(help="Plan of instances that only take prompts; those of --plan then only decode.")
     ] = "",
     prefill_cluster: Annotated[
-        str, typer.Option(help="Their cluster, of other chips or another number. [as --cluster]")
+        str,
+        typer.Option(
+            help="Their cluster, of other chips or another number. [as --cluster]",
+            autocompletion=complete.clusters,
+        ),
     ] = "",
     prefill_workers: Annotated[int, typer.Option(help="How many of them.")] = 1,
     experts_on: Annotated[
@@ -62,7 +67,8 @@ def serve(
         str, typer.Option(help="Guesses that a pass checks, and their odds: drafts=3,accept=0.8.")
     ] = "",
     draft_model: Annotated[
-        str | None, typer.Option(help="The model that guesses. [multi-token prediction]")
+        str | None,
+        typer.Option(help="The model that guesses. [multi-token prediction]", autocompletion=complete.models),
     ] = None,
     expert_skew: Annotated[
         float, typer.Option(help="Power law of the experts' loads: that of rank r is r^-SKEW. [even]")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from meshwise.cli import complete
 from meshwise.cli.options import HtmlOption, JsonOption
 from meshwise.cli.output import console, print_json, write_html
 from meshwise.core.errors import DataError
@@ -24,7 +25,10 @@ Steps = Annotated[
     str, typer.Option(help="Only these steps: 3-7, or complete (all that were launched before the last one).")
 ]
 Cluster = Annotated[
-    str | None, typer.Option(help="Chip and links to compare with: a preset, chip:count, TOML.")
+    str | None,
+    typer.Option(
+        help="Chip and links to compare with: a preset, chip:count, TOML.", autocompletion=complete.clusters
+    ),
 ]
 
 app = typer.Typer(
@@ -37,9 +41,16 @@ app = typer.Typer(
 def explain(
     paths: Paths,
     model: Annotated[
-        str | None, typer.Option(help="What ran: a preset or a config.json; by default as recognised.")
+        str | None,
+        typer.Option(
+            help="What ran: a preset or a config.json; by default as recognised.",
+            autocompletion=complete.models,
+        ),
     ] = None,
-    cluster: Annotated[str | None, typer.Option(help="Where: a preset, chip:count or a TOML file.")] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Where: a preset, chip:count or a TOML file.", autocompletion=complete.clusters),
+    ] = None,
     plan: Annotated[str, typer.Option(help="How: tp=8,pp=4,... or a TOML file.")] = "",
     batch: Annotated[int | None, typer.Option(help="Global batch in sequences.")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
