@@ -6,38 +6,20 @@ does. Weights are `Leaf`s by name; `forward` of a block or an end is called insi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from meshwise.estimate.live_context import Ring, by_heads, ring_attention, ring_gradients
-from meshwise.estimate.live_tensors import Graph, Leaf, Memory, Storage, Tensor
+from meshwise.estimate.live_formats import kept_narrow, sent_narrow
+from meshwise.estimate.live_linear import Linears, Weight, Weights
+from meshwise.estimate.live_tensors import Graph, Storage, Tensor
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.program.cut import Cut
 
-Weights = Mapping[str, "Weight"]
 Experts = Callable[[Tensor], Tensor]
 """What experts make of what came to them."""
-
-
-class Weight(Leaf):
-    """A weight as a tensor-parallel rank has it.
-
-    `size`: bytes of its gradient; `made`: of what an op finds, which for an embedding cut by tp is of all
-    words; `is_apart`: tp sums or cuts it before the replicas do.
-    """
-
-    def __init__(self, memory: Memory, size: float, made: float, num_uses: int, *, is_apart: bool) -> None:
-        super().__init__(memory, num_uses)
-        self.size, self.made, self.is_apart = size, made, is_apart
-
-    def summed(self, grads: list[Storage]) -> Storage:
-        """Of a table's two uses, each cut as the table is."""
-        if len(grads) == 1:
-            return grads[0]
-        cut = [grad if grad.size == self.size else self.memory.new(self.size) for grad in grads]
-        return self.memory.new(cut[0].size)
 
 
 class Modules:
@@ -67,7 +49,8 @@ class Modules:
             wide_frac=max(wide, 4.0) / narrow, gathers=cut.gather_keys,
         )  # fmt: skip
         self.scales = tokens / tp * (1.0 + (model.norm == "layernorm")) * wide
-        self.num_products = 0
+        self.linears = Linears(model, cut, graph, self._result if self._is_redone("per_op") else None)
+        self.linear = self.linears.layer
         self.logits, self.softmax = (tokens * model.vocab / tp * size for size in (narrow, wide))
 
     # --- blocks --------------------------------------------------------------------------------
@@ -75,7 +58,7 @@ class Modules:
     def block(self, weights: Weights, experts: Experts | None, x: Tensor) -> Tensor:
         """Attention and feed-forward, each behind a norm and beside a residual."""
         attention = self.latent_attention if self.model.mla else self.attention
-        self.num_products = 0
+        self.linears.num_products = 0
         x = self.add(x, attention(weights, self.norm(weights, "norm1", x)))
         return self.add(x, self._feed_forward(weights, experts, x))
 
@@ -196,8 +179,8 @@ class Modules:
         wide = self.cast(logits, logits.size * self.number / self.narrow)
         gates = self.cast(self._gates(wide), self.own * moe.top_k * self.narrow)
         copies = self.selected(tokens, tokens.size * moe.top_k)
-        arrived = self._by_expert(self._parts_gathered(self._sent(copies)))
-        answers = self._sent(self._parts_added(self._by_expert(experts(arrived))))
+        arrived = self._by_expert(self._parts_gathered(self._sent(copies, there=True)))
+        answers = self._sent(self._parts_added(self._by_expert(experts(arrived))), there=False)
         weighed = self.weighed(self.selected(answers, answers.size), gates)
         mixed = self._sum_of_choices(weighed)
         if not moe.shared_ffn_hidden:
@@ -213,6 +196,9 @@ class Modules:
         width = x.size / self.model.hidden * moe.ffn_hidden / float(self.cut.etp)
         names = ("expert_gate", "expert_up") if self.model.gated else ("expert_up",)
         wide = [self.linear(weights, name, x, width) for name in names]
+        if self.cut.frozen_bytes is not None:  # a product with packed matrices keeps no input
+            act = self._redone("moe_act", self.activated, *wide, to_its_end=False)
+            return self.linear(weights, "expert_down", act, x.size)
         return self._redone("moe_act", partial(self._answers, weights, x.size), *wide, to_its_end=False)
 
     def _answers(self, weights: Weights, size: float, *wide: Tensor) -> Tensor:
@@ -239,11 +225,20 @@ class Modules:
         del zeros
         return filled
 
-    def _sent(self, copies: Tensor) -> Tensor:
-        """All-to-all, where experts are spread."""
-        if self.cut.ep == 1:
+    def _sent(self, copies: Tensor, *, there: bool) -> Tensor:
+        """All-to-all, where experts are spread; what goes `there`, copies or gradients, may be in fp8."""
+        is_alone, is_narrow = bool(self.cut.ep == 1), self.mesh.plan.dispatch_dtype == "fp8"
+        if is_alone and not is_narrow:
             return copies
-        return self.graph.op(self._result(copies.size), lambda grad: (self.new(grad.size),), copies)
+
+        def sent(before: Storage, *, narrow: bool, make: Callable[[float], Storage] = self.new) -> Storage:
+            exchange = (lambda rows: rows) if is_alone else (lambda rows: make(rows.size))
+            if narrow:
+                return sent_narrow(self.graph.memory, before.size, self.narrow, exchange)
+            return exchange(before)
+
+        result = sent(copies.storage, narrow=is_narrow and there, make=self._result)
+        return self.graph.op(result, lambda grad: (sent(grad, narrow=is_narrow and not there),), copies)
 
     def _parts_gathered(self, copies: Tensor) -> Tensor:
         """For ranks that hold parts of the same experts."""
@@ -304,46 +299,13 @@ class Modules:
 
     # --- ops -----------------------------------------------------------------------------------
 
-    def linear(self, weights: Weights, name: str, x: Tensor, size: float) -> Tensor:
-        """The gradient of a matrix alone comes before that of its input; beside a bias, behind it.
-
-        Selective checkpointing keeps the first result of a block, the third, and so on.
-        """
-        weight, bias = weights[name], weights.get(f"{name}_bias")
-
-        def back(_: Storage, kept: Storage) -> tuple[Storage, ...]:
-            if bias is None:
-                of_weight = self.new(weight.made)
-                return self.new(kept.size), of_weight
-            return self.new(kept.size), self.new(weight.made)
-
-        sums = () if bias is None else (bias.made,)
-        biases = () if bias is None else (bias,)
-        is_counted = not (name.startswith("expert_") or self._is_like_router(weight, x, size))
-        self.num_products += is_counted
-        is_kept = is_counted and self.num_products % 2 == 1 and self._is_redone("per_op")
-        result = self._result(size) if is_kept else size
-        return self.graph.op(result, back, x, weight, *biases, saved=(x.storage,), sums=sums)
-
-    def _is_like_router(self, weight: Weight, x: Tensor, size: float) -> bool:
-        """Whether a matrix has the shape by which torchtitan tells a router's."""
-        moe, hidden = self.model.moe, self.model.hidden
-        return moe is not None and (x.size / size, weight.made) == (
-            hidden / moe.num_experts,
-            hidden * moe.num_experts * self.narrow,
-        )
-
     def columns(self, weights: Weights, name: str, x: Tensor, size: float) -> Tensor:
         """Of all tokens, to a rank's part of the columns."""
         return self.linear(weights, name, self.gathered(x), size)
 
     def linear_by_rows(self, weights: Weights, name: str, x: Tensor) -> Tensor:
-        """To all tokens' hidden numbers, a sum over tp; each rank adds its part of a bias."""
-        bias = weights.get(f"{name}_bias")
-        part = self.new(bias.size) if self.is_cut and bias is not None else None
-        partial_sum = self.linear(weights, name, x, self.whole)
-        del part
-        return self.scattered(partial_sum)
+        """To all tokens' hidden numbers, a sum over tp."""
+        return self.scattered(self.linear(weights, name, x, self.whole, adds_up=self.is_cut))
 
     def norm(self, weights: Weights, name: str, x: Tensor) -> Tensor:
         """Keeps its input and a number or two of each row; a bias or not, its gradient is made."""
@@ -476,12 +438,13 @@ class Modules:
 
     def activated(self, *wide: Tensor) -> Tensor:
         """SwiGLU of gate and up, which makes silu(gate) again, or GELU of up."""
-        saved = tuple(each.storage for each in wide)
-        size = wide[0].size
-        if len(wide) == 1:
-            return self.graph.op(self.new(size), lambda grad, _: (self.new(size),), *wide, saved=saved)
+        size, saved, widened = wide[0].size, tuple(each.storage for each in wide), 0.0
+        if self.cut.narrow_act_input:
+            saved, widened = tuple(kept_narrow(self.graph.memory, size, self.narrow) for _ in wide), size
 
-        def back(*_: Storage) -> tuple[Storage, Storage]:
+        def back(_: Storage, *read: Storage) -> tuple[Storage, ...]:
+            if len(read) == 1:
+                return (self.new(size),)
             product = self.new(size)
             of_gate = self.new(size)
             del product
@@ -490,10 +453,10 @@ class Modules:
             del silu
             return of_gate, of_up
 
-        silu = self.new(size)
+        silu = self.new(size) if len(wide) == 2 else None
         product = self.new(size)
         del silu
-        return self.graph.op(product, back, *wide, saved=saved)
+        return self.graph.op(product, back, *wide, saved=saved, widened=widened)
 
     # --- ends ----------------------------------------------------------------------------------
 
@@ -548,19 +511,19 @@ class Modules:
 
     def loss_in_chunks(self, table: Weight, normed: Tensor) -> Tensor:
         """Logits, loss and gradients of one chunk of tokens after the other, then times those of the loss."""
-        number, one = self.cut.loss_chunks, self.number
+        number, one, of_matrix = self.cut.loss_chunks, self.number, table.made * table.of.trains
         logits, softmax, part = self.logits / number, self.softmax / number, self.x / number
         cast, back = (softmax, [logits, -softmax]) if self.is_cast else (0.0, [])
         chunk = [
             *[logits, cast, softmax, 2.0 * one, -logits, -cast, one, -one, 2.0 * one, softmax],
-            *[-2.0 * one, softmax, -2.0 * softmax, *back, table.made, part, -logits, -one, -part],
+            *[-2.0 * one, softmax, -2.0 * softmax, *back, of_matrix, part, -logits, -one, -part],
         ]
         of_x, play = self.new(self.x), self.graph.memory.play
-        play(*chunk, *[*chunk, -table.made] * (number - 1), number * one, one, -2.0 * number * one)
-        of_table, mean = self.adopted(table.made), self.adopted(one)
+        play(*chunk, *[*chunk, -of_matrix] * (number - 1), number * one, one, -2.0 * number * one)
+        of_table, mean = self.adopted(of_matrix), self.adopted(one)
 
         def times(*_: Storage) -> tuple[Storage, Storage]:
-            return self.new(self.x), self.new(table.made)
+            return self.new(self.x), self.new(of_matrix)
 
         return self.graph.op(mean, times, normed, table, saved=(of_x, of_table))
 

@@ -7,13 +7,14 @@ group is there. What a reduction reads stays until the next one. Source: torch.d
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from meshwise.estimate.live_decoder import Weight
+from meshwise.estimate.live_linear import Weight
 from meshwise.estimate.live_tensors import Memory, Storage
 from meshwise.model.weights import Weights
 from meshwise.plan.mesh import Mesh
 from meshwise.program.cut import Cut
-from meshwise.program.fsdp2 import Unit, reduced_bytes, shard_bytes, tp_sums
+from meshwise.program.fsdp2 import Unit, elem_bytes, is_packed, reduced_bytes, shard_bytes, tp_sums
 from meshwise.program.tensor_1d import shards
 
 
@@ -40,33 +41,54 @@ class Group:
         self.new, self.exchange = memory.new, exchange
         self.narrow, self.kept = cut.precision.act_bytes, shard_bytes(mesh, cut)
         self.summed = reduced_bytes(mesh, cut)
-        ranks, padded = float(unit.sharing(mesh)), float(unit.padded_size(mesh, cut))
-        self.is_shared, self.has_copies = ranks > 1, bool(unit.replicas(mesh)[0] > ranks)
+        self.ranks, self.num_reduced = float(unit.sharing(mesh)), float(unit.trained.padded_size(mesh, cut))
+        self.is_shared, self.has_copies = self.ranks > 1, bool(unit.replicas(mesh)[0] > self.ranks)
         self.is_by_width = unit.is_experts and self.is_shared
-        self.num_padded, self.num_local = padded, padded / ranks
+        self.cut, self.gathered = cut, float(unit.gathered_bytes(mesh, cut))
+        wide = replace(unit, weights=tuple(weight for weight in weights if not is_packed(weight, cut)))
+        self.num_cast = float(wide.padded_size(mesh, cut)) / self.ranks
+        self.part = float(unit.padded_bytes(mesh, cut, self.kept)) / self.ranks
         self.weights, self.local = {}, {}
         holds_words = mesh.tp > 1 and weights[0].name == "tokens"
-        as_listed = sorted(weights, key=lambda weight: not weight.name.startswith("norm"))
-        for weight in as_listed:
+        for weight in weights:
             size = self.narrow * float(weight.size / shards(weight, cut))
             is_words = weight.name == "tokens" and holds_words and not is_tied
             made = size * float(mesh.tp) if is_words else size
             is_apart = is_words or bool(mesh.tp > 1 and tp_sums(weight, cut))
             num_uses = 1 + (is_tied and weight.name == "tokens")
-            self.weights[weight.name] = Weight(memory, size, made, num_uses, is_apart=is_apart)
+            self.weights[weight.name] = Weight(memory, weight, size, made, num_uses, is_apart=is_apart)
             mine = replace(unit, weights=(weight,)).local_size(mesh, cut)
-            self.local[weight.name] = self.kept * float(mine)
-        self.shard = self.new(self.kept * self.num_local)
+            if weight.trains:
+                self.local[weight.name] = self.kept * float(mine)
         self.grad: Storage | None = None
         self.is_freed = False
         self.is_reduced = self.is_let_go = True
         self.is_done = False
         self._whole: list[Storage] = []
+        self._shard: Storage | None = None
         self._coming: Storage | None = None
         self._sums: dict[str, Storage] = {}
         self._all_reduced: Storage | None = None
 
     # --- weights -------------------------------------------------------------------------------
+
+    def make(self, name: str) -> None:
+        """A weight whole; one in few bits is wide first."""
+        weight = self.weights[name]
+        wide = self.new(weight.size / self.narrow * self.kept)
+        self._whole.append(self.new(self._bytes(weight, self.kept)) if self._is_packed(weight) else wide)
+
+    def _is_packed(self, weight: Weight) -> bool:
+        return is_packed(weight.of, self.cut)
+
+    def _bytes(self, weight: Weight, wide: float) -> float:
+        """Of a whole one, of `wide` an element where it is not kept in few bits."""
+        return weight.size / self.narrow * elem_bytes(weight.of, self.cut, wide)
+
+    def share(self) -> None:
+        """This rank's part is all that stays."""
+        self._shard = self.new(self.part)
+        self._whole = []
 
     def before_forward(self) -> None:
         """Gather, and let go of what the group before was gathered into."""
@@ -98,21 +120,25 @@ class Group:
     def _gather(self) -> None:
         if self._whole or self._coming or not self.is_shared:
             return
-        part = self.new(self.narrow * self.num_local) if self.narrow != self.kept else None
-        self._coming = self.new(self.narrow * self.num_padded)
+        part = self.new(self.narrow * self.num_cast) if self.narrow != self.kept and self.num_cast else None
+        self._coming = self.new(self.gathered)
         del part
 
     def _copy_out(self) -> Storage | None:
         """Each weight in a tensor of its own; what they came in. A rank alone casts one after the other."""
         coming, self._coming = self._coming, None
         if self.is_shared:
-            self._whole = [self.new(self.narrow * self.num_padded)]
-            in_parts = self.new(self.narrow * self.num_padded) if self.is_by_width else None
+            self._whole = [self.new(self.gathered)]
+            in_parts = self.new(self.gathered) if self.is_by_width else None
             del in_parts
             return coming
+        cast = None
         for weight in self.weights.values():
-            cast = self.new(weight.size) if self.narrow != self.kept else None
-            self._whole.append(self.new(weight.size))
+            if self.narrow != self.kept and not is_packed(weight.of, self.cut):
+                cast = self.new(weight.size)
+            self._whole.append(
+                self.new(weight.size / self.narrow * elem_bytes(weight.of, self.cut, self.narrow))
+            )
         del cast
         return None
 
@@ -136,11 +162,11 @@ class Group:
         last = grads[-1] if self.is_shared else None  # torch's loop still names it
         if self.is_by_width:
             grads = self._in_parts(grads)
-        taken = self.new(self.summed * self.num_padded)
+        taken = self.new(self.summed * self.num_reduced)
         grads.clear()
-        found = reduced = self.new(self.summed * self.num_local)
+        found = reduced = self.new(self.summed * self.num_reduced / self.ranks)
         if self.summed != self.kept:
-            found = self.new(self.kept * self.num_local)
+            found = self.new(self.kept * self.num_reduced / self.ranks)
         del last
         self.exchange.reduced = taken
         self._all_reduced = reduced if self.has_copies else None
@@ -182,3 +208,26 @@ class Group:
     def finish(self) -> None:
         """The backward is through."""
         self._all_reduced = None
+
+
+def groups_of(weights: Weights, memory: Memory, **of: Any) -> list[Group]:
+    """A group of a module's weights, and one of its experts'; all are made before a part is taken of any."""
+    listed = _as_listed(weights)
+    by_kind = [tuple(one for one in listed if one.is_expert == is_expert) for is_expert in (False, True)]
+    dense, *experts = groups = [Group(memory, part, **of) for part in by_kind if part]
+    for weight in listed:
+        (experts[0] if weight.is_expert else dense).make(weight.name)
+    for group in reversed(groups):
+        group.share()
+    return groups
+
+
+def _as_listed(weights: Weights) -> Weights:
+    """As modules have them: norms first, and each layer's matrix, bias and adapters together."""
+    names = [weight.name for weight in weights]
+
+    def place(weight: Any) -> tuple[bool, int]:
+        layer = weight.name.split("_lora_")[0].removesuffix("_bias")
+        return not layer.startswith("norm"), names.index(layer)
+
+    return tuple(sorted(weights, key=place))

@@ -23,8 +23,8 @@ from meshwise.program.cut import Cut
 from meshwise.program.fsdp2 import STATES
 
 OTHERS = (
-    *("attention", "lora_rank", "offload_optimizer", "offload_activations"),
-    *("recompute_every", "dispatch_dtype", "head_dtype", "frozen_dtype", "imbalance"),
+    *("attention", "offload_optimizer", "offload_activations"),
+    *("recompute_every", "imbalance"),
 )
 """Keys of a plan that are walked by their defaults only."""
 
@@ -33,12 +33,11 @@ def is_known(model: Model, mesh: Mesh) -> bool:
     """Whether the walk states this model and plan."""
     is_in_context = mesh.ulysses == 1 or (mesh.microbatch == 1 and mesh.ring == 1)
     is_alone = is_in_context and (mesh.pp == 1 or mesh.plan.schedule in ("gpipe", "1f1b"))
-    is_dense = not model.mtp_layers and mesh.plan.act_input_dtype == "bf16"
-    is_plain = mesh.plan.dtype != "fp8" and (mesh.plan.sequence_parallel or mesh.tp == 1)
+    is_dense = not model.mtp_layers and (mesh.plan.sequence_parallel or mesh.tp == 1)
     is_default = all(getattr(mesh.plan, key) == DEFAULTS[key] for key in OTHERS)
-    is_apart = mesh.tp == 1 or mesh.plan.loss_chunks == 1
+    is_apart = (mesh.tp == 1 and mesh.plan.head_dtype == "bf16") or mesh.plan.loss_chunks == 1
     is_torchs = mesh.plan.optimizer in ("adam", "adam-fp32", "adam-bf16", "sgd", "none")
-    return all(map(bool, (is_alone, is_dense, is_plain, is_default, is_apart, is_torchs)))
+    return all(map(bool, (is_alone, is_dense, is_default, is_apart, is_torchs)))
 
 
 def live_peak_bytes(model: Model, mesh: Mesh, cut: Cut, rank: int, steps: int) -> float:
@@ -56,14 +55,13 @@ class _Step:
     def __init__(self, model: Model, mesh: Mesh, cut: Cut, rank: int) -> None:
         self.mesh, self.rank, self.memory = mesh, rank, Memory()
         self.modules = Modules(model, mesh, cut, Graph(self.memory, is_lasting=bool(mesh.pp > 1)))
+        tokens = self.modules.tokens
+        places = tokens / float(mesh.microbatch) * float(cut.ulysses)
+        choices = 3.0 * self.modules.own * model.moe.top_k if model.moe else 0.0
+        self.constants = self.memory.new(8.0 * (places + choices) + 2.0 * self.modules.sine)
         held = chunks_of_rank(model, int(mesh.pp), int(mesh.vpp), mesh.plan.schedule, mesh.plan.stages, rank)
         self.pieces = [Piece(model, mesh, cut, self.modules, *chunk) for chunk in held]
-        tokens = float(mesh.num_microbatches) * self.modules.tokens
-        choices = 3.0 * self.modules.own * model.moe.top_k if model.moe else 0.0
-        numbers = 8.0 * (
-            2.0 * tokens + self.modules.tokens / float(mesh.microbatch) * float(cut.ulysses) + choices
-        )
-        self.fixed = self.memory.new(numbers + 2.0 * self.modules.sine)
+        self.tokens = self.memory.new(16.0 * float(mesh.num_microbatches) * tokens)
         self.losses: list[Storage] = []
 
     def run(self) -> None:
@@ -81,12 +79,12 @@ class _Step:
             for group in piece.groups:
                 group.is_reduced = number == last or bool(self.mesh.zero == 2)
                 group.is_let_go = number == last or bool(self.mesh.zero >= 3)
-            done = piece.forward(number)
-            done.result = piece.scaled(done)
+            one = piece.forward(number)
+            one.result = piece.scaled(one)
+            done = one  # the pass before was there till now
             piece.backward(done, self._number())
             piece.finish()
             self.losses.append(done.result)
-            del done
 
     def _number(self) -> Storage:
         return self.memory.new(self.modules.number)

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from meshwise.estimate.live_decoder import Modules, Weights
-from meshwise.estimate.live_fsdp2 import Exchange, Group
+from meshwise.estimate.live_decoder import Modules
+from meshwise.estimate.live_fsdp2 import Exchange, Group, groups_of
+from meshwise.estimate.live_linear import Weights
 from meshwise.estimate.live_tensors import Leaf, Node, Storage, Tensor
 from meshwise.model.architecture import Model, layer_kind
-from meshwise.model.weights import block_weights, embedding_weights, head_weights
+from meshwise.model.weights import block_weights, embedding_weights, frozen, head_weights
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage
 from meshwise.program.cut import Cut
@@ -37,20 +38,22 @@ class Piece:
     ) -> None:
         self.modules, self.graph, self.memory = modules, modules.graph, modules.graph.memory
         self.exchange = Exchange()
-        of = partial(Group, self.memory, mesh=mesh, cut=cut, exchange=self.exchange)
+        of = partial(groups_of, memory=self.memory, mesh=mesh, cut=cut, exchange=self.exchange)
         is_first, is_last = bool(chunk.embeddings), bool(chunk.heads)
         first, last = embedding_weights(model), head_weights(model)
+        if cut.lora_rank:
+            first, last = frozen(first), frozen(last)
         self.first = {weight.name for weight in first} if is_first else set()
         self.is_tied = model.tied_embedding and is_first and is_last
         table = first[:1] if model.tied_embedding and not is_first else ()
-        self.embedding = of(first + last * self.is_tied, is_tied=self.is_tied) if is_first else None
-        kinds = [block_weights(model, layer_kind(model, layer)) for layer in layers]
-        self.blocks = [of(tuple(one for one in block if not one.is_expert)) for block in kinds]
-        experts = [tuple(one for one in block if one.is_expert) for block in kinds]
-        self.experts = [of(weights) if weights else None for weights in experts]
-        self.head = self.embedding if self.is_tied else of(last + table) if is_last else None
+        self.embedding = of(first + last * self.is_tied, is_tied=self.is_tied)[0] if is_first else None
+        self.head = self.embedding if self.is_tied else of(last + table)[0] if is_last else None
+        kinds = [block_weights(model, layer_kind(model, layer), cut.lora_rank) for layer in layers]
+        groups = [of(block) for block in kinds]
+        self.blocks = [dense for dense, *_ in groups]
+        self.experts = [experts[0] if experts else None for _, *experts in groups]
         ends = [self.head] if self.head is not None and not self.is_tied else []
-        inner = [one for pair in zip(self.blocks, self.experts, strict=True) for one in pair if one]
+        inner = [group for of_block in groups for group in of_block]
         self.groups = [*([self.embedding] if self.embedding else []), *inner, *ends]
         for group in inner:
             group.is_freed = bool(mesh.pp == 1 and mesh.zero >= 3)
@@ -68,6 +71,10 @@ class Piece:
             entered = None
             self.embedding.before_forward()
             x = modules.embedding(self.embedding.weights)
+            if modules.cut.lora_rank:  # what follows has gradients all the same
+                self.graph.taken()
+                entered = Leaf(self.memory, value=x.storage)
+                x = Tensor(x.storage, entered)
             if not self.is_tied:
                 self.embedding.after_forward()
         else:
@@ -138,7 +145,7 @@ class Piece:
         for group in self.groups:
             if not group.is_done:  # no gradient leaves it
                 group.after_backward()
-        return None if one.entered is None else one.entered.grad
+        return None if one.entered is None or self.embedding else one.entered.grad
 
     def local_sizes(self) -> list[float]:
         """Bytes of this rank's part of each weight, in the order in which the optimizer takes them."""

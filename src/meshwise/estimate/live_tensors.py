@@ -54,10 +54,13 @@ class Storage:
 
 
 class Leaf:
-    """A weight, or what comes from another stage, that has a gradient: a sum over its `num_uses`."""
+    """A weight, or what comes from another stage, that has a gradient: a sum over its `num_uses`.
 
-    def __init__(self, memory: Memory, num_uses: int = 1) -> None:
-        self.memory, self.num_uses = memory, num_uses
+    `value`: a tensor that is there for as long as this.
+    """
+
+    def __init__(self, memory: Memory, num_uses: int = 1, value: Storage | None = None) -> None:
+        self.memory, self.num_uses, self.value = memory, num_uses, value
         self.grad: Storage | None = None
         self._waiting: list[Storage] = []
 
@@ -95,12 +98,14 @@ class Node:
 
     Gradients of the last inputs, of the sizes `sums`, are added up behind it, as of biases. `before`
     runs when the gradient of the result is there. `frame`: the recomputation that brings back what it saved.
+    `widened`: bytes that each of what it saved takes when it is read, if not the same.
     """
 
     back: Callable[..., tuple[Storage | None, ...]]
     inputs: tuple[tuple[Node | Leaf, int] | None, ...]
     saved: tuple[Storage, ...]
     sums: tuple[float, ...] = ()
+    widened: float = 0.0
     frame: Frame | None = None
     before: Callable[[], None] | None = None
     grads: list[Storage | None] = field(default_factory=lambda: [None])
@@ -118,8 +123,15 @@ class Node:
             self.before()
         if self.frame is not None:
             self.frame.run()
-        made = [*self.back(*self.grads, *self.saved)]
-        if self.frame is not None and not self.frame.graph.is_lasting:
+        goes = self.frame is not None and not self.frame.graph.is_lasting  # what came back is read once
+        if self.widened:
+            read = [memory.new(self.widened) for _ in self.saved]
+            self.saved = () if goes else self.saved
+            made = [*self.back(*self.grads, *read)]
+            del read
+        else:
+            made = [*self.back(*self.grads, *self.saved)]
+        if goes:
             self.saved = ()
         made[len(self.inputs) - len(self.sums) :] = [memory.new(size) for size in self.sums]
         self.grads, self.saved, self.frame = [], (), None
@@ -195,10 +207,11 @@ class Graph:
     def op(
         self, result: Storage | float, back: Callable[..., tuple[Storage | None, ...]],
         *inputs: Tensor | Leaf, saved: tuple[Storage, ...] = (), sums: tuple[float, ...] = (), place: int = 0,
+        widened: float = 0.0,
     ) -> Tensor:  # fmt: skip
         """`result`, as an op makes it of `inputs`; so many bytes are made behind what it saves."""
         sources = tuple((each, 0) if isinstance(each, Leaf) else _source(each) for each in inputs)
-        node = Node(back, sources, saved, sums)
+        node = Node(back, sources, saved, sums, widened)
         if saved:
             self._save(node)
         self.nodes.append(node)

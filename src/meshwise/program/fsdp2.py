@@ -94,18 +94,21 @@ class Unit:
 
     def gathered_bytes(self, mesh: Mesh, cut: Cut) -> Num:
         """Bytes that are moved of the weights: in the type of the matmuls, frozen ones as they are kept."""
+        return self.padded_bytes(mesh, cut, cut.precision.act_bytes)
+
+    def padded_bytes(self, mesh: Mesh, cut: Cut, wide: float) -> Num:
+        """Bytes of `padded_size`, of `wide` an element where it is not kept in few bits."""
         ranks = self.sharing(mesh)
         padded = [np.ceil(rows / ranks) * ranks * width for rows, width in self.stored(cut)]
-        return self._bytes(padded, cut, cut.precision.act_bytes)
+        return self._bytes(padded, cut, wide)
 
     def local_bytes(self, mesh: Mesh, cut: Cut) -> Num:
         """Bytes of weights that the rank keeps."""
         return self._bytes(self.local_sizes(mesh, cut), cut, shard_bytes(mesh, cut))
 
     def _bytes(self, sizes: Iterable[Num], cut: Cut, wide: float) -> Num:
-        few = wide if cut.frozen_bytes is None else cut.frozen_bytes + 4.0 / FROZEN_GROUP
-        frozen = [is_quantized(weight) and not weight.trains for weight in self.weights]
-        return sum((size * (few if one else wide) for size, one in zip(sizes, frozen, strict=True)), 0.0)
+        of_each = [elem_bytes(weight, cut, wide) for weight in self.weights]
+        return sum((size * each for size, each in zip(sizes, of_each, strict=True)), 0.0)
 
     def local_size(self, mesh: Mesh, cut: Cut) -> Num:
         """Elements that the rank keeps."""
@@ -295,6 +298,17 @@ def shared_weights(
             payload_bytes=local * shard_bytes(mesh, cut), group_size=1.0 + apart,
             stride=mesh.stride("pp") * np.maximum(mesh.pp - 1.0, 1.0), count=apart,
         )  # fmt: skip
+
+
+def is_packed(weight: Weight, cut: Cut) -> bool:
+    """Whether a weight is kept, and moved, in few bits."""
+    return cut.frozen_bytes is not None and is_quantized(weight) and not weight.trains
+
+
+def elem_bytes(weight: Weight, cut: Cut, wide: float) -> float:
+    """Bytes of an element of a weight, of which those of others take `wide`; scales included."""
+    few = cut.frozen_bytes
+    return wide if few is None or not is_packed(weight, cut) else few + 4.0 / FROZEN_GROUP
 
 
 def shard_bytes(mesh: Mesh, cut: Cut) -> float:

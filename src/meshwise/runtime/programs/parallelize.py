@@ -172,10 +172,11 @@ def _made(
 ) -> Tensor:  # fmt: skip
     """A weight whole, and then cut as `parameter` is; one that has no numbers needs its own part alone."""
     cut = parameter if isinstance(parameter, DTensor) else None
-    if cut is not None and seed is None and cut.is_floating_point():
-        own = torch.empty(cut.to_local().shape, dtype=dtype, device=device)
-        layout = {"run_check": False, "shape": cut.shape, "stride": cut.stride()}
-        return DTensor.from_local(own, cut.device_mesh, cut.placements, **layout)
+    if cut is not None and seed is None:
+        own = torch.empty(wide_shape(cut.to_local(), form), dtype=dtype, device=device)
+        is_wide = cut.is_floating_point()
+        layout: dict[str, Any] = {"shape": cut.shape, "stride": cut.stride()} if is_wide else {}
+        return DTensor.from_local(own, cut.device_mesh, cut.placements, run_check=False, **layout)
     whole = torch.empty(wide_shape(parameter, form), dtype=dtype, device=device)
     if seed is not None:
         fill(name, whole, seed, place)
