@@ -23,15 +23,15 @@ DIRECT = frozenset((
     aten.gelu_backward.default, aten.silu.default, aten.silu_backward.default, aten.add_.Tensor,
     aten.mul_.Tensor, aten.lerp_.Scalar, aten.addcmul_.default, aten.addcdiv_.default, aten.copy_.default,
     aten.clone.default, aten.empty_like.default, aten.zeros_like.default, aten._to_copy.default,
-    aten.embedding_dense_backward.default,
+    aten.embedding_dense_backward.default, aten.sub.Tensor, aten.new_zeros.default, aten.neg.default,
+    aten.split_with_sizes.default, aten.unsqueeze.default, aten.permute.default,
 ))  # fmt: skip
 """Ops whose result lies where their tensors do, and whose meta kernel torch itself calls for fake ones."""
 
-_SHAPED_AS = {
-    aten.addmm.default: (aten.mm.default, 1), aten.add.Tensor: (aten.mul.Tensor, 0),
-    aten.div.Tensor: (aten.mul.Tensor, 0), aten.gelu_backward.default: (aten.mul.Tensor, 0),
-}  # fmt: skip
-"""Ops whose shapes torch infers in Python: what infers them faster, from which two of their tensors on."""
+_LIKE_FIRST = frozenset((
+    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.gelu_backward.default,
+))  # fmt: skip
+"""Ops of two tensors, or of one and a number, whose shapes torch infers in Python, number by number."""
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _library = torch.library.Library("aten", "IMPL")
@@ -67,15 +67,29 @@ class QuickFakes(FakeTensorMode):
             device = _common_device(args)
             if device is not None:
                 with in_kernel_invocation(self):
-                    alike, first = _SHAPED_AS.get(func, (func, 0))
-                    if alike is func or not args[0].is_floating_point():
-                        result = func(*args, **kwargs)
-                    else:
-                        result = alike(*args[first : first + 2])
+                    result = _shaped(func, args, kwargs)
                 if isinstance(result, list | tuple):
                     return type(result)(FakeTensor(self, each, device) for each in result)
                 return result if isinstance(result, FakeTensor) else FakeTensor(self, result, device)
         return self.dispatch(func, types, args, kwargs)
+
+
+def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a kernel for meta tensors makes of fake ones; of some ops a quicker one gives the same shape."""
+    if func is aten.addmm.default:
+        return aten.mm.default(*args[1:3])
+    if func in _LIKE_FIRST and args[0].is_floating_point():
+        return aten.empty_like.default(args[0]) if _is_like_first(*args[:2]) else aten.mul.Tensor(*args[:2])
+    return func(*args, **kwargs)
+
+
+def _is_like_first(first: torch.Tensor, second: Any) -> bool:
+    """Whether what an op makes of both lies as the first of them does."""
+    if not first.is_contiguous():
+        return False
+    if not isinstance(second, torch.Tensor):
+        return True
+    return first.shape == second.shape and first.dtype == second.dtype and second.is_contiguous()
 
 
 def _common_device(args: Any) -> torch.device | None:

@@ -132,6 +132,7 @@ class Recorder(TorchDispatchMode):
         self._checkpoints: Any = None
         self._storage_resize: Any = None
         self._shape_rules: Any = None
+        self._shapes = QuickFakes()
 
     # --- what a program says -----------------------------------------------------------------
 
@@ -217,7 +218,7 @@ class Recorder(TorchDispatchMode):
         self._shape_rules = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def unseen(*args: Any, **kwargs: Any) -> Any:
-            with disable_current_modes():  # DTensor tries an op's full shape on fake tensors, once
+            with disable_current_modes(), self._shapes:  # DTensor tries an op's full shape on fake tensors
                 return recorder._shape_rules(*args, **kwargs)
 
         Storage.resize_ = resize_

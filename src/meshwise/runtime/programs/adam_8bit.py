@@ -18,14 +18,13 @@ from torch.library import custom_op
 from torch.nn import functional as F
 
 from meshwise.program.optimizer_states import BLOCK, LEAST
-from meshwise.runtime.programs.local import local
 
 DECADES = 7
 """Powers of ten that the table spans; each holds twice as many numbers as the one below it."""
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """AdamW with torch's defaults; of distributed weights each rank's own part."""
+    """AdamW with torch's defaults."""
 
     def __init__(self, parameters: Iterable[Any], lr: float) -> None:
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2})
@@ -36,7 +35,7 @@ class Adam8bit(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step(local(parameter), local(parameter.grad), self.state[parameter], group)
+                    self._step(parameter, parameter.grad, self.state[parameter], group)
 
     def _step(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         state["step"] = number = state.get("step", 0) + 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from meshwise.program.muon import ITERATIONS
-from meshwise.runtime.programs.offload import one_group
+from meshwise.runtime.programs.flat_optimizer import FlatOptimizer
 from meshwise.runtime.torch_private import all_gather_single
 
 MOMENTUM, WEIGHT_DECAY, LIKE_ADAM = 0.95, 0.1, 0.2
@@ -30,7 +31,7 @@ class Muon:
 
     def __init__(self, matrices: Sequence[DTensor], others: Sequence[Tensor], lr: float) -> None:
         self._lr, self._matrices = lr, matrices
-        self._others = torch.optim.AdamW(one_group(others), lr=lr, foreach=False)
+        self._others = FlatOptimizer(partial(torch.optim.AdamW, lr=lr, foreach=False), others)
         self._momenta: dict[Tensor, dict[str, Any]] = {}
 
     @property

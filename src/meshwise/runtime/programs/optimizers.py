@@ -11,10 +11,10 @@ from torch import Tensor
 
 from meshwise.plan.plan import Plan
 from meshwise.runtime.programs.adam_8bit import Adam8bit
+from meshwise.runtime.programs.flat_optimizer import FlatOptimizer
 from meshwise.runtime.programs.muon import Muon
-from meshwise.runtime.programs.offload import HostOptimizer, one_group
 
-Stepping: TypeAlias = torch.optim.Optimizer | HostOptimizer | Muon
+Stepping: TypeAlias = FlatOptimizer | Muon
 
 
 def make_optimizer(plan: Plan, trained: Sequence[Tensor], matrices: Sequence[Any], lr: float) -> Stepping:
@@ -22,10 +22,7 @@ def make_optimizer(plan: Plan, trained: Sequence[Tensor], matrices: Sequence[Any
     if plan.optimizer == "muon":
         known = {id(matrix) for matrix in matrices}
         return Muon(matrices, [weight for weight in trained if id(weight) not in known], lr)
-    make = partial(optimizer_of(plan.optimizer), lr=lr)
-    if plan.offload_optimizer:
-        return HostOptimizer(make, trained, plan.offload_optimizer)
-    return make(one_group(trained))
+    return FlatOptimizer(partial(optimizer_of(plan.optimizer), lr=lr), trained, plan.offload_optimizer)
 
 
 def optimizer_of(name: str) -> Callable[..., torch.optim.Optimizer]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 def differences(trainer: Trainer, loss: float) -> dict[str, float]:
     """Largest differences of all ranks: of the loss, over the loss; of gradients, over their largest number.
 
-    Every rank computes the reference, and compares its own pieces' gradients, put together, with it.
+    Rank 0 computes the reference; each rank compares its own pieces' gradients, put together, with it.
     """
-    expected, grads = reference_step(trainer)
+    held: list[Any] = [reference_step(trainer) if trainer.context.rank == 0 else None]
+    dist.broadcast_object_list(held)
+    expected, grads = held[0]
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
         logging.ERROR
     )  # of two gathers a tensor
@@ -41,7 +43,7 @@ def differences(trainer: Trainer, loss: float) -> dict[str, float]:
             if not parameter.requires_grad:
                 continue
             grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-            expected_grad = grads[name]
+            expected_grad = grads[name].to(grad.device)
             if trainer.setting.routes and grad.dim() == 3:  # the experts that this rank holds
                 expected_grad = part_of(expected_grad, name, trainer.setting.routes.place)
             worst[1] = torch.maximum(worst[1], (grad - expected_grad).abs().max() / largest)
@@ -50,7 +52,7 @@ def differences(trainer: Trainer, loss: float) -> dict[str, float]:
 
 
 def reference_step(trainer: Trainer) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients, by name, of the whole model on the whole batch.
+    """Loss and gradients, by name and on the host, of the whole model on the whole batch.
 
     In the type of the states; where matmuls are fp8, in the type of the rest."""
     options, model, device = trainer.options, trainer.model, trainer.context.device
@@ -82,4 +84,4 @@ def reference_step(trainer: Trainer) -> tuple[float, dict[str, Tensor]]:
     grads = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
     if TABLE in grads and decoder.tie():
         grads[TIED] = grads[TABLE]
-    return total, grads
+    return total, {name: grad.cpu() for name, grad in grads.items()}
