@@ -351,7 +351,7 @@ def _returned_bytes(forward: Sequence[Op]) -> Num:
 def _redone_bytes(forward: Sequence[Op]) -> Num:
     """The most that selective recomputation of one run of ops brings back, less what later ops had kept.
 
-    From latents to attention all is one run.
+    From latents to attention all is one run. Shared experts have the norm before them made again first.
     """
     if _is_replayed(forward):
         return _replayed_bytes(forward)
@@ -363,14 +363,25 @@ def _redone_bytes(forward: Sequence[Op]) -> Num:
     again = [i for i, op in numbered if np.any(op.redone_frac) or np.any(op.recomputed_bytes)]
     of_attention = [i for i in again if forward[i].module == "attention"]
     runs = {*again, *range(of_attention[0], of_attention[-1])} if of_attention else again
+    shared = [i for i in again if forward[i].module == "shared_expert" and np.any(forward[i].redone_frac)]
     for i, op in reversed(numbered):
         kept = op.saved_bytes - op.recomputed_bytes
         if i in runs:
             back, inside = back + np.maximum(op.recomputed_bytes, 0.0), inside + kept
+            if [i] == shared[-1:]:
+                back = back + _norm_apart_bytes(forward)
             largest = np.maximum(largest, back - behind)
         else:
             back, inside, behind = 0.0, 0.0, behind + inside + kept
     return largest
+
+
+def _norm_apart_bytes(forward: Sequence[Op]) -> Num:
+    """What comes back of the norm before experts where they themselves do not run again."""
+    found = {op.name: op for op in forward if op.module == "moe"}
+    is_apart = 1.0 - found["router"].redone_frac
+    back = sum(np.maximum(found[name].recomputed_bytes, 0.0) for name in ("norm2", "router"))
+    return is_apart * (back + found["norm2"].doubled_bytes)
 
 
 def _replayed_bytes(forward: Sequence[Op]) -> Num:
@@ -378,8 +389,9 @@ def _replayed_bytes(forward: Sequence[Op]) -> Num:
     largest: Num = 0.0
     back: Num = 0.0
     for op in forward:
-        # A matmul keeps its input for the backward before its own result is taken from what was kept.
-        taken = (op.saved_bytes - op.recomputed_bytes) * (op.kind == "matmul" and op.redone_frac == 0)
+        # PyTorch's matmul keeps its input for the backward before its own result is taken from what was kept.
+        is_taken_late = op.kind == "matmul" and op.redone_frac == 0 and op.dtype != "fp8"
+        taken = (op.saved_bytes - op.recomputed_bytes) * is_taken_late
         back = back + op.recomputed_bytes
         largest = np.maximum(largest, back + taken)
     return largest

@@ -391,6 +391,11 @@ def _model_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
         "degrees that do, or cp_kind=ring",
     )
     yield Rule(mesh.seq % mesh.cp != 0, "cp={cp} does not divide the sequence of {seq} tokens; use a divisor")
+    yield Rule(
+        (mesh.plan.attention == "unfused") & (mesh.ring > 1),  # Megatron-LM and PyTorch refuse it
+        "attention=unfused reads all keys at once, which cp_kind={plan.cp_kind} passes round cp={cp} ranks; "
+        "use attention=flash, or cp_kind=ulysses",
+    )
 
 
 def _expert_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
@@ -484,33 +489,12 @@ def _only(mesh: Mesh, sizes: dict[str, Num], key: str, built: tuple[Any, ...]) -
 
 def _fsdp2_recomputation(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
     """Rules of what the backward computes again, and of the other choices that this meets."""
-    plan, modules = mesh.plan, set(mesh.plan.recompute_modules)
+    plan, modules = mesh.plan, mesh.plan.recompute_modules
     is_split = _is_split(mesh)
-    more_readers = model.mla is not None or (model.moe is not None and model.moe.shared_ffn_hidden > 0)
-    yield Rule(
-        "mla_up_proj" in modules and plan.attention == "unfused",
-        "implementation=fsdp2 makes the inputs of fused attention again; use attention=flash with "
-        "recompute_modules=mla_up_proj, or leave mla_up_proj out",
-    )
-    yield Rule(
-        "layernorm" in modules and more_readers,
-        "implementation=fsdp2 recomputes the norm before a router alone; leave layernorm out of "
-        "recompute_modules for {model.name}, whose norms are read by latent attention or shared experts",
-    )
-    yield Rule(
-        "moe_act" in modules and plan.act_input_dtype == "fp8",
-        "implementation=fsdp2 keeps the inputs of what it recomputes as they are: use act_input_dtype=bf16 "
-        "with recompute_modules=moe_act, or leave moe_act out",
-    )
     yield Rule(
         (plan.dtype == "fp8") & is_split,
         "implementation=fsdp2 computes both gradients of a matmul in fp8 at once: use dtype=fp8 with a "
         "schedule that does not split the backward",
-    )
-    yield Rule(
-        bool(plan.lora_rank and modules & {"per_op", "layernorm"}),
-        "implementation=fsdp2 recomputes modules but norms, or whole blocks, beside adapters: use other "
-        "recompute_modules than per_op and layernorm, or recompute=full, with lora_rank",
     )
     yield Rule(
         (mesh.offload_activations > 0) & ("per_op" in modules),
@@ -548,11 +532,6 @@ def _fsdp2_recomputation(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Ite
 def _fsdp2_sizes(model: Model, mesh: Mesh) -> Iterator[Rule]:
     """Rules of what is cut, without copies or padding, and into what."""
     experts, parts = mesh.expert_replicas, mesh.tp * mesh.cp * (1.0 + (mesh.ring > 1))
-    yield Rule(
-        (mesh.plan.attention == "unfused") & (mesh.ring > 1),
-        "implementation=fsdp2 passes keys round cp={cp} ranks in fused attention only; use attention=flash, "
-        "or cp_kind=ulysses",
-    )
     most = np.minimum(mesh.ep, model.moe.num_experts / model.moe.top_k) if model.moe else np.inf
     yield Rule(
         mesh.imbalance > np.maximum(most, 1.0),

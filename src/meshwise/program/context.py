@@ -79,7 +79,7 @@ def _keys_and_values(cut: Cut, local_bytes: Num) -> Iterator[Op]:
     for phase, times in (("forward", 1.0), ("backward", 2.0)):
         yield collective(
             MODULE, "keys_values", phase, "send", "cp", times * local_bytes, cut.ring,
-            stride=stride, hides_behind="flash" if cut.flash else "logits", count=cut.ring - 1.0,
+            stride=stride, hides_behind="flash", count=cut.ring - 1.0,
         )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ What modules drop adds up, as far as an op keeps it.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -52,7 +53,10 @@ def with_recompute(model: Model, cut: Cut, ops: list[Op]) -> Iterator[Op]:
         found = [_by_module(model, cut, op, module, is_moe) for module in cut.recompute_modules]
         dropped = np.minimum(sum((dropped for dropped, _ in found), 0.0), op.saved_bytes)
         yield structs.replace(
-            op, recomputed_bytes=dropped, redone_frac=float(any(again for _, again in found))
+            op,
+            recomputed_bytes=dropped,
+            redone_frac=float(any(again for _, again in found)),
+            doubled_bytes=op.doubled_bytes + _normed_for_adapters(model, cut, op),
         )
 
 
@@ -64,11 +68,7 @@ def _by_module(model: Model, cut: Cut, op: Op, module: str, is_moe: bool) -> tup
     if module == "mla_up_proj" and model.mla:
         return _of_up_projections(cut, op, model.mla)
     if module == "layernorm":
-        norms = (("attention", "norm1"),) * bool(model.mla) + (("moe", "norm2"),) * is_moe
-        readers = (("attention", "q"), ("attention", "q_down"), ("attention", "kv_down")) * bool(model.mla)
-        readers += (("moe", "router"), ("shared_expert", "fc1")) * is_moe
-        statistics = everything - math.prod(op.shape) * cut.precision.act_bytes if place in norms else 0.0
-        return statistics + everything * (place in readers), place in norms
+        return _of_norms(model, cut, op, is_moe)
     if module == "moe_act":
         return everything * (place == ("moe", "expert_fc2")), place == ("moe", "expert_act")
     inside = {"mlp": ("mlp",), "moe": ("moe", "shared_expert"), "shared_experts": ("shared_expert",)}
@@ -81,11 +81,35 @@ def _by_module(model: Model, cut: Cut, op: Op, module: str, is_moe: bool) -> tup
         if model.moe and not model.moe.shared_ffn_hidden and module == "moe":
             is_apart = 1.0
         if place == ("mlp" if module == "mlp" else "moe", "norm2"):
-            return -normed * is_apart * (module in _outermost(cut)), False
+            is_redone = module != "mlp" and "layernorm" in cut.recompute_modules
+            return -normed * is_apart * (module in _outermost(cut) and not is_redone), False
         if is_inside and op.name == (_first_adapter(model) if cut.lora_rank else "fc1"):
             return np.maximum(everything - normed * (1.0 - is_apart), 0.0), True
     keeps_input = place == ("moe", "router") or (fuses_norms and place == ("shared_expert", "fc1"))
     return everything * (is_inside and not keeps_input), is_inside
+
+
+def _normed_for_adapters(model: Model, cut: Cut, op: Op) -> Num:
+    """What a norm makes again for shared experts that do too, whose adapters keep what tp gathers of it."""
+    modules = set(cut.recompute_modules)
+    is_made = {"layernorm", "shared_experts"} <= modules and "moe" not in modules
+    if not (is_made and cut.lora_rank and (op.module, op.name) == ("moe", "norm2")):
+        return 0.0
+    return cut.sequence_parallel * (cut.tp > 1) * cut.split_tokens * model.hidden * cut.precision.act_bytes
+
+
+def _of_norms(model: Model, cut: Cut, op: Op, is_moe: bool) -> tuple[Num, bool]:
+    """The same of norms that are kernels of their own; PyTorch keeps what was gathered of their results."""
+    place, everything = (op.module, op.name.removesuffix("_lora_a")), op.saved_bytes
+    norms = (("attention", "norm1"),) * bool(model.mla) + (("moe", "norm2"),) * is_moe
+    readers = (("attention", "q_down"), ("attention", "kv_down")) * bool(model.mla)
+    readers += (("moe", "router"),) * is_moe
+    of_all = (("attention", "q"),) * bool(model.mla)
+    of_all += (("shared_expert", "fc1"), ("shared_expert", "gate"), ("shared_expert", "up")) * is_moe
+    statistics = everything - math.prod(op.shape) * cut.precision.act_bytes if place in norms else 0.0
+    is_gathered = (cut.implementation == "fsdp2") * cut.sequence_parallel * (cut.tp > 1) * 1.0
+    dropped = everything * ((place in readers) + (place in of_all) * (1.0 - is_gathered))
+    return statistics + dropped, place in norms
 
 
 def _of_up_projections(cut: Cut, op: Op, mla: MLA) -> tuple[Num, bool]:
@@ -94,6 +118,8 @@ def _of_up_projections(cut: Cut, op: Op, mla: MLA) -> tuple[Num, bool]:
     again = op.module == "attention" and layer in ("q", "q_up", "kv_up", "rotary", "ulysses_qkv")
     if op.kind == "attention":
         return _queries_keys_values(cut, op), False
+    if op.module == "attention" and op.name in ("logits", "attend"):
+        return op.saved_bytes - op.recomputed_bytes, False
     if IMPLEMENTATIONS[cut.implementation].fuses_norms:  # what norms read stays, which is part of the latents
         return 0.0, again
     if op.name == "rotary":
@@ -128,7 +154,12 @@ def _results(cut: Cut, op: Op) -> Num:
 
 
 def _per_op(model: Model, cut: Cut, ops: list[Op]) -> Iterator[Op]:
-    number = 0
+    stays, number = {}, 0
+    for op in _matmuls_in_turn(cut, ops):
+        columns = op.shape[2]
+        made = [columns] if cut.implementation == "fsdp2" else widths(model, cut, op.name, columns)
+        stays[id(op)] = sum(width for i, width in enumerate(made, number) if i % 2 == 0)
+        number += len(made)
     for op in ops:
         kept: Num = 0.0
         again: Num = 1.0
@@ -145,10 +176,23 @@ def _per_op(model: Model, cut: Cut, ops: list[Op]) -> Iterator[Op]:
             if op.collective == "all_to_all":  # counted by the busier way; arrivals, or the rank's own tokens
                 most, least = np.maximum(cut.imbalance, 1.0), np.minimum(cut.imbalance, 1.0)
                 kept = np.rint(kept / most if op.name == "combine" else kept * least)
-        elif op.kind == "matmul" and op.name not in CORE and not op.name.startswith(("expert_", "router")):
+        elif id(op) in stays:
             _, rows, columns, _ = op.shape
-            made = [columns] if cut.implementation == "fsdp2" else widths(model, cut, op.name, columns)
-            stays = sum(width for i, width in enumerate(made, number) if i % 2 == 0)
-            number += len(made)
-            kept, again = rows * stays * cut.precision.act_bytes, 1.0 - stays / columns
+            kept, again = rows * stays[id(op)] * cut.precision.act_bytes, 1.0 - stays[id(op)] / columns
         yield structs.replace(op, recomputed_bytes=op.saved_bytes - kept, redone_frac=again)
+
+
+def _matmuls_in_turn(cut: Cut, ops: list[Op]) -> Iterator[Op]:
+    """The matmuls of weights that count; PyTorch runs adapters right behind the layer that they adapt."""
+    layers: deque[Op] = deque()
+    for op in ops:
+        is_forward = op.phase == "forward" and op.kind == "matmul"
+        if not is_forward or op.name in CORE or op.name.startswith(("expert_", "router")):
+            continue
+        if cut.lora_rank and cut.implementation == "fsdp2":
+            if "_lora_" not in op.name:
+                layers.append(op)
+                continue
+            if op.name.endswith("_lora_a"):
+                yield layers.popleft()
+        yield op

@@ -180,6 +180,12 @@ class Recorder(TorchDispatchMode):
         """Collectives of `group` run along the mesh axis `axis`."""
         self._axes[group.group_name] = axis
 
+    def hold(self, tensor: torch.Tensor, holder: object) -> None:
+        """`tensor` is kept for the backward for as long as `holder` is there."""
+        storage = _local(tensor).untyped_storage()
+        if not self._pauses and storage._cdata in self._live and storage._cdata not in self._weights:
+            self._kept.hold(storage, holder)
+
     def kept_peak_bytes(self) -> float:
         """The most bytes that autograd kept for the backward at once, weights apart."""
         return self._kept.peak_bytes
@@ -206,7 +212,7 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> Recorder:
         self._hooks = saved_tensors_hooks(self._keep, lambda held: held.tensor)
         self._hooks.__enter__()
-        self._checkpoints = watched_checkpoints(self._hold)
+        self._checkpoints = watched_checkpoints(self.hold)
         self._checkpoints.__enter__()
         self._storage_resize = Storage.resize_
         recorder = self
@@ -391,7 +397,7 @@ class Recorder(TorchDispatchMode):
         key, number = storage._cdata, autograd_sequence_nr() - 1
         is_result = tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() == number
         held = Held(tensor.detach() if is_result else tensor)
-        self._hold(tensor, held)
+        self.hold(tensor, held)
         if self._pauses or key in self._weights or key in self._saved or key not in self._live:
             return held
         self._saved.add(key)
@@ -401,12 +407,6 @@ class Recorder(TorchDispatchMode):
         else:
             self._saved_early[number] = self._saved_early.get(number, 0.0) + storage.nbytes()
         return held
-
-    def _hold(self, tensor: torch.Tensor, holder: object) -> None:
-        """`tensor` is kept for the backward for as long as `holder` is there."""
-        storage = _local(tensor).untyped_storage()
-        if not self._pauses and storage._cdata in self._live and storage._cdata not in self._weights:
-            self._kept.hold(storage, holder)
 
 
 _MATMULS = ("_scaled_mm", "mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_")

@@ -43,6 +43,7 @@ HOMES = {
     "current_graph_task_id": "torch._C._current_graph_task_id",
     "autograd_sequence_nr": "torch.autograd._get_sequence_nr",
     "CheckpointHolder": "torch.utils.checkpoint._Holder",
+    "current_saved_tensors_hooks": "torch._C._autograd._top_saved_tensors_default_hooks",
     # DTensor, FSDP2, context parallelism
     "dtensor_dispatch": "torch.distributed.tensor._dispatch",
     "ShardingPropagator": "torch.distributed.tensor._sharding_prop.ShardingPropagator",

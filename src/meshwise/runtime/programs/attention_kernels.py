@@ -14,7 +14,6 @@ from torch.library import custom_op
 from torch.nn.functional import pad
 
 from meshwise.core.errors import MissingExtraError
-from meshwise.runtime.programs.results import Results, known
 
 aten = torch.ops.aten
 
@@ -235,17 +234,15 @@ class Attend(torch.autograd.Function):
     """Fused attention with its backward; keeps q, k, v, the output and log-sum-exp."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, results: Results | None = None
-    ) -> Tensor:
-        """[batch, heads, tokens, width] -> [batch, tokens, heads, width]; `results` are taken where known."""
-        out, lse = known(results, lambda: attention(q, k, v, [], is_causal))
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        """[batch, heads, tokens, width] -> [batch, tokens, heads, width]."""
+        out, lse = attention(q, k, v, [], is_causal)
         ctx.is_causal = is_causal
         ctx.save_for_backward(q, k, v, out, lse)
         return out.transpose(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Recomputes the scores from log-sum-exp."""
         saved = ctx.saved_tensors
-        return *attention_backward(grad.transpose(1, 2), *saved, [], ctx.is_causal), None, None
+        return *attention_backward(grad.transpose(1, 2), *saved, [], ctx.is_causal), None

@@ -20,18 +20,19 @@ class Block(nn.Module):
         self.attention = (LatentAttention if model.mla else Attention)(model, setting)
         self.mlp = Mixture(model, setting) if has_experts else FeedForward(model, setting, model.ffn_hidden)
         self.setting, self.is_redone = setting, is_redone
-        self.router_shape = (model.hidden, model.moe.num_experts) if model.moe else ()
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, tokens, hidden] -> the same."""
         if "per_op" in self.setting.redone_modules:
-            return self.setting.again(self.compute, x, keeps=per_op_contexts(self.router_shape))
+            router = self.mlp.router if isinstance(self.mlp, Mixture) else None
+            return self.setting.again(self.compute, x, keeps=per_op_contexts(router))
         return self.setting.again(self.compute, x) if self.is_redone else self.compute(x)
 
     def compute(self, x: Tensor) -> Tensor:
         """The block itself, whoever calls it and however often."""
         with self.setting.recorder.section("attention"):
-            x = x + self.attention(self.norm1(x))
+            is_latent = isinstance(self.attention, LatentAttention)
+            x = x + self.setting.read_again("layernorm" * is_latent, self.norm1, self.attention, x)
         with self.setting.recorder.section("mlp"):
             return x + self._feed_forward(x)
 
@@ -40,11 +41,10 @@ class Block(nn.Module):
         if isinstance(self.mlp, FeedForward):
             return redone("mlp", self.mlp, self.norm2(x))
         if "moe" not in modules:
-            return self.mlp(*redone("layernorm", self._scored, x, to_its_end=False))
+            return self.setting.read_again("layernorm", self.norm2, self._mixed, x)
         if "layernorm" in modules:
-            return redone("moe", lambda x: self.mlp(*self._scored(x)), x)
-        return redone("moe", lambda normed: self.mlp(normed, self.mlp.scores(normed)), self.norm2(x))
+            return redone("moe", lambda x: self._mixed(self.norm2(x)), x)
+        return redone("moe", self._mixed, self.norm2(x))
 
-    def _scored(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        normed = self.norm2(x)
-        return normed, self.mlp.scores(normed)
+    def _mixed(self, normed: Tensor) -> Tensor:
+        return self.mlp(normed, self.mlp.scores(normed))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +16,11 @@ from meshwise.runtime.programs.adapters import Adapted
 from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.frozen import FrozenLinear
 from meshwise.runtime.programs.functions import Gelu, SwiGLU
-from meshwise.runtime.programs.heads import CoreAttention, attend_by_heads
+from meshwise.runtime.programs.heads import Heads, deal_back, deal_heads
 from meshwise.runtime.programs.local import local
+from meshwise.runtime.programs.made_again import MadeAgain
 from meshwise.runtime.programs.narrow import WIDE, Formats, NarrowLinear
 from meshwise.runtime.programs.norm import Norm
-from meshwise.runtime.programs.results import Remember, Results
 from meshwise.runtime.torch_private import current_graph_task_id
 
 if TYPE_CHECKING:
@@ -47,7 +46,8 @@ class Setting:
     turns: tuple[Tensor, Tensor]
     own_places: Tensor
     recorder: Recorder
-    attend: CoreAttention = lambda q, k, v, results=None: Attend.apply(q, k, v, True, results)
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda q, k, v: Attend.apply(q, k, v, True)
+    is_fused: bool = True
     redone_modules: tuple[str, ...] = ()
     redone_layers: float = 0
     redone_every: int = 1
@@ -58,54 +58,75 @@ class Setting:
     lora_rank: int = 0
     on_host_frac: float = 0.0
 
-    def mixed(self, q: Tensor, k: Tensor, v: Tensor, results: Results | None = None) -> Tensor:
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention [batch, heads, own tokens, width] -> [batch, own tokens, heads, width]."""
-        attend = partial(self.redone, "core_attn", partial(self.attend, results=results))
-        if self.heads is not None:
-            attend = partial(attend_by_heads, self.heads, attend)
-        return attend(q, k, v)
+        return self._attended(*self._dealt(q, k, v))
 
-    def mixed_from(self, heads: Callable[..., tuple[Tensor, Tensor, Tensor]], *latents: Tensor) -> Tensor:
+    def mixed_from(self, heads: Callable[..., Heads], *latents: Tensor) -> Tensor:
         """The same of what `heads` makes of `latents`, which the backward makes again; attention it does not.
 
         Unless that is recomputed too.
         """
-        results = None if "core_attn" in self.redone_modules else Results()
 
-        def attended(*latents: Tensor) -> Tensor:
-            return self.mixed(*heads(*latents), results)
+        def made(*latents: Tensor) -> Heads:
+            q, k, v = self._dealt(*heads(*latents))
+            return (q, k, v) if self.is_fused else (q.contiguous(), k.contiguous(), v.contiguous())
 
-        mixed: Tensor = self.again(attended, *latents, to_its_end=False)
-        return mixed if results is None else Remember.apply(mixed, results)
+        mixed: Tensor = self.read_again("mla_up_proj", made, self._attended, *latents)
+        return mixed
 
-    def redone(
-        self, module: str, function: Callable[..., Any], *inputs: Tensor, to_its_end: bool = True
+    def _dealt(self, q: Tensor, k: Tensor, v: Tensor) -> Heads:
+        """Where ranks exchange heads for tokens, all tokens of this rank's heads."""
+        return (q, k, v) if self.heads is None else deal_heads(self.heads, q, k, v)
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mixed: Tensor = self.redone("core_attn", self.attend, q, k, v)
+        return mixed if self.heads is None else deal_back(self.heads, mixed)
+
+    def read_again(
+        self, module: str, make: Callable[..., Tensor | Heads], read: Callable[..., Any], *inputs: Tensor
     ) -> Any:
+        """`read` of what `make` makes; where `module` is recomputed, the backward makes it again."""
+        if module not in self.redone_modules:
+            return read(*_several(make(*inputs)))
+        again = MadeAgain(lambda *inputs: _several(make(*inputs)), self.recorder)
+        results = again.make(*inputs)
+        with again.reading(results):
+            return read(*results)
+
+    def redone(self, module: str, function: Callable[..., Any], *inputs: Tensor) -> Any:
         """`function(*inputs)`; where `module` is recomputed, the backward runs it again from its inputs."""
-        if module in self.redone_modules:
-            return self.again(function, *inputs, to_its_end=to_its_end)
-        return function(*inputs)
+        return self.again(function, *inputs) if module in self.redone_modules else function(*inputs)
 
     def again(
-        self, function: Callable[..., Any], *inputs: Tensor, to_its_end: bool = True,
+        self, function: Callable[..., Any], *inputs: Tensor,
         keeps: Callable[[], tuple[Any, Any]] = noop_context_fn,
     ) -> Any:  # fmt: skip
         """`function(*inputs)`, run a second time in the backward, which keeps only the inputs till then.
 
-        All of it again, as Megatron-LM does, or only until all is back that was kept; but for the ops whose
-        results torch's contexts `keeps` hold.
+        All of it again, as Megatron-LM does, but for the ops whose results torch's contexts `keeps` hold.
         """
 
         def run(*args: Tensor) -> Any:
             with self._place():
                 return function(*args)
 
-        with set_checkpoint_early_stop(not to_its_end):
+        with set_checkpoint_early_stop(False):
             return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=keeps)
 
     def activated(self, *wide: Tensor) -> Tensor:
         """SwiGLU of gate and up, or GELU of up."""
         return (SwiGLU if len(wide) == 2 else Gelu).apply(*wide, self.formats.act_inputs)
+
+    def read_activated(self, read: Callable[[Tensor], Tensor], *wide: Tensor) -> Tensor:
+        """`read` of the same; under `moe_act` made again from what its own gradient keeps, in fp8 perhaps."""
+        act, dtype = self.activated(*wide), wide[0].dtype
+        if "moe_act" not in self.redone_modules or act.grad_fn is None:
+            return read(act)
+        again = MadeAgain(lambda *kept: (self.activated(*(one.to(dtype) for one in kept)),), self.recorder)
+        again.keep(*act.grad_fn.saved_tensors)
+        with again.reading((act,)):
+            return read(act)
 
     def planned(self, layer: nn.Linear) -> nn.Module:
         """`layer` as the plan has it: in few bits, or with adapters, which are not."""
@@ -118,6 +139,10 @@ class Setting:
     def _place(self) -> AbstractContextManager[None]:
         in_backward = current_graph_task_id() != -1
         return self.recorder.phase("recompute") if in_backward else nullcontext()
+
+
+def _several(made: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (made,) if isinstance(made, Tensor) else made
 
 
 class DecoderNorm(nn.Module):

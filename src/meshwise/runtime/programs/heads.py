@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,11 +9,8 @@ from torch import Tensor
 
 from meshwise.runtime.programs.tensor_parallel.exchange import Axis, all_to_all
 
-CoreAttention = Callable[..., Tensor]
-"""q [batch, heads, tokens, width], k and v of as many or fewer heads -> [batch, tokens, heads, width].
-
-Also takes `results`, where they may be known.
-"""
+Heads = tuple[Tensor, Tensor, Tensor]
+"""q, k and v [batch, heads, tokens, width]; k and v may have fewer heads."""
 
 
 class DealHeads(torch.autograd.Function):
@@ -51,11 +47,9 @@ def _dealt(x: Tensor, to_heads: bool, sections: list[int], batch: int, dim: int,
     )
 
 
-def attend_by_heads(along: Axis, attend: CoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention [batch, heads, own tokens, width] -> [batch, own tokens, heads, width].
-
-    The ranks of `along` exchange heads for tokens before `attend` and back after it; key heads that are fewer
-    than the ranks are repeated.
+def deal_heads(along: Axis, q: Tensor, k: Tensor, v: Tensor) -> Heads:
+    """From a rank's own tokens of all heads to all tokens of its own; key heads that are fewer than the
+    ranks are repeated.
     """
     batch, _, tokens, _ = q.shape
     k, v = (x.repeat_interleave(max(1, along.size // x.shape[1]), dim=1) for x in (k, v))
@@ -63,12 +57,16 @@ def attend_by_heads(along: Axis, attend: CoreAttention, q: Tensor, k: Tensor, v:
     qkv = torch.cat([x.permute(2, 0, 1, 3).flatten(2) for x in (q, k, v)], dim=2).view(tokens * batch, -1)
     dealt = DealHeads.apply(qkv, sections, True, batch, 1, along).unflatten(0, (-1, batch))
     parts = dealt.split([section // along.size for section in sections], dim=2)
-    by_head = [
+    q, k, v = (
         part.unflatten(2, (-1, x.shape[3])).permute(1, 2, 0, 3)
         for part, x in zip(parts, (q, k, v), strict=True)
-    ]
-    mixed = attend(*by_head)
-    heads, width = q.shape[1], v.shape[3]
-    mixed = mixed.transpose(0, 1).reshape(-1, heads // along.size * width)
-    mixed = DealHeads.apply(mixed, [heads], False, batch, width, along)
-    return mixed.view(tokens, batch, heads, width).transpose(0, 1).contiguous()
+    )
+    return q, k, v
+
+
+def deal_back(along: Axis, mixed: Tensor) -> Tensor:
+    """[batch, all tokens, own heads, width] -> [batch, own tokens, all heads, width]."""
+    batch, tokens, heads, width = mixed.shape
+    mixed = mixed.transpose(0, 1).reshape(-1, heads * width)
+    mixed = DealHeads.apply(mixed, [heads * along.size], False, batch, width, along)
+    return mixed.view(tokens // along.size, batch, -1, width).transpose(0, 1).contiguous()

@@ -43,13 +43,7 @@ class Experts(nn.Module):
         """[experts, rows, hidden] -> the same, or this rank's part of their sum."""
         matrices = [self.up] if self.gate is None else [self.gate, self.up]
         wide = [self._product(x, matrix) for matrix in matrices]
-        if self.setting.formats.frozen:  # a product with packed matrices keeps no input
-            act = self.setting.redone("moe_act", self.setting.activated, *wide, to_its_end=False)
-            return self._product(act, self.down)
-        return self.setting.redone("moe_act", self._answers, *wide, to_its_end=False)
-
-    def _answers(self, *wide: Tensor) -> Tensor:
-        return self._product(self.setting.activated(*wide), self.down)
+        return self.setting.read_activated(lambda act: self._product(act, self.down), *wide)
 
     def _product(self, x: Tensor, matrices: Tensor) -> Tensor:
         form = self.setting.formats.frozen

@@ -12,9 +12,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from meshwise.runtime.programs import attention_kernels
+from meshwise.runtime.programs.local import local
 from meshwise.runtime.torch_private import TorchDispatchMode, disable_current_modes
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
@@ -26,15 +28,15 @@ KEPT = (
 )
 
 
-def per_op_contexts(router_shape: tuple[int, ...]) -> Callable[[], tuple[Any, Any]]:
-    """For `torch.utils.checkpoint.checkpoint`: what one block keeps, whose router's matrix has this shape."""
+def per_op_contexts(router: nn.Linear | None) -> Callable[[], tuple[Any, Any]]:
+    """For `torch.utils.checkpoint.checkpoint`: what one block keeps, which may have a router."""
     number = 0
 
     def policy(_context: Any, op: Any, *args: Any, **_: Any) -> CheckpointPolicy:
         nonlocal number
         is_kept = op in KEPT
         right = args[2 if op is aten.addmm.default else 1] if op in MATMULS else None
-        if right is not None and tuple(right.shape) != router_shape:
+        if right is not None and (router is None or not _shares_storage(right, local(router.weight))):
             number += 1
             is_kept = number % 2 == 1
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
@@ -44,6 +46,10 @@ def per_op_contexts(router_shape: tuple[int, ...]) -> Callable[[], tuple[Any, An
         return _without_labels(forward), _without_labels(backward)
 
     return contexts
+
+
+def _shares_storage(tensor: Tensor, other: Tensor) -> bool:
+    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 @contextmanager

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwise.runtime.programs.attention_kernels import attention, attention_backward
-from meshwise.runtime.programs.results import Results, known
 from meshwise.runtime.torch_private import ring_attention
 
 ALL_AT_ONCE = "all_gather"
@@ -38,26 +37,19 @@ class RingAttend(torch.autograd.Function):
     """Causal attention of a rank's queries to the keys of all ranks; keeps what `Attend` keeps."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, kind: str,
-        results: Results | None = None,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, kind: str) -> Tensor:
         """[batch, heads, own tokens, width] -> [batch, own tokens, heads, width]."""
-
-        def attend() -> tuple[Tensor, Tensor]:
-            with _options(q, kind):
-                out, lse = ring_attention._templated_ring_attention(
-                    group, 2, attention, q, k, v, query_spans=[], is_causal=True
-                )
-            return out.transpose(1, 2).contiguous(), lse
-
-        out, lse = known(results, attend)
+        with _options(q, kind):
+            out, lse = ring_attention._templated_ring_attention(
+                group, 2, attention, q, k, v, query_spans=[], is_causal=True
+            )
+        out = out.transpose(1, 2).contiguous()
         ctx.group, ctx.kind = group, kind
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         """Keys and values come round again, and their gradients after them."""
         q, k, v, out, lse = ctx.saved_tensors
 
@@ -68,7 +60,7 @@ class RingAttend(torch.autograd.Function):
             dq, dk, dv = ring_attention._templated_ring_attention_backward(
                 ctx.group, 2, op, grad.transpose(1, 2), "grad", q, k, v, out.transpose(1, 2), lse, True
             )
-        return dq, dk, dv, None, None, None
+        return dq, dk, dv, None, None
 
 
 @contextmanager

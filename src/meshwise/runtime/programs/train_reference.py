@@ -64,6 +64,7 @@ def reference_step(trainer: Trainer) -> tuple[float, dict[str, Tensor]]:
     setting = Setting(
         turns=angles, own_places=places, recorder=trainer.context.recorder, routes=way,
         formats=trainer.setting.formats, lora_rank=trainer.plan.lora_rank,
+        redone_modules=("moe_act",) * ("moe_act" in trainer.setting.redone_modules),  # of what was rounded
     )  # fmt: skip
     with torch.device(device):
         decoder = Decoder(model, setting, range(model.num_layers)).to(kept)

@@ -24,7 +24,6 @@ from meshwise.runtime.programs.mixture import Experts
 from meshwise.runtime.programs.narrow import Formats
 from meshwise.runtime.programs.parallelize import cut_tensors, shard_states
 from meshwise.runtime.programs.pipeline import make_schedule
-from meshwise.runtime.programs.results import Results
 from meshwise.runtime.programs.ring import RingAttend, own_places
 from meshwise.runtime.programs.rotary import turned_width, turns
 from meshwise.runtime.programs.routes import Routes, routes
@@ -218,6 +217,7 @@ class Trainer:
         context.recorder.weights(*angles, own)  # constants
         return Setting(
             turns=angles, own_places=own, recorder=context.recorder, attend=self._attend,
+            is_fused=plan.attention != "unfused",
             redone_modules=self._redone_modules(), redone_layers=self._redone_layers(),
             redone_every=plan.recompute_every,
             loss_chunks=plan.loss_chunks,
@@ -253,13 +253,13 @@ class Trainer:
         self.context.recorder.weights(found.experts, found.sources, found.back)  # constants
         return found
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, results: Results | None = None) -> Tensor:
-        """Causal attention, to the keys of all ranks of a ring; its `results` may be known."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention, to the keys of all ranks of a ring."""
         if self.plan.attention == "unfused":
             return attend_unfused(q, k, v)
         if self.ring is None:
-            return Attend.apply(q, k, v, True, results)
-        return RingAttend.apply(q, k, v, self.ring, self.plan.cp_kind, results)
+            return Attend.apply(q, k, v, True)
+        return RingAttend.apply(q, k, v, self.ring, self.plan.cp_kind)
 
     def _piece(self, stage: int, layers: range) -> Decoder:
         """Some layers of the model, cut by tp and spread over the replicas."""
