@@ -51,6 +51,12 @@ TRAIN = find_program("train")
         (4, 2, "mixtral-8x7b --plan lora_rank=8,frozen_dtype=fp4,ep=2,tp=2,dtype=bf16 --layers 1"),
         (4, 3, "mla --plan tp=2,ep=2,etp=1,dtype=fp8,head_dtype=fp8,act_input_dtype=fp8 --batch 4"),
         (2, 1, "mixtral-8x7b --plan ep=2,dispatch_dtype=fp8,dtype=bf16 --layers 1"),
+        (4, 3, "gpt --plan pp=2,vpp=2,zero=2,dtype=bf16 --batch 4 --layers 4 --steps 2"),
+        (2, 1, "llama --plan pp=2,vpp=4,zero=3,dtype=bf16 --batch 2 --layers 8"),  # weights go and come again
+        (8, 2, "gpt --plan pp=4,tp=2,schedule=zb-h1,dtype=bf16 --batch 2 --layers 4"),
+        (4, 2, "moe --plan pp=2,ep=2,schedule=zb-v,recompute=full,dtype=fp32 --batch 6 --layers 4"),
+        (4, 1, "llama --plan pp=2,tp=2,schedule=dualpipe,zero=2,dtype=bf16 --batch 4 --steps 2"),
+        (2, 0, "mla --plan pp=2,schedule=dualpipe-v,dtype=bf16 --batch 4 --layers 4"),
     ],
 )
 def test_the_peak_of_all_live_tensors_has_a_closed_form(ranks: int, rank: int, words: str) -> None:

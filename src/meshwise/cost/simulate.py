@@ -311,10 +311,9 @@ def _interleaved(rank: int, pp: int, m: int, v: int) -> Order:
 
 def _zb_h1(rank: int, pp: int, m: int, v: int) -> Order:
     """1F1B with the first W delayed by `rank` rounds, so that W's are left to fill the drain."""
-    warm = min(m, pp - rank - 1)
-    delayed = min(rank, m - warm)
-    steady = [_F, _I] * delayed + [_F, _I, _W] * (m - warm - delayed)
-    return [_F] * warm + steady + [_I, _W] * warm + [_W] * delayed
+    warm, delayed = min(m, pp - rank - 1), min(rank, m)
+    rounds = ([_F] * (i < m - warm) + [_I] + [_W] * (i >= delayed) for i in range(m))
+    return [_F] * warm + [action for actions in rounds for action in actions] + [_W] * delayed
 
 
 def _zb_v(rank: int, pp: int, m: int, v: int) -> Order:

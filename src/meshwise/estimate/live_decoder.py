@@ -53,6 +53,10 @@ class Modules:
         self.linear = self.linears.layer
         self.logits, self.softmax = (tokens * model.vocab / tp * size for size in (narrow, wide))
 
+    def one(self) -> Storage:
+        """A number, as of a loss."""
+        return self.new(self.number)
+
     # --- blocks --------------------------------------------------------------------------------
 
     def block(self, weights: Weights, experts: Experts | None, x: Tensor) -> Tensor:
@@ -538,13 +542,14 @@ class Modules:
         play(flag, wide, -flag, -wide, flag, 8.0, -flag, one, -8.0, 2.0 * one, -one)
         play(-3.0 * wide, -2.0 * place)
 
-        def back(_: Storage) -> tuple[Storage]:
+        def back(*_: Storage) -> tuple[Storage]:
             play(one, flag, place, -flag, softmax, *elsewhere, wide, wide, -wide, place, flag, wide, -flag)
             play(-one, softmax, softmax, -softmax, softmax, -softmax, -2.0 * wide, -3.0 * place, -softmax)
-            play(-flag, -one, -softmax)
+            play(-flag)
             return (self.adopted(softmax),)
 
-        return self.graph.op(self.adopted(one), back, scores)
+        saved = self.adopted(softmax), self.adopted(one)
+        return self.graph.op(self.adopted(one), back, scores, saved=saved)
 
     def adopted(self, size: float) -> Storage:
         """Of bytes that are there already."""

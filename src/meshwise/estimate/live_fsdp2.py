@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from meshwise.cost.schedule import weight_copies
 from meshwise.estimate.live_linear import Weight
 from meshwise.estimate.live_tensors import Memory, Storage
 from meshwise.model.weights import Weights
@@ -42,7 +43,8 @@ class Group:
         self.narrow, self.kept = cut.precision.act_bytes, shard_bytes(mesh, cut)
         self.summed = reduced_bytes(mesh, cut)
         self.ranks, self.num_reduced = float(unit.sharing(mesh)), float(unit.trained.padded_size(mesh, cut))
-        self.is_shared, self.has_copies = self.ranks > 1, bool(unit.replicas(mesh)[0] > self.ranks)
+        copies = float(unit.replicas(mesh)[0] * weight_copies(mesh.schedule)) / self.ranks
+        self.is_shared, self.has_copies = self.ranks > 1, copies > 1
         self.is_by_width = unit.is_experts and self.is_shared
         self.cut, self.gathered = cut, float(unit.gathered_bytes(mesh, cut))
         wide = replace(unit, weights=tuple(weight for weight in weights if not is_packed(weight, cut)))
@@ -95,7 +97,7 @@ class Group:
         self.is_done = False
         if self._whole:
             return
-        self._gather()
+        self.gather()
         before = self.exchange.gathered
         coming = self._copy_out()
         self.exchange.gathered = coming
@@ -109,20 +111,29 @@ class Group:
 
     def before_backward(self) -> None:
         """Gather again what went, and begin to gather what was used before this."""
-        if not self._whole:
-            self._gather()
-            self._copy_out()
+        self.gather()
+        self.arrive()
         order = self.exchange.order
         place = len(order) - 1 - order[::-1].index(self)
         if place > 0:
-            order[place - 1]._gather()
+            order[place - 1].gather()
 
-    def _gather(self) -> None:
+    def gather(self) -> None:
+        """Begin to, where weights are not there."""
         if self._whole or self._coming or not self.is_shared:
             return
         part = self.new(self.narrow * self.num_cast) if self.narrow != self.kept and self.num_cast else None
         self._coming = self.new(self.gathered)
         del part
+
+    def arrive(self) -> None:
+        """What is gathered is waited for, and is in its place."""
+        if not self._whole:
+            self._copy_out()
+
+    def let_go(self) -> None:
+        """Of whole weights."""
+        self._whole = []
 
     def _copy_out(self) -> Storage | None:
         """Each weight in a tensor of its own; what they came in. A rank alone casts one after the other."""
@@ -203,7 +214,7 @@ class Group:
 
     def _let_go(self) -> None:
         if self.is_let_go:
-            self._whole = []
+            self.let_go()
 
     def finish(self) -> None:
         """The backward is through."""
@@ -212,7 +223,7 @@ class Group:
 
 def groups_of(weights: Weights, memory: Memory, **of: Any) -> list[Group]:
     """A group of a module's weights, and one of its experts'; all are made before a part is taken of any."""
-    listed = _as_listed(weights)
+    listed = as_listed(weights)
     by_kind = [tuple(one for one in listed if one.is_expert == is_expert) for is_expert in (False, True)]
     dense, *experts = groups = [Group(memory, part, **of) for part in by_kind if part]
     for weight in listed:
@@ -222,7 +233,7 @@ def groups_of(weights: Weights, memory: Memory, **of: Any) -> list[Group]:
     return groups
 
 
-def _as_listed(weights: Weights) -> Weights:
+def as_listed(weights: Weights) -> Weights:
     """As modules have them: norms first, and each layer's matrix, bias and adapters together."""
     names = [weight.name for weight in weights]
 

@@ -104,19 +104,13 @@ class Linears:
         self, weight: Weight, bias: Weight | None, x: Tensor, size: float,
         keep: Callable[[float], Storage] | None,
     ) -> Tensor:  # fmt: skip
-        """The gradient of a matrix alone comes before that of its input; beside a bias, behind it."""
+        """Gradients of input and matrix are made one by one, as they are wanted; a bias's behind them."""
         result, before = size if keep is None else keep(size), x.size
         if not weight.of.trains:
             return self.graph.op(result, lambda *_: (self.new(before),), x, saved=(weight.itself,))
-
-        def back(_: Storage, kept: Storage) -> tuple[Storage, ...]:
-            if bias is None:
-                of_weight = self.new(weight.made)
-                return self.new(kept.size), of_weight
-            return self.new(kept.size), self.new(weight.made)
-
         biases, sums = ((), ()) if bias is None else ((bias,), (bias.made,))
-        return self.graph.op(result, back, x, weight, *biases, saved=(x.storage,), sums=sums)
+        alone = x.storage.size, weight.made
+        return self.graph.op(result, None, x, weight, *biases, saved=(x.storage,), sums=sums, alone=alone)
 
     def _products(self, of: WeightOfModel) -> Products | None:
         """How a matrix is multiplied that torch does not."""

@@ -8,12 +8,11 @@ of a pipeline (`estimate.live_piece`).
 
 from __future__ import annotations
 
-from collections import deque
-from itertools import count, pairwise
+from itertools import pairwise
 
-from meshwise.cost.simulate import KINDS, rank_order
 from meshwise.estimate.live_decoder import Modules
-from meshwise.estimate.live_piece import Pass, Piece
+from meshwise.estimate.live_piece import Piece
+from meshwise.estimate.live_pipeline import PipelineRank
 from meshwise.estimate.live_tensors import Graph, Memory, Storage
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
@@ -32,12 +31,11 @@ OTHERS = (
 def is_known(model: Model, mesh: Mesh) -> bool:
     """Whether the walk states this model and plan."""
     is_in_context = mesh.ulysses == 1 or (mesh.microbatch == 1 and mesh.ring == 1)
-    is_alone = is_in_context and (mesh.pp == 1 or mesh.plan.schedule in ("gpipe", "1f1b"))
     is_dense = not model.mtp_layers and (mesh.plan.sequence_parallel or mesh.tp == 1)
     is_default = all(getattr(mesh.plan, key) == DEFAULTS[key] for key in OTHERS)
     is_apart = (mesh.tp == 1 and mesh.plan.head_dtype == "bf16") or mesh.plan.loss_chunks == 1
     is_torchs = mesh.plan.optimizer in ("adam", "adam-fp32", "adam-bf16", "sgd", "none")
-    return all(map(bool, (is_alone, is_dense, is_default, is_apart, is_torchs)))
+    return all(map(bool, (is_in_context, is_dense, is_default, is_apart, is_torchs)))
 
 
 def live_peak_bytes(model: Model, mesh: Mesh, cut: Cut, rank: int, steps: int) -> float:
@@ -53,7 +51,7 @@ class _Step:
     """Forward and backward of all microbatches, and the optimizer, on a rank of the pipeline."""
 
     def __init__(self, model: Model, mesh: Mesh, cut: Cut, rank: int) -> None:
-        self.mesh, self.rank, self.memory = mesh, rank, Memory()
+        self.mesh, self.memory = mesh, Memory()
         self.modules = Modules(model, mesh, cut, Graph(self.memory, is_lasting=bool(mesh.pp > 1)))
         tokens = self.modules.tokens
         places = tokens / float(mesh.microbatch) * float(cut.ulysses)
@@ -61,15 +59,16 @@ class _Step:
         self.constants = self.memory.new(8.0 * (places + choices) + 2.0 * self.modules.sine)
         held = chunks_of_rank(model, int(mesh.pp), int(mesh.vpp), mesh.plan.schedule, mesh.plan.stages, rank)
         self.pieces = [Piece(model, mesh, cut, self.modules, *chunk) for chunk in held]
+        self.pipeline = PipelineRank(mesh, rank, self.pieces) if mesh.pp > 1 else None
         self.tokens = self.memory.new(16.0 * float(mesh.num_microbatches) * tokens)
         self.losses: list[Storage] = []
 
     def run(self) -> None:
         """All microbatches."""
-        if self.mesh.pp == 1:
+        if self.pipeline is None:
             self._one_by_one()
         else:
-            self._pipeline()
+            self.pipeline.run(self.losses)
         self.losses.clear()
 
     def _one_by_one(self) -> None:
@@ -79,43 +78,13 @@ class _Step:
             for group in piece.groups:
                 group.is_reduced = number == last or bool(self.mesh.zero == 2)
                 group.is_let_go = number == last or bool(self.mesh.zero >= 3)
-            one = piece.forward(number)
-            one.result = piece.scaled(one)
+            one = piece.forward(None)
+            one.result = loss = piece.scaled(one)
+            one.grad = self.modules.one()
             done = one  # the pass before was there till now
-            piece.backward(done, self._number())
+            piece.backward(done)
             piece.finish()
-            self.losses.append(done.result)
-
-    def _number(self) -> Storage:
-        return self.memory.new(self.modules.number)
-
-    def _pipeline(self) -> None:
-        """A stage in the order of its schedule; what it has sent last stays until there is more to send."""
-        (piece,), mesh = self.pieces, self.mesh
-        for group in piece.groups:
-            group.is_reduced, group.is_let_go = bool(mesh.zero == 2), False
-        in_flight: deque[Pass] = deque()
-        sent: dict[str, Storage | None] = {}
-        numbers = {"F": count(), "B": count()}
-        for kind in rank_order(mesh.plan.schedule, self.rank, int(mesh.pp), int(mesh.num_microbatches))[0]:
-            name = KINDS[kind]
-            number = next(numbers[name])
-            if name == "F":
-                done = piece.forward(number)
-                if piece.head is not None:
-                    self.losses.append(piece.scaled(done))
-                sent[name] = done.result
-                in_flight.append(done)
-            else:
-                if mesh.plan.schedule == "gpipe":
-                    sent.pop(name, None)
-                done = in_flight.popleft()
-                sent[name] = piece.backward(done, self._number() if piece.head else piece.returned[number])
-            del done
-        for group in piece.groups:
-            group.is_reduced = group.is_let_go = True
-            group.after_backward()
-        piece.finish()
+            self.losses.append(loss)
 
     def optimizer(self, *, is_first: bool) -> None:
         """AdamW, weight by weight, which first makes two states, or SGD, which makes nothing."""

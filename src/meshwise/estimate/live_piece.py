@@ -6,13 +6,14 @@ Some layers of the model with the ends of it that are theirs, spread over the re
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 
 from meshwise.estimate.live_decoder import Modules
-from meshwise.estimate.live_fsdp2 import Exchange, Group, groups_of
-from meshwise.estimate.live_linear import Weights
+from meshwise.estimate.live_fsdp2 import Exchange, Group, as_listed, groups_of
+from meshwise.estimate.live_halves import Half, to_weights, to_what_entered
+from meshwise.estimate.live_linear import Weight, Weights
 from meshwise.estimate.live_tensors import Leaf, Node, Storage, Tensor
 from meshwise.model.architecture import Model, layer_kind
 from meshwise.model.weights import block_weights, embedding_weights, frozen, head_weights
@@ -23,11 +24,16 @@ from meshwise.program.cut import Cut
 
 @dataclass(slots=True, eq=False)
 class Pass:
-    """A microbatch between its forward and its backward: the graph, what it ends in, what it entered as."""
+    """A microbatch between its forward and its backward: the graph, what it ends in, what it entered as.
+
+    `grad`: the gradient of what it ends in. `halves`: what the first half of a backward leaves.
+    """
 
     nodes: list[Node]
-    result: Storage
+    result: Storage | None
     entered: Leaf | None
+    grad: Storage | None = None
+    halves: list[Half] = field(default_factory=list)
 
 
 class Piece:
@@ -39,17 +45,17 @@ class Piece:
         self.modules, self.graph, self.memory = modules, modules.graph, modules.graph.memory
         self.exchange = Exchange()
         of = partial(groups_of, memory=self.memory, mesh=mesh, cut=cut, exchange=self.exchange)
-        is_first, is_last = bool(chunk.embeddings), bool(chunk.heads)
+        self.is_first, self.is_last = bool(chunk.embeddings), bool(chunk.heads)
         first, last = embedding_weights(model), head_weights(model)
         if cut.lora_rank:
             first, last = frozen(first), frozen(last)
-        self.first = {weight.name for weight in first} if is_first else set()
-        self.is_tied = model.tied_embedding and is_first and is_last
-        table = first[:1] if model.tied_embedding and not is_first else ()
-        self.embedding = of(first + last * self.is_tied, is_tied=self.is_tied)[0] if is_first else None
-        self.head = self.embedding if self.is_tied else of(last + table)[0] if is_last else None
-        kinds = [block_weights(model, layer_kind(model, layer), cut.lora_rank) for layer in layers]
-        groups = [of(block) for block in kinds]
+        self.first = {weight.name for weight in first} if self.is_first else set()
+        self.is_tied = model.tied_embedding and self.is_first and self.is_last
+        table = first[:1] if model.tied_embedding and not self.is_first else ()
+        self.embedding = of(first + last * self.is_tied, is_tied=self.is_tied)[0] if self.is_first else None
+        self.head = self.embedding if self.is_tied else of(last + table)[0] if self.is_last else None
+        self._kinds = [block_weights(model, layer_kind(model, layer), cut.lora_rank) for layer in layers]
+        groups = [of(block) for block in self._kinds]
         self.blocks = [dense for dense, *_ in groups]
         self.experts = [experts[0] if experts else None for _, *experts in groups]
         ends = [self.head] if self.head is not None and not self.is_tied else []
@@ -59,12 +65,8 @@ class Piece:
             group.is_freed = bool(mesh.pp == 1 and mesh.zero >= 3)
         is_redone = mesh.plan.recompute == "full" or "per_op" in mesh.plan.recompute_modules
         self.num_redone = float(mesh.recompute_layers / mesh.vpp) * is_redone
-        numbers = range(int(mesh.num_microbatches))
-        new, x = self.memory.new, modules.x
-        self.received = [new(x) for _ in numbers if not is_first]
-        self.returned = [new(x) for _ in numbers if not is_last]
 
-    def forward(self, number: int) -> Pass:
+    def forward(self, came: Storage | None) -> Pass:
         """From tokens, or what came, to what is handed on, or the loss."""
         modules = self.modules
         if self.embedding is not None:
@@ -78,8 +80,9 @@ class Piece:
             if not self.is_tied:
                 self.embedding.after_forward()
         else:
+            assert came is not None
             entered = Leaf(self.memory)
-            x = Tensor(self.received[number], entered)
+            x = Tensor(came, entered)
         for place, group in enumerate(self.blocks):
             x = self._within(group, partial(self._block, place), x)
         if self.head is not None:
@@ -102,12 +105,11 @@ class Piece:
 
     def scaled(self, one: Pass) -> Storage:
         """The loss over the number of microbatches."""
-        found = self.graph.op(self._number(), lambda _: (self._number(),), Tensor(one.result, one.nodes[-1]))
+        assert one.result is not None
+        number = self.modules.one
+        found = self.graph.op(number(), lambda _: (number(),), Tensor(one.result, one.nodes[-1]))
         one.nodes += self.graph.taken()
         return found.storage
-
-    def _number(self) -> Storage:
-        return self.memory.new(self.modules.number)
 
     def _loss(self, x: Tensor) -> Tensor:
         """Of the last block's output."""
@@ -134,18 +136,53 @@ class Piece:
 
         return self.graph.op(x.storage, back, x)
 
-    def backward(self, one: Pass, grad: Storage) -> Storage | None:
+    def backward(self, one: Pass) -> Storage | None:
         """From the gradient of the result to those of all weights, and of what came."""
+        self._begin(one)
+        if not one.nodes and one.entered is not None:  # a stage of no layers
+            return one.grad and self.memory.new(one.grad.size)
+        self.graph.backward(one.nodes)
+        self._end()
+        one.grad = None
+        return None if one.entered is None or self.is_first else one.entered.grad
+
+    def backward_to_what_entered(self, one: Pass) -> Storage | None:
+        """The first half of a backward; where tokens enter there is none."""
+        if self.is_first or one.entered is None:
+            return None
+        self._begin(one)
+        one.halves = to_what_entered(one.nodes, one.entered, self._weights())
+        self._end()
+        if self.is_last:
+            one.result = one.grad = None
+        return one.entered.grad
+
+    def backward_to_weights(self, one: Pass) -> None:
+        """The second half."""
+        if self.is_first:
+            self.backward(one)
+        else:
+            to_weights(one.halves, self.memory)
+
+    def _weights(self) -> Iterator[Weight]:
+        """Those between what enters and the result, in the order in which modules list them."""
+        for block, experts, weights in zip(self.blocks, self.experts, self._kinds, strict=True):
+            found = {**block.weights, **(experts.weights if experts else {})}
+            yield from (found[weight.name] for weight in as_listed(weights) if weight.trains)
+        if self.head is not None:
+            yield from (weight for weight in self.head.weights.values() if weight.of.trains)
+
+    def _begin(self, one: Pass) -> None:
         for group in self.groups:
             group.is_done = False
-        if not one.nodes and one.entered is not None:  # a stage of no layers
-            return self.memory.new(grad.size)
-        one.nodes[-1].take(grad, 0)
-        self.graph.backward(one.nodes)
+        if one.nodes:
+            assert one.grad is not None
+            one.nodes[-1].take(one.grad, 0)
+
+    def _end(self) -> None:
         for group in self.groups:
             if not group.is_done:  # no gradient leaves it
                 group.after_backward()
-        return None if one.entered is None or self.embedding else one.entered.grad
 
     def local_sizes(self) -> list[float]:
         """Bytes of this rank's part of each weight, in the order in which the optimizer takes them."""
@@ -156,6 +193,28 @@ class Piece:
         """Positions come before tokens, and what is the head's alone at the end."""
         is_last = group is self.head and name not in self.first
         return 0 if name == "positions" else 1 + is_last
+
+    def gather(self) -> None:
+        """Begin to gather all weights."""
+        for group in self.groups:
+            group.gather()
+
+    def arrive(self) -> None:
+        """All weights that have been gathered are there."""
+        for group in self.groups:
+            group.arrive()
+
+    def let_go(self) -> None:
+        """Of all weights."""
+        for group in self.groups:
+            group.let_go()
+
+    def reduce(self) -> None:
+        """The gradients that the backwards of all microbatches have left."""
+        for group in self.groups:
+            group.is_reduced = group.is_let_go = True
+            group.after_backward()
+        self.finish()
 
     def finish(self) -> None:
         """The last backward is through."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,10 @@ from itertools import repeat
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+Back = Callable[..., "tuple[Storage | None, ...]"]
+"""From gradients of results and what was saved to gradients of inputs."""
+Source = tuple["Node | Leaf", int]
+"""What made a tensor, as which of its results."""
 
 
 class Memory:
@@ -96,15 +100,17 @@ class Tensor:
 class Node:
     """An op: `back` makes gradients of the first `inputs` from that of its results and from what it `saved`.
 
-    Gradients of the last inputs, of the sizes `sums`, are added up behind it, as of biases. `before`
-    runs when the gradient of the result is there. `frame`: the recomputation that brings back what it saved.
-    `widened`: bytes that each of what it saved takes when it is read, if not the same.
+    Gradients of the last inputs, of the sizes `sums`, are added up behind it, as of biases. `alone`: sizes of
+    those that are made one by one, where not all are wanted. `widened`: bytes that each of what it saved
+    takes when it is read, if not the same. `before` runs when the gradient of the result is there. `frame`:
+    the recomputation that brings back what it saved.
     """
 
-    back: Callable[..., tuple[Storage | None, ...]]
-    inputs: tuple[tuple[Node | Leaf, int] | None, ...]
+    back: Back | None
+    inputs: tuple[Source | None, ...]
     saved: tuple[Storage, ...]
     sums: tuple[float, ...] = ()
+    alone: tuple[float, ...] = ()
     widened: float = 0.0
     frame: Frame | None = None
     before: Callable[[], None] | None = None
@@ -117,29 +123,49 @@ class Node:
         before = self.grads[place]
         self.grads[place] = grad if before is None else grad.memory.new(grad.size)
 
-    def run(self, memory: Memory) -> None:
-        """Hand gradients on to what made the inputs."""
+    def origins(self) -> Iterator[Node | Leaf]:
+        """What made the inputs."""
+        return (source[0] for source in self.inputs if source is not None)
+
+    def run(self, memory: Memory, wanted: Set[Node | Leaf] | None = None, *, is_kept: bool = False) -> None:
+        """Hand gradients on to what made the inputs, if it is `wanted`; what is saved may be kept."""
         if self.before is not None:
             self.before()
         if self.frame is not None:
             self.frame.run()
-        goes = self.frame is not None and not self.frame.graph.is_lasting  # what came back is read once
-        if self.widened:
-            read = [memory.new(self.widened) for _ in self.saved]
-            self.saved = () if goes else self.saved
-            made = [*self.back(*self.grads, *read)]
-            del read
-        else:
-            made = [*self.back(*self.grads, *self.saved)]
+        takers = [source if _is_in(source, wanted) else None for source in self.inputs]
+        goes = not is_kept and self.frame is not None and not self.frame.graph.is_lasting  # it is read once
+        made = self._made(memory, takers, goes=goes)
         if goes:
             self.saved = ()
-        made[len(self.inputs) - len(self.sums) :] = [memory.new(size) for size in self.sums]
-        self.grads, self.saved, self.frame = [], (), None
-        for taker in self.inputs:
+        first = len(takers) - len(self.sums)
+        made[first:] = _each(memory, self.sums, takers[first:])
+        self.grads = []
+        if not is_kept:
+            self.saved, self.frame = (), None
+        for taker in takers:
             grad = made.pop(0)
             if taker is not None and grad is not None:
                 taker[0].take(grad, taker[1])
             del grad
+
+    def _made(self, memory: Memory, takers: list[Source | None], *, goes: bool) -> list[Storage | None]:
+        if self.back is None:
+            return _each(memory, self.alone, takers)
+        if not self.widened:
+            return [*self.back(*self.grads, *self.saved)]
+        read = [memory.new(self.widened) for _ in self.saved]
+        self.saved = () if goes else self.saved
+        return [*self.back(*self.grads, *read)]
+
+
+def _is_in(source: Source | None, wanted: Set[Node | Leaf] | None) -> bool:
+    return source is not None and (wanted is None or source[0] in wanted)
+
+
+def _each(memory: Memory, sizes: Iterable[float], takers: Iterable[Source | None]) -> list[Storage | None]:
+    """A gradient of each size that someone takes."""
+    return [memory.new(size) if taker else None for size, taker in zip(sizes, takers, strict=False)]
 
 
 class Frame:
@@ -205,13 +231,13 @@ class Graph:
         return self._again is not None
 
     def op(
-        self, result: Storage | float, back: Callable[..., tuple[Storage | None, ...]],
-        *inputs: Tensor | Leaf, saved: tuple[Storage, ...] = (), sums: tuple[float, ...] = (), place: int = 0,
-        widened: float = 0.0,
+        self, result: Storage | float, back: Back | None, *inputs: Tensor | Leaf,
+        saved: tuple[Storage, ...] = (), sums: tuple[float, ...] = (), alone: tuple[float, ...] = (),
+        place: int = 0, widened: float = 0.0,
     ) -> Tensor:  # fmt: skip
         """`result`, as an op makes it of `inputs`; so many bytes are made behind what it saves."""
         sources = tuple((each, 0) if isinstance(each, Leaf) else _source(each) for each in inputs)
-        node = Node(back, sources, saved, sums, widened)
+        node = Node(back, sources, saved, sums, alone, widened)
         if saved:
             self._save(node)
         self.nodes.append(node)
@@ -274,5 +300,5 @@ class Graph:
                 node.run(self.memory)
 
 
-def _source(tensor: Tensor) -> Any:
+def _source(tensor: Tensor) -> Source | None:
     return None if tensor.origin is None else (tensor.origin, tensor.place)

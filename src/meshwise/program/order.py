@@ -83,7 +83,7 @@ def gathers(schedule: int, pp: int, vpp: int, num_microbatches: int, rank: int) 
     visits = _order(schedule, pp, vpp, num_microbatches, rank)[1].tolist()
     counts, active = [0] * vpp, set[int]()
     for number in range(len(visits)):
-        coming = _next_chunks(visits, number)
+        coming = next_chunks(visits, number)
         active &= coming.keys()
         for chunk in coming:
             counts[chunk] += chunk not in active
@@ -91,7 +91,7 @@ def gathers(schedule: int, pp: int, vpp: int, num_microbatches: int, rank: int) 
     return tuple(counts)
 
 
-def _next_chunks(visits: list[int], start: int) -> dict[int, None]:
+def next_chunks(visits: list[int], start: int) -> dict[int, None]:
     """The next `ACTIVE_CHUNKS` different chunks from action `start` on, in the order in which they come."""
     coming: dict[int, None] = {}
     for number in range(start, len(visits)):
