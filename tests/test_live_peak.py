@@ -54,6 +54,7 @@ TRAIN = find_program("train")
         (4, 3, "gpt --plan pp=2,vpp=2,zero=2,dtype=bf16 --batch 4 --layers 4 --steps 2"),
         (2, 1, "llama --plan pp=2,vpp=4,zero=3,dtype=bf16 --batch 2 --layers 8"),  # weights go and come again
         (8, 2, "gpt --plan pp=4,tp=2,schedule=zb-h1,dtype=bf16 --batch 2 --layers 4"),
+        (2, 0, "gpt --plan tp=2,dtype=fp8,head_dtype=fp8,loss_chunks=2 --layers 1"),
         (4, 2, "moe --plan pp=2,ep=2,schedule=zb-v,recompute=full,dtype=fp32 --batch 6 --layers 4"),
         (4, 1, "llama --plan pp=2,tp=2,schedule=dualpipe,zero=2,dtype=bf16 --batch 4 --steps 2"),
         (2, 0, "mla --plan pp=2,schedule=dualpipe-v,dtype=bf16 --batch 4 --layers 4"),

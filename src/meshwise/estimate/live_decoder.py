@@ -12,7 +12,8 @@ from typing import Any
 
 from meshwise.estimate.live_context import Ring, by_heads, ring_attention, ring_gradients
 from meshwise.estimate.live_formats import kept_narrow, sent_narrow
-from meshwise.estimate.live_linear import Linears, Weight, Weights
+from meshwise.estimate.live_linear import Linears, Weights
+from meshwise.estimate.live_loss import Losses
 from meshwise.estimate.live_tensors import Graph, Storage, Tensor
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
@@ -32,7 +33,7 @@ class Modules:
         tokens, tp = float(cut.tokens), float(mesh.tp)
         self.tokens, self.own, self.tp = tokens, tokens / tp, tp
         self.narrow, self.number = narrow, wide
-        self.is_cut, self.is_cast = tp > 1, narrow < wide
+        self.is_cut = tp > 1
         self.whole = tokens * model.hidden * narrow
         self.x = self.whole / tp
         self.places = tokens / float(mesh.microbatch) / tp * model.hidden * narrow
@@ -51,11 +52,8 @@ class Modules:
         self.scales = tokens / tp * (1.0 + (model.norm == "layernorm")) * wide
         self.linears = Linears(model, cut, graph, self._result if self._is_redone("per_op") else None)
         self.linear = self.linears.layer
-        self.logits, self.softmax = (tokens * model.vocab / tp * size for size in (narrow, wide))
-
-    def one(self) -> Storage:
-        """A number, as of a loss."""
-        return self.new(self.number)
+        self.logits = tokens * model.vocab / tp * narrow
+        self.losses = Losses(cut, graph, self.linears)
 
     # --- blocks --------------------------------------------------------------------------------
 
@@ -172,16 +170,16 @@ class Modules:
         """The router's."""
         assert self.model.moe is not None
         return self.linear(
-            weights, "router", self.local(x), self.own * self.model.moe.num_experts * self.narrow
+            weights, "router", self.flat(x), self.own * self.model.moe.num_experts * self.narrow
         )
 
     def mixture(self, weights: Weights, experts: Experts, x: Tensor, logits: Tensor) -> Tensor:
         """Copies of the tokens go to their experts and come back; what those answer is weighed and added."""
         moe = self.model.moe
         assert moe is not None
-        tokens = self.local(x)
-        wide = self.cast(logits, logits.size * self.number / self.narrow)
-        gates = self.cast(self._gates(wide), self.own * moe.top_k * self.narrow)
+        tokens = self.flat(x)
+        wide = self.graph.cast(logits, logits.size * self.number / self.narrow)
+        gates = self.graph.cast(self._gates(wide), self.own * moe.top_k * self.narrow)
         copies = self.selected(tokens, tokens.size * moe.top_k)
         arrived = self._by_expert(self._parts_gathered(self._sent(copies, there=True)))
         answers = self._sent(self._parts_added(self._by_expert(experts(arrived))), there=False)
@@ -321,7 +319,7 @@ class Modules:
             del sums
             return found if bias is not None else found[:2]
 
-        x = self.local(x) if self.is_cut else x
+        x = self.local(x)
         size = x.size
         scales = self.new(self.scales)
         inputs = (x, weight) if bias is None else (x, weight, bias)
@@ -358,15 +356,12 @@ class Modules:
         return summed
 
     def local(self, x: Tensor) -> Tensor:
-        """Another reader of the same, out of a DTensor where tp cuts it."""
-        return self.graph.op(x.storage, lambda grad: (grad,), x)
+        """Out of a DTensor, where tp cuts it."""
+        return self.flat(x) if self.is_cut else x
 
-    def cast(self, x: Tensor, size: float) -> Tensor:
-        """In another type."""
-        if not self.is_cast:
-            return x
-        before = x.size
-        return self.graph.op(self.new(size), lambda _: (self.new(before),), x)
+    def flat(self, x: Tensor) -> Tensor:
+        """Another view of the same."""
+        return self.graph.op(x.storage, lambda grad: (grad,), x)
 
     def copied(self, x: Tensor, size: float, *, again: bool = False) -> Tensor:
         """In one piece, or in order; where it is `again`, the gradient is put back."""
@@ -497,61 +492,6 @@ class Modules:
 
     def loss(self, weights: Weights, found: Tensor) -> Tensor:
         """The mean loss of what the head gives."""
-        if self.cut.loss_chunks > 1:
-            return self.loss_in_chunks(weights[self.table], found)
-        return self.split_loss(found) if self.is_cut else self.whole_loss(found)
-
-    def whole_loss(self, logits: Tensor) -> Tensor:
-        """Cross entropy: its softmax, and the gradients of both halves."""
-        wide = self.cast(logits, self.softmax)
-        scores = self.new(self.softmax)
-
-        def back(*_: Storage) -> tuple[Storage]:
-            return (self.new(self.softmax),)
-
-        found = self.graph.op(scores, back, wide, saved=(scores,))
-        mean, weight = self.new(self.number), self.new(self.number)
-        return self.graph.op(mean, back, found, saved=(scores, weight))
-
-    def loss_in_chunks(self, table: Weight, normed: Tensor) -> Tensor:
-        """Logits, loss and gradients of one chunk of tokens after the other, then times those of the loss."""
-        number, one, of_matrix = self.cut.loss_chunks, self.number, table.made * table.of.trains
-        logits, softmax, part = self.logits / number, self.softmax / number, self.x / number
-        cast, back = (softmax, [logits, -softmax]) if self.is_cast else (0.0, [])
-        chunk = [
-            *[logits, cast, softmax, 2.0 * one, -logits, -cast, one, -one, 2.0 * one, softmax],
-            *[-2.0 * one, softmax, -2.0 * softmax, *back, of_matrix, part, -logits, -one, -part],
-        ]
-        of_x, play = self.new(self.x), self.graph.memory.play
-        play(*chunk, *[*chunk, -of_matrix] * (number - 1), number * one, one, -2.0 * number * one)
-        of_table, mean = self.adopted(of_matrix), self.adopted(one)
-
-        def times(*_: Storage) -> tuple[Storage, Storage]:
-            return self.new(self.x), self.new(of_matrix)
-
-        return self.graph.op(mean, times, normed, table, saved=(of_x, of_table))
-
-    def split_loss(self, logits: Tensor) -> Tensor:
-        """The same of a vocabulary that tp cuts: masked targets, three numbers of each token summed."""
-        one, wide, flag, place = self.number, self.number * self.tokens, self.tokens, 8.0 * self.tokens
-        softmax, play = self.softmax, self.graph.memory.play
-        elsewhere = [3.0 * flag, -2.0 * flag, 2.0 * place, -place, 8.0, -8.0]
-        scores = self.cast(logits, self.softmax)
-        play(wide, wide, -wide, softmax, softmax, wide, -softmax, wide, -wide, wide, softmax)
-        play(-softmax, -3.0 * wide, flag, place, -flag, *elsewhere, wide, one, -one, -flag, wide, wide)
-        play(flag, wide, -flag, -wide, flag, 8.0, -flag, one, -8.0, 2.0 * one, -one)
-        play(-3.0 * wide, -2.0 * place)
-
-        def back(*_: Storage) -> tuple[Storage]:
-            play(one, flag, place, -flag, softmax, *elsewhere, wide, wide, -wide, place, flag, wide, -flag)
-            play(-one, softmax, softmax, -softmax, softmax, -softmax, -2.0 * wide, -3.0 * place, -softmax)
-            play(-flag)
-            return (self.adopted(softmax),)
-
-        saved = self.adopted(softmax), self.adopted(one)
-        return self.graph.op(self.adopted(one), back, scores, saved=saved)
-
-    def adopted(self, size: float) -> Storage:
-        """Of bytes that are there already."""
-        self.graph.memory.play(-size)
-        return self.new(size)
+        if self.cut.loss_chunks == 1:
+            return self.losses.mean(found, self.tokens)
+        return self.losses.in_chunks(weights[self.table], self.gathered(found), self.logits, self.tokens)

@@ -239,6 +239,6 @@ def as_listed(weights: Weights) -> Weights:
 
     def place(weight: Any) -> tuple[bool, int]:
         layer = weight.name.split("_lora_")[0].removesuffix("_bias")
-        return not layer.startswith("norm"), names.index(layer)
+        return not layer.startswith("norm"), names.index(layer if layer in names else weight.name)
 
     return tuple(sorted(weights, key=place))

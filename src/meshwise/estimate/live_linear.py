@@ -36,6 +36,10 @@ class Weight(Leaf):
         self.of, self.size, self.made, self.is_apart = of, size, made, is_apart
         self.itself = memory.new(0.0)
 
+    def alone(self) -> Weight:
+        """The same as one that nothing else uses."""
+        return Weight(self.memory, self.of, self.size, self.size, 1, is_apart=False)
+
     def take(self, grad: Storage, place: int) -> None:
         """A frozen one has no use for it."""
         if self.of.trains:
@@ -109,7 +113,7 @@ class Linears:
         if not weight.of.trains:
             return self.graph.op(result, lambda *_: (self.new(before),), x, saved=(weight.itself,))
         biases, sums = ((), ()) if bias is None else ((bias,), (bias.made,))
-        alone = x.storage.size, weight.made
+        alone = before, weight.made
         return self.graph.op(result, None, x, weight, *biases, saved=(x.storage,), sums=sums, alone=alone)
 
     def _products(self, of: WeightOfModel) -> Products | None:

@@ -33,9 +33,8 @@ def is_known(model: Model, mesh: Mesh) -> bool:
     is_in_context = mesh.ulysses == 1 or (mesh.microbatch == 1 and mesh.ring == 1)
     is_dense = not model.mtp_layers and (mesh.plan.sequence_parallel or mesh.tp == 1)
     is_default = all(getattr(mesh.plan, key) == DEFAULTS[key] for key in OTHERS)
-    is_apart = (mesh.tp == 1 and mesh.plan.head_dtype == "bf16") or mesh.plan.loss_chunks == 1
     is_torchs = mesh.plan.optimizer in ("adam", "adam-fp32", "adam-bf16", "sgd", "none")
-    return all(map(bool, (is_in_context, is_dense, is_default, is_apart, is_torchs)))
+    return all(map(bool, (is_in_context, is_dense, is_default, is_torchs)))
 
 
 def live_peak_bytes(model: Model, mesh: Mesh, cut: Cut, rank: int, steps: int) -> float:
@@ -80,7 +79,7 @@ class _Step:
                 group.is_let_go = number == last or bool(self.mesh.zero >= 3)
             one = piece.forward(None)
             one.result = loss = piece.scaled(one)
-            one.grad = self.modules.one()
+            one.grad = self.modules.losses.one()
             done = one  # the pass before was there till now
             piece.backward(done)
             piece.finish()

@@ -56,7 +56,7 @@ class _Stage:
             return None
         number, one = self.num_backward, self.forwarded.popleft()
         self.num_backward += 1
-        one.grad = self.returned[number] or self.piece.modules.one()
+        one.grad = self.returned[number] or self.piece.modules.losses.one()
         if kind == "B":
             return self.piece.backward(one)
         self.halved.append(one)

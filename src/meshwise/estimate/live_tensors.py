@@ -243,6 +243,11 @@ class Graph:
         self.nodes.append(node)
         return Tensor(result if isinstance(result, Storage) else self.memory.new(result), node, place)
 
+    def cast(self, x: Tensor, size: float) -> Tensor:
+        """In another type, of so many bytes."""
+        before = x.size
+        return x if size == before else self.op(size, lambda _: (self.memory.new(before),), x)
+
     def _save(self, node: Node) -> None:
         """What a node saves, or a frame enters with, is kept, unless there is a frame around."""
         if self._frame is not None:
