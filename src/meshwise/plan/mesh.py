@@ -492,11 +492,6 @@ def _fsdp2_recomputation(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Ite
     plan, modules = mesh.plan, mesh.plan.recompute_modules
     is_split = _is_split(mesh)
     yield Rule(
-        (plan.dtype == "fp8") & is_split,
-        "implementation=fsdp2 computes both gradients of a matmul in fp8 at once: use dtype=fp8 with a "
-        "schedule that does not split the backward",
-    )
-    yield Rule(
         (mesh.offload_activations > 0) & ("per_op" in modules),
         "implementation=fsdp2 keeps results of ops on the device: leave recompute_modules=per_op or "
         "offload_activations out",

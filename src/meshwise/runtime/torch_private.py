@@ -41,6 +41,7 @@ HOMES = {
     "tree_map": "torch.utils._pytree.tree_map",
     "current_autograd_node": "torch._C._current_autograd_node",
     "current_graph_task_id": "torch._C._current_graph_task_id",
+    "will_engine_execute_node": "torch._C._will_engine_execute_node",
     "autograd_sequence_nr": "torch.autograd._get_sequence_nr",
     "CheckpointHolder": "torch.utils.checkpoint._Holder",
     "current_saved_tensors_hooks": "torch._C._autograd._top_saved_tensors_default_hooks",

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from meshwise.plan.plan import Plan
 from meshwise.runtime.programs.local import local
-from meshwise.runtime.torch_private import scaled_mm
+from meshwise.runtime.torch_private import scaled_mm, will_engine_execute_node
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -85,14 +85,23 @@ class Product(torch.autograd.Function):
         return multiplied(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        """dx = dy W; dW = dy^T x, where the weight trains."""
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """dx = dy W; dW = dy^T x, where the weight trains; a schedule may ask for one at a time."""
         weight, x = ctx.saved_tensors
-        dx = gradient_of_input(grad, weight)
-        if x is None:
+        of_x, of_weight = (_is_asked_for(node) for node, _ in ctx.next_functions)
+        dx = gradient_of_input(grad, weight) if of_x else None
+        if x is None or not of_weight:
             return dx, None
         rows = grad.flatten(0, -2)
         return dx, _product(_cast(rows.t(), GRADIENT), _cast(x.flatten(0, -2).t(), FORWARD), grad.dtype)
+
+
+def _is_asked_for(node: Any) -> bool:
+    """Whether the backward that runs goes on to `node`."""
+    try:
+        return node is not None and bool(will_engine_execute_node(node))
+    except RuntimeError:  # so torch says of a leaf whose gradient is what is asked for
+        return True
 
 
 def multiplied(x: Tensor, weight: Tensor) -> Tensor:
