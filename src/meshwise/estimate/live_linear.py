@@ -118,7 +118,7 @@ class Linears:
 
     def _products(self, of: WeightOfModel) -> Products | None:
         """How a matrix is multiplied that torch does not."""
-        is_narrow = self.cut.narrow_matmuls and has_adapters(of) and not of.is_adapter
+        is_narrow = bool(self.cut.narrow_matmuls) and has_adapters(of) and not of.is_adapter
         if of.module in ENDS:
             is_narrow = self.cut.head_dtype == "fp8"
         is_few = is_packed(of, self.cut)

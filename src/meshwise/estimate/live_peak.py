@@ -34,7 +34,20 @@ def is_known(model: Model, mesh: Mesh) -> bool:
     is_dense = not model.mtp_layers and (mesh.plan.sequence_parallel or mesh.tp == 1)
     is_default = all(getattr(mesh.plan, key) == DEFAULTS[key] for key in OTHERS)
     is_torchs = mesh.plan.optimizer in ("adam", "adam-fp32", "adam-bf16", "sgd", "none")
-    return all(map(bool, (is_in_context, is_dense, is_default, is_torchs)))
+    return all(map(bool, (is_in_context, is_dense, is_default, is_torchs, _is_as_walked(model, mesh))))
+
+
+def _is_as_walked(model: Model, mesh: Mesh) -> bool:
+    """Whether what is narrow, and what the backward makes again, lives as the walk has it."""
+    plan, modules = mesh.plan, set(mesh.plan.recompute_modules)
+    is_whole = mesh.pp == 1 or plan.schedule in ("gpipe", "1f1b", "interleaved")  # the backward
+    more_readers = model.mla is not None or (model.moe is not None and model.moe.shared_ffn_hidden > 0)
+    return not (
+        (plan.dtype == "fp4" or (plan.dtype == "fp8" and not is_whole))
+        or ("layernorm" in modules and (more_readers or plan.lora_rank))
+        or ("per_op" in modules and plan.lora_rank)
+        or ("moe_act" in modules and plan.act_input_dtype == "fp8")
+    )
 
 
 def live_peak_bytes(model: Model, mesh: Mesh, cut: Cut, rank: int, steps: int) -> float:

@@ -20,6 +20,7 @@ from msgspec import Struct, structs
 from meshwise.core.units import Num
 from meshwise.estimate.timing import Machine, op_times
 from meshwise.machine.overheads import Overheads
+from meshwise.plan.plan import NARROW_DTYPES
 from meshwise.program.op import Op
 
 MATRIX_KINDS = ("matmul", "attention", "decode_attention", "experts")
@@ -390,7 +391,7 @@ def _replayed_bytes(forward: Sequence[Op]) -> Num:
     back: Num = 0.0
     for op in forward:
         # PyTorch's matmul keeps its input for the backward before its own result is taken from what was kept.
-        is_taken_late = op.kind == "matmul" and op.redone_frac == 0 and op.dtype != "fp8"
+        is_taken_late = op.kind == "matmul" and op.redone_frac == 0 and op.dtype not in NARROW_DTYPES
         taken = (op.saved_bytes - op.recomputed_bytes) * is_taken_late
         back = back + op.recomputed_bytes
         largest = np.maximum(largest, back + taken)

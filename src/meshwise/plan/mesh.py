@@ -64,7 +64,7 @@ ENGINE_KEYS = (
 PROMPT_KEYS = ("cp", "cp_kind", "ulysses")
 """Keys that it knows where it only takes prompts."""
 FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
-    "layout": ("1d",), "dtype": ("fp8", "bf16", "fp16", "tf32", "fp32", "fp64"),
+    "layout": ("1d",), "dtype": ("fp4", "fp8", "bf16", "fp16", "tf32", "fp32", "fp64"),
     "optimizer": ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "muon", "sgd", "none"),
     "attention": ("flash", "unfused"), "dispatch": ("per_expert",),
     "placement": tuple((*AXES[:inner], "pp", *AXES[inner:-1]) for inner in (3, 0, 1, 2)),

@@ -39,7 +39,7 @@ class Cut:
     `lora_rank` above 0 freezes all weights and trains adapters of that rank; the frozen matrices of blocks
     have `frozen_bytes` a parameter (None: like other weights).
 
-    `narrow_matmuls`: linear layers of blocks compute in fp8, and nothing else does (PyTorch's own way).
+    `narrow_matmuls`: fp8 or fp4, in which linear layers of blocks compute, and nothing else (PyTorch's way).
 
     `implementation` says whose software does the ops (`program.implementation`).
 
@@ -75,7 +75,7 @@ class Cut:
     flash: bool = True
     lora_rank: int = 0
     frozen_bytes: float | None = None
-    narrow_matmuls: bool = False
+    narrow_matmuls: str = ""
     implementation: str = "megatron"
     precision: Precision = field(default_factory=Precision)
     kind: str = "train"

@@ -11,7 +11,7 @@ import numpy as np
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.model.architecture import Model, layer_kinds
 from meshwise.plan.mesh import SERVING, Mesh
-from meshwise.plan.plan import CORE_ATTENTION
+from meshwise.plan.plan import CORE_ATTENTION, NARROW_DTYPES
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.encoder import source_cut
@@ -64,7 +64,7 @@ def cut_of(mesh: Mesh) -> Cut:
     """How the plans of `mesh` cut one microbatch of a block."""
     plan = mesh.plan
     decodes = mesh.kind == "decode"
-    is_narrow = plan.implementation == "fsdp2" and plan.dtype == "fp8"
+    is_narrow = plan.implementation == "fsdp2" and plan.dtype in NARROW_DTYPES
     on_grid = plan.layout not in ("1d", "2d-cp")  # each rank has its own part of the activations
     return Cut(
         kind=mesh.kind,
@@ -98,7 +98,7 @@ def cut_of(mesh: Mesh) -> Cut:
         lora_rank=plan.lora_rank,
         frozen_bytes=None if plan.frozen_dtype is None else DTYPE_BYTES[plan.frozen_dtype],
         implementation=plan.implementation,
-        narrow_matmuls=is_narrow,
+        narrow_matmuls=plan.dtype if is_narrow else "",
         precision=precision("bf16" if is_narrow else plan.dtype, plan.weight_dtype, plan.expert_dtype),
     )
 

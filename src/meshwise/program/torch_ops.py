@@ -7,8 +7,8 @@ The differences to what a layout states, which `meshwise compare train` holds ag
 - DTensor keeps the gathered input of a pair of matmuls, so the backward gathers nothing again;
 - the loss is computed, and its three numbers a token exchanged, in fp32 (fp64 under fp64); it keeps what its
   tokens weigh together; the numbers of the tokens are inputs of the program, not kept by it;
-- under fp8 linear layers of blocks cast both operands of each matmul, and keep and send what they do in bf16
-  (torchao's Float8Linear); experts, routers and adapters stay in bf16, and the head unless stated;
+- under fp8 and fp4 linear layers of blocks cast both operands of each matmul, and keep and send what they do
+  in bf16 (torchao's Float8Linear); experts, routers and adapters stay in bf16, and the head unless stated;
 - a router computes in the type of the rest, its probabilities are fp32 (fp64), and the answers of experts
   are weighed by a number for each copy of a token, which is kept.
 
@@ -77,8 +77,8 @@ def _matmuls(model: Model, cut: Cut, op: Op, *, keeps_all: bool) -> Iterator[Op]
     else:
         shapes = [(batch, rows, columns, part) for part in widths(model, cut, op.name, depth)]
     prec = cut.precision
-    is_narrow = cut.narrow_matmuls and _is_narrow(cut, op)
-    done_in = precision("fp8") if is_narrow else prec
+    is_narrow = bool(cut.narrow_matmuls) and _is_narrow(cut, op)
+    done_in = precision("fp8" if op.module == "head" else cut.narrow_matmuls) if is_narrow else prec
     saved_bytes = op.saved_bytes * (cut.tp if keeps_all else 1.0)
     if op.phase == "forward":
         saved_bytes = saved_bytes + _input_apart(model, cut, op.module, op.name)

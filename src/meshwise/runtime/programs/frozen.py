@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from meshwise.core.units import DTYPE_BYTES
 from meshwise.program.fsdp2 import FROZEN_GROUP
-from meshwise.runtime.programs.narrow import CutLinear, gradient_of_input, multiplied
+from meshwise.runtime.programs.narrow import PRODUCTS, CutLinear
 
 LEVELS = {
     "int4": [level / 7.0 for level in range(-7, 8)],
@@ -103,10 +103,10 @@ class Multiply(torch.autograd.Function):
     """A product with a frozen matrix (or a stack of them), of which only the packed one is kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: Tensor, form: str, product: Callable[..., Tensor]) -> Tensor:
-        """`product(x, matrix)`, of which the gradient of x is `GRADIENTS[product]`."""
+    def forward(ctx: Any, x: Tensor, kept: Tensor, form: str, kind: str) -> Tensor:
+        """`kind`: one of `KINDS`."""
         ctx.save_for_backward(kept)
-        ctx.form, ctx.gradient = form, GRADIENTS[product]
+        ctx.form, (product, ctx.gradient) = form, KINDS[kind]
         return product(x, widened(kept, form, x.dtype))
 
     @staticmethod
@@ -116,21 +116,21 @@ class Multiply(torch.autograd.Function):
         return ctx.gradient(grad, widened(kept, ctx.form, grad.dtype)), None, None, None
 
 
-GRADIENTS: dict[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]] = {
-    F.linear: torch.matmul,
-    multiplied: gradient_of_input,
-    torch.bmm: lambda grad, stack: torch.bmm(grad, stack.transpose(1, 2)),
+KINDS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "": (F.linear, torch.matmul),
+    **PRODUCTS,
+    "stack": (torch.bmm, lambda grad, stack: torch.bmm(grad, stack.transpose(1, 2))),
 }
-"""Of a product with a matrix: the gradient of what it is multiplied with."""
+"""Products with a matrix, in the type of x or a narrow one, or with a stack; and the gradient of x."""
 
 
 class FrozenLinear(CutLinear):
-    """x W^T + b, its matrix kept in few bits; `is_narrow`: the product is in fp8."""
+    """x W^T + b, its matrix kept in few bits; `narrow`: the type of the product, where it has its own."""
 
-    def __init__(self, layer: nn.Linear, form: str, *, is_narrow: bool) -> None:
+    def __init__(self, layer: nn.Linear, form: str, *, narrow: str) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
-        self.weight, self.form, self.is_narrow = packed_like(layer.weight, form), form, is_narrow
+        self.weight, self.form, self.narrow = packed_like(layer.weight, form), form, narrow
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """x W^T."""
-        return Multiply.apply(x, weight, self.form, multiplied if self.is_narrow else F.linear)
+        return Multiply.apply(x, weight, self.form, self.narrow)

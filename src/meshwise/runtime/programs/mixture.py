@@ -47,7 +47,7 @@ class Experts(nn.Module):
 
     def _product(self, x: Tensor, matrices: Tensor) -> Tensor:
         form = self.setting.formats.frozen
-        return Multiply.apply(x, matrices, form, torch.bmm) if form else torch.bmm(x, matrices)
+        return Multiply.apply(x, matrices, form, "stack") if form else torch.bmm(x, matrices)
 
 
 class Mixture(nn.Module):

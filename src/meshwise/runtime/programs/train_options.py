@@ -51,7 +51,7 @@ class Options:
             "recompute_layers, "
             "recompute_modules=core_attn+layernorm+mla_up_proj+mlp+moe+moe_act+shared_experts|per_op, "
             "act_input_dtype=bf16|fp8, head_dtype=bf16|fp8, dispatch_dtype=bf16|fp8, imbalance, "
-            "dtype=fp8|bf16|fp16|tf32|fp32|fp64, frozen_dtype=fp8|int4|fp4, sp, placement, "
+            "dtype=fp4|fp8|bf16|fp16|tf32|fp32|fp64, frozen_dtype=fp8|int4|fp4, sp, placement, "
             "joined by commas as in tp=2,pp=2; dp is what they leave"
         ),
     ] = "tp=1,zero=3"
@@ -194,7 +194,7 @@ def the_mesh(options: Options, ranks: int) -> Mesh:
 
 def the_cluster(ranks: int) -> Cluster:
     """So many ranks."""
-    return find_cluster(f"h100-80g-sxm:{ranks}")
+    return find_cluster(f"b200-sxm:{ranks}")
 
 
 @dataclass(frozen=True, slots=True)
