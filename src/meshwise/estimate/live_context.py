@@ -2,8 +2,8 @@
 
 A ring is torch's (torch/distributed/tensor/experimental/_context_parallel): keys and values come
 round, blocks are merged in fp32, and gradients of keys and values go round after them. Each rank holds an
-early and a late part of the sequence, so a block is half of its keys, or half of its queries. `by_heads`
-exchanges heads for tokens before attention and back after it (Ulysses).
+early and a late part of the sequence, so a block is half of its keys, or half of its queries. `deal_heads`
+exchanges heads for tokens before attention, and `deal_back` does after it (Ulysses).
 """
 
 from __future__ import annotations
@@ -14,13 +14,49 @@ from functools import partial
 
 from meshwise.estimate.live_tensors import Graph, Memory, Storage, Tensor
 
-CoreAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 NewStorage = Callable[[float], Storage]
 
 
 @dataclass(frozen=True, slots=True)
+class Heads:
+    """Heads of `queries` and of `keys` that a rank attends with, of `sequences` at a time.
+
+    `ranks`: how many dealt them out (`deal_heads`); those of keys were repeated before, `repeats` times.
+    """
+
+    queries: float
+    keys: float
+    sequences: float
+    ranks: int
+    repeats: float
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether they lie token by token, in parts of a wider tensor, not sequence by sequence."""
+        return self.ranks > 1
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether tokens of several sequences lie beside each other."""
+        return self.is_dealt and self.sequences > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Which of the gradients of `q`, `k` and `v`, and of results (`mixed`), of attention lie head by head.
+
+    They are copied, token by token.
+    """
+
+    q: bool
+    k: bool
+    v: bool
+    mixed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Ring:
-    """A place in a ring: local `heads` and `kv_heads`, and `rows` of heads of all sequences.
+    """A place in a ring.
 
     `lse`: bytes of a number of each query; `wide_frac`: of the type in which blocks are merged over that of
     tensors. `gathers`: keys come all at once.
@@ -28,9 +64,7 @@ class Ring:
 
     rank: int
     size: int
-    heads: float
-    kv_heads: float
-    rows: float
+    heads: Heads
     lse: float
     wide_frac: float
     gathers: bool
@@ -46,16 +80,15 @@ Sizes = tuple[float, float, float]
 
 def _in_one_piece(memory: Memory, ring: Ring, sizes: Sizes) -> tuple[Storage, ...]:
     """Keys and values; of several heads they lie token by token, and are copied."""
-    return tuple(memory.new(size) for size in sizes[1:] if ring.kv_heads > 1)
+    is_apart = ring.heads.keys > 1 or ring.heads.is_dealt
+    return tuple(memory.new(size) for size in sizes[1:] if is_apart)
 
 
 def ring_attention(memory: Memory, ring: Ring, result: NewStorage, sizes: Sizes) -> tuple[Storage, Storage]:
     """Attention to one block after the other; `result` makes what a block and an exchange give."""
     out, lse = _merged(memory, ring, result, sizes)
-    if ring.has_parts and ring.heads > 1:  # as the projection after it reads it
-        ordered = memory.new(out.size)
-        out = ordered
-    return out, lse
+    is_copied = ring.heads.queries > 1 if ring.has_parts else ring.heads.is_mixed
+    return memory.new(out.size) if is_copied else out, lse  # as the projection behind it reads it
 
 
 def _merged(memory: Memory, ring: Ring, result: NewStorage, sizes: Sizes) -> tuple[Storage, Storage]:
@@ -125,6 +158,7 @@ class _Merged:
 def ring_gradients(memory: Memory, ring: Ring, sizes: Sizes) -> tuple[Storage, ...]:
     """Those of keys and values lie in one piece."""
     new, (q, k, v), wide = memory.new, sizes, ring.wide_frac
+    num_rows = ring.heads.queries * ring.heads.sequences
     of_q = new(q * wide)
     _of_pair: tuple[Storage, ...] = (new(k * wide), new(v * wide))
     keys: object = _in_one_piece(memory, ring, sizes)
@@ -138,7 +172,7 @@ def ring_gradients(memory: Memory, ring: Ring, sizes: Sizes) -> tuple[Storage, .
                 came = new(k + v)
             gathered = gathered or (new((k + v) * ring.size) if ring.gathers else None)
         queries, rows = 0.5 if step > ring.rank else 1.0, 0.5 if 0 < step <= ring.rank else 1.0
-        _lse = new(ring.lse * queries) if queries < 1.0 and ring.rows > 1 else None
+        _lse = new(ring.lse * queries) if queries < 1.0 and num_rows > 1 else None
         _held = keys
         _parts = new(q * queries), new(k * rows), new(v * rows)
         if step:
@@ -147,7 +181,8 @@ def ring_gradients(memory: Memory, ring: Ring, sizes: Sizes) -> tuple[Storage, .
             _of_pair = (sent,)
         if rows < 1.0:
             _of_pair = new(k * wide), new(v * wide)
-        flat = [new(size * wide) for size in (k, v) if not step and ring.kv_heads > 1]
+        is_apart = ring.heads.keys > 1 or ring.heads.is_mixed
+        flat = [new(size * wide) for size in (k, v) if not step and is_apart]
         sent = new((k + v) * wide)
         flat.clear()
         of_came = new((k + v) * wide)
@@ -158,28 +193,43 @@ def ring_gradients(memory: Memory, ring: Ring, sizes: Sizes) -> tuple[Storage, .
     return of_q, both, both
 
 
-def by_heads(
-    graph: Graph, ranks: int, attend: CoreAttention, tensors: tuple[Tensor, ...], heads: tuple[float, ...]
-) -> Tensor:
-    """Of all tokens of a sequence to 1 / `ranks` of the `heads` of queries, keys and values."""
-    q, k, v = tensors
-    new, repeats = graph.memory.new, max(1.0, ranks // heads[1])
-    sizes = [q.size, k.size * repeats, v.size * repeats]
-    k, v = (_repeated(graph, each, repeats) for each in (k, v))
+def deal_heads(
+    graph: Graph, heads: Heads, order: Order, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, ...]:
+    """From some tokens of all heads to all tokens of a sequence of some heads."""
+    new = graph.memory.new
+    sizes = [q.size, k.size * heads.repeats, v.size * heads.repeats]
+    k, v = (repeated(graph, each, heads.repeats) for each in (k, v))
     flat = [new(size) for size in sizes[1:]]
     qkv = graph.op(new(sum(sizes)), lambda grad: (grad, grad, grad), q, k, v)
     flat.clear()
     dealt = _dealt(graph, qkv, sizes)
-    local = [count * (repeats if place else 1.0) / ranks for place, count in enumerate(heads)]
-    parts = [
-        _by_head(graph, Tensor(dealt.storage, dealt.origin, place, size), count)
-        for place, (size, count) in enumerate(zip(sizes, local, strict=True))
-    ]
-    mixed = attend(*parts)
-    return graph.op(_put_together(new, [mixed.size]), partial(_sent, new, mixed.size), mixed)
+    return tuple(
+        _by_head(graph, Tensor(dealt.storage, dealt.origin, place, size), is_copied=is_copied)
+        for place, (size, is_copied) in enumerate(zip(sizes, (order.q, order.k, order.v), strict=True))
+    )
 
 
-def _repeated(graph: Graph, x: Tensor, repeats: float) -> Tensor:
+def deal_back(graph: Graph, heads: Heads, order: Order, mixed: Tensor) -> Tensor:
+    """From all tokens of a sequence of some heads to some tokens of all heads."""
+    mixed = token_by_token(graph, mixed, is_copied=order.mixed)
+    new, size = graph.memory.new, mixed.size
+    parts = [size] if heads.queries > 1 else []
+    mixed = graph.op(_put_together(new, size, parts), partial(_sent, new, size), mixed)
+    return graph.op(new(size), lambda _: (new(size),), mixed) if heads.sequences > 1 else mixed
+
+
+def token_by_token(graph: Graph, mixed: Tensor, *, is_copied: bool) -> Tensor:
+    """What attention gives, as the matmul behind it reads it."""
+    return copied(graph, mixed) if is_copied else mixed
+
+
+def copied(graph: Graph, x: Tensor) -> Tensor:
+    """In another order, as its gradient may be read."""
+    return graph.op(graph.memory.new(x.size), lambda grad: (grad,), x)
+
+
+def repeated(graph: Graph, x: Tensor, repeats: float) -> Tensor:
     """Heads as often as there are ranks for each."""
     size = x.size
     return graph.op(
@@ -191,7 +241,7 @@ def _dealt(graph: Graph, qkv: Tensor, sizes: list[float]) -> Tensor:
     """Heads of all tokens, in three parts of one memory, whose gradients are put together first."""
     new, size = graph.memory.new, qkv.size
     (sent,) = _sent(new, size, None)
-    dealt = graph.op(sent, lambda _: (_put_together(new, sizes),), qkv)
+    dealt = graph.op(sent, lambda _: (_put_together(new, size, sizes),), qkv)
     return graph.op(sent, lambda *_: (new(size),), dealt)
 
 
@@ -203,17 +253,17 @@ def _sent(new: NewStorage, size: float, _: Storage | None) -> tuple[Storage]:
     return (sent,)
 
 
-def _put_together(new: NewStorage, sizes: list[float]) -> Storage:
-    """What came from each rank, part by part in order, and all of it."""
-    came = new(sum(sizes))
+def _put_together(new: NewStorage, size: float, sizes: list[float]) -> Storage:
+    """What came from each rank, copies of parts in order, and all of it."""
+    came = new(size)
     parts = [new(size) for size in sizes]
-    whole = new(sum(sizes))
+    whole = new(size)
     del came, parts
     return whole
 
 
-def _by_head(graph: Graph, x: Tensor, num_heads: float) -> Tensor:
-    """A view, whose gradient is a copy where there are several heads."""
+def _by_head(graph: Graph, x: Tensor, *, is_copied: bool) -> Tensor:
+    """A view, whose gradient may lie in another order."""
     size = x.size
-    found = graph.op(x.storage, lambda grad: (graph.memory.new(size) if num_heads > 1 else grad,), x)
+    found = graph.op(x.storage, lambda grad: (graph.memory.new(size) if is_copied else grad,), x)
     return Tensor(found.storage, found.origin, 0, size)

@@ -8,13 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-from meshwise.estimate.live_context import Ring, by_heads, ring_attention, ring_gradients
+from meshwise.estimate.live_again import Checkpoints, MadeAgain, Make, read_again
+from meshwise.estimate.live_context import (
+    Heads,
+    Order,
+    Ring,
+    copied,
+    deal_back,
+    deal_heads,
+    ring_attention,
+    ring_gradients,
+    token_by_token,
+)
 from meshwise.estimate.live_formats import kept_narrow, sent_narrow
 from meshwise.estimate.live_linear import Linears, Weights
 from meshwise.estimate.live_loss import Losses
-from meshwise.estimate.live_tensors import Graph, Storage, Tensor
+from meshwise.estimate.live_tensors import Graph, Node, Storage, Tensor
+from meshwise.estimate.live_unfused import attend_unfused
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.program.cut import Cut
@@ -28,32 +39,50 @@ class Modules:
 
     def __init__(self, model: Model, mesh: Mesh, cut: Cut, graph: Graph) -> None:
         self.model, self.mesh, self.cut, self.graph = model, mesh, cut, graph
-        self.new = graph.memory.new
+        self.new, self.checkpoints = graph.memory.new, Checkpoints(graph, is_lasting=bool(mesh.pp > 1))
         narrow, wide = cut.precision.act_bytes, cut.precision.stat_bytes
         tokens, tp = float(cut.tokens), float(mesh.tp)
-        self.tokens, self.own, self.tp = tokens, tokens / tp, tp
+        self.is_split = bool(tp > 1 and mesh.plan.sequence_parallel)
+        self.tokens, self.own, self.tp = tokens, tokens / tp if self.is_split else tokens, tp
         self.narrow, self.number = narrow, wide
         self.is_cut = tp > 1
         self.whole = tokens * model.hidden * narrow
-        self.x = self.whole / tp
-        self.places = tokens / float(mesh.microbatch) / tp * model.hidden * narrow
+        self.x = self.own * model.hidden * narrow
+        self.places = self.x / float(mesh.microbatch)
         width = model.mla.qk_rope_head_dim if model.mla else model.head_dim
         self.sine = tokens / float(mesh.microbatch) * width / 2.0 * narrow
         self.q = tokens * model.num_heads / tp * model.head_dim * narrow
         self.kv = tokens * model.num_kv_heads / tp * model.head_dim * narrow
         self.ffn = tokens * model.ffn_hidden / tp * narrow
         self.lse = tokens * model.num_heads / tp * wide
-        self.kv_heads = (model.num_heads if model.mla else model.num_kv_heads) / tp
+        kv_heads = (model.num_heads if model.mla else model.num_kv_heads) / tp
+        ranks = int(cut.ulysses)
+        self.heads = Heads(
+            queries=model.num_heads / tp / ranks, keys=max(kv_heads / ranks, 1.0),
+            sequences=float(mesh.microbatch), ranks=ranks, repeats=max(1.0, ranks // kv_heads),
+        )  # fmt: skip
         self.ring = Ring(
-            rank=int(mesh.ring_rank), size=int(cut.ring), heads=model.num_heads / tp, kv_heads=self.kv_heads,
-            rows=model.num_heads / tp * float(mesh.microbatch), lse=self.lse,
+            rank=int(mesh.ring_rank), size=int(cut.ring), heads=self.heads, lse=self.lse,
             wide_frac=max(wide, 4.0) / narrow, gathers=cut.gather_keys,
         )  # fmt: skip
-        self.scales = tokens / tp * (1.0 + (model.norm == "layernorm")) * wide
+        self.order = self._order()
+        self.scales = self.own * (1.0 + (model.norm == "layernorm")) * wide
         self.linears = Linears(model, cut, graph, self._result if self._is_redone("per_op") else None)
         self.linear = self.linears.layer
         self.logits = tokens * model.vocab / tp * narrow
         self.losses = Losses(cut, graph, self.linears)
+
+    def _order(self) -> Order:
+        """How tensors lie in attention."""
+        heads, ring = self.heads, self.ring
+        has_several, has_scores = heads.sequences > 1, not self.cut.flash
+        is_whole = ring.size > 1 and not ring.has_parts
+        return Order(
+            q=heads.queries > 1 and not is_whole,
+            k=has_several and not heads.is_dealt if has_scores else heads.keys > 1,
+            v=heads.keys > 1,
+            mixed=heads.queries > 1 or heads.is_mixed if has_scores else ring.size > 1 and heads.is_mixed,
+        )
 
     # --- blocks --------------------------------------------------------------------------------
 
@@ -61,25 +90,27 @@ class Modules:
         """Attention and feed-forward, each behind a norm and beside a residual."""
         attention = self.latent_attention if self.model.mla else self.attention
         self.linears.num_products = 0
-        x = self.add(x, attention(weights, self.norm(weights, "norm1", x)))
+        norm1, attend = partial(self._normed, weights, "norm1"), partial(attention, weights)
+        x = self.add(x, self._read_again("layernorm" if self.model.mla else "", norm1, attend, x))
         return self.add(x, self._feed_forward(weights, experts, x))
+
+    def _normed(self, weights: Weights, name: str, x: Tensor) -> tuple[Tensor]:
+        return (self.norm(weights, name, x),)
 
     def _feed_forward(self, weights: Weights, experts: Experts | None, x: Tensor) -> Tensor:
         """Behind its norm."""
-        norm = partial(self.norm, weights, "norm2")
+        norm2 = partial(self._normed, weights, "norm2")
         if experts is None:
-            return self._redone("mlp", partial(self.feed_forward, weights, width=self.ffn), norm(x))
-        mixture = partial(self.mixture, weights, experts)
-
-        def scored(x: Tensor) -> tuple[Tensor, Tensor]:
-            normed = norm(x)
-            return normed, self.scores(weights, normed)
-
+            return self._redone("mlp", partial(self.feed_forward, weights, width=self.ffn), *norm2(x))
+        mixture = partial(self._routed, weights, experts)
         if not self._is_redone("moe"):
-            return mixture(*self._redone("layernorm", scored, x, to_its_end=False))
+            return self._read_again("layernorm", norm2, mixture, x)
         if self._is_redone("layernorm"):
-            return self.graph.again(lambda x: mixture(*scored(x)), x)
-        return self.graph.again(lambda normed: mixture(normed, self.scores(weights, normed)), norm(x))
+            return self._redone("moe", lambda x: mixture(*norm2(x)), x)
+        return self._redone("moe", mixture, *norm2(x))
+
+    def _routed(self, weights: Weights, experts: Experts, x: Tensor) -> Tensor:
+        return self.mixture(weights, experts, x, self.scores(weights, x))
 
     def attention(self, weights: Weights, x: Tensor) -> Tensor:
         """Causal attention; local heads are those of tp."""
@@ -91,16 +122,23 @@ class Modules:
         )
         if model.positions == "rotary":
             q, k = (self.turned(part, part.size) for part in (q, k))
-        return self.linear_by_rows(weights, "o", self.mixed(q, k, v))
+        return self.linear_by_rows(weights, "o", self._by_token(self.mixed(q, k, v)))
 
     def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The core of attention, of some heads of all tokens where ranks exchange them."""
-        attend = partial(self._redone, "core_attn", self.attend)
-        ranks = int(self.cut.ulysses)
-        if ranks == 1:
-            return attend(q, k, v)
-        heads = self.model.num_heads / self.tp, self.kv_heads, self.kv_heads
-        return by_heads(self.graph, ranks, attend, (q, k, v), heads)
+        return self._attend_dealt(*self._dealt(q, k, v))
+
+    def _dealt(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return deal_heads(self.graph, self.heads, self.order, q, k, v) if self.heads.is_dealt else (q, k, v)
+
+    def _attend_dealt(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mixed = self._redone("core_attn", self.attend, q, k, v)
+        return deal_back(self.graph, self.heads, self.order, mixed) if self.heads.is_dealt else mixed
+
+    def _by_token(self, mixed: Tensor) -> Tensor:
+        """What attention gives, as the matmul behind it reads it."""
+        is_copied = self.order.mixed and not self.heads.is_dealt
+        return token_by_token(self.graph, mixed, is_copied=is_copied)
 
     def latent_attention(self, weights: Weights, x: Tensor) -> Tensor:
         """Queries, and keys and values made of latents; positions turn a part of each, and of one key."""
@@ -111,18 +149,22 @@ class Modules:
             down = self.linear(weights, "q_down", self.local(x), self.own * mla.q_lora_rank * self.narrow)
             latents = self.norm(weights, "q_norm", down)
             del down
-        if not self._is_redone("mla_up_proj"):
+        if self._is_redone("mla_up_proj"):
+            both = self._latents_of_pair(weights, x)
+            mixed = self._read_again(
+                "mla_up_proj", partial(self._heads, weights), self._attend_dealt, latents, *both
+            )
+        else:
             query = self._queries(weights, latents)
             mixed = self.mixed(query, *self._keys_values(weights, *self._latents_of_pair(weights, x)))
-            return self.linear_by_rows(weights, "o", mixed)
+        return self.linear_by_rows(weights, "o", self._by_token(mixed))
 
-        def mixed_again(latents: Tensor, of_pair: Tensor, key: Tensor) -> Tensor:
-            query = self._queries(weights, latents)
-            return self.mixed(query, *self._keys_values(weights, of_pair, key))
-
-        both = self._latents_of_pair(weights, x)
-        mixed = self.graph.again(mixed_again, latents, *both, to_its_end=False)
-        return self.linear_by_rows(weights, "o", mixed)
+    def _heads(self, weights: Weights, latents: Tensor, of_pair: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values of latents; head by head, if attention is not fused."""
+        heads = self._dealt(self._queries(weights, latents), *self._keys_values(weights, of_pair, key))
+        if self.cut.flash or not (self.heads.is_dealt or self.heads.queries > 1):
+            return heads
+        return tuple(copied(self.graph, each) for each in heads)
 
     def _latents_of_pair(self, weights: Weights, x: Tensor) -> tuple[Tensor, Tensor]:
         """Those of keys and values, and the one key that all heads share."""
@@ -198,14 +240,19 @@ class Modules:
         width = x.size / self.model.hidden * moe.ffn_hidden / float(self.cut.etp)
         names = ("expert_gate", "expert_up") if self.model.gated else ("expert_up",)
         wide = [self.linear(weights, name, x, width) for name in names]
-        if self.cut.frozen_bytes is not None:  # a product with packed matrices keeps no input
-            act = self._redone("moe_act", self.activated, *wide, to_its_end=False)
-            return self.linear(weights, "expert_down", act, x.size)
-        return self._redone("moe_act", partial(self._answers, weights, x.size), *wide, to_its_end=False)
+        act = self.activated(*wide)
+        answers = partial(self.linear, weights, "expert_down", size=x.size)
+        if not self._is_redone("moe_act"):
+            return answers(act)
+        assert isinstance(act.origin, Node)
+        again = MadeAgain(self.graph, partial(self._activated_again, wide[0].size))
+        again.keep(*(Tensor(each.found()) for each in act.origin.saved))
+        with again.reading((act,)):
+            return answers(act)
 
-    def _answers(self, weights: Weights, size: float, *wide: Tensor) -> Tensor:
-        """The second half of experts."""
-        return self.linear(weights, "expert_down", self.activated(*wide), size)
+    def _activated_again(self, size: float, *kept: Tensor) -> tuple[Tensor]:
+        """Of what the activation kept, in its type or a narrow one."""
+        return (self.activated(*(x if x.size == size else Tensor(self.new(size)) for x in kept)),)
 
     def _gates(self, wide: Tensor) -> Tensor:
         """The chosen ones of the probabilities."""
@@ -268,10 +315,12 @@ class Modules:
 
     def weighed(self, answers: Tensor, gates: Tensor) -> Tensor:
         """Answers times gates, whose gradients are sums over the products' rows."""
-        saved, size = (answers.storage, gates.storage), answers.size
-        return self.graph.op(
-            size, lambda *_: (self.new(size), self.new(size)), answers, gates, saved=saved, sums=(gates.size,)
-        )
+        saved, sums, size = (answers.storage, gates.storage), (gates.size,), answers.size
+
+        def back(*_: Storage) -> tuple[Storage, Storage]:
+            return self.new(size), self.new(size)
+
+        return self.graph.op(self.new(size), back, answers, gates, saved=saved, sums=sums)
 
     def _sum_of_choices(self, weighed: Tensor) -> Tensor:
         """Of all of a token's experts; the gradient is repeated for each, where there are several."""
@@ -280,13 +329,16 @@ class Modules:
             self.new(self.x), lambda grad: (grad if size == self.x else self.new(size),), weighed
         )
 
-    def _redone(
-        self, module: str, function: Callable[..., Any], *inputs: Tensor, to_its_end: bool = True
-    ) -> Any:
+    def _redone(self, module: str, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """`function` of `inputs`, computed again in the backward where the plan says so."""
+        again = self.checkpoints.again
+        return again(function, *inputs) if self._is_redone(module) else function(*inputs)
+
+    def _read_again(self, module: str, make: Make, read: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """`read` of what `make` makes, in the backward again where the plan says so."""
         if self._is_redone(module):
-            return self.graph.again(function, *inputs, to_its_end=to_its_end)
-        return function(*inputs)
+            return read_again(self.graph, make, read, *inputs)
+        return read(*make(*inputs))
 
     def _is_redone(self, module: str) -> bool:
         """Whether the plan recomputes a module, and it is not inside another one."""
@@ -296,8 +348,7 @@ class Modules:
 
     def _result(self, size: float) -> Storage:
         """Of an op that torchtitan's selective checkpointing keeps."""
-        make = partial(self.new, size)
-        return self.graph.kept(make) if self._is_redone("per_op") else make()
+        return self.checkpoints.kept(size) if self._is_redone("per_op") else self.new(size)
 
     # --- ops -----------------------------------------------------------------------------------
 
@@ -330,16 +381,20 @@ class Modules:
         return self.graph.op(self.new(x.size), lambda grad: (grad, grad), x, y)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """A rank's part of the tokens becomes all of them."""
+        """A rank's part of the tokens becomes all of them; of all, gradients are summed over tp."""
         if not self.is_cut:
             return x
         own = x.size
+        if not self.is_split:
+            return self.graph.op(x.storage, lambda _: (self.new(own),), x)
         return self.graph.op(self._all_tokens(own), lambda _: (self._own_tokens(own),), x)
 
     def scattered(self, x: Tensor) -> Tensor:
-        """The sum over tp of a rank's part of the tokens."""
+        """The sum over tp, of a rank's part of the tokens or of all."""
         if not self.is_cut:
             return x
+        if not self.is_split:
+            return copied(self.graph, x)
         own = x.size / self.tp
         return self.graph.op(self._own_tokens(own), lambda _: (self._all_tokens(own),), x)
 
@@ -402,24 +457,25 @@ class Modules:
         return found
 
     def in_order(self, name: str, x: Tensor) -> Tensor:
-        """Heads beside tokens; the gradient of several comes token by token of each head, and is copied.
+        """Heads beside tokens, whose gradient is copied where it lies in another order.
 
-        But not those that positions turn back, that come from an exchange, or queries' of a whole ring.
+        But not one that positions turn back.
         """
-        is_turned = self.model.positions == "rotary" and name != "v"
-        num_heads = self.model.num_heads / self.tp if name == "q" else self.kv_heads
-        comes_in_order = name == "q" and self.ring.size > 1 and not self.ring.has_parts
-        if is_turned or num_heads <= 1 or self.cut.ulysses > 1 or comes_in_order:
+        order = self.order
+        is_copied = self.heads.is_mixed if self.heads.is_dealt else getattr(order, name)
+        if (self.model.positions == "rotary" and name != "v") or not is_copied:
             return x
         size = x.size
         return self.graph.op(x.storage, lambda _: (self.new(size),), x)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Fused attention keeps what it reads, its result, and a number of each query."""
+        if not self.cut.flash:
+            scores = self.lse * self.narrow / self.number * float(self.cut.seq)
+            is_in_order = self._is_redone("mla_up_proj")
+            return attend_unfused(self.graph, self.heads, scores, q, k, v, is_in_order=is_in_order)
         sizes = q.size, k.size, v.size
-        attended = partial(self._attended, sizes)
-        is_known = self._is_redone("mla_up_proj") and not self._is_redone("core_attn")
-        out, lse = self.graph.kept(attended) if is_known else attended()
+        out, lse = self._attended(sizes)
 
         def back(*_: Storage) -> tuple[Storage, ...]:
             if self.ring.size > 1:

@@ -6,6 +6,8 @@ group is there. What a reduction reads stays until the next one. Source: torch.d
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +28,17 @@ class Exchange:
         self.order: list[Group] = []
         self.gathered: Storage | None = None
         self.reduced: Storage | None = None
+        self._root: Group | None = None
+
+    @contextmanager
+    def again(self, group: Group) -> Iterator[None]:
+        """A group's modules are computed again; the outermost that is not in its backward ends a forward."""
+        is_root = self._root is None and not group.is_in_backward
+        if is_root:
+            self._root = group
+        yield
+        if is_root:
+            self._root = self.gathered = None
 
 
 class Group:
@@ -65,7 +78,7 @@ class Group:
         self.grad: Storage | None = None
         self.is_freed = False
         self.is_reduced = self.is_let_go = True
-        self.is_done = False
+        self.is_done = self.is_in_backward = False
         self._whole: list[Storage] = []
         self._shard: Storage | None = None
         self._coming: Storage | None = None
@@ -111,6 +124,7 @@ class Group:
 
     def before_backward(self) -> None:
         """Gather again what went, and begin to gather what was used before this."""
+        self.is_in_backward = True
         self.gather()
         self.arrive()
         order = self.exchange.order
@@ -157,7 +171,7 @@ class Group:
 
     def after_backward(self) -> None:
         """Add up gradients, or reduce them and keep this rank's part."""
-        self.is_done = True
+        self.is_done, self.is_in_backward = True, False
         for name in self._sums:
             self.weights[name].grad = None
         if not self.is_reduced:

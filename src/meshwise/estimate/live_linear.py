@@ -80,7 +80,7 @@ class Linears:
         self, weights: Weights, name: str, x: Tensor, size: float, *, adds_up: bool = False
     ) -> Tensor:
         weight, bias = weights[name], weights.get(f"{name}_bias")
-        keep = self.keep if self._is_kept(weight, x, size) else None
+        keep = self.keep if self._is_kept(weight) else None
         part = partial(self.new, bias.size) if adds_up and bias is not None else lambda: None
         products = self._products(weight.of)
         if products is None:
@@ -93,14 +93,9 @@ class Linears:
         biases, sums = ((bias,), (bias.made,)) if bias.of.trains else ((), ())
         return self.graph.op(self.new(size), lambda grad: (grad,), y, *biases, sums=sums)
 
-    def _is_kept(self, weight: Weight, x: Tensor, size: float) -> bool:
-        """Whether it is one of those, but for experts' and what has the shape of a router's matrix."""
-        moe, hidden = self.model.moe, self.model.hidden
-        is_like_router = moe is not None and (x.size / size, weight.made) == (
-            hidden / moe.num_experts,
-            hidden * moe.num_experts * self.narrow,
-        )
-        is_counted = self.keep is not None and not (weight.of.is_expert or is_like_router)
+    def _is_kept(self, weight: Weight) -> bool:
+        """Whether it is one of those, but for experts' and routers' matrices."""
+        is_counted = self.keep is not None and not (weight.of.is_expert or weight.of.name == "router")
         self.num_products += is_counted
         return is_counted and self.num_products % 2 == 1
 
@@ -109,7 +104,7 @@ class Linears:
         keep: Callable[[float], Storage] | None,
     ) -> Tensor:  # fmt: skip
         """Gradients of input and matrix are made one by one, as they are wanted; a bias's behind them."""
-        result, before = size if keep is None else keep(size), x.size
+        result, before = (keep or self.new)(size), x.size
         if not weight.of.trains:
             return self.graph.op(result, lambda *_: (self.new(before),), x, saved=(weight.itself,))
         biases, sums = ((), ()) if bias is None else ((bias,), (bias.made,))

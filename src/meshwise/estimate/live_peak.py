@@ -21,33 +21,18 @@ from meshwise.plan.stages import chunks_of_rank
 from meshwise.program.cut import Cut
 from meshwise.program.fsdp2 import STATES
 
-OTHERS = (
-    *("attention", "offload_optimizer", "offload_activations"),
-    *("recompute_every", "imbalance"),
-)
+OTHERS = ("offload_optimizer", "offload_activations", "imbalance")
 """Keys of a plan that are walked by their defaults only."""
 
 
 def is_known(model: Model, mesh: Mesh) -> bool:
     """Whether the walk states this model and plan."""
-    is_in_context = mesh.ulysses == 1 or (mesh.microbatch == 1 and mesh.ring == 1)
-    is_dense = not model.mtp_layers and (mesh.plan.sequence_parallel or mesh.tp == 1)
+    is_next_only = not model.mtp_layers
     is_default = all(getattr(mesh.plan, key) == DEFAULTS[key] for key in OTHERS)
     is_torchs = mesh.plan.optimizer in ("adam", "adam-fp32", "adam-bf16", "sgd", "none")
-    return all(map(bool, (is_in_context, is_dense, is_default, is_torchs, _is_as_walked(model, mesh))))
-
-
-def _is_as_walked(model: Model, mesh: Mesh) -> bool:
-    """Whether what is narrow, and what the backward makes again, lives as the walk has it."""
-    plan, modules = mesh.plan, set(mesh.plan.recompute_modules)
-    is_whole = mesh.pp == 1 or plan.schedule in ("gpipe", "1f1b", "interleaved")  # the backward
-    more_readers = model.mla is not None or (model.moe is not None and model.moe.shared_ffn_hidden > 0)
-    return not (
-        (plan.dtype == "fp4" or (plan.dtype == "fp8" and not is_whole))
-        or ("layernorm" in modules and (more_readers or plan.lora_rank))
-        or ("per_op" in modules and plan.lora_rank)
-        or ("moe_act" in modules and plan.act_input_dtype == "fp8")
-    )
+    is_whole = mesh.pp == 1 or mesh.plan.schedule in ("gpipe", "1f1b", "interleaved")  # the backward
+    is_as_walked = mesh.plan.dtype != "fp4" and (mesh.plan.dtype != "fp8" or is_whole)
+    return all(map(bool, (is_next_only, is_default, is_torchs, is_as_walked)))
 
 
 def live_peak_bytes(model: Model, mesh: Mesh, cut: Cut, rank: int, steps: int) -> float:
@@ -64,7 +49,7 @@ class _Step:
 
     def __init__(self, model: Model, mesh: Mesh, cut: Cut, rank: int) -> None:
         self.mesh, self.memory = mesh, Memory()
-        self.modules = Modules(model, mesh, cut, Graph(self.memory, is_lasting=bool(mesh.pp > 1)))
+        self.modules = Modules(model, mesh, cut, Graph(self.memory))
         tokens = self.modules.tokens
         places = tokens / float(mesh.microbatch) * float(cut.ulysses)
         choices = 3.0 * self.modules.own * model.moe.top_k if model.moe else 0.0

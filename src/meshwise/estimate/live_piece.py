@@ -63,7 +63,8 @@ class Piece:
         self.groups = [*([self.embedding] if self.embedding else []), *inner, *ends]
         for group in inner:
             group.is_freed = bool(mesh.pp == 1 and mesh.zero >= 3)
-        is_redone = mesh.plan.recompute == "full" or "per_op" in mesh.plan.recompute_modules
+        self.every, modules_redone = mesh.plan.recompute_every, mesh.plan.recompute_modules
+        is_redone = (mesh.plan.recompute == "full" and self.every == 1) or "per_op" in modules_redone
         self.num_redone = float(mesh.recompute_layers / mesh.vpp) * is_redone
 
     def forward(self, came: Storage | None) -> Pass:
@@ -83,25 +84,35 @@ class Piece:
             assert came is not None
             entered = Leaf(self.memory)
             x = Tensor(came, entered)
-        for place, group in enumerate(self.blocks):
-            x = self._within(group, partial(self._block, place), x)
+        for start in range(0, len(self.blocks), self.every):
+            run = partial(self._layers, range(start, min(start + self.every, len(self.blocks))))
+            x = modules.checkpoints.again(run, x) if self.every > 1 else run(x)
         if self.head is not None:
             self.head.before_forward()
             x = self._loss(x if self.is_tied else self._entering(self.head, x))
         self.exchange.gathered = None
         return Pass(self.graph.taken(), x.storage, entered)
 
+    def _layers(self, places: range, x: Tensor) -> Tensor:
+        """One layer after the other."""
+        for place in places:
+            x = self._within(self.blocks[place], partial(self._block, place), x)
+        return x
+
     def _block(self, place: int, weights: Weights, x: Tensor) -> Tensor:
         """Computed again in the backward, or not."""
         group = self.experts[place]
         experts = None if group is None else partial(self._within, group, self.modules.experts)
         run = partial(self.modules.block, weights, experts)
-        return self.graph.again(run, x) if place < self.num_redone else run(x)
+        return self.modules.checkpoints.again(run, x) if place < self.num_redone else run(x)
 
     def _within(self, group: Group, run: Callable[[Weights, Tensor], Tensor], x: Tensor) -> Tensor:
         """What a group's modules make of x; its weights are there till then."""
         group.before_forward()
-        return self._used(group, run(group.weights, self._entering(group, x)))
+        if not self.modules.checkpoints.is_again:
+            return self._used(group, run(group.weights, self._entering(group, x)))
+        with self.exchange.again(group):
+            return run(group.weights, self._entering(group, x))
 
     def scaled(self, one: Pass) -> Storage:
         """The loss over the number of microbatches."""
@@ -118,9 +129,6 @@ class Piece:
 
     def _used(self, group: Group, x: Tensor) -> Tensor:
         """A group has made `x`; when the gradient of this is there, its weights are needed again."""
-        if self.graph.is_again:  # all that was gathered last is this
-            self.exchange.gathered = None
-            return x
         group.after_forward()
         assert isinstance(x.origin, Node)
         x.origin.before = group.before_backward

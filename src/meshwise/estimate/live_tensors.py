@@ -9,20 +9,26 @@ their sum is a third.
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import repeat
-from typing import Any, TypeVar
+from typing import Protocol
 
-Result = TypeVar("Result")
 Back = Callable[..., "tuple[Storage | None, ...]"]
 """From gradients of results and what was saved to gradients of inputs."""
 Source = tuple["Node | Leaf", int]
 """What made a tensor, as which of its results."""
+
+
+class Saved(Protocol):
+    """What a node keeps for its backward: a storage, or where one is to be found."""
+
+    def found(self) -> Storage:
+        """The storage."""
+
+
+Pack = Callable[["Storage"], Saved]
+"""What is kept in place of a storage."""
 
 
 class Memory:
@@ -55,6 +61,10 @@ class Storage:
 
     def __del__(self) -> None:
         self.memory.live -= self.size
+
+    def found(self) -> Storage:
+        """Itself, kept as it is (`Saved`)."""
+        return self
 
 
 class Leaf:
@@ -102,17 +112,15 @@ class Node:
 
     Gradients of the last inputs, of the sizes `sums`, are added up behind it, as of biases. `alone`: sizes of
     those that are made one by one, where not all are wanted. `widened`: bytes that each of what it saved
-    takes when it is read, if not the same. `before` runs when the gradient of the result is there. `frame`:
-    the recomputation that brings back what it saved.
+    takes when it is read, if not the same. `before` runs when the gradient of the result is there.
     """
 
     back: Back | None
     inputs: tuple[Source | None, ...]
-    saved: tuple[Storage, ...]
+    saved: tuple[Saved, ...]
     sums: tuple[float, ...] = ()
     alone: tuple[float, ...] = ()
     widened: float = 0.0
-    frame: Frame | None = None
     before: Callable[[], None] | None = None
     grads: list[Storage | None] = field(default_factory=lambda: [None])
 
@@ -131,31 +139,25 @@ class Node:
         """Hand gradients on to what made the inputs, if it is `wanted`; what is saved may be kept."""
         if self.before is not None:
             self.before()
-        if self.frame is not None:
-            self.frame.run()
         takers = [source if _is_in(source, wanted) else None for source in self.inputs]
-        goes = not is_kept and self.frame is not None and not self.frame.graph.is_lasting  # it is read once
-        made = self._made(memory, takers, goes=goes)
-        if goes:
-            self.saved = ()
+        made = self._made(memory, takers)
         first = len(takers) - len(self.sums)
         made[first:] = _each(memory, self.sums, takers[first:])
         self.grads = []
         if not is_kept:
-            self.saved, self.frame = (), None
+            self.saved = ()
         for taker in takers:
             grad = made.pop(0)
             if taker is not None and grad is not None:
                 taker[0].take(grad, taker[1])
             del grad
 
-    def _made(self, memory: Memory, takers: list[Source | None], *, goes: bool) -> list[Storage | None]:
+    def _made(self, memory: Memory, takers: list[Source | None]) -> list[Storage | None]:
+        read = [each.found() for each in self.saved]
         if self.back is None:
             return _each(memory, self.alone, takers)
-        if not self.widened:
-            return [*self.back(*self.grads, *self.saved)]
-        read = [memory.new(self.widened) for _ in self.saved]
-        self.saved = () if goes else self.saved
+        if self.widened:
+            read = [memory.new(self.widened) for _ in read]
         return [*self.back(*self.grads, *read)]
 
 
@@ -168,129 +170,48 @@ def _each(memory: Memory, sizes: Iterable[float], takers: Iterable[Source | None
     return [memory.new(size) if taker else None for size, taker in zip(sizes, takers, strict=False)]
 
 
-class Frame:
-    """A function that is computed again in the backward: its nodes keep nothing until then.
-
-    `to_its_end`: all of it, or until all is back that they saved. `results`: what is kept all the same.
-    """
-
-    def __init__(
-        self, graph: Graph, function: Callable[..., object], inputs: tuple[Tensor, ...], *, to_its_end: bool
-    ) -> None:
-        self.graph, self.function, self.to_its_end = graph, function, to_its_end
-        self.entry = Node(lambda: (), (), tuple(each.storage for each in inputs))
-        self.parts = [each.part for each in inputs]
-        self.nodes: list[Node] = []
-        self.results: deque[Any] = deque()
-
-    def run(self) -> None:
-        """Bring back what its nodes save, at the first of them."""
-        nodes, self.nodes = self.nodes, []
-        if not nodes:
-            return
-        around = self.entry.frame
-        if around is not None:
-            around.run()
-        function = partial(self.function, *map(Tensor, self.entry.saved, repeat(None), repeat(0), self.parts))
-        if around is not None and not self.graph.is_lasting:
-            self.entry.saved = ()
-        number = math.inf if self.to_its_end else len(nodes)
-        for node, again in zip(nodes, self.graph.computed(function, number, self.results), strict=True):
-            node.saved = again.saved
-
-
-class _EnoughError(Exception):
-    """All that was saved is back."""
-
-
-@dataclass(slots=True)
-class _Again:
-    """A frame that is computed for the second time: the nodes so far, of `number`, that save something."""
-
-    number: float
-    results: deque[Any]
-    nodes: list[Node] = field(default_factory=list)
-
-
 class Graph:
-    """The nodes of a pass, in the order in which they were made.
+    """The nodes of a pass, in the order in which they were made."""
 
-    `is_lasting`: what comes back for a node stays until this is through, not only until it is read.
-    """
-
-    def __init__(self, memory: Memory, *, is_lasting: bool = False) -> None:
+    def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self.nodes: list[Node] = []
-        self.is_lasting = is_lasting
-        self._frame: Frame | None = None
-        self._again: _Again | None = None
-
-    @property
-    def is_again(self) -> bool:
-        """Whether what is computed now is computed for the second time."""
-        return self._again is not None
+        self._packs: list[Pack] = []
 
     def op(
-        self, result: Storage | float, back: Back | None, *inputs: Tensor | Leaf,
-        saved: tuple[Storage, ...] = (), sums: tuple[float, ...] = (), alone: tuple[float, ...] = (),
-        place: int = 0, widened: float = 0.0,
+        self, result: Storage, back: Back | None, *inputs: Tensor | Leaf, saved: tuple[Storage, ...] = (),
+        sums: tuple[float, ...] = (), alone: tuple[float, ...] = (), place: int = 0, widened: float = 0.0,
     ) -> Tensor:  # fmt: skip
-        """`result`, as an op makes it of `inputs`; so many bytes are made behind what it saves."""
+        """`result`, as an op makes it of `inputs`."""
         sources = tuple((each, 0) if isinstance(each, Leaf) else _source(each) for each in inputs)
-        node = Node(back, sources, saved, sums, alone, widened)
-        if saved:
-            self._save(node)
+        node = Node(back, sources, tuple(map(self.pack, saved)), sums, alone, widened)
         self.nodes.append(node)
-        return Tensor(result if isinstance(result, Storage) else self.memory.new(result), node, place)
+        return Tensor(result, node, place)
 
     def cast(self, x: Tensor, size: float) -> Tensor:
         """In another type, of so many bytes."""
-        before = x.size
-        return x if size == before else self.op(size, lambda _: (self.memory.new(before),), x)
+        new, before = self.memory.new, x.size
+        return x if size == before else self.op(new(size), lambda _: (new(before),), x)
 
-    def _save(self, node: Node) -> None:
-        """What a node saves, or a frame enters with, is kept, unless there is a frame around."""
-        if self._frame is not None:
-            node.saved, node.frame = (), self._frame
-            self._frame.nodes.append(node)
-        elif self._again is not None:
-            self._again.nodes.append(node)
-            if len(self._again.nodes) == self._again.number:
-                raise _EnoughError
-
-    def again(self, function: Callable[..., Any], *inputs: Tensor, to_its_end: bool = True) -> Any:
-        """`function` of `inputs`, computed again in the backward."""
-        frame = Frame(self, function, inputs, to_its_end=to_its_end)
-        self._save(frame.entry)
-        with self._in(frame):
-            return function(*inputs)
-
-    def computed(self, function: Callable[[], object], number: float, results: deque[Any]) -> list[Node]:
-        """Nodes of a function that save something, computed for the second time; the first `number`."""
-        before, self.nodes = self.nodes, []
-        self._again = _Again(number, results)
-        with suppress(_EnoughError):
-            function()
-        found, self.nodes, self._again = self._again.nodes, before, None
-        return found
-
-    def kept(self, make: Callable[[], Result]) -> Result:
-        """What `make` makes; the frame around keeps it till it is computed again, which takes it as it is."""
-        if self._again is not None:
-            result: Result = self._again.results.popleft()
-            return result
-        result = make()
-        if self._frame is not None:
-            self._frame.results.append(result)
-        return result
+    @property
+    def pack(self) -> Pack:
+        """What is kept now in place of what a node saves."""
+        return self._packs[-1] if self._packs else _as_it_is
 
     @contextmanager
-    def _in(self, frame: Frame | None) -> Iterator[None]:
-        before, self._frame = self._frame, frame
-        try:
+    def packing(self, pack: Pack) -> Iterator[None]:
+        """Inside, `pack` says what is kept."""
+        self._packs.append(pack)
+        yield
+        self._packs.pop()
+
+    @contextmanager
+    def aside(self, pack: Pack) -> Iterator[None]:
+        """The same, and what is computed is not of this pass."""
+        before, self.nodes = self.nodes, []
+        with self.packing(pack):
             yield
-        finally:
-            self._frame = before
+        self.nodes = before
 
     def taken(self) -> list[Node]:
         """The nodes so far, for `backward`; those of another pass follow."""
@@ -303,6 +224,10 @@ class Graph:
             node = nodes.pop()
             if any(node.grads):
                 node.run(self.memory)
+
+
+def _as_it_is(storage: Storage) -> Storage:
+    return storage
 
 
 def _source(tensor: Tensor) -> Source | None:
