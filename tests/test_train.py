@@ -55,6 +55,13 @@ def train_options(**values: Any) -> Any:
     return make_options(TRAIN, {"seq": 16, **values, "model": MODELS[values.get("model", "llama")]})
 
 
+def enough_layers(plan: str) -> int:
+    """The fewest that show what `plan` does; 0 (the model's own) for stages of several, of which one has less."""
+    if any(word in plan for word in ("pp=4", "vpp=2", "zb-v", "dualpipe-v")):
+        return 4
+    return 0 if "pp=" in plan or "recompute_every" in plan else 2
+
+
 # --- numbers: N ranks compute what one does ----------------------------------------------------
 
 PLANS = [
@@ -134,9 +141,7 @@ def test_loss_and_gradients_are_those_of_one_rank(plan: str, model: str, batch: 
 
     Recorded where the recorder reaches into what is computed, which is what is recomputed; else bare.
     """
-    needs_four = any(word in plan for word in ("pp=4", "vpp=2", "zb-v", "dualpipe-v"))
-    layers = 4 if needs_four else 0 if "pp=" in plan or "every" in plan else 2
-    values = {"plan": f"{plan},dtype=fp64", "model": model, "batch": batch, "layers": layers}
+    values = {"plan": f"{plan},dtype=fp64", "model": model, "batch": batch, "layers": enough_layers(plan)}
     found = checked(pool, recorded="recompute" in plan, **values)
     assert found["differences"]["loss"] < 1e-10
     assert found["differences"]["gradients"] < 1e-10
@@ -360,7 +365,7 @@ def test_parts_are_those_of_chunk(rows: int, number: int) -> None:
 )
 def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, pool: Ranks) -> None:
     """FLOP, collectives, states, and the peak of activations, to the last digit."""
-    options = train_options(plan=plan, batch=batch, model=model, layers=4 if "vpp" in plan else 0)
+    options = train_options(plan=plan, batch=batch, model=model, layers=enough_layers(plan))
     found = compare_program(TRAIN, options, ranks=4, rank=rank, pool=pool)
     assert set(found.rows[0].values) == {"estimate", "dry_run", "run"}
     assert "saved_bytes" in {row.column for row in found.rows if row.op == "activations"}

@@ -101,7 +101,7 @@ class Ranks:
             self._store = _meeting_store(port)
         except (RuntimeError, dist.DistError, OSError) as error:
             raise _cannot_meet(error, f"port {port}", "name another with --port, or leave it out") from None
-        threads = max(1, (os.cpu_count() or 1) // ranks)
+        threads = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // ranks))
         context = _context(device_type)
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []

@@ -27,6 +27,7 @@ from meshwise.core.errors import PlanError
 from meshwise.machine.hardware import find_chip
 from meshwise.program.tape import booked_by
 from meshwise.runtime.launch import die_with_parent
+from meshwise.runtime.programs.parts import Parts
 from meshwise.runtime.script.cuda_module import supply_cuda_module
 from meshwise.runtime.script.cuda_objects import supply_cuda_objects
 from meshwise.runtime.script.guesses import Guesses, place_of_error
@@ -36,6 +37,7 @@ from meshwise.runtime.script.recording import ScriptRecorder, ScriptTape
 from meshwise.runtime.script.start import OWNER, REPORT
 from meshwise.runtime.script.tensors import supply_tensors
 from meshwise.runtime.script.values import ScriptMode
+from meshwise.runtime.torch_private import fsdp_param
 
 
 def install(settings: dict[str, Any]) -> None:
@@ -52,6 +54,7 @@ def install(settings: dict[str, Any]) -> None:
     supply_process_groups(rank, ranks, guesses, recorder, Letters(settings))
     supply_tensors(guesses)
     _supply_launchers(ranks, device)
+    fsdp_param._chunk_with_empty = Parts
     torch.autograd.set_multithreading_enabled(False)
     mode = ScriptMode(torch.device("cuda", device), guesses)
     recorder.watch_modules()
