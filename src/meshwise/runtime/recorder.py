@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -132,7 +133,10 @@ class Recorder(TorchDispatchMode):
         self._checkpoints: Any = None
         self._storage_resize: Any = None
         self._shape_rules: Any = None
-        self._shapes = QuickFakes()
+
+    @cached_property
+    def _shapes(self) -> QuickFakes:
+        return QuickFakes()
 
     # --- what a program says -----------------------------------------------------------------
 
@@ -224,7 +228,8 @@ class Recorder(TorchDispatchMode):
         self._shape_rules = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def unseen(*args: Any, **kwargs: Any) -> Any:
-            with disable_current_modes(), self._shapes:  # DTensor tries an op's full shape on fake tensors
+            # DTensor tries an op's full shape on fake tensors, once
+            with disable_current_modes(), recorder._shapes:
                 return recorder._shape_rules(*args, **kwargs)
 
         Storage.resize_ = resize_
