@@ -106,7 +106,9 @@ def test_no_rank_outlives_the_launcher(how: signal.Signals, tmp_path: Path) -> N
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 def test_the_threads_of_a_call_end_with_it() -> None:
     train = find_program("train")
-    options = make_options(train, {"model": str(TINY_LLAMA), "seq": 16, "batch": 4, "plan": "tp=2"})
+    options = make_options(
+        train, {"model": str(TINY_LLAMA), "seq": 16, "batch": 1, "layers": 1, "plan": "tp=2"}
+    )
     with Ranks(2) as ranks:
         found = []
         for _ in range(4):
