@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from meshwise.estimate.live_tensors import Graph, Memory, Storage, Tensor
+from meshwise.estimate.live_tensors import Graph, Memory, Slice, Storage, Tensor
 
 NewStorage = Callable[[float], Storage]
 
@@ -205,7 +205,7 @@ def deal_heads(
     flat.clear()
     dealt = _dealt(graph, qkv, sizes)
     return tuple(
-        _by_head(graph, Tensor(dealt.storage, dealt.origin, place, size), is_copied=is_copied)
+        _by_head(graph, Tensor(Slice(dealt.storage, size), dealt.origin, place), is_copied=is_copied)
         for place, (size, is_copied) in enumerate(zip(sizes, (order.q, order.k, order.v), strict=True))
     )
 
@@ -265,5 +265,4 @@ def _put_together(new: NewStorage, size: float, sizes: list[float]) -> Storage:
 def _by_head(graph: Graph, x: Tensor, *, is_copied: bool) -> Tensor:
     """A view, whose gradient may lie in another order."""
     size = x.size
-    found = graph.op(x.storage, lambda grad: (graph.memory.new(size) if is_copied else grad,), x)
-    return Tensor(found.storage, found.origin, 0, size)
+    return graph.op(x.storage, lambda grad: (graph.memory.new(size) if is_copied else grad,), x)

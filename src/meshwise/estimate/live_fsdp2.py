@@ -13,7 +13,9 @@ from typing import Any
 
 from meshwise.cost.schedule import weight_copies
 from meshwise.estimate.live_linear import Weight
+from meshwise.estimate.live_optimizer import Shard
 from meshwise.estimate.live_tensors import Memory, Storage
+from meshwise.model.weights import Weight as WeightOfModel
 from meshwise.model.weights import Weights
 from meshwise.plan.mesh import Mesh
 from meshwise.program.cut import Cut
@@ -55,6 +57,8 @@ class Group:
         self.new, self.exchange = memory.new, exchange
         self.narrow, self.kept = cut.precision.act_bytes, shard_bytes(mesh, cut)
         self.summed = reduced_bytes(mesh, cut)
+        found_as = "bf16" if mesh.plan.dtype == "fp8" else mesh.plan.dtype
+        self.is_other_half = self.summed == self.narrow and mesh.plan.grad_dtype not in (found_as, "fp32")
         self.ranks, self.num_reduced = float(unit.sharing(mesh)), float(unit.trained.padded_size(mesh, cut))
         copies = float(unit.replicas(mesh)[0] * weight_copies(mesh.schedule)) / self.ranks
         self.is_shared, self.has_copies = self.ranks > 1, copies > 1
@@ -63,7 +67,8 @@ class Group:
         wide = replace(unit, weights=tuple(weight for weight in weights if not is_packed(weight, cut)))
         self.num_cast = float(wide.padded_size(mesh, cut)) / self.ranks
         self.part = float(unit.padded_bytes(mesh, cut, self.kept)) / self.ranks
-        self.weights, self.local = {}, {}
+        self.weights: dict[str, Weight] = {}
+        self.shards: dict[str, Shard] = {}
         holds_words = mesh.tp > 1 and weights[0].name == "tokens"
         for weight in weights:
             size = self.narrow * float(weight.size / shards(weight, cut))
@@ -72,9 +77,8 @@ class Group:
             is_apart = is_words or bool(mesh.tp > 1 and tp_sums(weight, cut))
             num_uses = 1 + (is_tied and weight.name == "tokens")
             self.weights[weight.name] = Weight(memory, weight, size, made, num_uses, is_apart=is_apart)
-            mine = replace(unit, weights=(weight,)).local_size(mesh, cut)
             if weight.trains:
-                self.local[weight.name] = self.kept * float(mine)
+                self.shards[weight.name] = self._shard_of(weight, mesh)
         self.grad: Storage | None = None
         self.is_freed = False
         self.is_reduced = self.is_let_go = True
@@ -84,6 +88,13 @@ class Group:
         self._coming: Storage | None = None
         self._sums: dict[str, Storage] = {}
         self._all_reduced: Storage | None = None
+
+    def _shard_of(self, weight: WeightOfModel, mesh: Mesh) -> Shard:
+        alone = Unit(weights=(weight,), count=1.0, gathers=(0.0, 0.0))
+        rows, width = map(float, next(alone.stored(self.cut)))
+        matrices = weight.shape[0] / float(self.cut.ep) if weight.is_expert else 1.0
+        number = float(alone.local_size(mesh, self.cut))
+        return Shard(weight, number, self.kept, rows, width, self.ranks, matrices)
 
     # --- weights -------------------------------------------------------------------------------
 
@@ -190,7 +201,7 @@ class Group:
         taken = self.new(self.summed * self.num_reduced)
         grads.clear()
         found = reduced = self.new(self.summed * self.num_reduced / self.ranks)
-        if self.summed != self.kept:
+        if self.summed != self.kept or self.is_other_half:
             found = self.new(self.kept * self.num_reduced / self.ranks)
         del last
         self.exchange.reduced = taken
@@ -219,7 +230,7 @@ class Group:
 
     def _widen(self) -> None:
         """Gradients that wait for those of other microbatches, in the type of the sums."""
-        if self.narrow == self.summed:
+        if self.summed == self.narrow and not self.is_other_half:
             return
         for name, weight in self.weights.items():
             if weight.grad is not None:

@@ -8,9 +8,8 @@ of a pipeline (`estimate.live_piece`).
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from meshwise.estimate.live_decoder import Modules
+from meshwise.estimate.live_optimizer import optimizer_step
 from meshwise.estimate.live_piece import Piece
 from meshwise.estimate.live_pipeline import PipelineRank
 from meshwise.estimate.live_tensors import Graph, Memory, Storage
@@ -19,9 +18,8 @@ from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS
 from meshwise.plan.stages import chunks_of_rank
 from meshwise.program.cut import Cut
-from meshwise.program.fsdp2 import STATES
 
-OTHERS = ("offload_optimizer", "offload_activations", "imbalance")
+OTHERS = ("imbalance",)
 """Keys of a plan that are walked by their defaults only."""
 
 
@@ -29,18 +27,17 @@ def is_known(model: Model, mesh: Mesh) -> bool:
     """Whether the walk states this model and plan."""
     is_next_only = not model.mtp_layers
     is_default = all(getattr(mesh.plan, key) == DEFAULTS[key] for key in OTHERS)
-    is_torchs = mesh.plan.optimizer in ("adam", "adam-fp32", "adam-bf16", "sgd", "none")
     is_whole = mesh.pp == 1 or mesh.plan.schedule in ("gpipe", "1f1b", "interleaved")  # the backward
     is_as_walked = mesh.plan.dtype != "fp4" and (mesh.plan.dtype != "fp8" or is_whole)
-    return all(map(bool, (is_next_only, is_default, is_torchs, is_as_walked)))
+    return all(map(bool, (is_next_only, is_default, is_as_walked)))
 
 
 def live_peak_bytes(model: Model, mesh: Mesh, cut: Cut, rank: int, steps: int) -> float:
     """The peak of `steps` steps on rank `rank` (a third is like the second)."""
     step = _Step(model, mesh, cut, int(rank // mesh.stride("pp") % mesh.pp))
-    for number in range(min(steps, 2)):
+    for _ in range(min(steps, 2)):
         step.run()
-        step.optimizer(is_first=number == 0)
+        step.optimizer()
     return step.memory.peak
 
 
@@ -58,6 +55,8 @@ class _Step:
         self.pieces = [Piece(model, mesh, cut, self.modules, *chunk) for chunk in held]
         self.pipeline = PipelineRank(mesh, rank, self.pieces) if mesh.pp > 1 else None
         self.tokens = self.memory.new(16.0 * float(mesh.num_microbatches) * tokens)
+        shards = [shard for piece in self.pieces for shard in piece.shards()]
+        self._optimizer = optimizer_step(self.memory, mesh.plan, shards)
         self.losses: list[Storage] = []
 
     def run(self) -> None:
@@ -83,16 +82,9 @@ class _Step:
             piece.finish()
             self.losses.append(loss)
 
-    def optimizer(self, *, is_first: bool) -> None:
-        """AdamW, weight by weight, which first makes two states, or SGD, which makes nothing."""
-        local = [size for piece in self.pieces for size in piece.local_sizes()]
-        kind = self.mesh.plan.optimizer
-        if is_first and STATES[kind]:
-            self.states = [self.memory.new(STATES[kind] * size) for size in local]
-        if STATES[kind] and local:
-            for before, size in pairwise([0.0, *local]):
-                self.memory.play(size, size, -before, -size)
-            self.memory.play(-local[-1])
+    def optimizer(self) -> None:
+        """New weights; the gradients go."""
+        self._optimizer()
         for piece in self.pieces:
             for group in piece.groups:
                 group.grad = None

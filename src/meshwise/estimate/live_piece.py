@@ -7,6 +7,7 @@ Some layers of the model with the ends of it that are theirs, spread over the re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,11 +15,12 @@ from meshwise.estimate.live_decoder import Modules
 from meshwise.estimate.live_fsdp2 import Exchange, Group, as_listed, groups_of
 from meshwise.estimate.live_halves import Half, to_weights, to_what_entered
 from meshwise.estimate.live_linear import Weight, Weights
-from meshwise.estimate.live_tensors import Leaf, Node, Storage, Tensor
+from meshwise.estimate.live_optimizer import Shard
+from meshwise.estimate.live_tensors import Leaf, Node, OnHost, Storage, Tensor
 from meshwise.model.architecture import Model, layer_kind
 from meshwise.model.weights import block_weights, embedding_weights, frozen, head_weights
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.stages import Stage
+from meshwise.plan.stages import Stage, num_on_host
 from meshwise.program.cut import Cut
 
 
@@ -66,6 +68,7 @@ class Piece:
         self.every, modules_redone = mesh.plan.recompute_every, mesh.plan.recompute_modules
         is_redone = (mesh.plan.recompute == "full" and self.every == 1) or "per_op" in modules_redone
         self.num_redone = float(mesh.recompute_layers / mesh.vpp) * is_redone
+        self.num_on_host = float(num_on_host(mesh.plan.offload_activations, float(len(layers))))
 
     def forward(self, came: Storage | None) -> Pass:
         """From tokens, or what came, to what is handed on, or the loss."""
@@ -86,7 +89,8 @@ class Piece:
             x = Tensor(came, entered)
         for start in range(0, len(self.blocks), self.every):
             run = partial(self._layers, range(start, min(start + self.every, len(self.blocks))))
-            x = modules.checkpoints.again(run, x) if self.every > 1 else run(x)
+            with self.graph.packing(OnHost) if start < self.num_on_host else nullcontext():
+                x = modules.checkpoints.again(run, x) if self.every > 1 else run(x)
         if self.head is not None:
             self.head.before_forward()
             x = self._loss(x if self.is_tied else self._entering(self.head, x))
@@ -191,15 +195,14 @@ class Piece:
             if not group.is_done:  # no gradient leaves it
                 group.after_backward()
 
-    def local_sizes(self) -> list[float]:
-        """Bytes of this rank's part of each weight, in the order in which the optimizer takes them."""
-        named = [(name, group, size) for group in self.groups for name, size in group.local.items()]
-        return [size for *_, size in sorted(named, key=lambda one: self._turn(one[0], one[1]))]
-
-    def _turn(self, name: str, group: Group) -> int:
-        """Positions come before tokens, and what is the head's alone at the end."""
-        is_last = group is self.head and name not in self.first
-        return 0 if name == "positions" else 1 + is_last
+    def shards(self) -> list[Shard]:
+        """This rank's part of each weight that trains, in the order in which the optimizer takes them."""
+        first, last = ({} if end is None else end.shards for end in (self.embedding, self.head))
+        found = [first[name] for name in ("positions", "tokens") if name in first]
+        for block, experts, listed in zip(self.blocks, self.experts, self._kinds, strict=True):
+            held = block.shards | (experts.shards if experts else {})
+            found += [held[weight.name] for weight in as_listed(listed) if weight.trains]
+        return found + [shard for name, shard in last.items() if name not in self.first]
 
     def gather(self) -> None:
         """Begin to gather all weights."""

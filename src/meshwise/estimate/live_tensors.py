@@ -67,6 +67,31 @@ class Storage:
         return self
 
 
+class Slice(Storage):
+    """A part of what another storage holds, which stays for as long as this."""
+
+    __slots__ = ("whole",)
+
+    def __init__(self, whole: Storage, size: float) -> None:
+        self.memory, self.size, self.whole = whole.memory, size, whole
+
+    def __del__(self) -> None:
+        pass
+
+
+class OnHost:
+    """In place of a storage whose bytes are in host memory: a copy of them comes each time it is read."""
+
+    __slots__ = ("memory", "size")
+
+    def __init__(self, storage: Storage) -> None:
+        self.memory, self.size = storage.memory, storage.size
+
+    def found(self) -> Storage:
+        """The copy."""
+        return self.memory.new(self.size)
+
+
 class Leaf:
     """A weight, or what comes from another stage, that has a gradient: a sum over its `num_uses`.
 
