@@ -19,7 +19,7 @@ from meshwise.plan.plan import DEFAULTS
 from meshwise.plan.stages import chunks_of_rank
 from meshwise.program.cut import Cut
 
-OTHERS = ("imbalance",)
+OTHERS = ("dispatch", "imbalance")
 """Keys of a plan that are walked by their defaults only."""
 
 

@@ -10,6 +10,10 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
+import numpy as np
+
+from meshwise.core.units import Num
+from meshwise.cost.experts import met_places
 from meshwise.model.architecture import MoE
 
 
@@ -24,6 +28,12 @@ class Load:
     def frac(self, rank: int) -> float:
         """The load of a rank over the mean."""
         return len(self.choices) * self.choices[rank] / sum(self.choices)
+
+
+def met_ranks(moe: MoE, ranks: Num) -> Num:
+    """On how many of `ranks` each token's experts lie: the whole number nearest to random routing's mean."""
+    mean = met_places(ranks, moe.top_k, (float(moe.expert_groups), float(moe.top_groups)))
+    return np.maximum(np.rint(mean), np.ceil(moe.top_k * ranks / moe.num_experts))
 
 
 def expert_load(moe: MoE, ranks: int, imbalance: float, tokens: int) -> Load:

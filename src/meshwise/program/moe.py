@@ -26,6 +26,7 @@ from meshwise.core.units import Num
 from meshwise.cost.experts import met_places
 from meshwise.model.architecture import Model, MoE
 from meshwise.program.cut import Cut
+from meshwise.program.expert_load import met_ranks
 from meshwise.program.op import Op, collective, elementwise, kernel, linear, precision
 from meshwise.program.tensor_1d import dequantized, feed_forward, leave, norm, plain_linear
 
@@ -100,7 +101,9 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num) -> Iterator[Op]:
     payload = busier * hidden * prec.act_bytes
     per_rank = cut.dispatch_per_rank and not moe.capacity_factor
     groups = float(moe.expert_groups), float(moe.top_groups)
-    copies_frac = met_places(cut.ep, moe.top_k, groups) / moe.top_k if per_rank else 1.0
+    is_by_force = per_rank and cut.implementation == "fsdp2"
+    met = met_ranks(moe, cut.ep) if is_by_force else met_places(cut.ep, moe.top_k, groups)
+    copies_frac = met / moe.top_k if per_rank else 1.0
     on_ep: dict[str, Any] = {
         "axis": "ep",
         "group_size": cut.ep,
@@ -131,6 +134,10 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num) -> Iterator[Op]:
     out_bytes = home_bytes * cut.dispatch_bytes / prec.act_bytes
     yield collective(MODULE, "dispatch", "forward", "all_to_all", payload_bytes=out_bytes, **on_ep)
     yield collective(MODULE, "dispatch", "backward", "all_to_all", payload_bytes=home_bytes, **on_ep)
+    if is_by_force:  # experts weigh their answers, so that those of a rank are added up there
+        of_gates = tokens * met * np.ceil(moe.top_k / met) * prec.act_bytes
+        for phase in ("forward", "backward"):
+            yield collective(MODULE, "gates", phase, "all_to_all", payload_bytes=of_gates, **on_ep)
     yield collective(MODULE, "expert_fc1", "forward", "all_gather", **on_etp)
     yield from grouped("expert_fc1", rows, hidden, fc1_width)
     yield collective(MODULE, "expert_fc1", "backward", "reduce_scatter", **on_etp)
@@ -138,6 +145,9 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num) -> Iterator[Op]:
     yield collective(MODULE, "expert_fc2", "backward", "all_gather", **on_etp)
     yield from grouped("expert_fc2", rows, width, hidden)
     yield collective(MODULE, "expert_fc2", "forward", "reduce_scatter", **on_etp)
-    yield collective(MODULE, "combine", "forward", "all_to_all", payload_bytes=home_bytes, **on_ep)
-    yield collective(MODULE, "combine", "backward", "all_to_all", payload_bytes=out_bytes, **on_ep)
-    yield from elementwise(MODULE, "combine", "sum_copies", sent, hidden, prec)
+    home = [
+        collective(MODULE, "combine", "forward", "all_to_all", payload_bytes=home_bytes, **on_ep),
+        collective(MODULE, "combine", "backward", "all_to_all", payload_bytes=out_bytes, **on_ep),
+    ]
+    added = [*elementwise(MODULE, "combine", "sum_copies", sent, hidden, prec)]
+    yield from added + home if is_by_force else home + added

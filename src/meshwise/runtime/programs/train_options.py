@@ -50,7 +50,8 @@ class Options:
             "schedule=gpipe|1f1b|interleaved|zb-h1|zb-v|dualpipe|dualpipe-v, recompute=none|selective|full, "
             "recompute_layers, "
             "recompute_modules=core_attn+layernorm+mla_up_proj+mlp+moe+moe_act+shared_experts|per_op, "
-            "act_input_dtype=bf16|fp8, head_dtype=bf16|fp8, dispatch_dtype=bf16|fp8, imbalance, "
+            "act_input_dtype=bf16|fp8, head_dtype=bf16|fp8, dispatch=per_expert|per_rank, "
+            "dispatch_dtype=bf16|fp8, imbalance, "
             "dtype=fp4|fp8|bf16|fp16|tf32|fp32|fp64, frozen_dtype=fp8|int4|fp4, sp, placement, "
             "joined by commas as in tp=2,pp=2; dp is what they leave"
         ),
@@ -99,6 +100,8 @@ def check(options: Options, ranks: int) -> None:
         ("experts' width", model.moe.ffn_hidden // int(mesh.etp), alike),
         (f"seq {options.seq} leaves each rank {run} tokens in a row, whose choices", run * model.moe.top_k,
          model.moe.num_experts if load is None else 1),
+        (f"dispatch=per_rank: seq {options.seq} leaves each rank {run} tokens in a row, whose number", run,
+         max(1, ranks_met_once(plan))),
     ):  # fmt: skip
         if number % divisor:
             raise PlanError(f"train: {what} {number} does not divide by {divisor}, so that all are alike")
@@ -178,6 +181,11 @@ def the_load(options: Options) -> Load | None:
     if moe is None or plan.imbalance == 1:
         return None
     return expert_load(moe, plan.ep, plan.imbalance, tokens_in_a_row(options))
+
+
+def ranks_met_once(plan: Plan) -> int:
+    """Among how many ranks a token goes once to each that it needs (0: it goes to each expert)."""
+    return plan.ep if plan.dispatch == "per_rank" and plan.ep > 1 else 0
 
 
 def tokens_in_a_row(options: Options) -> int:

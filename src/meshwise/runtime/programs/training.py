@@ -32,6 +32,7 @@ from meshwise.runtime.programs.train_options import (
     Options,
     Place,
     rank_layers,
+    ranks_met_once,
     renumbered,
     the_load,
     the_mesh,
@@ -248,9 +249,10 @@ class Trainer:
         if self.model.moe is None:
             return None
         found = routes(
-            own, self.options.microbatch, self.model, self.experts, self.parts, the_load(self.options)
-        )
-        self.context.recorder.weights(found.experts, found.sources, found.back)  # constants
+            own, self.options.microbatch, self.model, self.experts, self.parts, the_load(self.options),
+            ranks_met_once(self.plan),
+        )  # fmt: skip
+        self.context.recorder.weights(*found.constants)
         return found
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
