@@ -12,6 +12,7 @@ from functools import partial
 from meshwise.estimate.live_again import Checkpoints, MadeAgain, Make, read_again
 from meshwise.estimate.live_context import (
     Heads,
+    NewStorage,
     Order,
     Ring,
     copied,
@@ -275,19 +276,27 @@ class Modules:
         return filled
 
     def _sent(self, copies: Tensor, *, there: bool) -> Tensor:
-        """All-to-all, where experts are spread; what goes `there`, copies or gradients, may be in fp8."""
+        """All-to-all, where experts are spread; what goes `there`, copies or gradients, may be in fp8.
+
+        More copies, or fewer, come to the experts of a rank than it sends if their load is uneven.
+        """
         is_alone, is_narrow = bool(self.cut.ep == 1), self.mesh.plan.dispatch_dtype == "fp8"
         if is_alone and not is_narrow:
             return copies
+        load, new = float(self.mesh.imbalance), self.new
 
-        def sent(before: Storage, *, narrow: bool, make: Callable[[float], Storage] = self.new) -> Storage:
-            exchange = (lambda rows: rows) if is_alone else (lambda rows: make(rows.size))
-            if narrow:
+        def sent(before: Storage, *, there: bool, is_narrow: bool, make: NewStorage = new) -> Storage:
+            def exchange(rows: Storage) -> Storage:
+                return rows if is_alone else make(round(rows.size * load if there else rows.size / load))
+
+            if is_narrow:
                 return sent_narrow(self.graph.memory, before.size, self.narrow, exchange)
             return exchange(before)
 
-        result = sent(copies.storage, narrow=is_narrow and there, make=self._result)
-        return self.graph.op(result, lambda grad: (sent(grad, narrow=is_narrow and not there),), copies)
+        result = sent(copies.storage, there=there, is_narrow=is_narrow and there, make=self._result)
+        return self.graph.op(
+            result, lambda grad: (sent(grad, there=not there, is_narrow=is_narrow and not there),), copies
+        )
 
     def _parts_gathered(self, copies: Tensor) -> Tensor:
         """For ranks that hold parts of the same experts."""

@@ -7,6 +7,7 @@ product. Inputs of activation functions may be kept in fp8, and tokens go to exp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,50 +15,72 @@ from functools import partial
 from meshwise.estimate.live_tensors import Memory, Storage
 from meshwise.program.parts import FP8_TILE
 
-Operand = tuple[float, bool]
-"""Bytes, and whether columns become rows."""
+FP4_BLOCK = 16.0
+"""Numbers of a row that share a scale in NVFP4."""
+
+Operand = tuple[float, float, bool]
+"""Rows, columns, and whether columns become rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """`is_narrow`: in fp8; `is_packed`: the matrix is kept in few bits. Sizes are bytes."""
+    """In a narrow `form`, fp8 or fp4 (or not); `is_packed`: the matrix is kept in few bits.
+
+    Input, matrix and result take so many bytes: [tokens, d_in], [d_out, d_in] and [tokens, d_out] in bf16.
+    """
 
     memory: Memory
-    is_narrow: bool
+    form: str
     is_packed: bool
 
-    def multiplied(self, x: float, matrix: float, result: Callable[[], Storage]) -> Storage:
+    def multiplied(self, x: float, matrix: float, y: float, result: Callable[[], Storage]) -> Storage:
         """x W^T, which `result` makes."""
+        tokens, d_in, d_out = _dims(x, matrix, y)
         _wide = self._widened(matrix)
-        return self._product((x, False), (matrix, False), result)
+        return self._product((tokens, d_in, False), (d_out, d_in, False), result)
 
-    def gradient_of_input(self, grad: float, matrix: float, size: float) -> Storage:
-        """dy W, of `size` bytes."""
+    def gradient_of_input(self, x: float, matrix: float, y: float) -> Storage:
+        """dy W."""
+        tokens, d_in, d_out = _dims(x, matrix, y)
         _wide = self._widened(matrix)
-        return self._product((grad, False), (matrix, True), partial(self.memory.new, size))
+        return self._product((tokens, d_out, False), (d_in, d_out, True), partial(self.memory.new, x))
 
-    def gradient_of_matrix(self, grad: float, x: float, size: float) -> Storage:
+    def gradient_of_matrix(self, x: float, matrix: float, y: float) -> Storage:
         """dy^T x."""
-        return self._product((grad, True), (x, True), partial(self.memory.new, size))
+        tokens, d_in, d_out = _dims(x, matrix, y)
+        return self._product((d_out, tokens, True), (d_in, tokens, True), partial(self.memory.new, matrix))
 
     def _widened(self, matrix: float) -> Storage | None:
         return self.memory.new(matrix) if self.is_packed else None
 
     def _product(self, left: Operand, right: Operand, result: Callable[[], Storage]) -> Storage:
-        _operands = [self._cast(*operand) for operand in (left, right) if self.is_narrow]
+        cast = {"": None, "fp8": self._in_fp8, "fp4": self._in_fp4}[self.form]
+        _operands = [cast(*operand) for operand in (left, right)] if cast else []
         return result()
 
-    def _cast(self, size: float, turns: bool) -> tuple[Storage, Storage]:
-        """In fp8, and the scale: the largest number over fp8's largest."""
-        new, scale = self.memory.new, self.memory.new(size)
+    def _in_fp4(self, rows: float, columns: float, _: bool) -> Storage:
+        """Two numbers a byte, a scale of a byte each block of a row, and one for all."""
+        blocks = rows * math.ceil(columns / FP4_BLOCK)
+        return self.memory.new(blocks * (FP4_BLOCK / 2.0 + 1.0) + 4.0)
+
+    def _in_fp8(self, rows: float, columns: float, turns: bool) -> tuple[Storage, Storage]:
+        """With a scale: the largest number over fp8's largest."""
+        new, number = self.memory.new, rows * columns
+        scale = new(2.0 * number)
         for size_of_one in (2.0, 4.0, 4.0, 4.0):  # largest, in fp32, not 0, over that of fp8
             scale = new(size_of_one)
-        wide = new(2.0 * size)
-        scaled = new(2.0 * size)
+        wide = new(4.0 * number)
+        scaled = new(4.0 * number)
         del wide
-        narrow = new(size / 2.0)
+        narrow = new(number)
         del scaled
-        return (new(size / 2.0) if turns else narrow), scale
+        return (new(number) if turns else narrow), scale
+
+
+def _dims(x: float, matrix: float, y: float) -> tuple[float, float, float]:
+    """Tokens, d_in and d_out (of a stack of matrices, which is in no narrow form, they say nothing)."""
+    tokens = max(round(math.sqrt(x * y / matrix / 2.0)), 1)
+    return float(tokens), x / 2.0 / tokens, y / 2.0 / tokens
 
 
 def kept_narrow(memory: Memory, size: float, elem_bytes: float) -> Storage:

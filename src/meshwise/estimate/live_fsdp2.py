@@ -18,6 +18,7 @@ from meshwise.estimate.live_tensors import Memory, Storage
 from meshwise.model.weights import Weight as WeightOfModel
 from meshwise.model.weights import Weights
 from meshwise.plan.mesh import Mesh
+from meshwise.plan.plan import NARROW_DTYPES
 from meshwise.program.cut import Cut
 from meshwise.program.fsdp2 import Unit, elem_bytes, is_packed, reduced_bytes, shard_bytes, tp_sums
 from meshwise.program.tensor_1d import shards
@@ -57,7 +58,7 @@ class Group:
         self.new, self.exchange = memory.new, exchange
         self.narrow, self.kept = cut.precision.act_bytes, shard_bytes(mesh, cut)
         self.summed = reduced_bytes(mesh, cut)
-        found_as = "bf16" if mesh.plan.dtype == "fp8" else mesh.plan.dtype
+        found_as = "bf16" if mesh.plan.dtype in NARROW_DTYPES else mesh.plan.dtype
         self.is_other_half = self.summed == self.narrow and mesh.plan.grad_dtype not in (found_as, "fp32")
         self.ranks, self.num_reduced = float(unit.sharing(mesh)), float(unit.trained.padded_size(mesh, cut))
         copies = float(unit.replicas(mesh)[0] * weight_copies(mesh.schedule)) / self.ranks

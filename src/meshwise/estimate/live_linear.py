@@ -86,7 +86,7 @@ class Linears:
         if products is None:
             _part = part()
             return self._by_torch(weight, bias, x, size, keep)
-        y = self._by(products, weight, x, partial(keep or self.new, size))
+        y = self._by(products, weight, x, size, partial(keep or self.new, size))
         if bias is None:
             return y
         _part = part()
@@ -108,25 +108,24 @@ class Linears:
         if not weight.of.trains:
             return self.graph.op(result, lambda *_: (self.new(before),), x, saved=(weight.itself,))
         biases, sums = ((), ()) if bias is None else ((bias,), (bias.made,))
-        alone = before, weight.made
+        alone = partial(self.new, before), partial(self.new, weight.made)
         return self.graph.op(result, None, x, weight, *biases, saved=(x.storage,), sums=sums, alone=alone)
 
     def _products(self, of: WeightOfModel) -> Products | None:
         """How a matrix is multiplied that torch does not."""
-        is_narrow = bool(self.cut.narrow_matmuls) and has_adapters(of) and not of.is_adapter
+        form = self.cut.narrow_matmuls if has_adapters(of) and not of.is_adapter else ""
         if of.module in ENDS:
-            is_narrow = self.cut.head_dtype == "fp8"
+            form = "fp8" if self.cut.head_dtype == "fp8" else ""
         is_few = is_packed(of, self.cut)
-        return Products(self.graph.memory, is_narrow, is_few) if is_narrow or is_few else None
+        return Products(self.graph.memory, form, is_few) if form or is_few else None
 
-    def _by(self, products: Products, weight: Weight, x: Tensor, result: Callable[[], Storage]) -> Tensor:
-        """One of our own finds the gradient of its input first."""
-        before, trains = x.size, weight.of.trains
-
-        def back(grad: Storage, *_: Storage) -> tuple[Storage, ...]:
-            of_x = products.gradient_of_input(grad.size, weight.size, before)
-            return (of_x, products.gradient_of_matrix(grad.size, before, weight.made)) if trains else (of_x,)
-
-        inputs, saved = ((x, weight), (weight.itself, x.storage)) if trains else ((x,), (weight.itself,))
-        y = products.multiplied(before, weight.size, result)
-        return self.graph.op(y, back, *inputs, saved=saved)
+    def _by(
+        self, products: Products, weight: Weight, x: Tensor, size: float, result: Callable[[], Storage]
+    ) -> Tensor:
+        """One of our own, whose result takes so many bytes."""
+        sizes = x.size, weight.size, size
+        alone = partial(products.gradient_of_input, *sizes), partial(products.gradient_of_matrix, *sizes)
+        inputs, saved = (
+            ((x, weight), (weight.itself, x.storage)) if weight.of.trains else ((x,), (weight.itself,))
+        )
+        return self.graph.op(products.multiplied(*sizes, result), None, *inputs, saved=saved, alone=alone)

@@ -15,21 +15,13 @@ from meshwise.estimate.live_pipeline import PipelineRank
 from meshwise.estimate.live_tensors import Graph, Memory, Storage
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.plan import DEFAULTS
 from meshwise.plan.stages import chunks_of_rank
 from meshwise.program.cut import Cut
-
-OTHERS = ("dispatch", "imbalance")
-"""Keys of a plan that are walked by their defaults only."""
 
 
 def is_known(model: Model, mesh: Mesh) -> bool:
     """Whether the walk states this model and plan."""
-    is_next_only = not model.mtp_layers
-    is_default = all(getattr(mesh.plan, key) == DEFAULTS[key] for key in OTHERS)
-    is_whole = mesh.pp == 1 or mesh.plan.schedule in ("gpipe", "1f1b", "interleaved")  # the backward
-    is_as_walked = mesh.plan.dtype != "fp4" and (mesh.plan.dtype != "fp8" or is_whole)
-    return all(map(bool, (is_next_only, is_default, is_as_walked)))
+    return not model.mtp_layers and mesh.plan.dispatch == "per_expert"
 
 
 def live_peak_bytes(model: Model, mesh: Mesh, cut: Cut, rank: int, steps: int) -> float:

@@ -135,7 +135,7 @@ class Tensor:
 class Node:
     """An op: `back` makes gradients of the first `inputs` from that of its results and from what it `saved`.
 
-    Gradients of the last inputs, of the sizes `sums`, are added up behind it, as of biases. `alone`: sizes of
+    Gradients of the last inputs, of the sizes `sums`, are added up behind it, as of biases. `alone`: makes
     those that are made one by one, where not all are wanted. `widened`: bytes that each of what it saved
     takes when it is read, if not the same. `before` runs when the gradient of the result is there.
     """
@@ -144,7 +144,7 @@ class Node:
     inputs: tuple[Source | None, ...]
     saved: tuple[Saved, ...]
     sums: tuple[float, ...] = ()
-    alone: tuple[float, ...] = ()
+    alone: tuple[Callable[[], Storage], ...] = ()
     widened: float = 0.0
     before: Callable[[], None] | None = None
     grads: list[Storage | None] = field(default_factory=lambda: [None])
@@ -180,7 +180,7 @@ class Node:
     def _made(self, memory: Memory, takers: list[Source | None]) -> list[Storage | None]:
         read = [each.found() for each in self.saved]
         if self.back is None:
-            return _each(memory, self.alone, takers)
+            return [make() if taker else None for make, taker in zip(self.alone, takers, strict=False)]
         if self.widened:
             read = [memory.new(self.widened) for _ in read]
         return [*self.back(*self.grads, *read)]
@@ -205,7 +205,8 @@ class Graph:
 
     def op(
         self, result: Storage, back: Back | None, *inputs: Tensor | Leaf, saved: tuple[Storage, ...] = (),
-        sums: tuple[float, ...] = (), alone: tuple[float, ...] = (), place: int = 0, widened: float = 0.0,
+        sums: tuple[float, ...] = (), alone: tuple[Callable[[], Storage], ...] = (), place: int = 0,
+        widened: float = 0.0,
     ) -> Tensor:  # fmt: skip
         """`result`, as an op makes it of `inputs`."""
         sources = tuple((each, 0) if isinstance(each, Leaf) else _source(each) for each in inputs)
