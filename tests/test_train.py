@@ -119,7 +119,7 @@ PLANS = [
     ("tp=2,pp=2,offload_activations=0.5,offload_optimizer=1,recompute=full", "gpt", 4),
     ("tp=2,ep=2", "further", 4),
     ("pp=2,ep=2,schedule=zb-v", "further", 8),
-    ("ep=4,imbalance=1.5,offload_activations=0.5,recompute_modules=moe_act+core_attn", "moe", 4),
+    ("ep=4,imbalance=1.4,offload_activations=0.5,recompute_modules=moe_act+core_attn", "moe", 4),
     ("tp=2,ep=2,imbalance=1.25,recompute_modules=moe_act", "mla", 4),
     ("tp=2,pp=2,placement=tp-pp-cp-dp", "gpt", 4),
     ("tp=2,pp=2,sp=0", "gpt", 4),
@@ -360,7 +360,7 @@ def test_parts_are_those_of_chunk(rows: int, number: int) -> None:
         (1, 8, "zero=0,ep=2,dtype=fp32", "moe"),
         (2, 4, "tp=2,ep=2,dtype=bf16", "mla"),
         (1, 8, "zero=2,pp=2,schedule=dualpipe,dtype=bf16", "gpt"),
-        (2, 8, "ep=4,imbalance=1.5,dtype=bf16", "moe"),
+        (2, 8, "ep=4,imbalance=1.4,dtype=bf16", "moe"),
     ],
 )
 def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, pool: Ranks) -> None:
@@ -660,7 +660,6 @@ def counted_peak(options: Any) -> float:
         ("--plan attention=unfused,cp=2", "use attention=flash, or cp_kind=ulysses"),
         (f"--model {MODELS['moe']} --plan dispatch_dtype=fp8,ep=2", "do not divide the hidden width 32"),
         ("--plan recompute=full,recompute_layers=1,vpp=2,pp=2", "must be a multiple of vpp=2"),
-        (f"--model {MODELS['moe']} --plan ep=2,imbalance=1.1", "a rank has 2060 in a row"),
         (
             f"--model {MODELS['moe']} --plan ep=4,dispatch=per_rank --seq 6",
             "whose number 6 does not divide by 4",
@@ -676,7 +675,7 @@ def counted_peak(options: Any) -> float:
         ("--plan offload_activations=1,recompute_modules=per_op", "results of ops on the device"),
         (
             "--plan offload_activations=1,recompute=selective,pp=2,schedule=zb-h1 --batch 8",
-            "beside offload_activations under schedule=zb-h1",
+            "schedule=zb-h1 recomputes whole blocks, or nothing",
         ),
         ("--plan lora_rank=4,frozen_dtype=int4", "which do not divide the rows of q"),
         ("--model qwen3-8b", "norms of queries and keys"),

@@ -263,6 +263,7 @@ def rules(model: Model, mesh: Mesh, sizes: dict[str, Num], cluster: Cluster) -> 
         )
     yield from _expert_rules(model, mesh, sizes)
     yield from _replica_rules(mesh, sizes)
+    yield from _offload_rules(mesh)
     if mesh.plan.implementation == "fsdp2":
         yield from _fsdp2_rules(model, mesh, sizes)
     elif mesh.plan.implementation == "huggingface":
@@ -489,28 +490,7 @@ def _only(mesh: Mesh, sizes: dict[str, Num], key: str, built: tuple[Any, ...]) -
 
 def _fsdp2_recomputation(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
     """Rules of what the backward computes again, and of the other choices that this meets."""
-    plan, modules = mesh.plan, mesh.plan.recompute_modules
-    is_split = _is_split(mesh)
-    yield Rule(
-        (mesh.offload_activations > 0) & ("per_op" in modules),
-        "implementation=fsdp2 keeps results of ops on the device: leave recompute_modules=per_op or "
-        "offload_activations out",
-    )
-    yield Rule(
-        (mesh.offload_activations > 0) & is_split & (mesh.recompute == RECOMPUTE.index("selective")),
-        "implementation=fsdp2 recomputes whole blocks, or nothing, beside offload_activations under "
-        "schedule={schedule}: use recompute=full or none",
-    )
-    share = mesh.offload_optimizer
-    yield Rule(
-        (plan.optimizer == "muon") & (share > 0),
-        "implementation=fsdp2 gathers matrices for optimizer=muon on the device; leave offload_optimizer out",
-    )
-    yield Rule(
-        (plan.optimizer == "adam-8bit") & (share > 0) & (share < 1),
-        "implementation=fsdp2 cuts no tensor whose states share scales: use offload_optimizer=1 or 0 with "
-        "optimizer=adam-8bit",
-    )
+    plan = mesh.plan
     layers = sizes["recompute_layers"]
     shortest = min(plan.stages) if plan.stages else model.num_layers // (mesh.pp * mesh.vpp)
     a_chunk = np.where(np.isfinite(layers), layers, 0.0) / mesh.vpp
@@ -585,6 +565,33 @@ def _replica_rules(mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
         replicas % group != 0,
         "zero_group={group} does not divide dp={dp} x cp={cp}; use a divisor of {replicas}",
         values={"group": group, "cp": sizes["cp"], "replicas": replicas},
+    )
+
+
+def _offload_rules(mesh: Mesh) -> Iterator[Rule]:
+    """What nobody's software does beside host memory.
+
+    Muon's states: Megatron-LM and DeepSpeed lack it (their issues 4691 and 8463). Shares: DeepSpeed's and
+    Megatron-LM's are of Adam in whole numbers. `per_op`, and schedules that split the backward, are
+    torchtitan's, which keeps no activations there.
+    """
+    plan, share = mesh.plan, mesh.offload_optimizer
+    yield Rule(
+        (plan.optimizer == "muon") & (share > 0),
+        "optimizer=muon needs whole matrices on the device; leave offload_optimizer out",
+    )
+    yield Rule(
+        (plan.optimizer == "adam-8bit") & (share > 0) & (share < 1),
+        "optimizer=adam-8bit keeps scales of many states together; use offload_optimizer=1 or 0",
+    )
+    yield Rule(
+        (mesh.offload_activations > 0) & ("per_op" in plan.recompute_modules),
+        "recompute_modules=per_op keeps results of ops on the device; leave it or offload_activations out",
+    )
+    yield Rule(
+        (mesh.offload_activations > 0) & _is_split(mesh) & (mesh.recompute == RECOMPUTE.index("selective")),
+        "schedule={schedule} recomputes whole blocks, or nothing, beside offload_activations; use "
+        "recompute=full or none",
     )
 
 

@@ -1,14 +1,13 @@
 """How routing by force spreads tokens over the experts of ranks where one of them has more than the mean.
 
-The first rank has `imbalance` times the mean; the others share the rest as evenly as whole tokens allow. All
-experts of a rank are alike. This holds for each `period` of tokens in a row.
+The experts of the first rank have `imbalance` times the mean, as nearly as whole tokens allow; those of the
+others share the rest as evenly. All experts of a rank are alike. This holds for each `period` of tokens in a
+row.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 
@@ -37,15 +36,9 @@ def met_ranks(moe: MoE, ranks: Num) -> Num:
 
 
 def expert_load(moe: MoE, ranks: int, imbalance: float, tokens: int) -> Load:
-    """The load of so many tokens in a row, or of the next more where that is no whole number of choices.
-
-    `imbalance` counts as a fraction whose denominator is at most 1,000.
-    """
+    """The load of so many tokens in a row, whose choices the experts of a rank divide evenly."""
     own = moe.num_experts // ranks
-    busy = Fraction(imbalance).limit_denominator(1000) * moe.top_k / moe.num_experts
-    rest = Fraction(moe.top_k, own) - busy
-    step = math.lcm(busy.denominator, rest.denominator)
-    period = -(-tokens // step) * step
-    least, more = divmod(int(rest * period), max(ranks - 1, 1))
+    busy = round(imbalance * tokens * moe.top_k / moe.num_experts)
+    least, more = divmod(tokens * moe.top_k // own - busy, max(ranks - 1, 1))
     others = (least + (rank < more) for rank in range(ranks - 1))
-    return Load(period, own, (int(busy * period), *others))
+    return Load(tokens, own, (busy, *others))

@@ -90,16 +90,11 @@ def check(options: Options, ranks: int) -> None:
         )
     alike = int(mesh.shard_ranks(1, mesh.expert_replicas))
     run, load = tokens_in_a_row(options), the_load(options)
-    if load is not None and run != load.period:
-        raise PlanError(
-            f"train: imbalance={plan.imbalance:g} comes in whole tokens where a rank has {load.period} in a "
-            f"row, and seq {options.seq} leaves it {run}; use another sequence or imbalance"
-        )
     for what, number, divisor in (
         ("hidden width", model.hidden, alike),
         ("experts' width", model.moe.ffn_hidden // int(mesh.etp), alike),
         (f"seq {options.seq} leaves each rank {run} tokens in a row, whose choices", run * model.moe.top_k,
-         model.moe.num_experts if load is None else 1),
+         model.moe.num_experts if load is None else load.own),
         (f"dispatch=per_rank: seq {options.seq} leaves each rank {run} tokens in a row, whose number", run,
          max(1, ranks_met_once(plan))),
     ):  # fmt: skip
