@@ -38,13 +38,14 @@ check: install
 	$(BIN)/ruff check src tests benchmarks docs
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
-	$(BIN)/pytest tests/test_house.py
+	$(BIN)/pytest $(CHECKED)
 
 # Tests that start ranks, a browser or a notebook, search large spaces, or try a thousand inputs; longest first.
-SLOW := train browser script run profile tensor_parallel search disk eval_lm generate notebooks fuzz moe sweep ulysses \
-	compare dry_run slurm validate docs calibrate
+SLOW := train live_peak browser script run profile tensor_parallel search disk eval_lm generate notebooks fuzz moe sweep ulysses \
+	compare dry_run slurm validate calibrate
 SLOW_FILES := $(SLOW:%=tests/test_%.py)
-ALONE := tests/test_house.py tests/test_network.py
+CHECKED := tests/test_house.py tests/test_public.py tests/test_docs.py
+ALONE := $(CHECKED) tests/test_network.py
 
 quick: install  # all other tests, for daily work: about a minute on two cores
 	$(BIN)/pytest -n 2 $(SLOW_FILES:%=--ignore %) --ignore tests/test_network.py
