@@ -11,10 +11,15 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+from torch.nn.functional import gelu
+
 from meshwise.core.errors import PlanError
 from meshwise.cost.allocator import CachingAllocator
 from meshwise.runtime.dry_run import dry_run, new_tape
+from meshwise.runtime.fakes import QuickFakes
 from meshwise.runtime.programs import find_program, make_options
+from meshwise.runtime.torch_private import FakeTensorMode
 
 LOG = {"ranks": 16, "rank": 7, "device": "h100-80g-sxm"}
 SIZES = {"seq": 60000, "hidden": 16384}
@@ -164,6 +169,20 @@ def test_fake_device_and_cpu_count_the_same() -> None:
     on_chip, on_cpu = (dry("ulysses", ranks=4, rank=1, device=name, **values) for name in ("a100", "cpu"))
     chip_rows = [row for row in on_chip.ledger.to_json() if row["module"] != "machine"]
     assert chip_rows == on_cpu.ledger.to_json()
+
+
+@pytest.mark.parametrize("second", [(2, 3), (3,), (1, 3), (2, 1), (), (1, 2, 3), None])
+@pytest.mark.parametrize("flip", [False, True], ids=["rows", "columns"])
+def test_quick_shapes_are_those_of_torch(second: tuple[int, ...] | None, flip: bool) -> None:
+    """Of one tensor, of two (the second broadcast, or the wider), of rows or columns one after the other."""
+    found = []
+    for mode in (QuickFakes(), FakeTensorMode()):
+        with mode:
+            first = torch.empty(3, 2).t() if flip else torch.empty(2, 3)
+            other = 2.0 if second is None else torch.empty(second, dtype=torch.float32)
+            made = (first * other, first - other, first / other, first + 1, -first, gelu(first))
+            found.append([(x.shape, x.dtype, x.stride()) for x in made])
+    assert found[0] == found[1]
 
 
 def test_rank_outside_the_world() -> None:

@@ -24,14 +24,17 @@ DIRECT = frozenset((
     aten.mul_.Tensor, aten.lerp_.Scalar, aten.addcmul_.default, aten.addcdiv_.default, aten.copy_.default,
     aten.clone.default, aten.empty_like.default, aten.zeros_like.default, aten._to_copy.default,
     aten.embedding_dense_backward.default, aten.sub.Tensor, aten.new_zeros.default, aten.neg.default,
-    aten.split_with_sizes.default, aten.unsqueeze.default, aten.permute.default,
+    aten.split_with_sizes.default, aten.unsqueeze.default, aten.permute.default, aten.unbind.int,
+    aten.squeeze.dim, aten.sum.default, aten.gather.default, aten._softmax.default, aten.where.self,
+    aten.index_select.default,
 ))  # fmt: skip
 """Ops whose result lies where their tensors do, and whose meta kernel torch itself calls for fake ones."""
 
 _LIKE_FIRST = frozenset((
     aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.gelu_backward.default,
+    aten.gelu.default, aten.neg.default,
 ))  # fmt: skip
-"""Ops of two tensors, or of one and a number, whose shapes torch infers in Python, number by number."""
+"""Ops of one or two tensors, or of one and a number, whose shapes torch infers in Python, dim by dim."""
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _library = torch.library.Library("aten", "IMPL")
@@ -79,17 +82,24 @@ def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
     if func is aten.addmm.default:
         return aten.mm.default(*args[1:3])
     if func in _LIKE_FIRST and args[0].is_floating_point():
-        return aten.empty_like.default(args[0]) if _is_like_first(*args[:2]) else aten.mul.Tensor(*args[:2])
+        first, *second = args[:2]
+        if _is_like_first(first, *second):
+            return aten.empty_like.default(first)
+        if second:
+            return aten.mul.Tensor(first, *second)
     return func(*args, **kwargs)
 
 
-def _is_like_first(first: torch.Tensor, second: Any) -> bool:
+def _is_like_first(first: torch.Tensor, second: Any = None) -> bool:
     """Whether what an op makes of both lies as the first of them does."""
     if not first.is_contiguous():
         return False
     if not isinstance(second, torch.Tensor):
         return True
-    return first.shape == second.shape and first.dtype == second.dtype and second.is_contiguous()
+    if first.dtype != second.dtype or second.dim() > first.dim():
+        return False
+    both = zip(reversed(second.shape), reversed(first.shape), strict=False)
+    return all(size in (1, whole) for size, whole in both)
 
 
 def _common_device(args: Any) -> torch.device | None:
