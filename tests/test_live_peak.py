@@ -67,6 +67,8 @@ TRAIN = find_program("train")
         (4, 2, "moe --plan pp=2,ep=2,schedule=zb-v,recompute=full,dtype=fp32 --batch 6 --layers 4"),
         (4, 1, "llama --plan pp=2,tp=2,schedule=dualpipe,zero=2,dtype=bf16 --batch 4 --steps 2"),
         (2, 0, "mla --plan pp=2,schedule=dualpipe-v,dtype=bf16 --batch 4 --layers 4"),
+        (2, 1, "further --plan tp=2,optimizer=none,dtype=fp32 --batch 2 --layers 1 --seq 32"),
+        (4, 3, "further --plan pp=2,schedule=zb-h1,zero=2,recompute=full,dtype=bf16 --layers 2"),
         (2, 1, "llama3-8b --plan zero=1,optimizer=adam-8bit,offload_optimizer=1 --layers 1"),
         (5, 4, "gpt3-13b --plan zero=0,optimizer=adam-8bit,dtype=bf16 --layers 1 --steps 2"),
         (4, 3, "mla --plan optimizer=muon,tp=2,ep=2,etp=1,dtype=bf16 --batch 2 --seq 4 --steps 2"),

@@ -36,10 +36,12 @@ Experts = Callable[[Tensor], Tensor]
 
 
 class Modules:
-    """The modules of a rank; sizes in bytes are of a microbatch."""
+    """The modules of a rank, of which some are `redone`; sizes in bytes are of a microbatch."""
 
-    def __init__(self, model: Model, mesh: Mesh, cut: Cut, graph: Graph) -> None:
-        self.model, self.mesh, self.cut, self.graph = model, mesh, cut, graph
+    def __init__(
+        self, model: Model, mesh: Mesh, cut: Cut, graph: Graph, redone: tuple[str, ...] = ()
+    ) -> None:
+        self.redone, self.model, self.mesh, self.cut, self.graph = redone, model, mesh, cut, graph
         self.new, self.checkpoints = graph.memory.new, Checkpoints(graph, is_lasting=bool(mesh.pp > 1))
         narrow, wide = cut.precision.act_bytes, cut.precision.stat_bytes
         tokens, tp = float(cut.tokens), float(mesh.tp)
@@ -351,9 +353,8 @@ class Modules:
 
     def _is_redone(self, module: str) -> bool:
         """Whether the plan recomputes a module, and it is not inside another one."""
-        modules = self.mesh.plan.recompute_modules if self.mesh.plan.recompute == "selective" else ()
-        is_inside = "moe" in modules and module in ("moe_act", "shared_experts")
-        return module in modules and not is_inside
+        is_inside = "moe" in self.redone and module in ("moe_act", "shared_experts")
+        return module in self.redone and not is_inside
 
     def _result(self, size: float) -> Storage:
         """Of an op that torchtitan's selective checkpointing keeps."""
@@ -545,10 +546,23 @@ class Modules:
 
     def head(self, weights: Weights, x: Tensor) -> Tensor:
         """Logits of all tokens; where the loss is computed in chunks, the last norm's result."""
-        normed = self.norm(weights, "final_norm", x)
+        return self.read(weights, self.norm(weights, "final_norm", x))
+
+    def read(self, weights: Weights, normed: Tensor) -> Tensor:
+        """Logits, or what they will be made of in chunks."""
         if self.cut.loss_chunks > 1:
             return normed
         return self.linear(weights, self.table, self.gathered(normed), self.logits)
+
+    def projected(self, weights: Weights, x: Tensor) -> Tensor:
+        """What multi-token prediction joins, to hidden numbers; tp cuts the columns and then gathers them."""
+        columns = self.linear(weights, "projection", self.gathered(x), self.x)
+        if not self.is_cut:
+            return columns
+        came = self.new(self.whole)
+        whole = self.graph.op(self.new(self.whole), lambda _: (self.new(self.x),), columns)
+        del columns, came
+        return self.graph.op(self.new(self.x), lambda _: (self.new(self.whole),), whole)
 
     @property
     def table(self) -> str:

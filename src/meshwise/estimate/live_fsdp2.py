@@ -6,15 +6,17 @@ group is there. What a reduction reads stays until the next one. Source: torch.d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from meshwise.cost.schedule import weight_copies
+from meshwise.estimate.live_again import Checkpoints
 from meshwise.estimate.live_linear import Weight
 from meshwise.estimate.live_optimizer import Shard
-from meshwise.estimate.live_tensors import Memory, Storage
+from meshwise.estimate.live_tensors import Graph, Memory, Node, Storage, Tensor
 from meshwise.model.weights import Weight as WeightOfModel
 from meshwise.model.weights import Weights
 from meshwise.plan.mesh import Mesh
@@ -47,12 +49,13 @@ class Exchange:
 class Group:
     """Weights that FSDP2 gathers together; a rank keeps a part, and its gradient.
 
-    `is_freed`: they go after each forward. `is_reduced`, `is_let_go`: what is to happen in the backward.
+    `uses`: how often a weight is used, if not once. `is_freed`: they go after each forward. `is_reduced`,
+    `is_let_go`: what is to happen in the backward.
     """
 
     def __init__(
         self, memory: Memory, weights: Weights, mesh: Mesh, cut: Cut, exchange: Exchange, *,
-        is_tied: bool = False,
+        is_tied: bool = False, uses: Mapping[str, int] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         unit = Unit(weights=weights, count=1.0, gathers=(0.0, 0.0))
         self.new, self.exchange = memory.new, exchange
@@ -76,7 +79,7 @@ class Group:
             is_words = weight.name == "tokens" and holds_words and not is_tied
             made = size * float(mesh.tp) if is_words else size
             is_apart = is_words or bool(mesh.tp > 1 and tp_sums(weight, cut))
-            num_uses = 1 + (is_tied and weight.name == "tokens")
+            num_uses = uses.get(weight.name, 1)
             self.weights[weight.name] = Weight(memory, weight, size, made, num_uses, is_apart=is_apart)
             if weight.trains:
                 self.shards[weight.name] = self._shard_of(weight, mesh)
@@ -247,6 +250,35 @@ class Group:
         self._all_reduced = None
 
 
+def within(
+    checkpoints: Checkpoints, group: Group, run: Callable[[Mapping[str, Weight], Tensor], Tensor], x: Tensor
+) -> Tensor:
+    """What a group's modules make of x; its weights are there till then."""
+    group.before_forward()
+    if not checkpoints.is_again:
+        return used(group, run(group.weights, entering(checkpoints.graph, group, x)))
+    with group.exchange.again(group):
+        return run(group.weights, entering(checkpoints.graph, group, x))
+
+
+def used(group: Group, x: Tensor) -> Tensor:
+    """A group has made `x`; when the gradient of this is there, its weights are needed again."""
+    group.after_forward()
+    assert isinstance(x.origin, Node)
+    x.origin.before = group.before_backward
+    return x
+
+
+def entering(graph: Graph, group: Group, x: Tensor) -> Tensor:
+    """When the gradient of what enters a group is there, those of its weights are complete."""
+
+    def back(grad: Storage) -> tuple[Storage]:
+        group.after_backward()
+        return (grad,)
+
+    return graph.op(x.storage, back, x)
+
+
 def groups_of(weights: Weights, memory: Memory, **of: Any) -> list[Group]:
     """A group of a module's weights, and one of its experts'; all are made before a part is taken of any."""
     listed = as_listed(weights)
@@ -257,6 +289,16 @@ def groups_of(weights: Weights, memory: Memory, **of: Any) -> list[Group]:
     for group in reversed(groups):
         group.share()
     return groups
+
+
+Trained = tuple["Weight", Shard]
+"""A weight that has a gradient, and what the rank has of it."""
+
+
+def trained(weights: Weights, groups: Iterable[Group]) -> Iterator[Trained]:
+    """Those of a module's weights, as it lists them; its groups hold them."""
+    held = {name: (group.weights[name], shard) for group in groups for name, shard in group.shards.items()}
+    return (held[weight.name] for weight in as_listed(weights) if weight.trains)
 
 
 def as_listed(weights: Weights) -> Weights:

@@ -56,14 +56,11 @@ def to_weights(halves: list[Half], memory: Memory) -> None:
     found: list[Storage | None] = []
     for half in halves:
         noted = [*half.joints.values()]
-        before = [weight.grad for weight in half.weights]
         for weight in half.weights:
-            weight.grad = None
+            weight.is_held = True
         half.run(memory)
-        found = [weight.grad for weight in half.weights]
+        found = [weight.count() for weight in half.weights]
         half.joints.clear()
-        for weight, grad in zip(half.weights, before, strict=True):
-            weight.grad = grad or weight.grad
     del found, noted
 
 

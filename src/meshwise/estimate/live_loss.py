@@ -27,6 +27,10 @@ class Losses:
         """A loss over their number."""
         return self.graph.op(self.one(), lambda _: (self.one(),), loss)
 
+    def sum(self, loss: Tensor, further: Tensor) -> Tensor:
+        """Of two."""
+        return self.graph.op(self.one(), lambda grad: (grad, grad), loss, further)
+
     def mean(self, logits: Tensor, tokens: float) -> Tensor:
         """Of logits of so many tokens."""
         scores = self.graph.cast(logits, logits.size * self.wide)

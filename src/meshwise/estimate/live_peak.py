@@ -8,6 +8,8 @@ of a pipeline (`estimate.live_piece`).
 
 from __future__ import annotations
 
+from functools import partial
+
 from meshwise.estimate.live_decoder import Modules
 from meshwise.estimate.live_optimizer import optimizer_step
 from meshwise.estimate.live_piece import Piece
@@ -21,7 +23,8 @@ from meshwise.program.cut import Cut
 
 def is_known(model: Model, mesh: Mesh) -> bool:
     """Whether the walk states this model and plan."""
-    return not model.mtp_layers and mesh.plan.dispatch == "per_expert"
+    is_next_only = not (model.mtp_layers and model.tied_embedding)
+    return is_next_only and mesh.plan.dispatch == "per_expert"
 
 
 def live_peak_bytes(model: Model, mesh: Mesh, cut: Cut, rank: int, steps: int) -> float:
@@ -38,15 +41,16 @@ class _Step:
 
     def __init__(self, model: Model, mesh: Mesh, cut: Cut, rank: int) -> None:
         self.mesh, self.memory = mesh, Memory()
-        self.modules = Modules(model, mesh, cut, Graph(self.memory))
+        plan, both = mesh.plan, partial(Modules, model, mesh, cut, Graph(self.memory))
+        self.modules = both(plan.recompute_modules if plan.recompute == "selective" else ())
         tokens = self.modules.tokens
         places = tokens / float(mesh.microbatch) * float(cut.ulysses)
         choices = 3.0 * self.modules.own * model.moe.top_k if model.moe else 0.0
         self.constants = self.memory.new(8.0 * (places + choices) + 2.0 * self.modules.sine)
         held = chunks_of_rank(model, int(mesh.pp), int(mesh.vpp), mesh.plan.schedule, mesh.plan.stages, rank)
-        self.pieces = [Piece(model, mesh, cut, self.modules, *chunk) for chunk in held]
+        self.pieces = [Piece(model, mesh, cut, self.modules, both(), *chunk) for chunk in held]
         self.pipeline = PipelineRank(mesh, rank, self.pieces) if mesh.pp > 1 else None
-        self.tokens = self.memory.new(16.0 * float(mesh.num_microbatches) * tokens)
+        self.tokens = self.memory.new(8.0 * (2.0 + model.mtp_layers) * float(mesh.num_microbatches) * tokens)
         shards = [shard for piece in self.pieces for shard in piece.shards()]
         self._optimizer = optimizer_step(self.memory, mesh.plan, shards)
         self.losses: list[Storage] = []

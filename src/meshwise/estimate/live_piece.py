@@ -6,15 +6,16 @@ Some layers of the model with the ends of it that are theirs, spread over the re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
 from meshwise.estimate.live_decoder import Modules
-from meshwise.estimate.live_fsdp2 import Exchange, Group, as_listed, groups_of
+from meshwise.estimate.live_fsdp2 import Exchange, Trained, entering, groups_of, trained, used, within
+from meshwise.estimate.live_further import Further
 from meshwise.estimate.live_halves import Half, to_weights, to_what_entered
-from meshwise.estimate.live_linear import Weight, Weights
+from meshwise.estimate.live_linear import Weights
 from meshwise.estimate.live_optimizer import Shard
 from meshwise.estimate.live_tensors import Leaf, Node, OnHost, Storage, Tensor
 from meshwise.model.architecture import Model, layer_kind
@@ -42,8 +43,9 @@ class Piece:
     """Some layers of the model, with the ends of it that are theirs; a pipeline rank may have several."""
 
     def __init__(
-        self, model: Model, mesh: Mesh, cut: Cut, modules: Modules, chunk: Stage, layers: range
-    ) -> None:
+        self, model: Model, mesh: Mesh, cut: Cut, modules: Modules, plain: Modules, chunk: Stage,
+        layers: range,
+    ) -> None:  # fmt: skip
         self.modules, self.graph, self.memory = modules, modules.graph, modules.graph.memory
         self.exchange = Exchange()
         of = partial(groups_of, memory=self.memory, mesh=mesh, cut=cut, exchange=self.exchange)
@@ -51,18 +53,28 @@ class Piece:
         first, last = embedding_weights(model), head_weights(model)
         if cut.lora_rank:
             first, last = frozen(first), frozen(last)
-        self.first = {weight.name for weight in first} if self.is_first else set()
         self.is_tied = model.tied_embedding and self.is_first and self.is_last
         table = first[:1] if model.tied_embedding and not self.is_first else ()
-        self.embedding = of(first + last * self.is_tied, is_tied=self.is_tied)[0] if self.is_first else None
-        self.head = self.embedding if self.is_tied else of(last + table)[0] if self.is_last else None
-        self._kinds = [block_weights(model, layer_kind(model, layer), cut.lora_rank) for layer in layers]
-        groups = [of(block) for block in self._kinds]
+        ahead = model.mtp_layers * self.is_last
+        looks, reads = {"tokens": self.is_first + self.is_tied + ahead}, {"logits": 1 + ahead}
+        looked_up = first if self.is_first else first[:1] * (ahead > 0)
+        self._looked_up = tuple(sorted(looked_up, key=lambda one: one.name != "positions"))
+        self._read = last + table if self.is_last else ()
+        held = looked_up + last * self.is_tied
+        self.embedding = of(held, is_tied=self.is_tied, uses=looks)[0] if held else None
+        self.head = self.embedding if self.is_tied else of(self._read, uses=reads)[0] if self._read else None
+        kinds = [block_weights(model, layer_kind(model, layer), cut.lora_rank) for layer in layers]
+        groups = [of(block) for block in kinds]
+        self._blocks = [*zip(kinds, groups, strict=True)]
         self.blocks = [dense for dense, *_ in groups]
         self.experts = [experts[0] if experts else None for _, *experts in groups]
+        self.further = [Further(model, plain, of) for _ in range(ahead)]
         ends = [self.head] if self.head is not None and not self.is_tied else []
         inner = [group for of_block in groups for group in of_block]
         self.groups = [*([self.embedding] if self.embedding else []), *inner, *ends]
+        for one in self.further:
+            inner += one.in_block
+            self.groups += [one.ends, *one.in_block]
         for group in inner:
             group.is_freed = bool(mesh.pp == 1 and mesh.zero >= 3)
         self.every, modules_redone = mesh.plan.recompute_every, mesh.plan.recompute_modules
@@ -73,7 +85,8 @@ class Piece:
     def forward(self, came: Storage | None) -> Pass:
         """From tokens, or what came, to what is handed on, or the loss."""
         modules = self.modules
-        if self.embedding is not None:
+        if self.is_first:
+            assert self.embedding is not None
             entered = None
             self.embedding.before_forward()
             x = modules.embedding(self.embedding.weights)
@@ -92,31 +105,22 @@ class Piece:
             with self.graph.packing(OnHost) if start < self.num_on_host else nullcontext():
                 x = modules.checkpoints.again(run, x) if self.every > 1 else run(x)
         if self.head is not None:
-            self.head.before_forward()
-            x = self._loss(x if self.is_tied else self._entering(self.head, x))
+            x = self._loss(x)
         self.exchange.gathered = None
         return Pass(self.graph.taken(), x.storage, entered)
 
     def _layers(self, places: range, x: Tensor) -> Tensor:
         """One layer after the other."""
         for place in places:
-            x = self._within(self.blocks[place], partial(self._block, place), x)
+            x = within(self.modules.checkpoints, self.blocks[place], partial(self._block, place), x)
         return x
 
     def _block(self, place: int, weights: Weights, x: Tensor) -> Tensor:
         """Computed again in the backward, or not."""
-        group = self.experts[place]
-        experts = None if group is None else partial(self._within, group, self.modules.experts)
-        run = partial(self.modules.block, weights, experts)
-        return self.modules.checkpoints.again(run, x) if place < self.num_redone else run(x)
-
-    def _within(self, group: Group, run: Callable[[Weights, Tensor], Tensor], x: Tensor) -> Tensor:
-        """What a group's modules make of x; its weights are there till then."""
-        group.before_forward()
-        if not self.modules.checkpoints.is_again:
-            return self._used(group, run(group.weights, self._entering(group, x)))
-        with self.exchange.again(group):
-            return run(group.weights, self._entering(group, x))
+        group, modules = self.experts[place], self.modules
+        experts = None if group is None else partial(within, modules.checkpoints, group, modules.experts)
+        run = partial(modules.block, weights, experts)
+        return modules.checkpoints.again(run, x) if place < self.num_redone else run(x)
 
     def scaled(self, one: Pass) -> Storage:
         """The loss over the number of microbatches."""
@@ -126,26 +130,25 @@ class Piece:
         return found.storage
 
     def _loss(self, x: Tensor) -> Tensor:
-        """Of the last block's output."""
-        assert self.head is not None
-        weights = self.head.weights
-        return self.modules.loss(weights, self._used(self.head, self.modules.head(weights, x)))
+        """Of the last block's output, and of what further modules make of it."""
+        head, modules = self.head, self.modules
+        assert head is not None
+        head.before_forward()
+        entered = x if self.is_tied else entering(self.graph, head, x)
+        loss = modules.loss(head.weights, used(head, modules.head(head.weights, entered)))
+        for further in self.further:
+            x = further.forward(x, self._embedded())
+            found = modules.loss(head.weights, modules.read(head.weights, further.normed(x)))
+            loss = modules.losses.sum(loss, modules.losses.share(found))
+        return loss
 
-    def _used(self, group: Group, x: Tensor) -> Tensor:
-        """A group has made `x`; when the gradient of this is there, its weights are needed again."""
-        group.after_forward()
-        assert isinstance(x.origin, Node)
-        x.origin.before = group.before_backward
-        return x
-
-    def _entering(self, group: Group, x: Tensor) -> Tensor:
-        """When the gradient of what enters a group is there, those of its weights are complete."""
-
-        def back(grad: Storage) -> tuple[Storage]:
-            group.after_backward()
-            return (grad,)
-
-        return self.graph.op(x.storage, back, x)
+    def _embedded(self) -> Tensor:
+        """The next tokens, by the table as it was gathered where tokens enter."""
+        assert self.embedding is not None
+        if self.is_first:
+            return self.modules.embedding(self.embedding.weights)
+        self.embedding.before_forward()
+        return used(self.embedding, self.modules.embedding(self.embedding.weights))
 
     def backward(self, one: Pass) -> Storage | None:
         """From the gradient of the result to those of all weights, and of what came."""
@@ -162,7 +165,7 @@ class Piece:
         if self.is_first or one.entered is None:
             return None
         self._begin(one)
-        one.halves = to_what_entered(one.nodes, one.entered, self._weights())
+        one.halves = to_what_entered(one.nodes, one.entered, [weight for weight, _ in self._trained()])
         self._end()
         if self.is_last:
             one.result = one.grad = None
@@ -175,13 +178,16 @@ class Piece:
         else:
             to_weights(one.halves, self.memory)
 
-    def _weights(self) -> Iterator[Weight]:
-        """Those between what enters and the result, in the order in which modules list them."""
-        for block, experts, weights in zip(self.blocks, self.experts, self._kinds, strict=True):
-            found = {**block.weights, **(experts.weights if experts else {})}
-            yield from (found[weight.name] for weight in as_listed(weights) if weight.trains)
+    def _trained(self) -> Iterator[Trained]:
+        """All weights that have gradients, in the order in which modules list them."""
+        if self.embedding is not None:
+            yield from trained(self._looked_up, [self.embedding])
+        for weights, groups in self._blocks:
+            yield from trained(weights, groups)
         if self.head is not None:
-            yield from (weight for weight in self.head.weights.values() if weight.of.trains)
+            yield from trained(self._read, [self.head])
+        for further in self.further:
+            yield from further.trained()
 
     def _begin(self, one: Pass) -> None:
         for group in self.groups:
@@ -197,12 +203,7 @@ class Piece:
 
     def shards(self) -> list[Shard]:
         """This rank's part of each weight that trains, in the order in which the optimizer takes them."""
-        first, last = ({} if end is None else end.shards for end in (self.embedding, self.head))
-        found = [first[name] for name in ("positions", "tokens") if name in first]
-        for block, experts, listed in zip(self.blocks, self.experts, self._kinds, strict=True):
-            held = block.shards | (experts.shards if experts else {})
-            found += [held[weight.name] for weight in as_listed(listed) if weight.trains]
-        return found + [shard for name, shard in last.items() if name not in self.first]
+        return [shard for _, shard in self._trained()]
 
     def gather(self) -> None:
         """Begin to gather all weights."""

@@ -95,21 +95,30 @@ class OnHost:
 class Leaf:
     """A weight, or what comes from another stage, that has a gradient: a sum over its `num_uses`.
 
-    `value`: a tensor that is there for as long as this.
+    `value`: a tensor that is there for as long as this. `is_held`: what is found is `noted`, till it counts.
     """
 
     def __init__(self, memory: Memory, num_uses: int = 1, value: Storage | None = None) -> None:
         self.memory, self.num_uses, self.value = memory, num_uses, value
         self.grad: Storage | None = None
+        self.noted: Storage | None = None
+        self.is_held = False
         self._waiting: list[Storage] = []
 
     def take(self, grad: Storage, _: int) -> None:
-        """What a node finds; a gradient that is there already grows in place."""
+        """What a node finds."""
         self._waiting.append(grad)
         if len(self._waiting) == self.num_uses:
-            found = self.summed(self._waiting)
+            self.noted = self.summed(self._waiting)
             self._waiting = []
-            self.grad = self.grad or found
+            if not self.is_held:
+                self.count()
+
+    def count(self) -> Storage | None:
+        """What was noted; a gradient that is there already grows by it in place."""
+        found, self.noted, self.is_held = self.noted, None, False
+        self.grad = self.grad or found
+        return found
 
     def summed(self, grads: list[Storage]) -> Storage:
         """Of all uses."""
