@@ -421,8 +421,8 @@ class Modules:
         return summed
 
     def local(self, x: Tensor) -> Tensor:
-        """Out of a DTensor, where tp cuts it."""
-        return self.flat(x) if self.is_cut else x
+        """Out of a DTensor, where tp cuts tokens."""
+        return self.flat(x) if self.is_split else x
 
     def flat(self, x: Tensor) -> Tensor:
         """Another view of the same."""

@@ -54,6 +54,7 @@ def to_what_entered(nodes: list[Node], entered: Leaf, weights: Iterable[Leaf]) -
 def to_weights(halves: list[Half], memory: Memory) -> None:
     """Run the second half; what is found for some weights stays until it is for the next."""
     found: list[Storage | None] = []
+    noted: list[list[Storage | None]] = []
     for half in halves:
         noted = [*half.joints.values()]
         for weight in half.weights:
