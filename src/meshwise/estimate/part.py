@@ -21,6 +21,7 @@ from meshwise.core.units import Num
 from meshwise.estimate.timing import Machine, op_times
 from meshwise.machine.overheads import Overheads
 from meshwise.plan.plan import NARROW_DTYPES
+from meshwise.program.context import CORE
 from meshwise.program.op import Op
 
 MATRIX_KINDS = ("matmul", "attention", "decode_attention", "experts")
@@ -363,12 +364,15 @@ def _redone_bytes(forward: Sequence[Op]) -> Num:
     numbered = [*enumerate(forward)]
     again = [i for i, op in numbered if np.any(op.redone_frac) or np.any(op.recomputed_bytes)]
     of_attention = [i for i in again if forward[i].module == "attention"]
-    runs = {*again, *range(of_attention[0], of_attention[-1])} if of_attention else again
+    makes_heads = any(forward[i].name == "kv_up" and np.any(forward[i].redone_frac) for i in again)
+    runs = {*again, *range(of_attention[0], of_attention[-1])} if makes_heads else again
     shared = [i for i in again if forward[i].module == "shared_expert" and np.any(forward[i].redone_frac)]
     for i, op in reversed(numbered):
         kept = op.saved_bytes - op.recomputed_bytes
         if i in runs:
             back, inside = back + np.maximum(op.recomputed_bytes, 0.0), inside + kept
+            if op.name in CORE and op.kind == "matmul":
+                back = back + op.redone_frac * op.doubled_bytes
             if [i] == shared[-1:]:
                 back = back + _norm_apart_bytes(forward)
             largest = np.maximum(largest, back - behind)

@@ -46,7 +46,7 @@ def torch_ops(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterator[Op]:
         if _gathers_again(op) or (op.kind == "collective" and op.name == "keys_values"):
             continue
         if op.kind == "matmul" and op.module == "attention" and op.name in CORE:
-            yield _with_keys_again(op) if op.phase == "forward" else op
+            yield _with_keys_again(cut, op) if op.phase == "forward" else op
         elif op.kind == "matmul":
             if "_lora_" not in op.name:  # adapters read what the layer reads beside which they stand
                 layer = op.module, op.name
@@ -171,11 +171,21 @@ def weighed_after(op: Op, prec: Precision) -> Op:
     return kernel(op.module, op.name, "scale_by_gate", rows, width, prec, phase=op.phase)
 
 
-def _with_keys_again(op: Op) -> Op:
-    """`with_repeated_keys`, which recomputation repeats again."""
+def _with_keys_again(cut: Cut, op: Op) -> Op:
+    """`with_repeated_keys`, which recomputation repeats again, beside what they are copies of.
+
+    Heads of several sequences are copied too, so that they lie one behind the other.
+    """
     repeated = with_repeated_keys(op)
     more = repeated.saved_bytes - op.saved_bytes
-    return structs.replace(repeated, recomputed_bytes=repeated.recomputed_bytes + more)
+    is_apart = (
+        (cut.microbatch > 1) & (op.shape[0] > cut.microbatch) & ("mla_up_proj" not in cut.recompute_modules)
+    )
+    return structs.replace(
+        repeated,
+        recomputed_bytes=repeated.recomputed_bytes + more,
+        doubled_bytes=op.saved_bytes * ((more > 0) | is_apart),
+    )
 
 
 def with_repeated_keys(op: Op) -> Op:
