@@ -497,7 +497,11 @@ def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, poo
         (4, 1, "mla --plan tp=2,ep=2,etp=1,lora_rank=4,recompute_modules=mla_up_proj+shared_experts+mlp"),
         (4, 2, "moe --plan ep=2,lora_rank=4,recompute_modules=moe,dtype=bf16 --batch 4"),
         (4, 1, "llama --plan cp=2,tp=2,cp_kind=ulysses,attention=unfused --batch 4 --microbatch 2"),
-        (1, 0, "llama --plan attention=unfused,recompute_modules=core_attn --microbatch 2 --layers 1 --seq 256"),
+        (
+            1,
+            0,
+            "llama --plan attention=unfused,recompute_modules=core_attn --microbatch 2 --layers 1 --seq 256",
+        ),
         (1, 0, "latent --plan attention=unfused,recompute_modules=layernorm+core_attn --layers 1 --seq 256"),
         (4, 3, "gpt --plan cp=2,tp=2,cp_kind=ulysses,lora_rank=4,dtype=bf16 --batch 4 --microbatch 2"),
         (4, 3, "further --plan pp=2,ep=2,schedule=zb-h1,recompute=full,dtype=bf16 --layers 4 --batch 8"),
