@@ -696,6 +696,17 @@ def test_what_is_not_built_is_said(words: str, sentence: str, meshwise: Callable
     assert sentence in outcome.err
 
 
+def test_halves_of_a_backward_through_two_further_modules_are_refused(
+    tmp_path: Path, meshwise: Callable[..., Any]
+) -> None:
+    config = json.loads(Path(MODELS["further"]).read_text()) | {"num_nextn_predict_layers": 2}
+    (tmp_path / "two.json").write_text(json.dumps(config))
+    words = ["--model", str(tmp_path / "two.json"), "--plan", "pp=2,schedule=zb-h1", "--seq", "16"]
+    outcome = meshwise("dryrun", "train", "--ranks", "2", *words)
+    assert outcome.code == 2
+    assert "2 modules of multi-token prediction read one table; use schedule=1f1b" in outcome.err
+
+
 def test_help_names_what_a_plan_may_say(meshwise: Callable[..., Any]) -> None:
     text = " ".join(meshwise("run", "train", "--help").out.split())
     for word in (

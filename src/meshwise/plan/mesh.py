@@ -554,7 +554,7 @@ def _fsdp2_pipeline(mesh: Mesh) -> Iterator[Rule]:
     )
 
 
-def _is_split(mesh: Mesh) -> Any:
+def splits_backward(mesh: Mesh) -> Any:
     """Where a pipeline computes the gradients of inputs and of weights apart."""
     return (mesh.pp > 1) & np.isin(mesh.schedule, _SPLIT)
 
@@ -589,7 +589,9 @@ def _offload_rules(mesh: Mesh) -> Iterator[Rule]:
         "recompute_modules=per_op keeps results of ops on the device; leave it or offload_activations out",
     )
     yield Rule(
-        (mesh.offload_activations > 0) & _is_split(mesh) & (mesh.recompute == RECOMPUTE.index("selective")),
+        (mesh.offload_activations > 0)
+        & splits_backward(mesh)
+        & (mesh.recompute == RECOMPUTE.index("selective")),
         "schedule={schedule} recomputes whole blocks, or nothing, beside offload_activations; use "
         "recompute=full or none",
     )
