@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,13 @@ def test_the_peak_of_all_live_tensors_has_a_closed_form(ranks: int, rank: int, w
     peaks = [row.values for row in found.rows if row.column == "peak_bytes"]
     assert len(peaks) == 1
     assert peaks[0]["estimate"] == peaks[0]["dry_run"]
+
+
+def test_queries_straight_from_what_keys_are_made_of_agree(tmp_path: Path) -> None:
+    """Latent attention without latents of queries, where every tensor-parallel rank has all tokens."""
+    config = json.loads(Path(MODELS["latent"]).read_text()) | {"q_lora_rank": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = "--plan tp=2,sp=0,recompute_modules=layernorm,optimizer=none --layers 1 --seq 64".split()
+    options = parse_options(TRAIN, ["--model", str(tmp_path / "config.json"), *words])
+    found = compare_program(TRAIN, options, ranks=2, rank=1, with_run=False)
+    assert found.agree, found.differences()[:3]

@@ -117,7 +117,7 @@ def _input_apart(model: Model, cut: Cut, module: str, name: str) -> Num:
         and not model.mla.q_lora_rank
     ):
         tokens = cut.split_tokens
-    return (cut.tp > 1) * tokens * model.hidden * cut.precision.act_bytes
+    return cut.sequence_parallel * (cut.tp > 1) * tokens * model.hidden * cut.precision.act_bytes
 
 
 def widths(model: Model, cut: Cut, name: str, width: Num) -> list[Num]:

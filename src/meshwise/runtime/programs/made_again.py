@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 from meshwise.runtime.programs.context import Recorder
 from meshwise.runtime.programs.local import local
@@ -100,17 +101,20 @@ class MadeAgain:
 class _Missing:
     """In place of a kept tensor, until it is made again; then it holds it."""
 
-    __slots__ = ("__weakref__", "_made", "_view", "tensor")
+    __slots__ = ("__weakref__", "_layout", "_made", "_view", "tensor")
 
     def __init__(self, made: MadeAgain, kind: str, number: int, view: Tensor | None = None) -> None:
         self._made = made
-        self._view = None if view is None else (view.shape, view.stride(), view.storage_offset())
+        part = view.to_local() if isinstance(view, DTensor) else view
+        self._view = None if part is None else (part.shape, part.stride(), part.storage_offset())
+        self._layout = (view.device_mesh, view.placements) if isinstance(view, DTensor) else None
         self.tensor: Tensor | None = None
         made.wait(self, kind, number)
 
     def as_read(self, tensor: Tensor) -> Tensor:
         """The part of a result that was read, or all."""
-        return tensor if self._view is None else tensor.as_strided(*self._view)
+        part = tensor if self._view is None else tensor.as_strided(*self._view)
+        return part if self._layout is None else DTensor.from_local(part, *self._layout, run_check=False)
 
 
 def _storage(tensor: Tensor) -> int:
