@@ -94,7 +94,7 @@ def test_queries_straight_from_what_keys_are_made_of_agree(tmp_path: Path) -> No
     """Latent attention without latents of queries, where every tensor-parallel rank has all tokens."""
     config = json.loads(Path(MODELS["latent"]).read_text()) | {"q_lora_rank": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    words = "--plan tp=2,sp=0,recompute_modules=layernorm,optimizer=none --layers 1 --seq 64".split()
+    words = ["--plan", "tp=2,sp=0,recompute_modules=layernorm,optimizer=none", "--layers", "1", "--seq", "64"]
     options = parse_options(TRAIN, ["--model", str(tmp_path / "config.json"), *words])
     found = compare_program(TRAIN, options, ranks=2, rank=1, with_run=False)
     assert found.agree, found.differences()[:3]
