@@ -73,6 +73,7 @@ TRAIN = find_program("train")
         (2, 1, "llama3-8b --plan zero=1,optimizer=adam-8bit,offload_optimizer=1 --layers 1"),
         (5, 4, "gpt3-13b --plan zero=0,optimizer=adam-8bit,dtype=bf16 --layers 1 --steps 2"),
         (4, 3, "mla --plan optimizer=muon,tp=2,ep=2,etp=1,dtype=bf16 --batch 2 --seq 4 --steps 2"),
+        (4, 1, "moe --plan ep=4,dispatch=per_rank,optimizer=none,dtype=bf16 --layers 1 --seq 64"),
         (4, 3, "moe --plan ep=4,imbalance=1.5,dtype=bf16 --layers 1 --seq 32"),
         (2, 1, "gpt --plan pp=2,schedule=zb-h1,dtype=fp8 --batch 4 --layers 2"),
         (2, 1, "llama --plan tp=2,dtype=fp4,head_dtype=fp8 --layers 1 --seq 24"),

@@ -6,6 +6,7 @@ does. Weights are `Leaf`s by name; `forward` of a block or an end is called insi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -30,6 +31,7 @@ from meshwise.estimate.live_unfused import attend_unfused
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.program.cut import Cut
+from meshwise.program.expert_load import met_ranks
 
 Experts = Callable[[Tensor], Tensor]
 """What experts make of what came to them."""
@@ -225,16 +227,58 @@ class Modules:
         tokens = self.flat(x)
         wide = self.graph.cast(logits, logits.size * self.number / self.narrow)
         gates = self.graph.cast(self._gates(wide), self.own * moe.top_k * self.narrow)
-        copies = self.selected(tokens, tokens.size * moe.top_k)
-        arrived = self._by_expert(self._parts_gathered(self._sent(copies, there=True)))
-        answers = self._sent(self._parts_added(self._by_expert(experts(arrived))), there=False)
-        weighed = self.weighed(self.selected(answers, answers.size), gates)
-        mixed = self._sum_of_choices(weighed)
+        if self.is_once:
+            mixed = self._once_to_each(experts, tokens, gates)
+        else:
+            copies = self.selected(tokens, tokens.size * moe.top_k)
+            arrived = self._by_expert(self._parts_gathered(self._sent(copies, there=True)))
+            answers = self._sent(self._parts_added(self._by_rank(experts(arrived))), there=False)
+            weighed = self.weighed(self.selected(answers, answers.size), gates)
+            mixed = self._sum_of_choices(weighed)
         if not moe.shared_ffn_hidden:
             return mixed
         width = self.tokens * moe.shared_ffn_hidden / self.tp * self.narrow
         shared = partial(self.feed_forward, weights, width=width)
         return self.add(mixed, self._redone("shared_experts", shared, x))
+
+    @property
+    def is_once(self) -> bool:
+        """Whether a token goes once to each rank, not to each expert."""
+        return self.mesh.plan.dispatch == "per_rank" and bool(self.cut.ep > 1)
+
+    def _met(self) -> tuple[float, float]:
+        """On how many ranks the experts of a token lie, and at most how many on one of them."""
+        assert self.model.moe is not None
+        met = float(met_ranks(self.model.moe, self.cut.ep))
+        return met, math.ceil(self.model.moe.top_k / met)
+
+    @property
+    def num_routes(self) -> float:
+        """Numbers that say where the tokens go."""
+        if self.model.moe is None:
+            return 0.0
+        choices = float(self.model.moe.top_k)
+        if not self.is_once:
+            return 3.0 * choices * self.own
+        met, together = self._met()
+        of_others = (choices + met * together) / float(self.cut.ep)
+        return self.own * (choices + 2.0 * met + met * together + of_others)
+
+    def _once_to_each(self, experts: Experts, tokens: Tensor, gates: Tensor) -> Tensor:
+        """Tokens go once to each rank, with the weights of its answers, which are added up there."""
+        moe = self.model.moe
+        assert moe is not None
+        met, together = self._met()
+        arrived = self._sent(self.selected(tokens, tokens.size * met), there=True)
+        factors = self._exchanged(self.selected(gates, gates.size / moe.top_k * met * together))
+        factors = self.selected(factors, gates.size)
+        copies = self.selected(arrived, tokens.size * moe.top_k)
+        answers = experts(self._by_expert(self._parts_gathered(copies)))
+        weighed = self.weighed(self._parts_added(self._by_rank(answers)), factors)
+        size = weighed.size
+        sums = self.graph.op(self._filled(arrived.size), lambda _: (self.new(size),), weighed)
+        back = self.selected(self._sent(sums, there=False), arrived.size)
+        return self._sum_of_choices(back)
 
     def experts(self, weights: Weights, x: Tensor) -> Tensor:
         """The MLPs of the rank's experts."""
@@ -300,6 +344,11 @@ class Modules:
             result, lambda grad: (sent(grad, there=not there, is_narrow=is_narrow and not there),), copies
         )
 
+    def _exchanged(self, x: Tensor) -> Tensor:
+        """All-to-all, of as many bytes."""
+        size = x.size
+        return self.graph.op(self._result(size), lambda _: (self.new(size),), x)
+
     def _parts_gathered(self, copies: Tensor) -> Tensor:
         """For ranks that hold parts of the same experts."""
         parts = float(self.cut.etp)
@@ -319,10 +368,32 @@ class Modules:
         )
 
     def _by_expert(self, copies: Tensor) -> Tensor:
-        """In another order, where several ranks send to several experts; its own inverse."""
+        """In another order, where several ranks send to several experts; of single rows a view, at first."""
+        if not self._is_mixed:
+            return copies
+        size, is_view = copies.size, self._num_alike(copies) == 1
+        return self.graph.op(
+            copies.storage if is_view else self.new(size), lambda _: (self.new(size),), copies
+        )
+
+    def _by_rank(self, answers: Tensor) -> Tensor:
+        """The inverse."""
+        if not self._is_mixed:
+            return answers
+        size, is_view = answers.size, self._num_alike(answers) == 1
+        return self.graph.op(self.new(size), lambda grad: (grad if is_view else self.new(size),), answers)
+
+    @property
+    def _is_mixed(self) -> bool:
+        """Whether what comes from several ranks is of several experts."""
         assert self.model.moe is not None
-        has_one = self.model.moe.num_experts == self.cut.ep or self.cut.ep * self.cut.etp == 1
-        return copies if has_one else self.copied(copies, copies.size, again=True)
+        return not (self.model.moe.num_experts == self.cut.ep or self.cut.ep * self.cut.etp == 1)
+
+    def _num_alike(self, copies: Tensor) -> float:
+        """Copies of one expert from one rank."""
+        assert self.model.moe is not None
+        rows = copies.size / self.narrow / self.model.hidden
+        return rows / (self.model.moe.num_experts * float(self.cut.etp))
 
     def weighed(self, answers: Tensor, gates: Tensor) -> Tensor:
         """Answers times gates, whose gradients are sums over the products' rows."""
@@ -428,9 +499,9 @@ class Modules:
         """Another view of the same."""
         return self.graph.op(x.storage, lambda grad: (grad,), x)
 
-    def copied(self, x: Tensor, size: float, *, again: bool = False) -> Tensor:
-        """In one piece, or in order; where it is `again`, the gradient is put back."""
-        return self.graph.op(self.new(size), lambda grad: (self.new(size) if again else grad,), x)
+    def copied(self, x: Tensor, size: float) -> Tensor:
+        """In one piece."""
+        return self.graph.op(self.new(size), lambda grad: (grad,), x)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Two parts of the same memory, whose gradients are put together."""

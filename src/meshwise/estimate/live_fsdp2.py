@@ -213,12 +213,10 @@ class Group:
         self.grad = self.grad or found
 
     def _in_parts(self, grads: list[Storage]) -> list[Storage]:
-        """Copies in which the parts of each rank lie together; what was copied goes one behind."""
-        copies = []
-        while grads:
-            before = grads.pop(0)
-            copies.append(self.new(before.size))
-        return copies
+        """Copies in which parts of each rank lie together, by torch's own loop: its iterators hold some."""
+        for place, (_, before) in enumerate(zip(self.weights, grads, strict=False)):
+            grads[place] = self.new(before.size)
+        return grads
 
     def _has_gradient(self, name: str) -> bool:
         return name in self._sums or self.weights[name].grad is not None

@@ -23,8 +23,7 @@ from meshwise.program.cut import Cut
 
 def is_known(model: Model, mesh: Mesh) -> bool:
     """Whether the walk states this model and plan."""
-    is_next_only = not (model.mtp_layers and model.tied_embedding)
-    return is_next_only and mesh.plan.dispatch == "per_expert"
+    return not (model.mtp_layers and model.tied_embedding)
 
 
 def live_peak_bytes(model: Model, mesh: Mesh, cut: Cut, rank: int, steps: int) -> float:
@@ -45,8 +44,8 @@ class _Step:
         self.modules = both(plan.recompute_modules if plan.recompute == "selective" else ())
         tokens = self.modules.tokens
         places = tokens / float(mesh.microbatch) * float(cut.ulysses)
-        choices = 3.0 * self.modules.own * model.moe.top_k if model.moe else 0.0
-        self.constants = self.memory.new(8.0 * (places + choices) + 2.0 * self.modules.sine)
+        numbers = places + self.modules.num_routes
+        self.constants = self.memory.new(8.0 * numbers + 2.0 * self.modules.sine)
         held = chunks_of_rank(model, int(mesh.pp), int(mesh.vpp), mesh.plan.schedule, mesh.plan.stages, rank)
         self.pieces = [Piece(model, mesh, cut, self.modules, both(), *chunk) for chunk in held]
         self.pipeline = PipelineRank(mesh, rank, self.pieces) if mesh.pp > 1 else None
