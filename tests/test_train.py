@@ -527,6 +527,7 @@ def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, poo
         (4, 2, "moe --plan ep=2,recompute_modules=moe_act,act_input_dtype=fp8,dtype=bf16 --batch 8"),
         (4, 2, "moe --plan ep=2,tp=2,etp=1,lora_rank=4,recompute_modules=per_op,dtype=bf16 --batch 4"),
         (4, 2, "gpt --plan pp=2,schedule=zb-h1,dtype=fp8 --batch 8"),
+        (4, 2, "moe --plan ep=2,pp=2,schedule=zb-h1,lora_rank=4,recompute=selective --batch 8 --layers 4"),
         (8, 3, "moe --plan pp=2,ep=4,dispatch=per_rank,schedule=zb-h1,dtype=bf16 --batch 8"),
         (
             16,

@@ -130,7 +130,9 @@ def _peak_of_pattern(
             waiting = np.maximum(waiting, back[kind] - returned[kind] - before @ returned)
         halved.append(is_halved * (all_back + waiting))
         is_here = (redone >= len(kinds)) | (on_host < len(kinds))
-        let_go = loss if chunk.heads or not kinds else loose[kinds[-1]] * is_here
+        let_go = loss * (chunk.heads or not kinds)
+        if kinds and (cut.lora_rank or not chunk.heads):  # a frozen head goes as its loss does
+            let_go = let_go + loose[kinds[-1]] * is_here
         stays.append(is_halved * (all_back - let_go))
         ended.append((1.0 - is_halved) * largest)
     found = moments(*pattern)
