@@ -31,8 +31,8 @@ class Further:
 
     def trained(self) -> Iterator[Trained]:
         """Its weights, in the order in which modules list them."""
-        ends = list(trained(self.listed, [self.ends]))  # none where all of them are frozen
-        yield from (*ends[:-1], *trained(self.kind, self.in_block), *ends[-1:])
+        *ends, last = trained(self.listed, [self.ends])
+        yield from (*ends, *trained(self.kind, self.in_block), last)
 
     def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
         """What the block makes of both, and its last norm of that."""

@@ -23,7 +23,7 @@ from meshwise.program.cut import Cut
 
 def is_known(model: Model, mesh: Mesh) -> bool:
     """Whether the walk states this model and plan."""
-    return not (model.mtp_layers and model.tied_embedding)
+    return not (model.mtp_layers and (model.tied_embedding or mesh.plan.lora_rank))
 
 
 def live_peak_bytes(model: Model, mesh: Mesh, cut: Cut, rank: int, steps: int) -> float:
