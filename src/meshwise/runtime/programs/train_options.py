@@ -5,9 +5,9 @@ Tensor parallelism with sequence parallelism by DTensor (`tp`), data parallelism
 torch's ring attention and an exchange of heads (`cp`, `cp_kind`, `ulysses`), experts spread over neighbours
 by its functional all-to-all (`ep`), recomputation by torch.utils.checkpoint of modules, of the first layers
 of each chunk, or of ops whose results are not kept (`recompute`), inputs of activation functions kept in fp8
-(`act_input_dtype`), adapters beside frozen weights (`lora_rank`), AdamW or SGD. Gradients of several
-microbatches add up before the optimizer steps. Dropout is left out. Other plans are priced by `meshwise
-estimate` and refused here.
+(`act_input_dtype`), adapters beside frozen weights (`lora_rank`), AdamW (in 8 bits too), Muon or SGD.
+Gradients of several microbatches add up before the optimizer steps. Dropout is left out. Layouts beyond 1d
+are priced by `meshwise estimate` and refused here.
 """
 
 from __future__ import annotations
@@ -43,18 +43,7 @@ class Options:
     layers: Annotated[int, Meta(ge=0, description="cut the model to so many layers (0: all)")] = 0
     plan: Annotated[
         str,
-        Meta(
-            description="tp, cp, cp_kind, zero, zero_group, ulysses, ep, etp, pp, vpp, lora_rank, "
-            "optimizer=adam|adam-bf16|adam-8bit|muon|sgd, grad_dtype, offload_optimizer, "
-            "offload_activations, "
-            "schedule=gpipe|1f1b|interleaved|zb-h1|zb-v|dualpipe|dualpipe-v, recompute=none|selective|full, "
-            "recompute_layers, "
-            "recompute_modules=core_attn+layernorm+mla_up_proj+mlp+moe+moe_act+shared_experts|per_op, "
-            "act_input_dtype=bf16|fp8, head_dtype=bf16|fp8, dispatch=per_expert|per_rank, "
-            "dispatch_dtype=bf16|fp8, imbalance, "
-            "dtype=fp4|fp8|bf16|fp16|tf32|fp32|fp64, frozen_dtype=fp8|int4|fp4, sp, placement, "
-            "joined by commas as in tp=2,pp=2; dp is what they leave"
-        ),
+        Meta(description="keys of layout=1d (meshwise list plan), as in tp=2,pp=2; dp is what they leave"),
     ] = "tp=1,zero=3"
     batch: Annotated[int, Meta(ge=0, description="sequences in a step (0: pp microbatches a replica)")] = 0
     microbatch: Annotated[int, Meta(ge=1, description="sequences at once on a rank")] = 1
