@@ -1,8 +1,8 @@
 """The documented Slurm script under a real slurmctld and slurmd on this machine.
 
 A second node is a second slurmd under the machine's other name, localhost, on a port of its own.
-They need root and the packages slurmctld, slurmd and slurm-client; every file of theirs is in a folder of the
-test, and authentication is off.
+They need root and the packages slurmctld, slurmd and slurm-client; every file of theirs is in two folders of
+the test, and authentication is off.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +41,7 @@ MpiDefault=none
 GresTypes=gpu
 SlurmdParameters=config_overrides
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
+SlurmdSpoolDir={spool}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
@@ -56,10 +57,14 @@ def slurm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, 
         pytest.skip("Slurm's daemons need root; install slurmctld, slurmd and slurm-client")
     path, host = tmp_path / "slurm.conf", socket.gethostname()
     names = (host, "localhost")[: request.param]
-    for folder in ("state", *(f"spool-{name}" for name in names)):
-        (tmp_path / folder).mkdir()
+    (tmp_path / "state").mkdir()
+    spool = Path(tempfile.mkdtemp(prefix="slurm-"))  # holds sockets, whose paths have 107 bytes at most
+    for name in names:
+        (spool / name).mkdir()
     nodes = [NODE.format(name=name, host=host, port=own_port(), cpus=os.cpu_count()) for name in names]
-    path.write_text(CONFIG.format(host=host, folder=tmp_path, port=own_port()) + "".join(nodes) + PARTITION)
+    path.write_text(
+        CONFIG.format(host=host, folder=tmp_path, spool=spool, port=own_port()) + "".join(nodes) + PARTITION
+    )
     (tmp_path / "gres.conf").write_text(
         "Name=gpu File=/dev/zero\nName=gpu File=/dev/full\n"
     )  # devices in name
@@ -77,6 +82,7 @@ def slurm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, 
             daemon.terminate()
         for daemon in running:
             daemon.wait(timeout=20)
+        shutil.rmtree(spool, ignore_errors=True)
 
 
 def ask(environment: dict[str, str], *words: str) -> str:

@@ -118,6 +118,7 @@ def event_cost_s(options: dict[str, bool]) -> float:
         probe.start()
         captured_s = seconds()
         path = probe.stop()
+        bare_s = min(bare_s, seconds())
         num_events = num_host_events(path) / _NUM_ROUNDS if path else 1
     torch.set_num_threads(num_threads)
     return max(0.0, captured_s - bare_s) / max(1.0, num_events)
