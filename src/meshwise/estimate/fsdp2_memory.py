@@ -86,7 +86,8 @@ def kept_peak_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mes
     redone = np.where(full > 0, mesh.recompute_layers / mesh.vpp, 0.0)
     loss = head.loose_bytes * (cut.loss_chunks == 1)  # in pieces its gradient of the matrix stays too
     numbers = [embedding.saved_bytes, head.saved_bytes, loss, _in_a_piece(model, cut)]
-    numbers += [mesh.offload_activations, one_input, redone, *kept, *back, *returned]
+    fetched = [is_full * part.saved_bytes + selective * part.fetched_bytes for part in blocks]
+    numbers += [mesh.offload_activations, one_input, redone, *kept, *back, *returned, *fetched]
     numbers += [part.loose_bytes for part in blocks]
     distinct, which = patterns(mesh, stage)
     cells = np.stack(np.broadcast_arrays(which, *numbers))
@@ -103,7 +104,7 @@ def _peak_of_pattern(
     """The peak of each of the `cells`, columns of numbers as in `kept_peak_bytes`, under one pipeline."""
     schedule, pp, vpp, _, rank = pattern
     embedding, head, loss, in_a_piece, share, one_input, redone = cells[:7]
-    kept, back, returned, loose = np.split(cells[7:], 4)
+    kept, back, returned, fetched, loose = np.split(cells[7:], 5)
     sizes, pieces, beyond, halved, stays, ended = [], [], [], [], [], []
     every = mesh.plan.recompute_every
     for chunk, layers in chunks_of_rank(model, pp, vpp, SCHEDULES[schedule], mesh.plan.stages, rank):
@@ -118,7 +119,8 @@ def _peak_of_pattern(
             inside = _counted(model, kinds[start : start + every])
             done = np.where(redone > 0, np.minimum(start, redone - 1.0), start + every)
             later = _kept_from(np.maximum(done, on_host), rest, kept, redone, every, one_input)
-            largest = np.maximum(largest, inside @ back - chunk.heads * head - later)
+            brought = np.where(on_host >= start + every, fetched, back)
+            largest = np.maximum(largest, inside @ brought - chunk.heads * head - later)
         beyond.append(largest)
         is_halved = 1.0 - chunk.embeddings
         again = np.where(redone > 0, np.minimum(redone, rest[0][:, None]), rest[0][:, None])

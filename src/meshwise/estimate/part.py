@@ -57,8 +57,9 @@ class Part:
     `far_forward_s` those between nodes; backward includes the gradient of the weights.
     `unpaired_s` come on top where no other microbatch runs beside this one, behind which exchanges hide.
     Of the `saved_bytes`, `core_bytes` go under selective recomputation, of which `redone_bytes` come back at
-    once beyond what is gone by then, and `returned_bytes` in all where nothing goes by then; `loose_bytes`
-    are kept by ops behind which the part trains no weights.
+    once beyond what is gone by then, and `returned_bytes` in all where nothing goes by then; `fetched_bytes`
+    come back at once of a part in host memory, with what was kept for them. `loose_bytes` are kept by ops
+    behind which the part trains no weights.
     `dense_params` and `expert_params` are weights held, `dense_frozen` and `expert_frozen` those of them that
     do not train, `dense_quantized` and `expert_quantized` those kept in the plan's `frozen_dtype`.
     `widest_bytes` is the largest gradient of an activation that the backward holds, `exchange_bytes` the
@@ -80,6 +81,7 @@ class Part:
     core_bytes: Num
     redone_bytes: Num
     returned_bytes: Num
+    fetched_bytes: Num
     loose_bytes: Num
     dense_params: Num
     dense_frozen: Num
@@ -156,6 +158,7 @@ def _part(
         core_bytes=sum(op.recomputed_bytes for op in forward),
         redone_bytes=_redone_bytes(forward),
         returned_bytes=_returned_bytes(forward),
+        fetched_bytes=_redone_bytes(forward, is_on_host=True),
         loose_bytes=sum(op.saved_bytes for op in _loose(forward)),
         dense_params=sum(op.num_params for op in dense),
         dense_frozen=sum(op.num_frozen for op in dense),
@@ -350,9 +353,10 @@ def _returned_bytes(forward: Sequence[Op]) -> Num:
     return sum(np.maximum(op.recomputed_bytes, 0.0) + op.redone_frac * op.doubled_bytes for op in forward)
 
 
-def _redone_bytes(forward: Sequence[Op]) -> Num:
+def _redone_bytes(forward: Sequence[Op], *, is_on_host: bool = False) -> Num:
     """The most that selective recomputation of one run of ops brings back, less what later ops had kept.
 
+    Where all that was kept is in host memory, nothing goes, and a checkpoint brings back what entered it.
     From latents to attention all is one run. Shared experts have the norm before them made again first.
     """
     if _is_replayed(forward):
@@ -369,23 +373,38 @@ def _redone_bytes(forward: Sequence[Op]) -> Num:
     shared = [i for i in again if forward[i].module == "shared_expert" and np.any(forward[i].redone_frac)]
     for i, op in reversed(numbered):
         kept = op.saved_bytes - op.recomputed_bytes
+        if is_on_host:
+            kept = kept * op.redone_frac * _may_read_input(op, forward)
         if i in runs:
             back, inside = back + np.maximum(op.recomputed_bytes, 0.0), inside + kept
             if op.name in CORE and op.kind == "matmul":
                 back = back + op.redone_frac * op.doubled_bytes
             if [i] == shared[-1:]:
-                back = back + _norm_apart_bytes(forward)
-            largest = np.maximum(largest, back - behind)
+                back = back + _norm_apart_bytes(forward, is_on_host)
+            largest = np.maximum(largest, back + inside if is_on_host else back - behind)
         else:
             back, inside, behind = 0.0, 0.0, behind + inside + kept
     return largest
 
 
-def _norm_apart_bytes(forward: Sequence[Op]) -> Num:
+def _may_read_input(op: Op, forward: Sequence[Op]) -> bool:
+    """Whether an op may read what entered a checkpoint: attention, a matmul of an MLP, or a router's norm.
+
+    Other ops that run again take what was made again for them.
+    """
+    if op.name == "norm2":
+        return any(one.name == "router" and np.any(one.redone_frac) for one in forward)
+    return op.kind in MATRIX_KINDS and (op.name in CORE or op.module != "attention")
+
+
+def _norm_apart_bytes(forward: Sequence[Op], is_on_host: bool) -> Num:
     """What comes back of the norm before experts where they themselves do not run again."""
     found = {op.name: op for op in forward if op.module == "moe"}
     is_apart = 1.0 - found["router"].redone_frac
-    back = sum(np.maximum(found[name].recomputed_bytes, 0.0) for name in ("norm2", "router"))
+    of_router = (
+        found["router"].saved_bytes if is_on_host else np.maximum(found["router"].recomputed_bytes, 0.0)
+    )
+    back = of_router + np.maximum(found["norm2"].recomputed_bytes, 0.0)
     return is_apart * (back + found["norm2"].doubled_bytes)
 
 
