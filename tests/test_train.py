@@ -709,10 +709,15 @@ def test_halves_of_a_backward_through_two_further_modules_are_refused(
 ) -> None:
     config = json.loads(Path(MODELS["further"]).read_text()) | {"num_nextn_predict_layers": 2}
     (tmp_path / "two.json").write_text(json.dumps(config))
-    words = ["--model", str(tmp_path / "two.json"), "--plan", "pp=2,schedule=zb-h1", "--seq", "16"]
-    outcome = meshwise("dryrun", "train", "--ranks", "2", *words)
-    assert outcome.code == 2
-    assert "2 modules of multi-token prediction read one table; use schedule=1f1b" in outcome.err
+    plan = "pp=2,schedule=zb-h1"
+    words = ["--model", str(tmp_path / "two.json"), "--plan", plan, "--seq", "16"]
+    stated = [str(tmp_path / "two.json"), "--plan", f"{plan},implementation=fsdp2", "--seq", "16"]
+    for outcome in (
+        meshwise("dryrun", "train", "--ranks", "2", *words),
+        meshwise("estimate", *stated, "--cluster", "h100-80g-sxm:2", "--batch", "4"),
+    ):
+        assert outcome.code == 2
+        assert "2 modules of multi-token prediction read one table; use schedule=1f1b" in outcome.err
 
 
 def test_help_names_what_a_plan_may_say(meshwise: Callable[..., Any]) -> None:

@@ -71,6 +71,7 @@ FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """What implementation=fsdp2 can be told, where that is less than a plan can say."""
 _INTERLEAVED, _ONE_F_ONE_B = SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")
+_IN_ROUNDS = (_INTERLEAVED, SCHEDULES.index("zb-h1"))
 _SPLIT = tuple(SCHEDULES.index(name) for name in ("zb-h1", "zb-v", "dualpipe", "dualpipe-v"))
 
 
@@ -467,7 +468,7 @@ def _fsdp2_rules(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Ru
         yield _only(mesh, sizes, key, built)
     yield from _fsdp2_recomputation(model, mesh, sizes)
     yield from _fsdp2_sizes(model, mesh)
-    yield from _fsdp2_pipeline(mesh)
+    yield from _fsdp2_pipeline(model, mesh)
 
 
 def _only(mesh: Mesh, sizes: dict[str, Num], key: str, built: tuple[Any, ...]) -> Rule:
@@ -545,8 +546,20 @@ def _fsdp2_sizes(model: Model, mesh: Mesh) -> Iterator[Rule]:
     )
 
 
-def _fsdp2_pipeline(mesh: Mesh) -> Iterator[Rule]:
+def _fsdp2_pipeline(model: Model, mesh: Mesh) -> Iterator[Rule]:
     """Rules of torch.distributed.pipelining."""
+    rounds = np.maximum(1, mesh.num_microbatches // mesh.pp)
+    yield Rule(
+        (mesh.pp > 1) & np.isin(mesh.schedule, _IN_ROUNDS) & (mesh.num_microbatches % rounds != 0),
+        "implementation=fsdp2 runs schedule={schedule} in {rounds} rounds of pp={pp}, which do not divide "
+        "{num_microbatches} microbatches; use a multiple of {pp}",
+        values={"rounds": rounds},
+    )
+    yield Rule(
+        (model.mtp_layers > 1) & splits_backward(mesh),
+        "implementation=fsdp2 cannot halve a backward under schedule={schedule} where {model.mtp_layers} "
+        "modules of multi-token prediction read one table; use schedule=1f1b",
+    )
     yield Rule(
         (mesh.pp > 1) & (mesh.schedule == _ONE_F_ONE_B) & (mesh.num_microbatches < mesh.pp),
         "implementation=fsdp2 needs at least pp={pp} microbatches, not {num_microbatches}, under "

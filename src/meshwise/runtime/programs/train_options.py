@@ -23,7 +23,7 @@ from meshwise.machine.hardware import Cluster, find_cluster
 from meshwise.model.architecture import Model, checked_model, layer_kinds
 from meshwise.model.find import find_model
 from meshwise.model.weights import COLUMNS, ROWS, block_weights
-from meshwise.plan.mesh import Mesh, resolve, splits_backward
+from meshwise.plan.mesh import Mesh, resolve
 from meshwise.plan.plan import Plan, plan_keys
 from meshwise.plan.stages import chunks_of_rank
 from meshwise.plan.workload import Workload
@@ -61,18 +61,6 @@ def check(options: Options, ranks: int) -> None:
     plan, model, mesh = the_plan(options), the_model(options), the_mesh(options, ranks)
     if plan.implementation != "fsdp2":
         raise PlanError(f"train: the program is implementation=fsdp2, not {plan.implementation}")
-    microbatches = int(mesh.num_microbatches)
-    rounds = max(1, microbatches // plan.pp)
-    if plan.schedule in ("interleaved", "zb-h1") and microbatches % rounds:
-        raise PlanError(
-            f"train: torch's {plan.schedule} runs in {rounds} rounds of pp={plan.pp}, which do not divide "
-            f"{microbatches} microbatches; use a multiple of {plan.pp}"
-        )
-    if model.mtp_layers > 1 and splits_backward(mesh):
-        raise PlanError(
-            f"train: torch cannot run the halves of a backward under schedule={plan.schedule} where "
-            f"{model.mtp_layers} modules of multi-token prediction read one table; use schedule=1f1b"
-        )
     if plan.frozen_dtype:
         _check_frozen(plan, model, int(mesh.etp))
     if model.moe is None:
