@@ -16,14 +16,18 @@ from meshwise.estimate.live_piece import Piece
 from meshwise.estimate.live_pipeline import PipelineRank
 from meshwise.estimate.live_tensors import Graph, Memory, Storage
 from meshwise.model.architecture import Model
-from meshwise.plan.mesh import Mesh
+from meshwise.plan.mesh import Mesh, splits_backward
+from meshwise.plan.plan import NARROW_DTYPES
 from meshwise.plan.stages import chunks_of_rank
 from meshwise.program.cut import Cut
 
 
 def is_known(model: Model, mesh: Mesh) -> bool:
     """Whether the walk states this model and plan."""
-    return not (model.mtp_layers and (model.tied_embedding or mesh.plan.lora_rank))
+    further = model.mtp_layers and (model.tied_embedding or mesh.plan.lora_rank)
+    # The half of a backward that waits holds more of several sequences whose heads are exchanged in few bits.
+    waiting = mesh.ulysses > 1 and mesh.microbatch > 1 and splits_backward(mesh)
+    return not (further or (waiting and mesh.plan.dtype in NARROW_DTYPES))
 
 
 def live_peak_bytes(model: Model, mesh: Mesh, cut: Cut, rank: int, steps: int) -> float:
