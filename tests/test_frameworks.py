@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,15 @@ import meshwise as mw
 
 LLAMA = Path(__file__).parent / "data" / "scripts" / "llama.py"
 CLUSTER = "h100-80g-sxm:64"
+
+
+def last_line(code: str, arguments: Sequence[str], environment: dict[str, str] | None = None) -> str:
+    """What a framework says of our arguments, in a process of its own."""
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(
+        command, env=os.environ | (environment or {}), capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize("ranks", [8, 1024])
@@ -89,10 +99,7 @@ def test_torchtitan_accepts_it() -> None:
         "p.fsdp_reshard_after_forward, t.local_batch_size, t.global_batch_size, t.seq_len,"
         "c.loss.num_chunks)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *job.arguments], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines()[-1] == "8 4 10 always 32 64 4096 4"
+    assert last_line(code, job.arguments) == "8 4 10 always 32 64 4096 4"
 
 
 def test_accelerate_accepts_it(tmp_path: Path) -> None:
@@ -120,11 +127,8 @@ def test_deepspeed_accepts_it(tmp_path: Path) -> None:
         "print(c.zero_config.stage, c.train_batch_size, c.gradient_accumulation_steps)"
     )
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "ds_config.json")],
-        env=os.environ | rank | {"DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout.splitlines()[-1] == "3 64 8"
+    environment = rank | {"DS_ACCELERATOR": "cpu"}
+    assert last_line(code, [str(tmp_path / "ds_config.json")], environment) == "3 64 8"
 
 
 def test_vllm_accepts_it() -> None:
@@ -142,7 +146,4 @@ def test_vllm_accepts_it() -> None:
         "found = parser.parse_args(sys.argv[1:]); assert found.quantization in QUANTIZATION_METHODS\n"
         "print(found.tensor_parallel_size, found.data_parallel_size, found.quantization, found.max_num_seqs)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *job.arguments], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines()[-1] == "4 2 fp8_per_block 32"
+    assert last_line(code, job.arguments) == "4 2 fp8_per_block 32"
