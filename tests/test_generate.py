@@ -20,8 +20,8 @@ from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program, parse_options
 from meshwise.runtime.programs.generate import Options, check, generation
-from meshwise.runtime.programs.search import BeamSearch, Sampler, Search, decode, drawn
-from meshwise.runtime.programs.text_data import EOS, NUM_SPECIAL, PAD
+from meshwise.runtime.programs.search import BeamSearch, GreedySearch, advance_all
+from meshwise.runtime.programs.text_data import EOS, NUM_SPECIAL
 from meshwise.runtime.programs.transformer_lm import TransformerDecoder, init_parameters
 from meshwise.runtime.run import run_rank
 
@@ -33,7 +33,7 @@ def model(vocab: int = 9, seed: int = 0, sparse: bool = True) -> TransformerDeco
     """A small model in which no expert is ever full."""
     config = GptConfig(
         decoder_layers=2, decoder_embed_dim=8, decoder_ffn_embed_dim=16, decoder_attention_heads=2,
-        tokens_per_sample=16, moe_freq=2, moe_expert_count=4, moe_second_expert_policy="all",
+        tokens_per_sample=16, moe_freq=2, moe_expert_count=4,
         moe_eval_capacity_token_fraction=1.0, use_tutel_moe=sparse, vocab_size=vocab,
     )  # fmt: skip
     made = TransformerDecoder(config, max_positions=32).eval()
@@ -68,16 +68,16 @@ def test_cache_follows_the_beams_that_live() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def search_of(kind: str, prompts: list[list[int]], max_tokens: int, **options: Any) -> Search:
+def search_of(kind: str, prompts: list[list[int]], max_tokens: int, **options: Any) -> GreedySearch:
     width = max(map(len, prompts)) + max_tokens
     if kind == "beam":
         return BeamSearch(prompts, max_tokens, CPU, width=width, **options)
-    return Search(prompts, max_tokens, CPU, width=width, **options)
+    return GreedySearch(prompts, max_tokens, CPU, width=width, **options)
 
 
-def run(made: TransformerDecoder, search: Search, first: int, *, cached: bool = True) -> Search:
+def run(made: TransformerDecoder, search: GreedySearch, first: int, *, cached: bool = True) -> GreedySearch:
     with torch.no_grad():
-        decode(made, search, first=first, cached=cached)
+        advance_all(made, search, first=first, cached=cached)
     return search
 
 
@@ -142,47 +142,6 @@ def test_wide_beam_search_is_exhaustive(penalty: float) -> None:
     assert [entry.score for entry in found] == pytest.approx([score for score, _ in scored], abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("top_k", "top_p", "temperature", "wanted"),
-    [
-        (0, 1.0, 1.0, [0.5, 0.25, 0.15, 0.1]),
-        (2, 1.0, 1.0, [2 / 3, 1 / 3, 0, 0]),
-        (0, 0.7, 1.0, [2 / 3, 1 / 3, 0, 0]),  # the fewest that hold 70 %
-        (0, 0.5, 1.0, [1, 0, 0, 0]),
-        (0, 1.0, 0.5, [x / 0.345 for x in (0.25, 0.0625, 0.0225, 0.01)]),  # squares
-    ],
-)
-def test_sampling_has_the_distribution(
-    top_k: int, top_p: float, temperature: float, wanted: list[float]
-) -> None:
-    """A grid of uniform numbers in place of random ones: shares come out to the grid's step."""
-    count = 2000
-    uniform = (torch.arange(count, dtype=torch.float32)[:, None] + 0.5) / count
-    shuffled = torch.tensor([0.15, 0.5, 0.1, 0.25]).log().expand(count, 4)
-    sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, keys=())
-    tokens = drawn(shuffled, uniform, sampler)
-    shares = [float((tokens == token).float().mean()) for token in (1, 3, 0, 2)]
-    assert shares == pytest.approx(wanted, abs=2 / count)
-
-
-def test_samples_follow_their_own_key() -> None:
-    made, keys = model(), [(1, 0), (1, 1), (1, 0)]
-    sampler = Sampler(temperature=2.0, top_k=0, top_p=1.0, keys=keys)
-    prompts = [[EOS, 5]] * 3
-    found = run(made, search_of("sampling", prompts, 6, sampler=sampler), 2).hypotheses()
-    assert found[0] == found[2]
-    assert found[0] != found[1]
-
-
-def test_nothing_but_words_and_the_end_is_generated() -> None:
-    sampler = Sampler(temperature=5.0, top_k=0, top_p=1.0, keys=[(i,) for i in range(40)])
-    found = run(model(), search_of("sampling", [[EOS]] * 40, 8, sampler=sampler), 1).hypotheses()
-    tokens = [token for entry in found for token in entry[0].tokens]
-    assert set(tokens) <= {EOS, *range(NUM_SPECIAL, 9)}
-    assert PAD not in tokens
-    assert all(EOS not in entry[0].tokens[:-1] for entry in found)
-
-
 @pytest.mark.parametrize("kind", ["greedy", "beam"])
 def test_no_text_ends_before_its_least_length(kind: str) -> None:
     prompts, options = [[EOS], [EOS, 5, 6]], {"beam": 3, "length_penalty": 1.0} if kind == "beam" else {}
@@ -206,12 +165,12 @@ TINY = "decoder_layers=4,moe_expert_count=8,decoder_embed_dim=32,decoder_ffn_emb
         (1, "", {"cache": False}),
         (2, "", {"cache": False, "search": "beam", "beam": 3}),
         (4, "", {"tp": 2, "dtype": "fp16"}),
-        (2, "vocab_size=301", {"search": "beam", "tp": 2, "dtype": "bf16"}),
+        (2, "vocab_size=302", {"search": "beam", "tp": 2, "dtype": "bf16"}),
         (2, "vocab_size=30001", {"search": "beam", "beam": 2}),  # the search is the largest moment
-        (4, "vocab_size=3001", {"search": "sampling", "tp": 4}),
+        (4, "vocab_size=3004", {"tp": 4}),
         (2, "moe_top1_expert=True", {"capacity_fraction": 0.0, "num_prompts": 1}),  # a slot an expert
         (8, "moe_freq=1", {"num_prompts": 3}),  # ranks without a prompt
-        (2, "moe_freq=0", {"search": "sampling", "top_k": 3}),
+        (2, "moe_freq=0", {}),
         (1, "", {"prompt_tokens": 100, "num_prompts": 6}),
     ],
 )
@@ -256,7 +215,7 @@ def generate() -> Iterator[Callable[..., dict[str, Any]]]:
         yield call
 
 
-@pytest.mark.parametrize("search", ["greedy", "sampling", "beam"])
+@pytest.mark.parametrize("search", ["greedy", "beam"])
 def test_texts_do_not_depend_on_the_world(generate: Callable[..., dict[str, Any]], search: str) -> None:
     spread = generate(search=search, beam=2)
     for other in ({"tp": 2}, {"cache": False}, {"ep": 1}):
@@ -274,7 +233,7 @@ def test_texts_do_not_depend_on_the_world(generate: Callable[..., dict[str, Any]
     [
         {},
         {"search": "beam", "beam": 2},
-        {"search": "sampling", "tp": 2, "override": f"{TINY},vocab_size=301"},
+        {"tp": 2, "override": f"{TINY},vocab_size=302"},
     ],
 )
 def test_real_run_holds_what_the_closed_form_says(options: dict[str, Any]) -> None:
@@ -295,7 +254,6 @@ def test_real_run_holds_what_the_closed_form_says(options: dict[str, Any]) -> No
     [
         ({"min_tokens": 9, "max_tokens": 8}, "--min-tokens 9 is more than --max-tokens 8"),
         ({"prompt_tokens": 10**7}, "too short for 4 prompts"),
-        ({"checkpoint": "/none"}, "is no checkpoint"),
     ],
 )
 def test_wrong_input_is_one_sentence(options: dict[str, Any], says: str) -> None:
@@ -305,7 +263,7 @@ def test_wrong_input_is_one_sentence(options: dict[str, Any], says: str) -> None
 
 
 def test_a_choice_that_is_not_there_names_those_that_are() -> None:
-    with pytest.raises(WorkloadError, match="--search most: choose one of greedy, sampling, beam"):
+    with pytest.raises(WorkloadError, match="--search most: choose one of greedy, beam"):
         parse_options(find_program("generate"), ["--search", "most"])
 
 

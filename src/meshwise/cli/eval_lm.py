@@ -85,7 +85,6 @@ def eval_lm(
         num_prompts=prompts,
         first=prompt_tokens,
         columns=prompt_tokens + max_tokens,
-        max_tokens=max_tokens,
         num_live=beam,
         search="beam" if beam > 1 else "greedy",
         dtype=dtype,

@@ -26,8 +26,6 @@ from meshwise.core.errors import ModelError
 from meshwise.core.files import parse_file, read_catalog
 from meshwise.model.architecture import Model, MoE
 
-SECOND_EXPERT_POLICIES = ("all", "sampling", "random")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptConfig:
@@ -46,22 +44,13 @@ class GptConfig:
     decoder_attention_heads: int = 12
     tokens_per_sample: int = 1024
     batch_size_valid: int = 1
-    no_decoder_final_norm: bool = False
-    no_scale_embedding: bool = False
-    no_token_positional_embeddings: bool = False
     fp16: bool = False
     moe_freq: int = 0
     moe_expert_count: int = 0
     moe_expert_ffn_dim: int = 0
     moe_top1_expert: bool = False
-    moe_gating_use_fp32: bool = True
-    moe_second_expert_policy: str = "sampling"
-    moe_normalize_gate_prob_before_dropping: bool = False
-    moe_batch_prioritized_routing: bool = False
     moe_eval_capacity_token_fraction: float = 0.25
-    use_moe_pad_mask: bool = False
     use_tutel_moe: bool = False
-    dummy_a2a: bool = False
     vocab_size: int = 0
 
     @property
@@ -102,6 +91,11 @@ _ONLY: dict[str, Any] = {
     **dict.fromkeys(("layernorm_embedding", "use_stable_embedding", "add_bos_token"), False),
     **dict.fromkeys(("adaptive_softmax_cutoff", "decoder_layers_to_keep"), None),
     **dict.fromkeys(("quant_noise_pq", "quant_noise_scalar", "base_layers"), 0),
+    **dict.fromkeys(("no_decoder_final_norm", "no_scale_embedding", "no_token_positional_embeddings"), False),
+    "moe_gating_use_fp32": True,
+    "moe_second_expert_policy": "all",
+    **dict.fromkeys(("moe_normalize_gate_prob_before_dropping", "moe_batch_prioritized_routing"), False),
+    **dict.fromkeys(("use_moe_pad_mask", "dummy_a2a"), False),
     "alternate_decoder_ffn_embed_dim": 0,
 }
 """Fields that choose a variant, and the value we compute."""
@@ -192,10 +186,6 @@ def _value(name: str, value: Any, where: str) -> Any:
         if value not in (True, False):
             raise ModelError(f"{at} must be true or false")
         return bool(value)
-    if isinstance(default, str):
-        if value not in SECOND_EXPERT_POLICIES:
-            raise ModelError(f"{at} is unknown; choose one of {', '.join(SECOND_EXPERT_POLICIES)}")
-        return value
     if isinstance(default, float):
         if isinstance(value, bool) or not isinstance(value, int | float) or not value <= 1:
             raise ModelError(f"{at} must be a share of the tokens, at most 1")
@@ -256,9 +246,9 @@ def to_model(config: GptConfig, name: str = "transformer_lm_gpt") -> Model:
         linear_bias=True,
         qkv_bias=True,
         out_bias=True,
-        positions="none" if config.no_token_positional_embeddings else "sinusoidal",
+        positions="sinusoidal",
         tied_embedding=True,
         norm_bias=True,
-        final_norm=not config.no_decoder_final_norm,
+        final_norm=True,
         moe=moe,
     )

@@ -32,24 +32,20 @@ def capacity(num_tokens: Num, num_experts: Num, *, token_fraction: Num, top_k: i
     )
 
 
-def num_slots(config: GptConfig, num_tokens: int | None = None, *, training: bool = False) -> int:
+def num_slots(config: GptConfig, num_tokens: int | None = None) -> int:
     """Slots of an expert for a batch of `num_tokens` (None: a full batch of the config) on one rank."""
     tokens = config.tokens_per_sample * config.batch_size_valid if num_tokens is None else num_tokens
-    token_frac = 0.0 if training else config.moe_eval_capacity_token_fraction
+    token_frac = config.moe_eval_capacity_token_fraction
     return int(capacity(tokens, config.moe_expert_count, token_fraction=token_frac, top_k=config.top_k))
 
 
-def num_local_words(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding on one of `tp` ranks: the vocabulary, padded to what they divide."""
-    return -(-vocab_size // tp)
-
-
 def check_tp(config: GptConfig, tp: int) -> None:
-    """PlanError where `tp` does not divide heads or hidden widths."""
+    """PlanError where `tp` does not divide heads, hidden widths or words."""
     for name, size in (
         ("decoder_attention_heads", config.decoder_attention_heads),
         ("decoder_ffn_embed_dim", config.decoder_ffn_embed_dim),
         ("moe_expert_ffn_dim", config.expert_ffn_dim),
+        ("vocab_size", config.vocab_size),
     ):
         if size % tp:
             raise PlanError(f"{name}={size} does not divide by tp={tp}; use a divisor of it")

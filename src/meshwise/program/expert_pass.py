@@ -2,8 +2,8 @@
 `runtime.programs.transformer_lm` does.
 
 Notation: B sequences of T tokens, S = B T; width M, feed-forward F, experts of width X, E of them with C
-slots a rank, W ranks share them; H heads, V words, P ranks of tensor parallelism, n = ceil(V / P) words on
-each. Ops carry torch's own names (`mm`, `addmm`, `bmm`, ...), so that a recorder's can be laid beside them;
+slots a rank, W ranks share them; H heads, V words, P ranks of tensor parallelism. Ops carry torch's own
+names (`mm`, `addmm`, `bmm`, ...), so that a recorder's can be laid beside them;
 their *part* says what they are for. The matrix products, the collectives, what goes into a cache of keys
 and values, and the kernels as large as [S, E, C], as an expert's rows, as attention scores or as logits are
 stated; what the gate does on [S, E] and smaller is not, nor norms, sums and embeddings on [S, M], but the
@@ -21,7 +21,6 @@ import numpy as np
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.cost.op import matmul_flop
 from meshwise.model.gpt_config import GptConfig
-from meshwise.program.expert_parallel import num_local_words
 from meshwise.program.lifetime import Event, Script, Tensor
 
 
@@ -55,11 +54,6 @@ class Pass:
         return DTYPE_BYTES[self.dtype]
 
     @property
-    def gate_dtype(self) -> str:
-        """The type that the gate computes in."""
-        return "fp32" if self.config.moe_gating_use_fp32 else self.dtype
-
-    @property
     def tokens(self) -> int:
         """S, tokens of a rank and pass."""
         return self.batch * self.length
@@ -76,8 +70,8 @@ class Pass:
 
     @property
     def local_words(self) -> int:
-        """n, words whose logits a rank makes, padding included."""
-        return num_local_words(self.config.vocab_size, self.tp)
+        """Words whose logits a rank makes."""
+        return self.config.vocab_size // self.tp
 
     @property
     def logits(self) -> tuple[int, int, int]:
@@ -154,7 +148,7 @@ def model_tensors(of: Pass, s: Script, max_positions: int) -> dict[str, Tensor]:
         "out": (layers, width, local),
         "out_bias": (layers, width),
         "gate": (moe, config.moe_expert_count, width),
-        "final_norm": (0 if config.no_decoder_final_norm else 2, width),
+        "final_norm": (2, width),
     }
     for name, stack, ffn in (
         ("dense", (dense,), config.decoder_ffn_embed_dim // of.tp),
@@ -176,7 +170,7 @@ def rank_params(of: Pass) -> Num:
 def forward(
     of: Pass, s: Script, weights: dict[str, Tensor], cache: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """From tokens to logits, and what else the pass leaves: each layer's output, the routing's numbers.
+    """From tokens to logits, and what else the pass leaves: each layer's output, the routing's metrics.
 
     Alike layers are stated once, as often as they occur, where the last of them stands: more is alive there
     than in those before.
@@ -185,43 +179,41 @@ def forward(
     config, shape = of.config, (of.tokens, of.config.decoder_embed_dim)
     x = s.new("embedded", *shape)
     _reduced(of, s, x, "embedding")
-    padding = s.new("padding", of.tokens, dtype="bool")
     mask = [s.new("mask", of.length, of.keys)] if of.length > 1 else []
     left = [x]
     kinds = [config.is_moe_layer(i) for i in range(config.decoder_layers)]
     for i, is_moe in enumerate(kinds):
         if is_moe in kinds[i + 1 :]:
             x = s.new("x", *shape, reads=(x,))
-            left += [x, *_routing_numbers(of, s)] if is_moe else [x]
+            left += [x, _metrics(of, s)] if is_moe else [x]
         else:
             module = of.moe if is_moe else of.dense
-            x, numbers = _layer(of, replace(s, module=module, times=kinds.count(is_moe)), weights, x, cache)
-            left += [x, *numbers]
+            x, metrics = _layer(of, replace(s, module=module, times=kinds.count(is_moe)), weights, x, cache)
+            left += [x, *metrics]
     rows = of.logits[0] * of.logits[1]
-    normed = x if config.no_decoder_final_norm else s.new("normed", rows, shape[1], reads=(x,))
-    lines = normed.view("rows", rows, shape[1])
-    logits = s.matmul("mm", (1.0, rows, of.local_words, shape[1]), (lines, weights["embed"]), part="lm_head")
-    s.returns(*mask, padding, normed)
+    normed = s.new("normed", rows, shape[1], reads=(x,))
+    logits = s.matmul("mm", (1.0, rows, of.local_words, shape[1]), (normed, weights["embed"]), part="lm_head")
+    s.returns(*mask, normed)
     return logits, left
 
 
 def _layer(
     of: Pass, s: Script, weights: dict[str, Tensor], x: Tensor, cache: Tensor | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Attention, then the feed-forward or the experts; with experts, the routing's numbers too."""
+    """Attention, then the feed-forward or the experts; with experts, the routing's metrics too."""
     attended = _attention(of, s, weights, x, cache)
     middle = s.new("x", *x.shape, reads=(x, attended))
     normed = s.new("normed", *x.shape, reads=(middle,))
-    numbers: list[Tensor] = []
+    metrics: list[Tensor] = []
     if s.module == of.moe:
-        result, numbers = _experts_layer(of, replace(s, module=f"{of.moe}/MoELayer"), weights, normed)
+        result, metrics = _experts_layer(of, replace(s, module=f"{of.moe}/MoELayer"), weights, normed)
     else:
         ffn = of.config.decoder_ffn_embed_dim
         result = _feed_forward(of, s, weights, "dense", normed, of.tokens, ffn, part="dense_ffn")
         _reduced(of, s, result)
     out = s.new("x", *x.shape, reads=(middle, result))
     s.returns(middle, normed)
-    return out, numbers
+    return out, metrics
 
 
 def _attention(of: Pass, s: Script, weights: dict[str, Tensor], x: Tensor, cache: Tensor | None) -> Tensor:
@@ -280,11 +272,11 @@ def _feed_forward(
 
 
 def _experts_layer(of: Pass, s: Script, weights: dict[str, Tensor], x: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Gate, dispatch, all-to-all, experts, all-to-all, combine: the result and the routing's numbers."""
+    """Gate, dispatch, all-to-all, experts, all-to-all, combine: the result and the routing's metrics."""
     width, num_experts = of.config.decoder_embed_dim, of.config.moe_expert_count
     matrix = weights["gate"].view("gate", num_experts, width)
     logits = s.matmul("mm", (1.0, of.tokens, num_experts, width), (x, matrix), part="gate")
-    numbers = _routing_numbers(of, s)
+    metrics = _metrics(of, s)
     dispatch: type[_Dense | _Sparse] = _Sparse if of.config.use_tutel_moe else _Dense
     ways = dispatch(of, s, logits)
     arrived = _exchanged(of, s, ways.scatter(x))
@@ -296,12 +288,12 @@ def _experts_layer(of: Pass, s: Script, weights: dict[str, Tensor], x: Tensor) -
     result = ways.gather(back)
     _reduced(of, s, result)
     s.returns(*arrived, *made, *back, *ways.tensors)
-    return result, numbers
+    return result, [metrics]
 
 
 def _travelling(of: Pass, name: str, rows: Num, width: int) -> tuple[Tensor, Tensor]:
     """Rows of slots that go through an exchange, and those that stay since there is none: one is empty."""
-    share = np.where(np.greater(of.ep, 1) & (not of.config.dummy_a2a), 1.0, 0.0)
+    share = np.where(np.greater(of.ep, 1), 1.0, 0.0)
     return Tensor(name, (share, rows, width), of.dtype), Tensor(name, (1.0 - share, rows, width), of.dtype)
 
 
@@ -312,7 +304,7 @@ def _exchanged(of: Pass, s: Script, slots: Sequence[Tensor]) -> tuple[Tensor, Te
     arrived = s.new("arrived", sent.shape[0], of.slots, width, reads=(sent,))
     s.collective(
         "all_to_all", "all_to_all", (of.slots, width), "ep", of.ep, arrived, stride=float(of.tp),
-        count=0 if of.config.dummy_a2a else 1, part="exchange",
+        part="exchange",
     )  # fmt: skip
     s.returns(sent)
     return arrived, stay
@@ -356,16 +348,14 @@ def is_copied(of: Pass) -> Num:
     return np.where(apart, 1.0, 0.0)
 
 
-def _routing_numbers(of: Pass, s: Script) -> list[Tensor]:
-    """The gate loss of one MoE layer, and its routing metrics, which are of fp32 at least."""
-    metrics_dtype = "fp64" if of.gate_dtype == "fp64" else "fp32"
-    metrics = s.new("metrics", 1 + 4 * of.config.top_k, dtype=metrics_dtype)
-    return [s.new("gate loss", 1, dtype=of.gate_dtype), metrics]
+def _metrics(of: Pass, s: Script) -> Tensor:
+    """The routing metrics of one MoE layer."""
+    return s.new("metrics", 1 + 4 * of.config.top_k, dtype="fp32")
 
 
 def _choices(of: Pass, s: Script) -> list[Tensor]:
     """Of each choice of each token: its expert and slot, whether it is kept, and its weight."""
-    dtypes = ("int64", "int64", "bool", of.gate_dtype)
+    dtypes = ("int64", "int64", "bool", "fp32")
     return [s.new("choice", of.tokens, dtype=dtype) for _ in range(of.config.top_k) for dtype in dtypes]
 
 
@@ -374,7 +364,7 @@ class _Dense:
 
     def __init__(self, of: Pass, s: Script, logits: Tensor) -> None:
         self.of, self.s = of, s
-        num_experts, gate = of.config.moe_expert_count, replace(s, dtype=of.gate_dtype)
+        num_experts, gate = of.config.moe_expert_count, replace(s, dtype="fp32")
         size = (of.tokens, num_experts, of.capacity)
         choices, parts = _choices(of, s), []
         for _ in range(of.config.top_k):
@@ -383,11 +373,10 @@ class _Dense:
             gate.returns(*factors)
         total = gate.kernel("add", size, parts, part="routing") if len(parts) > 1 else parts[0]
         s.returns(*parts)
-        is_cast = of.gate_dtype != of.dtype
-        combine = s.kernel("_to_copy", size, (total,), part="routing") if is_cast else total
+        combine = total if of.dtype == "fp32" else s.kernel("_to_copy", size, (total,), part="routing")
         flags = s.kernel("_to_copy", size, (total,), dtype="bool", part="routing")
         self.tensors = [combine, s.kernel("_to_copy", size, (flags,), part="routing")]
-        s.returns(total, logits, *choices)
+        s.returns(total, *choices)
 
     def scatter(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens into their slots by a product."""
@@ -415,7 +404,7 @@ class _Sparse:
         self.rows = [s.new("row", of.tokens, dtype="int64") for _ in range(of.config.top_k)]
         self.weights = [s.new("weight", of.tokens) for _ in range(of.config.top_k)]
         self.tensors = [*self.rows, *self.weights]
-        s.returns(logits, *choices)
+        s.returns(*choices)
 
     def scatter(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Rows copied into their slots, one copy a choice; one more row takes what is dropped."""

@@ -31,8 +31,7 @@ SECTION = "generate"
 class Generation:
     """What a rank generates: `num_prompts` B of `num_live` K sequences, columns [first, columns) one by one.
 
-    `search` is greedy, sampling or beam; `cached`: with a cache of keys and values. `max_tokens` come after
-    each prompt.
+    `search` is greedy or beam; `cached`: with a cache of keys and values.
     """
 
     config: GptConfig
@@ -40,7 +39,6 @@ class Generation:
     num_prompts: int
     first: int
     columns: int
-    max_tokens: int
     num_live: int = 1
     search: str = "greedy"
     cached: bool = True
@@ -142,8 +140,6 @@ def _held(of: Generation, s: Script) -> tuple[dict[str, Tensor], Tensor | None]:
         "tokens": ((rows, columns), "int64"),
         "logprob": ((rows,), "fp32"),
     }
-    if of.search == "sampling":
-        state["uniform"] = ((prompts, of.max_tokens), "fp32")
     if of.search == "beam":
         state |= {"ended": ((rows, columns), "int64"), "num_ended": ((prompts,), "int64")}
         state |= {"ended_logprob": ((rows,), "fp32"), "ended_score": ((rows,), "fp32")}
@@ -196,13 +192,6 @@ def _greedy(of: Generation, s: Script) -> list[Tensor]:
     return []
 
 
-def _sampled(of: Generation, s: Script) -> list[Tensor]:
-    """Probabilities in order and their places, three sums along them, and which words stay in."""
-    named = _local(s, of.num_prompts, int64=2, bool=1, fp32=2)
-    s.returns(*named, *_local(s, of.num_prompts * of.config.vocab_size, int64=1, bool=1, fp32=5))
-    return []
-
-
 def _beams(of: Generation, s: Script) -> list[Tensor]:
     """All totals, the best 2 K with their tokens so far, and those joined to the ones that ended."""
     prompts, live, columns = of.num_prompts, of.num_live, of.columns
@@ -215,7 +204,7 @@ def _beams(of: Generation, s: Script) -> list[Tensor]:
     return [s.new("origin", of.sequences, dtype="int64")]
 
 
-_CHOICES = {"greedy": _greedy, "sampling": _sampled, "beam": _beams}
+_CHOICES = {"greedy": _greedy, "beam": _beams}
 
 
 def _local(s: Script, size: Num, **counts: int) -> list[Tensor]:

@@ -134,10 +134,10 @@ def moe_layer_kept_bytes(of: Pass) -> Num:
     """What is alive of a dense MoE layer's own tensors when it ends, before they go.
 
     Combine weights and mask [S, E, C]; what came in, what the experts made, what came back [E C, M]; the
-    result [S, M]; gate loss and metrics in the gate's type (one entropy, four numbers a choice).
+    result [S, M]; metrics in fp32, the gate's type (one entropy, four numbers a choice).
     """
     config = of.config
-    scalars = (2 + 4 * config.top_k) * DTYPE_BYTES[of.gate_dtype]
+    scalars = (1 + 4 * config.top_k) * DTYPE_BYTES["fp32"]
     slots = 3 * of.slots * config.decoder_embed_dim
     return (2 * of.routing_size + slots + of.tokens * config.decoder_embed_dim) * of.elem_bytes + scalars
 

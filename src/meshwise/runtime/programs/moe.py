@@ -16,18 +16,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
 
 from meshwise.model.gpt_config import GptConfig
 from meshwise.program.expert_parallel import num_slots
-from meshwise.runtime.programs.functions import Exchange, all_to_all
+from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, Axis, all_sum, all_to_all
 
 SAMPLE_FRACTION = 0.2
 """The share of experts whose load `expert1_balance_top` and `_bottom` add up (fairseq's)."""
@@ -35,34 +34,28 @@ SAMPLE_FRACTION = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """What one rank holds: its place in, and the process group of, each axis (None: no such axis).
+    """What one rank holds: its place among the ranks that cut matrices, and among those that share experts.
 
     `section` opens a named part of the forward, for profilers and recorders.
     """
 
-    tp: int = 1
-    tp_rank: int = 0
-    tp_group: dist.ProcessGroup | None = None
-    ep: int = 1
-    ep_rank: int = 0
-    ep_group: dist.ProcessGroup | None = None
+    tp: Axis = ALONE
+    ep: Axis = ALONE
     section: Callable[[str], AbstractContextManager[Any]] = record_function
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """Where the S tokens go: one entry of each list a choice, [S] each.
+    """Where tokens go: an entry of each list a choice, [S] each.
 
     `expert`, and its slot (`slot`; meaningless where not `kept`); `weight`: of this expert in the token's
-    result, 0 where dropped. `gate_loss`: the load-balancing loss. `metrics`: in the order of
-    `metric_names`.
+    result, 0 where dropped. `metrics`: in the order of `metric_names`.
     """
 
     expert: list[Tensor]
     slot: list[Tensor]
     kept: list[Tensor]
     weight: list[Tensor]
-    gate_loss: Tensor
     metrics: Tensor
 
 
@@ -75,60 +68,31 @@ def metric_names(top_k: int) -> list[str]:
     return names
 
 
-def route(
-    logits: Tensor, num_slots: int, config: GptConfig, *, padding: Tensor | None = None,
-    generator: torch.Generator | None = None,
-) -> Routing:  # fmt: skip
-    """The routing of S tokens from their gate logits [S, E], with `num_slots` slots an expert.
+def route(logits: Tensor, num_slots: int, top_k: int) -> Routing:
+    """The routing of S tokens from their gate logits [S, E], with `num_slots` slots an expert, in fp32.
 
-    `padding` [S] marks tokens that take no slot. `generator` serves the policies that draw. The masks
-    [S, E] count positions by a running sum over the tokens; with `moe_batch_prioritized_routing` the
-    tokens queue by their largest gate probability in place of their position.
+    The masks [S, E] count positions by a running sum over the tokens. The weights of two choices are those
+    of the experts that had a slot left, in proportion to their gates.
     """
-    num_tokens, num_experts = logits.shape
-    if config.moe_gating_use_fp32:
-        logits = logits.float()
-    gates = logits.softmax(dim=-1)
-    experts = _chosen(logits, gates, config, generator)
+    gates = logits.float().softmax(dim=-1)
+    num_experts = gates.shape[1]
+    experts = [gates.argmax(dim=1)]
+    if top_k > 1:
+        experts.append(logits.masked_fill(_one_hot(experts[0], num_experts), -math.inf).argmax(dim=1))
     masks = [_one_hot(expert, num_experts) for expert in experts]
-    weights = [gates.gather(1, expert[:, None]).squeeze(1) for expert in experts]
-    if config.moe_normalize_gate_prob_before_dropping and len(weights) > 1:
-        weights = _normalised(weights)
-    if config.moe_second_expert_policy == "random" and len(weights) > 1:
-        drawn = torch.rand(num_tokens, generator=generator, device=logits.device, dtype=gates.dtype)
-        masks[1] = masks[1] & (2 * weights[1] > drawn)[:, None]
-    if padding is not None:
-        masks = [mask & ~padding[:, None] for mask in masks]
-
-    order = _queue(gates, config.moe_batch_prioritized_routing)
-    places = _places(masks, order)
     slots = [
-        place.gather(1, expert[:, None]).squeeze(1) for place, expert in zip(places, experts, strict=True)
+        place.gather(1, expert[:, None]).squeeze(1)
+        for place, expert in zip(_places(masks), experts, strict=True)
     ]
-    kept = [mask.any(dim=1) & (slot < num_slots) for mask, slot in zip(masks, slots, strict=True)]
-    weights = [weight * fits for weight, fits in zip(weights, kept, strict=True)]
-    if not config.moe_normalize_gate_prob_before_dropping and len(weights) > 1:
-        weights = _normalised(weights)
-
-    shares = gates.mean(dim=0), masks[0].to(gates.dtype).mean(dim=0)
-    gate_loss = (shares[0] * shares[1]).mean() * num_experts**2
-    with torch.no_grad():
-        metrics = torch.stack([_entropy(gates), *_load(masks, kept)])
-    return Routing(experts, slots, kept, weights, gate_loss, metrics)
-
-
-def _chosen(
-    logits: Tensor, gates: Tensor, config: GptConfig, generator: torch.Generator | None
-) -> list[Tensor]:
-    first = gates.argmax(dim=1)
-    if config.top_k == 1:
-        return [first]
-    if config.moe_second_expert_policy == "sampling":  # the Gumbel-max trick
-        uniform = torch.rand(logits.shape, generator=generator, device=logits.device, dtype=logits.dtype)
-        tiny = torch.finfo(uniform.dtype).tiny
-        logits = logits - (-uniform.clamp_min(tiny).log()).clamp_min(tiny).log()
-    others = logits.masked_fill(_one_hot(first, logits.shape[1]), -math.inf)
-    return [first, others.argmax(dim=1)]
+    kept = [slot < num_slots for slot in slots]
+    weights = [
+        gates.gather(1, expert[:, None]).squeeze(1) * fits for expert, fits in zip(experts, kept, strict=True)
+    ]
+    if top_k > 1:
+        total = (weights[0] + weights[1]).clamp_min(torch.finfo(gates.dtype).eps)
+        weights = [weight / total for weight in weights]
+    metrics = torch.stack([torch.special.entr(gates).sum(dim=1).mean(), *_load(masks, kept)])
+    return Routing(experts, slots, kept, weights, metrics)
 
 
 def _one_hot(index: Tensor, width: int) -> Tensor:
@@ -138,32 +102,12 @@ def _one_hot(index: Tensor, width: int) -> Tensor:
     )
 
 
-def _normalised(weights: list[Tensor]) -> list[Tensor]:
-    total = sum(weights[1:], start=weights[0]).clamp_min(torch.finfo(weights[0].dtype).eps)
-    return [weight / total for weight in weights]
-
-
-def _queue(gates: Tensor, prioritized: bool) -> Tensor | None:
-    return gates.amax(dim=1).argsort(descending=True, stable=True) if prioritized else None
-
-
-def _places(masks: Sequence[Tensor], order: Tensor | None) -> list[Tensor]:
+def _places(masks: Sequence[Tensor]) -> list[Tensor]:
     """Each choice's place [S, E] in each expert's queue; second choices queue behind all first ones."""
-    places = []
-    ahead: Tensor | None = None
-    for mask in masks:
-        queued = mask if order is None else mask[order]
-        place = queued.cumsum(dim=0).sub_(1)
-        if order is not None:
-            place = torch.empty_like(place).index_copy_(0, order, place)
-        count = mask.sum(dim=0)
-        places.append(place if ahead is None else place.add_(ahead))
-        ahead = count if ahead is None else ahead.add_(count)
+    places = [mask.cumsum(dim=0).sub_(1) for mask in masks]
+    for place in places[1:]:
+        place.add_(masks[0].sum(dim=0))
     return places
-
-
-def _entropy(gates: Tensor) -> Tensor:
-    return torch.special.entr(gates).sum(dim=1).mean()
 
 
 def _load(masks: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
@@ -250,33 +194,7 @@ class SparseDispatch:
         return parts[0] + parts[1] if len(parts) > 1 else parts[0]
 
 
-def _alias(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return x.view_as(x)
-
-
-def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    dist.all_reduce(x, group=group)
-    return x
-
-
-def _summed_copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return _summed(x.clone(), group)
-
-
-def to_tensor_parallel(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """`x`, at the entrance of layers that are cut over `group`: each rank's gradient is a part of the sum."""
-    return x if group is None else Exchange.apply(x, _alias, _summed_copy, group)
-
-
-def from_tensor_parallel(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of the parts `x`, at the exit of layers cut over `group`: each gets the whole gradient."""
-    if group is None:
-        return x
-    there = _summed_copy if x.requires_grad else _summed
-    return Exchange.apply(x.contiguous(), there, _alias, group)
-
-
-class Linear(nn.Module):
+class Affine(nn.Module):
     """Weight [.., outputs, inputs] and bias [.., outputs], not initialised; who holds them applies them.
 
     `bias` None: there is none; False: it is a constant zero, since another rank of the group adds it.
@@ -300,7 +218,7 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x.float()).type_as(x)
 
 
-class Experts(nn.Module):
+class ExpertStack(nn.Module):
     """The experts of one layer that one rank holds, of one width, cut over `tp` ranks."""
 
     def __init__(
@@ -308,12 +226,12 @@ class Experts(nn.Module):
         dtype: torch.dtype,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.num_experts = config.moe_expert_count // shard.ep
+        self.num_experts = config.moe_expert_count // shard.ep.size
         self.grouped = grouped
-        width, hidden = config.decoder_embed_dim, config.expert_ffn_dim // shard.tp
+        width, hidden = config.decoder_embed_dim, config.expert_ffn_dim // shard.tp.size
         stack = {"stack": (self.num_experts,), "device": device, "dtype": dtype}
-        self.fc1 = Linear(hidden, width, bias=True, **stack)
-        self.fc2 = Linear(width, hidden, bias=shard.tp_rank == 0, **stack)
+        self.fc1 = Affine(hidden, width, bias=True, **stack)
+        self.fc2 = Affine(width, hidden, bias=shard.tp.index == 0, **stack)
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Rows for each expert [W, experts, C, M] -> results, a list to be joined along dim 1."""
@@ -340,42 +258,22 @@ class MoELayer(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.config, self.shard = config, shard
-        self.gate = Linear(config.moe_expert_count, config.decoder_embed_dim, device=device, dtype=dtype)
-        self.experts = Experts(config, shard, grouped=grouped, device=device, dtype=dtype)
+        self.gate = Affine(config.moe_expert_count, config.decoder_embed_dim, device=device, dtype=dtype)
+        self.experts = ExpertStack(config, shard, grouped=grouped, device=device, dtype=dtype)
 
-    def forward(
-        self, x: Tensor, padding: Tensor | None = None, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, M] -> the experts' result [B, T, M], the gate loss, the routing metrics."""
-        shard, width = self.shard, x.shape[-1]
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, M] -> the experts' result [B, T, M], and the routing metrics."""
+        shard, config, width = self.shard, self.config, x.shape[-1]
         with shard.section("MoELayer"):
             tokens = x.reshape(-1, width)
-            capacity = num_slots(self.config, len(tokens), training=self.training)
-            dispatch, gate_loss, metrics = self._gate(tokens, capacity, padding, generator)
-            slots = dispatch.scatter(to_tensor_parallel(tokens, shard.tp_group))
-            slots = self._exchanged(slots)
-            outputs = self.experts(slots.view(shard.ep, -1, capacity, width))
-            returned = torch.cat(outputs, dim=1).view(-1, width)
-            returned = self._exchanged(returned)
-            result = from_tensor_parallel(dispatch.gather(returned), shard.tp_group)
-        return result.view_as(x), gate_loss, metrics
-
-    def _gate(
-        self, tokens: Tensor, capacity: int, padding: Tensor | None, generator: torch.Generator | None
-    ) -> tuple[DenseDispatch | SparseDispatch, Tensor, Tensor]:
-        config = self.config
-        masked = padding.reshape(-1) if padding is not None and config.use_moe_pad_mask else None
-        logits = F.linear(tokens, self.gate.weight)
-        routing = route(logits, capacity, config, padding=masked, generator=generator)
-        routing = replace(
-            routing, weight=[to_tensor_parallel(weight, self.shard.tp_group) for weight in routing.weight]
-        )
-        kind = SparseDispatch if config.use_tutel_moe else DenseDispatch
-        dispatch = kind.of(routing, config.moe_expert_count, capacity, tokens.dtype)
-        return dispatch, routing.gate_loss, routing.metrics
-
-    def _exchanged(self, slots: Tensor) -> Tensor:
-        """Part i of the slots' rows to rank i, and back the second time; nothing moves without a group."""
-        if self.shard.ep_group is None or self.config.dummy_a2a:
-            return slots
-        return Exchange.apply(slots.contiguous(), all_to_all, all_to_all, self.shard.ep_group)
+            capacity = num_slots(config, len(tokens))
+            routing = route(F.linear(tokens, self.gate.weight), capacity, config.top_k)
+            kind = SparseDispatch if config.use_tutel_moe else DenseDispatch
+            dispatch = kind.of(routing, config.moe_expert_count, capacity, tokens.dtype)
+            metrics = routing.metrics
+            del routing
+            slots = all_to_all(dispatch.scatter(tokens), shard.ep)
+            outputs = self.experts(slots.view(shard.ep.size, -1, capacity, width))
+            returned = all_to_all(torch.cat(outputs, dim=1).view(-1, width), shard.ep)
+            result = all_sum(dispatch.gather(returned), shard.tp)
+        return result.view_as(x), metrics

@@ -1,20 +1,18 @@
 """Decoding: from the probabilities of the next token to texts, on the device until the end.
 
-A `Search` holds B prompts x K sequences in one buffer of tokens and decides, column by column, what comes
-next; columns that lie in a prompt are given. `decode` feeds a model and stops when every prompt of every
+A search holds B prompts x K sequences in one buffer of tokens and decides, column by column, what comes
+next; columns that lie in a prompt are given. `advance_all` feeds a model and stops when every prompt of every
 rank is done.
 
-*Greedy* takes the likeliest token. *Sampling* draws, for each prompt from a generator of its own, so that
-a text depends on no other. *Beam search* keeps the K likeliest sequences alive: of the candidates (each
-live sequence with each token) the best 2 K are looked at; those that end among the best K are finished,
-the best K that do not end live on. A prompt is done with K finished sequences, or when they have
+*Greedy* takes the likeliest token. *Beam search* keeps the K likeliest sequences alive: of the candidates
+(each live sequence with each token) the best 2 K are looked at; those that end among the best K are
+finished, the best K that do not end live on. A prompt is done with K finished sequences, or when they have
 `max_tokens`. A finished sequence scores log-probability / length^penalty; its end counts as a token. So
 it is in fairseq's SequenceGenerator.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, Axis, all_sum
 from meshwise.runtime.programs.text_data import EOS, PAD, UNK
 
 if TYPE_CHECKING:
@@ -40,21 +38,8 @@ class Hypothesis:
     score: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampler:
-    """How to draw: `temperature` divides the logits; `top_k` 0 and `top_p` 1 leave all tokens in.
-
-    `keys`: one a prompt, from which its random numbers follow.
-    """
-
-    temperature: float
-    top_k: int
-    top_p: float
-    keys: Sequence[tuple[int, ...]]
-
-
-class Search:
-    """B prompts with K sequences each: greedy, or drawn with a `sampler` (K = 1); see also `BeamSearch`.
+class GreedySearch:
+    """B prompts with K sequences each, of which the greedy search has one; see also `BeamSearch`.
 
     `width`: columns of the buffer, enough for the longest prompt of all ranks and `max_tokens`. `min_tokens`:
     so many come before the end may. `is_fake`: on a device without memory, which nothing is copied to.
@@ -62,26 +47,25 @@ class Search:
 
     def __init__(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, device: torch.device, *, width: int,
-        num_live: int = 1, min_tokens: int = 0, sampler: Sampler | None = None, is_fake: bool = False,
+        num_live: int = 1, min_tokens: int = 0, is_fake: bool = False,
     ) -> None:  # fmt: skip
-        def placed(values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
+        def placed(values: Any) -> Tensor:
             if is_fake:
-                return torch.empty(np.shape(values), dtype=dtype, device=device)
-            return torch.tensor(values, dtype=dtype, device=device)
+                return torch.empty(np.shape(values), dtype=torch.int64, device=device)
+            return torch.tensor(values, device=device)
 
         self.lengths = placed([len(prompt) for prompt in prompts])
-        self.max_tokens, self.min_tokens, self.sampler = max_tokens, min_tokens, sampler
+        self.max_tokens, self.min_tokens = max_tokens, min_tokens
         rows = [[*prompt, *[PAD] * (width - len(prompt))] for prompt in prompts]
         self.tokens = placed(rows).unsqueeze(1).repeat(1, num_live, 1)
         self.logprob = torch.zeros(len(prompts), num_live, device=device)
         self.done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-        self.uniform = None if sampler is None else placed(_uniform(sampler.keys, max_tokens), torch.float32)
 
     def advance(self, column: int, logprobs: Tensor) -> Tensor | None:
         """Decide on `column` from log-probabilities [B, K, V]; which rows live on, if not each its own."""
         generated = self._generated(column, logprobs)
         active = (generated > 0) & ~self.done
-        chosen = self._chosen(logprobs[:, 0], generated)
+        chosen = logprobs[:, 0].argmax(dim=-1)
         gained = logprobs[:, 0].gather(1, chosen[:, None])
         self.logprob += torch.where(active[:, None], gained, 0.0)
         self.tokens[:, 0, column] = torch.where(active, chosen, self.tokens[:, 0, column])
@@ -95,12 +79,6 @@ class Search:
             logprobs[:, :, EOS].masked_fill_((generated <= self.min_tokens)[:, None], -math.inf)
         return generated
 
-    def _chosen(self, logprobs: Tensor, generated: Tensor) -> Tensor:
-        if self.sampler is None or self.uniform is None:
-            return logprobs.argmax(dim=-1)
-        column = (generated - 1).clamp(0, self.max_tokens - 1)
-        return drawn(logprobs, self.uniform.gather(1, column[:, None]), self.sampler)
-
     def hypotheses(self) -> list[list[Hypothesis]]:
         """Per prompt what was generated, best first."""
         parts = (self.tokens[:, 0], self.lengths, self.logprob[:, 0])
@@ -108,7 +86,7 @@ class Search:
         return [[Hypothesis(_until_end(row[length:]), p, p)] for row, length, p in rows]
 
 
-class BeamSearch(Search):
+class BeamSearch(GreedySearch):
     """Beam search with K = `beam`."""
 
     def __init__(
@@ -173,29 +151,13 @@ class BeamSearch(Search):
         return found
 
 
-def drawn(logprobs: Tensor, uniform: Tensor, sampler: Sampler) -> Tensor:
-    """One token a row from log-probabilities [B, V] and numbers [B, 1] uniform in [0, 1)."""
-    likely, order = (
-        (logprobs / sampler.temperature).softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
-    )
-    before = likely.cumsum(dim=-1) - likely
-    keep = before < sampler.top_p
-    if sampler.top_k:
-        keep &= torch.arange(likely.shape[1], device=likely.device) < sampler.top_k
-    kept = likely * keep
-    reached = kept.cumsum(dim=-1) / kept.sum(dim=-1, keepdim=True)
-    place = (reached <= uniform).sum(dim=-1, keepdim=True)
-    last = keep.sum(dim=-1, keepdim=True) - 1  # where rounding leaves the sum just below 1
-    return order.gather(1, torch.minimum(place, last)).squeeze(1)
-
-
-def decode(
-    model: TransformerDecoder, search: Search, *, first: int, cached: bool = True,
-    group: dist.ProcessGroup | None = None, is_fake: bool = False,
+def advance_all(
+    model: TransformerDecoder, search: GreedySearch, *, first: int, cached: bool = True, dp: Axis = ALONE,
+    is_fake: bool = False,
 ) -> None:  # fmt: skip
     """Run `search` on `model` from column `first` (at most the shortest prompt's length, and at least 1).
 
-    `group`: the ranks that take the same steps. Not `cached`: every step computes all tokens anew. Of the
+    `dp`: the ranks that take the same steps. Not `cached`: every step computes all tokens anew. Of the
     special tokens only the end is ever predicted.
     """
     num_prompts, num_live, width = search.tokens.shape
@@ -209,7 +171,7 @@ def decode(
             known = column
             if origin is not None:
                 cache.reorder(origin)
-        if _all_done(search.done, group, is_fake):
+        if _all_done(search.done, dp, is_fake):
             return
 
 
@@ -222,11 +184,9 @@ def _next_logprobs(model: TransformerDecoder, tokens: Tensor, cache: KVCache | N
     return logprobs
 
 
-def _all_done(done: Tensor, group: dist.ProcessGroup | None, is_fake: bool) -> bool:
-    """Whether no rank of `group` has a prompt left; fake tensors do not say, and there always is one."""
-    open_prompts = (~done).sum()
-    if group is not None:
-        dist.all_reduce(open_prompts, group=group)
+def _all_done(done: Tensor, dp: Axis, is_fake: bool) -> bool:
+    """Whether no rank of `dp` has a prompt left; fake tensors do not say, and there always is one."""
+    open_prompts = all_sum((~done).sum(), dp)
     return not is_fake and int(open_prompts) == 0
 
 
@@ -251,12 +211,3 @@ def _padded(x: Tensor, count: int, value: Any) -> Tensor:
     if not missing:
         return x
     return torch.cat([x, x.new_full((x.shape[0], missing, *x.shape[2:]), value)], dim=1)
-
-
-def _uniform(keys: Sequence[tuple[int, ...]], count: int) -> list[list[float]]:
-    """`count` numbers in [0, 1) for each key."""
-    rows = []
-    for key in keys:
-        seed = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8])
-        rows.append(np.random.default_rng(seed).random(count, dtype=np.float32).tolist())
-    return rows

@@ -1,10 +1,10 @@
-"""A GPT decoder with mixtures of experts, as fairseq computes `transformer_lm_gpt`.
+"""A GPT decoder with mixtures of experts, as fairseq computes `transformer_lm_gpt`, for inference.
 
 Pre-norm blocks, GELU, tied embedding, sinusoidal positions; every `moe_freq`-th block has experts
 (`programs.moe`) in place of its feed-forward. The model is plain: it knows the tensors that its rank
 holds, and a `Shard` says how they are cut. Words, attention heads, the feed-forward and each expert's
-hidden width are cut over tp, the experts over ep, the batch over the rest. `parts` names every local piece
-of every tensor as a checkpoint does, whatever the cut: seeds and checkpoints do not depend on the world.
+hidden width are cut over tp, the experts over ep, the batch over the rest. `init_parameters` draws every
+tensor whole, so that no world changes them.
 
 The projections of attention add their bias after the product, and after the sum over tp where it is cut;
 the feed-forward's two matrices add theirs within the product (`addmm`), on one rank of tp.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,14 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwise.model.gpt_config import GptConfig
-from meshwise.runtime.programs.moe import (
-    Linear,
-    MoELayer,
-    Shard,
-    from_tensor_parallel,
-    gelu,
-    to_tensor_parallel,
-)
+from meshwise.runtime.programs.moe import Affine, MoELayer, Shard, gelu
+from meshwise.runtime.programs.tensor_parallel.exchange import all_sum
 from meshwise.runtime.programs.text_data import PAD
 from meshwise.runtime.programs.vocabulary import Vocabulary
 
@@ -62,14 +55,13 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderOutput:
-    """Logits of this rank's words [B, T, n] (see `programs.vocabulary`), or of the last token's [B, 1, n].
+    """Logits of this rank's words [B, T, V / P], or of the last token's [B, 1, V / P].
 
-    `inner_states`: the embedded input and each layer's output [B, T, M]; the rest is per MoE layer.
+    `inner_states`: the embedded input and each layer's output [B, T, M]. `metrics`: of each MoE layer.
     """
 
     logits: Tensor
     inner_states: list[Tensor]
-    gate_loss: list[Tensor] = field(default_factory=list)
     metrics: list[Tensor] = field(default_factory=list)
 
 
@@ -81,16 +73,15 @@ class MultiheadAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.shard, self.head_dim = shard, config.head_dim
-        width, local = config.decoder_embed_dim, config.decoder_embed_dim // shard.tp
+        width, local = config.decoder_embed_dim, config.decoder_embed_dim // shard.tp.size
         for name in ("q_proj", "k_proj", "v_proj"):
-            setattr(self, name, Linear(local, width, bias=True, device=device, dtype=dtype))
-        self.out_proj = Linear(width, local, bias=True, device=device, dtype=dtype)
+            setattr(self, name, Affine(local, width, bias=True, device=device, dtype=dtype))
+        self.out_proj = Affine(width, local, bias=True, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, mask: Tensor | None, cache: KVCache | None = None, layer: int = 0) -> Tensor:
         """[B, T, M] -> [B, T, M]; `mask` [T, past + T] is added to the scores."""
         with self.shard.section("MultiheadAttention"):
             batch, num_queries, _ = x.shape
-            x = to_tensor_parallel(x, self.shard.tp_group)
             query, key, value = (self._heads(x, proj) for proj in (self.q_proj, self.k_proj, self.v_proj))
             query = query * self.head_dim**-0.5
             if cache is not None:
@@ -100,10 +91,10 @@ class MultiheadAttention(nn.Module):
                 scores += mask
             mixed = torch.bmm(F.softmax(scores, dim=-1), value)
             mixed = mixed.view(batch, -1, num_queries, self.head_dim).transpose(1, 2).flatten(2)
-            out = from_tensor_parallel(F.linear(mixed, self.out_proj.weight), self.shard.tp_group)
+            out = all_sum(F.linear(mixed, self.out_proj.weight), self.shard.tp)
             return out.add_(self.out_proj.bias)
 
-    def _heads(self, x: Tensor, proj: Linear) -> Tensor:
+    def _heads(self, x: Tensor, proj: Affine) -> Tensor:
         """[B, T, M] -> [B heads, T, head_dim]."""
         y = F.linear(x, proj.weight).add_(proj.bias)
         return y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2).flatten(0, 1)
@@ -118,7 +109,7 @@ class TransformerDecoderLayer(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.shard, self.layer = shard, layer
-        width, hidden = config.decoder_embed_dim, config.decoder_ffn_embed_dim // shard.tp
+        width, hidden = config.decoder_embed_dim, config.decoder_ffn_embed_dim // shard.tp.size
         where = {"device": device, "dtype": dtype}
         self.self_attn_layer_norm = nn.LayerNorm(width, **where)
         self.self_attn = MultiheadAttention(config, shard, **where)
@@ -127,28 +118,23 @@ class TransformerDecoderLayer(nn.Module):
             MoELayer(config, shard, grouped=grouped, **where) if config.is_moe_layer(layer) else None
         )
         if self.moe_layer is None:
-            self.fc1 = Linear(hidden, width, bias=True, **where)
-            self.fc2 = Linear(width, hidden, bias=shard.tp_rank == 0, **where)
+            self.fc1 = Affine(hidden, width, bias=True, **where)
+            self.fc2 = Affine(width, hidden, bias=shard.tp.index == 0, **where)
 
-    def forward(
-        self, x: Tensor, mask: Tensor | None, *, padding: Tensor | None, cache: KVCache | None,
-        generator: torch.Generator | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-        """[B, T, M] -> [B, T, M], and the gate loss and routing metrics of a MoE layer."""
+    def forward(self, x: Tensor, mask: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor | None]:
+        """[B, T, M] -> [B, T, M], and the routing metrics of a MoE layer."""
         kind = "without MoE" if self.moe_layer is None else "with MoE"
         with self.shard.section(f"TransformerDecoderLayer {kind}"):
             x = x + self.self_attn(self.self_attn_layer_norm(x), mask, cache, self.layer)
             normed = self.final_layer_norm(x)
             if self.moe_layer is None:
-                return x + self._feed_forward(normed), None, None
-            y, gate_loss, metrics = self.moe_layer(normed, padding, generator)
-            return x + y, gate_loss, metrics
+                return x + self._feed_forward(normed), None
+            y, metrics = self.moe_layer(normed)
+            return x + y, metrics
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        rows = to_tensor_parallel(x, self.shard.tp_group).reshape(-1, x.shape[-1])
-        hidden = gelu(F.linear(rows, self.fc1.weight, self.fc1.bias))
-        out = F.linear(hidden, self.fc2.weight, self.fc2.bias)
-        return from_tensor_parallel(out, self.shard.tp_group).view_as(x)
+        hidden = gelu(F.linear(x.reshape(-1, x.shape[-1]), self.fc1.weight, self.fc1.bias))
+        return all_sum(F.linear(hidden, self.fc2.weight, self.fc2.bias), self.shard.tp).view_as(x)
 
 
 class TransformerDecoder(nn.Module):
@@ -162,46 +148,42 @@ class TransformerDecoder(nn.Module):
         super().__init__()
         self.config, self.shard = config, shard
         width, where = config.decoder_embed_dim, {"device": device, "dtype": dtype}
-        self.embed_tokens = Vocabulary(config.vocab_size, width, shard, **where)
+        self.embed_tokens = Vocabulary(config.vocab_size, width, shard.tp, **where)
         self.layers = nn.ModuleList(
             TransformerDecoderLayer(config, layer, shard, grouped=grouped, **where)
             for layer in range(config.decoder_layers)
         )
-        self.layer_norm = None if config.no_decoder_final_norm else nn.LayerNorm(width, **where)
+        self.layer_norm = nn.LayerNorm(width, **where)
         table = sinusoidal_positions((max_positions or config.tokens_per_sample) + PAD + 1, width, device)
         self.register_buffer("positions", table.to(dtype), persistent=False)
 
     def forward(
-        self, tokens: Tensor, *, cache: KVCache | None = None, generator: torch.Generator | None = None,
-        last_only: bool = False,
-    ) -> DecoderOutput:  # fmt: skip
+        self, tokens: Tensor, *, cache: KVCache | None = None, last_only: bool = False
+    ) -> DecoderOutput:
         """Logits for tokens [B, T], which may end in padding; with a `cache`, for those that follow it.
 
         `last_only`: of the last token alone, all that a search needs.
         """
         with self.shard.section("TransformerDecoder"):
-            x = self._embedded(tokens, past=0 if cache is None else cache.length)
-            padding = tokens == PAD
-            mask = _causal_mask(tokens.shape[1], 0 if cache is None else cache.length, x)
+            past = 0 if cache is None else cache.length
+            x = self._embedded(tokens, past)
+            mask = _causal_mask(tokens.shape[1], past, x)
             output = DecoderOutput(x, [x])
             for layer in self.layers:
-                x, gate_loss, metrics = layer(x, mask, padding=padding, cache=cache, generator=generator)
+                x, metrics = layer(x, mask, cache)
                 output.inner_states.append(x)
-                if gate_loss is not None:
-                    output.gate_loss.append(gate_loss)
+                if metrics is not None:
                     output.metrics.append(metrics)
             if cache is not None:
                 cache.length += tokens.shape[1]
             if last_only:
                 x = x[:, -1:]
-            if self.layer_norm is not None:
-                x = self.layer_norm(x)
-            return replace(output, logits=self.embed_tokens.logits(x))
+            return replace(output, logits=self.embed_tokens.logits(self.layer_norm(x)))
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for `batch` sequences of up to `capacity` tokens."""
         weight = self.embed_tokens.weight
-        heads = self.config.decoder_attention_heads // self.shard.tp
+        heads = self.config.decoder_attention_heads // self.shard.tp.size
         keys, values = (
             [weight.new_empty(batch, heads, capacity, self.config.head_dim) for _ in self.layers]
             for _ in "kv"
@@ -209,13 +191,10 @@ class TransformerDecoder(nn.Module):
         return KVCache(keys, values)
 
     def _embedded(self, tokens: Tensor, past: int) -> Tensor:
-        x = self.embed_tokens.embed(tokens)
-        if not self.config.no_scale_embedding:
-            x = x * math.sqrt(self.config.decoder_embed_dim)
-        if not self.config.no_token_positional_embeddings:
-            first = past + PAD + 1
-            places = torch.arange(first, first + tokens.shape[1], device=tokens.device)
-            x += F.embedding(torch.where(tokens == PAD, PAD, places), self.positions)
+        x = self.embed_tokens.embed(tokens) * math.sqrt(self.config.decoder_embed_dim)
+        first = past + PAD + 1
+        places = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+        x += F.embedding(torch.where(tokens == PAD, PAD, places), self.positions)
         return x
 
 
@@ -244,7 +223,7 @@ def _log_step(half: int) -> float:
     return math.log(10000.0) / max(half - 1, 1)
 
 
-# --- the pieces of the parameters -----------------------------------------------------------------
+# --- parameters ----------------------------------------------------------------------------------
 
 _CUT_DIM = {
     "embed_tokens.weight": 0,
@@ -255,72 +234,29 @@ _CUT_DIM = {
 """The dim of a parameter that is cut over tp; the rest is whole on each rank."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """One tensor of the model by its name in a checkpoint, and the piece of it that this rank holds.
-
-    `piece` is a view of the parameter: what is copied into it changes the model. `dim`: where the tensor
-    is cut over tp (None: whole); there it is `length` long, and the piece begins at `start`.
-    """
-
-    name: str
-    piece: Tensor
-    dim: int | None
-    is_expert: bool
-    length: int = 0
-    start: int = 0
-
-    @property
-    def full_shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
-        return tuple(self.length if i == self.dim else n for i, n in enumerate(self.piece.shape))
-
-    @property
-    def bounds(self) -> tuple[slice, ...]:
-        """Where in the whole tensor the piece lies."""
-        starts = (self.start if i == self.dim else 0 for i in range(self.piece.dim()))
-        return tuple(slice(start, start + n) for start, n in zip(starts, self.piece.shape, strict=True))
-
-
-def parts(model: TransformerDecoder) -> Iterator[Part]:
-    """Every piece that this rank holds; experts one by one, by their number in the whole layer."""
-    shard, words = model.shard, model.embed_tokens
-    for name, parameter in model.named_parameters():
-        dim = _CUT_DIM.get(".".join(name.split(".")[-2:]))
-        if parameter is words.weight:  # its padding is no part of the model
-            piece = parameter.data[: words.num_words]
-            yield Part(name, piece, dim, is_expert=False, length=words.vocab_size, start=words.first)
-        elif ".experts." not in name:
-            yield Part(name, parameter.data, dim, is_expert=False, **_span(parameter, dim, shard))
-        else:
-            before, after = name.split(".experts.")
-            for i, piece in enumerate(parameter.data):
-                expert = f"{before}.experts.{shard.ep_rank * len(parameter) + i}.{after}"
-                yield Part(expert, piece, dim, is_expert=True, **_span(piece, dim, shard))
-
-
-def _span(piece: Tensor, dim: int | None, shard: Shard) -> dict[str, int]:
-    """The length of a tensor that is cut evenly along `dim`, and where this rank's piece begins."""
-    local = 0 if dim is None else piece.shape[dim]
-    return {"length": local * shard.tp, "start": local * shard.tp_rank}
-
-
 def init_parameters(model: TransformerDecoder, seed: int) -> None:
     """Random parameters from `seed`, each tensor from a generator of its own: no world changes them.
 
     Embedding normal with deviation M^-1/2 and a zero row for padding, matrices Xavier-uniform (queries, keys
     and values with gain 2^-1/2), norms one, biases zero: fairseq's.
     """
-    for part in parts(model):
-        key = hashlib.sha256(f"{seed} {part.name}".encode()).digest()[:8]
-        generator = torch.Generator().manual_seed(int.from_bytes(key) >> 1)
-        is_whole = part.full_shape == tuple(part.piece.shape)
-        if is_whole and part.piece.device.type == "cpu" and part.piece.dtype == torch.float32:
-            _fill(part.name, part.piece, generator)
-        else:
-            whole = torch.empty(part.full_shape)
-            _fill(part.name, whole, generator)
-            part.piece.copy_(whole[part.bounds])
+    ep = model.shard.ep
+    for name, parameter in model.named_parameters():
+        dim = _CUT_DIM.get(".".join(name.split(".")[-2:]))
+        if ".experts." not in name:
+            _draw(model, name, parameter.data, dim, seed)
+            continue
+        for place, expert in enumerate(parameter.data, start=ep.index * len(parameter)):
+            _draw(model, name.replace(".experts.", f".experts.{place}."), expert, dim, seed)
+
+
+def _draw(model: TransformerDecoder, name: str, piece: Tensor, dim: int | None, seed: int) -> None:
+    """Draw the tensor `name` whole, and copy this rank's `piece` of it, which is cut along `dim`."""
+    tp = model.shard.tp
+    whole = torch.empty([n * tp.size if place == dim else n for place, n in enumerate(piece.shape)])
+    key = hashlib.sha256(f"{seed} {name}".encode()).digest()[:8]
+    _fill(name, whole, torch.Generator().manual_seed(int.from_bytes(key) >> 1))
+    piece.copy_(whole if dim is None else whole.chunk(tp.size, dim)[tp.index])
 
 
 def _fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:

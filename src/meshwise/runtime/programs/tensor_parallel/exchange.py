@@ -21,9 +21,13 @@ Finish = Callable[[], Tensor]
 class Axis:
     """A rank's place along one axis: its group, the size of it, and its index in it."""
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     size: int
     index: int
+
+
+ALONE = Axis(None, 1, 0)
+"""An axis of one rank."""
 
 
 def axis(mesh: DeviceMesh, name: str) -> Axis:
