@@ -1,7 +1,6 @@
-"""The local kernels of attention, each an op of its own in a ledger: softmax in steps, fused attention.
+"""Fused attention and its backward, each an op of its own in a ledger.
 
-Where rows are spread over ranks, sums are exchanged between the steps of softmax. Row statistics are fp32
-(fp64 for fp64 inputs). Attention tensors are [batch, heads, tokens, head size].
+Tensors are [batch, heads, tokens, head size]. Row statistics are fp32 (fp64 for fp64 inputs).
 """
 
 from __future__ import annotations
@@ -16,66 +15,6 @@ from torch.nn.functional import pad
 from meshwise.core.errors import MissingExtraError
 
 aten = torch.ops.aten
-
-# --- softmax -----------------------------------------------------------------------------------
-
-
-@custom_op("meshwise::scale_and_mask_", mutates_args={"scores"})
-def scale_and_mask_(
-    scores: Tensor, scale: float, row_spans: list[int], column_spans: list[int], is_causal: bool
-) -> Tensor:
-    """Scores [batch, rows, columns] times `scale`, masked in place; returns each row's maximum.
-
-    The spans say which tokens the rows and columns are: begin, end, begin, end, ...
-    """
-    scores.mul_(scale)
-    if is_causal:
-        rows, columns = (_positions(spans, scores.device) for spans in (row_spans, column_spans))
-        scores.masked_fill_(columns[None, :] > rows[:, None], float("-inf"))
-    return scores.amax(-1).to(lse_dtype(scores))
-
-
-scale_and_mask_.register_fake(lambda scores, *_: scores.new_empty(scores.shape[:-1], dtype=lse_dtype(scores)))
-
-
-@custom_op("meshwise::exponentials_", mutates_args={"scores"})
-def exponentials_(scores: Tensor, maxima: Tensor) -> Tensor:
-    """exp(score - maximum) in place; returns each row's sum."""
-    wide = (scores.to(maxima.dtype) - maxima[..., None]).exp_()
-    scores.copy_(wide)
-    return wide.sum(-1)
-
-
-exponentials_.register_fake(lambda scores, maxima: torch.empty_like(maxima))
-
-
-@custom_op("meshwise::divide_rows_", mutates_args={"scores"})
-def divide_rows_(scores: Tensor, sums: Tensor) -> None:
-    """Each row over its sum, in place."""
-    scores.div_(sums[..., None])
-
-
-@custom_op("meshwise::row_products", mutates_args=())
-def row_products(grad: Tensor, probabilities: Tensor) -> Tensor:
-    """Each row's sum of gradient times probability."""
-    return (grad.to(lse_dtype(grad)) * probabilities).sum(-1)
-
-
-row_products.register_fake(lambda grad, *_: grad.new_empty(grad.shape[:-1], dtype=lse_dtype(grad)))
-
-
-@custom_op("meshwise::scores_backward_", mutates_args={"grad"})
-def scores_backward_(grad: Tensor, probabilities: Tensor, products: Tensor, scale: float) -> None:
-    """Gradient of the scores, in place of that of the probabilities."""
-    grad.copy_((grad.to(products.dtype) - products[..., None]) * probabilities * scale)
-
-
-def _positions(spans: list[int], device: torch.device) -> Tensor:
-    pairs = zip(spans[::2], spans[1::2], strict=True)
-    return torch.cat([torch.arange(begin, end, device=device) for begin, end in pairs])
-
-
-# --- fused attention ---------------------------------------------------------------------------
 
 
 @custom_op("meshwise::flash_attention", mutates_args=())

@@ -2,7 +2,9 @@
 
 Every layout computes the same block and is written on plain collectives: 1d (column and row matmuls), 2d
 (SUMMA), 2d-cp (columns x sequence), 2.5d (depths of SUMMA grids) and 3d (a cube). `--check` compares the
-output and every gradient with one process that holds everything.
+output and every gradient with one process that holds everything. Attention is fused, its heads are split, and
+nothing is dropped; what plans choose beside that (`attention=unfused|grid`, `sp=0`, `panels`, dropout), the
+closed forms price.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ if TYPE_CHECKING:
     import torch
 
     from meshwise.runtime.programs.context import Context
-    from meshwise.runtime.programs.tensor_parallel.block import Layout
+    from meshwise.runtime.programs.tensor_parallel.block import TensorLayout
 
 
 STATES_WORK_ONLY = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class TensorParallelOptions:
     """What the command line may choose."""
 
     layout: Annotated[
@@ -51,36 +53,30 @@ class Options:
         Literal["gpt", "llama"],
         Meta(description="gpt: LayerNorm, GELU, biases; llama: RMSNorm, SwiGLU, none"),
     ] = "gpt"
-    attention: Annotated[
-        Literal["flash", "unfused", "grid"],
-        Meta(description="fused; separate ops with heads split; or with scores split over the grid"),
-    ] = "flash"
     causal: Annotated[bool, Meta(description="a token sees only those before it")] = True
-    dropout: Annotated[float, Meta(ge=0, lt=1, description="share of activations that dropout zeroes")] = 0.0
-    sp: Annotated[bool, Meta(description="1d: cut the tokens between the matmuls too")] = True
-    panels: Annotated[int, Meta(ge=1, description="2d, 2.5d: pieces of each block that SUMMA sends")] = 1
     dtype: Annotated[Dtype, Meta(description="element type")] = "bf16"
     check: Annotated[bool, Meta(description="compare with one process that holds everything")] = False
     seed: Annotated[int, Meta(description="seed of inputs and weights")] = 0
 
 
-def check(options: Options, ranks: int) -> None:
+Options = TensorParallelOptions
+
+
+def check(options: TensorParallelOptions, ranks: int) -> None:
     """PlanError for a grid or a size that does not divide."""
     checked_model(model_of(options), "tensor-parallel")
     if options.hidden % options.heads:
         raise PlanError(
             f"tensor-parallel: --hidden {options.hidden} does not divide by --heads {options.heads}"
         )
-    if options.check and options.dropout:
-        raise PlanError("tensor-parallel: --check needs the same numbers everywhere; use --dropout 0")
     cut = cut_of(options, ranks)
     check_grid(
         model_of(options), cut.layout, tuple(int(size) for size in cut.grid), ranks, seq=options.seq,
-        panels=options.panels, scores_split=cut.grid_scores, sequence_parallel=cut.sequence_parallel,
+        panels=1, scores_split=False, sequence_parallel=True,
     )  # fmt: skip
 
 
-def model_of(options: Options) -> Model:
+def model_of(options: TensorParallelOptions) -> Model:
     """A model of one block."""
     is_gpt = options.style == "gpt"
     return Model(
@@ -102,11 +98,10 @@ def model_of(options: Options) -> Model:
         positions="none",
         tied_embedding=True,
         causal=options.causal,
-        dropout_frac=options.dropout,
     )
 
 
-def cut_of(options: Options, ranks: int) -> Cut:
+def cut_of(options: TensorParallelOptions, ranks: int) -> Cut:
     """How `ranks` ranks cut the block; PlanError for a grid that is not one."""
     grid = default_grid(options.layout, ranks)
     if options.grid and options.layout != "1d":
@@ -122,15 +117,14 @@ def cut_of(options: Options, ranks: int) -> Cut:
         tp=float(ranks),
         layout=options.layout,
         grid=tuple(float(size) for size in grid),
-        panels=float(options.panels),
-        sequence_parallel=options.sp or options.layout not in ("1d", "2d-cp"),
-        flash=options.attention == "flash",
-        grid_scores=options.attention == "grid",
+        panels=1.0,
+        sequence_parallel=True,
+        flash=True,
         precision=precision(options.dtype),
     )
 
 
-def estimate(options: Options, tape: Tape) -> None:
+def estimate(options: TensorParallelOptions, tape: Tape) -> None:
     """Write the closed form of `main` on `tape`: each op of the layout, as often as it occurs."""
     model, cut = model_of(options), cut_of(options, tape.world_size)
     for op in [*block_ops(model, cut), *shared_gradients(model, cut)]:
@@ -142,7 +136,7 @@ def estimate(options: Options, tape: Tape) -> None:
         tape.op(is_matmul=op.kind == "matmul", **row)
 
 
-def main(options: Options, context: Context) -> dict[str, Any]:
+def main(options: TensorParallelOptions, context: Context) -> dict[str, Any]:
     """Forward, backward, and the sum of shared gradients; with `--check`, the differences to one process."""
     from meshwise.runtime.programs.tensor_parallel.block import block, sum_shared_gradients
     from meshwise.runtime.programs.tensor_parallel.reference import differences
@@ -166,17 +160,19 @@ def main(options: Options, context: Context) -> dict[str, Any]:
     return result
 
 
-def _layout(options: Options, context: Context) -> Layout:
+def _layout(options: TensorParallelOptions, context: Context) -> TensorLayout:
     from meshwise.runtime.programs.tensor_parallel.block_1d import Layout1D
     from meshwise.runtime.programs.tensor_parallel.block_2d import Layout2D
     from meshwise.runtime.programs.tensor_parallel.block_3d import Layout3D
 
-    kinds: dict[str, type[Layout]] = {"1d": Layout1D, "2d-cp": Layout1D, "3d": Layout3D}
+    kinds: dict[str, type[TensorLayout]] = {"1d": Layout1D, "2d-cp": Layout1D, "3d": Layout3D}
     kind = kinds.get(options.layout, Layout2D)
     return kind(context, model_of(options), cut_of(options, context.world_size))
 
 
-def _inputs(options: Options, on: Layout) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def _inputs(
+    options: TensorParallelOptions, on: TensorLayout
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """x, the gradient of the output, and the weights: with `--check` cut from whole ones, else local ones."""
     from meshwise.runtime.programs.tensor_parallel.reference import (
         my_part,

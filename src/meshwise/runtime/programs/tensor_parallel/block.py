@@ -1,10 +1,10 @@
 """The transformer block that all tensor layouts run, and what a layout must say about itself.
 
-    x = x + dropout(out_proj(attention(qkv(norm1(x)))))
-    x = x + dropout(fc2(activation(fc1(norm2(x)))))
+    x = x + out_proj(attention(qkv(norm1(x))))
+    x = x + fc2(activation(fc1(norm2(x))))
 
-A `Layout` decides which tokens and which columns of x a rank holds, which piece of each weight, and over
-which axes the products, the norms and the attention work. The rest is the same in all of them.
+A `TensorLayout` decides which tokens and which columns of x a rank holds, which piece of each weight, and
+over which axes the products, the norms and the attention work. The rest is the same in all of them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,10 @@ from meshwise.model.weights import block_weights
 from meshwise.program.cut import Cut
 from meshwise.runtime.programs.functions import SwiGLU
 from meshwise.runtime.programs.norm import Norm
-from meshwise.runtime.programs.tensor_parallel.attention import (
-    Heads,
-    Sequence,
-    Softmax,
-    SplitHeads,
-    core_attention,
-    drop,
-)
+from meshwise.runtime.programs.tensor_parallel.attention import CutSequence, FusedAttention, LocalHeads
 from meshwise.runtime.programs.tensor_parallel.exchange import Axis, all_sum
-from meshwise.runtime.programs.tensor_parallel.product import OfActivations, Product, linear
-from meshwise.runtime.programs.tensor_parallel.spans import Index, Spans, flat, split
+from meshwise.runtime.programs.tensor_parallel.product import DistributedProduct, linear
+from meshwise.runtime.programs.tensor_parallel.spans import Index, Spans, split
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context
@@ -44,48 +37,43 @@ PAIRS = (("norm1", "qkv", "out_proj"), ("norm2", "fc1", "fc2"))
 """Norm, first and second matmul of attention and of the MLP."""
 
 
-class Layout(ABC):
+class TensorLayout(ABC):
     """One rank's part of a block of `model` under `cut`, on groups of `context`.
 
     `into_pair` and `out_of_pair` are the products of the first matmul of a pair (qkv, fc1) and of the
-    second, `scores` and `mix` those of attention whose scores are split. The rows of a norm are spread over
-    `row_axis`, those of the scores too. `tokens` (of each sequence) and `columns` are those of x that the
-    rank holds between the matmuls; `sequence` is that of its attention, `heads` what it has of the heads.
+    second. The rows of a norm are spread over `row_axis`. `tokens` (of each sequence) and `columns` are those
+    of x that the rank holds between the matmuls; `sequence` is that of its attention, `heads` what it has of
+    the heads.
     """
 
-    into_pair: Product
-    out_of_pair: Product
-    scores: Product
-    mix: Product
+    into_pair: DistributedProduct
+    out_of_pair: DistributedProduct
     row_axis: Axis | None = None
     tokens: Spans
     columns: Index
-    sequence: Sequence
-    heads: Heads
+    sequence: CutSequence
+    heads: LocalHeads
 
     def __init__(self, context: Context, model: Model, cut: Cut) -> None:
         self.context, self.model, self.cut = context, model, cut
         self.recorder = context.recorder
         self.batch, self.seq = int(cut.microbatch), int(cut.seq)
 
-    def take_heads(self, sequence: Sequence, *, parts: int, width_parts: int) -> None:
-        """1/`parts` of the heads over `sequence`, or 1/`width_parts` of each where scores are split."""
-        model, splits_scores = self.model, self.cut.grid_scores
+    def take_heads(self, sequence: CutSequence, *, parts: int) -> None:
+        """1/`parts` of the heads over `sequence`."""
         self.sequence = sequence
-        self.heads = Heads(
-            heads=model.num_heads // (1 if splits_scores else parts),
-            kv_heads=model.num_kv_heads // (1 if splits_scores else parts),
-            head_dim=model.head_dim // (width_parts if splits_scores else 1),
+        self.heads = LocalHeads(
+            heads=self.model.num_heads // parts,
+            kv_heads=self.model.num_kv_heads // parts,
+            head_dim=self.model.head_dim,
             batch=self.batch,
             sequence=sequence,
             recorder=self.recorder,
-            dropout_frac=model.dropout_frac,
         )
 
     def inner_columns(self, name: str, along: Axis) -> list[Index]:
         """The columns of a first matrix (rows of a second) that each rank of `along` holds."""
-        within = self.cut.grid_scores and name in PAIRS[0]
-        return split(sections(self.model)[name], along.size, within=within)
+        return split(sections(self.model)[name], along.size)
 
     @abstractmethod
     def pieces(self) -> Pieces:
@@ -95,29 +83,13 @@ class Layout(ABC):
     def shared(self) -> list[tuple[list[str], Axis]]:
         """Weights whose gradients are summed once a step, and the axis to sum them over, in this order."""
 
-    def score_tokens(self) -> tuple[Spans, Spans]:
-        """Queries, of each head of a group in turn, and keys of the rank's scores, where those are split."""
-        raise NotImplementedError
-
     def attend(self, qkv: Tensor) -> Tensor:
-        """Core attention of what the first matmul made of qkv: with heads split, or with scores split."""
-        if not self.cut.grid_scores:
-            return core_attention(qkv, self.heads, is_fused=self.cut.flash)
-        on, model, op = self.heads, self.model, self.recorder.op
-        q, k, v = SplitHeads.apply(qkv, on)
-        with op("logits"):  # the query heads that share a key head stand in one row of matrices
-            scores = OfActivations.apply(q.view(k.shape[0], -1, on.head_dim), k, self.scores)
-        rows, columns = self.score_tokens()
-        with op("softmax"):
-            spans, scale = (flat(rows), flat(columns)), model.head_dim**-0.5
-            p = Softmax.apply(scores, scale, *spans, model.causal, self.row_axis)
-        p = drop(p, "dropout_softmax", model.dropout_frac, self.recorder)
-        with op("attend"):
-            mixed = OfActivations.apply(p, v, self.mix).reshape(on.batch, on.heads, -1, on.head_dim)
-            return mixed.permute(2, 0, 1, 3).reshape(-1, on.heads * on.head_dim)
+        """Core attention of what the first matmul made of qkv."""
+        mixed: Tensor = FusedAttention.apply(qkv, self.heads)
+        return mixed
 
 
-def block(on: Layout, x: Tensor, weights: Weights) -> Tensor:
+def block(on: TensorLayout, x: Tensor, weights: Weights) -> Tensor:
     """One block; x is what the rank holds of it, [tokens x batch, columns], tokens outermost."""
     with on.recorder.section("attention"):
         y = _norm(on, x, weights, "norm1")
@@ -133,7 +105,7 @@ def block(on: Layout, x: Tensor, weights: Weights) -> Tensor:
         return _added(on, x, y, "residual2")
 
 
-def sum_shared_gradients(on: Layout, weights: Weights) -> None:
+def sum_shared_gradients(on: TensorLayout, weights: Weights) -> None:
     """Once a step: add up the gradients of weights that several ranks hold, one exchange per axis."""
     with on.recorder.section("block"), on.recorder.op("shared_gradients"), on.recorder.phase("step"):
         for names, along in on.shared():
@@ -145,18 +117,17 @@ def sum_shared_gradients(on: Layout, weights: Weights) -> None:
                 grad.copy_(part.view_as(grad))
 
 
-def _added(on: Layout, x: Tensor, y: Tensor, name: str) -> Tensor:
-    y = drop(y, "dropout", on.model.dropout_frac, on.recorder)
+def _added(on: TensorLayout, x: Tensor, y: Tensor, name: str) -> Tensor:
     with on.recorder.op(name):
         return x + y
 
 
-def _activated(on: Layout, x: Tensor) -> Tensor:
+def _activated(on: TensorLayout, x: Tensor) -> Tensor:
     with on.recorder.op(on.model.activation):
         return SwiGLU.apply(*x.chunk(2, -1)) if on.model.gated else F.gelu(x)
 
 
-def _norm(on: Layout, x: Tensor, weights: Weights, name: str) -> Tensor:
+def _norm(on: TensorLayout, x: Tensor, weights: Weights, name: str) -> Tensor:
     weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
     with on.recorder.op(name):
         return Norm.apply(x, weight, bias, on.model.norm == "layernorm", on.model.hidden, on.row_axis)

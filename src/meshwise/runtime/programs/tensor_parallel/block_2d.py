@@ -1,14 +1,14 @@
 """Two dimensions: SUMMA on a grid of columns x rows (`program.tensor_2d`), in one or several depths.
 
 `ab`, `abt` and `atb` are the three products of blocks; each panel is on its way while the one before is
-multiplied. Operands are [batch, rows, columns]: a linear layer is a batch of one.
+multiplied.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from meshwise.model.architecture import Model
 from meshwise.program.cut import Cut
-from meshwise.runtime.programs.tensor_parallel.attention import Sequence
+from meshwise.runtime.programs.tensor_parallel.attention import CutSequence
 from meshwise.runtime.programs.tensor_parallel.block import (
     PAIRS,
-    Layout,
     Pieces,
+    TensorLayout,
     everything,
     with_vectors,
 )
@@ -30,12 +30,10 @@ from meshwise.runtime.programs.tensor_parallel.exchange import (
     Finish,
     all_sum,
     axis,
-    gather,
-    scatter,
     start_broadcast,
     start_reduce,
 )
-from meshwise.runtime.programs.tensor_parallel.spans import Index, Spans, part, rank_spans
+from meshwise.runtime.programs.tensor_parallel.spans import Index
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Grid:
+class SummaGrid:
     """A rank's place: `in_row` are the ranks of its row, one per column; `in_column` those of its column."""
 
     in_row: Axis
@@ -83,67 +81,53 @@ class Grid:
             place.copy_(panel)
 
 
-def ab(grid: Grid, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """C = A B + bias: a [B, m, k / columns], b [B, k / rows, n] -> [B, m, n]."""
+def ab(grid: SummaGrid, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """C = A B + bias: a [m, k / columns], b [k / rows, n] -> [m, n]."""
     c: Tensor | None = None
-    for left, right in zip(grid.fetched(a, 2, grid.in_row), grid.fetched(b, 1, grid.in_column), strict=True):
+    for left, right in zip(grid.fetched(a, 1, grid.in_row), grid.fetched(b, 0, grid.in_column), strict=True):
         if c is not None:
-            c.baddbmm_(left, right)
+            c.addmm_(left, right)
         else:
-            c = torch.bmm(left, right) if bias is None else torch.baddbmm(bias, left, right)
+            c = torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
     assert c is not None
     return c
 
 
-def abt(grid: Grid, a: Tensor, b: Tensor) -> Tensor:
-    """C = A B': a [B, m, k], b [B, n / rows, k] -> [B, m, n / columns]."""
-    num_columns = b.shape[1] * grid.in_column.size // grid.in_row.size
-    panels = (torch.bmm(a, right.transpose(1, 2)) for right in grid.fetched(b, 1, grid.in_column))
-    return grid.delivered(panels, a.new_empty(*a.shape[:2], num_columns), 2, grid.in_row)
+def abt(grid: SummaGrid, a: Tensor, b: Tensor) -> Tensor:
+    """C = A B': a [m, k], b [n / rows, k] -> [m, n / columns]."""
+    num_columns = b.shape[0] * grid.in_column.size // grid.in_row.size
+    panels = (torch.mm(a, right.t()) for right in grid.fetched(b, 0, grid.in_column))
+    return grid.delivered(panels, a.new_empty(a.shape[0], num_columns), 1, grid.in_row)
 
 
-def atb(grid: Grid, a: Tensor, b: Tensor) -> Tensor:
-    """C = A' B: a [B, k, m / columns], b [B, k, n] -> [B, m / rows, n]."""
-    num_rows = a.shape[2] * grid.in_row.size // grid.in_column.size
-    panels = (torch.bmm(left.transpose(1, 2), b) for left in grid.fetched(a, 2, grid.in_row))
-    return grid.delivered(panels, b.new_empty(b.shape[0], num_rows, b.shape[2]), 1, grid.in_column)
+def atb(grid: SummaGrid, a: Tensor, b: Tensor) -> Tensor:
+    """C = A' B: a [k, m / columns], b [k, n] -> [m / rows, n]."""
+    num_rows = a.shape[1] * grid.in_row.size // grid.in_column.size
+    panels = (torch.mm(left.t(), b) for left in grid.fetched(a, 1, grid.in_row))
+    return grid.delivered(panels, b.new_empty(num_rows, b.shape[1]), 0, grid.in_column)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Summa:
-    """A product of blocks (`transposed`: C = A B'); with several depths, each has the rows of its tokens.
+    """A product of blocks; each of several `depths` has the rows of its tokens, and they add up dB."""
 
-    A weight B is the same in all `depths`, which add up its gradient; keys and values are those of the own
-    tokens (`has_tokens`), gathered over the depths, their gradients scattered.
-    """
-
-    grid: Grid
+    grid: SummaGrid
     depths: Axis | None
-    has_tokens: bool = False
-    transposed: bool = False
 
     def forward(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Two operands travel, or one operand and the result."""
-        whole = self._whole(b)
-        return abt(self.grid, a, whole) if self.transposed else ab(self.grid, a, whole, bias)
+        """Both operands travel."""
+        return ab(self.grid, a, b, bias)
 
     def backward(self, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dA = dC B', dB = A' dC; or dA = dC B, dB = dC' A."""
-        whole = self._whole(b)
-        da = ab(self.grid, grad, whole) if self.transposed else abt(self.grid, grad, whole)
-        db = atb(self.grid, grad, a) if self.transposed else atb(self.grid, a, grad)
-        if self.depths is not None:
-            db = scatter(db, self.depths, 1) if self.has_tokens else all_sum(db, self.depths)
-        return da, db, grad
-
-    def _whole(self, b: Tensor) -> Tensor:
-        return gather(b, self.depths, 1) if self.depths is not None and self.has_tokens else b
+        """dA = dC B', dB = A' dC: one operand travels, and the result."""
+        da, db = abt(self.grid, grad, b), atb(self.grid, a, grad)
+        return da, db if self.depths is None else all_sum(db, self.depths), grad
 
 
 # --- the layout --------------------------------------------------------------------------------
 
 
-class Layout2D(Layout):
+class Layout2D(TensorLayout):
     """A grid of columns x rows: the rank has T / rows tokens in h / columns of their width.
 
     With a depth (2.5 dimensions) there are several such grids, which share their weights: T / (rows depth).
@@ -154,14 +138,12 @@ class Layout2D(Layout):
         self.depth: Axis | None = None
         self.row, self.column, self.over_tokens = self._groups()
         self.row_axis = self.row
-        sequence = Sequence(self.seq, model.causal, self.over_tokens)
-        self.take_heads(sequence, parts=self.row.size, width_parts=self.row.size)
+        sequence = CutSequence(self.seq, model.causal, self.over_tokens)
+        self.take_heads(sequence, parts=self.row.size)
         self.tokens = sequence.mine
         self.columns = np.split(everything(model.hidden), self.row.size)[self.row.index]
-        panels = int(cut.panels) * math.lcm(self.row.size, self.column.size)
-        self.into_pair = self.out_of_pair = Summa(Grid(self.row, self.column, panels), self.depth)
-        self.mix = replace(self.into_pair, has_tokens=True)
-        self.scores = replace(self.mix, transposed=True)
+        panels = math.lcm(self.row.size, self.column.size)
+        self.into_pair = self.out_of_pair = Summa(SummaGrid(self.row, self.column, panels), self.depth)
 
     def _groups(self) -> tuple[Axis, Axis, Axis]:
         """The row, the column, and the ranks of all depths that hold other tokens of the same columns."""
@@ -190,13 +172,3 @@ class Layout2D(Layout):
     def shared(self) -> list[tuple[list[str], Axis]]:
         """All vectors: norms and biases."""
         return [([name for name, piece in self.pieces().items() if len(piece) == 1], self.over_tokens)]
-
-    def score_tokens(self) -> tuple[Spans, Spans]:
-        """The rank's queries; the keys of all rows in turn, of all depths each, of which it has a part."""
-        depths = self.depth.size if self.depth else 1
-        keys: Spans = ()
-        for row in range(self.column.size):
-            for depth in range(depths):
-                place, num = depth * self.column.size + row, depths * self.column.size
-                keys += rank_spans(self.seq, num, place, is_causal=self.model.causal)
-        return self.tokens * self.heads.group, part(keys, self.row.index, self.row.size)

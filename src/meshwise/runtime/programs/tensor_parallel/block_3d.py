@@ -5,7 +5,6 @@ Rank (i, j, l) stands at depth i, row j, column l. The axis `depth` joins the ra
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,23 +13,23 @@ from torch import Tensor
 from meshwise.model.architecture import Model
 from meshwise.program.cut import Cut
 from meshwise.runtime.programs.heads import DealHeads
-from meshwise.runtime.programs.tensor_parallel.attention import Sequence, core_attention
+from meshwise.runtime.programs.tensor_parallel.attention import CutSequence, FusedAttention
 from meshwise.runtime.programs.tensor_parallel.block import (
     PAIRS,
-    Layout,
     Pieces,
+    TensorLayout,
     everything,
     with_vectors,
 )
 from meshwise.runtime.programs.tensor_parallel.exchange import Axis, axis
 from meshwise.runtime.programs.tensor_parallel.product import Gathered
-from meshwise.runtime.programs.tensor_parallel.spans import Index, Spans, part, rank_spans
+from meshwise.runtime.programs.tensor_parallel.spans import Index, part
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context
 
 
-class Layout3D(Layout):
+class Layout3D(TensorLayout):
     """A cube: the rank has T / q^2 tokens in h / q of their width, of its depth those of its row.
 
     Into a pair tokens (i, j) in columns l become tokens (i, l) in columns j; out of it, the other way.
@@ -42,11 +41,10 @@ class Layout3D(Layout):
         mesh = context.mesh(tp_depth=depths, tp_row=rows, tp_col=columns)
         self.col, self.row, self.depth = (axis(mesh, name) for name in ("tp_col", "tp_row", "tp_depth"))
         self.row_axis = self.col
-        self.into_pair = self.mix = Gathered(self.row, self.depth, self.col)
+        self.into_pair = Gathered(self.row, self.depth, self.col)
         self.out_of_pair = Gathered(self.col, self.depth, self.row)
-        self.scores = replace(self.out_of_pair, transposed=True)
-        sequence = Sequence(self.seq, model.causal, self.depth)
-        self.take_heads(sequence, parts=rows * columns, width_parts=rows)
+        sequence = CutSequence(self.seq, model.causal, self.depth)
+        self.take_heads(sequence, parts=rows * columns)
         self.tokens = part(sequence.mine, self.row.index, self.row.size)
         self.columns = np.split(everything(model.hidden), self.col.size)[self.col.index]
 
@@ -69,22 +67,11 @@ class Layout3D(Layout):
         return [(norms, self.row), (vectors, self.depth)]
 
     def attend(self, qkv: Tensor) -> Tensor:
-        """Heads split over rows and, by Ulysses' exchange, columns, or the scores over the cube."""
-        if self.cut.grid_scores:
-            return super().attend(qkv)
+        """Heads split over rows and, by Ulysses' exchange, columns."""
         on, num, op = self.heads, self.col.size, self.recorder.op
         dealt = [on.heads * num, on.kv_heads * num, on.kv_heads * num]
         with op("ulysses_qkv"):
             qkv = DealHeads.apply(qkv, dealt, True, on.batch, on.head_dim, self.col)
-        mixed = core_attention(qkv, on, is_fused=self.cut.flash)
+        mixed: Tensor = FusedAttention.apply(qkv, on)
         with op("ulysses_out"):
             return DealHeads.apply(mixed, dealt[:1], False, on.batch, on.head_dim, self.col)
-
-    def score_tokens(self) -> tuple[Spans, Spans]:
-        """A row's share of the depth's queries, the column's keys of all depths."""
-        seq, depths, causal = self.seq, self.depth.size, self.model.causal
-        of_depth = [rank_spans(seq, depths, i, is_causal=causal) for i in range(depths)]
-        columns = [part(spans, self.col.index, self.col.size) for spans in of_depth]
-        places = [part(self.sequence.mine, place, self.col.size) for place in range(self.col.size)]
-        queries = sum((place * self.heads.group for place in places), ())
-        return part(queries, self.row.index, self.row.size), sum(columns, ())

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwise.model.architecture import Model
 from meshwise.runtime.programs.norm import EPSILON
 from meshwise.runtime.programs.reference import largest_differences
-from meshwise.runtime.programs.tensor_parallel.block import Layout, Weights, shapes
+from meshwise.runtime.programs.tensor_parallel.block import TensorLayout, Weights, shapes
 from meshwise.runtime.programs.tensor_parallel.spans import positions
 
 if TYPE_CHECKING:
@@ -28,17 +28,17 @@ def whole_weights(model: Model, context: Context, dtype: torch.dtype, seed: int)
     return found
 
 
-def whole_activations(on: Layout, dtype: torch.dtype, seed: int, place: int) -> Tensor:
+def whole_activations(on: TensorLayout, dtype: torch.dtype, seed: int, place: int) -> Tensor:
     """[seq, batch, hidden] random numbers, the same on every rank."""
     return on.context.normal(on.seq, on.batch, on.model.hidden, dtype=dtype, key=(seed, 2, place))
 
 
-def my_part(on: Layout, whole: Tensor) -> Tensor:
+def my_part(on: TensorLayout, whole: Tensor) -> Tensor:
     """What the rank holds of [seq, batch, hidden] between the matmuls: [tokens x batch, columns]."""
     return whole[positions(on.tokens)][:, :, on.columns].flatten(0, 1)
 
 
-def my_pieces(on: Layout, whole: Weights) -> dict[str, Tensor]:
+def my_pieces(on: TensorLayout, whole: Weights) -> dict[str, Tensor]:
     """What the rank holds of each weight."""
     pieces = {}
     for name, indices in on.pieces().items():
@@ -81,7 +81,7 @@ def _linear(x: Tensor, w: Weights, name: str) -> Tensor:
     return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
 
 
-def differences(on: Layout, x: Tensor, y: Tensor, weights: Weights, seed: int) -> dict[str, float]:
+def differences(on: TensorLayout, x: Tensor, y: Tensor, weights: Weights, seed: int) -> dict[str, float]:
     """Largest difference, on any rank, of the output and of every gradient to those of one process."""
     dtype = y.dtype
     whole = whole_weights(on.model, on.context, dtype, seed)

@@ -54,16 +54,15 @@ def positions(spans: Spans) -> Index:
     return np.concatenate([np.arange(begin, end) for begin, end in spans])
 
 
-def split(sections: Sequence[tuple[int, int]], num_parts: int, *, within: bool = False) -> list[Index]:
+def split(sections: Sequence[tuple[int, int]], num_parts: int) -> list[Index]:
     """Columns of each part of a fused matrix, whose sections are (units, width): heads and their size.
 
-    Each part takes its share of the units of every section, or, `within`, its share of every unit's width.
+    Each part takes its share of the units of every section.
     """
     parts: list[list[Index]] = [[] for _ in range(num_parts)]
     start = 0
     for units, width in sections:
-        columns = np.arange(start, start + units * width).reshape(units, width)
-        for i, piece in enumerate(np.split(columns, num_parts, axis=1 if within else 0)):
-            parts[i].append(piece.ravel())
+        for i, piece in enumerate(np.split(np.arange(start, start + units * width), num_parts)):
+            parts[i].append(piece)
         start += units * width
     return [np.concatenate(pieces) for pieces in parts]
