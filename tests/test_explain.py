@@ -9,8 +9,6 @@ import pytest
 import meshwise as mw
 from kineto import all_reduce, host, kernel, message, write_trace
 from meshwise.core.ledger import Ledger
-from meshwise.trace.pipeline import schedule_words
-from meshwise.trace.summary import summarize_paths
 
 GLOO4 = Path(__file__).parent / "data" / "traces" / "gloo4"
 JOB = ("qwen3-0.6b", "a100-80g-sxm:2", "tp=2")
@@ -177,42 +175,6 @@ def test_pipelines_experts_and_context_are_recognised(tmp_path):
         exchange["args"]["Collective name"] = "all_to_allv"
         _played_ops(folder, mw.estimate(model, JOB[1], plan, batch=2, seq=512).ledger, more=[exchange])
         assert f"{model}, {plan}, batch" in mw.explain(folder).findings[0]
-
-
-def _microbatches(schedule, num):
-    """Forwards and backwards of the first of two stages."""
-    if schedule == "gpipe":
-        return "F" * num + "B" * num
-    return "FF" + "BF" * (num - 2) + "BB"
-
-
-@pytest.mark.parametrize(
-    ("schedule", "num", "words"),
-    [("gpipe", 4, ",schedule=gpipe"), ("1f1b", 4, ",schedule=1f1b"), ("1f1b", 2, ""), ("gpipe", 2, "")],
-)
-def test_the_schedule_of_a_pipeline_is_recognised(tmp_path, schedule, num, words):
-    """By the order of its messages, over two steps; with two microbatches both send alike."""
-    found = mw.estimate("qwen3-0.6b", JOB[1], "pp=2", batch=2, seq=512).ledger
-    for rank in range(2):
-        messages = []
-        for i, kind in enumerate(2 * _microbatches(schedule, num)):
-            sends = (kind == "F") == (rank == 0)
-            messages.append(
-                message("send" if sends else "recv", 20.0 * i + 5 * sends, 15 - 5 * sends, 64, 1 - rank)
-            )
-        rows = [row for row in found.rows() if rank or row["op"] != "logits"]
-        _played_ops(tmp_path, Ledger.from_rows(rows), rank=rank, more=messages)
-    assert f"qwen3-0.6b, tp=1,pp=2{words}, batch" in mw.explain(tmp_path).findings[0]
-
-
-def test_chunks_of_a_pipeline_are_recognised(tmp_path):
-    """The last of three stages hands the first chunk's result on to the first stage."""
-    for rank in range(3):
-        ahead, behind = (rank + 1) % 3, (rank - 1) % 3
-        events = [message("send", 100.0 * k + 30 * rank, 9, 64, ahead) for k in range(4)]
-        events += [message("recv", 100.0 * k + 30 * behind + 5 * (not rank), 9, 64, behind) for k in range(4)]
-        write_trace(tmp_path / f"rank-{rank}.json", events, rank)
-    assert schedule_words(summarize_paths([tmp_path]), 3, 2) == "vpp=2"
 
 
 def test_experts_and_heads_are_recognised_together(tmp_path):

@@ -19,7 +19,7 @@ from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.plan.plan import CP_KINDS, RECOMPUTE, Plan
 from meshwise.plan.workload import Workload
-from meshwise.search.kept import found_at
+from meshwise.search.best_plans import found_at
 
 FSDP2 = Plan(implementation="fsdp2", zero=3)
 CLUSTER = find_cluster("h100-80g-sxm:64")

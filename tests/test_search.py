@@ -18,7 +18,7 @@ from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan, plan_text
 from meshwise.plan.workload import Workload
-from meshwise.search.kept import Kept
+from meshwise.search.best_plans import BestPlans
 from meshwise.search.search import Result, search
 from meshwise.search.space import USUAL, free_values
 from test_one_path import MODELS, VALUES
@@ -40,62 +40,6 @@ SPACES: dict[str, tuple[str, str, dict[str, tuple[Any, ...]]]] = {
         {
             "pp": (1, 2), "vpp": (1,), "schedule": ("1f1b", "zb-h1"), "recompute": ("full",), "cp": (1, 2),
             "zero": (1,), "recompute_layers": (None,), "microbatch": (2,),
-        },
-    ),
-    "offload": (
-        "llama3-70b",
-        "h100-80g-sxm:32",
-        {
-            "tp": (4, 8), "pp": (1, 4), "vpp": (1,), "schedule": ("1f1b",), "microbatch": (1,),
-            "offload_optimizer": (0.0, 0.5), "offload_activations": (0.0, 1.0), "recompute": ("none", "full"),
-            "recompute_layers": (None, 5), "zero_group": (None, 2), "overlap_dp": (False, True),
-        },
-    ),
-    "layouts": (
-        "llama3-8b",
-        "h100-80g-sxm:16",
-        {
-            "layout": ("1d", "2d", "2d-cp", "3d"), "tp": (4, 8), "pp": (1, 2), "cp": (1,), "vpp": (1,),
-            "panels": (1, 2), "schedule": ("1f1b",), "sp": (None, True), "zero": (1,), "cp_kind": ("ring",),
-        },
-    ),
-    "modules": (
-        "mixtral-8x7b",
-        "h100-80g-sxm:16",
-        {
-            "tp": (1, 2), "cp": (1,), "pp": (2,), "vpp": (1,), "schedule": ("1f1b",), "microbatch": (1,),
-            "cp_kind": ("ring",), "ep": (1, 8), "etp": (1,), "zero": (1,), "recompute": ("selective", "full"),
-            "recompute_layers": (None,), "overlap_ep": (False, True), "sp": (None, False),
-            "recompute_modules": (("core_attn",), ("moe",), ("core_attn", "moe_act")),
-            "optimizer": ("adam", "muon"), "imbalance": (1.0, 1.5),
-        },
-    ),
-    "pairs": (
-        "mixtral-8x7b",
-        "h100-80g-sxm:16",
-        {
-            "tp": (1,), "cp": (1,), "pp": (2, 4), "vpp": (1,), "ep": (1, 4), "etp": (1,), "zero": (1, 2),
-            "schedule": ("1f1b", "dualpipe", "dualpipe-v"), "recompute": ("none", "selective", "full"),
-            "recompute_layers": (None, 2), "dtype": ("bf16", "fp8"), "microbatch": (1,),
-        },
-    ),
-    "stages": (
-        "llama3-8b",
-        "h100-80g-sxm:16",
-        {
-            "stages": (None, (), (9, 8, 8, 7)), "tp": (2,), "cp": (1,), "pp": (1, 2, 4), "vpp": (1, 2),
-            "zero": (1,), "recompute": ("none",), "recompute_layers": (None,), "microbatch": (1,),
-        },
-    ),
-    "links": (
-        "llama3-8b",
-        "h100-80g-sxm:16",
-        {
-            "tp": (2,), "cp": (1, 4), "pp": (1, 2), "vpp": (1,), "schedule": ("1f1b",),
-            "recompute": ("none",), "cp_kind": ("ring", "ulysses", "two_level"), "ulysses": (1, 2, 4),
-            "zero_group": (None, 2),
-            "placement": tuple(itertools.permutations(("tp", "cp", "dp", "pp")))[::2], "microbatch": (1,),
-            "zero": (1, 3), "overlap_pp": (False, True), "overlap_tp": (False, True),
         },
     ),
 }  # fmt: skip
@@ -309,20 +253,6 @@ def test_nothing_divides_is_exit_1_with_the_reason(meshwise) -> None:
     assert "8 ranks do not divide by tp=5" in done.out
 
 
-def test_bad_input_is_exit_2(meshwise) -> None:
-    base = ("search", "gpt3-175b", "--cluster", "a100-80g-sxm:8")
-    assert meshwise(*base, "--batch", "0").code == 2
-    assert meshwise(*base, "--batch", "8", "--plan", "schedule=2f2b").code == 2
-    assert meshwise(*base, "--batch", "8", "--plan", "speed=9").code == 2
-
-
-def test_a_text_names_every_found_plan() -> None:
-    model, cluster = find_model("deepseek-v3"), find_cluster("h100-80g-sxm:2048")
-    found = search(model, cluster, batch=4096, seq=4096, stated={"dtype": ("fp8",), "zero": (1,)}, top=3)
-    texts = [plan_text(of.plan) for of in found.best]
-    assert len(set(zip(texts, (of.workload.microbatch for of in found.best), strict=True))) == 3
-
-
 def test_a_study_is_its_searches(meshwise) -> None:
     arguments = ("search", "llama3-8b", "--cluster", "h100-80g-sxm:16", "--batch", "32", "--seq", "4096")
     few = ("--plan", "tp=2|4,schedule=1f1b,vpp=1")
@@ -392,29 +322,15 @@ def test_files_hold_what_was_found(meshwise, tmp_path) -> None:
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_ctrl_c_keeps_what_is_known() -> None:
-    model, cluster = find_model("llama3-70b"), find_cluster("h100-80g-sxm:64")
-    whole = search(model, cluster, batch=128, seq=8192)
-
-    def stop(kept: Kept) -> None:
-        if kept.feasible:
-            raise KeyboardInterrupt
-
-    found = search(model, cluster, batch=128, seq=8192, on_plans=stop)
-    assert whole.complete and not found.complete
-    assert 0 < found.plans_considered < whole.plans_considered
-    assert found.best[0].step_s >= whole.best[0].step_s
-
-
 def test_ctrl_c_on_the_command_line_prints_what_is_known(meshwise, monkeypatch) -> None:
-    add = Kept.add
+    add = BestPlans.add
 
-    def stop(kept: Kept, cells: Any) -> None:
+    def stop(kept: BestPlans, cells: Any) -> None:
         add(kept, cells)
         if kept.feasible:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(Kept, "add", stop)
+    monkeypatch.setattr(BestPlans, "add", stop)
     done = meshwise(*ARGUMENTS, "--json")
     assert done.code == 130
     assert done.err == "meshwise: stopped; these are the best of what was priced\n"

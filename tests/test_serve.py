@@ -6,16 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import meshwise as mw
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.units import Num
 from meshwise.estimate.single import estimate
-from meshwise.estimate.timing import machine, op_times
+from meshwise.estimate.timing import machine
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import layer_kind, layer_kinds
 from meshwise.model.find import find_model, model_names
@@ -23,7 +21,6 @@ from meshwise.model.weights import num_params
 from meshwise.plan.plan import Plan, parse_plan
 from meshwise.plan.workload import Workload
 from meshwise.program.cut import Cut
-from meshwise.program.op import precision
 from meshwise.program.parts import layer_names, parts
 from meshwise.program.serving import cache_bytes, serving_block
 from meshwise.serve import engine_pass
@@ -143,15 +140,6 @@ def test_more_work_takes_longer(model: str, sequences: int, prompt: int) -> None
     assert one <= more * (1 + 1e-9)
     assert one <= longer * (1 + 1e-9)
     assert more <= 2 * one * (1 + 1e-9)
-
-
-def test_an_array_of_batches_is_the_loop_over_them() -> None:
-    of = server("qwen3-235b-a22b", "b200-sxm:8", tp=4, ep=8, dtype="fp8")
-    counts = [2, 16, 300]
-    for row, count in zip(engine_pass.rows(of, counts), counts, strict=True):
-        alone = engine_pass.rows(of, [count])[0]
-        assert row["token_s"] == pytest.approx(alone["token_s"], rel=1e-12)
-        assert sum(row["time_s"].values()) == pytest.approx(row["token_s"], rel=1e-12)
 
 
 def test_sequences_within_a_limit() -> None:
@@ -303,33 +291,6 @@ def test_a_window_bounds_cache_and_attention() -> None:
         assert cache_bytes(model, cut, layer) == op.cost.read_bytes / kept * min(layer.window or 1001, 1001)
 
 
-def test_a_grid_of_instances_is_its_instances() -> None:
-    """Degrees as arrays give the times of each: with an exchange of tokens, and without."""
-    model, hopper = find_model("deepseek-v3"), machine(find_cluster("h200-sxm:32"), "fp8")
-    degrees = np.array([[1.0, 8.0, 1.0], [8.0, 8.0, 1.0], [4.0, 16.0, 1.0], [4.0, 1.0, 4.0]]).T
-    common: dict[str, Any] = {"microbatch": 6.0, "seq": 1.0, "past": 900.0, "precision": precision("fp8")}
-    for kind in ("prefill", "decode"):
-
-        def times(tp: Num, ep: Num, etp: Num, kind: str = kind) -> list[Num]:
-            by_part = parts(model, Cut(kind=kind, tp=tp, ep=ep, etp=etp, **common))
-            return op_times([op for ops in by_part.values() for op in ops], hopper)
-
-        grid = times(*degrees)
-        for i, cell in enumerate(degrees.T.tolist()):
-            alone = times(*cell)
-            for cells, number in zip(grid, alone, strict=True):
-                assert np.broadcast_to(cells, 4)[i] == pytest.approx(number, rel=1e-12, abs=1e-18)
-
-
-def test_a_decode_estimate_reads_the_weights_as_the_plan_keeps_them() -> None:
-    """Batch 8 is bound by reading weights: a pass in 8 bits takes less time than in 16, in 4 the least."""
-    plans = ("tp=8", "tp=8,weight_dtype=fp8", "tp=8,weight_dtype=int4")
-    times = [
-        mw.estimate("llama3-70b", "h100-80g-sxm:8", plan, batch=8, kind="decode").step_s for plan in plans
-    ]
-    assert times == sorted(times, reverse=True) and times[2] < 0.8 * times[0]
-
-
 # --- the command ---------------------------------------------------------------------------------
 
 
@@ -438,12 +399,6 @@ def test_two_batches_hide_the_exchange() -> None:
     assert float(hidden.total_s) == pytest.approx(0.0475, rel=0.2)
 
 
-def test_formats_of_weights_are_an_engine_s(meshwise: Callable[..., Any]) -> None:
-    said = meshwise("estimate", "llama3-8b", "--cluster", "h100-80g-sxm:8", "--plan", "weight_dtype=int4")
-    assert said.code == 2
-    assert "weight_dtype=int4 means nothing to kind=train" in said.err
-
-
 # --- speculation -----------------------------------------------------------------------------------
 
 
@@ -479,16 +434,3 @@ def test_speculation_on_the_command_line(meshwise: Callable[..., Any]) -> None:
     assert any("2.95 a pass" in note for note in fast["notes"])
     assert "must be written as drafts=3" in meshwise(*base, "--speculate", "drafts=0").err
     assert "needs speculate" in meshwise(*base, "--draft-model", "llama3-8b").err
-
-
-def test_down_projections_of_latents_are_one_matmul() -> None:
-    """In all engines the latents of queries and of keys come of one matrix: the same work, fewer kernels."""
-    of = server("deepseek-v3", "h200-sxm:8", tp=8, dtype="fp8")
-    for cut in (of.decode(8.0, 1000.0), of.prefill(1.0)):
-        for ops in parts(of.model, cut).values():
-            down = [op for op in ops if "_down" in op.name and op.module == "attention"]
-            if down:
-                matmul, cast = sorted(down, key=lambda op: op.kind, reverse=True)
-                assert (cast.name, matmul.shape[2]) == ("q_down_cast", 1536 + 512 + 64)
-                assert matmul.num_params == 7168 * (1536 + 512 + 64)
-                assert matmul.cost.flop == 2.0 * matmul.shape[1] * 7168 * (1536 + 512 + 64)

@@ -1,7 +1,6 @@
 """Serving under load: closed forms of queues, conservation, what engines do differently, traces, command."""
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from meshwise.serve.fitted import fitted
 from meshwise.serve.load import Fleet, cache_tokens, traffic, under_load
 from meshwise.serve.pass_times import Curve, PassTimes, tabulate
 from meshwise.serve.requests import Lengths, Requests, at_rate, in_closed_loop, read_requests
-from meshwise.serve.simulate import Pools, Served, Worker, simulate, until_all_have_one
+from meshwise.serve.simulate import Pools, Served, ServingWorker, simulate
 
 NO_LIMIT = 10**9
 BARE: dict[str, Any] = {"front_s": 0.0, "front_token_s": 0.0, "reply_s": 0.0, "lag_passes": 0}
@@ -44,7 +43,7 @@ def passes(
 
 def alone(requests: Requests, engine: Engine, times: PassTimes, cache: int) -> Served:
     """What one instance does."""
-    return simulate(requests, Pools(Worker(engine, times, cache)))
+    return simulate(requests, Pools(ServingWorker(engine, times, cache)))
 
 
 def one_at_a_time() -> Engine:
@@ -179,49 +178,6 @@ def test_prompts_stop_decodes_only_where_they_do_not_share_a_pass() -> None:
     assert first_s == pytest.approx((99 * 5e-3 + 8 * 5e-3 + 4000 * 1e-4) / 99, rel=0.02)
 
 
-def test_cuda_graphs_pad_the_batch() -> None:
-    of = est.serving(
-        find_model("llama3-8b"), find_cluster("h100-80g-sxm:1"), parse_plan("tp=1"), prompt=1000, output=50
-    )
-    times = tabulate(of, ENGINES["vllm"], 1050, 40)
-    rest = times.decode_rest
-    assert rest[33] == rest[40] > rest[32]
-    assert times.decode_s(33, 500.0) < times.decode_s(40, 500.0)  # the padding has no cache to read
-    for count in (1, 8, 40):
-        priced = est.price_pass(of, of.decode(float(count), 500.0)).total_s
-        assert times.decode_s(count, 500.0) == pytest.approx(priced, rel=2e-3)
-    for prompt in (100, 1000):
-        priced = est.price_pass(of, of.prefill(1.0, float(prompt))).total_s
-        assert times.mixed_s([(0, prompt)]) == pytest.approx(
-            fitted().constants.prompt_slowdown * priced, rel=0.1
-        )
-
-
-def test_batches_without_a_graph_take_as_long_as_their_launches() -> None:
-    """TensorRT-LLM that pads no batch: between captured sizes the host launches every layer of a pass."""
-    plan = parse_plan("tp=8,ep=8,dtype=fp8")
-    of = est.serving(find_model("deepseek-v3"), find_cluster("h200-sxm:8"), plan, prompt=500, output=50)
-    engine = replace(ENGINES["trtllm"], graph_sizes=(1, 2, 4), pads_batches=False)
-    times = tabulate(of, engine, 550, 5)
-    assert times.decode_rest[3] == pytest.approx(est.launches_s(of.model))
-    assert times.decode_rest[5] == pytest.approx(est.launches_s(of.model))
-    assert times.decode_rest[4] < times.decode_rest[3]
-    assert tabulate(of, ENGINES["trtllm"], 550, 5).decode_rest[3] < times.decode_rest[4]
-
-
-@pytest.mark.parametrize(("chip", "gain"), [("h100-80g-sxm", 1.0), ("b200-sxm", 0.5)])
-def test_a_cache_of_8_bits_is_read_no_faster_on_hopper_by_vllm(chip: str, gain: float) -> None:
-    model, long = find_model("llama3-8b"), 8000.0
-    wide, narrow = (
-        tabulate(
-            est.serving(model, find_cluster(f"{chip}:1"), parse_plan(plan), prompt=7000, output=1000),
-            ENGINES["vllm"], 8000, 64,
-        ).decode_attention[64](long)
-        for plan in ("tp=1", "tp=1,kv_dtype=fp8")
-    )  # fmt: skip
-    assert narrow / wide == pytest.approx(gain, rel=0.1)
-
-
 def test_printed_passes_are_those_of_the_engine(meshwise: Callable[..., Any]) -> None:
     """vLLM reads an 8-bit cache on Hopper like one of 16 bits, and pads 33 sequences to 40."""
     base = (
@@ -278,35 +234,6 @@ def test_experts_in_tiles_compute_rows_that_nobody_sent() -> None:
     assert measured.point(wide).engine.expert_tile == 1
 
 
-def test_the_experts_of_all_dp_ranks_work_on_the_prompt_of_one() -> None:
-    """A prompt on one of 8 dp ranks: attention to all its tokens is there, an eighth of the experts' work."""
-    times = replace(
-        passes(token_s=1e-5), prompt_experts=Curve([0.0, 8e-5], 1.0), groups=8, shares_experts=True
-    )
-    assert times.mixed_s([(0, 1000)]) == pytest.approx(1000 * (1e-5 + 8e-5 / 8))
-    assert times.mixed_s([(0, 1000)] * 8) == pytest.approx(1000 * (1e-5 + 8e-5))
-    plan = parse_plan("dp=8,ep=8,dtype=fp8")
-    of = est.serving(find_model("deepseek-v3"), find_cluster("h200-sxm:8"), plan, prompt=500, output=50)
-    assert tabulate(of, ENGINES["trtllm"], 550, 1).shares_experts
-
-
-def test_experts_slow_down_by_the_token_not_by_the_weights_they_read() -> None:
-    """One token reads its experts' weights at the speed of the kernel; many tokens wait for each other."""
-    of = est.serving(
-        find_model("minimax-m2"),
-        find_cluster("b200-sxm:4"),
-        parse_plan("tp=4,dtype=fp8"),
-        prompt=8000,
-        output=50,
-    )
-    times = tabulate(of, ENGINES["vllm"], 8000, 1)
-    even = replace(times, expert_slowdown=1.0)
-    few, many = (times.mixed_s([(0, n)]) / even.mixed_s([(0, n)]) for n in (64, 8000))
-    assert few < 1.03 < 1.1 < many
-    alone_s = times.mixed_s([(0, 8000)])
-    assert alone_s == pytest.approx(est.first_token_s(of), rel=0.02)
-
-
 def test_a_server_answers_its_clients_in_turn() -> None:
     """Tokens come later by `reply_s` for every request that had its first one before."""
     requests, times = in_closed_loop(20, Lengths(100, 30), num=20), passes(fixed_s=1e-2)
@@ -314,14 +241,6 @@ def test_a_server_answers_its_clients_in_turn() -> None:
     served = alone(requests, late, times, NO_LIMIT)
     assert served.ttft_s == pytest.approx(1e-2 + 1e-3 * np.arange(20))
     assert served.tpot_s == pytest.approx(1e-2)
-
-
-def test_a_hundred_thousand_requests_take_seconds() -> None:
-    requests = in_closed_loop(512, Lengths(1024, 128), num=100_000)
-    times = passes(fixed_s=5e-3, token_s=2e-5, decode_s=1e-5, past_s=1e-9)
-    began = time.process_time()
-    assert alone(requests, ENGINES["vllm"], times, NO_LIMIT).num_tokens == 128 * 100_000
-    assert time.process_time() - began < 10
 
 
 # --- requests ------------------------------------------------------------------------------------
@@ -531,11 +450,6 @@ def test_prompts_of_a_gap_analysis_come_again() -> None:
     assert not measured.point(row).requests.blocks
 
 
-def test_a_pipeline_of_a_measured_point_has_its_gpus() -> None:
-    of = measured.point(INFERENCEX | {"pp": "2", "measured": "2026-02-03"}).fleet.serving
-    assert (int(of.mesh.pp), of.cluster.num_chips) == (2, 8)
-
-
 def test_lengths_are_drawn_around_the_stated_means(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     prompt, output = Lengths(2000, 100, sigma=0.5).draw(40_000, rng)
@@ -563,7 +477,7 @@ def test_separate_pools_conserve_tokens_and_keep_prompts_out_of_decoding(
 ) -> None:
     requests = in_closed_loop(clients, Lengths(500, 20, 0.5), num=40)
     times = passes(fixed_s=4e-3, token_s=1e-4)
-    worker = Worker(replace(ENGINES["vllm"], **BARE), times, NO_LIMIT)
+    worker = ServingWorker(replace(ENGINES["vllm"], **BARE), times, NO_LIMIT)
     pools = Pools(worker, decodes, worker, prefills, transfer_s=1e-3)
     served = simulate(requests, pools)
     assert served.num_tokens == sum(requests.output)
@@ -571,21 +485,12 @@ def test_separate_pools_conserve_tokens_and_keep_prompts_out_of_decoding(
     assert (served.ttft_s >= 4e-3 + 1e-4 * np.array(requests.prompt) + 1e-3 - 1e-9).all()
 
 
-def test_one_client_of_two_pools_waits_for_prompt_transfer_and_tokens() -> None:
-    requests = Requests((1000,) * 3, (10,) * 3, concurrency=1)
-    times = passes(fixed_s=5e-3, token_s=1e-5)
-    worker = Worker(replace(ENGINES["vllm"], **BARE), times, NO_LIMIT)
-    served = simulate(requests, Pools(worker, 1, worker, 1, transfer_s=2e-3, transfer_token_s=1e-6))
-    assert served.ttft_s == pytest.approx(5e-3 + 1e-5 * 1000 + 2e-3 + 1e-6 * 1000)
-    assert served.tpot_s == pytest.approx(5e-3)
-
-
 @given(workers=st.integers(1, 4))
 @settings(max_examples=4)
 def test_more_workers_serve_as_many_alone(workers: int) -> None:
     """Clients in turn over equal workers: each serves its share as it would alone."""
     times = passes(fixed_s=5e-3, token_s=1e-5, decode_s=1e-5)
-    worker = Worker(replace(ENGINES["vllm"], **BARE), times, NO_LIMIT)
+    worker = ServingWorker(replace(ENGINES["vllm"], **BARE), times, NO_LIMIT)
     alone_s = simulate(Requests((100,) * 4, (50,) * 4, concurrency=4), Pools(worker)).span_s
     n = 4 * workers
     together = simulate(Requests((100,) * n, (50,) * n, concurrency=n), Pools(worker, workers))
@@ -613,11 +518,6 @@ def test_prompts_wait_until_they_fill_a_pass_or_have_waited_long_enough() -> Non
 
     assert ttft_s(held, 1) == ttft_s(engine, 1)
     assert 0.01 < ttft_s(held, 2) - ttft_s(engine, 2) <= 0.2  # 20 passes of 10 ms at most
-
-
-def test_dp_ranks_wait_until_each_has_a_prompt() -> None:
-    assert until_all_have_one(1) == 1
-    assert until_all_have_one(8) == pytest.approx(8 * (761 / 280))  # 8 x the eighth harmonic number
 
 
 def test_rarely_polled_arrivals_wait_longer() -> None:

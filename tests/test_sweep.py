@@ -16,7 +16,7 @@ import pytest
 
 from meshwise.core.errors import DataError, MissingExtraError
 from meshwise.sweep import sweep as sweeps
-from meshwise.sweep.sweep import Store, look_up, read_sweep, run_sweep
+from meshwise.sweep.sweep import Store, read_sweep, run_sweep
 
 GRID = """
 verb = "estimate"
@@ -234,13 +234,6 @@ def test_command_line(meshwise, tmp_path, monkeypatch):
     shown = [line.split()[:2] for line in again.out.splitlines() if re.match(r" \d ", line)]
     assert shown == [[tp, pp] for tp in "248" for pp in "147"]
     assert all(point["error"] in " ".join(again.out.split()) for point in failed)
-
-
-@pytest.mark.parametrize(
-    ("path", "value"), [("a.b", 1), ("c.1", 5), ("c.-1", 5), ("c.7", None), ("a.x", None), ("a.b.c", None)]
-)
-def test_paths_into_documents(path, value):
-    assert look_up({"a": {"b": 1}, "c": [4, 5]}, path) == value
 
 
 def test_unknown_option_is_the_file_s_fault(meshwise, tmp_path):

@@ -3,14 +3,12 @@
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kineto import all_reduce, host, kernel, write_trace
 from meshwise.trace.breakdown import breakdown
-from meshwise.trace.intervals import intersection, length, merged
 from meshwise.trace.kernels import kernel_totals
 from meshwise.trace.read import read_trace
 
@@ -95,27 +93,6 @@ def test_no_work_is_zero(tmp_path):
     events = [{"ph": "X", "cat": "python_function", "name": "f", "pid": 1, "tid": 1, "ts": 1, "dur": 5}]
     found = breakdown(read_trace(write_trace(tmp_path / "a.json", events, 0))[0])
     assert found.span_s == found.busy_s == 0.0 and found.overlap_frac is None
-
-
-spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 15)), max_size=12)
-
-
-def _pair(found):
-    start = np.array([s for s, _ in found], dtype=np.int64)
-    return start, start + np.array([d for _, d in found], dtype=np.int64)
-
-
-def _points(pair):
-    return {t for s, e in zip(*pair, strict=True) for t in range(s, e)}
-
-
-@given(spans, spans)
-def test_intervals_as_sets_of_points(a, b):
-    union_a, union_b = merged(*_pair(a)), merged(*_pair(b))
-    assert _points(union_a) == _points(_pair(a)) and length(union_a) == len(_points(_pair(a)))
-    both = intersection(union_a, union_b)
-    assert _points(both) == _points(_pair(a)) & _points(_pair(b))
-    assert length(both) == len(_points(both)) and (union_a[0][1:] > union_a[1][:-1]).all()
 
 
 @given(

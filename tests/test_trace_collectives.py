@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from kineto import all_reduce, host, kernel, message, write_trace
 from meshwise.trace.events import collective_kind
-from meshwise.trace.read import read_traces
 from meshwise.trace.sections import joint_sections
 from meshwise.trace.summary import all_sections, summarize_paths
-from meshwise.trace.transfers import transfers
 
 DATA = Path(__file__).parent / "data" / "traces"
 WIRE_US = 10.0
@@ -93,12 +91,6 @@ def test_skewed_real_traces_come_back(tmp_path, shift_us):
     for (rank, was), now in zip(before.offsets_s.items(), after.offsets_s.values(), strict=True):
         assert now - was == pytest.approx(rank * shift_us * 1e-6, abs=2e-6)
     assert after.num_collectives == before.num_collectives
-
-
-def test_ring_all_reduce_speed(tmp_path):
-    """2 V (n-1)/n bytes leave a rank in the time on the wire."""
-    found = _job(tmp_path, [[0, 3, 1, 2]] * 3, [0, 0, 0, 0])
-    assert found.collectives[0].sent_bytes_per_s == pytest.approx(2 * 2e6 * 3 / 4 / 10e-6)
 
 
 def test_profilers_that_start_apart(tmp_path):
@@ -245,14 +237,6 @@ def test_two_groups_of_the_same_ranks(tmp_path):
     assert {(one.bytes, round(one.wait_s[0] * 1e6)) for one in found} == {(20, 5), (40, 10)}
 
 
-def test_coalesced_calls_share_a_number(tmp_path):
-    for rank in (0, 1):
-        events = [all_reduce(100.0 * k + 2 * rank, 50 - 2 * rank, 10 + k, [0, 1], Seq=4) for k in range(3)]
-        write_trace(tmp_path / f"rank-{rank}.json", events, rank)
-    found = summarize_paths([tmp_path]).collectives
-    assert [(one.index, one.bytes, one.num_ranks) for one in found] == [(4, 20, 2), (4, 22, 2), (4, 24, 2)]
-
-
 def test_calls_that_never_met_are_told(tmp_path):
     for rank, at in ((0, 0.0), (1, 5_000_000.0)):
         events = [all_reduce(100.0 * n, 5, 10, [0, 1], Seq=n) for n in range(9)]
@@ -313,18 +297,6 @@ def test_real_gloo_ranks():
 )
 def test_names_of_collectives(name, kind):
     assert collective_kind(name) == kind
-
-
-@pytest.mark.parametrize(("world_size", "size_bytes"), [(2, 2000.0), (0, None)])
-def test_gloo_gathers_from_as_many_ranks_as_are_known(tmp_path, world_size, size_bytes):
-    """Its event shows what one rank gives."""
-    shape = {"Input Dims": [[250]], "Input type": ["float"]}
-    path = write_trace(
-        tmp_path / "rank-0.json", [host("user_annotation", "gloo:all_gather", 2, 40, **shape)], 0, world_size
-    )
-    ((trace,), _) = read_traces([path])
-    (one,) = transfers(trace)
-    assert one.payload_bytes == size_bytes
 
 
 def test_gloo_reduces_all_to_scatter(tmp_path):

@@ -2,93 +2,19 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jobs import Job, write_job
 from kineto import all_reduce, host, kernel, write_trace
 from meshwise.trace.breakdown import breakdown
 from meshwise.trace.copies import copy_kind
-from meshwise.trace.intervals import difference, length, merged
 from meshwise.trace.partition import PARTS, partition
 from meshwise.trace.read import read_trace
 from meshwise.trace.summary import summarize_paths
 
 GLOO4 = Path(__file__).parent / "data" / "traces" / "gloo4"
-STEPS = 5
-
-
-def _job(folder, fault, num_ranks=16):
-    """Pairs reduce, then all; every step: two kernels of 400 µs, a pair's call, a call of groups of four."""
-    rng = np.random.default_rng(0)
-    clock = rng.normal(0, 1e6, num_ranks).round()
-    now, asked = np.zeros(num_ranks), np.zeros(num_ranks)
-    events = {rank: [] for rank in range(num_ranks)}
-
-    def compute(rank, name, length, at_least=0.0):
-        asked[rank] = max(asked[rank] + 5, at_least)
-        now[rank] = max(now[rank], asked[rank] + 5)
-        number = len(events[rank]) + 1
-        events[rank] += [
-            host("cuda_runtime", "cudaLaunchKernel", asked[rank] + clock[rank], 4, correlation=number),
-            kernel(name, now[rank] + clock[rank], length, correlation=number),
-        ]
-        now[rank] += length
-
-    def reduce(ranks, wire, sequence):
-        end = now[ranks].max() + wire
-        for rank in ranks:
-            args = (now[rank] + clock[rank], end - now[rank], 1_000_000, ranks)
-            events[rank].append(all_reduce(*args, Seq=sequence))
-            now[rank] = end
-
-    for step in range(STEPS):
-        for rank in range(num_ranks):
-            slow = 1.5 if (fault, rank) == ("slow device", 5) else 1.0
-            late = now[rank] + 300 if (fault, rank) == ("slow host", 6) else 0.0
-            if (fault, rank, step) == ("pause", 7, 2):
-                late = now[rank] + 3000
-            compute(rank, "gemm", 400 * slow, late)
-            compute(rank, "flash", (1200 if (fault, rank) == ("larger work", 9) else 400) * slow)
-            if (fault, rank) == ("more work", 8):
-                compute(rank, "expert", 500)
-        for first in range(0, num_ranks, 2):
-            pair = [first, first + 1]
-            reduce(pair, 300 if (fault, first) == ("slow link", 4) else 100, step)
-        for first in range(4):
-            reduce(list(range(first, num_ranks, 4)), 50, step)
-    for rank, found in events.items():
-        write_trace(folder / f"rank-{rank}.json", found, rank)
-    return summarize_paths([folder])
-
-
-@pytest.mark.parametrize(
-    ("fault", "ranks", "cost_us"),
-    [
-        ("slow device", (5,), STEPS * 400),
-        ("slow host", (6,), STEPS * 300),
-        ("pause", (7,), 3000),
-        ("more work", (8,), STEPS * 500),
-        ("larger work", (9,), STEPS * 800),
-        ("slow link", (4, 5), STEPS * 200),
-    ],
-)
-def test_the_cause_is_named(tmp_path, fault, ranks, cost_us):
-    """The first finding is the fault, its ranks and what it costs; on clocks a second apart."""
-    found = _job(tmp_path, fault)
-    assert found.problems == []
-    first, *others = found.findings
-    assert (first.kind, first.ranks) == (fault, ranks)
-    assert first.seconds == pytest.approx(cost_us / 1e6, rel=0.02)
-    span = max(rank.span_s for rank in found.ranks)
-    assert first.span_frac == pytest.approx(first.seconds / span) and str(ranks[-1]) in first.text
-    assert not [other for other in others if len(other.ranks) < 16]
-
-
-def test_no_fault_no_finding(tmp_path):
-    found = _job(tmp_path, "none")
-    assert [one.kind for one in found.findings] == ["exposed communication"]
 
 
 def test_parts_of_a_rank(tmp_path):
@@ -134,22 +60,6 @@ def test_parts_sum_to_the_span(tmp_path_factory, kernels):
     assert set(found.spans) == set(PARTS)
 
 
-spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 15)), max_size=12)
-
-
-@given(spans, spans)
-def test_difference_as_sets_of_points(a, b):
-    def union(found):
-        start = np.array([s for s, _ in found], dtype=np.int64)
-        return merged(start, start + np.array([d for _, d in found], dtype=np.int64))
-
-    def points(pair):
-        return {t for s, e in zip(*pair, strict=True) for t in range(s, e)}
-
-    rest = difference(union(a), union(b))
-    assert points(rest) == points(union(a)) - points(union(b)) and length(rest) == len(points(rest))
-
-
 def test_copies_by_kind(tmp_path):
     events = [
         kernel("Memcpy HtoD (Pinned -> Device)", 0, 10, bytes=1000),
@@ -174,7 +84,7 @@ def test_real_ranks():
 def test_picture(meshwise, tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "job").mkdir()
-    _job(tmp_path / "job", "slow device")
+    write_job(tmp_path / "job", Job(16, 5, "slow device", rank=5, size=0.5))
     done = meshwise("trace", "plot", str(tmp_path / "job"), "-o", str(tmp_path / "a.svg"), "--json")
     assert done.code == 0 and done.document["findings"][0]["ranks"] == [5]
     drawn = (tmp_path / "a.svg").read_text()

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kineto import BASE_NS, host, kernel, write_trace
+from kineto import host, write_trace
 from meshwise.core.errors import DataError
 from meshwise.trace import decode
-from meshwise.trace.events import Kind, kind_of
 from meshwise.trace.read import read_trace, read_traces
 from meshwise.trace.summary import summarize_paths
 
@@ -30,31 +29,17 @@ def _times(path):
 @given(
     st.lists(st.integers(0, 7_889_238_000_000_000), min_size=1, max_size=20),
     st.sampled_from([0, 1_712_195_495_000_000_000]),
+    st.sampled_from(["", '"']),
 )
-def test_every_nanosecond_survives(tmp_path_factory, times_ns, epoch_ns):
-    """Three decimals of µs, counted from the base (three months at most) or from 1970, come back exactly."""
+def test_every_nanosecond_survives(tmp_path_factory, times_ns, epoch_ns, quote):
+    """Three decimals of µs, from the base (three months at most) or 1970, as numbers or (Ascend) texts."""
     events = [
-        f'{{"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": {t // 1000}.{t % 1000:03d}}}'
+        f'{{"ph": "X", "cat": "kernel", "name": "k", "ts": {quote}{t // 1000}.{t % 1000:03d}{quote}}}'
         for t in (epoch_ns + t for t in times_ns)
     ]
     path = tmp_path_factory.mktemp("t") / "rank-0.json"
     path.write_text('{"traceEvents": [' + ",\n".join(events) + "]}")
     assert _times(path)[0] == sorted(epoch_ns + t for t in times_ns)
-
-
-def test_base_time_and_whole_microseconds(tmp_path):
-    path = write_trace(tmp_path / "a.json", [kernel("k", 1_665_536_373_729_077, 4)], 0, baseTimeNanoseconds=0)
-    trace, _ = read_trace(path)
-    assert trace.start_ns.tolist() == [1_665_536_373_729_077_000] and trace.duration_ns.tolist() == [4000]
-    trace, _ = read_trace(write_trace(tmp_path / "b.json", [kernel("k", 1.5, 0.25)], 0))
-    assert trace.start_ns.tolist() == [BASE_NS + 1500] and trace.duration_ns.tolist() == [250]
-
-
-def test_times_as_text(tmp_path):
-    """Ascend writes timestamps as strings."""
-    events = [kernel("k", 0, 1) | {"ts": "1717570123456789.123", "dur": "2.5"}]
-    trace, _ = read_trace(write_trace(tmp_path / "a.json", events, 0, baseTimeNanoseconds=0))
-    assert trace.start_ns.tolist() == [1_717_570_123_456_789_123] and trace.duration_ns.tolist() == [2500]
 
 
 @pytest.mark.parametrize("block", [64, 300, 1000, 4096])
@@ -118,24 +103,24 @@ def test_not_a_number_costs_nothing_but_itself(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "lost"),
+    "change",
     [
-        ({"args": ["x"]}, 0),
-        ({"pid": True}, 0),
-        ({"name": ["x"]}, 0),
-        ({"ts": "noon"}, 1),
-        ({"ts": 1e30}, 1),
-        ({"dur": 1e30}, 1),
-        ({"ts": None}, 1),
+        {"args": ["x"]},
+        {"pid": True},
+        {"name": ["x"]},
+        {"ts": "noon"},
+        {"ts": 1e30},
+        {"dur": 1e30},
+        {"ts": None},
     ],
     ids=str,
 )
-def test_fields_of_another_type(tmp_path, change, lost):
-    """An event is kept as far as its times are times; others are not touched."""
+def test_fields_of_another_type(tmp_path, change):
+    """They cost the event that has them; others are not touched."""
     events = [*EVENTS[:20], EVENTS[20] | change, *EVENTS[21:]]
     trace, notes = read_trace(write_trace(tmp_path / "a.json", events, 0))
-    assert len(trace) == 50 - lost and (trace.duration_ns == 7125).all()
-    assert any("could not be read" in note for note in notes) == bool(lost)
+    assert len(trace) == 49 and (trace.duration_ns == 7125).all()
+    assert notes[0].startswith("1 events could not be read")
 
 
 @pytest.mark.parametrize(
@@ -184,11 +169,6 @@ def test_ids_above_int64():
     assert notes == ["the file does not tell its rank; taken as 70 from its name"]
 
 
-def test_correlation_above_int64(tmp_path):
-    trace, _ = read_trace(write_trace(tmp_path / "a.json", [kernel("k", 0, 1, correlation=2**64 - 1)], 0))
-    assert len(trace) == 1 and trace.correlation.dtype == "int64"
-
-
 def test_array_layout_without_end(tmp_path):
     """The JSON array format may lack its closing bracket."""
     (tmp_path / "rank2.json").write_text("[" + ",\n".join(map(json.dumps, EVENTS)))
@@ -229,23 +209,6 @@ def test_missing_paths_are_errors(tmp_path):
         read_traces([tmp_path / "nowhere"])
     with pytest.raises(DataError, match="no trace in"):
         read_traces([tmp_path])
-
-
-@pytest.mark.parametrize(
-    ("category", "name", "kind"),
-    [
-        ("kernel", "ncclDevKernel_Generic(ncclDevComm*)", Kind.COMMUNICATION),
-        ("Kernel", "void gemm()", Kind.COMPUTE),
-        ("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", Kind.MEMORY),
-        ("Memset", "Memset (Device)", Kind.MEMORY),
-        ("user_annotation", "gloo:all_reduce", Kind.HOST_COMMUNICATION),
-        ("user_annotation", "MoELayer", Kind.ANNOTATION),
-        ("cuda_sync", "Event Sync", Kind.OTHER),
-        ("cuda_driver", "cuLaunchKernel", Kind.RUNTIME),
-    ],
-)
-def test_kinds(category, name, kind):
-    assert kind_of(category, name) is kind
 
 
 @pytest.mark.parametrize("filling", [b"{", b"x"])

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from meshwise.runtime.outcome import Outcome
     from meshwise.runtime.profile import Profiled
     from meshwise.runtime.script.start import ScriptOutcome
-    from meshwise.search.kept import Kept
+    from meshwise.search.best_plans import BestPlans
     from meshwise.search.search import Result
-    from meshwise.search.study import Point, Study
-    from meshwise.serve.answer import Answer
+    from meshwise.search.study import Study, StudyPoint
+    from meshwise.serve.answer import ServingAnswer
     from meshwise.serve.serving import Serving
     from meshwise.trace.explain import Explanation
 
@@ -131,7 +131,7 @@ def search(
     memory_frac: float = 0.92,
     beside: str | Path | Plan | None = None,
     assumptions: bool = False,
-    on_plans: Callable[[Kept], None] = lambda kept: None,
+    on_plans: Callable[[BestPlans], None] = lambda kept: None,
 ) -> Result:
     """Price every plan of `model` on `cluster` and keep the fastest that fit.
 
@@ -182,7 +182,7 @@ def study(
     microbatch: Sequence[int] = (),
     memory_frac: float = 0.92,
     weak: bool = False,
-    on_point: Callable[[Point], None] = lambda point: None,
+    on_point: Callable[[StudyPoint], None] = lambda point: None,
 ) -> Study:
     """Search the best plan on each of many machines: scaling over numbers of GPUs, and co-design.
 
@@ -264,7 +264,7 @@ def serve(
     capacity_factor: float | None = None,
     pareto: bool = False,
     price: str | float = "",
-) -> Answer:
+) -> ServingAnswer:
     """Estimate an inference server: time to first token, time per token, what fits, tokens a second.
 
     With `rate`, `concurrency` or `requests` the server is simulated under that load, queue included. With

@@ -28,8 +28,8 @@ from meshwise.core.toml import catalog_toml
 from meshwise.estimate.intervals import Spread
 from meshwise.serve import inferencex, measured
 from meshwise.serve.fitted import Constants, fitted
-from meshwise.serve.load import Load, pools_of
-from meshwise.serve.simulate import Pools, Worker, simulate
+from meshwise.serve.load import LoadResult, pools_of
+from meshwise.serve.simulate import Pools, ServingWorker, simulate
 
 NUDGE = 0.15
 """By which the log of a constant is moved to see its slope."""
@@ -136,8 +136,10 @@ def _cases(number: str, row: Mapping[str, str], names: Sequence[str]) -> Iterato
     if pools is None:
         return
 
-    def load(pools: Pools) -> Load:
-        return Load(of.fleet, of.requests, of.engine, simulate(of.requests, pools), pools.worker.cache_tokens)
+    def load(pools: Pools) -> LoadResult:
+        return LoadResult(
+            of.fleet, of.requests, of.engine, simulate(of.requests, pools), pools.worker.cache_tokens
+        )
 
     def nudge(name: str) -> Mapping[str, float]:
         moves = getattr(pools.worker.times, _IN_PASSES.get(name, name), 1.0) > 0.0
@@ -167,7 +169,7 @@ def _with_larger(pools: Pools, name: str) -> Pools:
     """`pools` with one constant moved by `NUDGE`."""
     name, by = _IN_PASSES.get(name, name), math.exp(NUDGE)
 
-    def moved(worker: Worker) -> Worker:
+    def moved(worker: ServingWorker) -> ServingWorker:
         engine, times = worker.engine, worker.times
         if hasattr(times, name):
             times = replace(times, **{name: by * getattr(times, name)})

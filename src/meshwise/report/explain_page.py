@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwise.core.units import duration
 from meshwise.report.html import COLORS, Chart, Page, Section, Text
 from meshwise.report.table import Table
-from meshwise.trace.explain import Explanation, Row
+from meshwise.trace.explain import Explanation, OpDifference
 
 
 def explain_page(explanation: Explanation) -> Page:
@@ -49,7 +49,7 @@ def _waterfall(explanation: Explanation, predicted: float, table: Table) -> Char
     return Chart("From the predicted step to the measured one", [bar], layout, finding, table, height)
 
 
-def _cells(row: Row) -> tuple[str, str, str]:
+def _cells(row: OpDifference) -> tuple[str, str, str]:
     return duration(row.predicted_s), duration(row.measured_s), _more(row.more_s)
 
 

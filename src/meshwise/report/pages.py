@@ -11,7 +11,7 @@ from meshwise.report.html import Page, notebook_html, write_page
 _PAGES = {
     "Estimate": "estimate",
     "Result": "search",
-    "Answer": "serve",
+    "ServingAnswer": "serve",
     "Frontier": "frontier",
     "Summary": "trace",
     "Explanation": "explain",

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from meshwise.trace.operators import OperatorTotal
-from meshwise.trace.sections import Joint, joint
+from meshwise.trace.sections import AcrossRanks, joint
 
 COLUMNS = (
     *("Self CPU %", "Self CPU", "CPU total %", "CPU total", "CPU time avg"),
@@ -75,7 +75,9 @@ def _cells(row: OperatorTotal, cpu_s: float, device_s: float) -> tuple[str, ...]
     )
 
 
-def joint_operators(rows: Mapping[int, Sequence[OperatorTotal]], *, sort_by: SortBy = "cpu") -> list[Joint]:
+def joint_operators(
+    rows: Mapping[int, Sequence[OperatorTotal]], *, sort_by: SortBy = "cpu"
+) -> list[AcrossRanks]:
     """All ranks in one table: per name the total over its calls, spread and straggler, largest first."""
     values: dict[tuple[str, str], dict[int, float]] = {}
     for rank, found in rows.items():
@@ -85,7 +87,7 @@ def joint_operators(rows: Mapping[int, Sequence[OperatorTotal]], *, sort_by: Sor
     return sorted(joint(values), key=lambda row: -row.mean_s)
 
 
-def joint_lines(rows: Sequence[Joint], *, limit: int = 25) -> Iterator[str]:
+def joint_lines(rows: Sequence[AcrossRanks], *, limit: int = 25) -> Iterator[str]:
     """The joint table as lines of text."""
     columns = ("quantity", "ranks", "min", "mean", "max", "imbalance", "straggler")
     cells = (

@@ -9,12 +9,12 @@ import numpy as np
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.html import COLORS, Chart, Page, Section, Text
 from meshwise.report.table import Table
-from meshwise.serve.answer import Answer
+from meshwise.serve.answer import ServingAnswer
 from meshwise.serve.load import statistics
 from meshwise.serve.size import Choice, Sizing
 
 
-def serve_page(answer: Answer, sizing: Sizing | None = None) -> Page:
+def serve_page(answer: ServingAnswer, sizing: Sizing | None = None) -> Page:
     """What a server gives; the trade-offs of `sizing` (by default the answer's own) are drawn beside it."""
     of, fits, sizing = answer.serving, answer.max_sequences > 0, sizing or answer.sizing
     headline = "out of memory: not one sequence fits beside the weights"
@@ -36,7 +36,7 @@ def serve_page(answer: Answer, sizing: Sizing | None = None) -> Page:
     return Page(f"{of.model.name} served by {_name(answer)}", headline, sections, not answer.is_no)
 
 
-def _name(answer: Answer) -> str:
+def _name(answer: ServingAnswer) -> str:
     stated = (f"{key}={value}" for key, value in answer.serving.plan.items() if value not in (None, False, 1))
     plan = ", ".join(stated) or "one GPU"
     return f"{answer.serving.cluster.num_chips} x {answer.serving.cluster.chip.name}: {plan}"
@@ -57,7 +57,7 @@ def _line(x: list[float], y: list[float], text: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _trade(answer: Answer) -> Chart:
+def _trade(answer: ServingAnswer) -> Chart:
     rows = [row for row in answer.passes if row["fits"]]
     line = _line(
         [row["tokens_per_s_per_sequence"] for row in rows],
@@ -105,7 +105,7 @@ def _layout(choice: Choice) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _under_load(answer: Answer) -> list[Section]:
+def _under_load(answer: ServingAnswer) -> list[Section]:
     load = answer.load
     assert load is not None
     served, shares = load.served, np.linspace(0, 100, 101)

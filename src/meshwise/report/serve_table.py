@@ -9,8 +9,8 @@ from rich.console import Console
 
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.table import Table
-from meshwise.serve.answer import Answer
-from meshwise.serve.load import Load
+from meshwise.serve.answer import ServingAnswer
+from meshwise.serve.load import LoadResult
 from meshwise.serve.size import Sizing
 
 _HEADINGS = (
@@ -19,7 +19,7 @@ _HEADINGS = (
 )
 
 
-def print_serving(answer: Answer, console: Console) -> None:
+def print_serving(answer: ServingAnswer, console: Console) -> None:
     """Print what fits, the first token, and a row for each number of running sequences."""
     document = answer.to_json()
     cluster, plan = document["cluster"], document["plan"]
@@ -107,7 +107,7 @@ _CHOICES = (
 )
 
 
-def _print_sizing(answer: Answer, sizing: Sizing, console: Console) -> None:
+def _print_sizing(answer: ServingAnswer, sizing: Sizing, console: Console) -> None:
     """Print what was chosen, the finalists and the trade-offs."""
     document = sizing.to_json()
     console.print(
@@ -162,7 +162,7 @@ def _choice(row: dict[str, Any], *, names_chip: bool) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _print_load(load: Load, console: Console) -> None:
+def _print_load(load: LoadResult, console: Console) -> None:
     """Print what clients measure."""
     document = load.to_json()
     console.print(

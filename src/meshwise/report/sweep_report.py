@@ -18,14 +18,14 @@ from meshwise.core.errors import MissingExtraError
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.figure import check_format, new_figure, open_frame, save_figure
 from meshwise.report.table import Table
-from meshwise.sweep.sweep import Row, Sweep, csv_rows
+from meshwise.sweep.sweep import FinishedPoint, Sweep, csv_rows
 
 _MAX_PANELS = 4
 _MAX_LINES = 20
 _MAX_TICKS = 8
 
 
-def print_sweep(sweep: Sweep, rows: Sequence[Row], console: Console) -> None:
+def print_sweep(sweep: Sweep, rows: Sequence[FinishedPoint], console: Console) -> None:
     """Print the table of all finished points, and under it why others failed, each sentence once."""
     head, *lines = csv_rows(sweep, rows)
     shown = [name for name in head if name not in ("status", "seconds", "error")]
@@ -36,7 +36,7 @@ def print_sweep(sweep: Sweep, rows: Sequence[Row], console: Console) -> None:
         console.print(f"{number} failed: {sentence}", markup=False)
 
 
-def draw_sweep(sweep: Sweep, rows: Sequence[Row], path: Path) -> Path | None:
+def draw_sweep(sweep: Sweep, rows: Sequence[FinishedPoint], path: Path) -> Path | None:
     """Draw the results to `path`; None if there is nothing to draw or matplotlib is not installed."""
     done = [row for row in rows if row.status == "done"]
     values = {
@@ -88,13 +88,13 @@ def _text(name: str, cell: Any) -> str:
     return with_prefix(cell, unit) if abs(cell) >= 1 else f"{cell:.4g}"
 
 
-def _is_wide(rows: Sequence[Row], axis: str) -> bool:
+def _is_wide(rows: Sequence[FinishedPoint], axis: str) -> bool:
     """Whether the values of a key span so much that powers of two read better."""
     values: list[Any] = [row.values[axis] for row in rows if axis in row.values]
     return min(values) > 0 and max(values) >= 8 * min(values)
 
 
-def _ticks(rows: Sequence[Row], axis: str | None) -> dict[Any, str]:
+def _ticks(rows: Sequence[FinishedPoint], axis: str | None) -> dict[Any, str]:
     """Where points lie on the x axis, and their names: numbers, or what differs between the rows."""
     if axis:
         return {value: f"{value:g}" for value in sorted({row.values[axis] for row in rows})}
@@ -119,7 +119,9 @@ def _axis(sweep: Sweep) -> str | None:
     return None
 
 
-def _lines(rows: Sequence[Row], axis: str | None, name: str) -> list[tuple[str, list[Any], list[Any]]]:
+def _lines(
+    rows: Sequence[FinishedPoint], axis: str | None, name: str
+) -> list[tuple[str, list[Any], list[Any]]]:
     """(label, x, y) of every line: the rows that agree in all keys but the axis."""
     lines: dict[str, list[tuple[Any, Any]]] = {}
     for number, row in enumerate(rows):

@@ -9,14 +9,14 @@ from rich.console import Console
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.table import Table, percent
 from meshwise.report.trace_details import short
-from meshwise.trace.collectives import Collective, Straggler
+from meshwise.trace.collectives import Collective, RankWaiting
 from meshwise.trace.copies import CopyTotal
 from meshwise.trace.diff import KernelChange
 from meshwise.trace.explain import Explanation
 from meshwise.trace.findings import Finding
 from meshwise.trace.kernels import KernelTotal
-from meshwise.trace.sections import Joint
-from meshwise.trace.steps import Step
+from meshwise.trace.sections import AcrossRanks
+from meshwise.trace.steps import RankStep
 from meshwise.trace.summary import Summary
 
 
@@ -74,7 +74,7 @@ def _ranks(summary: Summary) -> Table:
     return Table(title, (*columns, "overlap"), rows, no_wrap=True)
 
 
-def _steps(steps: Sequence[Step], limit: int) -> Table:
+def _steps(steps: Sequence[RankStep], limit: int) -> Table:
     """One row a step: the mean over the ranks."""
     numbers = sorted({step.number for step in steps})
     rows = []
@@ -119,7 +119,7 @@ def _copies(copies: Sequence[CopyTotal]) -> Table:
     return Table("Copies", columns, rows, no_wrap=True)
 
 
-def _stragglers(found: Sequence[Straggler], limit: int) -> Table:
+def _stragglers(found: Sequence[RankWaiting], limit: int) -> Table:
     """Those that were awaited longest, in the order of ranks."""
     shown = sorted(sorted(found, key=lambda row: -row.awaited_s)[:limit], key=lambda row: row.rank)
     title = "Who waits for whom" if len(shown) == len(found) else f"The {len(shown)} most awaited ranks"
@@ -143,7 +143,7 @@ def _collectives(found: Sequence[Collective], limit: int) -> Table:
     return Table(title, columns, rows, no_wrap=True)
 
 
-def print_joint(rows: Sequence[Joint], console: Console, *, title: str, limit: int = 40) -> None:
+def print_joint(rows: Sequence[AcrossRanks], console: Console, *, title: str, limit: int = 40) -> None:
     """Print one table of all ranks: spread, imbalance and straggler of each row."""
     columns = ("section", "quantity", "min", "mean", "max", "imbalance", "straggler")
     cells = [

@@ -13,7 +13,7 @@ from typing import Any
 from meshwise.core.errors import MeshwiseError
 from meshwise.estimate.single import Estimate, estimate
 from meshwise.machine.hardware import Cluster
-from meshwise.search.kept import Found
+from meshwise.search.best_plans import Found
 from meshwise.search.machines import changed
 
 RATES = ("compute", "memory_rate", "inner", "outer", "memory")

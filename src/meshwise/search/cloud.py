@@ -13,7 +13,7 @@ from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import DEFAULTS, KEYS
 from meshwise.plan.workload import Workload
-from meshwise.search.kept import distinct
+from meshwise.search.best_plans import distinct
 from meshwise.search.space import Stated, free_values
 
 

@@ -23,7 +23,7 @@ from meshwise.model.architecture import Model
 from meshwise.plan.plan import ANY, Plan, plan_text
 from meshwise.plan.workload import Workload
 from meshwise.search.assumptions import Weighed, weigh
-from meshwise.search.kept import Found, Kept, fastest_first
+from meshwise.search.best_plans import BestPlans, Found, fastest_first
 from meshwise.search.space import Stated, free_values
 
 MEMORY_FRAC = 0.92
@@ -133,7 +133,7 @@ def search(
     memory_frac: float = MEMORY_FRAC,
     assumptions: bool = False,
     with_changes: bool = True,
-    on_plans: Callable[[Kept], None] = lambda kept: None,
+    on_plans: Callable[[BestPlans], None] = lambda kept: None,
 ) -> Result:
     """Price every plan of the space; keep the fastest of each of the `top` families that fit the memory.
 
@@ -187,9 +187,9 @@ class _Space:
     stated: Stated
     memory_frac: float
 
-    def price(self, on_plans: Callable[[Kept], None] = lambda kept: None) -> Kept:
+    def price(self, on_plans: Callable[[BestPlans], None] = lambda kept: None) -> BestPlans:
         """The plans worth keeping, of all; of those priced so far where Ctrl-C ends the search."""
-        kept = Kept(self.memory_frac * self.cluster.chip.memory_bytes)
+        kept = BestPlans(self.memory_frac * self.cluster.chip.memory_bytes)
         values = free_values(self.model, self.cluster, self.workload, self.stated)
         try:
             for cells in price_grid(self.model, self.cluster, self.workload, values, distinct=True):

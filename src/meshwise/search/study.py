@@ -26,7 +26,7 @@ MEASURES = ("num_chips", "gpu_s_per_token", "joules_per_token", "memory_bytes")
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class StudyPoint:
     """The best plan of one machine (None: nothing fits), which differs from the study's by `changes`."""
 
     changes: Changes
@@ -71,7 +71,7 @@ class Point:
 class Study:
     """The points of a study in the order of its values; `complete` is false where it was stopped."""
 
-    points: tuple[Point, ...]
+    points: tuple[StudyPoint, ...]
     complete: bool = True
 
     def front(self, measure: str, watts: float | None = None) -> list[int]:
@@ -114,7 +114,7 @@ def study(
     stated: Stated | None = None,
     memory_frac: float = MEMORY_FRAC,
     weak: bool = False,
-    on_point: Callable[[Point], None] = lambda point: None,
+    on_point: Callable[[StudyPoint], None] = lambda point: None,
 ) -> Study:
     """Search each machine that `vary` makes of `cluster` (`search.machines.KEYS`), every combination.
 
@@ -132,7 +132,7 @@ def study(
                 f"{machine.num_chips}; use numbers of GPUs that divide or are divided by it"
             )
         machines.append((changes, machine, grown))
-    points: list[Point] = []
+    points: list[StudyPoint] = []
     try:
         for changes, machine, grown in machines:
             found = search(
@@ -141,7 +141,7 @@ def study(
             )  # fmt: skip
             if not found.complete:
                 raise KeyboardInterrupt
-            points.append(Point(changes, machine, grown, next(iter(found.best), None)))
+            points.append(StudyPoint(changes, machine, grown, next(iter(found.best), None)))
             on_point(points[-1])
     except KeyboardInterrupt:
         return Study(tuple(points), complete=False)

@@ -14,14 +14,14 @@ from meshwise.machine.hardware import find_chip
 from meshwise.serve import serving as est
 from meshwise.serve.engine import Engine, parse_engine
 from meshwise.serve.engine_pass import rows, sequences_within
-from meshwise.serve.load import Fleet, Load, check_limits, cost, under_load
+from meshwise.serve.load import Fleet, LoadResult, check_limits, cost, under_load
 from meshwise.serve.requests import Requests
 from meshwise.serve.serving import Serving
 from meshwise.serve.size import Sizing
 
 
 @dataclass(frozen=True, eq=False)
-class Answer(Shown):
+class ServingAnswer(Shown):
     """Figures of `serving` for numbers of sequences, a latency target per token [s]; under load.
 
     With `sizing`, `serving` is the layout that was chosen. `usd_per_gpu_hour` by chip ("" is any).
@@ -30,7 +30,7 @@ class Answer(Shown):
     serving: Serving
     sequences: tuple[int, ...]
     token_s: float | None = None
-    load: Load | None = None
+    load: LoadResult | None = None
     sizing: Sizing | None = None
     usd_per_gpu_hour: Mapping[str, float] | None = None
 
@@ -114,7 +114,7 @@ def answer(
     engine: str = "",
     ttft_s: float | None = None,
     usd_per_gpu_hour: Mapping[str, float] | None = None,
-) -> Answer:
+) -> ServingAnswer:
     """The answer for `fleet`."""
     serving = fleet.serving
     check_limits(ttft_s, token_s)
@@ -127,7 +127,9 @@ def answer(
     load = None
     if requests is not None:
         load = under_load(fleet, requests, parse_engine(engine or "vllm"), ttft_s=ttft_s, tpot_s=token_s)
-    return Answer(serving, _counts(serving, sequences), token_s, load, usd_per_gpu_hour=usd_per_gpu_hour)
+    return ServingAnswer(
+        serving, _counts(serving, sequences), token_s, load, usd_per_gpu_hour=usd_per_gpu_hour
+    )
 
 
 def _counts(serving: Serving, sequences: Sequence[int]) -> tuple[int, ...]:
@@ -148,13 +150,13 @@ def sized(
     *,
     token_s: float | None,
     usd_per_gpu_hour: Mapping[str, float] | None = None,
-) -> Answer:
+) -> ServingAnswer:
     """The answer of `sizing`: its best choice, or what came nearest, or an instance that does not fit."""
     simulated = sizing.best or sizing.nearest
     choice = simulated.choice if simulated else next(reversed(sizing.trade_offs), None)
     serving = choice.fleet.serving if choice else otherwise
     load = simulated.load if simulated else None
-    return Answer(serving, _counts(serving, sequences), token_s, load, sizing, usd_per_gpu_hour)
+    return ServingAnswer(serving, _counts(serving, sequences), token_s, load, sizing, usd_per_gpu_hour)
 
 
 def parse_prices(text: str) -> dict[str, float]:

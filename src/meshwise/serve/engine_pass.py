@@ -19,7 +19,7 @@ from meshwise.cost.routing import summary
 from meshwise.serve.engine import Engine
 from meshwise.serve.fitted import fitted
 from meshwise.serve.serving import (
-    Pass,
+    PricedPass,
     Serving,
     decode_pass,
     launches_s,
@@ -53,7 +53,7 @@ def host_s(serving: Serving, engine: Engine) -> float:
     return fitted().constants.guess_host_s / guess.tokens_per_pass
 
 
-def graphed_pass(serving: Serving, engine: Engine, sequences: Num, past: Num) -> Pass:
+def graphed_pass(serving: Serving, engine: Engine, sequences: Num, past: Num) -> PricedPass:
     """The kernels of a pass of `sequences` in each group: in a graph of so many or more, or without."""
     counts = np.asarray(sequences, dtype=np.float64)
     padded = np.array([_padded(count, engine) for count in counts.ravel().tolist()]).reshape(counts.shape)
@@ -61,10 +61,10 @@ def graphed_pass(serving: Serving, engine: Engine, sequences: Num, past: Num) ->
     priced = decode_pass(run_by(serving, engine), padded, past)
     busy_s = priced.total_s - priced.time_s["attention"]
     waits_s = np.maximum(is_launched * launches_s(serving.model) - busy_s, 0.0)
-    return Pass(priced.time_s | {"engine": priced.time_s["engine"] + waits_s}, priced.memory)
+    return PricedPass(priced.time_s | {"engine": priced.time_s["engine"] + waits_s}, priced.memory)
 
 
-def engine_pass(serving: Serving, engine: Engine, sequences: Num, past: Num) -> Pass:
+def engine_pass(serving: Serving, engine: Engine, sequences: Num, past: Num) -> PricedPass:
     """A whole pass: attention reads the caches of the sequences themselves, whatever the graph pads."""
     graphed = graphed_pass(serving, engine, sequences, past)
     if serving.experts is not None:
@@ -72,7 +72,7 @@ def engine_pass(serving: Serving, engine: Engine, sequences: Num, past: Num) -> 
     time_s = dict(graphed.time_s)
     time_s["attention"] = decode_pass(attending(serving, engine), sequences, past).time_s["attention"]
     time_s["engine"] = time_s["engine"] + np.multiply(sequences, host_s(serving, engine))
-    return Pass(time_s, graphed.memory)
+    return PricedPass(time_s, graphed.memory)
 
 
 def _padded(count: float, engine: Engine) -> float:
@@ -85,7 +85,7 @@ def _padded(count: float, engine: Engine) -> float:
 # --- the table ---------------------------------------------------------------------------------
 
 
-def mean_pass(serving: Serving, sequences: Num, engine: Engine | None) -> Pass:
+def mean_pass(serving: Serving, sequences: Num, engine: Engine | None) -> PricedPass:
     """The mean pass of decoding, caches half through the output; without an engine its kernels alone."""
     if engine is None:
         return token_pass(serving, sequences)

@@ -26,7 +26,7 @@ REQUESTS_EACH = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ServingLayout:
     """Degrees of an instance: `etp` ranks cut each expert, `ep` hold different ones."""
 
     tp: int
@@ -36,10 +36,10 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
+class BenchmarkScript:
     """What the script of a row states. `speculate` is written as for `serve`; empty: no guesses."""
 
-    layout: Layout
+    layout: ServingLayout
     kv_dtype: str
     speculate: str
     settings: Mapping[str, Any]
@@ -50,11 +50,11 @@ def is_row(row: Mapping[str, str]) -> bool:
     return _lengths(row) in LENGTHS
 
 
-def script(row: Mapping[str, str], model: str, layout: Layout) -> Script:
+def script(row: Mapping[str, str], model: str, layout: ServingLayout) -> BenchmarkScript:
     """The script of a row that states `layout`; of other clients and of two pools, what all start with."""
     kv_dtype = "bf16" if row["precision"] == "bf16" else "fp8"
     if not is_row(row) or row["mode"] != "agg":
-        return Script(layout, kv_dtype, "", {})
+        return BenchmarkScript(layout, kv_dtype, "", {})
     stated: dict[str, Any] = {
         "engine": row["backend"], "model": model, "precision": row["precision"], "system": row["system"],
         "lengths": _lengths(row), "clients": int(row["concurrency"]), "day": row.get("measured", ""),
@@ -69,7 +69,7 @@ def script(row: Mapping[str, str], model: str, layout: Layout) -> Script:
     if "graph_sizes" in settings:
         settings["graph_sizes"] = tuple(settings["graph_sizes"])
     guesses = f"drafts={found['drafts']},accept={_catalog()['acceptance']}" if found["drafts"] else ""
-    return Script(layout, found["kv_dtype"], guesses, settings)
+    return BenchmarkScript(layout, found["kv_dtype"], guesses, settings)
 
 
 @cache
@@ -92,12 +92,12 @@ def _holds(value: Any, wanted: str | Sequence[Any]) -> bool:
     return wanted[0] <= value <= wanted[1]
 
 
-def _spread(layout: Layout, what: str) -> Layout:
+def _spread(layout: ServingLayout, what: str) -> ServingLayout:
     """`layout` with experts on all its ranks, or with attention-dp on them too."""
     if not what:
         return layout
     dp = layout.tp if what == "attention" else layout.dp
-    return Layout(tp=layout.tp * layout.dp // dp, dp=dp, ep=layout.tp * layout.dp, etp=1)
+    return ServingLayout(tp=layout.tp * layout.dp // dp, dp=dp, ep=layout.tp * layout.dp, etp=1)
 
 
 def _max_tokens(terms: Mapping[str, float], row: Mapping[str, str]) -> int:

@@ -15,7 +15,7 @@ from meshwise.serve.fitted import interval_of
 from meshwise.serve.pass_times import tabulate
 from meshwise.serve.requests import Lengths, Requests, at_rate, in_closed_loop
 from meshwise.serve.serving import Serving, check_lengths, memory_bytes, prompt_s, room_bytes, sequence_bytes
-from meshwise.serve.simulate import Pools, Seconds, Served, Worker, simulate
+from meshwise.serve.simulate import Pools, Seconds, Served, ServingWorker, simulate
 
 OPEN_LOOP_REQUESTS = 1000
 """Requests that arrive at a rate, unless the caller says; a closed loop has ten of each client."""
@@ -119,7 +119,7 @@ def check_limits(ttft_s: float | None, tpot_s: float | None) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Load:
+class LoadResult:
     """What `requests` get from `engine` on `fleet`; `ttft_s` and `tpot_s` are limits, if any."""
 
     fleet: Fleet
@@ -203,7 +203,7 @@ class Load:
         return interval_of(name, mean, self.regime).to_json() if mean else None
 
 
-def cost(load: Load, usd_per_gpu_hour: Mapping[str, float]) -> dict[str, float]:
+def cost(load: LoadResult, usd_per_gpu_hour: Mapping[str, float]) -> dict[str, float]:
     """What tokens cost, at a price of each chip (`""`: of any).
 
     Prompts pay for the share of the time that they take (the prefill pool, where there is one), generated
@@ -260,12 +260,14 @@ def under_load(
     *,
     ttft_s: float | None = None,
     tpot_s: float | None = None,
-) -> Load | None:
+) -> LoadResult | None:
     """Serve `requests`; None where there is no room for one sequence beside the weights."""
     pools = pools_of(fleet, requests, engine)
     if pools is None:
         return None
-    return Load(fleet, requests, engine, simulate(requests, pools), pools.worker.cache_tokens, ttft_s, tpot_s)
+    return LoadResult(
+        fleet, requests, engine, simulate(requests, pools), pools.worker.cache_tokens, ttft_s, tpot_s
+    )
 
 
 def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools | None:
@@ -286,7 +288,7 @@ def pools_of(fleet: Fleet, requests: Requests, engine: Engine) -> Pools | None:
     )  # fmt: skip
 
 
-def _worker(serving: Serving, tokens: int, requests: Requests, engine: Engine) -> Worker:
+def _worker(serving: Serving, tokens: int, requests: Requests, engine: Engine) -> ServingWorker:
     if requests.longest > tokens:
         raise WorkloadError(
             f"a request of {requests.longest} tokens is more than the cache of {tokens}; use more GPUs or a "
@@ -298,4 +300,4 @@ def _worker(serving: Serving, tokens: int, requests: Requests, engine: Engine) -
         each = serving.speculation.tokens_per_pass
         waits = ("lag_passes", "poll_passes", "align_passes")
         engine = replace(engine, **{name: round(each * getattr(engine, name)) for name in waits})
-    return Worker(engine, times, tokens)
+    return ServingWorker(engine, times, tokens)

@@ -25,7 +25,7 @@ from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan
 from meshwise.serve import aiconfigurator, inferencex
 from meshwise.serve.engine import ENGINES, Engine
-from meshwise.serve.load import Fleet, Load, under_load
+from meshwise.serve.load import Fleet, LoadResult, under_load
 from meshwise.serve.requests import Lengths, Requests, in_closed_loop
 from meshwise.serve.serving import Serving, serving, speculating
 
@@ -48,7 +48,7 @@ TILED_EXPERTS = "0.12."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Point:
+class MeasuredPoint:
     """What a row measured: `requests` to `engine` on `fleet`."""
 
     fleet: Fleet
@@ -61,7 +61,7 @@ def missing_columns(names: Sequence[str]) -> list[str]:
     return [name for name in COLUMNS if name not in names]
 
 
-def point(row: Mapping[str, str]) -> Point:
+def point(row: Mapping[str, str]) -> MeasuredPoint:
     """A row in our words; a MeshwiseError says what is not expressed."""
     prompt, output, clients = (_count(row, name) for name in ("input_tokens", "output_tokens", "concurrency"))
     if bad := [name for name, value in measured(row, None).items() if value is None and row.get(name)]:
@@ -82,10 +82,10 @@ def point(row: Mapping[str, str]) -> Point:
     requests = in_closed_loop(clients, lengths, num=inferencex.REQUESTS_EACH * clients)
     if not inferencex.is_row(row) and engine.name == "vllm":
         requests = aiconfigurator.repeated(requests)
-    return Point(Fleet(last, workers[-1], first[0] if first else None, workers[0]), requests, engine)
+    return MeasuredPoint(Fleet(last, workers[-1], first[0] if first else None, workers[0]), requests, engine)
 
 
-def _launched(row: Mapping[str, str], script: inferencex.Script) -> Engine:
+def _launched(row: Mapping[str, str], script: inferencex.BenchmarkScript) -> Engine:
     """The engine of a row as it was started. Clients ignore ends of sequence, so all output is reserved."""
     engine = _found(ENGINES, "backend", row["backend"])
     engine = replace(engine, reserve_frac=float(engine.reserve_frac > 0))
@@ -100,7 +100,7 @@ def _launched(row: Mapping[str, str], script: inferencex.Script) -> Engine:
     return aiconfigurator.launched(engine, _count(row, "input_tokens"), _count(row, batch))
 
 
-def simulated(row: Mapping[str, str]) -> Load:
+def simulated(row: Mapping[str, str]) -> LoadResult:
     """A row under its load; a MeshwiseError says why there is none."""
     of = point(row)
     load = under_load(of.fleet, of.requests, of.engine)
@@ -110,14 +110,14 @@ def simulated(row: Mapping[str, str]) -> Load:
     return load
 
 
-def predicted(row: Mapping[str, str], load: Load) -> dict[str, float]:
+def predicted(row: Mapping[str, str], load: LoadResult) -> dict[str, float]:
     """What the client of a row would see."""
     ttft_s, tpot_s = (float(each.mean()) for each in (load.served.ttft_s, load.served.tpot_s))
     rate = load.output_tokens_per_s / load.fleet.num_chips if row.get(RATE) else _rate(load, ttft_s, tpot_s)
     return {"ttft_s": ttft_s, "tpot_s": tpot_s, RATE: rate}
 
 
-def measured(row: Mapping[str, str], load: Load | None) -> dict[str, float | None]:
+def measured(row: Mapping[str, str], load: LoadResult | None) -> dict[str, float | None]:
     """What a row states, and its rate; None where it needs a missing `load`, or a cell is bad."""
     found = {name: _positive(row[name]) for name in (*STATED, RATE) if row.get(name)}
     ttft_s, tpot_s = (found.get(name) for name in STATED)
@@ -135,27 +135,34 @@ def _positive(text: str) -> float | None:
     return value if 0 < value < float("inf") else None
 
 
-def regime_of(row: Mapping[str, str], load: Load | None) -> dict[str, str]:
+def regime_of(row: Mapping[str, str], load: LoadResult | None) -> dict[str, str]:
     """The kind of a point, by aspect."""
     name = row.get("model", "").rpartition("/")[2]
     return {"engine": row.get("backend", ""), "model": name, "cache": load.regime if load else ""}
 
 
-def _rate(load: Load, ttft_s: float, tpot_s: float) -> float:
+def _rate(load: LoadResult, ttft_s: float, tpot_s: float) -> float:
     """Output tokens a second and GPU of a closed loop with these latencies."""
     requests = load.requests
     output = sum(requests.output) / len(requests.output)
     return requests.concurrency * output / (ttft_s + (output - 1.0) * tpot_s) / load.fleet.num_chips
 
 
-def _layout(row: Mapping[str, str], pool: str) -> inferencex.Layout:
+def _layout(row: Mapping[str, str], pool: str) -> inferencex.ServingLayout:
     """What the row says of its instance, or of its pool `prefill_` or `decode_`."""
     names = {"tp": "tp", "dp": "attention_dp", "ep": "moe_ep", "etp": "moe_tp"}
-    return inferencex.Layout(**{degree: _count(row, f"{pool}{name}") for degree, name in names.items()})
+    return inferencex.ServingLayout(
+        **{degree: _count(row, f"{pool}{name}") for degree, name in names.items()}
+    )
 
 
 def _instance(
-    row: Mapping[str, str], pool: str, model: Model, script: inferencex.Script, prompt: int, output: int
+    row: Mapping[str, str],
+    pool: str,
+    model: Model,
+    script: inferencex.BenchmarkScript,
+    prompt: int,
+    output: int,
 ) -> Serving:
     """The instance of a row, or of its pool, as it was started."""
     layout, dtype = script.layout, row["precision"]

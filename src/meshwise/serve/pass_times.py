@@ -24,7 +24,7 @@ from meshwise.serve.engine_pass import attending, graphed_pass, host_s, run_by
 from meshwise.serve.fitted import fitted
 from meshwise.serve.serving import (
     PREFILL_TOKENS,
-    Pass,
+    PricedPass,
     Serving,
     decode_pass,
     expert_token_s,
@@ -147,5 +147,5 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
     )
 
 
-def _rest(priced: Pass) -> Num:
+def _rest(priced: PricedPass) -> Num:
     return priced.total_s - priced.time_s["attention"]

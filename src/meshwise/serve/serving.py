@@ -213,7 +213,7 @@ def _on_units_of(plan: Plan, cluster: Cluster) -> Plan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pass:
+class PricedPass:
     """One pass, priced: its seconds by what they are spent on (`attention` is the core alone), its memory."""
 
     time_s: dict[str, Num]
@@ -225,7 +225,7 @@ class Pass:
         return sum(self.time_s.values())
 
 
-def price_pass(serving: Serving, cut: Cut) -> Pass:
+def price_pass(serving: Serving, cut: Cut) -> PricedPass:
     """Price one pass: its ops, and the engine's own time.
 
     With `overlap_ep` a pass is two of half the batch: while one computes, the other's tokens travel. Of the
@@ -240,7 +240,7 @@ def price_pass(serving: Serving, cut: Cut) -> Pass:
     rest_s = half.total_s - half.time_s["comm_ep"] - serving.engine_s
     shown_s = np.maximum(half.time_s["comm_ep"] - rest_s, 0.0)
     doubled = {name: 2.0 * spent_s for name, spent_s in (half.time_s | {"comm_ep": shown_s}).items()}
-    return Pass(doubled | {"engine": serving.engine_s}, whole.memory)
+    return PricedPass(doubled | {"engine": serving.engine_s}, whole.memory)
 
 
 def apart(serving: Serving, cluster: Cluster) -> Serving:
@@ -264,7 +264,7 @@ def apart(serving: Serving, cluster: Cluster) -> Serving:
     return replace(serving, experts=found)
 
 
-def _price_apart(serving: Serving, experts: Serving, cut: Cut) -> Pass:
+def _price_apart(serving: Serving, experts: Serving, cut: Cut) -> PricedPass:
     """One pass where experts have a pool of their own, as two of half the batch that the pools take in turn.
 
     With A, E, C what half a batch takes in attention (and all else), experts, and messages of all layers, a
@@ -274,7 +274,7 @@ def _price_apart(serving: Serving, experts: Serving, cut: Cut) -> Pass:
     half = replace(cut, microbatch=cut.microbatch / 2.0)
     own = _price_pass(serving, half)
 
-    def on_experts(each: Num) -> Pass:
+    def on_experts(each: Num) -> PricedPass:
         there = cut_of(replace(experts.mesh, kind=cut.kind, microbatch=each))
         return _price_pass(experts, replace(there, seq=cut.seq, past=cut.past))
 
@@ -287,7 +287,7 @@ def _price_apart(serving: Serving, experts: Serving, cut: Cut) -> Pass:
     time_s = {name: 2.0 * spent_s for name, spent_s in own.time_s.items()}
     time_s |= {"experts": pass_s - 2.0 * attention_s, "engine": serving.engine_s}
     memory = _price_pass(serving, cut).memory
-    return Pass(time_s, replace(memory, weights=memory.weights - expert_bytes(serving)))
+    return PricedPass(time_s, replace(memory, weights=memory.weights - expert_bytes(serving)))
 
 
 def expert_bytes(serving: Serving) -> float:
@@ -299,7 +299,7 @@ def expert_bytes(serving: Serving) -> float:
     return float(held * cut.precision.expert_bytes)
 
 
-def decode_pass(serving: Serving, sequences: Num, past: Num) -> Pass:
+def decode_pass(serving: Serving, sequences: Num, past: Num) -> PricedPass:
     """What a token of each of `sequences` sequences in every group takes, behind `past` cached ones.
 
     With speculation the guesses and the pass that checks them, divided by the tokens that they give.
@@ -310,10 +310,10 @@ def decode_pass(serving: Serving, sequences: Num, past: Num) -> Pass:
     checked = price_pass(serving, replace(cut, seq=guess.drafts + 1.0))
     draft = price_pass(guess.draft, guess.draft.decode(sequences, past)).total_s
     spent = checked.time_s | {"draft": guess.drafts * draft}
-    return Pass({name: time / guess.tokens_per_pass for name, time in spent.items()}, checked.memory)
+    return PricedPass({name: time / guess.tokens_per_pass for name, time in spent.items()}, checked.memory)
 
 
-def _price_pass(serving: Serving, cut: Cut) -> Pass:
+def _price_pass(serving: Serving, cut: Cut) -> PricedPass:
     model, mesh, runs_on = serving.model, serving.mesh, serving.machine
     priced = list(price_parts(parts(model, cut), runs_on).values())
     slowest, *others = (_price_stage(serving, stage, priced, cut) for stage in stages_of(model, mesh))
@@ -324,10 +324,10 @@ def _price_pass(serving: Serving, cut: Cut) -> Pass:
     time_s = {name: mesh.pp * spent_s for name, spent_s in slowest.time_s.items()}
     once_s = time_s["engine"] - (mesh.pp - 1.0) * serving.engine_s  # the engine plans a pass for all stages
     time_s |= {"comm_pp": mesh.pp * message_s(model, mesh, cut, runs_on), "engine": once_s}
-    return Pass(time_s, slowest.memory)
+    return PricedPass(time_s, slowest.memory)
 
 
-def _price_stage(serving: Serving, stage: Stage, priced: Sequence[Part], cut: Cut) -> Pass:
+def _price_stage(serving: Serving, stage: Stage, priced: Sequence[Part], cut: Cut) -> PricedPass:
     """What one batch takes in one stage."""
     time_s: dict[str, Num] = dict.fromkeys(PARTS, 0.0)
     time_s["engine"] = serving.engine_s
@@ -337,10 +337,10 @@ def _price_stage(serving: Serving, stage: Stage, priced: Sequence[Part], cut: Cu
                 name = _spent_on(row.op) if isinstance(row, PricedOp) else "engine"
                 time_s[name] = time_s[name] + count * row.spent_s
     overheads = serving.machine.overheads
-    return Pass(time_s, serving_memory(serving.model, stage, priced, serving.mesh, cut, overheads))
+    return PricedPass(time_s, serving_memory(serving.model, stage, priced, serving.mesh, cut, overheads))
 
 
-def _larger(one: Pass, other: Pass) -> Pass:
+def _larger(one: PricedPass, other: PricedPass) -> PricedPass:
     """The time of the slower of two stages, and the memory of that which holds more."""
     is_slower = other.total_s > one.total_s
     is_fuller = other.memory.total > one.memory.total
@@ -351,7 +351,7 @@ def _larger(one: Pass, other: Pass) -> Pass:
     time_s: dict[str, Num] = {
         name: np.where(is_slower, other.time_s[name], one.time_s[name]) for name in PARTS
     }
-    return Pass(time_s, Memory(**memory))
+    return PricedPass(time_s, Memory(**memory))
 
 
 def _spent_on(op: Op) -> str:
@@ -470,7 +470,7 @@ def prompt_s(serving: Serving) -> float:
     return float(prompts_s(serving, serving.prefill(float(together)))) / together
 
 
-def token_pass(serving: Serving, sequences: Num) -> Pass:
+def token_pass(serving: Serving, sequences: Num) -> PricedPass:
     """The mean pass of decoding: caches half through the output."""
     past = serving.prompt + serving.output / 2.0
     return decode_pass(serving, sequences, past)

@@ -94,7 +94,7 @@ def until_all_have_one(ranks: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Worker:
+class ServingWorker:
     """What an instance is: its engine, the seconds of its passes, tokens for which its caches have room."""
 
     engine: Engine
@@ -110,7 +110,7 @@ class _Instance:
     where there are `only_prompts`, with their prompt computed.
     """
 
-    def __init__(self, worker: Worker, requests: Requests, leave: Callable[[_Sequence, float], None],
+    def __init__(self, worker: ServingWorker, requests: Requests, leave: Callable[[_Sequence, float], None],
                  *, reply_s: float = 0.0, only_prompts: bool = False) -> None:  # fmt: skip
         self.engine, self.times, self.cache = worker.engine, worker.times, worker.cache_tokens
         self.blocks, self.block_tokens = requests.blocks, requests.block_tokens
@@ -349,9 +349,9 @@ class Pools:
     Handing a prompt's cache over takes `transfer_s` and `transfer_token_s` for each of its tokens.
     """
 
-    worker: Worker
+    worker: ServingWorker
     num: int = 1
-    prefill: Worker | None = None
+    prefill: ServingWorker | None = None
     num_prefill: int = 1
     transfer_s: float = 0.0
     transfer_token_s: float = 0.0

@@ -25,7 +25,7 @@ from meshwise.core.errors import WorkloadError
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.serve.engine import Engine
-from meshwise.serve.load import Fleet, Load, check_limits, under_load
+from meshwise.serve.load import Fleet, LoadResult, check_limits, under_load
 from meshwise.serve.requests import Requests
 from meshwise.serve.screen import BATCHES, PREFILL_UTILIZATION, Grid, Mask, Screen, layout_text, screen
 from meshwise.serve.serving import Serving
@@ -83,7 +83,7 @@ class Simulated:
     """A choice under the load."""
 
     choice: Choice
-    load: Load
+    load: LoadResult
 
     @property
     def holds(self) -> bool:
@@ -317,7 +317,7 @@ def _is_within(fleet: Fleet, most: Mapping[str, int]) -> bool:
     return all(num <= most[chip] for chip, num in used.items())
 
 
-def _larger(fleet: Fleet, load: Load, wanted: Wanted) -> Fleet:
+def _larger(fleet: Fleet, load: LoadResult, wanted: Wanted) -> Fleet:
     """A worker more: of the pool whose limit more requests miss."""
     served = load.served
     late = (served.ttft_s > wanted.ttft_s).mean() >= (served.tpot_s > wanted.tpot_s).mean()

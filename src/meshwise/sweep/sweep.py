@@ -105,7 +105,7 @@ _PROGRAMS = ("dryrun", "run", "compare")
 """Verbs whose points run one at a time, each in a fresh process."""
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
+class _SweepFile(msgspec.Struct, forbid_unknown_fields=True):
     """The TOML file as written."""
 
     verb: str
@@ -117,7 +117,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class GridPoint:
     """One combination of the grid and the command line that it stands for."""
 
     values: dict[str, Scalar]
@@ -130,7 +130,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CommandAnswer:
     """What a point's command left: its document, or the sentence that it failed with."""
 
     document: Any
@@ -139,7 +139,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FinishedPoint:
     """A finished point with the columns that `[results]` asks for; None where the document has none."""
 
     values: dict[str, Scalar]
@@ -154,7 +154,7 @@ class Sweep:
     """A sweep as read from its file: all its points, in the order of the grid."""
 
     verb: str
-    points: tuple[Point, ...]
+    points: tuple[GridPoint, ...]
     results: dict[str, str]
     timeout_s: float | None
 
@@ -162,7 +162,7 @@ class Sweep:
 def read_sweep(path: Path) -> Sweep:
     """Read and check a sweep file; DataError with one sentence for whatever is wrong in it."""
     try:
-        file = msgspec.convert(read_toml(path), _File)
+        file = msgspec.convert(read_toml(path), _SweepFile)
     except msgspec.ValidationError as error:
         raise DataError(f"{path} is not a sweep: {error}") from None
     if file.verb not in VERBS:
@@ -173,19 +173,19 @@ def read_sweep(path: Path) -> Sweep:
     empty = [key for grid in grids for key, values in grid.items() if not values]
     if empty or not any(grids):
         raise DataError(f"{path}: the grid has no values for {', '.join(empty) or 'anything'}; list some")
-    points: dict[str, Point] = {}
+    points: dict[str, GridPoint] = {}
     if sum(math.prod(map(len, grid.values())) for grid in grids) > MAX_POINTS:
         raise DataError(f"{path}: the grid has more than {MAX_POINTS:,} points; split it")
     for grid in grids:
         for combination in itertools.product(*grid.values()):
             values = dict(zip(grid, combination, strict=True))
-            point = Point(values, _words(path, file, values))
+            point = GridPoint(values, _words(path, file, values))
             points.setdefault(point.key, point)
     results = file.results or DEFAULT_RESULTS[file.verb]
     return Sweep(file.verb, tuple(points.values()), results, file.timeout_s)
 
 
-def _words(path: Path, file: _File, values: Mapping[str, Scalar]) -> tuple[str, ...]:
+def _words(path: Path, file: _SweepFile, values: Mapping[str, Scalar]) -> tuple[str, ...]:
     """The command line of one point: placeholders filled in, the other grid values as options."""
     used: set[str] = set()
 
@@ -247,7 +247,7 @@ class Store:
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
-    def add(self, point: Point, answer: Answer) -> None:
+    def add(self, point: GridPoint, answer: CommandAnswer) -> None:
         """Keep the answer of a point; once this returns, nothing that happens to the process loses it."""
         row = (
             point.key,
@@ -272,7 +272,7 @@ class Store:
         rows = self._database.execute("SELECT command FROM points WHERE status IN (?, ?)", status)
         return {key for (key,) in rows}
 
-    def rows(self, sweep: Sweep) -> list[Row]:
+    def rows(self, sweep: Sweep) -> list[FinishedPoint]:
         """The finished points of a sweep in the order of its grid."""
         query = "SELECT command, status, seconds, document, error FROM points"
         found = {key: rest for key, *rest in self._database.execute(query)}
@@ -282,7 +282,7 @@ class Store:
                 status, seconds, text, error = found[point.key]
                 document = json.loads(text) if text else None
                 results = {name: look_up(document, path) for name, path in sweep.results.items()}
-                rows.append(Row(point.values, status, seconds, results, error))
+                rows.append(FinishedPoint(point.values, status, seconds, results, error))
         return rows
 
 
@@ -304,7 +304,7 @@ def run_sweep(
     engine: Engine = "local",
     address: str | None = None,
     retry: bool = False,
-    on_answer: Callable[[Point, Answer], None] = lambda point, answer: None,
+    on_answer: Callable[[GridPoint, CommandAnswer], None] = lambda point, answer: None,
 ) -> None:
     """Run what is not finished yet and store each answer as it comes.
 
@@ -335,14 +335,14 @@ def run_sweep(
         on_answer(point, answer)
 
 
-def _locally(sweep: Sweep, todo: Sequence[Point], jobs: int) -> Iterator[tuple[Point, Answer]]:
+def _locally(sweep: Sweep, todo: Sequence[GridPoint], jobs: int) -> Iterator[tuple[GridPoint, CommandAnswer]]:
     """Answers as they come from `jobs` threads, each with a worker process of its own."""
-    workers = [Worker() for _ in range(jobs)]
-    idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    workers = [CommandWorker() for _ in range(jobs)]
+    idle: queue.SimpleQueue[CommandWorker] = queue.SimpleQueue()
     for worker in workers:
         idle.put(worker)
 
-    def answered(point: Point) -> tuple[Point, Answer]:
+    def answered(point: GridPoint) -> tuple[GridPoint, CommandAnswer]:
         worker = idle.get()
         try:
             return point, answer_of(worker, sweep, point.words)
@@ -362,13 +362,13 @@ def _locally(sweep: Sweep, todo: Sequence[Point], jobs: int) -> Iterator[tuple[P
             worker.close()
 
 
-def answer_of(worker: Worker, sweep: Sweep, words: Sequence[str]) -> Answer:
+def answer_of(worker: CommandWorker, sweep: Sweep, words: Sequence[str]) -> CommandAnswer:
     """Run one command in a worker; real and dry runs get a fresh one each time."""
     begin = time.monotonic()
     try:
         code, out, err = worker.call(words, sweep.timeout_s)
     except _WorkerError as error:
-        return Answer(None, str(error), time.monotonic() - begin)
+        return CommandAnswer(None, str(error), time.monotonic() - begin)
     finally:
         if sweep.verb in _PROGRAMS:
             worker.end()
@@ -376,8 +376,8 @@ def answer_of(worker: Worker, sweep: Sweep, words: Sequence[str]) -> Answer:
     try:
         document = json.loads(out)
     except ValueError:
-        return Answer(None, _last_line(err) or f"exit code {code}, no JSON document", seconds)
-    return Answer(document, None, seconds)
+        return CommandAnswer(None, _last_line(err) or f"exit code {code}, no JSON document", seconds)
+    return CommandAnswer(document, None, seconds)
 
 
 class _WorkerError(Exception):
@@ -385,7 +385,7 @@ class _WorkerError(Exception):
 
 
 @dataclass(slots=True)
-class Worker:
+class CommandWorker:
     """A process that runs command lines of meshwise one after the other; started when first needed."""
 
     _process: subprocess.Popen[str] | None = None
@@ -470,8 +470,8 @@ def _last_line(text: str) -> str:
 
 
 def _through_ray(
-    sweep: Sweep, todo: Sequence[Point], jobs: int, address: str | None
-) -> Iterator[tuple[Point, Answer]]:
+    sweep: Sweep, todo: Sequence[GridPoint], jobs: int, address: str | None
+) -> Iterator[tuple[GridPoint, CommandAnswer]]:
     """Answers as they come from a Ray cluster; without `address`, from `jobs` local workers of Ray."""
     try:
         ray = importlib.import_module("ray")
@@ -491,22 +491,22 @@ def _through_ray(
                 try:
                     yield point, ray.get(reference)
                 except ray.exceptions.RayError as error:
-                    yield point, Answer(None, f"Ray: {_last_line(str(error))}", 0.0)
+                    yield point, CommandAnswer(None, f"Ray: {_last_line(str(error))}", 0.0)
     finally:
         ray.shutdown()
 
 
-def _ray_point(sweep: Sweep, words: Sequence[str]) -> Answer:
+def _ray_point(sweep: Sweep, words: Sequence[str]) -> CommandAnswer:
     return answer_of(_ray_worker(), sweep, words)
 
 
 @cache
-def _ray_worker() -> Worker:
+def _ray_worker() -> CommandWorker:
     """The process that runs the points of this Ray worker; it ends with it."""
-    return Worker()
+    return CommandWorker()
 
 
-def csv_rows(sweep: Sweep, rows: Sequence[Row]) -> Iterator[list[Any]]:
+def csv_rows(sweep: Sweep, rows: Sequence[FinishedPoint]) -> Iterator[list[Any]]:
     """The finished points as a table: grid values, results, status, seconds, error; the head first."""
     keys = list(dict.fromkeys(key for point in sweep.points for key in point.values))
     yield [*keys, *sweep.results, "status", "seconds", "error"]

@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.trace.events import Trace
+from meshwise.trace.linked import linked
 from meshwise.trace.match import Match
 from meshwise.trace.transfers import SYNCHRONISING
 
@@ -73,7 +74,7 @@ def align(
         return Alignment("one rank", {ranks[0]: 0}, 0.0, 0)
     met = [m for m in matches if len(m.by_rank) > 1]
     shared = _thinned([m for m in met if not m.is_message and m.kind in SYNCHRONISING])
-    if not _is_linked(ranks, shared):
+    if not any(one.issuperset(ranks) for one in linked(m.by_rank for m in shared)):
         shared += _thinned([m for m in met if m.is_message and not m.first.is_buffered])
     if not shared:
         return Alignment("the ranks' own clocks", dict.fromkeys(ranks, 0), None, 0)
@@ -150,22 +151,15 @@ def _thinned(matches: Sequence[Match]) -> list[Match]:
     return list(matches[:: 1 + len(matches) // _MAX_COLLECTIVES])
 
 
-def _is_linked(ranks: Sequence[int], matches: Sequence[Match]) -> bool:
-    """Whether the matches chain all ranks together."""
-    linked, rest = {ranks[0]}, [set(one.by_rank) for one in matches]
-    while near := [members for members in rest if members & linked]:
-        rest = [members for members in rest if not members & linked]
-        linked = linked.union(*near)
-    return linked >= set(ranks)
-
-
 def _residual(aligned: NDArray[np.float64]) -> float:
     """Median over rows of the distance between the first and the last end."""
     return float(np.median(np.nanmax(aligned, axis=1) - np.nanmin(aligned, axis=1)))
 
 
 def _offsets(end: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Offsets [ns] of the columns of `end` [collective, rank] (NaN: not in the group), the first at 0.
+    """Offsets [ns] of the columns of `end` [collective, rank] (NaN: not in the group).
+
+    Of ranks that are linked by groups, the first has offset 0.
 
     Every round solves the normal equations with the true ends eliminated; the weights 1/|error| of the
     round before turn squares into absolute values. The first guess is the median against the mean end.
@@ -186,17 +180,6 @@ def _offsets(end: NDArray[np.float64]) -> NDArray[np.float64]:
         true_end = (share * (end - offset)).sum(axis=1)
         error = end - offset - true_end[:, None]
         weight = present / np.maximum(np.abs(error), _FLOOR_NS)
-    return _grounded(offset, present)
-
-
-def _grounded(offset: NDArray[np.float64], present: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Every set of ranks that are linked by groups gets offset 0 at its first rank."""
-    label = np.arange(present.shape[1])
-    links = np.unique(present, axis=0)
-    for _ in range(present.shape[1]):
-        before = label.copy()
-        for link in links:
-            label[link] = label[link].min()
-        if (before == label).all():
-            break
-    return offset - offset[label]
+    for ranks in linked(np.flatnonzero(row).tolist() for row in np.unique(present, axis=0)):
+        offset[list(ranks)] -= offset[min(ranks)]
+    return offset

@@ -48,7 +48,7 @@ class Breakdown:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RankWork:
     """What a rank did, by event and as merged sets of intervals [ns]."""
 
     kind: NDArray[np.int8]
@@ -56,10 +56,10 @@ class Work:
     spans: dict[Kind, Spans]
 
 
-_known: WeakKeyDictionary[Trace, Work] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Trace, RankWork] = WeakKeyDictionary()
 
 
-def work(trace: Trace) -> Work:
+def work(trace: Trace) -> RankWork:
     """The work of a rank: its kernels where it has a device, else its operators and gloo transfers."""
     if trace not in _known:
         _known[trace] = _device_work(trace) if trace.has_device else _host_work(trace)
@@ -71,14 +71,14 @@ def work_kind(trace: Trace) -> NDArray[np.int8]:
     return work(trace).kind
 
 
-def _device_work(trace: Trace) -> Work:
+def _device_work(trace: Trace) -> RankWork:
     kind = np.where(np.isin(trace.kind, DEVICE_KINDS), trace.kind, np.int8(Kind.OTHER))
     if trace.selected is not None:
         kind[~trace.selected] = Kind.OTHER
-    return Work(kind, {one: union(trace, np.flatnonzero(kind == one)) for one in DEVICE_KINDS})
+    return RankWork(kind, {one: union(trace, np.flatnonzero(kind == one)) for one in DEVICE_KINDS})
 
 
-def _host_work(trace: Trace) -> Work:
+def _host_work(trace: Trace) -> RankWork:
     selected = np.ones(len(trace), dtype=bool) if trace.selected is None else trace.selected
     kind = np.full(len(trace), Kind.OTHER, dtype=np.int8)
     kind[(trace.kind == Kind.HOST_COMMUNICATION) & selected] = Kind.COMMUNICATION
@@ -105,7 +105,7 @@ def _host_work(trace: Trace) -> Work:
     awaited = joined(merged(trace.start_ns[moved], left), calls)
     compute = union(trace, np.flatnonzero(kind == Kind.COMPUTE))
     compute = joined(compute, difference(union(trace, around), awaited))
-    return Work(kind, {Kind.COMPUTE: compute, Kind.COMMUNICATION: communication, Kind.MEMORY: NO_SPANS})
+    return RankWork(kind, {Kind.COMPUTE: compute, Kind.COMMUNICATION: communication, Kind.MEMORY: NO_SPANS})
 
 
 def union(trace: Trace, events: Ints) -> Spans:

@@ -75,7 +75,7 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
-class Straggler:
+class RankWaiting:
     """How one rank meets the others: how often it came last, how long it waited, how long they for it."""
 
     rank: int
@@ -94,12 +94,12 @@ def collectives(
     return sorted(found, key=lambda c: (c.start_s, c.group, c.index)), len(matches) - len(fitting)
 
 
-def stragglers(found: Sequence[Collective]) -> list[Straggler]:
+def stragglers(found: Sequence[Collective]) -> list[RankWaiting]:
     """One row per rank over the collectives that several ranks recorded."""
     shared = [c for c in found if c.num_ranks > 1]
     ranks = sorted({rank for c in shared for rank in c.wait_s})
     return [
-        Straggler(
+        RankWaiting(
             rank=rank,
             num_last=sum(c.last_rank == rank for c in shared),
             waited_s=sum(c.wait_s.get(rank, 0.0) for c in shared),

@@ -45,7 +45,7 @@ _LEAST_GAIN_FRAC = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PathPiece:
     """All of the path that is spent on one thing: a kind of work, or idle time by its cause."""
 
     kind: str
@@ -57,7 +57,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class WhatIf:
+class FasterJob:
     """How long the job would take if something were otherwise, all else as it was."""
 
     change: str
@@ -71,8 +71,8 @@ class CriticalPath:
     """The path of a job and what would shorten it, the longest and the largest first."""
 
     span_s: float
-    pieces: list[Piece]
-    what_if: list[WhatIf]
+    pieces: list[PathPiece]
+    what_if: list[FasterJob]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,12 +108,12 @@ def critical_path(summary: Summary) -> CriticalPath:
     return CriticalPath(total / 1e9, pieces, _what_if(summary, ranks, shared))
 
 
-def _piece(kind: str, name: str, steps: Sequence[tuple[int, int]], total_ns: int) -> Piece:
+def _piece(kind: str, name: str, steps: Sequence[tuple[int, int]], total_ns: int) -> PathPiece:
     by_rank: dict[int, float] = defaultdict(float)
     for rank, length in steps:
         by_rank[rank] += length / 1e9
     seconds = sum(length for _, length in steps) / 1e9
-    return Piece(kind, name, len(steps), seconds, seconds * 1e9 / total_ns, dict(sorted(by_rank.items())))
+    return PathPiece(kind, name, len(steps), seconds, seconds * 1e9 / total_ns, dict(sorted(by_rank.items())))
 
 
 def _rank(trace: Trace, offset_ns: int, shared: Sequence[Collective]) -> _Rank:
@@ -290,7 +290,7 @@ def _replay(network: _Network, own_s: Floats, wire_s: Floats) -> Floats:
     return (end[:, network.tail_parent] + network.tail_s).max(axis=1)
 
 
-def _what_if(summary: Summary, ranks: Mapping[int, _Rank], shared: Sequence[Collective]) -> list[WhatIf]:
+def _what_if(summary: Summary, ranks: Mapping[int, _Rank], shared: Sequence[Collective]) -> list[FasterJob]:
     """What would shorten the job, the largest gain first; nothing where the calls cannot be put in order."""
     names = list(ranks)
     network = _network([ranks[rank] for rank in names], shared)
@@ -320,7 +320,7 @@ def _what_if(summary: Summary, ranks: Mapping[int, _Rank], shared: Sequence[Coll
     ends = _replay(network, *(np.stack(column) for column in list(zip(*scenarios, strict=True))[1:]))
     was, *spans = ends.tolist()
     changed = zip(scenarios[1:], spans, strict=True)
-    gains = [WhatIf(change, span, was - span, 1 - span / was) for (change, *_), span in changed]
+    gains = [FasterJob(change, span, was - span, 1 - span / was) for (change, *_), span in changed]
     return sorted((one for one in gains if one.gain_frac > _LEAST_GAIN_FRAC), key=lambda one: -one.gain_s)
 
 

@@ -2,8 +2,8 @@
 
 A file is never held whole: blocks are cut where one event ends and the next begins, and each piece is decoded
 into typed structs. Damage stays local: in a piece that does not decode, every event is tried alone and
-repaired where writers left quotes unescaped, bytes that are not UTF-8, `nan` and `inf` (JSON has neither), or
-a field of another type than everybody else writes. What cannot be repaired is counted as lost.
+repaired where writers left quotes unescaped, bytes that are not UTF-8, `nan` and `inf` (JSON has neither).
+What cannot be repaired, or has a field of another type than everybody else writes, is counted as lost.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -26,8 +27,8 @@ _MOST_UNPACKED_BYTES, _MOST_RATIO = 1 << 30, 400
 _EXACT_US = 2.0**43
 _NUM_PROBED = 100
 _PROBED_BYTES = 1 << 16
-_CAREFUL_BYTES = 64
 _EVENTS_START = re.compile(rb'"traceEvents"\s*:\s*\[')
+_ARRAY_START = re.compile(rb"\s*\[")
 _DECIMAL_TS = re.compile(rb'"ts"\s*:\s*(?:"|\d+\.)')
 _EVENT_OPEN = rb'\{\s*"(?:ph|name|cat|pid|tid|ts|dur|args|id|bp|s|tts|tdur|cname)"\s*:'
 _EVENT_START = re.compile(_EVENT_OPEN)
@@ -73,7 +74,7 @@ class Args(msgspec.Struct, gc=False):
     label: Any = msgspec.field(name="name", default=None)
 
 
-class Event(msgspec.Struct, gc=False):
+class TraceEvent(msgspec.Struct, gc=False):
     """One event as everybody writes it; hand-made traces leave out that it is a complete one (`X`)."""
 
     ph: str = "X"
@@ -86,27 +87,14 @@ class Event(msgspec.Struct, gc=False):
     args: Args | None = None
 
 
-class ExactEvent(Event, gc=False):
+class ExactEvent(TraceEvent, gc=False):
     """The same, its times digit by digit."""
 
     ts: Decimal | None = None  # type: ignore[assignment]
     dur: Decimal | None = None  # type: ignore[assignment]
 
 
-class _LooseEvent(msgspec.Struct, gc=False):
-    """An event of which any field may be anything."""
-
-    ph: Any = "X"
-    cat: Any = None
-    name: Any = ""
-    ts: Any = None
-    dur: Any = None
-    pid: Any = None
-    tid: Any = None
-    args: msgspec.Raw = NOTHING
-
-
-_decode = msgspec.json.Decoder(list[Event]).decode
+_decode = msgspec.json.Decoder(list[TraceEvent]).decode
 _decode_exact = msgspec.json.Decoder(list[ExactEvent]).decode
 
 
@@ -132,28 +120,22 @@ class Notes:
         if self.num_not_numbers:
             found.append(f"{self.num_not_numbers} values are no numbers (nan, inf); taken as missing")
         if self.num_repaired:
-            found.append(
-                f"{self.num_repaired} events held bad UTF-8, quotes or types and were repaired{where}"
-            )
+            found.append(f"{self.num_repaired} events held bad UTF-8 or quotes and were repaired{where}")
         if self.num_lost:
             found.append(f"{self.num_lost} events could not be read and are left out{where}")
         return found + self.others
 
 
-def decoded_pieces(path: Path, notes: Notes, metadata: dict[str, Any]) -> Iterator[list[Event]]:
+def decoded_pieces(path: Path, notes: Notes, metadata: dict[str, Any]) -> Iterator[list[TraceEvent]]:
     """The events of a file by the thousand; fills `notes` and `metadata`."""
     blocks = _blocks(path, notes)
     buffer = b""
     start = None
     for block in blocks:
         buffer += block
-        if start := _EVENTS_START.search(buffer):
+        if start := _EVENTS_START.search(buffer) or _ARRAY_START.match(buffer):
             metadata |= _metadata(buffer[: start.start()].rstrip().rstrip(b",") + b"}")
             buffer = buffer[start.end() :]
-            break
-        if buffer.lstrip()[:1] == b"[":
-            start = re.match(rb"\s*\[", buffer)
-            buffer = buffer.lstrip()[1:]
             break
     if not start:
         if buffer.strip():
@@ -207,7 +189,11 @@ def _unpacked(file: BinaryIO, notes: Notes) -> Iterator[bytes]:
                 piece = engine.decompress(packed, _BLOCK_BYTES)
             except zlib.error:
                 notes.others.append("the gzip data is damaged; only what comes before the damage is used")
-                yield from _up_to_damage(before, packed)
+                saved = bytearray()
+                with suppress(zlib.error):
+                    for byte in packed:
+                        saved += before.decompress(bytes([byte]))
+                yield bytes(saved)
                 return
             yield piece
             unpacked += len(piece)
@@ -223,18 +209,6 @@ def _unpacked(file: BinaryIO, notes: Notes) -> Iterator[bytes]:
                     return
                 engine = zlib.decompressobj(wbits=31)
     notes.truncated |= not engine.eof
-
-
-def _up_to_damage(engine: Any, packed: bytes, step: int = _CAREFUL_BYTES) -> Iterator[bytes]:
-    """What `packed` still holds before it breaks, to the byte."""
-    for at in range(0, len(packed), step):
-        before = engine.copy()
-        try:
-            yield engine.decompress(packed[at : at + step])
-        except zlib.error:
-            if step > 1:
-                yield from _up_to_damage(before, packed[at : at + step], 1)
-            return
 
 
 def _last_gap(buffer: bytes, searched: int = 0) -> int:
@@ -263,7 +237,7 @@ def _last_events(buffer: bytes, notes: Notes) -> tuple[bytes, bytes]:
         try:
             msgspec.json.decode(b"[" + text + b"]")
         except _BROKEN:
-            if _rescue(text, Event) is None:
+            if _rescue(text, TraceEvent) is None:
                 continue
         return buffer[: end.start() + 1], buffer[end.end() :]
     notes.truncated = True
@@ -302,7 +276,7 @@ def _needs_digits(events: list[Any]) -> bool:
 
 def _rescued(piece: bytes, offset: int, notes: Notes) -> list[Any]:
     """The events of a damaged piece, one by one."""
-    event_type = ExactEvent if notes.exact else Event
+    event_type = ExactEvent if notes.exact else TraceEvent
     events = []
     for text in _alone(piece):
         try:
@@ -330,7 +304,7 @@ def _alone(piece: bytes) -> Iterator[bytes]:
 
 
 def _rescue(text: bytes, event_type: Any) -> Any:
-    """A damaged event, its UTF-8, quotes, control characters and types repaired; None if in vain."""
+    """A damaged event, its UTF-8, quotes and control characters repaired; None if in vain."""
     text = _NOT_A_NUMBER.sub(b"null", text.decode("utf-8", "replace").encode())
 
     def escape(match: re.Match[bytes]) -> bytes:
@@ -338,39 +312,9 @@ def _rescue(text: bytes, event_type: Any) -> Any:
         return match.group(1) + _CONTROL.sub(b" ", inner) + match.group(3)
 
     for candidate in (text, _STRING_VALUE.sub(escape, text)):
-        try:
+        with suppress(*_BROKEN):
             return msgspec.json.decode(candidate, type=event_type)
-        except _BROKEN:
-            pass
-        try:
-            loose = msgspec.json.decode(candidate, type=_LooseEvent)
-            return _tightened(loose, event_type)
-        except (*_BROKEN, ArithmeticError, TypeError, ValueError):
-            continue
     return None
-
-
-def _tightened(loose: _LooseEvent, event_type: Any) -> Any:
-    """The event with every field of its type; its times must be numbers, other fields are made to fit."""
-
-    def fitting(value: Any) -> Any:
-        return value if value is None or (isinstance(value, str | float | int)) else str(value)
-
-    to_time = Decimal if event_type is ExactEvent else float
-    try:
-        args = msgspec.json.decode(loose.args, type=Args) if bytes(loose.args) else None
-    except _BROKEN:
-        args = None
-    return event_type(
-        ph=str(loose.ph),
-        cat=None if loose.cat is None else str(loose.cat),
-        name=fitting(loose.name),
-        ts=None if loose.ts is None else to_time(str(loose.ts)),
-        dur=None if loose.dur is None else to_time(str(loose.dur)),
-        pid=fitting(loose.pid),
-        tid=fitting(loose.tid),
-        args=args,
-    )
 
 
 def _metadata(text: bytes) -> dict[str, Any]:

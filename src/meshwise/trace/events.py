@@ -105,7 +105,7 @@ class CommunicationArgs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Memory:
+class MemoryEvents:
     """Allocations (positive) and frees (negative bytes), in the order of time."""
 
     time_ns: Ints
@@ -152,7 +152,7 @@ class Trace:
     shapes: tuple[tuple[str, str, str], ...]
     """(input dims, types, of attention also values) as JSON text; `shape` points here, -1 for none."""
     communications: dict[int, CommunicationArgs]
-    memory: Memory
+    memory: MemoryEvents
     metadata: dict[str, Any] = field(default_factory=dict)
     selected: NDArray[np.bool_] | None = None
     """The events whose work counts (see `steps`); None for all."""
@@ -199,8 +199,15 @@ class Trace:
         return np.flatnonzero(np.isin(self.kind, kinds))
 
 
+COLUMNS = (
+    *("start_ns", "duration_ns", "label", "track", "stream", "device", "correlation", "external_id"),
+    *("size_bytes", "shape"),
+)
+"""The columns of `Trace` that have a number for each event."""
+
+
 @dataclass(frozen=True, slots=True)
-class Problem:
+class FileProblem:
     """Something about one file that the reader of a result must know."""
 
     file: str

@@ -71,7 +71,7 @@ Work = dict[Looks, dict[Place, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class OpDifference:
     """Seconds of one op, or of what joins no op of a class, in one step; None on a side that has none."""
 
     module: str
@@ -90,13 +90,13 @@ class Row:
 class Explanation(Shown):
     """The rows, largest difference first, and what they say in words."""
 
-    rows: list[Row]
-    classes: list[Row]
+    rows: list[OpDifference]
+    classes: list[OpDifference]
     """The same time by class of work."""
     predicted_s: float | None
     measured_s: float
     findings: list[str]
-    unjoined: list[Row]
+    unjoined: list[OpDifference]
     """Kernels of no class, each by its name; their times are in the row of that name."""
 
     @property
@@ -126,7 +126,7 @@ def explain(summary: Summary, predicted: Ledger | None = None) -> Explanation:
     known = predicted is not None
     seconds, expected_seconds = _by_class(measured), _by_class(expected)
     classes = _sorted(
-        Row("", op, "step", expected_seconds.get(op, 0.0) if known else None, seconds.get(op, 0.0))
+        OpDifference("", op, "step", expected_seconds.get(op, 0.0) if known else None, seconds.get(op, 0.0))
         for op in seconds.keys() | expected_seconds.keys()
         if seconds.get(op) or expected_seconds.get(op)
     )
@@ -148,7 +148,7 @@ def explain(summary: Summary, predicted: Ledger | None = None) -> Explanation:
     return Explanation(rows, classes, expected_s, step_s, findings, unjoined)
 
 
-def _sorted(rows: Iterable[Row]) -> list[Row]:
+def _sorted(rows: Iterable[OpDifference]) -> list[OpDifference]:
     return sorted(rows, key=lambda row: (-abs(row.more_s), row.module, row.op, row.phase))
 
 
@@ -160,7 +160,7 @@ def _by_class(work: Work) -> dict[str, float]:
     return dict(seconds)
 
 
-def _joined(measured: Work, expected: Work) -> list[Row]:
+def _joined(measured: Work, expected: Work) -> list[OpDifference]:
     """Rows of the ops that both sides have, and one of each class for what either side has alone."""
     rows: dict[Place, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for level in range(_NUM_LOOKS):
@@ -178,7 +178,7 @@ def _joined(measured: Work, expected: Work) -> list[Row]:
     for i, side in enumerate((expected, measured)):
         for op, alone_s in _by_class(side).items():
             rows["", op, "step"][i] += alone_s
-    return _sorted(Row(*place, *seconds) for place, seconds in rows.items() if any(seconds))
+    return _sorted(OpDifference(*place, *seconds) for place, seconds in rows.items() if any(seconds))
 
 
 def _by_look(work: Work, level: int) -> dict[Look, dict[Place, float]]:
@@ -191,7 +191,7 @@ def _by_look(work: Work, level: int) -> dict[Look, dict[Place, float]]:
     return found
 
 
-def _unjoined(summary: Summary, total_s: float) -> list[Row]:
+def _unjoined(summary: Summary, total_s: float) -> list[OpDifference]:
     """The kernels of no class, the longest first; together they take `total_s` of a step."""
     own = {
         kernel.name: kernel.total_s
@@ -200,7 +200,7 @@ def _unjoined(summary: Summary, total_s: float) -> list[Row]:
     }
     whole = sum(own.values())
     longest = sorted(own.items(), key=lambda item: -item[1])
-    return [Row("", name, "step", None, total_s * seconds / whole) for name, seconds in longest]
+    return [OpDifference("", name, "step", None, total_s * seconds / whole) for name, seconds in longest]
 
 
 def _class_of_kernel(name: str) -> str:
@@ -342,7 +342,7 @@ def _looks_of_kernel(name: str, part: str, sizes: str) -> Looks:
     return _looks(of, *_telling(of, is_backward=bool(_BACKWARD.search(name))))
 
 
-def _in_words(rows: list[Row], step_s: float, expected_s: float | None) -> list[str]:
+def _in_words(rows: list[OpDifference], step_s: float, expected_s: float | None) -> list[str]:
     """From the predicted to the measured step, the largest differences first."""
     if expected_s is None:
         return [f"a step takes {duration(step_s)}; give --cluster (and --model) for a prediction"]

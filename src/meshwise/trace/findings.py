@@ -16,18 +16,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from meshwise.core.units import duration, with_prefix
-from meshwise.trace.breakdown import work_kind
 from meshwise.trace.collectives import Collective, split_by_fastest
-from meshwise.trace.events import Kind, Trace
+from meshwise.trace.events import Trace
+from meshwise.trace.kernels import kernel_totals
 from meshwise.trace.partition import PARTS, Partition
 from meshwise.trace.shared_cores import shared_cores
-from meshwise.trace.straggler import Straggler, holders_up
+from meshwise.trace.straggler import LateRanks, holders_up
 
 _MIN_FRAC = 0.02
 """A finding about single ranks or groups is worth at least this share of the span."""
@@ -97,7 +97,7 @@ def _unnamed_messages(
 
 
 def _holder(
-    traces: Sequence[Trace], partitions: Sequence[Partition], one: Straggler, span_s: float
+    traces: Sequence[Trace], partitions: Sequence[Partition], one: LateRanks, span_s: float
 ) -> Finding:
     """What the first (of several, the slowest) rank has more of than the others, in words."""
     index = {part.rank: i for i, part in enumerate(partitions)}
@@ -116,7 +116,7 @@ def _holder(
 
 
 def _cause(
-    traces: Sequence[Trace], partitions: Sequence[Partition], i: int, one: Straggler
+    traces: Sequence[Trace], partitions: Sequence[Partition], i: int, one: LateRanks
 ) -> tuple[str, str]:
     """What rank number `i` spends more time on than the median of the other ranks."""
     if one.is_pause:
@@ -149,59 +149,35 @@ def _listed(ranks: Sequence[int]) -> str:
 
 def _why_compute(traces: Sequence[Trace], i: int) -> tuple[str, str]:
     """Whether rank number `i` computes the same more slowly, or computes more."""
-    totals = [_compute_totals(trace) for trace in traces]
-    names = {name for total in totals for name in total}
-    slower = more = usual = 0.0
-    for name in names:
-        counts = np.array([total.get(name, (0, 0.0))[0] for total in totals], dtype=np.float64)
-        sums = np.array([total.get(name, (0, 0.0))[1] for total in totals])
-        there = np.delete(counts, i) > 0
-        if not there.any():
-            more += float(sums[i])
-            continue
-        mean = float(np.median(np.delete(sums, i)[there] / np.delete(counts, i)[there]))
-        count = _others(counts, i)
-        usual += mean * min(count, counts[i])
-        slower += sums[i] - mean * counts[i] if counts[i] <= count * 1.01 else 0.0
-        more += mean * (counts[i] - count) if counts[i] > count * 1.01 else 0.0
-    if more > slower:
-        return "more work", f"it runs {duration(more)} more kernels than the median rank: its share is larger"
-    ratio, ratios = 1 + slower / usual if usual else 1.0, _ratios(totals, i)
+    totals = [{one.name: one for one in kernel_totals([t]) if one.kind == "compute"} for t in traces]
+    names = sorted({name for total in totals for name in total})
+    counts, sums = (
+        np.array([[getattr(total[n], of) if n in total else 0.0 for n in names] for total in totals])
+        for of in ("count", "total_s")
+    )
+    own, own_s, others, others_s = counts[i], sums[i], np.delete(counts, i, 0), np.delete(sums, i, 0)
+    means_s = np.ma.masked_where(others == 0, others_s / np.maximum(others, 1))
+    mean_s = np.ma.median(means_s, axis=0).filled(0.0)
+    usual, is_more, is_new = np.median(others, axis=0), own > np.median(others, axis=0) * 1.01, mean_s == 0
+    more_s = own_s[is_new].sum() + (mean_s * (own - usual))[is_more].sum()
+    slower_s = (own_s - mean_s * own)[~is_more & ~is_new].sum()
+    if more_s > slower_s:
+        why = f"it runs {duration(float(more_s))} more kernels than the median rank: its share is larger"
+        return "more work", why
+    usual_s = (mean_s * np.minimum(usual, own)).sum()
+    ratio = 1 + slower_s / usual_s if usual_s else 1.0
+    is_large = (own_s >= _MIN_FRAC * own_s.sum()) & ~is_new & (own > 0)
+    ratios = own_s[is_large] / own[is_large] / mean_s[is_large]
     if len(ratios) > 1 and ratios.min() > 1 + 0.5 * (ratio - 1):
         why = (
             f"all its compute kernels take {ratio:.2f} times as long as on the median rank, as many as there"
         )
         return "slow device", f"{why}: its device is slow (clocks, power, temperature, a neighbour)"
-    name = max(names, key=lambda name: totals[i].get(name, (0, 0.0))[1] - _others_total(totals, i, name))
+    name = names[int((own_s - np.median(others_s, axis=0)).argmax())]
     return (
         "larger work",
         f"its {_shortened(name)} takes longer than on the median rank, its other kernels do not",
     )
-
-
-def _compute_totals(trace: Trace) -> dict[str, tuple[int, float]]:
-    """Count and seconds of each compute kernel of one rank, by name."""
-    events = np.flatnonzero(work_kind(trace) == Kind.COMPUTE)
-    labels = trace.label[events]
-    counts = np.bincount(labels, minlength=len(trace.labels))
-    sums = np.bincount(labels, weights=trace.duration_ns[events] / 1e9, minlength=len(trace.labels))
-    return {trace.labels[i][1]: (int(counts[i]), float(sums[i])) for i in np.flatnonzero(counts).tolist()}
-
-
-def _others_total(totals: Sequence[Mapping[str, tuple[int, float]]], i: int, name: str) -> float:
-    return _others([total.get(name, (0, 0.0))[1] for total in totals], i)
-
-
-def _ratios(totals: Sequence[Mapping[str, tuple[int, float]]], i: int) -> np.ndarray:
-    """Time a call on rank number `i` over that on the median rank, for the kernels that make up the time."""
-    whole = sum(seconds for _, seconds in totals[i].values())
-    ratios = []
-    for name, (count, seconds) in totals[i].items():
-        others = [total for j, total in enumerate(totals) if j != i and name in total]
-        means = [total[name][1] / total[name][0] for total in others]
-        if seconds >= _MIN_FRAC * whole and means and np.median(means) > 0:
-            ratios.append(seconds / count / float(np.median(means)))
-    return np.array(ratios)
 
 
 def _why_idle(partitions: Sequence[Partition], i: int) -> tuple[str, str]:

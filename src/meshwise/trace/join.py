@@ -7,12 +7,12 @@ the parts do not overlap; ids of launches may begin anew in each and are kept ap
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
-from meshwise.trace.events import Ints, Memory, Trace
+from meshwise.trace.events import COLUMNS, Ints, MemoryEvents, Trace
 
 _IDS_EACH = 1 << 40
 
@@ -34,71 +34,57 @@ def _about(trace: Trace) -> dict[str, Any]:
 def joined(parts: Sequence[Trace]) -> Trace:
     """One trace of traces that follow each other (see `is_continued`); path and metadata are of the first."""
     parts = sorted(parts, key=lambda part: int(part.start_ns[0]))
-    labels: dict[tuple[str, str], int] = {}
-    tracks: dict[tuple[Any, Any], int] = {}
-    shapes: dict[tuple[str, str, str], int] = {}
-    maps = [
-        [_numbered(part.labels, labels), _numbered(part.tracks, tracks), _numbered(part.shapes, shapes)]
-        for part in parts
-    ]
-    starts = np.cumsum([0, *(len(part) for part in parts)]).tolist()
     kinds = {label: kind for part in parts for label, kind in zip(part.labels, part.label_kind, strict=False)}
-
-    def column(name: str) -> Ints:
-        return np.concatenate([getattr(part, name) for part in parts])
-
-    def mapped(name: str, which: int) -> Ints:
-        values = [_looked_up(getattr(part, name), maps[i][which]) for i, part in enumerate(parts)]
-        return np.concatenate(values)
-
-    def apart(name: str) -> Ints:
-        values = [getattr(part, name) for part in parts]
-        return np.concatenate([np.where(v > 0, v + i * _IDS_EACH, v) for i, v in enumerate(values)])
-
+    numbers: tuple[dict[Any, int], ...] = ({}, {}, {})
+    parts = [_renumbered(part, i, *numbers) for i, part in enumerate(parts)]
+    labels, tracks, shapes = map(tuple, numbers)
+    starts = np.cumsum([0, *map(len, parts)]).tolist()
     calls = [call for part in parts for call in part.metadata.get("meshwise_collectives") or []]
+    events: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS
+    }
+    memory = {
+        one.name: np.concatenate([getattr(part.memory, one.name) for part in parts])
+        for one in fields(MemoryEvents)
+    }
     return replace(
         parts[0],
-        labels=tuple(labels),
+        **events,
+        labels=labels,
         label_kind=np.array([kinds[label] for label in labels], dtype=np.int8),
-        tracks=tuple(tracks),
-        track_names={
-            int(maps[i][1][track]): name
-            for i, part in enumerate(parts)
-            for track, name in part.track_names.items()
-        },
+        tracks=tracks,
+        shapes=shapes,
+        track_names={track: name for part in parts for track, name in part.track_names.items()},
         groups={name: ranks for part in parts for name, ranks in part.groups.items()},
-        start_ns=column("start_ns"),
-        duration_ns=column("duration_ns"),
-        stream=column("stream"),
-        device=column("device"),
-        size_bytes=column("size_bytes"),
-        label=mapped("label", 0),
-        track=mapped("track", 1),
-        shape=mapped("shape", 2),
-        correlation=apart("correlation"),
-        external_id=apart("external_id"),
-        shapes=tuple(shapes),
         communications={
-            starts[i] + event: args
-            for i, part in enumerate(parts)
+            start + event: args
+            for start, part in zip(starts, parts, strict=False)
             for event, args in part.communications.items()
         },
-        memory=Memory(
-            track=np.concatenate([_looked_up(part.memory.track, maps[i][1]) for i, part in enumerate(parts)]),
-            **{
-                name: np.concatenate([getattr(part.memory, name) for part in parts])
-                for name in ("time_ns", "delta_bytes", "total_bytes", "reserved_bytes", "address", "device")
-            },
-        ),
+        memory=MemoryEvents(**memory),
         metadata=parts[0].metadata | ({"meshwise_collectives": calls} if calls else {}),
     )
 
 
-def _numbered(keys: Sequence[Any], numbers: dict[Any, int]) -> Ints:
-    """The number of each key in `numbers`, which grows."""
-    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
+def _renumbered(
+    part: Trace, place: int, labels: dict[Any, int], tracks: dict[Any, int], shapes: dict[Any, int]
+) -> Trace:
+    """The part by the numbers of the whole, which grow; its ids of launches are those of no other part."""
+    label, track, shape = (
+        np.array([*(numbers.setdefault(key, len(numbers)) for key in keys), -1])
+        for keys, numbers in ((part.labels, labels), (part.tracks, tracks), (part.shapes, shapes))
+    )
 
+    def apart(ids: Ints) -> Ints:
+        return np.where(ids > 0, ids + place * _IDS_EACH, ids)
 
-def _looked_up(values: Ints, numbers: Ints) -> Ints:
-    """`numbers` at each of `values`; what is negative stays."""
-    return np.where(values >= 0, numbers[values], values) if len(numbers) else values
+    return replace(
+        part,
+        label=label[part.label],
+        track=track[part.track],
+        shape=shape[part.shape],
+        correlation=apart(part.correlation),
+        external_id=apart(part.external_id),
+        track_names={int(track[one]): name for one, name in part.track_names.items()},
+        memory=replace(part.memory, track=track[part.memory.track]),
+    )

@@ -60,17 +60,11 @@ def operator_totals(trace: Trace) -> list[OperatorTotal]:
     counts = np.bincount(trace.label[once], minlength=len(trace.labels))
     rows = [
         OperatorTotal(
-            name=trace.labels[i][1],
-            kind=Kind(trace.label_kind[i]).name.lower(),
-            count=int(counts[i]),
-            self_cpu_s=float(sums[0][i]) / 1e9,
-            cpu_s=float(sums[1][i]) / 1e9,
-            self_device_s=float(sums[2][i]) / 1e9,
-            device_s=float(sums[3][i]) / 1e9,
-            self_cpu_bytes=int(sums[4][i]),
-            cpu_bytes=int(sums[5][i]),
-            self_device_bytes=int(sums[6][i]),
-            device_bytes=int(sums[7][i]),
+            trace.labels[i][1],
+            Kind(trace.label_kind[i]).name.lower(),
+            int(counts[i]),
+            *(float(column[i]) / 1e9 for column in sums[:4]),  # type: ignore[arg-type]
+            *(int(column[i]) for column in sums[4:]),
         )
         for i in np.flatnonzero(counts).tolist()
     ]

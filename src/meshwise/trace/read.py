@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import collections
 import gc
-import json
 import os
+import pickle
 import re
 import subprocess
 import sys
-from base64 import b64decode
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -34,12 +33,13 @@ from numpy.typing import NDArray
 from meshwise.core.errors import DataError
 from meshwise.trace.decode import NOTHING, Args, Notes, decoded_pieces
 from meshwise.trace.events import (
+    COLUMNS,
     POINT_TO_POINT_CALLS,
     CommunicationArgs,
+    FileProblem,
     Ints,
     Kind,
-    Memory,
-    Problem,
+    MemoryEvents,
     Trace,
     inputs,
     kind_of,
@@ -54,15 +54,15 @@ _MOST_RANKS = 1 << 17  # collectives of the world list them
 _APART_BYTES = 50e6
 """From this mean size of a file on, reading takes well longer than a new process needs to begin."""
 _READER = """
-import sys
+import pickle, sys
 from pathlib import Path
-from meshwise.trace.read import as_text, read_trace
-sys.stdout.write(as_text(read_trace(Path(sys.argv[1]))))
+from meshwise.trace.read import read_trace
+pickle.dump(read_trace(Path(sys.argv[1])), sys.stdout.buffer)
 """
 _Found = tuple[Trace | None, list[str]]
 
 
-def read_traces(paths: Iterable[str | Path]) -> tuple[list[Trace], list[Problem]]:
+def read_traces(paths: Iterable[str | Path]) -> tuple[list[Trace], list[FileProblem]]:
     """The traces of all ranks in `paths` (files, or folders searched throughout), sorted by rank.
 
     The parts of one capture are one trace; of other files of one rank, the first is taken. A file that cannot
@@ -70,11 +70,11 @@ def read_traces(paths: Iterable[str | Path]) -> tuple[list[Trace], list[Problem]
     raise DataError.
     """
     traces: list[Trace] = []
-    problems: list[Problem] = []
+    problems: list[FileProblem] = []
     nameless: list[Trace] = []
     files = trace_files(paths)
     for path, (trace, found) in zip(files, _read_each(files), strict=True):
-        problems += [Problem(str(path), reason) for reason in found]
+        problems += [FileProblem(str(path), reason) for reason in found]
         if trace is None:
             continue
         if trace.rank < 0:
@@ -85,12 +85,14 @@ def read_traces(paths: Iterable[str | Path]) -> tuple[list[Trace], list[Problem]
                 reason = f"a further part of rank {trace.rank}; what lies between the parts was not recorded"
             else:
                 reason = f"rank {trace.rank} is already read from another file; skipped, read it on its own"
-            problems.append(Problem(str(path), reason))
+            problems.append(FileProblem(str(path), reason))
         else:
             traces.append(trace)
     for trace in nameless:
         rank = _free_rank({other.rank for other in traces})
-        problems.append(Problem(str(trace.path), f"neither file nor name tells the rank; taken as {rank}"))
+        problems.append(
+            FileProblem(str(trace.path), f"neither file nor name tells the rank; taken as {rank}")
+        )
         traces.append(replace(trace, rank=rank))
     return sorted(traces, key=lambda trace: trace.rank), problems
 
@@ -114,23 +116,8 @@ def _read_apart(path: Path) -> _Found:
     done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=False)
     if done.returncode:
         return None, [f"its reader ended with exit code {done.returncode}; is there enough memory?"]
-    return _from_text(done.stdout)
-
-
-def as_text(found: _Found) -> str:
-    """What `read_trace` returns as JSON; arrays are their type and their bytes."""
-
-    def plain(value: Any) -> Any:
-        return str(value) if isinstance(value, Path) else (value.dtype.str, value.tobytes())
-
-    return json.dumps(msgspec.to_builtins(found, str_keys=True, enc_hook=plain))
-
-
-def _from_text(text: bytes) -> _Found:
-    def made(kind: type, value: Any) -> Any:
-        return Path(value) if kind is Path else np.frombuffer(b64decode(value[1]), value[0]).copy()
-
-    return msgspec.convert(json.loads(text), _Found, str_keys=True, dec_hook=made)
+    found: _Found = pickle.loads(done.stdout)
+    return found
 
 
 def trace_files(paths: Iterable[str | Path]) -> list[Path]:
@@ -185,13 +172,6 @@ class _Numbered(dict[Any, int]):
     def __missing__(self, key: Any) -> int:
         self[key] = number = len(self)
         return number
-
-
-_COLUMNS = (
-    *("start_ns", "duration_ns", "label", "track", "stream", "device", "correlation", "external_id"),
-    *("size_bytes", "shape"),
-)
-"""The columns of `Trace` that have a number for each event."""
 
 
 @dataclass(slots=True)
@@ -288,7 +268,7 @@ class _Columns:
                 f"{self.num_unpaired} begin/end events are left out; only complete ones are read"
             )
         columns = [np.concatenate(column) for column in zip(*self.parts, strict=True)]
-        events = dict(zip(_COLUMNS, columns or [_ints([])] * len(_COLUMNS), strict=True))
+        events = dict(zip(COLUMNS, columns or [_ints([])] * len(COLUMNS), strict=True))
         duration = events["duration_ns"]
         if (duration < 0).any():
             notes.others.append(f"{(duration < 0).sum()} events end before they start; taken as empty")
@@ -324,10 +304,10 @@ class _Columns:
         )
 
 
-def _memory(parts: list[tuple[Ints, ...]], base_ns: int) -> Memory:
+def _memory(parts: list[tuple[Ints, ...]], base_ns: int) -> MemoryEvents:
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)] or [_ints([])] * 7
     time, *others = (column[np.argsort(columns[0], kind="stable")] for column in columns)
-    return Memory(time + base_ns, *others)
+    return MemoryEvents(time + base_ns, *others)
 
 
 def _communication(args: Args) -> CommunicationArgs:

@@ -6,8 +6,8 @@ parallelism, is held against the matmuls of the job. It is recognised if every m
 multiplied (q, k and v, or gate and up, apart or as one), its vocabulary too, and no other model explains as
 much of the FLOP.
 
-Where ranks send messages and only some of them multiply by the vocabulary, these end a pipeline, whose
-schedule the order of messages shows (`trace.pipeline`). Where attention has only a part of the heads, an
+Where ranks send messages and only some of them multiply by the vocabulary, these end a pipeline, of which the
+default schedule is taken. Where attention has only a part of the heads, an
 all-to-all of that many ranks is that of context parallelism (Ulysses). Another is that of experts if the
 model has any, else of context parallelism over keys. The other ranks are data parallel, with ZeRO stage 3 if
 they gather and scatter among themselves.
@@ -25,12 +25,12 @@ from meshwise.model.architecture import Model, layer_kinds
 from meshwise.model.find import models
 from meshwise.model.weights import Weight, block_weights
 from meshwise.trace.op_rates import op_rates
-from meshwise.trace.pipeline import MESSAGES, schedule_words
 from meshwise.trace.summary import Summary
 
 _DEGREES = (1, 2, 4, 8)
 _LEAST_FRAC = 0.5
 _APART_FRAC = 0.01
+_MESSAGES = ("send_recv", "send", "recv")
 Sizes = tuple[int, ...]
 
 
@@ -97,8 +97,7 @@ def recognised(summary: Summary) -> Recognised | None:
     passes = 3 * model.num_layers / pp * num_steps * len(summary.traces)
     repeats = max(1, round(seen.calls[_sorted(_cut(down, tp), tokens)] / passes))
     microbatch = max(1, tokens * cp // seq)
-    schedule = schedule_words(summary, pp, repeats * num_steps) if pp > 1 else ""
-    plan = ",".join([*words, *filter(None, ["zero=3" * is_sharded, schedule])])
+    plan = ",".join([*words, *["zero=3"] * is_sharded])
     return Recognised(model.name, plan, repeats * (replicas // cp) * microbatch, seq, microbatch, match.frac)
 
 
@@ -131,7 +130,7 @@ def _best(flop: dict[Sizes, float], degrees: Sequence[int]) -> _Match | None:
 
 def _num_stages(summary: Summary, vocab: int) -> int:
     """Of pipelines that end on the ranks which multiply by the vocabulary; 1 where nobody sends messages."""
-    if not any(one.name in MESSAGES for one in summary.collectives):
+    if not any(one.name in _MESSAGES for one in summary.collectives):
         return 1
     ends = sum(
         any(one.kind == "matmul" and str(vocab) in re.findall(r"\d+", one.shape) for one in op_rates([trace]))

@@ -35,7 +35,7 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Joint:
+class AcrossRanks:
     """One quantity over all ranks: imbalance is max / mean, the straggler the rank with the most.
 
     Of communication and waiting, it is the rank with the least: the one that the others waited for.
@@ -93,7 +93,7 @@ def _moved(values: Ints, launcher: Ints) -> Ints:
     return own
 
 
-def joint(values: Mapping[tuple[str, str], Mapping[int, float]]) -> list[Joint]:
+def joint(values: Mapping[tuple[str, str], Mapping[int, float]]) -> list[AcrossRanks]:
     """One row per (name, quantity) of `values`, which holds seconds by rank; ranks without it count as 0."""
     ranks = sorted({rank for by_rank in values.values() for rank in by_rank})
     rows = []
@@ -101,7 +101,7 @@ def joint(values: Mapping[tuple[str, str], Mapping[int, float]]) -> list[Joint]:
         seconds = np.array([by_rank.get(rank, 0.0) for rank in ranks])
         mean = float(seconds.mean())
         rows.append(
-            Joint(
+            AcrossRanks(
                 name=name,
                 quantity=quantity,
                 num_ranks=len(by_rank),
@@ -115,7 +115,7 @@ def joint(values: Mapping[tuple[str, str], Mapping[int, float]]) -> list[Joint]:
     return rows
 
 
-def joint_sections(found: Sequence[Section]) -> list[Joint]:
+def joint_sections(found: Sequence[Section]) -> list[AcrossRanks]:
     """The joint table of the sections of all ranks: CPU time, compute, communication and waiting of each."""
     values: dict[tuple[str, str], dict[int, float]] = {}
     for row in found:

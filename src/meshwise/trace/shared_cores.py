@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 from meshwise.core.units import duration
 from meshwise.trace.events import Trace
-from meshwise.trace.straggler import Straggler
+from meshwise.trace.straggler import LateRanks
 
 _MOSTLY = 0.8
 
 
-def shared_cores(traces: Sequence[Trace], rank: int, late: Straggler) -> str:
+def shared_cores(traces: Sequence[Trace], rank: int, late: LateRanks) -> str:
     """In a sentence, that want of a core explains why `rank` was late; empty where it does not."""
     lacked_s = {trace.rank: _noted(trace, "core_wait_s") for trace in traces}
     own_s = lacked_s.pop(rank)

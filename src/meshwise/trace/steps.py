@@ -44,7 +44,7 @@ class Marks:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RankStep:
     """One step of one rank and its breakdown."""
 
     number: int
@@ -132,7 +132,7 @@ def _range(steps: str) -> tuple[int, int]:
     return int(found[1]), int(found[2] or found[1])
 
 
-def step_table(trace: Trace, marked: Marks) -> list[Step]:
+def step_table(trace: Trace, marked: Marks) -> list[RankStep]:
     """The breakdown of every marked step of one rank, by the work launched in it."""
     done, number = work(trace), marked.step(launched_ns(trace))
     rows = []
@@ -152,7 +152,7 @@ def step_table(trace: Trace, marked: Marks) -> list[Step]:
             spans = {kind: intersection(done.spans[kind], window) for kind in DEVICE_KINDS}
         if inside.any():
             parts = split(trace.rank, "gpu" if trace.has_device else "cpu", spans)
-            rows.append(Step(step, "whole", int(inside.sum()), parts))
+            rows.append(RankStep(step, "whole", int(inside.sum()), parts))
     if len(rows) > 2:
         first, *middle, last = rows
         if first.breakdown.span_s > 1.2 * np.median([row.breakdown.span_s for row in rows[1:]]):

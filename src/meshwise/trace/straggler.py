@@ -38,6 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.trace.collectives import Collective
+from meshwise.trace.linked import linked
 from meshwise.trace.transfers import SYNCHRONISING
 
 MIN_STEPS = 3
@@ -56,7 +57,7 @@ _SAME_FRAC = 0.85
 
 
 @dataclass(frozen=True, slots=True)
-class Straggler:
+class LateRanks:
     """Ranks that the others wait for, and what the job would gain without."""
 
     ranks: tuple[int, ...]
@@ -79,13 +80,13 @@ class _Waiting:
     """With the first one."""
 
 
-def holders_up(found: Sequence[Collective]) -> tuple[list[Straggler], str]:
+def holders_up(found: Sequence[Collective]) -> tuple[list[LateRanks], str]:
     """The ranks that hold the others up, and why none could be named, if waiting is too short to tell."""
-    stragglers: list[Straggler] = []
+    stragglers: list[LateRanks] = []
     reason = ""
     kinds = (*SYNCHRONISING, "broadcast", "unknown")
     shared = [c for c in found if (c.num_ranks > 1 or any(c.wait_s.values())) and c.name in kinds]
-    for ranks, calls in _linked(sorted(shared, key=_end_s)):  # which every rank leaves in this order
+    for ranks, calls in _by_linked_ranks(sorted(shared, key=_end_s)):  # which every rank leaves in this order
         views = [view for view in _views(ranks, calls) if len(view.wait_s) >= MIN_STEPS]
         named = next((one for view in views if (one := _persistent(view) or _pause(view))), None)
         several = [_several(view) for view in views[:1]]
@@ -95,14 +96,13 @@ def holders_up(found: Sequence[Collective]) -> tuple[list[Straggler], str]:
     return stragglers, reason
 
 
-def _linked(found: Sequence[Collective]) -> Iterator[tuple[tuple[int, ...], list[Collective]]]:
+def _by_linked_ranks(
+    found: Sequence[Collective],
+) -> Iterator[tuple[tuple[int, ...], list[Collective]]]:
     """Sets of ranks that meet in collectives, directly or through others, with their calls."""
-    sets: list[set[int]] = []
-    for members in {frozenset(one.wait_s) for one in found}:
-        near = [one for one in sets if one & members]
-        sets = [one for one in sets if not one & members] + [set(members).union(*near)]
-    for ranks in sorted((one for one in sets if len(one) > 1), key=min):
-        yield tuple(sorted(ranks)), [one for one in found if ranks.issuperset(one.wait_s)]
+    for ranks in linked(one.wait_s for one in found):
+        if len(ranks) > 1:
+            yield tuple(sorted(ranks)), [one for one in found if ranks.issuperset(one.wait_s)]
 
 
 def _views(ranks: tuple[int, ...], calls: Sequence[Collective]) -> Iterator[_Waiting]:
@@ -186,7 +186,7 @@ def _margins(wait: NDArray[np.float64]) -> NDArray[np.float64]:
     return others - wait
 
 
-def _persistent(view: _Waiting) -> Straggler | None:
+def _persistent(view: _Waiting) -> LateRanks | None:
     """One rank that is last more often than chance has it, and by much."""
     margin = _margins(view.wait_s)
     relief = np.maximum(margin, 0).sum(axis=0)
@@ -204,7 +204,7 @@ def _persistent(view: _Waiting) -> Straggler | None:
     if not (is_clear or (is_rare and has_most)):
         return None
     seconds = float(relief[i]) * view.num_all_steps / steps
-    return Straggler((view.ranks[i],), seconds, False, float(view.start_s[0]))
+    return LateRanks((view.ranks[i],), seconds, False, float(view.start_s[0]))
 
 
 def _tail(count: int, num: int, chance: float) -> float:
@@ -212,7 +212,7 @@ def _tail(count: int, num: int, chance: float) -> float:
     return sum(math.comb(num, k) * chance**k * (1 - chance) ** (num - k) for k in range(count, num + 1))
 
 
-def _pause(view: _Waiting) -> Straggler | None:
+def _pause(view: _Waiting) -> LateRanks | None:
     """One rank that was late once, far more than any rank ever else, beyond what it usually is."""
     margin = _margins(view.wait_s - np.median(view.wait_s, axis=0))
     place = np.unravel_index(int(margin.argmax()), margin.shape)
@@ -221,10 +221,10 @@ def _pause(view: _Waiting) -> Straggler | None:
     ratio = _PAUSE_RATIO_STEADY if is_steady else _PAUSE_RATIO
     if len(margin) < _RARE_STEPS or largest < max(_SPAN_FRAC * view.span_s, ratio * next_largest):
         return None
-    return Straggler((view.ranks[int(place[1])],), largest, True, float(view.start_s[int(place[0])]))
+    return LateRanks((view.ranks[int(place[1])],), largest, True, float(view.start_s[int(place[0])]))
 
 
-def _several(view: _Waiting) -> Straggler | None:
+def _several(view: _Waiting) -> LateRanks | None:
     """Ranks that wait less than the median of the others, step after step."""
     num_ranks = len(view.ranks)
     if num_ranks < _SEVERAL_RANKS:
@@ -241,4 +241,4 @@ def _several(view: _Waiting) -> Straggler | None:
     seconds = float(gain) * view.num_all_steps / len(view.wait_s)
     if seconds < _SPAN_FRAC * view.span_s:
         return None
-    return Straggler(tuple(np.array(view.ranks)[slow].tolist()), seconds, False, float(view.start_s[0]))
+    return LateRanks(tuple(np.array(view.ranks)[slow].tolist()), seconds, False, float(view.start_s[0]))

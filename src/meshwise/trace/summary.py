@@ -13,16 +13,16 @@ from meshwise.core.errors import DataError
 from meshwise.core.notebook import Shown
 from meshwise.trace.align import Alignment, align, undrifted
 from meshwise.trace.breakdown import Breakdown, breakdown
-from meshwise.trace.collectives import Collective, Straggler, collectives, stragglers
+from meshwise.trace.collectives import Collective, RankWaiting, collectives, stragglers
 from meshwise.trace.copies import CopyTotal, copy_totals
-from meshwise.trace.events import Problem, Trace
+from meshwise.trace.events import FileProblem, Trace
 from meshwise.trace.findings import Finding, findings
 from meshwise.trace.kernels import KernelTotal, kernel_totals
 from meshwise.trace.match import Match, match
 from meshwise.trace.partition import Partition, partition
 from meshwise.trace.read import read_traces
 from meshwise.trace.sections import Section, sections
-from meshwise.trace.steps import Marks, Step, chosen, marks, step_table
+from meshwise.trace.steps import Marks, RankStep, chosen, marks, step_table
 from meshwise.trace.transfers import transfers
 
 
@@ -37,10 +37,10 @@ class Summary(Shown):
     copies: list[CopyTotal]
     alignment: Alignment
     collectives: list[Collective]
-    stragglers: list[Straggler]
+    stragglers: list[RankWaiting]
     findings: list[Finding]
-    problems: list[Problem]
-    steps: list[Step]
+    problems: list[FileProblem]
+    steps: list[RankStep]
     """The marked steps of all ranks, by number."""
 
     def check_readable(self) -> None:
@@ -116,7 +116,7 @@ def summarize(traces: Sequence[Trace]) -> Summary:
     problems = []
     if num_unfit:
         reason = f"{num_unfit} collectives do not overlap in time across ranks; taken as unmatched, left out"
-        problems.append(Problem("", reason))
+        problems.append(FileProblem("", reason))
     partitions = [partition(trace, waits_ns(found, trace.rank)) for trace in traces]
     return Summary(
         traces=traces,

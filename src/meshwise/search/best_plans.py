@@ -67,7 +67,7 @@ class Found:
 
 
 @dataclass(slots=True)
-class Kept:
+class BestPlans:
     """The plans kept so far, of those that need at most `capacity_bytes`; `miss` needs the least of all.
 
     `num_variants`: how many plans of each family fit. `front` is fastest first.
