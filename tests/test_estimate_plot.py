@@ -12,11 +12,15 @@ import pytest
 
 import meshwise as mw
 from meshwise.estimate.single import Estimate
-from meshwise.report.estimate_plot import draw_memory, draw_roofline, draw_time, layer_ops
+from meshwise.report.chart import Bars, Bound, Chart, ChartAxis, Lanes, Names, Picture, Series
+from meshwise.report.chart_page import plotly_figure
+from meshwise.report.chart_picture import picture_figure
+from meshwise.report.estimate_page import layer_ops
 from meshwise.report.estimate_trace import timeline_events
-from meshwise.report.figure import new_figure
+from meshwise.report.pages import page_of
 
 pytest.importorskip("matplotlib")
+from matplotlib.text import Text
 
 V3_STAGES = "3-" + "4-" * 14 + "2"
 LLAMA_STAGES = "7-" + "8-" * 14 + "7"
@@ -50,60 +54,78 @@ def estimate(request: pytest.FixtureRequest) -> Estimate:
     return mw.estimate(**REAL[request.param])
 
 
-@pytest.mark.parametrize("what", ["time", "memory"])
+def chart(found: Any, title: str) -> Chart:
+    """The chart of a result whose title begins so."""
+    [one] = [one for one in page_of(found).sections if isinstance(one, Chart) and one.title.startswith(title)]
+    return one
+
+
+@pytest.mark.parametrize("what", ["Time of a step", "Memory of the fullest rank"])
 def test_bars_start_where_the_last_one_ended_and_reach_the_total(estimate: Estimate, what: str) -> None:
-    axes = new_figure(6, 4).subplots()
-    draw, total = {
-        "time": (draw_time, estimate.step_s),
-        "memory": (draw_memory, estimate.memory_bytes["total"]),
-    }[what]
-    draw(axes, estimate)
-    *parts, whole = axes.containers[0].patches
-    ends = np.cumsum([bar.get_width() for bar in parts])
-    assert [bar.get_x() for bar in parts] == pytest.approx([0.0, *ends[:-1]], abs=1e-9 * total)
-    assert (ends[-1], whole.get_width()) == pytest.approx((total, total))
-    assert axes.get_xlim()[1] >= total * (1 - 1e-12)
+    shown = chart(estimate, what)
+    bars, *bounds = shown.marks
+    assert isinstance(bars, Bars) and bars.starts is not None
+    total = estimate.step_s if what.startswith("Time") else estimate.memory_bytes["total"]
+    ends = np.cumsum(bars.values[:-1])
+    assert bars.starts == pytest.approx([0.0, *ends[:-1], 0.0], abs=1e-9 * total)
+    assert (ends[-1], bars.values[-1]) == pytest.approx((total, total))
+    capacity = estimate.cluster.chip.memory_bytes
+    assert [bound.value for bound in bounds] == ([] if what.startswith("Time") else [capacity])
+    assert shown.x.high > (total if what.startswith("Time") else max(total, capacity))
 
 
-def test_the_capacity_is_in_the_picture_of_memory(estimate: Estimate) -> None:
-    axes = new_figure(6, 4).subplots()
-    draw_memory(axes, estimate)
-    (line,) = axes.get_lines()
-    assert set(line.get_xdata()) == {estimate.cluster.chip.memory_bytes}
-    assert axes.get_xlim()[1] > max(estimate.cluster.chip.memory_bytes, estimate.memory_bytes["total"])
-
-
-@pytest.fixture(scope="module")
-def roofline(estimate: Estimate) -> Any:
-    figure = new_figure(11, 6)
-    axes = figure.subplots()
-    draw_roofline(axes, estimate)
-    figure.draw_without_rendering()
-    return axes
-
-
-def test_no_op_is_above_a_roof(estimate: Estimate, roofline: Any) -> None:
-    axes = roofline
-    marks = np.concatenate([group.get_offsets() for group in axes.collections if group.get_label()[0] != "_"])
-    assert len(marks) == len(layer_ops(estimate))
+def test_no_op_is_above_a_roof(estimate: Estimate) -> None:
+    marks = [one for one in chart(estimate, "Roofline").marks if isinstance(one, Series) and not one.line]
+    x, y = (np.concatenate([getattr(one, axis) for one in marks]) for axis in "xy")
+    assert len(x) == len(layer_ops(estimate))
     chip = estimate.cluster.chip
-    roof = np.minimum(marks[:, 0] * chip.memory_bytes_per_s, chip.matrix_peak(estimate.plan.dtype))
-    assert (marks[:, 1] <= roof * (1 + 1e-12)).all()
+    roof = np.minimum(x * chip.memory_bytes_per_s, chip.matrix_peak(estimate.plan.dtype))
+    assert (y <= roof * (1 + 1e-12)).all()
 
 
-def test_names_on_the_roofline_stand_apart(estimate: Estimate, roofline: Any) -> None:
-    from matplotlib.text import Text
-
-    panels = (roofline, *roofline.child_axes)
-    for panel in panels:
-        boxes = {text.get_text(): Text.get_window_extent(text) for text in panel.texts}
-        for (name, box), (other, other_box) in combinations(boxes.items(), 2):
-            assert not box.overlaps(other_box), f"{name} lies over {other}"
-    named = {text.get_text() for panel in panels for text in panel.texts}
+def test_names_on_the_roofline_stand_apart(estimate: Estimate) -> None:
+    figure = picture_figure(Picture([[chart(estimate, "Roofline")]]))
+    (axes,) = figure.axes
+    boxes = {one.get_text(): Text.get_window_extent(one) for one in axes.texts if one.arrow_patch}
+    for (name, box), (other, other_box) in combinations(boxes.items(), 2):
+        assert not box.overlaps(other_box), f"{name} lies over {other}"
     ops = layer_ops(estimate)
-    longest = np.argsort(-ops["time_s"])[:4]
-    for i in longest:
-        assert ops["op"][i] + (" bwd" if ops["phase"][i] == "backward" else "") in named
+    for i in np.argsort(-ops["time_s"])[:4]:
+        assert ops["op"][i] + (" bwd" if ops["phase"][i] == "backward" else "") in boxes
+
+
+CHARTS = {
+    "bars": [Bars(["a", "b"], [1.0, 2.0], ["#111111"] * 2), Bars(["a", "b"], [2.0, 1.0], ["#222222"] * 2)],
+    "series": [
+        Series([1.0, 2.0], [3.0, 4.0], "one", steps=True),
+        Series([1.0], [2.0], "two", line="", size=9),
+    ],
+    "lanes": [
+        Lanes(np.array([[0, -1, 1]]), np.arange(3.0), ["rank 0"], {"busy": "#111111", "idle": "#eeeeee"})
+    ],
+    "bounds": [
+        Series([1.0, 9.0], [1.0, 9.0]),
+        Bound(2.0),
+        Bound(3.0, "y"),
+        Names([1.0], [1.0], ["x"], ["#111111"]),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", CHARTS)
+def test_page_and_picture_show_the_same_marks(kind: str) -> None:
+    shown = Chart("title", CHARTS[kind], ChartAxis("x", "s"), ChartAxis("y"))
+    figure = plotly_figure(shown)
+    (axes,) = picture_figure(Picture([[shown]])).axes[:1]
+    named = {trace["name"] for trace in figure["data"] if trace.get("name") and trace.get("showlegend", True)}
+    assert named == set(axes.get_legend_handles_labels()[1])
+    for trace in figure["data"]:
+        if trace["type"] == "bar":
+            widths = [bar.get_width() for container in axes.containers for bar in container]
+            assert set(trace["x"]) <= set(widths)
+        elif trace["type"] == "scatter" and trace.get("line"):
+            assert any(list(line.get_xdata()) == list(trace["x"]) for line in axes.get_lines())
+    assert len(figure["layout"]["shapes"]) == sum(isinstance(mark, Bound) for mark in shown.marks)
 
 
 @pytest.mark.parametrize(("suffix", "starts"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("PDF", b"%PDF")])

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshwise as mw
+from meshwise.report.chart import Bars, Chart, Lanes, Series
 from meshwise.report.estimate_page import compare_page
-from meshwise.report.html import Chart, Link, Page, Text, html_body
+from meshwise.report.html import Page, PageLink, Text, html_body
 from meshwise.report.pages import page_of
 from meshwise.report.table import Table
 
@@ -34,20 +35,20 @@ def test_what_a_user_writes_is_never_markup(text: str) -> None:
         hostile,
         [
             Text(hostile, [hostile]),
-            Table(hostile, [hostile, "b"], [[hostile, Link(hostile, f"javascript:{hostile}")]]),
-            Chart(hostile, [{"name": hostile}], {"title": hostile}, hostile),
+            Table(hostile, [hostile, "b"], [[hostile, PageLink(hostile, f"javascript:{hostile}")]]),
+            Chart(hostile, [Series([1.0], [1.0], hostile)], finding=hostile),
         ],
     )
     body = html_body(page)
     assert "<img" not in body
     assert "javascript:" not in re.sub(r"&[^;]*;", "", "".join(re.findall(r'href="[^"]*"', body)))
     [figure] = figures(body)
-    assert figure["layout"]["title"] == hostile
+    assert figure["data"][0]["name"] == hostile
     assert body.count("<script") == body.count("</script>") == 1
 
 
 def test_links_into_the_page_lead_nowhere_in_a_file() -> None:
-    page = Page("t", "h", [Table("", ["plan"], [[Link("tp=2", "#explore?plan=tp=2")]])])
+    page = Page("t", "h", [Table("", ["plan"], [[PageLink("tp=2", "#explore?plan=tp=2")]])])
     assert '<a href="#explore?plan=tp=2">' in html_body(page)
     assert "<a" not in html_body(page, links=False)
 
@@ -62,12 +63,8 @@ def test_an_estimate_as_one_file(meshwise: Any, tmp_path: Path) -> None:
     assert not re.findall(r'(?:src|href)="(?!data:)', markup)
     time, memory, *_ = figures(html)
     document = json.loads(done.out)
-    assert time["data"][0]["x"][0] == pytest.approx(document["step_s"])
-    assert memory["data"][0]["x"][0] == pytest.approx(document["memory_bytes"]["total"])
-    for figure in (time, memory):  # parts end where the next one begins
-        bar = figure["data"][0]
-        ends = [base + x for base, x in zip(bar["base"], bar["x"], strict=True)][1:]
-        assert ends[1:] == pytest.approx(bar["base"][1:-1])
+    assert time["data"][0]["x"][-1] == pytest.approx(document["step_s"])
+    assert memory["data"][0]["x"][-1] == pytest.approx(document["memory_bytes"]["total"])
 
 
 def test_the_timeline_shows_what_the_pipeline_does() -> None:
@@ -75,8 +72,9 @@ def test_the_timeline_shows_what_the_pipeline_does() -> None:
         found = mw.estimate("llama3-8b", "h100-80g-sxm:4", plan, batch=16, seq=2048)
         [chart] = [one for one in page_of(found).sections if one.title.startswith("Pipeline over")]
         assert isinstance(chart, Chart) and chart.table is not None
-        cells = [cell for row in chart.data[0]["z"] for cell in row]
-        shown = sum(cell is not None for cell in cells) / len(cells)
+        [lanes] = chart.marks
+        assert isinstance(lanes, Lanes)
+        shown = (lanes.grid >= 0).mean()
         stated = [float(str(row[1]).rstrip("%")) / 100 for row in chart.table.rows]
         assert shown == pytest.approx(sum(stated) / len(stated), abs=0.01)
 
@@ -87,9 +85,10 @@ def test_two_plans_side_by_side_differ_by_what_their_terms_do() -> None:
         for plan in ("tp=4", "tp=2,pp=2")
     )
     page = compare_page(left, right)
-    bars = next(one for one in page.sections if isinstance(one, Chart)).data
-    assert sum(bars[0]["x"]) == pytest.approx(left.step_s)
-    assert sum(bars[1]["x"]) == pytest.approx(right.step_s)
+    bars = next(one for one in page.sections if isinstance(one, Chart)).marks
+    assert [sum(one.values) for one in bars if isinstance(one, Bars)] == pytest.approx(
+        [left.step_s, right.step_s]
+    )
     change = abs(right.step_s / left.step_s - 1)
     assert f"{change:.1%} {'slower' if right.step_s > left.step_s else 'faster'}" in page.headline
 
@@ -169,6 +168,7 @@ def test_the_sample_of_a_space_is_of_its_plans() -> None:
 def test_the_waterfall_leads_from_the_predicted_step_to_the_measured_one() -> None:
     found = mw.explain(TRACES, "llama3-8b", "h100-80g-sxm:8", batch=8)
     [chart] = [one for one in page_of(found).sections if isinstance(one, Chart)]
-    bar = chart.data[0]
-    assert bar["base"][-2] + bar["x"][-2] == pytest.approx(found.measured_s)
-    assert bar["x"][0] == pytest.approx(found.predicted_s)
+    [bar] = chart.marks
+    assert isinstance(bar, Bars) and bar.starts is not None
+    assert bar.starts[-2] + bar.values[-2] == pytest.approx(found.measured_s)
+    assert bar.values[0] == pytest.approx(found.predicted_s)

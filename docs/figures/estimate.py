@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import meshwise as mw
-from meshwise.report.estimate_plot import draw_estimate
+from meshwise.report.pages import draw
 
 STEPS = {
     "gpt3": {
@@ -35,7 +35,7 @@ STEPS = {
 
 def main() -> None:
     for name, step in STEPS.items():
-        draw_estimate(mw.estimate(**step), Path(__file__).parent / f"estimate_{name}.png")
+        draw(mw.estimate(**step), Path(__file__).parent / f"estimate_{name}.png")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ from meshwise.published.frontier.assumptions import Assumptions, assumptions, la
 from meshwise.published.frontier.device import Device, find_device
 from meshwise.published.frontier.run import RUN_UTILIZATION, failure_sensitivity, frontier, sensitivity
 from meshwise.published.frontier.step import all_reduce_latency_s
-from meshwise.report.frontier_plot import plot_frontiers, plot_sensitivity
+from meshwise.report.frontier_page import frontier_picture, sensitivity_picture
 from meshwise.report.frontier_table import flop
+from meshwise.report.pages import draw
 
 CHIPS = ("v100-16g-sxm", "a100-80g-sxm", "h100-80g-sxm", "h200-sxm", "b200-sxm", "gb200-nvl72")
 
@@ -95,10 +96,10 @@ def main() -> None:
     here = Path(__file__).parent
     found = [frontier(find_device(name, utilization=RUN_UTILIZATION)) for name in CHIPS]
     h100 = found[CHIPS.index("h100-80g-sxm")]
-    plot_frontiers([h100], here / "frontier_h100.png")
-    plot_frontiers(found, here / "frontier_chips.png")
+    draw(h100, here / "frontier_h100.png")
+    draw(frontier_picture(found), here / "frontier_chips.png")
     rows = sensitivity(h100.device)
-    plot_sensitivity(rows, here / "frontier_sensitivity.png")
+    draw(sensitivity_picture(rows), here / "frontier_sensitivity.png")
     model = sizes(h100.run, h100.ideal.limit.training_flop)
     print(
         f"at the limit: {float(model.params):.3g} parameters, {float(model.layers):.0f} layers of width "

@@ -9,7 +9,7 @@ import numpy as np
 
 from meshwise.cost import schedule as closed_form
 from meshwise.cost.simulate import KINDS, Timeline, simulate
-from meshwise.report.figure import new_figure, save_figure
+from meshwise.report.chart_picture import new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import meshwise as mw
-from meshwise.report.figure import new_figure, open_frame, save_figure
-from meshwise.report.search_plot import draw_search
+from meshwise.report.chart import INK, OTHER_COLOR, Chart, ChartAxis, Names, Picture, Series
+from meshwise.report.pages import draw
 
 GPT3 = mw.find_model("gpt3-175b")
 GPT3_64K = replace(GPT3, name="GPT-3 175B, 64,000 tokens", vocab=64000)
@@ -85,22 +85,20 @@ def draw_cost(path: Path) -> None:
             taken_s = time.process_time() - began
         plans.append(found.plans_considered)
         seconds.append(taken_s)
-    figure = new_figure(6, 3.5)
-    axes = figure.subplots()
-    axes.loglog(plans, seconds, marker="o", label="measured")
-    axes.loglog(plans, [seconds[0] * num / plans[0] for num in plans], "--", color="#999999",
-                label="in proportion to the plans")  # fmt: skip
-    names = ("usual keys", *(f"+ {key}" for key in FREED))
-    for i, (name, *place) in enumerate(zip(names, plans, seconds, strict=True)):
-        axes.annotate(name, place, fontsize=6, xytext=(2, -9 - 8 * (i % 2)), textcoords="offset points")
-    ticks = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
-    axes.set_xlabel("distinct plans")
-    axes.set_ylabel("CPU time of one core [s]")
-    axes.legend(frameon=False)
-    open_frame(axes)
-    save_figure(figure, path)
+    names = ["usual keys", *(f"+ {key}" for key in FREED)]
+    marks = [
+        Series(plans, seconds, "measured", size=7),
+        Series(
+            plans,
+            [seconds[0] * num / plans[0] for num in plans],
+            "in proportion to the plans",
+            OTHER_COLOR,
+            "dash",
+        ),
+        Names(plans, seconds, names, [INK] * len(names)),
+    ]
+    axes = ChartAxis("distinct plans", log=True), ChartAxis("CPU time of one core", "s", log=True)
+    draw(Picture([[Chart("What a search takes", marks, *axes)]]), path)
     print(*zip(plans, seconds, strict=True), sep="\n")
 
 
@@ -108,9 +106,9 @@ def main() -> None:
     here = Path(__file__).parent
     draw_cost(here / "search_cost.png")
     job = ("llama3-70b", "h100-80g-sxm:64")
-    draw_search(mw.search(*job, batch=128, seq=8192), here / "search_front.png")
+    draw(mw.search(*job, batch=128, seq=8192), here / "search_front.png")
     gpus = "gpus=64|128|256|512|1024|2048|4096"
-    draw_search(mw.study(*job, gpus, batch=1024, seq=8192), here / "search_scaling.png")
+    draw(mw.study(*job, gpus, batch=1024, seq=8192), here / "search_scaling.png")
     large_runs()
 
 

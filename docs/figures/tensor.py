@@ -24,7 +24,7 @@ from meshwise.plan.layouts import check_grid
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op
-from meshwise.report.figure import new_figure, save_figure
+from meshwise.report.chart_picture import new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -30,12 +30,14 @@ def collective(
 ) -> None:
     """Time one collective on CLUSTER, by size. Shows algorithm, bus bandwidth, and what the links allow."""
     from meshwise.core.units import quantity
-    from meshwise.report.collective_table import collective_json, draw_collective, print_collective
+    from meshwise.report.collective_table import collective_json, collective_picture, print_collective
 
     sizes = [quantity(text, "--size") for text in size or ()]
     times, measured = api.collective(kind, cluster, sizes, ranks=ranks, stride=stride, data=data or ())
     if plot is not None:
-        draw_collective(times, measured, plot)
+        from meshwise.report.pages import draw
+
+        draw(collective_picture(times, measured), plot)
     if json:
         print_json(collective_json(times, measured))
     else:

@@ -104,9 +104,9 @@ def estimate(
         (found.layer() if per_layer else found.ledger).to_csv(csv)
     write_html(found, html)
     if plot is not None:
-        from meshwise.report.estimate_plot import draw_estimate
+        from meshwise.report.pages import draw
 
-        draw_estimate(found, plot)
+        draw(found, plot)
     if trace is not None:
         from meshwise.report.estimate_trace import write_timeline
 

@@ -102,9 +102,9 @@ def run(
     pairs = _pairs(settings)
     found = [api.frontier(name, months=months, utilization=utilization, **pairs) for name in chip]
     if plot is not None:
-        from meshwise.report.frontier_plot import plot_frontiers
+        from meshwise.report.frontier_page import draw_frontiers
 
-        plot_frontiers(found, plot)
+        draw_frontiers(found, plot)
     documents = [run_document(one, watts=watts, price_per_device_hour=price) for one in found]
     if as_json and len(documents) > 1:
         _show({"runs": documents}, "print_run", as_json)
@@ -132,9 +132,10 @@ def sensitivity(
     rows = vary(device, run_settings)
     failure_rows = failure_sensitivity(device, run_settings, failures)
     if plot is not None:
-        from meshwise.report.frontier_plot import plot_sensitivity
+        from meshwise.report.frontier_page import sensitivity_picture
+        from meshwise.report.pages import draw
 
-        plot_sensitivity(rows, plot)
+        draw(sensitivity_picture(rows), plot)
     document = {"device": device.name, "rows": rows, "with_failures": failure_rows}
     _show(document, "print_sensitivity", as_json)
 

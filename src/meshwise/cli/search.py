@@ -57,7 +57,8 @@ def search(
     """
     from meshwise.core.units import quantity
     from meshwise.estimate.token_budget import TokenBudget
-    from meshwise.report.search_plot import check_format, draw_search
+    from meshwise.report.chart_picture import check_format
+    from meshwise.report.pages import draw
     from meshwise.report.search_table import print_search, print_study, search_rows
 
     budget = TokenBudget(
@@ -103,7 +104,7 @@ def search(
     if csv is not None:
         write_text(csv, csv_text(search_rows(document)))
     if plot is not None:
-        draw_search(found, plot)
+        draw(found, plot)
     if json:
         print_json(document | ({} if job is None else {"from": job_json(job)}))
     elif vary:

@@ -132,9 +132,9 @@ def serve(
         rows = found.sizing.rows
         write_text(csv, csv_text([list(rows[0]), *(row.values() for row in rows)] if rows else []))
     if plot is not None and found.sizing is not None:
-        from meshwise.report.serve_plot import draw_trade_offs
+        from meshwise.report.pages import draw
 
-        draw_trade_offs(found.sizing, plot)
+        draw(found, plot)
     write_html(found, html)
     if json:
         print_json(found.to_json())

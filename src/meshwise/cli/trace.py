@@ -130,10 +130,10 @@ def plot(
     json: JsonOption = False,
 ) -> None:
     """Draw all ranks in one picture. What each did when, and why the slow one is slow."""
-    from meshwise.report.trace_plot import draw_ranks
+    from meshwise.report.pages import draw
 
     found = _summarized(paths)
-    draw_ranks(found.partitions, found.alignment, found.findings, output)
+    draw(found, output)
     if json:
         print_json({"file": str(output), "findings": found.to_json()["findings"]})
     else:

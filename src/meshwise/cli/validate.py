@@ -72,9 +72,9 @@ def validate(
     for warning in validation.warnings:
         typer.echo(warning, err=True)
     if plot is not None:
-        from meshwise.report.accuracy_plot import draw_accuracy
+        from meshwise.report.pages import draw
 
-        draw_accuracy(validation, plot)
+        draw(validation, plot)
     if write_docs is not None:
         from meshwise.report.accuracy import write_accuracy
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from meshwise.calibrate.validate import Validation
 from meshwise.core.files import make_folder, write_text
-from meshwise.report.accuracy_plot import LABELS, draw_accuracy
+from meshwise.report.accuracy_page import TITLES, accuracy_picture
 from meshwise.report.accuracy_table import (
     Table,
     coverage_text,
@@ -23,35 +23,35 @@ from meshwise.report.accuracy_table import (
     reasons_table,
     worst_table,
 )
+from meshwise.report.chart_picture import draw_picture
 from meshwise.report.html import static
 
 FIGURE = "accuracy_{}.png"
 NUM_WORST = 10
+OF_RUNS = ("step_s", "memory_bytes")
 
 
 def write_accuracy(validation: Validation, folder: Path) -> None:
     """Write `accuracy.md` and `figures/accuracy_*.png` into `folder`."""
     make_folder(folder / "figures")
-    runs = [quantity for quantity in ("step_s", "memory_bytes") if quantity in validation.quantities]
-    ops = [q for q in validation.quantities if q in LABELS and q not in runs]
-    figures: list[str] = []
-    for name, quantities in (("runs", runs), ("ops", ops)):
-        part = Validation([row for row in validation.rows if row.quantity in quantities])
-        if any(row.expressed for row in part.rows):
-            draw_accuracy(part, folder / "figures" / FIGURE.format(name))
-            figures.append(f"![predicted against measured](figures/{FIGURE.format(name)})")
     lead = [replace(row, predicted=row.left_out) for row in validation.of("step_s") if row.left_out]
-    if lead:
-        draw_accuracy(Validation(lead), folder / "figures" / FIGURE.format("left_out"))
-        figures.insert(
-            0, f"![step times predicted by the other sources](figures/{FIGURE.format('left_out')})"
-        )
+    runs = [row for row in validation.rows if row.quantity in OF_RUNS]
+    ops = [row for row in validation.rows if row.quantity in TITLES and row.quantity not in OF_RUNS]
+    figures: list[str] = []
+    for name, what, rows in (
+        ("left_out", "step times predicted by the other sources", lead),
+        ("runs", "predicted against measured", runs),
+        ("ops", "predicted against measured", ops),
+    ):
+        if any(row.expressed for row in rows):
+            draw_picture(accuracy_picture(Validation(rows)), folder / "figures" / FIGURE.format(name))
+            figures.append(f"![{what}](figures/{FIGURE.format(name)})")
     write_text(folder / "accuracy.md", accuracy_markdown(validation, figures))
 
 
 def accuracy_markdown(validation: Validation, figures: Sequence[str] = ()) -> str:
     """The page as text, its words from `static/accuracy.md`: step times in a table and a figure, then all."""
-    by_quantity = [(LABELS.get(name, name), validation.of(name)) for name in validation.quantities]
+    by_quantity = [(TITLES.get(name, name), validation.of(name)) for name in validation.quantities]
     lines = [*_markdown(lead_table(validation.of("step_s"))), *figures[:1], ""]
     lines += ["## Every quantity", "", *_markdown(error_table("all rows", by_quantity)), *figures[1:], ""]
     for label, rows in by_quantity:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from meshwise.core.units import duration, with_prefix
 from meshwise.estimate.collective import CollectiveTime
-from meshwise.report.figure import new_figure, open_frame, save_figure
+from meshwise.report.chart import COLORS, Bound, Chart, ChartAxis, Mark, Picture, Series
 from meshwise.report.table import Table, percent
 
 
@@ -53,22 +52,19 @@ def print_collective(
     )
 
 
-def draw_collective(times: Sequence[CollectiveTime], measured_s: Mapping[float, float], path: Path) -> None:
+def collective_picture(times: Sequence[CollectiveTime], measured_s: Mapping[float, float]) -> Picture:
     """Bus bandwidth by size, under its ceiling, with what was measured as dots."""
-    figure = new_figure(7.0, 4.0)
-    axes = figure.subplots()
-    axes.loglog(
-        [one.payload_bytes for one in times], [one.bus_bytes_per_s / 1e9 for one in times], label="predicted"
-    )
-    dots = [(one.payload_bytes, one.time_s * one.bus_bytes_per_s / measured_s[one.payload_bytes] / 1e9)
-            for one in times if one.payload_bytes in measured_s]  # fmt: skip
+    sizes, rates = [one.payload_bytes for one in times], [one.bus_bytes_per_s for one in times]
+    dots = {one.payload_bytes: one.time_s * one.bus_bytes_per_s / measured_s[one.payload_bytes]
+            for one in times if one.payload_bytes in measured_s}  # fmt: skip
+    marks: list[Mark] = [
+        Series(sizes, rates, "predicted"),
+        Bound(times[0].ceiling_bytes_per_s, "y", line="dash"),
+    ]
     if dots:
-        axes.loglog(*zip(*dots, strict=True), "o", markersize=4, label="measured")
-    axes.axhline(times[0].ceiling_bytes_per_s / 1e9, color="0.6", linestyle="--", label="links' full rate")
-    axes.set(xlabel="size [bytes]", ylabel="bus bandwidth [GB/s]")
-    axes.legend(frameon=False)
-    open_frame(axes)
-    save_figure(figure, path)
+        marks.append(Series(list(dots), list(dots.values()), "measured", COLORS[1], "", size=7))
+    axes = ChartAxis("size", "B", log=True), ChartAxis("bus bandwidth", "B/s", log=True)
+    return Picture([[Chart("Bus bandwidth by size", marks, *axes, "The red line is the links' full rate.")]])
 
 
 def _binary(size: float) -> str:

@@ -8,14 +8,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwise.core.ledger import Ledger
 from meshwise.core.units import duration, with_prefix
 from meshwise.cost.simulate import Timeline
 from meshwise.estimate.pipeline import play
 from meshwise.estimate.single import Estimate
+from meshwise.model.architecture import layer_counts
 from meshwise.plan.plan import plan_text
-from meshwise.report.estimate_plot import layer_ops
+from meshwise.program.parts import layer_names
+from meshwise.report.chart import (
+    COLORS,
+    Bars,
+    Bound,
+    Chart,
+    ChartAxis,
+    Lanes,
+    Mark,
+    Names,
+    Picture,
+    Series,
+    roofline,
+    waterfall,
+    with_finding,
+)
 from meshwise.report.estimate_table import between, binds, stage_table
-from meshwise.report.html import COLORS, LIMIT_COLOR, Chart, Page, Section, Text, lanes, waterfall
+from meshwise.report.html import Page, Section, Text
 from meshwise.report.table import Table
 
 MAX_ACTIONS = 20_000
@@ -26,6 +43,12 @@ _ACTIONS = {
     "input gradient": COLORS[3],
     "weight gradient": COLORS[2],
 }
+_PHASES: dict[str, tuple[str, Any]] = {
+    "forward": (COLORS[0], "circle"), "backward": (COLORS[3], "triangle-up"),
+}  # fmt: skip
+"""Color and mark of an op on the roofline."""
+_NAMED_FRAC = 0.01
+"""An op with at least this share of the layer's time is named in a picture."""
 NUM_BINS = 600
 """Moments that a timeline shows."""
 NUM_SHOWN = NUM_BINS // 3
@@ -51,6 +74,14 @@ def op_sections(estimate: Estimate) -> list[Section]:
     stages = stage_table(estimate) if len(estimate.step.stages) > 1 else None
     sections = _roofline(estimate), _pipeline(estimate), stages
     return [section for section in sections if section is not None]
+
+
+def estimate_picture(estimate: Estimate) -> Picture:
+    """Time, memory and roofline of one plan."""
+    rows = [[_time(estimate), _memory(estimate)], [_roofline(estimate)]]
+    rate = f"{estimate.tokens_per_s / estimate.cluster.num_chips:,.1f} tokens/s per GPU"
+    shares = f"MFU {estimate.mfu:.1%}, HFU {estimate.hfu:.1%}"
+    return Picture(rows, f"{_title(estimate)}\n{headline(estimate)}; {rate}, {shares}")
 
 
 def headline(estimate: Estimate) -> str:
@@ -119,82 +150,85 @@ def _degrees(estimate: Estimate) -> list[str]:
 
 
 def _time(estimate: Estimate) -> Chart:
-    parts = [(name, value, duration(value)) for name, value in estimate.time_s.items()]
     name, value = max(estimate.time_s.items(), key=lambda item: item[1])
-    return waterfall(
-        "Time of a step", parts, duration(estimate.step_s),
-        finding=f"The largest part is {name}: {value / estimate.step_s:.0%} of the step on rank "
+    return with_finding(
+        waterfall("Time of a step", estimate.time_s, "step", duration),
+        f"The largest part is {name}: {value / estimate.step_s:.0%} of the step on rank "
         f"{estimate.pace_rank}, which sets the pace.",
-        layout={"xaxis": {"ticksuffix": " s", "range": [0, 1.02 * estimate.step_s]}},
-    )  # fmt: skip
+    )
 
 
 def _memory(estimate: Estimate) -> Chart:
-    held, capacity = dict(estimate.memory_bytes), estimate.cluster.chip.memory_bytes
-    total = held.pop("total")
-    name, value = max(held.items(), key=lambda item: item[1])
-    parts = [(part, size, with_prefix(size, "B")) for part, size in held.items()]
-    line = {"type": "line", "x0": capacity, "x1": capacity, "yref": "paper", "y0": 0, "y1": 1}
-    free = f"{with_prefix(capacity - total, 'B')} of {estimate.cluster.chip.name} is free"
+    parts, chip = dict(estimate.memory_bytes), estimate.cluster.chip
+    total, capacity = parts.pop("total"), chip.memory_bytes
+    name, value = max(parts.items(), key=lambda item: item[1])
+    free = f"{with_prefix(capacity - total, 'B')} of {chip.name} is free"
     if not estimate.fits:
-        free = f"{with_prefix(total - capacity, 'B')} more than {estimate.cluster.chip.name} has"
-    return waterfall(
-        "Memory of the fullest rank", parts, with_prefix(total, "B"),
+        free = f"{with_prefix(total - capacity, 'B')} more than {chip.name} has"
+    chart = waterfall(
+        "Memory of the fullest rank", parts, "peak", lambda size: with_prefix(size, "B"), unit="B"
+    )
+    return replace(
+        chart,
+        marks=[*chart.marks, Bound(capacity)],
+        x=replace(chart.x, high=1.02 * max(total, capacity)),
         finding=f"The largest part is {name}: {value / total:.0%}; {free}. The red line is its capacity.",
-        layout={
-            "shapes": [line | {"line": {"color": LIMIT_COLOR, "width": 2}}],
-            "xaxis": {"ticksuffix": "B", "tickformat": "~s", "range": [0, 1.02 * max(total, capacity)]},
-        },
-    )  # fmt: skip
+    )
 
 
 def _roofline(estimate: Estimate) -> Chart:
+    """The ops of one layer under the roofs; the longest of each kind are named."""
     chip, ops = estimate.cluster.chip, layer_ops(estimate)
-    peak, rate = max(map(chip.matrix_peak, estimate.machine.by_dtype)), chip.memory_bytes_per_s
+    peaks = {dtype: chip.matrix_peak(dtype) for dtype in estimate.machine.by_dtype}
+    rate, ridge = chip.memory_bytes_per_s, max(peaks.values()) / chip.memory_bytes_per_s
     intensity, reached = ops["flop"] / (ops["read_bytes"] + ops["write_bytes"]), ops["flop"] / ops["time_s"]
-    ridge = peak / rate
-    ends = [min(intensity.min(), ridge) / 2, ridge, 4 * max(intensity.max(), ridge)]
-    roof = {
-        "type": "scatter", "mode": "lines", "name": "roof", "x": ends, "y": [ends[0] * rate, peak, peak],
-        "line": {"color": COLORS[7]}, "hoverinfo": "skip",
-    }  # fmt: skip
-    marks = []
     area = ops["time_s"] / ops["time_s"].sum()
-    for phase, color in (("forward", COLORS[0]), ("backward", COLORS[3])):
+    marks: list[Mark] = []
+    for phase, (color, symbol) in _PHASES.items():
         mine = np.flatnonzero(ops["phase"] == phase)
         if mine.size:
+            hints = [f"{ops['op'][i]}: {duration(ops['time_s'][i])}" for i in mine]
+            look: Any = {"color": color, "symbol": symbol, "opacity": 0.75, "texts": hints, "line": ""}
             marks.append(
-                {
-                    "type": "scatter", "mode": "markers", "name": phase,
-                    "x": intensity[mine], "y": reached[mine],
-                    "text": [f"{ops['op'][i]}: {duration(ops['time_s'][i])}" for i in mine],
-                    "hovertemplate": "%{text}<br>%{x:.3g} FLOP/B, %{y:.3s}FLOP/s<extra></extra>",
-                    "marker": {"color": color, "size": 7 + 30 * np.sqrt(area[mine])},
-                }
-            )  # fmt: skip
+                Series(intensity[mine], reached[mine], phase, size=7 + 30 * np.sqrt(area[mine]), **look)
+            )
+    longest: dict[tuple[str, str], int] = {}
+    for i in np.argsort(-area, kind="stable"):
+        if area[i] >= _NAMED_FRAC:
+            longest.setdefault((ops["op"][i], ops["phase"][i]), int(i))
+    named = list(longest.values())
+    texts = [op + " bwd" * (phase == "backward") for op, phase in longest]
+    marks.append(Names(intensity[named], reached[named], texts, [_PHASES[phase][0] for _, phase in longest]))
     rows = [
-        (
-            row["op"],
-            row["phase"],
-            row["shape"],
-            f"{x:.3g}",
-            with_prefix(y, "FLOP/s"),
-            duration(row["time_s"]),
-            binds(row),
-        )
+        (row["op"], row["phase"], row["shape"], f"{x:.3g}", with_prefix(y, "FLOP/s"), duration(row["time_s"]),
+         binds(row))
         for row, x, y in zip(ops.rows(), intensity, reached, strict=True)
-    ]
+    ]  # fmt: skip
     columns = ("op", "phase", "shape", "FLOP/byte", "reached", "time", "binds")
     bound = sum(share for share, row in zip(area, rows, strict=True) if row[-1] == "memory")
-    return Chart(
-        "Roofline: the ops of one layer", [roof, *marks],
-        {
-            "xaxis": {"type": "log", "title": {"text": "FLOP/byte"}, "tickformat": "~s"},
-            "yaxis": {"type": "log", "title": {"text": "FLOP/s"}, "tickformat": "~s"},
-        },
-        f"{bound:.0%} of the ops' time is bound by memory, the rest by compute; a mark's area is its time.",
-        Table("", columns, rows, left=("phase", "shape", "binds")), 380,
+    roofs = {f"{dtype}, {with_prefix(peak, 'FLOP/s')}": peak for dtype, peak in peaks.items()}
+    chart = roofline(
+        "Roofline: the ops of one layer", marks, roofs, rate,
+        (min(intensity.min(), ridge) / 2, 4 * max(intensity.max(), ridge)),
     )  # fmt: skip
+    return replace(
+        chart,
+        finding=f"{bound:.0%} of the ops' time is bound by memory ({with_prefix(rate, 'B/s')}), the rest by "
+        "compute; a mark's area is its time.",
+        table=Table("", columns, rows, left=("phase", "shape", "binds")),
+    )
+
+
+def layer_ops(estimate: Estimate) -> Ledger:
+    """The ops (not the collectives) of the kind of layer that the model has most of, one microbatch."""
+    model, ledger = estimate.model, estimate.layer()
+    numbers = layer_counts(model)
+    names = dict(zip(numbers, layer_names(model), strict=True))
+    kind = names[max(numbers, key=lambda layer: (numbers[layer], layer.moe, not layer.window))]
+    of_kind = np.array([module.partition(".")[0] == kind for module in ledger["module"]])
+    phases = list(_PHASES) if estimate.trains else ["forward"]
+    keep = of_kind & (ledger["flop"] > 0) & np.isin(ledger["phase"], phases)
+    return Ledger({name: column[keep] for name, column in ledger.columns.items()})
 
 
 def _pipeline(estimate: Estimate) -> Section | None:
@@ -209,15 +243,10 @@ def _pipeline(estimate: Estimate) -> Section | None:
         estimate.model, replace(mesh, num_microbatches=num_drawn), estimate.step, estimate.machine,
         hop_s=float(estimate.step.hop_s),
     )  # fmt: skip
-    grid = timeline_bins(timeline, NUM_BINS)
     times = (np.arange(NUM_BINS) + 0.5) * timeline.makespan_s / NUM_BINS
     names = [f"stage {rank}" for rank in range(timeline.num_ranks)]
     busy = timeline.busy_s / timeline.makespan_s
     rows = [(name, f"{share:.1%}", f"{1 - share:.1%}") for name, share in zip(names, busy, strict=True)]
-    look = {
-        "xaxis": {"title": {"text": "seconds"}, "showgrid": False},
-        "yaxis": {"autorange": "reversed", "type": "category", "showgrid": False},
-    }
     title = f"Pipeline over time: {plan.schedule}"
     finding = (
         f"Ranks compute {busy.mean():.0%} of the {duration(timeline.makespan_s)} that the pipeline takes"
@@ -227,8 +256,9 @@ def _pipeline(estimate: Estimate) -> Section | None:
         bubble_frac = estimate.time_s["bubble"] / estimate.step_s
         finding += f" with {num_drawn} microbatches; with all, {bubble_frac:.1%} of the step is bubble"
     return Chart(
-        title, lanes(grid, times, names, _ACTIONS), look, f"{finding}.",
-        Table("", ("stage", "computes", "waits"), rows), min(130 + 22 * len(names), 700),
+        title, [Lanes(timeline_bins(timeline, NUM_BINS), times, names, _ACTIONS)], ChartAxis(unit="s"),
+        finding=f"{finding}.", table=Table("", ("stage", "computes", "waits"), rows),
+        height=min(110 + 22 * len(names), 700),
     )  # fmt: skip
 
 
@@ -255,19 +285,12 @@ def _both(name: str, a: float, b: float, show: Any) -> tuple[str, ...]:
 
 def _bars(title: str, left: dict[str, float], right: dict[str, float], unit: str, table: Table) -> Chart:
     terms = [term for term in _terms(left, right) if term[0] != "total"]
-    data = [
-        {
-            "type": "bar", "orientation": "h", "name": side,
-            "y": [t[0] for t in terms], "x": [t[i] for t in terms],
-            "marker": {"color": color},
-        }
+    names = [term[0] for term in terms]
+    bars = [
+        Bars(names, [term[i] for term in terms], [color] * len(terms), name=side)
         for side, i, color in (("A", 1, COLORS[0]), ("B", 2, COLORS[1]))
-    ]  # fmt: skip
+    ]
     name, a, b = max(terms, key=lambda term: abs(term[2] - term[1]))
     show = duration if unit == "s" else lambda value: with_prefix(value, "B")
     finding = f"The largest difference is {name}: {show(a)} in A, {show(b)} in B."
-    layout = {
-        "barmode": "group", "xaxis": {"ticksuffix": unit, "tickformat": "~s"},
-        "yaxis": {"autorange": "reversed"},
-    }  # fmt: skip
-    return Chart(title, data, layout, finding, table, 80 + 34 * len(terms))
+    return Chart(title, bars, ChartAxis(unit=unit), finding=finding, table=table, height=80 + 34 * len(terms))

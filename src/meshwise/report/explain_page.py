@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from meshwise.core.units import duration
-from meshwise.report.html import COLORS, Chart, Page, Section, Text
+from meshwise.report.chart import LESS_COLOR, MORE_COLOR, SUM_COLOR, Bars, Chart, ChartAxis
+from meshwise.report.html import Page, Section, Text
 from meshwise.report.table import Table
 from meshwise.trace.explain import Explanation, OpDifference
 
@@ -28,25 +29,18 @@ def explain_page(explanation: Explanation) -> Page:
 
 
 def _waterfall(explanation: Explanation, predicted: float, table: Table) -> Chart:
-    steps = [(row.op, row.more_s) for row in explanation.classes]
-    ends = [predicted]
-    for _, change in steps:
-        ends.append(ends[-1] + change)
-    changes = [change for _, change in steps]
-    colors = [COLORS[7], *(COLORS[4] if change > 0 else COLORS[3] for change in changes), COLORS[7]]
-    names = [
-        f"predicted  {duration(predicted)}",
-        *(f"{name}  {_more(change)}" for name, change in steps),
-        f"measured  {duration(explanation.measured_s)}",
-    ]
-    bar = {
-        "type": "bar", "orientation": "h", "y": names, "x": [predicted, *changes, explanation.measured_s],
-        "base": [0.0, *ends[:-1], 0.0], "marker": {"color": colors}, "hovertemplate": "%{y}<extra></extra>",
-    }  # fmt: skip
-    layout = {"xaxis": {"tickformat": "~s", "ticksuffix": "s"}, "yaxis": {"autorange": "reversed"}}
+    changes = [row.more_s for row in explanation.classes]
+    starts = [predicted + sum(changes[:i]) for i in range(len(changes))]
+    bars = Bars(
+        ["predicted", *(row.op for row in explanation.classes), "measured"],
+        [predicted, *changes, explanation.measured_s],
+        [SUM_COLOR, *(MORE_COLOR if change > 0 else LESS_COLOR for change in changes), SUM_COLOR],
+        [0.0, *starts, 0.0],
+        texts=[duration(predicted), *map(_more, changes), duration(explanation.measured_s)],
+    )
     finding = "Red classes take longer than predicted, green ones less; together they are the difference."
-    height = 60 + 26 * len(names)
-    return Chart("From the predicted step to the measured one", [bar], layout, finding, table, height)
+    title, height = "From the predicted step to the measured one", 60 + 26 * len(bars.names)
+    return Chart(title, [bars], ChartAxis(unit="s"), finding=finding, table=table, height=height)
 
 
 def _cells(row: OpDifference) -> tuple[str, str, str]:

@@ -1,7 +1,7 @@
 """Results as HTML: the page in the browser, a self-contained file and a notebook show the same sections.
 
-A result is described once, as a `Page` of sections: sentences, tables, and charts, which are plotly figures
-as plain data with a caption that states the finding and the numbers as a table. Python writes all of the
+A result is described once, as a `Page` of sections: sentences, tables, and charts with a caption that states
+the finding and the numbers as a table. Python writes all of the
 HTML; `static/draw.js` only hands each figure to plotly with the colours of the page. Text from a user is
 escaped here.
 """
@@ -12,8 +12,8 @@ import base64
 import hashlib
 import html
 import importlib.util
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,32 +22,17 @@ import msgspec
 
 from meshwise.core.errors import MissingExtraError
 from meshwise.core.files import check_writable, write_text
+from meshwise.report.chart import Chart
+from meshwise.report.chart_page import plotly_figure
 from meshwise.report.table import Table
-
-COLORS = ("#4a8fc2", "#e0812c", "#8172b2", "#4fa14a", "#c44e52", "#937860", "#da8bc3", "#7f7f7f")
-LIMIT_COLOR = "#d62728"
-PX_PER_CHARACTER = 8
-"""A character of a label is no wider on average."""
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class PageLink:
     """A cell that leads to an address or, in the page in the browser only, to a `#state` of the page."""
 
     text: str
     href: str
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """A plotly figure (`data`, `layout`): `finding` says what it shows, `table` has its numbers."""
-
-    title: str
-    data: Sequence[dict[str, Any]]
-    layout: dict[str, Any] = field(default_factory=dict)
-    finding: str = ""
-    table: Table | None = None
-    height: int = 320
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +135,7 @@ def _section(section: Section, place: int, links: bool) -> str:
     if isinstance(section, Text):
         lines = "".join(f"<li>{escape(line)}</li>" for line in section.lines)
         return f"<section>{title}<ul>{lines}</ul></section>"
-    layout = {"margin": _margins(section)} | section.layout
-    figure = msgspec.json.encode({"data": section.data, "layout": layout}, enc_hook=_plain).decode()
+    figure = msgspec.json.encode(plotly_figure(section), enc_hook=_plain).decode()
     name, numbers = escape(f"{place}-{section.title.partition(':')[0]}"), ""
     if section.table is not None:
         label = f"<summary>Data: {escape(section.title)}</summary>"
@@ -162,19 +146,6 @@ def _section(section: Section, place: int, links: bool) -> str:
         f'<script type="application/json">{figure.replace("<", chr(92) + "u003c")}</script>'
         f"<figcaption>{escape(section.finding)}</figcaption></figure>{numbers}</section>"
     )
-
-
-def _margins(chart: Chart) -> dict[str, int]:
-    """Room [px] for the labels of the axes and a line of the legend, so that plotly need not measure them."""
-    names = [name for trace in chart.data for name in trace.get("y", ()) if isinstance(name, str)]
-    titled = [axis for axis in ("xaxis", "yaxis") if "title" in chart.layout.get(axis, {})]
-    legend = len(chart.data) > 1 and chart.layout.get("showlegend", True)
-    return {
-        "l": max(48 + 18 * ("yaxis" in titled), 14 + PX_PER_CHARACTER * max(map(len, names), default=0)),
-        "r": 24,
-        "t": 32 if legend else 8,
-        "b": 48 if "xaxis" in titled else 28,
-    }
 
 
 def _plain(value: Any) -> Any:
@@ -200,58 +171,9 @@ def _table(table: Table, links: bool) -> str:
 
 
 def _cell(cell: object, links: bool) -> str:
-    if isinstance(cell, Link):
+    if isinstance(cell, PageLink):
         leads = cell.href.startswith(("https://", "http://", "#") if links else ("https://", "http://"))
         return f'<a href="{escape(cell.href)}">{escape(cell.text)}</a>' if leads else escape(cell.text)
     if isinstance(cell, float):
         return f"{cell:.4g}"
     return "" if cell is None else escape(cell)
-
-
-# --- figures that several pages share ------------------------------------------------------------
-
-
-def waterfall(title: str, parts: Iterable[tuple[str, float, str]], total: str, **look: Any) -> Chart:
-    """A bar for each (name, value, shown value), from where the last one ended, and one for their sum."""
-    shown = [part for part in parts if part[1] > 0]
-    values = [value for _, value, _ in shown]
-    whole = sum(values)
-    bases = [sum(values[:i]) for i in range(len(values))]
-    names = [f"{name}  {text}" for name, _, text in shown]
-    bar = {
-        "type": "bar",
-        "orientation": "h",
-        "y": [f"total  {total}", *reversed(names)],
-        "x": [whole, *reversed(values)],
-        "base": [0.0, *reversed(bases)],
-        "hovertemplate": "%{y}<extra></extra>",
-        "marker": {"color": [COLORS[7], *reversed([COLORS[i % 7] for i in range(len(names))])]},
-    }
-    table = Table("", ("part", "value", "share"), [(n, t, f"{v / whole:.1%}") for n, v, t in shown])
-    height = 90 + 26 * (len(names) + 1)
-    return Chart(
-        title, [bar], {"showlegend": False, **look.pop("layout", {})}, table=table, height=height, **look
-    )
-
-
-def lanes(grid: Any, times: Any, names: Sequence[str], kinds: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Who did what when, as a figure's data: `grid[lane, moment]` is an index into `kinds` (names and their
-    colors), or -1 for nothing; `times` [s] are the moments.
-    """
-    ends = [i / len(kinds) for i in range(len(kinds) + 1)]
-    scale = [(end, color) for i, color in enumerate(kinds.values()) for end in ends[i : i + 2]]
-    image = {
-        "type": "heatmap", "x": times, "y": list(names),
-        "z": [[None if kind < 0 else kind for kind in row] for row in grid.tolist()],
-        "zmin": -0.5, "zmax": len(kinds) - 0.5, "colorscale": scale, "showscale": False,
-        "hovertemplate": "%{y}, %{x:.4g} s<extra></extra>",
-    }  # fmt: skip
-    keys = [
-        {
-            "type": "scatter", "mode": "markers", "x": [None], "y": [None], "name": kind,
-            "marker": {"color": color, "symbol": "square", "size": 10},
-        }
-        for i, (kind, color) in enumerate(kinds.items())
-        if (grid == i).any()
-    ]  # fmt: skip
-    return [image, *keys]

@@ -1,4 +1,4 @@
-"""The page of any result: found by the result's class, built in the module named after what it shows."""
+"""The page and the picture of any result: found by its class, built in the module of that name."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from meshwise.report.chart import Picture
+from meshwise.report.chart_picture import draw_picture
 from meshwise.report.html import Page, notebook_html, write_page
 
 _PAGES = {
     "Estimate": "estimate",
     "Result": "search",
+    "Study": "study",
     "ServingAnswer": "serve",
     "Frontier": "frontier",
     "Summary": "trace",
@@ -21,9 +24,13 @@ _PAGES = {
 
 def page_of(result: Any) -> Page:
     """The page of a result of `estimate`, `search`, `serve`, `frontier`, `explain`, `validate`, of traces."""
-    name = _PAGES[type(result).__name__]
-    page: Page = getattr(import_module(f"meshwise.report.{name}_page"), f"{name}_page")(result)
+    page: Page = _built(result, "page")
     return page
+
+
+def _built(result: Any, what: str) -> Any:
+    name = _PAGES[type(result).__name__]
+    return getattr(import_module(f"meshwise.report.{name}_page"), f"{name}_{what}")(result)
 
 
 def write_html(result: Any, path: str | Path) -> None:
@@ -32,6 +39,14 @@ def write_html(result: Any, path: str | Path) -> None:
     Raises DataError where it cannot be written, MissingExtraError without plotly.
     """
     write_page(page_of(result), Path(path))
+
+
+def draw(result: Any, path: str | Path) -> None:
+    """Draw `result`, or a picture of charts, in the format that the ending of `path` names (png, svg, pdf).
+
+    Raises DataError for another ending and where it cannot be written, MissingExtraError without matplotlib.
+    """
+    draw_picture(result if isinstance(result, Picture) else _built(result, "picture"), Path(path))
 
 
 def notebook(result: Any) -> str:

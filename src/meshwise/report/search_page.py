@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlencode
 
 from meshwise.core.units import duration, with_prefix
 from meshwise.plan.plan import plan_text
-from meshwise.report.html import COLORS, LIMIT_COLOR, Chart, Link, Page, Section, Text
+from meshwise.report.chart import (
+    COLORS,
+    FRONT_COLOR,
+    INK,
+    Bound,
+    Chart,
+    ChartAxis,
+    Mark,
+    Names,
+    Picture,
+    Series,
+)
+from meshwise.report.html import Page, PageLink, Text
 from meshwise.report.search_table import change_text
 from meshwise.report.table import Table
 from meshwise.search.cloud import Sampled, cloud
@@ -27,8 +41,8 @@ def search_page(
     best = result.best[0]
     opened = dict(job or {}) | {"a.plan": plan_text(best.plan), "a.microbatch": str(best.workload.microbatch)}
 
-    def link(text: str, microbatch: int) -> Link:
-        return Link(text or "data parallel", "#explore?" + urlencode(_state(opened, text, microbatch)))
+    def link(text: str, microbatch: int) -> PageLink:
+        return PageLink(text or "data parallel", "#explore?" + urlencode(_state(opened, text, microbatch)))
 
     title = f"{best.model.name} on {best.cluster.num_chips} x {best.cluster.chip.name}"
     headline = (
@@ -50,13 +64,13 @@ def search_page(
         for found in result.pareto
     ]  # fmt: skip
     sample = cloud(best.model, best.cluster, best.workload, result.stated, most=most)
-    picture = _picture(result, sample, color, link)
+    space = _space(result, sample, color, link)
     return Page(
         title,
         headline,
         [
             Table("Fastest plan of each family", columns, families),
-            picture,
+            space,
             Table("Pareto front: less memory costs time", ("plan", "microbatch", "step", "memory"), front),
             Text("", [f"{result.plans_feasible:,} plans fit; priced in {result.elapsed_s:.2f} s"]),
         ],
@@ -72,46 +86,51 @@ def _nothing(result: Result) -> str:
     return "; ".join([nearest, *map(change_text, result.changes)])
 
 
-def _picture(result: Result, sample: Sequence[Sampled], color: str, link: Any) -> Section:
+def _space(
+    result: Result, sample: Sequence[Sampled], color: str, link: Callable[[str, int], PageLink]
+) -> Chart:
+    """Step time against memory: a sample of the space, colored by the key `color`, and the Pareto front."""
     by_value: dict[Any, list[Sampled]] = {}
     for one in sample:
         by_value.setdefault(one.values.get(color), []).append(one)
     values = sorted(by_value, key=lambda value: (isinstance(value, str), value is None, value))
-    data = [
-        _marks(
-            f"{color}={value}", [(one.step_s, one.memory_bytes, one.plan_text, one.values["microbatch"])
-                                 for one in by_value[value]],
-            link, marker={"color": COLORS[i % len(COLORS)], "size": 6, "opacity": 0.55},
-        )
-        for i, value in enumerate(values)
-    ]  # fmt: skip
+    marks: list[Mark] = []
+    for value, shade in zip(values, itertools.cycle(COLORS), strict=False):
+        points = [
+            (one.step_s, one.memory_bytes, one.plan_text, one.values["microbatch"]) for one in by_value[value]
+        ]
+        marks.append(_plans(f"{color}={value}", points, link, color=shade, line="", opacity=0.55))
     front = [(one.step_s, one.memory_bytes, plan_text(one.plan), one.microbatch) for one in result.pareto]
-    look = {"line": {"color": LIMIT_COLOR, "width": 2}, "marker": {"color": LIMIT_COLOR, "size": 8}}
-    data.append(_marks("Pareto front", front, link, mode="lines+markers", **look))
-    capacity = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": result.capacity_bytes}
-    capacity |= {"y1": result.capacity_bytes, "line": {"color": LIMIT_COLOR, "dash": "dot"}}
-    marks = {"tickformat": "~s", "dtick": "D2"}
-    layout: dict[str, Any] = {
-        "xaxis": {"type": "log", "title": {"text": "step [s]"}, **marks},
-        "yaxis": {"type": "log", "title": {"text": "memory of the fullest rank [B]"}, **marks},
-        "shapes": [capacity],
-        "hovermode": "closest",
-    }
+    marks.append(_plans("Pareto front", front, link, color=FRONT_COLOR))
+    named = front[:: max(len(front) // 8, 1)]
+    texts = [f"{text or 'default plan'}, microbatch {microbatch}" for _, _, text, microbatch in named]
+    marks += [
+        Names([one[0] for one in named], [one[1] for one in named], texts, [INK] * len(named)),
+        Bound(result.capacity_bytes, "y", line="dot"),
+    ]
     finding = (
         f"{len(sample):,} plans drawn from {result.plans_considered:,}; those below the dotted line fit "
         f"({with_prefix(result.capacity_bytes, 'B')})."
     )
-    return Chart("The space: step time against memory", data, layout, finding, height=460)
+    axes = ChartAxis("step", "s", log=True), ChartAxis("memory of the fullest rank", "B", log=True)
+    return Chart("The space: step time against memory", marks, *axes, finding, height=460)
 
 
-def _marks(name: str, points: list[tuple[float, float, str, int]], link: Any, **look: Any) -> dict[str, Any]:
-    return {
-        "type": "scatter", "mode": "markers", "name": name,
-        "x": [point[0] for point in points], "y": [point[1] for point in points],
-        "text": [f"{point[2]}, microbatch {point[3]}" for point in points],
-        "customdata": [link(point[2], point[3]).href for point in points],
-        "hovertemplate": "%{text}<br>%{x:.3s}s, %{y:.3s}B<extra>%{fullData.name}</extra>",
-    } | look  # fmt: skip
+def _plans(
+    name: str, points: list[tuple[float, float, str, int]], link: Callable[[str, int], PageLink], **look: Any
+) -> Series:
+    return Series(
+        [point[0] for point in points], [point[1] for point in points], name, size=6,
+        texts=[f"{text}, microbatch {microbatch}" for _, _, text, microbatch in points],
+        links=[link(text, microbatch).href for _, _, text, microbatch in points], **look,
+    )  # fmt: skip
+
+
+def search_picture(result: Result) -> Picture:
+    """The Pareto front of a search, each plan with its name."""
+    front = _space(result, [], "", lambda text, _: PageLink(text, ""))
+    finding = f"Less memory costs time; plans below the line fit ({with_prefix(result.capacity_bytes, 'B')})."
+    return Picture([[replace(front, title="Pareto front of step time and memory", finding=finding)]])
 
 
 def _state(job: Mapping[str, str], plan: str, microbatch: int) -> dict[str, str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from meshwise.core.units import duration, with_prefix
-from meshwise.report.html import COLORS, Chart, Page, Section, Text
+from meshwise.report.chart import COLORS, FRONT_COLOR, Chart, ChartAxis, Picture, Series
+from meshwise.report.html import Page, Section, Text
 from meshwise.report.table import Table
 from meshwise.serve.answer import ServingAnswer
 from meshwise.serve.load import statistics
@@ -42,27 +45,16 @@ def _name(answer: ServingAnswer) -> str:
     return f"{answer.serving.cluster.num_chips} x {answer.serving.cluster.chip.name}: {plan}"
 
 
-_AXES = {
-    "xaxis": {"title": {"text": "tokens/s a user"}, "rangemode": "tozero"},
-    "yaxis": {"title": {"text": "tokens/s a GPU"}, "rangemode": "tozero"},
-    "hovermode": "closest",
-}
-
-
-def _line(x: list[float], y: list[float], text: list[str]) -> dict[str, Any]:
-    return {
-        "type": "scatter", "mode": "lines+markers", "line": {"color": COLORS[0]},
-        "x": x, "y": y, "text": text,
-        "hovertemplate": "%{text}<br>%{x:.3s} tokens/s a user, %{y:.3s} a GPU<extra></extra>",
-    }  # fmt: skip
+_AXES = ChartAxis("output tokens/s a user", low=0.0), ChartAxis("output tokens/s a GPU", low=0.0)
 
 
 def _trade(answer: ServingAnswer) -> Chart:
     rows = [row for row in answer.passes if row["fits"]]
-    line = _line(
+    line = Series(
         [row["tokens_per_s_per_sequence"] for row in rows],
         [row["with_prefill_per_s_per_gpu"] for row in rows],
-        [f"{row['sequences']:,} running, {duration(row['token_s'])} a token" for row in rows],
+        texts=[f"{row['sequences']:,} running, {duration(row['token_s'])} a token" for row in rows],
+        size=6,
     )
     table = [
         (
@@ -79,20 +71,43 @@ def _trade(answer: ServingAnswer) -> Chart:
         f"and a GPU gives {most['with_prefill_per_s_per_gpu']:,.0f}, the time for prompts included."
     )  # fmt: skip
     title = "User speed against GPU throughput of this layout"
-    return Chart(title, [line], _AXES, finding, Table("", columns, table), 380)
+    return Chart(title, [line], *_AXES, finding, Table("", columns, table), 380)
 
 
 def _layouts(sizing: Sizing) -> Chart:
+    """Every choice by chip, those with a prefill pool hollow, and the front that none is beyond."""
+    groups: dict[tuple[str, bool], list[Choice]] = {}
+    for choice in sizing.choices:
+        pools = choice.fleet.prefill
+        chips = dict.fromkeys(one.cluster.chip.name for one in (pools, choice.fleet.serving) if one)
+        groups.setdefault((" + ".join(chips), pools is not None), []).append(choice)
+    colors = dict(zip(dict.fromkeys(name for name, _ in groups), itertools.cycle(COLORS), strict=False))
+    marks = [
+        Series(*_speeds(members), name + ", separate prefill" * apart, colors[name], "", size=5,
+               symbol="circle-open" if apart else "circle")
+        for (name, apart), members in groups.items()
+    ]  # fmt: skip
     columns = ("GPUs", "chip", "layout", "running", "first token", "tokens/s a user", "a GPU", "binds")
     rows = [_layout(one) for one in sizing.trade_offs]
-    line = _line(
-        [1 / one.tpot_s for one in sizing.trade_offs],
-        [one.tokens_per_s_per_gpu for one in sizing.trade_offs],
-        [f"{row[0]} GPUs: {row[2]}, {row[3]} running" for row in rows],
-    )
+    texts = [f"{row[0]} GPUs: {row[2]}, {row[3]} running" for row in rows]
+    marks.append(Series(*_speeds(sizing.trade_offs), "Pareto front", FRONT_COLOR, size=4, texts=texts))
     finding = f"What no other of {sizing.num_considered:,} layouts and batches beats, prompts counted in."
     table = Table("", columns, rows, ("GPUs", "chip", "layout"))
-    return Chart("Pareto front of all layouts", [line], _AXES, finding, table, 380)
+    user = replace(_AXES[0], log=True, low=None)
+    return Chart("Pareto front of all layouts", marks, user, _AXES[1], finding, table, 420)
+
+
+def _speeds(choices: Sequence[Choice]) -> tuple[list[float], list[float]]:
+    """Tokens a second of a user, and of a GPU."""
+    return [1.0 / one.tpot_s for one in choices], [one.tokens_per_s_per_gpu for one in choices]
+
+
+def serve_picture(answer: ServingAnswer) -> Picture:
+    """The trade-offs between all layouts of a sizing."""
+    assert answer.sizing is not None
+    return Picture(
+        [[_layouts(answer.sizing)]], f"{answer.serving.model.name} on {answer.serving.cluster.name}"
+    )
 
 
 def _layout(choice: Choice) -> tuple[str, ...]:
@@ -110,29 +125,24 @@ def _under_load(answer: ServingAnswer) -> list[Section]:
     assert load is not None
     served, shares = load.served, np.linspace(0, 100, 101)
     latencies = {"first token": served.ttft_s, "each token after": served.tpot_s}
-    data = [
-        {
-            "type": "scatter", "mode": "lines", "name": name,
-            "x": np.percentile(seconds, shares), "y": shares,
-            "line": {"color": color}, "hovertemplate": "%{y:.0f} % within %{x:.3s}s<extra></extra>",
-        }
+    lines = [
+        Series(np.percentile(seconds, shares), shares, name, color)
         for (name, seconds), color in zip(latencies.items(), COLORS, strict=False)
         if seconds.size
-    ]  # fmt: skip
+    ]
     document, columns = load.to_json(), ("", "mean", "p50", "p90", "p99")
     rows = [
         (name, *(duration(value) if value is not None else "" for value in statistics(seconds).values()))
         for name, seconds in latencies.items()
     ]
-    layout = {
-        "xaxis": {"type": "log", "tickformat": "~s", "dtick": "D2", "title": {"text": "latency [s]"}},
-        "yaxis": {"title": {"text": "% of requests"}, "range": [0, 101]},
-    }
     shown = ("requests_per_s", "busy_frac", "peak_sequences", "peak_cache_frac", "num_preemptions")
     counts = [(name, f"{document[name]:,.4g}") for name in shown]
     counts += [(name, f"{value:,.4g}") for name, value in answer.cost.items()]
     finding = f"Requests within a latency: {document['num_requests']:,} requests on {document['engine']}."
     return [
-        Chart("Latency under load", data, layout, finding, Table("", columns, rows)),
+        Chart(
+            "Latency under load", lines, ChartAxis("latency", "s", log=True),
+            ChartAxis("% of requests", low=0.0, high=101.0), finding, Table("", columns, rows),
+        ),
         Table("The server under load", ("quantity", "value"), counts),
-    ]
+    ]  # fmt: skip

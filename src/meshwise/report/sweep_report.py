@@ -7,6 +7,7 @@ points are bars in order, named by what differs between them.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,13 +17,23 @@ from rich.console import Console
 
 from meshwise.core.errors import MissingExtraError
 from meshwise.core.units import duration, with_prefix
-from meshwise.report.figure import check_format, new_figure, open_frame, save_figure
+from meshwise.report.chart import COLORS, Bars, Chart, ChartAxis, Picture, Series
+from meshwise.report.chart_picture import draw_picture
 from meshwise.report.table import Table
 from meshwise.sweep.sweep import FinishedPoint, Sweep, csv_rows
 
 _MAX_PANELS = 4
 _MAX_LINES = 20
 _MAX_TICKS = 8
+_UNITS = {
+    "_bytes_per_s": "B/s",
+    "_flop_per_s": "FLOP/s",
+    "_per_s": "",
+    "_bytes": "B",
+    "_flop": "FLOP",
+    "_s": "s",
+}
+"""Units by the end of a name, the longest first."""
 
 
 def print_sweep(sweep: Sweep, rows: Sequence[FinishedPoint], console: Console) -> None:
@@ -47,62 +58,57 @@ def draw_sweep(sweep: Sweep, rows: Sequence[FinishedPoint], path: Path) -> Path 
     ]
     if not panels:
         return None
-    check_format(path)
+    axis = _axis(sweep)
+    charts = [_chart(done, axis, name) for name in panels]
     try:
-        figure = new_figure(5.5 * len(panels), 4)
+        draw_picture(Picture([charts[i : i + 2] for i in range(0, len(charts), 2)]), path)
     except MissingExtraError:
         return None
-    from matplotlib.ticker import FuncFormatter
-
-    axis = _axis(sweep)
-    for panel, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        for label, x, y in _lines(done, axis, name):
-            if axis:
-                panel.plot(x, y, marker="o", markersize=4, label=label)
-            else:
-                panel.bar(x, y, width=0.6)
-        panel.set(xlabel=axis or "", title=name)
-        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _, name=name: _text(name, float(value))))
-        if axis and _is_wide(done, axis):
-            panel.set_xscale("log", base=2)
-            panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        ticks = _ticks(done, axis)
-        if len(ticks) <= _MAX_TICKS:
-            panel.set_xticks(list(ticks), list(ticks.values()), fontsize="small")
-            panel.minorticks_off()
-        open_frame(panel)
-        if axis and len(panel.lines) > 1:
-            panel.legend(fontsize="x-small")
-    save_figure(figure, path)
     return path
+
+
+def _chart(rows: Sequence[FinishedPoint], axis: str | None, name: str) -> Chart:
+    """One result of all points: lines along a key with numbers, or a bar for each point."""
+    unit = next((unit for end, unit in _UNITS.items() if name.endswith(end)), "")
+    result = ChartAxis(name, unit)
+    rows = [row for row in rows if _is_number(row.results[name])]
+    if axis is None:
+        keys = dict.fromkeys(key for row in rows for key in row.values)
+        differ = [key for key in keys if len({row.values.get(key) for row in rows}) > 1]
+        names = [", ".join(str(row.values.get(key, "")) for key in differ) for row in rows]
+        bars = Bars(names, [row.results[name] for row in rows], [COLORS[0]] * len(rows))
+        return Chart(name.replace("_", " "), [bars], result, height=100 + 30 * len(rows))
+    lines: dict[str, list[tuple[Any, Any]]] = {}
+    for row in rows:
+        label = ", ".join(f"{key}={value}" for key, value in row.values.items() if key != axis)
+        lines.setdefault(label, []).append((row.values[axis], row.results[name]))
+    marks = [
+        Series(
+            [x for x, _ in sorted(line)],
+            [y for _, y in sorted(line)],
+            label if len(lines) > 1 else "",
+            color,
+            size=6,
+        )
+        for (label, line), color in zip(
+            list(lines.items())[:_MAX_LINES], itertools.cycle(COLORS), strict=False
+        )
+    ]
+    values: list[Any] = sorted({row.values[axis] for row in rows})
+    is_wide = values[0] > 0 and values[-1] >= 8 * values[0]
+    ticks = values if len(values) <= _MAX_TICKS else ()
+    x = ChartAxis(axis, log=is_wide, numbers="count", ticks=ticks)
+    return Chart(name.replace("_", " "), marks, x, result)
 
 
 def _text(name: str, cell: Any) -> str:
     """A cell for people, in the unit that its name ends with; the CSV file has the plain number."""
-    if name == "seconds" or (name.endswith("_s") and not name.endswith("_per_s")):
-        return duration(cell) if isinstance(cell, float) else str(cell)
     if not isinstance(cell, float):
         return "" if cell is None else str(cell)
-    units = (("_bytes_per_s", "B/s"), ("_bytes", "B"), ("_flop", "FLOP"))
-    unit = next((unit for end, unit in units if name.endswith(end)), "")
+    unit = next((unit for end, unit in _UNITS.items() if name.endswith(end)), "")
+    if unit == "s" or name == "seconds":
+        return duration(cell)
     return with_prefix(cell, unit) if abs(cell) >= 1 else f"{cell:.4g}"
-
-
-def _is_wide(rows: Sequence[FinishedPoint], axis: str) -> bool:
-    """Whether the values of a key span so much that powers of two read better."""
-    values: list[Any] = [row.values[axis] for row in rows if axis in row.values]
-    return min(values) > 0 and max(values) >= 8 * min(values)
-
-
-def _ticks(rows: Sequence[FinishedPoint], axis: str | None) -> dict[Any, str]:
-    """Where points lie on the x axis, and their names: numbers, or what differs between the rows."""
-    if axis:
-        return {value: f"{value:g}" for value in sorted({row.values[axis] for row in rows})}
-    keys = dict.fromkeys(key for row in rows for key in row.values)
-    differ = [key for key in keys if len({row.values.get(key) for row in rows}) > 1]
-    return {
-        number: "\n".join(str(row.values.get(key, "")) for key in differ) for number, row in enumerate(rows)
-    }
 
 
 def _is_number(value: Any) -> bool:
@@ -117,17 +123,3 @@ def _axis(sweep: Sweep) -> str | None:
         if len(values) > 1 and all(_is_number(value) for value in values):
             return key
     return None
-
-
-def _lines(
-    rows: Sequence[FinishedPoint], axis: str | None, name: str
-) -> list[tuple[str, list[Any], list[Any]]]:
-    """(label, x, y) of every line: the rows that agree in all keys but the axis."""
-    lines: dict[str, list[tuple[Any, Any]]] = {}
-    for number, row in enumerate(rows):
-        if _is_number(row.results[name]):
-            others = [f"{key}={value}" for key, value in row.values.items() if key != axis]
-            label = ", ".join(others) if axis else ""
-            lines.setdefault(label, []).append((row.values[axis] if axis else number, row.results[name]))
-    chosen = [(label, sorted(line)) for label, line in list(lines.items())[:_MAX_LINES]]
-    return [(label, [x for x, _ in line], [y for _, y in line]) for label, line in chosen]

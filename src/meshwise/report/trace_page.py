@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwise.core.units import duration, with_prefix
 from meshwise.machine.hardware import Cluster
-from meshwise.report.html import Chart, Page, Section, Text, lanes
+from meshwise.report.chart import COLORS, Bars, Chart, ChartAxis, Lanes, Picture, Series, roofline
+from meshwise.report.html import Page, Section, Text
 from meshwise.report.trace_details import (
     bandwidth_tables,
     launch_tables,
@@ -16,17 +20,20 @@ from meshwise.report.trace_details import (
     path_tables,
     rate_tables,
 )
-from meshwise.report.trace_plot import PART_COLORS, common_span, shares
 from meshwise.report.trace_table import summary_tables
 from meshwise.trace.bandwidths import bandwidths
 from meshwise.trace.critical_path import critical_path
+from meshwise.trace.intervals import covered
 from meshwise.trace.launches import stream_launches
 from meshwise.trace.memory import memory_peaks, timeline
 from meshwise.trace.op_rates import op_rates
-from meshwise.trace.partition import PARTS
+from meshwise.trace.partition import PARTS, Partition
 from meshwise.trace.summary import Summary
 
-NUM_BINS = 800
+PARTS_COLORS = dict(zip(PARTS, ("#3d7ab5", "#f0a13a", "#8e6bbf", "#d7503f", "#e9e9e9"), strict=True))
+NOTHING = "no rank, link or cause stands out"
+NUM_BINS = 1200
+_NUM_FINDINGS = 3
 MOST_ROWS = 30
 MOST_POINTS = 2000
 MOST_LINES = 16
@@ -48,29 +55,65 @@ def trace_page(summary: Summary, cluster: Cluster | None = None) -> Page:
         *summary_tables(summary, limit=MOST_ROWS),
         Text("Notes", [clocks, *problems]),
     ]
-    headline = findings[0] if findings else "no rank, link or cause stands out"
+    headline = findings[0] if findings else NOTHING
     return Page(f"{len(summary.traces)} ranks", headline, sections, bool(summary.traces))
 
 
 def _ranks(summary: Summary) -> Chart:
+    """What fills most of each moment of each rank; the ranks that a finding names are marked."""
     offsets = [summary.alignment.offsets_ns[one.rank] for one in summary.partitions]
-    begin, end = common_span(summary.partitions, offsets)
+    begin, end = _common_span(summary.partitions, offsets)
     edges = begin + np.linspace(0, end - begin, NUM_BINS + 1).astype(np.int64)
     grid = []
     for one, offset in zip(summary.partitions, offsets, strict=True):
-        share = shares(one, edges + offset)
+        share = _shares(one, edges + offset)
         grid.append(np.where(share.sum(axis=0) > 0, share.argmax(axis=0), -1))
     times = ((edges[1:] + edges[:-1]) / 2 - begin) / 1e9
-    names = [f"rank {one.rank}" for one in summary.partitions]
     idle = {one.rank: one.seconds["idle"] for one in summary.partitions}
     most = max(idle, key=lambda rank: idle[rank])
-    layout = {
-        "xaxis": {"title": {"text": "seconds on the common clock"}, "showgrid": False},
-        "yaxis": {"autorange": "reversed", "type": "category", "showgrid": False},
-    }
+    lanes = Lanes(np.array(grid), times, _rank_names(summary), PARTS_COLORS)
     finding = f"Each moment shows what fills most of it; rank {most} is idle longest, {duration(idle[most])}."
-    data = lanes(np.array(grid), times, names, {part: PART_COLORS[part] for part in PARTS})
-    return Chart("Ranks over time", data, layout, finding, height=min(140 + 20 * len(names), 900))
+    height = min(120 + 20 * len(lanes.names), 900)
+    return Chart(
+        "Ranks over time", [lanes], ChartAxis("on the common clock", "s"), finding=finding, height=height
+    )
+
+
+def _rank_names(summary: Summary) -> list[str]:
+    """The names of the ranks, with an arrow before those that a finding names."""
+    num_ranks = len(summary.partitions)
+    named = {rank for one in summary.findings if len(one.ranks) < num_ranks for rank in one.ranks}
+    return ["▸ " * (one.rank in named) + f"rank {one.rank}" for one in summary.partitions]
+
+
+def _common_span(partitions: Sequence[Partition], offsets: Sequence[int]) -> tuple[int, int]:
+    """First and last moment [ns] of all ranks on the common clock; `offsets` [ns] lead from it to theirs."""
+    bounds = [
+        (start - offset, end - offset)
+        for one, offset in zip(partitions, offsets, strict=True)
+        for starts, ends in one.spans.values()
+        for start, end in zip(starts[:1], ends[-1:], strict=True)
+    ]
+    return min((b[0] for b in bounds), default=0), max((b[1] for b in bounds), default=1)
+
+
+def _shares(one: Partition, edges: NDArray[np.int64]) -> NDArray[np.float64]:
+    """What share of each bin between `edges` [ns, the rank's clock] each of `PARTS` fills: [part, bin]."""
+    filled = [np.diff(covered(one.spans[part], edges)) for part in PARTS]
+    return np.array(filled) / np.maximum(np.diff(edges), 1)
+
+
+def trace_picture(summary: Summary) -> Picture:
+    """All ranks over time, and beside them how long each did what in sum, under the first findings."""
+    lanes, parts = _ranks(summary), [one.seconds for one in summary.partitions]
+    names, starts, bars = _rank_names(summary), np.zeros(len(parts)), []
+    for part, color in PARTS_COLORS.items():
+        seconds = np.array([of[part] for of in parts])
+        bars.append(Bars(names, seconds, [color] * len(parts), starts.copy()))
+        starts += seconds
+    sums = Chart("In sum", bars, ChartAxis(unit="s"), height=lanes.height)
+    lines = [one.text for one in summary.findings[:_NUM_FINDINGS]] or [NOTHING]
+    return Picture([[lanes, sums]], "\n".join(line[0].upper() + line[1:] for line in lines), (3.5, 1.0))
 
 
 def _memory(summary: Summary) -> list[Section]:
@@ -83,19 +126,17 @@ def _memory(summary: Summary) -> list[Section]:
     device = -1 if most.device == "host" else int(most.device.split()[1])
     lines = {trace.rank: timeline(trace, device) for trace in summary.traces[:MOST_LINES]}
     origin = min(int(time[0]) - offsets[rank] for rank, (time, _) in lines.items() if len(time))
-    data = [
-        {
-            "type": "scatter", "mode": "lines", "line": {"shape": "hv", "width": 1}, "name": f"rank {rank}",
-            "x": (time - offsets[rank] - origin)[:: 1 + len(time) // MOST_POINTS] / 1e9,
-            "y": total[:: 1 + len(time) // MOST_POINTS],
-        }
-        for rank, (time, total) in lines.items()
+    marks = [
+        Series(
+            (time - offsets[rank] - origin)[:: 1 + len(time) // MOST_POINTS] / 1e9,
+            total[:: 1 + len(time) // MOST_POINTS], f"rank {rank}", color, steps=True,
+        )
+        for (rank, (time, total)), color in zip(lines.items(), itertools.cycle(COLORS), strict=False)
     ]  # fmt: skip
-    layout = {"xaxis": {"title": {"text": "seconds"}}, "yaxis": {"tickformat": "~s", "ticksuffix": "B"}}
     text = (
         f"The largest peak, {with_prefix(most.peak_bytes, 'B')}, is on rank {most.rank} in {most.operator}."
     )
-    chart = Chart("Memory over time", data, layout, text)
+    chart = Chart("Memory over time", marks, ChartAxis(unit="s"), ChartAxis(unit="B"), text)
     return [chart, *(memory_tables(peaks, limit=MOST_ROWS))]
 
 
@@ -107,25 +148,20 @@ def _rates(summary: Summary, cluster: Cluster | None) -> list[Section]:
     if points:
         intensity = [one.flop / one.bytes for one in points]
         area = np.sqrt([one.total_s for one in points])
-        data: list[dict[str, Any]] = [{
-            "type": "scatter", "mode": "markers", "name": "operators", "x": intensity,
-            "y": [one.flop_per_s for one in points], "marker": {"size": 6 + 20 * area / area.max()},
-            "text": [f"{one.op} {one.shape} {one.dtype}" for one in points],
-        }]  # fmt: skip
-        if cluster:
-            along = np.geomspace(min(intensity) / 2, max(intensity) * 2, 60)
-            for dtype in dict.fromkeys(one.dtype for one in points):
-                peak = cluster.chip.matrix_flop_per_s.get(dtype) or cluster.chip.vector_flop_per_s.get(dtype)
-                if peak:
-                    roof = np.minimum(peak, along * cluster.chip.memory_bytes_per_s)
-                    name = f"{cluster.chip.name}, {dtype}"
-                    data.append({"type": "scatter", "mode": "lines", "name": name, "x": along, "y": roof})
-        layout = {
-            "xaxis": {"type": "log", "title": {"text": "FLOP a byte"}},
-            "yaxis": {"type": "log", "title": {"text": "FLOP/s"}},
+        operators = Series(
+            intensity, [one.flop_per_s for one in points], "operators", line="",
+            size=6 + 20 * area / area.max(), texts=[f"{one.op} {one.shape} {one.dtype}" for one in points],
+        )  # fmt: skip
+        chip = cluster.chip if cluster else None
+        peaks = {
+            f"{chip.name}, {dtype}": peak
+            for dtype in dict.fromkeys(one.dtype for one in points)
+            if chip and (peak := chip.matrix_flop_per_s.get(dtype) or chip.vector_flop_per_s.get(dtype))
         }
+        ends = min(intensity) / 2, max(intensity) * 2
+        title, rate = "Matmuls and attention under the roofline", chip.memory_bytes_per_s if chip else 1.0
         text = "The larger a point, the longer all calls of the operator took."
-        sections.append(Chart("Matmuls and attention under the roofline", data, layout, text, height=380))
+        sections.append(replace(roofline(title, [operators], peaks, rate, ends), finding=text))
     if rates:
         sections += rate_tables(rates, limit=MOST_ROWS)
     if wires := bandwidths(summary.collectives, cluster):

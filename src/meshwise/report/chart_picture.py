@@ -1,0 +1,294 @@
+"""Charts as one picture: drawn by matplotlib, which is imported late, and written whole or not at all."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwise.core.errors import DataError, MissingExtraError
+from meshwise.core.files import whole_file
+from meshwise.core.units import duration, with_prefix
+from meshwise.report.chart import (
+    OTHER_COLOR,
+    Bars,
+    Bound,
+    Chart,
+    ChartAxis,
+    Lanes,
+    Mark,
+    Names,
+    Picture,
+    Series,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS = (".png", ".svg", ".pdf")
+DOTS_PER_INCH, PX_PER_INCH = 160, 90
+WIDTH_INCHES, CHARACTERS_PER_INCH = 12.0, 14.0
+MOST_NAMES = 33
+"""Lanes that are named; of more, every second one, every third one and so on."""
+LINES = {"": "none", "solid": "-", "dash": "--", "dot": ":"}
+
+Floats = NDArray[np.float64]
+
+
+def check_format(path: Path, *, also: tuple[str, ...] = ()) -> None:
+    """Raise DataError unless `path` ends in a format we draw (or in one of `also`)."""
+    if path.suffix.lower() not in (*FORMATS, *also):
+        raise DataError(f"cannot draw {path}: its name must end in {', '.join((*FORMATS, *also))}")
+
+
+def new_figure(width_inches: float, height_inches: float) -> Figure:
+    """An empty figure that arranges its own axes; MissingExtraError without matplotlib.
+
+    It belongs to no window, so drawing never opens one and never changes the caller's backend.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtraError('matplotlib is not installed; run: pip install "meshwise[plot]"') from None
+    figure = Figure(figsize=(width_inches, height_inches), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write `figure` in the format that the ending of `path` names; DataError where that cannot be."""
+    check_format(path)
+    with whole_file(path) as file:
+        figure.savefig(file, format=path.suffix.lower().removeprefix("."), dpi=DOTS_PER_INCH)
+
+
+def draw_picture(picture: Picture, path: Path) -> None:
+    """Write all charts of `picture` to `path`; DataError or MissingExtraError where that cannot be."""
+    check_format(path)
+    save_figure(picture_figure(picture), path)
+
+
+def picture_figure(picture: Picture) -> Figure:
+    """All charts of `picture`, drawn."""
+    title = _wrapped(picture.title, WIDTH_INCHES)
+    heights = [max(chart.height for chart in row) / PX_PER_INCH + 0.4 for row in picture.rows]
+    figure = new_figure(WIDTH_INCHES, sum(heights) + 0.2 * (1 + title.count("\n")))
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+    columns = max(map(len, picture.rows))
+    widths = picture.widths or [1.0] * columns
+    grid = figure.add_gridspec(len(heights), columns, height_ratios=heights, width_ratios=widths)
+    drawn: list[tuple[Axes, Chart]] = []
+    for i, charts in enumerate(picture.rows):
+        for j, chart in enumerate(charts):
+            alone = len(charts) == 1
+            axes = figure.add_subplot(grid[i, :] if alone else grid[i, j])
+            draw_chart(axes, chart, WIDTH_INCHES * (1.0 if alone else widths[j] / sum(widths)) - 1.5)
+            drawn.append((axes, chart))
+    figure.draw_without_rendering()  # arranges the axes, so that places in pixels are final
+    for axes, chart in drawn:
+        _draw_names(axes, chart)
+    return figure
+
+
+def draw_chart(axes: Axes, chart: Chart, width_inches: float) -> None:
+    """Draw all of `chart` but its names into matplotlib axes."""
+    finding = _wrapped(chart.finding, width_inches)
+    lines = finding.count("\n") + bool(finding)
+    axes.set_title(chart.title, loc="left", fontsize=9.5, fontweight="bold", pad=6 + 12 * lines)
+    told = axes.annotate(finding, (0, 1), (0, 4), xycoords="axes fraction", textcoords="offset points",
+                         fontsize=8.5, color="#555555")  # fmt: skip
+    told.set_in_layout(False)
+    for i, mark in enumerate(chart.marks):
+        _DRAW[type(mark)](axes, mark, [one for one in chart.marks[:i] if isinstance(one, Bars)])
+    _set_axis(axes, "x", chart.x)
+    if not any(isinstance(mark, Bars | Lanes) for mark in chart.marks):
+        _set_axis(axes, "y", chart.y)
+    axes.tick_params(labelsize=8)
+    if not any(isinstance(mark, Lanes) for mark in chart.marks):
+        axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(axes.get_legend_handles_labels()[1]) > 1:
+        legend: Any = axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        for handle in legend.legend_handles:
+            if hasattr(handle, "set_sizes"):
+                handle.set_sizes([30])
+
+
+def _wrapped(text: str, width_inches: float) -> str:
+    width = int(CHARACTERS_PER_INCH * width_inches)
+    return "\n".join(textwrap.fill(line, width) for line in text.split("\n"))
+
+
+def _set_axis(axes: Axes, name: str, axis: ChartAxis) -> None:
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+    one: Any = getattr(axes, f"{name}axis")
+    axes.set(**{f"{name}label": axis.title})
+    one.label.set_fontsize(8.5)
+    if axis.log:
+        axes.set(**{f"{name}scale": "log"})
+    axes.set(**{f"{name}lim": (axis.low, axis.high)})
+    if axis.log:
+        low, high = one.get_view_interval()
+        subs = (1.0, 2.0, 5.0) if high < 3e3 * low else (1.0,)
+        one.set_major_locator(LogLocator(subs=subs, numticks=40) if high > 8 * low else MaxNLocator(6))
+        one.set_minor_locator(NullLocator())
+    if axis.ticks:
+        one.set_ticks(axis.ticks)
+    shown: dict[str, Callable[[float], str]] = {
+        "percent": lambda value: f"{value:.0%}",
+        "count": lambda value: f"{value:,g}",
+        "prefix": duration if axis.unit == "s" else lambda value: with_prefix(value, axis.unit),
+    }
+    if show := shown.get(axis.numbers):
+        one.set_major_formatter(lambda value, _: show(round(value, 15)) if value else "0")
+
+
+def _draw_bars(axes: Axes, bars: Bars, before: Sequence[Bars]) -> None:
+    rows, height = np.arange(len(bars.names)) + 0.0, 0.72
+    if bars.starts is None and before:  # the second of two that stand one below the other
+        rows, height = rows + 0.2, 0.36
+    axes.barh(
+        rows,
+        bars.values,
+        height,
+        0.0 if bars.starts is None else bars.starts,
+        color=bars.colors,
+        label=bars.name or None,
+    )
+    axes.set_yticks(np.arange(len(bars.names)), bars.names)
+    axes.set_ylim(len(bars.names) - 0.45, -0.55)
+    axes.tick_params(axis="y", length=0)
+    if bars.texts:
+        beside: Any = axes.secondary_yaxis("right")
+        beside.set_yticks(rows, bars.texts, fontsize=8)
+        beside.tick_params(length=0)
+        beside.spines["right"].set_visible(False)
+
+
+def _draw_series(axes: Axes, series: Series, _: Sequence[Bars]) -> None:
+    label = series.name or None
+    if series.line:
+        steps: Any = "steps-post" if series.steps else "default"
+        axes.plot(
+            series.x, series.y, LINES[series.line], color=series.color, drawstyle=steps, lw=1.4, label=label
+        )
+        label = None
+    size = np.asarray(series.size, dtype=float)
+    if (size > 0).any():
+        look: Any = {"facecolors": "none" if series.symbol == "circle-open" else series.color, "lw": 0.8}
+        look["edgecolors"] = series.color if series.symbol == "circle-open" else "none"
+        marker = "^" if series.symbol == "triangle-up" else "o"
+        axes.scatter(
+            series.x, series.y, (0.75 * size) ** 2, marker=marker, alpha=series.opacity, label=label, **look
+        )
+
+
+def _draw_lanes(axes: Axes, lanes: Lanes, _: Sequence[Bars]) -> None:
+    from matplotlib.colors import ListedColormap
+
+    half = (lanes.times[1] - lanes.times[0]) / 2
+    extent = (lanes.times[0] - half, lanes.times[-1] + half, len(lanes.names) - 0.5, -0.5)
+    colors, shown = ListedColormap(list(lanes.kinds.values())), np.ma.masked_less(lanes.grid, 0)
+    look: Any = {"aspect": "auto", "interpolation": "nearest", "vmin": -0.5, "vmax": len(lanes.kinds) - 0.5}
+    axes.imshow(shown, cmap=colors, extent=extent, **look)
+    for i, (kind, color) in enumerate(lanes.kinds.items()):
+        if (lanes.grid == i).any():
+            axes.barh(0, 0, color=color, label=kind)
+    every = -(-len(lanes.names) // MOST_NAMES)
+    axes.set_yticks(range(0, len(lanes.names), every), lanes.names[::every])
+    axes.set_ylim(extent[2:])
+
+
+def _draw_bound(axes: Axes, bound: Bound, _: Sequence[Bars]) -> None:
+    draw = axes.axvline if bound.axis == "x" else axes.axhline
+    draw(bound.value, color=bound.color, lw=1.2, linestyle=LINES[bound.line])
+
+
+_DRAW: dict[type[Mark], Callable[[Any, Any, Sequence[Bars]], None]] = {
+    **{Bars: _draw_bars, Series: _draw_series, Lanes: _draw_lanes, Bound: _draw_bound},
+    Names: lambda *_: None,
+}
+
+
+# --- names beside points -------------------------------------------------------------------------
+
+
+def _draw_names(axes: Axes, chart: Chart) -> None:
+    """Write each name at the nearest place to its point that is free, in the order of their importance.
+
+    Free means inside the axes, clear of marks and lines, of other names and the lines that lead to them.
+    """
+    figure: Any = axes.get_figure(root=True)
+    pixels = figure.dpi / 72
+    taken = np.concatenate([np.empty((0, 4)), *_boxes(axes, chart, pixels)])
+    names = np.empty((0, 4))
+    for mark in chart.marks:
+        if isinstance(mark, Names):
+            for x, y, text, color in zip(mark.x, mark.y, mark.texts, mark.colors, strict=True):
+                names = _draw_name(axes, (x, y), text, color, taken, names, pixels)
+
+
+def _boxes(axes: Axes, chart: Chart, pixels: float) -> Iterator[Floats]:
+    """What stands in the way of names: marks and lines, as boxes (left, bottom, right, top) in pixels."""
+    for mark in chart.marks:
+        if isinstance(mark, Series) and len(mark.x):
+            at = axes.transData.transform(np.column_stack([mark.x, mark.y]))
+            radius = np.broadcast_to(np.asarray(mark.size) * 0.375 * pixels, len(at))[:, None]
+            yield np.hstack([at - radius, at + radius])
+            if mark.line:
+                stops = np.repeat(at, 2, axis=0)
+                corners = np.column_stack([stops[1:, 0], stops[:-1, 1]]) if mark.steps else at
+                yield from map(_line_boxes, corners[:-1], corners[1:])
+        elif isinstance(mark, Bound):
+            x, y = axes.transData.transform((mark.value, mark.value))
+            low, high = axes.bbox.min, axes.bbox.max
+            yield np.array([[x, low[1], x, high[1]] if mark.axis == "x" else [low[0], y, high[0], y]])
+
+
+def _draw_name(
+    axes: Axes, at: tuple[float, float], text: str, color: str, taken: Floats, names: Floats, pixels: float
+) -> Floats:
+    """Write one name where there is room; `names` with its box and those of the line that leads to it."""
+    leader = {"arrowstyle": "-", "color": OTHER_COLOR, "lw": 0.5, "shrinkA": 0, "shrinkB": 0}
+    label = axes.annotate(text, at, (0, 0), textcoords="offset points", fontsize=8, ha="center", va="center",
+                          color=color, arrowprops=leader)  # fmt: skip
+    label.set_in_layout(False)
+    half = np.array(label.get_window_extent().size) / 2 + pixels
+    center: Floats = axes.transData.transform(at)
+    for offset in _offsets(half, pixels):
+        place = center + offset
+        box, leading = np.hstack([place - half, place + half])[None], _line_boxes(center, place)
+        inside = (place - half >= axes.bbox.min).all() and (place + half <= axes.bbox.max).all()
+        if inside and not (_touch(box, taken) or _touch(box, names) or _touch(leading, names)):
+            label.set_position(tuple(offset / pixels))
+            return np.vstack([names, box, leading])
+    label.remove()
+    return names
+
+
+def _offsets(half: Floats, pixels: float) -> Iterator[Floats]:
+    """Where a name of half size `half` may stand around a point, near places first, below before above."""
+    for distance in np.arange(5, 170, 5) * pixels:
+        for angle in np.radians([-45, -90, -135, -20, -160, 0, 180, -65, -115, 45, 135, 90]):
+            way = np.array([np.cos(angle), np.sin(angle)])
+            yield way * (distance + half * np.abs(way))
+
+
+def _line_boxes(start: Floats, end: Floats) -> Floats:
+    """A line as boxes without extent along it."""
+    along = start + np.linspace(0, 1, 100)[:, None] * (end - start)
+    return np.column_stack([along, along])
+
+
+def _touch(some: Floats, others: Floats) -> bool:
+    """Whether any box of `some` overlaps any of `others`, rows of (left, bottom, right, top)."""
+    return bool(((some[:, None, :2] < others[:, 2:]) & (some[:, None, 2:] > others[:, :2])).all(axis=2).any())
