@@ -32,7 +32,6 @@ import itertools
 import json
 import math
 import os
-import queue
 import re
 import signal
 import sqlite3
@@ -337,19 +336,17 @@ def run_sweep(
 
 def _locally(sweep: Sweep, todo: Sequence[GridPoint], jobs: int) -> Iterator[tuple[GridPoint, CommandAnswer]]:
     """Answers as they come from `jobs` threads, each with a worker process of its own."""
-    workers = [CommandWorker() for _ in range(jobs)]
-    idle: queue.SimpleQueue[CommandWorker] = queue.SimpleQueue()
-    for worker in workers:
-        idle.put(worker)
+    workers: list[CommandWorker] = []
+    of_thread = threading.local()
+
+    def start() -> None:
+        of_thread.worker = CommandWorker()
+        workers.append(of_thread.worker)
 
     def answered(point: GridPoint) -> tuple[GridPoint, CommandAnswer]:
-        worker = idle.get()
-        try:
-            return point, answer_of(worker, sweep, point.words)
-        finally:
-            idle.put(worker)
+        return point, answer_of(of_thread.worker, sweep, point.words)
 
-    threads = ThreadPoolExecutor(jobs)
+    threads = ThreadPoolExecutor(jobs, initializer=start)
     try:
         for done in as_completed([threads.submit(answered, point) for point in todo]):
             yield done.result()

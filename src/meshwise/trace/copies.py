@@ -54,7 +54,7 @@ def _total(kind: str, duration_ns: np.ndarray, size_bytes: np.ndarray) -> CopyTo
     total_s, told = float(duration_ns.sum()) / 1e9, size_bytes >= 0
     sizes = size_bytes[told].astype(np.float64)
     if not len(sizes):
-        return CopyTotal(kind, len(duration_ns), total_s, None, None, None, None, None)
+        return CopyTotal(kind, len(duration_ns), total_s, *[None] * 5)
     seconds = float(duration_ns[told].sum()) / 1e9
     return CopyTotal(
         kind=kind,

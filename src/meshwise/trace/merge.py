@@ -12,8 +12,9 @@ communication and the longest of all others.
 from __future__ import annotations
 
 import gzip
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,32 +64,28 @@ def write_merged(
         max_slices: Of all ranks, without the lanes of collectives; None for no bound.
         beside: Further events in the format of the file (a predicted timeline).
     """
-    num_cut = num_slices = 0
+    num_cut = num_slices = num_arrows = 0
     least_ns = _least_ns(traces, max_slices)
     origin = min((int(t.start_ns[0]) - alignment.offsets_ns[t.rank] for t in traces if len(t)), default=0)
+    parts: list[Iterable[dict[str, Any]]] = []
+    for trace in traces:
+        shift = origin + alignment.offsets_ns[trace.rank]
+        lane, names = _lanes(trace)
+        kept = np.flatnonzero(np.isin(trace.kind, _ALWAYS) | (trace.duration_ns >= least_ns))
+        num_slices += len(kept)
+        duration = np.full(len(trace), -1)
+        duration[kept], cut = nested(trace.start_ns[kept], trace.duration_ns[kept], lane[kept])
+        num_cut += cut
+        arrows = _arrows(trace, lane, shift, num_arrows, duration >= 0)
+        num_arrows += len(arrows) // 2
+        slices = _slices(trace, kept, lane, duration, shift)
+        parts += [_names(trace, names), slices, arrows, _counters(trace, shift)]
+    events = itertools.chain(*parts, _collective_lanes(found), beside)
     with whole_file(path) as file, _packed(file, path) as out:
-        out.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
-        first = True
-        flow = 0
-        for trace in traces:
-            shift = origin + alignment.offsets_ns[trace.rank]
-            lane, names = _lanes(trace)
-            kept = _kept(trace, least_ns)
-            num_slices += len(kept)
-            duration = np.full(len(trace), -1)
-            duration[kept], cut = nested(trace.start_ns[kept], trace.duration_ns[kept], lane[kept])
-            num_cut += cut
-            arrows = _arrows(trace, lane, shift, flow, duration >= 0)
-            flow += len(arrows) // 2
-            slices = _slices(trace, kept, lane, duration, shift)
-            parts = (_names(trace, names), slices, arrows, _counters(trace, shift))
-            for batch in _batched(parts):
-                out.write((b"" if first else b",\n") + _lines(batch))
-                first = False
-        lanes = _collective_lanes(found)
-        for more in (lanes, beside):
-            if more:
-                out.write(b",\n" + _lines(more))
+        between = b'{"displayTimeUnit":"ms","traceEvents":[\n'
+        while batch := list(itertools.islice(events, _BATCH)):
+            out.write(between + b",\n".join(map(msgspec.json.encode, batch)))
+            between = b",\n"
         out.write(b"\n]}\n")
     return Merged(num_slices, num_cut, sum(map(len, traces)) - num_slices)
 
@@ -99,11 +96,6 @@ def _least_ns(traces: Sequence[Trace], max_slices: int | None) -> int:
     if max_slices is None or len(lengths) <= max_slices:
         return 0
     return int(np.partition(lengths, -max_slices)[-max_slices]) + 1
-
-
-def _kept(trace: Trace, least_ns: int) -> Ints:
-    """The events that are written."""
-    return np.flatnonzero(np.isin(trace.kind, _ALWAYS) | (trace.duration_ns >= least_ns))
 
 
 def _packed(file: BinaryIO, path: Path) -> AbstractContextManager[Any]:
@@ -237,19 +229,3 @@ def _collective_lanes(found: Sequence[Collective]) -> list[dict[str, Any]]:
                         {"ph": "X", "cat": "collective", "name": name, **lane, **times, "args": args}
                     )
     return events
-
-
-def _batched(parts: Sequence[Any]) -> Iterator[list[dict[str, Any]]]:
-    batch: list[dict[str, Any]] = []
-    for part in parts:
-        for event in part:
-            batch.append(event)
-            if len(batch) == _BATCH:
-                yield batch
-                batch = []
-    if batch:
-        yield batch
-
-
-def _lines(events: Sequence[dict[str, Any]]) -> bytes:
-    return b",\n".join(map(msgspec.json.Encoder().encode, events))

@@ -12,7 +12,6 @@ so there the digits themselves are read.
 from __future__ import annotations
 
 import collections
-import gc
 import os
 import pickle
 import re
@@ -20,7 +19,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -143,27 +141,14 @@ def read_trace(path: Path) -> tuple[Trace | None, list[str]]:
     notes = Notes()
     columns = _Columns()
     metadata: dict[str, Any] = {}
-    with _uncollected():
-        for events in decoded_pieces(path, notes, metadata):
-            columns.add(events, notes)
+    for events in decoded_pieces(path, notes, metadata):
+        columns.add(events, notes)
     if not metadata and not len(columns):
         return None, notes.sentences() or ["not a trace: it holds no traceEvents"]
     trace = columns.trace(path, metadata, notes)
     if not len(trace) and not len(trace.memory.time_ns):
         return None, ["the trace holds no event", *notes.sentences()]
     return trace, notes.sentences()
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the search for cycles, which takes an eighth of the time and finds none among events."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Numbered(dict[Any, int]):
