@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Model2DOptions:
     """What the command line may choose."""
 
     seq: Annotated[int, Meta(ge=1, description="tokens in the whole sequence, N")] = 4096
@@ -45,7 +45,10 @@ class Options:
     seed: Annotated[int, Meta(description="seed of inputs and weights")] = 0
 
 
-def check(options: Options, ranks: int) -> None:
+Options = Model2DOptions
+
+
+def check(options: Model2DOptions, ranks: int) -> None:
     """PlanError for what does not divide."""
     tp, dp = degrees(options, ranks)
     if tp * dp != ranks:
@@ -60,28 +63,28 @@ def check(options: Options, ranks: int) -> None:
         ulysses.check(attention_options(options, ranks), ranks)
 
 
-def degrees(options: Options, ranks: int) -> tuple[int, int]:
+def degrees(options: Model2DOptions, ranks: int) -> tuple[int, int]:
     """(tp, dp); where both are left out, all ranks are tensor-parallel."""
     tp = options.tp or max(1, ranks // (options.dp or 1))
     return tp, options.dp or max(1, ranks // tp)
 
 
-def inner_width(options: Options) -> int:
+def inner_width(options: Model2DOptions) -> int:
     """f, the width between W1 and W2."""
     return options.ffn_hidden or 4 * options.hidden
 
 
-def attention_options(options: Options, ranks: int) -> ulysses.Options:
+def attention_options(options: Model2DOptions, ranks: int) -> ulysses.UlyssesOptions:
     """The Ulysses attention that goes before."""
     heads = options.heads or max(1, options.hidden // 128)
     if not options.heads and heads % ranks:
         heads = ranks
-    return ulysses.Options(
+    return ulysses.UlyssesOptions(
         seq=options.seq, hidden=options.hidden, heads=heads, dtype=options.dtype, seed=options.seed
     )
 
 
-def estimate(options: Options, tape: Tape) -> None:
+def estimate(options: Model2DOptions, tape: Tape) -> None:
     """Write the closed form of `main` on `tape`."""
     tp, dp = degrees(options, tape.world_size)
     before = ulysses.sizes(attention_options(options, tape.world_size), tape.world_size)
@@ -99,7 +102,7 @@ def estimate(options: Options, tape: Tape) -> None:
     play(model_2d_program(sizes, tape.rank), tape)
 
 
-def main(options: Options, context: Context) -> dict[str, Any] | None:
+def main(options: Model2DOptions, context: Context) -> dict[str, Any] | None:
     """Forward, and backward if asked; with `--check`, the largest difference to a single process."""
     import torch
 
@@ -128,7 +131,7 @@ def main(options: Options, context: Context) -> dict[str, Any] | None:
         return {"max_abs_diff": model_2d_difference(start, shards, column, grads, parts, output)}
 
 
-def _start(options: Options, context: Context) -> torch.Tensor:
+def _start(options: Model2DOptions, context: Context) -> torch.Tensor:
     """This rank's N/P tokens: what attention leaves, or made up."""
     import torch
 
@@ -142,7 +145,7 @@ def _start(options: Options, context: Context) -> torch.Tensor:
 
 
 def local_weights(
-    options: Options, context: Context, tp: int, place: int
+    options: Model2DOptions, context: Context, tp: int, place: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """W1 [L, d, f/TP] and W2 [L, f/TP, d] of tensor-parallel rank `place`."""
     dtype, inner = context.dtype(options.dtype), inner_width(options) // tp
@@ -188,27 +191,33 @@ def layer(
     shown: dict[str, torch.Tensor] | None,
 ) -> torch.Tensor:
     """x [N/P, d] -> x + relu(x W1) W2, over the TP ranks of `group`."""
-    from meshwise.runtime.programs.functions import Exchange, MatMul, all_gather, reduce_scatter
+    import torch
+
+    from meshwise.runtime.programs.functions import (
+        DifferentiableCollective,
+        all_gather,
+        reduce_scatter,
+    )
 
     op = context.recorder.op
     with op("input"):
-        gathered = Exchange.apply(x, all_gather, reduce_scatter, group)
+        gathered = DifferentiableCollective.apply(x, all_gather, reduce_scatter, group)
     if shown is not None:
         weights = {"W1 [L, d, d'/TP]": shown["W1"], "W2 [L, d'/TP, d]": shown["W2"]}
         context.step("2D model parallel", {"input_ [N/DP, d]": gathered, **weights})
     with op("inter"):
-        inter = MatMul.apply(gathered, weight_in).relu_()
+        inter = torch.mm(gathered, weight_in).relu_()
     if shown is not None:
         context.step("inter = input x W1", {"inter [N/DP, d'/TP]": inter})
     with op("output"):
-        partial = MatMul.apply(inter, weight_out)
-        summed = Exchange.apply(partial, reduce_scatter, all_gather, group)
+        partial = torch.mm(inter, weight_out)
+        summed = DifferentiableCollective.apply(partial, reduce_scatter, all_gather, group)
     with op("residual"):
         return x + summed
 
 
 def backward(
-    options: Options, context: Context, output: torch.Tensor, grads: list[torch.Tensor], group: Any
+    options: Model2DOptions, context: Context, output: torch.Tensor, grads: list[torch.Tensor], group: Any
 ) -> None:
     """Gradients for a made-up gradient of the output; weights' are summed over the DP ranks of `group`."""
     import torch.distributed as dist
@@ -224,6 +233,8 @@ def backward(
     context.step("backward", {"dW1 [L, d, d'/TP]": grads[0], "dW2 [L, d'/TP, d]": grads[1]})
 
 
-def output_gradient(options: Options, context: Context, rank: int, output: torch.Tensor) -> torch.Tensor:
+def output_gradient(
+    options: Model2DOptions, context: Context, rank: int, output: torch.Tensor
+) -> torch.Tensor:
     """The made-up gradient of the tokens of `rank`."""
     return context.normal(*output.shape, dtype=output.dtype, key=(options.seed, 13, rank))

@@ -2,10 +2,9 @@
 
 Every rank holds N/P tokens and all weights. It projects its tokens to q, k, v of all h heads; an
 all-to-all turns that into all tokens of h/P heads; attention runs there; a second all-to-all turns the
-result back, and the output projection follows. With `--ring R` the exchange spans only U = P/R ranks, and
-keys and values travel around R ranks instead: two levels, for machines whose inner links are faster.
+result back, and the output projection follows. (Inside a ring, the program `train` runs it.)
 
-Source: DeepSpeed-Ulysses, arXiv 2309.14509; two levels: USP, arXiv 2405.07719.
+Source: DeepSpeed-Ulysses, arXiv 2309.14509.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class UlyssesOptions:
     """What the command line may choose."""
 
     seq: Annotated[int, Meta(ge=1, description="tokens in the whole sequence, N")] = 4096
@@ -40,37 +39,33 @@ class Options:
         Literal["scores", "flash"], Meta(description="keep the N x N score matrix, or never make it")
     ] = "scores"
     causal: Annotated[bool, Meta(description="a token sees only those before it")] = False
-    ring: Annotated[int, Meta(ge=1, description="ranks of the ring around the exchange, R")] = 1
     backward: Annotated[bool, Meta(description="run the backward too, and all-reduce its gradients")] = False
     check: Annotated[bool, Meta(description="compare with one process that holds everything")] = False
     seed: Annotated[int, Meta(description="seed of inputs and weights")] = 0
 
 
-def check(options: Options, ranks: int) -> None:
+Options = UlyssesOptions
+
+
+def check(options: UlyssesOptions, ranks: int) -> None:
     """PlanError for what does not divide or does not go together."""
-    if ranks % options.ring:
-        raise PlanError(f"ulysses: {ranks} ranks do not divide by --ring {options.ring}")
-    exchange = ranks // options.ring
     if options.seq % ranks:
         raise PlanError(
             f"ulysses: --seq {options.seq} does not divide by {ranks} ranks; use a multiple of {ranks}"
         )
-    if options.heads % exchange:
+    if options.heads % ranks:
         raise PlanError(
-            f"ulysses: --heads {options.heads} does not divide by the {exchange} ranks that exchange heads; "
-            f"use a multiple of {exchange}, or --ring to exchange among fewer"
+            f"ulysses: --heads {options.heads} does not divide by the {ranks} ranks that exchange heads; "
+            f"use a multiple of {ranks}"
         )
     if options.hidden % options.heads:
         raise PlanError(f"ulysses: --hidden {options.hidden} does not divide by --heads {options.heads}")
-    if options.ring > 1 and options.attention != "flash":
-        raise PlanError("ulysses: --ring passes keys between ranks and needs --attention flash")
 
 
-def sizes(options: Options, ranks: int) -> Ulysses:
+def sizes(options: UlyssesOptions, ranks: int) -> Ulysses:
     """The numbers that the closed form takes."""
     return Ulysses(
         ranks=ranks,
-        ring=options.ring,
         seq=options.seq,
         hidden=options.hidden,
         heads=options.heads,
@@ -81,12 +76,12 @@ def sizes(options: Options, ranks: int) -> Ulysses:
     )
 
 
-def estimate(options: Options, tape: Tape) -> None:
+def estimate(options: UlyssesOptions, tape: Tape) -> None:
     """Write the closed form of `main` on `tape`."""
     play(ulysses_program(sizes(options, tape.world_size), tape.rank), tape)
 
 
-def main(options: Options, context: Context) -> dict[str, Any] | None:
+def main(options: UlyssesOptions, context: Context) -> dict[str, Any] | None:
     """Forward, and backward if asked; with `--check`, the largest difference to a single process."""
     import torch
 
@@ -114,13 +109,13 @@ _INPUT, _GRADIENT = 0, 5
 
 
 def _tokens(
-    options: Options, context: Context, shape: tuple[int, ...], key: int, rank: int, **how: Any
+    options: UlyssesOptions, context: Context, shape: tuple[int, ...], key: int, rank: int, **how: Any
 ) -> torch.Tensor:
     """The made-up tokens, or their gradient, of `rank`."""
     return context.normal(*shape, dtype=context.dtype(options.dtype), key=(options.seed, key, rank), **how)
 
 
-def make_inputs(options: Options, context: Context) -> dict[str, torch.Tensor]:
+def make_inputs(options: UlyssesOptions, context: Context) -> dict[str, torch.Tensor]:
     """This rank's tokens, and the four weights that every rank holds."""
     tokens, width = options.seq // context.world_size, options.hidden // options.heads
     shared: dict[str, Any] = {"dtype": context.dtype(options.dtype), "requires_grad": options.backward}
@@ -141,38 +136,32 @@ def weight_shapes(hidden: int, width: int) -> dict[str, tuple[int, int]]:
     return {"Q": (hidden, width), "K": (hidden, width), "V": (hidden, width), "O": (width, hidden)}
 
 
-def forward(options: Options, context: Context, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def forward(options: UlyssesOptions, context: Context, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The steps of the program; nothing that it names is freed before it returns."""
+    import torch
     from torch import bmm
 
-    from meshwise.runtime.programs.functions import (
-        Exchange,
-        MatMul,
-        Project,
-        RingAttention,
-        Scores,
-        all_to_all,
-    )
+    from meshwise.runtime.programs.attention_kernels import Attend
+    from meshwise.runtime.programs.functions import DifferentiableCollective, Project, all_to_all
+    from meshwise.runtime.programs.unfused import SoftmaxInPlace
 
-    op, step = context.recorder.op, context.step
-    num = context.world_size // options.ring
-    mesh = context.mesh(ring=options.ring, ulysses=num)
-    exchange = mesh.get_group("ulysses")
+    op, step, num = context.recorder.op, context.step, context.world_size
+    exchange = context.mesh(ulysses=num).get_group("ulysses")
     x, weight_q, weight_k, weight_v, weight_o = inputs.values()
     tokens, width = x.shape[0], options.hidden // options.heads
-    local_heads, local_seq = options.heads // num, tokens * num
-    p, n = ("P", "N") if options.ring == 1 else ("U", "N/R")
-    spread, gathered = f"[{p}, h/{p}, N/P, d/h]", f"[h/{p}, {n}, d/h]"
+    local_heads, seq = options.heads // num, tokens * num
+    spread, gathered = "[P, h/P, N/P, d/h]", "[h/P, N, d/h]"
+
+    def dealt(tensor: torch.Tensor) -> torch.Tensor:
+        return DifferentiableCollective.apply(tensor, all_to_all, all_to_all, exchange)
 
     def to_heads(name: str, tensor: torch.Tensor) -> torch.Tensor:
         with op(name):
-            return Exchange.apply(
-                tensor.view(num, local_heads, tokens, width), all_to_all, all_to_all, exchange
-            )
+            return dealt(tensor.view(num, local_heads, tokens, width))
 
     def join_tokens(name: str, tensor: torch.Tensor) -> torch.Tensor:
         with op(f"{name} transpose"):
-            return tensor.transpose(0, 1).contiguous().view(local_heads, local_seq, width)
+            return tensor.transpose(0, 1).contiguous().view(local_heads, seq, width)
 
     step(
         "inputs",
@@ -204,36 +193,36 @@ def forward(options: Options, context: Context, inputs: Mapping[str, torch.Tenso
 
     if options.attention == "scores":
         with op("A"):
-            scores = Scores.apply(q_, k_, options.causal)
-        step("A = q_ x k_t", {f"A [h/{p}, N, N]": scores})
+            scores = SoftmaxInPlace.apply(bmm(q_, k_.transpose(1, 2)), width**-0.5, options.causal)
+        step("A = q_ x k_t", {"A [h/P, N, N]": scores})
         with op("c"):
             c = bmm(scores, v_)
         step("c = A x v_", {f"c {gathered}": c})
     else:
         batched = [tensor.unsqueeze(0) for tensor in (q_, k_, v_)]
         with op("attention"):
-            c = RingAttention.apply(*batched, options.causal, mesh.get_group("ring"))
-        c = c.squeeze(0)
+            c = Attend.apply(*batched, options.causal)
+        c = c.transpose(1, 2).squeeze(0)
         step("c = attention of q_, k_, v_", {f"c {gathered}": c})
 
     with op("c transpose"):
         c = c.transpose(0, 1).contiguous()
-    step("transpose c", {f"c [{n}, h/{p}, d/h]": c}, "transpose(0, 1) c")
+    step("transpose c", {"c [N, h/P, d/h]": c}, "transpose(0, 1) c")
     with op("c"):
-        c_ = Exchange.apply(c.view(num, tokens, local_heads, width), all_to_all, all_to_all, exchange)
-    step("all-to-all c", {f"c_ [{p}, N/P, h/{p}, d/h]": c_}, "c_ = all-to-all c")
+        c_ = dealt(c.view(num, tokens, local_heads, width))
+    step("all-to-all c", {"c_ [P, N/P, h/P, d/h]": c_}, "c_ = all-to-all c")
     with op("c_ transpose"):
         c_ = c_.transpose(0, 1).contiguous().view(tokens, options.hidden)
     weight_o = weight_o.view(options.hidden, options.hidden)
     step("transpose and reshape c_, reshape O", {"c_ [N/P, d]": c_, "O [d, d]": weight_o})
     with op("output"):
-        output = MatMul.apply(c_, weight_o)
+        output = torch.mm(c_, weight_o)
     step("output = c x O", {"output [N/P, d]": output})
     return output
 
 
 def backward(
-    options: Options, context: Context, inputs: Mapping[str, torch.Tensor], output: torch.Tensor
+    options: UlyssesOptions, context: Context, inputs: Mapping[str, torch.Tensor], output: torch.Tensor
 ) -> None:
     """Gradients of the inputs for a made-up gradient of the output; weights' are summed over all ranks."""
     import torch.distributed as dist
