@@ -40,20 +40,15 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/pytest $(CHECKED)
 
-# Tests that start ranks, a browser or a notebook, search large spaces, or try a thousand inputs; longest first.
-SLOW := train live_peak browser script run profile tensor_parallel search disk eval_lm generate notebooks fuzz moe sweep ulysses \
-	compare dry_run slurm validate calibrate
-SLOW_FILES := $(SLOW:%=tests/test_%.py)
 CHECKED := tests/test_house.py tests/test_public.py tests/test_docs.py
-ALONE := $(CHECKED) tests/test_network.py
+REST := --ignore tests/test_network.py $(CHECKED:%=--ignore %)
 
-quick: install  # all other tests, for daily work: about a minute on two cores
-	$(BIN)/pytest -n 2 $(SLOW_FILES:%=--ignore %) --ignore tests/test_network.py
+quick: install  # all tests that are not marked as slow, for daily work: about a minute on two cores
+	$(BIN)/pytest -n 2 -m "not slow" --ignore tests/test_network.py
 
-test: install  # a file stays on one worker, which makes its ranks once; the longest come first, to end together
+test: install  # a file stays on one worker, which makes its ranks once; conftest.py puts the longest first
 	$(MAKE) -j 2 check network
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(SLOW_FILES) \
-		$(filter-out $(SLOW_FILES) $(ALONE),$(wildcard tests/test_*.py))
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(REST)
 
 network: install  # measures time, which ranks that mostly wait for a slow cable can do beside the checks
 	$(BIN)/pytest tests/test_network.py

@@ -4,8 +4,10 @@ import gc
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,34 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks and workers share the cor
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch tells of every fake process group
 settings.register_profile("shared", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("shared")
+
+
+SECONDS = "meshwise/seconds"
+"""Where pytest's cache keeps how long each file took when it last ran."""
+taken_s: Counter[str] = Counter()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow files come first, the longest of them at the head, so that the workers end together.
+
+    What was never measured here goes by the size of its file.
+    """
+    known = config.cache.get(SECONDS, {}) if config.cache else {}
+
+    def place(item: pytest.Item) -> tuple[bool, float, int]:
+        slow = item.get_closest_marker("slow") is not None
+        return not slow, -known.get(item.path.name, 1e3), -item.path.stat().st_size
+
+    items.sort(key=place)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    taken_s[Path(report.location[0]).name] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.cache and not hasattr(session.config, "workerinput"):
+        session.config.cache.set(SECONDS, session.config.cache.get(SECONDS, {}) | taken_s)
 
 
 def pytest_collection_finish() -> None:

@@ -22,6 +22,8 @@ from meshwise.calibrate.runs import published_runs  # noqa: E402
 from meshwise.web.app import make_app  # noqa: E402
 from meshwise.web.views import Server  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 if CHROMIUM is None:
     pytest.skip("no Chromium is installed (apt-get install chromium)", allow_module_level=True)

@@ -24,6 +24,8 @@ from meshwise.runtime.calibrate import calibrate, fit_link, from_samples
 from meshwise.runtime.launch import Ranks
 from meshwise.runtime.measure import COLLECTIVES, EFFORTS, Sample
 
+pytestmark = pytest.mark.slow
+
 QUICK = EFFORTS["cpu", True]
 
 

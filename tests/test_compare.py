@@ -21,6 +21,8 @@ from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program, make_options
 from meshwise.runtime.run import run_rank
 
+pytestmark = pytest.mark.slow
+
 DTYPES = ("bf16", "fp16", "fp32", "fp64")
 
 

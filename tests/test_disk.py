@@ -23,6 +23,8 @@ from meshwise.calibrate.runs import published_runs
 from meshwise.cli import app
 from meshwise.core.files import whole_file
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("matplotlib")
 pytest.importorskip("plotly")
 pytest.importorskip("torch")

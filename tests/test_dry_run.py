@@ -21,6 +21,8 @@ from meshwise.runtime.fakes import QuickFakes
 from meshwise.runtime.programs import find_program, make_options
 from meshwise.runtime.torch_private import FakeTensorMode
 
+pytestmark = pytest.mark.slow
+
 LOG = {"ranks": 16, "rank": 7, "device": "h100-80g-sxm"}
 SIZES = {"seq": 60000, "hidden": 16384}
 

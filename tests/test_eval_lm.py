@@ -21,6 +21,8 @@ from meshwise.runtime.programs.text_data import EOS, PAD, decode, encode, read_b
 from meshwise.runtime.programs.transformer_lm import sinusoidal_positions
 from meshwise.runtime.run import run_rank
 
+pytestmark = pytest.mark.slow
+
 TINY = (
     "decoder_layers=2,tokens_per_sample=32,moe_expert_count=4,decoder_embed_dim=16,decoder_ffn_embed_dim=32,"
     "moe_eval_capacity_token_fraction=0.2"

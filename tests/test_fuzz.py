@@ -41,6 +41,8 @@ from meshwise.core.errors import MeshwiseError
 from meshwise.plan.plan import KEYS
 from meshwise.sweep.sweep import read_sweep
 
+pytestmark = pytest.mark.slow
+
 H100 = ("--cluster", "h100-80g-sxm:8")
 MODEL = ("--model", "llama3-8b", *H100)
 CASES = int(os.environ.get("CASES", "0"))

@@ -25,6 +25,8 @@ from meshwise.runtime.programs.text_data import EOS, NUM_SPECIAL
 from meshwise.runtime.programs.transformer_lm import TransformerDecoder, init_parameters
 from meshwise.runtime.run import run_rank
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

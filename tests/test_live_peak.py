@@ -12,6 +12,8 @@ pytest.importorskip("torch")
 from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.programs import find_program, parse_options
 
+pytestmark = pytest.mark.slow
+
 DATA = Path(__file__).parent / "data"
 MODELS = {
     "llama": str(DATA / "tiny_llama.json"),

@@ -29,6 +29,8 @@ from meshwise.runtime.programs.eval_lm import Options
 from meshwise.runtime.programs.moe import DenseDispatch, MoELayer, Shard, SparseDispatch, metric_names, route
 from meshwise.runtime.programs.transformer_lm import TransformerDecoder, init_parameters
 
+pytestmark = pytest.mark.slow
+
 PRINTED_CONFIG = Path(__file__).parent / "data" / "fairseq_moe_lm_15b.txt"  # as fairseq's eval_lm prints it
 PASSES = 5  # max_valid_steps 4
 GIB = 2**30

@@ -18,6 +18,8 @@ from meshwise.trace.read import read_trace
 from meshwise.trace.summary import summarize_paths
 from ports import own_port
 
+pytestmark = pytest.mark.slow
+
 torch = pytest.importorskip("torch")
 
 PROGRAM = """

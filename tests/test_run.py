@@ -35,6 +35,8 @@ from meshwise.runtime.programs import find_program, make_options
 from meshwise.runtime.run import run_rank
 from ports import own_port
 
+pytestmark = pytest.mark.slow
+
 TINY_LLAMA = Path(__file__).parent / "data" / "tiny_llama.json"
 
 

@@ -18,6 +18,8 @@ import meshwise as mw
 import ranks as on_ranks
 from meshwise.runtime.launch import launch
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = Path(__file__).parent / "data" / "scripts"
 FSDP2, DDP = (["python", str(SCRIPTS / name)] for name in ("fsdp2.py", "ddp.py"))
 LAYERS, STEPS = 3, 3

@@ -23,6 +23,8 @@ from meshwise.search.search import Result, search
 from meshwise.search.space import USUAL, free_values
 from test_one_path import MODELS, VALUES
 
+pytestmark = pytest.mark.slow
+
 SPACES: dict[str, tuple[str, str, dict[str, tuple[Any, ...]]]] = {
     "degrees": (
         "llama3-8b",

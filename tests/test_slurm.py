@@ -23,6 +23,8 @@ pytest.importorskip("torch")
 
 from ports import own_port
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent.parent / "examples" / "slurm" / "run.sbatch"
 DAEMONS = ("slurmctld", "slurmd")
 NODE = "NodeName={name} NodeHostname={host} Port={port} CPUs={cpus} Gres=gpu:2 State=UNKNOWN\n"

@@ -18,6 +18,8 @@ from meshwise.core.errors import DataError, MissingExtraError
 from meshwise.sweep import sweep as sweeps
 from meshwise.sweep.sweep import Store, read_sweep, run_sweep
 
+pytestmark = pytest.mark.slow
+
 GRID = """
 verb = "estimate"
 arguments = ["gpt3-175b"]

@@ -24,6 +24,8 @@ from meshwise.runtime.programs.tensor_parallel import Options, check, estimate
 from meshwise.runtime.programs.tensor_parallel.spans import part, positions, rank_spans, split
 from part_of_pool import run_on_first
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = find_program("tensor-parallel")
 SMALL: dict[str, Any] = {"seq": 24, "microbatch": 2, "hidden": 48, "heads": 12}
 

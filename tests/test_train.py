@@ -36,6 +36,8 @@ from meshwise.runtime.programs.ring import own_places
 from meshwise.runtime.programs.train_options import the_model
 from meshwise.runtime.run import run_rank
 
+pytestmark = pytest.mark.slow
+
 DATA = Path(__file__).parent / "data"
 MODELS = {"llama": str(DATA / "tiny_llama.json"), "gpt": str(DATA / "tiny_gpt2.json")}
 MODELS["moe"] = str(DATA / "tiny_mixtral.json")  # four experts, two a token

@@ -13,6 +13,8 @@ from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program, make_options
 from meshwise.runtime.run import run_rank
 
+pytestmark = pytest.mark.slow
+
 ULYSSES = {"seq": 48, "hidden": 24, "heads": 4, "dtype": "fp64", "backward": True, "check": True}
 MODEL_2D = {
     "seq": 32,

@@ -51,6 +51,8 @@ from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
 from meshwise.report.accuracy import accuracy_markdown, write_accuracy
 
+pytestmark = pytest.mark.slow
+
 DATA = Path(__file__).parent / "data" / "validate"
 RUNS = DATA / "published_runs_excerpt.csv"
 ITERATIONS = DATA / "measured_iterations_excerpt.csv"

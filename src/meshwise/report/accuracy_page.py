@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from meshwise.calibrate.errors import grouped, summarize
-from meshwise.calibrate.validate import Prediction, Validation, coverage_frac
+from meshwise.calibrate.errors import grouped
+from meshwise.calibrate.validate import Prediction, Validation
 from meshwise.core.errors import DataError
-from meshwise.report.accuracy_table import quantity_text
+from meshwise.report.accuracy_table import error_table, quantity_text
 from meshwise.report.chart import COLORS, LINES, SUM_COLOR, Chart, ChartAxis, Picture, Series
 from meshwise.report.html import Page, PageLink, Section
 from meshwise.report.table import Table, percent
@@ -30,18 +30,9 @@ TITLES = {
 
 def accuracy_page(validation: Validation) -> Page:
     """The error of every row, and of each quantity in short."""
-    rows = [
-        (
-            quantity, len(of), sum(row.expressed for row in of), percent(found.median_abs_frac),
-            percent(found.mean_abs_frac), percent(found.p90_abs_frac),
-            percent(found.mean_signed_frac, sign=True), percent(coverage_frac(of)),
-        )
-        for quantity in validation.quantities
-        for of in [validation.of(quantity)]
-        for found in [summarize([row.error_frac for row in of])]
-    ]  # fmt: skip
-    columns = ("quantity", "rows", "expressed", "median", "mean", "p90", "bias", "in interval")
-    sections: list[Section] = [Table("Errors", columns, rows)]
+    errors = error_table("quantity", [(name, validation.of(name)) for name in validation.quantities])
+    rows = errors.rows
+    sections: list[Section] = [replace(errors, title="Errors")]
     sections += [_quantity_chart(quantity, validation.of(quantity)) for quantity in validation.quantities]
     num = f"{len(validation.rows):,} measured numbers"
     headline = f"{num}; the median error of {rows[0][0]} is {rows[0][3]}" if rows else num

@@ -31,7 +31,7 @@ from meshwise.report.chart import (
     waterfall,
     with_finding,
 )
-from meshwise.report.estimate_table import between, binds, stage_table
+from meshwise.report.estimate_table import between, binds, figures, stage_table
 from meshwise.report.html import Page, Section, Text
 from meshwise.report.table import Table
 
@@ -134,19 +134,10 @@ def _words(estimate: Estimate) -> str:
 
 
 def _figures(estimate: Estimate) -> Table:
-    work, chips = estimate.workload, estimate.cluster.num_chips
-    rows = [
-        ("tokens/s", f"{with_prefix(estimate.tokens_per_s, '')} ({estimate.tokens_per_s / chips:.4g} a GPU)"),
-        ("MFU / HFU", f"{estimate.mfu:.1%} / {estimate.hfu:.1%}"),
-        ("model FLOP", f"{with_prefix(estimate.flop_per_step, 'FLOP')} a step"),
-        ("ranks", f"{chips}: " + " x ".join(_degrees(estimate))),
-        ("work", f"{work.kind}, {work.batch} sequences of {work.seq} tokens, microbatch {work.microbatch}"),
-    ]
-    return Table("Figures", ("quantity", "value"), rows, left=("quantity", "value"))
-
-
-def _degrees(estimate: Estimate) -> list[str]:
-    return [f"{axis}={int(getattr(estimate.mesh, axis))}" for axis in ("tp", "cp", "pp", "dp")]
+    work = estimate.workload
+    done = f"{work.kind}, {work.batch} sequences of {work.seq} tokens, microbatch {work.microbatch}"
+    columns = ("quantity", "value")
+    return Table("Figures", columns, [*figures(estimate), ("work", done)], left=columns)
 
 
 def _time(estimate: Estimate) -> Chart:

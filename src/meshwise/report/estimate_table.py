@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table as Grid
 
@@ -33,36 +32,36 @@ def print_estimate(
         console.print(f"note: {note}")
 
 
-def _print_head(estimate: Estimate, run: Mapping[str, float], console: Console) -> None:
+def figures(estimate: Estimate) -> list[tuple[str, str]]:
+    """The totals of an estimate, each with its name."""
     plan, on, chips = estimate.plan, estimate.mesh, estimate.cluster.num_chips
     degrees = f"tp={plan.tp} cp={plan.cp} pp={plan.pp} dp={int(on.dp)}"
     if estimate.model.moe:
         degrees += f" ep={plan.ep} etp={int(on.etp)}"
-    work = estimate.workload
-    console.print(
-        f"{estimate.model.name} on {chips} x {estimate.cluster.chip.name}, batch {work.batch} x {work.seq}, "
-        f"microbatch {work.microbatch}"
-    )
     verdict = "fits" if estimate.fits else "DOES NOT FIT"
     capacity = with_prefix(estimate.cluster.chip.memory_bytes, "B")
+    rate, per_gpu = (
+        with_prefix(value, "") for value in (estimate.tokens_per_s, estimate.tokens_per_s / chips)
+    )
     lines = [
         ("plan", f"{degrees}, {plan.implementation}"),
         ("step", f"{duration(estimate.step_s)} ({between(estimate.step_s_interval)})"),
-        (
-            "tokens/s",
-            f"{with_prefix(estimate.tokens_per_s, '')} "
-            f"({with_prefix(estimate.tokens_per_s / chips, '')} per GPU)",
-        ),
+        ("tokens/s", f"{rate} ({per_gpu} per GPU)"),
         ("MFU / HFU", f"{estimate.mfu:.1%} / {estimate.hfu:.1%}"),
         ("model FLOP", with_prefix(estimate.flop_per_step, "FLOP") + " per step"),
         ("memory", f"{with_prefix(estimate.memory_bytes['total'], 'B')} of {capacity}: {verdict}"),
     ]
-    if estimate.experts is not None:
-        lines.append(("experts", experts_text(estimate.experts)))
-    lines += _run_lines(run)
-    grid = Grid.grid(padding=(0, 2))
-    for label, text in lines:
-        grid.add_row(label, text)
+    return lines + ([("experts", experts_text(estimate.experts))] if estimate.experts is not None else [])
+
+
+def _print_head(estimate: Estimate, run: Mapping[str, float], console: Console) -> None:
+    work, grid = estimate.workload, Grid.grid(padding=(0, 2))
+    console.print(
+        f"{estimate.model.name} on {estimate.cluster.num_chips} x {estimate.cluster.chip.name}, "
+        f"batch {work.batch} x {work.seq}, microbatch {work.microbatch}"
+    )
+    for line in (*figures(estimate), *_run_lines(run)):
+        grid.add_row(*line)
     console.print(grid)
 
 
@@ -160,24 +159,20 @@ def print_ledger(ledger: Ledger, console: Console) -> None:
             console.print(_phase_table(rows, phase, wide=console.width >= WIDE_COLUMNS))
 
 
-def _phase_table(ledger: Ledger, phase: str, *, wide: bool) -> Grid:
-    title = f"{phase} of one layer, one microbatch, one rank"
-    lines = Grid(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+def _phase_table(ledger: Ledger, phase: str, *, wide: bool) -> Table:
     shown = ("FLOP", "bytes", "FLOP/B", "saved", "binds", "time") if wide else ("FLOP", "binds", "time")
-    lines.add_column("op", no_wrap=True)
-    lines.add_column("shape, or collective", no_wrap=True)
-    for name in shown:
-        lines.add_column(name, justify="right", no_wrap=True)
+    rows = []
     for row in ledger.rows():
         on_axis = f"{row['collective']}, {row['axis']}={row['group_size']}" if row["collective"] else ""
         cells = _ledger_cells(row) | {"binds": binds(row)}
-        lines.add_row(row["op"], on_axis or row["shape"], *(cells[name] for name in shown))
+        rows.append((row["op"], on_axis or row["shape"], *(cells[name] for name in shown)))
     sums = _totals(ledger)
     cells = _ledger_cells(sums | {"payload_bytes": None})
     cells["binds"] = f"{sums['comm_frac']:.0%} link" if sums["comm_frac"] else ""
-    lines.add_section()
-    lines.add_row("total", "", *(cells[name] for name in shown))
-    return lines
+    rows.append(("total", "", *(cells[name] for name in shown)))
+    columns = ("op", "shape, or collective")
+    title = f"{phase} of one layer, one microbatch, one rank"
+    return Table(title, (*columns, *shown), rows, left=columns, no_wrap=True)
 
 
 def _ledger_cells(row: Mapping[str, Any]) -> dict[str, str]:

@@ -6,26 +6,20 @@ from meshwise.core.units import duration
 from meshwise.report.chart import LESS_COLOR, MORE_COLOR, SUM_COLOR, Bars, Chart, ChartAxis
 from meshwise.report.html import Page, Section, Text
 from meshwise.report.table import Table
-from meshwise.trace.explain import Explanation, OpDifference
+from meshwise.report.trace_table import difference_text, explanation_tables
+from meshwise.trace.explain import Explanation
 
 
 def explain_page(explanation: Explanation) -> Page:
     """Where the measured step differs from the predicted one."""
     measured, predicted = explanation.measured_s, explanation.predicted_s
-    columns = ("predicted", "measured", "difference")
-    classes = [(row.op, *_cells(row)) for row in explanation.classes]
-    table = Table("", ("class", *columns), classes)
-    ops = [(row.module, row.op, row.phase, *_cells(row)) for row in explanation.rows]
+    classes, *ops = explanation_tables(explanation, limit=len(explanation.rows))
     headline = f"a step takes {duration(measured)}"
     sections: list[Section] = [Text("Findings", explanation.findings)] if explanation.findings else []
     if predicted is not None:
         headline += f", {measured / predicted - 1:+.0%} of the predicted {duration(predicted)}"
-        sections.append(_waterfall(explanation, predicted, table))
-    return Page(
-        "Predicted against measured",
-        headline,
-        [*sections, Table("Rows", ("module", "op", "phase", *columns), ops)],
-    )
+        sections.append(_waterfall(explanation, predicted, classes))
+    return Page("Predicted against measured", headline, [*sections, *ops])
 
 
 def _waterfall(explanation: Explanation, predicted: float, table: Table) -> Chart:
@@ -36,16 +30,8 @@ def _waterfall(explanation: Explanation, predicted: float, table: Table) -> Char
         [predicted, *changes, explanation.measured_s],
         [SUM_COLOR, *(MORE_COLOR if change > 0 else LESS_COLOR for change in changes), SUM_COLOR],
         [0.0, *starts, 0.0],
-        texts=[duration(predicted), *map(_more, changes), duration(explanation.measured_s)],
+        texts=[duration(predicted), *map(difference_text, changes), duration(explanation.measured_s)],
     )
     finding = "Red classes take longer than predicted, green ones less; together they are the difference."
     title, height = "From the predicted step to the measured one", 60 + 26 * len(bars.names)
     return Chart(title, [bars], ChartAxis(unit="s"), finding=finding, table=table, height=height)
-
-
-def _cells(row: OpDifference) -> tuple[str, str, str]:
-    return duration(row.predicted_s), duration(row.measured_s), _more(row.more_s)
-
-
-def _more(change: float) -> str:
-    return ("+" if change >= 0 else "-") + duration(abs(change))

@@ -24,6 +24,7 @@ from meshwise.report.chart import (
     Series,
 )
 from meshwise.report.chart_picture import check_format, draw_picture
+from meshwise.report.frontier_table import curve_table, flop
 from meshwise.report.html import Page, write_page
 from meshwise.report.table import Table
 
@@ -35,23 +36,13 @@ _COMPUTE = ChartAxis("training compute [FLOP]", log=True, numbers="power")
 
 def frontier_page(frontier: Frontier, others: Sequence[Frontier] = ()) -> Page:
     """The best utilization of a device at each training compute; `others` are drawn beside it."""
-    found, ideal, failing = [frontier, *others], frontier.ideal, frontier.with_failures
+    found, ideal = [frontier, *others], frontier.ideal
     days = f"{frontier.run.duration_s / 86400:.0f} days"
     headline = (
         f"runs of {days} on {frontier.device.name} keep 80 % of their utilization up to "
-        f"{_flop(ideal.limit_80pct_flop)} and end at {_flop(ideal.wall_flop)}; with failures at "
-        f"{_flop(failing.wall_flop)}"
+        f"{flop(ideal.limit_80pct_flop)} and end at {flop(ideal.wall_flop)}; with failures at "
+        f"{flop(frontier.with_failures.wall_flop)}"
     )
-    rows = [
-        (
-            f"{point.training_flop:.1e}", f"{point.utilization:.1%}",
-            f"{failed.utilization:.1%}" if failed.plan else "none", f"{point.devices:.3g}", _split(point),
-            point.binds,
-        )
-        for point, failed in zip(ideal.curve[::5], failing.curve[::5], strict=True)
-        if point.plan
-    ]  # fmt: skip
-    columns = ("FLOP", "utilization", "with failures", "devices", "plan", "binds")
     document = run_document(frontier)
     assumed = [
         (name, f"{value['name']} ({value['source']})" if isinstance(value, dict) else _plain(value))
@@ -61,16 +52,12 @@ def frontier_page(frontier: Frontier, others: Sequence[Frontier] = ()) -> Page:
         f"Largest training runs on {', '.join(one.device.name for one in found)}",
         headline,
         [
-            replace(_utilization(found), table=Table("", columns, rows, left=("FLOP", "plan", "binds"))),
+            replace(_utilization(found), table=curve_table(document)),
             _busy(ideal),
             Table("Assumptions", ("choice", "value"), assumed, left=("choice", "value")),
         ],
-        ideal.wall is not None or bool(rows),
+        any(point.plan for point in ideal.curve),
     )  # fmt: skip
-
-
-def _flop(value: float | None) -> str:
-    return f"{value:.1e} FLOP" if value else "beyond the curve"
 
 
 def _plain(value: Any) -> str:
@@ -102,10 +89,10 @@ def _curve(limits: Limits, name: str, color: str, line: LineStyle, *, named: boo
         at = [limit.training_flop], [limit.utilization]
         marks.append(Series(*at, color=color, line="", size=8, texts=["80 % of the plateau"]))
         if named:
-            marks.append(Names(*at, [f"80 % of the plateau: {_flop(limit.training_flop)}"], [color]))
+            marks.append(Names(*at, [f"80 % of the plateau: {flop(limit.training_flop)}"], [color]))
     if (wall := limits.wall) is not None and named:
         marks.append(Bound(wall.training_flop, color=color, line="dot"))
-        marks.append(Names([wall.training_flop], [0.1], [f"wall: {_flop(wall.training_flop)}"], [color]))
+        marks.append(Names([wall.training_flop], [0.1], [f"wall: {flop(wall.training_flop)}"], [color]))
     return marks
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -43,25 +44,28 @@ def print_layer(document: dict[str, Any], console: Console) -> None:
         console.print(line)
 
 
-def print_run(document: dict[str, Any], console: Console) -> None:
-    """Print the curve, with failures and without, and where it ends."""
+def curve_table(document: Mapping[str, Any]) -> Table:
+    """The best run at each training compute, with failures and without."""
     curves = zip(document["curve"], document["with_failures"]["curve"], strict=True)
     rows = [
         (
-            f"{point['training_flop']:.1e}",
-            f"{point['utilization']:.1%}",
+            f"{point['training_flop']:.1e}", f"{point['utilization']:.1%}",
             f"{failing['utilization']:.1%}" if failing["plan"] else "none",
             with_prefix(point["devices"], "", 3),
             f"tp={plan['tp_in']:.0f}x{plan['tp_out']:.0f},pp={plan['pp']:.0f},dp={plan['dp']:.0f}",
-            point["binds"],
-            point["lost_to"],
+            point["binds"], point["lost_to"],
         )
         for point, failing in list(curves)[::EVERY]
         if (plan := point["plan"]) is not None
-    ]
+    ]  # fmt: skip
     title = f"{document['device']['name']}: the best run at each training compute"
     columns = ("FLOP", "MFU", "with failures", "devices", "plan", "binds", "lost to")
-    console.print(Table(title, columns, rows, left=("FLOP", "plan", "binds", "lost to")))
+    return Table(title, columns, rows, left=("FLOP", "plan", "binds", "lost to"))
+
+
+def print_run(document: dict[str, Any], console: Console) -> None:
+    """Print the curve, with failures and without, and where it ends."""
+    console.print(curve_table(document))
     for name, limits in (("without failures", document), ("with failures", document["with_failures"])):
         console.print(
             f"{name}: plateau {limits['plateau']:.1%}; 80 % of it up to "

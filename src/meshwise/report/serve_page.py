@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshwise.core.units import duration, with_prefix
+from meshwise.core.units import duration
 from meshwise.report.chart import COLORS, FRONT_COLOR, Chart, ChartAxis, Picture, Series
 from meshwise.report.html import Page, Section, Text
+from meshwise.report.serve_table import choices_table, latency_table, passes_table
 from meshwise.report.table import Table
 from meshwise.serve.answer import ServingAnswer
-from meshwise.serve.load import statistics
 from meshwise.serve.size import Choice, Sizing
 
 
@@ -56,22 +56,13 @@ def _trade(answer: ServingAnswer) -> Chart:
         texts=[f"{row['sequences']:,} running, {duration(row['token_s'])} a token" for row in rows],
         size=6,
     )
-    table = [
-        (
-            f"{row['sequences']:,}", duration(row["token_s"]), f"{row['tokens_per_s_per_sequence']:,.1f}",
-            f"{row['tokens_per_s_per_gpu']:,.0f}", f"{row['with_prefill_per_s_per_gpu']:,.0f}",
-            with_prefix(row["memory_bytes"]["total"], "B"), "yes" if row["fits"] else "no",
-        )
-        for row in answer.passes
-    ]  # fmt: skip
-    columns = ("sequences", "a token", "tokens/s a user", "tokens/s a GPU", "with prompts", "memory", "fits")
     most = max(rows, default=None, key=lambda row: row["sequences"])
     finding = "" if most is None else (
         f"With {most['sequences']:,} sequences a user gets {most['tokens_per_s_per_sequence']:,.0f} tokens/s "
         f"and a GPU gives {most['with_prefill_per_s_per_gpu']:,.0f}, the time for prompts included."
     )  # fmt: skip
     title = "User speed against GPU throughput of this layout"
-    return Chart(title, [line], *_AXES, finding, Table("", columns, table), 380)
+    return Chart(title, [line], *_AXES, finding, passes_table(answer.to_json()), 380)
 
 
 def _layouts(sizing: Sizing) -> Chart:
@@ -87,14 +78,12 @@ def _layouts(sizing: Sizing) -> Chart:
                symbol="circle-open" if apart else "circle")
         for (name, apart), members in groups.items()
     ]  # fmt: skip
-    columns = ("GPUs", "chip", "layout", "running", "first token", "tokens/s a user", "a GPU", "binds")
-    rows = [_layout(one) for one in sizing.trade_offs]
-    texts = [f"{row[0]} GPUs: {row[2]}, {row[3]} running" for row in rows]
+    rows = [one.to_json() for one in sizing.trade_offs]
+    texts = [f"{row['num_gpus']} GPUs: {row['workers']} x {row['layout']}" for row in rows]
     marks.append(Series(*_speeds(sizing.trade_offs), "Pareto front", FRONT_COLOR, size=4, texts=texts))
     finding = f"What no other of {sizing.num_considered:,} layouts and batches beats, prompts counted in."
-    table = Table("", columns, rows, ("GPUs", "chip", "layout"))
     user = replace(_AXES[0], log=True, low=None)
-    return Chart("Pareto front of all layouts", marks, user, _AXES[1], finding, table, 420)
+    return Chart("Pareto front of all layouts", marks, user, _AXES[1], finding, choices_table(rows), 420)
 
 
 def _speeds(choices: Sequence[Choice]) -> tuple[list[float], list[float]]:
@@ -110,16 +99,6 @@ def serve_picture(answer: ServingAnswer) -> Picture:
     )
 
 
-def _layout(choice: Choice) -> tuple[str, ...]:
-    row = choice.to_json()
-    prompts = f"; prompts {row['prefill_workers']} x {row['prefill_layout']}" if row["prefill_layout"] else ""
-    return (
-        str(row["num_gpus"]), row["chip"], f"{row['workers']} x {row['layout']}{prompts}",
-        f"{choice.sequences:,}", duration(choice.ttft_s), f"{1 / choice.tpot_s:,.1f}",
-        f"{choice.tokens_per_s_per_gpu:,.0f}", choice.binds,
-    )  # fmt: skip
-
-
 def _under_load(answer: ServingAnswer) -> list[Section]:
     load = answer.load
     assert load is not None
@@ -130,11 +109,7 @@ def _under_load(answer: ServingAnswer) -> list[Section]:
         for (name, seconds), color in zip(latencies.items(), COLORS, strict=False)
         if seconds.size
     ]
-    document, columns = load.to_json(), ("", "mean", "p50", "p90", "p99")
-    rows = [
-        (name, *(duration(value) if value is not None else "" for value in statistics(seconds).values()))
-        for name, seconds in latencies.items()
-    ]
+    document = load.to_json()
     shown = ("requests_per_s", "busy_frac", "peak_sequences", "peak_cache_frac", "num_preemptions")
     counts = [(name, f"{document[name]:,.4g}") for name in shown]
     counts += [(name, f"{value:,.4g}") for name, value in answer.cost.items()]
@@ -142,7 +117,7 @@ def _under_load(answer: ServingAnswer) -> list[Section]:
     return [
         Chart(
             "Latency under load", lines, ChartAxis("latency", "s", log=True),
-            ChartAxis("% of requests", low=0.0, high=101.0), finding, Table("", columns, rows),
+            ChartAxis("% of requests", low=0.0, high=101.0), finding, latency_table(document),
         ),
         Table("The server under load", ("quantity", "value"), counts),
     ]  # fmt: skip

@@ -60,11 +60,13 @@ def print_serving(answer: ServingAnswer, console: Console) -> None:
             "${usd_per_million_output_tokens:.3g} out".format(**answer.cost)
         )
     if document["passes"]:
-        _print_passes(document, console)
+        console.print(passes_table(document))
+        for note in document["notes"]:
+            console.print(f"note: {note}")
 
 
-def _print_passes(document: Mapping[str, Any], console: Console) -> None:
-    """A row for each number of running sequences, and the notes."""
+def passes_table(document: Mapping[str, Any]) -> Table:
+    """A row for each number of running sequences."""
     rows = []
     for row in document["passes"]:
         name, seconds = max(row["time_s"].items(), key=lambda part: part[1])
@@ -80,9 +82,7 @@ def _print_passes(document: Mapping[str, Any], console: Console) -> None:
                 f"{name} {seconds / row['token_s']:.0%}",
             )
         )
-    _print_filled(_HEADINGS, rows, console, left=_HEADINGS[-1:])
-    for note in document["notes"]:
-        console.print(f"note: {note}")
+    return _filled(_HEADINGS, rows, left=_HEADINGS[-1:])
 
 
 def _slots(experts: Mapping[str, Any] | None) -> Sequence[str]:
@@ -92,13 +92,10 @@ def _slots(experts: Mapping[str, Any] | None) -> Sequence[str]:
     return f"{experts['capacity']:,}", f"{experts['dropped_frac']:.1%}", f"{experts['padded_frac']:.1%}"
 
 
-def _print_filled(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console, *, left: Sequence[str]
-) -> None:
-    """Print a table without the columns that are empty in all `rows`."""
+def _filled(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[str]) -> Table:
+    """A table without the columns that are empty in all `rows`."""
     filled = [i for i in range(len(headings)) if any(row[i] for row in rows)]
-    shown = [[row[i] for i in filled] for row in rows]
-    console.print(Table("", [headings[i] for i in filled], shown, left=left))
+    return Table("", [headings[i] for i in filled], [[row[i] for i in filled] for row in rows], left=left)
 
 
 _CHOICES = (
@@ -122,7 +119,7 @@ def _print_sizing(answer: ServingAnswer, sizing: Sizing, console: Console) -> No
         if answer.load.fleet.prefill:
             console.print("the figures above and the passes below are of a decode worker")
         console.print("simulated, fewest GPUs first:")
-        _print_choices(document["simulated"], console)
+        console.print(choices_table(document["simulated"]))
     elif not sizing.choices:
         console.print("no layout of this cluster fits and keeps the limits")
         if sizing.least_ttft_s is not None and sizing.least_tpot_s is not None:
@@ -131,17 +128,18 @@ def _print_sizing(answer: ServingAnswer, sizing: Sizing, console: Console) -> No
     every = -(-len(document["pareto"]) // MAX_TRADE_OFFS) or 1
     if document["pareto"]:
         console.print("trade-offs, in closed form:")
-        _print_choices(document["pareto"][::every], console)
+        console.print(choices_table(document["pareto"][::every]))
 
 
 MAX_TRADE_OFFS = 16
 """Rows of the table of trade-offs; the document and the picture have all."""
 
 
-def _print_choices(choices: Sequence[dict[str, Any]], console: Console) -> None:
+def choices_table(choices: Sequence[dict[str, Any]]) -> Table:
+    """Layouts and batches with what they give: as simulated, where they were."""
     chips = {row[f"{pool}chip"] for row in choices for pool in ("", "prefill_")} - {None}
     rows = [_choice(row, names_chip=len(chips) > 1) for row in choices]
-    _print_filled(_CHOICES, rows, console, left=_CHOICES[1:3])
+    return _filled(_CHOICES, rows, left=_CHOICES[1:3])
 
 
 def _choice(row: dict[str, Any], *, names_chip: bool) -> tuple[str, ...]:
@@ -176,10 +174,12 @@ def _print_load(load: LoadResult, console: Console) -> None:
             f"{document['within_limits_frac']:.1%} of the requests within the limits: "
             f"goodput {document['goodput_per_s']:.4g} requests/s"
         )
+    console.print(latency_table(document))
+
+
+def latency_table(document: Mapping[str, Any]) -> Table:
+    """How long requests take under a load."""
     names = {"ttft_s": "first token", "tpot_s": "token after it", "e2e_s": "whole request"}
     columns = ("mean", "p50", "p90", "p99")
-    rows = [
-        (title, *("" if value is None else duration(value) for value in map(document[name].get, columns)))
-        for name, title in names.items()
-    ]
-    console.print(Table("", ("", *columns), rows))
+    rows = [(title, *map(duration, map(document[name].get, columns))) for name, title in names.items()]
+    return Table("", ("", *columns), rows)

@@ -12,7 +12,7 @@ from meshwise.report.trace_details import short
 from meshwise.trace.collectives import Collective, RankWaiting
 from meshwise.trace.copies import CopyTotal
 from meshwise.trace.diff import KernelChange
-from meshwise.trace.explain import Explanation
+from meshwise.trace.explain import Explanation, OpDifference
 from meshwise.trace.findings import Finding
 from meshwise.trace.kernels import KernelTotal
 from meshwise.trace.sections import AcrossRanks
@@ -156,19 +156,31 @@ def print_joint(rows: Sequence[AcrossRanks], console: Console, *, title: str, li
     console.print(Table(title, columns, cells, no_wrap=True))
 
 
+def explanation_tables(found: Explanation, *, limit: int) -> list[Table]:
+    """The predicted step beside the measured one by class, and its ops that join."""
+    columns = ("predicted", "measured", "difference")
+    classes = [(row.op, *_both(row)) for row in found.classes]
+    ops = [(row.module, row.op, row.phase, *_both(row)) for row in found.rows if row.module]
+    step = ("step", duration(found.predicted_s), duration(found.measured_s), "")
+    tables = [Table("Time of a step", ("class", *columns), [*classes, step], no_wrap=True)]
+    places = ("module", "op", "phase")
+    joined = Table("Its ops that join", (*places, *columns), ops[:limit], left=places, no_wrap=True)
+    return tables + [joined] * bool(ops)
+
+
+def _both(row: OpDifference) -> tuple[str, str, str]:
+    return duration(row.predicted_s), duration(row.measured_s), difference_text(row.more_s)
+
+
+def difference_text(seconds: float) -> str:
+    """A difference of times, with its sign."""
+    return ("+" if seconds >= 0 else "-") + duration(abs(seconds))
+
+
 def print_explanation(found: Explanation, console: Console, *, limit: int = 15) -> None:
     """Print the predicted step beside the measured one, and the differences in words."""
-    rows = [(row.op, duration(row.predicted_s), duration(row.measured_s)) for row in found.classes]
-    rows.append(("step", duration(found.predicted_s), duration(found.measured_s)))
-    console.print(Table("Time of a step", ("", "predicted", "measured"), rows, no_wrap=True))
-    ops = [
-        (row.module, row.op, row.phase, duration(row.predicted_s), duration(row.measured_s))
-        for row in found.rows
-        if row.module
-    ]
-    if ops:
-        columns = ("module", "op", "phase", "predicted", "measured")
-        console.print(Table("Its ops that join", columns, ops[:limit], no_wrap=True))
+    for table in explanation_tables(found, limit=limit):
+        console.print(table)
     for number, text in enumerate(found.findings, start=1):
         console.print(f"{number}. {text}", markup=False, highlight=False)
 
@@ -180,7 +192,7 @@ def print_changes(rows: Sequence[KernelChange], console: Console, *, limit: int 
     cells = [
         (
             *(short(row.name), f"{row.count_before} -> {row.count_after}", duration(row.total_before_s)),
-            *(duration(row.total_after_s), ("+" if row.change_s >= 0 else "-") + duration(abs(row.change_s))),
+            *(duration(row.total_after_s), difference_text(row.change_s)),
         )
         for row in rows[:limit]
     ]
