@@ -1,12 +1,12 @@
 # Everything runs in one .venv at the root; a target makes what it needs. `make test TORCH=2.14.1` and the like run
-# in an environment of their own with that torch, whichever pyproject.toml admits.
+# in an environment of their own with PyPI's very file of that torch, a build for CUDA (6 GB).
 PYTHON ?= python3
 VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FRAMEWORKS := .venv-frameworks/bin/python -m pip install -qq --constraint constraints.txt
 
-.PHONY: install demo test quick check network frameworks fuzz bench docs site lock audit package oldest release clean
+.PHONY: install demo test quick check network frameworks newest fuzz bench docs site lock audit package oldest release clean
 
 install: $(STAMP)
 
@@ -14,8 +14,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "meshwise needs Python 3.11 or newer; set PYTHON=")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): about two minutes, 2 GB with torch"
-	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[all]'
-	$(TORCH:%=$(BIN)/python -m pip install -qq torch==%)
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[all]' \
+		$(if $(TORCH),torch===$(TORCH),--constraint constraints.txt)
 	touch $(STAMP)
 
 DEMO := llama3-70b --cluster h100-80g-sxm:64 --batch 128 --seq 8192
@@ -58,6 +58,14 @@ frameworks:  # the packages of others, in a .venv of their own, and the tests th
 	$(FRAMEWORKS) setuptools hatchling editables --editable '.[torch,dev]'
 	$(FRAMEWORKS) --no-build-isolation --editable '.[frameworks]'  # deepspeed asks torch when it is built
 	.venv-frameworks/bin/pytest -n 2 tests/test_frameworks.py tests/test_transformers.py
+
+NEWEST := 2.15.0
+newest:  # what runs in the environments of others, with PyPI's own build of the newest torch (6 GB, gone afterwards)
+	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install -qq --no-cache-dir torch===$(NEWEST) --editable '.[torch,dev]'
+	.venv-newest/bin/pytest -n 2 --dist loadfile tests/test_torch_private.py tests/test_script.py tests/test_profile.py \
+		tests/test_dry_run.py
+	rm -rf .venv-newest
 
 fuzz: install  # make fuzz CASES=20000 SEED=1: so many hostile inputs for each kind of input
 	CASES=$(or $(CASES),1000) $(BIN)/pytest tests/test_fuzz.py --hypothesis-seed=$(or $(SEED),0)

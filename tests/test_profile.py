@@ -16,6 +16,7 @@ from meshwise.core.errors import DataError, MissingExtraError
 from meshwise.runtime.profile import HOOK, capture_environment, profile_command
 from meshwise.trace.read import read_trace
 from meshwise.trace.summary import summarize_paths
+from other_python import other_python
 from ports import own_port
 
 pytestmark = pytest.mark.slow
@@ -302,6 +303,39 @@ def test_refusals(tmp_path):
         profile_command(["no-such-command-here"], tmp_path / "out")
 
 
-def test_command_without_a_process_group(meshwise, tmp_path):
+ONE_PROCESS = """
+import torch
+from torch.utils.data import DataLoader
+model = torch.nn.Linear(16, 16)
+for x in DataLoader(torch.ones(8, 16), batch_size=4, num_workers=1):
+    model(x).sum().backward()
+print("done", model.weight.grad.sum().item())
+"""
+
+
+def test_one_process_in_an_environment_without_meshwise(meshwise, tmp_path, monkeypatch):
+    """No process group, a loader with a worker, another Python: one rank, and the output is the program's."""
+    (tmp_path / "train.py").write_text(ONE_PROCESS)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    python = other_python(tmp_path / "env")
+    done = meshwise("profile", "-o", str(tmp_path / "out"), "--", python, str(tmp_path / "train.py"))
+    assert done.code == 0, done.err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["rank-0.json"]
+    (trace,) = summarize_paths([tmp_path / "out"]).traces
+    assert (trace.rank, trace.world_size) == (0, 1)
+    assert [trace.name(i) for i in range(len(trace))].count("aten::addmm") == 2
+
+
+@pytest.mark.parametrize(
+    "broken", ["torch.profiler.profile.start = None", "sys.modules['torch.profiler'] = None"]
+)
+def test_a_capture_that_fails_leaves_the_program_alone(broken, meshwise, tmp_path):
+    (tmp_path / "train.py").write_text(f"import sys\nimport torch, torch.profiler\n{broken}\n{ONE_PROCESS}")
+    program = ["python", str(tmp_path / "train.py")]
+    done = profile_command(program, tmp_path / "out")
+    assert (done.exit_code, done.files) == (0, ())
+
+
+def test_command_without_torch(meshwise, tmp_path):
     done = meshwise("profile", "-o", str(tmp_path / "out"), "--", "python", "-c", "pass")
     assert done.code == 2 and "left no profile" in done.err and Path(tmp_path / "out").is_dir()

@@ -9,6 +9,7 @@ pytest.importorskip("torch")
 import torch
 
 from meshwise.runtime import torch_private
+from meshwise.runtime.script.cuda_objects import HOOK_NAMES
 
 SOURCE = Path(torch_private.__file__).parents[1]
 PRIVATE = (  # names of ops (torch.ops, aten) are torch's public names of kernels
@@ -25,6 +26,19 @@ def test_torch_has_it(name: str) -> None:
     except AttributeError:
         pytest.fail(f"torch {torch.__version__} has no {torch_private.HOMES[name]}; see what took its place")
     assert found is not None
+
+
+def test_hooks_of_cuda_have_the_order_of_the_headers() -> None:
+    """Virtual functions are numbered as they are declared; those that override keep their numbers."""
+    headers = Path(torch.__file__).parent / "include" / "ATen" / "detail"
+    words = r"virtual [\w:&* ]*?(\w+)\("
+    found = [
+        name
+        for kind in ("Accelerator", "CUDA")
+        for name in re.findall(words, (headers / f"{kind}HooksInterface.h").read_text())
+        if not name.endswith("Interface")
+    ]
+    assert tuple(found[: len(HOOK_NAMES)]) == HOOK_NAMES
 
 
 def test_an_unknown_name_is_none_of_ours() -> None:

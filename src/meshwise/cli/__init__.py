@@ -37,7 +37,12 @@ class Command(typer.core.TyperCommand):
         return super().parse_args(ctx, args)
 
 
-atexit.register(gc.freeze)  # what the process leaves behind needs no search for garbage
+@atexit.register
+def _leave_garbage() -> None:
+    """What the process leaves behind needs no search, unless triton is loaded, which complains of it."""
+    if "triton" not in sys.modules:
+        gc.freeze()
+
 
 VERBS = {
     **{name: f"{name}:{name}" for name in ("estimate", "search")},

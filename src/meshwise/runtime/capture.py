@@ -1,11 +1,11 @@
 """Captures this process's part of a job: one rank, one trace file, whole or not at all.
 
-This file needs only the standard library and torch, for it also runs inside other people's programs, whose
-Python may not hold meshwise (see `hook/sitecustomize.py`). The profiler sees operators, kernels, shapes and
-allocations of the thread that starts it, of autograd's threads and of gloo's workers. PyTorch's profiler
-can watch all other Python threads too, but then it sees no allocations: `memory=False` chooses that. Into
-the trace go, besides, PyTorch's flight recorder (group, sequence and sizes of every collective; gloo's own
-events lack them) and the ranks of every group.
+This file needs only the standard library, torch and `torch_private.py` beside it, for it also runs inside
+other people's programs, whose Python may not hold meshwise (see `hook/sitecustomize.py`). The profiler sees
+operators, kernels, shapes and allocations of the thread that starts it, of autograd's threads and of gloo's
+workers. PyTorch's profiler can watch all other Python threads too, but then it sees no allocations:
+`memory=False` chooses that. Into the trace go, besides, PyTorch's flight recorder (group, sequence and sizes
+of every collective; gloo's own events lack them) and the ranks of every group.
 
 The trace is written when the capture ends: at the end of the `with` block, at exit (`os._exit` too), or when
 the process is told to terminate because another rank failed. Should the main thread then be stuck inside a
@@ -23,6 +23,7 @@ complete one is moved to `rank-N.json`. A full disk leaves no file and one sente
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import json
 import multiprocessing.util
 import os
@@ -35,7 +36,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 FLIGHT_RECORDER_CALLS = "100000"
@@ -90,8 +91,6 @@ class Capture:
         import torch
         from torch.profiler import ProfilerActivity, profile
 
-        from meshwise.runtime.torch_private import ProfilerConfig
-
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -101,7 +100,9 @@ class Capture:
             activities.append(ProfilerActivity.CUDA)
         self._profiler = profile(
             activities=activities,
-            experimental_config=ProfilerConfig(profile_all_threads=not self.options["memory"]),
+            experimental_config=_torch_private().ProfilerConfig(
+                profile_all_threads=not self.options["memory"]
+            ),
             record_shapes=self.options["shapes"],
             profile_memory=self.options["memory"],
             with_stack=self.options["stacks"],
@@ -167,15 +168,33 @@ def _core_wait_s() -> float:
 @contextmanager
 def _compiler_unloaded() -> Iterator[None]:
     """Keep PyTorch's profiler from loading the compiler (over a second) to read one setting of it."""
-    from meshwise.runtime.torch_private import lazy_modules
-
-    name = "_inductor"
+    name, lazy_modules = "_inductor", _torch_private().lazy_modules
     is_lazy = name in lazy_modules and f"torch.{name}" not in sys.modules
     lazy_modules.difference_update({name} if is_lazy else ())
     try:
         yield
     finally:
         lazy_modules.update({name} if is_lazy else ())
+
+
+def _torch_private() -> ModuleType:
+    """The module of private names of torch, loaded from its file: meshwise may not be importable here."""
+    name = "_meshwise_torch_private"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("torch_private.py"))
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@contextmanager
+def _said() -> Iterator[None]:
+    """What goes wrong inside is said; the program goes on."""
+    try:
+        yield
+    except Exception as error:
+        print(f"meshwise: {error or type(error).__name__}", file=sys.stderr, flush=True)
 
 
 def capture_process_group(directory: str, **options: Any) -> None:
@@ -185,21 +204,41 @@ def capture_process_group(directory: str, **options: Any) -> None:
     """
     c10d = sys.modules["torch.distributed.distributed_c10d"]
     init, destroy = c10d.init_process_group, c10d.destroy_process_group
-    life = _Life()
 
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         result = init(*args, **kwargs)
-        if not life.has_begun:
+        with _said():
             place = c10d.get_rank(), c10d.get_world_size()
-            life.begin(lambda: Capture(directory, *place, **options))
+            if _LIFE.capture is not None:
+                _LIFE.capture.rank, _LIFE.capture.world_size = place
+            if not _LIFE.has_begun:
+                _LIFE.begin(lambda: Capture(directory, *place, **options))
         return result
 
     def destroy_process_group(group: Any = None) -> Any:
-        if life.capture is not None:
-            life.capture.remember()
+        with _said():
+            if _LIFE.capture is not None:
+                _LIFE.capture.remember()
         return destroy(group)
 
     vars(c10d).update(init_process_group=init_process_group, destroy_process_group=destroy_process_group)
+
+
+def capture_modules(directory: str, **options: Any) -> None:
+    """Capture from the first call of a module on, for a program of one process without a process group.
+
+    To be called when `torch.nn.modules.module` has been loaded. Children of a fork, as the workers of a
+    loader are, begin no capture so.
+    """
+    owner = os.getpid()
+
+    def begin(*_: Any) -> None:
+        handle.remove()
+        with _said():
+            if not _LIFE.has_begun and os.getpid() == owner:
+                _LIFE.begin(lambda: Capture(directory, **options))
+
+    handle = sys.modules["torch.nn.modules.module"].register_module_forward_pre_hook(begin)
 
 
 class _Guest:
@@ -213,9 +252,7 @@ class _Guest:
 
     def add_metadata_json(self, key: str, value: str) -> None:
         """Into the running trace."""
-        from meshwise.runtime.torch_private import add_metadata_json
-
-        add_metadata_json(key, value)
+        _torch_private().add_metadata_json(key, value)
 
     def stop(self) -> None:
         """Let it end as it would have."""
@@ -260,11 +297,9 @@ class _Life:
 
     def begin(self, make: Callable[[], Capture]) -> None:
         """Start the capture that `make` makes, and see to it that it ends before the process does."""
-        from meshwise.runtime.torch_private import profiler_enabled
-
         self.has_begun = True
         self.make = make
-        self.is_waiting, self.waiting_since_ns = profiler_enabled(), time.time_ns()
+        self.is_waiting, self.waiting_since_ns = _torch_private().profiler_enabled(), time.time_ns()
         if not self.is_waiting:
             self.resume()
         atexit.register(self.finish)
@@ -283,12 +318,10 @@ class _Life:
     def resume(self) -> None:
         """Start a capture; what goes wrong is said, the program goes on."""
         self.is_at_work = True
-        try:
+        with _said():
             capture = self.make()
             capture.start()
             self.capture = capture
-        except Exception as error:
-            print(f"meshwise: {error or type(error).__name__}", file=sys.stderr, flush=True)
         self.is_at_work = False
 
     def pause(self) -> None:
@@ -297,10 +330,8 @@ class _Life:
         if capture is None:
             return
         self.is_at_work = True
-        try:
+        with _said():
             capture.stop()
-        except Exception as error:
-            print(f"meshwise: {error or type(error).__name__}", file=sys.stderr, flush=True)
         self.is_at_work = False
 
     def finish(self) -> None:
@@ -348,12 +379,10 @@ class _Life:
         """End the program's own profiler and keep a copy of its trace as a part of ours."""
         capture = self.make()
         capture.adopt(guest, self.waiting_since_ns)
-        try:
+        with _said():
             path = capture.stop()
             if path is not None:
                 guest.share(path)
-        except Exception as error:
-            print(f"meshwise: {error or type(error).__name__}", file=sys.stderr, flush=True)
         if not guest.has_ended:
             guest.stop()
 
@@ -387,6 +416,10 @@ class _Life:
                 abort()
 
 
+_LIFE = _Life()
+"""The capture of this process, which a module or a process group begins, whichever comes first."""
+
+
 def _groups() -> dict[str, list[int]]:
     """The ranks of every process group, by the name that traces call it."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
@@ -399,10 +432,8 @@ def _groups() -> dict[str, list[int]]:
 def _flight_record(since_ns: int) -> list[dict[str, Any]]:
     """The collectives called since then, in order; empty where this torch keeps no record."""
     try:
-        from meshwise.runtime.torch_private import dump_flight_recorder_json
-
-        entries = json.loads(dump_flight_recorder_json()).get("entries") or []
-    except (ImportError, RuntimeError, ValueError):
+        entries = json.loads(_torch_private().dump_flight_recorder_json()).get("entries") or []
+    except (ImportError, AttributeError, RuntimeError, ValueError):
         return []
     fields = [
         *("profiling_name", "process_group", "collective_seq_id", "time_created_ns"),

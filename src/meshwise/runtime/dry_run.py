@@ -26,6 +26,7 @@ from meshwise.runtime.outcome import Outcome
 from meshwise.runtime.programs import find_program
 from meshwise.runtime.programs.context import Context
 from meshwise.runtime.recorder import Recorder
+from meshwise.runtime.streams import Stream
 from meshwise.runtime.torch_private import FakeStore, setup_private_device
 
 FAKE_DEVICE = "fakegpu"
@@ -73,29 +74,6 @@ def dry_run(
         dist.destroy_process_group()
 
 
-class _Stream:
-    """A stream or event of the fake device: everything happens at once."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.device_index = 0
-
-    def wait_stream(self, _: Any) -> None: ...
-    def wait_event(self, _: Any) -> None: ...
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Stream()
-
-    def record(self, _: Any = None) -> None: ...
-    def wait(self, _: Any = None) -> None: ...
-    def synchronize(self) -> None: ...
-    def query(self) -> bool:
-        return True
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
-
-
 @cache
 def _register_fake_device() -> None:
     """Give torch's spare device slot a name and stand-ins for streams. Private API of torch 2.13."""
@@ -105,9 +83,9 @@ def _register_fake_device() -> None:
         setup_private_device(FAKE_DEVICE)
         leave_whole("PrivateUse1")
     module = getattr(torch, FAKE_DEVICE)
-    module.Stream = module.Event = _Stream
-    module.stream = lambda stream: stream if stream is not None else _Stream()
-    module.current_stream = lambda *_: _Stream()
+    module.Stream = module.Event = Stream
+    module.stream = lambda stream: stream if stream is not None else Stream()
+    module.current_stream = lambda *_: Stream()
     module.synchronize = lambda *_: None
     module.get_rng_state = module.set_rng_state = lambda *_: None  # so do pipelines
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]  # checkpointing asks

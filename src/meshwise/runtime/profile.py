@@ -7,11 +7,12 @@ Around code of one's own, on each rank:
 
 Around a whole program, `profile_command` starts it with a hook on the module path. Every Python process
 that it starts, by whatever means (torchrun, mp.spawn, mpirun, subprocess), then captures itself from
-`init_process_group` on, and leaves `rank-N.json` in the folder.
+`init_process_group` on, or from the first call of a module, and leaves `rank-N.json` in the folder.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -29,6 +30,8 @@ from meshwise.core.files import make_folder
 from meshwise.runtime.capture import FLIGHT_RECORDER_CALLS, Capture, CaptureError
 
 HOOK = Path(__file__).parent / "hook"
+CAPTURE = "PYTHON_MESHWISE_CAPTURE"
+"""The variable that tells the hook what to capture; DeepSpeed's launcher passes on those that begin so."""
 _GRACE_S = 40
 """How long processes that are told to stop may write; torchrun gives its ranks 30 s."""
 
@@ -94,12 +97,10 @@ def profile_command(
 def capture_environment(directory: Path, *, shapes: bool, memory: bool, stacks: bool) -> dict[str, str]:
     """The environment variables that make every rank of a program capture itself."""
     search = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
+    options = {"shapes": shapes, "memory": memory, "stacks": stacks}
     return {
         "PYTHONPATH": os.pathsep.join(search),
-        "MESHWISE_CAPTURE_DIRECTORY": str(directory.resolve()),
-        "MESHWISE_CAPTURE_SHAPES": str(int(shapes)),
-        "MESHWISE_CAPTURE_MEMORY": str(int(memory)),
-        "MESHWISE_CAPTURE_STACKS": str(int(stacks)),
+        CAPTURE: json.dumps({"directory": str(directory.resolve()), **options}),
         "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDER_CALLS),
     }
 

@@ -1,9 +1,9 @@
 """Every private name of torch that meshwise uses, and where torch keeps it.
 
 Torch may move or change these with any release. `tests/test_torch_private.py` says which are missing in the
-torch at hand, so that a new release is tried by installing it and running that test; pyproject.toml admits
-the releases on which all were found and the whole suite passed. Nothing is imported before it is asked for:
-the hook of a capture runs in processes of others, whose torch may be older.
+torch at hand, so that a new release is tried by installing it and running that test. Nothing is imported
+before it is asked for, and nothing of meshwise at all: the hook of a capture loads this file in processes of
+others, whose torch may be older and whose Python may not hold meshwise.
 
     from meshwise.runtime.torch_private import FakeTensorMode
 """
@@ -79,3 +79,16 @@ def __getattr__(name: str) -> Any:
     if name not in HOMES:
         raise AttributeError(f"torch_private has no {name!r}")
     return resolve_name(HOMES[name])
+
+
+def need_torch(feature: str, least: str) -> None:
+    """ImportError in one sentence where the torch at hand is older than `feature` needs, or there is none."""
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            f"{feature} need torch {least} or newer, which cannot be imported: {error}"
+        ) from None
+    have = torch.__version__
+    if [int(word) for word in have.split(".")[:2]] < [int(word) for word in least.split(".")]:
+        raise ImportError(f"{feature} need torch {least} or newer, and this is {have}")

@@ -1,8 +1,10 @@
 """Python imports this module at start-up when its folder is on the module path.
 
-It waits until the program imports torch.distributed, and then lets `init_process_group` start a capture; or,
-in a dry run of a program, until it imports torch, which then becomes that of a fake rank. Nothing else is
-touched. A sitecustomize that this one hides is run too.
+It waits until the program imports torch, and then lets its first module or `init_process_group` start a
+capture; or, in a dry run of a program, makes torch that of a fake rank. Nothing else is touched, and what
+goes wrong with a capture is said, no more. A sitecustomize that this one hides is run too. The program's
+Python need not have meshwise: a capture imports only the standard library and torch, and a dry run finds
+meshwise where this file lies.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 _HERE = str(Path(__file__).parent)
 
@@ -57,19 +58,28 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _capture() -> None:
-    spec = importlib.util.spec_from_file_location("_meshwise_capture", Path(_HERE).parent / "capture.py")
-    if spec is None or spec.loader is None:
-        return
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    options: dict[str, Any] = {
-        "shapes": os.environ.get("MESHWISE_CAPTURE_SHAPES", "1") == "1",
-        "memory": os.environ.get("MESHWISE_CAPTURE_MEMORY", "1") == "1",
-        "stacks": os.environ.get("MESHWISE_CAPTURE_STACKS", "0") == "1",
-    }
-    module.capture_process_group(os.environ["MESHWISE_CAPTURE_DIRECTORY"], **options)
+def _beside(name: str) -> ModuleType:
+    """The module `name` of the folder above, by its file, since meshwise may not be importable."""
+    name, path = f"_meshwise_{name}", Path(_HERE).parent / f"{name}.py"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def _capture_from(what: str) -> Callable[[], None]:
+    """What to do once the module is imported in which captures of this process may begin."""
+
+    def install() -> None:
+        try:
+            settings = json.loads(os.environ["PYTHON_MESHWISE_CAPTURE"])
+            getattr(_beside("capture"), what)(**settings)
+        except Exception as error:
+            print(f"meshwise: no profile of process {os.getpid()}: {error!r}", file=sys.stderr)
+
+    return install
 
 
 def _run_hidden() -> None:
@@ -79,14 +89,39 @@ def _run_hidden() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
+class _Fallback:
+    """Finds meshwise where this file lies, and what it needs there, where the program's Python has none."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The spec of a package of meshwise's own environment."""
+        if name not in ("meshwise", "msgspec", "numpy"):
+            return None
+        return importlib.machinery.PathFinder.find_spec(name, json.loads(_SCRIPT)["search"])
+
+
 def _dry_run() -> None:
-    from meshwise.runtime.script.child import install
+    """Make torch that of a fake rank; where that fails, say so in a sentence and end."""
+    settings = json.loads(_SCRIPT)
+    sys.meta_path.append(_Fallback())
+    try:
+        _beside("torch_private").need_torch("dry runs of scripts", "2.13")
+        from meshwise.runtime.script.child import install
+    except ImportError as error:
+        text = f"{error}; this is Python {sys.version.split()[0]} at {sys.executable}"
+        Path(settings["folder"], "refused").write_text(text)
+        os._exit(3)
+    install(settings)
 
-    install(json.loads(os.environ["MESHWISE_SCRIPT"]))
 
-
-if os.environ.get("MESHWISE_CAPTURE_DIRECTORY"):
-    sys.meta_path.insert(0, _Finder("torch.distributed.distributed_c10d", _capture))
-if os.environ.get("MESHWISE_SCRIPT") and not os.environ.get("MESHWISE_SCRIPT_PROCESS"):
+_SCRIPT = os.environ.get("MESHWISE_SCRIPT", "")
+if os.environ.get("PYTHON_MESHWISE_CAPTURE"):
+    for _module, _what in (
+        ("torch.distributed.distributed_c10d", "capture_process_group"),
+        ("torch.nn.modules.module", "capture_modules"),
+    ):
+        sys.meta_path.insert(0, _Finder(_module, _capture_from(_what)))
+if _SCRIPT and not os.environ.get("MESHWISE_SCRIPT_PROCESS"):
     sys.meta_path.insert(0, _Finder("torch", _dry_run))
 _run_hidden()

@@ -61,7 +61,8 @@ def install(settings: dict[str, Any]) -> None:
     mode.__enter__()
     recorder.__enter__()
     report = _Report(settings, tape, guesses, [recorder, mode])
-    atexit.register(gc.freeze)  # nothing more is freed: all that torch holds takes Python almost a second
+    if "triton" not in sys.modules:  # which complains of what is left over at the end
+        atexit.register(gc.freeze)  # nothing more is freed: all that torch holds takes Python almost a second
     atexit.register(report.write)
     sys.excepthook = report.failed(sys.excepthook)
     leave = os._exit

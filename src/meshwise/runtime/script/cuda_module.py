@@ -20,44 +20,7 @@ import torch.cuda.random
 
 from meshwise.machine.hardware import Chip
 from meshwise.program.tape import Tape
-
-
-class Stream:
-    """A stream or an event: everything happens at once."""
-
-    def __init__(self, *_: Any, **how: Any) -> None:
-        self.device = how.get("device")
-        self.device_index = self.cuda_stream = self.cuda_event = self.stream_id = self.priority = 0
-        self.device_type = 1
-
-    def record_event(self, event: Any = None) -> Any:
-        """The event itself, passed."""
-        return event or Stream()
-
-    def query(self) -> bool:
-        """All is done."""
-        return True
-
-    def is_capturing(self) -> bool:
-        """No CUDA graph is."""
-        return False
-
-    def elapsed_time(self, end: Any) -> float:
-        """A millisecond, since no time passes."""
-        return 1.0
-
-    def _nothing(self, *_: Any, **__: Any) -> None: ...
-
-    wait = wait_event = wait_stream = record = synchronize = _nothing
-    __exit__ = _nothing
-
-    def __enter__(self) -> Stream:
-        return self
-
-
-class Event(Stream):
-    """An event that has passed."""
-
+from meshwise.runtime.streams import Event, Stream
 
 _NO_OPS = {
     torch.cuda: "_lazy_init init synchronize set_device empty_cache ipc_collect set_stream cudart _sleep "

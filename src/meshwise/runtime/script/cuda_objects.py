@@ -1,10 +1,11 @@
-"""Two C++ objects without which autograd aborts on fake `cuda` tensors where torch was built without CUDA.
+"""C++ objects without which autograd aborts on fake `cuda` tensors where there is no GPU.
 
 The device guard of CUDA: torch has one that does nothing, made for fake tensors, but installs it only over a
-guard that counts no devices; so one is put there first. The hooks of CUDA, by which autograd asks whether
-there is an accelerator: torch's object gets a copy of its table of functions with some of them replaced.
-Entries are numbered as in the headers of torch 2.13: two destructors, AcceleratorHooksInterface.h, then
-CUDAHooksInterface.h.
+guard that counts no devices; a torch built without CUDA has none, so one is put there first. The hooks of
+CUDA, by which autograd asks whether there is an accelerator: torch's object gets a copy of its table of
+functions with some of them replaced. Their numbers are those of the headers that come with torch
+(`HOOK_NAMES`; the same from 2.10 to 2.15). The timer of CUDA, which DDP's reducer makes: it is struck off the
+list of timers, so that the reducer has none, as where torch was built without CUDA.
 """
 
 from __future__ import annotations
@@ -20,31 +21,57 @@ _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _HOOKS = "_ZN2at6detail12getCUDAHooksEv"
 _CPU_GENERATOR = "_ZN2at6detail22getDefaultCPUGeneratorEv"
 _NEW_GENERATOR = "_ZN2at6detail18createCPUGeneratorEm"
-_GUARDS, _ENTRIES = 64, 60
+_TIMERS = "_ZN4c10d13TimerRegistryEv"
+_GUARDS, _ENTRIES, _NUM_DESTRUCTORS = 64, 60, 2
+HOOK_NAMES = (
+    *("isBuilt", "isAvailable", "hasPrimaryContext", "init", "deviceCount"),
+    *("setCurrentDevice", "getCurrentDevice", "exchangeDevice", "maybeExchangeDevice"),
+    *("isPinnedPtr", "getPinnedMemoryAllocator", "getDeviceFromPtr", "getDefaultGenerator"),
+    *("getNewGenerator", "hasCUDA"),
+)
+"""The functions of CUDA's hooks in the order of AcceleratorHooksInterface.h, then CUDAHooksInterface.h."""
 _Function = ctypes.CFUNCTYPE(ctypes.c_int64)
 _kept: list[object] = []  # what C++ points to stays alive
 
 
 def supply_cuda_objects(devices: int, device: int) -> None:
     """Make autograd work on fake tensors of `devices` CUDA devices, of which this rank's is `device`."""
-    if torch.backends.cuda.is_built():
-        ensure_cuda_device_guard()
-        return
     folder = Path(torch.__file__).parent / "lib"
     core, cpu = (ctypes.CDLL(str(folder / name)) for name in ("libc10.so", "libtorch_cpu.so"))
-    registry = (ctypes.c_void_p * 2).in_dll(core, _REGISTRY)
-    registry[1] = _object([_constant(0)] * _GUARDS)
+    if not torch.backends.cuda.is_built():
+        registry = (ctypes.c_void_p * 2).in_dll(core, _REGISTRY)
+        registry[1] = _object([_constant(0)] * _GUARDS)
     ensure_cuda_device_guard()
-    getattr(cpu, _HOOKS).restype = ctypes.c_void_p
-    hooks = getattr(cpu, _HOOKS)()
-    table = ctypes.c_void_p.from_address(hooks).value or 0
-    entries = list((ctypes.c_void_p * _ENTRIES).from_address(table))
-    yes, this = _constant(1), _constant(device)
-    entries[2:7] = [yes, yes, yes, _constant(0), _constant(devices)]  # built, available, context, init, count
-    entries[7:11] = [_constant(0), this, this, this]  # set, get, exchange, maybe exchange the current device
-    entries[14], entries[15] = (_address(cpu, name) for name in (_CPU_GENERATOR, _NEW_GENERATOR))
-    entries[16] = yes
+    yes, no, this = _constant(1), _constant(0), _constant(device)
+    replaced = {
+        **dict.fromkeys(("isBuilt", "isAvailable", "hasPrimaryContext", "hasCUDA"), yes),
+        **dict.fromkeys(("init", "setCurrentDevice", "isPinnedPtr"), no),
+        **dict.fromkeys(("getCurrentDevice", "exchangeDevice", "maybeExchangeDevice"), this),
+        "deviceCount": _constant(devices),
+        "getDefaultGenerator": _address(cpu, _CPU_GENERATOR),
+        "getNewGenerator": _address(cpu, _NEW_GENERATOR),
+    }
+    hooks = _result(cpu, _HOOKS)
+    entries = list((ctypes.c_void_p * _ENTRIES).from_address(ctypes.c_void_p.from_address(hooks).value or 0))
+    for name, function in replaced.items():
+        entries[_NUM_DESTRUCTORS + HOOK_NAMES.index(name)] = function
     ctypes.c_void_p.from_address(hooks).value = _table(entries)
+    _strike_timers(_result(cpu, _TIMERS))
+
+
+def _strike_timers(registry: int) -> None:
+    """Empty the list of timers, which begins as a hash map: buckets, their number, first entry, size."""
+    buckets, num_buckets, _, size = (ctypes.c_size_t * 4).from_address(registry)
+    if size:
+        ctypes.memset(buckets, 0, num_buckets * ctypes.sizeof(ctypes.c_void_p))
+        (ctypes.c_size_t * 2).from_address(registry + 2 * ctypes.sizeof(ctypes.c_void_p))[:] = [0, 0]
+
+
+def _result(library: ctypes.CDLL, name: str) -> int:
+    """What the C++ function `name`, which takes nothing, points to."""
+    function = getattr(library, name)
+    function.restype = ctypes.c_void_p
+    return int(function())
 
 
 def _constant(value: int) -> int | None:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwise.core.errors import MeshwiseError, PlanError
+from meshwise.core.errors import MeshwiseError, MissingExtraError, PlanError
 from meshwise.core.ledger import Ledger
 from meshwise.machine.hardware import find_chip
 from meshwise.runtime.profile import HOOK, run_command
 
 OWNER = "MESHWISE_SCRIPT_PROCESS"
 """The variable that names the process which is the rank; those that it starts are not."""
-REPORT = "report.json"
+REPORT, REFUSED = "report.json", "refused"
 _PACKAGE = Path(__file__).parents[3]
 
 
@@ -90,15 +91,17 @@ def dry_run_script(
             "devices": int(min(chip.levels[0].ranks, ranks)) if chip.levels else 1,
             "folder": folder,
             "chip": chip.name,
+            "search": [str(_PACKAGE), *sys.path],
         }
         (Path(folder) / f"started-{rank}").touch()
         exit_code, _ = run_command(command, rank_environment(settings), stdout)
         path = Path(folder) / REPORT
         report = json.loads(path.read_text()) if path.exists() else None
+        refused = Path(folder) / REFUSED
+        if refused.exists():
+            raise MissingExtraError(refused.read_text())
     if report is None:
-        raise ScriptError(
-            f"{text} ended (exit code {exit_code}) before it imported torch in a Python that has meshwise"
-        )
+        raise ScriptError(f"{text} ended (exit code {exit_code}) before it imported torch")
     failure = report.pop("failure")
     if failure is not None or exit_code != 0:
         raise ScriptError(_failed(text, exit_code, failure))
@@ -117,7 +120,7 @@ def _failed(text: str, exit_code: int, failure: dict[str, str] | None) -> str:
 def rank_environment(settings: dict[str, Any]) -> dict[str, str]:
     """What torchrun would set, and the settings of the hook."""
     rank, ranks, devices = settings["rank"], settings["ranks"], settings["devices"]
-    search = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")]), str(_PACKAGE)]
+    search = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
     place = {
         "RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % devices, "LOCAL_WORLD_SIZE": devices,
         "GROUP_RANK": rank // devices, "GROUP_WORLD_SIZE": -(-ranks // devices), "ROLE_RANK": rank,
