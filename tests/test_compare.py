@@ -70,7 +70,7 @@ def model_2d_worlds(draw: st.DrawFn, worlds: tuple[int, ...]) -> tuple[int, int,
 
 
 def assert_estimate_is_dry_run(name: str, ranks: int, rank: int, values: dict[str, Any], device: str) -> None:
-    """Every row, every step, and the bytes that the device's allocator books."""
+    """Every row, and the bytes that the device's allocator books."""
     program = find_program(name)
     options = make_options(program, values)
     outcome = dry_run(name, options, ranks=ranks, rank=rank, device=device)
@@ -79,7 +79,6 @@ def assert_estimate_is_dry_run(name: str, ranks: int, rank: int, values: dict[st
     program.estimate(options, tape)
     found = compare({"estimate": tape.ledger(), "dry_run": outcome.ledger})
     assert found.agree, found.differences()[:3]
-    assert tuple(tape.steps) == outcome.steps
     assert tape.peak_booked_bytes == outcome.peak_bytes
 
 

@@ -8,17 +8,17 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.program.lifetime import Event, Script, Tensor, lifetimes, peak_bytes, play
+from meshwise.program.lifetime import Buffer, ProgramEvent, Script, lifetimes, peak_bytes, play
 from meshwise.program.tape import Tape
 
 SIZES = st.lists(st.integers(0, 100), min_size=1, max_size=12)
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> list[Event]:
+def programs(draw: st.DrawFn) -> list[ProgramEvent]:
     """Kernels that each read some tensors made before; some read views."""
     script = Script(module="m", dtype="fp32")
-    made: list[Tensor] = []
+    made: list[Buffer] = []
     for i, size in enumerate(draw(SIZES)):
         reads = draw(st.lists(st.sampled_from(made), max_size=3, unique=True)) if made else []
         reads = [each.view("view", 1) if draw(st.booleans()) else each for each in reads]
@@ -26,7 +26,7 @@ def programs(draw: st.DrawFn) -> list[Event]:
     return script.events
 
 
-def alive_at(events: list[Event], place: int) -> float:
+def alive_at(events: list[ProgramEvent], place: int) -> float:
     """Bytes of all tensors that are made up to this event and read at it or later, or made at it."""
     total = 0.0
     for i, event in enumerate(events[: place + 1]):
@@ -37,7 +37,7 @@ def alive_at(events: list[Event], place: int) -> float:
 
 
 @given(programs())
-def test_alive_is_made_before_and_read_later(events: list[Event]) -> None:
+def test_alive_is_made_before_and_read_later(events: list[ProgramEvent]) -> None:
     tape = Tape("estimate")
     play(events, tape)
     expected = [alive_at(events, i) for i in range(len(events))]
@@ -46,7 +46,7 @@ def test_alive_is_made_before_and_read_later(events: list[Event]) -> None:
 
 
 @given(programs())
-def test_everything_is_given_back_once(events: list[Event]) -> None:
+def test_everything_is_given_back_once(events: list[ProgramEvent]) -> None:
     gone = [tensor for _, tensors in lifetimes(events) for tensor in tensors]
     assert len(gone) == len(set(gone)) and set(gone) == {t for event in events for t in event.makes}
     tape = Tape("estimate")
@@ -55,25 +55,25 @@ def test_everything_is_given_back_once(events: list[Event]) -> None:
 
 
 @given(programs())
-def test_a_longer_life_never_lowers_the_peak(events: list[Event]) -> None:
-    held = [*events, Event(reads=[tensor for event in events for tensor in event.makes])]
+def test_a_longer_life_never_lowers_the_peak(events: list[ProgramEvent]) -> None:
+    held = [*events, ProgramEvent(reads=[tensor for event in events for tensor in event.makes])]
     assert peak_bytes(held) == sum(tensor.bytes for event in events for tensor in event.makes)
     assert peak_bytes(held) >= peak_bytes(events)
 
 
 @given(programs(), st.lists(st.floats(0.0, 1e6), min_size=1, max_size=4))
-def test_a_grid_of_sizes_is_the_loop_over_them(events: list[Event], factors: list[float]) -> None:
-    def scaled(factor: float | np.ndarray) -> list[Event]:
-        same: dict[Tensor, Tensor] = {}
+def test_a_grid_of_sizes_is_the_loop_over_them(events: list[ProgramEvent], factors: list[float]) -> None:
+    def scaled(factor: float | np.ndarray) -> list[ProgramEvent]:
+        same: dict[Buffer, Buffer] = {}
 
-        def of(tensor: Tensor) -> Tensor:
+        def of(tensor: Buffer) -> Buffer:
             if tensor not in same:
                 storage = None if tensor.storage is None else of(tensor.storage)
                 shape = tuple(dim * factor for dim in tensor.shape)
                 same[tensor] = replace(tensor, shape=shape, storage=storage)
             return same[tensor]
 
-        return [Event(None, [*map(of, e.reads)], [*map(of, e.makes)]) for e in events]
+        return [ProgramEvent(None, [*map(of, e.reads)], [*map(of, e.makes)]) for e in events]
 
     grid = np.broadcast_to(peak_bytes(scaled(np.array(factors))), len(factors))
     assert grid.tolist() == [float(peak_bytes(scaled(factor))) for factor in factors]

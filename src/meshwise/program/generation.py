@@ -21,7 +21,7 @@ from meshwise.core.units import Num
 from meshwise.model.gpt_config import GptConfig
 from meshwise.program.expert_parallel import Placement, num_slots
 from meshwise.program.expert_pass import Pass, forward, log_softmax, model_tensors, shifted_logits
-from meshwise.program.lifetime import Event, Script, Tensor, ops_of
+from meshwise.program.lifetime import Buffer, ProgramEvent, Script, ops_of
 from meshwise.program.op import Op
 
 SECTION = "generate"
@@ -97,11 +97,11 @@ class Generation:
         return 2 * self.config.decoder_layers * self.store_bytes
 
 
-def generation_events(of: Generation) -> list[Event]:
+def generation_events(of: Generation) -> list[ProgramEvent]:
     """All passes, each with the decision after it."""
     s = _new_script(of)
     held, cache = _held(of, s)
-    origin: list[Tensor] = []
+    origin: list[Buffer] = []
     for one in of.passes:
         before, origin = origin, _pass(of, one, s, held, cache)
         s.returns(*before)  # which beams live on is known until the next pass has decided
@@ -130,7 +130,7 @@ def _new_script(of: Generation) -> Script:
     return Script(module=SECTION, dtype=of.dtype, rank=of.tp_rank)
 
 
-def _held(of: Generation, s: Script) -> tuple[dict[str, Tensor], Tensor | None]:
+def _held(of: Generation, s: Script) -> tuple[dict[str, Buffer], Buffer | None]:
     """What is alive throughout: the model and the state of the search; and the cache."""
     prompts, rows, columns = of.num_prompts, of.sequences, of.columns
     held = model_tensors(of.passes[0], s, columns)
@@ -149,8 +149,8 @@ def _held(of: Generation, s: Script) -> tuple[dict[str, Tensor], Tensor | None]:
 
 
 def _pass(
-    of: Generation, one: Pass, s: Script, held: dict[str, Tensor], cache: Tensor | None
-) -> list[Tensor]:
+    of: Generation, one: Pass, s: Script, held: dict[str, Buffer], cache: Buffer | None
+) -> list[Buffer]:
     """One pass, the decision after it, and the cache in a new order; which beams live on."""
     logits, left = forward(one, s, held, cache)
     s.returns(*left)
@@ -166,7 +166,7 @@ def _pass(
     return origin
 
 
-def _logprobs(one: Pass, s: Script, logits: Tensor) -> Tensor:
+def _logprobs(one: Pass, s: Script, logits: Buffer) -> Buffer:
     """The log-softmax of the last token; over tp from two numbers a row, then whole rows on each rank."""
     shape = (one.batch, one.local_words)
     if one.tp == 1:
@@ -186,13 +186,13 @@ def _logprobs(one: Pass, s: Script, logits: Tensor) -> Tensor:
 # --- the choice of a token, after `runtime.programs.search` -------------------------------------
 
 
-def _greedy(of: Generation, s: Script) -> list[Tensor]:
+def _greedy(of: Generation, s: Script) -> list[Buffer]:
     """The likeliest token of each prompt, what that adds, and the column of all of them."""
     s.returns(*_local(s, of.num_prompts, int64=3, bool=1, fp32=1))
     return []
 
 
-def _beams(of: Generation, s: Script) -> list[Tensor]:
+def _beams(of: Generation, s: Script) -> list[Buffer]:
     """All totals, the best 2 K with their tokens so far, and those joined to the ones that ended."""
     prompts, live, columns = of.num_prompts, of.num_live, of.columns
     num = min(2 * live, live * of.config.vocab_size)
@@ -207,6 +207,6 @@ def _beams(of: Generation, s: Script) -> list[Tensor]:
 _CHOICES = {"greedy": _greedy, "beam": _beams}
 
 
-def _local(s: Script, size: Num, **counts: int) -> list[Tensor]:
+def _local(s: Script, size: Num, **counts: int) -> list[Buffer]:
     """So many numbers of each type, `size` times, that a function names."""
     return [s.new("local", count, size, dtype=dtype) for dtype, count in counts.items()]

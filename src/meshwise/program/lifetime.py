@@ -22,20 +22,20 @@ from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.cost.op import Cost, matmul_flop
 from meshwise.program.op import Op
 from meshwise.program.row import op_row
-from meshwise.program.tape import Named, Tape
+from meshwise.program.tape import Tape
 
 ELEMENT_BYTES = DTYPE_BYTES | {"int64": 8.0, "bool": 1.0}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tensor:
+class Buffer:
     """`shape` elements of `dtype`; a view lies in the memory of another tensor, `storage`."""
 
     name: str
     shape: tuple[Num, ...]
     dtype: str
     is_weight: bool = False
-    storage: Tensor | None = None
+    storage: Buffer | None = None
 
     @property
     def elements(self) -> Num:
@@ -48,27 +48,25 @@ class Tensor:
         return self.elements * ELEMENT_BYTES[self.dtype]
 
     @property
-    def memory(self) -> Tensor:
+    def memory(self) -> Buffer:
         """The tensor that this one lies in: itself, unless it is a view."""
         return self.storage or self
 
-    def view(self, name: str, *shape: Num) -> Tensor:
+    def view(self, name: str, *shape: Num) -> Buffer:
         """Some of its elements under another name and shape."""
-        return Tensor(name, shape, self.dtype, self.is_weight, self.memory)
+        return Buffer(name, shape, self.dtype, self.is_weight, self.memory)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Event:
-    """A point of a program: an op or none, the tensors that it reads and makes, and what is shown.
+class ProgramEvent:
+    """A point of a program: an op or none, and the tensors that it reads and makes.
 
     `part`: of what part of the model the op is, where modules do not tell.
     """
 
     op: Op | None = None
-    reads: Sequence[Tensor] = ()
-    makes: Sequence[Tensor] = ()
-    step: str = ""
-    shown: Sequence[tuple[str, Tensor]] = ()
+    reads: Sequence[Buffer] = ()
+    makes: Sequence[Buffer] = ()
     part: str = ""
 
 
@@ -86,27 +84,28 @@ class Script:
     phase: str = "forward"
     has_backward: bool = False
     times: Num = 1.0
-    events: list[Event] = field(default_factory=list)
+    events: list[ProgramEvent] = field(default_factory=list)
 
     def new(
-        self, name: str, *shape: Num, dtype: str = "", is_weight: bool = False, reads: Sequence[Tensor] = ()
-    ) -> Tensor:
+        self,
+        name: str,
+        *shape: Num,
+        dtype: str = "",
+        is_weight: bool = False,
+        reads: Sequence[Buffer] = (),
+    ) -> Buffer:
         """A tensor that no stated op makes: an input, a weight, a buffer; or one that reads others."""
-        tensor = Tensor(name, shape, dtype or self.dtype, is_weight)
-        self.events.append(Event(reads=reads, makes=(tensor,)))
+        tensor = Buffer(name, shape, dtype or self.dtype, is_weight)
+        self.events.append(ProgramEvent(reads=reads, makes=(tensor,)))
         return tensor
 
-    def returns(self, *tensors: Tensor) -> None:
+    def returns(self, *tensors: Buffer) -> None:
         """A function that names these tensors returns here, or the program that holds them ends."""
-        self.events.append(Event(reads=tensors))
-
-    def step(self, name: str, *shown: tuple[str, Tensor]) -> None:
-        """The program shows tensors, each with the symbols of its shape."""
-        self.events.append(Event(step=name, shown=shown))
+        self.events.append(ProgramEvent(reads=tensors))
 
     def op(
-        self, name: str, kind: str, shape: tuple[Num, ...], *, reads: Sequence[Tensor],
-        makes: Sequence[Tensor] = (), writes: Sequence[Tensor] = (), saves: Sequence[Tensor] = (),
+        self, name: str, kind: str, shape: tuple[Num, ...], *, reads: Sequence[Buffer],
+        makes: Sequence[Buffer] = (), writes: Sequence[Buffer] = (), saves: Sequence[Buffer] = (),
         flop: Num = 0.0, count: Num = 1.0, dtype: str = "", part: str = "",
     ) -> None:  # fmt: skip
         """An op that makes new tensors and `writes` into others; it `saves` some for its backward."""
@@ -123,38 +122,38 @@ class Script:
             count=self.times * count,
             dtype=dtype or self.dtype,
         )
-        self.events.append(Event(op, (*reads, *writes), makes, part=part))
+        self.events.append(ProgramEvent(op, (*reads, *writes), makes, part=part))
 
     def matmul(
-        self, name: str, shape: tuple[Num, Num, Num, Num], reads: Sequence[Tensor], out: str = "", *,
-        saves: Sequence[Tensor] = (), saves_result: bool = False, **how: Any,
-    ) -> Tensor:  # fmt: skip
+        self, name: str, shape: tuple[Num, Num, Num, Num], reads: Sequence[Buffer], out: str = "", *,
+        saves: Sequence[Buffer] = (), saves_result: bool = False, **how: Any,
+    ) -> Buffer:  # fmt: skip
         """A product of `shape` (batch, m, n, k)."""
         batch, m, n, k = shape
-        made = Tensor(out or name, (batch, m, n), self.dtype)
+        made = Buffer(out or name, (batch, m, n), self.dtype)
         saves, flop = (*saves, made) if saves_result else saves, matmul_flop(m, n, k, batch=batch)
         self.op(name, "matmul", shape, reads=reads, makes=(made,), saves=saves, flop=flop, **how)
         return made
 
     def kernel(
-        self, name: str, shape: tuple[Num, ...], reads: Sequence[Tensor], out: str = "", *, dtype: str = "",
+        self, name: str, shape: tuple[Num, ...], reads: Sequence[Buffer], out: str = "", *, dtype: str = "",
         **how: Any,
-    ) -> Tensor:  # fmt: skip
+    ) -> Buffer:  # fmt: skip
         """An element-wise kernel with a result of `shape`."""
-        made = Tensor(out or name, shape, dtype or self.dtype)
+        made = Buffer(out or name, shape, dtype or self.dtype)
         self.op(name, "kernel", shape, reads=reads, makes=(made,), dtype=dtype, **how)
         return made
 
     def collective(
-        self, name: str, kind: Collective, shape: tuple[Num, ...], axis: str, group_size: Num, reads: Tensor,
+        self, name: str, kind: Collective, shape: tuple[Num, ...], axis: str, group_size: Num, reads: Buffer,
         out: str = "", *, dtype: str = "", stride: Num = 1.0, count: Num = 1.0, part: str = "",
-    ) -> Tensor:  # fmt: skip
+    ) -> Buffer:  # fmt: skip
         """A collective over the full tensor of `shape`, cut along its first dim; in place without `out`."""
-        full = Tensor(out, shape, dtype or self.dtype)
+        full = Buffer(out, shape, dtype or self.dtype)
         made = reads
         if out:
             rows = shape[0] // group_size if kind == "reduce_scatter" else shape[0]
-            made = Tensor(out, (rows, *shape[1:]), full.dtype)
+            made = Buffer(out, (rows, *shape[1:]), full.dtype)
         op = Op(
             module=self.module,
             name=name,
@@ -169,23 +168,23 @@ class Script:
             payload_bytes=full.bytes,
             count=self.times * count,
         )
-        self.events.append(Event(op, (reads,), (made,) if out else (), part=part))
+        self.events.append(ProgramEvent(op, (reads,), (made,) if out else (), part=part))
         return made
 
 
-def lifetimes(events: Sequence[Event]) -> Iterator[tuple[Event, list[Tensor]]]:
+def lifetimes(events: Sequence[ProgramEvent]) -> Iterator[tuple[ProgramEvent, list[Buffer]]]:
     """Each event, and the tensors whose memory is given back after it."""
-    last: dict[Tensor, int] = {}
+    last: dict[Buffer, int] = {}
     for i, event in enumerate(events):
         for tensor in (*event.makes, *event.reads):
             last[tensor.memory] = i
-    gone: list[list[Tensor]] = [[] for _ in events]
+    gone: list[list[Buffer]] = [[] for _ in events]
     for tensor, i in last.items():
         gone[i].append(tensor)
     return zip(events, gone, strict=True)
 
 
-def ops_of(events: Iterable[Event]) -> list[tuple[str, Op]]:
+def ops_of(events: Iterable[ProgramEvent]) -> list[tuple[str, Op]]:
     """The ops that occur, collectives of more than one rank among them, each with its part of the model."""
     return [(event.part, event.op) for event in events if event.op is not None and _occurs(event.op)]
 
@@ -196,22 +195,19 @@ def _occurs(op: Op) -> bool:
     return op.kind != "collective" or bool(np.any(np.greater(op.group_size, 1)))
 
 
-def play(events: Sequence[Event], tape: Tape) -> None:
-    """Write the program on `tape`: its ops with what is alive at each, and its steps."""
+def play(events: Sequence[ProgramEvent], tape: Tape) -> None:
+    """Write the program on `tape`: its ops with what is alive at each."""
     for event, gone in lifetimes(events):
         for tensor in event.makes:
             tape.allocate(tensor, float(tensor.bytes))
         if event.op is not None:
             row = op_row(event.op, weight_elem_bytes=ELEMENT_BYTES[event.op.dtype])
             tape.op(is_matmul=event.op.kind == "matmul", **row)
-        if event.step:
-            named = (Named(t.name, symbols, t.shape, float(t.bytes)) for symbols, t in event.shown)  # type: ignore[arg-type]
-            tape.step(event.step, named)
         for tensor in gone:
             tape.release(tensor)
 
 
-def write_ops(events: Sequence[Event], tape: Tape, times: int = 1) -> None:
+def write_ops(events: Sequence[ProgramEvent], tape: Tape, times: int = 1) -> None:
     """Write on `tape` a program that states only some of its ops, done so many `times`, and its peak."""
     tape.is_partial = True
     tape.allocate("the peak", float(peak_bytes(events)))
@@ -221,7 +217,7 @@ def write_ops(events: Sequence[Event], tape: Tape, times: int = 1) -> None:
         tape.op(is_matmul=op.kind == "matmul", **row | {"count": times * row["count"]})
 
 
-def peak_bytes(events: Sequence[Event]) -> Num:
+def peak_bytes(events: Sequence[ProgramEvent]) -> Num:
     """The most bytes that the tensors of a program hold at once."""
     live: Num = 0.0
     peak: Num = 0.0
@@ -232,5 +228,5 @@ def peak_bytes(events: Sequence[Event]) -> Num:
     return peak
 
 
-def _bytes_of(tensors: Iterable[Tensor]) -> Num:
+def _bytes_of(tensors: Iterable[Buffer]) -> Num:
     return sum((tensor.bytes for tensor in tensors), start=0.0)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from meshwise.program.lifetime import Event, Script, Tensor
+from meshwise.program.lifetime import Buffer, ProgramEvent, Script
 from meshwise.program.ulysses import Ulysses, ulysses_forward
 
 
@@ -53,13 +53,13 @@ class Model2D:
 class _Layer:
     """A layer's weights, their gradients, and what its backward needs, as views and tensors."""
 
-    weights: list[Tensor]
-    grads: list[Tensor]
-    gathered: Tensor
-    inter: Tensor
+    weights: list[Buffer]
+    grads: list[Buffer]
+    gathered: Buffer
+    inter: Buffer
 
 
-def model_2d_program(m: Model2D, rank: int) -> list[Event]:
+def model_2d_program(m: Model2D, rank: int) -> list[ProgramEvent]:
     """The whole program: attention before it, forward, backward if it has one."""
     s = Script(module="model-2d", rank=rank, dtype=m.dtype, has_backward=m.has_backward)
     if m.before is None:
@@ -74,26 +74,25 @@ def model_2d_program(m: Model2D, rank: int) -> list[Event]:
     for number in range(m.layers):
         layer, x = _layer(m, s, x, weights, grads, number)
         layers.append(layer)
-    s.step("output = all layers", ("[N/P, d]", x.view("output", m.tokens, m.hidden)))
     left = _backward(m, replace(s, phase="backward"), layers, grads) if m.has_backward else []
     s.returns(start, x, *weights, *grads, *left)
     return s.events
 
 
 def _layer(
-    m: Model2D, s: Script, x: Tensor, weights: list[Tensor], grads: list[Tensor], number: int
-) -> tuple[_Layer, Tensor]:
+    m: Model2D,
+    s: Script,
+    x: Buffer,
+    weights: list[Buffer],
+    grads: list[Buffer],
+    number: int,
+) -> tuple[_Layer, Buffer]:
     """x + relu(x W1) W2."""
     mine = [weight.view(weight.name, *weight.shape[1:]) for weight in weights]
     full, inner = (m.gathered, m.hidden), (m.gathered, m.part)
     gathered = s.collective("input", "all_gather", full, "tp", m.tp, x, "input_")
-    if number == 0:
-        symbols = ("[N/DP, d]", "[L, d, d'/TP]", "[L, d'/TP, d]")
-        s.step("2D model parallel", *zip(symbols, (gathered, *weights), strict=True))
     inter = s.matmul("inter", (1, *inner, m.hidden), (gathered, mine[0]), saves=(gathered,))
     s.op("inter", "kernel", inner, reads=(inter,), writes=(inter,), saves=(inter,))
-    if number == 0:
-        s.step("inter = input x W1", ("[N/DP, d'/TP]", inter.view("inter", *inner)))
     partial = s.matmul("output", (1, *full, m.part), (inter, mine[1]), "partial")
     summed = s.collective("output", "reduce_scatter", full, "tp", m.tp, partial, "summed")
     result = s.kernel("residual", (m.tokens, m.hidden), (x, summed), "x")
@@ -101,7 +100,7 @@ def _layer(
     return _Layer(mine, [grad.view(grad.name, *grad.shape[1:]) for grad in grads], gathered, inter), result
 
 
-def _backward(m: Model2D, s: Script, layers: list[_Layer], grads: list[Tensor]) -> list[Tensor]:
+def _backward(m: Model2D, s: Script, layers: list[_Layer], grads: list[Buffer]) -> list[Buffer]:
     """From a gradient of the output, last layer first; weights' gradients add up in their buffers."""
     full, inner = (m.gathered, m.hidden), (m.gathered, m.part)
     first = grad = s.new("d output", m.tokens, m.hidden)
@@ -119,10 +118,9 @@ def _backward(m: Model2D, s: Script, layers: list[_Layer], grads: list[Tensor]) 
         grad = s.kernel("input", (m.tokens, m.hidden), (summed, grad), "dx")
     for name, each in zip(("W1", "W2"), grads, strict=True):
         s.collective(name, "all_reduce", each.shape, "dp", m.dp, each)
-    s.step("backward", *zip(("[L, d, d'/TP]", "[L, d'/TP, d]"), grads, strict=True))
     return [first, grad]
 
 
-def _add_to(s: Script, name: str, total: Tensor, grad: Tensor) -> None:
+def _add_to(s: Script, name: str, total: Buffer, grad: Buffer) -> None:
     """A layer's gradient is added to its place in the buffer of all layers."""
     s.op(name, "kernel", total.shape, reads=(total, grad), writes=(total,))

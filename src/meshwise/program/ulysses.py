@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from meshwise.cost.op import Cost, attended_pairs, flash_attention, flash_attention_backward
-from meshwise.program.lifetime import Event, Script, Tensor
+from meshwise.program.lifetime import Buffer, ProgramEvent, Script
 
 WEIGHTS = ("Q", "K", "V", "O")
 
@@ -59,14 +59,14 @@ class Ulysses:
 class KeptByUlysses:
     """What the backward needs of the forward; of attention its scores, or its output and log-sum-exp."""
 
-    x: Tensor
-    weights: list[Tensor]
-    qkv: list[Tensor]
-    c_: Tensor
-    saved: tuple[Tensor, ...]
+    x: Buffer
+    weights: list[Buffer]
+    qkv: list[Buffer]
+    c_: Buffer
+    saved: tuple[Buffer, ...]
 
 
-def ulysses_program(u: Ulysses, rank: int) -> list[Event]:
+def ulysses_program(u: Ulysses, rank: int) -> list[ProgramEvent]:
     """The whole program: inputs, forward, backward if it has one."""
     script = Script(module="ulysses", rank=rank, dtype=u.dtype, has_backward=u.has_backward)
     output, kept = ulysses_forward(u, script)
@@ -75,50 +75,36 @@ def ulysses_program(u: Ulysses, rank: int) -> list[Event]:
     return script.events
 
 
-def ulysses_forward(u: Ulysses, s: Script) -> tuple[Tensor, KeptByUlysses]:
+def ulysses_forward(u: Ulysses, s: Script) -> tuple[Buffer, KeptByUlysses]:
     """From inputs to `output`, and what a backward needs; the inputs are among it."""
     n, d, e = u.tokens, u.hidden, u.width
-    gathered = "[h/P, N, d/h]"
     grid, heads = (u.ranks, u.local_heads, n, e), (u.local_heads, u.seq, e)
-
     x = s.new("input", n, d)
     weights = [s.new(name, u.heads, *((e, d) if name == "O" else (d, e)), is_weight=True) for name in WEIGHTS]
-    symbols = ["[h, d, d/h]"] * 3 + ["[h, d/h, d]"]
-    s.step("inputs", ("[N/P, d]", x), *zip(symbols, weights, strict=True))
     qkv = [
         s.matmul(name, (u.heads, n, e, d), (x, weight), saves=(x,) if name == "q" else ())
         for name, weight in zip("qkv", weights, strict=False)
     ]
-    s.step("compute q, k, v", *(("[h, N/P, d/h]", each) for each in qkv))
     sent = [
         s.collective(name, "all_to_all", grid, "ulysses", u.ranks, each, f"{name}_")
         for name, each in zip("qkv", qkv, strict=True)
     ]
-    s.step("all-to-all q, k, v", *(("[P, h/P, N/P, d/h]", each) for each in sent))
     swapped = [
         _swap(s, f"{name} transpose", each, (u.local_heads, u.ranks, n, e))
         for name, each in zip("qkv", sent, strict=True)
     ]
     q_, k_, v_ = (each.view(f"{name}_", *heads) for name, each in zip("qkv", swapped, strict=True))
-    s.step("transpose and reshape q_, k_, v_", *((gathered, each) for each in (q_, k_, v_)))
     attend = _flash_forward if u.is_flash else _scores_forward
     c, saved = attend(u, s, q_, k_, v_)
-    s.step("c = attention of q_, k_, v_" if u.is_flash else "c = A x v_", (gathered, c.view("c", *heads)))
     c = _swap(s, "c transpose", c, (u.seq, u.local_heads, e))
-    s.step("transpose c", ("[N, h/P, d/h]", c.view("c", u.seq, u.local_heads, e)))
-    blocks = (u.ranks, n, u.local_heads, e)
-    back = s.collective("c", "all_to_all", blocks, "ulysses", u.ranks, c, "c_")
-    s.step("all-to-all c", ("[P, N/P, h/P, d/h]", back))
+    back = s.collective("c", "all_to_all", (u.ranks, n, u.local_heads, e), "ulysses", u.ranks, c, "c_")
     c_ = _swap(s, "c_ transpose", back, (n, u.ranks, u.local_heads, e))
-    shown = c_.view("c_", n, d), weights[3].view("O", d, d)
-    s.step("transpose and reshape c_, reshape O", ("[N/P, d]", shown[0]), ("[d, d]", shown[1]))
     output = s.matmul("output", (1, n, d, d), (c_, weights[3]), saves=(c_,))
-    s.step("output = c x O", ("[N/P, d]", output.view("output", n, d)))
     s.returns(*qkv, c, q_, k_, v_, c_, *(() if u.is_flash else saved))
     return output, KeptByUlysses(x, weights, [q_, k_, v_], c_, saved)
 
 
-def _backward(u: Ulysses, s: Script, kept: KeptByUlysses) -> list[Tensor]:
+def _backward(u: Ulysses, s: Script, kept: KeptByUlysses) -> list[Buffer]:
     """From a gradient of `output` to those of the inputs, in the order in which autograd takes the nodes."""
     n, d, e = u.tokens, u.hidden, u.width
     grad = s.new("d output", n, d)
@@ -130,7 +116,7 @@ def _backward(u: Ulysses, s: Script, kept: KeptByUlysses) -> list[Tensor]:
     dq_, dk_, dv_ = attend_back(u, s, dc, kept)
     shape = (u.ranks, u.local_heads, n, e)
     grads = [_exchange_back(u, s, name, each, shape) for name, each in (("v", dv_), ("k", dk_), ("q", dq_))]
-    total: Tensor | None = None
+    total: Buffer | None = None
     d_weights = [d_out]
     for name, each, weight in zip("vkq", grads, kept.weights[2::-1], strict=True):
         d_weight, total = _project_back(u, s, name, each, kept.x, weight, total)
@@ -139,13 +125,10 @@ def _backward(u: Ulysses, s: Script, kept: KeptByUlysses) -> list[Tensor]:
     shapes = [(u.heads, *((e, d) if name == "O" else (d, e))) for name in WEIGHTS]
     for name, whole, d_weight in zip(WEIGHTS, shapes, d_weights, strict=True):
         s.collective(name, "all_reduce", whole, "world", u.ranks, d_weight)
-    shown = d_weights[0].view("dQ", *shapes[0]), d_weights[3].view("dO", *shapes[3])
-    s.step("backward", ("[N/P, d]", total.view("d input", n, d)), ("[h, d, d/h]", shown[0]),
-           ("[h, d/h, d]", shown[1]))  # fmt: skip
     return [grad, total, *d_weights]
 
 
-def _exchange_back(u: Ulysses, s: Script, name: str, grad: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _exchange_back(u: Ulysses, s: Script, name: str, grad: Buffer, shape: tuple[int, ...]) -> Buffer:
     """The gradient `grad` undergoes transpose and all-to-all in reverse.
 
     That of the keys of scores in memory comes with its last two dims swapped, which the copy undoes.
@@ -158,8 +141,14 @@ def _exchange_back(u: Ulysses, s: Script, name: str, grad: Tensor, shape: tuple[
 
 
 def _project_back(
-    u: Ulysses, s: Script, name: str, grad: Tensor, x: Tensor, weight: Tensor, total: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    u: Ulysses,
+    s: Script,
+    name: str,
+    grad: Buffer,
+    x: Buffer,
+    weight: Buffer,
+    total: Buffer | None,
+) -> tuple[Buffer, Buffer]:
     """Backward of x W: dW, and dx as one matmul over all heads, added to `total`."""
     n, d, e = u.tokens, u.hidden, u.width
     d_weight = s.matmul(name, (u.heads, d, e, n), (x, grad), f"d{name.upper()}")
@@ -174,17 +163,16 @@ def _project_back(
 
 
 def _scores_forward(
-    u: Ulysses, s: Script, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+    u: Ulysses, s: Script, q: Buffer, k: Buffer, v: Buffer
+) -> tuple[Buffer, tuple[Buffer, ...]]:
     """The mixed values, and the scores, which the backward needs; their softmax is made in place."""
     matrix = (u.local_heads, u.seq, u.seq)
     scores = s.matmul("A", (*matrix, u.width), (q, k), saves=(q, k))
     s.op("A", "kernel", matrix, reads=(scores,), writes=(scores,), saves=(scores,))
-    s.step("A = q_ x k_t", ("[h/P, N, N]", scores))
     return s.matmul("c", _thin(u), (scores, v), saves=(v,)), (scores,)
 
 
-def _scores_backward(u: Ulysses, s: Script, grad: Tensor, kept: KeptByUlysses) -> list[Tensor]:
+def _scores_backward(u: Ulysses, s: Script, grad: Buffer, kept: KeptByUlysses) -> list[Buffer]:
     """Gradients of queries, keys and values; that of the scores is made in place."""
     (q, k, v), (scores,) = kept.qkv, kept.saved
     matrix = (u.local_heads, u.seq, u.seq)
@@ -204,26 +192,29 @@ def _thin(u: Ulysses) -> tuple[int, int, int, int]:
 
 
 def _flash_forward(
-    u: Ulysses, s: Script, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+    u: Ulysses, s: Script, q: Buffer, k: Buffer, v: Buffer
+) -> tuple[Buffer, tuple[Buffer, ...]]:
     """The mixed values, which the backward needs too, with the log-sum-exp."""
     block = 1, u.local_heads, u.seq, u.width
-    made = Tensor("c", block, u.dtype), Tensor("lse", block[:3], "fp64" if u.dtype == "fp64" else "fp32")
+    made = (
+        Buffer("c", block, u.dtype),
+        Buffer("lse", block[:3], "fp64" if u.dtype == "fp64" else "fp32"),
+    )
     _fused(u, s, flash_attention, (q, k, v), made, (q, k, v, *made))
     return made[0], made
 
 
-def _flash_backward(u: Ulysses, s: Script, grad: Tensor, kept: KeptByUlysses) -> list[Tensor]:
+def _flash_backward(u: Ulysses, s: Script, grad: Buffer, kept: KeptByUlysses) -> list[Buffer]:
     """Gradients of queries, keys and values."""
-    made = [Tensor(name, (1, u.local_heads, u.seq, u.width), u.dtype) for name in ("dq", "dk", "dv")]
+    made = [Buffer(name, (1, u.local_heads, u.seq, u.width), u.dtype) for name in ("dq", "dk", "dv")]
     _fused(u, s, flash_attention_backward, (grad, *kept.qkv, *kept.saved), made)
     s.returns(grad, *kept.qkv, *kept.saved)
     return made
 
 
 def _fused(
-    u: Ulysses, s: Script, cost: Callable[..., Cost], reads: Sequence[Tensor], makes: Sequence[Tensor],
-    saves: Sequence[Tensor] = (),
+    u: Ulysses, s: Script, cost: Callable[..., Cost], reads: Sequence[Buffer], makes: Sequence[Buffer],
+    saves: Sequence[Buffer] = (),
 ) -> None:  # fmt: skip
     """One fused kernel over all tokens."""
     shape = (u.local_heads, u.local_heads, u.seq, u.seq, u.width, u.width)
@@ -235,6 +226,6 @@ def _fused(
 # --- transposes ----------------------------------------------------------------------------------
 
 
-def _swap(s: Script, op: str, tensor: Tensor, shape: tuple[int, ...], *, at: int = 0) -> Tensor:
+def _swap(s: Script, op: str, tensor: Buffer, shape: tuple[int, ...], *, at: int = 0) -> Buffer:
     """`tensor` with dims `at` and `at + 1` swapped to `shape`: copied, unless one of them is 1."""
     return s.kernel(op, shape, (tensor,)) if min(shape[at : at + 2]) > 1 else tensor

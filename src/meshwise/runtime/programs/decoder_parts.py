@@ -26,7 +26,7 @@ from meshwise.runtime.torch_private import current_graph_task_id
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Recorder
     from meshwise.runtime.programs.routes import Routes
-    from meshwise.runtime.programs.tensor_parallel.exchange import Axis
+    from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,7 +54,7 @@ class Setting:
     loss_chunks: int = 1
     formats: Formats = WIDE
     routes: Routes | None = None
-    heads: Axis | None = None
+    heads: MeshAxis | None = None
     lora_rank: int = 0
     on_host_frac: float = 0.0
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.runtime.programs.tensor_parallel.exchange import Axis, all_to_all
+from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, all_to_all
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """q, k and v [batch, heads, tokens, width]; k and v may have fewer heads."""
@@ -22,7 +22,7 @@ class DealHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, sections: list[int], to_heads: bool, batch: int, dim: int, along: Axis
+        ctx: Any, x: Tensor, sections: list[int], to_heads: bool, batch: int, dim: int, along: MeshAxis
     ) -> Tensor:
         """[tokens x batch, heads dim] -> [n tokens x batch, heads dim / n], or back."""
         ctx.to_heads, ctx.rest = to_heads, (sections, batch, dim, along)
@@ -34,7 +34,7 @@ class DealHeads(torch.autograd.Function):
         return _dealt(grad, not ctx.to_heads, *ctx.rest), None, None, None, None, None
 
 
-def _dealt(x: Tensor, to_heads: bool, sections: list[int], batch: int, dim: int, along: Axis) -> Tensor:
+def _dealt(x: Tensor, to_heads: bool, sections: list[int], batch: int, dim: int, along: MeshAxis) -> Tensor:
     num = along.size
     if to_heads:
         by_head = x.view(-1, batch, sum(sections), dim).split(sections, dim=2)
@@ -47,7 +47,7 @@ def _dealt(x: Tensor, to_heads: bool, sections: list[int], batch: int, dim: int,
     )
 
 
-def deal_heads(along: Axis, q: Tensor, k: Tensor, v: Tensor) -> Heads:
+def deal_heads(along: MeshAxis, q: Tensor, k: Tensor, v: Tensor) -> Heads:
     """From a rank's own tokens of all heads to all tokens of its own; key heads that are fewer than the
     ranks are repeated.
     """
@@ -64,7 +64,7 @@ def deal_heads(along: Axis, q: Tensor, k: Tensor, v: Tensor) -> Heads:
     return q, k, v
 
 
-def deal_back(along: Axis, mixed: Tensor) -> Tensor:
+def deal_back(along: MeshAxis, mixed: Tensor) -> Tensor:
     """[batch, all tokens, own heads, width] -> [batch, own tokens, all heads, width]."""
     batch, tokens, heads, width = mixed.shape
     mixed = mixed.transpose(0, 1).reshape(-1, heads * width)

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from meshwise.program.expert_parallel import Placement
 from meshwise.runtime.programs.moe import Shard
-from meshwise.runtime.programs.tensor_parallel.exchange import Axis, axis
+from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, axis
 from meshwise.runtime.programs.transformer_lm import TransformerDecoder, init_parameters
 from meshwise.runtime.torch_private import disable_current_modes
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from meshwise.runtime.programs.lm_setting import LanguageModelOptions, LanguageModelSetting
 
 
-def join(placement: Placement, context: Context) -> tuple[Shard, Axis]:
+def join(placement: Placement, context: Context) -> tuple[Shard, MeshAxis]:
     """This rank's place in the mesh dp x tp, where dp is copies x ep, and its place in dp."""
     mesh = context.mesh(copies=placement.num_copies, ep=placement.ep, tp=placement.tp)
     shard = Shard(tp=axis(mesh, "tp"), ep=axis(mesh, "ep"), section=sections(context))

@@ -26,7 +26,7 @@ from torch.profiler import record_function
 
 from meshwise.model.gpt_config import GptConfig
 from meshwise.program.expert_parallel import num_slots
-from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, Axis, all_sum, all_to_all
+from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis, all_sum, all_to_all
 
 SAMPLE_FRACTION = 0.2
 """The share of experts whose load `expert1_balance_top` and `_bottom` add up (fairseq's)."""
@@ -39,8 +39,8 @@ class Shard:
     `section` opens a named part of the forward, for profilers and recorders.
     """
 
-    tp: Axis = ALONE
-    ep: Axis = ALONE
+    tp: MeshAxis = ALONE
+    ep: MeshAxis = ALONE
     section: Callable[[str], AbstractContextManager[Any]] = record_function
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from meshwise.runtime.programs.attention_kernels import lse_dtype
-from meshwise.runtime.programs.tensor_parallel.exchange import Axis, all_sum
+from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, all_sum
 
 EPSILON = 1e-5
 
@@ -27,7 +27,7 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_centered: bool, width: int,
-        along: Axis | None,
+        along: MeshAxis | None,
     ) -> Tensor:  # fmt: skip
         """[..., columns] -> the same."""
         rows = x.flatten(0, -2)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, Axis, all_sum
+from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis, all_sum
 from meshwise.runtime.programs.text_data import EOS, PAD, UNK
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class BeamSearch(GreedySearch):
 
 
 def advance_all(
-    model: TransformerDecoder, search: GreedySearch, *, first: int, cached: bool = True, dp: Axis = ALONE,
+    model: TransformerDecoder, search: GreedySearch, *, first: int, cached: bool = True, dp: MeshAxis = ALONE,
     is_fake: bool = False,
 ) -> None:  # fmt: skip
     """Run `search` on `model` from column `first` (at most the shortest prompt's length, and at least 1).
@@ -184,7 +184,7 @@ def _next_logprobs(model: TransformerDecoder, tokens: Tensor, cache: KVCache | N
     return logprobs
 
 
-def _all_done(done: Tensor, dp: Axis, is_fake: bool) -> bool:
+def _all_done(done: Tensor, dp: MeshAxis, is_fake: bool) -> bool:
     """Whether no rank of `dp` has a prompt left; fake tensors do not say, and there always is one."""
     open_prompts = all_sum((~done).sum(), dp)
     return not is_fake and int(open_prompts) == 0

@@ -27,7 +27,7 @@ from meshwise.runtime.programs.pipeline import make_schedule
 from meshwise.runtime.programs.ring import RingAttend, own_places
 from meshwise.runtime.programs.rotary import turned_width, turns
 from meshwise.runtime.programs.routes import Routes, routes
-from meshwise.runtime.programs.tensor_parallel.exchange import Axis
+from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis
 from meshwise.runtime.programs.train_options import (
     Options,
     Place,
@@ -151,7 +151,7 @@ class Trainer:
             stages.add(self.plan.pp - 1 - self.place.pp)
         return [stage * per_stage + rank for stage in sorted(stages) for rank in range(per_stage)]
 
-    def _context_groups(self, ring: int, ulysses: int) -> tuple[dist.ProcessGroup | None, Axis | None]:
+    def _context_groups(self, ring: int, ulysses: int) -> tuple[dist.ProcessGroup | None, MeshAxis | None]:
         """The ranks whose keys come round, and, neighbours, those that exchange heads (None: one rank)."""
         rank, (ring_rank, part) = self.rank, divmod(self.place.cp, ulysses)
 
@@ -160,7 +160,7 @@ class Trainer:
             return self._group("cp", ranks)
 
         around = line(ring, ring_rank, self.plan.tp * ulysses) if ring > 1 else None
-        heads = Axis(line(ulysses, part, self.plan.tp), ulysses, part) if ulysses > 1 else None
+        heads = MeshAxis(line(ulysses, part, self.plan.tp), ulysses, part) if ulysses > 1 else None
         return around, heads
 
     def _expert_groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, DeviceMesh | None]:

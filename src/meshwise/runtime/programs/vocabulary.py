@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwise.runtime.programs.tensor_parallel.exchange import Axis, all_max, all_sum, gather
+from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, all_max, all_sum, gather
 from meshwise.runtime.programs.text_data import PAD
 
 
@@ -20,7 +20,7 @@ class Vocabulary(nn.Module):
     """The rows of the tied embedding that one rank of `tp` holds: `weight` [V / P, M], not initialised."""
 
     def __init__(
-        self, vocab_size: int, width: int, tp: Axis, *, device: torch.device | str, dtype: torch.dtype
+        self, vocab_size: int, width: int, tp: MeshAxis, *, device: torch.device | str, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.tp, self.num_words = tp, vocab_size // tp.size

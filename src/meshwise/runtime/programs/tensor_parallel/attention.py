@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwise.runtime.programs.attention_kernels import attention, attention_backward
-from meshwise.runtime.programs.tensor_parallel.exchange import Axis, gather, scatter
+from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, gather, scatter
 from meshwise.runtime.programs.tensor_parallel.spans import Spans, chunk_order, flat, rank_spans
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class CutSequence:
 
     seq: int
     is_causal: bool
-    along: Axis | None = None
+    along: MeshAxis | None = None
 
     @property
     def mine(self) -> Spans:

@@ -24,7 +24,7 @@ from meshwise.program.cut import Cut
 from meshwise.runtime.programs.functions import SwiGLU
 from meshwise.runtime.programs.norm import Norm
 from meshwise.runtime.programs.tensor_parallel.attention import CutSequence, FusedAttention, LocalHeads
-from meshwise.runtime.programs.tensor_parallel.exchange import Axis, all_sum
+from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, all_sum
 from meshwise.runtime.programs.tensor_parallel.product import DistributedProduct, linear
 from meshwise.runtime.programs.tensor_parallel.spans import Index, Spans, split
 
@@ -48,7 +48,7 @@ class TensorLayout(ABC):
 
     into_pair: DistributedProduct
     out_of_pair: DistributedProduct
-    row_axis: Axis | None = None
+    row_axis: MeshAxis | None = None
     tokens: Spans
     columns: Index
     sequence: CutSequence
@@ -71,7 +71,7 @@ class TensorLayout(ABC):
             recorder=self.recorder,
         )
 
-    def inner_columns(self, name: str, along: Axis) -> list[Index]:
+    def inner_columns(self, name: str, along: MeshAxis) -> list[Index]:
         """The columns of a first matrix (rows of a second) that each rank of `along` holds."""
         return split(sections(self.model)[name], along.size)
 
@@ -80,7 +80,7 @@ class TensorLayout(ABC):
         """The rank's piece of each weight: one index array per dim."""
 
     @abstractmethod
-    def shared(self) -> list[tuple[list[str], Axis]]:
+    def shared(self) -> list[tuple[list[str], MeshAxis]]:
         """Weights whose gradients are summed once a step, and the axis to sum them over, in this order."""
 
     def attend(self, qkv: Tensor) -> Tensor:

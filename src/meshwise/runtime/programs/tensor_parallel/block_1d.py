@@ -19,7 +19,7 @@ from meshwise.runtime.programs.tensor_parallel.block import (
     everything,
     with_vectors,
 )
-from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, Axis, axis
+from meshwise.runtime.programs.tensor_parallel.exchange import ALONE, MeshAxis, axis
 from meshwise.runtime.programs.tensor_parallel.product import Gathered
 from meshwise.runtime.programs.tensor_parallel.spans import part
 
@@ -39,7 +39,7 @@ class Layout1D(TensorLayout):
         self.into_pair = Gathered(self.tp, ALONE, ALONE)
         self.out_of_pair = Gathered(ALONE, ALONE, self.tp)
 
-    def _groups(self) -> tuple[Axis, CutSequence]:
+    def _groups(self) -> tuple[MeshAxis, CutSequence]:
         if self.cut.layout == "1d":
             mesh = self.context.mesh(tp=self.context.world_size)
             return axis(mesh, "tp"), CutSequence(self.seq, self.model.causal)
@@ -55,7 +55,7 @@ class Layout1D(TensorLayout):
             matrices[second] = (self.inner_columns(second, self.tp)[self.tp.index], self.columns)
         return with_vectors(self.model, matrices, self.columns)
 
-    def shared(self) -> list[tuple[list[str], Axis]]:
+    def shared(self) -> list[tuple[list[str], MeshAxis]]:
         """The norms, of which each rank has seen its own tokens; then everything, over the rows."""
         norms = [name for name in self.pieces() if name.startswith("norm")]
         shared = [(norms, self.tp)]

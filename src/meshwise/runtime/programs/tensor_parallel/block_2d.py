@@ -26,8 +26,8 @@ from meshwise.runtime.programs.tensor_parallel.block import (
     with_vectors,
 )
 from meshwise.runtime.programs.tensor_parallel.exchange import (
-    Axis,
     Finish,
+    MeshAxis,
     all_sum,
     axis,
     start_broadcast,
@@ -45,16 +45,16 @@ if TYPE_CHECKING:
 class SummaGrid:
     """A rank's place: `in_row` are the ranks of its row, one per column; `in_column` those of its column."""
 
-    in_row: Axis
-    in_column: Axis
+    in_row: MeshAxis
+    in_column: MeshAxis
     panels: int
 
-    def panel(self, x: Tensor, number: int, dim: int, along: Axis) -> tuple[Tensor, int]:
+    def panel(self, x: Tensor, number: int, dim: int, along: MeshAxis) -> tuple[Tensor, int]:
         """Where panel `number` lies in the block x, cut in `dim` over `along`, and which rank owns it."""
         per_rank = self.panels // along.size
         return x.chunk(per_rank, dim)[number % per_rank], number // per_rank
 
-    def fetched(self, x: Tensor, dim: int, along: Axis) -> Iterator[Tensor]:
+    def fetched(self, x: Tensor, dim: int, along: MeshAxis) -> Iterator[Tensor]:
         """All panels of the blocks x, one after the other, the next on its way while one is used."""
         coming = start_broadcast(*self.panel(x, 0, dim, along), along)
         for number in range(1, self.panels + 1):
@@ -63,7 +63,7 @@ class SummaGrid:
                 coming = start_broadcast(*self.panel(x, number, dim, along), along)
             yield panel
 
-    def delivered(self, panels: Iterator[Tensor], block: Tensor, dim: int, along: Axis) -> Tensor:
+    def delivered(self, panels: Iterator[Tensor], block: Tensor, dim: int, along: MeshAxis) -> Tensor:
         """`block`, filled with the sums of its panels, one on its way while the next is made."""
         going: list[tuple[int, Finish]] = []
         for number, panel in enumerate(panels):
@@ -74,7 +74,7 @@ class SummaGrid:
         self._put(*going.pop(), block, dim, along)
         return block
 
-    def _put(self, number: int, finish: Finish, block: Tensor, dim: int, along: Axis) -> None:
+    def _put(self, number: int, finish: Finish, block: Tensor, dim: int, along: MeshAxis) -> None:
         place, owner = self.panel(block, number, dim, along)
         panel = finish()
         if owner == along.index:
@@ -112,7 +112,7 @@ class Summa:
     """A product of blocks; each of several `depths` has the rows of its tokens, and they add up dB."""
 
     grid: SummaGrid
-    depths: Axis | None
+    depths: MeshAxis | None
 
     def forward(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         """Both operands travel."""
@@ -135,7 +135,7 @@ class Layout2D(TensorLayout):
 
     def __init__(self, context: Context, model: Model, cut: Cut) -> None:
         super().__init__(context, model, cut)
-        self.depth: Axis | None = None
+        self.depth: MeshAxis | None = None
         self.row, self.column, self.over_tokens = self._groups()
         self.row_axis = self.row
         sequence = CutSequence(self.seq, model.causal, self.over_tokens)
@@ -145,7 +145,7 @@ class Layout2D(TensorLayout):
         panels = math.lcm(self.row.size, self.column.size)
         self.into_pair = self.out_of_pair = Summa(SummaGrid(self.row, self.column, panels), self.depth)
 
-    def _groups(self) -> tuple[Axis, Axis, Axis]:
+    def _groups(self) -> tuple[MeshAxis, MeshAxis, MeshAxis]:
         """The row, the column, and the ranks of all depths that hold other tokens of the same columns."""
         columns, rows, *depths = map(int, self.cut.grid)
         if not depths:
@@ -169,6 +169,6 @@ class Layout2D(TensorLayout):
     def _of_column(self, rows: Index) -> Index:
         return np.split(rows, self.column.size)[self.column.index]
 
-    def shared(self) -> list[tuple[list[str], Axis]]:
+    def shared(self) -> list[tuple[list[str], MeshAxis]]:
         """All vectors: norms and biases."""
         return [([name for name, piece in self.pieces().items() if len(piece) == 1], self.over_tokens)]

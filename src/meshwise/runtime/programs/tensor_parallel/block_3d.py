@@ -21,7 +21,7 @@ from meshwise.runtime.programs.tensor_parallel.block import (
     everything,
     with_vectors,
 )
-from meshwise.runtime.programs.tensor_parallel.exchange import Axis, axis
+from meshwise.runtime.programs.tensor_parallel.exchange import MeshAxis, axis
 from meshwise.runtime.programs.tensor_parallel.product import Gathered
 from meshwise.runtime.programs.tensor_parallel.spans import Index, part
 
@@ -60,7 +60,7 @@ class Layout3D(TensorLayout):
     def _own(self, rows: Index) -> Index:
         return np.split(rows, self.depth.size)[self.depth.index]
 
-    def shared(self) -> list[tuple[list[str], Axis]]:
+    def shared(self) -> list[tuple[list[str], MeshAxis]]:
         """The norms over the rows, then all vectors over the depth."""
         vectors = [name for name, piece in self.pieces().items() if len(piece) == 1]
         norms = [name for name in vectors if name.startswith("norm")]

@@ -18,7 +18,7 @@ Finish = Callable[[], Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Axis:
+class MeshAxis:
     """A rank's place along one axis: its group, the size of it, and its index in it."""
 
     group: dist.ProcessGroup | None
@@ -26,13 +26,15 @@ class Axis:
     index: int
 
 
-ALONE = Axis(None, 1, 0)
+ALONE = MeshAxis(None, 1, 0)
 """An axis of one rank."""
 
 
-def axis(mesh: DeviceMesh, name: str) -> Axis:
+def axis(mesh: DeviceMesh, name: str) -> MeshAxis:
     """The axis of `mesh` called `name`."""
-    return Axis(mesh.get_group(name), mesh.size(mesh.mesh_dim_names.index(name)), mesh.get_local_rank(name))
+    return MeshAxis(
+        mesh.get_group(name), mesh.size(mesh.mesh_dim_names.index(name)), mesh.get_local_rank(name)
+    )
 
 
 def _after(work: dist.Work, result: Tensor) -> Finish:
@@ -45,7 +47,7 @@ def _after(work: dist.Work, result: Tensor) -> Finish:
     return finish
 
 
-def start_gather(x: Tensor, along: Axis, dim: int = 0) -> Finish:
+def start_gather(x: Tensor, along: MeshAxis, dim: int = 0) -> Finish:
     """All-gather: the parts of all ranks, one after the other in `dim`."""
     if along.size == 1:
         return lambda: x
@@ -55,7 +57,7 @@ def start_gather(x: Tensor, along: Axis, dim: int = 0) -> Finish:
     return _after(work, whole.movedim(0, dim))
 
 
-def start_scatter(x: Tensor, along: Axis, dim: int = 0) -> Finish:
+def start_scatter(x: Tensor, along: MeshAxis, dim: int = 0) -> Finish:
     """Reduce-scatter: this rank's part in `dim` of the sum over all ranks."""
     if along.size == 1:
         return lambda: x
@@ -65,17 +67,17 @@ def start_scatter(x: Tensor, along: Axis, dim: int = 0) -> Finish:
     return _after(work, mine.movedim(0, dim))
 
 
-def gather(x: Tensor, along: Axis, dim: int = 0) -> Tensor:
+def gather(x: Tensor, along: MeshAxis, dim: int = 0) -> Tensor:
     """All-gather, done."""
     return start_gather(x, along, dim)()
 
 
-def scatter(x: Tensor, along: Axis, dim: int = 0) -> Tensor:
+def scatter(x: Tensor, along: MeshAxis, dim: int = 0) -> Tensor:
     """Reduce-scatter, done."""
     return start_scatter(x, along, dim)()
 
 
-def start_sum(x: Tensor, along: Axis) -> Finish:
+def start_sum(x: Tensor, along: MeshAxis) -> Finish:
     """All-reduce, in place."""
     if along.size == 1:
         return lambda: x
@@ -83,19 +85,19 @@ def start_sum(x: Tensor, along: Axis) -> Finish:
     return _after(work, x)
 
 
-def all_sum(x: Tensor, along: Axis) -> Tensor:
+def all_sum(x: Tensor, along: MeshAxis) -> Tensor:
     """All-reduce, in place, done."""
     return start_sum(x, along)()
 
 
-def all_max(x: Tensor, along: Axis) -> Tensor:
+def all_max(x: Tensor, along: MeshAxis) -> Tensor:
     """All-reduce by maximum, in place."""
     if along.size > 1:
         dist.all_reduce(x, dist.ReduceOp.MAX, group=along.group)
     return x
 
 
-def all_to_all(x: Tensor, along: Axis) -> Tensor:
+def all_to_all(x: Tensor, along: MeshAxis) -> Tensor:
     """Part i of dim 0 goes to rank i; the part from rank i comes to place i."""
     if along.size == 1:
         return x
@@ -104,7 +106,7 @@ def all_to_all(x: Tensor, along: Axis) -> Tensor:
     return out
 
 
-def start_broadcast(panel: Tensor, owner: int, along: Axis) -> Finish:
+def start_broadcast(panel: Tensor, owner: int, along: MeshAxis) -> Finish:
     """Broadcast of the owner's `panel`; the others' holds the shape and is not read."""
     if along.size == 1:
         return lambda: panel
@@ -113,7 +115,7 @@ def start_broadcast(panel: Tensor, owner: int, along: Axis) -> Finish:
     return _after(work, buffer)
 
 
-def start_reduce(panel: Tensor, owner: int, along: Axis) -> Finish:
+def start_reduce(panel: Tensor, owner: int, along: MeshAxis) -> Finish:
     """Sum of all ranks' `panel`, right on its owner only."""
     if along.size == 1:
         return lambda: panel

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwise.runtime.programs.tensor_parallel.exchange import (
-    Axis,
+    MeshAxis,
     start_gather,
     start_scatter,
 )
@@ -36,9 +36,9 @@ class DistributedProduct(Protocol):
 class Gathered:
     """A is gathered over one axis, B over another, C scattered over the third, all by rows."""
 
-    a: Axis
-    b: Axis
-    c: Axis
+    a: MeshAxis
+    b: MeshAxis
+    c: MeshAxis
 
     def forward(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         """The first rank of `c` adds the bias to its part of the sum."""
