@@ -31,7 +31,7 @@ ESTIMATE = (
 EXTRAS = ("plot", "web", "frames", "text")
 OLDEST_TESTS = (
     *("test_hardware", "test_collective", "test_cli", "test_cli_estimate", "test_cli_width", "test_ledger"),
-    *("test_huggingface", "test_web", "test_html", "test_estimate_plot"),
+    *("test_huggingface", "test_web", "test_html", "test_charts"),
 )
 """Tests that need neither torch nor mypy, and together use every dependency of the core and of `EXTRAS`."""
 

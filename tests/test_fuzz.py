@@ -194,21 +194,6 @@ def test_a_window_that_is_none(tmp_path: Path) -> None:
     check_contract(["estimate", str(tmp_path / "config.json"), *H100, "--batch", "8", "--seq", "128"])
 
 
-@some(60)
-@given(as_file(CLUSTER, toml_text))
-def test_strange_clusters(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    path = file_with(tmp_path_factory, "cluster.toml", content)
-    check_contract(["estimate", "llama3-8b", "--cluster", path, "--plan", "tp=8", "--batch", "64"])
-    check_contract(["frontier", "layer", *["--d-in", "64", "--d-out", "64", "--batch", "64"], "--chip", path])
-
-
-@some(80)
-@given(as_file({"tp": 2, "pp": 2, "recompute": "full"}, toml_text))
-def test_damaged_plans(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    path = file_with(tmp_path_factory, "plan.toml", content)
-    check_contract(["estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:64", "--batch", "64", "--plan", path])
-
-
 @some(120)
 @given(st.dictionaries(st.sampled_from(sorted(KEYS)), strange | strange_text, min_size=1, max_size=4))
 def test_strange_plans(keys: dict[str, Any]) -> None:
@@ -321,16 +306,6 @@ POINT = {
 }
 
 
-@some(40, share=0.5)
-@given(damaged(REQUESTS.encode()), st.just("csv"))
-@example(REQUESTS.encode() + b"1.0,100," + b"9" * 2000, "csv")
-@example(b'{"timestamp": 0, "input_length": 100, "output_length": ' + b"9" * 2000 + b"}", "jsonl")
-@example(REQUESTS.encode() + b'"' + b"1" * 200_000, "csv")
-def test_damaged_requests(tmp_path_factory: pytest.TempPathFactory, content: bytes, kind: str) -> None:
-    path = file_with(tmp_path_factory, f"requests.{kind}", content)
-    check_contract(["serve", "llama3-8b", "--cluster", "h100-80g-sxm:1", "--requests", path])
-
-
 @some(40)
 @given(st.dictionaries(st.sampled_from(sorted(POINT)), strange_text, max_size=3), st.data())
 def test_strange_serving_points(
@@ -373,13 +348,6 @@ def test_a_release_that_the_catalog_lacks(tmp_path: Path, year: str) -> None:
     check_contract(["validate", "--runs", str(tmp_path / "runs.csv")])
 
 
-@some(40, share=0.03)
-@given(as_file(GPT, json.dumps))
-def test_strange_configs_of_a_mixture(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    path = file_with(tmp_path_factory, "gpt.json", content)
-    check_contract(["eval-lm", path, "--max-tokens", "2", "--prompt-tokens", "8", "--ranks", "2"])
-
-
 @some(100)
 @given(as_file(SWEEP, toml_text))
 def test_strange_sweeps(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
@@ -402,13 +370,45 @@ COLLECTIVES = (
 )
 
 
-@some(40)
-@given(st.one_of(damaged(OPS.encode()), damaged(COLLECTIVES.encode())))
-@example(OPS.encode().replace(b"m=16", b"m=1e+308"))
-def test_damaged_measurements(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    path = file_with(tmp_path_factory, "ops.csv", content)
-    check_contract(["validate", "--runs", path])
-    check_contract(["collective", "all_reduce", "--cluster", "h100-80g-sxm:64", "--data", path])
+CASES_TABLE = json.loads((DATA / "nersc_final_cases.json").read_text())
+CASES_TABLE |= {"cases": CASES_TABLE["cases"][:2], "collectives": CASES_TABLE["collectives"][:3]}
+MEASURED = ["collective", "all_reduce", "--cluster", "h100-80g-sxm:64", "--data"]
+ONE_GPU = ["serve", "llama3-8b", "--cluster", "h100-80g-sxm:1", "--requests"]
+TRACE = b'{"timestamp": 0, "input_length": 100, "output_length": ' + b"9" * 2000 + b"}"
+FILES: dict[str, tuple[Any, str, list[str]]] = {
+    "cluster": (
+        as_file(CLUSTER, toml_text), "x.toml", ["estimate", "llama3-8b", "--batch", "64", "--cluster"],
+    ),
+    "device": (
+        as_file(CLUSTER, toml_text), "x.toml",
+        ["frontier", "layer", *BASES["frontier", "layer"][:6], "--chip"],
+    ),
+    "plan": (
+        as_file({"tp": 2, "pp": 2, "recompute": "full"}, toml_text), "x.toml",
+        ["estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:64", "--batch", "64", "--plan"],
+    ),
+    "requests": (damaged(REQUESTS.encode()), "x.csv", ONE_GPU),
+    "long count": (st.just(REQUESTS.encode() + b"1.0,100," + b"9" * 2000), "x.csv", ONE_GPU),
+    "long cell": (st.just(REQUESTS.encode() + b'"' + b"1" * 200_000), "x.csv", ONE_GPU),
+    "long length": (st.just(TRACE), "x.jsonl", ONE_GPU),
+    "mixture": (
+        as_file(GPT, json.dumps), "x.json",
+        ["eval-lm", "--max-tokens", "2", "--prompt-tokens", "8", "--ranks", "2"],
+    ),
+    "ops": (damaged(OPS.encode()), "x.csv", ["validate", "--runs"]),
+    "large ops": (st.just(OPS.encode().replace(b"m=16", b"m=1e+308")), "x.csv", ["validate", "--runs"]),
+    "collectives": (damaged(COLLECTIVES.encode()), "x.csv", MEASURED),
+    "cases": (as_file(CASES_TABLE, json.dumps), "x.json", ["validate", "--cases"]),
+}  # fmt: skip
+"""Contents, the file's name, and the words of the command that reads it."""
+
+
+@pytest.mark.parametrize("kind", FILES)
+@some(25, share=0.3)
+@given(data=st.data())
+def test_damaged_files(tmp_path_factory: pytest.TempPathFactory, kind: str, data: st.DataObject) -> None:
+    contents, name, words = FILES[kind]
+    check_contract([*words, file_with(tmp_path_factory, name, data.draw(contents))])
 
 
 FITS = {  # enough rows of each for one set of constants
@@ -438,20 +438,6 @@ def test_damaged_fits(tmp_path_factory: pytest.TempPathFactory, data: st.DataObj
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meshwise.calibrate.runs.published_runs", lambda: few)
         check_contract(["fit", "--only", only, "--data", str(folder), "--no-write"])
-
-
-@some(10, share=0.2)
-@given(st.data())
-def test_damaged_cases(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    whole = json.loads((DATA / "nersc_final_cases.json").read_text())
-    few = whole | {"cases": whole["cases"][:2], "collectives": whole["collectives"][:3]}
-    check_contract(
-        [
-            "validate",
-            "--cases",
-            file_with(tmp_path_factory, "cases.json", data.draw(as_file(few, json.dumps))),
-        ]
-    )
 
 
 # --- programs -----------------------------------------------------------------------------------

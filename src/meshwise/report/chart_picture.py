@@ -284,8 +284,9 @@ def _offsets(half: Floats, pixels: float) -> Iterator[Floats]:
 
 
 def _line_boxes(start: Floats, end: Floats) -> Floats:
-    """A line as boxes without extent along it."""
-    along = start + np.linspace(0, 1, 100)[:, None] * (end - start)
+    """A line as boxes without extent along it, one in eight pixels."""
+    num = 2 + int(np.hypot(*(end - start)) / 8)
+    along = start + np.linspace(0, 1, num)[:, None] * (end - start)
     return np.column_stack([along, along])
 
 
