@@ -21,7 +21,6 @@ from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program
 from meshwise.runtime.programs.tensor_parallel import Options, check, estimate
-from meshwise.runtime.programs.tensor_parallel.spans import part, positions, rank_spans, split
 from part_of_pool import run_on_first
 
 pytestmark = pytest.mark.slow
@@ -196,27 +195,3 @@ def test_what_does_not_fit_is_one_sentence(name: str) -> None:
     with pytest.raises(PlanError, match=message) as error:
         check(Options(**(SMALL | options)), ranks)
     assert "\n" not in str(error.value)
-
-
-@given(
-    num_ranks=st.integers(1, 6), chunk=st.integers(1, 5), num_parts=st.integers(1, 4), is_causal=st.booleans()
-)
-def test_spans_cover_a_sequence_once_and_share_causal_work(
-    num_ranks: int, chunk: int, num_parts: int, is_causal: bool
-) -> None:
-    seq = 2 * num_ranks * num_parts * chunk
-    ranks = [rank_spans(seq, num_ranks, rank, is_causal=is_causal) for rank in range(num_ranks)]
-    everything = np.concatenate([positions(spans) for spans in ranks])
-    assert sorted(everything) == list(range(seq))
-    if is_causal and num_ranks > 1:
-        assert len({positions(spans).sum() for spans in ranks}) == 1  # as many keys seen by each
-    parts = [positions(part(ranks[0], i, num_parts)) for i in range(num_parts)]
-    assert np.array_equal(np.concatenate(parts), positions(ranks[0]))
-
-
-@given(sections=st.lists(st.integers(1, 4), min_size=1, max_size=3), num=st.integers(1, 4))
-def test_columns_are_dealt_out_once(sections: list[int], num: int) -> None:
-    fused = [(units * num, 3) for units in sections]
-    parts = split(fused, num)
-    assert sorted(np.concatenate(parts)) == list(range(sum(units * width for units, width in fused)))
-    assert len({len(columns) for columns in parts}) == 1

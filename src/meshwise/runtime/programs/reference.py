@@ -7,15 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 
 def plain_attention(x: Tensor, weights: list[Tensor], *, is_causal: bool) -> Tensor:
     """[N, d] tokens through q, k, v and output projections of [h, d, e], [h, e, d] weights."""
     q, k, v = (torch.einsum("nd,hde->hne", x, weight) for weight in weights[:3])
-    scores = torch.einsum("hne,hme->hnm", q, k) / q.shape[-1] ** 0.5
-    if is_causal:
-        scores = scores.masked_fill(torch.ones_like(scores[0], dtype=torch.bool).triu(1), float("-inf"))
-    return torch.einsum("hnm,hme,hed->nd", scores.softmax(-1), v, weights[3])
+    mixed = scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    return torch.einsum("hne,hed->nd", mixed, weights[3])
 
 
 def plain_mlp(x: Tensor, first: Tensor, second: Tensor) -> Tensor:

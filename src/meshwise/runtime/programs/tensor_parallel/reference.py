@@ -55,11 +55,8 @@ def plain_block(model: Model, x: Tensor, w: Weights) -> Tensor:
     heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
     qkv = _linear(_norm(x, w, "norm1"), w, "qkv").view(seq, batch, -1, dim).permute(1, 2, 0, 3)
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
-    k, v = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (k, v))
-    scores = q @ k.transpose(2, 3) / dim**0.5
-    if model.causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
-    mixed = (scores.softmax(-1) @ v).permute(2, 0, 1, 3).flatten(2)
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=model.causal, enable_gqa=True)
+    mixed = mixed.permute(2, 0, 1, 3).flatten(2)
     x = x + _linear(mixed, w, "out_proj")
     y = _linear(_norm(x, w, "norm2"), w, "fc1")
     if model.gated:
