@@ -21,7 +21,7 @@ COMMANDS = [
     "estimate llama3-8b --cluster h100-80g-sxm:8 --kind decode --plan tp=8 --batch 64 --seq 4096",
     f"search llama3-70b {TRAIN} --top 5",
     "search llama3-70b --cluster h100-80g-sxm:1 --batch 8",
-    "search deepseek-v3 --cluster h200-sxm:512 --batch 2048 --seq 4096 --top 3",
+    "search deepseek-v3 --cluster h200-sxm:512 --batch 2048 --seq 4096 --plan schedule=1f1b --top 3",
     "search llama3-8b --cluster h100-80g-sxm:16 --batch 64 --vary memory=1|2 --tokens 1T --price 2",
     "serve llama3-8b --cluster h100-80g-sxm:1 --plan tp=1 --prompt 1024 --output 128",
     "serve deepseek-v3 --cluster h200-sxm:16 --plan ep=16,dp=16 --concurrency 32",

@@ -23,7 +23,7 @@ from meshwise.report.chart import (
     Series,
 )
 from meshwise.report.html import Page, PageLink, Text
-from meshwise.report.search_table import change_text
+from meshwise.report.search_table import plans_table, why_none
 from meshwise.report.table import Table
 from meshwise.search.cloud import Sampled, cloud
 from meshwise.search.search import Result
@@ -37,7 +37,7 @@ def search_page(
     `job`: the state of the page in the browser, so that plans lead to it.
     """
     if not result.best:
-        return Page("Search", _nothing(result), [], ok=False)
+        return Page("Search", why_none(result), [], ok=False)
     best = result.best[0]
     opened = dict(job or {}) | {"a.plan": plan_text(best.plan), "a.microbatch": str(best.workload.microbatch)}
 
@@ -49,15 +49,6 @@ def search_page(
         f"{plan_text(best.plan) or 'data parallel'}, microbatch {best.workload.microbatch} is the fastest "
         f"of {result.plans_considered:,} plans: {duration(best.step_s)} a step, MFU {best.mfu:.1%}"
     )
-    families = [
-        (
-            link(plan_text(found.plan), found.workload.microbatch), found.workload.microbatch,
-            duration(found.step_s), f"{found.step_s / best.step_s - 1:+.1%}", f"{found.mfu:.1%}",
-            with_prefix(found.memory_bytes["total"], "B"), f"{num:,}",
-        )
-        for found, num in zip(result.best, result.num_variants, strict=True)
-    ]  # fmt: skip
-    columns = ("plan", "microbatch", "step", "slower", "MFU", "memory", "variants")
     front = [
         (link(plan_text(found.plan), found.microbatch), found.microbatch, duration(found.step_s),
          with_prefix(found.memory_bytes, "B"))
@@ -69,21 +60,12 @@ def search_page(
         title,
         headline,
         [
-            Table("Fastest plan of each family", columns, families),
+            replace(plans_table(result, link), title="Fastest plan of each family"),
             space,
             Table("Pareto front: less memory costs time", ("plan", "microbatch", "step", "memory"), front),
             Text("", [f"{result.plans_feasible:,} plans fit; priced in {result.elapsed_s:.2f} s"]),
         ],
     )
-
-
-def _nothing(result: Result) -> str:
-    miss = result.nearest_miss
-    if miss is None:
-        return result.reason or "there is no plan"
-    short = with_prefix(miss.memory_bytes - result.capacity_bytes, "B")
-    nearest = f"no plan fits: {plan_text(miss.plan)} comes nearest and is {short} short"
-    return "; ".join([nearest, *map(change_text, result.changes)])
 
 
 def _space(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -33,23 +33,10 @@ def print_search(result: Result, console: Console, budget: TokenBudget | None = 
         f"{result.plans_feasible:,} fit in {with_prefix(result.capacity_bytes, 'B')}"
     )
     if not result.best:
-        console.print(_why_none(result), soft_wrap=True)
+        console.print(why_none(result), soft_wrap=True)
     else:
         plans = [plan_text(found.plan) for found in result.best]
-        rows = [
-            (
-                duration(found.step_s),
-                f"{found.mfu:.1%}",
-                with_prefix(found.memory_bytes["total"], "B"),
-                _largest_cost(found),
-                found.workload.microbatch,
-                num_variants,
-                plan,
-            )
-            for found, num_variants, plan in zip(result.best, result.num_variants, plans, strict=True)
-        ]
-        columns = ("step", "MFU", "memory", "largest cost", "microbatch", "alike", "plan")
-        console.print(Table("", columns, rows, left=("plan",)))
+        console.print(plans_table(result, lambda plan, _: plan))
         runs = [_run_cells(budget.run(found)) for found in result.best]
         if runs[0]:
             run_rows = [(*run.values(), plan) for run, plan in zip(runs, plans, strict=True)]
@@ -58,6 +45,20 @@ def print_search(result: Result, console: Console, budget: TokenBudget | None = 
         console.print(_term_by_term(result.best[0], result.beside))
     if result.weighed is not None:
         _print_weighed(result.weighed, console)
+
+
+def plans_table(result: Result, shown: Callable[[str, int], object]) -> Table:
+    """The fastest plan of each family; `shown` makes the cell of a plan of its text and microbatch."""
+    rows = [
+        (
+            duration(found.step_s), f"{found.mfu:.1%}", with_prefix(found.memory_bytes["total"], "B"),
+            _largest_cost(found), found.workload.microbatch, num_variants,
+            shown(plan_text(found.plan), found.workload.microbatch),
+        )
+        for found, num_variants in zip(result.best, result.num_variants, strict=True)
+    ]  # fmt: skip
+    columns = ("step", "MFU", "memory", "largest cost", "microbatch", "alike", "plan")
+    return Table("", columns, rows, left=("plan",))
 
 
 def _run_cells(run: Mapping[str, Any]) -> dict[str, str]:
@@ -168,7 +169,8 @@ def _term_by_term(best: Estimate, beside: Estimate) -> object:
     return Table("the best plan beside the one asked for", columns, [*terms, total, memory])
 
 
-def _why_none(result: Result) -> str:
+def why_none(result: Result) -> str:
+    """Why there is no plan, how far the nearest is from fitting, and what would fit after which change."""
     miss = result.nearest_miss
     if miss is None:
         return f"no plan: {result.reason}"
@@ -177,11 +179,11 @@ def _why_none(result: Result) -> str:
         f"none fits: the nearest plan is {short} short of {with_prefix(result.capacity_bytes, 'B')}: "
         f"{plan_text(miss.plan)}, microbatch {miss.microbatch}"
     ]
-    lines += map(change_text, result.changes)
+    lines += map(_change_text, result.changes)
     return "\n".join(lines if result.changes else [*lines, "use larger chips, or a shorter sequence"])
 
 
-def change_text(change: Change) -> str:
+def _change_text(change: Change) -> str:
     """What would fit, and after which change."""
     what = f"with another {change.key}" if change.key else f"on {change.num_chips:,} chips"
     return (
