@@ -54,6 +54,17 @@ def test_real_ranks(tmp_path, folder, name):
     assert min(e["ts"] for e in events if e["ph"] == "X") == 0
 
 
+def test_calls_under_way_together_have_lanes_of_their_own(tmp_path):
+    """Three reductions of one group, each begun before the last has ended."""
+    for rank in range(2):
+        calls = [all_reduce(100.0 * k + 7 * rank, 250 - 7 * rank, 10, [0, 1], Seq=k) for k in range(3)]
+        write_trace(tmp_path / f"rank-{rank}.json", calls, rank, 2, host_name="node")
+    events, _ = _merged([tmp_path], tmp_path / "all.json")
+    check_nests(events)
+    names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {"collectives of 0,1", "collectives of 0,1 (2)", "collectives of 0,1 (3)"} <= names
+
+
 def test_ranks_share_one_clock(tmp_path):
     """Rank 1's clock is 3 ms ahead; in the timeline both leave the all-reduce together."""
     for rank, offset in ((0, 0.0), (1, 3000.0)):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kineto import host, write_trace
+from kineto import all_reduce, host, kernel, write_trace
 from meshwise.core.errors import DataError
 from meshwise.trace import decode
 from meshwise.trace.read import read_trace, read_traces
@@ -257,3 +257,16 @@ def test_a_bomb_is_given_up(tmp_path, monkeypatch):
     trace, notes = read_trace(path)
     assert any("unpacks to more than 400 times" in note for note in notes)
     assert trace is not None and 0 < len(trace) < 10_000
+
+
+def test_a_missing_rank_is_named(tmp_path):
+    """Of a world of four; a file of another world, and a rank that met nobody, are told too."""
+    for rank, world in ((0, 4), (1, 4), (3, 5)):
+        calls = [all_reduce(100.0 * k, 50, 10, [0, 1]) for k in range(3)] if rank < 3 else []
+        write_trace(tmp_path / f"rank-{rank}.json", [kernel("gemm", 0, 5), *calls], rank, world)
+    reasons = [problem.reason for problem in summarize_paths([tmp_path]).problems]
+    assert [reason[: len("there is no trace of rank 2 of 4")] for reason in reasons] == [
+        "there is no trace of rank 2 of 4",
+        "rank 3 is of 5 ranks, others not",
+        "rank 3 has no collective, others",
+    ]

@@ -51,14 +51,20 @@ class Finding:
 
 
 def findings(
-    traces: Sequence[Trace], partitions: Sequence[Partition], collectives: Sequence[Collective]
+    traces: Sequence[Trace],
+    partitions: Sequence[Partition],
+    collectives: Sequence[Collective],
+    first_step: int = -1,
 ) -> list[Finding]:
-    """All findings about one job: those about single ranks and links first, the costliest first."""
+    """All findings about one job: those about single ranks and links first, the costliest first.
+
+    `first_step` is that of the job, whatever steps were chosen; -1 where none is marked.
+    """
     span_s = max((sum(one.seconds.values()) for one in partitions), default=0.0)
     if not span_s:
         return []
     collectives = split_by_fastest(collectives)
-    stragglers, undecided = holders_up(collectives)
+    stragglers, undecided = holders_up(collectives, first_step)
     links = _slow_links(traces, partitions, collectives, span_s)
     linked = {rank for link in links for rank in link.ranks}
     holders = [
@@ -110,9 +116,10 @@ def _holder(
     kind, why = _cause(traces, partitions, index[worst], one)
     who = f"rank {worst} holds" if len(one.ranks) == 1 else f"ranks {_listed(one.ranks)} hold"
     most = "" if len(one.ranks) == 1 else f"; most of all rank {worst}"
-    cost = f"{duration(one.seconds)} ({one.seconds / span_s:.1%} of the span)"
+    seconds = min(one.seconds, span_s)
+    cost = f"{duration(seconds)} ({seconds / span_s:.1%} of the span)"
     text = f"{who} the others up by {cost}{most}: {why}"
-    return Finding(kind, one.ranks, "", one.seconds, one.seconds / span_s, text)
+    return Finding(kind, one.ranks, "", seconds, seconds / span_s, text)
 
 
 def _cause(

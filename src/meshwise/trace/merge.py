@@ -1,7 +1,8 @@
 """One Perfetto timeline of all ranks on one clock.
 
 Every rank is one process; its lanes are its CPU threads, its device streams, and one lane per process group
-on which each collective is split in two: waiting for the last rank, then the transfer. Clock offsets are
+(more where its calls are under way together) on which each collective is split in two: waiting for the last
+rank, then the transfer. Clock offsets are
 subtracted, times count from the first event of all. Slices of a lane nest, as viewers demand: one that would
 outlast the slice around it (or the next one's start) is cut there, and how many were is told. Arrows lead
 from each launching call to its kernel, and from the last rank's entry to the ranks that waited for it.
@@ -195,37 +196,45 @@ def _arrows(
     return arrows
 
 
-def _collective_lanes(found: Sequence[Collective]) -> list[dict[str, Any]]:
-    """Two slices a rank for every collective that several ranks recorded: waiting and transfer."""
-    groups = {group: i for i, group in enumerate(dict.fromkeys(c.group for c in found), _FIRST_GROUP_LANE)}
-    events: list[dict[str, Any]] = []
-    named = set()
+def _collective_lanes(found: Sequence[Collective]) -> Iterator[dict[str, Any]]:
+    """Two slices a rank for every collective that several ranks recorded: waiting and transfer.
+
+    Calls of one group that are under way together on a rank lie in lanes of their own.
+    """
+    lanes = {
+        (group, 0): i for i, group in enumerate(dict.fromkeys(c.group for c in found), _FIRST_GROUP_LANE)
+    }
+    taken_until: dict[tuple[int, str], list[int]] = defaultdict(list)
     for number, one in enumerate(found):
         if one.num_ranks < 2:
             continue
-        begun = {rank: round((one.enter_s[rank] + wait) * 1e9) / 1000.0 for rank, wait in one.wait_s.items()}
-        common = {"cat": "wait", "name": f"last of {one.name}", "tid": groups[one.group]}
+        wire_ns, place = round(one.wire_s * 1e9), {}
+        for rank, wait_s in one.wait_s.items():
+            enter_ns, wait_ns = round(one.enter_s[rank] * 1e9), round(wait_s * 1e9)
+            ends = taken_until[rank, one.group]
+            k = next((k for k, end in enumerate(ends) if end <= enter_ns), len(ends))
+            is_new = k == len(ends)
+            ends[k : k + 1] = [enter_ns + wait_ns + wire_ns]
+            tid = lanes.setdefault((one.group, k), _FIRST_GROUP_LANE + len(lanes))
+            place[rank] = lane = {"pid": rank, "tid": tid}
+            if is_new:
+                text = f"collectives of {one.group}" + (f" ({k + 1})" if k else "")
+                yield {"ph": "M", "name": "thread_name", **lane, "args": {"name": text}}
+            args = {"index": one.index, "bytes": one.bytes, "last_rank": one.last_rank}
+            slices = [
+                (f"wait for rank {one.last_rank}", wait_ns, enter_ns),
+                (one.name, wire_ns, enter_ns + wait_ns),
+            ]
+            for name, length_ns, start_ns in slices:
+                if length_ns > 0:
+                    times = {"ts": start_ns / 1000.0, "dur": length_ns / 1000.0}
+                    yield {"ph": "X", "cat": "collective", "name": name, **lane, **times, "args": args}
+        begun = {
+            rank: (round(one.enter_s[rank] * 1e9) + round(wait * 1e9)) / 1000.0
+            for rank, wait in one.wait_s.items()
+        }
         for rank, wait in one.wait_s.items():
             if wait > 0 and one.wire_s > 0 and rank != one.last_rank:
-                arrow = common | {"id": f"{number}.{rank}"}
-                events.append(arrow | {"ph": "s", "pid": one.last_rank, "ts": begun[one.last_rank]})
-                events.append(arrow | {"ph": "f", "bp": "e", "pid": rank, "ts": begun[rank]})
-        for rank, wait in one.wait_s.items():
-            lane = {"pid": rank, "tid": groups[one.group]}
-            if (rank, one.group) not in named:
-                named.add((rank, one.group))
-                text = f"collectives of {one.group}"
-                events.append({"ph": "M", "name": "thread_name", **lane, "args": {"name": text}})
-            args = {"index": one.index, "bytes": one.bytes, "last_rank": one.last_rank}
-            entered, left = one.enter_s[rank], one.enter_s[rank] + wait
-            slices = [
-                (f"wait for rank {one.last_rank}", wait, entered),
-                (one.name, one.wire_s, left),
-            ]
-            for name, length, start in slices:
-                if length > 0:
-                    times = {"ts": round(start * 1e9) / 1000.0, "dur": round(length * 1e9) / 1000.0}
-                    events.append(
-                        {"ph": "X", "cat": "collective", "name": name, **lane, **times, "args": args}
-                    )
-    return events
+                arrow = {"cat": "wait", "name": f"last of {one.name}", "id": f"{number}.{rank}"}
+                yield arrow | place[one.last_rank] | {"ph": "s", "ts": begun[one.last_rank]}
+                yield arrow | place[rank] | {"ph": "f", "bp": "e", "ts": begun[rank]}

@@ -18,7 +18,7 @@ positive m.
     several     (8 ranks or more) W[r] below the median of the others in 80 % of the steps, typically by 5 %
                 of a step and by 6 standard deviations of the ranks
 
-The first step starts the job and is left out. Ranks that share no collective, even through others, are
+The first step of a job starts it and is left out. Ranks that share no collective, even through others, are
 judged apart; messages count as collectives, so that no stage of a pipeline looks late because it ends last.
 Where nothing marks the steps (see `steps`), they are the periods of the sequence of calls, or, where streams
 mix these, what lies between two calls of the rarest kind. One to eight of them are taken as a step, so that a
@@ -80,19 +80,25 @@ class _Waiting:
     """With the first one."""
 
 
-def holders_up(found: Sequence[Collective]) -> tuple[list[LateRanks], str]:
-    """The ranks that hold the others up, and why none could be named, if waiting is too short to tell."""
+def holders_up(found: Sequence[Collective], first_step: int = -1) -> tuple[list[LateRanks], str]:
+    """The ranks that hold the others up, and why none could be named, if waiting is too short to tell.
+
+    `first_step`: the number of the job's first step, which starts it; chosen steps may begin later.
+    """
     stragglers: list[LateRanks] = []
     reason = ""
     kinds = (*SYNCHRONISING, "broadcast", "unknown")
     shared = [c for c in found if (c.num_ranks > 1 or any(c.wait_s.values())) and c.name in kinds]
     for ranks, calls in _by_linked_ranks(sorted(shared, key=_end_s)):  # which every rank leaves in this order
-        views = [view for view in _views(ranks, calls) if len(view.wait_s) >= MIN_STEPS]
+        starts = min(one.step for one in calls) <= first_step
+        views = [view for view in _views(ranks, calls, starts) if len(view.wait_s) >= MIN_STEPS]
         named = next((one for view in views if (one := _persistent(view) or _pause(view))), None)
         several = [_several(view) for view in views[:1]]
         stragglers += [one for one in (named, *several) if one and not (named and one is not named)]
         if not views:
-            reason = f"fewer than {MIN_STEPS + 1} steps of ranks {min(ranks)} to {max(ranks)} were recorded"
+            reason = (
+                f"fewer than {MIN_STEPS + starts} steps of ranks {min(ranks)} to {max(ranks)} were recorded"
+            )
     return stragglers, reason
 
 
@@ -105,20 +111,19 @@ def _by_linked_ranks(
             yield tuple(sorted(ranks)), [one for one in found if ranks.issuperset(one.wait_s)]
 
 
-def _views(ranks: tuple[int, ...], calls: Sequence[Collective]) -> Iterator[_Waiting]:
+def _views(ranks: tuple[int, ...], calls: Sequence[Collective], starts: bool) -> Iterator[_Waiting]:
     """The waiting by one, two, ... steps as marked, else periods of the calls."""
     marks, step = np.unique([one.step for one in calls], return_inverse=True)
     num_steps = len(marks)
-    if is_marked := num_steps > MIN_STEPS:
-        yield _waiting(ranks, calls, step)
+    if is_marked := num_steps >= MIN_STEPS + starts:
+        yield _waiting(ranks, calls, step, starts)
     else:
         position, total = _positions(calls)
         num_steps = _num_periods([(c.name, c.bytes, c.group) for c in calls if ranks[0] in c.wait_s])
     for each in _PERIODS_PER_STEP[is_marked:]:
         if num_steps // each > _RARE_STEPS:
-            yield _waiting(
-                ranks, calls, step // each if is_marked else position * (num_steps // each) // total
-            )
+            period = step // each if is_marked else position * (num_steps // each) // total
+            yield _waiting(ranks, calls, period, starts)
 
 
 def _positions(calls: Sequence[Collective]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -148,8 +153,10 @@ def _num_periods(keys: Sequence[object]) -> int:
     return min((num for num in counts.values() if num > _RARE_STEPS), default=1)
 
 
-def _waiting(ranks: tuple[int, ...], calls: Sequence[Collective], step: NDArray[np.int64]) -> _Waiting:
-    """The waiting of each rank in each step but the first."""
+def _waiting(
+    ranks: tuple[int, ...], calls: Sequence[Collective], step: NDArray[np.int64], starts: bool
+) -> _Waiting:
+    """The waiting of each rank in each step, but for the first where that `starts` the job."""
     num_steps = int(step.max()) + 1
     column = {rank: i for i, rank in enumerate(ranks)}
     wait, start = np.zeros((num_steps, len(ranks))), np.full(num_steps, np.inf)
@@ -162,7 +169,7 @@ def _waiting(ranks: tuple[int, ...], calls: Sequence[Collective], step: NDArray[
     end_s = max(map(_end_s, calls))
     step_s = float(np.median(np.diff(np.append(start, end_s))))
     num_all_steps = num_steps - (num_steps > len({call.step for call in calls} - {-1}) > 1)
-    return _Waiting(ranks, wait[1:], start[1:], step_s, end_s - float(start.min()), num_all_steps)
+    return _Waiting(ranks, wait[starts:], start[starts:], step_s, end_s - float(start.min()), num_all_steps)
 
 
 def _alone(begin: NDArray[np.float64], length: NDArray[np.float64]) -> NDArray[np.float64]:

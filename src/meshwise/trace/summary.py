@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def summarize_paths(paths: Iterable[str | Path], *, steps: str = "") -> Summary:
     """
     traces, problems = read_traces(paths)
     if steps:
-        marked = {trace.rank: marks([trace])[trace.rank] for trace in traces}
+        marked = marks(traces)
         traces = [chosen(trace, marked[trace.rank], steps) for trace in traces]
     summary = summarize(traces)
     return replace(summary, problems=problems + summary.problems)
@@ -117,6 +118,8 @@ def summarize(traces: Sequence[Trace]) -> Summary:
     if num_unfit:
         reason = f"{num_unfit} collectives do not overlap in time across ranks; taken as unmatched, left out"
         problems.append(FileProblem("", reason))
+    problems += _of_the_job(traces, found)
+    first_step = min((int(one.number[0]) for one in marked.values() if len(one.number)), default=-1)
     partitions = [partition(trace, waits_ns(found, trace.rank)) for trace in traces]
     return Summary(
         traces=traces,
@@ -127,7 +130,7 @@ def summarize(traces: Sequence[Trace]) -> Summary:
         alignment=alignment,
         collectives=found,
         stragglers=stragglers(found),
-        findings=findings(traces, partitions, found),
+        findings=findings(traces, partitions, found, first_step),
         problems=problems,
         steps=sorted(
             (step for trace in traces for step in step_table(trace, marked[trace.rank])),
@@ -143,6 +146,28 @@ def _aligned(
     matches = match({trace.rank: transfers(trace, marked[trace.rank]) for trace in traces}, one_host=one_host)
     kernels = all(trace.has_device for trace in traces)
     return matches, align([t.rank for t in traces], matches, one_host=one_host, kernels=kernels)
+
+
+def _of_the_job(traces: Sequence[Trace], found: Sequence[Collective]) -> Iterator[FileProblem]:
+    """Ranks without a trace, where fewer are missing than there are; what does not look like one job."""
+    sizes = Counter(trace.world_size for trace in traces if trace.world_size)
+    here = {trace.rank for trace in traces}
+    world = max(sizes.most_common(1)[0][0] if sizes else 0, max(here) + 1)
+    missing = sorted(set(range(world)) - here) if world < 2 * len(here) else []
+    if missing:
+        shown = ", ".join(map(str, missing[:6])) + (", ..." if len(missing) > 6 else "")
+        yield FileProblem("", f"there is no trace of rank {shown} of {world}; what it did is not known")
+    for trace in traces:
+        if len(sizes) > 1 and trace.world_size not in (None, sizes.most_common(1)[0][0]):
+            yield FileProblem(
+                str(trace.path), f"rank {trace.rank} is of {trace.world_size} ranks, others not"
+            )
+    met = {rank for one in found for rank in one.wait_s}
+    for trace in traces if met else ():
+        if trace.rank not in met:
+            yield FileProblem(
+                str(trace.path), f"rank {trace.rank} has no collective, others have; is it of this job?"
+            )
 
 
 def waits_ns(found: Sequence[Collective], rank: int) -> dict[int, int]:
