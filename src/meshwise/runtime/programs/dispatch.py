@@ -19,38 +19,30 @@ from meshwise.runtime.torch_private import all_to_all_single
 NARROW = torch.float8_e4m3fn
 
 
-Rows = list[int] | None
-"""Rows to, or from, each rank (None: all alike)."""
-
-
-def exchange(rows: Tensor, group: dist.ProcessGroup | None, sent: Rows, received: Rows) -> Tensor:
-    """Parts of the rows to the ranks of `group`."""
-    return rows if group is None else all_to_all_single(rows, received, sent, group)
+def exchange(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Equal parts of the rows to the ranks of `group`."""
+    return rows if group is None else all_to_all_single(rows, None, None, group)
 
 
 class NarrowExchange(torch.autograd.Function):
     """`exchange` in fp8 one way: of the rows (`there`), or else of their gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, group: dist.ProcessGroup | None, sent: Rows, received: Rows, there: bool
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup | None, there: bool) -> Tensor:
         """[rows, hidden] -> [rows received, hidden]."""
-        ctx.back = group, received, sent, not there
-        return _exchanged(rows, group, sent, received, there)
+        ctx.back = group, not there
+        return _exchanged(rows, group, there)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """The gradient goes back, as if nothing had been rounded."""
-        return _exchanged(grad, *ctx.back), None, None, None, None
+        return _exchanged(grad, *ctx.back), None, None
 
 
-def _exchanged(
-    rows: Tensor, group: dist.ProcessGroup | None, sent: Rows, received: Rows, is_narrow: bool
-) -> Tensor:
+def _exchanged(rows: Tensor, group: dist.ProcessGroup | None, is_narrow: bool) -> Tensor:
     if not is_narrow:
-        return exchange(rows, group, sent, received)
-    return _widened(exchange(_packed(rows), group, sent, received), rows.dtype)
+        return exchange(rows, group)
+    return _widened(exchange(_packed(rows), group), rows.dtype)
 
 
 def _packed(rows: Tensor) -> Tensor:

@@ -20,14 +20,14 @@ from meshwise.runtime.programs.decoder_parts import FeedForward, Setting
 from meshwise.runtime.programs.dispatch import NarrowExchange, exchange
 from meshwise.runtime.programs.frozen import Multiply, packed_like
 from meshwise.runtime.programs.local import local
-from meshwise.runtime.programs.routes import PerRank, Place
+from meshwise.runtime.programs.routes import ExpertPlace, PerRank
 from meshwise.runtime.torch_private import all_gather_single, reduce_scatter_single
 
 
 class Experts(nn.Module):
     """The MLPs of this rank's experts, a matrix each in three (or two) stacks, or its parts of them."""
 
-    def __init__(self, model: Model, setting: Setting, place: Place) -> None:
+    def __init__(self, model: Model, setting: Setting, place: ExpertPlace) -> None:
         super().__init__()
         assert model.moe is not None
         number, width = model.moe.num_experts // place.ranks, model.moe.ffn_hidden // place.parts
@@ -90,7 +90,7 @@ class Mixture(nn.Module):
         way, hidden = self.routes, tokens.shape[-1]
         ranks = way.place.ranks
         arrived = self._sent(tokens.index_select(0, way.sources), there=True).view(ranks, -1, hidden)
-        weights = exchange(gates.flatten().index_select(0, each.gates), way.group, None, None)
+        weights = exchange(gates.flatten().index_select(0, each.gates), way.group)
         weights = weights.view(ranks, -1).index_select(1, each.weights).view(-1, 1)
         copies = arrived.index_select(1, each.copies).flatten(0, 1)
         answers = self.experts(self._by_expert(_gathered(copies, way.parts)))
@@ -103,24 +103,17 @@ class Mixture(nn.Module):
     def _sent(self, rows: Tensor, *, there: bool) -> Tensor:
         """Copies to the ranks of their experts, or answers back."""
         way = self.routes
-        ways = (way.sent, way.received) if there else (way.received, way.sent)
         if self.setting.formats.tokens:
-            return NarrowExchange.apply(rows, way.group, *ways, there)
-        return exchange(rows, way.group, *ways)
+            return NarrowExchange.apply(rows, way.group, there)
+        return exchange(rows, way.group)
 
     def _by_expert(self, copies: Tensor) -> Tensor:
         """Copies as they arrived, [sources x experts x rows, hidden] -> [experts, sources x rows, hidden]."""
-        way, hidden = self.routes, copies.shape[-1]
-        if way.slots is not None:
-            room = copies.new_zeros(self.experts.number * way.most, hidden)
-            return room.index_copy(0, way.slots, copies).view(self.experts.number, -1, hidden)
         by_source = copies.view(self.routes.place.sources, self.experts.number, -1, copies.shape[-1])
         return by_source.transpose(0, 1).flatten(1, 2)
 
     def _by_rank(self, answers: Tensor) -> Tensor:
         """The inverse of `_by_expert`."""
-        if self.routes.slots is not None:
-            return answers.flatten(0, 1).index_select(0, self.routes.slots)
         return answers.unflatten(1, (self.routes.place.sources, -1)).transpose(0, 1).flatten(0, 2)
 
 

@@ -34,7 +34,7 @@ from meshwise.runtime.programs.frozen import pack, wide_shape
 from meshwise.runtime.programs.further import further_styles
 from meshwise.runtime.programs.mixture import Experts, Mixture
 from meshwise.runtime.programs.parts import cut_on_demand
-from meshwise.runtime.programs.routes import WHOLE, Place, cut_dim
+from meshwise.runtime.programs.routes import WHOLE, ExpertPlace, cut_dim
 
 
 def cut_tensors(decoder: Decoder, mesh: DeviceMesh, rows: Shard | Replicate) -> None:
@@ -168,7 +168,7 @@ def _materialize(
 
 def _made(
     parameter: nn.Parameter, name: str, device: torch.device, dtype: torch.dtype, seed: int | None,
-    form: str, place: Place,
+    form: str, place: ExpertPlace,
 ) -> Tensor:  # fmt: skip
     """A weight whole, and then cut as `parameter` is; one that has no numbers needs its own part alone."""
     cut = parameter if isinstance(parameter, DTensor) else None
@@ -185,7 +185,7 @@ def _made(
     return distribute_tensor(whole, cut.device_mesh, cut.placements, src_data_rank=None)
 
 
-def fill(name: str, tensor: Tensor, seed: int, place: Place = WHOLE) -> None:
+def fill(name: str, tensor: Tensor, seed: int, place: ExpertPlace = WHOLE) -> None:
     """Norms' weights one, biases zero, matrices normal with deviation width^-1/2.
 
     A stack is filled expert by expert, with the parts of those at `place`.

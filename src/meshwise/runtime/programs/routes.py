@@ -1,21 +1,20 @@
 """Where tokens go whose layer has experts.
 
 Which experts a token visits is set by its place in the sequence, not by the router, so that all get the
-same number (Megatron-LM's `--moe-router-force-load-balancing`), or those of the first rank more, as `Load`
-says: every rank's shapes are known beforehand, and every world computes the same.
+same number (Megatron-LM's `--moe-router-force-load-balancing`): every rank's shapes are known beforehand,
+and every world computes the same.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meshwise.model.architecture import Model, MoE
-from meshwise.program.expert_load import Load, met_ranks
+from meshwise.program.expert_load import met_ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,9 +24,7 @@ class Routes:
     `experts` [tokens, k]: of each token's copies; `sources` [k tokens]: whose copies they are, sorted by
     expert; `back` [k tokens]: where each token's copies stand in that order. `group`: the ranks that hold the
     experts, None where this rank holds all; `parts`: those that hold parts of the same ones, None where they
-    are whole. `sent` and `received`: copies to and from each rank of the group, None where all are alike.
-    `slots` [k tokens]: in one process that holds experts of several loads, where copies stand if each expert
-    had room for as many as the busiest, `most`. `per_rank`: how a token goes once to each rank.
+    are whole. `per_rank`: how a token goes once to each rank.
     """
 
     experts: Tensor
@@ -35,10 +32,6 @@ class Routes:
     back: Tensor
     group: dist.ProcessGroup | None = None
     parts: dist.ProcessGroup | None = None
-    sent: list[int] | None = None
-    received: list[int] | None = None
-    slots: Tensor | None = None
-    most: int = 0
     per_rank: PerRank | None = None
 
     @property
@@ -49,9 +42,9 @@ class Routes:
         return [self.experts, self.sources, self.back, *more]
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ExpertPlace:
         """Which experts, and which part of them, this rank has."""
-        return Place(*_place(self.group), *_place(self.parts))
+        return ExpertPlace(*_place(self.group), *_place(self.parts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +62,7 @@ class PerRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ExpertPlace:
     """A rank among the `ranks` that hold the experts, and among the `parts` that each is cut into."""
 
     ranks: int
@@ -83,7 +76,7 @@ class Place:
         return self.ranks * self.parts
 
 
-WHOLE = Place(1, 0, 1, 0)
+WHOLE = ExpertPlace(1, 0, 1, 0)
 """One rank that holds all experts."""
 
 
@@ -92,7 +85,7 @@ def cut_dim(name: str) -> int:
     return 1 if name.endswith("down") else 2
 
 
-def part_of(experts: Tensor, name: str, place: Place) -> Tensor:
+def part_of(experts: Tensor, name: str, place: ExpertPlace) -> Tensor:
     """Of the matrices `name` of all experts, those at `place`."""
     return experts.chunk(place.ranks)[place.rank].chunk(place.parts, cut_dim(name))[place.part]
 
@@ -103,7 +96,7 @@ def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 def routes(
     places: Tensor, sequences: int, model: Model, group: dist.ProcessGroup | None = None,
-    parts: dist.ProcessGroup | None = None, load: Load | None = None, per_rank: int = 0,
+    parts: dist.ProcessGroup | None = None, per_rank: int = 0,
 ) -> Routes:  # fmt: skip
     """The routes of tokens at `places` of each of `sequences` sequences.
 
@@ -115,11 +108,9 @@ def routes(
         if group is not None:
             return _once_to_each(experts, model.moe, group, parts)
     else:
-        experts = _in_turn(places, model.moe) if load is None else _by_load(places, model.moe, load)
-        experts = experts.repeat(sequences, 1)
+        experts = _in_turn(places, model.moe).repeat(sequences, 1)
     order = experts.flatten().argsort(stable=True)
-    found = Routes(experts, order // model.moe.top_k, order.argsort(), group, parts)
-    return found if load is None else _uneven(found, load)
+    return Routes(experts, order // model.moe.top_k, order.argsort(), group, parts)
 
 
 def _in_turn(places: Tensor, moe: MoE) -> Tensor:
@@ -143,7 +134,7 @@ def _once_to_each(
     experts: Tensor, moe: MoE, group: dist.ProcessGroup, parts: dist.ProcessGroup | None
 ) -> Routes:
     """Routes of `experts` [tokens, k], of which a token's neighbours on a rank go there together."""
-    place = Place(*_place(group), *_place(parts))
+    place = ExpertPlace(*_place(group), *_place(parts))
     k, own = moe.top_k, moe.num_experts // place.ranks
     met = int(met_ranks(moe, float(place.ranks)))
     first = (
@@ -161,30 +152,3 @@ def _once_to_each(
         experts, order // met, order.argsort(), group, parts,
         per_rank=PerRank(gates.flatten(), weights // choices.shape[1], weights),
     )  # fmt: skip
-
-
-def _by_load(places: Tensor, moe: MoE, load: Load) -> Tensor:
-    """The same, so many choices of each expert in a period; no token visits one twice."""
-    choices = torch.arange(moe.top_k, device=places.device)
-    number = places.remainder(load.period)[:, None] + load.period * choices  # of a choice, expert by expert
-    experts, begin = torch.zeros_like(number), 0
-    for rank, each in enumerate(load.choices):
-        here = rank * load.own + (number - begin).div(max(each, 1), rounding_mode="floor")
-        experts = torch.where(number >= begin, here, experts)
-        begin += load.own * each
-    return experts
-
-
-def _uneven(found: Routes, load: Load) -> Routes:
-    """`found`, of which experts have the choices of `load`."""
-    periods, own = len(found.experts) // load.period, load.own
-    rows = [periods * choices for choices in load.choices]
-    if found.group is not None:
-        sent = [own * number for number in rows]
-        return replace(found, sent=sent, received=[sent[found.place.rank]] * len(rows))
-    missing = [max(rows) - number for number in rows for _ in range(own)]  # behind the copies of each expert
-    before = torch.tensor([0, *accumulate(missing)], device=found.experts.device)
-    experts = found.experts.flatten().sort().values
-    return replace(
-        found, slots=torch.arange(len(experts), device=experts.device) + before[experts], most=max(rows)
-    )

@@ -27,7 +27,6 @@ from meshwise.plan.mesh import Mesh, resolve
 from meshwise.plan.plan import Plan, plan_keys
 from meshwise.plan.stages import chunks_of_rank
 from meshwise.plan.workload import Workload
-from meshwise.program.expert_load import Load, expert_load
 from meshwise.program.fsdp2 import FROZEN_GROUP
 from meshwise.program.held import is_quantized
 from meshwise.program.parts import FP8_TILE
@@ -65,18 +64,23 @@ def check(options: Options, ranks: int) -> None:
         _check_frozen(plan, model, int(mesh.etp))
     if model.moe is None:
         return
+    if plan.imbalance != 1:
+        raise PlanError(
+            f"train: the program gives all experts as many tokens, and imbalance={plan.imbalance:g} "
+            "is priced by meshwise estimate alone; leave imbalance out"
+        )
     if plan.dispatch_dtype == "fp8" and model.hidden % FP8_TILE:
         raise PlanError(
             f"train: dispatch_dtype=fp8 scales {FP8_TILE} elements of a token together, which do not divide "
             f"the hidden width {model.hidden} of {model.name}; use dispatch_dtype=bf16"
         )
     alike = int(mesh.shard_ranks(1, mesh.expert_replicas))
-    run, load = tokens_in_a_row(options), the_load(options)
+    run = tokens_in_a_row(options)
     for what, number, divisor in (
         ("hidden width", model.hidden, alike),
         ("experts' width", model.moe.ffn_hidden // int(mesh.etp), alike),
         (f"seq {options.seq} leaves each rank {run} tokens in a row, whose choices", run * model.moe.top_k,
-         model.moe.num_experts if load is None else load.own),
+         model.moe.num_experts),
         (f"dispatch=per_rank: seq {options.seq} leaves each rank {run} tokens in a row, whose number", run,
          max(1, ranks_met_once(plan))),
     ):  # fmt: skip
@@ -150,14 +154,6 @@ def the_workload(options: Options, ranks: int) -> Workload:
     dp = plan.data_parallel(ranks)
     batch = options.batch or dp * plan.pp * options.microbatch
     return Workload(batch=batch, seq=options.seq, microbatch=options.microbatch)
-
-
-def the_load(options: Options) -> Load | None:
-    """How routing by force spreads tokens; None: alike, or there are no experts."""
-    plan, moe = the_plan(options), the_model(options).moe
-    if moe is None or plan.imbalance == 1:
-        return None
-    return expert_load(moe, plan.ep, plan.imbalance, tokens_in_a_row(options))
 
 
 def ranks_met_once(plan: Plan) -> int:

@@ -34,7 +34,6 @@ from meshwise.runtime.programs.train_options import (
     rank_layers,
     ranks_met_once,
     renumbered,
-    the_load,
     the_mesh,
     the_model,
     the_plan,
@@ -249,7 +248,7 @@ class Trainer:
         if self.model.moe is None:
             return None
         found = routes(
-            own, self.options.microbatch, self.model, self.experts, self.parts, the_load(self.options),
+            own, self.options.microbatch, self.model, self.experts, self.parts,
             ranks_met_once(self.plan),
         )  # fmt: skip
         self.context.recorder.weights(*found.constants)
