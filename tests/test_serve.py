@@ -308,9 +308,8 @@ def test_command(meshwise: Callable[..., Any]) -> None:
     assert "out of memory" in none.out
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
+WRONG: dict[str, list[tuple[list[str], str]]] = {
+    "mixtral-8x7b --cluster h100-80g-sxm:8": [
         (["--plan", "tp=3"], "8 ranks do not divide by tp=3"),
         (["--plan", "tp=8,pp=1,zero=3"], "zero=3 means nothing to kind=decode"),
         (["--plan", "tp=1,ep=3"], "ep=3 does not divide the 8 experts"),
@@ -334,9 +333,40 @@ def test_command(meshwise: Callable[..., Any]) -> None:
         (["--engine-ms", "-1"], "zero or more"),
         (["--prompt", "0"], "prompt=0 must be a whole number of at least 1"),
     ],
+    "llama3-8b --cluster h100-80g-sxm:1 --sequences 8": [
+        (["--rate", "1", "--concurrency", "2"], "rate and concurrency are two loads"),
+        (["--rate", "0"], "rate=0 must be above zero"),
+        (["--concurrency", "-1"], "concurrency=-1 must be above zero"),
+        (["--burstiness", "2"], "burstiness needs a load"),
+        (["--engine", "vllm"], "engine needs a load"),
+        (["--ttft-ms", "5"], "ttft_ms needs a load"),
+        (["--rate", "1", "--engine", "tgi"], "no engine is called 'tgi'"),
+        (["--rate", "1", "--engine", "vllm,max_tokens=x"], "max_tokens=x must be a count above 0"),
+        (["--rate", "1", "--engine", "vllm,graphs=1"], "'graphs' is no setting"),
+        (["--rate", "1", "--length-ratio", "0.5", "--length-sigma", "1"], "are two kinds of lengths"),
+        (["--rate", "1", "--length-ratio", "2"], "length_ratio=2 must be at most 1"),
+        (["--concurrency", "2", "--burstiness", "2"], "a closed loop has none"),
+        (["--requests", "/nowhere.csv"], "cannot read '/nowhere.csv'"),
+        (["--rate", "1", "--ttft-ms", "0"], "must be above zero"),
+        (["--csv", "x.csv"], "--csv and --plot show layouts"),
+    ],
+    "llama3-8b --cluster h100-80g-sxm:4,h200-sxm:4 --prompt 512 --output 64": [
+        (["--pareto", "--price", "free"], "'free' is no price"),
+        (["--pareto", "--workers", "2"], "pareto chooses workers and pools itself"),
+        (["--rate", "1", "--price", "a100-80g-sxm=2", "--ttft-ms", "900"], "price names no h"),
+        (["--pareto", "--concurrency", "3"], "give a rate or a trace"),
+        (["--rate", "3"], "several clusters are compared"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("base", "words", "says"), [(base, *case) for base, cases in WRONG.items() for case in cases]
 )
-def test_wrong_input_is_one_sentence(meshwise: Callable[..., Any], words: list[str], says: str) -> None:
-    outcome = meshwise("serve", "mixtral-8x7b", "--cluster", "h100-80g-sxm:8", *words)
+def test_wrong_input_is_one_sentence(
+    meshwise: Callable[..., Any], base: str, words: list[str], says: str
+) -> None:
+    outcome = meshwise("serve", *base.split(), *words)
     assert (outcome.code, outcome.out) == (2, "")
     assert says in outcome.err
     assert outcome.err.count("\n") == 1

@@ -373,69 +373,55 @@ INFERENCEX = {
 QWEN = {"model": "Qwen/Qwen3.5-397B-A17B", "backend": "sglang", "precision": "fp8", "measured": ""}
 
 
-@pytest.mark.parametrize(
-    ("changes", "drafts", "settings"),
-    [
-        ({}, 3, {"max_tokens": 4 * 8 + 1024 + 64}),
-        ({"tp": "1", "attention_dp": "4"}, 1, {"max_tokens": 2 * 2 + 1024 + 64, "align_passes": 60}),
-        ({"measured": "2026-02-03"}, 0, {"max_tokens": 8192}),
-        ({"input_tokens": "4000"}, 0, {"max_tokens": 8 + 4000 + 1500, "pads_batches": False}),
-        ({"model": "meta-llama/Llama-3.1-70B"}, 0, {"max_tokens": 16384, "align_passes": 20}),
-        ({"measured": "2026-02-06", "concurrency": "64"}, 3, {"graphs_prompts": True}),
-        ({"measured": "2026-02-06", "concurrency": "8"}, 3, {"graphs_prompts": False}),
-        ({"measured": "2026-02-03", "tp": "8", "moe_ep": "8"}, 0, {"graphs_prompts": True}),
-        ({"backend": "sglang", "precision": "fp8"}, 0, {"max_tokens": 32768, "poll_passes": 10}),
-        ({"backend": "sglang", "precision": "fp8", "measured": "2026-03-25"}, 2, {"max_tokens": 16384}),
-        (QWEN | {"moe_tp": "4", "moe_ep": "1"}, 3, {"poll_passes": 10}),
-        (QWEN | {"moe_tp": "4", "moe_ep": "1", "measured": "2026-04-17"}, 0, {"poll_passes": 10}),
-        (QWEN, 0, {"poll_passes": 10}),
-    ],
-)
+OLDEST = {"measured": "2025-11-02", "moe_tp": "4", "moe_ep": "1"}
+QWEN_4 = QWEN | {"moe_tp": "4", "moe_ep": "1"}
+MINIMAX = {"model": "MiniMaxAI/MiniMax-M2.5", "backend": "vllm"}
+LAUNCHED: list[tuple[dict[str, str], dict[str, Any]]] = [
+    ({}, {"drafts": 3, "max_tokens": 4 * 8 + 1024 + 64, "kv_dtype": "fp8"}),
+    ({"tp": "1", "attention_dp": "4"}, {"drafts": 1, "max_tokens": 2 * 2 + 1024 + 64, "align_passes": 60}),
+    ({"measured": "2026-02-03"}, {"drafts": 0, "max_tokens": 8192}),
+    ({"input_tokens": "4000"}, {"drafts": 0, "max_tokens": 8 + 4000 + 1500, "pads_batches": False}),
+    ({"model": "meta-llama/Llama-3.1-70B"}, {"drafts": 0, "max_tokens": 16384, "align_passes": 20}),
+    ({"measured": "2026-02-06", "concurrency": "64"}, {"drafts": 3, "graphs_prompts": True}),
+    ({"measured": "2026-02-06", "concurrency": "8"}, {"drafts": 3, "graphs_prompts": False}),
+    ({"measured": "2026-02-03", "tp": "8", "moe_ep": "8"}, {"drafts": 0, "graphs_prompts": True}),
+    ({"backend": "sglang", "precision": "fp8"}, {"drafts": 0, "max_tokens": 32768, "poll_passes": 10}),
+    ({"backend": "sglang", "precision": "fp8", "measured": "2026-03-25"}, {"drafts": 2, "max_tokens": 16384}),
+    (QWEN_4, {"drafts": 3, "poll_passes": 10}),
+    (QWEN_4 | {"measured": "2026-04-17"}, {"drafts": 0, "poll_passes": 10}),
+    (QWEN, {"drafts": 0, "poll_passes": 10}),
+    (OLDEST | {"concurrency": "32"}, {"tp": 4, "dp": 1, "ep": 1}),
+    (OLDEST | {"concurrency": "64"}, {"tp": 4, "dp": 1, "ep": 4}),
+    (OLDEST | {"concurrency": "64", "input_tokens": "8192"}, {"tp": 1, "dp": 4, "ep": 4}),
+    (OLDEST | {"concurrency": "256"}, {"tp": 1, "dp": 4, "ep": 4}),
+    (OLDEST | {"concurrency": "256", "measured": "2025-11-04"}, {"tp": 4, "dp": 1, "ep": 1}),
+    (OLDEST | {"concurrency": "256", "measured": ""}, {"tp": 4, "dp": 1, "ep": 1}),
+    (OLDEST | {"concurrency": "32", "precision": "fp8"}, {"tp": 4, "dp": 1, "ep": 4}),
+    (OLDEST | {"concurrency": "32", "model": "openai/gpt-oss-120b"}, {"tp": 4, "dp": 1, "ep": 1}),
+    ({"precision": "bf16"}, {"kv_dtype": "bf16"}),
+    ({"model": "openai/gpt-oss-120b", "system": "h200_sxm"}, {"kv_dtype": "bf16"}),
+    ({"system": "h200_sxm", "backend": "sglang", "precision": "fp8"}, {"kv_dtype": "bf16"}),
+    (
+        {"system": "h200_sxm", "backend": "sglang", "precision": "fp8", "input_tokens": "4000"},
+        {"kv_dtype": "fp8"},
+    ),
+    (MINIMAX | {"measured": "2026-04-03"}, {"kv_dtype": "bf16"}),
+    (MINIMAX | {"measured": "2026-04-08"}, {"kv_dtype": "fp8"}),
+]
+
+
+@pytest.mark.parametrize(("changes", "launched"), LAUNCHED)
 def test_engines_are_launched_as_the_benchmark_s_scripts_do(
-    changes: dict[str, str], drafts: int, settings: dict[str, float]
+    changes: dict[str, str], launched: dict[str, Any]
 ) -> None:
+    """Settings, guesses, type of the cache; and the layouts of the script of 2 November 2025."""
     of = measured.point(INFERENCEX | changes)
-    assert {name: getattr(of.engine, name) for name in settings} == settings
-    guesses = of.fleet.serving.speculation
-    assert (guesses.drafts if guesses else 0) == drafts
-
-
-@pytest.mark.parametrize(
-    ("changes", "layout"),
-    [
-        ({"concurrency": "32"}, (4, 1, 1)),
-        ({"concurrency": "64"}, (4, 1, 4)),
-        ({"concurrency": "64", "input_tokens": "8192"}, (1, 4, 4)),
-        ({"concurrency": "256"}, (1, 4, 4)),
-        ({"concurrency": "256", "measured": "2025-11-04"}, (4, 1, 1)),
-        ({"concurrency": "256", "measured": ""}, (4, 1, 1)),
-        ({"concurrency": "32", "precision": "fp8"}, (4, 1, 4)),
-        ({"concurrency": "32", "model": "openai/gpt-oss-120b"}, (4, 1, 1)),
-    ],
-)
-def test_the_oldest_scripts_choose_their_layout(
-    changes: dict[str, str], layout: tuple[int, int, int]
-) -> None:
-    """tp, dp and ep as the script of 2 November 2025 sets them, whatever the row's defaults say."""
-    stated = {"measured": "2025-11-02", "moe_tp": "4", "moe_ep": "1"}
-    mesh = measured.point(INFERENCEX | stated | changes).fleet.serving.mesh
-    assert (mesh.tp, mesh.dp, mesh.ep) == layout
-
-
-@pytest.mark.parametrize(
-    ("changes", "dtype"),
-    [
-        ({}, "fp8"),
-        ({"precision": "bf16"}, "bf16"),
-        ({"model": "openai/gpt-oss-120b", "system": "h200_sxm"}, "bf16"),
-        ({"system": "h200_sxm", "backend": "sglang", "precision": "fp8"}, "bf16"),
-        ({"system": "h200_sxm", "backend": "sglang", "precision": "fp8", "input_tokens": "4000"}, "fp8"),
-        ({"model": "MiniMaxAI/MiniMax-M2.5", "backend": "vllm", "measured": "2026-04-03"}, "bf16"),
-        ({"model": "MiniMaxAI/MiniMax-M2.5", "backend": "vllm", "measured": "2026-04-08"}, "fp8"),
-    ],
-)
-def test_caches_are_of_the_type_that_the_scripts_state(changes: dict[str, str], dtype: str) -> None:
-    assert measured.point(INFERENCEX | changes).fleet.serving.mesh.plan.kv_dtype == dtype
+    serving, guesses = of.fleet.serving, of.fleet.serving.speculation
+    found = {name: int(getattr(serving.mesh, name)) for name in ("tp", "dp", "ep")}
+    found |= {"drafts": guesses.drafts if guesses else 0}
+    for name, value in launched.items():
+        plan_or_engine = serving.mesh.plan if name == "kv_dtype" else of.engine
+        assert (found[name] if name in found else getattr(plan_or_engine, name)) == value, name
 
 
 def test_prompts_of_a_gap_analysis_come_again() -> None:
@@ -548,32 +534,6 @@ def test_command(meshwise: Callable[..., Any], tmp_path: Path, load: tuple[str, 
     assert document["passes"][0]["sequences"] == 8
     shown = meshwise(*BASE, *words).out
     assert "first token" in shown and "p99" in shown
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--rate", "1", "--concurrency", "2"], "rate and concurrency are two loads"),
-        (["--rate", "0"], "rate=0 must be above zero"),
-        (["--concurrency", "-1"], "concurrency=-1 must be above zero"),
-        (["--burstiness", "2"], "burstiness needs a load"),
-        (["--engine", "vllm"], "engine needs a load"),
-        (["--ttft-ms", "5"], "ttft_ms needs a load"),
-        (["--rate", "1", "--engine", "tgi"], "no engine is called 'tgi'"),
-        (["--rate", "1", "--engine", "vllm,max_tokens=x"], "max_tokens=x must be a count above 0"),
-        (["--rate", "1", "--engine", "vllm,graphs=1"], "'graphs' is no setting"),
-        (["--rate", "1", "--length-ratio", "0.5", "--length-sigma", "1"], "are two kinds of lengths"),
-        (["--rate", "1", "--length-ratio", "2"], "length_ratio=2 must be at most 1"),
-        (["--concurrency", "2", "--burstiness", "2"], "a closed loop has none"),
-        (["--requests", "/nowhere.csv"], "cannot read '/nowhere.csv'"),
-        (["--rate", "1", "--ttft-ms", "0"], "must be above zero"),
-    ],
-)
-def test_wrong_input_is_one_sentence(meshwise: Callable[..., Any], words: list[str], says: str) -> None:
-    outcome = meshwise(*BASE, *words)
-    assert (outcome.code, outcome.out) == (2, "")
-    assert says in outcome.err
-    assert outcome.err.count("\n") == 1
 
 
 def test_what_does_not_fit_is_an_answer_or_a_sentence() -> None:

@@ -125,21 +125,3 @@ def test_limits_that_nothing_keeps_are_a_no(meshwise: Callable[..., Any]) -> Non
     assert outcome.code == 1
     assert "no layout of this cluster fits and keeps the limits" in outcome.out
     assert meshwise(*words, "--json").document["sizing"]["least_tpot_s"] > 1e-5
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--csv", "x.csv"], "--csv and --plot show layouts"),
-        (["--pareto", "--price", "free"], "'free' is no price"),
-        (["--pareto", "--workers", "2"], "pareto chooses workers and pools itself"),
-        (["--rate", "1", "--price", "a100-80g-sxm=2", "--ttft-ms", "900"], "price names no h"),
-        (["--pareto", "--concurrency", "3"], "give a rate or a trace"),
-        (["--rate", "3"], "several clusters are compared"),
-    ],
-)
-def test_wrong_input_is_one_sentence(meshwise: Callable[..., Any], words: list[str], says: str) -> None:
-    base = BASE if "--csv" not in words else ("serve", "llama3-8b", "--cluster", "h100-80g-sxm:1")
-    outcome = meshwise(*base, *words)
-    assert (outcome.code, outcome.out) == (2, "")
-    assert says in outcome.err

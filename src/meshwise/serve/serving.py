@@ -492,22 +492,15 @@ def notes(serving: Serving) -> list[str]:
         used.add(f"experts.{experts_library(efficiency, dtype)}")
     routing = "even routing" if plan.imbalance == 1 else f"busiest rank {plan.imbalance:.3g} x the mean"
     chip, inherited = serving.cluster.chip.name, efficiency.inherited_from
-    return [
-        *(f"{chip}: {name} inherited from {inherited[name]}" for name in sorted(used & set(inherited))),
-        *(
-            f"{key}={kept}: weights are read in {WEIGHT_BITS[kept]:.4g} bits and computed in {dtype}"
-            for key in ("weight_dtype", "expert_dtype")
-            if (kept := getattr(plan, key))
-        ),
-        *(
-            [f"{guess.drafts} tokens guessed by {guess.draft.model.name}: {guess.tokens_per_pass:.3g} a pass"]
-            if (guess := serving.speculation)
-            else ()
-        ),
-        *(
-            [f"engines drop no tokens: times are without the capacity factor {moe.capacity_factor:g}"]
-            if (moe := serving.model.moe) and moe.capacity_factor
-            else ()
-        ),
-        f"{routing}, kernels one after the other; the engine takes --engine-ms between passes",
-    ]
+    found = [f"{chip}: {name} inherited from {inherited[name]}" for name in sorted(used & set(inherited))]
+    for key in ("weight_dtype", "expert_dtype"):
+        if kept := getattr(plan, key):
+            bits = f"{WEIGHT_BITS[kept]:.4g}"
+            found.append(f"{key}={kept}: weights are read in {bits} bits and computed in {dtype}")
+    if guess := serving.speculation:
+        each = f"{guess.tokens_per_pass:.3g} a pass"
+        found.append(f"{guess.drafts} tokens guessed by {guess.draft.model.name}: {each}")
+    if (moe := serving.model.moe) and moe.capacity_factor:
+        factor = f"{moe.capacity_factor:g}"
+        found.append(f"engines drop no tokens: times are without the capacity factor {factor}")
+    return [*found, f"{routing}, kernels one after the other; the engine takes --engine-ms between passes"]

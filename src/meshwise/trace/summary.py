@@ -53,7 +53,7 @@ class Summary(Shown):
     def to_json(self) -> dict[str, Any]:
         """The summary as JSON values."""
         return {
-            "findings": [msgspec.to_builtins(finding) for finding in self.findings],
+            "findings": msgspec.to_builtins(self.findings),
             "ranks": [
                 msgspec.to_builtins(rank)
                 | {
@@ -64,8 +64,8 @@ class Summary(Shown):
                 }
                 for rank, parts in zip(self.ranks, self.partitions, strict=True)
             ],
-            "kernels": [msgspec.to_builtins(kernel) for kernel in self.kernels],
-            "copies": [msgspec.to_builtins(copy) for copy in self.copies],
+            "kernels": msgspec.to_builtins(self.kernels),
+            "copies": msgspec.to_builtins(self.copies),
             "alignment": {
                 "method": self.alignment.method,
                 "residual_s": self.alignment.residual_s,
@@ -74,9 +74,9 @@ class Summary(Shown):
                 "drift_ppm": {str(rank): 1e6 * drift for rank, drift in self.alignment.drift.items()},
             },
             "collectives": [_collective_json(one) for one in self.collectives],
-            "stragglers": [msgspec.to_builtins(one) for one in self.stragglers],
-            "steps": [msgspec.to_builtins(one) for one in self.steps],
-            "problems": [msgspec.to_builtins(problem) for problem in self.problems],
+            "stragglers": msgspec.to_builtins(self.stragglers),
+            "steps": msgspec.to_builtins(self.steps),
+            "problems": msgspec.to_builtins(self.problems),
         }
 
 
