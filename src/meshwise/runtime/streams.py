@@ -38,5 +38,5 @@ class Stream:
         return self
 
 
-class Event(Stream):
+class DeviceEvent(Stream):
     """An event that has passed."""

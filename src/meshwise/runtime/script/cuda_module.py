@@ -20,7 +20,7 @@ import torch.cuda.random
 
 from meshwise.machine.hardware import Chip
 from meshwise.program.tape import Tape
-from meshwise.runtime.streams import Event, Stream
+from meshwise.runtime.streams import DeviceEvent, Stream
 
 _NO_OPS = {
     torch.cuda: "_lazy_init init synchronize set_device empty_cache ipc_collect set_stream cudart _sleep "
@@ -73,7 +73,7 @@ def supply_cuda_module(tape: Tape, chip: Chip, devices: int, device: int) -> Non
     }
     streams = {
         "Stream": Stream,
-        "Event": Event,
+        "Event": DeviceEvent,
         "ExternalStream": Stream,
         "stream": lambda stream: stream if stream is not None else Stream(),
         "StreamContext": lambda stream: stream if stream is not None else Stream(),
