@@ -248,16 +248,26 @@ def test_uneven_stages_are_played() -> None:
     )
 
 
-def test_dualpipe_shares_both_ends_of_the_model() -> None:
+def test_dualpipe_holds_both_ends_of_the_model() -> None:
     """A rank holds stage r and pp - 1 - r and runs half of the microbatches through each."""
     of = priced("llama3-8b", "pp=4,stages=even,schedule=dualpipe,zero=0", cluster="h100-80g-sxm:4", batch=32)
     assert [(s["num_like_it"], s["dense_layers"]) for s in of.to_json(ledger=False)["stages"]] == [
-        (2, 8),
-        (2, 8),
+        (2, 16),
+        (2, 16),
     ]
     played = played_pipeline(of)
     closed = sum(of.time_s[name] for name in (*TIME_PARTS[:6], "bubble", "comm_pp"))
     assert closed == pytest.approx(played.makespan_s, rel=0.03)
+
+
+def test_dualpipe_has_the_logits_of_a_whole_microbatch() -> None:
+    """A rank that holds the head for one direction makes all of its logits, half as often."""
+    plain, mirrored = (
+        max(stage["memory_bytes"]["buffers"] for stage in priced(**case).to_json(ledger=False)["stages"])
+        for plan in ("pp=2", "pp=2,schedule=dualpipe")
+        for case in [{"model": "qwen3-0.6b", "plan": plan, "cluster": "h100-80g-sxm:2", "microbatch": 16}]
+    )
+    assert mirrored == pytest.approx(plain, rel=1e-3)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -90,7 +90,7 @@ def _slowest_s(model: Model, mesh: Mesh, seconds: Sequence[Num]) -> Num:
     slowest_s: Num = 0.0
     for stage in stages_of(model, mesh):
         held = (stage.embeddings, *stage.layers, stage.heads)
-        stage_s = sum(count * part_s for count, part_s in zip(held, seconds, strict=True))
+        stage_s = stage.share * sum(count * part_s for count, part_s in zip(held, seconds, strict=True))
         slowest_s = np.maximum(slowest_s, (stage.num_stages > 0) * stage_s)
     return np.where(_loses_step(model, mesh), np.inf, slowest_s)[()]
 

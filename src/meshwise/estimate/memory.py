@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from meshwise.core.units import DTYPE_BYTES, Num
-from meshwise.cost.schedule import in_flight_microbatches, weight_copies
+from meshwise.cost.schedule import in_flight_microbatches
 from meshwise.estimate.part import Part
 from meshwise.machine.overheads import Overheads
 from meshwise.model.architecture import Model, layer_kinds
@@ -81,7 +81,7 @@ def recomputed(stage: Stage, mesh: Mesh) -> tuple[Num, Num]:
     """Shares of a stage's layers whose core attention, and whose whole forward, the backward runs again."""
     selective = (mesh.recompute == RECOMPUTE.index("selective")) * 1.0
     full = (mesh.recompute == RECOMPUTE.index("full")) * 1.0
-    return selective, full * np.minimum(mesh.recompute_layers / np.maximum(stage.num_layers, 1.0), 1.0)
+    return selective, full * np.minimum(mesh.recompute_layers / np.maximum(stage.layers_passed, 1.0), 1.0)
 
 
 def contents(stage: Stage, parts: Sequence[Part]) -> list[tuple[Num, Part]]:
@@ -113,7 +113,7 @@ def stage_memory(
     """Memory of one rank of `stage`, which holds `held`, at its peak; `overheads` come on top."""
     if mesh.serves:
         return serving_memory(model, stage, parts, mesh, cut, overheads)
-    weights, gradients, optimizer = state_bytes(held, mesh, cut, overheads)
+    weights, gradients, optimizer = state_bytes(held, stage.share, mesh, cut, overheads)
     activations = _activation_bytes(model, stage, parts, mesh, cut)
     loss_bytes = np.where(
         mesh.tp > 1, overheads.split_loss_bytes or overheads.loss_bytes, overheads.loss_bytes
@@ -158,23 +158,20 @@ def serving_memory(
     )
 
 
-def state_bytes(held: Held, mesh: Mesh, cut: Cut, overheads: Overheads) -> tuple[Num, Num, Num]:
-    """Bytes of weights, gradients and optimizer states of one rank.
+def state_bytes(held: Held, share: Num, mesh: Mesh, cut: Cut, overheads: Overheads) -> tuple[Num, Num, Num]:
+    """Bytes of weights, gradients and optimizer states of one rank; `share` as in `Stage`.
 
     Where gradients are summed in a wider type than they are computed in, `second_grad_bytes` are kept too.
     """
     in_two_types = grad_bytes(mesh) > weight_bytes(mesh)
     per_grad = grad_bytes(mesh) + overheads.second_grad_bytes * in_two_types
     per_state = OPTIMIZER_BYTES[mesh.plan.optimizer] * (1.0 - mesh.offload_optimizer)
-    copies = weight_copies(mesh.schedule)
 
     def shard(dense: Num, experts: Num, from_stage: int) -> Num:
-        # Copies of a stage are replicas too, which share what is sharded.
-        held_copies = np.where(mesh.zero >= from_stage, 1.0, copies)
-        return held_copies * (
-            dense / mesh.shard_ranks(from_stage, mesh.replicas)
-            + experts / mesh.shard_ranks(from_stage, mesh.expert_replicas)
-        )
+        # Both places of a stage under DualPipe are replicas, which share what is sharded.
+        held = dense / mesh.shard_ranks(from_stage, mesh.replicas)
+        held = held + experts / mesh.shard_ranks(from_stage, mesh.expert_replicas)
+        return np.where(mesh.zero >= from_stage, share, 1.0) * held
 
     weights = weight_bytes(mesh) * shard(held.dense, held.experts, 3)
     if cut.frozen_bytes is not None:
@@ -193,20 +190,20 @@ def kept_bytes(part: Part, one_input: Num, selective: Num, full: Num) -> Num:
 
 def checkpoint_layers(stage: Stage, mesh: Mesh) -> Num:
     """Layers behind one kept input where all of a stage are recomputed, its chunks taken as equal."""
-    return np.minimum(mesh.plan.recompute_every, np.maximum(stage.num_layers / mesh.vpp, 1.0))
+    return np.minimum(mesh.plan.recompute_every, np.maximum(stage.layers_passed / mesh.vpp, 1.0))
 
 
 def microbatch_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut) -> Num:
     """What a stage keeps of one microbatch between its forward and its backward, the head's part left out."""
     selective, full = recomputed(stage, mesh)
-    a_chunk = np.maximum(stage.num_layers / mesh.vpp, 1.0)
+    a_chunk = np.maximum(stage.layers_passed / mesh.vpp, 1.0)
     inputs_frac = np.ceil(a_chunk / checkpoint_layers(stage, mesh)) / a_chunk
     one_input = block_input_bytes(model, cut) * inputs_frac
     embedding, *blocks, _ = parts
     kept = stage.embeddings * embedding.saved_bytes
     for count, part in zip(stage.layers, blocks, strict=True):
         kept = kept + count * kept_bytes(part, one_input, selective, full)
-    return kept
+    return stage.share * kept
 
 
 def _activation_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut) -> Num:
@@ -242,7 +239,7 @@ def _turn_bytes(
     largest = stage.heads * (kept_inputs + loss_bytes * logits) + head_grads
     for count, part in zip(stage.layers, blocks, strict=True):
         redone = part.saved_bytes - kept_bytes(part, one_input, selective, full)
-        redone = redone + full * part.saved_bytes * (np.minimum(alike, count) - 1.0)
+        redone = redone + full * part.saved_bytes * (np.minimum(alike, stage.share * count) - 1.0)
         trained = part.dense_params - part.dense_frozen
         in_block = redone + part.widest_bytes + elem_bytes * trained + head_grads
         largest = np.maximum(largest, in_block * (count > 0))

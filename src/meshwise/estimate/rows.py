@@ -88,7 +88,7 @@ def _part_rows(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
     """What a stage does for one microbatch."""
     selective, full = map(float, recomputed(cost.stage, mesh))
     for (count, part), name in zip(contents(cost.stage, list(step.parts.values())), step.parts, strict=True):
-        times = float(count)
+        times = float(cost.stage.share * count)
         if not times:
             continue
         shares = {"forward": 1.0}
@@ -173,8 +173,8 @@ def _messages(mesh: Mesh, stage: Stage) -> Iterator[tuple[str, str, str, float]]
     V-shaped schedule turns round on the rank itself.
     """
     is_turn = SCHEDULES[int(mesh.schedule)] in V_SHAPED and float(stage.index) == float(mesh.pp) - 1.0
-    behind = float(mesh.num_microbatches * (mesh.vpp - stage.heads - is_turn))
-    before = float(mesh.num_microbatches * (mesh.vpp - stage.embeddings - is_turn))
+    behind = float(mesh.num_microbatches * (mesh.vpp - stage.share * stage.heads - is_turn))
+    before = float(mesh.num_microbatches * (mesh.vpp - stage.share * stage.embeddings - is_turn))
     yield "activations", "forward", "send", behind
     yield "activations", "forward", "recv", before
     if mesh.trains:

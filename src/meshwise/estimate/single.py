@@ -152,7 +152,7 @@ class Estimate(Shown):
                     contents(cost.stage, list(self.step.parts.values())), self.step.parts, strict=True
                 )
             )
-            total += per_microbatch * float(cost.stage.num_stages)
+            total += per_microbatch * float(cost.stage.share * cost.stage.num_stages)
         ranks = self.cluster.num_chips / self.plan.pp
         return total * float(self.mesh.num_microbatches) * ranks
 
@@ -374,8 +374,8 @@ def _stage_json(model: Model, cost: StageCost) -> dict[str, Any]:
     return {
         "index": int(stage.index),
         "num_like_it": int(stage.num_stages),
-        "dense_layers": _count(sum(float(count) for kind, count in layers.items() if not kind.moe)),
-        "moe_layers": _count(sum(float(count) for kind, count in layers.items() if kind.moe)),
+        "dense_layers": int(sum(float(count) for kind, count in layers.items() if not kind.moe)),
+        "moe_layers": int(sum(float(count) for kind, count in layers.items() if kind.moe)),
         "embedding": bool(stage.embeddings),
         "head": bool(stage.heads),
         "forward_s": float(time.forward_s),
@@ -383,8 +383,3 @@ def _stage_json(model: Model, cost: StageCost) -> dict[str, Any]:
         "weight_grad_s": float(time.weight_s),
         "memory_bytes": memory_parts(cost),
     }
-
-
-def _count(value: float) -> float:
-    """A number of layers, whole except where DualPipe shares them between two directions."""
-    return int(value) if float(value).is_integer() else float(value)

@@ -172,7 +172,8 @@ def stage_time(
     weight_s: Num = 0.0
     unpaired_s: Num = 0.0
     links_s: dict[str, Num] = dict.fromkeys(LINKS, 0.0)
-    for count, part in contents(stage, by_part):
+    for held, part in contents(stage, by_part):
+        count = stage.share * held
         for name in LINKS:
             links_s[name] = links_s[name] + count * getattr(part, name)
         unpaired_s = unpaired_s + count * part.unpaired_s
@@ -182,7 +183,8 @@ def stage_time(
     if not mesh.trains:
         return StageTime(forward_s, 0.0, 0.0)
     selective, full = recomputed(stage, mesh)
-    for count, part in zip(stage.layers, by_part[1:-1], strict=True):
+    for held, part in zip(stage.layers, by_part[1:-1], strict=True):
+        count = stage.share * held
         backward_s = backward_s + count * (selective * part.core_s + full * part.forward_s)
         for of in ("near", "far"):
             again_s = count * full * getattr(part, f"{of}_forward_s")
@@ -210,7 +212,7 @@ def _stage_cost(
         memory = fsdp2_memory(model, stage, by_part, units, mesh, cut, machine.overheads)
     else:
         memory = stage_memory(model, stage, by_part, held, mesh, cut, machine.overheads)
-    optimizer_s = _optimizer_s(held, memory, mesh, cut, machine) if mesh.trains else 0.0
+    optimizer_s = _optimizer_s(held, stage.share, memory, mesh, cut, machine) if mesh.trains else 0.0
     update = _update(units, kinds, mesh, cut, machine) if mesh.plan.optimizer == "muon" else []
     optimizer_s = optimizer_s + sum((seconds for _, seconds in update), 0.0)
     return StageCost(
@@ -241,7 +243,7 @@ def _exchanged(
     alone = (mesh.pp == 1) * 1.0 if units else 1.0
     rounds = 1.0 + (mesh.zero >= 3) * alone * (mesh.num_microbatches - 1.0)
     if units:
-        reductions = fsdp2.reductions(mesh)
+        reductions = fsdp2.reductions(stage, mesh)
         of_replicas = fsdp2.exchanges(units, stage, mesh, cut)
         of_one = fsdp2.shared_weights(model, units, stage, mesh, cut)
     else:
@@ -265,7 +267,7 @@ def _exchanged(
     gathers_s = sum((s for one, s in found if one.op.endswith("weights") and one.behind == "backward"), 0.0)
     gathers_s = gathers_s / rounds
     behind_forward = sum((s for one, s in found if one.behind == "forward"), 0.0) / rounds
-    pieces = np.maximum(stage.num_layers, 1.0)
+    pieces = np.maximum(stage.layers_passed, 1.0)
     first_s = behind_forward / pieces
     forward_s, backward_s = time.free_s(machine.leaves_node(mesh.replicas, mesh.stride("cp")))
 
@@ -322,7 +324,7 @@ def _update(
     return found + [(op, op.count * once_s) for op, once_s in times]
 
 
-def _optimizer_s(held: Held, memory: Memory, mesh: Mesh, cut: Cut, machine: Machine) -> Num:
+def _optimizer_s(held: Held, share: Num, memory: Memory, mesh: Mesh, cut: Cut, machine: Machine) -> Num:
     """The optimizer's pass over its states: each read and written once, gradients read twice (norm, update).
 
     Offloaded states are updated on the host: gradients go there and weights come back over the host link.
@@ -335,6 +337,7 @@ def _optimizer_s(held: Held, memory: Memory, mesh: Mesh, cut: Cut, machine: Mach
         return (2.0 * memory.optimizer + 2.0 * memory.gradients + memory.weights) / rate + on_host
     params = held.dense_trained / mesh.shard_ranks(1, mesh.replicas)
     params = params + held.experts_trained / mesh.shard_ranks(1, mesh.expert_replicas)
+    params = params * np.where(mesh.zero >= 1, share, 1.0)
     per_param = 2 * OPTIMIZER_BYTES[mesh.plan.optimizer] + 2 * grad_bytes(mesh) + weight_bytes(mesh)
     on_chip = (1.0 - mesh.offload_optimizer) * per_param / rate
     on_host = mesh.offload_optimizer * (grad_bytes(mesh) + weight_bytes(mesh)) / machine.host_bytes_per_s

@@ -34,8 +34,9 @@ class Stage:
     """What the alike stages of a pipeline hold.
 
     `index`: the first of them along the pipeline; `num_stages`: how many they are (0: none in this cell).
-    `layers`: numbers of blocks, one for each of the model's `layer_kinds`. Under DualPipe a rank holds half
-    of what lies at both ends, so numbers may be halves.
+    `layers`: numbers of blocks, one for each of the model's `layer_kinds`. Under DualPipe a rank holds two
+    stages, one of each direction, and counts the parts of both; `share` of the microbatches (a half) passes
+    each of them. Otherwise all microbatches pass all that a rank holds.
     """
 
     index: Num
@@ -43,11 +44,17 @@ class Stage:
     embeddings: Num
     heads: Num
     layers: tuple[Num, ...]
+    share: Num = 1.0
 
     @property
     def num_layers(self) -> Num:
-        """Blocks of all kinds."""
+        """Blocks of all kinds that the rank holds."""
         return sum(self.layers)
+
+    @property
+    def layers_passed(self) -> Num:
+        """Blocks of all kinds that one microbatch passes, the mean of both directions under DualPipe."""
+        return self.share * self.num_layers
 
 
 def chunk_layers(num_layers: int, num_chunks: int, ends: tuple[int, int] = (0, 0)) -> tuple[int, ...]:
@@ -120,7 +127,7 @@ def num_on_host(share: Num, number: Num) -> Num:
 def stage_of_rank(model: Model, mesh: Mesh, rank: int) -> Stage:
     """What pipeline rank `rank` of one plan holds, as a stage that counts for none."""
     held = _held(model, int(mesh.pp), int(_folding(mesh)), layers_of_chunks(model, mesh))[rank]
-    return _stage(held[0], held[1], tuple(held[2:]), float(rank), 0.0)
+    return _stage(mesh, held[0], held[1], tuple(held[2:]), float(rank), 0.0)
 
 
 _Row = tuple[float, float, tuple[float, ...], float, float]  # embeddings, heads, layers, index, num_stages
@@ -149,7 +156,7 @@ def _held(model: Model, pp: int, folding: int, sizes: Sequence[int]) -> list[tup
     for i, chunk in enumerate(chunks(model, sizes)):
         held[rank_of_chunk(i, pp, folding)] += (chunk.embeddings, chunk.heads, *chunk.layers)
     if folding == MIRRORED:
-        held = 0.5 * (held + held[::-1])
+        held = held + held[::-1]
     return [tuple(map(float, row)) for row in held]
 
 
@@ -158,7 +165,7 @@ def stages_of(model: Model, mesh: Mesh) -> list[Stage]:
     sizes = (mesh.pp, mesh.vpp, _folding(mesh), *mesh.ends)
     pattern_of = _patterns(model, mesh.plan.stages)
     if not any(isinstance(size, np.ndarray) for size in sizes):
-        return [_stage(*row) for row in pattern_of(*map(int, sizes))]
+        return [_stage(mesh, *row) for row in pattern_of(*map(int, sizes))]
     cells = np.stack(np.broadcast_arrays(*sizes))
     first, pattern = distinct_columns(flat := cells.reshape(len(sizes), -1))
     patterns = [pattern_of(*map(int, flat[:, cell])) for cell in first]
@@ -169,12 +176,22 @@ def stages_of(model: Model, mesh: Mesh) -> list[Stage]:
     for k in range(max(map(len, patterns))):
         kth = [one[k] if k < len(one) else absent for one in patterns]
         table = np.array([(row[0], row[1], *row[2], row[3], row[4]) for row in kth]).T[:, pattern]
-        found.append(_stage(table[0], table[1], tuple(table[2 : 2 + num_kinds]), table[-2], table[-1]))
+        found.append(_stage(mesh, table[0], table[1], tuple(table[2 : 2 + num_kinds]), table[-2], table[-1]))
     return found
 
 
-def _stage(embeddings: Num, heads: Num, layers: tuple[Num, ...], index: Num, num_stages: Num) -> Stage:
-    return Stage(index=index, num_stages=num_stages, embeddings=embeddings, heads=heads, layers=layers)
+def _stage(
+    mesh: Mesh, embeddings: Num, heads: Num, layers: tuple[Num, ...], index: Num, num_stages: Num
+) -> Stage:
+    is_mirrored = _folding(mesh) == MIRRORED
+    return Stage(
+        index=index,
+        num_stages=num_stages,
+        embeddings=embeddings,
+        heads=heads,
+        layers=layers,
+        share=1.0 - 0.5 * is_mirrored if np.any(is_mirrored) else 1.0,
+    )
 
 
 def _folding(mesh: Mesh) -> Num:

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.units import Num
-from meshwise.cost.schedule import weight_copies
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage
@@ -73,9 +72,9 @@ def exchanges(
     Under DualPipe a rank holds two stages, each of which sees half of the microbatches there and half on the
     rank at the mirrored place: all ranks of both places are replicas of both stages.
     """
-    copies = weight_copies(mesh.schedule)
+    copies = 1.0 / stage.share
     mirrored = np.maximum(np.abs(mesh.pp - 1.0 - 2.0 * stage.index), 1.0) * mesh.stride("pp")
-    of_blocks = messages_per_block * copies * stage.num_layers
+    of_blocks = messages_per_block * stage.num_layers
     sharded, gathered = (mesh.zero >= 1) * 1.0, (mesh.zero >= 3) * 1.0
     rounds = 1.0 + gathered * (mesh.num_microbatches / copies - 1.0)
     for name, params, trained, replicas, first in (
@@ -84,7 +83,6 @@ def exchanges(
     ):
         if isinstance(params, float | int) and params == 0:
             continue
-        params, trained = copies * params, copies * trained
         at_place = np.minimum(mesh.zero_group, replicas)
         group = copies * at_place
         (stride, runs), (far, far_runs) = mesh.replica_runs(first), mesh.replica_runs(first * at_place)

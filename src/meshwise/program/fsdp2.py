@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.units import DTYPE_BYTES, Num
-from meshwise.cost.schedule import SCHEDULES, weight_copies
+from meshwise.cost.schedule import SCHEDULES
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.model.weights import (
     COLUMNS,
@@ -134,11 +134,6 @@ class Unit:
 
 def units(model: Model, stage: Stage, mesh: Mesh) -> list[Unit]:
     """The units of a rank of `stage`; under DualPipe those of both ways."""
-    copies = weight_copies(mesh.schedule)
-    stage = replace(
-        stage, embeddings=copies * stage.embeddings, heads=copies * stage.heads,
-        layers=tuple(copies * number for number in stage.layers),
-    )  # fmt: skip
     embedding, head = embedding_weights(model), head_weights(model)
     lora_rank = mesh.plan.lora_rank
     if lora_rank:
@@ -188,9 +183,9 @@ def _gathers_of_parts(model: Model, stage: Stage, mesh: Mesh) -> list[Num]:
     return [np.where(mesh.zero >= 3, again, once) for again, once in zip(gathered, held, strict=True)]
 
 
-def reductions(mesh: Mesh) -> Num:
+def reductions(stage: Stage, mesh: Mesh) -> Num:
     """How often in a step the gradients of a unit are reduced; under DualPipe one sees half of the batch."""
-    return 1.0 + (mesh.zero == 2) * (mesh.num_microbatches / weight_copies(mesh.schedule) - 1.0)
+    return 1.0 + (mesh.zero == 2) * (stage.share * mesh.num_microbatches - 1.0)
 
 
 @lru_cache(maxsize=1024)
@@ -246,7 +241,7 @@ def unsharded_bytes(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) ->
 
 def exchanges(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Iterator[Exchange]:
     """What the replicas exchange in a step: weights gathered, and gradients reduced once."""
-    ways = weight_copies(mesh.schedule)
+    ways = 1.0 / stage.share
     to_other_way = np.maximum(np.abs(mesh.pp - 1.0 - 2.0 * stage.index), 1.0) * mesh.stride("pp")
     for unit in held:
         (replicas, first), ranks = unit.replicas(mesh), unit.sharing(mesh)
@@ -256,7 +251,7 @@ def exchanges(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Itera
         gathered, name = unit.gathered_bytes(mesh, cut), "expert_" * unit.is_experts
         trained = unit.trained.padded_size(mesh, cut)
         grad_bytes = trained * reduced_bytes(mesh, cut)
-        rounds = unit.count * reductions(mesh) * (trained > 0)
+        rounds = unit.count * reductions(stage, mesh) * (trained > 0)
         common: dict[str, Any] = {"group_size": ranks, "stride": stride, "runs": runs, "shards_copied": ranks}
         for behind, count in zip(("forward", "backward"), unit.gathers, strict=True):
             yield Exchange(
@@ -287,7 +282,7 @@ def shared_weights(
                     op="shared_weights", collective="all_reduce", behind="backward", axis="tp",
                     payload_bytes=weight.size * (narrow + accumulates * (wide - narrow)),
                     group_size=mesh.tp, stride=mesh.stride("tp"),
-                    count=unit.count * reductions(mesh) * (mesh.tp > 1),
+                    count=unit.count * reductions(stage, mesh) * (mesh.tp > 1),
                 )  # fmt: skip
     if model.shares_table and not mesh.plan.lora_rank:
         table = tuple(weight for weight in embedding_weights(model) if weight.op == "tokens")
