@@ -19,21 +19,12 @@ from meshwise.core.errors import MissingExtraError
 from meshwise.core.units import duration, with_prefix
 from meshwise.report.chart import COLORS, Bars, Chart, ChartAxis, Picture, Series
 from meshwise.report.chart_picture import draw_picture
-from meshwise.report.table import Table
+from meshwise.report.table import Table, unit_of
 from meshwise.sweep.sweep import FinishedPoint, Sweep, csv_rows
 
 _MAX_PANELS = 4
 _MAX_LINES = 20
 _MAX_TICKS = 8
-_UNITS = {
-    "_bytes_per_s": "B/s",
-    "_flop_per_s": "FLOP/s",
-    "_per_s": "",
-    "_bytes": "B",
-    "_flop": "FLOP",
-    "_s": "s",
-}
-"""Units by the end of a name, the longest first."""
 
 
 def print_sweep(sweep: Sweep, rows: Sequence[FinishedPoint], console: Console) -> None:
@@ -69,7 +60,7 @@ def draw_sweep(sweep: Sweep, rows: Sequence[FinishedPoint], path: Path) -> Path 
 
 def _chart(rows: Sequence[FinishedPoint], axis: str | None, name: str) -> Chart:
     """One result of all points: lines along a key with numbers, or a bar for each point."""
-    unit = next((unit for end, unit in _UNITS.items() if name.endswith(end)), "")
+    unit = unit_of(name) or ""
     result = ChartAxis(name, unit)
     rows = [row for row in rows if _is_number(row.results[name])]
     if axis is None:
@@ -105,10 +96,9 @@ def _text(name: str, cell: Any) -> str:
     """A cell for people, in the unit that its name ends with; the CSV file has the plain number."""
     if not isinstance(cell, float):
         return "" if cell is None else str(cell)
-    unit = next((unit for end, unit in _UNITS.items() if name.endswith(end)), "")
-    if unit == "s" or name == "seconds":
+    if unit_of(name) == "s":
         return duration(cell)
-    return with_prefix(cell, unit) if abs(cell) >= 1 else f"{cell:.4g}"
+    return with_prefix(cell, unit_of(name) or "") if abs(cell) >= 1 else f"{cell:.4g}"
 
 
 def _is_number(value: Any) -> bool:

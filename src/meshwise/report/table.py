@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from meshwise.core.units import duration, with_prefix
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -101,6 +103,55 @@ def _wrapped(text: str, width: int) -> str:
             lines.append(part)
         end = start + len(part)
     return "\n".join(lines)
+
+
+UNITS = {
+    **{"bytes_per_s": "B/s", "flop_per_s": "FLOP/s", "per_s": "", "bytes": "B", "flop": "FLOP"},
+    **{"_s": "s", "seconds": "s"},
+}
+"""Units by the end of a name, the longest first."""
+Fields = dict[str, str | Callable[[Any], object]]
+"""What a table shows of a record: headings, and for each a field by its name or a function."""
+MOST_CHARACTERS = 60
+"""Longer names of kernels, operators and files are cut."""
+
+
+def unit_of(name: str) -> str | None:
+    """The unit that the end of a name states; None where it states none."""
+    return next((unit for end, unit in UNITS.items() if name.endswith(end)), None)
+
+
+def cell_text(name: str, value: Any) -> object:
+    """A value for people, in the unit that the end of its name states."""
+    if isinstance(value, str):
+        return short(value)
+    if value is None or isinstance(value, bool):
+        return "" if value is None else value
+    if name.endswith("_frac"):
+        return percent(value)
+    unit = unit_of(name)
+    if unit is None:
+        return f"{value:.4g}" if isinstance(value, float) else value
+    return duration(value) if unit == "s" else with_prefix(value, unit)
+
+
+def records_table(
+    title: str, records: Iterable[Any], columns: Fields, *, left: Collection[str] | None = None
+) -> Table:
+    """A row for each of `records`: under each heading a field, by its name in its unit, or by a function."""
+    rows = [
+        [
+            cell_text(field, getattr(one, field)) if isinstance(field, str) else field(one)
+            for field in columns.values()
+        ]
+        for one in records
+    ]
+    return Table(title, tuple(columns), rows, left=left, no_wrap=True)
+
+
+def short(text: str, width: int = MOST_CHARACTERS) -> str:
+    """A text cut to a width that tables bear."""
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def percent(frac: float | None, *, sign: bool = False) -> str:

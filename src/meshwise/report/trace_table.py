@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from meshwise.core.units import duration, with_prefix
-from meshwise.report.table import Table, percent
-from meshwise.report.trace_details import short
+from meshwise.core.units import duration
+from meshwise.report.table import Fields, Table, percent, records_table, short
 from meshwise.trace.collectives import Collective, RankWaiting
 from meshwise.trace.copies import CopyTotal
 from meshwise.trace.diff import KernelChange
@@ -96,64 +95,54 @@ def _steps(steps: Sequence[RankStep], limit: int) -> Table:
 
 
 def _kernels(kernels: Sequence[KernelTotal], limit: int) -> Table:
-    columns = ("name", "kind", "count", "total", "share", "mean")
-    rows = [
-        (
-            *(short(kernel.name), kernel.kind, kernel.count, duration(kernel.total_s)),
-            *(percent(kernel.share_frac), duration(kernel.mean_s)),
-        )
-        for kernel in kernels[:limit]
-    ]
-    title = f"The {len(rows)} longest kernels of {len(kernels)}, all ranks"
-    return Table(title, columns, rows, no_wrap=True)
+    columns: Fields = {
+        **{"name": "name", "kind": "kind", "count": "count", "total": "total_s", "share": "share_frac"},
+        "mean": "mean_s",
+    }
+    title = f"The {min(limit, len(kernels))} longest kernels of {len(kernels)}, all ranks"
+    return records_table(title, kernels[:limit], columns)
 
 
 def _copies(copies: Sequence[CopyTotal]) -> Table:
-    columns = ("kind", "count", "total", "bytes", "smallest", "median", "largest", "bytes a second")
-    rows = []
-    for copy in copies:
-        sizes = (copy.bytes, copy.min_bytes, copy.median_bytes, copy.max_bytes)
-        speed = with_prefix(copy.bytes_per_s, "B/s")
-        cells = (with_prefix(size, "B") for size in sizes)
-        rows.append((copy.kind, copy.count, duration(copy.total_s), *cells, speed))
-    return Table("Copies", columns, rows, no_wrap=True)
+    columns: Fields = {
+        **{"kind": "kind", "count": "count", "total": "total_s"},
+        **{"bytes": "bytes", "smallest": "min_bytes"},
+        **{"median": "median_bytes", "largest": "max_bytes", "bytes a second": "bytes_per_s"},
+    }
+    return records_table("Copies", copies, columns)
 
 
 def _stragglers(found: Sequence[RankWaiting], limit: int) -> Table:
     """Those that were awaited longest, in the order of ranks."""
     shown = sorted(sorted(found, key=lambda row: -row.awaited_s)[:limit], key=lambda row: row.rank)
     title = "Who waits for whom" if len(shown) == len(found) else f"The {len(shown)} most awaited ranks"
-    columns = ("rank", "came last", "waited", "others waited for it")
-    rows = [(row.rank, row.num_last, duration(row.waited_s), duration(row.awaited_s)) for row in shown]
-    return Table(title, columns, rows, no_wrap=True)
+    columns: Fields = {
+        **{"rank": "rank", "came last": "num_last", "waited": "waited_s", "others waited for it": "awaited_s"}
+    }
+    return records_table(title, shown, columns)
 
 
 def _collectives(found: Sequence[Collective], limit: int) -> Table:
     longest = sorted(found, key=lambda c: -(c.wire_s + max(c.wait_s.values())))[:limit]
-    columns = ("collective", "group", "bytes", "wire", "bytes/s sent", "longest wait", "last rank")
-    rows = [
-        (
-            *(f"{one.name} {one.index}", one.group, with_prefix(one.bytes, "B"), duration(one.wire_s)),
-            *(with_prefix(one.sent_bytes_per_s, "B/s"), duration(max(one.wait_s.values()))),
-            one.last_rank if one.num_ranks > 1 else "(one rank seen)",
-        )
-        for one in longest
-    ]
-    title = f"The {len(longest)} longest collectives of {len(found)}"
-    return Table(title, columns, rows, no_wrap=True)
+    columns: Fields = {
+        "collective": lambda one: f"{one.name} {one.index}",
+        **{"group": "group", "bytes": "bytes", "wire": "wire_s"},
+        **{
+            "bytes/s sent": "sent_bytes_per_s",
+            "longest wait": lambda one: duration(max(one.wait_s.values())),
+        },
+        "last rank": lambda one: one.last_rank if one.num_ranks > 1 else "(one rank seen)",
+    }
+    return records_table(f"The {len(longest)} longest collectives of {len(found)}", longest, columns)
 
 
 def print_joint(rows: Sequence[AcrossRanks], console: Console, *, title: str, limit: int = 40) -> None:
     """Print one table of all ranks: spread, imbalance and straggler of each row."""
-    columns = ("section", "quantity", "min", "mean", "max", "imbalance", "straggler")
-    cells = [
-        (
-            *(short(row.name), row.quantity, *map(duration, (row.min_s, row.mean_s, row.max_s))),
-            *(f"{row.imbalance:.3f}", row.straggler),
-        )
-        for row in rows[:limit]
-    ]
-    console.print(Table(title, columns, cells, no_wrap=True))
+    columns: Fields = {
+        **{"section": "name", "quantity": "quantity", "min": "min_s", "mean": "mean_s", "max": "max_s"},
+        **{"imbalance": lambda row: f"{row.imbalance:.3f}", "straggler": "straggler"},
+    }
+    console.print(records_table(title, rows[:limit], columns))
 
 
 def explanation_tables(found: Explanation, *, limit: int) -> list[Table]:
