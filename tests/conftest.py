@@ -31,7 +31,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     What was never measured here goes by the size of its file.
     """
-    known = config.cache.get(SECONDS, {}) if config.cache else {}
+    cache = getattr(config, "cache", None)  # None with -p no:cacheprovider
+    known = cache.get(SECONDS, {}) if cache else {}
 
     def place(item: pytest.Item) -> tuple[bool, float, int]:
         slow = item.get_closest_marker("slow") is not None
@@ -45,8 +46,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.config.cache and not hasattr(session.config, "workerinput"):
-        session.config.cache.set(SECONDS, session.config.cache.get(SECONDS, {}) | taken_s)
+    cache = getattr(session.config, "cache", None)
+    if cache and not hasattr(session.config, "workerinput"):
+        cache.set(SECONDS, cache.get(SECONDS, {}) | taken_s)
 
 
 def pytest_collection_finish() -> None:
