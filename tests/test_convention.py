@@ -13,8 +13,7 @@ from meshwise.model.architecture import Model
 from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan, parse_plan
 from meshwise.plan.workload import Workload
-from meshwise.published.nersc_2024_02 import notebook
-from meshwise.published.nersc_2024_10_plan import paper
+from meshwise.published.convention import find_convention
 
 GPT3 = find_model("gpt3-175b")
 BASES = {  # convention: plans to start from, on this cluster and batch
@@ -49,10 +48,9 @@ OUTSIDE_BLOCKS = {  # parts of a model that the published models say they leave 
 def answer(convention: str, plan: dict[str, str], model: Model = GPT3, **load: Any) -> str:
     """All that a convention says, as text."""
     cluster, batch, _ = BASES[convention]
-    price: Any = notebook if convention == "nersc-2024-02" else paper
     text = ",".join(f"{key}={value}" for key, value in plan.items())
     step = Workload(**({"batch": batch, "seq": 2048} | load))
-    priced = price(model, find_cluster(cluster), parse_plan(text), step).to_json()
+    priced = find_convention(convention).price(model, find_cluster(cluster), parse_plan(text), step).to_json()
     return json.dumps({key: priced[key] for key in ("tables", "step_s", "memory_bytes")}, default=float)
 
 

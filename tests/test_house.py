@@ -69,6 +69,17 @@ def import_graph() -> dict[str, set[str]]:
     return {name: (imports_of(path) & set(paths)) - {name} for name, path in paths.items()}
 
 
+def test_published_models_are_known_by_their_faces_alone() -> None:
+    """Outside `published/`, only its registry and the three folders' own faces are imported."""
+    faces = {"convention", "frontier", "moe_inference", "nersc"}
+    inside = {name for path in (SOURCE / "published").rglob("*.py") for name in [path.stem]}
+    for path in modules():
+        if room_of(path) != "published":
+            for parts in (name.split(".")[2:] for name in imports_of(path) if "meshwise.published." in name):
+                assert parts[0] in faces, f"{path} imports {parts[0]} of published/"
+                assert parts[1:2] == [] or parts[1] not in inside or parts[1] == parts[0], f"{path}: {parts}"
+
+
 def reachable(graph: dict[str, set[str]], name: str) -> set[str]:
     """All that `name` imports, directly or not."""
     found: set[str] = set()

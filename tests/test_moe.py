@@ -19,7 +19,7 @@ from meshwise.machine.hardware import find_cluster
 from meshwise.model.gpt_config import GptConfig, find_gpt_config, gpt_config_from_dict, to_model
 from meshwise.model.weights import num_active_params, num_params
 from meshwise.program.expert_parallel import place
-from meshwise.program.expert_pass import Pass, evaluation, rank_params
+from meshwise.program.expert_pass import Pass, evaluation, new_pass, num_passes, rank_params
 from meshwise.program.lifetime import peak_bytes
 from meshwise.published import moe_inference as moe
 from meshwise.runtime.dry_run import dry_run
@@ -38,7 +38,7 @@ GIB = 2**30
 def document() -> Pass:
     """The printed run: 4 ranks, fp16, capacity fraction 0.05, dictionary of 50264 words."""
     config = replace(find_gpt_config(str(PRINTED_CONFIG)), vocab_size=50264)
-    return moe.new_pass(config, ep=4)
+    return new_pass(config, ep=4)
 
 
 # --- the printed profile -------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def test_shapes_of_the_printed_run() -> None:
     assert moe.expert_calls(of, PASSES) == 3840
     assert moe.exchanges(of, PASSES) == 60
     assert moe.exchange_bytes(of) == 81_002_496
-    assert moe.num_passes(10**6, 4, max_valid_steps=4) == PASSES
+    assert num_passes(10**6, 4, max_valid_steps=4) == PASSES
 
 
 MEMORY_GIB = {  # "CUDA Mem" (printed as Gb) of the same profile: lowest and highest rank
@@ -142,7 +142,7 @@ def test_dry_run_of_the_printed_run_counts_the_same() -> None:
 
 def test_memory_of_a_v100_ends_at_a_fraction_of_one_half() -> None:
     variants = {
-        str(share): moe.new_pass(document().config, ep=4, token_fraction=share)
+        str(share): new_pass(document().config, ep=4, token_fraction=share)
         for share in (0.05, 0.25, 0.5, 1.0)
     }
     found = moe.what_ifs(variants, {"v100": find_cluster("v100-16g-sxm:4")})
@@ -150,7 +150,7 @@ def test_memory_of_a_v100_ends_at_a_fraction_of_one_half() -> None:
 
 
 def test_capacity_of_training_shrinks_everything() -> None:
-    of = moe.new_pass(document().config, ep=4, token_fraction=0.0)
+    of = new_pass(document().config, ep=4, token_fraction=0.0)
     assert (of.capacity, of.ep * of.capacity) == (8, 32)
     assert moe.exchange_bytes(of) / 2**20 == 6
     parts = moe.flop_by_role(of)
@@ -171,9 +171,9 @@ def test_sparse_dispatch_saves_its_products_and_grouping_its_launches() -> None:
 def test_a_grid_of_fractions_and_ranks_is_the_loop_over_them() -> None:
     shares, ranks = np.array([0.0, 0.05, 0.25, 1.0]), np.array([1.0, 4.0, 64.0, 512.0])
     config, cluster = document().config, find_cluster("h100-sxm:4")
-    grid = moe.new_pass(config, ep=ranks, token_fraction=shares)
+    grid = new_pass(config, ep=ranks, token_fraction=shares)
     for i, (share, ep) in enumerate(zip(shares, ranks, strict=True)):
-        one = moe.new_pass(config, ep=int(ep), token_fraction=float(share))
+        one = new_pass(config, ep=int(ep), token_fraction=float(share))
         assert rank_params(grid)[i] == rank_params(one)  # type: ignore[index]
         assert moe.aten_calls(grid)["aten::addmm"][i] == moe.aten_calls(one)["aten::addmm"]  # type: ignore[index]
         assert moe.total_flop(grid)[i] == moe.total_flop(one)  # type: ignore[index]
@@ -321,7 +321,7 @@ def test_calls_of_the_real_program(
     with torch.no_grad(), profile() as profiler:
         model(words)
     counted = {event.key: event.count for event in profiler.key_averages()}
-    for name, calls in moe.aten_calls(moe.new_pass(config, dtype="fp32", grouped=grouped)).items():
+    for name, calls in moe.aten_calls(new_pass(config, dtype="fp32", grouped=grouped)).items():
         assert counted.get(name, 0) == calls, name
 
 
@@ -334,7 +334,7 @@ def test_bytes_that_a_profiler_sees_stay(dtype: str) -> None:
     with torch.no_grad(), profile(profile_memory=True) as profiler:
         model(torch.randint(4, 100, (1, config.tokens_per_sample)))
     seen = {event.key: event for event in profiler.key_averages()}
-    wanted = moe.profiled_bytes(moe.new_pass(config, dtype=dtype))
+    wanted = moe.profiled_bytes(new_pass(config, dtype=dtype))
     assert seen["MoELayer"].cpu_memory_usage == wanted["MoELayer"]
     for name in ("aten::bmm", "aten::gelu", "aten::addmm", "aten::mm", "aten::matmul"):
         assert seen[name].cpu_memory_usage == wanted[name], name

@@ -22,10 +22,10 @@ from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
-from meshwise.published.cases import TOLERANCE, check_cases
-from meshwise.published.nersc_2024_10 import COLUMNS, PaperRun, collective_s, paper_system, price
-from meshwise.published.nersc_2024_10_ops import PaperCut
-from meshwise.published.nersc_2024_10_plan import Paper, paper
+from meshwise.published.nersc.cases import TOLERANCE, check_cases
+from meshwise.published.nersc.paper import COLUMNS, PaperRun, collective_s, paper_system, price
+from meshwise.published.nersc.paper_ops import PaperCut
+from meshwise.published.nersc.paper_plan import Paper, paper
 
 FILE = Path(__file__).parent / "data" / "nersc_final_cases.json"
 DOCUMENT = json.loads(FILE.read_text())

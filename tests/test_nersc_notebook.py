@@ -17,7 +17,7 @@ from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
-from meshwise.published.nersc_2024_02 import COLUMNS, Notebook, notebook
+from meshwise.published.nersc.notebook import COLUMNS, Notebook, notebook
 
 PRINTED = json.loads((Path(__file__).parent / "data" / "nersc_notebook.json").read_text())["seed"]
 PRINTED_COMM_FRAC = {"mlp": 0.019904842740418795, "sa": 0.07962667242415632}  # as the notebook prints them

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from meshwise.model.architecture import Model
     from meshwise.plan.plan import Plan
     from meshwise.plan.workload import Workload
-    from meshwise.published.frontier.run import Frontier
-    from meshwise.published.nersc_2024_02 import Notebook
-    from meshwise.published.nersc_2024_10_plan import Paper
+    from meshwise.published.convention import PublishedStep
+    from meshwise.published.frontier import Frontier
     from meshwise.runtime.outcome import Outcome
     from meshwise.runtime.profile import Profiled
     from meshwise.runtime.script.start import ScriptOutcome
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
     from meshwise.serve.answer import ServingAnswer
     from meshwise.serve.serving import Serving
     from meshwise.trace.explain import Explanation
-
-PUBLISHED = ("nersc-2024-02", "nersc-2024-10")
-"""The published models that `reproduce` prices with, by the name of their convention."""
 
 
 def estimate(
@@ -94,7 +90,7 @@ def reproduce(
     seq: int | None = None,
     microbatch: int | None = None,
     kind: str = "train",
-) -> Notebook | Paper:
+) -> PublishedStep:
     """Price a step as a published model does, to the digit; its tables have their own columns and units.
 
     Args:
@@ -106,17 +102,13 @@ def reproduce(
     Raises:
         MeshwiseError: As in `estimate`, or the published model does not know what is asked.
     """
-    from meshwise.published.nersc_2024_02 import notebook
-    from meshwise.published.nersc_2024_10_plan import paper
+    from meshwise.published.convention import find_convention
 
-    if convention not in PUBLISHED:
-        raise WorkloadError(f"convention={convention} must be one of {', '.join(PUBLISHED)}")
-    price = notebook if convention == "nersc-2024-02" else paper
-    if batch is None and price is notebook:
-        batch = 1
+    known = find_convention(convention)
+    batch = known.default_batch if batch is None else batch
     shape, machine, cut = _model(model), _cluster(cluster), _plan(plan)
     work = _workload(shape, machine, cut, batch=batch, seq=seq, microbatch=microbatch, kind=kind)
-    return price(shape, machine, cut, work)
+    return known.price(shape, machine, cut, work)
 
 
 def search(
@@ -759,9 +751,8 @@ def frontier(
     Raises:
         MeshwiseError: A name is unknown or a number makes no sense.
     """
-    from meshwise.published.frontier.device import find_device
-    from meshwise.published.frontier.run import frontier as find
-    from meshwise.published.frontier.run import settings_of
+    from meshwise.published.frontier import find_device, settings_of
+    from meshwise.published.frontier import frontier as find
 
     return find(find_device(str(chip), utilization=utilization), *settings_of(months, settings))
 

@@ -22,8 +22,7 @@ from meshwise.cli.output import console, print_json, write_html
 from meshwise.core.errors import PlanError
 
 if TYPE_CHECKING:
-    from meshwise.published.nersc_2024_02 import Notebook
-    from meshwise.published.nersc_2024_10_plan import Paper
+    from meshwise.published.convention import PublishedStep
 
 
 def estimate(
@@ -76,7 +75,9 @@ def estimate(
     if source is not None:
         inputs, job = with_job(source, cluster, **inputs)
     inputs |= {"model": need_model(inputs["model"]), "cluster": cluster, "kind": kind}
-    if convention in api.PUBLISHED:
+    from meshwise.published.convention import CONVENTIONS
+
+    if convention in CONVENTIONS:
         others = {"--tokens": tokens, "--price": price, "--watts": watts, "--plot": plot, "--trace": trace}
         others |= {"--mtbf": mtbf, "--storage": storage, "--restart": restart, "--html": html}
         others |= {"--capacity-factor": capacity_factor}
@@ -85,7 +86,7 @@ def estimate(
         _print_tables(tables, csv, json)
         return
     if convention not in ("default", "ideal"):
-        known = ", ".join(("default", "ideal", *api.PUBLISHED))
+        known = ", ".join(("default", "ideal", *CONVENTIONS))
         raise PlanError(f"--convention {convention} must be one of {known}")
     from meshwise.core.units import quantity
     from meshwise.estimate.token_budget import TokenBudget
@@ -133,7 +134,7 @@ def _refuse(convention: str, options: dict[str, Any]) -> None:
             raise PlanError(f"convention {convention} has tables of one step only; leave {option} out")
 
 
-def _print_tables(tables: Notebook | Paper, csv: Path | None, json: bool) -> None:
+def _print_tables(tables: PublishedStep, csv: Path | None, json: bool) -> None:
     """Print the tables of a published model, and write them with its columns and units to `csv`."""
     from meshwise.core.files import write_text
     from meshwise.report.published_table import print_published

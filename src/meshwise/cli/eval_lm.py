@@ -11,8 +11,7 @@ from meshwise.core.errors import WorkloadError
 
 if TYPE_CHECKING:
     from meshwise.program.expert_pass import Pass
-    from meshwise.published.generation import Work
-    from meshwise.published.moe_inference import WhatIf
+    from meshwise.published.moe_inference import WhatIf, Work
 
 
 DTYPES = ("fp16", "bf16", "fp32", "fp64")
@@ -59,10 +58,10 @@ def eval_lm(
     from meshwise.machine.hardware import find_cluster
     from meshwise.model.gpt_config import find_gpt_config
     from meshwise.program.expert_parallel import check_tp, place
+    from meshwise.program.expert_pass import new_pass
     from meshwise.program.generation import Generation, generation_events
     from meshwise.program.lifetime import peak_bytes
-    from meshwise.published.generation import side_by_side
-    from meshwise.published.moe_inference import has_rate, new_pass, report, what_ifs
+    from meshwise.published.moe_inference import has_rate, report, side_by_side, what_ifs
 
     for name, value, choices in (("dtype", dtype, DTYPES), ("show", show, SHOWN)):
         if value not in choices:
@@ -121,7 +120,7 @@ def _variants(of: Pass, shares: list[float]) -> dict[str, Pass]:
     """The config as it is and with one thing changed at a time."""
     from dataclasses import replace
 
-    from meshwise.published.moe_inference import new_pass
+    from meshwise.program.expert_pass import new_pass
 
     config = of.config
     same: dict[str, Any] = {"tp": of.tp, "dtype": of.dtype}

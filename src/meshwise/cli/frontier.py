@@ -50,9 +50,7 @@ def layer(
     as_json: JsonOption = False,
 ) -> None:
     """Time a linear layer, forward and backward, on one microbatch."""
-    from meshwise.published.frontier.device import Device, find_device
-    from meshwise.published.frontier.document import layer_document
-    from meshwise.published.frontier.layer import LinearLayer
+    from meshwise.published.frontier import Device, LinearLayer, find_device, layer_document
 
     rates = {
         "--flop-per-s-8bit": flop_per_s_8bit,
@@ -97,7 +95,7 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Find the best utilization by compute, and the largest run."""
-    from meshwise.published.frontier.document import run_document
+    from meshwise.published.frontier import run_document
 
     pairs = _pairs(settings)
     found = [api.frontier(name, months=months, utilization=utilization, **pairs) for name in chip]
@@ -123,9 +121,8 @@ def sensitivity(
     as_json: JsonOption = False,
 ) -> None:
     """Change one choice at a time and find the limits again."""
-    from meshwise.published.frontier.device import find_device
-    from meshwise.published.frontier.run import failure_sensitivity, settings_of
-    from meshwise.published.frontier.run import sensitivity as vary
+    from meshwise.published.frontier import failure_sensitivity, find_device, settings_of
+    from meshwise.published.frontier import sensitivity as vary
 
     run_settings, failures = settings_of(months, _pairs(settings))
     device = find_device(chip, utilization=utilization)

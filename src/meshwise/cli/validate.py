@@ -100,7 +100,7 @@ def _files(runs: list[Path] | None, serving: list[Path] | None, data: Path | Non
 
 def _validate_cases(path: Path, *, json: bool) -> None:
     """Print how far a published model's cases are from ours; exit code 1 where one differs."""
-    from meshwise.published.cases import check_cases
+    from meshwise.published.nersc import check_cases
     from meshwise.report.cases_table import print_cases
 
     checked = check_cases(path)

@@ -21,6 +21,7 @@ import numpy as np
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.cost.op import matmul_flop
 from meshwise.model.gpt_config import GptConfig
+from meshwise.program.expert_parallel import capacity
 from meshwise.program.lifetime import Buffer, ProgramEvent, Script
 
 
@@ -111,6 +112,38 @@ class Pass:
 
 FIRST_POSITION = 2
 """Rows of the table of positions before that of the first token: fairseq's padding index, and one."""
+
+
+def new_pass(
+    config: GptConfig, *, ep: Num = 1, tp: int = 1, dtype: str = "fp16", grouped: bool = False,
+    token_fraction: Num | None = None,
+) -> Pass:  # fmt: skip
+    """The pass of `config` in evaluation, with the capacity that its fraction (or `token_fraction`) gives.
+
+    A `token_fraction` of 0 is the rule of training.
+    """
+    share = config.moe_eval_capacity_token_fraction if token_fraction is None else token_fraction
+    tokens = config.batch_size_valid * config.tokens_per_sample
+    slots = capacity(tokens, max(config.moe_expert_count, 1), token_fraction=share, top_k=config.top_k)
+    return Pass(
+        config=config,
+        batch=config.batch_size_valid,
+        length=config.tokens_per_sample,
+        capacity=float(slots) if np.ndim(slots) == 0 else slots,
+        ep=ep,
+        tp=tp,
+        dtype=dtype,
+        grouped=grouped,
+    )
+
+
+def num_passes(num_batches: int, dp: int, max_valid_steps: int | None) -> int:
+    """Passes of every rank: enough for all batches, and none behind number `max_valid_steps`, counted from 0.
+
+    fairseq's eval_lm breaks *behind* that number, so `max_valid_steps=4` is five passes.
+    """
+    needed = -(-num_batches // dp)
+    return needed if max_valid_steps is None else min(needed, max_valid_steps + 1)
 
 
 def new_script(of: Pass) -> Script:

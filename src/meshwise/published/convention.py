@@ -1,94 +1,70 @@
-"""What a published model prices, and the refusal of everything else that a user states.
+"""The conventions: published models that meshwise reproduces to the digit, each by the name of its rules.
 
-A published model reproduces its source to the digit, so it cannot price a choice that the source does not
-have. Its `Scope` lists the fields of plan, model and workload that it knows; a field that is not
-listed must have its default. A refusal is one sentence.
+A convention is registered in one place, `_HOMES`, by its name and the module that states it as `CONVENTION`.
+What is outside this folder asks `find_convention` and knows no published model by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol
 
-from meshwise.core.errors import PlanError
+from meshwise.core.errors import WorkloadError
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
-from meshwise.plan.plan import CORE_ATTENTION, DEFAULTS, Plan
+from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
+from meshwise.published.scope import Scope
 
-Values = tuple[Any, ...]
-ANY: Values = ("any value",)
-"""Every value of the field is priced (or lies outside the blocks, which are all that is priced)."""
-
-GPT_BLOCKS: Mapping[str, Values] = {
-    **dict.fromkeys(("name", "source", "checked", "aliases", "left_out"), ANY),
-    **dict.fromkeys(("num_layers", "hidden", "ffn_hidden", "num_heads", "num_kv_heads", "head_dim"), ANY),
-    # Embeddings and heads, which the published models leave out.
-    **dict.fromkeys(("vocab", "max_seq", "extra_position_rows", "tied_embedding", "token_types"), ANY),
-    **dict.fromkeys(("embedding_norm", "final_norm", "patches", "lm_head", "head_bias"), ANY),
-    **dict.fromkeys(("mlm_transform", "pooler", "attention_pool", "num_classes", "classifier_bias"), ANY),
-    **dict.fromkeys(("classifies_tokens",), ANY),
-    # One form of a block: scores are full squares, dropout is always there, qkv has no bias.
-    **dict.fromkeys(("causal", "dropout_frac", "qkv_bias"), ANY),
-    **{"activation": ("gelu",), "norm": ("layernorm",), "norm_bias": (True,)},
-    **{"linear_bias": (True,), "out_bias": (True,), "positions": ("learned", "sinusoidal", "none")},
-}
-"""The models that both published models of NERSC know: GPT and ViT blocks."""
+_HOMES = {"nersc-2024-02": "nersc.notebook", "nersc-2024-10": "nersc.paper_plan"}
+CONVENTIONS = tuple(_HOMES)
+"""The names of all conventions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scope:
-    """The fields that a published model knows: `ANY` value of them, or the values listed."""
+class Excerpt:
+    """A table of an answer as a terminal shows it: some of its columns, and sentences below."""
 
-    convention: str
-    plan: Mapping[str, Values]
-    workload: Mapping[str, Values]
-    model: Mapping[str, Values] = field(default_factory=lambda: GPT_BLOCKS)
-
-    def check(self, model: Model, plan: Plan, workload: Workload) -> None:
-        """Raise PlanError for the first field whose value the published model does not know."""
-        self._check_fields(model, self.model, f" of {model.name}")
-        if model.num_kv_heads != model.num_heads or model.num_heads * model.head_dim != model.hidden:
-            raise self.refusal(
-                f"the heads of {model.name}, only heads with keys of their own that fill the width"
-            )
-        self._check_fields(workload, self.workload)
-        known: dict[str, Values] = {key: (value,) for key, value in DEFAULTS.items()}
-        known["recompute_modules"] = ((), CORE_ATTENTION)  # implied by `recompute`, which speaks for itself
-        self._check_fields(plan, known | dict(self.plan))
-
-    def check_links(self, cluster: Cluster) -> None:
-        """Raise PlanError for links that are not domains of switches inside one another."""
-        for level in cluster.levels:
-            if level.torus or level.rails:
-                raise self.refusal(f"the {'torus' if level.torus else 'rails'} of {cluster.name}")
-
-    def check_divides(self, model: Model, sizes: Mapping[str, tuple[int, int]]) -> None:
-        """Raise PlanError unless each of `sizes`, by name (size, parts), divides into its parts."""
-        for name, (size, parts) in sizes.items():
-            if size % parts:
-                raise PlanError(
-                    f"{parts} parts do not divide the {size} {name} of {model.name}; use a divisor"
-                )
-
-    def refusal(self, choice: str) -> PlanError:
-        """The error that says what this published model does not know."""
-        return PlanError(f"convention {self.convention} does not price {choice}; use convention default")
-
-    def _check_fields(
-        self, record: Model | Plan | Workload, known: Mapping[str, Values], of: str = ""
-    ) -> None:
-        for item in fields(record):
-            value, values = getattr(record, item.name), known.get(item.name, (item.default,))
-            if values is not ANY and value not in values:
-                allowed = " or ".join(
-                    f"{item.name}={known_value}" for known_value in values if known_value is not None
-                )
-                only = f", only {allowed}" if allowed else ""
-                shown = item.name if is_dataclass(value) else f"{item.name}={_text(value)}"
-                raise self.refusal(f"{shown}{of}{only}")
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Mapping[str, Any]]
+    sentences: Sequence[str]
 
 
-def _text(value: Any) -> str:
-    return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
+class PublishedStep(Protocol):
+    """The answer of a published model for one plan."""
+
+    def to_csv(self) -> str:
+        """All tables, with the columns and units of the convention."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `meshwise estimate --json` prints under the convention."""
+
+    def excerpts(self) -> Iterator[Excerpt]:
+        """What `meshwise estimate` prints on a terminal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convention:
+    """A published model: what it answers, in which columns and units, what it knows, and how it prices.
+
+    `default_batch` is the batch in sequences of a question that names none (None: as in `estimate`).
+    """
+
+    name: str
+    answers: str
+    columns: tuple[str, ...]
+    units: str
+    rules: Scope
+    price: Callable[[Model, Cluster, Plan, Workload], PublishedStep]
+    default_batch: int | None = None
+
+
+def find_convention(name: str) -> Convention:
+    """The convention called `name`; WorkloadError where there is none."""
+    if name not in _HOMES:
+        raise WorkloadError(f"convention={name} must be one of {', '.join(CONVENTIONS)}")
+    found: Convention = import_module(f"meshwise.published.{_HOMES[name]}").CONVENTION
+    return found

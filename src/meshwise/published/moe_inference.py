@@ -14,50 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.estimate.timing import machine, op_times
 from meshwise.machine.hardware import Cluster
-from meshwise.model.gpt_config import GptConfig, to_model
+from meshwise.model.gpt_config import to_model
 from meshwise.model.weights import num_active_params, num_params
-from meshwise.program.expert_parallel import capacity
 from meshwise.program.expert_pass import Pass, evaluation, rank_params
+from meshwise.program.generation import Generation, merged, pass_ops
 from meshwise.program.lifetime import ops_of, peak_bytes
 from meshwise.program.op import Op
-
-
-def new_pass(
-    config: GptConfig, *, ep: Num = 1, tp: int = 1, dtype: str = "fp16", grouped: bool = False,
-    token_fraction: Num | None = None,
-) -> Pass:  # fmt: skip
-    """The pass of `config` in evaluation, with the capacity that its fraction (or `token_fraction`) gives.
-
-    A `token_fraction` of 0 is the rule of training.
-    """
-    share = config.moe_eval_capacity_token_fraction if token_fraction is None else token_fraction
-    tokens = config.batch_size_valid * config.tokens_per_sample
-    slots = capacity(tokens, max(config.moe_expert_count, 1), token_fraction=share, top_k=config.top_k)
-    return Pass(
-        config=config,
-        batch=config.batch_size_valid,
-        length=config.tokens_per_sample,
-        capacity=float(slots) if np.ndim(slots) == 0 else slots,
-        ep=ep,
-        tp=tp,
-        dtype=dtype,
-        grouped=grouped,
-    )
-
-
-def num_passes(num_batches: int, dp: int, max_valid_steps: int | None) -> int:
-    """Passes of every rank: enough for all batches, and none behind number `max_valid_steps`, counted from 0.
-
-    fairseq's eval_lm breaks *behind* that number, so `max_valid_steps=4` is five passes.
-    """
-    needed = -(-num_batches // dp)
-    return needed if max_valid_steps is None else min(needed, max_valid_steps + 1)
-
 
 # --- calls -------------------------------------------------------------------------------------
 
@@ -307,3 +272,58 @@ def has_rate(cluster: Cluster, of: Pass) -> bool:
     """Whether the chip computes in the type of the pass."""
     chip = cluster.chip
     return of.dtype in chip.matrix_flop_per_s or of.dtype in chip.vector_flop_per_s
+
+
+# --- evaluating beside generating ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """What some passes cost one rank: calls by op, FLOP, all-to-alls, and seconds on each cluster."""
+
+    passes: int
+    tokens: int
+    calls: dict[str, float]
+    flop: float
+    exchanges: float
+    exchange_bytes: float
+    launches: float
+    seconds: dict[str, float]
+
+
+def work(
+    ops: list[tuple[str, Op]], passes: int, tokens: int, clusters: dict[str, Cluster], dtype: str
+) -> Work:
+    """The work of `ops`, which say what `passes` passes do with `tokens` tokens."""
+    calls: dict[str, float] = {}
+    for _, op in ops:
+        if op.kind == "matmul" or op.name == "gelu":
+            calls[op.name] = calls.get(op.name, 0.0) + float(op.count)
+    exchanges = [op for _, op in ops if op.collective == "all_to_all"]
+    return Work(
+        passes=passes,
+        tokens=tokens,
+        calls=calls,
+        flop=float(sum(op.count * op.cost.flop for _, op in ops)),
+        exchanges=float(sum(op.count for op in exchanges)),
+        exchange_bytes=float(sum(op.count * op.payload_bytes for op in exchanges)),
+        launches=float(sum(op.count for _, op in ops)),
+        seconds={name: float(time_of(ops, cluster, dtype).total_s) for name, cluster in clusters.items()},
+    )
+
+
+def side_by_side(evaluated: Pass, of: Generation, clusters: dict[str, Cluster]) -> dict[str, Work]:
+    """One pass of eval_lm, and of generate its first pass, those after it, and all.
+
+    Their tokens are those that are scored, and those that are decided on; a text counts once, whatever beams
+    compete for it.
+    """
+    first = merged(pass_ops(of, of.passes[0]))
+    rest = merged(op for one in of.passes[1:] for op in pass_ops(of, one))
+    num, prompts, dtype = of.num_passes, of.num_prompts, of.dtype
+    return {
+        "eval_lm": work(merged(ops_of(evaluation(evaluated))), 1, evaluated.tokens, clusters, dtype),
+        "generate_prefill": work(first, 1, prompts, clusters, dtype),
+        "generate_decode": work(rest, num - 1, prompts * (num - 1), clusters, dtype),
+        "generate": work(merged([*first, *rest]), num, prompts * num, clusters, dtype),
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from meshwise.published.cases import TOLERANCE, CaseCheck
+from meshwise.published.nersc import TOLERANCE, CaseCheck
 from meshwise.report.table import Table
 
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwise.published.frontier.document import run_document
-from meshwise.published.frontier.run import RESOURCES, Frontier, Limits, Point
+from meshwise.published.frontier import RESOURCES, Frontier, Limits, Point, run_document
 from meshwise.report.chart import (
     COLORS,
     MORE_COLOR,

@@ -10,7 +10,7 @@ from meshwise.launch.write import FRAMEWORKS
 from meshwise.machine.hardware import chips, cluster_names
 from meshwise.model.find import model_names
 from meshwise.plan.plan import DEFAULTS, KEYS
-from meshwise.published.frontier.assumptions import OPTIONS
+from meshwise.published.frontier import OPTIONS
 from meshwise.report.html import escape
 
 DEGREES = ("tp", "pp", "cp", "ep", "dp", "etp", "ulysses", "zero_group")

@@ -19,10 +19,9 @@ from msgspec import Meta
 
 from meshwise.core.errors import DataError, WorkloadError
 from meshwise.program.expert_parallel import num_slots
-from meshwise.program.expert_pass import evaluation
+from meshwise.program.expert_pass import evaluation, new_pass, num_passes
 from meshwise.program.lifetime import write_ops
 from meshwise.program.tape import Tape
-from meshwise.published.moe_inference import new_pass, num_passes
 from meshwise.runtime.programs.lm_setting import LanguageModelOptions, LanguageModelSetting, setting
 from meshwise.runtime.programs.text_data import Blocks, read_blocks, text_files
 

@@ -39,8 +39,8 @@ import numpy as np
 from meshwise.core.ledger import Collective
 from meshwise.core.units import Num
 from meshwise.machine.hardware import Cluster
-from meshwise.published.answer import TABLES, WAYS
-from meshwise.published.nersc_2024_10_ops import Comm, PaperCut, PaperOp, Work, layer
+from meshwise.published.nersc.answer import TABLES, WAYS
+from meshwise.published.nersc.paper_ops import Comm, PaperCut, PaperOp, Work, layer
 
 LAUNCH_S = 20e-6
 COMPUTE_EFFICIENCY = 0.8

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from meshwise.core.ledger import Collective
 from meshwise.core.units import Num
 from meshwise.cost.op import matmul_flop
-from meshwise.published.nersc_2024_02_ops import ELEM_BYTES, MASK_BYTES, product_flop
+from meshwise.published.nersc.notebook_ops import ELEM_BYTES, MASK_BYTES, product_flop
 
 
 @dataclass(frozen=True, slots=True)

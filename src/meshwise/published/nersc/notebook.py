@@ -17,7 +17,8 @@ from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
-from meshwise.published.answer import (
+from meshwise.published.convention import Convention, Excerpt
+from meshwise.published.nersc.answer import (
     TABLES,
     WAYS,
     LedgerRow,
@@ -27,8 +28,9 @@ from meshwise.published.answer import (
     table_csv,
     work_row,
 )
-from meshwise.published.convention import ANY, Scope
-from meshwise.published.nersc_2024_02_ops import NotebookOp, mlp, self_attention
+from meshwise.published.nersc.gpt_blocks import GPT_BLOCKS
+from meshwise.published.nersc.notebook_ops import NotebookOp, mlp, self_attention
+from meshwise.published.scope import ANY, Scope
 
 COLUMNS = (
     *("layer", "flops_fwd", "activation_in_mem", "activation_in_other_mem", "activation_out_mem"),
@@ -49,6 +51,7 @@ SCOPE = Scope(
         **{"attention": ("flash", "unfused"), "optimizer": ("adam", "none")},
     },
     workload={"batch": ANY, "seq": ANY, "microbatch": ANY},
+    model=GPT_BLOCKS,
 )
 """The notebook's tensors are 2 bytes wide, its attention is unfused, and it has no optimizer."""
 _TFLOP, _GB, _MS = 1e12, 1e9, 1e-3
@@ -79,6 +82,18 @@ class Notebook:
         """Both tables, one after the other, with a first column `table`."""
         rows = ({"table": table, **row} for table in TABLES for row in self.tables[table])
         return table_csv(("table", *COLUMNS), rows)
+
+    def excerpts(self) -> Iterator[Excerpt]:
+        """Both tables, each with its totals and its share of communication."""
+        columns = ("layer", "flops_fwd", "weights_mem", "t_fwd", "t_comm_fwd", "t_total_fwd", "t_total_bwd")
+        for name in TABLES:
+            totals = (f"{column:<20}{value:>12.6f}" for column, value in self.totals(name).items())
+            yield Excerpt(
+                title=f"{name} (TFLOP, GB, ms)",
+                columns=columns,
+                rows=self.tables[name],
+                sentences=(*totals, f"time spend in comms = {self.comm_frac(name)}\n"),
+            )
 
     @property
     def ledger(self) -> Ledger:
@@ -202,3 +217,14 @@ def _ledger_rows(table: str, cells: dict[str, Any]) -> Iterator[LedgerRow]:
             comm_s = cells[f"t_comm_{way}"] * _MS
             rows.append(comm_row(kind, "tp", cells["comm_size"], payload_gb * _GB, comm_s, comm_s))
         yield from op_rows(table, cells["layer"], phase, kept, rows)
+
+
+CONVENTION = Convention(
+    name=SCOPE.convention,
+    answers="the block of a GPT on one tensor-parallel group, forward and backward",
+    columns=COLUMNS,
+    units="TFLOP, GB (1e9 bytes), ms",
+    rules=SCOPE,
+    price=notebook,
+    default_batch=1,
+)

@@ -23,7 +23,7 @@ from meshwise.core.errors import DataError
 from meshwise.core.files import parse_file
 from meshwise.core.ledger import COLLECTIVES
 from meshwise.machine.hardware import cluster_names, find_cluster
-from meshwise.published.nersc_2024_10 import (
+from meshwise.published.nersc.paper import (
     GB,
     TFLOP,
     PaperRun,
@@ -33,7 +33,7 @@ from meshwise.published.nersc_2024_10 import (
     paper_system,
     price,
 )
-from meshwise.published.nersc_2024_10_ops import PaperCut
+from meshwise.published.nersc.paper_ops import PaperCut
 
 TOLERANCE = 1e-9
 _ROUNDING = 1e-18

@@ -18,7 +18,8 @@ from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
-from meshwise.published.answer import (
+from meshwise.published.convention import Convention, Excerpt
+from meshwise.published.nersc.answer import (
     TABLES,
     WAYS,
     LedgerRow,
@@ -28,8 +29,8 @@ from meshwise.published.answer import (
     table_csv,
     work_row,
 )
-from meshwise.published.convention import ANY, Scope
-from meshwise.published.nersc_2024_10 import (
+from meshwise.published.nersc.gpt_blocks import GPT_BLOCKS
+from meshwise.published.nersc.paper import (
     COLUMNS,
     GB,
     TFLOP,
@@ -40,7 +41,8 @@ from meshwise.published.nersc_2024_10 import (
     paper_system,
     price,
 )
-from meshwise.published.nersc_2024_10_ops import PaperCut, PaperOp, layer
+from meshwise.published.nersc.paper_ops import PaperCut, PaperOp, layer
+from meshwise.published.scope import ANY, Scope
 
 _STRATEGY_OF_LAYOUT = {"1d": "1d", "2d": "2d", "2d-cp": "2d-seqp"}
 _ATTENTION = {"flash": "fused", "unfused": "separate", "grid": "summa"}
@@ -52,6 +54,7 @@ SCOPE = Scope(
         **{"recompute": ("none", "selective"), "dtype": ("bf16", "fp16")},
     },
     workload={"batch": ANY, "seq": ANY, "microbatch": ANY},
+    model=GPT_BLOCKS,
 )
 """The paper's tensors are 2 bytes wide, its optimizer is sharded over the replicas."""
 
@@ -107,6 +110,19 @@ class Paper:
             comm_s={name: totals[f"t_{part}"] for name, part in (shown | {"bubble": "bubble"}).items()},
             ledger=self.ledger,
             notes=self.notes(),
+        )
+
+    def excerpts(self) -> Iterator[Excerpt]:
+        """One table of all rows, with the totals, whether they fit, and notes."""
+        yield Excerpt(
+            title="one layer, one microbatch (TFLOP, GB, s)",
+            columns=("name", "flops_fwd", "activation_buffer", "weights_mem", "t_fwd_comm", "t_fwd", "t_bwd"),
+            rows=self.rows(),
+            sentences=(
+                *(f"{name:<26}{value:>16.6f}" for name, value in self.iteration.totals.items()),
+                "fits" if self.iteration.fits else "DOES NOT FIT",
+                *(f"note: {note}" for note in self.notes()),
+            ),
         )
 
     @property
@@ -229,3 +245,13 @@ def _inside(sizes: dict[str, int], domain_ranks: float) -> dict[str, float]:
         inside[axis] = float(math.gcd(size, room))
         room //= int(inside[axis])
     return inside
+
+
+CONVENTION = Convention(
+    name=SCOPE.convention,
+    answers="one training iteration of a GPT or ViT under 1d, 2d or 2d-cp tensor parallelism",
+    columns=COLUMNS,
+    units="TFLOP, GB (1e9 bytes), s",
+    rules=SCOPE,
+    price=paper,
+)
