@@ -154,7 +154,7 @@ def test_finished_points_are_not_repeated(tmp_path, fake):
 
 def test_kill_nine_loses_only_what_was_running(tmp_path):
     """Killed amid real estimates and started again: the rows of before are untouched, all are there."""
-    batches = list(range(64, 64 * 25, 64))  # more than the sweep finishes before this process looks
+    batches = list(range(64, 64 * 17, 64))  # more than the sweep finishes before this process looks
     grid = GRID.replace("[1, 4, 7]", "[1, 2, 4, 8]").replace(
         "batch = 64\n[grid]", f"[grid]\nbatch = {batches}"
     )
