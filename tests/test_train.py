@@ -54,7 +54,9 @@ def pool() -> Iterator[Ranks]:
 
 
 def train_options(**values: Any) -> Any:
-    return make_options(TRAIN, {"seq": 16, **values, "model": MODELS[values.get("model", "llama")]})
+    return make_options(
+        TRAIN, {"seq": 16, "steps": 1, **values, "model": MODELS[values.get("model", "llama")]}
+    )
 
 
 def enough_layers(plan: str) -> int:
@@ -550,8 +552,8 @@ def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, poo
 )
 def test_estimate_is_dry_run(ranks: int, rank: int, words: str) -> None:
     model, *rest = words.split()
-    seq = [] if "--seq" in words else ["--seq", "16"]
-    options = parse_options(TRAIN, ["--model", MODELS.get(model, model), *seq, *rest])
+    short = ["--seq", "16", "--steps", "1"]
+    options = parse_options(TRAIN, ["--model", MODELS.get(model, model), *short, *rest])
     found = compare_program(TRAIN, options, ranks=ranks, rank=rank, with_run=False)
     assert found.agree, found.differences()[:3]
 
@@ -654,6 +656,17 @@ def test_recomputation_keeps_inputs_and_one_block() -> None:
 
 def counted_peak(options: Any) -> float:
     return peak(dry_run("train", options, ranks=2, device="cpu").ledger)
+
+
+def test_a_dry_run_takes_two_steps_and_says_so(meshwise: Callable[..., Any]) -> None:
+    """The second begins with the optimizer's states, which are there at the peak; a third is like it."""
+    words = ("--model", MODELS["llama"], "--plan", "zero=1", "--seq", "16", "--device", "cpu")
+    peaks = {}
+    for steps in ((), ("--steps", "1"), ("--steps", "3")):
+        document = meshwise("dryrun", "train", "--ranks", "4", *words, *steps, "--json").document
+        peaks[document["num_steps"]] = document["peak_bytes"]
+    assert peaks[1] < peaks[2] == peaks[3]
+    assert "peak memory of 2 steps" in meshwise("dryrun", "train", "--ranks", "4", *words).out
 
 
 # --- what is refused ---------------------------------------------------------------------------

@@ -246,7 +246,8 @@ def _show(outcome: Outcome, csv: Path | None, json: bool, *, says_result: bool) 
     if outcome.result is not None and not says_result:
         typer.echo(f"result: {outcome.result}")
     peak = with_prefix(outcome.peak_bytes, "B") if outcome.peak_bytes else "not recorded"
-    typer.echo(f"rank {outcome.rank} of {outcome.ranks} on {outcome.device}: peak memory {peak}")
+    steps = "" if not outcome.num_steps else f" of {outcome.num_steps} step{'s' * (outcome.num_steps > 1)}"
+    typer.echo(f"rank {outcome.rank} of {outcome.ranks} on {outcome.device}: peak memory{steps} {peak}")
     if outcome.capture is not None:
         typer.echo(f"overhead of the capture: {outcome.capture}")
 

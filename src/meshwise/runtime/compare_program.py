@@ -53,23 +53,10 @@ def compare_program(
     if with_run:
         with nullcontext(pool) if pool is not None else Ranks(ranks, port=port) as started:
             ledgers["run"] = started.call(run_rank, program.name, options, rank, True)[rank].ledger
-    timed, peaks = cluster is not None, _peaks(program, ledgers, partial)
+    timed = cluster is not None
     if program.states_work_only:
         return compare({name: work_of(ledger) for name, ledger in ledgers.items()}, WORK, timed=timed)
     if program.states_totals_only:
-        return compare(
-            {name: totals_of(ledger) for name, ledger in ledgers.items()}, TOTALS, timed=timed, peaks=peaks
-        )
-    return compare(ledgers, partial=partial, timed=timed, peaks=peaks)
-
-
-def _peaks(program: Program, ledgers: dict[str, Ledger], partial: tuple[str, ...]) -> dict[str, float]:
-    """The most bytes alive, where the closed form states it apart from its ops.
-
-    Kernels and collectives of a CPU have temporaries of their own, so a run on one is left out where the
-    closed form states those of a device.
-    """
+        return compare({name: totals_of(ledger) for name, ledger in ledgers.items()}, TOTALS, timed=timed)
     peaks = {name: float(np.nanmax(ledger["peak_bytes"])) for name, ledger in ledgers.items()}
-    if program.states_totals_only and peaks.get("estimate"):
-        return {name: peak for name, peak in peaks.items() if name != "run"}
-    return peaks if partial else {}
+    return compare(ledgers, partial=partial, timed=timed, peaks=peaks if partial else None)

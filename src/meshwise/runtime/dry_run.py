@@ -63,7 +63,7 @@ def dry_run(
     try:
         with torch.autograd.set_multithreading_enabled(False), QuickFakes(), recorder:
             result = program.main(options, context)
-        return Outcome.from_tape(tape, name, device, result)
+        return Outcome.from_tape(tape, name, device, options, result)
     except MemoryError:
         raise PlanError(f"{name}: this machine's memory does not hold lists of these sizes") from None
     except (OverflowError, RuntimeError) as error:

@@ -24,12 +24,15 @@ class Outcome:
     result: Any = None
     capture: CaptureCost | None = None
     """What its profile cost, of a run with `--profile`."""
+    num_steps: int | None = None
+    """How many steps the program took, of a program that trains: its peak is that of all of them."""
 
     @classmethod
     def from_tape(
-        cls, tape: Tape, program: str, device: str, result: Any = None, capture: CaptureCost | None = None
-    ) -> Outcome:
-        """The outcome that `tape` has recorded."""
+        cls, tape: Tape, program: str, device: str, options: Any, result: Any = None,
+        capture: CaptureCost | None = None,
+    ) -> Outcome:  # fmt: skip
+        """The outcome that `tape` has recorded of a program with `options`."""
         return cls(
             program=program,
             ranks=tape.world_size,
@@ -40,24 +43,29 @@ class Outcome:
             ledger=tape.ledger(),
             result=result,
             capture=capture,
+            num_steps=getattr(options, "steps", None),
         )
 
     def to_json(self) -> dict[str, Any]:
         """The document that `dryrun --json` and `run --json` print."""
         ledger = self.ledger.to_json()
         timed = [row for row in ledger if row["time_s"] is not None]
-        return {
-            "program": self.program,
-            "ranks": self.ranks,
-            "rank": self.rank,
-            "device": self.device,
-            "peak_bytes": self.peak_bytes or None,  # nobody looked
-            "time_s": _seconds(timed),
-            "communication_s": _seconds([row for row in timed if row["collective"]]),  # waiting included
-            "steps": [step.to_json() for step in self.steps],
-            "ledger": ledger,
-            "result": self.result,
-        } | ({} if self.capture is None else {"capture": self.capture.to_json()})
+        return (
+            {
+                "program": self.program,
+                "ranks": self.ranks,
+                "rank": self.rank,
+                "device": self.device,
+                "peak_bytes": self.peak_bytes or None,  # nobody looked
+                "time_s": _seconds(timed),
+                "communication_s": _seconds([row for row in timed if row["collective"]]),  # waiting included
+                "steps": [step.to_json() for step in self.steps],
+                "ledger": ledger,
+                "result": self.result,
+            }
+            | ({} if self.num_steps is None else {"num_steps": self.num_steps})
+            | ({} if self.capture is None else {"capture": self.capture.to_json()})
+        )
 
 
 def _seconds(rows: list[dict[str, Any]]) -> float | None:

@@ -46,7 +46,7 @@ def run_rank(
         result = find_program(name).main(options, context)
     cost = None if captured is None else capture_cost(captured)
     device = "cpu" if on_cpu else torch.cuda.get_device_name(place.device)
-    return Outcome.from_tape(tape, name, device, result, cost)
+    return Outcome.from_tape(tape, name, device, options, result, cost)
 
 
 def _cuda_bytes() -> tuple[float, float]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meshwise.estimate.live_peak import is_known, live_peak_bytes
 from meshwise.estimate.single import estimate as price
 from meshwise.program.tape import Tape
 from meshwise.runtime.programs.train_options import (
@@ -31,15 +30,9 @@ STATES = {"weights": "parameters", "gradients": "gradients", "optimizer": "optim
 
 
 def estimate(options: Options, tape: Tape) -> None:
-    """Write on `tape` what the closed form says of this rank: its ledger, `steps` times over, its peak."""
+    """Write on `tape` what the closed form says of this rank: its ledger, `steps` times over."""
     ranks = tape.world_size
     priced = price(the_model(options), the_cluster(ranks), the_plan(options), the_workload(options, ranks))
-    mesh = priced.seen_from(tape.rank)
-    if is_known(priced.model, mesh):
-        tape.allocate(
-            "the peak", live_peak_bytes(priced.model, mesh, priced.step.cut, tape.rank, options.steps)
-        )
-        tape.release("the peak")
     for row in priced.rank_ledger(tape.rank).rows():
         name, held_bytes = row.pop("op"), row.pop("live_bytes")
         if row["dtype"] == "tf32":

@@ -47,7 +47,10 @@ class Options:
     batch: Annotated[int, Meta(ge=0, description="sequences in a step (0: pp microbatches a replica)")] = 0
     microbatch: Annotated[int, Meta(ge=1, description="sequences at once on a rank")] = 1
     seq: Annotated[int, Meta(ge=2, description="tokens of a sequence")] = 2048
-    steps: Annotated[int, Meta(ge=1, description="training steps on the same batch")] = 1
+    steps: Annotated[
+        int,
+        Meta(ge=1, description="training steps on the same batch; optimizer states exist from the second"),
+    ] = 2
     lr: Annotated[float, Meta(gt=0, description="learning rate of AdamW")] = 1e-3
     check: Annotated[
         bool, Meta(description="compare losses and gradients with one process that holds everything")
