@@ -618,7 +618,7 @@ def test_the_public_estimate_is_the_dry_run(
     name: str, ranks: int, batch: int, plan: str, layers: int
 ) -> None:
     """What `estimate --plan ...,implementation=fsdp2` prints of the first rank, to the last digit."""
-    values = {"model": name, "seq": 2048, "layers": layers, "plan": plan, "batch": batch}
+    values = {"model": name, "seq": 2048, "layers": layers, "plan": plan, "batch": batch, "steps": 1}
     options = make_options(TRAIN, values)
     load, cluster = Workload(batch=batch, seq=2048), find_cluster(f"h100-80g-sxm:{ranks}")
     public = parse_plan(f"{plan},zero=3,implementation=fsdp2")
