@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from meshwise.cli.frontier import app
+from meshwise.cli import app
 from meshwise.core.errors import ClusterError, MeshwiseError, WorkloadError
 from meshwise.cost.failures import Failures, checkpoint_interval_s, goodput, young_interval_s
 from meshwise.machine.hardware import find_chip
@@ -479,7 +479,7 @@ SIZES = ["layer", "--d-in", "1024", "--d-out", "4096", "--batch", "512"]
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(words: list[str]) -> None:
-    result = CliRunner().invoke(app, words)
+    result = CliRunner().invoke(app, ["frontier", *words])
     assert isinstance(result.exception, MeshwiseError)
     assert result.exception.exit_code == 2
     assert "\n" not in str(result.exception)
@@ -493,16 +493,23 @@ def test_layer_command_prints_the_notebook() -> None:
     words = "layer --d-in 16384 --d-out 81920 --tp-in 8 --tp-out 40 --dp 32 --batch 32768 --bytes 2 "
     words += "--flop-per-s-8bit 1979e12 --memory-bytes-per-s 3352e9 --network-bytes-per-s 900e9 "
     words += "--utilization 0.8"
-    document = json.loads(CliRunner().invoke(app, [*words.split(), "--json"], catch_exceptions=False).stdout)
+    document = json.loads(
+        CliRunner().invoke(app, ["frontier", *words.split(), "--json"], catch_exceptions=False).stdout
+    )
     assert document["fwd_bwd_s"] == 3.2554072481051035e-05
     assert document["binds"] == "flop"
     assert document["what_ifs"]["max_balanced_split"] == pytest.approx(434, abs=0.5)
-    assert "3.2554072481051035e-05" in CliRunner().invoke(app, words.split(), catch_exceptions=False).stdout
+    assert (
+        "3.2554072481051035e-05"
+        in CliRunner().invoke(app, ["frontier", *words.split()], catch_exceptions=False).stdout
+    )
 
 
 def test_layer_command_on_a_chip_also_knows_its_two_levels() -> None:
     words = [*SIZES, "--tp-in", "8", "--tp-out", "40", "--chip", "h100-80g-sxm", "--json"]
-    two = json.loads(CliRunner().invoke(app, words, catch_exceptions=False).stdout)["two_level"]
+    two = json.loads(CliRunner().invoke(app, ["frontier", *words], catch_exceptions=False).stdout)[
+        "two_level"
+    ]
     assert two["inner_in"] * two["inner_out"] <= 8
     assert two["binds"] == "network"
 
@@ -545,7 +552,7 @@ def test_run_command_on_a_users_own_device(tmp_path: Path) -> None:
     )
     picture, page = tmp_path / "own.png", tmp_path / "own.html"
     words = ["run", "--chip", str(own), "--price", "2", "--json"]
-    result = CliRunner().invoke(app, [*words, "--plot", str(picture)], catch_exceptions=False)
+    result = CliRunner().invoke(app, ["frontier", *words, "--plot", str(picture)], catch_exceptions=False)
     document = json.loads(result.stdout)
     assert {"curve", "plateau", "limit_80pct_flop", "wall_flop"} <= document.keys()
     assert {"curve", "plateau", "limit_80pct_flop", "wall_flop"} <= document["with_failures"].keys()
@@ -553,5 +560,5 @@ def test_run_command_on_a_users_own_device(tmp_path: Path) -> None:
     limit = document["limit"]
     assert limit["power_watts"] == 500 * limit["devices"]
     assert picture.stat().st_size > 10_000
-    CliRunner().invoke(app, [*words[:-1], "--plot", str(page)], catch_exceptions=False)
+    CliRunner().invoke(app, ["frontier", *words[:-1], "--plot", str(page)], catch_exceptions=False)
     assert "<h2>Utilization of the best run" in page.read_text()

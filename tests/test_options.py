@@ -1,5 +1,8 @@
-"""Nothing that is stated is ignored: every option of `estimate`, `search` and `serve` changes what comes out,
-or is refused in one sentence; JSON is one document; an interrupt is one line."""
+"""An option is stated once, and nothing that is stated is ignored.
+
+Command line, Python and reference have the same options; every option of `estimate`, `search` and `serve`
+changes what comes out, or is refused in one sentence; JSON is one document; an interrupt is one line.
+"""
 
 import signal
 from pathlib import Path
@@ -10,6 +13,9 @@ import typer.main
 
 from meshwise import api
 from meshwise.cli import app
+from meshwise.cli.command import flags
+from meshwise.cli.defaults import verbs_of
+from meshwise.core.options import REQUIRED, options_of, summary_of
 
 BASES = {
     "estimate": ("gpt3-175b", "--cluster", "a100-80g-sxm:64", "--plan", "tp=8,pp=8", "--batch", "64"),
@@ -112,6 +118,57 @@ def what_comes_out(done: Any, folder: Path) -> Any:
     if not done.out.startswith("{"):
         return done.out, files
     return {key: value for key, value in done.document.items() if key not in TIMES}, files
+
+
+LIBRARY = {  # verb of the command line: verbs of the library, and which of their options it fills in itself
+    "collective": ((api.collective,), ()),
+    "compare": ((api.compare,), ()),
+    "dryrun": ((api.dry_run,), ("quiet",)),
+    "estimate": ((api.estimate, api.budget), ("ideal",)),
+    "explain": ((api.explain,), ()),
+    "launch": ((api.launch,), ()),
+    "profile": ((api.profile,), ("stdout",)),
+    "run": ((api.run,), ("quiet",)),
+    "search": ((api.search, api.study), ("on_plans", "on_point")),
+    "serve": ((api.serve,), ()),
+    "validate": ((api.validate,), ()),
+}
+
+
+@pytest.mark.parametrize("verb", LIBRARY)
+def test_command_line_and_python_have_the_same_options(verb: str) -> None:
+    """By name, help and default; a time that Python takes in seconds may be typed in milliseconds."""
+    command: Any = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
+    typed = {param.name: param for param in command.params}
+    functions, filled_in = LIBRARY[verb]
+    for option in (each for one in functions for each in options_of(one).values()):
+        if option.name in filled_in:
+            assert option.name not in typed
+            continue
+        param = typed[option.name]
+        assert option.help and param.help == option.help
+        scale = 1e3 if flags(option)[0].endswith("-ms") else 1
+        if option.default not in (REQUIRED, None, ()):
+            assert param.default == option.default * scale or str(param.default) == str(option.default)
+
+
+def test_every_option_of_every_verb_says_what_it_means() -> None:
+    silent = []
+    for words, _ in verbs_of(typer.main.get_command(app)):
+        command: Any = typer.main.get_command(app)
+        for word in words.split():
+            command = command.commands[word]
+        silent += [f"{words} {param.name}" for param in command.params if not param.help]
+        assert command.help and "Args:" not in command.help
+    assert silent == []
+
+
+def test_a_docstring_may_refer_to_another_verb() -> None:
+    told = {name: option.help for name, option in options_of(api.study).items()}
+    assert told["seq"] == options_of(api.estimate)["seq"].help
+    assert (
+        summary_of(api.budget) == "The length of a whole run, and what it takes beside the pace of its steps."
+    )
 
 
 @pytest.mark.parametrize("verb", BASES)

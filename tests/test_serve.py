@@ -325,7 +325,7 @@ WRONG: dict[str, list[tuple[list[str], str]]] = {
         (["--plan", "pp=2", "--rate", "1", "--ttft-ms", "500"], "are of one layout; state tp in the plan"),
         (["--plan", "tp=2,ep=4,etp=2"], "not cut too"),
         (["--prompt", "999999"], "are more than the 32768"),
-        (["--sequences", "1,none"], "'none' is no number of sequences"),
+        (["--sequences", "1,none"], "'none' is no whole number"),
         (["--plan", "tp=4,ep=8", "--sequences", "3"], "3 sequences cannot be spread over dp=2"),
         (["--plan", "tp=8,kv_dtype=int4"], "kv_dtype=int4 must be one of bf16, fp8"),
         (["--memory-frac", "0"], "above 0 and at most 1"),

@@ -1,7 +1,10 @@
 """The verbs of the library: each takes names or objects, and imports what it needs when it is called.
 
-Where a verb takes a model, a cluster or a plan, it takes an object or what the command line takes: a preset,
-a path, or the text of a plan. A problem that the user can act on is a `MeshwiseError` of one sentence.
+A verb's signature and the `Args:` of its docstring are the one statement of its options: the command line,
+its help, the fields of the page and the reference are made from them (`core.options`).
+Where a verb takes a model, a cluster or a plan, it takes a `Model`, `Cluster` or `Plan`, or what the command
+line takes: a preset, a path, or the text of a plan. A problem that the user can act on is a `MeshwiseError`
+of one sentence.
 """
 
 from __future__ import annotations
@@ -14,12 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwise.core.errors import MissingExtraError, WorkloadError
+from meshwise.core.options import Counts, Quantity
 
 if TYPE_CHECKING:
     from meshwise.calibrate.validate import Validation
     from meshwise.core.compare import Comparison
     from meshwise.estimate.collective import CollectiveTime
     from meshwise.estimate.single import Estimate
+    from meshwise.estimate.token_budget import TokenBudget
     from meshwise.launch.read import Job
     from meshwise.launch.write import Launch
     from meshwise.machine.hardware import Cluster
@@ -54,16 +59,15 @@ def estimate(
     """Price one training step, or one forward pass, of `model` on `cluster` under `plan`.
 
     Args:
-        model: A `Model`, a preset (`"llama3-8b"`) or the path of a config.json.
-        cluster: A `Cluster`, a preset, `"chip:count"`, or the path of a TOML file.
-        plan: A `Plan`, its text (`"tp=8,pp=4"`), or the path of a TOML file.
-        batch: Global batch in sequences; by default each replica has as many microbatches as stages.
-        seq: Tokens of a sequence; by default what the model allows, at most 4096.
-        microbatch: Sequences of a microbatch; by default 1, and in decoding all of a data-parallel rank.
-        kind: `train`, `evaluate`, `prefill` or `decode`.
+        model: A preset (gpt3-175b) or the path of a config.json.
+        cluster: A preset, chip:count (a100-80g-sxm:512), or a TOML file.
+        plan: tp=8,pp=4,... (keys: meshwise list plan) or a TOML file.
+        batch: Global batch in sequences [as many microbatches a replica as stages].
+        seq: Tokens of a sequence [what the model allows, at most 4096].
+        microbatch: Sequences of a microbatch [1; in decoding, all of a rank].
+        kind: train, evaluate, prefill or decode.
         ideal: Kernels and links reach the peaks of the data sheet.
-        capacity_factor: An expert takes at most this times its even share of the tokens, 0: all that choose
-            it; by default as the model says.
+        capacity_factor: Most tokens of an expert over its even share; 0: all that choose it [the model's].
 
     Returns:
         Times in seconds, memory in bytes, and the ledger of all ops. A plan that needs more memory than
@@ -118,7 +122,7 @@ def search(
     *,
     batch: int,
     seq: int | None = None,
-    microbatch: Sequence[int] = (),
+    microbatch: Counts = (),
     top: int = 5,
     memory_frac: float = 0.92,
     beside: str | Path | Plan | None = None,
@@ -127,19 +131,18 @@ def search(
 ) -> Result:
     """Price every plan of `model` on `cluster` and keep the fastest that fit.
 
+    `plan` may also be a mapping of keys to values to try; of a `Plan`, the keys without their default hold.
+
     Args:
-        model: A `Model`, a preset or the path of a config.json.
-        cluster: A `Cluster`, a preset, `"chip:count"`, or the path of a TOML file.
-        plan: Keys that are fixed, as in `estimate`, or the values that each may have: `"tp=4|8,layout=*"`
-            (`*`: all), a TOML file with lists, or a mapping of keys to values; of a `Plan`, the keys that
-            have not their default. All others are searched, or have their default.
+        model, cluster, seq: As in `estimate`.
+        plan: Keys that are fixed, or the values that each may have: tp=4|8,layout=* (all), or a TOML file
+            with lists.
         batch: Global batch in sequences.
-        seq: Tokens of a sequence; by default what the model allows, at most 4096.
-        microbatch: Sequences of a microbatch that may be chosen; by default all that divide the batch.
-        top: How many plans to keep, the fastest of each family with the same degrees.
-        memory_frac: Share of a chip's memory that a plan may need.
+        microbatch: Sequences of a microbatch that may be chosen: 1|2|4 [all that divide the batch].
+        top: How many plans to show, the fastest of each family with the same degrees.
+        memory_frac: Share of the memory that a plan may need.
         beside: A plan to show beside the best one, term by term.
-        assumptions: Also search again with each rate of the cluster at the bad end of the interval.
+        assumptions: Also say which rate, if it were at the bad end of its interval, changes the choice.
         on_plans: Hears now and then of the plans kept so far; Ctrl-C ends the search with them.
 
     Returns:
@@ -171,7 +174,7 @@ def study(
     *,
     batch: int,
     seq: int | None = None,
-    microbatch: Sequence[int] = (),
+    microbatch: Counts = (),
     memory_frac: float = 0.92,
     weak: bool = False,
     on_point: Callable[[StudyPoint], None] = lambda point: None,
@@ -179,11 +182,10 @@ def study(
     """Search the best plan on each of many machines: scaling over numbers of GPUs, and co-design.
 
     Args:
-        model, cluster, plan, seq, microbatch, memory_frac: As in `search`.
-        vary: What changes of the cluster, every combination: `"gpus=64|128"`, `"chip=h100-80g-sxm|b200-sxm"`,
-            `"domain=8|72"`, factors of `memory`, `memory_rate`, `compute`, `inner` and `outer` links.
-        batch: Global batch in sequences; with `weak` that of `cluster`, which grows with the GPUs.
-        weak: Grow the batch with the GPUs.
+        model, cluster, plan, batch, seq, microbatch, memory_frac: As in `search`.
+        vary: Machines to compare: gpus=64|128,chip=h100-80g-sxm|b200-sxm,domain=8|72, and factors of memory,
+            memory_rate, compute, inner and outer links; every combination.
+        weak: With several numbers of GPUs, the batch grows with them.
         on_point: Hears of each point; Ctrl-C ends the study with those so far.
 
     Returns:
@@ -229,7 +231,7 @@ def serve(
     *,
     prompt: int | None = None,
     output: int | None = None,
-    sequences: Sequence[int] = (),
+    sequences: Counts = (),
     token_s: float | None = None,
     ttft_s: float | None = None,
     memory_frac: float = 0.9,
@@ -264,40 +266,39 @@ def serve(
     those of the cluster, that keep the limits: `sizing` holds what was considered.
 
     Args:
-        model: A `Model`, a preset or the path of a config.json.
-        cluster: A `Cluster`, a preset, `"chip:count"`, or the path of a TOML file: one instance.
-        plan: tp, ep, etp, dtype and kv_dtype; what tp leaves of the cluster is dp. By default tp is all.
+        model: As in `estimate`.
+        cluster: The GPUs of an instance: a preset, chip:count, or a TOML file.
+        plan: tp, ep, etp, dtype, kv_dtype: tp=8,ep=8,dtype=fp8; the rest is dp [tp=all].
         prompt: Tokens of a prompt [2048].
         output: Tokens generated after it [256].
-        sequences: Numbers of running sequences of the instance; by default powers of two up to what fits.
-        token_s: Latency target per output token [s].
-        ttft_s: Latency target for the first token under load [s].
+        sequences: Running sequences of the instance: 1,8,64 [powers of two, up to what fits].
+        token_s: Latency target per output token; also report the largest batch that meets it.
+        ttft_s: Latency target for the first token under load.
         memory_frac: Share of the memory that the engine may take.
-        engine_s: The engine's own time between two passes [s].
-        rate: Requests a second.
-        concurrency: Clients that each send a request when the last one has ended.
-        requests: The path of a trace: CSV of arrival [s], prompt, output; Azure's CSV; Mooncake's JSON lines.
-            From a CSV of prompt and output alone, requests at `rate` or `concurrency` draw their lengths.
-        num_requests: How many requests [1000 at a rate, ten for each client].
-        burstiness: Shape of the gamma distribution of the gaps between arrivals; 1 is Poisson.
-        length_ratio: Lengths are uniform from this share of the stated ones to all of it [1].
-        length_sigma: Lengths are lognormal around the stated means; standard deviation of their logs.
-        shared_prefix: Tokens that all prompts begin with, and that the engine finds in its cache.
-        engine: `vllm`, `sglang` or `trtllm`, with settings: `"vllm,max_tokens=2048"`.
+        engine_s: The engine's own time between two passes.
+        rate: Load: requests a second.
+        concurrency: Load: clients that each send a request when the last has ended.
+        requests: Load: a trace (CSV of arrival [s], prompt, output; Azure's; Mooncake's JSON lines), or a CSV
+            of prompt and output, from which requests draw their lengths.
+        num_requests: Requests of the load [1000 at a rate, 10 a client].
+        burstiness: Gamma shape of the gaps between arrivals at a rate [1: Poisson].
+        length_ratio: Lengths are uniform from this share of the stated ones up [1].
+        length_sigma: Lengths are lognormal around the stated means; deviation of their logs.
+        shared_prefix: Tokens that all prompts begin with; the engine caches them.
+        engine: vllm, sglang or trtllm, with settings: vllm,max_tokens=2048 [vllm].
         workers: Instances that take the requests in turn.
-        prefill_plan, prefill_cluster, prefill_workers: Instances that take the prompts and hand their caches
-            over to those of `plan`, which then only decode; one of the two is enough.
-        experts_on: GPUs that hold the experts alone; attention and experts then take two batches in turn.
-        speculate: Guesses that each pass checks, and how often one is right: `"drafts=3,accept=0.8"`.
+        prefill_plan: Plan of instances that only take prompts; those of the plan then only decode.
+        prefill_cluster: Their cluster, of other chips or another number [the cluster].
+        prefill_workers: How many of them.
+        experts_on: More GPUs, which hold the experts alone: h200-sxm:16 [the cluster's].
+        speculate: Guesses that a pass checks, and their odds: drafts=3,accept=0.8.
         draft_model: The model that guesses [multi-token prediction: a block like the last, and the head].
-        expert_loads: The path of a text of the tokens that each expert was sent, in place of expert_skew.
-        expert_skew: The router prefers the expert of rank r by r^-skew [0: even]; the busiest rank sets the
-            pace.
+        expert_skew: Power law of the experts' loads: that of rank r is r^-SKEW [even].
+        expert_loads: Text of the tokens that each expert was sent, instead.
         redundant_experts: Slots for copies of the busiest experts.
-        capacity_factor: Say what experts that take at most this times their even share of a pass would drop
-            and leave empty; times stay those of engines, which drop nothing.
-        pareto: Find the trade-offs between tokens/s a user and a GPU, of all layouts of the cluster.
-        price: Dollars a GPU and hour, of all chips or by chip: `"h100-80g-sxm=2.5,b200-sxm=4"`.
+        capacity_factor: Also say what experts of at most this times their even share would drop.
+        pareto: Trade-offs of all layouts: tokens/s a user against a GPU.
+        price: Dollars a GPU and hour: 2.5, or h100-80g-sxm=2.5,b200-sxm=4.
 
     Returns:
         Times in seconds, memory in bytes. An instance without room for one sequence is an answer too
@@ -389,14 +390,11 @@ def launch(
     """State what starts a plan under another framework: its arguments, its files, a Slurm script.
 
     Args:
-        model: A `Model`, a preset or the path of a config.json.
-        cluster: A `Cluster`, a preset, `"chip:count"`, or the path of a TOML file.
-        plan: A `Plan`, its text, or the path of a TOML file.
+        model, cluster, plan, seq: As in `estimate`.
         to: megatron-lm, megatron-bridge, torchtitan, deepspeed or accelerate; for serving vllm, sglang or
             tensorrt-llm.
-        batch: Global batch in sequences; in serving, the sequences that run at a time.
-        seq: Tokens of a sequence; by default what the model allows, at most 4096.
-        microbatch: Sequences of a microbatch; by default 1.
+        batch: Global batch in sequences; in serving, those that run at a time.
+        microbatch: Sequences of a microbatch [1].
 
     Returns:
         The arguments and files, and what the framework cannot be told (`not_expressed`).
@@ -445,10 +443,10 @@ def dry_run(
     """Run one rank of any world of a program on fake tensors: no GPU, no other ranks, no memory.
 
     Args:
-        program: The name of a program: ulysses, model-2d, train, tensor-parallel, eval-lm, generate.
+        program: A program: ulysses, model-2d, train, tensor-parallel, eval-lm, generate.
         ranks: Ranks in the world.
         rank: The rank to be.
-        device: A chip of the catalog, whose allocator is replayed, or `cpu`.
+        device: Chip of the catalog, whose allocator is replayed, or cpu.
         quiet: Whether the program prints nothing.
         options: The options of the program, as `seq=4096`.
 
@@ -540,12 +538,12 @@ def run(
     does so under `if __name__ == "__main__":`.
 
     Args:
-        program: The name of a program, as in `dry_run`.
-        ranks: Ranks in the world; 0 for what torchrun or srun started, or 1.
-        device: `cpu` (over gloo) or `cuda` (over NCCL).
-        root: The rank whose outcome is returned, and that prints.
-        port: Port where the ranks meet; 0 for a free one.
-        profile: A folder for each rank's trace.
+        program: As in `dry_run`.
+        ranks: Ranks in the world (0: as torchrun or srun say, or 1).
+        device: cpu (over gloo) or cuda (over NCCL).
+        root: The rank that prints and whose ledger is shown.
+        port: Port where the ranks meet (0: a free one).
+        profile: Write each rank's trace into this folder.
         recorded: Record every op, or run at full speed.
         quiet: Whether the program prints nothing.
         options: The options of the program, as `seq=4096`.
@@ -580,12 +578,12 @@ def compare(
     """Hold the estimate, the dry run and the real CPU run of a program against each other, op by op.
 
     Args:
-        program: The name of a program, as in `dry_run`.
+        program: As in `dry_run`.
         ranks: Ranks in the world.
         rank: The rank whose numbers are compared.
-        with_run: Whether it is run for real too; the ranks are started as in `run`.
-        port: Port where the ranks meet; 0 for a free one.
-        cluster: Whose seconds to predict, beside those of the run; None leaves times out.
+        with_run: Run it for real too, on CPU ranks of this machine.
+        port: As in `run`.
+        cluster: Also seconds: of the program as this cluster would take, and as run.
         options: The options of the program, as `seq=4096`.
 
     Returns:
@@ -623,13 +621,15 @@ def explain(
     """Where the measured step of a job differs from the predicted one, by class of kernel and collective.
 
     Args:
-        traces: Profiler traces of its ranks: files or folders.
-        model: What the job ran, as in `estimate`; by default what the traces show (the findings state it).
-        cluster: As in `estimate`; without it there is no prediction, and only the measured step is split.
-        plan: As in `estimate`; without a model, by default what the traces show, and so are the next three.
-        batch, seq, microbatch: As in `estimate`.
-        steps: Only these steps of the traces: `"3-7"` or `"complete"`.
-        timeline: Write the traces and the predicted step into this file, for ui.perfetto.dev.
+        traces: Trace files, or folders of them (*.json, *.json.gz).
+        model: What ran: a preset or a config.json [what the traces show].
+        cluster: Where: a preset, chip:count or a TOML file; without it there is no prediction.
+        plan: How: tp=8,pp=4,... or a TOML file [without a model, what the traces show].
+        batch: Global batch in sequences [as the plan].
+        seq: Tokens of a sequence [as the plan].
+        microbatch: Sequences of a microbatch [as the plan].
+        steps: Only these steps: 3-7, or complete (all that were launched before the last one).
+        timeline: Write traces and predicted step as one file for ui.perfetto.dev.
 
     Returns:
         Rows in seconds a step, each side summing to its step, and findings in words.
@@ -679,12 +679,12 @@ def profile(
     """Run any command and capture all its ranks, its code untouched.
 
     Args:
-        command: The program and its arguments: `("torchrun", "--nproc-per-node=4", "train.py")`.
-        directory: Folder for the traces, one `rank-N.json` each.
+        command: The program and its words: -- python script.py ..., or -- torchrun ...
+        directory: Folder for the traces, one rank-N.json each.
         shapes: Record the shapes of operators.
         memory: Record allocations.
         stacks: Record Python stacks (slow).
-        overhead: Run it without capture first, to state what the capture costs.
+        overhead: Run without capture first; state its overhead.
         stdout: Where the command prints, as in `subprocess.run`.
 
     Returns:
@@ -705,7 +705,7 @@ def profile(
 def collective(
     kind: str,
     cluster: str | Path | Cluster,
-    sizes_bytes: Sequence[float] = (),
+    sizes_bytes: Sequence[Quantity] = (),
     *,
     ranks: int | None = None,
     stride: int = 1,
@@ -715,11 +715,11 @@ def collective(
 
     Args:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce or send.
-        cluster: A cluster, its name, `chip:count`, or the path of a TOML file.
-        sizes_bytes: Bytes of the full tensor; none: 1 KiB to 16 GiB and every measured size.
-        ranks: Ranks of the group; None: as many as the cluster has at this stride.
-        stride: Distance between neighbours of the group, in ranks.
-        data: CSV files of measured collectives (docs/data.md).
+        cluster: As in `estimate`.
+        sizes_bytes: Bytes of the full tensor, as 64MiB or 1e9; several [1 KiB to 16 GiB, and those measured].
+        ranks: Ranks of the group [as many as the cluster has at this stride].
+        stride: Distance between neighbours of the group in ranks.
+        data: CSV files of measured collectives to show beside.
 
     Returns:
         The predicted times in the order of size, and measured seconds by size.
@@ -743,8 +743,8 @@ def frontier(
     """Find the best utilization of `chip` at each training compute, and the largest runs.
 
     Args:
-        chip: A chip or cluster of the catalog, or the path of a TOML file.
-        months: Longest duration of a run, in months of 30 days; 3 by default.
+        chip: A chip or cluster of the catalog, or a TOML file.
+        months: Longest duration of a run, in months of 30 days [3].
         utilization: Share of the peaks that throttling leaves.
         settings: A law, an option or a number of the run, as `schedule="interleaved"` (docs/frontier.md).
 
@@ -761,8 +761,7 @@ def validate(runs: Iterable[str | Path] = ()) -> Validation:
     """Predict every row of files of measurements, and say how wrong the predictions are.
 
     Args:
-        runs: CSV files of measured runs, ops or collectives; none: the published runs that ship with the
-            package.
+        runs: CSV files of measured runs, ops or collectives [the published runs that ship with the package].
 
     Raises:
         DataError: A file cannot be read as a table of measurements.
@@ -770,6 +769,40 @@ def validate(runs: Iterable[str | Path] = ()) -> Validation:
     from meshwise.calibrate.validate import validate as predict
 
     return predict(map(Path, runs))
+
+
+def budget(
+    *,
+    tokens: Quantity | None = None,
+    price: float | None = None,
+    watts: float | None = None,
+    mtbf: float | None = None,
+    storage: Quantity | None = None,
+    restart: float | None = None,
+) -> TokenBudget:
+    """The length of a whole run, and what it takes beside the pace of its steps.
+
+    Args:
+        tokens: Tokens of the whole run, as 15T: days, GPU-hours, failures.
+        price: Dollars of a GPU-hour, with the tokens.
+        watts: Power of a GPU in watts, with the tokens [the chip's].
+        mtbf: GPU-hours between failures, with the tokens [50,700].
+        storage: Bytes/s that checkpoints are written with, as 200GB [122 MB/s a GPU].
+        restart: Seconds to restart after a failure [920].
+
+    Raises:
+        MeshwiseError: A number makes no sense, or is stated without tokens.
+    """
+    from meshwise.estimate.token_budget import TokenBudget
+
+    return TokenBudget(
+        tokens=tokens,
+        price_per_gpu_hour=price,
+        watts=watts,
+        gpu_hours_between_failures=mtbf,
+        storage_bytes_per_s=storage,
+        restart_s=restart,
+    )
 
 
 def refusal(

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
+from meshwise.cli.command import as_command
 from meshwise.cli.defaults import read_defaults
 from meshwise.cli.examples import epilog
 from meshwise.core.errors import MeshwiseError
@@ -49,11 +50,15 @@ VERBS = {
     **{name: f"programs:{name}" for name in ("run", "dryrun", "compare", "calibrate")},
     **{name: f"{name}:{name}" for name in ("validate", "fit")},
     **{"list": "catalog:list_catalog", "explain": "trace:explain", "profile": "profile:profile"},
-    **{"eval-lm": "eval_lm:eval_lm", "moe": "eval_lm:eval_lm"},
+    "eval-lm": "eval_lm:eval_lm",
     **{name: f"{name}:{name}" for name in ("serve", "launch", "sweep", "collective", "web")},
-    **{"frontier": "frontier:app", "trace": "trace:app"},
+    **{"frontier": "frontier:COMMANDS", "trace": "trace:COMMANDS"},
 }
-"""The module and the function (or group) of each verb, in the order of the help."""
+"""The module and the function of each verb (or the functions of its group), in the order of the help."""
+GROUPS = {
+    "frontier": "The largest efficient training run, and what limits it.",
+    "trace": "Read, align, merge and analyse the traces of many ranks.",
+}
 _ANY_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 SETTINGS: dict[str, dict[str, Any]] = {
     **{
@@ -61,7 +66,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         for name in ("run", "dryrun", "compare")
     },
     "profile": {"context_settings": {"ignore_unknown_options": True, "allow_interspersed_args": False}},
-    "moe": {"hidden": True},  # the name of eval-lm up to 0.2
 }
 """How a verb reads its words, where that is not as usual."""
 
@@ -92,12 +96,13 @@ def _command(verb: str) -> Any:
     module, _, function = VERBS[verb].partition(":")
     made = getattr(importlib.import_module(f"meshwise.cli.{module}"), function)
     part = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-    if isinstance(made, typer.Typer):
-        for command in made.registered_commands:
-            command.cls = Command
-        part.add_typer(made, name=verb)
+    if verb in GROUPS:
+        group = typer.Typer(help=GROUPS[verb], no_args_is_help=True)
+        for one in made:
+            group.command(one.__name__, cls=Command)(as_command(one))
+        part.add_typer(group, name=verb)
     else:
-        part.command(verb, cls=Command, **SETTINGS.get(verb, {}))(made)
+        part.command(verb, cls=Command, **SETTINGS.get(verb, {}))(as_command(made))
     found: Any = typer.main.get_group(part).commands[verb]
     found.epilog = epilog(verb)
     for name, command in getattr(found, "commands", {}).items():

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-import typer
-
-from meshwise.cli.options import JsonOption
 from meshwise.cli.output import console, print_json
 
 
-def list_catalog(
-    what: Annotated[
-        Literal["models", "chips", "clusters", "plan"], typer.Argument(help="Which part to list.")
-    ],
-    json: JsonOption = False,
-) -> None:
-    """List models, chips or clusters with sources, or a plan's keys."""
+def list_catalog(what: Literal["models", "chips", "clusters", "plan"], *, json: bool = False) -> None:
+    """List models, chips or clusters with sources, or a plan's keys.
+
+    Args:
+        what: Which part to list.
+    """
     from meshwise.report.catalog_table import catalog_rows, print_catalog
 
     rows = catalog_rows(what)

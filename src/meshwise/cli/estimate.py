@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from meshwise import api
-from meshwise.cli.job import FromOption, job_json, need_model, with_job
-from meshwise.cli.options import (
-    ClusterOption,
-    HtmlOption,
-    JsonOption,
-    OptionalModel,
-    PlanOption,
-    PriceOption,
-    SeqOption,
-)
+from meshwise.cli.command import options_in, takes
+from meshwise.cli.job import fill_in, job_json, need_model
 from meshwise.cli.output import console, print_json, write_html
 from meshwise.core.errors import PlanError
 
@@ -25,81 +15,47 @@ if TYPE_CHECKING:
     from meshwise.published.convention import PublishedStep
 
 
+@takes(api.estimate, api.budget, without=("ideal",), optional=("model",))
 def estimate(
-    cluster: ClusterOption,
-    model: OptionalModel = None,
-    plan: PlanOption = "",
-    batch: Annotated[
-        int | None, typer.Option(help="Global batch in sequences [one microbatch each].")
-    ] = None,
-    seq: SeqOption = None,
-    microbatch: Annotated[
-        int | None, typer.Option(help="Sequences of a microbatch [1; in decoding, all of a rank].")
-    ] = None,
-    kind: Annotated[str, typer.Option(help="train, evaluate, prefill or decode.")] = "train",
-    convention: Annotated[
-        str, typer.Option(help="default, ideal, nersc-2024-02 or nersc-2024-10.")
-    ] = "default",
-    capacity_factor: Annotated[
-        float | None, typer.Option(help="Most tokens of an expert over its even share; 0: all. [the model's]")
-    ] = None,
-    per_layer: Annotated[bool, typer.Option("--per-layer", help="Print the ops of one layer.")] = False,
-    tokens: Annotated[
-        str | None, typer.Option(help="Tokens of the whole run, as 15T: days, GPU-hours, failures.")
-    ] = None,
-    price: PriceOption = None,
-    watts: Annotated[float | None, typer.Option(help="Power of a GPU in watts [the chip's].")] = None,
-    mtbf: Annotated[
-        float | None, typer.Option(help="GPU-hours between failures, with --tokens [50,700].")
-    ] = None,
-    storage: Annotated[
-        str | None, typer.Option(help="Bytes/s that checkpoints are written with, as 200GB [122 MB/s a GPU].")
-    ] = None,
-    restart: Annotated[float | None, typer.Option(help="Seconds to restart after a failure [920].")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write the ledger to this CSV file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw time, memory and roofline (png, svg, pdf).")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write the timeline of all ranks for Perfetto.")] = None,
-    html: HtmlOption = None,
-    source: FromOption = None,
-    json: JsonOption = False,
+    *,
+    convention: str = "default",
+    per_layer: bool = False,
+    csv: Path | None = None,
+    plot: Path | None = None,
+    trace: Path | None = None,
+    html: Path | None = None,
+    source: Path | None = None,
+    json: bool = False,
+    **asked: Any,
 ) -> None:
-    """Price one training step of MODEL under a parallel plan. Also evaluation, prefill and decoding."""
-    inputs: dict[str, Any] = {
-        "model": model,
-        "plan": plan,
-        "batch": batch,
-        "seq": seq,
-        "microbatch": microbatch,
-    }
+    """Price one training step of MODEL under a parallel plan. Also evaluation, prefill and decoding.
+
+    Args:
+        convention: default, ideal, nersc-2024-02 or nersc-2024-10.
+        per_layer: Print the ops of one layer.
+        csv: Write the ledger to this CSV file.
+        plot: Draw time, memory and roofline (png, svg, pdf).
+        trace: Write the timeline of all ranks for Perfetto.
+    """
+    of_run = options_in(asked, api.budget)
     job = None
     if source is not None:
-        inputs, job = with_job(source, cluster, **inputs)
-    inputs |= {"model": need_model(inputs["model"]), "cluster": cluster, "kind": kind}
+        job = fill_in(asked, source)
+    need_model(asked)
     from meshwise.published.convention import CONVENTIONS
 
     if convention in CONVENTIONS:
-        others = {"--tokens": tokens, "--price": price, "--watts": watts, "--plot": plot, "--trace": trace}
-        others |= {"--mtbf": mtbf, "--storage": storage, "--restart": restart, "--html": html}
-        others |= {"--capacity-factor": capacity_factor}
+        others = of_run | {"plot": plot, "trace": trace, "html": html}
+        others["capacity_factor"] = asked.pop("capacity_factor")
         _refuse(convention, others)  # not --per-layer: the published tables are of one layer anyway
-        tables = api.reproduce(convention, **inputs)
+        tables = api.reproduce(convention, **asked)
         _print_tables(tables, csv, json)
         return
     if convention not in ("default", "ideal"):
         known = ", ".join(("default", "ideal", *CONVENTIONS))
         raise PlanError(f"--convention {convention} must be one of {known}")
-    from meshwise.core.units import quantity
-    from meshwise.estimate.token_budget import TokenBudget
-
-    budget = TokenBudget(
-        tokens=None if tokens is None else quantity(tokens, "--tokens"),
-        price_per_gpu_hour=price,
-        watts=watts,
-        gpu_hours_between_failures=mtbf,
-        storage_bytes_per_s=None if storage is None else quantity(storage, "--storage"),
-        restart_s=restart,
-    )
-    found = api.estimate(ideal=convention == "ideal", capacity_factor=capacity_factor, **inputs)
+    budget = api.budget(**of_run)
+    found = api.estimate(ideal=convention == "ideal", **asked)
     run = budget.run(found)
     if csv is not None:
         (found.layer() if per_layer else found.ledger).to_csv(csv)
@@ -131,7 +87,9 @@ def estimate(
 def _refuse(convention: str, options: dict[str, Any]) -> None:
     for option, value in options.items():
         if value is not None:
-            raise PlanError(f"convention {convention} has tables of one step only; leave {option} out")
+            raise PlanError(
+                f"convention {convention} has tables of one step only; leave --{option.replace('_', '-')} out"
+            )
 
 
 def _print_tables(tables: PublishedStep, csv: Path | None, json: bool) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from meshwise.cli.options import JsonOption
 from meshwise.core.errors import WorkloadError
 
 if TYPE_CHECKING:
@@ -16,41 +13,47 @@ if TYPE_CHECKING:
 
 DTYPES = ("fp16", "bf16", "fp32", "fp64")
 SHOWN = ("counts", "what-ifs", "programs", "all")
-MAX_COUNT = 10**6
-MAX_TOKENS = 4096
+Count = Annotated[int, range(1, 10**6 + 1)]
+Tokens = Annotated[int, range(1, 4096 + 1)]
 """Each token is priced by itself, so more of them take minutes."""
 
 
-def _count(text: str, most: int = MAX_COUNT) -> Any:
-    return typer.Option(min=1, max=most, help=text)
-
-
 def eval_lm(
-    config: Annotated[str, typer.Argument(help="A preset or file of transformer_lm_gpt fields.")] = (
-        "en-moe-lm-15b"
-    ),
-    ranks: Annotated[int, _count("Ranks that share the experts.")] = 4,
-    passes: Annotated[int, _count("Forward passes of a rank.")] = 5,
-    dtype: Annotated[str, typer.Option(help="Element type.")] = "fp16",
-    tp: Annotated[int, _count("Tensor-parallel ranks of each of them.")] = 1,
-    override: Annotated[str, typer.Option(help="Fields to change: decoder_layers=2,moe_freq=1.")] = "",
-    fractions: Annotated[
-        str, typer.Option(help="Capacity fractions of the what-ifs; 0 is the rule of training.")
-    ] = "0,0.05,0.1,0.25,0.5,1",
-    chips: Annotated[str, typer.Option(help="Chips of the what-ifs.")] = (
-        "v100-16g-sxm,a100-80g-sxm,h100-80g-sxm,h200-sxm"
-    ),
-    prompts: Annotated[int, _count("Texts that a rank generates at a time.")] = 1,
-    prompt_tokens: Annotated[int, _count("Tokens of a prompt.")] = 512,
-    max_tokens: Annotated[int, _count("Tokens generated after it.", MAX_TOKENS)] = 200,
-    beam: Annotated[int, _count("Beams of a text (1: greedy).")] = 5,
-    show: Annotated[str, typer.Option(help="What to print: counts, what-ifs, programs, or all.")] = "all",
-    as_json: JsonOption = False,
+    config: str = "en-moe-lm-15b",
+    *,
+    ranks: Count = 4,
+    passes: Count = 5,
+    dtype: str = "fp16",
+    tp: Count = 1,
+    override: str = "",
+    fractions: str = "0,0.05,0.1,0.25,0.5,1",
+    chips: str = "v100-16g-sxm,a100-80g-sxm,h100-80g-sxm,h200-sxm",
+    prompts: Count = 1,
+    prompt_tokens: Count = 512,
+    max_tokens: Tokens = 200,
+    beam: Count = 5,
+    show: str = "all",
+    json: bool = False,
 ) -> None:
     """Count what the program eval-lm costs a rank, and what-ifs.
 
     The what-ifs vary capacity, dispatch, grouped GEMM and ranks: memory, exchange, useful FLOP, time a pass.
     The programs eval-lm and generate are shown side by side.
+
+    Args:
+        config: A preset or file of transformer_lm_gpt fields.
+        ranks: Ranks that share the experts.
+        passes: Forward passes of a rank.
+        dtype: Element type.
+        tp: Tensor-parallel ranks of each of them.
+        override: Fields to change: decoder_layers=2,moe_freq=1.
+        fractions: Capacity fractions of the what-ifs; 0 is the rule of training.
+        chips: Chips of the what-ifs.
+        prompts: Texts that a rank generates at a time.
+        prompt_tokens: Tokens of a prompt.
+        max_tokens: Tokens generated after it.
+        beam: Beams of a text (1: greedy).
+        show: What to print: counts, what-ifs, programs, or all.
     """
     from dataclasses import asdict, replace
 
@@ -93,7 +96,7 @@ def eval_lm(
         "cache_bytes": generation.cache_bytes,
         "peak_bytes": float(peak_bytes(generation_events(generation))),
     }
-    if as_json:
+    if json:
         beside = {name: asdict(work) for name, work in programs.items()}
         beside["generate"] |= memory
         print_json(document | {"what_ifs": [asdict(row) for row in rows], "programs": beside})

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import typer
 
-from meshwise.cli.options import JsonOption
 from meshwise.cli.output import console, print_json
 
 OP_FILES = ("measured_ops.csv", "published_micro.csv")
@@ -18,15 +17,19 @@ RUN_FILES = ("measured_iterations_a100.csv",)
 
 
 def fit(
-    data: Annotated[Path, typer.Option(help="Folder of the measurements.")] = Path("../shared/data"),
-    only: Annotated[
-        Literal["ops", "steps", "serving", "all"],
-        typer.Option(help="Kernels and collectives, whole steps, serving engines, or (all) the first two."),
-    ] = "all",
-    write: Annotated[bool, typer.Option(help="Write the catalog; --no-write only reports.")] = True,
-    json: JsonOption = False,
+    *,
+    data: Path = Path("../shared/data"),
+    only: Literal["ops", "steps", "serving", "all"] = "all",
+    write: bool = True,
+    json: bool = False,
 ) -> None:
-    """Fit every constant again: of kernels, of steps, of servers."""
+    """Fit every constant again: of kernels, of steps, of servers.
+
+    Args:
+        data: Folder of the measurements.
+        only: Kernels and collectives, whole steps, serving engines, or (all) the first two.
+        write: Write the catalog; --no-write only reports.
+    """
     found: dict[str, Any] = {}
     if only == "serving":
         found["serving"] = _fit_serving(*_files(data, SERVING_FILES), write=write, quiet=json)

@@ -3,53 +3,46 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from meshwise import api
-from meshwise.cli import complete
-from meshwise.cli.options import JsonOption
+from meshwise.cli.command import takes
 from meshwise.cli.output import console, print_json
 from meshwise.core.errors import WorkloadError
 
-app = typer.Typer(help="The largest efficient training run, and what limits it.", no_args_is_help=True)
 
-
-Chip = typer.Option(
-    help="A chip or cluster of the catalog, or a TOML file.", autocompletion=complete.machines
-)
-
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Replace a law, an option or a number; repeatable."),
-]
-Utilization = Annotated[float, typer.Option(help="Share of the peaks that throttling leaves.")]
-Months = Annotated[float | None, typer.Option(help="Longest duration, in months of 30 days [3].")]
-Plot = Annotated[Path | None, typer.Option(help="Draw to this .png, .svg, .pdf or .html file.")]
-
-
-@app.command()
 def layer(
-    d_in: Annotated[float, typer.Option(help="Inputs of the map.")],
-    d_out: Annotated[float, typer.Option(help="Outputs of the map.")],
-    batch: Annotated[float, typer.Option(help="Tokens of a microbatch, over all replicas.")],
-    tp_in: Annotated[float, typer.Option(help="Ways the inputs are cut.")] = 1.0,
-    tp_out: Annotated[float, typer.Option(help="Ways the outputs are cut.")] = 1.0,
-    dp: Annotated[float, typer.Option(help="Replicas.")] = 1.0,
-    elem_bytes: Annotated[float, typer.Option("--bytes", help="Bytes of a word.")] = 2.0,
-    chip: Annotated[
-        str | None, typer.Option(help="A chip or cluster of the catalog, or a TOML file.")
-    ] = None,
-    flop_per_s_8bit: Annotated[float | None, typer.Option("--flop-per-s-8bit")] = None,
-    memory_bytes_per_s: Annotated[float | None, typer.Option()] = None,
-    network_bytes_per_s: Annotated[
-        float | None, typer.Option(help="Sent plus received, of one device.")
-    ] = None,
-    utilization: Utilization = 0.8,
-    as_json: JsonOption = False,
+    *,
+    d_in: float,
+    d_out: float,
+    batch: float,
+    tp_in: float = 1.0,
+    tp_out: float = 1.0,
+    dp: float = 1.0,
+    elem_bytes: float = 2.0,
+    chip: str | None = None,
+    flop_per_s_8bit: float | None = None,
+    memory_bytes_per_s: float | None = None,
+    network_bytes_per_s: float | None = None,
+    utilization: float = 0.8,
+    json: bool = False,
 ) -> None:
-    """Time a linear layer, forward and backward, on one microbatch."""
+    """Time a linear layer, forward and backward, on one microbatch.
+
+    Args:
+        d_in: Inputs of the map.
+        d_out: Outputs of the map.
+        batch: Tokens of a microbatch, over all replicas.
+        tp_in: Ways the inputs are cut.
+        tp_out: Ways the outputs are cut.
+        dp: Replicas.
+        elem_bytes: Bytes of a word.
+        chip: A chip or cluster of the catalog, or a TOML file.
+        flop_per_s_8bit: Peak of one device on words of 8 bits.
+        memory_bytes_per_s: Bandwidth of the memory of one device.
+        network_bytes_per_s: Sent plus received, of one device.
+        utilization: Share of the peaks that throttling leaves.
+    """
     from meshwise.published.frontier import Device, LinearLayer, find_device, layer_document
 
     rates = {
@@ -80,47 +73,60 @@ def layer(
         LinearLayer(d_in=d_in, d_out=d_out, tp_in=tp_in, tp_out=tp_out, dp=dp, elem_bytes=elem_bytes),
         batch,
     )
-    _show(document, "print_layer", as_json)
+    _show(document, "print_layer", json)
 
 
-@app.command()
+@takes(api.frontier)
 def run(
-    chip: Annotated[list[str], Chip],
-    months: Months = None,
-    utilization: Utilization = 0.7,
-    settings: Settings = None,
-    watts: Annotated[float | None, typer.Option(help="Watts per device, all included.")] = None,
-    price: Annotated[float | None, typer.Option(help="Price of a device-hour.")] = None,
-    plot: Plot = None,
-    as_json: JsonOption = False,
+    *,
+    chip: list[str],
+    settings: list[str] | None = None,
+    watts: float | None = None,
+    price: float | None = None,
+    plot: Path | None = None,
+    json: bool = False,
+    **asked: Any,
 ) -> None:
-    """Find the best utilization by compute, and the largest run."""
+    """Find the best utilization by compute, and the largest run.
+
+    Args:
+        settings: KEY=VALUE that replaces a law, an option or a number; repeatable.
+        watts: Watts per device, all included.
+        price: Price of a device-hour.
+        plot: Draw to this .png, .svg, .pdf or .html file.
+    """
     from meshwise.published.frontier import run_document
 
-    pairs = _pairs(settings)
-    found = [api.frontier(name, months=months, utilization=utilization, **pairs) for name in chip]
+    pairs: dict[str, Any] = _pairs(settings)
+    found = [api.frontier(name, **asked, **pairs) for name in chip]
     if plot is not None:
         from meshwise.report.frontier_page import draw_frontiers
 
         draw_frontiers(found, plot)
     documents = [run_document(one, watts=watts, price_per_device_hour=price) for one in found]
-    if as_json and len(documents) > 1:
-        _show({"runs": documents}, "print_run", as_json)
+    if json and len(documents) > 1:
+        _show({"runs": documents}, "print_run", json)
         return
     for document in documents:
-        _show(document, "print_run", as_json)
+        _show(document, "print_run", json)
 
 
-@app.command()
+@takes(api.frontier)
 def sensitivity(
-    chip: Annotated[str, Chip],
-    months: Months = None,
-    utilization: Utilization = 0.7,
-    settings: Settings = None,
-    plot: Plot = None,
-    as_json: JsonOption = False,
+    *,
+    chip: str,
+    settings: list[str] | None = None,
+    plot: Path | None = None,
+    json: bool = False,
+    months: float | None = None,
+    utilization: float = 0.7,
 ) -> None:
-    """Change one choice at a time and find the limits again."""
+    """Change one choice at a time and find the limits again.
+
+    Args:
+        settings: KEY=VALUE that replaces a law, an option or a number; repeatable.
+        plot: Draw to this .png, .svg, .pdf or .html file.
+    """
     from meshwise.published.frontier import failure_sensitivity, find_device, settings_of
     from meshwise.published.frontier import sensitivity as vary
 
@@ -134,11 +140,11 @@ def sensitivity(
 
         draw(sensitivity_picture(rows), plot)
     document = {"device": device.name, "rows": rows, "with_failures": failure_rows}
-    _show(document, "print_sensitivity", as_json)
+    _show(document, "print_sensitivity", json)
 
 
-def _show(document: dict[str, Any], printer: str, as_json: bool) -> None:
-    if as_json:
+def _show(document: dict[str, Any], printer: str, json: bool) -> None:
+    if json:
         print_json(document)
     else:
         from meshwise.report import frontier_table
@@ -159,3 +165,6 @@ def _pairs(settings: list[str] | None) -> dict[str, str]:
             raise WorkloadError(f"--set gives {key} twice; give it once")
         pairs[key] = value
     return pairs
+
+
+COMMANDS = (layer, run, sensitivity)

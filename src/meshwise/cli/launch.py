@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from meshwise import api
-from meshwise.cli.options import ClusterOption, JsonOption, Model, PlanOption, SeqOption
+from meshwise.cli.command import takes
 from meshwise.cli.output import console, print_json
 
 if TYPE_CHECKING:
     from meshwise.launch.write import Launch
 
 
-def launch(
-    model: Model,
-    cluster: ClusterOption,
-    batch: Annotated[int, typer.Option(help="Global batch in sequences; in serving, those running.")],
-    to: Annotated[
-        str,
-        typer.Option(
-            help="megatron-lm, megatron-bridge, torchtitan, deepspeed, accelerate, vllm, sglang or "
-            "tensorrt-llm."
-        ),
-    ],
-    plan: PlanOption = "",
-    seq: SeqOption = None,
-    microbatch: Annotated[int | None, typer.Option(help="Sequences of a microbatch [1].")] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the files into this folder.")
-    ] = None,
-    json: JsonOption = False,
-) -> None:
-    """Write the settings that run a plan of MODEL under a framework."""
-    found = api.launch(model, cluster, plan, to=to, batch=batch, seq=seq, microbatch=microbatch)
+@takes(api.launch)
+def launch(*, output: Path | None = None, json: bool = False, **asked: Any) -> None:
+    """Write the settings that run a plan of MODEL under a framework.
+
+    Args:
+        output: Write the files into this folder.
+    """
+    found = api.launch(**asked)
     written = found.write(output) if output is not None else []
     if json:
         print_json(found.to_json())

@@ -3,46 +3,25 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from meshwise.cli.options import JsonOption
+from meshwise import api
+from meshwise.cli.command import takes
 from meshwise.cli.output import STDERR, console, print_json
 from meshwise.core.errors import DataError
 
 
-def profile(
-    command: Annotated[list[str], typer.Argument(help="-- python script.py ..., or -- torchrun ...")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the profiles.")] = Path(
-        "profiles"
-    ),
-    shapes: Annotated[bool, typer.Option(help="Record the shapes of operators.")] = True,
-    memory: Annotated[bool, typer.Option(help="Record allocations.")] = True,
-    stacks: Annotated[bool, typer.Option("--stacks", help="Record Python stacks (slow).")] = False,
-    overhead: Annotated[
-        bool, typer.Option("--overhead", help="Run without capture first; state its overhead.")
-    ] = False,
-    limit: Annotated[int, typer.Option(help="Rows of each table.")] = 15,
-    json: JsonOption = False,
-) -> None:
+@takes(api.profile, without=("stdout",))
+def profile(*, limit: int = 15, json: bool = False, **asked: Any) -> None:
     """Run a program, capture all its ranks, and summarise them. It may start them as it likes."""
-    from meshwise.runtime.profile import profile_command
     from meshwise.trace.summary import summarize_paths
 
-    done = profile_command(
-        command,
-        output,
-        shapes=shapes,
-        memory=memory,
-        stacks=stacks,
-        compare=overhead,
-        stdout=STDERR if json else None,
-    )
+    done = api.profile(**asked, stdout=STDERR if json else None)
     if not done.files:
         raise DataError(
-            f"{' '.join(command)} left no profile (exit code {done.exit_code}); ranks are captured from "
+            f"{' '.join(done.command)} left no profile (exit code {done.exit_code}); ranks are captured from "
             "torch.distributed.init_process_group on, and the folder must have room"
         )
     summary = summarize_paths(done.files)
@@ -63,10 +42,11 @@ def profile(
 
         screen = console()
         print_summary(summary, screen, limit=limit)
+        folder = asked["directory"]
         rows = joint_sections(all_sections(summary))
         if rows:
             print_joint(rows, screen, title="Sections of all ranks", limit=limit)
-        print(f"{len(done.files)} ranks in {output} (see: meshwise trace table|sections|merge {output})")
+        print(f"{len(done.files)} ranks in {folder} (see: meshwise trace table|sections|merge {folder})")
         if done.overhead_frac is not None:
             bare = f"{done.wall_s:.2f} s with capture, {done.bare_s:.2f} s without"
             print(f"overhead of the capture: {100 * done.overhead_frac:+.1f} % ({bare})")

@@ -11,13 +11,12 @@ import shlex
 import shutil
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
 from meshwise import api
-from meshwise.cli import complete
-from meshwise.cli.options import JsonOption
+from meshwise.cli.command import takes
 from meshwise.cli.output import STDERR, console, print_json
 from meshwise.core.errors import DataError, PlanError
 
@@ -27,115 +26,91 @@ if TYPE_CHECKING:
     from meshwise.runtime.programs import Program
     from meshwise.runtime.script.start import ScriptOutcome
 
-Name = Annotated[str, typer.Argument(metavar="PROGRAM", help="ulysses, model-2d, train, ... (see --help).")]
-NumRanks = Annotated[
-    int, typer.Option("--ranks", help="Ranks in the world (0: as torchrun or srun say, or 1).")
-]
-Csv = Annotated[Path | None, typer.Option("--csv", help="Write the ledger to this file.")]
-Help = Annotated[bool, typer.Option("--help", "-h", help="Show this, and the options of PROGRAM.")]
-Root = Annotated[int, typer.Option(help="The rank that prints and whose ledger is shown.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Port = Annotated[int, typer.Option(help="Port where the ranks meet (0: a free one).")]
-Chip = Annotated[str, typer.Option("--device", help="Chip of the catalog, or cpu.")]
 
-
+@takes(api.run, without=("quiet",), optional=("program",))
 def run(
-    ctx: typer.Context,
-    program: Name = "",
-    ranks: NumRanks = 0,
-    device: Device = "cpu",
-    root: Root = 0,
-    port: Port = 0,
-    profile: Annotated[Path | None, typer.Option(help="Write each rank's trace into this folder.")] = None,
-    csv: Csv = None,
-    json: JsonOption = False,
-    ledger: Annotated[
-        bool, typer.Option("--ledger/--no-ledger", help="Record every op, or run at full speed.")
-    ] = True,
-    show_help: Help = False,
+    context: typer.Context,
+    *,
+    csv: Path | None = None,
+    json: bool = False,
+    show_help: bool = False,
+    **asked: Any,
 ) -> None:
     """Run a program on real ranks. They are started here, or by torchrun or srun.
 
     On the CPU the ranks talk over gloo, on GPUs over NCCL. Each step prints its tensors, FLOP and memory.
+
+    Args:
+        csv: Write the ledger to this file.
     """
-    if csv is not None and not ledger:
+    if csv is not None and not asked["recorded"]:
         raise PlanError("--csv writes the ledger, which --no-ledger leaves out; give one of them")
-    found, options = _parse(ctx, program, show_help)
-    outcome = api.run(
-        found.name, ranks=ranks, device=device, root=root, port=port, profile=profile, recorded=ledger,
-        quiet=json, **options,
-    )  # fmt: skip
+    found, options = _parse(context, asked.pop("program") or "", show_help)
+    outcome = api.run(found.name, quiet=json, **asked, **options)
     if outcome is not None:
         _show(outcome, csv, json, says_result=found.says_result)
 
 
+@takes(api.dry_run, without=("quiet",), optional=("program",))
 def dryrun(
-    ctx: typer.Context,
-    program: Name = "",
-    ranks: NumRanks = 1,
-    rank: Annotated[int, typer.Option(help="The rank to be.")] = 0,
-    device: Chip = "h100-80g-sxm",
-    csv: Csv = None,
-    json: JsonOption = False,
-    show_help: Help = False,
+    context: typer.Context,
+    *,
+    csv: Path | None = None,
+    json: bool = False,
+    show_help: bool = False,
+    **asked: Any,
 ) -> None:
     """Run any rank of a program of any size on fake tensors. No GPU, no other rank and no memory is needed.
 
     Yields what `run` on that device would: shapes, FLOP, collectives, and peak memory with the caching
     allocator's rounding and the cuBLAS workspace. In place of a program: `-- python train.py ...` (or
     torchrun, accelerate launch), anybody's script on torch, unmodified.
+
+    Args:
+        csv: Write the ledger to this file.
     """
+    program = asked.pop("program") or ""
     if is_command(program):
-        where = STDERR if json else None
-        script = api.dry_run_script([program, *ctx.args], ranks=ranks, rank=rank, device=device, stdout=where)
+        command = [program, *context.args]
+        script = api.dry_run_script(command, stdout=STDERR if json else None, **asked)
         _show_script(script, csv, json)
         return
-    found, options = _parse(ctx, program, show_help)
-    outcome = api.dry_run(found.name, ranks=ranks, rank=rank, device=device, quiet=json, **options)
+    found, options = _parse(context, program, show_help)
+    outcome = api.dry_run(found.name, quiet=json, **asked, **options)
     _show(outcome, csv, json, says_result=found.says_result)
 
 
+@takes(api.compare, optional=("program",))
 def compare(
-    ctx: typer.Context,
-    program: Name = "",
-    ranks: NumRanks = 2,
-    rank: Annotated[int, typer.Option(help="The rank whose numbers are compared.")] = 0,
-    with_run: Annotated[
-        bool, typer.Option("--run/--no-run", help="Run it for real too, on CPU ranks of this machine.")
-    ] = True,
-    port: Port = 0,
-    stated: Annotated[
-        str, typer.Option("--estimate", help='Words of estimate, for a script: "MODEL --cluster C --plan P".')
-    ] = "",
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="Also seconds: of a program as this cluster would take, and as run.",
-            autocompletion=complete.clusters,
-        ),
-    ] = None,
-    json: JsonOption = False,
-    show_help: Help = False,
+    context: typer.Context,
+    *,
+    stated: str = "",
+    json: bool = False,
+    show_help: bool = False,
+    **asked: Any,
 ) -> None:
     """Compare estimate, dry run and real run of a program, op by op.
 
     Exit code 1 if any count differs: FLOP, shapes, bytes, collectives, payloads, tensors kept and alive. In
     place of a program: `--estimate "MODEL --cluster C --plan P --batch N" -- python train.py ...` holds
     anybody's script on torch, dry-run, against the closed form of what it should do.
+
+    Args:
+        stated: Words of estimate, for a script: "MODEL --cluster C --plan P".
     """
+    program = asked.pop("program") or ""
     if is_command(program):
-        if cluster is not None:
+        if asked["cluster"] is not None:
             raise PlanError("--cluster times programs; a script's cluster is a word of --estimate")
-        _compare_script([program, *ctx.args], stated, rank, json)
+        _compare_script([program, *context.args], stated, asked["rank"], json)
         return
     if stated:
         raise PlanError(f"--estimate is for scripts; {program} knows its own closed form")
-    found, options = _parse(ctx, program, show_help)
-    result = api.compare(
-        found.name, ranks=ranks, rank=rank, with_run=with_run, port=port, cluster=cluster, **options
-    )
+    found, options = _parse(context, program, show_help)
+    result = api.compare(found.name, **asked, **options)
     if json:
-        print_json({"program": found.name, "ranks": ranks, "rank": rank} | result.to_json())
+        of = {"program": found.name, "ranks": asked["ranks"], "rank": asked["rank"]}
+        print_json(of | result.to_json())
     else:
         _show_comparison(result)
     if not result.agree:
@@ -143,32 +118,36 @@ def compare(
 
 
 def calibrate(
-    device: Device = "cpu",
-    output: Annotated[Path, typer.Option("--output", "-o", help="The cluster file to write.")] = Path(
-        "this-machine.toml"
-    ),
-    ranks: Annotated[
-        int, typer.Option(help="Ranks of the measured collectives (0: two on a CPU, else all GPUs).")
-    ] = 0,
-    quick: Annotated[bool, typer.Option(help="Fewer and smaller measurements.")] = False,
-    traces: Annotated[
-        list[Path] | None, typer.Option("--from", help="Traces of a job, instead of measuring this machine.")
-    ] = None,
-    steps: Annotated[str, typer.Option(help="Of --from, only these steps: 3-7, or complete.")] = "",
-    json: JsonOption = False,
+    *,
+    device: str = "cpu",
+    output: Path = Path("this-machine.toml"),
+    ranks: int = 0,
+    quick: bool = False,
+    source: list[Path] | None = None,
+    steps: str = "",
+    json: bool = False,
 ) -> None:
-    """Write a cluster file of this machine, or from a job's traces."""
+    """Write a cluster file of this machine, or from a job's traces.
+
+    Args:
+        device: cpu or cuda.
+        output: The cluster file to write.
+        ranks: Ranks of the measured collectives (0: two on a CPU, else all GPUs).
+        quick: Fewer and smaller measurements.
+        source: Traces of a job, instead of measuring this machine.
+        steps: Of --from, only these steps: 3-7, or complete.
+    """
     from meshwise.core.files import check_writable
 
     check_writable(output)
-    if traces:
+    if source:
         if device != "cpu" or ranks or quick:
             raise DataError(
                 "--from reads traces, it measures nothing; leave out --device, --ranks and --quick"
             )
         from meshwise.calibrate.from_traces import calibrate_from
 
-        found = calibrate_from(traces, steps=steps)
+        found = calibrate_from(source, steps=steps)
     elif steps:
         raise DataError("--steps chooses steps of traces; name them with --from DIR")
     else:
@@ -202,22 +181,22 @@ def is_command(program: str) -> bool:
 # --- what they share ---------------------------------------------------------------------------
 
 
-def _parse(ctx: typer.Context, name: str, show_help: bool) -> tuple[Program, dict[str, Any]]:
+def _parse(context: typer.Context, name: str, show_help: bool) -> tuple[Program, dict[str, Any]]:
     """The program and its options; `--help` prints the options of both and ends."""
     from meshwise.runtime.programs import PROGRAMS, find_program, parse_options
 
     if show_help:
-        typer.echo(ctx.get_help())
+        typer.echo(context.get_help())
         if name:
             _print_options(find_program(name))
         else:
             typer.echo(f"\nPrograms: {', '.join(PROGRAMS)}.")
-            typer.echo(f"The options of each: meshwise {ctx.info_name} PROGRAM --help")
+            typer.echo(f"The options of each: meshwise {context.info_name} PROGRAM --help")
         raise typer.Exit
     if not name:
         raise PlanError(f"name a program: {', '.join(PROGRAMS)}")
     program = find_program(name)
-    options = parse_options(program, ctx.args)
+    options = parse_options(program, context.args)
     return program, {field.name: getattr(options, field.name) for field in fields(options)}
 
 

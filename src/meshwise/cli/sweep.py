@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import typer
 
-from meshwise.cli.options import JsonOption
 from meshwise.cli.output import console, print_json
 
 
 def sweep(
-    file: Annotated[Path, typer.Argument(help="A TOML file: verb, options, grid, results.")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The SQLite file [FILE.sqlite].")
-    ] = None,
-    jobs: Annotated[int, typer.Option(help="Points at a time [a core each; runs one by one].")] = 0,
-    retry: Annotated[bool, typer.Option("--retry", help="Run failed points again.")] = False,
-    engine: Annotated[
-        Literal["local", "ray"], typer.Option(help="This machine, or a Ray cluster.")
-    ] = "local",
-    address: Annotated[str | None, typer.Option(help="Address of the Ray cluster [a local one].")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Where the table goes [FILE.csv].")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Where the figure goes [FILE.png].")] = None,
-    json: JsonOption = False,
+    file: Path,
+    *,
+    output: Path | None = None,
+    jobs: int = 0,
+    retry: bool = False,
+    engine: Literal["local", "ray"] = "local",
+    address: str | None = None,
+    csv: Path | None = None,
+    plot: Path | None = None,
+    json: bool = False,
 ) -> None:
-    """Run the points of a grid that are not finished yet. Then write table, CSV and figure of all."""
+    """Run the points of a grid that are not finished yet. Then write table, CSV and figure of all.
+
+    Args:
+        file: A TOML file: verb, options, grid, results.
+        output: The SQLite file [FILE.sqlite].
+        jobs: Points at a time [a core each; runs one by one].
+        retry: Run failed points again.
+        engine: This machine, or a Ray cluster.
+        address: Address of the Ray cluster [a local one].
+        csv: Where the table goes [FILE.csv].
+        plot: Where the figure goes [FILE.png].
+    """
     from meshwise.core.files import csv_text, write_text
     from meshwise.sweep.sweep import Store, csv_rows, read_sweep, run_sweep
 

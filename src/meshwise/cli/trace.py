@@ -7,10 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
-from meshwise.cli import complete
-from meshwise.cli.options import HtmlOption, JsonOption
+from meshwise import api
+from meshwise.cli.command import takes
 from meshwise.cli.output import console, print_json, write_html
 from meshwise.core.errors import DataError
 
@@ -19,54 +17,13 @@ if TYPE_CHECKING:
     from meshwise.report.table import Table
     from meshwise.trace.summary import Summary
 
-Paths = Annotated[list[Path], typer.Argument(help="Trace files, or folders of them (*.json, *.json.gz).")]
-Limit = Annotated[int, typer.Option(help="Rows of each table.")]
-Steps = Annotated[
-    str, typer.Option(help="Only these steps: 3-7, or complete (all that were launched before the last one).")
-]
-Cluster = Annotated[
-    str | None,
-    typer.Option(
-        help="Chip and links to compare with: a preset, chip:count, TOML.", autocompletion=complete.clusters
-    ),
-]
-
-app = typer.Typer(
-    help="Read, align, merge and analyse the traces of many ranks.",
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+Slices = Annotated[int, range(1, 2**31)]
 
 
-def explain(
-    paths: Paths,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="What ran: a preset or a config.json; by default as recognised.",
-            autocompletion=complete.models,
-        ),
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(help="Where: a preset, chip:count or a TOML file.", autocompletion=complete.clusters),
-    ] = None,
-    plan: Annotated[str, typer.Option(help="How: tp=8,pp=4,... or a TOML file.")] = "",
-    batch: Annotated[int | None, typer.Option(help="Global batch in sequences.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
-    microbatch: Annotated[int | None, typer.Option(help="Sequences of a microbatch.")] = None,
-    steps: Steps = "",
-    timeline: Annotated[
-        Path | None, typer.Option(help="Write traces and predicted step as one file for ui.perfetto.dev.")
-    ] = None,
-    html: HtmlOption = None,
-    json: JsonOption = False,
-) -> None:
+@takes(api.explain)
+def explain(*, html: Path | None = None, json: bool = False, **asked: Any) -> None:
     """Say why a job's step takes longer than predicted. Its traces stand beside the estimate."""
-    from meshwise.api import explain as join
-
-    work = {"batch": batch, "seq": seq, "microbatch": microbatch}
-    found = join(paths, model, cluster, plan, steps=steps, timeline=timeline, **work)
+    found = api.explain(**asked)
     write_html(found, html)
     if json:
         print_json(found.to_json())
@@ -76,9 +33,8 @@ def explain(
         print_explanation(found, console())
 
 
-@app.command()
 def summary(
-    paths: Paths, steps: Steps = "", html: HtmlOption = None, json: JsonOption = False, limit: Limit = 15
+    paths: list[Path], *, steps: str = "", html: Path | None = None, json: bool = False, limit: int = 15
 ) -> None:
     """Show the time of each rank by kind, and what stands out.
 
@@ -97,16 +53,19 @@ def summary(
         print_summary(found, console(), limit=limit)
 
 
-@app.command()
 def merge(
-    paths: Paths,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write (.json or .json.gz).")],
-    max_slices: Annotated[
-        int | None, typer.Option(min=1, help="Keep sections, communication and the longest others.")
-    ] = None,
-    json: JsonOption = False,
+    paths: list[Path],
+    *,
+    output: Path,
+    max_slices: Slices | None = None,
+    json: bool = False,
 ) -> None:
-    """Write one timeline of all ranks, for ui.perfetto.dev. All ranks are on one clock."""
+    """Write one timeline of all ranks, for ui.perfetto.dev. All ranks are on one clock.
+
+    Args:
+        output: Where to write (.json or .json.gz).
+        max_slices: Keep sections, communication and the longest others.
+    """
     from meshwise.trace.merge import write_merged
 
     found = _summarized(paths)
@@ -121,15 +80,12 @@ def merge(
         print(f"{output}: {len(found.traces)} ranks, clocks by {found.alignment.method}{cut}{left_out}")
 
 
-@app.command()
-def plot(
-    paths: Paths,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to draw (.png, .svg, .pdf).")] = Path(
-        "ranks.png"
-    ),
-    json: JsonOption = False,
-) -> None:
-    """Draw all ranks in one picture. What each did when, and why the slow one is slow."""
+def plot(paths: list[Path], *, output: Path = Path("ranks.png"), json: bool = False) -> None:
+    """Draw all ranks in one picture. What each did when, and why the slow one is slow.
+
+    Args:
+        output: Where to draw (.png, .svg, .pdf).
+    """
     from meshwise.report.pages import draw
 
     found = _summarized(paths)
@@ -143,8 +99,7 @@ def plot(
         print(f"{output}: {len(found.traces)} ranks")
 
 
-@app.command()
-def sections(paths: Paths, json: JsonOption = False, limit: Limit = 40) -> None:
+def sections(paths: list[Path], *, json: bool = False, limit: int = 40) -> None:
     """Show the named sections of all ranks.
 
     Time, compute, communication and waiting inside; spread and straggler.
@@ -163,8 +118,7 @@ def sections(paths: Paths, json: JsonOption = False, limit: Limit = 40) -> None:
         print_joint(joint_sections(rows), console(), title="Sections of all ranks", limit=limit)
 
 
-@app.command()
-def path(paths: Paths, steps: Steps = "", json: JsonOption = False, limit: Limit = 12) -> None:
+def path(paths: list[Path], *, steps: str = "", json: bool = False, limit: int = 12) -> None:
     """Show the critical path through all ranks.
 
     Also how much shorter the job would be if one thing were faster.
@@ -176,8 +130,7 @@ def path(paths: Paths, steps: Steps = "", json: JsonOption = False, limit: Limit
     _show(json, asdict(found), path_tables(found, limit=limit))
 
 
-@app.command()
-def memory(paths: Paths, json: JsonOption = False, limit: Limit = 12) -> None:
+def memory(paths: list[Path], *, json: bool = False, limit: int = 12) -> None:
     """Show the peak of memory of each rank, and what held it. The operator that reached it is named."""
     from meshwise.report.trace_details import memory_tables
     from meshwise.trace.memory import memory_peaks
@@ -190,8 +143,7 @@ def memory(paths: Paths, json: JsonOption = False, limit: Limit = 12) -> None:
     _show(json, {"peaks": [asdict(one) for one in found]}, memory_tables(found, limit=limit))
 
 
-@app.command()
-def launches(paths: Paths, steps: Steps = "", json: JsonOption = False, limit: Limit = 24) -> None:
+def launches(paths: list[Path], *, steps: str = "", json: bool = False, limit: int = 24) -> None:
     """Show how long kernels wait from launch to start. Also how many are queued, on each stream."""
     from meshwise.report.trace_details import launch_tables
     from meshwise.trace.launches import stream_launches
@@ -202,9 +154,8 @@ def launches(paths: Paths, steps: Steps = "", json: JsonOption = False, limit: L
     _show(json, {"streams": [asdict(one) for one in found]}, launch_tables(found, limit=limit))
 
 
-@app.command()
 def rates(
-    paths: Paths, cluster: Cluster = None, steps: Steps = "", json: JsonOption = False, limit: Limit = 20
+    paths: list[Path], *, cluster: str | None = None, steps: str = "", json: bool = False, limit: int = 20
 ) -> None:
     """Show the rates of operators by shape, against the chip's.
 
@@ -222,9 +173,8 @@ def rates(
     _show(json, {"operators": rows}, rate_tables(found, limit=limit))
 
 
-@app.command()
 def bandwidth(
-    paths: Paths, cluster: Cluster = None, steps: Steps = "", json: JsonOption = False, limit: Limit = 20
+    paths: list[Path], *, cluster: str | None = None, steps: str = "", json: bool = False, limit: int = 20
 ) -> None:
     """Show the bandwidth of collectives by group and size.
 
@@ -239,17 +189,19 @@ def bandwidth(
     _show(json, {"collectives": [asdict(one) for one in found]}, bandwidth_tables(found, limit=limit))
 
 
-@app.command()
 def report(
-    paths: Paths,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write (.html).")] = Path(
-        "report.html"
-    ),
-    cluster: Cluster = None,
-    steps: Steps = "",
-    json: JsonOption = False,
+    paths: list[Path],
+    *,
+    output: Path = Path("report.html"),
+    cluster: str | None = None,
+    steps: str = "",
+    json: bool = False,
 ) -> None:
-    """Write all of it as one HTML file. Findings, pictures, critical path, what-if, memory, rates, tables."""
+    """Write all of it as one HTML file. Findings, pictures, critical path, what-if, memory, rates, tables.
+
+    Args:
+        output: Where to write (.html).
+    """
     from meshwise.report.html import write_page
     from meshwise.report.trace_page import trace_page
 
@@ -261,15 +213,20 @@ def report(
         print(f"{output}: {len(found.traces)} ranks")
 
 
-@app.command()
 def table(
-    paths: Paths,
-    sort: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    rank: Annotated[int | None, typer.Option(help="Only this rank [all, and their joint table].")] = None,
-    json: JsonOption = False,
-    limit: Limit = 25,
+    paths: list[Path],
+    *,
+    sort: str = "cpu",
+    rank: int | None = None,
+    json: bool = False,
+    limit: int = 25,
 ) -> None:
-    """Show the profiler's table of each rank, and of all. It has fourteen columns."""
+    """Show the profiler's table of each rank, and of all. It has fourteen columns.
+
+    Args:
+        sort: cpu or cuda.
+        rank: Only this rank [all, and their joint table].
+    """
     from meshwise.report.profile_table import joint_lines, joint_operators, profile_lines
     from meshwise.trace.operators import operator_totals
 
@@ -293,14 +250,15 @@ def table(
         print("\n".join(joint_lines(joint_operators(rows, sort_by=by), limit=limit)))
 
 
-@app.command()
-def diff(
-    before: Annotated[Path, typer.Argument(help="A trace file or folder.")],
-    after: Annotated[Path, typer.Argument(help="The one to compare with it.")],
-    json: JsonOption = False,
-    limit: Limit = 30,
-) -> None:
-    """Show what changed between two jobs or two traces. Kernels and rank times."""
+def diff(paths: list[Path], *, json: bool = False, limit: int = 30) -> None:
+    """Show what changed between two jobs or two traces. Kernels and rank times.
+
+    Args:
+        paths: Two trace files or folders, the earlier one first.
+    """
+    if len(paths) != 2:
+        raise DataError(f"a difference is of two traces or folders of them, not of {len(paths)}; name two")
+    before, after = paths
     from meshwise.trace.breakdown import breakdown
     from meshwise.trace.diff import kernel_changes
 
@@ -320,12 +278,7 @@ def diff(
         print_changes(rows, console(), limit=limit)
 
 
-@app.command()
-def ledger(
-    paths: Paths,
-    csv: Annotated[Path | None, typer.Option(help="Write the ledger to this CSV file.")] = None,
-    json: JsonOption = False,
-) -> None:
+def ledger(paths: list[Path], *, csv: Path | None = None, json: bool = False) -> None:
     """List operators, kernels and collectives as ledger rows. Their origin is `profile`."""
     from meshwise.trace.rows import profile_ledger
 
@@ -363,3 +316,8 @@ def _summarized(paths: list[Path], steps: str = "") -> Summary:
     for problem in found.problems:
         print(f"meshwise: {problem.text}", file=sys.stderr)
     return found
+
+
+COMMANDS = (
+    summary, merge, plot, sections, path, memory, launches, rates, bandwidth, report, table, diff, ledger,
+)  # fmt: skip

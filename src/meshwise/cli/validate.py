@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from meshwise.cli.options import HtmlOption, JsonOption
+from meshwise import api
+from meshwise.cli.command import takes
 from meshwise.cli.output import console, print_json, write_html
 from meshwise.core.errors import DataError
 
@@ -15,37 +15,32 @@ DATA_FILES = ("measured_iterations_a100.csv", "measured_ops.csv", "published_mic
 """Tables of measurements that do not ship with the package."""
 
 
+@takes(api.validate)
 def validate(
-    runs: Annotated[
-        list[Path] | None,
-        typer.Option("--runs", help="CSV of measured runs or ops; repeat for several [the published runs]."),
-    ] = None,
-    serving: Annotated[
-        list[Path] | None, typer.Option(help="CSV of measured serving points; repeat for several.")
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option("--data", help="Folder of more tables: iterations, ops, collectives.")
-    ] = None,
-    cases: Annotated[
-        Path | None, typer.Option("--cases", help="JSON of a published model's cases: compare every number.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw predicted against measured (png, svg, pdf).")
-    ] = None,
-    write_docs: Annotated[
-        Path | None, typer.Option("--write-docs", help="Write accuracy.md and its figures to this folder.")
-    ] = None,
-    leave_one_source_out: Annotated[
-        bool,
-        typer.Option("--leave-one-source-out", help="Also predict each source from the others (a minute)."),
-    ] = False,
-    html: HtmlOption = None,
-    worst: Annotated[int, typer.Option(help="How many of the worst rows to print.")] = 8,
-    json: JsonOption = False,
+    *,
+    runs: list[Path] | None = None,
+    serving: list[Path] | None = None,
+    data: Path | None = None,
+    cases: Path | None = None,
+    plot: Path | None = None,
+    write_docs: Path | None = None,
+    leave_one_source_out: bool = False,
+    html: Path | None = None,
+    worst: int = 8,
+    json: bool = False,
 ) -> None:
     """Compare predictions with measurements.
 
     Shows the error per source, chip and kind, and the worst rows.
+
+    Args:
+        serving: CSV of measured serving points; repeat for several.
+        data: Folder of more tables: iterations, ops, collectives.
+        cases: JSON of a published model's cases: compare every number.
+        plot: Draw predicted against measured (png, svg, pdf).
+        write_docs: Write accuracy.md and its figures to this folder.
+        leave_one_source_out: Also predict each source from the others (a minute).
+        worst: How many of the worst rows to print.
     """
     if cases is not None:
         others = {

@@ -11,20 +11,18 @@ import typer
 from meshwise.core.errors import DataError, MissingExtraError
 
 LOOPBACK = "127.0.0.1"
+Port = Annotated[int, range(2**16)]
 
 
-def web(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any that is free.")] = 8000,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; other than this machine's own, a token is needed.")
-    ] = LOOPBACK,
-    traces: Annotated[
-        Path | None, typer.Option(help="Folder below which the page may read profiler traces.")
-    ] = None,
-) -> None:
+def web(*, port: Port = 8000, host: str = LOOPBACK, traces: Path | None = None) -> None:
     """Open the page in a browser: plans, search, serving, traces.
 
     The page needs no network. It answers this machine alone; with --host, others who know the token.
+
+    Args:
+        port: Port; 0 for any that is free.
+        host: Address to listen on; other than this machine's own, a token is needed.
+        traces: Folder below which the page may read profiler traces.
     """
     for package in ("starlette", "uvicorn", "plotly"):
         if importlib.util.find_spec(package) is None:
