@@ -19,6 +19,7 @@ from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op, precision
 from meshwise.program.vocabulary import head
+from meshwise.program.walk import activations
 from parameters import params
 
 GPT3 = find_model("gpt3-175b")
@@ -57,8 +58,7 @@ def test_bytes_kept_korthikanti_table_2(name: str) -> None:
 @pytest.mark.parametrize("tp", [1, 8])
 def test_bytes_kept_with_selective_recomputation_korthikanti_table_2(tp: int) -> None:
     cut = Cut(microbatch=1, seq=2048, tp=tp, sequence_parallel=True, flash=False)
-    ops = block(GPT3, cut)
-    kept = total(ops, "saved_bytes") - total(ops, "recomputed_bytes")
+    kept = activations(block(GPT3, cut)).kept_bytes
     assert kept / (cut.seq * GPT3.hidden) == pytest.approx(34 / tp, rel=2e-3)
 
 
@@ -305,8 +305,7 @@ def test_kernels_that_are_not_fused_move_and_keep_more(name: str, flash: bool) -
     )
     for one, other in zip(fused, eager, strict=True):
         assert other.cost.flop == one.cost.flop
-        assert other.saved_bytes >= one.saved_bytes >= one.recomputed_bytes
-        assert other.saved_bytes >= other.recomputed_bytes
+        assert other.saved_bytes >= one.saved_bytes
         assert other.cost.read_bytes >= one.cost.read_bytes
         assert other.cost.write_bytes >= one.cost.write_bytes
 

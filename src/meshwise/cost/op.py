@@ -110,6 +110,7 @@ def flash_attention_backward(
 class Kernel:
     """An element-wise kernel, per element of its output: FLOP, and full-size tensors moved and kept.
 
+    It `keeps` its "inputs", its "output" or neither (""); one that is not fused `saved` tensors in all.
     `mask_bytes` are bytes per element that the forward writes and the backward reads beside the
     tensors (dropout's mask); they are kept. `row_bytes` are kept per row: statistics in fp32, or in fp64
     where the elements are.
@@ -121,6 +122,7 @@ class Kernel:
     writes: float = 1.0
     backward_reads: float = 1.0
     backward_writes: float = 1.0
+    keeps: str = ""
     saved: float = 0.0
     mask_bytes: float = 0.0
     row_bytes: float = 0.0
@@ -146,7 +148,8 @@ class Kernel:
 
     def saved_bytes(self, rows: Num, width: Num, *, elem_bytes: float) -> Num:
         """Bytes the forward keeps for the backward."""
-        kept = (self.saved * elem_bytes + self.mask_bytes) * (rows * width)
+        saved = {"": self.saved, "inputs": self.reads, "output": self.writes}[self.keeps]
+        kept = (saved * elem_bytes + self.mask_bytes) * (rows * width)
         return kept + self.statistics_bytes(rows, elem_bytes)
 
     def statistics_bytes(self, rows: Num, elem_bytes: float) -> Num:

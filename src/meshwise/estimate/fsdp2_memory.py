@@ -82,11 +82,11 @@ def kept_peak_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mes
     embedding, *blocks, head = parts
     kept = [kept_bytes(part, one_input, selective, 0.0) for part in blocks]
     back = [is_full * part.saved_bytes + selective * part.redone_bytes for part in blocks]
-    returned = [is_full * part.saved_bytes + selective * part.returned_bytes for part in blocks]
+    returned = [is_full * part.saved_bytes + selective * part.core_bytes for part in blocks]
     redone = np.where(full > 0, mesh.recompute_layers / mesh.vpp, 0.0)
     loss = head.loose_bytes * (cut.loss_chunks == 1)  # in pieces its gradient of the matrix stays too
     numbers = [embedding.saved_bytes, head.saved_bytes, loss, _in_a_piece(model, cut)]
-    fetched = [is_full * part.saved_bytes + selective * part.fetched_bytes for part in blocks]
+    fetched = [is_full * part.saved_bytes + selective * part.redone_bytes for part in blocks]
     numbers += [mesh.offload_activations, one_input, redone, *kept, *back, *returned, *fetched]
     numbers += [part.loose_bytes for part in blocks]
     distinct, which = patterns(mesh, stage)

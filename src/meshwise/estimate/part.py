@@ -20,9 +20,8 @@ from msgspec import Struct, structs
 from meshwise.core.units import Num
 from meshwise.estimate.timing import Machine, op_times
 from meshwise.machine.overheads import Overheads
-from meshwise.plan.plan import NARROW_DTYPES
-from meshwise.program.context import CORE
 from meshwise.program.op import Op
+from meshwise.program.walk import activations
 
 MATRIX_KINDS = ("matmul", "attention", "decode_attention", "experts")
 """Kinds of op whose FLOP are matrix work."""
@@ -56,10 +55,9 @@ class Part:
     In `near_forward_s` of the forward (and so on) collectives hold the links inside a node, hidden or not, in
     `far_forward_s` those between nodes; backward includes the gradient of the weights.
     `unpaired_s` come on top where no other microbatch runs beside this one, behind which exchanges hide.
-    Of the `saved_bytes`, `core_bytes` go under selective recomputation, of which `redone_bytes` come back at
-    once beyond what is gone by then, and `returned_bytes` in all where nothing goes by then; `fetched_bytes`
-    come back at once of a part in host memory, with what was kept for them. `loose_bytes` are kept by ops
-    behind which the part trains no weights.
+    Of the `saved_bytes`, `core_bytes` go under selective recomputation, whose backward holds `redone_bytes`
+    more than what is kept at its fullest moment (`program.walk`). `loose_bytes` are kept by ops behind which
+    the part trains no weights.
     `dense_params` and `expert_params` are weights held, `dense_frozen` and `expert_frozen` those of them that
     do not train, `dense_quantized` and `expert_quantized` those kept in the plan's `frozen_dtype`.
     `widest_bytes` is the largest gradient of an activation that the backward holds, `exchange_bytes` the
@@ -80,8 +78,6 @@ class Part:
     saved_bytes: Num
     core_bytes: Num
     redone_bytes: Num
-    returned_bytes: Num
-    fetched_bytes: Num
     loose_bytes: Num
     dense_params: Num
     dense_frozen: Num
@@ -145,6 +141,7 @@ def _part(
             flop[CORE_PHASE] = flop[CORE_PHASE] + op_flop * done.op.redone_frac
     experts = [op for op in forward if is_expert(op)]
     dense = [op for op in forward if not is_expert(op)]
+    kept = activations(ops)
     return Part(
         machine=machine,
         rows=(*priced, *waits),
@@ -154,11 +151,9 @@ def _part(
         unpaired_s=unpaired_s,
         core_s=sum(_times(row.op.redone_frac, row.spent_s) for row in priced),
         **_links_s(priced, machine),
-        saved_bytes=sum(op.saved_bytes for op in forward),
-        core_bytes=sum(op.recomputed_bytes for op in forward),
-        redone_bytes=_redone_bytes(forward),
-        returned_bytes=_returned_bytes(forward),
-        fetched_bytes=_redone_bytes(forward, is_on_host=True),
+        saved_bytes=kept.saved_bytes,
+        core_bytes=kept.saved_bytes - kept.kept_bytes,
+        redone_bytes=kept.back_bytes,
         loose_bytes=sum(op.saved_bytes for op in _loose(forward)),
         dense_params=sum(op.num_params for op in dense),
         dense_frozen=sum(op.num_frozen for op in dense),
@@ -336,89 +331,6 @@ def _launches_s(ops: Sequence[Op], phase: str, overheads: Overheads) -> Num:
         launches = launches + op.count * is_launched
     routing_s = overheads.moe_host_s if any(map(is_expert, alike)) else 0.0
     return overheads.host_s * launches + routing_s
-
-
-def _is_replayed(forward: Sequence[Op]) -> bool:
-    """Whether a block runs again to its end."""
-    return bool(forward) and bool(np.any(forward[-1].redone_frac))
-
-
-def _returned_bytes(forward: Sequence[Op]) -> Num:
-    """What is there again when selective recomputation has run all of it, beside what was kept for it.
-
-    Results of a block that runs again to its end go where they came from.
-    """
-    if _is_replayed(forward):
-        return sum(op.recomputed_bytes for op in forward)
-    return sum(np.maximum(op.recomputed_bytes, 0.0) + op.redone_frac * op.doubled_bytes for op in forward)
-
-
-def _redone_bytes(forward: Sequence[Op], *, is_on_host: bool = False) -> Num:
-    """The most that selective recomputation of one run of ops brings back, less what later ops had kept.
-
-    Where all that was kept is in host memory, nothing goes, and a checkpoint brings back what entered it.
-    From latents to attention all is one run. Shared experts have the norm before them made again first.
-    """
-    if _is_replayed(forward):
-        return _replayed_bytes(forward)
-    largest: Num = 0.0
-    back: Num = 0.0
-    inside: Num = 0.0
-    behind: Num = 0.0
-    numbered = [*enumerate(forward)]
-    again = [i for i, op in numbered if np.any(op.redone_frac) or np.any(op.recomputed_bytes)]
-    of_attention = [i for i in again if forward[i].module == "attention"]
-    makes_heads = any(forward[i].name == "kv_up" and np.any(forward[i].redone_frac) for i in again)
-    runs = {*again, *range(of_attention[0], of_attention[-1])} if makes_heads else again
-    shared = [i for i in again if forward[i].module == "shared_expert" and np.any(forward[i].redone_frac)]
-    for i, op in reversed(numbered):
-        kept = op.saved_bytes - op.recomputed_bytes
-        if is_on_host:
-            kept = kept * op.redone_frac * _may_read_input(op, forward)
-        if i in runs:
-            back, inside = back + np.maximum(op.recomputed_bytes, 0.0), inside + kept
-            if op.name in CORE and op.kind == "matmul":
-                back = back + op.redone_frac * op.doubled_bytes
-            if [i] == shared[-1:]:
-                back = back + _norm_apart_bytes(forward, is_on_host)
-            largest = np.maximum(largest, back + inside if is_on_host else back - behind)
-        else:
-            back, inside, behind = 0.0, 0.0, behind + inside + kept
-    return largest
-
-
-def _may_read_input(op: Op, forward: Sequence[Op]) -> bool:
-    """Whether an op may read what entered a checkpoint: attention, a matmul of an MLP, or a router's norm.
-
-    Other ops that run again take what was made again for them.
-    """
-    if op.name == "norm2":
-        return any(one.name == "router" and np.any(one.redone_frac) for one in forward)
-    return op.kind in MATRIX_KINDS and (op.name in CORE or op.module != "attention")
-
-
-def _norm_apart_bytes(forward: Sequence[Op], is_on_host: bool) -> Num:
-    """What comes back of the norm before experts where they themselves do not run again."""
-    found = {op.name: op for op in forward if op.module == "moe"}
-    is_apart = 1.0 - found["router"].redone_frac
-    of_router = (
-        found["router"].saved_bytes if is_on_host else np.maximum(found["router"].recomputed_bytes, 0.0)
-    )
-    back = of_router + np.maximum(found["norm2"].recomputed_bytes, 0.0)
-    return is_apart * (back + found["norm2"].doubled_bytes)
-
-
-def _replayed_bytes(forward: Sequence[Op]) -> Num:
-    """The same of a block that runs again to its end, and keeps results of ops until their turn."""
-    largest: Num = 0.0
-    back: Num = 0.0
-    for op in forward:
-        # PyTorch's matmul keeps its input for the backward before its own result is taken from what was kept.
-        is_taken_late = op.kind == "matmul" and op.redone_frac == 0 and op.dtype not in NARROW_DTYPES
-        taken = (op.saved_bytes - op.recomputed_bytes) * is_taken_late
-        back = back + op.recomputed_bytes
-        largest = np.maximum(largest, back + taken)
-    return largest
 
 
 def _widest_bytes(ops: Sequence[Op]) -> Num:

@@ -66,7 +66,7 @@ PROMPT_KEYS = ("cp", "cp_kind", "ulysses")
 FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
     "layout": ("1d",), "dtype": ("fp4", "fp8", "bf16", "fp16", "tf32", "fp32", "fp64"),
     "optimizer": ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "muon", "sgd", "none"),
-    "attention": ("flash", "unfused"),
+    "attention": ("flash",),
     "placement": tuple((*AXES[:inner], "pp", *AXES[inner:-1]) for inner in (3, 0, 1, 2)),
 }  # fmt: skip
 """What implementation=fsdp2 can be told, where that is less than a plan can say."""
@@ -492,6 +492,17 @@ def _only(mesh: Mesh, sizes: dict[str, Num], key: str, built: tuple[Any, ...]) -
 def _fsdp2_recomputation(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Iterator[Rule]:
     """Rules of what the backward computes again, and of the other choices that this meets."""
     plan = mesh.plan
+    recomputes = mesh.recompute != RECOMPUTE.index("none")
+    yield Rule(
+        recomputes & splits_backward(mesh),
+        "implementation=fsdp2 does not recompute where schedule={schedule} halves a backward; use "
+        "recompute=none, or schedule=1f1b",
+    )
+    yield Rule(
+        recomputes & (mesh.offload_activations > 0),
+        "implementation=fsdp2 keeps activations in host memory or computes them again; leave one of "
+        "offload_activations and recompute out",
+    )
     layers = sizes["recompute_layers"]
     shortest = min(plan.stages) if plan.stages else model.num_layers // (mesh.pp * mesh.vpp)
     a_chunk = np.where(np.isfinite(layers), layers, 0.0) / mesh.vpp
@@ -596,6 +607,11 @@ def _offload_rules(mesh: Mesh) -> Iterator[Rule]:
     yield Rule(
         (plan.optimizer == "adam-8bit") & (share > 0) & (share < 1),
         "optimizer=adam-8bit keeps scales of many states together; use offload_optimizer=1 or 0",
+    )
+    yield Rule(
+        ("per_op" in plan.recompute_modules) & (plan.lora_rank > 0),
+        "recompute_modules=per_op counts matmuls of weights that train; leave it out, or "
+        "lora_rank={plan.lora_rank}",
     )
     yield Rule(
         (mesh.offload_activations > 0) & ("per_op" in plan.recompute_modules),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 
 from msgspec import structs
 
+from meshwise.core.units import Num
 from meshwise.model.architecture import Layer, Model, of_layer
 from meshwise.model.weights import block_weights
 from meshwise.program import tensor_1d, tensor_2d, tensor_2d_cp, tensor_3d
@@ -15,11 +17,13 @@ from meshwise.program.encoder import cross_attention, source_cut
 from meshwise.program.held import hold
 from meshwise.program.implementation import as_done_by
 from meshwise.program.moe import moe_mlp
-from meshwise.program.op import Op, backward_last
+from meshwise.program.op import Op, Stated, backward_last, collected
 from meshwise.program.per_layer import per_layer
 from meshwise.program.recompute import with_recompute
-from meshwise.program.recurrence import behind_norm, recurrence
+from meshwise.program.recurrence import beside_attention, recurrence
 from meshwise.program.streams import corrected, predicted
+from meshwise.program.tensor import Tensor
+from meshwise.program.walk import with_saved_bytes
 
 LAYOUTS: dict[str, ModuleType] = {
     "1d": tensor_1d,
@@ -31,45 +35,66 @@ LAYOUTS: dict[str, ModuleType] = {
 """The module that states the block of each tensor layout."""
 
 
+def block_input(model: Model, cut: Cut) -> Tensor:
+    """The residual stream that enters a block: the rank's tokens, on a grid its part of their width."""
+    rows: Num = cut.split_tokens
+    width: Num = float(model.hidden)
+    if cut.layout not in ("1d", "2d-cp"):
+        rows, width = cut.tokens / math.prod(cut.grid[1:]), model.hidden / cut.grid[0]
+    return Tensor("block.input", (rows, width), cut.precision.act_dtype)
+
+
 def block(model: Model, cut: Cut, layer: Layer = Layer()) -> list[Op]:  # noqa: B008
     """The ops of one block of the kind `layer`, forward then backward, in the order in which they run."""
-    return backward_last(block_ops(model, cut, layer))
-
-
-def block_ops(model: Model, cut: Cut, layer: Layer) -> list[Op]:
-    """The ops of one block, the backward ops of each beside its forward."""
-    layout, own = LAYOUTS[cut.layout], of_layer(model, layer)
     cut = source_cut(model, cut) if layer.side == "encoder" else cut
-    mixers = {
-        "attention": (layout.attention,),
-        "recurrence": (recurrence,),
-        "beside": (layout.attention, behind_norm),
-        "none": (),
-    }[layer.mixer]
-    if layer.side == "decoder":
-        mixers = (*mixers, cross_attention)
-    if model.distances:
-        mixers = (distance_scores, *mixers)
-    feed_forward = (moe_mlp if layer.moe else layout.mlp) if layer.mlp else _nothing
-    if model.streams:
-        mixers = (predicted, *mixers)
-    ends = (corrected,) * bool(model.streams) + (per_layer,) * bool(model.per_layer)
-    ops = [op for part in (*mixers, feed_forward, *ends) for op in part(own, cut)]
+    ops, _ = block_ops(model, cut, layer, block_input(model, cut))
+    return with_saved_bytes(backward_last(ops))
+
+
+def block_ops(model: Model, cut: Cut, layer: Layer, x: Tensor) -> tuple[list[Op], Tensor]:
+    """The ops of one block, the backward ops of each beside its forward, and the stream that leaves it."""
+    own, layout = of_layer(model, layer), LAYOUTS[cut.layout]
+    ops: list[Op] = []
+    x = collected(_stated(own, cut, layer, x), ops)
     ops = hold(ops, block_weights(model, layer, cut.lora_rank), cut, layout.shards)
     ops = [_with_narrow_input(own, cut, op) for op in as_done_by(own, cut, ops)]
-    return list(with_recompute(own, cut, ops))
+    return list(with_recompute(own, cut, ops)), x
 
 
-def _nothing(_model: Model, _cut: Cut) -> tuple[Op, ...]:
-    """What a block does that has no MLP."""
-    return ()
+def _stated(model: Model, cut: Cut, layer: Layer, x: Tensor) -> Stated:
+    layout = LAYOUTS[cut.layout]
+    if model.streams:
+        x = yield from predicted(model, cut, x)
+    if model.distances:
+        x = yield from distance_scores(model, cut, x)
+    beside: tuple[Tensor, ...] = ()
+    if layer.mixer == "recurrence":
+        x = yield from recurrence(model, cut, x)
+    elif layer.mixer != "none":
+        mixed = yield from layout.attention(model, cut, x)
+        if layer.mixer == "beside":
+            mixed = yield from beside_attention(model, cut, mixed)
+        is_parallel = model.parallel_block and cut.layout in ("1d", "2d-cp")
+        x, beside = (x, (mixed,)) if is_parallel else (mixed, ())
+    if layer.side == "decoder":
+        x = yield from cross_attention(model, cut, x)
+    if layer.mlp and layer.moe:
+        x = yield from moe_mlp(model, cut, x)
+    elif layer.mlp:
+        x = yield from layout.mlp(model, cut, x, *beside)
+    if model.streams:
+        x = yield from corrected(model, cut, x)
+    if model.per_layer:
+        x = yield from per_layer(model, cut, x)
+    return x
 
 
 def _with_narrow_input(model: Model, cut: Cut, op: Op) -> Op:
     """An activation function that keeps its input in one byte an element, where the plan says so."""
-    if not cut.narrow_act_input or op.kernel != model.activation:
+    if not cut.narrow_act_input or op.kernel != model.activation or not op.keeps:
         return op
-    return structs.replace(op, saved_bytes=op.saved_bytes / cut.precision.act_bytes)
+    narrow = tuple(Tensor(f"{one.name}.narrow", one.shape, "fp8") for one in op.keeps)
+    return structs.replace(op, reads=narrow, keeps=narrow)
 
 
 def shared_gradients(model: Model, cut: Cut, layer: Layer = Layer()) -> list[Op]:  # noqa: B008

@@ -14,9 +14,9 @@ attend. `CORE` names the ops that selective recomputation runs again.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
-from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.cost.op import (
@@ -29,43 +29,65 @@ from meshwise.cost.op import (
 )
 from meshwise.model.architecture import Model
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, collective, elementwise
+from meshwise.program.op import Op, Stated, collective, elementwise
+from meshwise.program.tensor import Tensor, exchanged, made
 
 MODULE = "attention"
+SIDE_BY_SIDE = ("qkv", "fc1", "expert_fc1")
+"""Matmuls that do several layers at once, each of which has a matrix of its own."""
 CORE = ("flash", "logits", "softcap", "alibi", "softmax", "dropout_softmax", "attend")
 
 
 def core_attention(
-    model: Model, cut: Cut, qk_dim: int, v_dim: int, kv_heads: Num, seq_k: Num | None = None
-) -> Iterator[Op]:
-    """Ops from projected q, k, v to the mixed values, with the exchanges of context parallelism.
+    model: Model, cut: Cut, heads: Heads, qk_dim: int, v_dim: int, kv_heads: Num, seq_k: Num | None = None
+) -> Stated:
+    """From projected queries, keys and values to the mixed values, with the exchanges of context parallelism.
 
     `kv_heads` are the key and value heads of one tensor-parallel rank (at least one); `seq_k` the tokens that
     have keys, where they are others than those that ask.
     """
     seq_k = cut.seq if seq_k is None else seq_k
-    heads = model.num_heads / cut.tp
+    num_heads = model.num_heads / cut.tp
     act_bytes = cut.precision.act_bytes
     # Ulysses needs at least one key head for each of its ranks; fewer are repeated before the exchange.
     kv_sent = np.maximum(kv_heads, cut.ulysses)
     kv_local = kv_sent / cut.ulysses
-    q_bytes = cut.tokens * heads * qk_dim * act_bytes
+    q_bytes = cut.tokens * num_heads * qk_dim * act_bytes
     kv_bytes = cut.tokens * kv_sent * (qk_dim + v_dim) * act_bytes
-    out_bytes = cut.tokens * heads * v_dim * act_bytes
+    out_bytes = cut.tokens * num_heads * v_dim * act_bytes
 
-    yield from _exchange("ulysses_qkv", cut, q_bytes + kv_bytes)
+    rows, keys = cut.microbatch * (cut.seq / cut.ring), kv_local * (seq_k / cut.seq)
+    widths = num_heads / cut.ulysses * qk_dim, keys * qk_dim, keys * v_dim
+    dealt = tuple(
+        exchanged(one, f"{one.name}.dealt", (rows, width), cut.ulysses)
+        for one, width in zip(heads, widths, strict=True)
+    )
+    yield from _exchange("ulysses_qkv", cut, q_bytes + kv_bytes, heads, dealt)
     yield from _keys_and_values(cut, cut.tokens * cut.ulysses * kv_local * (qk_dim + v_dim) * act_bytes)
-    if cut.flash:
-        yield from _flash(model, cut, heads / cut.ulysses, kv_local, qk_dim, v_dim, seq_k)
-    else:
-        yield from _unfused(model, cut, heads / cut.ulysses, kv_local, qk_dim, v_dim, seq_k)
-    yield from _exchange("ulysses_out", cut, out_bytes)
+    attend = _flash if cut.flash else _unfused
+    mixed = yield from attend(model, cut, dealt, num_heads / cut.ulysses, kv_local, qk_dim, v_dim, seq_k)
+    back = exchanged(mixed, f"{MODULE}.mixed", (cut.tokens, num_heads * v_dim), cut.ulysses)
+    yield from _exchange("ulysses_out", cut, out_bytes, (mixed,), (back,))
+    return back
 
 
-def _exchange(name: str, cut: Cut, payload_bytes: Num) -> Iterator[Op]:
+Heads = tuple[Tensor, ...]
+"""Queries, keys and values."""
+
+
+def _exchange(name: str, cut: Cut, payload_bytes: Num, reads: Heads, makes: Heads) -> Iterator[Op]:
     for phase in ("forward", "backward"):
+        tensors: dict[str, Any] = {"reads": reads, "makes": makes} if phase == "forward" else {}
         yield collective(
-            MODULE, name, phase, "all_to_all", "cp", payload_bytes, cut.ulysses, stride=cut.cp_stride
+            MODULE,
+            name,
+            phase,
+            "all_to_all",
+            "cp",
+            payload_bytes,
+            cut.ulysses,
+            stride=cut.cp_stride,
+            **tensors,
         )
 
 
@@ -104,100 +126,69 @@ def _reach(model: Model) -> int:
 
 
 def _flash(
-    model: Model, cut: Cut, heads: Num, kv_heads: Num, qk_dim: int, v_dim: int, seq_k: Num
-) -> Iterator[Op]:
+    model: Model, cut: Cut, dealt: Heads, heads: Num, kv_heads: Num, qk_dim: int, v_dim: int, seq_k: Num
+) -> Stated:
+    """Fused attention keeps what it reads, what it makes, and a statistic of each query and head."""
     seq_q = cut.seq / cut.ring
     pairs = attended_pairs(cut.seq, seq_k, causal=model.causal, window=_reach(model)) / cut.ring
     kernels = [KERNELS[name] for name in score_kernels(model)]
     score_flop = cut.microbatch * heads * pairs * sum(one.flop for one in kernels)
     backward_flop = score_flop + cut.microbatch * heads * pairs * sum(one.backward_flop for one in kernels)
-    act_bytes = cut.precision.act_bytes
+    prec = cut.precision
     arguments = (pairs, heads, kv_heads, seq_q, seq_k, qk_dim, v_dim)
     shape = (cut.microbatch, *arguments[1:])
     rows = cut.microbatch * seq_q
-    keys = kv_heads * (seq_k / cut.seq)
-    kept = rows * (act_bytes * (heads + keys) * (qk_dim + v_dim) + cut.precision.stat_bytes * heads)
-    # The projection behind keeps the output, which it reads, unless an exchange lies between.
-    redone = rows * heads * (cut.precision.stat_bytes + (cut.ulysses > 1.0) * act_bytes * v_dim)
+    mixed = made(MODULE, "flash", (rows, heads * v_dim), prec.act_dtype)
+    statistics = made(MODULE, "flash_statistics", (rows, heads), prec.stat_dtype)
     for phase, work, beside_flop in (
         ("forward", flash_attention, score_flop),
         ("backward", flash_attention_backward, backward_flop),
     ):
-        cost = work(*arguments, batch=cut.microbatch, elem_bytes=act_bytes) + Cost(beside_flop)
-        yield Op(
-            module=MODULE,
-            name="flash",
-            phase=phase,
-            kind="attention",
-            shape=shape,
-            cost=cost,
-            saved_bytes=kept if phase == "forward" else 0.0,
-            recomputed_bytes=redone if phase == "forward" else 0.0,
-            doubled_bytes=rows * heads * (cut.ulysses == 1.0) * act_bytes * v_dim,
-            causal=model.causal,
-            dtype=_attention_dtype(cut),
+        cost = work(*arguments, batch=cut.microbatch, elem_bytes=prec.act_bytes) + Cost(beside_flop)
+        results = mixed, statistics
+        tensors: dict[str, Any] = (
+            {"reads": dealt, "makes": results, "keeps": (*dealt, *results)} if phase == "forward" else {}
         )
+        yield Op(
+            module=MODULE, name="flash", phase=phase, kind="attention", shape=shape, cost=cost,
+            causal=model.causal, dtype=_attention_dtype(cut), **tensors,
+        )  # fmt: skip
+    return mixed
 
 
 def _unfused(
-    model: Model, cut: Cut, heads: Num, kv_heads: Num, qk_dim: int, v_dim: int, seq_k: Num
-) -> Iterator[Op]:
-    """Scores written to memory: all of them, the masked half too. Keeps q, k, v and what softmax gave."""
+    model: Model, cut: Cut, dealt: Heads, heads: Num, kv_heads: Num, qk_dim: int, v_dim: int, seq_k: Num
+) -> Stated:
+    """Scores written to memory: all of them, the masked half too."""
     prec = cut.precision
     seq_q, batch = cut.seq / cut.ring, cut.microbatch * heads
     own_keys = cut.microbatch * kv_heads * seq_k / cut.ring
-    q, k, v = batch * seq_q * qk_dim, own_keys * qk_dim, own_keys * v_dim
-    scores = batch * seq_q * seq_k
-    act_bytes = prec.act_bytes
-    softmax_kept = KERNELS["softmax"].saved_bytes(batch * seq_q, seq_k, elem_bytes=act_bytes)
-    mask_kept = KERNELS["dropout"].saved_bytes(batch * seq_q, seq_k, elem_bytes=act_bytes)
-
+    q, k, v = dealt
     if cut.gather_keys:
-        yield from _gathered("logits", cut, act_bytes * k)
-    yield from _batched("logits", batch, seq_q, seq_k, qk_dim, cut, kept=act_bytes * (q + k))
-    for name in score_kernels(model):
-        for op in elementwise(MODULE, name, name, batch * seq_q, seq_k, prec):
-            yield _core(op, op.saved_bytes)
-    yield from (
-        _core(op, softmax_kept)
-        for op in elementwise(MODULE, "softmax", "softmax", batch * seq_q, seq_k, prec)
-    )
+        yield from _gathered("logits", cut, prec.act_bytes * own_keys * qk_dim)
+    scores = yield from _batched("logits", batch, seq_q, seq_k, qk_dim, cut, (q, k))
+    for name in (*score_kernels(model), "softmax"):
+        scores = yield from elementwise(MODULE, name, name, scores, prec, shape=(batch * seq_q, seq_k))
     if model.dropout_frac:
-        yield from (
-            _core(op, mask_kept)
-            for op in elementwise(MODULE, "dropout_softmax", "dropout", batch * seq_q, seq_k, prec)
-        )
+        scores = yield from elementwise(MODULE, "dropout_softmax", "dropout", scores, prec)
     if cut.gather_keys:
-        yield from _gathered("attend", cut, act_bytes * v)
-    # Without dropout the mix reads what softmax already keeps.
-    dropped = act_bytes * scores if model.dropout_frac else 0.0
-    yield from _batched(
-        "attend", batch, seq_q, v_dim, seq_k, cut, kept=act_bytes * v + dropped, recomputed=dropped
-    )
+        yield from _gathered("attend", cut, prec.act_bytes * own_keys * v_dim)
+    return (yield from _batched("attend", batch, seq_q, v_dim, seq_k, cut, (scores, v)))
 
 
-def _batched(
-    name: str, batch: Num, m: Num, n: Num, k: Num, cut: Cut, *, kept: Num, recomputed: Num = 0.0
-) -> Iterator[Op]:
-    """A batched product of two activations: forward, then the gradient of each operand."""
+def _batched(name: str, batch: Num, m: Num, n: Num, k: Num, cut: Cut, reads: tuple[Tensor, ...]) -> Stated:
+    """A batched product of two activations, both kept: forward, then the gradient of each operand."""
     prec = cut.precision
+    y = made(MODULE, name, (batch, m, n), prec.act_dtype)
     dims = (("forward", m, n, k), ("backward", m, k, n), ("backward", k, n, m))
     for i, (phase, rows, cols, depth) in enumerate(dims):
+        tensors: dict[str, Any] = {} if i else {"reads": reads, "makes": (y,), "keeps": reads}
         yield Op(
-            module=MODULE,
-            name=name,
-            phase=phase,
-            kind="matmul",
-            shape=(batch, rows, cols, depth),
+            module=MODULE, name=name, phase=phase, kind="matmul", shape=(batch, rows, cols, depth),
             cost=matmul(rows, cols, depth, elem_bytes=prec.act_bytes, batch=batch),
-            saved_bytes=kept if i == 0 else 0.0,
-            recomputed_bytes=recomputed if i == 0 else 0.0,
-            dtype=_attention_dtype(cut),
-        )
-
-
-def _core(op: Op, kept: Num) -> Op:
-    return structs.replace(op, recomputed_bytes=kept) if op.phase == "forward" else op
+            dtype=_attention_dtype(cut), **tensors,
+        )  # fmt: skip
+    return y
 
 
 def _attention_dtype(cut: Cut) -> str:

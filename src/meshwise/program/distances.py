@@ -7,27 +7,23 @@ to each key is gathered and added to its score with that key. The library `trans
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from msgspec import structs
-
 from meshwise.cost.op import matmul
 from meshwise.model.architecture import Model
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, elementwise
+from meshwise.program.op import Op, Stated, elementwise
+from meshwise.program.tensor import Tensor, made
 from meshwise.program.tensor_1d import ATTENTION, plain_linear
 
 
-def distance_scores(model: Model, cut: Cut) -> Iterator[Op]:
+def distance_scores(model: Model, cut: Cut, x: Tensor) -> Stated:
     """Projections of the table, its scores with queries and keys, and what is gathered of them."""
     own, prec, dim = model.distances, cut.precision, float(model.head_dim)
     assert own is not None
     heads, seq = model.num_heads / cut.tp, cut.seq / (cut.ulysses * cut.ring)
     for name in ("distance_k", "distance_q")[: own.num_scores]:
         bias = not own.shared and (model.key_bias or name != "distance_k")
-        yield from plain_linear(
-            ATTENTION, name, float(own.rows), model.hidden, {name: heads * dim}, cut, bias=bias
-        )
+        table = made(ATTENTION, f"{name}_table", (float(own.rows), float(model.hidden)), prec.act_dtype)
+        yield from plain_linear(ATTENTION, name, table, {name: heads * dim}, cut, bias=bias)
     batch = cut.microbatch * heads * own.num_scores
     for phase, shape in (
         ("forward", (batch, seq, float(own.rows), dim)),
@@ -39,5 +35,6 @@ def distance_scores(model: Model, cut: Cut) -> Iterator[Op]:
             cost=matmul(*shape[1:], elem_bytes=prec.act_bytes, batch=batch),
             dtype="bf16" if prec.casts else prec.dtype,
         )  # fmt: skip
-    for op in elementwise(ATTENTION, "distance_gather", "residual", batch * seq, cut.seq, prec):
-        yield structs.replace(op, saved_bytes=0.0)
+    scores = made(ATTENTION, "distance_scores", (batch * seq, cut.seq), prec.act_dtype)
+    yield from elementwise(ATTENTION, "distance_gather", "residual", scores, prec)
+    return x

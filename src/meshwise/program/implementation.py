@@ -20,11 +20,13 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
+from meshwise.core.units import Num
 from meshwise.cost.op import EAGER_KERNELS, KERNELS
 from meshwise.model.architecture import Model, MoE
 from meshwise.program.context import MODULE as ATTENTION
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op, precision
+from meshwise.program.tensor import made
 from meshwise.program.torch_ops import torch_ops, weighed_after, with_repeated_keys
 
 
@@ -55,8 +57,8 @@ def _eager(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterable[Op]:
         if model.moe is not None and op.name == "router_softmax" and op.phase == "forward":
             yield _with_routes(_eager_kernel(op), model.moe, cut)
         elif model.fused_qkv and op.kind == "attention" and op.phase == "forward":
-            more = cut.tokens * (2.0 * model.num_heads + model.num_kv_heads) * model.head_dim / cut.tp
-            yield structs.replace(op, saved_bytes=op.saved_bytes + more * cut.precision.act_bytes)
+            widths = (2.0 * model.num_heads + model.num_kv_heads) * model.head_dim / cut.tp
+            yield _keeping(op, "copies", (cut.tokens, widths), cut.precision.act_dtype)
         elif op.kernel in EAGER_KERNELS and not (op.kernel == "layernorm" and model.norm_weight):
             yield _eager_kernel(op)
         elif op.kernel == "sum_copies":
@@ -79,7 +81,8 @@ def _with_routes(op: Op, moe: MoE, cut: Cut) -> Op:
     tokens, experts = op.shape
     weight_bytes = cut.precision.act_bytes if moe.narrow_weights else 4.0
     of_copies = tokens * moe.top_k * (4.0 + 4.0 * 8.0 + weight_bytes)
-    return structs.replace(op, saved_bytes=4.0 * tokens * (experts + 1.0) + of_copies + 4.0 * experts)
+    kept = 4.0 * tokens * (experts + 1.0) + of_copies + 4.0 * experts
+    return _keeping(structs.replace(op, keeps=()), "routes", (kept,), "uint8")
 
 
 def _eager_kernel(op: Op) -> Op:
@@ -89,12 +92,15 @@ def _eager_kernel(op: Op) -> Op:
     if op.phase == "backward":
         return structs.replace(op, cost=eager.backward(rows, width, **size))
     more = eager.saved_bytes(rows, width, **size) - fused.saved_bytes(rows, width, **size)
-    return structs.replace(
-        op,
-        cost=eager.forward(rows, width, **size),
-        saved_bytes=op.saved_bytes + more,
-        recomputed_bytes=op.recomputed_bytes + (more if op.name == "softmax" else 0.0),
-    )
+    done = structs.replace(op, cost=eager.forward(rows, width, **size))
+    wide = precision(op.dtype)
+    return _keeping(done, "more", (more / wide.act_bytes,), wide.act_dtype)
+
+
+def _keeping(op: Op, name: str, shape: tuple[Num, ...], dtype: str) -> Op:
+    """`op` with another tensor that it makes and keeps."""
+    more = made(op.module, f"{op.name}_{name}", shape, dtype)
+    return structs.replace(op, makes=(*op.makes, more), keeps=(*op.keeps, more))
 
 
 IMPLEMENTATIONS = {

@@ -26,59 +26,71 @@ from meshwise.core.units import Num
 from meshwise.cost.experts import met_places
 from meshwise.model.architecture import Model, MoE
 from meshwise.program.cut import Cut
-from meshwise.program.expert_load import met_ranks
-from meshwise.program.op import Op, collective, elementwise, kernel, linear, precision
+from meshwise.program.op import (
+    Op,
+    Stated,
+    collective,
+    elementwise,
+    kernel,
+    linear,
+    linears,
+    precision,
+)
+from meshwise.program.tensor import Tensor, exchanged, made
 from meshwise.program.tensor_1d import dequantized, feed_forward, leave, norm, plain_linear
 
 MODULE = "moe"
 
 
-def moe_mlp(model: Model, cut: Cut) -> Iterator[Op]:
+def moe_mlp(model: Model, cut: Cut, x: Tensor) -> Stated:
     """Norm, router, dispatch, experts, combine, shared experts, residual."""
     assert model.moe is not None
-    moe = model.moe
+    moe, normed = model.moe, x
     if model.num_norms > 1:
-        yield from norm(model, cut, MODULE, "norm2")
+        normed = yield from norm(model, cut, MODULE, "norm2", x)
     tokens = cut.tokens / cut.tp
+    own = (
+        normed if cut.sequence_parallel else Tensor(f"{MODULE}.own", (tokens, model.hidden), x.dtype, normed)
+    )
+    routed = own
     if moe.own_norms:
-        yield from norm(model, cut, MODULE, "router_norm")
-        yield from elementwise(MODULE, "router_scale", "layer_scale", tokens, model.hidden, cut.precision)
+        routed = yield from norm(model, cut, MODULE, "router_norm", own)
+        routed = yield from elementwise(MODULE, "router_scale", "layer_scale", routed, cut.precision)
     # The router runs in fp32; its input is the norm's output, which it keeps.
-    yield from linear(
-        MODULE, "router", tokens, model.hidden, float(moe.num_experts), precision("bf16"), saved_rows=tokens,
-        bias=moe.router_bias, frozen=cut.lora_rank > 0,
+    wide = precision(cut.precision.stat_dtype)
+    scores = yield from linear(
+        MODULE, "router", routed, float(moe.num_experts), precision("bf16"), bias=moe.router_bias,
+        frozen=cut.lora_rank > 0,
     )  # fmt: skip
     if moe.balance_bias:
-        scores = (tokens, float(moe.num_experts), precision("fp32"))
-        yield kernel(MODULE, "balance_bias", "residual", *scores, phase="forward")
-    yield from elementwise(
-        MODULE, "router_softmax", "softmax", tokens, float(moe.num_experts), precision("fp32")
-    )
+        yield kernel(
+            MODULE, "balance_bias", "residual", tokens, float(moe.num_experts), wide, phase="forward"
+        )
+    yield from elementwise(MODULE, "router_softmax", "softmax", scores, wide)
     if moe.own_norms:
-        yield from elementwise(MODULE, "expert_scale", "scale_by_gate", tokens, moe.top_k, precision("fp32"))
-        yield from norm(model, cut, MODULE, "expert_norm")
-    yield from _experts(model, moe, cut, tokens)
+        gates = made(MODULE, "gates", (tokens, float(moe.top_k)), wide.dtype)
+        yield from elementwise(MODULE, "expert_scale", "scale_by_gate", gates, wide)
+        own = yield from norm(model, cut, MODULE, "expert_norm", own)
+    y = yield from _experts(model, moe, cut, tokens, own)
     if moe.own_norms:
-        yield from norm(model, cut, MODULE, "sum_norm")
+        y = yield from norm(model, cut, MODULE, "sum_norm", y)
     if moe.shared_ffn_hidden:
-        yield from shared_expert(model, cut)
-    yield from leave(model, cut, MODULE, 2)
+        yield from shared_expert(model, cut, normed)
+    return (yield from leave(model, cut, MODULE, 2, y, x))
 
 
-def shared_expert(model: Model, cut: Cut) -> Iterator[Op]:
+def shared_expert(model: Model, cut: Cut, x: Tensor) -> Stated:
     """The MLP that all tokens visit, and the gate that scales it, where there is one."""
     assert model.moe is not None
-    module, rows = "shared_expert", cut.split_tokens
-    for op in feed_forward(model, cut, module, float(model.moe.shared_ffn_hidden)):
-        is_input = (op.name, op.kind, op.phase) == ("fc1", "matmul", "forward") and not cut.precision.casts
-        own = 1.0 - cut.tokens / cut.tp / rows if is_input else 1.0  # the router keeps what it reads
-        yield structs.replace(op, saved_bytes=op.saved_bytes * own)
+    module = "shared_expert"
+    y = yield from feed_forward(model, cut, module, float(model.moe.shared_ffn_hidden), x)
     if model.moe.own_norms:
-        yield from norm(model, cut, module, "sum_norm")
-        yield from elementwise(module, "sum", "residual", rows, model.hidden, cut.precision)
+        y = yield from norm(model, cut, module, "sum_norm", y)
+        y = yield from elementwise(module, "sum", "residual", y, cut.precision)
     if model.moe.shared_gate:
-        yield from plain_linear(module, "gate", rows, model.hidden, {"shared_gate": 1.0}, cut, saved_rows=0.0)
-        yield from elementwise(module, "gate_scale", "scale_by_gate", rows, model.hidden, cut.precision)
+        yield from plain_linear(module, "gate", x, {"shared_gate": 1.0}, cut)
+        y = yield from elementwise(module, "gate_scale", "scale_by_gate", y, cut.precision)
+    return y
 
 
 def expert_rows(moe: MoE, cut: Cut, tokens: Num) -> Num:
@@ -86,13 +98,11 @@ def expert_rows(moe: MoE, cut: Cut, tokens: Num) -> Num:
     sources = cut.ep * cut.etp
     if moe.capacity_factor:
         return np.ceil(moe.capacity_factor * moe.top_k * tokens / moe.num_experts) * sources
-    rows = moe.top_k * tokens * sources / moe.num_experts * cut.imbalance
-    is_by_force = cut.implementation == "fsdp2" and np.any(cut.imbalance != 1.0)
-    return np.rint(rows) if is_by_force else rows
+    return moe.top_k * tokens * sources / moe.num_experts * cut.imbalance
 
 
-def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num) -> Iterator[Op]:
-    prec, hidden = cut.precision, model.hidden
+def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num, x: Tensor) -> Stated:
+    prec, hidden = cut.precision, float(model.hidden)
     local_experts = moe.num_experts / cut.ep
     rows = expert_rows(moe, cut, tokens)
     arrivals = rows * local_experts
@@ -101,9 +111,7 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num) -> Iterator[Op]:
     payload = busier * hidden * prec.act_bytes
     per_rank = cut.dispatch_per_rank and not moe.capacity_factor
     groups = float(moe.expert_groups), float(moe.top_groups)
-    is_by_force = per_rank and cut.implementation == "fsdp2"
-    met = met_ranks(moe, cut.ep) if is_by_force else met_places(cut.ep, moe.top_k, groups)
-    copies_frac = met / moe.top_k if per_rank else 1.0
+    copies_frac = met_places(cut.ep, moe.top_k, groups) / moe.top_k if per_rank else 1.0
     on_ep: dict[str, Any] = {
         "axis": "ep",
         "group_size": cut.ep,
@@ -118,36 +126,52 @@ def _experts(model: Model, moe: MoE, cut: Cut, tokens: Num) -> Iterator[Op]:
         "stride": cut.tp_stride,
     }
     width = moe.ffn_hidden / cut.etp
-    fc1_width = 2.0 * width if model.gated else width
+    names = ("gate", "up") if model.gated else ("up",)
+    of_all = local_experts, rows
+    wide = tuple(made(MODULE, f"expert_{name}", (*of_all, width), prec.act_dtype) for name in names)
 
-    def grouped(name: str, rows: Num, d_in: Num, d_out: Num) -> Iterator[Op]:
+    def grouped(name: str, x: Tensor, results: tuple[Tensor, ...]) -> Iterator[Op]:
         if cut.lora_rank:
-            yield from dequantized(MODULE, name, local_experts * d_in * d_out, cut)
-        yield from linear(
-            MODULE, name, rows, d_in, d_out, prec, batch=local_experts, bias=model.linear_bias, grouped=True,
-            frozen=cut.lora_rank > 0,
-        )  # fmt: skip
+            d_out = sum(one.shape[-1] for one in results)
+            yield from dequantized(MODULE, name, local_experts * x.shape[-1] * d_out, cut)
+        yield from linears(
+            MODULE, name, x, results, prec, bias=model.linear_bias, grouped=True, frozen=cut.lora_rank > 0
+        )
 
-    yield from elementwise(MODULE, "dispatch", "copy", sent, hidden, prec)
+    copies = yield from elementwise(MODULE, "dispatch", "copy", x, prec, shape=(sent, hidden))
     # Tokens, and in the backward gradients, may go in a narrow type; what comes back is added in a wide one.
     home_bytes = payload * copies_frac
     out_bytes = home_bytes * cut.dispatch_bytes / prec.act_bytes
-    yield collective(MODULE, "dispatch", "forward", "all_to_all", payload_bytes=out_bytes, **on_ep)
+    arrived = exchanged(copies, f"{MODULE}.arrived", (sent, hidden), cut.ep)
+    inputs = exchanged(arrived, f"{MODULE}.expert_input", (*of_all, hidden), cut.etp)
+    yield collective(
+        MODULE, "dispatch", "forward", "all_to_all", payload_bytes=out_bytes,
+        reads=(copies,), makes=(arrived,), **on_ep,
+    )  # fmt: skip
     yield collective(MODULE, "dispatch", "backward", "all_to_all", payload_bytes=home_bytes, **on_ep)
-    if is_by_force:  # experts weigh their answers, so that those of a rank are added up there
-        of_gates = tokens * met * np.ceil(moe.top_k / met) * prec.act_bytes
-        for phase in ("forward", "backward"):
-            yield collective(MODULE, "gates", phase, "all_to_all", payload_bytes=of_gates, **on_ep)
-    yield collective(MODULE, "expert_fc1", "forward", "all_gather", **on_etp)
-    yield from grouped("expert_fc1", rows, hidden, fc1_width)
+    yield collective(
+        MODULE, "expert_fc1", "forward", "all_gather", reads=(arrived,), makes=(inputs,), **on_etp
+    )
+    yield from grouped("expert_fc1", inputs, wide)
     yield collective(MODULE, "expert_fc1", "backward", "reduce_scatter", **on_etp)
-    yield from elementwise(MODULE, "expert_act", model.activation, arrivals, width, prec)
+    acted = yield from elementwise(
+        MODULE, "expert_act", model.activation, wide, prec, shape=(arrivals, width)
+    )
     yield collective(MODULE, "expert_fc2", "backward", "all_gather", **on_etp)
-    yield from grouped("expert_fc2", rows, width, hidden)
-    yield collective(MODULE, "expert_fc2", "forward", "reduce_scatter", **on_etp)
-    home = [
-        collective(MODULE, "combine", "forward", "all_to_all", payload_bytes=home_bytes, **on_ep),
-        collective(MODULE, "combine", "backward", "all_to_all", payload_bytes=out_bytes, **on_ep),
-    ]
-    added = [*elementwise(MODULE, "combine", "sum_copies", sent, hidden, prec)]
-    yield from added + home if is_by_force else home + added
+    acted = Tensor(acted.name, (*of_all, width), acted.dtype, acted)
+    partial = made(MODULE, "expert_output", (*of_all, hidden), prec.act_dtype)
+    yield from grouped("expert_fc2", acted, (partial,))
+    answers = exchanged(partial, f"{MODULE}.answers", (sent, hidden), cut.etp)
+    back = exchanged(answers, f"{MODULE}.combined", (sent, hidden), cut.ep)
+    yield collective(
+        MODULE, "expert_fc2", "forward", "reduce_scatter", reads=(partial,), makes=(answers,), **on_etp
+    )
+    yield collective(
+        MODULE, "combine", "forward", "all_to_all", payload_bytes=home_bytes,
+        reads=(answers,), makes=(back,), **on_ep,
+    )  # fmt: skip
+    yield collective(MODULE, "combine", "backward", "all_to_all", payload_bytes=out_bytes, **on_ep)
+    summed = made(MODULE, "sum", x.shape, prec.act_dtype)
+    for op in elementwise(MODULE, "combine", "sum_copies", back, prec):
+        yield structs.replace(op, makes=(summed,)) if op.makes else op
+    return summed

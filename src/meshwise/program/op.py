@@ -1,24 +1,26 @@
-"""The words in which a layout states a block: ops and collectives, each once, with local shapes.
+"""The words in which a layout states a block: ops and collectives, each once, and the tensors between them.
 
-A layout is a function that returns a list of `Op`: everything one rank does for one block and one
-microbatch, forward and backward, in order. It says *what* is done; `estimate` says how long it
-takes, `compare` holds a running program against it. Fields may be arrays: one list of ops then
-states the block for a whole grid of plans.
+A layout is a generator of `Op`s: everything one rank does for one block and one microbatch, forward and
+backward. Functions take the tensors that their ops read and return what the last one makes (`y = yield from
+linear(...)`), so that the statement is the dataflow: what an op reads, makes, and keeps for its backward.
+`program.walk` derives from it what is alive when; `estimate` says how long each op takes, `compare` holds a
+running program against it. Sizes may be arrays: one list of ops then states the block for a grid of plans.
 
 A step has a hundred ops: they are msgspec's records, which take an eighth of the time of a dataclass to make.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec import Struct
 
 from meshwise.core.units import WEIGHT_BITS, Num
 from meshwise.cost.op import KERNELS, Cost, matmul
 from meshwise.model.weights import Weight
+from meshwise.program.tensor import Tensor, made
 
 
 class Held(NamedTuple):
@@ -36,9 +38,13 @@ class Op(Struct, frozen=True, kw_only=True, eq=False):
     matmuls of a serving engine), kernel (element-wise), or collective.
     `shape`: of a matmul (batch, m, n, k); of attention (batch, heads, kv_heads, seq_q, seq_k, qk_dim,
     v_dim); of experts (tokens, choices of a token among them, experts, hidden, width); of a dispatch by
-    DeepEP (tokens, experts, hidden); else of the result. `saved_bytes` are kept for the backward,
-    `recomputed_bytes` the part of them that selective recomputation drops, which runs the share `redone_frac`
-    of the op again and makes `doubled_bytes` beside the same that another op keeps. `num_params`: parameters
+    DeepEP (tokens, experts, hidden); else of the result.
+    `reads`, `makes`, `keeps`: tensors, of a forward op; its backward needs what it keeps. `saved_bytes` are
+    those of the kept tensors that no op before it keeps (`walk.with_saved_bytes`).
+    `remade`: instead of being kept, its result is made again where the backward needs it. `segment`: the run
+    of ops that selective recomputation runs again with it; where that `drops` its results, nothing else keeps
+    them, and `stays` are results of the op that it keeps all the same (`program.recompute`). It runs the
+    share `redone_frac` of the op again. `num_params`: parameters
     of the `weights` that this op brings (in its forward row); `num_frozen`: those of them that do not train;
     `num_quantized`: those of the frozen ones that are kept in `Cut.frozen_bytes` each.
     `kernel`: its row in the table of element-wise kernels.
@@ -60,10 +66,15 @@ class Op(Struct, frozen=True, kw_only=True, eq=False):
     kind: str
     shape: tuple[Num, ...] = ()
     cost: Cost = Cost()
+    reads: tuple[Tensor, ...] = ()
+    makes: tuple[Tensor, ...] = ()
+    keeps: tuple[Tensor, ...] = ()
     saved_bytes: Num = 0.0
-    recomputed_bytes: Num = 0.0
+    remade: bool = False
+    segment: str = ""
+    drops: bool = False
+    stays: tuple[Tensor, ...] = ()
     redone_frac: Num = 0.0
-    doubled_bytes: Num = 0.0
     num_params: Num = 0.0
     num_frozen: Num = 0.0
     num_quantized: Num = 0.0
@@ -84,6 +95,10 @@ class Op(Struct, frozen=True, kw_only=True, eq=False):
     behind_gradient: str = ""
     library: str = ""
     right_bytes: float = 0.0
+
+
+Stated = Generator[Op, None, Tensor]
+"""Ops, and the tensor that the last of them makes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +122,16 @@ class Precision:
         return max(4.0, self.act_bytes)
 
     @property
+    def stat_dtype(self) -> str:
+        """The type of a row's statistic."""
+        return "fp64" if self.act_bytes > 4.0 else "fp32"
+
+    @property
+    def act_dtype(self) -> str:
+        """The type of activations between matmuls."""
+        return "bf16" if self.casts else self.dtype
+
+    @property
     def casts(self) -> bool:
         """Whether matmul operands must be converted from the activations' type."""
         return self.operand_bytes != self.act_bytes
@@ -127,30 +152,49 @@ def precision(dtype: str, weight_dtype: str | None = None, expert_dtype: str | N
 
 
 def linear(
-    module: str, name: str, rows: Num, d_in: Num, d_out: Num, prec: Precision, *, bias: bool = False,
-    batch: Num = 1.0, saved_rows: Num | None = None, frozen: bool = False, grouped: bool = False,
-) -> Iterator[Op]:  # fmt: skip
-    """Y[rows, d_out] = X[rows, d_in] W + b, forward and backward, `batch` times (grouped, one W each).
+    module: str, name: str, x: Tensor, d_out: Num, prec: Precision, *, bias: bool = False,
+    frozen: bool = False,
+    grouped: bool = False,
+) -> Stated:  # fmt: skip
+    """Y[rows, d_out] = X[rows, d_in] W + b, forward and backward; `grouped`: one W for each batch of rows.
 
-    Keeps X: `saved_rows` of it where only a shard is kept (None: all rows; 0: another op keeps it).
     The bias is added in the matmul's epilogue (a `grouped` matmul has none: a kernel adds it); its gradient
     is a reduction of its own. A `frozen` layer has no weight gradient and keeps nothing.
     """
-    kept = (rows if saved_rows is None else saved_rows) * d_in * batch * prec.operand_bytes
+    y = made(module, name, (*x.shape[:-1], d_out), prec.act_dtype)
+    yield from linears(module, name, x, (y,), prec, bias=bias, frozen=frozen, grouped=grouped)
+    return y
+
+
+def linears(
+    module: str, name: str, x: Tensor, results: Sequence[Tensor], prec: Precision, *, bias: bool = False,
+    frozen: bool = False, grouped: bool = False, own: Tensor | None = None,
+) -> Iterator[Op]:  # fmt: skip
+    """Linear layers of one input in one matmul, which makes the `results` side by side (see `linear`).
+
+    `own`: the rank's own tokens of `x`, where it is gathered: of them it keeps a narrow copy.
+    """
+    *batches, rows, d_in = x.shape
+    batch = batches[0] if batches else 1.0
+    d_out = sum(result.shape[-1] for result in results)
     common: dict[str, Any] = {"module": module, "name": name, "kind": "matmul", "dtype": prec.dtype}
+    read = x
     if prec.casts:
-        yield from cast(module, name, "forward", batch * rows, d_in, prec)
+        read = made(module, f"{name}_cast", (x if own is None else own).shape, prec.dtype)
+        yield cast(module, name, "forward", batch * rows, d_in, prec, reads=(x,), makes=(read,))
     yield Op(
         phase="forward",
         shape=(batch, rows, d_out, d_in),
         cost=matmul(rows, d_out, d_in, elem_bytes=prec.operand_bytes, out_bytes=prec.act_bytes, batch=batch),
-        saved_bytes=0.0 if frozen else kept,
+        reads=(read,),
+        makes=tuple(results),
+        keeps=() if frozen else (read,),
         **common,
     )
     if bias and grouped:
         yield kernel(module, f"{name}_bias", "add_bias", batch * rows, d_out, prec, phase="forward")
     if prec.casts:
-        yield from cast(module, name, "backward", batch * rows, d_out, prec)
+        yield cast(module, name, "backward", batch * rows, d_out, prec)
     yield Op(
         phase="backward",
         shape=(batch, rows, d_in, d_out),
@@ -170,38 +214,90 @@ def linear(
         yield kernel(module, f"{name}_bias", "add_bias", batch * rows, d_out, prec, phase="backward")
 
 
-def cast(module: str, name: str, phase: str, rows: Num, width: Num, prec: Precision) -> Iterator[Op]:
+def cast(module: str, name: str, phase: str, rows: Num, width: Num, prec: Precision, **tensors: Any) -> Op:
     """The kernel that makes a narrow operand [rows, width] of the matmul `name`, and its transpose."""
     size = rows * width
     cost = Cost(2.0 * size, prec.act_bytes * size, 2.0 * prec.operand_bytes * size)  # and its transpose
-    yield Op(module=module, name=f"{name}_cast", phase=phase, kind="kernel", shape=(rows, width), cost=cost)
+    return Op(
+        module=module,
+        name=f"{name}_cast",
+        phase=phase,
+        kind="kernel",
+        shape=(rows, width),
+        cost=cost,
+        **tensors,
+    )
+
+
+def elementwise(
+    module: str, name: str, kind: str, reads: Tensor | Sequence[Tensor], prec: Precision, *,
+    shape: tuple[Num, Num] | None = None,
+) -> Stated:  # fmt: skip
+    """Both phases of the element-wise kernel `kind` of `cost.op.KERNELS`, which makes `shape` elements.
+
+    `shape` is [rows, width], that of what it reads unless it is given. A kernel keeps what it reads or what
+    it makes (`Kernel.keeps`), and statistics of rows, or a mask, of its own.
+    """
+    reads = (reads,) if isinstance(reads, Tensor) else tuple(reads)
+    rows, width = shape or flat(reads[0])
+    rule = KERNELS[kind]
+    y = made(module, name, (rows, width), prec.act_dtype)
+    own: tuple[Tensor, ...] = ()
+    if rule.row_bytes:
+        row_bytes = rule.row_bytes * max(prec.act_bytes / 4.0, 1.0)
+        own = (made(module, f"{name}_statistics", (rows, row_bytes), "uint8"),)
+    if rule.mask_bytes:
+        own += (made(module, f"{name}_mask", (rows, width), "bool"),)
+    keeps = {"": (), "inputs": reads, "output": (y,)}[rule.keeps]
+    tensors: dict[str, Any] = {"reads": reads, "makes": (y, *own), "keeps": (*keeps, *own)}
+    yield kernel(module, name, kind, rows, width, prec, phase="forward", **tensors)
+    yield kernel(module, name, kind, rows, width, prec, phase="backward")
+    return y
+
+
+Made = TypeVar("Made")
+
+
+def changed(stated: Generator[Op, None, Made], change: Callable[[Op], Op]) -> Generator[Op, None, Made]:
+    """What is `stated`, each op changed; and what it makes."""
+    try:
+        while True:
+            yield change(next(stated))
+    except StopIteration as end:
+        made_by: Made = end.value
+        return made_by
+
+
+def collected(stated: Generator[Op, None, Made], ops: list[Op]) -> Made:
+    """What is `stated` makes, its ops put behind `ops`."""
+    try:
+        while True:
+            ops.append(next(stated))
+    except StopIteration as end:
+        made_by: Made = end.value
+        return made_by
+
+
+def flat(x: Tensor) -> tuple[Num, Num]:
+    """Rows and width of a tensor, batches of rows counted together."""
+    rows: Num = 1.0
+    for size in x.shape[:-1]:
+        rows = rows * size
+    return rows, x.shape[-1]
 
 
 def kernel(
     module: str, name: str, kind: str, rows: Num, width: Num, prec: Precision, *, phase: str,
-    is_weight_grad: bool = False,
+    **tensors: Any,
 ) -> Op:  # fmt: skip
     """One phase of the element-wise kernel `kind` of `cost.op.KERNELS` on `rows` x `width` elements."""
     rule = KERNELS[kind]
-    forward = phase == "forward"
+    work = rule.forward if phase == "forward" else rule.backward
     return Op(
-        module=module,
-        name=name,
-        phase=phase,
-        kind="kernel",
-        shape=(rows, width),
-        cost=(rule.forward if forward else rule.backward)(rows, width, elem_bytes=prec.act_bytes),
-        saved_bytes=rule.saved_bytes(rows, width, elem_bytes=prec.act_bytes) if forward else 0.0,
-        kernel=kind,
-        is_weight_grad=is_weight_grad,
+        module=module, name=name, phase=phase, kind="kernel", shape=(rows, width), kernel=kind,
         dtype=prec.dtype,
-    )
-
-
-def elementwise(module: str, name: str, kind: str, rows: Num, width: Num, prec: Precision) -> Iterator[Op]:
-    """Both phases of an element-wise kernel."""
-    yield kernel(module, name, kind, rows, width, prec, phase="forward")
-    yield kernel(module, name, kind, rows, width, prec, phase="backward")
+        cost=work(rows, width, elem_bytes=prec.act_bytes), **tensors,
+    )  # fmt: skip
 
 
 def collective(
@@ -210,6 +306,8 @@ def collective(
     count: Num = 1.0,
     choices: float = 0.0,
     groups: tuple[float, float] = (0.0, 0.0),
+    reads: tuple[Tensor, ...] = (),
+    makes: tuple[Tensor, ...] = (),
 ) -> Op:  # fmt: skip
     """A collective that serves op `name`; `payload_bytes` is the full tensor (see DESIGN.md)."""
     return Op(
@@ -228,6 +326,8 @@ def collective(
         count=count,
         choices=choices,
         groups=groups,
+        reads=reads,
+        makes=makes,
     )
 
 

@@ -24,7 +24,8 @@ from meshwise.core.units import Num
 from meshwise.cost.op import Cost, matmul_flop
 from meshwise.model.architecture import Model, Recurrence
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, collective, elementwise
+from meshwise.program.op import Op, Stated, changed, collective, elementwise
+from meshwise.program.tensor import Tensor, made
 from meshwise.program.tensor_1d import column_linear, leave, norm, plain_linear, row_linear
 
 MODULE = "recurrence"
@@ -33,33 +34,42 @@ CHUNK = {"delta": 64.0, "ssd": 256.0}
 SCAN_FLOP = 9.0
 
 
-def recurrence(model: Model, cut: Cut) -> Iterator[Op]:
+def recurrence(model: Model, cut: Cut, x: Tensor) -> Stated:
     """Norm, and the recurrence behind it."""
-    yield from norm(model, cut, MODULE, "norm1")
-    yield from behind_norm(model, cut)
+    normed = yield from norm(model, cut, MODULE, "norm1", x)
+    return (yield from behind_norm(model, cut, normed, x))
 
 
-def behind_norm(model: Model, cut: Cut) -> Iterator[Op]:
+def beside_attention(model: Model, cut: Cut, x: Tensor) -> Stated:
+    """The recurrence of a block whose attention reads the same norm, and keeps it."""
+    return (yield from behind_norm(model, cut, made(MODULE, "normed", x.shape, x.dtype), x))
+
+
+def behind_norm(model: Model, cut: Cut, normed: Tensor, x: Tensor) -> Stated:
     """Projections, convolution, recurrence, gated norm, output projection, residual."""
     own, prec = model.recurrence, cut.precision
     assert own is not None
     local = {name: _local(size, units, cut) for name, (size, units) in own.projected.items()}
-    yield from column_linear(MODULE, "in_proj", model.hidden, local, cut, bias=own.bias)
+    yield from column_linear(MODULE, "in_proj", normed, local, cut, bias=own.bias)
     yield from _exchange("heads_of_all_tokens", cut, sum(local.values()))
     if own.gate_rank:
         yield from _gates(own, cut, model.hidden)
     keys = _local(own.num_groups * own.state_dim, own.num_groups, cut)
     inner = own.inner / cut.tp
     channels = inner + 2.0 * keys * (own.convolved > own.inner)
-    yield from elementwise(MODULE, "conv", "conv", cut.tokens, channels, prec)
+    projected = made(MODULE, "projected", (cut.tokens, channels), prec.act_dtype)
+    yield from elementwise(MODULE, "conv", "conv", projected, prec)
     if own.kind == "scan":
         yield from _scan(own, cut, inner)
     elif own.kind != "conv":
         yield from _chunks(own, cut, keys)
-    yield from elementwise(MODULE, "gate_norm" if own.norm else "gate", "gated_norm", cut.tokens, inner, prec)
+    made_by, gate = (made(MODULE, name, (cut.tokens, inner), prec.act_dtype) for name in ("result", "gate"))
+    y = yield from elementwise(
+        MODULE, "gate_norm" if own.norm else "gate", "gated_norm", (made_by, gate), prec
+    )
     yield from _exchange("tokens_of_all_heads", cut, inner)
-    yield from row_linear(MODULE, "out_proj", "out", inner, model.hidden, cut, bias=own.bias)
-    yield from leave(model, cut, MODULE, 1)
+    out = yield from row_linear(MODULE, "out_proj", "out", y, model.hidden, cut, bias=own.bias)
+    return (yield from leave(model, cut, MODULE, 1, out, x))
 
 
 def state_bytes(own: Recurrence, cut: Cut) -> Num:
@@ -93,39 +103,44 @@ def _chunks(own: Recurrence, cut: Cut, keys: Num) -> Iterator[Op]:
         ("state", (chunks, length, float(dim), depth), inputs + states, outputs + states),
     ):
         cost = Cost(matmul_flop(*shape[1:], batch=shape[0]), read, write)
+        kept = Tensor(f"{MODULE}.{name}_input", (inputs if name == "chunk" else states,), "uint8")
         op = Op(
             module=MODULE, name=name, phase="forward", kind="matmul", shape=shape, cost=cost,
-            dtype="bf16" if cut.precision.casts else cut.precision.dtype,
-            saved_bytes=inputs if name == "chunk" else states,
+            dtype="bf16" if cut.precision.casts else cut.precision.dtype, reads=(kept,), keeps=(kept,),
         )  # fmt: skip
         yield op
         twice = (2.0 * chunks, *shape[1:])
-        yield structs.replace(op, phase="backward", cost=cost * 2.0, shape=twice, saved_bytes=0.0)
+        yield structs.replace(op, phase="backward", cost=cost * 2.0, shape=twice, reads=(), keeps=())
 
 
 def _gates(own: Recurrence, cut: Cut, hidden: float) -> Iterator[Op]:
     """Two layers of width `gate_rank`, on every rank, and of each the rank's own channels."""
     down = dict.fromkeys(("a_down", "z_down"), float(own.gate_rank))
-    yield from plain_linear(MODULE, "gate_down", cut.tokens, hidden, down, cut, saved_rows=0.0)
-    for name in ("a_up", "z_up"):
-        parts = {name: own.inner / cut.tp}
-        yield from plain_linear(MODULE, name, cut.tokens, float(own.gate_rank), parts, cut)
+    read = made(MODULE, "all_tokens", (cut.tokens, hidden), cut.precision.act_dtype)
+    thin: tuple[Tensor, ...] = yield from changed(
+        plain_linear(MODULE, "gate_down", read, down, cut), lambda op: structs.replace(op, keeps=())
+    )
+    for name, x in zip(("a_up", "z_up"), thin, strict=True):
+        yield from plain_linear(MODULE, name, x, {name: own.inner / cut.tp}, cut)
 
 
 def _scan(own: Recurrence, cut: Cut, inner: Num) -> Iterator[Op]:
     prec, rows, steps = cut.precision, cut.tokens, float(own.dt_rank + 2 * own.state_dim)
-    yield from plain_linear(MODULE, "x_proj", rows, inner, {"x_proj": steps}, cut)
+    x = made(MODULE, "convolved", (rows, inner), prec.act_dtype)
+    (y,) = yield from plain_linear(MODULE, "x_proj", x, {"x_proj": steps}, cut)
     for phase in ("forward", "backward"):
         payload = rows * steps * prec.act_bytes
         yield collective(MODULE, "x_proj", phase, "all_reduce", "tp", payload, cut.tp, stride=cut.tp_stride)
     if own.inner_norms:
-        yield from elementwise(MODULE, "x_norm", "rmsnorm", rows, steps, prec)
-    yield from plain_linear(MODULE, "dt_proj", rows, float(own.dt_rank), {"dt_proj": inner}, cut, bias=True)
+        yield from elementwise(MODULE, "x_norm", "rmsnorm", y, prec)
+    ranks = made(MODULE, "steps", (rows, float(own.dt_rank)), prec.act_dtype)
+    yield from plain_linear(MODULE, "dt_proj", ranks, {"dt_proj": inner}, cut, bias=True)
     moved = prec.act_bytes * rows * (2.0 * inner + 2.0 * own.state_dim)
     cost = Cost(SCAN_FLOP * rows * inner * own.state_dim, moved, prec.act_bytes * rows * inner)
+    kept = Tensor(f"{MODULE}.scan_input", (moved,), "uint8")
     op = Op(
         module=MODULE, name="scan", phase="forward", kind="kernel", shape=(rows, inner), cost=cost,
-        saved_bytes=moved, dtype=prec.dtype,
+        reads=(kept,), keeps=(kept,), dtype=prec.dtype,
     )  # fmt: skip
     yield op
-    yield structs.replace(op, phase="backward", cost=cost * 2.0, saved_bytes=0.0)
+    yield structs.replace(op, phase="backward", cost=cost * 2.0, reads=(), keeps=())

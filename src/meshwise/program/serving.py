@@ -24,7 +24,7 @@ from meshwise.core.units import Num
 from meshwise.cost.experts import active_experts
 from meshwise.cost.op import Cost
 from meshwise.model.architecture import Layer, Model, MoE, num_dense_layers, of_layer
-from meshwise.program.block import block
+from meshwise.program.block import block, block_input
 from meshwise.program.cut import Cut
 from meshwise.program.moe import MODULE as MOE
 from meshwise.program.moe import moe_mlp
@@ -177,7 +177,8 @@ def _experts(model: Model, cut: Cut, stated: list[Op]) -> Iterator[Op]:
     """
     moe, hidden, form = model.moe, float(model.hidden), cut.precision
     assert moe is not None
-    for op in _forward(moe_mlp(model, replace(cut, tp=1.0))):
+    alone = replace(cut, tp=1.0)
+    for op in _forward(moe_mlp(model, alone, block_input(model, alone))):
         if op.name.startswith("router"):
             names = (op.name, "balance_bias") if op.kind == "kernel" else (op.name,)  # one kernel routes
             yield _with_weights(op, [one for one in stated if one.name in names])

@@ -3,7 +3,7 @@
 The first matmul of each pair (qkv; fc1) is cut by columns, the second (out_proj; fc2) by rows, so
 each pair needs one exchange. With sequence parallelism the activations between the pairs are cut
 along the sequence: an all-gather enters each pair, a reduce-scatter leaves it, and the backward
-mirrors them; the kept input of a pair is the shard, so the backward gathers it once more. Without
+mirrors them; the gathered input of a pair is not kept but gathered once more in the backward. Without
 it, an all-reduce leaves each pair, and one of the gradient enters it in the backward.
 
 Local shapes, with t = tp: qkv [tokens, h] x [h, (heads + 2 kv_heads) d / t]; out_proj
@@ -16,7 +16,8 @@ the exchange: every rank does them for all tokens, and once more in the backward
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from msgspec import structs
@@ -27,7 +28,8 @@ from meshwise.model.architecture import MLA, Model
 from meshwise.model.weights import WHOLE, Weight, Weights
 from meshwise.program.context import core_attention
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, collective, elementwise, kernel, linear
+from meshwise.program.op import Op, Stated, changed, collective, elementwise, flat, kernel, linear, linears
+from meshwise.program.tensor import Tensor, exchanged, made
 
 ATTENTION, MLP = "attention", "mlp"
 
@@ -42,38 +44,31 @@ def shards(weight: Weight, cut: Cut) -> Num:
     return ranks * cut.ep if weight.is_expert else ranks
 
 
-def attention(model: Model, cut: Cut) -> Iterator[Op]:
-    """Norm, projections, core attention, output projection, dropout, residual."""
-    yield from _entry_norm(model, cut, ATTENTION, "norm1")
-    if model.mla is None:
-        yield from _qkv(model, cut)
-    else:
-        yield from _latent_qkv(model, cut)
-    v_dim = model.mla.v_head_dim if model.mla else model.head_dim
-    width = model.num_heads * v_dim / cut.tp
-    if model.attention_gate:
-        yield from elementwise(ATTENTION, "attention_gate", "swiglu", cut.tokens, width, cut.precision)
-    yield from row_linear(
-        ATTENTION, "out_proj", "o", width, model.hidden, cut, bias=model.out_bias, kept=_keeps_mixed(cut),
+def attention(model: Model, cut: Cut, x: Tensor) -> Stated:
+    """Norm, projections, core attention, output projection, dropout, residual.
+
+    In a parallel block its result is not exchanged yet: `mlp` adds its own to it.
+    """
+    normed = yield from _entry_norm(model, cut, ATTENTION, "norm1", x)
+    mixed = yield from (_qkv if model.mla is None else _latent_qkv)(model, cut, normed)
+    out = yield from row_linear(
+        ATTENTION, "out_proj", "o", mixed, model.hidden, cut, bias=model.out_bias,
         leaves=not model.parallel_block,
     )  # fmt: skip
-    if not model.parallel_block:
-        yield from leave(model, cut, ATTENTION, 1)
-
-
-def _keeps_mixed(cut: Cut) -> Num:
-    """1 where the output projection keeps what it reads: no fused attention does, or an exchange made it."""
-    return (cut.ulysses > 1.0) * 1.0 if cut.flash else 1.0
-
-
-def mlp(model: Model, cut: Cut) -> Iterator[Op]:
-    """Norm, fc1, activation, fc2, dropout, residual; in a parallel block, the sum with the attention."""
-    if model.num_norms > 1:
-        yield from _entry_norm(model, cut, MLP, "norm2")
-    yield from feed_forward(model, cut, MLP, model.ffn_hidden, alone=not model.parallel_block)
     if model.parallel_block:
-        yield from _add_attention(model, cut)
-    yield from leave(model, cut, MLP, 2)
+        return out
+    return (yield from leave(model, cut, ATTENTION, 1, out, x))
+
+
+def mlp(model: Model, cut: Cut, x: Tensor, attended: Tensor | None = None) -> Stated:
+    """Norm, fc1, activation, fc2, dropout, residual; in a parallel block, the sum with what is `attended`."""
+    normed = x
+    if model.num_norms > 1:
+        normed = yield from _entry_norm(model, cut, MLP, "norm2", x)
+    out = yield from feed_forward(model, cut, MLP, model.ffn_hidden, normed, alone=attended is None)
+    if attended is not None:
+        out = yield from _add_attention(model, cut, (out, attended))
+    return (yield from leave(model, cut, MLP, 2, out, x))
 
 
 def shared_gradients(weights: Weights, cut: Cut) -> Iterator[Op]:
@@ -96,43 +91,43 @@ def shared_gradients(weights: Weights, cut: Cut) -> Iterator[Op]:
         )
 
 
-def feed_forward(model: Model, cut: Cut, module: str, ffn_hidden: Num, *, alone: bool = True) -> Iterator[Op]:
+def feed_forward(
+    model: Model, cut: Cut, module: str, ffn_hidden: Num, x: Tensor, *, alone: bool = True
+) -> Stated:
     """fc1, activation, fc2: a pair of matmuls of inner width `ffn_hidden`, cut by tp.
 
-    Not `alone`: beside the attention of a parallel block, which exchanges (and keeps) the input for both.
+    Not `alone`: beside the attention of a parallel block, which exchanges the input for both.
     """
     width = ffn_hidden / cut.tp
     parts = {"gate": width, "up": width} if model.gated else {"up": width}
     bias = model.linear_bias
     if alone:
-        yield from column_linear(module, "fc1", model.hidden, parts, cut, bias=bias)
+        wide = yield from column_linear(module, "fc1", x, parts, cut, bias=bias)
     else:
-        kept = None if model.num_norms > 1 and not cut.sequence_parallel else 0.0
-        yield from plain_linear(
-            module, "fc1", cut.tokens, model.hidden, parts, cut, bias=bias, saved_rows=kept
+        whole = x if _norms_of_all_tokens(model) else all_tokens(x, cut)
+        stated = plain_linear(module, "fc1", whole, parts, cut, bias=bias, own=x)
+        wide = yield from changed(
+            stated, lambda op: structs.replace(op, keeps=(x,)) if whole in op.keeps else op
         )
         yield from _input_again(model, cut)
-    yield from elementwise(module, model.activation, model.activation, cut.tokens, width, cut.precision)
-    yield from row_linear(module, "fc2", "down", width, model.hidden, cut, bias=bias, leaves=alone)
+    acted = yield from elementwise(module, model.activation, model.activation, wide, cut.precision)
+    return (yield from row_linear(module, "fc2", "down", acted, model.hidden, cut, bias=bias, leaves=alone))
 
 
-def norm(model: Model, cut: Cut, module: str, name: str) -> Iterator[Op]:
+def norm(model: Model, cut: Cut, module: str, name: str, x: Tensor) -> Stated:
     """A norm of the residual stream; its weights are held by every tensor-parallel rank."""
-    yield from elementwise(module, name, model.norm, cut.split_tokens, model.hidden, cut.precision)
+    return (yield from elementwise(module, name, model.norm, x, cut.precision))
 
 
-def leave(model: Model, cut: Cut, module: str, number: int) -> Iterator[Op]:
+def leave(model: Model, cut: Cut, module: str, number: int, y: Tensor, x: Tensor) -> Stated:
     """What follows the exchange that leaves a pair: a norm in blocks of four, dropout, residual."""
     if model.num_norms == 4:
-        yield from norm(model, cut, module, f"post_norm{number}")
+        y = yield from norm(model, cut, module, f"post_norm{number}", y)
     if model.layer_scale:
-        name = f"layer_scale{number}"
-        yield from elementwise(module, name, "layer_scale", cut.split_tokens, model.hidden, cut.precision)
+        y = yield from elementwise(module, f"layer_scale{number}", "layer_scale", y, cut.precision)
     if model.dropout_frac:
-        yield from elementwise(module, "dropout", "dropout", cut.split_tokens, model.hidden, cut.precision)
-    yield from elementwise(
-        module, f"residual{number}", "residual", cut.split_tokens, model.hidden, cut.precision
-    )
+        y = yield from elementwise(module, "dropout", "dropout", y, cut.precision)
+    return (yield from elementwise(module, f"residual{number}", "residual", (y, x), cut.precision))
 
 
 # --- parallel blocks ---------------------------------------------------------------------------
@@ -143,31 +138,34 @@ def _norms_of_all_tokens(model: Model) -> bool:
     return model.parallel_block and model.num_norms > 1
 
 
-def _entry_norm(model: Model, cut: Cut, module: str, name: str) -> Iterator[Op]:
+def _entry_norm(model: Model, cut: Cut, module: str, name: str, x: Tensor) -> Stated:
     """The norm before a pair: of the rank's own tokens, or, one of two in a parallel block, of all."""
     if not _norms_of_all_tokens(model):
-        yield from norm(model, cut, module, name)
-        return
+        return (yield from norm(model, cut, module, name, x))
     is_first = module == ATTENTION
     if is_first and cut.sequence_parallel:
         yield on_tp(module, name, "forward", "all_gather", model.hidden, cut)
-    forward, backward = elementwise(module, name, model.norm, cut.tokens, model.hidden, cut.precision)
-    # Both norms see the same input, of which one copy is kept: the rank's own tokens.
-    shared_rows = cut.tokens - (cut.split_tokens if is_first else 0.0)
-    shared_bytes = shared_rows * model.hidden * cut.precision.act_bytes
-    yield structs.replace(forward, saved_bytes=forward.saved_bytes - shared_bytes)
-    yield backward
+    all_of_it = cut.tokens, float(model.hidden)
+    normed = elementwise(module, name, model.norm, x, cut.precision, shape=all_of_it)
+    y = yield from changed(normed, _remade if cut.sequence_parallel else lambda op: op)
     if is_first:
         yield on_tp(module, name, "backward", summing(cut), model.hidden, cut)
+    return y
 
 
-def _add_attention(model: Model, cut: Cut) -> Iterator[Op]:
+def _remade(op: Op) -> Op:
+    return structs.replace(op, remade=op.phase == "forward")
+
+
+def _add_attention(model: Model, cut: Cut, both: tuple[Tensor, Tensor]) -> Stated:
     """The sum of both pairs' results, and the one exchange that leaves the block."""
-    name = "add_attention"
-    yield kernel(MLP, name, "residual", cut.tokens, model.hidden, cut.precision, phase="forward")
-    yield on_tp(MLP, name, "forward", summing(cut), model.hidden, cut)
+    name, of_all = "add_attention", (cut.tokens, float(model.hidden))
+    added = made(MLP, name, of_all, cut.precision.act_dtype)
+    summed = kernel(MLP, name, "residual", *of_all, cut.precision, phase="forward")
+    yield structs.replace(summed, reads=both, makes=(added,))
     if cut.sequence_parallel:
         yield on_tp(MLP, name, "backward", "all_gather", model.hidden, cut)
+    return (yield from _summed(MLP, name, added, cut))
 
 
 def _input_again(model: Model, cut: Cut) -> Iterator[Op]:
@@ -178,13 +176,13 @@ def _input_again(model: Model, cut: Cut) -> Iterator[Op]:
     if _norms_of_all_tokens(model):
         for name in ("norm1_again", "norm2_again"):
             again = kernel(MLP, name, model.norm, cut.tokens, model.hidden, cut.precision, phase="forward")
-            yield structs.replace(again, phase="backward", saved_bytes=0.0)
+            yield structs.replace(again, phase="backward")
 
 
 # --- projections of attention ------------------------------------------------------------------
 
 
-def _qkv(model: Model, cut: Cut) -> Iterator[Op]:
+def _qkv(model: Model, cut: Cut, x: Tensor) -> Stated:
     dim, prec = model.head_dim, cut.precision
     heads = model.num_heads / cut.tp
     kv_heads = np.maximum(model.num_kv_heads / cut.tp, 1.0)  # fewer than tp: each rank holds a copy of one
@@ -192,109 +190,137 @@ def _qkv(model: Model, cut: Cut) -> Iterator[Op]:
     names = {"": ("k", "v"), "values": ("k",), "shared": ()}[model.keys]
     parts = gate | {"q": heads * dim} | dict.fromkeys(names, kv_heads * dim)
     if model.parallel_block:
-        yield from _qkv_of_parallel_block(model, parts, cut)
+        found = yield from _qkv_of_parallel_block(model, parts, cut, x)
     else:
-        yield from column_linear(ATTENTION, "qkv", model.hidden, parts, cut, bias=model.qkv_bias)
+        found = yield from column_linear(ATTENTION, "qkv", x, parts, cut, bias=model.qkv_bias)
+    of = dict(zip(parts, found, strict=True))
+    for name in ("k", "v"):  # of another layer, or values that are the keys
+        is_key = model.keys == "values" and name == "v"
+        of.setdefault(
+            name, of["k"] if is_key else made(ATTENTION, name, (cut.tokens, kv_heads * dim), prec.act_dtype)
+        )
+    turned = ("q",) if model.keys == "shared" else ("q", "k")
     if model.qk_norm_full:
-        width = (heads + kv_heads) * dim
-        for op in elementwise(ATTENTION, "qk_norm", model.norm, cut.tokens, width, prec):
+        for op in _on_heads(model.norm, "qk_norm", of, ("q", "k"), cut):
             yield op  # each rank has some columns of a row, whose statistics are of all (queries, and keys)
             payload = 2.0 * cut.tokens * prec.stat_bytes
             yield collective(
                 ATTENTION, "qk_norm", op.phase, "all_reduce", "tp", payload, cut.tp, stride=cut.tp_stride
             )
     elif model.qk_norm:
-        normed = heads + kv_heads * (model.keys != "shared")
-        yield from elementwise(ATTENTION, "qk_norm", model.norm, cut.tokens * normed, dim, prec)
+        yield from _on_heads(model.norm, "qk_norm", of, turned, cut, float(dim))
     if model.positions == "rotary":
-        turned = heads + kv_heads * (model.keys != "shared")
-        yield from elementwise(ATTENTION, "rotary", "rotary", cut.tokens, turned * dim, prec)
-    yield from core_attention(model, cut, dim, dim, kv_heads)
+        yield from _on_heads("rotary", "rotary", of, turned, cut)
+    mixed = yield from core_attention(model, cut, (of["q"], of["k"], of["v"]), dim, dim, kv_heads)
+    if model.attention_gate:
+        return (yield from elementwise(ATTENTION, "attention_gate", "swiglu", (of["gate"], mixed), prec))
+    return mixed
 
 
-def _qkv_of_parallel_block(model: Model, parts: Mapping[str, Num], cut: Cut) -> Iterator[Op]:
+def _on_heads(
+    kind: str, name: str, of: dict[str, Tensor], which: tuple[str, ...], cut: Cut, dim: Num = 0.0
+) -> Iterator[Op]:
+    """One kernel on queries and keys, whose place its results take; on rows of `dim` numbers (0: whole)."""
+    reads = tuple(of[one] for one in which)
+    width = sum(one.shape[-1] for one in reads)
+    shape = (cut.tokens * (width / dim), dim) if dim else (cut.tokens, width)
+    results = tuple(made(ATTENTION, f"{one}_{name}", of[one].shape, of[one].dtype) for one in which)
+    for op in elementwise(ATTENTION, name, kind, reads, cut.precision, shape=shape):
+        yield structs.replace(op, makes=(*results, *op.makes[1:])) if op.makes else op
+    of.update(zip(which, results, strict=True))
+
+
+def _qkv_of_parallel_block(model: Model, parts: Mapping[str, Num], cut: Cut, x: Tensor) -> StatedParts:
     """qkv, whose exchanges serve fc1 too, unless they are those of the norms behind them."""
     behind_exchange = _norms_of_all_tokens(model)
     if cut.sequence_parallel and not behind_exchange:
-        yield on_tp(ATTENTION, "qkv", "forward", "all_gather", model.hidden, cut)
-    kept = cut.tokens if behind_exchange and not cut.sequence_parallel else cut.split_tokens
-    yield from plain_linear(
-        ATTENTION, "qkv", cut.tokens, model.hidden, parts, cut, bias=model.qkv_bias,
-        saved_rows=0.0 if behind_exchange and cut.sequence_parallel else kept,
-    )  # fmt: skip
+        gather = on_tp(ATTENTION, "qkv", "forward", "all_gather", model.hidden, cut, reads=x)
+        yield gather
+        x = gather.makes[0]
+    found = yield from plain_linear(ATTENTION, "qkv", x, parts, cut, bias=model.qkv_bias)
     if not behind_exchange:
         yield on_tp(ATTENTION, "qkv", "backward", summing(cut), model.hidden, cut, hides_behind="qkv")
+    return found
 
 
-def _latent_qkv(model: Model, cut: Cut) -> Iterator[Op]:
-    """MLA: hidden -> latent on the rank's own tokens; the latent, not the hidden state, is gathered."""
+def _latent_qkv(model: Model, cut: Cut, x: Tensor) -> Stated:
+    """MLA: hidden -> latent on the rank's own tokens; the latent, not the hidden state, is gathered.
+
+    Queries, and keys and values, come of a latent each; of the keys a part is one for all heads.
+    """
     mla, prec = model.mla, cut.precision
     assert mla is not None
-    heads = model.num_heads / cut.tp
+    heads, rope = model.num_heads / cut.tp, float(mla.qk_rope_head_dim)
     qk_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
 
-    def down(name: str, rank: int, kept: Num | None = None) -> Iterator[Op]:
-        return plain_linear(
-            ATTENTION, name, cut.split_tokens, model.hidden, {name: rank}, cut, bias=model.qkv_bias,
-            saved_rows=kept,
-        )  # fmt: skip
+    def down(name: str, **widths: float) -> StatedParts:
+        return plain_linear(ATTENTION, name, x, widths, cut, bias=model.qkv_bias, adapts=name)
 
     if mla.q_lora_rank:
-        yield from down("q_down", mla.q_lora_rank)
-        yield from elementwise(ATTENTION, "q_norm", model.norm, cut.split_tokens, mla.q_lora_rank, prec)
-        yield from column_linear(ATTENTION, "q_up", mla.q_lora_rank, {"q_up": heads * qk_dim}, cut)
+        (latent,) = yield from down("q_down", q_latent=float(mla.q_lora_rank))
+        latent = yield from elementwise(ATTENTION, "q_norm", model.norm, latent, prec)
+        (q,) = yield from column_linear(ATTENTION, "q_up", latent, {"q_up": heads * qk_dim}, cut)
     else:
-        yield from column_linear(ATTENTION, "q", model.hidden, {"q": heads * qk_dim}, cut)
-    kept = None if prec.casts else 0.0  # queries read the same input, of which a cast makes a copy each
-    yield from down("kv_down", mla.kv_lora_rank + mla.qk_rope_head_dim, kept)
-    yield from elementwise(ATTENTION, "kv_norm", model.norm, cut.split_tokens, mla.kv_lora_rank, prec)
-    expanded = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    yield from column_linear(ATTENTION, "kv_up", mla.kv_lora_rank, {"kv_up": expanded}, cut)
+        (q,) = yield from column_linear(ATTENTION, "q", x, {"q": heads * qk_dim}, cut)
+    latent, key = yield from down("kv_down", kv_latent=float(mla.kv_lora_rank), key=rope)
+    latent = yield from elementwise(ATTENTION, "kv_norm", model.norm, latent, prec)
+    pair = {"k": heads * mla.qk_nope_head_dim, "v": heads * mla.v_head_dim}
+    k, v = yield from column_linear(ATTENTION, "kv_up", latent, pair, cut, adapts="kv_up")
+    k_whole = made(ATTENTION, "k_rotary", (cut.tokens, heads * qk_dim), prec.act_dtype)
     if model.positions == "rotary":
-        yield from _shared_key(mla, cut)
-        turned = (heads + 1.0) * mla.qk_rope_head_dim
-        yield from elementwise(ATTENTION, "rotary", "rotary", cut.tokens, turned, prec)
+        key = yield from _shared_key(mla, cut, key)
+        turned = made(ATTENTION, "q_rotary", q.shape, prec.act_dtype), k_whole
+        shape = cut.tokens, (heads + 1.0) * rope
+        for op in elementwise(ATTENTION, "rotary", "rotary", (q, k, key), prec, shape=shape):
+            yield structs.replace(op, makes=turned) if op.makes else op
+        q = turned[0]
     if mla.index_heads:
-        yield from _indexer(model, mla, cut)
-    yield from core_attention(model, cut, qk_dim, mla.v_head_dim, heads)
+        yield from _indexer(model, mla, cut, x)
+    return (yield from core_attention(model, cut, (q, k_whole, v), qk_dim, mla.v_head_dim, heads))
 
 
-def _shared_key(mla: MLA, cut: Cut) -> Iterator[Op]:
+def _shared_key(mla: MLA, cut: Cut, key: Tensor) -> Stated:
     """What comes of the one key that all heads share, turned by positions, to each rank and back."""
+    shape = cut.tokens, key.shape[-1]
+    whole = exchanged(key, f"{ATTENTION}.shared_key", shape, cut.tp) if cut.sequence_parallel else key
     payload = cut.tokens * mla.qk_rope_head_dim * cut.precision.act_bytes
     ways = (("forward", "all_gather"),) * cut.sequence_parallel + (("backward", summing(cut)),)
     for phase, kind in ways:
+        tensors: dict[str, Any] = {"reads": (key,), "makes": (whole,)} if phase == "forward" else {}
         yield collective(
-            ATTENTION, "shared_key", phase, kind, "tp", payload, cut.tp, stride=cut.tp_stride
+            ATTENTION, "shared_key", phase, kind, "tp", payload, cut.tp, stride=cut.tp_stride, **tensors
         )  # fmt: skip
+    return whole
 
 
-def _indexer(model: Model, mla: MLA, cut: Cut) -> Iterator[Op]:
-    """Scores of all tokens before each query, from small heads on every rank, and the choice of the best."""
+def _indexer(model: Model, mla: MLA, cut: Cut, x: Tensor) -> Iterator[Op]:
+    """Scores of all tokens before each query, from small heads on every rank, and the choice of the best.
+
+    Their inputs are those of other layers, which keep them.
+    """
     heads, dim, prec = float(mla.index_heads), float(mla.index_head_dim), cut.precision
-    rows, seq = cut.tokens, cut.seq / cut.ring
+    seq = cut.seq / cut.ring
     for name, d_in, d_out in (
-        ("index_q", mla.q_lora_rank, heads * dim),
-        ("index_k", model.hidden, dim),
-        ("index_weights", model.hidden, heads),
+        ("index_q", float(mla.q_lora_rank), heads * dim),
+        ("index_k", float(model.hidden), dim),
+        ("index_weights", float(model.hidden), heads),
     ):
-        yield from plain_linear(ATTENTION, name, rows, d_in, {name: d_out}, cut, saved_rows=0.0)
-    yield from elementwise(ATTENTION, "index_norm", "layernorm", rows, dim, prec)
+        read = Tensor(f"{ATTENTION}.{name}_input", (cut.tokens, d_in), x.dtype)
+        for op in plain_linear(ATTENTION, name, read, {name: d_out}, cut):
+            yield structs.replace(op, keeps=())
+    key = made(ATTENTION, "index_key", (cut.tokens, dim), prec.act_dtype)
+    yield from elementwise(ATTENTION, "index_norm", "layernorm", key, prec)
     keys = (0.5 if model.causal and cut.kind != "decode" else 1.0) * (cut.seq + cut.past)
     batch = cut.microbatch * heads
+    read = made(ATTENTION, "index_scores_input", (cut.microbatch * dim, heads * seq + keys), prec.act_dtype)
     scores = Op(
         module=ATTENTION, name="index_scores", phase="forward", kind="matmul", shape=(batch, seq, keys, dim),
-        cost=Cost(
-            2.0 * batch * seq * keys * dim,
-            prec.act_bytes * cut.microbatch * dim * (heads * seq + keys),
-            4.0 * cut.microbatch * seq * keys,
-        ),
-        saved_bytes=prec.act_bytes * cut.microbatch * dim * (heads * seq + keys),
-        dtype="bf16" if prec.casts else prec.dtype,
+        cost=Cost(2.0 * batch * seq * keys * dim, read.bytes, 4.0 * cut.microbatch * seq * keys),
+        reads=(read,), keeps=(read,), dtype="bf16" if prec.casts else prec.dtype,
     )  # fmt: skip
     yield scores
     twice = (2.0 * batch, seq, keys, dim)
-    yield structs.replace(scores, phase="backward", shape=twice, cost=scores.cost * 2.0, saved_bytes=0.0)
+    yield structs.replace(scores, phase="backward", shape=twice, cost=scores.cost * 2.0, reads=(), keeps=())
     queries = cut.microbatch * seq
     yield Op(
         module=ATTENTION, name="index_top_k", phase="forward", kind="kernel", shape=(queries, keys),
@@ -304,66 +330,87 @@ def _indexer(model: Model, mla: MLA, cut: Cut) -> Iterator[Op]:
 
 # --- linear layers -----------------------------------------------------------------------------
 
+StatedParts = Generator[Op, None, tuple[Tensor, ...]]
+"""Ops, and the tensors that the layers in one matmul make."""
+
+
+def all_tokens(x: Tensor, cut: Cut) -> Tensor:
+    """The tensor that the tensor-parallel ranks gather of `x`, their own tokens of it."""
+    return (
+        exchanged(x, f"{x.name}.gathered", (cut.tokens, x.shape[-1]), cut.tp) if cut.sequence_parallel else x
+    )
+
 
 def column_linear(
-    module: str, name: str, d_in: Num, parts: Mapping[str, Num], cut: Cut, *, bias: bool = False,
-    frozen: bool = False,
-) -> Iterator[Op]:  # fmt: skip
+    module: str, name: str, x: Tensor, parts: Mapping[str, Num], cut: Cut, *, bias: bool = False,
+    frozen: bool = False, adapts: str = "",
+) -> StatedParts:  # fmt: skip
     """A linear layer cut by columns, with the exchange that enters its pair; `parts` as in `plain_linear`."""
+    d_in, own = x.shape[-1], x
     if cut.sequence_parallel:
-        yield on_tp(module, name, "forward", "all_gather", d_in, cut)
+        gather = on_tp(module, name, "forward", "all_gather", d_in, cut, reads=x)
+        yield gather
         if not frozen:
             yield on_tp(module, name, "backward", "all_gather", d_in, cut, hides_behind=name)
-    yield from plain_linear(
-        module, name, cut.tokens, d_in, parts, cut, bias=bias, saved_rows=cut.split_tokens, frozen=frozen
+        x = gather.makes[0]
+    found = yield from plain_linear(
+        module, name, x, parts, cut, bias=bias, frozen=frozen, adapts=adapts, own=own
     )
     yield on_tp(module, name, "backward", summing(cut), d_in, cut, hides_behind=name)
+    return found
 
 
 def row_linear(
-    module: str, name: str, part: str, d_in: Num, d_out: Num, cut: Cut, *, bias: bool = False,
-    kept: Num = 1.0, leaves: bool = True,
-) -> Iterator[Op]:  # fmt: skip
-    """A linear layer cut by rows (`d_in` is local), with the exchange that leaves its pair.
+    module: str, name: str, part: str, x: Tensor, d_out: Num, cut: Cut, *, bias: bool = False,
+    leaves: bool = True,
+) -> Stated:  # fmt: skip
+    """A linear layer cut by rows (its input is local), with the exchange that leaves its pair.
 
-    `kept` 0: its input is already kept by the op before it (fused attention keeps its output). `leaves`
-    False: the result is not exchanged yet.
+    `leaves` False: the result is not exchanged yet.
     """
     if leaves and cut.sequence_parallel:
         yield on_tp(module, name, "backward", "all_gather", d_out, cut)
-    # With an fp8 matmul the kept input is a narrow copy of its own, whatever came before.
-    saved_rows = cut.tokens * (1.0 if cut.precision.casts else kept)
-    yield from plain_linear(
-        module, name, cut.tokens, d_in, {part: d_out}, cut, bias=bias, saved_rows=saved_rows
-    )
-    if leaves:
-        yield on_tp(module, name, "forward", summing(cut), d_out, cut)
+    (y,) = yield from plain_linear(module, name, x, {part: d_out}, cut, bias=bias)
+    return (yield from _summed(module, name, y, cut)) if leaves else y
+
+
+def _summed(module: str, name: str, y: Tensor, cut: Cut) -> Stated:
+    """What the ranks have of a sum, added up: each then has its own tokens, or all."""
+    done = on_tp(module, name, "forward", summing(cut), y.shape[-1], cut, reads=y)
+    yield done
+    return done.makes[0]
 
 
 def plain_linear(
-    module: str, name: str, rows: Num, d_in: Num, parts: Mapping[str, Num], cut: Cut, *, bias: bool = False,
-    saved_rows: Num | None = None, frozen: bool = False,
-) -> Iterator[Op]:  # fmt: skip
+    module: str, name: str, x: Tensor, parts: Mapping[str, Num], cut: Cut, *, bias: bool = False,
+    frozen: bool = False, adapts: str = "", own: Tensor | None = None,
+) -> StatedParts:  # fmt: skip
     """A linear layer without exchanges; `parts` are the layers that it does in one matmul, by their d_out.
 
-    Under LoRA it is frozen, and beside each of its parts two thin adapters train, whose result is added.
+    Under LoRA it is frozen, and beside each of its parts two thin adapters train, whose result is added; one
+    pair for all where it is one layer that `adapts` by that name.
     """
+    results = tuple(
+        made(module, part, (*x.shape[:-1], width), cut.precision.act_dtype) for part, width in parts.items()
+    )
     d_out = sum(parts.values())
     has_adapters = cut.lora_rank > 0 and not frozen
     if has_adapters:
-        yield from dequantized(module, name, d_in * d_out, cut)
-    yield from linear(
-        module, name, rows, d_in, d_out, cut.precision, bias=bias, saved_rows=saved_rows,
-        frozen=frozen or has_adapters,
-    )  # fmt: skip
+        yield from dequantized(module, name, x.shape[-1] * d_out, cut)
+    yield from linears(
+        module, name, x, results, cut.precision, bias=bias, frozen=frozen or has_adapters, own=own
+    )
     if not has_adapters:
-        return
-    rank, kept = float(cut.lora_rank), saved_rows
-    for part, width in parts.items():
-        yield from linear(module, f"{part}_lora_a", rows, d_in, rank, cut.precision, saved_rows=kept)
-        yield from linear(module, f"{part}_lora_b", rows, rank, width, cut.precision)
-        yield from elementwise(module, f"{part}_lora_add", "residual", rows, width, cut.precision)
-        kept = 0.0  # the parts read the same input
+        return results
+    adapted = {adapts: d_out} if adapts else parts
+    for (part, width), whole in zip(adapted.items(), results, strict=False):
+        thin = yield from linear(module, f"{part}_lora_a", x, float(cut.lora_rank), cut.precision)
+        wide = yield from linear(module, f"{part}_lora_b", thin, width, cut.precision)
+        shape = flat(x)[0], width
+        yield from elementwise(
+            module, f"{part}_lora_add", "residual", (whole, wide), cut.precision, shape=shape
+        )
+    return results
 
 
 def dequantized(module: str, name: str, num_params: Num, cut: Cut) -> Iterator[Op]:
@@ -383,9 +430,10 @@ def summing(cut: Cut) -> str:
 
 
 def on_tp(
-    module: str, name: str, phase: str, kind: str, width: Num, cut: Cut, *, hides_behind: str = ""
-) -> Op:
-    """A collective of all tokens' rows of `width` over the tensor-parallel ranks.
+    module: str, name: str, phase: str, kind: str, width: Num, cut: Cut, *, hides_behind: str = "",
+    reads: Tensor | None = None,
+) -> Op:  # fmt: skip
+    """A collective of all tokens' rows of `width` over the tensor-parallel ranks; a forward one `reads` them.
 
     Behind a matmul's backward, its input is gathered again while the gradient of the input is computed, and
     that gradient is summed while the weight's is (Megatron-LM, tensor_parallel/layers.py). What matmuls read
@@ -394,7 +442,18 @@ def on_tp(
     gradient = ("input" if kind == "all_gather" else "weight") if hides_behind else ""
     is_read = kind == "all_gather" and not name.startswith("norm")
     elem_bytes = cut.precision.operand_bytes if is_read else cut.precision.act_bytes
-    return collective(
+    op = collective(
         module, name, phase, kind, "tp", cut.tokens * width * elem_bytes, cut.tp,
         stride=cut.tp_stride, hides_behind=hides_behind, behind_gradient=gradient,
     )  # fmt: skip
+    if reads is None:
+        return op
+    if kind == "all_gather":
+        return structs.replace(op, reads=(reads,), makes=(all_tokens(reads, cut),), remade=True)
+    rows = cut.split_tokens if kind == "reduce_scatter" else cut.tokens
+    y = (
+        exchanged(reads, f"{module}.{name}.summed", (rows, width), cut.tp)
+        if kind == "reduce_scatter"
+        else reads
+    )
+    return structs.replace(op, reads=(reads,), makes=(y,))

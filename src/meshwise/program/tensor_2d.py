@@ -39,9 +39,10 @@ from meshwise.model.weights import Weight, Weights
 from meshwise.program import grid
 from meshwise.program.context import core_attention
 from meshwise.program.cut import Cut
-from meshwise.program.grid import softmax, tokens
+from meshwise.program.grid import of_heads, softmax, tokens
 from meshwise.program.held import num_held
 from meshwise.program.op import Op, collective, kernel
+from meshwise.program.tensor import Tensor, made
 from meshwise.program.tensor_1d import ATTENTION
 
 
@@ -76,7 +77,7 @@ def _column(cut: Cut) -> dict[str, Any]:
 
 def summa(
     form: str, module: str, name: str, phase: str, m: Num, n: Num, k: Num, cut: Cut, *, batch: Num = 1.0,
-    saved_bytes: Num = 0.0, recomputed_bytes: Num = 0.0, is_weight_grad: bool = False,
+    keeps: tuple[Tensor, ...] = (), is_weight_grad: bool = False,
 ) -> Iterator[Op]:  # fmt: skip
     """`batch` products C = A B, A B' or A' B of blocks, panel by panel.
 
@@ -105,7 +106,7 @@ def summa(
         "dtype": prec.dtype,
         "is_weight_grad": is_weight_grad,
     }
-    yield Op(cost=cost, saved_bytes=saved_bytes, recomputed_bytes=recomputed_bytes, **common)
+    yield Op(cost=cost, reads=keeps, keeps=keeps, **common)
     added = Cost(0.0, batch * c * prec.act_bytes) if form == "ab" else Cost()  # C is read again and added to
     yield Op(cost=cost + added, count=panels - 1.0, **common)
 
@@ -119,8 +120,8 @@ def linear(
     they sum its gradient behind the last panel.
     """
     rows, columns, local_in = tokens(cut), d_out / cut.grid[0], d_in / cut.grid[0]
-    saved = rows * local_in * cut.precision.act_bytes if kept else 0.0
-    yield from summa("ab", module, name, "forward", rows, columns, d_in, cut, saved_bytes=saved)
+    own = (made(module, f"{name}_input", (rows, local_in), cut.precision.act_dtype),) * kept
+    yield from summa("ab", module, name, "forward", rows, columns, d_in, cut, keeps=own)
     yield from summa("abt", module, name, "backward", rows, d_in, columns, cut)
     yield from summa("atb", module, name, "backward", d_in, columns, rows, cut, is_weight_grad=True)
     if len(cut.grid) > 2:
@@ -138,7 +139,8 @@ def _heads_split(model: Model, cut: Cut) -> Iterator[Op]:
     column = _column(cut)
     inner = replace(cut, tp=cut.grid[0], ring=column["group_size"], ulysses=1.0, gather_keys=True)
     kv_heads = model.num_kv_heads / cut.grid[0]
-    for op in core_attention(model, inner, model.head_dim, model.head_dim, kv_heads):
+    heads = of_heads(model, inner, kv_heads)
+    for op in core_attention(model, inner, heads, model.head_dim, model.head_dim, kv_heads):
         if op.kind != "collective":
             yield op
         elif op.collective != "all_to_all":
@@ -147,28 +149,30 @@ def _heads_split(model: Model, cut: Cut) -> Iterator[Op]:
 
 def _scores_split(model: Model, cut: Cut) -> Iterator[Op]:
     """d/c of every head a rank; queries that share keys are rows of one product."""
-    act_bytes = cut.precision.act_bytes
     columns = cut.grid[0]
     batch = cut.microbatch * model.num_kv_heads
     num_q = tokens(cut) / cut.microbatch * model.num_heads / model.num_kv_heads
     dim, width = model.head_dim / columns, cut.seq / columns
-    scores_bytes = batch * num_q * width * act_bytes
-    q_bytes = batch * num_q * dim * act_bytes
-    k_bytes = batch * tokens(cut) / cut.microbatch * dim * act_bytes
-    dropped = scores_bytes if model.dropout_frac else 0.0
+    num_k = tokens(cut) / cut.microbatch
+    k_bytes = batch * num_k * dim * cut.precision.act_bytes
+    sizes = {
+        "q": (batch * num_q, dim),
+        "k": (batch * num_k, dim),
+        "v": (batch * num_k, dim),
+        "scores": (batch * num_q, width),
+    }
+    q, k, v, scores = (made(ATTENTION, name, shape, cut.precision.act_dtype) for name, shape in sizes.items())
     size: dict[str, Any] = {"cut": cut, "batch": batch}
 
     yield from _depth_keys("logits", cut, k_bytes)
-    yield from summa(
-        "abt", ATTENTION, "logits", "forward", num_q, cut.seq, dim, saved_bytes=q_bytes + k_bytes, **size
-    )
+    yield from summa("abt", ATTENTION, "logits", "forward", num_q, cut.seq, dim, keeps=(q, k), **size)
     yield from summa("ab", ATTENTION, "logits", "backward", num_q, dim, cut.seq, **size)
     yield from summa("atb", ATTENTION, "logits", "backward", cut.seq, dim, num_q, **size)
-    yield from softmax(batch * num_q, width, cut, model)
+    scores = yield from softmax(scores, cut, model)
     yield from _depth_keys("attend", cut, k_bytes)
     yield from summa(
         "ab", ATTENTION, "attend", "forward", num_q, dim, cut.seq,
-        saved_bytes=k_bytes + dropped, recomputed_bytes=dropped, **size,
+        keeps=(scores, v), **size,
     )  # fmt: skip
     yield from summa("abt", ATTENTION, "attend", "backward", num_q, cut.seq, dim, **size)
     yield from summa("atb", ATTENTION, "attend", "backward", cut.seq, dim, num_q, **size)

@@ -20,7 +20,8 @@ from meshwise.model.weights import Weight, Weights
 from meshwise.program import tensor_1d
 from meshwise.program.cut import Cut
 from meshwise.program.held import num_held
-from meshwise.program.op import Op, collective
+from meshwise.program.op import Op, Stated, collected, collective
+from meshwise.program.tensor import Tensor
 
 
 def shards(weight: Weight, cut: Cut) -> Num:
@@ -28,14 +29,14 @@ def shards(weight: Weight, cut: Cut) -> Num:
     return tensor_1d.shards(weight, _row(cut))
 
 
-def attention(model: Model, cut: Cut) -> Iterator[Op]:
+def attention(model: Model, cut: Cut, x: Tensor) -> Stated:
     """The attention of one row, with the keys and values of all."""
-    yield from _on_grid(tensor_1d.attention(model, _row(cut)), cut)
+    return (yield from _on_grid(tensor_1d.attention(model, _row(cut), x), cut))
 
 
-def mlp(model: Model, cut: Cut) -> Iterator[Op]:
+def mlp(model: Model, cut: Cut, x: Tensor, *attended: Tensor) -> Stated:
     """The MLP of one row."""
-    yield from _on_grid(tensor_1d.mlp(model, _row(cut)), cut)
+    return (yield from _on_grid(tensor_1d.mlp(model, _row(cut), x, *attended), cut))
 
 
 def shared_gradients(weights: Weights, cut: Cut) -> Iterator[Op]:
@@ -51,11 +52,14 @@ def _row(cut: Cut) -> Cut:
     return replace(cut, tp=cut.grid[0], ring=cut.grid[1], ulysses=1.0, gather_keys=True)
 
 
-def _on_grid(ops: Iterator[Op], cut: Cut) -> Iterator[Op]:
-    """`ops` with their collectives on the axes of the grid: tp is the row, cp the column."""
+def _on_grid(stated: Stated, cut: Cut) -> Stated:
+    """What is `stated`, its collectives on the axes of the grid: tp is the row, cp the column."""
     axes = {"tp": cut.axis(0), "cp": cut.axis(1)}
+    ops: list[Op] = []
+    y = collected(stated, ops)
     for op in ops:
         if op.kind != "collective":
             yield op
         elif op.collective != "all_to_all":
             yield structs.replace(op, **axes[op.axis])
+    return y

@@ -34,9 +34,10 @@ from meshwise.model.weights import COLUMNS, Weight, Weights
 from meshwise.program import grid
 from meshwise.program.context import core_attention
 from meshwise.program.cut import Cut
-from meshwise.program.grid import softmax
+from meshwise.program.grid import of_heads, softmax
 from meshwise.program.held import num_held
 from meshwise.program.op import Op, collective, kernel
+from meshwise.program.tensor import Tensor, made
 from meshwise.program.tensor_1d import ATTENTION
 
 COL, ROW, DEPTH = 0, 1, 2
@@ -67,7 +68,7 @@ def shared_gradients(weights: Weights, cut: Cut) -> Iterator[Op]:
 
 def product(
     axes: tuple[int, int, int], module: str, name: str, m: Num, n: Num, k: Num, cut: Cut, *, batch: Num = 1.0,
-    transposed: bool = False, saved_bytes: Num = 0.0, recomputed_bytes: Num = 0.0, is_weight: bool = False,
+    transposed: bool = False, keeps: tuple[Tensor, ...] = (), is_weight: bool = False,
 ) -> Iterator[Op]:  # fmt: skip
     """`batch` products C = A B (or A B', `transposed`) of gathered blocks, forward and backward.
 
@@ -88,7 +89,7 @@ def product(
 
     yield exchange("forward", "all_gather", a, over_a)
     yield exchange("forward", "all_gather", b, over_b)
-    yield multiply("forward", m, n, k, saved_bytes=saved_bytes, recomputed_bytes=recomputed_bytes)
+    yield multiply("forward", m, n, k, reads=keeps, keeps=keeps)
     yield exchange("forward", "reduce_scatter", c, over_c)
     yield exchange("backward", "all_gather", c, over_c)
     yield exchange("backward", "all_gather", b, over_b)
@@ -108,10 +109,8 @@ def _linear(
     assert kept  # an all-to-all lies between the mixed values and what the output projection reads
     over_a, over_b, over_c = (cut.grid[dim] for dim in axes)
     m, n, k = cut.tokens / over_b, d_out / over_a, d_in / over_c
-    yield from product(
-        axes, module, name, m, n, k, cut,
-        saved_bytes=m / over_a * k * cut.precision.act_bytes, is_weight=True,
-    )  # fmt: skip
+    own = made(module, f"{name}_input", (m / over_a, k), cut.precision.act_dtype)
+    yield from product(axes, module, name, m, n, k, cut, keeps=(own,), is_weight=True)
     if bias:
         yield kernel(module, f"{name}_bias", "add_bias", m, n, cut.precision, phase="backward")
 
@@ -124,28 +123,34 @@ def _heads_split(model: Model, cut: Cut) -> Iterator[Op]:
     col, row, depth = cut.grid
     inner = replace(cut, tp=row, ulysses=col, ring=depth, gather_keys=True)
     axes = {"all_to_all": cut.axis(COL), "all_gather": cut.axis(DEPTH), "reduce_scatter": cut.axis(DEPTH)}
-    for op in core_attention(model, inner, model.head_dim, model.head_dim, model.num_kv_heads / row):
+    heads = of_heads(model, inner, model.num_kv_heads / row)
+    for op in core_attention(model, inner, heads, model.head_dim, model.head_dim, model.num_kv_heads / row):
         yield structs.replace(op, **axes[op.collective]) if op.kind == "collective" else op
 
 
 def _scores_split(model: Model, cut: Cut) -> Iterator[Op]:
     """d/q of every head a rank; queries that share keys are rows of one product."""
     col, row, depth = cut.grid
-    act_bytes = cut.precision.act_bytes
     batch = cut.microbatch * model.num_kv_heads
     num_q = cut.seq / depth * model.num_heads / model.num_kv_heads
     num_k, dim = cut.seq / col, model.head_dim / row
-    q_bytes, k_bytes = batch * num_q / col * dim * act_bytes, batch * num_k / depth * dim * act_bytes
-    dropped = batch * num_q / row * num_k * act_bytes if model.dropout_frac else 0.0
+    of_keys = batch * num_k / depth, dim
+    sizes = {
+        "q": (batch * num_q / col, dim),
+        "k": of_keys,
+        "v": of_keys,
+        "scores": (batch * num_q / row, num_k),
+    }
+    q, k, v, scores = (made(ATTENTION, name, shape, cut.precision.act_dtype) for name, shape in sizes.items())
 
     yield from product(
         SECOND, ATTENTION, "logits", num_q, num_k, dim, cut, batch=batch, transposed=True,
-        saved_bytes=q_bytes + k_bytes,
+        keeps=(q, k),
     )  # fmt: skip
-    yield from softmax(batch * num_q / row, num_k, cut, model)
+    scores = yield from softmax(scores, cut, model)
     yield from product(
         FIRST, ATTENTION, "attend", num_q, dim, num_k, cut, batch=batch,
-        saved_bytes=k_bytes + dropped, recomputed_bytes=dropped,
+        keeps=(scores, v),
     )  # fmt: skip
 
 

@@ -26,32 +26,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import numpy as np
 from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.cost.op import flash_attention, flash_attention_backward, matmul
 from meshwise.model.architecture import Model
-from meshwise.program.context import CORE
+from meshwise.program.context import CORE, SIDE_BY_SIDE
 from meshwise.program.cut import Cut
 from meshwise.program.op import Op, Precision, cast, collective, kernel, precision
+from meshwise.program.tensor import Tensor, exchanged, made
 
 
 def torch_ops(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterator[Op]:
     """The ops of one part as PyTorch does them."""
     ops = list(ops)
-    gathered_again = {(op.module, op.name) for op in ops if _gathers_again(op)}
-    layer = ("", "")
+    results = {(op.module, op.name): op.makes for op in ops if op.phase == "forward" and op.kind == "matmul"}
     for op in ops:
         if _gathers_again(op) or (op.kind == "collective" and op.name == "keys_values"):
             continue
-        if op.kind == "matmul" and op.module == "attention" and op.name in CORE:
-            yield _with_keys_again(cut, op) if op.phase == "forward" else op
-        elif op.kind == "matmul":
-            if "_lora_" not in op.name:  # adapters read what the layer reads beside which they stand
-                layer = op.module, op.name
-            keeps_all = layer in gathered_again and not op.name.endswith("_lora_b")
-            yield from _matmuls(model, cut, op, keeps_all=keeps_all)
+        if op.kind == "matmul" and not (op.module == "attention" and op.name in CORE):
+            yield from _matmuls(cut, op, results[op.module, op.name])
         elif op.kind == "attention":
             yield from _ring_attention(cut, op)
         else:
@@ -66,24 +60,22 @@ def _gathers_again(op: Op) -> bool:
 # --- matmuls -----------------------------------------------------------------------------------
 
 
-def _matmuls(model: Model, cut: Cut, op: Op, *, keeps_all: bool) -> Iterator[Op]:
-    """One matmul of a layout as those of its layers; `keeps_all`: of its input all tokens, not the rank's."""
+def _matmuls(cut: Cut, op: Op, results: tuple[Tensor, ...]) -> Iterator[Op]:
+    """One matmul of a layout as those of its layers, which make the `results`."""
     batch, rows, columns, depth = op.shape
+    widths = [one.shape[-1] for one in results]
+    if op.name not in SIDE_BY_SIDE:
+        widths, results = [sum(widths)], results[:0]
     is_stack = op.name.startswith("expert_")
     if op.phase == "forward" or (op.is_weight_grad and is_stack):
-        shapes = [(batch, rows, part, depth) for part in widths(model, cut, op.name, columns)]
+        shapes = [(batch, rows, part, depth) for part in widths]
     elif op.is_weight_grad:
-        shapes = [(batch, part, rows, depth) for part in widths(model, cut, op.name, columns)]
+        shapes = [(batch, part, rows, depth) for part in widths]
     else:
-        shapes = [(batch, rows, columns, part) for part in widths(model, cut, op.name, depth)]
+        shapes = [(batch, rows, columns, part) for part in widths]
     prec = cut.precision
     is_narrow = bool(cut.narrow_matmuls) and _is_narrow(cut, op)
     done_in = precision("fp8" if op.module == "head" else cut.narrow_matmuls) if is_narrow else prec
-    saved_bytes = op.saved_bytes * (cut.tp if keeps_all else 1.0)
-    if op.phase == "forward":
-        saved_bytes = saved_bytes + _input_apart(model, cut, op.module, op.name)
-    if op.name == "router":  # stated in bf16
-        saved_bytes = saved_bytes * prec.act_bytes / 2.0
     for number, (_, m, n, k) in enumerate(shapes):
         done = structs.replace(
             op,
@@ -93,10 +85,10 @@ def _matmuls(model: Model, cut: Cut, op: Op, *, keeps_all: bool) -> Iterator[Op]
         )
         if is_narrow:
             for rows_of, width in ((m, k), (n, k)):
-                yield from cast(op.module, op.name, op.phase, rows_of, width, done_in)
-        first = {"saved_bytes": saved_bytes}
-        others = {"saved_bytes": 0.0, "num_params": 0.0, "weights": ()}
-        yield structs.replace(done, **(first if number == 0 else others))
+                yield cast(op.module, op.name, op.phase, rows_of, width, done_in)
+        if op.phase == "forward" and len(shapes) > 1:
+            done = structs.replace(done, makes=results[number : number + 1])
+        yield done if number == 0 else structs.replace(done, num_params=0.0, weights=())
 
 
 def _is_narrow(cut: Cut, op: Op) -> bool:
@@ -104,28 +96,6 @@ def _is_narrow(cut: Cut, op: Op) -> bool:
     if op.module == "head":
         return cut.head_dtype == "fp8"
     return op.module != "mtp" and not op.name.startswith(("router", "expert_")) and "_lora_" not in op.name
-
-
-def _input_apart(model: Model, cut: Cut, module: str, name: str) -> Num:
-    """Bytes of an input that the layout counts with another layer, where tp gathers it for one of the two."""
-    tokens: Num = 0.0
-    if (module, name) == ("shared_expert", "fc1") and not cut.lora_rank:
-        tokens = cut.tokens
-    elif (
-        name == "kv_down" + "_lora_a" * (cut.lora_rank > 0)
-        and model.mla is not None
-        and not model.mla.q_lora_rank
-    ):
-        tokens = cut.split_tokens
-    return cut.sequence_parallel * (cut.tp > 1) * tokens * model.hidden * cut.precision.act_bytes
-
-
-def widths(model: Model, cut: Cut, name: str, width: Num) -> list[Num]:
-    """Local widths of the matmuls that make up the layer `name`."""
-    if name == "qkv":
-        narrow = np.maximum(model.num_kv_heads / cut.tp, 1.0) * model.head_dim
-        return [width - 2.0 * narrow, narrow, narrow]
-    return [width / 2.0] * 2 if name in ("fc1", "expert_fc1") and model.gated else [width]
 
 
 # --- attention ---------------------------------------------------------------------------------
@@ -145,7 +115,9 @@ def _ring_attention(cut: Cut, op: Op) -> Iterator[Op]:
         done = structs.replace(
             op, shape=(batch, *sizes), cost=structs.replace(moved, flop=op.cost.flop / cut.ring), count=count
         )
-        later = {"saved_bytes": 0.0, "recomputed_bytes": 0.0, "doubled_bytes": 0.0, "causal": False}
+        rows = count * batch * seq_q  # each round has results of its own
+        rounds = tuple(Tensor(f"{one.name}.{number}", (rows, *one.shape[1:]), one.dtype) for one in op.makes)
+        later = {"reads": (), "makes": rounds, "keeps": (), "causal": False}
         yield done if number == 0 else structs.replace(done, **later)
     keys = batch * kv_heads * seq * (qk_dim + v_dim)
     kept_type, wide_type = cut.precision.act_bytes, cut.precision.stat_bytes
@@ -162,63 +134,43 @@ def _on_ring(cut: Cut, op: Op, kind: str, payload_bytes: Num, count: Num) -> Op:
         op.module, op.name, op.phase, kind, "cp", payload_bytes, cut.ring,
         stride=cut.cp_stride * cut.ulysses, count=count,
         hides_behind=op.name if kind == "all_to_all" else "",
+        makes=(Tensor(f"{op.name}.keys_{op.phase}", (count * payload_bytes,), "uint8"),),
     )  # fmt: skip
 
 
 def weighed_after(op: Op, prec: Precision) -> Op:
     """Answers of experts that are weighed when they are back, not with the activations; both are kept."""
     rows, width = op.shape
-    return kernel(op.module, op.name, "scale_by_gate", rows, width, prec, phase=op.phase)
-
-
-def _with_keys_again(cut: Cut, op: Op) -> Op:
-    """`with_repeated_keys`, which recomputation repeats again, beside what they are copies of.
-
-    Heads of several sequences are copied too, so that they lie one behind the other.
-    """
-    repeated = with_repeated_keys(op)
-    more = repeated.saved_bytes - op.saved_bytes
-    is_apart = (
-        (cut.microbatch > 1) & (op.shape[0] > cut.microbatch) & ("mla_up_proj" not in cut.recompute_modules)
-    )
-    return structs.replace(
-        repeated,
-        recomputed_bytes=repeated.recomputed_bytes + more,
-        doubled_bytes=op.saved_bytes * ((more > 0) | is_apart),
-    )
+    weighed = kernel(op.module, op.name, "scale_by_gate", rows, width, prec, phase=op.phase)
+    return structs.replace(weighed, reads=op.reads, makes=op.makes, keeps=op.reads)
 
 
 def with_repeated_keys(op: Op) -> Op:
     """A product of scores, or of their mix, that keeps as many keys (values) as queries."""
-    batch, m, n, k = op.shape
-    elem_bytes = precision(op.dtype).act_bytes
-    queries, keys = (batch * m * k, batch * n * k) if op.name == "logits" else (0.0, batch * k * n)
-    return structs.replace(op, saved_bytes=elem_bytes * (queries + keys) + op.recomputed_bytes)
+    batch, _, n, k = op.shape
+    rows = {"logits": (batch * n, k), "attend": (batch * k, n)}[op.name]
+    repeated = made(op.module, f"{op.name}_repeated", rows, op.keeps[1].dtype)
+    return structs.replace(op, keeps=(op.keeps[0], repeated))
 
 
 # --- types -------------------------------------------------------------------------------------
 
 
 def _in_torch_types(model: Model, cut: Cut, op: Op) -> Op:
-    """A kernel or collective with the bytes that it keeps or sends in PyTorch's types."""
-    prec, wider = cut.precision, cut.precision.stat_bytes / 4.0
+    """A kernel or collective with what it keeps or sends in PyTorch's types; what is gathered is kept."""
+    prec = cut.precision
     if op.kind == "collective":
-        is_loss = op.name.endswith("cross_entropy")
-        return structs.replace(op, payload_bytes=op.payload_bytes * wider) if is_loss else op
+        wider = prec.stat_bytes / 4.0 if op.name.endswith("cross_entropy") else 1.0
+        return structs.replace(op, remade=False, payload_bytes=op.payload_bytes * wider)
     if op.kernel == "sum_copies" and model.moe is not None:  # of the rank's own tokens
         own = cut.tokens / cut.tp * model.moe.top_k
         op = weighed_after(structs.replace(op, shape=(own, op.shape[1])), prec)
-    if op.phase == "backward":
-        return op
-    saved_bytes = op.saved_bytes
-    if op.name.endswith("cross_entropy"):
-        saved_bytes = (saved_bytes * wider + prec.stat_bytes) * (cut.loss_chunks == 1)
-    elif op.name == "router_softmax":
-        saved_bytes = saved_bytes * wider
-    elif op.name == "combine" and model.moe is not None:
-        saved_bytes = saved_bytes + cut.tokens / cut.tp * model.moe.top_k * prec.act_bytes
-    elif op.name == "tokens":
-        saved_bytes = 0.0
-    elif op.name == "hidden_norm":  # what the last norm before it keeps too
-        saved_bytes = saved_bytes - cut.split_tokens * model.hidden * prec.act_bytes
-    return structs.replace(op, saved_bytes=saved_bytes)
+        if op.phase == "backward":
+            return op
+        answers = exchanged(op.reads[0], f"{op.module}.own_answers", op.shape, cut.ep)
+        gates = made(op.module, "gates", (own,), prec.act_dtype)
+        return structs.replace(op, keeps=(answers, gates))
+    if op.phase == "forward" and op.name.endswith("cross_entropy"):
+        total = made(op.module, "number_of_tokens", (1.0,), prec.stat_dtype)
+        return structs.replace(op, keeps=(*op.keeps, total) if cut.loss_chunks == 1 else ())
+    return structs.replace(op, keeps=()) if op.name == "tokens" else op

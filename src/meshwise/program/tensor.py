@@ -1,0 +1,41 @@
+"""A tensor of one rank: what an op reads, makes or keeps."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from msgspec import Struct
+
+from meshwise.core.units import DTYPE_BYTES, Num
+
+ELEMENT_BYTES = DTYPE_BYTES | {"int64": 8.0, "bool": 1.0, "uint8": 1.0}
+
+
+class Tensor(Struct, frozen=True, eq=False):
+    """`shape` elements of `dtype` on one rank; sizes may be arrays over a grid of plans.
+
+    Two tensors are the same only if they are the same object. Where `is_view` holds (an array over a grid),
+    it is not memory of its own but lies in `storage`: what an exchange among one rank makes is what it read.
+    """
+
+    name: str
+    shape: tuple[Num, ...]
+    dtype: str
+    storage: Tensor | None = None
+    is_view: Any = True
+
+    @property
+    def bytes(self) -> Num:
+        """Of all its elements."""
+        return prod(self.shape) * ELEMENT_BYTES[self.dtype]
+
+
+def made(module: str, name: str, shape: tuple[Num, ...], dtype: str) -> Tensor:
+    """What the op `name` of `module` makes."""
+    return Tensor(f"{module}.{name}", shape, dtype)
+
+
+def exchanged(x: Tensor, name: str, shape: tuple[Num, ...], group_size: Num) -> Tensor:
+    """What a collective of `group_size` ranks makes of `x`: among one rank, `x` itself."""
+    return Tensor(name, shape, x.dtype, x, group_size == 1)

@@ -1,0 +1,230 @@
+"""What a rank keeps of a part of the model between forward and backward, from the tensors of its ops.
+
+A forward op keeps tensors for its backward. A tensor is kept once, whoever needs it. Two things change that:
+
+    remade     the result of an op that runs again wherever the backward needs it (Megatron-LM gathers the
+               input of a pair of matmuls once more): what the op reads is kept in its place
+    segments   runs of ops that selective recomputation runs again together: what enters a segment is kept,
+               and what other ops keep of its results, unless it drops these too; what its own ops keep comes
+               back when the backward reaches it, and goes op by op
+
+What the walk finds are sets of tensors; sizes come last, so that one walk serves a grid of plans. What a
+collective among one rank makes is what it read: plans of a grid that differ in that differ in structure,
+and each structure is walked once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
+from itertools import accumulate
+from operator import or_
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import structs
+
+from meshwise.core.units import Num
+from meshwise.program.op import Op
+from meshwise.program.tensor import Tensor
+
+
+class Activations(NamedTuple):
+    """Bytes of one microbatch of a part on one rank.
+
+    `saved_bytes` are kept without recomputation, `kept_bytes` under selective recomputation, whose backward
+    holds `back_bytes` more than these at its fullest moment.
+    """
+
+    saved_bytes: Num
+    kept_bytes: Num
+    back_bytes: Num
+
+
+def activations(ops: Sequence[Op]) -> Activations:
+    """What the ops of a part keep."""
+    forward = [op for op in ops if op.phase == "forward"]
+    walks = [(cells, Walk(forward, views)) for cells, views in structures(forward)]
+    found = [walk.activations() for _, walk in walks]
+    if len(walks) == 1:
+        return found[0]
+    cells = [cells for cells, _ in walks]
+    return Activations(*(np.select(cells, values) for values in zip(*found, strict=True)))
+
+
+def with_saved_bytes(ops: Sequence[Op]) -> list[Op]:
+    """`ops`, each forward one with the bytes that it is the first to keep, nothing recomputed."""
+    forward = [op for op in ops if op.phase == "forward"]
+    walks = [(cells, iter(Walk(forward, views).saved_bytes())) for cells, views in structures(forward)]
+
+    def saved() -> Num:
+        of_each = [next(found) for _, found in walks]
+        return of_each[0] if len(walks) == 1 else np.select([cells for cells, _ in walks], of_each)
+
+    return [structs.replace(op, saved_bytes=saved()) if op.phase == "forward" else op for op in ops]
+
+
+def structures(forward: Sequence[Op]) -> Iterator[tuple[Any, dict[int, bool]]]:
+    """The cells of each structure, and which tensors lie in the memory of another one there."""
+    made = {
+        id(one): one for op in forward for one in (*op.reads, *op.makes, *op.keeps) if one.storage is not None
+    }
+    flags = {id(one.is_view): one.is_view for one in made.values()}
+    arrays = {key: flag for key, flag in flags.items() if np.ndim(flag)}
+    fixed = {key: bool(flag) for key, flag in flags.items() if key not in arrays}
+    if not arrays:
+        yield True, {key: fixed[id(one.is_view)] for key, one in made.items()}
+        return
+    table = np.stack(np.broadcast_arrays(*arrays.values()))
+    codes = np.tensordot(2 ** np.arange(len(table)), table, 1)
+    for code in np.unique(codes):
+        chosen = fixed | {key: bool(int(code) >> i & 1) for i, key in enumerate(arrays)}
+        yield codes == code, {key: chosen[id(one.is_view)] for key, one in made.items()}
+
+
+class Walk:
+    """The ops of one structure, their tensors as bits."""
+
+    def __init__(self, forward: Sequence[Op], views: dict[int, bool]) -> None:
+        self.views, self.numbers, self.tensors = views, dict[int, int](), list[Tensor]()
+        self.ops: list[Op] = []
+        self.reads: list[int] = []
+        self.makes: list[int] = []
+        self.keeps: list[int] = []
+        self.stays: list[int] = []
+        self.maker: dict[int, int] = {}
+        for op in forward:
+            reads, makes = self._bits(op.reads), self._bits(op.makes)
+            if op.kind == "collective" and makes == reads:
+                makes = 0  # among one rank: nothing is made, nor made again
+            for bit in each(makes & ~reads):
+                self.maker.setdefault(bit, len(self.ops))
+            self.ops.append(op)
+            self.reads.append(reads)
+            self.makes.append(makes)
+            self.keeps.append(self._bits(op.keeps))
+            self.stays.append(self._bits(op.stays) if makes else 0)
+        self.segments: dict[str, list[int]] = {}
+        for i, op in enumerate(self.ops):
+            if op.segment:
+                self.segments.setdefault(op.segment, []).append(i)
+
+    def activations(self) -> Activations:
+        """What is kept with and without recomputation, and the most that comes back."""
+        saved_bytes = self.bytes(self.kept(recomputes=False))
+        if not self.segments:
+            return Activations(saved_bytes, saved_bytes, 0.0)
+        kept_bytes = most = self.bytes(self.kept(recomputes=True))
+        for moment in {alive for _, alive in self.backward(recomputes=True)}:
+            most = np.maximum(most, self.bytes(moment))
+        return Activations(saved_bytes, kept_bytes, np.maximum(most - kept_bytes, 0.0))
+
+    def saved_bytes(self) -> Iterator[Num]:
+        """What each op is the first to keep."""
+        seen = 0
+        for i in range(len(self.ops)):
+            own = self._resolved(i, self.keeps[i], recomputes=False) & ~seen
+            seen |= own
+            yield self.bytes(own)
+
+    def kept(self, *, recomputes: bool) -> int:
+        """What is kept of all ops."""
+        return reduce(or_, (self.kept_for(i, recomputes=recomputes) for i in range(len(self.ops))), 0)
+
+    def kept_for(self, i: int, *, recomputes: bool) -> int:
+        """What is kept for the backward of op `i`."""
+        if recomputes and self.ops[i].segment:
+            return self._resolved(i, self._entering(i), recomputes=True) | self.stays[i]
+        return self._resolved(i, self.keeps[i], recomputes=recomputes)
+
+    def _entering(self, i: int) -> int:
+        """What op `i` of a segment reads of other ops."""
+        own = self.ops[i].segment
+        return sum(
+            bit
+            for bit in each(self.reads[i])
+            if bit not in self.maker or self.ops[self.maker[bit]].segment != own
+        )
+
+    def _resolved(self, i: int, bits: int, *, recomputes: bool) -> int:
+        """What stands for tensors that op `i` needs: themselves, or what they are made again of."""
+        found = 0
+        for bit in each(bits):
+            j = self.maker.get(bit, i)
+            if j != i and self.ops[j].remade:
+                found |= self._resolved(j, self.reads[j], recomputes=recomputes)
+            elif not (recomputes and self.ops[j].drops and self.ops[j].segment != self.ops[i].segment):
+                found |= bit
+        return found
+
+    def backward(self, *, recomputes: bool) -> Iterator[tuple[int, int]]:
+        """What is alive of the forward when each op's backward begins, and before it while ops run again."""
+        alive = self.kept(recomputes=recomputes)
+        waiting = dict(self.segments) if recomputes else {}
+        before = list(accumulate(self.keeps, or_, initial=0))
+
+        def run(segment: str, needed_by: int) -> Iterator[tuple[int, int]]:
+            nonlocal alive
+            again = 0
+            for i in waiting.pop(segment):
+                yield from bring(i, self._entering(i))
+                again |= self._resolved(i, self.keeps[i], recomputes=False)
+                alive |= again
+                if self.ops[i].drops:
+                    alive |= self.makes[i] & before[-1]
+                if self.stays[i] and self.ops[i].kind != "matmul":  # whose input is kept before it is taken
+                    alive &= ~self.stays[i] | again
+                yield needed_by, alive
+                alive &= ~self.stays[i] | again
+
+        def bring(i: int, bits: int) -> Iterator[tuple[int, int]]:
+            nonlocal alive
+            for bit in each(self._resolved(i, bits, recomputes=False) & ~alive):
+                segment = self.ops[self.maker[bit]].segment if bit in self.maker else ""
+                if segment in waiting:
+                    yield from run(segment, i)
+                    alive |= bit
+
+        for i in reversed(range(len(self.ops))):
+            yield from bring(i, self.keeps[i])
+            yield i, alive
+            still = before[i]
+            for numbers in waiting.values():
+                for j in numbers:
+                    still |= self.reads[j] | self.stays[j]
+            alive &= self._closure(still)
+
+    def _closure(self, bits: int) -> int:
+        """`bits`, and what those of them are made of that ops make again."""
+        for bit in each(bits):
+            j = self.maker.get(bit)
+            if j is not None and self.ops[j].remade:
+                bits |= self.reads[j]
+        return bits
+
+    def _bits(self, tensors: Iterable[Tensor]) -> int:
+        bits = 0
+        for one in tensors:
+            while one.storage is not None and self.views[id(one)]:
+                one = one.storage
+                if one.storage is not None and id(one) not in self.views:
+                    break
+            number = self.numbers.setdefault(id(one), len(self.tensors))
+            if number == len(self.tensors):
+                self.tensors.append(one)
+            bits |= 1 << number
+        return bits
+
+    def bytes(self, bits: int) -> Num:
+        total: Num = 0.0
+        for bit in each(bits):
+            total = total + self.tensors[bit.bit_length() - 1].bytes
+        return total
+
+
+def each(bits: int) -> Iterator[int]:
+    """Each of the bits by itself."""
+    while bits:
+        lowest = bits & -bits
+        yield lowest
+        bits ^= lowest
