@@ -7,8 +7,7 @@ The most that is kept at once follows from the order of the rank's forwards and 
     for the one whose forward runs, what a loss in pieces needs beyond what is kept of it
 
 A backward that is split lets go of what the loss keeps, or of what weighs experts' answers in a last block,
-when the gradient of the input is there, and of the rest with that of the weights: until then what
-recomputation has brought back stays. Where tokens enter all is done with the gradients of the weights.
+when the gradient of the input is there, and of the rest with that of the weights. It recomputes nothing.
 """
 
 from __future__ import annotations
@@ -78,16 +77,13 @@ def kept_peak_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mes
     """The most bytes that are kept at once for the backward on a rank of `stage`."""
     selective, full = recomputed(stage, mesh)
     is_full = (full > 0) * 1.0
-    one_input = block_input_bytes(model, cut)
     embedding, *blocks, head = parts
-    kept = [kept_bytes(part, one_input, selective, 0.0) for part in blocks]
+    kept = [kept_bytes(part, 0.0, selective, 0.0) for part in blocks]
     back = [is_full * part.saved_bytes + selective * part.redone_bytes for part in blocks]
-    returned = [is_full * part.saved_bytes + selective * part.core_bytes for part in blocks]
     redone = np.where(full > 0, mesh.recompute_layers / mesh.vpp, 0.0)
     loss = head.loose_bytes * (cut.loss_chunks == 1)  # in pieces its gradient of the matrix stays too
     numbers = [embedding.saved_bytes, head.saved_bytes, loss, _in_a_piece(model, cut)]
-    fetched = [is_full * part.saved_bytes + selective * part.redone_bytes for part in blocks]
-    numbers += [mesh.offload_activations, one_input, redone, *kept, *back, *returned, *fetched]
+    numbers += [mesh.offload_activations, block_input_bytes(model, cut), redone, *kept, *back]
     numbers += [part.loose_bytes for part in blocks]
     distinct, which = patterns(mesh, stage)
     cells = np.stack(np.broadcast_arrays(which, *numbers))
@@ -104,8 +100,8 @@ def _peak_of_pattern(
     """The peak of each of the `cells`, columns of numbers as in `kept_peak_bytes`, under one pipeline."""
     schedule, pp, vpp, _, rank = pattern
     embedding, head, loss, in_a_piece, share, one_input, redone = cells[:7]
-    kept, back, returned, fetched, loose = np.split(cells[7:], 5)
-    sizes, pieces, beyond, halved, stays, ended = [], [], [], [], [], []
+    kept, back, loose = np.split(cells[7:], 3)
+    sizes, pieces, beyond, let_go = [], [], [], []
     every = mesh.plan.recompute_every
     for chunk, layers in chunks_of_rank(model, pp, vpp, SCHEDULES[schedule], mesh.plan.stages, rank):
         kinds = [layer_kinds(model).index(layer_kind(model, layer)) for layer in layers]
@@ -119,27 +115,14 @@ def _peak_of_pattern(
             inside = _counted(model, kinds[start : start + every])
             done = np.where(redone > 0, np.minimum(start, redone - 1.0), start + every)
             later = _kept_from(np.maximum(done, on_host), rest, kept, redone, every, one_input)
-            brought = np.where(on_host >= start + every, fetched, back)
-            largest = np.maximum(largest, inside @ brought - chunk.heads * head - later)
+            largest = np.maximum(largest, inside @ back - chunk.heads * head - later)
         beyond.append(largest)
-        is_halved = 1.0 - chunk.embeddings
-        again = np.where(redone > 0, np.minimum(redone, rest[0][:, None]), rest[0][:, None])
-        inputs = _kept_from(on_host, rest, np.zeros_like(kept), redone, every, one_input)
-        all_back = (again * returned).sum(axis=0) - inputs
-        waiting = np.zeros_like(head)  # results that a block takes as they are, until their turn
-        for kind in dict.fromkeys(kinds):
-            before = _counted(model, kinds[: kinds.index(kind)])
-            waiting = np.maximum(waiting, back[kind] - returned[kind] - before @ returned)
-        halved.append(is_halved * (all_back + waiting))
-        is_here = (redone >= len(kinds)) | (on_host < len(kinds))
-        let_go = loss * (chunk.heads or not kinds)
+        gone = loss * (chunk.heads or not kinds)
         if kinds and (cut.lora_rank or not chunk.heads):  # a frozen head goes as its loss does
-            let_go = let_go + loose[kinds[-1]] * is_here
-        stays.append(is_halved * (all_back - let_go))
-        ended.append((1.0 - is_halved) * largest)
+            gone = gone + loose[kinds[-1]] * (on_host < len(kinds))
+        let_go.append((1.0 - chunk.embeddings) * gone)
     found = moments(*pattern)
-    held = found.alive @ sizes + found.turned @ stays + found.entering @ pieces + found.turning @ beyond
-    held = held + found.halving @ halved + found.ending @ ended
+    held = found.alive @ sizes - found.turned @ let_go + found.entering @ pieces + found.turning @ beyond
     return np.asarray(held.max(axis=0))
 
 

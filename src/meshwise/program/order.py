@@ -30,16 +30,13 @@ class Moments:
 
     `alive`: microbatches between their forward and the end of their backward; `turned`: those of them that
     have the gradient of their input, but not yet that of their weights. The others are 1 for the chunk at
-    work: `entering` runs forward, `turning` backward, `halving` for the gradient of its input, `ending` for
-    those of its weights.
+    work: `entering` runs forward, `turning` a whole backward.
     """
 
     alive: NDArray[np.float64]
     turned: NDArray[np.float64]
     entering: NDArray[np.float64]
     turning: NDArray[np.float64]
-    halving: NDArray[np.float64]
-    ending: NDArray[np.float64]
 
 
 Pattern = tuple[int, int, int, int, int]  # schedule, pp, vpp, microbatches, rank of the pipeline
@@ -64,7 +61,7 @@ def moments(schedule: int, pp: int, vpp: int, num_microbatches: int, rank: int) 
         seen = of_chunk & np.isin(kinds, which)
         return np.cumsum(seen, axis=1) - seen
 
-    at_work = [of_chunk & (kinds == kind) for kind in (_F, _B, _I, _W)]
+    at_work = [of_chunk & (kinds == kind) for kind in (_F, _B)]
     alive = so_far(_F) + at_work[_F] - so_far(_B, _W)
     columns = [alive, so_far(_I) - so_far(_W), *at_work]
     rows = np.unique(np.concatenate(columns).T.astype(np.float64), axis=0)
