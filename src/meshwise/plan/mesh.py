@@ -66,7 +66,7 @@ PROMPT_KEYS = ("cp", "cp_kind", "ulysses")
 FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
     "layout": ("1d",), "dtype": ("fp4", "fp8", "bf16", "fp16", "tf32", "fp32", "fp64"),
     "optimizer": ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "muon", "sgd", "none"),
-    "attention": ("flash",),
+    "attention": ("flash",), "dispatch": ("per_expert",),
     "placement": tuple((*AXES[:inner], "pp", *AXES[inner:-1]) for inner in (3, 0, 1, 2)),
 }  # fmt: skip
 """What implementation=fsdp2 can be told, where that is less than a plan can say."""
@@ -519,11 +519,6 @@ def _fsdp2_recomputation(model: Model, mesh: Mesh, sizes: dict[str, Num]) -> Ite
 def _fsdp2_sizes(model: Model, mesh: Mesh) -> Iterator[Rule]:
     """Rules of what is cut, without copies or padding, and into what."""
     experts, parts = mesh.expert_replicas, mesh.tp * mesh.cp * (1.0 + (mesh.ring > 1))
-    yield Rule(
-        (mesh.imbalance > 1) & (mesh.plan.dispatch == "per_rank"),
-        "implementation=fsdp2 sends tokens once to each rank where all ranks have as many: use "
-        "dispatch=per_expert with imbalance={plan.imbalance!s}",
-    )
     most = np.minimum(mesh.ep, model.moe.num_experts / model.moe.top_k) if model.moe else np.inf
     yield Rule(
         mesh.imbalance > np.maximum(most, 1.0),
