@@ -128,6 +128,49 @@ def test_an_environment_without_meshwise(tmp_path: Path, monkeypatch: pytest.Mon
     assert total(found.ledger.to_json(), "flop") == 2 * 8**3
 
 
+DROPLESS = """
+x = torch.randn(32, 8, device="cuda", requires_grad=True)
+_, chosen = torch.nn.Linear(8, 4).cuda()(x).softmax(-1).topk(2)
+counts = torch.bincount(chosen.flatten(), minlength=4).tolist()
+parts = x[chosen.flatten().argsort() // 2].split(counts)
+sum((part @ torch.ones(8, 8, device="cuda")).sum() for part in parts).backward()
+print(torch.cuda.memory_summary(), torch.cuda.memory_snapshot())
+"""
+
+
+def test_experts_without_dropping_are_balanced(tmp_path: Path) -> None:
+    """Counts of tokens come from unknown scores: every expert gets as many, and all tokens are computed."""
+    found = mw.dry_run_script(written(tmp_path, DROPLESS), ranks=1)
+    assert ("counts of unknown values", "the same of each") in {
+        (one["what"], one["assumed"]) for one in found.guesses
+    }
+    rows = [row for row in found.ledger.to_json() if row["phase"] == "forward" and row["flop"]]
+    assert {row["shape"]: row["count"] for row in rows} == {"1x32x4x8": 1, "1x16x8x8": 4}
+
+
+UNUSED = """
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("nccl")
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    def forward(self, x):
+        return self.used(x)
+model = DistributedDataParallel(Model().cuda(), find_unused_parameters=True)
+for _ in range(2):
+    loss = model(torch.ones(2, 8, device="cuda")).sum()
+    loss.backward()
+    print(f"{loss:.3f}")
+"""
+
+
+def test_ddp_finds_unused_parameters(tmp_path: Path) -> None:
+    found = mw.dry_run_script(written(tmp_path, UNUSED), ranks=4, rank=1)
+    reduced = [row for row in found.ledger.to_json() if row["collective"] == "all_reduce"]
+    assert max(row["payload_bytes"] for row in reduced) == 4 * 2 * (8 * 8 + 8)
+
+
 def test_an_older_torch_is_refused(tmp_path: Path, meshwise: Callable[..., Any]) -> None:
     (tmp_path / "torch.py").write_text("__version__ = '2.9.1+cu128'\n")
     (tmp_path / "train.py").write_text("import torch\n")

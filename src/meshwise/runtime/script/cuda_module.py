@@ -114,7 +114,7 @@ def _memory(tape: Tape, memory_bytes: int) -> dict[str, Callable[..., Any]]:
         figures = {"allocated_bytes.all.current": current(), "allocated_bytes.all.peak": peak()}
         figures |= {"active_bytes.all.current": current(), "active_bytes.all.peak": peak()}
         figures |= dict.fromkeys(("reserved_bytes.all.current", "reserved_bytes.all.peak"), reserved())
-        return defaultdict(int, figures)
+        return defaultdict(int, figures | {"num_ooms": 0, "num_alloc_retries": 0})
 
     return {
         "memory_allocated": current,
@@ -122,6 +122,7 @@ def _memory(tape: Tape, memory_bytes: int) -> dict[str, Callable[..., Any]]:
         "memory_reserved": reserved,
         "max_memory_reserved": reserved,
         "memory_stats": statistics,
+        "memory_snapshot": lambda *_, **__: [],
         "mem_get_info": lambda *_: (memory_bytes - current(), memory_bytes),
     }
 

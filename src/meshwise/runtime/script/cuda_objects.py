@@ -21,6 +21,7 @@ _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _HOOKS = "_ZN2at6detail12getCUDAHooksEv"
 _CPU_GENERATOR = "_ZN2at6detail22getDefaultCPUGeneratorEv"
 _NEW_GENERATOR = "_ZN2at6detail18createCPUGeneratorEm"
+_CPU_ALLOCATOR = "_ZN3c1015GetCPUAllocatorEv"
 _TIMERS = "_ZN4c10d13TimerRegistryEv"
 _GUARDS, _ENTRIES, _NUM_DESTRUCTORS = 64, 60, 2
 HOOK_NAMES = (
@@ -44,12 +45,13 @@ def supply_cuda_objects(devices: int, device: int) -> None:
     ensure_cuda_device_guard()
     yes, no, this = _constant(1), _constant(0), _constant(device)
     replaced = {
-        **dict.fromkeys(("isBuilt", "isAvailable", "hasPrimaryContext", "hasCUDA"), yes),
-        **dict.fromkeys(("init", "setCurrentDevice", "isPinnedPtr"), no),
+        **dict.fromkeys(("isBuilt", "isAvailable", "hasPrimaryContext", "isPinnedPtr", "hasCUDA"), yes),
+        **dict.fromkeys(("init", "setCurrentDevice"), no),
         **dict.fromkeys(("getCurrentDevice", "exchangeDevice", "maybeExchangeDevice"), this),
         "deviceCount": _constant(devices),
         "getDefaultGenerator": _address(cpu, _CPU_GENERATOR),
         "getNewGenerator": _address(cpu, _NEW_GENERATOR),
+        "getPinnedMemoryAllocator": _address(core, _CPU_ALLOCATOR),
     }
     hooks = _result(cpu, _HOOKS)
     entries = list((ctypes.c_void_p * _ENTRIES).from_address(ctypes.c_void_p.from_address(hooks).value or 0))

@@ -121,9 +121,13 @@ def _objects(rank: int, guesses: Guesses) -> dict[str, Callable[..., None]]:
         if src not in (None, rank) and any(one is None for one in object_list):
             guesses.add(f"objects of rank {src}", "what this rank has")
 
-    def scatter_object_list(output: list[Any], inputs: list[Any] | None = None, *_: Any, **__: Any) -> None:
-        if inputs:
-            output[0] = inputs[dist.get_rank() % len(inputs)]
+    def scatter_object_list(
+        scatter_object_output_list: list[Any], scatter_object_input_list: list[Any] | None = None,
+        *_: Any, **__: Any,
+    ) -> None:  # fmt: skip
+        if scatter_object_input_list:
+            place = dist.get_rank() % len(scatter_object_input_list)
+            scatter_object_output_list[0] = scatter_object_input_list[place]
 
     return {
         "all_gather_object": all_gather_object,

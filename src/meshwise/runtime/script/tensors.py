@@ -48,6 +48,7 @@ def supply_tensors(guesses: Guesses) -> None:
     tensor.data = property(data.__get__, set_data)
     tensor.tolist = lambda self: to_list(known(self) if isinstance(self, FakeTensor) else self)
     FakeTensor.tolist = tensor.tolist
+    FakeTensor.__format__ = lambda self, spec: format(self.item() if spec else str(self), spec)
     tensor.numpy = lambda self, **how: to_numpy(known(self) if isinstance(self, FakeTensor) else self, **how)
     tensor.pin_memory = lambda self, *_: self
     tensor.is_pinned = lambda self, *_: True

@@ -39,6 +39,7 @@ _DATA_DEPENDENT = (
     "unique_dim",
     "unique_consecutive",
     "nonzero_static",
+    "bincount",
 )
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
@@ -132,7 +133,11 @@ class ScriptMode(FakeTensorMode):
         value = _Unknown
         if all(shadow_of(leaf) is not None for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)):
             value = self._value(func, args, kwargs)
-        if value is _Unknown:
+        if value is _Unknown and func._opname == "bincount":
+            self.guesses.add("counts of unknown values", "the same of each")
+            kinds = kwargs.get("minlength") or (*args, None, 0)[2] or 1
+            value = _balanced(args[0].numel(), kinds)
+        elif value is _Unknown:
             self.guesses.add(f"{func._opname} of unknown values", "every element")
             value = _every_element(func._opname, args)
         made = [self._fake(each) for each in tree_leaves(value)]
@@ -159,6 +164,12 @@ def _every_element(op: str, args: Any) -> Any:
         return chosen
     places = torch.empty(args[0].shape, dtype=torch.int64, device="meta")
     return chosen, places, places.flatten()
+
+
+def _balanced(elements: int, kinds: int) -> torch.Tensor:
+    """How often each of `kinds` numbers occurs, if all do alike, as tokens do among balanced experts."""
+    with disable_current_modes():
+        return elements // kinds + (torch.arange(kinds) < elements % kinds).long()
 
 
 class _Unknown:
