@@ -34,8 +34,8 @@ from meshwise.calibrate.fit_steps import (
     touches,
     unfounded,
 )
-from meshwise.calibrate.left_out import leave_out
-from meshwise.calibrate.robust import Linear, minimise
+from meshwise.calibrate.leave_one_source_out import misses_by_others
+from meshwise.calibrate.robust import LinearMisses, minimise
 from meshwise.calibrate.runs import PROSE, Run, published_runs, read_runs
 from meshwise.calibrate.step_constants import LIMITS, START, TIED, every
 from meshwise.calibrate.step_constants import STATED as STATED_CONSTANTS
@@ -539,7 +539,7 @@ def test_a_regression_finds_the_constants_whatever_a_few_odd_rows_say(
     miss = -slopes @ np.array(truth)
     miss[:odd] += 3.0
     limits = np.full(3, 1.0)
-    linear = Linear(miss, slopes, np.ones(40), np.zeros((40, 0)))
+    linear = LinearMisses(miss, slopes, np.ones(40), np.zeros((40, 0)))
     found = minimise(linear, np.zeros(3), -limits, limits)
     assert found == pytest.approx(truth, abs=0.1)
     inside = minimise(linear, np.zeros(3), -0.1 * limits, 0.1 * limits)
@@ -551,8 +551,8 @@ def test_a_source_that_is_off_as_a_whole_moves_no_constant_that_others_know(shif
     """Of four sources one is off; what the constant does within each source says that it is right."""
     slopes = np.tile(np.linspace(0.0, 1.0, 10), 4)[:, None]
     sources = np.repeat(np.eye(4), 10, axis=0)
-    linear = Linear(shift * sources[:, 0], slopes, np.ones(40), sources)
-    alone = Linear(linear.miss, slopes, linear.weights, np.zeros((40, 0)))
+    linear = LinearMisses(shift * sources[:, 0], slopes, np.ones(40), sources)
+    alone = LinearMisses(linear.miss, slopes, linear.weights, np.zeros((40, 0)))
     for known in (linear, alone.where(sources[:, 0] == 1.0)):
         (step,) = minimise(known, np.zeros(1), -np.ones(1), np.ones(1))
         assert (abs(step) < 0.02) == (known is linear)
@@ -580,7 +580,10 @@ def test_a_source_left_out_does_not_fit_itself() -> None:
         express(restated(run, step_time_s=2 * (run.step_s or 1.0))) if "kort22" in run.id else express(run)
         for run in runs().values()
     ]
-    before, after = leave_out(rows, catalog_constants()), leave_out(slow, catalog_constants())
+    before, after = (
+        misses_by_others(rows, catalog_constants()),
+        misses_by_others(slow, catalog_constants()),
+    )
     for each in rows:
         if "kort22" in each.run.id:
             shift = after.by_source["step_s"][each.run.id] - before.by_source["step_s"][each.run.id]

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from meshwise.calibrate.errors import percentiles, summarize
-from meshwise.calibrate.robust import Array, Linear, minimise
+from meshwise.calibrate.robust import Array, LinearMisses, minimise
 from meshwise.calibrate.table import header, lines
 from meshwise.core.errors import DataError, MeshwiseError
 from meshwise.core.toml import catalog_toml
@@ -101,7 +101,7 @@ def fit_serving(path: Path) -> ServingFit:
     is_fitted = np.array([not case.judges_only for case in cases])
     if not is_fitted.any():
         raise DataError(f"{path} holds no point that the constants can be fitted to; name other measurements")
-    linear = Linear(
+    linear = LinearMisses(
         np.array([case.miss for case in cases]),
         np.array([case.slopes for case in cases]),
         np.array([num[case.model] ** -0.5 for case in cases]),

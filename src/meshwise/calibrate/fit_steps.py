@@ -20,7 +20,7 @@ import numpy as np
 
 from meshwise.calibrate.errors import is_held_out, summarize
 from meshwise.calibrate.express import Expressed, express
-from meshwise.calibrate.robust import Array, Linear, minimise
+from meshwise.calibrate.robust import Array, LinearMisses, minimise
 from meshwise.calibrate.runs import Run, publication, read_runs
 from meshwise.calibrate.step_constants import (
     LIMITS,
@@ -182,7 +182,7 @@ def weights_of(rows: Sequence[Expressed]) -> Array:
     return np.array([counts[publication(each.run.source)] ** -0.5 for each in rows])
 
 
-def linearize(at: Constants, rows: Sequence[Expressed], quantity: Quantity) -> Linear:
+def linearize(at: Constants, rows: Sequence[Expressed], quantity: Quantity) -> LinearMisses:
     """The misses of `rows` near the constants `at`."""
     here = as_tables(at)
     miss = np.array([quantity.miss(each, here) for each in rows])
@@ -194,10 +194,10 @@ def linearize(at: Constants, rows: Sequence[Expressed], quantity: Quantity) -> L
             if touches(name, each):
                 slopes[line, column] = (quantity.miss(each, near) - miss[line]) / math.log(factor)
     sources = np.array([publication(each.run.source) for each in rows])
-    return Linear(miss, slopes, weights_of(rows), (sources[:, None] == np.unique(sources)) * 1.0)
+    return LinearMisses(miss, slopes, weights_of(rows), (sources[:, None] == np.unique(sources)) * 1.0)
 
 
-def moved(at: Constants, linear: Linear, quantity: Quantity, reach: float = math.inf) -> Array:
+def moved(at: Constants, linear: LinearMisses, quantity: Quantity, reach: float = math.inf) -> Array:
     """The logs by which the constants of `quantity` move from `at`, each within its limits and `reach`."""
     least = np.array([math.log(max(LIMITS[name][1] / at[name], 1 / reach)) for name in quantity.names])
     most = np.array([math.log(min(LIMITS[name][2] / at[name], reach)) for name in quantity.names])

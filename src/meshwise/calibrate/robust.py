@@ -37,7 +37,7 @@ SMALL = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class LinearMisses:
     """Misses near a point: `miss` [rows] there, `slopes` [rows, constants], by logs; `weights` [rows].
 
     `sources` [rows, sources] says with a 1 which source a row is of.
@@ -48,13 +48,13 @@ class Linear:
     weights: Array
     sources: Array
 
-    def where(self, keep: NDArray[np.bool_]) -> Linear:
+    def where(self, keep: NDArray[np.bool_]) -> LinearMisses:
         """The rows to keep."""
-        return Linear(self.miss[keep], self.slopes[keep], self.weights[keep], self.sources[keep])
+        return LinearMisses(self.miss[keep], self.slopes[keep], self.weights[keep], self.sources[keep])
 
 
 def minimise(
-    linear: Linear, bent: Array, least: Array, most: Array, *, pull: float = PULL, rounds: int = 60
+    linear: LinearMisses, bent: Array, least: Array, most: Array, *, pull: float = PULL, rounds: int = 60
 ) -> Array:
     """The logs by which to multiply the constants, between `least` and `most`.
 

@@ -54,7 +54,7 @@ class Prediction:
 
     `parts` are the seconds (or bytes) that `predicted` is made of; `fits` says whether the run's memory is
     predicted to be enough, `approximations` what of the row the plan says only nearly. `left_out` is what
-    constants predict that were fitted without the row's source (`left_out.add_left_out`), as its interval is.
+    constants predict that were fitted without the row's source (`leave_one_source_out`), as its interval is.
     `regime` says what kind of run it is, by aspect; `group` names rows that compete: the same model, batch
     and number of GPUs.
     """

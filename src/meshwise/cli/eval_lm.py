@@ -8,7 +8,7 @@ from meshwise.core.errors import WorkloadError
 
 if TYPE_CHECKING:
     from meshwise.program.expert_pass import Pass
-    from meshwise.published.moe_inference import WhatIf, Work
+    from meshwise.published.moe_inference import PassesCost, WhatIf
 
 
 DTYPES = ("fp16", "bf16", "fp32", "fp64")
@@ -187,7 +187,7 @@ def _show_what_ifs(rows: list[WhatIf]) -> None:
     console().print(Table("what if: the time on other chips", ("", *chips), times))
 
 
-def _show_programs(programs: dict[str, Work], memory: dict[str, float]) -> None:
+def _show_programs(programs: dict[str, PassesCost], memory: dict[str, float]) -> None:
     from meshwise.cli.output import console
     from meshwise.core.units import duration, with_prefix
     from meshwise.report.table import Table
@@ -223,7 +223,7 @@ def _show_programs(programs: dict[str, Work], memory: dict[str, float]) -> None:
     console().print(Table(title, ("", *(heads[name] for name in programs)), rows))
 
 
-def _a_token(work: Work, amount: float, unit: str) -> str:
+def _a_token(work: PassesCost, amount: float, unit: str) -> str:
     from meshwise.core.units import with_prefix
 
     return with_prefix(amount / work.tokens, unit) if work.tokens else ""

@@ -78,7 +78,7 @@ def _fit_ops(paths: list[Path], *, write: bool, quiet: bool) -> dict[str, Any]:
 
 def _fit_steps(paths: list[Path], *, write: bool, quiet: bool) -> dict[str, Any]:
     from meshwise.calibrate.fit_steps import fit_overheads, priced_runs
-    from meshwise.calibrate.left_out import intervals_toml, leave_out
+    from meshwise.calibrate.leave_one_source_out import intervals_toml, misses_by_others
     from meshwise.core.files import write_text
     from meshwise.report.fit_table import print_step_fit
 
@@ -90,7 +90,9 @@ def _fit_steps(paths: list[Path], *, write: bool, quiet: bool) -> dict[str, Any]
         typer.echo(f"not written: {'; '.join(found.problems)}", err=True)
     elif write:
         write_text(_catalog("overheads.toml"), found.toml)
-        write_text(_catalog("intervals.toml"), intervals_toml(leave_out(runs, found.constants).spreads()))
+        write_text(
+            _catalog("intervals.toml"), intervals_toml(misses_by_others(runs, found.constants).spreads())
+        )
     return found.to_json()
 
 

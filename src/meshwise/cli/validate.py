@@ -61,9 +61,9 @@ def validate(
     files = _files(runs, serving, data)
     validation = predict(files)
     if leave_one_source_out:
-        from meshwise.calibrate.left_out import add_left_out
+        from meshwise.calibrate.leave_one_source_out import predicted_by_others
 
-        validation = add_left_out(validation, files)
+        validation = predicted_by_others(validation, files)
     for warning in validation.warnings:
         typer.echo(warning, err=True)
     if plot is not None:

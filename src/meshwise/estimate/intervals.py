@@ -2,10 +2,10 @@
 
 8 of 10 measurements differ from the prediction by no more than a factor, up or down: a new source is off as
 a whole, and on which side is not known before. The factors are those of runs whose source had no part in the
-constants that predicted them (`meshwise.calibrate.left_out`), in `catalog/intervals.toml`. Runs are told
-apart by what moves the error: experts or none, matmuls of 16 bits or fewer, more than 1,000 GPUs. Where
-nothing like the plan was measured, the factors are those of runs whose generation of chips was left out as a
-whole. An estimate in several regimes has the lowest p10 and the highest p90 of them.
+constants that predicted them (`meshwise.calibrate.leave_one_source_out`), in `catalog/intervals.toml`. Runs
+are told apart by what moves the error: experts or none, matmuls of 16 bits or fewer, more than 1,000 GPUs.
+Where nothing like the plan was measured, the factors are those of runs whose generation of chips was left out
+as a whole. An estimate in several regimes has the lowest p10 and the highest p90 of them.
 """
 
 from __future__ import annotations

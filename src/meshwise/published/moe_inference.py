@@ -278,7 +278,7 @@ def has_rate(cluster: Cluster, of: Pass) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Work:
+class PassesCost:
     """What some passes cost one rank: calls by op, FLOP, all-to-alls, and seconds on each cluster."""
 
     passes: int
@@ -293,14 +293,14 @@ class Work:
 
 def work(
     ops: list[tuple[str, Op]], passes: int, tokens: int, clusters: dict[str, Cluster], dtype: str
-) -> Work:
+) -> PassesCost:
     """The work of `ops`, which say what `passes` passes do with `tokens` tokens."""
     calls: dict[str, float] = {}
     for _, op in ops:
         if op.kind == "matmul" or op.name == "gelu":
             calls[op.name] = calls.get(op.name, 0.0) + float(op.count)
     exchanges = [op for _, op in ops if op.collective == "all_to_all"]
-    return Work(
+    return PassesCost(
         passes=passes,
         tokens=tokens,
         calls=calls,
@@ -312,7 +312,7 @@ def work(
     )
 
 
-def side_by_side(evaluated: Pass, of: Generation, clusters: dict[str, Cluster]) -> dict[str, Work]:
+def side_by_side(evaluated: Pass, of: Generation, clusters: dict[str, Cluster]) -> dict[str, PassesCost]:
     """One pass of eval_lm, and of generate its first pass, those after it, and all.
 
     Their tokens are those that are scored, and those that are decided on; a text counts once, whatever beams

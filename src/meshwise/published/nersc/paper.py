@@ -40,7 +40,7 @@ from meshwise.core.ledger import Collective
 from meshwise.core.units import Num
 from meshwise.machine.hardware import Cluster
 from meshwise.published.nersc.answer import TABLES, WAYS
-from meshwise.published.nersc.paper_ops import Comm, PaperCut, PaperOp, Work, layer
+from meshwise.published.nersc.paper_ops import Comm, Direction, PaperCut, PaperOp, layer
 
 LAUNCH_S = 20e-6
 COMPUTE_EFFICIENCY = 0.8
@@ -185,7 +185,7 @@ def _op_row(op: PaperOp, run: PaperRun, system: PaperSystem) -> Row:
         "use_tensor_cores": op.matmul,
     }
     for way, direction in WAYS:
-        work: Work = getattr(op, direction)
+        work: Direction = getattr(op, direction)
         flop = work.flop + work.vector_flop * system.matrix_flop_per_s / system.vector_flop_per_s
         compute_s = LAUNCH_S + flop / (COMPUTE_EFFICIENCY * peak)
         memory_s = work.traffic_bytes / system.memory_bytes_per_s
@@ -205,7 +205,7 @@ def _op_row(op: PaperOp, run: PaperRun, system: PaperSystem) -> Row:
     return _row(cells)
 
 
-def comm_seconds(work: Work, panels: Num | None, run: PaperRun, system: PaperSystem) -> list[Num]:
+def comm_seconds(work: Direction, panels: Num | None, run: PaperRun, system: PaperSystem) -> list[Num]:
     """Seconds of each communication of `work`, all panels together."""
     steps = 1.0 if panels is None else panels
     placed = [_placed(comm, run) for comm in work.comms]

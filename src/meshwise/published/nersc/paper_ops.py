@@ -46,7 +46,7 @@ _NOTHING: Comms = (Comm("reduce_scatter", "", 0.0),)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Direction:
     """What an op does in one direction; `vector_flop` are done by the vector units inside a matmul op."""
 
     flop: Num
@@ -64,8 +64,8 @@ class PaperOp:
     """
 
     name: str
-    forward: Work
-    backward: Work
+    forward: Direction
+    backward: Direction
     saved_bytes: Num = 0.0
     weight_bytes: Num = 0.0
     matmul: bool = False
@@ -189,8 +189,8 @@ def _linear(name: str, cut: PaperCut, d_in: Num, d_out: Num, *, by_rows: bool = 
     summed: Comms = (Comm("reduce_scatter", "tp1", s * cut.rows * cut.hidden),)
     return PaperOp(
         name=name,
-        forward=Work(product.flop, x + w + y, summed if by_rows else _NOTHING),
-        backward=Work(product.backward_flop, 2.0 * (x + w + y), _NOTHING if by_rows else summed),
+        forward=Direction(product.flop, x + w + y, summed if by_rows else _NOTHING),
+        backward=Direction(product.backward_flop, 2.0 * (x + w + y), _NOTHING if by_rows else summed),
         saved_bytes=x,
         weight_bytes=w,
         matmul=True,
@@ -204,8 +204,8 @@ def _summa_op(
     traffic = moved[0] + moved[1] + moved[2] * cut.panels
     return PaperOp(
         name=name,
-        forward=Work(flop, traffic, comms[0]),
-        backward=Work(product.backward_flop, 2.0 * traffic, comms[1]),
+        forward=Direction(flop, traffic, comms[0]),
+        backward=Direction(product.backward_flop, 2.0 * traffic, comms[1]),
         matmul=True,
         panels=cut.panels,
     )
@@ -248,8 +248,8 @@ def _attention(cut: PaperCut) -> list[PaperOp]:
         first, last = (
             PaperOp(
                 name=name,
-                forward=Work(product.flop, traffic, gather),
-                backward=Work(product.backward_flop, backward_traffic, backward_gather),
+                forward=Direction(product.flop, traffic, gather),
+                backward=Direction(product.backward_flop, backward_traffic, backward_gather),
                 matmul=True,
             )
             for name, product in (("logits", logits), ("attend", attend))
@@ -273,8 +273,10 @@ def _fused(cut: PaperCut, logits: _Product, attend: _Product) -> PaperOp:
     row_bytes, flop = cut.elem_bytes * rows, logits.backward_flop + attend.backward_flop + logits.flop
     return PaperOp(
         name="fusedla",
-        forward=Work(logits.flop + attend.flop, moved + row_bytes, gather, 4.0 * num_scores - rows),
-        backward=Work(flop, backward_moved + 2.0 * row_bytes, backward_gather, 9.0 * num_scores - 2.0 * rows),
+        forward=Direction(logits.flop + attend.flop, moved + row_bytes, gather, 4.0 * num_scores - rows),
+        backward=Direction(
+            flop, backward_moved + 2.0 * row_bytes, backward_gather, 9.0 * num_scores - 2.0 * rows
+        ),
         saved_bytes=4.0 * query + 2.0 * row_bytes,
         matmul=True,
     )
@@ -313,8 +315,8 @@ def _kernel(
 
     return PaperOp(
         name=name,
-        forward=Work(total(flop), cut.elem_bytes * total(moved) + mask_bytes, comms[:1]),
-        backward=Work(total(grad_flop), cut.elem_bytes * total(grad_moved) + mask_bytes, comms[1:]),
+        forward=Direction(total(flop), cut.elem_bytes * total(moved) + mask_bytes, comms[:1]),
+        backward=Direction(total(grad_flop), cut.elem_bytes * total(grad_moved) + mask_bytes, comms[1:]),
         saved_bytes=0.0 if recompute else kept * cut.elem_bytes * rows * width + mask_bytes,
         weight_bytes=weights * cut.elem_bytes * width,
         recompute=recompute,

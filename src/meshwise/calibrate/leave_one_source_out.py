@@ -1,8 +1,8 @@
 """Each source of runs predicted from constants that were fitted without it.
 
-The misses of the fitting half are linearised once at the fitted constants (`robust.Linear`); leaving a group
-of runs out is then a small regression, and its runs are priced anew with what came of it. From these misses
-follow the intervals of `meshwise.estimate.intervals`.
+The misses of the fitting half are linearised once at the fitted constants (`robust.LinearMisses`); leaving a
+group of runs out is then a small regression, and its runs are priced anew with what came of it. From these
+misses follow the intervals of `meshwise.estimate.intervals`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshwise.calibrate.fit_steps import (
     times,
     weights_of,
 )
-from meshwise.calibrate.robust import Linear
+from meshwise.calibrate.robust import LinearMisses
 from meshwise.calibrate.runs import publication
 from meshwise.calibrate.step_constants import Constants
 from meshwise.calibrate.table import header
@@ -43,7 +43,7 @@ Misses = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class MissesByOthers:
     """Misses of every run with its source left out and with its generation of chips left out, by quantity."""
 
     runs: Sequence[Expressed]
@@ -68,7 +68,7 @@ class LeftOut:
         return found | {UNMEASURED: spread(known, self.by_generation[quantity])}
 
 
-def leave_out(runs: Sequence[Expressed], constants: Constants) -> LeftOut:
+def misses_by_others(runs: Sequence[Expressed], constants: Constants) -> MissesByOthers:
     """Predict every run from `constants` moved to where the fitting half without its source has them."""
     found: dict[str, tuple[Misses, Misses]] = {}
     for name, quantity in QUANTITIES.items():
@@ -79,7 +79,7 @@ def leave_out(runs: Sequence[Expressed], constants: Constants) -> LeftOut:
         known = (measured, training, linear, constants, quantity)
         found[name] = _misses(_source, *known), _misses(_generation, *known)
     by_source, by_generation = ({name: found[name][i] for name in QUANTITIES} for i in (0, 1))
-    return LeftOut(runs, by_source, by_generation)
+    return MissesByOthers(runs, by_source, by_generation)
 
 
 def _source(expressed: Expressed) -> str:
@@ -94,7 +94,7 @@ def _misses(
     key: Callable[[Expressed], str],
     measured: Sequence[Expressed],
     training: Sequence[Expressed],
-    linear: Linear,
+    linear: LinearMisses,
     constants: Constants,
     quantity: Quantity,
 ) -> Misses:
@@ -108,10 +108,10 @@ def _misses(
     return found
 
 
-def add_left_out(validation: Validation, paths: Iterable[Path]) -> Validation:
+def predicted_by_others(validation: Validation, paths: Iterable[Path]) -> Validation:
     """`validation` with each run predicted by the other sources, and the interval that goes with it."""
     tables = [path for path in paths if "global_batch" in header(path)]
-    found = leave_out(priced_runs(tables), catalog_constants())
+    found = misses_by_others(priced_runs(tables), catalog_constants())
     runs = {each.run.id: each for each in found.runs}
     sources = dict.fromkeys(publication(each.run.source) for each in found.runs)
     known = {source: found.spreads(without=source) for source in sources}
