@@ -9,7 +9,7 @@ attention, with both layer norms). Its rules, reproduced with their errors:
 - A communication moves the whole tensor once (no ring factor) at one flat bandwidth, and serves one op.
 - No bias on qkv, no residual adds, no embedding, no head; backward all-gathers of the inputs are missing.
 
-Bytes and FLOP here; the table of the notebook (GB, TFLOP, ms) is made by `estimate.nersc_2024_02`.
+Bytes and FLOP here; the table of the notebook (GB, TFLOP, ms) is made by `notebook`.
 Source: the notebook's printed tables; ShashankSubramanian/transformer-perf-estimates at cf96a49.
 """
 
