@@ -24,10 +24,10 @@ import torch.distributed as dist
 
 from meshwise.core.ledger import Ledger
 from meshwise.runtime import run
-from meshwise.runtime.launch import Place, launch
+from meshwise.runtime.launch import RankPlace, launch
 from meshwise.runtime.measure import collective_time_s
 from meshwise.runtime.programs import find_program, make_options
-from meshwise.runtime.recorder import Recorder
+from meshwise.runtime.recorder import OpRecorder
 
 RATE_BYTES_PER_S = 100e6 / 8
 BURST_BYTES = 256 << 10  # a timer that is late by 20 ms costs the cable nothing
@@ -100,7 +100,7 @@ def _sleep_until(moment_s: float) -> None:
     time.sleep(max(0.0, moment_s - time.monotonic()))
 
 
-class Together(Recorder):
+class Together(OpRecorder):
     """A recorder of programs whose ranks meet before each collective: nobody waits for who comes last."""
 
     cable: Cable
@@ -111,7 +111,7 @@ class Together(Recorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def measure(place: Place) -> list[dict[str, Any]]:
+def measure(place: RankPlace) -> list[dict[str, Any]]:
     """Times of the collectives alone, and of each that the programs issue on this rank."""
     Together.cable = Cable(place.rank)
     meet = Together.cable.meet

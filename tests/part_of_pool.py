@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from meshwise.runtime.launch import Place
+from meshwise.runtime.launch import RankPlace
 from meshwise.runtime.outcome import Outcome
 from meshwise.runtime.programs.tensor_parallel import Options
 from meshwise.runtime.run import run_rank
@@ -14,7 +14,7 @@ from meshwise.runtime.run import run_rank
 NUM_GROUPS = {"1d": 1, "2d": 2, "2d-cp": 2, "2.5d": 5, "3d": 3}
 
 
-def run_on_first(place: Place, ranks: int, options: Options) -> Outcome | None:
+def run_on_first(place: RankPlace, ranks: int, options: Options) -> Outcome | None:
     """This rank's outcome in a world of the first `ranks` ranks; None on the others.
 
     torch names a group by how many the process has made before, so the idle ranks make as many.

@@ -13,47 +13,47 @@ import torch
 import torch.distributed as dist
 
 from meshwise.core.errors import PlanError
-from meshwise.runtime.launch import Place
+from meshwise.runtime.launch import RankPlace
 
 
-def total_of_ranks(place: Place, factor: int) -> int:
+def total_of_ranks(place: RankPlace, factor: int) -> int:
     total = torch.tensor([float(place.rank * factor)], device=place.device)
     dist.all_reduce(total)
     return int(total)
 
 
-def fail_on(place: Place, failing: int) -> None:
+def fail_on(place: RankPlace, failing: int) -> None:
     if place.rank == failing:
         raise ValueError(f"broken on purpose on rank {failing}")
     dist.barrier()
 
 
-def refuse_on(place: Place, failing: int) -> None:
+def refuse_on(place: RankPlace, failing: int) -> None:
     if place.rank == failing:
         raise PlanError("these sizes do not divide")
     dist.barrier()
 
 
-def die_on(place: Place, failing: int) -> None:
+def die_on(place: RankPlace, failing: int) -> None:
     if place.rank == failing:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
 
-def exit_on(place: Place, failing: int) -> None:
+def exit_on(place: RankPlace, failing: int) -> None:
     if place.rank == failing:
         os._exit(7)
     dist.barrier()
 
 
-def sleep_forever(place: Place, folder: str) -> None:
+def sleep_forever(place: RankPlace, folder: str) -> None:
     """Leave this rank's process id in `folder`, then never end."""
     Path(folder, str(place.rank)).write_text(str(os.getpid()))
     while True:
         time.sleep(1)
 
 
-def meet_until(place: Place, met: str, end: str) -> None:
+def meet_until(place: RankPlace, met: str, end: str) -> None:
     """Say in the file `met` that all ranks have met, and meet again until rank 0 sees the file `end`."""
     ended = torch.zeros(())
     while not ended:
@@ -63,7 +63,7 @@ def meet_until(place: Place, met: str, end: str) -> None:
         time.sleep(0.05)
 
 
-def run_script(place: Place, words: list[str], port: int) -> None:
+def run_script(place: RankPlace, words: list[str], port: int) -> None:
     """Be one rank of a script that makes its process group itself, at a store that listens on `port`."""
     dist.destroy_process_group()
     world = {"RANK": place.rank, "LOCAL_RANK": place.rank, "WORLD_SIZE": place.world_size}
@@ -73,12 +73,12 @@ def run_script(place: Place, words: list[str], port: int) -> None:
     runpy.run_path(words[0], run_name="__main__")
 
 
-def num_threads(place: Place) -> int:
+def num_threads(place: RankPlace) -> int:
     """Threads of this rank's process."""
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-def many_sums(place: Place, num: int) -> int:
+def many_sums(place: RankPlace, num: int) -> int:
     """`num` all-reduces, one after the other; how many ranks had the right sum."""
     for _ in range(num):
         total = torch.ones(1)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.core.errors import MeshwiseError, ModelError, PlanError, WorkloadError
-from meshwise.runtime.launch import Place, Ranks
+from meshwise.runtime.launch import RankPlace, Ranks
 from meshwise.runtime.outcome import Outcome
 from meshwise.runtime.programs.eval_lm import Options, check
 from meshwise.runtime.programs.text_data import EOS, PAD, decode, encode, read_blocks
@@ -38,10 +38,10 @@ def ranks() -> Iterator[Ranks]:
 
 
 @contextmanager
-def world_of_one() -> Iterator[Place]:
+def world_of_one() -> Iterator[RankPlace]:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        yield Place(0, 1, 0)
+        yield RankPlace(0, 1, 0)
     finally:
         dist.destroy_process_group()
 

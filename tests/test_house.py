@@ -82,6 +82,15 @@ def test_published_models_are_known_by_their_faces_alone() -> None:
                 assert parts[1:2] == [] or parts[1] not in inside or parts[1] == parts[0], f"{path}: {parts}"
 
 
+def test_no_class_name_stands_in_two_files() -> None:
+    places: dict[str, list[str]] = {}
+    for path in modules():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(path.name)
+    assert not {name: files for name, files in places.items() if len(files) > 1}
+
+
 def reachable(graph: dict[str, set[str]], name: str) -> set[str]:
     """All that `name` imports, directly or not."""
     found: set[str] = set()

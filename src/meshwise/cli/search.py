@@ -73,13 +73,13 @@ def search(
         single["--assumptions"] = alone["assumptions"]
         for option in (option for option, value in single.items() if value):
             raise WorkloadError(f"{option} is for one machine; leave it out with --vary")
-        with _progress("machines") as say:
+        with _SearchProgress("machines") as say:
             found = api.study(vary=vary, weak=weak, on_point=lambda _: say(1), **asked)
         document, ok = found.to_json(budget), any(point.best for point in found.points)
     elif weak:
         raise WorkloadError("--weak is for several numbers of GPUs; add --vary gpus=64|128|...")
     else:
-        with _progress("plans") as say:
+        with _SearchProgress("plans") as say:
             found = api.search(on_plans=lambda kept: say(kept.considered - say.total), **alone, **asked)
         found = found if present is None else replace(found, beside=present)
         document, ok = found.to_json(budget), bool(found.best)
@@ -103,7 +103,7 @@ def search(
         raise typer.Exit(1)
 
 
-class _progress:
+class _SearchProgress:
     """How many are done, on stderr while the search runs, if that is a terminal."""
 
     def __init__(self, what: str) -> None:
@@ -112,7 +112,7 @@ class _progress:
         self.what, self.total = what, 0
         self._status = Console(stderr=True).status("")
 
-    def __enter__(self) -> _progress:
+    def __enter__(self) -> _SearchProgress:
         self._status.start()
         return self
 

@@ -44,7 +44,7 @@ def sweep(
         finished = store.finished(with_failed=not retry)
         num_before = sum(point.key in finished for point in wanted.points)
         try:
-            with _progress(len(wanted.points), num_before) as advance:
+            with _SweepProgress(len(wanted.points), num_before) as advance:
                 run_sweep(
                     wanted,
                     store,
@@ -81,7 +81,7 @@ def sweep(
         raise typer.Exit(1)
 
 
-class _progress:
+class _SweepProgress:
     """A bar with the time left on a terminal (stderr): `advance(failed)` after each point."""
 
     def __init__(self, total: int, completed: int) -> None:
@@ -99,7 +99,7 @@ class _progress:
         self._task = self._bar.add_task("points", total=total, completed=completed)
         self._num_failed = 0
 
-    def __enter__(self) -> _progress:
+    def __enter__(self) -> _SweepProgress:
         self._bar.start()
         return self
 

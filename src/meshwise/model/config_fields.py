@@ -230,7 +230,7 @@ class Tower(msgspec.Struct, forbid_unknown_fields=True):
     joints: list[Joint] = []
 
 
-class Whole(msgspec.Struct, forbid_unknown_fields=True):
+class WholeConfig(msgspec.Struct, forbid_unknown_fields=True):
     """A model of several parts: key and family of the part that is priced, and its towers."""
 
     text: str = "text_config"
@@ -254,7 +254,7 @@ class Spelling(msgspec.Struct, forbid_unknown_fields=True):
     experts: Fields = {}
     joints: list[Joint] = []
     head: Literal["decoder", "encoder", "seq2seq", "image", "none"] = "decoder"
-    whole: Whole | None = None
+    whole: WholeConfig | None = None
 
 
 @cache

@@ -41,7 +41,7 @@ from meshwise.model.config_fields import (
     Joint,
     Spelling,
     Tower,
-    Whole,
+    WholeConfig,
     spellings,
 )
 from meshwise.model.config_rules import BLOCKS, RULES, head_fields, with_layers
@@ -107,7 +107,7 @@ def _fields(raw: dict[str, Any], family: str, *, nested: bool) -> Fields:
     return fields | {"left_out": _left_out("merger", spelling.joints, raw | {"tower": fields["hidden"]})}
 
 
-def _fields_of_whole(raw: dict[str, Any], whole: Whole) -> Fields:
+def _fields_of_whole(raw: dict[str, Any], whole: WholeConfig) -> Fields:
     """The language model, with the class and the tied embedding of the whole; its tower is left out."""
     text = _part(raw, whole.text) or raw | {"model_type": whole.family}
     tied = raw.get("tie_word_embeddings", whole.tied)

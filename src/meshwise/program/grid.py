@@ -22,7 +22,7 @@ from meshwise.program.tensor import Tensor, made
 from meshwise.program.tensor_1d import ATTENTION, MLP
 
 
-class Linear(Protocol):
+class GridLinear(Protocol):
     """Y = X W + b of whole widths `d_in` and `d_out`, both ways; `kept` False: X is kept already."""
 
     def __call__(
@@ -37,8 +37,8 @@ class Products(NamedTuple):
     `keeps_mixed` fused attention keeps what the output projection reads, which then keeps nothing.
     """
 
-    first: Linear
-    second: Linear
+    first: GridLinear
+    second: GridLinear
     inside: Callable[[Cut], tuple[Num, Num]]
     heads_split: Callable[[Model, Cut], Iterator[Op]]
     scores_split: Callable[[Model, Cut], Iterator[Op]]

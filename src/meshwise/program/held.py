@@ -14,7 +14,7 @@ from msgspec import structs
 from meshwise.core.units import Num
 from meshwise.model.weights import Weight, Weights, has_adapters
 from meshwise.program.cut import Cut
-from meshwise.program.op import Held, Op
+from meshwise.program.op import BroughtWeight, Op
 
 ENDS = "embedding", "head", "mtp"
 """Modules of a model that are no block."""
@@ -24,11 +24,11 @@ Shards = Callable[[Weight, Cut], Num]
 def hold(ops: Iterable[Op], weights: Weights, cut: Cut, shards: Shards) -> list[Op]:
     """`ops`, of which the first forward op of its name brings each weight."""
     core = "flash" if cut.flash else "softmax"
-    brought: dict[tuple[str, str], list[Held]] = {}
+    brought: dict[tuple[str, str], list[BroughtWeight]] = {}
     for weight in weights:
         op_name = core if weight.op == "core" else weight.op
         ways = shards(weight, cut)
-        held = Held(weight, ways, weight.size / ways)
+        held = BroughtWeight(weight, ways, weight.size / ways)
         brought.setdefault((weight.module, op_name), []).append(held)
     holding = []
     for op in ops:
@@ -40,7 +40,7 @@ def hold(ops: Iterable[Op], weights: Weights, cut: Cut, shards: Shards) -> list[
     return holding
 
 
-def _with_weights(op: Op, weights: tuple[Held, ...], cut: Cut) -> Op:
+def _with_weights(op: Op, weights: tuple[BroughtWeight, ...], cut: Cut) -> Op:
     num_params = sum([held.num_params for held in weights])
     frozen = [held for held in weights if not held.weight.trains]
     if not frozen:

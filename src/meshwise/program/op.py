@@ -23,7 +23,7 @@ from meshwise.model.weights import Weight
 from meshwise.program.tensor import Tensor, made
 
 
-class Held(NamedTuple):
+class BroughtWeight(NamedTuple):
     """A weight as a rank holds it: 1 / `shards` of it, `num_params` parameters."""
 
     weight: Weight
@@ -78,7 +78,7 @@ class Op(Struct, frozen=True, kw_only=True, eq=False):
     num_params: Num = 0.0
     num_frozen: Num = 0.0
     num_quantized: Num = 0.0
-    weights: tuple[Held, ...] = ()
+    weights: tuple[BroughtWeight, ...] = ()
     kernel: str = ""
     count: Num = 1.0
     is_weight_grad: bool = False

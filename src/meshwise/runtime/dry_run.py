@@ -25,7 +25,7 @@ from meshwise.runtime.fakes import QuickFakes, leave_whole
 from meshwise.runtime.outcome import Outcome
 from meshwise.runtime.programs import find_program
 from meshwise.runtime.programs.context import Context
-from meshwise.runtime.recorder import Recorder
+from meshwise.runtime.recorder import OpRecorder
 from meshwise.runtime.streams import Stream
 from meshwise.runtime.torch_private import FakeStore, setup_private_device
 
@@ -49,7 +49,7 @@ def dry_run(
     if dist.is_initialized():
         raise PlanError("a process group is initialised already; a dry run needs a process of its own")
     _register_fake_device()
-    recorder = Recorder(tape, device_type=FAKE_DEVICE)
+    recorder = OpRecorder(tape, device_type=FAKE_DEVICE)
     context = Context(
         rank=rank,
         world_size=ranks,

@@ -15,7 +15,7 @@ import torch
 import torch.utils.checkpoint as checkpointing
 
 
-class Held:
+class SavedTensor:
     """A tensor that a node of the graph has saved, in place of the tensor itself."""
 
     __slots__ = ("__weakref__", "tensor")

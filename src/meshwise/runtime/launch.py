@@ -56,7 +56,7 @@ class RankError(MeshwiseError):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """One rank of a world: its number, the world's size, its number on its machine, its kind of device."""
 
     rank: int
@@ -110,7 +110,7 @@ class Ranks:
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             self._pipes.append(ours)
-            place = Place(rank, ranks, rank, device_type)
+            place = RankPlace(rank, ranks, rank, device_type)
             arguments = (place, self._store.port, threads, theirs)
             process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
             try:
@@ -312,7 +312,7 @@ def _context(device_type: str) -> Any:
 # --- inside a rank -----------------------------------------------------------------------------
 
 
-def _serve(place: Place, port: int, threads: int, pipe: Connection) -> None:
+def _serve(place: RankPlace, port: int, threads: int, pipe: Connection) -> None:
     """The life of a rank: answer calls, each in a process group of its own, until told to stop."""
     from meshwise.runtime.torch_caches import forget  # imports DTensor, which no launcher needs
 
@@ -366,7 +366,7 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-def _join(place: Place, **how: Any) -> None:
+def _join(place: RankPlace, **how: Any) -> None:
     backend = "gloo" if place.device_type == "cpu" else "cpu:gloo,cuda:nccl"
     if place.device_type != "cpu":
         torch.cuda.set_device(place.device)
@@ -378,7 +378,7 @@ def _join(place: Place, **how: Any) -> None:
 # --- a world that someone else started ---------------------------------------------------------
 
 
-def outside_place(environ: Mapping[str, str], device_type: str = "cpu") -> Place | None:
+def outside_place(environ: Mapping[str, str], device_type: str = "cpu") -> RankPlace | None:
     """This process's place in the world of torchrun or srun; None where neither started it."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
         names = "RANK", "WORLD_SIZE", "LOCAL_RANK"
@@ -389,7 +389,7 @@ def outside_place(environ: Mapping[str, str], device_type: str = "cpu") -> Place
     rank, world_size, local_rank = (_number(environ, name) for name in names)
     if rank >= world_size:
         raise PlanError(f"{names[0]} is {rank} in a world of {world_size} ({names[1]}); ranks count from 0")
-    return Place(rank, world_size, local_rank, device_type)
+    return RankPlace(rank, world_size, local_rank, device_type)
 
 
 def meeting_point(environ: Mapping[str, str]) -> tuple[str, int]:
@@ -417,7 +417,7 @@ def first_host(nodes: str) -> str:
     return match[1] + (match[2] or "")
 
 
-def _call_here(function: Callable[..., Any], place: Place, *args: Any) -> list[Any] | None:
+def _call_here(function: Callable[..., Any], place: RankPlace, *args: Any) -> list[Any] | None:
     """Be one rank of an outside world; rank 0 returns every rank's result.
 
     A rank that fails says so before its process, and with that its connections, ends. The others notice,
@@ -437,7 +437,7 @@ def _call_here(function: Callable[..., Any], place: Place, *args: Any) -> list[A
     return results
 
 
-def _join_outside(place: Place, point: str) -> None:
+def _join_outside(place: RankPlace, point: str) -> None:
     """Join the world that the environment describes; PlanError where its ranks cannot meet at `point`."""
     if place.device_type == "cuda":
         check_world(place.local_rank + 1, "cuda")

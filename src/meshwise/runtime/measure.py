@@ -24,7 +24,7 @@ from meshwise.calibrate.cluster_file import Sample
 from meshwise.core.files import read_catalog
 from meshwise.core.ledger import Collective
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
-from meshwise.runtime.launch import Place
+from meshwise.runtime.launch import RankPlace
 from meshwise.runtime.programs import attention_kernels as kernels
 from meshwise.runtime.programs.context import TORCH_DTYPES
 from meshwise.runtime.torch_private import scaled_mm
@@ -167,7 +167,7 @@ def launch_sample(device: str, effort: Effort) -> Sample:
     return Sample("launch", "1", "fp32", seconds, 1 / seconds, "1/s")
 
 
-def collective_samples(place: Place, quick: bool) -> list[Sample]:
+def collective_samples(place: RankPlace, quick: bool) -> list[Sample]:
     """Runs on every rank: each kind at several payloads; the time is that of the slowest rank."""
     effort = EFFORTS[place.device_type, quick]
     samples = []
@@ -180,7 +180,7 @@ def collective_samples(place: Place, quick: bool) -> list[Sample]:
 
 
 def collective_time_s(
-    place: Place,
+    place: RankPlace,
     kind: Collective,
     payload_bytes: int,
     *,

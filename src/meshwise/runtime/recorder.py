@@ -32,7 +32,7 @@ from meshwise.cost.collective import sent_bytes
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
 from meshwise.program.tape import Named, Step, Tape
 from meshwise.runtime.fakes import QuickFakes
-from meshwise.runtime.kept import Held, Kept, watched_checkpoints
+from meshwise.runtime.kept import Kept, SavedTensor, watched_checkpoints
 from meshwise.runtime.torch_private import (
     AsyncCollectiveTensor,
     FakeTensor,
@@ -101,7 +101,7 @@ def _total_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-class Recorder(TorchDispatchMode):
+class OpRecorder(TorchDispatchMode):
     """Writes a `Tape` while torch runs; use it as a context manager around the program.
 
     `device_type` limits it to tensors on that kind of device. `is_timed` measures each op on the host's
@@ -213,7 +213,7 @@ class Recorder(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # torch would wrap each call of `__torch_dispatch__`
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> OpRecorder:
         self._hooks = saved_tensors_hooks(self._keep, lambda held: held.tensor)
         self._hooks.__enter__()
         self._checkpoints = watched_checkpoints(self.hold)
@@ -402,7 +402,7 @@ class Recorder(TorchDispatchMode):
         storage = _local(tensor).untyped_storage()
         key, number = storage._cdata, autograd_sequence_nr() - 1
         is_result = tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() == number
-        held = Held(tensor.detach() if is_result else tensor)
+        held = SavedTensor(tensor.detach() if is_result else tensor)
         self.hold(tensor, held)
         if self._pauses or key in self._weights or key in self._saved or key not in self._live:
             return held

@@ -9,17 +9,17 @@ import torch
 
 from meshwise.program.tape import Tape
 from meshwise.runtime.capture_cost import capture_cost
-from meshwise.runtime.launch import Place
+from meshwise.runtime.launch import RankPlace
 from meshwise.runtime.outcome import Outcome
 from meshwise.runtime.profile import capture
 from meshwise.runtime.programs import find_program
 from meshwise.runtime.programs.context import Context
-from meshwise.runtime.recorder import Recorder
+from meshwise.runtime.recorder import OpRecorder
 from meshwise.runtime.unrecorded import Unrecorded
 
 
 def run_rank(
-    place: Place, name: str, options: Any, root: int = 0, quiet: bool = False, folder: str | None = None,
+    place: RankPlace, name: str, options: Any, root: int = 0, quiet: bool = False, folder: str | None = None,
     recorded: bool = True,
 ) -> Outcome:  # fmt: skip
     """Run program `name` on this rank of an initialised world; what `launch` calls on every rank.
@@ -29,7 +29,7 @@ def run_rank(
     """
     on_cpu = place.device_type == "cpu"
     tape = Tape("run", place.rank, place.world_size, measure=None if on_cpu else _cuda_bytes)
-    kind = Recorder if recorded else Unrecorded
+    kind = OpRecorder if recorded else Unrecorded
     recorder = kind(tape, device_type=place.device_type, is_timed=on_cpu and folder is None)
     context = Context(
         rank=place.rank,

@@ -9,7 +9,7 @@ from typing import Any
 from meshwise.core.errors import PlanError
 from meshwise.core.units import with_prefix
 from meshwise.program.tape import Tape
-from meshwise.runtime.launch import Place, launch, outside_place
+from meshwise.runtime.launch import RankPlace, launch, outside_place
 from meshwise.runtime.outcome import Outcome
 from meshwise.runtime.programs import Program
 
@@ -36,7 +36,7 @@ def start(
     return None if outcomes is None else outcomes[root]
 
 
-def _run_rank(place: Place, *arguments: Any) -> Outcome:
+def _run_rank(place: RankPlace, *arguments: Any) -> Outcome:
     """What every rank does; the process that starts ranks needs nothing of what they import."""
     from meshwise.runtime.run import run_rank
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwise.runtime.recorder import Recorder
+from meshwise.runtime.recorder import OpRecorder
 
 
-class Unrecorded(Recorder):
+class Unrecorded(OpRecorder):
     """Keeps the steps that a program names, and sees nothing of what torch does: no rows, no live bytes."""
 
     def __enter__(self) -> Unrecorded:

@@ -95,10 +95,10 @@ def main():
 
 if options.record:
     from meshwise.program.tape import Tape
-    from meshwise.runtime.recorder import Recorder
+    from meshwise.runtime.recorder import OpRecorder
 
     tape = Tape("run", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    with Recorder(tape, is_timed=True):
+    with OpRecorder(tape, is_timed=True):
         main()
     found = {"peak_bytes": tape.peak_bytes, "ledger": tape.ledger().to_json()}
     Path(f"{options.record}.{tape.rank}").write_text(json.dumps(found))

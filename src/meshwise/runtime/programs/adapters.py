@@ -41,7 +41,7 @@ class Adapted(nn.Module):
         return y + thin
 
 
-class Whole(SequenceParallel):
+class WholeWeights(SequenceParallel):
     """Weights whole on every rank, each for its own tokens; also those that are no floating numbers."""
 
     def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -57,7 +57,7 @@ def is_adapter(name: str) -> bool:
 
 def cut_as(style: Any, name: str, rows: Shard | Replicate) -> dict[str, Any]:
     """The styles of the adapted layer `name` that `style` would cut; `rows`: how activations are cut."""
-    whole = Whole()
+    whole = WholeWeights()
     if isinstance(style, RowwiseParallel):
         inner = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
         around = {name: PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=rows)}

@@ -18,7 +18,7 @@ import torch.distributed.distributed_c10d as c10d
 import torch.nn.parallel.distributed as ddp
 
 from meshwise.core.errors import PlanError
-from meshwise.runtime.recorder import Recorder
+from meshwise.runtime.recorder import OpRecorder
 from meshwise.runtime.script.guesses import Guesses
 from meshwise.runtime.script.letters import Letters
 from meshwise.runtime.torch_private import FakeStore, dtensor_dispatch
@@ -54,7 +54,7 @@ class _Store(dist.Store):
 
 
 def supply_process_groups(
-    rank: int, ranks: int, guesses: Guesses, recorder: Recorder, letters: Letters
+    rank: int, ranks: int, guesses: Guesses, recorder: OpRecorder, letters: Letters
 ) -> None:
     """Replace what would look for other ranks."""
     named: dict[str, str] = {}

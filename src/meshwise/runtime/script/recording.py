@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwise.program.tape import Tape
-from meshwise.runtime.recorder import Recorder, _local
+from meshwise.runtime.recorder import OpRecorder, _local
 from meshwise.runtime.torch_private import current_graph_task_id, tree_leaves
 
 _WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
@@ -91,7 +91,7 @@ def folded(module: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)
 
 
-class ScriptRecorder(Recorder):
+class ScriptRecorder(OpRecorder):
     """A recorder of what happens on `cuda`, wherever a fake tensor says that its storage lies."""
 
     def __init__(self, tape: ScriptTape) -> None:
