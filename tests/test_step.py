@@ -270,15 +270,27 @@ def test_dualpipe_has_the_logits_of_a_whole_microbatch() -> None:
     assert mirrored == pytest.approx(plain, rel=1e-3)
 
 
+def test_sums_held_as_shards_are_reduced_in_every_microbatch() -> None:
+    """ZeRO 2 has the gradient memory of ZeRO 3 and its reductions; ZeRO 1 sums whole gradients, once."""
+    held, moved = [], []
+    for zero in (1, 2, 3):
+        of = priced("llama3-8b", f"tp=2,zero={zero}", cluster="h100-80g-sxm:8", batch=32)
+        held.append(of.memory_bytes["gradients"])
+        rows = of.ledger.where(op="gradients", collective="reduce_scatter").rows()
+        moved.append(sum(row["count"] * row["payload_bytes"] for row in rows))
+    assert held == pytest.approx([held[0], held[0] / 4, held[0] / 4])
+    assert moved == pytest.approx([moved[0], 8 * moved[0], 8 * moved[0]])
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_dualpipe_reduces_the_gradients_of_both_stages_of_a_rank(zero: int) -> None:
-    """Twice the bytes of one stage, among the ranks of both places; under ZeRO 3 in half as many rounds."""
+    """Twice the bytes of one stage, among the ranks of both places; in half as many microbatches."""
     gradients = {}
     for schedule in ("1f1b", "dualpipe"):
         ledger = priced("llama2-7b", f"pp=4,schedule={schedule},zero={zero},stages=even", batch=128).ledger
         rows = list(ledger.where(rank=16, op="gradients", collective="reduce_scatter").rows())
         gradients[schedule] = rows[0]["count"] * rows[0]["payload_bytes"], rows[0]["group_size"]
-    assert gradients["dualpipe"][0] == pytest.approx((1.0 if zero == 3 else 2.0) * gradients["1f1b"][0])
+    assert gradients["dualpipe"][0] == pytest.approx((1.0 if zero >= 2 else 2.0) * gradients["1f1b"][0])
     assert gradients["dualpipe"][1] == 2 * gradients["1f1b"][1]
 
 

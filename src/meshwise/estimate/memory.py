@@ -30,6 +30,7 @@ from meshwise.program.cut import Cut
 from meshwise.program.exchange import Held
 from meshwise.program.parts import block_input_bytes
 from meshwise.program.serving import cache_bytes, working_bytes
+from meshwise.program.sharding import STAGES, Column, at_stage
 
 OPTIMIZER_BYTES = {
     "adam": 12.0,  # fp32 master, m, v
@@ -167,20 +168,23 @@ def state_bytes(held: Held, share: Num, mesh: Mesh, cut: Cut, overheads: Overhea
     per_grad = grad_bytes(mesh) + overheads.second_grad_bytes * in_two_types
     per_state = OPTIMIZER_BYTES[mesh.plan.optimizer] * (1.0 - mesh.offload_optimizer)
 
-    def shard(dense: Num, experts: Num, from_stage: int) -> Num:
+    def shard(dense: Num, experts: Num, column: Column) -> Num:
         # Both places of a stage under DualPipe are replicas, which share what is sharded.
-        held = dense / mesh.shard_ranks(from_stage, mesh.replicas)
-        held = held + experts / mesh.shard_ranks(from_stage, mesh.expert_replicas)
-        return np.where(mesh.zero >= from_stage, share, 1.0) * held
+        is_shard = at_stage(column, mesh.zero) > 0
+        replicas, expert_replicas = (
+            np.where(is_shard, np.minimum(mesh.zero_group, ranks), 1.0)
+            for ranks in (mesh.replicas, mesh.expert_replicas)
+        )
+        return np.where(is_shard, share, 1.0) * (dense / replicas + experts / expert_replicas)
 
-    weights = weight_bytes(mesh) * shard(held.dense, held.experts, 3)
+    weights = weight_bytes(mesh) * shard(held.dense, held.experts, STAGES.weights)
     if cut.frozen_bytes is not None:
         spared = weight_bytes(mesh) - cut.frozen_bytes
-        weights = weights - spared * shard(held.dense_quantized, held.experts_quantized, 3)
+        weights = weights - spared * shard(held.dense_quantized, held.experts_quantized, STAGES.weights)
     if not mesh.trains:
         return weights, 0.0, 0.0
     trained = held.dense_trained, held.experts_trained
-    return weights, per_grad * shard(*trained, 2), per_state * shard(*trained, 1)
+    return weights, per_grad * shard(*trained, STAGES.sums), per_state * shard(*trained, STAGES.states)
 
 
 def kept_bytes(part: Part, one_input: Num, selective: Num, full: Num) -> Num:

@@ -48,6 +48,7 @@ from meshwise.program.exchange import Exchange, Held, exchanges, shared_weights
 from meshwise.program.implementation import IMPLEMENTATIONS
 from meshwise.program.op import Op
 from meshwise.program.parts import EMBEDDING, block_input_bytes, cut_of, parts
+from meshwise.program.sharding import STAGES, num_reductions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -247,7 +248,7 @@ def _exchanged(
         of_replicas = fsdp2.exchanges(units, stage, mesh, cut)
         of_one = fsdp2.shared_weights(model, units, stage, mesh, cut)
     else:
-        reductions = rounds
+        reductions = num_reductions(STAGES, mesh.zero, mesh.num_microbatches)
         of_replicas = exchanges(
             held,
             stage,
@@ -282,7 +283,7 @@ def _exchanged(
 
     tail_s = grads_s / pieces
     overlapped_s = reductions * round_s(gathers_s + grads_s - tail_s) + (tail_s + first_s)
-    if reductions is not rounds:
+    if np.any(reductions != rounds):
         overlapped_s = overlapped_s + (rounds - reductions) * round_s(gathers_s)
     alone_s = rounds * (gathers_s + behind_forward) + reductions * grads_s
     paid_s = mesh.overlap_dp * overlapped_s + (1.0 - mesh.overlap_dp) * alone_s

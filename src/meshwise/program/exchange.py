@@ -1,11 +1,11 @@
 """What the replicas of a model exchange once a step, or once a microbatch: gradients and weights.
 
-ZeRO-0 all-reduces gradients; 1 and 2 reduce-scatter them and all-gather the new weights; 3 (FSDP) gathers the
-weights of each block before its forward and its backward and reduce-scatters gradients, every microbatch
-(arXiv 1910.02054). Where ZeRO shards over a group of the replicas only, the shards of gradients are summed
-across groups. Dense weights are exchanged over data and context parallel ranks, experts over the ranks that
-hold the same ones. Only weights that train have gradients. All of it travels in messages: those of a block
-under ZeRO-3, buckets otherwise.
+They follow from what is held as shards (`program.sharding`; arXiv 1910.02054): ZeRO-0 all-reduces gradients,
+1 reduce-scatters them and all-gathers the new weights, 2 reduce-scatters after every microbatch, 3 (FSDP)
+does too and gathers the weights of each block before its forward and its backward. Where ZeRO shards over a
+group of the replicas only, the shards of gradients are summed across groups. Dense weights are exchanged over
+data and context parallel ranks, experts over the ranks that hold the same ones. Only weights that train have
+gradients. All of it travels in messages: those of a block under ZeRO-3, buckets otherwise.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from meshwise.plan.mesh import Mesh
 from meshwise.plan.stages import Stage
 from meshwise.program.cut import GRID_AXES, Cut
 from meshwise.program.op import Op
+from meshwise.program.sharding import STAGES, at_stage, num_reductions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,8 +76,10 @@ def exchanges(
     copies = 1.0 / stage.share
     mirrored = np.maximum(np.abs(mesh.pp - 1.0 - 2.0 * stage.index), 1.0) * mesh.stride("pp")
     of_blocks = messages_per_block * stage.num_layers
-    sharded, gathered = (mesh.zero >= 1) * 1.0, (mesh.zero >= 3) * 1.0
-    rounds = 1.0 + gathered * (mesh.num_microbatches / copies - 1.0)
+    sharded, gathered = at_stage(STAGES.states, mesh.zero), at_stage(STAGES.weights, mesh.zero)
+    passing = stage.share * mesh.num_microbatches
+    rounds = 1.0 + gathered * (passing - 1.0)
+    reductions = num_reductions(STAGES, mesh.zero, passing)
     for name, params, trained, replicas, first in (
         ("", held.dense, held.dense_trained, mesh.replicas, 1.0),
         ("expert_", held.experts, held.experts_trained, mesh.expert_replicas, mesh.etp * mesh.ep / mesh.tp),
@@ -103,13 +106,13 @@ def exchanges(
         copied = gathered * group
         of_grads: dict[str, Any] = {"behind": "backward", "payload_bytes": grad_payload} | shared
         yield Exchange(
-            op=f"{name}gradients", collective="reduce_scatter", count=rounds * grads, shards_copied=copied,
-            **of_grads,
+            op=f"{name}gradients", collective="reduce_scatter", count=reductions * grads,
+            shards_copied=copied, **of_grads,
         )  # fmt: skip
         yield Exchange(
             op=f"{name}gradients", collective="all_reduce", behind="backward",
             payload_bytes=grad_payload / group, group_size=replicas / at_place, stride=far,
-            runs=far_runs, count=rounds * grads,
+            runs=far_runs, count=reductions * grads,
         )  # fmt: skip
         # Without ZeRO the gradients come back by the second half of an all-reduce.
         yield Exchange(

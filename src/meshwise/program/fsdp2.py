@@ -48,6 +48,7 @@ from meshwise.program.exchange import Exchange
 from meshwise.program.held import is_quantized
 from meshwise.program.optimizer_states import STATES, by_muon, state_bytes
 from meshwise.program.order import ACTIVE_CHUNKS, gathers, patterns
+from meshwise.program.sharding import FSDP2, at_stage, num_reductions
 from meshwise.program.tensor_1d import shards
 
 FROZEN_GROUP = 64
@@ -185,7 +186,7 @@ def _gathers_of_parts(model: Model, stage: Stage, mesh: Mesh) -> list[Num]:
 
 def reductions(stage: Stage, mesh: Mesh) -> Num:
     """How often in a step the gradients of a unit are reduced; under DualPipe one sees half of the batch."""
-    return 1.0 + (mesh.zero == 2) * (stage.share * mesh.num_microbatches - 1.0)
+    return num_reductions(FSDP2, mesh.zero, stage.share * mesh.num_microbatches)
 
 
 @lru_cache(maxsize=1024)
@@ -320,7 +321,7 @@ def reduced_bytes(mesh: Mesh, cut: Cut) -> float:
 
 def _accumulates(mesh: Mesh) -> Num:
     """Whether whole gradients are summed over microbatches before they are reduced."""
-    return ((mesh.zero != 2) & ((mesh.pp > 1) | (mesh.num_microbatches > 1))) * 1.0
+    return ((at_stage(FSDP2.sums, mesh.zero) == 0) & ((mesh.pp > 1) | (mesh.num_microbatches > 1))) * 1.0
 
 
 def tp_sums(weight: Weight, cut: Cut) -> bool:
