@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from meshwise.core.errors import WorkloadError
 from meshwise.core.units import quantity
@@ -101,7 +101,8 @@ def _kind(annotation: Any, names: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]
     """The type of a value as it is typed, and what annotates it; what no command line knows is a text."""
     if isinstance(annotation, str):
         try:
-            annotation = eval(annotation, names)
+            stated = type("Stated", (), {"__annotations__": {"it": annotation}})
+            annotation = get_type_hints(stated, names, include_extras=True)["it"]
         except NameError:  # a class of ours, imported when it is needed; it is named or described by a text
             return str, ()
     kinds = [kind for kind in _parts(annotation) if kind is not type(None)]
