@@ -33,7 +33,6 @@ from meshwise.plan.plan import Plan
 from meshwise.plan.stages import layers_of_chunks, stage_of_rank, stages_of
 from meshwise.plan.workload import Workload
 from meshwise.program.cut import Cut
-from meshwise.program.expert_load import expert_load
 from meshwise.program.op import Op
 from meshwise.program.parts import EMBEDDING, HEAD, layer_names, parts
 
@@ -175,15 +174,9 @@ class Estimate(Shown):
         return step_rows(self.model, self.mesh, self.step, cost)
 
     def seen_from(self, rank: int) -> Mesh:
-        """The mesh with the shards of one rank, its place in a ring, and the load of its experts."""
+        """The mesh with the shards of one rank and its place in a ring."""
         mesh, (cp, dp, _) = self.mesh, self._place(rank)
-        shard, load = dp * mesh.cp + cp, mesh.imbalance
-        if self.plan.implementation == "fsdp2" and self.model.moe and load > 1:  # by force, the first's most
-            number = rank // int(mesh.stride("tp")) % int(mesh.tp) + int(mesh.tp) * int(shard)
-            place = number // int(mesh.etp) % int(mesh.ep)
-            run = int(mesh.seq // (mesh.tp * mesh.cp * (1.0 + (mesh.ring > 1))))
-            load = expert_load(self.model.moe, int(mesh.ep), self.plan.imbalance, run).frac(place)
-        return replace(mesh, ring_rank=float(cp // mesh.ulysses), shard=shard, imbalance=load)
+        return replace(mesh, ring_rank=float(cp // mesh.ulysses), shard=dp * mesh.cp + cp)
 
     def _place(self, rank: int) -> list[int]:
         """Number of a rank along cp, dp and pp."""

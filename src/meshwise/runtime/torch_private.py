@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-    from torch.utils.checkpoint import _Holder
 
     PipelineRuntime = _PipelineScheduleRuntime
-    CheckpointHolder = _Holder
 
 HOMES = {
     # fake tensors and fake ranks
@@ -43,7 +41,6 @@ HOMES = {
     "current_graph_task_id": "torch._C._current_graph_task_id",
     "will_engine_execute_node": "torch._C._will_engine_execute_node",
     "autograd_sequence_nr": "torch.autograd._get_sequence_nr",
-    "CheckpointHolder": "torch.utils.checkpoint._Holder",
     "current_saved_tensors_hooks": "torch._C._autograd._top_saved_tensors_default_hooks",
     # DTensor, FSDP2, context parallelism
     "dtensor_dispatch": "torch.distributed.tensor._dispatch",

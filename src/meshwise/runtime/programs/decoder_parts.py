@@ -47,7 +47,6 @@ class Setting:
     own_places: Tensor
     recorder: Recorder
     attend: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda q, k, v: Attend.apply(q, k, v, True)
-    is_fused: bool = True
     redone_modules: tuple[str, ...] = ()
     redone_layers: float = 0
     redone_every: int = 1
@@ -69,8 +68,7 @@ class Setting:
         """
 
         def made(*latents: Tensor) -> Heads:
-            q, k, v = self._dealt(*heads(*latents))
-            return (q, k, v) if self.is_fused else (q.contiguous(), k.contiguous(), v.contiguous())
+            return self._dealt(*heads(*latents))
 
         mixed: Tensor = self.read_again("mla_up_proj", made, self._attended, *latents)
         return mixed

@@ -20,7 +20,7 @@ from meshwise.runtime.programs.decoder_parts import FeedForward, Setting
 from meshwise.runtime.programs.dispatch import NarrowExchange, exchange
 from meshwise.runtime.programs.frozen import Multiply, packed_like
 from meshwise.runtime.programs.local import local
-from meshwise.runtime.programs.routes import ExpertPlace, PerRank
+from meshwise.runtime.programs.routes import ExpertPlace
 from meshwise.runtime.torch_private import all_gather_single, reduce_scatter_single
 
 
@@ -75,30 +75,12 @@ class Mixture(nn.Module):
         tokens, num_choices = x.flatten(0, 1), way.experts.shape[1]
         wide = logits if logits.dtype == torch.float64 else logits.float()
         gates = wide.softmax(-1).gather(1, way.experts).to(x.dtype)
-        if way.per_rank is not None:
-            mixed = self._once_to_each(tokens, gates, way.per_rank).view(x.shape)
-        else:
-            copies = tokens.index_select(0, way.sources)
-            arrived = self._by_expert(_gathered(self._sent(copies, there=True), way.parts))
-            answers = self._sent(_added(self._by_rank(self.experts(arrived)), way.parts), there=False)
-            weighed = answers.index_select(0, way.back) * gates.view(-1, 1)
-            mixed = weighed.view(-1, num_choices, x.shape[-1]).sum(1).view(x.shape)
+        copies = tokens.index_select(0, way.sources)
+        arrived = self._by_expert(_gathered(self._sent(copies, there=True), way.parts))
+        answers = self._sent(_added(self._by_rank(self.experts(arrived)), way.parts), there=False)
+        weighed = answers.index_select(0, way.back) * gates.view(-1, 1)
+        mixed = weighed.view(-1, num_choices, x.shape[-1]).sum(1).view(x.shape)
         return mixed if self.shared is None else mixed + self.setting.redone("shared_experts", self.shared, x)
-
-    def _once_to_each(self, tokens: Tensor, gates: Tensor, each: PerRank) -> Tensor:
-        """Tokens go once to each rank, with the weights of its answers, which are added up there."""
-        way, hidden = self.routes, tokens.shape[-1]
-        ranks = way.place.ranks
-        arrived = self._sent(tokens.index_select(0, way.sources), there=True).view(ranks, -1, hidden)
-        weights = exchange(gates.flatten().index_select(0, each.gates), way.group)
-        weights = weights.view(ranks, -1).index_select(1, each.weights).view(-1, 1)
-        copies = arrived.index_select(1, each.copies).flatten(0, 1)
-        answers = self.experts(self._by_expert(_gathered(copies, way.parts)))
-        weighed = _added(self._by_rank(answers), way.parts) * weights
-        weighed = weighed.view(ranks, -1, hidden)
-        sums = torch.zeros_like(arrived).scatter_add(1, each.copies[:, None].expand_as(weighed), weighed)
-        back = self._sent(sums.flatten(0, 1), there=False).index_select(0, way.back)
-        return back.view(len(tokens), -1, hidden).sum(1)
 
     def _sent(self, rows: Tensor, *, there: bool) -> Tensor:
         """Copies to the ranks of their experts, or answers back."""

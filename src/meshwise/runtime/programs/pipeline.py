@@ -26,7 +26,6 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.stage import InferenceMode
 
 from meshwise.runtime.programs.dualpipe import ScheduleDualPipe, StageOfOneWay
-from meshwise.runtime.programs.redone_once import redone_once
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context, Recorder
@@ -92,8 +91,7 @@ def make_schedule(
         inputs = (entering[at_end],) if 0 in pieces else ()
         targets = leaving[ways - 1 - at_end]
         ends = {"target": targets, "labels": targets} if num_stages - 1 in pieces else {}
-        with redone_once():
-            schedule.step(*inputs, losses=losses, return_outputs=False, **ends)
+        schedule.step(*inputs, losses=losses, return_outputs=False, **ends)
         return losses
 
     return step

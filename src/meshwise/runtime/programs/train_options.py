@@ -84,8 +84,6 @@ def check(options: Options, ranks: int) -> None:
         ("experts' width", model.moe.ffn_hidden // int(mesh.etp), alike),
         (f"seq {options.seq} leaves each rank {run} tokens in a row, whose choices", run * model.moe.top_k,
          model.moe.num_experts),
-        (f"dispatch=per_rank: seq {options.seq} leaves each rank {run} tokens in a row, whose number", run,
-         max(1, ranks_met_once(plan))),
     ):  # fmt: skip
         if number % divisor:
             raise PlanError(f"train: {what} {number} does not divide by {divisor}, so that all are alike")
@@ -157,11 +155,6 @@ def the_workload(options: Options, ranks: int) -> Workload:
     dp = plan.data_parallel(ranks)
     batch = options.batch or dp * plan.pp * options.microbatch
     return Workload(batch=batch, seq=options.seq, microbatch=options.microbatch)
-
-
-def ranks_met_once(plan: Plan) -> int:
-    """Among how many ranks a token goes once to each that it needs (0: it goes to each expert)."""
-    return plan.ep if plan.dispatch == "per_rank" and plan.ep > 1 else 0
 
 
 def tokens_in_a_row(options: Options) -> int:

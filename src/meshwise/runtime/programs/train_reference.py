@@ -16,7 +16,6 @@ from meshwise.runtime.programs.frozen import pack, wide_shape
 from meshwise.runtime.programs.parallelize import fill
 from meshwise.runtime.programs.rotary import turned_width, turns
 from meshwise.runtime.programs.routes import part_of, routes
-from meshwise.runtime.programs.train_options import ranks_met_once
 from meshwise.runtime.programs.training import with_labels
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def reference_step(trainer: Trainer) -> tuple[float, dict[str, Tensor]]:
     dtype = trainer.context.dtype("fp8") if trainer.setting.formats.matmuls else kept
     places = torch.arange(options.seq, device=device)
     angles = turns(places, turned_width(model), dtype)
-    way = routes(places, 1, model, per_rank=ranks_met_once(trainer.plan)) if model.moe else None
+    way = routes(places, 1, model) if model.moe else None
     setting = Setting(
         turns=angles, own_places=places, recorder=trainer.context.recorder, routes=way,
         formats=trainer.setting.formats, lora_rank=trainer.plan.lora_rank,

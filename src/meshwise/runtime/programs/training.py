@@ -32,13 +32,11 @@ from meshwise.runtime.programs.train_options import (
     Options,
     Place,
     rank_layers,
-    ranks_met_once,
     renumbered,
     the_mesh,
     the_model,
     the_plan,
 )
-from meshwise.runtime.programs.unfused import attend_unfused
 
 if TYPE_CHECKING:
     from meshwise.runtime.programs.context import Context
@@ -217,7 +215,6 @@ class Trainer:
         context.recorder.weights(*angles, own)  # constants
         return Setting(
             turns=angles, own_places=own, recorder=context.recorder, attend=self._attend,
-            is_fused=plan.attention != "unfused",
             redone_modules=self._redone_modules(), redone_layers=self._redone_layers(),
             redone_every=plan.recompute_every,
             loss_chunks=plan.loss_chunks,
@@ -247,17 +244,12 @@ class Trainer:
         """Where the tokens at places `own` go."""
         if self.model.moe is None:
             return None
-        found = routes(
-            own, self.options.microbatch, self.model, self.experts, self.parts,
-            ranks_met_once(self.plan),
-        )  # fmt: skip
+        found = routes(own, self.options.microbatch, self.model, self.experts, self.parts)
         self.context.recorder.weights(*found.constants)
         return found
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention, to the keys of all ranks of a ring."""
-        if self.plan.attention == "unfused":
-            return attend_unfused(q, k, v)
         if self.ring is None:
             return Attend.apply(q, k, v, True)
         return RingAttend.apply(q, k, v, self.ring, self.plan.cp_kind)

@@ -143,7 +143,7 @@ def forward(options: UlyssesOptions, context: Context, inputs: Mapping[str, torc
 
     from meshwise.runtime.programs.attention_kernels import Attend
     from meshwise.runtime.programs.functions import DifferentiableCollective, Project, all_to_all
-    from meshwise.runtime.programs.unfused import SoftmaxInPlace
+    from meshwise.runtime.programs.softmax_in_place import SoftmaxInPlace
 
     op, step, num = context.recorder.op, context.step, context.world_size
     exchange = context.mesh(ulysses=num).get_group("ulysses")

@@ -1,4 +1,4 @@
-"""Attention in three steps, with its scores in memory: a product, a softmax in its place, another product."""
+"""Softmax of attention scores that lie in memory, in their place."""
 
 from __future__ import annotations
 
@@ -32,20 +32,6 @@ def softmax_backward_(grad: Tensor, probabilities: Tensor, scale: float) -> None
     """Gradient of `softmax_`, in place of the gradient of its result."""
     aten._softmax_backward_data.out(grad, probabilities, -1, grad.dtype, grad_input=grad)
     grad.mul_(scale)
-
-
-def attend_unfused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention [batch, heads, tokens, width] -> [batch, tokens, heads, width].
-
-    Key heads that are fewer than query heads are repeated.
-    """
-    batch, heads, _, width = q.shape
-    if k.shape[1] < heads:
-        k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
-        q = q.contiguous()  # which may lie beside the keys that were repeated
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    probabilities = SoftmaxInPlace.apply(torch.bmm(q, k.transpose(1, 2)), width**-0.5, True)
-    return torch.bmm(probabilities, v).unflatten(0, (batch, heads)).transpose(1, 2)
 
 
 class SoftmaxInPlace(torch.autograd.Function):
