@@ -83,7 +83,6 @@ BASES: dict[tuple[str, ...], list[str]] = {
     ("explain",): [GLOO, *MODEL, "--batch", "8", "--seq", "128"],
     ("calibrate",): ["--from", GLOO, "-o", "machine.toml"],
     ("eval-lm",): ["--max-tokens", "2", "--ranks", "4"],
-    ("moe",): ["--max-tokens", "2", "--ranks", "4"],
     ("validate",): ["--runs", str(DATA / "validate" / "published_runs_excerpt.csv")],
     ("list",): ["chips"],
     ("trace", "diff"): [GLOO, GLOO],
@@ -94,7 +93,7 @@ BASES: dict[tuple[str, ...], list[str]] = {
     **{("trace", name): [GPU] for name in ("launches", "rates")},
     **{("trace", name): [GLOO, "-o", out] for name, out in PICTURES.items()},
 }
-SLOW = (("frontier", "run"), ("frontier", "sensitivity"), ("eval-lm",), ("moe",))
+SLOW = (("frontier", "run"), ("frontier", "sensitivity"), ("eval-lm",))
 """Verbs that take 0.1 to 6 s: drawn less often."""
 LONG_NAME = "a" * 3000
 ELSEWHERE = ("run", "dryrun", "compare", "profile", "sweep", "web", "fit")

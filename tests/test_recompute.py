@@ -50,11 +50,11 @@ def test_torchtitan_keeps_every_other_matmul() -> None:
 
 
 def test_modules_drop_what_they_name() -> None:
-    # Queries, keys and values of 128 heads, less the key that all share, of which they are made; the
-    # input of the experts' second matmul: 8 copies 2,048 wide.
+    # Queries, keys and values of 128 heads, and the normed latents with their statistics, less the key that
+    # all heads share, of which they are made; the input of the experts' second matmul: 8 copies 2,048 wide.
     whole = kept_mb("deepseek-v3", MOE, "core_attn", ep=64.0)
     for module, bytes_a_token in (
-        ("mla_up_proj", 2 * (128 * (192 + 192 + 128) - 64)),
+        ("mla_up_proj", 2 * (128 * (192 + 192 + 128) + 1536 + 512 + 4 - 64)),
         ("moe_act", 2 * 8 * 2048),
     ):
         less = kept_mb("deepseek-v3", MOE, "core_attn", module, ep=64.0)

@@ -34,6 +34,7 @@ AROUND = ("norm", "post_norm", "dropout", "residual")
 MODULES = {"mlp": ("mlp",), "moe": ("moe", "shared_expert"), "shared_experts": ("shared_expert",)}
 """The modules of ops that a recomputed module is made of."""
 UP_PROJECTIONS = ("q", "q_up", "kv_up", "rotary", "ulysses_qkv")
+"""From latents to heads; norms of latents too, where they are one kernel with the matmul behind them."""
 
 
 def with_recompute(model: Model, cut: Cut, ops: list[Op]) -> Iterator[Op]:
@@ -46,8 +47,12 @@ def with_recompute(model: Model, cut: Cut, ops: list[Op]) -> Iterator[Op]:
     for op in ops:
         segment = _segment(model, cut, op, is_moe) if op.phase == "forward" else ""
         drops = segment.partition(".")[0] in ("layernorm", "moe_act", "mla_up_proj")
-        if op.name.endswith("_cast") and op.reads and id(op.reads[0]) in dropped:
-            segment, drops = dropped[id(op.reads[0])], True
+        if op.name.endswith("_cast") and op.reads:
+            origin = op.reads[0]
+            while id(origin) not in dropped and origin.storage is not None:
+                origin = origin.storage
+            if id(origin) in dropped:
+                segment, drops = dropped[id(origin)], True
         if drops:
             dropped |= {id(one): segment for one in op.makes}
         yield structs.replace(op, segment=segment, drops=drops, redone_frac=1.0) if segment else op
@@ -70,7 +75,8 @@ def _segment(model: Model, cut: Cut, op: Op, is_moe: bool) -> str:
     if "layernorm" in chosen and is_alone:
         return f"layernorm.{op.name}"
     layer = op.name.removesuffix("_cast").partition("_lora_")[0]
-    if "mla_up_proj" in chosen and model.mla and op.module == "attention" and layer in UP_PROJECTIONS:
+    projections = UP_PROJECTIONS + ("q_norm", "kv_norm") * IMPLEMENTATIONS[cut.implementation].fuses_norms
+    if "mla_up_proj" in chosen and model.mla and op.module == "attention" and layer in projections:
         return "mla_up_proj"
     return ""
 
