@@ -34,7 +34,7 @@ RUNS = [
     ("Nemotron-4 340B, 6,144 H100, 2024", NEMOTRON, "h100-80g-sxm:6144", 2304, 4096,
      "tp=8,pp=12,vpp=8,stages=even", "dtype=bf16", 8.0, "[2406.11704](https://arxiv.org/abs/2406.11704)"),
     ("Llama 3 405B, 16,384 H100, 2024", "llama3-405b", "h100-80g-sxm:16384", 2048, 8192,
-     "tp=8,pp=16,vpp=8,zero=2", "dtype=bf16", "41 % MFU",
+     "tp=8,pp=16,vpp=8,zero=1", "dtype=bf16", "41 % MFU",
      "[2407.21783](https://arxiv.org/abs/2407.21783)"),
     ("DeepSeek-V3, 2,048 H800, 2024", "deepseek-v3", "h800-sxm:2048", 15360, 4096,
      "pp=16,ep=64,schedule=dualpipe,dtype=fp8,stages=even", "dtype=fp8", 19.9,
