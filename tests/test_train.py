@@ -21,16 +21,12 @@ from meshwise.machine.hardware import find_cluster
 from meshwise.model.weights import num_params
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
-from meshwise.program.optimizer_states import state_bytes
 from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.dry_run import dry_run
 from meshwise.runtime.launch import Ranks
-from meshwise.runtime.programs import find_program, fp4, make_options, parse_options
-from meshwise.runtime.programs.adam_8bit import Adam8bit, _table
+from meshwise.runtime.programs import find_program, make_options, parse_options
 from meshwise.runtime.programs.frozen import FrozenLinear, packed, widened
-from meshwise.runtime.programs.muon import LIKE_ADAM, orthogonal
 from meshwise.runtime.programs.narrow import NarrowLinear, Product
-from meshwise.runtime.programs.parallelize import local_bytes
 from meshwise.runtime.programs.parts import Parts
 from meshwise.runtime.programs.ring import own_places
 from meshwise.runtime.programs.train_options import the_model
@@ -152,7 +148,7 @@ def test_fp32_agrees_to_its_precision(plan: str, pool: Ranks) -> None:
     ("plan", "model"),
     [
         ("zero=3,head_dtype=fp8,dtype=fp8", "llama"),
-        ("ep=2,lora_rank=4,dtype=fp4", "moe"),
+        ("ep=2,lora_rank=4,dtype=fp8", "moe"),
     ],
 )
 def test_narrow_products_agree_to_the_sums_of_bf16(plan: str, model: str, pool: Ranks) -> None:
@@ -215,25 +211,14 @@ def test_packed_weights_in_fp8_products_are_those_that_they_widen_to() -> None:
     assert all(found.equal(expected) for found, expected in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize(("form", "most"), [("fp8", 0.15), ("fp4", 0.25)])
-def test_narrow_products_are_near_those_in_fp32(form: str, most: float) -> None:
-    """Each product, of both directions, rounds operands: fp8 to three bits (gradients to two), fp4 to one."""
+def test_narrow_products_are_near_those_in_fp32() -> None:
+    """Each product, of both directions, rounds operands: to three bits, gradients to two."""
     x, weight, grad = (torch.randn(*shape) for shape in ((3, 48, 64), (32, 64), (3, 48, 32)))
     x.requires_grad_(), weight.requires_grad_()
     expected = torch.autograd.grad(y := x @ weight.t(), (x, weight), grad)
-    narrow = torch.autograd.grad(rounded := Product.apply(x, weight, form), (x, weight), grad)
+    narrow = torch.autograd.grad(rounded := Product.apply(x, weight), (x, weight), grad)
     for found, exact in zip((rounded, *narrow), (y, *expected), strict=True):
-        assert 1e-3 < (found - exact).norm() / exact.norm() < most
-
-
-def test_what_fp4_has_is_not_rounded() -> None:
-    """e2m1 numbers times a scale of their block and one of all, in rows whose last block is not full."""
-    rows = torch.tensor(fp4.LEVELS).repeat(4, 3) * torch.tensor([[1.0], [-0.5], [8.0], [448.0]])
-    rows[0] = 0.0
-    codes, scales, of_all = fp4.cast_to_fp4(rows)
-    assert (codes.shape, codes.dtype, scales.dtype) == ((4, 16), torch.uint8, torch.float8_e4m3fn)
-    assert (fp4.widened(codes, scales) * of_all)[:, :24].equal(rows)
-    assert fp4.product(rows, torch.eye(24)).equal(rows)
+        assert 1e-3 < (found - exact).norm() / exact.norm() < 0.15
 
 
 def test_a_difference_is_found(pool: Ranks) -> None:
@@ -266,56 +251,11 @@ def test_states_in_host_memory_make_the_same_step(pool: Ranks) -> None:
     """Two steps of AdamW: the second loss is that of weights which came back from the host."""
     results = [
         pool.call(run_rank, "train", train_options(plan=plan, batch=8, steps=2), 0, True)[0].result
-        for plan in ("dtype=fp64", "dtype=fp64,offload_optimizer=0.3", "dtype=fp64,offload_optimizer=1")
+        for plan in ("dtype=fp64", "dtype=fp64,offload_optimizer=1")
     ]
     assert len({str(result["losses"]) for result in results}) == 1
-    every, some, none = (result["bytes"]["optimizer"] for result in results)
-    assert some == pytest.approx(0.7 * every, rel=1e-3)
-    assert none == 0
-
-
-def test_adam_in_8_bits_follows_adam() -> None:
-    """To a twentieth of the way; a byte for each moment, and the numbers of bitsandbytes' table (0.43)."""
-    assert (_table(True)[0], len(set(_table(True))), _table(False)[1]) == (-0.99296875, 256, 3.25e-7)
-    start, goal = torch.randn(2, 3 * 4096 + 5)
-    found, kept = [], []
-    for kind in (Adam8bit, torch.optim.AdamW):
-        weight = torch.nn.Parameter(start.clone())
-        optimizer = kind([weight], lr=1e-2)
-        for _ in range(20):
-            weight.grad = (weight - goal).detach()
-            optimizer.step()
-        found.append(weight.detach())
-        states = optimizer.state[weight].items()
-        kept.append(local_bytes([value for name, value in states if name != "step"]))
-    assert 0 < (found[0] - found[1]).norm() < 0.05 * (found[1] - start).norm()
-    assert kept == [2 * (len(start) + 4 * 49), 8 * len(start)]
-    assert kept == [state_bytes(name, len(start), 4.0) for name in ("adam-8bit", "adam")]
-
-
-def test_muon_of_shards_makes_the_step_of_whole_matrices(pool: Ranks) -> None:
-    """The second loss is that of weights of which each rank has moved its part."""
-    found = []
-    for plan in ("optimizer=muon,zero=3", "optimizer=muon,zero=0", "zero=3"):
-        options = train_options(plan=f"{plan},ep=2,dtype=fp32", batch=4, steps=2, model="moe")
-        found.append(pool.call(run_rank, "train", options, 0, True)[0].result)
-    sharded, whole, adam = (result["losses"] for result in found)
-    assert sharded == pytest.approx(whole, rel=1e-5)
-    assert sharded != pytest.approx(adam, rel=1e-4)
-    assert found[0]["bytes"]["optimizer"] < 0.8 * found[2]["bytes"]["optimizer"]
-
-
-@pytest.mark.parametrize("shape", [(48, 16), (16, 48)])
-def test_orthogonal_matrices_are_those_of_torchs_muon(shape: tuple[int, int]) -> None:
-    """In bf16, alone or in a stack."""
-    torch.manual_seed(0)
-    grad, weight = torch.randn(shape), torch.nn.Parameter(torch.zeros(shape))
-    weight.grad = grad
-    torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw").step()
-    expected = weight.detach() / (-LIKE_ADAM * 48**0.5)
-    for found in (orthogonal(grad.bfloat16()), orthogonal(torch.stack([grad.mT.mT, grad]).bfloat16())[1]):
-        assert (found.float() - expected).abs().max() < 0.02
-    assert torch.linalg.svdvals(expected).std() < 0.3
+    every, none = (result["bytes"]["optimizer"] for result in results)
+    assert every > none == 0
 
 
 def test_a_ring_rank_holds_the_tokens_that_torch_balances() -> None:
@@ -443,13 +383,10 @@ def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, poo
         (4, 3, "gpt --plan tp=2,optimizer=adam-bf16,grad_dtype=bf16,dtype=bf16 --batch 4"),
         (4, 2, "gpt --plan pp=2,tp=2,grad_dtype=bf16,optimizer=sgd,dtype=fp32 --batch 4"),
         (4, 1, "mla --plan ep=2,offload_activations=0.5,dtype=bf16 --batch 8 --layers 4"),
-        (5, 4, "llama3-8b --plan zero=1,optimizer=adam-8bit --batch 10 --layers 1"),
         (8, 3, "gpt3-13b --plan lora_rank=8,frozen_dtype=fp4,tp=2,pp=2,zero=1 --layers 2"),
         (4, 2, "mixtral-8x7b --plan lora_rank=8,frozen_dtype=int4,ep=2,recompute_modules=moe_act --layers 1"),
         (8, 0, "mixtral-8x7b --plan ep=8,dispatch_dtype=fp8 --layers 1 --seq 512"),
         (8, 5, "mla --plan ep=2,tp=2,etp=2,pp=2,recompute_modules=per_op --batch 8 --seq 32"),
-        (5, 4, "gpt --plan optimizer=muon,zero=1,dtype=bf16 --batch 10"),
-        (8, 5, "mla --plan optimizer=muon,tp=2,ep=2,etp=1,pp=2,dtype=bf16 --batch 8 --steps 2"),
         (4, 3, "mixtral-8x7b --plan lora_rank=8,frozen_dtype=fp4,dtype=fp8,ep=2 --layers 1"),
         (4, 0, "gpt --plan tp=2,dtype=fp8,head_dtype=fp8,loss_chunks=2,lora_rank=4 --batch 4"),
         (4, 2, "mla --plan tp=2,ep=2,etp=1,dtype=fp8,recompute_modules=per_op --batch 4"),
@@ -480,8 +417,7 @@ def test_all_instruments_agree(rank: int, batch: int, plan: str, model: str, poo
         (4, 2, "mla --plan tp=2,ep=2,etp=1,recompute_modules=layernorm+shared_experts,lora_rank=4 --batch 8"),
         (4, 2, "moe --plan ep=2,recompute_modules=moe_act,act_input_dtype=fp8,dtype=bf16 --batch 8"),
         (4, 2, "gpt --plan pp=2,schedule=zb-h1,dtype=fp8 --batch 8"),
-        (4, 1, "llama --plan pp=2,tp=2,schedule=zb-v,dtype=fp4,head_dtype=fp8 --batch 4 --layers 4"),
-        (4, 2, "gpt --plan dtype=fp4,recompute_modules=per_op,zero=2 --batch 8 --seq 12"),
+        (4, 1, "llama --plan pp=2,tp=2,schedule=zb-v,dtype=fp8,head_dtype=fp8 --batch 4 --layers 4"),
     ],
 )
 def test_estimate_is_dry_run(ranks: int, rank: int, words: str) -> None:
@@ -622,7 +558,7 @@ def test_a_dry_run_takes_two_steps_and_says_so(meshwise: Callable[..., Any]) -> 
         ("--batch 3", "batch 3 does not divide by dp=4"),
         (f"--model {MODELS['moe']} --plan dispatch_dtype=fp8,ep=2", "do not divide the hidden width 32"),
         ("--plan recompute=full,recompute_layers=1,vpp=2,pp=2", "must be a multiple of vpp=2"),
-        (f"--model {MODELS['moe']} --plan ep=4,imbalance=1.5", "leave imbalance out"),
+        (f"--model {MODELS['moe']} --plan ep=4,imbalance=1.5", "does not run imbalance=1.5"),
         ("--plan attention=unfused", "use attention=flash"),
         ("--plan pp=2,schedule=zb-h1,recompute=full --batch 8", "does not recompute where schedule=zb-h1"),
         ("--plan offload_activations=1,recompute=full", "leave one of offload_activations and recompute out"),
@@ -631,9 +567,10 @@ def test_a_dry_run_takes_two_steps_and_says_so(meshwise: Callable[..., Any]) -> 
         ("--plan recompute_every=2", "needs recompute=full, not none"),
         ("--plan recompute=full,recompute_layers=1,recompute_every=2", "leave recompute_layers out"),
         ("--plan loss_chunks=3 --seq 16", "does not divide the 16 tokens"),
-        ("--plan implementation=megatron", "is implementation=fsdp2, not megatron"),
-        ("--plan offload_optimizer=1,optimizer=muon", "leave offload_optimizer out"),
-        ("--plan offload_optimizer=0.5,optimizer=adam-8bit", "use offload_optimizer=1 or 0"),
+        ("--plan implementation=megatron", "does not run implementation=megatron"),
+        ("--plan optimizer=muon", "does not run optimizer=muon"),
+        ("--plan offload_optimizer=0.5", "use offload_optimizer=1 or 0"),
+        ("--plan dtype=fp4", "does not run dtype=fp4, which meshwise estimate prices"),
         ("--plan lora_rank=4,frozen_dtype=int4", "which do not divide the rows of q"),
         ("--model qwen3-8b", "norms of queries and keys"),
         (f"--model {MODELS['gpt']} --seq 128", "exceeds the 64 learned positions"),
@@ -645,6 +582,13 @@ def test_what_is_not_built_is_said(words: str, sentence: str, meshwise: Callable
     outcome = meshwise("dryrun", "train", *ranks, *model, *words.split())
     assert outcome.code == 2
     assert sentence in outcome.err
+
+
+@pytest.mark.parametrize("plan", ["optimizer=adam-8bit", "dtype=fp4", "offload_optimizer=0.5"])
+def test_a_comparison_refuses_what_is_priced_and_not_run(plan: str, meshwise: Callable[..., Any]) -> None:
+    outcome = meshwise("compare", "train", "--ranks", "4", "--model", MODELS["llama"], "--plan", plan)
+    assert outcome.code == 2
+    assert f"the program train does not run {plan}" in outcome.err
 
 
 def test_halves_of_a_backward_through_two_further_modules_are_refused(

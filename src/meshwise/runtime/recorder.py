@@ -298,7 +298,7 @@ class OpRecorder(TorchDispatchMode):
         return {
             "op": func._opname,
             "shape": shape or tuple(written[0].shape),
-            "dtype": "fp4" if func._opname == "fp4_mm" else _dtype_name(computed_in.dtype),
+            "dtype": _dtype_name(computed_in.dtype),
             "flop": flop,
             "read_bytes": sum(map(tensor_bytes, inputs)),
             "write_bytes": sum(map(tensor_bytes, written)),
@@ -415,7 +415,7 @@ class OpRecorder(TorchDispatchMode):
         return held
 
 
-_MATMULS = ("_scaled_mm", "fp4_mm", "mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_")
+_MATMULS = ("_scaled_mm", "mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_")
 
 
 def _standing(row: Mapping[str, Any]) -> int:
@@ -426,12 +426,10 @@ def _standing(row: Mapping[str, Any]) -> int:
 def _work(func: Any, named: Mapping[str, Any], args: Any, kwargs: Any, result: Any) -> tuple[Any, float]:
     """Shape in the words of `layout.op` and FLOP of a matmul or attention; () and 0 for other ops."""
     if func._opname in _MATMULS:
-        left = named.get("mat1", named.get("batch1", named.get("self", named.get("left"))))
-        right = named.get("mat2", named.get("batch2", named.get("right")))
+        left = named.get("mat1", named.get("batch1", named.get("self")))
+        right = named.get("mat2", named.get("batch2"))
         batch = left.shape[0] if left.dim() == 3 else 1
         m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
-        if func._opname == "fp4_mm":
-            k, n = named["k"], right.shape[0]
         return (batch, m, n, k), float(matmul_flop(m, n, k, batch=batch))
     if "attention" in func._opname and "query" in named:
         return _attention_work(named, is_backward="backward" in func._opname)

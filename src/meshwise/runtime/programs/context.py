@@ -30,10 +30,10 @@ from meshwise.runtime.torch_private import (
 TORCH_DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
-    **dict.fromkeys(("fp8", "fp4"), torch.bfloat16),
+    "fp8": torch.bfloat16,
 }
 TORCH_DTYPES |= {"tf32": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
-"""torch's names of the dtypes that programs compute in; fp8, fp4 and tf32 are what matmuls of others use."""
+"""torch's names of the dtypes that programs compute in; fp8 and tf32 are what matmuls of others use."""
 
 
 class Recorder(Protocol):

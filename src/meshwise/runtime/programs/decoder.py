@@ -11,7 +11,6 @@ layers. It takes token numbers or activations, and gives activations or the loss
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -57,8 +56,8 @@ class Head(nn.Module):
     def __init__(self, model: Model, setting: Setting) -> None:
         super().__init__()
         self.norm = DecoderNorm(model)
-        self.product = partial(_narrow_product, form="fp8") if setting.formats.head else F.linear
-        linear = partial(NarrowLinear, form="fp8") if setting.formats.head else nn.Linear
+        self.product = Product.apply if setting.formats.head else F.linear
+        linear = NarrowLinear if setting.formats.head else nn.Linear
         self.logits = linear(model.hidden, model.vocab, bias=False)
         self.is_whole = setting.loss_chunks == 1
 
@@ -69,11 +68,6 @@ class Head(nn.Module):
     def read(self, normed: Tensor) -> Tensor:
         """[batch, tokens, hidden] -> [batch, tokens, vocabulary], or what it was."""
         return self.logits(normed) if self.is_whole else normed
-
-
-def _narrow_product(x: Tensor, weight: Tensor, form: str) -> Tensor:
-    y: Tensor = Product.apply(x, weight, form)
-    return y
 
 
 class Decoder(nn.Module):

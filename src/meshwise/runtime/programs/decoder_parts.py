@@ -130,8 +130,8 @@ class Setting:
         """`layer` as the plan has it: in few bits, or with adapters, which are not."""
         if self.formats.frozen:
             layer = FrozenLinear(layer, self.formats.frozen, narrow=self.formats.matmuls)
-        elif form := self.formats.matmuls:
-            layer = NarrowLinear(layer.in_features, layer.out_features, form, bias=layer.bias is not None)
+        elif self.formats.matmuls:
+            layer = NarrowLinear(layer.in_features, layer.out_features, bias=layer.bias is not None)
         return Adapted(layer, self.lora_rank) if self.lora_rank else layer
 
     def _place(self) -> AbstractContextManager[None]:

@@ -1,22 +1,20 @@
 """What a plan computes, sends or keeps in few bits, and its linear layers.
 
 Operands of a matmul are cast, sums are in the type of the input. In fp8 each tensor has a scale; weights and
-inputs are cast to e4m3, gradients of results to e5m2 (arXiv 2209.05433). fp4 is NVFP4 (`fp4`). The input is
-kept as it is and cast again in the backward, as torchao's Float8Linear does; all else stays as it is.
+inputs are cast to e4m3, gradients of results to e5m2 (arXiv 2209.05433). The input is kept as it is and cast
+again in the backward, as torchao's Float8Linear does; all else stays as it is.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
-from meshwise.plan.plan import NARROW_DTYPES, Plan
-from meshwise.runtime.programs import fp4
+from meshwise.plan.plan import Plan
 from meshwise.runtime.programs.local import local
 from meshwise.runtime.torch_private import scaled_mm, will_engine_execute_node
 
@@ -25,13 +23,13 @@ FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """What is in fp8: the head, tokens on their way to experts, kept inputs.
+    """What is in fp8: matmuls of linear layers of blocks, the head, tokens on their way to experts, kept inputs.
 
-    `matmuls`: fp8 or fp4, the type of linear layers of blocks ("": that of the rest). `frozen`: the format of
+    `frozen`: the format of
     frozen matrices ("": that of all weights).
     """
 
-    matmuls: str = ""
+    matmuls: bool = False
     head: bool = False
     tokens: bool = False
     act_inputs: bool = False
@@ -41,7 +39,7 @@ class Formats:
     def of(cls, plan: Plan) -> Formats:
         """Those of a plan."""
         return cls(
-            matmuls=plan.dtype if plan.dtype in NARROW_DTYPES else "",
+            matmuls=plan.dtype == "fp8",
             head=plan.head_dtype == "fp8",
             tokens=plan.dispatch_dtype == "fp8",
             act_inputs=plan.act_input_dtype == "fp8",
@@ -71,37 +69,32 @@ class CutLinear(nn.Linear):
 
 
 class NarrowLinear(CutLinear):
-    """x W^T + b, the product in fp8 or fp4."""
-
-    def __init__(self, d_in: int, d_out: int, form: str, *, bias: bool) -> None:
-        super().__init__(d_in, d_out, bias=bias)
-        self.form = form
+    """x W^T + b, the product in fp8."""
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """x W^T."""
-        return Product.apply(x, weight, self.form)
+        return Product.apply(x, weight)
 
 
 class Product(torch.autograd.Function):
     """x W^T, both cast."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, form: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         """[..., d_in] x [d_out, d_in] -> [..., d_out]."""
         ctx.save_for_backward(weight, x if ctx.needs_input_grad[1] else None)
-        ctx.form = form
-        return multiplied(x, weight, form)
+        return multiplied(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """dx = dy W; dW = dy^T x, where the weight trains; a schedule may ask for one at a time."""
         weight, x = ctx.saved_tensors
         of_x, of_weight = (_is_asked_for(node) for node, _ in ctx.next_functions[:2])
-        dx = gradient_of_input(grad, weight, ctx.form) if of_x else None
+        dx = gradient_of_input(grad, weight) if of_x else None
         if x is None or not of_weight:
-            return dx, None, None
+            return dx, None
         rows = grad.flatten(0, -2)
-        return dx, _product(rows.t(), x.flatten(0, -2).t(), ctx.form, GRADIENT), None
+        return dx, _product(rows.t(), x.flatten(0, -2).t(), GRADIENT)
 
 
 def _is_asked_for(node: Any) -> bool:
@@ -112,28 +105,20 @@ def _is_asked_for(node: Any) -> bool:
         return True
 
 
-def multiplied(x: Tensor, weight: Tensor, form: str) -> Tensor:
+def multiplied(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T."""
-    y = _product(x.flatten(0, -2), weight, form, FORWARD)
+    y = _product(x.flatten(0, -2), weight, FORWARD)
     return y.unflatten(0, x.shape[:-1])
 
 
-def gradient_of_input(grad: Tensor, weight: Tensor, form: str) -> Tensor:
+def gradient_of_input(grad: Tensor, weight: Tensor) -> Tensor:
     """dy W."""
-    dx = _product(grad.flatten(0, -2), weight.t(), form, GRADIENT)
+    dx = _product(grad.flatten(0, -2), weight.t(), GRADIENT)
     return dx.unflatten(0, grad.shape[:-1])
 
 
-PRODUCTS = {
-    form: (partial(multiplied, form=form), partial(gradient_of_input, form=form)) for form in NARROW_DTYPES
-}
-"""Of each narrow type: x W^T, and the gradient of x."""
-
-
-def _product(left: Tensor, right: Tensor, form: str, left_dtype: torch.dtype) -> Tensor:
-    """left right^T; in fp8 the left one is in `left_dtype`."""
-    if form == "fp4":
-        return fp4.product(left, right)
+def _product(left: Tensor, right: Tensor, left_dtype: torch.dtype) -> Tensor:
+    """left right^T, in fp8; the left one is in `left_dtype`."""
     (a, a_scale), (b, b_scale) = _cast(left, left_dtype), _cast(right, FORWARD)
     return scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=left.dtype)
 

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from meshwise.runtime.programs import attention_kernels, fp4
+from meshwise.runtime.programs import attention_kernels
 from meshwise.runtime.programs.local import local
 from meshwise.runtime.torch_private import TorchDispatchMode, disable_current_modes
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
-MATMULS = (aten.mm.default, aten.addmm.default, aten._scaled_mm.default, fp4.fp4_mm._opoverload)
-RIGHT = {aten.addmm.default: 2, fp4.fp4_mm._opoverload: 3}
-"""Which argument of a matmul is the second matrix, where it is not the second."""
+MATMULS = (aten.mm.default, aten.addmm.default, aten._scaled_mm.default)
 KEPT = (
     attention_kernels.attention._opoverload,
     functional.reduce_scatter_tensor.default,
@@ -37,7 +35,7 @@ def per_op_contexts(router: nn.Linear | None) -> Callable[[], tuple[Any, Any]]:
     def policy(_context: Any, op: Any, *args: Any, **_: Any) -> CheckpointPolicy:
         nonlocal number
         is_kept = op in KEPT
-        right = args[RIGHT.get(op, 1)] if op in MATMULS else None
+        right = args[2 if op is aten.addmm.default else 1] if op in MATMULS else None
         if right is not None and (router is None or not _shares_storage(right, local(router.weight))):
             number += 1
             is_kept = number % 2 == 1

@@ -53,7 +53,7 @@ def main(options: Options, context: Context) -> dict[str, Any]:
     import torch
     from torch.profiler import record_function
 
-    from meshwise.runtime.programs.optimizers import make_optimizer
+    from meshwise.runtime.programs.flat_optimizer import make_optimizer
     from meshwise.runtime.programs.parallelize import local_bytes
     from meshwise.runtime.programs.train_reference import differences
     from meshwise.runtime.programs.training import Trainer
@@ -65,7 +65,7 @@ def main(options: Options, context: Context) -> dict[str, Any]:
         parameters = trainer.parameters()
         recorder.weights(*parameters)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        optimizer = make_optimizer(trainer.plan, trained, trainer.matrices(), options.lr)
+        optimizer = make_optimizer(trainer.plan, trained, options.lr)
     losses, found = [], {}
     for number in range(options.steps):
         with record_function(f"ProfilerStep#{number}"):

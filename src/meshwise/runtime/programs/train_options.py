@@ -5,9 +5,9 @@ Tensor parallelism with sequence parallelism by DTensor (`tp`), data parallelism
 torch's ring attention and an exchange of heads (`cp`, `cp_kind`, `ulysses`), experts spread over neighbours
 by its functional all-to-all (`ep`), recomputation by torch.utils.checkpoint of modules, of the first layers
 of each chunk, or of ops whose results are not kept (`recompute`), inputs of activation functions kept in fp8
-(`act_input_dtype`), adapters beside frozen weights (`lora_rank`), AdamW (in 8 bits too), Muon or SGD.
-Gradients of several microbatches add up before the optimizer steps. Dropout is left out. Layouts beyond 1d
-are priced by `meshwise estimate` and refused here.
+(`act_input_dtype`), adapters beside frozen weights (`lora_rank`), AdamW or SGD.
+Gradients of several microbatches add up before the optimizer steps. Dropout is left out. Layouts beyond 1d,
+and what `RUN` leaves out, are priced by `meshwise estimate` and refused here.
 """
 
 from __future__ import annotations
@@ -24,12 +24,22 @@ from meshwise.model.architecture import Model, checked_model, layer_kinds
 from meshwise.model.find import find_model
 from meshwise.model.weights import COLUMNS, ROWS, block_weights
 from meshwise.plan.mesh import Mesh, resolve
-from meshwise.plan.plan import Plan, plan_keys
+from meshwise.plan.plan import KEYS, Plan, plan_keys
 from meshwise.plan.stages import chunks_of_rank
 from meshwise.plan.workload import Workload
 from meshwise.program.fsdp2 import FROZEN_GROUP
 from meshwise.program.held import is_quantized
 from meshwise.program.parts import FP8_TILE
+
+
+RUN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("implementation", ("fsdp2",), "it is made of PyTorch's own parts; use implementation=fsdp2"),
+    ("dtype", ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8"), "use dtype=fp8"),
+    ("optimizer", ("adam", "adam-fp32", "adam-bf16", "sgd", "none"), "it has torch's own; use optimizer=adam"),
+    ("offload_optimizer", (0.0, 1.0), "the host keeps all states or none; use offload_optimizer=1 or 0"),
+    ("imbalance", (1.0,), "it gives all experts as many tokens; leave imbalance out"),
+)
+"""Keys of a plan of which the program does not run all that is priced: what it runs, and what to do instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,17 +71,10 @@ class Options:
 def check(options: Options, ranks: int) -> None:
     """PlanError, ModelError or WorkloadError for what does not fit or is not built."""
     plan, model, mesh = the_plan(options), the_model(options), the_mesh(options, ranks)
-    if plan.implementation != "fsdp2":
-        raise PlanError(f"train: the program is implementation=fsdp2, not {plan.implementation}")
     if plan.frozen_dtype:
         _check_frozen(plan, model, int(mesh.etp))
     if model.moe is None:
         return
-    if plan.imbalance != 1:
-        raise PlanError(
-            f"train: the program gives all experts as many tokens, and imbalance={plan.imbalance:g} "
-            "is priced by meshwise estimate alone; leave imbalance out"
-        )
     if plan.dispatch_dtype == "fp8" and model.hidden % FP8_TILE:
         raise PlanError(
             f"train: dispatch_dtype=fp8 scales {FP8_TILE} elements of a token together, which do not divide "
@@ -104,9 +107,16 @@ def _check_frozen(plan: Plan, model: Model, etp: int) -> None:
 
 
 def the_plan(options: Options) -> Plan:
-    """The plan; FSDP2, and so ZeRO 3, unless it says otherwise."""
+    """The plan; FSDP2, and so ZeRO 3, unless it says otherwise. PlanError for what the program does not run."""
     keys: dict[str, Any] = {"implementation": "fsdp2", "zero": 3}
-    return Plan(**keys | plan_keys(options.plan))
+    plan = Plan(**keys | plan_keys(options.plan))
+    for key, run, hint in RUN:
+        if (value := getattr(plan, key)) not in run:
+            raise PlanError(
+                f"the program train does not run {key}={KEYS[key].show(value)}, which meshwise estimate prices; "
+                f"{hint}"
+            )
+    return plan
 
 
 def the_model(options: Options) -> Model:

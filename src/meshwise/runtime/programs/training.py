@@ -85,14 +85,6 @@ class Trainer:
         """All weights of this rank."""
         return [parameter for piece in self.pieces.values() for parameter in piece.parameters()]
 
-    def matrices(self) -> list[Tensor]:
-        """Of the trained weights the matrices, or stacks of them, between the ends of the model."""
-        named = [found for piece in self.pieces.values() for found in piece.named_parameters()]
-        return [
-            weight for name, weight in named
-            if weight.dim() > 1 and weight.requires_grad and not name.startswith(("embedding.", "head."))
-        ]  # fmt: skip
-
     def forward_backward(self) -> float | None:
         """All microbatches; the mean loss of the whole batch (None where numbers are not real)."""
         with warnings.catch_warnings(), loss_parallel() if self.plan.tp > 1 else nullcontext():
