@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -41,15 +40,6 @@ class Adapted(nn.Module):
         return y + thin
 
 
-class WholeWeights(SequenceParallel):
-    """Weights whole on every rank, each for its own tokens; also those that are no floating numbers."""
-
-    def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        for key, parameter in module.named_parameters():
-            whole = DTensor.from_local(parameter, device_mesh, [Replicate()], run_check=False)
-            setattr(module, key, nn.Parameter(whole, requires_grad=parameter.requires_grad))
-
-
 def is_adapter(name: str) -> bool:
     """Whether `name` is that of an adapter's weight."""
     return ".lora_" in name
@@ -57,7 +47,7 @@ def is_adapter(name: str) -> bool:
 
 def cut_as(style: Any, name: str, rows: Shard | Replicate) -> dict[str, Any]:
     """The styles of the adapted layer `name` that `style` would cut; `rows`: how activations are cut."""
-    whole = WholeWeights()
+    whole = SequenceParallel()  # on every rank, each for its own tokens
     if isinstance(style, RowwiseParallel):
         inner = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
         around = {name: PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=rows)}

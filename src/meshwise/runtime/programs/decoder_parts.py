@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_e
 from meshwise.model.architecture import Model
 from meshwise.runtime.programs.adapters import Adapted
 from meshwise.runtime.programs.attention_kernels import Attend
-from meshwise.runtime.programs.frozen import FrozenLinear
 from meshwise.runtime.programs.functions import Gelu, SwiGLU
 from meshwise.runtime.programs.heads import Heads, deal_back, deal_heads
 from meshwise.runtime.programs.local import local
@@ -127,10 +126,8 @@ class Setting:
             return read(act)
 
     def planned(self, layer: nn.Linear) -> nn.Module:
-        """`layer` as the plan has it: in few bits, or with adapters, which are not."""
-        if self.formats.frozen:
-            layer = FrozenLinear(layer, self.formats.frozen, narrow=self.formats.matmuls)
-        elif self.formats.matmuls:
+        """`layer` as the plan has it: its product in fp8, or with adapters, whose are not."""
+        if self.formats.matmuls:
             layer = NarrowLinear(layer.in_features, layer.out_features, bias=layer.bias is not None)
         return Adapted(layer, self.lora_rank) if self.lora_rank else layer
 

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from meshwise.model.architecture import Model
 from meshwise.runtime.programs.decoder_parts import FeedForward, Setting
 from meshwise.runtime.programs.dispatch import NarrowExchange, exchange
-from meshwise.runtime.programs.frozen import Multiply, packed_like
 from meshwise.runtime.programs.local import local
 from meshwise.runtime.programs.routes import ExpertPlace
 from meshwise.runtime.torch_private import all_gather_single, reduce_scatter_single
@@ -35,19 +34,12 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(number, model.hidden, width)) if model.gated else None
         self.up = nn.Parameter(torch.empty(number, model.hidden, width))
         self.down = nn.Parameter(torch.empty(number, width, model.hidden))
-        if form := setting.formats.frozen:
-            for name, parameter in list(self.named_parameters()):
-                setattr(self, name, packed_like(parameter, form))
 
     def forward(self, x: Tensor) -> Tensor:
         """[experts, rows, hidden] -> the same, or this rank's part of their sum."""
         matrices = [self.up] if self.gate is None else [self.gate, self.up]
-        wide = [self._product(x, matrix) for matrix in matrices]
-        return self.setting.read_activated(lambda act: self._product(act, self.down), *wide)
-
-    def _product(self, x: Tensor, matrices: Tensor) -> Tensor:
-        form = self.setting.formats.frozen
-        return Multiply.apply(x, matrices, form, "stack") if form else torch.bmm(x, matrices)
+        wide = [torch.bmm(x, matrix) for matrix in matrices]
+        return self.setting.read_activated(lambda act: torch.bmm(act, self.down), *wide)
 
 
 class Mixture(nn.Module):

@@ -23,17 +23,12 @@ FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """What is in fp8: matmuls of linear layers of blocks, the head, tokens on their way to experts, kept inputs.
-
-    `frozen`: the format of
-    frozen matrices ("": that of all weights).
-    """
+    """What is in fp8: linear layers of blocks, the head, tokens on their way to experts, kept inputs."""
 
     matmuls: bool = False
     head: bool = False
     tokens: bool = False
     act_inputs: bool = False
-    frozen: str = ""
 
     @classmethod
     def of(cls, plan: Plan) -> Formats:
@@ -43,7 +38,6 @@ class Formats:
             head=plan.head_dtype == "fp8",
             tokens=plan.dispatch_dtype == "fp8",
             act_inputs=plan.act_input_dtype == "fp8",
-            frozen=plan.frozen_dtype or "",
         )
 
 
@@ -51,29 +45,17 @@ WIDE = Formats()
 """Nothing is in few bits."""
 
 
-class CutLinear(nn.Linear):
-    """x W^T + b by a product of our own; of distributed operands, what each rank has of them."""
-
-    def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x W^T."""
-        raise NotImplementedError
+class NarrowLinear(nn.Linear):
+    """x W^T + b, the product in fp8; of distributed operands, what each rank has of them."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., d_in] -> [..., d_out]."""
-        y = self.product(local(x), local(self.weight))
+        y: Tensor = Product.apply(local(x), local(self.weight))
         if not isinstance(self.weight, DTensor) or self.weight.placements[-1].is_replicate():
             return y if self.bias is None else y + local(self.bias)
         cut: Placement = Partial() if self.weight.placements[-1] == Shard(1) else Shard(y.dim() - 1)
         y = DTensor.from_local(y, self.weight.device_mesh, [cut], run_check=False)
         return y if self.bias is None else y + self.bias
-
-
-class NarrowLinear(CutLinear):
-    """x W^T + b, the product in fp8."""
-
-    def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x W^T."""
-        return Product.apply(x, weight)
 
 
 class Product(torch.autograd.Function):
@@ -83,17 +65,17 @@ class Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         """[..., d_in] x [d_out, d_in] -> [..., d_out]."""
         ctx.save_for_backward(weight, x if ctx.needs_input_grad[1] else None)
-        return multiplied(x, weight)
+        return _product(x.flatten(0, -2), weight, FORWARD).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """dx = dy W; dW = dy^T x, where the weight trains; a schedule may ask for one at a time."""
         weight, x = ctx.saved_tensors
         of_x, of_weight = (_is_asked_for(node) for node, _ in ctx.next_functions[:2])
-        dx = gradient_of_input(grad, weight) if of_x else None
+        rows = grad.flatten(0, -2)
+        dx = _product(rows, weight.t(), GRADIENT).unflatten(0, grad.shape[:-1]) if of_x else None
         if x is None or not of_weight:
             return dx, None
-        rows = grad.flatten(0, -2)
         return dx, _product(rows.t(), x.flatten(0, -2).t(), GRADIENT)
 
 
@@ -103,18 +85,6 @@ def _is_asked_for(node: Any) -> bool:
         return node is not None and bool(will_engine_execute_node(node))
     except RuntimeError:  # so torch says of a leaf whose gradient is what is asked for
         return True
-
-
-def multiplied(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T."""
-    y = _product(x.flatten(0, -2), weight, FORWARD)
-    return y.unflatten(0, x.shape[:-1])
-
-
-def gradient_of_input(grad: Tensor, weight: Tensor) -> Tensor:
-    """dy W."""
-    dx = _product(grad.flatten(0, -2), weight.t(), GRADIENT)
-    return dx.unflatten(0, grad.shape[:-1])
 
 
 def _product(left: Tensor, right: Tensor, left_dtype: torch.dtype) -> Tensor:

@@ -30,7 +30,6 @@ from meshwise.runtime.programs.adapters import Adapted, cut_as
 from meshwise.runtime.programs.block import Block
 from meshwise.runtime.programs.decoder import Decoder
 from meshwise.runtime.programs.decoder_attention import LatentAttention
-from meshwise.runtime.programs.frozen import pack, wide_shape
 from meshwise.runtime.programs.further import further_styles
 from meshwise.runtime.programs.mixture import Experts, Mixture
 from meshwise.runtime.programs.parts import cut_on_demand
@@ -120,7 +119,7 @@ def shard_states(
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(decoder.trains(name))
     for modules in _groups(decoder):
-        _materialize(modules, names, device, kept, seed, decoder.setting.formats.frozen)
+        _materialize(modules, names, device, kept, seed)
         is_block = isinstance(modules[0], Block)
         with cut_on_demand():
             if isinstance(modules[0], Block) and isinstance(modules[0].mlp, Mixture):
@@ -150,7 +149,6 @@ def _materialize(
     device: torch.device,
     dtype: torch.dtype,
     seed: int | None,
-    form: str,
 ) -> None:
     """Give the parameters of `modules` storage, and numbers that depend on their name and `seed` alone."""
     made: dict[int, nn.Parameter] = {}  # a tied one is made once
@@ -159,25 +157,23 @@ def _materialize(
         for key, parameter in list(owner.named_parameters(recurse=False)):
             if id(parameter) not in made:
                 place = owner.place if isinstance(owner, Experts) else WHOLE
-                whole = _made(parameter, names[id(parameter)], device, dtype, seed, form, place)
-                if not parameter.is_floating_point():
-                    whole = pack(whole, form)
+                whole = _made(parameter, names[id(parameter)], device, dtype, seed, place)
                 made[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
             setattr(owner, key, made[id(parameter)])
 
 
 def _made(
     parameter: nn.Parameter, name: str, device: torch.device, dtype: torch.dtype, seed: int | None,
-    form: str, place: ExpertPlace,
+    place: ExpertPlace,
 ) -> Tensor:  # fmt: skip
     """A weight whole, and then cut as `parameter` is; one that has no numbers needs its own part alone."""
     cut = parameter if isinstance(parameter, DTensor) else None
     if cut is not None and seed is None:
-        own = torch.empty(wide_shape(cut.to_local(), form), dtype=dtype, device=device)
-        is_wide = cut.is_floating_point()
-        layout: dict[str, Any] = {"shape": cut.shape, "stride": cut.stride()} if is_wide else {}
-        return DTensor.from_local(own, cut.device_mesh, cut.placements, run_check=False, **layout)
-    whole = torch.empty(wide_shape(parameter, form), dtype=dtype, device=device)
+        own = torch.empty(cut.to_local().shape, dtype=dtype, device=device)
+        return DTensor.from_local(
+            own, cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
+        )
+    whole = torch.empty(parameter.shape, dtype=dtype, device=device)
     if seed is not None:
         fill(name, whole, seed, place)
     if cut is None:

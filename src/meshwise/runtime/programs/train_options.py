@@ -22,24 +22,25 @@ from meshwise.core.errors import ModelError, PlanError
 from meshwise.machine.hardware import Cluster, find_cluster
 from meshwise.model.architecture import Model, checked_model, layer_kinds
 from meshwise.model.find import find_model
-from meshwise.model.weights import COLUMNS, ROWS, block_weights
 from meshwise.plan.mesh import Mesh, resolve
 from meshwise.plan.plan import KEYS, Plan, plan_keys
 from meshwise.plan.stages import chunks_of_rank
 from meshwise.plan.workload import Workload
-from meshwise.program.fsdp2 import FROZEN_GROUP
-from meshwise.program.held import is_quantized
 from meshwise.program.parts import FP8_TILE
-
 
 RUN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("implementation", ("fsdp2",), "it is made of PyTorch's own parts; use implementation=fsdp2"),
     ("dtype", ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8"), "use dtype=fp8"),
-    ("optimizer", ("adam", "adam-fp32", "adam-bf16", "sgd", "none"), "it has torch's own; use optimizer=adam"),
+    (
+        "optimizer",
+        ("adam", "adam-fp32", "adam-bf16", "sgd", "none"),
+        "it has torch's own; use optimizer=adam",
+    ),
+    ("frozen_dtype", (None,), "it keeps frozen weights as all others; leave frozen_dtype out"),
     ("offload_optimizer", (0.0, 1.0), "the host keeps all states or none; use offload_optimizer=1 or 0"),
     ("imbalance", (1.0,), "it gives all experts as many tokens; leave imbalance out"),
 )
-"""Keys of a plan of which the program does not run all that is priced: what it runs, and what to do instead."""
+"""Keys of a plan of which less runs than is priced: what runs, and what to do about the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +72,6 @@ class Options:
 def check(options: Options, ranks: int) -> None:
     """PlanError, ModelError or WorkloadError for what does not fit or is not built."""
     plan, model, mesh = the_plan(options), the_model(options), the_mesh(options, ranks)
-    if plan.frozen_dtype:
-        _check_frozen(plan, model, int(mesh.etp))
     if model.moe is None:
         return
     if plan.dispatch_dtype == "fp8" and model.hidden % FP8_TILE:
@@ -92,29 +91,15 @@ def check(options: Options, ranks: int) -> None:
             raise PlanError(f"train: {what} {number} does not divide by {divisor}, so that all are alike")
 
 
-def _check_frozen(plan: Plan, model: Model, etp: int) -> None:
-    """PlanError where a row of a frozen matrix, as a rank has it, is no whole number of groups."""
-    for weight in (one for kind in layer_kinds(model) for one in block_weights(model, kind)):
-        if not is_quantized(weight):
-            continue
-        row, cut = (weight.shape[-1], COLUMNS) if weight.is_expert else (weight.shape[-2], ROWS)
-        ways = (etp if weight.is_expert else plan.tp) if weight.cut == cut else 1
-        if row % (ways * FROZEN_GROUP):
-            raise PlanError(
-                f"train: frozen_dtype={plan.frozen_dtype} scales {FROZEN_GROUP} numbers together, which do "
-                f"not divide the rows of {weight.name}, {row} numbers on {ways} ranks; leave frozen_dtype out"
-            )
-
-
 def the_plan(options: Options) -> Plan:
-    """The plan; FSDP2, and so ZeRO 3, unless it says otherwise. PlanError for what the program does not run."""
+    """The plan; FSDP2, and so ZeRO 3, unless it says otherwise. PlanError for what does not run."""
     keys: dict[str, Any] = {"implementation": "fsdp2", "zero": 3}
     plan = Plan(**keys | plan_keys(options.plan))
     for key, run, hint in RUN:
         if (value := getattr(plan, key)) not in run:
             raise PlanError(
-                f"the program train does not run {key}={KEYS[key].show(value)}, which meshwise estimate prices; "
-                f"{hint}"
+                f"the program train does not run {key}={KEYS[key].show(value)}, "
+                f"which meshwise estimate prices; {hint}"
             )
     return plan
 

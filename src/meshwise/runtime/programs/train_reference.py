@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from meshwise.runtime.programs.decoder import TABLE, TIED, Decoder
 from meshwise.runtime.programs.decoder_parts import Setting
-from meshwise.runtime.programs.frozen import pack, wide_shape
 from meshwise.runtime.programs.parallelize import fill
 from meshwise.runtime.programs.rotary import turned_width, turns
 from meshwise.runtime.programs.routes import part_of, routes
@@ -69,10 +68,7 @@ def reference_step(trainer: Trainer) -> tuple[float, dict[str, Tensor]]:
         decoder = Decoder(model, setting, range(model.num_layers)).to(kept)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
-            form = setting.formats.frozen
-            wide = torch.empty(wide_shape(parameter, form), dtype=kept, device=device)
-            fill(decoder.alias(name), wide, options.seed)
-            parameter.copy_(wide if parameter.is_floating_point() else pack(wide, form))
+            fill(decoder.alias(name), parameter, options.seed)
             parameter.requires_grad_(decoder.trains(name))
     decoder.to(dtype)  # what is cast to fp8 depends on every bit
     total = 0.0
