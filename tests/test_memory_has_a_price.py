@@ -1,0 +1,99 @@
+"""No key of a plan makes memory smaller for nothing: a search would find every plan that gains from it."""
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+import meshwise as mw
+
+JOBS = {
+    "llama3-8b": ("h100-80g-sxm:32", 128),
+    "qwen3-0.6b": ("h100-80g-sxm:8", 64),
+    "mixtral-8x7b": ("h100-80g-sxm:32", 128),
+    "deepseek-v2": ("h200-sxm:32", 128),
+}
+VALUES: dict[str, tuple[Any, ...]] = {
+    "tp": (1, 2, 4), "sp": (0, 1), "cp": (1, 2), "cp_kind": ("ring", "ulysses", "all_gather"),
+    "pp": (1, 2, 4), "vpp": (1, 2), "schedule": ("1f1b", "zb-h1", "zb-v", "dualpipe", "dualpipe-v"),
+    "ep": (1, 4), "etp": (1, 2), "zero": (1, 2, 3), "zero_group": (2, 4),
+    "recompute": ("none", "selective", "full"), "recompute_every": (1, 2), "loss_chunks": (1, 4),
+    "attention": ("flash", "unfused"), "offload_optimizer": (0, 0.5), "offload_activations": (0, 0.5),
+    "overlap_dp": (0, 1), "imbalance": (1, 1.5), "microbatch": (1, 2, 4),
+    "implementation": ("megatron", "fsdp2"), "lora_rank": (0, 16), "grad_dtype": ("fp32", "bf16"),
+    "optimizer": ("adam", "adam-bf16", "sgd"), "dtype": ("bf16", "fp8"),
+}  # fmt: skip
+"""Not tried: gpipe (1F1B does the same work and keeps fewer microbatches alive), and zero=0 (stage 1 gathers
+new weights where stage 0 gathers summed gradients, arXiv 1910.02054, section 7)."""
+WHY = {
+    "grad_dtype": "a narrower type",
+    "dtype": "a narrower type",
+    "optimizer": "another optimizer keeps other states",
+    "lora_rank": "fewer weights train",
+    "implementation": "another software",
+    "attention": "fused attention writes no scores",
+    "imbalance": "fewer tokens on the busiest rank",
+    "microbatch": "fewer tokens at once; launches of kernels are hidden on a fast host",
+    "sp": "activations between matmuls are held once, not by each rank",
+    "vpp": "chunks leave an end of the model alone on a rank",
+    "cp_kind": "another exchange of the same tokens",
+    "zero_group": "fewer copies of states, whose shards other groups sum: less is sent, over longer links",
+}
+"""Keys whose values differ in memory without a price, and why."""
+
+
+def priced(model: str, keys: dict[str, Any]) -> mw.Estimate | None:
+    cluster, batch = JOBS[model]
+    stated = dict(keys)
+    microbatch = stated.pop("microbatch", 1)
+    text = ",".join(f"{key}={value}" for key, value in stated.items())
+    try:
+        return mw.estimate(model, cluster, text, batch=batch, seq=4096, microbatch=microbatch)
+    except mw.MeshwiseError:
+        return None
+
+
+def work(of: mw.Estimate) -> dict[str, float]:
+    """What a step costs: seconds by what they are spent on, FLOP, and bytes that each kind of stage moves."""
+    rows = of.ledger.rows()
+    moved = ("read_bytes", "write_bytes", "payload_bytes")
+    found = {column: sum(row["count"] * (row[column] or 0.0) for row in rows) for column in moved}
+    return found | of.time_s | {"flop": of.hardware_flop}
+
+
+def check_price(model: str, keys: dict[str, Any], key: str, value: Any) -> None:
+    one, other = priced(model, keys), priced(model, keys | {key: value})
+    if one is None or other is None:
+        return
+    if one.memory_bytes["total"] < other.memory_bytes["total"]:
+        one, other = other, one
+    if other.memory_bytes["total"] > 0.995 * one.memory_bytes["total"]:
+        return
+    before, after = work(one), work(other)
+    more = [name for name in before if after[name] > before[name] * (1.0 + 1e-6) + 1e-9]
+    assert more, f"{model} {keys}: {key} spares memory and costs nothing"
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data(), st.sampled_from(sorted(JOBS)))
+def test_no_key_spares_memory_for_nothing(data: st.DataObject, model: str) -> None:
+    names = data.draw(st.sets(st.sampled_from(sorted(VALUES)), max_size=5))
+    keys = {name: data.draw(st.sampled_from(VALUES[name])) for name in sorted(names)}
+    key = data.draw(st.sampled_from(sorted(set(VALUES) - set(WHY))))
+    assume(priced(model, keys) is not None)
+    for value in VALUES[key]:
+        check_price(model, keys, key, value)
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "key", "value"),
+    [
+        ("mixtral-8x7b", {"pp": 2, "ep": 4, "zero": 1}, "zero", 2),
+        ("llama3-8b", {"pp": 4, "zero": 1}, "zero", 2),
+        ("qwen3-0.6b", {"pp": 2, "microbatch": 4, "zero": 1}, "schedule", "dualpipe"),
+    ],
+)
+def test_what_searches_once_gained_from(model: str, keys: dict[str, Any], key: str, value: Any) -> None:
+    """ZeRO-2 with the traffic of stage 1; half of the logits under DualPipe."""
+    check_price(model, keys, key, value)
