@@ -8,8 +8,8 @@ import numpy as np
 
 from benchmarks.timing import median_s, report
 from meshwise.estimate.grid import price_grid
-from meshwise.estimate.part import price_parts
-from meshwise.estimate.single import estimate
+from meshwise.estimate.one_plan import estimate
+from meshwise.estimate.priced_part import price_parts
 from meshwise.estimate.timing import Machine
 from meshwise.machine.hardware import find_cluster, rates
 from meshwise.model.find import find_model

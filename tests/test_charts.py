@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import meshwise as mw
-from meshwise.estimate.single import Estimate
+from meshwise.estimate.one_plan import Estimate
 from meshwise.report.chart import Bars, Bound, Chart, ChartAxis, Lanes, Names, Picture, Series
 from meshwise.report.chart_page import plotly_figure
 from meshwise.report.chart_picture import picture_figure

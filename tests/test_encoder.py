@@ -16,7 +16,7 @@ import pytest
 
 import meshwise as mw
 from meshwise.core.errors import MeshwiseError
-from meshwise.estimate.single import model_flop
+from meshwise.estimate.one_plan import model_flop
 from meshwise.model.huggingface import model_from_config
 
 RECORDS = (Path(__file__).parent / "data" / "transformers_5.23.jsonl").read_text().splitlines()

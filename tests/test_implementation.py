@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meshwise.core.errors import MeshwiseError
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.grid import price_grid
-from meshwise.estimate.single import Estimate, estimate
+from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.plan.plan import CP_KINDS, RECOMPUTE, Plan

@@ -18,8 +18,8 @@ from figures import figures_script
 from meshwise.core.errors import PlanError
 from meshwise.core.units import Num
 from meshwise.cost.collective import sent_bytes
-from meshwise.estimate.part import PricedOp, price_parts
-from meshwise.estimate.single import estimate
+from meshwise.estimate.one_plan import estimate
+from meshwise.estimate.priced_part import PricedOp, price_parts
 from meshwise.estimate.timing import machine, op_times
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from meshwise.core.errors import MeshwiseError
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.grid import price_grid
-from meshwise.estimate.single import Estimate, estimate
+from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import Model
 from meshwise.model.find import find_model, model_names

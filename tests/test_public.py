@@ -47,7 +47,7 @@ PRICE = "print(mw.estimate('llama3-8b', 'h100-80g-sxm:8', 'tp=8', batch=8, seq=4
     [
         "import meshwise as mw",
         "import meshwise.estimate.grid, meshwise.plan.workload, meshwise as mw",
-        "from meshwise.estimate import single; import meshwise as mw",
+        "from meshwise.estimate import one_plan; import meshwise as mw",
     ],
 )
 def test_verbs_can_be_called_whatever_was_imported_before(before: str) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.estimate.single import estimate
+from meshwise.estimate.one_plan import estimate
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan, plan_text

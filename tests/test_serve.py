@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.units import Num
-from meshwise.estimate.single import estimate
+from meshwise.estimate.one_plan import estimate
 from meshwise.estimate.timing import machine
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.architecture import layer_kind, layer_kinds

@@ -10,8 +10,8 @@ from meshwise.core.errors import MeshwiseError, PlanError, WorkloadError
 from meshwise.cost.op import matmul_flop
 from meshwise.cost.simulate import Timeline
 from meshwise.estimate.memory import OPTIMIZER_BYTES
+from meshwise.estimate.one_plan import MEMORY_PARTS, TIME_PARTS, Estimate, estimate, model_flop
 from meshwise.estimate.pipeline import play
-from meshwise.estimate.single import MEMORY_PARTS, TIME_PARTS, Estimate, estimate, model_flop
 from meshwise.estimate.step import step_cost
 from meshwise.estimate.timing import machine
 from meshwise.machine.hardware import find_cluster

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwise.estimate.part import Wait, price_parts
+from meshwise.estimate.priced_part import Wait, price_parts
 from meshwise.estimate.timing import Machine, machine, op_times
 from meshwise.machine.hardware import find_cluster
 from meshwise.machine.overheads import FULL_WATTS, NONE, Overheads

@@ -16,7 +16,7 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
 
 from meshwise.core.compare import TOTALS, compare, totals_of
 from meshwise.core.ledger import Ledger
-from meshwise.estimate.single import estimate as priced
+from meshwise.estimate.one_plan import estimate as priced
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.weights import num_params
 from meshwise.plan.plan import parse_plan
@@ -25,8 +25,8 @@ from meshwise.runtime.compare_program import compare_program
 from meshwise.runtime.dry_run import dry_run
 from meshwise.runtime.launch import Ranks
 from meshwise.runtime.programs import find_program, make_options, parse_options
+from meshwise.runtime.programs.cut_on_demand import Parts
 from meshwise.runtime.programs.narrow import Product
-from meshwise.runtime.programs.parts import Parts
 from meshwise.runtime.programs.ring import own_places
 from meshwise.runtime.programs.train_options import the_model
 from meshwise.runtime.run import run_rank

@@ -43,7 +43,7 @@ from meshwise.calibrate.validate import estimate_run, validate
 from meshwise.cli.validate import validate as validate_command
 from meshwise.core.errors import ClusterError, DataError, ModelError, PlanError
 from meshwise.estimate.intervals import interval_around, regimes
-from meshwise.estimate.single import TIME_PARTS, estimate
+from meshwise.estimate.one_plan import TIME_PARTS, estimate
 from meshwise.machine.hardware import find_chip, find_cluster
 from meshwise.machine.overheads import DEFAULT_SOFTWARE, NONE, SOFTWARE, find_overheads
 from meshwise.model.find import find_model

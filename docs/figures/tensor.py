@@ -15,7 +15,7 @@ import numpy as np
 from meshwise.core.errors import PlanError
 from meshwise.core.units import Num
 from meshwise.cost.collective import sent_bytes
-from meshwise.estimate.part import price_parts
+from meshwise.estimate.priced_part import price_parts
 from meshwise.estimate.timing import machine
 from meshwise.machine.hardware import Cluster, find_cluster
 from meshwise.model.architecture import Model

@@ -41,7 +41,7 @@ from meshwise.api import (
 if TYPE_CHECKING:
     from meshwise.core.errors import MeshwiseError as MeshwiseError
     from meshwise.core.ledger import Ledger as Ledger
-    from meshwise.estimate.single import Estimate as Estimate
+    from meshwise.estimate.one_plan import Estimate as Estimate
     from meshwise.machine.hardware import Cluster as Cluster
     from meshwise.machine.hardware import find_cluster as find_cluster
     from meshwise.model.architecture import Model as Model
@@ -55,7 +55,7 @@ __version__ = "0.2.0"
 
 _HOME = {
     "Cluster": "machine.hardware",
-    "Estimate": "estimate.single",
+    "Estimate": "estimate.one_plan",
     "Ledger": "core.ledger",
     "MeshwiseError": "core.errors",
     "Model": "model.architecture",

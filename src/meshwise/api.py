@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from meshwise.calibrate.validate import Validation
     from meshwise.core.compare import Comparison
     from meshwise.estimate.collective import CollectiveTime
-    from meshwise.estimate.single import Estimate
+    from meshwise.estimate.one_plan import Estimate
     from meshwise.estimate.token_budget import TokenBudget
     from meshwise.launch.read import Job
     from meshwise.launch.write import Launch
@@ -76,7 +76,7 @@ def estimate(
     Raises:
         MeshwiseError: A name is unknown, or the plan does not divide model, batch or cluster.
     """
-    from meshwise.estimate.single import estimate as price
+    from meshwise.estimate.one_plan import estimate as price
     from meshwise.model.architecture import with_capacity
 
     shape, machine, cut = with_capacity(_model(model), capacity_factor), _cluster(cluster), _plan(plan)
@@ -151,7 +151,7 @@ def search(
     Raises:
         MeshwiseError: A name is unknown or a number makes no sense.
     """
-    from meshwise.estimate.single import estimate as price
+    from meshwise.estimate.one_plan import estimate as price
     from meshwise.plan.workload import Workload
     from meshwise.search.search import search as find
 

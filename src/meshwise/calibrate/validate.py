@@ -1,7 +1,7 @@
 """Every row of files of measurements, with what meshwise predicts for it.
 
 A row of a run gives up to two predictions: `step_s`, and `memory_bytes` where memory was measured; they
-come from `meshwise.estimate.single.estimate`, as for everybody. A row of an op or a collective gives one:
+come from `meshwise.estimate.one_plan.estimate`, as for everybody. A row of an op or a collective gives one:
 `gemm_s`, `attention_s`, `decode_s`, `memory_s`, `experts_s`, `dispatch_s`, `collective_s` or
 `peer_all_reduce_s`. Rows that cannot be read or expressed keep their place and their reason.
 """
@@ -23,7 +23,7 @@ from meshwise.calibrate.table import header, lines
 from meshwise.core.errors import ClusterError, MeshwiseError
 from meshwise.core.notebook import Shown
 from meshwise.estimate.intervals import Interval
-from meshwise.estimate.single import Estimate, estimate
+from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.machine.efficiency import constants
 from meshwise.machine.hardware import find_chip
 from meshwise.machine.overheads import Tables

@@ -26,7 +26,7 @@ import numpy as np
 
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
-from meshwise.estimate.part import Part
+from meshwise.estimate.priced_part import Part
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import EVEN

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.memory import EXPONENTIAL_BYTES, Memory, kept_bytes, recomputed
-from meshwise.estimate.part import Part
+from meshwise.estimate.priced_part import Part
 from meshwise.machine.overheads import Overheads
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.plan.mesh import Mesh

@@ -20,7 +20,7 @@ import numpy as np
 
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.cost.schedule import in_flight_microbatches
-from meshwise.estimate.part import Part
+from meshwise.estimate.priced_part import Part
 from meshwise.machine.overheads import Overheads
 from meshwise.model.architecture import Model, layer_kinds
 from meshwise.plan.mesh import Mesh

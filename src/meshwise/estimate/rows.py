@@ -15,7 +15,7 @@ from typing import Any
 from meshwise.cost.collective import sent_bytes
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.memory import contents, recomputed
-from meshwise.estimate.part import CORE_PHASE, Part, PricedOp, Wait
+from meshwise.estimate.priced_part import CORE_PHASE, Part, PricedOp, Wait
 from meshwise.estimate.step import StageCost, StepCost, hop_bytes
 from meshwise.estimate.timing import Machine
 from meshwise.model.architecture import Model

@@ -36,7 +36,7 @@ from meshwise.estimate.memory import (
     stage_memory,
     weight_bytes,
 )
-from meshwise.estimate.part import LINKS, Part, price_parts
+from meshwise.estimate.priced_part import LINKS, Part, price_parts
 from meshwise.estimate.timing import Machine, op_times
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
@@ -55,9 +55,10 @@ from meshwise.program.sharding import STAGES, num_reductions
 class StageTime:
     """One microbatch on one stage: forward, backward (of the input; with recomputation), weight gradient.
 
-    `near_forward_s`, ...: how long collectives hold the links in each (`part.Part`), recomputation included.
+    `near_forward_s`, ...: how long collectives hold the links in each (`priced_part.Part`),
+    recomputation included.
     `offload_s`: waiting for kept activations to cross the host link, part of forward and backward.
-    `unpaired_s`: beyond that, where no other microbatch runs beside it (`part.Part`).
+    `unpaired_s`: beyond that, where no other microbatch runs beside it (`priced_part.Part`).
     """
 
     forward_s: Num

@@ -12,7 +12,7 @@ from typing import Any
 from meshwise.core.errors import WorkloadError
 from meshwise.core.units import MOST_STATED
 from meshwise.cost.failures import CHECKPOINT_BYTES_PER_PARAM, Failures, checkpoint_interval_s
-from meshwise.estimate.single import Estimate
+from meshwise.estimate.one_plan import Estimate
 from meshwise.model.architecture import Layer, Model, num_dense_layers, num_moe_layers
 from meshwise.model.weights import block_weights, num_params
 

@@ -17,7 +17,7 @@ import msgspec
 
 from meshwise.core.errors import PlanError
 from meshwise.core.files import make_folder, whole_file
-from meshwise.estimate.single import estimate
+from meshwise.estimate.one_plan import estimate
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.bridge import bridge_settings
 from meshwise.launch.facts import Facts, facts_of

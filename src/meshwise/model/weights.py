@@ -2,7 +2,8 @@
 
 A model is an embedding, blocks, and a head (and modules of multi-token prediction). Each of these parts
 is a tuple of `Weight`s. A weight says its shape, which of its dims tensor parallelism cuts, and which op
-brings it; nothing else in this package counts weights. `program.held` says what a rank of each layout holds.
+brings it; nothing else in this package counts weights. `program.weights_of_ops` says what a rank of each
+layout holds.
 """
 
 from __future__ import annotations

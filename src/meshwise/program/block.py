@@ -14,7 +14,6 @@ from meshwise.program import tensor_1d, tensor_2d, tensor_2d_cp, tensor_3d
 from meshwise.program.cut import Cut
 from meshwise.program.distances import distance_scores
 from meshwise.program.encoder import cross_attention, source_cut
-from meshwise.program.held import hold
 from meshwise.program.implementation import as_done_by
 from meshwise.program.moe import moe_mlp
 from meshwise.program.op import Op, Stated, backward_last, collected
@@ -24,6 +23,7 @@ from meshwise.program.recurrence import beside_attention, recurrence
 from meshwise.program.streams import corrected, predicted
 from meshwise.program.tensor import Tensor
 from meshwise.program.walk import with_saved_bytes
+from meshwise.program.weights_of_ops import hold
 
 LAYOUTS: dict[str, ModuleType] = {
     "1d": tensor_1d,

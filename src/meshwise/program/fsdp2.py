@@ -45,11 +45,11 @@ from meshwise.plan.plan import DEFAULTS
 from meshwise.plan.stages import Stage, chunks_of_rank, num_on_host
 from meshwise.program.cut import Cut
 from meshwise.program.exchange import Exchange
-from meshwise.program.held import is_quantized
 from meshwise.program.optimizer_states import STATES, by_muon, state_bytes
 from meshwise.program.order import ACTIVE_CHUNKS, gathers, patterns
 from meshwise.program.sharding import FSDP2, at_stage, num_reductions
 from meshwise.program.tensor_1d import shards
+from meshwise.program.weights_of_ops import is_quantized
 
 FROZEN_GROUP = 64
 """Numbers of a row of a frozen matrix in few bits that share an fp32 scale (QLoRA's blocks)."""

@@ -19,9 +19,9 @@ from meshwise.model.architecture import Model
 from meshwise.model.weights import Weight, Weights
 from meshwise.program import tensor_1d
 from meshwise.program.cut import Cut
-from meshwise.program.held import num_held
 from meshwise.program.op import Op, Stated, collected, collective
 from meshwise.program.tensor import Tensor
+from meshwise.program.weights_of_ops import num_held
 
 
 def shards(weight: Weight, cut: Cut) -> Num:

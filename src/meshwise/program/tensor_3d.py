@@ -35,10 +35,10 @@ from meshwise.program import grid
 from meshwise.program.context import core_attention
 from meshwise.program.cut import Cut
 from meshwise.program.grid import of_heads, softmax
-from meshwise.program.held import num_held
 from meshwise.program.op import Op, collective, kernel
 from meshwise.program.tensor import Tensor, made
 from meshwise.program.tensor_1d import ATTENTION
+from meshwise.program.weights_of_ops import num_held
 
 COL, ROW, DEPTH = 0, 1, 2
 FIRST, SECOND = (ROW, DEPTH, COL), (COL, DEPTH, ROW)

@@ -22,7 +22,6 @@ from meshwise.model.weights import embedding_weights, frozen, head_weights, mtp_
 from meshwise.program.block import block_input, block_ops
 from meshwise.program.cut import Cut
 from meshwise.program.encoder import ENCODER, encoder_ends, source_cut
-from meshwise.program.held import hold
 from meshwise.program.implementation import as_done_by
 from meshwise.program.op import (
     Op,
@@ -40,6 +39,7 @@ from meshwise.program.streams import begun, ended
 from meshwise.program.tensor import Tensor, made
 from meshwise.program.tensor_1d import column_linear, norm, on_tp, shards, summing
 from meshwise.program.walk import with_saved_bytes
+from meshwise.program.weights_of_ops import hold
 
 
 def embed(model: Model, cut: Cut) -> list[Op]:

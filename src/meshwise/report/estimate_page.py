@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from meshwise.core.ledger import Ledger
 from meshwise.core.units import duration, with_prefix
 from meshwise.cost.simulate import Timeline
+from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.pipeline import play
-from meshwise.estimate.single import Estimate
 from meshwise.model.architecture import layer_counts
 from meshwise.plan.plan import plan_text
 from meshwise.program.parts import layer_names

@@ -11,7 +11,7 @@ from rich.table import Table as Grid
 from meshwise.core.ledger import PHASES, Ledger
 from meshwise.core.units import duration, with_prefix
 from meshwise.estimate.intervals import Interval
-from meshwise.estimate.single import Estimate
+from meshwise.estimate.one_plan import Estimate
 from meshwise.report.table import Table
 
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from meshwise.core.errors import PlanError
 from meshwise.cost.simulate import Timeline
+from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.pipeline import play
-from meshwise.estimate.single import Estimate
 from meshwise.plan.stages import Stage, chunks, layers_of_chunks
 from meshwise.report.chrome_trace import chrome_events, complete, metadata, write_events
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.core.errors import DataError
-from meshwise.estimate.single import Estimate
+from meshwise.estimate.one_plan import Estimate
 from meshwise.report.estimate_trace import timeline_events
 from meshwise.trace.merge import Merged, write_merged
 from meshwise.trace.steps import marks

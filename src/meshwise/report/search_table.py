@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from meshwise.core.units import duration, with_prefix
-from meshwise.estimate.single import Estimate
+from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.token_budget import TokenBudget
 from meshwise.plan.plan import plan_text
 from meshwise.report.table import Table

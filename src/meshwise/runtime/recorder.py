@@ -32,7 +32,7 @@ from meshwise.cost.collective import sent_bytes
 from meshwise.cost.op import attended_pairs, flash_attention, flash_attention_backward, matmul_flop
 from meshwise.program.tape import Named, Step, Tape
 from meshwise.runtime.fakes import QuickFakes
-from meshwise.runtime.kept import Kept, SavedTensor, watched_checkpoints
+from meshwise.runtime.saved_tensors import Kept, SavedTensor, watched_checkpoints
 from meshwise.runtime.torch_private import (
     AsyncCollectiveTensor,
     FakeTensor,

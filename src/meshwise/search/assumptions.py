@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwise.core.errors import MeshwiseError
-from meshwise.estimate.single import Estimate, estimate
+from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.machine.hardware import Cluster
 from meshwise.search.best_plans import Found
 from meshwise.search.machines import changed

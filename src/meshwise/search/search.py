@@ -16,7 +16,7 @@ from typing import Any
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.notebook import Shown
 from meshwise.estimate.grid import price_grid
-from meshwise.estimate.single import Estimate, estimate
+from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.estimate.token_budget import TokenBudget
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwise.core.errors import WorkloadError
-from meshwise.estimate.single import Estimate
+from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.token_budget import TokenBudget
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model

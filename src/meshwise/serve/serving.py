@@ -23,7 +23,7 @@ from meshwise.core.errors import PlanError, WorkloadError
 from meshwise.core.units import WEIGHT_BITS, Num
 from meshwise.cost.routing import Shares
 from meshwise.estimate.memory import Memory, contents, serving_memory
-from meshwise.estimate.part import Part, PricedOp, price_parts
+from meshwise.estimate.priced_part import Part, PricedOp, price_parts
 from meshwise.estimate.step import message_s
 from meshwise.estimate.timing import Machine, experts_library, machine_for
 from meshwise.machine.hardware import Cluster

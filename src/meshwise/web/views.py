@@ -15,7 +15,7 @@ import msgspec
 from meshwise import api
 from meshwise.core.errors import ClusterError, DataError, ModelError, WorkloadError
 from meshwise.core.files import parse_text
-from meshwise.estimate.single import Estimate
+from meshwise.estimate.one_plan import Estimate
 from meshwise.machine.hardware import Cluster, cluster_text, find_cluster, parse_cluster
 from meshwise.model.architecture import Model
 from meshwise.model.find import find_model

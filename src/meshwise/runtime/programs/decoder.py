@@ -23,8 +23,8 @@ from meshwise.runtime.programs.adapters import is_adapter
 from meshwise.runtime.programs.block import Block
 from meshwise.runtime.programs.chunked_loss import loss_in_chunks
 from meshwise.runtime.programs.decoder_parts import DecoderNorm, Setting
-from meshwise.runtime.programs.further import LOSS_WEIGHT, Further
 from meshwise.runtime.programs.local import local
+from meshwise.runtime.programs.multi_token_prediction import LOSS_WEIGHT, Further
 from meshwise.runtime.programs.narrow import NarrowLinear, Product
 from meshwise.runtime.programs.offload import kept_on_host
 

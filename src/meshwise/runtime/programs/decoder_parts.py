@@ -17,9 +17,9 @@ from meshwise.runtime.programs.attention_kernels import Attend
 from meshwise.runtime.programs.functions import Gelu, SwiGLU
 from meshwise.runtime.programs.heads import Heads, deal_back, deal_heads
 from meshwise.runtime.programs.local import local
-from meshwise.runtime.programs.made_again import MadeAgain
 from meshwise.runtime.programs.narrow import WIDE, Formats, NarrowLinear
 from meshwise.runtime.programs.norm import Norm
+from meshwise.runtime.programs.remade import MadeAgain
 from meshwise.runtime.torch_private import current_graph_task_id
 
 if TYPE_CHECKING:

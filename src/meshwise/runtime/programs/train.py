@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meshwise.estimate.single import estimate as price
+from meshwise.estimate.one_plan import estimate as price
 from meshwise.program.tape import Tape
 from meshwise.runtime.programs.train_options import (
     Options,

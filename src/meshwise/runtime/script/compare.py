@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwise.core.compare import OPS_BY_DIMS, Comparison, Row
 from meshwise.core.ledger import Ledger
-from meshwise.estimate.single import Estimate
+from meshwise.estimate.one_plan import Estimate
 from meshwise.runtime.script.start import ScriptOutcome
 
 PARTS = {

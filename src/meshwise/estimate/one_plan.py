@@ -20,7 +20,7 @@ from meshwise.core.notebook import Shown
 from meshwise.cost.routing import summary
 from meshwise.estimate.intervals import Interval, interval_around, regimes, spreads
 from meshwise.estimate.memory import contents, recomputed
-from meshwise.estimate.part import CORE_PHASE, MATRIX_KINDS
+from meshwise.estimate.priced_part import CORE_PHASE, MATRIX_KINDS
 from meshwise.estimate.rows import part_rows, spent_on, step_rows
 from meshwise.estimate.step import StageCost, StepCost, step_cost
 from meshwise.estimate.timing import Machine, machine, machine_for
