@@ -119,7 +119,7 @@ def measure(place: RankPlace) -> list[dict[str, Any]]:
     for kind in COLLECTIVES:
         time_s = collective_time_s(place, kind, PAYLOAD_BYTES, repeats=REPEATS, meet=meet)  # type: ignore[arg-type]
         took.append(Took("alone", kind, PAYLOAD_BYTES, time_s))
-    run.Recorder = Together  # type: ignore[misc]
+    run.OpRecorder = Together  # type: ignore[misc]
     for name, values in PROGRAMS.items():
         options = make_options(find_program(name), values)
         runs = [run.run_rank(place, name, options, 0, True).ledger for _ in range(NUM_RUNS)]
