@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 
 from meshwise.core.ledger import Collective
-from meshwise.core.units import DTYPE_BYTES, Num
+from meshwise.core.units import Num
 from meshwise.cost.op import Cost, matmul_flop
 from meshwise.program.op import Op
 from meshwise.program.row import op_row
 from meshwise.program.tape import Tape
-
-ELEMENT_BYTES = DTYPE_BYTES | {"int64": 8.0, "bool": 1.0}
+from meshwise.program.tensor import ELEMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
