@@ -14,6 +14,7 @@ import meshwise as mw
 from meshwise.cli import app
 from meshwise.cli.defaults import verbs_of
 from meshwise.cli.examples import EXAMPLES
+from meshwise.machine.hardware import cluster_text, find_cluster
 from meshwise.runtime.programs import PROGRAMS, find_program, parse_options
 
 COMMAND = typer.main.get_command(app)
@@ -112,3 +113,38 @@ def test_a_default_that_nothing_takes_is_refused(meshwise: Any, tmp_path: Path, 
     done = meshwise("--config", str(file), *PRICED, "--cluster", "h100-80g-sxm:8")
     assert (done.code, done.out) == (2, "")
     assert says in done.err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'html = "page.html"',
+        'cluster = "../cluster.toml"',
+        "[estimate]\nfrom = 'train.sh'",
+        "[estimate]\ncsv = 'ledger.csv'",
+        "[launch]\noutput = 'job'",
+        "[serve]\ncluster = 'h100-80g-sxm:8,/tmp/cluster.toml'",
+        "[frontier.run]\nchip = ['h100-80g-sxm', 'link/chip.toml']",
+        "[web]\nport = 80",
+        "[web]\nhost = '0.0.0.0'",
+        "[sweep]\naddress = 'ray://elsewhere:10001'",
+        "[fit]\nwrite = true",
+        "[run]\nranks = 999",
+    ],
+)
+def test_a_file_that_was_found_gives_defaults_of_answers_alone(
+    meshwise: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    folder = tmp_path / "cloned"
+    folder.mkdir()
+    (folder / "link").symlink_to("..")
+    (folder / "cluster.toml").write_text(cluster_text(find_cluster("h100-80g-sxm:8")))
+    monkeypatch.chdir(folder)
+    file = Path("meshwise.toml")
+    file.write_text("[estimate]\ncluster = 'cluster.toml'")
+    assert meshwise(*PRICED).code == 0
+    file.write_text(text)
+    done = meshwise("list", "models")
+    assert (done.code, done.out) == (2, "")
+    assert "meshwise --config meshwise.toml" in done.err
+    assert meshwise("--config", "meshwise.toml", "list", "models").code == 0

@@ -138,7 +138,7 @@ def _options(
     ] = False,
     config: Annotated[
         Path | None,
-        typer.Option(help="Default options of each verb, a TOML file [./meshwise.toml, where it is there]."),
+        typer.Option(help="Default options of each verb, a TOML file [./meshwise.toml, for answers alone]."),
     ] = None,
 ) -> None:
     if not context.resilient_parsing:

@@ -106,6 +106,7 @@ def as_command(function: Callable[..., Any]) -> Callable[..., Any]:
         parameters.append(inspect.Parameter("context", keyword, annotation=typer.Context))
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__doc__ = summary_of(function)
+    call.options = options  # type: ignore[attr-defined]
     return call
 
 

@@ -10,64 +10,90 @@
     steps = "complete"
 
 An option on the command line goes before the file, the verb's table before the top of it.
+
+A folder may be a stranger's. A file that was found there and not named gives defaults of answers alone: no
+file to write or read elsewhere, no address, nothing that starts a program.
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from meshwise.core.errors import DataError
 from meshwise.core.files import read_toml
+from meshwise.core.options import Option
 
 FILE = Path("meshwise.toml")
+ANSWERS = ("collective", "estimate", "explain", "frontier", "launch", "search", "serve", "trace", "validate")
+"""Verbs (the first word of their names) that only answer; the others start programs, listen or write."""
 
 
 def read_defaults(command: Any, path: Path | None) -> dict[str, Any]:
     """The default options by verb, as the command line wants them; DataError for what no verb takes."""
     if path is None and not FILE.is_file():
         return {}
-    path = path or FILE
+    found, path = path is None, path or FILE
     content = read_toml(path)
     verbs = dict(verbs_of(command))
     defaults: dict[str, Any] = {}
-    of_all = {key: value for key, value in content.items() if not isinstance(value, dict)}
-    for key, value in content.items():
-        if key not in of_all:
-            _add_table(defaults, verbs, key, value, path)
-        elif not any(key in options for options in verbs.values()):
-            raise DataError(f"{path}: no verb has an option --{key}; see meshwise VERB --help")
-    for name, options in verbs.items():
-        for key in of_all.keys() & options.keys():
-            _table(defaults, name).setdefault(options[key], of_all[key])
+    for name, key, value in _stated(content):
+        if name and name not in verbs:
+            raise DataError(f"{path}: there is no verb {name!r}; see meshwise --help")
+        having = [verb for verb in ([name] if name else verbs) if key in verbs[verb]]
+        if not having:
+            raise DataError(
+                f"{path}: {name or 'no verb'} has {'no' if name else 'an'} option --{key}; "
+                f"see meshwise {name or 'VERB'} --help"
+            )
+        taking = [verb for verb in having if not found or _is_of_answer(verb, verbs[verb][key], value)]
+        if not taking:
+            raise DataError(
+                f"{path} was found, not named: it may not set {key} = {value!r}, which writes, listens, "
+                f"starts a program or reads elsewhere; if you trust it: meshwise --config {path} ..."
+            )
+        for verb in taking:
+            _table(defaults, verb)[verbs[verb][key].name] = value
     print(f"meshwise: defaults from {path}", file=sys.stderr)
     return defaults
 
 
-def verbs_of(command: Any, name: str = "") -> Iterator[tuple[str, dict[str, str]]]:
-    """Every verb by its full name (`trace summary`), and its options with the names of their parameters."""
+def verbs_of(command: Any, name: str = "") -> Iterator[tuple[str, dict[str, Option]]]:
+    """Every verb by its full name (`trace summary`), and its options as they are typed, without their --."""
     if hasattr(command, "commands"):
         for word, inner in command.commands.items():
             yield from verbs_of(inner, f"{name} {word}".strip())
     else:
         options = (param for param in command.params if param.param_type_name == "option")
-        yield name, {param.opts[0].removeprefix("--"): param.name for param in options}
+        typed = {param.opts[0].removeprefix("--"): param.name for param in options}
+        yield name, {key: command.callback.options[name] for key, name in typed.items()}
 
 
-def _add_table(
-    defaults: dict[str, Any], verbs: dict[str, dict[str, str]], name: str, table: dict[str, Any], path: Path
-) -> None:
+def _stated(table: Mapping[str, Any], verb: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Verb (empty: every), option and value of each line of a file; what is of every verb comes first."""
+    for key, value in table.items():
+        if not isinstance(value, dict):
+            yield verb, key, value
     for key, value in table.items():
         if isinstance(value, dict):
-            _add_table(defaults, verbs, f"{name} {key}", value, path)
-        elif name not in verbs:
-            raise DataError(f"{path}: there is no verb {name!r}; see meshwise --help")
-        elif key not in verbs[name]:
-            raise DataError(f"{path}: {name} has no option --{key}; see meshwise {name} --help")
-        else:
-            _table(defaults, name)[verbs[name][key]] = value
+            yield from _stated(value, f"{verb} {key}".strip())
+
+
+def _is_of_answer(verb: str, option: Option, value: Any) -> bool:
+    """Whether `value` can only change an answer, and names no file outside of this folder."""
+    kinds = get_args(option.kind) or (option.kind,)
+    return verb.split()[0] in ANSWERS and Path not in kinds and _lies_here(value)
+
+
+def _lies_here(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_lies_here, value))
+    names = [str(value), *(part.strip() for part in re.split("[,|=:]", str(value)))]
+    here = Path.cwd()
+    return all("\0" not in name and Path(name).resolve().is_relative_to(here) for name in names)
 
 
 def _table(defaults: dict[str, Any], name: str) -> dict[str, Any]:
