@@ -648,7 +648,8 @@ BAD_FILES = [
     (b"\x7fELF\x02\x01\x01", "not valid TOML"),
     (b"", "missing required field"),
     (b"num_chips = " + b"9" * 5000, "not valid TOML"),
-    (b"a = " + b"[" * 100_000, "not valid TOML"),
+    (b"a = " + b"[" * 60_000, "not valid TOML"),
+    (b"a = " + b"[" * 100_000, "more than 65,536 bytes"),
 ]
 
 

@@ -24,6 +24,7 @@ import meshwise as mw
 from fuzz import toml_text
 from meshwise.core.errors import DataError
 from meshwise.core.files import write_text
+from meshwise.core.toml import parse_toml
 from meshwise.machine.hardware import Cluster, find_cluster
 from meshwise.sweep.sweep import read_sweep
 
@@ -50,6 +51,49 @@ def test_a_config_that_cannot_be_read(meshwise: Any, tmp_path: Path, content: by
     path = tmp_path / "config.json"
     path.write_bytes(content)
     refused(meshwise("estimate", str(path), *ON_CHIPS, "--batch", "8"), says)
+
+
+DOTTED = ".".join("a" * 15_000)
+
+
+@pytest.mark.parametrize(
+    "text", [f"{DOTTED} = 1", f"[{DOTTED}]", f'a = ["""x"""", {{{DOTTED} = 1}}]', f'"{DOTTED}".{DOTTED} = 1']
+)
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*ESTIMATE, "--cluster", "x.toml"),
+        (*ESTIMATE, *ON_CHIPS, "--plan", "x.toml"),
+        ("--config", "x.toml", *ESTIMATE, *ON_CHIPS),
+        ("estimate", *ON_CHIPS, "--from", "x.toml"),
+        ("frontier", "run", "--chip", "x.toml"),
+        ("eval-lm", "x.toml"),
+        ("sweep", "x.toml"),
+    ],
+)
+def test_a_long_key_of_a_toml_file_is_refused_before_it_is_parsed(
+    meshwise: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], text: str
+) -> None:
+    """The parser's memory grows with its square: 40,000 parts took 1.6 GB."""
+    monkeypatch.chdir(tmp_path)
+    Path("x.toml").write_text(f"{text}\n[training]\n")
+    refused(meshwise(*words), "a dotted key has more than 8 parts")
+    Path("x.toml").write_text("[training]\n" + "# comment\n" * 200_000)
+    refused(meshwise(*words), "bytes")
+
+
+quoted = st.text(st.sampled_from("\"'\\.#[]{}=ab \n"), max_size=12)
+
+
+@given(st.lists(quoted, min_size=1, max_size=6), st.sampled_from(('"{}"', "'{}'", '"""{}"""', "'''{}'''")))
+def test_bounds_of_toml_refuse_no_short_text(parts: list[str], form: str) -> None:
+    """Whatever stands in strings and comments."""
+    text = "".join(f"k{i} = {form.format(part)} # {part[:3]!r}\n" for i, part in enumerate(parts))
+    try:
+        expected = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        reject()
+    assert parse_toml(text, "text") == expected
 
 
 @pytest.mark.parametrize("option", ["--plan", "--cluster"])

@@ -188,6 +188,7 @@ def test_accuracy_shows_the_rows_that_the_filter_leaves(
         ("explore", JOB | {"config": "{"}, "config.json is not valid JSON"),
         ("explore", JOB | {"config": '{"model_type": "llama"}'}, "config.json"),
         ("explore", JOB | {"machine": "num_chips = "}, "not valid TOML"),
+        ("explore", JOB | {"machine": ".".join("a" * 15_000) + " = 1"}, "a dotted key has more than 8 parts"),
         ("explore", JOB | {"model": "/etc/passwd"}, "is a path"),
         ("explore", JOB | {"plan": "tests/x.toml"}, "is a path"),
         ("explore", {"model": "llama3-8b"}, "name a cluster"),

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from meshwise.core.errors import DataError
-from meshwise.core.files import read_toml
 from meshwise.core.options import Option
+from meshwise.core.toml import read_toml
 
 FILE = Path("meshwise.toml")
 ANSWERS = ("collective", "estimate", "explain", "frontier", "launch", "search", "serve", "trace", "validate")

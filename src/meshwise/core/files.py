@@ -20,12 +20,23 @@ from meshwise.core.errors import DataError, MeshwiseError
 Content = TypeVar("Content")
 
 
-def read_text(path: Path, kind: str, error: type[MeshwiseError] = DataError) -> str:
+MOST_BYTES = {"CSV": 2**28, "JSON lines": 2**28, "JSON": 2**24}
+"""Tables of requests and measurements are long, configurations are not; others have a MiB at most."""
+
+
+def read_text(
+    path: Path, kind: str, error: type[MeshwiseError] = DataError, most_bytes: int | None = None
+) -> str:
     """The UTF-8 text of a `kind` file (TOML, JSON, ...); `error` if there is none, in one sentence."""
+    most = most_bytes or MOST_BYTES.get(kind, 2**20)
     try:
         if not (path.is_file() or path.is_fifo()):  # a device has no end
             raise error(f"cannot read {str(path)!r}: no file is there; name a {kind} file")
-        return path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+        if len(content) > most:
+            raise error(f"cannot read {str(path)!r}: it has more than {most:,} bytes; name a {kind} file")
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as problem:
         raise error(f"cannot read {str(path)!r}: {problem.strerror}; name a {kind} file") from None
     except UnicodeDecodeError:
@@ -50,15 +61,10 @@ def parse_text(
     try:
         return parse(text)
     except (RecursionError, MemoryError):
-        raise error(f"{name} is not valid {kind}: its brackets are nested too deeply") from None
+        raise error(f"{name} is not valid {kind}: it is nested too deeply, or memory is short") from None
     except (ValueError, SyntaxError) as problem:
         reason = " ".join(str(problem).partition(" (<")[0].split())
         raise error(f"{name} is not valid {kind}: {reason}") from None
-
-
-def read_toml(path: Path, error: type[MeshwiseError] = DataError) -> dict[str, Any]:
-    """The tables of a TOML file; `error` says what is wrong with it."""
-    return parse_file(path, "TOML", tomllib.loads, error)
 
 
 def read_csv(path: Path) -> Iterator[tuple[int, list[str]]]:

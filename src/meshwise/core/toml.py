@@ -1,11 +1,69 @@
-"""Tables as the text of a TOML file, and fitted constants as that of a catalog file."""
+"""TOML: texts of users as tables, tables as the text of a file, fitted constants as that of a catalog.
+
+The parser of Python takes memory and time with the square of the length of a dotted key or header, so a
+text is bounded before it is parsed: in bytes, in the parts of a key, in depth and in the digits of a number.
+"""
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from meshwise.core.errors import DataError, MeshwiseError
+from meshwise.core.files import parse_text, read_text
+
+MOST_BYTES = 2**16
+"""Clusters, plans, models and options have a few thousand bytes."""
+MOST_DEPTH = 8
+"""Parts of a dotted key or header, and tables and lists within each other."""
+_QUOTED = re.compile(
+    r'''"""(?:\\.?|[^\\])*?(?:"{3,5}|\Z)|\'{3}.*?(?:\'{3,5}|\Z)|"(?:\\.?|[^"\\\n])*+"?|'[^'\n]*+'?|#[^\n]*+''',
+    re.DOTALL,
+)
+"""A string, ended or not, or a comment."""
+_TOO_LONG = {
+    rf"(?:\.[ \t]*+[\w-]++[ \t]*+){{{MOST_DEPTH}}}": f"a dotted key has more than {MOST_DEPTH} parts",
+    r"\b0[box]\w{65}": "a number has more than 64 digits",
+}
+
+
+def read_toml(
+    path: Path, error: type[MeshwiseError] = DataError, most_bytes: int = MOST_BYTES
+) -> dict[str, Any]:
+    """The tables of a user's TOML file; `error` says what is wrong with it."""
+    return parse_toml(read_text(path, "TOML", error, most_bytes), repr(str(path)), error, most_bytes)
+
+
+def parse_toml(
+    text: str, name: str, error: type[MeshwiseError] = DataError, most_bytes: int = MOST_BYTES
+) -> dict[str, Any]:
+    """The tables of a user's TOML text that is called `name`; `error` says what is wrong with it."""
+
+    def parse(text: str) -> dict[str, Any]:
+        _check_bounds(text, most_bytes)
+        return tomllib.loads(text)
+
+    return parse_text(text, name, "TOML", parse, error)
+
+
+def _check_bounds(text: str, most_bytes: int) -> None:
+    """ValueError where the text is longer or nested deeper than such a file can be meant."""
+    if len(text) > most_bytes:
+        raise ValueError(f"it has more than {most_bytes:,} bytes")
+    bare = _QUOTED.sub("_", text)
+    for pattern, reason in _TOO_LONG.items():
+        if re.search(pattern, bare):
+            raise ValueError(reason)
+    depth = 0
+    for bracket in re.findall(r"[][{}]", bare):
+        depth += 1 if bracket in "[{" else -1
+        if depth > MOST_DEPTH:
+            raise ValueError("its brackets are nested too deeply")
 
 
 def toml_text(tables: Iterable[tuple[str, Mapping[str, Any]]], digits: int | None = None) -> str:

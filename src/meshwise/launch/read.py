@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meshwise.core.errors import DataError
 from meshwise.core.files import parse_text, read_text
+from meshwise.core.toml import parse_toml
 from meshwise.core.units import whole
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.bridge import megatron_settings
@@ -146,8 +146,7 @@ def _parse(path: Path) -> tuple[str, Settings, int | None]:
         is_bridge = "MODEL_ARGS:" not in text and "\nlanguage_model:" not in f"\n{text}"
         return ("megatron-bridge", _bridge(stated), None) if is_bridge else ("megatron-lm", stated, None)
     if re.search(r"^\[(parallelism|training)\]", text, re.MULTILINE):
-        tables = parse_text(text, str(path), "TOML", tomllib.loads)
-        return "torchtitan", _titan_toml(_flat(tables)), None
+        return "torchtitan", _titan_toml(_flat(parse_toml(text, str(path)))), None
     words = shell_words(text, path)
     if any(word.startswith(("--parallelism.", "--training.")) for word in words):
         return "torchtitan", _titan_words(words), _gpus(words)
@@ -162,7 +161,7 @@ def _parse(path: Path) -> tuple[str, Settings, int | None]:
 
 
 def _parse_deepspeed(text: str, path: Path) -> tuple[str, Settings, None]:
-    stated = _flat(parse_text(text, str(path), "JSON", json.loads))
+    stated = parse_text(text, str(path), "JSON", lambda text: _flat(json.loads(text)))
     if not any(name.startswith(("zero_optimization", "train_")) for name in stated):
         raise DataError(f"{path} is no DeepSpeed configuration: it has no zero_optimization and no batch")
     return "deepspeed", {name: value for name, value in stated.items() if value != "auto"}, None

@@ -19,7 +19,6 @@ import datetime
 import itertools
 import math
 import operator
-import tomllib
 from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -28,8 +27,8 @@ from typing import Any, Literal
 import msgspec
 
 from meshwise.core.errors import ClusterError, did_you_mean
-from meshwise.core.files import parse_text, read_catalog, read_toml
-from meshwise.core.toml import toml_text
+from meshwise.core.files import read_catalog
+from meshwise.core.toml import parse_toml, read_toml, toml_text
 from meshwise.core.units import DTYPE_BYTES, Num
 
 MAX_CHIPS = 10**9
@@ -381,7 +380,7 @@ def _read_cluster_file(path: Path) -> Cluster:
 
 def parse_cluster(text: str, name: str = "cluster") -> Cluster:
     """The cluster that the text of a TOML file describes; ClusterError says what is wrong with it."""
-    tables = parse_text(text, name, "TOML", tomllib.loads, ClusterError)
+    tables = parse_toml(text, name, ClusterError)
     return _cluster_from_entry(name, _convert(tables, _ClusterEntry, name), name)
 
 

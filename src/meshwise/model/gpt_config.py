@@ -13,7 +13,6 @@ feed-forward, E `moe_expert_count`, V `vocab_size`.
 from __future__ import annotations
 
 import ast
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -24,6 +23,7 @@ import msgspec
 
 from meshwise.core.errors import ModelError
 from meshwise.core.files import parse_file, read_catalog
+from meshwise.core.toml import parse_toml
 from meshwise.model.architecture import Model, MoE
 
 
@@ -156,7 +156,7 @@ def _presets() -> dict[str, dict[str, Any]]:
 
 def _read(path: Path) -> dict[str, Any]:
     kinds: dict[str, tuple[str, Callable[[str], Any]]] = {
-        ".toml": ("TOML", tomllib.loads),
+        ".toml": ("TOML", lambda text: parse_toml(text, str(path), ModelError)),
         ".json": ("JSON", msgspec.json.decode),
     }
     kind, parse = kinds.get(path.suffix, ("Python", lambda text: ast.literal_eval(text.strip())))

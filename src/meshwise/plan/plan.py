@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.core.errors import MeshwiseError, PlanError, did_you_mean
-from meshwise.core.files import read_toml
+from meshwise.core.toml import read_toml
 from meshwise.core.units import WEIGHT_BITS, Num
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.machine.overheads import DEFAULT_SOFTWARE, SOFTWARE

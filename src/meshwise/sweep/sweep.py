@@ -52,7 +52,7 @@ from typing import IO, Any, Literal
 import msgspec
 
 from meshwise.core.errors import DataError, MissingExtraError
-from meshwise.core.files import read_toml
+from meshwise.core.toml import read_toml
 
 Scalar = str | int | float | bool
 Engine = Literal["local", "ray"]
@@ -161,7 +161,7 @@ class Sweep:
 def read_sweep(path: Path) -> Sweep:
     """Read and check a sweep file; DataError with one sentence for whatever is wrong in it."""
     try:
-        file = msgspec.convert(read_toml(path), _SweepFile)
+        file = msgspec.convert(read_toml(path, most_bytes=2**20), _SweepFile)
     except msgspec.ValidationError as error:
         raise DataError(f"{path} is not a sweep: {error}") from None
     if file.verb not in VERBS:
