@@ -22,10 +22,11 @@ from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
+from meshwise.published.convention import PublishedStep
 from meshwise.published.nersc.cases import TOLERANCE, check_cases
 from meshwise.published.nersc.paper import COLUMNS, PaperRun, collective_s, paper_system, price
 from meshwise.published.nersc.paper_ops import PaperCut
-from meshwise.published.nersc.paper_plan import Paper, paper
+from meshwise.published.nersc.paper_plan import paper
 
 FILE = Path(__file__).parent / "data" / "nersc_final_cases.json"
 DOCUMENT = json.loads(FILE.read_text())
@@ -261,7 +262,9 @@ def test_a_file_that_is_no_json_of_cases(tmp_path: Path, content: bytes) -> None
 # --- A plan of ours -----------------------------------------------------------------------------------
 
 
-def answer(model: str, cluster: str, plan: str, batch: int, domain_ranks: float = 4, **load: Any) -> Paper:
+def answer(
+    model: str, cluster: str, plan: str, batch: int, domain_ranks: float = 4, **load: Any
+) -> PublishedStep:
     """The paper's answer on `cluster` with fast domains of another size."""
     machine = find_cluster(cluster)
     levels = (replace(machine.levels[0], ranks=domain_ranks), machine.levels[1])
@@ -286,15 +289,15 @@ def outputs_of(name: str) -> Any:
 def test_a_plan_gives_the_case(
     case: str, model: str, cluster: str, domain_ranks: float, plan: str, batch: int
 ) -> None:
-    totals = answer(model, cluster, plan, batch, domain_ranks).iteration.totals
+    totals = answer(model, cluster, plan, batch, domain_ranks).tables["totals"]
     printed = outputs_of(case)["totals"]
-    assert {name: float(value) for name, value in totals.items()} == pytest.approx(printed, rel=1e-9, abs=0.0)
+    assert totals == pytest.approx(printed, rel=1e-9, abs=0.0)
 
 
 @pytest.mark.parametrize("plan", ["tp=4,pp=4", "layout=2d:2x2,pp=4", "layout=2d-cp:2x2,pp=4"])
 def test_ledger_holds_the_time_and_the_work_of_a_layer(plan: str) -> None:
     of = answer("gpt3-175b", "nersc-a100:32", plan, 16)
-    rows = [row for table in of.iteration.tables.values() for row in table]
+    rows = [row for table in of.tables["tables"].values() for row in table]
     ledger = of.ledger
     assert ledger.total("time_s") == pytest.approx(sum(row["t"] for row in rows), rel=1e-12)
     flop = sum(row["flops_fwd"] + row["flops_bwd"] for row in rows)
@@ -305,15 +308,15 @@ def test_ledger_holds_the_time_and_the_work_of_a_layer(plan: str) -> None:
 def test_selective_recomputation_is_priced() -> None:
     """By the command line's words, which imply its modules."""
     kept, redone = (
-        answer("gpt3-175b", "nersc-a100:64", f"tp=4,attention=unfused,recompute={kind}", 64).iteration
+        answer("gpt3-175b", "nersc-a100:64", f"tp=4,attention=unfused,recompute={kind}", 64).tables["totals"]
         for kind in ("none", "selective")
     )
-    assert redone.totals["acts_mem"] < kept.totals["acts_mem"]
+    assert redone["acts_mem"] < kept["acts_mem"]
 
 
 def test_axes_fill_a_domain_in_the_order_of_the_placement() -> None:
     def inside(plan: str) -> Any:
-        return answer("gpt3-175b", "nersc-a100:64", plan, 64, domain_ranks=8).run.inside
+        return answer("gpt3-175b", "nersc-a100:64", plan, 64, domain_ranks=8).plan["inside"]
 
     assert inside("tp=4,pp=2") == {"tp1": 4.0, "tp2": 1.0, "dp": 2.0, "pp": 1.0}
     assert inside("tp=4,pp=2,placement=pp-tp-cp-dp") == {"pp": 2.0, "tp1": 4.0, "tp2": 1.0, "dp": 1.0}

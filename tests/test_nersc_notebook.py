@@ -17,7 +17,8 @@ from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
-from meshwise.published.nersc.notebook import COLUMNS, Notebook, notebook
+from meshwise.published.convention import PublishedStep
+from meshwise.published.nersc.notebook import COLUMNS, notebook
 
 PRINTED = json.loads((Path(__file__).parent / "data" / "nersc_notebook.json").read_text())["seed"]
 PRINTED_COMM_FRAC = {"mlp": 0.019904842740418795, "sa": 0.07962667242415632}  # as the notebook prints them
@@ -27,9 +28,13 @@ ARGUMENTS = (
 )
 
 
-def priced(plan: str = "tp=4,sp=1") -> Notebook:
+def priced(plan: str = "tp=4,sp=1") -> PublishedStep:
     cluster = find_cluster("nersc-notebook")
     return notebook(find_model("gpt3-175b"), cluster, parse_plan(plan), Workload(batch=1, seq=2048))
+
+
+def table_of(name: str, plan: str = "tp=4,sp=1") -> Any:
+    return priced(plan).to_json()["tables"][name]
 
 
 def check_same(ours: Any, printed: Any, where: str) -> None:
@@ -41,7 +46,7 @@ def check_same(ours: Any, printed: Any, where: str) -> None:
 
 @pytest.mark.parametrize("table", ["mlp", "sa"])
 def test_every_cell(table: str) -> None:
-    ours = priced().tables[table]
+    ours = table_of(table)["rows"]
     assert [row["layer"] for row in ours] == [row["layer"] for row in PRINTED[table]]
     for our_row, printed_row in zip(ours, PRINTED[table], strict=True):
         assert set(printed_row) == set(COLUMNS)
@@ -51,12 +56,12 @@ def test_every_cell(table: str) -> None:
 
 @pytest.mark.parametrize("table", ["mlp", "sa"])
 def test_totals_and_share_of_communication(table: str) -> None:
-    ours = priced().totals(table)
+    ours = table_of(table)["totals"]
     printed = PRINTED["sums_times_depth"][table]
     assert set(ours) == set(printed)
     for name, value in printed.items():
         check_same(ours[name], value, name)
-    check_same(priced().comm_frac(table), PRINTED_COMM_FRAC[table], "time spend in comms")
+    check_same(table_of(table)["comm_frac"], PRINTED_COMM_FRAC[table], "time spend in comms")
 
 
 def test_command_writes_both_tables(meshwise, tmp_path: Path) -> None:
@@ -78,14 +83,16 @@ def test_ledger_holds_the_same_totals() -> None:
     of = priced()
     depth = of.model.num_layers
     forward = of.ledger.where(phase="forward").total("flop") / 1e12
-    assert forward * depth == pytest.approx(sum(of.totals(t)["flops_fwd"] for t in ("mlp", "sa")), rel=1e-12)
+    assert forward * depth == pytest.approx(
+        sum(table_of(t)["totals"]["flops_fwd"] for t in ("mlp", "sa")), rel=1e-12
+    )
     seconds = of.ledger.total("time_s") * depth
     assert seconds == pytest.approx(of.to_json()["step_s"], rel=1e-12)
 
 
 def test_without_sequence_parallelism_nothing_is_gathered() -> None:
-    of = priced("tp=4,sp=0")
-    kinds = {row[f"comm_{way}_type"] for t in of.tables.values() for row in t for way in ("fwd", "bwd")}
+    rows = [row for name in ("mlp", "sa") for row in table_of(name, "tp=4,sp=0")["rows"]]
+    kinds = {row[f"comm_{way}_type"] for row in rows for way in ("fwd", "bwd")}
     assert kinds == {None, "reducescatter"}
 
 

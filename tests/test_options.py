@@ -91,7 +91,6 @@ OTHERS = {  # option: words that state something else than the base; where there
             ("--prefill-plan", "tp=1", "--prefill-workers", "2"),
             ("--prefill-workers", "2"),
         ],
-        "--experts-on": [("--experts-on", "h200-sxm:4")],
         "--length-sigma": [("--length-sigma", "0.5"), ("--length-sigma", "-1")],
         "--shared-prefix": [("--shared-prefix", "1024"), ("--shared-prefix", "4096")],
         "--speculate": [("--speculate", "drafts=3,accept=0.8,"), ("--speculate", "x")],

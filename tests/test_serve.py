@@ -243,44 +243,6 @@ def test_context_parallel_prompts_share_work_and_cache() -> None:
     assert loads[0].served.num_tokens == 48
 
 
-@pytest.mark.parametrize(
-    ("gpus", "sequences", "binds"), [(16, 64.0, "both"), (8, 64.0, "experts"), (32, 8.0, "attention")]
-)
-def test_experts_apart_take_turns_with_attention(gpus: int, sequences: float, binds: str) -> None:
-    """Two halves of a batch: as long as the slower pool for both, or as the way of one through both pools."""
-    together = server("deepseek-v3", "h200-sxm:8", tp=1, dtype="fp8")
-    split = est.apart(together, find_cluster(f"h200-sxm:{gpus}"))
-    experts = split.experts
-    assert experts is not None
-    half = est.decode_pass(together, sequences / 2, 4000.0)
-    attention_s = half.total_s - half.time_s["experts"]
-    experts_s = est.decode_pass(experts, sequences / 2 * 8 / gpus, 4000.0).time_s["experts"]
-    sent_s = est.decode_pass(experts, sequences / 2, 4000.0).time_s["comm_ep"]
-    ways = {
-        "attention": 2 * attention_s,
-        "experts": 2 * experts_s,
-        "both": attention_s + experts_s + sent_s,
-    }
-    assert max(ways, key=lambda way: float(ways[way])) == binds
-    assert est.decode_pass(split, sequences, 4000.0).total_s == pytest.approx(ways[binds])
-    held = est.expert_bytes(together)  # each rank has all experts
-    assert est.weight_bytes(split) == pytest.approx(est.weight_bytes(together) - held)
-    assert gpus * est.expert_bytes(experts) == pytest.approx(held)
-    assert split.num_chips == 8 + gpus
-
-
-def test_experts_apart_under_load(meshwise: Callable[..., Any]) -> None:
-    words = ("serve", "mixtral-8x7b", "--cluster", "h100-80g-sxm:2", "--plan", "tp=1", "--concurrency", "16")
-    document = meshwise(*words, "--experts-on", "h200-sxm:4", "--num-requests", "64", "--json").document
-    assert document["num_gpus"] == 6
-    assert document["experts_on"]["num_chips"] == 4
-    assert document["passes"][0]["token_s"] <= document["tpot_s"]["p50"]
-    assert not meshwise(*words, "--num-requests", "64", "--json").document[
-        "max_sequences"
-    ]  # they fill two GPUs
-    assert "experts on 4 x h200-sxm: " in meshwise(*words, "--experts-on", "h200-sxm:4").out
-
-
 def test_a_window_bounds_cache_and_attention() -> None:
     model = find_model("gpt-oss-20b")
     cut = Cut(microbatch=2.0, seq=1.0, past=1000.0, kind="decode")
@@ -318,10 +280,6 @@ WRONG: dict[str, list[tuple[list[str], str]]] = {
         (["--plan", "tp=4,pp=2", "--speculate", "accept=0.8"], "guessing tokens in a pipeline (pp=2)"),
         (["--plan", "tp=4,pp=2", "--sequences", "3"], "cannot be spread over dp=1 x pp=2"),
         (["--plan", "tp=4,cp=2"], "cp=2 cuts prompts alone; give it in prefill_plan"),
-        (["--plan", "tp=1,ep=8", "--experts-on", "h100-80g-sxm:8"], "priced with tp and dp alone"),
-        (["--plan", "tp=1", "--experts-on", "h100-80g-sxm:8", "--expert-skew", "1"], "loads of experts out"),
-        (["--plan", "tp=1", "--experts-on", "h100-80g-sxm:3"], "ep=3 does not divide the 8 experts"),
-        (["--plan", "tp=1", "--experts-on", "h100-80g-sxm:1"], "use at least 2"),
         (["--plan", "pp=2", "--rate", "1", "--ttft-ms", "500"], "are of one layout; state tp in the plan"),
         (["--plan", "tp=2,ep=4,etp=2"], "not cut too"),
         (["--prompt", "999999"], "are more than the 32768"),

@@ -249,7 +249,6 @@ def serve(
     prefill_plan: str | Path | Plan = "",
     prefill_cluster: str | Path | Cluster = "",
     prefill_workers: int = 1,
-    experts_on: str | Path | Cluster = "",
     speculate: str = "",
     draft_model: str | Path | Model | None = None,
     expert_skew: float = 0.0,
@@ -290,7 +289,6 @@ def serve(
         prefill_plan: Plan of instances that only take prompts; those of the plan then only decode.
         prefill_cluster: Their cluster, of other chips or another number [the cluster].
         prefill_workers: How many of them.
-        experts_on: More GPUs, which hold the experts alone: h200-sxm:16 [the cluster's].
         speculate: Guesses that a pass checks, and their odds: drafts=3,accept=0.8.
         draft_model: The model that guesses [multi-token prediction: a block like the last, and the head].
         expert_skew: Power law of the experts' loads: that of rank r is r^-SKEW [even].
@@ -314,7 +312,7 @@ def serve(
     from meshwise.serve.experts import unevenly_routed
     from meshwise.serve.load import Fleet, traffic
     from meshwise.serve.requests import read_requests
-    from meshwise.serve.serving import apart, serving, speculating
+    from meshwise.serve.serving import serving, speculating
     from meshwise.serve.size import size, wanted
 
     trace = None if requests is None else read_requests(Path(requests))
@@ -347,7 +345,7 @@ def serve(
     usd = parse_prices(str(price)) if price != "" else None
     fixed, limits = _choices(plan), (ttft_s, token_s)
     arrives = load is not None and bool(load.arrival_s)
-    pools = workers != 1 or prefill_plan or prefill_cluster or prefill_workers != 1 or experts_on
+    pools = workers != 1 or prefill_plan or prefill_cluster or prefill_workers != 1
     if pareto or ("tp" not in fixed and arrives and limits != (None, None) and not pools):
         if pools:
             raise WorkloadError("pareto chooses workers and pools itself; leave those out")
@@ -365,7 +363,6 @@ def serve(
     if isinstance(cluster, str) and "," in cluster:
         raise WorkloadError("several clusters are compared at a rate with a latency limit, or with pareto")
     whole = instance(_cluster(cluster), plan)
-    whole = apart(whole, _cluster(experts_on)) if experts_on else whole
     first = None
     if prefill_plan or prefill_cluster:
         first = instance(_cluster(prefill_cluster or cluster), prefill_plan or plan)

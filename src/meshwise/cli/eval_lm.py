@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any
 
 from meshwise.core.errors import WorkloadError
-
-if TYPE_CHECKING:
-    from meshwise.program.expert_pass import Pass
-    from meshwise.published.moe_inference import PassesCost, WhatIf
-
 
 DTYPES = ("fp16", "bf16", "fp32", "fp64")
 SHOWN = ("counts", "what-ifs", "programs", "all")
@@ -55,8 +53,6 @@ def eval_lm(
         beam: Beams of a text (1: greedy).
         show: What to print: counts, what-ifs, programs, or all.
     """
-    from dataclasses import asdict, replace
-
     from meshwise.cli.output import print_json
     from meshwise.machine.hardware import find_cluster
     from meshwise.model.gpt_config import find_gpt_config
@@ -64,7 +60,7 @@ def eval_lm(
     from meshwise.program.expert_pass import new_pass
     from meshwise.program.generation import Generation, generation_events
     from meshwise.program.lifetime import peak_bytes
-    from meshwise.published.moe_inference import has_rate, report, side_by_side, what_ifs
+    from meshwise.published.moe_inference import has_rate, report, side_by_side, variants, what_if
 
     for name, value, choices in (("dtype", dtype, DTYPES), ("show", show, SHOWN)):
         if value not in choices:
@@ -77,10 +73,10 @@ def eval_lm(
     placement = place(ranks * tp, found.moe_expert_count, tp=tp, ep=ranks)
     check_tp(found, tp)
     of = new_pass(found, ep=ranks, tp=tp, dtype=dtype)
-    document = report(of, passes)
+    counts = report(of, passes)
     shares = [_share(text) for text in fractions.split(",")]
     clusters = {chip: find_cluster(f"{chip}:{ranks * tp}") for chip in chips.split(",")}
-    rows = what_ifs(_variants(of, shares), clusters)
+    what_ifs = [what_if(name, one, clusters) for name, one in variants(of, shares).items()]
     generation = Generation(
         config=replace(found, use_tutel_moe=True),
         placement=placement,
@@ -91,22 +87,21 @@ def eval_lm(
         search="beam" if beam > 1 else "greedy",
         dtype=dtype,
     )
-    programs = side_by_side(of, generation, {chip: c for chip, c in clusters.items() if has_rate(c, of)})
-    memory = {
+    rated = {chip: cluster for chip, cluster in clusters.items() if has_rate(cluster, of)}
+    programs = side_by_side(of, generation, rated)
+    programs["generate"] |= {
         "cache_bytes": generation.cache_bytes,
         "peak_bytes": float(peak_bytes(generation_events(generation))),
     }
     if json:
-        beside = {name: asdict(work) for name, work in programs.items()}
-        beside["generate"] |= memory
-        print_json(document | {"what_ifs": [asdict(row) for row in rows], "programs": beside})
+        print_json(counts | {"what_ifs": what_ifs, "programs": programs})
         return
     if show in ("counts", "all"):
-        _show_counts(document)
+        _show_counts(counts)
     if show in ("what-ifs", "all"):
-        _show_what_ifs(rows)
+        _show_what_ifs(what_ifs)
     if show in ("programs", "all"):
-        _show_programs(programs, memory)
+        _show_programs(programs)
 
 
 def _share(text: str) -> float:
@@ -119,111 +114,74 @@ def _share(text: str) -> float:
     return share
 
 
-def _variants(of: Pass, shares: list[float]) -> dict[str, Pass]:
-    """The config as it is and with one thing changed at a time."""
-    from dataclasses import replace
-
-    from meshwise.program.expert_pass import new_pass
-
-    config = of.config
-    same: dict[str, Any] = {"tp": of.tp, "dtype": of.dtype}
-    variants = {"as configured": of}
-    for share in shares:
-        name = f"fraction {share:g}" if share else "capacity as in training"
-        variants[name] = new_pass(config, ep=of.ep, token_fraction=share, **same)
-    sparse = replace(config, use_tutel_moe=True)
-    variants["sparse dispatch"] = replace(of, config=sparse)
-    variants["grouped GEMM"] = replace(of, grouped=True)
-    variants["sparse, grouped, as in training"] = new_pass(
-        sparse, ep=of.ep, token_fraction=0.0, grouped=True, **same
-    )
-    ranks = int(of.ep)
-    for other in (2 * ranks, 4 * ranks, 16 * ranks):
-        if config.moe_expert_count % other == 0:
-            variants[f"{other} ranks"] = replace(of, ep=other)
-    return variants
-
-
 def _show_counts(document: dict[str, Any]) -> None:
     from rich.table import Table
 
     from meshwise.cli.output import console
 
-    out = console()
     for name, group in document.items():
         table = Table(title=name.replace("_", " "), title_justify="left", show_header=False, box=None)
         for key, value in group.items():
-            shown = f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
-            table.add_row(key, shown)
-        out.print(table, "")
+            table.add_row(key, f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}")
+        console().print(table, "")
 
 
-def _show_what_ifs(rows: list[WhatIf]) -> None:
+def _show_what_ifs(rows: list[dict[str, Any]]) -> None:
     from meshwise.cli.output import console
     from meshwise.core.units import duration, with_prefix
-    from meshwise.report.table import Table
+    from meshwise.report.table import Fields, records_table
 
-    def time_on(row: WhatIf, chip: str) -> str:
-        if not row.fits[chip]:
+    def time_on(row: dict[str, Any], chip: str) -> str:
+        if not row["fits"][chip]:
             return "out of memory"
-        return duration(row.total_s[chip]) if chip in row.total_s else "no rate"
+        return duration(row["total_s"][chip]) if chip in row["total_s"] else "no rate"
 
-    work = [
-        (
-            row.name,
-            f"{row.capacity:,.0f}",
-            f"{row.exchange_bytes / 2**20:,.4g} MiB",
-            with_prefix(row.flop, "FLOP"),
-            f"{row.useful_frac:.0%}",
-            with_prefix(row.peak_bytes, "B"),
-            f"{row.launches:,.0f}",
-        )
-        for row in rows
-    ]
-    heads = ("", "slots", "exchange", "FLOP", "useful", "peak", "launches")
-    console().print(Table("what if (one pass, one rank)", heads, work))
-    chips = tuple(rows[0].fits) if rows else ()
-    times = [(row.name, *(time_on(row, chip) for chip in chips)) for row in rows]
-    console().print(Table("what if: the time on other chips", ("", *chips), times))
+    figures: Fields = {
+        "": lambda row: row["name"],
+        "slots": lambda row: f"{row['capacity']:,.0f}",
+        "exchange": lambda row: f"{row['exchange_bytes'] / 2**20:,.4g} MiB",
+        "FLOP": lambda row: with_prefix(row["flop"], "FLOP"),
+        "useful": lambda row: f"{row['useful_frac']:.0%}",
+        "peak": lambda row: with_prefix(row["peak_bytes"], "B"),
+        "launches": lambda row: f"{row['launches']:,.0f}",
+    }
+    console().print(records_table("what if (one pass, one rank)", rows, figures))
+    times = {chip: partial(time_on, chip=chip) for chip in rows[0]["fits"]}
+    console().print(records_table("what if: the time on other chips", rows, {"": figures[""]} | times))
 
 
-def _show_programs(programs: dict[str, PassesCost], memory: dict[str, float]) -> None:
+def _show_programs(programs: dict[str, dict[str, Any]]) -> None:
+    """A row for each figure; amounts of a token too."""
     from meshwise.cli.output import console
     from meshwise.core.units import duration, with_prefix
     from meshwise.report.table import Table
 
-    heads = {
-        "eval_lm": "eval-lm, a pass",
-        "generate_prefill": "generate, prompt",
-        "generate_decode": "its tokens",
-        "generate": "all of it",
-    }
     works = list(programs.values())
+    bytes_text, flop_text = partial(with_prefix, unit="B"), partial(with_prefix, unit="FLOP")
+
+    def counts(name: str, values: Iterable[float]) -> tuple[str, ...]:
+        return (name, *(f"{value:,.0f}" for value in values))
+
     rows = [
-        ("passes", *(f"{work.passes:,}" for work in works)),
-        ("tokens scored or generated", *(f"{work.tokens:,}" for work in works)),
-        *(
-            (f"aten::{call}", *(f"{work.calls.get(call, 0):,.0f}" for work in works))
-            for call in sorted({call for work in works for call in work.calls})
-        ),
-        ("all-to-alls", *(f"{work.exchanges:,.0f}" for work in works)),
-        ("their bytes", *(with_prefix(work.exchange_bytes, "B") for work in works)),
-        ("their bytes a token", *(_a_token(work, work.exchange_bytes, "B") for work in works)),
-        ("FLOP", *(with_prefix(work.flop, "FLOP") for work in works)),
-        ("FLOP a token", *(_a_token(work, work.flop, "FLOP") for work in works)),
-        ("launches", *(f"{work.launches:,.0f}" for work in works)),
-        ("keys and values", "", "", "", with_prefix(memory["cache_bytes"], "B")),
-        ("peak", "", "", "", with_prefix(memory["peak_bytes"], "B")),
+        counts("passes", (work["passes"] for work in works)),
+        counts("tokens scored or generated", (work["tokens"] for work in works)),
     ]
-    for chip in works[0].seconds:
-        rows.append((chip, *(duration(work.seconds[chip]) for work in works)))
-        each = (duration(work.seconds[chip] / work.tokens) if work.tokens else "" for work in works)
-        rows.append((f"{chip}, a token", *each))
-    title = "the programs eval-lm and generate (one rank)"
-    console().print(Table(title, ("", *(heads[name] for name in programs)), rows))
-
-
-def _a_token(work: PassesCost, amount: float, unit: str) -> str:
-    from meshwise.core.units import with_prefix
-
-    return with_prefix(amount / work.tokens, unit) if work.tokens else ""
+    for call in sorted({call for work in works for call in work["calls"]}):
+        rows.append(counts(f"aten::{call}", (work["calls"].get(call, 0) for work in works)))
+    rows.append(counts("all-to-alls", (work["exchanges"] for work in works)))
+    rows.append(counts("launches", (work["launches"] for work in works)))
+    chips = {chip: (duration, [work["seconds"][chip] for work in works]) for chip in works[0]["seconds"]}
+    amounts: dict[str, tuple[Callable[[float], str], list[float]]] = {
+        "bytes of all-to-alls": (bytes_text, [work["exchange_bytes"] for work in works]),
+        "FLOP": (flop_text, [work["flop"] for work in works]),
+        **chips,
+    }
+    for name, (text, values) in amounts.items():
+        each = (
+            text(x / work["tokens"]) if work["tokens"] else "" for x, work in zip(values, works, strict=True)
+        )
+        rows += [(name, *map(text, values)), (f"{name}, a token", *each)]
+    for name, key in (("keys and values", "cache_bytes"), ("peak", "peak_bytes")):
+        rows.append((name, *(bytes_text(work.get(key)) for work in works)))
+    heads = ("", "eval-lm, a pass", "generate, prompt", "its tokens", "all of it")
+    console().print(Table("the programs eval-lm and generate (one rank)", heads, rows))

@@ -6,12 +6,14 @@ What is outside this folder asks `find_convention` and knows no published model 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 from meshwise.core.errors import WorkloadError
+from meshwise.core.files import csv_text
+from meshwise.core.ledger import Ledger
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
@@ -33,17 +35,61 @@ class Excerpt:
     sentences: Sequence[str]
 
 
-class PublishedStep(Protocol):
-    """The answer of a published model for one plan."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedStep:
+    """The answer of a published model for one plan.
+
+    `rows` have the `columns` and units of the convention; `tables` are its results as a document has them.
+    `flop` [FLOP] is what one of `ranks` does in `step_s` [s]; `comm_s` are parts of that besides compute.
+    """
+
+    convention: str
+    model: Model
+    cluster: Cluster
+    workload: Workload
+    plan: Mapping[str, Any]
+    ranks: float
+    columns: Sequence[str]
+    rows: Sequence[Mapping[str, Any]]
+    tables: Mapping[str, Any]
+    excerpts: Sequence[Excerpt]
+    step_s: float
+    flop: float
+    memory_bytes: Mapping[str, float]
+    comm_s: Mapping[str, float]
+    ledger: Ledger
+    notes: Sequence[str]
 
     def to_csv(self) -> str:
-        """All tables, with the columns and units of the convention."""
+        """All rows in the order of the columns; absent cells are empty, several values joined by `+`."""
+        cells = ([row.get(column) for column in self.columns] for row in self.rows)
+        joined = (["+".join(map(str, x)) if isinstance(x, list) else x for x in row] for row in cells)
+        return csv_text([self.columns, *joined])
 
     def to_json(self) -> dict[str, Any]:
         """The document that `meshwise estimate --json` prints under the convention."""
-
-    def excerpts(self) -> Iterator[Excerpt]:
-        """What `meshwise estimate` prints on a terminal."""
+        chip, tokens_per_s = self.cluster.chip, self.workload.num_tokens / self.step_s
+        mfu = self.flop / (chip.matrix_peak("fp16") * self.step_s)
+        total_bytes = sum(self.memory_bytes.values())
+        return {
+            "model": {"name": self.model.name},
+            "cluster": {"name": self.cluster.name, "chip": chip.name},
+            "plan": self.plan,
+            "workload": {"batch": self.workload.batch, "seq": self.workload.seq},
+            "convention": self.convention,
+            **self.tables,
+            "step_s": self.step_s,
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_per_gpu": tokens_per_s / self.ranks,
+            "flop_per_step": self.flop * self.ranks,
+            "mfu": mfu,
+            "hfu": mfu,
+            "memory_bytes": {**self.memory_bytes, "buffers": 0.0, "total": total_bytes},
+            "fits": total_bytes <= chip.memory_bytes,
+            "time_s": {"compute": self.step_s - sum(self.comm_s.values()), **self.comm_s},
+            "ledger": self.ledger.to_json(),
+            "notes": self.notes,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,18 +11,22 @@ printed profile is held against these functions in `tests/test_moe.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
 from meshwise.core.units import DTYPE_BYTES, Num
 from meshwise.estimate.timing import machine, op_times
 from meshwise.machine.hardware import Cluster
-from meshwise.model.gpt_config import to_model
+from meshwise.model.gpt_config import GptConfig, to_model
 from meshwise.model.weights import num_active_params, num_params
-from meshwise.program.expert_pass import Pass, evaluation, rank_params
+from meshwise.program.expert_pass import Pass, evaluation, new_pass, rank_params
 from meshwise.program.generation import Generation, merged, pass_ops
 from meshwise.program.lifetime import ops_of, peak_bytes
 from meshwise.program.op import Op
+
+StatedOps = list[tuple[str, Op]]
+"""Ops with the part of the model that each belongs to."""
 
 # --- calls -------------------------------------------------------------------------------------
 
@@ -144,42 +148,25 @@ def profiled_bytes(of: Pass, passes: int = 1) -> dict[str, Num]:
 # --- time --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PassTime:
-    """Seconds of one pass on one rank: kernels, links, and how many kernels and collectives are launched."""
-
-    compute_s: Num
-    exchange_s: Num
-    launches: Num
-
-    @property
-    def total_s(self) -> Num:
-        """Both, one after the other: fairseq waits for each exchange."""
-        return self.compute_s + self.exchange_s
-
-
-def pass_time(of: Pass, cluster: Cluster, *, ideal: bool = False) -> PassTime:
-    """Time of one pass on `cluster` by the model of kernels and links of `estimate.timing`.
+def pass_s(of: Pass, cluster: Cluster) -> Num:
+    """Seconds of one pass on a rank of `cluster`, by the model of kernels and links of `estimate.timing`.
 
     The GPU's side only: a host that launches kernels more slowly than they run, as a loop over experts
-    makes it, adds to that; `launches` counts the stated ops. `ideal`: every kernel at the roofline.
+    makes it, adds to that.
     """
-    return time_of(ops_of(evaluation(of)), cluster, of.dtype, ideal=ideal)
+    return _seconds(ops_of(evaluation(of)), cluster, of.dtype)
 
 
-def time_of(stated: list[tuple[str, Op]], cluster: Cluster, dtype: str, *, ideal: bool = False) -> PassTime:
-    """Time of the `stated` ops, one after the other."""
-    ops = [op for _, op in stated]
-    times = op_times(ops, machine(cluster, dtype, ideal=ideal))
-    spent_s: dict[str, Num] = {"compute": 0.0, "exchange": 0.0}
-    for op, time_s in zip(ops, times, strict=True):
-        what = "exchange" if op.kind == "collective" else "compute"
-        spent_s[what] = spent_s[what] + op.count * time_s
-    return PassTime(
-        compute_s=spent_s["compute"],
-        exchange_s=spent_s["exchange"],
-        launches=sum((op.count for op in ops), start=0.0),
-    )
+def _seconds(stated: StatedOps, cluster: Cluster, dtype: str) -> Num:
+    """Seconds of the `stated` ops, one after the other: fairseq waits for each exchange."""
+    times = op_times([op for _, op in stated], machine(cluster, dtype))
+    return sum((op.count * time_s for (_, op), time_s in zip(stated, times, strict=True)), start=0.0)
+
+
+def has_rate(cluster: Cluster, of: Pass) -> bool:
+    """Whether the chip computes in the type of the pass."""
+    chip = cluster.chip
+    return of.dtype in chip.matrix_flop_per_s or of.dtype in chip.vector_flop_per_s
 
 
 # --- all of it ---------------------------------------------------------------------------------
@@ -188,7 +175,6 @@ def time_of(stated: list[tuple[str, Op]], cluster: Cluster, dtype: str, *, ideal
 def report(of: Pass, passes: int) -> dict[str, dict[str, float]]:
     """The whole arithmetic of `passes` passes on one rank, in groups of named numbers."""
     model = to_model(of.config)
-    flop = flop_by_role(of)
     groups: dict[str, dict[str, Num]] = {
         "shapes": {
             "tokens": of.tokens,
@@ -216,7 +202,7 @@ def report(of: Pass, passes: int) -> dict[str, dict[str, float]]:
             "peak": peak_bytes(evaluation(of)),
         },
         "profiled_bytes": profiled_bytes(of, passes),
-        "flop_per_pass": {**flop, "total": total_flop(of), "useful": useful_flop(of)},
+        "flop_per_pass": {**flop_by_role(of), "total": total_flop(of), "useful": useful_flop(of)},
     }
     return {name: {key: float(x) for key, x in group.items()} for name, group in groups.items()}
 
@@ -224,95 +210,53 @@ def report(of: Pass, passes: int) -> dict[str, dict[str, float]]:
 # --- what-ifs ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WhatIf:
-    """One variant of the evaluation in figures, for one rank and pass."""
+def variants(of: Pass, fractions: Iterable[float]) -> dict[str, Pass]:
+    """The pass as it is, and with one thing changed at a time."""
+    config, ranks = of.config, int(of.ep)
+    sparse = replace(config, use_tutel_moe=True)
 
-    name: str
-    capacity: float
-    expert_rows: float
-    exchange_bytes: float
-    flop: float
-    useful_frac: float
-    weight_bytes: float
-    peak_bytes: float
-    launches: float
-    total_s: dict[str, float]
-    fits: dict[str, bool]
+    def with_fraction(config: GptConfig, share: float, *, grouped: bool = False) -> Pass:
+        return new_pass(config, ep=of.ep, tp=of.tp, dtype=of.dtype, token_fraction=share, grouped=grouped)
+
+    shares = {f"fraction {share:g}" if share else "capacity as in training": share for share in fractions}
+    more = [other for other in (2 * ranks, 4 * ranks, 16 * ranks) if config.moe_expert_count % other == 0]
+    return {
+        "as configured": of,
+        **{name: with_fraction(config, share) for name, share in shares.items()},
+        "sparse dispatch": replace(of, config=sparse),
+        "grouped GEMM": replace(of, grouped=True),
+        "sparse, grouped, as in training": with_fraction(sparse, 0.0, grouped=True),
+        **{f"{other} ranks": replace(of, ep=other) for other in more},
+    }
 
 
-def what_ifs(variants: dict[str, Pass], clusters: dict[str, Cluster]) -> list[WhatIf]:
-    """Each variant's figures, its time on each cluster, and whether its tensors fit a chip of it.
+def what_if(name: str, of: Pass, clusters: Mapping[str, Cluster]) -> dict[str, Any]:
+    """One variant's figures, its time on each cluster, and whether its tensors fit a chip of it.
 
     The CUDA context and fragmentation come on top of the tensors; they are not counted.
     """
-    rows = []
-    for name, of in variants.items():
-        times = {chip: pass_time(of, cluster) for chip, cluster in clusters.items() if has_rate(cluster, of)}
-        peak = float(peak_bytes(evaluation(of)))
-        rows.append(
-            WhatIf(
-                name=name,
-                capacity=float(of.capacity),
-                expert_rows=float(of.ep * of.capacity),
-                exchange_bytes=float(exchange_bytes(of)),
-                flop=float(total_flop(of)),
-                useful_frac=float(useful_flop(of) / total_flop(of)),
-                weight_bytes=float(rank_params(of) * of.elem_bytes),
-                peak_bytes=peak,
-                launches=float(sum(op.count for _, op in ops_of(evaluation(of)))),
-                total_s={chip: float(time.total_s) for chip, time in times.items()},
-                fits={chip: peak <= cluster.chip.memory_bytes for chip, cluster in clusters.items()},
-            )
-        )
-    return rows
-
-
-def has_rate(cluster: Cluster, of: Pass) -> bool:
-    """Whether the chip computes in the type of the pass."""
-    chip = cluster.chip
-    return of.dtype in chip.matrix_flop_per_s or of.dtype in chip.vector_flop_per_s
+    peak = float(peak_bytes(evaluation(of)))
+    return {
+        "name": name,
+        "capacity": float(of.capacity),
+        "expert_rows": float(of.ep * of.capacity),
+        "exchange_bytes": float(exchange_bytes(of)),
+        "flop": float(total_flop(of)),
+        "useful_frac": float(useful_flop(of) / total_flop(of)),
+        "weight_bytes": float(rank_params(of) * of.elem_bytes),
+        "peak_bytes": peak,
+        "launches": float(sum(op.count for _, op in ops_of(evaluation(of)))),
+        "total_s": {chip: float(pass_s(of, on)) for chip, on in clusters.items() if has_rate(on, of)},
+        "fits": {chip: peak <= on.chip.memory_bytes for chip, on in clusters.items()},
+    }
 
 
 # --- evaluating beside generating ---------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PassesCost:
-    """What some passes cost one rank: calls by op, FLOP, all-to-alls, and seconds on each cluster."""
-
-    passes: int
-    tokens: int
-    calls: dict[str, float]
-    flop: float
-    exchanges: float
-    exchange_bytes: float
-    launches: float
-    seconds: dict[str, float]
-
-
-def work(
-    ops: list[tuple[str, Op]], passes: int, tokens: int, clusters: dict[str, Cluster], dtype: str
-) -> PassesCost:
-    """The work of `ops`, which say what `passes` passes do with `tokens` tokens."""
-    calls: dict[str, float] = {}
-    for _, op in ops:
-        if op.kind == "matmul" or op.name == "gelu":
-            calls[op.name] = calls.get(op.name, 0.0) + float(op.count)
-    exchanges = [op for _, op in ops if op.collective == "all_to_all"]
-    return PassesCost(
-        passes=passes,
-        tokens=tokens,
-        calls=calls,
-        flop=float(sum(op.count * op.cost.flop for _, op in ops)),
-        exchanges=float(sum(op.count for op in exchanges)),
-        exchange_bytes=float(sum(op.count * op.payload_bytes for op in exchanges)),
-        launches=float(sum(op.count for _, op in ops)),
-        seconds={name: float(time_of(ops, cluster, dtype).total_s) for name, cluster in clusters.items()},
-    )
-
-
-def side_by_side(evaluated: Pass, of: Generation, clusters: dict[str, Cluster]) -> dict[str, PassesCost]:
+def side_by_side(
+    evaluated: Pass, of: Generation, clusters: Mapping[str, Cluster]
+) -> dict[str, dict[str, Any]]:
     """One pass of eval_lm, and of generate its first pass, those after it, and all.
 
     Their tokens are those that are scored, and those that are decided on; a text counts once, whatever beams
@@ -320,10 +264,31 @@ def side_by_side(evaluated: Pass, of: Generation, clusters: dict[str, Cluster]) 
     """
     first = merged(pass_ops(of, of.passes[0]))
     rest = merged(op for one in of.passes[1:] for op in pass_ops(of, one))
-    num, prompts, dtype = of.num_passes, of.num_prompts, of.dtype
+    num, prompts = of.num_passes, of.num_prompts
+    works = {
+        "eval_lm": (merged(ops_of(evaluation(evaluated))), 1, evaluated.tokens),
+        "generate_prefill": (first, 1, prompts),
+        "generate_decode": (rest, num - 1, prompts * (num - 1)),
+        "generate": (merged([*first, *rest]), num, prompts * num),
+    }
     return {
-        "eval_lm": work(merged(ops_of(evaluation(evaluated))), 1, evaluated.tokens, clusters, dtype),
-        "generate_prefill": work(first, 1, prompts, clusters, dtype),
-        "generate_decode": work(rest, num - 1, prompts * (num - 1), clusters, dtype),
-        "generate": work(merged([*first, *rest]), num, prompts * num, clusters, dtype),
+        name: {"passes": passes, "tokens": tokens, **_work(ops, clusters, of.dtype)}
+        for name, (ops, passes, tokens) in works.items()
+    }
+
+
+def _work(ops: StatedOps, clusters: Mapping[str, Cluster], dtype: str) -> dict[str, Any]:
+    """What `ops` cost one rank: calls by op, FLOP, all-to-alls, and seconds on each cluster."""
+    calls: dict[str, float] = {}
+    for _, op in ops:
+        if op.kind == "matmul" or op.name == "gelu":
+            calls[op.name] = calls.get(op.name, 0.0) + float(op.count)
+    exchanges = [op for _, op in ops if op.collective == "all_to_all"]
+    return {
+        "calls": calls,
+        "flop": float(sum(op.count * op.cost.flop for _, op in ops)),
+        "exchanges": float(sum(op.count for op in exchanges)),
+        "exchange_bytes": float(sum(op.count * op.payload_bytes for op in exchanges)),
+        "launches": float(sum(op.count for _, op in ops)),
+        "seconds": {name: float(_seconds(ops, cluster, dtype)) for name, cluster in clusters.items()},
     }

@@ -12,7 +12,7 @@ from meshwise.report.table import Table
 
 def print_published(step: PublishedStep, console: Console) -> None:
     """Print the tables of a published model, the first column of each a name."""
-    for excerpt in step.excerpts():
+    for excerpt in step.excerpts:
         rows = [[_cell(row[column]) for column in excerpt.columns] for row in excerpt.rows]
         console.print(Table(excerpt.title, excerpt.columns, rows))
         for sentence in excerpt.sentences:

@@ -29,9 +29,6 @@ def print_serving(answer: ServingAnswer, console: Console) -> None:
         f"{name}={value:.4g}" if name == "imbalance" else f"{name}={value}" for name, value in shown.items()
     )
     console.print(f"{document['model']} on {cluster['num_chips']} x {cluster['chip']}: {keys}")
-    if experts := document["experts_on"]:
-        weights = with_prefix(experts["weight_bytes"], "B")
-        console.print(f"experts on {experts['num_chips']} x {experts['chip']}: {weights} a GPU")
     console.print(
         f"weights {with_prefix(document['weight_bytes'], 'B')} a GPU, cache "
         f"{with_prefix(document['cache_bytes_per_sequence'], 'B')} a GPU for a sequence of "

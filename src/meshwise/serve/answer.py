@@ -82,12 +82,6 @@ class ServingAnswer(Shown):
                 "chip": of.cluster.chip.name,
                 "num_chips": of.cluster.num_chips,
             },
-            "experts_on": of.experts
-            and {
-                "chip": of.experts.cluster.chip.name,
-                "num_chips": of.experts.cluster.num_chips,
-                "weight_bytes": est.expert_bytes(of.experts),
-            },
             "plan": of.plan,
             "prompt": of.prompt,
             "output": of.output,

@@ -67,8 +67,6 @@ def graphed_pass(serving: Serving, engine: Engine, sequences: Num, past: Num) ->
 def engine_pass(serving: Serving, engine: Engine, sequences: Num, past: Num) -> PricedPass:
     """A whole pass: attention reads the caches of the sequences themselves, whatever the graph pads."""
     graphed = graphed_pass(serving, engine, sequences, past)
-    if serving.experts is not None:
-        return graphed
     time_s = dict(graphed.time_s)
     time_s["attention"] = decode_pass(attending(serving, engine), sequences, past).time_s["attention"]
     time_s["engine"] = time_s["engine"] + np.multiply(sequences, host_s(serving, engine))

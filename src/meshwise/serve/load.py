@@ -214,8 +214,7 @@ def cost(load: LoadResult, usd_per_gpu_hour: Mapping[str, float]) -> dict[str, f
         chip = of.cluster.chip.name
         if not {"", chip} & set(usd_per_gpu_hour):
             raise WorkloadError(f"price names no {chip}; add {chip}=DOLLARS, or give one price for all")
-        own = usd_per_gpu_hour.get(chip, usd_per_gpu_hour.get("", 0.0)) * of.cluster.num_chips * workers
-        return own + (usd_per_hour(of.experts, workers) if of.experts else 0.0)
+        return usd_per_gpu_hour.get(chip, usd_per_gpu_hour.get("", 0.0)) * of.num_chips * workers
 
     fleet, served = load.fleet, load.served
     last, first = usd_per_hour(fleet.serving, fleet.workers), 0.0

@@ -112,12 +112,7 @@ def tabulate(serving: Serving, engine: Engine, longest: int, most_sequences: int
     contexts = np.maximum(np.arange(CONTEXTS + 1) * context_step, 1.0)
     rest = np.broadcast_to(_rest(graphed_pass(serving, engine, counts, 1.0)), counts.shape)
     decode = decode_pass(attending(serving, engine), np.maximum(counts, 1.0), contexts[:, None])
-    grown = decode.time_s["attention"]
-    if (
-        serving.experts is not None
-    ):  # they wait for attention, which grows with the caches: no part stays alone
-        grown, rest = decode.total_s, np.zeros(counts.shape)
-    attention = np.broadcast_to(grown, (contexts.size, counts.size)) * (counts > 0)
+    attention = np.broadcast_to(decode.time_s["attention"], (contexts.size, counts.size)) * (counts > 0)
 
     most_tokens = max(engine.max_tokens + most_sequences, longest)
     token_step = float(TILE * math.ceil(most_tokens / TILE / MOST_POINTS))

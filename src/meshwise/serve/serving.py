@@ -60,9 +60,8 @@ class Serving:
 
     `memory_frac`: share of the memory that the engine may take. `engine_s`: its own time between passes.
     `expert_shares`: the chance of each expert that a token chooses it (None: all the same; `serve.experts`).
-    `speculation`: how tokens are guessed. `experts`: the GPUs that hold the experts, where these have a pool
-    of their own (`apart`); `cluster` and `mesh` are then of attention and all else. `expert_tile`: rows
-    that grouped matmuls take at a time (`engine_pass.run_by`).
+    `speculation`: how tokens are guessed. `expert_tile`: rows that grouped matmuls take at a time
+    (`engine_pass.run_by`).
     """
 
     model: Model
@@ -75,13 +74,12 @@ class Serving:
     engine_s: float = 0.0
     expert_shares: Shares | None = None
     speculation: Speculation | None = None
-    experts: Serving | None = None
     expert_tile: float = 1.0
 
     @property
     def num_chips(self) -> int:
         """GPUs of the instance."""
-        return self.cluster.num_chips + (self.experts.cluster.num_chips if self.experts else 0)
+        return self.cluster.num_chips
 
     @property
     def dp(self) -> int:
@@ -231,8 +229,6 @@ def price_pass(serving: Serving, cut: Cut) -> PricedPass:
     With `overlap_ep` a pass is two of half the batch: while one computes, the other's tokens travel. Of the
     exchange only what is longer than the rest shows (DeepSeek-V3, arXiv 2412.19437, section 3.4).
     """
-    if serving.experts is not None:
-        return _price_apart(serving, serving.experts, cut)
     if not serving.mesh.plan.overlap_ep:
         return _price_pass(serving, cut)
     whole = _price_pass(serving, cut)
@@ -241,62 +237,6 @@ def price_pass(serving: Serving, cut: Cut) -> PricedPass:
     shown_s = np.maximum(half.time_s["comm_ep"] - rest_s, 0.0)
     doubled = {name: 2.0 * spent_s for name, spent_s in (half.time_s | {"comm_ep": shown_s}).items()}
     return PricedPass(doubled | {"engine": serving.engine_s}, whole.memory)
-
-
-def apart(serving: Serving, cluster: Cluster) -> Serving:
-    """`serving` with its experts on the GPUs of `cluster`, each of which holds some of them whole."""
-    plan, model = serving.mesh.plan, serving.model
-    if model.moe is None:
-        raise PlanError(f"experts_on: {model.name} has no experts; leave it out")
-    uneven = serving.expert_shares is not None
-    if plan.ep > 1 or plan.pp > 1 or plan.cp > 1 or plan.overlap_ep or serving.speculation or uneven:
-        raise PlanError(
-            "experts_on is priced with tp and dp alone; leave ep, pp, cp, overlap_ep, speculate and loads of "
-            "experts out"
-        )
-    if cluster.num_chips < 2:
-        raise PlanError("experts_on needs GPUs to spread experts over; use at least 2")
-    spread = _on_units_of(replace(plan, tp=1, dp=None, etp=None, ep=cluster.num_chips), cluster)
-    found = replace(
-        serving, cluster=cluster, mesh=resolve_serving(model, spread, cluster, serving.prompt),
-        machine=machine_for(cluster, spread, "decode"),
-    )  # fmt: skip
-    return replace(serving, experts=found)
-
-
-def _price_apart(serving: Serving, experts: Serving, cut: Cut) -> PricedPass:
-    """One pass where experts have a pool of their own, as two of half the batch that the pools take in turn.
-
-    With A, E, C what half a batch takes in attention (and all else), experts, and messages of all layers, a
-    pass takes max(2 A, 2 E, A + E + C); `experts` is the part in which attention waits (MegaScale-Infer,
-    arXiv 2504.02263, section 4.1, of two batches). The busier side of the exchange sets its pace.
-    """
-    half = replace(cut, microbatch=cut.microbatch / 2.0)
-    own = _price_pass(serving, half)
-
-    def on_experts(each: Num) -> PricedPass:
-        there = cut_of(replace(experts.mesh, kind=cut.kind, microbatch=each))
-        return _price_pass(experts, replace(there, seq=cut.seq, past=cut.past))
-
-    spread = half.microbatch * serving.dp / experts.dp
-    priced = on_experts(spread)
-    sent_s = on_experts(np.maximum(spread, half.microbatch / serving.mesh.tp)).time_s["comm_ep"]
-    attention_s = own.total_s - own.time_s["experts"] - serving.engine_s
-    experts_s = priced.time_s["experts"]
-    pass_s = np.maximum(2.0 * np.maximum(attention_s, experts_s), attention_s + experts_s + sent_s)
-    time_s = {name: 2.0 * spent_s for name, spent_s in own.time_s.items()}
-    time_s |= {"experts": pass_s - 2.0 * attention_s, "engine": serving.engine_s}
-    memory = _price_pass(serving, cut).memory
-    return PricedPass(time_s, replace(memory, weights=memory.weights - expert_bytes(serving)))
-
-
-def expert_bytes(serving: Serving) -> float:
-    """Bytes of the experts' weights on one rank of its mesh."""
-    cut = serving.decode(1.0, 1.0)
-    priced = list(price_parts(parts(serving.model, cut), serving.machine).values())
-    (stage,) = stages_of(serving.model, serving.mesh)
-    held = sum(count * part.expert_params for count, part in contents(stage, priced))
-    return float(held * cut.precision.expert_bytes)
 
 
 def decode_pass(serving: Serving, sequences: Num, past: Num) -> PricedPass:
@@ -398,12 +338,8 @@ def sequence_bytes(serving: Serving) -> float:
 
 def room_bytes(serving: Serving, memory: Mapping[str, Num]) -> float:
     """Bytes that weights and the largest pass leave a rank's cache, of `memory_bytes`; below 0: no fit."""
-    room = serving.memory_frac * serving.cluster.chip.memory_bytes - memory["weights"] - memory["working"]
-    if serving.experts is not None:
-        most = serving.memory_frac * serving.experts.cluster.chip.memory_bytes
-        if (spare := most - expert_bytes(serving.experts) - memory["working"]) < 0:
-            return float(spare)
-    return float(room)
+    room = serving.memory_frac * serving.cluster.chip.memory_bytes
+    return float(room - memory["weights"] - memory["working"])
 
 
 def max_sequences(serving: Serving) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from meshwise.core.ledger import Ledger
@@ -17,18 +16,9 @@ from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
-from meshwise.published.convention import Convention, Excerpt
-from meshwise.published.nersc.answer import (
-    TABLES,
-    WAYS,
-    LedgerRow,
-    comm_row,
-    document,
-    op_rows,
-    table_csv,
-    work_row,
-)
+from meshwise.published.convention import Convention, Excerpt, PublishedStep
 from meshwise.published.nersc.gpt_blocks import GPT_BLOCKS
+from meshwise.published.nersc.ledger_rows import TABLES, WAYS, LedgerRow, comm_row, op_rows, work_row
 from meshwise.published.nersc.notebook_ops import NotebookOp, mlp, self_attention
 from meshwise.published.scope import ANY, Scope
 
@@ -58,83 +48,55 @@ _TFLOP, _GB, _MS = 1e12, 1e9, 1e-3
 _COLLECTIVES = {"allgather": "all_gather", "reducescatter": "reduce_scatter"}
 
 
-@dataclass(frozen=True, slots=True)
-class Notebook:
-    """The notebook's answer for one plan; `tables` maps `mlp` and `sa` to rows of `COLUMNS`."""
-
-    model: Model
-    cluster: Cluster
-    plan: Plan
-    workload: Workload
-    tables: dict[str, list[dict[str, Any]]]
-
-    def totals(self, table: str) -> dict[str, float]:
-        """Column sums over the rows of a table, times the number of layers."""
-        rows, depth = self.tables[table], self.model.num_layers
-        return {name: sum(row[name] for row in rows) * depth for name in TOTALLED}
-
-    def comm_frac(self, table: str) -> float:
-        """The notebook's "time spend in comms": share of the forward."""
-        rows = self.tables[table]
-        return sum(row["t_comm_fwd"] for row in rows) / sum(row["t_total_fwd"] for row in rows)
-
-    def to_csv(self) -> str:
-        """Both tables, one after the other, with a first column `table`."""
-        rows = ({"table": table, **row} for table in TABLES for row in self.tables[table])
-        return table_csv(("table", *COLUMNS), rows)
-
-    def excerpts(self) -> Iterator[Excerpt]:
-        """Both tables, each with its totals and its share of communication."""
-        columns = ("layer", "flops_fwd", "weights_mem", "t_fwd", "t_comm_fwd", "t_total_fwd", "t_total_bwd")
-        for name in TABLES:
-            totals = (f"{column:<20}{value:>12.6f}" for column, value in self.totals(name).items())
-            yield Excerpt(
-                title=f"{name} (TFLOP, GB, ms)",
-                columns=columns,
-                rows=self.tables[name],
-                sentences=(*totals, f"time spend in comms = {self.comm_frac(name)}\n"),
-            )
-
-    @property
-    def ledger(self) -> Ledger:
-        """The same ops as ledger rows, one layer, in SI units."""
-        return Ledger.from_rows(
-            row for table in TABLES for cells in self.tables[table] for row in _ledger_rows(table, cells)
-        )
-
-    def _sum(self, *names: str) -> float:
-        return sum(self.totals(table)[name] for name in names for table in TABLES)
-
-    def to_json(self) -> dict[str, Any]:
-        """The document that `meshwise estimate --json` prints under this convention."""
-        tables = {
-            name: {"rows": self.tables[name], "totals": self.totals(name), "comm_frac": self.comm_frac(name)}
-            for name in TABLES
-        }
-        return document(
-            SCOPE.convention,
-            self.model,
-            self.cluster,
-            self.workload,
-            plan={"tp": self.plan.tp, "sp": self.plan.sequence_parallel},
-            ranks=self.plan.tp,
-            tables={"tables": tables},
-            step_s=self._sum("t_total_fwd", "t_total_bwd") * _MS,
-            flop=self._sum("flops_fwd", "flops_bwd") * _TFLOP,
-            memory_bytes={
-                "weights": self._sum("weights_mem") * _GB,
-                "gradients": self._sum("weights_grad_mem") * _GB,
-                "optimizer": 0.0,
-                "activations": self._sum("activation_buffer") * _GB,
-            },
-            comm_s={"comm_tp": self._sum("t_comm_fwd", "t_comm_bwd") * _MS},
-            ledger=self.ledger,
-            notes=["the notebook's own counting and timing: blocks only, one flat bandwidth, no optimizer"],
-        )
-
-
-def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> Notebook:
+def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> PublishedStep:
     """Price one layer as the notebook does; PlanError for what it does not know."""
+    _check_known(model, cluster, plan, workload)
+    sizes = (float(workload.batch), float(workload.seq), float(model.hidden))
+    sp = plan.sequence_parallel
+    ops = {
+        "mlp": mlp(*sizes, float(model.ffn_hidden), float(plan.tp), sequence_parallel=sp),
+        "sa": self_attention(*sizes, float(model.num_heads), float(plan.tp), sequence_parallel=sp),
+    }
+    tables = {name: [_row(op, cluster) for op in table] for name, table in ops.items()}
+    totals = {name: _totals(rows, model.num_layers) for name, rows in tables.items()}
+
+    def total(*names: str) -> float:
+        return sum(totals[table][name] for name in names for table in TABLES)
+
+    shares = {name: _comm_frac(rows) for name, rows in tables.items()}
+    return PublishedStep(
+        convention=SCOPE.convention,
+        model=model,
+        cluster=cluster,
+        workload=workload,
+        plan={"tp": plan.tp, "sp": sp},
+        ranks=plan.tp,
+        columns=("table", *COLUMNS),
+        rows=[{"table": name, **row} for name in TABLES for row in tables[name]],
+        tables={
+            "tables": {
+                name: {"rows": tables[name], "totals": totals[name], "comm_frac": shares[name]}
+                for name in TABLES
+            }
+        },
+        excerpts=[_excerpt(name, tables[name], totals[name], shares[name]) for name in TABLES],
+        step_s=total("t_total_fwd", "t_total_bwd") * _MS,
+        flop=total("flops_fwd", "flops_bwd") * _TFLOP,
+        memory_bytes={
+            "weights": total("weights_mem") * _GB,
+            "gradients": total("weights_grad_mem") * _GB,
+            "optimizer": 0.0,
+            "activations": total("activation_buffer") * _GB,
+        },
+        comm_s={"comm_tp": total("t_comm_fwd", "t_comm_bwd") * _MS},
+        ledger=Ledger.from_rows(
+            row for name in TABLES for cells in tables[name] for row in _ledger_rows(name, cells)
+        ),
+        notes=["the notebook's own counting and timing: blocks only, one flat bandwidth, no optimizer"],
+    )
+
+
+def _check_known(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> None:
     SCOPE.check(model, plan, workload)
     SCOPE.check_links(cluster)
     SCOPE.check_divides(
@@ -146,14 +108,27 @@ def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> 
         )
     if workload.microbatch not in (1, workload.batch):
         raise SCOPE.refusal(f"microbatches of {workload.microbatch}, only a batch in one piece")
-    sizes = (float(workload.batch), float(workload.seq), float(model.hidden))
-    sp = plan.sequence_parallel
-    ops = {
-        "mlp": mlp(*sizes, float(model.ffn_hidden), float(plan.tp), sequence_parallel=sp),
-        "sa": self_attention(*sizes, float(model.num_heads), float(plan.tp), sequence_parallel=sp),
-    }
-    tables = {name: [_row(op, cluster) for op in table] for name, table in ops.items()}
-    return Notebook(model, cluster, plan, workload, tables)
+
+
+def _totals(rows: list[dict[str, Any]], depth: int) -> dict[str, float]:
+    """Column sums over the rows of a table, times the number of layers."""
+    return {name: sum(row[name] for row in rows) * depth for name in TOTALLED}
+
+
+def _comm_frac(rows: list[dict[str, Any]]) -> float:
+    """The notebook's "time spend in comms": share of the forward."""
+    return float(sum(row["t_comm_fwd"] for row in rows) / sum(row["t_total_fwd"] for row in rows))
+
+
+def _excerpt(name: str, rows: list[dict[str, Any]], totals: dict[str, float], comm_frac: float) -> Excerpt:
+    """A table with its totals and its share of communication."""
+    sums = (f"{column:<20}{value:>12.6f}" for column, value in totals.items())
+    return Excerpt(
+        title=f"{name} (TFLOP, GB, ms)",
+        columns=("layer", "flops_fwd", "weights_mem", "t_fwd", "t_comm_fwd", "t_total_fwd", "t_total_bwd"),
+        rows=rows,
+        sentences=(*sums, f"time spend in comms = {comm_frac}\n"),
+    )
 
 
 def _row(op: NotebookOp, cluster: Cluster) -> dict[str, Any]:

@@ -39,7 +39,7 @@ import numpy as np
 from meshwise.core.ledger import Collective
 from meshwise.core.units import Num
 from meshwise.machine.hardware import Cluster
-from meshwise.published.nersc.answer import TABLES, WAYS
+from meshwise.published.nersc.ledger_rows import TABLES, WAYS
 from meshwise.published.nersc.paper_ops import Comm, Direction, PaperCut, PaperOp, layer
 
 LAUNCH_S = 20e-6

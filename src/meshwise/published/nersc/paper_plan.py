@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 from meshwise.core.errors import PlanError
 from meshwise.core.ledger import Ledger
@@ -18,24 +16,16 @@ from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
 from meshwise.plan.workload import Workload
-from meshwise.published.convention import Convention, Excerpt
-from meshwise.published.nersc.answer import (
-    TABLES,
-    WAYS,
-    LedgerRow,
-    comm_row,
-    document,
-    op_rows,
-    table_csv,
-    work_row,
-)
+from meshwise.published.convention import Convention, Excerpt, PublishedStep
 from meshwise.published.nersc.gpt_blocks import GPT_BLOCKS
+from meshwise.published.nersc.ledger_rows import TABLES, WAYS, LedgerRow, comm_row, op_rows, work_row
 from meshwise.published.nersc.paper import (
     COLUMNS,
     GB,
     TFLOP,
     Iteration,
     PaperRun,
+    PaperSystem,
     Row,
     comm_seconds,
     paper_system,
@@ -59,118 +49,83 @@ SCOPE = Scope(
 """The paper's tensors are 2 bytes wide, its optimizer is sharded over the replicas."""
 
 
-@dataclass(frozen=True, slots=True)
-class Paper:
-    """The paper's answer for one plan."""
-
-    model: Model
-    cluster: Cluster
-    plan: Plan
-    workload: Workload
-    run: PaperRun
-    iteration: Iteration
-
-    def rows(self) -> list[Row]:
-        """Every row, with a first column `table`, communications of pipeline and data parallelism last."""
-        priced = self.iteration
-        others = [{"table": "other"} | row for row in (priced.dp_comm, priced.pp_comm)]
-        return [{"table": name} | row for name in TABLES for row in priced.tables[name]] + others
-
-    def to_csv(self) -> str:
-        """All rows in the units of the paper; several communications in one cell are joined by `+`."""
-        return table_csv(("table", *COLUMNS), self.rows())
-
-    def to_json(self) -> dict[str, Any]:
-        """The document that `meshwise estimate --json` prints under this convention."""
-        totals = {name: float(value) for name, value in self.iteration.totals.items()}
-        cut, priced = self.run.cut, self.iteration
-        shown = {"memory": "mem", "comm_tp": "tp_comm", "comm_dp": "dp_comm", "comm_pp": "pp_comm"}
-        return document(
-            SCOPE.convention,
-            self.model,
-            self.cluster,
-            self.workload,
-            plan={
-                **{"strategy": cut.strategy, "attention": cut.attention, "inside": self.run.inside},
-                **{"m1": int(cut.m1), "m2": int(cut.m2), "pp": self.plan.pp, "dp": int(self.run.dp)},
-            },
-            ranks=self.plan.model_ranks * float(self.run.dp),
-            tables={
-                **{"tables": priced.tables, "dp_comm": priced.dp_comm, "pp_comm": priced.pp_comm},
-                "totals": totals,
-            },
-            step_s=totals["t"],
-            flop=totals["flops_per_gpu"] * TFLOP,
-            memory_bytes={
-                "weights": totals["wts_mem"] * GB,
-                "gradients": totals["wts_grad_mem"] * GB,
-                "optimizer": totals["wts_optimizer_states_mem"] * GB,
-                "activations": totals["acts_mem"] * GB,
-            },
-            comm_s={name: totals[f"t_{part}"] for name, part in (shown | {"bubble": "bubble"}).items()},
-            ledger=self.ledger,
-            notes=self.notes(),
-        )
-
-    def excerpts(self) -> Iterator[Excerpt]:
-        """One table of all rows, with the totals, whether they fit, and notes."""
-        yield Excerpt(
-            title="one layer, one microbatch (TFLOP, GB, s)",
-            columns=("name", "flops_fwd", "activation_buffer", "weights_mem", "t_fwd_comm", "t_fwd", "t_bwd"),
-            rows=self.rows(),
-            sentences=(
-                *(f"{name:<26}{value:>16.6f}" for name, value in self.iteration.totals.items()),
-                "fits" if self.iteration.fits else "DOES NOT FIT",
-                *(f"note: {note}" for note in self.notes()),
-            ),
-        )
-
-    @property
-    def ledger(self) -> Ledger:
-        """The ops of one layer, one microbatch, on one rank."""
-        tables = layer(self.run.cut)
-        return Ledger.from_rows(
-            row
-            for table in TABLES
-            for op, cells in zip(tables[table], self.iteration.tables[table], strict=True)
-            for way, phase in WAYS
-            for row in op_rows(
-                table,
-                op.name,
-                phase,
-                {"saved_bytes": op.saved_bytes, "weight_bytes": op.weight_bytes},
-                self._ledger_rows(op, cells, way),
-            )
-        )
-
-    def _ledger_rows(self, op: PaperOp, cells: Row, way: str) -> Iterator[LedgerRow]:
-        """One direction of an op, and its communications, which share what the op waits for them."""
-        work = op.forward if way == "fwd" else op.backward
-        compute_s, wait_s = cells[f"t_{way}_comp"], cells[f"t_{way}_comm"]
-        memory_s = compute_s / cells[f"intensity_{way}"]
-        yield work_row(
-            cells[f"flops_{way}"] * TFLOP, work.traffic_bytes, compute_s, memory_s, cells[f"t_{way}"] - wait_s
-        )
-        seconds = comm_seconds(work, op.panels, self.run, paper_system(self.cluster))
-        for comm, comm_s in zip(work.comms, seconds, strict=True):
-            if comm_s > 0:
-                ranks, exposed_s = self.run.groups[comm.axis][0], wait_s * comm_s / sum(seconds)
-                yield comm_row(comm.kind, comm.axis, ranks, comm.volume_bytes, comm_s, exposed_s)
-
-    def notes(self) -> list[str]:
-        """What a reader should know about these numbers."""
-        notes = ["the paper's own counting and timing, its known errors included: blocks only, no embeddings"]
-        if self.run.cut.strategy == "2d":
-            notes.append(
-                f"SUMMA in {self.run.cut.panels:g} steps: `panels` times the longer side of the grid"
-            )
-        return notes
-
-
-def paper(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> Paper:
+def paper(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> PublishedStep:
     """Price a plan as the paper does; PlanError for what it does not know."""
     run = _paper_run(model, cluster, plan, workload)
-    return Paper(model, cluster, plan, workload, run, price(run, paper_system(cluster)))
+    cut, priced = run.cut, price(run, paper_system(cluster))
+    totals = {name: float(value) for name, value in priced.totals.items()}
+    others = [{"table": "other"} | row for row in (priced.dp_comm, priced.pp_comm)]
+    rows = [{"table": name} | row for name in TABLES for row in priced.tables[name]] + others
+    shown = {"memory": "mem", "comm_tp": "tp_comm", "comm_dp": "dp_comm", "comm_pp": "pp_comm"}
+    notes = ["the paper's own counting and timing, its known errors included: blocks only, no embeddings"]
+    if cut.strategy == "2d":
+        notes.append(f"SUMMA in {cut.panels:g} steps: `panels` times the longer side of the grid")
+    excerpt = Excerpt(
+        title="one layer, one microbatch (TFLOP, GB, s)",
+        columns=("name", "flops_fwd", "activation_buffer", "weights_mem", "t_fwd_comm", "t_fwd", "t_bwd"),
+        rows=rows,
+        sentences=(
+            *(f"{name:<26}{value:>16.6f}" for name, value in totals.items()),
+            "fits" if priced.fits else "DOES NOT FIT",
+            *(f"note: {note}" for note in notes),
+        ),
+    )
+    return PublishedStep(
+        convention=SCOPE.convention,
+        model=model,
+        cluster=cluster,
+        workload=workload,
+        plan={
+            **{"strategy": cut.strategy, "attention": cut.attention, "inside": run.inside},
+            **{"m1": int(cut.m1), "m2": int(cut.m2), "pp": plan.pp, "dp": int(run.dp)},
+        },
+        ranks=plan.model_ranks * float(run.dp),
+        columns=("table", *COLUMNS),
+        rows=rows,
+        tables={
+            **{"tables": priced.tables, "dp_comm": priced.dp_comm, "pp_comm": priced.pp_comm},
+            "totals": totals,
+        },
+        excerpts=[excerpt],
+        step_s=totals["t"],
+        flop=totals["flops_per_gpu"] * TFLOP,
+        memory_bytes={
+            "weights": totals["wts_mem"] * GB,
+            "gradients": totals["wts_grad_mem"] * GB,
+            "optimizer": totals["wts_optimizer_states_mem"] * GB,
+            "activations": totals["acts_mem"] * GB,
+        },
+        comm_s={name: totals[f"t_{part}"] for name, part in (shown | {"bubble": "bubble"}).items()},
+        ledger=Ledger.from_rows(_ledger_rows(run, cluster, priced)),
+        notes=notes,
+    )
+
+
+def _ledger_rows(run: PaperRun, cluster: Cluster, priced: Iteration) -> Iterator[LedgerRow]:
+    """The ops of one layer, one microbatch, on one rank."""
+    tables, system = layer(run.cut), paper_system(cluster)
+    for table in TABLES:
+        for op, cells in zip(tables[table], priced.tables[table], strict=True):
+            kept = {"saved_bytes": op.saved_bytes, "weight_bytes": op.weight_bytes}
+            for way, phase in WAYS:
+                yield from op_rows(table, op.name, phase, kept, _op_ledger_rows(op, cells, way, run, system))
+
+
+def _op_ledger_rows(
+    op: PaperOp, cells: Row, way: str, run: PaperRun, system: PaperSystem
+) -> Iterator[LedgerRow]:
+    """One direction of an op, and its communications, which share what the op waits for them."""
+    work = op.forward if way == "fwd" else op.backward
+    compute_s, wait_s = cells[f"t_{way}_comp"], cells[f"t_{way}_comm"]
+    memory_s = compute_s / cells[f"intensity_{way}"]
+    yield work_row(
+        cells[f"flops_{way}"] * TFLOP, work.traffic_bytes, compute_s, memory_s, cells[f"t_{way}"] - wait_s
+    )
+    seconds = comm_seconds(work, op.panels, run, system)
+    for comm, comm_s in zip(work.comms, seconds, strict=True):
+        if comm_s > 0:
+            ranks, exposed_s = run.groups[comm.axis][0], wait_s * comm_s / sum(seconds)
+            yield comm_row(comm.kind, comm.axis, ranks, comm.volume_bytes, comm_s, exposed_s)
 
 
 def _paper_run(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> PaperRun:
