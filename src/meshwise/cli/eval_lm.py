@@ -129,14 +129,14 @@ def _show_counts(document: dict[str, Any]) -> None:
 def _show_what_ifs(rows: list[dict[str, Any]]) -> None:
     from meshwise.cli.output import console
     from meshwise.core.units import duration, with_prefix
-    from meshwise.report.table import Fields, records_table
+    from meshwise.report.table import Table
 
     def time_on(row: dict[str, Any], chip: str) -> str:
         if not row["fits"][chip]:
             return "out of memory"
         return duration(row["total_s"][chip]) if chip in row["total_s"] else "no rate"
 
-    figures: Fields = {
+    figures: dict[str, Callable[[dict[str, Any]], str]] = {
         "": lambda row: row["name"],
         "slots": lambda row: f"{row['capacity']:,.0f}",
         "exchange": lambda row: f"{row['exchange_bytes'] / 2**20:,.4g} MiB",
@@ -145,9 +145,11 @@ def _show_what_ifs(rows: list[dict[str, Any]]) -> None:
         "peak": lambda row: with_prefix(row["peak_bytes"], "B"),
         "launches": lambda row: f"{row['launches']:,.0f}",
     }
-    console().print(records_table("what if (one pass, one rank)", rows, figures))
-    times = {chip: partial(time_on, chip=chip) for chip in rows[0]["fits"]}
-    console().print(records_table("what if: the time on other chips", rows, {"": figures[""]} | times))
+    cells = [[text(row) for text in figures.values()] for row in rows]
+    console().print(Table("what if (one pass, one rank)", tuple(figures), cells))
+    chips = tuple(rows[0]["fits"])
+    times = [[row["name"], *(time_on(row, chip) for chip in chips)] for row in rows]
+    console().print(Table("what if: the time on other chips", ("", *chips), times))
 
 
 def _show_programs(programs: dict[str, dict[str, Any]]) -> None:
