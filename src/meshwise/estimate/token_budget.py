@@ -13,7 +13,7 @@ from meshwise.core.errors import WorkloadError
 from meshwise.core.units import MOST_STATED
 from meshwise.cost.failures import CHECKPOINT_BYTES_PER_PARAM, Failures, checkpoint_interval_s
 from meshwise.estimate.one_plan import Estimate
-from meshwise.model.architecture import Layer, Model, num_dense_layers, num_moe_layers
+from meshwise.model.architecture import Model, layer_counts
 from meshwise.model.weights import block_weights, num_params
 
 OPTIONS = {
@@ -107,11 +107,9 @@ def _num_trained(model: Model, lora_rank: int) -> int:
     """Parameters that train: all, or the adapters of all blocks."""
     if not lora_rank:
         return num_params(model)
-    layers = ((num_dense_layers(model), Layer()), (num_moe_layers(model), Layer(moe=True)))
     return sum(
-        num * weight.size
-        for num, layer in layers
-        if num
+        number * weight.size
+        for layer, number in layer_counts(model).items()
         for weight in block_weights(model, layer, lora_rank)
         if weight.is_adapter
     )

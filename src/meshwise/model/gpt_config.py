@@ -2,7 +2,8 @@
 
 fairseq keeps a model as a flat dictionary of some eighty fields. Those that shape the computation are
 the fields of `GptConfig`; those that choose a variant which `meshwise.runtime.programs` does not have are
-admitted only at the value it does have; those that matter to training or logging alone are read over.
+admitted only at the value it does have; those that matter to training or logging alone are read over
+(`catalog/transformer_lm.toml` lists both).
 A field that fairseq does not print is an error: a typo must not silently change a measurement.
 
 A config is a preset, or a file that holds the dictionary: JSON, TOML, or the Python literal that
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -25,6 +26,10 @@ from meshwise.core.errors import ModelError
 from meshwise.core.files import parse_file, read_catalog
 from meshwise.core.toml import parse_toml
 from meshwise.model.architecture import Model, MoE
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
+_Size = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
+_Share = Annotated[float, msgspec.Meta(le=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,20 +43,20 @@ class GptConfig:
     tokenizer has.
     """
 
-    decoder_layers: int = 12
-    decoder_embed_dim: int = 768
-    decoder_ffn_embed_dim: int = 3072
-    decoder_attention_heads: int = 12
-    tokens_per_sample: int = 1024
-    batch_size_valid: int = 1
+    decoder_layers: _Size = 12
+    decoder_embed_dim: _Size = 768
+    decoder_ffn_embed_dim: _Size = 3072
+    decoder_attention_heads: _Size = 12
+    tokens_per_sample: _Size = 1024
+    batch_size_valid: _Size = 1
     fp16: bool = False
-    moe_freq: int = 0
-    moe_expert_count: int = 0
-    moe_expert_ffn_dim: int = 0
+    moe_freq: _Count = 0
+    moe_expert_count: _Count = 0
+    moe_expert_ffn_dim: _Count = 0
     moe_top1_expert: bool = False
-    moe_eval_capacity_token_fraction: float = 0.25
+    moe_eval_capacity_token_fraction: _Share = 0.25
     use_tutel_moe: bool = False
-    vocab_size: int = 0
+    vocab_size: _Count = 0
 
     @property
     def head_dim(self) -> int:
@@ -83,64 +88,34 @@ class GptConfig:
         return self.moe_freq > 0 and (layer + 1) % self.moe_freq == 0
 
 
-_ONLY: dict[str, Any] = {
-    "_name": "transformer_lm_gpt",
-    "activation_fn": "gelu",
-    **dict.fromkeys(("decoder_normalize_before", "share_decoder_input_output_embed"), True),
-    **dict.fromkeys(("character_embeddings", "adaptive_input", "decoder_learned_pos"), False),
-    **dict.fromkeys(("layernorm_embedding", "use_stable_embedding", "add_bos_token"), False),
-    **dict.fromkeys(("adaptive_softmax_cutoff", "decoder_layers_to_keep"), None),
-    **dict.fromkeys(("quant_noise_pq", "quant_noise_scalar", "base_layers"), 0),
-    **dict.fromkeys(("no_decoder_final_norm", "no_scale_embedding", "no_token_positional_embeddings"), False),
-    "moe_gating_use_fp32": True,
-    "moe_second_expert_policy": "all",
-    **dict.fromkeys(("moe_normalize_gate_prob_before_dropping", "moe_batch_prioritized_routing"), False),
-    **dict.fromkeys(("use_moe_pad_mask", "dummy_a2a"), False),
-    "alternate_decoder_ffn_embed_dim": 0,
-}
-"""Fields that choose a variant, and the value we compute."""
-
-# fmt: off
-_NO_EFFECT = frozenset({
-    "dropout", "attention_dropout", "activation_dropout", "relu_dropout", "decoder_layerdrop",
-    "adaptive_softmax_dropout", "adaptive_softmax_factor", "character_filters", "character_embedding_dim",
-    "char_embedder_highway_layers", "adaptive_input_factor", "adaptive_input_cutoff",
-    "tie_adaptive_weights", "tie_adaptive_proj", "checkpoint_activations", "offload_activations",
-    "quant_noise_pq_block_size", "min_params_to_wrap", "moe_normalize_expert_grad", "record_a2a_perf_stats",
-    "base_sublayers", "base_shuffle", "max_target_positions", "tpu", "memory_efficient_fp16",
-    "fp16_no_flatten_grads", "ddp_backend", "world_size", "distributed_rank", "batch_size", "source",
-    "checked",
-})
-# fmt: on
-"""Fields of training, logging, the launcher, or of variants that are switched off."""
-
-_MAX_COUNT = 10**9
-
-
 def find_gpt_config(text: str, overrides: str = "") -> GptConfig:
     """The preset named `text`, or the config in the file at that path, with `overrides` (`key=value,...`)."""
-    raw = _presets().get(text)
+    presets = _catalog()["presets"]
+    raw = presets.get(text)
     if raw is None:
         path = Path(text)
         if not path.exists():
-            raise ModelError(f"no config {text!r}; give a file or one of {', '.join(_presets())}")
+            raise ModelError(f"no config {text!r}; give a file or one of {', '.join(presets)}")
         raw = _read(path)
     return gpt_config_from_dict({**raw, **_parsed_overrides(overrides)}, where=text)
 
 
 def gpt_config_from_dict(raw: dict[str, Any], where: str = "config") -> GptConfig:
     """A checked config from a dictionary of fairseq's fields; ModelError names the field that is wrong."""
-    known = {field.name for field in fields(GptConfig)}
-    allowed = known | set(_ONLY) | _NO_EFFECT | {"decoder_input_dim", "decoder_output_dim"}
-    unknown = sorted(map(str, set(raw) - allowed))
-    if unknown:
-        raise ModelError(f"{where}: unknown field {unknown[0]!r}; it is not one of transformer_lm_gpt")
-    for name, only in _ONLY.items():
-        if name in raw and raw[name] != only:
-            raise ModelError(f"{where}: {name}={raw[name]!r} is not supported; only {only!r} is")
-    values = {name: _value(name, raw[name], where) for name in known & set(raw)}
-    config = GptConfig(**values)
-    for name in ("decoder_input_dim", "decoder_output_dim"):
+    known = {field.name: field.default for field in fields(GptConfig)}
+    only, off, unread = (_catalog()["fields"][kind] for kind in ("only", "off", "unread"))
+    widths = ("decoder_input_dim", "decoder_output_dim")
+    for name, value in raw.items():
+        if name not in {*known, *only, *off, *unread, *widths}:
+            raise ModelError(f"{where}: unknown field {name!r}; it is not one of transformer_lm_gpt")
+        if (name in only and value != only[name]) or (name in off and value):
+            raise ModelError(f"{where}: {name}={value!r} is not supported; only {only.get(name, False)!r} is")
+    stated = {name: raw[name] for name in known if name in raw and (raw[name] is not None or known[name])}
+    try:
+        config = msgspec.convert(stated, GptConfig)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"{where}: {error}") from None
+    for name in widths:
         if raw.get(name, config.decoder_embed_dim) != config.decoder_embed_dim:
             raise ModelError(
                 f"{where}: {name}={raw[name]!r} differs from decoder_embed_dim={config.decoder_embed_dim}; "
@@ -150,7 +125,7 @@ def gpt_config_from_dict(raw: dict[str, Any], where: str = "config") -> GptConfi
 
 
 @cache
-def _presets() -> dict[str, dict[str, Any]]:
+def _catalog() -> dict[str, Any]:
     return read_catalog("transformer_lm.toml")
 
 
@@ -177,25 +152,6 @@ def _parsed_overrides(text: str) -> dict[str, Any]:
         except (ValueError, SyntaxError):
             raw[name] = {"true": True, "false": False}.get(value.lower(), value)
     return raw
-
-
-def _value(name: str, value: Any, where: str) -> Any:
-    at = f"{where}: {name}={value!r}"
-    default = GptConfig.__dataclass_fields__[name].default
-    if isinstance(default, bool):
-        if value not in (True, False):
-            raise ModelError(f"{at} must be true or false")
-        return bool(value)
-    if isinstance(default, float):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value <= 1:
-            raise ModelError(f"{at} must be a share of the tokens, at most 1")
-        return float(value)
-    if value is None and default == 0:
-        return 0
-    least = 0 if default == 0 else 1
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MAX_COUNT:
-        raise ModelError(f"{at} must be a whole number from {least} to {_MAX_COUNT}")
-    return value
 
 
 def _consistent(config: GptConfig, where: str) -> GptConfig:

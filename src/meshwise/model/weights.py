@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from meshwise.model.architecture import (
+    MLA,
     Encoder,
     Layer,
     Model,
@@ -134,29 +135,39 @@ def _adapters(weight: Weight, rank: int) -> Iterator[Weight]:
 
 
 def _linear(
-    module: str, op: str, name: str, d_in: int, d_out: int, *, bias: bool, cut: str = WHOLE, units: int = 0,
-    gradient: str = "whole", experts: int = 0,
+    module: str, name: str, d_in: int, d_out: int, *, op: str = "", bias: bool = False, cut: str = WHOLE,
+    units: int = 0, gradient: str = "whole", experts: int = 0,
 ) -> Iterator[Weight]:  # fmt: skip
-    """A matrix, and its bias, which is cut if the columns are."""
+    """A matrix, and its bias, which is cut if the columns are; `op` is called as the layer unless stated."""
     stack = (experts,) if experts else ()
     matrix = Weight(
-        module=module, op=op, name=name, shape=(*stack, d_in, d_out), cut=cut, units=units, gradient=gradient,
-        is_expert=experts > 0,
+        module=module, op=op or name, name=name, shape=(*stack, d_in, d_out), cut=cut, units=units,
+        gradient=gradient, is_expert=experts > 0,
     )  # fmt: skip
     yield matrix
     if bias:
         yield replace(matrix, name=f"{name}_bias", shape=(*stack, d_out), cut=WHOLE if cut == ROWS else cut)
 
 
+def _learned(
+    module: str, name: str, *shape: int, op: str = "", cut: str = WHOLE, units: int = 0,
+    gradient: str = "whole", trains: bool = True,
+) -> Weight:  # fmt: skip
+    """A vector or a table; `op` is called as the weight unless stated."""
+    return Weight(
+        module=module, op=op or name, name=name, shape=shape, cut=cut, units=units, gradient=gradient,
+        trains=trains,
+    )  # fmt: skip
+
+
 def _norm(
-    model: Model, module: str, op: str, width: int, *, name: str = "", gradient: str = "tokens"
+    model: Model, module: str, name: str, width: int, *, op: str = "", gradient: str = "tokens"
 ) -> Iterator[Weight]:
     """Weight and bias of a norm, as far as the model's norms have them."""
-    name = name or op
     if model.norm_weight:
-        yield Weight(module=module, op=op, name=name, shape=(width,), gradient=gradient)
+        yield _learned(module, name, width, op=op, gradient=gradient)
     if model.norm_bias:
-        yield Weight(module=module, op=op, name=f"{name}_bias", shape=(width,), gradient=gradient)
+        yield _learned(module, f"{name}_bias", width, op=op or name, gradient=gradient)
 
 
 def _block_norm(model: Model, module: str, number: int) -> Iterator[Weight]:
@@ -168,91 +179,80 @@ def _block_norm(model: Model, module: str, number: int) -> Iterator[Weight]:
     if model.num_norms == 4:
         yield from _norm(model, module, f"post_norm{number}", model.hidden)
     if model.layer_scale:
-        name = f"layer_scale{number}"
-        yield Weight(module=module, op=name, name=name, shape=(model.hidden,), gradient=gradient)
+        yield _learned(module, f"layer_scale{number}", model.hidden, gradient=gradient)
 
 
 def _attention(model: Model) -> Iterator[Weight]:
-    yield from _block_norm(model, "attention", 1)
-    yield from _grouped_qkv(model) if model.mla is None else _latent_qkv(model)
-    own = model.distances
+    module, hidden, own = "attention", model.hidden, model.distances
+    query, v_dim = model.num_heads * model.head_dim, model.mla.v_head_dim if model.mla else model.head_dim
+    yield from _block_norm(model, module, 1)
+    yield from _latent_qkv(model, model.mla) if model.mla else _grouped_qkv(model)
     if own and not own.shared:
         for name in ("distance_k", "distance_q")[: own.num_scores]:
-            width = model.num_heads * model.head_dim
             bias = model.key_bias or name != "distance_k"
-            yield from _linear("attention", name, name, model.hidden, width, bias=bias, cut=COLUMNS)
+            yield from _linear(module, name, hidden, query, bias=bias, cut=COLUMNS)
     if model.sinks:
-        yield Weight(module="attention", op="core", name="sinks", shape=(model.num_heads,), cut=COLUMNS)
-    v_dim = model.head_dim if model.mla is None else model.mla.v_head_dim
-    yield from _linear(
-        "attention", "out_proj", "o", model.num_heads * v_dim, model.hidden, bias=model.out_bias, cut=ROWS
-    )
+        yield _learned(module, "sinks", model.num_heads, op="core", cut=COLUMNS)
+    width = model.num_heads * v_dim
+    yield from _linear(module, "o", width, hidden, op="out_proj", bias=model.out_bias, cut=ROWS)
 
 
 def _grouped_qkv(model: Model) -> Iterator[Weight]:
-    query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    for name, width, heads in (
-        *((("gate", query, 0),) if model.attention_gate else ()),
-        ("q", query, 0),
-        *((("k", key, model.num_kv_heads),) if model.keys != "shared" else ()),
-        *((("v", key, model.num_kv_heads),) if not model.keys else ()),
+    module, kv_heads = "attention", model.num_kv_heads
+    query, key = model.num_heads * model.head_dim, kv_heads * model.head_dim
+    for name, width, heads, is_there in (
+        ("gate", query, 0, model.attention_gate),
+        ("q", query, 0, True),
+        ("k", key, kv_heads, model.keys != "shared"),
+        ("v", key, kv_heads, not model.keys),
     ):
-        yield from _linear(
-            "attention", "qkv", name, model.hidden, width, cut=COLUMNS, units=heads,
-            bias=model.qkv_bias and (model.key_bias or name != "k"),
-        )  # fmt: skip
-    if model.qk_norm_full:  # a weight for every element of the projection, no bias
-        for name, width, heads in (("q_norm", query, 0), ("k_norm", key, model.num_kv_heads)):
-            yield Weight(
-                module="attention", op="qk_norm", name=name, shape=(width,), cut=COLUMNS, units=heads
+        bias = model.qkv_bias and (model.key_bias or name != "k")
+        if is_there:
+            yield from _linear(
+                module, name, model.hidden, width, op="qkv", bias=bias, cut=COLUMNS, units=heads
             )
+    if model.qk_norm_full:  # a weight for every element of the projection, no bias
+        for name, width, heads in (("q_norm", query, 0), ("k_norm", key, kv_heads)):
+            yield _learned(module, name, width, op="qk_norm", cut=COLUMNS, units=heads)
     elif model.qk_norm and model.qk_norm_weight:
         for name in ("q_norm", "k_norm")[: 1 if model.keys == "shared" else 2]:
-            yield from _norm(model, "attention", "qk_norm", model.head_dim, name=name, gradient="part")
+            yield from _norm(model, module, name, model.head_dim, op="qk_norm", gradient="part")
 
 
 def _cross_attention(model: Model) -> Iterator[Weight]:
     """Queries of the decoder; keys and values of what the encoder gives."""
-    module, query, key = (
-        "cross_attention",
-        model.num_heads * model.head_dim,
-        model.num_kv_heads * model.head_dim,
-    )
-    heads, bias = model.num_kv_heads, model.qkv_bias
-    yield from _norm(model, module, "norm", model.hidden)
-    yield from _linear(module, "q", "q", model.hidden, query, bias=bias, cut=COLUMNS)
+    module, hidden, heads = "cross_attention", model.hidden, model.num_kv_heads
+    query, key, bias = model.num_heads * model.head_dim, heads * model.head_dim, model.qkv_bias
+    yield from _norm(model, module, "norm", hidden)
+    yield from _linear(module, "q", hidden, query, bias=bias, cut=COLUMNS)
     for name, has_bias in (("k", bias and model.key_bias), ("v", bias)):
-        yield from _linear(module, "kv", name, model.hidden, key, bias=has_bias, cut=COLUMNS, units=heads)
-    yield from _linear(module, "out_proj", "o", query, model.hidden, bias=model.out_bias, cut=ROWS)
+        yield from _linear(module, name, hidden, key, op="kv", bias=has_bias, cut=COLUMNS, units=heads)
+    yield from _linear(module, "o", query, hidden, op="out_proj", bias=model.out_bias, cut=ROWS)
 
 
-def _latent_qkv(model: Model) -> Iterator[Weight]:
-    mla, heads = model.mla, model.num_heads
-    assert mla is not None
+def _latent_qkv(model: Model, mla: MLA) -> Iterator[Weight]:
+    module, hidden, heads = "attention", model.hidden, model.num_heads
     query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
 
     def down(name: str, rank: int) -> Iterator[Weight]:
-        return _linear("attention", name, name, model.hidden, rank, bias=model.qkv_bias, gradient="tokens")
+        return _linear(module, name, hidden, rank, bias=model.qkv_bias, gradient="tokens")
 
     if mla.q_lora_rank:
         yield from down("q_down", mla.q_lora_rank)
-        yield from _norm(model, "attention", "q_norm", mla.q_lora_rank)
-        yield from _linear("attention", "q_up", "q_up", mla.q_lora_rank, query, bias=False, cut=COLUMNS)
+        yield from _norm(model, module, "q_norm", mla.q_lora_rank)
+        yield from _linear(module, "q_up", mla.q_lora_rank, query, cut=COLUMNS)
     else:
-        yield from _linear("attention", "q", "q", model.hidden, query, bias=False, cut=COLUMNS)
+        yield from _linear(module, "q", hidden, query, cut=COLUMNS)
     yield from down("kv_down", mla.kv_lora_rank + mla.qk_rope_head_dim)
-    yield from _norm(model, "attention", "kv_norm", mla.kv_lora_rank)
+    yield from _norm(model, module, "kv_norm", mla.kv_lora_rank)
     expanded = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    yield from _linear("attention", "kv_up", "kv_up", mla.kv_lora_rank, expanded, bias=False, cut=COLUMNS)
+    yield from _linear(module, "kv_up", mla.kv_lora_rank, expanded, cut=COLUMNS)
     if mla.index_heads:  # every rank scores all of its tokens
-        for name, d_in, d_out in (
-            ("index_q", mla.q_lora_rank, mla.index_heads * mla.index_head_dim),
-            ("index_k", model.hidden, mla.index_head_dim),
-            ("index_weights", model.hidden, mla.index_heads),
-        ):
-            yield from _linear("attention", name, name, d_in, d_out, bias=False)
+        yield from _linear(module, "index_q", mla.q_lora_rank, mla.index_heads * mla.index_head_dim)
+        yield from _linear(module, "index_k", hidden, mla.index_head_dim)
+        yield from _linear(module, "index_weights", hidden, mla.index_heads)
         for name in ("index_norm", "index_norm_bias"):
-            yield Weight(module="attention", op="index_norm", name=name, shape=(mla.index_head_dim,))
+            yield _learned(module, name, mla.index_head_dim, op="index_norm")
 
 
 def _first_norm(model: Model) -> Iterator[Weight]:
@@ -262,41 +262,33 @@ def _first_norm(model: Model) -> Iterator[Weight]:
 def _recurrence(model: Model) -> Iterator[Weight]:
     module, own, hidden = "recurrence", model.recurrence, model.hidden
     assert own is not None
-
-    def vector(op: str, name: str, width: int, units: int = 0, cut: str = COLUMNS) -> Weight:
-        gradient = "whole" if cut else "part"
-        return Weight(
-            module=module, op=op, name=name, shape=(width,), cut=cut, units=units, gradient=gradient
-        )
-
+    inner = own.inner
     for name, (width, units) in own.projected.items():
-        yield from _linear(module, "in_proj", name, hidden, width, bias=own.bias, cut=COLUMNS, units=units)
+        yield from _linear(module, name, hidden, width, op="in_proj", bias=own.bias, cut=COLUMNS, units=units)
     for name in ("a", "z") if own.gate_rank else ():
-        yield from _linear(
-            module, "gate_down", f"{name}_down", hidden, own.gate_rank, bias=False, gradient="part"
-        )
-        yield from _linear(
-            module, f"{name}_up", f"{name}_up", own.gate_rank, own.inner, bias=False, cut=COLUMNS
-        )
-    yield vector("conv", "conv", own.taps * own.convolved)
+        yield from _linear(module, f"{name}_down", hidden, own.gate_rank, op="gate_down", gradient="part")
+        yield from _linear(module, f"{name}_up", own.gate_rank, inner, cut=COLUMNS)
+    yield _learned(module, "conv", own.taps * own.convolved, cut=COLUMNS)
     if own.conv_bias:
-        yield vector("conv", "conv_bias", own.convolved)
+        yield _learned(module, "conv_bias", own.convolved, op="conv", cut=COLUMNS)
     if own.kind == "scan":
         steps = own.dt_rank + 2 * own.state_dim
-        yield from _linear(module, "x_proj", "x_proj", own.inner, steps, bias=False, cut=ROWS)
+        yield from _linear(module, "x_proj", inner, steps, cut=ROWS)
         if own.inner_norms:
-            yield vector("x_norm", "x_norm", steps, cut=WHOLE)
-        yield from _linear(module, "dt_proj", "dt_proj", own.dt_rank, own.inner, bias=True, cut=COLUMNS)
-        yield vector("scan", "a", own.inner * own.state_dim)
-        yield vector("scan", "d", own.inner)
+            yield _learned(module, "x_norm", steps, gradient="part")
+        yield from _linear(module, "dt_proj", own.dt_rank, inner, bias=True, cut=COLUMNS)
+        yield _learned(module, "a", inner * own.state_dim, op="scan", cut=COLUMNS)
+        yield _learned(module, "d", inner, op="scan", cut=COLUMNS)
     elif own.kind != "conv":
         for name in ("dt_bias", "a", "d") if own.kind == "ssd" else ("dt_bias", "a"):
             is_per_channel = own.gate_rank and name == "dt_bias"
-            yield vector("chunk", name, own.inner if is_per_channel else own.num_heads)
-    if own.norm:
-        width = own.inner if own.kind == "ssd" else own.head_dim
-        yield vector("gate_norm", "gate_norm", width, cut=COLUMNS if own.kind == "ssd" else WHOLE)
-    yield from _linear(module, "out_proj", "out", own.inner, hidden, bias=own.bias, cut=ROWS)
+            width = inner if is_per_channel else own.num_heads
+            yield _learned(module, name, width, op="chunk", cut=COLUMNS)
+    if own.norm and own.kind == "ssd":
+        yield _learned(module, "gate_norm", inner, cut=COLUMNS)
+    elif own.norm:
+        yield _learned(module, "gate_norm", own.head_dim, gradient="part")
+    yield from _linear(module, "out", inner, hidden, op="out_proj", bias=own.bias, cut=ROWS)
 
 
 def _mlp(model: Model) -> Iterator[Weight]:
@@ -305,22 +297,23 @@ def _mlp(model: Model) -> Iterator[Weight]:
 
 
 def _feed_forward(
-    model: Model, module: str, ffn_hidden: int, *, prefix: str = "", experts: int = 0
+    model: Model, module: str, width: int, *, prefix: str = "", experts: int = 0
 ) -> Iterator[Weight]:
-    for name in ("gate", "up") if model.gated else ("up",):
-        yield from _linear(
-            module, f"{prefix}fc1", f"{prefix}{name}", model.hidden, ffn_hidden, bias=model.linear_bias,
-            cut=COLUMNS, experts=experts,
-        )  # fmt: skip
-    yield from _linear(
-        module, f"{prefix}fc2", f"{prefix}down", ffn_hidden, model.hidden, bias=model.linear_bias, cut=ROWS,
-        experts=experts,
-    )  # fmt: skip
+    for name, op, d_in, d_out, cut in (
+        ("gate", "fc1", model.hidden, width, COLUMNS),
+        ("up", "fc1", model.hidden, width, COLUMNS),
+        ("down", "fc2", width, model.hidden, ROWS),
+    ):
+        if model.gated or name != "gate":
+            yield from _linear(
+                module, f"{prefix}{name}", d_in, d_out, op=f"{prefix}{op}", bias=model.linear_bias, cut=cut,
+                experts=experts,
+            )  # fmt: skip
 
 
 def _per_layer(model: Model, own: PerLayer) -> Iterator[Weight]:
-    for name, d_in, d_out in (("gate", model.hidden, own.width), ("up", own.width, model.hidden)):
-        yield from _linear("per_layer", name, name, d_in, d_out, bias=False, gradient="tokens")
+    yield from _linear("per_layer", "gate", model.hidden, own.width, gradient="tokens")
+    yield from _linear("per_layer", "up", own.width, model.hidden, gradient="tokens")
     yield from _norm(model, "per_layer", "norm", model.hidden)
 
 
@@ -333,35 +326,30 @@ def _streams(model: Model, own: Streams) -> Iterator[Weight]:
         ("laurel_left", hidden, own.laurel_rank),
         ("laurel_right", own.laurel_rank, hidden),
     ):
-        yield from _linear(module, name, name, d_in, d_out, bias=False, gradient="tokens")
+        yield from _linear(module, name, d_in, d_out, gradient="tokens")
     for name in ("router_norm", "laurel_norm"):
         yield from _norm(model, module, name, hidden)
-    yield Weight(module=module, op="output_scale", name="output_scale", shape=(hidden,), gradient="tokens")
+    yield _learned(module, "output_scale", hidden, gradient="tokens")
 
 
 def _moe(model: Model) -> Iterator[Weight]:
-    moe = model.moe
+    module, moe, hidden = "moe", model.moe, model.hidden
     assert moe is not None
-    yield from _block_norm(model, "moe", 2)
-    yield from _linear(
-        "moe", "router", "router", model.hidden, moe.num_experts, bias=moe.router_bias, gradient="part"
-    )
+    yield from _block_norm(model, module, 2)
+    yield from _linear(module, "router", hidden, moe.num_experts, bias=moe.router_bias, gradient="part")
     if moe.balance_bias:
-        yield Weight(
-            module="moe", op="balance_bias", name="balance_bias", shape=(moe.num_experts,), trains=False
-        )
-    yield from _feed_forward(model, "moe", moe.ffn_hidden, prefix="expert_", experts=moe.num_experts)
+        yield _learned(module, "balance_bias", moe.num_experts, trains=False)
+    yield from _feed_forward(model, module, moe.ffn_hidden, prefix="expert_", experts=moe.num_experts)
     if moe.shared_ffn_hidden:
         yield from _feed_forward(model, "shared_expert", moe.shared_ffn_hidden)
     if moe.own_norms:
-        for module, name in (("moe", "expert_norm"), ("moe", "sum_norm"), ("shared_expert", "sum_norm")):
-            yield from _norm(model, module, name, model.hidden)
-        for name, width in (("router_scale", model.hidden), ("expert_scale", moe.num_experts)):
-            yield Weight(module="moe", op=name, name=name, shape=(width,), gradient="part")
+        yield from _norm(model, module, "expert_norm", hidden)
+        yield from _norm(model, module, "sum_norm", hidden)
+        yield from _norm(model, "shared_expert", "sum_norm", hidden)
+        yield _learned(module, "router_scale", hidden, gradient="part")
+        yield _learned(module, "expert_scale", moe.num_experts, gradient="part")
     if moe.shared_gate:
-        yield from _linear(
-            "shared_expert", "gate", "shared_gate", model.hidden, 1, bias=False, gradient="tokens"
-        )
+        yield from _linear("shared_expert", "shared_gate", hidden, 1, op="gate", gradient="tokens")
 
 
 # --- the ends ----------------------------------------------------------------------------------
@@ -387,73 +375,58 @@ def mtp_weights(model: Model) -> Weights:
     """
     names = ("embedding_norm", "hidden_norm", "final_norm")
     norms = [weight for name in names for weight in _norm(model, "mtp", name, model.hidden)]
-    return (
-        *norms,
-        *_linear("mtp", "projection", "projection", 2 * model.hidden, model.hidden, bias=False, cut=COLUMNS),
-    )
+    return (*norms, *_linear("mtp", "projection", 2 * model.hidden, model.hidden, cut=COLUMNS))
 
 
 def _embedding(model: Model) -> Iterator[Weight]:
-    hidden, patches = model.hidden, model.patches
+    module, hidden, patches = "embedding", model.hidden, model.patches
 
-    def rows(op: str, number: int, cut: str = WHOLE) -> Iterator[Weight]:
-        gradient = "whole" if cut else "tokens"
+    def rows(name: str, number: int) -> Iterator[Weight]:
         if number:
-            yield Weight(
-                module="embedding", op=op, name=op, shape=(number, hidden), cut=cut, gradient=gradient
-            )
+            yield _learned(module, name, number, hidden, gradient="tokens")
 
-    yield from rows("tokens", model.vocab, ROWS)
+    if model.vocab:
+        yield _learned(module, "tokens", model.vocab, hidden, cut=ROWS)
     if patches is not None:
         pixels = patches.channels * patches.patch**2
-        yield from _linear(
-            "embedding", "patch_proj", "patch_proj", pixels, hidden, bias=patches.bias, gradient="tokens"
-        )
+        yield from _linear(module, "patch_proj", pixels, hidden, bias=patches.bias, gradient="tokens")
         yield from rows("class_token", int(patches.class_token))
         if patches.mask_token:
-            yield Weight(module="embedding", op="patch_proj", name="mask_token", shape=(hidden,))
+            yield _learned(module, "mask_token", hidden, op="patch_proj")
     yield from rows("token_types", model.token_types)
     if model.positions == "learned":
         yield from rows("positions", model.max_seq + model.extra_position_rows)
     if model.per_layer:
         width = model.num_layers * model.per_layer.width
-        shape = (model.per_layer.rows, width)
-        yield Weight(module="embedding", op="layer_tokens", name="layer_tokens", shape=shape, cut=ROWS)
-        yield from _linear(
-            "embedding", "layer_proj", "layer_proj", hidden, width, bias=False, gradient="tokens"
-        )
-        yield from _norm(model, "embedding", "layer_norm", model.per_layer.width)
+        yield _learned(module, "layer_tokens", model.per_layer.rows, width, cut=ROWS)
+        yield from _linear(module, "layer_proj", hidden, width, gradient="tokens")
+        yield from _norm(model, module, "layer_norm", model.per_layer.width)
     if model.streams:
         width = (model.streams.number - 1) * hidden
-        yield from _linear(
-            "embedding", "stream_proj", "stream_proj", hidden, width, bias=False, gradient="tokens"
-        )
+        yield from _linear(module, "stream_proj", hidden, width, gradient="tokens")
     if model.distances:
         yield from rows("distances", model.distances.rows)
         if model.distances.norm:
-            yield from _norm(model, "embedding", "distances", hidden, name="distance_norm")
+            yield from _norm(model, module, "distance_norm", hidden, op="distances")
     if model.relative_buckets:  # each side has a table
-        shape = (model.relative_buckets * (2 if model.encoder else 1), model.num_heads)
-        yield Weight(module="embedding", op="relative_bias", name="relative_bias", shape=shape, cut=COLUMNS)
+        number = model.relative_buckets * (2 if model.encoder else 1)
+        yield _learned(module, "relative_bias", number, model.num_heads, cut=COLUMNS)
     if model.embedding_norm:
-        yield from _norm(model, "embedding", "norm", hidden)
+        yield from _norm(model, module, "norm", hidden)
     if model.encoder:
         yield from _encoder_ends(model, model.encoder)
 
 
 def _encoder_ends(model: Model, encoder: Encoder) -> Iterator[Weight]:
     """What an encoder has besides its blocks; it looks up tokens in the table of the decoder."""
-    module, hidden = "encoder", model.hidden
-    if encoder.channels:
-        for name, width in (("conv1", encoder.channels), ("conv2", hidden)):
-            yield from _linear(module, name, name, 3 * width, hidden, bias=True, gradient="tokens")
+    module, hidden, channels = "encoder", model.hidden, encoder.channels
+    if channels:
+        yield from _linear(module, "conv1", 3 * channels, hidden, bias=True, gradient="tokens")
+        yield from _linear(module, "conv2", 3 * hidden, hidden, bias=True, gradient="tokens")
     if model.positions == "learned":
-        shape = (encoder.seq or model.max_seq + model.extra_position_rows, hidden)
+        number = encoder.seq or model.max_seq + model.extra_position_rows
         # Positions of sound are sines, kept as weights.
-        yield Weight(
-            module=module, op="positions", name="positions", shape=shape, gradient="tokens",
-            trains=not encoder.channels,
-        )  # fmt: skip
+        yield _learned(module, "positions", number, hidden, gradient="tokens", trains=not channels)
     if model.embedding_norm:
         yield from _norm(model, module, "norm", hidden)
     if model.final_norm:
@@ -461,45 +434,38 @@ def _encoder_ends(model: Model, encoder: Encoder) -> Iterator[Weight]:
 
 
 def _head(model: Model) -> Iterator[Weight]:
-    hidden, patches = model.hidden, model.patches
+    module, hidden, patches = "head", model.hidden, model.patches
     if model.streams:
         width = (model.streams.number - 1) * hidden
-        yield from _linear("head", "stream_proj", "stream_proj", width, hidden, bias=False, gradient="tokens")
+        yield from _linear(module, "stream_proj", width, hidden, gradient="tokens")
     if model.final_norm:
-        yield from _norm(model, "head", "final_norm", hidden)
+        yield from _norm(model, module, "final_norm", hidden)
     if model.mlm_transform:
-        yield from _linear(
-            "head", "transform", "transform", hidden, hidden, bias=model.norm_bias, gradient="tokens"
-        )
-        yield from _norm(model, "head", "transform_norm", hidden)
+        yield from _linear(module, "transform", hidden, hidden, bias=model.norm_bias, gradient="tokens")
+        yield from _norm(model, module, "transform_norm", hidden)
     if model.lm_head and model.vocab:
-        logits = _linear("head", "logits", "logits", hidden, model.vocab, bias=model.head_bias, cut=COLUMNS)
+        logits = _linear(module, "logits", hidden, model.vocab, bias=model.head_bias, cut=COLUMNS)
         yield from (weight for weight in logits if not (model.tied_embedding and weight.is_matrix))
     if patches is not None and patches.out_channels:
         width = patches.out_channels * patches.patch**2
-        yield from _linear(
-            "head", "pixel_head", "pixel_head", hidden, width, bias=model.head_bias, gradient="tokens"
-        )
+        yield from _linear(module, "pixel_head", hidden, width, bias=model.head_bias, gradient="tokens")
     if model.attention_pool:
         yield from _attention_pool(model)
     if model.pooler:
-        yield from _linear("head", "pooler", "pooler", hidden, hidden, bias=True)
+        yield from _linear(module, "pooler", hidden, hidden, bias=True)
     if model.num_classes:
-        gradient = "tokens" if model.classifies_tokens else "whole"
-        yield from _linear(
-            "head", "classifier", "classifier", hidden, model.num_classes, bias=model.classifier_bias,
-            gradient=gradient,
-        )  # fmt: skip
+        gradient, bias = "tokens" if model.classifies_tokens else "whole", model.classifier_bias
+        yield from _linear(module, "classifier", hidden, model.num_classes, bias=bias, gradient=gradient)
 
 
 def _attention_pool(model: Model) -> Iterator[Weight]:
     module, hidden = "head", model.hidden
-    yield Weight(module=module, op="pool_q", name="pool_query", shape=(hidden,))
+    yield _learned(module, "pool_query", hidden, op="pool_q")
     for name, width in (("pool_q", hidden), ("pool_kv", 2 * hidden), ("pool_out", hidden)):
-        yield from _linear(module, name, name, hidden, width, bias=True, gradient="tokens")
+        yield from _linear(module, name, hidden, width, bias=True, gradient="tokens")
     yield from _norm(model, module, "pool_norm", hidden)
-    yield from _linear(module, "pool_fc1", "pool_fc1", hidden, model.ffn_hidden, bias=True)
-    yield from _linear(module, "pool_fc2", "pool_fc2", model.ffn_hidden, hidden, bias=True)
+    yield from _linear(module, "pool_fc1", hidden, model.ffn_hidden, bias=True)
+    yield from _linear(module, "pool_fc2", model.ffn_hidden, hidden, bias=True)
 
 
 # --- counts ------------------------------------------------------------------------------------
