@@ -60,11 +60,11 @@ def run_document(
     """A frontier without failures, and under `with_failures` the same with them."""
     watts = found.device.power_watts or None if watts is None else watts
     price = 0.0 if price_per_device_hour is None else price_per_device_hour
-    failures = found.failures
+    failures, laws = found.failures, {kind: getattr(found.run, kind) for kind in KINDS}
     return {
         "device": _device(found.device),
         "assumptions": {
-            **{kind: _law(getattr(found.run, kind)) for kind in KINDS},
+            **{kind: {"name": law.name, "source": law.source} for kind, law in laws.items()},
             **{name: getattr(found.run, name) for name in (*OPTIONS, *NUMBERS, *LATENCIES)},
         },
         "failures": {
@@ -79,23 +79,18 @@ def run_document(
     }
 
 
-def _law(law: Any) -> dict[str, str]:
-    return {"name": law.name, "source": law.source}
-
-
 def _limits(found: Limits, watts: float | None, price: float) -> dict[str, Any]:
+    def shown(point: Point | None) -> dict[str, Any] | None:
+        return None if point is None else asdict(point) | power_and_cost(point, watts, price)
+
     return {
         "plateau": found.plateau,
         "limit_80pct_flop": found.limit_80pct_flop,
         "wall_flop": found.wall_flop,
-        "limit": _point(found.limit, watts, price) if found.limit else None,
-        "wall": _point(found.wall, watts, price) if found.wall else None,
-        "curve": [_point(point, watts, price) for point in found.curve],
+        "limit": shown(found.limit),
+        "wall": shown(found.wall),
+        "curve": [shown(point) for point in found.curve],
     }
-
-
-def _point(point: Point, watts: float | None, price: float) -> dict[str, Any]:
-    return {**asdict(point), **power_and_cost(point, watts, price)}
 
 
 def _device(device: Device) -> dict[str, Any]:

@@ -371,20 +371,22 @@ def sensitivity(
     is `run` itself.
     """
     run = Assumptions() if run is None else run
-    changes: list[tuple[str, str, Assumptions]] = [("as given", "", run)]
-    for kind in KINDS:
-        others = [name for name in law_names(kind) if name != getattr(run, kind).name]
-        changes += [(kind, name, _changed(run, kind, find_law(kind, name))) for name in others]
-    for option, values in OPTIONS.items():
-        others = [value for value in values if value != getattr(run, option)]
-        changes += [(option, value, _changed(run, option, value)) for value in others]
-    for number, factors in NUMBERS.items():
-        values_tried = [getattr(run, number) * factor for factor in factors]
-        changes += [(number, f"{value:.4g}", _changed(run, number, value)) for value in values_tried]
+    laws = [(kind, name, find_law(kind, name)) for kind in KINDS for name in law_names(kind)]
+    options = [(option, value, value) for option, values in OPTIONS.items() for value in values]
+    numbers = [(name, f * getattr(run, name)) for name, factors in NUMBERS.items() for f in factors]
+    changes: list[tuple[str, str, dict[str, Any]]] = [
+        ("as given", "", {}),
+        *((kind, name, {kind: law}) for kind, name, law in laws if name != getattr(run, kind).name),
+        *((name, text, {name: value}) for name, text, value in options if value != getattr(run, name)),
+        *((name, f"{value:.4g}", {name: value}) for name, value in numbers),
+    ]
     for factor in (0.0, 0.5, 2.0):
-        scaled: dict[str, Any] = {name: getattr(run, name) * factor for name in LATENCIES}
-        changes.append(("all latencies", f"x {factor:g}", replace(run, **scaled)))
-    return [_row(choice, value, device, changed, None, training_flop) for choice, value, changed in changes]
+        scaled = {name: getattr(run, name) * factor for name in LATENCIES}
+        changes.append(("all latencies", f"x {factor:g}", scaled))
+    return [
+        _row(choice, value, device, replace(run, **change), None, training_flop)
+        for choice, value, change in changes
+    ]
 
 
 def failure_sensitivity(
@@ -421,7 +423,3 @@ def _row(
         "limit_80pct_flop": found.limit_80pct_flop,
         "wall_flop": found.wall_flop,
     }
-
-
-def _changed(run: Assumptions, name: str, value: Any) -> Assumptions:
-    return replace(run, **{name: value})
