@@ -6,6 +6,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,8 @@ from meshwise.calibrate.runs import published_runs
 from meshwise.machine.hardware import cluster_text, find_cluster, parse_cluster
 from meshwise.plan.plan import KEYS
 from meshwise.web.app import make_app
-from meshwise.web.forms import forms
 from meshwise.web.run import serve_page
-from meshwise.web.views import Server
+from meshwise.web.views import VIEWS, Server, options
 
 TRACES = Path(__file__).parent / "data" / "traces"
 JOB = {"model": "llama3-8b", "cluster": "h100-80g-sxm:16", "batch": "32", "seq": "4096"}
@@ -180,7 +180,7 @@ def test_accuracy_shows_the_rows_that_the_filter_leaves(
 @pytest.mark.parametrize(
     ("view", "state", "sentence"),
     [
-        ("explore", {"batch": "8"}, "name a model"),
+        ("explore", {"batch": "8"}, "needs model: A preset"),
         ("explore", JOB | {"plan": "tp=3"}, "divide"),
         ("explore", JOB | {"batch": "many"}, "batch=many must be a number"),
         ("explore", JOB | {"batch": "1.5"}, "batch=1.5 must be a whole number"),
@@ -191,8 +191,12 @@ def test_accuracy_shows_the_rows_that_the_filter_leaves(
         ("explore", JOB | {"machine": ".".join("a" * 15_000) + " = 1"}, "a dotted key has more than 8 parts"),
         ("explore", JOB | {"model": "/etc/passwd"}, "is a path"),
         ("explore", JOB | {"plan": "tests/x.toml"}, "is a path"),
-        ("explore", {"model": "llama3-8b"}, "name a cluster"),
-        ("search", {"model": "llama3-8b", "cluster": "h100-80g-sxm:8"}, "fill in batch"),
+        ("explore", {"model": "llama3-8b"}, "needs cluster: A preset, chip:count"),
+        (
+            "search",
+            {"model": "llama3-8b", "cluster": "h100-80g-sxm:8"},
+            "needs batch: Global batch",
+        ),
         ("traces", {"path": "../.."}, "is not below"),
         ("traces", {"path": "/etc"}, "is not below"),
         ("serve", JOB | {"rate": "-1"}, "no field"),
@@ -232,10 +236,10 @@ def test_the_page_holds_every_field_and_runs_nothing_but_its_own(client: TestCli
     page = client.get("/")
     policy = page.headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy and "script-src 'self';" in policy
-    for groups in forms().values():
-        for _, asks, _ in groups:
-            for one in asks:
-                assert f'name="{one.name}"' in page.text
+    for view in VIEWS:
+        for name, option in options(view).items():
+            if (view, name) != ("explore", "plan"):  # a field for each of its keys
+                assert f'name="{option.typed}"' in page.text and escape(option.help) in page.text
     assert "<script>" not in page.text and " onclick" not in page.text
     for name in ("page.js", "draw.js", "plotly.js", "style.css", "page.css"):
         assert client.get(f"/static/{name}").status_code == 200

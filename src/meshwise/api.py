@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwise.core.errors import MissingExtraError, WorkloadError
-from meshwise.core.options import Counts, Quantity
+from meshwise.core.options import Counts, Latency, Quantity
 
 if TYPE_CHECKING:
     from meshwise.calibrate.validate import Validation
@@ -232,10 +232,10 @@ def serve(
     prompt: int | None = None,
     output: int | None = None,
     sequences: Counts = (),
-    token_s: float | None = None,
-    ttft_s: float | None = None,
+    token_s: Latency | None = None,
+    ttft_s: Latency | None = None,
     memory_frac: float = 0.9,
-    engine_s: float = 0.0,
+    engine_s: Latency = 0.0,
     rate: float | None = None,
     concurrency: int | None = None,
     requests: str | Path | None = None,
@@ -803,7 +803,7 @@ def budget(
 
 
 def refusal(
-    model: Model, cluster: Cluster, plan: Mapping[str, Any], *,
+    model: str | Path | Model, cluster: str | Path | Cluster, plan: Mapping[str, Any], *,
     batch: int | None = None, seq: int | None = None, microbatch: int | None = None, kind: str = "train",
 ) -> str:  # fmt: skip
     """Why the keys `plan` are no plan of `model` on `cluster`, in one sentence; empty where they are one."""
@@ -812,10 +812,10 @@ def refusal(
     from meshwise.plan.plan import Plan
 
     try:
-        cut = Plan(**plan)
-        work = _workload(model, cluster, cut, batch=batch, seq=seq, microbatch=microbatch, kind=kind)
-        resolve(model, cut, work, cluster)
-        cluster.chip.matrix_peak(cut.dtype)
+        shape, machine, cut = _model(model), _cluster(cluster), Plan(**plan)
+        work = _workload(shape, machine, cut, batch=batch, seq=seq, microbatch=microbatch, kind=kind)
+        resolve(shape, cut, work, machine)
+        machine.chip.matrix_peak(cut.dtype)
     except MeshwiseError as error:
         return str(error)
     return ""

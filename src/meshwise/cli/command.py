@@ -1,7 +1,4 @@
-"""A command of the command line, made from a function: its options are those of the function.
-
-A function that ends in `**asked` also takes the options of the verbs of the library that `@takes` names.
-"""
+"""A command of the command line, made from a function: its options are those that it takes and its own."""
 
 from __future__ import annotations
 
@@ -9,30 +6,25 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
 from meshwise.cli.complete import clusters, machines, models
-from meshwise.core.options import REQUIRED, Option, options_of, summary_of
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+from meshwise.core.options import REQUIRED, Option, all_options, summary_of
 
 SPELLED = {
     "directory": ("--output", "-o"),
     "elem_bytes": ("--bytes",),
-    "engine_s": ("--engine-ms",),
     "recorded": ("--ledger/--no-ledger",),
     "settings": ("--set",),
     "show_help": ("--help", "-h"),
     "sizes_bytes": ("--size",),
     "source": ("--from",),
     "stated": ("--estimate",),
-    "token_s": ("--token-ms",),
-    "ttft_s": ("--ttft-ms",),
     "with_run": ("--run/--no-run",),
 }
-"""Options that are spelled otherwise than their parameter; one in milliseconds is divided by a thousand."""
+"""Options that are spelled otherwise than their parameter."""
 
 COMPLETED = {
     "chip": machines,
@@ -58,35 +50,12 @@ SHARED = {
 """What options of commands mean that are no options of the library's verbs, unless a command says more."""
 
 
-def takes(
-    *verbs: Callable[..., Any], without: tuple[str, ...] = (), optional: tuple[str, ...] = ()
-) -> Callable[[Function], Function]:
-    """Give a command the options of `verbs`, `without` those that it fills in; `optional` may be left out."""
-
-    def with_options(function: Function) -> Function:
-        taken = {name: option for verb in verbs for name, option in options_of(verb).items()}
-        function.taken = {  # type: ignore[attr-defined]
-            name: replace(option, default=None) if name in optional else option
-            for name, option in taken.items()
-            if name not in without
-        }
-        return function
-
-    return with_options
-
-
 def command_options(function: Callable[..., Any]) -> dict[str, Option]:
-    """All options of a command by name; where it states one itself, that goes before the library's."""
-    taken = getattr(function, "taken", {})
-    own = {name: option for name, option in options_of(function).items() if name != "context"}
-    found = taken | own
-    meant = {name: (taken[name].help if name in taken else SHARED.get(name, "")) for name in found}
-    return {name: replace(option, help=option.help or meant[name]) for name, option in found.items()}
-
-
-def options_in(asked: dict[str, Any], verb: Callable[..., Any]) -> dict[str, Any]:
-    """The options of `verb` out of those that are `asked`; they are taken away."""
-    return {name: asked.pop(name) for name in options_of(verb) if name in asked}
+    """All options of a command by name, with what they mean."""
+    return {
+        name: replace(option, help=option.help or SHARED.get(name, ""))
+        for name, option in all_options(function).items()
+    }
 
 
 def as_command(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,27 +81,23 @@ def as_command(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def flags(option: Option) -> tuple[str, ...]:
     """How an option is written on the command line."""
-    name = "--" + option.name.replace("_", "-")
+    name = "--" + option.typed.replace("_", "-")
     if option.name == "output" and option.kind is Path:  # not the tokens of an answer
         return name, "-o"
     return SPELLED.get(option.name, (f"{name}/--no-{name[2:]}" if option.default is True else name,))
 
 
-def _in_ms(option: Option) -> bool:
-    return flags(option)[0].endswith("-ms")
-
-
 def _default(option: Option) -> Any:
     if option.default in (None, REQUIRED, ()):
         return REQUIRED if option.default is REQUIRED else None
-    return option.default * 1e3 if _in_ms(option) else option.default
+    return option.default * 1e3 if option.in_ms else option.default
 
 
 def _value(option: Option, value: Any) -> Any:
     """What the function takes of what was typed."""
     if value is None:
         return option.default
-    return value / 1e3 if _in_ms(option) else value
+    return value / 1e3 if option.in_ms else value
 
 
 def _annotation(option: Option) -> Any:

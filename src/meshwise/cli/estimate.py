@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwise import api
-from meshwise.cli.command import options_in, takes
 from meshwise.cli.job import fill_in, job_json, need_model
 from meshwise.cli.output import console, print_json, write_html
 from meshwise.core.errors import PlanError
+from meshwise.core.options import options_in, takes
 
 if TYPE_CHECKING:
     from meshwise.published.convention import PublishedStep

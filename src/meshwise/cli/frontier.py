@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwise import api
-from meshwise.cli.command import takes
 from meshwise.cli.output import console, print_json
 from meshwise.core.errors import WorkloadError
+from meshwise.core.options import takes
 
 
 def layer(

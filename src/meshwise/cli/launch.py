@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwise import api
-from meshwise.cli.command import takes
 from meshwise.cli.output import console, print_json
+from meshwise.core.options import takes
 
 if TYPE_CHECKING:
     from meshwise.launch.write import Launch

@@ -8,9 +8,9 @@ from typing import Any
 import typer
 
 from meshwise import api
-from meshwise.cli.command import takes
 from meshwise.cli.output import STDERR, console, print_json
 from meshwise.core.errors import DataError
+from meshwise.core.options import takes
 
 
 @takes(api.profile, without=("stdout",))

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from meshwise import api
-from meshwise.cli.command import takes
 from meshwise.cli.output import STDERR, console, print_json
 from meshwise.core.errors import DataError, PlanError
+from meshwise.core.options import takes
 
 if TYPE_CHECKING:
     from meshwise.core.compare import Comparison

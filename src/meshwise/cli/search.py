@@ -10,11 +10,11 @@ from typing import Any
 import typer
 
 from meshwise import api
-from meshwise.cli.command import options_in, takes
 from meshwise.cli.job import fill_in, job_json, need_model
 from meshwise.cli.output import console, print_json, write_html
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import check_writable, csv_text, write_text
+from meshwise.core.options import options_in, takes
 
 
 @takes(

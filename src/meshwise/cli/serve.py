@@ -8,10 +8,10 @@ from typing import Any
 import typer
 
 from meshwise import api
-from meshwise.cli.command import takes
 from meshwise.cli.output import console, print_json, write_html
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import csv_text, write_text
+from meshwise.core.options import takes
 
 
 @takes(api.serve)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from meshwise import api
-from meshwise.cli.command import takes
 from meshwise.cli.output import console, print_json, write_html
 from meshwise.core.errors import DataError
+from meshwise.core.options import takes
 
 if TYPE_CHECKING:
     import meshwise.machine.hardware as machine

@@ -7,9 +7,9 @@ from pathlib import Path
 import typer
 
 from meshwise import api
-from meshwise.cli.command import takes
 from meshwise.cli.output import console, print_json, write_html
 from meshwise.core.errors import DataError
+from meshwise.core.options import takes
 
 DATA_FILES = ("measured_iterations_a100.csv", "measured_ops.csv", "published_micro.csv")
 """Tables of measurements that do not ship with the package."""

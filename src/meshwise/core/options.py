@@ -11,14 +11,15 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from meshwise.core.errors import WorkloadError
 from meshwise.core.units import quantity
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 REQUIRED = inspect.Parameter.empty
 """The default of an option that must be given."""
 
@@ -29,7 +30,7 @@ class Option:
 
     `kind` is the type of its value as it is typed, without None: str, int, float, bool, Path or a Literal, or
     a list of them. `reader` makes the value of the text where the type alone does not say how, and `bounds`
-    are the whole numbers that it may be.
+    are the whole numbers that it may be. `in_ms`: seconds that are typed as milliseconds.
     """
 
     name: str
@@ -39,6 +40,30 @@ class Option:
     is_word: bool = False
     reader: Callable[[str, str], Any] | None = None
     bounds: range | None = None
+    in_ms: bool = False
+
+    @property
+    def typed(self) -> str:
+        """Its name as it is typed: a latency in seconds is typed in milliseconds."""
+        return f"{self.name.removesuffix('_s')}_ms" if self.in_ms else self.name
+
+    def value(self, text: str) -> Any:
+        """The value that `text` spells; WorkloadError says what it must be."""
+        if self.reader is not None:
+            return self.reader(text, self.typed)
+        if get_origin(self.kind) is Literal and text not in (known := get_args(self.kind)):
+            raise WorkloadError(f"{self.typed}={text} must be one of {', '.join(filter(None, known))}")
+        if self.kind not in (int, float):
+            return text
+        try:
+            value = float(text)
+        except ValueError:
+            raise WorkloadError(f"{self.typed}={text} must be a number") from None
+        if self.kind is float:
+            return value / 1e3 if self.in_ms else value
+        if not value.is_integer():
+            raise WorkloadError(f"{self.typed}={text} must be a whole number")
+        return int(value)
 
 
 def whole_numbers(text: str, option: str) -> list[int]:
@@ -54,6 +79,43 @@ Quantity = Annotated[float, quantity]
 """A number that a person writes as 15T or 64MiB."""
 Counts = Annotated[Sequence[int], whole_numbers]
 """Several whole numbers in one text."""
+Latency = Annotated[float, "ms"]
+"""Seconds that a person types in milliseconds."""
+
+
+def takes(
+    *verbs: Callable[..., Any], without: tuple[str, ...] = (), optional: tuple[str, ...] = ()
+) -> Callable[[Function], Function]:
+    """Give a function that ends in `**asked` the options of `verbs`.
+
+    Those that it fills in itself go `without`; `optional` may be left out.
+    """
+
+    def with_options(function: Function) -> Function:
+        taken = {name: option for verb in verbs for name, option in options_of(verb).items()}
+        function.taken = {  # type: ignore[attr-defined]
+            name: replace(option, default=None) if name in optional else option
+            for name, option in taken.items()
+            if name not in without
+        }
+        return function
+
+    return with_options
+
+
+def all_options(function: Callable[..., Any]) -> dict[str, Option]:
+    """The options that a function takes and its own; what it states itself goes before the verbs' words."""
+    taken = getattr(function, "taken", {})
+    own = {name: option for name, option in options_of(function).items() if name != "context"}
+    return taken | {
+        name: option if option.help or name not in taken else replace(option, help=taken[name].help)
+        for name, option in own.items()
+    }
+
+
+def options_in(asked: dict[str, Any], verb: Callable[..., Any]) -> dict[str, Any]:
+    """The options of `verb` out of those that are `asked`; they are taken away."""
+    return {name: asked.pop(name) for name in options_of(verb) if name in asked}
 
 
 def options_of(verb: Callable[..., Any]) -> dict[str, Option]:
@@ -72,6 +134,7 @@ def options_of(verb: Callable[..., Any]) -> dict[str, Option]:
             is_word=not found and parameter.kind is not inspect.Parameter.KEYWORD_ONLY,
             reader=next((note for note in notes if callable(note)), None),
             bounds=next((note for note in notes if isinstance(note, range)), None),
+            in_ms="ms" in notes,
         )
     return found
 

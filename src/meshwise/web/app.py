@@ -26,8 +26,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshwise.core.errors import DataError, MeshwiseError
 from meshwise.report.html import escape, plotly_js, static
-from meshwise.web.forms import form_html, forms
-from meshwise.web.views import QUICK, Server, answer
+from meshwise.web.forms import form_html
+from meshwise.web.views import QUICK, VIEWS, Server, answer, options
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
@@ -105,9 +105,8 @@ class _Guard:
 
 
 async def _index(request: Request) -> Response:
-    views = forms()
-    links = "".join(f'<a href="#{view}">{escape(view.capitalize())}</a>' for view in views)
-    written = "".join(form_html(view, groups) for view, groups in views.items())
+    links = "".join(f'<a href="#{view}">{escape(view.capitalize())}</a>' for view in VIEWS)
+    written = "".join(form_html(view, options(view)) for view in VIEWS)
     page = request.app.state.files["page.html"]
     return HTMLResponse(page.replace("<!--links-->", links).replace("<!--forms-->", written))
 

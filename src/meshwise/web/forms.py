@@ -1,20 +1,20 @@
-"""What the page asks for: the fields of each view, stated once for the form, the address and the checks."""
+"""The forms of the page: a field for each option of a view, as the verbs state them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from typing import Literal, get_args, get_origin
 
+from meshwise.core.options import REQUIRED, Option
 from meshwise.launch.write import FRAMEWORKS
 from meshwise.machine.hardware import chips, cluster_names
 from meshwise.model.find import model_names
 from meshwise.plan.plan import DEFAULTS, KEYS
-from meshwise.published.frontier import OPTIONS
+from meshwise.plan.workload import KINDS
 from meshwise.report.html import escape
 
 DEGREES = ("tp", "pp", "cp", "ep", "dp", "etp", "ulysses", "zero_group")
-"""Keys whose values divide the number of chips."""
+"""Keys of the plan whose values divide the number of chips."""
 COUNTS = {
     "vpp": tuple(map(str, (1, 2, 3, 4, 6, 8, 12, 16))),
     "zero": ("0", "1", "2", "3"),
@@ -23,191 +23,117 @@ COUNTS = {
 }
 """Other keys that are chosen from a list, and its values."""
 FIRST_KEYS = ("tp", "pp", "vpp", "schedule", "cp", "ep", "zero", "recompute", "dtype")
+FIRST = {
+    "serve": ("model", "cluster", "plan", "prompt", "output", "rate", "concurrency", "token_s", "ttft_s",
+              "price"),
+}  # fmt: skip
+"""Of views with many options, those that are shown from the start."""
+PASTED = ("config", "machine")
+RANGES = {
+    "memory_frac": ("0.1", "1", "0.02"),
+    "months": ("1", "24", "1"),
+    "utilization": ("0.3", "1", "0.05"),
+    "elem_bytes": ("0.5", "4", "0.5"),
+    "num_experts": ("1", "64", "1"),
+    "mtbf_hours": ("5", "1000", "1"),
+}
+"""Ends and step of numbers that are slid."""
+EXAMPLE = {"model": "llama3-8b", "cluster": "h100-80g-sxm:64", "batch": "256", "seq": "4096", "months": "3"}
+"""What stands in a form at first, where a view needs a job."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A field of a form. `kind`: text, number, range, select, lines, folder, or key (of the plan).
-
-    `values`: those of a select, of a list of suggestions, or the ends and the step of a range.
-    """
-
-    name: str
-    label: str
-    kind: str = "text"
-    value: str = ""
-    values: Sequence[str] = ()
-    help: str = ""
-
-
-Group = tuple[str, Sequence[Ask], bool]
-"""A title, its fields, and whether it is shown from the start."""
-
-
-def _job(plan: bool, batch: str = "256") -> list[Ask]:
-    """What runs where, and how much of it."""
-    where = [*cluster_names(), *(f"{name}:8" for name in chips())]
-    asks = [
-        Ask("model", "Model", "text", "llama3-8b", model_names(), "A preset; your own goes below."),
-        Ask("cluster", "Cluster", "text", "h100-80g-sxm:64", where, "A preset, or chip:count."),
-    ]
-    asks += [Ask("plan", "Plan", help="tp=8,pp=4,...")] if plan else []
-    if batch:
-        asks += [
-            Ask("batch", "Batch [sequences]", "number", batch),
-            Ask("seq", "Sequence [tokens]", "number", "4096"),
-            Ask("microbatch", "Microbatch", "number", help="Sequences."),
-        ]
-    return asks
-
-
-def _keys(names: Sequence[str]) -> list[Ask]:
-    return [Ask(name, name, "key", help=KEYS[name].doc) for name in names]
-
-
-@cache
-def forms() -> dict[str, list[Group]]:
-    """The groups of fields of each view."""
-    return {
-        "explore": [
-            ("Job", [*_job(plan=False), Ask("kind", "Kind", "select", KINDS[0], KINDS)], True),
-            _OWN,
-            ("Plan", _keys(FIRST_KEYS), True),
-            ("More of the plan", _keys([key for key in KEYS if key not in FIRST_KEYS]), False),
-            ("Launch", [Ask("to", "Framework", "select", FRAMEWORKS[0], FRAMEWORKS)], True),
-        ],
-        "search": [
-            ("Job", [ask for ask in _job(plan=True) if ask.name != "microbatch"], True),
-            _OWN,
-            ("Picture", _PICTURE, True),
-        ],
-        "serve": [("Job", _job(plan=True, batch=""), True), _OWN, ("Traffic", _TRAFFIC, True)],
-        "frontier": [("Run", [*_chips(), *_RUN], True), ("Choices", _choices(), True)],
-        "traces": [("Traces", _TRACES, True), ("Prediction", _job(plan=True), False)],
-        "accuracy": [("Filter", _FILTER, True)],
-    }
-
-
-_OWN: Group = (
-    "Your own model or machine",
-    [
-        Ask("config", "config.json", "lines", help="Paste or drop a file here; it replaces the preset."),
-        Ask("machine", "Cluster (TOML)", "lines", help="An edited cluster; it replaces the preset."),
-    ],
-    False,
-)
-KINDS = ("train", "evaluate", "prefill", "decode")
-_COLORS = ("tp", "pp", "cp", "ep", "vpp", "zero", "recompute", "schedule", "microbatch")
-_PICTURE = [
-    Ask("color", "Color by", "select", "tp", _COLORS),
-    Ask("memory_frac", "Memory a plan may need", "range", "0.92", ("0.1", "1", "0.02")),
-    Ask("top", "Families shown", "number", "8"),
-]
-_TRAFFIC = [
-    Ask("prompt", "Prompt [tokens]", "number", "2048"),
-    Ask("output", "Output [tokens]", "number", "256"),
-    Ask("rate", "Requests a second", "number"),
-    Ask("concurrency", "Clients at once", "number", help="Instead of a rate."),
-    Ask("token_ms", "Target per token [ms]", "number"),
-    Ask("ttft_ms", "First token [ms]", "number", help="With a rate and no tp: the fewest GPUs."),
-    Ask("price", "Price of a GPU-hour", "number"),
-]
-_RUN = [
-    Ask("months", "Longest run [months]", "range", "3", ("1", "24", "1")),
-    Ask("utilization", "Share of the peaks", "range", "0.7", ("0.3", "1", "0.05")),
-    Ask("elem_bytes", "Bytes of a word", "range", "2", ("0.5", "4", "0.5")),
-    Ask("num_experts", "Experts", "range", "1", ("1", "64", "1")),
-    Ask("mtbf_hours", "Between failures", "range", "51", ("5", "1000", "1"), "Thousand hours of a device."),
-]
-_TRACES = [
-    Ask(
-        "path",
-        "Folder",
-        "folder",
-        help="Drop or choose one, or name one below --traces.",
-    ),
-    Ask("steps", "Steps", help="3-7, or complete"),
-]
-_FILTER = [
-    Ask("text", "Contains", help="In the run, its source or its chip."),
-    Ask("quantity", "Quantity", "select", "", ("", "step_s", "memory_bytes")),
-    Ask("worse", "Errors of at least [%]", "number"),
-]
-
-
-def _chips() -> list[Ask]:
-    known = tuple(chips())
-    other = Ask("beside", "Beside it", "select", "", ("", *known))
-    return [Ask("chip", "Chip", "select", "h100-80g-sxm", known), other]
-
-
-def _choices() -> list[Ask]:
-    return [Ask(name, name, "select", values[0], values) for name, values in OPTIONS.items()]
-
-
-def asks(view: str) -> list[Ask]:
-    """All fields of a view."""
-    return [ask for _, group, _ in forms()[view] for ask in group]
-
-
-@cache
-def names(view: str) -> set[str]:
-    """The names of all fields of a view, those of the plan's keys as one."""
-    return {"plan" if ask.kind == "key" else ask.name for ask in asks(view)}
-
-
-def form_html(view: str, groups: Sequence[Group]) -> str:
+def form_html(view: str, options: dict[str, Option]) -> str:
     """The form of a view."""
-    parts = []
-    for title, asks, is_open in groups:
-        fields = "".join(_field(f"{view}-{ask.name}", ask) for ask in asks)
-        opened = " open" if is_open else ""
-        parts.append(
-            f"<details{opened}><summary>{escape(title)}</summary><div class=fields>{fields}</div></details>"
-        )
+    groups: dict[str, list[str]] = {}
+    first, example = view.capitalize(), EXAMPLE if view != "traces" else {}
+    for option in options.values():
+        if view == "explore" and option.name == "plan":
+            for key in KEYS:
+                title = "Plan" if key in FIRST_KEYS else "More of the plan"
+                groups.setdefault(title, []).append(
+                    _field(f"{view}-{key}", key, KEYS[key].doc, _key_control(key))
+                )
+            continue
+        is_first = option.name in FIRST.get(view, (option.name,))
+        title = "Your own model or machine" if option.name in PASTED else first if is_first else "More"
+        field = _field(f"{view}-{option.typed}", option.typed, option.help, _control(option, example))
+        groups.setdefault(title, []).append(field)
+    parts = (
+        f"<details{' open' * (title in ('Plan', first))}><summary>{title}</summary>"
+        f"<div class=fields>{''.join(fields)}</div></details>"
+        for title, fields in sorted(groups.items(), key=lambda item: item[0] != first)
+    )
     return f'<form id="form-{view}" data-view="{view}" hidden aria-label="{view}">{"".join(parts)}</form>'
 
 
-def _field(place: str, ask: Ask) -> str:
-    hint = f'<small id="{place}-hint">{escape(ask.help)}</small>' if ask.help else ""
-    common = f'id="{place}" name="{ask.name}" data-default="{escape(ask.value)}"'
-    common += f' aria-describedby="{place}-hint"' if ask.help else ""
-    label = f'<label for="{place}">{escape(ask.label)}</label>'
-    return f'<div class="field">{label}{_control(place, ask, common)}{hint}</div>'
+def _field(place: str, name: str, help: str, control: str) -> str:
+    """A label, a control whose first words tell its element, and what it means."""
+    hint = f'<small id="{place}-hint">{escape(help)}</small>' if help else ""
+    common = f'id="{place}" name="{name}"' + (f' aria-describedby="{place}-hint"' if help else "")
+    element, _, rest = control.partition(" ")
+    control = f"{element} {common} {rest}".replace("PLACE", place)
+    return f'<div class="field"><label for="{place}">{escape(_label(name))}</label>{control}{hint}</div>'
 
 
-def _control(place: str, ask: Ask, common: str) -> str:
-    value = f'value="{escape(ask.value)}"'
-    if ask.kind == "lines":
-        return f'<textarea {common} rows="2" spellcheck="false"></textarea>'
-    if ask.kind == "range":
-        low, high, step = ask.values
+def _label(name: str) -> str:
+    """`ttft_ms` as `ttft [ms]`."""
+    words, _, unit = name.rpartition("_")
+    return f"{words} [{unit}]".replace("_", " ") if unit == "ms" else name.replace("_", " ")
+
+
+def _control(option: Option, example: dict[str, str]) -> str:
+    default = "" if option.default in (REQUIRED, None, ()) else f"{option.default}"
+    shown = example.get(option.name, default if option.name in RANGES else "")
+    value = f'data-default="{escape(shown)}" value="{escape(shown)}"'
+    hint = f'placeholder="{escape(default)}" autocomplete="off"'
+    if option.name in PASTED:
+        return '<textarea rows="2" spellcheck="false"></textarea>'
+    if option.name in RANGES:
+        low, high, step = RANGES[option.name]
         return (
-            f'<input type="range" {common} {value} min="{low}" max="{high}" step="{step}">'
-            f'<output for="{place}">{escape(ask.value)}</output>'
+            f'<input type="range" {value} min="{low}" max="{high}" step="{step}">'
+            f'<output for="PLACE">{escape(shown)}</output>'
         )
-    if ask.kind == "number":
-        return f'<input type="text" inputmode="decimal" autocomplete="off" {common} {value}>'
-    if ask.kind == "select":
-        return f"<select {common}>{_options(ask.values, ask.value)}</select>"
-    if ask.kind == "key":
-        default = DEFAULTS[ask.name]
-        shown = "default" if default in (None, ()) else f"default: {KEYS[ask.name].show(default)}"
-        if ask.name not in (*DEGREES, *COUNTS) and not KEYS[ask.name].names:
-            return f'<input type="text" data-key {common} placeholder="{escape(shown)}">'
-        values = COUNTS.get(ask.name) or KEYS[ask.name].names
-        return (
-            f'<select data-key {common}><option value="">{escape(shown)}</option>{_options(values)}</select>'
+    if choices := _choices(option):
+        chosen = default if default in choices else choices[0]
+        return f'<select data-default="{escape(chosen)}">{_options(choices, chosen)}</select>'
+    if option.kind in (int, float):
+        return f'<input type="text" inputmode="decimal" {value} {hint}>'
+    if option.name == "path":
+        folder = (
+            '<input type="file" webkitdirectory multiple data-folder="PLACE" aria-label="Choose a folder">'
         )
-    if ask.kind == "folder":
-        return (
-            f'<input type="text" spellcheck="false" autocomplete="off" {common} {value}>'
-            f'<input type="file" webkitdirectory multiple data-folder="{place}" aria-label="Choose a folder">'
-        )
-    suggested = "".join(f"<option>{escape(name)}</option>" for name in ask.values)
-    listed = f'<datalist id="{place}-list">{suggested}</datalist>' if ask.values else ""
-    listing = f' list="{place}-list"' if ask.values else ""
-    return f'<input type="text" spellcheck="false" autocomplete="off" {common} {value}{listing}>{listed}'
+        return f'<input type="text" spellcheck="false" {value} {hint}>{folder}'
+    if suggested := _suggested(option.name):
+        listed = f'<datalist id="PLACE-list">{_options(suggested)}</datalist>'
+        return f'<input type="text" spellcheck="false" list="PLACE-list" {value} {hint}>{listed}'
+    return f'<input type="text" spellcheck="false" {value} {hint}>'
+
+
+def _choices(option: Option) -> Sequence[str]:
+    """The values of an option that is chosen from a list."""
+    if get_origin(option.kind) is Literal:
+        return get_args(option.kind)
+    known = {"kind": KINDS, "to": FRAMEWORKS, "chip": tuple(chips()), "beside": ("", *chips())}
+    return known.get(option.name, ())
+
+
+def _suggested(name: str) -> Sequence[str]:
+    if name in ("model", "draft_model"):
+        return model_names()
+    return [*cluster_names(), *(f"{chip}:8" for chip in chips())] if name.endswith("cluster") else ()
+
+
+def _key_control(key: str) -> str:
+    """The control of a key of the plan."""
+    default = DEFAULTS[key]
+    shown = escape("default" if default in (None, ()) else f"default: {KEYS[key].show(default)}")
+    values = COUNTS.get(key) or KEYS[key].names
+    if not values and key not in DEGREES:
+        return f'<input type="text" data-key data-default="" placeholder="{shown}">'
+    return (
+        f'<select data-key data-default=""><option value="">{shown}</option>{_options(values or ())}</select>'
+    )
 
 
 def _options(values: Sequence[str], chosen: str | None = None) -> str:

@@ -1,4 +1,7 @@
-"""What each view answers: from the state of its form (texts by name, as on the command line) to a page."""
+"""What each view answers: from the state of its form (texts by name, as on the command line) to a page.
+
+The options of a view are those of the verbs that it takes and its own; its form is made from them.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,21 @@ import os
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from meshwise import api
-from meshwise.core.errors import ClusterError, DataError, ModelError, WorkloadError
+from meshwise.core.errors import DataError, ModelError, WorkloadError
 from meshwise.core.files import parse_text
+from meshwise.core.options import REQUIRED, Option, all_options, options_in, options_of, takes
 from meshwise.estimate.one_plan import Estimate
-from meshwise.machine.hardware import Cluster, cluster_text, find_cluster, parse_cluster
-from meshwise.model.architecture import Model
-from meshwise.model.find import find_model
+from meshwise.machine.hardware import cluster_text, find_cluster, parse_cluster
 from meshwise.model.huggingface import model_from_config
-from meshwise.plan.plan import KEYS, Plan, parse_plan, plan_keys, plan_text
+from meshwise.plan.plan import KEYS, plan_keys, plan_text
+from meshwise.published.frontier import OPTIONS
 from meshwise.report.accuracy_page import accuracy_page
 from meshwise.report.estimate_page import compare_page, op_sections, summary_page
 from meshwise.report.explain_page import explain_page
@@ -30,7 +33,7 @@ from meshwise.report.search_page import search_page
 from meshwise.report.serve_page import serve_page
 from meshwise.report.trace_page import trace_page
 from meshwise.web.drop import Drop
-from meshwise.web.forms import COUNTS, DEGREES, asks, names
+from meshwise.web.forms import COUNTS, DEGREES
 
 State = Mapping[str, str]
 _KEPT = 64
@@ -57,76 +60,139 @@ class Server:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked, in the texts of the form, and the server that is asked."""
+
+    state: State
+    server: Server
+
+
 def answer(view: str, state: State, server: Server) -> dict[str, Any]:
     """What the view `view` shows of `state`, as JSON values.
 
     Raises:
         MeshwiseError: There is no such view or field, or as the verb of the command line.
     """
-    if view not in _VIEWS:
-        raise DataError(f"there is no view {view!r}; there are {', '.join(_VIEWS)}")
+    if view not in _ANSWERS:
+        raise DataError(f"there is no view {view!r}; there are {', '.join(_ANSWERS)}")
     if any("\0" in value for value in state.values()):
         raise DataError("a field holds a null byte; leave it out")
-    for ask in asks(home(view)):
-        if ask.kind == "select" and state.get(ask.name, "") not in ("", *ask.values):
-            known = ", ".join(filter(None, ask.values))
-            raise DataError(f"{ask.name}={state[ask.name]} must be one of {known}")
-    if unknown := sorted({name.removeprefix("a.") for name in state} - names(home(view))):
-        raise DataError(f"{view} has no field {unknown[0]!r}; it has {', '.join(sorted(names(home(view))))}")
-    return _VIEWS[view](state, server)
+    known = sorted(option.typed for option in options(home(view)).values())
+    if unknown := sorted({name.removeprefix("a.") for name in state}.difference(known)):
+        raise DataError(f"{view} has no field {unknown[0]!r}; it has {', '.join(known)}")
+    return _ANSWERS[view](Question(state, server), **_asked(home(view), state))
 
 
 def home(view: str) -> str:
     """The view whose form holds the state of `view`."""
-    return "explore" if view in ("ops", "options", "launch", "machine") else view
+    return view if view in VIEWS else "explore"
+
+
+@cache
+def options(view: str) -> dict[str, Option]:
+    """The options of a view by name. The page takes names and texts, so those that are paths are none."""
+    found = all_options(VIEWS[view])
+    if view == "frontier":
+        found |= {name: Option(name, Literal[known], known[0], "") for name, known in OPTIONS.items()}
+    return {name: option for name, option in found.items() if option.kind is not Path}
+
+
+def _asked(view: str, state: State) -> dict[str, Any]:
+    """The values of a view's options; what is pasted takes the place of a name."""
+    pasted: dict[str, Any] = {}
+    if config := state.get("config"):
+        raw = parse_text(config, "config.json", "JSON", msgspec.json.decode, ModelError)
+        pasted["model"] = model_from_config(raw, name="config", where="config.json")
+    if machine := state.get("machine"):
+        pasted["cluster"] = parse_cluster(machine)
+    found = {}
+    for name, option in options(view).items():
+        text = state.get(option.typed, "")
+        if name not in pasted and not text and option.default is REQUIRED:
+            raise WorkloadError(f"{view} needs {name}: {option.help}")
+        if option.kind is str and name not in _FREE:
+            _check_name(text)
+        found[name] = option.value(text) if text else option.default
+    return found | pasted
+
+
+_FREE = ("config", "machine", "path", "text")
+"""Texts that name nothing that a verb would look up."""
+
+
+def _check_name(text: str) -> None:
+    """What the page shows is never read from a file that a field names."""
+    if "/" in text or text.endswith((".toml", ".json")) or os.path.lexists(text):
+        raise DataError(f"{text!r} is a path; the page takes names: paste the file, or use the command line")
+
+
+def _result(verb: Callable[..., Any], view: str, state: State) -> Any:
+    """What a verb answers; the parts of a view, and pinned plans, ask for the same more than once."""
+    taken = {*options_of(verb), "config", "machine"}
+    return _kept(verb, view, tuple(sorted((name, text) for name, text in state.items() if name in taken)))
+
+
+@lru_cache(_KEPT)
+def _kept(verb: Callable[..., Any], view: str, texts: tuple[tuple[str, str], ...]) -> Any:
+    return verb(**options_in(_asked(view, dict(texts)), verb))
+
+
+def _own(*, config: str = "", machine: str = "") -> None:
+    """Your own model or machine.
+
+    Args:
+        config: Paste or drop a config.json here; it replaces the preset.
+        machine: An edited cluster as TOML; it replaces the preset.
+    """
 
 
 # --- explore ------------------------------------------------------------------------------------
 
 
-def _explore(state: State, _: Server) -> dict[str, Any]:
+@takes(api.estimate, _own, without=("ideal",))
+def explore(context: Question, *, to: str = "megatron-lm", **_: Any) -> dict[str, Any]:
+    """One plan, and a pinned one beside it.
+
+    Args:
+        to: The framework of the launch settings.
+    """
+    state = context.state
     found = _estimate(state)
     page = summary_page(found)
     pinned = {name.removeprefix("a."): value for name, value in state.items() if name.startswith("a.")}
     if pinned:
-        beside = compare_page(_estimate({**_without_pin(state), **pinned}), found)
+        beside = compare_page(_estimate({**state, **pinned}), found)
         page = replace(page, sections=[*beside.sections, *page.sections])
-    return _shown(page) | {"command": _command(state, found), "python": _python(state, found)}
+    return _shown(page) | _words(state, found)
 
 
-def _ops(state: State, _: Server) -> dict[str, Any]:
+def _ops(context: Question, **_: Any) -> dict[str, Any]:
     """What stands below the summary; a question of its own, for its charts take the server longer."""
-    return {"sections": sections_html(op_sections(_estimate(state)))}
+    return {"sections": sections_html(op_sections(_estimate(context.state)))}
 
 
-def _options(state: State, _: Server) -> dict[str, Any]:
+def _options(context: Question, **asked: Any) -> dict[str, Any]:
     """Every value of the plan's keys that is offered, and why it is none here (empty: it is one)."""
-    model, cluster = _model(state), _cluster(state)
-    stated = plan_keys(state.get("plan", ""))
-    work = {name: _whole(state, name) for name in ("batch", "seq", "microbatch")}
+    asked["cluster"] = cluster = _cluster(asked)
+    stated = plan_keys(asked.pop("plan"))
+    job = options_in(asked, api.refusal)
     degrees = tuple(str(n) for n in range(1, cluster.num_chips + 1) if cluster.num_chips % n == 0)
     offered = dict.fromkeys(DEGREES, degrees) | COUNTS
     offered |= {key: field.names for key, field in KEYS.items() if field.names}
+    return {
+        "options": {
+            key: [(text, api.refusal(plan=stated | {key: text}, **job)) for text in texts]
+            for key, texts in offered.items()
+        }
+    }
 
-    def why_not(key: str, text: str) -> str:
-        return api.refusal(model, cluster, stated | {key: text}, kind=state.get("kind", "train"), **work)
 
-    return {"options": {key: [(text, why_not(key, text)) for text in offered[key]] for key in offered}}
-
-
-def _launch(state: State, _: Server) -> dict[str, Any]:
-    found = _estimate(state)
-    to = state.get("to", "megatron-lm")
+def _launch(context: Question, to: str, **_: Any) -> dict[str, Any]:
+    found = _estimate(context.state)
     work = found.workload
-    written = api.launch(
-        found.model,
-        found.cluster,
-        found.plan,
-        to=to,
-        batch=work.batch,
-        seq=work.seq,
-        microbatch=work.microbatch,
-    )
+    size = {"batch": work.batch, "seq": work.seq, "microbatch": work.microbatch}
+    written = api.launch(found.model, found.cluster, found.plan, to=to, **size)
     return {
         "title": f"{written.framework}, checked against {written.version}",
         "not_expressed": list(written.not_expressed),
@@ -134,129 +200,128 @@ def _launch(state: State, _: Server) -> dict[str, Any]:
     }
 
 
-def _machine(state: State, _: Server) -> dict[str, Any]:
-    return {"text": cluster_text(_cluster(state))}
+def _machine(context: Question, **asked: Any) -> dict[str, Any]:
+    return {"text": cluster_text(_cluster(asked))}
+
+
+def _cluster(asked: dict[str, Any]) -> Any:
+    return find_cluster(asked["cluster"]) if isinstance(asked["cluster"], str) else asked["cluster"]
 
 
 def _estimate(state: State) -> Estimate:
-    wanted = ("model", "config", "cluster", "machine", "plan", "batch", "seq", "microbatch", "kind")
-    return _priced(tuple(state.get(name, "") for name in wanted))
+    found: Estimate = _result(api.estimate, "explore", state)
+    return found
 
 
-@lru_cache(_KEPT)
-def _priced(texts: tuple[str, ...]) -> Estimate:
-    names = ("model", "config", "cluster", "machine", "plan", "batch", "seq", "microbatch", "kind")
-    state = {name: text for name, text in zip(names, texts, strict=True) if text}
-    work: dict[str, Any] = {name: _whole(state, name) for name in ("batch", "seq", "microbatch")}
-    return api.estimate(_model(state), _cluster(state), _plan(state), kind=state.get("kind", "train"), **work)
-
-
-def _command(state: State, found: Estimate) -> str:
-    work, text = found.workload, plan_text(found.plan)
+def _words(state: State, found: Estimate) -> dict[str, str]:
+    """The same question on the command line and in Python."""
+    work, known = found.workload, options("explore")
     model = "config.json" if state.get("config") else found.model.name
     cluster = "cluster.toml" if state.get("machine") else found.cluster.name
-    words = ["meshwise", "estimate", model, "--cluster", cluster, *(["--plan", text] if text else [])]
-    words += ["--batch", str(work.batch), "--seq", str(work.seq), "--microbatch", str(work.microbatch)]
-    return shlex.join([*words, *(["--kind", work.kind] if work.kind != "train" else [])])
-
-
-def _python(state: State, found: Estimate) -> str:
-    work = found.workload
-    model = "config.json" if state.get("config") else found.model.name
-    cluster = "cluster.toml" if state.get("machine") else found.cluster.name
-    kind = f", kind={work.kind!r}" if work.kind != "train" else ""
-    return (
-        "import meshwise as mw\n\n"
-        f"found = mw.estimate({model!r}, {cluster!r}, {plan_text(found.plan)!r}, batch={work.batch}, "
-        f"seq={work.seq}, microbatch={work.microbatch}{kind})\n"
-        "print(found.step_s, found.memory_bytes, found.fits)\n"
-    )
+    asked = {name: known[name].value(state[name]) for name in options_of(api.estimate) if state.get(name)}
+    asked |= {"model": model, "cluster": cluster, "plan": plan_text(found.plan), "batch": work.batch}
+    asked |= {"seq": work.seq, "microbatch": work.microbatch, "kind": work.kind}
+    asked = {name: value for name, value in asked.items() if value != known[name].default}
+    flags = ((f"--{name.replace('_', '-')}", str(value)) for name, value in asked.items() if name != "model")
+    values = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+    return {
+        "command": shlex.join(["meshwise", "estimate", model, *(word for flag in flags for word in flag)]),
+        "python": f"import meshwise as mw\n\nfound = mw.estimate({values})\n"
+        "print(found.step_s, found.memory_bytes, found.fits)\n",
+    }
 
 
 # --- the other views ----------------------------------------------------------------------------
 
 
-def _search(state: State, _: Server) -> dict[str, Any]:
+@takes(api.search, _own, without=("beside", "assumptions", "on_plans"))
+def search(
+    context: Question,
+    *,
+    top: int = 8,
+    color: Literal["tp", "pp", "cp", "ep", "vpp", "zero", "recompute", "schedule", "microbatch"] = "tp",
+    **_: Any,
+) -> dict[str, Any]:
+    """The space of plans, and the best of each family.
+
+    Args:
+        color: The key by which plans are colored.
+    """
     kept = ("model", "config", "cluster", "machine", "batch", "seq")
-    job = {name: state[name] for name in kept if state.get(name)}
-    found = _searched(
-        tuple(job.items()),
-        state.get("plan", ""),
-        _number(state, "memory_frac") or 0.92,
-        _whole(state, "top") or 8,
-    )
-    return _shown(search_page(found, color=state.get("color", "tp"), job=job))
+    job = {name: context.state[name] for name in kept if context.state.get(name)}
+    return _shown(search_page(_result(api.search, "search", context.state), color=color, job=job))
 
 
-@lru_cache(_KEPT)
-def _searched(job: tuple[tuple[str, str], ...], plan: str, memory_frac: float, top: int) -> Any:
-    state = dict(job)
-    batch = _whole(state, "batch")
-    if batch is None:
-        raise WorkloadError("say how many sequences a step has: fill in batch")
-    return api.search(
-        _model(state), _cluster(state), _no_path(plan), batch=batch, seq=_whole(state, "seq"),
-        memory_frac=memory_frac, top=top,
-    )  # fmt: skip
+@takes(api.serve, _own, without=("pareto",))
+def serve(context: Question, **asked: Any) -> dict[str, Any]:
+    """What a server gives, beside the layouts that there are."""
+    asked = options_in(asked, api.serve)
+    found = api.serve(**asked)
+    formats = ",".join(item for item in asked["plan"].split(",") if item.partition("=")[0].endswith("dtype"))
+    same = ("model", "cluster", "prompt", "output", "token_s", "ttft_s")
+    layouts = {name: asked[name] for name in same}
+    return _shown(serve_page(found, found.sizing or api.serve(**layouts, plan=formats, pareto=True).sizing))
 
 
-def _serve(state: State, _: Server) -> dict[str, Any]:
-    model, cluster, plan = _model(state), _cluster(state), _no_path(state.get("plan", ""))
-    tokens: dict[str, Any] = {name: _whole(state, name) for name in ("prompt", "output")}
-    limits: dict[str, Any] = {
-        name: limit and limit / 1e3 for name, limit in
-        (("token_s", _number(state, "token_ms")), ("ttft_s", _number(state, "ttft_ms")))
-    }  # fmt: skip
-    load: dict[str, Any] = {"rate": _number(state, "rate"), "concurrency": _whole(state, "concurrency")}
-    found = api.serve(model, cluster, plan, price=state.get("price", ""), **tokens, **limits, **load)
-    formats = ",".join(item for item in plan.split(",") if item.partition("=")[0].endswith("dtype"))
-    sizing = found.sizing or api.serve(model, cluster, formats, pareto=True, **tokens).sizing
-    return _shown(serve_page(found, sizing))
+@takes(api.frontier)
+def frontier(
+    context: Question, *, chip: str = "h100-80g-sxm", beside: str = "", elem_bytes: float = 2,
+    num_experts: float = 1, mtbf_hours: float = 51, **asked: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """The largest efficient run of a chip.
 
-
-def _frontier(state: State, _: Server) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        name: value for name, value in state.items()
-        if name not in ("chip", "beside", "months", "utilization", "mtbf_hours") and value
-    }  # fmt: skip
-    hours = _number(state, "mtbf_hours")
-    if hours is not None:
-        settings["device_s_between_interruptions"] = 3.6e6 * hours
-    months, utilization = _number(state, "months"), _number(state, "utilization")
-    chips = [chip for chip in (state.get("chip", "h100-80g-sxm"), state.get("beside", "")) if chip]
-    first, *others = (
-        api.frontier(chip, months=months, utilization=0.7 if utilization is None else utilization, **settings)
-        for chip in map(_no_path, chips)
-    )
+    Args:
+        beside: Another one, for comparison.
+        elem_bytes: Bytes of a word.
+        num_experts: Experts of a layer.
+        mtbf_hours: Thousand hours of a device between failures.
+    """
+    settings = asked | {"elem_bytes": elem_bytes, "num_experts": num_experts}
+    settings["device_s_between_interruptions"] = 3.6e6 * mtbf_hours
+    first, *others = (api.frontier(name, **settings) for name in filter(None, (chip, beside)))
     return _shown(frontier_page(first, others))
 
 
-def _traces(state: State, server: Server) -> dict[str, Any]:
-    folder = server.folder(state.get("path", ""))
+@takes(api.explain, _own, without=("traces",))
+def traces(context: Question, *, path: str = "", **asked: Any) -> dict[str, Any]:
+    """All ranks over time; with a cluster, the step that was predicted there beside the measured one.
+
+    Args:
+        path: Drop or choose a folder, or name one below --traces.
+    """
+    folder = context.server.folder(path)
     from meshwise.trace.summary import summarize_paths
 
-    steps = state.get("steps", "")
-    summary = summarize_paths([folder], steps=steps)
+    summary = summarize_paths([folder], steps=asked["steps"])
     summary.check_readable()
     page = trace_page(summary)
-    job = {name: state.get(name, "") for name in ("model", "cluster", "plan")}
-    if state.get("batch") and job["model"] and job["cluster"]:
-        work = {name: _whole(state, name) for name in ("batch", "seq", "microbatch")}
-        joined = explain_page(
-            api.explain(folder, _model(job), _cluster(job), _plan(job), steps=steps, timeline=None, **work)
-        )
+    job = options_in(asked, api.explain)
+    if any(value for name, value in job.items() if name != "steps"):
+        joined = explain_page(api.explain(folder, **job))
         page = replace(page, sections=[Text("", [joined.headline]), *joined.sections, *page.sections])
     return _shown(page)
 
 
-def _accuracy(state: State, _: Server) -> dict[str, Any]:
+def accuracy(
+    context: Question,
+    *,
+    text: str = "",
+    quantity: Literal["", "step_s", "memory_bytes"] = "",
+    worse: float = 0.0,
+) -> dict[str, Any]:  # fmt: skip
+    """Predicted against measured.
+
+    Args:
+        text: Part of the name of a run, its source or its chip.
+        quantity: Of which quantity.
+        worse: Errors of at least so many percent.
+    """
     found = _validated()
-    text, least = state.get("text", "").lower(), (_number(state, "worse") or 0.0) / 100
     rows = [
         row for row in found.rows
-        if text in f"{row.id} {row.source} {row.chip}".lower()
-        and state.get("quantity", "") in ("", row.quantity)
-        and abs(row.error_frac or 0.0) >= least
+        if text.lower() in f"{row.id} {row.source} {row.chip}".lower()
+        and quantity in ("", row.quantity)
+        and abs(row.error_frac or 0.0) >= worse / 100
     ]  # fmt: skip
     return _shown(accuracy_page(replace(found, rows=rows)))
 
@@ -266,63 +331,14 @@ def _validated() -> Any:
     return api.validate()
 
 
-# --- reading a state ----------------------------------------------------------------------------
-
-
 def _shown(page: Page) -> dict[str, Any]:
     sections = sections_html(page.sections)
     return {"title": page.title, "headline": page.headline, "ok": page.ok, "sections": sections}
 
 
-def _without_pin(state: State) -> dict[str, str]:
-    return {name: value for name, value in state.items() if not name.startswith("a.")}
-
-
-def _model(state: State) -> Model:
-    if config := state.get("config"):
-        raw = parse_text(config, "config.json", "JSON", msgspec.json.decode, ModelError)
-        return model_from_config(raw, name="config", where="config.json")
-    if not state.get("model"):
-        raise ModelError("name a model: a preset, or paste its config.json")
-    return find_model(_no_path(state["model"]))
-
-
-def _cluster(state: State) -> Cluster:
-    if text := state.get("machine"):
-        return parse_cluster(text)
-    if not state.get("cluster"):
-        raise ClusterError("name a cluster: a preset, or chip:count")
-    return find_cluster(_no_path(state["cluster"]))
-
-
-def _plan(state: State) -> Plan:
-    return parse_plan(_no_path(state.get("plan", "")))
-
-
-def _no_path(text: str) -> str:
-    """`text`, which the page takes as a name only: what it shows is never read from a file that it names."""
-    if "/" in text or text.endswith((".toml", ".json")) or os.path.lexists(text):
-        raise DataError(f"{text!r} is a path; the page takes names: paste the file, or use the command line")
-    return text
-
-
-def _number(state: State, name: str) -> float | None:
-    try:
-        return float(state[name]) if state.get(name) else None
-    except ValueError:
-        raise WorkloadError(f"{name}={state[name]} must be a number") from None
-
-
-def _whole(state: State, name: str) -> int | None:
-    value = _number(state, name)
-    if value is not None and not value.is_integer():
-        raise WorkloadError(f"{name}={state[name]} must be a whole number")
-    return None if value is None else int(value)
-
-
-_VIEWS: dict[str, Callable[[State, Server], dict[str, Any]]] = {
-    "explore": _explore, "ops": _ops, "options": _options, "launch": _launch, "machine": _machine,
-    "search": _search, "serve": _serve, "frontier": _frontier, "traces": _traces, "accuracy": _accuracy,
-}  # fmt: skip
+VIEWS: dict[str, Callable[..., dict[str, Any]]] = {
+    view.__name__: view for view in (explore, search, serve, frontier, traces, accuracy)
+}
+_ANSWERS = VIEWS | {"ops": _ops, "options": _options, "launch": _launch, "machine": _machine}
 QUICK = ("explore", "ops", "options", "launch", "machine")
 """Views that take a few milliseconds; the others leave the server's loop."""
