@@ -792,14 +792,7 @@ def budget(
     """
     from meshwise.estimate.token_budget import TokenBudget
 
-    return TokenBudget(
-        tokens=tokens,
-        price_per_gpu_hour=price,
-        watts=watts,
-        gpu_hours_between_failures=mtbf,
-        storage_bytes_per_s=storage,
-        restart_s=restart,
-    )
+    return TokenBudget(tokens=tokens, price=price, watts=watts, mtbf=mtbf, storage=storage, restart=restart)
 
 
 def refusal(

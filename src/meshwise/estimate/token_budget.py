@@ -16,42 +16,33 @@ from meshwise.estimate.one_plan import Estimate
 from meshwise.model.architecture import Model, layer_counts
 from meshwise.model.weights import block_weights, num_params
 
-OPTIONS = {
-    "tokens": "--tokens",
-    "price_per_gpu_hour": "--price",
-    "watts": "--watts",
-    "gpu_hours_between_failures": "--mtbf",
-    "storage_bytes_per_s": "--storage",
-    "restart_s": "--restart",
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBudget:
-    """A run of `tokens` tokens, the price of a GPU-hour, and the power of a GPU (None: the chip's).
+    """A run of `tokens` tokens, the `price` of a GPU-hour, and the `watts` of a GPU (None: the chip's).
 
-    `gpu_hours_between_failures`, `storage_bytes_per_s` (of the whole cluster) and `restart_s` replace the
-    numbers of the Llama 3 report. Making one raises WorkloadError for a number that is not above zero, and
+    `mtbf` [GPU-hours between failures], `storage` [bytes/s of the whole cluster] and `restart` [s] replace
+    the numbers of the Llama 3 report. Making one raises WorkloadError for a number that is not above zero, and
     for any other number without tokens.
     """
 
     tokens: float | None = None
-    price_per_gpu_hour: float | None = None
+    price: float | None = None
     watts: float | None = None
-    gpu_hours_between_failures: float | None = None
-    storage_bytes_per_s: float | None = None
-    restart_s: float | None = None
+    mtbf: float | None = None
+    storage: float | None = None
+    restart: float | None = None
 
     def __post_init__(self) -> None:
-        for name, option in OPTIONS.items():
+        for name in self.__slots__:
             value = getattr(self, name)
             if value is None:
                 continue
             if not 0 < value <= MOST_STATED:
-                raise WorkloadError(f"{option} {value} must be a number above zero, up to {MOST_STATED:g}")
+                raise WorkloadError(f"--{name} {value} must be a number above zero, up to {MOST_STATED:g}")
             if self.tokens is None:
                 raise WorkloadError(
-                    f"{option} {value:g} is for a run of some length; add --tokens, or leave it out"
+                    f"--{name} {value:g} is for a run of some length; add --tokens, or leave it out"
                 )
 
     def run(self, estimate: Estimate) -> dict[str, Any]:
@@ -70,8 +61,8 @@ class TokenBudget:
         num_chips = estimate.cluster.num_chips
         gpu_hours = seconds * num_chips / 3600
         taken = {"run_s": seconds, "days": seconds / 86400, "gpu_hours": gpu_hours}
-        if self.price_per_gpu_hour is not None:
-            taken["cost"] = gpu_hours * self.price_per_gpu_hour
+        if self.price is not None:
+            taken["cost"] = gpu_hours * self.price
         watts = estimate.cluster.chip.power_watts if self.watts is None else self.watts
         if watts:
             taken["energy_joules"] = seconds * num_chips * watts
@@ -80,9 +71,9 @@ class TokenBudget:
     def _with_failures(self, seconds: float, estimate: Estimate) -> dict[str, float]:
         num_chips = estimate.cluster.num_chips
         stated = {
-            "device_s_between_interruptions": (self.gpu_hours_between_failures, 3600.0),
-            "storage_bytes_per_s": (self.storage_bytes_per_s, 1 / num_chips),
-            "restart_s": (self.restart_s, 1.0),
+            "device_s_between_interruptions": (self.mtbf, 3600.0),
+            "storage_bytes_per_s": (self.storage, 1 / num_chips),
+            "restart_s": (self.restart, 1.0),
         }
         changed = {name: value * scale for name, (value, scale) in stated.items() if value is not None}
         failures = Failures.llama3().changed(**changed)

@@ -165,7 +165,7 @@ class Recurrence:
 
     @property
     def inner(self) -> int:
-        """Width of all heads."""
+        """Width of all heads together."""
         return self.num_heads * self.head_dim
 
     @property
@@ -238,7 +238,7 @@ class Streams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """One transformer architecture.
+    """The architecture of one transformer, field by field.
 
     Biases: `qkv_bias` on the query, key and value projections, `out_bias` on the attention's output
     projection, `linear_bias` on the MLP and the experts, `head_bias` on the LM head. Norms:
@@ -395,12 +395,12 @@ def is_moe_layer(model: Model, layer: int) -> bool:
 
 
 def num_moe_layers(model: Model) -> int:
-    """Blocks with experts."""
+    """How many blocks have experts."""
     return sum(number for layer, number in layer_counts(model).items() if layer.moe)
 
 
 def num_dense_layers(model: Model) -> int:
-    """Blocks with an ordinary MLP."""
+    """How many blocks have an ordinary MLP, or none."""
     return model.num_layers - num_moe_layers(model)
 
 

@@ -75,12 +75,12 @@ class GptConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        """Layers with experts."""
+        """How many layers have experts."""
         return self.decoder_layers // self.moe_freq if self.moe_freq else 0
 
     @property
     def num_dense_layers(self) -> int:
-        """Layers with an ordinary feed-forward."""
+        """How many layers have an ordinary feed-forward."""
         return self.decoder_layers - self.num_moe_layers
 
     def is_moe_layer(self, layer: int) -> bool:

@@ -67,7 +67,7 @@ Weights = tuple[Weight, ...]
 
 
 def num_weights(weights: Iterable[Weight]) -> int:
-    """Parameters of `weights` together."""
+    """How many parameters `weights` have together."""
     return sum(weight.size for weight in weights)
 
 

@@ -109,7 +109,7 @@ def answer(
     ttft_s: float | None = None,
     usd_per_gpu_hour: Mapping[str, float] | None = None,
 ) -> ServingAnswer:
-    """The answer for `fleet`."""
+    """What `fleet` gives, alone and, with `requests`, under their load."""
     serving = fleet.serving
     check_limits(ttft_s, token_s)
     of_a_load = {

@@ -44,7 +44,7 @@ class Fitted(msgspec.Struct, frozen=True):
 
 @cache
 def fitted() -> Fitted:
-    """The catalog."""
+    """The constants and spreads of `catalog/serving.toml`, read once."""
     return msgspec.convert(read_catalog("serving.toml"), Fitted)
 
 

@@ -96,7 +96,7 @@ class Fleet:
 
     @property
     def num_chips(self) -> int:
-        """Chips of all workers."""
+        """GPUs of all workers, of both pools."""
         first = self.prefill.num_chips * self.prefill_workers if self.prefill else 0
         return self.serving.num_chips * self.workers + first
 

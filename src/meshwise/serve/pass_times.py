@@ -83,13 +83,13 @@ class PassTimes:
     expert_slowdown: float = 1.0
 
     def decode_s(self, sequences: int, context: float) -> float:
-        """A pass without prompts."""
+        """Seconds of a pass without prompts."""
         each = -(-sequences // self.groups)
         kernels_s = self.decode_rest[each] + self.decode_attention[each](context)
         return kernels_s + each * self.guess_host_s
 
     def mixed_s(self, chunks: Sequence[tuple[int, int]], sequences: int = 0, context: float = 0.0) -> float:
-        """A pass with the tokens from start to end of some prompts."""
+        """Seconds of a pass with the tokens from start to end of some prompts."""
         tokens = attention_s = largest = 0.0
         for start, end in chunks:
             tokens += end - start

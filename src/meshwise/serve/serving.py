@@ -78,7 +78,7 @@ class Serving:
 
     @property
     def num_chips(self) -> int:
-        """GPUs of the instance."""
+        """How many GPUs the instance has."""
         return self.cluster.num_chips
 
     @property
@@ -219,7 +219,7 @@ class PricedPass:
 
     @property
     def total_s(self) -> Num:
-        """All its time."""
+        """Seconds of the whole pass."""
         return sum(self.time_s.values())
 
 

@@ -103,7 +103,7 @@ class ServingWorker:
 
 
 class _Instance:
-    """A worker at work.
+    """A worker with its queue, its running sequences and its clock.
 
     `held` are the tokens that the cache holds or must hold of admitted prompts, `context` those of running
     sequences, `left` what admitted requests have yet to generate. Sequences `leave` with their last token;

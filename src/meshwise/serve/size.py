@@ -122,7 +122,7 @@ class Sizing:
 
     @property
     def best(self) -> Simulated | None:
-        """The first that holds."""
+        """The first simulated choice that holds; None if none does."""
         return next((one for one in self.simulated if one.holds), None)
 
     @property

@@ -51,7 +51,7 @@ def all_reduce_words(words: Num, ranks: Num, pattern: str = "multicast") -> Num:
 def all_reduce_words_by_level(
     words: Num, ranks: Num, inner: Num, pattern: str = "multicast"
 ) -> tuple[Num, Num]:
-    """The same, split into words inside a domain and between domains; `inner` ranks share a domain."""
+    """Words of an all-reduce inside a domain and between domains; `inner` of the ranks share one."""
     return (
         all_reduce_words(words, inner, pattern),
         all_reduce_words(words / inner, ranks / inner, pattern),
@@ -78,17 +78,17 @@ class LinearLayer:
 
     @property
     def local_in(self) -> Num:
-        """x, inputs per device."""
+        """The inputs x that one device has."""
         return self.d_in / self.tp_in
 
     @property
     def local_out(self) -> Num:
-        """y, outputs per device."""
+        """The outputs y that one device has."""
         return self.d_out / self.tp_out
 
     @property
     def local_weights(self) -> Num:
-        """n, weights per device."""
+        """The weights n that one device has."""
         return self.local_in * self.local_out
 
 

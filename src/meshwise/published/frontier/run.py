@@ -80,7 +80,7 @@ def search_grid(device: Device, run: Assumptions) -> Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Choice:
-    """One plan: scalars only."""
+    """One plan of the grid, all of whose fields are scalars."""
 
     split: Split
     dp: float

@@ -50,12 +50,12 @@ class NotebookOp:
 
     @property
     def forward_bytes(self) -> Num:
-        """Traffic of the forward."""
+        """Bytes that the forward reads and writes."""
         return self.in_bytes + self.other_bytes + self.out_bytes + self.weight_bytes
 
     @property
     def backward_bytes(self) -> Num:
-        """Traffic of the backward."""
+        """Bytes that the backward reads and writes."""
         weights = 2.0 * self.weight_bytes if self.matmul else self.weight_bytes
         return self.grad_bytes + weights + self.saved_bytes
 

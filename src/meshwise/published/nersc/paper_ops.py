@@ -167,7 +167,7 @@ class _Product:
 
     @property
     def backward_flop(self) -> Num:
-        """Of dA = dC B' and dB = A' dC."""
+        """FLOP of both products of the backward, dA = dC B' and dB = A' dC."""
         to_a = product_flop(self.m, self.k, self.n, batch=self.batch)
         return to_a + product_flop(self.k, self.n, self.m, batch=self.batch)
 
@@ -212,7 +212,7 @@ def _summa_op(
 
 
 def _summa_comms(along_rows: Num, along_columns: Num, *, transposed: bool = False) -> tuple[Comms, Comms]:
-    """Of C = A B forward and backward: A travels in rows of the grid (m1 ranks), B in columns (m2).
+    """What C = A B sends, forward and backward: A travels in rows of the grid (m1 ranks), B in columns (m2).
 
     `transposed`: of C = A B', where C is summed in rows.
     """
