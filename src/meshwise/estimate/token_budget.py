@@ -22,8 +22,8 @@ class TokenBudget:
     """A run of `tokens` tokens, the `price` of a GPU-hour, and the `watts` of a GPU (None: the chip's).
 
     `mtbf` [GPU-hours between failures], `storage` [bytes/s of the whole cluster] and `restart` [s] replace
-    the numbers of the Llama 3 report. Making one raises WorkloadError for a number that is not above zero, and
-    for any other number without tokens.
+    the numbers of the Llama 3 report. Making one raises WorkloadError for a number that is not above zero,
+    and for any other number without tokens.
     """
 
     tokens: float | None = None
