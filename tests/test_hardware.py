@@ -7,6 +7,7 @@ clock x clock, a memory bandwidth is bus width x data rate. Properties: what eve
 
 from __future__ import annotations
 
+import csv
 import datetime
 import json
 import math
@@ -36,254 +37,64 @@ from meshwise.machine.hardware import (
 
 CHIPS = sorted(chips())
 CLUSTERS = sorted(cluster_names())
-GIB = 2.0**30
 T = 1e12
-SPARSE = 2.0  # 2:4 sparsity doubles the printed peak
-BOTH = 2.0  # link rates are printed with both directions added
 
 
 def check_close(actual: float, expected: float, rel: float = 5e-3) -> None:
     assert actual == pytest.approx(expected, rel=rel)
 
 
-# --- golden: figures as published -----------------------------------------------------------------
+# --- golden: figures as published, and oracles: a peak is cores x FLOP per clock x clock ----------------
 
-MATRIX = [
-    ("NVIDIA V100 datasheet, SXM2", "v100-16g-sxm", {"fp16": 125}),
-    ("NVIDIA V100 datasheet, SXM2", "v100-32g-sxm", {"fp16": 125}),
-    ("NVIDIA A100 datasheet", "a100-40g-sxm", {"fp64": 19.5, "tf32": 156, "bf16": 312, "fp16": 312}),
-    ("NVIDIA A100 datasheet", "a100-80g-sxm", {"fp64": 19.5, "tf32": 156, "bf16": 312, "fp16": 312}),
-    ("NVIDIA A100 datasheet", "a100-40g-pcie", {"fp64": 19.5, "tf32": 156, "bf16": 312, "fp16": 312}),
-    ("NVIDIA A100 datasheet", "a100-80g-pcie", {"fp64": 19.5, "tf32": 156, "bf16": 312, "fp16": 312}),
-    ("NVIDIA A800 datasheet", "a800-80g-sxm", {"fp64": 19.5, "tf32": 156, "bf16": 312, "fp16": 312}),
-    (
-        "NVIDIA H100 datasheet, SXM, with sparsity",
-        "h100-80g-sxm",
-        {
-            "fp64": 67,
-            "tf32": 989 / SPARSE,
-            "bf16": 1979 / SPARSE,
-            "fp16": 1979 / SPARSE,
-            "fp8": 3958 / SPARSE,
-        },
-    ),
-    (
-        "NVIDIA H100 datasheet, PCIe, with sparsity",
-        "h100-80g-pcie",
-        {
-            "fp64": 51,
-            "tf32": 756 / SPARSE,
-            "bf16": 1513 / SPARSE,
-            "fp16": 1513 / SPARSE,
-            "fp8": 3026 / SPARSE,
-        },
-    ),
-    ("torchtitan H100 96 GB benchmarks, H100 peak", "h100-96g-sxm", {"bf16": 989}),
-    (
-        "NVIDIA H800 datasheet, with sparsity",
-        "h800-80g-sxm",
-        {"fp64": 1, "tf32": 989 / SPARSE, "bf16": 1979 / SPARSE, "fp8": 3958 / SPARSE},
-    ),
-    ("NVIDIA H20 datasheet", "h20-96g-sxm", {"fp64": 1, "tf32": 74, "bf16": 148, "fp16": 148, "fp8": 296}),
-    (
-        "NVIDIA H200 datasheet, SXM, with sparsity",
-        "h200-sxm",
-        {"fp64": 67, "tf32": 989 / SPARSE, "bf16": 1979 / SPARSE, "fp8": 3958 / SPARSE},
-    ),
-    (
-        "NVIDIA HGX B200, 8 GPUs, with sparsity",
-        "b200-sxm",
-        {
-            "fp64": 296 / 8,
-            "tf32": 18e3 / 8 / SPARSE,
-            "bf16": 36e3 / 8 / SPARSE,
-            "fp8": 72e3 / 8 / SPARSE,
-            "fp4": 144e3 / 8 / SPARSE,
-        },
-    ),
-    (
-        "NVIDIA GB200 NVL72, 72 GPUs, with sparsity",
-        "gb200",
-        {
-            "fp64": 2880 / 72,
-            "tf32": 180e3 / 72 / SPARSE,
-            "bf16": 360e3 / 72 / SPARSE,
-            "fp8": 720e3 / 72 / SPARSE,
-            "fp4": 1440e3 / 72 / SPARSE,
-        },
-    ),
-    (
-        "NVIDIA DGX B300, 8 GPUs, with sparsity but fp4 dense",
-        "b300-sxm",
-        {"bf16": 36e3 / 8 / SPARSE, "fp8": 72e3 / 8 / SPARSE, "fp4": 108e3 / 8},
-    ),
-    (
-        "NVIDIA GB300 NVL72, 72 GPUs, with sparsity but fp4 dense",
-        "gb300",
-        {"bf16": 360e3 / 72 / SPARSE, "fp8": 720e3 / 72 / SPARSE, "fp4": 1080e3 / 72},
-    ),
-    ("NVIDIA L40S datasheet", "l40s", {"tf32": 183, "bf16": 362.05, "fp16": 362.05, "fp8": 733}),
-    (
-        "AMD MI250X datasheet, two GCDs",
-        "mi250x",
-        {"fp64": 95.7 / 2, "fp32": 95.7 / 2, "bf16": 383 / 2, "fp16": 383 / 2},
-    ),
-    (
-        "AMD MI300X datasheet",
-        "mi300x",
-        {"fp64": 163.4, "fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9},
-    ),
-    ("Google Cloud TPU v4", "tpu-v4", {"bf16": 275}),
-    ("Google Cloud TPU v5p", "tpu-v5p", {"bf16": 459, "fp8": 459}),
-    ("Google Cloud TPU v5e", "tpu-v5e", {"bf16": 197}),
-    ("Google Cloud TPU v6e", "tpu-v6e", {"bf16": 918}),
-    ("Google Cloud TPU7x", "tpu-v7", {"bf16": 2307, "fp8": 4614}),
-    ("Ada whitepaper, fp32 accumulation", "rtx-4090", {"tf32": 82.6, "bf16": 165.2, "fp8": 330.3}),
-    (
-        "NVIDIA L4 datasheet, with sparsity",
-        "l4",
-        {"tf32": 120 / SPARSE, "bf16": 242 / SPARSE, "fp8": 485 / SPARSE},
-    ),
-    ("RTX Blackwell whitepaper, fp32 accumulation", "rtx-5090", {"bf16": 209.5, "fp8": 419, "fp4": 1676}),
-    ("NVIDIA RTX PRO 6000, with sparsity", "rtx-pro-6000", {"bf16": 1e3 / SPARSE, "fp4": 4e3 / SPARSE}),
-    ("NVIDIA DGX Spark, with sparsity", "dgx-spark", {"fp4": 1e3 / SPARSE}),
-    (
-        "NVIDIA Vera Rubin NVL72, 72 GPUs",
-        "vr200",
-        {"bf16": 288e3 / 72, "fp8": 1260e3 / 72, "fp4": 2520e3 / 72},
-    ),
-    ("AMD MI325X datasheet", "mi325x", {"fp64": 163.4, "bf16": 1307.4, "fp8": 2614.9}),
-    ("AMD MI350X datasheet", "mi350x", {"fp64": 72.1, "bf16": 2300, "fp8": 4600, "fp4": 9200}),
-    ("AMD MI355X datasheet", "mi355x", {"fp64": 78.6, "bf16": 2516, "fp8": 5033, "fp4": 10066}),
-    ("AWS Neuron documentation", "trainium2", {"fp32": 181, "bf16": 667, "fp8": 1299}),
-    ("AWS Neuron documentation", "trainium3", {"fp32": 183, "bf16": 671, "fp8": 2517}),
-    ("Intel, Hot Chips 2024", "gaudi3", {"bf16": 1835, "fp8": 1835}),
-]
+with (Path(__file__).parent / "data" / "published_hardware.csv").open(newline="") as file:
+    PUBLISHED = [
+        (row["quantity"], row["name"], row["printed"], row["source"]) for row in csv.DictReader(file)
+    ]
 
 
-@pytest.mark.parametrize(("source", "name", "tflop_per_s"), MATRIX, ids=[f"{s}-{n}" for s, n, _ in MATRIX])
-def test_matrix_peaks_are_the_published_dense_ones(
-    source: str, name: str, tflop_per_s: dict[str, float]
-) -> None:
-    for dtype, published in tflop_per_s.items():
-        check_close(find_chip(name).matrix_peak(dtype), published * T)
+def figure(printed: str) -> float:
+    """A figure as printed: `36e3 / 8 / 2` of eight GPUs with sparsity (or of a link with both directions)."""
+    first, *divisors = printed.split("/")
+    return math.prod(map(float, first.split("*"))) / math.prod(map(float, divisors))
 
 
-def test_every_chip_has_published_peaks_to_be_held_against() -> None:
-    assert {name for _, name, _ in MATRIX} == set(CHIPS)
-
-
-LINKS = [  # chip, GB/s as printed for the innermost level, what the print adds up, ranks in its domain
-    ("NVIDIA V100 datasheet", "v100-16g-sxm", 300 / BOTH, 8),
-    ("NVIDIA A100 datasheet", "a100-80g-sxm", 600 / BOTH, 8),
-    ("NVIDIA A100 datasheet, PCIe Gen4", "a100-80g-pcie", 64 / BOTH, 8),
-    ("NVIDIA A800 datasheet", "a800-80g-sxm", 400 / BOTH, 8),
-    ("NVIDIA H100 datasheet", "h100-80g-sxm", 900 / BOTH, 8),
-    ("NVIDIA H100 datasheet, PCIe Gen5", "h100-80g-pcie", 128 / BOTH, 8),
-    ("NVIDIA H800 datasheet", "h800-80g-sxm", 400 / BOTH, 8),
-    ("NVIDIA H20 datasheet", "h20-96g-sxm", 900 / BOTH, 8),
-    ("NVIDIA H200 datasheet", "h200-sxm", 900 / BOTH, 8),
-    ("NVIDIA DGX B200 datasheet, 8 GPUs", "b200-sxm", 14.4e3 / 8 / BOTH, 8),
-    ("NVIDIA GB200 NVL72, 72 GPUs", "gb200", 130e3 / 72 / BOTH, 72),
-    ("NVIDIA GB300 NVL72, 72 GPUs", "gb300", 130e3 / 72 / BOTH, 72),
-    ("NVIDIA L40S datasheet, PCIe Gen4", "l40s", 64 / BOTH, 8),
-    ("Frontier user guide, GCDs of one MI250X", "mi250x", 200, 2),
-    ("AMD MI300X platform, 7 links of 128 GB/s", "mi300x", 7 * 128 / BOTH, 8),
-    ("Jouppi et al. ISCA 2023, 6 links of 50 GB/s", "tpu-v4", 6 * 50, 16 * 16 * 16),
-    ("Google Cloud TPU v5p, both directions", "tpu-v5p", 1200 / BOTH, 16 * 20 * 28),
-    ("Google Cloud TPU v5e, both directions", "tpu-v5e", 400 / BOTH, 16 * 16),
-    ("Google Cloud TPU v6e, both directions", "tpu-v6e", 800 / BOTH, 16 * 16),
-    ("Google Cloud TPU7x, both directions", "tpu-v7", 1200 / BOTH, 9216),
-    ("AMD CDNA 4 whitepaper, 7 links of 153.6 GB/s", "mi355x", 7 * 153.6 / BOTH, 8),
-    ("NVIDIA Vera Rubin NVL72", "vr200", 3600 / BOTH, 72),
-    ("AWS Neuron documentation, NeuronLink-v3 in an instance", "trainium2", 1024 / BOTH, 16),
-    ("Intel, 21 of 24 ports of 200 Gb/s", "gaudi3", 21 * 200 / 8, 8),
-]
+def ours(quantity: str, name: str) -> float:
+    """What the catalog says, in the unit of the quantity."""
+    if quantity in ("network of a node [Gb/s]", "ranks in a node", "chips"):
+        node, network = find_cluster(name).levels[-2:]
+        network_gbit_per_s = network.bytes_per_s * node.ranks * 8 / 1e9
+        return {"chips": find_cluster(name).num_chips, "ranks in a node": node.ranks}.get(
+            quantity, network_gbit_per_s
+        )
+    chip, (what, dtype) = find_chip(name), quantity.split()[:2]
+    if what in ("matrix", "vector"):
+        peak = chip.matrix_peak(dtype) if what == "matrix" else chip.vector_peak(dtype)
+        return peak / 1e9 / chip.num_cores if quantity.endswith("a core]") else peak / T
+    return {
+        "memory [Gb/s]": chip.memory_bytes_per_s * 8 / 1e9,
+        "memory [MiB]": chip.memory_bytes / 2**20,
+        "innermost link [GB/s]": chip.levels[0].bytes_per_s / 1e9,
+        "ranks in a domain": chip.levels[0].ranks,
+    }[quantity]
 
 
 @pytest.mark.parametrize(
-    ("source", "name", "gb_per_s", "ranks"), LINKS, ids=[f"{r[0]}-{r[1]}" for r in LINKS]
+    ("quantity", "name", "printed"),
+    [row[:3] for row in PUBLISHED],
+    ids=[f"{row[3]}-{row[1]}-{row[0]}" for row in PUBLISHED],
 )
-def test_the_innermost_link_is_the_published_one_per_direction(
-    source: str, name: str, gb_per_s: float, ranks: int
-) -> None:
-    level = find_chip(name).levels[0]
-    check_close(level.bytes_per_s, gb_per_s * 1e9)
-    assert level.ranks == ranks
+def test_the_catalog_is_as_published(quantity: str, name: str, printed: str) -> None:
+    found, published = ours(quantity, name), figure(printed)
+    if quantity == "memory [MiB]":  # what the driver prints; a framework sees up to 3 % less
+        assert 0.965 - 0.04 * name.startswith("tpu") < found / published < 1
+    elif "[" not in quantity:
+        assert found == published
+    else:
+        check_close(found, published, rel=1e-2 if quantity.endswith("a core]") else 5e-3)
 
 
-ADAPTERS = [  # cluster, Gb/s of network per node, ranks per node
-    ("NVIDIA DGX A100 datasheet, 8 x 200 Gb/s", "dgx-a100", 8 * 200, 8),
-    ("NVIDIA DGX H100 datasheet, 8 x 400 Gb/s", "dgx-h100", 8 * 400, 8),
-    ("NVIDIA DGX H200 datasheet, 8 x 400 Gb/s", "dgx-h200", 8 * 400, 8),
-    ("NVIDIA DGX B200 datasheet, 8 x 400 Gb/s", "dgx-b200", 8 * 400, 8),
-    ("NVIDIA DGX B300 datasheet, 8 x 800 Gb/s", "dgx-b300", 8 * 800, 8),
-    ("NVIDIA GB200 NVL72, 72 x 400 Gb/s", "gb200-nvl72", 72 * 400, 72),
-    ("NVIDIA GB300 NVL72, 72 x 800 Gb/s", "gb300-nvl72", 72 * 800, 72),
-    ("SC21 arXiv 2104.04473, 8 x 200 Gb/s", "selene", 8 * 200, 8),
-    ("NERSC documentation, 4 x 200 Gb/s", "perlmutter", 4 * 200, 4),
-    ("BigScience tr11-176B, 4 x 100 Gb/s", "jean-zay", 4 * 100, 8),
-    ("InternEvo train_performance.md, 4 x 100 Gb/s", "internevo-a100", 4 * 100, 8),
-    ("llm-foundry benchmarking README, 1600 Gb/s", "mosaicml-a100-40g", 1600, 8),
-    ("llm-foundry benchmarking README, 1600 Gb/s", "mosaicml-a100-80g", 1600, 8),
-    ("vTrain ground truth, 800 Gb/s", "vtrain-a100", 800, 8),
-    ("Frontier user guide, 4 x 200 Gb/s", "frontier", 4 * 200, 8),
-]
-
-
-@pytest.mark.parametrize(("source", "name", "gbit_per_s", "ranks"), ADAPTERS, ids=[r[0] for r in ADAPTERS])
-def test_the_network_of_a_node_is_shared_by_its_ranks(
-    source: str, name: str, gbit_per_s: float, ranks: int
-) -> None:
-    node, network = find_cluster(name).levels[-2:]
-    assert node.ranks == ranks
-    check_close(network.bytes_per_s * ranks, gbit_per_s * 1e9 / 8)
-
-
-SIZES = [
-    ("TOP500 Nov 2020: 555,520 cores, per node 2 x 64 of CPU and 8 x 108 SM", "selene", 555_520 / 992 * 8),
-    ("NERSC documentation: 1536 nodes of 4", "perlmutter", 1536 * 4),
-    ("IDRIS: 52 nodes of 8", "jean-zay", 52 * 8),
-    ("OLCF: 9,856 nodes of 4 MI250X", "frontier", 9856 * 8),
-    ("NVIDIA GB200 NVL72", "gb200-nvl72", 72),
-]
-
-
-@pytest.mark.parametrize(("source", "name", "num_chips"), SIZES, ids=[r[0] for r in SIZES])
-def test_systems_have_their_real_size(source: str, name: str, num_chips: float) -> None:
-    assert find_cluster(name).num_chips == num_chips
-
-
-DRIVER_MIB = [  # what nvidia-smi prints as total; a framework sees up to 3 % less
-    ("nvidia-smi A100-SXM4-40GB", "a100-40g-sxm", 40960),
-    ("nvidia-smi A100-SXM4-80GB", "a100-80g-sxm", 81920),
-    ("nvidia-smi H100 80GB HBM3", "h100-80g-sxm", 81559),
-    ("nvidia-smi H20", "h20-96g-sxm", 97871),
-    ("nvidia-smi H200", "h200-sxm", 143771),
-    ("nvidia-smi B200", "b200-sxm", 183359),
-    ("nvidia-smi B300 SXM6 AC", "b300-sxm", 275040),
-    ("nvidia-smi GB200", "gb200", 189471),
-    ("nvidia-smi GB300", "gb300", 284208),
-    ("nvidia-smi L40S", "l40s", 46068),
-    ("nvidia-smi L4", "l4", 23034),
-    ("nvidia-smi GeForce RTX 4090", "rtx-4090", 24564),
-    ("nvidia-smi GeForce RTX 5090", "rtx-5090", 32607),
-    ("nvidia-smi RTX PRO 6000 Blackwell", "rtx-pro-6000", 97887),
-    ("HBM of MI325X, GiB", "mi325x", 256 * 1024),
-    ("HBM of MI355X, GiB", "mi355x", 288 * 1024),
-    ("HBM of TPU v4, GiB", "tpu-v4", 32 * 1024),
-    ("HBM of TPU v5e, GiB", "tpu-v5e", 16 * 1024),
-    ("HBM of TPU v6e, GiB", "tpu-v6e", 32 * 1024),
-    ("HBM of MI250X, GiB, two GCDs", "mi250x", 128 * 1024 / 2),
-    ("HBM of MI300X, GiB", "mi300x", 192 * 1024),
-]
-
-
-@pytest.mark.parametrize(("source", "name", "mib"), DRIVER_MIB, ids=[r[0] for r in DRIVER_MIB])
-def test_memory_is_what_the_driver_reports_less_its_reserve(source: str, name: str, mib: float) -> None:
-    driver_bytes = mib * 2**20
-    tpu_reserve = 0.04 if name.startswith("tpu") else 0.0
-    assert (0.965 - tpu_reserve) * driver_bytes < find_chip(name).memory_bytes < driver_bytes
+def test_every_chip_has_published_peaks_to_be_held_against() -> None:
+    assert {name for quantity, name, *_ in PUBLISHED if quantity.endswith("[TFLOP/s]")} == set(CHIPS)
 
 
 def test_the_nersc_notebook_has_its_own_machine() -> None:
@@ -299,77 +110,6 @@ def test_the_nersc_notebook_has_its_own_machine() -> None:
     assert machine.link_latency_s == (0.0, 0.0)
     assert machine.link_ranks[0] == 4
     assert rates(cluster, "bf16").matrix_flop_per_s == machine.matrix_flop_per_s
-
-
-# --- oracles: a peak is cores x FLOP per clock and core x clock ---------------------------------------
-
-CLOCKS = [  # chip, unit and dtype, FLOP per clock and core, clock in GHz
-    ("GV100 whitepaper, boost", "v100-16g-sxm", "matrix", "fp16", 1024, 1.53),
-    ("GV100 whitepaper, boost", "v100-16g-sxm", "vector", "fp32", 128, 1.53),
-    ("GA100 whitepaper, boost", "a100-80g-sxm", "matrix", "bf16", 2048, 1.41),
-    ("GA100 whitepaper, boost", "a100-80g-sxm", "matrix", "tf32", 1024, 1.41),
-    ("GA100 whitepaper, boost", "a100-80g-sxm", "vector", "fp32", 128, 1.41),
-    ("GA100 whitepaper, boost", "a100-80g-sxm", "vector", "fp16", 512, 1.41),
-    ("GA100 whitepaper, boost", "a100-80g-sxm", "vector", "bf16", 256, 1.41),
-    ("H100 whitepaper, matrix boost", "h100-80g-sxm", "matrix", "bf16", 4096, 1.83),
-    ("H100 whitepaper, matrix boost", "h100-80g-sxm", "matrix", "fp8", 8192, 1.83),
-    ("H100 whitepaper, vector boost", "h100-80g-sxm", "vector", "fp32", 256, 1.98),
-    ("H100 whitepaper, vector boost", "h100-80g-sxm", "vector", "bf16", 512, 1.98),
-    ("H100 whitepaper, PCIe matrix boost", "h100-80g-pcie", "matrix", "bf16", 4096, 1.62),
-    ("H100 whitepaper, PCIe vector boost", "h100-80g-pcie", "vector", "fp32", 256, 1.755),
-    ("AD102 whitepaper, boost", "l40s", "vector", "fp32", 256, 2.52),
-    ("AD102 whitepaper, boost", "l40s", "matrix", "fp8", 2048, 2.52),
-    ("AD102 whitepaper, GeForce boost", "rtx-4090", "vector", "fp32", 256, 2.52),
-    ("AD102 whitepaper, GeForce boost", "rtx-4090", "matrix", "bf16", 512, 2.52),
-    ("RTX Blackwell whitepaper, boost", "rtx-5090", "vector", "fp32", 256, 2.407),
-    ("RTX Blackwell whitepaper, boost", "rtx-5090", "matrix", "bf16", 512, 2.407),
-    ("CDNA 4 whitepaper, peak engine clock", "mi355x", "matrix", "bf16", 4096, 2.4),
-    ("CDNA 4 whitepaper, peak engine clock", "mi350x", "matrix", "fp4", 16384, 2.2),
-    ("CDNA 2 whitepaper, peak engine clock", "mi250x", "matrix", "bf16", 1024, 1.7),
-    ("CDNA 2 whitepaper, peak engine clock", "mi250x", "vector", "fp32", 128, 1.7),
-    ("CDNA 3 whitepaper, peak engine clock", "mi300x", "matrix", "bf16", 2048, 2.1),
-    ("CDNA 3 whitepaper, peak engine clock", "mi300x", "matrix", "fp8", 4096, 2.1),
-    ("CDNA 3 whitepaper, peak engine clock", "mi300x", "vector", "fp32", 256, 2.1),
-    ("Jouppi et al. ISCA 2023, 4 MXU per core", "tpu-v4", "matrix", "bf16", 4 * 2 * 128 * 128, 1.05),
-    ("How to Scale Your Model, 4 MXU per core", "tpu-v5e", "matrix", "bf16", 4 * 2 * 128 * 128, 1.5),
-    ("How to Scale Your Model, VPU 8 x 128 x 4", "tpu-v5e", "vector", "fp32", 8 * 128 * 4, 1.5),
-    ("How to Scale Your Model, VPU 8 x 128 x 4", "tpu-v5p", "vector", "fp32", 8 * 128 * 4, 1.75),
-]
-
-
-@pytest.mark.parametrize(
-    ("source", "name", "unit", "dtype", "flop_per_clock", "ghz"),
-    CLOCKS,
-    ids=[f"{r[0]}-{r[1]}-{r[2]}-{r[3]}" for r in CLOCKS],
-)
-def test_peak_is_cores_times_flop_per_clock_times_clock(
-    source: str, name: str, unit: str, dtype: str, flop_per_clock: int, ghz: float
-) -> None:
-    chip = find_chip(name)
-    peak = chip.matrix_peak(dtype) if unit == "matrix" else chip.vector_peak(dtype)
-    check_close(peak, chip.num_cores * flop_per_clock * ghz * 1e9, rel=1e-2)
-
-
-BUSES = [  # chip, bus width in bits, data rate per pin in Gb/s
-    ("V100 HBM2, 4 stacks at 877 MHz", "v100-16g-sxm", 4096, 2 * 0.877),
-    ("A100 40 GB HBM2, 5 stacks at 1215 MHz", "a100-40g-sxm", 5120, 2 * 1.215),
-    ("A100 80 GB HBM2e, 5 stacks at 1593 MHz", "a100-80g-sxm", 5120, 2 * 1.593),
-    ("A100 80 GB PCIe HBM2e, 5 stacks at 1512 MHz", "a100-80g-pcie", 5120, 2 * 1.512),
-    ("H100 HBM3, 5 stacks at 2619 MHz", "h100-80g-sxm", 5120, 2 * 2.619),
-    ("L40S GDDR6 at 18 Gb/s", "l40s", 384, 18.0),
-    ("RTX 4090 GDDR6X at 21 Gb/s", "rtx-4090", 384, 21.0),
-    ("RTX 5090 GDDR7 at 28 Gb/s", "rtx-5090", 512, 28.0),
-    ("L4 GDDR6 at 12.5 Gb/s", "l4", 192, 12.5),
-    ("MI250X HBM2e, 4 stacks per GCD at 3.2 Gb/s", "mi250x", 4096, 3.2),
-    ("MI300X HBM3, 8 stacks at 5.2 Gb/s", "mi300x", 8192, 5.2),
-]
-
-
-@pytest.mark.parametrize(("source", "name", "bits", "gbit_per_s"), BUSES, ids=[r[0] for r in BUSES])
-def test_memory_bandwidth_is_bus_width_times_data_rate(
-    source: str, name: str, bits: int, gbit_per_s: float
-) -> None:
-    check_close(find_chip(name).memory_bytes_per_s, bits / 8 * gbit_per_s * 1e9)
 
 
 # --- properties of every entry ----------------------------------------------------------------------
@@ -390,31 +130,17 @@ def test_every_chip_is_documented_and_plausible(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CHIPS)
-def test_narrower_types_are_never_slower(name: str) -> None:
-    matrix = find_chip(name).matrix_flop_per_s
+def test_narrower_types_are_never_slower_and_fp8_is_twice_bf16(name: str) -> None:
+    matrix, generation = find_chip(name).matrix_flop_per_s, find_chip(name).generation
     peaks = [matrix[d] for d in ("fp64", "fp32", "tf32", "bf16", "fp8", "fp4") if d in matrix]
     assert peaks == sorted(peaks)
     vector = find_chip(name).vector_flop_per_s
     assert vector.get("fp64", 0) <= vector["fp32"] <= vector.get("fp16", math.inf)
     assert max(vector.values()) <= max(matrix.values())
-
-
-@pytest.mark.parametrize("name", [n for n in CHIPS if find_chip(n).generation not in ("volta", "tpu")])
-def test_bf16_matrices_run_at_the_fp16_rate_since_ampere(name: str) -> None:
-    assert find_chip(name).matrix_peak("bf16") == find_chip(name).matrix_peak("fp16")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name in CHIPS
-        if "fp8" in find_chip(name).matrix_flop_per_s
-        and find_chip(name).generation not in ("tpu", "rubin", "trainium", "gaudi3")
-    ],
-)
-def test_fp8_is_twice_bf16(name: str) -> None:
-    check_close(find_chip(name).matrix_peak("fp8"), 2 * find_chip(name).matrix_peak("bf16"), rel=2e-2)
+    if generation not in ("volta", "tpu"):
+        assert matrix["bf16"] == matrix["fp16"]
+    if "fp8" in matrix and generation not in ("tpu", "rubin", "trainium", "gaudi3"):
+        check_close(matrix["fp8"], 2 * matrix["bf16"], rel=2e-2)
 
 
 def check_levels(owner: Chip | Cluster) -> None:
@@ -478,14 +204,10 @@ NOT_FOUND = [
     ("h1000:8", "h100"),
     ("a100-80gb-sxm:8", "a100-80g-sxm"),
     ("perlmuter", "perlmutter"),
-    ("zzz", "dgx-h100"),
     ("", "dgx-h100"),
     ("h100", "h100-80g-sxm:8"),
     ("dgx-h100:", "not a number"),
     ("dgx-h100:0", "from 1"),
-    ("dgx-h100:-8", "not a number"),
-    ("dgx-h100:8.5", "not a number"),
-    ("dgx-h100:eight", "not a number"),
     ("dgx-h100:8:8", "not a number"),
     ("dgx-h100:" + "9" * 5000, "not a number"),
     ("dgx-h100:10000000000", "from 1"),
@@ -581,27 +303,19 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 BAD_FIELDS = [
     ("chip", None, "chip"),
     ("chip", "h1000", "h1000"),
-    ("chip", 7, "chip"),
     ("num_chips", None, "num_chips"),
     ("num_chips", 0, "num_chips"),
-    ("num_chips", -8, "num_chips"),
     ("num_chips", 8.5, "num_chips"),
-    ("num_chips", True, "num_chips"),
     ("num_chips", "8", "num_chips"),
     ("num_chips", 10**10, "num_chips"),
-    ("num_chips", 10**300, "num_chips"),
     ("num_chip", 8, "num_chip"),
     ("levels", [], "levels"),
-    ("levels", {}, "levels"),
     ("levels.0.ranks", None, "ranks"),
-    ("levels.0.ranks", 0, "ranks"),
     ("levels.0.ranks", 2.5, "ranks"),
     ("levels.1.ranks", 4, "ranks"),
-    ("levels.1.ranks", 2, "ranks"),
     ("levels.0.bytes_per_s", None, "bytes_per_s"),
     ("levels.0.bytes_per_s", 0.0, "bytes_per_s"),
     ("levels.0.bytes_per_s", math.inf, "bytes_per_s"),
-    ("levels.0.bytes_per_s", "fast", "bytes_per_s"),
     ("levels.1.latency_s", -1e-6, "latency_s"),
     ("levels.1.latency_s", math.nan, "latency_s"),
     ("chip.vendor", None, "vendor"),
@@ -609,17 +323,13 @@ BAD_FIELDS = [
     ("chip.memory_bytes", None, "memory_bytes"),
     ("chip.memory_bytes", math.nan, "memory_bytes"),
     ("chip.memory_bytes", 0, "memory_bytes"),
-    ("chip.memory_bytes", -80e9, "memory_bytes"),
-    ("chip.memory_bytes", "80 GB", "memory_bytes"),
     ("chip.memory_bytes", 10**400, "memory_bytes"),
     ("chip.memory_bytes_per_s", math.inf, "memory_bytes_per_s"),
     ("chip.matrix_flop_per_s", {"bf16": -1.0}, "matrix_flop_per_s.bf16"),
     ("chip.matrix_flop_per_s", {"bf17": 1e12}, "bf17"),
-    ("chip.matrix_flop_per_s", 1e12, "matrix_flop_per_s"),
     ("chip.vector_flop_per_s", {}, "fp32"),
     ("chip.vector_flop_per_s", {"fp32": math.nan}, "vector_flop_per_s.fp32"),
     ("chip.num_cores", -1, "num_cores"),
-    ("chip.cache_bytes", -1.0, "cache_bytes"),
     ("chip.op_host_s", -1.0, "op_host_s"),
     ("chip.power_watts", math.nan, "power_watts"),
     ("checked", "yesterday", "checked"),
@@ -720,11 +430,6 @@ def test_any_file_is_a_cluster_or_an_error(tmp_path_factory: pytest.TempPathFact
     file = tmp_path_factory.getbasetemp() / "fuzz-binary.toml"
     file.write_bytes(content)
     check_cluster_or_error(str(file))
-
-
-# --- many chips in one call -------------------------------------------------------------------------------
-
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
 
 
 # --- torus, rails, oversubscription ------------------------------------------------------------
