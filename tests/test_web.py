@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("starlette")
 pytest.importorskip("httpx2")
@@ -20,7 +22,6 @@ from starlette.testclient import TestClient
 
 import meshwise as mw
 from meshwise.calibrate.runs import published_runs
-from meshwise.machine.hardware import cluster_text, find_cluster, parse_cluster
 from meshwise.plan.plan import KEYS
 from meshwise.web.app import make_app
 from meshwise.web.run import serve_page
@@ -75,21 +76,19 @@ def test_a_pasted_config_and_an_edited_machine_replace_the_presets(client: TestC
     assert "config.json" in plain["command"] and "cluster.toml" in edited["command"]
 
 
-@pytest.mark.parametrize("name", ["h100-80g-sxm:16", "a100-80g-sxm:512", "mi300x:8", "gb200:72"])
-def test_a_cluster_survives_its_text(name: str) -> None:
-    cluster = find_cluster(name)
-    again = parse_cluster(cluster_text(cluster))
-    for field in (
-        "memory_bytes",
-        "memory_bytes_per_s",
-        "matrix_flop_per_s",
-        "generation",
-        "host_bytes_per_s",
-    ):
-        assert getattr(again.chip, field) == getattr(cluster.chip, field)
-    assert again.num_chips == cluster.num_chips
-    levels = [(one.name, one.bytes_per_s, one.latency_s, one.ranks) for one in again.levels]
-    assert levels == [(one.name, one.bytes_per_s, one.latency_s, one.ranks) for one in cluster.levels]
+@settings(max_examples=12)
+@given(
+    st.sampled_from(
+        ["h100-80g-sxm:16", "mi300x:8", "tpu-v5p:64", "llama3-roce", "superpod-h100:128", "l40s:8"]
+    ),
+    st.sampled_from(["", "tp=4", "pp=2,dtype=fp16", "zero=3,recompute=full", "cp=2,zero=1"]),
+)
+def test_a_text_that_is_not_edited_changes_no_answer(client: TestClient, cluster: str, plan: str) -> None:
+    job = {"model": "llama3-8b", "cluster": cluster, "plan": plan}
+    text = ask(client, "machine", **job)["text"]
+    plain, pasted = ask(client, "explore", **job), ask(client, "explore", **job, machine=text)
+    assert all(pasted[part] == plain[part] for part in ("headline", "title", "ok", "sections"))
+    assert ask(client, "ops", **job) == ask(client, "ops", **job, machine=text)
 
 
 def test_what_is_grey_is_refused_and_what_is_not_is_priced(client: TestClient) -> None:

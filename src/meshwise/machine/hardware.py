@@ -150,6 +150,7 @@ class _ChipEntry(msgspec.Struct, forbid_unknown_fields=True):
     matrix_flop_per_s: dict[str, float]
     vector_flop_per_s: dict[str, float]
     levels: list[_LevelEntry] = []
+    name: str = ""
     num_cores: int = 0
     cache_bytes: float = 0.0
     power_watts: float = 0.0
@@ -164,6 +165,7 @@ class _ClusterEntry(msgspec.Struct, forbid_unknown_fields=True):
     num_chips: int
     chip: str | _ChipEntry
     levels: list[_LevelEntry] | None = None
+    name: str = ""
     reduce_scatter: ReduceScatter = "reduce_scatter"
     aliases: list[str] = []
     source: str = ""
@@ -254,7 +256,7 @@ def _chip_from_entry(name: str, entry: _ChipEntry, where: str) -> Chip:
     if entry.num_cores:
         _count(entry.num_cores, f"{at}: num_cores")
     values |= {"levels": _levels(entry.levels, at), "aliases": tuple(entry.aliases)}
-    return Chip(name=name, **values | {"checked": _iso(entry.checked)})
+    return Chip(**values | {"name": entry.name or name, "checked": _iso(entry.checked)})
 
 
 def _iso(date: datetime.date | None) -> str:
@@ -272,7 +274,7 @@ def _cluster_from_entry(name: str, entry: _ClusterEntry, where: str) -> Cluster:
         own_levels = entry.chip.levels or entry.levels or []
         chip = _chip_from_entry(name, msgspec.structs.replace(entry.chip, levels=own_levels), where)
     return Cluster(
-        name=name,
+        name=entry.name or name,
         chip=chip,
         num_chips=_count(entry.num_chips, f"{at}: num_chips"),
         levels=_levels(entry.levels, at) if entry.levels is not None else chip.levels,
@@ -389,13 +391,18 @@ def cluster_text(cluster: Cluster, digits: int | None = None) -> str:
 
     Floats have all their digits, or so many.
     """
-    levels = (replace(level, ranks=math.inf if level.torus else level.ranks) for level in cluster.levels)
+    chip = cluster.chip
     tables = [
-        ("", _stated(cluster, "name", "chip", "levels")),
-        *(("[[levels]]", _stated(level)) for level in levels),
-        ("[chip]", _stated(cluster.chip, "name", "levels")),
+        ("", _stated(cluster, "chip", "levels")),
+        *_level_tables("[[levels]]", cluster.levels),
+        ("[chip]", _stated(chip, "levels")),
+        *_level_tables("[[chip.levels]]", chip.levels if repr(chip.levels) != repr(cluster.levels) else ()),
     ]
     return toml_text(tables, digits)
+
+
+def _level_tables(head: str, levels: tuple[Level, ...]) -> list[tuple[str, dict[str, Any]]]:
+    return [(head, _stated(replace(one, ranks=math.inf if one.torus else one.ranks))) for one in levels]
 
 
 def _stated(record: Any, *without: str) -> dict[str, Any]:
