@@ -78,20 +78,3 @@ def test_measured_times_stand_beside(meshwise: Any, tmp_path: Path) -> None:
     assert measured[3e6] == pytest.approx(40e-6) and 5e6 not in measured
     done = meshwise(*words, "--plot", str(picture))
     assert "40 µs" in done.out and picture.stat().st_size > 0
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("gossip", *H200), "there is no collective 'gossip'; use one of all_gather"),
-        (("all_reduce", *H200, "--ranks", "17"), "17 ranks placed 1 apart"),
-        (("all_reduce", *H200, "--ranks", "1"), "use 2 to 16 ranks"),
-        (("all_reduce", *H200, "--stride", "0"), "stride=0 must be"),
-        (("all_reduce", *H200, "--size", "-1"), "--size -1 must be a number above zero"),
-        (("all_reduce", *H200, "--data", "/nowhere.csv"), "/nowhere.csv"),
-    ],
-)
-def test_bad_input_is_one_sentence(meshwise: Any, words: tuple[str, ...], says: str) -> None:
-    done = meshwise("collective", *words)
-    assert (done.code, done.out) == (2, "")
-    assert says in done.err and len(done.err.splitlines()) == 1

@@ -126,45 +126,6 @@ def test_a_config_json_is_a_model(meshwise, tmp_path: Path) -> None:
     assert done.document["model"]["num_params"] == 6_738_415_616
 
 
-BAD = {
-    "unknown model": (("gpt5",), "gpt5"),
-    "unknown chip": (("gpt3-175b", "--cluster", "a1000:8"), "a1000"),
-    "chip without a count": (("gpt3-175b", "--cluster", "a100-80g-sxm"), "how many"),
-    "heads that tp does not divide": (("gpt3-175b", "--plan", "tp=7", "--cluster", "a100-80g-sxm:7"), "tp=7"),
-    "zero degree": (("gpt3-175b", "--plan", "tp=0"), "tp=0"),
-    "negative degree": (("gpt3-175b", "--plan", "pp=-2"), "pp=-2"),
-    "degree that is no number": (("gpt3-175b", "--plan", "tp=nan"), "tp=nan"),
-    "unknown plan key": (("gpt3-175b", "--plan", "tpp=2"), "tpp"),
-    "negative batch": (("gpt3-175b", "--batch", "-4"), "batch=-4"),
-    "sequence beyond learned positions": (("gpt3-175b", "--seq", "4096"), "2048 learned positions"),
-    "zero sequence": (("gpt3-175b", "--seq", "0"), "seq=0"),
-    "tokens that are no number": (
-        ("gpt3-175b", "--tokens", "nan"),
-        "--tokens nan must be a number above zero",
-    ),
-    "unknown convention": (("gpt3-175b", "--convention", "nersc"), "nersc"),
-    "plan file that is missing": (("gpt3-175b", "--plan", "nowhere.toml"), "nowhere.toml"),
-    "csv in a folder that is missing": (("gpt3-175b", "--csv", "/nowhere/x.csv"), "/nowhere/x.csv"),
-    "dtype that the chip lacks": (
-        ("gpt3-175b", "--cluster", "v100-16g-sxm:8", "--plan", "tp=8,dtype=bf16"),
-        "bf16",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_sentence_and_exit_2(meshwise, name: str) -> None:
-    words, says = BAD[name]
-    if "--cluster" not in words:
-        words = (*words, "--cluster", "a100-80g-sxm:8")
-    done = meshwise("estimate", *words)
-    assert done.code == 2
-    assert says in done.err
-    assert done.out == ""
-    assert len(done.err.strip().splitlines()) == 1
-    assert "Traceback" not in done.err
-
-
 def test_a_file_that_is_not_toml(meshwise, tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_bytes(b"\xff\xfe tp = ")

@@ -193,46 +193,6 @@ def test_command_line(meshwise: Callable[..., Any]) -> None:
     assert all(set(step) >= keys for step in document["steps"])
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("dryrun ulysses --ranks 3 --seq 64", "--seq 64 does not divide by 3 ranks"),
-        ("dryrun ulysses --ranks 4 --heads 6", "--heads 6 does not divide by the 4 ranks"),
-        ("dryrun ulysses --ranks 2 --heads 2 --hidden 33", "--hidden 33 does not divide by --heads 2"),
-        ("dryrun ulysses --ranks 4 --ring 2", "ulysses has no option --ring"),
-        ("dryrun ulysses --ranks 4 --rank 4", "rank 4 is not in a world of 4"),
-        ("dryrun ulysses --sequence 4", "no option --sequence"),
-        ("dryrun ulysses --seq 0", "--seq 0: expected `int` >= 1"),
-        ("dryrun ulysses --seq four", "--seq four: expected `int`"),
-        ("dryrun ulysses --seq", "--seq needs a value"),
-        ("dryrun ulysses --dtype fp12", "--dtype fp12: choose one of bf16, fp16"),
-        ("dryrun ulysses 4", "'4' is not an option"),
-        ("dryrun ulyses", "no program is called 'ulyses'"),
-        ("dryrun ulysses --device h200-x", "no chip is called 'h200-x'"),
-        ("dryrun model-2d --ranks 4 --tp 3", "--tp 3 x --dp 1 is 3, but there are 4 ranks"),
-        ("dryrun model-2d --ranks 4 --ffn-hidden 6", "--ffn-hidden 6 does not divide by --tp 4"),
-        ("run ulysses --ranks 2 --root 2", "--root 2 is not a rank of 2"),
-        ("run ulysses --device tpu", "--device tpu is unknown"),
-        ("dryrun ulysses --ranks 0", "0 ranks; a world has from 1 to"),
-        ("dryrun ulysses --ranks 99999999999999999999", "ranks; a world has from 1 to"),
-        ("compare ulysses --ranks 0 --no-run", "0 ranks; a world has from 1 to"),
-        ("compare ulysses --ranks -2", "-2 ranks; a world has from 1 to"),
-        ("run ulysses --ranks -1", "-1 ranks; a world has from 1 to"),
-        ("dryrun ulysses --seq 99999999999999999999", "--seq 99999999999999999999 is too large"),
-        ("dryrun model-2d --layers 4503599627370496", "--layers 4503599627370496: expected `int` <= 100000"),
-        ("dryrun ulysses --seq 4503599627370496", "more bytes than can be addressed"),
-        ("run generate --prompt-tokens 4503599627370496", "memory does not hold lists of these sizes"),
-        ("run ulysses --ranks 1 --port 70000", "--port 70000 is no port"),
-    ],
-)
-def test_bad_input_is_one_sentence(words: str, sentence: str, meshwise: Callable[..., Any]) -> None:
-    outcome = meshwise(*words.split())
-    assert outcome.code == 2
-    assert sentence in outcome.err
-    assert outcome.out == ""
-    assert len(outcome.err.strip().splitlines()) == 1
-
-
 # --- the allocator alone ------------------------------------------------------------------------
 
 

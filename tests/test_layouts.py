@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
@@ -341,17 +340,6 @@ def test_a_plan_that_does_not_fit_is_one_sentence(text: str, message: str) -> No
 def test_a_model_that_a_layout_cannot_run_is_one_sentence() -> None:
     with pytest.raises(PlanError, match=r"no experts, which mixtral-8x7b needs; use layout=1d"):
         check_layout(find_model("mixtral-8x7b"), parse_plan("layout=2d:2x2"), 4096)
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [("layout=2d:5x2", "does not divide"), ("layout=2d:2", "needs a grid of 2 numbers")],
-)
-def test_command_line_says_so(meshwise: Callable[..., Any], words: str, text: str) -> None:
-    done = meshwise("estimate", "gpt3-175b", "--cluster", "h100-80g-sxm:64", "--plan", words, "--batch", "64")
-    assert done.code == 2
-    assert text in done.err
-    assert done.err.count("\n") <= 3
 
 
 @pytest.mark.parametrize(

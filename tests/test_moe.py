@@ -217,25 +217,6 @@ def test_programs_side_by_side_are_their_dry_runs(meshwise: Callable[..., Any]) 
     assert "generate, prompt" in meshwise("eval-lm", "--show", "programs").out
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--ranks", "3"], "512 experts do not divide by 3"),
-        (["moe-tiny"], "does not say vocab_size"),
-        (["--override", "moe_freq=0"], "no mixture-of-experts layer"),
-        (["--fractions", "2"], "not a share from 0 to 1"),
-        (["--dtype", "int4"], "choose one of fp16"),
-        (["--show", "all of it"], "choose one of counts"),
-        (["--tp", "5"], "decoder_attention_heads=12 does not divide by tp=5"),
-    ],
-)
-def test_command_refuses_in_one_sentence(meshwise: Callable[..., Any], words: list[str], says: str) -> None:
-    outcome = meshwise("eval-lm", *words)
-    assert (outcome.code, outcome.out) == (2, "")
-    assert says in outcome.err
-    assert outcome.err.count("\n") == 1
-
-
 # --- the closed form is the program ----------------------------------------------------------------
 
 TINY = (

@@ -199,53 +199,6 @@ def test_an_option_changes_what_comes_out_or_is_refused(
         assert what_comes_out(done, tmp_path) != before
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:64", "--plan", "tp=8", "--plan", "pp=8"),
-        ("frontier", "layer", "--d-in", "8", "--d-in", "16", "--d-out", "8", "--batch", "8"),
-        ("run", "ulysses", "--ranks", "2", "--ranks", "4"),
-    ],
-)
-def test_an_option_given_twice_is_refused(meshwise: Any, words: tuple[str, ...]) -> None:
-    done = meshwise(*words)
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("meshwise: --") and done.err.endswith(" is given 2 times; give it once\n")
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (
-            ("layer", "--d-in", "8", "--d-out", "8", "--batch", "8", "--memory-bytes-per-s", "1e12"),
-            "--chip v100",
-        ),
-        (("run", "--set", "schedule=1f1b", "--set", "schedule=interleaved"), "--set gives schedule twice"),
-    ],
-)
-def test_an_option_of_frontier_without_effect_is_refused(
-    meshwise: Any, words: tuple[str, ...], says: str
-) -> None:
-    done = meshwise("frontier", *words, "--chip", "v100-16g-sxm")
-    assert (done.code, done.out) == (2, "")
-    assert says in done.err
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--plann", "tp=8"), "No such option"),
-        (("--batch", "many"), "--batch"),
-        ((), "Missing"),
-    ],
-)
-def test_words_that_are_no_command_are_one_sentence(meshwise: Any, words: tuple[str, ...], says: str) -> None:
-    done = meshwise("estimate", "gpt3-175b", *words)
-    assert (done.code, done.out) == (2, "")
-    assert says in done.err
-    assert len(done.err.strip().splitlines()) == 1
-
-
 def test_an_interrupt_is_one_line_and_code_130(meshwise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "estimate", lambda *args, **options: signal.raise_signal(signal.SIGINT))
     done = meshwise("estimate", *BASES["estimate"])

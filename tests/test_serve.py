@@ -270,66 +270,6 @@ def test_command(meshwise: Callable[..., Any]) -> None:
     assert "out of memory" in none.out
 
 
-WRONG: dict[str, list[tuple[list[str], str]]] = {
-    "mixtral-8x7b --cluster h100-80g-sxm:8": [
-        (["--plan", "tp=3"], "8 ranks do not divide by tp=3"),
-        (["--plan", "tp=8,pp=1,zero=3"], "zero=3 means nothing to kind=decode"),
-        (["--plan", "tp=1,ep=3"], "ep=3 does not divide the 8 experts"),
-        (["--plan", "tp=8,ep=4"], "must be a multiple of tp=8"),
-        (["--plan", "tp=8,pp=1,dp=2"], "dp=2 contradicts 8 ranks"),
-        (["--plan", "tp=4,pp=2", "--speculate", "accept=0.8"], "guessing tokens in a pipeline (pp=2)"),
-        (["--plan", "tp=4,pp=2", "--sequences", "3"], "cannot be spread over dp=1 x pp=2"),
-        (["--plan", "tp=4,cp=2"], "cp=2 cuts prompts alone; give it in prefill_plan"),
-        (["--plan", "pp=2", "--rate", "1", "--ttft-ms", "500"], "are of one layout; state tp in the plan"),
-        (["--plan", "tp=2,ep=4,etp=2"], "not cut too"),
-        (["--prompt", "999999"], "are more than the 32768"),
-        (["--sequences", "1,none"], "'none' is no whole number"),
-        (["--plan", "tp=4,ep=8", "--sequences", "3"], "3 sequences cannot be spread over dp=2"),
-        (["--plan", "tp=8,kv_dtype=int4"], "kv_dtype=int4 must be one of bf16, fp8"),
-        (["--memory-frac", "0"], "above 0 and at most 1"),
-        (["--token-ms", "0"], "must be above zero"),
-        (["--engine-ms", "-1"], "zero or more"),
-        (["--prompt", "0"], "prompt=0 must be a whole number of at least 1"),
-    ],
-    "llama3-8b --cluster h100-80g-sxm:1 --sequences 8": [
-        (["--rate", "1", "--concurrency", "2"], "rate and concurrency are two loads"),
-        (["--rate", "0"], "rate=0 must be above zero"),
-        (["--concurrency", "-1"], "concurrency=-1 must be above zero"),
-        (["--burstiness", "2"], "burstiness needs a load"),
-        (["--engine", "vllm"], "engine needs a load"),
-        (["--ttft-ms", "5"], "ttft_ms needs a load"),
-        (["--rate", "1", "--engine", "tgi"], "no engine is called 'tgi'"),
-        (["--rate", "1", "--engine", "vllm,max_tokens=x"], "max_tokens=x must be a count above 0"),
-        (["--rate", "1", "--engine", "vllm,graphs=1"], "'graphs' is no setting"),
-        (["--rate", "1", "--length-ratio", "0.5", "--length-sigma", "1"], "are two kinds of lengths"),
-        (["--rate", "1", "--length-ratio", "2"], "length_ratio=2 must be at most 1"),
-        (["--concurrency", "2", "--burstiness", "2"], "a closed loop has none"),
-        (["--requests", "/nowhere.csv"], "cannot read '/nowhere.csv'"),
-        (["--rate", "1", "--ttft-ms", "0"], "must be above zero"),
-        (["--csv", "x.csv"], "--csv and --plot show layouts"),
-    ],
-    "llama3-8b --cluster h100-80g-sxm:4,h200-sxm:4 --prompt 512 --output 64": [
-        (["--pareto", "--price", "free"], "'free' is no price"),
-        (["--pareto", "--workers", "2"], "pareto chooses workers and pools itself"),
-        (["--rate", "1", "--price", "a100-80g-sxm=2", "--ttft-ms", "900"], "price names no h"),
-        (["--pareto", "--concurrency", "3"], "give a rate or a trace"),
-        (["--rate", "3"], "several clusters are compared"),
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    ("base", "words", "says"), [(base, *case) for base, cases in WRONG.items() for case in cases]
-)
-def test_wrong_input_is_one_sentence(
-    meshwise: Callable[..., Any], base: str, words: list[str], says: str
-) -> None:
-    outcome = meshwise("serve", *base.split(), *words)
-    assert (outcome.code, outcome.out) == (2, "")
-    assert says in outcome.err
-    assert outcome.err.count("\n") == 1
-
-
 def test_what_does_not_generate_text_is_refused() -> None:
     with pytest.raises(WorkloadError, match="does not generate text"):
         server("vit-era5", "h100-80g-sxm:1", prompt=1, output=1)

@@ -499,55 +499,6 @@ def test_a_dry_run_takes_two_steps_and_says_so(meshwise: Callable[..., Any]) -> 
 # --- what is refused ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--plan ep=2", "has no experts"),
-        (f"--model {MODELS['moe']} --plan tp=2,ep=2,etp=1 --seq 6", "3 tokens in a row, whose choices 6"),
-        (f"--model {MODELS['moe']} --plan tp=2,sp=0", "with tp=2 needs sequence parallelism"),
-        ("--plan pp=2,schedule=zb-h1 --batch 10", "2 rounds of pp=2, which do not divide 5 microbatches"),
-        ("--plan vpp=2", "vpp=2 needs a pipeline"),
-        ("--plan tp=4", "tp=4 does not divide the 2 key-value heads"),
-        ("--plan tp=2 --seq 15", "seq=15 does not divide by 2"),
-        ("--plan cp=2 --seq 18", "seq=18 does not divide by 4"),
-        ("--plan pp=8 --ranks 8", "2 layers of tiny_llama cannot fill 8 pipeline stages"),
-        ("--plan pp=2 --batch 2", "needs at least pp=2 microbatches, not 1"),
-        ("--batch 3", "batch 3 does not divide by dp=4"),
-        (f"--model {MODELS['moe']} --plan dispatch_dtype=fp8,ep=2", "do not divide the hidden width 32"),
-        ("--plan recompute=full,recompute_layers=1,vpp=2,pp=2", "must be a multiple of vpp=2"),
-        (f"--model {MODELS['moe']} --plan ep=4,imbalance=1.5", "does not run imbalance=1.5"),
-        ("--plan attention=unfused", "use attention=flash"),
-        ("--plan pp=2,schedule=zb-h1,recompute=full --batch 8", "does not recompute where schedule=zb-h1"),
-        ("--plan offload_activations=1,recompute=full", "leave one of offload_activations and recompute out"),
-        ("--plan lora_rank=4,recompute_modules=per_op", "matmuls of weights that train"),
-        (f"--model {MODELS['moe']} --plan ep=4,dispatch=per_rank", "use dispatch=per_expert"),
-        ("--plan recompute_every=2", "needs recompute=full, not none"),
-        ("--plan recompute=full,recompute_layers=1,recompute_every=2", "leave recompute_layers out"),
-        ("--plan loss_chunks=3 --seq 16", "does not divide the 16 tokens"),
-        ("--plan implementation=megatron", "does not run implementation=megatron"),
-        ("--plan optimizer=muon", "does not run optimizer=muon"),
-        ("--plan offload_optimizer=0.5", "use offload_optimizer=1 or 0"),
-        ("--plan dtype=fp4", "does not run dtype=fp4, which meshwise estimate prices"),
-        ("--plan lora_rank=4,frozen_dtype=int4", "leave frozen_dtype out"),
-        ("--model qwen3-8b", "norms of queries and keys"),
-        (f"--model {MODELS['gpt']} --seq 128", "exceeds the 64 learned positions"),
-    ],
-)
-def test_what_is_not_built_is_said(words: str, sentence: str, meshwise: Callable[..., Any]) -> None:
-    model = [] if "--model" in words else ["--model", MODELS["llama"]]
-    ranks = [] if "--ranks" in words else ["--ranks", "4"]
-    outcome = meshwise("dryrun", "train", *ranks, *model, *words.split())
-    assert outcome.code == 2
-    assert sentence in outcome.err
-
-
-@pytest.mark.parametrize("plan", ["optimizer=adam-8bit", "dtype=fp4", "offload_optimizer=0.5"])
-def test_a_comparison_refuses_what_is_priced_and_not_run(plan: str, meshwise: Callable[..., Any]) -> None:
-    outcome = meshwise("compare", "train", "--ranks", "4", "--model", MODELS["llama"], "--plan", plan)
-    assert outcome.code == 2
-    assert f"the program train does not run {plan}" in outcome.err
-
-
 def test_halves_of_a_backward_through_two_further_modules_are_refused(
     tmp_path: Path, meshwise: Callable[..., Any]
 ) -> None:
