@@ -18,8 +18,8 @@ from meshwise.runtime.programs import PROGRAMS, find_program
 NAMES = {
     *("Cluster", "Estimate", "Ledger", "MeshwiseError", "Model", "Plan", "Workload", "__version__"),
     *("compare", "dry_run", "estimate", "frontier", "profile", "reproduce", "run", "search", "serve"),
-    *("collective", "compare_script", "dry_run_script", "explain", "launch", "read_job", "study", "validate"),
-    *("find_cluster", "find_model", "parse_plan", "plan_text"),
+    *("collective", "compare_script", "dry_run_script", "explain", "launch", "read_job", "rl", "study"),
+    *("find_cluster", "find_model", "parse_plan", "plan_text", "validate"),
 }
 
 

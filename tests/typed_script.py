@@ -31,6 +31,9 @@ def main(folder: Path) -> None:
     assert sized.sizing is not None and sized.sizing.best is not None and sized.cost
     assert served.first_token_s > 0 and served.max_sequences > 0
     served.to_html(folder / "server.html")
+    rollout = mw.rl("llama3-8b", "h100-80g-sxm:8", prompts=8, samples=8, output=256, mode="colocated",
+                    train_plan="pp=2", rollout_plan="tp=1")  # fmt: skip
+    assert rollout.step.fits and sum(rollout.step.phases_s.values()) == rollout.step.step_s
     job = mw.launch(model, cluster, plan, to="megatron-lm", batch=128, seq=8192)
     job.write(folder)
     assert mw.read_job(folder / "megatron_args.txt", cluster).plan == mw.Plan(tp=2, zero=3)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 # These folders share their name with a verb. Loaded first (they are empty), they never rebind it.
 from meshwise import estimate as _estimate_folder  # noqa: F401
 from meshwise import launch as _launch_folder  # noqa: F401
+from meshwise import rl as _rl_folder  # noqa: F401
 from meshwise import search as _search_folder  # noqa: F401
 from meshwise import serve as _serve_folder  # noqa: F401
 from meshwise.api import (
@@ -31,6 +32,7 @@ from meshwise.api import (
     profile,
     read_job,
     reproduce,
+    rl,
     run,
     search,
     serve,
@@ -70,7 +72,7 @@ _HOME = {
 
 __all__ = ["Cluster", "Estimate", "Ledger", "MeshwiseError", "Model", "Plan", "Workload", "__version__"]
 __all__ += ["compare", "dry_run", "estimate", "frontier", "profile", "reproduce", "run", "search", "serve"]
-__all__ += ["collective", "compare_script", "dry_run_script", "explain", "launch", "read_job", "study"]
+__all__ += ["collective", "compare_script", "dry_run_script", "explain", "launch", "read_job", "rl", "study"]
 __all__ += ["find_cluster", "find_model", "parse_plan", "plan_text", "validate"]
 
 

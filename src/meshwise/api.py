@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from meshwise.plan.workload import Workload
     from meshwise.published.convention import PublishedStep
     from meshwise.published.frontier import Frontier
+    from meshwise.rl.answer import RlAnswer
     from meshwise.runtime.outcome import Outcome
     from meshwise.runtime.profile import Profiled
     from meshwise.runtime.script.start import ScriptOutcome
@@ -372,6 +373,108 @@ def serve(
     return answer(
         fleet, sequences, token_s, requests=load, engine=engine, ttft_s=ttft_s, usd_per_gpu_hour=usd
     )
+
+
+def rl(
+    model: str | Path | Model,
+    cluster: str | Path | Cluster,
+    *,
+    prompts: int,
+    samples: int,
+    prompt: int = 512,
+    output: float | None = None,
+    max_output: int | None = None,
+    length_sigma: float | None = None,
+    lengths: str | Path | None = None,
+    mode: str = "",
+    rollout_gpus: int | None = None,
+    train_plan: str | Path | Plan = "",
+    rollout_plan: str | Path | Plan = "",
+    updates: int = 1,
+    staleness: int | None = None,
+    partial: bool | None = None,
+    turns: int = 1,
+    env_s: float = 0.0,
+    tool_tokens: int = 0,
+    algorithm: str = "grpo",
+    oversample: float = 1.0,
+    reference: bool = True,
+    old_logprobs: bool | None = None,
+    reward_model: str | Path | Model | None = None,
+    teacher: str | Path | Model | None = None,
+    framework: str = "nemo-rl",
+    engine: str = "",
+    transport: str = "",
+    memory_frac: float | None = None,
+    pack_length: int | None = None,
+    score_tokens: int | None = None,
+    train_steps: int | None = None,
+    price: float | None = None,
+) -> RlAnswer:
+    """Price a step of post-training by reinforcement: rollout, scoring, update, weight sync.
+
+    Where `mode` or a plan is left out, the answer is found: how to share the GPUs, and which plans.
+
+    Args:
+        model: As in `estimate`; the policy.
+        cluster: All GPUs, of rollout and training: a preset, chip:count, or a TOML file.
+        prompts: Groups of a step: prompts that it trains on.
+        samples: Answers to each prompt.
+        prompt: Tokens of a prompt.
+        output: Mean tokens of an answer.
+        max_output: Cap of an answer in tokens; longer ones are cut [4 x output, or what the model allows].
+        length_sigma: Lengths are lognormal; deviation of their logs [0.9].
+        lengths: CSV of measured answers with a column output (tokens); instead of a mean and a spread.
+        mode: colocated, split (two pools in turn), one_step_off or async [the best].
+        rollout_gpus: GPUs of the rollout pool, where pools are apart [the best].
+        train_plan: Plan of training: tp=4,pp=2,zero=1 [the best].
+        rollout_plan: Plan of one engine: tp=4; as many engines as fit the pool [the best].
+        updates: Optimizer steps on the samples of one rollout.
+        staleness: Versions by which a sample may be behind in mode=async [1].
+        partial: Answers go on after a sync, instead of ending before it [as the framework does].
+        turns: Turns of an answer, each but the last followed by its environment.
+        env_s: Seconds of the environment after a turn.
+        tool_tokens: Tokens that an environment returns, which the engine reads.
+        algorithm: grpo, rloo, dapo, or ppo, which has a critic of the policy's shape.
+        oversample: Groups that are generated for one that is trained on (DAPO).
+        reference: Score with a reference policy (KL).
+        old_logprobs: Score with the policy itself before the update [with several updates, or two pools].
+        reward_model: A model that judges each answer in a pass [rewards by rules].
+        teacher: A model whose log-probabilities are distilled.
+        framework: Whose overheads and defaults: nemo-rl or verl, with a version as nemo-rl=0.4.
+        engine: As in `serve` [the framework's].
+        transport: How weights travel: ipc, nccl, reshard, checkpoint-engine, per-tensor [the framework's].
+        memory_frac: Share of a GPU's memory that an engine may take [the framework's].
+        pack_length: Tokens of a packed bin in training [the longest sample, at least 8192].
+        score_tokens: The same in scoring [4 bins of training].
+        train_steps: Steps of the whole run: its days.
+        price: Dollars of a GPU-hour: what a step and a run cost.
+
+    Returns:
+        Seconds by phase, memory of both pools, idle shares. A job that does not fit is an answer too.
+
+    Raises:
+        MeshwiseError: A name is unknown, or numbers contradict each other.
+    """
+    from meshwise.rl.answer import answer
+    from meshwise.rl.framework import find_framework
+    from meshwise.rl.rollouts import rollouts_of
+
+    shape = _model(model)
+    work = rollouts_of(
+        shape.max_seq, prompts=prompts, samples=samples, prompt=prompt, output=output, max_output=max_output,
+        sigma=length_sigma, lengths=None if lengths is None else Path(lengths), turns=turns, env_s=env_s,
+        tool_tokens=tool_tokens, oversample=oversample,
+    )  # fmt: skip
+    judges = {"reward": reward_model, "teacher": teacher}
+    return answer(
+        shape, _cluster(cluster), work, find_framework(framework), mode=mode, rollout_gpus=rollout_gpus,
+        train_plan=_plan(train_plan) if train_plan else None, updates=updates, staleness=staleness,
+        rollout_plan=_plan(rollout_plan) if rollout_plan else None, in_flight=partial, algorithm=algorithm,
+        scorers={name: _model(one) for name, one in judges.items() if one is not None}, reference=reference,
+        old_logprobs=old_logprobs, engine=engine, transport=transport, memory_frac=memory_frac,
+        pack_length=pack_length, score_tokens=score_tokens, num_steps=train_steps, usd_per_gpu_hour=price,
+    )  # fmt: skip
 
 
 def launch(

@@ -51,7 +51,7 @@ VERBS = {
     **{name: f"{name}:{name}" for name in ("validate", "fit")},
     **{"list": "catalog:list_catalog", "explain": "trace:explain", "profile": "profile:profile"},
     "eval-lm": "eval_lm:eval_lm",
-    **{name: f"{name}:{name}" for name in ("serve", "launch", "sweep", "collective", "web")},
+    **{name: f"{name}:{name}" for name in ("serve", "rl", "launch", "sweep", "collective", "web")},
     **{"frontier": "frontier:COMMANDS", "trace": "trace:COMMANDS"},
 }
 """The module and the function of each verb (or the functions of its group), in the order of the help."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -29,6 +29,8 @@ from meshwise.serve.pass_times import PassTimes
 from meshwise.serve.requests import Requests
 
 Seconds = NDArray[np.float64]
+Blocks = tuple[int, ...]
+"""Names of the blocks that a prompt begins with."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +71,7 @@ class Served:
         return float(self.last_s.max() - self.sent_s.min())
 
 
-class _Sequence:
+class EngineSequence:
     """A request in an engine: `total` tokens to prefill, of which `past` are cached; `left` to generate."""
 
     __slots__ = ("arrival", "end", "first_s", "index", "last_s", "late_s", "left", "past", "sent", "total")
@@ -102,7 +104,7 @@ class ServingWorker:
     cache_tokens: int
 
 
-class _Instance:
+class Instance:
     """A worker with its queue, its running sequences and its clock.
 
     `held` are the tokens that the cache holds or must hold of admitted prompts, `context` those of running
@@ -110,25 +112,33 @@ class _Instance:
     where there are `only_prompts`, with their prompt computed.
     """
 
-    def __init__(self, worker: ServingWorker, requests: Requests, leave: Callable[[_Sequence, float], None],
-                 *, reply_s: float = 0.0, only_prompts: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        worker: ServingWorker,
+        requests: Requests,
+        leave: Callable[[EngineSequence, float], None],
+        *,
+        reply_s: float = 0.0,
+        only_prompts: bool = False,
+    ) -> None:
         self.engine, self.times, self.cache = worker.engine, worker.times, worker.cache_tokens
-        self.blocks, self.block_tokens = requests.blocks, requests.block_tokens
+        self.blocks: Sequence[Blocks] | Mapping[int, Blocks] = requests.blocks  # by index of a sequence
+        self.block_tokens = requests.block_tokens
         self.leave, self.only_prompts, self.reply_s = leave, only_prompts, reply_s
         self.now = self.seen = self.busy_s = 0.0
         self.step = self.num_tokens = self.num_preemptions = self.peak_cache = self.peak_sequences = 0
         self.was_full = False  # whether a request waited for room in the cache
         self.alone_since = 0  # the pass since when a prompt waits for more of them
         self.held = self.context = self.left = self.num_found = 0
-        self.queue: deque[_Sequence] = deque()
-        self.prefilling: list[_Sequence] = []
-        self.running: list[tuple[int, int, _Sequence]] = []  # a heap by the pass of the last token
-        self.admitted: list[_Sequence] = []  # in order; those that have ended are removed late
+        self.queue: deque[EngineSequence] = deque()
+        self.prefilling: list[EngineSequence] = []
+        self.running: list[tuple[int, int, EngineSequence]] = []  # a heap by the pass of the last token
+        self.admitted: list[EngineSequence] = []  # in order; those that have ended are removed late
         self.kept = OrderedDict.fromkeys(requests.kept)  # blocks of prompts, the last used behind
         self.most_tokens = self.engine.max_tokens * self.times.groups
         self.most_sequences = self.engine.max_sequences * self.times.groups
 
-    def put(self, sequence: _Sequence) -> None:
+    def put(self, sequence: EngineSequence) -> None:
         """Queue a request; those that come from another worker may come out of order."""
         place = len(self.queue)
         while sequence.past and place and self.queue[place - 1].arrival > sequence.arrival:
@@ -142,6 +152,14 @@ class _Instance:
             return self.now
         return max(self.now, self.queue[0].arrival) if self.queue else math.inf
 
+    @property
+    def next_end_s(self) -> float:
+        """About when the next sequence can end, no later; infinite without work."""
+        if self.prefilling or not self.running:
+            return self.ready_s
+        num = len(self.running)
+        return self.now + (self.running[0][0] - self.step) * self.times.decode_s(num, self.context / num)
+
     def go_on(self, until_s: float) -> None:
         """A pass; or several alike, as long as none begins after `until_s`, when others may send work."""
         chunks = [] if self._preempt() else self._admit()
@@ -154,7 +172,7 @@ class _Instance:
 
     # --- who takes part --------------------------------------------------------------------------
 
-    def _fits(self, sequence: _Sequence) -> bool:
+    def _fits(self, sequence: EngineSequence) -> bool:
         """Whether a request may join those that are admitted."""
         if len(self.running) + len(self.prefilling) >= self.most_sequences:
             return False
@@ -165,9 +183,9 @@ class _Instance:
         self.was_full = True
         return False
 
-    def _admit(self) -> list[tuple[_Sequence, int, int]]:
+    def _admit(self) -> list[tuple[EngineSequence, int, int]]:
         """The chunks of prompts in the next pass: those begun, then requests that wait."""
-        chunks: list[tuple[_Sequence, int, int]] = []
+        chunks: list[tuple[EngineSequence, int, int]] = []
         engine, budget = self.engine, self.most_tokens
         if engine.mixes:
             budget -= len(self.running)
@@ -181,7 +199,7 @@ class _Instance:
             sequence = self.queue[0]
             is_cached = sequence.past == sequence.total
             if self.blocks and not is_cached:
-                sequence.past = self._found(sequence)
+                sequence.past = max(sequence.past, self._found(sequence))
             missing = sequence.total - sequence.past
             taken = min(missing, engine.max_tokens, budget) if engine.chunks else missing
             if not is_cached and (taken <= 0 or (taken > budget and chunks)):
@@ -244,7 +262,7 @@ class _Instance:
 
     # --- prompts that begin alike ----------------------------------------------------------------
 
-    def _found(self, sequence: _Sequence) -> int:
+    def _found(self, sequence: EngineSequence) -> int:
         """Tokens of a prompt whose blocks are kept; the last token is computed in any case."""
         num = 0
         for block in self.blocks[sequence.index]:
@@ -254,7 +272,7 @@ class _Instance:
             num += self.block_tokens
         return min(num, sequence.total - 1)
 
-    def _keep(self, sequence: _Sequence) -> None:
+    def _keep(self, sequence: EngineSequence) -> None:
         """Keep the blocks of a prompt in the room that running sequences leave, the last used ones."""
         for block in self.blocks[sequence.index]:
             self.kept[block] = None
@@ -265,7 +283,7 @@ class _Instance:
 
     # --- passes ----------------------------------------------------------------------------------
 
-    def _prompt_pass(self, chunks: list[tuple[_Sequence, int, int]]) -> None:
+    def _prompt_pass(self, chunks: list[tuple[EngineSequence, int, int]]) -> None:
         num = len(self.running) if self.engine.mixes else 0
         spans = [(start, end) for _, start, end in chunks]
         pass_s = self.times.mixed_s(spans, num, self.context / num if num else 0.0)
@@ -287,7 +305,7 @@ class _Instance:
             self.prefilling = [one for one in self.prefilling if one.past < one.total]
         self._complete()
 
-    def _first_token(self, sequence: _Sequence) -> None:
+    def _first_token(self, sequence: EngineSequence) -> None:
         """The pass that ends a prompt gives a token; the others follow pass by pass."""
         if math.isnan(sequence.first_s):
             sequence.late_s = self.reply_s * len(self.running)
@@ -361,15 +379,13 @@ class _Run:
     """The clients, and the instances that they send to. In a closed loop they send the next when one ends."""
 
     def __init__(self, requests: Requests, pools: Pools) -> None:
-        self.requests, self.pools, self.all = requests, pools, list[_Sequence]()
+        self.requests, self.pools, self.all = requests, pools, list[EngineSequence]()
         first = pools.prefill or pools.worker
         self.front = first.engine
         reply_s = pools.num * self.front.reply_s
-        self.last = [
-            _Instance(pools.worker, requests, self._ended, reply_s=reply_s) for _ in range(pools.num)
-        ]
+        self.last = [Instance(pools.worker, requests, self._ended, reply_s=reply_s) for _ in range(pools.num)]
         self.first = self.last if pools.prefill is None else [
-            _Instance(first, requests, self._hand_over, only_prompts=True) for _ in range(pools.num_prefill)
+            Instance(first, requests, self._hand_over, only_prompts=True) for _ in range(pools.num_prefill)
         ]  # fmt: skip
         self.instances = self.last if pools.prefill is None else [*self.first, *self.last]
         for index in range(requests.concurrency or len(requests.prompt)):
@@ -381,15 +397,15 @@ class _Run:
         if index < len(requests.prompt):
             prompt = requests.prompt[index]
             arrival = second + self.front.front_s + self.front.front_token_s * prompt
-            sequence = _Sequence(index, second, arrival, prompt, requests.output[index])
+            sequence = EngineSequence(index, second, arrival, prompt, requests.output[index])
             self.all.append(sequence)
             self.first[index % len(self.first)].put(sequence)
 
-    def _hand_over(self, sequence: _Sequence, second: float) -> None:
+    def _hand_over(self, sequence: EngineSequence, second: float) -> None:
         sequence.arrival = second + self.pools.transfer_s + self.pools.transfer_token_s * sequence.total
         self.last[sequence.index % len(self.last)].put(sequence)
 
-    def _ended(self, _: _Sequence, second: float) -> None:
+    def _ended(self, _: EngineSequence, second: float) -> None:
         if self.requests.concurrency:
             self._send(second)
 

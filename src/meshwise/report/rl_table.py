@@ -1,0 +1,67 @@
+"""A step of post-training by reinforcement, as text and a table of its phases."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from meshwise.core.units import duration, with_prefix
+from meshwise.report.table import Table, percent
+from meshwise.rl.answer import RlAnswer
+from meshwise.rl.step import RlStep
+
+_OF_PHASES = {
+    "generation": "engines generate; the trainer waits",
+    "scoring": "log-probabilities and other passes",
+    "train": "optimizer steps on packed samples",
+    "sync": "weights travel to the engines",
+    "switch": "optimizer states to the host and back",
+    "wait": "data, rewards, logs",
+}
+
+
+def print_rl(answer: RlAnswer, console: Console) -> None:
+    """Print the step, its phases, memory and cost."""
+    step, document = answer.step, answer.to_json()
+    of = step.job
+    pools = (
+        f"{of.rollout_gpus} for rollout, {of.train_gpus} for training" if of.is_split else "shared in turn"
+    )
+    console.print(
+        f"{of.model.name} on {of.cluster.num_chips} x {of.cluster.chip.name}, {of.mode}: GPUs {pools}"
+    )
+    console.print(
+        f"training {document['train_plan'] or 'dp'}; {step.pool.num} engines of "
+        f"{document['rollout_plan'] or 'tp=1'}; {document['framework']}"
+    )
+    if step.step_s is not None:
+        low_s, high_s = document["step_s_interval"].values()
+        console.print(
+            f"a step takes {duration(step.step_s)} ({duration(low_s)} to {duration(high_s)}): "
+            f"{document['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU"
+        )
+        console.print(_phases(step))
+        idle = step.idle_frac
+        console.print(
+            f"generation alone {duration(step.generation_s)}: half of the samples after "
+            f"{duration(document['half_of_samples_s'])}, the last tenth takes {duration(document['tail_s'])}"
+        )
+        stale = f"; samples are {step.staleness:.2g} versions old" if step.staleness else ""
+        console.print(f"idle: rollout {percent(idle['rollout'])}, training {percent(idle['train'])}{stale}")
+    if cost := answer.cost:
+        words = {"usd_per_step": "${:,.2f} a step", "run_days": "{:,.3g} days", "run_usd": "${:,.0f} the run"}
+        console.print("; ".join(text.format(cost[name]) for name, text in words.items() if name in cost))
+    for pool, held in (("rollout", step.engine_bytes), ("training", step.trainer_bytes)):
+        parts = ", ".join(f"{name} {with_prefix(part, 'B')}" for name, part in held.items() if part)
+        console.print(f"{pool} GPU: {with_prefix(sum(held.values()), 'B')} ({parts})")
+    for note in step.notes:
+        console.print(f"note: {note}")
+
+
+def _phases(step: RlStep) -> Table:
+    total = step.step_s or 1.0
+    rows = [
+        (name, duration(seconds), percent(seconds / total), _OF_PHASES[name])
+        for name, seconds in step.phases_s.items()
+        if seconds
+    ]
+    return Table("", ("phase", "time", "share", "what"), rows, left={"phase", "what"})

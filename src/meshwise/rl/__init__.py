@@ -1,0 +1,1 @@
+"""A step of post-training by reinforcement: rollout, scoring, update, weight sync."""

@@ -1,0 +1,171 @@
+"""The engines of rollout at work: `serve`'s simulation, driven by samples instead of by clients.
+
+A sample goes to one engine. With several turns it comes back after its environment's time; its cache is
+kept, so only what tools returned is prefilled. In a synchronous step the batch is cut into as many pieces as
+there are engines, in order, so that a group finds its prompt in the cache of its engine; in asynchronous ones
+a sample goes to the engine that has fewest.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshwise.core.errors import WorkloadError
+from meshwise.rl.rollouts import Rollouts
+from meshwise.serve.engine import Engine
+from meshwise.serve.load import cache_tokens
+from meshwise.serve.pass_times import tabulate
+from meshwise.serve.requests import Requests
+from meshwise.serve.serving import Serving
+from meshwise.serve.simulate import EngineSequence, Instance, ServingWorker
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutPool:
+    """`num` engines of `serving`, each a `worker` of the simulation; None where one sample has no room."""
+
+    serving: Serving
+    num: int
+    engine: Engine
+    worker: ServingWorker | None
+
+    @property
+    def num_chips(self) -> int:
+        """GPUs of all engines."""
+        return self.num * self.serving.num_chips
+
+
+def rollout_pool(serving: Serving, num: int, engine: Engine, rollouts: Rollouts) -> RolloutPool:
+    """The pool, with the times of its passes. Its engines are called in process: no server is in between."""
+    engine = replace(engine, front_s=0.0, front_token_s=0.0, reply_s=0.0)
+    tokens = cache_tokens(serving)
+    if tokens < rollouts.longest * serving.groups:
+        return RolloutPool(serving, num, engine, None)
+    most = min(rollouts.num_groups * rollouts.samples, engine.max_sequences * serving.groups)
+    times = tabulate(serving, engine, rollouts.longest, -(-most // serving.groups))
+    return RolloutPool(serving, num, engine, ServingWorker(engine, times, tokens))
+
+
+class Engines:
+    """The engines of a pool at work. `on_end(sample, second)` hears of each sample that is complete."""
+
+    def __init__(self, pool: RolloutPool, rollouts: Rollouts, on_end: Callable[[int, float], None]) -> None:
+        if pool.worker is None:
+            raise WorkloadError("no sample has room beside the weights of the rollout engines")
+        self.rollouts, self.on_end = rollouts, on_end
+        self.group_of: dict[int, tuple[int, ...]] = {}  # the block that a prompt is, by sample
+        shared = Requests((), (), block_tokens=rollouts.prompt)
+        self.instances = [Instance(pool.worker, shared, self._left) for _ in range(pool.num)]
+        for instance in self.instances:
+            instance.blocks = self.group_of
+        self.left: dict[int, list[int]] = {}  # tokens of the turns that a sample still has, by sample
+        self.place: dict[int, int] = {}  # the engine of a sample
+        self.returning: list[tuple[float, int, EngineSequence]] = []  # a heap by the second
+
+    def start(self, sample: int, group: int, tokens: int, second: float, engine: int | None = None) -> None:
+        """Send a sample with an answer of `tokens` to an engine, or to the one that has fewest."""
+        if engine is None:
+            engine = min(range(len(self.instances)), key=self._num_samples)
+        turns = np.diff(np.linspace(0, tokens, min(self.rollouts.turns, tokens) + 1).round().astype(int))
+        first, *others = turns.tolist()
+        self.group_of[sample], self.place[sample], self.left[sample] = (group,), engine, others
+        self._put(EngineSequence(sample, second, second, self.rollouts.prompt, first))
+
+    def _num_samples(self, engine: int) -> int:
+        one = self.instances[engine]
+        return len(one.running) + len(one.prefilling) + len(one.queue)
+
+    def _put(self, sequence: EngineSequence) -> None:
+        instance = self.instances[self.place[sequence.index]]
+        instance.put(sequence)
+
+    def _left(self, sequence: EngineSequence, second: float) -> None:
+        """A turn is over: the sample goes to its environment, or is complete."""
+        sample, turns = sequence.index, self.left[sequence.index]
+        if not turns:
+            del self.left[sample], self.place[sample], self.group_of[sample]
+            self.on_end(sample, second)
+            return
+        back_s = second + self.rollouts.env_s
+        cached = sequence.total + sequence.left
+        again = EngineSequence(sample, back_s, back_s, cached + self.rollouts.tool_tokens, turns.pop(0))
+        again.past = min(cached, again.total - 1)
+        heapq.heappush(self.returning, (back_s, sample, again))
+
+    @property
+    def next_s(self) -> float:
+        """About when the next sample or turn ends, or a sample returns; infinite without work."""
+        back_s = self.returning[0][0] if self.returning else math.inf
+        return min(back_s, *(instance.next_end_s for instance in self.instances))
+
+    def go_on(self) -> None:
+        """What happens next, in the engine in which it does; the others may be behind."""
+        instance = min(self.instances, key=lambda one: one.next_end_s)
+        if self.returning and self.returning[0][0] <= instance.next_end_s:
+            self._put(heapq.heappop(self.returning)[2])
+        else:
+            instance.go_on(math.inf)
+
+    def run_until(self, second: float) -> None:
+        """All engines work up to `second`."""
+        while self.next_s < second:
+            self.go_on()
+        for instance in self.instances:
+            while instance.ready_s < second:
+                instance.go_on(second)
+
+    def pause(self, until_s: float) -> None:
+        """All engines stand still until `until_s`; what they have goes on then."""
+        for instance in self.instances:
+            instance.now = instance.seen = max(instance.now, until_s)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in passes, the mean of all engines."""
+        return sum(instance.busy_s for instance in self.instances) / len(self.instances)
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a sample gave its cache back."""
+        return sum(instance.num_preemptions for instance in self.instances)
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """A batch generated from an idle pool to its last answer.
+
+    `half_s`: when half of the samples were complete; `tail_s`: what the last tenth of them took.
+    """
+
+    seconds: float
+    half_s: float
+    tail_s: float
+    busy_frac: float
+    num_preemptions: int
+
+
+def drain(pool: RolloutPool, rollouts: Rollouts, rng: np.random.Generator) -> Drain:
+    """Generate one batch; where it oversamples, until enough groups are complete."""
+    answers = rollouts.draw(rollouts.num_groups, rng)
+    last_s = np.zeros(answers.size)
+    engines = Engines(pool, rollouts, lambda sample, second: last_s.__setitem__(sample, second))
+    for engine, samples in enumerate(np.array_split(np.arange(answers.size), pool.num)):
+        for sample in samples.tolist():
+            engines.start(sample, sample // rollouts.samples, int(answers.flat[sample]), 0.0, engine)
+    while engines.next_s < math.inf:
+        engines.go_on()
+    groups_s = np.sort(last_s.reshape(answers.shape).max(axis=1))
+    seconds = float(groups_s[rollouts.prompts - 1])
+    ends_s = np.sort(last_s)
+    return Drain(
+        seconds=seconds,
+        half_s=float(ends_s[len(ends_s) // 2]),
+        tail_s=seconds - min(float(np.quantile(ends_s, 0.9)), seconds),
+        busy_frac=min(engines.busy_s / seconds, 1.0),
+        num_preemptions=engines.num_preemptions,
+    )

@@ -1,0 +1,115 @@
+"""Frameworks of post-training by version: what a step pays beside its kernels (`catalog/rl.toml`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import date
+from functools import cache
+
+import msgspec
+
+from meshwise.core.errors import WorkloadError
+from meshwise.core.files import read_catalog
+from meshwise.estimate.intervals import Interval, Spread
+from meshwise.machine.hardware import Cluster
+
+
+class Transport(msgspec.Struct, frozen=True):
+    """A way for weights to travel to engines: `fixed_s` + `s_per_byte` x bytes of the whole model.
+
+    Every engine gathers the whole model, so no byte is faster than the links of a node to the others, unless
+    each link carries its own piece of it (`spread`).
+    """
+
+    fixed_s: float
+    s_per_byte: float
+    source: str
+    spread: bool = False
+
+    def seconds(self, weight_bytes: float, cluster: Cluster) -> float:
+        """Time of a sync of `weight_bytes`."""
+        node = min(cluster.levels[0].ranks, cluster.num_chips)
+        link_s = 0.0 if self.spread else 1.0 / (node * cluster.levels[-1].bytes_per_s)
+        return self.fixed_s + weight_bytes * max(self.s_per_byte, link_s)
+
+
+class RlFramework(msgspec.Struct, frozen=True, kw_only=True):
+    """Overheads and defaults of one version of a framework.
+
+    `host_s`: the engine's own time between two passes, `node_host_s` more for each further node of an engine;
+    `dense_slowdown`, `expert_slowdown`: time of updates and scoring over that of the same step in plain
+    training (`estimate`): log-probabilities in fp32, one sequence at a time, controllers between passes;
+    `colocated_slowdown`: the same where engines sleep on the same GPUs; `offload_s_per_byte`: copies of what
+    it `offloads` while engines work, to the host and back; `step_s`: data, rewards, logging of a step.
+    `in_flight`: engines go on with what they have after a sync. `score_bins`: packed sequences of a
+    microbatch of scoring.
+    """
+
+    name: str
+    version: str
+    source: str
+    checked: date
+    engine: str
+    host_s: float
+    node_host_s: float
+    dense_slowdown: float
+    expert_slowdown: float
+    colocated_slowdown: float
+    offload_s_per_byte: float
+    step_s: float
+    colocated_memory_frac: float
+    split_memory_frac: float
+    offloads: Sequence[str]
+    in_flight: bool
+    colocated_transport: str
+    split_transport: str
+    score_bins: int
+
+
+class RlCatalog(msgspec.Struct, frozen=True):
+    """`catalog/rl.toml`."""
+
+    frameworks: Sequence[RlFramework]
+    transports: Mapping[str, Transport]
+    spreads: Mapping[str, Spread]
+
+
+@cache
+def catalog() -> RlCatalog:
+    """The catalog."""
+    return msgspec.convert(read_catalog("rl.toml"), RlCatalog)
+
+
+def find_framework(text: str, without: str = "") -> RlFramework:
+    """`nemo-rl`, or `nemo-rl=0.3`: the newest version that is not newer than the stated one, if there is one.
+
+    `without`: a version to do as if it was not known; then the one next to it holds.
+    """
+    name, _, version = text.partition("=")
+    known = [one for one in catalog().frameworks if one.name == name and one.version != without]
+    if not known:
+        names = ", ".join(dict.fromkeys(one.name for one in catalog().frameworks))
+        raise WorkloadError(f"framework {name!r} is not known; known are {names}, with =VERSION if you like")
+    older = [one for one in known if not version or _numbers(one.version) <= _numbers(version)]
+    return max(older or known[:1], key=lambda one: _numbers(one.version))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    if not all(part.isdecimal() for part in version.split(".")):
+        raise WorkloadError(f"framework version {version!r} must be written as 0.4")
+    return tuple(map(int, version.split(".")))
+
+
+def find_transport(name: str) -> Transport:
+    """The transport called `name`."""
+    known = catalog().transports
+    if name not in known:
+        raise WorkloadError(f"transport {name!r} is not known; choose among {', '.join(known)}")
+    return known[name]
+
+
+def interval_of(quantity: str, value: float) -> Interval:
+    """Between which values a measurement of the prediction lies, 8 times of 10."""
+    spread = catalog().spreads[quantity]
+    reason = f"judging by {spread.num_runs} measured steps of {spread.num_sources} sources, none by its own"
+    return Interval(p10=value * spread.p10, p90=value * spread.p90, reason=reason)

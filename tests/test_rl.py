@@ -1,0 +1,202 @@
+"""Post-training by reinforcement: lengths, packing, drains and asynchronous flow in closed form; the verb."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import meshwise as mw
+from meshwise.core.errors import MeshwiseError
+from meshwise.rl.asynchronous import COUNTED, steady
+from meshwise.rl.engines import RolloutPool, drain
+from meshwise.rl.framework import find_framework
+from meshwise.rl.packing import num_bins, pack
+from meshwise.rl.rollouts import Rollouts, cut_mean, log_mean
+from meshwise.serve.engine import ENGINES
+from meshwise.serve.pass_times import Curve, PassTimes
+from meshwise.serve.simulate import ServingWorker
+
+PASS_S, TOKEN_S, NO_LIMIT = 1e-2, 1e-5, 10**9
+
+
+def pool(num: int) -> RolloutPool:
+    """Engines whose passes take `PASS_S` and `TOKEN_S` a prompt token, whatever they decode."""
+    times = PassTimes(
+        decode_rest=[PASS_S] * 500,
+        decode_attention=[Curve([0.0, 0.0], 1.0)] * 500,
+        prompt_rest=Curve([PASS_S, PASS_S + TOKEN_S], 1.0),
+        prompt_attention=Curve([0.0, 0.0], 1.0),
+    )
+    engine = replace(ENGINES["vllm"], front_s=0.0, front_token_s=0.0, reply_s=0.0, lag_passes=0)
+    unused: Any = None
+    return RolloutPool(unused, num, engine, ServingWorker(engine, times, NO_LIMIT))
+
+
+def rollouts(**others: Any) -> Rollouts:
+    stated = {"prompts": 8, "samples": 4, "prompt": 100, "output": 50.0, "max_output": 50} | others
+    return Rollouts(**stated)
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+@given(mean=st.floats(20, 900), sigma=st.floats(0.1, 1.5))
+def test_mean_of_lengths_that_are_cut(mean: float, sigma: float) -> None:
+    assert cut_mean(log_mean(mean, sigma, 1000.0), sigma, 1000.0) == pytest.approx(mean, rel=1e-6)
+
+
+def test_drawn_lengths_have_the_stated_mean_and_groups_are_alike() -> None:
+    drawn = rollouts(samples=64, output=300.0, max_output=1000).draw(4000, rng())
+    assert drawn.max() == 1000 and drawn.mean() == pytest.approx(300, rel=0.02)
+    logs = np.log(rollouts(samples=64, output=300.0, max_output=10**6, sigma=0.5).draw(4000, rng()))
+    assert logs.mean(axis=1).var() == pytest.approx(0.5 * logs.var(), rel=0.1)
+
+
+@given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=60), ranks=st.integers(1, 4))
+def test_packed_bins_hold_all_tokens(lengths: list[int], ranks: int) -> None:
+    """First fit decreasing needs at most 11/9 of the fewest bins and 6/9 (Dosa 2007)."""
+    tokens = np.array(lengths)
+    bins, fewest = num_bins(tokens, 100), -(-sum(lengths) // 100)
+    assert fewest <= bins and (bins <= 2 * fewest or bins <= sum(length > 50 for length in lengths) + 1)
+    packed = pack(tokens, 100, ranks=ranks)
+    assert packed.bins * ranks * packed.fill == pytest.approx(sum(lengths))
+    assert packed.samples * packed.sample_tokens >= packed.fill - 1e-9
+
+
+@pytest.mark.parametrize("engines", [1, 4])
+def test_a_drain_of_equal_lengths(engines: int) -> None:
+    """One prompt of each group in a pass, the others find it but for its last token; then a token a pass."""
+    drained = drain(pool(engines), rollouts(), rng())
+    groups = 8 // engines
+    first_s = PASS_S + TOKEN_S * groups * 4 * 100  # all arrive in one pass, before any prompt is cached
+    assert drained.seconds == pytest.approx(first_s + 49 * PASS_S)
+
+
+def test_turns_wait_for_the_environment_and_prefill_what_tools_return() -> None:
+    with_tools = rollouts(prompts=1, samples=1, turns=5, env_s=7.0, tool_tokens=30)
+    turns_s = (
+        drain(pool(1), with_tools, rng()).seconds
+        - drain(pool(1), rollouts(prompts=1, samples=1), rng()).seconds
+    )
+    assert turns_s == pytest.approx(4 * (7.0 + 30 * TOKEN_S), abs=1e-3)
+
+
+@pytest.mark.parametrize(("trains_s", "in_flight"), [(0.2, False), (5.0, False), (0.2, True), (5.0, True)])
+def test_one_step_off_is_as_slow_as_the_slower_pool(trains_s: float, in_flight: bool) -> None:
+    """Equal lengths: a period is max(T, D) + S; every group is trained on once, a version after it began."""
+    work, two = rollouts(), pool(2)
+    flow = steady(two, work, rng(), trains_s=trains_s, sync_s=0.3, staleness=1, in_flight=in_flight)
+    drained_s = drain(two, work, rng()).seconds
+    assert flow.period_s == pytest.approx(max(trains_s, drained_s) + 0.3, rel=0.02)
+    assert (flow.num_trained, flow.staleness) == (COUNTED * work.prompts, 1.0)
+
+
+def test_a_looser_bound_never_waits_longer() -> None:
+    """The trainer's wait falls with the bound; in a saturated queue the period is that of the engines."""
+    work = rollouts(prompts=16, output=40.0, max_output=400)
+    bounds = [
+        steady(pool(2), work, rng(), trains_s=1.0, sync_s=0.1, staleness=bound, in_flight=True)
+        for bound in (1, 2, 4)
+    ]
+    assert bounds[0].wait_s > bounds[1].wait_s >= bounds[2].wait_s - 1e-9
+    assert all(one.num_trained == COUNTED * 16 for one in bounds)
+    assert bounds[2].staleness > bounds[0].staleness
+
+
+JOB: dict[str, Any] = {
+    "model": "llama3-8b", "cluster": "h100-80g-sxm:8", "prompts": 16, "samples": 8, "prompt": 128,
+    "output": 512, "max_output": 2048, "mode": "colocated", "train_plan": "pp=2,recompute=full",
+    "rollout_plan": "tp=1",
+}  # fmt: skip
+
+
+def step(**others: Any) -> dict[str, Any]:
+    return mw.rl(**JOB | others).to_json()
+
+
+@pytest.mark.parametrize(
+    "mode", [{}, *({"mode": mode, "rollout_gpus": 4} for mode in ("split", "one_step_off", "async"))], ids=str
+)
+def test_phases_sum_to_the_step(mode: dict[str, Any]) -> None:
+    found = step(updates=2, **mode)
+    assert sum(found["phases_s"].values()) == pytest.approx(found["step_s"])
+    assert (
+        found["fits"] and found["step_s_interval"]["p10"] < found["step_s"] < found["step_s_interval"]["p90"]
+    )
+    assert (found["phases_s"]["switch"] > 0) == (not mode)
+    assert (found["staleness"] > 0) == (mode.get("mode") in ("one_step_off", "async"))
+    assert set(found["scoring_s"]) == {"policy", "reference"}
+    assert all(0 <= frac < 1 for frac in found["idle_frac"].values())
+
+
+def test_what_a_step_is_made_of() -> None:
+    base = step()
+    assert set(base["scoring_s"]) == {
+        "reference"
+    }  # one update follows: the policy's pass is the update's own
+    assert step(reference=False)["phases_s"]["scoring"] == 0
+    ppo = step(algorithm="ppo")
+    assert ppo["phases_s"]["train"] == pytest.approx(2 * base["phases_s"]["train"])
+    assert set(ppo["scoring_s"]) == {"reference", "critic"}
+    assert step(oversample=2.0)["generation_s"] < 2 * base["generation_s"]
+    assert step(teacher="llama3-70b")["scoring_s"]["teacher"] > 4 * base["scoring_s"]["reference"]
+    slow = step(transport="per-tensor")["phases_s"]["sync"] - 0.12
+    assert slow / (step(transport="ipc")["phases_s"]["sync"] - 1.0) == pytest.approx(0.125 / 0.015)
+
+
+def test_a_job_that_does_not_fit_says_what_and_exits_with_1(meshwise: Any) -> None:
+    done = meshwise(
+        "rl", "llama3-70b", "--cluster", "h100-80g-sxm:8", "--prompts", "8", "--samples", "8",
+        "--output", "99", "--mode", "colocated", "--train-plan", "tp=8", "--rollout-plan", "tp=2",
+    )  # fmt: skip
+    assert done.code == 1
+    assert "the rollout plan does not fit" in done.out and "the training plan does not fit" in done.out
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"updates": 3}, "16 prompts x 8 samples do not divide by updates=3"),
+    ({"output": 4096}, "must be at least 1 and at most the cap"),
+    ({"max_output": 10**6}, "of llama3-8b; lower the cap"),
+    ({"lengths": "LENGTHS", "output": None, "max_output": None}, "has the column output"),
+    ({"lengths": "LENGTHS"}, "leave output and length_sigma out"),
+    ({"output": None}, "output, the mean tokens of an answer, is missing"),
+    ({"mode": "split"}, "mode=split needs rollout_gpus"),
+    ({"mode": "split", "rollout_gpus": 8}, "leaves no GPU for one of the pools"),
+    ({"rollout_plan": "tp=3"}, "8 rollout GPUs do not divide by an engine of 3"),
+    ({"train_plan": "tp=3"}, "8 training GPUs do not divide"),
+    ({"mode": "both"}, "must be one of colocated"),
+    ({"staleness": 2}, "staleness is of asynchronous steps"),
+    ({"env_s": 3.0}, "env_s and tool_tokens are of several turns"),
+    ({"algorithm": "sac"}, "must be one of grpo"),
+    ({"framework": "trl"}, "framework 'trl' is not known"),
+    ({"transport": "pigeon"}, "transport 'pigeon' is not known"),
+    ({"pack_length": 1024}, "does not hold the longest sample"),
+]
+
+
+@pytest.mark.parametrize(("stated", "sentence"), BAD, ids=[each[1] for each in BAD])
+def test_bad_input_gets_a_sentence(stated: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    if "lengths" in stated:
+        (tmp_path / "lengths.csv").write_text("prompt,answer\n1,2\n")
+        stated = stated | {"lengths": tmp_path / "lengths.csv"}
+    with pytest.raises(MeshwiseError, match=sentence):
+        step(**stated)
+
+
+def test_measured_lengths(tmp_path: Path) -> None:
+    (tmp_path / "lengths.csv").write_text("output\n" + "\n".join(map(str, range(100, 900, 8))))
+    found = step(lengths=tmp_path / "lengths.csv", output=None, max_output=None)
+    assert found["tokens_per_step"] == pytest.approx(16 * 8 * (128 + np.arange(100, 900, 8).mean()))
+
+
+def test_a_version_falls_back_to_the_newest_that_is_not_newer() -> None:
+    versions = {
+        text: find_framework(text).version
+        for text in ("nemo-rl", "nemo-rl=0.3", "nemo-rl=9.1", "nemo-rl=0.1")
+    }
+    assert versions == {"nemo-rl": "0.4", "nemo-rl=0.3": "0.3", "nemo-rl=9.1": "0.4", "nemo-rl=0.1": "0.3"}
