@@ -4,8 +4,11 @@ import json
 import socket
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -17,14 +20,18 @@ from hypothesis import strategies as st
 pytest.importorskip("starlette")
 pytest.importorskip("httpx2")
 pytest.importorskip("plotly")
+pytest.importorskip("uvicorn")
 
+import uvicorn
 from starlette.testclient import TestClient
 
 import meshwise as mw
 from meshwise.calibrate.runs import published_runs
 from meshwise.plan.plan import KEYS
 from meshwise.web.app import make_app
-from meshwise.web.run import serve_page
+from meshwise.web.drop import Drop
+from meshwise.web.pool import SLOTS
+from meshwise.web.run import Patient, serve_page
 from meshwise.web.views import VIEWS, Server, options
 
 TRACES = Path(__file__).parent / "data" / "traces"
@@ -135,6 +142,91 @@ def test_the_other_views_answer(client: TestClient) -> None:
     assert "rank 3" in ask(client, "traces", path="gloo4")["headline"]
     joined = ask(client, "traces", path="gloo4", **where, batch="8")
     assert "From the predicted step" in html(joined)
+
+
+def test_as_many_values_are_offered_as_a_list_may_hold(client: TestClient) -> None:
+    """14,414,400 chips have 504 divisors, and all numbers up to it were tried."""
+    options = ask(client, "options", **JOB | {"cluster": "h100-80g-sxm:14414400"})["options"]
+    assert [int(value) for value, _ in options["tp"]][:8] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert max(map(len, options.values())) == 40
+
+
+def test_slow_questions_stand_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+
+    def answer(view: str, state: Any, server: Server, hear: Any) -> Any:
+        hear(7)
+        return go.wait(60) and {"title": "found"}
+
+    monkeypatch.setattr("meshwise.web.app.answer", answer)
+    monkeypatch.setattr("meshwise.web.pool.MOST_WAITING", 2)
+    with TestClient(make_app(), base_url="http://127.0.0.1") as client, ThreadPoolExecutor(9) as threads:
+
+        def progress(question: str) -> Any:
+            return client.get(f"/api/progress/{question}").json()
+
+        def search(question: str) -> Any:
+            return client.post("/api/search", json={}, headers={"question": question}).json()
+
+        asked = []
+        for i in range(SLOTS + 2):
+            asked.append(threads.submit(search, f"q{i}"))
+            expected = {"before": max(i - SLOTS, 0), "considered": 7 if i < SLOTS else 0}
+            while progress(f"q{i}") != expected or len(client.app.state.pool._jobs) != i + 1:
+                time.sleep(0.01)
+        assert "2 questions wait for an answer already" in search("one more")["error"]
+        go.set()
+        assert [one.result() for one in asked] == [{"title": "found"}] * (SLOTS + 2)
+    assert progress("q0") == {"before": 0, "considered": 0}
+
+
+@pytest.fixture
+def drop() -> Drop:
+    return Drop()
+
+
+@pytest.fixture
+def port(drop: Drop) -> Iterator[int]:
+    """Of a server as `meshwise web` starts it."""
+    config = uvicorn.Config(
+        make_app(Server(drop=drop)), port=0, http=Patient, log_level="warning", log_config=None
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield server.servers[0].sockets[0].getsockname()[1]
+    server.should_exit = True
+    thread.join()
+
+
+def test_a_client_that_hangs_up_is_no_error(port: int, drop: Drop, caplog: pytest.LogCaptureFixture) -> None:
+    """In the head, in the body, or while a search runs; what it sent of a file is gone."""
+    folder = drop.start()
+    body = json.dumps({"model": "gpt3-175b", "cluster": "a100-80g-sxm:4096", "batch": "4096"})
+    head = "HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: "
+    for sent in (
+        "POST /api/explore HT",
+        f"POST /api/explore {head}100\r\n\r\n{{",
+        f"PUT /api/drop/{folder}/a.json {head}100\r\n\r\n{{",
+        f"POST /api/search {head}{len(body)}\r\n\r\n{body}",
+    ):
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(sent.encode())
+            time.sleep(0.1)
+    time.sleep(0.3)
+    assert caplog.records == [] and not list(drop.folder(folder).iterdir())
+
+
+def test_a_request_that_does_not_arrive_is_closed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwise.web.run.READ_S", 0.1)
+    monkeypatch.setattr("meshwise.web.app.READ_S", 0.1)
+    head = b"POST /api/explore HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    for sent, answer in ((b"", b""), (head, b""), (head + b"Content-Length: 9\r\n\r\n{", b"HTTP/1.1 408")):
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+            client.sendall(sent)
+            assert client.recv(12) == answer
 
 
 def test_a_dropped_folder_is_bounded_and_gone_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,19 +7,19 @@ address.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib import resources
 
-import anyio
 import msgspec
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from meshwise.core.errors import DataError, MeshwiseError
 from meshwise.report.html import escape, plotly_js, static
 from meshwise.web.forms import form_html
+from meshwise.web.pool import Pool
 from meshwise.web.views import QUICK, VIEWS, Server, answer, options
 
 POLICY = (
@@ -41,6 +42,8 @@ HEADERS = {
 }
 MOST_BYTES = 1_000_000
 """A state is no larger."""
+READ_S = 20.0
+"""A body, or the next piece of a file, arrives within this time."""
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -51,6 +54,7 @@ def make_app(server: Server | None = None, *, token: str = "") -> Starlette:
         routes=[
             Route("/", _index),
             Route("/static/{name}", _static),
+            Route("/api/progress/{name}", _progress),
             Route("/api/drop", _drop, methods=["POST"]),
             Route("/api/drop/{name}/{file:path}", _receive, methods=["PUT"]),
             Route("/api/{view}", _api, methods=["POST"]),
@@ -59,7 +63,7 @@ def make_app(server: Server | None = None, *, token: str = "") -> Starlette:
         middleware=[*guard, Middleware(_Guard, token=token)],
     )
     app.state.server = server or Server()
-    app.state.slow = anyio.Semaphore(1)
+    app.state.pool = Pool()
     app.state.files = {"plotly.js": plotly_js()} | {name: static(name) for name in ("draw.js", "style.css")}
     own = resources.files("meshwise.web") / "static"
     names = ("page.js", "page.css", "page.html")
@@ -70,6 +74,7 @@ def make_app(server: Server | None = None, *, token: str = "") -> Starlette:
 @asynccontextmanager
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     yield
+    app.state.pool.close()
     app.state.server.drop.close()
 
 
@@ -125,16 +130,25 @@ async def _api(request: Request) -> Response:
     try:
         if int(request.headers.get("content-length", MOST_BYTES + 1)) > MOST_BYTES:
             return _json({"error": f"a state has at most {MOST_BYTES:,} bytes"}, 413)
-        state = msgspec.json.decode(await request.body(), type=dict[str, str])
+        body = await asyncio.wait_for(request.body(), READ_S)
+        state = msgspec.json.decode(body, type=dict[str, str])
     except (msgspec.MsgspecError, ValueError):
         return _json({"error": "a state is one JSON object of texts"}, 400)
+    except (TimeoutError, ClientDisconnect):
+        return _GONE
     try:
         if view in QUICK:
             return _json(answer(view, state, server))
-        async with request.app.state.slow:
-            return _json(await run_in_threadpool(answer, view, state, server))
+        return _json(await request.app.state.pool.answer(request, partial(answer, view, state, server)))
     except MeshwiseError as error:
         return _json({"error": str(error)})
+    except ClientDisconnect:
+        return _GONE
+
+
+async def _progress(request: Request) -> Response:
+    """How far the answer to a slow question is."""
+    return _json(request.app.state.pool.progress(request.path_params["name"]))
 
 
 async def _drop(request: Request) -> Response:
@@ -146,13 +160,24 @@ async def _receive(request: Request) -> Response:
     """A file of that folder."""
     try:
         await request.app.state.server.drop.receive(
-            request.path_params["name"], request.path_params["file"], request.stream()
+            request.path_params["name"], request.path_params["file"], _timed(request.stream())
         )
+    except (TimeoutError, ClientDisconnect):
+        return _GONE
     except DataError as error:
         return _json({"error": str(error)})
     except OSError as error:
         return _json({"error": f"the folder cannot be kept: {error.strerror}"})
     return _json({})
+
+
+async def _timed(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The pieces of a body; TimeoutError where the next one is late."""
+    while (piece := await asyncio.wait_for(anext(pieces, None), READ_S)) is not None:
+        yield piece
+
+
+_GONE = Response("the request did not arrive whole", 408, {"connection": "close"})
 
 
 def _json(document: dict[str, object], status: int = 200) -> Response:

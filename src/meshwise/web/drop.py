@@ -17,6 +17,7 @@ from meshwise.core.errors import DataError
 MOST_BYTES = 2**33
 """A dropped folder is no larger, nor than half of the room that the disk has."""
 MOST_FILES = 10_000
+_TOO_LARGE = "the folder is too large to send; start the page with it: meshwise web --traces DIR"
 ENDINGS = (".json", ".json.gz")
 
 
@@ -54,15 +55,17 @@ class Drop:
         path = self.folder(name).joinpath(*parts)
         self._files_left -= 1
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as written:
-            async for piece in pieces:
-                self._bytes_left -= len(piece)
-                if min(self._bytes_left, self._files_left) < 0:
-                    self.close()
-                    raise DataError(
-                        "the folder is too large to send; start the page with it: meshwise web --traces DIR"
-                    )
-                written.write(piece)
+        try:
+            with path.open("wb") as written:
+                async for piece in pieces:
+                    self._bytes_left -= len(piece)
+                    if min(self._bytes_left, self._files_left) < 0:
+                        self.close()
+                        raise DataError(_TOO_LARGE)
+                    written.write(piece)
+        except BaseException:  # the client may go away at any piece
+            path.unlink(missing_ok=True)
+            raise
 
     def close(self) -> None:
         """Delete what was dropped."""

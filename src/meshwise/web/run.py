@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from meshwise.core.errors import DataError
-from meshwise.web.app import make_app
+from meshwise.web.app import READ_S, make_app
 from meshwise.web.views import Server, answer
 
 
@@ -27,7 +29,30 @@ def serve_page(host: str, port: int, traces: Path | None, *, say: Callable[[str]
         )  # the first one imports
         shown = f"[{host}]" if ":" in host else host
         say(f"http://{shown}:{listener.getsockname()[1]}/{'?token=' + token if token else ''}")
-        uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run([listener])
+        config = uvicorn.Config(app, http=Patient, ws="none", log_level="warning", access_log=False)
+        uvicorn.Server(config).run([listener])
+
+
+class Patient(AutoHTTPProtocol):
+    """A connection that is closed where the head of a request does not arrive in time."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def _watch(self) -> None:
+        is_answered = self.cycle is None or self.cycle.response_complete
+        if not is_answered and self._late is not None:
+            self._late.cancel()
+            self._late = None
+        elif is_answered and self._late is None:
+            self._late = self.loop.call_later(READ_S, self.transport.close)
 
 
 def _listen(listener: socket.socket, host: str, port: int) -> None:

@@ -5,9 +5,11 @@ The options of a view are those of the verbs that it takes and its own; its form
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -34,6 +36,7 @@ from meshwise.report.serve_page import serve_page
 from meshwise.report.trace_page import trace_page
 from meshwise.web.drop import Drop
 from meshwise.web.forms import COUNTS, DEGREES
+from meshwise.web.pool import Hear
 
 State = Mapping[str, str]
 _KEPT = 64
@@ -68,8 +71,8 @@ class Question:
     server: Server
 
 
-def answer(view: str, state: State, server: Server) -> dict[str, Any]:
-    """What the view `view` shows of `state`, as JSON values.
+def answer(view: str, state: State, server: Server, hear: Hear = lambda considered: None) -> dict[str, Any]:
+    """What the view `view` shows of `state`, as JSON values; `hear` is told how far a search is.
 
     Raises:
         MeshwiseError: There is no such view or field, or as the verb of the command line.
@@ -81,6 +84,7 @@ def answer(view: str, state: State, server: Server) -> dict[str, Any]:
     known = sorted(option.typed for option in options(home(view)).values())
     if unknown := sorted({name.removeprefix("a.") for name in state}.difference(known)):
         raise DataError(f"{view} has no field {unknown[0]!r}; it has {', '.join(known)}")
+    _hear.set(hear)
     return _ANSWERS[view](Question(state, server), **_asked(home(view), state))
 
 
@@ -135,7 +139,14 @@ def _result(verb: Callable[..., Any], view: str, state: State) -> Any:
 
 @lru_cache(_KEPT)
 def _kept(verb: Callable[..., Any], view: str, texts: tuple[tuple[str, str], ...]) -> Any:
-    return verb(**options_in(_asked(view, dict(texts)), verb))
+    asked = options_in(_asked(view, dict(texts)), verb)
+    if verb is api.search:
+        asked["on_plans"] = lambda kept: _hear.get()(kept.considered)
+    return verb(**asked)
+
+
+_hear: ContextVar[Hear] = ContextVar("hear")
+"""Who hears how far the search of this thread is."""
 
 
 def _own(*, config: str = "", machine: str = "") -> None:
@@ -177,8 +188,7 @@ def _options(context: Question, **asked: Any) -> dict[str, Any]:
     asked["cluster"] = cluster = _cluster(asked)
     stated = plan_keys(asked.pop("plan"))
     job = options_in(asked, api.refusal)
-    degrees = tuple(str(n) for n in range(1, cluster.num_chips + 1) if cluster.num_chips % n == 0)
-    offered = dict.fromkeys(DEGREES, degrees) | COUNTS
+    offered = dict.fromkeys(DEGREES, _divisors(cluster.num_chips)) | COUNTS
     offered |= {key: field.names for key, field in KEYS.items() if field.names}
     return {
         "options": {
@@ -186,6 +196,12 @@ def _options(context: Question, **asked: Any) -> dict[str, Any]:
             for key, texts in offered.items()
         }
     }
+
+
+def _divisors(number: int, most: int = 40) -> list[str]:
+    """The smallest divisors of a number."""
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return [str(n) for n in sorted({*low, *(number // n for n in low)})[:most]]
 
 
 def _launch(context: Question, to: str, **_: Any) -> dict[str, Any]:
