@@ -53,6 +53,7 @@ OTHERS = {  # option: words that state something else than the base; where there
         "--microbatch": [("--microbatch", "1|2"), ("--microbatch", "3"), ("--microbatch", "x")],
         "--memory-frac": [("--memory-frac", "0.5"), ("--memory-frac", "0")],
         "--beside": [("--beside", "tp=2"), ("--beside", "tp=3")],
+        "--to": [("--to", "torchtitan"), ("--to", "x")],
         "--top": [("--top", "2"), ("--top", "0")],
         "--assumptions": [("--assumptions",)],
         "--vary": [("--vary", "gpus=4|8"), ("--vary", "gpus=x"), ("--vary", "speed=2")],

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ from hypothesis import strategies as st
 
 from meshwise.core.errors import MeshwiseError
 from meshwise.estimate.one_plan import estimate
+from meshwise.launch.read import read_job
+from meshwise.launch.settings import TRAINING
+from meshwise.launch.write import launch
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.plan.plan import Plan, plan_text
@@ -47,15 +51,20 @@ SPACES: dict[str, tuple[str, str, dict[str, tuple[Any, ...]]]] = {
 }  # fmt: skip
 
 
-def check_best(model_name: str, cluster_name: str, stated: dict[str, tuple[Any, ...]], batch: int) -> int:
+def check_best(
+    model_name: str, cluster_name: str, stated: dict[str, tuple[Any, ...]], batch: int, to: str = ""
+) -> int:
     """Hold a search against pricing all its combinations one by one; how many families of plans fit.
 
-    Keys that are not searched are those of a plan that states nothing.
+    Keys that are not searched are those of a plan that states nothing. `to`: of plans that `launch` says
+    whole.
     """
     model, cluster = find_model(model_name), find_cluster(cluster_name)
     load = Workload(batch=batch, seq=2048)
-    found = search(model, cluster, batch=batch, seq=2048, stated=stated, memory_frac=1.0, with_changes=False)
-    space = free_values(model, cluster, load, stated)
+    found = search(
+        model, cluster, batch=batch, seq=2048, stated=stated, to=to, memory_frac=1.0, with_changes=False
+    )
+    space = free_values(model, cluster, load, stated, to)
     families: dict[tuple[Any, ...], float] = {}
     least_memory = math.inf
     for values in itertools.product(*space.values()):
@@ -63,6 +72,8 @@ def check_best(model_name: str, cluster_name: str, stated: dict[str, tuple[Any, 
         microbatch = plan.pop("microbatch")
         try:
             of = estimate(model, cluster, Plan(**plan), replace(load, microbatch=microbatch))
+            if to and launch(model, cluster, of.plan, of.workload, to).not_expressed:
+                continue
         except MeshwiseError:
             continue
         if of.fits:
@@ -87,6 +98,37 @@ def check_best(model_name: str, cluster_name: str, stated: dict[str, tuple[Any, 
 @pytest.mark.parametrize("name", SPACES)
 def test_the_best_plan_is_the_best_of_all_priced_one_by_one(name: str) -> None:
     assert check_best(*SPACES[name], batch=16) > 1
+
+
+FEW: dict[str, tuple[Any, ...]] = {
+    "tp": (1, 2), "cp": (1, 2), "pp": (1, 2), "vpp": (1, 2), "recompute_layers": (None, 1, 4),
+    "microbatch": (1,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("to", TRAINING)
+def test_a_framework_is_searched_for_what_it_says_whole(to: str, tmp_path: Path) -> None:
+    """What it cannot say does not hide what it can; its settings lose nothing and are read back."""
+    stated = FEW | ({"implementation": ("megatron", "fsdp2")} if to == "torchtitan" else {})
+    assert check_best("llama3-8b", "h100-80g-sxm:8", stated, batch=16, to=to) >= 1
+    model, cluster = find_model("llama3-8b"), find_cluster("h100-80g-sxm:8")
+    found = search(model, cluster, batch=16, seq=2048, stated=FEW, to=to)
+    assert all(to in of.runs_in for of in found.bases)
+    for one in found.best if to.startswith("megatron") or to == "torchtitan" else ():
+        *_, script = launch(model, cluster, one.plan, one.workload, to).write(tmp_path)
+        job = read_job(script, cluster.num_chips)
+        work = Workload(batch=job.batch, seq=job.seq, microbatch=job.microbatch)
+        again = estimate(model, cluster, job.plan, work)
+        assert (again.step_s, again.memory_bytes) == (one.step_s, one.memory_bytes)
+
+
+def test_the_fastest_that_a_framework_runs_stands_beside_the_fastest() -> None:
+    job, stated = (find_model("llama3-8b"), find_cluster("h100-80g-sxm:16")), SPACES["schedules"][2]
+    anywhere = search(*job, batch=16, seq=2048, stated=stated | {"pp": (4, 8)})
+    runnable = search(*job, batch=16, seq=2048, stated=stated | {"pp": (4, 8)}, to="megatron-lm")
+    assert anywhere.runnable is not None and not anywhere.bases[0].runs_in
+    assert anywhere.runnable[0].step_s == runnable.best[0].step_s > anywhere.best[0].step_s
+    assert anywhere.runnable[1].runs_in == runnable.bases[0].runs_in
 
 
 MOST_PLANS = int(os.environ.get("MESHWISE_SEARCH_PLANS", "300"))

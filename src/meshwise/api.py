@@ -124,6 +124,7 @@ def search(
     batch: int,
     seq: int | None = None,
     microbatch: Counts = (),
+    to: str = "",
     top: int = 5,
     memory_frac: float = 0.92,
     beside: str | Path | Plan | None = None,
@@ -140,6 +141,8 @@ def search(
             with lists.
         batch: Global batch in sequences.
         microbatch: Sequences of a microbatch that may be chosen: 1|2|4 [all that divide the batch].
+        to: Only plans that this framework runs and that its settings say whole: megatron-lm, megatron-bridge,
+            torchtitan, deepspeed or accelerate [any: that of the job with --from].
         top: How many plans to show, the fastest of each family with the same degrees.
         memory_frac: Share of the memory that a plan may need.
         beside: A plan to show beside the best one, term by term.
@@ -159,7 +162,8 @@ def search(
     if top < 1:
         raise WorkloadError(f"top={top} must be a whole number of at least 1")
     job = _search_job(model, cluster, plan, batch=batch, seq=seq, microbatch=microbatch)
-    found = find(**job, top=top, memory_frac=_share(memory_frac), assumptions=assumptions, on_plans=on_plans)
+    share = _share(memory_frac)
+    found = find(**job, to=to, top=top, memory_frac=share, assumptions=assumptions, on_plans=on_plans)
     if beside is None:
         return found
     size = next(iter(microbatch), 1)
@@ -176,6 +180,7 @@ def study(
     batch: int,
     seq: int | None = None,
     microbatch: Counts = (),
+    to: str = "",
     memory_frac: float = 0.92,
     weak: bool = False,
     on_point: Callable[[StudyPoint], None] = lambda point: None,
@@ -183,7 +188,7 @@ def study(
     """Search the best plan on each of many machines: scaling over numbers of GPUs, and co-design.
 
     Args:
-        model, cluster, plan, batch, seq, microbatch, memory_frac: As in `search`.
+        model, cluster, plan, batch, seq, microbatch, to, memory_frac: As in `search`.
         vary: Machines to compare: gpus=64|128,chip=h100-80g-sxm|b200-sxm,domain=8|72, and factors of memory,
             memory_rate, compute, inner and outer links; every combination.
         weak: With several numbers of GPUs, the batch grows with them.
@@ -200,7 +205,8 @@ def study(
 
     values = parse_changes(vary) if isinstance(vary, str) else vary
     job = _search_job(model, cluster, plan, batch=batch, seq=seq, microbatch=microbatch)
-    return look(vary=values, memory_frac=_share(memory_frac), weak=weak, on_point=on_point, **job)
+    share = _share(memory_frac)
+    return look(vary=values, to=to, memory_frac=share, weak=weak, on_point=on_point, **job)
 
 
 def _search_job(

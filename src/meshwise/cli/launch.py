@@ -31,9 +31,10 @@ def launch(*, output: Path | None = None, json: bool = False, **asked: Any) -> N
 def _print(found: Launch, written: list[Path]) -> None:
     out = console()
     out.print(f"{found.framework}, checked against {found.version}", markup=False)
-    if found.not_expressed:
-        out.print("not expressed:")
-        for sentence in found.not_expressed:
+    for title, sentences in (("not expressed", found.not_expressed), ("elsewhere", found.elsewhere)):
+        if sentences:
+            out.print(f"{title}:")
+        for sentence in sentences:
             out.print(f"  {sentence}", markup=False)
     for path in written:
         out.print(f"wrote {path}", markup=False)

@@ -15,6 +15,7 @@ from meshwise.cli.output import console, print_json, write_html
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import check_writable, csv_text, write_text
 from meshwise.core.options import options_in, takes
+from meshwise.plan.plan import DEFAULTS, Plan, plan_choices
 
 
 @takes(
@@ -64,6 +65,10 @@ def search(
         present = api.estimate(**taken)
         work = present.workload
         asked |= {"model": taken["model"], "batch": work.batch, "seq": work.seq}
+        asked |= {
+            "to": asked["to"] or job.framework,
+            "plan": _computed(job.plan) | plan_choices(asked["plan"]),
+        }
     if asked["batch"] is None:
         raise WorkloadError("say how many sequences a step has with --batch")
     need_model(asked)
@@ -101,6 +106,17 @@ def search(
         sys.exit(130)
     if not ok:
         raise typer.Exit(1)
+
+
+COMPUTED = (
+    *("dtype", "head_dtype", "optimizer", "grad_dtype", "attention", "loss_chunks"),
+    *("lora_rank", "frozen_dtype", "imbalance", "implementation", "software"),
+)
+"""Keys that say what a job computes, and by whose software: a search leaves them as they are."""
+
+
+def _computed(plan: Plan) -> dict[str, tuple[Any, ...]]:
+    return {key: (value,) for key in COMPUTED if (value := getattr(plan, key)) != DEFAULTS[key]}
 
 
 class _SearchProgress:

@@ -50,6 +50,9 @@ KEYS = (*(field.name for field in fields(Plan)), "microbatch")
 Space = Mapping[str, Sequence[Any]]
 """Values of the keys that vary."""
 
+Refusals = Callable[[Mesh], Iterable[Any]]
+"""Where plans of a mesh are not wanted, one reason after another."""
+
 
 def num_stated(values: Mapping[str, Any]) -> int:
     """How many of these keys have another value than by default."""
@@ -121,12 +124,13 @@ class Cells:
 
 
 def price_grid(
-    model: Model, cluster: Cluster, workload: Workload, space: Space, *, distinct: bool = False
-) -> Iterator[Cells]:
+    model: Model, cluster: Cluster, workload: Workload, space: Space, *, distinct: bool = False,
+    refused: Refusals = lambda mesh: (),
+) -> Iterator[Cells]:  # fmt: skip
     """Price all combinations of `space` on `cluster`; a cell is the plan that states its values alone.
 
-    Combinations that are no plans are left out. `distinct`: of rows that are one plan in other words, keep
-    one. PlanError for a key that a plan does not have.
+    Combinations that are no plans, or that are `refused`, are left out. `distinct`: of rows that are one plan
+    in other words, keep one. PlanError for a key that a plan does not have.
     """
     unknown = sorted(set(space) - set(KEYS))
     if unknown:
@@ -135,8 +139,9 @@ def price_grid(
     if "1d" in layouts and len(layouts) > 1:  # tp is an axis there, and sets the grid of the others
         of_grids = {"layout": tuple(name for name in layouts if name != "1d")}
         of_one = {"layout": ("1d",)} | {key: (one,) for key, one in NO_GRID if one in space.get(key, ())}
-        for some in (of_one, of_grids):
-            yield from price_grid(model, cluster, workload, {**space, **some}, distinct=distinct)
+        for of_layout in (of_one, of_grids):
+            some = {**space, **of_layout}
+            yield from price_grid(model, cluster, workload, some, distinct=distinct, refused=refused)
         return
     by_layout = ("tp",) if layouts != ("1d",) else ()
     seen: set[Plan] = set()
@@ -159,7 +164,8 @@ def price_grid(
             before = {
                 key: space[key][: space[key].index(stated[key])] for key in stated if distinct and key != "tp"
             }
-            yield from _cells(model, cluster, workload, some, plan, stated, _Repeats(distinct, before))
+            repeats = _Repeats(distinct, before)
+            yield from _cells(model, cluster, workload, some, plan, stated, repeats, refused)
 
 
 def _alike(
@@ -216,7 +222,7 @@ def _canonical(plan: Plan) -> Plan:
 
 def _cells(
     model: Model, cluster: Cluster, workload: Workload, values: Mapping[str, Sequence[Any]], plan: Plan,
-    switches: dict[str, Any], repeats: _Repeats,
+    switches: dict[str, Any], repeats: _Repeats, refused: Refusals,
 ) -> Iterator[Cells]:  # fmt: skip
     tail = [axis for keys in TAIL if (axis := _axis(keys, values, plan)) is not None]
     row_axes = [axis for key in ROWS if (axis := _axis((key,), values, plan)) is not None]
@@ -240,6 +246,7 @@ def _cells(
     broken = (
         mesh.is_paired != plan.is_paired,
         *(rule.is_broken for rule in rules(model, mesh, sizes, cluster)),
+        *refused(mesh),
     )
     of_rows = [
         one.reshape(one.shape[len(tail) :])
@@ -256,7 +263,8 @@ def _cells(
     for first in range(0, len(rows[0]), chunk):
         some = tuple(index[first : first + chunk] for index in rows)
         mesh, sizes = _mesh(plan, workload, cluster, fixed | in_front | _flat(row_axes, some))
-        is_broken = _any(rule.is_broken for rule in rules(model, mesh, sizes, cluster))
+        kept_rules = (rule.is_broken for rule in rules(model, mesh, sizes, cluster))
+        is_broken = _any((*kept_rules, *refused(mesh)))
         cost = step_cost(model, mesh, runs_on)
         yield Cells(plan, switches, tail, row_axes, some, cost.mesh, cost, is_broken)
 

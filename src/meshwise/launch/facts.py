@@ -36,31 +36,36 @@ def facts_of(model: Model, mesh: Mesh, cluster: Cluster) -> Facts:
     }
     sizes = layers_of_chunks(model, mesh)
     facts["stages"] = sizes if len(set(sizes)) > 1 else None
-    for key in set(KEYS) - set(ENGINE_KEYS) if mesh.serves else _without_effect(facts):
+    for key in set(KEYS) - set(ENGINE_KEYS) if mesh.serves else idle_keys(facts):
         del facts[key]
     return derive(facts) | (_serving(facts) if mesh.serves else {})
 
 
-def _without_effect(facts: Facts) -> set[str]:
-    """Keys of a training plan that change nothing in this world."""
+def without_effect(facts: Facts) -> dict[str, Any]:
+    """Keys of a training plan, and whether (in a grid: in which cells) they change nothing in this world."""
     dp = facts.get("dp")
     replicas = 0 if dp is None else dp * facts["cp"]
     alone = {
         "sp overlap_tp": facts["tp"] == 1,
         "cp_kind": facts["cp"] == 1,
-        "ulysses": facts["cp"] == 1 or facts["cp_kind"] != "two_level",
+        "ulysses": (facts["cp"] == 1) | (facts["cp_kind"] != "two_level"),
         "vpp stages overlap_pp": facts["pp"] == 1,
-        "schedule": facts["pp"] == 1 and facts["schedule"] != "gpipe",  # which keeps all microbatches alive
+        "schedule": (facts["pp"] == 1) & (facts["schedule"] != "gpipe"),  # which keeps all microbatches alive
         "ep etp dispatch overlap_ep imbalance": not facts["has_experts"],
-        "zero zero_group overlap_dp": replicas == 1,
-        "zero_group": facts["zero"] == 0,
+        "zero overlap_dp": replicas == 1,
+        "zero_group": (replicas == 1) | (facts["zero"] == 0),
         "recompute_layers recompute_every": facts["recompute"] != "full",
         "recompute_modules": facts["recompute"] != "selective",
         "grid panels": facts["layout"] == "1d",
         "frozen_dtype": facts["lora_rank"] == 0,
         " ".join(WEIGHT_KEYS): True,
     }
-    return {key for keys, idle in alone.items() if idle for key in keys.split()}
+    return {key: idle for keys, idle in alone.items() for key in keys.split()}
+
+
+def idle_keys(facts: Facts) -> set[str]:
+    """Keys of one training plan that change nothing in this world."""
+    return {key for key, idle in without_effect(facts).items() if idle}
 
 
 def derive(facts: Facts) -> Facts:
@@ -136,7 +141,7 @@ def _quantization(facts: Facts) -> str:
 
 def plan_of(facts: Facts) -> Plan:
     """The plan that facts say, without keys that only repeat what follows from others."""
-    idle = _without_effect(dict(DEFAULTS) | facts)
+    idle = idle_keys(dict(DEFAULTS) | facts)
     keys = {key: facts[key] for key in KEYS if key in facts and key not in idle and facts[key] is not None}
     tp, num_chunks = keys.get("tp", 1), keys.get("pp", 1) * keys.get("vpp", 1)
     replicas = (facts.get("dp") or 0) * facts["cp"]

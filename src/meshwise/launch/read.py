@@ -21,7 +21,7 @@ from meshwise.core.toml import parse_toml
 from meshwise.core.units import whole
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.bridge import megatron_settings
-from meshwise.launch.facts import Facts, _without_effect, derive, plan_of, recover
+from meshwise.launch.facts import Facts, derive, idle_keys, plan_of, recover
 from meshwise.launch.settings import Settings, read_settings, write_settings
 from meshwise.launch.shape import model_of
 from meshwise.launch.tables import launch_tables
@@ -81,7 +81,7 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
         facts |= {"num_layers": model.num_layers, "has_experts": model.moe is not None}
     facts = recover(dict.fromkeys(("cp", "pp"), 1) | facts)
     plan = plan_of(facts)
-    idle = _without_effect(DEFAULTS | facts)
+    idle = idle_keys(DEFAULTS | facts)
     again, _ = write_settings(framework, derive({k: v for k, v in facts.items() if k not in idle}))
     arguments = framework_arguments(framework).arguments
     idle_names = {*launch_tables().neutral, *launch_tables().constants.get(framework, {})}
@@ -268,7 +268,7 @@ def shell_words(text: str, path: Path) -> list[str]:
 
 def _split(text: str) -> list[str]:
     """A word that holds a command line (a variable, or `bash -c '...'`) as its words."""
-    return text.split() if " --" in text or text.startswith("--") else [text]
+    return shlex.split(text) if " --" in text or text.startswith("--") else [text]
 
 
 def _expand(text: str, known: dict[str, str]) -> str:

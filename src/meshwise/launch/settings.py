@@ -18,8 +18,8 @@ FRAMEWORKS = TRAINING + SERVING
 _WORK = ("batch", "seq", "microbatch")
 
 
-def write_settings(framework: str, facts: Facts) -> tuple[Settings, list[str]]:
-    """The arguments that say `facts`, and a sentence for each that cannot be said as it is."""
+def write_settings(framework: str, facts: Facts) -> tuple[Settings, dict[str, str]]:
+    """The arguments that say `facts`, and a sentence for each key that cannot be said as it is."""
     table, covers = table_of(framework), launch_tables().covers
     settings: Settings = {}
     missing: dict[str, str] = {}
@@ -43,7 +43,7 @@ def write_settings(framework: str, facts: Facts) -> tuple[Settings, list[str]]:
         if key not in covered and _is_stated(key, facts) and facts[key] != DEFAULTS.get(key):
             missing[key] = "it has no setting for this"
     missing |= {key: why for key, why in launch_tables().outside.get(framework, {}).items() if key in missing}
-    return settings, [f"{key}={_shown(key, facts[key])}: {why}" for key, why in missing.items()]
+    return settings, {key: f"{key}={_shown(key, facts[key])}: {why}" for key, why in missing.items()}
 
 
 def _is_stated(key: str, facts: Facts) -> bool:

@@ -33,6 +33,8 @@ from meshwise.plan.workload import Workload
 
 NODE_GPUS = 8
 """GPUs of a node where the first level of links holds at least so many."""
+ELSEWHERE = ("batch", "seq", "model", "recipe")
+"""What no argument of some frameworks says, but the data, the training script or a recipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Launch:
     """What starts a plan under a framework.
 
     `arguments` are those of the framework's own program; `not_expressed` says, one sentence each, what the
-    framework cannot be told.
+    framework cannot be told, `elsewhere` what the data, the training script or a recipe says.
     """
 
     framework: str
@@ -56,6 +58,7 @@ class Launch:
     files: tuple[File, ...]
     arguments: tuple[str, ...]
     not_expressed: tuple[str, ...]
+    elsewhere: tuple[str, ...]
     command: str
 
     def to_json(self) -> dict[str, Any]:
@@ -92,15 +95,15 @@ def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, frame
     }
     facts = shape_of(model, workload.seq) | facts | {"mtp_layers": model.mtp_layers}
     check(framework, facts)
-    settings, not_expressed = write_settings(framework, facts)
+    settings, lost = write_settings(framework, facts)
     settings = launch_tables().constants.get(framework, {}) | settings
     if settings.get("distributed_type") == "MULTI_GPU":  # plain data parallelism takes no sections of FSDP
         settings = {name: value for name, value in settings.items() if not name.startswith(("fsdp", "para"))}
     if framework == "megatron-bridge":
-        settings, lost = bridge_settings(settings)
-        not_expressed += lost
+        settings, without_name = bridge_settings(settings)
+        lost |= {sentence: sentence for sentence in without_name}
     settings = {name: read_value(framework, name, value) for name, value in settings.items()}
-    not_expressed += _model_not_expressed(framework, model)
+    lost |= _model_not_expressed(framework, model)
     flags, files = _forms(framework, settings, model)
     command = _command(framework, flags, model, facts, node)
     script = File("job.sbatch", _slurm(framework, command, facts, node))
@@ -109,22 +112,24 @@ def launch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, frame
         version=framework_arguments(framework).version,
         files=(*files, script),
         arguments=tuple(flags),
-        not_expressed=tuple(not_expressed),
+        not_expressed=tuple(sentence for key, sentence in lost.items() if key not in ELSEWHERE),
+        elsewhere=tuple(sentence for key, sentence in lost.items() if key in ELSEWHERE),
         command=command,
     )
 
 
-def _model_not_expressed(framework: str, model: Model) -> list[str]:
+def _model_not_expressed(framework: str, model: Model) -> dict[str, str]:
     if framework.startswith("megatron"):
-        lost = [f"{field}: no argument says it" for field in unsaid(model)]
+        lost = {field: f"{field}: no argument says it" for field in unsaid(model)}
         if framework == "megatron-bridge":
-            lost.append("recipe: name one to start from in RECIPE; the shape of the model is overridden")
+            lost["recipe"] = "recipe: name one to start from in RECIPE; the shape of the model is overridden"
         return lost
     if framework == "torchtitan" and model.name not in launch_tables().torchtitan_models:
-        return [f"model={model.name}: torchtitan registers models in Python; add --module and --config"]
+        what = f"model={model.name}: torchtitan registers models in Python; add --module and --config"
+        return {"module": what}
     if framework in ("deepspeed", "accelerate"):
-        return [f"model={model.name}: the training script builds it from its config.json"]
-    return []
+        return {"model": f"model={model.name}: the training script builds it from its config.json"}
+    return {}
 
 
 # --- forms -------------------------------------------------------------------------------------

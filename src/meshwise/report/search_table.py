@@ -11,9 +11,11 @@ from rich.console import Console
 from meshwise.core.units import duration, with_prefix
 from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.token_budget import TokenBudget
+from meshwise.launch.arguments import framework_arguments
 from meshwise.plan.plan import plan_text
 from meshwise.report.table import Table
 from meshwise.search.assumptions import Weighed
+from meshwise.search.basis import Basis
 from meshwise.search.search import Change, Result
 from meshwise.search.study import MEASURES, Study
 
@@ -35,6 +37,8 @@ def print_search(result: Result, console: Console, budget: TokenBudget | None = 
     if not result.best:
         console.print(why_none(result), soft_wrap=True)
     else:
+        for line in answer_lines(result):
+            console.print(line, soft_wrap=True, markup=False)
         plans = [plan_text(found.plan) for found in result.best]
         console.print(plans_table(result, lambda plan, _: plan))
         runs = [_run_cells(budget.run(found)) for found in result.best]
@@ -45,6 +49,30 @@ def print_search(result: Result, console: Console, budget: TokenBudget | None = 
         console.print(_term_by_term(result.best[0], result.beside))
     if result.weighed is not None:
         _print_weighed(result.weighed, console)
+
+
+def answer_lines(result: Result) -> Iterator[str]:
+    """The fastest plan, and the fastest that a framework runs today where that is another."""
+    best, of_best = result.best[0], result.bases[0]
+    yield f"fastest: {_with_step(best)}; {_runs_in(of_best)}"
+    if result.runnable and result.slower_frac:
+        found, of_found = result.runnable
+        yield (
+            f"fastest that a framework runs: {_with_step(found)}, {result.slower_frac:.1%} longer; "
+            f"{_runs_in(of_found)}"
+        )
+    elif result.runnable is None and not of_best.runs_in:
+        yield "no framework runs any plan of this space; --to FRAMEWORK searches what one has"
+
+
+def _with_step(found: Estimate) -> str:
+    text, microbatch = plan_text(found.plan) or "data parallel", found.workload.microbatch
+    return f"{text}, microbatch {microbatch}, {duration(found.step_s)}"
+
+
+def _runs_in(of: Basis) -> str:
+    names = [f"{name} ({framework_arguments(name).version.partition(' (')[0]})" for name in of.runs_in]
+    return f"runs in {', '.join(names)}" if names else "no framework runs it"
 
 
 def plans_table(result: Result, shown: Callable[[str, int], object]) -> Table:

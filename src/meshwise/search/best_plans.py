@@ -7,7 +7,7 @@ which fewest keys have another value than by default.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from meshwise.core.columns import distinct_columns
 from meshwise.cost.schedule import weight_copies
 from meshwise.estimate.grid import Cells, num_stated
+from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import Plan, plan_text
 
 FAMILY = ("tp", "cp", "pp", "ep", "etp")
@@ -70,16 +71,19 @@ class Found:
 class BestPlans:
     """The plans kept so far, of those that need at most `capacity_bytes`; `miss` needs the least of all.
 
-    `num_variants`: how many plans of each family fit. `front` is fastest first.
+    `num_variants`: how many plans of each family fit. `front` is fastest first. `runnable` is the fastest of
+    those for which `runs` holds.
     """
 
     capacity_bytes: float
+    runs: Callable[[Mesh], Any] = lambda mesh: False
     considered: int = 0
     feasible: int = 0
     fastest: dict[Family, Found] = field(default_factory=dict)
     num_variants: dict[Family, int] = field(default_factory=dict)
     front: list[Found] = field(default_factory=list)
     miss: Found | None = None
+    runnable: Found | None = None
     stopped: bool = False
 
     def add(self, cells: Cells) -> None:
@@ -94,14 +98,10 @@ class BestPlans:
             times = np.where(fits, cells.array(cells.step.step_s), np.inf)
             self._add_families(cells, times)
             self._add_front(cells, times, memory)
-        elif not self.feasible and plans.any():
-            needed = np.where(plans, memory, np.inf).ravel()
-            least = np.flatnonzero(needed <= needed.min() * (1.0 + TIE_FRAC))
-            stated = cells.num_stated(least)
-            place = int(least[np.argmin(stated)])
-            missed = None if self.miss is None else (self.miss.memory_bytes, self.miss.num_stated)
-            if _comes_first((float(needed[place]), int(stated.min())), missed):
-                self.miss = found_at(cells, place)
+            self._add_runnable(cells, times)
+        elif not self.feasible:
+            needed = np.where(plans, memory, np.inf)
+            self.miss = _first(cells, needed, np.arange(cells.shape[-1]), self.miss, "memory_bytes")
 
     def _add_families(self, cells: Cells, times: Floats) -> None:
         by_row = times.reshape(-1, times.shape[-1])
@@ -124,6 +124,18 @@ class BestPlans:
             figures = float(times.flat[places[i]]), int(stated[i])
             if _comes_first(figures, None if kept is None else (kept.step_s, kept.num_stated)):
                 self.fastest[family] = found_at(cells, int(places[i]))
+
+    def _add_runnable(self, cells: Cells, times: Floats) -> None:
+        """Look at the rows alone that have a faster plan and one that runs."""
+        in_front = tuple(range(times.ndim - 1))
+        least_s = self.runnable.step_s * (1.0 + TIE_FRAC) if self.runnable else np.inf
+        rows = np.flatnonzero(np.less(times.min(axis=in_front), least_s))
+        if not rows.size:
+            return
+        runs = np.broadcast_to(self.runs(cells.mesh), cells.shape)
+        rows = rows[np.any(runs[..., rows], axis=in_front)]
+        figures = np.where(runs[..., rows], times[..., rows], np.inf)
+        self.runnable = _first(cells, figures, rows, self.runnable, "step_s")
 
     def _add_front(self, cells: Cells, times: Floats, memory: Floats) -> None:
         """Plans of rows whose corner (least time, least memory) the front does not beat; a few rows first."""
@@ -175,6 +187,20 @@ def found_at(cells: Cells, cell: int) -> Found:
     index = tuple(int(i) for i in np.unravel_index(cell, cells.shape))
     step_s, memory = cells.array(cells.step.step_s)[index], cells.array(cells.step.memory_bytes)[index]
     return Found(cells.plan, cells.values_at(index), float(step_s), float(memory))
+
+
+def _first(
+    cells: Cells, figures: Floats, rows: NDArray[np.intp], kept: Found | None, name: str
+) -> Found | None:
+    """Of the cells of `rows` the one with the least of `figures`, or what is `kept` if that comes first."""
+    if not np.isfinite(least := figures.min(initial=np.inf)):
+        return kept
+    tails, picked = np.divmod(np.flatnonzero(figures <= least * (1.0 + TIE_FRAC)), len(rows))
+    places = tails * cells.shape[-1] + rows[picked]
+    stated = cells.num_stated(places)
+    before = None if kept is None else (getattr(kept, name), kept.num_stated)
+    is_first = _comes_first((float(least), int(stated.min())), before)
+    return found_at(cells, int(places[np.argmin(stated)])) if is_first else kept
 
 
 def _comes_first(one: tuple[float, int], other: tuple[float, int] | None) -> bool:

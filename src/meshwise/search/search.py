@@ -9,20 +9,27 @@ count once. Where nothing fits, the smallest changes are looked for that would d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
-from meshwise.core.errors import MeshwiseError
+import numpy as np
+
+from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.core.notebook import Shown
 from meshwise.estimate.grid import price_grid
 from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.estimate.token_budget import TokenBudget
+from meshwise.launch.runs import refused, runs
+from meshwise.launch.settings import TRAINING
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
+from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import ANY, Plan, plan_text
 from meshwise.plan.workload import Workload
 from meshwise.search.assumptions import Weighed, weigh
+from meshwise.search.basis import Basis, basis
 from meshwise.search.best_plans import BestPlans, Found, fastest_first
 from meshwise.search.space import Stated, free_values
 
@@ -36,6 +43,9 @@ MAX_GROWTH = 64
 """How many times more chips are tried where nothing fits."""
 
 STOPPED = "the search was stopped before the first plans were priced"
+
+ANY_FRAMEWORK = "any"
+"""`to` where a plan need not run anywhere."""
 
 OFFLOADED = {"offload_optimizer": (ANY,), "offload_activations": (ANY,)}
 """What is freed where nothing fits; a plan that does without is the simpler one."""
@@ -64,7 +74,8 @@ class Result(Shown):
     `changes` would do. Where there is no plan, `reason` says why. `beside` is a plan that the caller wants to
     see beside the best. `complete` is false where the search was stopped: then the best are those so far.
     `weighed`: which assumptions would change the choice, where the caller asked. `stated`: the values that
-    keys were given.
+    keys were given; `to`: the framework whose plans alone were looked at. `bases`: what the plans of `best`
+    rest on. `runnable`: the fastest plan that a framework runs.
     """
 
     plans_considered: int
@@ -81,6 +92,14 @@ class Result(Shown):
     complete: bool = True
     weighed: Weighed | None = None
     stated: Stated = field(default_factory=dict)
+    to: str = ""
+    bases: tuple[Basis, ...] = ()
+    runnable: tuple[Estimate, Basis] | None = None
+
+    @property
+    def slower_frac(self) -> float | None:
+        """How much longer than the fastest plan the fastest takes that a framework runs; None without one."""
+        return self.runnable[0].step_s / self.best[0].step_s - 1.0 if self.runnable else None
 
     def to_json(self, budget: TokenBudget | None = None) -> dict[str, Any]:
         """The document that `meshwise search --json` prints; `budget`: also what its run takes."""
@@ -92,10 +111,15 @@ class Result(Shown):
             "plans_per_s": self.plans_considered / self.elapsed_s,
             "complete": self.complete,
             "capacity_bytes": self.capacity_bytes,
+            "to": self.to or None,
             "best": [
-                _best_json(found, num) | run(found)
-                for found, num in zip(self.best, self.num_variants, strict=True)
+                _best_json(found, num) | of.to_json() | run(found)
+                for found, num, of in zip(self.best, self.num_variants, self.bases, strict=True)
             ],
+            "runnable": self.runnable
+            and _best_json(self.runnable[0], 1)
+            | self.runnable[1].to_json()
+            | {"slower_frac": self.slower_frac},
             "pareto": [found.to_json() for found in self.pareto],
             "nearest_miss": miss
             and miss.to_json()
@@ -114,6 +138,7 @@ def _best_json(found: Estimate, num_variants: int) -> dict[str, Any]:
         "plan_text": plan_text(found.plan),
         "microbatch": found.workload.microbatch,
         "step_s": found.step_s,
+        "step_s_interval": found.step_s_interval.to_json(),
         "mfu": found.mfu,
         "tokens_per_s": found.tokens_per_s,
         "memory_bytes": found.memory_bytes,
@@ -129,6 +154,7 @@ def search(
     batch: int,
     seq: int,
     stated: Stated | None = None,
+    to: str = "",
     top: int = 5,
     memory_frac: float = MEMORY_FRAC,
     assumptions: bool = False,
@@ -138,17 +164,21 @@ def search(
     """Price every plan of the space; keep the fastest of each of the `top` families that fit the memory.
 
     Where none fits, offloading is tried too (a plan that does without is the simpler one).
-    `stated`: the values that keys of the plan (and `microbatch`) may have, in place of all of them.
+    `stated`: the values that keys of the plan (and `microbatch`) may have, in place of all of them. `to`: a
+    framework, which must run the plan.
     `memory_frac`: share of a chip's memory that a plan may need. `assumptions`: also say which of them would
     change the choice; `with_changes`: what would fit where nothing does. `on_plans` hears of the plans kept
     so far; Ctrl-C ends the search with them. The result has no `best` where nothing fits.
 
     Raises:
-        PlanError: A stated key is unknown, or cannot be `*`.
+        PlanError: A stated key is unknown, or cannot be `*`; a framework is unknown, or lacks what is stated.
     """
     started = time.perf_counter()
     workload, stated = Workload(batch=batch, seq=seq), stated or {}
-    space = _Space(model, cluster, workload, stated, memory_frac)
+    if to not in ("", ANY_FRAMEWORK, *TRAINING):
+        raise PlanError(f"--to {to} must be one of {', '.join((*TRAINING, ANY_FRAMEWORK))}")
+    to = "" if to == ANY_FRAMEWORK else to
+    space = _Space(model, cluster, workload, stated, memory_frac, to)
     kept = space.price(on_plans)
     if kept.considered and not kept.feasible and not kept.stopped:
         space = replace(space, stated={**OFFLOADED, **space.stated})
@@ -156,10 +186,8 @@ def search(
     best = fastest_first(kept.fastest.values())[:top]
     families = {id(found): family for family, found in kept.fastest.items()}
     no_fit = kept.considered > 0 and not best
-    chosen = tuple(
-        estimate(model, cluster, found.plan, replace(space.workload, microbatch=found.microbatch))
-        for found in best
-    )
+    chosen = tuple(map(space.estimate, best))
+    runnable = None if kept.runnable is None else space.estimate(kept.runnable)
     return Result(
         plans_considered=kept.considered,
         plans_feasible=kept.feasible,
@@ -174,6 +202,9 @@ def search(
         complete=not kept.stopped,
         weighed=weigh(chosen, kept.capacity_bytes, space.fastest_on) if assumptions and best else None,
         stated=space.stated,
+        to=to,
+        bases=tuple(map(basis, chosen)),
+        runnable=None if runnable is None else (runnable, basis(runnable)),
     )
 
 
@@ -186,13 +217,29 @@ class _Space:
     workload: Workload
     stated: Stated
     memory_frac: float
+    to: str = ""
+
+    def estimate(self, found: Found) -> Estimate:
+        """The estimate of a plan of the space."""
+        workload = replace(self.workload, microbatch=found.microbatch)
+        return estimate(self.model, self.cluster, found.plan, workload)
+
+    def refused(self, mesh: Mesh) -> Iterable[Any]:
+        """Where the framework does not run plans, if there is one."""
+        return refused(self.to, self.model, mesh) if self.to else ()
+
+    def runs(self, mesh: Mesh) -> Any:
+        """Where some framework runs plans; nowhere where all plans are of one."""
+        names = () if self.to else TRAINING
+        return reduce(np.logical_or, (runs(name, self.model, mesh) for name in names), False)
 
     def price(self, on_plans: Callable[[BestPlans], None] = lambda kept: None) -> BestPlans:
         """The plans worth keeping, of all; of those priced so far where Ctrl-C ends the search."""
-        kept = BestPlans(self.memory_frac * self.cluster.chip.memory_bytes)
-        values = free_values(self.model, self.cluster, self.workload, self.stated)
+        kept = BestPlans(self.memory_frac * self.cluster.chip.memory_bytes, self.runs)
+        job = self.model, self.cluster, self.workload
+        values = free_values(*job, self.stated, self.to)
         try:
-            for cells in price_grid(self.model, self.cluster, self.workload, values, distinct=True):
+            for cells in price_grid(*job, values, distinct=True, refused=self.refused):
                 kept.add(cells)
                 on_plans(kept)
         except KeyboardInterrupt:

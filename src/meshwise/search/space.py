@@ -14,6 +14,7 @@ from typing import Any
 
 from meshwise.core.errors import PlanError
 from meshwise.cost.schedule import SCHEDULES
+from meshwise.launch.runs import modules_of, values_of
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import (
@@ -24,6 +25,7 @@ from meshwise.plan.plan import (
     DISPATCH,
     DUALPIPE_RECOMPUTES,
     GRID_DIMS,
+    KEYS,
     RECOMPUTE,
     RECOMPUTE_MODULES,
 )
@@ -51,10 +53,11 @@ USUAL_KINDS = {"cp_kind": ("ring", "ulysses", "all_gather"), "schedule": SCHEDUL
 """Kinds that are tried unless the key is `*`: GPipe and the two-level exchange are for those who ask."""
 
 
-def free_values(model: Model, cluster: Cluster, workload: Workload, stated: Stated) -> Values:
+def free_values(model: Model, cluster: Cluster, workload: Workload, stated: Stated, to: str = "") -> Values:
     """The values of each key that varies: those stated, and those of each free one, the default first.
 
-    PlanError for `*` where a key has no list of values that keep the result of the training.
+    `to`: only those that this framework has. PlanError for `*` where a key has no list of values that keep
+    the result of the training, and where the framework has none of the stated values.
     """
     known = all_values(model, cluster, workload)
     found = {key: known[key] for key in USUAL if key in known}
@@ -65,9 +68,31 @@ def free_values(model: Model, cluster: Cluster, workload: Workload, stated: Stat
         found[key] = known[key] if ANY in values else values
     if "full" not in found["recompute"] and "recompute_layers" not in stated:
         del found["recompute_layers"]
+    if to:
+        found = _of_framework(to, found)
     return {
         key: sorted(values, key=lambda value: value != DEFAULTS.get(key, 1)) for key, values in found.items()
     }
+
+
+def _of_framework(to: str, found: Values) -> Values:
+    """The values of `found` that a framework has; of a key that is not searched, its own where it has one."""
+    found = {"recompute_modules": own} | found if (own := modules_of(to)) else found
+    kept = dict(found)
+    for key in KEYS:
+        allowed = values_of(to, key)
+        if allowed is None:
+            continue
+        if key in found:
+            kept[key] = [value for value in found[key] if value in allowed]
+        elif DEFAULTS[key] not in allowed:
+            kept[key] = allowed[:1]
+        if not kept.get(key, allowed):
+            text = KEYS[key].show
+            raise PlanError(
+                f"{to} has no {key}={'|'.join(map(text, found[key]))}; it has {'|'.join(map(text, allowed))}"
+            )
+    return kept
 
 
 def all_values(model: Model, cluster: Cluster, workload: Workload) -> Values:

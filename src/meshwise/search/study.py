@@ -112,6 +112,7 @@ def study(
     batch: int,
     seq: int,
     stated: Stated | None = None,
+    to: str = "",
     memory_frac: float = MEMORY_FRAC,
     weak: bool = False,
     on_point: Callable[[StudyPoint], None] = lambda point: None,
@@ -136,7 +137,7 @@ def study(
     try:
         for changes, machine, grown in machines:
             found = search(
-                model, machine, batch=grown, seq=seq, stated=stated, top=1, memory_frac=memory_frac,
+                model, machine, batch=grown, seq=seq, stated=stated, to=to, top=1, memory_frac=memory_frac,
                 with_changes=False,
             )  # fmt: skip
             if not found.complete:

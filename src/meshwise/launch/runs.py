@@ -1,0 +1,137 @@
+"""Which plans a framework runs: those that its table says whole and that its checks do not refuse.
+
+For one plan `launch` says it by writing the settings. Here the same tables and refusals are read over a grid
+of plans at once, so that a search looks at nothing else; and which values of a key a framework has at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache, lru_cache, reduce
+from typing import Any
+
+import numpy as np
+
+from meshwise.cost.schedule import SCHEDULES
+from meshwise.launch.facts import Facts, without_effect
+from meshwise.launch.refusals import IDLE, broken
+from meshwise.launch.settings import write_settings
+from meshwise.launch.shape import shape_of, unsaid
+from meshwise.launch.tables import ANY, Near, Setting, launch_tables, table_of
+from meshwise.model.architecture import Model
+from meshwise.plan.mesh import Mesh
+from meshwise.plan.plan import DEFAULTS, KEYS, NUMBERS, RECOMPUTE
+
+_FORMS = ("recompute_form", "recompute_fsdp", "p2p_overlap", "etp_beside_ep")
+"""Facts that follow from several keys of a plan and that some frameworks do not have in every form."""
+_COUNTED = ("sp", "overlap_tp", "vpp", "overlap_pp", "overlap_ep", "zero", "zero_group", "etp")
+"""Keys that refusals look at and that may have no effect."""
+
+
+@lru_cache(maxsize=512)
+def values_of(framework: str, key: str) -> tuple[Any, ...] | None:
+    """The values of a key of a plan that the framework has; None: any."""
+    table = table_of(framework)
+    if key in table:
+        return _whole(table[key])
+    if key == "recompute":
+        forms = _whole(table.get("recompute_form") or table["recompute_fsdp"]) or RECOMPUTE
+        forms += ("selective",) * ("per_op" in forms)
+        return tuple(kind for kind in RECOMPUTE if kind in forms)
+    return None if key in _covered(framework) else (DEFAULTS[key],)
+
+
+def modules_of(framework: str) -> tuple[tuple[str, ...], ...]:
+    """What selective recomputation covers where a framework has a list of its own; () is the usual."""
+    forms = _whole(table_of(framework).get("recompute_form", {})) or ()
+    return ((), ("per_op",)) if "per_op" in forms and "selective" not in forms else ()
+
+
+def runs(framework: str, model: Model, mesh: Mesh) -> Any:
+    """Where the framework runs the training plans of `mesh`."""
+    if not says_model(framework, model, int(mesh.seq)):
+        return False
+    reasons = []
+    for is_refused in refused(framework, model, mesh):
+        if np.all(is_refused):
+            return False
+        if np.any(is_refused):
+            reasons.append(is_refused)
+    return np.logical_not(reduce(np.logical_or, sorted(reasons, key=np.size), False))
+
+
+@lru_cache(maxsize=256)
+def says_model(framework: str, model: Model, seq: int) -> bool:
+    """Whether the settings of a framework say all of a model, or it takes the model as it is."""
+    if framework == "torchtitan":
+        return model.name in launch_tables().torchtitan_models
+    if not framework.startswith("megatron"):
+        return True
+    return not unsaid(model) and not write_settings(framework, shape_of(model, seq))[1]
+
+
+def refused(framework: str, model: Model, mesh: Mesh) -> Iterator[Any]:
+    """Where the framework does not run the training plans of `mesh`, one reason after another."""
+    facts, table = _facts(model, mesh), table_of(framework)
+    idle = without_effect(facts)
+    for key in KEYS:
+        allowed = values_of(framework, key)
+        if allowed is not None and key != "stages":
+            yield _is_none_of(facts[key], allowed) & np.logical_not(idle.get(key, False))
+    for fact in _FORMS:
+        if fact in table and (allowed := _whole(table[fact])) is not None:
+            yield _is_none_of(facts[fact], allowed)
+    if "pipeline_layout" not in table:
+        yield facts["stages"] & (mesh.pp > 1)
+    for key in _COUNTED:
+        facts[key] = np.where(idle.get(key, False), IDLE[key], facts[key])
+    yield from (is_broken for is_broken, _ in broken(framework, facts))
+
+
+@cache
+def _covered(framework: str) -> set[str]:
+    table, covers = table_of(framework), launch_tables().covers
+    return {key for fact in table for key in (fact, *covers.get(fact, ()))} | {"dp"}
+
+
+def _whole(setting: Setting) -> tuple[Any, ...] | None:
+    """The values that a setting says whole; None: any."""
+    found = tuple(value for value, option in setting.items() if not isinstance(option, Near))
+    return None if ANY in found else found
+
+
+def _is_none_of(value: Any, allowed: tuple[Any, ...]) -> Any:
+    found = (value == (0.0 if one is None else one) for one in allowed)
+    return np.logical_not(reduce(np.logical_or, found, False))
+
+
+def _facts(model: Model, mesh: Mesh) -> Facts:
+    """The facts of a grid of training plans, numbers in arrays; 0 where a plan leaves a number out."""
+    plan, tp, pp, vpp = mesh.plan, mesh.tp, mesh.pp, mesh.vpp
+    facts: Facts = {key: getattr(plan, key) for key in KEYS} | {key: getattr(mesh, key) for key in NUMBERS}
+    facts = {key: 0.0 if value is None else value for key, value in facts.items()}
+    layers = np.where(np.isfinite(mesh.recompute_layers), mesh.recompute_layers, 0.0)
+    form = "per_op" if "per_op" in plan.recompute_modules else "selective"
+    recompute = np.take(RECOMPUTE, np.asarray(mesh.recompute, dtype=np.intp))
+    of_layers = np.where(layers % vpp > 0, "uneven", "block")
+    uneven = (model.num_layers % (pp * vpp) != 0) | (mesh.ends[0] != 0) | (mesh.ends[1] != 0)
+    return facts | {
+        "sp": tp > 1 if plan.sp is None else plan.sp,
+        "schedule": np.take(SCHEDULES, np.asarray(mesh.schedule, dtype=np.intp)),
+        "recompute": recompute,
+        "recompute_layers": layers,
+        "recompute_fsdp": recompute,
+        "recompute_form": np.where(
+            layers > 0, of_layers, np.where(recompute == "selective", form, recompute)
+        ),
+        "p2p_overlap": np.where((mesh.overlap_pp == 0) & (vpp == 1) & (pp > 1), -1.0, mesh.overlap_pp),
+        "etp_beside_ep": np.where((mesh.ep > 1) | (mesh.etp != tp), mesh.etp, 0.0),
+        "zero_group": np.where(mesh.zero_group == mesh.replicas, 0.0, mesh.zero_group),
+        "stages": len(set(plan.stages)) > 1 if plan.stages else uneven,
+        "seq": mesh.seq,
+        "has_experts": model.moe is not None,
+        "kv_heads": model.num_kv_heads,
+        "max_seq": max(model.max_seq, mesh.seq),
+        "linear_bias": model.linear_bias,
+        "tied_embedding": model.tied_embedding,
+    }
