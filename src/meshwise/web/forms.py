@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, get_args, get_origin
 
 from meshwise.core.options import REQUIRED, Option
-from meshwise.launch.write import FRAMEWORKS
+from meshwise.launch.settings import FRAMEWORKS, TRAINING
 from meshwise.machine.hardware import chips, cluster_names
 from meshwise.model.find import model_names
 from meshwise.plan.plan import DEFAULTS, KEYS
@@ -114,7 +114,8 @@ def _choices(option: Option) -> Sequence[str]:
     """The values of an option that is chosen from a list."""
     if get_origin(option.kind) is Literal:
         return get_args(option.kind)
-    known = {"kind": KINDS, "to": FRAMEWORKS, "chip": tuple(chips()), "beside": ("", *chips())}
+    frameworks = ("", *TRAINING) if option.default == "" else FRAMEWORKS
+    known = {"kind": KINDS, "to": frameworks, "chip": tuple(chips()), "beside": ("", *chips())}
     return known.get(option.name, ())
 
 
