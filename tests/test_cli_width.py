@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from rich.console import Console
 from meshwise.cli.examples import EXAMPLES
 from meshwise.report.table import Table
 
+TRACES = Path(__file__).parent / "data" / "traces"
 TRAIN = "--cluster h100-80g-sxm:64 --batch 128 --seq 8192"
 COMMANDS = [
     f"estimate llama3-70b {TRAIN} --plan tp=8,pp=2",
@@ -57,6 +59,33 @@ def test_tables_fit_80_columns_with_every_word_whole(
     for line in printed[80].splitlines():  # a plan is never broken in a sentence
         assert len(line) <= 80 or max(map(len, line.split())) > 40
     assert words(printed[80]) ^ words(printed[300]) == set()
+
+
+GLOO = f"{TRACES}/gloo4"
+OF_TRACES = [
+    *(f"trace {verb} {GLOO}" for verb in ("summary --all", "sections", "path", "memory", "table --limit 4")),
+    *(f"trace {verb} {GLOO} --cluster a100-80g-sxm:4" for verb in ("rates", "bandwidth")),
+    f"trace diff {GLOO} {GLOO}",
+    f"trace launches {TRACES}/hta/sampled",
+    f"explain {GLOO}",
+]
+QUANTITY = re.compile(r"(?<![\w.:…])[-+]?\d[\d.,]*(?: ?(?:[nµum]?s|[kMGT]?(?:B|b|B/s|FLOP/s)|%))?(?![\w.…])")
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize("command", OF_TRACES, ids=lambda command: " ".join(command.split()[:2]))
+def test_no_number_of_a_trace_is_cut(
+    command: str, columns: int, meshwise: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names may be shortened; each number is there with its unit, and no line is too long."""
+    printed = {}
+    for width in (columns, 400):
+        monkeypatch.setenv("COLUMNS", str(width))
+        done = meshwise(*command.split())
+        assert done.code == 0, done.err
+        assert max(map(len, done.out.splitlines())) <= width
+        printed[width] = set(QUANTITY.findall(re.sub(r"\s*\n", " ", done.out)))
+    assert printed[columns] >= printed[400] != set()
 
 
 @pytest.mark.parametrize("words", ["", *HELP])

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshwise as mw
+from kineto import kernel, write_trace
 from meshwise.report.chart import Bars, Chart, Lanes, Series
 from meshwise.report.estimate_page import compare_page
 from meshwise.report.html import Page, PageLink, Text, html_body
@@ -118,6 +119,7 @@ def test_a_published_table_has_no_page(meshwise: Any, tmp_path: Path) -> None:
 
 
 TRACES = str(Path(__file__).parent / "data" / "traces" / "gloo4")
+GEMM = [kernel("gemm", 0, 1000)]
 SMALL = ("llama3-8b", "--cluster", "h100-80g-sxm:8")
 
 
@@ -128,7 +130,7 @@ SMALL = ("llama3-8b", "--cluster", "h100-80g-sxm:8")
         (("serve", *SMALL, "--rate", "5", "--num-requests", "50"), ["User speed", "Latency under load"]),
         (("frontier", "run", "--chip", "h100-80g-sxm"), ["Utilization of the best run", "How busy"]),
         (("trace", "summary", TRACES), ["Ranks over time"]),
-        (("explain", TRACES, *SMALL[1:], "--model", "llama3-8b"), ["From the predicted step"]),
+        (("explain", "TRACE", *SMALL[1:], "--model", "llama3-8b"), ["From the predicted step"]),
         (("validate", "--runs", "RUNS"), ["Step time"]),
     ],
     ids=lambda words: words[0],
@@ -140,7 +142,8 @@ def test_every_result_is_a_page(
 
     runs, path = tmp_path / "runs.csv", tmp_path / "x.html"
     runs.write_text("\n".join(published_runs().read_text().splitlines()[:5]))
-    words = tuple(str(runs) if word == "RUNS" else word for word in words)
+    named = {"RUNS": str(runs), "TRACE": str(write_trace(tmp_path / "rank-0.json", GEMM, 0))}
+    words = tuple(named.get(word, word) for word in words)
     done = meshwise(*words, "--plot" if words[0] == "frontier" else "--html", str(path))
     assert done.code == 0, done.err
     html = path.read_text()
@@ -165,8 +168,9 @@ def test_the_sample_of_a_space_is_of_its_plans() -> None:
         assert again.step_s == one.step_s
 
 
-def test_the_waterfall_leads_from_the_predicted_step_to_the_measured_one() -> None:
-    found = mw.explain(TRACES, "llama3-8b", "h100-80g-sxm:8", batch=8)
+def test_the_waterfall_leads_from_the_predicted_step_to_the_measured_one(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "rank-0.json", GEMM, 0)
+    found = mw.explain(trace, "llama3-8b", "h100-80g-sxm:8", batch=8)
     [chart] = [one for one in page_of(found).sections if isinstance(one, Chart)]
     [bar] = chart.marks
     assert isinstance(bar, Bars) and bar.starts is not None

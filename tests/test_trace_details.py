@@ -196,5 +196,5 @@ def test_one_page_of_all(tmp_path, meshwise):
     assert name not in page.read_text() and "&lt;script&gt;alert(1)" in page.read_text()
     done = meshwise("trace", "report", str(GLOO4), "-o", str(page), "--cluster", "a100-80g-sxm:4", "--json")
     assert json.loads(done.out) == {"file": str(page), "num_ranks": 4}
-    for text in ("rank 3 holds the others up", "What if", "Memory over time", "roofline", "on the wire"):
+    for text in ("Rank 3 is late in", "What if", "Memory over time", "roofline", "on the wire"):
         assert text in page.read_text(), text

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from jobs import Job, write_job
 from kineto import all_reduce, host, kernel, write_trace
 from meshwise.trace.breakdown import breakdown
-from meshwise.trace.copies import copy_kind
 from meshwise.trace.partition import PARTS, partition
 from meshwise.trace.read import read_trace
 from meshwise.trace.summary import summarize_paths
@@ -60,21 +59,6 @@ def test_parts_sum_to_the_span(tmp_path_factory, kernels):
     assert set(found.spans) == set(PARTS)
 
 
-def test_copies_by_kind(tmp_path):
-    events = [
-        kernel("Memcpy HtoD (Pinned -> Device)", 0, 10, bytes=1000),
-        kernel("Memcpy HtoD (Pageable -> Device)", 20, 30, bytes=7000),
-        kernel("Memcpy DtoH (Device -> Pageable)", 60, 5),
-        kernel("Memset (Device)", 80, 1, bytes=64),
-    ]
-    found = {c.kind: c for c in summarize_paths([write_trace(tmp_path / "rank0.json", events)]).copies}
-    one = found["Memcpy HtoD"]
-    assert (one.count, one.bytes, one.min_bytes, one.max_bytes) == (2, 8000, 1000, 7000)
-    assert one.bytes_per_s == pytest.approx(8000 / 40e-6)
-    assert found["Memcpy DtoH"].bytes is None and found["Memset"].median_bytes == 64
-    assert copy_kind("dma_request") == "dma_request"
-
-
 def test_real_ranks():
     """Rank 3 of the gloo ranks slept before every exchange."""
     first = summarize_paths([GLOO4]).findings[0]
@@ -88,7 +72,7 @@ def test_picture(meshwise, tmp_path):
     done = meshwise("trace", "plot", str(tmp_path / "job"), "-o", str(tmp_path / "a.svg"), "--json")
     assert done.code == 0 and done.document["findings"][0]["ranks"] == [5]
     drawn = (tmp_path / "a.svg").read_text()
-    assert "Rank 5 holds the others up" in drawn
+    assert "Rank 5 is late in 4 of 4 steps" in drawn
     assert meshwise("trace", "plot", str(tmp_path / "job"), "-o", str(tmp_path / "a.txt")).code == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.svg", "job"]
 
@@ -113,3 +97,23 @@ def test_messages_without_ends_tell_nothing(tmp_path):
         write_trace(tmp_path / f"rank-{rank}.json", own, rank, world_size=3, host_name="node")
     first = summarize_paths([tmp_path]).findings[0]
     assert first.kind == "undecided" and not first.ranks and "cannot be told" in first.text
+
+
+def test_calls_around_a_launch_name_what_the_kernel_does(tmp_path):
+    """NCCL's kernel says SendRecv, its call all-to-all; two calls are too few, and who came last is told."""
+    for rank in range(4):
+        events = []
+        for number, start in enumerate((0, 1000), start=1):
+            arrived, end = start + (900 if rank == 2 else 100 + rank), start + 950
+            shapes = {"Input Dims": [[250 + rank]], "Input type": ["float"]}
+            events += [
+                host("cpu_op", "c10d::alltoall_base_", arrived - 10, 9),
+                host("user_annotation", "nccl:all_to_all", arrived - 9, 7, **shapes),
+                host("cuda_runtime", "cudaLaunchKernel", arrived - 8, 2, correlation=number),
+                kernel("ncclKernel_SendRecv_RING", arrived, end - arrived, 24, correlation=number),
+            ]
+        write_trace(tmp_path / f"rank-{rank}.json", events, rank, 4, host_name="node")
+    found = summarize_paths([tmp_path])
+    calls = [(one.name, one.num_ranks, one.bytes) for one in found.collectives]
+    assert calls == [("all_to_all", 4, 1012)] * 2
+    assert found.findings[0].kind == "undecided" and "longest for rank 2 (last in 2" in found.findings[0].text

@@ -6,7 +6,7 @@ import pytest
 
 from kineto import all_reduce, host, kernel, write_trace
 from meshwise.core.ledger import Ledger
-from meshwise.report.profile_table import COLUMNS, profile_lines
+from meshwise.report.profile_table import profile_table
 from meshwise.trace.diff import kernel_changes
 from meshwise.trace.operators import operator_totals
 from meshwise.trace.read import read_trace
@@ -96,16 +96,16 @@ def test_section_holds_its_communication(tmp_path):
 
 def test_fourteen_columns(tmp_path):
     trace, _ = read_trace(write_trace(tmp_path / "a.json", _gpu_events(), 0))
-    lines = list(profile_lines(operator_totals(trace), sort_by="cuda"))
-    assert len(COLUMNS) == 14 and all(column in lines[1] for column in COLUMNS)
-    assert lines[3].split()[0] == "MoELayer" and lines[-1] == "Self CUDA time total: 267.000us"
-    assert {len(line) for line in lines[:-2]} == {len(lines[0])}
+    table = profile_table(operator_totals(trace), "rank 0", sort_by="cuda")
+    assert len(table.columns) == 1 + 14 and table.rows[0][:2] == ("MoELayer", "36.36%")
+    assert table.title == "rank 0: self CPU 110.000us, self CUDA 267.000us"
 
 
 def test_differences_add_up(tmp_path):
-    before, _ = read_trace(write_trace(tmp_path / "a.json", _gpu_events(), 0))
-    after, _ = read_trace(write_trace(tmp_path / "b.json", [*_gpu_events(1.5), kernel("new", 900, 5)], 0))
-    rows = {row.name[:4]: row for row in kernel_changes([before], [after])}
+    before = summarize_paths([write_trace(tmp_path / "a.json", _gpu_events(), 0)])
+    events = [*_gpu_events(1.5), kernel("new", 900, 5)]
+    after = summarize_paths([write_trace(tmp_path / "b.json", events, 0)])
+    rows = {row.name[:4]: row for row in kernel_changes(before.kernels, after.kernels)}
     assert rows["gemm"].change_s == pytest.approx(30e-6) and rows["new"].count_before == 0
     assert sum(row.change_s for row in rows.values()) == pytest.approx(35e-6)
 

@@ -139,9 +139,9 @@ def test_the_other_views_answer(client: TestClient) -> None:
         client, "frontier", chip="h100-80g-sxm", beside="a100-80g-sxm", months="3", schedule="zero-bubble"
     )
     assert "a100-80g-sxm" in slow["title"]
-    assert "rank 3" in ask(client, "traces", path="gloo4")["headline"]
-    joined = ask(client, "traces", path="gloo4", **where, batch="8")
-    assert "From the predicted step" in html(joined)
+    assert "Rank 3" in ask(client, "traces", path="gloo4")["headline"]
+    other = ask(client, "traces", path="gloo4", **where, batch="8")
+    assert "The traces are of CPUs" in html(other) and "From the predicted step" not in html(other)
 
 
 def test_as_many_values_are_offered_as_a_list_may_hold(client: TestClient) -> None:

@@ -721,6 +721,7 @@ def explain(
     batch: int | None = None,
     seq: int | None = None,
     microbatch: int | None = None,
+    kind: str = "train",
     steps: str = "",
     timeline: str | Path | None = None,
 ) -> Explanation:
@@ -728,48 +729,50 @@ def explain(
 
     Args:
         traces: Trace files, or folders of them (*.json, *.json.gz).
-        model: What ran: a preset or a config.json [what the traces show].
-        cluster: Where: a preset, chip:count or a TOML file; without it there is no prediction.
-        plan: How: tp=8,pp=4,... or a TOML file [without a model, what the traces show].
+        model: What ran: a preset or a config.json; without it there is no prediction.
+        cluster: Where: a preset, chip:count or a TOML file.
+        plan: How: tp=8,pp=4,... or a TOML file [zero=0 where gradients are all-reduced].
         batch: Global batch in sequences [as the plan].
         seq: Tokens of a sequence [as the plan].
         microbatch: Sequences of a microbatch [as the plan].
-        steps: Only these steps: 3-7, or complete (all that were launched before the last one).
+        kind: As in `estimate`.
+        steps: Only these: 3-7, or complete (launched before the last one) [neither warm-up nor cut off].
         timeline: Write traces and predicted step as one file for ui.perfetto.dev.
 
     Returns:
-        Rows in seconds a step, each side summing to its step, and findings in words.
+        Rows in seconds a step, each side summing to its step, and findings in words. Where the traces are
+        not of the stated job, `mismatches` says why, and nothing is predicted.
 
     Raises:
         MeshwiseError: A trace is missing or unreadable, or as in `estimate`.
     """
     from meshwise.core.errors import DataError
     from meshwise.trace.explain import explain as join
-    from meshwise.trace.recognise import recognised
+    from meshwise.trace.stated_job import reduces_all
     from meshwise.trace.summary import summarize_paths
 
-    job = (plan, batch, seq, microbatch, timeline)
-    if (model is not None and cluster is None) or (cluster is None and any(v not in (None, "") for v in job)):
+    job = (model, cluster, plan or None, batch, seq, microbatch, timeline)
+    if any(one is not None for one in job) and (model is None or cluster is None):
         raise DataError(
-            "a prediction needs the cluster that the job ran on; give it, or leave out all of the job"
+            "a prediction needs the model that ran and its cluster; give both, or leave out all of the job"
         )
     summary = summarize_paths([traces] if isinstance(traces, str | Path) else traces, steps=steps)
     summary.check_readable()
-    predicted, found = None, recognised(summary) if model is None else None
-    if cluster is not None:
-        if model is None and found is None:
-            raise DataError("the shapes in the traces are those of no model of the catalog; give the model")
-        if found is not None:
-            model, plan, batch = found.model, plan or found.plan, batch or found.batch
-            seq, microbatch = seq or found.seq, microbatch or found.microbatch
-        assert model is not None
-        predicted = estimate(model, cluster, plan, batch=batch, seq=seq, microbatch=microbatch)
-    if predicted is not None and timeline is not None:
+    if model is None or cluster is None:
+        return join(summary)
+    note = ""
+    if isinstance(plan, str) and "zero" not in plan and not plan.endswith(".toml") and reduces_all(summary):
+        plan, note = (
+            ",".join(filter(None, (plan, "zero=0"))),
+            "gradients are all-reduced: priced with zero=0 (DDP)",
+        )
+    predicted = estimate(model, cluster, plan, batch=batch, seq=seq, microbatch=microbatch, kind=kind)
+    if timeline is not None:
         from meshwise.report.explain_trace import write_both
 
         write_both(summary, predicted, Path(timeline))
-    explained = join(summary, predicted.ledger if predicted is not None else None)
-    return explained if found is None else replace(explained, findings=[found.text, *explained.findings])
+    found = join(summary, predicted)
+    return replace(found, findings=[*found.findings, note]) if note and not found.mismatches else found
 
 
 def profile(

@@ -36,6 +36,7 @@ COMPLETED = {
 """What a shell completes beside verbs and options."""
 
 SHARED = {
+    "all": "Show all of it.",
     "cluster": "Chip and links to compare with: a preset, chip:count, TOML.",
     "csv": "Write the table to this CSV file.",
     "html": "Write the result as one self-contained HTML page.",

@@ -14,7 +14,7 @@ from meshwise.core.options import takes
 
 
 @takes(api.profile, without=("stdout",))
-def profile(*, limit: int = 15, json: bool = False, **asked: Any) -> None:
+def profile(*, limit: int = 15, all: bool = False, json: bool = False, **asked: Any) -> None:
     """Run a program, capture all its ranks, and summarise them. It may start them as it likes."""
     from meshwise.trace.summary import summarize_paths
 
@@ -36,16 +36,11 @@ def profile(*, limit: int = 15, json: bool = False, **asked: Any) -> None:
         }
         print_json(document | summary.to_json())
     else:
-        from meshwise.report.trace_table import print_joint, print_summary
-        from meshwise.trace.sections import joint_sections
-        from meshwise.trace.summary import all_sections
+        from meshwise.report.trace_table import summary_parts
 
-        screen = console()
-        print_summary(summary, screen, limit=limit)
-        folder = asked["directory"]
-        rows = joint_sections(all_sections(summary))
-        if rows:
-            print_joint(rows, screen, title="Sections of all ranks", limit=limit)
+        screen, folder = console(), asked["directory"]
+        for part in summary_parts(summary, limit=limit, everything=all):
+            screen.print(part)
         print(f"{len(done.files)} ranks in {folder} (see: meshwise trace table|sections|merge {folder})")
         if done.overhead_frac is not None:
             bare = f"{done.wall_s:.2f} s with capture, {done.bare_s:.2f} s without"

@@ -1,8 +1,13 @@
-"""`meshwise trace`: read, align, merge and analyse PyTorch (Kineto) traces of all ranks of a job."""
+"""`meshwise trace` and `explain`: what the PyTorch (Kineto) traces of all ranks of a job show.
+
+A verb of `trace` is a function of the summary of the traces. It returns its JSON document and what people
+read, tables and sentences; `_of_traces` makes it a command.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -17,29 +22,40 @@ if TYPE_CHECKING:
     from meshwise.report.table import Table
     from meshwise.trace.summary import Summary
 
+    Found = tuple[dict[str, Any], Iterable[Table | str]]
+
 Slices = Annotated[int, range(1, 2**31)]
 
 
 @takes(api.explain)
-def explain(*, html: Path | None = None, json: bool = False, **asked: Any) -> None:
+def explain(
+    *, html: Path | None = None, json: bool = False, limit: int = 15, all: bool = False, **asked: Any
+) -> None:
     """Say why a job's step takes longer than predicted. Its traces stand beside the estimate."""
     found = api.explain(**asked)
     write_html(found, html)
     if json:
         print_json(found.to_json())
     else:
-        from meshwise.report.trace_table import print_explanation
+        from meshwise.report.explain_table import explanation_parts
 
-        print_explanation(found, console())
+        _print(explanation_parts(found, limit=limit, everything=all))
 
 
 def summary(
-    paths: list[Path], *, steps: str = "", html: Path | None = None, json: bool = False, limit: int = 15
+    paths: list[Path],
+    *,
+    steps: str = "",
+    html: Path | None = None,
+    json: bool = False,
+    limit: int = 15,
+    all: bool = False,
 ) -> None:
-    """Show the time of each rank by kind, and what stands out.
+    """Say which rank is late and why, and where the time went.
 
-    Steps, kernels, clocks, collectives, stragglers and findings.
+    Who waits for whom; with --all also steps, collectives and clocks.
     """
+    from meshwise.report.trace_table import summary_parts
     from meshwise.trace.summary import summarize_paths
 
     found = summarize_paths(paths, steps=steps)
@@ -48,18 +64,10 @@ def summary(
     found.check_readable()
     write_html(found, html)
     if not json:
-        from meshwise.report.trace_table import print_summary
-
-        print_summary(found, console(), limit=limit)
+        _print(summary_parts(found, limit=limit, everything=all))
 
 
-def merge(
-    paths: list[Path],
-    *,
-    output: Path,
-    max_slices: Slices | None = None,
-    json: bool = False,
-) -> None:
+def merge(found: Summary, *, output: Path, max_slices: Slices | None = None) -> Found:
     """Write one timeline of all ranks, for ui.perfetto.dev. All ranks are on one clock.
 
     Args:
@@ -68,135 +76,30 @@ def merge(
     """
     from meshwise.trace.merge import write_merged
 
-    found = _summarized(paths)
     done = write_merged(found.traces, found.alignment, found.collectives, output, max_slices=max_slices)
-    if json:
-        document = {"file": str(output), "num_ranks": len(found.traces), "num_slices": done.num_slices}
-        document |= {"num_cut_slices": done.num_cut, "num_left_out": done.num_left_out}
-        print_json(document | {"alignment": found.to_json()["alignment"]})
-    else:
-        cut = f"; {done.num_cut} slices cut where the next one starts" if done.num_cut else ""
-        left_out = f"; {done.num_left_out} short slices left out" if done.num_left_out else ""
-        print(f"{output}: {len(found.traces)} ranks, clocks by {found.alignment.method}{cut}{left_out}")
+    document = {"file": str(output), "num_ranks": len(found.traces), "num_slices": done.num_slices}
+    document |= {"num_cut_slices": done.num_cut, "num_left_out": done.num_left_out}
+    cut = f"; {done.num_cut} slices cut where the next one starts" if done.num_cut else ""
+    left_out = f"; {done.num_left_out} short slices left out" if done.num_left_out else ""
+    text = f"{output}: {len(found.traces)} ranks, clocks by {found.alignment.method}{cut}{left_out}"
+    return document | {"alignment": found.to_json()["alignment"]}, [text]
 
 
-def plot(paths: list[Path], *, output: Path = Path("ranks.png"), json: bool = False) -> None:
+def plot(found: Summary, *, output: Path = Path("ranks.png")) -> Found:
     """Draw all ranks in one picture. What each did when, and why the slow one is slow.
 
     Args:
         output: Where to draw (.png, .svg, .pdf).
     """
     from meshwise.report.pages import draw
+    from meshwise.report.trace_table import headline
 
-    found = _summarized(paths)
     draw(found, output)
-    if json:
-        print_json({"file": str(output), "findings": found.to_json()["findings"]})
-    else:
-        from meshwise.report.trace_table import print_findings
-
-        print_findings(found.findings, console())
-        print(f"{output}: {len(found.traces)} ranks")
+    document = {"file": str(output), "findings": found.to_json()["findings"]}
+    return document, [headline(found.findings), f"{output}: {len(found.traces)} ranks"]
 
 
-def sections(paths: list[Path], *, json: bool = False, limit: int = 40) -> None:
-    """Show the named sections of all ranks.
-
-    Time, compute, communication and waiting inside; spread and straggler.
-    """
-    from meshwise.trace.sections import joint_sections
-    from meshwise.trace.summary import all_sections
-
-    rows = all_sections(_summarized(paths))
-    if json:
-        print_json(
-            {"sections": [asdict(r) for r in rows], "joint": [asdict(r) for r in joint_sections(rows)]}
-        )
-    else:
-        from meshwise.report.trace_table import print_joint
-
-        print_joint(joint_sections(rows), console(), title="Sections of all ranks", limit=limit)
-
-
-def path(paths: list[Path], *, steps: str = "", json: bool = False, limit: int = 12) -> None:
-    """Show the critical path through all ranks.
-
-    Also how much shorter the job would be if one thing were faster.
-    """
-    from meshwise.report.trace_details import path_tables
-    from meshwise.trace.critical_path import critical_path
-
-    found = critical_path(_summarized(paths, steps))
-    _show(json, asdict(found), path_tables(found, limit=limit))
-
-
-def memory(paths: list[Path], *, json: bool = False, limit: int = 12) -> None:
-    """Show the peak of memory of each rank, and what held it. The operator that reached it is named."""
-    from meshwise.report.trace_details import memory_tables
-    from meshwise.trace.memory import memory_peaks
-
-    found = memory_peaks(_summarized(paths).traces)
-    if not found:
-        raise DataError(
-            "no allocation is recorded; capture with profile_memory=True, as meshwise profile does"
-        )
-    _show(json, {"peaks": [asdict(one) for one in found]}, memory_tables(found, limit=limit))
-
-
-def launches(paths: list[Path], *, steps: str = "", json: bool = False, limit: int = 24) -> None:
-    """Show how long kernels wait from launch to start. Also how many are queued, on each stream."""
-    from meshwise.report.trace_details import launch_tables
-    from meshwise.trace.launches import stream_launches
-
-    found = stream_launches(_summarized(paths, steps).traces)
-    if not found:
-        raise DataError("no launch of a kernel is recorded; launches are those of a GPU's runtime")
-    _show(json, {"streams": [asdict(one) for one in found]}, launch_tables(found, limit=limit))
-
-
-def rates(
-    paths: list[Path], *, cluster: str | None = None, steps: str = "", json: bool = False, limit: int = 20
-) -> None:
-    """Show the rates of operators by shape, against the chip's.
-
-    FLOP and bytes a second of operators of known work; the roof is that of --cluster's chip.
-    """
-    from meshwise.report.trace_details import rate_tables
-    from meshwise.trace.op_rates import op_rates
-
-    traces, where = _summarized(paths, steps).traces, _cluster(cluster)
-    found = op_rates(traces, where.chip if where else None)
-    if not found:
-        raise DataError("no operator of known work has its shapes recorded; capture with record_shapes=True")
-    derived = ("flop_per_s", "bytes_per_s", "roof_frac")
-    rows = [asdict(one) | {name: getattr(one, name) for name in derived} for one in found]
-    _show(json, {"operators": rows}, rate_tables(found, limit=limit))
-
-
-def bandwidth(
-    paths: list[Path], *, cluster: str | None = None, steps: str = "", json: bool = False, limit: int = 20
-) -> None:
-    """Show the bandwidth of collectives by group and size.
-
-    Algorithm and bus bandwidth, against the links of --cluster.
-    """
-    from meshwise.report.trace_details import bandwidth_tables
-    from meshwise.trace.bandwidths import bandwidths
-
-    found = bandwidths(_summarized(paths, steps).collectives, _cluster(cluster))
-    if not found:
-        raise DataError("no collective of known size was recorded by two ranks; give the traces of all ranks")
-    _show(json, {"collectives": [asdict(one) for one in found]}, bandwidth_tables(found, limit=limit))
-
-
-def report(
-    paths: list[Path],
-    *,
-    output: Path = Path("report.html"),
-    cluster: str | None = None,
-    steps: str = "",
-    json: bool = False,
-) -> None:
+def report(found: Summary, *, output: Path = Path("report.html"), cluster: str | None = None) -> Found:
     """Write all of it as one HTML file. Findings, pictures, critical path, what-if, memory, rates, tables.
 
     Args:
@@ -205,49 +108,112 @@ def report(
     from meshwise.report.html import write_page
     from meshwise.report.trace_page import trace_page
 
-    found = _summarized(paths, steps)
     write_page(trace_page(found, _cluster(cluster)), output)
-    if json:
-        print_json({"file": str(output), "num_ranks": len(found.traces)})
-    else:
-        print(f"{output}: {len(found.traces)} ranks")
+    return {"file": str(output), "num_ranks": len(found.traces)}, [f"{output}: {len(found.traces)} ranks"]
+
+
+def sections(found: Summary, *, limit: int = 40) -> Found:
+    """Show the named sections of all ranks.
+
+    Time, compute, communication and waiting inside; spread and straggler.
+    """
+    from meshwise.report.trace_table import joint_table
+    from meshwise.trace.sections import joint_sections
+    from meshwise.trace.summary import all_sections
+
+    rows = all_sections(found)
+    joint = joint_sections(rows)
+    document = {"sections": list(map(asdict, rows)), "joint": list(map(asdict, joint))}
+    return document, [joint_table(joint, "Sections of all ranks", limit=limit)]
+
+
+def path(found: Summary, *, limit: int = 12) -> Found:
+    """Show the critical path through all ranks.
+
+    Also how much shorter the job would be if one thing were faster.
+    """
+    from meshwise.report.trace_table import path_tables
+    from meshwise.trace.critical_path import critical_path
+
+    critical = critical_path(found)
+    return asdict(critical), path_tables(critical, limit=limit)
+
+
+def memory(found: Summary, *, limit: int = 12) -> Found:
+    """Show the peak of memory of each rank, and what held it. The operator that reached it is named."""
+    from meshwise.report.trace_table import memory_tables
+    from meshwise.trace.memory import memory_peaks
+
+    missing = "no allocation is recorded; capture with profile_memory=True, as meshwise profile does"
+    peaks = _some(memory_peaks(found.traces), missing)
+    return {"peaks": list(map(asdict, peaks))}, memory_tables(peaks, limit=limit)
+
+
+def launches(found: Summary, *, limit: int = 24) -> Found:
+    """Show how long kernels wait from launch to start. Also how many are queued, on each stream."""
+    from meshwise.report.trace_table import launch_tables
+    from meshwise.trace.launches import stream_launches
+
+    missing = "no launch of a kernel is recorded; launches are those of a GPU's runtime"
+    streams = _some(stream_launches(found.traces), missing)
+    return {"streams": list(map(asdict, streams))}, launch_tables(streams, limit=limit)
+
+
+def rates(found: Summary, *, cluster: str | None = None, limit: int = 20) -> Found:
+    """Show the rates of operators by shape, against the chip's.
+
+    FLOP and bytes a second of operators of known work; the roof is that of --cluster's chip.
+    """
+    from meshwise.report.trace_table import rate_tables
+    from meshwise.trace.op_rates import op_rates
+
+    where = _cluster(cluster)
+    missing = "no operator of known work has its shapes recorded; capture with record_shapes=True"
+    rows = _some(op_rates(found.traces, where.chip if where else None), missing)
+    derived = ("flop_per_s", "bytes_per_s", "roof_frac")
+    document = [asdict(one) | {name: getattr(one, name) for name in derived} for one in rows]
+    return {"operators": document}, rate_tables(rows, limit=limit)
+
+
+def bandwidth(found: Summary, *, cluster: str | None = None, limit: int = 20) -> Found:
+    """Show the bandwidth of collectives by group and size.
+
+    Algorithm and bus bandwidth, against the links of --cluster.
+    """
+    from meshwise.report.trace_table import bandwidth_tables
+    from meshwise.trace.bandwidths import bandwidths
+
+    missing = "no collective of known size was recorded by two ranks; give the traces of all ranks"
+    rows = _some(bandwidths(found.collectives, _cluster(cluster)), missing)
+    return {"collectives": list(map(asdict, rows))}, bandwidth_tables(rows, limit=limit)
 
 
 def table(
-    paths: list[Path],
-    *,
-    sort: str = "cpu",
-    rank: int | None = None,
-    json: bool = False,
-    limit: int = 25,
-) -> None:
+    found: Summary, *, sort: Literal["cpu", "cuda"] = "cpu", rank: int | None = None, limit: int = 25
+) -> Found:
     """Show the profiler's table of each rank, and of all. It has fourteen columns.
 
     Args:
         sort: cpu or cuda.
         rank: Only this rank [all, and their joint table].
     """
-    from meshwise.report.profile_table import joint_lines, joint_operators, profile_lines
+    from meshwise.report.profile_table import profile_table
+    from meshwise.report.trace_table import joint_table
     from meshwise.trace.operators import operator_totals
+    from meshwise.trace.sections import joint_operators
 
-    if sort not in ("cpu", "cuda"):
-        raise DataError(f"--sort {sort} is unknown; use cpu or cuda")
-    by: Literal["cpu", "cuda"] = "cpu" if sort == "cpu" else "cuda"
-    traces = _summarized(paths).traces
-    chosen = [trace for trace in traces if rank in (None, trace.rank)]
-    if not chosen:
-        raise DataError(f"no trace of rank {rank}; there are {', '.join(str(t.rank) for t in traces)}")
-    rows = {trace.rank: operator_totals(trace) for trace in chosen}
-    if json:
-        ranks = {str(r): [asdict(row) for row in found] for r, found in rows.items()}
-        print_json({"ranks": ranks, "joint": [asdict(row) for row in joint_operators(rows, sort_by=by)]})
-        return
-    for one, found in rows.items():
-        print(f"{sort.upper()} time total (rank {one})\n")
-        print("\n".join(profile_lines(found, sort_by=by, limit=limit)) + "\n")
+    ranks = ", ".join(str(trace.rank) for trace in found.traces)
+    chosen = [trace for trace in found.traces if rank in (None, trace.rank)]
+    rows = {t.rank: operator_totals(t) for t in _some(chosen, f"no trace of rank {rank}; there are {ranks}")}
+    joint = joint_operators(rows, sort_by=sort)
+    title = f"{sort.upper()} time total"
+    tables = [
+        profile_table(own, f"{title} (rank {one})", sort_by=sort, limit=limit) for one, own in rows.items()
+    ]
     if len(rows) > 1:
-        print(f"{sort.upper()} time total (all {len(rows)} ranks)\n")
-        print("\n".join(joint_lines(joint_operators(rows, sort_by=by), limit=limit)))
+        tables.append(joint_table(joint, f"{title} (all {len(rows)} ranks)", limit=limit))
+    document = {str(one): list(map(asdict, own)) for one, own in rows.items()}
+    return {"ranks": document, "joint": list(map(asdict, joint))}, tables
 
 
 def diff(paths: list[Path], *, json: bool = False, limit: int = 30) -> None:
@@ -256,33 +222,26 @@ def diff(paths: list[Path], *, json: bool = False, limit: int = 30) -> None:
     Args:
         paths: Two trace files or folders, the earlier one first.
     """
-    if len(paths) != 2:
-        raise DataError(f"a difference is of two traces or folders of them, not of {len(paths)}; name two")
-    before, after = paths
-    from meshwise.trace.breakdown import breakdown
+    from meshwise.report.trace_table import change_table
     from meshwise.trace.diff import kernel_changes
 
-    old, new = _summarized([before]).traces, _summarized([after]).traces
-    rows = kernel_changes(old, new)
+    if len(paths) != 2:
+        raise DataError(f"a difference is of two traces or folders of them, not of {len(paths)}; name two")
+    old, new = (_summarized([path]) for path in paths)
+    rows = kernel_changes(old.kernels, new.kernels)
     if json:
-        print_json(
-            {
-                "kernels": [asdict(row) | {"change_s": row.change_s} for row in rows],
-                "before": [asdict(breakdown(trace)) for trace in old],
-                "after": [asdict(breakdown(trace)) for trace in new],
-            }
-        )
+        kernels = [asdict(row) | {"change_s": row.change_s} for row in rows]
+        sides = {"before": list(map(asdict, old.ranks)), "after": list(map(asdict, new.ranks))}
+        print_json({"kernels": kernels} | sides)
     else:
-        from meshwise.report.trace_table import print_changes
-
-        print_changes(rows, console(), limit=limit)
+        _print([change_table(rows, limit=limit)])
 
 
-def ledger(paths: list[Path], *, csv: Path | None = None, json: bool = False) -> None:
+def ledger(paths: list[Path], *, steps: str = "", csv: Path | None = None, json: bool = False) -> None:
     """List operators, kernels and collectives as ledger rows. Their origin is `profile`."""
     from meshwise.trace.rows import profile_ledger
 
-    found = profile_ledger(_summarized(paths))
+    found = profile_ledger(_summarized(paths, steps))
     if csv is not None:
         found.to_csv(csv)
     if json:
@@ -291,20 +250,18 @@ def ledger(paths: list[Path], *, csv: Path | None = None, json: bool = False) ->
         sys.stdout.write(found.to_csv())
 
 
-def _show(json: bool, document: dict[str, Any], tables: list[Table]) -> None:
-    """Print one JSON document or the tables."""
-    if json:
-        print_json(document)
-    else:
-        screen = console()
-        for one in tables:
-            screen.print(one)
+def _of_traces(work: Callable[..., Found]) -> Callable[..., None]:
+    """The command that prints what `work` makes of the summary of traces."""
 
+    def verb(paths: list[Path], *, steps: str = "", json: bool = False, **asked: Any) -> None:
+        document, parts = work(_summarized(paths, steps), **asked)
+        if json:
+            print_json(document)
+        else:
+            _print(parts)
 
-def _cluster(text: str | None) -> machine.Cluster | None:
-    from meshwise.machine.hardware import find_cluster
-
-    return None if text is None else find_cluster(text)
+    verb.__name__, verb.__doc__ = work.__name__, work.__doc__
+    return takes(work, without=("found",))(verb)
 
 
 def _summarized(paths: list[Path], steps: str = "") -> Summary:
@@ -318,6 +275,25 @@ def _summarized(paths: list[Path], steps: str = "") -> Summary:
     return found
 
 
-COMMANDS = (
-    summary, merge, plot, sections, path, memory, launches, rates, bandwidth, report, table, diff, ledger,
-)  # fmt: skip
+def _some(rows: Sequence[Any], missing: str) -> Sequence[Any]:
+    """The rows; DataError where there is none, which says what is missing."""
+    if not rows:
+        raise DataError(missing)
+    return rows
+
+
+def _print(parts: Iterable[Table | str]) -> None:
+    screen = console()
+    for one in parts:
+        screen.print(one)
+
+
+def _cluster(text: str | None) -> machine.Cluster | None:
+    from meshwise.machine.hardware import find_cluster
+
+    return None if text is None else find_cluster(text)
+
+
+_OF_TRACES: tuple[Callable[..., Found], ...]
+_OF_TRACES = (merge, plot, sections, path, memory, launches, rates, bandwidth, report, table)
+COMMANDS = (summary, *map(_of_traces, _OF_TRACES), diff, ledger)

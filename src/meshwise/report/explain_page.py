@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from meshwise.core.units import duration
 from meshwise.report.chart import LESS_COLOR, MORE_COLOR, SUM_COLOR, Bars, Chart, ChartAxis
+from meshwise.report.explain_table import op_table, step_table
 from meshwise.report.html import Page, Section, Text
 from meshwise.report.table import Table
-from meshwise.report.trace_table import difference_text, explanation_tables
+from meshwise.report.trace_table import difference_text, sentence
 from meshwise.trace.explain import Explanation
 
 
 def explain_page(explanation: Explanation) -> Page:
     """Where the measured step differs from the predicted one."""
-    measured, predicted = explanation.measured_s, explanation.predicted_s
-    classes, *ops = explanation_tables(explanation, limit=len(explanation.rows))
-    headline = f"a step takes {duration(measured)}"
-    sections: list[Section] = [Text("Findings", explanation.findings)] if explanation.findings else []
-    if predicted is not None:
-        headline += f", {measured / predicted - 1:+.0%} of the predicted {duration(predicted)}"
-        sections.append(_waterfall(explanation, predicted, classes))
-    return Page("Predicted against measured", headline, [*sections, *ops])
+    first, *others = explanation.findings
+    sections: list[Section] = [Text("Findings", others)] if others else []
+    table, predicted = step_table(explanation), explanation.predicted_s
+    sections.append(table if predicted is None else _waterfall(explanation, predicted, table))
+    if ops := op_table(explanation, limit=len(explanation.rows)):
+        sections.append(ops)
+    return Page("Predicted against measured", sentence(first), sections)
 
 
 def _waterfall(explanation: Explanation, predicted: float, table: Table) -> Chart:

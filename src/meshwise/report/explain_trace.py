@@ -9,7 +9,7 @@ from meshwise.core.errors import DataError
 from meshwise.estimate.one_plan import Estimate
 from meshwise.report.estimate_trace import timeline_events
 from meshwise.trace.merge import Merged, write_merged
-from meshwise.trace.steps import marks
+from meshwise.trace.steps import marks, whole_steps
 from meshwise.trace.summary import Summary
 
 _FIRST_PID = 1_000_000
@@ -21,7 +21,7 @@ def write_both(summary: Summary, estimate: Estimate, path: Path) -> Merged:
     Raises DataError where no step is marked or the file cannot be written, PlanError for a step without a
     backward.
     """
-    whole = sorted({step.number for step in summary.steps if step.part == "whole"})
+    whole = whole_steps(summary.steps)
     if not whole:
         raise DataError("no whole step is marked in the traces; call the profiler's step() after each one")
     offsets = summary.alignment.offsets_ns

@@ -1,7 +1,8 @@
 """Tables of results: stated once, shown on a terminal, in a page and as Markdown.
 
 On a narrow terminal a table breaks its headings first, then the cells of its widest columns: at spaces and
-behind commas, hyphens and slashes. A number keeps its unit, and no word is broken while there is another way.
+behind commas, hyphens and slashes; names are shortened instead. Columns that still find no room follow below,
+beside those that name the row. So a number is never cut, and no word is broken while there is another way.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from meshwise.core.units import duration, with_prefix
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
-    from rich.table import Table as Shown
 
 GAP = 3
 """Blanks between two columns."""
+_LEAST_NAME = 16
+"""How short names may become."""
 _NUMBER = re.compile(r"[-+<$]?[\d.,]+( ?\S+)?$")
 _PARTS = re.compile(r"[^\s,/-]*[,/-]+|[^\s,/-]+")
 
@@ -29,7 +31,7 @@ class Table:
     """Rows with one cell for each of `columns` (text, number, a link of a page); None is an empty cell.
 
     The columns named in `left` are flush left (None: the first one), all others flush right. `no_wrap`: a
-    terminal cuts long cells off.
+    row is one line, so a terminal shortens the names in columns that are flush left.
     """
 
     title: str
@@ -43,24 +45,58 @@ class Table:
         return column in (self.columns[:1] if self.left is None else self.left)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self.shown(options.max_width)
-
-    def shown(self, width: float) -> Shown:
-        """The table on a terminal of `width` columns."""
         from rich import box
-        from rich.table import Table
+        from rich.table import Table as Drawn
 
         rows = [["" if cell is None else str(cell) for cell in row] for row in self.rows]
-        cells = [[row[i] for row in rows] for i in range(len(self.columns))]
-        widths = _widths(self.columns, cells, width - GAP * len(self.columns))
-        wrapped = (lambda text, _: text) if self.no_wrap else _wrapped
-        shown = Table(title=self.title or None, title_justify="left", box=box.SIMPLE, pad_edge=False)
-        for column, width in zip(self.columns, widths, strict=True):
-            side = "left" if self.is_left(column) else "right"
-            shown.add_column(wrapped(column, width), justify=side, no_wrap=self.no_wrap, overflow="fold")  # type: ignore[arg-type]
-        for row in rows:
-            shown.add_row(*map(wrapped, row, widths))
-        return shown
+        columns = [
+            _Column(name, [row[i] for row in rows], self.is_left(name), self.no_wrap)
+            for i, name in enumerate(self.columns)
+        ]
+        title = self.title or None
+        for block in _blocks(columns, options.max_width):
+            drawn = Drawn(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+            texts = []
+            for column, width in zip(block, _widths(block, options.max_width), strict=True):
+                side = "left" if column.is_left else "right"
+                drawn.add_column(_wrapped(column.heading, width), justify=side, overflow="fold")  # type: ignore[arg-type]
+                fitted = short if column.no_wrap and column.is_left else _wrapped
+                texts.append([fitted(cell, width) for cell in column.cells])
+            for row in zip(*texts, strict=True):
+                drawn.add_row(*row)
+            yield drawn
+            title = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A heading and its cells as text."""
+
+    heading: str
+    cells: Sequence[str]
+    is_left: bool
+    no_wrap: bool
+
+    def widths(self) -> tuple[int, int, int]:
+        """What it would like, what it needs with its heading on several lines, and with its cells broken."""
+        heading, whole = _longest(_parts(self.heading)), _longest(self.cells)
+        broken = _longest(itertools.chain.from_iterable(map(_parts, self.cells)))
+        if self.no_wrap:
+            broken = min(whole, _LEAST_NAME) if self.is_left else whole
+        return _longest([self.heading, *self.cells]), max(heading, whole), max(heading, broken)
+
+
+def _blocks(columns: Sequence[_Column], width: int) -> list[list[_Column]]:
+    """The columns as tables that fit `width`: each has those that name the row, and some of the others."""
+    num_names = len(list(itertools.takewhile(lambda column: column.is_left, columns)))
+    names = columns[: 1 if num_names in (0, len(columns)) else num_names]
+    blocks: list[list[_Column]] = [[]]
+    for column in columns[len(names) :]:
+        least = [GAP + one.widths()[2] for one in (*names, *blocks[-1], column)]
+        if blocks[-1] and sum(least) > width:
+            blocks.append([])
+        blocks[-1].append(column)
+    return [[*names, *block] for block in blocks]
 
 
 def _parts(text: str) -> list[str]:
@@ -72,16 +108,11 @@ def _longest(texts: Iterable[str]) -> int:
     return max((len(line) for text in texts for line in text.split("\n")), default=0)
 
 
-def _widths(headings: Sequence[str], cells: Sequence[Sequence[str]], room: float) -> list[int]:
-    """The width of each column: all it would like, or less where `room` is short."""
-    like = [_longest([heading, *column]) for heading, column in zip(headings, cells, strict=True)]
-    heading_parts = [_longest(_parts(heading)) for heading in headings]
-    for whole in (True, False):  # first the headings break, then the cells
-        least = [
-            max(part, _longest(column if whole else itertools.chain.from_iterable(map(_parts, column))))
-            for part, column in zip(heading_parts, cells, strict=True)
-        ]
-        while sum(like) > room and like != least:
+def _widths(columns: Sequence[_Column], width: int) -> list[int]:
+    """The width of each column: all it would like, or less where there is too little room."""
+    like, *stages = map(list, zip(*(column.widths() for column in columns), strict=True))
+    for least in stages:
+        while sum(like) > width - GAP * len(columns) and like != least:
             widest = max(range(len(like)), key=lambda i: (like[i] > least[i], like[i]))
             like[widest] -= 1
     return like
@@ -136,17 +167,18 @@ def cell_text(name: str, value: Any) -> object:
 
 
 def records_table(
-    title: str, records: Iterable[Any], columns: Fields, *, left: Collection[str] | None = None
+    title: str, records: Sequence[Any], columns: Fields, *, left: Collection[str] | None = None
 ) -> Table:
-    """A row for each of `records`: under each heading a field, by its name in its unit, or by a function."""
-    rows = [
-        [
-            cell_text(field, getattr(one, field)) if isinstance(field, str) else field(one)
-            for field in columns.values()
-        ]
-        for one in records
-    ]
-    return Table(title, tuple(columns), rows, left=left, no_wrap=True)
+    """A row for each of `records`: under each heading a field, by its name in its unit, or by a function.
+
+    Columns that no record fills are left out.
+    """
+    cells = {
+        heading: [cell_text(of, getattr(one, of)) if isinstance(of, str) else of(one) for one in records]
+        for heading, of in columns.items()
+    }
+    filled = {heading: column for heading, column in cells.items() if any(cell != "" for cell in column)}
+    return Table(title, tuple(filled), list(zip(*filled.values(), strict=True)), left=left, no_wrap=True)
 
 
 def short(text: str, width: int = MOST_CHARACTERS) -> str:

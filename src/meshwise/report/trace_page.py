@@ -13,14 +13,18 @@ from meshwise.core.units import duration, with_prefix
 from meshwise.machine.hardware import Cluster
 from meshwise.report.chart import COLORS, Bars, Chart, ChartAxis, Lanes, Picture, Series, roofline
 from meshwise.report.html import Page, Section, Text
-from meshwise.report.trace_details import (
+from meshwise.report.trace_table import (
+    NOTHING,
     bandwidth_tables,
+    clocks_text,
+    headline,
     launch_tables,
     memory_tables,
     path_tables,
     rate_tables,
+    sentence,
+    summary_tables,
 )
-from meshwise.report.trace_table import summary_tables
 from meshwise.trace.bandwidths import bandwidths
 from meshwise.trace.critical_path import critical_path
 from meshwise.trace.intervals import covered
@@ -31,7 +35,6 @@ from meshwise.trace.partition import PARTS, Partition
 from meshwise.trace.summary import Summary
 
 PARTS_COLORS = dict(zip(PARTS, ("#3d7ab5", "#f0a13a", "#8e6bbf", "#d7503f", "#e9e9e9"), strict=True))
-NOTHING = "no rank, link or cause stands out"
 NUM_BINS = 1200
 _NUM_FINDINGS = 3
 MOST_ROWS = 30
@@ -41,10 +44,8 @@ MOST_LINES = 16
 
 def trace_page(summary: Summary, cluster: Cluster | None = None) -> Page:
     """What the ranks of a job did, and why the slow one is slow; rates beside the peaks of `cluster`."""
-    findings = [one.text for one in summary.findings]
-    problems = [f"{one.file + ': ' if one.file else ''}{one.reason}" for one in summary.problems]
-    clocks = f"clocks aligned by {summary.alignment.method}"
-    sections: list[Section] = [Text("Findings", findings)] if findings else []
+    others = [one.text for one in summary.findings[1:]]
+    sections: list[Section] = [Text("Findings", others)] if others else []
     sections += [_ranks(summary)] if summary.partitions else []
     sections += path_tables(critical_path(summary), limit=MOST_ROWS)
     sections += _memory(summary)
@@ -53,10 +54,9 @@ def trace_page(summary: Summary, cluster: Cluster | None = None) -> Page:
         sections += launch_tables(launched, limit=MOST_ROWS)
     sections += [
         *summary_tables(summary, limit=MOST_ROWS),
-        Text("Notes", [clocks, *problems]),
+        Text("Notes", [clocks_text(summary), *(one.text for one in summary.problems)]),
     ]
-    headline = findings[0] if findings else NOTHING
-    return Page(f"{len(summary.traces)} ranks", headline, sections, bool(summary.traces))
+    return Page(f"{len(summary.traces)} ranks", headline(summary.findings), sections, bool(summary.traces))
 
 
 def _ranks(summary: Summary) -> Chart:
@@ -113,7 +113,7 @@ def trace_picture(summary: Summary) -> Picture:
         starts += seconds
     sums = Chart("In sum", bars, ChartAxis(unit="s"), height=lanes.height)
     lines = [one.text for one in summary.findings[:_NUM_FINDINGS]] or [NOTHING]
-    return Picture([[lanes, sums]], "\n".join(line[0].upper() + line[1:] for line in lines), (3.5, 1.0))
+    return Picture([[lanes, sums]], "\n".join(map(sentence, lines)), (3.5, 1.0))
 
 
 def _memory(summary: Summary) -> list[Section]:

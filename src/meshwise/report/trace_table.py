@@ -1,54 +1,57 @@
-"""A summary of traces as tables: ranks, kernels, clocks, collectives, stragglers, problems."""
+"""What analyses of traces found, in one sentence and as tables; the rest where all of it is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from rich.console import Console
+from collections.abc import Iterator, Sequence
 
 from meshwise.core.units import duration
-from meshwise.report.table import Fields, Table, percent, records_table, short
-from meshwise.trace.collectives import Collective, RankWaiting
-from meshwise.trace.copies import CopyTotal
+from meshwise.report.table import Fields, Table, cell_text, percent, records_table, short
+from meshwise.trace.bandwidths import Bandwidth
+from meshwise.trace.critical_path import CriticalPath
 from meshwise.trace.diff import KernelChange
-from meshwise.trace.explain import Explanation, OpDifference
 from meshwise.trace.findings import Finding
-from meshwise.trace.kernels import KernelTotal
+from meshwise.trace.launches import StreamLaunches
+from meshwise.trace.memory import MemoryPeak
+from meshwise.trace.op_rates import OpRate
 from meshwise.trace.sections import AcrossRanks
-from meshwise.trace.steps import RankStep
 from meshwise.trace.summary import Summary
 
-
-def print_findings(found: Sequence[Finding], console: Console) -> None:
-    """Print what is wrong with the job, one sentence each."""
-    for number, one in enumerate(found, start=1):
-        console.print(f"{number}. {one.text}")
-    if not found:
-        console.print("No rank, link or cause stands out.")
+NOTHING = "no rank, link or cause stands out"
+_NUM_HOLDERS = 8
+Printed = str | Table
 
 
-def print_summary(summary: Summary, console: Console, *, limit: int = 15) -> None:
-    """Print the tables of one job."""
-    for one in summary_tables(summary, limit=limit):
-        console.print(one)
-    console.print(clocks_text(summary))
-    console.print("Findings", style="italic")
-    print_findings(summary.findings, console)
+def sentence(text: str) -> str:
+    """A text that begins like a sentence."""
+    return text[:1].upper() + text[1:]
+
+
+def headline(found: Sequence[Finding]) -> str:
+    """The finding that costs most, in one sentence."""
+    return sentence(found[0].text if found else NOTHING) + "."
+
+
+def summary_parts(summary: Summary, *, limit: int = 15, everything: bool = False) -> Iterator[Printed]:
+    """The answer in a sentence, who waits for whom, where the time went, and what else was found."""
+    yield headline(summary.findings) + "\n"
+    yield from summary_tables(summary, limit=limit, everything=everything)
+    for one in summary.findings[1:]:
+        yield sentence(one.text) + "."
     for problem in summary.problems:
-        console.print(f"problem: {problem.text}")
+        yield f"problem: {problem.text}"
+    yield clocks_text(summary) if everything else "Steps, collectives and clocks: --all"
 
 
-def summary_tables(summary: Summary, *, limit: int = 15) -> list[Table]:
-    """The tables of one job: ranks, steps, kernels, copies, collectives, who waits for whom."""
-    found = [
-        _ranks(summary),
-        _steps(summary.steps, limit) if len({step.number for step in summary.steps}) > 1 else None,
-        _kernels(summary.kernels, limit),
-        _copies(summary.copies) if summary.copies else None,
-        _collectives(summary.collectives, limit) if summary.collectives else None,
-        _stragglers(summary.stragglers, limit) if summary.stragglers else None,
-    ]
-    return [one for one in found if one is not None]
+def summary_tables(summary: Summary, *, limit: int = 15, everything: bool = True) -> Iterator[Table]:
+    """The tables of one job: who waits for whom, ranks, kernels, and of everything steps and collectives."""
+    if summary.stragglers:
+        yield _stragglers(summary, limit)
+    yield _ranks(summary, everything=everything)
+    yield _kernels(summary, limit)
+    if everything and len({step.number for step in summary.steps}) > 1:
+        yield _steps(summary, limit)
+    if everything and summary.collectives:
+        yield _collectives(summary, limit)
 
 
 def clocks_text(summary: Summary) -> str:
@@ -60,60 +63,9 @@ def clocks_text(summary: Summary) -> str:
     return f"Clocks: {alignment.method} ({alignment.num_collectives} collectives{differ}){drifts}"
 
 
-def _ranks(summary: Summary) -> Table:
-    columns = ("rank", "span", "compute", "comm.", "exposed", "memory", "idle", "by host", "busy")
-    rows = []
-    for rank, parts in zip(summary.ranks, summary.partitions, strict=True):
-        times = [rank.span_s, rank.compute_s, rank.communication_s, rank.exposed_communication_s]
-        times += [rank.memory_s, rank.idle_s]
-        busy_frac = rank.busy_s / rank.span_s if rank.span_s else None
-        cells = (*map(duration, times), duration(parts.host_bound_s), percent(busy_frac))
-        rows.append((rank.rank, *cells, percent(rank.overlap_frac)))
-    title = "Where the time of each rank went"
-    return Table(title, (*columns, "overlap"), rows, no_wrap=True)
-
-
-def _steps(steps: Sequence[RankStep], limit: int) -> Table:
-    """One row a step: the mean over the ranks."""
-    numbers = sorted({step.number for step in steps})
-    rows = []
-    for number in numbers[:limit]:
-        same = [step for step in steps if step.number == number]
-        parts = [one.breakdown for one in same]
-        sums = [
-            [part.span_s for part in parts],
-            [part.compute_s for part in parts],
-            [part.communication_s for part in parts],
-            [part.exposed_communication_s for part in parts],
-            [part.idle_s for part in parts],
-        ]
-        kind = next((step.part for step in same if step.part != "whole"), "")
-        rows.append((number, *(duration(sum(values) / len(same)) for values in sums), kind))
-    columns = ("step", "span", "compute", "communication", "exposed", "idle", "")
-    title = f"The first {len(rows)} steps of {len(numbers)}, mean of the ranks"
-    return Table(title, columns, rows, no_wrap=True)
-
-
-def _kernels(kernels: Sequence[KernelTotal], limit: int) -> Table:
-    columns: Fields = {
-        **{"name": "name", "kind": "kind", "count": "count", "total": "total_s", "share": "share_frac"},
-        "mean": "mean_s",
-    }
-    title = f"The {min(limit, len(kernels))} longest kernels of {len(kernels)}, all ranks"
-    return records_table(title, kernels[:limit], columns)
-
-
-def _copies(copies: Sequence[CopyTotal]) -> Table:
-    columns: Fields = {
-        **{"kind": "kind", "count": "count", "total": "total_s"},
-        **{"bytes": "bytes", "smallest": "min_bytes"},
-        **{"median": "median_bytes", "largest": "max_bytes", "bytes a second": "bytes_per_s"},
-    }
-    return records_table("Copies", copies, columns)
-
-
-def _stragglers(found: Sequence[RankWaiting], limit: int) -> Table:
+def _stragglers(summary: Summary, limit: int) -> Table:
     """Those that were awaited longest, in the order of ranks."""
+    found = summary.stragglers
     shown = sorted(sorted(found, key=lambda row: -row.awaited_s)[:limit], key=lambda row: row.rank)
     title = "Who waits for whom" if len(shown) == len(found) else f"The {len(shown)} most awaited ranks"
     columns: Fields = {
@@ -122,60 +74,66 @@ def _stragglers(found: Sequence[RankWaiting], limit: int) -> Table:
     return records_table(title, shown, columns)
 
 
-def _collectives(found: Sequence[Collective], limit: int) -> Table:
-    longest = sorted(found, key=lambda c: -(c.wire_s + max(c.wait_s.values())))[:limit]
+def _ranks(summary: Summary, *, everything: bool) -> Table:
+    parts = {one.rank: one for one in summary.partitions}
+    columns: Fields = {
+        **{"rank": "rank", "span": "span_s", "compute": "compute_s", "comm.": "communication_s"},
+        **{"exposed": "exposed_communication_s", "idle": "idle_s"},
+        "by host": lambda one: duration(parts[one.rank].host_bound_s),
+        "busy": lambda one: percent(one.busy_s / one.span_s if one.span_s else None),
+    }
+    if everything:
+        columns |= {"memory": "memory_s", "overlap": "overlap_frac"}
+    return records_table("Where the time of each rank went", summary.ranks, columns)
+
+
+def _steps(summary: Summary, limit: int) -> Table:
+    """One row a step: the mean over the ranks."""
+    numbers = sorted({step.number for step in summary.steps})
+    fields = {"span": "span_s", "compute": "compute_s", "communication": "communication_s"}
+    fields |= {"exposed": "exposed_communication_s", "idle": "idle_s"}
+    rows = []
+    for number in numbers[:limit]:
+        same = [step for step in summary.steps if step.number == number]
+        means = (sum(getattr(one.breakdown, field) for one in same) / len(same) for field in fields.values())
+        kind = next((step.part for step in same if step.part != "whole"), "")
+        rows.append((number, *map(duration, means), kind))
+    title = f"The first {len(rows)} steps of {len(numbers)}, mean of the ranks"
+    return Table(title, ("step", *fields, ""), rows, no_wrap=True)
+
+
+def _kernels(summary: Summary, limit: int) -> Table:
+    columns: Fields = {
+        **{"name": "name", "kind": "kind", "count": "count", "total": "total_s", "share": "share_frac"},
+        "mean": "mean_s",
+    }
+    title = f"The {min(limit, len(summary.kernels))} longest kernels of {len(summary.kernels)}, all ranks"
+    return records_table(title, summary.kernels[:limit], columns)
+
+
+def _collectives(summary: Summary, limit: int) -> Table:
+    longest = sorted(summary.collectives, key=lambda c: -(c.wire_s + max(c.wait_s.values())))[:limit]
     columns: Fields = {
         "collective": lambda one: f"{one.name} {one.index}",
-        **{"group": "group", "bytes": "bytes", "wire": "wire_s"},
-        **{
-            "bytes/s sent": "sent_bytes_per_s",
-            "longest wait": lambda one: duration(max(one.wait_s.values())),
-        },
+        **{"group": "group", "bytes": "bytes", "wire": "wire_s", "bytes/s sent": "sent_bytes_per_s"},
+        "longest wait": lambda one: duration(max(one.wait_s.values())),
         "last rank": lambda one: one.last_rank if one.num_ranks > 1 else "(one rank seen)",
     }
-    return records_table(f"The {len(longest)} longest collectives of {len(found)}", longest, columns)
+    title = f"The {len(longest)} longest collectives of {len(summary.collectives)}"
+    return records_table(title, longest, columns, left=("collective", "group"))
 
 
-def print_joint(rows: Sequence[AcrossRanks], console: Console, *, title: str, limit: int = 40) -> None:
-    """Print one table of all ranks: spread, imbalance and straggler of each row."""
+def joint_table(rows: Sequence[AcrossRanks], title: str, *, limit: int) -> Table:
+    """Spread, imbalance and straggler over the ranks of each name and quantity."""
     columns: Fields = {
-        **{"section": "name", "quantity": "quantity", "min": "min_s", "mean": "mean_s", "max": "max_s"},
+        **{"name": "name", "quantity": "quantity", "min": "min_s", "mean": "mean_s", "max": "max_s"},
         **{"imbalance": lambda row: f"{row.imbalance:.3f}", "straggler": "straggler"},
     }
-    console.print(records_table(title, rows[:limit], columns))
+    return records_table(title, rows[:limit], columns, left=("name", "quantity"))
 
 
-def explanation_tables(found: Explanation, *, limit: int) -> list[Table]:
-    """The predicted step beside the measured one by class, and its ops that join."""
-    columns = ("predicted", "measured", "difference")
-    classes = [(row.op, *_both(row)) for row in found.classes]
-    ops = [(row.module, row.op, row.phase, *_both(row)) for row in found.rows if row.module]
-    step = ("step", duration(found.predicted_s), duration(found.measured_s), "")
-    tables = [Table("Time of a step", ("class", *columns), [*classes, step], no_wrap=True)]
-    places = ("module", "op", "phase")
-    joined = Table("Its ops that join", (*places, *columns), ops[:limit], left=places, no_wrap=True)
-    return tables + [joined] * bool(ops)
-
-
-def _both(row: OpDifference) -> tuple[str, str, str]:
-    return duration(row.predicted_s), duration(row.measured_s), difference_text(row.more_s)
-
-
-def difference_text(seconds: float) -> str:
-    """A difference of times, with its sign."""
-    return ("+" if seconds >= 0 else "-") + duration(abs(seconds))
-
-
-def print_explanation(found: Explanation, console: Console, *, limit: int = 15) -> None:
-    """Print the predicted step beside the measured one, and the differences in words."""
-    for table in explanation_tables(found, limit=limit):
-        console.print(table)
-    for number, text in enumerate(found.findings, start=1):
-        console.print(f"{number}. {text}", markup=False, highlight=False)
-
-
-def print_changes(rows: Sequence[KernelChange], console: Console, *, limit: int = 30) -> None:
-    """Print what changed between two sets of traces."""
+def change_table(rows: Sequence[KernelChange], *, limit: int) -> Table:
+    """What changed between two sets of traces; the last row is the sum over all kernels."""
     columns = ("name", "count", "total before", "total after", "change")
     before, after = sum(row.total_before_s for row in rows), sum(row.total_after_s for row in rows)
     cells = [
@@ -185,5 +143,71 @@ def print_changes(rows: Sequence[KernelChange], console: Console, *, limit: int 
         )
         for row in rows[:limit]
     ]
-    cells.append(("all", "", duration(before), duration(after), f"{after - before:+.6g} s"))
-    console.print(Table("Kernels, before and after", columns, cells, no_wrap=True))
+    cells.append(("all", "", duration(before), duration(after), difference_text(after - before)))
+    return Table("Kernels, before and after", columns, cells, no_wrap=True)
+
+
+def difference_text(seconds: float) -> str:
+    """A difference of times, with its sign."""
+    return ("+" if seconds >= 0 else "-") + duration(abs(seconds))
+
+
+def path_tables(found: CriticalPath, *, limit: int) -> list[Table]:
+    """What the path consists of, and what would shorten it."""
+    columns: Fields = {
+        **{"on the path": "kind", "what": "name", "count": "count", "time": "seconds", "share": "share_frac"},
+        "most on rank": lambda one: max(one.by_rank, key=lambda rank: one.by_rank[rank]),
+    }
+    title = f"The critical path through all ranks: {duration(found.span_s)}"
+    shown = [records_table(title, found.pieces[:limit], columns, left=("on the path", "what"))]
+    changes: Fields = {"change": "change", "then takes": "span_s", "gain": "gain_s", "of all": "gain_frac"}
+    return shown + [records_table("What if", found.what_if[:limit], changes)] * bool(found.what_if)
+
+
+def memory_tables(found: Sequence[MemoryPeak], *, limit: int) -> list[Table]:
+    """The peaks of all ranks, and what was held at the largest."""
+    columns: Fields = {
+        **{"rank": "rank", "of": "device", "peak": "peak_bytes", "reserved then": "reserved_bytes"},
+        **{"from before": "held_before_bytes", "after": "time_s", "in": "operator"},
+    }
+    most = max(found, key=lambda one: one.peak_bytes)
+    title = f"Held at the largest peak (rank {most.rank}, {most.device})"
+    holders: Fields = {"allocated by": "name", "tensors": "count", "bytes": "bytes"}
+    return [
+        records_table("Memory at its peak", found[:limit], columns, left=("rank", "of", "in")),
+        records_table(title, most.holders[:_NUM_HOLDERS], holders),
+    ]
+
+
+def launch_tables(found: Sequence[StreamLaunches], *, limit: int) -> list[Table]:
+    """Delays and queues of each stream."""
+    columns: Fields = {
+        **{"rank": "rank", "stream": "stream", "launches": "count", "median delay": "median_delay_s"},
+        **{"90 % delay": "p90_delay_s", "longest": "max_delay_s"},
+        "mean queue": lambda one: f"{one.mean_queue:.1f}",
+        **{"longest queue": "max_queue", "queue empty": "empty_frac"},
+    }
+    title = "From launch to start, and the queue"
+    return [records_table(title, found[:limit], columns, left=("rank", "stream"))]
+
+
+def rate_tables(found: Sequence[OpRate], *, limit: int) -> list[Table]:
+    """What operators reach."""
+    columns: Fields = {
+        "operator": lambda one: short(one.op.removeprefix("aten::"), 24),
+        "shape": lambda one: short(one.shape, 32),
+        **{"dtype": "dtype", "calls": "count", "median": "median_s"},
+        "FLOP/s": lambda one: cell_text("flop_per_s", one.flop_per_s) if one.flop else "",
+        **{"bytes/s": "bytes_per_s", "of the roof": "roof_frac"},
+    }
+    return [records_table("Operators of known work", found[:limit], columns, left=tuple(columns)[:3])]
+
+
+def bandwidth_tables(found: Sequence[Bandwidth], *, limit: int) -> list[Table]:
+    """What collectives reach."""
+    columns: Fields = {
+        **{"collective": "name", "group": "group", "bytes": "bytes", "calls": "count", "wire": "wire_s"},
+        **{"algorithm": "algorithm_bytes_per_s", "bus": "bus_bytes_per_s"},
+        **{"link": "link", "of it": "link_frac", "predicted": "predicted_s"},
+    }
+    return [records_table("Collectives on the wire", found[:limit], columns, left=("collective", "group"))]

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwise.trace.events import Trace
-from meshwise.trace.kernels import kernel_totals
+from meshwise.trace.kernels import KernelTotal
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +29,9 @@ class KernelChange:
         return self.total_after_s - self.total_before_s
 
 
-def kernel_changes(before: Sequence[Trace], after: Sequence[Trace]) -> list[KernelChange]:
+def kernel_changes(before: Sequence[KernelTotal], after: Sequence[KernelTotal]) -> list[KernelChange]:
     """Every kernel of either side, the largest change (up or down) first."""
-    old = {(k.name, k.kind): k for k in kernel_totals(before)}
-    new = {(k.name, k.kind): k for k in kernel_totals(after)}
+    old, new = ({(k.name, k.kind): k for k in side} for side in (before, after))
     rows = [
         KernelChange(
             name=key[0],

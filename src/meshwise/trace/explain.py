@@ -8,9 +8,9 @@ Both sides are split into the same classes, and both sum to their step:
     copies, idle                                    host late, pipeline bubbles, everything else
 
 The prediction is the ledger of an estimate: an op is a matmul if it does more than 16 FLOP a byte, which no
-elementwise op does. The measurement is the mean over ranks and steps; a kernel belongs to the class that its
-name tells (those of unknown names are listed), and kernels that run at the same time share that time.
-Exposed transfer is divided among the collectives by their time on the wire.
+elementwise op does; gradients that are reduced, scattered and gathered again are all-reduced. The measurement
+is the mean over ranks and steps; a kernel belongs to the class that its name tells, and kernels that run at
+the same time share that time. Exposed transfer is divided among the collectives by their time on the wire.
 
 Within a class, work joins the ops of the estimate that look the same in a trace:
 
@@ -27,10 +27,11 @@ class, on either side.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,6 +42,7 @@ from meshwise.core.columns import distinct_columns
 from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
 from meshwise.core.units import duration
+from meshwise.estimate.one_plan import Estimate
 from meshwise.trace.breakdown import work
 from meshwise.trace.events import Ints, Kind, Trace
 from meshwise.trace.intervals import length
@@ -49,14 +51,16 @@ from meshwise.trace.names import CLASSES
 from meshwise.trace.nesting import launchers, nearest, parents
 from meshwise.trace.op_rates import matmul_shape, matmul_shapes
 from meshwise.trace.operators import self_time
-from meshwise.trace.summary import Summary
+from meshwise.trace.partition import Partition, partition
+from meshwise.trace.stated_job import contradictions
+from meshwise.trace.steps import whole_steps, with_steps
+from meshwise.trace.summary import Summary, waits_ns
 from meshwise.trace.transfers import POINT_TO_POINT
 
 _MATMUL_FLOP_PER_BYTE = 16.0
 _BACKWARD = re.compile(r"bwd|backward|dgrad|dkdv|_dq", re.IGNORECASE)
 _UNNAMED = "kernels of no class"
 _IDLE = {"bubble", "launch", "host"}
-_NUM_FINDINGS = 5
 _SHARE = 0.02
 
 Look = tuple[Any, ...]
@@ -96,15 +100,8 @@ class Explanation(Shown):
     predicted_s: float | None
     measured_s: float
     findings: list[str]
-    unjoined: list[OpDifference]
-    """Kernels of no class, each by its name; their times are in the row of that name."""
-
-    @property
-    def unjoined_frac(self) -> float:
-        """Share of the measured step that these kernels take."""
-        return (
-            sum(row.measured_s or 0.0 for row in self.unjoined) / self.measured_s if self.measured_s else 0.0
-        )
+    mismatches: list[str]
+    """Why the traces are not of the stated job; then nothing is predicted."""
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -113,39 +110,42 @@ class Explanation(Shown):
             "rows": [asdict(row) for row in self.rows],
             "classes": [asdict(row) for row in self.classes],
             "findings": self.findings,
-            "unjoined": [asdict(row) for row in self.unjoined],
-            "unjoined_frac": self.unjoined_frac,
+            "mismatches": self.mismatches,
         }
 
 
-def explain(summary: Summary, predicted: Ledger | None = None) -> Explanation:
-    """The measured step of a job beside the `predicted` one (the ledger of an estimate), op by op."""
-    num_steps = len({step.number for step in summary.steps}) or 1
-    measured = _measured(summary, num_steps)
-    expected = _predicted(predicted) if predicted is not None else {}
-    known = predicted is not None
-    seconds, expected_seconds = _by_class(measured), _by_class(expected)
+def explain(summary: Summary, estimate: Estimate | None = None) -> Explanation:
+    """The measured step of a job beside the predicted one, op by op, if the traces are of that job."""
+    mismatches = contradictions(summary, estimate) if estimate is not None else []
+    measured, expected = _measured(summary), None
+    if estimate is not None and not mismatches:
+        expected = _predicted(estimate.ledger)
+    seconds, expected_seconds = _by_class(measured), _by_class(expected or {})
     classes = _sorted(
-        OpDifference("", op, "step", expected_seconds.get(op, 0.0) if known else None, seconds.get(op, 0.0))
+        OpDifference(
+            "", op, "step", expected_seconds.get(op, 0.0) if expected else None, seconds.get(op, 0.0)
+        )
         for op in seconds.keys() | expected_seconds.keys()
         if seconds.get(op) or expected_seconds.get(op)
     )
-    rows = _joined(measured, expected) if known else classes
-    step_s, expected_s = sum(seconds.values()), sum(expected_seconds.values()) if known else None
-    findings = _in_words(classes, step_s, expected_s) + [
-        one.text for one in summary.findings if len(one.ranks) == 1
-    ]
-    if known and step_s:
+    rows = _joined(measured, expected) if expected else classes
+    step_s, expected_s = sum(seconds.values()), sum(expected_seconds.values()) if expected else None
+    findings = mismatches + _in_words(summary, classes, step_s, expected_s)
+    if expected and step_s:
         joined_s = sum(row.measured_s or 0.0 for row in rows if row.module)
         busy_s = step_s - seconds.get("idle", 0.0) - seconds.get("waiting", 0.0)
         findings.append(f"{joined_s / (busy_s or 1.0):.0%} of the measured work is joined op by op")
     if not summary.steps:
         findings.append("no step is marked (torch.profiler's step()), so the whole trace counts as one step")
-    unjoined = _unjoined(summary, seconds.get(_UNNAMED, 0.0))
-    if unjoined and seconds[_UNNAMED] >= _SHARE * step_s:
-        names = ", ".join(row.op[:40] for row in unjoined[:3])
-        findings.append(f"kernels of no known class take {seconds[_UNNAMED] / step_s:.1%} of a step: {names}")
-    return Explanation(rows, classes, expected_s, step_s, findings, unjoined)
+    if seconds.get(_UNNAMED, 0.0) >= _SHARE * step_s > 0:
+        names = (
+            one.name
+            for one in summary.kernels
+            if one.kind == "compute" and _class_of_kernel(one.name) == _UNNAMED
+        )
+        shown = ", ".join(name[:40] for name in itertools.islice(names, 3))
+        findings.append(f"kernels of no known class take {seconds[_UNNAMED] / step_s:.1%} of a step: {shown}")
+    return Explanation(rows, classes, expected_s, step_s, findings, mismatches)
 
 
 def _sorted(rows: Iterable[OpDifference]) -> list[OpDifference]:
@@ -191,27 +191,22 @@ def _by_look(work: Work, level: int) -> dict[Look, dict[Place, float]]:
     return found
 
 
-def _unjoined(summary: Summary, total_s: float) -> list[OpDifference]:
-    """The kernels of no class, the longest first; together they take `total_s` of a step."""
-    own = {
-        kernel.name: kernel.total_s
-        for kernel in summary.kernels
-        if kernel.kind == "compute" and _class_of_kernel(kernel.name) == _UNNAMED
-    }
-    whole = sum(own.values())
-    longest = sorted(own.items(), key=lambda item: -item[1])
-    return [OpDifference("", name, "step", None, total_s * seconds / whole) for name, seconds in longest]
-
-
 def _class_of_kernel(name: str) -> str:
     return next((of for of, pattern in CLASSES.items() if pattern.search(name)), _UNNAMED)
 
 
 def _predicted(ledger: Ledger) -> Work:
-    """Seconds of each op in the step of an estimate."""
+    """Seconds of each op in the step of an estimate; the halves of an all-reduce of gradients are one."""
     work: Work = defaultdict(lambda: defaultdict(float))
+    halves = {
+        row["op"]
+        for row in ledger.rows()
+        if row["op"].endswith("gradients") and row["collective"] == "all_gather"
+    }
     for row in ledger.rows():
         if seconds := row["count"] * (row["time_s"] or 0.0):
+            if row["op"] in halves:
+                row = {**row, "collective": "all_reduce"}
             op = f"{row['op']} {row['collective']}".strip()
             work[_looks_of_op(row)][row["module"], op, row["phase"]] += seconds
     return work
@@ -276,29 +271,38 @@ def _class_of_collective(kind: str) -> str:
     return "send_recv" if kind in POINT_TO_POINT else kind
 
 
-def _measured(summary: Summary, num_steps: int) -> Work:
+def _measured(summary: Summary) -> Work:
     """Seconds of work in a step by its looks, the mean over the ranks; they sum to the span."""
+    traces, partitions, num_steps = _of_whole_steps(summary)
     seconds: dict[Looks, float] = defaultdict(float)
-    wire: dict[int, dict[Looks, float]] = defaultdict(lambda: defaultdict(float))
-    for one in summary.collectives:
-        for rank in one.wait_s:
-            wire[rank][_looks(_class_of_collective(one.name), _size(one.group_size), _bytes(one.bytes))] += (
-                one.wire_s
-            )
-    for trace, parts in zip(summary.traces, summary.partitions, strict=True):
-        for looks, value in _kernels(trace).items():
-            seconds[looks] += value
-        whole = sum(wire[trace.rank].values())
-        for looks, value in wire[trace.rank].items():
-            seconds[looks] += parts.seconds["transfer"] * value / whole if whole else 0.0
-        unnamed = 0.0 if whole else parts.seconds["transfer"]
-        others = {"waiting": parts.seconds["wait"], "copies": parts.seconds["memory"], "transfer": unnamed}
-        for name, value in (others | {"idle": parts.seconds["idle"]}).items():
-            seconds[_looks(name)] += value
-    return {
-        looks: {("", looks[-1][0], "step"): value / (num_steps * len(summary.traces))}
-        for looks, value in seconds.items()
-    }
+    for trace, parts in zip(traces, partitions, strict=True):
+        wire: dict[Looks, float] = defaultdict(float)
+        for one in summary.collectives:
+            if trace.rank in one.events and (
+                trace.selected is None or trace.selected[one.events[trace.rank]]
+            ):
+                kind = _class_of_collective(one.name)
+                wire[_looks(kind, _size(one.group_size), _bytes(one.bytes))] += one.wire_s
+        whole_s = sum(wire.values())
+        spent = {
+            looks: parts.seconds["transfer"] * value / whole_s for looks, value in wire.items() if whole_s
+        }
+        if not whole_s:
+            spent[_looks("transfer")] = parts.seconds["transfer"]
+        for part, name in (("wait", "waiting"), ("memory", "copies"), ("idle", "idle")):
+            spent[_looks(name)] = parts.seconds[part]
+        for looks, value in (*_kernels(trace).items(), *spent.items()):
+            seconds[looks] += value / (num_steps * len(traces))
+    return {looks: {("", looks[-1][0], "step"): value} for looks, value in seconds.items()}
+
+
+def _of_whole_steps(summary: Summary) -> tuple[Sequence[Trace], Sequence[Partition], int]:
+    """What ran in how many whole steps; all of it where none is whole, or steps were chosen."""
+    steps = whole_steps(summary.steps)
+    if not steps or any(trace.selected is not None for trace in summary.traces):
+        return summary.traces, summary.partitions, len({step.number for step in summary.steps}) or 1
+    traces = with_steps(summary.traces, f"{steps[0]}-{steps[-1]}")
+    return traces, [partition(one, waits_ns(summary.collectives, one.rank)) for one in traces], len(steps)
 
 
 def _kernels(trace: Trace) -> dict[Looks, float]:
@@ -342,15 +346,16 @@ def _looks_of_kernel(name: str, part: str, sizes: str) -> Looks:
     return _looks(of, *_telling(of, is_backward=bool(_BACKWARD.search(name))))
 
 
-def _in_words(rows: list[OpDifference], step_s: float, expected_s: float | None) -> list[str]:
-    """From the predicted to the measured step, the largest differences first."""
-    if expected_s is None:
-        return [f"a step takes {duration(step_s)}; give --cluster (and --model) for a prediction"]
-    found = [f"a step takes {duration(step_s)} where {duration(expected_s)} is predicted"]
-    for row in rows[:_NUM_FINDINGS]:
-        predicted, measured = row.predicted_s or 0.0, row.measured_s or 0.0
-        if abs(row.more_s) >= _SHARE * max(step_s, expected_s):
-            more = "longer" if row.more_s > 0 else "shorter"
-            times = f"{duration(measured)} instead of {duration(predicted)}"
-            found.append(f"{row.op}: {duration(abs(row.more_s))} {more} than predicted ({times})")
-    return found
+def _in_words(
+    summary: Summary, rows: list[OpDifference], step_s: float, expected_s: float | None
+) -> list[str]:
+    """The measured step beside the predicted one, and the class that differs most; a late rank may be why."""
+    late = [one.text for one in summary.findings if 0 < len(one.ranks) < len(summary.traces)]
+    text = f"a step takes {duration(step_s)}"
+    if expected_s is not None:
+        text += f" where {duration(expected_s)} is predicted"
+    if rows:
+        text += f"; {rows[0].op} takes {duration(rows[0].measured_s or 0.0)}"
+        text += "" if expected_s is None else f" instead of {duration(rows[0].predicted_s or 0.0)}"
+        text += f": {late.pop(0)}" if rows[0].op == "waiting" and late else ""
+    return [text, *late]

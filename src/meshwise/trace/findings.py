@@ -8,8 +8,10 @@ median of the others names the cause:
     transfer    a link of its group is slow: the wire time of one kind of call, by group, at equal size
     memory      copies
 
-All ranks together are judged by their mean: idle time that the host is the cause of, and communication that
-no compute hides. Each finding states the seconds it is about and, as a share, how much of the span.
+A rank that was ready to run for as long as it was late, and had no core (`meshwise profile` notes it), is no
+slow rank: the ranks share cores. All ranks together are judged by their mean: idle time that the host is the
+cause of, and communication that no compute hides. Each finding states the seconds it is about and, as a
+share, how much of the span.
 """
 
 from __future__ import annotations
@@ -22,11 +24,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwise.core.units import duration, with_prefix
-from meshwise.trace.collectives import Collective, split_by_fastest
+from meshwise.trace.collectives import Collective, split_by_fastest, stragglers
 from meshwise.trace.events import Trace
 from meshwise.trace.kernels import kernel_totals
 from meshwise.trace.partition import PARTS, Partition
-from meshwise.trace.shared_cores import shared_cores
 from meshwise.trace.straggler import LateRanks, holders_up
 
 _MIN_FRAC = 0.02
@@ -36,6 +37,8 @@ _UNCERTAIN_LINK = "slow link or missing rank"
 _HOST_BOUND_FRAC = 0.1
 _EXPOSED_FRAC = 0.15
 _MOSTLY = 0.5
+_SHARED_CORES = 0.8
+"""How much of the time in which only this rank had no core counts as lateness."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,33 @@ class Finding:
     seconds: float
     span_frac: float
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What findings are made from; `span_s` is that of the longest rank."""
+
+    traces: Sequence[Trace]
+    partitions: Sequence[Partition]
+    collectives: Sequence[Collective]
+    span_s: float
+
+    def finding(
+        self, kind: str, text: str, seconds: float, ranks: Iterable[int] = (), group: str = ""
+    ) -> Finding:
+        """A finding about `seconds` of the span; of all ranks, of their mean span."""
+        found, every = tuple(ranks), len(self.partitions)
+        span_s = self.mean_s(*PARTS) if len(found) == every > 1 else self.span_s
+        return Finding(kind, found, group, seconds, seconds / span_s, text)
+
+    def mean_s(self, *parts: str) -> float:
+        """Seconds of `parts` in sum, the mean over the ranks."""
+        return float(np.mean([sum(one.seconds[part] for part in parts) for one in self.partitions]))
+
+    def more_s(self, part: str, i: int) -> float:
+        """By how much rank number `i` spends more time on a part than the median of the others."""
+        seconds = [one.seconds[part] for one in self.partitions]
+        return seconds[i] - float(np.median(np.delete(seconds, i)))
 
 
 def findings(
@@ -63,90 +93,86 @@ def findings(
     span_s = max((sum(one.seconds.values()) for one in partitions), default=0.0)
     if not span_s:
         return []
-    collectives = split_by_fastest(collectives)
-    stragglers, undecided = holders_up(collectives, first_step)
-    links = _slow_links(traces, partitions, collectives, span_s)
+    job = _Job(traces, partitions, split_by_fastest(collectives), span_s)
+    late, undecided = holders_up(job.collectives, first_step)
+    links = _slow_links(job)
     linked = {rank for link in links for rank in link.ranks}
+    unseen = {rank for one in job.collectives if one.num_ranks < (one.group_size or 0) for rank in one.wait_s}
+    holders = [_holder(job, one) for one in late if one.seconds >= _MIN_FRAC * span_s]
     holders = [
-        _holder(traces, partitions, one, span_s) for one in stragglers if one.seconds >= _MIN_FRAC * span_s
+        one
+        for one in holders
+        if (one.kind != "slow transfer" or not (linked | unseen) & set(one.ranks))
+        and (len(one.ranks) < 2 or not linked.issuperset(one.ranks))
     ]
-    unseen = {rank for one in collectives if one.num_ranks < (one.group_size or 0) for rank in one.wait_s}
-    late = [one for one in holders if one.kind != "slow transfer" or not (linked | unseen) & set(one.ranks)]
-    late = [one for one in late if len(one.ranks) < 2 or not linked.issuperset(one.ranks)]
-    single = sorted([*late, *links], key=lambda one: (one.kind == _UNCERTAIN_LINK, -one.seconds))
-    waited_s = float(np.mean([one.seconds["wait"] for one in partitions]))
-    if undecided and waited_s >= _EXPOSED_FRAC * span_s and not single:
+    single = sorted([*holders, *links], key=lambda one: (one.kind == _UNCERTAIN_LINK, -one.seconds))
+    return [*(single or _undecided(job, undecided)), *_host_bound(job), *_exposed(job)]
+
+
+def _undecided(job: _Job, reason: str) -> list[Finding]:
+    """That nobody is named although ranks wait: steps are too few, or messages do not tell their ends."""
+    if reason and (waited_s := job.mean_s("wait")) >= _EXPOSED_FRAC * job.span_s:
+        most = max(stragglers(job.collectives), key=lambda row: row.awaited_s)
         text = (
-            f"ranks wait {duration(waited_s)} on average, but {undecided}: too few to tell a slow rank from "
-            "chance; record more steps"
+            f"ranks wait {duration(waited_s)} on average, longest for rank {most.rank} (last in "
+            f"{most.num_last} collectives, {duration(most.awaited_s)} of all waiting), but {reason}: too few "
+            "to tell a slow rank from chance; record more steps"
         )
-        single = [Finding("undecided", (), "", waited_s, waited_s / span_s, text)]
-    single = single or _unnamed_messages(partitions, collectives, span_s)
-    return [*single, *_host_bound(partitions), *_exposed(partitions)]
-
-
-def _unnamed_messages(
-    partitions: Sequence[Partition], collectives: Sequence[Collective], span_s: float
-) -> list[Finding]:
-    """That nobody can be named where ranks exchange messages of which the traces do not tell the ends."""
-    unnamed = (one for one in collectives if one.name == "send_recv" and "->" not in one.group)
-    if len(partitions) < 2 or not any(unnamed):
-        return []
-    exposed_s = float(np.mean([one.seconds["wait"] + one.seconds["transfer"] for one in partitions]))
-    if exposed_s < _EXPOSED_FRAC * span_s:
+        return [job.finding("undecided", text, waited_s)]
+    unnamed = any(one.name == "send_recv" and "->" not in one.group for one in job.collectives)
+    exposed_s = job.mean_s("wait", "transfer")
+    if len(job.partitions) < 2 or not unnamed or exposed_s < _EXPOSED_FRAC * job.span_s:
         return []
     text = (
         f"ranks spend {duration(exposed_s)} on average in messages whose sender and receiver the traces do "
         "not name: whether one rank is late cannot be told; record with PyTorch 2.4 or later"
     )
-    return [Finding("undecided", (), "", exposed_s, exposed_s / span_s, text)]
+    return [job.finding("undecided", text, exposed_s)]
 
 
-def _holder(
-    traces: Sequence[Trace], partitions: Sequence[Partition], one: LateRanks, span_s: float
-) -> Finding:
+def _holder(job: _Job, late: LateRanks) -> Finding:
     """What the first (of several, the slowest) rank has more of than the others, in words."""
-    index = {part.rank: i for i, part in enumerate(partitions)}
-    own = [
-        sum(s for part, s in partitions[index[rank]].seconds.items() if part != "wait") for rank in one.ranks
-    ]
-    worst = one.ranks[int(np.argmax(own))]
-    if why := shared_cores(traces, worst, one):
-        return Finding("shared cores", (), "", one.seconds, one.seconds / span_s, why)
-    kind, why = _cause(traces, partitions, index[worst], one)
-    who = f"rank {worst} holds" if len(one.ranks) == 1 else f"ranks {_listed(one.ranks)} hold"
-    most = "" if len(one.ranks) == 1 else f"; most of all rank {worst}"
-    seconds = min(one.seconds, span_s)
-    cost = f"{duration(seconds)} ({seconds / span_s:.1%} of the span)"
-    text = f"{who} the others up by {cost}{most}: {why}"
-    return Finding(kind, one.ranks, "", seconds, seconds / span_s, text)
+    index = {part.rank: i for i, part in enumerate(job.partitions)}
+
+    def own_s(rank: int) -> float:
+        return sum(s for part, s in job.partitions[index[rank]].seconds.items() if part != "wait")
+
+    worst = max(late.ranks, key=own_s)
+    if why := _shared_cores(job.traces, worst, late):
+        return job.finding("shared cores", why, late.seconds)
+    who = f"rank {worst} is" if len(late.ranks) == 1 else f"ranks {_listed(late.ranks)} are"
+    seconds = min(late.seconds, job.span_s)
+    if late.is_pause:
+        kind, why = "pause", f"in the step that began {duration(late.start_s)} after the job's beginning"
+        text = f"{who} late once, by {duration(seconds)} ({seconds / job.span_s:.1%} of the span), {why}"
+    else:
+        kind, why = _cause(job, index[worst])
+        each_s = min(seconds / max(late.num_steps, 1), late.step_s)
+        text = (
+            f"{who} late in {late.num_late} of {late.num_steps} steps: {duration(each_s)} of each "
+            f"{duration(late.step_s)} step, {why}"
+        )
+        text += f"; most of all rank {worst}" * (len(late.ranks) > 1)
+    return job.finding(kind, text, seconds, late.ranks)
 
 
-def _cause(
-    traces: Sequence[Trace], partitions: Sequence[Partition], i: int, one: LateRanks
-) -> tuple[str, str]:
+def _cause(job: _Job, i: int) -> tuple[str, str]:
     """What rank number `i` spends more time on than the median of the other ranks."""
-    if one.is_pause:
-        when = f"{duration(one.start_s)} after the job's beginning"
-        return "pause", f"it was late once, in the step that began {when}, by {duration(one.seconds)}"
-    more = {
-        part: partitions[i].seconds[part] - _others([other.seconds[part] for other in partitions], i)
-        for part in PARTS
-        if part != "wait"
-    }
-    part = max(more, key=lambda key: more[key])
+    more_s = {part: job.more_s(part, i) for part in PARTS if part != "wait"}
+    part = max(more_s, key=lambda key: more_s[key])
     if part == "compute":
-        return _why_compute(traces, i)
+        return _why_compute(job.traces, i)
+    one = job.partitions[i]
+    if part == "idle" and (one.host_bound_s or 0.0) > _MOSTLY * one.seconds["idle"]:
+        return "slow host", "host side: its host launches late (a busy CPU, data loading, Python)"
     if part == "idle":
-        return _why_idle(partitions, i)
+        return "idle", (
+            f"host side: it is idle {duration(more_s[part])} longer than the median rank (input, locks, a "
+            "busy machine)"
+        )
     if part == "transfer":
-        return "slow transfer", "its communication takes longer on the wire than the median rank's"
-    return "copies", "it copies more than the median rank"
-
-
-def _others(values: Sequence[float] | np.ndarray, i: int) -> float:
-    """The median without that of rank number `i`."""
-    return float(np.median(np.delete(values, i)))
+        return "slow transfer", "link side: its communication takes longer on the wire than the median rank's"
+    return "copies", "device side: it copies more than the median rank"
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -169,54 +195,51 @@ def _why_compute(traces: Sequence[Trace], i: int) -> tuple[str, str]:
     more_s = own_s[is_new].sum() + (mean_s * (own - usual))[is_more].sum()
     slower_s = (own_s - mean_s * own)[~is_more & ~is_new].sum()
     if more_s > slower_s:
-        why = f"it runs {duration(float(more_s))} more kernels than the median rank: its share is larger"
-        return "more work", why
+        why = f"it runs {duration(float(more_s))} more kernels than the median rank"
+        return "more work", f"device side: {why}, so its share is larger"
     usual_s = (mean_s * np.minimum(usual, own)).sum()
     ratio = 1 + slower_s / usual_s if usual_s else 1.0
     is_large = (own_s >= _MIN_FRAC * own_s.sum()) & ~is_new & (own > 0)
     ratios = own_s[is_large] / own[is_large] / mean_s[is_large]
     if len(ratios) > 1 and ratios.min() > 1 + 0.5 * (ratio - 1):
-        why = (
-            f"all its compute kernels take {ratio:.2f} times as long as on the median rank, as many as there"
-        )
-        return "slow device", f"{why}: its device is slow (clocks, power, temperature, a neighbour)"
+        why = f"all its kernels take {ratio:.2f} times as long as on the median rank, as many as there"
+        return "slow device", f"device side: {why} (clocks, power, temperature, a neighbour)"
     name = names[int((own_s - np.median(others_s, axis=0)).argmax())]
+    name = name if len(name) <= 50 else f"{name[:49]}…"
+    return "larger work", f"device side: its {name} takes longer than on the median rank, its others do not"
+
+
+def _shared_cores(traces: Sequence[Trace], rank: int, late: LateRanks) -> str:
+    """In a sentence, that want of a core explains why `rank` was late; empty where it does not.
+
+    A pause, if it lacked cores for as long in all; lateness in every step, if it lacked them for longer than
+    another rank, by most of that time.
+    """
+    about = {trace.rank: trace.metadata.get("meshwise") for trace in traces}
+    noted = {one: found for one, found in about.items() if isinstance(found, dict) and "num_cores" in found}
+    if rank not in noted or len(noted) < 2:
+        return ""
+    lacked_s = {one: float(found.get("core_wait_s") or 0.0) for one, found in noted.items()}
+    own_s, others_s = lacked_s.pop(rank), min(lacked_s.values())
+    if (own_s if late.is_pause else (own_s - others_s) / _SHARED_CORES) < late.seconds:
+        return ""
     return (
-        "larger work",
-        f"its {_shortened(name)} takes longer than on the median rank, its other kernels do not",
+        f"rank {rank} was late by {duration(late.seconds)}, but ready to run without a core for "
+        f"{duration(own_s)} (other ranks for {duration(others_s)} or more): {len(noted)} ranks and whatever "
+        f"else runs share {noted[rank]['num_cores']} cores, so no rank is named; give each its own cores"
     )
 
 
-def _why_idle(partitions: Sequence[Partition], i: int) -> tuple[str, str]:
-    """Whether the host of rank number `i` is the cause of its idle time."""
-    one = partitions[i]
-    if one.host_bound_s is not None and one.host_bound_s > _MOSTLY * one.seconds["idle"]:
-        return (
-            "slow host",
-            "its device idles because its host launches late (a busy CPU, data loading, Python)",
-        )
-    longer_s = one.seconds["idle"] - _others([other.seconds["idle"] for other in partitions], i)
-    return (
-        "idle",
-        f"it is idle {duration(longer_s)} longer than the median rank (input, locks, a busy machine)",
-    )
-
-
-def _slow_links(
-    traces: Sequence[Trace],
-    partitions: Sequence[Partition],
-    collectives: Sequence[Collective],
-    span_s: float,
-) -> list[Finding]:
+def _slow_links(job: _Job) -> list[Finding]:
     """Groups whose calls of one kind and size move fewer bytes a second than those of most alike groups.
 
     Alike are groups with the same strides between their ranks on as many hosts (nodes of 8, if none is told).
 
     A slow link costs what it adds to the time on the wire, and no more than what of that no compute hides.
     """
-    host = _hosts(traces, {rank for one in collectives for rank in one.members})
+    host = _hosts(job.traces, {rank for one in job.collectives for rank in one.members})
     speeds: dict[tuple[object, ...], dict[str, list[Collective]]] = defaultdict(lambda: defaultdict(list))
-    for one in collectives:
+    for one in job.collectives:
         if one.sent_bytes_per_s and one.bytes and one.group_size:
             alike = (*np.diff(one.members).tolist(), len({host[rank] for rank in one.members}))
             speeds[one.name, one.bytes, one.group_size, alike][one.group].append(one)
@@ -224,18 +247,18 @@ def _slow_links(
     for groups in speeds.values():
         if len(groups) < 2:
             continue
-        usual_by_group = {
-            group: float(np.median([one.sent_bytes_per_s or 0.0 for one in calls]))
+        speed_of = {
+            group: float(np.median([one.sent_bytes_per_s for one in calls]))
             for group, calls in groups.items()
         }
-        usual = float(np.quantile(list(usual_by_group.values()), 0.5, method="higher"))
+        usual = float(np.quantile(list(speed_of.values()), 0.5, method="higher"))
         least = _SLOW_LINK if len(groups) > 2 else _SLOW_LINK_OF_TWO
-        for group, speed in usual_by_group.items():
+        for group, speed in speed_of.items():
             if speed < least * usual:
                 lost = sum(one.wire_s for one in groups[group]) * (1 - speed / usual)
                 lost += found[group][0] if group in found else 0.0
                 found[group] = (lost, speed, usual, groups[group][0])
-    exposed = {one.rank: one.seconds["transfer"] for one in partitions}
+    exposed = {one.rank: one.seconds["transfer"] for one in job.partitions}
     findings = []
     for group, (lost, speed, usual, one) in found.items():
         cost = min(lost, max(exposed[rank] for rank in one.wait_s))
@@ -244,12 +267,11 @@ def _slow_links(
         text = (
             f"{one.name} of group {group} moves {with_prefix(speed, 'B/s')} where other groups of "
             f"{one.group_size} move {with_prefix(usual, 'B/s')} with calls of the same size: {why}a slow "
-            f"link among these ranks costs {duration(cost)} ({cost / span_s:.1%} of the span)"
+            f"link among these ranks costs {duration(cost)} ({cost / job.span_s:.1%} of the span)"
         )
-        if cost >= _MIN_FRAC * span_s:
+        if cost >= _MIN_FRAC * job.span_s:
             kind = _UNCERTAIN_LINK if unseen else "slow link"
-            ranks = tuple(sorted(one.wait_s))
-            findings.append(Finding(kind, ranks, group, cost, cost / span_s, text))
+            findings.append(job.finding(kind, text, cost, sorted(one.wait_s), group))
     return findings
 
 
@@ -262,37 +284,27 @@ def _hosts(traces: Sequence[Trace], ranks: Iterable[int]) -> dict[int, str]:
     return {rank: traced[max(at - 1, 0)][1] for rank, at in lower.items()}
 
 
-def _host_bound(partitions: Sequence[Partition]) -> list[Finding]:
+def _host_bound(job: _Job) -> list[Finding]:
     """Whether devices idle because hosts launch late, on average over the ranks."""
-    bound = [one.host_bound_s for one in partitions if one.host_bound_s is not None]
-    spans = [sum(one.seconds.values()) for one in partitions]
-    if not bound or np.mean(bound) < _HOST_BOUND_FRAC * np.mean(spans):
+    bound = [one.host_bound_s for one in job.partitions if one.host_bound_s is not None]
+    seconds, span_s = float(np.mean(bound)) if bound else 0.0, job.mean_s(*PARTS)
+    if seconds < _HOST_BOUND_FRAC * span_s:
         return []
-    seconds, share = float(np.mean(bound)), float(np.mean(bound) / np.mean(spans))
     text = (
-        f"devices idle {duration(seconds)} ({share:.1%} of the span) before kernels that their hosts had not "
-        "launched yet: fuse or compile operators, use CUDA graphs, remove synchronisations, feed data sooner"
+        f"devices idle {duration(seconds)} ({seconds / span_s:.1%} of the span) before kernels that "
+        "their hosts had not launched yet: fuse or compile operators, use CUDA graphs, remove "
+        "synchronisations, feed data sooner"
     )
-    return [Finding("host bound", tuple(one.rank for one in partitions), "", seconds, share, text)]
+    return [job.finding("host bound", text, seconds, (one.rank for one in job.partitions))]
 
 
-def _exposed(partitions: Sequence[Partition]) -> list[Finding]:
+def _exposed(job: _Job) -> list[Finding]:
     """Communication that no compute hides, on average over the ranks: on the wire, and waiting."""
-    span_s = float(np.mean([sum(one.seconds.values()) for one in partitions]))
-    wait, transfer = (
-        float(np.mean([one.seconds[part] for one in partitions])) for part in ("wait", "transfer")
-    )
+    wait, transfer, span_s = job.mean_s("wait"), job.mean_s("transfer"), job.mean_s(*PARTS)
     if wait + transfer < _EXPOSED_FRAC * span_s:
         return []
-    share = (wait + transfer) / span_s
     text = (
-        f"communication that no compute hides takes {share:.1%} of the span: {duration(transfer)} on the "
-        f"wire, {duration(wait)} waiting for late ranks"
+        f"communication that no compute hides takes {(wait + transfer) / span_s:.1%} of the span: "
+        f"{duration(transfer)} on the wire, {duration(wait)} waiting for late ranks"
     )
-    return [
-        Finding("exposed communication", tuple(p.rank for p in partitions), "", wait + transfer, share, text)
-    ]
-
-
-def _shortened(name: str, width: int = 50) -> str:
-    return name if len(name) <= width else name[: width - 1] + "…"
+    return [job.finding("exposed communication", text, wait + transfer, (one.rank for one in job.partitions))]

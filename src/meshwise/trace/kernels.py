@@ -1,6 +1,6 @@
 """Which kernels take the time: count, total, mean, spread by name, over all ranks or one.
 
-On a rank without a device, operators stand for kernels: their totals include what they call.
+On a rank without a device, operators stand for kernels, each without the operators that it calls.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import numpy as np
 
 from meshwise.trace.breakdown import work_kind
 from meshwise.trace.events import Kind, Trace
+from meshwise.trace.nesting import parents
+from meshwise.trace.operators import self_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +35,15 @@ def kernel_totals(traces: Sequence[Trace]) -> list[KernelTotal]:
     """Kernels by name over all `traces`, the longest total first."""
     durations: dict[tuple[str, str], list[np.ndarray]] = {}
     for trace in traces:
-        kind = work_kind(trace)
+        kind, spent = work_kind(trace), trace.duration_ns
+        if not trace.has_device:
+            spent = np.where(kind == Kind.COMPUTE, self_time(trace, parents(trace)), spent)
         work = np.flatnonzero(kind != Kind.OTHER)
         order = work[np.argsort(trace.label[work], kind="stable")]
         labels, first = np.unique(trace.label[order], return_index=True)
         for label, runs in zip(labels, np.split(order, first[1:]), strict=False):
             key = (trace.labels[label][1], Kind(kind[runs[0]]).name.lower())
-            durations.setdefault(key, []).append(trace.duration_ns[runs])
+            durations.setdefault(key, []).append(spent[runs])
     runs_of = {key: np.concatenate(parts) for key, parts in durations.items()}
     whole = sum(int(runs.sum()) for runs in runs_of.values()) / 1e9
     totals = [_total(*key, runs, whole) for key, runs in runs_of.items()]

@@ -15,7 +15,7 @@ import numpy as np
 from meshwise.trace.breakdown import work_kind
 from meshwise.trace.events import Ints, Kind, Trace
 from meshwise.trace.nesting import inclusive, launchers, parents
-from meshwise.trace.operators import self_time
+from meshwise.trace.operators import OperatorTotal, self_time
 
 _HAS_WAITING = ("communication", "wait")
 
@@ -122,3 +122,15 @@ def joint_sections(found: Sequence[Section]) -> list[AcrossRanks]:
         for quantity in ("cpu_s", "compute_s", "communication_s", "wait_s"):
             values.setdefault((row.name, quantity.removesuffix("_s")), {})[row.rank] = getattr(row, quantity)
     return [row for row in joint(values) if row.max_s > 0]
+
+
+def joint_operators(
+    rows: Mapping[int, Sequence[OperatorTotal]], *, sort_by: str = "cpu"
+) -> list[AcrossRanks]:
+    """The joint table of the operators of all ranks: their CPU (or device) time, the largest mean first."""
+    values: dict[tuple[str, str], dict[int, float]] = {}
+    for rank, found in rows.items():
+        for row in found:
+            seconds = row.cpu_s if sort_by == "cpu" else row.device_s
+            values.setdefault((row.name, sort_by), {})[rank] = seconds
+    return sorted(joint(values), key=lambda row: -row.mean_s)

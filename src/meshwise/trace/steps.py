@@ -97,8 +97,19 @@ def launched_ns(trace: Trace) -> Ints:
     return np.where(launcher >= 0, trace.start_ns[launcher], trace.start_ns)
 
 
-def chosen(trace: Trace, marked: Marks, steps: str) -> Trace:
-    """The trace with the work of some steps only: `3-7`, `5`, or `complete`.
+def with_steps(traces: Sequence[Trace], steps: str) -> list[Trace]:
+    """The traces with the work of some steps only: `3-7`, `5`, or `complete`."""
+    marked = marks(traces)
+    return [_chosen(trace, marked[trace.rank], steps) for trace in traces]
+
+
+def whole_steps(rows: Sequence[RankStep]) -> list[int]:
+    """The numbers of the steps that neither warm up nor are cut off on any rank."""
+    return sorted({step.number for step in rows} - {step.number for step in rows if step.part != "whole"})
+
+
+def _chosen(trace: Trace, marked: Marks, steps: str) -> Trace:
+    """The trace with the work of some steps only.
 
     `complete` is what HolisticTraceAnalysis takes: kernels whose launching call begins before the last
     ProfilerStep, and all of them where there are fewer than two steps. Where the trace has the steps on the

@@ -62,9 +62,17 @@ class LateRanks:
 
     ranks: tuple[int, ...]
     seconds: float
-    is_pause: bool
+    num_late: int
+    """In how many of `num_steps` they came last; once is a pause."""
+    num_steps: int
+    step_s: float
     start_s: float
-    """When the step of the pause began, on the common clock."""
+    """When the step of a pause began, on the common clock."""
+
+    @property
+    def is_pause(self) -> bool:
+        """Whether this happened once, not step after step."""
+        return self.num_late == 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,7 +219,7 @@ def _persistent(view: _Waiting) -> LateRanks | None:
     if not (is_clear or (is_rare and has_most)):
         return None
     seconds = float(relief[i]) * view.num_all_steps / steps
-    return LateRanks((view.ranks[i],), seconds, False, float(view.start_s[0]))
+    return LateRanks((view.ranks[i],), seconds, num_last, steps, view.step_s, float(view.start_s[0]))
 
 
 def _tail(count: int, num: int, chance: float) -> float:
@@ -228,7 +236,8 @@ def _pause(view: _Waiting) -> LateRanks | None:
     ratio = _PAUSE_RATIO_STEADY if is_steady else _PAUSE_RATIO
     if len(margin) < _RARE_STEPS or largest < max(_SPAN_FRAC * view.span_s, ratio * next_largest):
         return None
-    return LateRanks((view.ranks[int(place[1])],), largest, True, float(view.start_s[int(place[0])]))
+    start_s = float(view.start_s[int(place[0])])
+    return LateRanks((view.ranks[int(place[1])],), largest, 1, len(margin), view.step_s, start_s)
 
 
 def _several(view: _Waiting) -> LateRanks | None:
@@ -248,4 +257,5 @@ def _several(view: _Waiting) -> LateRanks | None:
     seconds = float(gain) * view.num_all_steps / len(view.wait_s)
     if seconds < _SPAN_FRAC * view.span_s:
         return None
-    return LateRanks(tuple(np.array(view.ranks)[slow].tolist()), seconds, False, float(view.start_s[0]))
+    ranks, num_late = tuple(np.array(view.ranks)[slow].tolist()), int((less[:, slow] > 0).any(axis=1).sum())
+    return LateRanks(ranks, seconds, num_late, len(less), view.step_s, float(view.start_s[0]))

@@ -15,7 +15,6 @@ from meshwise.core.notebook import Shown
 from meshwise.trace.align import Alignment, align, undrifted
 from meshwise.trace.breakdown import Breakdown, breakdown
 from meshwise.trace.collectives import Collective, RankWaiting, collectives, stragglers
-from meshwise.trace.copies import CopyTotal, copy_totals
 from meshwise.trace.events import FileProblem, Trace
 from meshwise.trace.findings import Finding, findings
 from meshwise.trace.kernels import KernelTotal, kernel_totals
@@ -23,7 +22,7 @@ from meshwise.trace.match import Match, match
 from meshwise.trace.partition import Partition, partition
 from meshwise.trace.read import read_traces
 from meshwise.trace.sections import Section, sections
-from meshwise.trace.steps import Marks, RankStep, chosen, marks, step_table
+from meshwise.trace.steps import Marks, RankStep, marks, step_table, with_steps
 from meshwise.trace.transfers import transfers
 
 
@@ -35,7 +34,6 @@ class Summary(Shown):
     ranks: list[Breakdown]
     partitions: list[Partition]
     kernels: list[KernelTotal]
-    copies: list[CopyTotal]
     alignment: Alignment
     collectives: list[Collective]
     stragglers: list[RankWaiting]
@@ -65,7 +63,6 @@ class Summary(Shown):
                 for rank, parts in zip(self.ranks, self.partitions, strict=True)
             ],
             "kernels": msgspec.to_builtins(self.kernels),
-            "copies": msgspec.to_builtins(self.copies),
             "alignment": {
                 "method": self.alignment.method,
                 "residual_s": self.alignment.residual_s,
@@ -89,20 +86,17 @@ def _collective_json(one: Collective) -> dict[str, Any]:
 def summarize_paths(paths: Iterable[str | Path], *, steps: str = "") -> Summary:
     """The summary of the traces in `paths` (files or folders), of all their work or of some `steps`.
 
-    `steps` is a range (`3-7`), one number, or `complete` (see `steps.chosen`).
+    `steps` is a range (`3-7`), one number, or `complete` (see `steps.with_steps`).
     """
     traces, problems = read_traces(paths)
-    if steps:
-        marked = marks(traces)
-        traces = [chosen(trace, marked[trace.rank], steps) for trace in traces]
-    summary = summarize(traces)
+    summary = summarize(with_steps(traces, steps) if steps and traces else traces)
     return replace(summary, problems=problems + summary.problems)
 
 
 def summarize(traces: Sequence[Trace]) -> Summary:
     """The summary of the traces of one job, one trace a rank."""
     if not traces:
-        return Summary([], [], [], [], [], Alignment("no rank", {}, None, 0), [], [], [], [], [])
+        return Summary([], [], [], [], Alignment("no rank", {}, None, 0), [], [], [], [], [])
     marked = marks(traces)
     hosts = {trace.host for trace in traces}
     one_host = len(hosts) == 1 and "" not in hosts
@@ -126,7 +120,6 @@ def summarize(traces: Sequence[Trace]) -> Summary:
         ranks=[breakdown(trace) for trace in traces],
         partitions=partitions,
         kernels=kernel_totals(traces),
-        copies=copy_totals(traces),
         alignment=alignment,
         collectives=found,
         stragglers=stragglers(found),

@@ -1,7 +1,7 @@
 """The communications of one rank, in the order of time, with what the trace tells of each.
 
 NCCL kernels carry their collective, elements, dtype and process group (PyTorch since 2.4); older ones only
-a name, and the operator that launched them may know more. Gloo records name and shapes; a trace captured
+a name, and the operators around their launch know more. Gloo records name and shapes; a trace captured
 by meshwise adds PyTorch's flight recorder, which knows group, sequence and sizes of every call.
 
 `payload_bytes` is the full tensor: what an all-gather leaves, what a reduce-scatter or all-reduce takes,
@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwise.trace.events import (
     POINT_TO_POINT_CALLS,
@@ -33,6 +34,8 @@ from meshwise.trace.nesting import launchers
 from meshwise.trace.steps import Marks, launched_ns
 
 POINT_TO_POINT = ("send", "recv")
+_CALLS, _NAMED, _DEEPEST = (Kind.CPU_OP, Kind.ANNOTATION), ("nccl:", "rccl:", "c10d::"), 3
+"""What names the collective of a kernel that it launches: kinds and names of events, how deep they nest."""
 SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "send_recv")
 """Collectives that no rank can leave before every rank has entered."""
 _ELEMENT_BYTES = {
@@ -97,23 +100,25 @@ def transfers(trace: Trace, marked: Marks | None = None) -> list[Transfer]:
 
 
 def _kernels(trace: Trace) -> list[Transfer]:
-    launched = {
-        int(trace.external_id[i]): args
-        for i, args in trace.communications.items()
-        if trace.label_kind[trace.label[i]] == Kind.CPU_OP and trace.external_id[i] >= 0
-    }
-    calls, end_ns = _named_calls(trace), trace.end_ns
-    kernels = trace.where(Kind.COMMUNICATION)
+    end_ns, kernels = trace.end_ns, trace.where(Kind.COMMUNICATION)
+    launcher, labels = launchers(trace)[kernels], list(zip(trace.labels, trace.label_kind, strict=False))
+    names = np.array([kind in _CALLS and name.startswith(_NAMED) for (_, name), kind in labels] or [False])
+    told = np.zeros(len(trace), dtype=bool)
+    told[list(trace.communications)] = True
+    called = _around(trace, launcher, names[trace.label])
+    argued = _around(trace, launcher, told & np.isin(trace.kind, _CALLS))
     streams = {stream: k for k, stream in enumerate(np.unique(trace.stream[kernels]).tolist())}
     found = []
-    for i in kernels.tolist():
-        launch = int(trace.external_id[i])
-        args = trace.communications.get(i) or launched.get(launch, CommunicationArgs())
-        names = (args.collective, calls.get(launch), trace.name(i))
-        kind = next((k for k in map(collective_kind, filter(None, names)) if k != "unknown"), "unknown")
+    for i, call, other in zip(kernels.tolist(), called.tolist(), argued.tolist(), strict=True):
+        args = trace.communications.get(i) or trace.communications.get(other) or CommunicationArgs()
+        said = (args.collective, trace.name(call) if call >= 0 else None, trace.name(i))
+        kind = next((k for k in map(collective_kind, filter(None, said)) if k != "unknown"), "unknown")
         ranks = args.ranks or trace.groups.get(args.group or "")
         named = f"group {args.group}" if args.group else f"communication stream {streams[trace.stream[i]]}"
         source, destination = _ends(trace.rank, kind, args, ranks)
+        dtype, payload = _shape_bytes(trace, call) if call >= 0 and kind != "all_gather" else ("", None)
+        if args.dtype:
+            dtype, payload = args.dtype, _elements(kind, args) * element_bytes(args.dtype)
         found.append(
             Transfer(
                 event=i,
@@ -122,14 +127,30 @@ def _kernels(trace: Trace) -> list[Transfer]:
                 group_name=args.group or "",
                 group_size=args.group_size or (len(ranks) if ranks else None),
                 sequence=args.sequence,
-                payload_bytes=_elements(kind, args) * element_bytes(args.dtype) if args.dtype else None,
-                dtype=args.dtype or "",
+                payload_bytes=payload if args.dtype else payload or None,
+                dtype=dtype,
                 start_ns=int(trace.start_ns[i]),
                 end_ns=int(end_ns[i]),
                 source=source,
                 destination=destination,
             )
         )
+    return found
+
+
+def _around(trace: Trace, events: Ints, chosen: NDArray[np.bool_]) -> Ints:
+    """The innermost chosen event that is open on the thread of each of `events` as it begins; -1: none."""
+    found = np.full(len(events), -1, dtype=np.int64)
+    track, time = trace.track[events], trace.start_ns[events]
+    for one in np.unique(track[events >= 0]).tolist():
+        calls = np.flatnonzero(chosen & (trace.track == one))
+        asked = np.flatnonzero((events >= 0) & (track == one))
+        last = np.searchsorted(trace.start_ns[calls], time[asked], side="right") - 1
+        for back in range(_DEEPEST):
+            at = last - back
+            is_open = (at >= 0) & (found[asked] < 0)
+            is_open[is_open] = trace.end_ns[calls[at[is_open]]] >= time[asked][is_open]
+            found[asked[is_open]] = calls[at[is_open]]
     return found
 
 
@@ -149,18 +170,6 @@ def _ends(
     if peer is None and ranks and len(ranks) == 2 and rank in ranks:
         peer = ranks[1 - ranks.index(rank)]
     return (rank, peer) if kind == "send" else (peer, rank)
-
-
-def _named_calls(trace: Trace) -> dict[int, str]:
-    """Name of every host event that names a collective (`nccl:all_to_all`, `c10d::...`) by external id."""
-    names = [
-        name
-        if kind in (Kind.ANNOTATION, Kind.CPU_OP) and name.startswith(("nccl:", "rccl:", "c10d::"))
-        else ""
-        for (_, name), kind in zip(trace.labels, trace.label_kind, strict=False)
-    ]
-    named = np.flatnonzero(np.array([bool(name) for name in names] or [False])[trace.label])
-    return {int(trace.external_id[i]): names[trace.label[i]] for i in named}
 
 
 def _host(trace: Trace) -> list[Transfer]:

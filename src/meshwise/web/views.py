@@ -300,7 +300,7 @@ def frontier(
 
 @takes(api.explain, _own, without=("traces",))
 def traces(context: Question, *, path: str = "", **asked: Any) -> dict[str, Any]:
-    """All ranks over time; with a cluster, the step that was predicted there beside the measured one.
+    """All ranks over time; with a model and a cluster, the predicted step beside the measured one.
 
     Args:
         path: Drop or choose a folder, or name one below --traces.
@@ -312,7 +312,7 @@ def traces(context: Question, *, path: str = "", **asked: Any) -> dict[str, Any]
     summary.check_readable()
     page = trace_page(summary)
     job = options_in(asked, api.explain)
-    if any(value for name, value in job.items() if name != "steps"):
+    if any(value for name, value in job.items() if name not in ("steps", "kind")):
         joined = explain_page(api.explain(folder, **job))
         page = replace(page, sections=[Text("", [joined.headline]), *joined.sections, *page.sections])
     return _shown(page)
