@@ -54,7 +54,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _TracedJob:
     """What findings are made from; `span_s` is that of the longest rank."""
 
     traces: Sequence[Trace]
@@ -93,7 +93,7 @@ def findings(
     span_s = max((sum(one.seconds.values()) for one in partitions), default=0.0)
     if not span_s:
         return []
-    job = _Job(traces, partitions, split_by_fastest(collectives), span_s)
+    job = _TracedJob(traces, partitions, split_by_fastest(collectives), span_s)
     late, undecided = holders_up(job.collectives, first_step)
     links = _slow_links(job)
     linked = {rank for link in links for rank in link.ranks}
@@ -109,7 +109,7 @@ def findings(
     return [*(single or _undecided(job, undecided)), *_host_bound(job), *_exposed(job)]
 
 
-def _undecided(job: _Job, reason: str) -> list[Finding]:
+def _undecided(job: _TracedJob, reason: str) -> list[Finding]:
     """That nobody is named although ranks wait: steps are too few, or messages do not tell their ends."""
     if reason and (waited_s := job.mean_s("wait")) >= _EXPOSED_FRAC * job.span_s:
         most = max(stragglers(job.collectives), key=lambda row: row.awaited_s)
@@ -130,7 +130,7 @@ def _undecided(job: _Job, reason: str) -> list[Finding]:
     return [job.finding("undecided", text, exposed_s)]
 
 
-def _holder(job: _Job, late: LateRanks) -> Finding:
+def _holder(job: _TracedJob, late: LateRanks) -> Finding:
     """What the first (of several, the slowest) rank has more of than the others, in words."""
     index = {part.rank: i for i, part in enumerate(job.partitions)}
 
@@ -156,7 +156,7 @@ def _holder(job: _Job, late: LateRanks) -> Finding:
     return job.finding(kind, text, seconds, late.ranks)
 
 
-def _cause(job: _Job, i: int) -> tuple[str, str]:
+def _cause(job: _TracedJob, i: int) -> tuple[str, str]:
     """What rank number `i` spends more time on than the median of the other ranks."""
     more_s = {part: job.more_s(part, i) for part in PARTS if part != "wait"}
     part = max(more_s, key=lambda key: more_s[key])
@@ -230,7 +230,7 @@ def _shared_cores(traces: Sequence[Trace], rank: int, late: LateRanks) -> str:
     )
 
 
-def _slow_links(job: _Job) -> list[Finding]:
+def _slow_links(job: _TracedJob) -> list[Finding]:
     """Groups whose calls of one kind and size move fewer bytes a second than those of most alike groups.
 
     Alike are groups with the same strides between their ranks on as many hosts (nodes of 8, if none is told).
@@ -284,7 +284,7 @@ def _hosts(traces: Sequence[Trace], ranks: Iterable[int]) -> dict[int, str]:
     return {rank: traced[max(at - 1, 0)][1] for rank, at in lower.items()}
 
 
-def _host_bound(job: _Job) -> list[Finding]:
+def _host_bound(job: _TracedJob) -> list[Finding]:
     """Whether devices idle because hosts launch late, on average over the ranks."""
     bound = [one.host_bound_s for one in job.partitions if one.host_bound_s is not None]
     seconds, span_s = float(np.mean(bound)) if bound else 0.0, job.mean_s(*PARTS)
@@ -298,7 +298,7 @@ def _host_bound(job: _Job) -> list[Finding]:
     return [job.finding("host bound", text, seconds, (one.rank for one in job.partitions))]
 
 
-def _exposed(job: _Job) -> list[Finding]:
+def _exposed(job: _TracedJob) -> list[Finding]:
     """Communication that no compute hides, on average over the ranks: on the wire, and waiting."""
     wait, transfer, span_s = job.mean_s("wait"), job.mean_s("transfer"), job.mean_s(*PARTS)
     if wait + transfer < _EXPOSED_FRAC * span_s:
