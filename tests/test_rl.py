@@ -200,3 +200,25 @@ def test_a_version_falls_back_to_the_newest_that_is_not_newer() -> None:
         for text in ("nemo-rl", "nemo-rl=0.3", "nemo-rl=9.1", "nemo-rl=0.1")
     }
     assert versions == {"nemo-rl": "0.4", "nemo-rl=0.3": "0.3", "nemo-rl=9.1": "0.4", "nemo-rl=0.1": "0.3"}
+
+
+MEASURED = """\
+id,source,software,preset,mode_kind,gpus,chip,gpus_rollout,train_recompute,rollout_memory_frac,logprob_batch_size,\
+response_len_mean,step_s,generation_s,logprob_s,train_s,rollout_tp,train_framework,train_pp,pack_length,\
+train_global_batch,prompts_per_step,samples_per_prompt,prompt_len
+blog,b,NeMo-RL v0.3,llama3-8b,colocated,8,h100-80g-sxm,,none,0.6,4,795,112,58,18,28,LAYOUT
+docs,d,NeMo-RL v0.4,llama3-8b,one_step_off,16,h100-80g-sxm,8,full,0.8,2,1129,74.6,,,,LAYOUT
+no chip,b,NeMo-RL v0.3,llama3-8b,colocated,8,,,none,0.6,4,811,116,56,18,27,LAYOUT
+""".replace("LAYOUT", "1,Megatron,2,4096,512,64,32,125")
+"""Steps of NeMo-RL: its v0.3 blog (quoted in its issue 959), docs/about/performance-summary.md at v0.4."""
+
+
+def test_measured_steps_are_predicted_by_their_framework_and_by_others(meshwise: Any, tmp_path: Path) -> None:
+    (tmp_path / "steps.csv").write_text(MEASURED)
+    found = meshwise("validate", "--rl", str(tmp_path / "steps.csv"), "--json").document
+    steps = {row["id"]: row for row in found["rows"] if row["quantity"] == "step_s"}
+    assert set(found["summary"]) == {"step_s", "generation_s", "scoring_s", "train_s"}
+    assert "column chip is empty" in steps["no chip"]["reason"]
+    for name in ("blog", "docs"):
+        assert abs(steps[name]["error_frac"]) < 0.12 and abs(steps[name]["left_out_error_frac"]) < 0.2
+        assert steps[name]["interval"]["p10"] < steps[name]["measured"] < steps[name]["interval"]["p90"]

@@ -27,6 +27,9 @@ from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.machine.efficiency import constants
 from meshwise.machine.hardware import find_chip
 from meshwise.machine.overheads import Tables
+from meshwise.rl import measured as measured_rl
+from meshwise.rl.framework import interval_of as rl_interval
+from meshwise.rl.step import rl_step
 from meshwise.serve import measured
 from meshwise.serve.fitted import interval_of
 
@@ -166,6 +169,9 @@ def validate(paths: Iterable[Path] = ()) -> Validation:
             continue
         if not measured.missing_columns(names):
             rows += predict_serving(path)
+            continue
+        if not measured_rl.missing_columns(names):
+            rows += predict_rl(path)
             continue
         runs, bad = read_runs(path)
         rows += [prediction for run in runs for prediction in predict_run(run)]
@@ -316,4 +322,39 @@ def predict_serving(path: Path) -> Iterator[Prediction]:
                 reason=reason,
                 interval=interval_of(quantity, value, load.regime) if load and value else None,
                 regime=measured.regime_of(row, load),
+            )
+
+
+# --- post-training -----------------------------------------------------------------------------
+
+
+def predict_rl(path: Path) -> Iterator[Prediction]:
+    """The predictions of a file of steps of post-training: the step and its phases.
+
+    The prediction by other sources has the constants of another version of the framework.
+    """
+    for number, row, bad in lines(path):
+        reason, found, others = f"{path}, line {number}{bad}" if bad else "", {}, {}
+        if not bad:
+            try:
+                framework = measured_rl.framework_of(row)
+                found = measured_rl.predicted(rl_step(measured_rl.job_of(row, framework)))
+                without = measured_rl.framework_of(row, without=framework.version)
+                others = measured_rl.predicted(rl_step(measured_rl.job_of(row, without)))
+            except MeshwiseError as error:
+                reason = f"{path}, line {number}: {error}"
+        for quantity, seen in measured_rl.measured(row).items():
+            value, other = found.get(quantity), others.get(quantity)
+            yield Prediction(
+                id=row.get("id", str(number)),
+                source=row.get("source", path.stem),
+                chip=row.get("chip", ""),
+                quantity=quantity,
+                measured=seen,
+                predicted=value,
+                reason=reason,
+                interval=rl_interval(quantity, value, row["mode_kind"]) if value else None,
+                left_out=other,
+                left_out_interval=rl_interval(quantity, other, row["mode_kind"]) if other else None,
+                regime={"kind": row.get("mode_kind", ""), "framework": row.get("software", "")},
             )

@@ -20,6 +20,7 @@ def validate(
     *,
     runs: list[Path] | None = None,
     serving: list[Path] | None = None,
+    rl: list[Path] | None = None,
     data: Path | None = None,
     cases: Path | None = None,
     plot: Path | None = None,
@@ -35,6 +36,7 @@ def validate(
 
     Args:
         serving: CSV of measured serving points; repeat for several.
+        rl: CSV of measured steps of post-training; repeat for several.
         data: Folder of more tables: iterations, ops, collectives.
         cases: JSON of a published model's cases: compare every number.
         plot: Draw predicted against measured (png, svg, pdf).
@@ -46,6 +48,7 @@ def validate(
         others = {
             "--runs": runs,
             "--serving": serving,
+            "--rl": rl,
             "--data": data,
             "--leave-one-source-out": leave_one_source_out,
             "--plot": plot,
@@ -58,7 +61,7 @@ def validate(
         return
     from meshwise.calibrate.validate import validate as predict
 
-    files = _files(runs, serving, data)
+    files = _files(runs, [*(serving or ()), *(rl or ())], data)
     validation = predict(files)
     if leave_one_source_out:
         from meshwise.calibrate.leave_one_source_out import predicted_by_others
@@ -83,14 +86,14 @@ def validate(
         print_validation(validation, console(), num_worst=worst)
 
 
-def _files(runs: list[Path] | None, serving: list[Path] | None, data: Path | None) -> list[Path]:
+def _files(runs: list[Path] | None, others: list[Path], data: Path | None) -> list[Path]:
     """The files that the options name; without any, the runs that ship with the package."""
     from meshwise.calibrate.runs import published_runs
 
     tables = [data / name for name in DATA_FILES if (data / name).is_file()] if data else []
     if data and not tables:
         raise DataError(f"{data} has none of {', '.join(DATA_FILES)}; name the folder of these tables")
-    return [*(runs or ([] if serving else [published_runs()])), *(serving or ()), *tables]
+    return [*(runs or ([] if others else [published_runs()])), *others, *tables]
 
 
 def _validate_cases(path: Path, *, json: bool) -> None:

@@ -13,6 +13,9 @@ from meshwise.core.files import read_catalog
 from meshwise.estimate.intervals import Interval, Spread
 from meshwise.machine.hardware import Cluster
 
+OVERLAPPED = ("one_step_off", "async")
+"""Modes in which both pools work at the same time."""
+
 
 class Transport(msgspec.Struct, frozen=True):
     """A way for weights to travel to engines: `fixed_s` + `s_per_byte` x bytes of the whole model.
@@ -108,8 +111,8 @@ def find_transport(name: str) -> Transport:
     return known[name]
 
 
-def interval_of(quantity: str, value: float) -> Interval:
-    """Between which values a measurement of the prediction lies, 8 times of 10."""
-    spread = catalog().spreads[quantity]
+def interval_of(quantity: str, value: float, mode: str) -> Interval:
+    """Between which values a measurement of the prediction lies, 8 times of 10; phases as the step."""
+    spread = catalog().spreads["overlapped" if mode in OVERLAPPED else "in turn"]
     reason = f"judging by {spread.num_runs} measured steps of {spread.num_sources} sources, none by its own"
     return Interval(p10=value * spread.p10, p90=value * spread.p90, reason=reason)

@@ -11,7 +11,7 @@ from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import Plan
 from meshwise.rl.engines import RolloutPool, rollout_pool
-from meshwise.rl.framework import RlFramework, Transport, find_transport
+from meshwise.rl.framework import OVERLAPPED, RlFramework, Transport, find_transport
 from meshwise.rl.rollouts import Rollouts
 from meshwise.serve.engine import parse_engine
 from meshwise.serve.serving import serving
@@ -79,7 +79,7 @@ class RlJob:
                 f"rollout_gpus={self.rollout_gpus} of {self.cluster.num_chips} leaves no GPU for one of the "
                 "pools; both need at least one"
             )
-        if self.staleness < 0 or (self.staleness == 0 and self.mode in ("one_step_off", "async")):
+        if self.staleness < 0 or (self.staleness == 0 and self.mode in OVERLAPPED):
             raise WorkloadError(f"staleness={self.staleness} must be at least 1 in mode={self.mode}")
         if self.rollout_gpus % self.engine_gpus:
             raise PlanError(
@@ -145,7 +145,7 @@ def job(
         raise WorkloadError(f"mode={mode} needs rollout_gpus, the GPUs of the engines; or leave mode out")
     if not split and rollout_gpus not in (None, cluster.num_chips):
         raise WorkloadError("rollout_gpus is of two pools; leave it out where mode=colocated")
-    if staleness is not None and mode not in ("async", "one_step_off"):
+    if staleness is not None and mode not in OVERLAPPED:
         raise WorkloadError(f"staleness is of asynchronous steps; leave it out where mode={mode}")
     if mode == "one_step_off" and staleness not in (None, 1):
         raise WorkloadError("mode=one_step_off has staleness=1; use mode=async for more")
@@ -158,7 +158,7 @@ def job(
         transport=find_transport(transport or default), pack_length=pack,
         score_tokens=framework.score_bins * pack if score_tokens is None else score_tokens,
         memory_frac=frac if memory_frac is None else memory_frac,
-        staleness=staleness or (1 if mode in ("one_step_off", "async") else 0),
+        staleness=staleness or (1 if mode in OVERLAPPED else 0),
         in_flight=framework.in_flight if in_flight is None else in_flight,
         **others,
     )  # fmt: skip

@@ -1,0 +1,152 @@
+"""Measured steps of post-training in meshwise's words, and what is predicted of each.
+
+A row has the columns of a table of published steps: job, layout, lengths, seconds by phase. What it leaves
+open is filled: the fewest GPUs of an engine that hold the longest sample; ZeRO 1 under Megatron, ZeRO 3 under
+FSDP; the cap is what a packed bin leaves behind the prompt. A row without chip, mean length, cap or size of
+the batch is not expressed, nor are several turns, whose environment no row states.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from meshwise.core.errors import DataError, PlanError
+from meshwise.core.units import DTYPE_BYTES, whole
+from meshwise.machine.hardware import find_cluster
+from meshwise.model.find import find_model
+from meshwise.plan.plan import Plan
+from meshwise.rl.framework import RlFramework, find_framework
+from meshwise.rl.job import MODES, RlJob, job
+from meshwise.rl.layouts import smallest_engine
+from meshwise.rl.rollouts import Rollouts
+from meshwise.rl.step import RlStep
+
+COLUMNS = ("software", "preset", "mode_kind", "chip", "prompts_per_step", "samples_per_prompt", "step_s")
+"""Columns that every table of steps has."""
+
+FRAMEWORKS = {"nemo-rl": "nemo-rl", "verl": "verl"}
+"""Ours by how a row's software begins."""
+
+
+def missing_columns(names: list[str]) -> list[str]:
+    """What a table with the columns `names` lacks to be one of steps."""
+    return [name for name in COLUMNS if name not in names]
+
+
+def measured(row: Mapping[str, str]) -> dict[str, float]:
+    """The seconds that a row states, by quantity."""
+    columns = {
+        "step_s": ("step_s",),
+        "generation_s": ("generation_s",),
+        "scoring_s": ("logprob_s", "ref_s"),
+        "train_s": ("train_s",),
+        "sync_s": ("sync_s",),
+    }
+    found = {name: sum(_seconds(row, column) for column in each) for name, each in columns.items()}
+    return {name: seconds for name, seconds in found.items() if seconds}
+
+
+def predicted(step: RlStep) -> dict[str, float]:
+    """What a row measures of a step. On shared GPUs optimizer states leave within the sync."""
+    phases = step.phases_s
+    return {
+        "step_s": sum(phases.values()),
+        "generation_s": phases["generation"],
+        "scoring_s": phases["scoring"],
+        "train_s": phases["train"],
+        "sync_s": phases["sync"] + phases["switch"] / 2.0,
+    }
+
+
+def framework_of(row: Mapping[str, str], without: str = "") -> RlFramework:
+    """The constants of a row's software, or as if its version was not known."""
+    name = next((ours for start, ours in FRAMEWORKS.items() if row["software"].lower().startswith(start)), "")
+    if not name:
+        raise DataError(f"column software: {row['software']!r} has no constants; known are NeMo-RL and verl")
+    version = re.search(r"v?(\d+\.\d+)", row["software"])
+    return find_framework(f"{name}={version[1]}" if version else name, without)
+
+
+def job_of(row: Mapping[str, str], framework: RlFramework) -> RlJob:
+    """A row in our words; a MeshwiseError says what is not expressed."""
+    if row["mode_kind"] not in MODES:
+        raise DataError(f"column mode_kind: {row['mode_kind']!r} is none of {', '.join(MODES)}")
+    if row.get("multi_turn") == "1":
+        raise DataError("column multi_turn: no column states the turns of an environment, or its time")
+    for column in ("preset", "chip", "response_len_mean"):
+        if not row.get(column):
+            raise DataError(f"column {column} is empty")
+    model, rollouts = find_model(row["preset"]), _rollouts(row)
+    gpus = _count(row, "gpus") or (_count(row, "gpus_rollout") or 0) + (_count(row, "gpus_train") or 0)
+    cluster = find_cluster(f"{row['chip']}:{gpus}")
+    pack, per_step = _count(row, "pack_length"), _count(row, "train_global_batch")
+    scored = _count(row, "logprob_batch_size")
+    dtype = row.get("dtype") or "bf16"
+    if dtype not in DTYPE_BYTES:
+        raise PlanError(f"column dtype: {dtype!r} is none of {', '.join(DTYPE_BYTES)}")
+    split = row["mode_kind"] != "colocated"
+    frac = float(row.get("rollout_memory_frac") or 0) or (
+        framework.split_memory_frac if split else framework.colocated_memory_frac
+    )
+    tp = _count(row, "rollout_tp")
+    engine = smallest_engine(model, cluster, rollouts, frac, dtype) if tp is None else Plan(
+        tp=tp, pp=_count(row, "rollout_pp") or 1, ep=_count(row, "rollout_ep") or 1, dtype=dtype
+    )  # fmt: skip
+    updates = max(rollouts.num_samples // per_step, 1) if per_step else 1
+    overlapped = row["mode_kind"] == "async"
+    return job(
+        model, cluster, rollouts, framework, mode=row["mode_kind"],
+        rollout_gpus=_count(row, "gpus_rollout") if split else None,
+        train_plan=_train_plan(row, dtype, model.moe is not None), rollout_plan=engine, updates=updates,
+        memory_frac=frac, pack_length=pack, score_tokens=pack * scored if pack and scored else None,
+        staleness=max(math.ceil(float(row.get("staleness") or 1)), 1) if overlapped else None,
+        in_flight=row.get("partial_rollout") == "1" if overlapped else None,
+        scorers=(("reference", model),), scores_policy=True,
+    )  # fmt: skip
+
+
+def _rollouts(row: Mapping[str, str]) -> Rollouts:
+    counts = {name: _count(row, name) for name in ("prompts_per_step", "samples_per_prompt", "prompt_len")}
+    cap, pack = _count(row, "response_len_max"), _count(row, "pack_length")
+    if missing := [name for name, count in counts.items() if count is None]:
+        raise DataError(f"column {missing[0]} is empty")
+    prompts, samples, prompt = (count or 1 for count in counts.values())
+    if cap is None and pack is None:
+        raise DataError(
+            "columns response_len_max and pack_length are empty: nothing states the cap of answers"
+        )
+    longest = pack - prompt if pack else cap
+    return Rollouts(
+        prompts=prompts, samples=samples, prompt=prompt, output=float(row["response_len_mean"]),
+        max_output=min(cap or longest or 1, longest or 1),
+    )  # fmt: skip
+
+
+def _train_plan(row: Mapping[str, str], dtype: str, has_experts: bool) -> Plan:
+    degrees = {axis: _count(row, f"train_{axis}") or 1 for axis in ("tp", "pp", "cp", "ep")}
+    stated: dict[str, Any] = {"recompute": row.get("train_recompute") or "none", "dtype": dtype} | degrees
+    if has_experts:
+        stated["etp"] = 1
+    is_fsdp = not row.get("train_framework", "").startswith("Megatron")
+    zero = int(row.get("train_zero") or (3 if is_fsdp else 1))
+    return Plan(zero=zero, implementation="fsdp2" if is_fsdp else "megatron", **stated)
+
+
+def _count(row: Mapping[str, str], column: str) -> int | None:
+    """The whole number of a cell; None where it is empty."""
+    text = row.get(column) or ""
+    if text and not (found := whole(text)):
+        raise DataError(f"column {column}: {text!r} is no count")
+    return found if text else None
+
+
+def _seconds(row: Mapping[str, str], column: str) -> float:
+    """The seconds of a cell; 0 where it is empty or none."""
+    try:
+        seconds = float(row.get(column) or 0)
+    except ValueError:
+        return 0.0
+    return seconds if 0 < seconds < math.inf else 0.0
