@@ -52,6 +52,8 @@ class Expressed:
     def overheads(self, among: Tables | None = None) -> Overheads:
         """The overheads of the run's chip and software, of the catalog or `among` other tables."""
         found = find_overheads(self.cluster.chip, self.plans[0].software, among=among)
+        if self.run.fp8_recipe == "delayed":
+            found = replace(found, cast_passes=found.delayed_cast_passes)
         return replace(found, launches_block=True) if self.run.launch_blocking else found
 
     def imbalance(self, overheads: Overheads) -> float:
@@ -300,13 +302,13 @@ def _changed(plan: Plan, change: dict[str, Any]) -> Plan:
 
 
 def _leaves_open(stated: Run, plan: Plan, change: dict[str, Any]) -> bool:
-    """Whether a run leaves open what a change of its plan says; offloading replaces recomputation."""
+    """Whether a run leaves open what a change of its plan says; offloading replaces partial recomputation."""
     of_recompute = {"recompute": (None,), "recompute_modules": (None, "selective")}
     columns = {"zero": stated.zero_stage, "grad_dtype": stated.grad_dtype}
     return (
         all(stated.recompute_kind in kinds for key, kinds in of_recompute.items() if key in change)
         and all(value is None for key, value in columns.items() if key in change)
-        and ("offload_activations" not in change or (plan.pp == 1 and plan.recompute == "none"))
+        and ("offload_activations" not in change or (plan.pp == 1 and plan.recompute in ("none", "full")))
     )
 
 

@@ -187,7 +187,7 @@ def collective_lines(
     lines = [_ring(kind, group, steps) for steps in protocols]
     is_switched = not np.any(links[0].ways)
     if kind == "all_reduce" and group.outer.tree_latency is not None and is_switched:
-        lines += [_tree(steps) for steps in protocols]
+        lines += [_tree(group, steps) for steps in protocols]
     if kind == "all_reduce" and group.inner.switch_frac is not None and is_switched:
         lines.append(_switch(group, protocols[1][0]))
     launch_s = _launch_s(protocols[0])
@@ -371,14 +371,18 @@ def _passing(steps: Sequence[_Step], level: int) -> Num:
     return members_here
 
 
-def _tree(steps: Sequence[_Step]) -> Line:
-    """All-reduce by a double binary tree over the domains of level 0, with a chain inside each."""
+def _tree(group: _Group, steps: Sequence[_Step]) -> Line:
+    """All-reduce by a double binary tree over the domains of level 0, with a chain inside each.
+
+    The chains of all domains run at the same time.
+    """
     wire: Num = 0.0
     delay_s: Num = 0.0
     for level, step in enumerate(steps):
         wire = np.maximum(wire, np.where(step.used, 2.0 / step.inside / step.bytes_per_s, 0.0))
         climb = np.log2(step.here / step.inside) * (step.efficiency.tree_latency or 1.0)
-        delay_s = delay_s + 2.0 * (climb * step.hop_s if level else step.hops_s + step.syncs_s)
+        chain_s = step.hops_s * step.here / group.ranks + step.syncs_s
+        delay_s = delay_s + 2.0 * (climb * step.hop_s if level else chain_s)
     return Line(_named("tree", steps), delay_s, wire)
 
 

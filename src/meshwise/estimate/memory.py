@@ -163,6 +163,7 @@ def state_bytes(held: Held, share: Num, mesh: Mesh, cut: Cut, overheads: Overhea
     """Bytes of weights, gradients and optimizer states of one rank; `share` as in `Stage`.
 
     Where gradients are summed in a wider type than they are computed in, `second_grad_bytes` are kept too.
+    Where software casts the fp32 weights of the optimizer as it reads them, it holds no others.
     """
     in_two_types = grad_bytes(mesh) > weight_bytes(mesh)
     per_grad = grad_bytes(mesh) + overheads.second_grad_bytes * in_two_types
@@ -178,6 +179,8 @@ def state_bytes(held: Held, share: Num, mesh: Mesh, cut: Cut, overheads: Overhea
         return np.where(is_shard, share, 1.0) * (dense / replicas + experts / expert_replicas)
 
     weights = weight_bytes(mesh) * shard(held.dense, held.experts, STAGES.weights)
+    if mesh.trains and not overheads.weight_copies:
+        weights = weights - weight_bytes(mesh) * shard(held.dense_trained, held.experts_trained, STAGES.weights)
     if cut.frozen_bytes is not None:
         spared = weight_bytes(mesh) - cut.frozen_bytes
         weights = weights - spared * shard(held.dense_quantized, held.experts_quantized, STAGES.weights)

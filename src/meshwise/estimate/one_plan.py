@@ -20,7 +20,7 @@ from meshwise.core.notebook import Shown
 from meshwise.cost.routing import summary
 from meshwise.estimate.intervals import Interval, interval_around, regimes, spreads
 from meshwise.estimate.memory import contents, recomputed
-from meshwise.estimate.priced_part import CORE_PHASE, MATRIX_KINDS
+from meshwise.estimate.priced_part import AGAIN, CORE_PHASE, MATRIX_KINDS
 from meshwise.estimate.rows import part_rows, spent_on, step_rows
 from meshwise.estimate.step import StageCost, StepCost, step_cost
 from meshwise.estimate.timing import Machine, machine, machine_for
@@ -163,7 +163,7 @@ class Estimate(Shown):
         if name in (EMBEDDING, HEAD):
             selective, full = 0.0, 0.0
         once = sum(float(flop.get(phase, 0.0)) for phase in ("forward", "backward", "weight"))
-        return once + float(selective * flop.get(CORE_PHASE, 0.0) + full * flop.get("forward", 0.0))
+        return once + float(selective * flop.get(CORE_PHASE, 0.0) + full * flop.get(AGAIN, 0.0))
 
     @cached_property
     def ledger(self) -> Ledger:

@@ -25,17 +25,21 @@ from meshwise.program.walk import activations
 
 MATRIX_KINDS = ("matmul", "attention", "decode_attention", "experts")
 """Kinds of op whose FLOP are matrix work."""
-FORWARD, BACKWARD, WEIGHT, CORE_PHASE = "forward", "backward", "weight", "core"
+FORWARD, BACKWARD, WEIGHT, CORE_PHASE, AGAIN = "forward", "backward", "weight", "core", "recompute"
 LINKS = ("near_forward_s", "near_backward_s", "far_forward_s", "far_backward_s")
 
 
 class PricedOp(Struct, frozen=True, eq=False):
-    """An op with the time of one occurrence, and `spent_s`: what all of them add to their phase."""
+    """An op with the time of one occurrence, and `spent_s`: what all of them add to their phase.
+
+    `is_redone`: whether full recomputation of its part runs it again.
+    """
 
     op: Op
     time_s: Num
     phase: str
     spent_s: Num
+    is_redone: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +58,7 @@ class Part:
 
     In `near_forward_s` of the forward (and so on) collectives hold the links inside a node, hidden or not, in
     `far_forward_s` those between nodes; backward includes the gradient of the weights.
+    `again_s` is the forward as full recomputation runs it.
     `unpaired_s` come on top where no other microbatch runs beside this one, behind which exchanges hide.
     Of the `saved_bytes`, `core_bytes` go under selective recomputation, whose backward holds `redone_bytes`
     more than what is kept at its fullest moment (`program.walk`). `loose_bytes` are kept by ops behind which
@@ -69,6 +74,7 @@ class Part:
     forward_s: Num
     backward_s: Num
     weight_s: Num
+    again_s: Num
     unpaired_s: Num
     core_s: Num
     near_forward_s: Num
@@ -102,32 +108,40 @@ class Part:
 
 
 def price_parts(
-    parts: dict[str, list[Op]], machine: Machine, *, hide: Iterable[str] = (), first: str = ""
-) -> dict[str, Part]:
+    parts: dict[str, list[Op]], machine: Machine, *, hide: Iterable[str] = (), first: str = "",
+    sum_bytes: float = 4.0,
+) -> dict[str, Part]:  # fmt: skip
     """Time the ops of all `parts` together; the axes named in `hide` (tp, ep) overlap with compute.
 
-    A microbatch begins with the part `first`: it waits there for its tokens, masks and positions.
+    A microbatch begins with the part `first`: it waits there for its tokens, masks and positions. Gradients
+    are summed in elements of `sum_bytes`.
     """
     times = iter(op_times([op for ops in parts.values() for op in ops], machine))
     return {
-        name: _part(ops, [next(times) for _ in ops], machine, tuple(hide), begins=name == first)
+        name: _part(
+            ops, [next(times) for _ in ops], machine, tuple(hide), begins=name == first, sum_bytes=sum_bytes
+        )
         for name, ops in parts.items()
     }
 
 
 def _part(
-    ops: Sequence[Op], times: Sequence[Num], machine: Machine, hide: Sequence[str], *, begins: bool
-) -> Part:
+    ops: Sequence[Op], times: Sequence[Num], machine: Machine, hide: Sequence[str], *, begins: bool,
+    sum_bytes: float,
+) -> Part:  # fmt: skip
     overheads = machine.overheads
     priced, unpaired_s = _hidden_behind_compute(_priced(ops, times, overheads), hide, machine)
     forward = [op for op in ops if op.phase == FORWARD]
+    if overheads.stops_early:
+        unread = _unread(ops)
+        priced = [structs.replace(row, is_redone=id(row.op) not in unread) for row in priced]
     seconds: dict[str, Num] = defaultdict(float)
     for row in priced:
         seconds[row.phase] = seconds[row.phase] + row.spent_s
     waits = list(_waits(ops, seconds, machine))
     params = sum(op.num_params - op.num_frozen for op in forward)
     stream_bytes_per_s = machine.base.memory_bytes_per_s * machine.efficiency.memory.memory_frac
-    adding_s = overheads.accumulate_bytes * params / stream_bytes_per_s
+    adding_s = overheads.adding_bytes(sum_bytes) * params / stream_bytes_per_s
     waits.append(Wait("add_gradients", WEIGHT, adding_s, is_memory=True))
     if begins:
         waits.append(Wait("next_microbatch", FORWARD, overheads.microbatch_s))
@@ -139,6 +153,8 @@ def _part(
             op_flop = done.op.count * done.op.cost.flop
             flop[done.phase] = flop[done.phase] + op_flop
             flop[CORE_PHASE] = flop[CORE_PHASE] + op_flop * done.op.redone_frac
+            if done.phase == FORWARD and done.is_redone:
+                flop[AGAIN] = flop[AGAIN] + op_flop
     experts = [op for op in forward if is_expert(op)]
     dense = [op for op in forward if not is_expert(op)]
     kept = activations(ops)
@@ -148,6 +164,7 @@ def _part(
         forward_s=seconds[FORWARD],
         backward_s=seconds[BACKWARD],
         weight_s=seconds[WEIGHT],
+        again_s=seconds[FORWARD] - sum(row.spent_s for row in priced if not row.is_redone),
         unpaired_s=unpaired_s,
         core_s=sum(_times(row.op.redone_frac, row.spent_s) for row in priced),
         **_links_s(priced, machine),
@@ -165,6 +182,18 @@ def _part(
         exchange_bytes=_exchange_bytes(ops),
         flop=dict(flop),
     )
+
+
+def _unread(ops: Sequence[Op]) -> set[int]:
+    """The forward ops, by identity, whose results no backward of their part reads, directly or by others."""
+    read = {id(one) for op in ops for one in op.keeps}
+    unread = set()
+    for op in reversed([op for op in ops if op.phase == FORWARD and op.makes]):
+        if any(id(one) in read for one in op.makes):
+            read |= {id(one) for one in op.reads}
+        else:
+            unread.add(id(op))
+    return unread
 
 
 def _links_s(priced: Sequence[PricedOp], machine: Machine) -> dict[str, Num]:

@@ -15,7 +15,7 @@ from typing import Any
 from meshwise.cost.collective import sent_bytes
 from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.memory import contents, recomputed
-from meshwise.estimate.priced_part import CORE_PHASE, Part, PricedOp, Wait
+from meshwise.estimate.priced_part import AGAIN, CORE_PHASE, Part, PricedOp, Wait
 from meshwise.estimate.step import StageCost, StepCost, hop_bytes
 from meshwise.estimate.timing import Machine
 from meshwise.model.architecture import Model
@@ -75,12 +75,14 @@ def part_rows(name: str, part: Part, phases: Iterable[str], *, waits: bool = Tru
                 continue
             if isinstance(row, PricedOp) and not float(row.op.count):
                 continue
+            if phase == AGAIN and isinstance(row, PricedOp) and not row.is_redone:
+                continue
             runs_in = {"weight": "backward"}.get(row.phase, row.phase)
             if phase == CORE_PHASE:
                 if isinstance(row, PricedOp) and float(row.op.redone_frac):
                     again = _row(name, part.machine, row, "recompute")
                     yield again | {"count": again["count"] * float(row.op.redone_frac)}
-            elif runs_in == ("forward" if phase == "recompute" else phase):
+            elif runs_in == ("forward" if phase == AGAIN else phase):
                 yield _row(name, part.machine, row, phase)
 
 
@@ -94,7 +96,7 @@ def _part_rows(mesh: Mesh, step: StepCost, cost: StageCost) -> Iterator[Row]:
         shares = {"forward": 1.0}
         if mesh.trains:
             is_block = name not in ("embedding", "head")
-            again = {"recompute": full, CORE_PHASE: selective} if is_block else {}
+            again = {AGAIN: full, CORE_PHASE: selective} if is_block else {}
             shares |= {phase: share for phase, share in again.items() if share} | {"backward": 1.0}
         for phase, share in shares.items():
             for row in part_rows(name, part, (phase,)):

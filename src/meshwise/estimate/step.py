@@ -147,15 +147,19 @@ def priced_parts(model: Model, mesh: Mesh, machine: Machine) -> tuple[Cut, dict[
         first, cells = distinct_columns(flat)
         cells = cells.reshape(columns.shape[1:])
         of_cut = replace(cut, **dict(zip(arrays, flat[:, first], strict=True)))
-        found = price_parts(parts(model, of_cut), machine, hide=hide, first=EMBEDDING)
+        found = price_parts(
+            parts(model, of_cut), machine, hide=hide, first=EMBEDDING, sum_bytes=grad_bytes(mesh)
+        )
         return cut, {name: part.at(cells) for name, part in found.items()}
-    return cut, _price_alike(model, cut, hide, machine)
+    return cut, _price_alike(model, cut, hide, machine, grad_bytes(mesh))
 
 
 @lru_cache(maxsize=512)
-def _price_alike(model: Model, cut: Cut, hide: tuple[str, ...], machine: Machine) -> dict[str, Part]:
+def _price_alike(
+    model: Model, cut: Cut, hide: tuple[str, ...], machine: Machine, sum_bytes: float
+) -> dict[str, Part]:
     """The parts of plans that cut a block alike, whatever their depth."""
-    return price_parts(parts(model, cut), machine, hide=hide, first=EMBEDDING)
+    return price_parts(parts(model, cut), machine, hide=hide, first=EMBEDDING, sum_bytes=sum_bytes)
 
 
 # --- stages ------------------------------------------------------------------------------------
@@ -187,7 +191,7 @@ def stage_time(
     selective, full = recomputed(stage, mesh)
     for held, part in zip(stage.layers, by_part[1:-1], strict=True):
         count = stage.share * held
-        backward_s = backward_s + count * (selective * part.core_s + full * part.forward_s)
+        backward_s = backward_s + count * (selective * part.core_s + full * part.again_s)
         for of in ("near", "far"):
             again_s = count * full * getattr(part, f"{of}_forward_s")
             links_s[f"{of}_backward_s"] = links_s[f"{of}_backward_s"] + again_s
@@ -256,7 +260,7 @@ def _exchanged(
             mesh,
             grad_bytes=grad_bytes(mesh),
             weight_bytes=weight_bytes(mesh),
-            bucket_bytes=overheads.bucket_bytes,
+            bucket_params=overheads.bucket_params(mesh.replicas),
             messages_per_block=overheads.messages_per_block,
         )
         of_one = shared_weights(model, shared, stage, mesh, cut, grad_bytes(mesh))
@@ -271,7 +275,8 @@ def _exchanged(
     behind_forward = sum((s for one, s in found if one.behind == "forward"), 0.0) / rounds
     pieces = np.maximum(stage.layers_passed, 1.0)
     first_s = behind_forward / pieces
-    forward_s, backward_s = time.free_s(machine.leaves_node(mesh.replicas, mesh.stride("cp")))
+    free_s = time.free_s(machine.leaves_node(mesh.replicas, mesh.stride("cp")))
+    forward_s, backward_s = (_window(mesh) * each_s for each_s in free_s)
 
     beside_forward = behind_forward - first_s
     slowed_frac = overheads.interference_frac
@@ -290,6 +295,16 @@ def _exchanged(
     paid_s = mesh.overlap_dp * overlapped_s + (1.0 - mesh.overlap_dp) * alone_s
     filling_s = (1.0 - alone) * np.maximum(behind_forward - mesh.overlap_dp * forward_s, first_s)
     return [*found, *own], paid_s + own_s, filling_s
+
+
+def _window(mesh: Mesh) -> Num:
+    """Microbatches that hide what is exchanged once a step.
+
+    One, but for interleaved stages: the gradients of a chunk are complete while the last pp microbatches
+    still pass the other v - 1 chunks of the rank, and likewise for weights and the first microbatches.
+    """
+    others = np.minimum(mesh.num_microbatches, mesh.pp) * (mesh.vpp - 1.0) / mesh.vpp
+    return np.where(mesh.zero < 2, np.maximum(others, 1.0), 1.0)[()]
 
 
 def _exchange_kinds(mesh: Mesh) -> Kinds | None:

@@ -189,7 +189,7 @@ def _machine(
         base=rates(cluster, dtype),
         reached_frac=(
             *(1.0 for _ in levels[0].torus or (1,)),
-            *(overheads.reached_frac(level.name) for level in levels[1:]),
+            *(overheads.reached_frac(level.name, level.bytes_per_s) for level in levels[1:]),
         ),
         reduce_scatter=reduce_scatter,
         by_dtype={name: rates(cluster, name) for name in dtypes},
@@ -262,7 +262,7 @@ def _matmul_s(
     busy_s = gemm_s(
         m, n, k,
         batch=batch,
-        flop_per_s=rates.matrix_flop_per_s,
+        flop_per_s=rates.matrix_flop_per_s * (overheads.fp4_speedup if op.dtype == "fp4" else 1.0),
         memory_bytes_per_s=rates.memory_bytes_per_s,
         num_cores=machine.num_cores,
         elem_bytes=precision(op.dtype).operand_bytes if op.right_bytes else read / (batch * (m * k + k * n)),

@@ -9,7 +9,8 @@ none; `Efficiency.inherited_from` says which. `IDEAL` is the chip of the data sh
 back to max(FLOP / peak, bytes / bandwidth) and the bare wire.
 
 Shares (`_frac`) are of the chip's published peak. `_latency` of a link is a multiple of the latency
-that the catalog gives for that link, so that a user's own cluster keeps its meaning.
+that the catalog gives for that link, so that a user's own cluster keeps its meaning. The overhead of a matmul's
+tile is work of one core; a chip inherits it as a share of that work, whatever a core of its own can do.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 from meshwise.core.errors import ClusterError
 from meshwise.core.files import catalog_text
-from meshwise.machine.hardware import MEASURED, Chip, Level, chips
+from meshwise.machine.hardware import MEASURED, Chip, Level, chips, num_cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,9 +282,15 @@ def network(levels: Sequence[Level]) -> str:
     return re.match("[a-z]*", levels[1].name.lower())[0] if len(levels) > 1 else ""  # type: ignore[index]
 
 
+SAME_VERBS = {"roce": "infiniband"}
+"""Networks that a library drives by the verbs of another one, so that its protocols cost the same."""
+
+
 def _network_lookup(table: Mapping[str, Constants], name: str) -> tuple[Constants, str]:
     if name in table:
         return table[name], ""
+    if SAME_VERBS.get(name) in table:
+        return table[SAME_VERBS[name]], SAME_VERBS[name]
     return mean([table[key] for key in sorted(table)]), f"all networks ({', '.join(sorted(table))})"
 
 
@@ -294,7 +301,16 @@ def lookup(table: Mapping[str, Constants], chip: Chip) -> tuple[Constants, str]:
     family = [name for name in sorted(table) if _generation(name) == chip.generation]
     donors = family or sorted(table)
     source = chip.generation if family else "all chips"
-    return mean([table[name] for name in donors]), f"{source} ({', '.join(donors)})"
+    found: Any = mean([table[name] for name in donors])
+    if isinstance(found, GemmEfficiency):
+        faster = [_core_flop_per_s(chip) / _core_flop_per_s(chips()[name]) for name in donors if name in chips()]
+        found = replace(found, tile_s=found.tile_s / math.exp(sum(map(math.log, faster)) / len(faster)))
+    return found, f"{source} ({', '.join(donors)})"
+
+
+def _core_flop_per_s(chip: Chip) -> float:
+    """Peak of one core in bf16."""
+    return chip.matrix_peak("bf16") / num_cores(chip)
 
 
 def on_pcie(levels: Sequence[Level]) -> bool:

@@ -1,13 +1,16 @@
 """What real steps pay beyond their kernels: power, the host, unfused kernels, neighbours, stragglers.
 
-Kernels are measured alone and briefly; a training step runs for weeks. Eight things come on top, each with
+Kernels are measured alone and briefly; a training step runs for weeks. Nine things come on top, each with
 one constant per generation of chip or of software, in `catalog/overheads.toml`, which `meshwise fit`
 redoes from published runs:
 
 - *Power.* A busy matrix unit reaches the power limit and the clock falls: the chip of its generation that
   may use most, W watts, sustains W / `joule_per_flop` FLOP/s, whatever its peak. Power grows with the clock
   times the square of a voltage that grows with the clock, so a chip held to w watts sustains (w/W)^(1/3) of
-  that. Short or thin kernels stay below it anyway.
+  that. A die that gets so few watts that its voltage is at its floor (Blackwell's, two in a package, at 16
+  bits) has power in proportion to the clock instead: it sustains (w - `static_watts`) / `joule_per_flop`.
+  Short or thin kernels stay below it anyway. Matmul constants are of serving's kernels; in fp4 those of
+  training's library (cuBLAS) are `fp4_speedup` times as fast.
 - *Host.* Every op costs the CPU `host_s` before the GPU gets it, so a phase of n ops never takes less than
   n x `host_s`: small models run at the speed of Python. A microbatch begins with `microbatch_s` in which the
   GPU waits for its tokens, masks and positions. Where each launch waits for its kernel
@@ -17,8 +20,11 @@ redoes from published runs:
   their bytes, casts to fp8 and fp4 (which look for the scale first) `cast_passes` times, and biases of
   experts, which Megatron-LM adds expert by expert in fp32, with what can then no longer be fused,
   `expert_bias_passes` times. Adding a
-  microbatch's gradients to the sum moves `accumulate_bytes` per parameter, beyond the gradient that the
-  matmul writes anyway.
+  microbatch's gradients to an fp32 sum moves `accumulate_bytes` per parameter, beyond the gradient that the
+  matmul writes anyway; a narrower sum is read and written in fewer bytes. Where the scale of fp8 is known
+  beforehand (delayed scaling), the kernel before writes fp8 itself: casts then take `delayed_cast_passes`.
+- *Recomputation.* Where software `stops_early`, full recomputation of a block ends with the last tensor that
+  the backward reads, so not with its last matmul (checkpoints of PyTorch since 2.1; XLA removes dead code).
 - *Alignment.* Matrix units are fed 16 bytes at a time. A weight whose rows start at multiples of only 8, 4
   or 2 bytes (a vocabulary of 50257 that nobody padded) makes its matmuls `unaligned_frac` longer each time
   the 16 are halved. Unfused attention with heads that are no multiple of 8 wide misses the fast kernels
@@ -28,15 +34,18 @@ redoes from published runs:
   cores as long as they run. Of the tensor-parallel exchanges that a schedule could hide
   behind a matmul, software leaves `tp_exposed_frac` open.
 - *Network.* The collectives of training reach `network_frac` of what the links between nodes give a
-  benchmark, by the kind of network; messages from one rank to another reach all of it.
-- *Messages.* Gradients travel in buckets of `bucket_bytes`; under ZeRO-3 a block's weights come in
+  benchmark, by the kind of network (`roce-400g`: of 400 Gb/s and more); messages from one rank to another
+  reach all of it.
+- *Messages.* Gradients travel in buckets of `least_bucket_params`, or of `bucket_params_per_rank` for each
+  replica where that is more (Megatron Core, so that latency does not bind); under ZeRO-3 a block's weights come in
   `messages_per_block`. On many ranks the hops of each message count. Before PyTorch gathered into one tensor
   (`_all_gather_base`, 2021), each rank's shard of such a message was copied by itself: `shard_copy_s`.
 - *Memory.* The process takes `context_bytes` before it holds a tensor (CUDA context, NCCL's buffers,
   library workspaces); the allocator keeps `fragment_frac` more than the tensors fill; the loss holds
   `loss_bytes` per logit (`split_loss_bytes` where tp cuts the vocabulary, if that differs), fewer where it is
   fused; software that sums gradients in a wider type than it
-  computes them in keeps both, `second_grad_bytes` a parameter.
+  computes them in keeps both, `second_grad_bytes` a parameter. Where `weight_copies` is 0 the fp32 weights of
+  the optimizer are cast where they are read, and no narrower copy of them is held.
 - *Stragglers.* All wait for the slowest: `straggler_frac` of the step for each doubling of the ranks, and
   `skew_s` before each exchange within a block. Experts are not equally liked: the logs of their loads
   spread by `expert_spread` unless a run forces its tokens to be spread evenly, so the busiest of R ranks with
@@ -53,8 +62,11 @@ from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
 
+import numpy as np
+
 from meshwise.core.errors import PlanError
 from meshwise.core.files import read_catalog
+from meshwise.core.units import Num
 from meshwise.machine.hardware import Chip
 
 FULL_WATTS = {
@@ -63,6 +75,7 @@ FULL_WATTS = {
     "blackwell": 1200.0,
     "blackwell-ultra": 1400.0,
     "cdna3": 750.0,
+    "cdna4": 1400.0,
 }
 """The most that a chip of the generation may use (data sheets, as in catalog/chips.toml)."""
 
@@ -72,12 +85,13 @@ CLOCK_POWER = 1.0 / 3.0
 DEFAULT_SOFTWARE = "megatron-2024"
 """What a plan runs on that does not say: the generation that most sources of published runs measured."""
 
-SOFTWARE = ("megatron-2020", "torch-2023", "torch-2024", "megatron-2024", "megatron-2026")
+SOFTWARE = ("megatron-2020", "torch-2023", "torch-2024", "xla-2024", "megatron-2024", "megatron-2026")
 """Training software by its core and first year, oldest first.
 
 megatron-2020: Megatron-LM and DeepSpeed with unfused attention. torch-2023: eager PyTorch with the first
 fused attention. torch-2024: compiled PyTorch and its own fused attention. megatron-2024: Megatron Core with
-Transformer Engine and cuDNN; megatron-2026: the same, with whole iterations in a CUDA graph.
+Transformer Engine and cuDNN; megatron-2026: the same, with whole iterations in a CUDA graph. xla-2024: JAX
+(MaxText), a step compiled as a whole.
 """
 
 
@@ -91,14 +105,18 @@ class Overheads:
 
     joule_per_flop: Mapping[str, float] = field(default_factory=dict)
     full_watts: float = 1.0
+    static_watts: float = 0.0
+    fp4_speedup: float = 1.0
     host_s: float = 0.0
     moe_host_s: float = 0.0
     launches_block: bool = False
     microbatch_s: float = 0.0
     kernel_passes: float = 1.0
     cast_passes: float = 1.0
+    delayed_cast_passes: float = 1.0
     expert_bias_passes: float = 1.0
     accumulate_bytes: float = 0.0
+    stops_early: float = 0.0
     misaligned_slowdown: float = 1.0
     unaligned_frac: float = 0.0
     attention_slowdown: float = 1.0
@@ -108,7 +126,8 @@ class Overheads:
     straggler_frac: float = 0.0
     skew_s: float = 0.0
     expert_spread: float = 0.0
-    bucket_bytes: float = float("inf")
+    least_bucket_params: float = float("inf")
+    bucket_params_per_rank: float = 0.0
     messages_per_block: float = 0.0
     shard_copy_s: float = 0.0
     network_frac: Mapping[str, float] = field(default_factory=dict)
@@ -117,6 +136,7 @@ class Overheads:
     loss_bytes: float = 8.0
     split_loss_bytes: float = 0.0
     second_grad_bytes: float = 0.0
+    weight_copies: float = 1.0
 
     def not_hidden_frac(self, axis: str) -> float:
         """Share of hidden communication's time that is paid all the same, by its mesh axis."""
@@ -124,19 +144,31 @@ class Overheads:
             return 1.0
         return self.tp_exposed_frac if axis.startswith("tp") else self.interference_frac
 
+    def bucket_params(self, replicas: Num) -> Num:
+        """Parameters whose gradients travel in one message."""
+        return np.maximum(self.least_bucket_params, self.bucket_params_per_rank * replicas)
+
+    def adding_bytes(self, sum_bytes: float) -> float:
+        """Bytes moved per parameter to add a microbatch's gradient to a sum of elements of `sum_bytes`."""
+        return max(self.accumulate_bytes - 2.0 * (4.0 - sum_bytes), 0.0)
+
     def imbalance(self, experts: float, ranks: float) -> float:
         """Tokens of the busiest of `ranks` over the mean: the largest of normal samples (Gumbel 1958)."""
         return 1.0 + self.expert_spread * math.sqrt(2.0 * math.log(ranks) * ranks / experts)
 
-    def reached_frac(self, link: str) -> float:
-        """Share of a link's bandwidth that training reaches, by the name of its level."""
-        return next((frac for kind, frac in self.network_frac.items() if link.startswith(kind)), 1.0)
+    def reached_frac(self, link: str, bytes_per_s: float) -> float:
+        """Share of a link's bandwidth that training reaches, by the name of its level and its rate."""
+        kind = next((kind for kind in self.network_frac if link.startswith(kind)), "")
+        modern = f"{kind}-400g" if bytes_per_s >= 50e9 else kind
+        return self.network_frac.get(modern, self.network_frac.get(kind, 1.0))
 
     def sustained_flop_per_s(self, dtype: str, power_watts: float) -> float:
         """What the power limit leaves of the matrix units' rate; infinite where nothing is known."""
         joule = self.joule_per_flop.get({"fp16": "bf16"}.get(dtype, dtype))
         if not joule or not power_watts:
             return float("inf")
+        if self.static_watts and dtype in ("bf16", "fp16"):
+            return max(power_watts - self.static_watts, 0.1 * power_watts) / joule
         return self.full_watts / joule * (power_watts / self.full_watts) ** CLOCK_POWER
 
 
@@ -187,10 +219,12 @@ def _find(generation: str, software: str, among: Tables) -> Overheads:
     if software not in among.software:
         raise PlanError(f"software {software!r} is unknown; choose one of {', '.join(among.software)}")
     constants: dict[str, Any] = {**among.software[software], **among.common}
+    power = dict(among.power.get(generation, {}))
     if "attention_slowdown" in constants:
         constants["attention_slowdown"] *= among.older_attention.get(generation, 1.0)
     return Overheads(
-        joule_per_flop=among.power.get(generation, {}),
+        static_watts=power.pop("static_watts", 0.0),
+        joule_per_flop=power,
         full_watts=FULL_WATTS.get(generation, 1.0),
         network_frac=among.network,
         **constants,

@@ -3,7 +3,9 @@
 Each rank holds heads/tp heads of seq/cp tokens. *Ulysses* exchanges them by all-to-all for
 heads/(tp u) heads of u times the tokens, and back (arXiv 2309.14509). *Ring* passes keys and values
 round a ring of r ranks, one block a step, while the scores of the block before are computed
-(arXiv 2310.01889); the causal mask is balanced by giving each rank an early and a late part.
+(arXiv 2310.01889); the causal mask is balanced by giving each rank an early and a late part, so that all r
+rounds have the same FLOP. Each round is a kernel of its own whose result is merged into those before
+(Transformer Engine's ring, torch's): r kernels on seq/cp queries and keys, and r merges.
 *All-gather* fetches all keys and values first (Llama 3, arXiv 2407.21783). u x r = cp; two-level
 context parallelism uses Ulysses inside and the ring outside (USP, arXiv 2405.07719).
 
@@ -17,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.cost.op import (
@@ -29,7 +32,7 @@ from meshwise.cost.op import (
 )
 from meshwise.model.architecture import Model
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, Stated, collective, elementwise
+from meshwise.program.op import Op, Stated, collective, elementwise, kernel
 from meshwise.program.tensor import Tensor, exchanged, made
 
 MODULE = "attention"
@@ -130,12 +133,13 @@ def _flash(
 ) -> Stated:
     """Fused attention keeps what it reads, what it makes, and a statistic of each query and head."""
     seq_q = cut.seq / cut.ring
+    rounds = 1.0 if cut.gather_keys else cut.ring
     pairs = attended_pairs(cut.seq, seq_k, causal=model.causal, window=_reach(model)) / cut.ring
     kernels = [KERNELS[name] for name in score_kernels(model)]
     score_flop = cut.microbatch * heads * pairs * sum(one.flop for one in kernels)
     backward_flop = score_flop + cut.microbatch * heads * pairs * sum(one.backward_flop for one in kernels)
     prec = cut.precision
-    arguments = (pairs, heads, kv_heads, seq_q, seq_k, qk_dim, v_dim)
+    arguments = (pairs / rounds, heads, kv_heads, seq_q, seq_k / rounds, qk_dim, v_dim)
     shape = (cut.microbatch, *arguments[1:])
     rows = cut.microbatch * seq_q
     mixed = made(MODULE, "flash", (rows, heads * v_dim), prec.act_dtype)
@@ -144,15 +148,18 @@ def _flash(
         ("forward", flash_attention, score_flop),
         ("backward", flash_attention_backward, backward_flop),
     ):
-        cost = work(*arguments, batch=cut.microbatch, elem_bytes=prec.act_bytes) + Cost(beside_flop)
+        cost = work(*arguments, batch=cut.microbatch, elem_bytes=prec.act_bytes) + Cost(beside_flop / rounds)
         results = mixed, statistics
         tensors: dict[str, Any] = (
             {"reads": dealt, "makes": results, "keeps": (*dealt, *results)} if phase == "forward" else {}
         )
         yield Op(
             module=MODULE, name="flash", phase=phase, kind="attention", shape=shape, cost=cost,
-            causal=model.causal, dtype=_attention_dtype(cut), **tensors,
+            causal=model.causal, dtype=_attention_dtype(cut), count=rounds, **tensors,
         )  # fmt: skip
+        if np.any(rounds > 1.0):
+            merge = kernel(MODULE, "merge_rounds", "residual", rows, heads * v_dim, prec, phase=phase)
+            yield structs.replace(merge, count=rounds * (rounds > 1.0))
     return mixed
 
 

@@ -65,7 +65,7 @@ class Exchange:
 
 
 def exchanges(
-    held: Held, stage: Stage, mesh: Mesh, *, grad_bytes: float, weight_bytes: float, bucket_bytes: float,
+    held: Held, stage: Stage, mesh: Mesh, *, grad_bytes: float, weight_bytes: float, bucket_params: Num,
     messages_per_block: float,
 ) -> Iterator[Exchange]:  # fmt: skip
     """The exchanges of one rank of `stage` in one step.
@@ -93,15 +93,14 @@ def exchanges(
             runs = np.where(copies > 1, at_place, runs[0])[()], np.where(copies > 1, mirrored, runs[1])[()]
         shared: dict[str, Any] = {"group_size": group, "stride": stride, "runs": runs}
 
-        def messages(elem_bytes: float, params: Num) -> Num:
-            in_buckets = elem_bytes * params / bucket_bytes
-            number = np.maximum(gathered * of_blocks + (1.0 - gathered) * in_buckets, 1.0)
+        def messages(params: Num) -> Num:
+            number = np.maximum(gathered * of_blocks + (1.0 - gathered) * params / bucket_params, 1.0)
             return number * (params > 0)  # no message where nothing is held
 
-        grads = messages(grad_bytes, trained)
+        grads = messages(trained)
         grad_payload = grad_bytes * trained / np.maximum(grads, 1.0)
         moved = gathered * params + (1.0 - gathered) * trained  # frozen weights do not change
-        weights = messages(weight_bytes, moved)
+        weights = messages(moved)
         weight_payload = weight_bytes * moved / np.maximum(weights, 1.0)
         copied = gathered * group
         of_grads: dict[str, Any] = {"behind": "backward", "payload_bytes": grad_payload} | shared

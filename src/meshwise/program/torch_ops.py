@@ -42,7 +42,7 @@ def torch_ops(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterator[Op]:
     ops = list(ops)
     results = {(op.module, op.name): op.makes for op in ops if op.phase == "forward" and op.kind == "matmul"}
     for op in ops:
-        if _gathers_again(op) or (op.kind == "collective" and op.name == "keys_values"):
+        if _gathers_again(op) or op.name in ("keys_values", "merge_rounds"):
             continue
         if op.kind == "matmul" and not (op.module == "attention" and op.name in CORE):
             yield from _matmuls(cut, op, results[op.module, op.name])
@@ -113,7 +113,7 @@ def _ring_attention(cut: Cut, op: Op) -> Iterator[Op]:
         sizes = (heads, kv_heads, seq_q, seq_k, qk_dim, v_dim)
         moved = work(0.0, *sizes, batch=batch, elem_bytes=cut.precision.act_bytes)
         done = structs.replace(
-            op, shape=(batch, *sizes), cost=structs.replace(moved, flop=op.cost.flop / cut.ring), count=count
+            op, shape=(batch, *sizes), cost=structs.replace(moved, flop=op.count * op.cost.flop / cut.ring), count=count
         )
         rows = count * batch * seq_q  # each round has results of its own
         rounds = tuple(Tensor(f"{one.name}.{number}", (rows, *one.shape[1:]), one.dtype) for one in op.makes)
