@@ -15,6 +15,7 @@ so. Beyond that:
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -146,6 +147,8 @@ def model_of(run: Run, defaults: Defaults) -> Model:
         num_layers=run.layers,
         ffn_hidden=run.ffn_hidden,
         num_kv_heads=run.kv_heads,
+        head_dim=run.head_dim or known.head_dim,
+        sliding_window=run.window or known.sliding_window,
         vocab=vocab_of(run, defaults),
         max_seq=run.seq_len,
         mla=_latent(run, known.mla),
@@ -191,6 +194,7 @@ def _experts(run: Run, known: MoE | None) -> MoE | None:
         first_dense_layers=first,
         shared_ffn_hidden=shared,
         num_shared_experts=(base.num_shared_experts or 1) if shared else 0,
+        capacity_factor=run.capacity_factor or base.capacity_factor,
     )
 
 
@@ -223,7 +227,10 @@ def _plain_model(run: Run, defaults: Defaults) -> Model:
             ffn_hidden=run.ffn_hidden,
             num_heads=run.heads,
             num_kv_heads=run.heads if mla else run.kv_heads,
-            head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else run.hidden // run.heads,
+            head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim
+            if mla
+            else run.head_dim or run.hidden // run.heads,
+            sliding_window=run.window or 0,
             vocab=vocab_of(run, defaults),
             max_seq=run.seq_len,
             activation="swiglu" if gated else "gelu",
@@ -250,6 +257,13 @@ def _plain_model(run: Run, defaults: Defaults) -> Model:
 # --- plan --------------------------------------------------------------------------------------
 
 _OPTIMIZERS = {"adamw": "adam", "decoupled_adamw": "adam"}
+_STATES = {"bf16": "adam-bf16", "8bit": "adam-8bit", "int8": "adam-8bit"}
+"""Adam by the type of its states."""
+_ADAPTED = {
+    **{"all": "", "all-linear": "", "attention": "q+k+v+o", "mlp": "gate+up+down", "qkv": "q+k+v"},
+    **{"linear_qkv": "q+k+v", "linear_proj": "o", "linear_fc1": "gate+up", "linear_fc2": "down"},
+}
+"""Words for linear layers that have adapters, beyond those of a plan."""
 _DISPATCH = {"alltoall": "per_expert", "allgather": "per_expert"}
 
 
@@ -273,7 +287,11 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
         zero=run.zero_stage or 0,
         zero_group=run.zero_group,
         dtype=dtype,
-        optimizer=_OPTIMIZERS.get(run.optimizer or "", run.optimizer or ""),
+        optimizer=_STATES.get(run.optimizer_dtype or "", "")
+        or _OPTIMIZERS.get(run.optimizer or "", run.optimizer or ""),
+        param_dtype=run.param_gather_dtype or "bf16",
+        offload_activations=run.offload_activations or 0.0,
+        **_adapters(run, dtype),
         grad_dtype=grad_dtype_of(run, dtype),
         attention="unfused" if run.attention_kernel == "unfused" else "flash",
         overlap_dp=bool(run.grad_reduce_overlap),
@@ -287,14 +305,36 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
             f"recompute_layers is {run.recompute_layers} but recompute_kind is {run.recompute_kind}; "
             "only full recomputation is of some layers"
         )
-    if stated.recompute_kind in ("selective", "per_op"):
+    if stated.recompute_kind in ("selective", "per_op") or (
+        run.recompute_modules and not stated.recompute_kind
+    ):
         kind = "mla" if model.mla else "moe" if model.moe else "dense"
         modules = "per_op" if run.recompute_kind == "per_op" else defaults.selective.get(kind, "core_attn")
-        plan = replace(plan, recompute="selective", recompute_modules=tuple(modules.split("+")))
+        modules = run.recompute_modules or modules
+        plan = replace(plan, recompute="selective", recompute_modules=_words(modules))
     elif stated.recompute_kind == "full":
         plan = replace(plan, recompute="full", recompute_layers=run.recompute_layers)
     changes = [plan_keys(text) for text in defaults.tried]
     return (plan, *(_changed(plan, change) for change in changes if _leaves_open(stated, plan, change)))
+
+
+def _words(text: str) -> tuple[str, ...]:
+    """The words of a cell that names several."""
+    return tuple(word for word in re.split(r"[+,;\s]+", text) if word)
+
+
+def _adapters(run: Run, dtype: str) -> dict[str, Any]:
+    """The keys of a plan about adapters and the frozen weights beside them."""
+    if not run.lora_rank:
+        return {}
+    named = (
+        _ADAPTED.get(word, word.removesuffix("_proj")) for word in _words((run.lora_targets or "").lower())
+    )
+    frozen = {"nf4": "fp4", "bf16": None, "": None}.get(run.frozen_dtype or "", run.frozen_dtype)
+    if frozen == "as_computed":
+        frozen = "fp8" if dtype in NARROW_DTYPES else None
+    targets = _words("+".join(named))
+    return {"lora_rank": run.lora_rank, "lora_targets": targets, "frozen_dtype": frozen}
 
 
 def _changed(plan: Plan, change: dict[str, Any]) -> Plan:
@@ -340,6 +380,7 @@ def _stages(layers: int, chunks: int, mtp_layers: int = 0) -> tuple[int, ...]:
 _DTYPES = {
     "fp4": ("fp4", "float4"),
     "fp8": ("fp8", "float8"),
+    "int8": ("int8",),
     "bf16": ("bf16", "bfloat16"),
     "fp16": ("fp16", "float16", "half"),
     "fp32": ("fp32", "float32"),

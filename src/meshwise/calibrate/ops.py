@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from meshwise.calibrate.errors import grouped
 from meshwise.calibrate.microdata import BEST, Measurement
+from meshwise.core.files import read_catalog
 from meshwise.core.units import Num
 from meshwise.cost.attention_kernel import attention_s, decode_attention_s
 from meshwise.cost.collective import collective_s, peer_all_reduce_s
@@ -18,13 +19,16 @@ from meshwise.cost.dispatch import copies_spread, deepep_copies, dispatch_s
 from meshwise.cost.experts import experts_s
 from meshwise.cost.gemm import gemm_s
 from meshwise.cost.memory_kernel import memory_kernel_s, scaled_cast_s
-from meshwise.machine.efficiency import DispatchEfficiency, Efficiency, ExpertsEfficiency
+from meshwise.machine.efficiency import WITHOUT_PEERS, DispatchEfficiency, Efficiency, ExpertsEfficiency
 from meshwise.machine.hardware import Chip, Level, find_cluster
 
 Array = NDArray[np.float64]
 
 ELEM_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "fp4": 0.5625, "w4a16": 0.53125}
 """Bytes of an operand's element; fp4 carries one fp8 scale for 16 elements, mxfp4 weights one for 32."""
+
+_WITHOUT_PEERS = read_catalog("measured_names.toml")["without_peer_access"]
+"""Chips whose collectives were measured in a box without peer access."""
 
 EXPERT_MATMULS = {"fp8_block": "fp8", "w4a16": "bf16"}
 """Dtype of the matmuls of experts, where it is not that of their weights."""
@@ -217,6 +221,8 @@ def links(batch: Batch, chip: Chip) -> tuple[Level, ...]:
         return find_cluster("perlmutter").levels
     if network == "efa":
         return (chip.levels[0], replace(chip.levels[1], name=network))
+    if chip.name in _WITHOUT_PEERS:
+        return (replace(chip.levels[0], name=chip.levels[0].name + WITHOUT_PEERS), *chip.levels[1:])
     return chip.levels
 
 

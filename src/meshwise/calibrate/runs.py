@@ -31,6 +31,7 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=10**12, description="a whole number
 CountOrZero = Annotated[int, msgspec.Meta(ge=0, le=10**12, description="a whole number of at least 0")]
 Year = Annotated[int, msgspec.Meta(ge=1900, le=9999, description="a year of four digits")]
 Number = Annotated[float, msgspec.Meta(ge=1e-18, le=1e18, description="a number above zero")]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a number from 0 to 1")]
 Switch = Annotated[bool, msgspec.Meta(description="0 or 1")]
 Text = Annotated[str, msgspec.Meta(description="a text")]
 
@@ -52,6 +53,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ffn_hidden: Count
     heads: Count
     kv_heads: Count
+    head_dim: Count | None = None
+    window: Count | None = None
     vocab: Count
     vocab_padded_to: Count | None = None
     seq_len: Count
@@ -60,6 +63,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     expert_ffn: Count | None = None
     first_dense_layers: CountOrZero | None = None
     shared_expert_ffn: CountOrZero | None = None
+    capacity_factor: Number | None = None
     mla: Switch | None = None
 
     chip: Text
@@ -87,12 +91,19 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     recompute_kind: Literal["none", "selective", "per_op", "full"] | None = None
     recompute_layers: Count | None = None
+    recompute_modules: Text | None = None
+    offload_activations: Share | None = None
     dtype: Text
     fp8_recipe: (
         Literal["tensorwise", "current", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4", "mxfp4"] | None
     ) = None
     grad_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    param_gather_dtype: Literal["bf16", "fp8"] | None = None
     optimizer: Literal["adam", "adamw", "decoupled_adamw", "adam-8bit", "muon", "sgd"] | None = None
+    optimizer_dtype: Literal["fp32", "bf16", "8bit", "int8"] | None = None
+    lora_rank: CountOrZero | None = None
+    lora_targets: Text | None = None
+    frozen_dtype: Literal["bf16", "fp8", "int4", "nf4", "fp4"] | None = None
     attention_kernel: (
         Literal["unfused", "flash", "flash1", "flash2", "flash3", "flash4", "cudnn", "sdpa", "flex"] | None
     ) = None

@@ -17,6 +17,7 @@ from functools import cache
 import msgspec
 
 from meshwise.core.files import read_catalog
+from meshwise.plan.plan import NARROW_DTYPES
 
 LARGE = 1000
 """GPUs beyond which a run is in a regime of its own."""
@@ -61,7 +62,7 @@ def spreads() -> Spreads:
 def regimes(*, has_experts: bool, dtype: str, num_chips: int) -> list[str]:
     """The regimes of a training step on chips that were measured."""
     kind = "mixture of experts" if has_experts else "dense"
-    narrow = "" if has_experts or dtype not in ("fp8", "fp4", "int8") else ", 8 bits or fewer"
+    narrow = "" if has_experts or dtype not in NARROW_DTYPES else ", 8 bits or fewer"
     return [kind + narrow, *([f"more than {LARGE:,} GPUs"] if num_chips > LARGE else [])]
 
 

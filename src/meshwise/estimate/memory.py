@@ -69,8 +69,8 @@ class Memory:
 
 
 def weight_bytes(mesh: Mesh) -> float:
-    """Bytes of one weight: 4 in fp32 and tf32, 2 under every narrower type (fp8 keeps bf16 weights)."""
-    return max(2.0, DTYPE_BYTES[mesh.plan.dtype])
+    """Bytes of one weight: 4 in fp32 and tf32, 2 under every narrower type, unless `param_dtype` says fp8."""
+    return 1.0 if mesh.plan.param_dtype == "fp8" else max(2.0, DTYPE_BYTES[mesh.plan.dtype])
 
 
 def grad_bytes(mesh: Mesh) -> float:
@@ -180,7 +180,9 @@ def state_bytes(held: Held, share: Num, mesh: Mesh, cut: Cut, overheads: Overhea
 
     weights = weight_bytes(mesh) * shard(held.dense, held.experts, STAGES.weights)
     if mesh.trains and not overheads.weight_copies:
-        weights = weights - weight_bytes(mesh) * shard(held.dense_trained, held.experts_trained, STAGES.weights)
+        weights = weights - weight_bytes(mesh) * shard(
+            held.dense_trained, held.experts_trained, STAGES.weights
+        )
     if cut.frozen_bytes is not None:
         spared = weight_bytes(mesh) - cut.frozen_bytes
         weights = weights - spared * shard(held.dense_quantized, held.experts_quantized, STAGES.weights)

@@ -52,7 +52,7 @@ from meshwise.machine.hardware import (
 )
 from meshwise.machine.overheads import NONE, Overheads, find_overheads, serving_overheads
 from meshwise.plan.mesh import SERVING
-from meshwise.plan.plan import Plan
+from meshwise.plan.plan import NARROW_DTYPES, Plan
 from meshwise.program.context import CORE
 from meshwise.program.op import Op, precision
 
@@ -184,7 +184,7 @@ def _machine(
 ) -> Machine:  # fmt: skip
     num_chips = math.prod(levels[0].torus)  # the levels of a slice already
     cluster = Cluster(name=chip.name, chip=chip, num_chips=num_chips, levels=levels)
-    dtypes = {dtype, "bf16" if dtype in ("fp8", "fp4") else dtype}
+    dtypes = {dtype, "bf16" if dtype in NARROW_DTYPES else dtype}
     return Machine(
         base=rates(cluster, dtype),
         reached_frac=(

@@ -15,6 +15,7 @@ from meshwise.cost.failures import CHECKPOINT_BYTES_PER_PARAM, Failures, checkpo
 from meshwise.estimate.one_plan import Estimate
 from meshwise.model.architecture import Model, layer_counts
 from meshwise.model.weights import block_weights, num_params
+from meshwise.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ class TokenBudget:
         }
         changed = {name: value * scale for name, (value, scale) in stated.items() if value is not None}
         failures = Failures.llama3().changed(**changed)
-        params = _num_trained(estimate.model, estimate.plan.lora_rank)
+        params = _num_trained(estimate.model, estimate.plan)
         between_s = failures.interruption_s(num_chips)
         checkpoint_s = failures.checkpoint_s(params, num_chips)
         goodput = float(failures.goodput(params, num_chips))
@@ -94,13 +95,13 @@ class TokenBudget:
         } | self._taking(seconds / goodput, estimate)
 
 
-def _num_trained(model: Model, lora_rank: int) -> int:
+def _num_trained(model: Model, plan: Plan) -> int:
     """Parameters that train: all, or the adapters of all blocks."""
-    if not lora_rank:
+    if not plan.lora_rank:
         return num_params(model)
     return sum(
         number * weight.size
         for layer, number in layer_counts(model).items()
-        for weight in block_weights(model, layer, lora_rank)
+        for weight in block_weights(model, layer, plan.lora_rank, plan.lora_targets)
         if weight.is_adapter
     )

@@ -9,8 +9,8 @@ none; `Efficiency.inherited_from` says which. `IDEAL` is the chip of the data sh
 back to max(FLOP / peak, bytes / bandwidth) and the bare wire.
 
 Shares (`_frac`) are of the chip's published peak. `_latency` of a link is a multiple of the latency
-that the catalog gives for that link, so that a user's own cluster keeps its meaning. The overhead of a matmul's
-tile is work of one core; a chip inherits it as a share of that work, whatever a core of its own can do.
+that the catalog gives for that link, so that a user's own cluster keeps its meaning. The overhead of a
+matmul's tile is work of one core; a chip inherits it as a share of that work, whatever its own core can do.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ class LinkEfficiency:
     switch_latency: delay until a sum in the switch flows.
     own_part: a rank's own part is copied through memory: that many parts' worth of wire time.
     host_frac: share of the bandwidth on a way through the host, which more than two GPUs on PCIe take.
-    host_shared_frac: share of what the links of a whole domain carry that its host passes on for all.
+    host_shared_frac: share of what the links of a whole domain carry that its host passes on for all; in a
+        box whose GPUs cannot reach each other's memory (no peer access) little, as all passes its memory.
     """
 
     launch_s: float = 0.0
@@ -205,12 +206,15 @@ class Efficiency:
     def gemm(self, dtype: str) -> GemmEfficiency:
         """The constants for matmuls in `dtype`; a dtype without its own shares those of bf16."""
         shared = self.gemms.get("bf16", _IDEAL_GEMM)
-        return self.gemms.get({"fp16": "bf16"}.get(dtype, dtype), shared)
+        return self.gemms.get(AS_MEASURED.get(dtype, dtype), shared)
 
     def cast(self, dtype: str) -> CastEfficiency:
         """The constants for casts with a scale to `dtype`."""
-        return self.casts.get(dtype, _IDEAL_CAST)
+        return self.casts.get(AS_MEASURED.get(dtype, dtype), _IDEAL_CAST)
 
+
+AS_MEASURED = {"fp16": "bf16", "int8": "fp8"}
+"""Types that were not measured, and the type of the same width that was."""
 
 _IDEAL_GEMM = GemmEfficiency()
 _IDEAL_CAST = CastEfficiency()
@@ -303,14 +307,16 @@ def lookup(table: Mapping[str, Constants], chip: Chip) -> tuple[Constants, str]:
     source = chip.generation if family else "all chips"
     found: Any = mean([table[name] for name in donors])
     if isinstance(found, GemmEfficiency):
-        faster = [_core_flop_per_s(chip) / _core_flop_per_s(chips()[name]) for name in donors if name in chips()]
+        faster = [
+            _core_flop_per_s(chip) / _core_flop_per_s(chips()[name]) for name in donors if name in chips()
+        ]
         found = replace(found, tile_s=found.tile_s / math.exp(sum(map(math.log, faster)) / len(faster)))
     return found, f"{source} ({', '.join(donors)})"
 
 
 def _core_flop_per_s(chip: Chip) -> float:
-    """Peak of one core in bf16."""
-    return chip.matrix_peak("bf16") / num_cores(chip)
+    """Peak of one core at 16 bits."""
+    return chip.matrix_peak("bf16" if "bf16" in chip.matrix_flop_per_s else "fp16") / num_cores(chip)
 
 
 def on_pcie(levels: Sequence[Level]) -> bool:
@@ -318,10 +324,22 @@ def on_pcie(levels: Sequence[Level]) -> bool:
     return bool(levels) and levels[0].name.lower().startswith("pcie")
 
 
+WITHOUT_PEERS = "-host"
+"""How the name of a level of PCIe ends whose GPUs have no peer access: all they exchange passes the host."""
+
+
+def _box(levels: Sequence[Level], entry: Any = None) -> str:
+    """The kind of box of `levels`, or of what was measured on them (`entry`): PCIe with or without peers."""
+    if not on_pcie(levels):
+        return ""
+    alone = levels[0].name.endswith(WITHOUT_PEERS) if entry is None else entry.host_shared_frac < 0.5
+    return f"pcie{WITHOUT_PEERS}" if alone else "pcie"
+
+
 def _of_its_links(table: Mapping[str, Constants], levels: Sequence[Level]) -> Mapping[str, Constants]:
-    """The constants of chips on the same kind of links: PCIe, or what a maker of chips builds for them."""
-    is_on_pcie = on_pcie(levels)
-    alike = {name: entry for name, entry in table.items() if on_pcie(chips()[name].levels) == is_on_pcie}
+    """The constants of chips in the same kind of box: PCIe, or links that their maker builds for them."""
+    box = _box(levels)
+    alike = {name: entry for name, entry in table.items() if _box(chips()[name].levels, entry) == box}
     return alike or table
 
 

@@ -37,8 +37,8 @@ redoes from published runs:
   benchmark, by the kind of network (`roce-400g`: of 400 Gb/s and more); messages from one rank to another
   reach all of it.
 - *Messages.* Gradients travel in buckets of `least_bucket_params`, or of `bucket_params_per_rank` for each
-  replica where that is more (Megatron Core, so that latency does not bind); under ZeRO-3 a block's weights come in
-  `messages_per_block`. On many ranks the hops of each message count. Before PyTorch gathered into one tensor
+  replica where that is more (Megatron Core, so that latency does not bind); under ZeRO-3 a block's weights
+  come in `messages_per_block`. On many ranks the hops of each message count. Before PyTorch gathered into one tensor
   (`_all_gather_base`, 2021), each rank's shard of such a message was copied by itself: `shard_copy_s`.
 - *Memory.* The process takes `context_bytes` before it holds a tensor (CUDA context, NCCL's buffers,
   library workspaces); the allocator keeps `fragment_frac` more than the tensors fill; the loss holds
@@ -67,6 +67,7 @@ import numpy as np
 from meshwise.core.errors import PlanError
 from meshwise.core.files import read_catalog
 from meshwise.core.units import Num
+from meshwise.machine.efficiency import AS_MEASURED
 from meshwise.machine.hardware import Chip
 
 FULL_WATTS = {
@@ -164,7 +165,7 @@ class Overheads:
 
     def sustained_flop_per_s(self, dtype: str, power_watts: float) -> float:
         """What the power limit leaves of the matrix units' rate; infinite where nothing is known."""
-        joule = self.joule_per_flop.get({"fp16": "bf16"}.get(dtype, dtype))
+        joule = self.joule_per_flop.get(AS_MEASURED.get(dtype, dtype))
         if not joule or not power_watts:
             return float("inf")
         if self.static_watts and dtype in ("bf16", "fp16"):

@@ -75,7 +75,9 @@ def num_weights(weights: Iterable[Weight]) -> int:
 
 
 @lru_cache(maxsize=1024)
-def block_weights(model: Model, layer: Layer, lora_rank: int = 0) -> Weights:
+def block_weights(
+    model: Model, layer: Layer, lora_rank: int = 0, lora_targets: tuple[str, ...] = ()
+) -> Weights:
     """The weights of one block; with `lora_rank`, frozen, and with the adapters that train beside them."""
     mixers = {
         "attention": (_attention,),
@@ -92,7 +94,7 @@ def block_weights(model: Model, layer: Layer, lora_rank: int = 0) -> Weights:
         weights = (*weights, *_per_layer(model, model.per_layer))
     if model.streams:
         weights = (*weights, *_streams(model, model.streams))
-    return with_adapters(weights, lora_rank) if lora_rank else weights
+    return with_adapters(weights, lora_rank, lora_targets) if lora_rank else weights
 
 
 def frozen(weights: Weights) -> Weights:
@@ -100,13 +102,15 @@ def frozen(weights: Weights) -> Weights:
     return tuple(replace(weight, trains=False) for weight in weights)
 
 
-def with_adapters(weights: Weights, rank: int) -> Weights:
+def with_adapters(weights: Weights, rank: int, targets: tuple[str, ...] = ()) -> Weights:
     """`weights` frozen, and beside each linear layer [d_in, d_out] adapters [d_in, rank], [rank, d_out].
 
     Linear layers are those that `target_modules="all-linear"` of PEFT finds in Llama: each projection of
-    attention, MLP and shared experts by itself. Routers, and experts (one tensor for all there), have none.
+    attention, MLP and shared experts by itself; where `targets` are named, those alone. Routers, and experts
+    (one tensor for all there), have none.
     """
-    return (*frozen(weights), *(adapter for weight in weights for adapter in _adapters(weight, rank)))
+    adapted = [weight for weight in weights if not targets or weight.name in targets]
+    return (*frozen(weights), *(adapter for weight in adapted for adapter in _adapters(weight, rank)))
 
 
 def has_adapters(weight: Weight) -> bool:

@@ -6,7 +6,7 @@ import math
 
 from meshwise.core.errors import PlanError
 from meshwise.model.architecture import Model
-from meshwise.plan.plan import GRID_DIMS, Plan
+from meshwise.plan.plan import GRID_DIMS, NARROW_DTYPES, Plan
 
 
 def default_grid(layout: str, ranks: int) -> tuple[int, ...]:
@@ -32,7 +32,7 @@ def check_layout(model: Model, plan: Plan, seq: int) -> None:
     """PlanError where a plan's layout of several dimensions does not fit the plan, the model or `seq`."""
     if plan.cp > 1:
         raise PlanError(f"layout={plan.layout} cuts the sequence itself; leave cp={plan.cp} out")
-    if plan.dtype in ("fp8", "fp4"):
+    if plan.dtype in NARROW_DTYPES:
         raise PlanError(f"layout={plan.layout} has no casts for dtype={plan.dtype}; use bf16, or layout=1d")
     if plan.lora_rank:
         raise PlanError(f"layout={plan.layout} has no adapters; leave lora_rank={plan.lora_rank} out")

@@ -47,10 +47,12 @@ TRAINING_KEYS = (
         "act_input_dtype",
         "optimizer",
         "grad_dtype",
+        "param_dtype",
         "offload_optimizer",
         "offload_activations",
         "overlap_dp",
         "lora_rank",
+        "lora_targets",
     ),
 )
 """Keys of a plan that mean nothing without a backward."""

@@ -54,8 +54,10 @@ CORE_ATTENTION = ("core_attn",)
 DUALPIPE_RECOMPUTES = ("mla_up_proj", "layernorm", "moe_act")
 """What DeepSeek-V3 recomputes (arXiv 2412.19437, section 3.2.3)."""
 IMPLEMENTATIONS = ("megatron", "fsdp2", "huggingface")
-DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
-NARROW_DTYPES = ("fp8", "fp4")
+DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
+NARROW_DTYPES = ("fp8", "int8", "fp4")
+LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+"""Linear layers of attention and MLP, as PEFT's `target_modules` names them (`q_proj`, ...)."""
 AXES = ("tp", "cp", "dp", "pp")
 _ZB_V, _DUALPIPE, _DUALPIPE_V = (SCHEDULES.index(name) for name in ("zb-v", "dualpipe", "dualpipe-v"))
 EVEN: tuple[int, ...] = ()
@@ -102,6 +104,7 @@ class Plan:
     act_input_dtype: str = ""
     optimizer: str = "adam"
     grad_dtype: str = "fp32"
+    param_dtype: str = "bf16"
     attention: str = "flash"
     offload_optimizer: float = 0.0
     offload_activations: float = 0.0
@@ -110,6 +113,7 @@ class Plan:
     overlap_ep: bool | None = None
     overlap_pp: bool = True
     lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ()
     frozen_dtype: str | None = None
     kv_dtype: str = "bf16"
     weight_dtype: str | None = None
@@ -194,6 +198,7 @@ KEYS: dict[str, Field] = {
     ),
     "optimizer": choice("optimizer, and the type of its states", OPTIMIZERS),
     "grad_dtype": choice("type in which gradients are summed", ("fp32", "bf16", "fp16")),
+    "param_dtype": choice("type in which weights are kept and gathered where dtype=fp8", ("bf16", "fp8")),
     "attention": choice("fused, unfused, or scores split over the grid of the layout", ATTENTION),
     "offload_optimizer": number("share of the optimizer states in host memory", 0, 1),
     "offload_activations": number("share of the activations in host memory", 0, 1),
@@ -202,6 +207,7 @@ KEYS: dict[str, Field] = {
     "overlap_ep": switch("expert-parallel exchanges run beside compute"),
     "overlap_pp": switch("messages between pipeline stages run beside compute"),
     "lora_rank": whole("rank of LoRA adapters; the model's own weights are frozen [0: no adapters]", 0),
+    "lora_targets": several("linear layers that have adapters [all]", LORA_TARGETS),
     "frozen_dtype": choice("type in which frozen weights are kept (QLoRA) [dtype]", ("fp8", "int4", "fp4")),
     "kv_dtype": choice("type of the key-value cache of serving", ("bf16", "fp8")),
     "weight_dtype": choice("format in which an engine keeps weights, computed in dtype", tuple(WEIGHT_BITS)),
@@ -367,6 +373,12 @@ def _conflicts(plan: Plan) -> Iterator[str]:
         yield f"recompute_modules=per_op covers all of a block; leave {'+'.join(others)} out"
     if plan.frozen_dtype is not None and not plan.lora_rank:
         yield f"frozen_dtype={plan.frozen_dtype} needs frozen weights; add lora_rank, as in lora_rank=16"
+    if plan.param_dtype == "fp8" and plan.dtype != "fp8":
+        yield f"param_dtype=fp8 goes with dtype=fp8, not with dtype={plan.dtype}; leave it out"
+    if plan.param_dtype == "fp8" and plan.implementation != "megatron":
+        yield f"implementation={plan.implementation} keeps wide weights; leave param_dtype=fp8 out"
+    if plan.lora_targets and not plan.lora_rank:
+        yield f"lora_targets={'+'.join(plan.lora_targets)} needs adapters; add lora_rank, as in lora_rank=16"
 
 
 DEFAULTS: dict[str, Any] = {field.name: getattr(Plan(), field.name) for field in fields(Plan)}

@@ -56,7 +56,7 @@ def block_ops(model: Model, cut: Cut, layer: Layer, x: Tensor) -> tuple[list[Op]
     own, layout = of_layer(model, layer), LAYOUTS[cut.layout]
     ops: list[Op] = []
     x = collected(_stated(own, cut, layer, x), ops)
-    ops = hold(ops, block_weights(model, layer, cut.lora_rank), cut, layout.shards)
+    ops = hold(ops, block_weights(model, layer, cut.lora_rank, cut.lora_targets), cut, layout.shards)
     ops = [_with_narrow_input(own, cut, op) for op in as_done_by(own, cut, ops)]
     return list(with_recompute(own, cut, ops)), x
 
@@ -99,5 +99,5 @@ def _with_narrow_input(model: Model, cut: Cut, op: Op) -> Op:
 
 def shared_gradients(model: Model, cut: Cut, layer: Layer = Layer()) -> list[Op]:  # noqa: B008
     """What the tensor-parallel ranks exchange once a step for one block: gradients that they share."""
-    weights = block_weights(model, layer, cut.lora_rank)
+    weights = block_weights(model, layer, cut.lora_rank, cut.lora_targets)
     return list(LAYOUTS[cut.layout].shared_gradients(weights, cut))

@@ -36,7 +36,8 @@ class Cut:
     of activation functions are kept in fp8 (Megatron-LM's activation_func_fp8_input_store). The head computes
     in `head_dtype` where other matmuls are narrower than bf16, its logits and their loss in `loss_chunks`.
 
-    `lora_rank` above 0 freezes all weights and trains adapters of that rank; the frozen matrices of blocks
+    `lora_rank` above 0 freezes all weights and trains adapters of that rank beside the linear layers
+    `lora_targets` (none named: all); the frozen matrices of blocks
     have `frozen_bytes` a parameter (None: like other weights).
 
     `narrow_matmuls`: fp8 or fp4, in which linear layers of blocks compute, and nothing else (PyTorch's way).
@@ -74,6 +75,7 @@ class Cut:
     grid_scores: bool = False
     flash: bool = True
     lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ()
     frozen_bytes: float | None = None
     narrow_matmuls: str = ""
     implementation: str = "megatron"

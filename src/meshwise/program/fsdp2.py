@@ -168,7 +168,7 @@ def units(model: Model, stage: Stage, mesh: Mesh) -> list[Unit]:
     for kind, count, in_forward in blocks:
         in_backward = count * mesh.num_microbatches * alone * (mesh.zero >= 3)
         for is_expert in (False, True):
-            of_block = block_weights(model, kind, lora_rank)
+            of_block = block_weights(model, kind, lora_rank, mesh.plan.lora_targets)
             weights = tuple(one for one in of_block if one.is_expert == is_expert)
             if weights:
                 found.append(Unit(weights=weights, count=count, gathers=(in_forward, in_backward)))

@@ -140,7 +140,7 @@ class Precision:
 def precision(dtype: str, weight_dtype: str | None = None, expert_dtype: str | None = None) -> Precision:
     """How a step in `dtype` stores activations and matmul operands, and an engine its weights."""
     sizes = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0}
-    operand_bytes = sizes.get(dtype) or {"fp8": 1.0, "fp4": 0.5}[dtype]
+    operand_bytes = sizes.get(dtype) or {"fp8": 1.0, "int8": 1.0, "fp4": 0.5}[dtype]
     weight_bytes = WEIGHT_BITS[weight_dtype] / 8.0 if weight_dtype else operand_bytes
     return Precision(
         dtype=dtype,

@@ -96,6 +96,7 @@ def cut_of(mesh: Mesh) -> Cut:
         grid_scores=plan.attention == "grid",
         flash=plan.attention == "flash",
         lora_rank=plan.lora_rank,
+        lora_targets=plan.lora_targets,
         frozen_bytes=None if plan.frozen_dtype is None else DTYPE_BYTES[plan.frozen_dtype],
         implementation=plan.implementation,
         narrow_matmuls=plan.dtype if is_narrow else "",

@@ -28,7 +28,18 @@ from meshwise.model.architecture import MLA, Model
 from meshwise.model.weights import WHOLE, Weight, Weights
 from meshwise.program.context import core_attention
 from meshwise.program.cut import Cut
-from meshwise.program.op import Op, Stated, changed, collective, elementwise, flat, kernel, linear, linears
+from meshwise.program.op import (
+    Op,
+    Stated,
+    changed,
+    collective,
+    elementwise,
+    flat,
+    kernel,
+    linear,
+    linears,
+    precision,
+)
 from meshwise.program.tensor import Tensor, exchanged, made
 
 ATTENTION, MLP = "attention", "mlp"
@@ -387,25 +398,26 @@ def plain_linear(
 ) -> StatedParts:  # fmt: skip
     """A linear layer without exchanges; `parts` are the layers that it does in one matmul, by their d_out.
 
-    Under LoRA it is frozen, and beside each of its parts two thin adapters train, whose result is added; one
-    pair for all where it is one layer that `adapts` by that name.
+    Under LoRA it is frozen, and beside each of its parts that is a target two thin adapters train (in the
+    activations' type), whose result is added; one pair for all where it is one layer that `adapts` by that
+    name.
     """
     results = tuple(
         made(module, part, (*x.shape[:-1], width), cut.precision.act_dtype) for part, width in parts.items()
     )
     d_out = sum(parts.values())
-    has_adapters = cut.lora_rank > 0 and not frozen
-    if has_adapters:
+    is_adapted = cut.lora_rank > 0 and not frozen
+    pairs = zip(parts.items() if not adapts else [(adapts, d_out)], results, strict=False)
+    adapted = [pair for pair in pairs if not cut.lora_targets or pair[0][0] in cut.lora_targets] * is_adapted
+    if is_adapted:
         yield from dequantized(module, name, x.shape[-1] * d_out, cut)
     yield from linears(
-        module, name, x, results, cut.precision, bias=bias, frozen=frozen or has_adapters, own=own
+        module, name, x, results, cut.precision, bias=bias, frozen=frozen or is_adapted, own=own
     )
-    if not has_adapters:
-        return results
-    adapted = {adapts: d_out} if adapts else parts
-    for (part, width), whole in zip(adapted.items(), results, strict=False):
-        thin = yield from linear(module, f"{part}_lora_a", x, float(cut.lora_rank), cut.precision)
-        wide = yield from linear(module, f"{part}_lora_b", thin, width, cut.precision)
+    prec = precision("bf16") if cut.precision.casts else cut.precision
+    for (part, width), whole in adapted:
+        thin = yield from linear(module, f"{part}_lora_a", x, float(cut.lora_rank), prec)
+        wide = yield from linear(module, f"{part}_lora_b", thin, width, prec)
         shape = flat(x)[0], width
         yield from elementwise(
             module, f"{part}_lora_add", "residual", (whole, wide), cut.precision, shape=shape

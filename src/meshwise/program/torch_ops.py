@@ -113,7 +113,10 @@ def _ring_attention(cut: Cut, op: Op) -> Iterator[Op]:
         sizes = (heads, kv_heads, seq_q, seq_k, qk_dim, v_dim)
         moved = work(0.0, *sizes, batch=batch, elem_bytes=cut.precision.act_bytes)
         done = structs.replace(
-            op, shape=(batch, *sizes), cost=structs.replace(moved, flop=op.count * op.cost.flop / cut.ring), count=count
+            op,
+            shape=(batch, *sizes),
+            cost=structs.replace(moved, flop=op.count * op.cost.flop / cut.ring),
+            count=count,
         )
         rows = count * batch * seq_q  # each round has results of its own
         rounds = tuple(Tensor(f"{one.name}.{number}", (rows, *one.shape[1:]), one.dtype) for one in op.makes)

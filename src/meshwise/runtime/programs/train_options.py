@@ -36,6 +36,8 @@ RUN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         ("adam", "adam-fp32", "adam-bf16", "sgd", "none"),
         "it has torch's own; use optimizer=adam",
     ),
+    ("param_dtype", ("bf16",), "it keeps wide weights; leave param_dtype out"),
+    ("lora_targets", ((),), "it adapts all linear layers; leave lora_targets out"),
     ("frozen_dtype", (None,), "it keeps frozen weights as all others; leave frozen_dtype out"),
     ("offload_optimizer", (0.0, 1.0), "the host keeps all states or none; use offload_optimizer=1 or 0"),
     ("imbalance", (1.0,), "it gives all experts as many tokens; leave imbalance out"),
