@@ -307,7 +307,17 @@ def test_more_than_two_gpus_on_pcie_go_through_their_host():
     assert collective_s("all_to_all", 1e9, 8, **shared) == pytest.approx(7 / 8 / 2)
 
 
-def test_a_node_of_l40s_passes_its_host_and_a_pair_does_not():
-    of_the_catalog = machine(find_cluster("l40s:8"), "bf16")
+def test_a_node_without_peer_access_passes_its_host_and_a_pair_does_not():
+    of_the_catalog = machine(find_cluster("rtx-4090:8"), "bf16")
     pair_s, node_s = (of_the_catalog.collective_s("all_gather", 1e9, ranks, 1) for ranks in (2, 8))
     assert node_s > 4 * pair_s
+
+
+def test_latency_of_an_all_reduce_grows_with_the_logarithm_of_the_nodes():
+    """1 KiB on H100: NCCL's tree climbs log2(nodes) hops; the chains of all nodes run at once."""
+    of_size = [
+        float(machine(find_cluster(f"h100:{ranks}"), "bf16").collective_s("all_reduce", 1024, ranks, 1))
+        for ranks in (512, 2048, 8192)
+    ]
+    assert of_size[2] - of_size[1] == pytest.approx(of_size[1] - of_size[0], rel=0.01)
+    assert of_size[2] < 300e-6

@@ -48,6 +48,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "offload_optimizer": (0.0, 0.5, 1.0), "offload_activations": (0.0, 0.3, 1.0),
     "overlap_dp": (True, False), "overlap_tp": (False, True), "overlap_ep": (False, True),
     "overlap_pp": (True, False), "lora_rank": (0, 16), "frozen_dtype": (None, "fp4"),
+    "lora_targets": ((), ("q", "v")), "param_dtype": ("bf16", "fp8"),
     "kv_dtype": ("bf16", "fp8"), "weight_dtype": (None, "int4"), "expert_dtype": (None, "mxfp4"),
     "imbalance": (1.0, 1.3), "implementation": ("megatron", "huggingface"),
     "software": ("megatron-2026", "torch-2023"),

@@ -31,6 +31,7 @@ OTHERS = {  # other values of keys whose values are not listed in `Field.values`
     "recompute_modules": RECOMPUTE_MODULES,
     "placement": ("dp-pp-cp-tp",),
     "lora_rank": ("8",),
+    "lora_targets": ("q+v",),
 }
 EXPERT_KEYS = ("ep=2", "etp=2", "dispatch=per_rank", "dispatch_dtype=fp8", "imbalance=1.5", "overlap_ep=1")
 

@@ -40,6 +40,7 @@ from meshwise.calibrate.runs import PROSE, Run, published_runs, read_runs
 from meshwise.calibrate.step_constants import LIMITS, START, TIED, every
 from meshwise.calibrate.step_constants import STATED as STATED_CONSTANTS
 from meshwise.calibrate.validate import estimate_run, validate
+from meshwise.cli.fit import RUN_FILES
 from meshwise.cli.validate import validate as validate_command
 from meshwise.core.errors import ClusterError, DataError, ModelError, PlanError
 from meshwise.estimate.intervals import interval_around, regimes
@@ -514,7 +515,8 @@ def test_a_fit_is_one_document(
     refused = StepFit(START, 0.1, 0.2, "", ("skew_s ends at its limit",))
     monkeypatch.setattr(fit_steps, "priced_runs", lambda paths: [])
     monkeypatch.setattr(fit_steps, "fit_overheads", lambda runs, **about: refused)
-    (tmp_path / "measured_iterations_a100.csv").touch()
+    for name in RUN_FILES:
+        (tmp_path / name).touch()
     outcome = meshwise("fit", "--only", "steps", "--data", str(tmp_path), "--json")
     assert outcome.code == 1 and "not written: skew_s" in outcome.err
     found = json.loads(outcome.out)

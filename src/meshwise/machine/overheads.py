@@ -38,8 +38,8 @@ redoes from published runs:
   reach all of it.
 - *Messages.* Gradients travel in buckets of `least_bucket_params`, or of `bucket_params_per_rank` for each
   replica where that is more (Megatron Core, so that latency does not bind); under ZeRO-3 a block's weights
-  come in `messages_per_block`. On many ranks the hops of each message count. Before PyTorch gathered into one tensor
-  (`_all_gather_base`, 2021), each rank's shard of such a message was copied by itself: `shard_copy_s`.
+  come in `messages_per_block`. On many ranks the hops of each message count. Before PyTorch gathered into one
+  tensor (`_all_gather_base`, 2021), each rank's shard of such a message was copied by itself: `shard_copy_s`.
 - *Memory.* The process takes `context_bytes` before it holds a tensor (CUDA context, NCCL's buffers,
   library workspaces); the allocator keeps `fragment_frac` more than the tensors fill; the loss holds
   `loss_bytes` per logit (`split_loss_bytes` where tp cuts the vocabulary, if that differs), fewer where it is
