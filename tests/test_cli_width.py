@@ -32,7 +32,7 @@ COMMANDS = [
     "frontier layer --chip h100-80g-sxm --d-in 16384 --d-out 65536 --batch 4194304 --tp-out 8",
     "frontier run --chip h100-80g-sxm --months 3",
     *("list models", "list chips", "list clusters", "list plan"),
-    "eval-lm --ranks 8",
+    "eval-lm --ranks 8 --max-tokens 4",
 ]
 HELP = ["trace", "frontier", *EXAMPLES]
 BLANKS = re.compile(r"[\s,/─-]+")

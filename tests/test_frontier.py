@@ -423,7 +423,7 @@ def test_power_and_cost_of_a_run(h100: Frontier) -> None:
 
 def test_sensitivity_varies_every_choice_and_starts_with_the_run_itself() -> None:
     device = find_device("h100-80g-sxm", utilization=RUN_UTILIZATION)
-    rows = sensitivity(device, training_flop=FEW[2:])
+    rows = sensitivity(device, training_flop=FEW[3::2])
     assert rows[0]["choice"] == "as given"
     assert {row["choice"] for row in rows[1:]} >= {
         "tokens",
@@ -502,7 +502,7 @@ def test_run_command_on_a_users_own_device(tmp_path: Path) -> None:
         latency_s = 1e-6
         """
     )
-    picture, page = tmp_path / "own.png", tmp_path / "own.html"
+    picture = tmp_path / "own.png"
     words = ["run", "--chip", str(own), "--price", "2", "--json"]
     result = CliRunner().invoke(app, ["frontier", *words, "--plot", str(picture)], catch_exceptions=False)
     document = json.loads(result.stdout)
@@ -512,5 +512,3 @@ def test_run_command_on_a_users_own_device(tmp_path: Path) -> None:
     limit = document["limit"]
     assert limit["power_watts"] == 500 * limit["devices"]
     assert picture.stat().st_size > 10_000
-    CliRunner().invoke(app, ["frontier", *words[:-1], "--plot", str(page)], catch_exceptions=False)
-    assert "<h2>Utilization of the best run" in page.read_text()

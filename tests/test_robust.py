@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 import meshwise as mw
 from fuzz import toml_text
@@ -26,6 +27,8 @@ from meshwise.core.errors import DataError
 from meshwise.core.files import write_text
 from meshwise.core.toml import parse_toml
 from meshwise.machine.hardware import Cluster, find_cluster
+from meshwise.published.frontier import find_device, frontier, run_document
+from meshwise.report.frontier_table import print_run
 from meshwise.sweep.sweep import read_sweep
 
 ESTIMATE = ("estimate", "llama3-8b", "--batch", "64", "--seq", "1024")
@@ -201,9 +204,13 @@ def test_a_chip_without_watts_has_no_energy(meshwise: Any, tmp_path: Path) -> No
     chip = {**mw_chip(), "power_watts": 0.0}
     path = tmp_path / "dark.toml"
     path.write_text(toml_text({"num_chips": 8, "chip": chip}))
-    limit = meshwise("frontier", "run", "--chip", str(path), "--json").document["limit"]
+    found = frontier(find_device(str(path)), training_flop=[1e26, 1e28, 1e30, 1e32])
+    document = run_document(found)
+    limit = document["limit"]
     assert limit["power_watts"] is None and limit["energy_j"] is None and limit["devices"] > 0
-    table = meshwise("frontier", "run", "--chip", str(path)).out
+    printed = io.StringIO()
+    print_run(document, Console(file=printed, width=120))
+    table = printed.getvalue()
     assert "devices" in table and " 0 W" not in table and " 0 J" not in table
     run = meshwise(*ESTIMATE, "--cluster", str(path), "--tokens", "1e9", "--json").document["run"]
     assert "energy_joules" not in run and run["gpu_hours"] > 0
