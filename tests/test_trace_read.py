@@ -6,13 +6,16 @@ import random
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kineto import all_reduce, host, kernel, write_trace
+from kineto import BASE_NS, all_reduce, host, kernel, write_trace
 from meshwise.core.errors import DataError
 from meshwise.trace import decode
+from meshwise.trace.events import Kind
+from meshwise.trace.nesting import launchers
 from meshwise.trace.read import read_trace, read_traces
 from meshwise.trace.summary import summarize_paths
 
@@ -270,3 +273,21 @@ def test_a_missing_rank_is_named(tmp_path):
         "rank 3 is of 5 ranks, others not",
         "rank 3 has no collective, others",
     ]
+
+
+def test_parts_of_a_capture_are_one_trace(tmp_path):
+    """Ids of launches and times begin anew in a part; groups and the profiler's record are of all parts."""
+    for part, name in enumerate(("rank-0.json", "rank-0-again-1.json", "rank-0-again-2.json")):
+        launch = host("cuda_runtime", "cudaLaunchKernel", 1, 1, correlation=7)
+        own = kernel(f"part {part}", 5, 5, correlation=7)
+        about = {"meshwise": {"groups": {str(part): [0, 1]}}, "meshwise_collectives": [{"call": part}]}
+        path = write_trace(tmp_path / name, [launch, own], 0, **about)
+        text = path.read_text().replace(str(BASE_NS), str(BASE_NS + 1000 * part))
+        path.write_text(text)
+    (trace,), problems = read_traces([tmp_path])
+    assert [trace.name(i) for i in trace.where(Kind.COMPUTE)] == ["part 0", "part 1", "part 2"]
+    assert (np.diff(trace.start_ns[trace.where(Kind.COMPUTE)]) == 1000).all()
+    launcher = launchers(trace)[trace.where(Kind.COMPUTE)]
+    assert launcher.tolist() == trace.where(Kind.RUNTIME).tolist()
+    assert set(trace.groups) == {"0", "1", "2"} and len(trace.metadata["meshwise_collectives"]) == 3
+    assert [problem.reason[:15] for problem in problems] == ["2 further parts"]

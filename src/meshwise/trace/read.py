@@ -12,12 +12,12 @@ so there the digits themselves are read.
 from __future__ import annotations
 
 import collections
-import json
+import itertools
 import os
+import pickle
 import re
 import subprocess
 import sys
-from base64 import b64decode
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -43,7 +43,6 @@ from meshwise.trace.events import (
     inputs,
     kind_of,
 )
-from meshwise.trace.join import is_continued, joined
 
 _RANK_IN_NAME = re.compile(r"(?:rank|worker|trainer)[-_. ]?(\d{1,9})(?!\d)", re.IGNORECASE)
 _MAX_US = 2.0**52
@@ -53,12 +52,16 @@ _MOST_RANKS = 1 << 17  # collectives of the world list them
 _APART_BYTES = 50e6
 """From this mean size of a file on, reading takes well longer than a new process needs to begin."""
 _READER = """
-import sys
+import pickle, sys
 from pathlib import Path
-from meshwise.trace.read import as_text, read_trace
-sys.stdout.write(as_text(read_trace(Path(sys.argv[1]))))
+from meshwise.trace.read import read_trace
+pickle.dump(read_trace(*map(Path, sys.argv[1:])), sys.stdout.buffer, protocol=5)
 """
 _Found = tuple[Trace | None, list[str]]
+_FURTHER = re.compile(r"-again-(\d+)(?=\.json)")
+_CALLS = "meshwise_collectives"
+_IDS_EACH = 1 << 40
+"""More than there are launches in a part of a capture."""
 
 
 def read_traces(paths: Iterable[str | Path]) -> tuple[list[Trace], list[FileProblem]]:
@@ -68,70 +71,56 @@ def read_traces(paths: Iterable[str | Path]) -> tuple[list[Trace], list[FileProb
     be read is a problem, not an error; a path that does not exist, or paths that hold no trace file at all,
     raise DataError.
     """
-    traces: list[Trace] = []
+    traces: dict[int, Trace] = {}
     problems: list[FileProblem] = []
     nameless: list[Trace] = []
-    files = trace_files(paths)
-    for path, (trace, found) in zip(files, _read_each(files), strict=True):
-        problems += [FileProblem(str(path), reason) for reason in found]
-        if trace is None:
-            continue
-        if trace.rank < 0:
+    captures = _captures(trace_files(paths))
+    for files, (trace, found) in zip(captures, _read_each(captures), strict=True):
+        problems += [FileProblem(str(files[0]), reason) for reason in found]
+        if trace is not None and trace.rank < 0:
             nameless.append(trace)
-        elif twin := next((other for other in traces if trace.rank == other.rank), None):
-            if is_continued(twin, trace):
-                traces[traces.index(twin)] = joined([twin, trace])
-                reason = f"a further part of rank {trace.rank}; what lies between the parts was not recorded"
-            else:
-                reason = f"rank {trace.rank} is already read from another file; skipped, read it on its own"
-            problems.append(FileProblem(str(path), reason))
-        else:
-            traces.append(trace)
+        elif trace is not None and traces.setdefault(trace.rank, trace) is not trace:
+            reason = f"rank {trace.rank} is already read from another file; skipped, read it on its own"
+            problems.append(FileProblem(str(files[0]), reason))
     for trace in nameless:
-        rank = _free_rank({other.rank for other in traces})
-        problems.append(
-            FileProblem(str(trace.path), f"neither file nor name tells the rank; taken as {rank}")
-        )
-        traces.append(replace(trace, rank=rank))
-    return sorted(traces, key=lambda trace: trace.rank), problems
+        rank = next(rank for rank in itertools.count() if rank not in traces)
+        reason = f"neither file nor name tells the rank; taken as {rank}"
+        problems.append(FileProblem(str(trace.path), reason))
+        traces[rank] = replace(trace, rank=rank)
+    return [traces[rank] for rank in sorted(traces)], problems
 
 
-def _read_each(files: Sequence[Path]) -> Iterator[_Found]:
-    """What `read_trace` returns for each file; large ones are read by a process for each core."""
-    num_processes = min(len(files), os.cpu_count() or 1)
-    packed = {path: 10 if path.name.endswith(".gz") else 1 for path in files}
-    size_bytes = sum(path.stat().st_size * times for path, times in packed.items())
+def _captures(files: Sequence[Path]) -> list[tuple[Path, ...]]:
+    """The files of each capture in order; one that gave way to another profiler went on in further ones."""
+    parts: dict[Path, list[tuple[int, Path]]] = collections.defaultdict(list)
+    for path in files:
+        further = _FURTHER.search(path.name)
+        whole = path.with_name(_FURTHER.sub("", path.name))
+        parts[whole].append((int(further[1]) if further else 0, path))
+    return [tuple(path for _, path in sorted(found)) for found in parts.values()]
+
+
+def _read_each(captures: Sequence[tuple[Path, ...]]) -> Iterator[_Found]:
+    """What `read_trace` returns for each capture; large ones are read by a process for each core."""
+    num_processes = min(len(captures), os.cpu_count() or 1)
+    files = [path for found in captures for path in found]
+    size_bytes = sum(path.stat().st_size * (10 if path.name.endswith(".gz") else 1) for path in files)
     if num_processes < 2 or size_bytes < _APART_BYTES * len(files):
-        yield from map(read_trace, files)
+        yield from itertools.starmap(read_trace, captures)
         return
     with ThreadPoolExecutor(num_processes) as pool:
-        yield from pool.map(_read_apart, files)
+        yield from pool.map(_read_apart, captures)
 
 
-def _read_apart(path: Path) -> _Found:
+def _read_apart(files: tuple[Path, ...]) -> _Found:
     """What `read_trace` returns, by a process of its own."""
-    command = [sys.executable, "-P", "-c", _READER, str(path)]
+    command = [sys.executable, "-P", "-c", _READER, *map(str, files)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=False)
     if done.returncode:
         return None, [f"its reader ended with exit code {done.returncode}; is there enough memory?"]
-    return _from_text(done.stdout)
-
-
-def as_text(found: _Found) -> str:
-    """What `read_trace` returns as JSON, which runs no code; arrays are their type and their bytes."""
-
-    def plain(value: Any) -> Any:
-        return str(value) if isinstance(value, Path) else (value.dtype.str, value.tobytes())
-
-    return json.dumps(msgspec.to_builtins(found, str_keys=True, enc_hook=plain))
-
-
-def _from_text(text: bytes) -> _Found:
-    def made(kind: type, value: Any) -> Any:
-        return Path(value) if kind is Path else np.frombuffer(b64decode(value[1]), value[0]).copy()
-
-    return msgspec.convert(json.loads(text), _Found, str_keys=True, dec_hook=made)
+    found: _Found = pickle.loads(done.stdout)
+    return found
 
 
 def trace_files(paths: Iterable[str | Path]) -> list[Path]:
@@ -152,19 +141,30 @@ def trace_files(paths: Iterable[str | Path]) -> list[Path]:
     return list(dict.fromkeys(files))
 
 
-def read_trace(path: Path) -> tuple[Trace | None, list[str]]:
-    """The trace in one file (rank -1 if nothing tells it; None if nothing is left), and what is wrong."""
-    notes = Notes()
-    columns = _Columns()
+def read_trace(path: Path, *further: Path) -> _Found:
+    """The trace in one file and its further parts, and what is wrong.
+
+    The rank is -1 if nothing tells it; there is no trace if nothing is left.
+    """
+    columns, notes = _Columns(), Notes()
     metadata: dict[str, Any] = {}
-    for events in decoded_pieces(path, notes, metadata):
-        columns.add(events, notes)
+    groups: dict[str, tuple[int, ...]] = {}
+    reasons = [f"{len(further)} further parts; what lies between the parts was not recorded"] * bool(further)
+    for part in (path, *further):
+        own, about = Notes(), dict[str, Any]()
+        for events in decoded_pieces(part, own, about):
+            columns.add(events, own)
+        columns.end_part(about)
+        groups |= _groups(_said(about))
+        calls = [*(metadata.get(_CALLS) or []), *(about.get(_CALLS) or [])]
+        metadata = about | metadata | ({_CALLS: calls} if calls else {})
+        reasons += own.sentences()
     if not metadata and not len(columns):
-        return None, notes.sentences() or ["not a trace: it holds no traceEvents"]
-    trace = columns.trace(path, metadata, notes)
+        return None, reasons or ["not a trace: it holds no traceEvents"]
+    trace = columns.trace(path, metadata, groups, notes)
     if not len(trace) and not len(trace.memory.time_ns):
-        return None, ["the trace holds no event", *notes.sentences()]
-    return trace, notes.sentences()
+        return None, ["the trace holds no event", *reasons]
+    return trace, reasons + notes.sentences()
 
 
 class _Numbered(dict[Any, int]):
@@ -189,6 +189,9 @@ class _Columns:
     num_events: int = 0
     num_events_of_memory: int = 0
     num_unpaired: int = 0
+    num_parts: int = 0
+    num_ended: int = 0
+    num_ended_of_memory: int = 0
 
     def __len__(self) -> int:
         return self.num_events + self.num_events_of_memory
@@ -246,6 +249,20 @@ class _Columns:
         values = bytes(args.concrete) if "attention" in str(name) else b""
         return self.shapes[bytes(args.dims), bytes(args.types), values]
 
+    def end_part(self, metadata: dict[str, Any]) -> None:
+        """Count the times read since the last part from 1970; its ids of launches are those of no other."""
+        base = _whole_number(metadata.get("baseTimeNanoseconds") or 0)
+        base = base if 0 <= base < _MAX_US * 1000 else 0
+        for columns in self.parts[self.num_ended :]:
+            start, *_, correlation, external, _, _ = columns
+            start += base
+            for ids in (correlation, external):
+                ids[ids > 0] += self.num_parts * _IDS_EACH
+        for columns in self.memory[self.num_ended_of_memory :]:
+            columns[0][:] += base
+        self.num_ended, self.num_ended_of_memory = len(self.parts), len(self.memory)
+        self.num_parts += 1
+
     def _add_memory(self, events: list[Any]) -> None:
         if not events:
             return
@@ -263,7 +280,9 @@ class _Columns:
         self.memory.append(tuple(column[known] for column in columns))
         self.num_events_of_memory += int(known.sum())
 
-    def trace(self, path: Path, metadata: dict[str, Any], notes: Notes) -> Trace:
+    def trace(
+        self, path: Path, metadata: dict[str, Any], groups: dict[str, tuple[int, ...]], notes: Notes
+    ) -> Trace:
         if self.num_unpaired:
             notes.others.append(
                 f"{self.num_unpaired} begin/end events are left out; only complete ones are read"
@@ -274,18 +293,12 @@ class _Columns:
         if (duration < 0).any():
             notes.others.append(f"{(duration < 0).sum()} events end before they start; taken as empty")
             events["duration_ns"] = duration = np.maximum(duration, 0)
-        base = _whole_number(metadata.get("baseTimeNanoseconds") or 0)
-        base = base if 0 <= base < _MAX_US * 1000 else 0
         order = np.lexsort((-duration, events["start_ns"]))
         in_order: dict[str, Any] = {name: column[order] for name, column in events.items()}
-        in_order["start_ns"] += base
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
         labels = tuple((category or "", str(name)) for category, name in self.labels)
-        info: dict[str, Any] = {}
-        for source in ("meshwise", "distributedInfo"):
-            info |= found if isinstance(found := metadata.get(source), dict) else {}
-        groups = _groups(info)
+        info = _said(metadata)
         return Trace(
             path=path,
             rank=_rank(path, info, notes),
@@ -300,15 +313,15 @@ class _Columns:
             **in_order,
             shapes=tuple((_text(dims), _text(types), _text(values)) for dims, types, values in self.shapes),
             communications={int(place[i]): args for i, args in self.communications.items()},
-            memory=_memory(self.memory, base),
+            memory=_memory(self.memory),
             metadata={k: v for k, v in metadata.items() if k != "traceEvents"},
         )
 
 
-def _memory(parts: list[tuple[Ints, ...]], base_ns: int) -> MemoryEvents:
+def _memory(parts: list[tuple[Ints, ...]]) -> MemoryEvents:
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)] or [_ints([])] * 7
     time, *others = (column[np.argsort(columns[0], kind="stable")] for column in columns)
-    return MemoryEvents(time + base_ns, *others)
+    return MemoryEvents(time, *others)
 
 
 def _communication(args: Args) -> CommunicationArgs:
@@ -353,6 +366,12 @@ def _world_size(info: dict[str, Any], notes: Notes) -> int | None:
     return None
 
 
+def _said(metadata: dict[str, Any]) -> dict[str, Any]:
+    """What PyTorch or meshwise's capture say of the job."""
+    found = (metadata.get(source) for source in ("meshwise", "distributedInfo"))
+    return {key: value for one in found if isinstance(one, dict) for key, value in one.items()}
+
+
 def _groups(info: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The ranks of each process group by its name; from PyTorch's list or meshwise's own table."""
     configured = info.get("pg_config")
@@ -373,13 +392,6 @@ def _ranks(value: Any) -> tuple[int, ...] | None:
     ranks = [_size(rank) for rank in value] if isinstance(value, list) else []
     known = tuple(rank for rank in ranks if rank is not None)
     return known if known and len(known) == len(ranks) else None
-
-
-def _free_rank(taken: set[int]) -> int:
-    rank = 0
-    while rank in taken:
-        rank += 1
-    return rank
 
 
 def _nanoseconds(values: list[Any]) -> Ints:
