@@ -184,51 +184,7 @@ def test_the_published_runs_ship_with_the_package() -> None:
 # --- our words ---------------------------------------------------------------------------------
 
 DENSE, MIXTURE = "mbridge-053", "simumax-deepseekv3_l4_tp1_ep8_pp1_dp8_mbc4_cef"
-STATED = {  # column: a run, and another value that the column could hold
-    "layers": (DENSE, 40),
-    "hidden": (DENSE, 4096),
-    "ffn_hidden": (DENSE, 8192),
-    "heads": (DENSE, 32),
-    "kv_heads": (DENSE, 64),
-    "vocab": (DENSE, 256000),
-    "vocab_padded_to": (DENSE, 256000),
-    "seq_len": (DENSE, 4096),
-    "experts": (MIXTURE, 128),
-    "topk": (MIXTURE, 4),
-    "expert_ffn": (MIXTURE, 1024),
-    "first_dense_layers": (MIXTURE, 3),
-    "shared_expert_ffn": (MIXTURE, 0),
-    "mla": (MIXTURE, False),
-    "chip": (DENSE, "h200-sxm"),
-    "power_watts": (DENSE, 350.0),
-    "scale_up_ranks": (DENSE, 64),
-    "gpus_per_node": (DENSE, 4),
-    "network": (DENSE, "roce"),
-    "network_gbit_per_s_per_gpu": (DENSE, 100.0),
-    "framework": (DENSE, "torchtitan"),
-    "framework_release": ("mpt-019", "24.06"),
-    "year": ("mpt-019", 2025),
-    "virtual_pp": (DENSE, 1),
-    "ep": (MIXTURE, 4),
-    "sequence_parallel": (DENSE, False),
-    "zero_stage": (DENSE, 3),
-    "zero_group": ("internevo-tp1-z8-32", 16),
-    "micro_batch": ("kort22-22B-full", 2),
-    "global_batch": (DENSE, 512),
-    "recompute_kind": (DENSE, "full"),
-    "dtype": (DENSE, "bf16"),
-    "fp8_recipe": (DENSE, "rowwise"),
-    "grad_dtype": (DENSE, "fp32"),
-    "optimizer": (DENSE, "sgd"),
-    "attention_kernel": (DENSE, "unfused"),
-    "tp_comm_overlap": (DENSE, False),
-    "grad_reduce_overlap": (DENSE, False),
-    "moe_a2a_overlap": (MIXTURE, True),
-    "cuda_graph": (MIXTURE, "full"),
-    "launch_blocking": (DENSE, True),
-    "dispatcher": (MIXTURE, "deepep"),
-    "routing": (MIXTURE, "forced_balance"),
-}
+STATED = tomllib.loads((Path(__file__).parent / "data" / "stated_facts.toml").read_text())
 
 
 @pytest.mark.parametrize("column", STATED)
