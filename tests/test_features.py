@@ -11,13 +11,10 @@ import pytest
 
 from meshwise.cost.op import attended_pairs
 from meshwise.model.architecture import (
-    MLA,
     Distances,
     Encoder,
     Layer,
     Model,
-    MoE,
-    Patches,
     PerLayer,
     Recurrence,
     Streams,
@@ -72,113 +69,71 @@ def _said(op: Op) -> tuple[Any, ...]:
 
 
 SHORT = {"num_layers": 4}
+TABLE = Distances(rows=512, num_scores=2, norm=True, shared=True)
+ONE_OTHER: list[tuple[Model, dict[str, Any]]] = [  # a model, and another value of each of these fields
+    (
+        LLAMA,
+        {
+            **{"num_layers": 5, "hidden": 2048, "ffn_hidden": 8192, "num_heads": 16, "num_kv_heads": 4},
+            **{"head_dim": 64, "vocab": 32000, "activation": "geglu", "norm": "layernorm"},
+            **{"linear_bias": True, "qkv_bias": True, "out_bias": True, "positions": "none"},
+            **{"tied_embedding": True, "causal": False, "norm_bias": True, "norm_weight": False},
+            **{"num_norms": 4, "final_norm": False, "embedding_norm": True, "qk_norm": True},
+            **{"fused_qkv": True, "layer_scale": True},
+            **{"layers": (Layer(), Layer(window=64), Layer(), Layer()), "attention_gate": True},
+            **{"parallel_block": True, "sinks": True, "attention_softcap": True, "logit_softcap": True},
+            **{"sliding_window": 64, "lm_head": False, "head_bias": True, "mlm_transform": True},
+            **{"mtp_layers": 1, "dropout_frac": 0.1, "encoder": Encoder(num_layers=2)},
+            **{"per_layer": PerLayer(rows=1000, width=64), "streams": Streams(number=4, laurel_rank=64)},
+            **{"keys": "values"},
+        },
+    ),
+    (GPT, {"max_seq": 1024, "extra_position_rows": 2, "key_bias": False}),
+    (BERT, {"token_types": 3, "pooler": False, "distances": TABLE}),
+    (
+        VIT_B,
+        {"num_classes": 10} | {"classifier_bias": False, "classifies_tokens": True, "attention_pool": True},
+    ),
+]
 CHANGES: dict[str, tuple[Model, dict[str, Any]]] = {
-    "num_layers": (LLAMA, {"num_layers": 5}),
-    "hidden": (LLAMA, {"hidden": 2048}),
-    "ffn_hidden": (LLAMA, {"ffn_hidden": 8192}),
-    "num_heads": (LLAMA, {"num_heads": 16}),
-    "num_kv_heads": (LLAMA, {"num_kv_heads": 4}),
-    "head_dim": (LLAMA, {"head_dim": 64}),
-    "vocab": (LLAMA, {"vocab": 32000}),
-    "max_seq": (GPT, {"max_seq": 1024}),
-    "activation": (LLAMA, {"activation": "geglu"}),
-    "norm": (LLAMA, {"norm": "layernorm"}),
-    "linear_bias": (LLAMA, {"linear_bias": True}),
-    "qkv_bias": (LLAMA, {"qkv_bias": True}),
-    "out_bias": (LLAMA, {"out_bias": True}),
-    "positions": (LLAMA, {"positions": "none"}),
-    "tied_embedding": (LLAMA, {"tied_embedding": True}),
-    "causal": (LLAMA, {"causal": False}),
-    "norm_bias": (LLAMA, {"norm_bias": True}),
-    "norm_weight": (LLAMA, {"norm_weight": False}),
-    "num_norms": (LLAMA, {"num_norms": 4}),
-    "final_norm": (LLAMA, {"final_norm": False}),
-    "embedding_norm": (LLAMA, {"embedding_norm": True}),
-    "qk_norm": (LLAMA, {"qk_norm": True}),
+    **{name: (model, {name: value}) for model, others in ONE_OTHER for name, value in others.items()},
     "qk_norm_weight": (replace(LLAMA, qk_norm=True), {"qk_norm_weight": False}),
-    "fused_qkv": (LLAMA, {"fused_qkv": True}),
-    "layer_scale": (LLAMA, {"layer_scale": True}),
-    "layers": (LLAMA, {"layers": (Layer(), Layer(window=64), Layer(), Layer())}),
     "qk_norm_full": (replace(LLAMA, qk_norm=True), {"qk_norm_full": True}),
-    "attention_gate": (LLAMA, {"attention_gate": True}),
     "recurrence": (HYBRID, {"recurrence": replace(HYBRID.recurrence, state_dim=64)}),  # type: ignore[type-var]
-    "parallel_block": (LLAMA, {"parallel_block": True}),
-    "sinks": (LLAMA, {"sinks": True}),
-    "attention_softcap": (LLAMA, {"attention_softcap": True}),
-    "logit_softcap": (LLAMA, {"logit_softcap": True}),
-    "sliding_window": (LLAMA, {"sliding_window": 64}),
     "full_attention_every": (replace(LLAMA, sliding_window=64), {"full_attention_every": 2}),
-    "extra_position_rows": (GPT, {"extra_position_rows": 2}),
-    "token_types": (BERT, {"token_types": 3}),
-    "lm_head": (LLAMA, {"lm_head": False}),
-    "head_bias": (LLAMA, {"head_bias": True}),
-    "mlm_transform": (LLAMA, {"mlm_transform": True}),
-    "pooler": (BERT, {"pooler": False}),
-    "num_classes": (VIT_B, {"num_classes": 10}),
-    "classifier_bias": (VIT_B, {"classifier_bias": False}),
-    "classifies_tokens": (VIT_B, {"classifies_tokens": True}),
-    "attention_pool": (VIT_B, {"attention_pool": True}),
-    "mtp_layers": (LLAMA, {"mtp_layers": 1}),
-    "dropout_frac": (LLAMA, {"dropout_frac": 0.1}),
-    "encoder": (LLAMA, {"encoder": Encoder(num_layers=2)}),
     "relative_buckets": (replace(LLAMA, positions="relative", relative_buckets=32), {"relative_buckets": 64}),
-    "key_bias": (GPT, {"key_bias": False}),
-    "per_layer": (LLAMA, {"per_layer": PerLayer(rows=1000, width=64)}),
-    "streams": (LLAMA, {"streams": Streams(number=4, laurel_rank=64)}),
-    "keys": (LLAMA, {"keys": "values"}),
-    "distances": (BERT, {"distances": Distances(rows=512, num_scores=2, norm=True, shared=True)}),
     "mla": (DEEPSEEK, {"mla": None}),
     "moe": (MIXTRAL, {"moe": None}),
     "patches": (VIT_B, {"patches": replace(VIT_B.patches, class_token=False), "max_seq": 196}),  # type: ignore[type-var]
 }
 DESCRIPTIVE = {"name", "source", "checked", "aliases", "left_out"}
-PARTS: dict[str, tuple[Model, list[str], dict[str, Any]]] = {
-    "mla": (SPARSE, [field.name for field in fields(MLA)], {}),
+PARTS: dict[str, tuple[Model, dict[str, Any]]] = {  # a model with the part, and other values than the double
+    "mla": (SPARSE, {}),
     "moe": (
         replace(DEEPSEEK, linear_bias=True),
-        [field.name for field in fields(MoE) if field.name != "num_shared_experts"],
-        {
-            "first_dense_layers": 1,
-            "every": 2,
-            "capacity_factor": 1.25,
-            "shared_gate": True,
-            "router_bias": True,
-            "balance_bias": False,
-            "narrow_weights": True,
-            "own_norms": True,
-        },
+        dict.fromkeys(("shared_gate", "router_bias", "narrow_weights", "own_norms"), True)
+        | {"first_dense_layers": 1, "every": 2, "capacity_factor": 1.25, "balance_bias": False},
     ),
     "recurrence": (
-        SCAN,
-        [field.name for field in fields(Recurrence) if field.name not in ("num_groups", "gate_rank")],
-        {"kind": "conv", "norm": False} | dict.fromkeys(("conv_bias", "bias", "inner_norms"), True),
+        SCAN, {"kind": "conv", "norm": False} | dict.fromkeys(("conv_bias", "bias", "inner_norms"), True),
     ),
-    "encoder": (
-        replace(GPT, encoder=Encoder(num_layers=2, seq=128, channels=80)),
-        [field.name for field in fields(Encoder)],
-        {"num_layers": 1},
-    ),
+    "encoder": (replace(GPT, encoder=Encoder(num_layers=2, seq=128, channels=80)), {"num_layers": 1}),
     "distances": (
-        replace(BERT, distances=Distances(rows=512, num_scores=1, norm=True, shared=True)),
-        [field.name for field in fields(Distances)],
+        replace(BERT, distances=replace(TABLE, num_scores=1)),
         {"norm": False, "shared": False},
     ),
-    "per_layer": (
-        replace(LLAMA, per_layer=PerLayer(rows=1000, width=64)),
-        [field.name for field in fields(PerLayer)],
-        {},
-    ),
-    "streams": (
-        replace(LLAMA, streams=Streams(number=4, laurel_rank=64)),
-        [field.name for field in fields(Streams)],
-        {},
-    ),
-    "patches": (
-        VIT_B,
-        [field.name for field in fields(Patches)],
-        {"class_token": False, "mask_token": True, "bias": False, "out_channels": 3},
-    ),
-}
+    "per_layer": (replace(LLAMA, per_layer=PerLayer(rows=1000, width=64)), {}),
+    "streams": (replace(LLAMA, streams=Streams(number=4, laurel_rank=64)), {}),
+    "patches": (VIT_B, {"class_token": False, "mask_token": True, "bias": False, "out_channels": 3}),
+}  # fmt: skip
+ELSEWHERE = {"moe": {"num_shared_experts"}, "recurrence": {"num_groups", "gate_rank"}}
+"""Fields of parts that only descriptions or other kinds of the part have."""
+FIELDS = [
+    (part, field.name)
+    for part, (model, _) in PARTS.items()
+    for field in fields(getattr(model, part))
+    if field.name not in ELSEWHERE.get(part, ())
+]
 
 
 def test_every_field_is_changed_or_descriptive() -> None:
@@ -193,11 +148,9 @@ def test_a_field_changes_the_ops(field: str) -> None:
     assert price(changed) != price(model)
 
 
-@pytest.mark.parametrize(
-    ("part", "field"), [(part, field) for part, (_, names, _) in PARTS.items() for field in names]
-)
+@pytest.mark.parametrize(("part", "field"), FIELDS)
 def test_a_field_of_a_part_changes_the_ops(part: str, field: str) -> None:
-    model, _, special = PARTS[part]
+    model, special = PARTS[part]
     model = replace(model, **SHORT)
     whole = getattr(model, part)
     value = special.get(field, 2 * getattr(whole, field))
