@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwise.core.errors import MeshwiseError
+from meshwise.estimate.adverse import together
 from meshwise.estimate.one_plan import estimate
 from meshwise.launch.read import read_job
 from meshwise.launch.settings import TRAINING
@@ -129,6 +130,36 @@ def test_the_fastest_that_a_framework_runs_stands_beside_the_fastest() -> None:
     assert anywhere.runnable is not None and not anywhere.bases[0].runs_in
     assert anywhere.runnable[0].step_s == runnable.best[0].step_s > anywhere.best[0].step_s
     assert anywhere.runnable[1].runs_in == runnable.bases[0].runs_in
+
+
+def test_robust_plans_are_ranked_by_their_step_under_all_adversities() -> None:
+    """The first is the best of all priced one by one; hidden and exposed time are that without overlap."""
+    job, work = (find_model("llama3-8b"), find_cluster("h100-80g-sxm:16")), Workload(batch=32, seq=2048)
+    stated = FEW | {"zero": (1, 3), "schedule": ("1f1b",)}
+    found = search(*job, batch=32, seq=2048, stated=stated, robust=True)
+    space, priced = free_values(*job, work, stated), []
+    for values in itertools.product(*space.values()):
+        plan = dict(zip(space, values, strict=True))
+        try:
+            one = estimate(*job, Plan(**{key: plan[key] for key in plan if key != "microbatch"}), work)
+        except MeshwiseError:
+            continue
+        if one.memory_bytes["total"] <= found.capacity_bytes:
+            priced.append(together(*job, one.plan).step_s(one))
+    assert found.bases[0].robust_s == pytest.approx(min(priced), rel=1e-12)
+    exposed = estimate(*job, Plan(zero=3, overlap_dp=False), work).time_s["comm_dp"]
+    beside = estimate(*job, Plan(zero=3), work)
+    assert beside.time_s["comm_dp"] + beside.hidden_s["comm_dp"] == pytest.approx(exposed, rel=1e-9)
+
+
+def test_the_simplest_plan_is_as_fast_as_the_interval_tells(meshwise) -> None:
+    for top in ("1", "5"):
+        document = meshwise(*ARGUMENTS, "--top", top, "--json").document
+        best, simple = document["best"][0], document["simplest"]
+        wrong_frac = best["step_s_interval"]["p90"] / best["step_s"] - 1
+        differ_s = sum(abs(best["time_s"][name] - simple["time_s"][name]) for name in best["time_s"])
+        assert simple["step_s"] - best["step_s"] <= wrong_frac * differ_s
+        assert all("leans_on" in one and one["robust_s"] > one["step_s"] for one in (best, simple))
 
 
 MOST_PLANS = int(os.environ.get("MESHWISE_SEARCH_PLANS", "300"))

@@ -129,6 +129,7 @@ def search(
     memory_frac: float = 0.92,
     beside: str | Path | Plan | None = None,
     assumptions: bool = False,
+    robust: bool = False,
     on_plans: Callable[[BestPlans], None] = lambda kept: None,
 ) -> Result:
     """Price every plan of `model` on `cluster` and keep the fastest that fit.
@@ -146,7 +147,9 @@ def search(
         top: How many plans to show, the fastest of each family with the same degrees.
         memory_frac: Share of the memory that a plan may need.
         beside: A plan to show beside the best one, term by term.
-        assumptions: Also say which rate, if it were at the bad end of its interval, changes the choice.
+        assumptions: Also say which adversity hurts most, and which changes the choice.
+        robust: Rank plans by their step when less overlap, experts out of balance and slower rates come
+            together.
         on_plans: Hears now and then of the plans kept so far; Ctrl-C ends the search with them.
 
     Returns:
@@ -163,7 +166,9 @@ def search(
         raise WorkloadError(f"top={top} must be a whole number of at least 1")
     job = _search_job(model, cluster, plan, batch=batch, seq=seq, microbatch=microbatch)
     share = _share(memory_frac)
-    found = find(**job, to=to, top=top, memory_frac=share, assumptions=assumptions, on_plans=on_plans)
+    found = find(
+        **job, to=to, top=top, memory_frac=share, assumptions=assumptions, robust=robust, on_plans=on_plans
+    )
     if beside is None:
         return found
     size = next(iter(microbatch), 1)

@@ -22,6 +22,7 @@ from meshwise.core.columns import distinct_columns
 from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
+from meshwise.estimate.adverse import Adversity, adverse_machine
 from meshwise.estimate.step import StepCost, step_cost
 from meshwise.estimate.timing import machine_for
 from meshwise.machine.hardware import Cluster
@@ -125,12 +126,12 @@ class Cells:
 
 def price_grid(
     model: Model, cluster: Cluster, workload: Workload, space: Space, *, distinct: bool = False,
-    refused: Refusals = lambda mesh: (),
+    refused: Refusals = lambda mesh: (), under: Callable[[Plan], Adversity] = lambda plan: Adversity(),
 ) -> Iterator[Cells]:  # fmt: skip
     """Price all combinations of `space` on `cluster`; a cell is the plan that states its values alone.
 
     Combinations that are no plans, or that are `refused`, are left out. `distinct`: of rows that are one plan
-    in other words, keep one. PlanError for a key that a plan does not have.
+    in other words, keep one. `under`: adversities of each plan. PlanError for a key that no plan has.
     """
     unknown = sorted(set(space) - set(KEYS))
     if unknown:
@@ -141,7 +142,9 @@ def price_grid(
         of_one = {"layout": ("1d",)} | {key: (one,) for key, one in NO_GRID if one in space.get(key, ())}
         for of_layout in (of_one, of_grids):
             some = {**space, **of_layout}
-            yield from price_grid(model, cluster, workload, some, distinct=distinct, refused=refused)
+            yield from price_grid(
+                model, cluster, workload, some, distinct=distinct, refused=refused, under=under
+            )
         return
     by_layout = ("tp",) if layouts != ("1d",) else ()
     seen: set[Plan] = set()
@@ -165,7 +168,7 @@ def price_grid(
                 key: space[key][: space[key].index(stated[key])] for key in stated if distinct and key != "tp"
             }
             repeats = _Repeats(distinct, before)
-            yield from _cells(model, cluster, workload, some, plan, stated, repeats, refused)
+            yield from _cells(model, cluster, workload, some, plan, stated, repeats, refused, under(plan))
 
 
 def _alike(
@@ -222,7 +225,7 @@ def _canonical(plan: Plan) -> Plan:
 
 def _cells(
     model: Model, cluster: Cluster, workload: Workload, values: Mapping[str, Sequence[Any]], plan: Plan,
-    switches: dict[str, Any], repeats: _Repeats, refused: Refusals,
+    switches: dict[str, Any], repeats: _Repeats, refused: Refusals, adversity: Adversity,
 ) -> Iterator[Cells]:  # fmt: skip
     tail = [axis for keys in TAIL if (axis := _axis(keys, values, plan)) is not None]
     row_axes = [axis for key in ROWS if (axis := _axis((key,), values, plan)) is not None]
@@ -258,14 +261,14 @@ def _cells(
         mesh, _ = _mesh(plan, workload, cluster, fixed | in_front | _flat(row_axes, rows))
         kept = repeats.kept(mesh, len(rows[0]))
         rows = tuple(index[kept] for index in rows)
-    runs_on = machine_for(cluster, plan, workload.kind)
+    runs_on = adverse_machine(machine_for(cluster, plan, workload.kind), adversity)
     chunk = max(CELLS_AT_ONCE // prod(len(axis.values) for axis in tail), 256)
     for first in range(0, len(rows[0]), chunk):
         some = tuple(index[first : first + chunk] for index in rows)
         mesh, sizes = _mesh(plan, workload, cluster, fixed | in_front | _flat(row_axes, some))
         kept_rules = (rule.is_broken for rule in rules(model, mesh, sizes, cluster))
         is_broken = _any((*kept_rules, *refused(mesh)))
-        cost = step_cost(model, mesh, runs_on)
+        cost = step_cost(model, adversity.mesh(model, mesh, runs_on), runs_on)
         yield Cells(plan, switches, tail, row_axes, some, cost.mesh, cost, is_broken)
 
 

@@ -72,11 +72,9 @@ class Estimate(Shown):
 
     def interval(self, quantity: str, value: float) -> Interval:
         """The interval around `value`, a prediction of `quantity` (step_s or memory_bytes)."""
-        chip, dtype = self.cluster.chip, self.plan.dtype
-        found = regimes(has_experts=self.model.moe is not None, dtype=dtype, num_chips=self.cluster.num_chips)
-        seen = self.trains and f"{chip.generation}.{dtype}" in spreads().measured
-        what = f"training in {dtype} on {chip.generation} chips" if self.trains else "a whole pass"
-        return interval_around(quantity, value, found, unmeasured="" if seen else what)
+        return interval_of(
+            quantity, value, self.model, self.cluster, self.plan.dtype, is_training=self.trains
+        )
 
     @property
     def tokens_per_s(self) -> float:
@@ -93,6 +91,16 @@ class Estimate(Shown):
                     row.get("count", 1.0) * row["time_s"]
                 )
         return seconds
+
+    @cached_property
+    def hidden_s(self) -> dict[str, float]:
+        """Seconds of communication of the same rank that hide behind its compute, by axis."""
+        found = {name: 0.0 for name in TIME_PARTS if name.startswith("comm_")}
+        for row in self._rows(self.pace):
+            if "exposed_s" in row:
+                found[f"comm_{row['axis'][:2]}"] += row["count"] * (row["comm_s"] - row["exposed_s"])
+        found["comm_ep"] -= float(self.step.unpaired_s)
+        return {name: max(seconds, 0.0) for name, seconds in found.items()}
 
     @property
     def pace(self) -> StageCost:
@@ -235,16 +243,20 @@ class Estimate(Shown):
                 "many on each"
             )
         notes.append(f"interval: {self.step_s_interval.reason}")
-        used = {f"gemm.{self.plan.dtype}", "attention.flash", "memory.kernel", "inner.link", "outer.link"}
-        inherited = self.machine.efficiency.inherited_from
-        origins: dict[str, list[str]] = {}
-        for what in sorted(used & set(inherited)):
-            origins.setdefault(inherited[what], []).append(what)
-        for origin, names in origins.items():
+        for origin, names in self.inherited.items():
             notes.append(
                 f"{self.cluster.chip.name}: efficiency of {', '.join(names)} inherited from {origin}"
             )
         return notes
+
+    @property
+    def inherited(self) -> dict[str, list[str]]:
+        """Chips whose efficiencies stand for those of this one, and which."""
+        used = {f"gemm.{self.plan.dtype}", "attention.flash", "memory.kernel", "inner.link", "outer.link"}
+        found: dict[str, list[str]] = {}
+        for what in sorted(used & set(self.machine.efficiency.inherited_from)):
+            found.setdefault(self.machine.efficiency.inherited_from[what], []).append(what)
+        return found
 
     @property
     def experts(self) -> dict[str, float | None] | None:
@@ -276,6 +288,7 @@ class Estimate(Shown):
             "memory_bytes_interval": self.memory_bytes_interval.to_json(),
             "fits": self.fits,
             "time_s": self.time_s,
+            "hidden_s": self.hidden_s,
             "pace_rank": self.pace_rank,
             "stages": [_stage_json(self.model, cost) for cost in self.step.stages],
             "experts": self.experts,
@@ -284,6 +297,17 @@ class Estimate(Shown):
         if ledger:
             document["ledger"] = self.ledger.to_json()
         return document
+
+
+def interval_of(
+    quantity: str, value: float, model: Model, cluster: Cluster, dtype: str, *, is_training: bool = True
+) -> Interval:
+    """The interval around `value`, a prediction of `quantity` of a step in `dtype`."""
+    generation = cluster.chip.generation
+    found = regimes(has_experts=model.moe is not None, dtype=dtype, num_chips=cluster.num_chips)
+    seen = is_training and f"{generation}.{dtype}" in spreads().measured
+    what = f"training in {dtype} on {generation} chips" if is_training else "a whole pass"
+    return interval_around(quantity, value, found, unmeasured="" if seen else what)
 
 
 def _with_waits_of(step: StepCost, own: StepCost) -> StepCost:

@@ -56,7 +56,6 @@ Software is named by its core and the year of its first release like it: `SOFTWA
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -153,9 +152,9 @@ class Overheads:
         """Bytes moved per parameter to add a microbatch's gradient to a sum of elements of `sum_bytes`."""
         return max(self.accumulate_bytes - 2.0 * (4.0 - sum_bytes), 0.0)
 
-    def imbalance(self, experts: float, ranks: float) -> float:
+    def imbalance(self, experts: float, ranks: Num) -> Num:
         """Tokens of the busiest of `ranks` over the mean: the largest of normal samples (Gumbel 1958)."""
-        return 1.0 + self.expert_spread * math.sqrt(2.0 * math.log(ranks) * ranks / experts)
+        return 1.0 + self.expert_spread * np.sqrt(2.0 * np.log(ranks) * ranks / experts)
 
     def reached_frac(self, link: str, bytes_per_s: float) -> float:
         """Share of a link's bandwidth that training reaches, by the name of its level and its rate."""

@@ -52,17 +52,20 @@ def print_search(result: Result, console: Console, budget: TokenBudget | None = 
 
 
 def answer_lines(result: Result) -> Iterator[str]:
-    """The fastest plan, and the fastest that a framework runs today where that is another."""
+    """The first plan, the first that a framework runs today and the simplest as fast, where they differ."""
     best, of_best = result.best[0], result.bases[0]
-    yield f"fastest: {_with_step(best)}; {_runs_in(of_best)}"
+    what = "most robust" if result.robust else "fastest"
+    yield f"{what}: {_with_step(best)}; {_runs_in(of_best)}"
+    yield f"  leans on {of_best.leans_on}"
     if result.runnable and result.slower_frac:
         found, of_found = result.runnable
-        yield (
-            f"fastest that a framework runs: {_with_step(found)}, {result.slower_frac:.1%} longer; "
-            f"{_runs_in(of_found)}"
-        )
+        longer = f"{_with_step(found)}, {result.slower_frac:.1%} longer"
+        yield f"{what} that a framework runs: {longer}; {_runs_in(of_found)}"
+        yield f"  leans on {of_found.leans_on}"
     elif result.runnable is None and not of_best.runs_in:
         yield "no framework runs any plan of this space; --to FRAMEWORK searches what one has"
+    if result.simplest and result.simplest[0].plan != best.plan:
+        yield f"as fast, as far as the interval tells, and simplest: {_with_step(result.simplest[0])}"
 
 
 def _with_step(found: Estimate) -> str:
@@ -79,13 +82,13 @@ def plans_table(result: Result, shown: Callable[[str, int], object]) -> Table:
     """The fastest plan of each family; `shown` makes the cell of a plan of its text and microbatch."""
     rows = [
         (
-            duration(found.step_s), f"{found.mfu:.1%}", with_prefix(found.memory_bytes["total"], "B"),
-            _largest_cost(found), found.workload.microbatch, num_variants,
-            shown(plan_text(found.plan), found.workload.microbatch),
+            duration(found.step_s), duration(of.robust_s), f"{found.mfu:.1%}",
+            with_prefix(found.memory_bytes["total"], "B"), _largest_cost(found), found.workload.microbatch,
+            num_variants, shown(plan_text(found.plan), found.workload.microbatch),
         )
-        for found, num_variants in zip(result.best, result.num_variants, strict=True)
+        for found, num_variants, of in zip(result.best, result.num_variants, result.bases, strict=True)
     ]  # fmt: skip
-    columns = ("step", "MFU", "memory", "largest cost", "microbatch", "alike", "plan")
+    columns = ("step", "robust", "MFU", "memory", "largest cost", "microbatch", "alike", "plan")
     return Table("", columns, rows, left=("plan",))
 
 
@@ -103,14 +106,18 @@ def _print_weighed(weighed: Weighed, console: Console) -> None:
     rows = [
         (
             one.name,
-            f"{1.0 - one.factor:.0%}",
+            f"{1.0 - one.factor:.0%}" if one.factor < 1.0 else "",
+            f"{one.longer_frac:.1%}" if one.kept_s < math.inf else "does not fit",
             f"{one.loss_frac:.1%}" if one.kept_s < math.inf else "does not fit",
             plan_text(one.best.plan) if one.best else "nothing fits",
         )
         for one in weighed.assumptions
     ]
-    columns = ("if this were", "lower by", "the first plan loses", "the best plan then")
+    columns = ("if this were", "lower by", "it takes longer by", "and loses", "the best plan then")
     console.print(Table("assumptions", columns, rows, left=("if this were", "the best plan then")))
+    most = weighed.hurts_most
+    hurt = f"by {most.longer_frac:.1%}" if most.kept_s < math.inf else "out of memory"
+    console.print(f"{most.name} hurts most: {hurt}")
     safest = plan_text(weighed.safest.plan) or "default plan"
     worst = duration(weighed.worst_s) if weighed.worst_s < math.inf else "out of memory"
     console.print(f"least to lose: {safest}, microbatch {weighed.safest.microbatch} (at worst {worst})")

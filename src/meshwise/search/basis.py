@@ -1,31 +1,79 @@
-"""What a found plan rests on beside its price: the frameworks that run it."""
+"""What a found plan rests on beside its price: who runs it, what it leans on, its step when things go worse.
+
+Two plans are *as fast as the interval tells* where their steps differ by no more than the terms in which they
+differ may be wrong: by a share `p90 - 1` of each, where p90 is the bad end of the interval of a step of 1.
+Terms that both have in common are wrong in both.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from meshwise.core.errors import MeshwiseError
+from meshwise.core.units import duration
+from meshwise.estimate.adverse import together
 from meshwise.estimate.one_plan import Estimate
 from meshwise.launch.runs import runs
 from meshwise.launch.settings import TRAINING
 from meshwise.launch.write import launch
+from meshwise.plan.plan import DEFAULTS
+
+NOTABLE = 0.005
+"""Share of a step from which on communication that hides is worth a word."""
 
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """The frameworks that run a plan, by the settings that `launch` writes for it, and lose nothing of it."""
+    """The frameworks whose settings (`launch`) say a plan whole, and its step under all adversities."""
 
     runs_in: tuple[str, ...]
+    robust_s: float
+    leans_on: str
 
     def to_json(self) -> dict[str, Any]:
         """What the document says of a plan beside its price."""
-        return {"runs_in": list(self.runs_in)}
+        return {"runs_in": list(self.runs_in), "robust_s": self.robust_s, "leans_on": self.leans_on}
 
 
 def basis(found: Estimate) -> Basis:
     """What the plan of an estimate rests on."""
-    return Basis(tuple(name for name in TRAINING if _runs_it(name, found)))
+    adversity = together(found.model, found.cluster, found.plan)
+    names = tuple(name for name in TRAINING if _runs_it(name, found))
+    return Basis(names, adversity.step_s(found), "; ".join(_supports(found)))
+
+
+def _supports(found: Estimate) -> Iterator[str]:
+    """What must hold for the price of a plan to hold."""
+    hidden = {name: seconds for name, seconds in found.hidden_s.items() if seconds > NOTABLE * found.step_s}
+    if hidden:
+        shown = ", ".join(f"{name} {duration(seconds)}" for name, seconds in hidden.items())
+        yield f"hidden behind compute: {shown}"
+    if found.model.moe is not None and found.mesh.ep > 1 and found.mesh.imbalance == 1.0:
+        yield "balanced experts"
+    yield f"{found.plan.implementation} on {found.plan.software}"
+    interval = found.step_s_interval
+    for origin in found.inherited:
+        low, high = (end / found.step_s - 1.0 for end in (interval.p10, interval.p90))
+        yield f"{found.cluster.chip.name} as efficient as {origin}, step {low:+.0%} to {high:+.0%}"
+
+
+def simplest(found: Sequence[Estimate]) -> Estimate:
+    """Of the plans as fast as the first the one with fewest axes, then with fewest keys stated."""
+    return min((one for one in found if as_fast(one, found[0])), key=_complexity)
+
+
+def as_fast(one: Estimate, best: Estimate) -> bool:
+    """Whether a plan is as fast as the best, as far as the interval tells (see the top of this file)."""
+    differs_s = sum(abs(one.time_s[name] - best.time_s[name]) for name in best.time_s)
+    return one.step_s - best.step_s <= (best.step_s_interval.p90 / best.step_s - 1.0) * differs_s
+
+
+def _complexity(found: Estimate) -> tuple[int, int, float]:
+    mesh, plan = found.mesh, found.plan
+    axes = sum(int(size) > 1 for size in (mesh.tp, mesh.cp, mesh.pp, mesh.ep))
+    return axes, sum(getattr(plan, key) != value for key, value in DEFAULTS.items()), found.step_s
 
 
 def _runs_it(framework: str, found: Estimate) -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 
 from meshwise.core.errors import MeshwiseError, PlanError
 from meshwise.core.notebook import Shown
+from meshwise.estimate.adverse import Adversity, together
 from meshwise.estimate.grid import price_grid
 from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.estimate.token_budget import TokenBudget
@@ -29,7 +30,7 @@ from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import ANY, Plan, plan_text
 from meshwise.plan.workload import Workload
 from meshwise.search.assumptions import Weighed, weigh
-from meshwise.search.basis import Basis, basis
+from meshwise.search.basis import Basis, basis, simplest
 from meshwise.search.best_plans import BestPlans, Found, fastest_first
 from meshwise.search.space import Stated, free_values
 
@@ -43,6 +44,9 @@ MAX_GROWTH = 64
 """How many times more chips are tried where nothing fits."""
 
 STOPPED = "the search was stopped before the first plans were priced"
+
+NEAR, NEAR_FRAC = 20, 1.1
+"""Families that may be as fast as the first: so many, and up to so many times its step."""
 
 ANY_FRAMEWORK = "any"
 """`to` where a plan need not run anywhere."""
@@ -75,7 +79,9 @@ class Result(Shown):
     see beside the best. `complete` is false where the search was stopped: then the best are those so far.
     `weighed`: which assumptions would change the choice, where the caller asked. `stated`: the values that
     keys were given; `to`: the framework whose plans alone were looked at. `bases`: what the plans of `best`
-    rest on. `runnable`: the fastest plan that a framework runs.
+    rest on. `runnable`: the fastest plan that a framework runs; `simplest`: the simplest as fast as the first
+    of `best`, as far as the interval tells. `robust`: plans are ranked, and those of `pareto` priced, under
+    all adversities.
     """
 
     plans_considered: int
@@ -95,11 +101,18 @@ class Result(Shown):
     to: str = ""
     bases: tuple[Basis, ...] = ()
     runnable: tuple[Estimate, Basis] | None = None
+    simplest: tuple[Estimate, Basis] | None = None
+    robust: bool = False
 
     @property
     def slower_frac(self) -> float | None:
-        """How much longer than the fastest plan the fastest takes that a framework runs; None without one."""
-        return self.runnable[0].step_s / self.best[0].step_s - 1.0 if self.runnable else None
+        """How much longer than the first plan the first takes that a framework runs; None without one."""
+        if self.runnable is None:
+            return None
+        found, of = self.runnable
+        if self.robust:
+            return of.robust_s / self.bases[0].robust_s - 1.0
+        return found.step_s / self.best[0].step_s - 1.0
 
     def to_json(self, budget: TokenBudget | None = None) -> dict[str, Any]:
         """The document that `meshwise search --json` prints; `budget`: also what its run takes."""
@@ -120,6 +133,8 @@ class Result(Shown):
             and _best_json(self.runnable[0], 1)
             | self.runnable[1].to_json()
             | {"slower_frac": self.slower_frac},
+            "simplest": self.simplest and _best_json(self.simplest[0], 1) | self.simplest[1].to_json(),
+            "robust": self.robust,
             "pareto": [found.to_json() for found in self.pareto],
             "nearest_miss": miss
             and miss.to_json()
@@ -143,6 +158,7 @@ def _best_json(found: Estimate, num_variants: int) -> dict[str, Any]:
         "tokens_per_s": found.tokens_per_s,
         "memory_bytes": found.memory_bytes,
         "time_s": found.time_s,
+        "hidden_s": found.hidden_s,
         "num_variants": num_variants,
     }
 
@@ -158,6 +174,7 @@ def search(
     top: int = 5,
     memory_frac: float = MEMORY_FRAC,
     assumptions: bool = False,
+    robust: bool = False,
     with_changes: bool = True,
     on_plans: Callable[[BestPlans], None] = lambda kept: None,
 ) -> Result:
@@ -166,9 +183,10 @@ def search(
     Where none fits, offloading is tried too (a plan that does without is the simpler one).
     `stated`: the values that keys of the plan (and `microbatch`) may have, in place of all of them. `to`: a
     framework, which must run the plan.
-    `memory_frac`: share of a chip's memory that a plan may need. `assumptions`: also say which of them would
-    change the choice; `with_changes`: what would fit where nothing does. `on_plans` hears of the plans kept
-    so far; Ctrl-C ends the search with them. The result has no `best` where nothing fits.
+    `memory_frac`: share of a chip's memory that a plan may need. `robust`: rank plans by their step when
+    adversities come together (`estimate.adverse`), and let them fit then. `assumptions`: also say which of
+    them would change the choice; `with_changes`: what would fit where nothing does. `on_plans` hears of the
+    plans kept so far; Ctrl-C ends the search with them. The result has no `best` where nothing fits.
 
     Raises:
         PlanError: A stated key is unknown, or cannot be `*`; a framework is unknown, or lacks what is stated.
@@ -178,15 +196,17 @@ def search(
     if to not in ("", ANY_FRAMEWORK, *TRAINING):
         raise PlanError(f"--to {to} must be one of {', '.join((*TRAINING, ANY_FRAMEWORK))}")
     to = "" if to == ANY_FRAMEWORK else to
-    space = _Space(model, cluster, workload, stated, memory_frac, to)
+    space = _Space(model, cluster, workload, stated, memory_frac, to, robust)
     kept = space.price(on_plans)
     if kept.considered and not kept.feasible and not kept.stopped:
         space = replace(space, stated={**OFFLOADED, **space.stated})
         kept = space.price(on_plans)
-    best = fastest_first(kept.fastest.values())[:top]
+    ranked = fastest_first(kept.fastest.values())
+    best = ranked[:top]
     families = {id(found): family for family, found in kept.fastest.items()}
     no_fit = kept.considered > 0 and not best
     chosen = tuple(map(space.estimate, best))
+    near = [space.estimate(one) for one in ranked[top:NEAR] if one.step_s < NEAR_FRAC * ranked[0].step_s]
     runnable = None if kept.runnable is None else space.estimate(kept.runnable)
     return Result(
         plans_considered=kept.considered,
@@ -200,11 +220,13 @@ def search(
         changes=tuple(space.changes()) if no_fit and with_changes and not kept.stopped else (),
         reason="" if kept.considered else STOPPED if kept.stopped else space.reason(),
         complete=not kept.stopped,
-        weighed=weigh(chosen, kept.capacity_bytes, space.fastest_on) if assumptions and best else None,
+        weighed=weigh(chosen, kept.capacity_bytes, space.fastest_against) if assumptions and best else None,
         stated=space.stated,
         to=to,
         bases=tuple(map(basis, chosen)),
         runnable=None if runnable is None else (runnable, basis(runnable)),
+        simplest=(plain := simplest([*chosen, *near]), basis(plain)) if chosen else None,
+        robust=robust,
     )
 
 
@@ -218,6 +240,11 @@ class _Space:
     stated: Stated
     memory_frac: float
     to: str = ""
+    robust: bool = False
+
+    def under(self, plan: Plan) -> Adversity:
+        """What the plans are priced under."""
+        return together(self.model, self.cluster, plan) if self.robust else Adversity()
 
     def estimate(self, found: Found) -> Estimate:
         """The estimate of a plan of the space."""
@@ -233,13 +260,20 @@ class _Space:
         names = () if self.to else TRAINING
         return reduce(np.logical_or, (runs(name, self.model, mesh) for name in names), False)
 
-    def price(self, on_plans: Callable[[BestPlans], None] = lambda kept: None) -> BestPlans:
-        """The plans worth keeping, of all; of those priced so far where Ctrl-C ends the search."""
-        kept = BestPlans(self.memory_frac * self.cluster.chip.memory_bytes, self.runs)
+    def price(
+        self, on_plans: Callable[[BestPlans], None] = lambda kept: None, against: Adversity | None = None
+    ) -> BestPlans:
+        """The plans worth keeping, of all; of those priced so far where Ctrl-C ends the search.
+
+        `against`: an adversity in place of those that the search is made under.
+        """
+        under = self.under if against is None else lambda plan: against
+        memory_frac = self.memory_frac * (1.0 if against is None else against.memory)
+        kept = BestPlans(memory_frac * self.cluster.chip.memory_bytes, self.runs)
         job = self.model, self.cluster, self.workload
         values = free_values(*job, self.stated, self.to)
         try:
-            for cells in price_grid(*job, values, distinct=True, refused=self.refused):
+            for cells in price_grid(*job, values, distinct=True, refused=self.refused, under=under):
                 kept.add(cells)
                 on_plans(kept)
         except KeyboardInterrupt:
@@ -272,8 +306,11 @@ class _Space:
 
     def fastest_on(self, cluster: Cluster) -> Found | None:
         """The fastest plan that fits another cluster; None if none does."""
-        kept = replace(self, cluster=cluster).price()
-        return fastest_first(kept.fastest.values())[0] if kept.feasible else None
+        return _fastest(replace(self, cluster=cluster).price())
+
+    def fastest_against(self, adversity: Adversity) -> Found | None:
+        """The fastest plan that fits under an adversity; None if none does."""
+        return _fastest(self.price(against=adversity))
 
     def reason(self) -> str:
         """Why no combination is a plan: what the first stated one breaks by itself, if it does."""
@@ -287,3 +324,7 @@ class _Space:
             f"no combination of degrees divides {self.cluster.num_chips} ranks and a batch of "
             f"{workload.batch}"
         )
+
+
+def _fastest(kept: BestPlans) -> Found | None:
+    return fastest_first(kept.fastest.values())[0] if kept.feasible else None

@@ -1,0 +1,91 @@
+"""The step when things go worse than the estimate has it: slower rates, less overlap, experts out of balance.
+
+A *robust* plan is one whose step stays short when all of these come together (`TOGETHER`):
+- half of what hides behind compute does not;
+- the busiest rank of experts gets as many tokens as without a loss that balances them
+  (`Overheads.imbalance`, arXiv 2408.15664), where experts are spread;
+- links give 20 % less;
+- compute and memory are as slow as at the bad end of the estimate's interval.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from meshwise.estimate.one_plan import Estimate, interval_of
+from meshwise.estimate.step import step_cost
+from meshwise.estimate.timing import Machine
+from meshwise.machine.hardware import Cluster, Rates
+from meshwise.model.architecture import Model
+from meshwise.plan.mesh import Mesh
+from meshwise.plan.plan import Plan
+
+LINKS_FRAC, OVERLAP_FRAC = 0.8, 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adversity:
+    """Factors of the rates of a machine, of its memory and of what hides behind compute."""
+
+    compute: float = 1.0
+    memory_rate: float = 1.0
+    inner: float = 1.0
+    outer: float = 1.0
+    memory: float = 1.0
+    overlap: float = 1.0
+    experts_unbalanced: bool = False
+
+    def mesh(self, model: Model, mesh: Mesh, machine: Machine) -> Mesh:
+        """`mesh` with the imbalance of its experts."""
+        if not self.experts_unbalanced or model.moe is None:
+            return mesh
+        busiest = machine.overheads.imbalance(model.moe.num_experts, mesh.ep)
+        return replace(mesh, imbalance=np.maximum(mesh.imbalance, busiest))
+
+    def step_s(self, found: Estimate) -> float:
+        """The step of an estimate then."""
+        mesh = self.mesh(found.model, found.mesh, found.machine)
+        return float(step_cost(found.model, mesh, adverse_machine(found.machine, self)).step_s)
+
+
+@lru_cache(maxsize=256)
+def adverse_machine(machine: Machine, adversity: Adversity) -> Machine:
+    """The machine with the rates and the overlap that are left."""
+    if adversity == Adversity():
+        return machine
+    overheads, exposed_frac = machine.overheads, 1.0 - adversity.overlap
+    return replace(
+        machine,
+        base=_slower(machine.base, adversity),
+        by_dtype={dtype: _slower(rates, adversity) for dtype, rates in machine.by_dtype.items()},
+        overheads=replace(
+            overheads,
+            tp_exposed_frac=max(overheads.tp_exposed_frac, exposed_frac),
+            interference_frac=max(overheads.interference_frac, exposed_frac),
+        ),
+    )
+
+
+def _slower(rates: Rates, adversity: Adversity) -> Rates:
+    ways = rates.link_ways or (0,) * len(rates.link_bytes_per_s)  # a torus has several inner links
+    factors = [adversity.inner if i == 0 or way else adversity.outer for i, way in enumerate(ways)]
+    return replace(
+        rates,
+        matrix_flop_per_s=adversity.compute * rates.matrix_flop_per_s,
+        vector_flop_per_s=adversity.compute * rates.vector_flop_per_s,
+        memory_bytes_per_s=adversity.memory_rate * rates.memory_bytes_per_s,
+        link_bytes_per_s=tuple(map(operator.mul, factors, rates.link_bytes_per_s)),
+    )
+
+
+def together(model: Model, cluster: Cluster, plan: Plan) -> Adversity:
+    """All adversities of a training step at once."""
+    slower = min(1.0 / interval_of("step_s", 1.0, model, cluster, plan.dtype).p90, 1.0)
+    return Adversity(
+        compute=slower, memory_rate=slower, inner=LINKS_FRAC, outer=LINKS_FRAC, overlap=OVERLAP_FRAC,
+        experts_unbalanced=True,
+    )  # fmt: skip
