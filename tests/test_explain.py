@@ -200,15 +200,16 @@ def test_what_an_optimizer_runs_is_its_own(tmp_path):
 
 
 def test_set_up_and_warm_up_are_no_step(tmp_path):
-    """5 ms before the first mark, a first step of 4 ms, three of 1 ms: a step takes 1 ms."""
+    """5 ms before the first mark, a first step of 4 ms, three of 1 ms, of which 0.2 ms are idle."""
     events = [kernel("gemm", 0, 5000, correlation=99)]
     for number, (begin, length) in enumerate(((5000, 4000), (9000, 1000), (10_000, 1000), (11_000, 1000))):
         events.append(host("user_annotation", f"ProfilerStep#{number}", begin, length))
         events.append(host("cuda_runtime", "cudaLaunchKernel", begin, 1, correlation=number + 1))
-        events.append(kernel("gemm", begin, length, correlation=number + 1))
+        events.append(kernel("gemm", begin + 50, 0.8 * length, correlation=number + 1))
     found = mw.explain(write_trace(tmp_path / "rank-0.json", events, 0))
     _sums_up(found)
-    assert found.measured_s == pytest.approx(1e-3)
+    seconds = {row.op: row.measured_s for row in found.classes}
+    assert found.measured_s == pytest.approx(1e-3) and seconds["matmul"] == pytest.approx(0.8e-3)
 
 
 def test_data_parallel_gradients_are_all_reduced(tmp_path):

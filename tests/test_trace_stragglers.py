@@ -122,6 +122,11 @@ def test_any_steps_name_the_same_rank(tmp_path, steps):
     found = summarize_paths([tmp_path], steps=steps)
     (first,) = _single(found)
     assert first.ranks == (2,) and first.kind == "idle" and 0.7 < first.span_frac <= 1
+    num = len({step.number for step in found.steps}) - (not steps or steps[0] == "0")
+    assert first.text.startswith(
+        f"rank 2 is late in {num} of {num} steps: 397 ms of each 500 ms step, host side"
+    )
+    assert all(one.span_frac <= 1 for one in found.findings)
     assert all(one.num_ranks == 4 and one.last_rank == 2 for one in found.collectives)
     assert all(one.idle_s <= one.span_s for one in found.ranks)
 

@@ -33,7 +33,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,7 @@ from meshwise.core.notebook import Shown
 from meshwise.core.units import duration
 from meshwise.estimate.one_plan import Estimate
 from meshwise.trace.breakdown import work
+from meshwise.trace.collectives import Collective
 from meshwise.trace.events import Ints, Kind, Trace
 from meshwise.trace.intervals import length
 from meshwise.trace.modules import PARTS, part_of_op, parts_of
@@ -51,7 +52,7 @@ from meshwise.trace.names import CLASSES
 from meshwise.trace.nesting import launchers, nearest, parents
 from meshwise.trace.op_rates import matmul_shape, matmul_shapes
 from meshwise.trace.operators import self_time
-from meshwise.trace.partition import Partition, partition
+from meshwise.trace.partition import partition
 from meshwise.trace.stated_job import contradictions
 from meshwise.trace.steps import whole_steps, with_steps
 from meshwise.trace.summary import Summary, waits_ns
@@ -70,8 +71,19 @@ Looks = tuple[Look, Look, Look, Look]
 _NUM_LOOKS = 4
 Place = tuple[str, str, str]
 """Module, op and phase."""
-Work = dict[Looks, dict[Place, float]]
-"""Seconds of a step."""
+
+
+class _Spent(NamedTuple):
+    """Seconds of a step on what looks alike, by one op of an estimate or by all work of a class."""
+
+    looks: Looks
+    place: Place
+    seconds: float
+
+    @property
+    def of(self) -> str:
+        """The class."""
+        return str(self.looks[-1][0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,21 +129,23 @@ class Explanation(Shown):
 def explain(summary: Summary, estimate: Estimate | None = None) -> Explanation:
     """The measured step of a job beside the predicted one, op by op, if the traces are of that job."""
     mismatches = contradictions(summary, estimate) if estimate is not None else []
-    measured, expected = _measured(summary), None
-    if estimate is not None and not mismatches:
-        expected = _predicted(estimate.ledger)
-    seconds, expected_seconds = _by_class(measured), _by_class(expected or {})
+    is_predicted = estimate is not None and not mismatches
+    measured = _measured(summary)
+    expected = _predicted(estimate.ledger) if estimate is not None and is_predicted else []
+    seconds, expected_seconds = (
+        _sums((one.of, one.seconds) for one in side) for side in (measured, expected)
+    )
     classes = _sorted(
         OpDifference(
-            "", op, "step", expected_seconds.get(op, 0.0) if expected else None, seconds.get(op, 0.0)
+            "", of, "step", expected_seconds.get(of, 0.0) if is_predicted else None, seconds.get(of, 0.0)
         )
-        for op in seconds.keys() | expected_seconds.keys()
-        if seconds.get(op) or expected_seconds.get(op)
+        for of in seconds.keys() | expected_seconds.keys()
+        if seconds.get(of) or expected_seconds.get(of)
     )
-    rows = _joined(measured, expected) if expected else classes
-    step_s, expected_s = sum(seconds.values()), sum(expected_seconds.values()) if expected else None
+    rows = _joined(measured, expected) if is_predicted else classes
+    step_s, expected_s = sum(seconds.values()), sum(expected_seconds.values()) if is_predicted else None
     findings = mismatches + _in_words(summary, classes, step_s, expected_s)
-    if expected and step_s:
+    if is_predicted and step_s:
         joined_s = sum(row.measured_s or 0.0 for row in rows if row.module)
         busy_s = step_s - seconds.get("idle", 0.0) - seconds.get("waiting", 0.0)
         findings.append(f"{joined_s / (busy_s or 1.0):.0%} of the measured work is joined op by op")
@@ -152,64 +166,51 @@ def _sorted(rows: Iterable[OpDifference]) -> list[OpDifference]:
     return sorted(rows, key=lambda row: (-abs(row.more_s), row.module, row.op, row.phase))
 
 
-def _by_class(work: Work) -> dict[str, float]:
-    """Seconds of each class."""
-    seconds: dict[str, float] = defaultdict(float)
-    for looks, places in work.items():
-        seconds[looks[-1][0]] += sum(places.values())
-    return dict(seconds)
+def _sums(values: Iterable[tuple[Any, float]]) -> dict[Any, float]:
+    """The values in sum, by their keys."""
+    sums: dict[Any, float] = defaultdict(float)
+    for key, value in values:
+        sums[key] += value
+    return sums
 
 
-def _joined(measured: Work, expected: Work) -> list[OpDifference]:
+def _joined(measured: Sequence[_Spent], expected: Sequence[_Spent]) -> list[OpDifference]:
     """Rows of the ops that both sides have, and one of each class for what either side has alone."""
     rows: dict[Place, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for level in range(_NUM_LOOKS):
-        here, there = _by_look(measured, level), _by_look(expected, level)
-        joined = {look for look in here.keys() & there.keys() if len(look) > 1}
-        for look in joined:
-            seconds, total = sum(here[look].values()), sum(there[look].values())
-            for place, expected_s in there[look].items():
-                rows[place][0] += expected_s
-                rows[place][1] += seconds * expected_s / total
-        measured, expected = (
-            {looks: places for looks, places in side.items() if looks[level] not in joined}
+        here, there = (
+            _sums((one.looks[level], one.seconds) for one in side if one.seconds)
             for side in (measured, expected)
         )
+        both = {look for look in here.keys() & there.keys() if len(look) > 1}
+        for one in expected:
+            if (look := one.looks[level]) in both:
+                rows[one.place][0] += one.seconds
+                rows[one.place][1] += here[look] * one.seconds / there[look]
+        measured, expected = (
+            [one for one in side if one.looks[level] not in both] for side in (measured, expected)
+        )
     for i, side in enumerate((expected, measured)):
-        for op, alone_s in _by_class(side).items():
-            rows["", op, "step"][i] += alone_s
+        for one in side:
+            rows["", one.of, "step"][i] += one.seconds
     return _sorted(OpDifference(*place, *seconds) for place, seconds in rows.items() if any(seconds))
-
-
-def _by_look(work: Work, level: int) -> dict[Look, dict[Place, float]]:
-    """What takes any time, by one of its looks."""
-    found: dict[Look, dict[Place, float]] = defaultdict(lambda: defaultdict(float))
-    for looks, places in work.items():
-        for place, seconds in places.items():
-            if seconds:
-                found[looks[level]][place] += seconds
-    return found
 
 
 def _class_of_kernel(name: str) -> str:
     return next((of for of, pattern in CLASSES.items() if pattern.search(name)), _UNNAMED)
 
 
-def _predicted(ledger: Ledger) -> Work:
+def _predicted(ledger: Ledger) -> list[_Spent]:
     """Seconds of each op in the step of an estimate; the halves of an all-reduce of gradients are one."""
-    work: Work = defaultdict(lambda: defaultdict(float))
-    halves = {
-        row["op"]
-        for row in ledger.rows()
-        if row["op"].endswith("gradients") and row["collective"] == "all_gather"
-    }
+    of_gradients = [row for row in ledger.rows() if row["op"].endswith("gradients")]
+    halves = {row["op"] for row in of_gradients if row["collective"] == "all_gather"}
+    spent = []
     for row in ledger.rows():
-        if seconds := row["count"] * (row["time_s"] or 0.0):
-            if row["op"] in halves:
-                row = {**row, "collective": "all_reduce"}
-            op = f"{row['op']} {row['collective']}".strip()
-            work[_looks_of_op(row)][row["module"], op, row["phase"]] += seconds
-    return work
+        if row["op"] in halves:
+            row = {**row, "collective": "all_reduce"}
+        place = (row["module"], f"{row['op']} {row['collective']}".strip(), row["phase"])
+        spent.append(_Spent(_looks_of_op(row), place, row["count"] * (row["time_s"] or 0.0)))
+    return spent
 
 
 def _looks_of_op(row: Mapping[str, Any]) -> Looks:
@@ -271,38 +272,50 @@ def _class_of_collective(kind: str) -> str:
     return "send_recv" if kind in POINT_TO_POINT else kind
 
 
-def _measured(summary: Summary) -> Work:
+def _measured(summary: Summary) -> list[_Spent]:
     """Seconds of work in a step by its looks, the mean over the ranks; they sum to the span."""
-    traces, partitions, num_steps = _of_whole_steps(summary)
-    seconds: dict[Looks, float] = defaultdict(float)
-    for trace, parts in zip(traces, partitions, strict=True):
-        wire: dict[Looks, float] = defaultdict(float)
-        for one in summary.collectives:
-            if trace.rank in one.events and (
-                trace.selected is None or trace.selected[one.events[trace.rank]]
-            ):
-                kind = _class_of_collective(one.name)
-                wire[_looks(kind, _size(one.group_size), _bytes(one.bytes))] += one.wire_s
+    ranks, num_steps = _of_whole_steps(summary)
+    spent: list[tuple[Looks, float]] = []
+    for trace, parts in ranks:
+        calls = [one for one in summary.collectives if trace.rank in one.events]
+        if trace.selected is not None:
+            calls = [one for one in calls if trace.selected[one.events[trace.rank]]]
+        wire = _sums((_looks_of_call(one), one.wire_s) for one in calls)
         whole_s = sum(wire.values())
-        spent = {
-            looks: parts.seconds["transfer"] * value / whole_s for looks, value in wire.items() if whole_s
-        }
-        if not whole_s:
-            spent[_looks("transfer")] = parts.seconds["transfer"]
-        for part, name in (("wait", "waiting"), ("memory", "copies"), ("idle", "idle")):
-            spent[_looks(name)] = parts.seconds[part]
-        for looks, value in (*_kernels(trace).items(), *spent.items()):
-            seconds[looks] += value / (num_steps * len(traces))
-    return {looks: {("", looks[-1][0], "step"): value} for looks, value in seconds.items()}
+        wire = wire if whole_s else {_looks("transfer"): 1.0}
+        spent += [(looks, parts["transfer"] * one / (whole_s or 1.0)) for looks, one in wire.items()]
+        others = {"waiting": "wait", "copies": "memory", "idle": "idle"}
+        spent += [(_looks(name), parts[part]) for name, part in others.items()]
+        spent += _kernels(trace).items()
+    num = num_steps * len(ranks)
+    return [_Spent(looks, ("", looks[-1][0], "step"), value / num) for looks, value in _sums(spent).items()]
 
 
-def _of_whole_steps(summary: Summary) -> tuple[Sequence[Trace], Sequence[Partition], int]:
-    """What ran in how many whole steps; all of it where none is whole, or steps were chosen."""
-    steps = whole_steps(summary.steps)
+def _looks_of_call(one: Collective) -> Looks:
+    return _looks(_class_of_collective(one.name), _size(one.group_size), _bytes(one.bytes))
+
+
+def _of_whole_steps(summary: Summary) -> tuple[list[tuple[Trace, dict[str, float]]], int]:
+    """The work of each rank in its whole steps with the seconds of its parts, and how many steps these are.
+
+    A step ends where the work of the next one begins, so the last of many only ends the one before. Where no step
+    is whole, or some were chosen, all of the work counts.
+    """
+    numbers, steps = sorted({step.number for step in summary.steps}), whole_steps(summary.steps)
     if not steps or any(trace.selected is not None for trace in summary.traces):
-        return summary.traces, summary.partitions, len({step.number for step in summary.steps}) or 1
+        parts = [one.seconds for one in summary.partitions]
+        return list(zip(summary.traces, parts, strict=True)), len(numbers) or 1
+    steps = steps[:-1] if len(steps) > 2 and steps[-1] == numbers[-1] else steps
     traces = with_steps(summary.traces, f"{steps[0]}-{steps[-1]}")
-    return traces, [partition(one, waits_ns(summary.collectives, one.rank)) for one in traces], len(steps)
+    parts = [partition(one, waits_ns(summary.collectives, one.rank)).seconds for one in traces]
+    if (following := steps[-1] + 1) in numbers:
+        for one, then, seconds in zip(traces, with_steps(summary.traces, str(following)), parts, strict=True):
+            end = max((int(spans[1][-1]) for spans in work(one).spans.values() if len(spans[1])), default=0)
+            start = min(
+                (int(spans[0][0]) for spans in work(then).spans.values() if len(spans[0])), default=end
+            )
+            seconds["idle"] += max(start - end, 0) / 1e9
+    return list(zip(traces, parts, strict=True)), len(steps)
 
 
 def _kernels(trace: Trace) -> dict[Looks, float]:

@@ -147,7 +147,7 @@ def _holder(job: _TracedJob, late: LateRanks) -> Finding:
         text = f"{who} late once, by {duration(seconds)} ({seconds / job.span_s:.1%} of the span), {why}"
     else:
         kind, why = _cause(job, index[worst])
-        each_s = min(seconds / max(late.num_steps, 1), late.step_s)
+        each_s = min(late.each_s, late.step_s)
         text = (
             f"{who} late in {late.num_late} of {late.num_steps} steps: {duration(each_s)} of each "
             f"{duration(late.step_s)} step, {why}"

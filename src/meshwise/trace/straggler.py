@@ -65,6 +65,8 @@ class LateRanks:
     num_late: int
     """In how many of `num_steps` they came last; once is a pause."""
     num_steps: int
+    each_s: float
+    """By how much they are late in a step, on average, and how long a step takes."""
     step_s: float
     start_s: float
     """When the step of a pause began, on the common clock."""
@@ -218,8 +220,15 @@ def _persistent(view: _Waiting) -> LateRanks | None:
     is_clear = margin[:, i].min() >= least_frac * view.step_s and median >= median_frac * view.step_s
     if not (is_clear or (is_rare and has_most)):
         return None
-    seconds = float(relief[i]) * view.num_all_steps / steps
-    return LateRanks((view.ranks[i],), seconds, num_last, steps, view.step_s, float(view.start_s[0]))
+    return _late((view.ranks[i],), float(relief[i]), num_last, view)
+
+
+def _late(ranks: tuple[int, ...], seconds: float, num_late: int, view: _Waiting) -> LateRanks:
+    """Ranks that are late by `seconds` in the steps of a view, and as much in those that it leaves out."""
+    num_steps = len(view.wait_s)
+    each_s, start_s = seconds / num_steps, float(view.start_s[0])
+    whole_s = each_s * view.num_all_steps
+    return LateRanks(ranks, whole_s, num_late, num_steps, each_s, view.step_s, start_s)
 
 
 def _tail(count: int, num: int, chance: float) -> float:
@@ -236,8 +245,8 @@ def _pause(view: _Waiting) -> LateRanks | None:
     ratio = _PAUSE_RATIO_STEADY if is_steady else _PAUSE_RATIO
     if len(margin) < _RARE_STEPS or largest < max(_SPAN_FRAC * view.span_s, ratio * next_largest):
         return None
-    start_s = float(view.start_s[int(place[0])])
-    return LateRanks((view.ranks[int(place[1])],), largest, 1, len(margin), view.step_s, start_s)
+    start_s, ranks = float(view.start_s[int(place[0])]), (view.ranks[int(place[1])],)
+    return LateRanks(ranks, largest, 1, len(margin), largest, view.step_s, start_s)
 
 
 def _several(view: _Waiting) -> LateRanks | None:
@@ -254,8 +263,6 @@ def _several(view: _Waiting) -> LateRanks | None:
     if not slow.any() or slow.all():
         return None
     gain = np.maximum(view.wait_s[:, ~slow].min(axis=1) - view.wait_s[:, slow].min(axis=1), 0).sum()
-    seconds = float(gain) * view.num_all_steps / len(view.wait_s)
-    if seconds < _SPAN_FRAC * view.span_s:
-        return None
     ranks, num_late = tuple(np.array(view.ranks)[slow].tolist()), int((less[:, slow] > 0).any(axis=1).sum())
-    return LateRanks(ranks, seconds, num_late, len(less), view.step_s, float(view.start_s[0]))
+    late = _late(ranks, float(gain), num_late, view)
+    return late if late.seconds >= _SPAN_FRAC * view.span_s else None
