@@ -289,7 +289,7 @@ def outputs_of(name: str) -> Any:
 def test_a_plan_gives_the_case(
     case: str, model: str, cluster: str, domain_ranks: float, plan: str, batch: int
 ) -> None:
-    totals = answer(model, cluster, plan, batch, domain_ranks).tables["totals"]
+    totals = answer(model, cluster, plan, batch, domain_ranks).results["totals"]
     printed = outputs_of(case)["totals"]
     assert totals == pytest.approx(printed, rel=1e-9, abs=0.0)
 
@@ -297,7 +297,7 @@ def test_a_plan_gives_the_case(
 @pytest.mark.parametrize("plan", ["tp=4,pp=4", "layout=2d:2x2,pp=4", "layout=2d-cp:2x2,pp=4"])
 def test_ledger_holds_the_time_and_the_work_of_a_layer(plan: str) -> None:
     of = answer("gpt3-175b", "nersc-a100:32", plan, 16)
-    rows = [row for table in of.tables["tables"].values() for row in table]
+    rows = [row for table in of.tables.values() for row in table]
     ledger = of.ledger
     assert ledger.total("time_s") == pytest.approx(sum(row["t"] for row in rows), rel=1e-12)
     flop = sum(row["flops_fwd"] + row["flops_bwd"] for row in rows)
@@ -308,7 +308,7 @@ def test_ledger_holds_the_time_and_the_work_of_a_layer(plan: str) -> None:
 def test_selective_recomputation_is_priced() -> None:
     """By the command line's words, which imply its modules."""
     kept, redone = (
-        answer("gpt3-175b", "nersc-a100:64", f"tp=4,attention=unfused,recompute={kind}", 64).tables["totals"]
+        answer("gpt3-175b", "nersc-a100:64", f"tp=4,attention=unfused,recompute={kind}", 64).results["totals"]
         for kind in ("none", "selective")
     )
     assert redone["acts_mem"] < kept["acts_mem"]

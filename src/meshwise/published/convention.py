@@ -39,8 +39,9 @@ class Excerpt:
 class PublishedStep:
     """The answer of a published model for one plan.
 
-    `rows` have the `columns` and units of the convention; `tables` are its results as a document has them.
-    `flop` [FLOP] is what one of `ranks` does in `step_s` [s]; `comm_s` are parts of that besides compute.
+    `tables` by their names, and all `rows`, have the `columns` and units of the convention; `results` is what
+    a document has of them. `flop` [FLOP] is what one of `ranks` does in `step_s` [s]; `comm_s` are the parts
+    of that besides compute.
     """
 
     convention: str
@@ -51,7 +52,8 @@ class PublishedStep:
     ranks: float
     columns: Sequence[str]
     rows: Sequence[Mapping[str, Any]]
-    tables: Mapping[str, Any]
+    tables: Mapping[str, Sequence[Mapping[str, Any]]]
+    results: Mapping[str, Any]
     excerpts: Sequence[Excerpt]
     step_s: float
     flop: float
@@ -77,7 +79,7 @@ class PublishedStep:
             "plan": self.plan,
             "workload": {"batch": self.workload.batch, "seq": self.workload.seq},
             "convention": self.convention,
-            **self.tables,
+            **self.results,
             "step_s": self.step_s,
             "tokens_per_s": tokens_per_s,
             "tokens_per_s_per_gpu": tokens_per_s / self.ranks,

@@ -73,7 +73,8 @@ def notebook(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> 
         ranks=plan.tp,
         columns=("table", *COLUMNS),
         rows=[{"table": name, **row} for name in TABLES for row in tables[name]],
-        tables={
+        tables=tables,
+        results={
             "tables": {
                 name: {"rows": tables[name], "totals": totals[name], "comm_frac": shares[name]}
                 for name in TABLES

@@ -82,7 +82,8 @@ def paper(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> Pub
         ranks=plan.model_ranks * float(run.dp),
         columns=("table", *COLUMNS),
         rows=rows,
-        tables={
+        tables=priced.tables,
+        results={
             **{"tables": priced.tables, "dp_comm": priced.dp_comm, "pp_comm": priced.pp_comm},
             "totals": totals,
         },
