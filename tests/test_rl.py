@@ -158,6 +158,34 @@ def test_a_job_that_does_not_fit_says_what_and_exits_with_1(meshwise: Any) -> No
     assert "the rollout plan does not fit" in done.out and "the training plan does not fit" in done.out
 
 
+OPEN: dict[str, Any] = {"mode": "", "train_plan": "", "rollout_plan": "", "prompts": 8, "updates": 1}
+
+
+def test_the_best_split_is_a_job_that_can_be_stated() -> None:
+    """The first has the bound asked for and is the fastest of these; stated, it gives the same digits."""
+    found = step(**OPEN)
+    first, *others = found["best"]
+    assert first["step_s"] == found["step_s"] and {"colocated", "split", "async"} <= {
+        one["mode"] for one in others
+    }
+    assert all(first["step_s"] <= one["step_s"] for one in others if one["mode"] != "async" and one["fits"])
+    keys = ("mode", "train_plan", "rollout_plan")
+    gpus = {} if first["mode"] == "colocated" else {"rollout_gpus": first["gpus"]["rollout"]}
+    again = step(**OPEN | {key: first[key] or "tp=1" for key in keys} | gpus)
+    assert again["step_s"] == first["step_s"]
+    front = [(one["step_s"], one["staleness"]) for one in found["pareto"]]
+    assert front == sorted(front) and [bound for _, bound in front] == sorted(
+        {b for _, b in front}, reverse=True
+    )
+
+
+def test_what_is_stated_stays() -> None:
+    for one in step(**OPEN | {"mode": "split", "rollout_gpus": 2, "train_plan": "tp=2,recompute=full"})[
+        "best"
+    ]:
+        assert (one["mode"], one["gpus"]["rollout"], one["train_plan"]) == ("split", 2, "tp=2,recompute=full")
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"updates": 3}, "16 prompts x 8 samples do not divide by updates=3"),
     ({"output": 4096}, "must be at least 1 and at most the cap"),

@@ -478,12 +478,15 @@ def rl(
         tool_tokens=tool_tokens, oversample=oversample,
     )  # fmt: skip
     judges = {"reward": reward_model, "teacher": teacher}
+    stated = {
+        "mode": mode, "rollout_gpus": rollout_gpus, "staleness": staleness, "memory_frac": memory_frac,
+        "train_plan": _plan(train_plan) if train_plan else None,
+        "rollout_plan": _plan(rollout_plan) if rollout_plan else None,
+    }  # fmt: skip
     return answer(
-        shape, _cluster(cluster), work, find_framework(framework), mode=mode, rollout_gpus=rollout_gpus,
-        train_plan=_plan(train_plan) if train_plan else None, updates=updates, staleness=staleness,
-        rollout_plan=_plan(rollout_plan) if rollout_plan else None, in_flight=partial, algorithm=algorithm,
+        shape, _cluster(cluster), work, find_framework(framework), stated=stated, algorithm=algorithm,
         scorers={name: _model(one) for name, one in judges.items() if one is not None}, reference=reference,
-        old_logprobs=old_logprobs, engine=engine, transport=transport, memory_frac=memory_frac,
+        old_logprobs=old_logprobs, updates=updates, in_flight=partial, engine=engine, transport=transport,
         pack_length=pack_length, score_tokens=score_tokens, num_steps=train_steps, usd_per_gpu_hour=price,
     )  # fmt: skip
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from rich.console import Console
 
 from meshwise.core.units import duration, with_prefix
+from meshwise.plan.plan import plan_text
 from meshwise.report.table import Table, percent
 from meshwise.rl.answer import RlAnswer
+from meshwise.rl.best_split import BestSplit
 from meshwise.rl.step import RlStep
 
 _OF_PHASES = {
@@ -45,7 +47,7 @@ def print_rl(answer: RlAnswer, console: Console) -> None:
             f"generation alone {duration(step.generation_s)}: half of the samples after "
             f"{duration(document['half_of_samples_s'])}, the last tenth takes {duration(document['tail_s'])}"
         )
-        stale = f"; samples are {step.staleness:.2g} versions old" if step.staleness else ""
+        stale = f"; staleness {step.staleness:.2g}" if step.staleness else ""
         console.print(f"idle: rollout {percent(idle['rollout'])}, training {percent(idle['train'])}{stale}")
     if cost := answer.cost:
         words = {"usd_per_step": "${:,.2f} a step", "run_days": "{:,.3g} days", "run_usd": "${:,.0f} the run"}
@@ -55,6 +57,32 @@ def print_rl(answer: RlAnswer, console: Console) -> None:
         console.print(f"{pool} GPU: {with_prefix(sum(held.values()), 'B')} ({parts})")
     for note in step.notes:
         console.print(f"note: {note}")
+    if answer.split is not None:
+        _print_split(answer.split, console)
+
+
+def _print_split(split: BestSplit, console: Console) -> None:
+    """Print every candidate that was priced, what other splits take, and what more memory gains."""
+    rows = [
+        (
+            step.job.mode,
+            step.job.staleness,
+            step.gpus["rollout"],
+            plan_text(step.job.rollout_plan) or "tp=1",
+            step.gpus["train"] if step.job.is_split else "the same",
+            plan_text(step.job.train_plan),
+            duration(step.step_s or 0.0) if step.fits else "too much memory",
+            "*" if step in split.front else "",
+        )
+        for step in split.best
+    ]
+    columns = ("mode", "bound", "rollout", "engine", "training", "plan", "a step", "front")
+    console.print(Table("", columns, rows, left={"mode", "engine", "plan"}))
+    if len(split.about_s) > 1:
+        splits = ", ".join(f"{gpus}: {duration(about_s)}" for gpus, about_s in split.about_s)
+        console.print(f"rollout GPUs of that mode and engine, at first look: {splits}")
+    if (larger := split.larger_share) is not None and larger.step_s:
+        console.print(f"with --memory-frac {larger.job.memory_frac:g} a step takes {duration(larger.step_s)}")
 
 
 def _phases(step: RlStep) -> Table:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from meshwise.core.errors import WorkloadError
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
-from meshwise.plan.plan import Plan
+from meshwise.rl.best_split import BestSplit, OpenJob, best_split
 from meshwise.rl.framework import RlFramework
 from meshwise.rl.job import ALGORITHMS, job
 from meshwise.rl.rollouts import Rollouts
@@ -18,9 +19,10 @@ from meshwise.rl.step import RlStep, rl_step
 
 @dataclass(frozen=True)
 class RlAnswer:
-    """`step` is what was asked for. `usd_per_gpu_hour` and `num_steps` are of a run."""
+    """`step` is what was asked for, or the best of `split`; `usd_per_gpu_hour`, `num_steps` are of a run."""
 
     step: RlStep
+    split: BestSplit | None = None
     num_steps: int | None = None
     usd_per_gpu_hour: float | None = None
 
@@ -46,7 +48,7 @@ class RlAnswer:
 
     def to_json(self) -> dict[str, Any]:
         """The document that `meshwise rl --json` prints."""
-        return self.step.to_json() | self.cost
+        return self.step.to_json() | self.cost | (self.split.to_json() if self.split else {})
 
 
 def answer(
@@ -55,33 +57,39 @@ def answer(
     rollouts: Rollouts,
     framework: RlFramework,
     *,
-    mode: str,
     algorithm: str,
     scorers: Mapping[str, Model],
     reference: bool,
     old_logprobs: bool | None,
-    train_plan: Plan | None,
-    rollout_plan: Plan | None,
+    stated: Mapping[str, Any],
     updates: int,
     num_steps: int | None = None,
     usd_per_gpu_hour: float | None = None,
-    **stated: Any,
+    **others: Any,
 ) -> RlAnswer:
-    """The answer for what is stated; WorkloadError for what contradicts itself."""
+    """The answer. `stated`: mode, GPUs, plans, staleness and share of memory, None where open.
+
+    Raises:
+        WorkloadError: What is asked contradicts itself.
+        PlanError: No layout fits, or a stated one does not divide.
+    """
     if algorithm not in ALGORITHMS:
         raise WorkloadError(f"algorithm={algorithm!r} must be one of {', '.join(ALGORITHMS)}")
     for name, number in (("train_steps", num_steps), ("price", usd_per_gpu_hour)):
         if number is not None and not 0 < number < 1e15:
             raise WorkloadError(f"{name}={number:g} must be above zero")
-    if not mode or train_plan is None or rollout_plan is None:
-        raise WorkloadError("mode, train_plan and rollout_plan are needed")
     critic = model if algorithm == "ppo" else None
-    judges = (
-        ({"reference": model} if reference else {}) | dict(scorers) | ({"critic": model} if critic else {})
-    )
-    asked = job(
-        model, cluster, rollouts, framework, mode=mode, train_plan=train_plan, rollout_plan=rollout_plan,
-        scorers=tuple(judges.items()), critic=critic, updates=updates,
-        scores_policy=updates > 1 or mode != "colocated" if old_logprobs is None else old_logprobs, **stated,
+    judges = ({"reference": model} if reference else {}) | dict(scorers)
+    judges |= {"critic": critic} if critic else {}
+    make = partial(
+        job, model, cluster, rollouts, framework, scorers=tuple(judges.items()), critic=critic,
+        scores_policy=old_logprobs, updates=updates, **others,
     )  # fmt: skip
-    return RlAnswer(rl_step(asked), num_steps, usd_per_gpu_hour)
+    asked = OpenJob(
+        make=make, model=model, cluster=cluster, rollouts=rollouts, framework=framework, updates=updates,
+        **stated,
+    )  # fmt: skip
+    if asked.is_open:
+        split = best_split(asked)
+        return RlAnswer(split.best[0], split, num_steps, usd_per_gpu_hour)
+    return RlAnswer(rl_step(make(**stated)), None, num_steps, usd_per_gpu_hour)

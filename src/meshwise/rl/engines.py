@@ -40,13 +40,18 @@ class RolloutPool:
         return self.num * self.serving.num_chips
 
 
-def rollout_pool(serving: Serving, num: int, engine: Engine, rollouts: Rollouts) -> RolloutPool:
-    """The pool, with the times of its passes. Its engines are called in process: no server is in between."""
+def rollout_pool(
+    serving: Serving, num: int, engine: Engine, rollouts: Rollouts, batches: int = 1
+) -> RolloutPool:
+    """The pool, with the times of its passes, in which at most `batches` batches are under way.
+
+    Its engines are called in process: no server is in between.
+    """
     engine = replace(engine, front_s=0.0, front_token_s=0.0, reply_s=0.0)
     tokens = cache_tokens(serving)
     if tokens < rollouts.longest * serving.groups:
         return RolloutPool(serving, num, engine, None)
-    most = min(rollouts.num_groups * rollouts.samples, engine.max_sequences * serving.groups)
+    most = min(batches * rollouts.num_groups * rollouts.samples, engine.max_sequences * serving.groups)
     times = tabulate(serving, engine, rollouts.longest, -(-most // serving.groups))
     return RolloutPool(serving, num, engine, ServingWorker(engine, times, tokens))
 

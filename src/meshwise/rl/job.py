@@ -128,14 +128,17 @@ class RlJob:
             output=rollouts.longest - rollouts.prompt, memory_frac=self.memory_frac,
         )  # fmt: skip
         engine = parse_engine(self.engine or self.framework.engine)
-        return rollout_pool(one, self.rollout_gpus // self.engine_gpus, engine, rollouts)
+        return rollout_pool(
+            one, self.rollout_gpus // self.engine_gpus, engine, rollouts, max(self.staleness, 1)
+        )
 
 
 def job(
     model: Model, cluster: Cluster, rollouts: Rollouts, framework: RlFramework, *, mode: str,
     rollout_gpus: int | None = None, train_plan: Plan, rollout_plan: Plan, transport: str = "",
     memory_frac: float | None = None, pack_length: int | None = None, score_tokens: int | None = None,
-    staleness: int | None = None, in_flight: bool | None = None, **others: Any,
+    staleness: int | None = None, in_flight: bool | None = None, scores_policy: bool | None = None,
+    updates: int = 1, **others: Any,
 ) -> RlJob:  # fmt: skip
     """A job with the defaults of its framework."""
     if mode not in MODES:
@@ -159,6 +162,6 @@ def job(
         score_tokens=framework.score_bins * pack if score_tokens is None else score_tokens,
         memory_frac=frac if memory_frac is None else memory_frac,
         staleness=staleness or (1 if mode in OVERLAPPED else 0),
-        in_flight=framework.in_flight if in_flight is None else in_flight,
-        **others,
+        in_flight=framework.in_flight if in_flight is None else in_flight, updates=updates,
+        scores_policy=updates > 1 or split if scores_policy is None else scores_policy, **others,
     )  # fmt: skip

@@ -38,10 +38,17 @@ def num_bins(tokens: Tokens, most_tokens: int) -> int:
     return used
 
 
-def pack(tokens: Tokens, most_tokens: int, *, ranks: int, multiple: int = 1) -> PackedBatch:
-    """The samples of a step over `ranks` data-parallel ranks; a sample's tokens a multiple of `multiple`."""
-    bins = math.ceil(num_bins(tokens, max(most_tokens, int(tokens.max()))) / ranks)
+def pack(
+    tokens: Tokens, most_tokens: int, *, ranks: int, token_multiple: int = 1, bin_multiple: int = 1
+) -> PackedBatch:
+    """The samples of a step over `ranks` data-parallel ranks.
+
+    A sample's tokens are a multiple of `token_multiple` (ranks that cut it), a rank's bins of `bin_multiple`
+    (stages of an interleaved pipeline).
+    """
+    most = ranks * bin_multiple
+    bins = math.ceil(num_bins(tokens, max(most_tokens, int(tokens.max()))) / most) * bin_multiple
     fill = float(tokens.sum()) / (bins * ranks)
     of_a_token = float((tokens.astype(float) ** 2).sum() / tokens.sum())
     samples = max(round(fill / of_a_token), 1)
-    return PackedBatch(bins, fill, samples, math.ceil(fill / samples / multiple) * multiple)
+    return PackedBatch(bins, fill, samples, math.ceil(fill / samples / token_multiple) * token_multiple)

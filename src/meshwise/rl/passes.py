@@ -55,7 +55,10 @@ def trainer_times(job: RlJob, sequences: Tokens) -> TrainerTimes:
 
 def _packed(job: RlJob, sequences: Tokens, most_tokens: int) -> PackedBatch:
     plan = job.train_plan
-    return pack(sequences, most_tokens, ranks=job.train_dp, multiple=2 * plan.tp * plan.cp)
+    return pack(
+        sequences, most_tokens, ranks=job.train_dp, token_multiple=2 * plan.tp * plan.cp,
+        bin_multiple=plan.pp if plan.vpp > 1 else 1,
+    )  # fmt: skip
 
 
 def _slowdown(job: RlJob, model: Model) -> float:

@@ -113,6 +113,11 @@ class RlStep:
         return rollouts.num_samples * (rollouts.prompt + rollouts.output)
 
     @property
+    def gpus(self) -> dict[str, int]:
+        """GPUs of each pool."""
+        return {"rollout": self.job.rollout_gpus, "train": self.job.train_gpus}
+
+    @property
     def staleness(self) -> float:
         """Mean number of versions from the weights of a group's first token to its update."""
         return _mean([one.staleness for one in self.steadies]) if self.steadies else 0.0
@@ -207,7 +212,7 @@ class RlStep:
             "mode": of.mode,
             "train_plan": plan_text(of.train_plan),
             "rollout_plan": plan_text(of.rollout_plan),
-            "gpus": {"rollout": of.rollout_gpus, "train": of.train_gpus},
+            "gpus": self.gpus,
             "engines": self.pool.num,
             "memory_frac": of.memory_frac,
             "step_s": step_s,

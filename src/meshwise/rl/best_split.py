@@ -1,0 +1,248 @@
+"""The best way to share GPUs between rollout and training, where a job leaves it open.
+
+What is stated stays. Of what is open, modes, splits in eighths of the cluster and engines of up to four times
+the fewest GPUs are tried; the training plan is the fastest of `search` for its GPUs. A first look prices each
+candidate from one drain D of an idle pool, the trainer's time T and the sync S: D + T + S in turn,
+max(T + S, (D + T + S) / 2) at the same time. The best of each mode are then priced as any step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from meshwise.core.errors import MeshwiseError, PlanError
+from meshwise.machine.hardware import Cluster
+from meshwise.model.architecture import Model
+from meshwise.plan.plan import Plan
+from meshwise.rl.engines import Drain, drain
+from meshwise.rl.framework import OVERLAPPED, RlFramework
+from meshwise.rl.job import RlJob
+from meshwise.rl.layouts import engines
+from meshwise.rl.packing import num_bins
+from meshwise.rl.passes import trainer_bytes, trainer_times
+from meshwise.rl.rollouts import Rollouts
+from meshwise.rl.step import RlStep, rl_step, switch_s, sync_s
+from meshwise.search.search import search
+
+SPLITS = (1, 2, 3, 4, 5, 6, 7)
+"""Eighths of the cluster that rollout may have."""
+
+ENGINE_SIZES = 3
+"""How many sizes of engine are tried, the smallest that fits first."""
+
+SPACE = {"microbatch": (1,), "zero": (1,), "schedule": ("1f1b",)}
+"""Training plans that are searched: one packed bin at a time, Megatron-LM's distributed optimizer."""
+
+EACH_MODE = 2
+"""Candidates of each mode that are priced as a step."""
+
+LOOSER_BOUNDS = (2, 4)
+"""Bounds on staleness that are shown beside the best where none is stated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenJob:
+    """What a user states of the layout of a job; None (and "" as the mode) is open. `make` makes the job."""
+
+    make: Callable[..., RlJob]
+    model: Model
+    cluster: Cluster
+    rollouts: Rollouts
+    framework: RlFramework
+    mode: str = ""
+    rollout_gpus: int | None = None
+    train_plan: Plan | None = None
+    rollout_plan: Plan | None = None
+    staleness: int | None = None
+    memory_frac: float | None = None
+    updates: int = 1
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything is to be found."""
+        return not self.mode or self.train_plan is None or self.rollout_plan is None
+
+
+@dataclass(slots=True)
+class _Looks:
+    """First looks, kept: training plans by GPUs, drains by engines, the trainer's seconds by plan."""
+
+    asked: OpenJob
+    plans: dict[int, Plan | None] = field(default_factory=dict)
+    drains: dict[tuple[Any, ...], Drain | None] = field(default_factory=dict)
+    trains_s: dict[tuple[Any, ...], float] = field(default_factory=dict)
+
+    def train_plan(self, gpus: int) -> Plan | None:
+        """The fastest plan of Megatron-LM that fits `gpus` GPUs, bins full; None if none does."""
+        asked = self.asked
+        if asked.train_plan is not None:
+            return asked.train_plan
+        if gpus not in self.plans:
+            probe = asked.make(
+                mode="colocated", train_plan=Plan(), rollout_plan=Plan(), memory_frac=asked.memory_frac
+            )
+            lengths = asked.rollouts.sequences(asked.rollouts.draw(asked.rollouts.prompts, _rng()))
+            bins = num_bins(lengths, probe.pack_length) / asked.updates
+            found = search(
+                asked.model, replace(asked.cluster, num_chips=gpus), batch=math.ceil(bins / gpus) * gpus,
+                seq=probe.pack_length, stated=SPACE, to="megatron-lm", top=1,
+                with_changes=False,
+            )  # fmt: skip
+            self.plans[gpus] = found.best[0].plan if found.best else None
+        return self.plans[gpus]
+
+    def about_s(self, job: RlJob) -> float:
+        """About what a step takes; infinite where engines have no room."""
+        pool_key = job.rollout_gpus, job.rollout_plan, job.memory_frac
+        if pool_key not in self.drains:
+            pool = job.pool()
+            self.drains[pool_key] = drain(pool, job.rollouts, _rng()) if pool.worker else None
+        train_key = job.train_gpus, job.train_plan, job.is_split
+        if train_key not in self.trains_s:
+            lengths = job.rollouts.sequences(job.rollouts.draw(job.rollouts.prompts, _rng()))
+            switch = 0.0 if job.is_split else switch_s(job, trainer_bytes(job))
+            self.trains_s[train_key] = trainer_times(job, lengths).seconds + switch
+        drained = self.drains[pool_key]
+        if drained is None:
+            return math.inf
+        others_s = self.trains_s[train_key] + sync_s(job) + job.framework.step_s
+        if job.mode not in OVERLAPPED:
+            return drained.seconds + others_s
+        return max(others_s, (drained.seconds + others_s) / 2.0)
+
+
+def _rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def _modes(asked: OpenJob) -> list[tuple[str, int | None]]:
+    """Modes with their bounds on staleness."""
+    if asked.mode:
+        return [(asked.mode, asked.staleness)]
+    if asked.staleness is not None:
+        more = [("async", asked.staleness)] if asked.staleness > 1 else []
+        return [("colocated", None), ("split", None), ("one_step_off", None), *more]
+    looser: list[tuple[str, int | None]] = [("async", bound) for bound in LOOSER_BOUNDS]
+    return [("colocated", None), ("split", None), ("one_step_off", None), *looser]
+
+
+def _splits(asked: OpenJob, mode: str) -> list[int | None]:
+    """GPUs of rollout worth a look; whole nodes where the cluster has several."""
+    if mode == "colocated":
+        return [None]
+    if asked.rollout_gpus is not None:
+        return [asked.rollout_gpus]
+    gpus = asked.cluster.num_chips
+    node = int(min(asked.cluster.levels[0].ranks, gpus))
+    unit = node if gpus >= 4 * node else 1
+    found = {round(gpus * eighths / 8 / unit) * unit for eighths in SPLITS}
+    return [count for count in sorted(found) if 0 < count < gpus]
+
+
+def candidates(asked: OpenJob, looks: _Looks) -> Iterator[RlJob]:
+    """All jobs that what is stated leaves."""
+    for mode, bound in _modes(asked):
+        split = mode != "colocated"
+        framework = asked.framework
+        default = framework.split_memory_frac if split else framework.colocated_memory_frac
+        frac = default if asked.memory_frac is None else asked.memory_frac
+        layouts = [asked.rollout_plan] if asked.rollout_plan else list(
+            itertools.islice(engines(asked.model, asked.cluster, asked.rollouts, frac), ENGINE_SIZES)
+        )  # fmt: skip
+        for gpus in _splits(asked, mode):
+            train_gpus = asked.cluster.num_chips - (gpus or 0)
+            plan = looks.train_plan(train_gpus)
+            for layout in layouts if plan is not None else ():
+                try:
+                    yield asked.make(
+                        mode=mode, rollout_gpus=gpus, train_plan=plan, rollout_plan=layout, staleness=bound,
+                        memory_frac=frac,
+                    )  # fmt: skip
+                except PlanError:  # degrees do not divide the pool
+                    continue
+
+
+@dataclass(frozen=True, slots=True)
+class BestSplit:
+    """`best`: steps of the best candidates, the best first, those with a looser bound on staleness last.
+
+    `about_s`: rollout GPUs and seconds at first look of the best mode with its engine: how flat it is there.
+    `larger_share`: the best step with more memory for the engines.
+    """
+
+    best: tuple[RlStep, ...]
+    about_s: tuple[tuple[int, float], ...]
+    larger_share: RlStep | None
+
+    @property
+    def front(self) -> list[RlStep]:
+        """Steps that no other beats in both time and staleness, fastest first."""
+        fits = [step for step in self.best if step.fits]
+        ordered = sorted(fits, key=lambda step: (step.step_s or math.inf, step.job.staleness))
+        return [
+            step
+            for i, step in enumerate(ordered)
+            if all(step.job.staleness < faster.job.staleness for faster in ordered[:i])
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys that an open layout adds to the document."""
+        larger = self.larger_share
+        return {
+            "best": [step.to_json() for step in self.best],
+            "pareto": [
+                {
+                    "mode": step.job.mode,
+                    "staleness": step.job.staleness,
+                    "gpus": step.gpus,
+                    "step_s": step.step_s,
+                }
+                for step in self.front
+            ],
+            "splits": [{"rollout_gpus": gpus, "about_s": about_s} for gpus, about_s in self.about_s],
+            "larger_share": larger and {"memory_frac": larger.job.memory_frac, "step_s": larger.step_s},
+        }
+
+
+def best_split(asked: OpenJob) -> BestSplit:
+    """The best candidates; PlanError where there is none."""
+    looks = _Looks(asked)
+    looked = sorted(((looks.about_s(job), job) for job in candidates(asked, looks)), key=lambda each: each[0])
+    if not looked:
+        raise PlanError(
+            f"no split of {asked.cluster.num_chips} GPUs holds {asked.model.name}: no engine or no training "
+            "plan fits; use more GPUs, or state the plans to see what is short"
+        )
+    each_mode: dict[tuple[str, int], list[RlJob]] = {}
+    for _, job in looked:
+        each_mode.setdefault((job.mode, job.staleness), []).append(job)
+    steps = [rl_step(job) for jobs in each_mode.values() for job in jobs[:EACH_MODE]]
+    bound = asked.staleness or (1 if not asked.mode else max(step.job.staleness for step in steps))
+    best = sorted(
+        steps, key=lambda step: (not step.fits, step.job.staleness > bound, step.step_s or math.inf)
+    )
+    top = best[0].job
+    alike = [
+        (job.rollout_gpus, about_s)
+        for about_s, job in looked
+        if (job.mode, job.staleness, job.rollout_plan) == (top.mode, top.staleness, top.rollout_plan)
+    ]
+    return BestSplit(tuple(best), tuple(sorted(alike)), _larger_share(asked, top))
+
+
+def _larger_share(asked: OpenJob, top: RlJob) -> RlStep | None:
+    """The best job with a tenth of the memory more for engines, where that is left and nothing is stated."""
+    frac = round(top.memory_frac + 0.1, 3)
+    if asked.memory_frac is not None or frac > 0.9:
+        return None
+    try:
+        found = rl_step(replace(top, memory_frac=frac))
+    except MeshwiseError:
+        return None
+    return found if found.fits else None
