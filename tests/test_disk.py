@@ -2,11 +2,14 @@
 code 2, nothing on stdout, and no file that is half there.
 
 The disk takes less than a kilobyte of each file: RLIMIT_FSIZE fails the same calls as a full disk. What is
-printed has its own ends: a reader that leaves (`| head`), /dev/full, a closed stdout. And of two writers of
-one file, one's whole file stays.
+printed has its own ends: a reader that leaves (`| head`), /dev/full, a closed stdout, an encoding that lacks
+a character. And of two writers of one file, one's whole file stays. Memory ends too.
 """
 
 import io
+import json
+import os
+import re
 import resource
 import shlex
 import subprocess
@@ -22,6 +25,7 @@ import typer.main
 from meshwise.calibrate.runs import published_runs
 from meshwise.cli import app
 from meshwise.core.files import whole_file
+from meshwise.machine.hardware import cluster_text, find_cluster
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +65,7 @@ SLOW = {"run": (f"{SMALL} --ranks 1", ("--csv x.csv", "--profile ."))}
 """In a process of its own, whose limit its ranks inherit."""
 ELSEWHERE = {
     ("serve", "--output"): "tokens, not a file",
+    ("rl", "--output"): "tokens, not a file",
     ("sweep", "--csv"): "written as all tables are",
     ("sweep", "--plot"): "written as all figures are",
     ("frontier sensitivity", "--plot"): "written as all figures are, but takes six seconds",
@@ -155,6 +160,28 @@ def test_ranks_on_a_full_disk(stated: Any, tmp_path: Path, option: str) -> None:
     check_empty(folder)
 
 
+# --- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mib", [100, 260, 350, 600])
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"estimate llama3-8b {H100} --plot x.png",
+        "validate",
+        f"trace summary {GLOO}",
+        f"dryrun {SMALL} --ranks 4",
+        f"run {SMALL} --ranks 2",
+    ],
+)
+def test_too_little_memory(tmp_path: Path, words: str, mib: int) -> None:
+    line = f"ulimit -v {mib << 10}; exec {sys.executable} -m meshwise {words}"
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
+    if done.returncode:  # torch may log a line before
+        last = done.stderr.splitlines(keepends=True)[-1]
+        check_refused(words.split()[0], done.returncode, done.stdout, last, "memory")
+
+
 # --- stdout --------------------------------------------------------------------------------------
 
 
@@ -228,3 +255,22 @@ def test_no_output_is_written_in_its_place(meshwise: Any, stated: Any, tmp_path:
     kept.hardlink_to(path)
     assert meshwise(*stated("estimate", WRITES["estimate"][0], option, tmp_path)).code == 0
     assert kept.read_bytes() == b"theirs" and not path.samefile(kept)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("words", [f"collective all_reduce {H100}", f"trace summary {GLOO}", "fit --help"])
+def test_an_encoding_that_lacks_a_character(encoding: str, words: str) -> None:
+    command = [sys.executable, "-m", "meshwise", *words.split()]
+    done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert re.search("[0-9] (u|µ)s", done.stdout.decode(encoding)) or "--help" in words
+
+
+def test_json_in_an_encoding_that_lacks_a_character(tmp_path: Path) -> None:
+    """Is the same document."""
+    file = tmp_path / "µ-größe.toml"
+    file.write_text(cluster_text(find_cluster("h100-80g-sxm:8")).replace("h100-80g-sxm:8", "µ"))
+    command = [sys.executable, "-m", "meshwise", "estimate", "llama3-8b", "--cluster", str(file), "--json"]
+    for encoding in ("ascii", "latin-1", "utf-8"):
+        done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True)
+        assert json.loads(done.stdout.decode(encoding))["cluster"]["name"] == "µ", encoding

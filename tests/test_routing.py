@@ -57,6 +57,14 @@ def test_dropped_and_padded_slots_of_a_capacity_factor() -> None:
     assert summary(moe, 4096)["dropped_frac"] == 0
 
 
+@given(st.integers(1, 8), st.integers(1, 4096))
+def test_shares_of_slots_lie_between_0_and_1(factor: int, tokens: int) -> None:
+    moe = find_model("mixtral-8x7b").moe
+    assert moe is not None
+    found = summary(replace(moe, capacity_factor=float(factor)), tokens)
+    assert all(0 <= (found[key] or 0) <= 1 for key in ("dropped_frac", "padded_frac"))
+
+
 def test_a_capacity_is_an_input_of_estimate_and_serve(meshwise: Callable[..., Any]) -> None:
     base = ("qwen3-30b-a3b", "--cluster", "h200-sxm:8", "--plan", "ep=8")
     step = ("estimate", *base, "--seq", "4096")

@@ -117,6 +117,7 @@ def test_points_are_command_lines(tmp_path):
         ('verb = "run"\narguments = ["{n"]\n[grid]\nn = [1]', "cannot be filled in"),
         ('verb = "run"\narguments = ["{n!x}"]\n[grid]\nn = [1]', "cannot be filled in"),
         ('verb = "run"\ntimeout_s = 0\n[grid]\nn = [1]', "timeout_s is 0"),
+        ('verb = "run"\ntimeout_s = 1e30\n[grid]\nn = [1]', "timeout_s is 1e+30"),
         (
             'verb = "run"\n[options]\nprogram = "p"\n[grid]\nn = [1]',
             "no option of run; write arguments = ['p']",
@@ -263,6 +264,31 @@ def test_interrupted_says_how_to_go_on(tmp_path, fake, monkeypatch, capsys):
     assert "1 of 3 points are kept" in capsys.readouterr().err
     with Store(tmp_path / "sweep.sqlite") as store:
         assert len(store.finished()) == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE points SET document = '{'",
+        "UPDATE points SET document = x'ff'",
+        "UPDATE points SET document = CAST(x'ff' AS text)",
+        "UPDATE points SET seconds = 'long'",
+        "DROP TABLE points; CREATE TABLE points (mine)",
+        "DROP TABLE points; CREATE TABLE mine (a, b)",
+    ],
+)
+def test_a_damaged_or_foreign_database_is_one_sentence(tmp_path, fake, damage):
+    """It is left as it was, too."""
+    wanted, path = _numbers(tmp_path, range(2)), tmp_path / "a.sqlite"
+    with Store(path) as store:
+        run_sweep(wanted, store, jobs=1)
+    with closing(sqlite3.connect(path)) as database:
+        database.executescript(damage)
+    before = path.read_bytes()
+    with pytest.raises(DataError, match="is not a results file of a sweep"), Store(path) as store:
+        store.finished()
+        store.rows(wanted)
+    assert path.read_bytes() == before
 
 
 def test_full_disk_is_one_sentence(tmp_path, fake):

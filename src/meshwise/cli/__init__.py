@@ -7,13 +7,17 @@ device. Only typer is imported here; a command imports what it needs when it run
 from __future__ import annotations
 
 import atexit
+import codecs
 import gc
 import importlib
 import os
+import re
+import resource
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -149,6 +153,21 @@ _UsageError: Any = typer.BadParameter.__base__
 MAX_SENTENCE = 2000
 INTERRUPTED = 130
 """Exit code after SIGINT, as shells have it."""
+LEAST_BYTES = 2**28
+"""Of address space: with less, numpy ends the process when it is imported."""
+_NO_MEMORY = re.compile("allocate memory|map segment|start new thread|temporarily unavailable")
+_SPELLED = {"µ": "u", "…": ".", "▸": ">", "█": "#"}
+"""Characters of our tables that an encoding may lack."""
+
+
+def _spell(error: UnicodeError) -> tuple[str, int]:
+    """What is printed for characters that the encoding of the output lacks."""
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = error.object[error.start : error.end]
+    return "".join(_SPELLED.get(character, "?") for character in lacking), error.end
+
+
+codecs.register_error("spell", _spell)
 
 
 def main() -> None:
@@ -156,6 +175,10 @@ def main() -> None:
     try:
         if sys.stdout is None:
             raise MeshwiseError("stdout is closed; leave it open, or send it to /dev/null")
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="spell")
+        if 0 <= (space := resource.getrlimit(resource.RLIMIT_AS)[0]) < LEAST_BYTES:
+            raise MemoryError(f"ulimit -v leaves {space >> 20} MiB of address space")
         exit_code = app(standalone_mode=False)
         sys.stdout.flush()
         if exit_code == INTERRUPTED:
@@ -175,7 +198,12 @@ def main() -> None:
             raise
         _drop_output()
         sys.exit(0)  # a reader that has seen enough (`| head`) is no failure
-    except OSError as error:
+    except (MemoryError, ImportError, RuntimeError, OSError) as error:
+        if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
+            told = str(error).partition("\n")[0].removesuffix(".") or "nothing is left"
+            _end(f"out of memory or threads: {told}; give the process more, or make the job smaller", 2)
+        if not isinstance(error, OSError):
+            raise
         if error.filename is None:
             _drop_output()
             _end(f"cannot go on: {error.strerror or error}; is there room where the output goes?", 2)

@@ -28,7 +28,10 @@ from meshwise.core.options import Option
 from meshwise.core.toml import read_toml
 
 FILE = Path("meshwise.toml")
-ANSWERS = ("collective", "estimate", "explain", "frontier", "launch", "search", "serve", "trace", "validate")
+ANSWERS = (
+    *("collective", "estimate", "explain", "frontier", "launch"),
+    *("rl", "search", "serve", "trace", "validate"),
+)
 """Verbs (the first word of their names) that only answer; the others start programs, listen or write."""
 
 

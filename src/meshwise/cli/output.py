@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +29,10 @@ def write_html(result: Any, path: Path | None) -> None:
 
 def print_json(document: Any) -> None:
     """Print one JSON document on stdout; JSON has no NaN, so what is not finite becomes null."""
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(finite(document)), indent=2).decode() + "\n")
+    text = msgspec.json.format(msgspec.json.encode(finite(document)), indent=2).decode()
+    if not (sys.stdout.encoding or "utf").lower().startswith("utf"):
+        text = re.sub(r"[^\0-\x7f]", lambda found: json.dumps(found[0])[1:-1], text)
+    sys.stdout.write(text + "\n")
 
 
 def finite(value: Any) -> Any:

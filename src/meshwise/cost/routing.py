@@ -57,8 +57,9 @@ def summary(moe: MoE, tokens: int, shares: Shares | None = None) -> dict[str, fl
     shares = inclusion(moe.num_experts, moe.top_k) if shares is None else shares
     pairs = tokens * moe.top_k
     capacity = int(np.ceil(moe.capacity_factor * pairs / moe.num_experts)) or None
-    filled = float(pairs) if capacity is None else slots_filled(shares, tokens, capacity)
     num_slots = float(pairs) if capacity is None else float(capacity * moe.num_experts)
+    filled = float(pairs) if capacity is None else slots_filled(shares, tokens, capacity)
+    filled = min(filled, pairs, num_slots)  # sums of odds are rounded
     return {
         "num_experts": moe.num_experts,
         "top_k": moe.top_k,

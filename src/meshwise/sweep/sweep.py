@@ -43,7 +43,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -71,6 +71,8 @@ CREATE TABLE IF NOT EXISTS points (
     error TEXT
 )
 """
+_Row = tuple[Literal["done", "failed"], float, str | None, str | None]
+_NO_ROOM = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")
 _UNKNOWN_OPTION = re.compile(r"no such option|has no option", re.IGNORECASE)
 
 
@@ -166,8 +168,11 @@ def read_sweep(path: Path) -> Sweep:
         raise DataError(f"{path} is not a sweep: {error}") from None
     if file.verb not in VERBS:
         raise DataError(f"{path}: verb {file.verb!r} cannot be swept; use {', '.join(VERBS)}")
-    if file.timeout_s is not None and not file.timeout_s > 0:
-        raise DataError(f"{path}: timeout_s is {file.timeout_s:g}; give seconds above 0, or leave it out")
+    if file.timeout_s is not None and not 0 < file.timeout_s <= threading.TIMEOUT_MAX:
+        raise DataError(
+            f"{path}: timeout_s is {file.timeout_s:g}; give seconds above 0 and up to "
+            f"{threading.TIMEOUT_MAX:g}, or leave it out"
+        )
     grids = file.grid if isinstance(file.grid, list) else [file.grid]
     empty = [key for grid in grids for key, values in grid.items() if not values]
     if empty or not any(grids):
@@ -226,19 +231,32 @@ class Store:
             try:
                 lock = opened.enter_context(path.open("ab"))
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._database = opened.enter_context(closing(sqlite3.connect(path)))
-                self._database.execute(_SCHEMA)
             except BlockingIOError:
                 raise DataError(
                     f"another sweep is writing to {path}; wait for it, name another file"
                 ) from None
             except OSError as error:
                 raise DataError(f"cannot write {path}: {error.strerror}; name a writable place") from None
-            except sqlite3.OperationalError as error:
-                raise DataError(f"cannot write {path}: {error}; make room and start again") from None
-            except sqlite3.DatabaseError as error:
-                raise DataError(f"{path} is not a results file of a sweep ({error}); name another") from None
+            with self._told():
+                self._database = opened.enter_context(closing(sqlite3.connect(path)))
+                tables = {name for (name,) in self._database.execute("SELECT name FROM sqlite_master")}
+                if tables and "points" not in tables:
+                    raise ValueError(f"it holds {', '.join(map(str, tables))}")
+                self._database.execute(_SCHEMA)
             self._opened = opened.pop_all()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """What can go wrong with the file in one sentence: no room, or it is damaged or another's."""
+        try:
+            yield
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            if getattr(error, "sqlite_errorname", "").startswith(_NO_ROOM):
+                raise DataError(f"cannot write {self.path}: {reason}; make room and start again") from None
+            raise DataError(
+                f"{self.path} is not a results file of a sweep ({reason}); name another"
+            ) from None
 
     def __enter__(self) -> Store:
         return self
@@ -257,31 +275,30 @@ class Store:
             None if answer.error else json.dumps(answer.document),
             answer.error,
         )
-        try:
-            with self._database:
-                columns = "command, point, status, finished_at, seconds, document, error"
-                query = f"INSERT OR REPLACE INTO points ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)"
-                self._database.execute(query, row)
-        except sqlite3.OperationalError as error:
-            raise DataError(f"cannot write {self.path}: {error}; make room and start again") from None
+        with self._told(), self._database:
+            columns = "command, point, status, finished_at, seconds, document, error"
+            query = f"INSERT OR REPLACE INTO points ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)"
+            self._database.execute(query, row)
 
     def finished(self, *, with_failed: bool = True) -> set[str]:
         """The keys of the points that need not run again."""
         status = ("done", "failed") if with_failed else ("done", "done")
-        rows = self._database.execute("SELECT command FROM points WHERE status IN (?, ?)", status)
-        return {key for (key,) in rows}
+        with self._told():
+            rows = self._database.execute("SELECT command FROM points WHERE status IN (?, ?)", status)
+            return {key for (key,) in rows}
 
     def rows(self, sweep: Sweep) -> list[FinishedPoint]:
         """The finished points of a sweep in the order of its grid."""
         query = "SELECT command, status, seconds, document, error FROM points"
-        found = {key: rest for key, *rest in self._database.execute(query)}
         rows = []
-        for point in sweep.points:
-            if point.key in found:
-                status, seconds, text, error = found[point.key]
-                document = json.loads(text) if text else None
-                results = {name: look_up(document, path) for name, path in sweep.results.items()}
-                rows.append(FinishedPoint(point.values, status, seconds, results, error))
+        with self._told():
+            found = {key: rest for key, *rest in self._database.execute(query)}
+            for point in sweep.points:
+                if point.key in found:
+                    status, seconds, text, error = msgspec.convert(found[point.key], _Row)
+                    document = json.loads(text) if text else None
+                    results = {name: look_up(document, path) for name, path in sweep.results.items()}
+                    rows.append(FinishedPoint(point.values, status, seconds, results, error))
         return rows
 
 
