@@ -152,6 +152,30 @@ def test_robust_plans_are_ranked_by_their_step_under_all_adversities() -> None:
     assert beside.time_s["comm_dp"] + beside.hidden_s["comm_dp"] == pytest.approx(exposed, rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("model", "cluster", "seq", "keys", "found"),
+    [
+        ("llama3-70b", "h100-80g-sxm:512", 2**20, {"tp": (8,), "pp": (1,)}, {"cp": 64}),
+        (
+            "deepseek-v3", "gb200:256", 4096,
+            {"tp": (1,), "cp": (1,), "schedule": ("interleaved",), "zero": (3,), "dtype": ("fp8",)},
+            {"pp": 4, "vpp": 4, "ep": 64},
+        ),
+        ("llama3-8b", "h100-80g-sxm:16", 4096, {"layout": ("2d",), "pp": (1,)}, {"layout": "2d", "tp": 2}),
+    ],
+)  # fmt: skip
+def test_nothing_is_out_of_sight(
+    model: str, cluster: str, seq: int, keys: dict[str, Any], found: dict[str, Any]
+) -> None:
+    stated = {"zero": (1, 2), "recompute": ("none", "full"), "schedule": ("1f1b", "interleaved")} | keys
+    job = {"batch": 2048 if seq < 2**20 else 16, "seq": seq, "stated": stated}
+    seen = search(find_model(model), find_cluster(cluster), **job)
+    assert any(all(getattr(one.plan, key) == found[key] for key in found) for one in seen.best)
+    assert "tp" in stated or all(one.plan.tp > 1 for one in seen.best)
+    assert seen.not_tried["microbatch"] == max(2**16 // seq, 1)
+    assert not search(find_model(model), find_cluster(cluster), capped=False, **job, top=1).not_tried
+
+
 def test_the_simplest_plan_is_as_fast_as_the_interval_tells(meshwise) -> None:
     for top in ("1", "5"):
         document = meshwise(*ARGUMENTS, "--top", top, "--json").document

@@ -130,6 +130,7 @@ def search(
     beside: str | Path | Plan | None = None,
     assumptions: bool = False,
     robust: bool = False,
+    capped: bool = True,
     on_plans: Callable[[BestPlans], None] = lambda kept: None,
 ) -> Result:
     """Price every plan of `model` on `cluster` and keep the fastest that fit.
@@ -150,6 +151,7 @@ def search(
         assumptions: Also say which adversity hurts most, and which changes the choice.
         robust: Rank plans by their step when less overlap, experts out of balance and slower rates come
             together.
+        capped: Whether sizes are tried up to the usual ones alone; the answer says which are larger.
         on_plans: Hears now and then of the plans kept so far; Ctrl-C ends the search with them.
 
     Returns:
@@ -167,8 +169,9 @@ def search(
     job = _search_job(model, cluster, plan, batch=batch, seq=seq, microbatch=microbatch)
     share = _share(memory_frac)
     found = find(
-        **job, to=to, top=top, memory_frac=share, assumptions=assumptions, robust=robust, on_plans=on_plans
-    )
+        **job, to=to, top=top, memory_frac=share, assumptions=assumptions, robust=robust, capped=capped,
+        on_plans=on_plans,
+    )  # fmt: skip
     if beside is None:
         return found
     size = next(iter(microbatch), 1)

@@ -48,7 +48,7 @@ def search(
     from meshwise.report.search_table import print_search, print_study, search_rows
 
     budget = api.budget(**options_in(asked, api.budget))
-    alone = {name: asked.pop(name) for name in ("beside", "top", "assumptions", "robust")}
+    alone = {name: asked.pop(name) for name in ("beside", "top", "assumptions", "robust", "capped")}
     weak = asked.pop("weak")
     for path in (csv, plot):
         if path is not None:
@@ -76,6 +76,7 @@ def search(
     if vary:
         single = {"--beside": alone["beside"], "--from": source, "--html": html}
         single |= {f"--{name}": alone[name] for name in ("assumptions", "robust")}
+        single["--no-capped"] = not alone["capped"]
         for option in (option for option, value in single.items() if value):
             raise WorkloadError(f"{option} is for one machine; leave it out with --vary")
         with _SearchProgress("machines") as say:

@@ -9,15 +9,16 @@ slowest stage.
 What counts is forward and backward of a microbatch. Recomputation is left out: the ends would differ along
 one more axis of a search, which would take up to twice as long, for steps that are at most 4 % faster, most
 less than 1 % (`docs/log.md`). Some schedules need chunks alike: an interleaved one keeps in step only if no
-chunk but the first and the last is shorter; DualPipe hides the exchange of experts of each layer behind a
-layer of the chunk that it is paired with (arXiv 2412.19437), and keeps them all alike.
+chunk but the first and the last is shorter, so these take all that layers lack; DualPipe hides the exchange
+of experts of each layer behind a layer of the chunk that it is paired with (arXiv 2412.19437), and keeps them
+all alike.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -56,13 +57,27 @@ def _best_ends(model: Model, mesh: Mesh, seconds: Sequence[Num]) -> tuple[Num, N
     first, last = (np.ceil(end) for end in _ends(model, seconds))
     ends: tuple[Num, Num] = (0.0, 0.0)
     fastest_s = _slowest_s(model, replace(mesh, ends=ends), seconds)
-    for down, up in itertools.product((0.0, 1.0), repeat=2):
-        tried = first - down, last - 1.0 + up
+    rounded = ((first - down, last - 1.0 + up) for down, up in itertools.product((0.0, 1.0), repeat=2))
+    for tried in itertools.chain(rounded, _in_step(model, mesh, (first, last))):
         slowest_s = _slowest_s(model, replace(mesh, ends=tried), seconds)
         is_faster = (slowest_s < fastest_s) & (mesh.pp > 1)
         fastest_s = np.minimum(slowest_s, fastest_s)
         ends = ends[0] + is_faster * (tried[0] - ends[0]), ends[1] + is_faster * (tried[1] - ends[1])
     return ends
+
+
+def _in_step(model: Model, mesh: Mesh, ends: tuple[Num, Num]) -> Iterator[tuple[Num, Num]]:
+    """`ends` with which all chunks but the first and the last are alike, where an interleaved schedule needs
+    more than one layer fewer on each: from what the ends cost, and from nothing.
+    """
+    num_chunks, layers = mesh.pp * mesh.vpp, model.num_layers
+    if not np.any((mesh.schedule == _INTERLEAVED) & (-layers % num_chunks > 2)):
+        return
+    for first, last in (ends, (0.0, 0.0)):
+        missing = -(layers + first + last) % num_chunks
+        half = np.floor(missing / 2.0)
+        for more in (0.0, half, missing):
+            yield first + more, last + missing - more
 
 
 def _ends(model: Model, seconds: Sequence[Num]) -> tuple[Num, Num]:

@@ -632,11 +632,13 @@ def _stage_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
         values={"chunks": num_chunks},
     )
     if not stages:
+        is_even = stages is not None or mesh.serves or mesh.plan.implementation == "fsdp2"
+        fewer = 2.0 if is_even else 2.0 * np.ceil(layers / num_chunks)
         yield Rule(
-            (mesh.schedule == _INTERLEAVED) & (-layers % num_chunks > 2),
+            (mesh.schedule == _INTERLEAVED) & (-layers % num_chunks > fewer),
             "{model.num_layers} layers of {model.name} do not divide by {chunks} chunks (pp x vpp) of an "
-            "interleaved schedule, whose first and last may be one shorter; change pp or vpp, or list uneven "
-            "stages, as in stages=3-2-3-2",
+            "interleaved schedule, of which only the first and the last may be shorter; change pp or vpp, or "
+            "list uneven stages, as in stages=3-2-3-2",
             values={"chunks": num_chunks},
         )
     else:

@@ -54,7 +54,7 @@ def search_page(
          with_prefix(found.memory_bytes, "B"))
         for found in result.pareto
     ]  # fmt: skip
-    sample = cloud(best.model, best.cluster, best.workload, result.stated, most=most)
+    sample = cloud(best.model, best.cluster, best.workload, result.stated, result.to, most=most)
     space = _space(result, sample, color, link)
     return Page(
         title,

@@ -45,6 +45,9 @@ def print_search(result: Result, console: Console, budget: TokenBudget | None = 
         if runs[0]:
             run_rows = [(*run.values(), plan) for run, plan in zip(runs, plans, strict=True)]
             console.print(Table("the whole run", (*runs[0], "plan"), run_rows, left=("plan",)))
+    if result.not_tried:
+        larger = ", ".join(f"{key} above {most}" for key, most in result.not_tried.items())
+        console.print(f"not tried: {larger} (--no-capped, or KEY=*)", markup=False)
     if result.beside is not None and result.best:
         console.print(_term_by_term(result.best[0], result.beside))
     if result.weighed is not None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from meshwise.estimate.grid import Cells, price_grid
+from meshwise.launch.runs import refused
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.plan.plan import DEFAULTS, KEYS
@@ -28,13 +30,16 @@ class Sampled:
 
 
 def cloud(
-    model: Model, cluster: Cluster, workload: Workload, stated: Stated | None = None, *, most: int = 2000
-) -> list[Sampled]:
+    model: Model, cluster: Cluster, workload: Workload, stated: Stated | None = None, to: str = "", *,
+    most: int = 2000,
+) -> list[Sampled]:  # fmt: skip
     """At most `most` plans of the space that `search` prices, the same ones at every call."""
-    space = free_values(model, cluster, workload, stated or {})
+    job = model, cluster, workload
+    space = free_values(*job, stated or {}, to)
     kept: list[tuple[float, Sampled]] = []
     draw = np.random.default_rng(0)
-    for cells in price_grid(model, cluster, workload, space, distinct=True):
+    outside = partial(refused, to, model) if to else lambda mesh: ()
+    for cells in price_grid(*job, space, distinct=True, refused=outside):
         kept = sorted([*kept, *_drawn(cells, draw, most)], key=lambda pair: pair[0])[:most]
     return [one for _, one in kept]
 

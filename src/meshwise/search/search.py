@@ -9,7 +9,7 @@ count once. Where nothing fits, the smallest changes are looked for that would d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
@@ -32,7 +32,7 @@ from meshwise.plan.workload import Workload
 from meshwise.search.assumptions import Weighed, weigh
 from meshwise.search.basis import Basis, basis, simplest
 from meshwise.search.best_plans import BestPlans, Found, fastest_first
-from meshwise.search.space import Stated, free_values
+from meshwise.search.space import Stated, free_values, not_tried
 
 MEMORY_FRAC = 0.92
 """Share of the memory that a plan may need; the rest is for what the estimate does not know."""
@@ -81,7 +81,7 @@ class Result(Shown):
     keys were given; `to`: the framework whose plans alone were looked at. `bases`: what the plans of `best`
     rest on. `runnable`: the fastest plan that a framework runs; `simplest`: the simplest as fast as the first
     of `best`, as far as the interval tells. `robust`: plans are ranked, and those of `pareto` priced, under
-    all adversities.
+    all adversities. `not_tried`: the largest value tried of each size that has larger ones.
     """
 
     plans_considered: int
@@ -103,6 +103,7 @@ class Result(Shown):
     runnable: tuple[Estimate, Basis] | None = None
     simplest: tuple[Estimate, Basis] | None = None
     robust: bool = False
+    not_tried: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def slower_frac(self) -> float | None:
@@ -135,6 +136,7 @@ class Result(Shown):
             | {"slower_frac": self.slower_frac},
             "simplest": self.simplest and _best_json(self.simplest[0], 1) | self.simplest[1].to_json(),
             "robust": self.robust,
+            "not_tried": [f"{key} above {most}" for key, most in self.not_tried.items()],
             "pareto": [found.to_json() for found in self.pareto],
             "nearest_miss": miss
             and miss.to_json()
@@ -175,6 +177,7 @@ def search(
     memory_frac: float = MEMORY_FRAC,
     assumptions: bool = False,
     robust: bool = False,
+    capped: bool = True,
     with_changes: bool = True,
     on_plans: Callable[[BestPlans], None] = lambda kept: None,
 ) -> Result:
@@ -184,7 +187,8 @@ def search(
     `stated`: the values that keys of the plan (and `microbatch`) may have, in place of all of them. `to`: a
     framework, which must run the plan.
     `memory_frac`: share of a chip's memory that a plan may need. `robust`: rank plans by their step when
-    adversities come together (`estimate.adverse`), and let them fit then. `assumptions`: also say which of
+    adversities come together (`estimate.adverse`), and let them fit then. `capped`: try sizes up to the usual
+    ones (`not_tried` says which are larger), but of keys that are `*`. `assumptions`: also say which of
     them would change the choice; `with_changes`: what would fit where nothing does. `on_plans` hears of the
     plans kept so far; Ctrl-C ends the search with them. The result has no `best` where nothing fits.
 
@@ -196,7 +200,7 @@ def search(
     if to not in ("", ANY_FRAMEWORK, *TRAINING):
         raise PlanError(f"--to {to} must be one of {', '.join((*TRAINING, ANY_FRAMEWORK))}")
     to = "" if to == ANY_FRAMEWORK else to
-    space = _Space(model, cluster, workload, stated, memory_frac, to, robust)
+    space = _Space(model, cluster, workload, stated, memory_frac, to, robust, capped)
     kept = space.price(on_plans)
     if kept.considered and not kept.feasible and not kept.stopped:
         space = replace(space, stated={**OFFLOADED, **space.stated})
@@ -227,6 +231,7 @@ def search(
         runnable=None if runnable is None else (runnable, basis(runnable)),
         simplest=(plain := simplest([*chosen, *near]), basis(plain)) if chosen else None,
         robust=robust,
+        not_tried=not_tried(model, cluster, workload, space.stated, to) if capped else {},
     )
 
 
@@ -241,6 +246,7 @@ class _Space:
     memory_frac: float
     to: str = ""
     robust: bool = False
+    capped: bool = True
 
     def under(self, plan: Plan) -> Adversity:
         """What the plans are priced under."""
@@ -271,7 +277,7 @@ class _Space:
         memory_frac = self.memory_frac * (1.0 if against is None else against.memory)
         kept = BestPlans(memory_frac * self.cluster.chip.memory_bytes, self.runs)
         job = self.model, self.cluster, self.workload
-        values = free_values(*job, self.stated, self.to)
+        values = free_values(*job, self.stated, self.to, capped=self.capped)
         try:
             for cells in price_grid(*job, values, distinct=True, refused=self.refused, under=under):
                 kept.add(cells)

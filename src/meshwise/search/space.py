@@ -34,13 +34,11 @@ from meshwise.plan.workload import Workload
 Values = dict[str, Sequence[Any]]
 Stated = Mapping[str, Sequence[Any]]
 
-MAX_TP = 64
-MAX_CP = 16
-MAX_PP = 128
-MAX_VPP = 16
 MAX_MICROBATCH_TOKENS = 2**16
 MIN_CONTEXT_TOKENS = 1024
 """A rank's share of a sequence below which context parallelism is not tried."""
+CAPS = {"tp": 64, "pp": 128, "vpp": 16}
+"""The largest sizes that are tried unless a search is told otherwise."""
 
 RECOMPUTED_LAYERS = (None, 1, 2, 4, 8)
 """Layers of a stage that full recomputation covers (None: all)."""
@@ -53,19 +51,26 @@ USUAL_KINDS = {"cp_kind": ("ring", "ulysses", "all_gather"), "schedule": SCHEDUL
 """Kinds that are tried unless the key is `*`: GPipe and the two-level exchange are for those who ask."""
 
 
-def free_values(model: Model, cluster: Cluster, workload: Workload, stated: Stated, to: str = "") -> Values:
+def free_values(
+    model: Model, cluster: Cluster, workload: Workload, stated: Stated, to: str = "", *, capped: bool = True
+) -> Values:
     """The values of each key that varies: those stated, and those of each free one, the default first.
 
-    `to`: only those that this framework has. PlanError for `*` where a key has no list of values that keep
-    the result of the training, and where the framework has none of the stated values.
+    `to`: only those that this framework has. `capped`: sizes up to the usual ones, but of keys that are `*`.
+    PlanError for `*` where a key has no list of values that keep the result of the training, and where the
+    framework has none of the stated values.
     """
-    known = all_values(model, cluster, workload)
+    known = all_values(model, cluster, workload, capped=capped)
+    every = all_values(model, cluster, workload, capped=False)
+    known |= {key: values for key, values in every.items() if ANY in stated.get(key, ())}
     found = {key: known[key] for key in USUAL if key in known}
     found |= {key: [kind for kind in kinds if kind in found[key]] for key, kinds in USUAL_KINDS.items()}
     for key, values in stated.items():
         if ANY in values and key not in known:
             raise PlanError(f"{key}=* cannot be searched here; list values, or free {', '.join(known)}")
         found[key] = known[key] if ANY in values else values
+    if "layout" in stated and "1d" not in found["layout"] and "tp" not in stated:
+        found["tp"] = [tp for tp in found["tp"] if tp > 1]  # a grid of one rank is 1d
     if "full" not in found["recompute"] and "recompute_layers" not in stated:
         del found["recompute_layers"]
     if to:
@@ -95,13 +100,26 @@ def _of_framework(to: str, found: Values) -> Values:
     return kept
 
 
-def all_values(model: Model, cluster: Cluster, workload: Workload) -> Values:
-    """All values that a search may try of each key."""
+def not_tried(
+    model: Model, cluster: Cluster, workload: Workload, stated: Stated, to: str = ""
+) -> dict[str, int]:
+    """The largest value that was tried of each key that has larger ones."""
+    some, every = (
+        free_values(model, cluster, workload, stated, to, capped=capped) for capped in (True, False)
+    )
+    sizes = (key for key in (*CAPS, "cp", "microbatch") if key in some)
+    return {key: max(some[key]) for key in sizes if len(some[key]) < len(every[key])}
+
+
+def all_values(model: Model, cluster: Cluster, workload: Workload, *, capped: bool = True) -> Values:
+    """All values that a search may try of each key; `capped`: sizes up to the usual ones."""
     layers, seq, world = model.num_layers, workload.seq, cluster.num_chips
-    tp = [x for x in divisors(world) if x <= MAX_TP and model.num_heads % x == 0]
-    pp = [x for x in divisors(world) if x <= min(MAX_PP, layers)]
-    cp = [x for x in divisors(world) if x == 1 or (x <= MAX_CP and _is_long_enough(seq, x))]
-    largest = max(1, MAX_MICROBATCH_TOKENS // seq)
+    most = CAPS if capped else dict.fromkeys(CAPS, max(world, layers))
+    least_tokens = MIN_CONTEXT_TOKENS if capped else 1
+    tp = [x for x in divisors(world) if x <= most["tp"] and model.num_heads % x == 0]
+    pp = [x for x in divisors(world) if x <= min(most["pp"], layers + 2)]
+    cp = [x for x in divisors(world) if x == 1 or (seq % x == 0 and seq // x >= least_tokens)]
+    largest = max(1, MAX_MICROBATCH_TOKENS // seq) if capped else workload.batch
     shares, switch = (0.0, 1.0) if cluster.chip.host_bytes_per_s else (0.0,), (False, True)
     found: Values = {
         "layout": tuple(GRID_DIMS),
@@ -115,9 +133,13 @@ def all_values(model: Model, cluster: Cluster, workload: Workload) -> Values:
         "cp_kind": CP_KINDS if len(cp) > 1 else CP_KINDS[:1],
         "ulysses": cp,
         "pp": pp,
-        "vpp": [v for v in range(1, MAX_VPP + 1) if v == 1 or any(v * x <= layers + 2 for x in pp if x > 1)],
+        "vpp": [
+            v
+            for v in range(1, min(most["vpp"], layers + 2) + 1)
+            if v == 1 or any(v * x <= layers + 2 for x in pp if x > 1)
+        ],
         "schedule": SCHEDULES,
-        "microbatch": [x for x in range(1, largest + 1) if workload.batch % x == 0],
+        "microbatch": [x for x in divisors(workload.batch) if x <= largest],
         "zero_group": [None, *divisors(world)[1:-1]],
         "recompute": RECOMPUTE,
         "recompute_layers": RECOMPUTED_LAYERS,
@@ -141,10 +163,6 @@ def all_values(model: Model, cluster: Cluster, workload: Workload) -> Values:
             "overlap_ep": switch,
         }
     return found
-
-
-def _is_long_enough(seq: int, cp: int) -> bool:
-    return seq % cp == 0 and seq // cp >= MIN_CONTEXT_TOKENS
 
 
 def _grids(tp: Sequence[int]) -> list[tuple[int, ...]]:
