@@ -6,13 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import meshwise as mw
 from meshwise.core.ledger import COLUMNS
 from meshwise.core.units import quantity
-from meshwise.estimate.token_budget import TokenBudget
 
 BASE = ("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:64", "--plan", "tp=8,pp=8", "--batch", "64")
 KEYS = {
@@ -132,38 +129,3 @@ def test_a_file_that_is_not_toml(meshwise, tmp_path: Path) -> None:
     done = meshwise("estimate", "gpt3-175b", "--cluster", "a100-80g-sxm:8", "--plan", str(path))
     assert done.code == 2
     assert str(path) in done.err
-
-
-@settings(suppress_health_check=[HealthCheck.too_slow])
-@given(
-    model=st.sampled_from(["gpt3-175b", "llama3-8b", "deepseek-v3", "mixtral-8x7b", "vit-era5"]),
-    gpus=st.integers(1, 64),
-    degrees=st.fixed_dictionaries(
-        {name: st.integers(1, 8) for name in ("tp", "pp", "cp", "ep", "vpp", "etp", "zero_group")}
-    ),
-    choices=st.fixed_dictionaries(
-        {
-            "cp_kind": st.sampled_from(["ring", "ulysses", "all_gather", "two_level"]),
-            "schedule": st.sampled_from(["gpipe", "1f1b", "zb-h1", "zb-v", "dualpipe", "dualpipe-v"]),
-            "recompute": st.sampled_from(["none", "selective", "full"]),
-            "dtype": st.sampled_from(["bf16", "fp16", "fp32", "fp8", "fp4"]),
-            "zero": st.integers(0, 3),
-        }
-    ),
-    batch=st.integers(-1, 512),
-    seq=st.integers(0, 10_000),
-    micro=st.integers(0, 4),
-    tokens=st.one_of(st.none(), st.floats()),
-)
-def test_any_request_is_an_answer_or_a_sentence(
-    model, gpus, degrees, choices, batch, seq, micro, tokens
-) -> None:
-    plan = ",".join(f"{key}={value}" for key, value in (degrees | choices).items())
-    try:
-        found = mw.estimate(model, f"h100-80g-sxm:{gpus}", plan, batch=batch, seq=seq, microbatch=micro)
-        run = TokenBudget(tokens=tokens).run(found)
-    except mw.MeshwiseError as error:
-        assert "\n" not in str(error)
-    else:
-        assert found.step_s > 0
-        assert not run or run["run_s"] > 0

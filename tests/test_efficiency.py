@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import tomllib
 from dataclasses import replace
@@ -438,22 +439,21 @@ def test_minimise_finds_the_bottom_of_a_bowl(bottom):
 def synthetic_rows(truth: eff.GemmEfficiency) -> list[Measurement]:
     sides = [64.0, 256.0, 1024.0, 4096.0, 16384.0]
     rows = [
-        Measurement(
-            chip=H100.name,
-            op="gemm",
-            variant="bf16",
-            software="",
-            shape={"m": m, "n": n, "k": k, "batch": 1.0, "cast": 0.0},
-            seconds=1.0,
-            source="synthetic",
-            where="",
-        )
-        for m in sides
-        for n in sides
-        for k in sides
+        synthetic("gemm", "bf16", {"m": m, "n": n, "k": k, "batch": 1.0, "cast": 0.0})
+        for m, n, k in itertools.product(sides, sides, sides)
     ]
+    return timed(rows, eff.Efficiency(gemms={"bf16": truth}))
+
+
+def synthetic(op: str, variant: str, shape: dict[str, float]) -> Measurement:
+    of_h100 = {"chip": H100.name, "software": "", "source": "synthetic", "where": ""}
+    return Measurement(op=op, variant=variant, shape=shape, seconds=1.0, **of_h100)
+
+
+def timed(rows: list[Measurement], truth: eff.Efficiency) -> list[Measurement]:
+    """`rows` with the seconds that a machine of these constants takes."""
     (batch,) = ops.batches(rows)
-    seconds = ops.predict_s(batch, H100, eff.Efficiency(gemms={"bf16": truth}))
+    seconds = ops.predict_s(batch, H100, truth)
     return [replace(row, seconds=float(time)) for row, time in zip(rows, seconds, strict=True)]
 
 
@@ -468,16 +468,9 @@ def ops_table(rows: list[Measurement]) -> str:
 
 
 def test_fit_recovers_the_machine_that_made_the_rows():
-    truth = eff.GemmEfficiency(
-        tiled=True,
-        launch_s=4e-6,
-        peak_frac=0.7,
-        throttle_frac=0.1,
-        cache_speedup=9.0,
-        memory_frac=0.75,
-        tile_s=2e-6,
-        split_s=6e-6,
-    )
+    seconds = {"launch_s": 4e-6, "tile_s": 2e-6, "split_s": 6e-6}
+    shares = {"peak_frac": 0.7, "throttle_frac": 0.1, "memory_frac": 0.75}
+    truth = eff.GemmEfficiency(tiled=True, cache_speedup=9.0, **seconds, **shares)
     rows = synthetic_rows(truth)
 
     def build(entries: fit.Entries) -> eff.Efficiency:
@@ -500,20 +493,8 @@ def test_the_fit_finds_a_machine_all_of_whose_rows_are_far_from_the_start():
         {"batch": b, "kv_len": k, "heads": 128.0} for b in (8.0, 32.0, 128.0) for k in (4096.0, 16384.0)
     ]
     latent = {"kv_bytes_per_token": 1152.0, "qk_dim": 576.0, "v_dim": 512.0}
-    made = Measurement(
-        chip=H100.name,
-        op="decode",
-        variant="mla",
-        software="",
-        shape={},
-        seconds=1.0,
-        source="synthetic",
-        where="",
-    )
-    rows = [replace(made, shape=shape | latent) for shape in shapes]
-    (batch,) = ops.batches(rows)
-    seconds = ops.predict_s(batch, H100, eff.Efficiency(latent_decode=truth))
-    rows = [replace(row, seconds=float(time)) for row, time in zip(rows, seconds, strict=True)]
+    rows = [synthetic("decode", "mla", shape | latent) for shape in shapes]
+    rows = timed(rows, eff.Efficiency(latent_decode=truth))
     box = {"decode.mla": fit.DECODE}
     start = {"decode.mla": eff.DecodeEfficiency(**{name: at for name, (at, _, _) in fit.DECODE.items()})}
     fitted = fit.fit(rows, H100, box, lambda found: eff.Efficiency(latent_decode=found["decode.mla"]), start)

@@ -377,61 +377,6 @@ def test_a_directory_is_no_cluster(tmp_path: Path) -> None:
         find_cluster(str(tmp_path))
 
 
-# --- fuzz -----------------------------------------------------------------------------------------------
-
-
-def check_cluster_or_error(text: str) -> None:
-    try:
-        cluster = find_cluster(text)
-    except ClusterError as error:
-        assert str(error)
-        assert "\n" not in str(error)
-    else:
-        assert cluster.num_chips >= 1
-        assert all(math.isfinite(level.bytes_per_s) and level.bytes_per_s > 0 for level in cluster.levels)
-        assert math.isfinite(cluster.chip.memory_bytes)
-
-
-names = st.sampled_from([*CHIPS, *CLUSTERS, "h100", "tpu"])
-
-
-@given(st.text() | st.builds("{}:{}".format, names, st.text(max_size=12) | st.integers()))
-def test_any_text_is_a_cluster_or_an_error(text: str) -> None:
-    check_cluster_or_error(text)
-
-
-scalars = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=8)
-    | names
-    | st.just("2026-11-20")
-)
-values = st.recursive(scalars.filter(lambda v: v is not None), lambda inner: st.lists(inner, max_size=3))
-tables = st.dictionaries(st.sampled_from([*OWN, *OWN_CHIP, "fp32", "bf16", "x"]), values, max_size=6)
-paths = st.sampled_from(
-    [*OWN, *(f"chip.{key}" for key in OWN_CHIP)]
-    + [f"levels.{i}.{key}" for i in (0, 1) for key in ("name", "bytes_per_s", "latency_s")]
-)
-
-
-@given(st.builds(changed, paths, scalars | values | tables | st.lists(tables, max_size=2)) | tables)
-def test_any_table_is_a_cluster_or_an_error(
-    tmp_path_factory: pytest.TempPathFactory, table: dict[str, Any]
-) -> None:
-    file = tmp_path_factory.getbasetemp() / "fuzz.toml"
-    check_cluster_or_error(write_toml(file, table))
-
-
-@given(st.binary(max_size=200))
-def test_any_file_is_a_cluster_or_an_error(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    file = tmp_path_factory.getbasetemp() / "fuzz-binary.toml"
-    file.write_bytes(content)
-    check_cluster_or_error(str(file))
-
-
 # --- torus, rails, oversubscription ------------------------------------------------------------
 
 LINKS_OF_A_FILE = """

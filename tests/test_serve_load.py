@@ -1,6 +1,7 @@
 """Serving under load: closed forms of queues, conservation, what engines do differently, traces, command."""
 
 import math
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -222,7 +223,12 @@ def test_the_host_shows_where_guesses_are_checked_and_nothing_is_planned() -> No
 
 def test_experts_in_tiles_compute_rows_that_nobody_sent() -> None:
     """DeepGEMM in vLLM 0.12: all experts have 127 rows more, so that a pass hardly depends on the batch."""
-    row = INFERENCEX | {"backend": "vllm", "model": "Qwen3-235B-A22B-FP8", "system": "h200_sxm", "tp": "2"}
+    row = INFERENCEX["row"] | {
+        "backend": "vllm",
+        "model": "Qwen3-235B-A22B-FP8",
+        "system": "h200_sxm",
+        "tp": "2",
+    }
     row |= {"precision": "fp8", "moe_ep": "2", "input_tokens": "2000"}
     of = {version: measured.point(row | {"backend_version": version}) for version in ("0.12.0", "0.19.0")}
     assert [point.engine.expert_tile for point in of.values()] == [128, 1]
@@ -357,65 +363,15 @@ def test_a_stated_rate_is_held_against_the_simulated_one(
     assert 0.5 * derived["predicted"] < stated["predicted"] < derived["predicted"]
 
 
-INFERENCEX = {
-    **{"mode": "agg", "system": "b200_sxm", "backend": "trtllm", "model": "deepseek-ai/DeepSeek-R1"},
-    **{
-        "precision": "fp4",
-        "tp": "4",
-        "attention_dp": "1",
-        "moe_tp": "1",
-        "moe_ep": "4",
-        "input_tokens": "1024",
-    },
-    **{"output_tokens": "1024", "concurrency": "8", "measured": "2026-01-14", "source": "db-dump"},
-}
-
-QWEN = {"model": "Qwen/Qwen3.5-397B-A17B", "backend": "sglang", "precision": "fp8", "measured": ""}
+INFERENCEX = tomllib.loads((Path(__file__).parent / "data" / "inferencex.toml").read_text())
 
 
-OLDEST = {"measured": "2025-11-02", "moe_tp": "4", "moe_ep": "1"}
-QWEN_4 = QWEN | {"moe_tp": "4", "moe_ep": "1"}
-MINIMAX = {"model": "MiniMaxAI/MiniMax-M2.5", "backend": "vllm"}
-LAUNCHED: list[tuple[dict[str, str], dict[str, Any]]] = [
-    ({}, {"drafts": 3, "max_tokens": 4 * 8 + 1024 + 64, "kv_dtype": "fp8"}),
-    ({"tp": "1", "attention_dp": "4"}, {"drafts": 1, "max_tokens": 2 * 2 + 1024 + 64, "align_passes": 60}),
-    ({"measured": "2026-02-03"}, {"drafts": 0, "max_tokens": 8192}),
-    ({"input_tokens": "4000"}, {"drafts": 0, "max_tokens": 8 + 4000 + 1500, "pads_batches": False}),
-    ({"model": "meta-llama/Llama-3.1-70B"}, {"drafts": 0, "max_tokens": 16384, "align_passes": 20}),
-    ({"measured": "2026-02-06", "concurrency": "64"}, {"drafts": 3, "graphs_prompts": True}),
-    ({"measured": "2026-02-06", "concurrency": "8"}, {"drafts": 3, "graphs_prompts": False}),
-    ({"measured": "2026-02-03", "tp": "8", "moe_ep": "8"}, {"drafts": 0, "graphs_prompts": True}),
-    ({"backend": "sglang", "precision": "fp8"}, {"drafts": 0, "max_tokens": 32768, "poll_passes": 10}),
-    ({"backend": "sglang", "precision": "fp8", "measured": "2026-03-25"}, {"drafts": 2, "max_tokens": 16384}),
-    (QWEN_4, {"drafts": 3, "poll_passes": 10}),
-    (QWEN_4 | {"measured": "2026-04-17"}, {"drafts": 0, "poll_passes": 10}),
-    (QWEN, {"drafts": 0, "poll_passes": 10}),
-    (OLDEST | {"concurrency": "32"}, {"tp": 4, "dp": 1, "ep": 1}),
-    (OLDEST | {"concurrency": "64"}, {"tp": 4, "dp": 1, "ep": 4}),
-    (OLDEST | {"concurrency": "64", "input_tokens": "8192"}, {"tp": 1, "dp": 4, "ep": 4}),
-    (OLDEST | {"concurrency": "256"}, {"tp": 1, "dp": 4, "ep": 4}),
-    (OLDEST | {"concurrency": "256", "measured": "2025-11-04"}, {"tp": 4, "dp": 1, "ep": 1}),
-    (OLDEST | {"concurrency": "256", "measured": ""}, {"tp": 4, "dp": 1, "ep": 1}),
-    (OLDEST | {"concurrency": "32", "precision": "fp8"}, {"tp": 4, "dp": 1, "ep": 4}),
-    (OLDEST | {"concurrency": "32", "model": "openai/gpt-oss-120b"}, {"tp": 4, "dp": 1, "ep": 1}),
-    ({"precision": "bf16"}, {"kv_dtype": "bf16"}),
-    ({"model": "openai/gpt-oss-120b", "system": "h200_sxm"}, {"kv_dtype": "bf16"}),
-    ({"system": "h200_sxm", "backend": "sglang", "precision": "fp8"}, {"kv_dtype": "bf16"}),
-    (
-        {"system": "h200_sxm", "backend": "sglang", "precision": "fp8", "input_tokens": "4000"},
-        {"kv_dtype": "fp8"},
-    ),
-    (MINIMAX | {"measured": "2026-04-03"}, {"kv_dtype": "bf16"}),
-    (MINIMAX | {"measured": "2026-04-08"}, {"kv_dtype": "fp8"}),
-]
-
-
-@pytest.mark.parametrize(("changes", "launched"), LAUNCHED)
+@pytest.mark.parametrize(("changes", "launched"), INFERENCEX["launched"])
 def test_engines_are_launched_as_the_benchmark_s_scripts_do(
     changes: dict[str, str], launched: dict[str, Any]
 ) -> None:
     """Settings, guesses, type of the cache; and the layouts of the script of 2 November 2025."""
-    of = measured.point(INFERENCEX | changes)
+    of = measured.point(INFERENCEX["row"] | changes)
     serving, guesses = of.fleet.serving, of.fleet.serving.speculation
     found = {name: int(getattr(serving.mesh, name)) for name in ("tp", "dp", "ep")}
     found |= {"drafts": guesses.drafts if guesses else 0}
@@ -425,7 +381,12 @@ def test_engines_are_launched_as_the_benchmark_s_scripts_do(
 
 
 def test_prompts_of_a_gap_analysis_come_again() -> None:
-    row = INFERENCEX | {"backend": "vllm", "model": "Llama-3.1-8B", "precision": "fp8", "concurrency": "12"}
+    row = INFERENCEX["row"] | {
+        "backend": "vllm",
+        "model": "Llama-3.1-8B",
+        "precision": "fp8",
+        "concurrency": "12",
+    }
     of = measured.point(row | {"input_tokens": "4000"})
     assert set(of.requests.prompt) == {4000}
     assert of.engine.max_tokens == 12 + 4000 + 1500
