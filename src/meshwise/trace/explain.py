@@ -298,8 +298,8 @@ def _looks_of_call(one: Collective) -> Looks:
 def _of_whole_steps(summary: Summary) -> tuple[list[tuple[Trace, dict[str, float]]], int]:
     """The work of each rank in its whole steps with the seconds of its parts, and how many steps these are.
 
-    A step ends where the work of the next one begins, so the last of many only ends the one before. Where no step
-    is whole, or some were chosen, all of the work counts.
+    A step ends where the work of the next one begins, so the last of many only ends the one before. Where no
+    step is whole, or some were chosen, all of the work counts.
     """
     numbers, steps = sorted({step.number for step in summary.steps}), whole_steps(summary.steps)
     if not steps or any(trace.selected is not None for trace in summary.traces):
