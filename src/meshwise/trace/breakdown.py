@@ -82,7 +82,7 @@ def _host_work(trace: Trace) -> RankWork:
     selected = np.ones(len(trace), dtype=bool) if trace.selected is None else trace.selected
     kind = np.full(len(trace), Kind.OTHER, dtype=np.int8)
     kind[(trace.kind == Kind.HOST_COMMUNICATION) & selected] = Kind.COMMUNICATION
-    starts = np.array([name.startswith(STARTS_TRANSFER) for _, name in trace.labels] or [False])[trace.label]
+    starts = trace.named(lambda name: name.startswith(STARTS_TRANSFER))
     operator = trace.kind == Kind.CPU_OP
     kind[operator & ~starts & selected] = Kind.COMPUTE
     communication = union(trace, np.flatnonzero(kind == Kind.COMMUNICATION))

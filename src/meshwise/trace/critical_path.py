@@ -18,7 +18,6 @@ some of them changed, they give the end of a job that is late nowhere, or transf
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ from meshwise.trace.collectives import Collective
 from meshwise.trace.events import Ints, Kind, Trace
 from meshwise.trace.intervals import NO_SPANS, Spans, covered
 from meshwise.trace.nesting import nearest
-from meshwise.trace.partition import Partition
 from meshwise.trace.summary import Summary
 
 Floats = NDArray[np.float64]
@@ -150,9 +148,7 @@ def _walk(
 ) -> Iterator[tuple[int, str, str, int]]:
     """(rank, kind, name, ns) of every piece, the last first."""
     traces = {trace.rank: trace for trace in summary.traces}
-    causes = {
-        part.rank: _causes(part, summary.alignment.offsets_ns[part.rank]) for part in summary.partitions
-    }
+    parts = {part.rank: part for part in summary.partitions}
     place = {(rank, call): at for rank, one in ranks.items() for at, call in enumerate(one.call.tolist())}
     rank = max(ranks, key=lambda r: int(ranks[r].end.max()))
     at = int(ranks[rank].end.argmax())
@@ -172,26 +168,9 @@ def _walk(
             yield rank, kind, name, now - begin
         now, at = begin, before
         if at >= 0 and (left := int(ranks[rank].end[at])) < now:
-            yield rank, "idle", _cause(causes[rank], left, now), now - left
+            offset = summary.alignment.offsets_ns[rank]
+            yield rank, "idle", parts[rank].why_idle(left + offset, now + offset), now - left
             now = left
-
-
-_Stretch = tuple[int, int, str]
-
-
-def _causes(partition: Partition, offset_ns: int) -> list[_Stretch]:
-    """The idle stretches of a rank, on the common clock, each with its cause."""
-    return sorted(
-        (start - offset_ns, end - offset_ns, cause)
-        for cause, (starts, ends) in partition.idle.items()
-        for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
-    )
-
-
-def _cause(stretches: Sequence[_Stretch], start: int, end: int) -> str:
-    """Why a rank did nothing until `end`; on other streams work may have gone on."""
-    at = bisect_left(stretches, (end,)) - 1
-    return stretches[at][2] if at >= 0 and stretches[at][1] > start else "beside other work"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -306,7 +285,7 @@ def _what_if(summary: Summary, ranks: Mapping[int, _Rank], shared: Sequence[Coll
     scenarios.append(("transfers that take no time", own, np.minimum(wire, 0.0)))
     parts = {one.rank: one for one in summary.partitions}
     changes = {
-        "no idle time that hosts are the cause of": [parts[r].idle.get("host", NO_SPANS) for r in names],
+        "no idle time that hosts are the cause of": [parts[r].idle("host") for r in names],
         f"compute {_FASTER_FRAC:.0%} faster": [parts[r].spans["compute"] for r in names],
     }
     offsets = [summary.alignment.offsets_ns[rank] for rank in names]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,10 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self.start_ns)
+
+    def named(self, is_meant: Callable[[str], bool]) -> NDArray[np.bool_]:
+        """Which events have a name that is meant."""
+        return np.array([is_meant(name) for _, name in self.labels] or [False])[self.label]
 
     def where(self, *kinds: Kind) -> Ints:
         """The numbers of the events of these kinds, in the order of time."""

@@ -340,8 +340,8 @@ def _kernels(trace: Trace) -> dict[Looks, float]:
 
 def _in_optimizer(trace: Trace, events: Ints) -> NDArray[np.bool_]:
     """Which of these operators or kernels a step of PyTorch's optimizers runs or launches."""
-    is_step = np.array([name.startswith("Optimizer.step") for _, name in trace.labels] or [False])
-    step = nearest(parents(trace), is_step[trace.label] & (trace.kind == Kind.ANNOTATION))
+    is_step = trace.named(lambda name: name.startswith("Optimizer.step"))
+    step = nearest(parents(trace), is_step & (trace.kind == Kind.ANNOTATION))
     at = launchers(trace)[events] if trace.has_device else events
     return (at >= 0) & (step[at] >= 0)
 

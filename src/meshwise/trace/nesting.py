@@ -11,6 +11,7 @@ communication, which the profiler's own totals leave out.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,6 +102,14 @@ def _look_up(launcher: Ints, events: Ints, ids: Ints, candidates: Ints) -> None:
     place = np.minimum(np.searchsorted(sorted_ids, ids[events]), len(sorted_ids) - 1)
     hit = sorted_ids[place] == ids[events]
     launcher[events[hit]] = candidates[order[place[hit]]]
+
+
+def added_at(place: Ints, values: NDArray[Any], size: int) -> NDArray[Any]:
+    """The sums of `values` at each of `size` places; those of place -1 are left out."""
+    sums = np.zeros(size, dtype=values.dtype)
+    known = place >= 0
+    np.add.at(sums, place[known], values[known])
+    return sums
 
 
 def inclusive(own: NDArray[np.int64], parent: Ints) -> NDArray[np.int64]:

@@ -23,7 +23,7 @@ from meshwise.cost.op import Cost, attended_pairs, flash_attention, flash_attent
 from meshwise.machine.hardware import Chip
 from meshwise.trace.breakdown import work_kind
 from meshwise.trace.events import Ints, Kind, Trace
-from meshwise.trace.nesting import launchers, nearest, parents
+from meshwise.trace.nesting import added_at, launchers, nearest, parents
 from meshwise.trace.operators import self_time
 from meshwise.trace.transfers import element_bytes
 
@@ -119,11 +119,10 @@ def _roof_s(chip: Chip, dtype: str, flop: float, moved_bytes: float) -> float | 
 def _calls(trace: Trace) -> dict[tuple[int, int], list[float]]:
     """Seconds of every call of an operator of known work, by label and shape."""
     known = _of_names(trace, lambda name: name in _MATMULS or name in _ATTENTION or _is_elementwise(name))
-    seconds = np.zeros(len(trace))
     work = np.flatnonzero(work_kind(trace) == Kind.COMPUTE)
     owner = _callers(trace, work, known)
     spent = trace.duration_ns if trace.has_device else self_time(trace, parents(trace))
-    np.add.at(seconds, owner[owner >= 0], spent[work][owner >= 0] / 1e9)
+    seconds = added_at(owner, spent[work] / 1e9, len(trace))
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     for i in np.flatnonzero(known & (seconds > 0)).tolist():
         found[int(trace.label[i]), int(trace.shape[i])].append(float(seconds[i]))
@@ -132,8 +131,7 @@ def _calls(trace: Trace) -> dict[tuple[int, int], list[float]]:
 
 def _of_names(trace: Trace, is_known: Callable[[str], bool]) -> NDArray[np.bool_]:
     """Which events are operators with shapes whose names are known."""
-    known = np.array([is_known(name) for _, name in trace.labels] or [False])
-    return known[trace.label] & (trace.shape >= 0) & (trace.kind == Kind.CPU_OP)
+    return trace.named(is_known) & (trace.shape >= 0) & (trace.kind == Kind.CPU_OP)
 
 
 def _callers(trace: Trace, work: Ints, known: NDArray[np.bool_]) -> Ints:

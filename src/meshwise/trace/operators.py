@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace
-from meshwise.trace.nesting import HOST_KINDS, enclosing, inclusive, launchers, parents
+from meshwise.trace.nesting import HOST_KINDS, added_at, enclosing, inclusive, launchers, parents
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,32 +83,23 @@ def _is_repeated(trace: Trace, parent: Ints) -> NDArray[np.bool_]:
 
 def self_time(trace: Trace, parent: Ints) -> Ints:
     """Duration [ns] of each host event without the events it encloses; 0 for gloo's transfers and kernels."""
-    own = np.zeros(len(trace), dtype=np.int64)
-    host = trace.where(*HOST_KINDS)
+    own, host = np.zeros(len(trace), dtype=np.int64), trace.where(*HOST_KINDS)
     own[host] = trace.duration_ns[host]
-    inner = host[parent[host] >= 0]
-    np.subtract.at(own, parent[inner], trace.duration_ns[inner])
+    own -= added_at(parent[host], trace.duration_ns[host], len(trace))
     own[trace.where(Kind.HOST_COMMUNICATION)] = 0
     return np.maximum(own, 0)
 
 
 def _launched(trace: Trace, parent: Ints, events: Ints) -> Ints:
     """For every operator the time [ns] of the `events` it launched itself, through whatever runtime call."""
-    own = np.zeros(len(trace), dtype=np.int64)
-    owner = launchers(trace)[events]
-    is_call = trace.kind == Kind.RUNTIME
+    owner, is_call = launchers(trace)[events], trace.kind == Kind.RUNTIME
     while (up := (owner >= 0) & is_call[owner] & (parent[owner] >= 0)).any():
         owner[up] = parent[owner[up]]
-    known = owner >= 0
-    np.add.at(own, owner[known], trace.duration_ns[events[known]])
-    return own
+    return added_at(owner, trace.duration_ns[events], len(trace))
 
 
 def _memory(trace: Trace, parent: Ints, *, on_device: bool) -> Ints:
     """For every host event the bytes that it allocated itself, less those it freed."""
-    own = np.zeros(len(trace), dtype=np.int64)
-    rows = trace.memory.on_device == on_device
-    event = enclosing(trace, parent, trace.memory.track[rows], trace.memory.time_ns[rows])
-    known = event >= 0
-    np.add.at(own, event[known], trace.memory.delta_bytes[rows][known])
-    return own
+    memory, rows = trace.memory, trace.memory.on_device == on_device
+    event = enclosing(trace, parent, memory.track[rows], memory.time_ns[rows])
+    return added_at(event, memory.delta_bytes[rows], len(trace))

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwise.trace.breakdown import work
 from meshwise.trace.events import Kind, Trace
@@ -40,23 +41,30 @@ class Partition:
 
     rank: int
     spans: Mapping[str, Spans]
-    idle: Mapping[str, Spans]
-    """The idle time by its cause."""
+    idle_cause: NDArray[np.int64]
+    """Of each idle stretch, its place in `CAUSES`."""
 
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds of each part; they sum to the span."""
         return {part: length(self.spans[part]) / 1e9 for part in PARTS}
 
-    @property
-    def idle_s(self) -> dict[str, float]:
-        """Seconds of idle time by cause."""
-        return {cause: length(spans) / 1e9 for cause, spans in self.idle.items()}
+    def idle(self, cause: str) -> Spans:
+        """The idle stretches of one cause."""
+        (start, end), is_meant = self.spans["idle"], self.idle_cause == CAUSES.index(cause)
+        return start[is_meant], end[is_meant]
+
+    def why_idle(self, start: int, end: int) -> str:
+        """The cause of the stretch that ends at `end`; where work went on since `start`, none."""
+        idle = self.spans["idle"]
+        at = int(np.searchsorted(idle[0], end)) - 1
+        return CAUSES[self.idle_cause[at]] if at >= 0 and idle[1][at] > start else "beside other work"
 
     @property
     def host_bound_s(self) -> float | None:
         """Idle time that the host is the cause of; None where the trace holds no launches."""
-        return self.idle_s.get("host")
+        is_told = len(self.idle_cause) and (self.idle_cause != CAUSES.index("unknown")).any()
+        return length(self.idle("host")) / 1e9 if is_told else None
 
 
 def partition(trace: Trace, wait_ns: Mapping[int, int]) -> Partition:
@@ -78,17 +86,16 @@ def partition(trace: Trace, wait_ns: Mapping[int, int]) -> Partition:
         spans[part] = difference(found, taken)
         taken = joined(taken, found)
     spans["idle"] = difference((taken[0][:1], taken[1][-1:]), taken)
-    return Partition(trace.rank, spans, _by_cause(trace, spans["idle"]))
+    return Partition(trace.rank, spans, _causes(trace, spans["idle"]))
 
 
-def _by_cause(trace: Trace, idle: Spans) -> dict[str, Spans]:
-    """The idle stretches by their cause; all unknown where the trace holds no launches of kernels."""
+def _causes(trace: Trace, idle: Spans) -> NDArray[np.int64]:
+    """The cause of each idle stretch; unknown where the trace holds no launches of kernels."""
     kernels = np.flatnonzero(work(trace).kind != Kind.OTHER)
     launcher = launchers(trace)[kernels]
     if not trace.has_device or not (launcher >= 0).any():
-        return {"unknown": idle}
+        return np.full(len(idle[0]), CAUSES.index("unknown"))
     ending = np.minimum(np.searchsorted(trace.start_ns[kernels], idle[1]), len(kernels) - 1)
     launch = launcher[ending]
     late, short = trace.start_ns[launch] >= idle[0], idle[1] - idle[0] < _BETWEEN_KERNELS_NS
-    cause = np.select([launch < 0, late, short], [3, 0, 1], 2)
-    return {name: (idle[0][cause == i], idle[1][cause == i]) for i, name in enumerate(CAUSES)}
+    return np.select([launch < 0, late, short], [3, 0, 1], 2)

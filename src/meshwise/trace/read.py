@@ -325,18 +325,11 @@ def _memory(parts: list[tuple[Ints, ...]]) -> MemoryEvents:
 
 
 def _communication(args: Args) -> CommunicationArgs:
-    return CommunicationArgs(
-        collective=None if args.collective is None else str(args.collective),
-        in_elements=_size(args.in_elements),
-        out_elements=_size(args.out_elements),
-        dtype=None if args.dtype is None else str(args.dtype),
-        group=None if args.group is None else str(args.group),
-        group_size=_size(args.group_size),
-        ranks=_ranks(args.ranks),
-        sequence=_size(args.sequence),
-        source=_size(args.source),
-        destination=_size(args.destination),
-    )
+    sizes = ("in_elements", "out_elements", "group_size", "sequence", "source", "destination")
+    texts = {name: getattr(args, name) for name in ("collective", "dtype", "group")}
+    told: dict[str, Any] = {name: None if text is None else str(text) for name, text in texts.items()}
+    told |= {name: _size(getattr(args, name)) for name in sizes}
+    return CommunicationArgs(ranks=_ranks(args.ranks), **told)
 
 
 def _peer(concrete: msgspec.Raw) -> int | None:

@@ -53,7 +53,7 @@ def _operator_rows(trace: Trace) -> Iterator[dict[str, Any]]:
     events = np.flatnonzero(is_device | (kind == Kind.CPU_OP))
     around = np.where(is_device, launchers(trace), parent)[events]
     section, paths = _sections(trace, parent)
-    engine = np.array([name.startswith(_BACKWARD) for _, name in trace.labels] or [False])[trace.label]
+    engine = trace.named(lambda name: name.startswith(_BACKWARD))
     backward = nearest(parent, engine) >= 0
     inside = around >= 0
     columns = (

@@ -14,7 +14,7 @@ import numpy as np
 
 from meshwise.trace.breakdown import work_kind
 from meshwise.trace.events import Ints, Kind, Trace
-from meshwise.trace.nesting import inclusive, launchers, parents
+from meshwise.trace.nesting import added_at, inclusive, launchers, parents
 from meshwise.trace.operators import OperatorTotal, self_time
 
 _HAS_WAITING = ("communication", "wait")
@@ -60,7 +60,7 @@ def sections(trace: Trace, wait_ns: Mapping[int, int] | None = None) -> list[Sec
     columns = [
         _inside(trace, parent, launcher, kind == Kind.COMPUTE),
         _inside(trace, parent, launcher, kind == Kind.COMMUNICATION),
-        inclusive(_moved(waits, launcher), parent),
+        inclusive(added_at(launcher, waits, len(trace)), parent),
         _inside(trace, parent, launcher, kind == Kind.MEMORY),
     ]
     events = trace.where(Kind.ANNOTATION)
@@ -82,15 +82,7 @@ def _inside(trace: Trace, parent: Ints, launcher: Ints, chosen: np.ndarray) -> I
     operators = chosen & (launcher < 0)
     own[operators] = self_time(trace, parent)[operators]
     launched = np.where(chosen & (launcher >= 0), trace.duration_ns, 0)
-    return inclusive(own + _moved(launched, launcher), parent)
-
-
-def _moved(values: Ints, launcher: Ints) -> Ints:
-    """`values` of launched events, added up at the events that launched them."""
-    own = np.zeros(len(values), dtype=np.int64)
-    known = launcher >= 0
-    np.add.at(own, launcher[known], values[known])
-    return own
+    return inclusive(own + added_at(launcher, launched, len(trace)), parent)
 
 
 def joint(values: Mapping[tuple[str, str], Mapping[int, float]]) -> list[AcrossRanks]:

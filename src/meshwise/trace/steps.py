@@ -117,8 +117,7 @@ def _chosen(trace: Trace, marked: Marks, steps: str) -> Trace:
     """
     if steps == "complete":
         events = trace.where(Kind.ANNOTATION, Kind.DEVICE_ANNOTATION)
-        is_step = np.array([name.startswith(PROFILER_STEP) for _, name in trace.labels] or [False])
-        events = events[is_step[trace.label[events]]]
+        events = events[trace.named(lambda name: name.startswith(PROFILER_STEP))[events]]
         if len({trace.name(i) for i in events.tolist()}) < 2:
             return trace
         launcher = launchers(trace)

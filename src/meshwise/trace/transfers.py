@@ -34,8 +34,8 @@ from meshwise.trace.nesting import launchers
 from meshwise.trace.steps import Marks, launched_ns
 
 POINT_TO_POINT = ("send", "recv")
-_CALLS, _NAMED, _DEEPEST = (Kind.CPU_OP, Kind.ANNOTATION), ("nccl:", "rccl:", "c10d::"), 3
-"""What names the collective of a kernel that it launches: kinds and names of events, how deep they nest."""
+_NAMED, _DEEPEST = ("nccl:", "rccl:", "c10d::"), 3
+"""How events that name the collective of a kernel begin, and how deep they nest."""
 SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "send_recv")
 """Collectives that no rank can leave before every rank has entered."""
 _ELEMENT_BYTES = {
@@ -101,12 +101,11 @@ def transfers(trace: Trace, marked: Marks | None = None) -> list[Transfer]:
 
 def _kernels(trace: Trace) -> list[Transfer]:
     end_ns, kernels = trace.end_ns, trace.where(Kind.COMMUNICATION)
-    launcher, labels = launchers(trace)[kernels], list(zip(trace.labels, trace.label_kind, strict=False))
-    names = np.array([kind in _CALLS and name.startswith(_NAMED) for (_, name), kind in labels] or [False])
+    launcher, is_call = launchers(trace)[kernels], np.isin(trace.kind, (Kind.CPU_OP, Kind.ANNOTATION))
     told = np.zeros(len(trace), dtype=bool)
     told[list(trace.communications)] = True
-    called = _around(trace, launcher, names[trace.label])
-    argued = _around(trace, launcher, told & np.isin(trace.kind, _CALLS))
+    called = _around(trace, launcher, is_call & trace.named(lambda name: name.startswith(_NAMED)))
+    argued = _around(trace, launcher, is_call & told)
     streams = {stream: k for k, stream in enumerate(np.unique(trace.stream[kernels]).tolist())}
     found = []
     for i, call, other in zip(kernels.tolist(), called.tolist(), argued.tolist(), strict=True):
