@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from figures import figures_script
-from meshwise.core.errors import PlanError
 from meshwise.core.units import Num
 from meshwise.cost.collective import sent_bytes
 from meshwise.estimate.one_plan import estimate
@@ -22,7 +21,7 @@ from meshwise.estimate.priced_part import PricedOp, price_parts
 from meshwise.estimate.timing import machine, op_times
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
-from meshwise.plan.layouts import check_layout, default_grid
+from meshwise.plan.layouts import default_grid
 from meshwise.plan.mesh import resolve
 from meshwise.plan.plan import parse_plan
 from meshwise.plan.workload import Workload
@@ -315,30 +314,6 @@ def test_columns_and_sequence_keep_a_copy_of_the_weights_in_every_row() -> None:
     job = Workload(batch=64, seq=2048)
     on = resolve(GPT3, parse_plan("pp=8,layout=2d-cp:4x2"), job, find_cluster("h100-80g-sxm:64"))
     assert (on.tp, on.cp, on.dp, on.replicas, on.zero_group) == (4, 2, 1, 2, 2)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("layout=2d:5x2", "which does not divide 12288"),
-        ("layout=2d:2x2,cp=2", "cuts the sequence itself"),
-        ("layout=3d:2x2x2,dtype=fp8", "no casts for dtype=fp8"),
-        ("layout=2.5d:2x4x1", "needs square grids"),
-        ("layout=3d,tp=9", "use 8 or 27 ranks"),
-        ("layout=2d-cp:2x2,attention=grid", "use layout=2d, 2.5d or 3d"),
-        ("layout=3d:4x4x4", "heads of gpt3-175b by 16, which does not divide 24"),
-        ("layout=2d:2x2,lora_rank=8", "has no adapters"),
-    ],
-)
-def test_a_plan_that_does_not_fit_is_one_sentence(text: str, message: str) -> None:
-    model = replace(GPT3, num_heads=24, num_kv_heads=24) if "4x4x4" in text else GPT3
-    with pytest.raises(PlanError, match=message):
-        check_layout(model, parse_plan(text), 2048)
-
-
-def test_a_model_that_a_layout_cannot_run_is_one_sentence() -> None:
-    with pytest.raises(PlanError, match=r"no experts, which mixtral-8x7b needs; use layout=1d"):
-        check_layout(find_model("mixtral-8x7b"), parse_plan("layout=2d:2x2"), 4096)
 
 
 @pytest.mark.parametrize(

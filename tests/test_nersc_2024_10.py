@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.core.errors import DataError, PlanError
+from meshwise.core.errors import DataError
 from meshwise.cost import collective
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
@@ -323,46 +323,12 @@ def test_axes_fill_a_domain_in_the_order_of_the_placement() -> None:
     assert inside("layout=2d:2x4,pp=4") == {"tp1": 2.0, "tp2": 4.0, "dp": 1.0, "pp": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("plan", "says"),
-    [
-        ("layout=2d,tp=4", "needs its grid"),
-        ("layout=3d:2x2x2", "only layout=1d or layout=2d"),
-        ("tp=4,sp=0", "sp=0 with tp=4"),
-        ("tp=4,zero=3", "zero=3, only zero=1"),
-        ("layout=2d:4x1,recompute=selective", "recompute=selective"),
-        ("layout=2d-cp:4x1,attention=grid", "attention=grid"),
-        ("tp=4,recompute=full", "recompute=selective"),
-        ("layout=2d:5x1", "5 parts do not divide the 96 heads"),
-        ("layout=2d-cp:2x5", "10 parts do not divide the 2048 tokens"),
-        ("pp=5", "5 parts do not divide the 96 layers"),
-    ],
-)
-def test_a_plan_that_the_paper_does_not_know(plan: str, says: str) -> None:
-    with pytest.raises(PlanError, match=says):
-        answer("gpt3-175b", "nersc-a100:40", plan, 40)
-
-
-def test_a_model_or_a_workload_that_the_paper_does_not_know() -> None:
-    with pytest.raises(PlanError, match="of llama2-7b"):
-        answer("llama2-7b", "nersc-a100:8", "tp=4", 8)
-    with pytest.raises(PlanError, match="kind=prefill, only kind=train"):
-        answer("gpt3-175b", "nersc-a100:8", "tp=4", 8, kind="prefill")
-
-
 def test_command_prints_the_case_and_writes_its_rows(meshwise: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    words = (
-        "estimate",
-        "gpt3-175b",
-        "--cluster",
-        "nersc-a100:512",
-        "--plan",
-        "tp=4,pp=16",
-        "--batch",
-        "1024",
+    words = "estimate gpt3-175b --cluster nersc-a100:512 --plan tp=4,pp=16 --batch 1024 --seq 2048"
+    done = meshwise(
+        *words.split(), "--seq", "2048", "--convention", "nersc-2024-10", "--csv", str(path), "--json"
     )
-    done = meshwise(*words, "--seq", "2048", "--convention", "nersc-2024-10", "--csv", str(path), "--json")
     assert done.code == 0
     printed = outputs_of("gpt3_175b_1d_a100nvs4_512")
     assert done.document["step_s"] == pytest.approx(printed["totals"]["t"], rel=1e-9)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from meshwise.core.errors import PlanError
 from meshwise.machine.hardware import find_cluster
 from meshwise.model.find import find_model
 from meshwise.plan.plan import parse_plan
@@ -94,11 +93,3 @@ def test_without_sequence_parallelism_nothing_is_gathered() -> None:
     rows = [row for name in ("mlp", "sa") for row in table_of(name, "tp=4,sp=0")["rows"]]
     kinds = {row[f"comm_{way}_type"] for row in rows for way in ("fwd", "bwd")}
     assert kinds == {None, "reducescatter"}
-
-
-@pytest.mark.parametrize(("model", "plan"), [("llama2-7b", "tp=4"), ("gpt3-175b", "tp=2,pp=2")])
-def test_what_the_notebook_does_not_know_is_refused(model: str, plan: str) -> None:
-    with pytest.raises(PlanError, match="nersc-2024-02 does not price"):
-        notebook(
-            find_model(model), find_cluster("nersc-notebook"), parse_plan(plan), Workload(batch=1, seq=2048)
-        )
