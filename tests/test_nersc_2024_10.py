@@ -326,9 +326,7 @@ def test_axes_fill_a_domain_in_the_order_of_the_placement() -> None:
 def test_command_prints_the_case_and_writes_its_rows(meshwise: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     words = "estimate gpt3-175b --cluster nersc-a100:512 --plan tp=4,pp=16 --batch 1024 --seq 2048"
-    done = meshwise(
-        *words.split(), "--seq", "2048", "--convention", "nersc-2024-10", "--csv", str(path), "--json"
-    )
+    done = meshwise(*words.split(), "--convention", "nersc-2024-10", "--csv", str(path), "--json")
     assert done.code == 0
     printed = outputs_of("gpt3_175b_1d_a100nvs4_512")
     assert done.document["step_s"] == pytest.approx(printed["totals"]["t"], rel=1e-9)
