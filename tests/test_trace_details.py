@@ -87,9 +87,9 @@ def test_idle_time_by_cause(tmp_path):
     """A gap before a late launch, one behind another stream, one between queued kernels."""
     times = ((0, 0, 10), (30, 25, 10), (41, 1, 9), (100, 2, 10))  # start, launch, duration
     events = []
-    for number, (start, launch, length) in enumerate(times, start=1):
+    for number, (start, launch, lasts) in enumerate(times, start=1):
         events += [host("cuda_runtime", "cudaLaunchKernel", launch, 1, correlation=number)]
-        events += [kernel("gemm", start, length, correlation=number)]
+        events += [kernel("gemm", start, lasts, correlation=number)]
     found = summarize_paths([write_trace(tmp_path / "rank-0.json", events, 0)])
     idle = {"host": 20_000, "device": 1000, "dependency": 50_000, "unknown": 0}
     assert {cause: length(found.partitions[0].idle(cause)) for cause in CAUSES} == idle
@@ -159,11 +159,11 @@ def test_rates_against_the_roof(tmp_path, meshwise):
         ("aten::add", {"Input Dims": [[1 << 20], [1 << 20]], "Input type": ["float", "float"]}, 10.0),
     ]
     events = []
-    for number, (name, args, length) in enumerate(operators, start=1):
+    for number, (name, args, lasts) in enumerate(operators, start=1):
         at = 1000.0 * number
         events.append(host("cpu_op", name, at, 20, **args))
         events.append(host("cuda_runtime", "cudaLaunchKernel", at + 5, 3, correlation=number))
-        events.append(kernel("k", at + 50, length, correlation=number))
+        events.append(kernel("k", at + 50, lasts, correlation=number))
     path = write_trace(tmp_path / "rank-0.json", events, 0)
     found = {row.kind: row for row in op_rates(summarize_paths([path]).traces, find_chip("h100-80g-sxm"))}
     assert found["matmul"].flop_per_s == pytest.approx(2 * 4096**3 / 200e-6)
