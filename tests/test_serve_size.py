@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ LENGTHS = {"prompt": 1024, "output": 128}
 
 
 def screened(model: str, cluster: str, **fixed: Any) -> Screen:
-    found = screen(find_model(model), find_cluster(cluster), fixed, ENGINE, **LENGTHS)
+    found = screen(partial(est.serving, find_model(model), **LENGTHS), find_cluster(cluster), fixed, ENGINE)
     assert found is not None
     return found
 
@@ -31,7 +32,7 @@ def screened(model: str, cluster: str, **fixed: Any) -> Screen:
 def sized(model: str, cluster: str, rate: float, ttft_s: float, tpot_s: float, **fixed: Any) -> Sizing:
     load = wanted(at_rate(rate, Lengths(**LENGTHS), num=400), ttft_s, tpot_s)
     clusters = [find_cluster(name) for name in cluster.split(",")]
-    return size(find_model(model), clusters, fixed, ENGINE, load, **LENGTHS)
+    return size(partial(est.serving, find_model(model), **LENGTHS), clusters, fixed, ENGINE, load)
 
 
 @pytest.mark.parametrize("model", ["llama3-8b", "qwen3-30b-a3b"])

@@ -13,6 +13,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -338,11 +339,12 @@ def serve(
     architecture = with_capacity(_model(model), capacity_factor)
     uneven = expert_skew or redundant_experts or expert_loads is not None
 
+    make = partial(
+        serving, architecture, prompt=prompt, output=output, memory_frac=memory_frac, engine_s=engine_s
+    )
+
     def instance(machine: Cluster, plan: str | Path | Plan) -> Serving:
-        found = serving(
-            architecture, machine, _plan(plan or f"tp={machine.num_chips}"), prompt=prompt, output=output,
-            memory_frac=memory_frac, engine_s=engine_s,
-        )  # fmt: skip
+        found = make(machine, _plan(plan or f"tp={machine.num_chips}"))
         if uneven:
             loads = None if expert_loads is None else Path(expert_loads)
             found = unevenly_routed(found, skew=expert_skew, loads=loads, redundant=redundant_experts)
@@ -368,10 +370,7 @@ def serve(
             raise WorkloadError("expert loads, speculate, cp and pp are of one layout; state tp in the plan")
         names = cluster.split(",") if isinstance(cluster, str) else [cluster]
         clusters = [_cluster(name) for name in names]
-        sizing = size(
-            architecture, clusters, fixed, parse_engine(engine or "vllm"), wanted(load, *limits),
-            prompt=prompt, output=output, memory_frac=memory_frac, engine_s=engine_s,
-        )  # fmt: skip
+        sizing = size(make, clusters, fixed, parse_engine(engine or "vllm"), wanted(load, *limits))
         formats = {key: values[0] for key, values in fixed.items() if key not in ("tp", "dp", "ep", "etp")}
         one = instance(replace(clusters[0], num_chips=1), Plan(**formats))
         return sized(sizing, one, sequences, token_s=token_s, usd_per_gpu_hour=usd)

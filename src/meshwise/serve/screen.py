@@ -12,7 +12,7 @@ under way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -34,7 +34,6 @@ from meshwise.serve.serving import (
     memory_bytes,
     prompt_alone_s,
     prompts_s,
-    serving,
     token_pass,
 )
 
@@ -45,6 +44,10 @@ BATCHES = np.unique(np.geomspace(1, 4096, 256).round())
 PREFILL_UTILIZATION = 0.9
 """Share of their time that prefill workers are busy at most (aiconfigurator's derate of a prefill pool)."""
 
+Instance = Callable[[Cluster, Plan], Serving]
+"""What makes an instance of one model for one kind of requests."""
+Layout = tuple[int, int, int]
+"""Ranks, tp and ep of an instance."""
 Grid = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
@@ -95,14 +98,16 @@ class Screen:
 
 
 def screen(
-    model: Model, cluster: Cluster, fixed: Mapping[str, Sequence[Any]], engine: Engine, *, prompt: int,
-    output: int, memory_frac: float = 0.9, engine_s: float = 0.0,
-) -> Screen | None:  # fmt: skip
+    instance: Instance, cluster: Cluster, fixed: Mapping[str, Sequence[Any]], engine: Engine
+) -> Screen | None:
     """All layouts on chips of `cluster` with the `fixed` values of plan keys; None if no such plan works."""
-    found = []
-    for plan, sizes in _grids(model, cluster, fixed):
-        found.append(_priced(model, cluster, plan, sizes, engine, prompt, output, memory_frac, engine_s))
-    screens = [one for one in found if one is not None]
+    formats = {key: values for key, values in fixed.items() if key not in ("tp", "dp", "ep", "etp")}
+    screens = []
+    for values in product(*formats.values()):
+        base = instance(replace(cluster, num_chips=1), Plan(**dict(zip(formats, values, strict=True))))
+        layouts = [one for one in _layouts(base.model, cluster, fixed) if _is_plan(base, cluster, one)]
+        if layouts:
+            screens.append(_priced(instance, base, cluster, layouts, engine))
     if not screens:
         return None
     columns = ("num_chips", "dp", "most", "prompt_s", "alone_s", "pass_s")
@@ -111,77 +116,56 @@ def screen(
     return Screen(chip=cluster.chip.name, instances=instances, **joined)
 
 
-def _grids(
-    model: Model, cluster: Cluster, fixed: Mapping[str, Sequence[Any]]
-) -> Iterator[tuple[Plan, list[tuple[int, int, int]]]]:
-    """A plan for each choice of formats, and its layouts: ranks, tp, ep."""
-    formats = {key: values for key, values in fixed.items() if key not in ("tp", "dp", "ep", "etp")}
+def _layouts(model: Model, cluster: Cluster, fixed: Mapping[str, Sequence[Any]]) -> Iterator[Layout]:
+    """Layouts of powers of two with the `fixed` degrees, each once."""
     counts = [2**i for i in range(20) if 2**i <= min(cluster.num_chips, MAX_RANKS)]
-    layouts = [
-        (ranks, tp, ep)
-        for ranks, tp in product(counts, counts)
-        for ep in ((1, tp, ranks) if model.moe else (1,))
-        if ranks % tp == 0 and (ranks == tp or ep == ranks)
-    ]
-    kept = [
-        one
-        for one in dict.fromkeys(layouts)
-        if one[1] in fixed.get("tp", (one[1],)) and one[2] in fixed.get("ep", (one[2],))
-        and one[0] // one[1] in fixed.get("dp", (one[0] // one[1],))
-    ]  # fmt: skip
-    for values in product(*formats.values()):
-        yield Plan(**dict(zip(formats, values, strict=True))), kept
+    for ranks, tp in product(counts, counts):
+        for ep in dict.fromkeys((1, tp, ranks) if model.moe else (1,)):
+            degrees = {"tp": tp, "ep": ep, "dp": ranks // tp}
+            is_fixed = all(degree in fixed.get(key, (degree,)) for key, degree in degrees.items())
+            if is_fixed and ranks % tp == 0 and (ranks == tp or ep == ranks):
+                yield ranks, tp, ep
 
 
 def _priced(
-    model: Model, cluster: Cluster, plan: Plan, layouts: list[tuple[int, int, int]], engine: Engine,
-    prompt: int, output: int, memory_frac: float, engine_s: float,
-) -> Screen | None:  # fmt: skip
-    """Price the layouts that are plans, together."""
-    base = serving(
-        model, replace(cluster, num_chips=1), plan, prompt=prompt, output=output, memory_frac=memory_frac,
-        engine_s=engine_s,
-    )  # fmt: skip
-    plan = base.mesh.plan
-    layouts = [one for one in layouts if _is_plan(model, cluster, plan, one, prompt)]
-    if not layouts:
-        return None
+    instance: Instance, base: Serving, cluster: Cluster, layouts: Sequence[Layout], engine: Engine
+) -> Screen:
+    """Price `layouts`, all of which are plans, together; `base` is one rank of them."""
+    plan, prompt = base.mesh.plan, base.prompt
     ranks, tp, ep = (np.array(column, dtype=np.float64)[:, None] for column in zip(*layouts, strict=True))
     sizes = numbers_of(plan) | {"tp": tp, "ep": ep}
     mesh = mesh_of(plan, Workload(batch=1, seq=prompt, kind="decode"), MAX_RANKS, sizes, 1.0)
     of = replace(base, mesh=replace(mesh, dp=ranks / tp), cluster=replace(cluster, num_chips=MAX_RANKS))
     memory = memory_bytes(of, 1.0)
-    room = memory_frac * cluster.chip.memory_bytes - memory["weights"] - memory["working"]
+    room = base.memory_frac * cluster.chip.memory_bytes - memory["weights"] - memory["working"]
     together = max(PREFILL_TOKENS // prompt, 1)
 
     def grid(values: Num) -> Grid:
         return np.broadcast_to(values, (len(layouts), np.shape(values)[-1] if np.ndim(values) else 1))
 
+    def alone(ranks: int, tp: int, ep: int) -> Serving:
+        on = replace(cluster, num_chips=ranks, name=f"{cluster.chip.name}:{ranks}")
+        return instance(on, replace(plan, tp=tp, ep=ep))
+
     return Screen(
         chip=cluster.chip.name,
-        instances=tuple(
-            serving(
-                model, replace(cluster, num_chips=ranks, name=f"{cluster.chip.name}:{ranks}"),
-                replace(plan, tp=tp, ep=ep), prompt=prompt, output=output, memory_frac=memory_frac,
-                engine_s=engine_s,
-            )
-            for ranks, tp, ep in layouts
-        ),
+        instances=tuple(alone(*layout) for layout in layouts),
         num_chips=ranks,
         dp=ranks / tp,
         most=grid(np.maximum(np.floor(room / memory["cache"]), 0.0)),
         prompt_s=grid(prompts_s(of, of.prefill(float(together)))) / together,
         alone_s=grid(prompt_alone_s(of)) + engine.front_s + engine.front_token_s * prompt,
         pass_s=grid(token_pass(attending(of, engine), BATCHES).total_s),
-    )  # fmt: skip
+    )
 
 
-def _is_plan(model: Model, cluster: Cluster, plan: Plan, layout: tuple[int, int, int], prompt: int) -> bool:
+def _is_plan(base: Serving, cluster: Cluster, layout: Layout) -> bool:
     ranks, tp, ep = layout
+    plan = base.mesh.plan
     sizes = numbers_of(plan) | {"tp": float(tp), "ep": float(ep)}
-    workload = Workload(batch=ranks // tp, seq=prompt, kind="decode")
+    workload = Workload(batch=ranks // tp, seq=base.prompt, kind="decode")
     mesh = mesh_of(plan, workload, ranks, sizes, 1.0)
-    return not any(rule.is_broken for rule in rules(model, mesh, sizes, cluster))
+    return not any(rule.is_broken for rule in rules(base.model, mesh, sizes, cluster))
 
 
 def layout_text(of: Serving) -> str:

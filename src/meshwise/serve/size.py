@@ -23,11 +23,19 @@ import numpy as np
 
 from meshwise.core.errors import WorkloadError
 from meshwise.machine.hardware import Cluster
-from meshwise.model.architecture import Model
 from meshwise.serve.engine import Engine
 from meshwise.serve.load import Fleet, LoadResult, check_limits, under_load
 from meshwise.serve.requests import Requests
-from meshwise.serve.screen import BATCHES, PREFILL_UTILIZATION, Grid, Mask, Screen, layout_text, screen
+from meshwise.serve.screen import (
+    BATCHES,
+    PREFILL_UTILIZATION,
+    Grid,
+    Instance,
+    Mask,
+    Screen,
+    layout_text,
+    screen,
+)
 from meshwise.serve.serving import Serving
 
 FINALISTS = 12
@@ -168,19 +176,13 @@ def wanted(requests: Requests | None, ttft_s: float | None, tpot_s: float | None
 
 
 def size(
-    model: Model, clusters: Sequence[Cluster], fixed: Mapping[str, Sequence[Any]], engine: Engine,
-    wanted: Wanted, *, prompt: int, output: int, memory_frac: float = 0.9, engine_s: float = 0.0,
+    instance: Instance, clusters: Sequence[Cluster], fixed: Mapping[str, Sequence[Any]], engine: Engine,
+    wanted: Wanted,
 ) -> Sizing:  # fmt: skip
     """The fewest GPUs of one of `clusters` (or of two, one for each pool) that hold what is `wanted`."""
     began = perf_counter()
-    screens = []
-    for cluster in clusters:
-        found = screen(
-            model, cluster, fixed, engine, prompt=prompt, output=output, memory_frac=memory_frac,
-            engine_s=engine_s,
-        )  # fmt: skip
-        if found is not None:
-            screens.append(found)
+    found = [screen(instance, cluster, fixed, engine) for cluster in clusters]
+    screens = [one for one in found if one is not None]
     pairs = list(product(screens, screens))
     num = sum(one.pass_s.size for one in screens)
     num += sum(len(first.instances) * last.pass_s.size for first, last in pairs)
