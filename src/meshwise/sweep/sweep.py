@@ -45,7 +45,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -76,30 +76,27 @@ _NO_ROOM = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")
 _UNKNOWN_OPTION = re.compile(r"no such option|has no option", re.IGNORECASE)
 
 
-def _by_key(*names: str, below: str = "") -> dict[str, str]:
-    """Columns that are called as their keys are, `below` a path."""
-    return {name: below + name for name in names}
+def _columns(text: str) -> dict[str, str]:
+    """Columns, each with its path into a document where it is not called as its key is."""
+    return {name: path or name for name, _, path in (word.partition("=") for word in text.split())}
 
 
 DEFAULT_RESULTS = {
-    "estimate": {
-        **_by_key("step_s", "mfu", "tokens_per_s"), "memory_bytes": "memory_bytes.total", "fits": "fits",
-    },
-    "search": {
-        **_by_key("step_s", "mfu", below="best.0."), "memory_bytes": "best.0.memory_bytes.total",
-        "plan": "best.0.plan_text", "plans_feasible": "plans_feasible",
-    },
-    "serve": {
-        **_by_key("first_token_s", "max_sequences"), "ttft_p50_s": "ttft_s.p50", "tpot_p50_s": "tpot_s.p50",
-        **_by_key("output_tokens_per_s_per_gpu"),
-    },
-    "collective": _by_key("time_s", "bus_bytes_per_s", "algorithm", below="0."),
-    "frontier layer": _by_key("fwd_bwd_s", "binds"),
-    "frontier run": _by_key("plateau", "limit_80pct_flop", "wall_flop"),
-    "dryrun": _by_key("peak_bytes"),
-    "run": _by_key("time_s", "communication_s", "peak_bytes"),
-    "compare": _by_key("agree"),
-}  # fmt: skip
+    "estimate": _columns("step_s mfu tokens_per_s memory_bytes=memory_bytes.total fits"),
+    "search": _columns(
+        "step_s=best.0.step_s mfu=best.0.mfu memory_bytes=best.0.memory_bytes.total plan=best.0.plan_text "
+        "plans_feasible"
+    ),
+    "serve": _columns(
+        "first_token_s max_sequences ttft_p50_s=ttft_s.p50 tpot_p50_s=tpot_s.p50 output_tokens_per_s_per_gpu"
+    ),
+    "collective": _columns("time_s=0.time_s bus_bytes_per_s=0.bus_bytes_per_s algorithm=0.algorithm"),
+    "frontier layer": _columns("fwd_bwd_s binds"),
+    "frontier run": _columns("plateau limit_80pct_flop wall_flop"),
+    "dryrun": _columns("peak_bytes"),
+    "run": _columns("time_s communication_s peak_bytes"),
+    "compare": _columns("agree"),
+}
 """Columns where a file names none: paths into the documents of docs/reference/json.md."""
 VERBS = tuple(DEFAULT_RESULTS)
 _PROGRAMS = ("dryrun", "run", "compare")
@@ -266,19 +263,21 @@ class Store:
 
     def add(self, point: GridPoint, answer: CommandAnswer) -> None:
         """Keep the answer of a point; once this returns, nothing that happens to the process loses it."""
-        row = (
-            point.key,
-            json.dumps(point.values),
-            "failed" if answer.error else "done",
-            time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            answer.seconds,
-            None if answer.error else json.dumps(answer.document),
-            answer.error,
-        )
-        with self._told(), self._database:
-            columns = "command, point, status, finished_at, seconds, document, error"
-            query = f"INSERT OR REPLACE INTO points ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)"
-            self._database.execute(query, row)
+        row = {
+            "command": point.key,
+            "point": json.dumps(point.values),
+            "status": "failed" if answer.error else "done",
+            "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "seconds": answer.seconds,
+            "document": None if answer.error else json.dumps(answer.document),
+            "error": answer.error,
+        }
+        query = f"INSERT OR REPLACE INTO points ({', '.join(row)}) VALUES (:{', :'.join(row)})"
+        try:
+            with self._database:
+                self._database.execute(query, row)
+        except sqlite3.OperationalError as error:
+            raise DataError(f"cannot write {self.path}: {error}; make room and start again") from None
 
     def finished(self, *, with_failed: bool = True) -> set[str]:
         """The keys of the points that need not run again."""
@@ -337,11 +336,7 @@ def run_sweep(
     if not todo:
         return
     jobs = jobs or (os.cpu_count() or 1 if sweep.verb not in _PROGRAMS else 1)
-    answers = (
-        _through_ray(sweep, todo, jobs, address)
-        if engine == "ray"
-        else _locally(sweep, todo, min(jobs, len(todo)))
-    )
+    answers = _through_ray(sweep, todo, jobs, address) if engine == "ray" else _locally(sweep, todo, jobs)
     for point, answer in answers:
         if answer.error and _UNKNOWN_OPTION.search(answer.error):
             raise DataError(
@@ -363,7 +358,7 @@ def _locally(sweep: Sweep, todo: Sequence[GridPoint], jobs: int) -> Iterator[tup
     def answered(point: GridPoint) -> tuple[GridPoint, CommandAnswer]:
         return point, answer_of(of_thread.worker, sweep, point.words)
 
-    threads = ThreadPoolExecutor(jobs, initializer=start)
+    threads = ThreadPoolExecutor(min(jobs, len(todo)), initializer=start)
     try:
         for done in as_completed([threads.submit(answered, point) for point in todo]):
             yield done.result()
@@ -403,7 +398,7 @@ class CommandWorker:
     """A process that runs command lines of meshwise one after the other; started when first needed."""
 
     _process: subprocess.Popen[str] | None = None
-    _errors: IO[str] = field(default_factory=lambda: _stderr_file())
+    _errors: IO[str] = field(default_factory=partial(tempfile.TemporaryFile, "w+", errors="replace"))
 
     def close(self) -> None:
         """End the worker for good."""
@@ -457,9 +452,8 @@ class CommandWorker:
         code = process.wait()
         self.end()
         self._errors.seek(0)
-        last_line = _last_line(self._errors.read())
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"the process {how}" + (f": {last_line}" if last_line else "")
+        return f"the process {how}: {_last_line(self._errors.read())}".removesuffix(": ")
 
     def end(self) -> None:
         """End the worker and every process that it started."""
@@ -472,10 +466,6 @@ class CommandWorker:
                 if pipe is not None:
                     with suppress(OSError):
                         pipe.close()
-
-
-def _stderr_file() -> IO[str]:
-    return tempfile.TemporaryFile("w+", errors="replace")
 
 
 def _last_line(text: str) -> str:
