@@ -17,7 +17,7 @@ import pytest
 
 import meshwise as mw
 
-LLAMA = Path(__file__).parent / "data" / "scripts" / "llama.py"
+SCRIPTS = Path(__file__).parent / "data" / "scripts"
 CLUSTER = "h100-80g-sxm:64"
 
 
@@ -34,7 +34,7 @@ def last_line(code: str, arguments: Sequence[str], environment: dict[str, str] |
 def test_llama_of_transformers_under_fsdp2(ranks: int) -> None:
     """What FSDP2 exchanges and what a Llama multiplies, by arithmetic on its config."""
     pytest.importorskip("transformers")
-    found = mw.dry_run_script(["python", str(LLAMA)], ranks=ranks, rank=ranks * 3 // 4)
+    found = mw.dry_run_script(["python", str(SCRIPTS / "llama.py")], ranks=ranks, rank=ranks * 3 // 4)
     layers, hidden, ffn, vocab, tokens = 4, 1024, 4096, 32768, 4096
     matmul = 2 * hidden * 16 * 128 + 2 * hidden * 8 * 128 + 3 * hidden * ffn
     layer, rest = matmul + 2 * hidden, 2 * vocab * hidden + hidden
@@ -45,6 +45,64 @@ def test_llama_of_transformers_under_fsdp2(ranks: int) -> None:
     flop = sum(row["count"] * (row["flop"] or 0) for row in rows)
     assert flop == 6 * tokens * (layers * matmul + vocab * hidden)
     assert found.alive_at_peak["optimizer states"] == 8 * (layers * layer + rest) // ranks
+
+
+LLAMA = 2 * 512 * 128 + 2 * (4 * 128 * 128 + 3 * 128 * 256 + 2 * 128) + 128
+MLP = 64 * 256 + 256 + 256 * 16 + 16
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+@pytest.mark.parametrize(
+    ("package", "script", "kind", "num_params"),
+    [
+        ("transformers", "hf_trainer.py", "ddp", LLAMA),
+        ("transformers", "hf_trainer.py", "fsdp2", LLAMA),
+        ("accelerate", "hf_accelerate.py", "ddp", MLP),
+        ("accelerate", "hf_accelerate.py", "fsdp2", MLP),
+        ("lightning", "fabric.py", "ddp", MLP),
+    ],
+)
+def test_trainers_that_save(
+    package: str, script: str, kind: str, num_params: int, rank: int, tmp_path: Path
+) -> None:
+    """The rank that saves, and another one: all gradients once a step, no weights on the disk."""
+    pytest.importorskip(package)
+    found = mw.dry_run_script(
+        ["python", str(SCRIPTS / script), str(tmp_path / "out"), kind], ranks=8, rank=rank
+    )
+    payloads = {one["collective"]: one["payload_bytes"] for one in found.collectives()}
+    grads = payloads["all_reduce"] / 4 if kind == "ddp" else payloads["reduce_scatter"] / 2  # in bf16
+    assert grads == pytest.approx(num_params, rel=1e-3)  # and losses
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 4 * MLP
+
+
+TRITON = """
+import torch, triton, triton.language as tl
+@triton.jit
+def add(x, y, n):
+    tl.store(y, tl.load(x) + n)
+y = torch.zeros(8, device="cuda")
+add[(8,)](torch.ones(8, device="cuda"), y, 1)
+assert y[0].item() == 1 and not y.any()
+"""
+
+
+def test_a_triton_kernel_does_no_work(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    path = tmp_path / "train.py"
+    path.write_text(TRITON)
+    guesses = mw.dry_run_script(["python", str(path)], ranks=2, rank=1).guesses
+    assert (guesses[0]["what"], guesses[0]["place"]) == ("the Triton kernel add", f"{path}:7")
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+def test_generation_of_transformers(rank: int) -> None:
+    """What the matmuls of two runs of 8 tokens after a prompt of 16 take; logits of the last token only."""
+    pytest.importorskip("transformers")
+    rows = mw.dry_run_script(["python", str(SCRIPTS / "generate.py")], ranks=8, rank=rank).ledger.to_json()
+    flop = sum(row["count"] * row["flop"] for row in rows if row["shape"].count("x") == 3 and row["flop"])
+    layers, head, batch, runs = LLAMA - 2 * 512 * 128 - 5 * 128, 512 * 128, 2, 2
+    assert flop == runs * 2 * batch * (layers * (16 + 7) + head * 8)
 
 
 WORDS = {"<s>": 0, "</s>": 1, "<unk>": 2} | {f"w{i}": i + 3 for i in range(1000)}

@@ -12,7 +12,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 import meshwise as mw
 import ranks as on_ranks
@@ -76,15 +78,39 @@ def test_a_rank_of_a_large_world(meshwise: Callable[..., Any]) -> None:
     assert tensors <= document["tensors_peak_bytes"] < document["peak_bytes"]
 
 
-def test_ddp_with_workers_and_a_scaler(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """DDP's own count: each rank gets its share of the data, gradients go round in one bucket of fp32."""
-    found = mw.dry_run_script(DDP, ranks=8, rank=5)
-    assert found.num_steps == 4096 // 8 // 32
+@pytest.mark.parametrize("rank", [0, 5])
+def test_ddp_with_all_that_goes_around_a_step(
+    rank: int, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients go round once for two microbatches, SyncBatchNorm's statistics in each; no file."""
+    monkeypatch.chdir(tmp_path)
+    found = mw.dry_run_script(DDP, ranks=8, rank=rank)
+    assert found.num_steps == 4096 // 8 // 32 // 2
     num_params = 64 * 512 + 512 + 2 * 512 + 512 * 10 + 10
-    (reduced,) = (one for one in found.collectives() if one["collective"] == "all_reduce")
-    assert reduced["payload_bytes"] == 4 * num_params
-    assert found.alive_at_peak["parameters"] == 4 * num_params
-    assert f"rank 5: {found.num_steps} steps, {found.peak_bytes:.0f} bytes" in capfd.readouterr().out
+    payloads = {one["collective"]: one["payload_bytes"] for one in found.collectives()}
+    assert payloads == {
+        "all_reduce": 4 * num_params + 2 * 4 * (2 * 512),
+        "all_gather": 2 * 4 * 8 * (2 * 512 + 1),
+        "broadcast": 4 * (2 * 512) + 8,  # the buffers
+    }
+    assert found.states_bytes["parameters"] == 4 * num_params
+    assert f"rank {rank}: 16 batches, {found.peak_bytes:.0f} bytes" in capfd.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+def test_checkpoints_of_torch_distributed(rank: int, tmp_path: Path) -> None:
+    """What is saved comes back, what one real process has written is read, and nothing is overwritten."""
+    weights = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"model": weights.state_dict(), "step": 7}, checkpoint_id=tmp_path / "real")
+    before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "real").iterdir())
+    words = [str(SCRIPTS / "checkpoint.py"), str(tmp_path / "saved"), str(tmp_path / "real")]
+    found = mw.dry_run_script(["python", *words], ranks=8, rank=rank)
+    (reduced,) = (one for one in found.collectives() if one["collective"] == "reduce_scatter")
+    assert reduced["payload_bytes"] == 4 * (64 * 256 + 256 + 256 * 64 + 64)
+    assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "real").iterdir()) == before
+    assert not list((tmp_path / "saved").glob("*"))
 
 
 def test_pipeline_stages_tell_each_other_shapes() -> None:
@@ -203,13 +229,36 @@ def test_values_are_kept_where_they_are_known(tmp_path: Path) -> None:
     assert (guess["assumed"], guess["count"]) == ("1", 1)
 
 
+CUSTOM = """
+@torch.library.custom_op("mine::half", mutates_args=())
+def half(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+"""
+FAKE = """
+half.register_fake(torch.empty_like)
+half.register_autograd(lambda context, grad: half(grad))
+x = torch.ones(4, device="cuda", requires_grad=True)
+half(x).sum().backward()
+"""
+
+
+def test_a_custom_op_with_a_shape_is_a_row(tmp_path: Path) -> None:
+    rows = mw.dry_run_script(written(tmp_path, CUSTOM + FAKE), ranks=1).ledger.to_json()
+    found = [(row["phase"], row["write_bytes"]) for row in rows if row["op"] == "half"]
+    assert found == [("forward", 16), ("backward", 16)]
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
         ("torch.randn(2, 3, device='cuda') @ torch.randn(2, 3, device='cuda')", r"train\.py:2: RuntimeError"),
         ("dist.init_process_group('nccl', rank=0, world_size=4)", "asks for rank 0 of 4, but --ranks is 8"),
         ("torch.cuda.is_available() and os._exit(3)", "ended with exit code 3"),
-        ("raise NotImplementedError('libcuda.so cannot be found')", "Triton kernels need a GPU"),
+        ("raise NotImplementedError('libcuda.so cannot be found')", "this kernel needs a GPU"),
+        (
+            CUSTOM + "half(torch.ones(4, device='cuda'))",
+            r"mine::half.*give it a shape: torch\.library\.register_fake",
+        ),
     ],
 )
 def test_what_breaks_is_named_with_its_place(

@@ -9,53 +9,16 @@ meshwise where this file lies.
 
 from __future__ import annotations
 
-import gc
 import importlib.machinery
 import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
 _HERE = str(Path(__file__).parent)
-
-
-class _Finder:
-    """Finds module `target` as everyone does, and has its loader call `install` afterwards."""
-
-    def __init__(self, target: str, install: Callable[[], None]) -> None:
-        self.target, self.install = target, install
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """The module's spec, if it is the one waited for."""
-        if name != self.target:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                with _no_collection():
-                    load(module)
-                    self.install()
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Nothing that an import makes is garbage, and the search for it takes a fifth of torch's."""
-    was_on = gc.isenabled()
-    gc.disable()
-    yield
-    if was_on:
-        gc.enable()
 
 
 def _beside(name: str) -> ModuleType:
@@ -69,10 +32,10 @@ def _beside(name: str) -> ModuleType:
     return sys.modules[name]
 
 
-def _capture_from(what: str) -> Callable[[], None]:
+def _capture_from(what: str) -> Callable[[ModuleType], None]:
     """What to do once the module is imported in which captures of this process may begin."""
 
-    def install() -> None:
+    def install(_: ModuleType) -> None:
         try:
             settings = json.loads(os.environ["PYTHON_MESHWISE_CAPTURE"])
             getattr(_beside("capture"), what)(**settings)
@@ -101,7 +64,7 @@ class _Fallback:
         return importlib.machinery.PathFinder.find_spec(name, json.loads(_SCRIPT)["search"])
 
 
-def _dry_run() -> None:
+def _dry_run(_: ModuleType) -> None:
     """Make torch that of a fake rank; where that fails, say so in a sentence and end."""
     settings = json.loads(_SCRIPT)
     sys.meta_path.append(_Fallback())
@@ -121,7 +84,7 @@ if os.environ.get("PYTHON_MESHWISE_CAPTURE"):
         ("torch.distributed.distributed_c10d", "capture_process_group"),
         ("torch.nn.modules.module", "capture_modules"),
     ):
-        sys.meta_path.insert(0, _Finder(_module, _capture_from(_what)))
+        _beside("when_imported").when_imported(_module, _capture_from(_what))
 if _SCRIPT and not os.environ.get("MESHWISE_SCRIPT_PROCESS"):
-    sys.meta_path.insert(0, _Finder("torch", _dry_run))
+    _beside("when_imported").when_imported("torch", _dry_run)
 _run_hidden()

@@ -30,6 +30,7 @@ from meshwise.runtime.launch import die_with_parent
 from meshwise.runtime.programs.cut_on_demand import Parts
 from meshwise.runtime.script.cuda_module import supply_cuda_module
 from meshwise.runtime.script.cuda_objects import supply_cuda_objects
+from meshwise.runtime.script.files import Files
 from meshwise.runtime.script.guesses import Guesses, place_of_error
 from meshwise.runtime.script.letters import FAILED, Letters
 from meshwise.runtime.script.process_group import supply_process_groups
@@ -53,6 +54,7 @@ def install(settings: dict[str, Any]) -> None:
     supply_cuda_module(tape, chip, devices, device)
     supply_process_groups(rank, ranks, guesses, recorder, Letters(settings))
     supply_tensors(guesses)
+    Files(rank, guesses).supply()
     _supply_launchers(ranks, device)
     fsdp_param._chunk_with_empty = Parts
     torch.autograd.set_multithreading_enabled(False)
@@ -131,7 +133,10 @@ _REMEDIES = (
         "DynamicOutputShape|DataDependentOutput",
         "the shape of a result depends on values: pad to a fixed one",
     ),
-    ("libcuda|[tT]riton", "Triton kernels need a GPU: choose the implementation in plain torch"),
+    (
+        "libcuda|[tT]riton",
+        "this kernel needs a GPU: call it in an op of torch.library.custom_op and register_fake",
+    ),
     ("flash_attn|transformer_engine|apex|deep_ep", "this package needs CUDA: choose torch's implementation"),
     ("UnsupportedOperator|no fake impl|NotImplementedError", "give it a shape: torch.library.register_fake"),
 )

@@ -20,10 +20,10 @@ import torch.cuda.random
 
 from meshwise.machine.hardware import Chip
 from meshwise.program.tape import Tape
-from meshwise.runtime.streams import DeviceEvent, Stream
+from meshwise.runtime.streams import DeviceEvent, Silent, Stream
 
 _NO_OPS = {
-    torch.cuda: "_lazy_init init synchronize set_device empty_cache ipc_collect set_stream cudart _sleep "
+    torch.cuda: "_lazy_init init synchronize set_device empty_cache ipc_collect set_stream _sleep "
     "manual_seed manual_seed_all seed seed_all set_rng_state set_rng_state_all set_sync_debug_mode "
     "reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached "
     "reset_accumulated_memory_stats set_per_process_memory_fraction",
@@ -70,6 +70,7 @@ def supply_cuda_module(tape: Tape, chip: Chip, devices: int, device: int) -> Non
         "can_device_access_peer": True,
         "utilization": 100,
         "current_blas_handle": 0,
+        "cudart": Silent(),
     }
     streams = {
         "Stream": Stream,

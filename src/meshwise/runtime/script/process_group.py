@@ -21,6 +21,7 @@ from meshwise.core.errors import PlanError
 from meshwise.runtime.recorder import OpRecorder
 from meshwise.runtime.script.guesses import Guesses
 from meshwise.runtime.script.letters import Letters
+from meshwise.runtime.streams import Silent
 from meshwise.runtime.torch_private import FakeStore, dtensor_dispatch
 
 BACKEND = "cpu:fake,cuda:fake"
@@ -143,7 +144,7 @@ def _supply_ddp() -> None:
 
     def with_hook(self: Any, *args: Any, **kwargs: Any) -> None:
         make_reducer(self, *args, **kwargs)
-        self.logger = _Silent()
+        self.logger = Silent()
         dist._register_comm_hook(self.reducer, None, lambda _, bucket: _all_reduce(bucket))
 
     def verify(group: Any, parameters: list[torch.Tensor], logger: Any = None) -> None:
@@ -174,10 +175,3 @@ def _axis(described: str | None, members: Sequence[int]) -> str:
         return "world"
     members = sorted(members)
     return f"{members[0]}..{members[-1]} by {members[1] - members[0] if len(members) > 1 else 1}"
-
-
-class _Silent:
-    """A logger of DDP that keeps no account."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None

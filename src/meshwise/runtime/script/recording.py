@@ -16,7 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from meshwise.program.tape import Tape
 from meshwise.runtime.recorder import OpRecorder, _local
-from meshwise.runtime.torch_private import current_graph_task_id, tree_leaves
+from meshwise.runtime.script.tensors import attend
+from meshwise.runtime.torch_private import TorchDispatchMode, current_graph_task_id, tree_leaves
 
 _WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 
@@ -104,7 +105,23 @@ class ScriptRecorder(OpRecorder):
         leaves = tree_leaves((args, kwargs))
         if not any(isinstance(leaf, (torch.Tensor, torch.device)) and _is_cuda(leaf) for leaf in leaves):
             return func(*args, **(kwargs or {}))
+        if torch.is_inference_mode_enabled():
+            parts = self._in_parts(func, args, kwargs or {})
+            if parts is not NotImplemented:
+                return parts
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _in_parts(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an op that torch takes apart for autograd, which `inference_mode` leaves out."""
+        if func.namespace != "aten":
+            return NotImplemented
+        TorchDispatchMode.__enter__(self)
+        try:
+            if func is torch.ops.aten.scaled_dot_product_attention.default:
+                return attend(*args, **kwargs)
+            return func.decompose(*args, **kwargs)
+        finally:
+            TorchDispatchMode.__exit__(self, None, None, None)
 
     def watch_modules(self) -> None:
         """Name rows by the modules of the program, and phases by its optimizers."""

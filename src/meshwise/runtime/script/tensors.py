@@ -1,7 +1,7 @@
 """Methods of tensors and modules that need more than a shape, and what replaces or switches off kernels.
 
 A module that moves to `cuda` keeps its parameters: the fake takes the place of the real tensor. Attention
-runs the fused kernel that CUDA would choose, `torch.compile` is off, and `torch.save` writes nothing.
+runs the fused kernel that CUDA would choose, and `torch.compile` is off.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import torch.nn.functional as F
 
 from meshwise.runtime.fakes import leave_whole
 from meshwise.runtime.script.guesses import Guesses
-from meshwise.runtime.script.values import shadow_of
-from meshwise.runtime.torch_private import FakeTensor, swap_tensor_impl
+from meshwise.runtime.script.values import forget, shadow_of
+from meshwise.runtime.torch_private import FakeTensor, swap_tensor_impl, tree_leaves
+from meshwise.runtime.when_imported import when_imported
 
 aten = torch.ops.aten
 _library = torch.library.Library("aten", "IMPL")
 _MAX_FLASH_HEAD = 256
+_FIRST_ADDRESS, _ALIGNMENT = 1 << 44, 512
 
 
 def supply_tensors(guesses: Guesses) -> None:
@@ -57,8 +59,64 @@ def supply_tensors(guesses: Guesses) -> None:
     torch.__future__.set_swap_module_params_on_conversion(True)
     torch.compile = _identity
     torch.nn.Module.compile = lambda self, *_, **__: None
-    _supply_files(guesses)
+    _supply_addresses()
     _supply_attention(guesses)
+    _supply_triton(guesses)
+    for name, shapes in _BATCH_NORM.items():
+        _library.impl(name, shapes, "Meta")
+
+
+def _supply_addresses() -> None:
+    """Each fake storage has an address of its own, by which programs tell whether tensors share memory."""
+    storage: Any = torch.UntypedStorage
+    real, ends = storage.data_ptr, [_FIRST_ADDRESS]
+
+    def data_ptr(self: Any) -> int:
+        if self.device.type != "meta":
+            return int(real(self))
+        if not hasattr(self, "address"):
+            self.address = ends[0]
+            ends[0] += self.nbytes() + _ALIGNMENT - self.nbytes() % _ALIGNMENT
+        return int(self.address)
+
+    storage.data_ptr = data_ptr
+    FakeTensor.data_ptr = lambda self: (
+        self.untyped_storage().data_ptr() + self.storage_offset() * self.element_size()
+    )
+
+
+def _supply_triton(guesses: Guesses) -> None:
+    """Kernels of Triton write what nobody knows into the tensors that they are given, and do no work."""
+
+    def run(self: Any, *args: Any, **how: Any) -> None:
+        kernel = self
+        while not hasattr(kernel, "__name__"):
+            kernel = kernel.fn
+        guesses.add(f"the Triton kernel {kernel.__name__}", "no work, and results that nobody knows")
+        for leaf in tree_leaves((args, how)):
+            if isinstance(leaf, FakeTensor):
+                forget(leaf)
+
+    def supply(module: Any) -> None:
+        for kind in {"JITFunction", "Autotuner", "Heuristics"} & set(vars(module)):
+            getattr(module, kind).run = run
+
+    for name in ("jit", "autotuner"):
+        when_imported(f"triton.runtime.{name}", supply)
+
+
+def _per_channel(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+_BATCH_NORM: dict[str, Any] = {
+    "batch_norm_stats": lambda x, eps: (_per_channel(x), _per_channel(x)),
+    "batch_norm_gather_stats_with_counts": lambda x, *_: (_per_channel(x), _per_channel(x)),
+    "batch_norm_elemt": lambda x, *_: torch.empty_like(x),
+    "batch_norm_backward_reduce": lambda grad, *_: tuple(_per_channel(grad) for _ in range(4)),
+    "batch_norm_backward_elemt": lambda grad, *_: torch.empty_like(grad),
+}
+"""Shapes of the kernels of SyncBatchNorm, which torch does not state."""
 
 
 def _swap(one: Any, other: Any) -> None:
@@ -79,19 +137,6 @@ def _identity(function: Any = None, **_: Any) -> Any:
     return function if function is not None else _identity
 
 
-def _supply_files(guesses: Guesses) -> None:
-    """`torch.save` keeps what it would write, by its path, for `torch.load` in the same program."""
-    written: dict[str, Any] = {}
-    load = torch.load
-
-    def save(obj: Any, f: Any, *_: Any, **__: Any) -> None:
-        guesses.add("torch.save", "nothing is written")
-        written[str(f)] = obj
-
-    torch.save = save
-    torch.load = lambda f, *args, **how: written[str(f)] if str(f) in written else load(f, *args, **how)
-
-
 def _supply_attention(guesses: Guesses) -> None:
     """Attention as CUDA does it: flash, or memory-efficient with a mask or in fp32."""
 
@@ -108,14 +153,15 @@ def _supply_attention(guesses: Guesses) -> None:
 
     flex_attention.flex_attention = flex
     flex_attention.create_block_mask = _block_mask
-    _library.impl("scaled_dot_product_attention", _attend, "AutogradCUDA")
+    _library.impl("scaled_dot_product_attention", attend, "AutogradCUDA")
     leave_whole("CUDA")
 
 
-def _attend(
+def attend(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
+    """The op `scaled_dot_product_attention` by the kernel that CUDA chooses."""
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     if is_half and attn_mask is None and query.shape[-1] <= _MAX_FLASH_HEAD:
         return _flash(query, key, value, dropout_p, is_causal, scale)[0]

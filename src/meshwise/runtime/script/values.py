@@ -50,7 +50,7 @@ class ScriptMode(FakeTensorMode):
     avoid_device_init = True
 
     def __init__(self, device: torch.device, guesses: Guesses) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+        super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.device = device
         self.guesses = guesses
         self._depth = 0
@@ -84,7 +84,7 @@ class ScriptMode(FakeTensorMode):
             value = self._value(func, args, kwargs)
         elif func._schema.is_mutable and func.namespace not in _KEEPS_VALUE and "amp" not in func._opname:
             for tensor in _mutated(func, args, kwargs):
-                _forget(tensor)
+                forget(tensor)
         if func is aten._local_scalar_dense.default:
             return self._scalar(fakes[0]) if value is _Unknown else value
         if func is aten._to_copy.default and _leaves_device(kwargs) and value is not _Unknown:
@@ -94,8 +94,10 @@ class ScriptMode(FakeTensorMode):
             result = super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self._depth -= 1
-        if isinstance(result, FakeTensor) and isinstance(value, torch.Tensor):
-            result.shadow = value
+        if isinstance(result, FakeTensor):
+            value = _absorbed(func, tensors, result) if value is _Unknown else value
+            if isinstance(value, torch.Tensor):
+                result.shadow = value
         return result
 
     def _placed(self, leaf: Any) -> Any:
@@ -189,7 +191,21 @@ def _has_value(func: Any) -> bool:
     return "empty" not in func._opname and torch.Tag.nondeterministic_seeded not in func.tags
 
 
-def _forget(tensor: torch.Tensor) -> None:
+def _absorbed(func: Any, tensors: Sequence[torch.Tensor], result: torch.Tensor) -> Any:
+    """False and anything is False, True or anything is True."""
+    kind = func._opname.removesuffix("_").removeprefix("bitwise_").removeprefix("logical_")
+    if result.numel() > SHADOW_ELEMENTS or not (
+        kind == "and" or (kind == "or" and result.dtype is torch.bool)
+    ):
+        return _Unknown
+    with disable_current_modes():
+        known = [shadow.bool() for shadow in map(shadow_of, tensors) if shadow is not None]
+        if any((shadow == (kind == "or")).all() for shadow in known):
+            return torch.full(result.shape, kind == "or", dtype=result.dtype)
+    return _Unknown
+
+
+def forget(tensor: torch.Tensor) -> None:
     """Something unknown was written into `tensor`: nothing that shares its memory has a value any more."""
     shadow = getattr(tensor, "shadow", None)
     if shadow is not None:
