@@ -78,6 +78,10 @@ _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _NO_SWITCH = " (NVLS disabled)"
 
 
+Stated = tuple[str, str, dict[str, float], str]
+"""Op, variant, shape and software of a row."""
+
+
 class _Unmodelled(Exception):
     """The row is sound, but no formula of ours times it."""
 
@@ -96,7 +100,13 @@ def _read_file(path: Path, into: Measurements) -> None:
         try:
             if problem is not None:
                 raise problem
-            into.rows.append(convert(cells, f"{path.name}:{number}"))
+            chip, (op, variant, shape, software), seconds = convert(cells)
+            into.rows.append(
+                Measurement(
+                    chip=chip, op=op, variant=variant, software=software, shape=shape, seconds=seconds,
+                    source=cells["source"], where=f"{path.name}:{number}",
+                )
+            )  # fmt: skip
         except BadCell as error:
             reason = f"{path}, line {number}{error}"
             into.problems.append(Problem(where=f"{path.name}:{number}", reason=reason, bad_input=True))
@@ -104,7 +114,7 @@ def _read_file(path: Path, into: Measurements) -> None:
             into.problems.append(Problem(where=f"{path.name}:{number}", reason=str(error), bad_input=False))
 
 
-def _converter(path: Path, names: Sequence[str]) -> Callable[[dict[str, str], str], Measurement]:
+def _converter(path: Path, names: Sequence[str]) -> Callable[[dict[str, str]], tuple[str, Stated, float]]:
     for columns, convert in ((OPS_COLUMNS, _from_ops), (PUBLISHED_COLUMNS, _from_published)):
         if set(columns) <= set(names):
             return convert
@@ -153,19 +163,10 @@ def _shape(text: str, column: str, *names: str) -> Iterator[float]:
 # --- one latency a row -------------------------------------------------------------------------
 
 
-Stated = tuple[str, str, dict[str, float], str]
-"""Op, variant, shape and software of a row."""
-
-
-def _from_ops(row: dict[str, str], where: str) -> Measurement:
+def _from_ops(row: dict[str, str]) -> tuple[str, Stated, float]:
     seconds = _positive(row["latency_us"], "latency_us") * 1e-6
     ranks = _positive(row["n_gpus"], "n_gpus")
-    chip = _chip(row["hardware"])
-    op, variant, shape, software = _stated(row, ranks)
-    return Measurement(
-        chip=chip, op=op, variant=variant, software=software, shape=shape, seconds=seconds,
-        source=row["source"], where=where,
-    )  # fmt: skip
+    return _chip(row["hardware"]), _stated(row, ranks), seconds
 
 
 def _stated(row: dict[str, str], ranks: float) -> Stated:
@@ -350,16 +351,8 @@ def _dispatch(op: str, dtype: str, library: str, ranks: float, text: str) -> tup
     else:  # DeepEP scales fp8 by groups of 128, TensorRT-LLM by tensor
         token_bytes = (1.0 + 4 / 128 if deepep else 1.0) * hidden
     name = op.replace("alltoall", _SIDES.get(library, "")).replace("_", "-")
-    shape = {
-        "tokens": tokens,
-        "token_bytes": token_bytes,
-        "topk": topk,
-        "experts": experts,
-        "ranks": ranks,
-        "ranks_per_node": ranks / nodes,
-        "cores": cores,
-    }
-    return name, shape
+    shape = {"tokens": tokens, "token_bytes": token_bytes, "topk": topk, "experts": experts}
+    return name, shape | {"ranks": ranks, "ranks_per_node": ranks / nodes, "cores": cores}
 
 
 # --- attention ----------------------------------------------------------------------------------
@@ -381,8 +374,8 @@ def _prefill(op: str, text: str) -> dict[str, float]:
 def _attention(
     batch: float, seq: float, heads: float, kv_heads: float, qk_dim: float, v_dim: float, **rest: float
 ) -> dict[str, float]:
-    names = ("batch", "seq", "heads", "kv_heads", "qk_dim", "v_dim")
-    return dict(zip(names, (batch, seq, heads, kv_heads, qk_dim, v_dim), strict=True)) | rest
+    shape = {"batch": batch, "seq": seq, "heads": heads, "kv_heads": kv_heads, "qk_dim": qk_dim}
+    return shape | {"v_dim": v_dim} | rest
 
 
 def _config(text: str) -> tuple[float, float, float]:
@@ -425,13 +418,10 @@ BEST = "best"
 """In place of the software: the fastest of many shapes, which says what a chip can reach."""
 
 
-def _from_published(row: dict[str, str], where: str) -> Measurement:
+def _from_published(row: dict[str, str]) -> tuple[str, Stated, float]:
     (op, variant, shape, software), seconds = _published(row, _positive(row["value"], "value"))
     chip, software = _published_chip(row["hardware"], software)
-    return Measurement(
-        chip=chip, op=op, variant=variant, software=software, shape=shape, seconds=seconds,
-        source=row["source"], where=where,
-    )  # fmt: skip
+    return chip, (op, variant, shape, software), seconds
 
 
 def _published(row: dict[str, str], value: float) -> tuple[Stated, float]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -472,10 +472,9 @@ def with_capacity(model: Model, factor: float | None) -> Model:
 
 def checked_model(model: Model, where: str) -> Model:
     """`model`, if its numbers make sense together; else a `ModelError` that begins with `where`."""
-    parts = (model.mla, model.moe, model.patches, model.recurrence, model.encoder, model.distances)
-    for part in (model, *parts, model.per_layer, model.streams, *set(model.layers)):
-        if part is not None:
-            _check_counts(part, where)
+    parts = (getattr(model, field.name) for field in fields(model))
+    for part in (model, *filter(is_dataclass, parts), *set(model.layers)):
+        _check_counts(part, where)
     _one_of(model.activation, _ACTIVATIONS, f"{where}: activation")
     _one_of(model.norm, _NORMS, f"{where}: norm")
     _one_of(model.positions, _POSITIONS, f"{where}: positions")

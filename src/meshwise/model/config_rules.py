@@ -7,7 +7,7 @@ several of the config. A *head* is what the class in `architectures` ends with.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -101,16 +101,21 @@ BLOCKS: dict[str, Callable[[Config], Fields]] = {
 _Pattern = tuple[Any, ...]  # a value for each layer
 
 
+def _named(c: Config, what: str, kinds: Sequence[Any], known: Collection[str] = ()) -> Sequence[Any]:
+    """`kinds`, where there is one for each layer, each of `known` (if any are); else a ModelError."""
+    if len(kinds) != c.num_hidden_layers or (known and not {*known} >= {*kinds}):
+        names = f" {' or '.join(known)}" if known else ""
+        raise ModelError(f"{what} must name each of the {c.num_hidden_layers} layers{names}")
+    return kinds
+
+
 def _window(c: Config) -> Fields:
     """The window of each layer, 0 for none: by their names, by a step, or from one layer on."""
     every, window, layers = c.full_attention_every or 0, c.sliding_window or 0, range(c.num_hidden_layers)
     if c.layer_types is not None:
         full, near = ("full_attention", "global"), ("sliding_attention", "chunked_attention", "local")
-        if len(c.layer_types) != len(layers) or not {*full, *near} >= {*c.layer_types}:
-            raise ModelError(
-                f"layer_types must name each of the {len(layers)} layers {' or '.join(full + near)}"
-            )
-        return {"windows": tuple(window * (kind in near) for kind in c.layer_types)}
+        kinds = _named(c, "layer_types", c.layer_types, full + near)
+        return {"windows": tuple(window * (kind in near) for kind in kinds)}
     if not isinstance(every, int):
         raise ModelError(f"sliding_window_pattern is {every!r}; give layer_types, a name for each layer")
     if not window or not c.use_sliding_window:
@@ -123,9 +128,8 @@ def _moe_layers(c: Config) -> _Pattern:
     """Which layers have experts: by their names or numbers, or from one on, every n-th."""
     layers, dense = range(c.num_hidden_layers), c.mlp_only_layers or ()
     if c.mlp_layer_types is not None:
-        if len(c.mlp_layer_types) != len(layers) or not {"dense", "sparse"} >= {*c.mlp_layer_types}:
-            raise ModelError(f"mlp_layer_types must name each of the {len(layers)} layers dense or sparse")
-        return tuple(kind == "sparse" for kind in c.mlp_layer_types)
+        kinds = _named(c, "mlp_layer_types", c.mlp_layer_types, ("dense", "sparse"))
+        return tuple(kind == "sparse" for kind in kinds)
     if c.moe_layers is not None:
         return tuple(layer in c.moe_layers for layer in layers)
     for step in ("moe_layer_freq", "decoder_sparse_step"):
@@ -227,9 +231,7 @@ def _hybrid(c: Config) -> Fields:
         for layer in range(number):
             attends = layer in indices or (period and layer % period == offset)
             kinds.append("attention" if attends or (every and (layer + 1) % every == 0) else "mamba")
-    if len(kinds) != number or not _MIXERS.keys() >= {*kinds}:
-        raise ModelError(f"layer_types must name each of the {number} layers {' or '.join(_MIXERS)}")
-    mixers = tuple(_MIXERS[kind] for kind in kinds)
+    mixers = tuple(_MIXERS[kind] for kind in _named(c, "layer_types", kinds, _MIXERS))
     fields: Fields = {"mixers": mixers, "recurrence": _recurrence(c) if "recurrence" in mixers else None}
     if "none" in mixers:
         fields["has_experts"] = tuple(kind in ("moe", "E") for kind in kinds)
@@ -376,10 +378,9 @@ def _gemma4(c: Config) -> Fields:
     """Layers of two sizes of heads, the last ones with the keys of earlier ones, and per-layer embeddings."""
     number, own = c.num_hidden_layers, c.per_layer_config
     kinds = c.layer_types or ["full_attention" if (i + 1) % 6 == 0 else "near" for i in range(number)]
-    if len(kinds) != number or not all(layer.isdecimal() for layer in own):
-        raise ModelError(
-            f"layer_types must name each of the {number} layers, per_layer_config some by number"
-        )
+    _named(c, "layer_types", kinds)
+    if not all(layer.isdecimal() for layer in own):
+        raise ModelError("per_layer_config must name layers by number")
     if c.enable_moe_block and c.use_double_wide_mlp:
         raise ModelError("enable_moe_block and use_double_wide_mlp are both true; only one is expressed")
     heads = c.num_global_key_value_heads if c.attention_k_eq_v else None
@@ -418,8 +419,8 @@ def _gemma3n(c: Config) -> Fields:
     number, widths = c.num_hidden_layers, c.ffn_widths
     widths = [widths] * number if isinstance(widths, int) else widths
     kinds = c.layer_types or ["full_attention" if (i + 1) % 5 == 0 else "near" for i in range(number)]
-    if len(kinds) != number or len(widths) != number:
-        raise ModelError(f"layer_types and intermediate_size must name each of the {number} layers")
+    _named(c, "layer_types", kinds)
+    _named(c, "intermediate_size", widths)
 
     def layer(i: int) -> Layer:
         check_count(widths[i], "intermediate_size")
