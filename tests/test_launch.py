@@ -60,6 +60,7 @@ CHOICES = {
     "recompute_layers": [None, 2],
     "recompute_every": [1, 4],
     "loss_chunks": [1, 8],
+    "loss_fusion": [None, "none", "kernels", "in_place"],
     "recompute_modules": [(), ("core_attn", "mlp"), ("layernorm",), ("per_op",)],
     "dtype": ["bf16", "fp16", "fp32", "fp8"],
     "grad_dtype": ["fp32", "bf16"],
@@ -269,7 +270,8 @@ def test_pipelines_that_no_layers_fill_are_refused_at_once(tmp_path: Path, ranks
 
 def test_yaml_of_megatron_is_read(tmp_path: Path) -> None:
     """`--yaml-cfg`; and `MODEL_ARGS` of the functional tests."""
-    plan = mw.Plan(tp=4, pp=2, stages="even", recompute_modules=("core_attn", "mlp"))
+    keys = {"tp": 4, "pp": 2, "stages": "even", "loss_fusion": "none"}
+    plan = mw.Plan(recompute_modules=("core_attn", "mlp"), **keys)
     for text in (YAML, TEST_YAML):
         (tmp_path / "job.yaml").write_text(text)
         job = mw.read_job(tmp_path / "job.yaml", CLUSTER)
@@ -303,7 +305,18 @@ def test_overrides_of_a_recipe_are_read(tmp_path: Path) -> None:
 
 SAID = {  # keys of which a framework says at least some values
     "megatron-lm": tuple(CHOICES),
-    "torchtitan": ("tp", "sp", "cp", "pp", "vpp", "zero_group", "recompute", "overlap_tp", "loss_chunks"),
+    "torchtitan": (
+        "tp",
+        "sp",
+        "cp",
+        "pp",
+        "vpp",
+        "zero_group",
+        "recompute",
+        "overlap_tp",
+        "loss_chunks",
+        "loss_fusion",
+    ),
     "deepspeed": ("zero", "dtype", "grad_dtype", "overlap_dp", "offload_optimizer"),
     "accelerate": ("zero_group", "dtype", "recompute"),
 }
@@ -394,7 +407,7 @@ def test_a_script_with_variables_and_arrays_is_read(tmp_path: Path) -> None:
     path = tmp_path / "train.sh"
     path.write_text(SCRIPT)
     job = mw.read_job(path)
-    assert (job.framework, job.plan, job.num_gpus) == ("megatron-lm", mw.Plan(tp=4), 32)
+    assert (job.framework, job.plan, job.num_gpus) == ("megatron-lm", mw.Plan(tp=4, loss_fusion="none"), 32)
     assert (job.batch, job.seq, job.microbatch) == (128, 8192, 2)
     assert job.model is not None
     assert job.model.num_kv_heads == 8

@@ -9,16 +9,18 @@ from hypothesis import strategies as st
 import meshwise as mw
 
 JOBS = {
-    "llama3-8b": ("h100-80g-sxm:32", 128),
+    "llama3-8b": ("h100-80g-sxm:32", 256),
     "qwen3-0.6b": ("h100-80g-sxm:8", 64),
-    "mixtral-8x7b": ("h100-80g-sxm:32", 128),
-    "deepseek-v2": ("h200-sxm:32", 128),
+    "mixtral-8x7b": ("h100-80g-sxm:32", 256),
+    "deepseek-v2": ("h200-sxm:32", 256),
 }
+"""Models on clusters, with batches of several microbatches: of one, stage 2 costs what stage 1 does."""
 VALUES: dict[str, tuple[Any, ...]] = {
     "tp": (1, 2, 4), "sp": (0, 1), "cp": (1, 2), "cp_kind": ("ring", "ulysses", "all_gather"),
     "pp": (1, 2, 4), "vpp": (1, 2), "schedule": ("1f1b", "zb-h1", "zb-v", "dualpipe", "dualpipe-v"),
     "ep": (1, 4), "etp": (1, 2), "zero": (1, 2, 3), "zero_group": (2, 4),
     "recompute": ("none", "selective", "full"), "recompute_every": (1, 2), "loss_chunks": (1, 4),
+    "loss_fusion": ("none", "kernels", "in_place"),
     "attention": ("flash", "unfused"), "offload_optimizer": (0, 0.5), "offload_activations": (0, 0.5),
     "overlap_dp": (0, 1), "imbalance": (1, 1.5), "microbatch": (1, 2, 4),
     "implementation": ("megatron", "fsdp2"), "lora_rank": (0, 16), "grad_dtype": ("fp32", "bf16"),
@@ -33,6 +35,7 @@ WHY = {
     "lora_rank": "fewer weights train",
     "implementation": "another software",
     "attention": "fused attention writes no scores",
+    "loss_fusion": "a fused loss holds fewer copies of the logits",
     "imbalance": "fewer tokens on the busiest rank",
     "microbatch": "fewer tokens at once; launches of kernels are hidden on a fast host",
     "sp": "activations between matmuls are held once, not by each rank",

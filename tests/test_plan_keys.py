@@ -15,6 +15,7 @@ BASES = [  # model and plan to start from; on 64 GPUs
     (DENSE, "pp=2,cp=4,cp_kind=ulysses,attention=unfused"),
     (DENSE, "tp=2,cp=4,cp_kind=two_level,sp=0"),
     (DENSE, "layout=2d:2x2"),
+    (DENSE, "software=megatron-2020"),
     (DENSE, "lora_rank=16"),
     (EXPERTS, "tp=2,ep=4,etp=1,pp=2"),
     (DENSE, "dtype=fp8"),

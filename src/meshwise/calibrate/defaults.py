@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from typing import Any
 
 import msgspec
 
@@ -23,7 +24,7 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     fp8. `frozen_dtype` "as_computed": frozen weights are kept in the type of narrow matmuls. `selective`
     names the modules of selective recomputation, by the kind of model (mla, moe or dense); `tried` are
     changes of the plan, each a plan's text: where a run does not fit, the first that it leaves open and that
-    fits is taken.
+    fits is taken. An empty `loss_fusion` is as the software does.
     """
 
     names: tuple[str, ...]
@@ -50,6 +51,7 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     memory_kind: str = "device"
 
     cp_kind: str = "ring"
+    loss_fusion: str = ""
     dropout_frac: float = 0.0
     vocab_multiple: int = 1
     selective: dict[str, str] = {}
@@ -57,9 +59,14 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 @cache
+def _catalog() -> dict[str, Any]:
+    return read_catalog("frameworks.toml")
+
+
+@cache
 def entries() -> tuple[Defaults, ...]:
     """The catalog, in its order."""
-    return msgspec.convert(tuple(read_catalog("frameworks.toml")["frameworks"]), tuple[Defaults, ...])
+    return msgspec.convert(tuple(_catalog()["frameworks"]), tuple[Defaults, ...])
 
 
 def defaults_of(run: Run) -> Defaults:
@@ -71,8 +78,13 @@ def defaults_of(run: Run) -> Defaults:
 
 
 def released(run: Run) -> str:
-    """Year and month of a release like 26.04.01 or 2024-12; without one, January of the run's year."""
-    found = re.fullmatch(r"(?:20)?(\d\d)[.-](0[1-9]|1[0-2])(?:[.-]\d\d)?", run.framework_release or "")
+    """Year and month of a release like 26.04.01 or 2024-12, or of one that the catalog dates.
+
+    Without one, January of the run's year.
+    """
+    dated = _catalog()["releases"].get((run.framework or "").lower(), {})
+    release = run.framework_release or ""
+    found = re.fullmatch(r"(?:20)?(\d\d)[.-](0[1-9]|1[0-2])(?:[.-]\d\d)?", dated.get(release, release))
     return f"20{found[1]}-{found[2]}" if found else f"{run.year}-01"
 
 

@@ -277,6 +277,7 @@ def plans_of(stated: Run, run: Run, model: Model, defaults: Defaults) -> tuple[P
         sp=bool(run.sequence_parallel) and run.tp > 1,
         cp=run.cp or 1,
         cp_kind=defaults.cp_kind,
+        loss_fusion=run.loss_fusion or None,
         pp=run.pp,
         vpp=vpp,
         schedule="interleaved" if vpp > 1 else "1f1b",

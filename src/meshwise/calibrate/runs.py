@@ -107,6 +107,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     attention_kernel: (
         Literal["unfused", "flash", "flash1", "flash2", "flash3", "flash4", "cudnn", "sdpa", "flex"] | None
     ) = None
+    loss_fusion: Literal["none", "kernels", "in_place"] | None = None
     tp_comm_overlap: Switch | None = None
     grad_reduce_overlap: Switch | None = None
     param_gather_overlap: Switch | None = None

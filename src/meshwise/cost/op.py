@@ -171,17 +171,3 @@ def embedding(rows: Num, width: Num, *, elem_bytes: Num) -> Cost:
 def embedding_backward(rows: Num, width: Num, *, elem_bytes: Num) -> Cost:
     """Gradient of a look-up: each row of dY added to its row of the table's gradient."""
     return Cost(rows * width, rows * (2.0 * width * elem_bytes + 8.0), rows * width * elem_bytes)
-
-
-def cross_entropy(rows: Num, vocab: Num, *, elem_bytes: Num) -> Cost:
-    """Loss of `rows` x `vocab` logits, computed in fp32: reads the logits, writes fp32 exponentials.
-
-    FLOP: maximum, subtract, exponential, sum, divide: 5 an element. Kept: those exponentials (4 bytes
-    an element). Source: the vocabulary-parallel cross entropy of Megatron-LM.
-    """
-    return Cost(5.0 * rows * vocab, rows * vocab * elem_bytes, 4.0 * rows * vocab)
-
-
-def cross_entropy_backward(rows: Num, vocab: Num, *, elem_bytes: Num) -> Cost:
-    """Gradient of the loss: probabilities minus one-hot, times the incoming gradient."""
-    return Cost(2.0 * rows * vocab, 4.0 * rows * vocab, elem_bytes * rows * vocab)

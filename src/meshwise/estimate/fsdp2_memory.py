@@ -13,6 +13,7 @@ when the gradient of the input is there, and of the rest with that of the weight
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
-from meshwise.estimate.memory import EXPONENTIAL_BYTES, Memory, kept_bytes, recomputed
+from meshwise.estimate.memory import Memory, kept_bytes, recomputed
 from meshwise.estimate.priced_part import Part
 from meshwise.machine.overheads import Overheads
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
@@ -41,9 +42,9 @@ def fsdp2_memory(
     trained = [unit.trained for unit in held]
     trained_bytes = shard_bytes(mesh, cut) * held_params(trained, mesh, cut)
     state_bytes = optimizer_bytes(held, mesh, cut)
-    activations = kept_peak_bytes(model, stage, parts, mesh, cut)
-    buffers = _buffer_bytes(model, stage, parts, mesh, cut, overheads.loss_bytes)
-    buffers = buffers + unsharded_bytes(held, stage, mesh, cut)
+    activations, filled, booked = _activation_peaks(model, stage, parts, mesh, cut)
+    buffers = _buffer_bytes(model, parts, mesh, cut) + unsharded_bytes(held, stage, mesh, cut)
+    buffers = buffers + (filled - activations)
     return Memory(
         weights=held_bytes,
         gradients=trained_bytes,
@@ -52,29 +53,30 @@ def fsdp2_memory(
         cache=0.0,
         buffers=buffers,
         overhead=overheads.context_bytes
+        + (booked - filled)
         + overheads.fragment_frac * (held_bytes + trained_bytes + state_bytes + activations + buffers),
     )
 
 
-def _buffer_bytes(
-    model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut, loss_bytes: float
-) -> Num:
-    """Workspace beside whole weights: gathered activations, messages, and the widest gradient.
-
-    Of `loss_bytes` for each logit, what the loss keeps is among the activations.
-    """
-    _, *blocks, _ = parts
+def _buffer_bytes(model: Model, parts: Sequence[Part], mesh: Mesh, cut: Cut) -> Num:
+    """Workspace beside whole weights and the loss: gathered activations, messages, the widest gradient."""
     gathered = 2.0 * cut.tokens * model.hidden * cut.precision.act_bytes * (mesh.tp > 1)
     messages = 4.0 * block_input_bytes(model, cut) * (mesh.pp > 1)
-    logits = cut.tokens * model.vocab / cut.tp
-    largest = stage.heads * max(loss_bytes - EXPONENTIAL_BYTES, 0.0) * logits / cut.loss_chunks
-    for part in blocks:
-        largest = np.maximum(largest, part.widest_bytes)
-    return gathered + messages + largest
+    return gathered + messages + _widest_bytes(parts)
 
 
-def kept_peak_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut) -> Num:
-    """The most bytes that are kept at once for the backward on a rank of `stage`."""
+def _widest_bytes(parts: Sequence[Part]) -> Num:
+    return reduce(np.maximum, (part.widest_bytes for part in parts[1:-1]))
+
+
+def _activation_peaks(
+    model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut
+) -> NDArray[np.float64]:
+    """The most bytes that are kept at once for the backward on a rank of `stage`.
+
+    Then the same with what a loss fills in its turn instead of the widest gradient, and with what an
+    allocator books for that.
+    """
     selective, full = recomputed(stage, mesh)
     is_full = (full > 0) * 1.0
     embedding, *blocks, head = parts
@@ -82,25 +84,28 @@ def kept_peak_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mes
     back = [is_full * part.saved_bytes + selective * part.redone_bytes for part in blocks]
     redone = np.where(full > 0, mesh.recompute_layers / mesh.vpp, 0.0)
     loss = head.loose_bytes * (cut.loss_chunks == 1)  # in pieces its gradient of the matrix stays too
-    numbers = [embedding.saved_bytes, head.saved_bytes, loss, _in_a_piece(model, cut)]
+    numbers = [embedding.saved_bytes, head.saved_bytes, loss]
+    numbers += _of_the_loss(model, parts, cut)
     numbers += [mesh.offload_activations, block_input_bytes(model, cut), redone, *kept, *back]
     numbers += [part.loose_bytes for part in blocks]
     distinct, which = patterns(mesh, stage)
     cells = np.stack(np.broadcast_arrays(which, *numbers))
-    peaks = np.empty(cells.shape[1:])
+    peaks = np.empty((3, *cells.shape[1:]))
     for place, pattern in enumerate(distinct):
         here = cells[0] == place
-        peaks[here] = _peak_of_pattern(model, mesh, cut, pattern, cells[1:, here])
-    return peaks[()]
+        peaks[:, here] = _peaks_of_pattern(model, mesh, cut, pattern, cells[1:, here])
+    return peaks
 
 
-def _peak_of_pattern(
+def _peaks_of_pattern(
     model: Model, mesh: Mesh, cut: Cut, pattern: Pattern, cells: NDArray[np.float64]
 ) -> NDArray[Any]:
-    """The peak of each of the `cells`, columns of numbers as in `kept_peak_bytes`, under one pipeline."""
+    """The peaks of each of the `cells`, columns of numbers as in `_activation_peaks`, under one pipeline."""
     schedule, pp, vpp, _, rank = pattern
-    embedding, head, loss, in_a_piece, share, one_input, redone = cells[:7]
-    kept, back, loose = np.split(cells[7:], 3)
+    embedding, head, loss = cells[:3]
+    in_a_piece, in_turn = cells[3:6], cells[6:9]
+    share, one_input, redone = cells[9:12]
+    kept, back, loose = np.split(cells[12:], 3)
     sizes, pieces, beyond, let_go = [], [], [], []
     every = mesh.plan.recompute_every
     for chunk, layers in chunks_of_rank(model, pp, vpp, SCHEDULES[schedule], mesh.plan.stages, rank):
@@ -110,7 +115,7 @@ def _peak_of_pattern(
         blocks = _kept_from(on_host, rest, kept, redone, every, one_input)
         sizes.append(chunk.embeddings * embedding + blocks + chunk.heads * head)
         pieces.append(chunk.heads * in_a_piece)
-        largest = np.zeros_like(head)
+        largest = chunk.heads * in_turn
         for start in _last_of_each_kind(kinds, every):
             inside = _counted(model, kinds[start : start + every])
             done = np.where(redone > 0, np.minimum(start, redone - 1.0), start + every)
@@ -122,8 +127,14 @@ def _peak_of_pattern(
             gone = gone + loose[kinds[-1]] * (on_host < len(kinds))
         let_go.append((1.0 - chunk.embeddings) * gone)
     found = moments(*pattern)
-    held = found.alive @ sizes - found.turned @ let_go + found.entering @ pieces + found.turning @ beyond
-    return np.asarray(held.max(axis=0))
+    standing = found.alive @ sizes - found.turned @ let_go
+    held = [
+        standing
+        + found.entering @ [piece[kind] for piece in pieces]
+        + found.turning @ [more[kind] for more in beyond]
+        for kind in range(len(in_turn))
+    ]
+    return np.asarray(held).max(axis=1)
 
 
 def _kept_from(
@@ -142,17 +153,24 @@ def _kept_from(
     return np.asarray(((numbers - again) * kept).sum(axis=0) + np.maximum(runs, 0.0) * one_input)
 
 
-def _in_a_piece(model: Model, cut: Cut) -> Num:
-    """What the loss of a piece of the tokens keeps for its own backward, beyond the gradients kept after it.
+def _of_the_loss(model: Model, parts: Sequence[Part], cut: Cut) -> list[Num]:
+    """What a loss needs beyond what is kept after it: in the forward, if it is in pieces, and in its turn.
 
-    Those of the hidden states take as much as these did, which a frozen matrix does not keep.
+    Each three times: what it keeps for its own backward, what it fills, and what is booked for that, beyond
+    the widest gradient of a block. In pieces the gradients of the hidden states take as much as these did,
+    which a frozen matrix does not keep.
     """
+    head, widest = parts[-1], _widest_bytes(parts)
     if cut.loss_chunks == 1:
-        return 0.0
+        room = (np.maximum(size - widest, 0.0) for size in (head.loss_bytes, head.booked_loss_bytes))
+        return [0.0, 0.0, 0.0, 0.0, *room]
     prec, vocab = cut.precision, model.vocab / cut.tp
-    exponentials = prec.stat_bytes * (cut.tokens / cut.loss_chunks * vocab + 1.0)
-    rows = cut.tokens if cut.lora_rank else vocab
-    return np.maximum(exponentials - prec.act_bytes * rows * model.hidden, 0.0)
+    kept_after = prec.act_bytes * (cut.tokens if cut.lora_rank else vocab) * model.hidden
+    kept = np.maximum(prec.stat_bytes * (cut.tokens / cut.loss_chunks * vocab + 1.0) - kept_after, 0.0)
+    room = (
+        np.maximum(kept, size - kept_after - widest) for size in (head.loss_bytes, head.booked_loss_bytes)
+    )
+    return [kept, *room, 0.0, 0.0, 0.0]
 
 
 def _last_of_each_kind(kinds: Sequence[int], every: int) -> Iterable[int]:

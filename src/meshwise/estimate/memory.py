@@ -43,9 +43,6 @@ OPTIMIZER_BYTES = {
 }
 """Bytes per parameter that each optimizer keeps beside weight and gradient."""
 
-EXPONENTIAL_BYTES = 4.0
-"""What `program.vocabulary` keeps per logit; memory counts `Overheads.loss_bytes` in its place."""
-
 MAX_GATHERED_BLOCKS = 2.0
 """Blocks that ZeRO-3 holds whole at once: the one that computes and the one prefetched."""
 
@@ -116,10 +113,7 @@ def stage_memory(
         return serving_memory(model, stage, parts, mesh, cut, overheads)
     weights, gradients, optimizer = state_bytes(held, stage.share, mesh, cut, overheads)
     activations = _activation_bytes(model, stage, parts, mesh, cut)
-    loss_bytes = np.where(
-        mesh.tp > 1, overheads.split_loss_bytes or overheads.loss_bytes, overheads.loss_bytes
-    )
-    buffers = _buffer_bytes(model, stage, parts, mesh, cut, loss_bytes)
+    buffers = _buffer_bytes(model, stage, parts, mesh, cut)
     # Sharded gradients of a lone microbatch take the place of its activations, block by block.
     alone = (mesh.zero >= 3) & (mesh.num_microbatches == 1)
     activations = activations - np.minimum(activations, alone * gradients)
@@ -224,28 +218,24 @@ def _activation_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: M
     return kept * in_flight * (1.0 - mesh.offload_activations)
 
 
-def _turn_bytes(
-    model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut, loss_bytes: Num
-) -> Num:
+def _turn_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut) -> Num:
     """Bytes that live only while one microbatch turns round on a stage: the larger of two moments.
 
-    At the head: its kept inputs, the logits (of a chunk) and what the loss makes of them (`loss_bytes` per
-    logit), and its weight gradient. In a block: what recomputation brings back (of all layers of a
-    checkpoint, those of a kind taken as neighbours), the widest gradient of an activation, and the gradients
-    of its weights and of the head's, before they are added to the sum (experts add theirs one by one).
+    At the head: what it keeps, what the loss (of a chunk) books beyond that, and its weight gradient. In a
+    block: what recomputation brings back (of a checkpoint of several layers, those of a kind as neighbours),
+    the widest gradient of an activation, and the gradients of its weights and of the head's, before they are
+    added to the sum (experts add theirs one by one).
     """
     elem_bytes = cut.precision.act_bytes
     selective, full = recomputed(stage, mesh)
     one_input = block_input_bytes(model, cut)
     _, *blocks, head = parts
-    logits, in_chunks = cut.tokens / cut.loss_chunks * model.vocab / cut.tp, cut.loss_chunks > 1
     trains_head = (head.dense_frozen == 0) * 1.0
     alike = checkpoint_layers(stage, mesh)
     head_grads = stage.heads * elem_bytes * model.hidden * model.vocab / cut.tp * trains_head
+    in_chunks = cut.loss_chunks > 1
     hidden_bytes = in_chunks * elem_bytes * cut.tokens * model.hidden  # beside their kept gradients
-    exponentials = 0.0 if in_chunks else EXPONENTIAL_BYTES * logits
-    kept_inputs = np.maximum(head.saved_bytes - exponentials, 0.0) + hidden_bytes
-    largest = stage.heads * (kept_inputs + loss_bytes * logits) + head_grads
+    largest = stage.heads * (head.saved_bytes + hidden_bytes + head.booked_loss_bytes) + head_grads
     for count, part in zip(stage.layers, blocks, strict=True):
         redone = part.saved_bytes - kept_bytes(part, one_input, selective, full)
         redone = redone + full * part.saved_bytes * (np.minimum(alike, stage.share * count) - 1.0)
@@ -255,9 +245,7 @@ def _turn_bytes(
     return largest
 
 
-def _buffer_bytes(
-    model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut, loss_bytes: Num
-) -> Num:
+def _buffer_bytes(model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut) -> Num:
     """Workspace: gathered activations, pipeline messages, gathered weights, and what one turn needs.
 
     Two gathered tensors of [tokens, hidden] (forward input, backward gradient) live at once under
@@ -275,4 +263,4 @@ def _buffer_bytes(
         widest = np.maximum(widest, part.dense_params + part.expert_params)
     sharded = (mesh.zero >= 3) & ((mesh.replicas > 1) | (mesh.expert_replicas > 1))
     whole = MAX_GATHERED_BLOCKS * weight_bytes(mesh) * widest * sharded
-    return gathered + messages + whole + _turn_bytes(model, stage, parts, mesh, cut, loss_bytes)
+    return gathered + messages + whole + _turn_bytes(model, stage, parts, mesh, cut)

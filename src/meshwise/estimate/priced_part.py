@@ -20,8 +20,9 @@ from msgspec import Struct, structs
 from meshwise.core.units import Num
 from meshwise.estimate.timing import Machine, op_times
 from meshwise.machine.overheads import Overheads
+from meshwise.program.loss import KERNEL as LOSS_KERNEL
 from meshwise.program.op import Op
-from meshwise.program.walk import activations
+from meshwise.program.walk import Room, activations, room
 
 MATRIX_KINDS = ("matmul", "attention", "decode_attention", "experts")
 """Kinds of op whose FLOP are matrix work."""
@@ -65,8 +66,10 @@ class Part:
     the part trains no weights.
     `dense_params` and `expert_params` are weights held, `dense_frozen` and `expert_frozen` those of them that
     do not train, `dense_quantized` and `expert_quantized` those kept in the plan's `frozen_dtype`.
-    `widest_bytes` is the largest gradient of an activation that the backward holds, `exchange_bytes` the
-    largest tensor that a tensor-parallel exchange gathers. `flop` is matrix work by phase.
+    `loss_bytes` is what a loss fills beyond what is kept of it, `booked_loss_bytes` what is booked for that
+    (`program.walk.room`); `widest_bytes` is the largest gradient of an activation that the backward holds,
+    `exchange_bytes` the largest tensor that a tensor-parallel exchange gathers. `flop` is matrix work by
+    phase.
     """
 
     machine: Machine
@@ -91,6 +94,8 @@ class Part:
     expert_params: Num
     expert_frozen: Num
     expert_quantized: Num
+    loss_bytes: Num
+    booked_loss_bytes: Num
     widest_bytes: Num
     exchange_bytes: Num
     flop: dict[str, Num]
@@ -157,7 +162,7 @@ def _part(
                 flop[AGAIN] = flop[AGAIN] + op_flop
     experts = [op for op in forward if is_expert(op)]
     dense = [op for op in forward if not is_expert(op)]
-    kept = activations(ops)
+    kept, loss = activations(ops), _loss_room(ops)
     return Part(
         machine=machine,
         rows=(*priced, *waits),
@@ -178,6 +183,8 @@ def _part(
         expert_params=sum(op.num_params for op in experts),
         expert_frozen=sum(op.num_frozen for op in experts),
         expert_quantized=sum(op.num_quantized for op in experts),
+        loss_bytes=loss.filled_bytes,
+        booked_loss_bytes=loss.booked_bytes,
         widest_bytes=_widest_bytes(ops),
         exchange_bytes=_exchange_bytes(ops),
         flop=dict(flop),
@@ -360,6 +367,16 @@ def _launches_s(ops: Sequence[Op], phase: str, overheads: Overheads) -> Num:
         launches = launches + op.count * is_launched
     routing_s = overheads.moe_host_s if any(map(is_expert, alike)) else 0.0
     return overheads.host_s * launches + routing_s
+
+
+def _loss_room(ops: Sequence[Op]) -> Room:
+    """What the largest of the losses fills and books beyond what is kept of it."""
+    largest = Room(0.0, 0.0)
+    for name in {op.name for op in ops if op.kernel == LOSS_KERNEL}:
+        of_one = [op for op in ops if op.kernel == LOSS_KERNEL and op.name == name]
+        kept_bytes = sum(one.bytes for op in of_one for one in op.keeps)
+        largest = Room(*map(np.maximum, largest, (size - kept_bytes for size in room(of_one))))
+    return largest
 
 
 def _widest_bytes(ops: Sequence[Op]) -> Num:

@@ -54,6 +54,7 @@ from meshwise.machine.overheads import NONE, Overheads, find_overheads, serving_
 from meshwise.plan.mesh import SERVING
 from meshwise.plan.plan import NARROW_DTYPES, Plan
 from meshwise.program.context import CORE
+from meshwise.program.loss import KERNEL as LOSS_KERNEL
 from meshwise.program.op import Op, precision
 
 Stack: TypeAlias = NDArray[np.float64]
@@ -375,7 +376,9 @@ def experts_library(efficiency: Efficiency, dtype: str) -> str:
 
 
 def _passes(op: Op) -> str:
-    """Which of the software's passes over its bytes a kernel takes."""
+    """Which of the software's passes over its bytes a kernel takes; a loss states all of its own."""
+    if op.kernel == LOSS_KERNEL:
+        return ""
     if op.name.endswith("_cast"):
         return "cast_passes"
     return "expert_bias_passes" if op.name in ("expert_fc1_bias", "expert_fc2_bias") else "kernel_passes"
@@ -383,7 +386,7 @@ def _passes(op: Op) -> str:
 
 def _kernel_s(machine: Machine, op: Op, flop: Stack, read: Stack, write: Stack) -> Num:
     busy_s = memory_kernel_s(
-        (read + write) * getattr(machine.overheads, _passes(op)),
+        (read + write) * getattr(machine.overheads, _passes(op), 1.0),
         memory_bytes_per_s=machine.base.memory_bytes_per_s,
         efficiency=machine.efficiency.memory,
     )

@@ -55,7 +55,7 @@ def framework_arguments(name: str) -> Framework:
         trainer = {f"--{key}": argument for key, argument in lists[TRAINER].arguments.items()}
         found = msgspec.structs.replace(found, arguments=found.arguments | trainer)
     if name == "megatron-bridge":
-        found = msgspec.structs.replace(found, arguments=found.arguments | lists["megatron-lm"].arguments)
+        found = msgspec.structs.replace(found, arguments=lists["megatron-lm"].arguments | found.arguments)
     return found
 
 

@@ -8,6 +8,7 @@ them: a framework may ask for the number of replicas of a sharded model instead 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from meshwise.core.errors import DataError
@@ -16,13 +17,14 @@ from meshwise.model.architecture import Model
 from meshwise.plan.mesh import ENGINE_KEYS, WEIGHT_KEYS, Mesh
 from meshwise.plan.plan import DEFAULTS, EVEN, KEYS, Plan
 from meshwise.plan.stages import chunk_layers, layers_of_chunks
+from meshwise.program.implementation import loss_fusion
 
 Facts = dict[str, Any]
 
 
 def facts_of(model: Model, mesh: Mesh, cluster: Cluster) -> Facts:
     """The facts of one plan, resolved and its layers placed; a key without effect is left out."""
-    facts: Facts = {key: getattr(mesh.plan, key) for key in KEYS}
+    facts: Facts = {key: getattr(mesh.plan, key) for key in KEYS} | {"loss": loss_fusion(mesh.plan)}
     facts |= {key: int(getattr(mesh, key)) for key in ("tp", "cp", "pp", "vpp", "dp", "ep", "etp", "ulysses")}
     facts |= {key: int(getattr(mesh, key)) for key in ("batch", "seq", "microbatch")}
     group = int(mesh.zero_group)
@@ -153,12 +155,16 @@ def plan_of(facts: Facts) -> Plan:
     if keys.get("pp", 1) > 1 and keys.get("stages", even) == even:
         keys["stages"] = EVEN
     keys.pop("dp", None)
-    return Plan(**keys)
+    stated = keys.pop("loss_fusion", None)
+    plan = Plan(**keys)
+    return plan if stated in (None, loss_fusion(plan)) else replace(plan, loss_fusion=stated)
 
 
 def recover(facts: Facts) -> Facts:
     """The plan's keys out of the facts that a framework states in its own terms."""
     found = dict(facts)
+    if "loss" in facts:
+        found["loss_fusion"] = facts["loss"]
     if "cp_size" in facts:
         found["cp"] = max(facts["cp_size"], facts["sp_size"])
         found["cp_kind"] = "ulysses" if facts["sp_size"] > 1 else "all_gather"

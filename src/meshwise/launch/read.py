@@ -12,6 +12,7 @@ import json
 import re
 import shlex
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,8 @@ def _bridge_words(words: list[str]) -> Settings:
 def _titan_toml(stated: Settings) -> Settings:
     """The names of torchtitan's TOML files (up to 0.2.2) as those of today; their loss had no chunks."""
     found: Settings = {"loss.num_chunks": 1, **stated}
+    if "training.compile" in found:
+        found["compile.enable"] = found.pop("training.compile")
     mode = found.pop("activation_checkpoint.mode", None)
     if mode is not None:
         found["activation_checkpoint"] = f"activation-checkpoint:{mode}"
@@ -310,7 +313,8 @@ def _titan_words(words: list[str]) -> Settings:
     """torchtitan's overrides: `--section.name value`, `--section.no_name`, `activation-checkpoint:mode`."""
     known = framework_arguments("torchtitan").arguments
     found: Settings = {}
-    for word, after in zip(words, [*words[1:], "--"], strict=True):
+    for place, word in enumerate(words, 1):
+        values = list(takewhile(lambda one: not one.startswith(("--", "activation-")), words[place:]))
         if word.startswith("activation-checkpoint:"):
             found["activation_checkpoint"] = word
         if not word.startswith("--"):
@@ -320,8 +324,9 @@ def _titan_words(words: list[str]) -> Settings:
         if key.startswith("no_") and f"{section}.{key[3:]}" in known:
             found[f"{section}.{key[3:]}"] = False
         else:
-            plain = value if equals else True if after.startswith(("--", "activation-")) else after
-            found[f"{section}.{key}" if dot else name] = plain
+            full = f"{section}.{key}" if dot else name
+            several = full in known and known[full].type.startswith("list")
+            found[full] = value if equals else values if several else values[0] if values else True
     return found
 
 

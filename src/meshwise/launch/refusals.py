@@ -95,8 +95,15 @@ _SGLANG: list[Refusal] = [
         "dp={dp} replicas do not spread over several nodes; start one server on each node",
     ),
 ]
+_MEGATRON_LM: list[Refusal] = [
+    *_MEGATRON,
+    (
+        lambda f: f["loss"] == "in_place",  # megatron-core 0.19, #5162
+        "loss_fusion=in_place is Transformer Engine's loss, refused since 0.19; use loss_fusion=kernels",
+    ),
+]
 REFUSALS: dict[str, list[Refusal]] = {
-    "megatron-lm": _MEGATRON,
+    "megatron-lm": _MEGATRON_LM,
     "megatron-bridge": _MEGATRON,
     "torchtitan": _TORCHTITAN,
     "deepspeed": _DEEPSPEED,

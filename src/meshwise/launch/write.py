@@ -180,7 +180,7 @@ def _titan_words(settings: Settings) -> list[str]:
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--{section}.no_{key}")
         elif key:
-            words += [f"--{name}", str(value)]
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return words + last
 
 

@@ -41,11 +41,10 @@ redoes from published runs:
   come in `messages_per_block`. On many ranks the hops of each message count. Before PyTorch gathered into one
   tensor (`_all_gather_base`, 2021), each rank's shard of such a message was copied by itself: `shard_copy_s`.
 - *Memory.* The process takes `context_bytes` before it holds a tensor (CUDA context, NCCL's buffers,
-  library workspaces); the allocator keeps `fragment_frac` more than the tensors fill; the loss holds
-  `loss_bytes` per logit (`split_loss_bytes` where tp cuts the vocabulary, if that differs), fewer where it is
-  fused; software that sums gradients in a wider type than it
-  computes them in keeps both, `second_grad_bytes` a parameter. Where `weight_copies` is 0 the fp32 weights of
-  the optimizer are cast where they are read, and no narrower copy of them is held.
+  library workspaces); the allocator keeps `fragment_frac` more than the tensors fill; software that sums
+  gradients in a wider type than it computes them in keeps both, `second_grad_bytes` a parameter. Where
+  `weight_copies` is 0 the fp32 weights of the optimizer are cast where they are read, and no narrower copy
+  of them is held.
 - *Stragglers.* All wait for the slowest: `straggler_frac` of the step for each doubling of the ranks, and
   `skew_s` before each exchange within a block. Experts are not equally liked: the logs of their loads
   spread by `expert_spread` unless a run forces its tokens to be spread evenly, so the busiest of R ranks with
@@ -59,7 +58,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -85,7 +84,22 @@ CLOCK_POWER = 1.0 / 3.0
 DEFAULT_SOFTWARE = "megatron-2024"
 """What a plan runs on that does not say: the generation that most sources of published runs measured."""
 
-SOFTWARE = ("megatron-2020", "torch-2023", "torch-2024", "xla-2024", "megatron-2024", "megatron-2026")
+
+class Software(NamedTuple):
+    """Whose loss a generation of software runs (`program.loss`), and what is fused of it by default."""
+
+    losses: str
+    loss_fusion: str
+
+
+SOFTWARE = {
+    "megatron-2020": Software("megatron", "none"),
+    "torch-2023": Software("torch", "kernels"),  # flash-attn's, in llm-foundry and InternEvo
+    "torch-2024": Software("torch", "none"),
+    "xla-2024": Software("torch", "kernels"),  # XLA fuses what torch.compile does
+    "megatron-2024": Software("megatron", "kernels"),
+    "megatron-2026": Software("megatron", "kernels"),
+}
 """Training software by its core and first year, oldest first.
 
 megatron-2020: Megatron-LM and DeepSpeed with unfused attention. torch-2023: eager PyTorch with the first
@@ -133,8 +147,6 @@ class Overheads:
     network_frac: Mapping[str, float] = field(default_factory=dict)
     context_bytes: float = 0.0
     fragment_frac: float = 0.0
-    loss_bytes: float = 8.0
-    split_loss_bytes: float = 0.0
     second_grad_bytes: float = 0.0
     weight_copies: float = 1.0
 

@@ -44,6 +44,7 @@ TRAINING_KEYS = (
     *("zero", "zero_group", "recompute", "recompute_layers", "recompute_every", "recompute_modules"),
     *(
         "loss_chunks",
+        "loss_fusion",
         "act_input_dtype",
         "optimizer",
         "grad_dtype",
@@ -68,7 +69,7 @@ PROMPT_KEYS = ("cp", "cp_kind", "ulysses")
 FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
     "layout": ("1d",), "dtype": ("fp4", "fp8", "bf16", "fp16", "tf32", "fp32", "fp64"),
     "optimizer": ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "muon", "sgd", "none"),
-    "attention": ("flash",), "dispatch": ("per_expert",),
+    "attention": ("flash",), "dispatch": ("per_expert",), "loss_fusion": (None, "none"),
     "placement": tuple((*AXES[:inner], "pp", *AXES[inner:-1]) for inner in (3, 0, 1, 2)),
 }  # fmt: skip
 """What implementation=fsdp2 can be told, where that is less than a plan can say."""
@@ -377,10 +378,11 @@ def _model_rules(model: Model, mesh: Mesh) -> Iterator[Rule]:
         "tp={tp} neither divides nor is divided by the {model.num_kv_heads} key-value heads of {model.name}; "
         "use a divisor or a multiple",
     )
-    yield Rule(
-        chunks > 1 and not (model.vocab and model.lm_head),
-        "loss_chunks={plan.loss_chunks} needs a language-model head, which {model.name} lacks; leave it out",
-    )
+    for key, is_stated in (("loss_chunks", chunks > 1), ("loss_fusion", mesh.plan.loss_fusion is not None)):
+        yield Rule(
+            is_stated and not (model.vocab and model.lm_head),
+            f"{key}={{plan.{key}}} needs a language-model head, which {{model.name}} lacks; leave it out",
+        )
     yield Rule(
         (chunks > 1) & (mesh.seq % (mesh.cp * chunks) != 0),
         "loss_chunks={plan.loss_chunks} does not divide the {local} tokens of a sequence on each rank; use a "

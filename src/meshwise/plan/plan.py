@@ -46,6 +46,8 @@ RECOMPUTE_MODULES = (
 CP_KINDS = ("ring", "ulysses", "all_gather", "two_level")
 GRID_DIMS = {"1d": 0, "2d": 2, "2d-cp": 2, "2.5d": 3, "3d": 3}
 """The tensor-parallel layouts, and how many numbers the grid of each has."""
+LOSS_FUSIONS = ("none", "kernels", "in_place")
+"""How the cross entropy is done; see `program.loss`."""
 OPTIMIZERS = ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "muon", "sgd", "none")
 ATTENTION = ("flash", "unfused", "grid")
 DISPATCH = ("per_expert", "per_rank")
@@ -99,6 +101,7 @@ class Plan:
     recompute_every: int = 1
     recompute_modules: tuple[str, ...] = ()
     loss_chunks: int = 1
+    loss_fusion: str | None = None
     dtype: str = "bf16"
     head_dtype: str = "bf16"
     act_input_dtype: str = ""
@@ -191,6 +194,10 @@ KEYS: dict[str, Field] = {
     "recompute_every": whole("layers that one checkpoint of recompute=full covers, in each chunk"),
     "recompute_modules": several("what recompute=selective covers", RECOMPUTE_MODULES),
     "loss_chunks": whole("pieces of a sequence whose logits and their gradients are made one after another"),
+    "loss_fusion": choice(
+        "what of the loss is fused: nothing, its kernels, or all over the logits [as the software does]",
+        LOSS_FUSIONS,
+    ),
     "dtype": choice("type of the matmuls", DTYPES),
     "head_dtype": choice("type of the head's matmul where dtype is narrower than bf16", ("bf16", "fp8")),
     "act_input_dtype": choice(
@@ -214,7 +221,7 @@ KEYS: dict[str, Field] = {
     "expert_dtype": choice("the same of the experts alone [weight_dtype]", tuple(WEIGHT_BITS)),
     "imbalance": number("load of the busiest expert rank over the mean", 1),
     "implementation": choice("whose training software runs the plan", IMPLEMENTATIONS),
-    "software": choice("generation of software, whose overheads a step has", SOFTWARE),
+    "software": choice("generation of software, whose overheads a step has", tuple(SOFTWARE)),
     "placement": order("axes from neighbouring ranks outwards", AXES),
 }
 """What each field may hold, and what it means."""

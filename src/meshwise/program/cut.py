@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwise.core.units import Num
+from meshwise.program.loss import LOSSES, Loss
 from meshwise.program.op import Precision
 
 GRID_AXES = ("tp_col", "tp_row", "tp_depth")
@@ -34,7 +35,7 @@ class Cut:
 
     `recompute_modules`: what selective recomputation covers (`program.recompute`). `narrow_act_input`: inputs
     of activation functions are kept in fp8 (Megatron-LM's activation_func_fp8_input_store). The head computes
-    in `head_dtype` where other matmuls are narrower than bf16, its logits and their loss in `loss_chunks`.
+    in `head_dtype` where other matmuls are narrower than bf16, its logits and their `loss` in `loss_chunks`.
 
     `lora_rank` above 0 freezes all weights and trains adapters of that rank beside the linear layers
     `lora_targets` (none named: all); the frozen matrices of blocks
@@ -67,6 +68,7 @@ class Cut:
     narrow_act_input: bool = False
     head_dtype: str = "bf16"
     loss_chunks: int = 1
+    loss: Loss = LOSSES["megatron"]["none"]
     sequence_parallel: bool = False
     gather_keys: bool = False
     layout: str = "1d"

@@ -22,9 +22,12 @@ from msgspec import structs
 
 from meshwise.core.units import Num
 from meshwise.cost.op import EAGER_KERNELS, KERNELS
+from meshwise.machine.overheads import SOFTWARE
 from meshwise.model.architecture import Model, MoE
+from meshwise.plan.plan import Plan
 from meshwise.program.context import MODULE as ATTENTION
 from meshwise.program.cut import Cut
+from meshwise.program.loss import LOSSES, Loss
 from meshwise.program.op import Op, precision
 from meshwise.program.tensor import made
 from meshwise.program.torch_ops import torch_ops, weighed_after, with_repeated_keys
@@ -37,12 +40,26 @@ class Implementation:
     `ops` changes the ops of a part. `shards_each_weight`: data parallelism is FSDP2's. Every weight is cut
     along its first dim and padded; weights, gradients and both moments are fp32 (fp64 under fp64); gradients
     are reduced with the last microbatch only. `fuses_norms`: a norm is one kernel with the linear layer
-    behind it, whose input is the residual stream.
+    behind it, whose input is the residual stream. `losses`: whose loss it runs (`program.loss`), unfused
+    unless the plan says so; else that of the plan's software.
     """
 
     ops: Callable[[Model, Cut, list[Op]], Iterable[Op]] | None = None
     shards_each_weight: bool = False
     fuses_norms: bool = False
+    losses: str = ""
+
+
+def loss_fusion(plan: Plan) -> str:
+    """What of the loss is fused: as `plan` says, or as its software does."""
+    has_own = bool(IMPLEMENTATIONS[plan.implementation].losses)
+    return plan.loss_fusion or ("none" if has_own else SOFTWARE[plan.software].loss_fusion)
+
+
+def loss_of(plan: Plan) -> Loss:
+    """The loss of a plan."""
+    library = IMPLEMENTATIONS[plan.implementation].losses or SOFTWARE[plan.software].losses
+    return LOSSES[library][loss_fusion(plan)]
 
 
 def as_done_by(model: Model, cut: Cut, ops: list[Op]) -> list[Op]:
@@ -105,7 +122,7 @@ def _keeping(op: Op, name: str, shape: tuple[Num, ...], dtype: str) -> Op:
 
 IMPLEMENTATIONS = {
     "megatron": Implementation(fuses_norms=True),
-    "fsdp2": Implementation(ops=torch_ops, shards_each_weight=True),
-    "huggingface": Implementation(ops=_eager),
+    "fsdp2": Implementation(ops=torch_ops, shards_each_weight=True, losses="torch"),
+    "huggingface": Implementation(ops=_eager, losses="torch"),
 }
 """The implementations by the names of a `Plan`."""

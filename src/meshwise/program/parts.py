@@ -15,6 +15,7 @@ from meshwise.plan.plan import CORE_ATTENTION, NARROW_DTYPES
 from meshwise.program.block import block
 from meshwise.program.cut import Cut
 from meshwise.program.encoder import source_cut
+from meshwise.program.implementation import loss_of
 from meshwise.program.op import Op, precision
 from meshwise.program.serving import serving_block, serving_embed, serving_head
 from meshwise.program.vocabulary import embed, head
@@ -87,6 +88,7 @@ def cut_of(mesh: Mesh) -> Cut:
         recompute_modules=plan.recompute_modules or CORE_ATTENTION,
         head_dtype=plan.head_dtype,
         loss_chunks=plan.loss_chunks,
+        loss=loss_of(plan),
         narrow_act_input=plan.act_input_dtype == "fp8",
         sequence_parallel=plan.sequence_parallel or plan.sp is None or on_grid,
         gather_keys=plan.cp_kind == "all_gather",

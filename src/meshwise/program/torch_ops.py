@@ -33,6 +33,7 @@ from meshwise.cost.op import flash_attention, flash_attention_backward, matmul
 from meshwise.model.architecture import Model
 from meshwise.program.context import CORE, SIDE_BY_SIDE
 from meshwise.program.cut import Cut
+from meshwise.program.loss import KERNEL as LOSS_KERNEL
 from meshwise.program.op import Op, Precision, cast, collective, kernel, precision
 from meshwise.program.tensor import Tensor, exchanged, made
 
@@ -173,7 +174,7 @@ def _in_torch_types(model: Model, cut: Cut, op: Op) -> Op:
         answers = exchanged(op.reads[0], f"{op.module}.own_answers", op.shape, cut.ep)
         gates = made(op.module, "gates", (own,), prec.act_dtype)
         return structs.replace(op, keeps=(answers, gates))
-    if op.phase == "forward" and op.name.endswith("cross_entropy"):
+    if op.kernel == LOSS_KERNEL and op.keeps:
         total = made(op.module, "number_of_tokens", (1.0,), prec.stat_dtype)
-        return structs.replace(op, keeps=(*op.keeps, total) if cut.loss_chunks == 1 else ())
+        return structs.replace(op, keeps=(*op.keeps, total))
     return structs.replace(op, keeps=()) if op.name == "tokens" else op

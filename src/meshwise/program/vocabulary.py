@@ -14,18 +14,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from msgspec import structs
 
-from meshwise.cost.op import Cost, cross_entropy, cross_entropy_backward, embedding, embedding_backward
+from meshwise.cost.op import Cost, embedding, embedding_backward
 from meshwise.model.architecture import Model, layer_kind
 from meshwise.model.weights import embedding_weights, frozen, head_weights, mtp_weights
 from meshwise.program.block import block_input, block_ops
 from meshwise.program.cut import Cut
 from meshwise.program.encoder import ENCODER, encoder_ends, source_cut
 from meshwise.program.implementation import as_done_by
+from meshwise.program.loss import Loss, loss_ops
 from meshwise.program.op import (
     Op,
-    Precision,
     Stated,
     backward_last,
     collected,
@@ -194,7 +195,7 @@ def _logits(model: Model, cut: Cut, prefix: str, x: Tensor) -> Iterator[Op]:
     )
     if model.logit_softcap:
         logits = yield from elementwise("head", f"{prefix}logit_softcap", "softcap", logits, prec)
-    yield from _loss(cut, logits, f"{prefix}cross_entropy", prec)
+    yield from _loss(cut, logits, f"{prefix}cross_entropy")
 
 
 def _in_chunks(model: Model, cut: Cut, prefix: str, x: Tensor) -> Iterator[Op]:
@@ -228,18 +229,18 @@ def _in_chunks(model: Model, cut: Cut, prefix: str, x: Tensor) -> Iterator[Op]:
     yield structs.replace(both, phase="backward", cost=Cost(rows + trained, kept, kept))
 
 
-def _loss(cut: Cut, logits: Tensor, name: str, prec: Precision) -> Iterator[Op]:
+def _loss(cut: Cut, logits: Tensor, name: str) -> Iterator[Op]:
     tokens, vocab = logits.shape
-    both = Op(module="head", name=name, phase="forward", kind="kernel", shape=(tokens, vocab))
-    forward = cross_entropy(tokens, vocab, elem_bytes=prec.act_bytes)
-    exponentials = made("head", f"{name}_exponentials", (tokens, vocab), prec.stat_dtype)
-    tensors: dict[str, Any] = {"reads": (logits,), "makes": (exponentials,), "keeps": (exponentials,)}
-    yield structs.replace(both, cost=forward, **tensors)
+    forms: list[tuple[Loss, Any]] = [(cut.loss, True)]
+    if cut.loss.split is not None:
+        forms = [(cut.loss, cut.tp == 1.0), (cut.loss.split, cut.tp > 1.0)]
+    for loss, here in forms:
+        if np.any(here):  # of a grid, in some of its cells
+            of = structs.replace(logits, shape=(tokens * here, vocab)) if np.ndim(here) else logits
+            yield from loss_ops(loss, of, name, cut.precision)
     yield collective(
         "head", name, "forward", "all_reduce", "tp", 4.0 * tokens, cut.tp, stride=cut.tp_stride, count=3.0
     )
-    backward = cross_entropy_backward(tokens, vocab, elem_bytes=prec.act_bytes)
-    yield structs.replace(both, phase="backward", cost=backward)
 
 
 # --- multi-token prediction ----------------------------------------------------------------------

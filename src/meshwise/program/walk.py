@@ -64,6 +64,36 @@ def with_saved_bytes(ops: Sequence[Op]) -> list[Op]:
     return [structs.replace(op, saved_bytes=saved()) if op.phase == "forward" else op for op in ops]
 
 
+class Room(NamedTuple):
+    """Bytes of tensors that come and go: the most that they fill at once, and what is booked for them."""
+
+    filled_bytes: Num
+    booked_bytes: Num
+
+
+def room(ops: Sequence[Op]) -> Room:
+    """The room of the tensors of `ops`, which run in this order.
+
+    A tensor is there from the first op that names it to the last. It takes the tightest free place that is
+    large enough, as in PyTorch's caching allocator, or a new one.
+    """
+    named = [{id(one): one.bytes for one in (*op.reads, *op.makes, *op.keeps)} for op in ops]
+    last = {key: i for i, tensors in enumerate(named) for key in tensors}
+    places: list[Num] = []
+    alive: dict[int, tuple[Num, int]] = {}
+    filled: Num = 0.0
+    for i, tensors in enumerate(named):
+        for key in [key for key in tensors if key not in alive]:
+            taken = {place for _, place in alive.values()}
+            free = [at for at, size in enumerate(places) if at not in taken and np.all(size >= tensors[key])]
+            place = min(free, key=lambda at: np.max(places[at]), default=len(places))
+            places += [tensors[key]] * (place == len(places))
+            alive[key] = tensors[key], place
+        filled = np.maximum(filled, sum(size for size, _ in alive.values()))
+        alive = {key: found for key, found in alive.items() if last[key] > i}
+    return Room(filled, sum(places))
+
+
 def structures(forward: Sequence[Op]) -> Iterator[tuple[Any, dict[int, bool]]]:
     """The cells of each structure, and which tensors lie in the memory of another one there."""
     made = {
