@@ -235,6 +235,9 @@ def test_frameworks_by_their_release() -> None:
     assert defaults_of(newer).attention_kernel == "flash"
     assert released(restated(run, framework_release="2c8b595", year=2025)) == "2025-01"
     assert released(restated(run, framework_release="2024-12-30")) == "2024-12"
+    for release, fusion in (("0.0.2", None), ("2025-06-13", "kernels"), ("6fc499f", "kernels")):
+        of = restated(run, framework="torchtitan", framework_release=release, year=2025)
+        assert express(of).plans[0].loss_fusion == fusion, release
     assert defaults_of(restated(run, framework="mine", year=2025)).names == ("",)
     for entry in entries():
         assert entry.source and entry.software in SOFTWARE

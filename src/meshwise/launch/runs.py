@@ -21,8 +21,9 @@ from meshwise.launch.tables import ANY, Near, Setting, launch_tables, table_of
 from meshwise.model.architecture import Model
 from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import DEFAULTS, KEYS, NUMBERS, RECOMPUTE
+from meshwise.program.implementation import loss_fusion
 
-_FORMS = ("recompute_form", "recompute_fsdp", "p2p_overlap", "etp_beside_ep")
+_FORMS = ("recompute_form", "recompute_fsdp", "p2p_overlap", "etp_beside_ep", "loss")
 """Facts that follow from several keys of a plan and that some frameworks do not have in every form."""
 _COUNTED = ("sp", "overlap_tp", "vpp", "overlap_pp", "overlap_ep", "zero", "zero_group", "etp")
 """Keys that refusals look at and that may have no effect."""
@@ -121,6 +122,7 @@ def _facts(model: Model, mesh: Mesh) -> Facts:
         "recompute": recompute,
         "recompute_layers": layers,
         "recompute_fsdp": recompute,
+        "loss": loss_fusion(plan),
         "recompute_form": np.where(
             layers > 0, of_layers, np.where(recompute == "selective", form, recompute)
         ),

@@ -175,6 +175,6 @@ def _in_torch_types(model: Model, cut: Cut, op: Op) -> Op:
         gates = made(op.module, "gates", (own,), prec.act_dtype)
         return structs.replace(op, keeps=(answers, gates))
     if op.kernel == LOSS_KERNEL and op.keeps:
-        total = made(op.module, "number_of_tokens", (1.0,), prec.stat_dtype)
+        total = made(op.module, "number_of_tokens", (op.count,), prec.stat_dtype)
         return structs.replace(op, keeps=(*op.keeps, total))
     return structs.replace(op, keeps=()) if op.name == "tokens" else op

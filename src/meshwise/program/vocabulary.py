@@ -235,9 +235,12 @@ def _loss(cut: Cut, logits: Tensor, name: str) -> Iterator[Op]:
     if cut.loss.split is not None:
         forms = [(cut.loss, cut.tp == 1.0), (cut.loss.split, cut.tp > 1.0)]
     for loss, here in forms:
-        if np.any(here):  # of a grid, in some of its cells
-            of = structs.replace(logits, shape=(tokens * here, vocab)) if np.ndim(here) else logits
-            yield from loss_ops(loss, of, name, cut.precision)
+        if not np.ndim(here):
+            yield from loss_ops(loss, logits, name, cut.precision) if here else ()
+        elif np.any(here):  # in some cells of a grid
+            of = structs.replace(logits, shape=(tokens * here, vocab))
+            for op in loss_ops(loss, of, name, cut.precision):
+                yield structs.replace(op, count=1.0 * here)
     yield collective(
         "head", name, "forward", "all_reduce", "tp", 4.0 * tokens, cut.tp, stride=cut.tp_stride, count=3.0
     )
