@@ -66,7 +66,7 @@ OF_TRACES = [
     *(f"trace {verb} {GLOO}" for verb in ("summary --all", "sections", "path", "memory", "table --limit 4")),
     *(f"trace {verb} {GLOO} --cluster a100-80g-sxm:4" for verb in ("rates", "bandwidth")),
     f"trace diff {GLOO} {GLOO}",
-    f"trace launches {TRACES}/hta/sampled",
+    f"trace summary {TRACES}/hta/sampled",
     f"explain {GLOO}",
 ]
 QUANTITY = re.compile(r"(?<![\w.:…])[-+]?\d[\d.,]*(?: ?(?:[nµum]?s|[kMGT]?(?:B|b|B/s|FLOP/s)|%))?(?![\w.…])")

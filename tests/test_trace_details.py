@@ -1,4 +1,4 @@
-"""Critical path and what-if, memory, launches, rates, bandwidths: known answers, properties, a page."""
+"""Critical path and what-if, memory, rates, bandwidths: known answers, properties, a page."""
 
 import json
 from dataclasses import replace
@@ -14,7 +14,6 @@ from meshwise.machine.hardware import find_chip
 from meshwise.trace.bandwidths import bandwidths
 from meshwise.trace.critical_path import critical_path
 from meshwise.trace.intervals import length
-from meshwise.trace.launches import stream_launches
 from meshwise.trace.memory import memory_peaks
 from meshwise.trace.op_rates import op_rates
 from meshwise.trace.partition import CAUSES
@@ -126,22 +125,6 @@ def test_who_holds_memory_at_the_peak(tmp_path, meshwise):
     bare = write_trace(tmp_path / "bare.json", [kernel("gemm", 0, 1)], 0)
     done = meshwise("trace", "memory", str(bare))
     assert done.code == 2 and "profile_memory=True" in done.err
-
-
-def test_queue_and_delays(tmp_path, meshwise):
-    """Three launches 10 us apart, kernels of 30 us in a row: delays 5, 25, 45 us; at most two are queued."""
-    events = []
-    for number in range(3):
-        events.append(host("cuda_runtime", "cudaLaunchKernel", 10 * number, 2, correlation=number + 1))
-        events.append(kernel("gemm", 5 + 30 * number, 30, correlation=number + 1))
-    path = write_trace(tmp_path / "rank-0.json", events, 0)
-    (found,) = stream_launches(summarize_paths([path]).traces)
-    delays = (found.median_delay_s, found.max_delay_s)
-    assert (found.count, found.max_queue) == (3, 2) and delays == pytest.approx((25e-6, 45e-6))
-    assert found.mean_queue == pytest.approx((5 + 10 + 15 + 15 + 30) / 65)
-    assert found.empty_frac == pytest.approx(5 / 65)
-    assert meshwise("trace", "launches", str(path), "--json").document["streams"][0]["max_queue"] == 2
-    assert meshwise("trace", "launches", str(GLOO4)).code == 2
 
 
 def test_rates_against_the_roof(tmp_path, meshwise):

@@ -149,16 +149,6 @@ def memory(found: Summary, *, limit: int = 12) -> Found:
     return {"peaks": list(map(asdict, peaks))}, memory_tables(peaks, limit=limit)
 
 
-def launches(found: Summary, *, limit: int = 24) -> Found:
-    """Show how long kernels wait from launch to start. Also how many are queued, on each stream."""
-    from meshwise.report.trace_table import launch_tables
-    from meshwise.trace.launches import stream_launches
-
-    missing = "no launch of a kernel is recorded; launches are those of a GPU's runtime"
-    streams = _some(stream_launches(found.traces), missing)
-    return {"streams": list(map(asdict, streams))}, launch_tables(streams, limit=limit)
-
-
 def rates(found: Summary, *, cluster: str | None = None, limit: int = 20) -> Found:
     """Show the rates of operators by shape, against the chip's.
 
@@ -295,5 +285,5 @@ def _cluster(text: str | None) -> machine.Cluster | None:
 
 
 _OF_TRACES: tuple[Callable[..., Found], ...]
-_OF_TRACES = (merge, plot, sections, path, memory, launches, rates, bandwidth, report, table)
+_OF_TRACES = (merge, plot, sections, path, memory, rates, bandwidth, report, table)
 COMMANDS = (summary, *map(_of_traces, _OF_TRACES), diff, ledger)

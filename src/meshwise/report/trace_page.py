@@ -18,7 +18,6 @@ from meshwise.report.trace_table import (
     bandwidth_tables,
     clocks_text,
     headline,
-    launch_tables,
     memory_tables,
     path_tables,
     rate_tables,
@@ -28,7 +27,6 @@ from meshwise.report.trace_table import (
 from meshwise.trace.bandwidths import bandwidths
 from meshwise.trace.critical_path import critical_path
 from meshwise.trace.intervals import covered
-from meshwise.trace.launches import stream_launches
 from meshwise.trace.memory import memory_peaks, timeline
 from meshwise.trace.op_rates import op_rates
 from meshwise.trace.partition import PARTS, Partition
@@ -50,8 +48,6 @@ def trace_page(summary: Summary, cluster: Cluster | None = None) -> Page:
     sections += path_tables(critical_path(summary), limit=MOST_ROWS)
     sections += _memory(summary)
     sections += _rates(summary, cluster)
-    if launched := stream_launches(summary.traces):
-        sections += launch_tables(launched, limit=MOST_ROWS)
     sections += [
         *summary_tables(summary, limit=MOST_ROWS),
         Text("Notes", [clocks_text(summary), *(one.text for one in summary.problems)]),

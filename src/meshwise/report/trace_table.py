@@ -10,7 +10,6 @@ from meshwise.trace.bandwidths import Bandwidth
 from meshwise.trace.critical_path import CriticalPath
 from meshwise.trace.diff import KernelChange
 from meshwise.trace.findings import Finding
-from meshwise.trace.launches import StreamLaunches
 from meshwise.trace.memory import MemoryPeak
 from meshwise.trace.op_rates import OpRate
 from meshwise.trace.sections import AcrossRanks
@@ -177,18 +176,6 @@ def memory_tables(found: Sequence[MemoryPeak], *, limit: int) -> list[Table]:
         records_table("Memory at its peak", found[:limit], columns, left=("rank", "of", "in")),
         records_table(title, most.holders[:_NUM_HOLDERS], holders),
     ]
-
-
-def launch_tables(found: Sequence[StreamLaunches], *, limit: int) -> list[Table]:
-    """Delays and queues of each stream."""
-    columns: Fields = {
-        **{"rank": "rank", "stream": "stream", "launches": "count", "median delay": "median_delay_s"},
-        **{"90 % delay": "p90_delay_s", "longest": "max_delay_s"},
-        "mean queue": lambda one: f"{one.mean_queue:.1f}",
-        **{"longest queue": "max_queue", "queue empty": "empty_frac"},
-    }
-    title = "From launch to start, and the queue"
-    return [records_table(title, found[:limit], columns, left=("rank", "stream"))]
 
 
 def rate_tables(found: Sequence[OpRate], *, limit: int) -> list[Table]:

@@ -6,7 +6,7 @@ rank, then the transfer. Clock offsets are
 subtracted, times count from the first event of all. Slices of a lane nest, as viewers demand: one that would
 outlast the slice around it (or the next one's start) is cut there, and how many were is told. Arrows lead
 from each launching call to its kernel, and from the last rank's entry to the ranks that waited for it.
-Counters show allocated memory and the queue of each stream. A bound on the number of slices keeps sections,
+Counters show allocated memory. A bound on the number of slices keeps sections,
 communication and the longest of all others.
 """
 
@@ -29,7 +29,6 @@ from meshwise.core.files import whole_file
 from meshwise.trace.align import Alignment
 from meshwise.trace.collectives import Collective
 from meshwise.trace.events import DEVICE_KINDS, Ints, Kind, Trace
-from meshwise.trace.launches import launches_by_stream, queue
 from meshwise.trace.memory import timeline
 from meshwise.trace.nesting import launchers
 
@@ -166,12 +165,10 @@ def _slices(trace: Trace, kept: Ints, lane: Ints, duration: Ints, shift_ns: int)
 
 
 def _counters(trace: Trace, shift_ns: int) -> Iterator[dict[str, Any]]:
-    """Allocated bytes of each device, and how much is queued on each stream."""
+    """Allocated bytes of each device."""
     found = {}
     for device in np.unique(trace.memory.device).tolist():
         found["memory of " + ("the host" if device < 0 else f"device {device}")] = timeline(trace, device)
-    for stream, launched in launches_by_stream(trace).items():
-        found[f"queue of stream {stream}"] = queue(*launched)
     for name, (time, value) in found.items():
         every = 1 + len(time) // _MOST_POINTS
         for ts, one in zip(
