@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshwise as mw
+from meshwise import api
 from meshwise.core.errors import MeshwiseError
 from meshwise.rl.asynchronous import COUNTED, steady
 from meshwise.rl.engines import RolloutPool, drain
 from meshwise.rl.framework import find_framework
 from meshwise.rl.packing import num_bins, pack
 from meshwise.rl.rollouts import Rollouts, cut_mean, log_mean
+from meshwise.rl.settings import known_settings
 from meshwise.serve.engine import ENGINES
 from meshwise.serve.pass_times import Curve, PassTimes
 from meshwise.serve.simulate import ServingWorker
@@ -184,6 +186,97 @@ def test_what_is_stated_stays() -> None:
         "best"
     ]:
         assert (one["mode"], one["gpus"]["rollout"], one["train_plan"]) == ("split", 2, "tp=2,recompute=full")
+
+
+LAUNCHED: dict[str, Any] = {
+    "prompts": 16, "samples": 8, "prompt": 128, "max_output": 2048, "updates": 2, "rollout_plan": "tp=2",
+    "memory_frac": 0.7, "pack_length": 4096, "score_tokens": 8192,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("to", ["verl", "nemo-rl"])
+@pytest.mark.parametrize(
+    ("mode", "plan"),
+    [
+        ({"mode": "colocated"}, "tp=2,pp=2,recompute=full"),
+        ({"mode": "colocated"}, "cp=2,zero=3,implementation=fsdp2,recompute=full"),
+        ({"mode": "one_step_off", "rollout_gpus": 8}, "pp=2,recompute=full"),
+    ],
+    ids=str,
+)
+def test_a_launched_job_reads_as_the_same_job(
+    to: str, mode: dict[str, Any], plan: str, tmp_path: Path
+) -> None:
+    """The settings that are written, read again, give the step of the job to the last digit."""
+    job = mw.launch("llama3-8b", "h100-80g-sxm:16", plan, to=to, **LAUNCHED | mode)
+    job.write(tmp_path)
+    known = known_settings()[to].arguments
+    assert all(word.partition("=")[0] in known for word in job.arguments) and not job.not_expressed
+    read, unread = api.read_rl_job(tmp_path / job.files[0].path)
+    assert not unread
+    same = mw.rl("llama3-8b", "h100-80g-sxm:16", output=512, **read)
+    asked = mw.rl(
+        "llama3-8b", "h100-80g-sxm:16", output=512, train_plan=plan, framework=to, **LAUNCHED | mode
+    )
+    assert same.step.step_s == asked.step.step_s
+
+
+def test_what_a_framework_refuses_or_cannot_be_told() -> None:
+    def state(to: str, plan: str = "pp=2", **others: Any) -> Any:
+        return mw.launch(
+            "llama3-8b", "h100-80g-sxm:16", plan, to=to, **LAUNCHED | {"mode": "colocated"} | others
+        )
+
+    assert state("nemo-rl", "pp=2,vpp=2,schedule=interleaved,offload_optimizer=0.5").not_expressed == (
+        "schedule=interleaved: no setting says it", "offload_optimizer=0.5: no setting says it",
+        "vpp=2: no setting says it",
+    )  # fmt: skip
+    for refused, sentence in (
+        ({"to": "verl", "updates": 32}, "counts prompts"),
+        ({"to": "verl", "plan": "tp=2,zero=3,implementation=fsdp2"}, "no tensor or pipeline"),
+        ({"to": "nemo-rl", "mode": "split", "rollout_gpus": 4}, "whole nodes"),
+        ({"to": "nemo-rl", "batch": 64}, "no batch or seq"),
+        ({"to": "megatron-lm", "batch": 64}, "is of verl and nemo-rl"),
+    ):
+        with pytest.raises(MeshwiseError, match=sentence):
+            state(**refused)
+
+
+VERL_LOG = "".join(
+    f"step:{i} - timing_s/gen:{60.0 + 90 * (i < 3)} - timing_s/old_log_prob:9.0 - timing_s/ref:8.5 - "
+    f"timing_s/update_actor:np.float64(28.0) - timing_s/testing:{5.0 * (i == 4)} - "
+    f"timing_s/step:{112.0 + 90 * (i < 3) + 5.0 * (i == 4)} - response_length/mean:795.0\n"
+    for i in range(8)
+)
+NEMO_LOG = (
+    "  • Total step time: 66.55s\n  • exposed_generation: 32.52s (48.9%)\n  • policy_training: 25.05s\n"
+)
+
+
+def test_a_step_log_beside_the_prediction(meshwise: Any, tmp_path: Path) -> None:
+    (tmp_path / "verl.log").write_text(VERL_LOG)
+    job = mw.launch("llama3-8b", "h100-80g-sxm:8", "pp=2,recompute=full", to="verl", **LAUNCHED | {
+        "mode": "colocated", "prompts": 64, "samples": 32, "updates": 4, "rollout_plan": "tp=1"})  # fmt: skip
+    job.write(tmp_path)
+    words = ("--model", "llama3-8b", "--cluster", "h100-80g-sxm:8", "--from", str(tmp_path / "overrides.txt"))
+    found = meshwise("explain", "--rl-log", str(tmp_path / "verl.log"), *words, "--json").document
+    measured = {row["phase"]: row["measured_s"] for row in found["rows"]}
+    assert found["num_steps"] == 5 and found["step_s"]["measured"] == pytest.approx(112.0)
+    assert measured["scoring"] == pytest.approx(17.5) and measured["wait"] == pytest.approx(
+        112 - 60 - 17.5 - 28
+    )
+    for side in ("measured", "predicted"):
+        assert sum(row[f"{side}_s"] for row in found["rows"]) == pytest.approx(found["step_s"][side])
+    assert any(finding.startswith("look first at") for finding in found["findings"])
+
+
+def test_a_log_alone_says_which_phase_is_longest(meshwise: Any, tmp_path: Path) -> None:
+    (tmp_path / "nemo.log").write_text(NEMO_LOG)
+    done = meshwise("explain", "--rl-log", str(tmp_path / "nemo.log"))
+    assert "generation takes 49% of a step" in done.out
+    (tmp_path / "nemo.log").write_text("nothing")
+    done = meshwise("explain", "--rl-log", str(tmp_path / "nemo.log"))
+    assert done.code == 2 and "has no timing_s/step" in done.err
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

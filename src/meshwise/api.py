@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwise.core.errors import MissingExtraError, WorkloadError
-from meshwise.core.options import Counts, Latency, Quantity
+from meshwise.core.options import Counts, Latency, Quantity, options_of
 
 if TYPE_CHECKING:
     from meshwise.calibrate.validate import Validation
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from meshwise.published.convention import PublishedStep
     from meshwise.published.frontier import Frontier
     from meshwise.rl.answer import RlAnswer
+    from meshwise.rl.best_split import OpenJob
+    from meshwise.rl.step_log import RlExplanation
     from meshwise.runtime.outcome import Outcome
     from meshwise.runtime.profile import Profiled
     from meshwise.runtime.script.start import ScriptOutcome
@@ -44,6 +46,10 @@ if TYPE_CHECKING:
     from meshwise.serve.answer import ServingAnswer
     from meshwise.serve.serving import Serving
     from meshwise.trace.explain import Explanation
+
+
+RL_FRAMEWORKS = ("verl", "nemo-rl")
+"""Frameworks of post-training, whose jobs have rollouts."""
 
 
 def estimate(
@@ -392,8 +398,8 @@ def rl(
     model: str | Path | Model,
     cluster: str | Path | Cluster,
     *,
-    prompts: int,
-    samples: int,
+    prompts: int | None = None,
+    samples: int | None = None,
     prompt: int = 512,
     output: float | None = None,
     max_output: int | None = None,
@@ -429,8 +435,7 @@ def rl(
     Where `mode` or a plan is left out, the answer is found: how to share the GPUs, and which plans.
 
     Args:
-        model: As in `estimate`; the policy.
-        cluster: All GPUs, of rollout and training: a preset, chip:count, or a TOML file.
+        model, cluster: As in `estimate`.
         prompts: Groups of a step: prompts that it trains on.
         samples: Answers to each prompt.
         prompt: Tokens of a prompt.
@@ -469,27 +474,42 @@ def rl(
     Raises:
         MeshwiseError: A name is unknown, or numbers contradict each other.
     """
+    asked = dict(locals())
     from meshwise.rl.answer import answer
+
+    return answer(_open_rl_job(**asked), train_steps, price)
+
+
+def _open_rl_job(
+    model: str | Path | Model, cluster: str | Path | Cluster, *, framework: str, lengths: str | Path | None,
+    **asked: Any,
+) -> OpenJob:  # fmt: skip
+    """What the options of `rl` ask for."""
+    from meshwise.rl.answer import open_job
     from meshwise.rl.framework import find_framework
     from meshwise.rl.rollouts import rollouts_of
 
+    for name in ("prompts", "samples"):
+        if asked[name] is None:
+            raise WorkloadError(f"{name} is missing; give it, or a job of verl or NeMo-RL")
     shape = _model(model)
+    of_work = ("prompts", "samples", "prompt", "output", "max_output", "turns", "env_s", "tool_tokens")
     work = rollouts_of(
-        shape.max_seq, prompts=prompts, samples=samples, prompt=prompt, output=output, max_output=max_output,
-        sigma=length_sigma, lengths=None if lengths is None else Path(lengths), turns=turns, env_s=env_s,
-        tool_tokens=tool_tokens, oversample=oversample,
+        shape.max_seq, sigma=asked["length_sigma"], lengths=None if lengths is None else Path(lengths),
+        oversample=asked["oversample"], **{name: asked[name] for name in of_work},
     )  # fmt: skip
-    judges = {"reward": reward_model, "teacher": teacher}
-    stated = {
-        "mode": mode, "rollout_gpus": rollout_gpus, "staleness": staleness, "memory_frac": memory_frac,
-        "train_plan": _plan(train_plan) if train_plan else None,
-        "rollout_plan": _plan(rollout_plan) if rollout_plan else None,
-    }  # fmt: skip
-    return answer(
-        shape, _cluster(cluster), work, find_framework(framework), stated=stated, algorithm=algorithm,
-        scorers={name: _model(one) for name, one in judges.items() if one is not None}, reference=reference,
-        old_logprobs=old_logprobs, updates=updates, in_flight=partial, engine=engine, transport=transport,
-        pack_length=pack_length, score_tokens=score_tokens, num_steps=train_steps, usd_per_gpu_hour=price,
+    judges = {"reward": asked["reward_model"], "teacher": asked["teacher"]}
+    plans = {name: asked[name] for name in ("train_plan", "rollout_plan")}
+    stated = {name: asked[name] for name in ("mode", "rollout_gpus", "staleness", "memory_frac")}
+    of_job = (
+        *("algorithm", "reference", "old_logprobs", "updates"),
+        *("engine", "transport", "pack_length", "score_tokens"),
+    )
+    return open_job(
+        shape, _cluster(cluster), work, find_framework(framework),
+        stated=stated | {name: _plan(plan) if plan else None for name, plan in plans.items()},
+        scorers={name: _model(one) for name, one in judges.items() if one is not None},
+        in_flight=asked["partial"], **{name: asked[name] for name in of_job},
     )  # fmt: skip
 
 
@@ -499,18 +519,20 @@ def launch(
     plan: str | Path | Plan = "",
     *,
     to: str,
-    batch: int,
+    batch: int | None = None,
     seq: int | None = None,
     microbatch: int | None = None,
+    **rollout: Any,
 ) -> Launch:
     """State what starts a plan under another framework: its arguments, its files, a Slurm script.
 
     Args:
         model, cluster, plan, seq: As in `estimate`.
         to: megatron-lm, megatron-bridge, torchtitan, deepspeed or accelerate; for serving vllm, sglang or
-            tensorrt-llm.
+            tensorrt-llm; for post-training verl or nemo-rl.
         batch: Global batch in sequences; in serving, those that run at a time.
         microbatch: Sequences of a microbatch [1].
+        rollout: Options of `rl`, where `to` is verl or nemo-rl; `plan` is then that of training.
 
     Returns:
         The arguments and files, and what the framework cannot be told (`not_expressed`).
@@ -522,10 +544,89 @@ def launch(
     from meshwise.launch.settings import SERVING
     from meshwise.launch.write import launch as state
 
+    stated = {
+        name: value for name, value in rollout.items() if value not in (None, options_of(rl)[name].default)
+    }
+    if to in RL_FRAMEWORKS:
+        if batch or seq or microbatch:
+            raise WorkloadError(f"{to} takes rollouts: give prompts, samples and max_output, no batch or seq")
+        return _launch_rl(model, cluster, plan, to, stated)
+    if stated:
+        raise WorkloadError(f"{next(iter(stated))} is of verl and nemo-rl; leave it out for {to}")
+    if batch is None:
+        raise WorkloadError("batch, the global batch in sequences, is missing")
     shape, machine, cut = _model(model), _cluster(cluster), _plan(plan)
     kind = "decode" if to in SERVING else "train"
     work = _workload(shape, machine, cut, batch=batch, seq=seq, microbatch=microbatch, kind=kind)
     return state(shape, machine, cut, work, to)
+
+
+def _launch_rl(
+    model: str | Path | Model, cluster: str | Path | Cluster, plan: str | Path | Plan, to: str,
+    stated: dict[str, Any],
+) -> Launch:  # fmt: skip
+    """What starts a job of post-training; what its layout leaves open is found."""
+    from meshwise.rl.best_split import best_split
+    from meshwise.rl.settings import write_settings
+
+    if plan and "train_plan" in stated:
+        raise WorkloadError("plan and train_plan are the same; give one")
+    if missing := [name for name in ("prompts", "samples", "max_output") if name not in stated]:
+        raise WorkloadError(f"{missing[0]} is missing; {to} needs prompts, samples and max_output")
+    options = {name: option.default for name, option in options_of(rl).items()} | {"framework": to}
+    options |= {"output": stated["max_output"], "train_plan": plan} | stated
+    names = set(options) - {"train_steps", "price", "model", "cluster"}
+    asked = _open_rl_job(model, cluster, **{name: options[name] for name in names})
+    job = best_split(asked).best[0].job if asked.is_open else asked.stated_job()
+    return write_settings(job, to, options["algorithm"])
+
+
+def explain_rl(
+    log: str | Path,
+    model: str | Path | Model | None = None,
+    cluster: str | Path | Cluster | None = None,
+    job: str | Path | None = None,
+    **stated: Any,
+) -> RlExplanation:
+    """Where the measured step of a post-training job differs from the predicted one, phase by phase.
+
+    Args:
+        log: The step log of verl or NeMo-RL.
+        model: What ran: a preset or a config.json; without it there is no prediction.
+        cluster: Where: a preset, chip:count or a TOML file.
+        job: The recipe or script that ran.
+        stated: Options of `rl` that the job does not say, or other than it; the mean length is the log's.
+
+    Raises:
+        MeshwiseError: The log has no time of a step, or as in `rl`.
+    """
+    from meshwise.rl.step_log import RlExplanation, read_step_log
+
+    found = read_step_log(Path(log))
+    if model is None or cluster is None:
+        if model is not None or job is not None or stated:
+            raise WorkloadError("a prediction needs model and cluster; give both, or the log alone")
+        return RlExplanation(found, None)
+    options = read_rl_job(job)[0] | stated if job is not None else stated
+    if "output" not in options and "lengths" not in options:
+        if found.output is None:
+            raise WorkloadError("the log does not say the mean length of an answer; give output")
+        options["output"] = found.output
+    return RlExplanation(found, rl(model, cluster, **options).step)
+
+
+def read_rl_job(path: str | Path) -> tuple[dict[str, Any], list[str]]:
+    """Read a job of verl or NeMo-RL as options of `rl`, and what no option holds.
+
+    Args:
+        path: A YAML recipe, or a script with name=value words.
+
+    Raises:
+        DataError: The file cannot be read, or is of neither framework.
+    """
+    from meshwise.rl.settings import read_settings
+
+    return read_settings(Path(path))
 
 
 def read_job(path: str | Path, cluster: str | Path | Cluster | None = None) -> Job:

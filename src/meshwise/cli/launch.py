@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     from meshwise.launch.write import Launch
 
 
-@takes(api.launch)
+OF_RESULTS = ("framework", "length_sigma", "lengths", "output", "price", "train_steps")
+"""Options of `rl` that no setting holds."""
+
+
+@takes(api.launch, api.rl, without=OF_RESULTS)
 def launch(*, output: Path | None = None, json: bool = False, **asked: Any) -> None:
     """Write the settings that run a plan of MODEL under a framework.
 

@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import typer
 
 from meshwise import api
 from meshwise.cli.output import console, print_json
-from meshwise.core.options import takes
+from meshwise.core.options import options_of, takes
 
 
 @takes(api.rl)
-def rl(*, json: bool = False, **asked: Any) -> None:
+def rl(*, source: Path | None = None, json: bool = False, **asked: Any) -> None:
     """Price a step of post-training by reinforcement: rollout, scoring, update, weight sync.
 
     Without --mode or plans the best are found. Exit 1 if nothing fits.
+
+    Args:
+        source: A recipe of NeMo-RL or a script of verl to take what is not stated from.
     """
+    unread = fill_in(asked, source) if source is not None else []
     found = api.rl(**asked)
     if json:
-        print_json(found.to_json())
+        print_json(found.to_json() | ({"from": {"unread": unread}} if source is not None else {}))
     else:
         from meshwise.report.rl_table import print_rl
 
         print_rl(found, console())
+        for sentence in unread:
+            console().print(f"not in the job: {sentence}")
     if found.is_no:
         raise typer.Exit(1)
+
+
+def fill_in(asked: dict[str, Any], source: Path) -> list[str]:
+    """Take what `asked` leaves out from the job of `source`; what the job says that no option holds."""
+    stated, unread = api.read_rl_job(source)
+    defaults = {name: option.default for name, option in options_of(api.rl).items()}
+    for name, value in stated.items():
+        if asked[name] in (None, defaults[name]):
+            asked[name] = value
+    if asked["mode"] == "colocated":
+        asked["rollout_gpus"] = None
+    return unread

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from meshwise import api
 from meshwise.cli.output import console, print_json, write_html
 from meshwise.core.errors import DataError
-from meshwise.core.options import takes
+from meshwise.core.options import options_of, takes
 
 if TYPE_CHECKING:
     import meshwise.machine.hardware as machine
@@ -27,11 +27,28 @@ if TYPE_CHECKING:
 Slices = Annotated[int, range(1, 2**31)]
 
 
-@takes(api.explain)
+@takes(api.explain, optional=("traces",))
 def explain(
-    *, html: Path | None = None, json: bool = False, limit: int = 15, all: bool = False, **asked: Any
+    *,
+    rl_log: Path | None = None,
+    source: Path | None = None,
+    html: Path | None = None,
+    json: bool = False,
+    limit: int = 15,
+    all: bool = False,
+    **asked: Any,
 ) -> None:
-    """Say why a job's step takes longer than predicted. Its traces stand beside the estimate."""
+    """Say why a job's step takes longer than predicted. Its traces stand beside the estimate.
+
+    Args:
+        rl_log: Instead of traces, the step log of a post-training job of verl or NeMo-RL.
+        source: The recipe or script of that job.
+    """
+    if rl_log is not None or source is not None:
+        _explain_rl(rl_log, source, asked, json=json)
+        return
+    if not asked["traces"]:
+        raise DataError("name trace files or folders, or a step log with --rl-log")
     found = api.explain(**asked)
     write_html(found, html)
     if json:
@@ -40,6 +57,23 @@ def explain(
         from meshwise.report.explain_table import explanation_parts
 
         _print(explanation_parts(found, limit=limit, everything=all))
+
+
+def _explain_rl(rl_log: Path | None, source: Path | None, asked: dict[str, Any], *, json: bool) -> None:
+    """Print the step log of a post-training job beside the prediction."""
+    from meshwise.report.rl_table import print_rl_log
+
+    defaults = {name: option.default for name, option in options_of(api.explain).items()}
+    others = [n for n in asked if n not in ("model", "cluster") and asked[n] not in (defaults[n], None, ())]
+    if rl_log is None or others:
+        raise DataError(
+            f"--from goes with --rl-log, a model and a cluster alone; leave {(others or ['it'])[0]} out"
+        )
+    found = api.explain_rl(rl_log, asked["model"], asked["cluster"], source)
+    if json:
+        print_json(found.to_json())
+    else:
+        print_rl_log(found, console())
 
 
 def summary(

@@ -141,9 +141,9 @@ def _parse(path: Path) -> tuple[str, Settings, int | None]:
     if text.lstrip().startswith("{"):
         return _parse_deepspeed(text, path)
     if re.search(r"^(distributed_type|compute_environment):", text, re.MULTILINE):
-        return "accelerate", _parse_yaml(text, path), None
+        return "accelerate", parse_yaml(text, path), None
     if _YAML_OF_MEGATRON.search(text):
-        stated = megatron_settings(_parse_yaml(text, path))
+        stated = megatron_settings(parse_yaml(text, path))
         is_bridge = "MODEL_ARGS:" not in text and "\nlanguage_model:" not in f"\n{text}"
         return ("megatron-bridge", _bridge(stated), None) if is_bridge else ("megatron-lm", stated, None)
     if re.search(r"^\[(parallelism|training)\]", text, re.MULTILINE):
@@ -176,7 +176,7 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Settings:
     return found
 
 
-def _parse_yaml(text: str, path: Path) -> Settings:
+def parse_yaml(text: str, path: Path) -> Settings:
     """Mappings of plain values and lists of them, nested by indentation, as `{"a.b": 1}`."""
     found: Settings = {}
     outer: list[tuple[int, str]] = []
@@ -264,7 +264,7 @@ def shell_words(text: str, path: Path) -> list[str]:
             known[start[1]] = _expand(start[2].strip("()"), known)
         else:
             words += [word for part in _expand(token, known).split("\n") for word in _split(part)]
-    if not any(word.startswith("--") for word in words):  # a file of variables only
+    if not any(word.startswith("--") or "=" in word for word in words):  # a file of variables only
         words = " ".join(known.values()).split()
     return words
 

@@ -10,6 +10,7 @@ from meshwise.report.table import Table, percent
 from meshwise.rl.answer import RlAnswer
 from meshwise.rl.best_split import BestSplit
 from meshwise.rl.step import RlStep
+from meshwise.rl.step_log import RlExplanation
 
 _OF_PHASES = {
     "generation": "engines generate; the trainer waits",
@@ -59,6 +60,20 @@ def print_rl(answer: RlAnswer, console: Console) -> None:
         console.print(f"note: {note}")
     if answer.split is not None:
         _print_split(answer.split, console)
+
+
+def print_rl_log(found: RlExplanation, console: Console) -> None:
+    """Print a step log beside the prediction, and what to change first."""
+    rows = [
+        (row["phase"], duration(row["measured_s"]), duration(row["predicted_s"]))
+        for row in found.rows
+        if row["measured_s"] or row["predicted_s"]
+    ]
+    whole = duration(found.log.step_s), duration(found.step.step_s if found.step else None)
+    console.print(f"{found.log.num_steps} steps")
+    console.print(Table("", ("phase", "measured", "predicted"), [*rows, ("step", *whole)]))
+    for finding in found.findings:
+        console.print(finding)
 
 
 def _print_split(split: BestSplit, console: Console) -> None:

@@ -51,33 +51,27 @@ class RlAnswer:
         return self.step.to_json() | self.cost | (self.split.to_json() if self.split else {})
 
 
-def answer(
+def open_job(
     model: Model,
     cluster: Cluster,
     rollouts: Rollouts,
     framework: RlFramework,
     *,
+    stated: Mapping[str, Any],
     algorithm: str,
     scorers: Mapping[str, Model],
     reference: bool,
     old_logprobs: bool | None,
-    stated: Mapping[str, Any],
     updates: int,
-    num_steps: int | None = None,
-    usd_per_gpu_hour: float | None = None,
     **others: Any,
-) -> RlAnswer:
-    """The answer. `stated`: mode, GPUs, plans, staleness and share of memory, None where open.
+) -> OpenJob:
+    """What is asked for. `stated`: mode, GPUs, plans, staleness and share of memory, None where open.
 
     Raises:
         WorkloadError: What is asked contradicts itself.
-        PlanError: No layout fits, or a stated one does not divide.
     """
     if algorithm not in ALGORITHMS:
         raise WorkloadError(f"algorithm={algorithm!r} must be one of {', '.join(ALGORITHMS)}")
-    for name, number in (("train_steps", num_steps), ("price", usd_per_gpu_hour)):
-        if number is not None and not 0 < number < 1e15:
-            raise WorkloadError(f"{name}={number:g} must be above zero")
     critic = model if algorithm == "ppo" else None
     judges = ({"reference": model} if reference else {}) | dict(scorers)
     judges |= {"critic": critic} if critic else {}
@@ -85,11 +79,23 @@ def answer(
         job, model, cluster, rollouts, framework, scorers=tuple(judges.items()), critic=critic,
         scores_policy=old_logprobs, updates=updates, **others,
     )  # fmt: skip
-    asked = OpenJob(
+    return OpenJob(
         make=make, model=model, cluster=cluster, rollouts=rollouts, framework=framework, updates=updates,
         **stated,
     )  # fmt: skip
+
+
+def answer(asked: OpenJob, num_steps: int | None, usd_per_gpu_hour: float | None) -> RlAnswer:
+    """The answer.
+
+    Raises:
+        WorkloadError: A number makes no sense.
+        PlanError: No layout fits, or a stated one does not divide.
+    """
+    for name, number in (("train_steps", num_steps), ("price", usd_per_gpu_hour)):
+        if number is not None and not 0 < number < 1e15:
+            raise WorkloadError(f"{name}={number:g} must be above zero")
     if asked.is_open:
         split = best_split(asked)
         return RlAnswer(split.best[0], split, num_steps, usd_per_gpu_hour)
-    return RlAnswer(rl_step(make(**stated)), None, num_steps, usd_per_gpu_hour)
+    return RlAnswer(rl_step(asked.stated_job()), None, num_steps, usd_per_gpu_hour)

@@ -63,6 +63,11 @@ class OpenJob:
     memory_frac: float | None = None
     updates: int = 1
 
+    def stated_job(self) -> RlJob:
+        """The job, where nothing is open."""
+        names = ("mode", "rollout_gpus", "train_plan", "rollout_plan", "staleness", "memory_frac")
+        return self.make(**{name: getattr(self, name) for name in names})
+
     @property
     def is_open(self) -> bool:
         """Whether anything is to be found."""

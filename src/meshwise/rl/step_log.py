@@ -1,0 +1,150 @@
+"""The step log of verl or NeMo-RL beside the prediction, phase by phase, and what to change first.
+
+verl prints `timing_s/gen:58.1 - timing_s/update_actor:28.0 - ...` a step, NeMo-RL a list of
+`generation: 58.00s (51.8%)`; both send the same names to their trackers. Seconds are means over the steps
+but the first few, in which kernels are compiled and memory is allocated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwise.core.errors import DataError
+from meshwise.core.files import read_text
+from meshwise.rl.step import PHASES, RlStep
+
+WARM_UP_STEPS = 3
+"""Steps that are left out where a log has more than twice as many."""
+
+PHASE_OF = {
+    **dict.fromkeys(("gen", "generation", "exposed_generation", "generate_sequences_wait"), "generation"),
+    **dict.fromkeys(("old_log_prob", "ref", "values", "policy_and_reference_logprobs"), "scoring"),
+    **dict.fromkeys(("update_actor", "update_critic", "policy_training", "value_training"), "train"),
+    **dict.fromkeys(("update_weights", "weight_sync", "prepare_for_generation"), "sync"),
+    **dict.fromkeys(("logprob_inference_prep", "training_prep"), "switch"),
+    **dict.fromkeys(("reward", "adv", "data_processing", "buffer_sampling"), "wait"),
+}
+"""The phase of each time of a log."""
+STEP_NAMES = ("step", "total_step_time", "Total step time")
+NOT_OF_A_STEP = ("testing", "save_checkpoint", "validation", "checkpointing")
+"""Times that lie within a logged step and are none of it."""
+
+_VALUE = r"[\"']?[:=,]\s*(?:np\.float\d*\()?(?P<value>[\d.]+(?:e[-+]?\d+)?)"
+_TIME = re.compile(r"(?:timing_s/|timing/train/|[•*] +)(?P<name>[\w ]+?)" + _VALUE)
+_LENGTH = re.compile(r"(?:response_length/mean|mean_gen_tokens_per_sample)" + _VALUE)
+
+ADVICE = {
+    "generation": "larger engines, more memory for their cache, a lower cap, or --mode one_step_off",
+    "scoring": "larger scoring bins, or one pass less: no reference, one update a rollout",
+    "train": "the training plan: meshwise rl without --train-plan says the fastest; fuller bins",
+    "sync": "another transport of the weights",
+    "switch": "less to offload: ZeRO over more ranks, or two pools",
+    "wait": "rewards, data and logging on other processes than the trainer's",
+}
+"""What shortens a phase."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLog:
+    """Mean seconds of a logged step by phase, and in all; `output`: mean tokens of an answer, if logged."""
+
+    phases_s: dict[str, float]
+    step_s: float
+    num_steps: int
+    output: float | None
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds of a step that no phase of the log has."""
+        return max(self.step_s - sum(self.phases_s.values()), 0.0)
+
+
+def read_step_log(path: Path) -> StepLog:
+    """A log of verl or NeMo-RL; DataError where it has no time of a step."""
+    text = read_text(path, "step log")
+    times: dict[str, list[float]] = defaultdict(list)
+    for match in _TIME.finditer(text):
+        times[match["name"].strip()].append(float(match["value"]))
+    totals = next((times[name] for name in STEP_NAMES if name in times), [])
+    if not totals:
+        raise DataError(
+            f"{path} has no timing_s/step of verl and no total step time of NeMo-RL; name their log"
+        )
+    first = WARM_UP_STEPS if len(totals) > 2 * WARM_UP_STEPS else 0
+    phases_s = dict.fromkeys(PHASES, 0.0)
+    for name, seconds in times.items():
+        if name in PHASE_OF and not (name == "generation" and "exposed_generation" in times):
+            phases_s[PHASE_OF[name]] += _mean(seconds[first:] or seconds)
+    beside_s = sum(sum(times[name][first:]) for name in NOT_OF_A_STEP if name in times)
+    num = len(totals) - first
+    lengths = [float(found["value"]) for found in _LENGTH.finditer(text)]
+    return StepLog(
+        phases_s=phases_s,
+        step_s=_mean(totals[first:]) - beside_s / num,
+        num_steps=num,
+        output=_mean(lengths[first:]) if len(lengths) > first else None,
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+@dataclass(frozen=True, slots=True)
+class RlExplanation:
+    """A log beside the predicted `step`, if there is one."""
+
+    log: StepLog
+    step: RlStep | None
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Seconds by phase, longest measured first; what no phase of the log has is `wait`."""
+        measured = self.log.phases_s | {"wait": self.log.phases_s["wait"] + self.log.rest_s}
+        predicted = self.step.phases_s if self.step else dict.fromkeys(PHASES)
+        return [
+            {
+                "module": "step",
+                "op": phase,
+                "phase": phase,
+                "predicted_s": predicted[phase],
+                "measured_s": seconds,
+            }
+            for phase, seconds in sorted(measured.items(), key=lambda item: -item[1])
+        ]
+
+    @property
+    def findings(self) -> list[str]:
+        """What to change first, in words."""
+        rows, step_s = self.rows, self.log.step_s
+        if self.step is None or self.step.step_s is None:
+            phase, seconds = rows[0]["phase"], rows[0]["measured_s"]
+            return [f"{phase} takes {seconds / step_s:.0%} of a step; it is shortened by {ADVICE[phase]}"]
+        found = [f"a step takes {step_s:.4g} s, {step_s / self.step.step_s - 1:+.0%} against the prediction"]
+        between = self.step.step_s_interval
+        if between is not None and between.p10 <= step_s <= between.p90:
+            found.append(f"that is normal: 8 of 10 such steps take {between.p10:.4g} to {between.p90:.4g} s")
+        worst = max(rows, key=lambda row: row["measured_s"] - row["predicted_s"])
+        longer_s = worst["measured_s"] - worst["predicted_s"]
+        if longer_s > 0.05 * step_s:
+            found.append(
+                f"look first at {worst['phase']}, {longer_s:.3g} s longer than predicted; it is shortened by "
+                f"{ADVICE[worst['phase']]}"
+            )
+        else:
+            longest = rows[0]["phase"]
+            found.append(f"no phase stands out; the longest, {longest}, is shortened by {ADVICE[longest]}")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values, with the keys of `explain`."""
+        return {
+            "step_s": {"predicted": self.step.step_s if self.step else None, "measured": self.log.step_s},
+            "num_steps": self.log.num_steps,
+            "rows": self.rows,
+            "findings": self.findings,
+        }
