@@ -142,17 +142,22 @@ for step in range(10**9):
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
 def test_stopped_from_outside(tmp_path, how):
-    """The ranks end too, and leave what they have."""
+    """The ranks end too, and leave what they have; it ends as a signalled program does, and nothing stays."""
     (tmp_path / "endless.py").write_text(ENDLESS)
     ranks = ["python", "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ranks += [str(tmp_path / "endless.py"), str(tmp_path)]
     words = [sys.executable, "-m", "meshwise", "profile", "-o", str(tmp_path / "out"), "--", *ranks]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     _wait(lambda: len(list(tmp_path.glob("running-*"))) == 2)
+    own = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     process.send_signal(how)
-    process.wait(60)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == (130 if how == signal.SIGINT else -how)
+    assert "meshwise: interrupted" in err or how != signal.SIGINT
+    assert len(own) == 2
+    _wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in own))
     _wait(lambda: len(list((tmp_path / "out").glob("rank-*.json"))) == 2)
     pids = [path.name.split("-")[2] for path in tmp_path.glob("running-*")]
     _wait(lambda: not any(Path("/proc", pid).exists() for pid in pids))

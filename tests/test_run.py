@@ -93,7 +93,11 @@ def test_no_rank_outlives_the_launcher(how: signal.Signals, tmp_path: Path) -> N
         "from ranks import sleep_forever\n"
         f"if __name__ == '__main__': launch(sleep_forever, 2, {str(tmp_path)!r})\n"
     )
-    job = subprocess.Popen([sys.executable, script], stderr=subprocess.DEVNULL, start_new_session=True)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    surroundings = os.environ | {"TMPDIR": str(temporary)}
+    command = [sys.executable, str(script)]
+    job = subprocess.Popen(command, env=surroundings, stderr=subprocess.DEVNULL, start_new_session=True)
     files = [tmp_path / "0", tmp_path / "1"]
     try:
         assert wait_until(lambda: all(file.exists() and file.read_text() for file in files))
@@ -103,6 +107,7 @@ def test_no_rank_outlives_the_launcher(how: signal.Signals, tmp_path: Path) -> N
     finally:
         job.kill()
     assert wait_until(lambda: not any(map(is_running, pids)))
+    assert wait_until(lambda: not list(temporary.glob("pymp-*")))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")

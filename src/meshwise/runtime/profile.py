@@ -106,48 +106,78 @@ def capture_environment(directory: Path, *, shapes: bool, memory: bool, stacks: 
 
 
 def run_command(command: Sequence[str], environment: dict[str, str], stdout: Any) -> tuple[int, float]:
-    """Exit code and seconds of a command that ends with us, its ranks included, however we end."""
+    """Exit code and seconds of a command that ends with us, its ranks included, however we end.
+
+    SIGTERM and SIGINT go to the command's processes, which write what they have; then they end us, too.
+    """
     program = sys.executable if command[0] in ("python", "python3") else command[0]
-    begin = time.perf_counter()
-    try:
-        process = subprocess.Popen(
-            [program, *command[1:]], env=environment, stdout=stdout, start_new_session=True
-        )
-    except FileNotFoundError:
-        raise MissingExtraError(f"no such command: {command[0]}; give it as python script.py ...") from None
-    script = f'read _; kill -TERM "-$0"; sleep {_GRACE_S}; kill -KILL "-$0"'
-    guard = ["sh", "-c", script, str(process.pid)]
     pipe, silent = subprocess.PIPE, subprocess.DEVNULL
-    with subprocess.Popen(guard, stdin=pipe, stderr=silent, start_new_session=True) as end:
-        with _passed_on(process):
-            exit_code = process.wait()
-        end.kill()  # the pipe to it closes when this process ends, if it is killed before this line
+    begin = time.perf_counter()
+    with (
+        _PassedOn() as signals,
+        subprocess.Popen(["sh", "-c", _GUARD], stdin=pipe, stderr=silent, start_new_session=True) as guard,
+    ):
+        assert guard.stdin is not None
+        try:
+            process = subprocess.Popen(
+                [program, *command[1:]], env=environment, stdout=stdout, start_new_session=True
+            )
+        except FileNotFoundError:
+            raise MissingExtraError(
+                f"no such command: {command[0]}; give it as python script.py ..."
+            ) from None
+        guard.stdin.write(f"{process.pid}\n".encode())
+        guard.stdin.flush()
+        signals.go_to(process)
+        exit_code = process.wait()
+        guard.kill()
     return exit_code, time.perf_counter() - begin
 
 
-@contextmanager
-def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """While the block runs, SIGTERM and SIGINT go to the command's processes, which write what they have."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+_GUARD = f"""
+read group && ! read more && kill -TERM "-$group" || exit
+for second in $(seq {_GRACE_S}); do kill -0 "-$group" && sleep 1 || exit; done
+kill -KILL "-$group"
+"""
+"""Ends a group of processes when the pipe to this script closes, which is when we have ended."""
 
-    def stop(number: int) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
 
-    late = threading.Timer(_GRACE_S, stop, [signal.SIGKILL])
-    late.daemon = True
+class _PassedOn:
+    """While the block runs, SIGTERM and SIGINT go to a command's processes; after it, they are ours."""
 
-    def handle(number: int, frame: Any) -> None:
-        stop(signal.SIGTERM)
-        if not late.is_alive():
-            late.start()
+    def __init__(self) -> None:
+        self._number = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._late = threading.Timer(_GRACE_S, self._stop, [signal.SIGKILL])
+        self._late.daemon = True
+        self._before: dict[int, Any] = {}
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        late.cancel()
-        for number, handler in before.items():
+    def __enter__(self) -> _PassedOn:
+        if threading.current_thread() is threading.main_thread():
+            numbers = (signal.SIGTERM, signal.SIGINT)
+            self._before = {number: signal.signal(number, self._handle) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._late.cancel()
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._number:
+            signal.raise_signal(self._number)
+
+    def go_to(self, process: subprocess.Popen[bytes]) -> None:
+        """The command, from now on; a signal that came before reaches it, too."""
+        self._process = process
+        if self._number:
+            self._stop(signal.SIGTERM)
+
+    def _stop(self, number: int) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if not self._number:
+            self._late.start()
+        self._number = number
+        self._stop(signal.SIGTERM)
