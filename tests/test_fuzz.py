@@ -90,7 +90,7 @@ BASES: dict[tuple[str, ...], list[str]] = {
         ("trace", name): [GLOO]
         for name in ("summary", "sections", "path", "memory", "table", "ledger", "bandwidth")
     },
-    **{("trace", name): [GPU] for name in ("rates",)},
+    ("trace", "rates"): [GPU],
     **{("trace", name): [GLOO, "-o", out] for name, out in PICTURES.items()},
 }
 SLOW = (("frontier", "run"), ("frontier", "sensitivity"), ("eval-lm",))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kineto import all_reduce, host, kernel, message, write_trace
@@ -58,6 +58,7 @@ def test_clocks_and_waits_are_recovered(tmp_path_factory, arrivals, offsets):
     )
 
 
+@settings(max_examples=15)
 @given(st.lists(st.integers(-80, 80), min_size=3, max_size=3), st.integers(0, 2**32 - 1))
 def test_drifting_clocks_become_one(tmp_path_factory, drifts_ppm, seed):
     """Calls over 60 s with 1 µs of noise: drifts are told to 0.1 ppm, waits to 5 µs."""
@@ -131,6 +132,7 @@ def test_groups_chain_the_clocks(tmp_path):
     assert [found.alignment.offsets_s[r] * 1e6 for r in range(4)] == pytest.approx(offsets, abs=0.01)
 
 
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 400)), min_size=1, max_size=6), st.data())
 def test_messages_of_a_pipeline(tmp_path_factory, arrivals, data):
     """Four stages, each sends forward and back, on clocks seconds apart that only the messages link."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs import Job, write_job
@@ -43,6 +43,7 @@ def test_what_if_is_what_the_same_job_takes_without_the_fault(tmp_path, fault, n
     assert sum(one.by_rank.get(1, 0.0) for one in found.pieces) > 0.5 * found.span_s and most.seconds > 0
 
 
+@settings(max_examples=30)
 @given(st.integers(2, 6), st.sampled_from(["none", "pause", "slow link", "late rank"]), st.integers(0, 99))
 def test_the_path_has_no_gap(tmp_path_factory, num_ranks, fault, seed):
     """Pieces sum to the path; it is no longer than the job; removing anything never makes it longer."""

@@ -216,11 +216,12 @@ def test_missing_paths_are_errors(tmp_path):
 
 @pytest.mark.parametrize("filling", [b"{", b"x"])
 def test_one_endless_event_is_given_up(tmp_path, filling, monkeypatch):
-    """Megabytes packed into kilobytes without the end of an event: what comes before is read."""
-    monkeypatch.setattr("meshwise.trace.decode._MOST_EVENT_BYTES", 1 << 20)
+    """Much packed into little without the end of an event: what comes before is read."""
+    monkeypatch.setattr("meshwise.trace.decode._MOST_EVENT_BYTES", 1 << 16)
+    monkeypatch.setattr("meshwise.trace.decode._BLOCK_BYTES", 1 << 14)
     head = b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2}, {"name": "'
     path = tmp_path / "rank-0.json.gz"
-    path.write_bytes(gzip.compress(head + filling * (3 << 20)))
+    path.write_bytes(gzip.compress(head + filling * (3 << 16)))
     trace, notes = read_trace(path)
     assert any("no event ends in" in note for note in notes) and (trace is None or len(trace) <= 1)
 

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from faults import draw, judge
@@ -196,6 +196,7 @@ def test_a_pretty_printed_trace_merges(tmp_path):
     assert [e["args"]["Input Dims"] for e in events if e["ph"] == "X"] == [[[4, 4], [4, 4]]]
 
 
+@settings(max_examples=20)
 @given(st.integers(3, 7), st.integers(0, 3), st.integers(0, 3))
 def test_steps_sum_to_what_they_hold(tmp_path_factory, num_steps, first, more):
     """A choice of steps has the kernels of these steps; `complete` all but those launched in the last one."""
