@@ -111,7 +111,7 @@ def search(
 
 COMPUTED = (
     *("dtype", "head_dtype", "optimizer", "grad_dtype", "attention", "loss_chunks"),
-    *("lora_rank", "frozen_dtype", "imbalance", "implementation", "software"),
+    *("param_dtype", "lora_rank", "lora_targets", "frozen_dtype", "imbalance", "implementation", "software"),
 )
 """Keys that say what a job computes, and by whose software: a search leaves them as they are."""
 

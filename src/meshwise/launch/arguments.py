@@ -6,6 +6,7 @@ holds the arguments that say something about a plan, a workload or a model.
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -57,6 +58,12 @@ def framework_arguments(name: str) -> Framework:
     if name == "megatron-bridge":
         found = msgspec.structs.replace(found, arguments=lists["megatron-lm"].arguments | found.arguments)
     return found
+
+
+def with_version(name: str) -> str:
+    """A framework and the version of its list, in a few words."""
+    version = re.split(r" \(| over |;", framework_arguments(name).version)[0]
+    return version if version.startswith(name) else f"{name} {version.split()[-1]}"
 
 
 def read_value(framework: str, name: str, value: Any) -> Any:

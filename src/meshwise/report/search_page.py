@@ -23,7 +23,7 @@ from meshwise.report.chart import (
     Series,
 )
 from meshwise.report.html import Page, PageLink, Text
-from meshwise.report.search_table import plans_table, why_none
+from meshwise.report.search_table import answer_lines, plans_table, why_none
 from meshwise.report.table import Table
 from meshwise.search.cloud import Sampled, cloud
 from meshwise.search.search import Result
@@ -60,6 +60,7 @@ def search_page(
         title,
         headline,
         [
+            Text("", list(answer_lines(result))),
             replace(plans_table(result, link), title="Fastest plan of each family"),
             space,
             Table("Pareto front: less memory costs time", ("plan", "microbatch", "step", "memory"), front),

@@ -11,7 +11,7 @@ from rich.console import Console
 from meshwise.core.units import duration, with_prefix
 from meshwise.estimate.one_plan import Estimate
 from meshwise.estimate.token_budget import TokenBudget
-from meshwise.launch.arguments import framework_arguments
+from meshwise.launch.arguments import with_version
 from meshwise.plan.plan import plan_text
 from meshwise.report.table import Table
 from meshwise.search.assumptions import Weighed
@@ -38,7 +38,7 @@ def print_search(result: Result, console: Console, budget: TokenBudget | None = 
         console.print(why_none(result), soft_wrap=True)
     else:
         for line in answer_lines(result):
-            console.print(line, soft_wrap=True, markup=False)
+            console.print(line, markup=False, highlight=False)
         plans = [plan_text(found.plan) for found in result.best]
         console.print(plans_table(result, lambda plan, _: plan))
         runs = [_run_cells(budget.run(found)) for found in result.best]
@@ -77,8 +77,7 @@ def _with_step(found: Estimate) -> str:
 
 
 def _runs_in(of: Basis) -> str:
-    names = [f"{name} ({framework_arguments(name).version.partition(' (')[0]})" for name in of.runs_in]
-    return f"runs in {', '.join(names)}" if names else "no framework runs it"
+    return f"runs in {', '.join(map(with_version, of.runs_in))}" if of.runs_in else "no framework runs it"
 
 
 def plans_table(result: Result, shown: Callable[[str, int], object]) -> Table:

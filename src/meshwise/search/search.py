@@ -45,7 +45,7 @@ MAX_GROWTH = 64
 
 STOPPED = "the search was stopped before the first plans were priced"
 
-NEAR, NEAR_FRAC = 20, 1.1
+NEAR, NEAR_FRAC = 10, 1.1
 """Families that may be as fast as the first: so many, and up to so many times its step."""
 
 ANY_FRAMEWORK = "any"
@@ -211,7 +211,11 @@ def search(
     no_fit = kept.considered > 0 and not best
     chosen = tuple(map(space.estimate, best))
     near = [space.estimate(one) for one in ranked[top:NEAR] if one.step_s < NEAR_FRAC * ranked[0].step_s]
-    runnable = None if kept.runnable is None else space.estimate(kept.runnable)
+    bases = {(one.plan, one.workload): basis(one) for one in chosen}
+
+    def with_basis(one: Estimate) -> tuple[Estimate, Basis]:
+        return one, bases.get((one.plan, one.workload)) or basis(one)
+
     return Result(
         plans_considered=kept.considered,
         plans_feasible=kept.feasible,
@@ -227,9 +231,9 @@ def search(
         weighed=weigh(chosen, kept.capacity_bytes, space.fastest_against) if assumptions and best else None,
         stated=space.stated,
         to=to,
-        bases=tuple(map(basis, chosen)),
-        runnable=None if runnable is None else (runnable, basis(runnable)),
-        simplest=(plain := simplest([*chosen, *near]), basis(plain)) if chosen else None,
+        bases=tuple(bases.values()),
+        runnable=None if kept.runnable is None else with_basis(space.estimate(kept.runnable)),
+        simplest=with_basis(simplest([*chosen, *near])) if chosen else None,
         robust=robust,
         not_tried=not_tried(model, cluster, workload, space.stated, to) if capped else {},
     )
