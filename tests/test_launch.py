@@ -5,12 +5,14 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import meshwise as mw
 from meshwise.launch.arguments import framework_arguments, read_value
+from meshwise.launch.runs import runs
 from meshwise.launch.settings import FRAMEWORKS, SERVING, TRAINING
 from meshwise.launch.tables import VALUE, Near, table_of
 
@@ -327,6 +329,23 @@ FIXED = {
     },
     "accelerate": {"zero": 3, "optimizer": "adam-fp32"},
 }  # fmt: skip
+
+
+@given(st.sampled_from(TRAINING), st.sampled_from(MODELS), st.data())
+def test_a_grid_has_what_is_written_whole(framework: str, model: str, data: Any) -> None:
+    """What `search --to` leaves out is what `launch` refuses or cannot say."""
+    keys = SAID.get(framework, tuple(CHOICES))
+    plan = data.draw(plans(keys=keys, **FIXED.get(framework, {})))
+    job = {"batch": 128, "seq": 4096}
+    try:
+        of = mw.estimate(model, CLUSTER, plan, **job)
+    except mw.MeshwiseError:
+        assume(False)
+    try:
+        whole = not mw.launch(model, CLUSTER, plan, to=framework, **job).not_expressed
+    except mw.MeshwiseError:
+        whole = False
+    assert np.all(runs(framework, of.model, of.mesh)) == whole
 
 
 def read_back(framework: str, job: Any, folder: Path, cluster: str = CLUSTER) -> Any:

@@ -110,7 +110,7 @@ def search(
 
 
 COMPUTED = (
-    *("dtype", "head_dtype", "optimizer", "grad_dtype", "attention", "loss_chunks"),
+    *("dtype", "head_dtype", "optimizer", "grad_dtype", "attention", "loss_chunks", "loss_fusion"),
     *("param_dtype", "lora_rank", "lora_targets", "frozen_dtype", "imbalance", "implementation", "software"),
 )
 """Keys that say what a job computes, and by whose software: a search leaves them as they are."""

@@ -19,6 +19,7 @@ from meshwise.launch.runs import runs
 from meshwise.launch.settings import TRAINING
 from meshwise.launch.write import launch
 from meshwise.plan.plan import DEFAULTS
+from meshwise.program.implementation import loss_fusion
 
 NOTABLE = 0.005
 """Share of a step from which on communication that hides is worth a word."""
@@ -52,6 +53,8 @@ def _supports(found: Estimate) -> Iterator[str]:
         yield f"hidden behind compute: {shown}"
     if found.model.moe is not None and found.mesh.ep > 1 and found.mesh.imbalance == 1.0:
         yield "balanced experts"
+    if (fused := loss_fusion(found.plan)) != "none":
+        yield f"a fused loss ({fused})"
     yield f"{found.plan.implementation} on {found.plan.software}"
     interval = found.step_s_interval
     for origin in found.inherited:
