@@ -342,6 +342,28 @@ def test_a_capture_that_fails_leaves_the_program_alone(broken, meshwise, tmp_pat
     assert (done.exit_code, done.files) == (0, ())
 
 
+def test_an_older_torch_is_refused(meshwise, tmp_path):
+    """The program runs to its end all the same."""
+    package = tmp_path / "torch"
+    (package / "nn" / "modules").mkdir(parents=True)
+    for name, text in {
+        "": "__version__ = '2.7.1'",
+        "nn": "",
+        "nn/modules": "",
+        "nn/modules/module": "",
+    }.items():
+        (package / f"{name}.py" if name.endswith("module") else package / name / "__init__.py").write_text(
+            text
+        )
+    (tmp_path / "train.py").write_text(
+        "import torch.nn.modules.module, pathlib\npathlib.Path('done').touch()"
+    )
+    words = ["env", "-C", str(tmp_path), "python", "train.py"]
+    done = meshwise("profile", "-o", str(tmp_path / "out"), "--", *words)
+    assert done.code == 3 and (tmp_path / "done").exists() and not list((tmp_path / "out").iterdir())
+    assert done.err.splitlines() == ["meshwise: profiles need torch 2.8 or newer, and this is 2.7.1"]
+
+
 def test_command_without_torch(meshwise, tmp_path):
     done = meshwise("profile", "-o", str(tmp_path / "out"), "--", "python", "-c", "pass")
     assert done.code == 2 and "left no profile" in done.err and Path(tmp_path / "out").is_dir()

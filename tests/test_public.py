@@ -75,13 +75,19 @@ def test_the_script_runs(tmp_path: Path) -> None:
     typed_script.main(tmp_path)
 
 
-@pytest.mark.parametrize("verb", ["dry_run", "run", "compare", "profile"])
+@pytest.mark.parametrize("verb", ["dry_run", "run", "compare"])
 def test_verbs_that_need_torch_say_so(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torch" else find_spec(name))
     with pytest.raises(meshwise.MeshwiseError, match="torch is not installed") as error:
         getattr(meshwise, verb)("ulysses")
     assert error.value.exit_code == 3  # type: ignore[attr-defined]
+    monkeypatch.undo()
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.12.1+cu130")
+    with pytest.raises(
+        meshwise.MeshwiseError, match=r"need torch 2\.13 or newer, and this is 2\.12\.1\+cu130"
+    ):
+        getattr(meshwise, verb)("ulysses")
 
 
 def test_options_of_programs_have_names_of_their_own() -> None:

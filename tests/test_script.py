@@ -254,6 +254,7 @@ def test_a_custom_op_with_a_shape_is_a_row(tmp_path: Path) -> None:
         ("torch.randn(2, 3, device='cuda') @ torch.randn(2, 3, device='cuda')", r"train\.py:2: RuntimeError"),
         ("dist.init_process_group('nccl', rank=0, world_size=4)", "asks for rank 0 of 4, but --ranks is 8"),
         ("torch.cuda.is_available() and os._exit(3)", "ended with exit code 3"),
+        ("os.kill(os.getpid(), 9)", "was ended by SIGKILL before its end"),
         ("raise NotImplementedError('libcuda.so cannot be found')", "this kernel needs a GPU"),
         (
             CUSTOM + "half(torch.ones(4, device='cuda'))",

@@ -9,9 +9,11 @@ of one sentence.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,6 +48,9 @@ if TYPE_CHECKING:
     from meshwise.serve.answer import ServingAnswer
     from meshwise.serve.serving import Serving
     from meshwise.trace.explain import Explanation
+
+OLDEST_TORCH = [2, 13]
+"""Of programs of meshwise; scripts and profiles run in environments of others, and ask there."""
 
 
 RL_FRAMEWORKS = ("verl", "nemo-rl")
@@ -705,7 +710,6 @@ def dry_run_script(
         MissingExtraError: torch is not installed.
         MeshwiseError: The program failed; the message has file and line.
     """
-    need_torch()
     from meshwise.runtime.script.start import dry_run_script as play
 
     return play(command, ranks=ranks, rank=rank, device=device, stdout=stdout)
@@ -914,7 +918,6 @@ def profile(
         MissingExtraError: torch is not installed, or there is no such command.
         DataError: The folder holds profiles already or cannot be written.
     """
-    need_torch()
     from meshwise.runtime.profile import profile_command
 
     return profile_command(
@@ -1098,7 +1101,12 @@ def _program(name: str, options: dict[str, str | int | float | bool]) -> tuple[A
 
 
 def need_torch() -> None:
-    """MissingExtraError where torch is not installed."""
+    """MissingExtraError where torch is not installed, or too old for meshwise's own programs."""
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError('torch is not installed; run: pip install "meshwise[torch]"')
+    with suppress(importlib.metadata.PackageNotFoundError):
+        have = importlib.metadata.version("torch")
+        if [int(word) for word in have.split(".")[:2]] < OLDEST_TORCH:
+            least = ".".join(map(str, OLDEST_TORCH))
+            raise MissingExtraError(f"programs of meshwise need torch {least} or newer, and this is {have}")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its notes about groups are none of the user's

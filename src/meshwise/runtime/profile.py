@@ -82,7 +82,8 @@ def profile_command(
 ) -> Profiled:
     """Run `command` with every rank captured into `directory`; `compare` runs it bare first, for comparison.
 
-    Raises DataError if the folder already holds profiles or the command does not exist.
+    Raises DataError if the folder already holds profiles, MissingExtraError if the command does not exist or
+    its torch is too old.
     """
     if directory.is_dir() and any(directory.glob("rank-*.json*")):
         raise DataError(f"{directory} already holds profiles; name another folder or empty it")
@@ -90,6 +91,11 @@ def profile_command(
     bare_s = run_command(command, dict(os.environ), stdout)[1] if compare else None
     environment = capture_environment(directory, shapes=shapes, memory=memory, stacks=stacks)
     exit_code, wall_s = run_command(command, dict(os.environ) | environment, stdout)
+    refused = directory / "refused"
+    if refused.exists():
+        reason = refused.read_text()
+        refused.unlink()
+        raise MissingExtraError(reason)
     files = tuple(sorted(directory.glob("rank-*.json")))
     return Profiled(tuple(command), exit_code, wall_s, bare_s, files)
 

@@ -38,6 +38,11 @@ def _capture_from(what: str) -> Callable[[ModuleType], None]:
     def install(_: ModuleType) -> None:
         try:
             settings = json.loads(os.environ["PYTHON_MESHWISE_CAPTURE"])
+            try:
+                _beside("torch_private").need_torch("profiles", "2.8")
+            except ImportError as error:
+                Path(settings["directory"], "refused").write_text(str(error))
+                return
             getattr(_beside("capture"), what)(**settings)
         except Exception as error:
             print(f"meshwise: no profile of process {os.getpid()}: {error!r}", file=sys.stderr)

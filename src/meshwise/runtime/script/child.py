@@ -35,7 +35,7 @@ from meshwise.runtime.script.guesses import Guesses, place_of_error
 from meshwise.runtime.script.letters import FAILED, Letters
 from meshwise.runtime.script.process_group import supply_process_groups
 from meshwise.runtime.script.recording import ScriptRecorder, ScriptTape
-from meshwise.runtime.script.start import OWNER, REPORT
+from meshwise.runtime.script.start import BEGUN, OWNER, REPORT
 from meshwise.runtime.script.tensors import supply_tensors
 from meshwise.runtime.script.values import ScriptMode
 from meshwise.runtime.torch_private import fsdp_param
@@ -49,6 +49,7 @@ def install(settings: dict[str, Any]) -> None:
     if rank != settings["asked"]:
         die_with_parent(os.getppid())
     tape = ScriptTape("dry_run", rank, ranks, **booked_by(chip))
+    Path(settings["folder"], BEGUN).touch()
     guesses, recorder = Guesses(), ScriptRecorder(tape)
     supply_cuda_objects(devices, device)
     supply_cuda_module(tape, chip, devices, device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from meshwise.runtime.profile import HOOK, run_command
 
 OWNER = "MESHWISE_SCRIPT_PROCESS"
 """The variable that names the process which is the rank; those that it starts are not."""
-REPORT, REFUSED = "report.json", "refused"
+REPORT, REFUSED, BEGUN = "report.json", "refused", "begun"
 _PACKAGE = Path(__file__).parents[3]
 
 
@@ -97,11 +98,12 @@ def dry_run_script(
         exit_code, _ = run_command(command, rank_environment(settings), stdout)
         path = Path(folder) / REPORT
         report = json.loads(path.read_text()) if path.exists() else None
-        refused = Path(folder) / REFUSED
+        refused, has_begun = Path(folder) / REFUSED, (Path(folder) / BEGUN).exists()
         if refused.exists():
             raise MissingExtraError(refused.read_text())
     if report is None:
-        raise ScriptError(f"{text} ended (exit code {exit_code}) before it imported torch")
+        moment = "before its end" if has_begun else "before it imported torch"
+        raise ScriptError(f"{text} {_ended(exit_code)} {moment}")
     failure = report.pop("failure")
     if failure is not None or exit_code != 0:
         raise ScriptError(_failed(text, exit_code, failure))
@@ -112,9 +114,15 @@ def dry_run_script(
 
 def _failed(text: str, exit_code: int, failure: dict[str, str] | None) -> str:
     if failure is None:
-        return f"{text} ended with exit code {exit_code}"
+        return f"{text} {_ended(exit_code)}"
     remedy = f"; {failure['remedy']}" if failure["remedy"] else ""
     return f"{failure['place']}: {failure['error']}{remedy}"
+
+
+def _ended(exit_code: int) -> str:
+    if exit_code < 0:
+        return f"was ended by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}"
 
 
 def rank_environment(settings: dict[str, Any]) -> dict[str, str]:
