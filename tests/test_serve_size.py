@@ -59,10 +59,10 @@ def test_what_is_chosen_holds_under_the_load_and_is_within_the_cluster() -> None
     found = sized("llama3-8b", "h100-80g-sxm:16", 30.0, 0.5, 0.02)
     best = found.best
     assert best is not None
-    assert (best.load.within_limits_frac or 0) >= 0.9
-    assert best.choice.fleet.num_chips <= 16
+    assert best.within_frac >= 0.9
+    assert best.fleet.num_chips <= 16
     assert best is found.simulated[-1]  # the first that holds ends it
-    assert all(one.choice.fleet.num_chips <= best.choice.fleet.num_chips for one in found.simulated)
+    assert all(one.fleet.num_chips <= best.fleet.num_chips for one in found.simulated)
 
 
 def test_closed_form_and_simulation_agree_below_saturation() -> None:

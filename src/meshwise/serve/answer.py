@@ -146,10 +146,8 @@ def sized(
     usd_per_gpu_hour: Mapping[str, float] | None = None,
 ) -> ServingAnswer:
     """The answer of `sizing`: its best choice, or what came nearest, or an instance that does not fit."""
-    simulated = sizing.best or sizing.nearest
-    choice = simulated.choice if simulated else next(reversed(sizing.trade_offs), None)
-    serving = choice.fleet.serving if choice else otherwise
-    load = simulated.load if simulated else None
+    choice = sizing.best or sizing.nearest or next(reversed(sizing.trade_offs), None)
+    serving, load = (choice.fleet.serving, choice.load) if choice else (otherwise, None)
     return ServingAnswer(serving, _counts(serving, sequences), token_s, load, sizing, usd_per_gpu_hour)
 
 

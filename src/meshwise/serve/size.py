@@ -50,6 +50,7 @@ class Choice:
     """Instances of one layout, or pools of two, at the batch `sequences` of a dp rank; closed form.
 
     `binds`: what keeps the batch from growing, memory or a limit; or the rate, where it asks for less.
+    `load`: what was simulated of it, if it was.
     """
 
     fleet: Fleet
@@ -58,10 +59,25 @@ class Choice:
     tpot_s: float
     tokens_per_s_per_gpu: float
     binds: str = ""
+    load: LoadResult | None = None
+
+    @property
+    def within_frac(self) -> float:
+        """Share of the simulated requests that keep the limits."""
+        return (self.load and self.load.within_limits_frac) or 0.0
+
+    @property
+    def holds(self) -> bool:
+        """Whether enough requests keep the limits."""
+        return self.within_frac >= WITHIN_FRAC
 
     def to_json(self) -> dict[str, Any]:
-        """Its layouts in words, and its figures."""
-        fleet, first = self.fleet, self.fleet.prefill
+        """Its layouts in words, its figures, and what was simulated of it."""
+        fleet, first, simulated = self.fleet, self.fleet.prefill, {}
+        if self.load:
+            load = self.load.to_json()
+            names = ("ttft_s", "tpot_s", "output_tokens_per_s_per_gpu", "within_limits_frac")
+            simulated = {"holds": self.holds} | {f"simulated_{name}": load[name] for name in names}
         return {
             **_instance(fleet.serving, fleet.workers),
             **{f"prefill_{key}": value for key, value in _instance(first, fleet.prefill_workers).items()},
@@ -72,6 +88,7 @@ class Choice:
             "tokens_per_s_per_user": 1.0 / self.tpot_s,
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
             "binds": self.binds,
+            **simulated,
         }
 
 
@@ -87,28 +104,6 @@ def _instance(of: Serving | None, workers: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Simulated:
-    """A choice under the load."""
-
-    choice: Choice
-    load: LoadResult
-
-    @property
-    def holds(self) -> bool:
-        """Whether enough requests keep the limits."""
-        return (self.load.within_limits_frac or 0.0) >= WITHIN_FRAC
-
-    def to_json(self) -> dict[str, Any]:
-        """The choice, and what was simulated of it."""
-        names = ("ttft_s", "tpot_s", "output_tokens_per_s_per_gpu", "within_limits_frac")
-        load = self.load.to_json()
-        return self.choice.to_json() | {
-            "holds": self.holds,
-            **{f"simulated_{name}": load[name] for name in names},
-        }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Sizing:
     """What was screened and simulated; `best` is what holds with the fewest GPUs, None if nothing does.
 
@@ -117,7 +112,7 @@ class Sizing:
 
     num_considered: int
     elapsed_s: float
-    simulated: tuple[Simulated, ...]
+    simulated: tuple[Choice, ...]
     trade_offs: tuple[Choice, ...]
     choices: tuple[Choice, ...]
     least_ttft_s: float | None
@@ -129,14 +124,14 @@ class Sizing:
         return [choice.to_json() for choice in self.choices]
 
     @property
-    def best(self) -> Simulated | None:
+    def best(self) -> Choice | None:
         """The first simulated choice that holds; None if none does."""
         return next((one for one in self.simulated if one.holds), None)
 
     @property
-    def nearest(self) -> Simulated | None:
+    def nearest(self) -> Choice | None:
         """Where nothing holds, what most requests are within the limits with."""
-        return max(self.simulated, key=lambda one: one.load.within_limits_frac or 0.0, default=None)
+        return max(self.simulated, key=lambda one: one.within_frac, default=None)
 
     def to_json(self) -> dict[str, Any]:
         """The keys that sizing adds to the document of `meshwise serve --json`."""
@@ -282,7 +277,7 @@ def _trade_offs(choices: Sequence[Choice]) -> tuple[Choice, ...]:
 
 def _simulated(
     ranked: Sequence[Choice], engine: Engine, wanted: Wanted, most: Mapping[str, int]
-) -> Iterator[Simulated]:
+) -> Iterator[Choice]:
     """Finalists under the load, fewest GPUs first, until one holds; a worker more where one does not."""
     order = count()
     heap = [(one.fleet.num_chips, next(order), one) for one in ranked]
@@ -302,7 +297,7 @@ def _simulated(
         )
         if load is None:
             continue
-        found = Simulated(choice, load)
+        found = replace(choice, load=load)
         yield found
         if found.holds:
             return
