@@ -7,7 +7,7 @@ import pytest
 from kineto import all_reduce, host, kernel, write_trace
 from meshwise.core.ledger import Ledger
 from meshwise.report.profile_table import profile_table
-from meshwise.trace.diff import kernel_changes
+from meshwise.trace.kernels import kernel_changes
 from meshwise.trace.operators import operator_totals
 from meshwise.trace.read import read_trace
 from meshwise.trace.rows import profile_ledger

@@ -247,7 +247,7 @@ def diff(paths: list[Path], *, json: bool = False, limit: int = 30) -> None:
         paths: Two trace files or folders, the earlier one first.
     """
     from meshwise.report.trace_table import change_table
-    from meshwise.trace.diff import kernel_changes
+    from meshwise.trace.kernels import kernel_changes
 
     if len(paths) != 2:
         raise DataError(f"a difference is of two traces or folders of them, not of {len(paths)}; name two")

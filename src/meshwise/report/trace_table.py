@@ -8,8 +8,8 @@ from meshwise.core.units import duration
 from meshwise.report.table import Fields, Table, cell_text, percent, records_table, short
 from meshwise.trace.bandwidths import Bandwidth
 from meshwise.trace.critical_path import CriticalPath
-from meshwise.trace.diff import KernelChange
 from meshwise.trace.findings import Finding
+from meshwise.trace.kernels import KernelChange
 from meshwise.trace.memory import MemoryPeak
 from meshwise.trace.op_rates import OpRate
 from meshwise.trace.sections import AcrossRanks

@@ -33,8 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.trace.events import Trace
-from meshwise.trace.linked import linked
-from meshwise.trace.match import Match
+from meshwise.trace.match import Match, linked
 from meshwise.trace.transfers import SYNCHRONISING
 
 _MAX_COLLECTIVES = 4000

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -319,3 +319,12 @@ def _voted(reference: Sequence[Transfer], found: Sequence[Transfer]) -> list[int
             positions[i] = j
             taken.add(j)
     return positions
+
+
+def linked(groups: Iterable[Iterable[int]]) -> list[set[int]]:
+    """The members of `groups` in the fewest sets that cut no group, by their lowest member."""
+    sets: list[set[int]] = []
+    for members in {frozenset(group) for group in groups}:
+        near = [one for one in sets if one & members]
+        sets = [one for one in sets if not one & members] + [set(members).union(*near)]
+    return sorted(sets, key=min)

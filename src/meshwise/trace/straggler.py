@@ -38,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.trace.collectives import Collective
-from meshwise.trace.linked import linked
+from meshwise.trace.match import linked
 from meshwise.trace.transfers import SYNCHRONISING
 
 MIN_STEPS = 3
