@@ -186,6 +186,19 @@ def test_the_simplest_plan_is_as_fast_as_the_interval_tells(meshwise) -> None:
         assert all("leans_on" in one and one["robust_s"] > one["step_s"] for one in (best, simple))
 
 
+def test_a_job_stays_in_its_framework_and_in_its_types(meshwise, tmp_path) -> None:
+    job, words = (find_model("llama3-8b"), find_cluster("h100-80g-sxm:16")), ("--cluster", "h100-80g-sxm:16")
+    plan = Plan(tp=2, pp=2, dtype="fp8", grad_dtype="bf16")
+    launch(*job, plan, Workload(batch=32, seq=2048), "megatron-lm").write(tmp_path)
+    for more, to in ((), "megatron-lm"), (("--to", "any"), None), (("--plan", "dtype=bf16"), "megatron-lm"):
+        found = meshwise("search", "--from", str(tmp_path / "job.sbatch"), *words, *more, "--json").document
+        kept = {one["plan"]["dtype"] for one in found["best"]}
+        assert (found["to"], kept) == (to, {"bf16" if "--plan" in more else "fp8"})
+        assert {one["plan"]["grad_dtype"] for one in found["best"]} == {"bf16"}
+    refused = meshwise("search", "gpt3-175b", *words, "--batch", "8", "--to", "torchtitan")
+    assert refused.code == 2 and "torchtitan has no settings for all of gpt3-175b" in refused.err
+
+
 MOST_PLANS = int(os.environ.get("MESHWISE_SEARCH_PLANS", "300"))
 """Combinations of a random space: 20,000 takes half a minute for each of the examples below."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -15,7 +15,11 @@ from meshwise.cli.output import console, print_json, write_html
 from meshwise.core.errors import WorkloadError
 from meshwise.core.files import check_writable, csv_text, write_text
 from meshwise.core.options import options_in, takes
-from meshwise.plan.plan import DEFAULTS, Plan, plan_choices
+from meshwise.core.units import duration
+from meshwise.plan.plan import DEFAULTS, Plan, plan_choices, plan_text
+
+if TYPE_CHECKING:
+    from meshwise.search.best_plans import BestPlans
 
 
 @takes(
@@ -86,7 +90,7 @@ def search(
         raise WorkloadError("--weak is for several numbers of GPUs; add --vary gpus=64|128|...")
     else:
         with _SearchProgress("plans") as say:
-            found = api.search(on_plans=lambda kept: say(kept.considered - say.total), **alone, **asked)
+            found = api.search(on_plans=say.of_plans, **alone, **asked)
         found = found if present is None else replace(found, beside=present)
         document, ok = found.to_json(budget), bool(found.best)
         write_html(found, html)
@@ -133,9 +137,15 @@ class _SearchProgress:
         self._status.start()
         return self
 
-    def __call__(self, more: int) -> None:
+    def __call__(self, more: int, first: str = "") -> None:
         self.total += more
-        self._status.update(f"{self.total:,} {self.what} (Ctrl-C keeps what is known)")
+        self._status.update(f"{self.total:,} {self.what} (Ctrl-C keeps what is known){first}")
+
+    def of_plans(self, kept: BestPlans) -> None:
+        """The number of plans, and the fastest so far."""
+        first = min(kept.fastest.values(), key=lambda one: one.step_s, default=None)
+        so_far = f"; so far {plan_text(first.plan)}, {duration(first.step_s)}" if first else ""
+        self(kept.considered - self.total, so_far)
 
     def __exit__(self, *_: object) -> None:
         self._status.stop()

@@ -22,7 +22,7 @@ from meshwise.estimate.adverse import Adversity, together
 from meshwise.estimate.grid import price_grid
 from meshwise.estimate.one_plan import Estimate, estimate
 from meshwise.estimate.token_budget import TokenBudget
-from meshwise.launch.runs import refused, runs
+from meshwise.launch.runs import refused, runs, says_model
 from meshwise.launch.settings import TRAINING
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
@@ -200,6 +200,8 @@ def search(
     if to not in ("", ANY_FRAMEWORK, *TRAINING):
         raise PlanError(f"--to {to} must be one of {', '.join((*TRAINING, ANY_FRAMEWORK))}")
     to = "" if to == ANY_FRAMEWORK else to
+    if to and not says_model(to, model, seq):
+        raise PlanError(f"{to} has no settings for all of {model.name} (launch says which); leave --to out")
     space = _Space(model, cluster, workload, stated, memory_frac, to, robust, capped)
     kept = space.price(on_plans)
     if kept.considered and not kept.feasible and not kept.stopped:
@@ -330,9 +332,10 @@ class _Space:
             estimate(self.model, self.cluster, Plan(**first), workload)
         except MeshwiseError as error:
             return str(error)
+        for_it = f" for {self.to}" if self.to else ""
         return (
             f"no combination of degrees divides {self.cluster.num_chips} ranks and a batch of "
-            f"{workload.batch}"
+            f"{workload.batch}{for_it}"
         )
 
 
