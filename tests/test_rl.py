@@ -297,6 +297,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"framework": "trl"}, "framework 'trl' is not known"),
     ({"transport": "pigeon"}, "transport 'pigeon' is not known"),
     ({"pack_length": 1024}, "does not hold the longest sample"),
+    ({"prompts": 10**7}, "too many to simulate"),
+    ({"mode": "async", "rollout_gpus": 4, "staleness": 10**9}, "must be at most"),
+    ({"memory_frac": 1.5}, "must be above 0 and at most 1"),
+    ({"output": float("nan")}, "must be at least 1"),
+    ({"length_sigma": float("inf")}, "must be from 0 to 4"),
+    ({"price": -1.0}, "must be above zero"),
+    ({"rollout_plan": "", "cluster": "h100-80g-sxm:1", "model": "llama3-70b"}, "no split of 1 GPUs"),
 ]
 
 

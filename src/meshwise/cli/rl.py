@@ -8,12 +8,12 @@ from typing import Any
 import typer
 
 from meshwise import api
-from meshwise.cli.output import console, print_json
+from meshwise.cli.output import console, print_json, write_html
 from meshwise.core.options import options_of, takes
 
 
 @takes(api.rl)
-def rl(*, source: Path | None = None, json: bool = False, **asked: Any) -> None:
+def rl(*, source: Path | None = None, html: Path | None = None, json: bool = False, **asked: Any) -> None:
     """Price a step of post-training by reinforcement: rollout, scoring, update, weight sync.
 
     Without --mode or plans the best are found. Exit 1 if nothing fits.
@@ -23,6 +23,7 @@ def rl(*, source: Path | None = None, json: bool = False, **asked: Any) -> None:
     """
     unread = fill_in(asked, source) if source is not None else []
     found = api.rl(**asked)
+    write_html(found, html)
     if json:
         print_json(found.to_json() | ({"from": {"unread": unread}} if source is not None else {}))
     else:

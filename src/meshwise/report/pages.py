@@ -15,6 +15,7 @@ _PAGES = {
     "Result": "search",
     "Study": "study",
     "ServingAnswer": "serve",
+    "RlAnswer": "rl",
     "Frontier": "frontier",
     "Summary": "trace",
     "Explanation": "explain",

@@ -42,7 +42,7 @@ def print_rl(answer: RlAnswer, console: Console) -> None:
             f"a step takes {duration(step.step_s)} ({duration(low_s)} to {duration(high_s)}): "
             f"{document['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU"
         )
-        console.print(_phases(step))
+        console.print(phases_table(step))
         idle = step.idle_frac
         console.print(
             f"generation alone {duration(step.generation_s)}: half of the samples after "
@@ -76,8 +76,8 @@ def print_rl_log(found: RlExplanation, console: Console) -> None:
         console.print(finding)
 
 
-def _print_split(split: BestSplit, console: Console) -> None:
-    """Print every candidate that was priced, what other splits take, and what more memory gains."""
+def split_table(split: BestSplit) -> Table:
+    """A row for every candidate that was priced, the best first."""
     rows = [
         (
             step.job.mode,
@@ -92,7 +92,12 @@ def _print_split(split: BestSplit, console: Console) -> None:
         for step in split.best
     ]
     columns = ("mode", "bound", "rollout", "engine", "training", "plan", "a step", "front")
-    console.print(Table("", columns, rows, left={"mode", "engine", "plan"}))
+    return Table("Candidates", columns, rows, left={"mode", "engine", "plan"})
+
+
+def _print_split(split: BestSplit, console: Console) -> None:
+    """Print every candidate, what other splits take, and what more memory gains."""
+    console.print(split_table(split))
     if len(split.about_s) > 1:
         splits = ", ".join(f"{gpus}: {duration(about_s)}" for gpus, about_s in split.about_s)
         console.print(f"rollout GPUs of that mode and engine, at first look: {splits}")
@@ -100,7 +105,8 @@ def _print_split(split: BestSplit, console: Console) -> None:
         console.print(f"with --memory-frac {larger.job.memory_frac:g} a step takes {duration(larger.step_s)}")
 
 
-def _phases(step: RlStep) -> Table:
+def phases_table(step: RlStep) -> Table:
+    """A row for each phase that takes time."""
     total = step.step_s or 1.0
     rows = [
         (name, duration(seconds), percent(seconds / total), _OF_PHASES[name])

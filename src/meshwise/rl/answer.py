@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from meshwise.core.errors import WorkloadError
+from meshwise.core.notebook import Shown
 from meshwise.machine.hardware import Cluster
 from meshwise.model.architecture import Model
 from meshwise.rl.best_split import BestSplit, OpenJob, best_split
@@ -18,7 +19,7 @@ from meshwise.rl.step import RlStep, rl_step
 
 
 @dataclass(frozen=True)
-class RlAnswer:
+class RlAnswer(Shown):
     """`step` is what was asked for, or the best of `split`; `usd_per_gpu_hour`, `num_steps` are of a run."""
 
     step: RlStep

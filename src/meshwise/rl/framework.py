@@ -86,10 +86,13 @@ def catalog() -> RlCatalog:
 def find_framework(text: str, without: str = "") -> RlFramework:
     """`nemo-rl`, or `nemo-rl=0.3`: the newest version that is not newer than the stated one, if there is one.
 
-    `without`: a version to do as if it was not known; then the one next to it holds.
+    `without`: a version to do as if it was not known; then the one next to it holds, or another framework's.
     """
     name, _, version = text.partition("=")
-    known = [one for one in catalog().frameworks if one.name == name and one.version != without]
+    every = [one for one in catalog().frameworks if one.name != name or one.version != without]
+    known = [one for one in every if one.name == name]
+    if without and not known:
+        return every[-1]
     if not known:
         names = ", ".join(dict.fromkeys(one.name for one in catalog().frameworks))
         raise WorkloadError(f"framework {name!r} is not known; known are {names}, with =VERSION if you like")

@@ -22,7 +22,10 @@ MODES = ("colocated", "split", "one_step_off", "async")
 ALGORITHMS = ("grpo", "rloo", "dapo", "ppo")
 """PPO has a critic, which scores and is trained; the others take a group's own mean as the baseline."""
 
-CLIENTS_TOKENS = 8192
+MOST_UPDATES, MOST_STALENESS = 256, 64
+"""Beyond which a step takes minutes to simulate."""
+
+BIN_TOKENS = 8192
 """Tokens of a packed bin at least, where nothing is stated."""
 
 
@@ -57,6 +60,11 @@ class RlJob:
 
     def __post_init__(self) -> None:
         rollouts = self.rollouts
+        if self.updates > MOST_UPDATES or self.staleness > MOST_STALENESS:
+            raise WorkloadError(
+                f"updates={self.updates} and staleness={self.staleness} must be at most {MOST_UPDATES} and "
+                f"{MOST_STALENESS}"
+            )
         if self.updates < 1 or rollouts.num_samples % self.updates:
             raise WorkloadError(
                 f"{rollouts.prompts} prompts x {rollouts.samples} samples do not divide by "
@@ -153,7 +161,9 @@ def job(
     if mode == "one_step_off" and staleness not in (None, 1):
         raise WorkloadError("mode=one_step_off has staleness=1; use mode=async for more")
     frac = framework.split_memory_frac if split else framework.colocated_memory_frac
-    pack = max(CLIENTS_TOKENS, rollouts.longest) if pack_length is None else pack_length
+    pack = max(BIN_TOKENS, rollouts.longest) if pack_length is None else pack_length
+    if memory_frac is not None and not 0 < memory_frac <= 1:
+        raise WorkloadError(f"memory_frac={memory_frac:g} must be above 0 and at most 1")
     default = framework.split_transport if split else framework.colocated_transport
     return RlJob(
         model=model, cluster=cluster, rollouts=rollouts, framework=framework, mode=mode,

@@ -26,6 +26,8 @@ FIRST_KEYS = ("tp", "pp", "vpp", "schedule", "cp", "ep", "zero", "recompute", "d
 FIRST = {
     "serve": ("model", "cluster", "plan", "prompt", "output", "rate", "concurrency", "token_s", "ttft_s",
               "price"),
+    "rl": ("model", "cluster", "prompts", "samples", "prompt", "output", "max_output", "updates", "mode",
+           "rollout_gpus", "train_plan", "rollout_plan", "staleness", "price"),
 }  # fmt: skip
 """Of views with many options, those that are shown from the start."""
 PASTED = ("config", "machine")
@@ -38,7 +40,8 @@ RANGES = {
     "mtbf_hours": ("5", "1000", "1"),
 }
 """Ends and step of numbers that are slid."""
-EXAMPLE = {"model": "llama3-8b", "cluster": "h100-80g-sxm:64", "batch": "256", "seq": "4096", "months": "3"}
+EXAMPLE = {"model": "llama3-8b", "cluster": "h100-80g-sxm:64", "batch": "256", "seq": "4096", "months": "3",
+           "prompts": "64", "samples": "16", "output": "1024"}  # fmt: skip
 """What stands in a form at first, where a view needs a job."""
 
 

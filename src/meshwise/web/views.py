@@ -31,6 +31,7 @@ from meshwise.report.estimate_page import compare_page, op_sections, summary_pag
 from meshwise.report.explain_page import explain_page
 from meshwise.report.frontier_page import frontier_page
 from meshwise.report.html import Page, Text, sections_html
+from meshwise.report.rl_page import rl_page
 from meshwise.report.search_page import search_page
 from meshwise.report.serve_page import serve_page
 from meshwise.report.trace_page import trace_page
@@ -279,6 +280,12 @@ def serve(context: Question, **asked: Any) -> dict[str, Any]:
     return _shown(serve_page(found, found.sizing or api.serve(**layouts, plan=formats, pareto=True).sizing))
 
 
+@takes(api.rl, _own, without=("lengths",))
+def rl(context: Question, **asked: Any) -> dict[str, Any]:
+    """A step of post-training, phase by phase, and the best split where it is left open."""
+    return _shown(rl_page(api.rl(**options_in(asked, api.rl))))
+
+
 @takes(api.frontier)
 def frontier(
     context: Question, *, chip: str = "h100-80g-sxm", beside: str = "", elem_bytes: float = 2,
@@ -353,7 +360,7 @@ def _shown(page: Page) -> dict[str, Any]:
 
 
 VIEWS: dict[str, Callable[..., dict[str, Any]]] = {
-    view.__name__: view for view in (explore, search, serve, frontier, traces, accuracy)
+    view.__name__: view for view in (explore, search, serve, rl, frontier, traces, accuracy)
 }
 _ANSWERS = VIEWS | {"ops": _ops, "options": _options, "launch": _launch, "machine": _machine}
 QUICK = ("explore", "ops", "options", "launch", "machine")
