@@ -9,7 +9,7 @@ from meshwise.report.table import Table
 from meshwise.report.trace_table import Printed, difference_text, sentence
 from meshwise.trace.explain import Explanation, OpDifference
 
-_BAR = 24
+_BAR = 20
 """Characters of the longest bar."""
 
 
@@ -32,10 +32,10 @@ def step_table(found: Explanation) -> Table:
     most_s = max((abs(row.more_s) for row in found.classes), default=0.0) or 1.0
     bars = ["█" * round(_BAR * abs(row.more_s) / most_s) for row in found.classes]
     classes = [
-        (row.op, *_times(row), ("+" if row.more_s > 0 else "-") + bar)
+        (row.op, *_times(row), bar and ("+" if row.more_s > 0 else "-") + bar)
         for row, bar in zip(found.classes, bars, strict=True)
     ]
-    columns = (name, "predicted", "measured", "difference", "from predicted to measured")
+    columns = (name, "predicted", "measured", "difference", "longer or shorter")
     first = ("predicted step", duration(found.predicted_s), "", "", "")
     last = ("measured step", "", duration(found.measured_s), "", "")
     return Table(title, columns, [first, *classes, last], left=(name, columns[-1]), no_wrap=True)
