@@ -18,7 +18,7 @@ from meshwise.core.columns import distinct_columns
 from meshwise.cost.schedule import weight_copies
 from meshwise.estimate.grid import Cells, num_stated
 from meshwise.plan.mesh import Mesh
-from meshwise.plan.plan import Plan, plan_text
+from meshwise.plan.plan import DEFAULTS, Plan, plan_text
 
 FAMILY = ("tp", "cp", "pp", "ep", "etp")
 """Degrees that tell one family of plans from another."""
@@ -44,8 +44,10 @@ class Found:
 
     @property
     def plan(self) -> Plan:
-        """The plan itself."""
-        return replace(self.base, **{key: value for key, value in self.values.items() if key != "microbatch"})
+        """The plan itself, without words for axes of one rank."""
+        plan = replace(self.base, **{key: value for key, value in self.values.items() if key != "microbatch"})
+        alone = {"cp_kind": plan.cp == 1, "sp": plan.tp == 1 and plan.layout == "1d"}
+        return replace(plan, **{key: DEFAULTS[key] for key, is_alone in alone.items() if is_alone})
 
     @property
     def microbatch(self) -> int:
