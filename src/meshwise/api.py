@@ -540,7 +540,8 @@ def launch(
         rollout: Options of `rl`, where `to` is verl or nemo-rl; `plan` is then that of training.
 
     Returns:
-        The arguments and files, and what the framework cannot be told (`not_expressed`).
+        The arguments and files, what the framework cannot be told (`not_expressed`), and the price of the
+        files read back (`as_written`) where the framework says all of a plan.
 
     Raises:
         MeshwiseError: A name is unknown, the plan does not divide model, batch or cluster, or the framework
@@ -548,6 +549,7 @@ def launch(
     """
     from meshwise.launch.settings import SERVING
     from meshwise.launch.write import launch as state
+    from meshwise.launch.written import as_written
 
     stated = {
         name: value for name, value in rollout.items() if value not in (None, options_of(rl)[name].default)
@@ -563,7 +565,7 @@ def launch(
     shape, machine, cut = _model(model), _cluster(cluster), _plan(plan)
     kind = "decode" if to in SERVING else "train"
     work = _workload(shape, machine, cut, batch=batch, seq=seq, microbatch=microbatch, kind=kind)
-    return state(shape, machine, cut, work, to)
+    return as_written(state(shape, machine, cut, work, to), shape, machine, cut, work)
 
 
 def _launch_rl(

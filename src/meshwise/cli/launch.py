@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwise import api
 from meshwise.cli.output import console, print_json
+from meshwise.core.units import duration
 from meshwise.core.options import takes
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ def launch(*, output: Path | None = None, json: bool = False, **asked: Any) -> N
         print_json(found.to_json())
     else:
         _print(found, written)
+    if not found.runs_as_priced:
+        raise SystemExit(1)
 
 
 def _print(found: Launch, written: list[Path]) -> None:
@@ -40,6 +43,11 @@ def _print(found: Launch, written: list[Path]) -> None:
             out.print(f"{title}:")
         for sentence in sentences:
             out.print(f"  {sentence}", markup=False)
+    if (priced := found.as_written) is not None:
+        line = f"as written: {duration(priced.step_s)}, {priced.memory_bytes / 1e9:.1f} GB"
+        line += "" if priced.fits else ", does not fit"
+        line += "" if priced.is_asked else ", not what was asked"
+        out.print(line, markup=False)
     for path in written:
         out.print(f"wrote {path}", markup=False)
     if not written:

@@ -99,6 +99,7 @@ def derive(facts: Facts) -> Facts:
         "sp_size": cp if get("cp_kind") == "ulysses" else 1,
         "recompute_fsdp": get("recompute") if zero else None,
         "recompute_ddp": None if zero else get("recompute"),
+        "fuses_experts": bool(get("has_experts")),
         "launcher": "FSDP" if zero or tp * cp > 1 else "MULTI_GPU",
         "num_gpus": get("num_gpus") or (tp * cp * pp * dp if get("dp") else None),
     }

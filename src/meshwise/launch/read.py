@@ -91,6 +91,8 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
             value = read_value(framework, name, stated[name])
             if again.get(name, arguments[name].unstated) != value:
                 unread.append(f"{name} {stated[name]}: no key of a plan says this")
+    if facts["has_experts"] and facts.get("fuses_experts") is False:
+        unread.append("--moe-grouped-gemm is not set: experts are priced as one grouped matmul all the same")
     if facts.get("hidden") and not facts.get("vocab"):
         unread.append("the vocabulary is the tokenizer's: name MODEL, or add --vocab-size to the file")
     if framework == "megatron-bridge" and not any("_target_" in name for name in stated):
@@ -302,7 +304,7 @@ def _flags(words: list[str], path: Path) -> Settings:
         argument = known[name]
         if not argument.is_flag and not values:
             raise DataError(f"{path}: {name} has no value")
-        if any("$" in value for value in values[:1]):
+        if not argument.is_flag and any("$" in value for value in values[:1]):
             raise DataError(f"{path}: the value {values[0]} of {name} is not in the file; write it out")
         several = argument.type.startswith("list")
         found[name] = True if argument.is_flag else values if several else values[0]

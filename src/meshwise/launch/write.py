@@ -46,6 +46,16 @@ class File:
 
 
 @dataclass(frozen=True, slots=True)
+class AsWritten:
+    """The price of a job's own files; `is_asked`: it is that of the plan."""
+
+    step_s: float
+    memory_bytes: float
+    fits: bool
+    is_asked: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """What starts a plan under a framework.
 
@@ -60,6 +70,13 @@ class Launch:
     not_expressed: tuple[str, ...]
     elsewhere: tuple[str, ...]
     command: str
+    as_written: AsWritten | None = None
+
+    @property
+    def runs_as_priced(self) -> bool:
+        """Whether what is written fits, and differs from the plan only in what `not_expressed` names."""
+        found = self.as_written
+        return found is None or (found.fits and (found.is_asked or bool(self.not_expressed)))
 
     def to_json(self) -> dict[str, Any]:
         """The document that `meshwise launch --json` prints."""

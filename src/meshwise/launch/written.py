@@ -1,0 +1,54 @@
+"""What a job costs as it was written: its own files read back and priced, beside what was asked.
+
+A framework that is told a plan whole takes as long, and as much memory, as the plan does; where something
+is not expressed, the difference is what that is worth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from meshwise.estimate.one_plan import estimate
+from meshwise.launch.read import read_job
+from meshwise.launch.write import AsWritten, Launch
+from meshwise.machine.hardware import Cluster
+from meshwise.model.architecture import Model
+from meshwise.plan.plan import Plan
+from meshwise.plan.workload import Workload
+
+SAY_ALL = ("megatron-lm", "megatron-bridge", "torchtitan")
+"""Frameworks whose settings say a plan; the others leave much of it to the training script."""
+NOISE = 1e-6
+
+
+def as_written(job: Launch, model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> Launch:
+    """`job` with the price of what it says, where its framework says all of a plan."""
+    if job.framework not in SAY_ALL:
+        return job
+    with TemporaryDirectory() as folder:
+        *_, script = job.write(Path(folder))
+        found = read_job(script, cluster.num_chips)
+    asked = estimate(model, cluster, plan, workload)
+    read = replace(found.plan, imbalance=plan.imbalance)  # which the data decide
+    work = replace(
+        workload,
+        batch=found.batch or workload.batch,
+        seq=found.seq or workload.seq,
+        microbatch=found.microbatch or workload.microbatch,
+    )
+    priced = estimate(found.model or model, cluster, read, work)
+    off = max(
+        abs(priced.step_s / asked.step_s - 1.0),
+        abs(priced.memory_bytes["total"] / asked.memory_bytes["total"] - 1.0),
+    )
+    return replace(
+        job,
+        as_written=AsWritten(
+            step_s=priced.step_s,
+            memory_bytes=priced.memory_bytes["total"],
+            fits=priced.fits,
+            is_asked=off <= NOISE,
+        ),
+    )
