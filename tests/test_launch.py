@@ -11,6 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import meshwise as mw
+from meshwise.calibrate.defaults import entries
 from meshwise.launch.arguments import framework_arguments, read_value
 from meshwise.launch.runs import runs
 from meshwise.launch.settings import FRAMEWORKS, SERVING, TRAINING
@@ -327,7 +328,7 @@ FIXED = {
         "zero": 3, "optimizer": "adam-fp32", "cp_kind": "all_gather", "implementation": "fsdp2",
         "software": "torch-2024",
     },
-    "accelerate": {"zero": 3, "optimizer": "adam-fp32"},
+    "accelerate": {"zero": 3, "optimizer": "adam-fp32", "software": "torch-2024"},
 }  # fmt: skip
 
 
@@ -382,6 +383,54 @@ def test_a_job_that_says_all_is_read_back(
         assert (again.arguments[4:], again.not_expressed) == (job.arguments[4:], job.not_expressed)
     else:
         assert again.files[0] == job.files[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "to", "code", "says"),
+    [
+        ("llama3-8b", "tp=8", "megatron-lm", 0, ()),
+        ("mixtral-8x7b", "ep=8,etp=1,tp=2,sp=1", "megatron-bridge", 0, ()),
+        ("llama3-8b", "zero=0", "megatron-lm", 1, ("does not fit",)),
+        ("llama3-8b", "zero=3,implementation=fsdp2", "megatron-lm", 0, ("implementation=fsdp2", "not what")),
+        ("llama3-8b", "tp=8,pp=2,schedule=zb-v", "megatron-lm", 0, ("schedule=zb-v", "not what was asked")),
+        ("llama3-8b", "zero=3", "torchtitan", 0, ("optimizer=adam", "not what was asked")),
+    ],
+)
+def test_what_is_written_is_priced_again(
+    meshwise: Any, model: str, plan: str, to: str, code: int, says: tuple[str, ...]
+) -> None:
+    """It costs what was asked unless `not_expressed` says why not; a job that does not fit ends with 1."""
+    words = ("launch", model, "--cluster", CLUSTER, "--plan", plan, "--batch", "64")
+    words += ("--seq", "4096", "--to", to)
+    shown = meshwise(*words)
+    assert shown.code == code
+    assert all(text in shown.out for text in ("as written: ", *says))
+    document = meshwise(*words, "--json").document
+    asked = mw.estimate(model, CLUSTER, plan, batch=64, seq=4096)
+    if not document["not_expressed"]:
+        assert document["as_written"]["step_s"] == pytest.approx(asked.step_s, rel=1e-9)
+    assert document["as_written"]["fits"] is (code == 0)
+
+
+def test_what_experts_are_priced_with_is_written_and_missed(tmp_path: Path) -> None:
+    job = mw.launch("mixtral-8x7b", CLUSTER, "tp=2,ep=8,etp=1", to="megatron-lm", batch=64, seq=4096)
+    switches = ("--moe-grouped-gemm", "--moe-permute-fusion", "--cross-entropy-loss-fusion")
+    assert set(switches) <= set(job.arguments)
+    assert {"--moe-token-dispatcher-type", "--overlap-grad-reduce"} <= set(job.arguments)
+    text = job.files[0].text.replace("--moe-grouped-gemm\n", "")
+    (tmp_path / "job.sh").write_text(text)
+    (unread,) = mw.read_job(tmp_path / "job.sh", CLUSTER).unread
+    assert unread.startswith("--moe-grouped-gemm is not set")
+
+
+@pytest.mark.parametrize("framework", sorted(TRAINING))
+def test_a_job_is_priced_as_the_software_of_its_framework(tmp_path: Path, framework: str) -> None:
+    """The generation that `validate` takes for its runs of today."""
+    job = mw.launch("llama3-8b", CLUSTER, "zero=3", to=framework, batch=64, seq=4096)
+    job.write(tmp_path)
+    name = {"deepspeed": "ds_config.json", "accelerate": "accelerate.yaml"}.get(framework, "job.sbatch")
+    usual = next(entry for entry in entries() if framework in entry.names and entry.until > "2026-11")
+    assert mw.read_job(tmp_path / name, CLUSTER).plan.software == usual.software
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -51,7 +51,7 @@ def test_what_software_fuses() -> None:
         )
         assert stated.to_json()["memory_bytes"] == left.to_json()["memory_bytes"]
         assert stated.step_s == left.step_s
-    with pytest.raises(mw.MeshwiseError, match="loss_fusion=none"):
+    with pytest.raises(mw.MeshwiseError, match="use loss_fusion=none"):
         mw.estimate(
-            "llama3-8b", "h100-80g-sxm:8", "implementation=fsdp2,loss_fusion=kernels", batch=8, seq=4096
+            "llama3-8b", "h100-80g-sxm:8", "implementation=fsdp2,loss_fusion=in_place", batch=8, seq=4096
         )

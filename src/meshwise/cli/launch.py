@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from meshwise import api
 from meshwise.cli.output import console, print_json
-from meshwise.core.units import duration
 from meshwise.core.options import takes
+from meshwise.core.units import duration
 
 if TYPE_CHECKING:
     from meshwise.launch.write import Launch
@@ -32,7 +34,7 @@ def launch(*, output: Path | None = None, json: bool = False, **asked: Any) -> N
     else:
         _print(found, written)
     if not found.runs_as_priced:
-        raise SystemExit(1)
+        raise typer.Exit(1)
 
 
 def _print(found: Launch, written: list[Path]) -> None:

@@ -165,8 +165,9 @@ def _of_the_loss(model: Model, parts: Sequence[Part], cut: Cut) -> list[Num]:
         room = (np.maximum(size - widest, 0.0) for size in (head.loss_bytes, head.booked_loss_bytes))
         return [0.0, 0.0, 0.0, 0.0, *room]
     prec, vocab = cut.precision, model.vocab / cut.tp
+    logit_bytes = prec.act_bytes if cut.loss.keeps == "logits" else prec.stat_bytes
     kept_after = prec.act_bytes * (cut.tokens if cut.lora_rank else vocab) * model.hidden
-    kept = np.maximum(prec.stat_bytes * (cut.tokens / cut.loss_chunks * vocab + 1.0) - kept_after, 0.0)
+    kept = np.maximum(logit_bytes * cut.tokens / cut.loss_chunks * vocab + prec.stat_bytes - kept_after, 0.0)
     room = (
         np.maximum(kept, size - kept_after - widest) for size in (head.loss_bytes, head.booked_loss_bytes)
     )

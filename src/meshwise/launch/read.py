@@ -25,7 +25,7 @@ from meshwise.launch.bridge import megatron_settings
 from meshwise.launch.facts import Facts, derive, idle_keys, plan_of, recover
 from meshwise.launch.settings import Settings, read_settings, write_settings
 from meshwise.launch.shape import model_of
-from meshwise.launch.tables import launch_tables
+from meshwise.launch.tables import launch_tables, software_of
 from meshwise.model.architecture import Model
 from meshwise.model.find import find_model
 from meshwise.plan.plan import DEFAULTS, Plan
@@ -71,6 +71,7 @@ def read_job(path: Path, num_gpus: int | None = None) -> Job:
     framework, stated, words_gpus = _parse(path)
     num_gpus = num_gpus or words_gpus
     facts, unread = read_settings(framework, stated)
+    facts.setdefault("software", software_of(framework))
     _check_counts(facts, path)
     if num_gpus is not None:
         facts["num_gpus"] = num_gpus

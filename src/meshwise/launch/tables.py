@@ -15,6 +15,7 @@ import msgspec
 
 from meshwise.core.files import read_catalog
 from meshwise.core.units import whole
+from meshwise.machine.overheads import DEFAULT_SOFTWARE
 from meshwise.plan.plan import KEYS
 
 ANY, VALUE = object(), object()
@@ -48,6 +49,14 @@ class LaunchTables(msgspec.Struct, frozen=True):
 def launch_tables() -> LaunchTables:
     """The tables as they stand in the file."""
     return msgspec.convert(read_catalog("launch.toml"), LaunchTables)
+
+
+@cache
+def software_of(framework: str) -> str:
+    """The generation of software that its runs of today are taken to have (`catalog/frameworks.toml`)."""
+    entries = read_catalog("frameworks.toml")["frameworks"]
+    found = (one["software"] for one in entries if framework in one["names"] and "until" not in one)
+    return next(found, DEFAULT_SOFTWARE)
 
 
 @cache

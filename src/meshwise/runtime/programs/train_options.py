@@ -40,6 +40,7 @@ RUN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("lora_targets", ((),), "it adapts all linear layers; leave lora_targets out"),
     ("frozen_dtype", (None,), "it keeps frozen weights as all others; leave frozen_dtype out"),
     ("offload_optimizer", (0.0, 1.0), "the host keeps all states or none; use offload_optimizer=1 or 0"),
+    ("loss_fusion", (None, "none"), "its loss is PyTorch's own, not compiled; leave loss_fusion out"),
     ("imbalance", (1.0,), "it gives all experts as many tokens; leave imbalance out"),
 )
 """Keys of a plan of which less runs than is priced: what runs, and what to do about the rest."""
