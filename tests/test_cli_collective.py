@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import meshwise as mw
-from meshwise.core.errors import ClusterError
+from meshwise.core.errors import ClusterError, DataError
 from meshwise.cost.collective import sent_bytes
 from meshwise.estimate.collective import KINDS
 
@@ -78,3 +78,29 @@ def test_measured_times_stand_beside(meshwise: Any, tmp_path: Path) -> None:
     assert measured[3e6] == pytest.approx(40e-6) and 5e6 not in measured
     done = meshwise(*words, "--plot", str(picture))
     assert "40 µs" in done.out and picture.stat().st_size > 0
+
+
+def test_measured_collectives_take_the_place_of_predicted_ones(tmp_path: Path) -> None:
+    """nccl-tests' output: at its points, between them, not beyond; every verb says so."""
+    ranks = "".join(f"#  Rank  {rank} Group  0 Pid  7 on   node-a device  {rank} H100\n" for rank in range(4))
+    rows = "".join(f"  {2**size}  1  float  sum  -1  {us}  1.0  1.0  0  {us}  1.0  1.0  0\n"
+                   for size, us in ((20, 50.0), (26, 3200.0)))  # fmt: skip
+    output = tmp_path / "all_reduce_perf.txt"
+    output.write_text(f"# nThread 1\n{ranks}{rows}")
+    sizes = [2.0**power for power in (20, 22, 26, 28)]
+    times, _ = mw.collective("all_reduce", "h100:8", sizes, ranks=4, collectives=[output])
+    assert [one.time_s for one in times[:3]] == pytest.approx([50e-6, 200e-6, 3200e-6])
+    assert [one.algorithm == "measured" for one in times] == [True, True, True, False]
+    apart, _ = mw.collective("all_reduce", "h100:16", sizes, ranks=4, stride=4, collectives=[output])
+    assert "measured" not in {one.algorithm for one in apart}
+    asked = "llama3-8b", "h100:4", "tp=4,sp=0"
+    slow, plain = (mw.estimate(*asked, collectives=files) for files in ([output], []))
+    assert slow.step_s != plain.step_s
+    found = mw.search("llama3-8b", "h100:4", batch=4, collectives=[output])
+    for notes in (slow.to_json()["notes"], found.to_json()["notes"]):
+        assert any(
+            "measured, not predicted (all_reduce_perf.txt): all_reduce among 4" in one for one in notes
+        )
+    output.write_text("no table")
+    with pytest.raises(DataError, match="no output of nccl-tests"):
+        mw.estimate(*asked, collectives=[output])

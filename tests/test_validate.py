@@ -43,7 +43,7 @@ from meshwise.calibrate.validate import estimate_run, validate
 from meshwise.cli.fit import RUN_FILES
 from meshwise.cli.validate import validate as validate_command
 from meshwise.core.errors import ClusterError, DataError, ModelError, PlanError
-from meshwise.estimate.intervals import interval_around, regimes
+from meshwise.estimate.intervals import aspects, interval_around, regimes, unmeasured
 from meshwise.estimate.one_plan import TIME_PARTS, estimate
 from meshwise.machine.hardware import find_chip, find_cluster
 from meshwise.machine.overheads import DEFAULT_SOFTWARE, NONE, SOFTWARE, find_overheads
@@ -560,10 +560,24 @@ def test_intervals_hold_the_prediction_and_widen_without_measurements(
         for experts in (False, True):
             found = regimes(has_experts=experts, dtype=dtype, num_chips=chips)
             near, far = (
-                interval_around(quantity, value, found, unmeasured=why) for why in ("", "fp8 on ada")
+                interval_around(quantity, value, found, missing)
+                for missing in ({}, {"generation": "on rubin chips"})
             )
             assert far.p10 <= near.p10 <= value <= near.p90 <= far.p90
-            assert "fp8 on ada was never measured" in far.reason and "never" not in near.reason
+            assert "wider because no run was measured on rubin chips" in far.reason
+            assert "wider" not in near.reason
+
+
+def test_what_was_never_measured_is_told_by_aspect() -> None:
+    """A new generation is all new chips and types; of a measured one a chip, a type or a scale may be new."""
+    asked = {"dtype": "bf16", "software": DEFAULT_SOFTWARE, "num_chips": 64}
+    for chip, change, missing in (
+        ("h100", {}, set()),
+        ("vr200", {}, {"generation"}),
+        ("gh200", {}, {"chip"}),
+        ("a100", {"dtype": "fp8", "num_chips": 100_000}, {"dtype", "scale"}),
+    ):
+        assert set(unmeasured(aspects(find_chip(chip), **asked | change))) == missing
 
 
 def test_an_estimate_says_between_what_and_why() -> None:

@@ -68,6 +68,7 @@ def estimate(
     kind: str = "train",
     ideal: bool = False,
     capacity_factor: float | None = None,
+    collectives: Sequence[str | Path] = (),
 ) -> Estimate:
     """Price one training step, or one forward pass, of `model` on `cluster` under `plan`.
 
@@ -81,6 +82,7 @@ def estimate(
         kind: train, evaluate, prefill or decode.
         ideal: Kernels and links reach the peaks of the data sheet.
         capacity_factor: Most tokens of an expert over its even share; 0: all that choose it [the model's].
+        collectives: Measured collectives, which replace predicted ones (nccl-tests' output, or CSV).
 
     Returns:
         Times in seconds, memory in bytes, and the ledger of all ops. A plan that needs more memory than
@@ -92,7 +94,8 @@ def estimate(
     from meshwise.estimate.one_plan import estimate as price
     from meshwise.model.architecture import with_capacity
 
-    shape, machine, cut = with_capacity(_model(model), capacity_factor), _cluster(cluster), _plan(plan)
+    machine, cut = _cluster(cluster, collectives), _plan(plan)
+    shape = with_capacity(_model(model), capacity_factor)
     work = _workload(shape, machine, cut, batch=batch, seq=seq, microbatch=microbatch, kind=kind)
     return price(shape, machine, cut, work, ideal=ideal)
 
@@ -143,6 +146,7 @@ def search(
     assumptions: bool = False,
     robust: bool = False,
     capped: bool = True,
+    collectives: Sequence[str | Path] = (),
     on_plans: Callable[[BestPlans], None] = lambda kept: None,
 ) -> Result:
     """Price every plan of `model` on `cluster` and keep the fastest that fit.
@@ -164,6 +168,7 @@ def search(
         robust: Rank plans by their step when less overlap, experts out of balance and slower rates come
             together.
         capped: Whether sizes are tried up to the usual ones alone; the answer says which are larger.
+        collectives: Measured collectives, which replace predicted ones (nccl-tests' output, or CSV).
         on_plans: Hears now and then of the plans kept so far; Ctrl-C ends the search with them.
 
     Returns:
@@ -178,7 +183,8 @@ def search(
 
     if top < 1:
         raise WorkloadError(f"top={top} must be a whole number of at least 1")
-    job = _search_job(model, cluster, plan, batch=batch, seq=seq, microbatch=microbatch)
+    on = _cluster(cluster, collectives)
+    job = _search_job(model, on, plan, batch=batch, seq=seq, microbatch=microbatch)
     share = _share(memory_frac)
     found = find(
         **job, to=to, top=top, memory_frac=share, assumptions=assumptions, robust=robust, capped=capped,
@@ -283,6 +289,7 @@ def serve(
     redundant_experts: int = 0,
     capacity_factor: float | None = None,
     pareto: bool = False,
+    collectives: Sequence[str | Path] = (),
     price: str | float = "",
 ) -> ServingAnswer:
     """Estimate an inference server: time to first token, time per token, what fits, tokens a second.
@@ -323,6 +330,7 @@ def serve(
         redundant_experts: Slots for copies of the busiest experts.
         capacity_factor: Also say what experts of at most this times their even share would drop.
         pareto: Trade-offs of all layouts: tokens/s a user against a GPU.
+        collectives: Measured collectives, which replace predicted ones (nccl-tests' output, or CSV).
         price: Dollars a GPU and hour: 2.5, or h100-80g-sxm=2.5,b200-sxm=4.
 
     Returns:
@@ -380,17 +388,17 @@ def serve(
         if uneven or speculate or {"cp", "pp"} & set(fixed):
             raise WorkloadError("expert loads, speculate, cp and pp are of one layout; state tp in the plan")
         names = cluster.split(",") if isinstance(cluster, str) else [cluster]
-        clusters = [_cluster(name) for name in names]
+        clusters = [_cluster(name, collectives) for name in names]
         sizing = size(make, clusters, fixed, parse_engine(engine or "vllm"), wanted(load, *limits))
         formats = {key: values[0] for key, values in fixed.items() if key not in ("tp", "dp", "ep", "etp")}
         one = instance(replace(clusters[0], num_chips=1), Plan(**formats))
         return sized(sizing, one, sequences, token_s=token_s, usd_per_gpu_hour=usd)
     if isinstance(cluster, str) and "," in cluster:
         raise WorkloadError("several clusters are compared at a rate with a latency limit, or with pareto")
-    whole = instance(_cluster(cluster), plan)
+    whole = instance(_cluster(cluster, collectives), plan)
     first = None
     if prefill_plan or prefill_cluster:
-        first = instance(_cluster(prefill_cluster or cluster), prefill_plan or plan)
+        first = instance(_cluster(prefill_cluster or cluster, collectives), prefill_plan or plan)
     elif prefill_workers != 1:
         raise WorkloadError("prefill_workers needs prefill_plan or prefill_cluster")
     fleet = Fleet(whole, workers, first, prefill_workers)
@@ -934,6 +942,7 @@ def collective(
     *,
     ranks: int | None = None,
     stride: int = 1,
+    collectives: Sequence[str | Path] = (),
     data: Sequence[str | Path] = (),
 ) -> tuple[list[CollectiveTime], dict[float, float]]:
     """Time one collective by size, and gather measured times to stand beside.
@@ -944,6 +953,7 @@ def collective(
         sizes_bytes: Bytes of the full tensor, as 64MiB or 1e9; several [1 KiB to 16 GiB, and those measured].
         ranks: Ranks of the group [as many as the cluster has at this stride].
         stride: Distance between neighbours of the group in ranks.
+        collectives: Measured collectives, which replace predicted ones (nccl-tests' output, or CSV).
         data: CSV files of measured collectives to show beside.
 
     Returns:
@@ -955,7 +965,7 @@ def collective(
     from meshwise.calibrate.collectives import measured_times
     from meshwise.estimate.collective import SIZES_BYTES, collective_times, group_size
 
-    on = _cluster(cluster)
+    on = _cluster(cluster, collectives)
     group = group_size(kind, on, ranks, stride)
     measured = measured_times([Path(path) for path in data], kind, on, group, stride) if data else {}
     sizes = sorted(sizes_bytes or {*SIZES_BYTES, *measured})
@@ -1051,10 +1061,15 @@ def _model(model: str | Path | Model) -> Model:
     return find_model(str(model)) if isinstance(model, str | Path) else model
 
 
-def _cluster(cluster: str | Path | Cluster) -> Cluster:
+def _cluster(cluster: str | Path | Cluster, collectives: Sequence[str | Path] = ()) -> Cluster:
     from meshwise.machine.hardware import find_cluster
 
-    return find_cluster(str(cluster)) if isinstance(cluster, str | Path) else cluster
+    found = find_cluster(str(cluster)) if isinstance(cluster, str | Path) else cluster
+    if not collectives:
+        return found
+    from meshwise.calibrate.collectives import with_measured
+
+    return with_measured(found, map(Path, collectives))
 
 
 def _choices(plan: str | Path | Plan | Mapping[str, Sequence[Any]]) -> Mapping[str, Sequence[Any]]:

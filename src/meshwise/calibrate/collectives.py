@@ -1,29 +1,114 @@
-"""Measured times of one collective, to stand beside the predicted ones."""
+"""Measured times of collectives: to stand beside predictions, or in their place.
+
+Two kinds of file are read, told apart by their content: tables of ops (docs/data.md), and what nccl-tests
+prints. The latter says which collective it is in its header, or else by the name of the file
+(`all_reduce_perf.txt`); it names the host of every rank, and so how many share a node.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from meshwise.calibrate.microdata import read
+from meshwise.calibrate.microdata import Measurement, read
+from meshwise.core.errors import DataError
+from meshwise.core.files import read_text
 from meshwise.cost.collective import members
-from meshwise.machine.hardware import Cluster
+from meshwise.machine.efficiency import network
+from meshwise.machine.hardware import Cluster, MeasuredCollective, find_chip
+
+_KINDS = {
+    **{"all_reduce": "all_reduce", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter"},
+    **{"alltoall": "all_to_all", "all_to_all": "all_to_all", "broadcast": "broadcast", "sendrecv": "send"},
+    **{"reduce": "reduce"},
+}
+"""Collectives by the names of nccl-tests' programs, the longer name first."""
+
+_NCCL_ROW = re.compile(r"\s*(\d+)\s+\d+\s+\w+\s+\w+\s+-?\d+\s+([\d.]+)\s")
+_NCCL_RANK = re.compile(r"#\s+Rank\s+\d+.*\bon\s+(\S+)\s+device")
+
+Group = tuple[str, float, float]
+"""Kind, ranks, ranks in a node."""
+
+
+def with_measured(cluster: Cluster, paths: Iterable[Path]) -> Cluster:
+    """`cluster` with the collectives that `paths` measured on its links.
+
+    DataError for a file without any.
+    """
+    found = []
+    for path in paths:
+        groups = _groups(path, cluster)
+        if not groups:
+            raise DataError(
+                f"{path} has no collective measured on the links of {cluster.name}; name another file"
+            )
+        for (kind, ranks, inside), times in groups.items():
+            sizes = tuple(sorted(times))
+            seconds = tuple(median(times[size]) for size in sizes)
+            found.append(
+                MeasuredCollective(
+                    kind=kind, ranks=ranks, ranks_inside=inside, sizes_bytes=sizes, seconds=seconds,
+                    source=path.name,
+                )
+            )  # fmt: skip
+    return replace(cluster, collectives=(*cluster.collectives, *found))
 
 
 def measured_times(
     paths: Iterable[Path], kind: str, cluster: Cluster, ranks: int, stride: int
 ) -> dict[float, float]:
-    """Median measured seconds by payload [bytes] of a group of `ranks` like this one on the cluster's chip.
+    """Median measured seconds by payload [bytes] of a group of `ranks` like this one on the cluster's links.
 
     A group is like this one if as many of its ranks share a node. DataError for a file that is no table of
     ops (docs/data.md).
     """
     inside = float(members(ranks, stride, cluster.levels[0].ranks))
-    found = defaultdict(list)
-    for row in read(*paths).rows:
-        is_kind = row.op == "collective" and row.variant == kind and row.chip == cluster.chip.name
-        if is_kind and (row.shape["ranks"], row.shape["ranks_per_node"]) == (ranks, inside):
-            found[row.shape["bytes"]].append(row.seconds)
+    found: dict[float, list[float]] = defaultdict(list)
+    for path in paths:
+        for size, seconds in _groups(path, cluster).get((kind, float(ranks), inside), {}).items():
+            found[size] += seconds
     return {size: median(seconds) for size, seconds in found.items()}
+
+
+def _groups(path: Path, cluster: Cluster) -> dict[Group, dict[float, list[float]]]:
+    """The times of a file by group and payload [bytes]."""
+    found: dict[Group, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    text = read_text(path, "CSV")
+    if "," not in text.partition("\n")[0]:
+        group, times = _of_nccl_tests(path, text)
+        for size, seconds in times:
+            found[group][size].append(seconds)
+        return found
+    for row in read(path).rows:
+        if row.op == "collective" and _is_like(row, cluster):
+            group = row.variant, row.shape["ranks"], row.shape["ranks_per_node"]
+            found[group][row.shape["bytes"]].append(row.seconds)
+    return found
+
+
+def _is_like(row: Measurement, cluster: Cluster) -> bool:
+    """Whether a collective was measured on the links of `cluster`: those inside a node, and between nodes."""
+    inner, own = find_chip(row.chip).levels[0], cluster.levels[0]
+    is_inside = row.shape["ranks"] == row.shape["ranks_per_node"]
+    same_network = is_inside or row.software in ("", network(cluster.levels))
+    return (inner.name, inner.bytes_per_s) == (own.name, own.bytes_per_s) and same_network
+
+
+def _of_nccl_tests(path: Path, text: str) -> tuple[Group, list[tuple[float, float]]]:
+    """The group and the times, out of place, of one output of nccl-tests."""
+    header = next((line for line in text.splitlines() if "Collective test starting" in line), path.stem)
+    kind = next((kind for name, kind in _KINDS.items() if name in header.lower()), "")
+    nodes = Counter(_NCCL_RANK.findall(text))
+    times = [(float(row[1]), float(row[2]) * 1e-6) for row in map(_NCCL_ROW.match, text.splitlines()) if row]
+    times = [(size, seconds) for size, seconds in times if size and seconds]
+    if not (kind and nodes and times):
+        raise DataError(
+            f"{path} is no output of nccl-tests: it needs the lines of ranks and sizes, and a collective in "
+            f"its header or its name ({', '.join(_KINDS)})"
+        )
+    return (kind, float(nodes.total()), float(max(nodes.values()))), times

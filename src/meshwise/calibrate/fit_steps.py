@@ -34,6 +34,7 @@ from meshwise.calibrate.step_constants import (
 from meshwise.calibrate.validate import estimate_run, reported_bytes
 from meshwise.core.errors import MeshwiseError
 from meshwise.core.toml import catalog_toml
+from meshwise.machine.efficiency import Efficiency
 from meshwise.machine.overheads import Tables, tables
 
 
@@ -140,14 +141,14 @@ def _priced(run: Run) -> Expressed | None:
     return expressed
 
 
-def step_miss(expressed: Expressed, tables: Tables) -> float:
+def step_miss(expressed: Expressed, tables: Tables, efficiency: Efficiency | None = None) -> float:
     """Log of the predicted over the measured step time."""
-    return math.log(estimate_run(expressed, tables).step_s / (expressed.run.step_s or 1.0))
+    return math.log(estimate_run(expressed, tables, efficiency).step_s / (expressed.run.step_s or 1.0))
 
 
-def memory_miss(expressed: Expressed, tables: Tables) -> float:
+def memory_miss(expressed: Expressed, tables: Tables, efficiency: Efficiency | None = None) -> float:
     """Log of the predicted over the measured memory."""
-    found = reported_bytes(expressed, estimate_run(expressed, tables), tables)
+    found = reported_bytes(expressed, estimate_run(expressed, tables, efficiency), tables)
     return math.log(found / (expressed.run.memory_bytes or 1.0))
 
 
@@ -157,7 +158,7 @@ class Quantity:
 
     name: str
     names: tuple[str, ...]
-    miss: Callable[[Expressed, Tables], float]
+    miss: Callable[..., float]
 
 
 TIME = Quantity("step_s", tuple(TIME_BOXES), step_miss)

@@ -2,15 +2,18 @@
 
 The misses of the fitting half are linearised once at the fitted constants (`robust.LinearMisses`); leaving a
 group of runs out is then a small regression, and its runs are priced anew with what came of it. From these
-misses follow the intervals of `meshwise.estimate.intervals`.
+misses, and from those with all runs of a chip (a generation, a type, a software, a scale) left out, follow
+the intervals of `meshwise.estimate.intervals`.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +30,6 @@ from meshwise.calibrate.fit_steps import (
     moved,
     priced_runs,
     times,
-    weights_of,
 )
 from meshwise.calibrate.robust import LinearMisses
 from meshwise.calibrate.runs import publication
@@ -35,7 +37,18 @@ from meshwise.calibrate.step_constants import Constants
 from meshwise.calibrate.table import header
 from meshwise.calibrate.validate import Prediction, Validation
 from meshwise.core.toml import catalog_toml
-from meshwise.estimate.intervals import UNMEASURED, Spread, Spreads, interval_around, regimes
+from meshwise.estimate.intervals import (
+    Spread,
+    Spreads,
+    aspects,
+    interval_around,
+    regimes,
+    unmeasured,
+)
+from meshwise.machine.efficiency import Efficiency, without
+from meshwise.machine.efficiency import constants as efficiency_of
+from meshwise.machine.hardware import Chip, chips
+from meshwise.machine.overheads import Tables
 
 QUANTITIES = {each.name: each for each in (TIME, MEMORY)}
 Misses = dict[str, float]
@@ -44,17 +57,22 @@ Misses = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class MissesByOthers:
-    """Misses of every run with its source left out and with its generation of chips left out, by quantity."""
+    """Misses of every run with its source left out, and with all that are alike in an aspect left out, by
+    quantity (and aspect)."""
 
     runs: Sequence[Expressed]
     by_source: Mapping[str, Misses]
-    by_generation: Mapping[str, Misses]
+    by_aspect: Mapping[str, Mapping[str, Misses]]
 
     def spreads(self, without: str = "") -> Spreads:
         """How far measured and predicted differ by regime, over the sources other than `without`."""
         runs = [each for each in self.runs if publication(each.run.source) != without]
+        measured: dict[str, set[str]] = {}
+        for each in runs:
+            for aspect, what in aspects_of(each).items():
+                measured.setdefault(aspect, set()).add(what)
         return Spreads(
-            measured=sorted({measured_as(each) for each in runs}),
+            measured={aspect: sorted(found) for aspect, found in measured.items()},
             **{quantity: self._spreads(quantity, runs) for quantity in QUANTITIES},
         )
 
@@ -65,29 +83,34 @@ class MissesByOthers:
             name: spread([each for each in known if name in regimes_of(each)], self.by_source[quantity])
             for name in names
         }
-        return found | {UNMEASURED: spread(known, self.by_generation[quantity])}
+        widths = {name: math.log(each.p90) for name, each in found.items()}
+        near = [max(widths[name] for name in regimes_of(each)) for each in known]
+        beyond = {
+            f"unmeasured {aspect}": excess(known, misses, near, aspect)
+            for aspect, misses in self.by_aspect[quantity].items()
+        }
+        return found | beyond
 
 
 def misses_by_others(runs: Sequence[Expressed], constants: Constants) -> MissesByOthers:
-    """Predict every run from `constants` moved to where the fitting half without its source has them."""
-    found: dict[str, tuple[Misses, Misses]] = {}
+    """Predict every run from `constants` moved to where the fitting half without its like has them."""
+    by_source: dict[str, Misses] = {}
+    by_aspect: dict[str, dict[str, Misses]] = {}
     for name, quantity in QUANTITIES.items():
         measured = [each for each in runs if getattr(each.run, name)]
         training = fitting_half(runs, quantity)
         linear = linearize(constants, training, quantity)
-
         known = (measured, training, linear, constants, quantity)
-        found[name] = _misses(_source, *known), _misses(_generation, *known)
-    by_source, by_generation = ({name: found[name][i] for name in QUANTITIES} for i in (0, 1))
-    return MissesByOthers(runs, by_source, by_generation)
+        by_source[name] = _misses(_source, *known)
+        by_aspect[name] = {
+            aspect: _misses(lambda each, aspect=aspect: aspects_of(each)[aspect], *known, aspect=aspect)  # type: ignore[misc]
+            for aspect in aspects_of(measured[0])
+        }
+    return MissesByOthers(runs, by_source, by_aspect)
 
 
 def _source(expressed: Expressed) -> str:
     return publication(expressed.run.source)
-
-
-def _generation(expressed: Expressed) -> str:
-    return expressed.cluster.chip.generation
 
 
 def _misses(
@@ -97,15 +120,51 @@ def _misses(
     linear: LinearMisses,
     constants: Constants,
     quantity: Quantity,
+    *,
+    aspect: str = "",
 ) -> Misses:
-    """Misses of all `measured` runs, each group of the same `key` without its own runs in `training`."""
+    """Misses of all `measured` runs, each group of the same `key` without its own runs in `training`.
+
+    Nor do the kernels of their chips help, where these are what the group has in common.
+    """
     found: Misses = {}
     for group, members in grouped(measured, key).items():
         others = np.array([key(each) != group for each in training])
         step = moved(constants, linear.where(others), quantity, reach=2.0)
         tables = as_tables(times(constants, quantity, step))
-        found |= {each.run.id: quantity.miss(each, tables) for each in members}
+        if aspect == "generation":
+            tables = _without_power(tables, members[0].cluster.chip.generation)
+        efficiencies: dict[tuple[Chip, Any], Efficiency] = {}
+        for each in members:
+            kernels = None
+            if aspect in ("generation", "chip", "dtype"):
+                on = each.cluster.chip, each.cluster.levels
+                if on not in efficiencies:
+                    known = _kernels_without(each.cluster.chip, aspect, each.plans[0].dtype)
+                    efficiencies[on] = efficiency_of(*on, tables=known)
+                kernels = efficiencies[on]
+            found[each.run.id] = quantity.miss(each, tables, kernels)
     return found
+
+
+def _without_power(tables: Tables, generation: str) -> Tables:
+    others = {
+        name: {chip: value for chip, value in getattr(tables, name).items() if chip != generation}
+        for name in ("power", "older_attention")
+    }
+    return replace(tables, **others)
+
+
+def _kernels_without(chip: Chip, aspect: str, dtype: str) -> dict[str, dict[str, Any]]:
+    """The measured kernels of chips that are not like `chip` in an aspect, and links between nodes."""
+
+    def keep(key: str, name: str) -> bool:
+        if key == "outer.link" or (aspect == "dtype" and f".{dtype}" not in key):
+            return True
+        like = name == chip.name or (aspect != "chip" and chips()[name].generation == chip.generation)
+        return not like
+
+    return without(keep)
 
 
 def predicted_by_others(validation: Validation, paths: Iterable[Path]) -> Validation:
@@ -122,10 +181,8 @@ def predicted_by_others(validation: Validation, paths: Iterable[Path]) -> Valida
             return row
         each, value = runs[row.id], row.measured * math.exp(miss)
         others = known[publication(row.source)]
-        seen = measured_as(each) in others.measured
-        between = interval_around(
-            row.quantity, value, regimes_of(each), "" if seen else measured_as(each), others
-        )
+        missing = unmeasured(aspects_of(each), others)
+        between = interval_around(row.quantity, value, regimes_of(each), missing, others)
         return replace(row, left_out=value, left_out_interval=between)
 
     return Validation([with_left_out(row) for row in validation.rows], validation.warnings)
@@ -133,42 +190,52 @@ def predicted_by_others(validation: Validation, paths: Iterable[Path]) -> Valida
 
 def regimes_of(expressed: Expressed) -> list[str]:
     """The regimes of a run."""
-    plan = expressed.plans[0]
-    return regimes(
-        has_experts=expressed.model.moe is not None, dtype=plan.dtype, num_chips=expressed.cluster.num_chips
-    )
+    plan, num_chips = expressed.plans[0], expressed.cluster.num_chips
+    has_experts, adapts = expressed.model.moe is not None, plan.lora_rank > 0
+    return regimes(has_experts=has_experts, adapts=adapts, dtype=plan.dtype, num_chips=num_chips)
 
 
-def measured_as(expressed: Expressed) -> str:
-    """Generation of chips and dtype."""
-    return f"{expressed.cluster.chip.generation}.{expressed.plans[0].dtype}"
+def aspects_of(expressed: Expressed) -> dict[str, str]:
+    """What a run is like, by aspect."""
+    plan, cluster = expressed.plans[0], expressed.cluster
+    return aspects(cluster.chip, dtype=plan.dtype, software=plan.software, num_chips=cluster.num_chips)
 
 
 def spread(runs: Sequence[Expressed], misses: Misses) -> Spread:
-    """By what factor 8 of 10 measurements differ from the prediction at most, either way.
+    """By what factor 8 of 10 measurements differ from the prediction at most, either way; each source counts
+    once, as a new one does."""
+    sources = [publication(each.run.source) for each in runs]
+    return _spread([misses[each.run.id] ** 2 for each in runs], sources)
 
-    On which side a new source lies is not known before. Runs count as they do in the fit.
-    """
-    sizes = np.abs([misses[each.run.id] for each in runs])
-    factor = math.exp(quantile(sizes, weights_of(runs), 0.8))
-    num_sources = len({publication(each.run.source) for each in runs})
-    return Spread(1.0 / factor, factor, len(runs), num_sources)
+
+def excess(runs: Sequence[Expressed], misses: Misses, near: Sequence[float], aspect: str) -> Spread:
+    """The factor that has to come upon those of their regimes, whose logs are `near`, for 8 of 10
+    measurements to lie within where all runs alike in `aspect` are left out; each group counts once."""
+    groups = [aspects_of(each)[aspect] for each in runs]
+    beyond = [misses[each.run.id] ** 2 - width**2 for each, width in zip(runs, near, strict=True)]
+    return _spread(beyond, groups)
+
+
+def _spread(squares: Sequence[float], groups: Sequence[str]) -> Spread:
+    num = Counter(groups)
+    weights = np.array([1.0 / num[group] for group in groups])
+    width = math.sqrt(max(quantile(np.array(squares), weights, 0.8), 0.0))
+    return Spread(math.exp(-width), math.exp(width), len(squares), len(num))
 
 
 _HEAD = """\
 # Written by `meshwise fit`; do not edit. Between which factors of the prediction 8 of 10 measurements lie,
-# for `meshwise.estimate.intervals`: each run is predicted from constants fitted without its source, under
-# `unmeasured` without its generation of chips.
+# for `meshwise.estimate.intervals`: each run is predicted from constants fitted without its source; under
+# `unmeasured ...` what comes upon that without all runs that are like it (num_sources: groups of those).
 """
 
 
 def intervals_toml(found: Spreads) -> str:
     """The catalog of intervals as text."""
-    sections: dict[str, dict[str, object]] = {}
+    sections: dict[str, dict[str, object]] = {"measured": dict(found.measured)}
     for quantity in QUANTITIES:
         for name, each in getattr(found, quantity).items():
             sections[f'{quantity}."{name}"'] = {
                 key: getattr(each, key) for key in ("p10", "p90", "num_runs", "num_sources")
             }
-    measured = ", ".join(f'"{name}"' for name in found.measured)
-    return catalog_toml(f"{_HEAD}\nmeasured = [{measured}]\n", sections)
+    return catalog_toml(_HEAD, sections)

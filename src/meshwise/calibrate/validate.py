@@ -24,7 +24,7 @@ from meshwise.core.errors import ClusterError, MeshwiseError
 from meshwise.core.notebook import Shown
 from meshwise.estimate.intervals import Interval
 from meshwise.estimate.one_plan import Estimate, estimate
-from meshwise.machine.efficiency import constants
+from meshwise.machine.efficiency import Efficiency, constants
 from meshwise.machine.hardware import find_chip
 from meshwise.machine.overheads import Tables
 from meshwise.rl import measured as measured_rl
@@ -240,8 +240,10 @@ def regime_of(run: Run) -> dict[str, str]:
     }
 
 
-def estimate_run(expressed: Expressed, among: Tables | None = None) -> Estimate:
-    """The estimate of a run; `among` are the overheads to use, if not those of the catalog.
+def estimate_run(
+    expressed: Expressed, among: Tables | None = None, efficiency: Efficiency | None = None
+) -> Estimate:
+    """The estimate of a run; `among` are the overheads to use, and `efficiency`, if not those of the catalog.
 
     Of the plans that the row leaves open, the first whose memory fits.
     """
@@ -249,7 +251,10 @@ def estimate_run(expressed: Expressed, among: Tables | None = None) -> Estimate:
     imbalance = expressed.imbalance(overheads)
     for plan in expressed.plans:
         plan = replace(plan, imbalance=imbalance)
-        found = estimate(expressed.model, expressed.cluster, plan, expressed.workload, overheads=overheads)
+        found = estimate(
+            expressed.model, expressed.cluster, plan, expressed.workload, overheads=overheads,
+            efficiency=efficiency,
+        )  # fmt: skip
         if found.fits:
             break
     return found

@@ -46,7 +46,7 @@ def estimate(
 
     if convention in CONVENTIONS:
         others = of_run | {"plot": plot, "trace": trace, "html": html}
-        others["capacity_factor"] = asked.pop("capacity_factor")
+        others |= {name: asked.pop(name) for name in ("capacity_factor", "collectives")}
         _refuse(convention, others)  # not --per-layer: the published tables are of one layer anyway
         tables = api.reproduce(convention, **asked)
         _print_tables(tables, csv, json)

@@ -12,7 +12,7 @@ from meshwise.cli.output import console, print_json
 
 OP_FILES = ("measured_ops.csv", "published_micro.csv")
 SERVING_FILES = ("measured_serving.csv",)
-RUN_FILES = ("published_runs_2.csv", "measured_iterations_a100.csv")
+RUN_FILES = ("published_runs_2.csv", "lora_runs.csv", "measured_iterations_a100.csv")
 """Measured runs beside the published ones, which ship with the package."""
 
 

@@ -52,7 +52,9 @@ def search(
     from meshwise.report.search_table import print_search, print_study, search_rows
 
     budget = api.budget(**options_in(asked, api.budget))
-    alone = {name: asked.pop(name) for name in ("beside", "top", "assumptions", "robust", "capped")}
+    alone = {
+        name: asked.pop(name) for name in ("beside", "top", "assumptions", "robust", "capped", "collectives")
+    }
     weak = asked.pop("weak")
     for path in (csv, plot):
         if path is not None:
@@ -66,7 +68,7 @@ def search(
         taken = {name: asked[name] for name in ("model", "cluster", "batch", "seq")}
         taken |= {"plan": "", "microbatch": None}
         job = fill_in(taken, source)
-        present = api.estimate(**taken)
+        present = api.estimate(**taken, collectives=alone["collectives"])
         work = present.workload
         asked |= {"model": taken["model"], "batch": work.batch, "seq": work.seq}
         asked |= {
@@ -79,7 +81,7 @@ def search(
     found: Any
     if vary:
         single = {"--beside": alone["beside"], "--from": source, "--html": html}
-        single |= {f"--{name}": alone[name] for name in ("assumptions", "robust")}
+        single |= {f"--{name}": alone[name] for name in ("assumptions", "robust", "collectives")}
         single["--no-capped"] = not alone["capped"]
         for option in (option for option, value in single.items() if value):
             raise WorkloadError(f"{option} is for one machine; leave it out with --vary")

@@ -11,7 +11,10 @@ from meshwise.cli.output import console, print_json, write_html
 from meshwise.core.errors import DataError
 from meshwise.core.options import takes
 
-DATA_FILES = ("measured_iterations_a100.csv", "measured_ops.csv", "published_micro.csv")
+DATA_FILES = (
+    *("published_runs_2.csv", "lora_runs.csv", "measured_iterations_a100.csv"),
+    *("measured_ops.csv", "published_micro.csv"),
+)
 """Tables of measurements that do not ship with the package."""
 
 
@@ -41,7 +44,7 @@ def validate(
         cases: JSON of a published model's cases: compare every number.
         plot: Draw predicted against measured (png, svg, pdf).
         write_docs: Write accuracy.md and its figures to this folder.
-        leave_one_source_out: Also predict each source from the others (a minute).
+        leave_one_source_out: Also predict each source from the others (two minutes).
         worst: How many of the worst rows to print.
     """
     if cases is not None:

@@ -84,7 +84,7 @@ def _slower(rates: Rates, adversity: Adversity) -> Rates:
 
 def together(model: Model, cluster: Cluster, plan: Plan) -> Adversity:
     """All adversities of a training step at once."""
-    slower = min(1.0 / interval_of("step_s", 1.0, model, cluster, plan.dtype).p90, 1.0)
+    slower = min(1.0 / interval_of("step_s", 1.0, model, cluster, plan).p90, 1.0)
     return Adversity(
         compute=slower, memory_rate=slower, inner=LINKS_FRAC, outer=LINKS_FRAC, overlap=OVERLAP_FRAC,
         experts_unbalanced=True,

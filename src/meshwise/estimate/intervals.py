@@ -2,14 +2,22 @@
 
 8 of 10 measurements differ from the prediction by no more than a factor, up or down: a new source is off as
 a whole, and on which side is not known before. The factors are those of runs whose source had no part in the
-constants that predicted them (`meshwise.calibrate.leave_one_source_out`), in `catalog/intervals.toml`. Runs
-are told apart by what moves the error: experts or none, matmuls of 16 bits or fewer, more than 1,000 GPUs.
-Where nothing like the plan was measured, the factors are those of runs whose generation of chips was left out
-as a whole. An estimate in several regimes has the lowest p10 and the highest p90 of them.
+constants that predicted them (`meshwise.calibrate.leave_one_source_out`), each source counting once, in
+`catalog/intervals.toml`. Runs are told apart by what moves the error: experts or none, adapters, matmuls of
+16 bits or fewer, more than 1,000 GPUs. An estimate in several regimes has the widest of their factors.
+
+What was never measured is farther away. `aspects` name what a run is like: its generation of chips, its
+chip, its type on that generation, its software, its scale. For each aspect runs were also predicted as if
+nothing like them had been measured: from constants fitted without them, and without the kernels of their
+chips. What has to come upon the widths of their regimes for 8 of 10 of them to lie within is the distance d
+of the aspect, each chip (generation, ...) counting once. Distances are independent, so the log of a factor is
+
+    sqrt(w_regime^2 + sum over unmeasured aspects of d^2)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,10 +25,13 @@ from functools import cache
 import msgspec
 
 from meshwise.core.files import read_catalog
+from meshwise.machine.hardware import Chip
 from meshwise.plan.plan import NARROW_DTYPES
 
 LARGE = 1000
 """GPUs beyond which a run is in a regime of its own."""
+DENSE = "dense"
+"""The regime of what has none of its own."""
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -33,9 +44,10 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Spreads(msgspec.Struct, frozen=True):
-    """The catalog: what was `measured` (`hopper.fp8`), and the spreads by regime of each quantity."""
+    """The catalog: what was `measured`, by aspect; the spreads of each quantity by regime, and the excess of
+    each aspect that is not measured (`unmeasured chip`)."""
 
-    measured: Sequence[str]
+    measured: Mapping[str, Sequence[str]]
     step_s: Mapping[str, Spread]
     memory_bytes: Mapping[str, Spread]
 
@@ -59,33 +71,54 @@ def spreads() -> Spreads:
     return msgspec.convert(read_catalog("intervals.toml"), Spreads)
 
 
-def regimes(*, has_experts: bool, dtype: str, num_chips: int) -> list[str]:
+def regimes(*, has_experts: bool, dtype: str, num_chips: int, adapts: bool = False) -> list[str]:
     """The regimes of a training step on chips that were measured."""
-    kind = "mixture of experts" if has_experts else "dense"
-    narrow = "" if has_experts or dtype not in NARROW_DTYPES else ", 8 bits or fewer"
+    kind = "adapters" if adapts else "mixture of experts" if has_experts else "dense"
+    narrow = "" if kind != "dense" or dtype not in NARROW_DTYPES else ", 8 bits or fewer"
     return [kind + narrow, *([f"more than {LARGE:,} GPUs"] if num_chips > LARGE else [])]
 
 
-UNMEASURED = "unmeasured"
+SCALES = (8, 128, 1_000, 4_000)
+"""GPUs up to which runs are of one scale."""
+
+
+def aspects(chip: Chip, *, dtype: str, software: str, num_chips: int) -> dict[str, str]:
+    """What a training step is like, by aspect, in words that follow "no run was measured"."""
+    most = next((f"on up to {most:,} GPUs" for most in SCALES if num_chips <= most), "")
+    return {
+        "generation": f"on {chip.generation} chips",
+        "chip": f"on {chip.name}",
+        "dtype": f"in {dtype} on {chip.generation} chips",
+        "software": f"under {software}",
+        "scale": most or f"on more than {SCALES[-1]:,} GPUs",
+    }
+
+
+def unmeasured(found: Mapping[str, str], among: Spreads | None = None) -> dict[str, str]:
+    """Those of `found` aspects that no run was like; a new generation is all new chips and types."""
+    measured = (among or spreads()).measured
+    missing = {name: what for name, what in found.items() if what not in measured.get(name, ())}
+    implied = ("chip", "dtype") if "generation" in missing else ()
+    return {name: what for name, what in missing.items() if name not in implied}
 
 
 def interval_around(
-    quantity: str, value: float, found: Sequence[str], unmeasured: str = "", among: Spreads | None = None
+    quantity: str,
+    value: float,
+    found: Sequence[str],
+    missing: Mapping[str, str],
+    among: Spreads | None = None,
 ) -> Interval:
-    """The interval around the prediction `value` in the regimes `found`; `unmeasured`: what never was."""
+    """The interval around the prediction `value` in the regimes `found`; `missing`: aspects not measured."""
     table: Mapping[str, Spread] = getattr(among or spreads(), quantity)
-    names = [name for name in (*found, *([UNMEASURED] if unmeasured else [])) if name in table] or [
-        UNMEASURED
-    ]
-    used = [table[name] for name in names]
+    used = {name: table[name] for name in found if name in table} or {DENSE: table[DENSE]}
+    beyond = [table[name] for aspect in missing if (name := f"unmeasured {aspect}") in table]
+    width = max(math.log(spread.p90) for spread in used.values())
+    factor = math.exp(math.hypot(width, *(math.log(spread.p90) for spread in beyond)))
     runs = ", ".join(
-        f"{spread.num_runs} runs of {spread.num_sources} sources ({name})"
-        for name, spread in zip(names, used, strict=True)
-        if name != UNMEASURED
+        f"{spread.num_runs} runs of {spread.num_sources} sources ({name})" for name, spread in used.items()
     )
     reason = f"8 of 10 measurements fall between p10 and p90, judging by {runs}, none by its own source"
-    return Interval(
-        p10=value * min(spread.p10 for spread in used),
-        p90=value * max(spread.p90 for spread in used),
-        reason=reason + (f"; wider because {unmeasured} was never measured" if unmeasured else ""),
-    )
+    if missing:
+        reason += f"; wider because no run was measured {', nor '.join(missing.values())}"
+    return Interval(p10=value / factor, p90=value * factor, reason=reason)

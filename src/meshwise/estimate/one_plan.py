@@ -18,12 +18,13 @@ import numpy as np
 from meshwise.core.ledger import Ledger
 from meshwise.core.notebook import Shown
 from meshwise.cost.routing import summary
-from meshwise.estimate.intervals import Interval, interval_around, regimes, spreads
+from meshwise.estimate.intervals import Interval, aspects, interval_around, regimes, unmeasured
 from meshwise.estimate.memory import contents, recomputed
 from meshwise.estimate.priced_part import AGAIN, CORE_PHASE, MATRIX_KINDS
 from meshwise.estimate.rows import part_rows, spent_on, step_rows
 from meshwise.estimate.step import StageCost, StepCost, step_cost
 from meshwise.estimate.timing import Machine, machine, machine_for
+from meshwise.machine.efficiency import Efficiency
 from meshwise.machine.hardware import Cluster
 from meshwise.machine.overheads import Overheads
 from meshwise.model.architecture import Model, layer_counts, layer_kinds
@@ -72,9 +73,7 @@ class Estimate(Shown):
 
     def interval(self, quantity: str, value: float) -> Interval:
         """The interval around `value`, a prediction of `quantity` (step_s or memory_bytes)."""
-        return interval_of(
-            quantity, value, self.model, self.cluster, self.plan.dtype, is_training=self.trains
-        )
+        return interval_of(quantity, value, self.model, self.cluster, self.plan, is_training=self.trains)
 
     @property
     def tokens_per_s(self) -> float:
@@ -242,6 +241,7 @@ class Estimate(Shown):
                 f"layers are placed so that the slowest stage is fastest: stages={sizes}; stages=even has as "
                 "many on each"
             )
+        notes += map(str, self.cluster.collectives)
         notes.append(f"interval: {self.step_s_interval.reason}")
         for origin, names in self.inherited.items():
             notes.append(
@@ -300,14 +300,15 @@ class Estimate(Shown):
 
 
 def interval_of(
-    quantity: str, value: float, model: Model, cluster: Cluster, dtype: str, *, is_training: bool = True
+    quantity: str, value: float, model: Model, cluster: Cluster, plan: Plan, *, is_training: bool = True
 ) -> Interval:
-    """The interval around `value`, a prediction of `quantity` of a step in `dtype`."""
-    generation = cluster.chip.generation
-    found = regimes(has_experts=model.moe is not None, dtype=dtype, num_chips=cluster.num_chips)
-    seen = is_training and f"{generation}.{dtype}" in spreads().measured
-    what = f"training in {dtype} on {generation} chips" if is_training else "a whole pass"
-    return interval_around(quantity, value, found, unmeasured="" if seen else what)
+    """The interval around `value`, a prediction of `quantity` of a step under `plan`."""
+    has_experts, dtype, num_chips = model.moe is not None, plan.dtype, cluster.num_chips
+    found = regimes(has_experts=has_experts, adapts=plan.lora_rank > 0, dtype=dtype, num_chips=num_chips)
+    missing = unmeasured(aspects(cluster.chip, dtype=dtype, software=plan.software, num_chips=num_chips))
+    if not is_training:
+        missing = {"generation": "of a pass alone"}
+    return interval_around(quantity, value, found, missing)
 
 
 def _with_waits_of(step: StepCost, own: StepCost) -> StepCost:
@@ -324,18 +325,22 @@ def estimate(
     *,
     ideal: bool = False,
     overheads: Overheads | None = None,
+    efficiency: Efficiency | None = None,
 ) -> Estimate:
     """Price one plan. PlanError or WorkloadError where it does not fit the model or the cluster.
 
     A plan that needs more memory than the chip has is an answer (`fits` False), not an error.
     `ideal`: kernels and links keep every promise of the data sheet. `overheads`: what a step pays
-    beside its kernels (`machine.overheads`; None: the chip's, under the plan's software).
+    beside its kernels (`machine.overheads`; None: the chip's, under the plan's software). `efficiency`: what
+    share of their peaks its kernels and links reach (None: the chip's).
     """
     mesh = resolve(model, plan, workload, cluster)
     if overheads is None:
         runs_on = machine_for(cluster, plan, workload.kind, ideal=ideal)
     else:
         runs_on = machine(cluster, plan.dtype, ideal=ideal, overheads=overheads)
+    if efficiency is not None:
+        runs_on = replace(runs_on, efficiency=efficiency)
     step = step_cost(model, mesh, runs_on)
     return Estimate(model, cluster, plan, workload, step.mesh, runs_on, step)
 

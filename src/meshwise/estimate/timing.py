@@ -43,6 +43,7 @@ from meshwise.machine.hardware import (
     Chip,
     Cluster,
     Level,
+    MeasuredCollective,
     Rates,
     ReduceScatter,
     host_bytes_per_s,
@@ -82,7 +83,7 @@ class Machine:
     `by_dtype` are the rates of matrix work by dtype; `base` those of the step's own. `reached_frac` is
     the share of each level's link that collectives reach (empty: all of it), `reduce_scatter` the collective
     that the library does for it, `host_bytes_per_s` the chip's link to its host, per direction, `op_host_s`
-    what the host adds to every matrix op (`Chip`).
+    what the host adds to every matrix op (`Chip`), `collectives` what was measured (`Cluster`).
     """
 
     base: Rates
@@ -95,6 +96,7 @@ class Machine:
     power_watts: float = 0.0
     host_bytes_per_s: float = np.inf
     op_host_s: float = 0.0
+    collectives: tuple[MeasuredCollective, ...] = ()
 
     def rates(self, op: Op) -> Rates:
         """The rates of the matrix work in the dtype of `op`; the step's own where it has none."""
@@ -121,7 +123,12 @@ class Machine:
     ) -> Num:  # fmt: skip
         """Time of one collective with the links to itself; `send` and `recv` are point to point."""
         lines = self.collective_lines(kind, group_ranks, stride, choices, groups, runs)
-        return fastest_s(lines, payload_bytes)
+        seconds = fastest_s(lines, payload_bytes)
+        for known in self.collectives:
+            if known.kind == kind:
+                inside = members(group_ranks, stride, self.base.link_ranks[0], runs)
+                seconds = _where_measured(seconds, known, payload_bytes, group_ranks, inside)
+        return seconds
 
     def collective_lines(
         self, kind: str, group_ranks: Num, stride: Num, choices: float = 0.0,
@@ -130,6 +137,17 @@ class Machine:
         """What the library chooses from for a group: its algorithms and protocols."""
         placed = tuple(map(_frozen, (group_ranks, stride, *runs)))
         return _lines(self, kind, placed, choices, groups)
+
+
+def _where_measured(
+    seconds: Num, known: MeasuredCollective, payload_bytes: Num, group_ranks: Num, ranks_inside: Num
+) -> Num:
+    """`seconds`, or what was measured of such a group, between its sizes (both as logs)."""
+    size = np.log(np.maximum(payload_bytes, 1.0))
+    sizes, times = np.log(known.sizes_bytes), np.log(known.seconds)
+    has_points = (size >= sizes[0] - 1e-9) & (size <= sizes[-1] + 1e-9)
+    is_like = (np.asarray(group_ranks) == known.ranks) & (np.asarray(ranks_inside) == known.ranks_inside)
+    return np.where(is_like & has_points, np.exp(np.interp(size, sizes, times)), seconds)[()]
 
 
 def _frozen(number: Num) -> tuple[bytes, tuple[int, ...]]:
@@ -168,7 +186,8 @@ def machine(
     """
     overheads = NONE if ideal else overheads or find_overheads(cluster.chip)
     levels = sliced(cluster.levels, cluster.num_chips)
-    return _machine(cluster.chip, levels, cluster.reduce_scatter, dtype, ideal, overheads)
+    measured = () if ideal else cluster.collectives
+    return _machine(cluster.chip, levels, cluster.reduce_scatter, dtype, ideal, overheads, measured)
 
 
 def machine_for(cluster: Cluster, plan: Plan, kind: str, *, ideal: bool = False) -> Machine:
@@ -181,7 +200,7 @@ def machine_for(cluster: Cluster, plan: Plan, kind: str, *, ideal: bool = False)
 @lru_cache(maxsize=256)
 def _machine(
     chip: Chip, levels: tuple[Level, ...], reduce_scatter: ReduceScatter, dtype: str, ideal: bool,
-    overheads: Overheads,
+    overheads: Overheads, collectives: tuple[MeasuredCollective, ...],
 ) -> Machine:  # fmt: skip
     num_chips = math.prod(levels[0].torus)  # the levels of a slice already
     cluster = Cluster(name=chip.name, chip=chip, num_chips=num_chips, levels=levels)
@@ -200,6 +219,7 @@ def _machine(
         power_watts=chip.power_watts,
         host_bytes_per_s=host_bytes_per_s(chip) or np.inf,
         op_host_s=0.0 if ideal else chip.op_host_s,
+        collectives=collectives,
     )
 
 

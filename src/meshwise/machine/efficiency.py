@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
 from typing import Any, TypeVar
@@ -359,6 +359,15 @@ def constants(
         return IDEAL
     links = tuple(chip.levels if levels is None else levels)
     return _known_constants(chip, links) if tables is None else _constants(chip, links, tables)
+
+
+def without(keep: Callable[[str, str], bool]) -> dict[str, dict[str, Any]]:
+    """The catalog with those entries that `keep(key, chip)` says; `constants` takes it as `tables`."""
+    kept = {
+        key: {chip: entry for chip, entry in table.items() if keep(key, chip)}
+        for key, table in _catalog().items()
+    }
+    return {key: table for key, table in kept.items() if table}
 
 
 @lru_cache(maxsize=1024)

@@ -104,10 +104,29 @@ class Chip:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MeasuredCollective:
+    """Seconds of one kind of collective by its payload, of a group of `ranks`, `ranks_inside` of them in a
+    domain of the innermost links; sizes ascend. `source`: the file that says so."""
+
+    kind: str
+    ranks: float
+    ranks_inside: float
+    sizes_bytes: tuple[float, ...]
+    seconds: tuple[float, ...]
+    source: str
+
+    def __str__(self) -> str:
+        sizes = f"{self.sizes_bytes[0]:,.0f} to {self.sizes_bytes[-1]:,.0f} bytes"
+        group = f"{self.kind} among {self.ranks:.0f} ranks, {self.ranks_inside:.0f} in a node, {sizes}"
+        return f"measured, not predicted ({self.source}): {group}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """`num_chips` of `chip`, joined by `levels` (innermost first).
 
     `reduce_scatter`: the collective that the library does for it: gloo has none, and reduces all to all.
+    `collectives`: what was measured on it, which takes the place of a prediction where it has points.
     """
 
     name: str
@@ -115,6 +134,7 @@ class Cluster:
     num_chips: int
     levels: tuple[Level, ...]
     reduce_scatter: ReduceScatter = "reduce_scatter"
+    collectives: tuple[MeasuredCollective, ...] = ()
     source: str = ""
     checked: str = ""
 
@@ -393,7 +413,7 @@ def cluster_text(cluster: Cluster, digits: int | None = None) -> str:
     """
     chip = cluster.chip
     tables = [
-        ("", _stated(cluster, "chip", "levels")),
+        ("", _stated(cluster, "chip", "levels", "collectives")),
         *_level_tables("[[levels]]", cluster.levels),
         ("[chip]", _stated(chip, "levels")),
         *_level_tables("[[chip.levels]]", chip.levels if repr(chip.levels) != repr(cluster.levels) else ()),

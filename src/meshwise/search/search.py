@@ -115,6 +115,11 @@ class Result(Shown):
             return of.robust_s / self.bases[0].robust_s - 1.0
         return found.step_s / self.best[0].step_s - 1.0
 
+    @property
+    def notes(self) -> list[str]:
+        """Which collectives were measured."""
+        return [str(one) for found in self.best[:1] for one in found.cluster.collectives]
+
     def to_json(self, budget: TokenBudget | None = None) -> dict[str, Any]:
         """The document that `meshwise search --json` prints; `budget`: also what its run takes."""
         miss, run = self.nearest_miss, (budget or TokenBudget()).run
@@ -126,6 +131,7 @@ class Result(Shown):
             "complete": self.complete,
             "capacity_bytes": self.capacity_bytes,
             "to": self.to or None,
+            "notes": self.notes,
             "best": [
                 _best_json(found, num) | of.to_json() | run(found)
                 for found, num, of in zip(self.best, self.num_variants, self.bases, strict=True)

@@ -429,6 +429,7 @@ def notes(serving: Serving) -> list[str]:
     routing = "even routing" if plan.imbalance == 1 else f"busiest rank {plan.imbalance:.3g} x the mean"
     chip, inherited = serving.cluster.chip.name, efficiency.inherited_from
     found = [f"{chip}: {name} inherited from {inherited[name]}" for name in sorted(used & set(inherited))]
+    found += map(str, serving.cluster.collectives)
     for key in ("weight_dtype", "expert_dtype"):
         if kept := getattr(plan, key):
             bits = f"{WEIGHT_BITS[kept]:.4g}"
