@@ -152,6 +152,12 @@ def _parse(path: Path) -> tuple[str, Settings, int | None]:
     if re.search(r"^\[(parallelism|training)\]", text, re.MULTILINE):
         return "torchtitan", _titan_toml(_flat(parse_toml(text, str(path)))), None
     words = shell_words(text, path)
+    if "--deepspeed" in words[:-1]:
+        _, stated, _ = _parse_deepspeed(*_beside(words, "--deepspeed", path))
+        return "deepspeed", stated | _trainer_flags("deepspeed", words), _gpus(words)
+    if "--config_file" in words[:-1]:
+        stated = parse_yaml(*_beside(words, "--config_file", path))
+        return "accelerate", stated | _trainer_flags("accelerate", words), None
     if any(word.startswith(("--parallelism.", "--training.")) for word in words):
         return "torchtitan", _titan_words(words), _gpus(words)
     if any(word.startswith(("model.tensor_", "train.global_", "train.micro_")) for word in words):
@@ -162,6 +168,20 @@ def _parse(path: Path) -> tuple[str, Settings, int | None]:
         f"{path} is no job of Megatron, torchtitan, DeepSpeed or Accelerate; name a script with its "
         "arguments, or its JSON, YAML or TOML file"
     )
+
+
+def _beside(words: list[str], option: str, path: Path) -> tuple[str, Path]:
+    """The text of the file that `option` names, which lies beside the script at `path`."""
+    file = path.parent / Path(words[words.index(option) + 1]).name
+    return read_text(file, "job"), file
+
+
+def _trainer_flags(framework: str, words: list[str]) -> Settings:
+    """The arguments of the Hugging Face Trainer in a command line that names a framework's own file."""
+    known = framework_arguments(framework).arguments
+    pairs = zip(words, [*words[1:], "--"], strict=True)
+    stated = ((name, after) for name, after in pairs if name.startswith("--") and name in known)
+    return {name: True if after.startswith("--") else after for name, after in stated}
 
 
 def _parse_deepspeed(text: str, path: Path) -> tuple[str, Settings, None]:
