@@ -19,6 +19,7 @@ uvicorn = pytest.importorskip("uvicorn")
 
 import meshwise as mw  # noqa: E402
 from meshwise.calibrate.runs import published_runs  # noqa: E402
+from meshwise.web import app  # noqa: E402
 from meshwise.web.app import make_app  # noqa: E402
 from meshwise.web.views import Server  # noqa: E402
 
@@ -216,6 +217,39 @@ def test_a_change_is_priced_and_a_link_holds_all_of_it(page: Any) -> None:
     assert page.evaluate("navigator.clipboard.readText()").startswith("meshwise estimate llama3-8b")
 
 
+def test_an_old_answer_is_dimmed_until_the_next(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, real = threading.Event(), app.answer
+
+    def slow(view: str, state: Any, server: Server, hear: Any = lambda considered: None) -> Any:
+        hear(1_234_567)
+        go.wait(60)
+        return real(view, state, server, hear)
+
+    def opacity() -> float:
+        return float(page.evaluate("getComputedStyle(document.querySelector('#page')).opacity"))
+
+    before = show(page, "serve")
+    assert opacity() == 1
+    monkeypatch.setattr(app, "answer", slow)
+    for rate, act in (("6", "cancel"), ("7", "")):
+        page.fill("#serve-rate", rate)
+        page.keyboard.press("Tab")
+        until(page, "document.querySelector('#progress').textContent.includes('1,234,567 plans considered')")
+        assert opacity() < 1 and page.locator("#page h2").first.is_visible()
+        if act:
+            page.click(f"[data-act={act}]")
+            assert settled(page).startswith("Stopped.") and opacity() < 1
+            go.set()
+    assert settled(page) not in (before, "") and opacity() == 1 and not page.locator("#progress").is_visible()
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_opens_with_something_useful(page: Any, view: str) -> None:
+    page.goto(f"/#{view}")
+    assert settled(page) and page.locator("#headline.error, #headline.no").count() == 0
+    assert page.locator("#page .chart, #page .drop").count() > 0
+
+
 def test_by_keyboard_alone(page: Any) -> None:
     before = show(page, "explore")
     keyboard = page.keyboard
@@ -263,13 +297,13 @@ def test_a_plan_that_is_none_and_a_bad_config_are_told(page: Any) -> None:
     good = show(page, "explore")
     page.fill("#explore-batch", "7")
     assert "batch" in settled(page) and page.locator("#headline.error").is_visible()
-    assert not page.locator("#page h2").first.is_visible()
+    assert page.evaluate("document.querySelector('#page').inert")
     page.fill("#explore-batch", "1e")
     until(page, "document.querySelector('#headline').textContent.includes('batch=1e must be a number')")
     assert page.locator(".bad input").get_attribute("name") == "batch"
     page.fill("#explore-batch", "32")
     page.wait_for_selector("#headline:not(.error)")
-    assert settled(page) == good and page.locator("#page h2").first.is_visible()
+    assert settled(page) == good and not page.evaluate("document.querySelector('#page').inert")
     page.locator("#form-explore summary", has_text="Your own model").click()
     page.fill("#explore-config", '{"model_type": <script>alert(1)</script>')
     page.wait_for_selector("#headline.error")
@@ -318,14 +352,14 @@ def test_a_folder_of_traces_goes_to_the_server(page: Any, server: Running, how: 
             page.set_input_files("[data-folder=traces-path]", tmp_path / name)
         until(page, f"document.querySelector('#traces-path').value !== {before!r}")
         page.wait_for_selector("#headline:not(.error)")
-        assert "rank 3" in settled(page)
+        assert "rank 3" in settled(page).lower()
         kept = Path(page.evaluate("document.querySelector('#traces-path').value"))
         held = server.drop.folder(str(kept))
         assert sorted(file.name for file in held.rglob("*") if file.is_file()) == sorted(
             file.name for file in (TRACES / "gloo4").rglob("*") if file.name.endswith((".json", ".json.gz"))
         )
     page.reload()
-    assert "rank 3" in settled(page)
+    assert "rank 3" in settled(page).lower()
     page.goto(f"/#traces?v=1&path={before}")
     page.wait_for_selector("#headline.error")
     assert "drop it again" in page.inner_text("#headline")
@@ -390,8 +424,9 @@ def test_a_report_needs_no_network_and_no_server(
         offline.emulate_media(color_scheme=scheme, reduced_motion="reduce")
         offline.set_viewport_size(size)
         offline.goto(path.as_uri())
-        offline.wait_for_selector(".chart .main-svg")
-        assert offline.locator(".chart .main-svg").count() >= offline.locator(".chart").count() > 0
+        if verb != "explain":  # the trace is of no model of the catalog: there is nothing to draw beside
+            offline.wait_for_selector(".chart .main-svg")
+        assert offline.locator(".chart .main-svg").count() >= offline.locator(".chart").count()
         assert offline.locator("[data-title*='loud']").count() == 0  # nothing would send it to a cloud
         assert runs_over(offline) <= 0
     assert faults(offline) == [] and offline.problems == []

@@ -42,14 +42,18 @@ RANGES = {
 """Ends and step of numbers that are slid."""
 EXAMPLE = {"model": "llama3-8b", "cluster": "h100-80g-sxm:64", "batch": "256", "seq": "4096", "months": "3",
            "prompts": "64", "samples": "16", "output": "1024"}  # fmt: skip
-"""What stands in a form at first, where a view needs a job."""
+OTHERS = {
+    "serve": {"cluster": "h100-80g-sxm:1", "prompt": "2048", "output": "256", "rate": "4"},
+    "traces": dict.fromkeys(EXAMPLE, ""),
+}
+"""What stands in a form at first: a job that every view but that of traces answers at once."""
 
 
 def form_html(view: str, options: dict[str, Option]) -> str:
     """The form of a view."""
     groups: dict[str, list[str]] = {}
-    first, example = view.capitalize(), EXAMPLE if view != "traces" else {}
-    for option in options.values():
+    first, example = view.capitalize(), EXAMPLE | OTHERS.get(view, {})
+    for option in sorted(options.values(), key=lambda option: option.name != "path"):
         if view == "explore" and option.name == "plan":
             for key in KEYS:
                 title = "Plan" if key in FIRST_KEYS else "More of the plan"

@@ -3,7 +3,7 @@
 
 const $ = (selector, root = document) => root.querySelector(selector);
 const all = (selector, root = document) => [...root.querySelectorAll(selector)];
-const EXPLORE = "explore", LIVE = [EXPLORE, "frontier", "accuracy"], RETRY_MS = 2000, LATE_MS = 200;
+const EXPLORE = "explore", LIVE = [EXPLORE, "frontier", "accuracy"], RETRY_MS = 2000, LATE_MS = 200, PROGRESS_MS = 500;
 const PARTS = { [EXPLORE]: [EXPLORE, "ops"] }; // questions of a view that has several
 const due = new Set(); // charts that are still to be drawn
 let view = EXPLORE, pinned = {}, last = {}, running = null, told = "";
@@ -46,10 +46,9 @@ function showValue(field) {
 }
 
 /** One answer of the server; null where a newer question took its place. */
-async function ask(what, asked, signal) {
-  const reply = await fetch(`api/${what}`, {
-    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(asked), signal,
-  });
+async function ask(what, asked, signal, name = "") {
+  const headers = { "Content-Type": "application/json", "Question": name };
+  const reply = await fetch(`api/${what}`, { method: "POST", headers, body: JSON.stringify(asked), signal });
   if (reply.headers.get("Content-Type") !== "application/json") throw new Error(await reply.text());
   return reply.json();
 }
@@ -57,10 +56,10 @@ async function ask(what, asked, signal) {
 async function run() {
   running?.abort();
   const mine = (running = new AbortController()), asked = state(), of = view, page = $("#page");
-  const late = setTimeout(() => page.classList.add("stale"), LATE_MS);
+  const name = `${Date.now()}-${Math.random()}`, late = setTimeout(() => wait(mine, name), LATE_MS);
   page.ariaBusy = "true";
   try {
-    const answers = (PARTS[of] || [of]).map((part) => ask(part, asked, mine.signal)), sections = [];
+    const answers = (PARTS[of] || [of]).map((part) => ask(part, asked, mine.signal, name)), sections = [];
     answers.slice(1).forEach((answer) => answer.catch(() => 0)); // the first one tells
     history.replaceState(null, "", `#${of}?${new URLSearchParams({ v: 1, ...asked })}`);
     $("[data-act=unpin]").hidden = !Object.keys(pinned).length;
@@ -80,9 +79,23 @@ async function run() {
     clearTimeout(late);
     if (mine === running) {
       page.ariaBusy = "false";
-      page.classList.remove("stale");
+      $("#progress").hidden = true;
       if (of === EXPLORE) offer(asked, mine.signal);
     }
+  }
+}
+
+/** Dim what answers an earlier question, and say how far the answer to this one is. */
+async function wait(mine, name) {
+  document.body.classList.add("stale");
+  while (mine === running && $("#page").ariaBusy === "true" && !mine.signal.aborted) {
+    const { before, considered } = await fetch(`api/progress/${name}`).then((reply) => reply.json()).catch(() => ({}));
+    if (mine !== running || $("#page").ariaBusy !== "true") return;
+    const line = before ? `${before} questions are answered before this one` : "";
+    const searched = considered ? `${considered.toLocaleString("en")} plans considered` : "working";
+    $("#progress span").textContent = line || searched;
+    $("#progress").hidden = false;
+    await new Promise((next) => setTimeout(next, PROGRESS_MS));
   }
 }
 
@@ -100,6 +113,7 @@ function headline(text, className) {
 /** Put the sections in place: one that says the same stays as it is, a chart is updated where it stands. */
 function put(sections, isWhole) {
   const page = $("#page");
+  if (isWhole) document.body.classList.remove("stale");
   page.inert = false;
   for (const [i, html] of sections.entries()) {
     const old = page.children[i], fresh = document.createElement("template");
@@ -155,6 +169,7 @@ function alertOf(text) {
 function fail(sentence) {
   last = {};
   headline(sentence, "error");
+  document.body.classList.remove("stale");
   $("#page").inert = true;
   const typed = fields().filter((field) => field.tagName !== "SELECT" || "key" in field.dataset);
   const place = ({ name }, then = "\\b") => sentence.search(new RegExp(`\\b${name}${then}`));
@@ -222,6 +237,10 @@ const copy = (text, what) => !text ? say("there is nothing to copy: the plan is 
   : navigator.clipboard.writeText(text).then(() => say(`${what} copied`), () => say(text));
 
 const ACTS = {
+  cancel() {
+    running?.abort();
+    headline("Stopped. What is dimmed answers an earlier question.", "");
+  },
   link: () => copy(location.href, "link"),
   command: () => copy(last.command, "command"),
   python: () => copy(last.python, "Python"),
@@ -281,9 +300,14 @@ function open() {
     link.hash === `#${view}` ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current");
   }
   $(".explore").hidden = view !== EXPLORE;
+  running?.abort();
   $("#page").replaceChildren();
-  if (view === "traces" && !state().path) return fail("Drop or choose a folder of traces, or name one.");
-  run();
+  $("#page").inert = false;
+  headline("", "");
+  if (view !== "traces" || state().path) return run();
+  headline("Drop a folder of profiler traces here, or choose or name one.", "");
+  $("#page").append($("#drop-here").content.cloneNode(true));
+  $("#page .drop button").onclick = () => $("[data-folder]", form()).click();
 }
 
 const THEMES = ["system", "light", "dark"];
@@ -301,7 +325,7 @@ $("#skip").onclick = (event) => {
   event.preventDefault();
   $("#results").focus();
 };
-$("#actions").onclick = (event) => ACTS[event.target.dataset.act]?.();
+$("#actions").onclick = $("#progress").onclick = (event) => ACTS[event.target.dataset.act]?.();
 $("#inputs").addEventListener("input", ({ target }) => {
   showValue(target);
   if (LIVE.includes(view)) run();
