@@ -281,6 +281,8 @@ def test_accuracy_shows_the_rows_that_the_filter_leaves(
         ("explore", JOB | {"machine": "num_chips = "}, "not valid TOML"),
         ("explore", JOB | {"machine": ".".join("a" * 15_000) + " = 1"}, "a dotted key has more than 8 parts"),
         ("explore", JOB | {"model": "/etc/passwd"}, "is a path"),
+        ("search", JOB | {"robust": "maybe"}, "robust=maybe must be yes or no"),
+        ("explore", JOB | {"collectives": "/etc/passwd"}, "no field 'collectives'"),
         ("explore", JOB | {"plan": "tests/x.toml"}, "is a path"),
         ("explore", {"model": "llama3-8b"}, "needs cluster: A preset, chip:count"),
         (

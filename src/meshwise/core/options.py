@@ -53,6 +53,10 @@ class Option:
             return self.reader(text, self.typed)
         if get_origin(self.kind) is Literal and text not in (known := get_args(self.kind)):
             raise WorkloadError(f"{self.typed}={text} must be one of {', '.join(filter(None, known))}")
+        if self.kind is bool:
+            if text not in ("yes", "no"):
+                raise WorkloadError(f"{self.typed}={text} must be yes or no")
+            return text == "yes"
         if self.kind not in (int, float):
             return text
         try:

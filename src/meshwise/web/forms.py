@@ -119,6 +119,8 @@ def _control(option: Option, example: dict[str, str]) -> str:
 
 def _choices(option: Option) -> Sequence[str]:
     """The values of an option that is chosen from a list."""
+    if option.kind is bool:
+        return ("yes", "no") if option.default else ("no", "yes")
     if get_origin(option.kind) is Literal:
         return get_args(option.kind)
     frameworks = ("", *TRAINING) if option.default == "" else FRAMEWORKS

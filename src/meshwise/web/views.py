@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -100,7 +100,9 @@ def options(view: str) -> dict[str, Option]:
     found = all_options(VIEWS[view])
     if view == "frontier":
         found |= {name: Option(name, Literal[known], known[0], "") for name, known in OPTIONS.items()}
-    return {name: option for name, option in found.items() if option.kind is not Path}
+    return {
+        name: option for name, option in found.items() if Path not in (option.kind, *get_args(option.kind))
+    }
 
 
 def _asked(view: str, state: State) -> dict[str, Any]:
@@ -116,7 +118,7 @@ def _asked(view: str, state: State) -> dict[str, Any]:
         text = state.get(option.typed, "")
         if name not in pasted and not text and option.default is REQUIRED:
             raise WorkloadError(f"{view} needs {name}: {option.help}")
-        if option.kind is str and name not in _FREE:
+        if option.kind not in (int, float) and name not in _FREE:
             _check_name(text)
         found[name] = option.value(text) if text else option.default
     return found | pasted
