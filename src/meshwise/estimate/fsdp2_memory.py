@@ -1,183 +1,256 @@
-"""Memory of a rank under FSDP2 and torch's pipelines: states as it shards them, activations to the byte.
+"""Memory of a rank under FSDP2: shards of weights and states, and the most that is alive beside them.
 
-The most that is kept at once follows from the order of the rank's forwards and backwards (`program.order`):
-
-    the largest sum over its chunks of  alive microbatches x what one keeps,
-    and for the chunk whose backward runs, what recomputation brings back beyond what is gone by then,
-    for the one whose forward runs, what a loss in pieces needs beyond what is kept of it
-
-A backward that is split lets go of what the loss keeps, or of what weighs experts' answers in a last block,
-when the gradient of the input is there, and of the rest with that of the weights. It recomputes nothing.
+Plans of a grid whose steps run alike (pipeline, ZeRO stage, recomputation) are told together: their sizes are
+columns of numbers (`estimate.fsdp2_peak`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import reduce
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.core.units import Num
 from meshwise.cost.schedule import SCHEDULES
-from meshwise.estimate.memory import Memory, kept_bytes, recomputed
+from meshwise.estimate.fsdp2_peak import (
+    MICROBATCHES,
+    Chunk,
+    Layer,
+    PipelineRank,
+    UnitBytes,
+    peak_without_pipeline,
+    shortened,
+)
+from meshwise.estimate.memory import Memory
 from meshwise.estimate.priced_part import Part
 from meshwise.machine.overheads import Overheads
 from meshwise.model.architecture import Model, layer_kind, layer_kinds
 from meshwise.plan.mesh import Mesh
+from meshwise.plan.plan import RECOMPUTE
 from meshwise.plan.stages import Stage, chunks_of_rank, num_on_host
 from meshwise.program.cut import Cut
-from meshwise.program.fsdp2 import Unit, held_params, optimizer_bytes, shard_bytes, unsharded_bytes
-from meshwise.program.order import Pattern, moments, patterns
+from meshwise.program.fsdp2 import Unit, held_params, optimizer_bytes, shard_bytes
+from meshwise.program.moments import PartBytes
+from meshwise.program.order import moments
 from meshwise.program.parts import block_input_bytes
+
+_LIKE = {"dualpipe-v": "zb-v", "zb-v": "zb-v", "dualpipe": "dualpipe"}
+_LAYOUTS = np.array([SCHEDULES.index(_LIKE.get(name, "1f1b")) for name in SCHEDULES])
+"""Of each schedule, one that deals the same chunks to each rank."""
+_FULL, _SELECTIVE = RECOMPUTE.index("full"), RECOMPUTE.index("selective")
 
 
 def fsdp2_memory(
     model: Model, stage: Stage, parts: Sequence[Part], held: Sequence[Unit], mesh: Mesh, cut: Cut,
-    overheads: Overheads,
+    overheads: Overheads, kept: Num,
 ) -> Memory:  # fmt: skip
-    """Memory of one rank of `stage` at its peak; `held` are the units of its weights."""
-    held_bytes = sum((unit.count * unit.local_bytes(mesh, cut) for unit in held), 0.0)
-    trained = [unit.trained for unit in held]
-    trained_bytes = shard_bytes(mesh, cut) * held_params(trained, mesh, cut)
-    state_bytes = optimizer_bytes(held, mesh, cut)
-    activations, filled, booked = _activation_peaks(model, stage, parts, mesh, cut)
-    buffers = _buffer_bytes(model, parts, mesh, cut) + unsharded_bytes(held, stage, mesh, cut)
-    buffers = buffers + (filled - activations)
+    """Memory of one rank of `stage` at its peak; `held` are the units of its weights.
+
+    `kept`: the most that is kept for the backward at once (`kept_peak`).
+    """
+    weights = sum((unit.count * unit.local_bytes(mesh, cut) for unit in held), 0.0)
+    states = optimizer_bytes(held, mesh, cut)
+    gradients = gradient_bytes(held, mesh, cut)
+    step = _step_bytes(model, stage, parts, held, mesh, cut)
+    step = np.maximum(step, gradients + _update_bytes(held, mesh, cut))
+    gradients = np.minimum(gradients, step)
+    activations = np.minimum(kept, step - gradients)
     return Memory(
-        weights=held_bytes,
-        gradients=trained_bytes,
-        optimizer=state_bytes,
+        weights=weights,
+        gradients=gradients,
+        optimizer=states,
         activations=activations,
         cache=0.0,
-        buffers=buffers,
-        overhead=overheads.context_bytes
-        + (booked - filled)
-        + overheads.fragment_frac * (held_bytes + trained_bytes + state_bytes + activations + buffers),
+        buffers=step - gradients - activations,
+        overhead=overheads.context_bytes + overheads.fragment_frac * (weights + states + step),
     )
 
 
-def _buffer_bytes(model: Model, parts: Sequence[Part], mesh: Mesh, cut: Cut) -> Num:
-    """Workspace beside whole weights and the loss: gathered activations, messages, the widest gradient."""
-    gathered = 2.0 * cut.tokens * model.hidden * cut.precision.act_bytes * (mesh.tp > 1)
-    messages = 4.0 * block_input_bytes(model, cut) * (mesh.pp > 1)
-    return gathered + messages + _widest_bytes(parts)
+def gradient_bytes(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Num:
+    """Bytes of the gradients that the optimizer reads, the rank's shards."""
+    return shard_bytes(mesh, cut) * held_params([unit.trained for unit in held], mesh, cut)
 
 
-def _widest_bytes(parts: Sequence[Part]) -> Num:
-    return reduce(np.maximum, (part.widest_bytes for part in parts[1:-1]))
+def _update_bytes(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Num:
+    """What the update of one weight makes on the way: Adam, the root of a moment, and that divided."""
+    if not mesh.plan.optimizer.startswith("adam"):
+        return 0.0
+    largest: Num = 0.0
+    for unit in held:
+        for size in unit.trained.local_sizes(mesh, cut):
+            largest = np.maximum(largest, size * (unit.count > 0))
+    return 2.0 * shard_bytes(mesh, cut) * largest * (1.0 - mesh.offload_optimizer)
 
 
-def _activation_peaks(
-    model: Model, stage: Stage, parts: Sequence[Part], mesh: Mesh, cut: Cut
-) -> NDArray[np.float64]:
-    """The most bytes that are kept at once for the backward on a rank of `stage`.
+class _Way(NamedTuple):
+    """How the steps of some plans run: what comes after what, but for the number of microbatches in flight.
 
-    Then the same with what a loss fills in its turn instead of the widest gradient, and with what an
-    allocator books for that.
+    `layout`: the schedule that stands for all that deal chunks to ranks alike. `rounds`: without a pipeline,
+    microbatches that differ. `zero`: the ZeRO stage, in a pipeline 2 or 3.
     """
-    selective, full = recomputed(stage, mesh)
-    is_full = (full > 0) * 1.0
-    embedding, *blocks, head = parts
-    kept = [kept_bytes(part, 0.0, selective, 0.0) for part in blocks]
-    back = [is_full * part.saved_bytes + selective * part.redone_bytes for part in blocks]
-    redone = np.where(full > 0, mesh.recompute_layers / mesh.vpp, 0.0)
-    loss = head.loose_bytes * (cut.loss_chunks == 1)  # in pieces its gradient of the matrix stays too
-    numbers = [embedding.saved_bytes, head.saved_bytes, loss]
-    numbers += _of_the_loss(model, parts, cut)
-    numbers += [mesh.offload_activations, block_input_bytes(model, cut), redone, *kept, *back]
-    numbers += [part.loose_bytes for part in blocks]
-    distinct, which = patterns(mesh, stage)
-    cells = np.stack(np.broadcast_arrays(which, *numbers))
-    peaks = np.empty((3, *cells.shape[1:]))
-    for place, pattern in enumerate(distinct):
-        here = cells[0] == place
-        peaks[:, here] = _peaks_of_pattern(model, mesh, cut, pattern, cells[1:, here])
-    return peaks
+
+    layout: int
+    pp: int
+    vpp: int
+    rank: int
+    rounds: int
+    zero: int
+    recompute: int
+    num_redone: int
+    on_host_frac: float
 
 
-def _peaks_of_pattern(
-    model: Model, mesh: Mesh, cut: Cut, pattern: Pattern, cells: NDArray[np.float64]
-) -> NDArray[Any]:
-    """The peaks of each of the `cells`, columns of numbers as in `_activation_peaks`, under one pipeline."""
-    schedule, pp, vpp, _, rank = pattern
-    embedding, head, loss = cells[:3]
-    in_a_piece, in_turn = cells[3:6], cells[6:9]
-    share, one_input, redone = cells[9:12]
-    kept, back, loose = np.split(cells[12:], 3)
-    sizes, pieces, beyond, let_go = [], [], [], []
-    every = mesh.plan.recompute_every
-    for chunk, layers in chunks_of_rank(model, pp, vpp, SCHEDULES[schedule], mesh.plan.stages, rank):
-        kinds = [layer_kinds(model).index(layer_kind(model, layer)) for layer in layers]
-        rest = np.array([_counted(model, kinds[i:]) for i in range(len(kinds) + 1)])
-        on_host = np.asarray(num_on_host(share, float(len(kinds))))
-        blocks = _kept_from(on_host, rest, kept, redone, every, one_input)
-        sizes.append(chunk.embeddings * embedding + blocks + chunk.heads * head)
-        pieces.append(chunk.heads * in_a_piece)
-        largest = chunk.heads * in_turn
-        for start in _last_of_each_kind(kinds, every):
-            inside = _counted(model, kinds[start : start + every])
-            done = np.where(redone > 0, np.minimum(start, redone - 1.0), start + every)
-            later = _kept_from(np.maximum(done, on_host), rest, kept, redone, every, one_input)
-            largest = np.maximum(largest, inside @ back - chunk.heads * head - later)
-        beyond.append(largest)
-        gone = loss * (chunk.heads or not kinds)
-        if kinds and (cut.lora_rank or not chunk.heads):  # a frozen head goes as its loss does
-            gone = gone + loose[kinds[-1]] * (on_host < len(kinds))
-        let_go.append((1.0 - chunk.embeddings) * gone)
-    found = moments(*pattern)
-    standing = found.alive @ sizes - found.turned @ let_go
-    held = [
-        standing
-        + found.entering @ [piece[kind] for piece in pieces]
-        + found.turning @ [more[kind] for more in beyond]
-        for kind in range(len(in_turn))
-    ]
-    return np.asarray(held).max(axis=1)
+class _Sizes(NamedTuple):
+    """What the layers of a rank are made of, for the plans of a grid or for those that run alike.
 
-
-def _kept_from(
-    first: NDArray[np.float64], rest: NDArray[np.float64], kept: NDArray[np.float64],
-    redone: NDArray[np.float64], every: int, one_input: NDArray[np.float64],
-) -> NDArray[np.float64]:  # fmt: skip
-    """What the layers of a chunk from number `first` on keep; of those redone, each run of `every` its input.
-
-    `rest`: how many of each kind there are from each layer on.
+    `ends`: units of the embedding, of the head, of both as one; `blocks`: units of each kind of layer. Of
+    each part `saved` is kept without recomputation, `kept` with selective one; `loose` as in `Layer`.
+    `table`: the gradient of the table, as tensor-parallel ranks make it.
     """
-    number = len(rest) - 1.0
-    first = np.minimum(first, number)
-    numbers = rest[first.astype(int)].T
-    again = np.minimum(np.maximum(redone - first, 0.0), numbers)
-    runs = np.ceil(np.minimum(redone, number) / every) - np.ceil(first / every)
-    return np.asarray(((numbers - again) * kept).sum(axis=0) + np.maximum(runs, 0.0) * one_input)
+
+    ends: tuple[UnitBytes, UnitBytes, UnitBytes]
+    blocks: tuple[tuple[UnitBytes, ...], ...]
+    live: tuple[PartBytes, ...]
+    saved: tuple[Num, ...]
+    kept: tuple[Num, ...]
+    loose: tuple[Num, ...]
+    one_input: Num
+    table: Num
 
 
-def _of_the_loss(model: Model, parts: Sequence[Part], cut: Cut) -> list[Num]:
-    """What a loss needs beyond what is kept after it: in the forward, if it is in pieces, and in its turn.
+def _step_bytes(
+    model: Model, stage: Stage, parts: Sequence[Part], held: Sequence[Unit], mesh: Mesh, cut: Cut
+) -> Num:
+    """The most that is alive in a step beside shards of weights and states."""
+    redone = np.where(mesh.recompute == _FULL, np.minimum(mesh.recompute_layers, model.num_layers), 0.0)
+    in_pipeline = mesh.pp > 1
+    *keys, schedule, num_microbatches = np.broadcast_arrays(
+        np.where(in_pipeline, _LAYOUTS[np.asarray(mesh.schedule, dtype=np.intp)], 0), mesh.pp, mesh.vpp,
+        stage.index, np.where(in_pipeline, 0, np.minimum(mesh.num_microbatches, MICROBATCHES)),
+        np.where(in_pipeline & (mesh.zero != 2), 3, mesh.zero), mesh.recompute, redone,
+        mesh.offload_activations, mesh.schedule, mesh.num_microbatches,
+    )  # fmt: skip
+    shape, orders = num_microbatches.shape, np.stack([schedule.ravel(), num_microbatches.ravel()])
+    is_there = np.broadcast_to(stage.num_layers + stage.embeddings + stage.heads > 0, shape).ravel()
+    columns = _Columns(_sizes(model, parts, held, mesh, cut), shape)
+    distinct, which = np.unique(np.stack([key.ravel() for key in keys]), axis=1, return_inverse=True)
+    found = np.zeros(orders.shape[1])
+    for number, column in enumerate(distinct.T):
+        here = np.flatnonzero((which.ravel() == number) & is_there)
+        *numbers, on_host_frac = column.tolist()
+        way = _Way(*map(int, numbers), on_host_frac)  # type: ignore[call-arg]
+        if here.size:
+            found[here] = _peak(model, mesh, way, columns.at(here), orders[:, here])
+    return found.reshape(shape)[()]
 
-    Each three times: what it keeps for its own backward, what it fills, and what is booked for that, beyond
-    the widest gradient of a block. In pieces the gradients of the hidden states take as much as these did,
-    which a frozen matrix does not keep.
-    """
-    head, widest = parts[-1], _widest_bytes(parts)
-    if cut.loss_chunks == 1:
-        room = (np.maximum(size - widest, 0.0) for size in (head.loss_bytes, head.booked_loss_bytes))
-        return [0.0, 0.0, 0.0, 0.0, *room]
-    prec, vocab = cut.precision, model.vocab / cut.tp
-    logit_bytes = prec.act_bytes if cut.loss.keeps == "logits" else prec.stat_bytes
-    kept_after = prec.act_bytes * (cut.tokens if cut.lora_rank else vocab) * model.hidden
-    kept = np.maximum(logit_bytes * cut.tokens / cut.loss_chunks * vocab + prec.stat_bytes - kept_after, 0.0)
-    room = (
-        np.maximum(kept, size - kept_after - widest) for size in (head.loss_bytes, head.booked_loss_bytes)
+
+class _Columns:
+    """The numbers of a tree of tuples over the cells of a grid, of which some cells are taken at once."""
+
+    def __init__(self, tree: Any, shape: tuple[int, ...]) -> None:
+        self.tree, self.arrays = tree, list[Any]()
+        self._each(tree, lambda leaf: self.arrays.append(np.broadcast_to(leaf, shape).ravel()))
+        self.table = np.stack(self.arrays)
+
+    def at(self, cells: Any) -> Any:
+        """The tree of the numbers of `cells`."""
+        rows = iter(self.table[:, cells])
+        return self._each(self.tree, lambda _: next(rows))
+
+    def _each(self, tree: Any, change: Callable[[Any], Any]) -> Any:
+        if not isinstance(tree, tuple):
+            return change(tree)
+        changed = [self._each(leaf, change) for leaf in tree]
+        return type(tree)(*changed) if hasattr(tree, "_fields") else tuple(changed)
+
+
+def _sizes(model: Model, parts: Sequence[Part], held: Sequence[Unit], mesh: Mesh, cut: Cut) -> _Sizes:
+    # Under tp DTensor makes the gradient of the whole table on each rank, and sums it over microbatches.
+    of_table = model.vocab * model.hidden * (not cut.lora_rank)
+    sums_whole = (mesh.num_microbatches > 1) & ((mesh.zero != 2) | (mesh.pp > 1))
+    beyond = of_table * (1.0 - 1.0 / mesh.tp) * sums_whole
+    embedding, head, tied = (
+        UnitBytes.of(unit, mesh, cut, more)
+        for unit, more in zip(held[:3], (beyond, 0.0, beyond), strict=True)
     )
-    return [kept, *room, 0.0, 0.0, 0.0]
+    blocks: list[tuple[UnitBytes, ...]] = []
+    join = 2 * (model.mtp_layers > 0)
+    for unit in held[3 + join :]:
+        of_unit = UnitBytes.of(unit, mesh, cut)
+        blocks[len(blocks) - unit.is_experts :] = [(*(blocks[-1] if unit.is_experts else ()), of_unit)]
+    of_modules = [UnitBytes.of(unit, mesh, cut) for unit in held[3 : 3 + join]]
+    for unit_bytes in (
+        *of_modules,
+        *(blocks.pop() if join else ()),
+    ):  # multi-token prediction runs in the head
+        head = head.plus(unit_bytes)
+    return _Sizes(
+        ends=(embedding, head, tied),
+        blocks=tuple(blocks),
+        live=tuple(part.live for part in parts if part.live is not None),
+        saved=tuple(part.saved_bytes for part in parts),
+        kept=tuple(part.saved_bytes - part.core_bytes for part in parts),
+        loose=tuple(part.loose_bytes for part in parts),
+        one_input=block_input_bytes(model, cut),
+        table=cut.precision.act_bytes * of_table * (1.0 + (mesh.tp > 1) / mesh.tp),
+    )
 
 
-def _last_of_each_kind(kinds: Sequence[int], every: int) -> Iterable[int]:
-    """Where the last of all runs of `every` layers begins that hold alike ones."""
-    return {tuple(sorted(kinds[i : i + every])): i for i in range(0, len(kinds), every)}.values()
+def _peak(model: Model, mesh: Mesh, way: _Way, sizes: _Sizes, orders: NDArray[np.float64]) -> Num:
+    """The most in a step of plans that run alike; `orders`: schedule and number of microbatches of each."""
+    if way.pp == 1:
+        chunk = _chunk(model, way, sizes, range(model.num_layers), has_embedding=True, has_head=True)
+        return peak_without_pipeline(chunk, way.rounds, way.zero)
+    schedule = SCHEDULES[way.layout]
+    passing = orders[1] / (2.0 if schedule == "dualpipe" else 1.0)
+    found = []
+    for stage, layers in chunks_of_rank(model, way.pp, way.vpp, schedule, mesh.plan.stages, way.rank):
+        has_embedding, has_head = bool(stage.embeddings), bool(stage.heads)
+        chunk = _chunk(model, way, sizes, layers, has_embedding=has_embedding, has_head=has_head)
+        # A chunk keeps its result until the backward; its input lies in the buffer that received it.
+        size = sum((layer.repeats * layer.kept for layer in chunk.parts), 0.0)
+        size = size + (float(has_embedding) - float(has_head)) * sizes.one_input
+        received = (2.0 - has_embedding - has_head) * passing * sizes.one_input
+        found.append(chunk._replace(size=size, received=received))
+    rank = PipelineRank(found, way.zero, orders.shape[1])
+    most = np.empty(orders.shape[1])
+    for order in np.unique(orders, axis=1).T:
+        here = (orders == order[:, None]).all(axis=0)
+        most[here] = rank.peak(moments(int(order[0]), way.pp, way.vpp, int(order[1]), way.rank), here)
+    return most
 
 
-def _counted(model: Model, kinds: Sequence[int]) -> NDArray[np.float64]:
-    return np.bincount(kinds, minlength=len(layer_kinds(model))).astype(np.float64)
+def _chunk(
+    model: Model, way: _Way, sizes: _Sizes, layers: Sequence[int], *, has_embedding: bool, has_head: bool
+) -> Chunk:
+    is_tied = model.tied_embedding and has_embedding and has_head
+    kinds = layer_kinds(model)
+    num_on_host_here = num_on_host(way.on_host_frac, float(len(layers)))
+    parts: list[Layer] = []
+    for i, number in enumerate(layers):
+        kind = kinds.index(layer_kind(model, number))
+        layer = _layer(sizes, 1 + kind, sizes.blocks[kind], way, is_redone=i < way.num_redone / way.vpp)
+        parts.append(layer._replace(kept=0.0) if i < num_on_host_here else layer)
+    # In a pipeline nothing is given back before the end: the top layer of a run has the most below it.
+    parts = shortened(parts, 2, 2) if way.pp == 1 else shortened(parts, 0, 1 + (way.zero == 2))
+    if has_embedding:
+        unit, shared = sizes.ends[2 if is_tied else 0], sizes.ends[2].grad * is_tied
+        parts.insert(0, _layer(sizes, 0, (unit,), way)._replace(table=sizes.table + shared))
+    if has_head:
+        parts.append(_layer(sizes, -1, () if is_tied else (sizes.ends[1],), way))
+    tied_grad = sizes.ends[2].grad * is_tied
+    return Chunk(parts, sizes.one_input, has_embedding, has_head, tied_grad)
+
+
+def _layer(
+    sizes: _Sizes, part: int, units: tuple[UnitBytes, ...], way: _Way, *, is_redone: bool = False
+) -> Layer:
+    live, kept = sizes.live[part], sizes.kept[part]
+    if way.recompute != _SELECTIVE:
+        kept = sizes.saved[part]
+        live = live.without_recomputation()
+    if is_redone:
+        kept = sizes.one_input
+    return Layer(units, live, kept, is_redone, loose=sizes.loose[part])

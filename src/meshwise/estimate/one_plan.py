@@ -198,11 +198,15 @@ class Estimate(Shown):
         Ranks of a ring under implementation=fsdp2 do the same FLOP in rounds of other shapes, which may take
         a little longer; the rows then add up to the step of a world whose ranks are all like this one.
         """
+        step = self.rank_step(rank)
+        rows = step_rows(self.model, step.mesh, _with_waits_of(self.step, step), step.stages[-1])
+        return Ledger.from_rows(row | {"rank": float(rank)} for row in rows)
+
+    def rank_step(self, rank: int) -> StepCost:
+        """The step with the shards and the place in a ring of one rank, whose stage is the last of them."""
         mesh, (_, _, stage) = self.seen_from(rank), self._place(rank)
         stages = [*stages_of(self.model, mesh), stage_of_rank(self.model, mesh, stage)]
-        step = step_cost(self.model, mesh, self.machine, stages)
-        rows = step_rows(self.model, mesh, _with_waits_of(self.step, step), step.stages[-1])
-        return Ledger.from_rows(row | {"rank": float(rank)} for row in rows)
+        return step_cost(self.model, mesh, self.machine, stages)
 
     def layer(self) -> Ledger:
         """The ops of one layer of each kind, one microbatch, on one rank."""

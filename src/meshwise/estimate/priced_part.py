@@ -21,6 +21,7 @@ from meshwise.core.units import Num
 from meshwise.estimate.timing import Machine, op_times
 from meshwise.machine.overheads import Overheads
 from meshwise.program.loss import KERNEL as LOSS_KERNEL
+from meshwise.program.moments import PartBytes, part_bytes
 from meshwise.program.op import Op
 from meshwise.program.walk import Room, activations, room
 
@@ -69,7 +70,7 @@ class Part:
     `loss_bytes` is what a loss fills beyond what is kept of it, `booked_loss_bytes` what is booked for that
     (`program.walk.room`); `widest_bytes` is the largest gradient of an activation that the backward holds,
     `exchange_bytes` the largest tensor that a tensor-parallel exchange gathers. `flop` is matrix work by
-    phase.
+    phase. `live`: the most alive in its forward and backward, where memory is told moment by moment.
     """
 
     machine: Machine
@@ -99,11 +100,14 @@ class Part:
     widest_bytes: Num
     exchange_bytes: Num
     flop: dict[str, Num]
+    live: PartBytes | None = None
 
     def at(self, index: Any) -> Part:
         """The part of the cells `index` of its grid, without its rows."""
 
-        def take(value: Num) -> Num:
+        def take(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return type(value)(*map(take, value))
             return value[index] if isinstance(value, np.ndarray) and value.ndim else value
 
         names = [name for name in Part.__slots__ if name not in ("machine", "rows", "flop")]
@@ -114,25 +118,25 @@ class Part:
 
 def price_parts(
     parts: dict[str, list[Op]], machine: Machine, *, hide: Iterable[str] = (), first: str = "",
-    sum_bytes: float = 4.0,
+    sum_bytes: float = 4.0, grad_bytes: float = 0.0,
 ) -> dict[str, Part]:  # fmt: skip
     """Time the ops of all `parts` together; the axes named in `hide` (tp, ep) overlap with compute.
 
     A microbatch begins with the part `first`: it waits there for its tokens, masks and positions. Gradients
-    are summed in elements of `sum_bytes`.
+    are summed in elements of `sum_bytes`; where memory is told moment by moment, those of weights take
+    `grad_bytes` an element as they are computed.
     """
     times = iter(op_times([op for ops in parts.values() for op in ops], machine))
+    sizes = {"sum_bytes": sum_bytes, "grad_bytes": grad_bytes}
     return {
-        name: _part(
-            ops, [next(times) for _ in ops], machine, tuple(hide), begins=name == first, sum_bytes=sum_bytes
-        )
+        name: _part(ops, [next(times) for _ in ops], machine, tuple(hide), begins=name == first, **sizes)
         for name, ops in parts.items()
     }
 
 
 def _part(
     ops: Sequence[Op], times: Sequence[Num], machine: Machine, hide: Sequence[str], *, begins: bool,
-    sum_bytes: float,
+    sum_bytes: float, grad_bytes: float,
 ) -> Part:  # fmt: skip
     overheads = machine.overheads
     priced, unpaired_s = _hidden_behind_compute(_priced(ops, times, overheads), hide, machine)
@@ -188,6 +192,7 @@ def _part(
         widest_bytes=_widest_bytes(ops),
         exchange_bytes=_exchange_bytes(ops),
         flop=dict(flop),
+        live=part_bytes(ops, grad_bytes).with_loss(kept.saved_bytes + loss.filled_bytes) if grad_bytes else None,
     )
 
 

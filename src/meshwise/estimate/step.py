@@ -24,7 +24,8 @@ from meshwise.cost.collective import Runs
 from meshwise.cost.schedule import SCHEDULES, bubble_s
 from meshwise.cost.simulate import simulate
 from meshwise.estimate.balance import balanced, differ
-from meshwise.estimate.fsdp2_memory import fsdp2_memory
+from meshwise.estimate.fsdp2_memory import fsdp2_memory, gradient_bytes
+from meshwise.estimate.kept_peak import kept_peak_bytes
 from meshwise.estimate.memory import (
     OPTIMIZER_BYTES,
     Memory,
@@ -94,7 +95,8 @@ class StageCost:
     `exchanged` are the collectives of its replicas with the seconds that the links need for all of each;
     of their sum the step pays `comm_dp_s`, and its first microbatch waits `filling_s` for weights.
     `update`: what the optimizer gathers and multiplies, with the seconds of all of each, part of
-    `optimizer_s`.
+    `optimizer_s`. `gradient_bytes`: what the optimizer reads; `kept_bytes`: the most that is kept for the
+    backward at once. Of both the moment of `memory`, its peak, may hold less.
     """
 
     stage: Stage
@@ -106,6 +108,8 @@ class StageCost:
     filling_s: Num
     optimizer_s: Num
     update: list[tuple[Exchange | Op, Num]]
+    gradient_bytes: Num
+    kept_bytes: Num
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,9 +151,7 @@ def priced_parts(model: Model, mesh: Mesh, machine: Machine) -> tuple[Cut, dict[
         first, cells = distinct_columns(flat)
         cells = cells.reshape(columns.shape[1:])
         of_cut = replace(cut, **dict(zip(arrays, flat[:, first], strict=True)))
-        found = price_parts(
-            parts(model, of_cut), machine, hide=hide, first=EMBEDDING, sum_bytes=grad_bytes(mesh)
-        )
+        found = _priced(model, of_cut, hide, machine, grad_bytes(mesh))
         return cut, {name: part.at(cells) for name, part in found.items()}
     return cut, _price_alike(model, cut, hide, machine, grad_bytes(mesh))
 
@@ -159,7 +161,16 @@ def _price_alike(
     model: Model, cut: Cut, hide: tuple[str, ...], machine: Machine, sum_bytes: float
 ) -> dict[str, Part]:
     """The parts of plans that cut a block alike, whatever their depth."""
-    return price_parts(parts(model, cut), machine, hide=hide, first=EMBEDDING, sum_bytes=sum_bytes)
+    return _priced(model, cut, hide, machine, sum_bytes)
+
+
+def _priced(
+    model: Model, cut: Cut, hide: tuple[str, ...], machine: Machine, sum_bytes: float
+) -> dict[str, Part]:
+    computed_bytes = cut.precision.act_bytes * _is_fsdp2(cut)
+    return price_parts(
+        parts(model, cut), machine, hide=hide, first=EMBEDDING, sum_bytes=sum_bytes, grad_bytes=computed_bytes
+    )
 
 
 # --- stages ------------------------------------------------------------------------------------
@@ -215,15 +226,20 @@ def _stage_cost(
         model, stage, held, units, shared, kinds, time, mesh, cut, machine
     )
     if units:
-        memory = fsdp2_memory(model, stage, by_part, units, mesh, cut, machine.overheads)
+        gradients, kept = gradient_bytes(units, mesh, cut), kept_peak_bytes(model, stage, by_part, mesh, cut)
+        memory = fsdp2_memory(model, stage, by_part, units, mesh, cut, machine.overheads, kept)
     else:
         memory = stage_memory(model, stage, by_part, held, mesh, cut, machine.overheads)
-    optimizer_s = _optimizer_s(held, stage.share, memory, mesh, cut, machine) if mesh.trains else 0.0
+        gradients, kept = memory.gradients, memory.activations
+    optimizer_s = (
+        _optimizer_s(held, stage.share, memory, gradients, mesh, cut, machine) if mesh.trains else 0.0
+    )
     update = _update(units, kinds, mesh, cut, machine) if mesh.plan.optimizer == "muon" else []
     optimizer_s = optimizer_s + sum((seconds for _, seconds in update), 0.0)
     return StageCost(
         stage=stage, held=held, time=time, memory=memory, exchanged=exchanged, comm_dp_s=comm_dp_s,
-        filling_s=filling_s, optimizer_s=optimizer_s, update=update,
+        filling_s=filling_s, optimizer_s=optimizer_s, update=update, gradient_bytes=gradients,
+        kept_bytes=kept,
     )  # fmt: skip
 
 
@@ -341,17 +357,17 @@ def _update(
     return found + [(op, op.count * once_s) for op, once_s in times]
 
 
-def _optimizer_s(held: Held, share: Num, memory: Memory, mesh: Mesh, cut: Cut, machine: Machine) -> Num:
+def _optimizer_s(
+    held: Held, share: Num, memory: Memory, gradients: Num, mesh: Mesh, cut: Cut, machine: Machine
+) -> Num:
     """The optimizer's pass over its states: each read and written once, gradients read twice (norm, update).
 
     Offloaded states are updated on the host: gradients go there and weights come back over the host link.
     """
     rate = machine.base.memory_bytes_per_s * machine.efficiency.memory.memory_frac
     if _is_fsdp2(cut):
-        on_host = (
-            mesh.offload_optimizer * 2.0 * memory.gradients / machine.host_bytes_per_s
-        )  # weights come back
-        return (2.0 * memory.optimizer + 2.0 * memory.gradients + memory.weights) / rate + on_host
+        on_host = mesh.offload_optimizer * 2.0 * gradients / machine.host_bytes_per_s  # weights come back
+        return (2.0 * memory.optimizer + 2.0 * gradients + memory.weights) / rate + on_host
     params = held.dense_trained / mesh.shard_ranks(1, mesh.replicas)
     params = params + held.experts_trained / mesh.shard_ranks(1, mesh.expert_replicas)
     params = params * np.where(mesh.zero >= 1, share, 1.0)

@@ -70,6 +70,7 @@ FSDP2_VALUES: dict[str, tuple[Any, ...]] = {
     "layout": ("1d",), "dtype": ("fp4", "fp8", "bf16", "fp16", "tf32", "fp32", "fp64"),
     "optimizer": ("adam", "adam-fp32", "adam-bf16", "adam-8bit", "muon", "sgd", "none"),
     "attention": ("flash",), "dispatch": ("per_expert",), "loss_fusion": (None, "none", "kernels"),
+    "recompute_every": (1,),
     "placement": tuple((*AXES[:inner], "pp", *AXES[inner:-1]) for inner in (3, 0, 1, 2)),
 }  # fmt: skip
 """What implementation=fsdp2 can be told, where that is less than a plan can say."""

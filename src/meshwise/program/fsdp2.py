@@ -46,7 +46,7 @@ from meshwise.plan.stages import Stage, chunks_of_rank, num_on_host
 from meshwise.program.cut import Cut
 from meshwise.program.exchange import Exchange
 from meshwise.program.optimizer_states import STATES, by_muon, state_bytes
-from meshwise.program.order import ACTIVE_CHUNKS, gathers, patterns
+from meshwise.program.order import gathers, patterns
 from meshwise.program.sharding import FSDP2, at_stage, num_reductions
 from meshwise.program.tensor_1d import shards
 from meshwise.program.weights_of_ops import is_quantized
@@ -219,25 +219,6 @@ def optimizer_bytes(held: Sequence[Unit], mesh: Mesh, cut: Cut) -> Num:
         ]
         whole = whole + unit.count * sum(of_each, 0.0)
     return (1.0 - share) * whole
-
-
-def unsharded_bytes(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Num:
-    """Bytes of weights that are gathered at once, and of gradients that wait for the last microbatch.
-
-    Alone: the ends and two blocks (one computes, one is prefetched), or all of a checkpoint and the next. In
-    a pipeline `ACTIVE_CHUNKS` chunks. Under ZeRO 1 and 2: all of them.
-    """
-    sizes = [unit.count * unit.gathered_bytes(mesh, cut) for unit in held]
-    trained = sum(unit.count * unit.trained.padded_size(mesh, cut) for unit in held)
-    whole, ends = sum(sizes), sum(sizes[:3])
-    at_once = mesh.plan.recompute_every + 1.0
-    some_blocks = (whole - ends) * np.minimum(at_once / np.maximum(stage.num_layers, 1.0), 1.0)
-    is_alone = (mesh.pp == 1) * 1.0
-    in_pipeline = whole * np.minimum(ACTIVE_CHUNKS / mesh.vpp, 1.0)
-    gathered = is_alone * (ends + some_blocks) + (1.0 - is_alone) * in_pipeline
-    gathered = np.where(mesh.zero >= 3, gathered, whole)
-    waiting = trained * _accumulates(mesh)
-    return gathered + reduced_bytes(mesh, cut) * waiting
 
 
 def exchanges(held: Sequence[Unit], stage: Stage, mesh: Mesh, cut: Cut) -> Iterator[Exchange]:

@@ -57,7 +57,7 @@ class Op(Struct, frozen=True, kw_only=True, eq=False):
     `library`: whose kernel does it, where there are several: `mla` for decode attention over latents; for a
     collective `peer` (all-reduce by reading the memory of the peers), `deepep-ll` or `deepep-normal`.
     `right_bytes`: bytes of an element of the weights in memory, where they are kept in fewer bits than they
-    are computed in (else 0).
+    are computed in (else 0). `workspace_bytes`: what it holds on the way, beside what it reads and makes.
     """
 
     module: str
@@ -95,6 +95,7 @@ class Op(Struct, frozen=True, kw_only=True, eq=False):
     behind_gradient: str = ""
     library: str = ""
     right_bytes: float = 0.0
+    workspace_bytes: Num = 0.0
 
 
 Stated = Generator[Op, None, Tensor]

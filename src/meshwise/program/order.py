@@ -29,14 +29,23 @@ class Moments:
     """Combinations that occur on a rank, one a row, one column for each of its chunks.
 
     `alive`: microbatches between their forward and the end of their backward; `turned`: those of them that
-    have the gradient of their input, but not yet that of their weights. The others are 1 for the chunk at
-    work: `entering` runs forward, `turning` a whole backward.
+    have the gradient of their input, but not yet that of their weights. `summed`: 1 once a backward of the
+    chunk is through, `done` once all are. The others are 1 for the chunk at work: `entering` runs forward,
+    `turning` a whole backward, `leaving` that of the input, `waited` that of the weights. A moment is left
+    out where another one differs only in having more alive, or summed.
+
+    `ends`: for each chunk the first four at its last backward.
     """
 
     alive: NDArray[np.float64]
     turned: NDArray[np.float64]
+    summed: NDArray[np.float64]
+    done: NDArray[np.float64]
     entering: NDArray[np.float64]
     turning: NDArray[np.float64]
+    leaving: NDArray[np.float64]
+    waited: NDArray[np.float64]
+    ends: tuple[tuple[NDArray[np.float64], ...], ...]
 
 
 Pattern = tuple[int, int, int, int, int]  # schedule, pp, vpp, microbatches, rank of the pipeline
@@ -61,11 +70,31 @@ def moments(schedule: int, pp: int, vpp: int, num_microbatches: int, rank: int) 
         seen = of_chunk & np.isin(kinds, which)
         return np.cumsum(seen, axis=1) - seen
 
-    at_work = [of_chunk & (kinds == kind) for kind in (_F, _B)]
-    alive = so_far(_F) + at_work[_F] - so_far(_B, _W)
-    columns = [alive, so_far(_I) - so_far(_W), *at_work]
-    rows = np.unique(np.concatenate(columns).T.astype(np.float64), axis=0)
-    return Moments(*np.split(rows, len(columns), axis=1))
+    at_work = [of_chunk & (kinds == kind) for kind in (_F, _B, _I, _W)]
+    alive = so_far(_F) + at_work[0] - so_far(_B, _W)
+    backwards = so_far(_B, _W)
+    all_of_them = (of_chunk & np.isin(kinds, (_B, _W))).sum(axis=1, keepdims=True)
+    columns = [alive, so_far(_I) - so_far(_W), backwards > 0, backwards == all_of_them, *at_work]
+    actions = np.concatenate(columns).T.astype(np.float64)
+    last = [int(np.flatnonzero(mine & np.isin(kinds, (_B, _W)))[-1]) for mine in of_chunk]
+    ends = tuple(tuple(np.split(actions[place], len(columns))[:4]) for place in last)
+    number = len(of_chunk)
+    grows = np.isin(np.arange(actions.shape[1]) // number, (0, 2))  # alive, summed
+    rows = np.split(_fullest(np.unique(actions, axis=0), grows), len(columns), axis=1)
+    return Moments(*rows, ends=ends)  # type: ignore[arg-type, misc]
+
+
+def _fullest(rows: NDArray[np.float64], grows: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Of rows that differ only in the columns that `grow` memory, those that no other one exceeds in all."""
+    _, group = np.unique(rows[:, ~grows], axis=0, return_inverse=True)
+    found = []
+    for mine in range(group.max() + 1):
+        left = rows[group.ravel() == mine]
+        left = left[np.argsort(-left[:, grows].sum(axis=1), kind="stable")]
+        while len(left):
+            found.append(left[0])
+            left = left[(left[:, grows] > left[0, grows]).any(axis=1)]
+    return np.array(found)
 
 
 @lru_cache(maxsize=1024)

@@ -36,6 +36,7 @@ from meshwise.program.cut import Cut
 from meshwise.program.loss import KERNEL as LOSS_KERNEL
 from meshwise.program.op import Op, Precision, cast, collective, kernel, precision
 from meshwise.program.tensor import Tensor, exchanged, made
+from meshwise.program.torch_workspace import kernel_workspace, narrow_workspace, ring_workspace
 
 
 def torch_ops(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterator[Op]:
@@ -50,7 +51,8 @@ def torch_ops(model: Model, cut: Cut, ops: Iterable[Op]) -> Iterator[Op]:
         elif op.kind == "attention":
             yield from _ring_attention(cut, op)
         else:
-            yield _in_torch_types(model, cut, op)
+            done = _in_torch_types(model, cut, op)
+            yield structs.replace(done, workspace_bytes=kernel_workspace(model, cut, done))
 
 
 def _gathers_again(op: Op) -> bool:
@@ -85,6 +87,8 @@ def _matmuls(cut: Cut, op: Op, results: tuple[Tensor, ...]) -> Iterator[Op]:
             dtype=done_in.dtype,
         )
         if is_narrow:
+            space = narrow_workspace(m, n, k, is_backward=op.phase == "backward")
+            done = structs.replace(done, workspace_bytes=space)
             for rows_of, width in ((m, k), (n, k)):
                 yield cast(op.module, op.name, op.phase, rows_of, width, done_in)
         if op.phase == "forward" and len(shapes) > 1:
@@ -108,22 +112,22 @@ def _ring_attention(cut: Cut, op: Op) -> Iterator[Op]:
     work = flash_attention if op.phase == "forward" else flash_attention_backward
     half = seq / 2.0 if op.causal else seq
     behind = cut.ring - 1.0 - cut.ring_rank
+    keys = batch * kv_heads * seq * (qk_dim + v_dim)
+    is_backward = op.phase == "backward"
+    workspace = ring_workspace(cut, batch * heads * seq * qk_dim, keys) if is_backward else 0.0
     for number, (seq_q, seq_k, count) in enumerate(
         ((seq, seq, 1.0), (seq, half, cut.ring_rank), (half, seq, behind))
     ):
         sizes = (heads, kv_heads, seq_q, seq_k, qk_dim, v_dim)
         moved = work(0.0, *sizes, batch=batch, elem_bytes=cut.precision.act_bytes)
         done = structs.replace(
-            op,
-            shape=(batch, *sizes),
+            op, shape=(batch, *sizes), count=count, workspace_bytes=workspace,
             cost=structs.replace(moved, flop=op.count * op.cost.flop / cut.ring),
-            count=count,
-        )
+        )  # fmt: skip
         rows = count * batch * seq_q  # each round has results of its own
         rounds = tuple(Tensor(f"{one.name}.{number}", (rows, *one.shape[1:]), one.dtype) for one in op.makes)
         later = {"reads": (), "makes": rounds, "keeps": (), "causal": False}
         yield done if number == 0 else structs.replace(done, **later)
-    keys = batch * kv_heads * seq * (qk_dim + v_dim)
     kept_type, wide_type = cut.precision.act_bytes, cut.precision.stat_bytes
     if cut.gather_keys:
         yield _on_ring(cut, op, "all_gather", cut.ring * keys * kept_type, 1.0)

@@ -106,11 +106,10 @@ class Decoder(nn.Module):
             assert self.embedding is not None
             with section("embedding"):
                 x = self._for_blocks(self.embedding(x))
-        blocks, every = list(self.layers.values()), self.setting.redone_every
-        on_host = num_on_host(self.setting.on_host_frac, len(blocks))
-        for start in range(0, len(blocks), every):
-            with kept_on_host(self.setting.recorder) if start < on_host else nullcontext():
-                x = self.setting.redone("layers", nn.Sequential(*blocks[start : start + every]), x)
+        on_host = num_on_host(self.setting.on_host_frac, len(self.layers))
+        for place, block in enumerate(self.layers.values()):
+            with kept_on_host(self.setting.recorder) if place < on_host else nullcontext():
+                x = block(x)
         if self.head is None:
             return x
         assert labels is not None

@@ -36,8 +36,8 @@ class Setting:
     `own_places`: positions of those between the matmuls, a part of them under sequence parallelism.
     `routes`: where tokens go whose layer has experts. `heads`: the ranks that exchange heads for tokens.
     `redone_modules`: what selective recomputation covers; `redone_layers`: how many of a piece's layers are
-    recomputed whole, the first ones; `redone_every`: how many are one module `layers`. `loss_chunks`: in how
-    many pieces the loss is computed. `formats`: what is in fp8. `lora_rank`:
+    recomputed whole, the first ones. `loss_chunks`: in how many pieces the loss is computed. `formats`: what
+    is in fp8. `lora_rank`:
     that of adapters beside frozen weights (0: all train). `on_host_frac`: the share of a piece's layers, the
     first ones, that keep in host memory what they keep.
     """
@@ -48,7 +48,6 @@ class Setting:
     attend: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda q, k, v: Attend.apply(q, k, v, True)
     redone_modules: tuple[str, ...] = ()
     redone_layers: float = 0
-    redone_every: int = 1
     loss_chunks: int = 1
     formats: Formats = WIDE
     routes: Routes | None = None

@@ -25,24 +25,23 @@ __all__ = ["Options", "check", "estimate", "main"]
 
 STATES_TOTALS_ONLY = True
 
-STATES = {"weights": "parameters", "gradients": "gradients", "optimizer": "optimizer"}
-"""What `main` calls the bytes that an estimate lists."""
-
 
 def estimate(options: Options, tape: Tape) -> None:
     """Write on `tape` what the closed form says of this rank: its ledger, `steps` times over."""
     ranks = tape.world_size
     priced = price(the_model(options), the_cluster(ranks), the_plan(options), the_workload(options, ranks))
     for row in priced.rank_ledger(tape.rank).rows():
-        name, held_bytes = row.pop("op"), row.pop("live_bytes")
+        name = row.pop("op")
+        del row["live_bytes"]
         if row["dtype"] == "tf32":
             row["dtype"] = "fp32"  # as tensors are
         if row["module"] != "memory":
             tape.op(name, **row | {"count": row["count"] * options.steps})
-        elif name in STATES:
-            tape.op(STATES[name], module="states", phase="step", weight_bytes=held_bytes)
-        elif name == "activations":
-            tape.op(name, module="states", phase="step", saved_bytes=held_bytes)
+    of_rank = priced.rank_step(tape.rank).stages[-1]
+    held = {"parameters": of_rank.memory.weights, "gradients": of_rank.gradient_bytes}
+    for name, size_bytes in (held | {"optimizer": of_rank.memory.optimizer}).items():
+        tape.op(name, module="states", phase="step", weight_bytes=float(size_bytes))
+    tape.op("activations", module="states", phase="step", saved_bytes=float(of_rank.kept_bytes))
 
 
 def main(options: Options, context: Context) -> dict[str, Any]:

@@ -208,7 +208,6 @@ class Trainer:
         return Setting(
             turns=angles, own_places=own, recorder=context.recorder, attend=self._attend,
             redone_modules=self._redone_modules(), redone_layers=self._redone_layers(),
-            redone_every=plan.recompute_every,
             loss_chunks=plan.loss_chunks,
             formats=Formats.of(plan), routes=self._routes(own), heads=self.heads,
             lora_rank=plan.lora_rank,
@@ -216,12 +215,7 @@ class Trainer:
         )  # fmt: skip
 
     def _redone_modules(self) -> tuple[str, ...]:
-        """What selective recomputation covers; that of a whole mixture covers what is inside.
-
-        Several layers in one checkpoint are a module too.
-        """
-        if self.plan.recompute_every > 1:
-            return ("layers",)
+        """What selective recomputation covers; that of a whole mixture covers what is inside."""
         modules = self.plan.recompute_modules if self.plan.recompute == "selective" else ()
         inside = ("moe_act", "shared_experts") if "moe" in modules else ()
         return tuple(module for module in modules if module not in inside)
@@ -229,8 +223,7 @@ class Trainer:
     def _redone_layers(self) -> float:
         """Layers of each piece, the first ones, that are recomputed whole."""
         layers = number_of("recompute_layers", self.plan.recompute_layers)
-        is_alone = self.plan.recompute == "full" and self.plan.recompute_every == 1
-        return layers / self.plan.vpp if is_alone else 0.0
+        return layers / self.plan.vpp if self.plan.recompute == "full" else 0.0
 
     def _routes(self, own: Tensor) -> Routes | None:
         """Where the tokens at places `own` go."""
