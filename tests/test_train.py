@@ -59,7 +59,7 @@ def enough_layers(plan: str) -> int:
     """The fewest that show what `plan` does; 0 is the model's own, which a pipeline may cut unevenly."""
     if any(word in plan for word in ("pp=4", "vpp=2", "zb-v", "dualpipe-v")):
         return 4
-    return 0 if "pp=" in plan or "recompute_every" in plan else 2
+    return 0 if "pp=" in plan else 2
 
 
 # --- numbers: N ranks compute what one does ----------------------------------------------------

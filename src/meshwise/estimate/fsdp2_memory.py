@@ -17,7 +17,7 @@ from meshwise.cost.schedule import SCHEDULES
 from meshwise.estimate.fsdp2_peak import (
     MICROBATCHES,
     Chunk,
-    Layer,
+    LivePart,
     PipelineRank,
     UnitBytes,
     peak_without_pipeline,
@@ -48,7 +48,8 @@ def fsdp2_memory(
 ) -> Memory:  # fmt: skip
     """Memory of one rank of `stage` at its peak; `held` are the units of its weights.
 
-    `kept`: the most that is kept for the backward at once (`kept_peak`).
+    `kept`: the most that is kept for the backward at once (`kept_peak`). Of the peak, gradients take what the
+    optimizer reads, activations what is kept, and buffers the rest.
     """
     weights = sum((unit.count * unit.local_bytes(mesh, cut) for unit in held), 0.0)
     states = optimizer_bytes(held, mesh, cut)
@@ -106,7 +107,7 @@ class _Sizes(NamedTuple):
     """What the layers of a rank are made of, for the plans of a grid or for those that run alike.
 
     `ends`: units of the embedding, of the head, of both as one; `blocks`: units of each kind of layer. Of
-    each part `saved` is kept without recomputation, `kept` with selective one; `loose` as in `Layer`.
+    each part `saved` is kept without recomputation, `kept` with selective one; `loose` as in `LivePart`.
     `table`: the gradient of the table, as tensor-parallel ranks make it.
     """
 
@@ -134,7 +135,7 @@ def _step_bytes(
     )  # fmt: skip
     shape, orders = num_microbatches.shape, np.stack([schedule.ravel(), num_microbatches.ravel()])
     is_there = np.broadcast_to(stage.num_layers + stage.embeddings + stage.heads > 0, shape).ravel()
-    columns = _Columns(_sizes(model, parts, held, mesh, cut), shape)
+    columns = _SizeTable(_sizes(model, parts, held, mesh, cut), shape)
     distinct, which = np.unique(np.stack([key.ravel() for key in keys]), axis=1, return_inverse=True)
     found = np.zeros(orders.shape[1])
     for number, column in enumerate(distinct.T):
@@ -146,7 +147,7 @@ def _step_bytes(
     return found.reshape(shape)[()]
 
 
-class _Columns:
+class _SizeTable:
     """The numbers of a tree of tuples over the cells of a grid, of which some cells are taken at once."""
 
     def __init__(self, tree: Any, shape: tuple[int, ...]) -> None:
@@ -228,7 +229,7 @@ def _chunk(
     is_tied = model.tied_embedding and has_embedding and has_head
     kinds = layer_kinds(model)
     num_on_host_here = num_on_host(way.on_host_frac, float(len(layers)))
-    parts: list[Layer] = []
+    parts: list[LivePart] = []
     for i, number in enumerate(layers):
         kind = kinds.index(layer_kind(model, number))
         layer = _layer(sizes, 1 + kind, sizes.blocks[kind], way, is_redone=i < way.num_redone / way.vpp)
@@ -246,11 +247,11 @@ def _chunk(
 
 def _layer(
     sizes: _Sizes, part: int, units: tuple[UnitBytes, ...], way: _Way, *, is_redone: bool = False
-) -> Layer:
+) -> LivePart:
     live, kept = sizes.live[part], sizes.kept[part]
     if way.recompute != _SELECTIVE:
         kept = sizes.saved[part]
         live = live.without_recomputation()
     if is_redone:
         kept = sizes.one_input
-    return Layer(units, live, kept, is_redone, loose=sizes.loose[part])
+    return LivePart(units, live, kept, is_redone, loose=sizes.loose[part])

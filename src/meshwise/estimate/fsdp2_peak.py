@@ -86,7 +86,7 @@ class UnitBytes(NamedTuple):
         return UnitBytes(*(mine + its for mine, its in zip(self, other, strict=True)))
 
 
-class Layer(NamedTuple):
+class LivePart(NamedTuple):
     """A part of the model on a rank: units of weights as its forward needs them, moments, what it keeps.
 
     `is_redone`: its forward runs again in the backward. `repeats`: alike neighbours. `loose`: of what it
@@ -170,9 +170,9 @@ class Live:
         self.reducing = unit.reduced
 
 
-def shortened(layers: Sequence[Layer], bottom: int, top: int) -> list[Layer]:
+def shortened(layers: Sequence[LivePart], bottom: int, top: int) -> list[LivePart]:
     """Runs of alike layers by so many at their bottom and top, what lies between as one."""
-    found: list[Layer] = []
+    found: list[LivePart] = []
     for _, run in groupby(layers, key=lambda one: (id(one.units), id(one.kept), one.is_redone)):
         alike = list(run)
         between = len(alike) - bottom - top
@@ -188,7 +188,7 @@ class Chunk(NamedTuple):
     here. `received`: buffers for what comes from other stages in a step. `size`: what a microbatch keeps.
     """
 
-    parts: Sequence[Layer]
+    parts: Sequence[LivePart]
     one_input: Num
     has_embedding: bool
     has_head: bool

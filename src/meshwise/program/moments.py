@@ -83,7 +83,7 @@ def part_bytes(ops: Sequence[Op], grad_bytes: float) -> PartBytes:
             place = op.module, op.name
             workspace[place] = np.maximum(workspace.get(place, 0.0), op.workspace_bytes)
     walks = [(cells, Walk(forward, views)) for cells, views in structures(forward)]
-    found = [Moments(walk, workspace, grad_bytes).most() for _, walk in walks]
+    found = [PartMoments(walk, workspace, grad_bytes).most() for _, walk in walks]
     return found[0] if len(found) == 1 else _selected([cells for cells, _ in walks], found)
 
 
@@ -94,7 +94,7 @@ def _selected(cells: Sequence[Any], found: Sequence[Any]) -> Any:
     return type(found[0])(*(_selected(cells, values) for values in zip(*found, strict=True)))
 
 
-class Moments:
+class PartMoments:
     """The moments of one structure of a part."""
 
     def __init__(self, walk: Walk, workspace: dict[tuple[str, str], Num], grad_bytes: float) -> None:

@@ -1,0 +1,28 @@
+"""The peak that `estimate` states under implementation=fsdp2 is that of the dry run of `train`."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import meshwise as mw
+
+pytestmark = pytest.mark.slow
+PEAKS = tomllib.loads((Path(__file__).parent / "data" / "train_plans.toml").read_text())["peaks"]
+
+
+@pytest.mark.parametrize("words", PEAKS)
+def test_the_peak_is_the_dry_runs(words: str) -> None:
+    """Overhead apart, -2 to +6 % of two steps of some layers of a real model."""
+    model, *numbers, plan = words.split()
+    ranks, rank, layers, seq, microbatch, batch = map(int, numbers)
+    sizes = {"layers": layers, "seq": seq, "microbatch": microbatch, "batch": batch}
+    peak_bytes = mw.dry_run("train", ranks=ranks, rank=rank, model=model, plan=plan, **sizes).peak_bytes
+    cut = replace(mw.find_model(model), num_layers=layers, dropout_frac=0.0)
+    del sizes["layers"]
+    estimate = mw.estimate(cut, f"b200-sxm:{ranks}", f"{plan},implementation=fsdp2", **sizes)
+    memory = estimate.rank_step(rank).stages[-1].memory
+    assert -0.02 < (memory.total - memory.overhead) / peak_bytes - 1.0 < 0.06
