@@ -43,7 +43,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "dispatch_dtype": ("bf16", "fp8"), "act_input_dtype": ("bf16", "fp8"), "head_dtype": ("bf16", "fp8"),
     "recompute_modules": (("core_attn",), ("moe_act", "mlp"), ("per_op",)),
     "recompute": RECOMPUTE, "recompute_layers": (None, 1, 3), "dtype": ("bf16", "fp8", "fp32"),
-    "recompute_every": (1, 2, 7), "loss_chunks": (1, 4, 3),
+    "recompute_every": (1, 2, 7), "loss_chunks": (1, 4, 3), "loss_fusion": (None, "none", "kernels", "in_place"),
     "optimizer": OPTIMIZERS, "grad_dtype": ("fp32", "bf16"), "attention": ("flash", "unfused", "grid"),
     "offload_optimizer": (0.0, 0.5, 1.0), "offload_activations": (0.0, 0.3, 1.0),
     "overlap_dp": (True, False), "overlap_tp": (False, True), "overlap_ep": (False, True),

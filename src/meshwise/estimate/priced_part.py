@@ -192,7 +192,9 @@ def _part(
         widest_bytes=_widest_bytes(ops),
         exchange_bytes=_exchange_bytes(ops),
         flop=dict(flop),
-        live=part_bytes(ops, grad_bytes).with_loss(kept.saved_bytes + loss.filled_bytes) if grad_bytes else None,
+        live=part_bytes(ops, grad_bytes).with_loss(kept.saved_bytes + loss.filled_bytes)
+        if grad_bytes
+        else None,
     )
 
 

@@ -6,7 +6,8 @@ written to again is changed in place. What a loss keeps, how many bytes it moves
 follow from its kernels.
 
     none      op by op. Megatron-LM: a copy in fp32, of which maximum, exponentials and probabilities are made
-              in place. PyTorch: a copy, the log-softmax, the gradients of both (12 bytes a logit at once);
+              in place. PyTorch: a copy, the log-softmax, the gradients of both (12 bytes a logit at once;
+              10 in the forward, whose functions hold their arguments);
               where tensor parallelism cuts the vocabulary, one DTensor op after another (16).
     kernels   the same in few kernels. Megatron-LM's `native` keeps the copy in fp32; torch.compile and
               flash-attn keep the logits alone and make the gradient of them (4 bytes).
@@ -87,7 +88,7 @@ LOSSES = {
     },
     "torch": {
         "none": Loss(
-            forward=_kernels("logits -> wide", "wide wide wide -> log_softmax"),
+            forward=_kernels("logits -> wide", "wide wide wide -> log_softmax | logits"),
             backward=_kernels(
                 "-> chosen", "chosen chosen log_softmax -> wide_gradient", "wide_gradient -> gradient"
             ),
@@ -95,10 +96,10 @@ LOSSES = {
             split=Loss(
                 forward=_kernels(
                     "logits -> wide", "wide", "wide -> shifted", "shifted -> powers", "powers",
-                    "shifted -> log_softmax",
+                    "shifted -> log_softmax | logits wide",
                 ),
                 backward=_kernels(
-                    "-> chosen", "log_softmax -> powers", "chosen powers -> sum | log_softmax",
+                    "-> chosen", "log_softmax -> probs", "chosen probs -> sum | log_softmax",
                     "sum -> wide_gradient | chosen log_softmax",
                     "wide_gradient -> gradient",
                 ),

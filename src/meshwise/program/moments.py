@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshwise.core.units import Num
+from meshwise.program.loss import KERNEL as LOSS_KERNEL
 from meshwise.program.op import Op
 from meshwise.program.walk import Walk, each, structures
 
@@ -66,7 +67,6 @@ class PartBytes(NamedTuple):
     def without_recomputation(self) -> PartBytes:
         """The same where nothing is recomputed."""
         return self._replace(forward=self.whole_forward, backward=self.whole_backward)
-
 
     def with_loss(self, loss_bytes: Num) -> PartBytes:
         """The same with a loss that fills so many bytes in its turn, what the part keeps included."""
@@ -169,9 +169,11 @@ class _Gradients:
 
     def __init__(self, walk: Walk) -> None:
         self.walk = walk
-        self.last = max((i for i, bits in enumerate(walk.makes) if bits), default=0)
-        has_loss = walk.ops[self.last].module == "head"
-        results = 0 if has_loss else walk.makes[self.last]
+        self.is_loss = [
+            op.kernel == LOSS_KERNEL and bits > 0 for op, bits in zip(walk.ops, walk.makes, strict=True)
+        ]
+        last = max((i for i, bits in enumerate(walk.makes) if bits), default=0)
+        results = 0 if any(self.is_loss) else walk.makes[last]
         self.owner = {bit: bit for bit in each(results)}  # in whose gradient's place that of a tensor lies
 
     def of_results(self, i: int) -> int:
@@ -188,7 +190,7 @@ class _Gradients:
         alive, seconds = _union(self.owner.values()), 0
         for bit in each(walk.makes[i]):
             self.owner.pop(bit, None)
-        if results or i == self.last:
+        if results or self.is_loss[i]:
             for bit in each(walk.reads[i]):
                 own = results & -results if walk.ops[i].kernel == "residual" and results else bit
                 if bit in self.owner:

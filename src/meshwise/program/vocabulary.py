@@ -238,7 +238,7 @@ def _loss(cut: Cut, logits: Tensor, name: str) -> Iterator[Op]:
         if not np.ndim(here):
             yield from loss_ops(loss, logits, name, cut.precision) if here else ()
         elif np.any(here):  # in some cells of a grid
-            of = structs.replace(logits, shape=(tokens * here, vocab))
+            of = Tensor(logits.name, (tokens * here, vocab), logits.dtype, logits)
             for op in loss_ops(loss, of, name, cut.precision):
                 yield structs.replace(op, count=1.0 * here)
     yield collective(
