@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import collections
 import itertools
+import json
 import os
-import pickle
 import re
 import subprocess
 import sys
+from base64 import b64decode
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -52,10 +53,10 @@ _MOST_RANKS = 1 << 17  # collectives of the world list them
 _APART_BYTES = 50e6
 """From this mean size of a file on, reading takes well longer than a new process needs to begin."""
 _READER = """
-import pickle, sys
+import sys
 from pathlib import Path
-from meshwise.trace.read import read_trace
-pickle.dump(read_trace(*map(Path, sys.argv[1:])), sys.stdout.buffer, protocol=5)
+from meshwise.trace.read import as_text, read_trace
+sys.stdout.write(as_text(read_trace(*map(Path, sys.argv[1:]))))
 """
 _Found = tuple[Trace | None, list[str]]
 _FURTHER = re.compile(r"-again-(\d+)(?=\.json)")
@@ -119,8 +120,23 @@ def _read_apart(files: tuple[Path, ...]) -> _Found:
     done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=False)
     if done.returncode:
         return None, [f"its reader ended with exit code {done.returncode}; is there enough memory?"]
-    found: _Found = pickle.loads(done.stdout)
-    return found
+    return _from_text(done.stdout)
+
+
+def as_text(found: _Found) -> str:
+    """What `read_trace` returns as JSON, which runs no code; arrays are their type and their bytes."""
+
+    def plain(value: Any) -> Any:
+        return str(value) if isinstance(value, Path) else (value.dtype.str, value.tobytes())
+
+    return json.dumps(msgspec.to_builtins(found, str_keys=True, enc_hook=plain))
+
+
+def _from_text(text: bytes) -> _Found:
+    def made(kind: type, value: Any) -> Any:
+        return Path(value) if kind is Path else np.frombuffer(b64decode(value[1]), value[0]).copy()
+
+    return msgspec.convert(json.loads(text), _Found, str_keys=True, dec_hook=made)
 
 
 def trace_files(paths: Iterable[str | Path]) -> list[Path]:
