@@ -71,6 +71,25 @@ BASES: dict[tuple[str, ...], list[str]] = {
     ("estimate",): ["gpt3-175b", "--cluster", "a100-80g-sxm:64", "--plan", "tp=8,pp=8", "--batch", "64"],
     ("search",): ["llama3-8b", "--cluster", "h100-80g-sxm:4", "--batch", "8", "--seq", "2048"],
     ("serve",): ["llama3-8b", "--cluster", "h100-80g-sxm:4", "--plan", "tp=4"],
+    ("rl",): [
+        "llama3-8b",
+        "--cluster",
+        "h100-80g-sxm:8",
+        "--prompts",
+        "8",
+        "--samples",
+        "4",
+        "--prompt",
+        "64",
+        "--output",
+        "64",
+        "--mode",
+        "colocated",
+        "--train-plan",
+        "zero=3",
+        "--rollout-plan",
+        "tp=1",
+    ],
     ("frontier", "layer"): ["--d-in", "64", "--d-out", "64", "--batch", "64", "--chip", "h100-80g-sxm"],
     ("frontier", "run"): ["--chip", "h100-80g-sxm"],
     ("frontier", "sensitivity"): ["--chip", "h100-80g-sxm"],
@@ -93,7 +112,7 @@ BASES: dict[tuple[str, ...], list[str]] = {
     ("trace", "rates"): [GPU],
     **{("trace", name): [GLOO, "-o", out] for name, out in PICTURES.items()},
 }
-SLOW = (("frontier", "run"), ("frontier", "sensitivity"), ("eval-lm",))
+SLOW = (("frontier", "run"), ("frontier", "sensitivity"), ("eval-lm",), ("rl",))
 """Verbs that take 0.1 to 6 s: drawn less often."""
 LONG_NAME = "a" * 3000
 ELSEWHERE = ("run", "dryrun", "compare", "profile", "sweep", "web", "fit")
@@ -525,11 +544,10 @@ def page() -> Iterator[Any]:
 @st.composite
 def states(draw: st.DrawFn) -> tuple[str, dict[str, str]]:
     """A view, and the state of its form with strange values for some of its fields."""
-    from meshwise.web.forms import asks
-    from meshwise.web.views import home
+    from meshwise.web.views import home, options
 
     view = draw(st.sampled_from(("explore", "ops", "options", "launch", "machine", *STATE)))
-    names = st.sampled_from(sorted({"plan" if ask.kind == "key" else ask.name for ask in asks(home(view))}))
+    names = st.sampled_from(sorted(options(home(view))))
     values = st.one_of(strange_text, plausible_text, st.integers(1, 1024).map(str))
     return view, STATE[home(view)] | draw(st.dictionaries(names, values, max_size=3))
 
