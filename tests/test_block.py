@@ -31,7 +31,9 @@ def total(ops: list[Op], field: str, **wanted: Any) -> Any:
 
 
 def flop(ops: list[Op], *, phase: str) -> Any:
-    return sum(op.cost.flop for op in ops if op.phase == phase and op.kind in ("matmul", "attention"))
+    return sum(
+        op.count * op.cost.flop for op in ops if op.phase == phase and op.kind in ("matmul", "attention")
+    )
 
 
 # Korthikanti et al., arXiv 2205.05198, Table 2: bytes kept per layer over s b h, with a heads, h wide,

@@ -66,6 +66,7 @@ SLOW = {"run": (f"{SMALL} --ranks 1", ("--csv x.csv", "--profile ."))}
 ELSEWHERE = {
     ("serve", "--output"): "tokens, not a file",
     ("rl", "--output"): "tokens, not a file",
+    ("rl", "--html"): "written as all pages are",
     ("sweep", "--csv"): "written as all tables are",
     ("sweep", "--plot"): "written as all figures are",
     ("frontier sensitivity", "--plot"): "written as all figures are, but takes six seconds",

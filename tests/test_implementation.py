@@ -57,6 +57,8 @@ def test_a_grid_of_fsdp2_is_its_plans(data: st.DataObject, model: str) -> None:
             of = price(model, plan, microbatch)
         except MeshwiseError:
             continue
+        if plan.cp == 1:  # a grid has one cell for all kinds
+            plan = replace(plan, cp_kind="ring")
         plans.add((plan, microbatch))
         assert found[plan, microbatch] == pytest.approx((of.step_s, of.memory_bytes["total"]), rel=1e-12)
     assert plans == set(found)

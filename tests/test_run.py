@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,8 +95,7 @@ def test_no_rank_outlives_the_launcher(how: signal.Signals, tmp_path: Path) -> N
         "from ranks import sleep_forever\n"
         f"if __name__ == '__main__': launch(sleep_forever, 2, {str(tmp_path)!r})\n"
     )
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
+    temporary = Path(tempfile.mkdtemp())  # the path of a socket has 108 bytes at most
     surroundings = os.environ | {"TMPDIR": str(temporary)}
     command = [sys.executable, str(script)]
     job = subprocess.Popen(command, env=surroundings, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -108,6 +109,7 @@ def test_no_rank_outlives_the_launcher(how: signal.Signals, tmp_path: Path) -> N
         job.kill()
     assert wait_until(lambda: not any(map(is_running, pids)))
     assert wait_until(lambda: not list(temporary.glob("pymp-*")))
+    shutil.rmtree(temporary)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")

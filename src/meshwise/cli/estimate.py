@@ -86,7 +86,7 @@ def estimate(
 
 def _refuse(convention: str, options: dict[str, Any]) -> None:
     for option, value in options.items():
-        if value is not None:
+        if value is not None and value != ():
             raise PlanError(
                 f"convention {convention} has tables of one step only; leave --{option.replace('_', '-')} out"
             )
