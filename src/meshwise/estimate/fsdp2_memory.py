@@ -31,7 +31,7 @@ from meshwise.plan.mesh import Mesh
 from meshwise.plan.plan import RECOMPUTE
 from meshwise.plan.stages import Stage, chunks_of_rank, num_on_host
 from meshwise.program.cut import Cut
-from meshwise.program.fsdp2 import Unit, held_params, optimizer_bytes, shard_bytes
+from meshwise.program.fsdp2 import Unit, held_params, optimizer_bytes, shard_bytes, sums_are_shards
 from meshwise.program.moments import PartBytes
 from meshwise.program.order import moments
 from meshwise.program.parts import block_input_bytes
@@ -170,7 +170,7 @@ class _SizeTable:
 def _sizes(model: Model, parts: Sequence[Part], held: Sequence[Unit], mesh: Mesh, cut: Cut) -> _Sizes:
     # Under tp DTensor makes the gradient of the whole table on each rank, and sums it over microbatches.
     of_table = model.vocab * model.hidden * (not cut.lora_rank)
-    sums_whole = (mesh.num_microbatches > 1) & ((mesh.zero != 2) | (mesh.pp > 1))
+    sums_whole = (mesh.num_microbatches > 1) * (1.0 - sums_are_shards(mesh))
     beyond = of_table * (1.0 - 1.0 / mesh.tp) * sums_whole
     embedding, head, tied = (
         UnitBytes.of(unit, mesh, cut, more)

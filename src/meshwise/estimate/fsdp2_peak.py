@@ -279,7 +279,7 @@ def peak_without_pipeline(chunk: Chunk, num_microbatches: int, zero: int) -> Num
         is_last = number == rounds - 1
         chunk.forward(live, reshards=zero == 3)
         chunk.backward(
-            live, reduces=is_last or zero == 2, reshards=is_last or zero == 3, prefetches=zero == 3
+            live, reduces=is_last or zero >= 2, reshards=is_last or zero == 3, prefetches=zero == 3
         )
     return live.most
 

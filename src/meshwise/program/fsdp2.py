@@ -7,8 +7,9 @@ they stay gathered: a chunk is gathered once a step, or each time that the sched
 FSDP2 cuts each weight along its first dim into equal parts, the last ones short or empty, and moves full
 parts in the type of the matmuls. Groups of `zero_group` ranks share the states (HSDP); under ZeRO 0 every
 rank is such a group. The two ways of DualPipe hold copies too. Gradients are reduced in fp32 (fp64 under
-fp64), or in `grad_dtype`, when the last microbatch is through; under ZeRO 2, which keeps no whole gradients,
-after every microbatch. Experts are cut along their width, among the ranks that hold the same ones.
+fp64), or in `grad_dtype`, when the last microbatch is through; under ZeRO 2, and 3 without a pipeline, which
+keep no whole gradients, after every microbatch (as torchtitan leaves it). Experts are cut along their width,
+among the ranks that hold the same ones.
 
 Weights that all tensor-parallel ranks hold whole (norms, learned positions, routers) have their gradients
 summed over tp one by one, once a step; the sums of several microbatches are fp32. So has a table that both
@@ -47,7 +48,7 @@ from meshwise.program.cut import Cut
 from meshwise.program.exchange import Exchange
 from meshwise.program.optimizer_states import STATES, by_muon, state_bytes
 from meshwise.program.order import gathers, patterns
-from meshwise.program.sharding import FSDP2, at_stage, num_reductions
+from meshwise.program.sharding import FSDP2, at_stage
 from meshwise.program.tensor_1d import shards
 from meshwise.program.weights_of_ops import is_quantized
 
@@ -186,7 +187,13 @@ def _gathers_of_parts(model: Model, stage: Stage, mesh: Mesh) -> list[Num]:
 
 def reductions(stage: Stage, mesh: Mesh) -> Num:
     """How often in a step the gradients of a unit are reduced; under DualPipe one sees half of the batch."""
-    return num_reductions(FSDP2, mesh.zero, stage.share * mesh.num_microbatches)
+    passing = stage.share * mesh.num_microbatches
+    return 1.0 + sums_are_shards(mesh) * (passing - 1.0)
+
+
+def sums_are_shards(mesh: Mesh) -> Num:
+    """1 where gradients are reduced after every microbatch; torch's pipelines do that under ZeRO 2 alone."""
+    return at_stage(FSDP2.sums, mesh.zero) * ((mesh.zero == 2) | (mesh.pp == 1))
 
 
 @lru_cache(maxsize=1024)
@@ -302,7 +309,7 @@ def reduced_bytes(mesh: Mesh, cut: Cut) -> float:
 
 def _accumulates(mesh: Mesh) -> Num:
     """Whether whole gradients are summed over microbatches before they are reduced."""
-    return ((at_stage(FSDP2.sums, mesh.zero) == 0) & ((mesh.pp > 1) | (mesh.num_microbatches > 1))) * 1.0
+    return (1.0 - sums_are_shards(mesh)) * ((mesh.pp > 1) | (mesh.num_microbatches > 1))
 
 
 def tp_sums(weight: Weight, cut: Cut) -> bool:

@@ -39,7 +39,7 @@ class Implementation:
 
     `ops` changes the ops of a part. `shards_each_weight`: data parallelism is FSDP2's. Every weight is cut
     along its first dim and padded; weights, gradients and both moments are fp32 (fp64 under fp64); gradients
-    are reduced with the last microbatch only. `fuses_norms`: a norm is one kernel with the linear layer
+    are reduced as `program.fsdp2` says. `fuses_norms`: a norm is one kernel with the linear layer
     behind it, whose input is the residual stream. `losses`: whose loss it runs (`program.loss`), unfused
     unless the plan says so; else that of the plan's software.
     """

@@ -7,7 +7,7 @@ sums held as shards are reduced after the backward of every microbatch, whole on
 has the memory of one row and the exchanges of another.
 
 ZeRO 1, 2 and 3 are DeepSpeed's stages (arXiv 1910.02054) and Megatron-FSDP's `optim`, `optim_grads` and
-`optim_grads_params`. FSDP2 (`program.fsdp2`) always has shards, and sums whole gradients but under stage 2.
+`optim_grads_params`. FSDP2 (`program.fsdp2`) always has shards; under stages 0 and 1 it sums whole gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Sharding:
 
 
 STAGES = Sharding(weights=(0.0, 0.0, 0.0, 1.0), sums=(0.0, 0.0, 1.0, 1.0), states=(0.0, 1.0, 1.0, 1.0))
-FSDP2 = Sharding(weights=(1.0, 1.0, 1.0, 1.0), sums=(0.0, 0.0, 1.0, 0.0), states=(1.0, 1.0, 1.0, 1.0))
+FSDP2 = Sharding(weights=(1.0, 1.0, 1.0, 1.0), sums=(0.0, 0.0, 1.0, 1.0), states=(1.0, 1.0, 1.0, 1.0))
 
 
 def at_stage(column: Column, zero: Num) -> Num:

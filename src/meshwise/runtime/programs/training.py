@@ -110,7 +110,7 @@ class Trainer:
         parts = zip(tokens.chunk(self.num), labels.chunk(self.num), strict=True)
         for number, (part, targets) in enumerate(parts):
             is_last = number == self.num - 1
-            decoder.set_requires_gradient_sync(is_last or self.plan.zero == 2)
+            decoder.set_requires_gradient_sync(is_last or self.plan.zero >= 2)
             decoder.set_reshard_after_backward(is_last or self.plan.zero == 3)
             loss = decoder(part, targets) / self.num
             loss.backward()
