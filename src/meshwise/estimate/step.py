@@ -308,6 +308,8 @@ def _exchanged(
     if np.any(reductions != rounds):
         overlapped_s = overlapped_s + (rounds - reductions) * round_s(gathers_s)
     alone_s = rounds * (gathers_s + behind_forward) + reductions * grads_s
+    # However they are hidden: links carry one exchange at a time.
+    overlapped_s = np.maximum(overlapped_s, alone_s - rounds * (forward_s + backward_s) * alone)
     paid_s = mesh.overlap_dp * overlapped_s + (1.0 - mesh.overlap_dp) * alone_s
     filling_s = (1.0 - alone) * np.maximum(behind_forward - mesh.overlap_dp * forward_s, first_s)
     return [*found, *own], paid_s + own_s, filling_s
